@@ -1,0 +1,9 @@
+"""Interaction tables -> samples with histories -> batches of KeyedJaggedTensors."""
+
+from jfi.data.batch import Batch
+from jfi.data.config import DataConfig, SyntheticConfig
+from jfi.data.dataset import FeatureSpec, InteractionDataset
+from jfi.data.errors import DataError
+from jfi.data.load import load_dataset
+
+__all__ = ["Batch", "DataConfig", "DataError", "FeatureSpec", "InteractionDataset", "SyntheticConfig", "load_dataset"]

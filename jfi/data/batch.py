@@ -1,0 +1,47 @@
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
+
+
+@dataclass
+class Batch(Pipelineable):
+    """B samples, ready for a model and for TorchRec's train pipelines.
+
+    Args:
+        dense_features: ``[B, max(1, num_dense)]`` float32, standardised; one column of zeros where the table has no
+            dense column.
+        sparse_features: every categorical key, stride B: user keys and item (target) keys, then the ``history_*`` keys,
+            which are aligned: all have the same lengths, oldest event first.
+        labels: ``[B]`` float32 in [0, 1].
+        users: ``[B]`` int64, the sample's user, for per-user metrics; not a model input.
+    """
+
+    dense_features: Tensor
+    sparse_features: KeyedJaggedTensor
+    labels: Tensor
+    users: Tensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
+        return Batch(
+            dense_features=self.dense_features.to(device, non_blocking=non_blocking),
+            sparse_features=self.sparse_features.to(device, non_blocking=non_blocking),
+            labels=self.labels.to(device, non_blocking=non_blocking),
+            users=self.users.to(device, non_blocking=non_blocking),
+        )
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        self.dense_features.record_stream(stream)
+        self.sparse_features.record_stream(stream)
+        self.labels.record_stream(stream)
+        self.users.record_stream(stream)
+
+    def pin_memory(self) -> "Batch":
+        return Batch(
+            dense_features=self.dense_features.pin_memory(),
+            sparse_features=self.sparse_features.pin_memory(),
+            labels=self.labels.pin_memory(),
+            users=self.users.pin_memory(),
+        )

@@ -1,0 +1,228 @@
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from jfi.data.batch import Batch
+from jfi.data.encode import Categorical, ranges
+from jfi.data.errors import nearest
+from jfi.data.negatives import NegativeSampler
+
+Role = Literal["user", "item", "history", "bucket"]
+
+
+@dataclass(frozen=True)
+class FeatureSpec:
+    """A key of ``Batch.sparse_features``.
+
+    Args:
+        key: its name in the KeyedJaggedTensor.
+        role: "user" and "item" keys describe the sample's user and target; "history" keys are aligned fields of the
+            events; "bucket" is the aligned age of the events, whose ids index no table.
+        column: the column it comes from.
+        table: the embedding table; a target's key and the history's keys of the same column share one. "" for a bucket.
+        num_embeddings: all ids are below it; 0 stands for a missing or unseen value.
+        multi_valued: a sample may have any number of ids. Other user and item keys have one, and so has each event.
+    """
+
+    key: str
+    role: Role
+    column: str
+    table: str
+    num_embeddings: int
+    multi_valued: bool = False
+
+
+@dataclass(frozen=True)
+class Events:
+    """All E events, sorted by (user, timestamp, item), so that a history is a range of them.
+
+    Args:
+        user, item: ``[E]`` int64, indices of users and items.
+        time: ``[E]`` float64 seconds.
+        label: ``[E]`` float32, NaN where the row is history only.
+        history_start, history_end: ``[E]`` int64, the events of the same user strictly before.
+    """
+
+    user: np.ndarray
+    item: np.ndarray
+    time: np.ndarray
+    label: np.ndarray
+    history_start: np.ndarray
+    history_end: np.ndarray
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A key, with the ids of each user (role "user"), item ("item") or, as ``of`` says, of what an event points to."""
+
+    spec: FeatureSpec
+    ids: Categorical
+    of: Literal["user", "item", "event"]
+
+
+class InteractionDataset:
+    """Samples with histories, as `load_dataset` makes them.
+
+    Args:
+        events: the array that all histories are views of.
+        features: the categorical keys, in the order of the batches; their histories share one set of lengths.
+        age: key of the events' age.
+        dense: ``[U, Du]`` and ``[N, Di]`` float32, the dense features of users and of items.
+        dense_names: their columns.
+        samples: for each split the events that are its samples, ordered by (timestamp, user, item).
+        negatives: draws the negatives of implicit feedback; None where the table has labels.
+        item_key: key of the target's id.
+        titles: by the id of that key, or None.
+    """
+
+    def __init__(
+        self,
+        events: Events,
+        features: list[Feature],
+        age: FeatureSpec,
+        dense: tuple[np.ndarray, np.ndarray],
+        dense_names: list[str],
+        samples: dict[str, np.ndarray],
+        negatives: NegativeSampler | None,
+        item_key: str,
+        titles: list[str] | None,
+    ) -> None:
+        self.features = [feature.spec for feature in features] + [age]
+        self.dense_names = dense_names
+        self.item_key = item_key
+        self.titles = titles
+        self._events = events
+        self._columns = features
+        self._dense_users, self._dense_items = dense
+        self._samples = samples
+        self._negatives = negatives
+
+    def num_samples(self, split: str) -> int:
+        """Samples of a split, sampled negatives included."""
+        return len(self._rows(split)) * self._samples_per_row
+
+    def num_batches(self, split: str, batch_size: int, world_size: int = 1) -> int:
+        """Batches of an epoch, the same on every rank."""
+        return -(-self.num_samples(split) // (batch_size * world_size))
+
+    def batches(
+        self,
+        split: str,
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        epoch: int = 0,
+        start_batch: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> Iterator[Batch]:
+        """The batches of one epoch: a pure function of the arguments.
+
+        The order and the sampled negatives depend on ``seed`` and ``epoch`` alone, so ``start_batch=n`` continues an
+        epoch after n batches, and ranks share each global batch of ``batch_size * world_size`` samples without overlap.
+        The last one is shared evenly; with fewer samples than ranks some ranks get an empty batch, so that all make
+        the same number of steps.
+
+        Args:
+            split: "train", "validation" or "test".
+            batch_size: samples a batch and rank.
+            shuffle: else the order is (timestamp, user, item).
+
+        Example::
+
+            >>> from jfi.data import DataConfig, load_dataset
+            >>> dataset = load_dataset(DataConfig(source="synthetic"))
+            >>> batch = next(dataset.batches("train", 32, shuffle=True))
+            >>> batch.labels.shape, batch.sparse_features.keys()[:2]
+            (torch.Size([32]), ['item', 'category'])
+        """
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank is {rank}; it must be in [0, world_size = {world_size})")
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
+        return self._iterate(split, batch_size, shuffle, seed, epoch, start_batch, rank, world_size)
+
+    def _iterate(
+        self, split: str, batch_size: int, shuffle: bool, seed: int, epoch: int, start: int, rank: int, world_size: int
+    ) -> Iterator[Batch]:
+        count = self.num_samples(split)
+        order = np.random.default_rng((seed, epoch)).permutation(count) if shuffle else np.arange(count)
+        for first in range(start * batch_size * world_size, count, batch_size * world_size):
+            shared = order[first : first + batch_size * world_size]
+            mine = shared[len(shared) * rank // world_size : len(shared) * (rank + 1) // world_size]
+            yield self._assemble(*self._draw(split, mine, seed, epoch))
+
+    @property
+    def _samples_per_row(self) -> int:
+        return 1 if self._negatives is None else 1 + self._negatives.per_positive
+
+    def _rows(self, split: str) -> np.ndarray:
+        if split not in self._samples:
+            raise ValueError(f"split is '{split}'; {nearest(split, self._samples)}")
+        return self._samples[split]
+
+    def _draw(
+        self, split: str, samples: np.ndarray, seed: int, epoch: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The events, the target items and the labels of samples of a split."""
+        events = self._rows(split)[samples // self._samples_per_row]
+        item, label = self._events.item[events], self._events.label[events]
+        if self._negatives is not None:
+            drawn = np.flatnonzero(samples % self._samples_per_row)
+            at = events[drawn]
+            item[drawn] = self._negatives.draw(
+                self._events.user[at], self._events.time[at], samples[drawn], seed, epoch
+            )
+            label[drawn] = 0.0
+        return events, item, label
+
+    def _assemble(self, events: np.ndarray, item: np.ndarray, label: np.ndarray) -> Batch:
+        table = self._events
+        user, start = table.user[events], table.history_start[events]
+        history_lengths = table.history_end[events] - start
+        history = ranges(start, history_lengths)
+        history_item = table.item[history]
+        rows = {
+            ("user", "user"): user,
+            ("item", "item"): item,
+            ("history", "item"): history_item,
+            ("history", "event"): history,
+        }
+
+        lengths = np.empty((len(self.features), len(events)), np.int64)
+        for i, feature in enumerate(self._columns):
+            is_history = feature.spec.role == "history"
+            lengths[i] = history_lengths if is_history else feature.ids.counts(rows[feature.spec.role, feature.of])
+        lengths[-1] = history_lengths
+        length_per_key = lengths.sum(axis=1)
+        ends = np.cumsum(length_per_key)
+        values = np.empty(ends[-1], np.int64)
+        for feature, end, length in zip(self._columns, ends, length_per_key, strict=False):
+            feature.ids.fill(rows[feature.spec.role, feature.of], values[end - length : end])
+        now = np.repeat(table.time[events], history_lengths)
+        values[ends[-1] - length_per_key[-1] :] = self._age_ids(now - table.time[history])
+
+        sparse = KeyedJaggedTensor(
+            keys=[spec.key for spec in self.features],
+            values=torch.from_numpy(values),
+            lengths=torch.from_numpy(lengths.ravel()),
+            stride=len(events),
+            # Known here; else the first split of the tensor would read it back from the device.
+            length_per_key=length_per_key.tolist(),
+        )
+        dense = np.concatenate([self._dense_users[user], self._dense_items[item]], axis=1)
+        if not self.dense_names:
+            dense = np.zeros((len(events), 1), np.float32)
+        return Batch(torch.from_numpy(dense), sparse, torch.from_numpy(label), torch.from_numpy(user))
+
+    def _age_ids(self, age: np.ndarray) -> np.ndarray:
+        """1 + floor(log2(age)) from the exponent bits of the float64 ``age > 0``, within the ids of the bucket key."""
+        ids = age.view(np.int64)
+        ids >>= 52
+        ids -= 1022
+        return ids.clip(0, self.features[-1].num_embeddings - 1, out=ids)

@@ -1,0 +1,106 @@
+"""Columns -> ids and standardised numbers, learnt from the training rows alone."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+
+@dataclass(frozen=True)
+class Categorical:
+    """Ids of a categorical column; 0 stands for a value that is missing or absent from the training rows.
+
+    Args:
+        ids: int64; ``[N]``, one id a row, or ``[sum of counts]`` where the column is multi-valued.
+        offsets: ``[N + 1]`` int64, the range of each row's ids, or None for one id a row.
+        num_embeddings: all ids are below it.
+    """
+
+    ids: np.ndarray
+    offsets: np.ndarray | None
+    num_embeddings: int
+
+    def counts(self, rows: np.ndarray) -> np.ndarray:
+        """The number of ids of each of ``rows``."""
+        return np.ones_like(rows) if self.offsets is None else self.offsets[rows + 1] - self.offsets[rows]
+
+    def fill(self, rows: np.ndarray, out: np.ndarray) -> None:
+        """Writes the ids of ``rows``, one row's after the other's, to ``out [sum of counts]``."""
+        if self.offsets is not None:
+            rows = ranges(self.offsets[rows], self.counts(rows))
+        # "clip" promises valid rows: numpy then writes straight to `out`.
+        np.take(self.ids, rows, out=out, mode="clip")
+
+    def slots(self, max_slots: int) -> list["Categorical"]:
+        """The column as columns of one id a row: the first ids of each row, 0 where a row has fewer."""
+        if self.offsets is None:
+            return [self]
+        counts = np.diff(self.offsets)
+        row = np.repeat(np.arange(len(counts)), counts)
+        position = np.arange(len(self.ids)) - np.repeat(self.offsets[:-1], counts)
+        slots = np.zeros((min(max_slots, counts.max(initial=1)), len(counts)), np.int64)
+        kept = position < len(slots)
+        slots[position[kept], row[kept]] = self.ids[kept]
+        return [Categorical(slot, None, self.num_embeddings) for slot in slots]
+
+
+def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The integers of ``[start, start + length)`` of each range, behind one another.
+
+    >>> ranges(np.array([7, 3]), np.array([2, 3]))
+    array([7, 8, 3, 4, 5])
+    """
+    ends = np.cumsum(lengths)
+    rows = np.repeat(starts - (ends - lengths), lengths)
+    rows += np.arange(len(rows))
+    return rows
+
+
+def sort_ids(column: pa.Array) -> tuple[pa.Array, np.ndarray]:
+    """The distinct ids of a column without nulls, by number if all are integers, and each row's index among them."""
+    encoded = column.dictionary_encode()
+    distinct = encoded.dictionary
+    order = np.argsort(_sortable(distinct), kind="stable")
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    return distinct.take(pa.array(order)), rank[encoded.indices.to_numpy()]
+
+
+def encode(column: pa.Array, train: np.ndarray, separator: str | None = None) -> Categorical:
+    """Ids of a column of strings, numbered from 1 by the values of the rows where ``train [N]`` is true."""
+    if separator is None:
+        known, offsets = column.filter(pa.array(train)), None
+    else:
+        lists = pc.split_pattern(pc.fill_null(column, ""), separator)
+        column, offsets = lists.flatten(), lists.offsets.to_numpy().astype(np.int64)
+        present = pc.not_equal(column, "").to_numpy(zero_copy_only=False)
+        known = column.filter(pa.array(present & np.repeat(train, np.diff(offsets))))
+        column, offsets = column.filter(pa.array(present)), np.concatenate([[0], np.cumsum(present)])[offsets]
+    vocabulary = sort_ids(known.drop_null())[0]
+    ids = pc.fill_null(pc.index_in(column, value_set=vocabulary), -1).to_numpy(zero_copy_only=False).astype(np.int64)
+    return Categorical(ids + 1, offsets, len(vocabulary) + 1)
+
+
+def bucketize(values: np.ndarray, train: np.ndarray, num_quantiles: int) -> Categorical:
+    """Ids of a numeric column cut at the quantiles of its rows where ``train`` is true; NaN is missing."""
+    known = values[train & np.isfinite(values)]
+    inner = np.linspace(0, 1, num_quantiles + 1)[1:-1]
+    edges = np.unique(np.quantile(known, inner)) if len(known) else np.empty(0)
+    ids = np.where(np.isfinite(values), np.searchsorted(edges, values, side="right") + 1, 0)
+    return Categorical(ids.astype(np.int64), None, len(edges) + 2)
+
+
+def standardise(values: np.ndarray, train_rows: np.ndarray) -> np.ndarray:
+    """``values [N]`` as float32 of mean 0 and deviation 1 over ``values[train_rows]``; a missing one (NaN) becomes 0."""
+    known = values[train_rows]
+    known = known[np.isfinite(known)]
+    mean, deviation = (known.mean(), known.std()) if len(known) else (0.0, 1.0)
+    return np.nan_to_num((values - mean) / (deviation or 1.0), posinf=0.0, neginf=0.0).astype(np.float32)
+
+
+def _sortable(values: pa.Array) -> np.ndarray:
+    try:
+        return values.cast(pa.int64()).to_numpy()
+    except pa.ArrowInvalid:
+        return values.to_numpy(zero_copy_only=False).astype(str)

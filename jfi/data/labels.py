@@ -1,0 +1,49 @@
+import operator
+import re
+
+import numpy as np
+import pyarrow.compute as pc
+
+from jfi.data.errors import DataError
+from jfi.data.table import Table
+
+_RULE = re.compile(r"\s*(?P<column>.+?)\s*(?P<compare>>=|<=|==|!=|>|<)\s*(?P<value>.+?)\s*")
+_COMPARE = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+
+
+def read_labels(table: Table, label: str | None) -> np.ndarray:
+    """``[N]`` float32 in [0, 1], NaN for a row that is history only.
+
+    Args:
+        label: None (every row is a positive), a column, or a rule ``<column> <comparison> <value>``; a value that is no
+            number is compared as a string, by == or !=.
+    """
+    if label is None:
+        return np.ones(len(table), np.float32)
+    rule = None if label in table.data.column_names else _RULE.fullmatch(label)
+    if rule is None:
+        values = table.numbers(label)
+        outside = (values < 0) | (values > 1)
+        if outside.any():
+            row = int(outside.argmax())
+            what = f"label '{label}' is {values[row]:g}, outside [0, 1]; a rule may be meant, such as '{label} >= 4'"
+            raise table.fault(row, what)
+        return values.astype(np.float32)
+    column, compare, value = rule["column"], rule["compare"], rule["value"]
+    try:
+        threshold = float(value)
+    except ValueError:
+        if compare not in ("==", "!="):
+            raise DataError(f"label rule '{label}': '{value}' is not a number, so it takes == or !=") from None
+        strings = table.strings(column)
+        hit = _COMPARE[compare](strings.to_numpy(zero_copy_only=False), value)
+        return np.where(pc.is_null(strings).to_numpy(zero_copy_only=False), np.nan, hit).astype(np.float32)
+    values = table.numbers(column)
+    return np.where(np.isnan(values), np.nan, _COMPARE[compare](values, threshold)).astype(np.float32)

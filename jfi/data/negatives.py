@@ -1,0 +1,55 @@
+import numpy as np
+
+_MAX_DRAWS = 64
+
+
+class NegativeSampler:
+    """Draws items a user has not interacted with up to and including the time of the sample, uniformly.
+
+    A draw is a hash of (seed, epoch, sample), so it depends on nothing drawn before it. A draw the user already knows is
+    drawn again; after 64 draws, which only a user of nearly all items needs, the last one is kept.
+
+    Args:
+        user, item, time: ``[E]`` every interaction.
+        candidates: ``[C]`` the items to draw from.
+        per_positive: negatives a positive.
+    """
+
+    def __init__(
+        self, user: np.ndarray, item: np.ndarray, time: np.ndarray, candidates: np.ndarray, per_positive: int
+    ) -> None:
+        self.per_positive = per_positive
+        self._candidates = candidates
+        self._num_items = int(item.max()) + 1
+        pair = user * self._num_items + item
+        order = np.lexsort((time, pair))
+        self._pairs, first = np.unique(pair[order], return_index=True)
+        self._since = time[order][first]
+
+    def draw(self, user: np.ndarray, time: np.ndarray, sample: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+        """``[B]`` int64 items for samples of ``user [B]`` at ``time [B]``; ``sample [B]`` numbers them in the split."""
+        key = np.random.SeedSequence((seed, epoch)).generate_state(1, np.uint64)
+        state = _mix(sample.astype(np.uint64) + key)
+        item = np.empty(len(user), np.int64)
+        todo = np.arange(len(user))
+        for _ in range(_MAX_DRAWS):
+            state[todo] = _mix(state[todo])
+            # The remainder's bias is below 2^-40 for up to 2^24 items.
+            item[todo] = self._candidates[state[todo] % np.uint64(len(self._candidates))]
+            todo = todo[self._known(user[todo], item[todo], time[todo])]
+            if not len(todo):
+                break
+        return item
+
+    def _known(self, user: np.ndarray, item: np.ndarray, time: np.ndarray) -> np.ndarray:
+        pair = user * self._num_items + item
+        at = np.minimum(np.searchsorted(self._pairs, pair), len(self._pairs) - 1)
+        return (self._pairs[at] == pair) & (self._since[at] <= time)
+
+
+def _mix(state: np.ndarray) -> np.ndarray:
+    """A step of SplitMix64 (Steele, Lea, Flood 2014): a bijection of uint64 whose output passes for random."""
+    state = state + np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
