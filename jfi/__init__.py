@@ -1,0 +1,27 @@
+"""jfi: sequence features for recommendation models, without padding.
+
+``jfi.ops`` needs PyTorch alone.  ``jfi.modules``, ``jfi.models``, ``jfi.data`` and ``jfi.training`` need TorchRec; they
+are imported on first use, so that ``import jfi.ops`` works where TorchRec is absent.
+"""
+
+import importlib
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "JaggedFeatureInteraction": "jfi.modules",
+    "SequenceFeatureConfig": "jfi.modules",
+    "SequenceDLRM": "jfi.models",
+}
+
+__all__ = ["__version__", *_LAZY]
+
+
+def __getattr__(name: str):
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'jfi' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LAZY])

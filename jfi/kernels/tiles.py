@@ -1,0 +1,99 @@
+"""What the kernels share: finding a program's sample, loading rows, products that mean the same everywhere."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+
+#: Triton's interpreter multiplies bfloat16 wrongly, so under it half precision is widened at the load.
+INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))
+
+
+@triton.jit
+def find_sample(offsets_ptr, batch, position, DIVISOR: tl.constexpr, weight):
+    """The last sample b with offsets[b] // DIVISOR + b * weight <= position.
+
+    The sum grows with b, so that every sample has a place of its own on the line, an empty one too, and programs can be
+    dealt out over the line from the host, which knows its length (the rows and the samples) but no offset.
+    """
+    FAN: tl.constexpr = 128
+    low = tl.zeros((), tl.int64)
+    high = low + batch
+    while high - low > 1:
+        step = (high - low + FAN - 1) // FAN
+        at = low + tl.arange(0, FAN) * step
+        starts = tl.load(offsets_ptr + at, mask=at < high, other=0).to(tl.int64)
+        below = (starts // DIVISOR + at * weight <= position) & (at < high)
+        low += (tl.maximum(tl.sum(below.to(tl.int32), 0), 1) - 1) * step
+        high = tl.minimum(low + step, high)
+    return low
+
+
+@triton.jit
+def tile_of(offsets_ptr, batch, slot, BLOCK: tl.constexpr):
+    """The (sample, first row, end row) of a slot, where sample b owns slots offsets[b] // BLOCK + b and on.
+
+    There are at least as many slots as tiles; a spare slot gets first row >= end row.
+    """
+    sample = find_sample(offsets_ptr, batch, slot, BLOCK, 1)
+    low = tl.load(offsets_ptr + sample).to(tl.int64)
+    high = tl.load(offsets_ptr + sample + 1).to(tl.int64)
+    return sample, low + (slot - low // BLOCK - sample) * BLOCK, high
+
+
+def tile_slots(rows: int, batch: int, block: int) -> int:
+    """How many slots ``tile_of`` needs, from what the host knows."""
+    return rows // block + batch
+
+
+@triton.jit
+def widen(x):
+    """Half precision as float32 under the interpreter; unchanged on a GPU."""
+    if INTERPRET and x.dtype.primitive_bitwidth == 16:
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def load_tile(ptr, rows, row_mask, stride, cols, WIDTH: tl.constexpr):
+    """[rows, cols] of a row-major matrix; rows outside the mask and columns from WIDTH on are 0."""
+    mask = row_mask[:, None] & (cols < WIDTH)[None, :]
+    return widen(tl.load(ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :], mask=mask, other=0.0))
+
+
+@triton.jit
+def store_tile(ptr, x, rows, row_mask, stride, cols, WIDTH: tl.constexpr):
+    mask = row_mask[:, None] & (cols < WIDTH)[None, :]
+    tl.store(ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :], x.to(ptr.dtype.element_ty), mask=mask)
+
+
+def block(width: int, least: int = 16, most: int | None = None) -> int:
+    """The power of two that covers width, at least what a matrix unit takes."""
+    size = max(least, triton.next_power_of_2(width))
+    return size if most is None else min(size, most)
+
+
+def precision(x: Tensor) -> str:
+    """How float32 products are rounded: as torch.set_float32_matmul_precision says."""
+    return "ieee" if x.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+@triton.jit
+def _pair_offsets_kernel(x_ptr, y_ptr, out_ptr, batch, BLOCK: tl.constexpr):
+    total = tl.zeros((), tl.int64)
+    tl.store(out_ptr, total)
+    for first in range(0, batch, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        mask = at < batch
+        length = tl.load(x_ptr + at + 1, mask=mask, other=0).to(tl.int64) - tl.load(x_ptr + at, mask=mask, other=0)
+        width = tl.load(y_ptr + at + 1, mask=mask, other=0).to(tl.int64) - tl.load(y_ptr + at, mask=mask, other=0)
+        tl.store(out_ptr + at + 1, total + tl.cumsum(length * width, 0), mask=mask)
+        total += tl.sum(length * width, 0)
+
+
+def pair_offsets(x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
+    """[B+1] int64: where each sample's L x M block begins."""
+    out = torch.empty(x_offsets.shape[0], dtype=torch.int64, device=x_offsets.device)
+    _pair_offsets_kernel[(1,)](x_offsets, y_offsets, out, x_offsets.shape[0] - 1, BLOCK=1024, num_warps=4)
+    return out

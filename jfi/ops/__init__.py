@@ -1,0 +1,23 @@
+"""Operators over jagged tensors: packed values [S, ...] and offsets [B+1], forward and backward, without padding."""
+
+from jfi.ops._checks import validate
+from jfi.ops.array_jagged_bmm_jagged_out import array_jagged_bmm_jagged_out
+from jfi.ops.jagged2_softmax import jagged2_softmax
+from jfi.ops.jagged_attention import jagged_attention
+from jfi.ops.jagged_dense_bmm import jagged_dense_bmm
+from jfi.ops.jagged_jagged_bmm import jagged_jagged_bmm
+from jfi.ops.jagged_jagged_bmm_jagged_out import jagged_jagged_bmm_jagged_out
+from jfi.ops.jagged_softmax import jagged_softmax
+from jfi.ops.target_attention import target_attention
+
+__all__ = [
+    "array_jagged_bmm_jagged_out",
+    "jagged2_softmax",
+    "jagged_attention",
+    "jagged_dense_bmm",
+    "jagged_jagged_bmm",
+    "jagged_jagged_bmm_jagged_out",
+    "jagged_softmax",
+    "target_attention",
+    "validate",
+]

@@ -1,0 +1,107 @@
+"""Argument checks shared by the operators.
+
+Shapes, dtypes and devices are always checked: that costs no synchronisation.  The contents of offsets are checked on the
+CPU, and on a GPU only after ``validate(True)``, since reading them there stalls the device.
+"""
+
+import torch
+from torch import Tensor
+
+FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+IMPLEMENTATIONS = ("auto", "triton", "torch")
+
+_validate_on_gpu = False
+
+
+def validate(enabled: bool) -> None:
+    """Check the contents of offsets on a GPU too (one synchronisation a call); off by default, always on for CPU tensors.
+
+    Args:
+        enabled: True while looking for a bug in the offsets, False otherwise.
+
+    Example:
+        >>> import jfi
+        >>> jfi.ops.validate(True)
+        >>> jfi.ops.validate(False)
+    """
+    global _validate_on_gpu
+    _validate_on_gpu = bool(enabled)
+
+
+def check_floating(**tensors: Tensor | None) -> None:
+    """All given tensors are floating, of one dtype and on one device; the first one sets the standard."""
+    first_name = first = None
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
+        if tensor.dtype not in FLOATING:
+            raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {tensor.dtype}")
+        if first is None:
+            first_name, first = name, tensor
+        elif tensor.dtype != first.dtype:
+            raise TypeError(f"{name} must have the dtype of {first_name}, {first.dtype}, got {tensor.dtype}")
+        elif tensor.device != first.device:
+            raise ValueError(f"{name} must be on the device of {first_name}, {first.device}, got {tensor.device}")
+
+
+def check_dim(name: str, tensor: Tensor, layout: str) -> None:
+    """tensor has as many dimensions as its layout, such as "[S, D]", and no empty width behind the first."""
+    dims = layout.count(",") + 1
+    if tensor.dim() != dims:
+        raise ValueError(f"{name} must be {layout}, got a tensor of shape {list(tensor.shape)}")
+    if any(size == 0 for size in tensor.shape[1:]):
+        raise ValueError(f"{name} must be {layout} with no width of 0, got shape {list(tensor.shape)}")
+
+
+def check_size(name: str, got: int, want: int, what: str) -> None:
+    if got != want:
+        raise ValueError(f"{name} must have {what} = {want}, got {got}")
+
+
+def check_offsets(
+    name: str, offsets: Tensor, rows: int | None, rows_of: str, like: Tensor, batch_size: int | None = None
+) -> None:
+    """offsets is [B+1], int32 or int64, on the device of ``like``; where the contents may be read, 0 .. rows, ascending."""
+    if not isinstance(offsets, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(offsets).__name__}")
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 or int64, got {offsets.dtype}")
+    if offsets.dim() != 1 or offsets.shape[0] == 0:
+        raise ValueError(f"{name} must be [B+1] with at least one entry, got shape {list(offsets.shape)}")
+    if offsets.device != like.device:
+        raise ValueError(f"{name} must be on {like.device} like the values, got {offsets.device}")
+    if batch_size is not None and offsets.shape[0] != batch_size + 1:
+        raise ValueError(f"{name} must have B+1 = {batch_size + 1} entries, got {offsets.shape[0]}")
+    if torch.compiler.is_compiling() or not (offsets.device.type == "cpu" or _validate_on_gpu):
+        return
+    first, last = int(offsets[0]), int(offsets[-1])
+    if first != 0:
+        raise ValueError(f"{name} must start at 0, got {first}")
+    if rows is not None and last != rows:
+        raise ValueError(f"{name} must end at {rows}, the rows of {rows_of}, got {last}")
+    if bool((offsets[1:] < offsets[:-1]).any()):
+        at = int((offsets[1:] < offsets[:-1]).nonzero()[0])
+        raise ValueError(
+            f"{name} must not decrease, got {int(offsets[at])} then {int(offsets[at + 1])} at entry {at + 1}"
+        )
+
+
+def check_impl(impl: str, like: Tensor) -> str:
+    """Resolve "auto": Triton for CUDA tensors, plain PyTorch otherwise.  An explicit choice never falls back."""
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl must be one of {', '.join(map(repr, IMPLEMENTATIONS))}, got {impl!r}")
+    if impl == "auto":
+        return "triton" if like.is_cuda and like.dtype != torch.float64 else "torch"
+    if impl == "triton" and like.dtype == torch.float64:
+        raise TypeError("impl='triton' takes float32, bfloat16 or float16, got torch.float64: use impl='torch'")
+    return impl
+
+
+def check_pair_array(a: Tensor, x_offsets: Tensor, y_offsets: Tensor) -> None:
+    """a holds Σ L·M elements, where offsets may be read."""
+    if torch.compiler.is_compiling() or not (a.device.type == "cpu" or _validate_on_gpu):
+        return
+    count = int((x_offsets.diff().long() * y_offsets.diff()).sum())
+    check_size("a", a.shape[0], count, "Σ L·M elements")

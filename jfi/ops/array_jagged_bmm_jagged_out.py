@@ -1,0 +1,90 @@
+"""Each sample's [L, M] block times its M rows of y.
+
+    X[b] = A[b] Y[b]        dA[b] = dX[b] Y[b]ᵀ        dY[b] = A[b]ᵀ dX[b]
+
+dA is jagged_jagged_bmm_jagged_out; dY is this operator with the blocks read down their columns.
+"""
+
+import torch
+from torch import Tensor
+
+from jfi import reference
+from jfi.ops._checks import check_dim, check_floating, check_impl, check_offsets, check_pair_array
+
+
+@torch.library.custom_op("jfi::array_jagged_bmm_jagged_out", mutates_args=())
+def _array_jagged_bmm_jagged_out(
+    a: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, out_rows: int, transposed: bool
+) -> Tensor:
+    from jfi.kernels.array_jagged_bmm_jagged_out import array_jagged_bmm_jagged_out
+
+    return array_jagged_bmm_jagged_out(a.contiguous(), y.contiguous(), x_offsets, y_offsets, out_rows, transposed)
+
+
+@_array_jagged_bmm_jagged_out.register_fake
+def _(a, y, x_offsets, y_offsets, out_rows, transposed):
+    return y.new_empty(out_rows, y.shape[1])
+
+
+def _save(ctx, inputs, output) -> None:
+    *tensors, _, ctx.transposed = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate(ctx, grad):
+    a, y, x_offsets, y_offsets = ctx.saved_tensors
+    da = dy = None
+    if ctx.needs_input_grad[0]:
+        left, right = (y, grad) if ctx.transposed else (grad, y)
+        da = torch.ops.jfi.jagged_jagged_bmm_jagged_out(left, right, x_offsets, y_offsets, a.shape[0])
+    if ctx.needs_input_grad[1]:
+        dy = _array_jagged_bmm_jagged_out(a, grad, x_offsets, y_offsets, y.shape[0], not ctx.transposed)
+    return da, dy, None, None, None, None
+
+
+_array_jagged_bmm_jagged_out.register_autograd(_differentiate, setup_context=_save)
+
+
+def array_jagged_bmm_jagged_out(
+    a: Tensor,
+    y: Tensor,
+    x_offsets: Tensor,
+    y_offsets: Tensor | None = None,
+    *,
+    out_rows: int | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """Multiply each sample's [L, M] block with its M rows of y.
+
+    Args:
+        a: [Σ L·M], floating: the samples' blocks, row-major, one behind another.
+        y: [R, D].
+        x_offsets: [B+1], int32 or int64, from 0 to S.
+        y_offsets: [B+1], from 0 to R; None means x_offsets.
+        out_rows: S, if known where y_offsets is given: else it is read from x_offsets, one synchronisation on a GPU.
+        impl: "triton", "torch", or "auto": Triton for CUDA tensors (float64 excepted), PyTorch otherwise.
+
+    Returns:
+        [S, D].  A row of a sample with M = 0 is zero.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit, by name.
+
+    Example:
+        >>> import torch, jfi
+        >>> jfi.ops.array_jagged_bmm_jagged_out(torch.randn(13), torch.randn(5, 4), torch.tensor([0, 2, 5])).shape
+        torch.Size([5, 4])
+    """
+    check_floating(a=a, y=y)
+    check_dim("a", a, "[Σ L·M]")
+    check_dim("y", y, "[R, D]")
+    if y_offsets is None:
+        y_offsets, out_rows = x_offsets, y.shape[0]
+    elif out_rows is None:
+        out_rows = int(x_offsets[-1])
+    check_offsets("x_offsets", x_offsets, out_rows, "the output", y)
+    check_offsets("y_offsets", y_offsets, y.shape[0], "y", y, x_offsets.shape[0] - 1)
+    check_pair_array(a, x_offsets, y_offsets)
+    if check_impl(impl, y) == "torch":
+        return reference.array_jagged_bmm_jagged_out(a, y, x_offsets, y_offsets, out_rows)
+    return _array_jagged_bmm_jagged_out(a, y, x_offsets.contiguous(), y_offsets.contiguous(), out_rows, False)

@@ -1,0 +1,71 @@
+"""Softmax along each row of each sample's [L, M] block.
+
+p[i,j] = exp(a[i,j]) / Σ_k exp(a[i,k])        da[i,j] = p[i,j] (dp[i,j] - Σ_k p[i,k] dp[i,k])
+"""
+
+import torch
+from torch import Tensor
+
+from jfi import reference
+from jfi.ops._checks import check_dim, check_floating, check_impl, check_offsets, check_pair_array
+
+
+@torch.library.custom_op("jfi::jagged2_softmax_fwd", mutates_args=())
+def _forward(a: Tensor, x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
+    from jfi.kernels.jagged2_softmax import forward
+
+    return forward(a.contiguous(), x_offsets, y_offsets)
+
+
+@_forward.register_fake
+def _(a, x_offsets, y_offsets):
+    return torch.empty_like(a, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("jfi::jagged2_softmax_bwd", mutates_args=())
+def _backward(grad: Tensor, out: Tensor, x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
+    from jfi.kernels.jagged2_softmax import backward
+
+    return backward(grad.contiguous(), out, x_offsets, y_offsets)
+
+
+@_backward.register_fake
+def _(grad, out, x_offsets, y_offsets):
+    return torch.empty_like(out)
+
+
+_forward.register_autograd(
+    lambda ctx, grad: (_backward(grad, *ctx.saved_tensors), None, None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output, *inputs[1:]),
+)
+
+
+def jagged2_softmax(a: Tensor, x_offsets: Tensor, y_offsets: Tensor | None = None, *, impl: str = "auto") -> Tensor:
+    """Softmax of packed blocks along their rows, over each row's M entries.
+
+    Args:
+        a: [Σ L·M], floating: the samples' [L, M] blocks, row-major, one behind another; -inf hides an entry.
+        x_offsets: [B+1], int32 or int64: the samples' L.
+        y_offsets: [B+1]: the samples' M; None means x_offsets.
+        impl: "triton", "torch", or "auto": Triton for CUDA tensors (float64 excepted), PyTorch otherwise.
+
+    Returns:
+        [Σ L·M].  A row of nothing but -inf gives zeros.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit, by name.
+
+    Example:
+        >>> import torch, jfi
+        >>> jfi.ops.jagged2_softmax(torch.zeros(5), torch.tensor([0, 2, 3]))
+        tensor([0.5000, 0.5000, 0.5000, 0.5000, 1.0000])
+    """
+    y_offsets = x_offsets if y_offsets is None else y_offsets
+    check_floating(a=a)
+    check_dim("a", a, "[Σ L·M]")
+    check_offsets("x_offsets", x_offsets, None, "", a)
+    check_offsets("y_offsets", y_offsets, None, "", a, x_offsets.shape[0] - 1)
+    check_pair_array(a, x_offsets, y_offsets)
+    if check_impl(impl, a) == "torch":
+        return reference.jagged2_softmax(a, x_offsets, y_offsets)
+    return _forward(a, x_offsets.contiguous(), y_offsets.contiguous())

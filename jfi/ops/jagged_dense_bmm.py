@@ -1,0 +1,73 @@
+"""Jagged times dense: every row of a sample by the sample's own matrix.
+
+    y[s] = x[s] A[b]        dx = dy Aᵀ        dA[b] = Σ_s x[s]ᵀ dy[s]        s in sample b
+
+Both gradients are again products of this family: dx is this operator with A read transposed, dA is jagged_jagged_bmm.
+"""
+
+import torch
+from torch import Tensor
+
+from jfi import reference
+from jfi.ops._checks import check_dim, check_floating, check_impl, check_offsets, check_size
+
+
+@torch.library.custom_op("jfi::jagged_dense_bmm", mutates_args=())
+def _jagged_dense_bmm(x: Tensor, offsets: Tensor, dense: Tensor, transposed: bool) -> Tensor:
+    from jfi.kernels.jagged_dense_bmm import jagged_dense_bmm
+
+    return jagged_dense_bmm(x.contiguous(), offsets, dense.contiguous(), transposed)
+
+
+@_jagged_dense_bmm.register_fake
+def _(x, offsets, dense, transposed):
+    return x.new_empty(x.shape[0], dense.shape[1 if transposed else 2])
+
+
+def _save(ctx, inputs, output) -> None:
+    x, offsets, dense, ctx.transposed = inputs
+    ctx.save_for_backward(x, offsets, dense)
+
+
+def _differentiate(ctx, grad):
+    x, offsets, dense = ctx.saved_tensors
+    dx = ddense = None
+    if ctx.needs_input_grad[0]:
+        dx = _jagged_dense_bmm(grad, offsets, dense, not ctx.transposed)
+    if ctx.needs_input_grad[2]:
+        left, right = (grad, x) if ctx.transposed else (x, grad)
+        ddense = torch.ops.jfi.jagged_jagged_bmm(left, right, offsets)
+    return dx, None, ddense, None
+
+
+_jagged_dense_bmm.register_autograd(_differentiate, setup_context=_save)
+
+
+def jagged_dense_bmm(x: Tensor, offsets: Tensor, dense: Tensor, *, impl: str = "auto") -> Tensor:
+    """Multiply every row of a jagged tensor by its sample's matrix.
+
+    Args:
+        x: [S, D], floating.
+        offsets: [B+1], int32 or int64, from 0 to S.
+        dense: [B, D, T].
+        impl: "triton", "torch", or "auto": Triton for CUDA tensors (float64 excepted), PyTorch otherwise.
+
+    Returns:
+        [S, T].
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit, by name.
+
+    Example:
+        >>> import torch, jfi
+        >>> jfi.ops.jagged_dense_bmm(torch.randn(5, 4), torch.tensor([0, 2, 5]), torch.randn(2, 4, 3)).shape
+        torch.Size([5, 3])
+    """
+    check_floating(x=x, dense=dense)
+    check_dim("x", x, "[S, D]")
+    check_dim("dense", dense, "[B, D, T]")
+    check_size("dense", dense.shape[1], x.shape[1], "D")
+    check_offsets("offsets", offsets, x.shape[0], "x", x, dense.shape[0])
+    if check_impl(impl, x) == "torch":
+        return reference.jagged_dense_bmm(x, offsets, dense)
+    return _jagged_dense_bmm(x, offsets.contiguous(), dense, False)

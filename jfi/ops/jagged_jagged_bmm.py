@@ -1,0 +1,66 @@
+"""Jagged times jagged: each sample's xᵀy.
+
+    Z[b] = Σ_s x[s]ᵀ y[s]        dx[s] = y[s] dZ[b]ᵀ        dy[s] = x[s] dZ[b]        s in sample b
+
+Both gradients are jagged_dense_bmm.
+"""
+
+import torch
+from torch import Tensor
+
+from jfi import reference
+from jfi.ops._checks import check_dim, check_floating, check_impl, check_offsets, check_size
+
+
+@torch.library.custom_op("jfi::jagged_jagged_bmm", mutates_args=())
+def _jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    from jfi.kernels.jagged_jagged_bmm import jagged_jagged_bmm
+
+    return jagged_jagged_bmm(x.contiguous(), y.contiguous(), offsets)
+
+
+@_jagged_jagged_bmm.register_fake
+def _(x, y, offsets):
+    return x.new_empty(offsets.shape[0] - 1, x.shape[1], y.shape[1])
+
+
+def _differentiate(ctx, grad):
+    x, y, offsets = ctx.saved_tensors
+    dx = torch.ops.jfi.jagged_dense_bmm(y, offsets, grad, True) if ctx.needs_input_grad[0] else None
+    dy = torch.ops.jfi.jagged_dense_bmm(x, offsets, grad, False) if ctx.needs_input_grad[1] else None
+    return dx, dy, None
+
+
+_jagged_jagged_bmm.register_autograd(
+    _differentiate, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
+
+
+def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, impl: str = "auto") -> Tensor:
+    """Multiply two jagged tensors sample by sample, over the samples' rows.
+
+    Args:
+        x: [S, D], floating.
+        y: [S, T].
+        offsets: [B+1], int32 or int64, from 0 to S, of both.
+        impl: "triton", "torch", or "auto": Triton for CUDA tensors (float64 excepted), PyTorch otherwise.
+
+    Returns:
+        [B, D, T].  An empty sample gives zeros.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit, by name.
+
+    Example:
+        >>> import torch, jfi
+        >>> jfi.ops.jagged_jagged_bmm(torch.randn(5, 4), torch.randn(5, 3), torch.tensor([0, 2, 5])).shape
+        torch.Size([2, 4, 3])
+    """
+    check_floating(x=x, y=y)
+    check_dim("x", x, "[S, D]")
+    check_dim("y", y, "[S, T]")
+    check_size("y", y.shape[0], x.shape[0], "S")
+    check_offsets("offsets", offsets, x.shape[0], "x", x)
+    if check_impl(impl, x) == "torch":
+        return reference.jagged_jagged_bmm(x, y, offsets)
+    return _jagged_jagged_bmm(x, y, offsets.contiguous())

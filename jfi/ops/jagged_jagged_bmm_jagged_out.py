@@ -1,0 +1,83 @@
+"""Every pair of a sample's rows: each sample's xyᵀ, packed one behind another.
+
+    A[b] = X[b] Y[b]ᵀ        dX[b] = dA[b] Y[b]        dY[b] = dA[b]ᵀ X[b]
+
+Both gradients are array_jagged_bmm_jagged_out, the second with the blocks read down their columns.
+"""
+
+import torch
+from torch import Tensor
+
+from jfi import reference
+from jfi.ops._checks import check_dim, check_floating, check_impl, check_offsets, check_size
+
+
+@torch.library.custom_op("jfi::jagged_jagged_bmm_jagged_out", mutates_args=())
+def _jagged_jagged_bmm_jagged_out(x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, out_size: int) -> Tensor:
+    from jfi.kernels.jagged_jagged_bmm_jagged_out import jagged_jagged_bmm_jagged_out
+
+    return jagged_jagged_bmm_jagged_out(x.contiguous(), y.contiguous(), x_offsets, y_offsets, out_size)
+
+
+@_jagged_jagged_bmm_jagged_out.register_fake
+def _(x, y, x_offsets, y_offsets, out_size):
+    return x.new_empty(out_size)
+
+
+def _differentiate(ctx, grad):
+    x, y, x_offsets, y_offsets = ctx.saved_tensors
+    product = torch.ops.jfi.array_jagged_bmm_jagged_out
+    dx = product(grad, y, x_offsets, y_offsets, x.shape[0], False) if ctx.needs_input_grad[0] else None
+    dy = product(grad, x, x_offsets, y_offsets, y.shape[0], True) if ctx.needs_input_grad[1] else None
+    return dx, dy, None, None, None
+
+
+_jagged_jagged_bmm_jagged_out.register_autograd(
+    _differentiate, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:4])
+)
+
+
+def jagged_jagged_bmm_jagged_out(
+    x: Tensor,
+    y: Tensor,
+    x_offsets: Tensor,
+    y_offsets: Tensor | None = None,
+    *,
+    out_size: int | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """Multiply each sample's L rows of x with its M rows of y.
+
+    Args:
+        x: [S, D], floating.
+        y: [R, D].
+        x_offsets: [B+1], int32 or int64, from 0 to S.
+        y_offsets: [B+1], from 0 to R; None means x_offsets.
+        out_size: Σ L·M, if known: else it is read from the offsets, one synchronisation on a GPU (and a graph break
+            under torch.compile).
+        impl: "triton", "torch", or "auto": Triton for CUDA tensors (float64 excepted), PyTorch otherwise.
+
+    Returns:
+        [Σ L·M]: the samples' [L, M] blocks, row-major, one behind another.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit, by name.
+
+    Example:
+        >>> import torch, jfi
+        >>> x = torch.randn(5, 4)
+        >>> jfi.ops.jagged_jagged_bmm_jagged_out(x, x, torch.tensor([0, 2, 5])).shape
+        torch.Size([13])
+    """
+    y_offsets = x_offsets if y_offsets is None else y_offsets
+    check_floating(x=x, y=y)
+    check_dim("x", x, "[S, D]")
+    check_dim("y", y, "[R, D]")
+    check_size("y", y.shape[1], x.shape[1], "D")
+    check_offsets("x_offsets", x_offsets, x.shape[0], "x", x)
+    check_offsets("y_offsets", y_offsets, y.shape[0], "y", x, x_offsets.shape[0] - 1)
+    if out_size is None:
+        out_size = int((x_offsets.diff().long() * y_offsets.diff()).sum())
+    if check_impl(impl, x) == "torch":
+        return reference.jagged_jagged_bmm_jagged_out(x, y, x_offsets, y_offsets, out_size)
+    return _jagged_jagged_bmm_jagged_out(x, y, x_offsets.contiguous(), y_offsets.contiguous(), out_size)

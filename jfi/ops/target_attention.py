@@ -1,0 +1,145 @@
+"""Target attention: a few queries a sample over its jagged history, read once.
+
+    O[b,t,h] = Σ_s P[b,t,h,s] v[s,g(h)]        P = softmax_s(scale · q[b,t,h]·k[s,g(h)] + bias[s,h])        s in sample b
+
+The target item asks, the user's events answer (Zhou et al., 'Deep Interest Network', KDD 2018; Xu et al., 'Jagged Flash
+Attention', RecSys 2024).  With log-sum-exp L saved and Δ = Σ_e dO·O, the backward needs one more sweep:
+
+    dv = Σ_t,h P dO        dS = P (dO·v - Δ)        dk = scale Σ_t,h dS q        dq = scale Σ_s dS k        dbias = Σ_t dS
+
+With value = key the history is read once in each direction and its gradient, dk + dv, written once.
+"""
+
+import math
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from jfi import reference
+from jfi.ops._checks import check_dim, check_floating, check_impl, check_offsets, check_size
+
+
+def _kernels(impl: str) -> ModuleType:
+    """The module whose forward and backward do the work: "triton", or "torch" on a processor."""
+    if impl == "triton":
+        from jfi.kernels import target_attention
+    else:
+        from jfi.kernels import target_attention_cpu as target_attention
+    return target_attention
+
+
+@torch.library.custom_op("jfi::target_attention_fwd", mutates_args=())
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor | None, offsets: Tensor, bias: Tensor | None, scale: float, impl: str
+) -> tuple[Tensor, Tensor]:
+    return _kernels(impl).forward(query, key, value, offsets, bias, scale)
+
+
+@_forward.register_fake
+def _(query, key, value, offsets, bias, scale, impl):
+    stats = torch.float64 if query.dtype == torch.float64 else torch.float32
+    out = query.new_empty(*query.shape[:3], (key if value is None else value).shape[2])
+    return out, query.new_empty(query.shape[:3], dtype=stats)
+
+
+@torch.library.custom_op("jfi::target_attention_bwd", mutates_args=())
+def _backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    offsets: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    impl: str,
+) -> list[Tensor]:
+    grads = _kernels(impl).backward(grad.contiguous(), query, key, value, offsets, bias, out, lse, scale)
+    return [x for x in grads if x is not None]
+
+
+@_backward.register_fake
+def _(grad, query, key, value, offsets, bias, out, lse, scale, impl):
+    return [torch.empty_like(x) for x in (query, key, value, bias) if x is not None]
+
+
+def _save(ctx, inputs, output) -> None:
+    query, key, value, offsets, bias, ctx.scale, ctx.impl = inputs
+    ctx.save_for_backward(query, key, value, offsets, bias, *output)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, grad, _):
+    if grad is None:
+        return (None,) * 7
+    query, key, value, offsets, bias, out, lse = ctx.saved_tensors
+    grads = iter(_backward(grad, query, key, value, offsets, bias, out, lse, ctx.scale, ctx.impl))
+    dquery, dkey = next(grads), next(grads)
+    dvalue = None if value is None else next(grads)
+    dbias = None if bias is None else next(grads)
+    return dquery, dkey, dvalue, None, dbias, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def target_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    offsets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """Attention of each sample's queries over its own history.
+
+    Args:
+        query: [B, T, H, D], floating.
+        key: [S, G, D]; G divides H, and H/G query heads share a key head.
+        value: [S, G, E], or None: value = key, read once and with one gradient.
+        offsets: [B+1], int32 or int64, from 0 to S: sample b owns rows offsets[b] to offsets[b+1].
+        bias: [S, H], added to the scores; -inf hides an event.
+        scale: of the scores; None means 1/sqrt(D).
+        impl: "triton", "torch", or "auto": Triton for CUDA tensors (float64 excepted), PyTorch otherwise.
+
+    Returns:
+        [B, T, H, E].  An empty or fully hidden history gives zeros.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit, by name.
+
+    Example:
+        >>> import torch, jfi
+        >>> query, history = torch.randn(3, 1, 4, 32), torch.randn(5, 1, 32)
+        >>> jfi.ops.target_attention(query, history, None, torch.tensor([0, 2, 2, 5])).shape
+        torch.Size([3, 1, 4, 32])
+    """
+    check_floating(query=query, key=key, value=value, bias=bias)
+    check_dim("query", query, "[B, T, H, D]")
+    check_dim("key", key, "[S, G, D]")
+    batch, _, heads, width = query.shape
+    check_size("key", key.shape[2], width, "D")
+    if heads % key.shape[1]:
+        raise ValueError(f"key must have G heads that divide the query's H = {heads}, got G = {key.shape[1]}")
+    if value is not None:
+        check_dim("value", value, "[S, G, E]")
+        check_size("value", value.shape[0], key.shape[0], "S")
+        check_size("value", value.shape[1], key.shape[1], "G")
+    if bias is not None:
+        check_dim("bias", bias, "[S, H]")
+        check_size("bias", bias.shape[0], key.shape[0], "S")
+        check_size("bias", bias.shape[1], heads, "H")
+    check_offsets("offsets", offsets, key.shape[0], "key", query, batch)
+    impl = check_impl(impl, query)
+    scale = 1 / math.sqrt(width) if scale is None else scale
+    if impl == "torch" and query.device.type != "cpu":
+        return reference.target_attention(query, key, value, offsets, bias, scale)
+    query, key, offsets = query.contiguous(), key.contiguous(), offsets.contiguous()
+    value = None if value is None else value.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    return _forward(query, key, value, offsets, bias, scale, impl)[0]

@@ -1,0 +1,199 @@
+"""Every operator in plain PyTorch: the truth that the tests compare with, and the path where Triton is absent.
+
+Two moves make all of them.  *Expand* repeats a sample's entry for each of its rows, [B, ...] -> [S, ...]; *segment sum*
+adds a sample's rows up, [S, ...] -> [B, ...].  Each is the other's gradient, so every formula below is differentiable,
+deterministic, free of padding and, since no length is read on the host, free of synchronisation and of recompilation.
+
+Half precision is computed in float32 and rounded once at the end.  Intermediates are as large as the formula says
+([S, T, H, D] for target attention): this file is written to be read, the kernels to be fast.
+"""
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("jfi::segment_sum", mutates_args=())
+def segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
+    """[S, ...] -> [B, ...]: the sum of each sample's rows, in their order; an empty sample gives 0."""
+    if x.shape[0] == 0:
+        return x.new_zeros(offsets.shape[0] - 1, *x.shape[1:])
+    flat = x.reshape(x.shape[0], -1)
+    out = torch.segment_reduce(flat, "sum", offsets=offsets.long(), axis=0, initial=0)
+    return out.view(-1, *x.shape[1:])
+
+
+@segment_sum.register_fake
+def _(x: Tensor, offsets: Tensor) -> Tensor:
+    return x.new_empty(offsets.shape[0] - 1, *x.shape[1:])
+
+
+@torch.library.custom_op("jfi::segment_max", mutates_args=())
+def segment_max(x: Tensor, offsets: Tensor) -> Tensor:
+    """[S, ...] -> [B, ...]: the greatest of each sample's rows; an empty sample gives -inf.  Not differentiable."""
+    if x.shape[0] == 0:
+        return x.new_full((offsets.shape[0] - 1, *x.shape[1:]), -torch.inf)
+    flat = x.reshape(x.shape[0], -1)
+    out = torch.segment_reduce(flat, "max", offsets=offsets.long(), axis=0, initial=-torch.inf)
+    return out.view(-1, *x.shape[1:])
+
+
+@segment_max.register_fake
+def _(x: Tensor, offsets: Tensor) -> Tensor:
+    return x.new_empty(offsets.shape[0] - 1, *x.shape[1:])
+
+
+@torch.library.custom_op("jfi::segment_expand", mutates_args=())
+def segment_expand(x: Tensor, offsets: Tensor, rows: int) -> Tensor:
+    """[B, ...] -> [rows, ...]: each sample's entry, once for each of its rows."""
+    return x.new_zeros(0, *x.shape[1:]) if rows == 0 else x[segment_ids(offsets, rows)]
+
+
+@segment_expand.register_fake
+def _(x: Tensor, offsets: Tensor, rows: int) -> Tensor:
+    return x.new_empty(rows, *x.shape[1:])
+
+
+def _save_offsets(ctx, inputs, output) -> None:
+    ctx.save_for_backward(inputs[1])
+    ctx.rows = inputs[0].shape[0]
+
+
+segment_sum.register_autograd(
+    lambda ctx, grad: (segment_expand(grad, ctx.saved_tensors[0], ctx.rows), None), setup_context=_save_offsets
+)
+segment_expand.register_autograd(
+    lambda ctx, grad: (segment_sum(grad, ctx.saved_tensors[0]), None, None), setup_context=_save_offsets
+)
+
+
+def segment_ids(offsets: Tensor, rows: int) -> Tensor:
+    """[rows] int64: the sample that each packed row belongs to."""
+    return torch.searchsorted(offsets, torch.arange(rows, device=offsets.device, dtype=offsets.dtype), right=True) - 1
+
+
+def _widen(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def jagged_dense_bmm(x: Tensor, offsets: Tensor, dense: Tensor) -> Tensor:
+    """[S, D] x [B, D, T] -> [S, T]."""
+    rows = segment_expand(_widen(dense), offsets, x.shape[0])
+    return torch.einsum("sd,sdt->st", _widen(x), rows).to(x.dtype)
+
+
+def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    """[S, D], [S, T] -> [B, D, T]: xᵀy of each sample."""
+    return segment_sum(_widen(x)[:, :, None] * _widen(y)[:, None, :], offsets).to(x.dtype)
+
+
+def jagged_softmax(x: Tensor, offsets: Tensor) -> Tensor:
+    """[S, T] -> [S, T]: the softmax over each sample's rows.  Rows of nothing but -inf give 0."""
+    wide, rows = _widen(x), x.shape[0]
+    top = segment_max(wide.detach(), offsets)
+    top = torch.where(top == -torch.inf, 0.0, top)
+    weights = torch.exp(wide - segment_expand(top, offsets, rows))
+    total = segment_sum(weights, offsets)
+    total = torch.where(total == 0, 1.0, total)
+    return (weights / segment_expand(total, offsets, rows)).to(x.dtype)
+
+
+class Pairs:
+    """The L x M pairs of each sample's rows, one sample's block behind another's, row-major.
+
+    Attributes:
+        count: P = Σ L·M.
+        left, right: [P] int64, the x row and the y row of each pair.
+    """
+
+    def __init__(self, x_offsets: Tensor, y_offsets: Tensor, count: int | None):
+        widths = y_offsets.diff().long()
+        offsets = torch.nn.functional.pad((widths * x_offsets.diff()).cumsum(0), (1, 0))
+        self.count = int(offsets[-1]) if count is None else count
+        sample = segment_ids(offsets, self.count)
+        place = torch.arange(self.count, device=offsets.device) - offsets[sample]
+        self.left = x_offsets[sample] + place // widths[sample]
+        self.right = y_offsets[sample] + place % widths[sample]
+
+    def row_offsets(self, rows: int) -> Tensor:
+        """[rows+1] int64: where each x row's pairs begin."""
+        return torch.searchsorted(self.left, torch.arange(rows + 1, device=self.left.device, dtype=self.left.dtype))
+
+
+def jagged_jagged_bmm_jagged_out(
+    x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, out_size: int | None = None
+) -> Tensor:
+    """[S, D], [R, D] -> [Σ L·M]: xyᵀ of each sample, row-major."""
+    pairs = Pairs(x_offsets, y_offsets, out_size)
+    return (_widen(x)[pairs.left] * _widen(y)[pairs.right]).sum(-1).to(x.dtype)
+
+
+def jagged2_softmax(a: Tensor, x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
+    """[Σ L·M] -> [Σ L·M]: the softmax along each of the rows' M columns."""
+    pairs = Pairs(x_offsets, y_offsets, a.shape[0])
+    # How many rows there are is known on the device only, but no more than pairs have any.
+    starts = torch.ones_like(pairs.left)
+    starts[1:] = pairs.left.diff().clamp(max=1)
+    rank = starts.cumsum(0) - 1
+    row_offsets = torch.searchsorted(rank, torch.arange(pairs.count + 1, device=a.device))
+    return jagged_softmax(a[:, None], row_offsets)[:, 0]
+
+
+def array_jagged_bmm_jagged_out(a: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, out_rows: int) -> Tensor:
+    """[Σ L·M], [R, D] -> [S, D]: each sample's [L, M] block times its y [M, D]."""
+    pairs = Pairs(x_offsets, y_offsets, a.shape[0])
+    return segment_sum(_widen(a)[:, None] * _widen(y)[pairs.right], pairs.row_offsets(out_rows)).to(y.dtype)
+
+
+def _share_heads(x: Tensor, heads: int) -> Tensor:
+    """[S, G, D] -> [S, H, D]: query heads h · H/G .. (h+1) · H/G - 1 share key head h."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def target_attention(
+    query: Tensor, key: Tensor, value: Tensor | None, offsets: Tensor, bias: Tensor | None, scale: float
+) -> Tensor:
+    """[B, T, H, D], [S, G, D], [S, G, E] -> [B, T, H, E]."""
+    heads, rows = query.shape[2], key.shape[0]
+    keys = _share_heads(_widen(key), heads)
+    values = keys if value is None else _share_heads(_widen(value), heads)
+    queries = segment_expand(_widen(query), offsets, rows)
+    scores = torch.einsum("sthd,shd->sth", queries, keys) * scale
+    if bias is not None:
+        scores = scores + _widen(bias)[:, None, :]
+    weights = jagged_softmax(scores.flatten(1), offsets).view_as(scores)
+    return segment_sum(weights[..., None] * values[:, None], offsets).to(query.dtype)
+
+
+def jagged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    query_offsets: Tensor,
+    key_offsets: Tensor,
+    causal: bool,
+    window: tuple[int | None, int | None] | None,
+    bias: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """[R, H, D], [S, G, D], [S, G, E] -> [R, H, E].  Computes every pair, masked or not: Σ L·M of them."""
+    heads, rows = query.shape[1], query.shape[0]
+    pairs = Pairs(query_offsets, key_offsets, None)
+    keys = _share_heads(_widen(key), heads)
+    values = keys if value is None else _share_heads(_widen(value), heads)
+    scores = (_widen(query)[pairs.left] * keys[pairs.right]).sum(-1) * scale
+    if bias is not None:
+        scores = scores + _widen(bias)[pairs.right]
+    # Bottom-right aligned: the last query of a sample stands at its last key.
+    ends = segment_expand((key_offsets[1:] - query_offsets[1:]).long(), query_offsets, rows)
+    ahead = pairs.right - (pairs.left + ends[pairs.left])
+    left, right = window or (None, None)
+    hidden = torch.zeros_like(ahead, dtype=torch.bool)
+    if causal:
+        hidden = hidden | (ahead > 0)
+    if left is not None:
+        hidden = hidden | (ahead < -left)
+    if right is not None:
+        hidden = hidden | (ahead > right)
+    row_offsets = pairs.row_offsets(rows)
+    weights = jagged_softmax(scores.masked_fill(hidden[:, None], -torch.inf), row_offsets)
+    return segment_sum(weights[..., None] * values[pairs.right], row_offsets).to(query.dtype)
