@@ -1,0 +1,240 @@
+"""DLRM with sequence features."""
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torchrec.models.dlrm import DenseArch, InteractionArch, OverArch
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    get_embedding_names_by_table,
+)
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from jfi.modules import JaggedFeatureInteraction, JaggedMeanPooling, SequenceFeatureConfig, lookup
+from jfi.ops import jagged_jagged_bmm
+
+Pooling = Literal["attention", "mean", "none"]
+
+
+class SequenceArch(nn.Module):
+    """Joins all that was looked up into entries of one width, for InteractionArch: B samples, F entries.
+
+    Stands apart from the look-ups, so that train pipelines, which trace only what contains a collection, take it whole.
+
+    Args:
+        features: the sequence features; none where histories do not enter.
+        single_keys: keys of the EmbeddingCollection's output that are entries of their own.
+        embedding_dim: width of every entry.
+        pooling: turns the histories into entries.
+    """
+
+    def __init__(
+        self,
+        features: list[SequenceFeatureConfig],
+        single_keys: list[str],
+        embedding_dim: int,
+        pooling: JaggedFeatureInteraction | JaggedMeanPooling | None,
+    ) -> None:
+        super().__init__()
+        self.features, self.single_keys, self.embedding_dim = features, single_keys, embedding_dim
+        self.pooling = pooling
+
+    def forward(
+        self, ids: KeyedJaggedTensor, bags: KeyedTensor | None, embeddings: dict[str, JaggedTensor] | None
+    ) -> Tensor:
+        """Entries [B, F, embedding_dim]: those of `bags`, the single keys of `embeddings`, the sequence features."""
+        singles = _single_entries(bags, embeddings, self.single_keys)
+        histories = None
+        if self.pooling is not None:
+            histories = self.pooling(lookup.with_event_inputs(embeddings, ids, self.features), singles)
+        return _stack_entries(singles, histories, self.embedding_dim)
+
+    def attention_weights(
+        self, ids: KeyedJaggedTensor, bags: KeyedTensor | None, embeddings: dict[str, JaggedTensor] | None
+    ) -> dict[str, JaggedTensor]:
+        """What the targets attend to in the histories; takes what `forward` takes."""
+        singles = _single_entries(bags, embeddings, self.single_keys)
+        return self.pooling.attention_weights(lookup.with_event_inputs(embeddings, ids, self.features), singles)
+
+
+class SequenceDLRM(nn.Module):
+    """TorchRec's DLRM, in which each sample's histories enter as pooled by what its target attends to in them.
+
+    Dense features pass through DenseArch. Sparse features become entries as wide as DenseArch's output: one for each
+    feature of the EmbeddingBagCollection, one for each feature of the EmbeddingCollection that is no history (the sum
+    over its ids), and one for each sequence feature. InteractionArch takes the dot products of all pairs, OverArch
+    turns them into a logit. See Naumov et al., "Deep Learning Recommendation Model for Personalization and
+    Recommendation Systems" (2019).
+
+    A target and its history share a table if the EmbeddingCollection has one with both as features, such as
+    `feature_names=["item", "history_item"]`; this is what lets a target find itself in a history.
+
+    Args:
+        embedding_bag_collection: tables of features that no history shares, or None.
+        embedding_collection: tables of histories, and of the features that share one with them, or None.
+        sequence_features: the sequence features. Sequence keys are features of `embedding_collection`, target keys are
+            features of either collection.
+        dense_in_features: width of the dense features.
+        dense_arch_layer_sizes: layer sizes of DenseArch; the last is embedding_dim, the width of every table.
+        over_arch_layer_sizes: layer sizes of OverArch, at least two; the last is 1.
+        pooling: how histories enter: "attention" (JaggedFeatureInteraction), "mean" of the events' combined embeddings,
+            with an entry for each field where they are concatenated, or "none": not at all.
+        num_heads: heads of the attention, a divisor of embedding_dim.
+        num_queries: queries that each target is expanded to.
+        dropout: probability with which an element of an entry is zeroed in training.
+        dense_device: device of all parameters outside of the two collections.
+
+    Raises:
+        ValueError: an argument that does not fit, by name.
+
+    Call:
+        model(batch) returns logits [B]. The batch has `dense_features` [B, dense_in_features] and `sparse_features`, a
+        KeyedJaggedTensor that holds the keys of both collections and of the biases.
+
+    Example:
+
+        >>> from types import SimpleNamespace
+        >>> from torchrec import EmbeddingConfig
+        >>> items = EmbeddingConfig(
+        ...     name="item", embedding_dim=8, num_embeddings=10, feature_names=["item", "history_item"]
+        ... )
+        >>> model = SequenceDLRM(
+        ...     None,
+        ...     EmbeddingCollection(tables=[items]),
+        ...     [SequenceFeatureConfig("taste", sequence_keys=["history_item"], target_keys=["item"])],
+        ...     dense_in_features=4,
+        ...     dense_arch_layer_sizes=[16, 8],
+        ...     over_arch_layer_sizes=[16, 1],
+        ...     num_heads=2,
+        ... )
+        >>> #                  sample 0    1       2
+        >>> # "item"             [4]      [1]     [7]
+        >>> # "history_item"     [7, 3]   []   [5, 1, 7]
+        >>> ids = KeyedJaggedTensor(
+        ...     keys=["item", "history_item"],
+        ...     values=torch.tensor([4, 1, 7, 7, 3, 5, 1, 7]),
+        ...     lengths=torch.tensor([1, 1, 1, 2, 0, 3]),
+        ... )
+        >>> model(SimpleNamespace(dense_features=torch.rand(3, 4), sparse_features=ids)).shape
+        torch.Size([3])
+    """
+
+    def __init__(
+        self,
+        embedding_bag_collection: EmbeddingBagCollection | None,
+        embedding_collection: EmbeddingCollection | None,
+        sequence_features: list[SequenceFeatureConfig],
+        dense_in_features: int,
+        dense_arch_layer_sizes: list[int],
+        over_arch_layer_sizes: list[int],
+        *,
+        pooling: Pooling = "attention",
+        num_heads: int = 1,
+        num_queries: int = 1,
+        dropout: float = 0.0,
+        dense_device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        if pooling not in ("attention", "mean", "none"):
+            raise ValueError(f"pooling must be 'attention', 'mean' or 'none', got {pooling!r}")
+        if over_arch_layer_sizes[-1] != 1:
+            raise ValueError(f"over_arch_layer_sizes must end in 1, the logit, got {over_arch_layer_sizes}")
+        embedding_dim = dense_arch_layer_sizes[-1]
+        bag_keys = _output_keys("embedding_bag_collection", embedding_bag_collection, embedding_dim)
+        keys = _output_keys("embedding_collection", embedding_collection, embedding_dim)
+        if shared := sorted(set(bag_keys) & set(keys)):
+            raise ValueError(f"a feature must belong to one collection, got {shared} in both")
+        history_keys = {key for feature in sequence_features for key in feature.sequence_keys}
+        single_keys = [key for key in keys if key not in history_keys]
+        if not bag_keys and not single_keys:
+            raise ValueError("the collections must have a feature that is no history, got none")
+
+        features = sequence_features if pooling != "none" else []
+        layer: JaggedFeatureInteraction | JaggedMeanPooling | None = None
+        for feature in features:
+            lookup.require_keys("embedding_collection", keys, feature.sequence_keys)
+            lookup.require_keys("the collections", bag_keys + single_keys, feature.target_keys)
+        if features and pooling == "attention":
+            layer = JaggedFeatureInteraction(features, embedding_dim, num_heads, num_queries, device=dense_device)
+        elif features:
+            layer = JaggedMeanPooling(features, embedding_dim)
+        pooled_width = 0 if layer is None else layer.output_width
+        num_entries = len(bag_keys) + len(single_keys) + pooled_width // embedding_dim
+
+        self.embedding_bag_collection = embedding_bag_collection
+        self.embedding_collection = embedding_collection
+        self._id_keys = _id_keys(embedding_bag_collection) + _id_keys(embedding_collection)
+        self.sequence_arch = SequenceArch(features, single_keys, embedding_dim, layer)
+        self.dropout = nn.Dropout(dropout)
+        self.dense_arch = DenseArch(dense_in_features, dense_arch_layer_sizes, device=dense_device)
+        self.inter_arch = InteractionArch(num_entries)
+        self.over_arch = OverArch(
+            embedding_dim + num_entries + math.comb(num_entries, 2), over_arch_layer_sizes, device=dense_device
+        )
+
+    def forward(self, batch: Any) -> Tensor:
+        """Logits [B] of a batch with `dense_features` and `sparse_features`."""
+        entries = self.dropout(self.sequence_arch(*self._look_up(batch)))
+        dense = self.dense_arch(batch.dense_features)
+        return self.over_arch(self.inter_arch(dense, entries)).squeeze(-1)
+
+    @torch.no_grad()
+    def attention_weights(self, batch: Any) -> dict[str, JaggedTensor]:
+        """By sequence feature the weights [S, num_queries, num_heads] of its events, under pooling="attention"."""
+        if not isinstance(self.sequence_arch.pooling, JaggedFeatureInteraction):
+            raise ValueError("attention_weights needs a model with pooling='attention' and a sequence feature")
+        return self.sequence_arch.attention_weights(*self._look_up(batch))
+
+    def _look_up(self, batch: Any) -> tuple[KeyedJaggedTensor, KeyedTensor | None, dict[str, JaggedTensor] | None]:
+        ids = batch.sparse_features
+        lookup.require_id_keys("sparse_features", ids, self._id_keys)
+        bags = None if self.embedding_bag_collection is None else self.embedding_bag_collection(ids)
+        embeddings = None if self.embedding_collection is None else self.embedding_collection(ids)
+        return ids, bags, embeddings
+
+
+def _tables(collection: EmbeddingBagCollection | EmbeddingCollection | None) -> list:
+    if collection is None:
+        return []
+    bags = isinstance(collection, EmbeddingBagCollection)
+    return collection.embedding_bag_configs() if bags else collection.embedding_configs()
+
+
+def _id_keys(collection: EmbeddingBagCollection | EmbeddingCollection | None) -> list[str]:
+    """Keys that a collection reads."""
+    return [key for table in _tables(collection) for key in table.feature_names]
+
+
+def _output_keys(
+    argument: str, collection: EmbeddingBagCollection | EmbeddingCollection | None, embedding_dim: int
+) -> list[str]:
+    """Keys that a collection writes, after a check of its width."""
+    for table in _tables(collection):
+        if table.embedding_dim != embedding_dim:
+            raise ValueError(
+                f"{argument} must be as wide as the last of dense_arch_layer_sizes, {embedding_dim}, "
+                f"got {table.embedding_dim} in table '{table.name}'"
+            )
+    keys = get_embedding_names_by_table(_tables(collection))
+    return [key for table_keys in keys for key in table_keys]
+
+
+@torch.fx.wrap
+def _single_entries(
+    bags: KeyedTensor | None, embeddings: dict[str, JaggedTensor] | None, single_keys: list[str]
+) -> dict[str, Tensor]:
+    """By key each entry [B, embedding_dim] that is no sequence feature: a bag, or the sum of a sample's embeddings."""
+    entries = {} if bags is None else dict(bags.to_dict())
+    for key in single_keys:
+        values, offsets = embeddings[key].values(), embeddings[key].offsets()
+        entries[key] = jagged_jagged_bmm(values, values.new_ones(values.size(0), 1), offsets).squeeze(-1)
+    return entries
+
+
+@torch.fx.wrap
+def _stack_entries(singles: dict[str, Tensor], histories: KeyedTensor | None, embedding_dim: int) -> Tensor:
+    entries = list(singles.values()) + ([] if histories is None else [histories.values()])
+    return torch.cat(entries, dim=1).unflatten(1, (-1, embedding_dim))

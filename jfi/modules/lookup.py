@@ -1,0 +1,211 @@
+"""From TorchRec's types to plain tensors: looks keys up, checks what stands there, combines aligned fields.
+
+Modules call these functions as `lookup.read_inputs(...)`, since under that name alone `torch.fx.wrap` makes leaves of
+them, which is how TorchRec's tracers get through the modules.
+Contents are checked on the CPU alone, where that costs no synchronisation; shapes and dtypes are checked everywhere.
+"""
+
+import difflib
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from jfi.modules.sequence_configs import SequenceFeatureConfig
+
+
+class FeatureInputs(NamedTuple):
+    """One sequence feature of a batch as plain tensors."""
+
+    target: Tensor  # [B, target_width]
+    history: Tensor  # [S, sequence_width], an event a row
+    offsets: Tensor  # [B + 1]
+    bias: Tensor | None  # by event: score bias [S], floating, or bucket id [S], integer
+
+
+def require_keys(argument: str, present: Iterable[str], needed: Iterable[str]) -> None:
+    """Raises a ValueError that names the first of `needed` that `present` lacks, and the nearest it has."""
+    present = list(present)
+    for key in needed:
+        if key not in present:
+            nearest = difflib.get_close_matches(key, present, n=3)
+            hint = f"; nearest: {', '.join(map(repr, nearest))}" if nearest else ""
+            raise ValueError(f"{argument} must hold the key '{key}', got {sorted(present)}{hint}")
+
+
+@torch.fx.wrap
+def require_id_keys(argument: str, ids: KeyedJaggedTensor, needed: list[str]) -> None:
+    """`require_keys` on a KeyedJaggedTensor, before an embedding collection fails on it less clearly."""
+    if not isinstance(ids, KeyedJaggedTensor):
+        raise TypeError(f"{argument} must be a KeyedJaggedTensor of ids, got {type(ids).__name__}")
+    require_keys(argument, ids.keys(), needed)
+
+
+@torch.fx.wrap
+def with_event_inputs(
+    embeddings: dict[str, JaggedTensor], ids: KeyedJaggedTensor, features: list[SequenceFeatureConfig]
+) -> dict[str, JaggedTensor]:
+    """Adds to an EmbeddingCollection's output what only its input knows: weights and bucket ids of the events."""
+    sequences = dict(embeddings.items())
+    for feature in features:
+        if feature.bucket_key is not None:
+            require_keys("sequences", ids.keys(), [feature.bucket_key])
+            sequences[feature.bucket_key] = ids[feature.bucket_key]
+        elif feature.bias == "weights":
+            key = feature.sequence_keys[0]
+            events = sequences[key]
+            sequences[key] = JaggedTensor(
+                values=events.values(),
+                lengths=events.lengths_or_none(),
+                offsets=events.offsets_or_none(),
+                weights=ids[key].weights_or_none(),
+            )
+    return sequences
+
+
+@torch.fx.wrap
+def read_inputs(
+    sequences: dict[str, JaggedTensor],
+    targets: KeyedTensor | dict[str, Tensor],
+    features: list[SequenceFeatureConfig],
+    embedding_dim: int,
+) -> list[FeatureInputs]:
+    """Looks up, checks and combines the tensors of every feature.
+
+    Args:
+        sequences: embeddings [S, embedding_dim] by sequence key, and bucket ids [S] by bucket key.
+        targets: embeddings [B, embedding_dim] by target key.
+        features: the sequence features to read.
+        embedding_dim: width that every embedding must have.
+
+    Returns:
+        One entry a feature, in the order of `features`.
+    """
+    if isinstance(sequences, KeyedJaggedTensor):
+        raise TypeError(
+            "sequences is a KeyedJaggedTensor of ids, which needs embedding_collection given at construction; "
+            "without it sequences must be an EmbeddingCollection's output, dict[str, JaggedTensor]"
+        )
+    # The outputs of sharded collections are awaitables: these calls wait for them.
+    sequences = dict(sequences.items())
+    targets = targets if isinstance(targets, dict) else targets.to_dict()
+    return [_read_feature(sequences, targets, feature, embedding_dim) for feature in features]
+
+
+def _read_feature(
+    sequences: dict[str, JaggedTensor],
+    targets: dict[str, Tensor],
+    feature: SequenceFeatureConfig,
+    embedding_dim: int,
+) -> FeatureInputs:
+    history, offsets = read_history(sequences, feature, embedding_dim)
+    require_keys("targets", targets, feature.target_keys)
+    batch_size = offsets.size(0) - 1
+    for key in feature.target_keys:
+        if not isinstance(targets[key], Tensor):
+            raise TypeError(f"targets['{key}'] must be a Tensor, got {type(targets[key]).__name__}")
+        if targets[key].shape != (batch_size, embedding_dim):
+            raise ValueError(
+                f"targets['{key}'] must have shape [{batch_size}, {embedding_dim}] (samples, embedding_dim), "
+                f"got {list(targets[key].shape)}"
+            )
+    target = _combine([targets[key] for key in feature.target_keys], feature.combine)
+    return FeatureInputs(target, history, offsets, _read_bias(sequences, feature, offsets, history.size(0)))
+
+
+def read_history(
+    sequences: dict[str, JaggedTensor], feature: SequenceFeatureConfig, embedding_dim: int
+) -> tuple[Tensor, Tensor]:
+    """The feature's combined events [S, sequence_width] and their offsets [B + 1]."""
+    require_keys("sequences", sequences, feature.sequence_keys)
+    first = sequences[feature.sequence_keys[0]]
+    for key in feature.sequence_keys:
+        if not isinstance(sequences[key], JaggedTensor):
+            raise TypeError(f"sequences['{key}'] must be a JaggedTensor, got {type(sequences[key]).__name__}")
+        values = sequences[key].values()
+        if not values.is_floating_point() or values.dim() != 2 or values.size(1) != embedding_dim:
+            raise ValueError(
+                f"sequences['{key}'] must hold embeddings of shape [S, {embedding_dim}] (events, embedding_dim), "
+                f"got {values.dtype} of shape {list(values.shape)}"
+            )
+        _check_aligned(key, sequences[key], feature.sequence_keys[0], first)
+    return _combine([sequences[key].values() for key in feature.sequence_keys], feature.combine), first.offsets()
+
+
+def _read_bias(
+    sequences: dict[str, JaggedTensor], feature: SequenceFeatureConfig, offsets: Tensor, num_events: int
+) -> Tensor | None:
+    if feature.bias is None:
+        return None
+    key = feature.sequence_keys[0]
+    if feature.bias == "weights":
+        weights = sequences[key].weights_or_none()
+        if weights is None or not weights.is_floating_point() or weights.shape != (num_events,):
+            got = "none" if weights is None else f"{weights.dtype} of shape {list(weights.shape)}"
+            raise ValueError(
+                f"sequences['{key}'] must have floating weights of shape [{num_events}], since feature "
+                f"'{feature.name}' has bias='weights', got {got}; an EmbeddingCollection drops its input's"
+            )
+        return weights.log()
+    if feature.bias == "position":
+        return position_buckets(offsets, num_events, feature.num_buckets)
+
+    require_keys("sequences", sequences, [feature.bias])
+    buckets = sequences[feature.bias]
+    if not isinstance(buckets, JaggedTensor):
+        raise TypeError(f"sequences['{feature.bias}'] must be a JaggedTensor, got {type(buckets).__name__}")
+    values = buckets.values()
+    if values.dtype not in (torch.int32, torch.int64) or values.dim() != 1:
+        raise TypeError(
+            f"sequences['{feature.bias}'] must hold integer bucket ids of shape [S], since it is the bias of feature "
+            f"'{feature.name}', got {values.dtype} of shape {list(values.shape)}"
+        )
+    _check_aligned(feature.bias, buckets, key, sequences[key])
+    if _contents_are_free(values) and values.numel():
+        low, high = values.min().item(), values.max().item()
+        if low < 0 or high >= feature.num_buckets:
+            raise ValueError(
+                f"sequences['{feature.bias}'] must hold bucket ids from 0 to {feature.num_buckets - 1} "
+                f"(num_buckets={feature.num_buckets} in feature '{feature.name}'), got {low if low < 0 else high}"
+            )
+    return values
+
+
+def position_buckets(offsets: Tensor, num_events: int, num_buckets: int) -> Tensor:
+    """Bucket floor(log2(d + 1)) of each event [S], where d counts the events after it in its sample.
+
+    Example:
+        >>> position_buckets(torch.tensor([0, 1, 1, 6]), 6, 32)
+        tensor([0, 2, 2, 1, 1, 0], dtype=torch.int32)
+    """
+    ends = torch.repeat_interleave(offsets[1:], offsets.diff(), output_size=num_events)
+    distance = ends - torch.arange(1, num_events + 1, device=offsets.device)
+    # The exponent of a float is exact where a logarithm may round up.
+    return (torch.frexp((distance + 1).float()).exponent - 1).clamp(max=num_buckets - 1)
+
+
+def _combine(fields: list[Tensor], combine: str) -> Tensor:
+    if len(fields) == 1:
+        return fields[0]
+    return torch.cat(fields, dim=1) if combine == "concat" else sum(fields[1:], fields[0])
+
+
+def _check_aligned(key: str, events: JaggedTensor, first_key: str, first: JaggedTensor) -> None:
+    count, first_count = events.values().size(0), first.values().size(0)
+    if count != first_count:
+        raise ValueError(
+            f"sequences['{key}'] must be aligned with '{first_key}', which has {first_count} events, got {count}"
+        )
+    if events is not first and _contents_are_free(first.values()):
+        lengths, first_lengths = events.lengths(), first.lengths()
+        if lengths.shape != first_lengths.shape or not torch.equal(lengths.long(), first_lengths.long()):
+            raise ValueError(
+                f"sequences['{key}'] must be aligned with '{first_key}', got other lengths in at least one sample"
+            )
+
+
+def _contents_are_free(tensor: Tensor) -> bool:
+    """Whether looking at values stalls nothing: on the CPU, outside of a compiled graph."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -1,0 +1,305 @@
+"""SequenceDLRM: what enters the interaction, how histories do, and TorchRec's tracers and checks."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
+from torchrec.distributed.train_pipeline.tracing import Tracer as PipelineTracer
+from torchrec.fx import symbolic_trace
+
+from jfi import JaggedFeatureInteraction, SequenceDLRM, SequenceFeatureConfig
+
+DIM = 8
+LENGTHS = {
+    "user": [1, 1, 1, 1],
+    "item": [1, 1, 1, 1],
+    "genre": [2, 0, 1, 3],
+    "history_item": [3, 0, 1, 5],
+    "history_genre": [3, 0, 1, 5],
+    "history_age": [3, 0, 1, 5],
+}
+FEATURE = SequenceFeatureConfig(
+    "taste", ["history_item", "history_genre"], ["item", "genre"], bias="history_age", num_buckets=4
+)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def batch(lengths=LENGTHS, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    flat = [length for key in lengths for length in lengths[key]]
+    return SimpleNamespace(
+        dense_features=torch.randn(4, 3, generator=generator),
+        sparse_features=KeyedJaggedTensor(
+            keys=list(lengths),
+            values=torch.randint(4, (sum(flat),), generator=generator),
+            lengths=torch.tensor(flat),
+        ),
+        labels=torch.tensor([0.0, 1.0, 1.0, 0.0]),
+    )
+
+
+def bags(names=("user",), width=DIM):
+    return EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(name=f"bag_{name}", embedding_dim=width, num_embeddings=10, feature_names=[name])
+            for name in names
+        ]
+    )
+
+
+def embeddings(width=DIM):
+    return EmbeddingCollection(
+        tables=[
+            EmbeddingConfig(
+                name=f"table_{name}",
+                embedding_dim=width,
+                num_embeddings=10,
+                feature_names=[name, f"history_{name}"],
+            )
+            for name in ("item", "genre")
+        ]
+    )
+
+
+def build(ebc="default", ec="default", features=(FEATURE,), **kwargs):
+    return SequenceDLRM(
+        bags() if ebc == "default" else ebc,
+        embeddings() if ec == "default" else ec,
+        list(features),
+        **{
+            "dense_in_features": 3,
+            "dense_arch_layer_sizes": [6, DIM],
+            "over_arch_layer_sizes": [6, 1],
+            "num_heads": 2,
+            **kwargs,
+        },
+    )
+
+
+def entries(model, inputs):
+    """What enters InteractionArch beside the dense features, [B, F, D]."""
+    seen = []
+    model.inter_arch.register_forward_pre_hook(lambda _, args: seen.append(args[1]))
+    model(inputs)
+    return seen[0]
+
+
+def sums(collection, inputs, key):
+    """Sum of a sample's embeddings under a key, [B, D]."""
+    tensor = collection(inputs.sparse_features)[key]
+    return torch.stack([rows.sum(0) for rows in tensor.values().split(tensor.lengths().tolist())])
+
+
+def test_entries_of_the_interaction():
+    model, inputs = build(), batch()
+    user, item, genre, taste = entries(model, inputs).unbind(1)
+    torch.testing.assert_close(user, model.embedding_bag_collection(inputs.sparse_features)["user"])
+    torch.testing.assert_close(item, sums(model.embedding_collection, inputs, "item"))
+    torch.testing.assert_close(genre, sums(model.embedding_collection, inputs, "genre"))
+    layer = JaggedFeatureInteraction([FEATURE], DIM, 2)
+    layer.load_state_dict(model.sequence_arch.pooling.state_dict())
+    sequences = dict(model.embedding_collection(inputs.sparse_features))
+    sequences["history_age"] = inputs.sparse_features["history_age"]
+    torch.testing.assert_close(taste, layer(sequences, {"item": item, "genre": genre})["taste"])
+
+
+@pytest.mark.parametrize("combine", ["sum", "concat"])
+def test_mean_pooling_is_the_mean_of_the_history(combine):
+    feature = SequenceFeatureConfig("taste", ["history_item", "history_genre"], ["item"], combine=combine)
+    model, inputs = build(features=[feature], pooling="mean"), batch()
+    lengths = torch.tensor(LENGTHS["history_item"]).clamp(min=1).unsqueeze(1)
+    fields = [sums(model.embedding_collection, inputs, key) / lengths for key in feature.sequence_keys]
+    want = [fields[0] + fields[1]] if combine == "sum" else fields
+    torch.testing.assert_close(entries(model, inputs)[:, 3:], torch.stack(want, dim=1))
+
+
+def test_without_pooling_the_history_does_not_enter():
+    model = build(pooling="none")
+    other = LENGTHS | {key: [1, 2, 0, 0] for key in LENGTHS if key.startswith("history_")}
+    assert not any("groups" in name for name in model.state_dict())
+    assert entries(model, batch()).size(1) == 3
+    torch.testing.assert_close(model(batch(other)), model(batch()), rtol=0, atol=0)
+
+
+def test_with_pooling_the_history_does_enter():
+    other = LENGTHS | {key: [1, 2, 0, 0] for key in LENGTHS if key.startswith("history_")}
+    for pooling in ("mean", "attention"):
+        model = build(pooling=pooling)
+        assert (model(batch(other)) != model(batch())).all()
+
+
+@pytest.mark.parametrize("which", ["bags", "embeddings"])
+def test_a_target_may_stand_in_either_collection(which):
+    table = EmbeddingConfig(name="history", embedding_dim=DIM, num_embeddings=10, feature_names=["history_item"])
+    if which == "bags":
+        ebc, ec = bags(("user", "item")), EmbeddingCollection(tables=[table])
+    else:
+        ebc, ec = None, embeddings()
+    model = build(ebc, ec, [SequenceFeatureConfig("taste", ["history_item"], ["item"])])
+    assert model(batch()).shape == (4,)
+
+
+def test_bags_alone_make_a_plain_dlrm():
+    model = build(bags(("user", "item")), None, [])
+    assert entries(model, batch()).shape == (4, 2, DIM)
+
+
+def test_weights_of_the_ids_reach_the_layer():
+    inputs = batch()
+    ids = inputs.sparse_features
+    model = build(features=[SequenceFeatureConfig("taste", ["history_item"], ["item"], bias="weights")])
+    weights = torch.ones(ids.values().numel())
+    weights[ids.values().numel() - 3 * 9 : ids.values().numel() - 3 * 9 + 3] = torch.tensor([0.0, 1.0, 0.0])
+    inputs.sparse_features = KeyedJaggedTensor(ids.keys(), ids.values(), lengths=ids.lengths(), weights=weights)
+    attended = model.attention_weights(inputs)["taste"].values()
+    torch.testing.assert_close(attended[:3, 0, 0], torch.tensor([0.0, 1.0, 0.0]))
+
+
+def test_attention_weights_are_those_of_the_forward_pass():
+    model, inputs = build(num_queries=3), batch()
+    weights = model.attention_weights(inputs)["taste"]
+    assert weights.values().shape == (9, 3, 2) and weights.lengths().tolist() == LENGTHS["history_item"]
+    first = weights.values()[:3].sum(0)
+    torch.testing.assert_close(first, torch.ones_like(first))
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, {key: [0] * 4 for key in LENGTHS}], ids=["events", "all empty"])
+def test_every_parameter_gets_a_finite_gradient(lengths):
+    model, inputs = build(), batch(lengths)
+    torch.nn.functional.binary_cross_entropy_with_logits(model(inputs), inputs.labels).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+
+
+def test_dropout_acts_in_training_alone():
+    model, inputs = build(dropout=0.5), batch()
+    model.train()
+    assert not torch.equal(model(inputs), model(inputs))
+    model.eval()
+    torch.testing.assert_close(model(inputs), model(inputs), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("pooling", ["attention", "mean", "none"])
+def test_a_few_steps_lower_the_loss(pooling):
+    model, inputs = build(pooling=pooling), batch()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
+    losses = []
+    for _ in range(40):
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(model(inputs), inputs.labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_attention_finds_the_target_in_the_history_where_the_mean_cannot():
+    """The label says whether the newest event equals the target, while every history holds every item."""
+    generator = torch.Generator().manual_seed(1)
+    count, items = 256, 4
+    history = torch.stack([torch.randperm(items, generator=generator) for _ in range(count)])
+    item = torch.randint(items, (count,), generator=generator)
+    ids = KeyedJaggedTensor(
+        keys=["item", "history_item"],
+        values=torch.cat([item, history.flatten()]),
+        lengths=torch.cat([torch.ones(count, dtype=torch.long), torch.full((count,), items)]),
+    )
+    labels = (history[:, -1] == item).float()
+    inputs = SimpleNamespace(dense_features=torch.zeros(count, 3), sparse_features=ids)
+    losses = {}
+    for pooling in ("mean", "attention"):
+        torch.manual_seed(0)
+        table = EmbeddingConfig(
+            name="table", embedding_dim=DIM, num_embeddings=items, feature_names=["item", "history_item"]
+        )
+        feature = SequenceFeatureConfig("taste", ["history_item"], ["item"], bias="position")
+        model = build(None, EmbeddingCollection(tables=[table]), [feature], pooling=pooling)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+        for _ in range(150):
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(model(inputs), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        losses[pooling] = loss.item()
+    assert losses["attention"] < 0.2 * losses["mean"], losses
+
+
+@pytest.mark.parametrize("pooling", ["attention", "mean", "none"])
+def test_torchrecs_tracer_goes_all_the_way_through(pooling):
+    model, inputs = build(pooling=pooling), batch()
+    torch.testing.assert_close(symbolic_trace(model)(inputs), model(inputs), rtol=0, atol=0)
+
+
+def test_the_train_pipelines_tracer_finds_both_collections_fed_by_the_batch_alone():
+    model = build()
+    leaves = [name for name, _ in model.named_children()]
+    graph = PipelineTracer(leaf_modules=leaves).trace(model)
+    calls = {node.target: node for node in graph.nodes if node.op == "call_module"}
+    assert set(calls) == set(leaves)
+    for name in ("embedding_collection", "embedding_bag_collection"):
+        (argument,) = calls[name].args
+        assert argument.target is getattr and argument.args[1] == "sparse_features"
+        assert argument.args[0].op == "placeholder"
+
+
+def test_names_in_state_dict():
+    names = set(build().state_dict())
+    assert {
+        "embedding_bag_collection.embedding_bags.bag_user.weight",
+        "embedding_collection.embeddings.table_item.weight",
+        "sequence_arch.pooling.groups.0.query_weight",
+        "sequence_arch.pooling.groups.0.bucket_bias",
+    } <= names
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"pooling": "max"}, "pooling must be 'attention', 'mean' or 'none', got 'max'"),
+        ({"over_arch_layer_sizes": [6, 2]}, "over_arch_layer_sizes must end in 1, the logit, got [6, 2]"),
+        ({"num_heads": 3}, "num_heads must divide embedding_dim=8, got 3"),
+        (
+            {"ec": embeddings(16)},
+            "embedding_collection must be as wide as the last of dense_arch_layer_sizes, 8, got 16 in table",
+        ),
+        ({"ebc": bags(width=4)}, "embedding_bag_collection must be as wide as the last of dense_arch_layer_sizes, 8"),
+        ({"ebc": bags(("user", "item"))}, "a feature must belong to one collection, got ['item'] in both"),
+        ({"ebc": None, "ec": None, "features": []}, "the collections must have a feature that is no history, got none"),
+        (
+            {"features": [SequenceFeatureConfig("taste", ["history_itme"], ["item"])]},
+            "embedding_collection must hold the key 'history_itme', got ['genre', 'history_genre', 'history_item', "
+            "'item']; nearest: 'history_item'",
+        ),
+        (
+            {"features": [SequenceFeatureConfig("taste", ["history_item"], ["itme"])]},
+            "the collections must hold the key 'itme', got ['genre', 'history_genre', 'item', 'user']; nearest: 'item'",
+        ),
+    ],
+)
+def test_construction_errors(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build(**arguments)
+
+
+@pytest.mark.parametrize("key", ["user", "item", "history_genre", "history_age"])
+def test_a_key_absent_from_the_batch(key):
+    lengths = {name: count for name, count in LENGTHS.items() if name != key}
+    with pytest.raises(ValueError, match=f"must hold the key '{key}', got "):
+        build()(batch(lengths))
+
+
+def test_attention_weights_without_attention():
+    with pytest.raises(ValueError, match="attention_weights needs a model with pooling='attention'"):
+        build(pooling="mean").attention_weights(batch())

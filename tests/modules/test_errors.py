@@ -1,0 +1,184 @@
+"""Every message names what it is about, what it got and what it must be."""
+
+import re
+
+import pytest
+import torch
+from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
+
+from jfi import JaggedFeatureInteraction, SequenceFeatureConfig
+
+from .conftest import EMBEDDING_DIM, LENGTHS
+
+
+def taste(**kwargs):
+    return SequenceFeatureConfig(**{"name": "taste", "sequence_keys": ["history"], "target_keys": ["item"], **kwargs})
+
+
+def buckets(values, lengths=LENGTHS):
+    return JaggedTensor(values=torch.as_tensor(values), lengths=torch.tensor(lengths))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"name": ""}, ValueError, "name must not be empty"),
+        ({"sequence_keys": "history"}, TypeError, "sequence_keys of feature 'taste' must be a list of keys, got 'hist"),
+        ({"target_keys": []}, ValueError, "target_keys of feature 'taste' must name at least one key, got []"),
+        ({"sequence_keys": ["a", "b", "a"]}, ValueError, "must not repeat a key, got ['a', 'b', 'a']"),
+        ({"combine": "mean"}, ValueError, "combine of feature 'taste' must be 'sum' or 'concat', got 'mean'"),
+        ({"num_buckets": 0}, ValueError, "num_buckets of feature 'taste' must be at least 1, got 0"),
+    ],
+)
+def test_config(changes, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        taste(**changes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"features": []}, ValueError, "features must hold at least one SequenceFeatureConfig, got []"),
+        ({"features": taste()}, TypeError, "features must be a list of SequenceFeatureConfig, got SequenceFeat"),
+        ({"features": [taste(), taste()]}, ValueError, "features must have distinct names, got ['taste'] more than"),
+        ({"num_heads": 3}, ValueError, "num_heads must divide embedding_dim=8, got 3"),
+        ({"num_heads": 0}, ValueError, "num_heads must be at least 1, got 0"),
+        ({"num_queries": 0}, ValueError, "num_queries must be at least 1, got 0"),
+        ({"embedding_dim": 0}, ValueError, "embedding_dim must be at least 1, got 0"),
+    ],
+)
+def test_construction(arguments, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        JaggedFeatureInteraction(**{"features": [taste()], "embedding_dim": EMBEDDING_DIM, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("width", "feature_name", "message"),
+    [
+        (16, "history", "embedding_collection must be embedding_dim=8 wide, got 16"),
+        (8, "histroy", "embedding_collection must hold the key 'history', got ['histroy']; nearest: 'histroy'"),
+    ],
+)
+def test_an_embedding_collection_that_does_not_fit(width, feature_name, message):
+    table = EmbeddingConfig(name="item_table", embedding_dim=width, num_embeddings=10, feature_names=[feature_name])
+    with pytest.raises(ValueError, match=re.escape(message)):
+        JaggedFeatureInteraction([taste()], EMBEDDING_DIM, embedding_collection=EmbeddingCollection(tables=[table]))
+
+
+IDS = KeyedJaggedTensor(keys=["histroy"], values=torch.arange(9), lengths=torch.tensor(LENGTHS))
+
+
+def test_ids_without_a_collection():
+    with pytest.raises(TypeError, match="sequences is a KeyedJaggedTensor of ids, which needs embedding_collection"):
+        JaggedFeatureInteraction([taste()], EMBEDDING_DIM)(IDS, {})
+
+
+@pytest.mark.parametrize(
+    ("sequences", "error", "message"),
+    [
+        (IDS, ValueError, "sequences must hold the key 'history', got ['histroy']; nearest: 'histroy'"),
+        ({}, TypeError, "sequences must be a KeyedJaggedTensor of ids, got dict"),
+    ],
+)
+def test_ids_that_do_not_fit_the_collection(sequences, error, message):
+    table = EmbeddingConfig(name="item_table", embedding_dim=8, num_embeddings=10, feature_names=["history"])
+    layer = JaggedFeatureInteraction([taste()], EMBEDDING_DIM, embedding_collection=EmbeddingCollection(tables=[table]))
+    with pytest.raises(error, match=re.escape(message)):
+        layer(sequences, {})
+
+
+def test_bucket_ids_absent_from_the_ids(target):
+    table = EmbeddingConfig(name="item_table", embedding_dim=8, num_embeddings=10, feature_names=["histroy"])
+    layer = JaggedFeatureInteraction(
+        [taste(sequence_keys=["histroy"], bias="age")],
+        EMBEDDING_DIM,
+        embedding_collection=EmbeddingCollection(tables=[table]),
+    )
+    with pytest.raises(ValueError, match=re.escape("sequences must hold the key 'age', got ['histroy']")):
+        layer(IDS, {"item": target()})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "error", "message"),
+    [
+        ("history", None, ValueError, "sequences must hold the key 'history', got ['age', 'rating']"),
+        ("history", torch.zeros(9, 8), TypeError, "sequences['history'] must be a JaggedTensor, got Tensor"),
+        (
+            "rating",
+            JaggedTensor(torch.zeros(9, 4), lengths=torch.tensor(LENGTHS)),
+            ValueError,
+            "sequences['rating'] must hold embeddings of shape [S, 8] (events, embedding_dim), "
+            "got torch.float32 of shape [9, 4]",
+        ),
+        ("rating", buckets(range(9)), ValueError, "embedding_dim), got torch.int64 of shape [9]"),
+        (
+            "rating",
+            JaggedTensor(torch.zeros(8, 8), lengths=torch.tensor([3, 0, 0, 5])),
+            ValueError,
+            "sequences['rating'] must be aligned with 'history', which has 9 events, got 8",
+        ),
+        (
+            "rating",
+            JaggedTensor(torch.zeros(9, 8), lengths=torch.tensor([3, 1, 0, 5])),
+            ValueError,
+            "sequences['rating'] must be aligned with 'history', got other lengths in at least one sample",
+        ),
+        ("age", None, ValueError, "sequences must hold the key 'age', got ['history', 'rating']"),
+        ("age", torch.zeros(9), TypeError, "sequences['age'] must be a JaggedTensor, got Tensor"),
+        (
+            "age",
+            buckets(torch.rand(9)),
+            TypeError,
+            "sequences['age'] must hold integer bucket ids of shape [S], since it is the bias of feature 'taste', "
+            "got torch.float32 of shape [9]",
+        ),
+        ("age", buckets(range(9), [3, 1, 0, 5]), ValueError, "sequences['age'] must be aligned with 'history'"),
+        (
+            "age",
+            buckets([0, 1, 2, 3, 4, 5, 6, 7, 32]),
+            ValueError,
+            "sequences['age'] must hold bucket ids from 0 to 31 (num_buckets=32 in feature 'taste'), got 32",
+        ),
+        ("age", buckets([0, 1, 2, 3, 4, 5, 6, 7, -1]), ValueError, "bucket ids from 0 to 31 (num_buckets=32"),
+    ],
+)
+def test_sequences(events, target, key, value, error, message):
+    layer = JaggedFeatureInteraction([taste(sequence_keys=["history", "rating"], bias="age")], EMBEDDING_DIM)
+    sequences = {
+        "history": events(dtype=torch.float32),
+        "rating": events(dtype=torch.float32),
+        "age": buckets(range(9)),
+        key: value,
+    }
+    sequences = {key: value for key, value in sequences.items() if value is not None}
+    with pytest.raises(error, match=re.escape(message)):
+        layer(sequences, {"item": target(dtype=torch.float32)})
+
+
+@pytest.mark.parametrize(
+    ("targets", "error", "message"),
+    [
+        ({"itme": torch.zeros(4, 8)}, ValueError, "targets must hold the key 'item', got ['itme']; nearest: 'itme'"),
+        (
+            {"item": torch.zeros(4, 16)},
+            ValueError,
+            "targets['item'] must have shape [4, 8] (samples, embedding_dim), got [4, 16]",
+        ),
+        ({"item": torch.zeros(3, 8)}, ValueError, "must have shape [4, 8] (samples, embedding_dim), got [3, 8]"),
+        ({"item": buckets(range(9))}, TypeError, "targets['item'] must be a Tensor, got JaggedTensor"),
+    ],
+)
+def test_targets(events, targets, error, message):
+    layer = JaggedFeatureInteraction([taste()], EMBEDDING_DIM)
+    with pytest.raises(error, match=re.escape(message)):
+        layer({"history": events(dtype=torch.float32)}, targets)
+
+
+@pytest.mark.parametrize(
+    ("weights", "got"), [(None, "got none"), (torch.arange(9), "got torch.int64 of shape [9]")], ids=["none", "integer"]
+)
+def test_weights(events, target, weights, got):
+    layer = JaggedFeatureInteraction([taste(bias="weights")], EMBEDDING_DIM)
+    message = "sequences['history'] must have floating weights of shape [9], since feature 'taste' has bias='weights', "
+    with pytest.raises(ValueError, match=re.escape(message + got)):
+        layer({"history": events(dtype=torch.float32, weights=weights)}, {"item": target(dtype=torch.float32)})

@@ -1,0 +1,335 @@
+"""The layer against nn.MultiheadAttention and against the plain formula, and as a TorchRec module."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torchrec import JaggedTensor, KeyedTensor
+from torchrec.models.dlrm import InteractionArch
+
+from jfi import JaggedFeatureInteraction, SequenceFeatureConfig
+
+from .conftest import EMBEDDING_DIM, LENGTHS
+
+
+def taste(**kwargs):
+    return SequenceFeatureConfig(**{"name": "taste", "sequence_keys": ["history"], "target_keys": ["item"], **kwargs})
+
+
+def plain_layer(layer, sequences, targets):
+    """The layer's formula, sample by sample and head by head, with the history projected; float64.
+
+    Reads parameters by their documented layout alone.
+    """
+    outputs, members = [], {}
+    for feature in layer.features:
+        widths = feature.target_width(layer.embedding_dim), feature.sequence_width(layer.embedding_dim)
+        members.setdefault(widths, []).append(feature)
+    for feature in layer.features:
+        widths = feature.target_width(layer.embedding_dim), feature.sequence_width(layer.embedding_dim)
+        group, place = layer.groups[list(members).index(widths)], members[widths].index(feature)
+        first_row = sum(f.bucket_rows for f in members[widths][:place])
+        heads, queries, dim = group.num_heads, group.num_queries, layer.embedding_dim // group.num_heads
+
+        def combined(tensors, how=feature.combine):
+            return torch.cat(tensors, dim=-1) if how == "concat" else torch.stack(tensors).sum(0)
+
+        first = sequences[feature.sequence_keys[0]]
+        histories = combined([sequences[key].values() for key in feature.sequence_keys]).split(first.lengths().tolist())
+        start, samples = 0, []
+        for b, history in enumerate(histories):
+            count = history.size(0)
+            query = group.query_weight[place] @ combined([targets[key][b] for key in feature.target_keys])
+            query = (query + group.query_bias[place]).view(queries, heads, dim)
+            key = (history @ group.key_weight[place].T).view(count, heads, dim)
+            value = (history @ group.value_weight[place].T).view(count, heads, dim)
+            scores = torch.einsum("thd,nhd->thn", query, key) / dim**0.5
+            rows = slice(start, start + count)
+            if feature.bias == "weights":
+                scores = scores + first.weights()[rows].log()
+            elif feature.bias is not None:
+                if feature.bias == "position":
+                    bucket = [(count - i).bit_length() - 1 for i in range(count)]
+                    bucket = torch.tensor(bucket, dtype=torch.long).clamp(max=feature.num_buckets - 1)
+                else:
+                    bucket = sequences[feature.bias].values()[rows]
+                scores = scores + group.bucket_bias[first_row + bucket].T
+            pooled = torch.einsum("thn,nhd->thd", scores.softmax(-1), value).flatten()
+            samples.append(group.output_weight[place] @ pooled + group.output_bias[place])
+            start += count
+        outputs.append(torch.stack(samples))
+    return torch.cat(outputs, dim=1)
+
+
+def randomise(layer):
+    """Moves every parameter off its initial value: biases that start at zero would hide mistakes."""
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_()
+    return layer
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 4])
+@pytest.mark.parametrize("width", [EMBEDDING_DIM, 3 * EMBEDDING_DIM])
+def test_equals_torch_multihead_attention_on_padded_input(events, target, num_heads, width):
+    keys = ["history", "rating", "genre"][: width // EMBEDDING_DIM]
+    layer = JaggedFeatureInteraction([taste(sequence_keys=keys, combine="concat")], EMBEDDING_DIM, num_heads).double()
+    attention = torch.nn.MultiheadAttention(
+        EMBEDDING_DIM, num_heads, kdim=width, vdim=width, batch_first=True, dtype=torch.float64
+    )
+    group = layer.groups[0]
+    with torch.no_grad():
+        for parameter in attention.parameters():
+            parameter.normal_()
+        if width == EMBEDDING_DIM:
+            projections = attention.in_proj_weight.chunk(3)
+        else:
+            projections = attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight
+        query_bias, _, value_bias = attention.in_proj_bias.chunk(3)
+        group.query_weight[0], group.key_weight[0], group.value_weight[0] = projections
+        group.query_bias[0] = query_bias
+        group.output_weight[0] = attention.out_proj.weight
+        # The probabilities sum to one, so a value bias passes through to the output projection.
+        group.output_bias[0] = attention.out_proj.bias + attention.out_proj.weight @ value_bias
+
+    lengths = [3, 1, 5, 2]  # an empty history makes nn.MultiheadAttention give NaN
+    sequences = {key: events(lengths) for key in keys}
+    item = target()
+    padded = torch.zeros(len(lengths), max(lengths), width, dtype=torch.float64)
+    mask = torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None]
+    padded[~mask] = torch.cat([sequences[key].values() for key in keys], dim=1)
+    want, want_weights = attention(item.unsqueeze(1), padded, padded, key_padding_mask=mask, average_attn_weights=False)
+
+    got = layer(sequences, {"item": item})["taste"]
+    torch.testing.assert_close(got, want.squeeze(1))
+    weights = layer.attention_weights(sequences, {"item": item})["taste"]
+    torch.testing.assert_close(weights.values()[:, 0], want_weights[:, :, 0].transpose(1, 2)[~mask])
+    assert weights.lengths().tolist() == lengths
+
+
+def every_kind_of_feature(events, target):
+    """Features of three widths, with every bias, several fields and several targets, and their inputs."""
+    features = [
+        taste(name="plain"),
+        taste(name="position", bias="position", num_buckets=2),
+        taste(name="wide", sequence_keys=["history", "rating"], target_keys=["item", "genre"], combine="concat"),
+        taste(name="bucket", sequence_keys=["clicks", "clicks_rating"], bias="clicks_age", num_buckets=5),
+        taste(name="weighted", sequence_keys=["weighted"], target_keys=["item", "genre"], bias="weights"),
+        taste(name="wide target", target_keys=["item", "genre"], combine="concat"),
+    ]
+    clicks = [0, 2, 7, 1]
+    sequences = {
+        "history": events(),
+        "rating": events(),
+        "clicks": events(clicks),
+        "clicks_rating": events(clicks),
+        "clicks_age": JaggedTensor(values=torch.randint(5, (sum(clicks),)), lengths=torch.tensor(clicks)),
+        "weighted": events(weights=torch.rand(sum(LENGTHS), dtype=torch.float64)),
+    }
+    return features, sequences, {"item": target(), "genre": target()}
+
+
+@pytest.mark.parametrize(("num_heads", "num_queries"), [(1, 1), (2, 3), (4, 1)])
+def test_outputs_and_gradients_equal_the_plain_formula(events, target, num_heads, num_queries):
+    features, sequences, targets = every_kind_of_feature(events, target)
+    layer = randomise(JaggedFeatureInteraction(features, EMBEDDING_DIM, num_heads, num_queries).double())
+    embeddings = {key: tensor.values() for key, tensor in sequences.items() if tensor.values().is_floating_point()}
+    leaves = dict(layer.named_parameters()) | embeddings | targets
+
+    got = layer(sequences, targets)
+    want = plain_layer(layer, sequences, targets)
+    assert got.keys() == [feature.name for feature in features]
+    torch.testing.assert_close(got.values(), want)
+    weight = torch.randn_like(want)
+    got_gradients = torch.autograd.grad((got.values() * weight).sum(), leaves.values())
+    want_gradients = torch.autograd.grad((want * weight).sum(), leaves.values())
+    for name, got_gradient, want_gradient in zip(leaves, got_gradients, want_gradients, strict=True):
+        torch.testing.assert_close(got_gradient, want_gradient, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_attention_weights_sum_to_one_and_follow_the_bias(events, target):
+    features, sequences, targets = every_kind_of_feature(events, target)
+    layer = randomise(JaggedFeatureInteraction(features, EMBEDDING_DIM, 2, 3).double())
+    weights = layer.attention_weights(sequences, targets)
+    assert list(weights) == [feature.name for feature in features]
+    for feature in features:
+        values, lengths = weights[feature.name].values(), weights[feature.name].lengths()
+        assert values.shape == (sequences[feature.sequence_keys[0]].values().size(0), 3, 2)
+        assert not values.requires_grad
+        for sample in values.split(lengths.tolist()):
+            if sample.size(0):
+                torch.testing.assert_close(sample.sum(0), torch.ones(3, 2, dtype=torch.float64))
+
+
+def test_an_event_of_weight_two_counts_twice_and_one_of_weight_zero_not_at_all(events, target):
+    layer = JaggedFeatureInteraction([taste(bias="weights")], EMBEDDING_DIM, 2).double()
+    history = events([3])
+    weighted = JaggedTensor(history.values(), weights=torch.tensor([2.0, 0.0, 1.0]).double(), lengths=history.lengths())
+    repeated = JaggedTensor(
+        history.values()[[0, 0, 2]], weights=torch.ones(3, dtype=torch.float64), lengths=torch.tensor([3])
+    )
+    item = target(1)
+    torch.testing.assert_close(
+        layer({"history": weighted}, {"item": item}).values(), layer({"history": repeated}, {"item": item}).values()
+    )
+
+
+def test_an_empty_history_gives_the_output_bias(events, target):
+    layer = randomise(JaggedFeatureInteraction([taste()], EMBEDDING_DIM, 2).double())
+    got = layer({"history": events()}, {"item": target()})["taste"]
+    torch.testing.assert_close(got[1], layer.groups[0].output_bias[0], rtol=0, atol=0)
+
+
+def test_a_permutation_of_samples_permutes_the_output(events, target):
+    layer = randomise(JaggedFeatureInteraction([taste(bias="position")], EMBEDDING_DIM, 2).double())
+    history, item, order = events(), target(), [3, 1, 0, 2]
+    pieces = history.values().split(LENGTHS)
+    permuted = JaggedTensor(
+        values=torch.cat([pieces[b] for b in order]), lengths=torch.tensor([LENGTHS[b] for b in order])
+    )
+    torch.testing.assert_close(
+        layer({"history": permuted}, {"item": item[order]}).values(),
+        layer({"history": history}, {"item": item}).values()[order],
+    )
+
+
+@pytest.mark.parametrize("lengths", [[0, 0, 0], []], ids=["all empty", "no sample"])
+def test_every_parameter_has_a_finite_gradient_without_any_event(events, target, lengths):
+    features = [taste(), taste(name="near", bias="position"), taste(name="wide", target_keys=["item", "genre"])]
+    layer = JaggedFeatureInteraction(features, EMBEDDING_DIM, 2, 2).double()
+    history, item = events(lengths), target(len(lengths))
+    layer({"history": history}, {"item": item, "genre": item}).values().sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+    assert history.values().grad is not None and item.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("given", ["lengths", "offsets"])
+def test_lengths_and_offsets_of_either_integer(events, target, dtype, given):
+    layer = JaggedFeatureInteraction([taste(bias="position")], EMBEDDING_DIM).double()
+    history, item = events(), {"item": target()}
+    rows = (history.lengths() if given == "lengths" else history.offsets()).to(dtype)
+    same = JaggedTensor(history.values(), **{given: rows})
+    torch.testing.assert_close(
+        layer({"history": same}, item).values(), layer({"history": history}, item).values(), rtol=0, atol=0
+    )
+
+
+def test_targets_as_keyed_tensor_and_as_dict_give_the_same(events, target):
+    layer = JaggedFeatureInteraction([taste(target_keys=["genre"])], EMBEDDING_DIM).double()
+    history, targets = events(), {"item": target(), "genre": target()}
+    keyed = KeyedTensor.from_tensor_list(list(targets), list(targets.values()))
+    torch.testing.assert_close(
+        layer({"history": history}, keyed).values(), layer({"history": history}, targets).values(), rtol=0, atol=0
+    )
+
+
+def test_output_enters_torchrecs_interaction_arch(events, target):
+    layer = JaggedFeatureInteraction([taste(), taste(name="second")], EMBEDDING_DIM).double()
+    pooled = layer({"history": events()}, {"item": target()})
+    interaction = InteractionArch(num_sparse_features=len(pooled.keys()))
+    dense = torch.randn(len(LENGTHS), EMBEDDING_DIM, dtype=torch.float64)
+    assert interaction(dense, pooled.values().view(len(LENGTHS), -1, EMBEDDING_DIM)).shape == (4, EMBEDDING_DIM + 3)
+
+
+def test_float32_parameters_with_half_precision_embeddings(events, target):
+    layer = JaggedFeatureInteraction([taste(bias="position")], EMBEDDING_DIM, 2)
+    history = events(dtype=torch.bfloat16)
+    item = target(dtype=torch.bfloat16)
+    got = layer({"history": history}, {"item": item}).values()
+    assert got.dtype == torch.float32
+    want = copy.deepcopy(layer).double()
+    wide = JaggedTensor(history.values().double(), lengths=history.lengths())
+    torch.testing.assert_close(
+        got.double(), want({"history": wide}, {"item": item.double()}).values(), rtol=0.05, atol=0.05
+    )
+
+
+def test_autocast_projects_in_bfloat16_and_leaves_the_history_alone(events, target, monkeypatch):
+    from jfi.modules import stacked_attention
+
+    seen = []
+
+    def spy(query, key, *args, **kwargs):
+        seen.append((query.dtype, key.data_ptr()))
+        return original(query, key, *args, **kwargs)
+
+    original = stacked_attention.target_attention
+    monkeypatch.setattr(stacked_attention, "target_attention", spy)
+    layer = JaggedFeatureInteraction([taste(bias="position")], EMBEDDING_DIM, 2)
+    history = events(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        pooled = layer({"history": history}, {"item": target(dtype=torch.float32)})
+    assert pooled.values().dtype == torch.bfloat16
+    assert seen == [(torch.float32, history.values().data_ptr())]
+    pooled.values().sum().backward()
+    assert history.values().grad.dtype == torch.float32
+
+
+def test_names_in_state_dict_and_round_trip(events, target):
+    features = [taste(), taste(name="near", bias="position", num_buckets=3)]
+    layer = JaggedFeatureInteraction(features, EMBEDDING_DIM, 2, 3)
+    shapes = {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()}
+    assert shapes == {
+        "groups.0.query_weight": (2, 24, 8),
+        "groups.0.query_bias": (2, 24),
+        "groups.0.key_weight": (2, 8, 8),
+        "groups.0.value_weight": (2, 8, 8),
+        "groups.0.output_weight": (2, 8, 24),
+        "groups.0.output_bias": (2, 8),
+        "groups.0.bucket_bias": (3, 2),
+    }
+    file = io.BytesIO()
+    torch.save(randomise(layer).state_dict(), file)
+    file.seek(0)
+    other = JaggedFeatureInteraction(features, EMBEDDING_DIM, 2, 3)
+    other.load_state_dict(torch.load(file))
+    inputs = {"history": events(dtype=torch.float32)}, {"item": target(dtype=torch.float32)}
+    torch.testing.assert_close(other(*inputs).values(), layer(*inputs).values(), rtol=0, atol=0)
+
+
+def test_meta_device_then_reset_parameters_equals_a_direct_start():
+    features = [taste(bias="position"), taste(name="wide", sequence_keys=["history", "rating"], combine="concat")]
+    layer = JaggedFeatureInteraction(features, EMBEDDING_DIM, 2, 2, device=torch.device("meta"))
+    assert all(parameter.is_meta for parameter in layer.parameters())
+    layer.to_empty(device="cpu")
+    torch.manual_seed(1)
+    layer.reset_parameters()
+    torch.manual_seed(1)
+    direct = JaggedFeatureInteraction(features, EMBEDDING_DIM, 2, 2)
+    for (name, got), want in zip(layer.named_parameters(), direct.parameters(), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda layer: _through_pickle(layer)], ids=["deepcopy", "pickle"])
+def test_copies(events, target, duplicate):
+    layer = JaggedFeatureInteraction([taste(bias="position")], EMBEDDING_DIM, 2).double()
+    inputs = {"history": events()}, {"item": target()}
+    other = duplicate(layer)
+    torch.testing.assert_close(other(*inputs).values(), layer(*inputs).values(), rtol=0, atol=0)
+    randomise(other)
+    assert not torch.equal(other(*inputs).values(), layer(*inputs).values())
+
+
+def _through_pickle(layer):
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def test_a_few_steps_lower_the_loss(events, target):
+    layer = JaggedFeatureInteraction([taste()], EMBEDDING_DIM, 2)
+    sequences, targets = {"history": events(dtype=torch.float32)}, {"item": target(dtype=torch.float32)}
+    wanted = torch.randn(len(LENGTHS), EMBEDDING_DIM)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=0.03)
+    losses = []
+    for _ in range(30):
+        loss = (layer(sequences, targets).values() - wanted).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
