@@ -1,0 +1,34 @@
+"""Trains a DLRM with sequence features on an interaction table.
+
+python examples/train_dlrm.py --config configs/quickstart.yaml --training.epochs 3 --model.pooling mean
+python examples/train_dlrm.py --resume runs/20250101-120000
+"""
+
+import argparse
+import sys
+
+from jfi.training import ConfigError, resume, train
+from jfi.training.cli import parse_config, run_cli
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--resume", metavar="RUN", help="continue the run in this folder, with its own config")
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    config, options = parse_config(arguments, "Train a DLRM with sequence features.", add_options)
+    if options.resume is None:
+        result = train(config)
+    elif len(arguments) > (1 if "=" in arguments[0] else 2):
+        raise ConfigError("--resume takes the config of its run; give no other option with it")
+    else:
+        result = resume(options.resume)
+    print(f"best epoch {result.best_epoch} of {result.epochs}, {result.train_seconds:.0f} s of training")
+    for split, metrics in (("validation", result.validation), ("test", result.test)):
+        print(f"{split:10s} " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+    print(f"run folder {result.run_dir}")
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))

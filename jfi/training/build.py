@@ -1,0 +1,119 @@
+"""The model and its optimiser, built from what a dataset says about its features.
+
+A table that a history key uses lies in the EmbeddingCollection, which gives one embedding an event, together with the
+user and item keys that share it: so a target finds itself in a history. Every other table lies in the
+EmbeddingBagCollection.
+"""
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
+
+from jfi.data import FeatureSpec, InteractionDataset
+from jfi.models import SequenceDLRM
+from jfi.modules import SequenceFeatureConfig
+from jfi.training.config import ConfigError, ModelConfig, OptimizerConfig, OptimizerGroup
+
+#: From this many rows on, touching only the batch's rows is faster than a pass over the table.
+_SPARSE_ROWS = 50_000
+_OPTIMIZERS = {"adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+
+
+def build_model(config: ModelConfig, dataset: InteractionDataset) -> SequenceDLRM:
+    """The SequenceDLRM of `config` over the features of `dataset`.
+
+    The one sequence feature, `history`, sums the aligned history keys of an event; its target is the item's id together
+    with every other item column.
+
+    Raises:
+        ConfigError: `model.bias` is a key that the dataset does not have.
+    """
+    features = dataset.features
+    history = [f for f in features if f.role == "history"] if config.pooling != "none" else []
+    event_tables = {f.table for f in history}
+    embedded = [f for f in features if f.role in ("user", "item") or f in history]
+    in_collection = [f for f in embedded if f.table in event_tables]
+    in_bags = [f for f in embedded if f.table not in event_tables]
+    sequences = (
+        [
+            SequenceFeatureConfig(
+                name="history",
+                sequence_keys=[f.key for f in history],
+                target_keys=[f.key for f in features if f.role == "item"],
+                combine=config.combine,
+                bias=config.bias,
+                num_buckets=_num_buckets(config, features),
+            )
+        ]
+        if history
+        else []
+    )
+    return SequenceDLRM(
+        EmbeddingBagCollection(_tables(EmbeddingBagConfig, in_bags, config.embedding_dim)) if in_bags else None,
+        EmbeddingCollection(_tables(EmbeddingConfig, in_collection, config.embedding_dim)) if in_collection else None,
+        sequences,
+        dense_in_features=max(1, len(dataset.dense_names)),
+        dense_arch_layer_sizes=[*config.dense_arch, config.embedding_dim],
+        over_arch_layer_sizes=[*config.over_arch, 1],
+        pooling=config.pooling,
+        num_heads=config.num_heads,
+        num_queries=config.num_queries,
+        dropout=config.dropout,
+    )
+
+
+def build_optimizer(config: OptimizerConfig, model: nn.Module) -> KeyedOptimizer:
+    """One optimiser over the embedding tables and one over everything else, with state keyed by parameter name.
+
+    Args:
+        config: the two groups.
+        model: whose tables lie in TorchRec's collections.
+    """
+    tables = {
+        f"{prefix}.{name}": parameter
+        for prefix, module in model.named_modules()
+        if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection))
+        for name, parameter in module.named_parameters()
+    }
+    dense = {name: p for name, p in model.named_parameters() if name not in tables}
+    if config.embeddings.name == "adagrad" and config.embeddings.weight_decay == 0:
+        for module in model.modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.num_embeddings >= _SPARSE_ROWS:
+                module.sparse = True
+    groups = [(tables, config.embeddings), (dense, config.dense)]
+    return CombinedOptimizer([_keyed(group, parameters) for parameters, group in groups])
+
+
+def _keyed(group: OptimizerGroup, parameters: dict[str, nn.Parameter]) -> KeyedOptimizer:
+    def make(values: list[nn.Parameter]) -> Optimizer:
+        return _OPTIMIZERS[group.name](values, lr=group.learning_rate, weight_decay=group.weight_decay)
+
+    return KeyedOptimizerWrapper(parameters, make)
+
+
+def _tables(kind: type, features: list[FeatureSpec], embedding_dim: int) -> list:
+    """One table config for each table name, with the keys that share it."""
+    shared: dict[str, list[FeatureSpec]] = {}
+    for feature in features:
+        shared.setdefault(feature.table, []).append(feature)
+    return [
+        kind(
+            name=table,
+            embedding_dim=embedding_dim,
+            num_embeddings=members[0].num_embeddings,
+            feature_names=[f.key for f in members],
+        )
+        for table, members in shared.items()
+    ]
+
+
+def _num_buckets(config: ModelConfig, features: list[FeatureSpec]) -> int:
+    if config.bias in (None, "position", "weights"):
+        return config.num_buckets
+    buckets = {f.key: f.num_embeddings for f in features if f.role == "bucket"}
+    if config.bias not in buckets:
+        known = ", ".join(["position", "weights", *buckets])
+        raise ConfigError(f"model.bias: got {config.bias!r}, must be null or one of {known}")
+    return buckets[config.bias]

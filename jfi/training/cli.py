@@ -1,0 +1,199 @@
+"""Command lines of the examples: a YAML file, any field overridable, and faults told in one line.
+
+Exit codes: 0 done; 1 training diverged; 2 a fault in the configuration or the data, nothing written; 130 and 143
+stopped by Ctrl-C (SIGINT) and SIGTERM, the state saved.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import logging
+import re
+import sys
+import types
+import typing
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import jsonargparse
+import yaml
+
+from jfi.data import DataError
+from jfi.training.config import Config, ConfigError
+from jfi.training.interrupt import Interrupted
+
+_SECTIONS = {f.name: f.type for f in dataclasses.fields(Config)}
+
+
+def parse_config(
+    arguments: Sequence[str],
+    description: str,
+    add_options: Callable[[argparse.ArgumentParser], object] | None = None,
+) -> tuple[Config, argparse.Namespace]:
+    """Config from `--config FILE`, overrides such as `--model.pooling mean`, and a script's own options.
+
+    Args:
+        arguments: the command line without the program's name.
+        description: one line of help.
+        add_options: adds the script's own options to a parser.
+
+    Returns:
+        The config, and the script's own options with `config`, the file or None.
+
+    Raises:
+        ConfigError: unknown key, wrong value or unreadable file.
+    """
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    own.add_argument("--config", metavar="FILE", help="YAML file with any of the fields below")
+    if add_options is not None:
+        add_options(own)
+    try:
+        options, overrides = own.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ConfigError(_one_line(str(error))) from None
+    if "-h" in overrides or "--help" in overrides:
+        _tree_parser(description, parents=[own]).print_help()
+        raise SystemExit(0)
+    if options.config is not None:
+        _check_file(options.config)
+        overrides = ["--config", options.config, *overrides]
+    return _parse_tree(overrides, description, own), options
+
+
+def load_config(path: str | Path) -> Config:
+    """The config in a YAML file, as written by `save_config`."""
+    return parse_config(["--config", str(path)], "")[0]
+
+
+def save_config(config: Config, path: str | Path) -> None:
+    """Writes every field, defaults included, as YAML."""
+    Path(path).write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True))
+
+
+def run_cli(main: Callable[[], None]) -> int:
+    """Runs `main` and turns what a user can cause into one line on stderr and an exit code."""
+    # TorchRec asks torch.fx in a way that torch 2.13 logs a warning about, once a process.
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    try:
+        main()
+    except (ConfigError, DataError) as error:
+        print(f"error: {_one_line(str(error))}", file=sys.stderr)
+        return 2
+    except FloatingPointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except Interrupted as stop:
+        print(stop, file=sys.stderr)
+        return stop.exit_code
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _tree_parser(description: str, parents: Sequence[argparse.ArgumentParser] = ()) -> jsonargparse.ArgumentParser:
+    parser = jsonargparse.ArgumentParser(description=description, exit_on_error=False, allow_abbrev=False)
+    if parents:
+        own = parser.add_argument_group("options of this command")
+        for action in parents[0]._actions:
+            own.add_argument(*action.option_strings, metavar=action.metavar, help=action.help, nargs=action.nargs)
+    else:
+        parser.add_argument("--config", action="config")
+    for name, section in _SECTIONS.items():
+        parser.add_argument(f"--{name}", type=section, default=section())
+    return parser
+
+
+def _parse_tree(arguments: list[str], description: str, own: argparse.ArgumentParser) -> Config:
+    own_names = [option for action in own._actions for option in action.option_strings]
+    for argument in arguments:
+        if argument.startswith("--"):
+            _check_override(argument.split("=")[0].removesuffix("+"), own_names)
+    parser = _tree_parser(description)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            sections = parser.instantiate(parser.parse_args(arguments))
+    except ConfigError:
+        raise
+    except (argparse.ArgumentError, TypeError, ValueError) as error:
+        cause = error.__cause__ or error.__context__
+        raise ConfigError(str(cause) if isinstance(cause, (ConfigError, DataError)) else _tidy(str(error))) from None
+    return Config(**{name: getattr(sections, name) for name in _SECTIONS})
+
+
+def _check_file(path: str) -> None:
+    try:
+        tree = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror or error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{path}:{mark.line + 1}" if mark else path
+        raise ConfigError(f"{place}: not YAML: {getattr(error, 'problem', error)}") from None
+    _check_keys(tree, Config, path, "")
+
+
+def _check_keys(tree: object, section: type, path: str, prefix: str) -> None:
+    """Refuses a key that the dataclass `section` does not have, at any depth."""
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: {prefix.rstrip('.') or 'the file'} must be a mapping of keys, got {tree!r}")
+    known = _fields(section)
+    for key, value in tree.items():
+        if key not in known:
+            raise ConfigError(f"{path}: unknown key {prefix}{key}{_nearest(str(key), known, prefix)}")
+        inner, optional = _dataclass_of(known[key])
+        if inner is not None and not (optional and value is None):
+            elements = value if isinstance(value, list) else [value]
+            for element in elements:
+                _check_keys(element, inner, path, f"{prefix}{key}.")
+
+
+def _check_override(option: str, own_names: list[str]) -> None:
+    section: type | None = Config
+    prefix = ""
+    for part in option.removeprefix("--").split("."):
+        if section is None:  # inside a free mapping
+            return
+        known = _fields(section)
+        if part not in known:
+            if option in own_names:
+                return
+            near = _nearest(option.removeprefix("--"), [*_leaves(Config), *own_names], "--")
+            raise ConfigError(f"unknown option {option}{near.replace('----', '--')}")
+        section, prefix = _dataclass_of(known[part])[0], f"{prefix}{part}."
+
+
+def _fields(section: type) -> dict[str, object]:
+    hints = typing.get_type_hints(section)
+    return {f.name: hints[f.name] for f in dataclasses.fields(section)}
+
+
+def _dataclass_of(hint: object) -> tuple[type | None, bool]:
+    """The dataclass in `X`, `Optional[X]` or `list[X]`, if any, and whether null is allowed."""
+    inner = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType, list) else (hint,)
+    found = [kind for kind in inner if dataclasses.is_dataclass(kind)]
+    return (found[0] if found else None), type(None) in inner
+
+
+def _leaves(section: type, prefix: str = "") -> Iterator[str]:
+    for name, hint in _fields(section).items():
+        inner = _dataclass_of(hint)[0]
+        if inner is None:
+            yield prefix + name
+        else:
+            yield from _leaves(inner, f"{prefix}{name}.")
+
+
+def _nearest(name: str, known: typing.Iterable[str], prefix: str) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)
+    return f" (nearest known: {prefix}{near[0]})" if near else ""
+
+
+def _tidy(message: str) -> str:
+    return _one_line(re.sub(r"<class '(\w+)'>", r"\1", message).replace("Parser key ", "").replace("typing.", ""))
+
+
+def _one_line(message: str) -> str:
+    return " ".join(message.split())

@@ -1,0 +1,143 @@
+"""The configuration of a training run: four sections, `data`, `model`, `optimizer` and `training`, all typed.
+
+A YAML file gives any part of it, the command line overrides any field (`--training.epochs 3`); see `jfi.training.cli`.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jfi.data import DataConfig
+
+
+class ConfigError(ValueError):
+    """A fault in a configuration that the user can mend; its text is one line that names the key."""
+
+
+def _require(condition: bool, key: str, got: object, must: str) -> None:
+    if not condition:
+        raise ConfigError(f"{key}: got {got!r}, must be {must}")
+
+
+@dataclass
+class ModelConfig:
+    """What is built on the features of the table.
+
+    Args:
+        embedding_dim: width of every embedding, of the sequence feature and of the dense arch's output.
+        pooling: how histories enter: `attention` (the target attends to them), `mean` of the events, or `none`.
+        num_heads: query heads of the attention.
+        num_queries: queries that each target is expanded to.
+        bias: learned score bias per head: the key of a bucket sequence such as `history_age`, `position` (counted from
+            the newest event), `weights` (the KJT's), or null. A bucket key that the data does not have is refused.
+        num_buckets: rows of the bias table for `position`; a bucket key brings its own number.
+        combine: how the aligned fields of an event make one embedding: `sum` or `concat`.
+        dense_arch: hidden layer sizes of the MLP over dense features; its output layer (embedding_dim) is added.
+        over_arch: hidden layer sizes of the MLP that ends in the logit, at least one; the output layer is added.
+        dropout: probability with which an element of what enters the interaction is dropped in training.
+    """
+
+    embedding_dim: int = 32
+    pooling: Literal["attention", "mean", "none"] = "attention"
+    num_heads: int = 4
+    num_queries: int = 1
+    bias: str | None = None
+    num_buckets: int = 32
+    combine: Literal["sum", "concat"] = "sum"
+    dense_arch: list[int] = field(default_factory=lambda: [64])
+    over_arch: list[int] = field(default_factory=lambda: [128, 64])
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("embedding_dim", "num_heads", "num_queries", "num_buckets"):
+            _require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "at least 1")
+        for name in ("dense_arch", "over_arch"):
+            sizes = getattr(self, name)
+            _require(all(size >= 1 for size in sizes), f"model.{name}", sizes, "a list of positive sizes")
+        _require(len(self.over_arch) >= 1, "model.over_arch", self.over_arch, "a list of at least one size")
+        _require(
+            self.embedding_dim % self.num_heads == 0, "model.num_heads", self.num_heads, "a divisor of embedding_dim"
+        )
+        _require(0 <= self.dropout < 1, "model.dropout", self.dropout, "in [0, 1)")
+
+
+@dataclass
+class OptimizerGroup:
+    """The optimiser of one group of parameters.
+
+    Args:
+        name: `adagrad`, `adam` or `adamw` of torch.optim. Adagrad without weight decay takes sparse gradients for
+            embedding tables: a step then costs the rows of the batch, whatever the size of the table.
+        learning_rate: step size.
+        weight_decay: as in torch.optim: decoupled for adamw, an L2 penalty for the others.
+    """
+
+    name: Literal["adagrad", "adam", "adamw"] = "adam"
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require(self.learning_rate > 0, "learning_rate", self.learning_rate, "positive")
+        _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "0 or more")
+
+
+@dataclass
+class OptimizerConfig:
+    """Optimisers, chosen separately for the embedding tables and for everything else.
+
+    Args:
+        dense: the MLPs and the attention.
+        embeddings: the embedding tables.
+    """
+
+    dense: OptimizerGroup = field(default_factory=OptimizerGroup)
+    embeddings: OptimizerGroup = field(default_factory=lambda: OptimizerGroup(name="adagrad", learning_rate=0.02))
+
+
+@dataclass
+class TrainingConfig:
+    """The loop.
+
+    Args:
+        run_dir: folder of the run; must be new or empty. Null makes `runs/<date>-<time>`.
+        epochs: most epochs to train.
+        batch_size: samples a step.
+        eval_batch_size: samples a batch of evaluation.
+        monitor: validation metric that picks the best epoch: `auc` (highest) or `ne` (lowest).
+        patience: epochs without a better `monitor` after which training stops; null never stops early.
+        seed: of parameters, dropout, sample order and sampled negatives.
+        device: `auto` is cuda where there is one, else cpu.
+        log_every: steps between two lines of training metrics.
+        checkpoint_every: steps between two checkpoints inside an epoch, beside the one after each epoch; 0 for none.
+    """
+
+    run_dir: str | None = None
+    epochs: int = 10
+    batch_size: int = 1024
+    eval_batch_size: int = 4096
+    monitor: Literal["auc", "ne"] = "auc"
+    patience: int | None = 2
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    log_every: int = 50
+    checkpoint_every: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "eval_batch_size", "log_every"):
+            _require(getattr(self, name) >= 1, f"training.{name}", getattr(self, name), "at least 1")
+        _require(self.checkpoint_every >= 0, "training.checkpoint_every", self.checkpoint_every, "0 or more")
+        _require(self.patience is None or self.patience >= 1, "training.patience", self.patience, "at least 1, or null")
+
+
+@dataclass
+class Config:
+    """Everything a run depends on."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+
+    def with_training(self, **changes: object) -> "Config":
+        """A copy with some fields of `training` changed."""
+        return dataclasses.replace(self, training=dataclasses.replace(self.training, **changes))

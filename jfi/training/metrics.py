@@ -1,0 +1,114 @@
+"""Metrics of click models, computed once over all predictions of a split, in float64 on the CPU.
+
+loss      mean of -[y log p + (1 - y) log(1 - p)], in nats
+ne        loss divided by the loss of always predicting the split's mean label: 1 has learnt nothing (He et al.,
+          "Practical Lessons from Predicting Clicks on Ads at Facebook", 2014)
+auc       probability that a positive is scored above a negative, ties counting one half
+user_auc  AUC among one user's samples, averaged over the users who have both labels, weighted by their samples
+          (GAUC of Zhou et al., "Deep Interest Network for Click-Through Rate Prediction", 2018)
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torchmetrics.functional.classification import binary_auroc
+
+METRICS = ("loss", "ne", "auc", "user_auc")
+
+
+def entropy(mean_label: float) -> float:
+    """Entropy in nats of a label that is 1 with probability `mean_label`."""
+    return -sum(p * math.log(p) for p in (mean_label, 1 - mean_label) if p > 0)
+
+
+def normalized_entropy(loss: float, mean_label: float) -> float:
+    """`loss` in nats over the entropy of the mean label; NaN where all labels are equal.
+
+    >>> round(normalized_entropy(math.log(2) / 2, 0.5), 6)
+    0.5
+    """
+    base = entropy(mean_label)
+    return loss / base if base > 0 else math.nan
+
+
+def auc(logits: Tensor, labels: Tensor) -> float:
+    """Area under the ROC curve; NaN where all labels are equal."""
+    positives = int(labels.sum())
+    if positives in (0, labels.numel()):
+        return math.nan
+    # A rank keeps what binary_auroc's sigmoid would round together, and equal logits stay equal.
+    ranks = torch.unique(logits, return_inverse=True)[1]
+    return binary_auroc(ranks.double() / labels.numel(), labels.long()).item()
+
+
+def user_auc(logits: Tensor, labels: Tensor, users: Tensor) -> float:
+    """AUC of each user's own samples, weighted by their number; NaN where no user has both labels.
+
+    Mann-Whitney: AUC = (sum of the positives' ranks - P (P + 1) / 2) / (P N), tied scores sharing their mean rank.
+
+    Args:
+        logits: [N] scores.
+        labels: [N] of 0 and 1.
+        users: [N] integer ids.
+
+    >>> user_auc(torch.tensor([0.1, 0.9, 0.3, 0.3]), torch.tensor([0.0, 1, 0, 1]), torch.tensor([7, 7, 8, 8]))
+    0.75
+    """
+    labels = labels.double()
+    _, user, samples = torch.unique(users, return_inverse=True, return_counts=True)
+    order = torch.argsort(logits, stable=True)
+    order = order[torch.argsort(user[order], stable=True)]
+    user, logits, labels = user[order], logits[order], labels[order]
+
+    first = torch.ones_like(user, dtype=torch.bool)
+    first[1:] = (user[1:] != user[:-1]) | (logits[1:] != logits[:-1])
+    tie = first.long().cumsum(0) - 1
+    ties = torch.bincount(tie)
+    last_rank = ties.cumsum(0)
+    user_start = samples.cumsum(0) - samples
+    rank = (last_rank - (ties - 1) / 2)[tie] - user_start[user]
+
+    positives = torch.zeros(len(samples), dtype=torch.double).index_add_(0, user, labels)
+    rank_sum = torch.zeros_like(positives).index_add_(0, user, labels * rank)
+    pairs = positives * (samples - positives)
+    both = pairs > 0
+    area = (rank_sum - positives * (positives + 1) / 2)[both] / pairs[both]
+    weight = samples[both]
+    return (area * weight).sum().item() / weight.sum().item() if both.any() else math.nan
+
+
+@dataclass
+class Predictions:
+    """Collects the predictions of a split batch by batch.
+
+    >>> seen = Predictions()
+    >>> seen.add(torch.tensor([2.0, -2.0]), torch.tensor([1.0, 0.0]), torch.tensor([3, 3]))
+    >>> seen.metrics()["auc"]
+    1.0
+    """
+
+    logits: list[Tensor] = field(default_factory=list)
+    labels: list[Tensor] = field(default_factory=list)
+    users: list[Tensor] = field(default_factory=list)
+
+    def add(self, logits: Tensor, labels: Tensor, users: Tensor) -> None:
+        """Adds a batch: logits, labels and users, all [B]."""
+        self.logits.append(logits.detach())
+        self.labels.append(labels)
+        self.users.append(users)
+
+    def metrics(self) -> dict[str, float]:
+        """Every metric of `METRICS` over all that was added."""
+        logits = torch.cat(self.logits).double().cpu()
+        labels = torch.cat(self.labels).double().cpu()
+        users = torch.cat(self.users).cpu()
+        loss = binary_cross_entropy_with_logits(logits, labels).item()
+        return {
+            "loss": loss,
+            "ne": normalized_entropy(loss, labels.mean().item()),
+            "auc": auc(logits, labels),
+            "user_auc": user_auc(logits, labels, users),
+        }

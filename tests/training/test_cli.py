@@ -1,0 +1,183 @@
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jfi.training import Config, ConfigError
+from jfi.training.cli import load_config, parse_config, run_cli, save_config
+
+ROOT = Path(__file__).parents[2]
+
+
+def parse(*arguments: str) -> Config:
+    return parse_config(arguments, "")[0]
+
+
+def fault(*arguments: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse(*arguments)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.fixture
+def yaml_file(tmp_path):
+    def write(text: str) -> str:
+        path = tmp_path / "config.yaml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def test_defaults_file_and_overrides(yaml_file):
+    path = yaml_file("model:\n  num_heads: 2\n  over_arch: [8]\noptimizer:\n  dense:\n    learning_rate: 1e-4\n")
+    # The command line wins wherever --config stands.
+    config = parse("--model.num_heads", "8", "--config", path, "--model.pooling=mean", "--training.patience", "null")
+    assert (config.model.num_heads, config.model.over_arch, config.model.pooling) == (8, [8], "mean")
+    assert config.optimizer.dense.learning_rate == 1e-4
+    assert config.training.patience is None
+    assert config.model.embedding_dim == Config().model.embedding_dim
+
+
+def test_every_section_overrides():
+    config = parse("--data.synthetic.num_users", "7", "--data.fractions", "[0.5,0.25,0.25]", "--training.seed", "3")
+    assert config.data.synthetic.num_users == 7
+    assert config.data.fractions == [0.5, 0.25, 0.25]
+    assert config.training.seed == 3
+
+
+def test_saved_config_is_the_same_config(tmp_path):
+    config = parse("--model.bias", "history_age", "--data.source", "synthetic", "--training.patience", "null")
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unknown", "nearest"),
+    [
+        (["--model.num_head", "2"], "--model.num_head", "--model.num_heads"),
+        (["--model.poolings=mean"], "--model.poolings", "--model.pooling"),
+        (["--optimizer.dense.lerning_rate", "2"], "--optimizer.dense.lerning_rate", "--optimizer.dense.learning_rate"),
+        (["--epochs", "2"], "--epochs", "--training.epochs"),
+        (["--training.e", "2"], "--training.e", "--training.seed"),
+    ],
+)
+def test_unknown_option_names_the_nearest(arguments, unknown, nearest):
+    message = fault(*arguments)
+    assert f"unknown option {unknown} " in message
+    assert message.endswith(f"(nearest known: {nearest})")
+
+
+@pytest.mark.parametrize(
+    ("text", "unknown", "nearest"),
+    [
+        ("modle:\n  num_heads: 2\n", "modle", "model"),
+        ("model:\n  num_head: 2\n", "model.num_head", "model.num_heads"),
+        ("data:\n  synthetic:\n    user: 2\n", "data.synthetic.user", "data.synthetic.num_users"),
+        ("optimizer:\n  embeddings:\n    lr: 2\n", "optimizer.embeddings.lr", "optimizer.embeddings.learning_rate"),
+    ],
+)
+def test_unknown_key_names_the_nearest(yaml_file, text, unknown, nearest):
+    path = yaml_file(text)
+    assert fault("--config", path) == f"{path}: unknown key {unknown} (nearest known: {nearest})"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--training.epochs", "many"], ["training.epochs", "int", "many"]),
+        (["--training.epochs", "0"], ["training.epochs", "0", "at least 1"]),
+        (["--training.epochs"], ["--training.epochs", "expected one argument"]),
+        (["--model.pooling", "max"], ["model.pooling", "'attention', 'mean', 'none'", "max"]),
+        (["--model.dropout", "1"], ["model.dropout", "[0, 1)"]),
+        (["--model.over_arch", "[]"], ["model.over_arch", "at least one size"]),
+        (["--model.embedding_dim", "30"], ["model.num_heads", "a divisor of embedding_dim"]),
+        (["--optimizer.dense.learning_rate", "-1"], ["learning_rate", "positive"]),
+        (["stray"], ["stray"]),
+        (["--config"], ["--config", "expected one argument"]),
+        (["--config", "absent.yaml"], ["absent.yaml", "No such file"]),
+    ],
+)
+def test_wrong_value_names_its_key(arguments, parts):
+    message = fault(*arguments)
+    assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("model: [\n", ["config.yaml:2", "not YAML"]),
+        ("- 3\n", ["mapping"]),
+        ("", ["mapping", "None"]),
+        ("training: null\n", ["training must be a mapping", "None"]),
+        ("training:\n  epochs: few\n", ["training.epochs", "few"]),
+    ],
+)
+def test_wrong_file(yaml_file, text, parts):
+    message = fault("--config", yaml_file(text))
+    assert all(part in message for part in parts), message
+
+
+def test_help_lists_every_field(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse("--help")
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert "--config" in text
+    for name in ("--model.pooling", "--training.epochs", "--data.interactions", "--optimizer.dense.learning_rate"):
+        assert name in text
+
+
+def test_with_training_leaves_the_original():
+    config = Config()
+    assert config.with_training(seed=5).training.seed == 5
+    assert config.training.seed == 0
+    assert dataclasses.replace(config.with_training(seed=5), training=config.training) == config
+
+
+def test_exit_codes(capsys):
+    def fail() -> None:
+        raise ConfigError("a\n  fault")
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    def diverge() -> None:
+        raise FloatingPointError("the loss is nan")
+
+    assert run_cli(fail) == 2
+    assert capsys.readouterr().err == "error: a fault\n"
+    assert run_cli(stop) == 130
+    assert run_cli(diverge) == 1
+    assert run_cli(lambda: None) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--training.epoch", "3"], "nearest known: --training.epochs"),
+        (["--data.interactions", "absent.csv"], "absent.csv"),
+        (["--data.source", "synthetic", "--model.bias", "history_agee"], "history_age"),
+        (["--resume", "absent"], "no run folder"),
+        (["--resume", ".", "--training.epochs", "3"], "no other option"),
+    ],
+)
+def test_a_fault_is_one_line_and_writes_nothing(tmp_path, arguments, part):
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples/train_dlrm.py", *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and part in lines[0], done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []

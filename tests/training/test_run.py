@@ -1,0 +1,243 @@
+"""Whole runs on a tiny synthetic table: what a run leaves behind, stopping, and continuing to the same bits."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from jfi.data import DataConfig, SyntheticConfig, load_dataset
+from jfi.training import (
+    Config,
+    ConfigError,
+    ModelConfig,
+    OptimizerConfig,
+    OptimizerGroup,
+    TrainingConfig,
+    resume,
+    train,
+)
+from jfi.training.build import build_model, build_optimizer
+from jfi.training.checkpoint import latest_checkpoint
+from jfi.training.cli import load_config, save_config
+from jfi.training.run import read_metrics
+
+ROOT = Path(__file__).parents[2]
+
+
+def tiny(run_dir: Path | None, **training: object) -> Config:
+    return Config(
+        data=DataConfig(source="synthetic", synthetic=SyntheticConfig(num_users=60, num_items=40, mean_length=20.0)),
+        model=ModelConfig(embedding_dim=8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8], dropout=0.1),
+        optimizer=OptimizerConfig(dense=OptimizerGroup(learning_rate=3e-3)),
+        training=TrainingConfig(
+            run_dir=None if run_dir is None else str(run_dir),
+            **{"epochs": 3, "batch_size": 64, "log_every": 4, "device": "cpu", "checkpoint_every": 3, **training},
+        ),
+    )
+
+
+def saved_tensors(run_dir: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the last checkpoint."""
+    path = latest_checkpoint(run_dir / "checkpoints")
+    keys = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    tensors = {key: torch.empty(meta.size, dtype=meta.properties.dtype) for key, meta in keys.items()}
+    dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    return tensors
+
+
+def assert_same_run(run: Path, other: Path) -> None:
+    assert (run / "metrics.jsonl").read_bytes() == (other / "metrics.jsonl").read_bytes()
+    a, b = saved_tensors(run), saved_tensors(other)
+    assert a.keys() == b.keys()
+    different = [key for key in a if not torch.equal(a[key], b[key])]
+    assert not different
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run that nothing disturbed, and its result."""
+    path = tmp_path_factory.mktemp("runs") / "whole"
+    return path, train(tiny(path))
+
+
+def test_run_folder(finished):
+    path, result = finished
+    assert load_config(path / "config.yaml") == tiny(path)
+    log = read_metrics(path / "metrics.jsonl")
+    assert [r["epoch"] for r in log if r["split"] == "validation"] == [1, 2, 3]
+    assert log[-1]["split"] == "test" and log[-1]["auc"] == result.test["auc"]
+    assert {"loss", "ne", "auc", "user_auc"} <= log[-1].keys()
+    assert any(r["split"] == "train" for r in log)
+    assert all(r["step"] % 4 == 0 or r["step"] % (log[-1]["step"] // 3) == 0 for r in log)
+    for picture in ("curves.png", "attention.png"):
+        data = (path / picture).read_bytes()
+        assert data.startswith(b"\x89PNG") and len(data) > 20_000
+    assert any((path / "tensorboard").iterdir())
+    assert 1 <= len(list((path / "checkpoints").iterdir())) <= 2
+
+
+def test_the_test_part_sees_the_best_epoch(finished):
+    path, result = finished
+    log = [r for r in read_metrics(path / "metrics.jsonl") if r["split"] == "validation"]
+    assert result.best_epoch == max(log, key=lambda r: r["auc"])["epoch"]
+    assert result.validation["auc"] == max(r["auc"] for r in log)
+
+
+def test_same_seed_same_run_and_another_seed_another(finished, tmp_path):
+    train(tiny(tmp_path / "again"))
+    assert_same_run(finished[0], tmp_path / "again")
+    train(tiny(tmp_path / "other", seed=1, epochs=1))
+    assert read_metrics(finished[0] / "metrics.jsonl")[0] != read_metrics(tmp_path / "other" / "metrics.jsonl")[0]
+
+
+@pytest.mark.parametrize("step", [1, 3, 5, 14])
+def test_resume_after_an_interruption_is_bit_exact(finished, tmp_path, monkeypatch, step):
+    """The loop dies after `step` steps; what it has saved is continued."""
+    path = tmp_path / "run"
+    optimizer_steps = 0
+    build = build_optimizer
+
+    def counting(*arguments):
+        optimizer = build(*arguments)
+        plain_step = optimizer.step
+
+        def dying_step(*a, **k):
+            nonlocal optimizer_steps
+            optimizer_steps += 1
+            if optimizer_steps > step:
+                raise RuntimeError("killed")
+            plain_step(*a, **k)
+
+        optimizer.step = dying_step
+        return optimizer
+
+    with monkeypatch.context() as patched:
+        patched.setattr("jfi.training.loop.build_optimizer", counting)
+        with pytest.raises(RuntimeError, match="killed"):
+            train(tiny(path))
+    resume(path)
+    assert_same_run(finished[0], path)
+
+
+def start(arguments: list[object], cwd: Path) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, ROOT / "examples/train_dlrm.py", *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_lines(path: Path, count: int, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists() or path.read_bytes().count(b"\n") < count:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.002)
+
+
+def test_kill_9_at_any_moment(tmp_path):
+    """Killed twice at random moments and continued, a run ends with the same bits as one left alone."""
+    path, whole = tmp_path / "killed", tmp_path / "whole"
+    config = tiny(path, epochs=12, patience=None, checkpoint_every=2)
+    train(config.with_training(run_dir=str(whole)))
+    save_config(config, tmp_path / "config.yaml")
+    arguments: list[object] = ["--config", tmp_path / "config.yaml"]
+    for lines in (2, 12):
+        process = start(arguments, tmp_path)
+        wait_for_lines(path / "metrics.jsonl", lines, process)
+        time.sleep(random.uniform(0, 0.25))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+        arguments = ["--resume", path]
+    process = start(arguments, tmp_path)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert_same_run(whole, path)
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_exits(tmp_path, signum, code):
+    path = tmp_path / "run"
+    save_config(tiny(path, epochs=100, patience=None, checkpoint_every=0), tmp_path / "config.yaml")
+    process = start(["--config", tmp_path / "config.yaml"], tmp_path)
+    wait_for_lines(path / "metrics.jsonl", 3, process)
+    process.send_signal(signum)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code, errors
+    assert errors.strip().splitlines()[-1] == f"stopped by {signum.name}; continue with --resume {path}"
+    assert "Traceback" not in errors
+    progress = json.loads((latest_checkpoint(path / "checkpoints") / "progress.json").read_text())
+    assert progress["step"] > 0
+    assert len((path / "metrics.jsonl").read_bytes()) == progress["log_length"]
+
+
+def test_resume_of_a_finished_run_changes_nothing(tmp_path):
+    first = train(tiny(tmp_path / "run", epochs=1))
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert resume(tmp_path / "run").test == first.test
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_early_stopping(tmp_path, monkeypatch):
+    areas = iter([0.6, 0.7, 0.65, 0.69, 0.9, 0.7])
+    monkeypatch.setattr("jfi.training.metrics.auc", lambda *_: next(areas))
+    result = train(tiny(tmp_path / "run", epochs=10, patience=2))
+    assert (result.epochs, result.best_epoch, result.validation["auc"], result.test["auc"]) == (4, 2, 0.7, 0.9)
+
+
+def test_monitor_ne_takes_the_lowest(tmp_path, monkeypatch):
+    values = iter([0.9, 0.8, 0.85, 0.5])
+    monkeypatch.setattr("jfi.training.metrics.normalized_entropy", lambda *_: next(values))
+    assert train(tiny(tmp_path / "run", epochs=3, monitor="ne")).best_epoch == 2
+
+
+def test_divergence_is_told(tmp_path):
+    config = tiny(tmp_path / "run")
+    config.optimizer.dense.learning_rate = 1e20
+    with pytest.raises(FloatingPointError, match="learning_rate"):
+        train(config)
+
+
+def test_a_used_folder_is_refused(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="not empty"):
+        train(tiny(tmp_path / "run"))
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("pooling", ["none", "mean"])
+def test_other_poolings_train(tmp_path, pooling):
+    config = tiny(tmp_path / "run", epochs=1)
+    config.model.pooling = pooling
+    assert 0 <= train(config).test["auc"] <= 1
+    assert not (tmp_path / "run" / "attention.png").exists()
+
+
+def test_every_parameter_is_optimised_once():
+    dataset = load_dataset(tiny(None).data)
+    model = build_model(tiny(None).model, dataset)
+    optimizer = build_optimizer(OptimizerConfig(), model)
+    assert set(optimizer.params) == {name for name, _ in model.named_parameters()}
+    tables, dense = (group["params"] for group in optimizer.param_groups)
+    assert {id(p) for p in tables}.isdisjoint(id(p) for p in dense)
+    assert len(tables) == 3  # item and category, shared with the history, and rating
+
+
+def test_sparse_gradients_give_the_same_numbers(tmp_path, monkeypatch):
+    dense = train(tiny(tmp_path / "dense", epochs=1))
+    monkeypatch.setattr("jfi.training.build._SPARSE_ROWS", 1)
+    sparse = train(tiny(tmp_path / "sparse", epochs=1))
+    assert sparse.validation["loss"] == pytest.approx(dense.validation["loss"], rel=1e-4)
+    resume(tmp_path / "sparse")
