@@ -3,6 +3,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jfi.data.errors import DataError
+from jfi.data.labels import label_column
 
 AGE = "age"
 HISTORY = "history_"
@@ -22,10 +23,10 @@ class SyntheticConfig:
     """
 
     num_users: int = 1000
-    num_items: int = 1000
-    num_categories: int = 16
+    num_items: int = 500
+    num_categories: int = 10
     mean_length: float = 60.0
-    taste: float = 3.0
+    taste: float = 2.5
     seed: int = 0
 
 
@@ -33,8 +34,8 @@ class SyntheticConfig:
 class DataConfig:
     """Where the interactions lie, what their columns mean, and how they become samples.
 
-    A column of a user (an item) is looked up in the table ``users`` (``items``), which has an id column of the same name
-    as ``interactions``; without that table the first interaction of the user (item) in time gives it.
+    A column of a user (an item) is looked up in the table ``users`` (``items``), whose id column has the same name as
+    that of ``interactions``; without that table the first interaction of the user (item) in time gives it.
 
     Args:
         source: "table" reads the files named below; "synthetic" makes a table and needs none of the column settings.
@@ -93,6 +94,16 @@ class DataConfig:
     num_quantiles: int = 16
     num_age_buckets: int = 32
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
+
+    def columns(self) -> set[str]:
+        """Every column the config names."""
+        columns = {self.user, self.item, self.timestamp, *self.user_categorical, *self.user_dense}
+        columns |= {*self.item_categorical, *self.item_dense, *self.event_categorical, *self.event_dense}
+        if self.label is not None:
+            columns.add(label_column(self.label))
+        if self.title is not None:
+            columns.add(self.title)
+        return columns
 
     def check(self) -> None:
         """Raises DataError for settings that no table could make right."""

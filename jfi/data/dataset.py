@@ -12,6 +12,7 @@ from jfi.data.errors import nearest
 from jfi.data.negatives import NegativeSampler
 
 Role = Literal["user", "item", "history", "bucket"]
+Entity = Literal["user", "item", "event"]
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,11 @@ class Events:
 
 @dataclass(frozen=True)
 class Feature:
-    """A key, with the ids of each user (role "user"), item ("item") or, as ``of`` says, of what an event points to."""
+    """A key, and its ids for each user, item or event."""
 
     spec: FeatureSpec
     ids: Categorical
-    of: Literal["user", "item", "event"]
+    of: Entity
 
 
 class InteractionDataset:
@@ -166,18 +167,14 @@ class InteractionDataset:
             raise ValueError(f"split is '{split}'; {nearest(split, self._samples)}")
         return self._samples[split]
 
-    def _draw(
-        self, split: str, samples: np.ndarray, seed: int, epoch: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The events, the target items and the labels of samples of a split."""
+    def _draw(self, split: str, samples: np.ndarray, seed: int, epoch: int) -> tuple[np.ndarray, ...]:
+        """The events, the target items and the labels of samples of a split, each ``[B]``."""
         events = self._rows(split)[samples // self._samples_per_row]
         item, label = self._events.item[events], self._events.label[events]
         if self._negatives is not None:
             drawn = np.flatnonzero(samples % self._samples_per_row)
-            at = events[drawn]
-            item[drawn] = self._negatives.draw(
-                self._events.user[at], self._events.time[at], samples[drawn], seed, epoch
-            )
+            user, time = self._events.user[events[drawn]], self._events.time[events[drawn]]
+            item[drawn] = self._negatives.draw(user, time, samples[drawn], seed, epoch)
             label[drawn] = 0.0
         return events, item, label
 

@@ -67,18 +67,17 @@ def sort_ids(column: pa.Array) -> tuple[pa.Array, np.ndarray]:
     return distinct.take(pa.array(order)), rank[encoded.indices.to_numpy()]
 
 
-def encode(column: pa.Array, train: np.ndarray, separator: str | None = None) -> Categorical:
-    """Ids of a column of strings, numbered from 1 by the values of the rows where ``train [N]`` is true."""
-    if separator is None:
-        known, offsets = column.filter(pa.array(train)), None
-    else:
-        lists = pc.split_pattern(pc.fill_null(column, ""), separator)
-        column, offsets = lists.flatten(), lists.offsets.to_numpy().astype(np.int64)
-        present = pc.not_equal(column, "").to_numpy(zero_copy_only=False)
-        known = column.filter(pa.array(present & np.repeat(train, np.diff(offsets))))
-        column, offsets = column.filter(pa.array(present)), np.concatenate([[0], np.cumsum(present)])[offsets]
-    vocabulary = sort_ids(known.drop_null())[0]
-    ids = pc.fill_null(pc.index_in(column, value_set=vocabulary), -1).to_numpy(zero_copy_only=False).astype(np.int64)
+def encode(column: pa.Array, train: np.ndarray) -> Categorical:
+    """Ids of a column of strings, or of lists of strings, numbered from 1 by the rows where ``train [N]`` is true."""
+    offsets = None
+    if pa.types.is_list(column.type):
+        counts = pc.fill_null(pc.list_value_length(column), 0).to_numpy()
+        column, train = column.flatten(), np.repeat(train, counts)
+        present = pc.fill_null(pc.not_equal(column, ""), False)
+        offsets = np.append(0, np.cumsum(present))[np.append(0, np.cumsum(counts))]
+        column, train = column.filter(present), train[present.to_numpy(zero_copy_only=False)]
+    vocabulary = sort_ids(column.filter(pa.array(train)).drop_null())[0]
+    ids = pc.fill_null(pc.index_in(column, value_set=vocabulary), -1).to_numpy().astype(np.int64)
     return Categorical(ids + 1, offsets, len(vocabulary) + 1)
 
 
@@ -92,7 +91,7 @@ def bucketize(values: np.ndarray, train: np.ndarray, num_quantiles: int) -> Cate
 
 
 def standardise(values: np.ndarray, train_rows: np.ndarray) -> np.ndarray:
-    """``values [N]`` as float32 of mean 0 and deviation 1 over ``values[train_rows]``; a missing one (NaN) becomes 0."""
+    """``values [N]`` as float32, of mean 0 and deviation 1 over ``values[train_rows]``; a missing one (NaN) gives 0."""
     known = values[train_rows]
     known = known[np.isfinite(known)]
     mean, deviation = (known.mean(), known.std()) if len(known) else (0.0, 1.0)

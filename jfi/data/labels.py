@@ -18,6 +18,12 @@ _COMPARE = {
 }
 
 
+def label_column(label: str) -> str:
+    """The column that a label is, or that its rule looks at."""
+    rule = _RULE.fullmatch(label)
+    return label if rule is None else rule["column"]
+
+
 def read_labels(table: Table, label: str | None) -> np.ndarray:
     """``[N]`` float32 in [0, 1], NaN for a row that is history only.
 
@@ -27,7 +33,7 @@ def read_labels(table: Table, label: str | None) -> np.ndarray:
     """
     if label is None:
         return np.ones(len(table), np.float32)
-    rule = None if label in table.data.column_names else _RULE.fullmatch(label)
+    rule = _RULE.fullmatch(label)
     if rule is None:
         values = table.numbers(label)
         outside = (values < 0) | (values > 1)

@@ -6,8 +6,8 @@ _MAX_DRAWS = 64
 class NegativeSampler:
     """Draws items a user has not interacted with up to and including the time of the sample, uniformly.
 
-    A draw is a hash of (seed, epoch, sample), so it depends on nothing drawn before it. A draw the user already knows is
-    drawn again; after 64 draws, which only a user of nearly all items needs, the last one is kept.
+    A draw is a hash of (seed, epoch, sample), so it depends on nothing drawn before it. An item the user already knows
+    is drawn again; after 64 draws, which only a user of nearly all items needs, the last one is kept.
 
     Args:
         user, item, time: ``[E]`` every interaction.

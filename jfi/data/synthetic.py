@@ -1,13 +1,13 @@
 """A table whose labels depend on the target and the history together.
 
-Every user likes or dislikes each category independently, by a fair coin. The rating of an item of category c by user u is
-cut from
+Every user likes or dislikes each category independently, by a fair coin. The rating of an item of category c by user u
+is cut from
 
     taste * (like[u, c] ? 1 : -1) + quality[item] + bias[u] + logistic noise,
 
 and the label is rating >= 4. An event shows category and rating together. The ratings of the events *of the target's
-category* tell the taste: attention can select them. Pooling the history without regard to the target leaves how many events
-were of which category and how many had which rating; both say nothing of like[u, c] beyond the small bias[u].
+category* tell the taste: attention can select them. Pooling the history without regard to the target leaves how many
+events were of which category and how many had which rating; both say nothing of like[u, c] beyond the small bias[u].
 """
 
 import numpy as np
@@ -34,7 +34,8 @@ COLUMNS = {
 }
 
 _DAY = 86400.0
-_QUALITY, _BIAS = 0.5, 0.5
+_SPREAD = 0.8
+_QUALITY, _BIAS = 1.0, 0.3
 _CUTS = (-3.0, -1.5, 0.0, 1.5)
 
 
@@ -47,9 +48,8 @@ def make_tables(config: SyntheticConfig) -> tuple[Table, Table]:
     bias = rng.normal(0.0, _BIAS, config.num_users)
     likes = rng.integers(0, 2, (config.num_users, config.num_categories))
 
-    spread = 0.8
     # exp(normal(m, s)) has mean exp(m + s^2 / 2).
-    lengths = rng.lognormal(np.log(config.mean_length) - spread**2 / 2, spread, config.num_users)
+    lengths = rng.lognormal(np.log(config.mean_length) - _SPREAD**2 / 2, _SPREAD, config.num_users)
     lengths = np.maximum(1, np.rint(lengths)).astype(np.int64)
     user = np.repeat(np.arange(config.num_users), lengths)
     item = rng.choice(config.num_items, len(user), p=popularity / popularity.sum())
@@ -69,6 +69,6 @@ def make_tables(config: SyntheticConfig) -> tuple[Table, Table]:
         }
     )
     return (
-        Table("synthetic interactions", interactions, lambda row: row + 1),
-        Table("synthetic items", items, lambda row: row + 1),
+        Table("synthetic interactions", interactions, interactions.column_names, lambda row: row + 1),
+        Table("synthetic items", items, items.column_names, lambda row: row + 1),
     )

@@ -19,13 +19,15 @@ class Table:
 
     Args:
         name: the file as the config names it, or what made the table.
-        data: the columns; those of text files are strings as written, with null for an empty field.
+        data: the columns in use; those of text files are strings as written, with null for an empty field.
+        known: all columns, for messages.
         line: number of the line (or row) a row of ``data`` stands on, for messages.
         separators: the multi-valued columns that the layout itself declares, and what separates their values.
     """
 
     name: str
     data: pa.Table
+    known: list[str]
     line: Callable[[int], int]
     separators: dict[str, str] = field(default_factory=dict)
 
@@ -36,14 +38,17 @@ class Table:
         return DataError(f"{self.name}:{self.line(row)}: {what}")
 
     def column(self, name: str) -> pa.Array:
-        if name not in self.data.column_names:
-            raise DataError(f"{self.name}: no column '{name}'; {nearest(name, self.data.column_names)}")
-        chunks = self.data.column(name).combine_chunks()
-        return chunks.combine_chunks() if isinstance(chunks, pa.ChunkedArray) else chunks
+        if name not in self.known:
+            raise DataError(f"{self.name}: no column '{name}'; {nearest(name, self.known)}")
+        column = self.data.column(name).combine_chunks()
+        return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
 
     def strings(self, name: str) -> pa.Array:
         """The column as strings, null where empty."""
-        return self.column(name).cast(pa.string())
+        column = self.column(name)
+        if pa.types.is_nested(column.type):
+            raise DataError(f"{self.name}: column '{name}' holds {column.type}, where one value a row is needed")
+        return column.cast(pa.string())
 
     def ids(self, name: str) -> pa.Array:
         """The column as strings; an empty field is a fault."""
@@ -52,10 +57,18 @@ class Table:
             raise self.fault(pc.index(column.is_null(), True).as_py(), f"empty '{name}'")
         return column
 
+    def categories(self, name: str, separators: dict[str, str]) -> pa.Array:
+        """The column as strings, or as lists of strings where it holds lists or has a separator."""
+        column = self.column(name)
+        if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+            return column.cast(pa.list_(pa.string()))
+        separator = separators.get(name, self.separators.get(name))
+        return self.strings(name) if separator is None else pc.split_pattern(self.strings(name), separator)
+
     def numbers(self, name: str) -> np.ndarray:
         """The column as ``[N]`` float64, NaN where empty; anything but a number is a fault."""
         column = self.column(name)
-        if pa.types.is_string(column.type):
+        if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
             column = pc.utf8_trim_whitespace(column)
         if not _casts(column, pa.float64()):
             # A prefix casts until it holds the first fault.
@@ -66,12 +79,12 @@ class Table:
     def times(self, name: str, unit: str) -> np.ndarray:
         """The column as ``[N]`` float64 seconds, from numbers in ``unit`` or from dates; an empty field is a fault."""
         column, moment = self.column(name), pa.timestamp("us")
-        is_date = pa.types.is_temporal(column.type)
-        if is_date or (pa.types.is_string(column.type) and not _casts(column, pa.float64()) and _casts(column, moment)):
-            seconds = column.cast(moment, safe=False).cast(pa.int64()).to_numpy(zero_copy_only=False) * 1e-6
+        if pa.types.is_temporal(column.type) or (not _casts(column, pa.float64()) and _casts(column, moment)):
+            missing = column.is_null().to_numpy(zero_copy_only=False)
+            seconds = pc.fill_null(column.cast(moment, safe=False).cast(pa.int64()), 0).to_numpy() * 1e-6
         else:
             seconds = self.numbers(name) * _SECONDS[unit]
-        missing = ~np.isfinite(seconds)
+            missing = ~np.isfinite(seconds)
         if missing.any():
             raise self.fault(int(missing.argmax()), f"empty '{name}'")
         return seconds
@@ -79,7 +92,7 @@ class Table:
 
 def _casts(column: pa.Array, to: pa.DataType) -> bool:
     try:
-        column.cast(to, safe=not pa.types.is_temporal(to))
-    except pa.ArrowInvalid:
+        column.cast(to)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
         return False
     return True
