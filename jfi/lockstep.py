@@ -1,4 +1,4 @@
-"""PyTorch, fbgemm and TorchRec are built for one another: a wrong pair ends in an undefined symbol deep inside an import.
+"""PyTorch, fbgemm and TorchRec are built for one another: a wrong pair ends in an undefined symbol inside an import.
 
 ``check()`` runs before the first import of TorchRec and says in one line what to install instead.
 """

@@ -54,7 +54,7 @@ def _array_jagged_bmm_kernel(
 def array_jagged_bmm_jagged_out(
     a: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, out_rows: int, transposed: bool
 ) -> Tensor:
-    """The blocks are [L, M] of x_offsets by y_offsets; transposed, y has the rows of x_offsets and the output of y_offsets."""
+    """The blocks are [L, M], x_offsets by y_offsets; transposed, y has the rows of x_offsets and out of y_offsets."""
     width, batch = y.shape[1], x_offsets.shape[0] - 1
     out = torch.empty(out_rows, width, dtype=y.dtype, device=y.device)
     if out_rows == 0:

@@ -1,7 +1,7 @@
 """Target attention on a processor: dense products over chunks of neighbouring samples that stay in cache.
 
 A chunk is a run of whole samples, so its rows are one contiguous view of the history: nothing is gathered, padded or
-copied.  All queries of the chunk meet all of its rows in one product, and the pairs of different samples are masked out.
+copied.  All queries of the chunk meet all of its rows in one product; the pairs of different samples are masked out.
 That computes up to CHUNK_QUERIES times too much, and is still faster than any exact scheme: a matrix product of a few
 queries runs at the speed of the memory, and one chunk costs a handful of operators instead of a handful a sample.
 """
@@ -45,7 +45,7 @@ class _Problem:
 
     def grouped(self, x: Tensor) -> Tensor:
         """[B, T, H, W] -> [G, B, T, H/G, W]."""
-        return x.view(self.batch, self.times, self.groups, -1, x.shape[3]).permute(2, 0, 1, 3, 4)
+        return x.unflatten(2, (self.groups, self.heads // self.groups)).permute(2, 0, 1, 3, 4)
 
     def ungrouped(self, x: Tensor) -> Tensor:
         """[G, B, T, H/G, W] -> [B, T, H, W]."""

@@ -1,7 +1,7 @@
 """Argument checks shared by the operators.
 
-Shapes, dtypes and devices are always checked: that costs no synchronisation.  The contents of offsets are checked on the
-CPU, and on a GPU only after ``validate(True)``, since reading them there stalls the device.
+Shapes, dtypes and devices are always checked: that costs no synchronisation.  The contents of offsets are checked on
+the CPU, and on a GPU only after ``validate(True)``, since reading them there stalls the device.
 """
 
 import torch
@@ -14,7 +14,7 @@ _validate_on_gpu = False
 
 
 def validate(enabled: bool) -> None:
-    """Check the contents of offsets on a GPU too (one synchronisation a call); off by default, always on for CPU tensors.
+    """Check the contents of offsets on a GPU too, at a synchronisation a call; CPU tensors are always checked.
 
     Args:
         enabled: True while looking for a bug in the offsets, False otherwise.
@@ -63,7 +63,7 @@ def check_size(name: str, got: int, want: int, what: str) -> None:
 def check_offsets(
     name: str, offsets: Tensor, rows: int | None, rows_of: str, like: Tensor, batch_size: int | None = None
 ) -> None:
-    """offsets is [B+1], int32 or int64, on the device of ``like``; where the contents may be read, 0 .. rows, ascending."""
+    """offsets is [B+1], int32 or int64, on the device of ``like``; where it may be read, from 0 to rows, ascending."""
     if not isinstance(offsets, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(offsets).__name__}")
     if offsets.dtype not in (torch.int32, torch.int64):

@@ -1,11 +1,11 @@
 """Target attention: a few queries a sample over its jagged history, read once.
 
-    O[b,t,h] = Σ_s P[b,t,h,s] v[s,g(h)]        P = softmax_s(scale · q[b,t,h]·k[s,g(h)] + bias[s,h])        s in sample b
+    O[b,t,h] = Σ_s P[b,t,h,s] v[s,g(h)]        P = softmax_s(scale q[b,t,h]·k[s,g(h)] + bias[s,h])        s in sample b
 
 The target item asks, the user's events answer (Zhou et al., 'Deep Interest Network', KDD 2018; Xu et al., 'Jagged Flash
 Attention', RecSys 2024).  With log-sum-exp L saved and Δ = Σ_e dO·O, the backward needs one more sweep:
 
-    dv = Σ_t,h P dO        dS = P (dO·v - Δ)        dk = scale Σ_t,h dS q        dq = scale Σ_s dS k        dbias = Σ_t dS
+    dv = Σ_t,h P dO      dS = P (dO·v - Δ)      dk = scale Σ_t,h dS q      dq = scale Σ_s dS k      dbias = Σ_t dS
 
 With value = key the history is read once in each direction and its gradient, dk + dv, written once.
 """

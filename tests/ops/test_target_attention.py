@@ -1,0 +1,126 @@
+"""Target attention, Triton and the processor's path: output and gradients within the budget on every kind of batch."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ops.budget import compare
+from ops.ragged import CASES, LENGTHS, offsets_of
+
+import jfi.ops
+from jfi import reference
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+IMPLS = ["triton", "torch"]
+
+
+@pytest.fixture(autouse=True)
+def short_shares(monkeypatch):
+    """Small test histories are cut up as long ones are."""
+    from jfi.kernels import target_attention
+
+    monkeypatch.setattr(target_attention, "LEAST_CHUNK", 128)
+
+
+def check(
+    lengths, device, impl, dtype=torch.float32, times=1, heads=1, groups=1, width=16, value_width=None, bias=None
+):
+    offsets = offsets_of(lengths, device, torch.int32 if len(lengths) % 2 else torch.int64)
+
+    def random(*shape: int):
+        return torch.randn(shape, device=device).to(dtype)
+
+    inputs = [random(len(lengths), times, heads, width), random(sum(lengths), groups, width)]
+    if value_width is not None:
+        inputs.append(random(sum(lengths), groups, value_width))
+    if bias is not None:
+        inputs.append(random(sum(lengths), heads))
+        if bias == "hidden":
+            inputs[-1][torch.rand(sum(lengths), heads) < 0.5] = -torch.inf
+            inputs[-1][: sum(lengths) // 2, 0] = -torch.inf
+
+    def operands(tensors):
+        rest = list(tensors[2:])
+        value = rest.pop(0) if value_width is not None else None
+        return tensors[0], tensors[1], value, (rest.pop(0) if bias is not None else None)
+
+    def public(*tensors):
+        query, key, value, event_bias = operands(tensors)
+        return jfi.ops.target_attention(query, key, value, offsets, bias=event_bias, scale=0.3, impl=impl)
+
+    def plain(*tensors):
+        query, key, value, event_bias = operands(tensors)
+        return reference.target_attention(query, key, value, offsets, event_bias, 0.3)
+
+    compare(public, plain, inputs)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(("case", "dtype"), CASES)
+def test_ragged(case, dtype, impl, device):
+    check(LENGTHS[case], device, impl, dtype)
+    check(LENGTHS[case], device, impl, dtype, times=2, heads=2, value_width=8, bias="finite")
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(("times", "heads", "groups"), [(1, 4, 4), (3, 6, 2), (16, 1, 1), (17, 1, 1), (70, 2, 1)])
+@pytest.mark.parametrize("bias", [None, "hidden"])
+def test_queries_and_heads(times, heads, groups, bias, impl, device):
+    check([5, 0, 200, 1], device, impl, times=times, heads=heads, groups=groups, value_width=12, bias=bias)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(("width", "value_width"), [(1, 1), (17, None), (96, 5), (100, None), (256, None), (256, 300)])
+def test_widths(width, value_width, impl, device):
+    check([3, 0, 150, 1], device, impl, times=2, width=width, value_width=value_width)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lengths=st.lists(st.integers(0, 180), max_size=5),
+    times=st.integers(1, 3),
+    heads=st.sampled_from([(1, 1), (2, 1), (3, 3), (4, 2)]),
+    width=st.integers(1, 40),
+    value_width=st.none() | st.integers(1, 40),
+    bias=st.sampled_from([None, "finite", "hidden"]),
+)
+def test_any_shape(lengths, times, heads, width, value_width, bias, impl, device):
+    check(lengths, device, impl, torch.float32, times, *heads, width, value_width, bias)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_fully_hidden_history_counts_as_empty(impl, device):
+    offsets = offsets_of([300, 2, 0], device)
+    query = torch.randn(3, 1, 2, 8, device=device, requires_grad=True)
+    key = torch.randn(302, 1, 8, device=device, requires_grad=True)
+    bias = torch.zeros(302, 2, device=device)
+    bias[:300] = -torch.inf
+    out = jfi.ops.target_attention(query, key, None, offsets, bias=bias, impl=impl)
+    out.sum().backward()
+    assert out[0].eq(0).all() and out[2].eq(0).all() and out[1].ne(0).all()
+    assert query.grad[0].eq(0).all() and query.grad[2].eq(0).all()
+    assert key.grad[:300].eq(0).all() and key.grad[300:].ne(0).any()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_scores_far_from_zero_do_not_overflow(impl, device):
+    offsets = offsets_of([150], device)
+    query, key = torch.ones(1, 1, 1, 4, device=device), torch.randn(150, 1, 4, device=device)
+    for shift in (-1e4, 1e4):
+        bias = torch.full((150, 1), shift, device=device)
+        shifted = jfi.ops.target_attention(query, key, None, offsets, bias=bias, impl=impl)
+        plain = jfi.ops.target_attention(query, key, None, offsets, impl=impl)
+        torch.testing.assert_close(shifted, plain, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_the_same_inputs_give_the_same_bits(impl, device):
+    offsets = offsets_of([300, 5, 0, 90], device)
+    query = torch.randn(4, 2, 2, 16, device=device, requires_grad=True)
+    key = torch.randn(395, 1, 16, device=device, requires_grad=True)
+    runs = []
+    for _ in range(2):
+        out = jfi.ops.target_attention(query, key, None, offsets, impl=impl)
+        runs.append((out, *torch.autograd.grad(out.square().sum(), (query, key))))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
