@@ -146,17 +146,16 @@ class InteractionDataset:
             raise ValueError(f"rank is {rank}; it must be in [0, world_size = {world_size})")
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
-        return self._iterate(split, batch_size, shuffle, seed, epoch, start_batch, rank, world_size)
-
-    def _iterate(
-        self, split: str, batch_size: int, shuffle: bool, seed: int, epoch: int, start: int, rank: int, world_size: int
-    ) -> Iterator[Batch]:
-        count = self.num_samples(split)
+        count, step = self.num_samples(split), batch_size * world_size
         order = np.random.default_rng((seed, epoch)).permutation(count) if shuffle else np.arange(count)
-        for first in range(start * batch_size * world_size, count, batch_size * world_size):
-            shared = order[first : first + batch_size * world_size]
+
+        def assemble(first: int) -> Batch:
+            shared = order[first : first + step]
             mine = shared[len(shared) * rank // world_size : len(shared) * (rank + 1) // world_size]
-            yield self._assemble(*self._draw(split, mine, seed, epoch))
+            return self._assemble(*self._draw(split, mine, seed, epoch))
+
+        # Not a generator: wrong arguments are reported by this call, not by the first batch.
+        return map(assemble, range(start_batch * step, count, step))
 
     @property
     def _samples_per_row(self) -> int:

@@ -39,8 +39,8 @@ def read_labels(table: Table, label: str | None) -> np.ndarray:
         outside = (values < 0) | (values > 1)
         if outside.any():
             row = int(outside.argmax())
-            what = f"label '{label}' is {values[row]:g}, outside [0, 1]; a rule may be meant, such as '{label} >= 4'"
-            raise table.fault(row, what)
+            rule = f"{label} >= {values[row]:g}"
+            raise table.fault(row, f"label '{label}' is {values[row]:g}, not in [0, 1]; is a rule meant, as '{rule}'?")
         return values.astype(np.float32)
     column, compare, value = rule["column"], rule["compare"], rule["value"]
     try:

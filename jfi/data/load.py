@@ -102,6 +102,8 @@ def _build(interactions: Table, users: Table | None, items: Table | None, config
 
 def _samples(events: Events, split: np.ndarray, config: DataConfig) -> dict[str, np.ndarray]:
     labelled = ~np.isnan(events.label)
+    if not labelled.any():
+        raise DataError(f"label '{config.label}' is empty in every row")
     order = splits.time_order(events.user, events.time, events.item)
     samples = {name: order[(labelled & (split == i))[order]] for i, name in enumerate(splits.SPLITS)}
     for name, rows in samples.items():
@@ -135,6 +137,7 @@ class _EntityColumns:
         time: np.ndarray,
         order: np.ndarray,
     ) -> None:
+        self._key, self._ids = key, ids
         if table is None:
             self._table = interactions
             by_time = np.argsort(time, kind="stable")
@@ -151,7 +154,8 @@ class _EntityColumns:
         self._rows = pc.index_in(ids, value_set=known)
 
     def categories(self, name: str, separators: dict[str, str]) -> pa.Array:
-        return self._table.categories(name, separators).take(self._rows)
+        # The table may lack some of the ids.
+        return self._ids if name == self._key else self._table.categories(name, separators).take(self._rows)
 
     def dense(self, names: list[str], train_rows: np.ndarray) -> np.ndarray:
         # An id that the table lacks takes the NaN appended to the column.

@@ -84,7 +84,7 @@ def read_table(path: str, wanted: Container[str]) -> Table:
     file = Path(path)
     layout = _LAYOUTS.get(file.name, _LAYOUTS.get(file.suffix))
     if layout is None and file.suffix != ".parquet":
-        raise DataError(f"{path}: layout not known by this name; known: {', '.join(_LAYOUTS)}, .parquet")
+        raise DataError(f"{path}: no layout is known by this name; known: {', '.join(_LAYOUTS)}, .parquet")
     try:
         return _read_parquet(path, wanted) if layout is None else _read_text(path, layout, wanted)
     except OSError as error:

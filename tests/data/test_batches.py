@@ -1,0 +1,164 @@
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from jfi.data import Batch, DataConfig, InteractionDataset, SyntheticConfig, load_dataset
+
+
+@pytest.fixture(scope="module")
+def labelled() -> InteractionDataset:
+    synthetic = SyntheticConfig(num_users=30, num_items=40, mean_length=12.0)
+    return load_dataset(DataConfig(source="synthetic", synthetic=synthetic))
+
+
+# (user, item) of the moments 0, 1, ...
+CLICKS = np.random.default_rng(0).integers(0, (6, 20), (200, 2)).tolist()
+
+
+@pytest.fixture(scope="module")
+def implicit(tmp_path_factory) -> InteractionDataset:
+    path = tmp_path_factory.mktemp("data") / "clicks.csv"
+    rows = [f"{user},{item},{time}" for time, (user, item) in enumerate(CLICKS)]
+    path.write_text("\n".join(["user_id,item_id,timestamp", *rows]))
+    return load_dataset(DataConfig(interactions=str(path), negatives=3))
+
+
+@pytest.fixture(params=["labelled", "implicit"])
+def dataset(request) -> InteractionDataset:
+    return request.getfixturevalue(request.param)
+
+
+def rows_of(batch: Batch) -> list[tuple]:
+    """Each sample as a tuple that tells it from the others."""
+    keys = [batch.sparse_features[key] for key in batch.sparse_features.keys()]  # noqa: SIM118
+    fields = [[tuple(ids.tolist()) for ids in key.to_dense()] for key in keys]
+    return list(zip(batch.users.tolist(), batch.labels.tolist(), *fields, strict=True))
+
+
+def same(left: Batch, right: Batch) -> bool:
+    return (
+        torch.equal(left.dense_features, right.dense_features)
+        and torch.equal(left.sparse_features.values(), right.sparse_features.values())
+        and torch.equal(left.sparse_features.lengths(), right.sparse_features.lengths())
+        and torch.equal(left.labels, right.labels)
+        and torch.equal(left.users, right.users)
+    )
+
+
+def test_batches_are_a_pure_function_of_their_arguments(dataset):
+    def epoch(**arguments):
+        return list(dataset.batches("train", 16, shuffle=True, **arguments))
+
+    first = epoch(seed=3, epoch=1)
+    list(dataset.batches("test", 5))
+    again = epoch(seed=3, epoch=1)
+    assert all(same(a, b) for a, b in zip(first, again, strict=True))
+    assert not same(first[0], epoch(seed=3, epoch=2)[0])
+    assert not same(first[0], epoch(seed=4, epoch=1)[0])
+
+
+@pytest.mark.parametrize("start", [0, 1, 3, 1000])
+def test_an_epoch_continues_where_it_stopped(dataset, start):
+    whole = list(dataset.batches("train", 16, shuffle=True, seed=1))
+    rest = list(dataset.batches("train", 16, shuffle=True, seed=1, start_batch=start))
+    assert len(rest) == max(0, len(whole) - start)
+    assert all(same(a, b) for a, b in zip(whole[start:], rest, strict=True))
+
+
+def test_num_batches(dataset):
+    for batch_size in (1, 7, 16, 10_000):
+        assert len(list(dataset.batches("validation", batch_size))) == dataset.num_batches("validation", batch_size)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 50])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_ranks_share_each_global_batch(dataset, world_size, shuffle):
+    size = 4
+    ranks = [
+        list(dataset.batches("train", size, shuffle=shuffle, rank=rank, world_size=world_size))
+        for rank in range(world_size)
+    ]
+    assert {len(batches) for batches in ranks} == {dataset.num_batches("train", size, world_size)}
+    alone = list(dataset.batches("train", size * world_size, shuffle=shuffle))
+    for step, batch in enumerate(alone):
+        parts = [ranks[rank][step] for rank in range(world_size)]
+        assert [row for part in parts for row in rows_of(part)] == rows_of(batch)
+        sizes = [len(part.labels) for part in parts]
+        assert max(sizes) - min(sizes) <= 1
+        assert step == len(alone) - 1 or set(sizes) == {size}
+
+
+def test_shuffling_keeps_every_sample(labelled):
+    in_order = Counter(row for batch in labelled.batches("train", 64) for row in rows_of(batch))
+    shuffled = Counter(row for batch in labelled.batches("train", 64, shuffle=True) for row in rows_of(batch))
+    assert in_order == shuffled
+    assert in_order.total() == labelled.num_samples("train")
+
+
+def test_layout(labelled):
+    batch = next(labelled.batches("test", 10))
+    sparse = batch.sparse_features
+    assert sparse.keys() == [spec.key for spec in labelled.features]
+    assert (sparse.stride(), sparse.values().dtype, sparse.lengths().dtype) == (10, torch.int64, torch.int64)
+    assert sparse.length_per_key() == [sparse[key].values().numel() for key in sparse.keys()]  # noqa: SIM118
+    for spec in labelled.features:
+        ids = sparse[spec.key].values()
+        assert ids.min() >= 0
+        assert ids.max() < spec.num_embeddings
+        if spec.role == "item":
+            assert sparse[spec.key].lengths().tolist() == [1] * 10
+        else:
+            assert torch.equal(sparse[spec.key].lengths(), sparse["history_item"].lengths())
+    assert (batch.labels.dtype, batch.users.dtype, batch.dense_features.dtype) == (
+        torch.float32,
+        torch.int64,
+        torch.float32,
+    )
+    assert torch.equal(batch.dense_features, torch.zeros(10, 1))
+
+
+def test_target_and_history_share_a_table(labelled):
+    tables = {spec.key: (spec.table, spec.num_embeddings) for spec in labelled.features}
+    assert tables["item"] == tables["history_item"]
+    assert tables["category"] == tables["history_category"]
+    assert len({tables["item"][0], tables["category"][0], tables["history_rating"][0]}) == 3
+    assert tables["history_age"][0] == ""
+
+
+def test_batch_moves_to_a_device(labelled):
+    batch = next(labelled.batches("test", 10)).to(torch.device("meta"), non_blocking=True)
+    tensors = (batch.dense_features, batch.sparse_features.values(), batch.labels, batch.users)
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+
+
+def test_negatives_are_uniform_over_the_items_unknown_at_that_moment(implicit):
+    train = CLICKS[:160]
+    assert {item for _, item in train} == set(range(20))
+    num_epochs, drawn, expected = 20, np.zeros(20), np.zeros(20)
+    for epoch in range(num_epochs):
+        batch = next(implicit.batches("train", 4 * len(train), epoch=epoch))
+        assert batch.labels.tolist() == [1.0, 0.0, 0.0, 0.0] * len(train)
+        ids = batch.sparse_features["item_id"].values().view(-1, 4) - 1
+        assert ids[:, 0].tolist() == [item for _, item in train]
+        drawn += np.bincount(ids[:, 1:].flatten(), minlength=20)
+    for time, (user, _) in enumerate(train):
+        known = {item for other, item in CLICKS[: time + 1] if other == user}
+        unknown = [item for item in range(20) if item not in known]
+        expected[unknown] += 3 * num_epochs / len(unknown)
+    # Five standard deviations of a count.
+    assert np.all(np.abs(drawn - expected) < 5 * np.sqrt(expected))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"split": "tset"}, "split is 'tset'; did you mean 'test'?"),
+        ({"batch_size": 0}, "batch_size is 0; it must be at least 1"),
+        ({"rank": 2, "world_size": 2}, r"rank is 2; it must be in \[0, world_size = 2\)"),
+    ],
+)
+def test_wrong_arguments(labelled, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        labelled.batches(**{"split": "train", "batch_size": 4} | arguments)

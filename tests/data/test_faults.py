@@ -1,0 +1,120 @@
+import re
+from dataclasses import replace
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from jfi.data import DataConfig, DataError, load_dataset
+
+HEADER = "user_id,item_id,rating,timestamp"
+ROWS = ["1,1,5,10", "2,1,1,20", "1,2,4,30", "2,2,2,40", "1,3,5,50", "2,3,1,60"]
+THIRDS = [0.34, 0.33, 0.33]
+
+
+def message(config: DataConfig) -> str:
+    with pytest.raises(DataError) as caught:
+        load_dataset(config)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def fault(path: str, **settings) -> str:
+    """The message without the folder, for a config that is right for HEADER and ROWS."""
+    config = DataConfig(interactions=path, label="rating >= 4", event_categorical=["rating"], fractions=THIRDS)
+    return re.sub(r"\S*/(?=\w)", "", message(replace(config, **settings)))
+
+
+def test_the_table_of_these_tests_is_right(write):
+    config = DataConfig(interactions=write("r.csv", HEADER, *ROWS), label="rating >= 4", fractions=THIRDS)
+    assert load_dataset(config).num_samples("test") == 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([*ROWS, "3,1,good,70"], "r.csv:8: 'rating' is 'good', not a number"),
+        (["", *ROWS[:2], "", "3,1,good,70", *ROWS], "r.csv:6: 'rating' is 'good', not a number"),
+        ([*ROWS, "3,1,5,noon"], "r.csv:8: 'timestamp' is 'noon', not a number"),
+        ([*ROWS, "3,1,5,"], "r.csv:8: empty 'timestamp'"),
+        ([*ROWS[:3], ",1,5,70"], "r.csv:5: empty 'user_id'"),
+        ([*ROWS[:3], "1,,5,70"], "r.csv:5: empty 'item_id'"),
+        ([*ROWS, "3,1,5"], "r.csv:8: 3 fields, 4 expected"),
+        ([*ROWS[:1], "", "3,1,5,70,9", *ROWS[1:]], "r.csv:4: 5 fields, 4 expected"),
+        ([], "r.csv: no rows"),
+        (["", ""], "r.csv: no rows"),
+        (ROWS[:2], "the train split is empty: 2 labelled rows, split by fractions [0.1, 0.45, 0.45]"),
+        (["1,1,,10", "1,1,,20"], "label 'rating >= 4' is empty in every row"),
+        (["1,1,5,10", "1,2,5,20", "1,3,5,30"], "label 'rating >= 4': all 1 labels of the train split are 1"),
+    ],
+)
+def test_rows(write, rows, expected):
+    fractions = [0.1, 0.45, 0.45] if "split is empty" in expected else THIRDS
+    assert fault(write("r.csv", HEADER, *rows), fractions=fractions) == expected
+
+
+def test_faults_deep_in_a_large_file_are_placed(write):
+    rows = [f"{i},1,5,{i}" for i in range(200_000)]
+    assert fault(write("a.csv", HEADER, *rows, "1,1,bad,2")) == "a.csv:200002: 'rating' is 'bad', not a number"
+    assert fault(write("b.csv", HEADER, *rows, "1,1")) == "b.csv:200002: 2 fields, 4 expected"
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"event_categorical": ["raitng"]}, "r.csv: no column 'raitng'; did you mean 'rating'?"),
+        ({"user": "User_ID"}, "r.csv: no column 'User_ID'; did you mean 'user_id'?"),
+        ({"item": "x"}, "r.csv: no column 'x'; known: user_id, item_id, rating, timestamp"),
+        ({"label": "stars >= 4"}, "r.csv: no column 'stars'; known: user_id, item_id, rating, timestamp"),
+        ({"label": "ratings"}, "r.csv: no column 'ratings'; did you mean 'rating'?"),
+        ({"label": "rating"}, "r.csv:2: label 'rating' is 5, not in [0, 1]; is a rule meant, as 'rating >= 5'?"),
+        ({"label": "rating >= good"}, "label rule 'rating >= good': 'good' is not a number, so it takes == or !="),
+        ({"label": "rating >= 9"}, "label 'rating >= 9': all 2 labels of the train split are 0"),
+        ({"interactions": "gone.csv"}, "gone.csv: no such file or directory"),
+        ({"interactions": "ratings.xls"}, "ratings.xls: no layout is known by this name; known: u.data, u.user, "),
+        ({"interactions": None}, "interactions is not set; it must name the file of interactions"),
+        ({"label": None, "negatives": 0}, "negatives is 0; without a label it must be at least 1"),
+        ({"max_history": 0}, "max_history is 0; it must be at least 1"),
+        ({"fractions": [0.9, 0.2, 0.1]}, "fractions is [0.9, 0.2, 0.1]; it must be three positive numbers"),
+        ({"item_categorical": ["rating"]}, "column 'rating' is listed twice; each column has one place"),
+        ({"item_categorical": ["age"]}, "column 'age' would take the key 'history_age' of the events' age; rename it"),
+        ({"separators": {"tags": "|"}}, "separators names 'tags', which is no categorical column of this config"),
+    ],
+)
+def test_settings(write, settings, expected):
+    assert fault(write("r.csv", HEADER, *ROWS), **settings).startswith(expected)
+
+
+def test_split_too_small_to_leave_one_out(write):
+    expected = "the validation split is empty: 6 labelled rows, split by users of at least 3 labelled rows"
+    rows = [f"{user},1,{user},{time}" for user in (1, 5, 3) for time in (1, 2)]
+    assert fault(write("r.csv", HEADER, *rows), split="leave_one_out") == expected
+
+
+def test_tables_of_users_and_items(write):
+    path = write("r.csv", HEADER, *ROWS)
+    users = write("users.csv", "user_id,gender", "1,F", "2,M", "1,M")
+    assert fault(path, users=users) == "users.csv:4: 'user_id' 1 again, after line 2"
+    users = write("users.csv", "id,gender", "1,F")
+    assert fault(path, users=users) == "users.csv: no column 'user_id'; known: id, gender"
+    items = write("items.csv", "item_id,genre,price", "1,a,3", "2,b,cheap")
+    assert fault(path, items=items, item_dense=["price"]) == "items.csv:3: 'price' is 'cheap', not a number"
+    wanted = {"items": items, "item_categorical": ["genres"]}
+    assert fault(path, **wanted) == "items.csv: no column 'genres'; did you mean 'genre'?"
+
+
+def test_headers(write):
+    repeated = write("r.csv", "user_id,item_id,rating,rating", *ROWS)
+    assert fault(repeated) == "r.csv:1: column 'rating' appears twice"
+    untyped = write("r.inter", "user_id:token\titem_id", "1\t2")
+    assert fault(untyped).startswith("r.inter:1: header 'item_id' is not name:type")
+    assert fault(write("e.csv")).startswith("e.csv:1: empty, where the names of the columns were expected")
+    assert fault(write("u.data")) == "u.data: no rows"
+
+
+def test_parquet(write, tmp_path):
+    assert fault(write("r.parquet", "no parquet")) == "r.parquet: not a Parquet file"
+    table = {"user_id": [1, 2], "item_id": [1, 2], "rating": [["4"], ["5"]], "timestamp": [1, 2]}
+    pa.parquet.write_table(pa.table(table), tmp_path / "t.parquet")
+    assert fault(str(tmp_path / "t.parquet")) == "t.parquet:1: 'rating' is '['4']', not a number"

@@ -1,0 +1,155 @@
+"""Columns -> keys: vocabularies, several values, quantiles, dense columns, titles."""
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from jfi.data import DataConfig, load_dataset
+from jfi.data.encode import bucketize, encode, sort_ids, standardise
+
+# Six rows train, two validate, two test.
+FRACTIONS = [0.6, 0.2, 0.2]
+
+
+def test_ids_sort_by_number_if_all_are_numbers():
+    ids, index = sort_ids(pa.array(["10", "9", "10", "100"]))
+    assert (ids.to_pylist(), index.tolist()) == (["9", "10", "100"], [1, 0, 1, 2])
+    ids, index = sort_ids(pa.array(["10", "9", "x"]))
+    assert (ids.to_pylist(), index.tolist()) == (["10", "9", "x"], [0, 1, 2])
+
+
+def test_values_outside_training_are_zero():
+    column = encode(pa.array(["b", None, "a", "c", "b"]), np.array([True, True, True, False, False]))
+    assert (column.ids.tolist(), column.num_embeddings) == ([2, 0, 1, 0, 2], 3)
+
+
+def test_lists():
+    lists = pa.array([["b", "a"], [], None, ["c", "", "a"], ["b", None]])
+    column = encode(lists, np.array([True, True, True, False, True]))
+    assert column.ids.tolist() == [2, 1, 0, 1, 2]
+    assert column.offsets.tolist() == [0, 2, 2, 2, 4, 5]
+    assert column.counts(np.array([3, 1, 0])).tolist() == [2, 0, 2]
+    out = np.empty(4, np.int64)
+    column.fill(np.array([3, 1, 0]), out)
+    assert out.tolist() == [0, 1, 2, 1]
+    assert [slot.ids.tolist() for slot in column.slots(8)] == [[2, 0, 0, 0, 2], [1, 0, 0, 1, 0]]
+    assert [slot.ids.tolist() for slot in column.slots(1)] == [[2, 0, 0, 0, 2]]
+
+
+def test_quantiles_come_from_training():
+    values = np.array([0.0, 1.0, 2.0, 3.0, np.nan, -5.0, 99.0])
+    train = np.array([True, True, True, True, True, False, False])
+    column = bucketize(values, train, 4)
+    assert column.ids.tolist() == [1, 2, 3, 4, 0, 1, 4]
+    assert column.num_embeddings == 5
+
+
+def test_standardise_knows_training_rows_only():
+    out = standardise(np.array([1.0, 3.0, np.nan, 100.0]), np.array([0, 1, 2, 0, 1]))
+    assert out.dtype == np.float32
+    assert out.tolist() == [-1.0, 1.0, 0.0, 98.0]
+    assert standardise(np.array([5.0, 5.0]), np.array([0, 1])).tolist() == [0.0, 0.0]
+
+
+def test_every_kind_of_column(write):
+    rows = [f"u{i % 3},{i % 5},{i},{i % 2},{i / 10},{'x;y' if i % 2 else ''}" for i in range(10)]
+    users = ["u0,a b,20,F", "u1,b,40,M"]
+    items = [f"{i},{'g|h' if i % 2 else 'g'},{i},Title {i}" for i in range(4)]
+    config = DataConfig(
+        interactions=write("r.csv", "user_id,item_id,timestamp,clicked,seconds,tags", *rows),
+        users=write("users.csv", "user_id,hobbies,years,gender", *users),
+        items=write("items.csv", "item_id,genres,price,title", *items),
+        label="clicked",
+        user_categorical=["user_id", "hobbies", "gender"],
+        user_dense=["years"],
+        item_categorical=["genres"],
+        item_dense=["price"],
+        event_categorical=["clicked", "tags"],
+        event_dense=["seconds"],
+        separators={"hobbies": " ", "genres": "|", "tags": ";"},
+        title="title",
+        fractions=FRACTIONS,
+        num_quantiles=2,
+    )
+    dataset = load_dataset(config)
+    assert [spec.key for spec in dataset.features] == [
+        *("user_id", "hobbies", "gender", "item_id", "genres"),
+        *("history_item_id", "history_genres_0", "history_genres_1", "history_clicked"),
+        *("history_tags_0", "history_tags_1", "history_seconds", "history_age"),
+    ]
+    assert {spec.key for spec in dataset.features if spec.multi_valued} == {"hobbies", "genres"}
+    assert {spec.key for spec in dataset.features if spec.table == "genres"} == {
+        *("genres", "history_genres_0", "history_genres_1")
+    }
+    assert dataset.dense_names == ["years", "price"]
+    assert dataset.item_key == "item_id"
+    assert dataset.titles == ["unseen", "Title 0", "Title 1", "Title 2", "Title 3", "untitled"]
+
+    batch = next(dataset.batches("train", 6))
+    sparse = batch.sparse_features
+    assert sparse["user_id"].values().tolist() == [1, 2, 3, 1, 2, 3]
+    assert [ids.tolist() for ids in sparse["hobbies"].to_dense()] == [[1, 2], [2], [], [1, 2], [2], []]
+    assert sparse["gender"].values().tolist() == [1, 2, 0, 1, 2, 0]
+    # u0 did rows 0, 3, 6, 9; u1 rows 1, 4, 7; u2 rows 2, 5, 8.
+    assert [ids.tolist() for ids in sparse["history_clicked"].to_dense()] == [[], [], [], [1], [2], [1]]
+    assert [ids.tolist() for ids in sparse["history_tags_1"].to_dense()] == [[], [], [], [0], [2], [0]]
+    assert [ids.tolist() for ids in sparse["history_seconds"].to_dense()] == [[], [], [], [1], [1], [1]]
+    years, price = batch.dense_features.T
+    # 20 and 40 are of mean 30 and deviation 10; u2 is in no table.
+    assert torch.allclose(years, torch.tensor([-1.0, 1.0, 0.0, -1.0, 1.0, 0.0]))
+    # Item 4 is in no table; the others' prices in training are 0, 1, 2, 3, 0.
+    expected = (torch.tensor([0.0, 1.0, 2.0, 3.0, 1.2, 0.0]) - 1.2) / 1.36**0.5
+    assert torch.allclose(price, expected)
+    assert batch.labels.tolist() == [0, 1, 0, 1, 0, 1]
+
+
+def test_columns_without_their_tables_are_those_of_the_first_event(write):
+    rows = [f"{i // 2 % 2},{i % 3},{i},{i % 2},c{min(i, 3)}" for i in range(10)]
+    path = write("r.csv", "user_id,item_id,timestamp,clicked,colour", *reversed(rows))
+    config = DataConfig(interactions=path, label="clicked", item_categorical=["colour"], fractions=FRACTIONS)
+    batch = next(load_dataset(config).batches("train", 6))
+    assert batch.sparse_features["colour"].values().tolist() == [1, 2, 3, 1, 2, 3]
+
+
+def test_the_layouts_of_movielens_1m_and_100k_load_alike(write):
+    rows = [(1 + i % 3, 1 + i % 3, 2 + 2 * (i % 2), 1000 + i) for i in range(20)]
+    flags = [["0"] * 19 for _ in range(3)]
+    for item, genres in enumerate([(5,), (5, 8), (1, 8, 14)]):
+        for genre in genres:
+            flags[item][genre] = "1"
+    million = DataConfig(
+        interactions=write("ratings.dat", *("::".join(map(str, row)) for row in rows)),
+        users=write("users.dat", "1::F::25::3::00501", "2::M::35::4::00502", "3::F::35::4::00503"),
+        items=write("movies.dat", "1::É (1990)::Comedy", "2::B::Comedy|Drama", "3::C::Action|Drama|Romance"),
+        label="rating >= 4",
+        user_categorical=["gender"],
+        item_categorical=["genres"],
+        event_categorical=["rating"],
+        title="title",
+    )
+    titles = ["É (1990)", "B", "C"]
+    items = [f"{i}|{titles[i - 1]}|||url|{'|'.join(flags[i - 1])}" for i in (1, 2, 3)]
+    hundred = DataConfig(
+        interactions=write("u.data", *("\t".join(map(str, row)) for row in rows)),
+        users=write("u.user", "1|25|F|3|00501", "2|35|M|4|00502", "3|35|F|4|00503"),
+        items=write("u.item", *items, encoding="latin-1"),
+        label="rating >= 4",
+        user_categorical=["gender"],
+        item_categorical=["genres"],
+        event_categorical=["rating"],
+        title="title",
+    )
+    left, right = load_dataset(million), load_dataset(hundred)
+    assert left.features == right.features
+    assert left.titles == right.titles == ["unseen", "É (1990)", "B", "C"]
+    for a, b in zip(left.batches("train", 16), right.batches("train", 16), strict=True):
+        assert torch.equal(a.sparse_features.values(), b.sparse_features.values())
+        assert torch.equal(a.labels, b.labels)
+
+
+def test_label_rules(write):
+    rows = [f"1,{i % 2},{i},{'buy' if i % 2 else 'view'}" for i in range(10)]
+    path = write("r.csv", "user_id,item_id,timestamp,action", *rows)
+    for label, expected in {"action == buy": [0, 1] * 3, "action!=buy": [1, 0] * 3, "item_id < 1": [1, 0] * 3}.items():
+        config = DataConfig(interactions=path, label=label, fractions=FRACTIONS)
+        assert next(load_dataset(config).batches("train", 6)).labels.tolist() == expected

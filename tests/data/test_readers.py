@@ -1,0 +1,102 @@
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from jfi.data.readers import read_table
+
+# Made up: (user, item, rating, timestamp).
+ROWS = [("7", "31", "4", "100"), ("9", "32", "2", "101"), ("7", "33", "5", "102")]
+COLUMNS = ["user_id", "item_id", "rating", "timestamp"]
+
+
+@pytest.mark.parametrize(
+    ("name", "header", "delimiter"),
+    [
+        ("r.csv", "user_id,item_id,rating,timestamp", ","),
+        ("r.csv", "\ufeffuser_id,item_id,rating,timestamp", ","),
+        ("r.tsv", "user_id\titem_id\trating\ttimestamp", "\t"),
+        ("r.inter", "user_id:token\titem_id:token\trating:float\ttimestamp:float", "\t"),
+        ("ratings.dat", None, "::"),
+        ("u.data", None, "\t"),
+    ],
+)
+@pytest.mark.parametrize("newline", ["", "\r"])
+def test_interactions(write, name, header, delimiter, newline):
+    lines = [] if header is None else [header]
+    lines += [delimiter.join(row) for row in ROWS]
+    table = read_table(write(name, *(line + newline for line in lines)), COLUMNS)
+    assert table.known == COLUMNS
+    for i, column in enumerate(COLUMNS):
+        assert table.strings(column).to_pylist() == [row[i] for row in ROWS]
+    assert [table.line(row) for row in range(3)] == [len(lines) - 2 + row for row in range(3)]
+
+
+def test_parquet_types(tmp_path):
+    data = {
+        "user_id": pa.array(["7", "9", "7"]).dictionary_encode(),
+        "item_id": pa.array([31, 32, 33], pa.int32()),
+        "rating": pa.array([4.0, 2.0, None], pa.float32()),
+        "timestamp": pa.array([100_000, 101_000, 102_500], pa.timestamp("ms")),
+        "tags": [["a", "b"], [], None],
+    }
+    pa.parquet.write_table(pa.table(data), tmp_path / "r.parquet")
+    table = read_table(str(tmp_path / "r.parquet"), data)
+    assert table.strings("user_id").to_pylist() == ["7", "9", "7"]
+    assert table.strings("item_id").to_pylist() == ["31", "32", "33"]
+    assert table.strings("rating").to_pylist() == ["4", "2", None]
+    assert table.times("timestamp", "s").tolist() == [100.0, 101.0, 102.5]
+    assert table.categories("tags", {}).to_pylist() == [["a", "b"], [], None]
+
+
+def test_only_the_wanted_columns_are_read(write):
+    table = read_table(write("r.csv", "a,b,c", "1,2,3"), ["b"])
+    assert table.data.column_names == ["b"]
+    assert table.known == ["a", "b", "c"]
+
+
+def test_quotes_and_empty_fields(write):
+    table = read_table(write("i.csv", "item_id,title", '1,"One, Two"', "2,"), ["item_id", "title"])
+    assert table.strings("title").to_pylist() == ["One, Two", None]
+    # RecBole's files know no quotes.
+    table = read_table(write("r.item", "item_id:token\ttitle:token_seq", '1\t"One" Two', "2\t"), ["title"])
+    assert table.strings("title").to_pylist() == ['"One" Two', None]
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf8"])
+def test_movielens_1m(write, encoding):
+    items = write("movies.dat", "1::Élan (1990)::Drama|War", "2::Two: 2::Comedy", encoding=encoding)
+    table = read_table(items, ["item_id", "title", "genres"])
+    assert table.strings("title").to_pylist() == ["Élan (1990)", "Two: 2"]
+    assert table.categories("genres", {}).to_pylist() == [["Drama", "War"], ["Comedy"]]
+    users = read_table(write("users.dat", "1::F::25::3::00501", encoding=encoding), ["gender", "zip_code"])
+    assert users.strings("zip_code").to_pylist() == ["00501"]
+
+
+def test_movielens_100k(write):
+    flags = ["0"] * 19
+    flags[1] = flags[8] = "1"
+    items = write(
+        "u.item",
+        "1|Élan (1990)|01-Jan-1990||http://example.org|" + "|".join(flags),
+        "2|Plain (1991)|01-Jan-1991||http://example.org|" + "|".join(["0"] * 19),
+        encoding="latin-1",
+    )
+    table = read_table(items, ["item_id", "title", "genres"])
+    assert table.known == ["item_id", "title", "release_date", "video_release_date", "imdb_url", "genres"]
+    assert table.strings("title").to_pylist() == ["Élan (1990)", "Plain (1991)"]
+    assert table.categories("genres", {}).to_pylist() == [["Action", "Drama"], []]
+    users = read_table(write("u.user", "1|33|F|artist|00501"), ["age", "zip_code"])
+    assert users.strings("age").to_pylist() == ["33"]
+    assert users.strings("zip_code").to_pylist() == ["00501"]
+
+
+def test_recbole_sequences_are_multi_valued(write):
+    path = write("r.item", "item_id:token\tclass:token_seq", "1\tAction Drama", "2\t")
+    assert read_table(path, ["class"]).categories("class", {}).to_pylist() == [["Action", "Drama"], None]
+
+
+def test_times(write):
+    path = write("r.csv", "a,b", "1.5,2020-01-01 00:00:01", "2,2020-01-02")
+    table = read_table(path, ["a", "b"])
+    assert table.times("a", "ms").tolist() == [0.0015, 0.002]
+    assert table.times("b", "s").tolist() == [1577836801.0, 1577923200.0]
