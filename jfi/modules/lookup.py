@@ -31,8 +31,8 @@ def require_keys(argument: str, present: Iterable[str], needed: Iterable[str]) -
     for key in needed:
         if key not in present:
             nearest = difflib.get_close_matches(key, present, n=3)
-            hint = f"; nearest: {', '.join(map(repr, nearest))}" if nearest else ""
-            raise ValueError(f"{argument} must hold the key '{key}', got {sorted(present)}{hint}")
+            known = f"nearest: {nearest}" if nearest else f"known: {sorted(present)}"
+            raise ValueError(f"{argument} must hold the key '{key}', got none of that name; {known}")
 
 
 @torch.fx.wrap
@@ -130,6 +130,11 @@ def read_history(
                 f"sequences['{key}'] must hold embeddings of shape [S, {embedding_dim}] (events, embedding_dim), "
                 f"got {values.dtype} of shape {list(values.shape)}"
             )
+        if values.dtype != first.values().dtype:
+            raise ValueError(
+                f"sequences['{key}'] must be {first.values().dtype} like '{feature.sequence_keys[0]}', "
+                f"got {values.dtype}"
+            )
         _check_aligned(key, sequences[key], feature.sequence_keys[0], first)
     return _combine([sequences[key].values() for key in feature.sequence_keys], feature.combine), first.offsets()
 
@@ -189,7 +194,12 @@ def position_buckets(offsets: Tensor, num_events: int, num_buckets: int) -> Tens
 def _combine(fields: list[Tensor], combine: str) -> Tensor:
     if len(fields) == 1:
         return fields[0]
-    return torch.cat(fields, dim=1) if combine == "concat" else sum(fields[1:], fields[0])
+    if combine == "concat":
+        return torch.cat(fields, dim=1)
+    total = fields[0] + fields[1]
+    for field in fields[2:]:
+        total += field  # in place: one tensor of the history's size, however many fields
+    return total
 
 
 def _check_aligned(key: str, events: JaggedTensor, first_key: str, first: JaggedTensor) -> None:

@@ -7,11 +7,6 @@ LENGTHS = [3, 0, 1, 5]
 BATCH_SIZE = len(LENGTHS)
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 @pytest.fixture
 def events():
     """Makes a JaggedTensor of random embeddings, float64 and differentiable."""

@@ -56,7 +56,7 @@ def test_construction(arguments, error, message):
     ("width", "feature_name", "message"),
     [
         (16, "history", "embedding_collection must be embedding_dim=8 wide, got 16"),
-        (8, "histroy", "embedding_collection must hold the key 'history', got ['histroy']; nearest: 'histroy'"),
+        (8, "histroy", "embedding_collection must hold the key 'history', got none of that name; nearest: ['histroy']"),
     ],
 )
 def test_an_embedding_collection_that_does_not_fit(width, feature_name, message):
@@ -76,7 +76,7 @@ def test_ids_without_a_collection():
 @pytest.mark.parametrize(
     ("sequences", "error", "message"),
     [
-        (IDS, ValueError, "sequences must hold the key 'history', got ['histroy']; nearest: 'histroy'"),
+        (IDS, ValueError, "sequences must hold the key 'history', got none of that name; nearest: ['histroy']"),
         ({}, TypeError, "sequences must be a KeyedJaggedTensor of ids, got dict"),
     ],
 )
@@ -94,14 +94,21 @@ def test_bucket_ids_absent_from_the_ids(target):
         EMBEDDING_DIM,
         embedding_collection=EmbeddingCollection(tables=[table]),
     )
-    with pytest.raises(ValueError, match=re.escape("sequences must hold the key 'age', got ['histroy']")):
+    with pytest.raises(
+        ValueError, match=re.escape("sequences must hold the key 'age', got none of that name; known: ['histroy']")
+    ):
         layer(IDS, {"item": target()})
 
 
 @pytest.mark.parametrize(
     ("key", "value", "error", "message"),
     [
-        ("history", None, ValueError, "sequences must hold the key 'history', got ['age', 'rating']"),
+        (
+            "history",
+            None,
+            ValueError,
+            "sequences must hold the key 'history', got none of that name; known: ['age', 'rating']",
+        ),
         ("history", torch.zeros(9, 8), TypeError, "sequences['history'] must be a JaggedTensor, got Tensor"),
         (
             "rating",
@@ -123,7 +130,18 @@ def test_bucket_ids_absent_from_the_ids(target):
             ValueError,
             "sequences['rating'] must be aligned with 'history', got other lengths in at least one sample",
         ),
-        ("age", None, ValueError, "sequences must hold the key 'age', got ['history', 'rating']"),
+        (
+            "rating",
+            JaggedTensor(torch.zeros(9, 8, dtype=torch.bfloat16), lengths=torch.tensor(LENGTHS)),
+            ValueError,
+            "sequences['rating'] must be torch.float32 like 'history', got torch.bfloat16",
+        ),
+        (
+            "age",
+            None,
+            ValueError,
+            "sequences must hold the key 'age', got none of that name; known: ['history', 'rating']",
+        ),
         ("age", torch.zeros(9), TypeError, "sequences['age'] must be a JaggedTensor, got Tensor"),
         (
             "age",
@@ -158,7 +176,11 @@ def test_sequences(events, target, key, value, error, message):
 @pytest.mark.parametrize(
     ("targets", "error", "message"),
     [
-        ({"itme": torch.zeros(4, 8)}, ValueError, "targets must hold the key 'item', got ['itme']; nearest: 'itme'"),
+        (
+            {"itme": torch.zeros(4, 8)},
+            ValueError,
+            "targets must hold the key 'item', got none of that name; nearest: ['itme']",
+        ),
         (
             {"item": torch.zeros(4, 16)},
             ValueError,

@@ -148,6 +148,27 @@ def test_outputs_and_gradients_equal_the_plain_formula(events, target, num_heads
         torch.testing.assert_close(got_gradient, want_gradient, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_the_device_outputs_and_gradients_are_near_the_plain_formula(events, target, device, dtype):
+    """Tolerances are 20 roundings of the largest value: sums of some ten products of such values."""
+    features, sequences, targets = every_kind_of_feature(events, target)
+    layer = JaggedFeatureInteraction(features, EMBEDDING_DIM, 2, 3).double()
+    history = sequences["history"].values()
+    want = plain_layer(layer, sequences, targets)
+    want_gradient = torch.autograd.grad(want.square().sum(), history)[0]
+
+    moved = {key: tensor.to(device) for key, tensor in sequences.items()}
+    for tensor in moved.values():
+        if tensor.values().is_floating_point():
+            tensor._values = tensor.values().detach().to(dtype).requires_grad_()
+    single = copy.deepcopy(layer).to(device).float()
+    got = single(moved, {key: tensor.to(device, dtype) for key, tensor in targets.items()}).values()
+    got_gradient = torch.autograd.grad(got.square().sum(), moved["history"].values())[0]
+    for value, exact in ((got, want), (got_gradient, want_gradient)):
+        error = (value.cpu().double() - exact).abs().max() / exact.abs().max()
+        assert error < 20 * torch.finfo(dtype).eps / 2
+
+
 def test_attention_weights_sum_to_one_and_follow_the_bias(events, target):
     features, sequences, targets = every_kind_of_feature(events, target)
     layer = randomise(JaggedFeatureInteraction(features, EMBEDDING_DIM, 2, 3).double())

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+import torch._dynamo.testing
+from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 from torchrec.distributed.train_pipeline.tracing import Tracer as PipelineTracer
 from torchrec.fx import symbolic_trace
 
@@ -90,3 +91,24 @@ def test_the_train_pipelines_tracer_finds_the_collection_fed_by_the_batch_alone(
     calls = {node.target: node for node in graph.nodes if node.op == "call_module"}
     assert set(calls) == {"embedding_collection", "groups.0", "groups.1"}
     assert [argument.op for argument in calls["embedding_collection"].args] == ["placeholder"]
+
+
+def test_compiles_to_one_graph_for_every_number_of_events(layer, targets):
+    compilations = torch._dynamo.testing.CompileCounter()
+    other = without_collection(layer)
+
+    def interact(history, rating, weights, ages, offsets, item):
+        sequences = {
+            "history": JaggedTensor(history, weights=weights, offsets=offsets),
+            "rating": JaggedTensor(rating, offsets=offsets),
+            "age": JaggedTensor(ages, offsets=offsets),
+        }
+        return other(sequences, {"item": item}).values()
+
+    compiled = torch.compile(interact, backend=compilations, dynamic=True, fullgraph=True)
+    for count in (9, 4, 31, 12):
+        offsets = torch.tensor([0, 1, 1, 3, count])
+        fields = [torch.randn(count, EMBEDDING_DIM) for _ in range(2)]
+        arguments = [*fields, torch.rand(count), torch.randint(4, (count,)), offsets, targets["item"]]
+        torch.testing.assert_close(compiled(*arguments), interact(*arguments))
+    assert compilations.frame_count == 1
