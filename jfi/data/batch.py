@@ -17,6 +17,17 @@ class Batch(Pipelineable):
             which are aligned: all have the same lengths, oldest event first.
         labels: ``[B]`` float32 in [0, 1].
         users: ``[B]`` int64, the sample's user, for per-user metrics; not a model input.
+
+    Drawn for two samples with histories of two events and of none::
+
+        #                     sample 0   sample 1
+        # "item"              [3]        [8]
+        # "genres"            [1, 4]     [2]        a target may have several values
+        # "history_item"      [5, 2]     []
+        # "history_genres_0"  [1, 3]     []         an event has slots, 0 where it has fewer values
+        # "history_genres_1"  [4, 0]     []
+        # "history_rating"    [5, 1]     []
+        # "history_age"       [17, 9]    []         ages of 2**16 s and 2**8 s or more
     """
 
     dense_features: Tensor

@@ -15,7 +15,7 @@ class SyntheticConfig:
 
     Args:
         num_users: users.
-        num_items: items, drawn by Zipf's law within their category.
+        num_items: items, drawn by Zipf's law.
         num_categories: categories of items; a user likes or dislikes each one independently.
         mean_length: mean number of events a user; the lengths are log-normal, and every user starts with none.
         taste: weight of the user's taste for the category in the logit of a like.
@@ -110,13 +110,13 @@ class DataConfig:
         for name in ("max_history", "max_slots", "num_quantiles", "num_age_buckets"):
             if getattr(self, name) < 1:
                 raise DataError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("num_users", "num_items", "num_categories", "mean_length"):
+            if getattr(self.synthetic, name) < 1:
+                raise DataError(f"synthetic.{name} is {getattr(self.synthetic, name)}; it must be at least 1")
         if self.label is None and self.negatives < 1:
             raise DataError(f"negatives is {self.negatives}; without a label it must be at least 1")
-        if (
-            len(self.fractions) != 3
-            or not math.isclose(sum(self.fractions), 1.0, abs_tol=1e-6)
-            or min(self.fractions) <= 0
-        ):
+        whole = math.isclose(sum(self.fractions), 1.0, abs_tol=1e-6)
+        if len(self.fractions) != 3 or min(self.fractions) <= 0 or not whole:
             raise DataError(f"fractions is {self.fractions}; it must be three positive numbers that sum to 1")
         if self.source == "table" and self.interactions is None:
             raise DataError("interactions is not set; it must name the file of interactions (or set source: synthetic)")

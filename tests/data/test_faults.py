@@ -5,7 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from jfi.data import DataConfig, DataError, load_dataset
+from jfi.data import DataConfig, DataError, SyntheticConfig, load_dataset
 
 HEADER = "user_id,item_id,rating,timestamp"
 ROWS = ["1,1,5,10", "2,1,1,20", "1,2,4,30", "2,2,2,40", "1,3,5,50", "2,3,1,60"]
@@ -76,6 +76,7 @@ def test_faults_deep_in_a_large_file_are_placed(write):
         ({"interactions": None}, "interactions is not set; it must name the file of interactions"),
         ({"label": None, "negatives": 0}, "negatives is 0; without a label it must be at least 1"),
         ({"max_history": 0}, "max_history is 0; it must be at least 1"),
+        ({"synthetic": SyntheticConfig(num_items=0)}, "synthetic.num_items is 0; it must be at least 1"),
         ({"fractions": [0.9, 0.2, 0.1]}, "fractions is [0.9, 0.2, 0.1]; it must be three positive numbers"),
         ({"item_categorical": ["rating"]}, "column 'rating' is listed twice; each column has one place"),
         ({"item_categorical": ["age"]}, "column 'age' would take the key 'history_age' of the events' age; rename it"),

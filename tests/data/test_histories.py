@@ -43,7 +43,7 @@ def ids_of(values: list) -> dict:
     split=st.sampled_from(["time", "leave_one_out"]),
 )
 def test_histories_are_what_the_user_did_strictly_before(rows, max_history, split):
-    # The last three rows give every user-independent split something to hold.
+    # User 0 has at least three rows, so that no split is empty.
     rows = rows + [(0, 0, time, "1") for time in (7, 8, 9)]
     dataset = load(rows, max_history=max_history, split=split, max_slots=2, negatives=1)
 
