@@ -5,7 +5,6 @@ python examples/compare_pooling.py --config configs/quickstart.yaml --seeds 0 1 
 Each run has its own folder under training.run_dir; the table is printed and written there as comparison.json.
 """
 
-import argparse
 import dataclasses
 import json
 import statistics
@@ -21,8 +20,7 @@ POOLINGS = ("none", "mean", "attention")
 COLUMNS = {"auc": "AUC", "ne": "NE", "user_auc": "AUC per user"}
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="one run of each kind a seed (default: 0)")
+SEEDS = {"nargs": "+", "type": int, "default": [0], "help": "each kind of pooling is trained once a seed"}
 
 
 def summarize(results: list[Result]) -> dict:
@@ -69,7 +67,7 @@ def compare(config: Config, seeds: list[int]) -> dict[str, dict]:
 
 
 def main() -> None:
-    config, options = parse_config(sys.argv[1:], "Compare ways in which histories enter a DLRM.", add_options)
+    config, options = parse_config(sys.argv[1:], "Compare ways in which histories enter a DLRM.", {"--seeds": SEEDS})
     compare(config, options.seeds)
 
 

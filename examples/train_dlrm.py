@@ -4,20 +4,17 @@ python examples/train_dlrm.py --config configs/quickstart.yaml --training.epochs
 python examples/train_dlrm.py --resume runs/20250101-120000
 """
 
-import argparse
 import sys
 
 from jfi.training import ConfigError, resume, train
 from jfi.training.cli import parse_config, run_cli
 
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--resume", metavar="RUN", help="continue the run in this folder, with its own config")
+RESUME = {"metavar": "RUN", "help": "continue the run in this folder, with its own config and no other option"}
 
 
 def main() -> None:
     arguments = sys.argv[1:]
-    config, options = parse_config(arguments, "Train a DLRM with sequence features.", add_options)
+    config, options = parse_config(arguments, "Train a DLRM with sequence features.", {"--resume": RESUME})
     if options.resume is None:
         result = train(config)
     elif len(arguments) > (1 if "=" in arguments[0] else 2):

@@ -13,8 +13,9 @@ import sys
 import types
 import typing
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import jsonargparse
 import yaml
@@ -27,38 +28,56 @@ _SECTIONS = {f.name: f.type for f in dataclasses.fields(Config)}
 
 
 def parse_config(
-    arguments: Sequence[str],
-    description: str,
-    add_options: Callable[[argparse.ArgumentParser], object] | None = None,
-) -> tuple[Config, argparse.Namespace]:
+    arguments: Sequence[str], description: str, options: Mapping[str, dict] | None = None
+) -> tuple[Config, SimpleNamespace]:
     """Config from `--config FILE`, overrides such as `--model.pooling mean`, and a script's own options.
+
+    An override wins over the file wherever it stands. `--help` prints every field and exits.
 
     Args:
         arguments: the command line without the program's name.
         description: one line of help.
-        add_options: adds the script's own options to a parser.
+        options: the script's own options, each with the arguments of `add_argument`.
 
     Returns:
-        The config, and the script's own options with `config`, the file or None.
+        The config, and the values of the script's own options.
 
     Raises:
         ConfigError: unknown key, wrong value or unreadable file.
+
+    Example:
+        >>> config, own = parse_config(["--model.num_heads", "8", "--fast", "3"], "Example.", {"--fast": {"type": int}})
+        >>> config.model.num_heads, own.fast
+        (8, 3)
     """
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    own.add_argument("--config", metavar="FILE", help="YAML file with any of the fields below")
-    if add_options is not None:
-        add_options(own)
+    options = options or {}
+    parser = jsonargparse.ArgumentParser(description=description, exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("--config", action="config", help="YAML file with any of the fields below")
+    for name, settings in options.items():
+        parser.add_argument(name, **settings)
+    for name, section in _SECTIONS.items():
+        parser.add_argument(f"--{name}", type=section, default=section())
+
+    file_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    file_parser.add_argument("--config")
     try:
-        options, overrides = own.parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        raise ConfigError(_one_line(str(error))) from None
-    if "-h" in overrides or "--help" in overrides:
-        _tree_parser(description, parents=[own]).print_help()
-        raise SystemExit(0)
-    if options.config is not None:
-        _check_file(options.config)
-        overrides = ["--config", options.config, *overrides]
-    return _parse_tree(overrides, description, own), options
+        file, overrides = file_parser.parse_known_args(arguments)
+        for argument in overrides:
+            if argument.startswith("--"):
+                _check_option(argument.split("=")[0].removesuffix("+"), ["--config", "--help", *options])
+        if file.config is not None:
+            _check_file(file.config)
+            overrides = ["--config", file.config, *overrides]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            parsed = parser.instantiate(parser.parse_args(overrides))
+    except (argparse.ArgumentError, TypeError, ValueError) as error:
+        causes = (error, error.__cause__, error.__context__)
+        told = next((cause for cause in causes if isinstance(cause, (ConfigError, DataError))), None)
+        raise ConfigError(str(told) if told else _tidy(str(error))) from None
+    config = Config(**{name: getattr(parsed, name) for name in _SECTIONS})
+    own = {name.removeprefix("--").replace("-", "_") for name in options}
+    return config, SimpleNamespace(**{name: getattr(parsed, name) for name in own})
 
 
 def load_config(path: str | Path) -> Config:
@@ -92,37 +111,6 @@ def run_cli(main: Callable[[], None]) -> int:
     return 0
 
 
-def _tree_parser(description: str, parents: Sequence[argparse.ArgumentParser] = ()) -> jsonargparse.ArgumentParser:
-    parser = jsonargparse.ArgumentParser(description=description, exit_on_error=False, allow_abbrev=False)
-    if parents:
-        own = parser.add_argument_group("options of this command")
-        for action in parents[0]._actions:
-            own.add_argument(*action.option_strings, metavar=action.metavar, help=action.help, nargs=action.nargs)
-    else:
-        parser.add_argument("--config", action="config")
-    for name, section in _SECTIONS.items():
-        parser.add_argument(f"--{name}", type=section, default=section())
-    return parser
-
-
-def _parse_tree(arguments: list[str], description: str, own: argparse.ArgumentParser) -> Config:
-    own_names = [option for action in own._actions for option in action.option_strings]
-    for argument in arguments:
-        if argument.startswith("--"):
-            _check_override(argument.split("=")[0].removesuffix("+"), own_names)
-    parser = _tree_parser(description)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            sections = parser.instantiate(parser.parse_args(arguments))
-    except ConfigError:
-        raise
-    except (argparse.ArgumentError, TypeError, ValueError) as error:
-        cause = error.__cause__ or error.__context__
-        raise ConfigError(str(cause) if isinstance(cause, (ConfigError, DataError)) else _tidy(str(error))) from None
-    return Config(**{name: getattr(sections, name) for name in _SECTIONS})
-
-
 def _check_file(path: str) -> None:
     try:
         tree = yaml.safe_load(Path(path).read_text())
@@ -150,19 +138,15 @@ def _check_keys(tree: object, section: type, path: str, prefix: str) -> None:
                 _check_keys(element, inner, path, f"{prefix}{key}.")
 
 
-def _check_override(option: str, own_names: list[str]) -> None:
+def _check_option(option: str, others: list[str]) -> None:
+    """Refuses an option that is neither a field of the config nor among `others`."""
     section: type | None = Config
-    prefix = ""
     for part in option.removeprefix("--").split("."):
-        if section is None:  # inside a free mapping
-            return
-        known = _fields(section)
-        if part not in known:
-            if option in own_names:
-                return
-            near = _nearest(option.removeprefix("--"), [*_leaves(Config), *own_names], "--")
-            raise ConfigError(f"unknown option {option}{near.replace('----', '--')}")
-        section, prefix = _dataclass_of(known[part])[0], f"{prefix}{part}."
+        known = {} if section is None else _fields(section)
+        if section is not None and part not in known and option not in others:
+            options = [f"--{leaf}" for leaf in _leaves(Config)] + others
+            raise ConfigError(f"unknown option {option}{_nearest(option, options)}")
+        section = _dataclass_of(known[part])[0] if part in known else None  # None inside of a free mapping
 
 
 def _fields(section: type) -> dict[str, object]:
@@ -186,7 +170,7 @@ def _leaves(section: type, prefix: str = "") -> Iterator[str]:
             yield from _leaves(inner, f"{prefix}{name}.")
 
 
-def _nearest(name: str, known: typing.Iterable[str], prefix: str) -> str:
+def _nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)
     return f" (nearest known: {prefix}{near[0]})" if near else ""
 
