@@ -90,10 +90,6 @@ class SequenceDLRM(nn.Module):
     Raises:
         ValueError: an argument that does not fit, by name.
 
-    Call:
-        model(batch) returns logits [B]. The batch has `dense_features` [B, dense_in_features] and `sparse_features`, a
-        KeyedJaggedTensor that holds the keys of both collections and of the biases.
-
     Example:
 
         >>> from types import SimpleNamespace
@@ -176,7 +172,15 @@ class SequenceDLRM(nn.Module):
         )
 
     def forward(self, batch: Any) -> Tensor:
-        """Logits [B] of a batch with `dense_features` and `sparse_features`."""
+        """Scores a batch.
+
+        Args:
+            batch: anything with `dense_features` [B, dense_in_features] and `sparse_features`, a KeyedJaggedTensor that
+                holds the keys of both collections and of the biases.
+
+        Returns:
+            Logits [B].
+        """
         entries = self.dropout(self.sequence_arch(*self._look_up(batch)))
         dense = self.dense_arch(batch.dense_features)
         return self.over_arch(self.inter_arch(dense, entries)).squeeze(-1)

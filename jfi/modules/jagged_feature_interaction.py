@@ -18,7 +18,8 @@ class JaggedFeatureInteraction(nn.Module):
     projected. After target attention as in Zhou et al., "Deep Interest Network" (KDD 2018), and Xu et al., "Enhancing
     Performance and Scalability of Large-Scale Recommendation Systems with Jagged Flash Attention" (RecSys 2024).
 
-    An empty history attends to nothing: its output is the output projection's bias.
+    The attention runs in the dtype of the history, whose rows are never cast; the projections, which never see the
+    history, run in the parameters' dtype or autocast's. An empty history gives the output projection's bias.
 
     Args:
         features: the sequence features, with distinct names.
@@ -31,19 +32,6 @@ class JaggedFeatureInteraction(nn.Module):
 
     Raises:
         ValueError, TypeError: an argument that does not fit, by name.
-
-    Call:
-        layer(sequences, targets)
-
-        - sequences: KeyedJaggedTensor of ids, or dict[str, JaggedTensor] of embeddings [S, embedding_dim], float32,
-          bfloat16 or float16. Lengths and offsets may be int32 or int64. A feature whose bias is a key reads bucket
-          ids [S] there; a feature whose bias is "weights" reads the weights of its first sequence key.
-        - targets: KeyedTensor or dict[str, Tensor] of embeddings [B, embedding_dim].
-        - returns: KeyedTensor with one entry [B, embedding_dim] a feature, keyed by its name, such as
-          EmbeddingBagCollection returns and InteractionArch takes.
-
-        The attention runs in the dtype of the history, whose rows are never cast; the projections, which see no
-        history, run in the parameters' dtype or autocast's. Fields that an event combines must agree in dtype.
 
     Example:
 
@@ -117,17 +105,9 @@ class JaggedFeatureInteraction(nn.Module):
         self._members = list(members.values())
         self.groups = nn.ModuleList(
             StackedTargetAttention(
-                len(indices),
-                target_width,
-                sequence_width,
-                embedding_dim,
-                num_heads,
-                num_queries,
-                has_bias=[features[index].bias is not None for index in indices],
-                bucket_rows=[features[index].bucket_rows for index in indices],
-                device=device,
+                [features[index] for index in indices], embedding_dim, num_heads, num_queries, device
             )
-            for (target_width, sequence_width), indices in members.items()
+            for indices in self._members
         )
 
     @property
@@ -145,7 +125,22 @@ class JaggedFeatureInteraction(nn.Module):
         sequences: KeyedJaggedTensor | dict[str, JaggedTensor],
         targets: KeyedTensor | dict[str, Tensor],
     ) -> KeyedTensor:
-        """Pools the histories by their targets; see the class for shapes and dtypes."""
+        """Pools the histories by their targets.
+
+        Args:
+            sequences: a KeyedJaggedTensor of ids where the layer has an `embedding_collection`, else embeddings
+                [S, embedding_dim] by sequence key, float32, bfloat16 or float16, the aligned ones of one dtype. A
+                feature whose bias is a key reads bucket ids [S] there; one whose bias is "weights" reads the weights of
+                its first sequence key. Lengths and offsets are int32 or int64.
+            targets: embeddings [B, embedding_dim] by target key.
+
+        Returns:
+            One entry [B, embedding_dim] a feature, keyed by its name: what EmbeddingBagCollection would return.
+
+        Raises:
+            ValueError, TypeError: an absent key, a wrong width or dtype, fields that are not aligned, a bucket id out
+                of range. Lengths and ids are looked at on the CPU alone, where that costs no synchronisation.
+        """
         inputs = lookup.read_inputs(self._embed(sequences), targets, self.features, self.embedding_dim)
         pooled = {}
         for group, indices in zip(self.groups, self._members, strict=True):

@@ -19,10 +19,6 @@ class JaggedMeanPooling(nn.Module):
         features: the sequence features, with distinct names.
         embedding_dim: width of every embedding that comes in.
 
-    Call:
-        pooling(sequences, targets=None) takes dict[str, JaggedTensor] of embeddings [S, embedding_dim] and returns a
-        KeyedTensor with one entry a feature: `embedding_dim` wide, or with "concat" once for each sequence key.
-
     Example:
 
         >>> from torchrec import JaggedTensor
@@ -47,7 +43,15 @@ class JaggedMeanPooling(nn.Module):
     def forward(
         self, sequences: dict[str, JaggedTensor], targets: KeyedTensor | dict[str, Tensor] | None = None
     ) -> KeyedTensor:
-        """Means of the histories; `targets` are not looked at."""
+        """Means of the histories.
+
+        Args:
+            sequences: embeddings [S, embedding_dim] by sequence key.
+            targets: not looked at.
+
+        Returns:
+            One entry a feature, `embedding_dim` wide, or with "concat" that for each of its sequence keys.
+        """
         means = _means(sequences, self.features, self.embedding_dim)
         return KeyedTensor(
             keys=[feature.name for feature in self.features],

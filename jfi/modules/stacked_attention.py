@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from jfi.modules.lookup import FeatureInputs
+from jfi.modules.sequence_configs import SequenceFeatureConfig
 from jfi.ops import jagged_dense_bmm, jagged_softmax, target_attention
 
 torch.fx.wrap("target_attention")
@@ -30,53 +31,47 @@ class StackedTargetAttention(nn.Module):
     """Target attention of F features of equal widths, whose parameters are stacked along the first dimension.
 
     Args:
-        num_features: F.
-        target_width: D_e, width of a combined target.
-        sequence_width: D_x, width of a combined event.
+        features: F of them, with combined targets of one width D_e and combined events of one width D_x.
         embedding_dim: width of the projected queries over all heads, and of the output.
         num_heads: H, a divisor of `embedding_dim`.
         num_queries: T.
-        has_bias: by feature, whether its events bring a bias.
-        bucket_rows: by feature, the rows of its learned bias table, 0 where its events bring the scores themselves.
-            The tables stand one below the other.
         device: where the parameters live, "meta" included.
 
     Parameters:
         query_weight [F, T * embedding_dim, D_e] and query_bias [F, T * embedding_dim], key_weight and value_weight
         [F, embedding_dim, D_x], output_weight [F, embedding_dim, T * embedding_dim] and output_bias
-        [F, embedding_dim], laid out as in `nn.MultiheadAttention`; bucket_bias [sum(bucket_rows), H] unless that
-        sum is 0.
+        [F, embedding_dim], laid out as in `nn.MultiheadAttention`; bucket_bias [R, H], the learned bias tables of
+        all features one below the other, unless no feature has one.
     """
 
     def __init__(
         self,
-        num_features: int,
-        target_width: int,
-        sequence_width: int,
+        features: list[SequenceFeatureConfig],
         embedding_dim: int,
         num_heads: int,
         num_queries: int,
-        has_bias: list[bool],
-        bucket_rows: list[int],
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        self.num_features, self.num_heads, self.num_queries = num_features, num_heads, num_queries
+        self.features = features
+        self.num_heads, self.num_queries = num_heads, num_queries
         self.head_width = embedding_dim // num_heads
         self.scale = 1 / math.sqrt(self.head_width)
-        self.has_bias, self.bucket_rows = has_bias, bucket_rows
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device))
 
-        queries = num_queries * embedding_dim
+        num_features, queries = len(features), num_queries * embedding_dim
+        target_width = features[0].target_width(embedding_dim)
+        sequence_width = features[0].sequence_width(embedding_dim)
+        bucket_rows = sum(feature.bucket_rows for feature in features)
         self.query_weight = parameter(num_features, queries, target_width)
         self.query_bias = parameter(num_features, queries)
         self.key_weight = parameter(num_features, embedding_dim, sequence_width)
         self.value_weight = parameter(num_features, embedding_dim, sequence_width)
         self.output_weight = parameter(num_features, embedding_dim, queries)
         self.output_bias = parameter(num_features, embedding_dim)
-        self.register_parameter("bucket_bias", parameter(sum(bucket_rows), num_heads) if any(bucket_rows) else None)
+        self.register_parameter("bucket_bias", parameter(bucket_rows, num_heads) if bucket_rows else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -104,7 +99,7 @@ class StackedTargetAttention(nn.Module):
                 bias=self._score_bias(f, inputs[f]),
                 scale=self.scale,
             )
-            for f in range(self.num_features)
+            for f in range(len(self.features))
         ]
         attended = torch.stack(attended).to(self.value_weight.dtype)  # [F, B, T, H, D_x]
         heads = torch.einsum("fbthx,fhdx->fbthd", attended, self._by_head(self.value_weight))
@@ -126,7 +121,7 @@ class StackedTargetAttention(nn.Module):
 
     def _queries(self, inputs: list[FeatureInputs]) -> Tensor:
         """Queries on the history's side of the key projection, q' [F, B, T, H, D_x]."""
-        target = torch.stack([inputs[f].target for f in range(self.num_features)]).to(self.query_weight.dtype)
+        target = torch.stack([inputs[f].target for f in range(len(self.features))]).to(self.query_weight.dtype)
         query = torch.baddbmm(self.query_bias.unsqueeze(1), target, self.query_weight.transpose(1, 2))
         query = query.unflatten(2, (self.num_queries, self.num_heads, self.head_width))
         return torch.einsum("fbthd,fhdx->fbthx", query, self._by_head(self.key_weight))
@@ -137,10 +132,11 @@ class StackedTargetAttention(nn.Module):
 
     def _score_bias(self, f: int, inputs: FeatureInputs) -> Tensor | None:
         """Score bias [S, H] of feature f in the dtype of its history."""
-        if not self.has_bias[f]:
+        feature = self.features[f]
+        if feature.bias is None:
             return None
-        if self.bucket_rows[f]:
-            first_row = sum(self.bucket_rows[:f])
+        if feature.bucket_rows:
+            first_row = sum(above.bucket_rows for above in self.features[:f])
             bias = nn.functional.embedding(inputs.bias + first_row, self.bucket_bias)
         else:
             bias = inputs.bias.unsqueeze(1).expand(-1, self.num_heads)
