@@ -1,6 +1,6 @@
 """PyTorch, fbgemm and TorchRec are built for one another: a wrong pair ends in an undefined symbol inside an import.
 
-``check()`` runs before the first import of TorchRec and says in one line what to install instead.
+Importing this module, before the first import of TorchRec, says in one line what to install instead.
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -42,3 +42,6 @@ def check() -> None:
             f"torch {version('torch')} needs torchrec {want_torchrec}, found {_minor('torchrec') or 'none'}: "
             f"pip install --no-deps torchrec=={want_torchrec}.0"
         )
+
+
+check()

@@ -30,18 +30,16 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _query_rows(sample, group, tile, queries, GROUPS: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Rows of the flattened [B · T · H] that meet a key head, their head, and which of them exist."""
-    at = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    head = group * HEADS + at % HEADS
-    return (sample * queries + at // HEADS * HEADS) * GROUPS + head, head, at < queries
+def _query_rows(sample, at, group, queries, GROUPS: tl.constexpr, HEADS: tl.constexpr):
+    """Where the queries ``at`` that meet a key head lie in the flattened [B · T · H]."""
+    return (sample * queries + at // HEADS * HEADS) * GROUPS + group * HEADS + at % HEADS
 
 
 @triton.jit
-def _load_bias(bias_ptr, rows, row_mask, heads, GROUPS: tl.constexpr, HEADS: tl.constexpr):
+def _load_bias(bias_ptr, rows, row_mask, at, group, GROUPS: tl.constexpr, HEADS: tl.constexpr):
     """[N, M]."""
-    at = rows[:, None] * (GROUPS * HEADS) + heads[None, :]
-    return tl.load(bias_ptr + at, mask=row_mask[:, None] & (heads >= 0)[None, :], other=0.0).to(tl.float32)
+    where = rows[:, None] * (GROUPS * HEADS) + (group * HEADS + at % HEADS)[None, :]
+    return tl.load(bias_ptr + where, mask=row_mask[:, None], other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -89,6 +87,8 @@ def _fwd_kernel(
     group = tl.program_id(2)
     start = program.to(tl.int64) * chunk
     end = start + chunk
+    at = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    q_mask = at < queries
     cols_d = tl.arange(0, BLOCK_D)
     cols_e = tl.arange(0, BLOCK_E)
     sample = find_sample(offsets_ptr, batch, start, 1, WEIGHT)
@@ -99,7 +99,7 @@ def _fwd_kernel(
         first = low + tl.maximum(start - place, 0)
         last = tl.minimum(high, low + end - place)
         if (first < last) | ((first == low) & (high == low)):
-            q_rows, heads, q_mask = _query_rows(sample, group, tile, queries, GROUPS, HEADS, BLOCK_M)
+            q_rows = _query_rows(sample, at, group, queries, GROUPS, HEADS)
             q = load_tile(q_ptr, q_rows, q_mask, D, cols_d, D)
             top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
             total = tl.zeros((BLOCK_M,), tl.float32)
@@ -110,7 +110,7 @@ def _fwd_kernel(
                 k = load_tile(k_ptr + group * D, rows, mask, GROUPS * D, cols_d, D)
                 s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
                 if HAS_BIAS:
-                    s += tl.trans(_load_bias(bias_ptr, rows, mask, heads, GROUPS, HEADS))
+                    s += tl.trans(_load_bias(bias_ptr, rows, mask, at, group, GROUPS, HEADS))
                 s = tl.where(mask[None, :], s, -float("inf"))
                 new_top = tl.maximum(top, tl.max(s, 1))
                 base = tl.where(new_top == -float("inf"), 0.0, new_top)
@@ -129,7 +129,7 @@ def _fwd_kernel(
                 store_tile(out_ptr, acc, q_rows, q_mask, E, cols_e, E)
                 tl.store(lse_ptr + q_rows, lse, mask=q_mask)
             else:
-                slot_rows, _, _ = _query_rows(_slot(program, low, first), group, tile, queries, GROUPS, HEADS, BLOCK_M)
+                slot_rows = _query_rows(_slot(program, low, first), at, group, queries, GROUPS, HEADS)
                 store_tile(part_ptr, acc, slot_rows, q_mask, E, cols_e, E)
                 tl.store(part_lse_ptr + slot_rows, lse, mask=q_mask)
         sample += 1
@@ -160,14 +160,16 @@ def _fwd_merge_kernel(
     last = (low + sample * WEIGHT + length - 1) // chunk
     if (length == 0) | (first == last):
         return
+    at = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    q_mask = at < queries
     cols = tl.arange(0, BLOCK_E)
-    q_rows, _, q_mask = _query_rows(sample, group, tile, queries, GROUPS, HEADS, BLOCK_M)
+    q_rows = _query_rows(sample, at, group, queries, GROUPS, HEADS)
     top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
     for share in range(first, last + 1):
         slot = 2 * share + tl.where(share == first, 1, 0)
-        rows, _, _ = _query_rows(slot, group, tile, queries, GROUPS, HEADS, BLOCK_M)
+        rows = _query_rows(slot, at, group, queries, GROUPS, HEADS)
         lse = tl.load(part_lse_ptr + rows, mask=q_mask, other=-float("inf"))
         part = load_tile(part_ptr, rows, q_mask, E, cols, E)
         new_top = tl.maximum(top, lse)
@@ -240,6 +242,8 @@ def _bwd_kernel(
     group = tl.program_id(1)
     start = program.to(tl.int64) * chunk
     end = start + chunk
+    at = tl.arange(0, BLOCK_M)
+    q_mask = at < queries
     cols_d = tl.arange(0, BLOCK_D)
     cols_e = tl.arange(0, BLOCK_E)
     cols_h = tl.arange(0, BLOCK_H)
@@ -251,7 +255,7 @@ def _bwd_kernel(
         first = low + tl.maximum(start - place, 0)
         last = tl.minimum(high, low + end - place)
         if (first < last) | ((first == low) & (high == low)):
-            q_rows, heads, q_mask = _query_rows(sample, group, 0, queries, GROUPS, HEADS, BLOCK_M)
+            q_rows = _query_rows(sample, at, group, queries, GROUPS, HEADS)
             q, grad, lse, delta = _load_queries(q_ptr, grad_ptr, out_ptr, lse_ptr, q_rows, q_mask, cols_d, cols_e, D, E)
             dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
             for n in range(first, last, BLOCK_N):
@@ -267,13 +271,15 @@ def _bwd_kernel(
                 dbias = tl.zeros((BLOCK_N, BLOCK_H), tl.float32)
                 for tile in range(0, 1 if ONE_TILE else tl.cdiv(queries, BLOCK_M)):
                     if not ONE_TILE:
-                        q_rows, heads, q_mask = _query_rows(sample, group, tile, queries, GROUPS, HEADS, BLOCK_M)
+                        at = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+                        q_mask = at < queries
+                        q_rows = _query_rows(sample, at, group, queries, GROUPS, HEADS)
                         q, grad, lse, delta = _load_queries(
                             q_ptr, grad_ptr, out_ptr, lse_ptr, q_rows, q_mask, cols_d, cols_e, D, E
                         )
                     bias = 0.0
                     if HAS_BIAS:
-                        bias = _load_bias(bias_ptr, rows, mask, heads, GROUPS, HEADS)
+                        bias = _load_bias(bias_ptr, rows, mask, at, group, GROUPS, HEADS)
                     p, ds = _weights(q, grad, lse, delta, k, v, bias, mask, scale, PRECISION)
                     dk = tl.dot((ds * scale).to(q.dtype), q, dk, input_precision=PRECISION)
                     if SHARED:
@@ -281,7 +287,7 @@ def _bwd_kernel(
                     else:
                         dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
                     if HAS_BIAS:
-                        own = (heads[:, None] == group * HEADS + cols_h[None, :]) & q_mask[:, None]
+                        own = ((at % HEADS)[:, None] == cols_h[None, :]) & q_mask[:, None]
                         dbias = tl.dot(ds, own.to(tl.float32), dbias, input_precision="ieee")
                     if ONE_TILE:
                         dq = tl.dot(tl.trans(ds * scale).to(k.dtype), k, dq, input_precision=PRECISION)
@@ -295,7 +301,7 @@ def _bwd_kernel(
                     store_tile(dq_ptr, dq, q_rows, q_mask, D, cols_d, D)
                 else:
                     slot = _slot(program, low, first)
-                    slot_rows, _, _ = _query_rows(slot, group, 0, queries, GROUPS, HEADS, BLOCK_M)
+                    slot_rows = _query_rows(slot, at, group, queries, GROUPS, HEADS)
                     store_tile(part_ptr, dq, slot_rows, q_mask, D, cols_d, D)
         sample += 1
         low = high
@@ -335,6 +341,8 @@ def _dquery_kernel(
     group = tl.program_id(2)
     start = program.to(tl.int64) * chunk
     end = start + chunk
+    at = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    q_mask = at < queries
     cols_d = tl.arange(0, BLOCK_D)
     cols_e = tl.arange(0, BLOCK_E)
     sample = find_sample(offsets_ptr, batch, start, 1, WEIGHT)
@@ -345,7 +353,7 @@ def _dquery_kernel(
         first = low + tl.maximum(start - place, 0)
         last = tl.minimum(high, low + end - place)
         if (first < last) | ((first == low) & (high == low)):
-            q_rows, heads, q_mask = _query_rows(sample, group, tile, queries, GROUPS, HEADS, BLOCK_M)
+            q_rows = _query_rows(sample, at, group, queries, GROUPS, HEADS)
             q, grad, lse, delta = _load_queries(q_ptr, grad_ptr, out_ptr, lse_ptr, q_rows, q_mask, cols_d, cols_e, D, E)
             dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
             for n in range(first, last, BLOCK_N):
@@ -358,13 +366,13 @@ def _dquery_kernel(
                     v = load_tile(v_ptr + group * E, rows, mask, GROUPS * E, cols_e, E)
                 bias = 0.0
                 if HAS_BIAS:
-                    bias = _load_bias(bias_ptr, rows, mask, heads, GROUPS, HEADS)
+                    bias = _load_bias(bias_ptr, rows, mask, at, group, GROUPS, HEADS)
                 _, ds = _weights(q, grad, lse, delta, k, v, bias, mask, scale, PRECISION)
                 dq = tl.dot(tl.trans(ds * scale).to(k.dtype), k, dq, input_precision=PRECISION)
             if (first == low) & (last == high):
                 store_tile(dq_ptr, dq, q_rows, q_mask, D, cols_d, D)
             else:
-                slot_rows, _, _ = _query_rows(_slot(program, low, first), group, tile, queries, GROUPS, HEADS, BLOCK_M)
+                slot_rows = _query_rows(_slot(program, low, first), at, group, queries, GROUPS, HEADS)
                 store_tile(part_ptr, dq, slot_rows, q_mask, D, cols_d, D)
         sample += 1
         low = high
@@ -392,12 +400,14 @@ def _dquery_merge_kernel(
     last = (low + sample * WEIGHT + length - 1) // chunk
     if (length == 0) | (first == last):
         return
+    at = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    q_mask = at < queries
     cols = tl.arange(0, BLOCK_D)
-    q_rows, _, q_mask = _query_rows(sample, group, tile, queries, GROUPS, HEADS, BLOCK_M)
+    q_rows = _query_rows(sample, at, group, queries, GROUPS, HEADS)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for share in range(first, last + 1):
         slot = 2 * share + tl.where(share == first, 1, 0)
-        rows, _, _ = _query_rows(slot, group, tile, queries, GROUPS, HEADS, BLOCK_M)
+        rows = _query_rows(slot, at, group, queries, GROUPS, HEADS)
         acc += load_tile(part_ptr, rows, q_mask, D, cols, D)
     store_tile(dq_ptr, acc, q_rows, q_mask, D, cols, D)
 

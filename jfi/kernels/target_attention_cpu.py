@@ -78,6 +78,7 @@ class _Problem:
         return scores
 
 
+@torch.autocast("cpu", enabled=False)  # the dtypes are decided here
 def forward(
     query: Tensor, key: Tensor, value: Tensor | None, offsets: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -101,6 +102,7 @@ def forward(
     return problem.ungrouped(out), problem.ungrouped(lse)[..., 0]
 
 
+@torch.autocast("cpu", enabled=False)
 def backward(
     grad: Tensor,
     query: Tensor,

@@ -99,9 +99,12 @@ def check_impl(impl: str, like: Tensor) -> str:
     return impl
 
 
-def check_pair_array(a: Tensor, x_offsets: Tensor, y_offsets: Tensor) -> None:
-    """a holds Σ L·M elements, where offsets may be read."""
-    if torch.compiler.is_compiling() or not (a.device.type == "cpu" or _validate_on_gpu):
-        return
-    count = int((x_offsets.diff().long() * y_offsets.diff()).sum())
-    check_size("a", a.shape[0], count, "Σ L·M elements")
+def check_pairs(name: str, count: int, x_offsets: Tensor, y_offsets: Tensor) -> None:
+    """There are Σ L·M pairs, where offsets may be read."""
+    if not torch.compiler.is_compiling() and (x_offsets.device.type == "cpu" or _validate_on_gpu):
+        check_size(name, count, count_pairs(x_offsets, y_offsets), "Σ L·M")
+
+
+def count_pairs(x_offsets: Tensor, y_offsets: Tensor) -> int:
+    """Σ L·M, read on the host."""
+    return int((x_offsets.diff().long() * y_offsets.diff()).sum())

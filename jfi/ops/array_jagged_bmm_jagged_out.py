@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from jfi import reference
-from jfi.ops._checks import check_dim, check_floating, check_impl, check_offsets, check_pair_array
+from jfi.ops._checks import check_dim, check_floating, check_impl, check_offsets, check_pairs
 
 
 @torch.library.custom_op("jfi::array_jagged_bmm_jagged_out", mutates_args=())
@@ -84,7 +84,7 @@ def array_jagged_bmm_jagged_out(
         out_rows = int(x_offsets[-1])
     check_offsets("x_offsets", x_offsets, out_rows, "the output", y)
     check_offsets("y_offsets", y_offsets, y.shape[0], "y", y, x_offsets.shape[0] - 1)
-    check_pair_array(a, x_offsets, y_offsets)
+    check_pairs("a", a.shape[0], x_offsets, y_offsets)
     if check_impl(impl, y) == "torch":
         return reference.array_jagged_bmm_jagged_out(a, y, x_offsets, y_offsets, out_rows)
     return _array_jagged_bmm_jagged_out(a, y, x_offsets.contiguous(), y_offsets.contiguous(), out_rows, False)

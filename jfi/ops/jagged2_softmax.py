@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from jfi import reference
-from jfi.ops._checks import check_dim, check_floating, check_impl, check_offsets, check_pair_array
+from jfi.ops._checks import check_dim, check_floating, check_impl, check_offsets, check_pairs
 
 
 @torch.library.custom_op("jfi::jagged2_softmax_fwd", mutates_args=())
@@ -65,7 +65,7 @@ def jagged2_softmax(a: Tensor, x_offsets: Tensor, y_offsets: Tensor | None = Non
     check_dim("a", a, "[Σ L·M]")
     check_offsets("x_offsets", x_offsets, None, "", a)
     check_offsets("y_offsets", y_offsets, None, "", a, x_offsets.shape[0] - 1)
-    check_pair_array(a, x_offsets, y_offsets)
+    check_pairs("a", a.shape[0], x_offsets, y_offsets)
     if check_impl(impl, a) == "torch":
         return reference.jagged2_softmax(a, x_offsets, y_offsets)
     return _forward(a, x_offsets.contiguous(), y_offsets.contiguous())

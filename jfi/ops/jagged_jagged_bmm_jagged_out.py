@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from jfi import reference
-from jfi.ops._checks import check_dim, check_floating, check_impl, check_offsets, check_size
+from jfi.ops._checks import check_dim, check_floating, check_impl, check_offsets, check_pairs, check_size, count_pairs
 
 
 @torch.library.custom_op("jfi::jagged_jagged_bmm_jagged_out", mutates_args=())
@@ -77,7 +77,9 @@ def jagged_jagged_bmm_jagged_out(
     check_offsets("x_offsets", x_offsets, x.shape[0], "x", x)
     check_offsets("y_offsets", y_offsets, y.shape[0], "y", x, x_offsets.shape[0] - 1)
     if out_size is None:
-        out_size = int((x_offsets.diff().long() * y_offsets.diff()).sum())
+        out_size = count_pairs(x_offsets, y_offsets)
+    else:
+        check_pairs("out_size", out_size, x_offsets, y_offsets)
     if check_impl(impl, x) == "torch":
         return reference.jagged_jagged_bmm_jagged_out(x, y, x_offsets, y_offsets, out_size)
     return _jagged_jagged_bmm_jagged_out(x, y, x_offsets.contiguous(), y_offsets.contiguous(), out_size)

@@ -1,0 +1,204 @@
+"""What every operator promises beside its numbers: schemas, one graph for all sizes, no synchronisation, errors."""
+
+import pytest
+import torch
+from ops.ragged import offsets_of
+
+import jfi.ops as ops
+
+X, Y = [0, 3, 1, 20], [2, 0, 5, 7]
+
+
+def calls(device: torch.device, impl: str, factor: int = 1) -> dict:
+    """name -> (function, inputs) of every operator; factor makes another S, B and longest length."""
+    x_lengths, y_lengths = X * factor, Y * factor
+    x_lengths[-1] *= factor
+    x_offsets, y_offsets = offsets_of(x_lengths, device), offsets_of(y_lengths, device)
+    s, r, b = sum(x_lengths), sum(y_lengths), len(x_lengths)
+    pairs = sum(n * m for n, m in zip(x_lengths, y_lengths, strict=True))
+
+    def random(*shape: int):
+        return torch.randn(shape, device=device, requires_grad=True)
+
+    def call(name):
+        return lambda *inputs: getattr(ops, name)(*inputs, impl=impl)
+
+    return {
+        "jagged_dense_bmm": (call("jagged_dense_bmm"), (random(s, 16), x_offsets, random(b, 16, 4))),
+        "jagged_jagged_bmm": (call("jagged_jagged_bmm"), (random(s, 16), random(s, 4), x_offsets)),
+        "jagged_softmax": (call("jagged_softmax"), (random(s, 4), x_offsets)),
+        "jagged_jagged_bmm_jagged_out": (
+            lambda *inputs: ops.jagged_jagged_bmm_jagged_out(*inputs[:4], out_size=inputs[4], impl=impl),
+            (random(s, 16), random(r, 16), x_offsets, y_offsets, pairs),
+        ),
+        "jagged2_softmax": (call("jagged2_softmax"), (random(pairs), x_offsets, y_offsets)),
+        "array_jagged_bmm_jagged_out": (
+            lambda *inputs: ops.array_jagged_bmm_jagged_out(*inputs[:4], out_rows=inputs[4], impl=impl),
+            (random(pairs), random(r, 16), x_offsets, y_offsets, s),
+        ),
+        "target_attention": (
+            lambda *inputs: ops.target_attention(*inputs[:4], bias=inputs[4], impl=impl),
+            (random(b, 2, 4, 16), random(s, 2, 16), random(s, 2, 10), x_offsets, random(s, 4)),
+        ),
+    }
+
+
+NAMES = list(calls(torch.device("cpu"), "torch"))
+SCHEMAS = {
+    "jagged_dense_bmm": [(torch.ops.jfi.jagged_dense_bmm, lambda x, o, d: (x, o, d, False))],
+    "jagged_jagged_bmm": [(torch.ops.jfi.jagged_jagged_bmm, lambda *i: i)],
+    "jagged_softmax": [
+        (torch.ops.jfi.jagged_softmax_fwd, lambda x, o: (x, o)),
+        (torch.ops.jfi.jagged_softmax_bwd, lambda x, o: (x.detach(), x.detach(), o)),
+    ],
+    "jagged_jagged_bmm_jagged_out": [(torch.ops.jfi.jagged_jagged_bmm_jagged_out, lambda *i: i)],
+    "jagged2_softmax": [
+        (torch.ops.jfi.jagged2_softmax_fwd, lambda *i: i),
+        (torch.ops.jfi.jagged2_softmax_bwd, lambda a, *o: (a.detach(), a.detach(), *o)),
+    ],
+    "array_jagged_bmm_jagged_out": [(torch.ops.jfi.array_jagged_bmm_jagged_out, lambda *i: (*i, False))],
+    "target_attention": [
+        (torch.ops.jfi.target_attention_fwd, lambda q, k, v, o, b: (q, k, v, o, b, 0.3, "triton")),
+        (torch.ops.jfi.target_attention_fwd, lambda q, k, v, o, b: (q, k, None, o, None, 0.3, "triton")),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck(name, device):
+    _, inputs = calls(device, "triton")[name]
+    for op, arguments in SCHEMAS[name]:
+        torch.library.opcheck(op.default, arguments(*inputs))
+
+
+def test_opcheck_on_the_processors_path():
+    q, k, v, offsets, bias = calls(torch.device("cpu"), "torch")["target_attention"][1]
+    torch.library.opcheck(torch.ops.jfi.target_attention_fwd.default, (q, k, v, offsets, bias, 0.3, "torch"))
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("name", NAMES)
+def test_one_graph_for_all_sizes(name, impl, device):
+    torch._dynamo.reset()
+    backend = "inductor" if device.type == "cuda" else "aot_eager"
+    function, _ = calls(device, impl)[name]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
+        for factor in (2, 3, 5):
+            _, inputs = calls(device, impl, factor)[name]
+            leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+            got, expected = compiled(*inputs), function(*inputs)
+            torch.testing.assert_close(got, expected)
+            for a, b in zip(
+                torch.autograd.grad(got.sum(), leaves), torch.autograd.grad(expected.sum(), leaves), strict=True
+            ):
+                torch.testing.assert_close(a, b)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a processor has nothing to synchronise with")
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("name", NAMES)
+def test_no_synchronisation(name, impl, device):
+    function, inputs = calls(device, impl)[name]
+    leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+    torch.autograd.grad(function(*inputs).sum(), leaves)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.autograd.grad(function(*inputs).sum(), leaves)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def good() -> dict:
+    return {
+        "query": torch.randn(2, 1, 4, 8),
+        "key": torch.randn(5, 2, 8),
+        "value": torch.randn(5, 2, 3),
+        "offsets": torch.tensor([0, 2, 5]),
+        "bias": torch.randn(5, 4),
+    }
+
+
+BAD = {
+    "query of 3 dimensions": (
+        {"query": torch.randn(2, 4, 8)},
+        ValueError,
+        r"query must be \[B, T, H, D\], got .*\[2, 4, 8\]",
+    ),
+    "width": ({"key": torch.randn(5, 2, 7)}, ValueError, "key must have D = 8, got 7"),
+    "heads": (
+        {"key": torch.randn(5, 3, 8)},
+        ValueError,
+        "key must have G heads that divide the query's H = 4, got G = 3",
+    ),
+    "value rows": ({"value": torch.randn(4, 2, 3)}, ValueError, "value must have S = 5, got 4"),
+    "value heads": ({"value": torch.randn(5, 1, 3)}, ValueError, "value must have G = 2, got 1"),
+    "bias heads": ({"bias": torch.randn(5, 2)}, ValueError, "bias must have H = 4, got 2"),
+    "no width": ({"query": torch.randn(2, 1, 4, 0)}, ValueError, "query must be .* with no width of 0"),
+    "dtype": (
+        {"key": torch.randn(5, 2, 8).half()},
+        TypeError,
+        "key must have the dtype of query, torch.float32, got torch.float16",
+    ),
+    "integers": (
+        {"query": torch.ones(2, 1, 4, 8, dtype=torch.int64)},
+        TypeError,
+        "query must be float32, .*, got torch.int64",
+    ),
+    "no tensor": ({"bias": 3.0}, TypeError, "bias must be a Tensor, got float"),
+    "offsets dtype": (
+        {"offsets": torch.tensor([0.0, 2, 5])},
+        TypeError,
+        "offsets must be int32 or int64, got torch.float32",
+    ),
+    "offsets size": ({"offsets": torch.tensor([0, 5])}, ValueError, r"offsets must have B\+1 = 3 entries, got 2"),
+    "offsets start": ({"offsets": torch.tensor([1, 2, 5])}, ValueError, "offsets must start at 0, got 1"),
+    "offsets end": ({"offsets": torch.tensor([0, 2, 4])}, ValueError, "offsets must end at 5, the rows of key, got 4"),
+    "offsets order": (
+        {"offsets": torch.tensor([0, 6, 5])},
+        ValueError,
+        "offsets must not decrease, got 6 then 5 at entry 2",
+    ),
+    "impl": ({"impl": "cuda"}, ValueError, "impl must be one of 'auto', 'triton', 'torch', got 'cuda'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_wrong_argument_is_named(case):
+    change, error, message = BAD[case]
+    arguments = good() | change
+    positional = [arguments.pop(name) for name in ("query", "key", "value", "offsets")]
+    with pytest.raises(error, match=message):
+        ops.target_attention(*positional, **arguments)
+
+
+def test_the_other_operators_name_wrong_arguments_too():
+    x, offsets = torch.randn(5, 4), torch.tensor([0, 2, 5])
+    with pytest.raises(ValueError, match="dense must have D = 4, got 3"):
+        ops.jagged_dense_bmm(x, offsets, torch.randn(2, 3, 2))
+    with pytest.raises(ValueError, match="y must have S = 5, got 4"):
+        ops.jagged_jagged_bmm(x, torch.randn(4, 2), offsets)
+    with pytest.raises(ValueError, match="offsets must end at 5"):
+        ops.jagged_softmax(x, torch.tensor([0, 2]))
+    with pytest.raises(ValueError, match="out_size must have Σ L·M = 13, got 12"):
+        ops.jagged_jagged_bmm_jagged_out(x, x, offsets, out_size=12)
+    with pytest.raises(ValueError, match="a must have Σ L·M = 13, got 12"):
+        ops.jagged2_softmax(torch.randn(12), offsets)
+    with pytest.raises(ValueError, match="y_offsets must have B\\+1 = 3 entries, got 2"):
+        ops.array_jagged_bmm_jagged_out(torch.randn(13), x, offsets, torch.tensor([0, 5]))
+    with pytest.raises(TypeError, match="impl='triton' takes float32, bfloat16 or float16"):
+        ops.jagged_softmax(x.double(), offsets, impl="triton")
+    with pytest.raises(ValueError, match="window must have a left of None or at least 0, got -1"):
+        ops.jagged_attention(x[:, None], x[:, None], None, offsets, offsets, window=(-1, None))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CPU offsets are always checked")
+def test_validate_checks_offsets_on_a_gpu(device):
+    x, wrong = torch.randn(5, 4, device=device), torch.tensor([0, 2, 4], device=device)
+    ops.jagged_softmax(x, wrong)
+    ops.validate(True)
+    try:
+        with pytest.raises(ValueError, match="offsets must end at 5"):
+            ops.jagged_softmax(x, wrong)
+    finally:
+        ops.validate(False)
