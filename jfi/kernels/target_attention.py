@@ -8,22 +8,26 @@ whose rows lie in several shares leaves one partial result in each, which a seco
     O = Σ_i exp(L_i - L) O_i        L = log Σ_i exp(L_i)        dq = Σ_i dq_i
 
 A share begins inside at most one sample and ends inside at most one: slot 2p holds the first, slot 2p + 1 the second.
-T · H / G query rows that meet the same key head are one tile of a matrix product; more than BLOCK_M of them are several
-tiles, and then dq is swept for by itself, since it no longer fits beside the gradient of the history.
+
+Scores are kept [N, M], history rows by query rows: so the rows, which are many, are what the matrix units want most of,
+64 at a time, and K and V go to them out of shared memory as they lie.  T · H / G query rows that meet the same key head
+are one tile; more than BLOCK_M of them are several, and then dq is swept for by itself, since it no longer fits beside
+the gradient of the history.
 """
+
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from jfi.kernels.tiles import block, find_sample, load_tile, precision, store_tile
+from jfi.kernels.tiles import block, find_sample, load_tile, precision, store_tile, widen
 
 #: What a sample costs beside its rows, in rows.
 WEIGHT = tl.constexpr(64)
-#: Shares are this long at least, and about SHARES of them are dealt out.
+#: Shares are this long at least.
 LEAST_CHUNK = 256
-SHARES = 1056
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -36,23 +40,37 @@ def _query_rows(sample, at, group, queries, GROUPS: tl.constexpr, HEADS: tl.cons
 
 
 @triton.jit
-def _load_bias(bias_ptr, rows, row_mask, at, group, GROUPS: tl.constexpr, HEADS: tl.constexpr):
-    """[N, M]."""
-    where = rows[:, None] * (GROUPS * HEADS) + (group * HEADS + at % HEADS)[None, :]
-    return tl.load(bias_ptr + where, mask=row_mask[:, None], other=0.0).to(tl.float32)
+def _load_rows(
+    ptr, first, mask, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """[N, D] of packed rows from ``first`` on: one 64-bit base, and offsets that no step of a loop computes anew."""
+    at = tl.arange(0, BLOCK_N)[:, None] * STRIDE + tl.arange(0, BLOCK_D)[None, :]
+    keep = mask[:, None] & (tl.arange(0, BLOCK_D) < WIDTH)[None, :] if BLOCK_D > WIDTH else mask[:, None]
+    return widen(tl.load(ptr + first * STRIDE + at, mask=keep, other=0.0))
 
 
 @triton.jit
-def _slot(program, low, first):
-    """Where a partial result goes: a sample that began in an earlier share comes first."""
-    return 2 * program + (first == low).to(tl.int32)
+def _store_rows(
+    ptr, x, first, mask, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    at = tl.arange(0, BLOCK_N)[:, None] * STRIDE + tl.arange(0, BLOCK_D)[None, :]
+    keep = mask[:, None] & (tl.arange(0, BLOCK_D) < WIDTH)[None, :] if BLOCK_D > WIDTH else mask[:, None]
+    tl.store(ptr + first * STRIDE + at, x.to(ptr.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def _load_bias(bias_ptr, first, mask, at, group, GROUPS: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[N, M]: each row's bias for each query's head."""
+    where = tl.arange(0, BLOCK_N)[:, None] * (GROUPS * HEADS) + (group * HEADS + at % HEADS)[None, :]
+    return tl.load(bias_ptr + first * (GROUPS * HEADS) + where, mask=mask[:, None], other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _finish(acc, total, top):
-    """The output and the log-sum-exp, from sums relative to top."""
+    """The output [E, M] and the log-sum-exp [M], from sums relative to top."""
     total_or_one = tl.where(total == 0.0, 1.0, total)
-    return acc / total_or_one[:, None], tl.where(total == 0.0, -float("inf"), top + tl.log2(total_or_one) * LN2)
+    lse = tl.where(total == 0.0, -float("inf"), top + tl.log2(total_or_one) * LN2)
+    return acc * (1.0 / total_or_one)[None, :], lse
 
 
 @triton.jit(do_not_specialize=["batch", "queries", "chunk"])
@@ -66,6 +84,7 @@ def _fwd_kernel(
     lse_ptr,
     part_ptr,
     part_lse_ptr,
+    split_ptr,
     batch,
     queries,
     chunk,
@@ -82,63 +101,79 @@ def _fwd_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    program = tl.program_id(1)
-    tile = tl.program_id(0)
-    group = tl.program_id(2)
+    tile, program, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = program.to(tl.int64) * chunk
     end = start + chunk
     at = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     q_mask = at < queries
     cols_d = tl.arange(0, BLOCK_D)
     cols_e = tl.arange(0, BLOCK_E)
+    split = tl.full((), -1, tl.int64)
     sample = find_sample(offsets_ptr, batch, start, 1, WEIGHT)
     low = tl.load(offsets_ptr + sample).to(tl.int64)
+    high = tl.load(offsets_ptr + sample + 1).to(tl.int64)
     while (sample < batch) & (low + sample * WEIGHT < end):
-        high = tl.load(offsets_ptr + sample + 1).to(tl.int64)
+        # The next sample's end is asked for now and needed after this sample's rows.
+        next_high = tl.load(offsets_ptr + sample + 2, mask=sample + 1 < batch, other=0).to(tl.int64)
         place = low + sample * WEIGHT
         first = low + tl.maximum(start - place, 0)
         last = tl.minimum(high, low + end - place)
         if (first < last) | ((first == low) & (high == low)):
             q_rows = _query_rows(sample, at, group, queries, GROUPS, HEADS)
-            q = load_tile(q_ptr, q_rows, q_mask, D, cols_d, D)
+            q = tl.trans(load_tile(q_ptr, q_rows, q_mask, D, cols_d, D))
             top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-            total = tl.zeros((BLOCK_M,), tl.float32)
-            acc = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
+            total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            acc = tl.zeros((BLOCK_E, BLOCK_M), tl.float32)
             for n in range(first, last, BLOCK_N):
-                rows = n + tl.arange(0, BLOCK_N)
-                mask = rows < last
-                k = load_tile(k_ptr + group * D, rows, mask, GROUPS * D, cols_d, D)
-                s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+                mask = tl.arange(0, BLOCK_N) < (last - n).to(tl.int32)
+                k = _load_rows(k_ptr + group * D, n, mask, GROUPS * D, D, BLOCK_N, BLOCK_D)
+                s = tl.dot(k, q, input_precision=PRECISION) * scale
                 if HAS_BIAS:
-                    s += tl.trans(_load_bias(bias_ptr, rows, mask, at, group, GROUPS, HEADS))
-                s = tl.where(mask[None, :], s, -float("inf"))
-                new_top = tl.maximum(top, tl.max(s, 1))
+                    s += _load_bias(bias_ptr, n, mask, at, group, GROUPS, HEADS, BLOCK_N)
+                s = tl.where(mask[:, None], s, -float("inf"))
+                new_top = tl.maximum(top, tl.max(s, 0))
                 base = tl.where(new_top == -float("inf"), 0.0, new_top)
-                p = tl.exp2((s - base[:, None]) * LOG2E)
+                p = tl.exp2((s - base[None, :]) * LOG2E)
                 shrink = tl.exp2((top - base) * LOG2E)
-                total = total * shrink + tl.sum(p, 1)
-                acc = acc * shrink[:, None]
+                total = total * shrink[None, :] + p
+                acc = acc * shrink[None, :]
                 if SHARED:
                     v = k
                 else:
-                    v = load_tile(v_ptr + group * E, rows, mask, GROUPS * E, cols_e, E)
-                acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+                    v = _load_rows(v_ptr + group * E, n, mask, GROUPS * E, E, BLOCK_N, BLOCK_E)
+                acc = tl.dot(tl.trans(v), p.to(v.dtype), acc, input_precision=PRECISION)
                 top = new_top
-            acc, lse = _finish(acc, total, top)
+            acc, lse = _finish(acc, tl.sum(total, 0), top)
             if (first == low) & (last == high):
-                store_tile(out_ptr, acc, q_rows, q_mask, E, cols_e, E)
+                store_tile(out_ptr, tl.trans(acc), q_rows, q_mask, E, cols_e, E)
                 tl.store(lse_ptr + q_rows, lse, mask=q_mask)
             else:
-                slot_rows = _query_rows(_slot(program, low, first), at, group, queries, GROUPS, HEADS)
-                store_tile(part_ptr, acc, slot_rows, q_mask, E, cols_e, E)
+                slot = 2 * program + (first == low).to(tl.int32)
+                slot_rows = _query_rows(slot, at, group, queries, GROUPS, HEADS)
+                store_tile(part_ptr, tl.trans(acc), slot_rows, q_mask, E, cols_e, E)
                 tl.store(part_lse_ptr + slot_rows, lse, mask=q_mask)
+                split = tl.where(first == low, sample, split)
         sample += 1
         low = high
+        high = next_high
+    tl.store(split_ptr + program, split)
+
+
+@triton.jit
+def _split_sample(offsets_ptr, split_ptr, chunk):
+    """The sample whose rows begin in this program's share and end in a later one, or -1; and that later share."""
+    program = tl.program_id(0).to(tl.int64)
+    sample = tl.load(split_ptr + program)
+    last = program
+    if sample >= 0:
+        last = (tl.load(offsets_ptr + sample + 1).to(tl.int64) + sample * WEIGHT - 1) // chunk
+    return sample, last
 
 
 @triton.jit(do_not_specialize=["queries", "chunk"])
 def _fwd_merge_kernel(
     offsets_ptr,
+    split_ptr,
     part_ptr,
     part_lse_ptr,
     out_ptr,
@@ -151,25 +186,18 @@ def _fwd_merge_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    sample = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1)
-    group = tl.program_id(2)
-    low = tl.load(offsets_ptr + sample).to(tl.int64)
-    length = tl.load(offsets_ptr + sample + 1).to(tl.int64) - low
-    first = (low + sample * WEIGHT) // chunk
-    last = (low + sample * WEIGHT + length - 1) // chunk
-    if (length == 0) | (first == last):
+    program, tile, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    sample, last = _split_sample(offsets_ptr, split_ptr, chunk)
+    if sample < 0:
         return
     at = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     q_mask = at < queries
     cols = tl.arange(0, BLOCK_E)
-    q_rows = _query_rows(sample, at, group, queries, GROUPS, HEADS)
     top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
-    for share in range(first, last + 1):
-        slot = 2 * share + tl.where(share == first, 1, 0)
-        rows = _query_rows(slot, at, group, queries, GROUPS, HEADS)
+    for share in range(program, last + 1):
+        rows = _query_rows(2 * share + (share == program).to(tl.int32), at, group, queries, GROUPS, HEADS)
         lse = tl.load(part_lse_ptr + rows, mask=q_mask, other=-float("inf"))
         part = load_tile(part_ptr, rows, q_mask, E, cols, E)
         new_top = tl.maximum(top, lse)
@@ -179,8 +207,9 @@ def _fwd_merge_kernel(
         acc = acc * shrink[:, None] + part * weight[:, None]
         total = total * shrink + weight
         top = new_top
-    acc, lse = _finish(acc, total, top)
-    store_tile(out_ptr, acc, q_rows, q_mask, E, cols, E)
+    acc, lse = _finish(tl.trans(acc), total, top)
+    q_rows = _query_rows(sample, at, group, queries, GROUPS, HEADS)
+    store_tile(out_ptr, tl.trans(acc), q_rows, q_mask, E, cols, E)
     tl.store(lse_ptr + q_rows, lse, mask=q_mask)
 
 
@@ -219,6 +248,7 @@ def _bwd_kernel(
     dv_ptr,
     dbias_ptr,
     part_ptr,
+    split_ptr,
     batch,
     queries,
     chunk,
@@ -229,7 +259,8 @@ def _bwd_kernel(
     E: tl.constexpr,
     SHARED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    ONE_TILE: tl.constexpr,
+    QUERY: tl.constexpr,
+    HISTORY: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -237,41 +268,42 @@ def _bwd_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """dk, dv and dbias; with all query rows in one tile dq too."""
-    program = tl.program_id(0)
-    group = tl.program_id(1)
+    """QUERY: dq.  HISTORY: dk, dv and dbias.  Both at once where all query rows are one tile; else QUERY has a program
+    for each tile, and HISTORY a loop over them inside its loop over the rows."""
+    tile, program, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = program.to(tl.int64) * chunk
     end = start + chunk
-    at = tl.arange(0, BLOCK_M)
+    at = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     q_mask = at < queries
     cols_d = tl.arange(0, BLOCK_D)
     cols_e = tl.arange(0, BLOCK_E)
     cols_h = tl.arange(0, BLOCK_H)
+    split = tl.full((), -1, tl.int64)
     sample = find_sample(offsets_ptr, batch, start, 1, WEIGHT)
     low = tl.load(offsets_ptr + sample).to(tl.int64)
+    high = tl.load(offsets_ptr + sample + 1).to(tl.int64)
     while (sample < batch) & (low + sample * WEIGHT < end):
-        high = tl.load(offsets_ptr + sample + 1).to(tl.int64)
+        next_high = tl.load(offsets_ptr + sample + 2, mask=sample + 1 < batch, other=0).to(tl.int64)
         place = low + sample * WEIGHT
         first = low + tl.maximum(start - place, 0)
         last = tl.minimum(high, low + end - place)
         if (first < last) | ((first == low) & (high == low)):
             q_rows = _query_rows(sample, at, group, queries, GROUPS, HEADS)
             q, grad, lse, delta = _load_queries(q_ptr, grad_ptr, out_ptr, lse_ptr, q_rows, q_mask, cols_d, cols_e, D, E)
-            dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+            dq = tl.zeros((BLOCK_D, BLOCK_M), tl.float32)
             for n in range(first, last, BLOCK_N):
-                rows = n + tl.arange(0, BLOCK_N)
-                mask = rows < last
-                k = load_tile(k_ptr + group * D, rows, mask, GROUPS * D, cols_d, D)
+                mask = tl.arange(0, BLOCK_N) < (last - n).to(tl.int32)
+                k = _load_rows(k_ptr + group * D, n, mask, GROUPS * D, D, BLOCK_N, BLOCK_D)
                 if SHARED:
                     v = k
                 else:
-                    v = load_tile(v_ptr + group * E, rows, mask, GROUPS * E, cols_e, E)
+                    v = _load_rows(v_ptr + group * E, n, mask, GROUPS * E, E, BLOCK_N, BLOCK_E)
                 dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
                 dv = tl.zeros((BLOCK_N, BLOCK_E), tl.float32)
                 dbias = tl.zeros((BLOCK_N, BLOCK_H), tl.float32)
-                for tile in range(0, 1 if ONE_TILE else tl.cdiv(queries, BLOCK_M)):
-                    if not ONE_TILE:
-                        at = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+                for inner in range(0, 1 if QUERY else tl.cdiv(queries, BLOCK_M)):
+                    if not QUERY:
+                        at = inner * BLOCK_M + tl.arange(0, BLOCK_M)
                         q_mask = at < queries
                         q_rows = _query_rows(sample, at, group, queries, GROUPS, HEADS)
                         q, grad, lse, delta = _load_queries(
@@ -279,108 +311,45 @@ def _bwd_kernel(
                         )
                     bias = 0.0
                     if HAS_BIAS:
-                        bias = _load_bias(bias_ptr, rows, mask, at, group, GROUPS, HEADS)
+                        bias = _load_bias(bias_ptr, n, mask, at, group, GROUPS, HEADS, BLOCK_N)
                     p, ds = _weights(q, grad, lse, delta, k, v, bias, mask, scale, PRECISION)
-                    dk = tl.dot((ds * scale).to(q.dtype), q, dk, input_precision=PRECISION)
-                    if SHARED:
-                        dk = tl.dot(p.to(grad.dtype), grad, dk, input_precision=PRECISION)
-                    else:
-                        dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
+                    scaled = (ds * scale).to(k.dtype)
+                    if HISTORY:
+                        dk = tl.dot(scaled, q, dk, input_precision=PRECISION)
+                        if SHARED:
+                            dk = tl.dot(p.to(grad.dtype), grad, dk, input_precision=PRECISION)
+                        else:
+                            dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
+                        if HAS_BIAS:
+                            own = ((at % HEADS)[:, None] == cols_h[None, :]) & q_mask[:, None]
+                            dbias = tl.dot(ds, own.to(tl.float32), dbias, input_precision="ieee")
+                    if QUERY:
+                        dq = tl.dot(tl.trans(k), scaled, dq, input_precision=PRECISION)
+                if HISTORY:
+                    _store_rows(dk_ptr + group * D, dk, n, mask, GROUPS * D, D, BLOCK_N, BLOCK_D)
+                    if not SHARED:
+                        _store_rows(dv_ptr + group * E, dv, n, mask, GROUPS * E, E, BLOCK_N, BLOCK_E)
                     if HAS_BIAS:
-                        own = ((at % HEADS)[:, None] == cols_h[None, :]) & q_mask[:, None]
-                        dbias = tl.dot(ds, own.to(tl.float32), dbias, input_precision="ieee")
-                    if ONE_TILE:
-                        dq = tl.dot(tl.trans(ds * scale).to(k.dtype), k, dq, input_precision=PRECISION)
-                store_tile(dk_ptr + group * D, dk, rows, mask, GROUPS * D, cols_d, D)
-                if not SHARED:
-                    store_tile(dv_ptr + group * E, dv, rows, mask, GROUPS * E, cols_e, E)
-                if HAS_BIAS:
-                    store_tile(dbias_ptr + group * HEADS, dbias, rows, mask, GROUPS * HEADS, cols_h, HEADS)
-            if ONE_TILE:
+                        _store_rows(dbias_ptr + group * HEADS, dbias, n, mask, GROUPS * HEADS, HEADS, BLOCK_N, BLOCK_H)
+            if QUERY:
                 if (first == low) & (last == high):
-                    store_tile(dq_ptr, dq, q_rows, q_mask, D, cols_d, D)
+                    store_tile(dq_ptr, tl.trans(dq), q_rows, q_mask, D, cols_d, D)
                 else:
-                    slot = _slot(program, low, first)
+                    slot = 2 * program + (first == low).to(tl.int32)
                     slot_rows = _query_rows(slot, at, group, queries, GROUPS, HEADS)
-                    store_tile(part_ptr, dq, slot_rows, q_mask, D, cols_d, D)
+                    store_tile(part_ptr, tl.trans(dq), slot_rows, q_mask, D, cols_d, D)
+                    split = tl.where(first == low, sample, split)
         sample += 1
         low = high
-
-
-@triton.jit(do_not_specialize=["batch", "queries", "chunk"])
-def _dquery_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    bias_ptr,
-    offsets_ptr,
-    grad_ptr,
-    out_ptr,
-    lse_ptr,
-    dq_ptr,
-    part_ptr,
-    batch,
-    queries,
-    chunk,
-    scale,
-    GROUPS: tl.constexpr,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    SHARED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
-    """dq where the query rows are several tiles."""
-    program = tl.program_id(1)
-    tile = tl.program_id(0)
-    group = tl.program_id(2)
-    start = program.to(tl.int64) * chunk
-    end = start + chunk
-    at = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    q_mask = at < queries
-    cols_d = tl.arange(0, BLOCK_D)
-    cols_e = tl.arange(0, BLOCK_E)
-    sample = find_sample(offsets_ptr, batch, start, 1, WEIGHT)
-    low = tl.load(offsets_ptr + sample).to(tl.int64)
-    while (sample < batch) & (low + sample * WEIGHT < end):
-        high = tl.load(offsets_ptr + sample + 1).to(tl.int64)
-        place = low + sample * WEIGHT
-        first = low + tl.maximum(start - place, 0)
-        last = tl.minimum(high, low + end - place)
-        if (first < last) | ((first == low) & (high == low)):
-            q_rows = _query_rows(sample, at, group, queries, GROUPS, HEADS)
-            q, grad, lse, delta = _load_queries(q_ptr, grad_ptr, out_ptr, lse_ptr, q_rows, q_mask, cols_d, cols_e, D, E)
-            dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-            for n in range(first, last, BLOCK_N):
-                rows = n + tl.arange(0, BLOCK_N)
-                mask = rows < last
-                k = load_tile(k_ptr + group * D, rows, mask, GROUPS * D, cols_d, D)
-                if SHARED:
-                    v = k
-                else:
-                    v = load_tile(v_ptr + group * E, rows, mask, GROUPS * E, cols_e, E)
-                bias = 0.0
-                if HAS_BIAS:
-                    bias = _load_bias(bias_ptr, rows, mask, at, group, GROUPS, HEADS)
-                _, ds = _weights(q, grad, lse, delta, k, v, bias, mask, scale, PRECISION)
-                dq = tl.dot(tl.trans(ds * scale).to(k.dtype), k, dq, input_precision=PRECISION)
-            if (first == low) & (last == high):
-                store_tile(dq_ptr, dq, q_rows, q_mask, D, cols_d, D)
-            else:
-                slot_rows = _query_rows(_slot(program, low, first), at, group, queries, GROUPS, HEADS)
-                store_tile(part_ptr, dq, slot_rows, q_mask, D, cols_d, D)
-        sample += 1
-        low = high
+        high = next_high
+    if QUERY:
+        tl.store(split_ptr + program, split)
 
 
 @triton.jit(do_not_specialize=["queries", "chunk"])
-def _dquery_merge_kernel(
+def _bwd_merge_kernel(
     offsets_ptr,
+    split_ptr,
     part_ptr,
     dq_ptr,
     queries,
@@ -391,62 +360,70 @@ def _dquery_merge_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    sample = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1)
-    group = tl.program_id(2)
-    low = tl.load(offsets_ptr + sample).to(tl.int64)
-    length = tl.load(offsets_ptr + sample + 1).to(tl.int64) - low
-    first = (low + sample * WEIGHT) // chunk
-    last = (low + sample * WEIGHT + length - 1) // chunk
-    if (length == 0) | (first == last):
+    program, tile, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    sample, last = _split_sample(offsets_ptr, split_ptr, chunk)
+    if sample < 0:
         return
     at = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     q_mask = at < queries
     cols = tl.arange(0, BLOCK_D)
-    q_rows = _query_rows(sample, at, group, queries, GROUPS, HEADS)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for share in range(first, last + 1):
-        slot = 2 * share + tl.where(share == first, 1, 0)
-        rows = _query_rows(slot, at, group, queries, GROUPS, HEADS)
+    for share in range(program, last + 1):
+        rows = _query_rows(2 * share + (share == program).to(tl.int32), at, group, queries, GROUPS, HEADS)
         acc += load_tile(part_ptr, rows, q_mask, D, cols, D)
-    store_tile(dq_ptr, acc, q_rows, q_mask, D, cols, D)
+    store_tile(dq_ptr, acc, _query_rows(sample, at, group, queries, GROUPS, HEADS), q_mask, D, cols, D)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 class _Plan:
     """How a call is cut up: from shapes alone, so that the same inputs give the same bits."""
 
-    def __init__(self, query: Tensor, key: Tensor, value: Tensor | None, bias: Tensor | None):
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor | None, bias: Tensor | None, backward: bool):
         self.batch, times, heads, width = query.shape
-        rows, self.groups, _ = key.shape
-        heads //= self.groups
-        self.queries = times * heads
+        rows, groups, _ = key.shape
+        heads //= groups
         out_width = width if value is None else value.shape[2]
+        self.queries = times * heads
+        block_m = block(self.queries, most=64)
+        block_n, warps, stages, shares, registers = self._config(
+            key.element_size(), width, 0 if value is None else out_width
+        )
         line = rows + self.batch * WEIGHT.value
-        self.chunk = max(LEAST_CHUNK, triton.cdiv(triton.cdiv(line, SHARES), 64) * 64)
+        self.chunk = max(LEAST_CHUNK, triton.cdiv(line, _multiprocessors(query.device) * shares))
         self.shares = triton.cdiv(line, self.chunk)
-        self.block_m = block(self.queries, most=64)
-        self.tiles = triton.cdiv(self.queries, self.block_m)
-        widest = max(block(width), block(out_width))
-        self.constants = {"GROUPS": self.groups, "HEADS": heads, "D": width, "E": out_width}
+        self.tiles = triton.cdiv(self.queries, block_m)
+        self.groups = groups
+        self.slots = (2 * self.shares, self.queries, groups)
+        self.sizes = {"GROUPS": groups, "HEADS": heads, "D": width, "E": out_width}
         self.flags = {"SHARED": value is None, "HAS_BIAS": bias is not None, "PRECISION": precision(query)}
-        self.blocks = {"BLOCK_M": self.block_m, "BLOCK_D": block(width), "BLOCK_E": block(out_width)}
-        self.options = {"BLOCK_N": 64 if widest <= 128 else 32, "num_warps": 4 if widest <= 256 else 8, "num_stages": 3}
+        self.blocks = {"BLOCK_M": block_m, "BLOCK_D": block(width), "BLOCK_E": block(out_width)}
+        self.options = {"BLOCK_N": block_n, "num_warps": warps, "num_stages": stages, "maxnreg": registers}
 
-    def partials(self, like: Tensor, *width: int) -> Tensor:
-        shape = (2 * self.shares, self.queries, self.groups, *width)
-        return torch.empty(shape, dtype=torch.float32, device=like.device)
+    def _config(self, itemsize: int, width: int, value_width: int) -> tuple[int, int, int, int]:
+        """(rows a step, warps, stages, shares a multiprocessor)."""
+        row_bytes = itemsize * (block(width) + (block(value_width) if value_width else 0))
+        if row_bytes <= 1024:
+            return 64, 4, 3, 4, None
+        return (32, 4, 3, 2, None) if row_bytes <= 2048 else (16, 4, 2, 1, None)
 
 
 def forward(
     query: Tensor, key: Tensor, value: Tensor | None, offsets: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Returns the output [B, T, H, E] and the log-sum-exp of the scores [B, T, H], -inf for an empty history."""
-    plan = _Plan(query, key, value, bias)
-    out = query.new_empty(*query.shape[:3], plan.constants["E"])
+    plan = _Plan(query, key, value, bias, backward=False)
+    width = plan.sizes["E"]
+    out = query.new_empty(*query.shape[:3], width)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     if plan.batch == 0:
         return out, lse
-    part, part_lse = plan.partials(query, plan.constants["E"]), plan.partials(query)
+    part = torch.empty(*plan.slots, width, dtype=torch.float32, device=query.device)
+    part_lse = torch.empty(plan.slots, dtype=torch.float32, device=query.device)
+    split = torch.empty(plan.shares, dtype=torch.int64, device=query.device)
     _fwd_kernel[(plan.tiles, plan.shares, plan.groups)](
         query,
         key,
@@ -457,17 +434,19 @@ def forward(
         lse,
         part,
         part_lse,
+        split,
         plan.batch,
         plan.queries,
         plan.chunk,
         scale,
-        **plan.constants,
+        **plan.sizes,
         **plan.flags,
         **plan.blocks,
         **plan.options,
     )
-    _fwd_merge_kernel[(plan.batch, plan.tiles, plan.groups)](
+    _fwd_merge_kernel[(plan.shares, plan.tiles, plan.groups)](
         offsets,
+        split,
         part,
         part_lse,
         out,
@@ -475,10 +454,11 @@ def forward(
         plan.queries,
         plan.chunk,
         GROUPS=plan.groups,
-        HEADS=plan.constants["HEADS"],
-        E=plan.constants["E"],
-        BLOCK_M=plan.block_m,
+        HEADS=plan.sizes["HEADS"],
+        E=width,
+        BLOCK_M=plan.blocks["BLOCK_M"],
         BLOCK_E=plan.blocks["BLOCK_E"],
+        num_warps=1,
     )
     return out, lse
 
@@ -495,44 +475,61 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Returns the gradients of query, key (key + value where they are shared), value and bias."""
-    plan = _Plan(query, key, value, bias)
+    plan = _Plan(query, key, value, bias, backward=True)
     dquery, dkey = torch.empty_like(query), torch.empty_like(key)
     dvalue = None if value is None else torch.empty_like(value)
     dbias = None if bias is None else torch.empty_like(bias)
     if plan.batch == 0:
         return dquery, dkey, dvalue, dbias
-    part = plan.partials(query, plan.constants["D"])
-    inputs = (query, key, key if value is None else value, bias, offsets, grad, out, lse)
-    sizes = (plan.batch, plan.queries, plan.chunk, scale)
-    _bwd_kernel[(plan.shares, plan.groups)](
-        *inputs,
-        dquery,
-        dkey,
-        dvalue,
-        dbias,
-        part,
-        *sizes,
-        ONE_TILE=plan.tiles == 1,
-        BLOCK_H=block(plan.constants["HEADS"]),
-        **plan.constants,
-        **plan.flags,
-        **plan.blocks,
-        **plan.options,
-    )
-    if plan.tiles > 1:
-        _dquery_kernel[(plan.tiles, plan.shares, plan.groups)](
-            *inputs, dquery, part, *sizes, **plan.constants, **plan.flags, **plan.blocks, **plan.options
+    part = torch.empty(*plan.slots, plan.sizes["D"], dtype=torch.float32, device=query.device)
+    split = torch.empty(plan.shares, dtype=torch.int64, device=query.device)
+
+    def sweep(query_tiles: int, wants_query: bool, wants_history: bool) -> None:
+        _bwd_kernel[(query_tiles, plan.shares, plan.groups)](
+            query,
+            key,
+            key if value is None else value,
+            bias,
+            offsets,
+            grad,
+            out,
+            lse,
+            dquery,
+            dkey,
+            dvalue,
+            dbias,
+            part,
+            split,
+            plan.batch,
+            plan.queries,
+            plan.chunk,
+            scale,
+            QUERY=wants_query,
+            HISTORY=wants_history,
+            BLOCK_H=block(plan.sizes["HEADS"]),
+            **plan.sizes,
+            **plan.flags,
+            **plan.blocks,
+            **plan.options,
         )
-    _dquery_merge_kernel[(plan.batch, plan.tiles, plan.groups)](
+
+    if plan.tiles == 1:
+        sweep(1, wants_query=True, wants_history=True)
+    else:
+        sweep(1, wants_query=False, wants_history=True)
+        sweep(plan.tiles, wants_query=True, wants_history=False)
+    _bwd_merge_kernel[(plan.shares, plan.tiles, plan.groups)](
         offsets,
+        split,
         part,
         dquery,
         plan.queries,
         plan.chunk,
         GROUPS=plan.groups,
-        HEADS=plan.constants["HEADS"],
-        D=plan.constants["D"],
-        BLOCK_M=plan.block_m,
+        HEADS=plan.sizes["HEADS"],
+        D=plan.sizes["D"],
+        BLOCK_M=plan.blocks["BLOCK_M"],
         BLOCK_D=plan.blocks["BLOCK_D"],
+        num_warps=1,
     )
     return dquery, dkey, dvalue, dbias

@@ -20,11 +20,13 @@ def short_shares(monkeypatch):
     from jfi.kernels import target_attention
 
     monkeypatch.setattr(target_attention, "LEAST_CHUNK", 128)
+    monkeypatch.setattr(target_attention, "_multiprocessors", lambda device: 64)
 
 
 def check(
     lengths, device, impl, dtype=torch.float32, times=1, heads=1, groups=1, width=16, value_width=None, bias=None
 ):
+    scale = 1.3 * width**-0.5
     offsets = offsets_of(lengths, device, torch.int32 if len(lengths) % 2 else torch.int64)
 
     def random(*shape: int):
@@ -46,11 +48,11 @@ def check(
 
     def public(*tensors):
         query, key, value, event_bias = operands(tensors)
-        return jfi.ops.target_attention(query, key, value, offsets, bias=event_bias, scale=0.3, impl=impl)
+        return jfi.ops.target_attention(query, key, value, offsets, bias=event_bias, scale=scale, impl=impl)
 
     def plain(*tensors):
         query, key, value, event_bias = operands(tensors)
-        return reference.target_attention(query, key, value, offsets, event_bias, 0.3)
+        return reference.target_attention(query, key, value, offsets, event_bias, scale)
 
     compare(public, plain, inputs)
 
