@@ -88,10 +88,18 @@ class OptimizerConfig:
     Args:
         dense: the MLPs and the attention.
         embeddings: the embedding tables.
+        average: with a number such as 0.99, the model that is evaluated has the exponential moving average of all
+            parameters, which keeps that share of itself a step. Each step then passes over all tables: leave it null
+            for large ones.
     """
 
     dense: OptimizerGroup = field(default_factory=OptimizerGroup)
     embeddings: OptimizerGroup = field(default_factory=lambda: OptimizerGroup(name="adagrad", learning_rate=0.02))
+    average: float | None = None
+
+    def __post_init__(self) -> None:
+        in_range = self.average is None or 0 < self.average < 1
+        _require(in_range, "optimizer.average", self.average, "between 0 and 1, or null")
 
 
 @dataclass

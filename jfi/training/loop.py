@@ -12,7 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
 from jfi.data import Batch, InteractionDataset, load_dataset
@@ -97,6 +99,10 @@ class Trainer:
         torch.manual_seed(config.training.seed)
         self.model = build_model(config.model, dataset).to(self.device)
         self.optimizer = build_optimizer(config.optimizer, self.model)
+        self.modules: dict[str, nn.Module] = {"model": self.model}
+        if config.optimizer.average is not None:
+            average = get_ema_multi_avg_fn(config.optimizer.average)
+            self.modules["average"] = AveragedModel(self.model, multi_avg_fn=average)
         self.progress = Progress()
         # Of the samples since the last line of the log: summed loss, summed label, number.
         self.window = torch.zeros(3, dtype=torch.float64, device=self.device)
@@ -110,7 +116,7 @@ class Trainer:
         self.optimizer.init_state()  # a step with zero gradients, so that there is state to load into
         state = self._state()
         load_checkpoint(path, state)
-        self.model.load_state_dict(state["model"])
+        self._load_modules(state)
         self.optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"]["cpu"])
         if self.device.type == "cuda":
@@ -128,16 +134,15 @@ class Trainer:
                 if progress.step > 0:
                     self._save(run, recorder)
                 raise
-            best = run.checkpoints / checkpoint_name(progress.best_epoch, 0)
-            weights = self.model.state_dict()
-            load_checkpoint(best, {"model": weights})
-            self.model.load_state_dict(weights)
+            best = self._module_state()
+            load_checkpoint(run.checkpoints / checkpoint_name(progress.best_epoch, 0), best)
+            self._load_modules(best)
             test = self._evaluate("test", run, stop)
             recorder.metrics("test", progress.best_epoch, progress.step, test)
         log = read_metrics(run.metrics)
         draw_curves(log, self.config.training.monitor, run.curves)
         if self.config.model.pooling == "attention":
-            draw_attention(self.model, self.dataset, self.device, run.attention)
+            draw_attention(self._evaluated, self.dataset, self.device, run.attention)
         validation = next(r for r in log if r["split"] == "validation" and r["epoch"] == progress.best_epoch)
         validation = {name: validation[name] for name in test}
         return Result(str(run.path), progress.best_epoch, progress.epoch, validation, test, progress.train_seconds)
@@ -158,6 +163,8 @@ class Trainer:
             self.optimizer.zero_grad()
             loss.backward()
             self.optimizer.step()
+            if "average" in self.modules:
+                self.modules["average"].update_parameters(self.model)
 
             size = batch.labels.new_full((), batch.labels.numel())
             self.window += torch.stack([loss.detach() * size, batch.labels.sum(), size])
@@ -189,10 +196,10 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self, split: str, run: RunFolder, stop: StopRequest) -> dict[str, float]:
-        self.model.eval()
+        model = self._evaluated.eval()
         predictions = Predictions()
         for batch in self._batches(split, self.config.training.eval_batch_size, 0, split):
-            predictions.add(self.model(batch), batch.labels, batch.users)
+            predictions.add(model(batch), batch.labels, batch.users)
             stop.check(run.path)
         return predictions.metrics()
 
@@ -225,12 +232,23 @@ class Trainer:
                 yield batch.to(self.device, non_blocking=True)
                 bar.update(batch.labels.numel())
 
+    @property
+    def _evaluated(self) -> nn.Module:
+        return self.modules["average"].module if "average" in self.modules else self.model
+
+    def _module_state(self) -> dict:
+        return {name: module.state_dict() for name, module in self.modules.items()}
+
+    def _load_modules(self, state: dict) -> None:
+        for name, module in self.modules.items():
+            module.load_state_dict(state[name])
+
     def _state(self) -> dict:
         random = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self.device)
         return {
-            "model": self.model.state_dict(),
+            **self._module_state(),
             "optimizer": self.optimizer.state_dict(),
             "random": random,
             "window": self.window,

@@ -27,6 +27,7 @@ from jfi.training import (
 from jfi.training.build import build_model, build_optimizer
 from jfi.training.checkpoint import latest_checkpoint
 from jfi.training.cli import load_config, save_config
+from jfi.training.loop import Trainer
 from jfi.training.run import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +37,7 @@ def tiny(run_dir: Path | None, **training: object) -> Config:
     return Config(
         data=DataConfig(source="synthetic", synthetic=SyntheticConfig(num_users=60, num_items=40, mean_length=20.0)),
         model=ModelConfig(embedding_dim=8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8], dropout=0.1),
-        optimizer=OptimizerConfig(dense=OptimizerGroup(learning_rate=3e-3)),
+        optimizer=OptimizerConfig(dense=OptimizerGroup(learning_rate=3e-3), average=0.9),
         training=TrainingConfig(
             run_dir=None if run_dir is None else str(run_dir),
             **{"epochs": 3, "batch_size": 64, "log_every": 4, "device": "cpu", "checkpoint_every": 3, **training},
@@ -241,3 +242,17 @@ def test_sparse_gradients_give_the_same_numbers(tmp_path, monkeypatch):
     sparse = train(tiny(tmp_path / "sparse", epochs=1))
     assert sparse.validation["loss"] == pytest.approx(dense.validation["loss"], rel=1e-4)
     resume(tmp_path / "sparse")
+
+
+def test_the_average_is_what_is_evaluated(tmp_path):
+    config = tiny(None)
+    config.optimizer.average = 0.75
+    trainer = Trainer(config.with_training(device="cpu"), load_dataset(config.data))
+    name, parameter = next(iter(trainer.model.named_parameters()))
+    values = []
+    for value in (0.0, 1.0, 1.0):
+        torch.nn.init.constant_(parameter, value)
+        trainer.modules["average"].update_parameters(trainer.model)
+        values.append(dict(trainer.modules["average"].module.named_parameters())[name].mean().item())
+    assert values == pytest.approx([0.0, 0.25, 0.4375])
+    assert trainer._evaluated is trainer.modules["average"].module
