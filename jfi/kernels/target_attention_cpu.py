@@ -1,108 +1,237 @@
-"""Target attention on a processor: dense products over chunks of neighbouring samples that stay in cache.
+"""Target attention on a processor, without padding: few queries as sparse products, many as dense ones.
 
-A chunk is a run of whole samples, so its rows are one contiguous view of the history: nothing is gathered, padded or
-copied.  All queries of the chunk meet all of its rows in one product; the pairs of different samples are masked out.
-That computes up to CHUNK_QUERIES times too much, and is still faster than any exact scheme: a matrix product of a few
-queries runs at the speed of the memory, and one chunk costs a handful of operators instead of a handful a sample.
+A query meets the history rows of its own sample alone.  Seen as a sparse matrix of queries x rows, that pattern makes
+of every step one pass over the history by an operator that torch has vectorised and threaded:
+
+    scores, dP    sampled products, q kᵀ and dO vᵀ at the pattern's places    (torch.sparse.sampled_addmm)
+    O, dq         weighted sums of a query's rows                             (embedding_bag, a query a bag)
+    dk, dv        weighted sums of a row's queries                            (embedding_bag, a row a bag)
+
+The history is read where it lies: nothing is copied, and no loop goes over samples.  But all products are of vectors,
+so where a sample's scores are many, a matrix product for each sample is faster.
 """
 
+import warnings
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-#: A chunk ends before it holds more rows or more query rows than this (one sample always fits).
-CHUNK_ROWS = 2048
-CHUNK_QUERIES = 16
+#: Where a sample has more scores than this on average, for each key head, dense products are faster.
+DENSE_SCORES = 2048
+#: Sums of exponentials below this have lost digits to a maximum that was not theirs.
+LEAST_TOTAL = 1e-20
+
+with warnings.catch_warnings():
+    # The first sparse matrix of a process warns that they are in beta; of them sampled_addmm alone is used here.
+    warnings.simplefilter("ignore")
+    torch.sparse_csr_tensor([0, 0], [], [], (1, 1), check_invariants=False)
 
 
-def _chunks(offsets: Tensor, queries: int) -> Iterator[tuple[int, int, int, int]]:
-    """(first sample, end sample, first row, end row) of each chunk; an empty sample joins its neighbours."""
-    ends = offsets.tolist()
-    most = max(1, CHUNK_QUERIES // queries)
-    first = 0
-    while first < len(ends) - 1:
-        end = first + 1
-        while end < len(ends) - 1 and end - first < most and ends[end + 1] - ends[first] <= CHUNK_ROWS:
-            end += 1
-        yield first, end, ends[first], ends[end]
-        first = end
+def _widen(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 class _Problem:
-    """The operands with query heads grouped by key head, and the scores of a chunk."""
+    """The operands, widened, with query heads grouped by key head: Q = T · H/G queries of each."""
 
     def __init__(
         self, query: Tensor, key: Tensor, value: Tensor | None, offsets: Tensor, bias: Tensor | None, scale: float
     ):
-        self.batch, self.times, self.heads, self.width = query.shape
-        self.groups = key.shape[1]
-        self.offsets, self.bias, self.scale = offsets, bias, scale
-        self.query = self.grouped(query)
-        self.key = key
-        self.value = key if value is None else value
-        self.compute = torch.float32 if query.dtype in (torch.bfloat16, torch.float16) else query.dtype
+        self.batch, self.times, self.heads = query.shape[:3]
+        self.rows, self.groups = key.shape[:2]
+        self.share = self.heads // self.groups
+        self.queries = self.times * self.share
+        self.offsets = offsets.long()
+        self.query = self.group(query) * scale
+        self.key = _widen(key)
+        self.value = self.key if value is None else _widen(value)
+        self.shared = value is None
+        self.bias = None if bias is None else _widen(bias)
 
-    def grouped(self, x: Tensor) -> Tensor:
-        """[B, T, H, W] -> [G, B, T, H/G, W]."""
-        return x.unflatten(2, (self.groups, self.heads // self.groups)).permute(2, 0, 1, 3, 4)
+    def group(self, x: Tensor) -> Tensor:
+        """[B, T, H, W] -> [B, G, Q, W]."""
+        return _widen(x).unflatten(2, (self.groups, self.share)).transpose(1, 2).flatten(2, 3)
 
-    def ungrouped(self, x: Tensor) -> Tensor:
-        """[G, B, T, H/G, W] -> [B, T, H, W]."""
-        return x.permute(1, 2, 0, 3, 4).reshape(self.batch, self.times, self.heads, x.shape[-1]).contiguous()
+    def ungroup(self, x: Tensor) -> Tensor:
+        """[B, G, Q, W] -> [B, T, H, W]."""
+        return x.unflatten(2, (self.times, self.share)).transpose(1, 2).flatten(2, 3).contiguous()
 
-    def chunks(self) -> Iterator[tuple[slice, slice]]:
-        for first, end, low, high in _chunks(self.offsets, self.times * self.heads // self.groups):
-            yield slice(first, end), slice(low, high)
-
-    def queries(self, x: Tensor, samples: slice) -> Tensor:
-        """[G, c · T · H/G, W] of a chunk."""
-        return x[:, samples].reshape(self.groups, -1, x.shape[-1]).to(self.compute)
-
-    def rows(self, x: Tensor, rows: slice) -> Tensor:
-        """[G, R, W] of a chunk, a view where the dtype allows."""
-        return x[rows].to(self.compute).transpose(0, 1)
-
-    def scores(self, queries: Tensor, keys: Tensor, samples: slice, rows: slice) -> Tensor:
-        """[G, c · T · H/G, R], -inf between different samples."""
-        scores = torch.bmm(queries * self.scale, keys.transpose(1, 2))
-        count = samples.stop - samples.start
-        parts = scores.view(self.groups, count, self.times, -1, rows.stop - rows.start)
-        if self.bias is not None:
-            bias = self.bias[rows].to(self.compute).view(-1, self.groups, self.heads // self.groups)
-            parts += bias.permute(1, 2, 0)[:, None, None]
-        if count > 1:
-            bounds = self.offsets[samples.start : samples.stop + 1, None]
-            at = torch.arange(rows.start, rows.stop)
-            parts.masked_fill_(((at < bounds[:-1]) | (at >= bounds[1:]))[:, None, None], -torch.inf)
-        return scores
+    def is_dense(self) -> bool:
+        return self.rows * self.queries > DENSE_SCORES * self.batch
 
 
-@torch.autocast("cpu", enabled=False)  # the dtypes are decided here
+class _Pattern:
+    """Which rows each query meets: B·G·Q x S·G, its P entries in the order (sample, key head, query, row)."""
+
+    def __init__(self, problem: _Problem):
+        self.problem = problem
+        self.lengths, each = problem.offsets.diff(), problem.groups * problem.queries
+        lengths = self.lengths.repeat_interleave(each)
+        self.starts = F.pad(lengths.cumsum(0), (1, 0))
+        count = problem.rows * each
+        self.query = torch.repeat_interleave(lengths, output_size=count)  # of each entry
+        first = problem.offsets[:-1].repeat_interleave(each) - self.starts[:-1]
+        self.row = torch.arange(count).add_(first.index_select(0, self.query))  # in [S]
+        self.column = self.row  # in [S · G]
+        if problem.groups > 1:
+            group = torch.arange(problem.groups).repeat_interleave(problem.queries).repeat(problem.batch)
+            self.column = (self.row * problem.groups).add_(group.index_select(0, self.query))
+
+    def expand(self, x: Tensor) -> Tensor:
+        """[B, G, Q] -> [P]: the entry's query's."""
+        return x.flatten().index_select(0, self.query)
+
+    def bias(self) -> Tensor:
+        """[P]: the entry's bias."""
+        problem = self.problem
+        head = torch.arange(problem.heads).view(problem.groups, 1, problem.share)
+        head = head.expand(problem.batch, -1, problem.times, -1)
+        return problem.bias.take(self.expand(head).add_(self.row * problem.heads))
+
+    def add_products(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """[P] += x [B, G, Q, W] times y [S, G, W] at the entries."""
+        x, y = x.flatten(0, 2), y.flatten(0, 1)
+        size = (x.shape[0], y.shape[0])
+        matrix = torch.sparse_csr_tensor(self.starts, self.column, out, size, check_invariants=False)
+        torch.sparse.sampled_addmm(matrix, x, y.T, out=matrix)
+        return out
+
+    def sum_rows(self, weights: Tensor, x: Tensor) -> Tensor:
+        """[P], [S, G, W] -> [B, G, Q, W]: for each query the weighted sum of its rows."""
+        out = F.embedding_bag(self.column, x.flatten(0, 1), self.starts[:-1], mode="sum", per_sample_weights=weights)
+        return out.view(self.problem.batch, self.problem.groups, self.problem.queries, -1)
+
+    def transpose(self, *weights: Tensor) -> list[Tensor]:
+        """[P] -> [S, G · Q], each."""
+        each = self.problem.groups * self.problem.queries
+        if each == 1:
+            return [x[:, None] for x in weights]
+        sample = torch.repeat_interleave(self.lengths, output_size=self.problem.rows)
+        first = torch.arange(self.problem.rows).add_((self.problem.offsets * (each - 1)).index_select(0, sample))
+        step = self.lengths.index_select(0, sample)
+        place = torch.addcmul(first[:, None], step[:, None], torch.arange(each))
+        return [x.index_select(0, place.flatten()).view_as(place) for x in weights]
+
+    def sum_queries(self, weights: list[Tensor], tables: list[Tensor]) -> Tensor:
+        """[S, G · Q], [B, G, Q, W] -> [S, G, W]: for each row the weighted sum of its queries, of all pairs."""
+        problem = self.problem
+        sample = torch.repeat_interleave(self.lengths, output_size=problem.rows)
+        each = problem.groups * problem.queries
+        column = (sample[:, None] * each + torch.arange(each)).view(-1, problem.queries)
+        columns = torch.cat([column + i * problem.batch * each for i in range(len(tables))], 1)
+        out = F.embedding_bag(
+            columns,
+            torch.cat([x.flatten(0, 2) for x in tables]),
+            mode="sum",
+            per_sample_weights=torch.cat([x.view_as(column) for x in weights], 1),
+        )
+        return out.view(problem.rows, problem.groups, -1)
+
+
+def _sparse_forward(problem: _Problem) -> tuple[Tensor, Tensor]:
+    pattern = _Pattern(problem)
+    scores = problem.key.new_zeros(pattern.row.shape) if problem.bias is None else pattern.bias()
+    pattern.add_products(scores, problem.query, problem.key)
+    # One maximum for all is one pass less, and exact unless a query's scores all lie far below it.
+    least = torch.finfo(scores.dtype).min
+    top = scores.amax().clamp_(min=least)
+    weights = (scores - top).exp_()
+    total = torch.segment_reduce(weights, "sum", offsets=pattern.starts, initial=0)
+    if bool((total < LEAST_TOTAL).logical_and_(pattern.starts.diff() > 0).any()):
+        top = torch.full_like(total, least).scatter_reduce_(0, pattern.query, scores, "amax")
+        weights = (scores - pattern.expand(top)).exp_()
+        total = torch.segment_reduce(weights, "sum", offsets=pattern.starts, initial=0)
+    lse, total = (total.log() + top).view(problem.query.shape[:3]), total.view(problem.query.shape[:3])
+    return pattern.sum_rows(weights, problem.value) / total.masked_fill(total == 0, 1)[..., None], lse
+
+
+def _sparse_backward(
+    problem: _Problem, grad: Tensor, delta: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    pattern = _Pattern(problem)
+    weights = pattern.expand(lse.neg())
+    if problem.bias is not None:
+        weights += pattern.bias()
+    pattern.add_products(weights, problem.query, problem.key).exp_()
+    dscores = pattern.add_products(pattern.expand(delta.neg()), grad, problem.value).mul_(weights)
+    dquery = pattern.sum_rows(dscores, problem.key)
+    dscores, weights = pattern.transpose(dscores, weights)
+    dbias = None
+    if problem.bias is not None:
+        dbias = dscores.view(-1, problem.groups, problem.times, problem.share).sum(2).flatten(1)
+    if problem.shared:
+        return dquery, pattern.sum_queries([dscores, weights], [problem.query, grad]), None, dbias
+    dkey, dvalue = pattern.sum_queries([dscores], [problem.query]), pattern.sum_queries([weights], [grad])
+    return dquery, dkey, dvalue, dbias
+
+
+def _samples(problem: _Problem) -> Iterator[tuple[int, slice]]:
+    """Every sample with a history, and its rows."""
+    ends = problem.offsets.tolist()
+    for sample, (low, high) in enumerate(pairwise(ends)):
+        if low < high:
+            yield sample, slice(low, high)
+
+
+def _dense_scores(problem: _Problem, sample: int, rows: slice) -> Tensor:
+    """[G, Q, L]."""
+    scores = torch.bmm(problem.query[sample], problem.key[rows].permute(1, 2, 0))
+    if problem.bias is not None:
+        by_head = scores.view(problem.groups, problem.times, problem.share, -1)
+        by_head += problem.bias[rows].T.unflatten(0, (problem.groups, 1, problem.share))
+    return scores
+
+
+def _dense_forward(problem: _Problem) -> tuple[Tensor, Tensor]:
+    out = problem.query.new_zeros(*problem.query.shape[:3], problem.value.shape[2])
+    lse = problem.query.new_full(problem.query.shape[:3], -torch.inf)
+    for sample, rows in _samples(problem):
+        scores = _dense_scores(problem, sample, rows)
+        top = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
+        weights = scores.sub_(top).exp_()
+        total = weights.sum(-1, keepdim=True)
+        torch.bmm(weights, problem.value[rows].transpose(0, 1), out=out[sample])
+        out[sample] /= total.masked_fill(total == 0, 1)
+        lse[sample] = total.log_().add_(top)[..., 0]
+    return out, lse
+
+
+def _dense_backward(
+    problem: _Problem, grad: Tensor, delta: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    dquery = torch.zeros_like(problem.query)
+    dkey = torch.empty_like(problem.key)
+    dvalue = None if problem.shared else torch.empty_like(problem.value)
+    dbias = None if problem.bias is None else torch.empty_like(problem.bias)
+    for sample, rows in _samples(problem):
+        weights = _dense_scores(problem, sample, rows).sub_(lse[sample, ..., None]).exp_()
+        dscores = torch.bmm(grad[sample], problem.value[rows].permute(1, 2, 0)).sub_(delta[sample, ..., None])
+        dscores *= weights
+        torch.bmm(dscores, problem.key[rows].transpose(0, 1), out=dquery[sample])
+        block = torch.bmm(dscores.transpose(1, 2), problem.query[sample])
+        if dvalue is None:
+            block.baddbmm_(weights.transpose(1, 2), grad[sample])
+        else:
+            dvalue[rows] = torch.bmm(weights.transpose(1, 2), grad[sample]).transpose(0, 1)
+        dkey[rows] = block.transpose(0, 1)
+        if dbias is not None:
+            parts = dscores.view(problem.groups, problem.times, problem.share, -1)
+            dbias[rows] = parts.sum(1).flatten(0, 1).T
+    return dquery, dkey, dvalue, dbias
+
+
 def forward(
     query: Tensor, key: Tensor, value: Tensor | None, offsets: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Returns the output [B, T, H, E] and the log-sum-exp of the scores [B, T, H], -inf for an empty history."""
     problem = _Problem(query, key, value, offsets, bias, scale)
-    shape = problem.query.shape[:-1]
-    out = query.new_zeros(*shape, problem.value.shape[2])
-    lse = torch.full((*shape, 1), -torch.inf, dtype=problem.compute)
-    for samples, rows in problem.chunks():
-        if rows.start == rows.stop:
-            continue
-        queries, keys = problem.queries(problem.query, samples), problem.rows(problem.key, rows)
-        scores = problem.scores(queries, keys, samples, rows)
-        top = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(problem.compute).min)
-        weights = scores.sub_(top).exp_()
-        total = weights.sum(-1, keepdim=True)
-        values = keys if value is None else problem.rows(problem.value, rows)
-        result = torch.bmm(weights, values) / total.masked_fill(total == 0, 1)
-        out[:, samples] = result.view_as(out[:, samples])
-        lse[:, samples] = total.log_().add_(top).view_as(lse[:, samples])
-    return problem.ungrouped(out), problem.ungrouped(lse)[..., 0]
+    out, lse = (_dense_forward if problem.is_dense() or not problem.rows else _sparse_forward)(problem)
+    return problem.ungroup(out).to(query.dtype), problem.ungroup(lse[..., None])[..., 0]
 
 
-@torch.autocast("cpu", enabled=False)
 def backward(
     grad: Tensor,
     query: Tensor,
@@ -116,30 +245,10 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Returns the gradients of query, key (key + value where they are shared), value and bias."""
     problem = _Problem(query, key, value, offsets, bias, scale)
-    grads, lses = problem.grouped(grad), problem.grouped(lse[..., None])
-    deltas = problem.grouped((grad.to(problem.compute) * out).sum(-1, keepdim=True))
-    dquery = torch.zeros_like(problem.query, memory_format=torch.contiguous_format)
-    dkey = torch.empty_like(key)
-    dvalue = None if value is None else torch.empty_like(value)
-    dbias = None if bias is None else torch.empty_like(bias)
-    for samples, rows in problem.chunks():
-        if rows.start == rows.stop:
-            continue
-        queries, keys = problem.queries(problem.query, samples), problem.rows(problem.key, rows)
-        values = keys if value is None else problem.rows(problem.value, rows)
-        douts, top = problem.queries(grads, samples), problem.queries(lses, samples)
-        weights = problem.scores(queries, keys, samples, rows)
-        weights = weights.sub_(top.masked_fill(top == -torch.inf, 0)).exp_()
-        dscores = torch.bmm(douts, values.transpose(1, 2)).sub_(problem.queries(deltas, samples)).mul_(weights)
-        dquery[:, samples] = torch.bmm(dscores, keys).mul_(scale).view_as(dquery[:, samples])
-        chunk_dvalue = torch.bmm(weights.transpose(1, 2), douts)
-        if dvalue is None:
-            chunk_dkey = chunk_dvalue.baddbmm_(dscores.transpose(1, 2), queries, alpha=scale)
-        else:
-            chunk_dkey = torch.bmm(dscores.transpose(1, 2), queries).mul_(scale)
-            dvalue[rows] = chunk_dvalue.transpose(0, 1)
-        dkey[rows] = chunk_dkey.transpose(0, 1)
-        if dbias is not None:
-            parts = dscores.view(problem.groups, -1, problem.heads // problem.groups, rows.stop - rows.start)
-            dbias[rows] = parts.sum(1).flatten(0, 1).T
-    return problem.ungrouped(dquery), dkey, dvalue, dbias
+    grads, lses = problem.group(grad), problem.group(lse[..., None])[..., 0]
+    lses = lses.masked_fill(lses == -torch.inf, 0)
+    deltas = (grads * problem.group(out)).sum(-1)
+    work = _dense_backward if problem.is_dense() or not problem.rows else _sparse_backward
+    dquery, dkey, dvalue, dbias = work(problem, grads, deltas, lses)
+    dquery = problem.ungroup(dquery * scale).to(query.dtype)
+    return dquery, *(None if x is None else x.to(query.dtype) for x in (dkey, dvalue, dbias))
