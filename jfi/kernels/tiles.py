@@ -9,6 +9,9 @@ from triton import knobs
 #: Triton's interpreter multiplies bfloat16 wrongly, so under it half precision is widened at the load.
 INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))
 
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
 
 @triton.jit
 def find_sample(offsets_ptr, batch, position, DIVISOR: tl.constexpr, weight):

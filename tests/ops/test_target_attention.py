@@ -17,10 +17,10 @@ IMPLS = ["triton", "torch"]
 @pytest.fixture(autouse=True)
 def short_shares(monkeypatch):
     """Small test histories are cut up as long ones are."""
-    from jfi.kernels import target_attention
+    from jfi.kernels import shares
 
-    monkeypatch.setattr(target_attention, "LEAST_CHUNK", 128)
-    monkeypatch.setattr(target_attention, "_multiprocessors", lambda device: 64)
+    monkeypatch.setattr(shares, "LEAST_CHUNK", 128)
+    monkeypatch.setattr(shares, "_multiprocessors", lambda device: 64)
 
 
 def check(
