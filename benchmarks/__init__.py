@@ -1,0 +1,1 @@
+"""Speed and memory of jfi's operators beside their peers: ``python -m benchmarks --help``."""

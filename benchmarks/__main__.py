@@ -1,0 +1,92 @@
+"""Measure jfi beside its peers on whatever is there, write the results and draw them."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from benchmarks import cpu, figures, lengths, measure, report, table1, target
+from benchmarks.run import Rates, run
+
+GPU_SUITES: dict[str, ModuleType] = {"target": target, "table1": table1, "lengths": lengths}
+SUITES = GPU_SUITES | {"cpu": cpu}
+SECONDS, QUICK_SECONDS = 0.25, 0.06  # on one figure of a GPU
+CPU_SECONDS, QUICK_CPU_SECONDS = 6.0, 0.3  # on one column of a case, all implementations together
+
+
+def suites_of(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in SUITES:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(SUITES)}")
+    return names
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
+    parser.add_argument("--only", type=suites_of, metavar="SUITE,...", help=f"of {', '.join(SUITES)}")
+    parser.add_argument("--quick", action="store_true", help="fewer cases, shorter measurements")
+    parser.add_argument("--out", type=Path, help="folder of the results (default: benchmarks/results/<device>)")
+    parser.add_argument("--list", action="store_true", help="name the cases and stop")
+    parser.add_argument("--commit", help="to record where the checkout is no git repository")
+    return parser.parse_args()
+
+
+def measured_rates(device: torch.device) -> Rates:
+    if device.type == "cpu":
+        return Rates()
+    rates = Rates(measure.copy_bytes_per_second(), measure.matmul_flops_per_second())
+    torch.cuda.empty_cache()
+    print(f"copy {rates.copy / 1e12:.2f} TB/s, bfloat16 matrix product {rates.matmul / 1e12:.0f} TFLOP/s")
+    return rates
+
+
+def run_suite(name: str, device: torch.device, rates: Rates, where: dict, options: argparse.Namespace) -> None:
+    start, rows = time.perf_counter(), []
+    if device.type == "cuda":
+        seconds = QUICK_SECONDS if options.quick else SECONDS
+    else:
+        seconds = QUICK_CPU_SECONDS if options.quick else CPU_SECONDS
+    for case in SUITES[name].cases(options.quick):
+        for i, row in enumerate(run(case, device, rates, seconds)):
+            rows.append({"suite": name} | row)
+            if i == 0:
+                print(report.heading(rows[-1]))
+            print(report.line(rows[-1]), flush=True)
+        report.write(options.out, name, where, rows)  # after each case: what was measured is kept whatever comes
+    if name in figures.DRAW:
+        for path in figures.DRAW[name]({"environment": where, "rows": rows}, options.out):
+            print(f"drew {path}")
+    print(f"{name}: {time.perf_counter() - start:.0f} s, in {options.out}\n", flush=True)
+
+
+def main() -> int:
+    options = arguments()
+    gpu = torch.cuda.is_available()
+    names = options.only or (list(GPU_SUITES) if gpu else ["cpu"])
+    if options.list:
+        for name in names:
+            print(*(f"{name}: {case.name}" for case in SUITES[name].cases(options.quick)), sep="\n")
+        return 0
+    if not gpu:
+        if needy := [name for name in names if name in GPU_SUITES]:
+            print(f"error: {', '.join(needy)} need a GPU, and there is none; --only cpu measures the processor")
+            return 2
+        print("No GPU here: measuring the processor's paths.")
+    torch.set_float32_matmul_precision("high")  # TF32 on a GPU, for everyone
+    for name in names:
+        device = torch.device("cpu" if name == "cpu" else "cuda")
+        if device.type == "cpu":
+            torch.set_num_threads(measure.CPU_THREADS)
+        rates = measured_rates(device)
+        where = report.environment(device, rates, options.commit)
+        out = options.out or Path(__file__).parent / "results" / report.folder_name(device)
+        run_suite(name, device, rates, where, argparse.Namespace(**vars(options) | {"out": out}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""Pictures of results: latency and memory against the longest length, and Table 1 beside the paper and the floor."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+OURS, PAPER, FLOOR = "#c1272d", "#8a8a8a", "#d9d9d9"
+PEERS = ("#0072b2", "#009e73", "#e69f00", "#56b4e9", "#cc79a7", "#5d3a9b")
+MARKERS = "osD^vP"
+
+
+def caption(results: dict) -> str:
+    where = results["environment"]
+    return f"{where['device']}, torch {where['versions'].get('torch', '?')}, {where['date'][:10]}"
+
+
+def series(rows: list[dict]) -> dict[str, list[dict]]:
+    """The rows of each line, ours by how it reads."""
+    lines: dict[str, list[dict]] = {}
+    for row in sorted(rows, key=lambda row: row["N"]):
+        name = row["implementation"]
+        if row["ours"]:
+            name += ", value = key" if row["shared"] else ", distinct value"
+        lines.setdefault(name, []).append(row)
+    return lines
+
+
+def draw_lengths(axes: Axes, lines: dict[str, list[dict]], value: Callable[[dict], float | None]) -> None:
+    peers = iter(zip(PEERS, MARKERS, strict=True))
+    for name, rows in lines.items():
+        mine = rows[0]["ours"]
+        colour, marker = (OURS, "o") if mine else next(peers)
+        style = "--" if mine and not rows[0]["shared"] else "-"
+        points = [(row["N"], value(row)) for row in rows if value(row)]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, color=colour, marker=marker, markersize=4, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("longest length N (lengths uniform in [0, N])")
+    axes.grid(True, which="major", alpha=0.3)
+
+
+def lengths(results: dict, folder: Path) -> list[Path]:
+    """latency.png and memory.png, forward and training side by side."""
+    rows = results["rows"]
+    shape = rows[0]
+    what = f"Target attention, B={shape['B']}, D={shape['D']}, T={shape['T']}, {shape['dtype']}"
+    pictures = {
+        "latency": ("microseconds", "forward_us", "forward_backward_us"),
+        "memory": ("MB above the inputs", "memory_forward_mb", "memory_training_mb"),
+    }
+    paths = []
+    for name, (unit, forward, training) in pictures.items():
+        figure, panels = plt.subplots(1, 2, figsize=(11, 4.4), sharey=True, layout="constrained")
+        for axes, column, title in zip(panels, (forward, training), ("forward", "forward + backward"), strict=True):
+            draw_lengths(axes, series(rows), lambda row, column=column: row.get(column))
+            axes.set_title(title)
+        panels[0].set_ylabel(unit)
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside right center", frameon=False)
+        figure.suptitle(f"{what}\n{caption(results)}", fontsize=10)
+        paths.append(folder / f"{name}.png")
+        figure.savefig(paths[-1], dpi=130)
+        plt.close(figure)
+    return paths
+
+
+def speedups(rows: list[dict], column: str, floor: Callable[[dict], float]) -> dict[str, list[float]]:
+    """Times faster than padded torch, of each implementation and operator; 0 where there is nothing to show."""
+    by_case: dict[str, dict[str, dict]] = {}
+    for row in rows:
+        by_case.setdefault(row["case"], {})[row["implementation"]] = row
+    names = [name for name in next(iter(by_case.values())) if name != "padded torch"]
+    bars: dict[str, list[float]] = {name: [] for name in names}
+    bars["floor"] = []
+    for found in by_case.values():
+        padded = found["padded torch"].get(column)
+        for name in names:
+            time = found[name].get(column)
+            bars[name].append(padded / time if padded and time else 0)
+        bars["floor"].append(padded / floor(found["jfi"]) if padded else 0)
+    return bars
+
+
+def table1(results: dict, folder: Path) -> list[Path]:
+    """table1.png: how many times faster than padded PyTorch."""
+    rows = results["rows"]
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    forward = speedups(rows, "forward_us", lambda row: row["floor_forward_us"])
+    paper = {row["case"]: row["paper_speedup"] for row in rows}
+    forward = {"paper's claim": [paper[case] for case in cases]} | forward
+    training = speedups(rows, "forward_backward_us", lambda row: row["floor_forward_us"] + row["floor_backward_us"])
+    figure, panels = plt.subplots(2, 1, figsize=(11, 7.2), layout="constrained")
+    peers = iter(PEERS)
+    colours = {"paper's claim": PAPER, "floor": FLOOR, "jfi": OURS}
+    for axes, bars, title in zip(panels, (forward, training), ("forward", "forward + backward"), strict=True):
+        width = 0.84 / len(bars)
+        for i, (name, values) in enumerate(bars.items()):
+            colour = colours.setdefault(name, next(peers, "black"))
+            places = [at + (i - (len(bars) - 1) / 2) * width for at in range(len(cases))]
+            drawn = axes.bar(places, values, width, label=name, color=colour)
+            axes.bar_label(drawn, [f"{value:.1f}" if value else "" for value in values], fontsize=7, padding=1)
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set_xticks(range(len(cases)), cases, fontsize=8)
+        axes.set_yscale("log")
+        axes.set_ylabel("times faster than padded torch")
+        axes.set_title(title, fontsize=10)
+        axes.grid(True, axis="y", which="major", alpha=0.3)
+        axes.set_axisbelow(True)
+        axes.margins(y=0.12)
+    panels[0].legend(ncols=len(forward), fontsize=8, frameon=False, loc="upper left")
+    shape = rows[0]
+    what = f"The paper's Table 1: B={shape['B']}, N={shape['N']}, D={shape['D']}, T={shape['T']}, {shape['dtype']}"
+    figure.suptitle(f"{what}\n{caption(results)}", fontsize=10)
+    path = folder / "table1.png"
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return [path]
+
+
+DRAW: dict[str, Callable[[dict, Path], list[Path]]] = {"lengths": lengths, "table1": table1}

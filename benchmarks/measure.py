@@ -1,0 +1,128 @@
+"""The clock and the scale: every figure of a run is measured by these, so that one can be put beside another.
+
+On a GPU: kernel time by replaying a CUDA graph, eager time between events, the host's time without synchronisation, and
+the allocator's peak.  Calls rotate over several sets of inputs, so that the cache does not hold what they read.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+Call = Callable[[], object]
+
+#: Sets of inputs are drawn until they hold this much, several times an H200's 60 MB of L2, or there are SETS of them.
+ROTATED_BYTES = 256 * 2**20
+LEAST_SETS, SETS = 2, 8
+
+EAGER_CALLS = (8, 60)  # at least, at most
+REPLAYS = 12
+HOST_CALLS = 40
+CPU_CALLS = 5  # at least
+CPU_THREADS = 2
+
+COPY_BYTES = 2**31
+RATE_SECONDS = 0.25
+
+
+def eager_us(calls: Sequence[Call], seconds: float) -> float:
+    """Median time of a call as the GPU's clock sees it, gaps in which it waits for the host included."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    calls[0]()
+    torch.cuda.synchronize()
+    once = time.perf_counter() - start
+    count = min(EAGER_CALLS[1], max(EAGER_CALLS[0], int(seconds / once)))
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+    for i, (begin, end) in enumerate(events):
+        begin.record()
+        calls[i % len(calls)]()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in events) * 1e3
+
+
+def kernel_us(build: Callable[[], Sequence[Call]]) -> float:
+    """Median time of a call when a CUDA graph replays it: kernels alone.
+
+    ``build`` returns one call a set of inputs.  It runs on the capturing stream: a backward can only be captured on the
+    stream of its forward.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        calls = build()
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        held = [call() for call in calls]  # so that no output takes the place of another
+    times = []
+    for _ in range(REPLAYS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    del held
+    return statistics.median(times[2:]) / len(calls)
+
+
+def host_us(calls: Sequence[Call]) -> float:
+    """Median wall time until a call returns, the GPU not waited for."""
+    for call in calls:
+        call()
+    times = []
+    for i in range(HOST_CALLS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        calls[i % len(calls)]()
+        times.append(time.perf_counter() - start)
+    torch.cuda.synchronize()
+    return statistics.median(times) * 1e6
+
+
+def peak_mb(call: Call) -> float:
+    """The most that the allocator held during a call above what it held before, its results included, in 10^6 bytes."""
+    call()  # whatever a first call keeps for good is not the call's
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    held = call()
+    torch.cuda.synchronize()
+    del held
+    return (torch.cuda.max_memory_allocated() - before) / 1e6
+
+
+def interleaved_us(calls: dict[str, Call], seconds: float) -> dict[str, list[float]]:
+    """Wall times of each call on a processor, ascending.  Each round goes over all: a busy spell hits them alike."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    end = time.perf_counter() + seconds
+    while calls and (time.perf_counter() < end or len(next(iter(times.values()))) < CPU_CALLS):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            times[name].append((time.perf_counter() - start) * 1e6)
+    return {name: sorted(spent) for name, spent in times.items()}
+
+
+def copy_bytes_per_second() -> float:
+    """Bytes read and written by a large out-of-place elementwise kernel.  (``copy_`` in a graph is a slower engine.)"""
+    size = min(COPY_BYTES, torch.cuda.get_device_properties().total_memory // 16)
+    pairs = [[torch.ones(size // 4, device="cuda") for _ in range(2)] for _ in range(2)]
+    return 2e6 * size / eager_us([lambda x=x, y=y: torch.mul(x, 1, out=y) for x, y in pairs], RATE_SECONDS)
+
+
+def matmul_flops_per_second() -> float:
+    """Of a bfloat16 product of 8192 x 8192 matrices."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2e6 * 8192**3 / eager_us([lambda: a @ b], RATE_SECONDS)

@@ -1,0 +1,150 @@
+"""Inputs of one operator on one jagged batch, and the truth about any of its samples in float64."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+
+import torch
+from torch import Tensor
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SIGMA = 1.5  # of the log-normal lengths
+
+#: What the first dimension of a tensor counts: samples, packed rows, or the L·L pairs of each sample's rows.
+BATCH, ROWS, PAIRS = "batch", "rows", "pairs"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The letters of the operators' docstrings; N is the longest length that may be drawn."""
+
+    B: int
+    N: int
+    D: int
+    T: int = 1
+    H: int = 1
+    G: int = 1
+    dtype: str = "bfloat16"
+    lengths: str = "uniform"
+    shared: bool = False
+
+    @property
+    def name(self) -> str:
+        heads = f" H={self.H}" if self.H > 1 else ""
+        heads += f" G={self.G}" if self.G > 1 else ""
+        lengths = "" if self.lengths == "uniform" else f", {self.lengths}"
+        reads = "one read" if self.shared else "distinct"
+        return f"B={self.B} N={self.N} D={self.D} T={self.T}{heads} {self.dtype}, {reads}{lengths}"
+
+
+def draw_lengths(shape: Shape, seed: int) -> Tensor:
+    """[B] on the CPU: uniform in [0, N], or log-normal, cut at N, with the sum of the uniform ones."""
+    generator = torch.Generator().manual_seed(seed)
+    uniform = torch.randint(0, shape.N + 1, (shape.B,), generator=generator)
+    if shape.lengths == "uniform":
+        return uniform
+    spread = (SIGMA * torch.randn(shape.B, generator=generator, dtype=torch.float64)).exp()
+    low, high = 0.0, float(shape.N) ** 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        lengths = (spread * middle).long().clamp(max=shape.N)
+        low, high = (middle, high) if lengths.sum() < uniform.sum() else (low, middle)
+    return lengths
+
+
+@dataclass
+class Problem:
+    """One set of inputs.
+
+    Attributes:
+        inputs: by argument name, in the operator's layout; the gradient flows to each of them.
+        layouts: of every input and of "out".
+        grad: the gradient of the output.
+        formula: the operator on one sample, in float64, differentiable.
+        flops: of forward and backward, counting real pairs only; 0 where bytes alone set the floor.
+    """
+
+    shape: Shape
+    lengths: Tensor
+    offsets: Tensor
+    inputs: dict[str, Tensor]
+    layouts: dict[str, str]
+    grad: Tensor
+    formula: Callable[..., Tensor]
+    flops: tuple[float, float] = (0.0, 0.0)
+    starts: dict[str, list[int]] = field(init=False)
+    known: dict[int, tuple[Tensor, list[Tensor]]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        zero = self.lengths.new_zeros(1)
+        self.starts = {
+            ROWS: torch.cat([zero, self.lengths.cumsum(0)]).tolist(),
+            PAIRS: torch.cat([zero, self.lengths.square().cumsum(0)]).tolist(),
+        }
+
+    @property
+    def rows(self) -> int:
+        return self.starts[ROWS][-1]
+
+    @property
+    def device_lengths(self) -> Tensor:
+        return self.lengths.to(self.offsets.device)
+
+    @property
+    def pair_offsets(self) -> Tensor:
+        return torch.tensor(self.starts[PAIRS], device=self.offsets.device)
+
+    def take(self, x: Tensor, layout: str, sample: int) -> Tensor:
+        """The sample's part of a tensor."""
+        if layout == BATCH:
+            return x[sample]
+        return x[self.starts[layout][sample] : self.starts[layout][sample + 1]]
+
+    def samples(self, count: int = 6) -> list[int]:
+        """The samples that are checked: the longest, the shortest, the last, and some between."""
+        order = self.lengths.argsort(stable=True).tolist()
+        picked = [order[-1], order[0], len(order) - 1, *order[:: max(1, len(order) // (count - 2))]]
+        return list(dict.fromkeys(picked))[:count]
+
+    def truth(self, sample: int) -> tuple[Tensor, list[Tensor]]:
+        """Output and gradients of one sample."""
+        if sample not in self.known:
+            self.known[sample] = self._truth(sample)
+        return self.known[sample]
+
+    def _truth(self, sample: int) -> tuple[Tensor, list[Tensor]]:
+        leaves = {
+            name: self.take(x, self.layouts[name], sample).double().requires_grad_() for name, x in self.inputs.items()
+        }
+        out = self.formula(**leaves)
+        grad = self.take(self.grad, self.layouts["out"], sample).double()
+        return out.detach(), list(torch.autograd.grad(out, list(leaves.values()), grad))
+
+    def bytes(self) -> tuple[int, int]:
+        """The fewest of forward (inputs in, output out) and backward (inputs, output's gradient in, gradients out)."""
+        size = sum(x.nbytes for x in self.inputs.values())
+        return size + self.grad.nbytes, 2 * size + self.grad.nbytes
+
+    def columns(self) -> dict[str, object]:
+        return asdict(self.shape) | {"S": self.rows}
+
+
+def random(shape: tuple[int, ...], dtype: str, device: torch.device) -> Tensor:
+    return torch.randn(shape, dtype=DTYPES[dtype], device=device)
+
+
+def pad(x: Tensor, lengths: Tensor, longest: int) -> Tensor:
+    """[S, ...] -> [B, N, ...], zeros behind each sample's rows."""
+    out = x.new_zeros(lengths.shape[0], longest, *x.shape[1:])
+    out[valid(lengths, longest)] = x
+    return out
+
+
+def valid(lengths: Tensor, longest: int) -> Tensor:
+    """[B, N]: whether a padded row is real."""
+    return torch.arange(longest, device=lengths.device) < lengths[:, None]
+
+
+def valid_pairs(lengths: Tensor, longest: int) -> Tensor:
+    """[B, N, N]: whether a padded pair is real."""
+    rows = valid(lengths, longest)
+    return rows[:, :, None] & rows[:, None, :]

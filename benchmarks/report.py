@@ -1,0 +1,119 @@
+"""Where and with what a run was made, its rows as JSON and CSV, and one printed line a row."""
+
+import csv
+import datetime
+import importlib.metadata
+import json
+import platform
+import re
+import subprocess
+from pathlib import Path
+
+import torch
+
+from benchmarks.run import Rates
+
+PACKAGES = ("torch", "triton", "fbgemm-gpu", "fbgemm-gpu-cpu", "fbgemm-gpu-nightly")
+#: Columns of the CSV that come first; whatever else a row has follows.
+FIRST = ("suite", "case", "implementation", "status", "forward_us", "forward_backward_us")
+
+
+def run_command(*command: str) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def processor() -> str:
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def commit() -> str | None:
+    root = Path(__file__).parent
+    found = run_command("git", "-C", str(root), "rev-parse", "--short=12", "HEAD")
+    changed = run_command("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no", "--", "../jfi")
+    return f"{found} with changes" if found and changed else found
+
+
+def environment(device: torch.device, rates: Rates, revision: str | None) -> dict[str, object]:
+    gpu = device.type == "cuda"
+    driver = run_command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu else None
+    return {
+        "device": torch.cuda.get_device_name() if gpu else processor(),
+        "driver": driver.splitlines()[0] if driver else None,
+        "cuda": torch.version.cuda,
+        "processor": processor(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "versions": {package: found for package in PACKAGES if (found := version(package))},
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "copy_bytes_per_second": rates.copy,
+        "matmul_flops_per_second": rates.matmul,
+        "commit": revision or commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def folder_name(device: torch.device) -> str:
+    """ "NVIDIA H200" -> "h200"; a processor -> "cpu"."""
+    if device.type == "cpu":
+        return "cpu"
+    name = torch.cuda.get_device_name().lower().removeprefix("nvidia ")
+    return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
+
+
+def write(folder: Path, suite: str, where: dict[str, object], rows: list[dict]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{suite}.json").write_text(json.dumps({"environment": where, "rows": rows}, indent=1) + "\n")
+    names = dict.fromkeys([*FIRST, *(name for row in rows for name in row)])
+    with (folder / f"{suite}.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(names), restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def read(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+def microseconds(value: float | None) -> str:
+    """Three digits, and milliseconds from ten thousand on."""
+    if value is None:
+        return "-"
+    return f"{value / 1e3:.1f} ms" if value >= 1e4 else f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def line(row: dict) -> str:
+    """What is printed of a row; a speed only where the result was right."""
+    text = f"  {row['implementation']:24s}"
+    if row["status"] not in ("ok", "forward only", "wrong gradient"):
+        return f"{text}{row['status']}: {row['note']}"
+    text += f"{microseconds(row.get('forward_us')):>10s} |{microseconds(row.get('forward_backward_us')):>10s}"
+    if "kernel_forward_us" in row:
+        text += f"   kernels {microseconds(row['kernel_forward_us'])} ({row['efficiency_forward']:.2f})"
+    if "kernel_backward_us" in row:
+        text += f" + {microseconds(row['kernel_backward_us'])} ({row['efficiency_backward']:.2f})"
+    if "host_us" in row:
+        text += f"   host {row['host_us']:.0f}"
+    if "memory_forward_mb" in row:
+        training = f"{row['memory_training_mb']:.0f}" if "memory_training_mb" in row else "-"
+        text += f"   MB {row['memory_forward_mb']:.1f} | {training}"
+    return f"{text}   {row['status']}: {row['note']}" if row.get("note") else text
+
+
+def heading(row: dict) -> str:
+    text = f"{row['suite']}: {row['case']}"
+    if row["floor_forward_us"] is not None:
+        forward, backward = row["floor_forward_us"], row["floor_backward_us"]
+        text += f"   (floors {microseconds(forward)} + {microseconds(backward)} us)"
+    return text

@@ -1,0 +1,65 @@
+"""Print a results file as a Markdown table, for README: ``python -m benchmarks.table results/h200/target.json``."""
+
+import argparse
+from pathlib import Path
+
+from benchmarks import report
+
+
+def cell(row: dict | None) -> str:
+    if row is None:
+        return ""
+    if row["status"] not in ("ok", "forward only", "wrong gradient"):
+        return row["status"]
+    both = row.get("forward_backward_us")
+    return f"{report.microseconds(row['forward_us'])} \\| {report.microseconds(both) if both else 'fails'}"
+
+
+def best(rows: dict[str, dict], column: str) -> float | None:
+    times = [row[column] for row in rows.values() if not row["ours"] and row.get(column)]
+    return min(times) if times else None
+
+
+def gain(rows: dict[str, dict], mine: dict, column: str) -> str:
+    """How many times as fast as the best peer."""
+    peer, own = best(rows, column), mine.get(column)
+    return f"{peer / own:.1f}x" if peer and own else "-"
+
+
+def efficiency(mine: dict) -> str:
+    """Floor over kernel time, forward and backward."""
+    parts = [mine.get("efficiency_forward"), mine.get("efficiency_backward")]
+    return " \\| ".join("-" if part is None else f"{part:.2f}" for part in parts)
+
+
+def markdown(results: dict) -> str:
+    cases: dict[str, dict[str, dict]] = {}
+    for row in results["rows"]:
+        if row["headline"]:
+            cases.setdefault(row["case"], {})[row["implementation"]] = row
+    names = list(dict.fromkeys(name for rows in cases.values() for name in rows))
+    timed = any("efficiency_forward" in row for rows in cases.values() for row in rows.values())
+    columns = ["case", *names, *(["floor / kernels"] if timed else []), "against the best peer"]
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    for case, rows in cases.items():
+        mine = next(row for row in rows.values() if row["ours"])
+        cells = [case, *(cell(rows.get(name)) for name in names)]
+        cells += [efficiency(mine)] if timed else []
+        cells.append(f"{gain(rows, mine, 'forward_us')} \\| {gain(rows, mine, 'forward_backward_us')}")
+        lines.append("| " + " | ".join(cells) + " |")
+    where = results["environment"]
+    versions = ", ".join(f"{name} {found}" for name, found in where["versions"].items())
+    speed = where["copy_bytes_per_second"]
+    measured = f"{where['device']}, {versions}, commit {where['commit']}, {where['date'][:10]}"
+    measured += f"; copy {speed / 1e12:.2f} TB/s" if speed else f", {where['threads']} threads"
+    return "\n".join([*lines, "", f"Microseconds, eager, forward \\| forward + backward. {measured}."])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("results", type=Path)
+    print(markdown(report.read(parser.parse_args().results)))
+
+
+if __name__ == "__main__":
+    main()
