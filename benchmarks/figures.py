@@ -8,6 +8,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 OURS, PAPER, FLOOR = "#c1272d", "#8a8a8a", "#d9d9d9"
 PEERS = ("#0072b2", "#009e73", "#e69f00", "#56b4e9", "#cc79a7", "#5d3a9b")
@@ -17,6 +19,13 @@ MARKERS = "osD^vP"
 def caption(results: dict) -> str:
     where = results["environment"]
     return f"{where['device']}, torch {where['versions'].get('torch', '?')}, {where['date'][:10]}"
+
+
+def plain_ticks(axis: Axis) -> None:
+    """1, 2, 5, 10 ... instead of powers."""
+    axis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def series(rows: list[dict]) -> dict[str, list[dict]]:
@@ -40,7 +49,9 @@ def draw_lengths(axes: Axes, lines: dict[str, list[dict]], value: Callable[[dict
         if points:
             axes.plot(*zip(*points, strict=True), style, color=colour, marker=marker, markersize=4, label=name)
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.set_yscale("log")
+    plain_ticks(axes.yaxis)
     axes.set_xlabel("longest length N (lengths uniform in [0, N])")
     axes.grid(True, which="major", alpha=0.3)
 
@@ -106,8 +117,9 @@ def table1(results: dict, folder: Path) -> list[Path]:
             drawn = axes.bar(places, values, width, label=name, color=colour)
             axes.bar_label(drawn, [f"{value:.1f}" if value else "" for value in values], fontsize=7, padding=1)
         axes.axhline(1, color="black", linewidth=0.8)
-        axes.set_xticks(range(len(cases)), cases, fontsize=8)
+        axes.set_xticks(range(len(cases)), [case.replace("_jagged_out", "\n_jagged_out") for case in cases])
         axes.set_yscale("log")
+        plain_ticks(axes.yaxis)
         axes.set_ylabel("times faster than padded torch")
         axes.set_title(title, fontsize=10)
         axes.grid(True, axis="y", which="major", alpha=0.3)

@@ -4,7 +4,7 @@ import contextlib
 import gc
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 from torch import Tensor
@@ -134,7 +134,15 @@ def check(row: dict, problem: Problem, prepared: Prepared, tolerance: float) -> 
 
 
 def run(case: Case, device: torch.device, rates: Rates, seconds: float) -> Iterator[dict]:
-    """One row an implementation."""
+    """One row an implementation; one that says why where the case does not fit the machine."""
+    try:
+        yield from _run(case, device, rates, seconds)
+    except torch.OutOfMemoryError as error:
+        row = {"case": case.name, "implementation": "any", "ours": False, "headline": False, **asdict(case.shape)}
+        yield row | {"status": "failed", "note": summary(error), "floor_forward_us": None}
+
+
+def _run(case: Case, device: torch.device, rates: Rates, seconds: float) -> Iterator[dict]:
     problems = [case.build(case.shape, 0, device)]
     if device.type == "cuda":
         fit = measure.ROTATED_BYTES // max(1, problems[0].bytes()[0]) + 1
