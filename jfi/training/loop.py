@@ -73,7 +73,7 @@ def train(config: Config, dataset: InteractionDataset | None = None) -> Result:
     """
     if config.training.run_dir is not None:
         check_new(Path(config.training.run_dir))
-    trainer = Trainer(config, dataset or load_dataset(config.data))
+    trainer = Trainer(config, load_dataset(config.data) if dataset is None else dataset)
     return trainer.run(RunFolder.create(config))
 
 
@@ -144,7 +144,7 @@ class Trainer:
         if self.config.model.pooling == "attention":
             draw_attention(self._evaluated, self.dataset, self.device, run.attention)
         validation = next(r for r in log if r["split"] == "validation" and r["epoch"] == progress.best_epoch)
-        validation = {name: validation[name] for name in test}
+        validation = {name: math.nan if validation[name] is None else validation[name] for name in test}
         return Result(str(run.path), progress.best_epoch, progress.epoch, validation, test, progress.train_seconds)
 
     def _finished(self) -> bool:
@@ -214,16 +214,11 @@ class Trainer:
         self._save(run, recorder)
 
     def _batches(self, split: str, size: int, start: int, label: str) -> Iterator[Batch]:
-        progress, train = self.progress, split == "train"
+        order = {}
+        if split == "train":  # the held-out parts have the same order and the same sampled negatives in every run
+            order = {"shuffle": True, "seed": self.config.training.seed, "epoch": self.progress.epoch}
+        batches = self.dataset.batches(split, size, start_batch=start, **order)
         samples = self.dataset.num_samples(split)
-        batches = self.dataset.batches(
-            split,
-            size,
-            shuffle=train,
-            seed=self.config.training.seed,
-            epoch=progress.epoch if train else 0,
-            start_batch=start,
-        )
         # No bar where nobody watches: disable=None looks whether stderr is a terminal.
         with tqdm(
             total=samples, initial=start * size, desc=label, unit=" samples", unit_scale=True, disable=None, leave=False

@@ -48,7 +48,9 @@ def draw_curves(log: list[dict], monitor: str, path: Path) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         axes.legend()
-    figure.suptitle(f"best epoch by validation {monitor}: {test['epoch']} (dashed)")
+    figure.suptitle(
+        f"best epoch by validation {monitor}: {test['epoch']} (dashed); a star is the test part with its parameters"
+    )
     figure.savefig(path, dpi=110)
 
 
@@ -78,7 +80,10 @@ def draw_attention(model: SequenceDLRM, dataset: InteractionDataset, device: tor
     keys = [Patch(color=f"C{head}", label=f"head {head + 1}") for head in range(heads)]
     keys.append(Line2D([], [], color="0.3", linestyle=":", label="equal weights"))
     figure.legend(handles=keys, loc="outside lower center", ncols=heads + 1)
-    figure.suptitle("Which events of the history the target attends to: weight, divided by head", fontsize=14)
+    figure.suptitle(
+        "Which events of the history the target attends to: weight, divided by head (#: id of a field's value)",
+        fontsize=14,
+    )
     figure.savefig(path, dpi=100)
 
 
@@ -95,8 +100,9 @@ def _draw_sample(axes: Axes, sample: _Sample) -> None:
     axes.axvline(1 / count, color="0.3", linestyle=":")
     shown = left.sum().item()
     axes.set_title(
-        f"target: {sample.title}\nlabel {sample.label:g}, predicted {sample.score:.2f}; "
+        f"target: {sample.title} (label {sample.label:g}, predicted {sample.score:.2f})\n"
         f"{len(order)} of {count} events, {shown:.0%} of the weight",
+        loc="right",  # over the long labels too
         fontsize=11,
         fontweight="bold",
     )

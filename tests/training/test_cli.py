@@ -160,10 +160,7 @@ def test_exit_codes(capsys):
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["--training.epoch", "3"], "nearest known: --training.epochs"),
         (["--data.interactions", "absent.csv"], "absent.csv"),
-        (["--data.source", "synthetic", "--model.bias", "history_agee"], "history_age"),
-        (["--resume", "absent"], "no run folder"),
         (["--resume", ".", "--training.epochs", "3"], "no other option"),
     ],
 )

@@ -210,6 +210,20 @@ def test_divergence_is_told(tmp_path):
         train(config)
 
 
+def test_an_unknown_bias_key_writes_nothing(tmp_path):
+    config = tiny(tmp_path / "run")
+    config.model.bias = "history_agee"
+    with pytest.raises(ConfigError, match=r"model\.bias: got 'history_agee', must be .* history_age"):
+        train(config)
+    assert not (tmp_path / "run").exists()
+
+
+def test_resume_needs_a_run(tmp_path):
+    with pytest.raises(ConfigError, match="no run folder"):
+        resume(tmp_path / "absent")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_used_folder_is_refused(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").write_text("mine")
