@@ -62,7 +62,7 @@ def jagged_dense_bmm(x: Tensor, offsets: Tensor, dense: Tensor, transposed: bool
         D=width,
         T=out_width,
         TRANSPOSED=transposed,
-        PRECISION=precision(x),
+        PRECISION=precision(),
         BLOCK_S=BLOCK_S,
         BLOCK_D=block(width, most=64),
         BLOCK_T=block_t,

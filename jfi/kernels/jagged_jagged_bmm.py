@@ -27,13 +27,13 @@ def _jagged_jagged_bmm_kernel(
     tiles_t: tl.constexpr = tl.cdiv(T, BLOCK_T)
     at_d = tl.program_id(0) // tiles_t * BLOCK_D + tl.arange(0, BLOCK_D)
     at_t = tl.program_id(0) % tiles_t * BLOCK_T + tl.arange(0, BLOCK_T)
-    acc = tl.zeros((BLOCK_D, BLOCK_T), tl.float32)
+    acc = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     for first in range(low, high, BLOCK_S):
         rows = first + tl.arange(0, BLOCK_S)
         x = load_tile(x_ptr, rows, rows < high, D, at_d, D)
         y = load_tile(y_ptr, rows, rows < high, T, at_t, T)
-        acc = tl.dot(tl.trans(x), y, acc, input_precision=PRECISION)
-    store_tile(out_ptr + sample * D * T, acc, at_d, at_d < D, T, at_t, T)
+        acc = tl.dot(tl.trans(y), x, acc, input_precision=PRECISION)
+    store_tile(out_ptr + sample * D * T, tl.trans(acc), at_d, at_d < D, T, at_t, T)
 
 
 def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
         out,
         D=width,
         T=out_width,
-        PRECISION=precision(x),
+        PRECISION=precision(),
         BLOCK_S=32,
         BLOCK_D=block_d,
         BLOCK_T=block_t,

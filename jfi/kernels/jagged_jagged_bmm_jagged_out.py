@@ -60,7 +60,7 @@ def jagged_jagged_bmm_jagged_out(x: Tensor, y: Tensor, x_offsets: Tensor, y_offs
         out,
         batch,
         D=width,
-        PRECISION=precision(x),
+        PRECISION=precision(),
         BLOCK_S=BLOCK_S,
         BLOCK_R=64,
         BLOCK_D=block(width, most=64),

@@ -17,6 +17,7 @@ from torch import Tensor
 from jfi.kernels import target_attention_wide as wide
 from jfi.kernels.shares import WEIGHT, Partials, deal, first_step, last_row
 from jfi.kernels.target_attention_tiles import (
+    Tile,
     add_history_gradients,
     load_bias,
     load_rows,
@@ -26,7 +27,7 @@ from jfi.kernels.target_attention_tiles import (
     store_rows,
     weigh,
 )
-from jfi.kernels.tiles import block, precision, tile_slots
+from jfi.kernels.tiles import block, tile_slots
 
 
 @triton.jit(do_not_specialize=["batch", "queries", "chunk"])
@@ -132,14 +133,15 @@ def _target_attention_bwd_kernel(
     tl.store(split_ptr + program, split)
 
 
-def _config(itemsize: int, widest: int, shared: bool, block_m: int) -> tuple[int, int, int, int]:
+def _config(tile: Tile, shared: bool) -> tuple[int, int, int, int]:
     """(rows a step, warps, stages, shares a multiprocessor), the best of those measured on an H200."""
-    width_bytes = itemsize * widest
-    if block_m > 16 or width_bytes > 512:
-        return (32, 4, 2, 2) if width_bytes <= 512 else (16, 4, 2, 2)
-    if width_bytes <= 128 and shared:
+    if tile.width_bytes > 512:
+        return (16, 8, 1, 1) if tile.width_bytes > 1024 else (16, 4, 1, 1)
+    if tile.block_m > 16:
+        return 32, 4, 2, 2
+    if tile.width_bytes <= 128 and shared:
         return 32, 1, 3, 8
-    if width_bytes <= 256:
+    if tile.width_bytes <= 256:
         return 32, 2, 3, 4
     return 16, 2, 3 if shared else 2, 4
 
@@ -156,7 +158,7 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Returns the gradients of query, key (key + value where they are shared), value and bias."""
-    batch, times, heads, width = query.shape
+    batch, _, heads, width = query.shape
     rows, groups, _ = key.shape
     out_width = width if value is None else value.shape[2]
     dquery, dkey = torch.empty_like(query), torch.empty_like(key)
@@ -164,11 +166,9 @@ def backward(
     dbias = None if bias is None else torch.empty_like(bias)
     if batch == 0:
         return dquery, dkey, dvalue, dbias
-    queries = times * heads // groups
-    block_m, block_d, block_e = block(queries, most=64), block(width), block(out_width)
-    one_tile = queries <= block_m
-    config = _config if one_tile else wide.config
-    block_n, warps, stages, shares = config(key.element_size(), max(block_d, block_e), value is None, block_m)
+    tile = Tile.of(query, key, value)
+    one_tile = tile.queries <= tile.block_m
+    block_n, warps, stages, shares = (_config if one_tile else wide.config)(tile, value is None)
     chunk, shares = deal(rows, batch, query.device, shares)
     partials = Partials(shares, chunk, query, width, weighted=False)
     arguments = (
@@ -187,7 +187,7 @@ def backward(
         partials.values,
         partials.split,
         batch,
-        queries,
+        tile.queries,
         chunk,
         scale,
     )
@@ -198,11 +198,11 @@ def backward(
         "E": out_width,
         "SHARED": value is None,
         "HAS_BIAS": bias is not None,
-        "PRECISION": precision(query),
-        "BLOCK_M": block_m,
+        "PRECISION": tile.precision,
+        "BLOCK_M": tile.block_m,
         "BLOCK_N": block_n,
-        "BLOCK_D": block_d,
-        "BLOCK_E": block_e,
+        "BLOCK_D": tile.block_d,
+        "BLOCK_E": tile.block_e,
         "BLOCK_H": block(heads // groups),
         "num_warps": warps,
         "num_stages": stages,
@@ -210,7 +210,7 @@ def backward(
     if one_tile:
         _target_attention_bwd_kernel[(shares, groups)](*arguments, **constants)
     else:
-        tiles, slots = triton.cdiv(queries, block_m), tile_slots(rows, batch, block_n)
+        tiles, slots = triton.cdiv(tile.queries, tile.block_m), tile_slots(rows, batch, block_n)
         wide.launch(arguments, constants, tiles, slots, shares)
     partials.merge(offsets, dquery, None)
     return dquery, dkey, dvalue, dbias

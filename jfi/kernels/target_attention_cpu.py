@@ -13,6 +13,7 @@ so where a sample's scores are many, a matrix product for each sample is faster.
 
 import warnings
 from collections.abc import Iterator
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -21,8 +22,8 @@ from torch import Tensor
 
 #: Where a sample has more scores than this on average, for each key head, dense products are faster.
 DENSE_SCORES = 2048
-#: Sums of exponentials below this have lost digits to a maximum that was not theirs.
-LEAST_TOTAL = 1e-20
+#: Sums of exponentials of plain scores outside of this may have lost digits.
+LEAST_TOTAL, MOST_TOTAL = 1e-20, 1e20
 
 with warnings.catch_warnings():
     # The first sparse matrix of a process warns that they are in beta; of them sampled_addmm alone is used here.
@@ -68,17 +69,31 @@ class _Pattern:
 
     def __init__(self, problem: _Problem):
         self.problem = problem
-        self.lengths, each = problem.offsets.diff(), problem.groups * problem.queries
-        lengths = self.lengths.repeat_interleave(each)
-        self.starts = F.pad(lengths.cumsum(0), (1, 0))
-        count = problem.rows * each
-        self.query = torch.repeat_interleave(lengths, output_size=count)  # of each entry
-        first = problem.offsets[:-1].repeat_interleave(each) - self.starts[:-1]
-        self.row = torch.arange(count).add_(first.index_select(0, self.query))  # in [S]
-        self.column = self.row  # in [S · G]
-        if problem.groups > 1:
-            group = torch.arange(problem.groups).repeat_interleave(problem.queries).repeat(problem.batch)
-            self.column = (self.row * problem.groups).add_(group.index_select(0, self.query))
+        self.each = problem.groups * problem.queries  # queries a sample
+        self.lengths = problem.offsets.diff()
+        self.starts = F.pad(self.lengths.repeat_interleave(self.each).cumsum(0), (1, 0))
+        group = torch.arange(problem.groups)[:, None].expand(-1, problem.queries)
+        self.column = self.places(problem.groups, group)
+
+    @cached_property
+    def sample(self) -> Tensor:
+        """[S]: of each row."""
+        return torch.repeat_interleave(self.lengths, output_size=self.problem.rows)
+
+    @cached_property
+    def query(self) -> Tensor:
+        """[P]: of each entry."""
+        if self.each == 1:
+            return self.sample
+        return torch.repeat_interleave(self.starts.diff(), output_size=self.problem.rows * self.each)
+
+    def places(self, width: int, at: Tensor) -> Tensor:
+        """[P]: where each entry's row is in [S · width], at its query's column, ``at`` [G, Q]."""
+        entries = torch.arange(0, self.problem.rows * self.each * width, width)
+        if self.each == 1:
+            return entries
+        first = self.problem.offsets[:-1, None] * width + at.flatten()
+        return entries.add_(self.expand(first.flatten() - self.starts[:-1] * width))
 
     def expand(self, x: Tensor) -> Tensor:
         """[B, G, Q] -> [P]: the entry's query's."""
@@ -88,8 +103,7 @@ class _Pattern:
         """[P]: the entry's bias."""
         problem = self.problem
         head = torch.arange(problem.heads).view(problem.groups, 1, problem.share)
-        head = head.expand(problem.batch, -1, problem.times, -1)
-        return problem.bias.take(self.expand(head).add_(self.row * problem.heads))
+        return problem.bias.take(self.places(problem.heads, head.expand(-1, problem.times, -1)))
 
     def add_products(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """[P] += x [B, G, Q, W] times y [S, G, W] at the entries."""
@@ -106,43 +120,44 @@ class _Pattern:
 
     def transpose(self, *weights: Tensor) -> list[Tensor]:
         """[P] -> [S, G · Q], each."""
-        each = self.problem.groups * self.problem.queries
-        if each == 1:
+        if self.each == 1:
             return [x[:, None] for x in weights]
-        sample = torch.repeat_interleave(self.lengths, output_size=self.problem.rows)
-        first = torch.arange(self.problem.rows).add_((self.problem.offsets * (each - 1)).index_select(0, sample))
-        step = self.lengths.index_select(0, sample)
-        place = torch.addcmul(first[:, None], step[:, None], torch.arange(each))
+        first = (self.problem.offsets * (self.each - 1)).index_select(0, self.sample)
+        first += torch.arange(self.problem.rows)
+        step = self.lengths.index_select(0, self.sample)
+        place = torch.addcmul(first[:, None], step[:, None], torch.arange(self.each))
         return [x.index_select(0, place.flatten()).view_as(place) for x in weights]
 
-    def sum_queries(self, weights: list[Tensor], tables: list[Tensor]) -> Tensor:
-        """[S, G · Q], [B, G, Q, W] -> [S, G, W]: for each row the weighted sum of its queries, of all pairs."""
+    def sum_queries(self, *terms: tuple[Tensor, Tensor]) -> Tensor:
+        """[S, G · Q], [B, G, Q, W] -> [S, G, W]: for each row the weighted sum of its queries, over all terms."""
         problem = self.problem
-        sample = torch.repeat_interleave(self.lengths, output_size=problem.rows)
-        each = problem.groups * problem.queries
-        column = (sample[:, None] * each + torch.arange(each)).view(-1, problem.queries)
-        columns = torch.cat([column + i * problem.batch * each for i in range(len(tables))], 1)
+        weights, tables = zip(*terms, strict=True)
+        # [G, terms · Q]: where a sample's queries are in the tables laid one behind another, but for its own offset.
+        queries = torch.arange(self.each).view(problem.groups, -1)
+        queries = torch.cat([queries + i * problem.batch * self.each for i in range(len(terms))], 1)
+        first = torch.arange(0, problem.batch * self.each, self.each).index_select(0, self.sample)
+        columns = first[:, None, None] + queries
+        weights = [x.unflatten(1, (*queries.shape[:1], -1)) for x in weights]
         out = F.embedding_bag(
-            columns,
+            columns.flatten(0, 1),
             torch.cat([x.flatten(0, 2) for x in tables]),
             mode="sum",
-            per_sample_weights=torch.cat([x.view_as(column) for x in weights], 1),
+            per_sample_weights=torch.cat(weights, 2).flatten(0, 1),
         )
         return out.view(problem.rows, problem.groups, -1)
 
 
 def _sparse_forward(problem: _Problem) -> tuple[Tensor, Tensor]:
     pattern = _Pattern(problem)
-    scores = problem.key.new_zeros(pattern.row.shape) if problem.bias is None else pattern.bias()
+    scores = problem.key.new_zeros(problem.rows * pattern.each) if problem.bias is None else pattern.bias()
     pattern.add_products(scores, problem.query, problem.key)
-    # One maximum for all is one pass less, and exact unless a query's scores all lie far below it.
-    least = torch.finfo(scores.dtype).min
-    top = scores.amax().clamp_(min=least)
-    weights = (scores - top).exp_()
+    # Scores are seldom so large or small that their maximum need be known: that is another two passes.
+    weights, top = scores.exp(), scores.new_zeros(())
     total = torch.segment_reduce(weights, "sum", offsets=pattern.starts, initial=0)
-    if bool((total < LEAST_TOTAL).logical_and_(pattern.starts.diff() > 0).any()):
-        top = torch.full_like(total, least).scatter_reduce_(0, pattern.query, scores, "amax")
-        weights = (scores - pattern.expand(top)).exp_()
+    if not bool(((total > LEAST_TOTAL) & (total < MOST_TOTAL) | (pattern.starts.diff() == 0)).all()):
+        top = torch.full_like(total, torch.finfo(total.dtype).min)
+        top.scatter_reduce_(0, pattern.query, scores, "amax")
+        weights = scores.sub_(pattern.expand(top)).exp_()
         total = torch.segment_reduce(weights, "sum", offsets=pattern.starts, initial=0)
     lse, total = (total.log() + top).view(problem.query.shape[:3]), total.view(problem.query.shape[:3])
     return pattern.sum_rows(weights, problem.value) / total.masked_fill(total == 0, 1)[..., None], lse
@@ -163,9 +178,8 @@ def _sparse_backward(
     if problem.bias is not None:
         dbias = dscores.view(-1, problem.groups, problem.times, problem.share).sum(2).flatten(1)
     if problem.shared:
-        return dquery, pattern.sum_queries([dscores, weights], [problem.query, grad]), None, dbias
-    dkey, dvalue = pattern.sum_queries([dscores], [problem.query]), pattern.sum_queries([weights], [grad])
-    return dquery, dkey, dvalue, dbias
+        return dquery, pattern.sum_queries((dscores, problem.query), (weights, grad)), None, dbias
+    return dquery, pattern.sum_queries((dscores, problem.query)), pattern.sum_queries((weights, grad)), dbias
 
 
 def _samples(problem: _Problem) -> Iterator[tuple[int, slice]]:

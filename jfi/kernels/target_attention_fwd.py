@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.shares import WEIGHT, Partials, deal, first_step, last_row
-from jfi.kernels.target_attention_tiles import load_bias, load_rows, query_rows, store_rows
-from jfi.kernels.tiles import LN2, LOG2E, block, precision
+from jfi.kernels.target_attention_tiles import Tile, load_bias, load_rows, query_rows, store_rows
+from jfi.kernels.tiles import LN2, LOG2E
 
 
 @triton.jit(do_not_specialize=["batch", "queries", "chunk"])
@@ -102,11 +102,13 @@ def _target_attention_fwd_kernel(
     tl.store(split_ptr + program, split)
 
 
-def _config(itemsize: int, widest: int, shared: bool, block_m: int) -> tuple[int, int, int, int]:
+def _config(tile: Tile, shared: bool) -> tuple[int, int, int, int]:
     """(rows a step, warps, stages, shares a multiprocessor), the best of those measured on an H200."""
-    row_bytes = itemsize * widest * (1 if shared else 2)
-    if block_m > 16 or row_bytes > 1024:
-        return (64, 4, 3, 2) if row_bytes <= 512 else (32, 4, 2, 2) if row_bytes <= 1024 else (16, 4, 2, 1)
+    row_bytes = tile.width_bytes * (1 if shared else 2)
+    if tile.width_bytes > 1024:
+        return 16, 8, 1, 1
+    if tile.block_m > 16 or row_bytes > 1024:
+        return (64, 4, 3, 2) if row_bytes <= 512 else (32, 4, 2, 2) if row_bytes <= 1024 else (16, 4, 1, 1)
     if row_bytes <= 128:
         return 64, 1, 3, 8
     if row_bytes <= 256:
@@ -125,12 +127,11 @@ def forward(
     lse = torch.empty(batch, times, heads, dtype=torch.float32, device=query.device)
     if batch == 0:
         return out, lse
-    queries = times * heads // groups
-    block_m, block_d, block_e = block(queries, most=64), block(width), block(out_width)
-    block_n, warps, stages, shares = _config(key.element_size(), max(block_d, block_e), value is None, block_m)
+    tile = Tile.of(query, key, value)
+    block_n, warps, stages, shares = _config(tile, value is None)
     chunk, shares = deal(rows, batch, query.device, shares)
     partials = Partials(shares, chunk, query, out_width, weighted=True)
-    _target_attention_fwd_kernel[(triton.cdiv(queries, block_m), shares, groups)](
+    _target_attention_fwd_kernel[(triton.cdiv(tile.queries, tile.block_m), shares, groups)](
         query,
         key,
         key if value is None else value,
@@ -142,7 +143,7 @@ def forward(
         partials.lse,
         partials.split,
         batch,
-        queries,
+        tile.queries,
         chunk,
         scale,
         GROUPS=groups,
@@ -151,11 +152,11 @@ def forward(
         E=out_width,
         SHARED=value is None,
         HAS_BIAS=bias is not None,
-        PRECISION=precision(query),
-        BLOCK_M=block_m,
+        PRECISION=tile.precision,
+        BLOCK_M=tile.block_m,
         BLOCK_N=block_n,
-        BLOCK_D=block_d,
-        BLOCK_E=block_e,
+        BLOCK_D=tile.block_d,
+        BLOCK_E=tile.block_e,
         num_warps=warps,
         num_stages=stages,
     )

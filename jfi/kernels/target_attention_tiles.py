@@ -1,9 +1,41 @@
 """Tiles of target attention: history rows from a 64-bit base, and the query rows that meet a key head."""
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from jfi.kernels.tiles import LOG2E, widen
+from jfi.kernels.tiles import LOG2E, block, precision, widen
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What the tiles of a call are, from its shapes: query rows by widths, and how products are rounded."""
+
+    queries: int  # rows that meet a key head, T · H / G
+    block_m: int
+    block_d: int
+    block_e: int
+    width_bytes: int  # of the wider of a key and a value row
+    precision: str
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, value: Tensor | None) -> "Tile":
+        queries = query.shape[1] * query.shape[2] // key.shape[1]
+        widths = key.shape[2], (key if value is None else value).shape[2]
+        width_bytes = key.element_size() * block(max(widths))
+        if width_bytes > 2048:
+            raise ValueError(
+                f"key and value must be at most {2048 // key.element_size()} wide for impl='triton' and {key.dtype}, "
+                f"got {max(widths)}: use impl='torch'"
+            )
+        # Very wide rows leave shared memory for one small tile of queries, and for products without tf32 parts.
+        wide = width_bytes > 1024
+        most = 16 if width_bytes > 512 else 64
+        return cls(
+            queries, block(queries, most=most), *map(block, widths), width_bytes, "ieee" if wide else precision()
+        )
 
 
 @triton.jit
@@ -83,7 +115,7 @@ def add_history_gradients(
         dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
     if HAS_BIAS:
         own = ((at % HEADS)[:, None] == tl.arange(0, BLOCK_H)[None, :]) & q_mask[:, None]
-        dbias = tl.dot(ds, own.to(tl.float32), dbias, input_precision="ieee")
+        dbias = tl.dot(ds, own.to(tl.float32), dbias, input_precision="tf32x3")
     return dk, dv, dbias
 
 

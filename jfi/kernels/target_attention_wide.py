@@ -9,6 +9,7 @@ import triton.language as tl
 
 from jfi.kernels.shares import WEIGHT, first_step, last_row
 from jfi.kernels.target_attention_tiles import (
+    Tile,
     add_history_gradients,
     load_bias,
     load_rows,
@@ -180,10 +181,12 @@ def _target_attention_dquery_kernel(
     tl.store(split_ptr + program, split)
 
 
-def config(itemsize: int, widest: int, shared: bool, block_m: int) -> tuple[int, int, int, int]:
+def config(tile: Tile, shared: bool) -> tuple[int, int, int, int]:
     """(rows a step, warps, stages, shares a multiprocessor)."""
-    row_bytes = itemsize * widest * (1 if shared else 2)
-    return (64, 4, 2, 2) if row_bytes <= 256 else (32, 4, 2, 2) if row_bytes <= 1024 else (16, 4, 2, 1)
+    row_bytes = tile.width_bytes * (1 if shared else 2)
+    if tile.width_bytes > 512:
+        return (16, 8, 1, 1) if tile.width_bytes > 1024 else (16, 4, 1, 1)
+    return (64, 4, 2, 2) if row_bytes <= 256 else (32, 4, 2, 2)
 
 
 def launch(arguments: tuple, constants: dict, tiles: int, slots: int, shares: int) -> None:

@@ -72,9 +72,18 @@ def test_queries_and_heads(times, heads, groups, bias, impl, device):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize(("width", "value_width"), [(1, 1), (17, None), (96, 5), (100, None), (256, None), (256, 300)])
+@pytest.mark.parametrize(
+    ("width", "value_width"), [(1, 1), (17, None), (96, 5), (100, None), (256, None), (256, 300), (400, 3)]
+)
 def test_widths(width, value_width, impl, device):
     check([3, 0, 150, 1], device, impl, times=2, width=width, value_width=value_width)
+    check([3, 0, 40], device, impl, times=70, width=width, value_width=value_width)
+
+
+def test_rows_wider_than_a_tile_are_refused(device):
+    query, key = torch.randn(1, 1, 1, 513, device=device), torch.randn(3, 1, 513, device=device)
+    with pytest.raises(ValueError, match=r"key and value must be at most 512 wide for impl='triton'.*, got 513"):
+        jfi.ops.target_attention(query, key, None, offsets_of([3], device), impl="triton")
 
 
 @pytest.mark.parametrize("impl", IMPLS)
