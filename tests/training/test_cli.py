@@ -1,5 +1,4 @@
 import dataclasses
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -168,7 +167,6 @@ def test_a_fault_is_one_line_and_writes_nothing(tmp_path, arguments, part):
     done = subprocess.run(
         [sys.executable, ROOT / "examples/train_dlrm.py", *arguments],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=120,

@@ -1,7 +1,6 @@
 """The comparison at its smallest, and the configs that the repository ships."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +20,6 @@ def test_compare_pooling(tmp_path):
     done = subprocess.run(
         [sys.executable, ROOT / "examples/compare_pooling.py", *map(str, arguments)],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=240,

@@ -132,7 +132,7 @@ def start(arguments: list[object], cwd: Path) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, ROOT / "examples/train_dlrm.py", *map(str, arguments)],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
