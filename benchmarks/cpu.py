@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from benchmarks.peers import FBGEMM, OURS, PADDED, SEGMENTS, attention_problem
+from benchmarks.peers import FBGEMM, OURS, PADDED, PADDING, SEGMENTS, attention_problem
 from benchmarks.problem import Shape
 from benchmarks.run import Case
 
@@ -18,7 +18,7 @@ SHAPES = [
 
 def cases(quick: bool) -> list[Case]:
     shapes = [replace(shape, B=shape.B // 16) for shape in SHAPES] if quick else SHAPES
-    peers = (OURS, PADDED, FBGEMM, SEGMENTS)
+    peers = (OURS, PADDED, PADDING, FBGEMM, SEGMENTS)
     return [
         Case(replace(shape, shared=shared).name, replace(shape, shared=shared), attention_problem, peers, headline=True)
         for shape in shapes

@@ -96,6 +96,23 @@ def padded(problem: Problem) -> Prepared:
     return Prepared(leaves, call, grad, lambda out: unfold(out.transpose(1, 2), shape), gradients)
 
 
+def pad_and_attend(problem: Problem) -> Prepared:
+    """The same from packed rows: what a model pays whose histories arrive jagged."""
+    shape, lengths = problem.shape, problem.device_lengths
+    attention = padded(problem)
+    place = valid(lengths, shape.N).flatten().nonzero()[:, 0]
+
+    def call(query: Tensor, *rest: Tensor) -> Tensor:
+        rows = [x.new_zeros(shape.B * shape.N, *x.shape[1:]).index_copy(0, place, x) for x in rest]
+        return attention.call(query, *(x.unflatten(0, (shape.B, shape.N)).transpose(1, 2) for x in rows))
+
+    def gradients(grads: list[Tensor]) -> list[Tensor]:
+        return [unfold(grads[0].transpose(1, 2), shape), *grads[1:]]
+
+    _, *rest = problem.inputs.values()
+    return Prepared([attention.leaves[0], *rest], call, attention.grad, attention.output, gradients)
+
+
 def varlen(problem: Problem) -> Prepared:
     """torch's variable-length flash attention, the queries of a sample as a short sequence."""
     try:
@@ -269,6 +286,7 @@ def sdpa(name: str, backend: SDPBackend) -> Implementation:
 
 OURS = Implementation("jfi", ours, ours=True, graph=True)
 PADDED = Implementation("padded SDPA", padded)
+PADDING = Implementation("padding + SDPA", pad_and_attend)
 PADDED_MATH = sdpa("math", SDPBackend.MATH)
 PADDED_EFFICIENT = sdpa("memory-efficient", SDPBackend.EFFICIENT_ATTENTION)
 PADDED_CUDNN = sdpa("cuDNN", SDPBackend.CUDNN_ATTENTION)

@@ -70,10 +70,18 @@ class _Pattern:
     def __init__(self, problem: _Problem):
         self.problem = problem
         self.each = problem.groups * problem.queries  # queries a sample
-        self.lengths = problem.offsets.diff()
-        self.starts = F.pad(self.lengths.repeat_interleave(self.each).cumsum(0), (1, 0))
-        group = torch.arange(problem.groups)[:, None].expand(-1, problem.queries)
+        self.count = problem.rows * self.each
+        # Half as much to write and to read, where that is enough.
+        self.index = torch.int32 if self.count * problem.heads < 2**31 else torch.int64
+        self.offsets = self.starts = problem.offsets.to(self.index)
+        self.lengths = self.offsets.diff()
+        if self.each > 1:
+            self.starts = F.pad(self.lengths.repeat_interleave(self.each).cumsum(0, dtype=self.index), (1, 0))
+        group = self.range(problem.groups).repeat_interleave(problem.queries)
         self.column = self.places(problem.groups, group)
+
+    def range(self, end: int, step: int = 1) -> Tensor:
+        return torch.arange(0, end, step, dtype=self.index)
 
     @cached_property
     def sample(self) -> Tensor:
@@ -85,14 +93,14 @@ class _Pattern:
         """[P]: of each entry."""
         if self.each == 1:
             return self.sample
-        return torch.repeat_interleave(self.starts.diff(), output_size=self.problem.rows * self.each)
+        return torch.repeat_interleave(self.starts.diff(), output_size=self.count)
 
-    def places(self, width: int, at: Tensor) -> Tensor:
-        """[P]: where each entry's row is in [S · width], at its query's column, ``at`` [G, Q]."""
-        entries = torch.arange(0, self.problem.rows * self.each * width, width)
+    def places(self, width: int, column: Tensor) -> Tensor:
+        """[P]: where each entry's row is in [S · width], at the column [G · Q] that its query has."""
+        entries = self.range(self.count * width, width)
         if self.each == 1:
             return entries
-        first = self.problem.offsets[:-1, None] * width + at.flatten()
+        first = self.offsets[:-1, None] * width + column
         return entries.add_(self.expand(first.flatten() - self.starts[:-1] * width))
 
     def expand(self, x: Tensor) -> Tensor:
@@ -102,8 +110,8 @@ class _Pattern:
     def bias(self) -> Tensor:
         """[P]: the entry's bias."""
         problem = self.problem
-        head = torch.arange(problem.heads).view(problem.groups, 1, problem.share)
-        return problem.bias.take(self.places(problem.heads, head.expand(-1, problem.times, -1)))
+        head = self.range(problem.heads).view(problem.groups, 1, problem.share).expand(-1, problem.times, -1)
+        return problem.bias.flatten().index_select(0, self.places(problem.heads, head.flatten()))
 
     def add_products(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """[P] += x [B, G, Q, W] times y [S, G, W] at the entries."""
@@ -112,6 +120,10 @@ class _Pattern:
         matrix = torch.sparse_csr_tensor(self.starts, self.column, out, size, check_invariants=False)
         torch.sparse.sampled_addmm(matrix, x, y.T, out=matrix)
         return out
+
+    def totals(self, weights: Tensor) -> Tensor:
+        """[P] -> [B · G · Q]: the sum of each query's entries."""
+        return torch.segment_reduce(weights, "sum", offsets=self.starts, initial=0)
 
     def sum_rows(self, weights: Tensor, x: Tensor) -> Tensor:
         """[P], [S, G, W] -> [B, G, Q, W]: for each query the weighted sum of its rows."""
@@ -122,45 +134,46 @@ class _Pattern:
         """[P] -> [S, G · Q], each."""
         if self.each == 1:
             return [x[:, None] for x in weights]
-        first = (self.problem.offsets * (self.each - 1)).index_select(0, self.sample)
-        first += torch.arange(self.problem.rows)
+        first = (self.offsets * (self.each - 1)).index_select(0, self.sample).add_(self.range(self.problem.rows))
         step = self.lengths.index_select(0, self.sample)
-        place = torch.addcmul(first[:, None], step[:, None], torch.arange(self.each))
+        place = torch.addcmul(first[:, None], step[:, None], self.range(self.each))
         return [x.index_select(0, place.flatten()).view_as(place) for x in weights]
 
     def sum_queries(self, *terms: tuple[Tensor, Tensor]) -> Tensor:
         """[S, G · Q], [B, G, Q, W] -> [S, G, W]: for each row the weighted sum of its queries, over all terms."""
         problem = self.problem
         weights, tables = zip(*terms, strict=True)
-        # [G, terms · Q]: where a sample's queries are in the tables laid one behind another, but for its own offset.
-        queries = torch.arange(self.each).view(problem.groups, -1)
-        queries = torch.cat([queries + i * problem.batch * self.each for i in range(len(terms))], 1)
-        first = torch.arange(0, problem.batch * self.each, self.each).index_select(0, self.sample)
-        columns = first[:, None, None] + queries
-        weights = [x.unflatten(1, (*queries.shape[:1], -1)) for x in weights]
+        # The tables lie one behind another: [G, terms · Q] are the places of the first sample's queries.
+        count = problem.batch * self.each
+        places = torch.cat([(self.range(self.each) + i * count).view(problem.groups, -1) for i in range(len(terms))], 1)
+        first = self.range(count, self.each).index_select(0, self.sample)
+        weights = torch.cat([x.unflatten(1, (problem.groups, -1)) for x in weights], 2)
         out = F.embedding_bag(
-            columns.flatten(0, 1),
+            (first[:, None, None] + places).flatten(0, 1),
             torch.cat([x.flatten(0, 2) for x in tables]),
             mode="sum",
-            per_sample_weights=torch.cat(weights, 2).flatten(0, 1),
+            per_sample_weights=weights.flatten(0, 1),
         )
         return out.view(problem.rows, problem.groups, -1)
 
 
 def _sparse_forward(problem: _Problem) -> tuple[Tensor, Tensor]:
     pattern = _Pattern(problem)
-    scores = problem.key.new_zeros(problem.rows * pattern.each) if problem.bias is None else pattern.bias()
+    scores = problem.key.new_zeros(pattern.count) if problem.bias is None else pattern.bias()
     pattern.add_products(scores, problem.query, problem.key)
     # Scores are seldom so large or small that their maximum need be known: that is another two passes.
-    weights, top = scores.exp(), scores.new_zeros(())
-    total = torch.segment_reduce(weights, "sum", offsets=pattern.starts, initial=0)
-    if not bool(((total > LEAST_TOTAL) & (total < MOST_TOTAL) | (pattern.starts.diff() == 0)).all()):
+    weights = scores.exp()
+    total = pattern.totals(weights)
+    lse = total.log()
+    least, most = total.masked_fill(pattern.starts.diff() == 0, 1).aminmax()
+    if not LEAST_TOTAL < least <= most < MOST_TOTAL:
         top = torch.full_like(total, torch.finfo(total.dtype).min)
-        top.scatter_reduce_(0, pattern.query, scores, "amax")
+        top.scatter_reduce_(0, pattern.query.long(), scores, "amax")
         weights = scores.sub_(pattern.expand(top)).exp_()
-        total = torch.segment_reduce(weights, "sum", offsets=pattern.starts, initial=0)
-    lse, total = (total.log() + top).view(problem.query.shape[:3]), total.view(problem.query.shape[:3])
-    return pattern.sum_rows(weights, problem.value) / total.masked_fill(total == 0, 1)[..., None], lse
+        total = pattern.totals(weights)
+        lse = total.log().add_(top)
+    total = total.masked_fill_(total == 0, 1).view(*problem.query.shape[:3], 1)
+    return pattern.sum_rows(weights, problem.value).div_(total), lse.view(problem.query.shape[:3])
 
 
 def _sparse_backward(
