@@ -5,15 +5,19 @@ Importing this module, before the first import of TorchRec, says in one line wha
 
 from importlib.metadata import PackageNotFoundError, version
 
-#: torch -> (fbgemm-gpu or fbgemm-gpu-cpu, torchrec), major.minor
-LOCKSTEP = {"2.11": ("1.6", "1.6"), "2.12": ("1.7", "1.7"), "2.13": ("1.8", "1.8")}
+#: torch's major.minor -> (fbgemm-gpu or fbgemm-gpu-cpu, torchrec); major and minor must agree
+LOCKSTEP = {"2.11": ("1.6.0", "1.6.1"), "2.12": ("1.7.0", "1.7.0"), "2.13": ("1.8.0", "1.8.0")}
 
 
-def _minor(package: str) -> str | None:
+def _found(package: str) -> str | None:
     try:
-        return ".".join(version(package).split(".")[:2])
+        return version(package)
     except PackageNotFoundError:
         return None
+
+
+def _minor(release: str | None) -> str | None:
+    return release and ".".join(release.split(".")[:2])
 
 
 def check() -> None:
@@ -21,26 +25,26 @@ def check() -> None:
 
     A torch that the table does not know (a nightly, a newer release) is left to fbgemm's own loading.
     """
-    torch = _minor("torch")
+    torch = _minor(_found("torch"))
     if torch not in LOCKSTEP:
         return
-    want_fbgemm, want_torchrec = LOCKSTEP[torch]
-    gpu, cpu = _minor("fbgemm-gpu"), _minor("fbgemm-gpu-cpu")
+    fbgemm, torchrec = LOCKSTEP[torch]
+    gpu, cpu = _found("fbgemm-gpu"), _found("fbgemm-gpu-cpu")
     package = "fbgemm-gpu-cpu" if cpu and not gpu else "fbgemm-gpu"
     if gpu and cpu:
         raise ImportError(
             "fbgemm-gpu and fbgemm-gpu-cpu are both installed and overwrite each other: uninstall both, then "
-            f"pip install fbgemm-gpu-cpu=={want_fbgemm}.0 (no GPU) or fbgemm-gpu=={want_fbgemm}.0"
+            f"pip install fbgemm-gpu-cpu=={fbgemm} (no GPU) or fbgemm-gpu=={fbgemm}"
         )
-    if (gpu or cpu) != want_fbgemm:
+    if _minor(gpu or cpu) != _minor(fbgemm):
         raise ImportError(
-            f"torch {version('torch')} needs {package} {want_fbgemm}, found {gpu or cpu or 'none'}: "
-            f"pip install {package}=={want_fbgemm}.0"
+            f"torch {version('torch')} needs {package} {fbgemm}, found {gpu or cpu or 'none'}: "
+            f"pip install {package}=={fbgemm}"
         )
-    if _minor("torchrec") != want_torchrec:
+    if _minor(_found("torchrec")) != _minor(torchrec):
         raise ImportError(
-            f"torch {version('torch')} needs torchrec {want_torchrec}, found {_minor('torchrec') or 'none'}: "
-            f"pip install --no-deps torchrec=={want_torchrec}.0"
+            f"torch {version('torch')} needs torchrec {torchrec}, found {_found('torchrec') or 'none'}: "
+            f"pip install --no-deps torchrec=={torchrec}"
         )
 
 

@@ -29,14 +29,14 @@ def _array_jagged_bmm_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    sample, low, high = tile_of(out_offsets_ptr, batch, tl.program_id(1), BLOCK_S)
+    sample, low, high = tile_of(out_offsets_ptr, batch, tl.program_id(0), BLOCK_S)
     if low >= high:
         return
     y_low = tl.load(y_offsets_ptr + sample).to(tl.int64)
     y_high = tl.load(y_offsets_ptr + sample + 1).to(tl.int64)
     out_low = tl.load(out_offsets_ptr + sample).to(tl.int64)
     rows = low + tl.arange(0, BLOCK_S)
-    cols = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    cols = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     a_ptr += tl.load(pair_offsets_ptr + sample)
     acc = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
     for first in range(y_low, y_high, BLOCK_R):
@@ -61,7 +61,7 @@ def array_jagged_bmm_jagged_out(
         return out
     sides = (y_offsets, x_offsets) if transposed else (x_offsets, y_offsets)
     block_d = block(width, most=256)
-    _array_jagged_bmm_kernel[(triton.cdiv(width, block_d), tile_slots(out_rows, batch, BLOCK_S))](
+    _array_jagged_bmm_kernel[(tile_slots(out_rows, batch, BLOCK_S), triton.cdiv(width, block_d))](
         a,
         y,
         *sides,

@@ -21,12 +21,12 @@ def _jagged_jagged_bmm_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    sample = tl.program_id(1).to(tl.int64)
+    sample = tl.program_id(0).to(tl.int64)
     low = tl.load(offsets_ptr + sample).to(tl.int64)
     high = tl.load(offsets_ptr + sample + 1).to(tl.int64)
     tiles_t: tl.constexpr = tl.cdiv(T, BLOCK_T)
-    at_d = tl.program_id(0) // tiles_t * BLOCK_D + tl.arange(0, BLOCK_D)
-    at_t = tl.program_id(0) % tiles_t * BLOCK_T + tl.arange(0, BLOCK_T)
+    at_d = tl.program_id(1) // tiles_t * BLOCK_D + tl.arange(0, BLOCK_D)
+    at_t = tl.program_id(1) % tiles_t * BLOCK_T + tl.arange(0, BLOCK_T)
     acc = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     for first in range(low, high, BLOCK_S):
         rows = first + tl.arange(0, BLOCK_S)
@@ -42,7 +42,7 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     if batch == 0:
         return out
     block_d, block_t = block(width, most=64), block(out_width, most=64)
-    _jagged_jagged_bmm_kernel[(triton.cdiv(width, block_d) * triton.cdiv(out_width, block_t), batch)](
+    _jagged_jagged_bmm_kernel[(batch, triton.cdiv(width, block_d) * triton.cdiv(out_width, block_t))](
         x,
         y,
         offsets,

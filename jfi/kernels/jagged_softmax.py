@@ -14,10 +14,10 @@ BLOCK_S = 64
 def _jagged_softmax_fwd_kernel(
     x_ptr, offsets_ptr, out_ptr, T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr
 ):
-    sample = tl.program_id(1).to(tl.int64)
+    sample = tl.program_id(0).to(tl.int64)
     low = tl.load(offsets_ptr + sample).to(tl.int64)
     high = tl.load(offsets_ptr + sample + 1).to(tl.int64)
-    cols = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    cols = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     top = tl.full((BLOCK_T,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_T,), tl.float32)
     for first in range(low, high, BLOCK_S):
@@ -42,10 +42,10 @@ def _jagged_softmax_fwd_kernel(
 def _jagged_softmax_bwd_kernel(
     grad_ptr, out_ptr, offsets_ptr, dx_ptr, T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr
 ):
-    sample = tl.program_id(1).to(tl.int64)
+    sample = tl.program_id(0).to(tl.int64)
     low = tl.load(offsets_ptr + sample).to(tl.int64)
     high = tl.load(offsets_ptr + sample + 1).to(tl.int64)
-    cols = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    cols = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     delta = tl.zeros((BLOCK_T,), tl.float32)
     for first in range(low, high, BLOCK_S):
         rows = first + tl.arange(0, BLOCK_S)
@@ -67,7 +67,7 @@ def _launch(kernel, inputs: tuple[Tensor, ...], offsets: Tensor) -> Tensor:
     out = torch.empty_like(inputs[0])
     if rows:
         block_t = block(width, least=1, most=32)
-        grid = (triton.cdiv(width, block_t), offsets.shape[0] - 1)
+        grid = (offsets.shape[0] - 1, triton.cdiv(width, block_t))
         kernel[grid](*inputs, offsets, out, T=width, BLOCK_S=BLOCK_S, BLOCK_T=block_t, num_warps=4)
     return out
 

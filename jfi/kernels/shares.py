@@ -72,7 +72,7 @@ def last_row(sample, low, high, end):
     return tl.minimum(high, end - sample * WEIGHT)
 
 
-@triton.jit(do_not_specialize=["chunk"])
+@triton.jit(do_not_specialize=["chunk", "queries"])
 def _merge_kernel(
     offsets_ptr,
     split_ptr,
@@ -88,8 +88,8 @@ def _merge_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """O = Σ_i exp(L_i - L) O_i with L = log Σ_i exp(L_i) if WEIGHTED, else O = Σ_i O_i; a program a query row."""
-    program = tl.program_id(0).to(tl.int64)
-    row = tl.program_id(1)
+    program = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0)
     sample = tl.load(split_ptr + program)
     if sample < 0:
         return
@@ -136,7 +136,7 @@ class Partials:
 
     def merge(self, offsets: Tensor, out: Tensor, lse: Tensor | None) -> None:
         block_d = triton.next_power_of_2(self.width)
-        _merge_kernel[(self.shares, self.queries)](
+        _merge_kernel[(self.queries, self.shares)](
             offsets,
             self.split,
             self.values,

@@ -86,7 +86,7 @@ def precision(highest: str = "tf32x3") -> str:
     return highest if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def _pair_offsets_kernel(x_ptr, y_ptr, out_ptr, batch, BLOCK: tl.constexpr):
     total = tl.zeros((), tl.int64)
     tl.store(out_ptr, total)

@@ -4,6 +4,8 @@ Shapes, dtypes and devices are always checked: that costs no synchronisation.  T
 the CPU, and on a GPU only after ``validate(True)``, since reading them there stalls the device.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -58,6 +60,15 @@ def check_dim(name: str, tensor: Tensor, layout: str) -> None:
 def check_size(name: str, got: int, want: int, what: str) -> None:
     if got != want:
         raise ValueError(f"{name} must have {what} = {want}, got {got}")
+
+
+def check_scale(scale: float | None, width: int) -> float:
+    """The scale of the scores: what was given, or 1/sqrt(D)."""
+    if scale is None:
+        return 1 / math.sqrt(width)
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(f"scale must be a float or None, got {type(scale).__name__}")
+    return float(scale)
 
 
 def check_offsets(

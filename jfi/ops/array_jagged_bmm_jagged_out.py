@@ -78,10 +78,10 @@ def array_jagged_bmm_jagged_out(
     check_floating(a=a, y=y)
     check_dim("a", a, "[Σ L·M]")
     check_dim("y", y, "[R, D]")
-    if y_offsets is None:
-        y_offsets, out_rows = x_offsets, y.shape[0]
-    elif out_rows is None:
-        out_rows = int(x_offsets[-1])
+    check_offsets("x_offsets", x_offsets, None, "", y)
+    if out_rows is None:
+        out_rows = y.shape[0] if y_offsets is None else int(x_offsets[-1])
+    y_offsets = x_offsets if y_offsets is None else y_offsets
     check_offsets("x_offsets", x_offsets, out_rows, "the output", y)
     check_offsets("y_offsets", y_offsets, y.shape[0], "y", y, x_offsets.shape[0] - 1)
     check_pairs("a", a.shape[0], x_offsets, y_offsets)

@@ -7,12 +7,10 @@ sample is ranked against its history (Xu et al., 'Enhancing Performance and Scal
 Systems with Jagged Flash Attention', RecSys 2024).
 """
 
-import math
-
 from torch import Tensor
 
 from jfi import reference
-from jfi.ops._checks import check_dim, check_floating, check_impl, check_offsets, check_size
+from jfi.ops._checks import check_dim, check_floating, check_impl, check_offsets, check_scale, check_size
 
 
 def jagged_attention(
@@ -72,6 +70,8 @@ def jagged_attention(
         check_dim("bias", bias, "[S, H]")
         check_size("bias", bias.shape[0], key.shape[0], "S")
         check_size("bias", bias.shape[1], heads, "H")
+    if window is not None and not (isinstance(window, tuple) and len(window) == 2):
+        raise TypeError(f"window must be a pair (left, right) or None, got {window!r}")
     for side, bound in zip(("left", "right"), window or (None, None), strict=True):
         if bound is not None and bound < 0:
             raise ValueError(f"window must have a {side} of None or at least 0, got {bound}")
@@ -79,5 +79,5 @@ def jagged_attention(
     check_offsets("key_offsets", key_offsets, key.shape[0], "key", query, query_offsets.shape[0] - 1)
     if check_impl(impl, query) == "triton" and impl == "triton":
         raise ValueError("impl must be 'auto' or 'torch' for jagged_attention, got 'triton': there is no kernel yet")
-    scale = 1 / math.sqrt(width) if scale is None else scale
+    scale = check_scale(scale, width)
     return reference.jagged_attention(query, key, value, query_offsets, key_offsets, causal, window, bias, scale)

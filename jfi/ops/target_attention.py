@@ -10,14 +10,13 @@ Attention', RecSys 2024).  With log-sum-exp L saved and Δ = Σ_e dO·O, the bac
 With value = key the history is read once in each direction and its gradient, dk + dv, written once.
 """
 
-import math
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from jfi import reference
-from jfi.ops._checks import check_dim, check_floating, check_impl, check_offsets, check_size
+from jfi.ops._checks import check_dim, check_floating, check_impl, check_offsets, check_scale, check_size
 
 
 def _kernels(impl: str) -> ModuleType:
@@ -136,7 +135,7 @@ def target_attention(
         check_size("bias", bias.shape[1], heads, "H")
     check_offsets("offsets", offsets, key.shape[0], "key", query, batch)
     impl = check_impl(impl, query)
-    scale = 1 / math.sqrt(width) if scale is None else scale
+    scale = check_scale(scale, width)
     if impl == "torch" and query.device.type != "cpu":
         return reference.target_attention(query, key, value, offsets, bias, scale)
     query, key, offsets = query.contiguous(), key.contiguous(), offsets.contiguous()

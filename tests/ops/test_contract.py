@@ -109,6 +109,58 @@ def test_no_synchronisation(name, impl, device):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("name", NAMES)
+def test_new_sizes_compile_no_kernel(name, device, monkeypatch):
+    from triton import knobs
+
+    function, _ = calls(device, "triton")[name]
+    compiled = []
+    for factor in (2, 3, 16, 32):
+        _, inputs = calls(device, "triton", factor)[name]
+        leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+        torch.autograd.grad(function(*inputs).sum(), leaves)
+        monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **kernel: compiled.append(kernel["repr"]))
+    assert not compiled
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "target_attention"])
+def test_a_hundred_thousand_samples_fit_the_grid(name, monkeypatch):
+    """CUDA takes 2**31 - 1 programs in a grid's first dimension and 65,535 in the others."""
+    import importlib
+
+    import triton
+
+    grids = []
+
+    class Recorder:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *args, **options: None
+
+    modules = {importlib.import_module(f"jfi.kernels.{part}") for part in (name, "tiles")}
+    for module in modules:
+        for attribute, kernel in vars(module).items():
+            if attribute.endswith("_kernel") and isinstance(kernel, triton.runtime.KernelInterface):
+                monkeypatch.setattr(module, attribute, Recorder(kernel))
+    batch = 100_000
+    offsets = torch.arange(batch + 1)
+    x, dense, a = torch.zeros(batch, 4), torch.zeros(batch, 4, 1), torch.zeros(batch)
+    inputs = {
+        "jagged_dense_bmm": (x, offsets, dense),
+        "jagged_jagged_bmm": (x, x, offsets),
+        "jagged_softmax": (x, offsets),
+        "jagged_jagged_bmm_jagged_out": (x, x, offsets),
+        "jagged2_softmax": (a, offsets),
+        "array_jagged_bmm_jagged_out": (a, x, offsets),
+    }[name]
+    getattr(ops, name)(*inputs, impl="triton")
+    assert grids and all(size <= 65_535 for grid in grids for size in grid[1:])
+
+
 def good() -> dict:
     return {
         "query": torch.randn(2, 1, 4, 8),
@@ -188,6 +240,12 @@ def test_the_other_operators_name_wrong_arguments_too():
         ops.array_jagged_bmm_jagged_out(torch.randn(13), x, offsets, torch.tensor([0, 5]))
     with pytest.raises(TypeError, match="impl='triton' takes float32, bfloat16 or float16"):
         ops.jagged_softmax(x.double(), offsets, impl="triton")
+    with pytest.raises(TypeError, match=r"window must be a pair \(left, right\) or None, got 5"):
+        ops.jagged_attention(x[:, None], x[:, None], None, offsets, offsets, window=5)
+    with pytest.raises(TypeError, match="scale must be a float or None, got str"):
+        ops.jagged_attention(x[:, None], x[:, None], None, offsets, offsets, scale="a")
+    with pytest.raises(ValueError, match="x_offsets must end at 4, the rows of the output, got 5"):
+        ops.array_jagged_bmm_jagged_out(torch.randn(13), x, offsets, out_rows=4)
     with pytest.raises(ValueError, match="window must have a left of None or at least 0, got -1"):
         ops.jagged_attention(x[:, None], x[:, None], None, offsets, offsets, window=(-1, None))
 
