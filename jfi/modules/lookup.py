@@ -153,7 +153,14 @@ def _read_bias(
                 f"sequences['{key}'] must have floating weights of shape [{num_events}], since feature "
                 f"'{feature.name}' has bias='weights', got {got}; an EmbeddingCollection drops its input's"
             )
-        return weights.log()
+        if _contents_are_free(weights) and not (weights >= 0).all():
+            raise ValueError(
+                f"sequences['{key}'] must have weights of at least 0, since feature '{feature.name}' has "
+                f"bias='weights', got {weights[~(weights >= 0)][0].item()}"
+            )
+        # The gradient of log(0) is infinite, and 0 * inf NaN: an event left out must not pass through log.
+        left_out = weights == 0
+        return weights.masked_fill(left_out, 1).log().masked_fill(left_out, -torch.inf)
     if feature.bias == "position":
         return position_buckets(offsets, num_events, feature.num_buckets)
 

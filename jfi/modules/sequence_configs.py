@@ -22,7 +22,7 @@ class SequenceFeatureConfig:
 
             - None: nothing.
             - "weights": the logarithm of the weights of the first sequence key, so that an event of weight 2 counts
-              as two events and one of weight 0 is left out. Weights are never negative.
+              as two events and one of weight 0 is left out, with no gradient. Weights are never negative.
             - "position": a learned value for the event's distance from the newest event, which comes last; the
               distance d falls in bucket floor(log2(d + 1)).
             - any other string: a learned value for the event's bucket, whose id stands under this key, aligned with

@@ -204,3 +204,13 @@ def test_weights(events, target, weights, got):
     message = "sequences['history'] must have floating weights of shape [9], since feature 'taste' has bias='weights', "
     with pytest.raises(ValueError, match=re.escape(message + got)):
         layer({"history": events(dtype=torch.float32, weights=weights)}, {"item": target(dtype=torch.float32)})
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan")])
+def test_a_weight_that_has_no_logarithm(events, target, weight):
+    layer = JaggedFeatureInteraction([taste(bias="weights")], EMBEDDING_DIM)
+    weights = torch.ones(9)
+    weights[4] = weight
+    message = "sequences['history'] must have weights of at least 0, since feature 'taste' has bias='weights', got "
+    with pytest.raises(ValueError, match=re.escape(f"{message}{weight}")):
+        layer({"history": events(dtype=torch.float32, weights=weights)}, {"item": target(dtype=torch.float32)})

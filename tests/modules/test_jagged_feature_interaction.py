@@ -196,6 +196,13 @@ def test_an_event_of_weight_two_counts_twice_and_one_of_weight_zero_not_at_all(e
     )
 
 
+def test_learned_weights_have_finite_gradients_at_zero(events, target):
+    layer = JaggedFeatureInteraction([taste(bias="weights")], EMBEDDING_DIM, 2).double()
+    weights = torch.tensor([2.0, 0.0, 1.0], dtype=torch.float64, requires_grad=True)
+    layer({"history": events([3], weights=weights)}, {"item": target(1)}).values().sum().backward()
+    assert weights.grad.isfinite().all() and weights.grad[1] == 0 and weights.grad[0] != 0
+
+
 def test_an_empty_history_gives_the_output_bias(events, target):
     layer = randomise(JaggedFeatureInteraction([taste()], EMBEDDING_DIM, 2).double())
     got = layer({"history": events()}, {"item": target()})["taste"]
