@@ -47,8 +47,9 @@ class DataConfig:
         item: column of the item's id, and the key of the target.
         timestamp: column of the time: a number, or a date and time.
         timestamp_unit: unit of a numeric timestamp.
-        label: a column in [0, 1], or a rule such as ``rating >= 4`` or ``action == buy``. A row whose column is empty
-            is history only. None: implicit feedback, every row is a positive.
+        label: a column of 0 and 1, or a rule such as ``rating >= 4`` or ``action == buy``. A row whose column is empty
+            is history only. None: implicit feedback, every row is a positive. Its column is no user or item column
+            unless ``users`` or ``items`` gives that.
         negatives: sampled negatives a positive, for implicit feedback alone.
         user_categorical: columns of the user that become keys.
         user_dense: numeric columns of the user that become columns of the dense features.
@@ -132,9 +133,24 @@ class DataConfig:
         for name in keys:
             if keys.count(name) > 1:
                 raise DataError(f"column '{name}' is listed twice; each column has one place")
+        self._check_leak()
         for name in (self.item, *self.item_categorical, *self.event_categorical, *self.event_dense):
             if name == AGE:
                 raise DataError(f"column '{name}' would take the key '{HISTORY}{AGE}' of the events' age; rename it")
         for name in self.separators:
             if name not in (*self.user_categorical, *self.item_categorical, *self.event_categorical):
                 raise DataError(f"separators names '{name}', which is no categorical column of this config")
+
+    def _check_leak(self) -> None:
+        if self.label is None:
+            return
+        column = label_column(self.label)
+        for entity, table, names in (
+            ("user", self.users, [*self.user_categorical, *self.user_dense]),
+            ("item", self.items, [*self.item_categorical, *self.item_dense]),
+        ):
+            if table is None and column in names:
+                raise DataError(
+                    f"column '{column}' makes the label, so it is no column of the {entity} (unless a table {entity}s "
+                    "gives it); event_categorical and event_dense show it in the history alone"
+                )

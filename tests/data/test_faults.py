@@ -105,6 +105,22 @@ def test_tables_of_users_and_items(write):
     assert fault(path, **wanted) == "items.csv: no column 'genres'; did you mean 'genre'?"
 
 
+LEAK = "column 'rating' makes the label, so it is no column of the {} (unless a table {}s gives it)"
+
+
+@pytest.mark.parametrize("entity", ["user", "item"])
+@pytest.mark.parametrize("kind", ["categorical", "dense"])
+def test_the_column_of_the_label_is_no_feature_of_its_sample(write, entity, kind):
+    path = write("r.csv", HEADER, *ROWS)
+    settings = {f"{entity}_{kind}": ["rating"], "event_categorical": []}
+    assert fault(path, **settings).startswith(LEAK.format(entity, entity))
+    # The rating that a table of its own gives is another one.
+    table = write("t.csv", f"{entity}_id,rating", "1,7", "2,8", "3,9")
+    load_dataset(
+        DataConfig(interactions=path, label="rating >= 4", fractions=THIRDS, **settings, **{f"{entity}s": table})
+    )
+
+
 def test_headers(write):
     repeated = write("r.csv", "user_id,item_id,rating,rating", *ROWS)
     assert fault(repeated) == "r.csv:1: column 'rating' appears twice"
