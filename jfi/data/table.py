@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 
 from jfi.data.errors import DataError, nearest
 
+_NUMBER, _MOMENT, _ZONED = pa.float64(), pa.timestamp("us"), pa.timestamp("us", "UTC")
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
@@ -70,18 +71,28 @@ class Table:
         column = self.column(name)
         if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
             column = pc.utf8_trim_whitespace(column)
-        if not _casts(column, pa.float64()):
-            # A prefix casts until it holds the first fault.
-            row = bisect_left(range(len(column)), True, key=lambda i: not _casts(column[: i + 1], pa.float64()))
+        if (row := _first_fault(column, _NUMBER)) is not None:
             raise self.fault(row, f"'{name}' is '{column[row].as_py()}', not a number")
-        return column.cast(pa.float64()).to_numpy(zero_copy_only=False)
+        return column.cast(_NUMBER, safe=False).to_numpy(zero_copy_only=False)
 
     def times(self, name: str, unit: str) -> np.ndarray:
-        """The column as ``[N]`` float64 seconds, from numbers in ``unit`` or from dates; an empty field is a fault."""
-        column, moment = self.column(name), pa.timestamp("us")
-        if pa.types.is_temporal(column.type) or (not _casts(column, pa.float64()) and _casts(column, moment)):
+        """The column as ``[N]`` float64 seconds, from numbers in ``unit`` or from dates; an empty field is a fault.
+
+        Dates are written as ISO 8601 has them, without a zone (then UTC) or all with an offset.
+        """
+        column, kind = self.column(name), _NUMBER
+        if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+            column = pc.utf8_trim_whitespace(column)
+            kind = _kind(column.drop_null()[:1]) or _NUMBER
+            if (row := _first_fault(column, kind)) is not None:
+                alone = _kind(column[row : row + 1])
+                what = "neither a number nor a date" if alone is None else "not of the kind of the first"
+                raise self.fault(row, f"'{name}' is '{column[row].as_py()}', {what}")
+        elif pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
+            kind = _MOMENT
+        if kind != _NUMBER:
             missing = column.is_null().to_numpy(zero_copy_only=False)
-            seconds = pc.fill_null(column.cast(moment, safe=False).cast(pa.int64()), 0).to_numpy() * 1e-6
+            seconds = pc.fill_null(column.cast(kind, safe=False).cast(pa.int64()), 0).to_numpy() * 1e-6
         else:
             seconds = self.numbers(name) * _SECONDS[unit]
             missing = ~np.isfinite(seconds)
@@ -90,9 +101,22 @@ class Table:
         return seconds
 
 
+def _kind(value: pa.Array) -> pa.DataType | None:
+    return next((kind for kind in (_NUMBER, _MOMENT, _ZONED) if _casts(value, kind)), None)
+
+
+def _first_fault(column: pa.Array, to: pa.DataType) -> int | None:
+    """The first row that does not cast."""
+    if _casts(column, to):
+        return None
+    # A prefix casts until it holds the first fault.
+    return bisect_left(range(len(column)), True, key=lambda i: not _casts(column[: i + 1], to))
+
+
 def _casts(column: pa.Array, to: pa.DataType) -> bool:
     try:
-        column.cast(to)
+        # Not safe: a safe cast refuses integers beyond 2^53, which are numbers all the same.
+        column.cast(to, safe=False)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
         return False
     return True

@@ -36,7 +36,12 @@ def test_the_table_of_these_tests_is_right(write):
     [
         ([*ROWS, "3,1,good,70"], "r.csv:8: 'rating' is 'good', not a number"),
         (["", *ROWS[:2], "", "3,1,good,70", *ROWS], "r.csv:6: 'rating' is 'good', not a number"),
-        ([*ROWS, "3,1,5,noon"], "r.csv:8: 'timestamp' is 'noon', not a number"),
+        ([*ROWS, "3,1,5,noon"], "r.csv:8: 'timestamp' is 'noon', neither a number nor a date"),
+        (
+            ["1,1,5,2020-01-01", "1,2,5,2020-01-02", "1,3,5,noon"],
+            "r.csv:4: 'timestamp' is 'noon', neither a number nor a date",
+        ),
+        (["1,1,5,2020-01-01", "1,2,5,77"], "r.csv:3: 'timestamp' is '77', not of the kind of the first"),
         ([*ROWS, "3,1,5,"], "r.csv:8: empty 'timestamp'"),
         ([*ROWS[:3], ",1,5,70"], "r.csv:5: empty 'user_id'"),
         ([*ROWS[:3], "1,,5,70"], "r.csv:5: empty 'item_id'"),

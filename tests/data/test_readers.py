@@ -100,3 +100,21 @@ def test_times(write):
     table = read_table(path, ["a", "b"])
     assert table.times("a", "ms").tolist() == [0.0015, 0.002]
     assert table.times("b", "s").tolist() == [1577836801.0, 1577923200.0]
+
+
+@pytest.mark.parametrize("offsets", [("Z", "Z"), ("+00:00", "+01:00")])
+def test_times_with_an_offset(write, offsets):
+    hours = 2 if offsets[1] == "+01:00" else 1
+    path = write("r.csv", "a", f"2020-01-01T00:00:00{offsets[0]}", f"2020-01-01 0{hours}:00:00{offsets[1]}")
+    assert read_table(path, ["a"]).times("a", "s").tolist() == [1577836800.0, 1577840400.0]
+
+
+def test_integers_beyond_the_exact_float64(tmp_path):
+    nanoseconds = 1_577_836_800_123_456_789
+    data = pa.table({"t": pa.array([nanoseconds, None], pa.int64())})
+    pa.parquet.write_table(data, tmp_path / "r.parquet")
+    table = read_table(str(tmp_path / "r.parquet"), ["t"])
+    assert table.numbers("t")[0] == float(nanoseconds)
+    pa.parquet.write_table(data[:1], tmp_path / "r.parquet")
+    times = read_table(str(tmp_path / "r.parquet"), ["t"]).times("t", "ns")
+    assert times.tolist() == pytest.approx([nanoseconds * 1e-9], abs=1e-6, rel=0)
