@@ -195,6 +195,7 @@ class SequenceDLRM(nn.Module):
     def _look_up(self, batch: Any) -> tuple[KeyedJaggedTensor, KeyedTensor | None, dict[str, JaggedTensor] | None]:
         ids = batch.sparse_features
         lookup.require_id_keys("sparse_features", ids, self._id_keys)
+        lookup.allow_no_samples(ids)
         bags = None if self.embedding_bag_collection is None else self.embedding_bag_collection(ids)
         embeddings = None if self.embedding_collection is None else self.embedding_collection(ids)
         return ids, bags, embeddings

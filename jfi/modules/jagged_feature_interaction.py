@@ -175,6 +175,7 @@ class JaggedFeatureInteraction(nn.Module):
         if self.embedding_collection is None:
             return sequences
         lookup.require_id_keys("sequences", sequences, self._id_keys)
+        lookup.allow_no_samples(sequences)
         return lookup.with_event_inputs(self.embedding_collection(sequences), sequences, self.features)
 
 

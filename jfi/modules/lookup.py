@@ -44,6 +44,17 @@ def require_id_keys(argument: str, ids: KeyedJaggedTensor, needed: list[str]) ->
 
 
 @torch.fx.wrap
+def allow_no_samples(ids: KeyedJaggedTensor) -> None:
+    """Lets collections that are not sharded look a batch of no samples up.
+
+    KeyedJaggedTensor.to_dict, which they begin with, fails at stride 0, so its cache is filled here.
+    """
+    if ids.stride() == 0:
+        keys = ids.keys()
+        ids._jt_dict = {key: ids[key] for key in keys}
+
+
+@torch.fx.wrap
 def with_event_inputs(
     embeddings: dict[str, JaggedTensor], ids: KeyedJaggedTensor, features: list[SequenceFeatureConfig]
 ) -> dict[str, JaggedTensor]:

@@ -178,6 +178,19 @@ def test_every_parameter_gets_a_finite_gradient(lengths):
         assert parameter.grad is not None and parameter.grad.isfinite().all(), name
 
 
+@pytest.mark.parametrize("pooling", ["attention", "mean", "none"])
+def test_a_batch_of_no_samples(pooling):
+    """What a rank gets where samples are fewer than ranks: it must still take part in the gradients' all-reduce."""
+    model = build(pooling=pooling)
+    none = torch.empty(0, dtype=torch.long)
+    ids = KeyedJaggedTensor(keys=list(LENGTHS), values=none, lengths=none)
+    logits = model(SimpleNamespace(dense_features=torch.empty(0, 3), sparse_features=ids))
+    assert logits.shape == (0,)
+    logits.sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and not parameter.grad.any(), name
+
+
 def test_dropout_acts_in_training_alone():
     model, inputs = build(dropout=0.5), batch()
     model.train()

@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from torchrec import JaggedTensor, KeyedTensor
+from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.models.dlrm import InteractionArch
 
 from jfi import JaggedFeatureInteraction, SequenceFeatureConfig
@@ -194,6 +194,14 @@ def test_an_event_of_weight_two_counts_twice_and_one_of_weight_zero_not_at_all(e
     torch.testing.assert_close(
         layer({"history": weighted}, {"item": item}).values(), layer({"history": repeated}, {"item": item}).values()
     )
+
+
+def test_ids_of_no_samples():
+    table = EmbeddingConfig(name="item", embedding_dim=EMBEDDING_DIM, num_embeddings=10, feature_names=["history"])
+    layer = JaggedFeatureInteraction([taste()], EMBEDDING_DIM, embedding_collection=EmbeddingCollection(tables=[table]))
+    none = torch.empty(0, dtype=torch.long)
+    ids = KeyedJaggedTensor(keys=["history"], values=none, lengths=none)
+    assert layer(ids, {"item": torch.empty(0, EMBEDDING_DIM)})["taste"].shape == (0, EMBEDDING_DIM)
 
 
 def test_learned_weights_have_finite_gradients_at_zero(events, target):
