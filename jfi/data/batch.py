@@ -15,7 +15,7 @@ class Batch(Pipelineable):
             dense column.
         sparse_features: every categorical key, stride B: user keys and item (target) keys, then the ``history_*`` keys,
             which are aligned: all have the same lengths, oldest event first.
-        labels: ``[B]`` float32 in [0, 1].
+        labels: ``[B]`` float32, 0 or 1.
         users: ``[B]`` int64, the sample's user, for per-user metrics; not a model input.
 
     Drawn for two samples with histories of two events and of none::

@@ -44,7 +44,7 @@ class Events:
     Args:
         user, item: ``[E]`` int64, indices of users and items.
         time: ``[E]`` float64 seconds.
-        label: ``[E]`` float32, NaN where the row is history only.
+        label: ``[E]`` float32, 0 or 1, NaN where the row is history only.
         history_start, history_end: ``[E]`` int64, the events of the same user strictly before.
     """
 

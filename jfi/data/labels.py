@@ -25,7 +25,7 @@ def label_column(label: str) -> str:
 
 
 def read_labels(table: Table, label: str | None) -> np.ndarray:
-    """``[N]`` float32 in [0, 1], NaN for a row that is history only.
+    """``[N]`` float32, 0 or 1, or NaN for a row that is history only.
 
     Args:
         label: None (every row is a positive), a column, or a rule ``<column> <comparison> <value>``; a value that is no
@@ -36,11 +36,11 @@ def read_labels(table: Table, label: str | None) -> np.ndarray:
     rule = _RULE.fullmatch(label)
     if rule is None:
         values = table.numbers(label)
-        outside = (values < 0) | (values > 1)
+        outside = ~((values == 0) | (values == 1) | np.isnan(values))
         if outside.any():
             row = int(outside.argmax())
             rule = f"{label} >= {values[row]:g}"
-            raise table.fault(row, f"label '{label}' is {values[row]:g}, not in [0, 1]; is a rule meant, as '{rule}'?")
+            raise table.fault(row, f"label '{label}' is {values[row]:g}, not 0 or 1; is a rule meant, as '{rule}'?")
         return values.astype(np.float32)
     column, compare, value = rule["column"], rule["compare"], rule["value"]
     try:

@@ -81,11 +81,13 @@ def _build(interactions: Table, users: Table | None, items: Table | None, config
         fields[name] = bucketize(interactions.numbers(name)[order], train, config.num_quantiles), "event"
     for name, (ids, of) in fields.items():
         features += _history(name, ids, of, config.max_slots)
+    age = FeatureSpec(HISTORY + AGE, "bucket", config.timestamp, "", config.num_age_buckets)
+    _check_keys([*(feature.spec for feature in features), age])
 
     return InteractionDataset(
         events=events,
         features=features,
-        age=FeatureSpec(HISTORY + AGE, "bucket", config.timestamp, "", config.num_age_buckets),
+        age=age,
         dense=(
             user_columns.dense(config.user_dense, user[train]),
             item_columns.dense(config.item_dense, item[train]),
@@ -98,6 +100,15 @@ def _build(interactions: Table, users: Table | None, items: Table | None, config
         item_key=config.item,
         titles=None if config.title is None else ["unseen", *item_columns.titles(config.title, train_items)],
     )
+
+
+def _check_keys(specs: list[FeatureSpec]) -> None:
+    column_of: dict[str, str] = {}
+    for spec in specs:
+        if spec.key in column_of:
+            columns = f"column '{column_of[spec.key]}' and of column '{spec.column}'"
+            raise DataError(f"key '{spec.key}' would be of {columns}; rename one")
+        column_of[spec.key] = spec.column
 
 
 def _samples(events: Events, split: np.ndarray, config: DataConfig) -> dict[str, np.ndarray]:

@@ -73,7 +73,7 @@ def test_faults_deep_in_a_large_file_are_placed(write):
         ({"item": "x"}, "r.csv: no column 'x'; known: user_id, item_id, rating, timestamp"),
         ({"label": "stars >= 4"}, "r.csv: no column 'stars'; known: user_id, item_id, rating, timestamp"),
         ({"label": "ratings"}, "r.csv: no column 'ratings'; did you mean 'rating'?"),
-        ({"label": "rating"}, "r.csv:2: label 'rating' is 5, not in [0, 1]; is a rule meant, as 'rating >= 5'?"),
+        ({"label": "rating"}, "r.csv:2: label 'rating' is 5, not 0 or 1; is a rule meant, as 'rating >= 5'?"),
         ({"label": "rating >= good"}, "label rule 'rating >= good': 'good' is not a number, so it takes == or !="),
         ({"label": "rating >= 9"}, "label 'rating >= 9': all 2 labels of the train split are 0"),
         ({"interactions": "gone.csv"}, "gone.csv: no such file or directory"),
@@ -90,6 +90,26 @@ def test_faults_deep_in_a_large_file_are_placed(write):
 )
 def test_settings(write, settings, expected):
     assert fault(write("r.csv", HEADER, *ROWS), **settings).startswith(expected)
+
+
+def test_a_label_is_not_a_fraction(write):
+    rows = ["1,1,,10", "1,1,0,20", "1,1,1.0,30", "1,1,0.9,40"]
+    expected = "r.csv:5: label 'rating' is 0.9, not 0 or 1; is a rule meant, as 'rating >= 0.9'?"
+    assert fault(write("r.csv", HEADER, *rows), label="rating") == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "columns"),
+    [
+        ({"event_categorical": ["g", "g_0"], "separators": {"g": "|"}}, "history_g_0", ("g", "g_0")),
+        ({"user_categorical": ["history_item_id"]}, "history_item_id", ("history_item_id", "item_id")),
+    ],
+)
+def test_a_key_has_one_column(write, settings, key, columns):
+    rows = [f"{row},a|b,1,1" for row in ROWS]
+    expected = f"key '{key}' would be of column '{columns[0]}' and of column '{columns[1]}'; rename one"
+    path = write("r.csv", HEADER + ",g,g_0,history_item_id", *rows)
+    assert fault(path, **{"event_categorical": []} | settings) == expected
 
 
 def test_split_too_small_to_leave_one_out(write):
