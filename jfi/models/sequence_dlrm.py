@@ -14,6 +14,7 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from jfi.modules import JaggedFeatureInteraction, JaggedMeanPooling, SequenceFeatureConfig, lookup
+from jfi.modules.sequence_configs import check_features
 from jfi.ops import jagged_jagged_bmm
 
 Pooling = Literal["attention", "mean", "none"]
@@ -88,7 +89,7 @@ class SequenceDLRM(nn.Module):
         dense_device: device of all parameters outside of the two collections.
 
     Raises:
-        ValueError: an argument that does not fit, by name.
+        ValueError, TypeError: an argument that does not fit, by name.
 
     Example:
 
@@ -136,8 +137,15 @@ class SequenceDLRM(nn.Module):
         super().__init__()
         if pooling not in ("attention", "mean", "none"):
             raise ValueError(f"pooling must be 'attention', 'mean' or 'none', got {pooling!r}")
-        if over_arch_layer_sizes[-1] != 1:
-            raise ValueError(f"over_arch_layer_sizes must end in 1, the logit, got {over_arch_layer_sizes}")
+        if sequence_features != []:
+            check_features(sequence_features, "sequence_features")
+        if not dense_arch_layer_sizes:
+            raise ValueError(f"dense_arch_layer_sizes must hold at least one size, got {dense_arch_layer_sizes}")
+        if len(over_arch_layer_sizes) < 2 or over_arch_layer_sizes[-1] != 1:
+            raise ValueError(
+                f"over_arch_layer_sizes must hold at least two sizes and end in 1, the logit, "
+                f"got {over_arch_layer_sizes}"
+            )
         embedding_dim = dense_arch_layer_sizes[-1]
         bag_keys = _output_keys("embedding_bag_collection", embedding_bag_collection, embedding_dim)
         keys = _output_keys("embedding_collection", embedding_collection, embedding_dim)
@@ -163,6 +171,7 @@ class SequenceDLRM(nn.Module):
         self.embedding_bag_collection = embedding_bag_collection
         self.embedding_collection = embedding_collection
         self._id_keys = _id_keys(embedding_bag_collection) + _id_keys(embedding_collection)
+        self._id_keys += [feature.bucket_key for feature in features if feature.bucket_key is not None]
         self.sequence_arch = SequenceArch(features, single_keys, embedding_dim, layer)
         self.dropout = nn.Dropout(dropout)
         self.dense_arch = DenseArch(dense_in_features, dense_arch_layer_sizes, device=dense_device)

@@ -76,13 +76,13 @@ combine='sum', bias='history_age', num_buckets=32)
         return embedding_dim * (len(self.target_keys) if self.combine == "concat" else 1)
 
 
-def check_features(features: list[SequenceFeatureConfig]) -> None:
+def check_features(features: list[SequenceFeatureConfig], argument: str = "features") -> None:
     """Raises unless `features` is a list of at least one config with a name of its own."""
     if not isinstance(features, list) or not all(isinstance(feature, SequenceFeatureConfig) for feature in features):
-        raise TypeError(f"features must be a list of SequenceFeatureConfig, got {features!r}")
+        raise TypeError(f"{argument} must be a list of SequenceFeatureConfig, got {features!r}")
     if not features:
-        raise ValueError("features must hold at least one SequenceFeatureConfig, got []")
+        raise ValueError(f"{argument} must hold at least one SequenceFeatureConfig, got []")
     names = [feature.name for feature in features]
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
-        raise ValueError(f"features must have distinct names, got {repeated} more than once")
+        raise ValueError(f"{argument} must have distinct names, got {repeated} more than once")

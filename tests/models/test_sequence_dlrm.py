@@ -276,7 +276,11 @@ def test_names_in_state_dict():
     ("arguments", "message"),
     [
         ({"pooling": "max"}, "pooling must be 'attention', 'mean' or 'none', got 'max'"),
-        ({"over_arch_layer_sizes": [6, 2]}, "over_arch_layer_sizes must end in 1, the logit, got [6, 2]"),
+        ({"over_arch_layer_sizes": [6, 2]}, "at least two sizes and end in 1, the logit, got [6, 2]"),
+        ({"over_arch_layer_sizes": [1]}, "over_arch_layer_sizes must hold at least two sizes and end in 1"),
+        ({"over_arch_layer_sizes": []}, "over_arch_layer_sizes must hold at least two sizes and end in 1"),
+        ({"dense_arch_layer_sizes": []}, "dense_arch_layer_sizes must hold at least one size, got []"),
+        ({"features": [FEATURE, FEATURE], "pooling": "none"}, "sequence_features must have distinct names, got ['tas"),
         ({"num_heads": 3}, "num_heads must divide embedding_dim=8, got 3"),
         (
             {"ec": embeddings(16)},
@@ -301,10 +305,16 @@ def test_construction_errors(arguments, message):
         build(**arguments)
 
 
+def test_sequence_features_of_another_type():
+    message = "sequence_features must be a list of SequenceFeatureConfig, got None"
+    with pytest.raises(TypeError, match=message):
+        SequenceDLRM(bags(), embeddings(), None, 3, [6, DIM], [6, 1])
+
+
 @pytest.mark.parametrize("key", ["user", "item", "history_genre", "history_age"])
 def test_a_key_absent_from_the_batch(key):
     lengths = {name: count for name, count in LENGTHS.items() if name != key}
-    with pytest.raises(ValueError, match=f"must hold the key '{key}', got none of that name; "):
+    with pytest.raises(ValueError, match=f"sparse_features must hold the key '{key}', got none of that name; "):
         build()(batch(lengths))
 
 
