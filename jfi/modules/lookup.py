@@ -205,8 +205,13 @@ def position_buckets(offsets: Tensor, num_events: int, num_buckets: int) -> Tens
     """
     ends = torch.repeat_interleave(offsets[1:], offsets.diff(), output_size=num_events)
     distance = ends - torch.arange(1, num_events + 1, device=offsets.device)
-    # The exponent of a float is exact where a logarithm may round up.
-    return (torch.frexp((distance + 1).float()).exponent - 1).clamp(max=num_buckets - 1)
+    return _floor_log2(distance + 1).clamp(max=num_buckets - 1)
+
+
+def _floor_log2(count: Tensor) -> Tensor:
+    # The exponent of a float is exact where a logarithm may round up; float64 holds any count of events, and float32
+    # rounds 2^25 - 1 up.
+    return torch.frexp(count.double()).exponent - 1
 
 
 def _combine(fields: list[Tensor], combine: str) -> Tensor:
