@@ -47,7 +47,8 @@ def draw_curves(log: list[dict], monitor: str, path: Path) -> None:
         axes.set(title=title, xlabel="epoch")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
-        axes.legend()
+        if axes.get_legend_handles_labels()[0]:  # AUC is not a number where no user has both labels
+            axes.legend()
     figure.suptitle(
         f"best epoch by validation {monitor}: {test['epoch']} (dashed); a star is the test part with its parameters"
     )
@@ -70,9 +71,11 @@ def draw_attention(model: SequenceDLRM, dataset: InteractionDataset, device: tor
 
     A panel is a sample: its events with the greatest weights, each bar divided by head; the weights of all events of
     the history sum to 1. The samples lie evenly over the test part, among those with at least as many events as a panel
-    shows.
+    shows. Where none that was looked at has any event there is nothing to show, and no file is written.
     """
     samples = _pick(model.eval(), dataset, device)
+    if not samples:
+        return
     figure = Figure(figsize=(17, 10), layout="constrained")
     for axes, sample in zip(figure.subplots(2, _PANELS // 2, squeeze=False).flat, samples, strict=False):
         _draw_sample(axes, sample)

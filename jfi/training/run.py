@@ -5,7 +5,7 @@ metrics.jsonl   one JSON object a line: training lines, one validation line an e
 checkpoints/    the last and the best checkpoint, see `jfi.training.checkpoint`
 tensorboard/    the same metrics, and the speed, for TensorBoard
 curves.png      metrics over the epochs
-attention.png   what a few test samples attended to
+attention.png   what a few test samples attended to, unless none of them has a history
 """
 
 import json

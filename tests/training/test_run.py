@@ -270,3 +270,14 @@ def test_the_average_is_what_is_evaluated(tmp_path):
         values.append(dict(trainer.modules["average"].module.named_parameters())[name].mean().item())
     assert values == pytest.approx([0.0, 0.25, 0.4375])
     assert trainer._evaluated is trainer.modules["average"].module
+
+
+def test_without_histories_there_is_no_picture_of_attention(tmp_path):
+    """Every user of the table has one event."""
+    table = tmp_path / "table.csv"
+    table.write_text("user_id,item_id,rating,timestamp\n" + "".join(f"{u},{u % 3},{u % 2},{u}\n" for u in range(40)))
+    config = tiny(tmp_path / "run", epochs=1)
+    config.data = DataConfig(interactions=str(table), label="rating >= 1", event_categorical=["rating"])
+    train(config)
+    assert (tmp_path / "run" / "curves.png").exists()
+    assert not (tmp_path / "run" / "attention.png").exists()
