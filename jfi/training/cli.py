@@ -124,7 +124,7 @@ def _check_file(path: str) -> None:
 
 
 def _check_keys(tree: object, section: type, path: str, prefix: str) -> None:
-    """Refuses a key that the dataclass `section` does not have, at any depth."""
+    """Refuses a key that the dataclass `section` does not have, and a null that it does not allow, at any depth."""
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: {prefix.rstrip('.') or 'the file'} must be a mapping of keys, got {tree!r}")
     known = _fields(section)
@@ -132,6 +132,8 @@ def _check_keys(tree: object, section: type, path: str, prefix: str) -> None:
         if key not in known:
             raise ConfigError(f"{path}: unknown key {prefix}{key}{_nearest(str(key), known, prefix)}")
         inner, optional = _dataclass_of(known[key])
+        if inner is None and value is None and not optional:
+            raise ConfigError(f"{path}: {prefix}{key} must not be null")
         if inner is not None and not (optional and value is None):
             elements = value if isinstance(value, list) else [value]
             for element in elements:

@@ -4,6 +4,7 @@ A YAML file gives any part of it, the command line overrides any field (`--train
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -76,10 +77,6 @@ class OptimizerGroup:
     learning_rate: float = 1e-3
     weight_decay: float = 0.0
 
-    def __post_init__(self) -> None:
-        _require(self.learning_rate > 0, "learning_rate", self.learning_rate, "positive")
-        _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "0 or more")
-
 
 @dataclass
 class OptimizerConfig:
@@ -98,6 +95,10 @@ class OptimizerConfig:
     average: float | None = None
 
     def __post_init__(self) -> None:
+        for name, group in (("dense", self.dense), ("embeddings", self.embeddings)):
+            key, rate, decay = f"optimizer.{name}", group.learning_rate, group.weight_decay
+            _require(0 < rate < math.inf, f"{key}.learning_rate", rate, "positive and finite")
+            _require(0 <= decay < math.inf, f"{key}.weight_decay", decay, "0 or more and finite")
         in_range = self.average is None or 0 < self.average < 1
         _require(in_range, "optimizer.average", self.average, "between 0 and 1, or null")
 
@@ -113,7 +114,7 @@ class TrainingConfig:
         eval_batch_size: samples a batch of evaluation.
         monitor: validation metric that picks the best epoch: `auc` (highest) or `ne` (lowest).
         patience: epochs without a better `monitor` after which training stops; null never stops early.
-        seed: of parameters, dropout, sample order and sampled negatives.
+        seed: of parameters, dropout, sample order and sampled negatives; in [0, 2**32).
         device: `auto` is cuda where there is one, else cpu.
         log_every: steps between two lines of training metrics.
         checkpoint_every: steps between two checkpoints inside an epoch, beside the one after each epoch; 0 for none.
@@ -133,6 +134,7 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "eval_batch_size", "log_every"):
             _require(getattr(self, name) >= 1, f"training.{name}", getattr(self, name), "at least 1")
+        _require(0 <= self.seed < 2**32, "training.seed", self.seed, "in [0, 2**32)")
         _require(self.checkpoint_every >= 0, "training.checkpoint_every", self.checkpoint_every, "0 or more")
         _require(self.patience is None or self.patience >= 1, "training.patience", self.patience, "at least 1, or null")
 

@@ -96,7 +96,11 @@ def test_unknown_key_names_the_nearest(yaml_file, text, unknown, nearest):
         (["--model.dropout", "1"], ["model.dropout", "[0, 1)"]),
         (["--model.over_arch", "[]"], ["model.over_arch", "at least one size"]),
         (["--model.embedding_dim", "30"], ["model.num_heads", "a divisor of embedding_dim"]),
-        (["--optimizer.dense.learning_rate", "-1"], ["learning_rate", "positive"]),
+        (["--optimizer.dense.learning_rate", "-1"], ["optimizer.dense.learning_rate", "-1", "positive"]),
+        (["--optimizer.embeddings.learning_rate", ".nan"], ["optimizer.embeddings.learning_rate", "nan", "positive"]),
+        (["--optimizer.embeddings.weight_decay", "-1"], ["optimizer.embeddings.weight_decay", "-1", "0 or more"]),
+        (["--training.seed", "-1"], ["training.seed", "-1", "[0, 2**32)"]),
+        (["--training.seed", "4294967296"], ["training.seed", "4294967296", "[0, 2**32)"]),
         (["stray"], ["stray"]),
         (["--config"], ["--config", "expected one argument"]),
         (["--config", "absent.yaml"], ["absent.yaml", "No such file"]),
@@ -115,6 +119,9 @@ def test_wrong_value_names_its_key(arguments, parts):
         ("", ["mapping", "None"]),
         ("training: null\n", ["training must be a mapping", "None"]),
         ("training:\n  epochs: few\n", ["training.epochs", "few"]),
+        ("model:\n  dense_arch: null\n", ["model.dense_arch", "null"]),
+        ("optimizer:\n  dense:\n    learning_rate: null\n", ["optimizer.dense.learning_rate", "null"]),
+        ("optimizer:\n  dense:\n    learning_rate: .nan\n", ["optimizer.dense.learning_rate", "nan"]),
     ],
 )
 def test_wrong_file(yaml_file, text, parts):
@@ -161,6 +168,7 @@ def test_exit_codes(capsys):
     [
         (["--data.interactions", "absent.csv"], "absent.csv"),
         (["--resume", ".", "--training.epochs", "3"], "no other option"),
+        (["--training.seed", "-1"], "training.seed"),
     ],
 )
 def test_a_fault_is_one_line_and_writes_nothing(tmp_path, arguments, part):
