@@ -1,3 +1,4 @@
+import logging
 from dataclasses import replace
 
 import numpy as np
@@ -14,12 +15,17 @@ from jfi.data.negatives import NegativeSampler
 from jfi.data.readers import read_table
 from jfi.data.table import Table
 
+_log = logging.getLogger(__name__)
+
 
 def load_dataset(config: DataConfig) -> InteractionDataset:
     """Reads the tables a config names and makes samples with histories of them.
 
     Vocabularies, quantiles and means are of the training rows alone. A history holds what its user did strictly before
     the sample, whatever the split of those rows: at that moment it is known.
+
+    Without a label, negatives are drawn from the items of training. Held-out positives of other items are no samples,
+    for being unseen would tell them from the negatives; a warning says how many. They stay in the histories.
 
     Raises:
         DataError: a fault of the files or of the config, in one line that names the place.
@@ -59,12 +65,11 @@ def _build(interactions: Table, users: Table | None, items: Table | None, config
         split = splits.split_by_time(user, time, item, config.fractions)
     else:
         split = splits.leave_one_out(user, ~np.isnan(label))
-    samples = _samples(events, split, config)
-
     train = split == splits.SPLITS.index("train")
     user_columns = _EntityColumns(interactions, users, config.user, user_ids, user, time, order)
     item_columns = _EntityColumns(interactions, items, config.item, item_ids, item, time, order)
     train_items = _members(item[train], len(item_ids))
+    samples = _samples(events, split, train_items, config)
 
     features = []
     for name in config.user_categorical:
@@ -111,7 +116,7 @@ def _check_keys(specs: list[FeatureSpec]) -> None:
         column_of[spec.key] = spec.column
 
 
-def _samples(events: Events, split: np.ndarray, config: DataConfig) -> dict[str, np.ndarray]:
+def _samples(events: Events, split: np.ndarray, train_items: np.ndarray, config: DataConfig) -> dict[str, np.ndarray]:
     labelled = ~np.isnan(events.label)
     if not labelled.any():
         raise DataError(f"label '{config.label}' is empty in every row")
@@ -121,8 +126,17 @@ def _samples(events: Events, split: np.ndarray, config: DataConfig) -> dict[str,
         if not len(rows):
             how = f"fractions {config.fractions}" if config.split == "time" else "users of at least 3 labelled rows"
             raise DataError(f"the {name} split is empty: {labelled.sum()} labelled rows, split by {how}")
+        if config.label is None:
+            # Negatives are items of training: the id of an unseen item would mark a positive.
+            samples[name] = seen = rows[train_items[events.item[rows]]]
+            dropped = f"{len(rows) - len(seen)} of {len(rows)} positives of the {name} split dropped"
+            if not len(seen):
+                raise DataError(f"the {name} split is empty: {dropped}, training has not seen their items")
+            if len(seen) < len(rows):
+                _log.warning("%s: training has not seen their items", dropped)
+            continue
         labels = events.label[rows]
-        if config.label is not None and labels.min() == labels.max():
+        if labels.min() == labels.max():
             raise DataError(f"label '{config.label}': all {len(rows)} labels of the {name} split are {labels[0]:g}")
     return samples
 
@@ -163,6 +177,8 @@ class _EntityColumns:
             row = int(again.argmax())
             raise table.fault(row, f"'{key}' {known[row]} again, after line {table.line(int(first[row]))}")
         self._rows = pc.index_in(ids, value_set=known)
+        if self._rows.null_count == len(ids):
+            raise DataError(f"{table.name}: its column '{key}' has none of the ids that {interactions.name} has there")
 
     def categories(self, name: str, separators: dict[str, str]) -> pa.Array:
         # The table may lack some of the ids.

@@ -1,4 +1,5 @@
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -149,6 +150,19 @@ def test_negatives_are_uniform_over_the_items_unknown_at_that_moment(implicit):
         expected[unknown] += 3 * num_epochs / len(unknown)
     # Five standard deviations of a count.
     assert np.all(np.abs(drawn - expected) < 5 * np.sqrt(expected))
+
+
+def test_held_out_positives_are_items_of_training(write, caplog):
+    rows = [f"{i},{i % 2},{i}" for i in range(8)] + ["8,1,8", "8,7,9", "9,0,10", "9,8,11"]
+    config = DataConfig(interactions=write("r.csv", "user_id,item_id,timestamp", *rows), negatives=2)
+    dataset = load_dataset(replace(config, fractions=[8 / 12, 2 / 12, 2 / 12]))
+    for split in ("validation", "test"):
+        assert dataset.num_samples(split) == 3
+        batch = next(dataset.batches(split, 10))
+        # Id 0, the unseen item, would tell a positive from the negatives, which are items of training.
+        assert batch.sparse_features["item_id"].values().min() > 0
+        dropped = f"1 of 2 positives of the {split} split dropped: training has not seen their items"
+        assert any(dropped in message for message in caplog.messages)
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,8 @@ def test_tables_of_users_and_items(write):
     assert fault(path, users=users) == "users.csv:4: 'user_id' 1 again, after line 2"
     users = write("users.csv", "id,gender", "1,F")
     assert fault(path, users=users) == "users.csv: no column 'user_id'; known: id, gender"
+    users = write("users.csv", "user_id,gender", "u1,F", "u2,M")
+    assert fault(path, users=users) == "users.csv: its column 'user_id' has none of the ids that r.csv has there"
     items = write("items.csv", "item_id,genre,price", "1,a,3", "2,b,cheap")
     assert fault(path, items=items, item_dense=["price"]) == "items.csv:3: 'price' is 'cheap', not a number"
     wanted = {"items": items, "item_categorical": ["genres"]}

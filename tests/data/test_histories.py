@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jfi.data import DataConfig, InteractionDataset, load_dataset
@@ -36,6 +36,12 @@ def ids_of(values: list) -> dict:
     return {value: i for i, value in enumerate(sorted(set(values)), 1)}
 
 
+def ties(before: list[tuple]) -> list[slice]:
+    """The ranges of equal time and item of a history."""
+    starts = [i for i, row in enumerate(before) if i == 0 or before[i - 1][1:3] != row[1:3]]
+    return [slice(start, end) for start, end in zip(starts, [*starts[1:], len(before)], strict=False)]
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     rows=st.lists(ROW, min_size=10, max_size=40),
@@ -45,8 +51,6 @@ def ids_of(values: list) -> dict:
 def test_histories_are_what_the_user_did_strictly_before(rows, max_history, split):
     # User 0 has at least three rows, so that no split is empty.
     rows = rows + [(0, 0, time, "1") for time in (7, 8, 9)]
-    dataset = load(rows, max_history=max_history, split=split, max_slots=2, negatives=1)
-
     by_time = sorted(rows, key=lambda row: (row[2], row[0], row[1]))
     if split == "time":
         cuts = [round(0.8 * len(rows)), round(0.9 * len(rows))]
@@ -61,7 +65,11 @@ def test_histories_are_what_the_user_did_strictly_before(rows, max_history, spli
             parts["test"] += mine[len(mine) - held_out :][1:]
     parts = {name: sorted(part, key=lambda row: (row[2], row[0], row[1])) for name, part in parts.items()}
     item_ids = ids_of([row[1] for row in parts["train"]])
+    # Without labels, a held-out positive that training never saw is no sample.
+    parts = {name: [row for row in part if row[1] in item_ids] for name, part in parts.items()}
     genre_ids = ids_of([genre for item in item_ids for genre in GENRES[item]])
+    assume(all(parts.values()))
+    dataset = load(rows, max_history=max_history, split=split, max_slots=2, negatives=1)
     rating_ids = ids_of([row[3] for row in parts["train"] if row[3]])
     slots = min(2, max(1, max(len(GENRES[item]) for _, item, _, _ in rows)))
 
@@ -71,7 +79,7 @@ def test_histories_are_what_the_user_did_strictly_before(rows, max_history, spli
             user, item, time, _ = part[i]
             before = [row for row in by_time if row[0] == user and row[2] < time][-max_history:]
             target, drawn = batch.sparse_features["item_id"].values().tolist()
-            assert target == item_ids.get(item, 0)
+            assert target == item_ids[item]
             assert batch.labels.tolist() == [1.0, 0.0]
             known = {item_ids.get(row[1]) for row in rows if row[0] == user and row[2] <= time}
             assert drawn not in known or set(item_ids.values()) <= known
@@ -86,14 +94,18 @@ def test_histories_are_what_the_user_did_strictly_before(rows, max_history, spli
             for slot in range(slots):
                 padded = [[*GENRES[row[1]], None, None, None][slot] for row in before]
                 expected[f"history_genres_{slot}"] = [genre_ids.get(genre, 0) for genre in padded]
-            for key, ids in expected.items():
-                both = batch.sparse_features[key].to_dense()
-                # Ties of a moment among equal (user, item) keep no order of their own.
-                assert [sorted(x.tolist()) for x in both] == [sorted(ids)] * 2
+            events = list(zip(*expected.values(), strict=True))
+            fields = [batch.sparse_features[key].to_dense() for key in expected]
+            for sample in range(2):
+                given = list(zip(*(field[sample].tolist() for field in fields), strict=True))
+                assert len(given) == len(events)
+                # Oldest first; ties of a moment among equal (user, item) keep no order of their own.
+                for tie in ties(before):
+                    assert sorted(given[tie]) == sorted(events[tie])
 
 
 def test_events_of_the_same_moment_do_not_see_each_other():
-    rows = [(0, 0, 1, "1"), (0, 1, 5, "2"), (0, 2, 5, "3"), (0, 3, 6, "1")]
+    rows = [(0, 1, 1, "1"), (0, 0, 5, "2"), (0, 1, 5, "3"), (0, 0, 6, "1")]
     dataset = load(rows, fractions=[0.5, 0.25, 0.25], negatives=1)
     samples = [batch for split in ("train", "validation", "test") for batch in dataset.batches(split, 2)]
     lengths = [batch.sparse_features["history_item_id"].lengths()[0].item() for batch in samples]
