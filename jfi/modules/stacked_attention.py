@@ -1,6 +1,7 @@
-"""Multi-head target attention of several features at once, on plain tensors.
+"""Multi-head target attention of several features, on plain tensors.
 
-For one feature, with the combined target e [B, D_e] of each sample and its events x [S, D_x], h a head of width d:
+The projections of all features are batched; the attention itself is one call a feature. For one feature,
+with the combined target e [B, D_e] of each sample and its events x [S, D_x], h a head of width d:
 
     q_h = W_q,h e + b_q,h                               [B, T, d]
     p_h = softmax over the sample's events of (q_h · W_k,h x) / sqrt(d) + bias_h
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from jfi.modules.lookup import FeatureInputs
 from jfi.modules.sequence_configs import SequenceFeatureConfig
-from jfi.ops import jagged_dense_bmm, jagged_softmax, target_attention
+from jfi.ops import jagged_softmax, target_attention
 
 torch.fx.wrap("target_attention")
 
@@ -112,8 +113,12 @@ class StackedTargetAttention(nn.Module):
         weights = []
         for f, (_, history, offsets, _) in enumerate(inputs):
             bias = self._score_bias(f, inputs[f])
-            query = queries[f].to(history.dtype) * self.scale
-            scores = jagged_dense_bmm(history, offsets, query.flatten(1, 2).transpose(1, 2))  # [S, T * H]
+            query = (queries[f].to(history.dtype) * self.scale).flatten(1, 2)  # [B, T * H, D_x]
+            sample = torch.arange(query.size(0), device=history.device)
+            sample = torch.repeat_interleave(sample, offsets.diff(), output_size=history.size(0))
+            # One query at a time: no more memory than the history's, however many queries.
+            scores = [torch.linalg.vecdot(history, one[sample]) for one in query.unbind(1)]
+            scores = torch.stack(scores, dim=1)  # [S, T * H]
             if bias is not None:
                 scores = scores + bias.repeat(1, self.num_queries)
             weights.append(jagged_softmax(scores, offsets).unflatten(1, (self.num_queries, self.num_heads)))

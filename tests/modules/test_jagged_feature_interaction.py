@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.models.dlrm import InteractionArch
 
@@ -194,6 +195,26 @@ def test_an_event_of_weight_two_counts_twice_and_one_of_weight_zero_not_at_all(e
     torch.testing.assert_close(
         layer({"history": weighted}, {"item": item}).values(), layer({"history": repeated}, {"item": item}).values()
     )
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most elements that an operation's output has."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        if isinstance(output, torch.Tensor):
+            self.numel = max(self.numel, output.numel())
+        return output
+
+
+def test_attention_weights_need_no_tensor_larger_than_the_history(events, target):
+    layer = JaggedFeatureInteraction([taste()], EMBEDDING_DIM, num_heads=4, num_queries=2).double()
+    history = events([100, 0, 50])
+    with LargestTensor() as largest:
+        layer.attention_weights({"history": history}, {"item": target(3)})
+    assert 0 < largest.numel <= history.values().numel()
 
 
 def test_ids_of_no_samples():
