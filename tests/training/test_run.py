@@ -92,6 +92,15 @@ def test_the_test_part_sees_the_best_epoch(finished):
     assert result.validation["auc"] == max(r["auc"] for r in log)
 
 
+def test_the_test_part_has_the_parameters_of_the_best_epoch(tmp_path, monkeypatch):
+    """Where the first epoch of three is best, the test metrics are those of a run that ended after it."""
+    areas = iter([0.9, 0.6, 0.5, 0.7, 0.9, 0.7])
+    monkeypatch.setattr("jfi.training.metrics.auc", lambda *_: next(areas))
+    longer, first = train(tiny(tmp_path / "longer")), train(tiny(tmp_path / "first", epochs=1))
+    assert (longer.epochs, longer.best_epoch) == (3, 1)
+    assert longer.test == first.test
+
+
 def test_same_seed_same_run_and_another_seed_another(finished, tmp_path):
     train(tiny(tmp_path / "again"))
     assert_same_run(finished[0], tmp_path / "again")
