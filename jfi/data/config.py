@@ -114,6 +114,8 @@ class DataConfig:
         for name in ("num_users", "num_items", "num_categories", "mean_length"):
             if getattr(self.synthetic, name) < 1:
                 raise DataError(f"synthetic.{name} is {getattr(self.synthetic, name)}; it must be at least 1")
+        if self.synthetic.seed < 0:
+            raise DataError(f"synthetic.seed is {self.synthetic.seed}; it must be at least 0")
         if self.label is None and self.negatives < 1:
             raise DataError(f"negatives is {self.negatives}; without a label it must be at least 1")
         whole = math.isclose(sum(self.fractions), 1.0, abs_tol=1e-6)
@@ -137,7 +139,9 @@ class DataConfig:
         for name in (self.item, *self.item_categorical, *self.event_categorical, *self.event_dense):
             if name == AGE:
                 raise DataError(f"column '{name}' would take the key '{HISTORY}{AGE}' of the events' age; rename it")
-        for name in self.separators:
+        for name, separator in self.separators.items():
+            if not separator:
+                raise DataError(f"separators.{name} is ''; it must be what separates the values")
             if name not in (*self.user_categorical, *self.item_categorical, *self.event_categorical):
                 raise DataError(f"separators names '{name}', which is no categorical column of this config")
 

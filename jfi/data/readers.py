@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -116,9 +115,11 @@ def _read_text(path: str, layout: _Layout, wanted: Container[str]) -> Table:
         if layout.typed:
             names, separators = _typed(path, names)
     used = [name for name in names if name in wanted or ("genres" in wanted and name in layout.flags)]
-    line = partial(_line, path, layout.columns is None)
+    line = partial(_line, path, layout)
     if re.compile(rb"[^\r\n]").search(text, start):
-        options = pyarrow.csv.ParseOptions(delimiter=delimiter, quote_char=layout.quote or False)
+        options = pyarrow.csv.ParseOptions(
+            delimiter=delimiter, quote_char=layout.quote or False, newlines_in_values=layout.quote is not None
+        )
         data = _parse(path, pa.py_buffer(text).slice(start), names, used, options, line)
     else:
         data = pa.table({name: pa.array([], pa.string()) for name in used})
@@ -196,8 +197,19 @@ def _join_flags(flags: pa.Table) -> pa.ListArray:
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(names, pa.string()))
 
 
-def _line(path: str, has_header: bool, row: int) -> int:
-    """The number of the line that row ``row`` stands on; Arrow skips empty lines."""
-    with open(path, "rb") as file:
-        filled = (number for number, text in enumerate(file, 1) if number > has_header and text.strip(b"\r\n"))
-        return next(islice(filled, row, None))
+def _line(path: str, layout: _Layout, row: int) -> int:
+    """The number of the line that row ``row`` starts on; Arrow skips empty lines, and quotes may hold newlines."""
+    quoting = csv.QUOTE_NONE if layout.quote is None else csv.QUOTE_MINIMAL
+    # Any bytes are latin-1, and all that counts here is ASCII.
+    with open(path, encoding="latin-1", newline="") as file:
+        reader = csv.reader(file, delimiter=layout.delimiter[0], quoting=quoting)
+        if layout.columns is None:
+            next(reader)
+        start = reader.line_num + 1
+        for record in reader:
+            if record:
+                if row == 0:
+                    break
+                row -= 1
+            start = reader.line_num + 1
+        return start

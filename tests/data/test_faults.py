@@ -59,6 +59,16 @@ def test_rows(write, rows, expected):
     assert fault(write("r.csv", HEADER, *rows), fractions=fractions) == expected
 
 
+def test_lines_are_counted_through_quoted_newlines(write):
+    header = "user_id,item_id,rating,timestamp,note"
+    rows = ['1,1,5,10,"two', "", 'lines"', "", '1,2,5,20,a 5" disc', "2,1,1,30,b"]
+    assert fault(write("a.csv", header, *rows, "3,1,bad,40,c")) == "a.csv:8: 'rating' is 'bad', not a number"
+    assert fault(write("b.csv", header, *rows, "3,1")) == "b.csv:8: 2 fields, 5 expected"
+    # More than a block of Arrow's reader.
+    rows = [f'{i},1,5,{i},"{"x" * 40}\n{"y" * 40}"' for i in range(30_000)]
+    assert fault(write("c.csv", header, *rows, "3,1,bad,40,c")) == "c.csv:60002: 'rating' is 'bad', not a number"
+
+
 def test_faults_deep_in_a_large_file_are_placed(write):
     rows = [f"{i},1,5,{i}" for i in range(200_000)]
     assert fault(write("a.csv", HEADER, *rows, "1,1,bad,2")) == "a.csv:200002: 'rating' is 'bad', not a number"
@@ -82,6 +92,8 @@ def test_faults_deep_in_a_large_file_are_placed(write):
         ({"label": None, "negatives": 0}, "negatives is 0; without a label it must be at least 1"),
         ({"max_history": 0}, "max_history is 0; it must be at least 1"),
         ({"synthetic": SyntheticConfig(num_items=0)}, "synthetic.num_items is 0; it must be at least 1"),
+        ({"synthetic": SyntheticConfig(seed=-1)}, "synthetic.seed is -1; it must be at least 0"),
+        ({"separators": {"rating": ""}}, "separators.rating is ''; it must be what separates the values"),
         ({"fractions": [0.9, 0.2, 0.1]}, "fractions is [0.9, 0.2, 0.1]; it must be three positive numbers"),
         ({"item_categorical": ["rating"]}, "column 'rating' is listed twice; each column has one place"),
         ({"item_categorical": ["age"]}, "column 'age' would take the key 'history_age' of the events' age; rename it"),
