@@ -81,7 +81,7 @@ def resume(run_dir: str | Path) -> Result:
     """Continues the run in `run_dir` from its last whole checkpoint, or from the start where there is none.
 
     Raises:
-        As `train`.
+        As `train`; ConfigError also where the folder is no run, or a damaged one.
     """
     run, config = RunFolder.open(run_dir)
     trainer = Trainer(config, load_dataset(config.data))
@@ -108,11 +108,20 @@ class Trainer:
         self.window = torch.zeros(3, dtype=torch.float64, device=self.device)
 
     def restore(self, run: RunFolder) -> None:
-        """Takes up the last whole checkpoint of `run`, if there is one."""
+        """Takes up the last whole checkpoint of `run`, if there is one.
+
+        Raises:
+            ConfigError: its progress.json is missing or damaged, or metrics.jsonl is shorter than it says.
+        """
         path = latest_checkpoint(run.checkpoints)
         if path is None:
             return
-        self.progress = Progress(**read_progress(path))
+        try:
+            self.progress = Progress(**read_progress(path))
+        except (OSError, TypeError, ValueError):
+            fault = f"{path / 'progress.json'} is missing or damaged; remove that checkpoint to continue without it"
+            raise ConfigError(f"--resume {run.path}: {fault}") from None
+        run.check_metrics(self.progress.log_length)
         self.optimizer.init_state()  # a step with zero gradients, so that there is state to load into
         state = self._state()
         load_checkpoint(path, state)

@@ -42,7 +42,6 @@ class RunFolder:
         path.mkdir(parents=True, exist_ok=True)
         run = cls(path)
         save_config(config, run.config)
-        run.metrics.touch()
         return run
 
     @classmethod
@@ -56,8 +55,18 @@ class RunFolder:
         if not run.config.is_file():
             raise ConfigError(f"--resume {path}: no run folder, {run.config} is missing")
         config = load_config(run.config)
-        run.metrics.touch()
         return run, config.with_training(run_dir=str(path))
+
+    def check_metrics(self, length: int) -> None:
+        """Refuses a metrics.jsonl without the first `length` bytes, which a checkpoint goes with.
+
+        Raises:
+            ConfigError: it is missing or too short.
+        """
+        if (self.metrics.stat().st_size if self.metrics.is_file() else 0) < length:
+            raise ConfigError(
+                f"--resume {self.path}: {self.metrics} is missing or shorter than the {length} bytes of its checkpoint"
+            )
 
 
 def new_run_dir(prefix: str = "") -> str:
@@ -86,6 +95,7 @@ class Recorder:
         # Seconds of import, which a fault of the input need not wait for.
         from torch.utils.tensorboard import SummaryWriter
 
+        run.metrics.touch()
         self._file = run.metrics.open("r+b")
         self._file.truncate(length)
         self._file.seek(length)

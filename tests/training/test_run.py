@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -231,6 +232,33 @@ def test_resume_needs_a_run(tmp_path):
     with pytest.raises(ConfigError, match="no run folder"):
         resume(tmp_path / "absent")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda run: (run / "metrics.jsonl").unlink(), r"metrics\.jsonl is missing or shorter than the \d+ bytes"),
+        (
+            lambda run: os.truncate(run / "metrics.jsonl", 10),
+            r"metrics\.jsonl is missing or shorter than the \d+ bytes",
+        ),
+        (lambda run: progress_file(run).unlink(), r"progress\.json is missing or damaged"),
+        (lambda run: progress_file(run).write_text("{"), r"progress\.json is missing or damaged"),
+        (lambda run: progress_file(run).write_text('{"a": 1}'), r"progress\.json is missing or damaged"),
+    ],
+)
+def test_resume_of_a_damaged_run_is_refused(finished, tmp_path, damage, message):
+    run = tmp_path / "run"
+    shutil.copytree(finished[0], run)
+    damage(run)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=rf"^--resume .*{message}.*$"):
+        resume(run)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def progress_file(run: Path) -> Path:
+    return latest_checkpoint(run / "checkpoints") / "progress.json"
 
 
 def test_a_used_folder_is_refused(tmp_path):
