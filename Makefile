@@ -6,7 +6,9 @@
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 PIP := $(VENV)/bin/pip install --quiet --disable-pip-version-check
-BASE_PYTHON := $(shell command -v python3.12 || command -v python3.11 || command -v python3)
+# The first that runs and is 3.11 or 3.12: a name on the PATH may be a version manager's stand-in for one not installed.
+FITS := import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))
+BASE_PYTHON := $(shell for p in python3 python3.12 python3.11; do $$p -c '$(FITS)' 2>/dev/null && echo $$p && break; done)
 BUILD := $(if $(shell command -v nvidia-smi),cuda,cpu)
 TORCHREC := torchrec==1.8.0
 
@@ -27,6 +29,7 @@ lint: $(VENV)/.installed
 
 # On a processor TorchRec goes in without its requirements, which the cpu extra lists: they would pull fbgemm's CUDA build.
 $(VENV)/.installed: pyproject.toml
+	$(if $(BASE_PYTHON),,$(error Python 3.11 or 3.12 is needed, and neither python3, python3.12 nor python3.11 is one))
 	$(BASE_PYTHON) -m venv $(VENV)
 	$(PIP) --editable '.[$(BUILD),train,test]'
 	$(if $(filter cpu,$(BUILD)),$(PIP) --no-deps $(TORCHREC))
