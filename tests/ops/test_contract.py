@@ -224,6 +224,15 @@ def test_a_wrong_argument_is_named(case):
         ops.target_attention(*positional, **arguments)
 
 
+def test_auto_takes_triton_on_a_gpu_and_pytorch_elsewhere(device):
+    from jfi.ops._checks import check_impl
+
+    x = torch.zeros(1, device=device)
+    assert check_impl("auto", x) == ("triton" if device.type == "cuda" else "torch")
+    assert check_impl("auto", x.double()) == "torch"
+    assert [check_impl(impl, x) for impl in ("triton", "torch")] == ["triton", "torch"]
+
+
 def test_the_other_operators_name_wrong_arguments_too():
     x, offsets = torch.randn(5, 4), torch.tensor([0, 2, 5])
     with pytest.raises(ValueError, match="dense must have D = 4, got 3"):
