@@ -62,6 +62,22 @@ def check_size(name: str, got: int, want: int, what: str) -> None:
         raise ValueError(f"{name} must have {what} = {want}, got {got}")
 
 
+def check_history(key: Tensor, value: Tensor | None, bias: Tensor | None, heads: int, width: int) -> None:
+    """Key, value and bias fit each other and H query heads of width D."""
+    check_dim("key", key, "[S, G, D]")
+    check_size("key", key.shape[2], width, "D")
+    if heads % key.shape[1]:
+        raise ValueError(f"key must have G heads that divide the query's H = {heads}, got G = {key.shape[1]}")
+    if value is not None:
+        check_dim("value", value, "[S, G, E]")
+        check_size("value", value.shape[0], key.shape[0], "S")
+        check_size("value", value.shape[1], key.shape[1], "G")
+    if bias is not None:
+        check_dim("bias", bias, "[S, H]")
+        check_size("bias", bias.shape[0], key.shape[0], "S")
+        check_size("bias", bias.shape[1], heads, "H")
+
+
 def check_scale(scale: float | None, width: int) -> float:
     """The scale of the scores: what was given, or 1/sqrt(D)."""
     if scale is None:

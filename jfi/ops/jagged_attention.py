@@ -10,7 +10,7 @@ Systems with Jagged Flash Attention', RecSys 2024).
 from torch import Tensor
 
 from jfi import reference
-from jfi.ops._checks import check_dim, check_floating, check_impl, check_offsets, check_scale, check_size
+from jfi.ops._checks import check_dim, check_floating, check_history, check_impl, check_offsets, check_scale
 
 
 def jagged_attention(
@@ -57,19 +57,8 @@ def jagged_attention(
     """
     check_floating(query=query, key=key, value=value, bias=bias)
     check_dim("query", query, "[R, H, D]")
-    check_dim("key", key, "[S, G, D]")
     rows, heads, width = query.shape
-    check_size("key", key.shape[2], width, "D")
-    if heads % key.shape[1]:
-        raise ValueError(f"key must have G heads that divide the query's H = {heads}, got G = {key.shape[1]}")
-    if value is not None:
-        check_dim("value", value, "[S, G, E]")
-        check_size("value", value.shape[0], key.shape[0], "S")
-        check_size("value", value.shape[1], key.shape[1], "G")
-    if bias is not None:
-        check_dim("bias", bias, "[S, H]")
-        check_size("bias", bias.shape[0], key.shape[0], "S")
-        check_size("bias", bias.shape[1], heads, "H")
+    check_history(key, value, bias, heads, width)
     if window is not None and not (isinstance(window, tuple) and len(window) == 2):
         raise TypeError(f"window must be a pair (left, right) or None, got {window!r}")
     for side, bound in zip(("left", "right"), window or (None, None), strict=True):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from jfi import reference
-from jfi.ops._checks import check_dim, check_floating, check_impl, check_offsets, check_scale, check_size
+from jfi.ops._checks import check_dim, check_floating, check_history, check_impl, check_offsets, check_scale
 
 
 def _kernels(impl: str) -> ModuleType:
@@ -104,7 +104,9 @@ def target_attention(
         offsets: [B+1], int32 or int64, from 0 to S: sample b owns rows offsets[b] to offsets[b+1].
         bias: [S, H], added to the scores; -inf hides an event.
         scale: of the scores; None means 1/sqrt(D).
-        impl: "triton", "torch", or "auto": Triton for CUDA tensors (float64 excepted), PyTorch otherwise.
+        impl: "triton" (rows of at most 512 float32 or 1,024 half-precision elements), "torch" (on a GPU the formula as
+            it stands, with [S, T, H, D] intermediates), or "auto": Triton for CUDA tensors (float64 excepted), PyTorch
+            otherwise.
 
     Returns:
         [B, T, H, E].  An empty or fully hidden history gives zeros.
@@ -120,19 +122,8 @@ def target_attention(
     """
     check_floating(query=query, key=key, value=value, bias=bias)
     check_dim("query", query, "[B, T, H, D]")
-    check_dim("key", key, "[S, G, D]")
     batch, _, heads, width = query.shape
-    check_size("key", key.shape[2], width, "D")
-    if heads % key.shape[1]:
-        raise ValueError(f"key must have G heads that divide the query's H = {heads}, got G = {key.shape[1]}")
-    if value is not None:
-        check_dim("value", value, "[S, G, E]")
-        check_size("value", value.shape[0], key.shape[0], "S")
-        check_size("value", value.shape[1], key.shape[1], "G")
-    if bias is not None:
-        check_dim("bias", bias, "[S, H]")
-        check_size("bias", bias.shape[0], key.shape[0], "S")
-        check_size("bias", bias.shape[1], heads, "H")
+    check_history(key, value, bias, heads, width)
     check_offsets("offsets", offsets, key.shape[0], "key", query, batch)
     impl = check_impl(impl, query)
     scale = check_scale(scale, width)
