@@ -45,6 +45,8 @@ def table(summaries: dict[str, dict], seeds: int) -> str:
 
 def compare(config: Config, seeds: list[int]) -> dict[str, dict]:
     """Trains every pooling with every seed under `training.run_dir`, and writes comparison.json there."""
+    for seed in seeds:
+        config.with_training(seed=seed)  # a wrong one is refused before the first is trained
     folder = Path(config.training.run_dir or new_run_dir("compare-"))
     check_new(folder)
     dataset = load_dataset(config.data)
