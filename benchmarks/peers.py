@@ -65,11 +65,12 @@ def key_and_value(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     return tensors[0], tensors[-1]
 
 
-def ours(problem: Problem) -> Prepared:
-    offsets = problem.offsets
+def ours(problem: Problem, longest_known: bool = True) -> Prepared:
+    """The longest length is given, as every peer is given it, or not."""
+    offsets, max_seqlen = problem.offsets, problem.shape.N if longest_known else None
 
     def call(query: Tensor, key: Tensor, value: Tensor | None = None) -> Tensor:
-        return jfi.ops.target_attention(query, key, value, offsets)
+        return jfi.ops.target_attention(query, key, value, offsets, max_seqlen=max_seqlen)
 
     return Prepared(list(problem.inputs.values()), call, problem.grad)
 
@@ -285,6 +286,7 @@ def sdpa(name: str, backend: SDPBackend) -> Implementation:
 
 
 OURS = Implementation("jfi", ours, ours=True, graph=True)
+OURS_ALONE = Implementation("jfi, longest unknown", functools.partial(ours, longest_known=False), ours=True, graph=True)
 PADDED = Implementation("padded SDPA", padded)
 PADDING = Implementation("padding + SDPA", pad_and_attend)
 PADDED_MATH = sdpa("math", SDPBackend.MATH)

@@ -7,6 +7,7 @@ from benchmarks.peers import (
     FBGEMM,
     FLEX,
     OURS,
+    OURS_ALONE,
     PADDED_CUDNN,
     PADDED_EFFICIENT,
     PADDED_MATH,
@@ -41,7 +42,7 @@ def headline_cases(quick: bool) -> list[Case]:
             peers = QUICK_PEERS if quick else PEERS
             if shape in COMPILED and not shared and not quick:
                 peers = (*peers, FLEX)
-            out.append(case(replace(shape, shared=shared), (OURS, *peers), headline=True))
+            out.append(case(replace(shape, shared=shared), (OURS, OURS_ALONE, *peers), headline=True))
     return out
 
 
@@ -52,7 +53,7 @@ def other_cases() -> list[Case]:
     candidates = [replace(shape, T=times) for times in (64, 1000) for shape in (long, LONG)]
     uneven = [replace(shape, lengths="log-normal") for shape in one_read]
     single = [replace(shape, dtype="float32") for shape in (long, many)]
-    widths = [replace(long, D=width) for width in (96, 100, 17)]
+    widths = [replace(long, D=width) for width in (96, 100, 32, 17, 16)]
     return [
         *(case(shape, (OURS, VARLEN)) for shape in several + candidates),
         *(case(shape, (OURS,)) for shape in uneven + single + widths),

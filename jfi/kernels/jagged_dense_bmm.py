@@ -1,10 +1,13 @@
 """[S, D] x [B, D, T] -> [S, T]: one program a tile of a sample's rows; the sample's matrix comes from cache."""
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from jfi.kernels.launch import Launcher
 from jfi.kernels.tiles import block, load_tile, precision, store_tile, tile_of, tile_slots, widen
 
 BLOCK_S = 64
@@ -45,27 +48,32 @@ def _jagged_dense_bmm_kernel(
     store_tile(out_ptr, acc, rows, mask, T, cols, T)
 
 
-def jagged_dense_bmm(x: Tensor, offsets: Tensor, dense: Tensor, transposed: bool) -> Tensor:
-    """x [S, D] times each sample's dense [D, T], or its transpose if stored as [T, D]."""
-    (rows, width), batch = x.shape, dense.shape[0]
-    out_width = dense.shape[1] if transposed else dense.shape[2]
-    out = torch.empty(rows, out_width, dtype=x.dtype, device=x.device)
-    if rows == 0:
-        return out
+@cache
+def _launcher(
+    width: int, out_width: int, transposed: bool, rounding: str, *dtypes: torch.dtype
+) -> tuple[int, Launcher]:
+    """(tiles of the output's width, the launcher)."""
     block_t = block(out_width, most=64)
-    _jagged_dense_bmm_kernel[(tile_slots(rows, batch, BLOCK_S), triton.cdiv(out_width, block_t))](
-        x,
-        offsets,
-        dense,
-        out,
-        batch,
+    launcher = Launcher(
+        _jagged_dense_bmm_kernel,
         D=width,
         T=out_width,
         TRANSPOSED=transposed,
-        PRECISION=precision(),
+        PRECISION=rounding,
         BLOCK_S=BLOCK_S,
         BLOCK_D=block(width, most=64),
         BLOCK_T=block_t,
         num_warps=4,
     )
+    return -(-out_width // block_t), launcher
+
+
+def jagged_dense_bmm(x: Tensor, offsets: Tensor, dense: Tensor, transposed: bool) -> Tensor:
+    """x [S, D] times each sample's dense [D, T], or its transpose if stored as [T, D]."""
+    (rows, width), batch = x.shape, dense.shape[0]
+    out_width = dense.shape[1] if transposed else dense.shape[2]
+    out = torch.empty(rows, out_width, dtype=x.dtype, device=x.device)
+    if rows:
+        tiles, launch = _launcher(width, out_width, transposed, precision(), x.dtype, offsets.dtype)
+        launch((tile_slots(rows, batch, BLOCK_S), tiles, 1), (x, offsets, dense, out), (batch,))
     return out

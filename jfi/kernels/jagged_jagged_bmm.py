@@ -1,10 +1,13 @@
 """[S, D], [S, T] -> [B, D, T]: one program a sample and tile of its [D, T], summing over the sample's rows."""
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from jfi.kernels.launch import Launcher
 from jfi.kernels.tiles import block, load_tile, precision, store_tile
 
 
@@ -36,23 +39,27 @@ def _jagged_jagged_bmm_kernel(
     store_tile(out_ptr + sample * D * T, tl.trans(acc), at_d, at_d < D, T, at_t, T)
 
 
-def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
-    width, out_width, batch = x.shape[1], y.shape[1], offsets.shape[0] - 1
-    out = torch.empty(batch, width, out_width, dtype=x.dtype, device=x.device)
-    if batch == 0:
-        return out
+@cache
+def _launcher(width: int, out_width: int, rounding: str, *dtypes: torch.dtype) -> tuple[int, Launcher]:
+    """(tiles of a sample's output, the launcher)."""
     block_d, block_t = block(width, most=64), block(out_width, most=64)
-    _jagged_jagged_bmm_kernel[(batch, triton.cdiv(width, block_d) * triton.cdiv(out_width, block_t))](
-        x,
-        y,
-        offsets,
-        out,
+    launcher = Launcher(
+        _jagged_jagged_bmm_kernel,
         D=width,
         T=out_width,
-        PRECISION=precision(),
+        PRECISION=rounding,
         BLOCK_S=32,
         BLOCK_D=block_d,
         BLOCK_T=block_t,
         num_warps=4,
     )
+    return -(-width // block_d) * -(-out_width // block_t), launcher
+
+
+def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    width, out_width, batch = x.shape[1], y.shape[1], offsets.shape[0] - 1
+    out = torch.empty(batch, width, out_width, dtype=x.dtype, device=x.device)
+    if batch:
+        tiles, launch = _launcher(width, out_width, precision(), x.dtype, offsets.dtype)
+        launch((batch, tiles, 1), (x, y, offsets, out), ())
     return out

@@ -1,10 +1,14 @@
 """[S, T] -> [S, T], the softmax over each sample's rows: one program a sample, two sweeps, the second out of cache."""
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import JITFunction
 
+from jfi.kernels.launch import Launcher
 from jfi.kernels.tiles import block
 
 BLOCK_S = 64
@@ -62,13 +66,19 @@ def _jagged_softmax_bwd_kernel(
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-def _launch(kernel, inputs: tuple[Tensor, ...], offsets: Tensor) -> Tensor:
+@cache
+def _launcher(kernel: JITFunction, width: int, *dtypes: torch.dtype) -> tuple[int, Launcher]:
+    """(tiles of the width, the launcher)."""
+    block_t = block(width, least=1, most=32)
+    return -(-width // block_t), Launcher(kernel, T=width, BLOCK_S=BLOCK_S, BLOCK_T=block_t, num_warps=4)
+
+
+def _launch(kernel: JITFunction, inputs: tuple[Tensor, ...], offsets: Tensor) -> Tensor:
     rows, width = inputs[0].shape
     out = torch.empty_like(inputs[0])
     if rows:
-        block_t = block(width, least=1, most=32)
-        grid = (offsets.shape[0] - 1, triton.cdiv(width, block_t))
-        kernel[grid](*inputs, offsets, out, T=width, BLOCK_S=BLOCK_S, BLOCK_T=block_t, num_warps=4)
+        tiles, launch = _launcher(kernel, width, out.dtype, offsets.dtype)
+        launch((offsets.shape[0] - 1, tiles, 1), (*inputs, offsets, out), ())
     return out
 
 

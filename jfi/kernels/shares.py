@@ -19,12 +19,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jfi.kernels.launch import Launcher
 from jfi.kernels.tiles import LOG2E, find_sample
 
 #: What a sample costs beside its rows, in rows.
 WEIGHT = tl.constexpr(64)
 #: Shares are this long at least.
 LEAST_CHUNK = 256
+#: A program takes a whole sample where the longest is known to have no more bytes: some 4 µs of one program's reading,
+#: what is saved by finding no share and merging nothing.
+WHOLE_BYTES = 2**18
 
 
 @cache
@@ -35,8 +39,13 @@ def _multiprocessors(device: torch.device) -> int:
 def deal(rows: int, batch: int, device: torch.device, shares_per_multiprocessor: int) -> tuple[int, int]:
     """(positions of a share, number of shares), from what the host knows."""
     line = rows + batch * WEIGHT.value
-    chunk = max(LEAST_CHUNK, triton.cdiv(line, _multiprocessors(device) * shares_per_multiprocessor))
-    return chunk, triton.cdiv(line, chunk)
+    chunk = max(LEAST_CHUNK, -(-line // (_multiprocessors(device) * shares_per_multiprocessor)))
+    return chunk, -(-line // chunk)
+
+
+def fits(max_seqlen: int | None, row_bytes: int) -> bool:
+    """Whether samples of at most this length, known or not, are better taken whole, a program each."""
+    return max_seqlen is not None and max_seqlen * row_bytes <= WHOLE_BYTES
 
 
 @triton.jit
@@ -45,22 +54,27 @@ def first_step(offsets_ptr, batch, start, end, BLOCK_N: tl.constexpr):
 
     The sample is the first with rows in the share, or an empty one that has its place there, to whom an output is owed
     too; batch if there is none.
+
+    Every load here waits for the one before, at the start of a kernel that lasts as long as 30 of them.  So the search
+    stops at a window of samples, and one look at that finds the sample, its rows and the steps.
     """
-    FAN: tl.constexpr = 128
-    sample = find_sample(offsets_ptr, batch, start, 1, WEIGHT)
-    low = tl.load(offsets_ptr + sample).to(tl.int64)
-    high = tl.load(offsets_ptr + sample + 1).to(tl.int64)
-    place = low + sample * WEIGHT
-    sample += ((place < start) & (place + high - low <= start)).to(tl.int64)
+    WINDOW: tl.constexpr = 128
+    NEAR: tl.constexpr = 64
+    near = find_sample(offsets_ptr, batch, start, 1, WEIGHT, NEAR)
+    sample = near
     steps = tl.zeros((), tl.int32)
-    for ahead in range(0, ((end - start) // WEIGHT + 2).to(tl.int32), FAN):
-        at = sample + ahead + tl.arange(0, FAN)
-        lows = tl.load(offsets_ptr + at, mask=at < batch, other=0).to(tl.int64)
-        highs = tl.load(offsets_ptr + at + 1, mask=at < batch, other=0).to(tl.int64)
+    for ahead in range(0, ((end - start) // WEIGHT + NEAR + 2).to(tl.int32), WINDOW):
+        at = near + ahead + tl.arange(0, WINDOW)
+        real = at < batch
+        lows = tl.load(offsets_ptr + at, mask=real, other=0).to(tl.int64)
+        highs = tl.load(offsets_ptr + at + 1, mask=real, other=0).to(tl.int64)
         places = lows + at * WEIGHT
+        earlier = (places < start) & (places + highs - lows <= start)
+        sample += tl.sum((real & earlier).to(tl.int32), 0)
         rows = tl.minimum(highs - lows, end - places) - tl.maximum(start - places, 0)
         tiles = tl.maximum((rows.to(tl.int32) + BLOCK_N - 1) // BLOCK_N, 1)
-        steps += tl.sum(tl.where((at < batch) & (places < end), tiles, 0), 0)
+        steps += tl.sum(tl.where(real & (places < end) & ~earlier, tiles, 0), 0)
+    # Read again, from the nearest cache: what a reduction gives would not live in the registers of uniform values.
     low = tl.load(offsets_ptr + sample, mask=sample < batch, other=0).to(tl.int64)
     high = tl.load(offsets_ptr + sample + 1, mask=sample < batch, other=0).to(tl.int64)
     return sample, low, high, low + tl.maximum(start - low - sample * WEIGHT, 0), steps
@@ -72,12 +86,20 @@ def last_row(sample, low, high, end):
     return tl.minimum(high, end - sample * WEIGHT)
 
 
+@triton.jit
+def parts(part_ptr, shares, queries, WIDTH: tl.constexpr):
+    """Behind partial results [2 · shares, queries, WIDTH]: log-sum-exps [2 · shares, queries], split samples [shares].
+
+    A share that holds the first rows of a split sample names it there; the others say -1.
+    """
+    part_lse_ptr = part_ptr + (2 * shares * queries).to(tl.int64) * WIDTH
+    return part_lse_ptr, (part_lse_ptr + 2 * shares * queries).to(tl.pointer_type(tl.int32), bitcast=True)
+
+
 @triton.jit(do_not_specialize=["chunk", "queries"])
 def _merge_kernel(
     offsets_ptr,
-    split_ptr,
     part_ptr,
-    part_lse_ptr,
     out_ptr,
     lse_ptr,
     chunk,
@@ -90,7 +112,8 @@ def _merge_kernel(
     """O = Σ_i exp(L_i - L) O_i with L = log Σ_i exp(L_i) if WEIGHTED, else O = Σ_i O_i; a program a query row."""
     program = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0)
-    sample = tl.load(split_ptr + program)
+    part_lse_ptr, split_ptr = parts(part_ptr, tl.num_programs(1), queries, WIDTH)
+    sample = tl.load(split_ptr + program).to(tl.int64)
     if sample < 0:
         return
     end = tl.load(offsets_ptr + sample + 1).to(tl.int64) + sample * WEIGHT
@@ -124,30 +147,26 @@ def _merge_kernel(
     tl.store(out_ptr + (sample * queries + row) * WIDTH + cols, acc.to(out_ptr.dtype.element_ty), mask=cols < WIDTH)
 
 
-class Partials:
-    """Room for what split samples leave in their shares: [2 · shares, T · H, width], and which samples those are."""
+@cache
+def _merge(width: int, weighted: bool, dtype: torch.dtype, offsets_dtype: torch.dtype) -> Launcher:
+    block_d = triton.next_power_of_2(width)
+    return Launcher(
+        _merge_kernel,
+        WIDTH=width,
+        WEIGHTED=weighted,
+        BLOCK_P=max(2, min(16, 1024 // block_d)),
+        BLOCK_D=block_d,
+        num_warps=max(1, min(8, block_d // 64)),
+    )
 
-    def __init__(self, shares: int, chunk: int, like: Tensor, width: int, weighted: bool):
-        _, times, heads, _ = like.shape
-        self.shares, self.chunk, self.queries, self.width = shares, chunk, times * heads, width
-        self.values = torch.empty(2 * shares, self.queries, width, dtype=torch.float32, device=like.device)
-        self.lse = self.values.new_empty(2 * shares, self.queries) if weighted else None
-        self.split = torch.empty(shares, dtype=torch.int64, device=like.device)
+
+class Partials:
+    """Room for what split samples leave in their shares, one allocation: see ``parts``."""
+
+    def __init__(self, shares: int, chunk: int, queries: int, width: int, device: torch.device):
+        self.shares, self.chunk, self.queries, self.width = shares, chunk, queries, width
+        self.memory = torch.empty(shares * (2 * queries * (width + 1) + 1), dtype=torch.float32, device=device)
 
     def merge(self, offsets: Tensor, out: Tensor, lse: Tensor | None) -> None:
-        block_d = triton.next_power_of_2(self.width)
-        _merge_kernel[(self.queries, self.shares)](
-            offsets,
-            self.split,
-            self.values,
-            self.lse,
-            out,
-            lse,
-            self.chunk,
-            self.queries,
-            WIDTH=self.width,
-            WEIGHTED=lse is not None,
-            BLOCK_P=max(2, min(16, 1024 // block_d)),
-            BLOCK_D=block_d,
-            num_warps=max(1, min(8, block_d // 64)),
-        )
+        launch = _merge(self.width, lse is not None, out.dtype, offsets.dtype)
+        launch((self.queries, self.shares, 1), (offsets, self.memory, out, lse), (self.chunk, self.queries))

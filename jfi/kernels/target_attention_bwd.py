@@ -1,22 +1,23 @@
-"""Target attention backward: every history row is read once, and its gradient written once.
+"""Target attention backward for few query rows: every history row is read once, and its gradient written once.
 
 With the log-sum-exp L of the forward and Δ = Σ_e dO · O, one sweep rebuilds the weights and has all gradients at hand:
 
     P = exp(S - L)      dS = P (dO·v - Δ)      dk = scale Σ dS q      dv = Σ P dO      dq = scale Σ dS k
 
-History rows by query rows here, S [N, M]: two of the three products that give gradients then take it as it lies.  Where
-the query rows are more than a tile, dq no longer fits beside the gradient of the history, and target_attention_wide.py
-sweeps for it by itself.
+History rows by query rows here, S [N, M]: two of the three products that give gradients then take it as it lies.
 """
+
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from jfi.kernels import target_attention_wide as wide
-from jfi.kernels.shares import WEIGHT, Partials, deal, first_step, last_row
+from jfi.kernels.launch import Launcher
+from jfi.kernels.shares import WEIGHT, Partials, deal, first_step, fits, last_row, parts
 from jfi.kernels.target_attention_tiles import (
+    FEW,
     Tile,
     add_history_gradients,
     load_bias,
@@ -27,7 +28,7 @@ from jfi.kernels.target_attention_tiles import (
     store_rows,
     weigh,
 )
-from jfi.kernels.tiles import block, tile_slots
+from jfi.kernels.tiles import block
 
 
 @triton.jit(do_not_specialize=["batch", "queries", "chunk"])
@@ -45,7 +46,6 @@ def _target_attention_bwd_kernel(
     dv_ptr,
     dbias_ptr,
     part_ptr,
-    split_ptr,
     batch,
     queries,
     chunk,
@@ -62,19 +62,30 @@ def _target_attention_bwd_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
+    """A program a share of the rows of all samples (see shares.py), or WHOLE a sample."""
     program, group = tl.program_id(0), tl.program_id(1)
-    start = program.to(tl.int64) * chunk
-    end = start + chunk
     at = tl.arange(0, BLOCK_M)
     q_at, q_mask = query_rows(at, group, GROUPS, HEADS), at < queries
     k_at = tl.arange(0, BLOCK_N)
     q_stride = (queries * GROUPS).to(tl.int64)
-    split = tl.full((), -1, tl.int64)
-    sample, low, high, n, _steps = first_step(offsets_ptr, batch, start, end, BLOCK_N)
+    if WHOLE:
+        sample = program.to(tl.int64)
+        low = tl.load(offsets_ptr + sample).to(tl.int64)
+        high = tl.load(offsets_ptr + sample + 1).to(tl.int64)
+        n = low
+        start = low + sample * WEIGHT
+        end = start + 1
+    else:
+        _part_lse_ptr, split_ptr = parts(part_ptr, tl.num_programs(0), queries * GROUPS, D)
+        split = tl.full((), -1, tl.int64)
+        start = program.to(tl.int64) * chunk
+        end = start + chunk
+        sample, low, high, n, _steps = first_step(offsets_ptr, batch, start, end, BLOCK_N)
     while (sample < batch) & (low + sample * WEIGHT < end):
         next_high = tl.load(offsets_ptr + sample + 2, mask=sample + 1 < batch, other=0).to(tl.int64)
-        last = last_row(sample, low, high, end)
+        last = high if WHOLE else last_row(sample, low, high, end)
         row = sample * q_stride
         q = load_rows(q_ptr + row * D, q_at, q_mask, D, D, BLOCK_D)
         grad = load_rows(grad_ptr + row * E, q_at, q_mask, E, E, BLOCK_E)
@@ -119,31 +130,47 @@ def _target_attention_bwd_kernel(
                 BLOCK_H,
             )
             dq = tl.dot(tl.trans((ds * scale).to(k.dtype)), k, dq, input_precision=PRECISION)
-        begins = low + sample * WEIGHT >= start
-        if begins & (last == high):
+        if WHOLE:
             store_rows(dq_ptr + row * D, dq, q_at, q_mask, D, D, BLOCK_D)
         else:
-            slot = (2 * program + begins.to(tl.int32)) * q_stride
-            store_rows(part_ptr + slot * D, dq, q_at, q_mask, D, D, BLOCK_D)
-        split = tl.where(begins & (last < high), sample, split)
+            begins = low + sample * WEIGHT >= start
+            if begins & (last == high):
+                store_rows(dq_ptr + row * D, dq, q_at, q_mask, D, D, BLOCK_D)
+            else:
+                slot = (2 * program + begins.to(tl.int32)) * q_stride
+                store_rows(part_ptr + slot * D, dq, q_at, q_mask, D, D, BLOCK_D)
+            split = tl.where(begins & (last < high), sample, split)
         sample += 1
         low = high
         n = high
         high = next_high
-    tl.store(split_ptr + program, split)
+    if not WHOLE:
+        tl.store(split_ptr + program, split.to(tl.int32))
 
 
-def _config(tile: Tile, shared: bool) -> tuple[int, int, int, int]:
+def _config(tile: Tile) -> tuple[int, int, int, int]:
     """(rows a step, warps, stages, shares a multiprocessor), the best of those measured on an H200."""
     if tile.width_bytes > 512:
         return (16, 8, 1, 1) if tile.width_bytes > 1024 else (16, 4, 1, 1)
-    if tile.block_m > 16:
-        return 32, 4, 2, 2
-    if tile.width_bytes <= 128 and shared:
+    if tile.width_bytes <= 128 and tile.shared:
         return 32, 1, 3, 8
     if tile.width_bytes <= 256:
-        return 32, 2, 3, 4
-    return 16, 2, 3 if shared else 2, 4
+        return 32, 2, 3, 4 if tile.row_bytes <= 128 or not tile.shared else 3
+    return 16, 2, 3 if tile.shared else 2, 4
+
+
+def _whole_config(tile: Tile) -> tuple[int, int, int]:
+    """(rows a step, warps, stages) where a program takes a whole sample."""
+    return (16, 2, 3) if tile.width_bytes == 512 else _config(tile)[:3]
+
+
+@cache
+def _plan(tile: Tile) -> tuple[int, Launcher, Launcher]:
+    """Shares a multiprocessor, and the launchers for programs that take a share and for those that take a sample."""
+    *steps, shares = _config(tile)
+    more = {"BLOCK_H": block(tile.heads)}
+    whole = Launcher(_target_attention_bwd_kernel, WHOLE=True, **more, **tile.constants(FEW, *_whole_config(tile)))
+    return shares, Launcher(_target_attention_bwd_kernel, WHOLE=False, **more, **tile.constants(FEW, *steps)), whole
 
 
 def backward(
@@ -156,61 +183,24 @@ def backward(
     out: Tensor,
     lse: Tensor,
     scale: float,
+    max_seqlen: int | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Returns the gradients of query, key (key + value where they are shared), value and bias."""
-    batch, _, heads, width = query.shape
-    rows, groups, _ = key.shape
-    out_width = width if value is None else value.shape[2]
+    batch, times, heads, width = query.shape
     dquery, dkey = torch.empty_like(query), torch.empty_like(key)
     dvalue = None if value is None else torch.empty_like(value)
     dbias = None if bias is None else torch.empty_like(bias)
     if batch == 0:
         return dquery, dkey, dvalue, dbias
-    tile = Tile.of(query, key, value)
-    one_tile = tile.queries <= tile.block_m
-    block_n, warps, stages, shares = (_config if one_tile else wide.config)(tile, value is None)
-    chunk, shares = deal(rows, batch, query.device, shares)
-    partials = Partials(shares, chunk, query, width, weighted=False)
-    arguments = (
-        query,
-        key,
-        key if value is None else value,
-        bias,
-        offsets,
-        grad,
-        out,
-        lse,
-        dquery,
-        dkey,
-        dvalue,
-        dbias,
-        partials.values,
-        partials.split,
-        batch,
-        tile.queries,
-        chunk,
-        scale,
-    )
-    constants = {
-        "GROUPS": groups,
-        "HEADS": heads // groups,
-        "D": width,
-        "E": out_width,
-        "SHARED": value is None,
-        "HAS_BIAS": bias is not None,
-        "PRECISION": tile.precision,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": block_n,
-        "BLOCK_D": tile.block_d,
-        "BLOCK_E": tile.block_e,
-        "BLOCK_H": block(heads // groups),
-        "num_warps": warps,
-        "num_stages": stages,
-    }
-    if one_tile:
-        _target_attention_bwd_kernel[(shares, groups)](*arguments, **constants)
-    else:
-        tiles, slots = triton.cdiv(tile.queries, tile.block_m), tile_slots(rows, batch, block_n)
-        wide.launch(arguments, constants, tiles, slots, shares)
+    tile = Tile.of(query, key, value, offsets, bias)
+    queries = times * heads // tile.groups
+    tensors = (query, key, key if value is None else value, bias, offsets, grad, out, lse, dquery, dkey, dvalue, dbias)
+    shares, launch, launch_whole = _plan(tile)
+    if fits(max_seqlen, tile.row_bytes):
+        launch_whole((batch, tile.groups, 1), (*tensors, None), (batch, queries, 0, scale))
+        return dquery, dkey, dvalue, dbias
+    chunk, shares = deal(key.shape[0], batch, query.device, shares)
+    partials = Partials(shares, chunk, times * heads, width, query.device)
+    launch((shares, tile.groups, 1), (*tensors, partials.memory), (batch, queries, chunk, scale))
     partials.merge(offsets, dquery, None)
     return dquery, dkey, dvalue, dbias

@@ -1,17 +1,135 @@
-"""Target attention forward: every history row is read once.
+"""Target attention forward for few query rows: every history row is read once.
 
-Query rows by history rows, S [M, N]: the T · H / G query rows that meet a key head are few, so one warp or two hold all
-of a tile, and the running maximum and sum never cross warps.  Sums are kept by column and added up at a sample's end.
+Query rows by history rows, S [M, N]: the T · H / G query rows that meet a key head, at most FEW, are one tile, so one
+warp or two hold it, and the running maximum and sum never cross warps.  Sums are kept by column and added up at a
+sample's end.
 """
+
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from jfi.kernels.shares import WEIGHT, Partials, deal, first_step, last_row
-from jfi.kernels.target_attention_tiles import Tile, load_bias, load_rows, query_rows, store_rows
+from jfi.kernels.launch import Launcher
+from jfi.kernels.shares import WEIGHT, Partials, deal, first_step, fits, last_row, parts
+from jfi.kernels.target_attention_tiles import FEW, Tile, load_bias, load_rows, query_rows, store_rows
 from jfi.kernels.tiles import LN2, LOG2E
+
+
+@triton.jit
+def _attend(q, k, v, bias, top, total, acc, scale, PRECISION: tl.constexpr):
+    """Take a tile of history rows into the running maximum (in base 2), the sums by column and the weighted sum."""
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E) + bias
+    new_top = tl.maximum(top, tl.max(s, 1))
+    base = tl.where(new_top == -float("inf"), 0.0, new_top)
+    p = tl.exp2(s - base[:, None])
+    shrink = tl.exp2(top - base)
+    total = total * shrink[:, None] + p
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    return new_top, total, acc
+
+
+@triton.jit
+def _result(top, total, acc):
+    """The output and the log-sum-exp of the scores, 0 and -inf where nothing was weighed."""
+    total = tl.sum(total, 1)
+    sums_or_one = tl.where(total == 0.0, 1.0, total)
+    lse = tl.where(total == 0.0, -float("inf"), (top + tl.log2(sums_or_one)) * LN2)
+    return acc * (1.0 / sums_or_one)[:, None], lse
+
+
+@triton.jit
+def _load_history(
+    k_ptr,
+    v_ptr,
+    bias_ptr,
+    n,
+    mask,
+    at,
+    group,
+    GROUPS: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    SHARED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Keys, values and bias in base 2, [M, N] or [1, N], of the rows from n on; outside of the mask 0, 0 and -inf."""
+    k_at = tl.arange(0, BLOCK_N)
+    k = load_rows(k_ptr + n * (GROUPS * D) + group * D, k_at, mask, GROUPS * D, D, BLOCK_D)
+    v = k
+    if not SHARED:
+        v = load_rows(v_ptr + n * (GROUPS * E) + group * E, k_at, mask, GROUPS * E, E, BLOCK_E)
+    if HAS_BIAS:
+        bias = tl.trans(load_bias(bias_ptr, n, mask, at, group, GROUPS, HEADS, BLOCK_N)) * LOG2E
+    else:
+        bias = tl.where(mask, 0.0, -float("inf"))[None, :]
+    return k, v, bias
+
+
+@triton.jit(do_not_specialize=["queries"])
+def _target_attention_fwd_whole_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    bias_ptr,
+    offsets_ptr,
+    out_ptr,
+    lse_ptr,
+    queries,
+    scale,
+    GROUPS: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    SHARED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """A program a sample: nothing to look for, nothing to merge."""
+    sample, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    low = tl.load(offsets_ptr + sample).to(tl.int64)
+    length = (tl.load(offsets_ptr + sample + 1) - low).to(tl.int32)
+    at = tl.arange(0, BLOCK_M)
+    q_at, q_mask = query_rows(at, group, GROUPS, HEADS), at < queries
+    row = sample * (queries * GROUPS)
+    q = load_rows(q_ptr + row * D, q_at, q_mask, D, D, BLOCK_D)
+    top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
+    for first in range(0, length, BLOCK_N):
+        mask = tl.arange(0, BLOCK_N) < length - first
+        k, v, bias = _load_history(
+            k_ptr,
+            v_ptr,
+            bias_ptr,
+            low + first,
+            mask,
+            at,
+            group,
+            GROUPS,
+            HEADS,
+            D,
+            E,
+            SHARED,
+            HAS_BIAS,
+            BLOCK_N,
+            BLOCK_D,
+            BLOCK_E,
+        )
+        top, total, acc = _attend(q, k, v, bias, top, total, acc, scale, PRECISION)
+    result, lse = _result(top, total, acc)
+    store_rows(out_ptr + row * E, result, q_at, q_mask, E, E, BLOCK_E)
+    tl.store(lse_ptr + row + q_at, lse, mask=q_mask)
 
 
 @triton.jit(do_not_specialize=["batch", "queries", "chunk"])
@@ -24,8 +142,6 @@ def _target_attention_fwd_kernel(
     out_ptr,
     lse_ptr,
     part_ptr,
-    part_lse_ptr,
-    split_ptr,
     batch,
     queries,
     chunk,
@@ -42,13 +158,14 @@ def _target_attention_fwd_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    tile, program, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """A program a share of the rows of all samples (see shares.py)."""
+    program, group = tl.program_id(0), tl.program_id(1)
     start = program.to(tl.int64) * chunk
     end = start + chunk
-    at = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    at = tl.arange(0, BLOCK_M)
     q_at, q_mask = query_rows(at, group, GROUPS, HEADS), at < queries
-    k_at = tl.arange(0, BLOCK_N)
     q_stride = (queries * GROUPS).to(tl.int64)
+    part_lse_ptr, split_ptr = parts(part_ptr, tl.num_programs(0), queries * GROUPS, E)
     split = tl.full((), -1, tl.int64)
     top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -59,30 +176,30 @@ def _target_attention_fwd_kernel(
         next_high = tl.load(offsets_ptr + sample + 2, mask=sample + 1 < batch, other=0).to(tl.int64)
         last = last_row(sample, low, high, end)
         left = (last - n).to(tl.int32)
-        mask = k_at < left
+        mask = tl.arange(0, BLOCK_N) < left
         q = load_rows(q_ptr + sample * q_stride * D, q_at, q_mask, D, D, BLOCK_D)
-        k = load_rows(k_ptr + n * (GROUPS * D) + group * D, k_at, mask, GROUPS * D, D, BLOCK_D)
-        if SHARED:
-            v = k
-        else:
-            v = load_rows(v_ptr + n * (GROUPS * E) + group * E, k_at, mask, GROUPS * E, E, BLOCK_E)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        if HAS_BIAS:
-            s += tl.trans(load_bias(bias_ptr, n, mask, at, group, GROUPS, HEADS, BLOCK_N))
-        s = tl.where(mask[None, :], s, -float("inf"))
-        new_top = tl.maximum(top, tl.max(s, 1))
-        base = tl.where(new_top == -float("inf"), 0.0, new_top)
-        p = tl.exp2((s - base[:, None]) * LOG2E)
-        shrink = tl.exp2((top - base) * LOG2E)
-        total = total * shrink[:, None] + p
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
-        top = new_top
+        k, v, bias = _load_history(
+            k_ptr,
+            v_ptr,
+            bias_ptr,
+            n,
+            mask,
+            at,
+            group,
+            GROUPS,
+            HEADS,
+            D,
+            E,
+            SHARED,
+            HAS_BIAS,
+            BLOCK_N,
+            BLOCK_D,
+            BLOCK_E,
+        )
+        top, total, acc = _attend(q, k, v, bias, top, total, acc, scale, PRECISION)
         done = left <= BLOCK_N
         if done:
-            sums = tl.sum(total, 1)
-            sums_or_one = tl.where(sums == 0.0, 1.0, sums)
-            result = acc * (1.0 / sums_or_one)[:, None]
-            lse = tl.where(sums == 0.0, -float("inf"), top + tl.log2(sums_or_one) * LN2)
+            result, lse = _result(top, total, acc)
             begins = low + sample * WEIGHT >= start
             if begins & (last == high):
                 store_rows(out_ptr + sample * q_stride * E, result, q_at, q_mask, E, E, BLOCK_E)
@@ -99,66 +216,64 @@ def _target_attention_fwd_kernel(
         low = tl.where(done, high, low)
         high = tl.where(done, next_high, high)
         sample += done.to(tl.int64)
-    tl.store(split_ptr + program, split)
+    tl.store(split_ptr + program, split.to(tl.int32))
 
 
-def _config(tile: Tile, shared: bool) -> tuple[int, int, int, int]:
+def _config(tile: Tile) -> tuple[int, int, int, int]:
     """(rows a step, warps, stages, shares a multiprocessor), the best of those measured on an H200."""
-    row_bytes = tile.width_bytes * (1 if shared else 2)
     if tile.width_bytes > 1024:
         return 16, 8, 1, 1
-    if tile.block_m > 16 or row_bytes > 1024:
-        return (64, 4, 3, 2) if row_bytes <= 512 else (32, 4, 2, 2) if row_bytes <= 1024 else (16, 4, 1, 1)
-    if row_bytes <= 128:
+    if tile.row_bytes > 1024:
+        return 16, 4, 1, 1
+    if tile.row_bytes <= 128:
         return 64, 1, 3, 8
-    if row_bytes <= 256:
-        return 64, 2, 3, 4
-    return (32, 4, 3, 2) if shared else (32, 2, 3, 3)
+    if tile.row_bytes <= 256:
+        # A step loads the queries again: fewer steps where they are many.
+        return (128, 4, 3, 2) if tile.rows > 4 else (64, 2, 3, 4)
+    return (32, 4, 3, 2) if tile.shared else (32, 2, 3, 3)
+
+
+def _whole_config(tile: Tile) -> tuple[int, int, int]:
+    """(rows a step, warps, stages) where a program takes a whole sample."""
+    if tile.width_bytes == 512:
+        return 16, 1 if tile.shared else 2, 3
+    if tile.row_bytes <= 256:
+        return 64, 1 if tile.row_bytes <= 128 else 2, 3
+    return _config(tile)[:3]
+
+
+@cache
+def _plan(tile: Tile) -> tuple[int, Launcher, Launcher]:
+    """Shares a multiprocessor, and the launchers for programs that take a share and for those that take a sample."""
+    *steps, shares = _config(tile)
+    whole = Launcher(_target_attention_fwd_whole_kernel, **tile.constants(FEW, *_whole_config(tile)))
+    return shares, Launcher(_target_attention_fwd_kernel, **tile.constants(FEW, *steps)), whole
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor | None, offsets: Tensor, bias: Tensor | None, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    offsets: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    max_seqlen: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the output [B, T, H, E] and the log-sum-exp of the scores [B, T, H], -inf for an empty history."""
-    batch, times, heads, width = query.shape
-    rows, groups, _ = key.shape
-    out_width = width if value is None else value.shape[2]
-    out = query.new_empty(batch, times, heads, out_width)
-    lse = torch.empty(batch, times, heads, dtype=torch.float32, device=query.device)
+    batch, times, heads, _ = query.shape
+    tile = Tile.of(query, key, value, offsets, bias)
+    out = query.new_empty(batch, times, heads, tile.out_width)
+    lse = query.new_empty(batch, times, heads, dtype=torch.float32)
     if batch == 0:
         return out, lse
-    tile = Tile.of(query, key, value)
-    block_n, warps, stages, shares = _config(tile, value is None)
-    chunk, shares = deal(rows, batch, query.device, shares)
-    partials = Partials(shares, chunk, query, out_width, weighted=True)
-    _target_attention_fwd_kernel[(triton.cdiv(tile.queries, tile.block_m), shares, groups)](
-        query,
-        key,
-        key if value is None else value,
-        bias,
-        offsets,
-        out,
-        lse,
-        partials.values,
-        partials.lse,
-        partials.split,
-        batch,
-        tile.queries,
-        chunk,
-        scale,
-        GROUPS=groups,
-        HEADS=heads // groups,
-        D=width,
-        E=out_width,
-        SHARED=value is None,
-        HAS_BIAS=bias is not None,
-        PRECISION=tile.precision,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=block_n,
-        BLOCK_D=tile.block_d,
-        BLOCK_E=tile.block_e,
-        num_warps=warps,
-        num_stages=stages,
-    )
+    queries = times * heads // tile.groups
+    tensors = (query, key, key if value is None else value, bias, offsets, out, lse)
+    shares, launch, launch_whole = _plan(tile)
+    if fits(max_seqlen, tile.row_bytes):
+        launch_whole((batch, tile.groups, 1), tensors, (queries, scale))
+        return out, lse
+    chunk, shares = deal(key.shape[0], batch, query.device, shares)
+    partials = Partials(shares, chunk, times * heads, tile.out_width, query.device)
+    launch((shares, tile.groups, 1), (*tensors, partials.memory), (batch, queries, chunk, scale))
     partials.merge(offsets, out, lse)
     return out, lse

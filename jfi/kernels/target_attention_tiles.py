@@ -1,41 +1,97 @@
 """Tiles of target attention: history rows from a 64-bit base, and the query rows that meet a key head."""
 
 from dataclasses import dataclass
+from functools import cache
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.tiles import LOG2E, block, precision, widen
 
+#: Query rows to a key head up to which they are one tile of the least size that the matrix units take.
+FEW = 16
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Tile:
-    """What the tiles of a call are, from its shapes: query rows by widths, and how products are rounded."""
+    """What the tiles of a call are, from its shapes: query rows by widths, and how products are rounded.
 
-    queries: int  # rows that meet a key head, T · H / G
-    block_m: int
-    block_d: int
-    block_e: int
+    One object for one set of shapes and dtypes, so that what follows from it is cached by identity.
+    """
+
+    rows: int  # the power of two that covers the query rows that meet a key head, T · H / G
+    groups: int
+    heads: int  # that share a key head
+    width: int
+    out_width: int
+    shared: bool  # value = key
+    has_bias: bool
     width_bytes: int  # of the wider of a key and a value row
+    dtype: torch.dtype
+    offsets_dtype: torch.dtype
     precision: str
 
     @classmethod
-    def of(cls, query: Tensor, key: Tensor, value: Tensor | None) -> "Tile":
-        queries = query.shape[1] * query.shape[2] // key.shape[1]
-        widths = key.shape[2], (key if value is None else value).shape[2]
-        width_bytes = key.element_size() * block(max(widths))
-        if width_bytes > 2048:
-            raise ValueError(
-                f"key and value must be at most {2048 // key.element_size()} wide for impl='triton' and {key.dtype}, "
-                f"got {max(widths)}: use impl='torch'"
-            )
-        # Very wide rows leave shared memory for one small tile of queries, and for products without tf32 parts.
-        wide = width_bytes > 1024
-        most = 16 if width_bytes > 512 else 64
-        return cls(
-            queries, block(queries, most=most), *map(block, widths), width_bytes, "ieee" if wide else precision()
+    def of(cls, query: Tensor, key: Tensor, value: Tensor | None, offsets: Tensor, bias: Tensor | None) -> "Tile":
+        _, times, heads, width = query.shape
+        groups = key.shape[1]
+        rows = block(times * heads // groups, least=1)
+        out_width = None if value is None else value.shape[2]
+        rounding = precision() if key.dtype == torch.float32 else "tf32"
+        return _tile(
+            rows, groups, heads // groups, width, out_width, bias is not None, key.dtype, offsets.dtype, rounding
         )
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a history row, padded to a tile's width."""
+        return self.width_bytes * (1 if self.shared else 2)
+
+    def constants(self, block_m: int, block_n: int, warps: int, stages: int) -> dict[str, int | bool | str]:
+        """The constants of a kernel on tiles of query rows by history rows, and Triton's options."""
+        return {
+            "GROUPS": self.groups,
+            "HEADS": self.heads,
+            "D": self.width,
+            "E": self.out_width,
+            "SHARED": self.shared,
+            "HAS_BIAS": self.has_bias,
+            "PRECISION": self.precision,
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+            "BLOCK_D": block(self.width),
+            "BLOCK_E": block(self.out_width),
+            "num_warps": warps,
+            "num_stages": stages,
+        }
+
+
+@cache
+def _tile(
+    rows: int,
+    groups: int,
+    heads: int,
+    width: int,
+    out_width: int | None,
+    has_bias: bool,
+    dtype: torch.dtype,
+    offsets_dtype: torch.dtype,
+    rounding: str,
+) -> Tile:
+    shared = out_width is None
+    out_width = width if shared else out_width
+    widest = max(width, out_width)
+    width_bytes = dtype.itemsize * block(widest)
+    if width_bytes > 2048:
+        raise ValueError(
+            f"key and value must be at most {2048 // dtype.itemsize} wide for impl='triton' and {dtype}, got {widest}: "
+            "use impl='torch'"
+        )
+    # Very wide rows leave no shared memory for products of tf32 parts.
+    rounding = "ieee" if width_bytes > 1024 else rounding
+    return Tile(rows, groups, heads, width, out_width, shared, has_bias, width_bytes, dtype, offsets_dtype, rounding)
 
 
 @triton.jit
@@ -67,9 +123,9 @@ def store_rows(base, x, at, mask, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLO
 
 @triton.jit
 def load_bias(bias_ptr, first, mask, at, group, GROUPS: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[N, M]: each row's bias for each query's head."""
+    """[N, M]: each row's bias for each query's head, -inf outside the mask."""
     where = tl.arange(0, BLOCK_N)[:, None] * (GROUPS * HEADS) + (group * HEADS + at % HEADS)[None, :]
-    return tl.load(bias_ptr + first * (GROUPS * HEADS) + where, mask=mask[:, None], other=0.0).to(tl.float32)
+    return tl.load(bias_ptr + first * (GROUPS * HEADS) + where, mask=mask[:, None], other=-float("inf")).to(tl.float32)
 
 
 @triton.jit
@@ -83,8 +139,8 @@ def load_stats(grad, out_ptr, lse_ptr, at, mask, E: tl.constexpr, BLOCK_E: tl.co
 @triton.jit
 def weigh(q, grad, lse, delta, k, v, bias, mask, scale, PRECISION: tl.constexpr):
     """The weights P [N, M] of a tile, and dS, the gradient of the scores."""
-    s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale + bias
-    p = tl.where(mask[:, None], tl.exp2((s - lse[None, :]) * LOG2E), 0.0)
+    s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * LOG2E) + (bias - lse[None, :]) * LOG2E
+    p = tl.where(mask[:, None], tl.exp2(s), 0.0)
     dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
     return p, p * (dp - delta[None, :])
 

@@ -3,7 +3,6 @@
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton import knobs
 
 #: Triton's interpreter multiplies bfloat16 wrongly, so under it half precision is widened at the load.
@@ -14,8 +13,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def find_sample(offsets_ptr, batch, position, DIVISOR: tl.constexpr, weight):
-    """The last sample b with offsets[b] // DIVISOR + b * weight <= position.
+def find_sample(offsets_ptr, batch, position, DIVISOR: tl.constexpr, weight, NEAR: tl.constexpr = 1):
+    """The last sample b with offsets[b] // DIVISOR + b * weight <= position, or one at most NEAR - 1 before it.
 
     The sum grows with b, so that every sample has a place of its own on the line, an empty one too, and programs can be
     dealt out over the line from the host, which knows its length (the rows and the samples) but no offset.
@@ -23,7 +22,7 @@ def find_sample(offsets_ptr, batch, position, DIVISOR: tl.constexpr, weight):
     FAN: tl.constexpr = 128
     low = tl.zeros((), tl.int64)
     high = low + batch
-    while high - low > 1:
+    while high - low > NEAR:
         step = (high - low + FAN - 1) // FAN
         at = low + tl.arange(0, FAN) * step
         starts = tl.load(offsets_ptr + at, mask=at < high, other=0).to(tl.int64)
@@ -73,7 +72,7 @@ def store_tile(ptr, x, rows, row_mask, stride, cols, WIDTH: tl.constexpr):
 
 def block(width: int, least: int = 16, most: int | None = None) -> int:
     """The power of two that covers width, at least what a matrix unit takes."""
-    size = max(least, triton.next_power_of_2(width))
+    size = max(least, 1 << (width - 1).bit_length())
     return size if most is None else min(size, most)
 
 
@@ -84,23 +83,3 @@ def precision(highest: str = "tf32x3") -> str:
     multiple of its speed.
     """
     return highest if torch.get_float32_matmul_precision() == "highest" else "tf32"
-
-
-@triton.jit(do_not_specialize=["batch"])
-def _pair_offsets_kernel(x_ptr, y_ptr, out_ptr, batch, BLOCK: tl.constexpr):
-    total = tl.zeros((), tl.int64)
-    tl.store(out_ptr, total)
-    for first in range(0, batch, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        mask = at < batch
-        length = tl.load(x_ptr + at + 1, mask=mask, other=0).to(tl.int64) - tl.load(x_ptr + at, mask=mask, other=0)
-        width = tl.load(y_ptr + at + 1, mask=mask, other=0).to(tl.int64) - tl.load(y_ptr + at, mask=mask, other=0)
-        tl.store(out_ptr + at + 1, total + tl.cumsum(length * width, 0), mask=mask)
-        total += tl.sum(length * width, 0)
-
-
-def pair_offsets(x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
-    """[B+1] int64: where each sample's L x M block begins."""
-    out = torch.empty(x_offsets.shape[0], dtype=torch.int64, device=x_offsets.device)
-    _pair_offsets_kernel[(1,)](x_offsets, y_offsets, out, x_offsets.shape[0] - 1, BLOCK=1024, num_warps=4)
-    return out

@@ -8,6 +8,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 IMPLEMENTATIONS = ("auto", "triton", "torch")
@@ -28,6 +29,16 @@ def validate(enabled: bool) -> None:
     """
     global _validate_on_gpu
     _validate_on_gpu = bool(enabled)
+
+
+def is_traced() -> bool:
+    """Whether a compiler or a dispatch mode (fake tensors, make_fx) looks on."""
+    return torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+
+
+def _may_read(offsets: Tensor) -> bool:
+    """Whether the contents of offsets are there, and reading them stalls no device or is asked for."""
+    return not is_traced() and type(offsets) is Tensor and (offsets.device.type == "cpu" or _validate_on_gpu)
 
 
 def check_floating(**tensors: Tensor | None) -> None:
@@ -87,6 +98,15 @@ def check_scale(scale: float | None, width: int) -> float:
     return float(scale)
 
 
+def check_max_seqlen(max_seqlen: int | None) -> None:
+    if max_seqlen is None:
+        return
+    if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt)):
+        raise TypeError(f"max_seqlen must be an int or None, got {type(max_seqlen).__name__}")
+    if max_seqlen < 0:
+        raise ValueError(f"max_seqlen must be at least 0, got {max_seqlen}")
+
+
 def check_offsets(
     name: str, offsets: Tensor, rows: int | None, rows_of: str, like: Tensor, batch_size: int | None = None
 ) -> None:
@@ -101,7 +121,7 @@ def check_offsets(
         raise ValueError(f"{name} must be on {like.device} like the values, got {offsets.device}")
     if batch_size is not None and offsets.shape[0] != batch_size + 1:
         raise ValueError(f"{name} must have B+1 = {batch_size + 1} entries, got {offsets.shape[0]}")
-    if torch.compiler.is_compiling() or not (offsets.device.type == "cpu" or _validate_on_gpu):
+    if not _may_read(offsets):
         return
     first, last = int(offsets[0]), int(offsets[-1])
     if first != 0:
@@ -128,7 +148,7 @@ def check_impl(impl: str, like: Tensor) -> str:
 
 def check_pairs(name: str, count: int, x_offsets: Tensor, y_offsets: Tensor) -> None:
     """There are Σ L·M pairs, where offsets may be read."""
-    if not torch.compiler.is_compiling() and (x_offsets.device.type == "cpu" or _validate_on_gpu):
+    if _may_read(x_offsets):
         check_size(name, count, count_pairs(x_offsets, y_offsets), "Σ L·M")
 
 

@@ -5,24 +5,20 @@
 dA is jagged_jagged_bmm_jagged_out; dY is this operator with the blocks read down their columns.
 """
 
-import torch
 from torch import Tensor
 
 from jfi import reference
 from jfi.ops._checks import check_dim, check_floating, check_impl, check_offsets, check_pairs
+from jfi.ops._dispatch import operator, operators
 
 
-@torch.library.custom_op("jfi::array_jagged_bmm_jagged_out", mutates_args=())
-def _array_jagged_bmm_jagged_out(
-    a: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, out_rows: int, transposed: bool
-) -> Tensor:
+def _forward(a: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, out_rows: int, transposed: bool) -> Tensor:
     from jfi.kernels.array_jagged_bmm_jagged_out import array_jagged_bmm_jagged_out
 
     return array_jagged_bmm_jagged_out(a.contiguous(), y.contiguous(), x_offsets, y_offsets, out_rows, transposed)
 
 
-@_array_jagged_bmm_jagged_out.register_fake
-def _(a, y, x_offsets, y_offsets, out_rows, transposed):
+def _fake(a, y, x_offsets, y_offsets, out_rows, transposed):
     return y.new_empty(out_rows, y.shape[1])
 
 
@@ -36,13 +32,13 @@ def _differentiate(ctx, grad):
     da = dy = None
     if ctx.needs_input_grad[0]:
         left, right = (y, grad) if ctx.transposed else (grad, y)
-        da = torch.ops.jfi.jagged_jagged_bmm_jagged_out(left, right, x_offsets, y_offsets, a.shape[0])
+        da = operators.jagged_jagged_bmm_jagged_out(left, right, x_offsets, y_offsets, a.shape[0])
     if ctx.needs_input_grad[1]:
-        dy = _array_jagged_bmm_jagged_out(a, grad, x_offsets, y_offsets, y.shape[0], not ctx.transposed)
+        dy = operators.array_jagged_bmm_jagged_out(a, grad, x_offsets, y_offsets, y.shape[0], not ctx.transposed)
     return da, dy, None, None, None, None
 
 
-_array_jagged_bmm_jagged_out.register_autograd(_differentiate, setup_context=_save)
+_array_jagged_bmm_jagged_out = operator("array_jagged_bmm_jagged_out", _forward, _fake, _save, _differentiate)
 
 
 def array_jagged_bmm_jagged_out(

@@ -8,36 +8,39 @@ from torch import Tensor
 
 from jfi import reference
 from jfi.ops._checks import check_dim, check_floating, check_impl, check_offsets, check_pairs
+from jfi.ops._dispatch import operator
 
 
-@torch.library.custom_op("jfi::jagged2_softmax_fwd", mutates_args=())
 def _forward(a: Tensor, x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
     from jfi.kernels.jagged2_softmax import forward
 
     return forward(a.contiguous(), x_offsets, y_offsets)
 
 
-@_forward.register_fake
-def _(a, x_offsets, y_offsets):
+def _forward_fake(a, x_offsets, y_offsets):
     return torch.empty_like(a, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("jfi::jagged2_softmax_bwd", mutates_args=())
 def _backward(grad: Tensor, out: Tensor, x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
     from jfi.kernels.jagged2_softmax import backward
 
     return backward(grad.contiguous(), out, x_offsets, y_offsets)
 
 
-@_backward.register_fake
-def _(grad, out, x_offsets, y_offsets):
+def _backward_fake(grad, out, x_offsets, y_offsets):
     return torch.empty_like(out)
 
 
-_forward.register_autograd(
-    lambda ctx, grad: (_backward(grad, *ctx.saved_tensors), None, None),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output, *inputs[1:]),
-)
+def _save(ctx, inputs, output) -> None:
+    ctx.save_for_backward(output, *inputs[1:])
+
+
+def _differentiate(ctx, grad):
+    return _jagged2_softmax_bwd(grad, *ctx.saved_tensors), None, None
+
+
+_jagged2_softmax_bwd = operator("jagged2_softmax_bwd", _backward, _backward_fake)
+_jagged2_softmax_fwd = operator("jagged2_softmax_fwd", _forward, _forward_fake, _save, _differentiate)
 
 
 def jagged2_softmax(a: Tensor, x_offsets: Tensor, y_offsets: Tensor | None = None, *, impl: str = "auto") -> Tensor:
@@ -68,4 +71,4 @@ def jagged2_softmax(a: Tensor, x_offsets: Tensor, y_offsets: Tensor | None = Non
     check_pairs("a", a.shape[0], x_offsets, y_offsets)
     if check_impl(impl, a) == "torch":
         return reference.jagged2_softmax(a, x_offsets, y_offsets)
-    return _forward(a, x_offsets.contiguous(), y_offsets.contiguous())
+    return _jagged2_softmax_fwd(a, x_offsets.contiguous(), y_offsets.contiguous())

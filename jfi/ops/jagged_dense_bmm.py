@@ -5,22 +5,20 @@
 Both gradients are again products of this family: dx is this operator with A read transposed, dA is jagged_jagged_bmm.
 """
 
-import torch
 from torch import Tensor
 
 from jfi import reference
 from jfi.ops._checks import check_dim, check_floating, check_impl, check_offsets, check_size
+from jfi.ops._dispatch import operator, operators
 
 
-@torch.library.custom_op("jfi::jagged_dense_bmm", mutates_args=())
-def _jagged_dense_bmm(x: Tensor, offsets: Tensor, dense: Tensor, transposed: bool) -> Tensor:
+def _forward(x: Tensor, offsets: Tensor, dense: Tensor, transposed: bool) -> Tensor:
     from jfi.kernels.jagged_dense_bmm import jagged_dense_bmm
 
     return jagged_dense_bmm(x.contiguous(), offsets, dense.contiguous(), transposed)
 
 
-@_jagged_dense_bmm.register_fake
-def _(x, offsets, dense, transposed):
+def _fake(x, offsets, dense, transposed):
     return x.new_empty(x.shape[0], dense.shape[1 if transposed else 2])
 
 
@@ -33,14 +31,14 @@ def _differentiate(ctx, grad):
     x, offsets, dense = ctx.saved_tensors
     dx = ddense = None
     if ctx.needs_input_grad[0]:
-        dx = _jagged_dense_bmm(grad, offsets, dense, not ctx.transposed)
+        dx = operators.jagged_dense_bmm(grad, offsets, dense, not ctx.transposed)
     if ctx.needs_input_grad[2]:
         left, right = (grad, x) if ctx.transposed else (x, grad)
-        ddense = torch.ops.jfi.jagged_jagged_bmm(left, right, offsets)
+        ddense = operators.jagged_jagged_bmm(left, right, offsets)
     return dx, None, ddense, None
 
 
-_jagged_dense_bmm.register_autograd(_differentiate, setup_context=_save)
+_jagged_dense_bmm = operator("jagged_dense_bmm", _forward, _fake, _save, _differentiate)
 
 
 def jagged_dense_bmm(x: Tensor, offsets: Tensor, dense: Tensor, *, impl: str = "auto") -> Tensor:

@@ -5,35 +5,35 @@
 Both gradients are jagged_dense_bmm.
 """
 
-import torch
 from torch import Tensor
 
 from jfi import reference
 from jfi.ops._checks import check_dim, check_floating, check_impl, check_offsets, check_size
+from jfi.ops._dispatch import operator, operators
 
 
-@torch.library.custom_op("jfi::jagged_jagged_bmm", mutates_args=())
-def _jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+def _forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     from jfi.kernels.jagged_jagged_bmm import jagged_jagged_bmm
 
     return jagged_jagged_bmm(x.contiguous(), y.contiguous(), offsets)
 
 
-@_jagged_jagged_bmm.register_fake
-def _(x, y, offsets):
+def _fake(x, y, offsets):
     return x.new_empty(offsets.shape[0] - 1, x.shape[1], y.shape[1])
 
 
 def _differentiate(ctx, grad):
     x, y, offsets = ctx.saved_tensors
-    dx = torch.ops.jfi.jagged_dense_bmm(y, offsets, grad, True) if ctx.needs_input_grad[0] else None
-    dy = torch.ops.jfi.jagged_dense_bmm(x, offsets, grad, False) if ctx.needs_input_grad[1] else None
+    dx = operators.jagged_dense_bmm(y, offsets, grad, True) if ctx.needs_input_grad[0] else None
+    dy = operators.jagged_dense_bmm(x, offsets, grad, False) if ctx.needs_input_grad[1] else None
     return dx, dy, None
 
 
-_jagged_jagged_bmm.register_autograd(
-    _differentiate, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
-)
+def _save(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+_jagged_jagged_bmm = operator("jagged_jagged_bmm", _forward, _fake, _save, _differentiate)
 
 
 def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, impl: str = "auto") -> Tensor:

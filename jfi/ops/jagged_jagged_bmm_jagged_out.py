@@ -5,36 +5,36 @@
 Both gradients are array_jagged_bmm_jagged_out, the second with the blocks read down their columns.
 """
 
-import torch
 from torch import Tensor
 
 from jfi import reference
 from jfi.ops._checks import check_dim, check_floating, check_impl, check_offsets, check_pairs, check_size, count_pairs
+from jfi.ops._dispatch import operator, operators
 
 
-@torch.library.custom_op("jfi::jagged_jagged_bmm_jagged_out", mutates_args=())
-def _jagged_jagged_bmm_jagged_out(x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, out_size: int) -> Tensor:
+def _forward(x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, out_size: int) -> Tensor:
     from jfi.kernels.jagged_jagged_bmm_jagged_out import jagged_jagged_bmm_jagged_out
 
     return jagged_jagged_bmm_jagged_out(x.contiguous(), y.contiguous(), x_offsets, y_offsets, out_size)
 
 
-@_jagged_jagged_bmm_jagged_out.register_fake
-def _(x, y, x_offsets, y_offsets, out_size):
+def _fake(x, y, x_offsets, y_offsets, out_size):
     return x.new_empty(out_size)
 
 
 def _differentiate(ctx, grad):
     x, y, x_offsets, y_offsets = ctx.saved_tensors
-    product = torch.ops.jfi.array_jagged_bmm_jagged_out
+    product = operators.array_jagged_bmm_jagged_out
     dx = product(grad, y, x_offsets, y_offsets, x.shape[0], False) if ctx.needs_input_grad[0] else None
     dy = product(grad, x, x_offsets, y_offsets, y.shape[0], True) if ctx.needs_input_grad[1] else None
     return dx, dy, None, None, None
 
 
-_jagged_jagged_bmm_jagged_out.register_autograd(
-    _differentiate, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:4])
-)
+def _save(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs[:4])
+
+
+_jagged_jagged_bmm_jagged_out = operator("jagged_jagged_bmm_jagged_out", _forward, _fake, _save, _differentiate)
 
 
 def jagged_jagged_bmm_jagged_out(

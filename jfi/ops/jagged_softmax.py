@@ -8,36 +8,39 @@ from torch import Tensor
 
 from jfi import reference
 from jfi.ops._checks import check_dim, check_floating, check_impl, check_offsets
+from jfi.ops._dispatch import operator
 
 
-@torch.library.custom_op("jfi::jagged_softmax_fwd", mutates_args=())
 def _forward(x: Tensor, offsets: Tensor) -> Tensor:
     from jfi.kernels.jagged_softmax import forward
 
     return forward(x.contiguous(), offsets)
 
 
-@_forward.register_fake
-def _(x, offsets):
+def _forward_fake(x, offsets):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("jfi::jagged_softmax_bwd", mutates_args=())
 def _backward(grad: Tensor, out: Tensor, offsets: Tensor) -> Tensor:
     from jfi.kernels.jagged_softmax import backward
 
     return backward(grad.contiguous(), out, offsets)
 
 
-@_backward.register_fake
-def _(grad, out, offsets):
+def _backward_fake(grad, out, offsets):
     return torch.empty_like(out)
 
 
-_forward.register_autograd(
-    lambda ctx, grad: (_backward(grad, *ctx.saved_tensors), None),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output, inputs[1]),
-)
+def _save(ctx, inputs, output) -> None:
+    ctx.save_for_backward(output, inputs[1])
+
+
+def _differentiate(ctx, grad):
+    return _jagged_softmax_bwd(grad, *ctx.saved_tensors), None
+
+
+_jagged_softmax_bwd = operator("jagged_softmax_bwd", _backward, _backward_fake)
+_jagged_softmax_fwd = operator("jagged_softmax_fwd", _forward, _forward_fake, _save, _differentiate)
 
 
 def jagged_softmax(x: Tensor, offsets: Tensor, *, impl: str = "auto") -> Tensor:
@@ -64,4 +67,4 @@ def jagged_softmax(x: Tensor, offsets: Tensor, *, impl: str = "auto") -> Tensor:
     check_offsets("offsets", offsets, x.shape[0], "x", x)
     if check_impl(impl, x) == "torch":
         return reference.jagged_softmax(x, offsets)
-    return _forward(x, offsets.contiguous())
+    return _jagged_softmax_fwd(x, offsets.contiguous())

@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 
 from jfi import reference
-from jfi.ops._checks import check_dim, check_floating, check_history, check_impl, check_offsets, check_scale
+from jfi.ops._checks import (
+    check_dim,
+    check_floating,
+    check_history,
+    check_impl,
+    check_max_seqlen,
+    check_offsets,
+    check_scale,
+)
+from jfi.ops._dispatch import operator
 
 
 def _kernels(impl: str) -> ModuleType:
@@ -28,21 +37,26 @@ def _kernels(impl: str) -> ModuleType:
     return target_attention
 
 
-@torch.library.custom_op("jfi::target_attention_fwd", mutates_args=())
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor | None, offsets: Tensor, bias: Tensor | None, scale: float, impl: str
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    offsets: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    max_seqlen: int | None,
+    impl: str,
 ) -> tuple[Tensor, Tensor]:
-    return _kernels(impl).forward(query, key, value, offsets, bias, scale)
+    hints = (max_seqlen,) if impl == "triton" else ()
+    return _kernels(impl).forward(query, key, value, offsets, bias, scale, *hints)
 
 
-@_forward.register_fake
-def _(query, key, value, offsets, bias, scale, impl):
+def _forward_fake(query, key, value, offsets, bias, scale, max_seqlen, impl):
     stats = torch.float64 if query.dtype == torch.float64 else torch.float32
     out = query.new_empty(*query.shape[:3], (key if value is None else value).shape[2])
     return out, query.new_empty(query.shape[:3], dtype=stats)
 
 
-@torch.library.custom_op("jfi::target_attention_bwd", mutates_args=())
 def _backward(
     grad: Tensor,
     query: Tensor,
@@ -53,19 +67,20 @@ def _backward(
     out: Tensor,
     lse: Tensor,
     scale: float,
+    max_seqlen: int | None,
     impl: str,
 ) -> list[Tensor]:
-    grads = _kernels(impl).backward(grad.contiguous(), query, key, value, offsets, bias, out, lse, scale)
+    hints = (max_seqlen,) if impl == "triton" else ()
+    grads = _kernels(impl).backward(grad.contiguous(), query, key, value, offsets, bias, out, lse, scale, *hints)
     return [x for x in grads if x is not None]
 
 
-@_backward.register_fake
-def _(grad, query, key, value, offsets, bias, out, lse, scale, impl):
+def _backward_fake(grad, query, key, value, offsets, bias, *_):
     return [torch.empty_like(x) for x in (query, key, value, bias) if x is not None]
 
 
 def _save(ctx, inputs, output) -> None:
-    query, key, value, offsets, bias, ctx.scale, ctx.impl = inputs
+    query, key, value, offsets, bias, *ctx.rest = inputs
     ctx.save_for_backward(query, key, value, offsets, bias, *output)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
@@ -73,16 +88,18 @@ def _save(ctx, inputs, output) -> None:
 
 def _differentiate(ctx, grad, _):
     if grad is None:
-        return (None,) * 7
-    query, key, value, offsets, bias, out, lse = ctx.saved_tensors
-    grads = iter(_backward(grad, query, key, value, offsets, bias, out, lse, ctx.scale, ctx.impl))
+        return (None,) * 8
+    saved = ctx.saved_tensors
+    _, _, value, _, bias, _, _ = saved
+    grads = iter(_target_attention_bwd(grad, *saved, *ctx.rest))
     dquery, dkey = next(grads), next(grads)
     dvalue = None if value is None else next(grads)
     dbias = None if bias is None else next(grads)
-    return dquery, dkey, dvalue, None, dbias, None, None
+    return dquery, dkey, dvalue, None, dbias, None, None, None
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+_target_attention_bwd = operator("target_attention_bwd", _backward, _backward_fake)
+_target_attention_fwd = operator("target_attention_fwd", _forward, _forward_fake, _save, _differentiate)
 
 
 def target_attention(
@@ -93,6 +110,7 @@ def target_attention(
     *,
     bias: Tensor | None = None,
     scale: float | None = None,
+    max_seqlen: int | None = None,
     impl: str = "auto",
 ) -> Tensor:
     """Attention of each sample's queries over its own history.
@@ -104,6 +122,8 @@ def target_attention(
         offsets: [B+1], int32 or int64, from 0 to S: sample b owns rows offsets[b] to offsets[b+1].
         bias: [S, H], added to the scores; -inf hides an event.
         scale: of the scores; None means 1/sqrt(D).
+        max_seqlen: the longest history, if the host knows it.  It never changes the result, but many short histories
+            are then worked on whole, each by one program, with nothing to merge.
         impl: "triton" (rows of at most 512 float32 or 1,024 half-precision elements), "torch" (on a GPU the formula as
             it stands, with [S, T, H, D] intermediates), or "auto": Triton for CUDA tensors (float64 excepted), PyTorch
             otherwise.
@@ -127,9 +147,10 @@ def target_attention(
     check_offsets("offsets", offsets, key.shape[0], "key", query, batch)
     impl = check_impl(impl, query)
     scale = check_scale(scale, width)
+    check_max_seqlen(max_seqlen)
     if impl == "torch" and query.device.type != "cpu":
         return reference.target_attention(query, key, value, offsets, bias, scale)
     query, key, offsets = query.contiguous(), key.contiguous(), offsets.contiguous()
     value = None if value is None else value.contiguous()
     bias = None if bias is None else bias.contiguous()
-    return _forward(query, key, value, offsets, bias, scale, impl)[0]
+    return _target_attention_fwd(query, key, value, offsets, bias, scale, max_seqlen, impl)[0]

@@ -64,6 +64,18 @@ def test_any_shape(lengths, width, out_width, device):
         compare(public, plain, inputs)
 
 
+@pytest.mark.parametrize("width", [64, 65, 129, 300, 513, 1100])
+def test_softmax_rows_of_any_width(width, device):
+    """A row is a warp's, in tiles of several widths, or goes by pieces."""
+    x_offsets, y_offsets = offsets_of([9, 0, 3], device), offsets_of([width, 5, 1], device)
+    inputs = [3 * torch.randn(9 * width + 3, device=device)]
+    compare(
+        lambda a: ops.jagged2_softmax(a, x_offsets, y_offsets, impl="triton"),
+        lambda a: reference.jagged2_softmax(a, x_offsets, y_offsets),
+        inputs,
+    )
+
+
 def test_rows_far_below_zero_keep_their_weights(device):
     x = torch.full((5, 2), -1e30, device=device)
     weights = ops.jagged_softmax(x, offsets_of([4, 1], device), impl="triton")

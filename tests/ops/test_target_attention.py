@@ -16,16 +16,22 @@ IMPLS = ["triton", "torch"]
 
 @pytest.fixture(autouse=True)
 def short_shares(monkeypatch):
-    """Small test histories are cut up as long ones are."""
+    """Small test histories are cut up as long ones are, unless their longest is known: then they are taken whole."""
     from jfi.kernels import shares
 
     monkeypatch.setattr(shares, "LEAST_CHUNK", 128)
     monkeypatch.setattr(shares, "_multiprocessors", lambda device: 64)
+    monkeypatch.setattr(shares, "WHOLE_BYTES", 2**30)
 
 
 def check(
     lengths, device, impl, dtype=torch.float32, times=1, heads=1, groups=1, width=16, value_width=None, bias=None
 ):
+    for max_seqlen in (None, max(lengths, default=0)) if impl == "triton" else (None,):
+        compare_with_reference(lengths, device, impl, dtype, times, heads, groups, width, value_width, bias, max_seqlen)
+
+
+def compare_with_reference(lengths, device, impl, dtype, times, heads, groups, width, value_width, bias, max_seqlen):
     scale = 1.3 * width**-0.5
     offsets = offsets_of(lengths, device, torch.int32 if len(lengths) % 2 else torch.int64)
 
@@ -48,7 +54,8 @@ def check(
 
     def public(*tensors):
         query, key, value, event_bias = operands(tensors)
-        return jfi.ops.target_attention(query, key, value, offsets, bias=event_bias, scale=scale, impl=impl)
+        hints = {"max_seqlen": max_seqlen, "impl": impl}
+        return jfi.ops.target_attention(query, key, value, offsets, bias=event_bias, scale=scale, **hints)
 
     def plain(*tensors):
         query, key, value, event_bias = operands(tensors)

@@ -1,0 +1,82 @@
+"""However an operator is reached (eagerly, under a mode or in a graph), it is the same operator."""
+
+import pytest
+import torch
+from ops.ragged import offsets_of
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import jfi.ops as ops
+from jfi import reference
+
+LENGTHS = [3, 0, 40]
+
+
+def inputs(device, dtype=torch.float32):
+    query = torch.randn(3, 2, 1, 8, device=device, dtype=dtype)
+    key = torch.randn(43, 1, 8, device=device, dtype=dtype)
+    return query, key, offsets_of(LENGTHS, device)
+
+
+def test_fake_tensors_run_no_kernel(device):
+    query, key, offsets = inputs(device)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in (query, key, offsets)]
+    out = ops.jagged_dense_bmm(fakes[1].flatten(1), fakes[2], fakes[0].flatten(1, 2).transpose(1, 2), impl="triton")
+    assert type(out) is type(fakes[0]) and out.shape == (43, 2)
+
+
+def test_a_graph_shows_the_operator(device):
+    query, key, offsets = inputs(device)
+    graph = make_fx(lambda q, k: ops.target_attention(q, k, None, offsets, impl="triton"))(query, key)
+    assert torch.ops.jfi.target_attention_fwd.default in {node.target for node in graph.graph.nodes}
+    torch.testing.assert_close(graph(query, key), ops.target_attention(query, key, None, offsets, impl="triton"))
+
+
+def test_second_derivatives_where_gradients_are_operators(device):
+    _, key, offsets = inputs(device)
+    x, dense = key.flatten(1).requires_grad_(), torch.randn(3, 8, 2, device=device, requires_grad=True)
+
+    def penalty(function):
+        (dx,) = torch.autograd.grad(function(x, offsets, dense).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(dx.square().sum(), (x, dense))
+
+    got = penalty(lambda *args: ops.jagged_dense_bmm(*args, impl="triton"))
+    for a, b in zip(got, penalty(reference.jagged_dense_bmm), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+def test_target_attention_has_no_second_derivative_and_says_so(device):
+    query, key, offsets = inputs(device)
+    query.requires_grad_()
+    out = ops.target_attention(query, key, None, offsets, impl="triton")
+    (dquery,) = torch.autograd.grad(out.square().sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError, match="target_attention_bwd"):
+        dquery.sum().backward()
+
+
+@pytest.mark.parametrize("max_seqlen", [None, 40, 7])
+def test_tensors_need_not_be_aligned_nor_the_hint_right(max_seqlen, device):
+    """Views one element into a buffer: 4 bytes, which Triton compiles other loads for."""
+    aligned = inputs(device)
+    shifted = [torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape) for x in aligned[:2]]
+    results = []
+    for query, key in (aligned[:2], shifted):
+        leaves = [query.requires_grad_(), key.requires_grad_()]
+        out = ops.target_attention(*leaves, None, aligned[2], max_seqlen=max_seqlen, impl="triton")
+        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU, or none")
+def test_kernels_run_where_the_tensors_are():
+    here, there = (ops.target_attention(*inputs_on(f"cuda:{i}")) for i in range(2))
+    assert there.device.index == 1
+    torch.testing.assert_close(here.cpu(), there.cpu())
+
+
+def inputs_on(device):
+    torch.manual_seed(0)
+    query, key, offsets = (x.to(device) for x in inputs(torch.device("cpu")))
+    return query, key, None, offsets
