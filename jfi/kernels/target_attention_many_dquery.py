@@ -13,7 +13,7 @@ from jfi.kernels.target_attention_many_tiles import (
     slot_rows,
     store_history_tile,
 )
-from jfi.kernels.target_attention_tiles import load_rows, query_rows, store_rows
+from jfi.kernels.target_attention_tiles import load_rows, load_stats, query_rows, store_rows
 from jfi.kernels.tiles import LOG2E
 
 
@@ -22,10 +22,8 @@ def _statistics(
     grad, out_ptr, lse_ptr, at, mask, scale, E: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_E: tl.constexpr
 ):
     """L in base 2, inf where there is nothing to weigh, and Δ as ``scores_gradient`` takes it."""
-    out = load_rows(out_ptr, at, mask, E, E, BLOCK_E)
-    lse = tl.load(lse_ptr + at, mask=mask, other=float("inf"))
-    delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
-    return tl.where(lse == -float("inf"), float("inf"), lse * LOG2E), delta if HAS_BIAS else delta * scale
+    lse, delta = load_stats(grad, out_ptr, lse_ptr, at, mask, E, BLOCK_E)
+    return lse * LOG2E, delta if HAS_BIAS else delta * scale
 
 
 @triton.jit

@@ -129,11 +129,21 @@ def load_bias(bias_ptr, first, mask, at, group, GROUPS: tl.constexpr, HEADS: tl.
 
 
 @triton.jit
+def row_products(x, y):
+    """Σ x · y along each row, in float32.
+
+    Threads that hold the same row must agree on its sum to the bit.  A product that the compiler fused with the first
+    sum across threads would be rounded by one of two partners and not by the other, so it is fused with 0 before.
+    """
+    return tl.sum(tl.fma(x.to(tl.float32), y.to(tl.float32), tl.zeros(x.shape, tl.float32)), 1)
+
+
+@triton.jit
 def load_stats(grad, out_ptr, lse_ptr, at, mask, E: tl.constexpr, BLOCK_E: tl.constexpr):
     """The log-sum-exp (inf where there is nothing to weigh), and Δ = Σ dO · O, by query row."""
     out = load_rows(out_ptr, at, mask, E, E, BLOCK_E)
     lse = tl.load(lse_ptr + at, mask=mask, other=float("inf"))
-    return tl.where(lse == -float("inf"), float("inf"), lse), tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
+    return tl.where(lse == -float("inf"), float("inf"), lse), row_products(grad, out)
 
 
 @triton.jit
