@@ -3,6 +3,7 @@
 The paper gives operations, memory and the speed-up over padded PyTorch; the configuration follows from the first two.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -92,6 +93,31 @@ class Operator:
             lambda grads: [narrow(x, layouts[name]) for name, x in zip(problem.inputs, grads, strict=True)],
         )
 
+    def prepare_padding(self, problem: Problem) -> Prepared:
+        """The same from packed rows and back: what a model pays whose tensors are jagged."""
+        lengths, longest, batch = problem.device_lengths, problem.shape.N, problem.shape.B
+        places = {
+            ROWS: valid(lengths, longest).flatten().nonzero()[:, 0],
+            PAIRS: valid_pairs(lengths, longest).flatten().nonzero()[:, 0],
+        }
+        sides = {ROWS: (batch, longest), PAIRS: (batch, longest, longest)}
+
+        def widen(x: Tensor, layout: str) -> Tensor:
+            if layout == BATCH:
+                return x
+            wide = x.new_full((math.prod(sides[layout]), *x.shape[1:]), self.hidden)
+            return wide.index_copy(0, places[layout], x).unflatten(0, sides[layout])
+
+        def narrow(out: Tensor, layout: str) -> Tensor:
+            return out if layout == BATCH else out.flatten(0, len(sides[layout]) - 1).index_select(0, places[layout])
+
+        layouts = [problem.layouts[name] for name in problem.inputs]
+
+        def call(*tensors: Tensor) -> Tensor:
+            return narrow(self.padded(*map(widen, tensors, layouts)), problem.layouts["out"])
+
+        return Prepared(list(problem.inputs.values()), call, problem.grad)
+
     def prepare_fbgemm(self, problem: Problem) -> Prepared:
         if self.fbgemm is None:
             raise Missing("not offered")
@@ -109,6 +135,7 @@ class Operator:
         return [
             Implementation("jfi", prepare_ours, ours=True, graph=True),
             Implementation("padded torch", self.prepare_padded),
+            Implementation("padding, torch", self.prepare_padding),
             Implementation("fbgemm CUDA", self.prepare_fbgemm),
             Implementation("sll Triton", self.prepare_sll),
         ]

@@ -26,9 +26,9 @@ from jfi.kernels.tiles import LOG2E, find_sample
 WEIGHT = tl.constexpr(64)
 #: Shares are this long at least.
 LEAST_CHUNK = 256
-#: A program takes a whole sample where the longest is known to have no more bytes: some 4 µs of one program's reading,
-#: what is saved by finding no share and merging nothing.
-WHOLE_BYTES = 2**18
+#: A program takes a whole sample where the longest is known to have no more rows and bytes: the last one to start keeps
+#: the others waiting for no longer than is saved by finding no share and merging nothing.
+WHOLE_ROWS, WHOLE_BYTES = 512, 2**18
 
 
 @cache
@@ -45,7 +45,7 @@ def deal(rows: int, batch: int, device: torch.device, shares_per_multiprocessor:
 
 def fits(max_seqlen: int | None, row_bytes: int) -> bool:
     """Whether samples of at most this length, known or not, are better taken whole, a program each."""
-    return max_seqlen is not None and max_seqlen * row_bytes <= WHOLE_BYTES
+    return max_seqlen is not None and max_seqlen <= WHOLE_ROWS and max_seqlen * row_bytes <= WHOLE_BYTES
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from jfi.kernels.target_attention_tiles import load_rows, store_rows
 from jfi.kernels.tiles import INTERPRET, LN2, LOG2E, block, find_sample
 
 #: Programs a multiprocessor that chunks are cut for.
-PROGRAMS = 8
+PROGRAMS = 2
 #: Chunks are a multiple of this, so that all but a sample's last consist of whole tiles.
 WHOLE = 128
 #: The statistics of query rows are padded to a multiple of this, so that a tile of them is loaded without a mask.

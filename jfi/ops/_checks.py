@@ -64,7 +64,7 @@ def check_dim(name: str, tensor: Tensor, layout: str) -> None:
     dims = layout.count(",") + 1
     if tensor.dim() != dims:
         raise ValueError(f"{name} must be {layout}, got a tensor of shape {list(tensor.shape)}")
-    if any(size == 0 for size in tensor.shape[1:]):
+    if 0 in tensor.shape[1:]:
         raise ValueError(f"{name} must be {layout} with no width of 0, got shape {list(tensor.shape)}")
 
 

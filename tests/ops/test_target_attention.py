@@ -21,6 +21,7 @@ def short_shares(monkeypatch):
 
     monkeypatch.setattr(shares, "LEAST_CHUNK", 128)
     monkeypatch.setattr(shares, "_multiprocessors", lambda device: 64)
+    monkeypatch.setattr(shares, "WHOLE_ROWS", 2**30)
     monkeypatch.setattr(shares, "WHOLE_BYTES", 2**30)
 
 
