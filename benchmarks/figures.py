@@ -125,7 +125,8 @@ def table1(results: dict, folder: Path) -> list[Path]:
         axes.grid(True, axis="y", which="major", alpha=0.3)
         axes.set_axisbelow(True)
         axes.margins(y=0.12)
-    panels[0].legend(ncols=len(forward), fontsize=8, frameon=False, loc="upper left")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, ncols=len(forward), fontsize=8, frameon=False, loc="outside lower center")
     shape = rows[0]
     what = f"The paper's Table 1: B={shape['B']}, N={shape['N']}, D={shape['D']}, T={shape['T']}, {shape['dtype']}"
     figure.suptitle(f"{what}\n{caption(results)}", fontsize=10)

@@ -15,15 +15,23 @@ def cell(row: dict | None) -> str:
     return f"{report.microseconds(row['forward_us'])} \\| {report.microseconds(both) if both else 'fails'}"
 
 
-def best(rows: dict[str, dict], column: str) -> float | None:
-    times = [row[column] for row in rows.values() if not row["ours"] and row.get(column)]
-    return min(times) if times else None
+def best(rows: dict[str, dict], column: str) -> dict | None:
+    """The row of the fastest peer."""
+    peers = [row for row in rows.values() if not row["ours"] and row.get(column)]
+    return min(peers, key=lambda row: row[column], default=None)
+
+
+def best_cell(rows: dict[str, dict]) -> str:
+    peers = [(best(rows, column), column) for column in ("forward_us", "forward_backward_us")]
+    return " \\| ".join(
+        f"{report.microseconds(peer[column])} ({peer['implementation']})" if peer else "-" for peer, column in peers
+    )
 
 
 def gain(rows: dict[str, dict], mine: dict, column: str) -> str:
     """How many times as fast as the best peer."""
     peer, own = best(rows, column), mine.get(column)
-    return f"{peer / own:.1f}x" if peer and own else "-"
+    return f"{peer[column] / own:.1f}x" if peer and own else "-"
 
 
 def efficiency(mine: dict) -> str:
@@ -32,18 +40,20 @@ def efficiency(mine: dict) -> str:
     return " \\| ".join("-" if part is None else f"{part:.2f}" for part in parts)
 
 
-def markdown(results: dict) -> str:
+def markdown(results: dict, brief: bool = False) -> str:
+    """A line a case: every implementation, or in brief jfi and the best peer."""
     cases: dict[str, dict[str, dict]] = {}
     for row in results["rows"]:
         if row["headline"]:
             cases.setdefault(row["case"], {})[row["implementation"]] = row
     names = list(dict.fromkeys(name for rows in cases.values() for name in rows))
     timed = any("efficiency_forward" in row for rows in cases.values() for row in rows.values())
-    columns = ["case", *names, *(["floor / kernels"] if timed else []), "against the best peer"]
+    shown = ["jfi", "best peer"] if brief else names
+    columns = ["case", *shown, *(["floor / kernels"] if timed else []), "against the best peer"]
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for case, rows in cases.items():
         mine = next(row for row in rows.values() if row["ours"])
-        cells = [case, *(cell(rows.get(name)) for name in names)]
+        cells = [case, *([cell(mine), best_cell(rows)] if brief else [cell(rows.get(name)) for name in names])]
         cells += [efficiency(mine)] if timed else []
         cells.append(f"{gain(rows, mine, 'forward_us')} \\| {gain(rows, mine, 'forward_backward_us')}")
         lines.append("| " + " | ".join(cells) + " |")
@@ -58,7 +68,9 @@ def markdown(results: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path)
-    print(markdown(report.read(parser.parse_args().results)))
+    parser.add_argument("--brief", action="store_true", help="jfi and the best peer alone")
+    options = parser.parse_args()
+    print(markdown(report.read(options.results), options.brief))
 
 
 if __name__ == "__main__":

@@ -44,3 +44,10 @@ def test_the_files_that_commands_and_the_tree_name_exist():
     targets = re.findall(r"make (\w+)", " ".join(blocks("sh")))
     makefile = (ROOT / "Makefile").read_text()
     assert targets and all(re.search(rf"^{target}:", makefile, flags=re.MULTILINE) for target in targets)
+
+
+def test_the_speed_table_is_the_results_file():
+    from benchmarks import report, table
+
+    results = report.read(ROOT / "benchmarks/results/h200/target.json")
+    assert table.markdown(results, brief=True) in README
