@@ -117,7 +117,8 @@ def _jagged2_softmax_kernel(
     if width == 0:
         return
     # Rounded up, so that a sample's slots, one a CHUNK of its elements and one more, are enough.
-    share = tl.cdiv(tl.cdiv(CHUNK, width), ROWS) * ROWS
+    step = tl.where(width <= 512, ROWS, 1)
+    share = tl.cdiv(tl.cdiv(CHUNK, width), step) * step
     first = (slot - low // CHUNK - sample) * share
     count = tl.minimum(length - first, share).to(tl.int32)
     if count <= 0:

@@ -3,18 +3,22 @@ call's arguments make of the kernel.
 
 That depends on the constants, the tensors' dtypes and device, on pointers being multiples of 16 bytes, and on integers
 fitting 32 bits.  A launcher stands for one set of constants and dtypes; calls where the last two hold find their
-compiled kernel by the device alone, others go Triton's way.
+compiled kernel by the device alone, others go Triton's way.  A profiler's launch hooks are served; hooks of a kernel
+(pre_run_hooks) and the check that its globals have not changed are not.
 """
 
 import torch
 from torch import Tensor
 from triton import knobs
 from triton.compiler import CompiledKernel
+from triton.knobs import HookChain
 from triton.runtime import JITFunction, driver
 
 from jfi.kernels.tiles import INTERPRET
 
-_HOOKS = knobs.runtime
+
+def _are_set(hooks: HookChain | None) -> bool:
+    return hooks is not None and bool(hooks.calls)
 
 
 class Launcher:
@@ -30,15 +34,14 @@ class Launcher:
     ) -> None:
         """Launch on the device of the first tensor.
 
-        Tensors come with the same dtypes at every call; a number's parameter is in the kernel's do_not_specialize.
+        Tensors come with the same dtypes, and None in the same places, at every call; an integer's parameter is in the
+        kernel's do_not_specialize.
         """
         if INTERPRET.value:
             self.kernel[grid](*tensors, *numbers, **self.constants)
             return
         device = tensors[0].device
         if device.index != torch.cuda.current_device():
-            if device.type != "cuda":
-                raise ValueError(f"impl='triton' needs tensors on a GPU, got {device}")
             with torch.cuda.device(device):
                 self(grid, tensors, numbers)
             return
@@ -52,7 +55,7 @@ class Launcher:
         if compiled is not None:
             # Addresses are not asked for a second time; what stands for the constants is not looked at.
             arguments = (*addresses, *numbers, *self.placeholders)
-            if _HOOKS.launch_enter_hook.calls or _HOOKS.launch_exit_hook.calls:
+            if _are_set(knobs.runtime.launch_enter_hook) or _are_set(knobs.runtime.launch_exit_hook):
                 compiled[grid](*arguments)
             else:
                 stream = driver.active.get_current_stream(device.index)

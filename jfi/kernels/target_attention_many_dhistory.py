@@ -8,10 +8,11 @@ from jfi.kernels.target_attention_many_tiles import (
     bias_tile,
     head_sums,
     history_tile,
+    query_places,
     scores_gradient,
     store_history_tile,
 )
-from jfi.kernels.target_attention_tiles import load_rows, query_rows
+from jfi.kernels.target_attention_tiles import load_rows
 from jfi.kernels.tiles import LOG2E
 
 
@@ -36,7 +37,8 @@ def _query_tile(
     if DESCRIBED:
         return desc.load([sample.to(tl.int32), first, group * WIDTH]).reshape(BLOCK_M, BLOCK_D)
     else:
-        return load_rows(ptr + row * WIDTH, query_rows(at, group, GROUPS, HEADS), mask, WIDTH, WIDTH, BLOCK_D)
+        place, q_at = query_places(first, at, group, GROUPS, HEADS)
+        return load_rows(ptr + (row + place) * WIDTH, q_at, mask, WIDTH, WIDTH, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["batch", "queries"])

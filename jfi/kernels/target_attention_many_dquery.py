@@ -9,11 +9,12 @@ from jfi.kernels.target_attention_many_tiles import (
     head_sums,
     history_tile,
     part_of,
+    query_places,
     scores_gradient,
     slot_rows,
     store_history_tile,
 )
-from jfi.kernels.target_attention_tiles import load_rows, load_stats, query_rows, store_rows
+from jfi.kernels.target_attention_tiles import load_rows, load_stats, store_rows
 from jfi.kernels.tiles import LOG2E
 
 
@@ -140,10 +141,12 @@ def target_attention_many_dquery_kernel(
     if (n >= high) & (n > low):
         return
     tile = program % tiles
-    at = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    q_at, q_mask = query_rows(at, group, GROUPS, HEADS), at < queries
+    first = tile * BLOCK_M
+    at = first + tl.arange(0, BLOCK_M)
+    place, q_at = query_places(first, at, group, GROUPS, HEADS)
+    q_mask = at < queries
     k_at = tl.arange(0, BLOCK_N)
-    row = sample * (queries * GROUPS)
+    row = sample * (queries * GROUPS) + place
     q = load_rows(q_ptr + row * D, q_at, q_mask, D, D, BLOCK_D)
     grad = load_rows(grad_ptr + row * E, q_at, q_mask, E, E, BLOCK_E)
     lse, delta = _statistics(grad, out_ptr + row * E, lse_ptr + row, q_at, q_mask, scale, E, HAS_BIAS, BLOCK_E)
@@ -155,8 +158,8 @@ def target_attention_many_dquery_kernel(
         if (tile == 0) & (group == 0):
             # The slots of tile_of that are this sample's, for the other sweep.
             end = high // SLOT + sample + 1
-            for first in range(low // SLOT + sample, end, 128):
-                slot = first + tl.arange(0, 128)
+            for ahead in range(low // SLOT + sample, end, 128):
+                slot = ahead + tl.arange(0, 128)
                 tl.store(slots_ptr + slot, tl.zeros((128,), tl.int32) + sample.to(tl.int32), mask=slot < end)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     left = tl.minimum(high - n, chunk).to(tl.int32)
@@ -238,5 +241,5 @@ def target_attention_many_dquery_kernel(
     if high - low <= chunk:
         store_rows(dq_ptr + row * D, dq, q_at, q_mask, D, D, BLOCK_D)
     else:
-        part = part_of(low, n, chunk) * (queries * GROUPS)
+        part = part_of(low, n, chunk) * (queries * GROUPS) + place
         store_rows(part_ptr + part * D, dq, q_at, q_mask, D, D, BLOCK_D)

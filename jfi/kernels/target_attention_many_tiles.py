@@ -12,21 +12,21 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from jfi.kernels.shares import deal
-from jfi.kernels.target_attention_tiles import load_rows, store_rows
+from jfi.kernels.target_attention_tiles import load_rows, query_rows, store_rows
 from jfi.kernels.tiles import INTERPRET, LN2, LOG2E, block, find_sample
 
 #: Programs a multiprocessor that chunks are cut for.
 PROGRAMS = 2
 #: Chunks are a multiple of this, so that all but a sample's last consist of whole tiles.
-WHOLE = 128
+CHUNK_MULTIPLE = 128
 #: The statistics of query rows are padded to a multiple of this, so that a tile of them is loaded without a mask.
 STATS = tl.constexpr(64)
 
 
 def chunk_of(rows: int, batch: int, device: torch.device, programs_a_chunk: int, max_seqlen: int | None) -> int:
     """Rows of a chunk; 2³⁰ where no sample needs two."""
-    chunk, _ = deal(rows, batch, device, max(1, PROGRAMS // programs_a_chunk))
-    chunk = triton.cdiv(chunk, WHOLE) * WHOLE
+    chunk, _ = deal(rows * programs_a_chunk, batch, device, PROGRAMS)
+    chunk = triton.cdiv(chunk, CHUNK_MULTIPLE) * CHUNK_MULTIPLE
     longest = rows if max_seqlen is None else max_seqlen
     return chunk if chunk < longest else 2**30
 
@@ -78,12 +78,13 @@ def _merge_chunks_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """O = Σ_i exp(L_i - L) O_i with L = log Σ_i exp(L_i) if WEIGHTED, else O = Σ_i O_i, over a sample's chunks."""
-    sample = tl.program_id(0).to(tl.int64)
+    tiles = (queries + BLOCK_M - 1) // BLOCK_M
+    sample = (tl.program_id(0) // tiles).to(tl.int64)
     low = tl.load(offsets_ptr + sample).to(tl.int64)
     high = tl.load(offsets_ptr + sample + 1).to(tl.int64)
     if high - low <= chunk:
         return
-    at = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    at = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask = at < queries
     top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -115,7 +116,7 @@ def merge_chunks(parts: tuple[Tensor, Tensor], offsets: Tensor, out: Tensor, lse
     values, part_lse = parts
     _, queries, width = values.shape
     block_m = 16
-    _merge_chunks_kernel[(out.shape[0], triton.cdiv(queries, block_m))](
+    _merge_chunks_kernel[(out.shape[0] * triton.cdiv(queries, block_m),)](
         offsets,
         values,
         part_lse,
@@ -196,6 +197,19 @@ def store_history_tile(
         desc.store([n.to(tl.int32), group * WIDTH], x.to(ptr.dtype.element_ty))
     else:
         store_rows(ptr + n * (GROUPS * WIDTH) + group * WIDTH, x, at, mask, GROUPS * WIDTH, WIDTH, BLOCK_D)
+
+
+@triton.jit
+def query_places(first, at, group, GROUPS: tl.constexpr, HEADS: tl.constexpr):
+    """Where the query rows ``at``, from ``first`` on, lie among a sample's: (a row in 64 bits, places from it).
+
+    With one key head the places take 32 bits, half the registers that are held for the output through the sweep.
+    """
+    start = tl.zeros((), tl.int64)
+    if GROUPS == 1:
+        return start + first, at - first
+    else:
+        return start, query_rows(at.to(tl.int64), group, GROUPS, HEADS)
 
 
 @triton.jit

@@ -5,6 +5,7 @@ the CPU, and on a GPU only after ``validate(True)``, since reading them there st
 """
 
 import math
+import os
 
 import torch
 from torch import Tensor
@@ -32,8 +33,13 @@ def validate(enabled: bool) -> None:
 
 
 def is_traced() -> bool:
-    """Whether a compiler or a dispatch mode (fake tensors, make_fx) looks on."""
-    return torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+    """Whether a compiler, a tracer, a dispatch mode (fake tensors, make_fx) or a functorch transform looks on."""
+    return (
+        torch.compiler.is_compiling()
+        or is_in_torch_dispatch_mode()
+        or torch._C._are_functorch_transforms_active()
+        or torch.jit.is_tracing()
+    )
 
 
 def _may_read(offsets: Tensor) -> bool:
@@ -143,7 +149,14 @@ def check_impl(impl: str, like: Tensor) -> str:
         return "triton" if like.is_cuda and like.dtype != torch.float64 else "torch"
     if impl == "triton" and like.dtype == torch.float64:
         raise TypeError("impl='triton' takes float32, bfloat16 or float16, got torch.float64: use impl='torch'")
+    if impl == "triton" and like.device.type == "cpu" and not (_interprets() or is_traced()):
+        raise ValueError(f"impl='triton' must come with tensors on a GPU, got {like.device}: use impl='torch'")
     return impl
+
+
+def _interprets() -> bool:
+    """Whether Triton's interpreter is on, which takes a processor's tensors."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
 def check_pairs(name: str, count: int, x_offsets: Tensor, y_offsets: Tensor) -> None:

@@ -122,8 +122,8 @@ def target_attention(
         offsets: [B+1], int32 or int64, from 0 to S: sample b owns rows offsets[b] to offsets[b+1].
         bias: [S, H], added to the scores; -inf hides an event.
         scale: of the scores; None means 1/sqrt(D).
-        max_seqlen: the longest history, if the host knows it.  It never changes the result, but many short histories
-            are then worked on whole, each by one program, with nothing to merge.
+        max_seqlen: the longest history, if the host knows it.  It changes nothing but rounding, even if it is wrong:
+            many short histories are then worked on whole, each by one program, with nothing to merge.
         impl: "triton" (rows of at most 512 float32 or 1,024 half-precision elements), "torch" (on a GPU the formula as
             it stands, with [S, T, H, D] intermediates), or "auto": Triton for CUDA tensors (float64 excepted), PyTorch
             otherwise.

@@ -33,6 +33,43 @@ def test_a_graph_shows_the_operator(device):
     torch.testing.assert_close(graph(query, key), ops.target_attention(query, key, None, offsets, impl="triton"))
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_a_trace_holds_for_other_inputs(impl, device):
+    query, key, offsets = inputs(device)
+    with torch.no_grad():
+        traced = torch.jit.trace(
+            lambda q, k: ops.target_attention(q, k, None, offsets, impl=impl), (query, key), check_trace=False
+        )
+        other = torch.randn_like(query)
+        expected = ops.target_attention(other, key, None, offsets, impl=impl)
+        torch.testing.assert_close(traced(other, key), expected)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_vmap_takes_one_call_after_another(impl, device):
+    query, key, offsets = inputs(device)
+    queries = torch.randn(2, *query.shape, device=device)
+    got = torch.vmap(lambda q: ops.target_attention(q, key, None, offsets, impl=impl))(queries)
+    expected = [ops.target_attention(q, key, None, offsets, impl=impl) for q in queries]
+    torch.testing.assert_close(got, torch.stack(expected))
+
+
+def test_a_profile_names_the_operator(device):
+    query, key, offsets = inputs(device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        ops.target_attention(query, key, None, offsets, impl="triton")
+    assert "jfi::target_attention_fwd" in {event.key for event in profile.key_averages()}
+
+
+def test_a_processors_tensors_are_refused_without_the_interpreter(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    query, key, offsets = inputs(torch.device("cpu"))
+    with pytest.raises(ValueError, match="impl='triton' must come with tensors on a GPU, got cpu: use impl='torch'"):
+        ops.target_attention(query, key, None, offsets, impl="triton")
+
+
 def test_second_derivatives_where_gradients_are_operators(device):
     _, key, offsets = inputs(device)
     x, dense = key.flatten(1).requires_grad_(), torch.randn(3, 8, 2, device=device, requires_grad=True)
@@ -70,13 +107,15 @@ def test_tensors_need_not_be_aligned_nor_the_hint_right(max_seqlen, device):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU, or none")
-def test_kernels_run_where_the_tensors_are():
-    here, there = (ops.target_attention(*inputs_on(f"cuda:{i}")) for i in range(2))
-    assert there.device.index == 1
-    torch.testing.assert_close(here.cpu(), there.cpu())
-
-
-def inputs_on(device):
-    torch.manual_seed(0)
-    query, key, offsets = (x.to(device) for x in inputs(torch.device("cpu")))
-    return query, key, None, offsets
+@pytest.mark.parametrize("times", [2, 20])
+def test_kernels_run_where_the_tensors_are(times):
+    results = []
+    for device in ("cuda:0", "cuda:1"):
+        torch.manual_seed(0)
+        query, key, offsets = (x.to(device) for x in inputs(torch.device("cpu")))
+        query = query[:, :1].repeat(1, times, 1, 1).requires_grad_()
+        out = ops.target_attention(query, key, None, offsets)
+        results.append((out, *torch.autograd.grad(out.square().sum(), query)))
+        assert out.device == torch.device(device)
+    for here, there in zip(*results, strict=True):
+        torch.testing.assert_close(here.cpu(), there.cpu())

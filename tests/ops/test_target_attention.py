@@ -73,10 +73,38 @@ def test_ragged(case, dtype, impl, device):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize(("times", "heads", "groups"), [(1, 4, 4), (3, 6, 2), (16, 1, 1), (17, 1, 1), (70, 2, 1)])
+@pytest.mark.parametrize(
+    ("times", "heads", "groups"), [(1, 4, 4), (3, 6, 2), (16, 1, 1), (17, 1, 1), (17, 3, 1), (70, 2, 1), (70, 6, 2)]
+)
 @pytest.mark.parametrize("bias", [None, "hidden"])
 def test_queries_and_heads(times, heads, groups, bias, impl, device):
     check([5, 0, 200, 1], device, impl, times=times, heads=heads, groups=groups, value_width=12, bias=bias)
+
+
+HALVES = [torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", HALVES if torch.cuda.is_available() else HALVES[:1])
+@pytest.mark.parametrize(("times", "heads", "groups"), [(24, 1, 1), (8, 6, 1), (70, 1, 1), (35, 4, 2)])
+@pytest.mark.parametrize(("width", "value_width"), [(64, None), (128, 32), (256, None), (24, 40)])
+def test_many_queries_in_half_precision(times, heads, groups, width, value_width, dtype, device):
+    """One sweep or two backward, rows fetched by descriptors where the GPU has them, samples of several chunks."""
+    shape = {"times": times, "heads": heads, "groups": groups, "width": width, "value_width": value_width}
+    check([5, 0, 300, 64], device, "triton", dtype, bias="finite" if value_width else None, **shape)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("times", [2, 17])
+@pytest.mark.parametrize("scale", [0.0, 1e-46, -0.7])
+def test_any_scale(scale, times, impl, device):
+    lengths = [5, 0, 70]
+    offsets = offsets_of(lengths, device)
+    inputs = [torch.randn(3, times, 1, 16, device=device), torch.randn(75, 1, 16, device=device)]
+    compare(
+        lambda query, key: jfi.ops.target_attention(query, key, None, offsets, scale=scale, impl=impl),
+        lambda query, key: reference.target_attention(query, key, None, offsets, None, scale),
+        inputs,
+    )
 
 
 @pytest.mark.parametrize("impl", IMPLS)
