@@ -16,6 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+
+class DamagedCheckpointError(Exception):
+    """A checkpoint that cannot be read."""
+
 
 _NAME = re.compile(r"epoch-\d+-batch-\d+")
 
@@ -61,9 +67,16 @@ def read_progress(path: Path) -> dict:
 
 
 def load_checkpoint(path: Path, state: dict) -> None:
-    """Fills the tensors of `state` in place; its keys may be a part of those saved."""
-    with _one_process():
-        dcp.load(state, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    """Fills the tensors of `state` in place; its keys may be a part of those saved.
+
+    Raises:
+        DamagedCheckpointError: a file is missing, cut off or no checkpoint's, or a tensor is not in it.
+    """
+    try:
+        with _one_process():
+            dcp.load(state, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    except (CheckpointException, Exception) as error:  # the first is a BaseException, and wraps whatever went wrong
+        raise DamagedCheckpointError(f"the tensors in {path} are missing or damaged") from error
 
 
 def keep_checkpoints(folder: Path, names: set[str]) -> None:

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from jfi.data import Batch, InteractionDataset, load_dataset
 from jfi.training.build import build_model, build_optimizer
 from jfi.training.checkpoint import (
+    DamagedCheckpointError,
     checkpoint_name,
     keep_checkpoints,
     latest_checkpoint,
@@ -111,7 +112,7 @@ class Trainer:
         """Takes up the last whole checkpoint of `run`, if there is one.
 
         Raises:
-            ConfigError: its progress.json is missing or damaged, or metrics.jsonl is shorter than it says.
+            ConfigError: its progress.json or tensors are missing or damaged, or metrics.jsonl is shorter than it says.
         """
         path = latest_checkpoint(run.checkpoints)
         if path is None:
@@ -124,7 +125,10 @@ class Trainer:
         run.check_metrics(self.progress.log_length)
         self.optimizer.init_state()  # a step with zero gradients, so that there is state to load into
         state = self._state()
-        load_checkpoint(path, state)
+        try:
+            load_checkpoint(path, state)
+        except DamagedCheckpointError as fault:
+            raise ConfigError(f"--resume {run.path}: {fault}; remove that checkpoint to continue without it") from fault
         self._load_modules(state)
         self.optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"]["cpu"])

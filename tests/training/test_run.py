@@ -245,6 +245,10 @@ def test_resume_needs_a_run(tmp_path):
         (lambda run: progress_file(run).unlink(), r"progress\.json is missing or damaged"),
         (lambda run: progress_file(run).write_text("{"), r"progress\.json is missing or damaged"),
         (lambda run: progress_file(run).write_text('{"a": 1}'), r"progress\.json is missing or damaged"),
+        (lambda run: tensor_file(run).unlink(), r"the tensors in \S+ are missing or damaged"),
+        (lambda run: os.truncate(tensor_file(run), 100), r"the tensors in \S+ are missing or damaged"),
+        (lambda run: tensor_file(run).write_bytes(b"x" * 10_000), r"the tensors in \S+ are missing or damaged"),
+        (lambda run: (tensor_file(run).parent / ".metadata").unlink(), r"the tensors in \S+ are missing or damaged"),
     ],
 )
 def test_resume_of_a_damaged_run_is_refused(finished, tmp_path, damage, message):
@@ -259,6 +263,10 @@ def test_resume_of_a_damaged_run_is_refused(finished, tmp_path, damage, message)
 
 def progress_file(run: Path) -> Path:
     return latest_checkpoint(run / "checkpoints") / "progress.json"
+
+
+def tensor_file(run: Path) -> Path:
+    return next(latest_checkpoint(run / "checkpoints").glob("*.distcp"))
 
 
 def test_a_used_folder_is_refused(tmp_path):
