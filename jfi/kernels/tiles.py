@@ -76,10 +76,10 @@ def block(width: int, least: int = 16, most: int | None = None) -> int:
     return size if most is None else min(size, most)
 
 
-def precision(highest: str = "tf32x3") -> str:
+def precision() -> str:
     """How float32 products are rounded: as torch.set_float32_matmul_precision says.
 
     "highest" is three products of tf32 parts on the matrix units, whose error is that of float32 arithmetic at a
     multiple of its speed.
     """
-    return highest if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
