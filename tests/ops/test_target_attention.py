@@ -85,8 +85,19 @@ HALVES = [torch.float16, torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", HALVES if torch.cuda.is_available() else HALVES[:1])
-@pytest.mark.parametrize(("times", "heads", "groups"), [(24, 1, 1), (8, 6, 1), (70, 1, 1), (35, 4, 2)])
-@pytest.mark.parametrize(("width", "value_width"), [(64, None), (128, 32), (256, None), (24, 40)])
+@pytest.mark.parametrize(
+    ("times", "heads", "groups", "width", "value_width"),
+    [
+        (24, 1, 1, 64, None),
+        (24, 1, 1, 24, 40),
+        (8, 6, 1, 128, 32),
+        (8, 6, 1, 64, None),
+        (70, 1, 1, 128, None),
+        (70, 1, 1, 256, None),
+        (35, 4, 2, 128, 32),
+        (35, 4, 2, 17, None),
+    ],
+)
 def test_many_queries_in_half_precision(times, heads, groups, width, value_width, dtype, device):
     """One sweep or two backward, rows fetched by descriptors where the GPU has them, samples of several chunks."""
     shape = {"times": times, "heads": heads, "groups": groups, "width": width, "value_width": value_width}
