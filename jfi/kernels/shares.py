@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.launch import Launcher
-from jfi.kernels.tiles import LOG2E, find_sample
+from jfi.kernels.tiles import LOG2E, block, find_sample
 
 #: What a sample costs beside its rows, in rows.
 WEIGHT = tl.constexpr(64)
@@ -149,7 +149,7 @@ def _merge_kernel(
 
 @cache
 def _merge(width: int, weighted: bool, dtype: torch.dtype, offsets_dtype: torch.dtype) -> Launcher:
-    block_d = triton.next_power_of_2(width)
+    block_d = block(width, least=1)
     return Launcher(
         _merge_kernel,
         WIDTH=width,

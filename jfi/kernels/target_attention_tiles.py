@@ -30,7 +30,6 @@ class Tile:
     has_bias: bool
     width_bytes: int  # of the wider of a key and a value row
     dtype: torch.dtype
-    offsets_dtype: torch.dtype
     precision: str
 
     @classmethod
@@ -77,7 +76,7 @@ def _tile(
     out_width: int | None,
     has_bias: bool,
     dtype: torch.dtype,
-    offsets_dtype: torch.dtype,
+    offsets_dtype: torch.dtype,  # another tile, whose kernels are compiled for other offsets
     rounding: str,
 ) -> Tile:
     shared = out_width is None
@@ -91,7 +90,7 @@ def _tile(
         )
     # Very wide rows leave no shared memory for products of tf32 parts.
     rounding = "ieee" if width_bytes > 1024 else rounding
-    return Tile(rows, groups, heads, width, out_width, shared, has_bias, width_bytes, dtype, offsets_dtype, rounding)
+    return Tile(rows, groups, heads, width, out_width, shared, has_bias, width_bytes, dtype, rounding)
 
 
 @triton.jit
@@ -110,7 +109,7 @@ def _keep(mask, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def load_rows(base, at, mask, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[rows, D] at 32-bit offsets ``at`` from a base pointer, so that a loop moves the base alone."""
+    """[rows, D] at places ``at`` from a base pointer: of 32 bits in a loop, which then moves the base alone."""
     cols = tl.arange(0, BLOCK_D)[None, :]
     return widen(tl.load(base + at[:, None] * STRIDE + cols, mask=_keep(mask, WIDTH, BLOCK_D), other=0.0))
 

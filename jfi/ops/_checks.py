@@ -5,7 +5,6 @@ the CPU, and on a GPU only after ``validate(True)``, since reading them there st
 """
 
 import math
-import os
 
 import torch
 from torch import Tensor
@@ -155,8 +154,10 @@ def check_impl(impl: str, like: Tensor) -> str:
 
 
 def _interprets() -> bool:
-    """Whether Triton's interpreter is on, which takes a processor's tensors."""
-    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+    """Whether the kernels run through Triton's interpreter, which takes a processor's tensors."""
+    from jfi.kernels.tiles import INTERPRET
+
+    return INTERPRET.value
 
 
 def check_pairs(name: str, count: int, x_offsets: Tensor, y_offsets: Tensor) -> None:

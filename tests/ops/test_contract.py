@@ -1,5 +1,7 @@
 """What every operator promises beside its numbers: schemas, one graph for all sizes, no synchronisation, errors."""
 
+import importlib
+
 import pytest
 import torch
 from ops.ragged import offsets_of
@@ -174,7 +176,7 @@ def test_a_million_queries_fit_the_grid(monkeypatch):
             return lambda *args, **options: grids.append(grid)
 
     for part in ("many_fwd", "many_bwd", "many_tiles"):
-        module = __import__(f"jfi.kernels.target_attention_{part}", fromlist=["_"])
+        module = importlib.import_module(f"jfi.kernels.target_attention_{part}")
         for attribute, kernel in list(vars(module).items()):
             if attribute.endswith("_kernel") and isinstance(kernel, triton.runtime.KernelInterface):
                 monkeypatch.setattr(module, attribute, Recorder())

@@ -1,5 +1,7 @@
 """However an operator is reached (eagerly, under a mode or in a graph), it is the same operator."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from ops.ragged import offsets_of
@@ -64,7 +66,7 @@ def test_a_profile_names_the_operator(device):
 
 
 def test_a_processors_tensors_are_refused_without_the_interpreter(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr("jfi.kernels.tiles.INTERPRET", SimpleNamespace(value=False))
     query, key, offsets = inputs(torch.device("cpu"))
     with pytest.raises(ValueError, match="impl='triton' must come with tensors on a GPU, got cpu: use impl='torch'"):
         ops.target_attention(query, key, None, offsets, impl="triton")
