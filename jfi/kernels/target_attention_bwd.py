@@ -19,12 +19,10 @@ from jfi.kernels.shares import WEIGHT, Partials, deal, first_step, fits, last_ro
 from jfi.kernels.target_attention_tiles import (
     FEW,
     Tile,
-    add_history_gradients,
     load_bias,
     load_rows,
     load_stats,
     query_rows,
-    store_history_gradients,
     store_rows,
     weigh,
 )
@@ -70,6 +68,8 @@ def _target_attention_bwd_kernel(
     q_at, q_mask = query_rows(at, group, GROUPS, HEADS), at < queries
     k_at = tl.arange(0, BLOCK_N)
     q_stride = (queries * GROUPS).to(tl.int64)
+    # Which query has which head: dS times it sums over the queries of a head.
+    own = (((at % HEADS)[:, None] == tl.arange(0, BLOCK_H)[None, :]) & q_mask[:, None]).to(tl.float32)
     if WHOLE:
         sample = program.to(tl.int64)
         low = tl.load(offsets_ptr + sample).to(tl.int64)
@@ -84,8 +84,11 @@ def _target_attention_bwd_kernel(
         end = start + chunk
         sample, low, high, n, _steps = first_step(offsets_ptr, batch, start, end, BLOCK_N)
     while (sample < batch) & (low + sample * WEIGHT < end):
-        next_high = tl.load(offsets_ptr + sample + 2, mask=sample + 1 < batch, other=0).to(tl.int64)
-        last = high if WHOLE else last_row(sample, low, high, end)
+        next_high = high
+        last = high
+        if not WHOLE:
+            next_high = tl.load(offsets_ptr + sample + 2, mask=sample + 1 < batch, other=0).to(tl.int64)
+            last = last_row(sample, low, high, end)
         row = sample * q_stride
         q = load_rows(q_ptr + row * D, q_at, q_mask, D, D, BLOCK_D)
         grad = load_rows(grad_ptr + row * E, q_at, q_mask, E, E, BLOCK_E)
@@ -102,33 +105,17 @@ def _target_attention_bwd_kernel(
             if HAS_BIAS:
                 bias = load_bias(bias_ptr, first, mask, at, group, GROUPS, HEADS, BLOCK_N)
             p, ds = weigh(q, grad, lse, delta, k, v, bias, mask, scale, PRECISION)
-            dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-            dv = tl.zeros((BLOCK_N, BLOCK_E), tl.float32)
-            dbias = tl.zeros((BLOCK_N, BLOCK_H), tl.float32)
-            dk, dv, dbias = add_history_gradients(
-                dk, dv, dbias, p, ds, q, grad, at, q_mask, scale, HEADS, SHARED, HAS_BIAS, PRECISION, BLOCK_H
-            )
-            store_history_gradients(
-                dk_ptr,
-                dv_ptr,
-                dbias_ptr,
-                dk,
-                dv,
-                dbias,
-                first,
-                k_at,
-                mask,
-                group,
-                GROUPS,
-                HEADS,
-                D,
-                E,
-                SHARED,
-                HAS_BIAS,
-                BLOCK_D,
-                BLOCK_E,
-                BLOCK_H,
-            )
+            dk = tl.dot((ds * scale).to(q.dtype), q, input_precision=PRECISION)
+            if SHARED:
+                dk = tl.dot(p.to(grad.dtype), grad, dk, input_precision=PRECISION)
+            else:
+                dv = tl.dot(p.to(grad.dtype), grad, input_precision=PRECISION)
+                store_rows(dv_ptr + first * (GROUPS * E) + group * E, dv, k_at, mask, GROUPS * E, E, BLOCK_E)
+            store_rows(dk_ptr + first * (GROUPS * D) + group * D, dk, k_at, mask, GROUPS * D, D, BLOCK_D)
+            if HAS_BIAS:
+                dbias = tl.dot(ds, own, input_precision="tf32x3")
+                to = dbias_ptr + first * (GROUPS * HEADS) + group * HEADS
+                store_rows(to, dbias, k_at, mask, GROUPS * HEADS, HEADS, BLOCK_H)
             dq = tl.dot(tl.trans((ds * scale).to(k.dtype)), k, dq, input_precision=PRECISION)
         if WHOLE:
             store_rows(dq_ptr + row * D, dq, q_at, q_mask, D, D, BLOCK_D)
