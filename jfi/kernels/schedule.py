@@ -1,0 +1,109 @@
+"""Dealing out tiles of packed rows: one slot a tile, the samples with most work first.
+
+The host knows the rows and the samples, no length.  A kernel writes, for each slot, which rows its tile has and which
+rows of the other side it meets; slots left over come last and have none.  Programs take slots in order, so they begin
+with the long ones and end with the short ones, which fill what the long ones leave: longest processing time first
+(Graham, 'Bounds on Multiprocessing Timing Anomalies', 1969), within the width of a bucket.
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jfi.kernels.launch import Launcher
+
+#: Samples a program.
+OWN = 32
+#: Two buckets for each doubling of the work.
+BUCKETS = tl.constexpr(64)
+
+
+#: A slot is (sample, tile, first row, rows, first row of the other side, rows of the other side), the last four of the
+#: sample.  A slot of no tile has the sample -1 and no rows.
+FIELDS = tl.constexpr(8)
+
+
+@triton.jit
+def _rows(offsets_ptr, at, batch):
+    low = tl.load(offsets_ptr + at, mask=at < batch, other=0)
+    high = tl.load(offsets_ptr + at + 1, mask=at < batch, other=0)
+    return low.to(tl.int32), (high - low).to(tl.int32)
+
+
+@triton.jit
+def _work(tiled_ptr, other_ptr, at, batch, heads, BLOCK: tl.constexpr):
+    """(tiles, bucket) of each sample."""
+    _, rows = _rows(tiled_ptr, at, batch)
+    _, others = _rows(other_ptr, at, batch)
+    bucket = (2.0 * tl.log2(others.to(tl.float32) + 1.0)).to(tl.int32)
+    return (rows * heads + BLOCK - 1) // BLOCK, tl.minimum(bucket, BUCKETS - 1)
+
+
+@triton.jit(do_not_specialize=["batch", "heads", "slots"])
+def _schedule_kernel(
+    tiled_ptr, other_ptr, slots_ptr, batch, heads, slots, BLOCK: tl.constexpr, OWN: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Tiles by bucket, all and those of samples before this program's; then each of its samples has its place."""
+    first = tl.program_id(0) * OWN
+    buckets = tl.arange(0, BUCKETS)
+    count = tl.zeros((BUCKETS,), tl.int32)
+    before = tl.zeros((BUCKETS,), tl.int32)
+    for start in range(0, batch, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        tiles, bucket = _work(tiled_ptr, other_ptr, at, batch, heads, BLOCK)
+        here = tl.where(bucket[:, None] == buckets[None, :], tiles[:, None], 0)
+        count += tl.sum(here, 0)
+        before += tl.sum(tl.where((at < first)[:, None], here, 0), 0)
+    total = tl.sum(count, 0)
+    before += total - tl.cumsum(count, 0)
+    own = first + tl.arange(0, OWN)
+    tiles, bucket = _work(tiled_ptr, other_ptr, own, batch, heads, BLOCK)
+    mine = bucket[:, None] == buckets[None, :]
+    # An earlier sample of the same bucket goes first.
+    place = tl.where(mine, tl.cumsum(tl.where(mine, tiles[:, None], 0), 0) - tiles[:, None] + before[None, :], 0)
+    place = tl.sum(place, 1)
+    low, rows = _rows(tiled_ptr, own, batch)
+    other, others = _rows(other_ptr, own, batch)
+    none = tl.zeros((OWN,), tl.int32)
+    for tile in range(0, tl.max(tiles, 0)):
+        to = slots_ptr + (place + tile).to(tl.int64) * FIELDS
+        mask = tile < tiles
+        tl.store(to, own, mask=mask)
+        tl.store(to + 1, none + tile, mask=mask)
+        tl.store(to + 2, low, mask=mask)
+        tl.store(to + 3, rows, mask=mask)
+        tl.store(to + 4, other, mask=mask)
+        tl.store(to + 5, others, mask=mask)
+    if first == 0:
+        for start in range(total, slots, OWN):
+            at = start + tl.arange(0, OWN)
+            for field in tl.static_range(6):
+                value = none - 1 if field == 0 else none
+                tl.store(slots_ptr + at.to(tl.int64) * FIELDS + field, value, mask=at < slots)
+
+
+@cache
+def _launcher(block: int, tiled: torch.dtype, other: torch.dtype) -> Launcher:
+    return Launcher(_schedule_kernel, BLOCK=block, OWN=OWN, CHUNK=128, num_warps=4)
+
+
+def schedule(tiled: Tensor, other: Tensor, rows: int, heads: int, block: int) -> Tensor:
+    """Which tile each slot is.
+
+    Args:
+        tiled: [B+1], offsets of the rows to be cut into tiles of ``block``, ``heads`` to a row.
+        other: [B+1], offsets of the rows that every tile of a sample meets: its work.
+        rows: where ``tiled`` ends.
+
+    Returns:
+        [slots, 8] int32, as FIELDS says; more slots than tiles.
+    """
+    batch = tiled.shape[0] - 1
+    slots = rows * heads // block + batch
+    table = torch.empty(slots, FIELDS.value, dtype=torch.int32, device=tiled.device)
+    launch = _launcher(block, tiled.dtype, other.dtype)
+    launch((-(-batch // OWN), 1, 1), (tiled, other, table), (batch, heads, slots))
+    return table
