@@ -174,8 +174,11 @@ def jagged_attention(
     window: tuple[int | None, int | None] | None,
     bias: Tensor | None,
     scale: float,
-) -> Tensor:
-    """[R, H, D], [S, G, D], [S, G, E] -> [R, H, E].  Computes every pair, masked or not: Σ L·M of them."""
+) -> tuple[Tensor, Tensor]:
+    """[R, H, D], [S, G, D], [S, G, E] -> [R, H, E] and the log-sum-exp of the scores [R, H].
+
+    Computes every pair, masked or not: Σ L·M of them.
+    """
     heads, rows = query.shape[1], query.shape[0]
     pairs = Pairs(query_offsets, key_offsets, None)
     keys = _share_heads(_widen(key), heads)
@@ -195,5 +198,12 @@ def jagged_attention(
     if right is not None:
         hidden = hidden | (ahead > right)
     row_offsets = pairs.row_offsets(rows)
-    weights = jagged_softmax(scores.masked_fill(hidden[:, None], -torch.inf), row_offsets)
-    return segment_sum(weights[..., None] * values[pairs.right], row_offsets).to(query.dtype)
+    scores = scores.masked_fill(hidden[:, None], -torch.inf)
+    weights = jagged_softmax(scores, row_offsets)
+    out = segment_sum(weights[..., None] * values[pairs.right], row_offsets).to(query.dtype)
+    top = segment_max(scores.detach(), row_offsets)
+    top = torch.where(top == -torch.inf, 0.0, top)
+    total = segment_sum(torch.exp(scores - segment_expand(top, row_offsets, pairs.count)), row_offsets)
+    empty = total == 0
+    lse = torch.where(empty, -torch.inf, top + torch.log(torch.where(empty, 1.0, total)))
+    return out, lse

@@ -30,20 +30,24 @@ class Launcher:
         self.compiled: dict[int, CompiledKernel] = {}
 
     def __call__(
-        self, grid: tuple[int, int, int], tensors: tuple[Tensor | None, ...], numbers: tuple[int | float, ...]
+        self,
+        grid: tuple[int, int, int],
+        tensors: tuple[Tensor | None, ...],
+        numbers: tuple[int | float, ...],
+        descriptors: tuple[object, ...] = (),
     ) -> None:
-        """Launch on the device of the first tensor.
+        """Launch on the device of the first tensor; tensor descriptors are the kernel's first arguments.
 
         Tensors come with the same dtypes, and None in the same places, at every call; an integer's parameter is in the
         kernel's do_not_specialize.
         """
         if INTERPRET.value:
-            self.kernel[grid](*tensors, *numbers, **self.constants)
+            self.kernel[grid](*descriptors, *tensors, *numbers, **self.constants)
             return
         device = tensors[0].device
         if device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
-                self(grid, tensors, numbers)
+                self(grid, tensors, numbers, descriptors)
             return
         addresses = [None if x is None else x.data_ptr() for x in tensors]
         together = 0
@@ -54,7 +58,7 @@ class Launcher:
         compiled = self.compiled.get(device.index) if usual else None
         if compiled is not None:
             # Addresses are not asked for a second time; what stands for the constants is not looked at.
-            arguments = (*addresses, *numbers, *self.placeholders)
+            arguments = (*descriptors, *addresses, *numbers, *self.placeholders)
             if _are_set(knobs.runtime.launch_enter_hook) or _are_set(knobs.runtime.launch_exit_hook):
                 compiled[grid](*arguments)
             else:
@@ -62,7 +66,7 @@ class Launcher:
                 rest = compiled.function, compiled.packed_metadata, None, None, None
                 compiled.run(*grid, stream, *rest, *arguments)
             return
-        compiled = self.kernel[grid](*tensors, *numbers, **self.constants)
+        compiled = self.kernel[grid](*descriptors, *tensors, *numbers, **self.constants)
         if usual:
-            self.placeholders = (None,) * (len(self.kernel.arg_names) - len(tensors) - len(numbers))
+            self.placeholders = (None,) * (len(self.kernel.arg_names) - len(descriptors) - len(tensors) - len(numbers))
             self.compiled[device.index] = compiled

@@ -21,8 +21,7 @@ OWN = 32
 BUCKETS = tl.constexpr(64)
 
 
-#: A slot is (sample, tile, first row, rows, first row of the other side, rows of the other side), the last four of the
-#: sample.  A slot of no tile has the sample -1 and no rows.
+#: Numbers to a slot, of which ``slot_of`` reads the first five.
 FIELDS = tl.constexpr(8)
 
 
@@ -71,23 +70,37 @@ def _schedule_kernel(
     for tile in range(0, tl.max(tiles, 0)):
         to = slots_ptr + (place + tile).to(tl.int64) * FIELDS
         mask = tile < tiles
-        tl.store(to, own, mask=mask)
-        tl.store(to + 1, none + tile, mask=mask)
-        tl.store(to + 2, low, mask=mask)
-        tl.store(to + 3, rows, mask=mask)
-        tl.store(to + 4, other, mask=mask)
-        tl.store(to + 5, others, mask=mask)
+        tl.store(to, none + tile, mask=mask)
+        tl.store(to + 1, low, mask=mask)
+        tl.store(to + 2, rows, mask=mask)
+        tl.store(to + 3, other, mask=mask)
+        tl.store(to + 4, others, mask=mask)
     if first == 0:
         for start in range(total, slots, OWN):
             at = start + tl.arange(0, OWN)
-            for field in tl.static_range(6):
-                value = none - 1 if field == 0 else none
-                tl.store(slots_ptr + at.to(tl.int64) * FIELDS + field, value, mask=at < slots)
+            for field in tl.static_range(5):
+                tl.store(slots_ptr + at.to(tl.int64) * FIELDS + field, none, mask=at < slots)
 
 
 @cache
 def _launcher(block: int, tiled: torch.dtype, other: torch.dtype) -> Launcher:
     return Launcher(_schedule_kernel, BLOCK=block, OWN=OWN, CHUNK=128, num_warps=4)
+
+
+@triton.jit
+def slot_of(slots_ptr, at, total, GROUPS: tl.constexpr):
+    """(tile, first row, rows, first row of the other side, its rows) of the slot that is place ``at`` of the grid.
+
+    A slot has a place for each key head.  Of a slot without a tile, or past the end, all are 0.
+    """
+    to = slots_ptr + (at // GROUPS).to(tl.int64) * FIELDS
+    mask = at < total
+    tile = tl.load(to, mask=mask, other=0)
+    low = tl.load(to + 1, mask=mask, other=0)
+    rows = tl.load(to + 2, mask=mask, other=0)
+    other = tl.load(to + 3, mask=mask, other=0)
+    others = tl.load(to + 4, mask=mask, other=0)
+    return tile, low, rows, other, others
 
 
 def schedule(tiled: Tensor, other: Tensor, rows: int, heads: int, block: int) -> Tensor:
@@ -99,7 +112,7 @@ def schedule(tiled: Tensor, other: Tensor, rows: int, heads: int, block: int) ->
         rows: where ``tiled`` ends.
 
     Returns:
-        [slots, 8] int32, as FIELDS says; more slots than tiles.
+        [slots, 8] int32: what ``slot_of`` reads; more slots than tiles.
     """
     batch = tiled.shape[0] - 1
     slots = rows * heads // block + batch

@@ -32,14 +32,14 @@ WHOLE_ROWS, WHOLE_BYTES = 512, 2**18
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def deal(rows: int, batch: int, device: torch.device, shares_per_multiprocessor: int) -> tuple[int, int]:
     """(positions of a share, number of shares), from what the host knows."""
     line = rows + batch * WEIGHT.value
-    chunk = max(LEAST_CHUNK, -(-line // (_multiprocessors(device) * shares_per_multiprocessor)))
+    chunk = max(LEAST_CHUNK, -(-line // (multiprocessors(device) * shares_per_multiprocessor)))
     return chunk, -(-line // chunk)
 
 

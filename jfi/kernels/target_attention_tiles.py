@@ -21,7 +21,7 @@ class Tile:
     One object for one set of shapes and dtypes, so that what follows from it is cached by identity.
     """
 
-    rows: int  # the power of two that covers the query rows that meet a key head, T · H / G
+    rows: int  # the power of two that covers the query rows that meet a key head, T · H / G; 0 where T varies
     groups: int
     heads: int  # that share a key head
     width: int
@@ -34,9 +34,10 @@ class Tile:
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor | None, offsets: Tensor, bias: Tensor | None) -> "Tile":
-        _, times, heads, width = query.shape
+        """query: [B, T, H, D], or [R, H, D] where every sample has a number of queries of its own."""
+        *packed, heads, width = query.shape
         groups = key.shape[1]
-        rows = block(times * heads // groups, least=1)
+        rows = block(packed[1] * heads // groups, least=1) if len(packed) == 2 else 0
         out_width = None if value is None else value.shape[2]
         rounding = precision() if key.dtype == torch.float32 else "tf32"
         return _tile(

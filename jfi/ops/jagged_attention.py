@@ -1,16 +1,116 @@
 """Jagged flash attention: queries with their own offsets against keys with theirs.
 
-    O[i] = Σ_j softmax_j(scale · q_i k_j + bias_j) v_j        over the keys j of the sample that query i belongs to
+    O[i] = Σ_j P[i,j] v_j        P[i,:] = softmax_j(scale · q_i k_j + bias_j)
 
-With the same offsets twice it is self-attention over histories; with others, a different number of candidates in every
-sample is ranked against its history (Xu et al., 'Enhancing Performance and Scalability of Large-Scale Recommendation
-Systems with Jagged Flash Attention', RecSys 2024).
+over the keys j of the sample that query i belongs to, by head.  With the same offsets twice it is self-attention over
+histories; with others, a different number of candidates in every sample is ranked against its history (Xu et al.,
+'Enhancing Performance and Scalability of Large-Scale Recommendation Systems with Jagged Flash Attention', RecSys 2024).
+With the log-sum-exp L saved and Δ = Σ_e dO·O - dL, the backward rebuilds the weights:
+
+    dv = Σ_i P dO      dS = P (dO·v - Δ)      dk = scale Σ_i dS q      dq = scale Σ_j dS k      dbias = Σ_i dS
 """
 
+from types import ModuleType
+
+import torch
 from torch import Tensor
 
 from jfi import reference
 from jfi.ops._checks import check_dim, check_floating, check_history, check_impl, check_offsets, check_scale
+from jfi.ops._dispatch import operator
+
+
+def _kernels(impl: str) -> ModuleType:
+    """The module whose forward and backward do the work: "triton", or "torch" on a processor."""
+    if impl == "triton":
+        from jfi.kernels import jagged_attention
+    else:
+        from jfi.kernels import jagged_attention_cpu as jagged_attention
+    return jagged_attention
+
+
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    query_offsets: Tensor,
+    key_offsets: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    left: int | None,
+    right: int | None,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    return _kernels(impl).forward(query, key, value, query_offsets, key_offsets, bias, scale, left, right)
+
+
+def _forward_fake(query, key, value, *_):
+    stats = torch.float64 if query.dtype == torch.float64 else torch.float32
+    out = query.new_empty(*query.shape[:2], (key if value is None else value).shape[2])
+    return out, query.new_empty(query.shape[:2], dtype=stats)
+
+
+def _backward(
+    grad: Tensor,
+    dlse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    query_offsets: Tensor,
+    key_offsets: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    left: int | None,
+    right: int | None,
+    impl: str,
+) -> list[Tensor]:
+    dlse = None if dlse is None else dlse.contiguous()
+    inputs = (query, key, value, query_offsets, key_offsets, bias)
+    grads = _kernels(impl).backward(grad.contiguous(), dlse, *inputs, out, lse, scale, left, right)
+    return [x for x in grads if x is not None]
+
+
+def _backward_fake(grad, dlse, query, key, value, query_offsets, key_offsets, bias, *_):
+    return [torch.empty_like(x) for x in (query, key, value, bias) if x is not None]
+
+
+def _save(ctx, inputs, output) -> None:
+    *tensors, scale, left, right, impl = inputs
+    ctx.rest = scale, left, right, impl
+    ctx.save_for_backward(*tensors, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, grad, dlse):
+    if grad is None and dlse is None:
+        return (None,) * 10
+    saved = ctx.saved_tensors
+    _, _, value, _, _, bias, out, _ = saved
+    grad = torch.zeros_like(out) if grad is None else grad
+    grads = iter(_jagged_attention_bwd(grad, dlse, *saved, *ctx.rest))
+    dquery, dkey = next(grads), next(grads)
+    dvalue = None if value is None else next(grads)
+    dbias = None if bias is None else next(grads)
+    return dquery, dkey, dvalue, None, None, dbias, None, None, None, None
+
+
+_jagged_attention_bwd = operator("jagged_attention_bwd", _backward, _backward_fake)
+_jagged_attention_fwd = operator("jagged_attention_fwd", _forward, _forward_fake, _save, _differentiate)
+
+
+def _window(causal: bool, window: tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
+    """How many keys before and behind its own place a query sees."""
+    if window is not None and not (isinstance(window, tuple) and len(window) == 2):
+        raise TypeError(f"window must be a pair (left, right) or None, got {window!r}")
+    left, right = window or (None, None)
+    for side, bound in (("left", left), ("right", right)):
+        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | torch.SymInt)):
+            raise TypeError(f"window must have a {side} of None or an int, got {bound!r}")
+        if bound is not None and bound < 0:
+            raise ValueError(f"window must have a {side} of None or at least 0, got {bound}")
+    return left, 0 if causal else right
 
 
 def jagged_attention(
@@ -24,26 +124,30 @@ def jagged_attention(
     window: tuple[int | None, int | None] | None = None,
     bias: Tensor | None = None,
     scale: float | None = None,
+    return_lse: bool = False,
     impl: str = "auto",
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of packed queries over the packed keys of the same sample.
-
-    Only the PyTorch implementation exists so far: it holds every query-key pair in memory and reads their number once.
 
     Args:
         query: [R, H, D], floating.
         key: [S, G, D]; G divides H, and H/G query heads share a key head.
-        value: [S, G, E], or None: value = key.
+        value: [S, G, E], or None: value = key, with one gradient.
         query_offsets: [B+1], int32 or int64, from 0 to R.
         key_offsets: [B+1], from 0 to S.
         causal: hide keys behind the query, where the last query of a sample stands at its last key.
         window: (left, right), how many keys before and behind the query's place are seen; None for no bound.
         bias: [S, H], added to the scores; -inf hides an event.
         scale: of the scores; None means 1/sqrt(D).
-        impl: "torch"; "auto" means the same.
+        return_lse: return the log-sum-exp of each query's scores too, for merging parts of a history; it has a
+            gradient as the output has.
+        impl: "triton" (rows of at most 512 float32 or 1,024 half-precision elements), "torch" (on a GPU the formula as
+            it stands, which holds every query-key pair in memory and reads their number once), or "auto": Triton for
+            CUDA tensors (float64 excepted), PyTorch otherwise.
 
     Returns:
-        [R, H, E].  A query that sees no key gives zeros.
+        [R, H, E]; with ``return_lse`` also [R, H], float32 (float64 of float64).  A query that sees no key gives zeros
+        and -inf.
 
     Raises:
         ValueError, TypeError: an argument that does not fit, by name.
@@ -59,14 +163,20 @@ def jagged_attention(
     check_dim("query", query, "[R, H, D]")
     rows, heads, width = query.shape
     check_history(key, value, bias, heads, width)
-    if window is not None and not (isinstance(window, tuple) and len(window) == 2):
-        raise TypeError(f"window must be a pair (left, right) or None, got {window!r}")
-    for side, bound in zip(("left", "right"), window or (None, None), strict=True):
-        if bound is not None and bound < 0:
-            raise ValueError(f"window must have a {side} of None or at least 0, got {bound}")
+    left, right = _window(causal, window)
     check_offsets("query_offsets", query_offsets, rows, "query", query)
     check_offsets("key_offsets", key_offsets, key.shape[0], "key", query, query_offsets.shape[0] - 1)
-    if check_impl(impl, query) == "triton" and impl == "triton":
-        raise ValueError("impl must be 'auto' or 'torch' for jagged_attention, got 'triton': there is no kernel yet")
+    impl = check_impl(impl, query)
     scale = check_scale(scale, width)
-    return reference.jagged_attention(query, key, value, query_offsets, key_offsets, causal, window, bias, scale)
+    if impl == "torch" and query.device.type != "cpu":
+        window = (left, right)
+        inputs = (query, key, value, query_offsets, key_offsets, False, window, bias, scale)
+        out, lse = reference.jagged_attention(*inputs)
+    else:
+        query, key = query.contiguous(), key.contiguous()
+        query_offsets, key_offsets = query_offsets.contiguous(), key_offsets.contiguous()
+        value = None if value is None else value.contiguous()
+        bias = None if bias is None else bias.contiguous()
+        inputs = (query, key, value, query_offsets, key_offsets, bias, scale, left, right, impl)
+        out, lse = _jagged_attention_fwd(*inputs)
+    return (out, lse) if return_lse else out

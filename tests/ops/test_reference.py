@@ -53,10 +53,11 @@ def test_table_1_operators_equal_loops(case):
     torch.testing.assert_close(reference.array_jagged_bmm_jagged_out(a, z, offsets, other, s), expected)
 
 
-def attention_loop(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, hidden: Tensor, scale: float) -> Tensor:
-    """One sample, event by event: [T, H, D], [L, G, D], [L, G, E], [L, H], [T, L] -> [T, H, E]."""
+def attention_loop(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, hidden: Tensor, scale: float):
+    """One sample, event by event: [T, H, D], [L, G, D], [L, G, E], [L, H], [T, L] -> [T, H, E], log-sum-exp [T, H]."""
     times, heads, _ = q.shape
     out = q.new_zeros(times, heads, v.shape[2])
+    lse = q.new_full((times, heads), -torch.inf)
     for t in range(times):
         for h in range(heads):
             g = h // (heads // k.shape[1])
@@ -68,7 +69,8 @@ def attention_loop(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, hidden: Tensor
                 continue
             weights = torch.tensor(scores, dtype=torch.float64).sub(top).exp()
             out[t, h] = (weights / weights.sum()) @ v[:, g]
-    return out
+            lse[t, h] = top + weights.sum().log()
+    return out, lse
 
 
 @pytest.mark.parametrize("case", SMALL)
@@ -79,7 +81,7 @@ def test_target_attention_equals_loops(case, heads, groups):
     q, k, v, bias = random(b, 2, heads, 3), random(s, groups, 3), random(s, groups, 5), random(s, heads)
     bias[: s // 2, 0] = -torch.inf
     expected = [
-        attention_loop(q[b], k[i], v[i], bias[i], torch.zeros(2, len(k[i])), 0.7)
+        attention_loop(q[b], k[i], v[i], bias[i], torch.zeros(2, len(k[i])), 0.7)[0]
         for b, i in enumerate(samples(offsets))
     ]
     expected = torch.stack(expected) if expected else q.new_zeros(0, 2, heads, 5)
@@ -93,15 +95,18 @@ def test_jagged_attention_equals_loops(causal, window):
     r, s = int(q_offsets[-1]), int(k_offsets[-1])
     q, k, v, bias = random(r, 4, 3), random(s, 2, 3), random(s, 2, 5), random(s, 4)
     left, right = window or (None, None)
-    expected = []
+    expected, expected_lse = [], []
     for i, j in zip(samples(q_offsets), samples(k_offsets), strict=True):
         length, keys = i.stop - i.start, j.stop - j.start
         ahead = torch.arange(keys)[None] - (torch.arange(length)[:, None] + keys - length)
         hidden = (ahead > 0) if causal else torch.zeros_like(ahead, dtype=torch.bool)
         hidden = hidden | (ahead < -(10**6 if left is None else left)) | (ahead > (10**6 if right is None else right))
-        expected.append(attention_loop(q[i], k[j], v[j], bias[j], hidden, 0.7))
-    got = reference.jagged_attention(q, k, v, q_offsets, k_offsets, causal, window, bias, 0.7)
+        out, sums = attention_loop(q[i], k[j], v[j], bias[j], hidden, 0.7)
+        expected.append(out)
+        expected_lse.append(sums)
+    got, lse = reference.jagged_attention(q, k, v, q_offsets, k_offsets, causal, window, bias, 0.7)
     torch.testing.assert_close(got, torch.cat(expected))
+    torch.testing.assert_close(lse, torch.cat(expected_lse))
 
 
 def test_gradients_equal_finite_differences():
@@ -118,7 +123,12 @@ def test_gradients_equal_finite_differences():
     assert gradcheck(lambda a, z: reference.array_jagged_bmm_jagged_out(a, z, x_offsets, y_offsets, 6), (a, z))
     assert gradcheck(lambda q, k, v, b: reference.target_attention(q, k, v, x_offsets, b, 0.7), (q, k, v, bias))
     assert gradcheck(lambda q, k: reference.target_attention(q, k, None, x_offsets, None, 0.7), (q, k))
+
+    def attend(q, k, v, b):
+        out, lse = reference.jagged_attention(q, k, v, y_offsets, x_offsets, True, (1, 0), b, 0.7)
+        return out, lse.where(lse > -torch.inf, 0.0)
+
     assert gradcheck(
-        lambda q, k, v, b: reference.jagged_attention(q, k, v, y_offsets, x_offsets, True, (1, 0), b, 0.7),
+        attend,
         (random(5, 2, 2).requires_grad_(), k, v, bias),
     )

@@ -20,7 +20,7 @@ def short_shares(monkeypatch):
     from jfi.kernels import shares
 
     monkeypatch.setattr(shares, "LEAST_CHUNK", 128)
-    monkeypatch.setattr(shares, "_multiprocessors", lambda device: 64)
+    monkeypatch.setattr(shares, "multiprocessors", lambda device: 64)
     monkeypatch.setattr(shares, "WHOLE_ROWS", 2**30)
     monkeypatch.setattr(shares, "WHOLE_BYTES", 2**30)
 

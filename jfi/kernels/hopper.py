@@ -1,0 +1,104 @@
+"""What the kernels for Hopper share.  They are written in Gluon, Triton's lower level, whose products and copies are
+started and waited for apart: warp groups of a program take roles, one fetches tiles and the others compute.
+
+A barrier in shared memory is passed from the fetching warp (``full``) to the computing ones and back (``free``); a wait
+names the phase, 0 and 1 in turn.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from jfi.kernels import jagged_attention_tiles, schedule
+from jfi.kernels.tiles import LOG2E
+
+slot_of = gluon.jit(schedule.slot_of.fn)
+keys_met = gluon.jit(jagged_attention_tiles.keys_met.fn)
+queries_met = gluon.jit(jagged_attention_tiles.queries_met.fn)
+sees = gluon.jit(jagged_attention_tiles.sees.fn)
+
+INF = gl.constexpr(float("inf"))
+#: Rows of a warp group: what one product of theirs takes.
+ROWS = gl.constexpr(64)
+
+
+@gluon.jit
+def barriers(number: gl.constexpr, count: gl.constexpr):
+    """[number] barriers, each passed by ``count`` arrivals."""
+    bars = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(number):
+        mbarrier.init(bars.index(i), count=count)
+    return bars
+
+
+@gluon.jit
+def tiles(desc, number: gl.constexpr):
+    """Room for tiles as the descriptor fetches them."""
+    shape: gl.constexpr = [number, desc.block_type.shape[0], desc.block_type.shape[1]]
+    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+
+
+@gluon.jit
+def numbers(count: gl.constexpr, length: gl.constexpr):
+    """[count, length] float32 in shared memory."""
+    return gl.allocate_shared_memory(gl.float32, [count, length], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def fetch(desc, row, group, bar, to):
+    """Start to copy the tile of a head from a row on; the barrier gets its bytes."""
+    tma.async_copy_global_to_shared(desc, [row, group * to.shape[1]], bar, to)
+
+
+@gluon.jit
+def put_bias(bias_ptr, row, end, group, to, GROUPS: gl.constexpr):
+    """The bias, in base 2, of a head for the keys from a row on, into shared memory; none past the end."""
+    LENGTH: gl.constexpr = to.shape[0]
+    at = row + gl.arange(0, LENGTH, gl.BlockedLayout([LENGTH // 32], [32], [1], [0]))
+    bias = gl.load(bias_ptr + at.to(gl.int64) * GROUPS + group, mask=at < end, other=0.0)
+    to.store(bias.to(gl.float32) * LOG2E)
+
+
+@gluon.jit
+def zero_tail(smem, rows):
+    """Zeros in the rows of a tile from ``rows`` on: 0 times what the next sample holds there is not always 0."""
+    LENGTH: gl.constexpr = smem.shape[0]
+    WIDTH: gl.constexpr = smem.shape[1]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [1, 1], [1, 0])
+    for first in gl.static_range(0, LENGTH, 8):
+        if rows < first + 8:
+            part = smem.slice(first, 8)
+            at = first + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
+            x = part.load(LAYOUT)
+            part.store(gl.where((at < rows)[:, None], x, gl.zeros_like(x)))
+    fence_async_shared()
+
+
+@gluon.jit
+def store_rows(ptr, x, row, end, group, GROUPS: gl.constexpr):
+    """A head's [64, width] to the rows from ``row`` on, up to ``end``, of [rows, G, width]."""
+    WIDTH: gl.constexpr = x.shape[1]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    x = gl.convert_layout(x.to(ptr.dtype.element_ty), LAYOUT)
+    at = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    col = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    to = ptr + (at.to(gl.int64) * (GROUPS * WIDTH) + group * WIDTH)[:, None] + col[None, :]
+    gl.store(to, x, mask=(at < end)[:, None])
+
+
+@cache
+def _layout(rows: int, width: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    return gl.NVMMASharedLayout.get_default_for([rows, width], element)
+
+
+def described(x: Tensor, rows: int, heads: int = 1) -> TensorDescriptor:
+    """[rows, G, width] in tiles of [rows, width] of a head; heads that share the one key head are rows too."""
+    width = x.shape[2]
+    flat = x.view(-1, width if heads > 1 else x.shape[1] * width)
+    return TensorDescriptor.from_tensor(flat, [rows, width], _layout(rows, width, x.dtype))

@@ -1,0 +1,67 @@
+"""Jagged attention in Triton: by Hopper's own means where the GPU and the installed Triton have them."""
+
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from jfi.kernels import jagged_attention_bwd, jagged_attention_fwd
+from jfi.kernels.tiles import INTERPRET
+
+
+@cache
+def _hopper(device: int) -> ModuleType | None:
+    """The kernels for Hopper, on such a GPU and with a Triton that brings the language they are written in."""
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+    try:
+        from jfi.kernels import jagged_attention_hopper
+    except ImportError:
+        return None
+    return jagged_attention_hopper
+
+
+def _serves(query: Tensor, key: Tensor, value: Tensor | None, bias: Tensor | None, scale: float) -> ModuleType | None:
+    hopper = None if INTERPRET.value else _hopper(query.device.index)
+    return hopper if hopper is not None and hopper.serves(query, key, value, bias, scale) else None
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    query_offsets: Tensor,
+    key_offsets: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    *window: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Arguments and results as those of jagged_attention_fwd.forward."""
+    inputs, offsets = (query, key, value), (query_offsets, key_offsets)
+    hopper = _serves(*inputs, bias, scale)
+    if hopper is not None:
+        return hopper.forward(*inputs, *offsets, bias, scale, *window)
+    return jagged_attention_fwd.forward(*inputs, *offsets, bias, scale, *window)
+
+
+def backward(
+    grad: Tensor,
+    dlse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    query_offsets: Tensor,
+    key_offsets: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    *window: int | None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Arguments and results as those of jagged_attention_bwd.backward."""
+    inputs, offsets = (query, key, value), (query_offsets, key_offsets)
+    hopper = _serves(*inputs, bias, scale)
+    if hopper is not None and grad.data_ptr() % 16 == 0:
+        return hopper.backward(grad, dlse, *inputs, *offsets, bias, out, lse, scale, *window)
+    return jagged_attention_bwd.backward(grad, dlse, *inputs, *offsets, bias, out, lse, scale, *window)

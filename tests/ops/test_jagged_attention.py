@@ -1,0 +1,253 @@
+"""Jagged attention, Triton and the processor's path: output and gradients within the budget on every kind of batch."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ops.budget import compare
+from ops.ragged import CASES, LENGTHS, offsets_of
+
+import jfi.ops
+from jfi import reference
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+IMPLS = ["triton", "torch"]
+WINDOWS = [(False, None), (True, None), (False, (7, 3)), (True, (20, None)), (False, (None, 5)), (False, (0, 0))]
+
+
+def check(
+    lengths,
+    device,
+    impl,
+    dtype=torch.float32,
+    queries=None,  # None: self-attention
+    heads=1,
+    groups=1,
+    width=16,
+    value_width=16,  # None: value = key
+    bias=None,
+    causal=False,
+    window=None,
+):
+    scale = 1.3 * width**-0.5
+    index = torch.int32 if len(lengths) % 2 else torch.int64
+    key_offsets = offsets_of(lengths, device, index)
+    query_offsets = key_offsets if queries is None else offsets_of(queries, device, index)
+    rows = sum(lengths if queries is None else queries)
+
+    def random(*shape: int):
+        return torch.randn(shape, device=device).to(dtype)
+
+    inputs = [random(rows, heads, width), random(sum(lengths), groups, width)]
+    if value_width is not None:
+        inputs.append(random(sum(lengths), groups, value_width))
+    if bias is not None:
+        inputs.append(random(sum(lengths), heads))
+        if bias == "hidden":
+            inputs[-1][torch.rand(sum(lengths), heads) < 0.5] = -torch.inf
+            inputs[-1][: sum(lengths) // 2, 0] = -torch.inf
+
+    def operands(tensors):
+        rest = list(tensors[2:])
+        value = rest.pop(0) if value_width is not None else None
+        return tensors[0], tensors[1], value, (rest.pop(0) if bias is not None else None)
+
+    def public(*tensors):
+        query, key, value, event_bias = operands(tensors)
+        options = {"causal": causal, "window": window, "bias": event_bias, "scale": scale, "impl": impl}
+        return jfi.ops.jagged_attention(query, key, value, query_offsets, key_offsets, **options)
+
+    def plain(*tensors):
+        query, key, value, event_bias = operands(tensors)
+        where = (query_offsets, key_offsets, causal, window)
+        return reference.jagged_attention(query, key, value, *where, event_bias, scale)[0]
+
+    compare(public, plain, inputs)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(("case", "dtype"), CASES)
+def test_ragged(case, dtype, impl, device):
+    lengths = LENGTHS[case]
+    check(lengths, device, impl, dtype, causal=True, value_width=None)
+    check(lengths, device, impl, dtype, queries=lengths[::-1], heads=2, value_width=8, bias="finite")
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(("causal", "window"), WINDOWS)
+def test_windows(causal, window, impl, device):
+    check([5, 0, 140, 1], device, impl, heads=2, groups=2, causal=causal, window=window)
+    check([5, 0, 140, 9], device, impl, queries=[70, 3, 65, 0], heads=3, causal=causal, window=window, bias="finite")
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 4), (6, 2), (3, 1), (70, 1)])
+@pytest.mark.parametrize("bias", [None, "hidden"])
+def test_heads(heads, groups, bias, impl, device):
+    check([5, 0, 80, 1], device, impl, heads=heads, groups=groups, value_width=12, bias=bias, causal=bias is None)
+
+
+HALVES = [torch.float16, torch.bfloat16]
+
+
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+@pytest.mark.parametrize("short", [0, 2**30] if ON_HOPPER else [0])
+@pytest.mark.parametrize("dtype", HALVES if torch.cuda.is_available() else HALVES[:1])
+@pytest.mark.parametrize(("causal", "window"), WINDOWS if torch.cuda.is_available() else WINDOWS[:3])
+@pytest.mark.parametrize(("heads", "groups"), [(2, 2), (4, 1), (3, 1)])
+@pytest.mark.parametrize(("width", "value_width"), [(64, 64), (64, None), (128, 128)])
+def test_half_precision(width, value_width, heads, groups, causal, window, dtype, short, device, monkeypatch):
+    """The shapes that Hopper has kernels of its own for, with so few programs that each takes many tiles."""
+    if ON_HOPPER:
+        from jfi.kernels import jagged_attention_hopper
+
+        monkeypatch.setattr(jagged_attention_hopper, "SHORT", short)
+        monkeypatch.setattr(jagged_attention_hopper, "multiprocessors", lambda device: 2)
+    options = {"heads": heads, "groups": groups, "width": width, "causal": causal, "window": window}
+    lengths = [0, 1, 64, 130, 5, 400] if torch.cuda.is_available() else [0, 1, 70]
+    check(lengths, device, "triton", dtype, value_width=value_width, **options)
+    check(lengths, device, "triton", dtype, lengths[::-1], value_width=value_width, **options)
+    if heads == groups:
+        check(lengths, device, "triton", dtype, lengths[::-1], value_width=value_width, bias="hidden", **options)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(
+    ("width", "value_width"), [(1, 1), (17, None), (96, 5), (100, None), (256, None), (256, 300), (400, 3)]
+)
+def test_widths(width, value_width, impl, device):
+    check([3, 0, 70, 1], device, impl, width=width, value_width=value_width, causal=True)
+
+
+def test_rows_wider_than_a_tile_are_refused(device):
+    x, offsets = torch.randn(3, 1, 513, device=device), offsets_of([3], device)
+    with pytest.raises(ValueError, match=r"key and value must be at most 512 wide for impl='triton'.*, got 513"):
+        jfi.ops.jagged_attention(x, x, None, offsets, offsets, impl="triton")
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 90)), max_size=5),
+    heads=st.sampled_from([(1, 1), (2, 1), (3, 3), (4, 2)]),
+    width=st.integers(1, 40),
+    value_width=st.none() | st.integers(1, 40),
+    bias=st.sampled_from([None, "finite", "hidden"]),
+    causal=st.booleans(),
+    window=st.none() | st.tuples(st.none() | st.integers(0, 60), st.none() | st.integers(0, 60)),
+)
+def test_any_shape(lengths, heads, width, value_width, bias, causal, window, impl, device):
+    queries, keys = [n for n, _ in lengths], [n for _, n in lengths]
+    check(keys, device, impl, torch.float32, queries, *heads, width, value_width, bias, causal, window)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("scale", [0.0, 1e-46, -0.7])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES] if torch.cuda.is_available() else [torch.float32])
+def test_any_scale(scale, dtype, impl, device):
+    offsets = offsets_of([5, 0, 70], device)
+    compare(
+        lambda q, k, v: jfi.ops.jagged_attention(q, k, v, offsets, offsets, scale=scale, causal=True, impl=impl),
+        lambda q, k, v: reference.jagged_attention(q, k, v, offsets, offsets, True, None, None, scale)[0],
+        [torch.randn(75, 2, 64, device=device).to(dtype) for _ in range(3)],
+    )
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_the_log_sum_exp_and_its_gradient(impl, device):
+    offsets, keys = offsets_of([5, 0, 70, 2], device), offsets_of([9, 3, 40, 0], device)
+    inputs = [torch.randn(77, 2, 16, device=device), torch.randn(52, 1, 16, device=device)]
+
+    def both(out, lse):
+        # -inf where nothing is seen: those rows are checked apart.
+        assert lse[75:].eq(-torch.inf).all() and out[75:].eq(0).all()
+        return torch.cat([out, lse[..., None].where(lse[..., None] > -torch.inf, 0.0).expand_as(out) * 0.1], -1)
+
+    compare(
+        lambda q, k: both(*jfi.ops.jagged_attention(q, k, None, offsets, keys, return_lse=True, impl=impl)),
+        lambda q, k: both(*reference.jagged_attention(q, k, None, offsets, keys, False, None, None, 0.25)),
+        inputs,
+    )
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_parts_of_a_history_merge(impl, device):
+    """Gradients too: the older and the newer half of every history, attended to apart."""
+    lengths = [6, 40, 2]
+    offsets, half = offsets_of(lengths, device), offsets_of([n // 2 for n in lengths], device)
+    query, key = torch.randn(48, 2, 16, device=device), torch.randn(48, 2, 16, device=device)
+    own = torch.arange(48, device=device) - offsets[:-1].repeat_interleave(offsets.diff())
+    older = own < half.diff().repeat_interleave(offsets.diff())
+
+    def merged(query, key):
+        out, lse = [], []
+        for part in (key[older], key[~older]):
+            got = jfi.ops.jagged_attention(query, part, None, offsets, half, return_lse=True, impl=impl)
+            out.append(got[0])
+            lse.append(got[1])
+        weights = torch.softmax(torch.stack(lse), 0)
+        return (torch.stack(out) * weights[..., None]).sum(0)
+
+    leaves = [x.requires_grad_() for x in (query, key)]
+    whole = jfi.ops.jagged_attention(query, key, None, offsets, offsets, impl=impl)
+    parts = merged(query, key)
+    torch.testing.assert_close(parts, whole)
+    grad = torch.randn_like(whole)
+    got, expected = torch.autograd.grad(parts, leaves, grad), torch.autograd.grad(whole, leaves, grad)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_what_is_not_finite_stays_in_its_sample(dtype, impl, device):
+    lengths = [100, 30, 77]
+    offsets = offsets_of(lengths, device)
+    clean = [torch.randn(207, 2, 64, device=device).to(dtype) for _ in range(3)]
+    broken = [x.clone() for x in clean]
+    for x in broken:
+        x[100:130] = torch.nan
+    results = []
+    for inputs in (clean, broken):
+        leaves = [x.requires_grad_() for x in inputs]
+        out = jfi.ops.jagged_attention(*leaves, offsets, offsets, impl=impl)
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for a, b in zip(*results, strict=True):
+        assert b[100:130].isnan().all()
+        assert torch.equal(a[:100], b[:100]) and torch.equal(a[130:], b[130:])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_same_inputs_give_the_same_bits(dtype, impl, device):
+    offsets = offsets_of([300, 5, 0, 90], device)
+    leaves = [torch.randn(395, 2, 64, device=device).to(dtype).requires_grad_() for _ in range(3)]
+    runs = []
+    for _ in range(2):
+        out = jfi.ops.jagged_attention(*leaves, offsets, offsets, causal=True, impl=impl)
+        runs.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("batch", [1, 5, 200])
+def test_the_schedule_has_every_tile_once_and_the_long_first(batch, heads, device):
+    from jfi.kernels.schedule import schedule
+
+    lengths = torch.randint(0, 700, (batch,)) * (torch.rand(batch) > 0.2)
+    others = torch.randint(0, 700, (batch,))
+    tiled, other = offsets_of(lengths.tolist(), device), offsets_of(others.tolist(), device, torch.int32)
+    slots = schedule(tiled, other, int(lengths.sum()), heads, 64)[:, :5].tolist()
+    tiles = [
+        (tile, int(tiled[b]), int(lengths[b]), int(other[b]), int(others[b]))
+        for b in range(batch)
+        for tile in range(-(-int(lengths[b]) * heads // 64))
+    ]
+    assert sorted(tuple(x) for x in slots[: len(tiles)]) == sorted(tiles)
+    assert all(x == [0] * 5 for x in slots[len(tiles) :])
+    work = [x[4] + 1 for x in slots[: len(tiles)]]
+    assert all(later < earlier * 2**0.5 + 1 for earlier, later in pairwise(work))
