@@ -8,12 +8,20 @@ from types import ModuleType
 
 import torch
 
-from benchmarks import cpu, figures, lengths, measure, report, table1, target
+from benchmarks import cpu, figures, lengths, measure, report, self_attention, self_lengths, table1, target
 from benchmarks.run import Rates, run
 
-GPU_SUITES: dict[str, ModuleType] = {"target": target, "table1": table1, "lengths": lengths}
+GPU_SUITES: dict[str, ModuleType] = {
+    "target": target,
+    "table1": table1,
+    "lengths": lengths,
+    "self": self_attention,
+    "self_lengths": self_lengths,
+}
 SUITES = GPU_SUITES | {"cpu": cpu}
+CPU_SUITES = ("cpu", "self")
 SECONDS, QUICK_SECONDS = 0.25, 0.06  # on one figure of a GPU
+SELF_SECONDS = {"self": 0.1, "self_lengths": 0.1}  # of calls that take milliseconds
 CPU_SECONDS, QUICK_CPU_SECONDS = 6.0, 0.3  # on one column of a case, all implementations together
 
 
@@ -47,7 +55,7 @@ def measured_rates(device: torch.device) -> Rates:
 def run_suite(name: str, device: torch.device, rates: Rates, where: dict, options: argparse.Namespace) -> None:
     start, rows = time.perf_counter(), []
     if device.type == "cuda":
-        seconds = QUICK_SECONDS if options.quick else SECONDS
+        seconds = QUICK_SECONDS if options.quick else SELF_SECONDS.get(name, SECONDS)
     else:
         seconds = QUICK_CPU_SECONDS if options.quick else CPU_SECONDS
     for case in SUITES[name].cases(options.quick):
@@ -72,13 +80,15 @@ def main() -> int:
             print(*(f"{name}: {case.name}" for case in SUITES[name].cases(options.quick)), sep="\n")
         return 0
     if not gpu:
-        if needy := [name for name in names if name in GPU_SUITES]:
+        if needy := [name for name in names if name not in CPU_SUITES]:
             print(f"error: {', '.join(needy)} need a GPU, and there is none; --only cpu measures the processor")
             return 2
         print("No GPU here: measuring the processor's paths.")
+        if "self" in names:
+            print(self_attention.CPU_NOTE)
     torch.set_float32_matmul_precision("high")  # TF32 on a GPU, for everyone
     for name in names:
-        device = torch.device("cpu" if name == "cpu" else "cuda")
+        device = torch.device("cuda" if gpu and name != "cpu" else "cpu")
         if device.type == "cpu":
             torch.set_num_threads(measure.CPU_THREADS)
         rates = measured_rates(device)

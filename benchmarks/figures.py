@@ -28,23 +28,30 @@ def plain_ticks(axis: Axis) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def series(rows: list[dict]) -> dict[str, list[dict]]:
-    """The rows of each line, ours by how it reads."""
+def by_reading(row: dict) -> str:
+    """The name of a row's line, ours by how it reads."""
+    if not row["ours"]:
+        return row["implementation"]
+    return row["implementation"] + (", value = key" if row["shared"] else ", distinct value")
+
+
+def by_implementation(row: dict) -> str:
+    return row["implementation"]
+
+
+def series(rows: list[dict], label: Callable[[dict], str]) -> dict[str, list[dict]]:
+    """The rows of each line."""
     lines: dict[str, list[dict]] = {}
     for row in sorted(rows, key=lambda row: row["N"]):
-        name = row["implementation"]
-        if row["ours"]:
-            name += ", value = key" if row["shared"] else ", distinct value"
-        lines.setdefault(name, []).append(row)
+        lines.setdefault(label(row), []).append(row)
     return lines
 
 
 def draw_lengths(axes: Axes, lines: dict[str, list[dict]], value: Callable[[dict], float | None]) -> None:
     peers = iter(zip(PEERS, MARKERS, strict=True))
     for name, rows in lines.items():
-        mine = rows[0]["ours"]
-        colour, marker = (OURS, "o") if mine else next(peers)
-        style = "--" if mine and not rows[0]["shared"] else "-"
+        colour, marker = (OURS, "o") if rows[0]["ours"] else next(peers)
+        style = "--" if name.endswith("distinct value") else "-"
         points = [(row["N"], value(row)) for row in rows if value(row)]
         if points:
             axes.plot(*zip(*points, strict=True), style, color=colour, marker=marker, markersize=4, label=name)
@@ -56,11 +63,9 @@ def draw_lengths(axes: Axes, lines: dict[str, list[dict]], value: Callable[[dict
     axes.grid(True, which="major", alpha=0.3)
 
 
-def lengths(results: dict, folder: Path) -> list[Path]:
-    """latency.png and memory.png, forward and training side by side."""
-    rows = results["rows"]
-    shape = rows[0]
-    what = f"Target attention, B={shape['B']}, D={shape['D']}, T={shape['T']}, {shape['dtype']}"
+def against_lengths(results: dict, label: Callable[[dict], str], what: str, folder: Path, prefix: str) -> list[Path]:
+    """<prefix>latency.png and <prefix>memory.png, forward and training side by side."""
+    lines = series(results["rows"], label)
     pictures = {
         "latency": ("microseconds", "forward_us", "forward_backward_us"),
         "memory": ("MB above the inputs", "memory_forward_mb", "memory_training_mb"),
@@ -69,16 +74,28 @@ def lengths(results: dict, folder: Path) -> list[Path]:
     for name, (unit, forward, training) in pictures.items():
         figure, panels = plt.subplots(1, 2, figsize=(11, 4.4), sharey=True, layout="constrained")
         for axes, column, title in zip(panels, (forward, training), ("forward", "forward + backward"), strict=True):
-            draw_lengths(axes, series(rows), lambda row, column=column: row.get(column))
+            draw_lengths(axes, lines, lambda row, column=column: row.get(column))
             axes.set_title(title)
         panels[0].set_ylabel(unit)
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside right center", frameon=False)
         figure.suptitle(f"{what}\n{caption(results)}", fontsize=10)
-        paths.append(folder / f"{name}.png")
+        paths.append(folder / f"{prefix}{name}.png")
         figure.savefig(paths[-1], dpi=130)
         plt.close(figure)
     return paths
+
+
+def lengths(results: dict, folder: Path) -> list[Path]:
+    shape = results["rows"][0]
+    what = f"Target attention, B={shape['B']}, D={shape['D']}, T={shape['T']}, {shape['dtype']}"
+    return against_lengths(results, by_reading, what, folder, "")
+
+
+def self_lengths(results: dict, folder: Path) -> list[Path]:
+    shape = results["rows"][0]
+    what = f"Self-attention, B={shape['B'] * shape['N']:,} / N, D={shape['D']}, H={shape['H']}, {shape['dtype']}"
+    return against_lengths(results, by_implementation, what, folder, "figure2_self_")
 
 
 def speedups(rows: list[dict], column: str, floor: Callable[[dict], float]) -> dict[str, list[float]]:
@@ -136,4 +153,8 @@ def table1(results: dict, folder: Path) -> list[Path]:
     return [path]
 
 
-DRAW: dict[str, Callable[[dict, Path], list[Path]]] = {"lengths": lengths, "table1": table1}
+DRAW: dict[str, Callable[[dict, Path], list[Path]]] = {
+    "lengths": lengths,
+    "self_lengths": self_lengths,
+    "table1": table1,
+}

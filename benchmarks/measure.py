@@ -74,13 +74,16 @@ def kernel_us(build: Callable[[], Sequence[Call]]) -> float:
     return statistics.median(times[2:]) / len(calls)
 
 
-def host_us(calls: Sequence[Call]) -> float:
+def host_us(calls: Sequence[Call], seconds: float) -> float:
     """Median wall time until a call returns, the GPU not waited for."""
     for call in calls:
         call()
     times = []
+    end = time.perf_counter() + seconds
     for i in range(HOST_CALLS):
         torch.cuda.synchronize()
+        if time.perf_counter() > end and i >= EAGER_CALLS[0]:
+            break
         start = time.perf_counter()
         calls[i % len(calls)]()
         times.append(time.perf_counter() - start)

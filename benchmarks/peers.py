@@ -21,12 +21,14 @@ from benchmarks.problem import BATCH, ROWS, Problem, Shape, draw_lengths, pad, r
 from benchmarks.run import Implementation, Missing, Prepared
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor | None = None) -> Tensor:
-    """[T, H, D], [L, G, D], [L, G, E] -> [T, H, E]: the formula on one sample."""
+def attend(query: Tensor, key: Tensor, value: Tensor | None = None, causal: bool = False) -> Tensor:
+    """[T, H, D], [L, G, D], [L, G, E] -> [T, H, E]: the formula on one sample.  Causal: of T = L."""
     value = key if value is None else value
     share = query.shape[1] // key.shape[1]
     keys, values = key.repeat_interleave(share, 1), value.repeat_interleave(share, 1)
     scores = torch.einsum("thd,lhd->htl", query, keys) / math.sqrt(query.shape[2])
+    if causal:
+        scores = scores.masked_fill(scores.new_ones(scores.shape[1:], dtype=torch.bool).triu(1), -torch.inf)
     return torch.einsum("htl,lhe->the", scores.softmax(-1), values)
 
 
@@ -114,22 +116,27 @@ def pad_and_attend(problem: Problem) -> Prepared:
     return Prepared([attention.leaves[0], *rest], call, attention.grad, attention.output, gradients)
 
 
-def varlen(problem: Problem) -> Prepared:
-    """torch's variable-length flash attention, the queries of a sample as a short sequence."""
+def varlen_attn(shape: Shape) -> Callable[..., Tensor]:
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError as error:
         raise Missing(f"no torch.nn.attention.varlen in torch {torch.__version__}") from error
-    shape = problem.shape
     if shape.dtype == "float32":
         raise Missing("half precision only")
+    return varlen_attn
+
+
+def varlen(problem: Problem) -> Prepared:
+    """torch's variable-length flash attention, the queries of a sample as a short sequence."""
+    shape = problem.shape
+    attention = varlen_attn(shape)
     query, *rest = problem.inputs.values()
     queries = shape.T * shape.H // shape.G
     query_offsets = torch.arange(shape.B + 1, dtype=torch.int32, device=query.device) * queries
     offsets = problem.offsets.int()
 
     def call(query: Tensor, *rest: Tensor) -> Tensor:
-        return varlen_attn(query, *key_and_value(rest), query_offsets, offsets, queries, shape.N)
+        return attention(query, *key_and_value(rest), query_offsets, offsets, queries, shape.N)
 
     def back(x: Tensor) -> Tensor:
         return unfold(x.unflatten(0, (shape.B, -1)), shape)

@@ -4,13 +4,15 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SIGMA = 1.5  # of the log-normal lengths
 
-#: What the first dimension of a tensor counts: samples, packed rows, or the L·L pairs of each sample's rows.
-BATCH, ROWS, PAIRS = "batch", "rows", "pairs"
+#: What the first dimension of a tensor counts: samples, packed rows, the L·L pairs of each sample's rows, or packed
+#: queries.
+BATCH, ROWS, PAIRS, QUERIES = "batch", "rows", "pairs", "queries"
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ class Problem:
         grad: the gradient of the output.
         formula: the operator on one sample, in float64, differentiable.
         flops: of forward and backward, counting real pairs only; 0 where bytes alone set the floor.
+        query_lengths: where queries are packed by lengths of their own; None means the rows are the queries.
+        kept: bytes that a forward must leave for its backward beside the output.
     """
 
     shape: Shape
@@ -71,15 +75,15 @@ class Problem:
     grad: Tensor
     formula: Callable[..., Tensor]
     flops: tuple[float, float] = (0.0, 0.0)
+    query_lengths: Tensor | None = None
+    kept: int = 0
     starts: dict[str, list[int]] = field(init=False)
     known: dict[int, tuple[Tensor, list[Tensor]]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        zero = self.lengths.new_zeros(1)
-        self.starts = {
-            ROWS: torch.cat([zero, self.lengths.cumsum(0)]).tolist(),
-            PAIRS: torch.cat([zero, self.lengths.square().cumsum(0)]).tolist(),
-        }
+        queries = self.lengths if self.query_lengths is None else self.query_lengths
+        counts = {ROWS: self.lengths, PAIRS: self.lengths.square(), QUERIES: queries}
+        self.starts = {layout: F.pad(count.cumsum(0), (1, 0)).tolist() for layout, count in counts.items()}
 
     @property
     def rows(self) -> int:
@@ -92,6 +96,12 @@ class Problem:
     @property
     def pair_offsets(self) -> Tensor:
         return torch.tensor(self.starts[PAIRS], device=self.offsets.device)
+
+    @property
+    def query_offsets(self) -> Tensor:
+        if self.query_lengths is None:
+            return self.offsets
+        return torch.tensor(self.starts[QUERIES], device=self.offsets.device)
 
     def take(self, x: Tensor, layout: str, sample: int) -> Tensor:
         """The sample's part of a tensor."""

@@ -105,6 +105,9 @@ def line(row: dict) -> str:
         text += f" + {microseconds(row['kernel_backward_us'])} ({row['efficiency_backward']:.2f})"
     if "host_us" in row:
         text += f"   host {row['host_us']:.0f}"
+    if "forward_tflops" in row:
+        training = f"{row['forward_backward_tflops']:.3g}" if "forward_backward_tflops" in row else "-"
+        text += f"   TFLOP/s {row['forward_tflops']:.3g} | {training}"
     if "memory_forward_mb" in row:
         training = f"{row['memory_training_mb']:.0f}" if "memory_training_mb" in row else "-"
         text += f"   MB {row['memory_forward_mb']:.1f} | {training}"

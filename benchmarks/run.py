@@ -30,6 +30,7 @@ class Prepared:
         call: (*leaves) -> output.
         grad: the gradient of its output.
         output, gradients: back to the operator's layout.
+        solves: the problem that it computes, and is compared with, where that is another than it was given.
     """
 
     leaves: list[Tensor]
@@ -37,6 +38,7 @@ class Prepared:
     grad: Tensor
     output: Callable[[Tensor], Tensor] = lambda out: out
     gradients: Callable[[list[Tensor]], list[Tensor]] = lambda grads: grads
+    solves: Problem | None = None
 
     def forward(self) -> Tensor:
         with torch.no_grad():
@@ -92,6 +94,7 @@ class Rates:
 
 def errors(problem: Problem, prepared: Prepared) -> tuple[float, float | None, str]:
     """Relative error of the output and of the worst gradient (None and a reason where the backward fails)."""
+    problem = prepared.solves or problem
     out, leaves = prepared.tracked()
     grads, reason = None, ""
     try:
@@ -178,14 +181,18 @@ def _run_gpu(implementation: Implementation, problems: list[Problem], row: dict,
     if row["status"] == "wrong":
         return
     row["forward_us"] = measure.eager_us([p.forward for p in sets], seconds)
-    row["host_us"] = measure.host_us([p.forward for p in sets])
+    row["host_us"] = measure.host_us([p.forward for p in sets], seconds)
     row["memory_forward_mb"] = measure.peak_mb(sets[0].forward)
-    row["floor_memory_forward_mb"] = problems[0].grad.nbytes / 1e6
+    results = problems[0].grad.nbytes + problems[0].kept
+    row["floor_memory_forward_mb"] = results / 1e6
     if row["status"] == "ok":
         row["forward_backward_us"] = measure.eager_us([p.forward_backward for p in sets], seconds)
         row["memory_training_mb"] = measure.peak_mb(sets[0].forward_backward)
         gradients = sum(x.nbytes for x in problems[0].inputs.values())
-        row["floor_memory_training_mb"] = (problems[0].grad.nbytes + gradients) / 1e6
+        row["floor_memory_training_mb"] = (results + gradients) / 1e6
+    for column, count in {"forward": problems[0].flops[0], "forward_backward": sum(problems[0].flops)}.items():
+        if count and f"{column}_us" in row:
+            row[f"{column}_tflops"] = count / row[f"{column}_us"] / 1e6
     if implementation.graph:
         _run_graphs(sets, row)
 

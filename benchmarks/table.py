@@ -15,9 +15,13 @@ def cell(row: dict | None) -> str:
     return f"{report.microseconds(row['forward_us'])} \\| {report.microseconds(both) if both else 'fails'}"
 
 
-def best(rows: dict[str, dict], column: str) -> dict | None:
-    """The row of the fastest peer."""
-    peers = [row for row in rows.values() if not row["ours"] and row.get(column)]
+#: What the table of self-attention compares with one by one: a heading, and how the peers' names begin.
+SELF_PEERS = {"varlen_attn": "torch varlen_attn", "padded SDPA": "padded SDPA", "dense": "dense"}
+
+
+def best(rows: dict[str, dict], column: str, named: str = "") -> dict | None:
+    """The row of the fastest peer, of those whose name begins so."""
+    peers = [row for name, row in rows.items() if name.startswith(named) and not row["ours"] and row.get(column)]
     return min(peers, key=lambda row: row[column], default=None)
 
 
@@ -28,10 +32,27 @@ def best_cell(rows: dict[str, dict]) -> str:
     )
 
 
-def gain(rows: dict[str, dict], mine: dict, column: str) -> str:
-    """How many times as fast as the best peer."""
-    peer, own = best(rows, column), mine.get(column)
+def gain(rows: dict[str, dict], mine: dict, column: str, named: str = "") -> str:
+    """How many times as fast as the best peer, of those whose name begins so."""
+    peer, own = best(rows, column, named), mine.get(column)
     return f"{peer[column] / own:.1f}x" if peer and own else "-"
+
+
+def gains(rows: dict[str, dict], mine: dict, named: str = "") -> str:
+    return f"{gain(rows, mine, 'forward_us', named)} \\| {gain(rows, mine, 'forward_backward_us', named)}"
+
+
+def rates(mine: dict) -> str:
+    """Useful TFLOP/s, forward and in both passes."""
+    parts = [mine.get("forward_tflops"), mine.get("forward_backward_tflops")]
+    return " \\| ".join("-" if part is None else f"{part:.0f}" for part in parts)
+
+
+def memory(mine: dict) -> str:
+    """Of a forward, and how much that is of output and log-sum-exp."""
+    if "memory_forward_mb" not in mine:
+        return "-"
+    return f"{mine['memory_forward_mb']:.0f} ({mine['memory_forward_mb'] / mine['floor_memory_forward_mb']:.2f})"
 
 
 def efficiency(mine: dict) -> str:
@@ -50,12 +71,17 @@ def markdown(results: dict, brief: bool = False) -> str:
     timed = any("efficiency_forward" in row for rows in cases.values() for row in rows.values())
     shown = ["jfi", "best peer"] if brief else names
     columns = ["case", *shown, *(["floor / kernels"] if timed else []), "against the best peer"]
+    of_self = results["rows"][0].get("suite") == "self"
+    if of_self:
+        columns += [*(f"against {peer}" for peer in SELF_PEERS), "useful TFLOP/s", "MB, forward"]
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for case, rows in cases.items():
         mine = next(row for row in rows.values() if row["ours"])
         cells = [case, *([cell(mine), best_cell(rows)] if brief else [cell(rows.get(name)) for name in names])]
         cells += [efficiency(mine)] if timed else []
-        cells.append(f"{gain(rows, mine, 'forward_us')} \\| {gain(rows, mine, 'forward_backward_us')}")
+        cells.append(gains(rows, mine))
+        if of_self:
+            cells += [*(gains(rows, mine, named) for named in SELF_PEERS.values()), rates(mine), memory(mine)]
         lines.append("| " + " | ".join(cells) + " |")
     where = results["environment"]
     versions = ", ".join(f"{name} {found}" for name, found in where["versions"].items())

@@ -9,8 +9,20 @@ import pytest
 import torch
 
 from benchmarks import __main__ as main
-from benchmarks import cpu, figures, lengths, measure, report, run, table, table1, target
-from benchmarks.peers import FBGEMM, OURS, PADDED, SEGMENTS, SLL_UNFUSED, attention_problem
+from benchmarks import (
+    cpu,
+    figures,
+    jagged_peers,
+    measure,
+    report,
+    run,
+    self_attention,
+    self_lengths,
+    table,
+    table1,
+)
+from benchmarks.jagged_peers import JaggedShape, jagged_problem
+from benchmarks.peers import FBGEMM, OURS, PADDED, SEGMENTS, SLL_UNFUSED, attend, attention_problem
 from benchmarks.problem import Shape, draw_lengths
 from benchmarks.run import Case, Implementation, Missing, Rates
 
@@ -46,6 +58,48 @@ def test_peers_compute_the_same(shared, heads):
         if row["status"] != "missing":
             assert row["status"] == "ok", row
             assert row["forward_us"] > 0 and row["forward_backward_us"] > 0
+
+
+def looped_varlen(query, key, value, query_offsets, offsets, most_queries, longest, window_size=(-1, -1)):
+    """What torch's varlen_attn computes, which needs a GPU."""
+    out = []
+    for sample in range(offsets.shape[0] - 1):
+        of_sample = [slice(*bounds[sample : sample + 2].tolist()) for bounds in (query_offsets, offsets, offsets)]
+        parts = [x[rows] for x, rows in zip((query, key, value), of_sample, strict=True)]
+        assert parts[0].shape[0] <= most_queries and parts[1].shape[0] <= longest
+        out.append(attend(*parts, causal=window_size == (-1, 0)))
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        JaggedShape(12, 9, 4, H=2, G=2, dtype="float32"),
+        JaggedShape(12, 9, 4, dtype="float32"),
+        JaggedShape(12, 9, 4, T=5, H=2, G=2, dtype="float32"),
+        JaggedShape(12, 9, 4, H=2, G=2, dtype="float32", causal=True),
+    ],
+    ids=lambda shape: shape.name,
+)
+def test_peers_of_jagged_attention_compute_the_same(shape, monkeypatch):
+    monkeypatch.setattr(jagged_peers, "varlen_attn", lambda shape: looped_varlen)
+    assert 0 in draw_lengths(shape, 0)
+    peers = [x for x in vars(jagged_peers).values() if isinstance(x, Implementation) and x is not jagged_peers.FLEX]
+    status = {row["implementation"]: row["status"] for row in rows_of(*peers, shape=shape, build=jagged_problem)}
+    served = {"jfi", "torch varlen_attn"}
+    if not shape.causal:
+        served |= {"padded SDPA", "padded SDPA, no mask", "dense"}
+    if not shape.causal and not shape.T and shape.H == 1:
+        served.add("jagged, unfused")
+    assert status == {peer.name: "ok" if peer.name in served else "missing" for peer in peers}
+
+
+def test_operations_of_jagged_attention_are_those_of_real_pairs():
+    shape = JaggedShape(12, 9, 4, H=2, G=2, dtype="float32")
+    lengths = draw_lengths(shape, 0).tolist()
+    full, causal = (jagged_problem(replace(shape, causal=causal), 0, CPU).flops for causal in (False, True))
+    pairs, seen = sum(n * n for n in lengths), sum(n * (n + 1) // 2 for n in lengths)
+    assert full == (4 * 4 * 2 * pairs, 10 * 4 * 2 * pairs) and causal == (4 * 4 * 2 * seen, 10 * 4 * 2 * seen)
 
 
 @pytest.mark.parametrize("name", table1.OPERATORS)
@@ -114,6 +168,18 @@ def test_the_processor_is_measured_where_there_is_no_gpu(monkeypatch, tmp_path, 
     assert printed.startswith("| case | jfi | padded SDPA |") and "commit abc" in printed
 
 
+def test_jagged_attention_is_measured_small_where_there_is_no_gpu(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(main, "QUICK_CPU_SECONDS", 0.0)
+    monkeypatch.setattr(self_attention, "CPU_SHAPE", JaggedShape(6, 9, 4, H=2, G=2, dtype="float32"))
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--only", "self", "--quick", "--out", str(tmp_path)])
+    assert main.main() == 0
+    assert "no kernel for a processor" in capsys.readouterr().out
+    results = report.read(tmp_path / "self.json")
+    assert {row["status"] for row in results["rows"]} == {"ok"}
+    assert "against varlen_attn" in table.markdown(results, brief=True)
+
+
 def test_gpu_suites_are_refused_without_one(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["benchmarks", "--only", "target"])
@@ -133,12 +199,15 @@ def test_what_a_gpu_is_asked_to_measure(monkeypatch):
     run._run_gpu(OURS, [problem], row, 0.0)
     assert row["status"] == "ok" and row["efficiency_forward"] == 2.0 and row["efficiency_backward"] == 3.0
     assert row["memory_training_mb"] == 1.0 and row["floor_memory_forward_mb"] == problem.grad.nbytes / 1e6
+    assert row["forward_tflops"] == problem.flops[0] / 1e6
+    assert row["forward_backward_tflops"] == sum(problem.flops) / 1e6
     assert "host 1" in report.line(row | {"implementation": "jfi"})
 
 
 @pytest.mark.parametrize("quick", [True, False])
-def test_cases_have_names_of_their_own(quick):
-    for suite in (target, lengths, table1, cpu):
+def test_cases_have_names_of_their_own(quick, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for suite in main.SUITES.values():
         names = [case.name for case in suite.cases(quick)]
         assert names and len(set(names)) == len(names)
 
@@ -155,6 +224,12 @@ def test_figures_are_drawn(tmp_path):
     rows += [made_up("padded, math", n / 20, N=n) for n in (128, 512)]
     rows += [{**made_up("padded, math", 0, N=2048), "forward_backward_us": None}]
     paths = figures.lengths({"environment": ENVIRONMENT, "rows": rows}, tmp_path)
+    rows = [
+        made_up(line.name, n / 100 * (i + 1), N=n, H=1, ours=line.ours)
+        for n in (128, 512)
+        for i, line in enumerate(self_lengths.LINES)
+    ]
+    paths += figures.self_lengths({"environment": ENVIRONMENT, "rows": rows}, tmp_path)
     names = {"jfi": 20.0, "padded torch": 100.0, "fbgemm CUDA": 50.0, "sll Triton": 70.0}
     rows = [
         made_up(name, speed * (i + 1), case=case, N=1, paper_speedup=1.5, floor_forward_us=15.0, floor_backward_us=30.0)
@@ -163,7 +238,8 @@ def test_figures_are_drawn(tmp_path):
     ]
     rows[-2] |= {"forward_us": None, "forward_backward_us": None}
     paths += figures.table1({"environment": ENVIRONMENT, "rows": rows}, tmp_path)
-    assert [path.name for path in paths] == ["latency.png", "memory.png", "table1.png"]
+    drawn = ["latency.png", "memory.png", "figure2_self_latency.png", "figure2_self_memory.png", "table1.png"]
+    assert [path.name for path in paths] == drawn
     assert all(path.stat().st_size > 10_000 for path in paths)
 
 
@@ -172,3 +248,12 @@ def test_the_table_names_the_best_peer():
     rows += [made_up("slow", 40.0), {**made_up("half", 20.0), "status": "forward only", "forward_backward_us": None}]
     printed = table.markdown({"environment": ENVIRONMENT, "rows": rows})
     assert "| 10.0 \\| 30.0 | 40.0 \\| 120 | 20.0 \\| fails | 0.90 \\| 0.80 | 2.0x \\| 4.0x |" in printed
+
+
+def test_the_table_of_self_attention_names_its_peers():
+    mine = {"suite": "self", "floor_memory_forward_mb": 8.0, "forward_tflops": 512.3, "forward_backward_tflops": 401.7}
+    rows = [made_up("jfi", 10.0, **mine), made_up("torch varlen_attn", 15.0)]
+    rows += [made_up("padded SDPA", 40.0), made_up("padded SDPA, no mask", 20.0), made_up("dense", 100.0)]
+    printed = table.markdown({"environment": ENVIRONMENT, "rows": rows}, brief=True)
+    assert "| against varlen_attn | against padded SDPA | against dense | useful TFLOP/s | MB, forward |" in printed
+    assert "| 1.5x \\| 1.5x | 2.0x \\| 2.0x | 10.0x \\| 10.0x | 512 \\| 402 | 10 (1.25) |" in printed

@@ -1,0 +1,226 @@
+"""Jagged attention as others offer it, and as jfi does: self-attention, or a ragged number of candidates.
+
+As in ``peers``, the layout that a peer wants, padding and a scaled query included, it gets beforehand.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import jfi.ops
+from benchmarks.peers import allow_tf32, attend, compiled_flex, fbgemm, varlen_attn
+from benchmarks.problem import PAIRS, QUERIES, ROWS, Problem, Shape, draw_lengths, pad, random, valid
+from benchmarks.run import Implementation, Missing, Prepared
+
+
+@dataclass(frozen=True)
+class JaggedShape(Shape):
+    """T is the most candidates of a sample, which has one at least; 0 means self-attention."""
+
+    T: int = 0
+    causal: bool = False
+
+    @property
+    def name(self) -> str:
+        queries = f" T=1..{self.T}" if self.T else ""
+        lengths = "" if self.lengths == "uniform" else f", {self.lengths}"
+        text = f"B={self.B} N={self.N} D={self.D} H={self.H}{queries} {self.dtype}"
+        return f"{text}{', causal' if self.causal else ''}{lengths}"
+
+    @property
+    def most_queries(self) -> int:
+        return self.T or self.N
+
+
+def draw_candidates(shape: JaggedShape, seed: int) -> Tensor | None:
+    """[B] on the CPU: uniform in [1, T]."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    return torch.randint(1, shape.T + 1, (shape.B,), generator=generator) if shape.T else None
+
+
+def jagged_problem(shape: JaggedShape, seed: int, device: torch.device) -> Problem:
+    torch.manual_seed(seed)
+    lengths, candidates = draw_lengths(shape, seed), draw_candidates(shape, seed)
+    queries = lengths if candidates is None else candidates
+    seen = (lengths + 1) / 2 if shape.causal else lengths
+    rows = {QUERIES: int(queries.sum()), ROWS: int(lengths.sum())}
+    layouts = {"query": QUERIES, "key": ROWS, "value": ROWS, "out": QUERIES}
+    inputs = {
+        name: random((rows[layouts[name]], shape.H, shape.D), shape.dtype, device) for name in ("query", "key", "value")
+    }
+    # Two products forward; backward the scores again and four products more.
+    product = 2.0 * float((queries * seen).sum()) * shape.H * shape.D
+    return Problem(
+        shape=shape,
+        lengths=lengths,
+        offsets=F.pad(lengths.cumsum(0), (1, 0)).to(device),
+        inputs=inputs,
+        layouts=layouts,
+        grad=random((rows[QUERIES], shape.H, shape.D), shape.dtype, device),
+        formula=functools.partial(attend, causal=shape.causal),
+        flops=(2 * product, 5 * product),
+        query_lengths=candidates,
+        kept=4 * rows[QUERIES] * shape.H,  # the log-sum-exp
+    )
+
+
+def ours(problem: Problem) -> Prepared:
+    query_offsets, offsets, causal = problem.query_offsets, problem.offsets, problem.shape.causal
+
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return jfi.ops.jagged_attention(query, key, value, query_offsets, offsets, causal=causal)
+
+    return Prepared(list(problem.inputs.values()), call, problem.grad)
+
+
+def varlen(problem: Problem) -> Prepared:
+    """torch's variable-length flash attention."""
+    shape, attention = problem.shape, varlen_attn(problem.shape)
+    bounds = problem.query_offsets.int(), problem.offsets.int(), shape.most_queries, shape.N
+    options = {"window_size": (-1, 0)} if shape.causal else {}
+    return Prepared(
+        list(problem.inputs.values()),
+        lambda query, key, value: attention(query, key, value, *bounds, **options),
+        problem.grad,
+    )
+
+
+def hidden_rows(problem: Problem) -> Tensor:
+    """[B, 1, 1, N]: the padding.  An empty sample sees one row of it, as in ``peers.padded``."""
+    return ~valid(problem.device_lengths.clamp(min=1), problem.shape.N)[:, None, None]
+
+
+def padded(problem: Problem, attention: Callable[..., Tensor]) -> Prepared:
+    """Inputs as [B, H, N, D], queries as [B, H, T, D] where they are candidates."""
+    shape, device = problem.shape, problem.offsets.device
+    if shape.causal:
+        raise Missing("measured without causal alone")
+    queries = problem.device_lengths if problem.query_lengths is None else problem.query_lengths.to(device)
+    sides = {ROWS: (problem.device_lengths, shape.N), QUERIES: (queries, shape.most_queries)}
+
+    def widen(x: Tensor, layout: str) -> Tensor:
+        return pad(x, *sides[layout]).transpose(1, 2).contiguous()
+
+    def narrow(x: Tensor, layout: str) -> Tensor:
+        return x.transpose(1, 2)[valid(*sides[layout])]
+
+    layouts = [problem.layouts[name] for name in problem.inputs]
+    return Prepared(
+        [widen(x, layout) for x, layout in zip(problem.inputs.values(), layouts, strict=True)],
+        attention,
+        widen(problem.grad, QUERIES),
+        lambda out: narrow(out, QUERIES),
+        lambda grads: [narrow(x, layout) for x, layout in zip(grads, layouts, strict=True)],
+    )
+
+
+def padded_sdpa(problem: Problem) -> Prepared:
+    """The padding hidden by an additive mask, with whichever backend torch picks for that."""
+    query = problem.inputs["query"]
+    mask = query.new_zeros(problem.shape.B, 1, 1, problem.shape.N).masked_fill_(hidden_rows(problem), -torch.inf)
+    return padded(problem, lambda query, key, value: F.scaled_dot_product_attention(query, key, value, mask))
+
+
+def padded_unmasked(problem: Problem) -> Prepared:
+    """The padding attended to as if it were events, which spares padded flash attention its mask.
+
+    It solves another problem, in which every sample is full, and is compared with the truth about that one.
+    """
+    shape = problem.shape
+    prepared = padded(problem, F.scaled_dot_product_attention)
+
+    def pack(x: Tensor) -> Tensor:
+        return x.transpose(1, 2).flatten(0, 1)
+
+    full = replace(
+        problem,
+        lengths=torch.full_like(problem.lengths, shape.N),
+        query_lengths=torch.full_like(problem.lengths, shape.most_queries),
+        inputs={name: pack(x) for name, x in zip(problem.inputs, prepared.leaves, strict=True)},
+        grad=pack(prepared.grad),
+    )
+    return replace(prepared, output=pack, gradients=lambda grads: [pack(x) for x in grads], solves=full)
+
+
+def dense(problem: Problem) -> Prepared:
+    """The formula on padded tensors, in their type.  (SDPA's own widens half precision to float32.)"""
+    hidden, scale = hidden_rows(problem), 1 / math.sqrt(problem.shape.D)
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        scores = (query * scale) @ key.transpose(2, 3)
+        return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value
+
+    return padded(problem, attention)
+
+
+def flex(problem: Problem) -> Prepared:
+    """FlexAttention over the padded tensors, whose empty blocks it leaves out."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    torch._dynamo.reset()
+    shape, lengths = problem.shape, problem.device_lengths
+    if shape.T:
+        raise Missing("measured on self-attention alone")
+
+    def real(b: Tensor, h: Tensor, q: Tensor, row: Tensor) -> Tensor:
+        return (q < lengths[b]) & (row < lengths[b])
+
+    mask = create_block_mask(real, shape.B, None, shape.N, shape.N, device=lengths.device)
+    attention = compiled_flex()
+    return padded(problem, lambda query, key, value: attention(query, key, value, block_mask=mask))
+
+
+def scaled(problem: Problem, attention: Callable[..., Tensor], pack: Callable[[Tensor], Tensor], size: int) -> Prepared:
+    """For peers without a softmax scale, which divide their output by ``size``; ``pack`` is its own inverse."""
+    query, key, value = problem.inputs.values()
+    scale = 1 / math.sqrt(problem.shape.D)
+
+    def gradients(grads: list[Tensor]) -> list[Tensor]:
+        return [pack(grads[0]) * scale, pack(grads[1]), pack(grads[2])]
+
+    leaves = [pack(query * scale), pack(key), pack(value)]
+    return Prepared(leaves, attention, pack(problem.grad * size), lambda out: pack(out) * size, gradients)
+
+
+def sll(problem: Problem) -> Prepared:
+    """The paper's fused kernel for self-attention, over [H, S, D]."""
+    shape, offsets, tf32 = problem.shape, problem.offsets, allow_tf32()
+    if shape.T or shape.causal:
+        raise Missing("self-attention over all events only")
+    if not offsets.is_cuda:
+        raise Missing("on a GPU only")
+    fbgemm("fbgemm_gpu.sll")
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return torch.ops.fbgemm.sll_multi_head_jagged_flash_attention(query, key, value, offsets, shape.N, tf32)
+
+    return scaled(problem, attention, lambda x: x.transpose(0, 1).contiguous(), shape.N)
+
+
+def unfused(problem: Problem) -> Prepared:
+    """jfi's operators of the paper's Table 1 one after another: every pair passes through memory."""
+    shape, offsets, pairs = problem.shape, problem.offsets, problem.starts[PAIRS][-1]
+    if shape.T or shape.causal or shape.H > 1:
+        raise Missing("measured on self-attention over all events alone, of one head")
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        scores = jfi.ops.jagged_jagged_bmm_jagged_out(query, key, offsets, out_size=pairs)
+        weights = jfi.ops.jagged2_softmax(scores, offsets)
+        return jfi.ops.array_jagged_bmm_jagged_out(weights, value, offsets, out_rows=problem.rows)
+
+    return scaled(problem, attention, lambda x: x[:, 0] if x.dim() == 3 else x[:, None], 1)
+
+
+OURS = Implementation("jfi", ours, ours=True, graph=True)
+VARLEN = Implementation("torch varlen_attn", varlen)
+PADDED = Implementation("padded SDPA", padded_sdpa)
+UNMASKED = Implementation("padded SDPA, no mask", padded_unmasked)
+DENSE = Implementation("dense", dense)
+FLEX = Implementation("FlexAttention", flex, rotate=False)
+SLL = Implementation("sll, multi-head", sll)
+UNFUSED = Implementation("jagged, unfused", unfused)

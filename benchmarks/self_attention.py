@@ -1,0 +1,62 @@
+"""Jagged attention: self-attention over histories, and a ragged number of candidates against them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from benchmarks.jagged_peers import (
+    DENSE,
+    FLEX,
+    OURS,
+    PADDED,
+    SLL,
+    UNMASKED,
+    VARLEN,
+    JaggedShape,
+    jagged_problem,
+)
+from benchmarks.run import Case, Implementation
+
+HEADLINE = [
+    JaggedShape(16, 8192, 128, H=4, G=4),
+    JaggedShape(64, 2048, 64, H=4, G=4),
+    JaggedShape(64, 1024, 64, H=4, G=4),
+    JaggedShape(512, 200, 64, H=4, G=4),
+    JaggedShape(1024, 2048, 64, T=64, H=4, G=4),
+]
+LONG, MIDDLE = HEADLINE[:2]
+PEERS = (VARLEN, PADDED, UNMASKED, DENSE, SLL)
+QUICK_PEERS = (VARLEN, UNMASKED)
+
+CPU_SHAPE = JaggedShape(16, 64, 32, H=2, G=2, dtype="float32")
+CPU_NOTE = "jagged_attention has no kernel for a processor: its plain PyTorch path, at small sizes."
+
+
+def case(shape: JaggedShape, implementations: Sequence[Implementation], headline: bool = False) -> Case:
+    return Case(shape.name, shape, jagged_problem, implementations, headline)
+
+
+def cpu_cases() -> list[Case]:
+    return [
+        case(CPU_SHAPE, (OURS, PADDED, DENSE), headline=True),
+        case(replace(CPU_SHAPE, T=8), (OURS, PADDED, DENSE), headline=True),
+        case(replace(CPU_SHAPE, causal=True), (OURS,), headline=True),
+    ]
+
+
+def gpu_cases(quick: bool) -> list[Case]:
+    if quick:
+        return [case(shape, (OURS, *QUICK_PEERS), headline=True) for shape in HEADLINE]
+    causal = [replace(shape, causal=True) for shape in (LONG, MIDDLE)]
+    return [
+        case(LONG, (OURS, *PEERS, FLEX), headline=True),  # compiled for tens of seconds a shape, so on one of them
+        *(case(shape, (OURS, *PEERS), headline=True) for shape in HEADLINE[1:]),
+        *(case(shape, (OURS, VARLEN), headline=True) for shape in causal),
+        case(replace(MIDDLE, lengths="log-normal"), (OURS,)),
+        case(replace(LONG, B=2), (OURS, VARLEN)),
+    ]
+
+
+def cases(quick: bool) -> list[Case]:
+    return gpu_cases(quick) if torch.cuda.is_available() else cpu_cases()
