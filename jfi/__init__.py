@@ -9,19 +9,22 @@ import importlib
 __version__ = "0.1.0"
 
 _LAZY = {
+    "JaggedEncoder": "jfi.modules",
     "JaggedFeatureInteraction": "jfi.modules",
     "SequenceFeatureConfig": "jfi.modules",
     "SequenceDLRM": "jfi.models",
 }
 
-__all__ = ["__version__", *_LAZY]
+__all__ = ["__version__", "ops", *_LAZY]
 
 
 def __getattr__(name: str):
+    if name == "ops":
+        return importlib.import_module("jfi.ops")
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'jfi' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LAZY])
+    return sorted({*globals(), *__all__})

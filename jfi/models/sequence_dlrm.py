@@ -13,7 +13,7 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from jfi.modules import JaggedFeatureInteraction, JaggedMeanPooling, SequenceFeatureConfig, lookup
+from jfi.modules import JaggedEncoder, JaggedFeatureInteraction, JaggedMeanPooling, SequenceFeatureConfig, lookup
 from jfi.modules.sequence_configs import check_features
 from jfi.ops import jagged_jagged_bmm
 
@@ -29,7 +29,8 @@ class SequenceArch(nn.Module):
         features: the sequence features; none where histories do not enter.
         single_keys: keys of the EmbeddingCollection's output that are entries of their own.
         embedding_dim: width of every entry.
-        pooling: turns the histories into entries.
+        pooling: turns the histories into entries; behind an encoder it takes the features' `encoded()`.
+        encoder: encodes the events of every feature first, or None.
     """
 
     def __init__(
@@ -38,10 +39,13 @@ class SequenceArch(nn.Module):
         single_keys: list[str],
         embedding_dim: int,
         pooling: JaggedFeatureInteraction | JaggedMeanPooling | None,
+        encoder: JaggedEncoder | None = None,
     ) -> None:
         super().__init__()
-        self.features, self.single_keys, self.embedding_dim = features, single_keys, embedding_dim
-        self.pooling = pooling
+        self.single_keys, self.embedding_dim = single_keys, embedding_dim
+        self.pooling, self.encoder = pooling, encoder
+        # Whose biases the batch's ids bring.
+        self.features = features if encoder is None else features + encoder.features
 
     def forward(
         self, ids: KeyedJaggedTensor, bags: KeyedTensor | None, embeddings: dict[str, JaggedTensor] | None
@@ -50,7 +54,7 @@ class SequenceArch(nn.Module):
         singles = _single_entries(bags, embeddings, self.single_keys)
         histories = None
         if self.pooling is not None:
-            histories = self.pooling(lookup.with_event_inputs(embeddings, ids, self.features), singles)
+            histories = self.pooling(self._sequences(ids, embeddings), singles)
         return _stack_entries(singles, histories, self.embedding_dim)
 
     def attention_weights(
@@ -58,7 +62,11 @@ class SequenceArch(nn.Module):
     ) -> dict[str, JaggedTensor]:
         """What the targets attend to in the histories; takes what `forward` takes."""
         singles = _single_entries(bags, embeddings, self.single_keys)
-        return self.pooling.attention_weights(lookup.with_event_inputs(embeddings, ids, self.features), singles)
+        return self.pooling.attention_weights(self._sequences(ids, embeddings), singles)
+
+    def _sequences(self, ids: KeyedJaggedTensor, embeddings: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
+        sequences = lookup.with_event_inputs(embeddings, ids, self.features)
+        return sequences if self.encoder is None else self.encoder(sequences)
 
 
 class SequenceDLRM(nn.Module):
@@ -85,8 +93,10 @@ class SequenceDLRM(nn.Module):
             with an entry for each field where they are concatenated, or "none": not at all.
         num_heads: heads of the attention, a divisor of embedding_dim.
         num_queries: queries that each target is expanded to.
+        encoder: self-attention among the events of every sequence feature before they are pooled, or None. Its features
+            have the names of `sequence_features`, and keys of `embedding_collection`; their biases are its own.
         dropout: probability with which an element of an entry is zeroed in training.
-        dense_device: device of all parameters outside of the two collections.
+        dense_device: device of all parameters outside of the two collections and the encoder.
 
     Raises:
         ValueError, TypeError: an argument that does not fit, by name.
@@ -131,6 +141,7 @@ class SequenceDLRM(nn.Module):
         pooling: Pooling = "attention",
         num_heads: int = 1,
         num_queries: int = 1,
+        encoder: JaggedEncoder | None = None,
         dropout: float = 0.0,
         dense_device: torch.device | None = None,
     ) -> None:
@@ -157,22 +168,29 @@ class SequenceDLRM(nn.Module):
             raise ValueError("the collections must have a feature that is no history, got none")
 
         features = sequence_features if pooling != "none" else []
-        layer: JaggedFeatureInteraction | JaggedMeanPooling | None = None
-        for feature in features:
+        encoder_features = [] if encoder is None else encoder.features
+        for feature in features + encoder_features:
             lookup.require_keys("embedding_collection", keys, feature.sequence_keys)
+        for feature in features:
             lookup.require_keys("the collections", bag_keys + single_keys, feature.target_keys)
+        if encoder is not None:
+            _check_encoder(encoder, features, embedding_dim)
+        rows = features if encoder is None else [feature.encoded() for feature in features]
+        layer: JaggedFeatureInteraction | JaggedMeanPooling | None = None
         if features and pooling == "attention":
-            layer = JaggedFeatureInteraction(features, embedding_dim, num_heads, num_queries, device=dense_device)
+            layer = JaggedFeatureInteraction(rows, embedding_dim, num_heads, num_queries, device=dense_device)
         elif features:
-            layer = JaggedMeanPooling(features, embedding_dim)
+            layer = JaggedMeanPooling(rows, embedding_dim)
         pooled_width = 0 if layer is None else layer.output_width
         num_entries = len(bag_keys) + len(single_keys) + pooled_width // embedding_dim
 
         self.embedding_bag_collection = embedding_bag_collection
         self.embedding_collection = embedding_collection
         self._id_keys = _id_keys(embedding_bag_collection) + _id_keys(embedding_collection)
-        self._id_keys += [feature.bucket_key for feature in features if feature.bucket_key is not None]
-        self.sequence_arch = SequenceArch(features, single_keys, embedding_dim, layer)
+        self._id_keys += [
+            feature.bucket_key for feature in features + encoder_features if feature.bucket_key is not None
+        ]
+        self.sequence_arch = SequenceArch(features, single_keys, embedding_dim, layer, encoder)
         self.dropout = nn.Dropout(dropout)
         self.dense_arch = DenseArch(dense_in_features, dense_arch_layer_sizes, device=dense_device)
         self.inter_arch = InteractionArch(num_entries)
@@ -208,6 +226,17 @@ class SequenceDLRM(nn.Module):
         bags = None if self.embedding_bag_collection is None else self.embedding_bag_collection(ids)
         embeddings = None if self.embedding_collection is None else self.embedding_collection(ids)
         return ids, bags, embeddings
+
+
+def _check_encoder(encoder: JaggedEncoder, features: list[SequenceFeatureConfig], embedding_dim: int) -> None:
+    if encoder.embedding_dim != embedding_dim:
+        raise ValueError(
+            f"encoder must be as wide as the last of dense_arch_layer_sizes, {embedding_dim}, "
+            f"got {encoder.embedding_dim}"
+        )
+    names, given = [feature.name for feature in features], [feature.name for feature in encoder.features]
+    if set(names) != set(given):
+        raise ValueError(f"encoder must encode the sequence features that are pooled, {names}, got {given}")
 
 
 def _tables(collection: EmbeddingBagCollection | EmbeddingCollection | None) -> list:

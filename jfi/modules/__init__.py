@@ -1,8 +1,9 @@
 """Layers over TorchRec's jagged tensors."""
 
 from jfi import lockstep  # noqa: F401  # before TorchRec: a wrong pair of torch and fbgemm is said in one line
+from jfi.modules.jagged_encoder import JaggedEncoder
 from jfi.modules.jagged_feature_interaction import JaggedFeatureInteraction
 from jfi.modules.jagged_mean_pooling import JaggedMeanPooling
 from jfi.modules.sequence_configs import SequenceFeatureConfig
 
-__all__ = ["JaggedFeatureInteraction", "JaggedMeanPooling", "SequenceFeatureConfig"]
+__all__ = ["JaggedEncoder", "JaggedFeatureInteraction", "JaggedMeanPooling", "SequenceFeatureConfig"]

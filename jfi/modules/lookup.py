@@ -16,13 +16,21 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from jfi.modules.sequence_configs import SequenceFeatureConfig
 
 
-class FeatureInputs(NamedTuple):
-    """One sequence feature of a batch as plain tensors."""
+class EventInputs(NamedTuple):
+    """The events of one sequence feature of a batch as plain tensors."""
 
-    target: Tensor  # [B, target_width]
     history: Tensor  # [S, sequence_width], an event a row
     offsets: Tensor  # [B + 1]
     bias: Tensor | None  # by event: score bias [S], floating, or bucket id [S], integer
+
+
+class FeatureInputs(NamedTuple):
+    """One sequence feature of a batch as plain tensors: its target, and its events as in `EventInputs`."""
+
+    target: Tensor  # [B, target_width]
+    history: Tensor
+    offsets: Tensor
+    bias: Tensor | None
 
 
 def require_keys(argument: str, present: Iterable[str], needed: Iterable[str]) -> None:
@@ -105,15 +113,28 @@ def read_inputs(
     return [_read_feature(sequences, targets, feature, embedding_dim) for feature in features]
 
 
+@torch.fx.wrap
+def read_events(
+    sequences: dict[str, JaggedTensor], features: list[SequenceFeatureConfig], embedding_dim: int
+) -> list[EventInputs]:
+    """`read_inputs` where there is no target."""
+    return [_read_events(sequences, feature, embedding_dim) for feature in features]
+
+
+def _read_events(sequences: dict[str, JaggedTensor], feature: SequenceFeatureConfig, embedding_dim: int) -> EventInputs:
+    history, offsets = read_history(sequences, feature, embedding_dim)
+    return EventInputs(history, offsets, _read_bias(sequences, feature, offsets, history.size(0)))
+
+
 def _read_feature(
     sequences: dict[str, JaggedTensor],
     targets: dict[str, Tensor],
     feature: SequenceFeatureConfig,
     embedding_dim: int,
 ) -> FeatureInputs:
-    history, offsets = read_history(sequences, feature, embedding_dim)
+    events = _read_events(sequences, feature, embedding_dim)
     require_keys("targets", targets, feature.target_keys)
-    batch_size = offsets.size(0) - 1
+    batch_size = events.offsets.size(0) - 1
     for key in feature.target_keys:
         if not isinstance(targets[key], Tensor):
             raise TypeError(f"targets['{key}'] must be a Tensor, got {type(targets[key]).__name__}")
@@ -123,7 +144,7 @@ def _read_feature(
                 f"got {list(targets[key].shape)}"
             )
     target = _combine([targets[key] for key in feature.target_keys], feature.combine)
-    return FeatureInputs(target, history, offsets, _read_bias(sequences, feature, offsets, history.size(0)))
+    return FeatureInputs(target, *events)
 
 
 def read_history(

@@ -1,6 +1,6 @@
 """Configuration of sequence features, in the manner of `torchrec.modules.embedding_configs`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -56,6 +56,10 @@ combine='sum', bias='history_age', num_buckets=32)
             raise ValueError(f"combine of feature '{self.name}' must be 'sum' or 'concat', got {self.combine!r}")
         if self.num_buckets < 1:
             raise ValueError(f"num_buckets of feature '{self.name}' must be at least 1, got {self.num_buckets}")
+
+    def encoded(self) -> "SequenceFeatureConfig":
+        """This feature behind a JaggedEncoder, which puts one row for each event under the feature's name."""
+        return replace(self, sequence_keys=[self.name])
 
     @property
     def bucket_key(self) -> str | None:

@@ -138,11 +138,27 @@ class StackedTargetAttention(nn.Module):
     def _score_bias(self, f: int, inputs: FeatureInputs) -> Tensor | None:
         """Score bias [S, H] of feature f in the dtype of its history."""
         feature = self.features[f]
-        if feature.bias is None:
-            return None
-        if feature.bucket_rows:
-            first_row = sum(above.bucket_rows for above in self.features[:f])
-            bias = nn.functional.embedding(inputs.bias + first_row, self.bucket_bias)
-        else:
-            bias = inputs.bias.unsqueeze(1).expand(-1, self.num_heads)
-        return bias.to(inputs.history.dtype)
+        first_row = sum(above.bucket_rows for above in self.features[:f])
+        bias = inputs.bias + first_row if feature.bucket_rows else inputs.bias
+        return score_bias(feature, bias, self.bucket_bias, self.num_heads, inputs.history)
+
+
+def score_bias(
+    feature: SequenceFeatureConfig, bias: Tensor | None, table: Tensor | None, num_heads: int, like: Tensor
+) -> Tensor | None:
+    """What is added to the scores of each event, by head.
+
+    Args:
+        feature: whose `bias` it is.
+        bias: by event the score bias [S], floating, or the row [S] of `table`, integer, as `lookup.EventInputs` has it.
+        table: [rows, H], the learned values; not looked at where the feature learns none.
+        num_heads: H.
+        like: a tensor of the dtype wanted.
+
+    Returns:
+        [S, H], or None for a feature without a bias.
+    """
+    if feature.bias is None:
+        return None
+    by_head = nn.functional.embedding(bias, table) if feature.bucket_rows else bias.unsqueeze(1).expand(-1, num_heads)
+    return by_head.to(like.dtype)

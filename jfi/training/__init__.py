@@ -1,12 +1,21 @@
 """Training of a SequenceDLRM on an InteractionDataset: typed config, loop, metrics, checkpoints, pictures."""
 
-from jfi.training.config import Config, ConfigError, ModelConfig, OptimizerConfig, OptimizerGroup, TrainingConfig
+from jfi.training.config import (
+    Config,
+    ConfigError,
+    EncoderConfig,
+    ModelConfig,
+    OptimizerConfig,
+    OptimizerGroup,
+    TrainingConfig,
+)
 from jfi.training.interrupt import Interrupted
 from jfi.training.loop import Result, resume, train
 
 __all__ = [
     "Config",
     "ConfigError",
+    "EncoderConfig",
     "Interrupted",
     "ModelConfig",
     "OptimizerConfig",

@@ -5,6 +5,8 @@ user and item keys that share it: so a target finds itself in a history. Every o
 EmbeddingBagCollection.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -13,22 +15,22 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimiz
 
 from jfi.data import FeatureSpec, InteractionDataset
 from jfi.models import SequenceDLRM
-from jfi.modules import SequenceFeatureConfig
-from jfi.training.config import ConfigError, ModelConfig, OptimizerConfig, OptimizerGroup
+from jfi.modules import JaggedEncoder, SequenceFeatureConfig
+from jfi.training.config import ConfigError, EncoderConfig, ModelConfig, OptimizerConfig, OptimizerGroup
 
 #: From this many rows on, touching only the batch's rows is faster than a pass over the table.
 _SPARSE_ROWS = 50_000
 _OPTIMIZERS = {"adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
 
-def build_model(config: ModelConfig, dataset: InteractionDataset) -> SequenceDLRM:
-    """The SequenceDLRM of `config` over the features of `dataset`.
+def build_model(config: ModelConfig, encoder: EncoderConfig, dataset: InteractionDataset) -> SequenceDLRM:
+    """The SequenceDLRM of `config` over the features of `dataset`, with an encoder where histories are pooled.
 
-    The one sequence feature, `history`, sums the aligned history keys of an event; its target is the item's id together
-    with every other item column.
+    The one sequence feature, `history`, combines the aligned history keys of an event; its target is the item's id
+    together with every other item column.
 
     Raises:
-        ConfigError: `model.bias` is a key that the dataset does not have.
+        ConfigError: `model.bias` or `encoder.bias` is a key that the dataset does not have.
     """
     features = dataset.features
     history = [f for f in features if f.role == "history"] if config.pooling != "none" else []
@@ -44,7 +46,7 @@ def build_model(config: ModelConfig, dataset: InteractionDataset) -> SequenceDLR
                 target_keys=[f.key for f in features if f.role == "item"],
                 combine=config.combine,
                 bias=config.bias,
-                num_buckets=_num_buckets(config, features),
+                num_buckets=_num_buckets("model.bias", config.bias, config, features),
             )
         ]
         if history
@@ -60,6 +62,7 @@ def build_model(config: ModelConfig, dataset: InteractionDataset) -> SequenceDLR
         pooling=config.pooling,
         num_heads=config.num_heads,
         num_queries=config.num_queries,
+        encoder=_encoder(encoder, sequences, config, features),
         dropout=config.dropout,
     )
 
@@ -109,11 +112,28 @@ def _tables(kind: type, features: list[FeatureSpec], embedding_dim: int) -> list
     ]
 
 
-def _num_buckets(config: ModelConfig, features: list[FeatureSpec]) -> int:
-    if config.bias in (None, "position", "weights"):
+def _encoder(
+    encoder: EncoderConfig, sequences: list[SequenceFeatureConfig], config: ModelConfig, features: list[FeatureSpec]
+) -> JaggedEncoder | None:
+    num_buckets = _num_buckets("encoder.bias", encoder.bias, config, features)
+    if not sequences or not encoder.layers:
+        return None
+    return JaggedEncoder(
+        [replace(sequence, bias=encoder.bias, num_buckets=num_buckets) for sequence in sequences],
+        config.embedding_dim,
+        encoder.heads,
+        encoder.layers,
+        feedforward_ratio=encoder.feedforward_ratio,
+        dropout=encoder.dropout,
+        causal=encoder.causal,
+    )
+
+
+def _num_buckets(key: str, bias: str | None, config: ModelConfig, features: list[FeatureSpec]) -> int:
+    if bias in (None, "position", "weights"):
         return config.num_buckets
     buckets = {f.key: f.num_embeddings for f in features if f.role == "bucket"}
-    if config.bias not in buckets:
+    if bias not in buckets:
         known = ", ".join(["position", "weights", *buckets])
-        raise ConfigError(f"model.bias: got {config.bias!r}, must be null or one of {known}")
-    return buckets[config.bias]
+        raise ConfigError(f"{key}: got {bias!r}, must be null or one of {known}")
+    return buckets[bias]

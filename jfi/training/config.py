@@ -1,4 +1,4 @@
-"""The configuration of a training run: four sections, `data`, `model`, `optimizer` and `training`, all typed.
+"""The configuration of a training run, all typed: sections `data`, `model`, `encoder`, `optimizer` and `training`.
 
 A YAML file gives any part of it, the command line overrides any field (`--training.epochs 3`); see `jfi.training.cli`.
 """
@@ -31,7 +31,7 @@ class ModelConfig:
         num_queries: queries that each target is expanded to.
         bias: learned score bias per head: the key of a bucket sequence such as `history_age`, `position` (counted from
             the newest event), `weights` (the KJT's), or null. A bucket key that the data does not have is refused.
-        num_buckets: rows of the bias table for `position`; a bucket key brings its own number.
+        num_buckets: rows of a bias table for `position`, the encoder's too; a bucket key brings its own number.
         combine: how the aligned fields of an event make one embedding: `sum` or `concat`.
         dense_arch: hidden layer sizes of the MLP over dense features; its output layer (embedding_dim) is added.
         over_arch: hidden layer sizes of the MLP that ends in the logit, at least one; the output layer is added.
@@ -63,6 +63,33 @@ class ModelConfig:
 
 
 @dataclass
+class EncoderConfig:
+    """Self-attention among the events of a history before they are pooled: a stack of pre-norm Transformer blocks.
+
+    Args:
+        layers: blocks; 0 for no encoder. Time grows with the sum of the squared lengths: see `data.max_history`.
+        heads: heads of the self-attention, a divisor of `model.embedding_dim`.
+        feedforward_ratio: width of the hidden layer of a block's feed-forward part, in `model.embedding_dim`.
+        dropout: probability with which an element of the feed-forward part is dropped in training.
+        causal: an event attends to itself and to those before it alone.
+        bias: learned score bias by block and head, for the event that is attended to: what `model.bias` may be.
+    """
+
+    layers: int = 0
+    heads: int = 4
+    feedforward_ratio: int = 4
+    dropout: float = 0.0
+    causal: bool = False
+    bias: str | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.layers >= 0, "encoder.layers", self.layers, "0 or more")
+        for name in ("heads", "feedforward_ratio"):
+            _require(getattr(self, name) >= 1, f"encoder.{name}", getattr(self, name), "at least 1")
+        _require(0 <= self.dropout < 1, "encoder.dropout", self.dropout, "in [0, 1)")
+
+
+@dataclass
 class OptimizerGroup:
     """The optimiser of one group of parameters.
 
@@ -83,7 +110,7 @@ class OptimizerConfig:
     """Optimisers, chosen separately for the embedding tables and for everything else.
 
     Args:
-        dense: the MLPs and the attention.
+        dense: the MLPs, the attention and the encoder.
         embeddings: the embedding tables.
         average: with a number such as 0.99, the model that is evaluated has the exponential moving average of all
             parameters, which keeps that share of itself a step. Each step then passes over all tables: leave it null
@@ -145,8 +172,13 @@ class Config:
 
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    encoder: EncoderConfig = field(default_factory=EncoderConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+
+    def __post_init__(self) -> None:
+        fits = self.encoder.layers == 0 or self.model.embedding_dim % self.encoder.heads == 0
+        _require(fits, "encoder.heads", self.encoder.heads, "a divisor of model.embedding_dim")
 
     def with_training(self, **changes: object) -> "Config":
         """A copy with some fields of `training` changed."""

@@ -98,7 +98,7 @@ class Trainer:
         self.dataset = dataset
         self.device = _device(config.training.device)
         torch.manual_seed(config.training.seed)
-        self.model = build_model(config.model, dataset).to(self.device)
+        self.model = build_model(config.model, config.encoder, dataset).to(self.device)
         self.optimizer = build_optimizer(config.optimizer, self.model)
         self.modules: dict[str, nn.Module] = {"model": self.model}
         if config.optimizer.average is not None:

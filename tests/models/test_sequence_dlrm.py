@@ -1,6 +1,7 @@
 """SequenceDLRM: what enters the interaction, how histories do, and TorchRec's tracers and checks."""
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from torchrec import (
 from torchrec.distributed.train_pipeline.tracing import Tracer as PipelineTracer
 from torchrec.fx import symbolic_trace
 
-from jfi import JaggedFeatureInteraction, SequenceDLRM, SequenceFeatureConfig
+from jfi import JaggedEncoder, JaggedFeatureInteraction, SequenceDLRM, SequenceFeatureConfig
 
 DIM = 8
 LENGTHS = {
@@ -83,6 +84,10 @@ def build(ebc="default", ec="default", features=(FEATURE,), **kwargs):
     )
 
 
+def encoder(width=DIM, heads=2, **changes):
+    return JaggedEncoder([replace(FEATURE, **changes)], width, heads, num_layers=2)
+
+
 def entries(model, inputs):
     """What enters InteractionArch beside the dense features, [B, F, D]."""
     seen = []
@@ -108,6 +113,32 @@ def test_entries_of_the_interaction():
     sequences = dict(model.embedding_collection(inputs.sparse_features))
     sequences["history_age"] = inputs.sparse_features["history_age"]
     torch.testing.assert_close(taste, layer(sequences, {"item": item, "genre": genre})["taste"])
+
+
+@pytest.mark.parametrize("pooling", ["attention", "mean"])
+@pytest.mark.parametrize("combine", ["sum", "concat"])
+def test_an_encoder_stands_before_the_pooling(pooling, combine):
+    feature, inputs = replace(FEATURE, combine=combine), batch()
+    first = encoder(combine=combine, bias="position")
+    model = build(features=[feature], pooling=pooling, encoder=first)
+    _, item, genre, taste = entries(model, inputs).unbind(1)
+    sequences = first(model.embedding_collection(inputs.sparse_features))
+    sequences["history_age"] = inputs.sparse_features["history_age"]
+    targets = {"item": item, "genre": genre}
+    torch.testing.assert_close(taste, model.sequence_arch.pooling(sequences, targets)["taste"])
+    if pooling == "attention":
+        want = model.sequence_arch.pooling.attention_weights(sequences, targets)["taste"].values()
+        torch.testing.assert_close(model.attention_weights(inputs)["taste"].values(), want)
+
+
+def test_an_encoder_reads_its_own_bias():
+    """The pooling's bias is none, so only the encoder asks for the ages."""
+    model, inputs = build(features=[replace(FEATURE, bias=None)], encoder=encoder()), batch()
+    model(inputs).sum().backward()
+    assert all(block.bucket_bias.grad.any() for block in model.sequence_arch.encoder.stacks[0].blocks)
+    without = {key: lengths for key, lengths in LENGTHS.items() if key != "history_age"}
+    with pytest.raises(ValueError, match="sparse_features must hold the key 'history_age'"):
+        model(batch(without))
 
 
 @pytest.mark.parametrize("combine", ["sum", "concat"])
@@ -170,18 +201,19 @@ def test_attention_weights_are_those_of_the_forward_pass():
     torch.testing.assert_close(first, torch.ones_like(first))
 
 
+@pytest.mark.parametrize("encoded", [False, True], ids=["plain", "encoded"])
 @pytest.mark.parametrize("lengths", [LENGTHS, {key: [0] * 4 for key in LENGTHS}], ids=["events", "all empty"])
-def test_every_parameter_gets_a_finite_gradient(lengths):
-    model, inputs = build(), batch(lengths)
+def test_every_parameter_gets_a_finite_gradient(lengths, encoded):
+    model, inputs = build(encoder=encoder() if encoded else None), batch(lengths)
     torch.nn.functional.binary_cross_entropy_with_logits(model(inputs), inputs.labels).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all(), name
 
 
-@pytest.mark.parametrize("pooling", ["attention", "mean", "none"])
+@pytest.mark.parametrize("pooling", ["attention", "mean", "none", "encoded"])
 def test_a_batch_of_no_samples(pooling):
     """What a rank gets where samples are fewer than ranks: it must still take part in the gradients' all-reduce."""
-    model = build(pooling=pooling)
+    model = build(encoder=encoder()) if pooling == "encoded" else build(pooling=pooling)
     none = torch.empty(0, dtype=torch.long)
     ids = KeyedJaggedTensor(keys=list(LENGTHS), values=none, lengths=none)
     logits = model(SimpleNamespace(dense_features=torch.empty(0, 3), sparse_features=ids))
@@ -199,9 +231,9 @@ def test_dropout_acts_in_training_alone():
     torch.testing.assert_close(model(inputs), model(inputs), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("pooling", ["attention", "mean", "none"])
+@pytest.mark.parametrize("pooling", ["attention", "mean", "none", "encoded"])
 def test_a_few_steps_lower_the_loss(pooling):
-    model, inputs = build(pooling=pooling), batch()
+    model, inputs = build(encoder=encoder()) if pooling == "encoded" else build(pooling=pooling), batch()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
     losses = []
     for _ in range(40):
@@ -244,14 +276,15 @@ def test_attention_finds_the_target_in_the_history_where_the_mean_cannot():
     assert losses["attention"] < 0.2 * losses["mean"], losses
 
 
-@pytest.mark.parametrize("pooling", ["attention", "mean", "none"])
+@pytest.mark.parametrize("pooling", ["attention", "mean", "none", "encoded"])
 def test_torchrecs_tracer_goes_all_the_way_through(pooling):
-    model, inputs = build(pooling=pooling), batch()
+    model, inputs = build(encoder=encoder()) if pooling == "encoded" else build(pooling=pooling), batch()
     torch.testing.assert_close(symbolic_trace(model)(inputs), model(inputs), rtol=0, atol=0)
 
 
-def test_the_train_pipelines_tracer_finds_both_collections_fed_by_the_batch_alone():
-    model = build()
+@pytest.mark.parametrize("encoded", [False, True], ids=["plain", "encoded"])
+def test_the_train_pipelines_tracer_finds_both_collections_fed_by_the_batch_alone(encoded):
+    model = build(encoder=encoder() if encoded else None)
     leaves = [name for name, _ in model.named_children()]
     graph = PipelineTracer(leaf_modules=leaves).trace(model)
     calls = {node.target: node for node in graph.nodes if node.op == "call_module"}
@@ -263,13 +296,15 @@ def test_the_train_pipelines_tracer_finds_both_collections_fed_by_the_batch_alon
 
 
 def test_names_in_state_dict():
-    names = set(build().state_dict())
+    names = set(build(encoder=encoder()).state_dict())
     assert {
         "embedding_bag_collection.embedding_bags.bag_user.weight",
         "embedding_collection.embeddings.table_item.weight",
         "sequence_arch.pooling.groups.0.query_weight",
         "sequence_arch.pooling.groups.0.bucket_bias",
+        "sequence_arch.encoder.stacks.0.blocks.1.bucket_bias",
     } <= names
+    assert not any("encoder" in name for name in build().state_dict())
 
 
 @pytest.mark.parametrize(
@@ -285,6 +320,16 @@ def test_names_in_state_dict():
         (
             {"ec": embeddings(16)},
             "embedding_collection must be as wide as the last of dense_arch_layer_sizes, 8, got 16 in table",
+        ),
+        ({"encoder": encoder(16)}, "encoder must be as wide as the last of dense_arch_layer_sizes, 8, got 16"),
+        (
+            {"encoder": encoder(name="tste")},
+            "encoder must encode the sequence features that are pooled, ['taste'], got ['tste']",
+        ),
+        ({"encoder": encoder(), "pooling": "none"}, "the sequence features that are pooled, [], got ['taste']"),
+        (
+            {"encoder": encoder(sequence_keys=["history_itme"])},
+            "embedding_collection must hold the key 'history_itme', got none of that name",
         ),
         ({"ebc": bags(width=4)}, "embedding_bag_collection must be as wide as the last of dense_arch_layer_sizes, 8"),
         ({"ebc": bags(("user", "item"))}, "a feature must belong to one collection, got ['item'] in both"),

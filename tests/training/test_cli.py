@@ -44,7 +44,11 @@ def test_defaults_file_and_overrides(yaml_file):
 
 
 def test_every_section_overrides():
-    config = parse("--data.synthetic.num_users", "7", "--data.fractions", "[0.5,0.25,0.25]", "--training.seed", "3")
+    config = parse(
+        *["--data.synthetic.num_users", "7", "--data.fractions", "[0.5,0.25,0.25]"],
+        *["--encoder.layers", "2", "--encoder.causal", "true", "--training.seed", "3"],
+    )
+    assert (config.encoder.layers, config.encoder.causal, config.encoder.bias) == (2, True, None)
     assert config.data.synthetic.num_users == 7
     assert config.data.fractions == [0.5, 0.25, 0.25]
     assert config.training.seed == 3
@@ -62,6 +66,7 @@ def test_saved_config_is_the_same_config(tmp_path):
         (["--model.num_head", "2"], "--model.num_head", "--model.num_heads"),
         (["--model.poolings=mean"], "--model.poolings", "--model.pooling"),
         (["--optimizer.dense.lerning_rate", "2"], "--optimizer.dense.lerning_rate", "--optimizer.dense.learning_rate"),
+        (["--encoder.head", "2"], "--encoder.head", "--encoder.heads"),
         (["--epochs", "2"], "--epochs", "--training.epochs"),
         (["--training.e", "2"], "--training.e", "--training.seed"),
     ],
@@ -78,6 +83,7 @@ def test_unknown_option_names_the_nearest(arguments, unknown, nearest):
         ("modle:\n  num_heads: 2\n", "modle", "model"),
         ("model:\n  num_head: 2\n", "model.num_head", "model.num_heads"),
         ("data:\n  synthetic:\n    user: 2\n", "data.synthetic.user", "data.synthetic.num_users"),
+        ("encoder:\n  layer: 2\n", "encoder.layer", "encoder.layers"),
         ("optimizer:\n  embeddings:\n    lr: 2\n", "optimizer.embeddings.lr", "optimizer.embeddings.learning_rate"),
     ],
 )
@@ -96,6 +102,13 @@ def test_unknown_key_names_the_nearest(yaml_file, text, unknown, nearest):
         (["--model.dropout", "1"], ["model.dropout", "[0, 1)"]),
         (["--model.over_arch", "[]"], ["model.over_arch", "at least one size"]),
         (["--model.embedding_dim", "30"], ["model.num_heads", "a divisor of embedding_dim"]),
+        (["--encoder.layers", "-1"], ["encoder.layers", "-1", "0 or more"]),
+        (["--encoder.layers", "two"], ["encoder.layers", "int", "two"]),
+        (["--encoder.heads", "0"], ["encoder.heads", "0", "at least 1"]),
+        (["--encoder.layers", "2", "--encoder.heads", "3"], ["encoder.heads", "3", "a divisor of model.embedding_dim"]),
+        (["--encoder.feedforward_ratio", "0"], ["encoder.feedforward_ratio", "0", "at least 1"]),
+        (["--encoder.dropout", "1"], ["encoder.dropout", "[0, 1)"]),
+        (["--encoder.causal", "maybe"], ["encoder.causal", "bool", "maybe"]),
         (["--optimizer.dense.learning_rate", "-1"], ["optimizer.dense.learning_rate", "-1", "positive"]),
         (["--optimizer.embeddings.learning_rate", ".nan"], ["optimizer.embeddings.learning_rate", "nan", "positive"]),
         (["--optimizer.embeddings.weight_decay", "-1"], ["optimizer.embeddings.weight_decay", "-1", "0 or more"]),
@@ -135,7 +148,13 @@ def test_help_lists_every_field(capsys):
     assert stop.value.code == 0
     text = capsys.readouterr().out
     assert "--config" in text
-    for name in ("--model.pooling", "--training.epochs", "--data.interactions", "--optimizer.dense.learning_rate"):
+    for name in (
+        "--model.pooling",
+        "--encoder.layers",
+        "--training.epochs",
+        "--data.interactions",
+        "--optimizer.dense.learning_rate",
+    ):
         assert name in text
 
 

@@ -1,5 +1,6 @@
 """Whole runs on a tiny synthetic table: what a run leaves behind, stopping, and continuing to the same bits."""
 
+import dataclasses
 import json
 import os
 import random
@@ -18,6 +19,7 @@ from jfi.data import DataConfig, SyntheticConfig, load_dataset
 from jfi.training import (
     Config,
     ConfigError,
+    EncoderConfig,
     ModelConfig,
     OptimizerConfig,
     OptimizerGroup,
@@ -112,7 +114,13 @@ def test_same_seed_same_run_and_another_seed_another(finished, tmp_path):
 @pytest.mark.parametrize("step", [1, 3, 5, 14])
 def test_resume_after_an_interruption_is_bit_exact(finished, tmp_path, monkeypatch, step):
     """The loop dies after `step` steps; what it has saved is continued."""
-    path = tmp_path / "run"
+    killed_after(step, tiny(tmp_path / "run"), monkeypatch)
+    resume(tmp_path / "run")
+    assert_same_run(finished[0], tmp_path / "run")
+
+
+def killed_after(step: int, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trains and dies behind so many steps."""
     optimizer_steps = 0
     build = build_optimizer
 
@@ -133,9 +141,24 @@ def test_resume_after_an_interruption_is_bit_exact(finished, tmp_path, monkeypat
     with monkeypatch.context() as patched:
         patched.setattr("jfi.training.loop.build_optimizer", counting)
         with pytest.raises(RuntimeError, match="killed"):
-            train(tiny(path))
-    resume(path)
-    assert_same_run(finished[0], path)
+            train(config)
+
+
+def test_an_encoder_learns_and_resumes_to_the_same_bits(tmp_path, monkeypatch):
+    def encoded(name: str) -> Config:
+        encoder = EncoderConfig(layers=2, heads=2, dropout=0.1, causal=True, bias="position")
+        config = dataclasses.replace(tiny(tmp_path / name, epochs=2, batch_size=32), encoder=encoder)
+        config.data.synthetic.num_users = 30
+        return config
+
+    train(encoded("whole"))
+    losses = [r["loss"] for r in read_metrics(tmp_path / "whole" / "metrics.jsonl") if r["split"] == "train"]
+    assert losses[-1] < losses[0] - 0.02, losses
+    names = saved_tensors(tmp_path / "whole")
+    assert {f"model.sequence_arch.encoder.stacks.0.blocks.{i}.bucket_bias" for i in range(2)} <= names.keys()
+    killed_after(14, encoded("run"), monkeypatch)
+    resume(tmp_path / "run")
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
 def start(arguments: list[object], cwd: Path) -> subprocess.Popen:
@@ -220,10 +243,11 @@ def test_divergence_is_told(tmp_path):
         train(config)
 
 
-def test_an_unknown_bias_key_writes_nothing(tmp_path):
+@pytest.mark.parametrize("section", ["model", "encoder"])
+def test_an_unknown_bias_key_writes_nothing(tmp_path, section):
     config = tiny(tmp_path / "run")
-    config.model.bias = "history_agee"
-    with pytest.raises(ConfigError, match=r"model\.bias: got 'history_agee', must be .* history_age"):
+    getattr(config, section).bias = "history_agee"
+    with pytest.raises(ConfigError, match=rf"{section}\.bias: got 'history_agee', must be .* history_age"):
         train(config)
     assert not (tmp_path / "run").exists()
 
@@ -281,13 +305,14 @@ def test_a_used_folder_is_refused(tmp_path):
 def test_other_poolings_train(tmp_path, pooling):
     config = tiny(tmp_path / "run", epochs=1)
     config.model.pooling = pooling
+    config.encoder = EncoderConfig(layers=1, heads=2)
     assert 0 <= train(config).test["auc"] <= 1
     assert not (tmp_path / "run" / "attention.png").exists()
 
 
 def test_every_parameter_is_optimised_once():
     dataset = load_dataset(tiny(None).data)
-    model = build_model(tiny(None).model, dataset)
+    model = build_model(tiny(None).model, EncoderConfig(layers=2, heads=2), dataset)
     optimizer = build_optimizer(OptimizerConfig(), model)
     assert set(optimizer.params) == {name for name, _ in model.named_parameters()}
     tables, dense = (group["params"] for group in optimizer.param_groups)

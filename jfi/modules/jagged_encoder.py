@@ -1,0 +1,264 @@
+"""A Transformer encoder over histories: what happened around an event enters its embedding.
+
+A block is pre-norm, as in Xiong et al., "On Layer Normalization in the Transformer Architecture" (ICML 2020):
+
+    y = x + W_o concat_h(attention_h(LayerNorm(x))) + b_o            x, y [S, D], an event a row
+    z = y + FeedForward(LayerNorm(y))                                W_2 gelu(W_1 · + b_1) + b_2, with dropout
+
+and a LayerNorm follows the last one, since the residual stream is never normalised. The rows stay packed from end to
+end: only the attention knows where a sample begins. Keys and values are projected without a bias: that of the keys adds
+the same to all scores of a query and cancels in the softmax, and that of the values, weighted by probabilities that sum
+to one, merges into b_o.
+"""
+
+import torch
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from jfi.modules import lookup
+from jfi.modules.sequence_configs import SequenceFeatureConfig, check_features
+from jfi.modules.stacked_attention import score_bias
+from jfi.ops import jagged_attention
+
+torch.fx.wrap("jagged_attention")
+
+
+class JaggedEncoder(nn.Module):
+    """Self-attention among each sample's events, on packed rows: pre-norm Transformer blocks for JaggedTensors.
+
+    Stands between an EmbeddingCollection and JaggedFeatureInteraction. A feature's aligned fields are combined into one
+    row an event, projected to `embedding_dim` where they are concatenated; the encoded rows stand under the feature's
+    name, where `SequenceFeatureConfig.encoded()` looks for them. Every other key passes through.
+
+    Each feature has blocks of its own, as it has projections of its own in JaggedFeatureInteraction: what follows from
+    clicks is not what follows from purchases. A learned bias has a table in every block, of `num_buckets * num_heads`
+    numbers that start at zero: so each block chooses how far it looks back.
+
+    Attention compares all pairs of a sample's events: time grows with the sum of the squared lengths.
+
+    Args:
+        features: the sequence features to encode, with distinct names. Their `bias` is added to the scores of the
+            self-attention, by head and by event that is attended to; their targets are not looked at.
+        embedding_dim: width of every embedding that comes in, and of an encoded event.
+        num_heads: heads, a divisor of `embedding_dim`.
+        num_layers: blocks a feature.
+        feedforward_ratio: width of the hidden layer of a block's feed-forward part, in `embedding_dim`.
+        dropout: probability with which an element is zeroed in training, behind both layers of the feed-forward part.
+        causal: an event attends to itself and to those before it alone.
+        device: where the parameters live, "meta" included: then `to_empty()` and `reset_parameters()` follow.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit, by name.
+
+    Example:
+
+        >>> from jfi import JaggedEncoder, JaggedFeatureInteraction, SequenceFeatureConfig
+        >>> from torchrec import EmbeddingCollection, EmbeddingConfig
+        >>> #                        sample 0    1       2
+        >>> # "history_item"           [7, 3]   []   [5, 1, 7]   <- events, oldest first
+        >>> # "history_rating"         [4, 5]   []   [1, 2, 5]   <- aligned with them
+        >>> ids = KeyedJaggedTensor(
+        ...     keys=["history_item", "history_rating"],
+        ...     values=torch.tensor([7, 3, 5, 1, 7, 4, 5, 1, 2, 5]),
+        ...     lengths=torch.tensor([2, 0, 3, 2, 0, 3]),
+        ... )
+        >>> tables = [
+        ...     EmbeddingConfig(name="item", embedding_dim=8, num_embeddings=10, feature_names=["history_item"]),
+        ...     EmbeddingConfig(name="rating", embedding_dim=8, num_embeddings=6, feature_names=["history_rating"]),
+        ... ]
+        >>> taste = SequenceFeatureConfig("taste", ["history_item", "history_rating"], ["item"], bias="position")
+        >>> encoder = JaggedEncoder([taste], embedding_dim=8, num_heads=2, num_layers=2)
+        >>> encoded = encoder(EmbeddingCollection(tables=tables)(ids))
+        >>> sorted(encoded), encoded["taste"].values().shape
+        (['history_item', 'history_rating', 'taste'], torch.Size([5, 8]))
+        >>> layer = JaggedFeatureInteraction([taste.encoded()], embedding_dim=8, num_heads=2)
+        >>> layer(encoded, {"item": torch.randn(3, 8)})["taste"].shape
+        torch.Size([3, 8])
+    """
+
+    def __init__(
+        self,
+        features: list[SequenceFeatureConfig],
+        embedding_dim: int,
+        num_heads: int = 1,
+        num_layers: int = 1,
+        *,
+        feedforward_ratio: int = 4,
+        dropout: float = 0.0,
+        causal: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        check_features(features)
+        for argument, size in (
+            ("embedding_dim", embedding_dim),
+            ("num_heads", num_heads),
+            ("num_layers", num_layers),
+            ("feedforward_ratio", feedforward_ratio),
+        ):
+            if size < 1:
+                raise ValueError(f"{argument} must be at least 1, got {size}")
+        if embedding_dim % num_heads:
+            raise ValueError(f"num_heads must divide embedding_dim={embedding_dim}, got {num_heads}")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+        self.features = features
+        self.embedding_dim = embedding_dim
+        self.stacks = nn.ModuleList(
+            EncoderStack(feature, embedding_dim, num_heads, num_layers, feedforward_ratio, dropout, causal, device)
+            for feature in features
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws every projection anew as in Glorot & Bengio (2010), sets the biases to zero and the norms to one."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.LayerNorm):
+                module.reset_parameters()
+            elif isinstance(module, EncoderBlock) and module.bucket_bias is not None:
+                nn.init.zeros_(module.bucket_bias)
+
+    def forward(self, sequences: JaggedTensor | dict[str, JaggedTensor]) -> JaggedTensor | dict[str, JaggedTensor]:
+        """Encodes the events of every feature.
+
+        Args:
+            sequences: embeddings [S, embedding_dim] by sequence key, float32, bfloat16 or float16, the aligned ones of
+                one dtype, with what the features' biases read, as in `JaggedFeatureInteraction.forward`; or one
+                JaggedTensor, where the one feature reads but one key. Lengths and offsets are int32 or int64.
+
+        Returns:
+            What came in, and under each feature's name its encoded events [S, embedding_dim] in the parameters' dtype,
+            with the lengths and the weights of its first sequence key; for a JaggedTensor, the encoded events.
+
+        Raises:
+            ValueError, TypeError: an absent key, a wrong width or dtype, fields that are not aligned, a bucket id out
+                of range. Lengths and ids are looked at on the CPU alone, where that costs no synchronisation.
+        """
+        by_key = _by_key(sequences, self.features)
+        events = lookup.read_events(by_key, self.features, self.embedding_dim)
+        encoded = [stack(events[f].history, events[f].offsets, events[f].bias) for f, stack in enumerate(self.stacks)]
+        return _with_encoded(sequences, by_key, self.features, encoded)
+
+
+class EncoderStack(nn.Module):
+    """The blocks of one feature and the LayerNorm behind them, on plain tensors; the arguments are JaggedEncoder's."""
+
+    def __init__(
+        self,
+        feature: SequenceFeatureConfig,
+        embedding_dim: int,
+        num_heads: int,
+        num_layers: int,
+        feedforward_ratio: int,
+        dropout: float,
+        causal: bool,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        width = feature.sequence_width(embedding_dim)
+        wide = width != embedding_dim
+        self.input_projection = nn.Linear(width, embedding_dim, device=device) if wide else nn.Identity()
+        self.blocks = nn.ModuleList(
+            EncoderBlock(feature, embedding_dim, num_heads, feedforward_ratio, dropout, causal, device)
+            for _ in range(num_layers)
+        )
+        self.norm = nn.LayerNorm(embedding_dim, device=device)
+
+    def forward(self, history: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
+        """Encodes events [S, sequence_width] to [S, embedding_dim]; `bias` as in `lookup.EventInputs`."""
+        # The residual stream keeps the parameters' dtype, under autocast too: what is added up is not rounded.
+        dtype = self.norm.weight.dtype
+        x = self.input_projection(history.to(dtype)).to(dtype)
+        for block in self.blocks:
+            x = block(x, offsets, bias)
+        return self.norm(x)
+
+
+class EncoderBlock(nn.Module):
+    """Self-attention and the feed-forward part, each behind a LayerNorm and beside a residual path.
+
+    Query, key and value are projected apart, so that each comes out contiguous as the attention reads it.
+    """
+
+    def __init__(
+        self,
+        feature: SequenceFeatureConfig,
+        width: int,
+        num_heads: int,
+        feedforward_ratio: int,
+        dropout: float,
+        causal: bool,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.feature = feature
+        self.num_heads, self.head_width = num_heads, width // num_heads
+        self.causal = causal
+        self.attention_norm = nn.LayerNorm(width, device=device)
+        self.query = nn.Linear(width, width, device=device)
+        self.key = nn.Linear(width, width, bias=False, device=device)
+        self.value = nn.Linear(width, width, bias=False, device=device)
+        self.output = nn.Linear(width, width, device=device)
+        table = torch.empty(feature.bucket_rows, num_heads, device=device)
+        self.register_parameter("bucket_bias", nn.Parameter(table) if feature.bucket_rows else None)
+        self.feedforward_norm = nn.LayerNorm(width, device=device)
+        self.feedforward = nn.Sequential(
+            nn.Linear(width, feedforward_ratio * width, device=device),
+            nn.GELU(),
+            nn.Dropout(dropout),
+            nn.Linear(feedforward_ratio * width, width, device=device),
+            nn.Dropout(dropout),
+        )
+
+    def forward(self, x: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
+        """[S, D] -> [S, D]; `bias` as in `lookup.EventInputs`."""
+        normed = self.attention_norm(x)
+        query, key, value = self._by_head(self.query(normed)), self.key(normed), self.value(normed)
+        scores = score_bias(self.feature, bias, self.bucket_bias, self.num_heads, query)
+        attended = jagged_attention(
+            query, self._by_head(key), self._by_head(value), offsets, offsets, causal=self.causal, bias=scores
+        )
+        x = x + self.output(attended.flatten(1))
+        return x + self.feedforward(self.feedforward_norm(x))
+
+    def _by_head(self, rows: Tensor) -> Tensor:
+        """[S, D] -> [S, H, D/H]."""
+        return rows.unflatten(1, (self.num_heads, self.head_width))
+
+
+@torch.fx.wrap
+def _by_key(
+    sequences: JaggedTensor | dict[str, JaggedTensor], features: list[SequenceFeatureConfig]
+) -> dict[str, JaggedTensor]:
+    if isinstance(sequences, (KeyedJaggedTensor, Tensor)):
+        kind = type(sequences).__name__
+        raise TypeError(f"sequences must be a JaggedTensor or a dict of them, an embedding a row, got {kind}")
+    if not isinstance(sequences, JaggedTensor):
+        return dict(sequences.items())  # waits, where it is the output of a sharded collection
+    read = {key for feature in features for key in (*feature.sequence_keys, feature.bucket_key) if key is not None}
+    if len(features) > 1 or len(read) > 1:
+        raise TypeError(f"sequences must be a dict of JaggedTensor, since features read {sorted(read)}, got one alone")
+    return {features[0].sequence_keys[0]: sequences}
+
+
+@torch.fx.wrap
+def _with_encoded(
+    sequences: JaggedTensor | dict[str, JaggedTensor],
+    by_key: dict[str, JaggedTensor],
+    features: list[SequenceFeatureConfig],
+    encoded: list[Tensor],
+) -> JaggedTensor | dict[str, JaggedTensor]:
+    outputs = {}
+    for feature, values in zip(features, encoded, strict=True):
+        events = by_key[feature.sequence_keys[0]]
+        outputs[feature.name] = JaggedTensor(
+            values=values,
+            lengths=events.lengths_or_none(),
+            offsets=events.offsets_or_none(),
+            weights=events.weights_or_none(),
+        )
+    return outputs[features[0].name] if isinstance(sequences, JaggedTensor) else by_key | outputs
