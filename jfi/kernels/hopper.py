@@ -56,6 +56,18 @@ def fetch(desc, row, group, bar, to):
 
 
 @gluon.jit
+def seen_in_full(first, shift, keys, left, right, HEADS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):
+    """(begin, end) of the keys that all query rows of a warp group see."""
+    begin = keys * 0
+    end = keys
+    if HAS_LEFT:
+        begin = (first + ROWS - 1) // HEADS + shift - left
+    if HAS_RIGHT:
+        end = gl.minimum(end, first // HEADS + shift + right + 1)
+    return begin, end
+
+
+@gluon.jit
 def put_bias(bias_ptr, row, end, group, to, GROUPS: gl.constexpr):
     """The bias, in base 2, of a head for the keys from a row on, into shared memory; none past the end."""
     LENGTH: gl.constexpr = to.shape[0]

@@ -13,7 +13,7 @@ from jfi.kernels.tiles import INTERPRET
 @cache
 def _hopper(device: int) -> ModuleType | None:
     """The kernels for Hopper, on such a GPU and with a Triton that brings the language they are written in."""
-    if torch.cuda.get_device_capability(device)[0] != 9:
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] != 9:
         return None
     try:
         from jfi.kernels import jagged_attention_hopper
@@ -39,6 +39,9 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results as those of jagged_attention_fwd.forward."""
     inputs, offsets = (query, key, value), (query_offsets, key_offsets)
+    if not (query.shape[0] and key.shape[0]):
+        out = query.new_zeros(*query.shape[:2], (key if value is None else value).shape[2])
+        return out, query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)
     hopper = _serves(*inputs, bias, scale)
     if hopper is not None:
         return hopper.forward(*inputs, *offsets, bias, scale, *window)
@@ -61,6 +64,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Arguments and results as those of jagged_attention_bwd.backward."""
     inputs, offsets = (query, key, value), (query_offsets, key_offsets)
+    if not (query.shape[0] and key.shape[0]):
+        zeros = [None if x is None else torch.zeros_like(x) for x in (*inputs, bias)]
+        return zeros[0], zeros[1], zeros[2], zeros[3]
     hopper = _serves(*inputs, bias, scale)
     if hopper is not None and grad.data_ptr() % 16 == 0:
         return hopper.backward(grad, dlse, *inputs, *offsets, bias, out, lse, scale, *window)

@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jfi.kernels.jagged_attention_fwd import score_bias
-from jfi.kernels.jagged_attention_tiles import bounds, keys_met, queries_met, sees, statistics
+from jfi.kernels.jagged_attention_tiles import bounds, keys_met, queries_met, score_bias, sees, statistics
 from jfi.kernels.launch import Launcher
 from jfi.kernels.schedule import schedule, slot_of
 from jfi.kernels.target_attention_tiles import Tile, load_rows, query_rows, store_rows
@@ -92,7 +91,7 @@ def _jagged_attention_dquery_kernel(
     _tile, q_low, queries, k_low, keys = slot
     at = first + tl.arange(0, BLOCK_M)
     q_mask = at < queries * HEADS
-    q_at = query_rows(at, group, GROUPS, HEADS)
+    q_at = query_rows(at.to(tl.int64), group, GROUPS, HEADS)
     row = q_low.to(tl.int64) * (GROUPS * HEADS)
     place = at // HEADS + shift
     key_at = tl.arange(0, BLOCK_N)
@@ -194,7 +193,7 @@ def _jagged_attention_dkey_kernel(
     for step in range(0, steps):
         at = begin + step * BLOCK_M + tl.arange(0, BLOCK_M)
         q_mask = at < queries * HEADS
-        q_at = query_rows(at, group, GROUPS, HEADS)
+        q_at = query_rows(at.to(tl.int64), group, GROUPS, HEADS)
         q = load_rows(q_ptr + row * D, q_at, q_mask, D, D, BLOCK_D)
         grad = load_rows(grad_ptr + row * E, q_at, q_mask, E, E, BLOCK_E)
         lse = tl.load(stats + at, mask=q_mask, other=float("inf"))

@@ -57,9 +57,9 @@ class _Problem:
             place = torch.arange(length - count, length)[:, None]
             key = torch.arange(length)
             if self.right is not None:
-                scores.masked_fill_(key > place + self.right, -torch.inf)
+                scores.masked_fill_(key - place > self.right, -torch.inf)
             if self.left is not None:
-                scores.masked_fill_(key < place - self.left, -torch.inf)
+                scores.masked_fill_(place - key > self.left, -torch.inf)
         return scores
 
 
@@ -71,10 +71,12 @@ def forward(query: Tensor, key: Tensor, value: Tensor | None, *rest) -> tuple[Te
     lse = out.new_full(out.shape[:3], -torch.inf)
     for queries, keys in problem.samples():
         scores = problem.scores(queries, keys)
-        total = torch.logsumexp(scores, -1, keepdim=True)
-        lse[queries] = total[..., 0].permute(2, 0, 1)
+        top = scores.amax(-1, keepdim=True)
         # Of a query that sees nothing all weights are exp(-inf - inf) = 0.
-        weights = torch.exp(scores - total.masked_fill(total == -torch.inf, torch.inf))
+        weights = torch.exp(scores - top.masked_fill(top == -torch.inf, torch.inf))
+        total = weights.sum(-1, keepdim=True)
+        lse[queries] = (top + total.log())[..., 0].permute(2, 0, 1)
+        weights /= total.masked_fill(total == 0, 1.0)
         out[queries] = torch.einsum("ghqk,kge->qghe", weights, problem.value[keys])
     return out.flatten(1, 2).to(query.dtype), lse.flatten(1, 2)
 
@@ -99,6 +101,8 @@ def backward(
     if dlse is not None:
         delta -= problem.group(dlse)
     lse = problem.group(lse)
+    # Merging empty parts makes a dL of NaN, which weights of 0 would not stop.
+    delta.masked_fill_(lse == -torch.inf, 0.0)
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     dquery, dkey = torch.zeros_like(problem.query), torch.zeros_like(problem.key)
     dvalue = dkey if value is None else torch.zeros_like(problem.value)

@@ -11,19 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jfi.kernels.jagged_attention_tiles import bounds, keys_met, sees
+from jfi.kernels.jagged_attention_tiles import bounds, keys_met, score_bias, sees
 from jfi.kernels.launch import Launcher
 from jfi.kernels.schedule import schedule, slot_of
 from jfi.kernels.target_attention_tiles import Tile, load_rows, query_rows, store_rows
 from jfi.kernels.tiles import LN2, LOG2E
-
-
-@triton.jit
-def score_bias(bias_ptr, n, key, mask, at, group, GROUPS: tl.constexpr, HEADS: tl.constexpr):
-    """[M, N], in base 2: the bias of the keys from row n on for each query row's head."""
-    where = key[None, :] * (GROUPS * HEADS) + (group * HEADS + at % HEADS)[:, None]
-    keep = tl.broadcast_to(mask[None, :], where.shape)
-    return tl.load(bias_ptr + n * (GROUPS * HEADS) + where, mask=keep, other=0.0).to(tl.float32) * LOG2E
 
 
 @triton.jit(do_not_specialize=["total", "left", "right"])
@@ -59,7 +51,7 @@ def _jagged_attention_fwd_kernel(
     _tile, q_low, queries, k_low, keys = slot
     at = first + tl.arange(0, BLOCK_M)
     q_mask = at < queries * HEADS
-    q_at = query_rows(at, group, GROUPS, HEADS)
+    q_at = query_rows(at.to(tl.int64), group, GROUPS, HEADS)
     row = q_low.to(tl.int64) * (GROUPS * HEADS)
     place = at // HEADS + shift
     key_at = tl.arange(0, BLOCK_N)

@@ -56,7 +56,7 @@ DQUERY_WIDE = Config(block=64, warp_groups=2, stages=4, programs=1)
 DQUERY = Config(block=64, warp_groups=1, stages=3, programs=3)
 DKEY_WIDE = Config(block=64, warp_groups=2, stages=2, programs=1)
 DKEY = Config(block=64, warp_groups=1, stages=2, programs=2)
-#: Mean keys of a sample up to which tiles of 64 keys are faster.
+#: Mean keys of a sample up to which tiles of 64 keys are faster; the other kernel is compiled when it is first wanted.
 SHORT = 768
 
 
@@ -89,8 +89,9 @@ def serves(query: Tensor, key: Tensor, value: Tensor | None, bias: Tensor | None
         and (value is None or value.shape[2] == width)
         and groups in (1, heads)
         and (bias is None or groups == heads)
+        # The greatest score is found before it is scaled, so the scale must be positive, in float32.
         and scale > 1e-30
-        and all(0 < x.shape[0] * x.shape[1] < 2**31 and x.data_ptr() % 16 == 0 for x in tensors)
+        and all(x.shape[0] * x.shape[1] < 2**31 - 256 and x.data_ptr() % 16 == 0 for x in tensors)
     )
 
 

@@ -17,6 +17,7 @@ from jfi.kernels.hopper import (
     keys_met,
     numbers,
     put_bias,
+    seen_in_full,
     sees,
     slot_of,
     store_rows,
@@ -172,14 +173,7 @@ def _attend(
         stats = stats_ptr + group.to(gl.int64) * rows + q_low * HEADS + own
         lse = gl.load(stats, mask=own < queries * HEADS, other=INF)
         delta = gl.load(stats + rows.to(gl.int64) * GROUPS, mask=own < queries * HEADS, other=0.0)
-        # Tiles between these keys are seen in full by all of these queries.
-        full_begin = 0
-        full_end = keys
-        if HAS_LEFT:
-            full_begin = (first + ROWS - 1) // HEADS + shift - left
-        if HAS_RIGHT:
-            full_end = gl.minimum(full_end, first // HEADS + shift + right + 1)
-        full = (full_begin, full_end)
+        full = seen_in_full(first, shift, keys, left, right, HEADS, HAS_LEFT, HAS_RIGHT)
         dq = gl.zeros([ROWS, D], gl.float32, Q_LAYOUT)
         if steps > 0:
             n = begin + (steps - 1) * BLOCK_N

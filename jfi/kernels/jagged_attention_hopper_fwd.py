@@ -23,6 +23,7 @@ from jfi.kernels.hopper import (
     keys_met,
     numbers,
     put_bias,
+    seen_in_full,
     sees,
     slot_of,
     store_rows,
@@ -185,14 +186,7 @@ def _attend(
         )
         first += OWN
         place = (first + gl.arange(0, ROWS, S_ROW)) // HEADS + shift
-        # Tiles between these keys are seen in full by all of these queries.
-        full_begin = 0
-        full_end = keys
-        if HAS_LEFT:
-            full_begin = (first + ROWS - 1) // HEADS + shift - left
-        if HAS_RIGHT:
-            full_end = gl.minimum(full_end, first // HEADS + shift + right + 1)
-        full = (full_begin, full_end)
+        full = seen_in_full(first, shift, keys, left, right, HEADS, HAS_LEFT, HAS_RIGHT)
         acc = gl.zeros([ROWS, E], gl.float32, O_LAYOUT)
         top = gl.full([ROWS], -INF, gl.float32, S_ROW)
         weight = gl.zeros([ROWS], gl.float32, S_ROW)

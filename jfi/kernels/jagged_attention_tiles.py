@@ -72,7 +72,7 @@ def queries_met(
     if HAS_RIGHT:
         begin = tl.maximum(begin, first - shift - right)
     if HAS_LEFT:
-        end = tl.minimum(end, first + BLOCK_N - shift + left)
+        end = tl.maximum(tl.minimum(end, first + BLOCK_N - shift + left), 0)
     begin = begin * HEADS // BLOCK_M * BLOCK_M
     steps = tl.maximum(end * HEADS - begin + BLOCK_M - 1, 0) // BLOCK_M
     if keys == 0:
@@ -89,6 +89,14 @@ def sees(key, place, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexp
     if HAS_LEFT:
         seen = seen & (key >= place - left)
     return seen
+
+
+@triton.jit
+def score_bias(bias_ptr, n, key, mask, at, group, GROUPS: tl.constexpr, HEADS: tl.constexpr):
+    """[M, N], in base 2: the bias of the keys from row n on for each query row's head."""
+    where = key[None, :] * (GROUPS * HEADS) + (group * HEADS + at % HEADS)[:, None]
+    keep = tl.broadcast_to(mask[None, :], where.shape)
+    return tl.load(bias_ptr + n * (GROUPS * HEADS) + where, mask=keep, other=0.0).to(tl.float32) * LOG2E
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -115,7 +123,10 @@ def _statistics_kernel(
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + first + at, mask=mask, other=0.0)
     lse = tl.load(lse_ptr + first + at, mask=mask, other=0.0)
-    lse = tl.where(lse == -float("inf"), float("inf"), lse * LOG2E)
+    empty = lse == -float("inf")
+    lse = tl.where(empty, float("inf"), lse * LOG2E)
+    # Merging empty parts makes a dL of NaN, which 0 weights would not stop.
+    delta = tl.where(empty, 0.0, delta)
     row = first + at
     head = row % (GROUPS * HEADS)
     query = row // (GROUPS * HEADS)

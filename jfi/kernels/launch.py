@@ -38,8 +38,8 @@ class Launcher:
     ) -> None:
         """Launch on the device of the first tensor; tensor descriptors are the kernel's first arguments.
 
-        Tensors come with the same dtypes, and None in the same places, at every call; an integer's parameter is in the
-        kernel's do_not_specialize.
+        At every call tensors come with the same dtypes, None in the same places, and descriptors of the same tiles; an
+        integer's parameter is in the kernel's do_not_specialize.
         """
         if INTERPRET.value:
             self.kernel[grid](*descriptors, *tensors, *numbers, **self.constants)

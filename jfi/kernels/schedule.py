@@ -21,7 +21,7 @@ OWN = 32
 BUCKETS = tl.constexpr(64)
 
 
-#: Numbers to a slot, of which ``slot_of`` reads the first five.
+#: Numbers to a slot, of which ``slot_of`` reads the first five: 32 bytes, a sector of memory.
 FIELDS = tl.constexpr(8)
 
 
@@ -112,8 +112,13 @@ def schedule(tiled: Tensor, other: Tensor, rows: int, heads: int, block: int) ->
         rows: where ``tiled`` ends.
 
     Returns:
-        [slots, 8] int32: what ``slot_of`` reads; more slots than tiles.
+        [slots, 8] int32: what ``slot_of`` reads; at least as many slots as tiles.
+
+    Raises:
+        ValueError: rows · heads do not fit 32 bits.
     """
+    if rows * heads >= 2**31 - 256:
+        raise ValueError(f"query must have fewer than 2³¹ rows · heads to a key head, got {rows} · {heads}")
     batch = tiled.shape[0] - 1
     slots = rows * heads // block + batch
     table = torch.empty(slots, FIELDS.value, dtype=torch.int32, device=tiled.device)

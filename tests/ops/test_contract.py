@@ -95,6 +95,18 @@ SCHEMAS = {
     ],
     "jagged_attention, half precision": [
         (torch.ops.jfi.jagged_attention_fwd, lambda *i: (*i, None, 0.3, 9, None, "triton")),
+        (torch.ops.jfi.jagged_attention_fwd, lambda q, k, v, *o: (q, k, None, *o, None, 0.3, None, 0, "triton")),
+        (
+            torch.ops.jfi.jagged_attention_bwd,
+            lambda q, k, v, *o: (
+                *(x.detach() for x in (q, q[..., 0].float(), q, k, v)),
+                *o,
+                None,
+                q.detach(),
+                q[..., 0].detach().float(),
+                *(0.3, None, 0, "triton"),
+            ),
+        ),
     ],
 }
 

@@ -1,5 +1,6 @@
 """Jagged attention, Triton and the processor's path: output and gradients within the budget on every kind of batch."""
 
+import sys
 from itertools import pairwise
 
 import pytest
@@ -92,6 +93,16 @@ def test_heads(heads, groups, bias, impl, device):
 HALVES = [torch.float16, torch.bfloat16]
 
 
+def few_programs(monkeypatch, short):
+    from jfi.kernels import jagged_attention, jagged_attention_hopper
+
+    # No other path may do the work of these.
+    monkeypatch.setattr(jagged_attention, "jagged_attention_fwd", None)
+    monkeypatch.setattr(jagged_attention, "jagged_attention_bwd", None)
+    monkeypatch.setattr(jagged_attention_hopper, "SHORT", short)
+    monkeypatch.setattr(jagged_attention_hopper, "multiprocessors", lambda device: 2)
+
+
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
@@ -103,10 +114,7 @@ ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] 
 def test_half_precision(width, value_width, heads, groups, causal, window, dtype, short, device, monkeypatch):
     """The shapes that Hopper has kernels of its own for, with so few programs that each takes many tiles."""
     if ON_HOPPER:
-        from jfi.kernels import jagged_attention_hopper
-
-        monkeypatch.setattr(jagged_attention_hopper, "SHORT", short)
-        monkeypatch.setattr(jagged_attention_hopper, "multiprocessors", lambda device: 2)
+        few_programs(monkeypatch, short)
     options = {"heads": heads, "groups": groups, "width": width, "causal": causal, "window": window}
     lengths = [0, 1, 64, 130, 5, 400] if torch.cuda.is_available() else [0, 1, 70]
     check(lengths, device, "triton", dtype, value_width=value_width, **options)
@@ -146,7 +154,7 @@ def test_any_shape(lengths, heads, width, value_width, bias, causal, window, imp
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("scale", [0.0, 1e-46, -0.7])
+@pytest.mark.parametrize("scale", [0.0, 1e-46, 1e-20, -0.7, 3.0])
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES] if torch.cuda.is_available() else [torch.float32])
 def test_any_scale(scale, dtype, impl, device):
     offsets = offsets_of([5, 0, 70], device)
@@ -158,18 +166,20 @@ def test_any_scale(scale, dtype, impl, device):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_the_log_sum_exp_and_its_gradient(impl, device):
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 16), (torch.float16, 64)])
+def test_the_log_sum_exp_and_its_gradient(dtype, width, impl, device):
     offsets, keys = offsets_of([5, 0, 70, 2], device), offsets_of([9, 3, 40, 0], device)
-    inputs = [torch.randn(77, 2, 16, device=device), torch.randn(52, 1, 16, device=device)]
+    inputs = [torch.randn(rows, heads, width, device=device).to(dtype) for rows, heads in ((77, 2), (52, 1))]
 
     def both(out, lse):
         # -inf where nothing is seen: those rows are checked apart.
         assert lse[75:].eq(-torch.inf).all() and out[75:].eq(0).all()
-        return torch.cat([out, lse[..., None].where(lse[..., None] > -torch.inf, 0.0).expand_as(out) * 0.1], -1)
+        lse = lse.where(lse > -torch.inf, 0.0).to(out.dtype)
+        return torch.cat([out, lse[..., None].expand_as(out) * 0.1], -1)
 
     compare(
         lambda q, k: both(*jfi.ops.jagged_attention(q, k, None, offsets, keys, return_lse=True, impl=impl)),
-        lambda q, k: both(*reference.jagged_attention(q, k, None, offsets, keys, False, None, None, 0.25)),
+        lambda q, k: both(*reference.jagged_attention(q, k, None, offsets, keys, False, None, None, width**-0.5)),
         inputs,
     )
 
@@ -177,20 +187,24 @@ def test_the_log_sum_exp_and_its_gradient(impl, device):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_parts_of_a_history_merge(impl, device):
     """Gradients too: the older and the newer half of every history, attended to apart."""
-    lengths = [6, 40, 2]
-    offsets, half = offsets_of(lengths, device), offsets_of([n // 2 for n in lengths], device)
-    query, key = torch.randn(48, 2, 16, device=device), torch.randn(48, 2, 16, device=device)
-    own = torch.arange(48, device=device) - offsets[:-1].repeat_interleave(offsets.diff())
-    older = own < half.diff().repeat_interleave(offsets.diff())
+    lengths = [6, 40, 1, 0, 3]
+    offsets, older_offsets = offsets_of(lengths, device), offsets_of([n // 2 for n in lengths], device)
+    newer_offsets = offsets - older_offsets
+    query, key = torch.randn(50, 2, 16, device=device), torch.randn(50, 2, 16, device=device)
+    own = torch.arange(50, device=device) - offsets[:-1].repeat_interleave(offsets.diff())
+    older = own < older_offsets.diff().repeat_interleave(offsets.diff())
 
     def merged(query, key):
-        out, lse = [], []
-        for part in (key[older], key[~older]):
-            got = jfi.ops.jagged_attention(query, part, None, offsets, half, return_lse=True, impl=impl)
-            out.append(got[0])
-            lse.append(got[1])
-        weights = torch.softmax(torch.stack(lse), 0)
-        return (torch.stack(out) * weights[..., None]).sum(0)
+        parts = [(key[older], older_offsets), (key[~older], newer_offsets)]
+        out, lse = zip(
+            *(
+                jfi.ops.jagged_attention(query, part, None, offsets, ends, return_lse=True, impl=impl)
+                for part, ends in parts
+            ),
+            strict=True,
+        )
+        total = torch.logaddexp(*lse)
+        return sum(o * torch.exp(part - total)[..., None] for o, part in zip(out, lse, strict=True))
 
     leaves = [x.requires_grad_() for x in (query, key)]
     whole = jfi.ops.jagged_attention(query, key, None, offsets, offsets, impl=impl)
@@ -203,18 +217,29 @@ def test_parts_of_a_history_merge(impl, device):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_what_is_not_finite_stays_in_its_sample(dtype, impl, device):
+@pytest.mark.parametrize(
+    ("dtype", "width", "groups", "biased"),
+    [
+        (torch.float32, 64, 2, True),
+        (torch.float16, 64, 2, True),
+        (torch.float16, 64, 1, False),
+        (torch.float16, 128, 2, False),
+    ],
+)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_in_its_sample(value, dtype, width, groups, biased, impl, device):
     lengths = [100, 30, 77]
     offsets = offsets_of(lengths, device)
-    clean = [torch.randn(207, 2, 64, device=device).to(dtype) for _ in range(3)]
+    shapes = [(207, 2, width), (207, groups, width), (207, groups, width), *([(207, 2)] if biased else [])]
+    clean = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
     broken = [x.clone() for x in clean]
     for x in broken:
-        x[100:130] = torch.nan
+        x[100:130] = value
     results = []
     for inputs in (clean, broken):
         leaves = [x.requires_grad_() for x in inputs]
-        out = jfi.ops.jagged_attention(*leaves, offsets, offsets, impl=impl)
+        bias = leaves[3] if biased else None
+        out = jfi.ops.jagged_attention(*leaves[:3], offsets, offsets, bias=bias, impl=impl)
         results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
     for a, b in zip(*results, strict=True):
         assert b[100:130].isnan().all()
@@ -231,6 +256,44 @@ def test_the_same_inputs_give_the_same_bits(dtype, impl, device):
         out = jfi.ops.jagged_attention(*leaves, offsets, offsets, causal=True, impl=impl)
         runs.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_windows_beyond_all_places(impl, device):
+    offsets, queries = offsets_of([70, 3], device), offsets_of([4, 40], device)
+    query, key = torch.randn(44, 1, 16, device=device), torch.randn(73, 1, 16, device=device)
+    whole = jfi.ops.jagged_attention(query, key, None, queries, offsets, impl=impl)
+    for window in ((sys.maxsize, None), (None, sys.maxsize), (2**31 - 1, 2**31 - 1)):
+        got = jfi.ops.jagged_attention(query, key, None, queries, offsets, window=window, impl=impl)
+        torch.testing.assert_close(got, whole)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_bias_of_the_least_number_there_is(impl, device):
+    """As masks are often written: where every event has it, none is preferred."""
+    offsets = offsets_of([70], device)
+    query, key = torch.randn(70, 1, 16, device=device), torch.randn(70, 1, 16, device=device)
+    bias = torch.full((70, 1), -1e9, device=device)
+    got = jfi.ops.jagged_attention(query, key, None, offsets, offsets, bias=bias, impl=impl)
+    torch.testing.assert_close(got, key.mean(0).expand_as(got), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("which", ["query", "key", "grad"])
+def test_tensors_off_their_borders(which, device):
+    """A view that begins between two borders of 16 bytes: the copy engine does not take it."""
+    offsets = offsets_of([5, 0, 70], device)
+
+    def tensor(name):
+        if name != which:
+            return torch.randn(75, 2, 64, device=device).half()
+        return torch.randn(75 * 128 + 1, device=device).half()[1:].view(75, 2, 64)
+
+    query, key, grad = tensor("query").requires_grad_(), tensor("key").requires_grad_(), tensor("grad")
+    out = jfi.ops.jagged_attention(query, key, None, offsets, offsets, impl="triton")
+    got = [out, *torch.autograd.grad(out, (query, key), grad)]
+    plain = reference.jagged_attention(query, key, None, offsets, offsets, False, None, None, 0.125)[0]
+    for a, b in zip(got, [plain, *torch.autograd.grad(plain, (query, key), grad)], strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3)
 
 
 @pytest.mark.parametrize("heads", [1, 3])
