@@ -14,7 +14,7 @@ from torch import Tensor
 
 import jfi.ops
 from benchmarks.peers import allow_tf32, attend, compiled_flex, fbgemm, varlen_attn
-from benchmarks.problem import PAIRS, QUERIES, ROWS, Problem, Shape, draw_lengths, pad, random, valid
+from benchmarks.problem import PAIRS, QUERIES, ROWS, Problem, Shape, draw_lengths, order, pad, random, valid
 from benchmarks.run import Implementation, Missing, Prepared
 
 
@@ -38,9 +38,11 @@ class JaggedShape(Shape):
 
 
 def draw_candidates(shape: JaggedShape, seed: int) -> Tensor | None:
-    """[B] on the CPU: uniform in [1, T]."""
-    generator = torch.Generator().manual_seed(seed + 1)
-    return torch.randint(1, shape.T + 1, (shape.B,), generator=generator) if shape.T else None
+    """[B] on the CPU: uniform in [1, T], in the order of the lengths that are drawn with the same seed."""
+    if not shape.T:
+        return None
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(1, shape.T + 1, (shape.B,), generator=generator)[order(shape.B, seed)]
 
 
 def jagged_problem(shape: JaggedShape, seed: int, device: torch.device) -> Problem:

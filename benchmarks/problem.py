@@ -38,19 +38,27 @@ class Shape:
         return f"B={self.B} N={self.N} D={self.D} T={self.T}{heads} {self.dtype}, {reads}{lengths}"
 
 
+def order(samples: int, seed: int) -> Tensor:
+    """[B]: an order of the samples, so that every set of a case's inputs is the same work."""
+    return torch.randperm(samples, generator=torch.Generator().manual_seed(seed))
+
+
 def draw_lengths(shape: Shape, seed: int) -> Tensor:
-    """[B] on the CPU: uniform in [0, N], or log-normal, cut at N, with the sum of the uniform ones."""
-    generator = torch.Generator().manual_seed(seed)
+    """[B] on the CPU: uniform in [0, N], or log-normal, cut at N, with the sum of the uniform ones.
+
+    Another seed gives the same lengths in another order.
+    """
+    generator = torch.Generator().manual_seed(0)
     uniform = torch.randint(0, shape.N + 1, (shape.B,), generator=generator)
     if shape.lengths == "uniform":
-        return uniform
+        return uniform[order(shape.B, seed)]
     spread = (SIGMA * torch.randn(shape.B, generator=generator, dtype=torch.float64)).exp()
     low, high = 0.0, float(shape.N) ** 2
     for _ in range(60):
         middle = (low + high) / 2
         lengths = (spread * middle).long().clamp(max=shape.N)
         low, high = (middle, high) if lengths.sum() < uniform.sum() else (low, middle)
-    return lengths
+    return lengths[order(shape.B, seed)]
 
 
 @dataclass
