@@ -104,13 +104,22 @@ def store_rows(ptr, x, row, end, group, GROUPS: gl.constexpr):
 
 
 @cache
-def _layout(rows: int, width: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+def _tile(rows: int, width: int, dtype: torch.dtype) -> tuple[list[int], gl.NVMMASharedLayout]:
     element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    return gl.NVMMASharedLayout.get_default_for([rows, width], element)
+    return [rows, width], gl.NVMMASharedLayout.get_default_for([rows, width], element)
 
 
 def described(x: Tensor, rows: int, heads: int = 1) -> TensorDescriptor:
-    """[rows, G, width] in tiles of [rows, width] of a head; heads that share the one key head are rows too."""
-    width = x.shape[2]
-    flat = x.view(-1, width if heads > 1 else x.shape[1] * width)
-    return TensorDescriptor.from_tensor(flat, [rows, width], _layout(rows, width, x.dtype))
+    """[rows, G, width] in tiles of [rows, width] of a head; heads that share the one key head are rows too.
+
+    The class checks what it is made of, at 3 µs of a call's 60; what it checks is known here.
+    """
+    length, columns, width = x.shape
+    if heads > 1:
+        length, columns = length * columns, 1
+    described = TensorDescriptor.__new__(TensorDescriptor)
+    described.base = x
+    described.shape = (length, columns * width)
+    described.strides = (columns * width, 1)
+    described.block_shape, described.layout = _tile(rows, width, x.dtype)
+    return described

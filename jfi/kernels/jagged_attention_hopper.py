@@ -5,6 +5,8 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime import JITFunction
 
 from jfi.kernels.hopper import ROWS, described
 from jfi.kernels.jagged_attention_hopper_dkey import jagged_attention_hopper_dkey_kernel
@@ -60,29 +62,49 @@ DKEY = Config(block=64, warp_groups=1, stages=2, programs=2)
 SHORT = 768
 
 
-@dataclass(frozen=True)
-class Problem:
-    """What kernels are compiled for.  Launchers are kept by it, so it names the dtype too."""
+class Kernels:
+    """What one kind of problem is worked on with: of each kernel its configuration and its launcher."""
 
-    heads: int  # that share a key head
-    groups: int
-    width: int
-    shared: bool
-    has_bias: bool
-    has_left: bool
-    has_right: bool
-    dtype: torch.dtype
+    def __init__(
+        self, heads: int, groups: int, width: int, shared: bool, has_bias: bool, has_left: bool, has_right: bool
+    ):
+        window = {"HAS_LEFT": has_left, "HAS_RIGHT": has_right}
+        constants = {"HEADS": heads, "GROUPS": groups, "HAS_BIAS": has_bias, **window}
 
-    def constants(self) -> dict[str, int | bool]:
-        flags = {"HAS_BIAS": self.has_bias, "HAS_LEFT": self.has_left, "HAS_RIGHT": self.has_right}
-        return {"HEADS": self.heads, "GROUPS": self.groups, **flags}
+        def kernel(function: JITFunction, config: Config, **more: int) -> tuple[Config, Launcher]:
+            return config, Launcher(function, **constants, **config.constants(), **more)
+
+        def forward(config: Config) -> tuple[Config, Launcher]:
+            return kernel(jagged_attention_hopper_fwd_kernel, config, Q_STAGES=config.q_stages)
+
+        wide = width > 64
+        self.heads, self.groups = heads, groups
+        self.forward = forward(FORWARD_WIDE if wide else FORWARD)
+        self.forward_short = self.forward if wide else forward(FORWARD_SHORT)
+        self.dquery = kernel(jagged_attention_hopper_dquery_kernel, DQUERY_WIDE if wide else DQUERY)
+        self.dkey = kernel(jagged_attention_hopper_dkey_kernel, DKEY_WIDE if wide else DKEY, SHARED=shared)
+
+
+@cache
+def _kernels(dtype: torch.dtype, *kind: int | bool) -> Kernels:
+    """One for each kind of problem; a launcher stands for one dtype."""
+    return Kernels(*kind)
+
+
+def _kernels_of(
+    query: Tensor, key: Tensor, value: Tensor | None, bias: Tensor | None, left: int | None, right: int | None
+) -> Kernels:
+    _, heads, width = query.shape
+    groups = key.shape[1]
+    flags = (value is None, bias is not None, left is not None, right is not None)
+    return _kernels(query.dtype, heads // groups, groups, width, *flags)
 
 
 def serves(query: Tensor, key: Tensor, value: Tensor | None, bias: Tensor | None, scale: float) -> bool:
     """Whether these kernels take it: half precision, 64 or 128 wide, one key head for all query heads or for each."""
-    heads, width = query.shape[1:]
-    groups = key.shape[1]
-    tensors = [query, key] if value is None else [query, key, value]
+    rows, heads, width = query.shape
+    key_rows, groups, _ = key.shape
+    addresses = query.data_ptr() | key.data_ptr() | (0 if value is None else value.data_ptr())
     return (
         query.element_size() == 2
         and width in (64, 128)
@@ -91,24 +113,24 @@ def serves(query: Tensor, key: Tensor, value: Tensor | None, bias: Tensor | None
         and (bias is None or groups == heads)
         # The greatest score is found before it is scaled, so the scale must be positive, in float32.
         and scale > 1e-30
-        and all(x.shape[0] * x.shape[1] < 2**31 - 256 and x.data_ptr() % 16 == 0 for x in tensors)
+        and max(rows * heads, key_rows * groups) < 2**31 - 256
+        and addresses % 16 == 0
     )
 
 
-def _problem(
-    query: Tensor, key: Tensor, value: Tensor | None, bias: Tensor | None, left: int | None, right: int | None
-) -> tuple[Problem, int]:
-    """What to compile for, and the multiprocessors to launch on."""
-    heads, groups = query.shape[1], key.shape[1]
-    flags = (value is None, bias is not None, left is not None, right is not None)
-    problem = Problem(heads // groups, groups, query.shape[2], *flags, query.dtype)
-    return problem, multiprocessors(query.device)
-
-
-@cache
-def _forward_launcher(problem: Problem, config: Config) -> Launcher:
-    constants = {**problem.constants(), **config.constants(), "Q_STAGES": config.q_stages}
-    return Launcher(jagged_attention_hopper_fwd_kernel, **constants)
+def _run(
+    kernel: tuple[Config, Launcher],
+    slots: Tensor,
+    groups: int,
+    tensors: tuple[Tensor | None, ...],
+    numbers: tuple[int | float, ...],
+    descriptors: tuple[TensorDescriptor, ...],
+) -> None:
+    """Programs that take the slots in turn."""
+    config, launch = kernel
+    total = slots.shape[0] * groups
+    programs = min(total, multiprocessors(slots.device) * config.programs)
+    launch((programs, 1, 1), (slots, *tensors), (total, *numbers), descriptors)
 
 
 def forward(
@@ -123,31 +145,21 @@ def forward(
     right: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results as those of jagged_attention_fwd.forward."""
-    problem, processors = _problem(query, key, value, bias, left, right)
-    batch = key_offsets.shape[0] - 1
-    config = FORWARD_WIDE if problem.width > 64 else FORWARD if key.shape[0] > SHORT * batch else FORWARD_SHORT
+    kernels = _kernels_of(query, key, value, bias, left, right)
+    short = key.shape[0] <= SHORT * (key_offsets.shape[0] - 1)
+    config, _ = kernel = kernels.forward_short if short else kernels.forward
     out = torch.empty_like(query)
     lse = query.new_empty(query.shape[:2], dtype=torch.float32)
-    slots = schedule(query_offsets, key_offsets, query.shape[0], problem.heads, config.rows)
-    total = slots.shape[0] * problem.groups
+    slots = schedule(query_offsets, key_offsets, query.shape[0], kernels.heads, config.rows)
     keys = described(key, config.block)
     descriptors = (
-        described(query, ROWS.value, problem.heads),
+        described(query, ROWS.value, kernels.heads),
         keys,
         keys if value is None else described(value, config.block),
     )
-    launch = _forward_launcher(problem, config)
-    grid = (min(total, processors * config.programs), 1, 1)
-    launch(grid, (slots, bias, out, lse), (total, *bounds(left, right), scale * LOG2E.value), descriptors)
+    numbers = (*bounds(left, right), scale * LOG2E.value)
+    _run(kernel, slots, kernels.groups, (bias, out, lse), numbers, descriptors)
     return out, lse
-
-
-@cache
-def _backward_launchers(problem: Problem, dquery: Config, dkey: Config) -> tuple[Launcher, Launcher]:
-    return (
-        Launcher(jagged_attention_hopper_dquery_kernel, **problem.constants(), **dquery.constants()),
-        Launcher(jagged_attention_hopper_dkey_kernel, SHARED=problem.shared, **problem.constants(), **dkey.constants()),
-    )
 
 
 def backward(
@@ -166,29 +178,26 @@ def backward(
     right: int | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Arguments and results as those of jagged_attention_bwd.backward."""
-    problem, processors = _problem(query, key, value, bias, left, right)
-    wide = problem.width > 64
-    dquery_config, dkey_config = (DQUERY_WIDE, DKEY_WIDE) if wide else (DQUERY, DKEY)
-    launch_dquery, launch_dkey = _backward_launchers(problem, dquery_config, dkey_config)
+    kernels = _kernels_of(query, key, value, bias, left, right)
+    heads, groups, rows = kernels.heads, kernels.groups, query.shape[0]
     dquery, dkey = torch.empty_like(query), torch.empty_like(key)
     dvalue = None if value is None else torch.empty_like(value)
     dbias = None if bias is None else torch.empty_like(bias)
-    stats = statistics(grad, out, lse, dlse, problem.groups)
+    stats = statistics(grad, out, lse, dlse, groups)
     # All tiles are of 64 rows, so both sweeps have the same descriptors.
     keys = described(key, ROWS.value)
     descriptors = (
-        described(query, ROWS.value, problem.heads),
-        described(grad, ROWS.value, problem.heads),
+        described(query, ROWS.value, heads),
+        described(grad, ROWS.value, heads),
         keys,
         keys if value is None else described(value, ROWS.value),
     )
-    numbers = (query.shape[0] * problem.heads, *bounds(left, right), scale, scale * LOG2E.value)
-    slots = schedule(query_offsets, key_offsets, query.shape[0], problem.heads, dquery_config.rows)
-    total = slots.shape[0] * problem.groups
-    grid = (min(total, processors * dquery_config.programs), 1, 1)
-    launch_dquery(grid, (slots, bias, stats, dquery), (total, *numbers), descriptors)
-    slots = schedule(key_offsets, query_offsets, key.shape[0], 1, dkey_config.rows)
-    total = slots.shape[0] * problem.groups
-    grid = (min(total, processors * dkey_config.programs), 1, 1)
-    launch_dkey(grid, (slots, bias, stats, dkey, dvalue, dbias), (total, *numbers), descriptors)
+    numbers = (rows * heads, *bounds(left, right), scale, scale * LOG2E.value)
+    slots = schedule(query_offsets, key_offsets, rows, heads, kernels.dquery[0].rows)
+    _run(kernels.dquery, slots, groups, (bias, stats, dquery), numbers, descriptors)
+    # Among a history's own events, a head of keys to each of queries, both sides are cut up alike.
+    alike = heads == 1 and query_offsets.data_ptr() == key_offsets.data_ptr()
+    if not alike or kernels.dquery[0].rows != kernels.dkey[0].rows:
+        slots = schedule(key_offsets, query_offsets, key.shape[0], 1, kernels.dkey[0].rows)
+    _run(kernels.dkey, slots, groups, (bias, stats, dkey, dvalue, dbias), numbers, descriptors)
     return dquery, dkey, dvalue, dbias
