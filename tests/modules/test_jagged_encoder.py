@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import nn
 from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 from torchrec.distributed.train_pipeline.tracing import Tracer as PipelineTracer
@@ -416,3 +417,17 @@ def test_construction_errors(arguments, error, message):
 def test_sequences_that_do_not_fit(feature, sequences, error, message):
     with pytest.raises(error, match=re.escape(message)):
         JaggedEncoder([feature], EMBEDDING_DIM)(sequences)
+
+
+def test_compiles_to_one_graph_for_every_number_of_events():
+    compilations = torch._dynamo.testing.CompileCounter()
+    encoder = randomise(JaggedEncoder([taste(bias="position")], EMBEDDING_DIM, 2, 2, causal=True))
+
+    def encode(history, offsets):
+        return encoder({"history": JaggedTensor(history, offsets=offsets)})["taste"].values()
+
+    compiled = torch.compile(encode, backend=compilations, dynamic=True, fullgraph=True)
+    for count in (9, 4, 31, 12):
+        arguments = torch.randn(count, EMBEDDING_DIM), torch.tensor([0, 1, 1, 3, count])
+        torch.testing.assert_close(compiled(*arguments), encode(*arguments))
+    assert compilations.frame_count == 1
