@@ -68,6 +68,22 @@ def seen_in_full(first, shift, keys, left, right, HEADS: gl.constexpr, HAS_LEFT:
 
 
 @gluon.jit
+def where_seen(x, n, view, other: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):
+    """x [M, N], ``other`` where a query does not see one of the keys from n on.
+
+    A view is what a warp group's queries see: (their places, the sample's keys, seen_in_full, left, right).
+    """
+    BLOCK_N: gl.constexpr = x.shape[1]
+    place, keys, full, left, right = view
+    full_begin, full_end = full
+    if (n < full_begin) | (n + BLOCK_N > full_end):
+        key = n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, x.type.layout))
+        seen = sees(key[None, :], place[:, None], left, right, HAS_LEFT, HAS_RIGHT) & (key < keys)[None, :]
+        x = gl.where(seen, x, other)
+    return x
+
+
+@gluon.jit
 def put_bias(bias_ptr, row, end, group, to, GROUPS: gl.constexpr):
     """The bias, in base 2, of a head for the keys from a row on, into shared memory; none past the end."""
     LENGTH: gl.constexpr = to.shape[0]

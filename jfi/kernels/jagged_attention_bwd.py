@@ -22,22 +22,11 @@ from jfi.kernels.tiles import LOG2E, block
 
 @triton.jit
 def _weigh(
-    q,
-    k,
-    v,
-    grad,
-    lse,
-    delta,
+    queries,
+    keys,
     bias_ptr,
-    n,
-    key,
-    key_at,
-    mask,
-    at,
-    place,
     group,
-    left,
-    right,
+    window,
     scale,
     GROUPS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -46,7 +35,15 @@ def _weigh(
     HAS_RIGHT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The weights P [M, N] and the gradient dS of their scores, 0 where nothing is seen."""
+    """The weights P [M, N] and the gradient dS of their scores, 0 where nothing is seen.
+
+    Args:
+        queries: (q, dO, L in base 2, Δ, their rows in the sample, their places among the keys).
+        keys: (k, v, row of the first, places from it, those places in the sample, which are the sample's).
+    """
+    q, grad, lse, delta, at, place = queries
+    k, v, n, key_at, key, mask = keys
+    left, right = window
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
     if HAS_BIAS:
         s += score_bias(bias_ptr, n, key_at, mask, at, group, GROUPS, HEADS)
@@ -111,22 +108,11 @@ def _jagged_attention_dquery_kernel(
         else:
             v = load_rows(v_ptr + n * (GROUPS * E) + group * E, key_at, mask, GROUPS * E, E, BLOCK_E)
         _p, ds = _weigh(
-            q,
-            k,
-            v,
-            grad,
-            lse,
-            delta,
+            (q, grad, lse, delta, at, place),
+            (k, v, n, key_at, key, mask),
             bias_ptr,
-            n,
-            key,
-            key_at,
-            mask,
-            at,
-            place,
             group,
-            left,
-            right,
+            (left, right),
             scale,
             GROUPS,
             HEADS,
@@ -199,22 +185,11 @@ def _jagged_attention_dkey_kernel(
         lse = tl.load(stats + at, mask=q_mask, other=float("inf"))
         delta = tl.load(stats + rows.to(tl.int64) * GROUPS + at, mask=q_mask, other=0.0)
         p, ds = _weigh(
-            q,
-            k,
-            v,
-            grad,
-            lse,
-            delta,
+            (q, grad, lse, delta, at, at // HEADS + shift),
+            (k, v, n, key_at, key, mask),
             bias_ptr,
-            n,
-            key,
-            key_at,
-            mask,
-            at,
-            at // HEADS + shift,
             group,
-            left,
-            right,
+            (left, right),
             scale,
             GROUPS,
             HEADS,

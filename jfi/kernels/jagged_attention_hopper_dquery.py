@@ -18,10 +18,10 @@ from jfi.kernels.hopper import (
     numbers,
     put_bias,
     seen_in_full,
-    sees,
     slot_of,
     store_rows,
     tiles,
+    where_seen,
     zero_tail,
 )
 
@@ -103,11 +103,7 @@ def _scores_gradient(
     lse,
     delta,
     n,
-    place,
-    keys,
-    full,
-    left,
-    right,
+    view,
     scale2,
     bias_smem,
     HAS_BIAS: gl.constexpr,
@@ -115,17 +111,11 @@ def _scores_gradient(
     HAS_RIGHT: gl.constexpr,
 ):
     """dS = P (dP - Δ) of a tile [M, N], 0 where hidden."""
-    BLOCK_N: gl.constexpr = s.shape[1]
-    full_begin, full_end = full
     if HAS_BIAS:
         s = s * scale2 + bias_smem.load(gl.SliceLayout(0, s.type.layout))[None, :]
         scale2 = 1.0
     ds = gl.exp2(s * scale2 - lse[:, None]) * (dp - delta[:, None])
-    if (n < full_begin) | (n + BLOCK_N > full_end):
-        key = n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s.type.layout))
-        seen = sees(key[None, :], place[:, None], left, right, HAS_LEFT, HAS_RIGHT) & (key < keys)[None, :]
-        ds = gl.where(seen, ds, 0.0)
-    return ds
+    return where_seen(ds, n, view, 0.0, HAS_LEFT, HAS_RIGHT)
 
 
 @gluon.jit
@@ -174,6 +164,7 @@ def _attend(
         lse = gl.load(stats, mask=own < queries * HEADS, other=INF)
         delta = gl.load(stats + rows.to(gl.int64) * GROUPS, mask=own < queries * HEADS, other=0.0)
         full = seen_in_full(first, shift, keys, left, right, HEADS, HAS_LEFT, HAS_RIGHT)
+        view = (place, keys, full, left, right)
         dq = gl.zeros([ROWS, D], gl.float32, Q_LAYOUT)
         if steps > 0:
             n = begin + (steps - 1) * BLOCK_N
@@ -184,9 +175,7 @@ def _attend(
             dp = warpgroup_mma(grad, v_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
             s, dp = warpgroup_mma_wait(0, [s, dp])
             bias = bias_smem.index(stage % BIASES)
-            ds = _scores_gradient(
-                s, dp, lse, delta, n, place, keys, full, left, right, scale2, bias, HAS_BIAS, HAS_LEFT, HAS_RIGHT
-            )
+            ds = _scores_gradient(s, dp, lse, delta, n, view, scale2, bias, HAS_BIAS, HAS_LEFT, HAS_RIGHT)
             ds = gl.convert_layout(ds.to(k_smem.dtype), DS_LAYOUT)
             following = count + 1
             mbarrier.wait(full_bars.index(following % STAGES), following // STAGES & 1, pred=steps > 1)
@@ -200,9 +189,7 @@ def _attend(
                 dq = warpgroup_mma(ds, k_smem.index(last), dq, is_async=True)
                 s, dp = warpgroup_mma_wait(1, [s, dp])
                 bias = bias_smem.index(stage % BIASES)
-                next_ds = _scores_gradient(
-                    s, dp, lse, delta, n, place, keys, full, left, right, scale2, bias, HAS_BIAS, HAS_LEFT, HAS_RIGHT
-                )
+                next_ds = _scores_gradient(s, dp, lse, delta, n, view, scale2, bias, HAS_BIAS, HAS_LEFT, HAS_RIGHT)
                 # Before the one wait and named in the other, as in the forward.  The tile waited for comes while two
                 # are held, so there must be three stages.
                 next_ds = gl.convert_layout(next_ds.to(k_smem.dtype), DS_LAYOUT)

@@ -24,10 +24,10 @@ from jfi.kernels.hopper import (
     numbers,
     put_bias,
     seen_in_full,
-    sees,
     slot_of,
     store_rows,
     tiles,
+    where_seen,
     zero_tail,
 )
 from jfi.kernels.tiles import LN2
@@ -116,11 +116,7 @@ def _weigh(
     top,
     weight,
     n,
-    place,
-    keys,
-    full,
-    left,
-    right,
+    view,
     scale2,
     bias_smem,
     HAS_BIAS: gl.constexpr,
@@ -128,15 +124,10 @@ def _weigh(
     HAS_RIGHT: gl.constexpr,
 ):
     """Of a tile: (weights by the new maximum, that maximum in base 2, sum so far, what older ones shrink by)."""
-    BLOCK_N: gl.constexpr = s.shape[1]
-    full_begin, full_end = full
     if HAS_BIAS:
         s = s * scale2 + bias_smem.load(gl.SliceLayout(0, s.type.layout))[None, :]
         scale2 = 1.0
-    if (n < full_begin) | (n + BLOCK_N > full_end):
-        key = n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s.type.layout))
-        seen = sees(key[None, :], place[:, None], left, right, HAS_LEFT, HAS_RIGHT) & (key < keys)[None, :]
-        s = gl.where(seen, s, -INF)
+    s = where_seen(s, n, view, -INF, HAS_LEFT, HAS_RIGHT)
     new_top = gl.maximum(top, gl.max(s, 1) * scale2)
     base = gl.where(new_top == -INF, 0.0, new_top)
     p = gl.exp2(s * scale2 - base[:, None])
@@ -187,6 +178,7 @@ def _attend(
         first += OWN
         place = (first + gl.arange(0, ROWS, S_ROW)) // HEADS + shift
         full = seen_in_full(first, shift, keys, left, right, HEADS, HAS_LEFT, HAS_RIGHT)
+        view = (place, keys, full, left, right)
         acc = gl.zeros([ROWS, E], gl.float32, O_LAYOUT)
         top = gl.full([ROWS], -INF, gl.float32, S_ROW)
         weight = gl.zeros([ROWS], gl.float32, S_ROW)
@@ -199,22 +191,8 @@ def _attend(
             mbarrier.wait(k_full.index(stage), count // STAGES & 1)
             s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, [s])
-            p, top, weight, _shrink = _weigh(
-                s,
-                top,
-                weight,
-                n,
-                place,
-                keys,
-                full,
-                left,
-                right,
-                scale2,
-                bias_smem.index(stage % BIASES),
-                HAS_BIAS,
-                HAS_LEFT,
-                HAS_RIGHT,
-            )
+            bias = bias_smem.index(stage % BIASES)
+            p, top, weight, _shrink = _weigh(s, top, weight, n, view, scale2, bias, HAS_BIAS, HAS_LEFT, HAS_RIGHT)
             mbarrier.arrive(k_free.index(stage))
             p = gl.convert_layout(p.to(v_smem.dtype), P_LAYOUT)
             following = count + 1
@@ -231,21 +209,9 @@ def _attend(
                 s = warpgroup_mma_wait(1, [s])
                 if not HAS_BIAS:
                     mbarrier.arrive(k_free.index(stage))
+                bias = bias_smem.index(stage % BIASES)
                 next_p, top, weight, shrink = _weigh(
-                    s,
-                    top,
-                    weight,
-                    n,
-                    place,
-                    keys,
-                    full,
-                    left,
-                    right,
-                    scale2,
-                    bias_smem.index(stage % BIASES),
-                    HAS_BIAS,
-                    HAS_LEFT,
-                    HAS_RIGHT,
+                    s, top, weight, n, view, scale2, bias, HAS_BIAS, HAS_LEFT, HAS_RIGHT
                 )
                 if HAS_BIAS:
                     mbarrier.arrive(k_free.index(stage))
