@@ -94,7 +94,7 @@ class SequenceDLRM(nn.Module):
         num_heads: heads of the attention, a divisor of embedding_dim.
         num_queries: queries that each target is expanded to.
         encoder: self-attention among the events of every sequence feature before they are pooled, or None. Its features
-            have the names of `sequence_features`, and keys of `embedding_collection`; their biases are its own.
+            have the names and the sequence keys of `sequence_features`; their biases are its own.
         dropout: probability with which an element of an entry is zeroed in training.
         dense_device: device of all parameters outside of the two collections and the encoder.
 
@@ -237,6 +237,13 @@ def _check_encoder(encoder: JaggedEncoder, features: list[SequenceFeatureConfig]
     names, given = [feature.name for feature in features], [feature.name for feature in encoder.features]
     if set(names) != set(given):
         raise ValueError(f"encoder must encode the sequence features that are pooled, {names}, got {given}")
+    pooled = {feature.name: feature.sequence_keys for feature in features}
+    for feature in encoder.features:
+        if feature.sequence_keys != pooled[feature.name]:
+            raise ValueError(
+                f"encoder must read the sequence_keys {pooled[feature.name]} of feature '{feature.name}', "
+                f"got {feature.sequence_keys}"
+            )
 
 
 def _tables(collection: EmbeddingBagCollection | EmbeddingCollection | None) -> list:

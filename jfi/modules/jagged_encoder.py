@@ -13,10 +13,10 @@ to one, merges into b_o.
 
 import torch
 from torch import Tensor, nn
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jfi.modules import lookup
-from jfi.modules.sequence_configs import SequenceFeatureConfig, check_features
+from jfi.modules.sequence_configs import SequenceFeatureConfig, check_features, check_sizes
 from jfi.modules.stacked_attention import score_bias
 from jfi.ops import jagged_attention
 
@@ -28,7 +28,8 @@ class JaggedEncoder(nn.Module):
 
     Stands between an EmbeddingCollection and JaggedFeatureInteraction. A feature's aligned fields are combined into one
     row an event, projected to `embedding_dim` where they are concatenated; the encoded rows stand under the feature's
-    name, where `SequenceFeatureConfig.encoded()` looks for them. Every other key passes through.
+    name, where `SequenceFeatureConfig.encoded()` looks for them. Every other key passes through; one that is a
+    feature's name is replaced, after all features have read it.
 
     Each feature has blocks of its own, as it has projections of its own in JaggedFeatureInteraction: what follows from
     clicks is not what follows from purchases. A learned bias has a table in every block, of `num_buckets * num_heads`
@@ -52,8 +53,9 @@ class JaggedEncoder(nn.Module):
 
     Example:
 
+        >>> import torch
         >>> from jfi import JaggedEncoder, JaggedFeatureInteraction, SequenceFeatureConfig
-        >>> from torchrec import EmbeddingCollection, EmbeddingConfig
+        >>> from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
         >>> #                        sample 0    1       2
         >>> # "history_item"           [7, 3]   []   [5, 1, 7]   <- events, oldest first
         >>> # "history_rating"         [4, 5]   []   [1, 2, 5]   <- aligned with them
@@ -90,16 +92,7 @@ class JaggedEncoder(nn.Module):
     ) -> None:
         super().__init__()
         check_features(features)
-        for argument, size in (
-            ("embedding_dim", embedding_dim),
-            ("num_heads", num_heads),
-            ("num_layers", num_layers),
-            ("feedforward_ratio", feedforward_ratio),
-        ):
-            if size < 1:
-                raise ValueError(f"{argument} must be at least 1, got {size}")
-        if embedding_dim % num_heads:
-            raise ValueError(f"num_heads must divide embedding_dim={embedding_dim}, got {num_heads}")
+        check_sizes(embedding_dim, num_heads, num_layers=num_layers, feedforward_ratio=feedforward_ratio)
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {dropout}")
         self.features = features
@@ -234,11 +227,8 @@ class EncoderBlock(nn.Module):
 def _by_key(
     sequences: JaggedTensor | dict[str, JaggedTensor], features: list[SequenceFeatureConfig]
 ) -> dict[str, JaggedTensor]:
-    if isinstance(sequences, (KeyedJaggedTensor, Tensor)):
-        kind = type(sequences).__name__
-        raise TypeError(f"sequences must be a JaggedTensor or a dict of them, an embedding a row, got {kind}")
     if not isinstance(sequences, JaggedTensor):
-        return dict(sequences.items())  # waits, where it is the output of a sharded collection
+        return lookup.by_key(sequences, "a JaggedTensor or a dict of them, an embedding a row")
     read = {key for feature in features for key in (*feature.sequence_keys, feature.bucket_key) if key is not None}
     if len(features) > 1 or len(read) > 1:
         raise TypeError(f"sequences must be a dict of JaggedTensor, since features read {sorted(read)}, got one alone")

@@ -6,7 +6,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from jfi.modules import lookup
-from jfi.modules.sequence_configs import SequenceFeatureConfig, check_features
+from jfi.modules.sequence_configs import SequenceFeatureConfig, check_features, check_sizes
 from jfi.modules.stacked_attention import StackedTargetAttention
 
 
@@ -80,15 +80,7 @@ class JaggedFeatureInteraction(nn.Module):
     ) -> None:
         super().__init__()
         check_features(features)
-        for argument, size in (
-            ("embedding_dim", embedding_dim),
-            ("num_heads", num_heads),
-            ("num_queries", num_queries),
-        ):
-            if size < 1:
-                raise ValueError(f"{argument} must be at least 1, got {size}")
-        if embedding_dim % num_heads:
-            raise ValueError(f"num_heads must divide embedding_dim={embedding_dim}, got {num_heads}")
+        check_sizes(embedding_dim, num_heads, num_queries=num_queries)
         self._id_keys: list[str] = []
         if embedding_collection is not None:
             _check_collection(embedding_collection, features, embedding_dim)

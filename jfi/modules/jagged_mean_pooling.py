@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
-from jfi.modules.lookup import read_history
+from jfi.modules.lookup import by_key, read_history
 from jfi.modules.sequence_configs import SequenceFeatureConfig, check_features
 from jfi.ops import target_attention
 
@@ -64,7 +64,7 @@ class JaggedMeanPooling(nn.Module):
 def _means(
     sequences: dict[str, JaggedTensor], features: list[SequenceFeatureConfig], embedding_dim: int
 ) -> list[Tensor]:
-    sequences = dict(sequences.items())
+    sequences = by_key(sequences)
     means = []
     for feature in features:
         history, offsets = read_history(sequences, feature, embedding_dim)

@@ -107,10 +107,18 @@ def read_inputs(
             "sequences is a KeyedJaggedTensor of ids, which needs embedding_collection given at construction; "
             "without it sequences must be an EmbeddingCollection's output, dict[str, JaggedTensor]"
         )
-    # The outputs of sharded collections are awaitables: these calls wait for them.
-    sequences = dict(sequences.items())
+    sequences = by_key(sequences)
     targets = targets if isinstance(targets, dict) else targets.to_dict()
     return [_read_feature(sequences, targets, feature, embedding_dim) for feature in features]
+
+
+def by_key(
+    sequences: dict[str, JaggedTensor], must_be: str = "a dict of JaggedTensor by key"
+) -> dict[str, JaggedTensor]:
+    """A copy of the mapping, after waiting for it where it is the awaitable that a sharded collection returns."""
+    if not hasattr(sequences, "items"):
+        raise TypeError(f"sequences must be {must_be}, got {type(sequences).__name__}")
+    return dict(sequences.items())
 
 
 @torch.fx.wrap
@@ -168,6 +176,7 @@ def read_history(
                 f"got {values.dtype}"
             )
         _check_aligned(key, sequences[key], feature.sequence_keys[0], first)
+    _check_offsets(feature.sequence_keys[0], first)
     return _combine([sequences[key].values() for key in feature.sequence_keys], feature.combine), first.offsets()
 
 
@@ -258,6 +267,20 @@ def _check_aligned(key: str, events: JaggedTensor, first_key: str, first: Jagged
             raise ValueError(
                 f"sequences['{key}'] must be aligned with '{first_key}', got other lengths in at least one sample"
             )
+
+
+def _check_offsets(key: str, events: JaggedTensor) -> None:
+    offsets, count = events.offsets(), events.values().size(0)
+    if _contents_are_free(offsets) and offsets.numel():
+        first, last = offsets[0].item(), offsets[-1].item()
+        if (first, last) != (0, count):
+            raise ValueError(
+                f"sequences['{key}'] must have offsets from 0 to {count}, the number of its events, "
+                f"got {first} to {last}"
+            )
+        lengths = offsets.diff()
+        if (lengths < 0).any():
+            raise ValueError(f"sequences['{key}'] must have lengths of at least 0, got {lengths.min().item()}")
 
 
 def _contents_are_free(tensor: Tensor) -> bool:

@@ -1,6 +1,7 @@
 """Configuration of sequence features, in the manner of `torchrec.modules.embedding_configs`."""
 
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Literal
 
 
@@ -54,6 +55,8 @@ combine='sum', bias='history_age', num_buckets=32)
                 raise ValueError(f"{argument} of feature '{self.name}' must not repeat a key, got {keys}")
         if self.combine not in ("sum", "concat"):
             raise ValueError(f"combine of feature '{self.name}' must be 'sum' or 'concat', got {self.combine!r}")
+        if self.bucket_key in self.sequence_keys:
+            raise ValueError(f"bias of feature '{self.name}' must not be one of its sequence_keys, got {self.bias!r}")
         if self.num_buckets < 1:
             raise ValueError(f"num_buckets of feature '{self.name}' must be at least 1, got {self.num_buckets}")
 
@@ -90,3 +93,14 @@ def check_features(features: list[SequenceFeatureConfig], argument: str = "featu
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         raise ValueError(f"{argument} must have distinct names, got {repeated} more than once")
+
+
+def check_sizes(embedding_dim: int, num_heads: int, **others: int) -> None:
+    """Raises unless every size is a positive integer, and `num_heads` divides `embedding_dim`."""
+    for argument, size in {"embedding_dim": embedding_dim, "num_heads": num_heads, **others}.items():
+        if not isinstance(size, Integral):
+            raise TypeError(f"{argument} must be an int, got {size!r}")
+        if size < 1:
+            raise ValueError(f"{argument} must be at least 1, got {size}")
+    if embedding_dim % num_heads:
+        raise ValueError(f"num_heads must divide embedding_dim={embedding_dim}, got {num_heads}")

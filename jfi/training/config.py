@@ -67,7 +67,8 @@ class EncoderConfig:
     """Self-attention among the events of a history before they are pooled: a stack of pre-norm Transformer blocks.
 
     Args:
-        layers: blocks; 0 for no encoder. Time grows with the sum of the squared lengths: see `data.max_history`.
+        layers: blocks; 0 for no encoder, and none where `model.pooling` is `none`. Time grows with the sum of the
+            squared lengths: see `data.max_history`.
         heads: heads of the self-attention, a divisor of `model.embedding_dim`.
         feedforward_ratio: width of the hidden layer of a block's feed-forward part, in `model.embedding_dim`.
         dropout: probability with which an element of the feed-forward part is dropped in training.

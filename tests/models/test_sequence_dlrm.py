@@ -331,6 +331,11 @@ def test_names_in_state_dict():
             {"encoder": encoder(sequence_keys=["history_itme"])},
             "embedding_collection must hold the key 'history_itme', got none of that name",
         ),
+        (
+            {"encoder": encoder(sequence_keys=["history_item"])},
+            "encoder must read the sequence_keys ['history_item', 'history_genre'] of feature 'taste', got "
+            "['history_item']",
+        ),
         ({"ebc": bags(width=4)}, "embedding_bag_collection must be as wide as the last of dense_arch_layer_sizes, 8"),
         ({"ebc": bags(("user", "item"))}, "a feature must belong to one collection, got ['item'] in both"),
         ({"ebc": None, "ec": None, "features": []}, "the collections must have a feature that is no history, got none"),

@@ -7,6 +7,7 @@ import torch
 from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 
 from jfi import JaggedFeatureInteraction, SequenceFeatureConfig
+from jfi.modules import JaggedMeanPooling
 
 from .conftest import EMBEDDING_DIM, LENGTHS
 
@@ -27,6 +28,11 @@ def buckets(values, lengths=LENGTHS):
         ({"target_keys": []}, ValueError, "target_keys of feature 'taste' must name at least one key, got []"),
         ({"sequence_keys": ["a", "b", "a"]}, ValueError, "must not repeat a key, got ['a', 'b', 'a']"),
         ({"combine": "mean"}, ValueError, "combine of feature 'taste' must be 'sum' or 'concat', got 'mean'"),
+        (
+            {"bias": "history"},
+            ValueError,
+            "bias of feature 'taste' must not be one of its sequence_keys, got 'history'",
+        ),
         ({"num_buckets": 0}, ValueError, "num_buckets of feature 'taste' must be at least 1, got 0"),
     ],
 )
@@ -42,6 +48,7 @@ def test_config(changes, error, message):
         ({"features": taste()}, TypeError, "features must be a list of SequenceFeatureConfig, got SequenceFeat"),
         ({"features": [taste(), taste()]}, ValueError, "features must have distinct names, got ['taste'] more than"),
         ({"num_heads": 3}, ValueError, "num_heads must divide embedding_dim=8, got 3"),
+        ({"num_heads": 2.0}, TypeError, "num_heads must be an int, got 2.0"),
         ({"num_heads": 0}, ValueError, "num_heads must be at least 1, got 0"),
         ({"num_queries": 0}, ValueError, "num_queries must be at least 1, got 0"),
         ({"embedding_dim": 0}, ValueError, "embedding_dim must be at least 1, got 0"),
@@ -66,6 +73,40 @@ def test_an_embedding_collection_that_does_not_fit(width, feature_name, message)
 
 
 IDS = KeyedJaggedTensor(keys=["histroy"], values=torch.arange(9), lengths=torch.tensor(LENGTHS))
+
+
+@pytest.mark.parametrize("sequences", [None, buckets(range(9))], ids=["none", "one alone"])
+@pytest.mark.parametrize("kind", [JaggedFeatureInteraction, JaggedMeanPooling])
+def test_sequences_of_another_type(kind, sequences):
+    message = f"sequences must be a dict of JaggedTensor by key, got {type(sequences).__name__}"
+    with pytest.raises(TypeError, match=message):
+        kind([taste()], EMBEDDING_DIM)(sequences, {})
+
+
+@pytest.mark.parametrize("bias", [None, "position"])
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (
+            {"lengths": [1, 2]},
+            "sequences['history'] must have offsets from 0 to 5, the number of its events, got 0 to 3",
+        ),
+        (
+            {"offsets": [1, 5]},
+            "sequences['history'] must have offsets from 0 to 5, the number of its events, got 1 to 5",
+        ),
+        ({"offsets": [0, 3, 2, 5]}, "sequences['history'] must have lengths of at least 0, got -1"),
+    ],
+)
+def test_lengths_that_do_not_fit_the_events(bias, rows, message):
+    history = JaggedTensor(torch.zeros(5, EMBEDDING_DIM), **{name: torch.tensor(row) for name, row in rows.items()})
+    with pytest.raises(ValueError, match=re.escape(message)):
+        JaggedFeatureInteraction([taste(bias=bias)], EMBEDDING_DIM)({"history": history}, {})
+
+
+def test_a_bias_key_that_the_encoded_events_would_replace():
+    with pytest.raises(ValueError, match="bias of feature 'age' must not be one of its sequence_keys, got 'age'"):
+        taste(name="age", bias="age").encoded()
 
 
 def test_ids_without_a_collection():

@@ -235,6 +235,20 @@ def test_dropout_acts_in_training_alone(events):
     torch.testing.assert_close(encoder(history).values(), encoder(history).values(), rtol=0, atol=0)
 
 
+def test_dropout_acts_behind_both_layers_of_the_feedforward_part(events):
+    """And nowhere else: what enters that part is the same in every pass."""
+    encoder, history = JaggedEncoder([taste()], EMBEDDING_DIM, 2, dropout=0.5).double(), events([40, 60])
+    (block,) = encoder.stacks[0].blocks
+    zeros = {}
+    for name, module in (("hidden", block.feedforward[2]), ("out", block.feedforward)):
+        module.register_forward_hook(lambda *call, name=name: zeros.update({name: (call[2] == 0).double().mean()}))
+    attended = []
+    block.feedforward_norm.register_forward_pre_hook(lambda _, inputs: attended.append(inputs[0]))
+    encoder(history), encoder(history)
+    assert 0.4 < zeros["hidden"] < 0.6 and 0.4 < zeros["out"] < 0.6
+    torch.testing.assert_close(attended[0], attended[1], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("how", ["autocast", "half precision embeddings"])
 def test_half_precision(events, how, monkeypatch):
     """Autocast runs projections and attention in bfloat16, while the residual stream and the result stay float32."""
@@ -370,6 +384,7 @@ def test_the_train_pipelines_tracer_finds_the_collection_fed_by_the_batch_alone(
         ({"features": []}, ValueError, "features must hold at least one SequenceFeatureConfig, got []"),
         ({"embedding_dim": 0}, ValueError, "embedding_dim must be at least 1, got 0"),
         ({"num_heads": 3}, ValueError, "num_heads must divide embedding_dim=8, got 3"),
+        ({"num_layers": 1.5}, TypeError, "num_layers must be an int, got 1.5"),
         ({"num_layers": 0}, ValueError, "num_layers must be at least 1, got 0"),
         ({"feedforward_ratio": 0}, ValueError, "feedforward_ratio must be at least 1, got 0"),
         ({"dropout": 1.0}, ValueError, "dropout must be in [0, 1), got 1.0"),
@@ -390,6 +405,7 @@ def test_construction_errors(arguments, error, message):
             "sequences must be a JaggedTensor or a dict of them, an embedding a row, got KeyedJaggedTensor",
         ),
         (taste(), torch.zeros(9, 8), TypeError, "an embedding a row, got Tensor"),
+        (taste(), None, TypeError, "an embedding a row, got NoneType"),
         (
             taste(bias="age"),
             JaggedTensor(torch.zeros(9, 8), lengths=torch.tensor(LENGTHS)),

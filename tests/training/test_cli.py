@@ -43,6 +43,13 @@ def test_defaults_file_and_overrides(yaml_file):
     assert config.model.embedding_dim == Config().model.embedding_dim
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_configs_that_come_along_are_read(path):
+    """An unknown key is refused, so each of theirs is known."""
+    config = parse("--config", str(path))
+    assert config.encoder.layers == (2 if path.stem == "encoder" else 0)
+
+
 def test_every_section_overrides():
     config = parse(
         *["--data.synthetic.num_users", "7", "--data.fractions", "[0.5,0.25,0.25]"],
