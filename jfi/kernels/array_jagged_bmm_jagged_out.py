@@ -15,7 +15,7 @@ from torch import Tensor
 
 from jfi.kernels.launch import Launcher
 from jfi.kernels.pair_offsets import pair_offsets
-from jfi.kernels.tiles import block, precision, tile_of, tile_slots, widen
+from jfi.kernels.tiles import block, cdiv, precision, tile_of, tile_slots, widen
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -86,7 +86,7 @@ def _launcher(
         STAGES=4,
         num_warps=8 if block_d == 256 and not split else 4,
     )
-    return block_s, -(-width // block_d), launcher
+    return block_s, cdiv(width, block_d), launcher
 
 
 def array_jagged_bmm_jagged_out(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from jfi.kernels.launch import Launcher
 from jfi.kernels.target_attention_tiles import load_rows, row_products
-from jfi.kernels.tiles import LOG2E, block
+from jfi.kernels.tiles import LOG2E, block, cdiv
 
 
 def bounds(left: int | None, right: int | None) -> tuple[int, int]:
@@ -161,5 +161,5 @@ def statistics(grad: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, grou
     stats = lse.new_empty(2, groups, rows * heads // groups)
     block_m, launch = _statistics_launcher(out.dtype, dlse is not None, groups, heads // groups, width)
     tensors = (grad, out, lse, dlse, stats)
-    launch((triton.cdiv(rows * heads, block_m), 1, 1), tensors, (rows * heads,))
+    launch((cdiv(rows * heads, block_m), 1, 1), tensors, (rows * heads,))
     return stats

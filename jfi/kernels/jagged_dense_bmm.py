@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.launch import Launcher
-from jfi.kernels.tiles import block, load_tile, precision, store_tile, tile_of, tile_slots, widen
+from jfi.kernels.tiles import block, cdiv, load_tile, precision, store_tile, tile_of, tile_slots, widen
 
 BLOCK_S = 64
 
@@ -65,7 +65,7 @@ def _launcher(
         BLOCK_T=block_t,
         num_warps=4,
     )
-    return -(-out_width // block_t), launcher
+    return cdiv(out_width, block_t), launcher
 
 
 def jagged_dense_bmm(x: Tensor, offsets: Tensor, dense: Tensor, transposed: bool) -> Tensor:

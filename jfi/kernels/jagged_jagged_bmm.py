@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.launch import Launcher
-from jfi.kernels.tiles import block, load_tile, precision, store_tile
+from jfi.kernels.tiles import block, cdiv, load_tile, precision, store_tile
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def _launcher(width: int, out_width: int, rounding: str, *dtypes: torch.dtype) -
         BLOCK_T=block_t,
         num_warps=4,
     )
-    return -(-width // block_d) * -(-out_width // block_t), launcher
+    return cdiv(width, block_d) * cdiv(out_width, block_t), launcher
 
 
 def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.launch import Launcher
+from jfi.kernels.tiles import cdiv
 
 #: Samples a program.
 OWN = 32
@@ -123,5 +124,5 @@ def schedule(tiled: Tensor, other: Tensor, rows: int, heads: int, block: int) ->
     slots = rows * heads // block + batch
     table = torch.empty(slots, FIELDS.value, dtype=torch.int32, device=tiled.device)
     launch = _launcher(block, tiled.dtype, other.dtype)
-    launch((-(-batch // OWN), 1, 1), (tiled, other, table), (batch, heads, slots))
+    launch((cdiv(batch, OWN), 1, 1), (tiled, other, table), (batch, heads, slots))
     return table

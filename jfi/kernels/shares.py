@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.launch import Launcher
-from jfi.kernels.tiles import LOG2E, block, find_sample
+from jfi.kernels.tiles import LOG2E, block, cdiv, find_sample
 
 #: What a sample costs beside its rows, in rows.
 WEIGHT = tl.constexpr(64)
@@ -39,8 +39,8 @@ def multiprocessors(device: torch.device) -> int:
 def deal(rows: int, batch: int, device: torch.device, shares_per_multiprocessor: int) -> tuple[int, int]:
     """(positions of a share, number of shares), from what the host knows."""
     line = rows + batch * WEIGHT.value
-    chunk = max(LEAST_CHUNK, -(-line // (multiprocessors(device) * shares_per_multiprocessor)))
-    return chunk, -(-line // chunk)
+    chunk = max(LEAST_CHUNK, cdiv(line, multiprocessors(device) * shares_per_multiprocessor))
+    return chunk, cdiv(line, chunk)
 
 
 def fits(max_seqlen: int | None, row_bytes: int) -> bool:

@@ -7,7 +7,6 @@ products instead of five, and still faster than one sweep that adds the gradient
 """
 
 import torch
-import triton
 from torch import Tensor
 
 from jfi.kernels.target_attention_many_dhistory import target_attention_many_dhistory_kernel
@@ -24,7 +23,7 @@ from jfi.kernels.target_attention_many_tiles import (
     query_tiles,
 )
 from jfi.kernels.target_attention_tiles import Tile
-from jfi.kernels.tiles import tile_slots
+from jfi.kernels.tiles import cdiv, tile_slots
 
 
 def _one_config(tile: Tile) -> tuple[int, int, int, int, int | None]:
@@ -84,10 +83,10 @@ def backward(
     one = queries <= _one_config(tile)[0]
     block_m, block_n, warps, stages, registers = _one_config(tile) if one else _dquery_config(tile)
     other_m, other_n, *other_options = _dhistory_config(tile)
-    tiles, slots = triton.cdiv(queries, block_m), tile_slots(rows, batch, other_n)
+    tiles, slots = cdiv(queries, block_m), tile_slots(rows, batch, other_n)
     chunk = chunk_of(rows, batch, query.device, tiles * tile.groups, max_seqlen)
     parts = parts_of(rows, chunk, times * heads, width, query.device)
-    padded = triton.cdiv(queries, STATS.value) * STATS.value
+    padded = cdiv(queries, STATS.value) * STATS.value
     stats = lse.new_empty(0 if one else batch * tile.groups * 2 * padded)
     slot_samples = offsets.new_empty(0 if one else slots, dtype=torch.int32)
     described = describable(key, value)

@@ -25,7 +25,7 @@ from jfi.kernels.target_attention_many_tiles import (
     slot_rows,
 )
 from jfi.kernels.target_attention_tiles import Tile, load_rows, store_rows
-from jfi.kernels.tiles import LN2, LOG2E
+from jfi.kernels.tiles import LN2, LOG2E, cdiv
 
 
 @triton.jit
@@ -236,7 +236,7 @@ def forward(
         query, scale = -query, -scale
     block_m, block_n, warps, stages, registers = _config(tile)
     queries = times * heads // tile.groups
-    tiles = triton.cdiv(queries, block_m)
+    tiles = cdiv(queries, block_m)
     chunk = chunk_of(rows, batch, query.device, tiles * tile.groups, max_seqlen)
     parts = parts_of(rows, chunk, times * heads, tile.out_width, query.device)
     described = describable(key, value)

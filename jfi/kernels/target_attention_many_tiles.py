@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from jfi.kernels.shares import deal
 from jfi.kernels.target_attention_tiles import load_rows, query_rows, store_rows
-from jfi.kernels.tiles import INTERPRET, LN2, LOG2E, block, find_sample
+from jfi.kernels.tiles import INTERPRET, LN2, LOG2E, block, cdiv, find_sample
 
 #: Programs a multiprocessor that chunks are cut for.
 PROGRAMS = 2
@@ -26,7 +26,7 @@ STATS = tl.constexpr(64)
 def chunk_of(rows: int, batch: int, device: torch.device, programs_a_chunk: int, max_seqlen: int | None) -> int:
     """Rows of a chunk; 2³⁰ where no sample needs two."""
     chunk, _ = deal(rows * programs_a_chunk, batch, device, PROGRAMS)
-    chunk = triton.cdiv(chunk, CHUNK_MULTIPLE) * CHUNK_MULTIPLE
+    chunk = cdiv(chunk, CHUNK_MULTIPLE) * CHUNK_MULTIPLE
     longest = rows if max_seqlen is None else max_seqlen
     return chunk if chunk < longest else 2**30
 
@@ -116,7 +116,7 @@ def merge_chunks(parts: tuple[Tensor, Tensor], offsets: Tensor, out: Tensor, lse
     values, part_lse = parts
     _, queries, width = values.shape
     block_m = 16
-    _merge_chunks_kernel[(out.shape[0] * triton.cdiv(queries, block_m),)](
+    _merge_chunks_kernel[(out.shape[0] * cdiv(queries, block_m),)](
         offsets,
         values,
         part_lse,
