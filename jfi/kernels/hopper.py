@@ -128,7 +128,7 @@ def _tile(rows: int, width: int, dtype: torch.dtype) -> tuple[list[int], gl.NVMM
 def described(x: Tensor, rows: int, heads: int = 1) -> TensorDescriptor:
     """[rows, G, width] in tiles of [rows, width] of a head; heads that share the one key head are rows too.
 
-    The class checks what it is made of, at 3 µs of a call's 60; what it checks is known here.
+    The class checks what it is made of, which takes longer than making it; what it checks is known here.
     """
     length, columns, width = x.shape
     if heads > 1:

@@ -25,7 +25,8 @@ class Config:
     block: rows a step of the side that passes by.
     warp_groups: those that compute, 64 rows each.
     stages: tiles of the side that passes by in shared memory.
-    programs: a multiprocessor.
+    programs: how many a multiprocessor runs.
+    q_stages: tiles of queries in shared memory, in the forward.
     """
 
     block: int

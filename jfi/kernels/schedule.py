@@ -20,8 +20,6 @@ from jfi.kernels.tiles import cdiv
 OWN = 32
 #: Two buckets for each doubling of the work.
 BUCKETS = tl.constexpr(64)
-
-
 #: Numbers to a slot, of which ``slot_of`` reads the first five: 32 bytes, a sector of memory.
 FIELDS = tl.constexpr(8)
 
@@ -83,11 +81,6 @@ def _schedule_kernel(
                 tl.store(slots_ptr + at.to(tl.int64) * FIELDS + field, none, mask=at < slots)
 
 
-@cache
-def _launcher(block: int, tiled: torch.dtype, other: torch.dtype) -> Launcher:
-    return Launcher(_schedule_kernel, BLOCK=block, OWN=OWN, CHUNK=128, num_warps=4)
-
-
 @triton.jit
 def slot_of(slots_ptr, at, total, GROUPS: tl.constexpr):
     """(tile, first row, rows, first row of the other side, its rows) of the slot that is place ``at`` of the grid.
@@ -102,6 +95,11 @@ def slot_of(slots_ptr, at, total, GROUPS: tl.constexpr):
     other = tl.load(to + 3, mask=mask, other=0)
     others = tl.load(to + 4, mask=mask, other=0)
     return tile, low, rows, other, others
+
+
+@cache
+def _launcher(block: int, tiled: torch.dtype, other: torch.dtype) -> Launcher:
+    return Launcher(_schedule_kernel, BLOCK=block, OWN=OWN, CHUNK=128, num_warps=4)
 
 
 def schedule(tiled: Tensor, other: Tensor, rows: int, heads: int, block: int) -> Tensor:

@@ -68,8 +68,9 @@ def _target_attention_bwd_kernel(
     q_at, q_mask = query_rows(at, group, GROUPS, HEADS), at < queries
     k_at = tl.arange(0, BLOCK_N)
     q_stride = (queries * GROUPS).to(tl.int64)
-    # Which query has which head: dS times it sums over the queries of a head.
-    own = (((at % HEADS)[:, None] == tl.arange(0, BLOCK_H)[None, :]) & q_mask[:, None]).to(tl.float32)
+    if HAS_BIAS:
+        # Which query has which head: dS times it sums over the queries of a head.
+        own = (((at % HEADS)[:, None] == tl.arange(0, BLOCK_H)[None, :]) & q_mask[:, None]).to(tl.float32)
     if WHOLE:
         sample = program.to(tl.int64)
         low = tl.load(offsets_ptr + sample).to(tl.int64)
