@@ -23,6 +23,8 @@ queries_met = gluon.jit(jagged_attention_tiles.queries_met.fn)
 sees = gluon.jit(jagged_attention_tiles.sees.fn)
 
 INF = gl.constexpr(float("inf"))
+#: Places of slots under way from the fetching warp to the computing ones.
+_TICKETS = gl.constexpr(4)
 #: Rows of a warp group: what one product of theirs takes.
 ROWS = gl.constexpr(64)
 
@@ -47,6 +49,39 @@ def tiles(desc, number: gl.constexpr):
 def numbers(count: gl.constexpr, length: gl.constexpr):
     """[count, length] float32 in shared memory."""
     return gl.allocate_shared_memory(gl.float32, [count, length], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def place_queue(readers: gl.constexpr):
+    """Where the fetching warp says which place of the grid its program works on next."""
+    places = gl.allocate_shared_memory(gl.int32, [_TICKETS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return places, barriers(_TICKETS, 1), barriers(_TICKETS, readers)
+
+
+@gluon.jit
+def take_place(counter_ptr, queue, turn):
+    """The next place that no program has taken, for the fetching warp, which passes it on.
+
+    Which program works on a place changes with time, what it works out does not.
+    """
+    places, full, free = queue
+    at = turn % _TICKETS
+    place = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
+    mbarrier.wait(free.index(at), (turn // _TICKETS & 1) ^ 1)
+    places.index(at).store(gl.full([1], place, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(full.index(at))
+    return place
+
+
+@gluon.jit
+def taken_place(queue, turn):
+    """What ``take_place`` gave at the same turn, for a computing warp group."""
+    places, full, free = queue
+    at = turn % _TICKETS
+    mbarrier.wait(full.index(at), turn // _TICKETS & 1)
+    place = gl.max(places.index(at).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    mbarrier.arrive(free.index(at))
+    return place
 
 
 @gluon.jit

@@ -22,7 +22,7 @@ def _hopper(device: int) -> ModuleType | None:
     return jagged_attention_hopper
 
 
-def _hopper_for(
+def hopper_for(
     query: Tensor, key: Tensor, value: Tensor | None, bias: Tensor | None, scale: float
 ) -> ModuleType | None:
     """The kernels for Hopper where they take such a problem."""
@@ -45,7 +45,7 @@ def forward(
     if not (query.shape[0] and key.shape[0]):
         out = query.new_zeros(*query.shape[:2], (key if value is None else value).shape[2])
         return out, query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)
-    hopper = _hopper_for(*inputs, bias, scale)
+    hopper = hopper_for(*inputs, bias, scale)
     if hopper is not None:
         return hopper.forward(*inputs, *offsets, bias, scale, *window)
     return jagged_attention_fwd.forward(*inputs, *offsets, bias, scale, *window)
@@ -69,7 +69,7 @@ def backward(
     inputs, offsets = (query, key, value), (query_offsets, key_offsets)
     if not (query.shape[0] and key.shape[0]):
         return tuple(None if x is None else torch.zeros_like(x) for x in (*inputs, bias))
-    hopper = _hopper_for(*inputs, bias, scale)
+    hopper = hopper_for(*inputs, bias, scale)
     if hopper is not None and grad.data_ptr() % 16 == 0:
         return hopper.backward(grad, dlse, *inputs, *offsets, bias, out, lse, scale, *window)
     return jagged_attention_bwd.backward(grad, dlse, *inputs, *offsets, bias, out, lse, scale, *window)

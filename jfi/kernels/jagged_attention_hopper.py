@@ -53,14 +53,16 @@ class Config:
 
 # The best of those measured on an H200.
 FORWARD_WIDE = Config(block=128, warp_groups=2, stages=2, programs=1)
+FORWARD_WIDE_SHORT = Config(block=64, warp_groups=1, stages=2, programs=2, q_stages=2)
 FORWARD = Config(block=128, warp_groups=1, stages=2, programs=2, q_stages=2)
 FORWARD_SHORT = Config(block=64, warp_groups=1, stages=2, programs=3, q_stages=2)
 DQUERY_WIDE = Config(block=64, warp_groups=2, stages=4, programs=1)
 DQUERY = Config(block=64, warp_groups=1, stages=3, programs=3)
 DKEY_WIDE = Config(block=64, warp_groups=2, stages=2, programs=1)
 DKEY = Config(block=64, warp_groups=1, stages=2, programs=2)
-#: Mean keys of a sample up to which tiles of 64 keys are faster; the other kernel is compiled when it is first wanted.
-SHORT = 768
+#: By width, mean keys of a sample up to which tiles of 64 keys are faster; the other kernel is compiled when it is
+#: first wanted.
+SHORT = {64: 768, 128: 384}
 
 
 class Kernels:
@@ -81,7 +83,7 @@ class Kernels:
         wide = width > 64
         self.heads, self.groups = heads, groups
         self.forward = forward(FORWARD_WIDE if wide else FORWARD)
-        self.forward_short = self.forward if wide else forward(FORWARD_SHORT)
+        self.forward_short = forward(FORWARD_WIDE_SHORT if wide else FORWARD_SHORT)
         self.dquery = kernel(jagged_attention_hopper_dquery_kernel, DQUERY_WIDE if wide else DQUERY)
         self.dkey = kernel(jagged_attention_hopper_dkey_kernel, DKEY_WIDE if wide else DKEY, SHARED=shared)
 
@@ -147,7 +149,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results as those of jagged_attention_fwd.forward."""
     kernels = _kernels_of(query, key, value, bias, left, right)
-    short = key.shape[0] <= SHORT * (key_offsets.shape[0] - 1)
+    short = key.shape[0] <= SHORT[query.shape[2]] * (key_offsets.shape[0] - 1)
     config, _ = kernel = kernels.forward_short if short else kernels.forward
     out = torch.empty_like(query)
     lse = query.new_empty(query.shape[:2], dtype=torch.float32)

@@ -18,13 +18,17 @@ from jfi.kernels.hopper import (
     barriers,
     fetch,
     numbers,
+    place_queue,
     queries_met,
     sees,
     slot_of,
     store_rows,
+    take_place,
+    taken_place,
     tiles,
     zero_tail,
 )
+from jfi.kernels.schedule import OTHER_COUNTER
 from jfi.kernels.tiles import LOG2E
 
 
@@ -46,7 +50,7 @@ def _fetch(
     q_desc, grad_desc, k_desc, v_desc = descs
     k_smem, v_smem, q_smem, grad_smem, lse_smem, delta_smem = smem
     k_full, k_free, full, free = bars
-    slots_ptr, total, left, right = work
+    slots_ptr, queue, total, left, right = work
     WARP_GROUPS: gl.constexpr = k_smem.shape[0]
     STAGES: gl.constexpr = q_smem.shape[0]
     BLOCK_M: gl.constexpr = q_smem.shape[1]
@@ -56,9 +60,13 @@ def _fetch(
     count = 0  # tiles of queries so far
     turn = 0  # slots with any
     tails = 0
-    slot = slot_of(slots_ptr, gl.program_id(0), total, GROUPS)
-    for at in range(gl.program_id(0), total, gl.num_programs(0)):
-        next_slot = slot_of(slots_ptr, at + gl.num_programs(0), total, GROUPS)
+    taken = 0
+    at = gl.program_id(0)
+    slot = slot_of(slots_ptr, at, total, GROUPS)
+    while at < total:
+        next_at = take_place(slots_ptr + OTHER_COUNTER, queue, taken)
+        next_slot = slot_of(slots_ptr, next_at, total, GROUPS)
+        taken += 1
         group = at % GROUPS
         _tile, k_low, _keys, q_low, queries = slot
         first, _shift, begin, steps = queries_met(
@@ -100,6 +108,7 @@ def _fetch(
                 zero_tail(grad_smem.index(count % STAGES), tail)
                 mbarrier.arrive(full.index(count % STAGES))
         count += steps
+        at = next_at
         slot = next_slot
 
 
@@ -120,7 +129,7 @@ def _attend(
     """The keys from OWN on of each slot's tile."""
     k_smem, v_smem, q_smem, grad_smem, lse_smem, delta_smem = smem
     k_full, k_free, full, free = bars
-    slots_ptr, total, left, right = work
+    slots_ptr, queue, total, left, right = work
     bias_ptr, dk_ptr, dv_ptr, dbias_ptr, scale, scale2 = results
     WARP_GROUPS: gl.constexpr = k_smem.shape[0]
     STAGES: gl.constexpr = q_smem.shape[0]
@@ -136,9 +145,13 @@ def _attend(
     v = v_smem.index(OWN // ROWS)
     count = 0
     turn = 0
-    slot = slot_of(slots_ptr, gl.program_id(0), total, GROUPS)
-    for at in range(gl.program_id(0), total, gl.num_programs(0)):
-        next_slot = slot_of(slots_ptr, at + gl.num_programs(0), total, GROUPS)
+    taken = 0
+    at = gl.program_id(0)
+    slot = slot_of(slots_ptr, at, total, GROUPS)
+    while at < total:
+        next_at = taken_place(queue, taken)
+        next_slot = slot_of(slots_ptr, next_at, total, GROUPS)
+        taken += 1
         group = at % GROUPS
         _tile, k_low, keys, _q_low, _queries = slot
         first, shift, begin, steps = queries_met(
@@ -198,6 +211,7 @@ def _attend(
         else:
             store_rows(dv_ptr, dv, k_low + first, k_low + keys, group, GROUPS)
         store_rows(dk_ptr, dk, k_low + first, k_low + keys, group, GROUPS)
+        at = next_at
         slot = next_slot
 
 
@@ -238,7 +252,7 @@ def jagged_attention_hopper_dkey_kernel(
     tail_bar = barriers(1, 1)
     fence_async_shared()
     descs = (q_desc, grad_desc, k_desc, v_desc)
-    work = (slots_ptr, total, left, right)
+    work = (slots_ptr, place_queue(WARP_GROUPS), total, left, right)
     results = (bias_ptr, dk_ptr, dv_ptr, dbias_ptr, scale, scale2)
     if WARP_GROUPS == 1:
         gl.warp_specialize(

@@ -16,14 +16,18 @@ from jfi.kernels.hopper import (
     fetch,
     keys_met,
     numbers,
+    place_queue,
     put_bias,
     seen_in_full,
     slot_of,
     store_rows,
+    take_place,
+    taken_place,
     tiles,
     where_seen,
     zero_tail,
 )
+from jfi.kernels.schedule import COUNTER
 
 
 @gluon.jit
@@ -43,7 +47,7 @@ def _fetch(
     q_desc, grad_desc, k_desc, v_desc = descs
     q_smem, grad_smem, k_smem, v_smem, bias_smem = smem
     q_full, q_free, full, free = bars
-    slots_ptr, bias_ptr, total, left, right = work
+    slots_ptr, queue, bias_ptr, total, left, right = work
     WARP_GROUPS: gl.constexpr = q_smem.shape[0]
     STAGES: gl.constexpr = k_smem.shape[0]
     BLOCK_N: gl.constexpr = k_smem.shape[1]
@@ -52,9 +56,13 @@ def _fetch(
     count = 0  # tiles of keys so far
     turn = 0  # slots with any
     tails = 0
-    slot = slot_of(slots_ptr, gl.program_id(0), total, GROUPS)
-    for at in range(gl.program_id(0), total, gl.num_programs(0)):
-        next_slot = slot_of(slots_ptr, at + gl.num_programs(0), total, GROUPS)
+    taken = 0
+    at = gl.program_id(0)
+    slot = slot_of(slots_ptr, at, total, GROUPS)
+    while at < total:
+        next_at = take_place(slots_ptr + COUNTER, queue, taken)
+        next_slot = slot_of(slots_ptr, next_at, total, GROUPS)
+        taken += 1
         group = at % GROUPS
         _tile, q_low, _queries, k_low, keys = slot
         first, _shift, begin, steps = keys_met(
@@ -93,6 +101,7 @@ def _fetch(
                 zero_tail(k_smem.index(count % STAGES), tail)
                 mbarrier.arrive(full.index(count % STAGES))
         count += steps
+        at = next_at
         slot = next_slot
 
 
@@ -134,7 +143,7 @@ def _attend(
     """The query rows from OWN on of each slot's tile."""
     q_smem, grad_smem, k_smem, v_smem, bias_smem = smem
     q_full, q_free, full_bars, free = bars
-    slots_ptr, _bias_ptr, total, left, right = work
+    slots_ptr, queue, _bias_ptr, total, left, right = work
     stats_ptr, dq_ptr, rows, scale, scale2 = results
     WARP_GROUPS: gl.constexpr = q_smem.shape[0]
     STAGES: gl.constexpr = k_smem.shape[0]
@@ -149,9 +158,13 @@ def _attend(
     grad = grad_smem.index(OWN // ROWS)
     count = 0
     turn = 0
-    slot = slot_of(slots_ptr, gl.program_id(0), total, GROUPS)
-    for at in range(gl.program_id(0), total, gl.num_programs(0)):
-        next_slot = slot_of(slots_ptr, at + gl.num_programs(0), total, GROUPS)
+    taken = 0
+    at = gl.program_id(0)
+    slot = slot_of(slots_ptr, at, total, GROUPS)
+    while at < total:
+        next_at = taken_place(queue, taken)
+        next_slot = slot_of(slots_ptr, next_at, total, GROUPS)
+        taken += 1
         group = at % GROUPS
         _tile, q_low, queries, _k_low, keys = slot
         first, shift, begin, steps = keys_met(
@@ -206,6 +219,7 @@ def _attend(
             count += 1
             turn += 1
         store_rows(dq_ptr, dq * scale, q_low * HEADS + first, (q_low + queries) * HEADS, group, GROUPS)
+        at = next_at
         slot = next_slot
 
 
@@ -244,7 +258,7 @@ def jagged_attention_hopper_dquery_kernel(
     tail_bar = barriers(1, 1)
     fence_async_shared()
     descs = (q_desc, grad_desc, k_desc, v_desc)
-    work = (slots_ptr, bias_ptr, total, left, right)
+    work = (slots_ptr, place_queue(WARP_GROUPS), bias_ptr, total, left, right)
     results = (stats_ptr, dq_ptr, rows, scale, scale2)
     if WARP_GROUPS == 1:
         gl.warp_specialize(

@@ -22,14 +22,18 @@ from jfi.kernels.hopper import (
     fetch,
     keys_met,
     numbers,
+    place_queue,
     put_bias,
     seen_in_full,
     slot_of,
     store_rows,
+    take_place,
+    taken_place,
     tiles,
     where_seen,
     zero_tail,
 )
+from jfi.kernels.schedule import COUNTER
 from jfi.kernels.tiles import LN2
 
 
@@ -50,7 +54,7 @@ def _fetch(
     q_desc, k_desc, v_desc = descs
     q_smem, k_smem, v_smem, bias_smem = smem
     q_full, q_free, k_full, k_free, v_full, v_free = bars
-    slots_ptr, bias_ptr, total, left, right = work
+    slots_ptr, queue, bias_ptr, total, left, right = work
     Q_STAGES: gl.constexpr = q_full.shape[0]
     WARP_GROUPS: gl.constexpr = q_smem.shape[0] // Q_STAGES
     STAGES: gl.constexpr = k_smem.shape[0]
@@ -61,9 +65,13 @@ def _fetch(
     count = 0  # tiles of keys so far
     turn = 0  # slots with any
     tails = 0
-    slot = slot_of(slots_ptr, gl.program_id(0), total, GROUPS)
-    for at in range(gl.program_id(0), total, gl.num_programs(0)):
-        next_slot = slot_of(slots_ptr, at + gl.num_programs(0), total, GROUPS)
+    taken = 0
+    at = gl.program_id(0)
+    slot = slot_of(slots_ptr, at, total, GROUPS)
+    while at < total:
+        next_at = take_place(slots_ptr + COUNTER, queue, taken)
+        next_slot = slot_of(slots_ptr, next_at, total, GROUPS)
+        taken += 1
         group = at % GROUPS
         _tile, q_low, _queries, k_low, keys = slot
         first, _shift, begin, steps = keys_met(
@@ -107,6 +115,7 @@ def _fetch(
                     mbarrier.expect(v_full.index(stage), V_BYTES)
                     fetch(v_desc, row, group, v_full.index(stage), v_smem.index(stage))
         count += steps
+        at = next_at
         slot = next_slot
 
 
@@ -151,7 +160,7 @@ def _attend(
     """The query rows from OWN on of each slot's tile."""
     q_smem, k_smem, v_smem, bias_smem = smem
     q_full, q_free, k_full, k_free, v_full, v_free = bars
-    slots_ptr, _bias_ptr, total, left, right = work
+    slots_ptr, queue, _bias_ptr, total, left, right = work
     out_ptr, lse_ptr, scale2 = results
     Q_STAGES: gl.constexpr = q_full.shape[0]
     WARP_GROUPS: gl.constexpr = q_smem.shape[0] // Q_STAGES
@@ -167,9 +176,13 @@ def _attend(
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     count = 0
     turn = 0
-    slot = slot_of(slots_ptr, gl.program_id(0), total, GROUPS)
-    for at in range(gl.program_id(0), total, gl.num_programs(0)):
-        next_slot = slot_of(slots_ptr, at + gl.num_programs(0), total, GROUPS)
+    taken = 0
+    at = gl.program_id(0)
+    slot = slot_of(slots_ptr, at, total, GROUPS)
+    while at < total:
+        next_at = taken_place(queue, taken)
+        next_slot = slot_of(slots_ptr, next_at, total, GROUPS)
+        taken += 1
         group = at % GROUPS
         _tile, q_low, queries, _k_low, keys = slot
         first, shift, begin, steps = keys_met(
@@ -239,6 +252,7 @@ def _attend(
         gl.store(lse_ptr + own.to(gl.int64) * GROUPS + group, lse, mask=own < end)
         acc = acc * gl.convert_layout(1.0 / weight_or_one, O_ROW)[:, None]
         store_rows(out_ptr, acc, row, end, group, GROUPS)
+        at = next_at
         slot = next_slot
 
 
@@ -277,7 +291,7 @@ def jagged_attention_hopper_fwd_kernel(
     fence_async_shared()
     bars = (q_full, q_free, k_full, k_free, v_full, v_free)
     descs = (q_desc, k_desc, v_desc)
-    work = (slots_ptr, bias_ptr, total, left, right)
+    work = (slots_ptr, place_queue(WARP_GROUPS), bias_ptr, total, left, right)
     results = (out_ptr, lse_ptr, scale2)
     if WARP_GROUPS == 1:
         gl.warp_specialize(

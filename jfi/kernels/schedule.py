@@ -3,7 +3,8 @@
 The host knows the rows and the samples, no length.  A kernel writes, for each slot, which rows its tile has and which
 rows of the other side it meets; slots left over come last and have none.  Programs take slots in order, so they begin
 with the long ones and end with the short ones, which fill what the long ones leave: longest processing time first
-(Graham, 'Bounds on Multiprocessing Timing Anomalies', 1969), within the width of a bucket.
+(Graham, 'Bounds on Multiprocessing Timing Anomalies', 1969), within the width of a bucket.  Programs that live for many
+slots take the next when they have time for it: two counters in the table say how many are taken, one for each sweep.
 """
 
 from functools import cache
@@ -22,6 +23,9 @@ OWN = 32
 BUCKETS = tl.constexpr(64)
 #: Numbers to a slot, of which ``slot_of`` reads the first five: 32 bytes, a sector of memory.
 FIELDS = tl.constexpr(8)
+#: Where counters stand among the numbers of the first slot.
+COUNTER = tl.constexpr(5)
+OTHER_COUNTER = tl.constexpr(6)
 
 
 @triton.jit
@@ -75,6 +79,8 @@ def _schedule_kernel(
         tl.store(to + 3, other, mask=mask)
         tl.store(to + 4, others, mask=mask)
     if first == 0:
+        tl.store(slots_ptr + COUNTER, 0)
+        tl.store(slots_ptr + OTHER_COUNTER, 0)
         for start in range(total, slots, OWN):
             at = start + tl.arange(0, OWN)
             for field in tl.static_range(5):
@@ -111,7 +117,7 @@ def schedule(tiled: Tensor, other: Tensor, rows: int, heads: int, block: int) ->
         rows: where ``tiled`` ends.
 
     Returns:
-        [slots, 8] int32: what ``slot_of`` reads; at least as many slots as tiles.
+        [slots, 8] int32: what ``slot_of`` reads; at least as many slots as tiles.  The counters are 0.
 
     Raises:
         ValueError: rows · heads do not fit 32 bits.

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
 LENGTHS = {
     "edges": [0, 1, 15, 16, 17, 63, 64, 65],
     "all_empty": [0, 0, 0],

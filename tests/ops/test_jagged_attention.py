@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ops.budget import compare
-from ops.ragged import CASES, LENGTHS, offsets_of
+from ops.ragged import CASES, LENGTHS, ON_HOPPER, offsets_of
 
 import jfi.ops
 from jfi import reference
@@ -99,11 +99,8 @@ def few_programs(monkeypatch, short):
     # No other path may do the work of these.
     monkeypatch.setattr(jagged_attention, "jagged_attention_fwd", None)
     monkeypatch.setattr(jagged_attention, "jagged_attention_bwd", None)
-    monkeypatch.setattr(jagged_attention_hopper, "SHORT", short)
+    monkeypatch.setattr(jagged_attention_hopper, "SHORT", {64: short, 128: short})
     monkeypatch.setattr(jagged_attention_hopper, "multiprocessors", lambda device: 2)
-
-
-ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
 @pytest.mark.parametrize("short", [0, 2**30] if ON_HOPPER else [0])

@@ -5,7 +5,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ops.budget import compare
-from ops.ragged import CASES, LENGTHS, offsets_of
+from ops.ragged import CASES, LENGTHS, ON_HOPPER, offsets_of
 
 import jfi.ops
 from jfi import reference
@@ -102,6 +102,19 @@ def test_many_queries_in_half_precision(times, heads, groups, width, value_width
     """One sweep or two backward, rows fetched by descriptors where the GPU has them, samples of several chunks."""
     shape = {"times": times, "heads": heads, "groups": groups, "width": width, "value_width": value_width}
     check([5, 0, 300, 64], device, "triton", dtype, bias="finite" if value_width else None, **shape)
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="needs Hopper")
+@pytest.mark.parametrize(("heads", "groups", "bias"), [(1, 1, "finite"), (2, 1, None), (2, 2, "hidden")])
+@pytest.mark.parametrize(("width", "shared"), [(64, True), (128, False)])
+def test_many_candidates_are_jagged_attention(heads, groups, bias, width, shared, device, monkeypatch):
+    from jfi.kernels import target_attention
+
+    monkeypatch.setattr(target_attention, "target_attention_many_fwd", None)
+    monkeypatch.setattr(target_attention, "target_attention_many_bwd", None)
+    monkeypatch.setattr(target_attention, "multiprocessors", lambda device: 2)
+    shape = {"times": 300, "heads": heads, "groups": groups, "width": width, "value_width": None if shared else width}
+    check([5, 0, 300, 64], device, "triton", torch.bfloat16, bias=bias, **shape)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
