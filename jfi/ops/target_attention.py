@@ -109,6 +109,8 @@ def target_attention(
     offsets: Tensor,
     *,
     bias: Tensor | None = None,
+    buckets: Tensor | None = None,
+    value_scale: Tensor | None = None,
     scale: float | None = None,
     max_seqlen: int | None = None,
     impl: str = "auto",
@@ -120,7 +122,10 @@ def target_attention(
         key: [S, G, D]; G divides H, and H/G query heads share a key head.
         value: [S, G, E], or None: value = key, read once and with one gradient.
         offsets: [B+1], int32 or int64, from 0 to S: sample b owns rows offsets[b] to offsets[b+1].
-        bias: [S, H], added to the scores; -inf hides an event.
+        bias: [S, H], added to the scores; -inf hides an event.  With buckets a table [R, H], of any floating dtype.
+        buckets: [S], int32 or int64: event s has row buckets[s] of bias.  Triton's kernels read it there, and sum its
+            gradient in a fixed order.  Ids are looked at on the CPU alone; elsewhere one that is no row is undefined.
+        value_scale: [S], floating: what each event's value is multiplied by, its weight in the softmax left alone.
         scale: of the scores; None means 1/sqrt(D).
         max_seqlen: the longest history, if the host knows it.  It changes nothing but rounding, even if it is wrong:
             many short histories are then worked on whole, each by one program, with nothing to merge.
@@ -140,14 +145,18 @@ def target_attention(
         >>> jfi.ops.target_attention(query, history, None, torch.tensor([0, 2, 2, 5])).shape
         torch.Size([3, 1, 4, 32])
     """
-    check_floating(query=query, key=key, value=value, bias=bias)
+    check_floating(query=query, key=key, value=value, bias=bias if buckets is None else None)
     check_dim("query", query, "[B, T, H, D]")
     batch, _, heads, width = query.shape
-    check_history(key, value, bias, heads, width)
+    check_history(key, value, bias if buckets is None else None, heads, width)
     check_offsets("offsets", offsets, key.shape[0], "key", query, batch)
     impl = check_impl(impl, query)
     scale = check_scale(scale, width)
     check_max_seqlen(max_seqlen)
+    if buckets is not None:
+        bias, buckets = torch.nn.functional.embedding(buckets, bias).to(query.dtype), None
+    if value_scale is not None:
+        value, value_scale = (key if value is None else value) * value_scale[:, None, None].to(key.dtype), None
     if impl == "torch" and query.device.type != "cpu":
         return reference.target_attention(query, key, value, offsets, bias, scale)
     query, key, offsets = query.contiguous(), key.contiguous(), offsets.contiguous()
