@@ -26,6 +26,10 @@ class Launcher:
 
     def __init__(self, kernel: JITFunction, **constants: object):
         self.kernel = kernel
+        #: Places of tensors that may begin at any address.
+        self.unaligned = set()
+        if not INTERPRET.value:
+            self.unaligned = {i for i, x in enumerate(kernel.params) if x.do_not_specialize_on_alignment}
         self.constants = constants
         self.compiled: dict[int, CompiledKernel] = {}
 
@@ -51,8 +55,8 @@ class Launcher:
             return
         addresses = [None if x is None else x.data_ptr() for x in tensors]
         together = 0
-        for address in addresses:
-            if address is not None:
+        for i, address in enumerate(addresses, len(descriptors)):
+            if address is not None and i not in self.unaligned:
                 together |= address
         usual = not together % 16 and max(numbers, default=0) < 2**31
         compiled = self.compiled.get(device.index) if usual else None

@@ -17,9 +17,11 @@ from torch import Tensor
 from jfi.kernels.launch import Launcher
 from jfi.kernels.shares import WEIGHT, Partials, deal, first_step, fits, last_row, parts
 from jfi.kernels.target_attention_tiles import (
+    EVENTS,
     FEW,
     Tile,
     load_bias,
+    load_events,
     load_rows,
     load_stats,
     query_rows,
@@ -28,13 +30,18 @@ from jfi.kernels.target_attention_tiles import (
 )
 from jfi.kernels.tiles import block
 
+#: Rows of a bias table up to which its gradient is summed in the sweep over the history.
+TABLE_ROWS = 64
 
-@triton.jit(do_not_specialize=["batch", "queries", "chunk"])
+
+@triton.jit(do_not_specialize=["batch", "queries", "chunk", "table_rows"], do_not_specialize_on_alignment=EVENTS)
 def _target_attention_bwd_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
     bias_ptr,
+    buckets_ptr,
+    value_scale_ptr,
     offsets_ptr,
     grad_ptr,
     out_ptr,
@@ -47,6 +54,7 @@ def _target_attention_bwd_kernel(
     batch,
     queries,
     chunk,
+    table_rows,
     scale,
     GROUPS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -54,15 +62,21 @@ def _target_attention_bwd_kernel(
     E: tl.constexpr,
     SHARED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    BY_BUCKET: tl.constexpr,
+    SCALED: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """A program a share of the rows of all samples (see shares.py), or WHOLE a sample."""
+    """A program a share of the rows of all samples (see shares.py), or WHOLE a sample.
+
+    With BLOCK_R the bias is a table of so few rows that each program sums its gradient; else there is one an event.
+    """
     program, group = tl.program_id(0), tl.program_id(1)
     at = tl.arange(0, BLOCK_M)
     q_at, q_mask = query_rows(at, group, GROUPS, HEADS), at < queries
@@ -71,6 +85,9 @@ def _target_attention_bwd_kernel(
     if HAS_BIAS:
         # Which query has which head: dS times it sums over the queries of a head.
         own = (((at % HEADS)[:, None] == tl.arange(0, BLOCK_H)[None, :]) & q_mask[:, None]).to(tl.float32)
+    if BLOCK_R > 0:
+        table_at = tl.arange(0, BLOCK_R)
+        dtable = tl.zeros((BLOCK_R, BLOCK_M), tl.float32)
     if WHOLE:
         sample = program.to(tl.int64)
         low = tl.load(offsets_ptr + sample).to(tl.int64)
@@ -103,9 +120,15 @@ def _target_attention_bwd_kernel(
             else:
                 v = load_rows(v_ptr + first * (GROUPS * E) + group * E, k_at, mask, GROUPS * E, E, BLOCK_E)
             bias = 0.0
+            buckets = k_at
+            value_scale = k_at
+            if BY_BUCKET:
+                buckets = load_events(buckets_ptr, first, mask, BLOCK_N)
             if HAS_BIAS:
-                bias = load_bias(bias_ptr, first, mask, at, group, GROUPS, HEADS, BLOCK_N)
-            p, ds = weigh(q, grad, lse, delta, k, v, bias, mask, scale, PRECISION)
+                bias = load_bias(bias_ptr, buckets, first, mask, at, group, GROUPS, HEADS, BY_BUCKET)
+            if SCALED:
+                value_scale = load_events(value_scale_ptr, first, mask, BLOCK_N).to(tl.float32)
+            p, ds = weigh(q, grad, lse, delta, k, v, value_scale, bias, mask, scale, SCALED, PRECISION)
             dk = tl.dot((ds * scale).to(q.dtype), q, input_precision=PRECISION)
             if SHARED:
                 dk = tl.dot(p.to(grad.dtype), grad, dk, input_precision=PRECISION)
@@ -113,7 +136,11 @@ def _target_attention_bwd_kernel(
                 dv = tl.dot(p.to(grad.dtype), grad, input_precision=PRECISION)
                 store_rows(dv_ptr + first * (GROUPS * E) + group * E, dv, k_at, mask, GROUPS * E, E, BLOCK_E)
             store_rows(dk_ptr + first * (GROUPS * D) + group * D, dk, k_at, mask, GROUPS * D, D, BLOCK_D)
-            if HAS_BIAS:
+            if BLOCK_R > 0:
+                # A row of the table meets the events of its bucket, in their order.
+                here = (buckets[None, :] == table_at[:, None]).to(tl.float32)
+                dtable = tl.dot(here, ds, dtable, input_precision="tf32x3")
+            elif HAS_BIAS:
                 dbias = tl.dot(ds, own, input_precision="tf32x3")
                 to = dbias_ptr + first * (GROUPS * HEADS) + group * HEADS
                 store_rows(to, dbias, k_at, mask, GROUPS * HEADS, HEADS, BLOCK_H)
@@ -132,6 +159,10 @@ def _target_attention_bwd_kernel(
         low = high
         n = high
         high = next_high
+    if BLOCK_R > 0:
+        dtable = tl.dot(dtable, own, input_precision="tf32x3")
+        to = dbias_ptr + program.to(tl.int64) * (table_rows * GROUPS * HEADS) + group * HEADS
+        store_rows(to, dtable, table_at, table_at < table_rows, GROUPS * HEADS, HEADS, BLOCK_H)
     if not WHOLE:
         tl.store(split_ptr + program, split.to(tl.int32))
 
@@ -153,10 +184,10 @@ def _whole_config(tile: Tile) -> tuple[int, int, int]:
 
 
 @cache
-def _plan(tile: Tile) -> tuple[int, Launcher, Launcher]:
+def _plan(tile: Tile, block_r: int) -> tuple[int, Launcher, Launcher]:
     """Shares a multiprocessor, and the launchers for programs that take a share and for those that take a sample."""
     *steps, shares = _config(tile)
-    more = {"BLOCK_H": block(tile.heads)}
+    more = {"BLOCK_H": block(tile.heads), "BLOCK_R": block_r, **tile.events}
     whole = Launcher(_target_attention_bwd_kernel, WHOLE=True, **more, **tile.constants(FEW, *_whole_config(tile)))
     return shares, Launcher(_target_attention_bwd_kernel, WHOLE=False, **more, **tile.constants(FEW, *steps)), whole
 
@@ -168,6 +199,8 @@ def backward(
     value: Tensor | None,
     offsets: Tensor,
     bias: Tensor | None,
+    buckets: Tensor | None,
+    value_scale: Tensor | None,
     out: Tensor,
     lse: Tensor,
     scale: float,
@@ -177,18 +210,31 @@ def backward(
     batch, times, heads, width = query.shape
     dquery, dkey = torch.empty_like(query), torch.empty_like(key)
     dvalue = None if value is None else torch.empty_like(value)
-    dbias = None if bias is None else torch.empty_like(bias)
     if batch == 0:
-        return dquery, dkey, dvalue, dbias
-    tile = Tile.of(query, key, value, offsets, bias)
-    queries = times * heads // tile.groups
-    tensors = (query, key, key if value is None else value, bias, offsets, grad, out, lse, dquery, dkey, dvalue, dbias)
-    shares, launch, launch_whole = _plan(tile)
-    if fits(max_seqlen, tile.row_bytes):
-        launch_whole((batch, tile.groups, 1), (*tensors, None), (batch, queries, 0, scale))
-        return dquery, dkey, dvalue, dbias
-    chunk, shares = deal(key.shape[0], batch, query.device, shares)
-    partials = Partials(shares, chunk, times * heads, width, query.device)
-    launch((shares, tile.groups, 1), (*tensors, partials.memory), (batch, queries, chunk, scale))
-    partials.merge(offsets, dquery, None)
+        return dquery, dkey, dvalue, None if bias is None else torch.zeros_like(bias)
+    tile = Tile.of(query, key, value, offsets, bias, buckets, value_scale)
+    table_rows = 0 if buckets is None else bias.shape[0]
+    block_r = block(table_rows) if 0 < table_rows <= TABLE_ROWS else 0
+    shares, launch, launch_whole = _plan(tile, block_r)
+    whole = fits(max_seqlen, tile.row_bytes)
+    chunk, programs = (0, batch) if whole else deal(key.shape[0], batch, query.device, shares)
+    if bias is None:
+        dbias = None
+    elif block_r:
+        dbias = bias.new_empty(programs, *bias.shape, dtype=torch.float32)
+    else:
+        dbias = torch.empty(key.shape[0], heads, dtype=torch.float32 if table_rows else bias.dtype, device=bias.device)
+    events = (query, key, key if value is None else value, bias, buckets, value_scale, offsets)
+    tensors = (*events, grad, out, lse, dquery, dkey, dvalue, dbias)
+    partials = None if whole else Partials(programs, chunk, times * heads, width, query.device)
+    memory = None if whole else partials.memory
+    numbers = (batch, times * heads // tile.groups, chunk, table_rows, scale)
+    (launch_whole if whole else launch)((programs, tile.groups, 1), (*tensors, memory), numbers)
+    if not whole:
+        partials.merge(offsets, dquery, None)
+    if block_r:
+        dbias = dbias.sum(0).to(bias.dtype)
+    elif table_rows:
+        # Sorts the events by bucket: no sum in an order that changes from run to run.
+        dbias = torch.ops.aten.embedding_dense_backward(dbias, buckets, table_rows, -1, False).to(bias.dtype)
     return dquery, dkey, dvalue, dbias

@@ -14,12 +14,21 @@ from torch import Tensor
 
 from jfi.kernels.launch import Launcher
 from jfi.kernels.shares import WEIGHT, Partials, deal, first_step, fits, last_row, parts
-from jfi.kernels.target_attention_tiles import FEW, Tile, load_bias, load_rows, query_rows, store_rows
+from jfi.kernels.target_attention_tiles import (
+    EVENTS,
+    FEW,
+    Tile,
+    load_bias,
+    load_events,
+    load_rows,
+    query_rows,
+    store_rows,
+)
 from jfi.kernels.tiles import LN2, LOG2E
 
 
 @triton.jit
-def _attend(q, k, v, bias, top, total, acc, scale, PRECISION: tl.constexpr):
+def _attend(q, k, v, value_scale, bias, top, total, acc, scale, SCALED: tl.constexpr, PRECISION: tl.constexpr):
     """Take a tile of history rows into the running maximum (in base 2), the sums by column and the weighted sum."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E) + bias
     new_top = tl.maximum(top, tl.max(s, 1))
@@ -27,6 +36,8 @@ def _attend(q, k, v, bias, top, total, acc, scale, PRECISION: tl.constexpr):
     p = tl.exp2(s - base[:, None])
     shrink = tl.exp2(top - base)
     total = total * shrink[:, None] + p
+    if SCALED:
+        p = p * value_scale[None, :]
     acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
     return new_top, total, acc
 
@@ -45,6 +56,8 @@ def _load_history(
     k_ptr,
     v_ptr,
     bias_ptr,
+    buckets_ptr,
+    value_scale_ptr,
     n,
     mask,
     at,
@@ -55,29 +68,42 @@ def _load_history(
     E: tl.constexpr,
     SHARED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    BY_BUCKET: tl.constexpr,
+    SCALED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Keys, values and bias in base 2, [M, N] or [1, N], of the rows from n on; outside of the mask 0, 0 and -inf."""
+    """Keys, values, their scale, and bias in base 2, [M, N] or [1, N], of the rows from n on.
+
+    Outside of the mask they are 0, and the bias -inf.
+    """
     k_at = tl.arange(0, BLOCK_N)
     k = load_rows(k_ptr + n * (GROUPS * D) + group * D, k_at, mask, GROUPS * D, D, BLOCK_D)
     v = k
     if not SHARED:
         v = load_rows(v_ptr + n * (GROUPS * E) + group * E, k_at, mask, GROUPS * E, E, BLOCK_E)
+    value_scale = k_at
+    if SCALED:
+        value_scale = load_events(value_scale_ptr, n, mask, BLOCK_N).to(tl.float32)
     if HAS_BIAS:
-        bias = tl.trans(load_bias(bias_ptr, n, mask, at, group, GROUPS, HEADS, BLOCK_N)) * LOG2E
+        buckets = k_at
+        if BY_BUCKET:
+            buckets = load_events(buckets_ptr, n, mask, BLOCK_N)
+        bias = tl.trans(load_bias(bias_ptr, buckets, n, mask, at, group, GROUPS, HEADS, BY_BUCKET)) * LOG2E
     else:
         bias = tl.where(mask, 0.0, -float("inf"))[None, :]
-    return k, v, bias
+    return k, v, value_scale, bias
 
 
-@triton.jit(do_not_specialize=["queries"])
+@triton.jit(do_not_specialize=["queries"], do_not_specialize_on_alignment=EVENTS)
 def _target_attention_fwd_whole_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
     bias_ptr,
+    buckets_ptr,
+    value_scale_ptr,
     offsets_ptr,
     out_ptr,
     lse_ptr,
@@ -89,6 +115,8 @@ def _target_attention_fwd_whole_kernel(
     E: tl.constexpr,
     SHARED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    BY_BUCKET: tl.constexpr,
+    SCALED: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -108,10 +136,12 @@ def _target_attention_fwd_whole_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
     for first in range(0, length, BLOCK_N):
         mask = tl.arange(0, BLOCK_N) < length - first
-        k, v, bias = _load_history(
+        k, v, value_scale, bias = _load_history(
             k_ptr,
             v_ptr,
             bias_ptr,
+            buckets_ptr,
+            value_scale_ptr,
             low + first,
             mask,
             at,
@@ -122,22 +152,26 @@ def _target_attention_fwd_whole_kernel(
             E,
             SHARED,
             HAS_BIAS,
+            BY_BUCKET,
+            SCALED,
             BLOCK_N,
             BLOCK_D,
             BLOCK_E,
         )
-        top, total, acc = _attend(q, k, v, bias, top, total, acc, scale, PRECISION)
+        top, total, acc = _attend(q, k, v, value_scale, bias, top, total, acc, scale, SCALED, PRECISION)
     result, lse = _result(top, total, acc)
     store_rows(out_ptr + row * E, result, q_at, q_mask, E, E, BLOCK_E)
     tl.store(lse_ptr + row + q_at, lse, mask=q_mask)
 
 
-@triton.jit(do_not_specialize=["batch", "queries", "chunk"])
+@triton.jit(do_not_specialize=["batch", "queries", "chunk"], do_not_specialize_on_alignment=EVENTS)
 def _target_attention_fwd_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
     bias_ptr,
+    buckets_ptr,
+    value_scale_ptr,
     offsets_ptr,
     out_ptr,
     lse_ptr,
@@ -152,6 +186,8 @@ def _target_attention_fwd_kernel(
     E: tl.constexpr,
     SHARED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    BY_BUCKET: tl.constexpr,
+    SCALED: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -178,10 +214,12 @@ def _target_attention_fwd_kernel(
         left = (last - n).to(tl.int32)
         mask = tl.arange(0, BLOCK_N) < left
         q = load_rows(q_ptr + sample * q_stride * D, q_at, q_mask, D, D, BLOCK_D)
-        k, v, bias = _load_history(
+        k, v, value_scale, bias = _load_history(
             k_ptr,
             v_ptr,
             bias_ptr,
+            buckets_ptr,
+            value_scale_ptr,
             n,
             mask,
             at,
@@ -192,11 +230,13 @@ def _target_attention_fwd_kernel(
             E,
             SHARED,
             HAS_BIAS,
+            BY_BUCKET,
+            SCALED,
             BLOCK_N,
             BLOCK_D,
             BLOCK_E,
         )
-        top, total, acc = _attend(q, k, v, bias, top, total, acc, scale, PRECISION)
+        top, total, acc = _attend(q, k, v, value_scale, bias, top, total, acc, scale, SCALED, PRECISION)
         done = left <= BLOCK_N
         if done:
             result, lse = _result(top, total, acc)
@@ -246,8 +286,8 @@ def _whole_config(tile: Tile) -> tuple[int, int, int]:
 def _plan(tile: Tile) -> tuple[int, Launcher, Launcher]:
     """Shares a multiprocessor, and the launchers for programs that take a share and for those that take a sample."""
     *steps, shares = _config(tile)
-    whole = Launcher(_target_attention_fwd_whole_kernel, **tile.constants(FEW, *_whole_config(tile)))
-    return shares, Launcher(_target_attention_fwd_kernel, **tile.constants(FEW, *steps)), whole
+    whole = Launcher(_target_attention_fwd_whole_kernel, **tile.events, **tile.constants(FEW, *_whole_config(tile)))
+    return shares, Launcher(_target_attention_fwd_kernel, **tile.events, **tile.constants(FEW, *steps)), whole
 
 
 def forward(
@@ -256,18 +296,20 @@ def forward(
     value: Tensor | None,
     offsets: Tensor,
     bias: Tensor | None,
+    buckets: Tensor | None,
+    value_scale: Tensor | None,
     scale: float,
     max_seqlen: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the output [B, T, H, E] and the log-sum-exp of the scores [B, T, H], -inf for an empty history."""
     batch, times, heads, _ = query.shape
-    tile = Tile.of(query, key, value, offsets, bias)
+    tile = Tile.of(query, key, value, offsets, bias, buckets, value_scale)
     out = query.new_empty(batch, times, heads, tile.out_width)
     lse = query.new_empty(batch, times, heads, dtype=torch.float32)
     if batch == 0:
         return out, lse
     queries = times * heads // tile.groups
-    tensors = (query, key, key if value is None else value, bias, offsets, out, lse)
+    tensors = (query, key, key if value is None else value, bias, buckets, value_scale, offsets, out, lse)
     shares, launch, launch_whole = _plan(tile)
     if fits(max_seqlen, tile.row_bytes):
         launch_whole((batch, tile.groups, 1), tensors, (queries, scale))

@@ -12,6 +12,8 @@ from jfi.kernels.tiles import LOG2E, block, precision, widen
 
 #: Query rows to a key head up to which they are one tile of the least size that the matrix units take.
 FEW = 16
+#: Parameters with a number an event, which may begin anywhere in a batch's.
+EVENTS = ["buckets_ptr", "value_scale_ptr"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,26 +30,41 @@ class Tile:
     out_width: int
     shared: bool  # value = key
     has_bias: bool
+    by_bucket: bool  # the bias is a table, of which each event names a row
+    scaled: bool  # values are multiplied by a number an event
     width_bytes: int  # of the wider of a key and a value row
     dtype: torch.dtype
     precision: str
 
     @classmethod
-    def of(cls, query: Tensor, key: Tensor, value: Tensor | None, offsets: Tensor, bias: Tensor | None) -> "Tile":
+    def of(
+        cls,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor | None,
+        offsets: Tensor,
+        bias: Tensor | None,
+        buckets: Tensor | None = None,
+        value_scale: Tensor | None = None,
+    ) -> "Tile":
         """query: [B, T, H, D], or [R, H, D] where every sample has a number of queries of its own."""
         *packed, heads, width = query.shape
         groups = key.shape[1]
         rows = block(packed[1] * heads // groups, least=1) if len(packed) == 2 else 0
         out_width = None if value is None else value.shape[2]
         rounding = precision() if key.dtype == torch.float32 else "tf32"
-        return _tile(
-            rows, groups, heads // groups, width, out_width, bias is not None, key.dtype, offsets.dtype, rounding
-        )
+        dtypes = tuple(None if x is None else x.dtype for x in (key, offsets, bias, buckets, value_scale))
+        return _tile(rows, groups, heads // groups, width, out_width, dtypes, rounding)
 
     @property
     def row_bytes(self) -> int:
         """Of a history row, padded to a tile's width."""
         return self.width_bytes * (1 if self.shared else 2)
+
+    @property
+    def events(self) -> dict[str, bool]:
+        """The constants of a kernel that takes more than a bias for each event."""
+        return {"BY_BUCKET": self.by_bucket, "SCALED": self.scaled}
 
     def constants(self, block_m: int, block_n: int, warps: int, stages: int) -> dict[str, int | bool | str]:
         """The constants of a kernel on tiles of query rows by history rows, and Triton's options."""
@@ -75,11 +92,11 @@ def _tile(
     heads: int,
     width: int,
     out_width: int | None,
-    has_bias: bool,
-    dtype: torch.dtype,
-    offsets_dtype: torch.dtype,  # another tile, whose kernels are compiled for other offsets
+    dtypes: tuple[torch.dtype | None, ...],  # those of inputs; with another, another tile with kernels of its own
     rounding: str,
 ) -> Tile:
+    dtype, _, bias, buckets, value_scale = dtypes
+    given = tuple(x is not None for x in (bias, buckets, value_scale))
     shared = out_width is None
     out_width = width if shared else out_width
     widest = max(width, out_width)
@@ -91,7 +108,7 @@ def _tile(
         )
     # Very wide rows leave no shared memory for products of tf32 parts.
     rounding = "ieee" if width_bytes > 1024 else rounding
-    return Tile(rows, groups, heads, width, out_width, shared, has_bias, width_bytes, dtype, rounding)
+    return Tile(rows, groups, heads, width, out_width, shared, *given, width_bytes, dtype, rounding)
 
 
 @triton.jit
@@ -122,10 +139,22 @@ def store_rows(base, x, at, mask, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLO
 
 
 @triton.jit
-def load_bias(bias_ptr, first, mask, at, group, GROUPS: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[N, M]: each row's bias for each query's head, -inf outside the mask."""
-    where = tl.arange(0, BLOCK_N)[:, None] * (GROUPS * HEADS) + (group * HEADS + at % HEADS)[None, :]
-    return tl.load(bias_ptr + first * (GROUPS * HEADS) + where, mask=mask[:, None], other=-float("inf")).to(tl.float32)
+def load_events(x_ptr, first, mask, BLOCK_N: tl.constexpr):
+    """[N]: a number of each row, 0 outside the mask."""
+    return tl.load(x_ptr + first + tl.arange(0, BLOCK_N), mask=mask, other=0)
+
+
+@triton.jit
+def load_bias(
+    bias_ptr, buckets, first, mask, at, group, GROUPS: tl.constexpr, HEADS: tl.constexpr, BY_BUCKET: tl.constexpr
+):
+    """[N, M]: each row's bias for each query's head, -inf outside the mask; of its bucket if BY_BUCKET."""
+    rows = buckets.to(tl.int32)
+    if not BY_BUCKET:
+        rows = tl.arange(0, mask.shape[0])
+        bias_ptr += first * (GROUPS * HEADS)
+    where = rows[:, None] * (GROUPS * HEADS) + (group * HEADS + at % HEADS)[None, :]
+    return tl.load(bias_ptr + where, mask=mask[:, None], other=-float("inf")).to(tl.float32)
 
 
 @triton.jit
@@ -147,9 +176,13 @@ def load_stats(grad, out_ptr, lse_ptr, at, mask, E: tl.constexpr, BLOCK_E: tl.co
 
 
 @triton.jit
-def weigh(q, grad, lse, delta, k, v, bias, mask, scale, PRECISION: tl.constexpr):
-    """The weights P [N, M] of a tile, and dS, the gradient of the scores."""
+def weigh(q, grad, lse, delta, k, v, value_scale, bias, mask, scale, SCALED: tl.constexpr, PRECISION: tl.constexpr):
+    """P times the scale of values [N, M], which is what they are multiplied by, and dS, the gradient of the scores."""
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * LOG2E) + (bias - lse[None, :]) * LOG2E
     p = tl.where(mask[:, None], tl.exp2(s), 0.0)
     dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
-    return p, p * (dp - delta[None, :])
+    weights = p
+    if SCALED:
+        dp = dp * value_scale[:, None]
+        weights = p * value_scale[:, None]
+    return weights, p * (dp - delta[None, :])

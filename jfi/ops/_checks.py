@@ -94,6 +94,38 @@ def check_history(key: Tensor, value: Tensor | None, bias: Tensor | None, heads:
         check_size("bias", bias.shape[1], heads, "H")
 
 
+def check_events(
+    key: Tensor, table: Tensor | None, buckets: Tensor | None, value_scale: Tensor | None, heads: int
+) -> None:
+    """Buckets name rows of a table [R, H] and, as a scale of values, come one to a row of key."""
+    for name, x in {"buckets": buckets, "value_scale": value_scale}.items():
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
+        check_dim(name, x, "[S]")
+        check_size(name, x.shape[0], key.shape[0], "S")
+        if x.device != key.device:
+            raise ValueError(f"{name} must be on the device of key, {key.device}, got {x.device}")
+    if value_scale is not None and value_scale.dtype not in FLOATING:
+        raise TypeError(f"value_scale must be float32, bfloat16, float16 or float64, got {value_scale.dtype}")
+    if buckets is None:
+        return
+    if buckets.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"buckets must be int32 or int64, got {buckets.dtype}")
+    if table is None:
+        raise ValueError("bias must be a table [R, H] where buckets are given, got None")
+    check_floating(bias=table)
+    check_dim("bias", table, "[R, H]")
+    check_size("bias", table.shape[1], heads, "H")
+    if table.device != key.device:
+        raise ValueError(f"bias must be on the device of key, {key.device}, got {table.device}")
+    if _may_read(buckets) and buckets.numel():
+        low, high = int(buckets.min()), int(buckets.max())
+        if low < 0 or high >= table.shape[0]:
+            raise ValueError(f"buckets must be from 0 to {table.shape[0] - 1}, rows of bias, got {low} to {high}")
+
+
 def check_scale(scale: float | None, width: int) -> float:
     """The scale of the scores: what was given, or 1/sqrt(D)."""
     if scale is None:

@@ -13,11 +13,13 @@ With value = key the history is read once in each direction and its gradient, dk
 from types import ModuleType
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from jfi import reference
 from jfi.ops._checks import (
     check_dim,
+    check_events,
     check_floating,
     check_history,
     check_impl,
@@ -43,15 +45,18 @@ def _forward(
     value: Tensor | None,
     offsets: Tensor,
     bias: Tensor | None,
+    buckets: Tensor | None,
+    value_scale: Tensor | None,
     scale: float,
     max_seqlen: int | None,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
-    hints = (max_seqlen,) if impl == "triton" else ()
-    return _kernels(impl).forward(query, key, value, offsets, bias, scale, *hints)
+    if impl == "triton":
+        return _kernels(impl).forward(query, key, value, offsets, bias, buckets, value_scale, scale, max_seqlen)
+    return _kernels(impl).forward(query, key, value, offsets, bias, scale)
 
 
-def _forward_fake(query, key, value, offsets, bias, scale, max_seqlen, impl):
+def _forward_fake(query, key, value, *_):
     stats = torch.float64 if query.dtype == torch.float64 else torch.float32
     out = query.new_empty(*query.shape[:3], (key if value is None else value).shape[2])
     return out, query.new_empty(query.shape[:3], dtype=stats)
@@ -64,14 +69,19 @@ def _backward(
     value: Tensor | None,
     offsets: Tensor,
     bias: Tensor | None,
+    buckets: Tensor | None,
+    value_scale: Tensor | None,
     out: Tensor,
     lse: Tensor,
     scale: float,
     max_seqlen: int | None,
     impl: str,
 ) -> list[Tensor]:
-    hints = (max_seqlen,) if impl == "triton" else ()
-    grads = _kernels(impl).backward(grad.contiguous(), query, key, value, offsets, bias, out, lse, scale, *hints)
+    inputs = (grad.contiguous(), query, key, value, offsets, bias)
+    if impl == "triton":
+        grads = _kernels(impl).backward(*inputs, buckets, value_scale, out, lse, scale, max_seqlen)
+    else:
+        grads = _kernels(impl).backward(*inputs, out, lse, scale)
     return [x for x in grads if x is not None]
 
 
@@ -80,22 +90,23 @@ def _backward_fake(grad, query, key, value, offsets, bias, *_):
 
 
 def _save(ctx, inputs, output) -> None:
-    query, key, value, offsets, bias, *ctx.rest = inputs
-    ctx.save_for_backward(query, key, value, offsets, bias, *output)
+    *tensors, scale, max_seqlen, impl = inputs
+    ctx.rest = scale, max_seqlen, impl
+    ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, grad, _):
     if grad is None:
-        return (None,) * 8
+        return (None,) * 10
     saved = ctx.saved_tensors
-    _, _, value, _, bias, _, _ = saved
+    value, bias = saved[2], saved[4]
     grads = iter(_target_attention_bwd(grad, *saved, *ctx.rest))
     dquery, dkey = next(grads), next(grads)
     dvalue = None if value is None else next(grads)
     dbias = None if bias is None else next(grads)
-    return dquery, dkey, dvalue, None, dbias, None, None, None
+    return dquery, dkey, dvalue, None, dbias, None, None, None, None, None
 
 
 _target_attention_bwd = operator("target_attention_bwd", _backward, _backward_fake)
@@ -149,17 +160,18 @@ def target_attention(
     check_dim("query", query, "[B, T, H, D]")
     batch, _, heads, width = query.shape
     check_history(key, value, bias if buckets is None else None, heads, width)
+    check_events(key, bias, buckets, value_scale, heads)
     check_offsets("offsets", offsets, key.shape[0], "key", query, batch)
     impl = check_impl(impl, query)
     scale = check_scale(scale, width)
     check_max_seqlen(max_seqlen)
-    if buckets is not None:
-        bias, buckets = torch.nn.functional.embedding(buckets, bias).to(query.dtype), None
-    if value_scale is not None:
+    in_kernel = impl == "triton" and _kernels(impl).are_few(query, key)
+    if buckets is not None and not in_kernel:
+        bias, buckets = F.embedding(buckets, bias).to(query.dtype), None
+    if value_scale is not None and (value_scale.requires_grad or not in_kernel):
         value, value_scale = (key if value is None else value) * value_scale[:, None, None].to(key.dtype), None
     if impl == "torch" and query.device.type != "cpu":
         return reference.target_attention(query, key, value, offsets, bias, scale)
-    query, key, offsets = query.contiguous(), key.contiguous(), offsets.contiguous()
-    value = None if value is None else value.contiguous()
-    bias = None if bias is None else bias.contiguous()
-    return _target_attention_fwd(query, key, value, offsets, bias, scale, max_seqlen, impl)[0]
+    tensors = (query, key, value, offsets, bias, buckets, value_scale)
+    tensors = (None if x is None else x.contiguous() for x in tensors)
+    return _target_attention_fwd(*tensors, scale, max_seqlen, impl)[0]

@@ -49,6 +49,15 @@ def calls(device: torch.device, impl: str, factor: int = 1) -> dict:
             lambda *inputs: ops.target_attention(*inputs, max_seqlen=64, impl=impl),
             (random(b, 2, 4, 16), random(s, 2, 16), None, x_offsets),
         ),
+        "target_attention, by bucket": (
+            lambda *inputs: ops.target_attention(
+                *inputs[:4], bias=inputs[4], buckets=inputs[5], value_scale=inputs[6], impl=impl
+            ),
+            (
+                *(random(b, 2, 4, 16), random(s, 2, 16), None, x_offsets, random(5, 4)),
+                *(torch.randint(0, 5, (s,), device=device), torch.rand(s, device=device)),
+            ),
+        ),
         "target_attention, many queries": (
             lambda *inputs: ops.target_attention(*inputs, impl=impl),
             (random(b, 20, 2, 16), random(s, 2, 16), None, x_offsets),
@@ -81,14 +90,21 @@ SCHEMAS = {
     ],
     "array_jagged_bmm_jagged_out": [(torch.ops.jfi.array_jagged_bmm_jagged_out, lambda *i: (*i, False))],
     "target_attention": [
-        (torch.ops.jfi.target_attention_fwd, lambda q, k, v, o, b: (q, k, v, o, b, 0.3, 20, "triton")),
-        (torch.ops.jfi.target_attention_fwd, lambda q, k, v, o, b: (q, k, None, o, None, 0.3, None, "triton")),
+        (torch.ops.jfi.target_attention_fwd, lambda q, k, v, o, b: (q, k, v, o, b, None, None, 0.3, 20, "triton")),
+        (
+            torch.ops.jfi.target_attention_fwd,
+            lambda q, k, v, o, b: (q, k, None, o, None, None, None, 0.3, None, "triton"),
+        ),
     ],
     "target_attention, longest known": [
-        (torch.ops.jfi.target_attention_fwd, lambda q, k, v, o: (q, k, v, o, None, 0.3, 64, "triton")),
+        (torch.ops.jfi.target_attention_fwd, lambda q, k, v, o: (q, k, v, o, None, None, None, 0.3, 64, "triton")),
+    ],
+    "target_attention, by bucket": [
+        (torch.ops.jfi.target_attention_fwd, lambda *i: (*i, 0.3, None, "triton")),
+        (torch.ops.jfi.target_attention_fwd, lambda *i: (*i, 0.3, 64, "triton")),
     ],
     "target_attention, many queries": [
-        (torch.ops.jfi.target_attention_fwd, lambda q, k, v, o: (q, k, v, o, None, 0.3, None, "triton")),
+        (torch.ops.jfi.target_attention_fwd, lambda q, k, v, o: (q, k, v, o, None, None, None, 0.3, None, "triton")),
     ],
     "jagged_attention": [
         (torch.ops.jfi.jagged_attention_fwd, lambda *i: (*i, 0.3, None, 0, "triton")),
@@ -120,7 +136,9 @@ def test_opcheck(name, device):
 
 def test_opcheck_on_the_processors_path():
     q, k, v, offsets, bias = calls(torch.device("cpu"), "torch")["target_attention"][1]
-    torch.library.opcheck(torch.ops.jfi.target_attention_fwd.default, (q, k, v, offsets, bias, 0.3, None, "torch"))
+    torch.library.opcheck(
+        torch.ops.jfi.target_attention_fwd.default, (q, k, v, offsets, bias, None, None, 0.3, None, "torch")
+    )
     inputs = calls(torch.device("cpu"), "torch")["jagged_attention"][1]
     torch.library.opcheck(torch.ops.jfi.jagged_attention_fwd.default, (*inputs, 0.3, None, 0, "torch"))
 

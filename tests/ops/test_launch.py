@@ -1,5 +1,7 @@
 """The launcher finds its compiled kernel only where the call is one that it was compiled for."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -25,6 +27,7 @@ class Compiled:
 
 class Kernel:
     arg_names = ("x", "y", "n", "scale", "BLOCK")
+    params = tuple(SimpleNamespace(do_not_specialize_on_alignment=name == "y") for name in arg_names)
 
     def __init__(self):
         self.calls: list = []
@@ -70,6 +73,13 @@ def test_unaligned_tensors_and_long_integers_go_tritons_way(launcher):
     launcher(GRID, (x[1:], None), (7, 0.5))
     launcher(GRID, (x, None), (7, 0.5))
     assert kinds(launcher) == ["compile", "compile", "compile", "compile", "run"]
+
+
+def test_a_parameter_may_begin_anywhere(launcher):
+    x = torch.zeros(64)
+    launcher(GRID, (x, x[1:]), (7, 0.5))
+    launcher(GRID, (x, x[3:]), (7, 0.5))
+    assert kinds(launcher) == ["compile", "run"]
 
 
 def test_a_profilers_hooks_are_served(launcher, monkeypatch):

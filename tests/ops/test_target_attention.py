@@ -118,6 +118,78 @@ def test_many_candidates_are_jagged_attention(heads, groups, bias, width, shared
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16] if torch.cuda.is_available() else [torch.float32])
+@pytest.mark.parametrize(("groups", "value_width"), [(1, None), (2, 12)])
+@pytest.mark.parametrize("longest", [None, 70])
+@pytest.mark.parametrize(("times", "rows"), [(2, 7), (2, 100), (20, 7)])
+def test_bias_by_bucket_and_scaled_values(times, rows, longest, groups, value_width, dtype, impl, device):
+    """A table so small that the sweep sums its gradient, and one whose events are sorted; few queries and many."""
+    lengths = [5, 0, 70, 3]
+    offsets = offsets_of(lengths, device)
+    events = sum(lengths)
+    buckets = torch.randint(-1, rows, (events + 1,), device=device, dtype=torch.int32)[1:].clamp(0)
+    value_scale = torch.rand(events, device=device)
+    inputs = [torch.randn(4, times, 4, 16, device=device), torch.randn(events, groups, 16, device=device)]
+    inputs += [] if value_width is None else [torch.randn(events, groups, value_width, device=device)]
+    inputs = [*(x.to(dtype) for x in inputs), torch.randn(rows, 4, device=device)]
+
+    def public(query, key, *rest):
+        value, table = (None, *rest) if value_width is None else rest
+        each = {"bias": table, "buckets": buckets, "value_scale": value_scale}
+        return jfi.ops.target_attention(query, key, value, offsets, **each, max_seqlen=longest, impl=impl)
+
+    def plain(query, key, *rest):
+        value, table = (key, *rest) if value_width is None else rest
+        value = value * value_scale[:, None, None].to(value)
+        return reference.target_attention(query, key, value, offsets, table[buckets].to(query), 0.25)
+
+    compare(public, plain, inputs)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_scale_of_values_has_a_gradient(impl, device):
+    offsets = offsets_of([5, 0, 7], device)
+    inputs = [
+        torch.randn(3, 1, 2, 8, device=device),
+        torch.randn(12, 1, 8, device=device),
+        torch.rand(12, device=device),
+    ]
+    compare(
+        lambda query, key, scale: jfi.ops.target_attention(query, key, None, offsets, value_scale=scale, impl=impl),
+        lambda query, key, scale: reference.target_attention(
+            query, key, key * scale[:, None, None], offsets, None, 8**-0.5
+        ),
+        inputs,
+    )
+
+
+def test_buckets_and_scales_that_do_not_fit_are_refused(device):
+    query, key, offsets = (
+        torch.randn(1, 1, 2, 8, device=device),
+        torch.randn(3, 1, 8, device=device),
+        offsets_of([3], device),
+    )
+    table, buckets = torch.randn(4, 2, device=device), torch.tensor([0, 3, 1], device=device)
+
+    def attend(**each):
+        jfi.ops.target_attention(query, key, None, offsets, **each)
+
+    for fault, each, message in (
+        (ValueError, {"buckets": buckets}, "bias must be a table"),
+        (ValueError, {"buckets": buckets[:2], "bias": table}, "buckets must have S = 3, got 2"),
+        (TypeError, {"buckets": buckets.float(), "bias": table}, "buckets must be int32 or int64"),
+        (ValueError, {"buckets": buckets, "bias": table[:, :1]}, "bias must have H = 2, got 1"),
+        (ValueError, {"value_scale": table}, r"value_scale must be \[S\]"),
+        (TypeError, {"value_scale": buckets}, "value_scale must be float32"),
+    ):
+        with pytest.raises(fault, match=message):
+            attend(**each)
+    if device.type == "cpu":
+        with pytest.raises(ValueError, match="buckets must be from 0 to 2, rows of bias, got 0 to 3"):
+            attend(buckets=buckets, bias=table[:3])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("times", [2, 17])
 @pytest.mark.parametrize("scale", [0.0, 1e-46, -0.7])
 def test_any_scale(scale, times, impl, device):
