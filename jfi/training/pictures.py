@@ -132,8 +132,8 @@ def _pick(model: SequenceDLRM, dataset: InteractionDataset, device: torch.device
 def _describe(
     model: SequenceDLRM, dataset: InteractionDataset, batch: Batch, row: int, device: torch.device
 ) -> _Sample:
+    batch_there = batch.to(device)  # first: `to` takes along, where they are, the tensors by key that to_dict keeps
     ids = {key: values.to_dense()[row].tolist() for key, values in batch.sparse_features.to_dict().items()}
-    batch_there = batch.to(device)
     (weights,) = model.attention_weights(batch_there).values()
     weights = weights.to_dense()[row].mean(1).float().cpu()
     item_columns = {spec.column for spec in dataset.features if spec.role == "item"}
