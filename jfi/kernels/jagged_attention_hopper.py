@@ -12,7 +12,7 @@ from jfi.kernels.hopper import ROWS, described
 from jfi.kernels.jagged_attention_hopper_dkey import jagged_attention_hopper_dkey_kernel
 from jfi.kernels.jagged_attention_hopper_dquery import jagged_attention_hopper_dquery_kernel
 from jfi.kernels.jagged_attention_hopper_fwd import jagged_attention_hopper_fwd_kernel
-from jfi.kernels.jagged_attention_tiles import bounds, statistics
+from jfi.kernels.jagged_attention_tiles import bounds
 from jfi.kernels.launch import Launcher
 from jfi.kernels.schedule import schedule
 from jfi.kernels.shares import multiprocessors
@@ -69,7 +69,15 @@ class Kernels:
     """What one kind of problem is worked on with: of each kernel its configuration and its launcher."""
 
     def __init__(
-        self, heads: int, groups: int, width: int, shared: bool, has_bias: bool, has_left: bool, has_right: bool
+        self,
+        heads: int,
+        groups: int,
+        width: int,
+        shared: bool,
+        has_bias: bool,
+        has_left: bool,
+        has_right: bool,
+        has_dlse: bool = False,
     ):
         window = {"HAS_LEFT": has_left, "HAS_RIGHT": has_right}
         constants = {"HEADS": heads, "GROUPS": groups, "HAS_BIAS": has_bias, **window}
@@ -84,7 +92,7 @@ class Kernels:
         self.heads, self.groups = heads, groups
         self.forward = forward(FORWARD_WIDE if wide else FORWARD)
         self.forward_short = forward(FORWARD_WIDE_SHORT if wide else FORWARD_SHORT)
-        self.dquery = kernel(jagged_attention_hopper_dquery_kernel, DQUERY_WIDE if wide else DQUERY)
+        self.dquery = kernel(jagged_attention_hopper_dquery_kernel, DQUERY_WIDE if wide else DQUERY, HAS_DLSE=has_dlse)
         self.dkey = kernel(jagged_attention_hopper_dkey_kernel, DKEY_WIDE if wide else DKEY, SHARED=shared)
 
 
@@ -95,11 +103,17 @@ def _kernels(dtype: torch.dtype, *kind: int | bool) -> Kernels:
 
 
 def _kernels_of(
-    query: Tensor, key: Tensor, value: Tensor | None, bias: Tensor | None, left: int | None, right: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    bias: Tensor | None,
+    left: int | None,
+    right: int | None,
+    dlse: Tensor | None = None,
 ) -> Kernels:
     _, heads, width = query.shape
     groups = key.shape[1]
-    flags = (value is None, bias is not None, left is not None, right is not None)
+    flags = (value is None, bias is not None, left is not None, right is not None, dlse is not None)
     return _kernels(query.dtype, heads // groups, groups, width, *flags)
 
 
@@ -181,12 +195,12 @@ def backward(
     right: int | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Arguments and results as those of jagged_attention_bwd.backward."""
-    kernels = _kernels_of(query, key, value, bias, left, right)
+    kernels = _kernels_of(query, key, value, bias, left, right, dlse)
     heads, groups, rows = kernels.heads, kernels.groups, query.shape[0]
     dquery, dkey = torch.empty_like(query), torch.empty_like(key)
     dvalue = None if value is None else torch.empty_like(value)
     dbias = None if bias is None else torch.empty_like(bias)
-    stats = statistics(grad, out, lse, dlse, groups)
+    stats = torch.empty(2, groups, rows * heads, dtype=torch.float32, device=query.device)
     # All tiles are of 64 rows, so both sweeps have the same descriptors.
     keys = described(key, ROWS.value)
     descriptors = (
@@ -197,7 +211,7 @@ def backward(
     )
     numbers = (rows * heads, *bounds(left, right), scale, scale * LOG2E.value)
     slots = schedule(query_offsets, key_offsets, rows, heads, kernels.dquery[0].rows)
-    _run(kernels.dquery, slots, groups, (bias, stats, dquery), numbers, descriptors)
+    _run(kernels.dquery, slots, groups, (bias, out, lse, dlse, stats, dquery), numbers, descriptors)
     # Among a history's own events, a head of keys to each of queries, both sides are cut up alike.
     alike = heads == 1 and query_offsets.data_ptr() == key_offsets.data_ptr()
     if not alike or kernels.dquery[0].rows != kernels.dkey[0].rows:

@@ -1,4 +1,7 @@
-"""The gradient of the queries on Hopper: as the forward, with the product dS K in the place of P V."""
+"""The gradient of the queries on Hopper: as the forward, with the product dS K in the place of P V.
+
+Each tile of queries also works out its statistics, log-sum-exp and Δ, and leaves them for the sweep of the keys.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -28,6 +31,7 @@ from jfi.kernels.hopper import (
     zero_tail,
 )
 from jfi.kernels.schedule import COUNTER
+from jfi.kernels.tiles import LOG2E
 
 
 @gluon.jit
@@ -128,6 +132,19 @@ def _scores_gradient(
 
 
 @gluon.jit
+def _delta(grad, out_ptr, row, end, group, GROUPS: gl.constexpr):
+    """Σ_e dO · O of a tile's rows in shared memory, from row on in [rows, G, width]."""
+    WIDTH: gl.constexpr = grad.shape[1]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    at = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    col = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    places = (at.to(gl.int64) * (GROUPS * WIDTH) + group * WIDTH)[:, None] + col[None, :]
+    out = gl.load(out_ptr + places, mask=(at < end)[:, None], other=0.0).to(gl.float32)
+    # Fused with 0, for threads that hold the same row must agree on its sum: see target_attention_tiles.row_products.
+    return gl.sum(gl.fma(grad.load(LAYOUT).to(gl.float32), out, gl.zeros_like(out)), 1)
+
+
+@gluon.jit
 def _attend(
     smem,
     bars,
@@ -137,6 +154,7 @@ def _attend(
     HEADS: gl.constexpr,
     GROUPS: gl.constexpr,
     HAS_BIAS: gl.constexpr,
+    HAS_DLSE: gl.constexpr,
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
 ):
@@ -144,7 +162,7 @@ def _attend(
     q_smem, grad_smem, k_smem, v_smem, bias_smem = smem
     q_full, q_free, full_bars, free = bars
     slots_ptr, queue, _bias_ptr, total, left, right = work
-    stats_ptr, dq_ptr, rows, scale, scale2 = results
+    out_ptr, lse_ptr, dlse_ptr, stats_ptr, dq_ptr, rows, scale, scale2 = results
     WARP_GROUPS: gl.constexpr = q_smem.shape[0]
     STAGES: gl.constexpr = k_smem.shape[0]
     BLOCK_N: gl.constexpr = k_smem.shape[1]
@@ -173,16 +191,29 @@ def _attend(
         first += OWN
         own = first + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
         place = own // HEADS + shift
-        stats = stats_ptr + group.to(gl.int64) * rows + q_low * HEADS + own
-        lse = gl.load(stats, mask=own < queries * HEADS, other=INF)
-        delta = gl.load(stats + rows.to(gl.int64) * GROUPS, mask=own < queries * HEADS, other=0.0)
+        row = q_low * HEADS + first
+        end = (q_low + queries) * HEADS
+        mask = own < queries * HEADS
+        # Row by head in [R, H]; [rows] of one head after another in the statistics.
+        given = (q_low * HEADS + own).to(gl.int64) * GROUPS + group
+        lse = gl.load(lse_ptr + given, mask=mask, other=-INF)
+        seen_none = lse == -INF
+        lse = gl.where(seen_none, INF, lse * LOG2E)
         full = seen_in_full(first, shift, keys, left, right, HEADS, HAS_LEFT, HAS_RIGHT)
         view = (place, keys, full, left, right)
         dq = gl.zeros([ROWS, D], gl.float32, Q_LAYOUT)
+        stats = stats_ptr + group.to(gl.int64) * rows + q_low * HEADS + own
+        gl.store(stats, lse, mask=mask)
         if steps > 0:
             n = begin + (steps - 1) * BLOCK_N
             stage = count % STAGES
             mbarrier.wait(q_full.index(0), turn & 1)
+            delta = gl.convert_layout(_delta(grad, out_ptr, row, end, group, GROUPS), own.type.layout)
+            if HAS_DLSE:
+                delta -= gl.load(dlse_ptr + given, mask=mask, other=0.0)
+            # Merging empty parts makes a dL of NaN, which 0 weights would not stop.
+            delta = gl.where(seen_none, 0.0, delta)
+            gl.store(stats + rows.to(gl.int64) * GROUPS, delta, mask=mask)
             mbarrier.wait(full_bars.index(stage), count // STAGES & 1)
             s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
             dp = warpgroup_mma(grad, v_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -218,7 +249,9 @@ def _attend(
             mbarrier.arrive(free.index(last))
             count += 1
             turn += 1
-        store_rows(dq_ptr, dq * scale, q_low * HEADS + first, (q_low + queries) * HEADS, group, GROUPS)
+        else:
+            gl.store(stats + rows.to(gl.int64) * GROUPS, gl.zeros_like(lse), mask=mask)
+        store_rows(dq_ptr, dq * scale, row, end, group, GROUPS)
         at = next_at
         slot = next_slot
 
@@ -231,6 +264,9 @@ def jagged_attention_hopper_dquery_kernel(
     v_desc,
     slots_ptr,
     bias_ptr,
+    out_ptr,
+    lse_ptr,
+    dlse_ptr,
     stats_ptr,
     dq_ptr,
     total,
@@ -244,9 +280,11 @@ def jagged_attention_hopper_dquery_kernel(
     WARP_GROUPS: gl.constexpr,
     STAGES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
+    HAS_DLSE: gl.constexpr,
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
 ):
+    """dq, and the statistics [2, G, rows]: log-sum-exp in base 2, inf where a query sees nothing, and Δ - dL."""
     gl.static_assert(STAGES >= 3)
     BIASES: gl.constexpr = STAGES if HAS_BIAS else 1
     bias_smem = numbers(BIASES, k_desc.block_type.shape[0])
@@ -259,11 +297,11 @@ def jagged_attention_hopper_dquery_kernel(
     fence_async_shared()
     descs = (q_desc, grad_desc, k_desc, v_desc)
     work = (slots_ptr, place_queue(WARP_GROUPS), bias_ptr, total, left, right)
-    results = (stats_ptr, dq_ptr, rows, scale, scale2)
+    results = (out_ptr, lse_ptr, dlse_ptr, stats_ptr, dq_ptr, rows, scale, scale2)
     if WARP_GROUPS == 1:
         gl.warp_specialize(
             [
-                (_attend, (smem, bars, work, results, 0, HEADS, GROUPS, HAS_BIAS, HAS_LEFT, HAS_RIGHT)),
+                (_attend, (smem, bars, work, results, 0, HEADS, GROUPS, HAS_BIAS, HAS_DLSE, HAS_LEFT, HAS_RIGHT)),
                 (_fetch, (descs, smem, bars, tail_bar, work, HEADS, GROUPS, HAS_BIAS, HAS_LEFT, HAS_RIGHT)),
             ],
             [1],
@@ -272,8 +310,8 @@ def jagged_attention_hopper_dquery_kernel(
     else:
         gl.warp_specialize(
             [
-                (_attend, (smem, bars, work, results, 0, HEADS, GROUPS, HAS_BIAS, HAS_LEFT, HAS_RIGHT)),
-                (_attend, (smem, bars, work, results, ROWS, HEADS, GROUPS, HAS_BIAS, HAS_LEFT, HAS_RIGHT)),
+                (_attend, (smem, bars, work, results, 0, HEADS, GROUPS, HAS_BIAS, HAS_DLSE, HAS_LEFT, HAS_RIGHT)),
+                (_attend, (smem, bars, work, results, ROWS, HEADS, GROUPS, HAS_BIAS, HAS_DLSE, HAS_LEFT, HAS_RIGHT)),
                 (_fetch, (descs, smem, bars, tail_bar, work, HEADS, GROUPS, HAS_BIAS, HAS_LEFT, HAS_RIGHT)),
             ],
             [4, 1],

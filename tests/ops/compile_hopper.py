@@ -20,7 +20,8 @@ def attend(query, key, value, bias=None, window=(None, None)) -> None:
     offsets = torch.tensor([0, query.shape[0] // 2, query.shape[0]])
     inputs = (query, key, value, offsets, offsets, bias)
     out, lse = jagged_attention_hopper.forward(*inputs, 0.125, *window)
-    jagged_attention_hopper.backward(torch.randn_like(out), None, *inputs, out, lse, 0.125, *window)
+    dlse = None if bias is None else torch.randn_like(lse)
+    jagged_attention_hopper.backward(torch.randn_like(out), dlse, *inputs, out, lse, 0.125, *window)
 
 
 def type_of(x: object) -> str:
