@@ -87,7 +87,7 @@ def _target_attention_bwd_kernel(
         own = (((at % HEADS)[:, None] == tl.arange(0, BLOCK_H)[None, :]) & q_mask[:, None]).to(tl.float32)
     if BLOCK_R > 0:
         table_at = tl.arange(0, BLOCK_R)
-        dtable = tl.zeros((BLOCK_R, BLOCK_M), tl.float32)
+        dtable = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
     if WHOLE:
         sample = program.to(tl.int64)
         low = tl.load(offsets_ptr + sample).to(tl.int64)
@@ -129,6 +129,7 @@ def _target_attention_bwd_kernel(
             if SCALED:
                 value_scale = load_events(value_scale_ptr, first, mask, BLOCK_N).to(tl.float32)
             p, ds = weigh(q, grad, lse, delta, k, v, value_scale, bias, mask, scale, SCALED, PRECISION)
+            ds_by_query = tl.trans(ds.to(k.dtype))
             dk = tl.dot((ds * scale).to(q.dtype), q, input_precision=PRECISION)
             if SHARED:
                 dk = tl.dot(p.to(grad.dtype), grad, dk, input_precision=PRECISION)
@@ -138,13 +139,14 @@ def _target_attention_bwd_kernel(
             store_rows(dk_ptr + first * (GROUPS * D) + group * D, dk, k_at, mask, GROUPS * D, D, BLOCK_D)
             if BLOCK_R > 0:
                 # A row of the table meets the events of its bucket, in their order.
-                here = (buckets[None, :] == table_at[:, None]).to(tl.float32)
-                dtable = tl.dot(here, ds, dtable, input_precision="tf32x3")
+                here = (buckets[:, None] == table_at[None, :]).to(k.dtype)
+                dtable = tl.dot(ds_by_query, here, dtable, input_precision=PRECISION)
             elif HAS_BIAS:
                 dbias = tl.dot(ds, own, input_precision="tf32x3")
                 to = dbias_ptr + first * (GROUPS * HEADS) + group * HEADS
                 store_rows(to, dbias, k_at, mask, GROUPS * HEADS, HEADS, BLOCK_H)
-            dq = tl.dot(tl.trans((ds * scale).to(k.dtype)), k, dq, input_precision=PRECISION)
+            dq = tl.dot(ds_by_query, k, dq, input_precision=PRECISION)
+        dq = dq * scale
         if WHOLE:
             store_rows(dq_ptr + row * D, dq, q_at, q_mask, D, D, BLOCK_D)
         else:
@@ -160,7 +162,7 @@ def _target_attention_bwd_kernel(
         n = high
         high = next_high
     if BLOCK_R > 0:
-        dtable = tl.dot(dtable, own, input_precision="tf32x3")
+        dtable = tl.dot(tl.trans(dtable), own, input_precision="tf32x3")
         to = dbias_ptr + program.to(tl.int64) * (table_rows * GROUPS * HEADS) + group * HEADS
         store_rows(to, dtable, table_at, table_at < table_rows, GROUPS * HEADS, HEADS, BLOCK_H)
     if not WHOLE:

@@ -154,6 +154,9 @@ def load_bias(
         rows = tl.arange(0, mask.shape[0])
         bias_ptr += first * (GROUPS * HEADS)
     where = rows[:, None] * (GROUPS * HEADS) + (group * HEADS + at % HEADS)[None, :]
+    if BY_BUCKET:
+        # Copies of 16 bytes would go past the first cache, and all programs ask for the same few lines.
+        where = tl.max_contiguous(where, [1, 1])
     return tl.load(bias_ptr + where, mask=mask[:, None], other=-float("inf")).to(tl.float32)
 
 
