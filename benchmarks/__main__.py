@@ -1,6 +1,7 @@
 """Measure jfi beside its peers on whatever is there, write the results and draw them."""
 
 import argparse
+import importlib
 import sys
 import time
 from pathlib import Path
@@ -8,20 +9,23 @@ from types import ModuleType
 
 import torch
 
-from benchmarks import cpu, figures, lengths, measure, report, self_attention, self_lengths, table1, target
+from benchmarks import figures, measure, report
 from benchmarks.run import Rates, run
 
-GPU_SUITES: dict[str, ModuleType] = {
-    "target": target,
-    "table1": table1,
-    "lengths": lengths,
-    "self": self_attention,
-    "self_lengths": self_lengths,
+#: The module of each suite, imported when its turn comes: some need TorchRec, and the others do without.
+GPU_SUITES = {
+    "target": "target",
+    "table1": "table1",
+    "lengths": "lengths",
+    "self": "self_attention",
+    "self_lengths": "self_lengths",
+    "layer": "layer",
+    "step": "training_step",
 }
-SUITES = GPU_SUITES | {"cpu": cpu}
+SUITES = GPU_SUITES | {"cpu": "cpu"}
 CPU_SUITES = ("cpu", "self")
 SECONDS, QUICK_SECONDS = 0.25, 0.06  # on one figure of a GPU
-SELF_SECONDS = {"self": 0.1, "self_lengths": 0.1}  # of calls that take milliseconds
+SUITE_SECONDS = {"self": 0.1, "self_lengths": 0.1, "layer": 0.1, "step": 0.6}  # of calls that take milliseconds
 CPU_SECONDS, QUICK_CPU_SECONDS = 6.0, 0.3  # on one column of a case, all implementations together
 
 
@@ -43,6 +47,22 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def load(name: str) -> ModuleType:
+    return importlib.import_module(f"benchmarks.{SUITES[name]}")
+
+
+def importable(names: list[str]) -> list[str]:
+    """The suites whose packages are installed; a line about any other."""
+    kept = []
+    for name in names:
+        try:
+            load(name)
+            kept.append(name)
+        except ImportError as error:
+            print(f"{name}: not measured: {error}")
+    return kept
+
+
 def measured_rates(device: torch.device) -> Rates:
     if device.type == "cpu":
         return Rates()
@@ -55,11 +75,13 @@ def measured_rates(device: torch.device) -> Rates:
 def run_suite(name: str, device: torch.device, rates: Rates, where: dict, options: argparse.Namespace) -> None:
     start, rows = time.perf_counter(), []
     if device.type == "cuda":
-        seconds = QUICK_SECONDS if options.quick else SELF_SECONDS.get(name, SECONDS)
+        seconds = QUICK_SECONDS if options.quick else SUITE_SECONDS.get(name, SECONDS)
     else:
         seconds = QUICK_CPU_SECONDS if options.quick else CPU_SECONDS
-    for case in SUITES[name].cases(options.quick):
-        for i, row in enumerate(run(case, device, rates, seconds)):
+    suite = load(name)
+    for case in suite.cases(options.quick):
+        measured = suite.run(case, device, seconds) if name == "step" else run(case, device, rates, seconds)
+        for i, row in enumerate(measured):
             rows.append({"suite": name} | row)
             if i == 0:
                 print(report.heading(rows[-1]))
@@ -76,8 +98,8 @@ def main() -> int:
     gpu = torch.cuda.is_available()
     names = options.only or (list(GPU_SUITES) if gpu else ["cpu"])
     if options.list:
-        for name in names:
-            print(*(f"{name}: {case.name}" for case in SUITES[name].cases(options.quick)), sep="\n")
+        for name in importable(names):
+            print(*(f"{name}: {case.name}" for case in load(name).cases(options.quick)), sep="\n")
         return 0
     if not gpu:
         if needy := [name for name in names if name not in CPU_SUITES]:
@@ -85,9 +107,9 @@ def main() -> int:
             return 2
         print("No GPU here: measuring the processor's paths.")
         if "self" in names:
-            print(self_attention.CPU_NOTE)
+            print(load("self").CPU_NOTE)
     torch.set_float32_matmul_precision("high")  # TF32 on a GPU, for everyone
-    for name in names:
+    for name in importable(names):
         device = torch.device("cuda" if gpu and name != "cpu" else "cpu")
         if device.type == "cpu":
             torch.set_num_threads(measure.CPU_THREADS)

@@ -49,16 +49,37 @@ def draw_lengths(shape: Shape, seed: int) -> Tensor:
     Another seed gives the same lengths in another order.
     """
     generator = torch.Generator().manual_seed(0)
-    uniform = torch.randint(0, shape.N + 1, (shape.B,), generator=generator)
-    if shape.lengths == "uniform":
-        return uniform[order(shape.B, seed)]
-    spread = (SIGMA * torch.randn(shape.B, generator=generator, dtype=torch.float64)).exp()
-    low, high = 0.0, float(shape.N) ** 2
+    lengths = torch.randint(0, shape.N + 1, (shape.B,), generator=generator)
+    if shape.lengths != "uniform":
+        lengths = log_normal(shape.B, shape.N, int(lengths.sum()), generator)
+    return lengths[order(shape.B, seed)]
+
+
+def log_normal(samples: int, longest: int, total: int, generator: torch.Generator) -> Tensor:
+    """[B]: log-normal lengths, cut at the longest, with nearly that sum."""
+    spread = (SIGMA * torch.randn(samples, generator=generator, dtype=torch.float64)).exp()
+    low, high = 0.0, float(longest) ** 2
     for _ in range(60):
         middle = (low + high) / 2
-        lengths = (spread * middle).long().clamp(max=shape.N)
-        low, high = (middle, high) if lengths.sum() < uniform.sum() else (low, middle)
-    return lengths[order(shape.B, seed)]
+        lengths = (spread * middle).long().clamp(max=longest)
+        low, high = (middle, high) if lengths.sum() < total else (low, middle)
+    return lengths
+
+
+@dataclass
+class Tally:
+    """How far a tensor is from the truth, part by part."""
+
+    wrong: float = 0.0
+    size: float = 0.0
+
+    def add(self, part: Tensor, truth: Tensor) -> None:
+        self.wrong += float((part.double().reshape(truth.shape) - truth).square().sum())
+        self.size += float(truth.square().sum())
+
+    @property
+    def relative(self) -> float:
+        return (self.wrong / self.size) ** 0.5 if self.size else float(self.wrong != 0)
 
 
 @dataclass
@@ -136,6 +157,16 @@ class Problem:
         out = self.formula(**leaves)
         grad = self.take(self.grad, self.layouts["out"], sample).double()
         return out.detach(), list(torch.autograd.grad(out, list(leaves.values()), grad))
+
+    def relative_errors(self, got: list[Tensor]) -> list[float]:
+        """Of the output and the gradients that follow it, in the Frobenius norm over the checked samples."""
+        layouts = [self.layouts["out"], *(self.layouts[name] for name in self.inputs)]
+        tallies = [Tally() for _ in got]
+        for sample in self.samples():
+            true_out, true_grads = self.truth(sample)
+            for tally, x, layout, truth in zip(tallies, got, layouts, [true_out, *true_grads], strict=False):
+                tally.add(self.take(x, layout, sample), truth)
+        return [tally.relative for tally in tallies]
 
     def bytes(self) -> tuple[int, int]:
         """The fewest of forward (inputs in, output out) and backward (inputs, output's gradient in, gradients out)."""

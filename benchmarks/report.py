@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.run import Rates
 
-PACKAGES = ("torch", "triton", "fbgemm-gpu", "fbgemm-gpu-cpu", "fbgemm-gpu-nightly")
+PACKAGES = ("torch", "triton", "fbgemm-gpu", "fbgemm-gpu-cpu", "fbgemm-gpu-nightly", "torchrec")
 #: Columns of the CSV that come first; whatever else a row has follows.
 FIRST = ("suite", "case", "implementation", "status", "forward_us", "forward_backward_us")
 
@@ -77,7 +77,8 @@ def write(folder: Path, suite: str, where: dict[str, object], rows: list[dict]) 
     (folder / f"{suite}.json").write_text(json.dumps({"environment": where, "rows": rows}, indent=1) + "\n")
     names = dict.fromkeys([*FIRST, *(name for row in rows for name in row)])
     with (folder / f"{suite}.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(names), restval="")
+        names = [name for name in names if not any(isinstance(row.get(name), list) for row in rows)]
+        writer = csv.DictWriter(file, names, restval="", extrasaction="ignore")  # a list is for the JSON alone
         writer.writeheader()
         writer.writerows(rows)
 
@@ -98,11 +99,16 @@ def line(row: dict) -> str:
     text = f"  {row['implementation']:24s}"
     if row["status"] not in ("ok", "forward only", "wrong gradient"):
         return f"{text}{row['status']}: {row['note']}"
+    if "step_us" in row:
+        return text + step(row)
     text += f"{microseconds(row.get('forward_us')):>10s} |{microseconds(row.get('forward_backward_us')):>10s}"
     if "kernel_forward_us" in row:
         text += f"   kernels {microseconds(row['kernel_forward_us'])} ({row['efficiency_forward']:.2f})"
     if "kernel_backward_us" in row:
         text += f" + {microseconds(row['kernel_backward_us'])} ({row['efficiency_backward']:.2f})"
+    if "kernel_forward_backward_us" in row:
+        both = row["kernel_forward_backward_us"]
+        text += f" | {microseconds(both)} ({row['efficiency_forward_backward']:.2f})"
     if "host_us" in row:
         text += f"   host {row['host_us']:.0f}"
     if "forward_tflops" in row:
@@ -114,9 +120,20 @@ def line(row: dict) -> str:
     return f"{text}   {row['status']}: {row['note']}" if row.get("note") else text
 
 
+def step(row: dict) -> str:
+    """A training step: speed and memory, and the kernels that take most of it."""
+    text = f"{row['step_us'] / 1e3:8.2f} ms {row['queries_per_second']:12,.0f} queries/s {row['peak_mb']:8.0f} MB"
+    for peer in ("padded", "mean"):
+        if f"speed_over_{peer}" in row:
+            text += f"   against {peer} {row[f'speed_over_{peer}']:.2f}x, memory {row[f'memory_over_{peer}']:.2f}x"
+    for kernel in row.get("kernels", []):
+        text += f"\n      {kernel['us']:8.0f} us {kernel['calls']:6.1f} calls  {kernel['name'][:100]}"
+    return text
+
+
 def heading(row: dict) -> str:
     text = f"{row['suite']}: {row['case']}"
-    if row["floor_forward_us"] is not None:
+    if row.get("floor_forward_us") is not None:
         forward, backward = row["floor_forward_us"], row["floor_backward_us"]
         text += f"   (floors {microseconds(forward)} + {microseconds(backward)} us)"
     return text

@@ -4,7 +4,7 @@ import contextlib
 import gc
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -54,11 +54,36 @@ class Prepared:
         return (out, *torch.autograd.grad(out, leaves, self.grad))
 
 
+@dataclass(kw_only=True)
+class PreparedModule(Prepared):
+    """A module: its call takes what ``wrap`` makes of the leaves, which is not timed, and finds its parameters itself.
+
+    Attributes:
+        wrap: (*leaves) -> arguments of the call, on the graph of the leaves.
+        parameters: the problem's inputs behind the leaves.
+    """
+
+    wrap: Callable[..., tuple]
+    parameters: list[Tensor]
+    arguments: tuple = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.leaves = [x.detach().requires_grad_() for x in self.leaves]
+        self.arguments = self.wrap(*self.leaves)
+
+    def forward(self) -> Tensor:
+        with torch.no_grad():
+            return self.call(*self.arguments)
+
+    def tracked(self) -> tuple[Tensor, list[Tensor]]:
+        return self.call(*self.arguments), [*self.leaves, *self.parameters]
+
+
 @dataclass(frozen=True)
 class Implementation:
     """Attributes:
     prepare: raises Missing where it cannot serve the problem.
-    graph: its kernels are also timed by replaying a CUDA graph.
+    graph: its kernels are also timed by replaying a CUDA graph: forward and backward apart, or both of a module.
     rotate: False where every set of inputs would be compiled anew.
     context: entered around everything it does.
     """
@@ -101,16 +126,7 @@ def errors(problem: Problem, prepared: Prepared) -> tuple[float, float | None, s
         grads = prepared.gradients(list(torch.autograd.grad(out, leaves, prepared.grad)))
     except Exception as error:
         reason = summary(error)
-    got = [prepared.output(out.detach()), *(grads or [])]
-    layouts = [problem.layouts["out"], *(problem.layouts[name] for name in problem.inputs)]
-    wrong, size = [0.0] * len(got), [0.0] * len(got)
-    for sample in problem.samples():
-        true_out, true_grads = problem.truth(sample)
-        for i, (x, truth) in enumerate(zip(got, [true_out, *true_grads], strict=False)):
-            part = problem.take(x, layouts[i], sample).double().reshape(truth.shape)
-            wrong[i] += float((part - truth).square().sum())
-            size[i] += float(truth.square().sum())
-    relative = [(w / s) ** 0.5 if s else float(w != 0) for w, s in zip(wrong, size, strict=True)]
+    relative = problem.relative_errors([prepared.output(out.detach()), *(grads or [])])
     # A NaN is greater than nothing, so it is looked for first.
     worst = max(relative[1:], key=lambda x: (x != x, x)) if grads else None
     return relative[0], worst, reason
@@ -205,14 +221,26 @@ def _run_graphs(sets: list[Prepared], row: dict) -> None:
             for prepared, out, leaves in tracked
         ]
 
+    def both() -> list[measure.Call]:
+        # Anew, since what wrap did has to be on the capturing stream too.
+        return [replace(prepared).forward_backward for prepared in sets]
+
+    forward, backward = row["floor_forward_us"], row["floor_backward_us"]
     try:
-        row["kernel_forward_us"] = measure.kernel_us(lambda: [p.forward for p in sets])
-        row["efficiency_forward"] = row["floor_forward_us"] / row["kernel_forward_us"]
-        if row["status"] == "ok":
-            row["kernel_backward_us"] = measure.kernel_us(backwards)
-            row["efficiency_backward"] = row["floor_backward_us"] / row["kernel_backward_us"]
+        _replay(row, "forward", lambda: [p.forward for p in sets], forward)
+        if row["status"] != "ok":
+            return
+        if isinstance(sets[0], PreparedModule):
+            _replay(row, "forward_backward", both, forward + backward)
+        else:
+            _replay(row, "backward", backwards, backward)
     except Exception as error:
         row["note"] = f"no graph: {summary(error)}"
+
+
+def _replay(row: dict, column: str, build: Callable[[], list[measure.Call]], floor: float) -> None:
+    row[f"kernel_{column}_us"] = measure.kernel_us(build)
+    row[f"efficiency_{column}"] = floor / row[f"kernel_{column}_us"]
 
 
 def _run_cpu(case: Case, problem: Problem, rows: list[dict], seconds: float) -> Iterator[dict]:

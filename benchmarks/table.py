@@ -61,20 +61,53 @@ def efficiency(mine: dict) -> str:
     return " \\| ".join("-" if part is None else f"{part:.2f}" for part in parts)
 
 
-def markdown(results: dict, brief: bool = False) -> str:
-    """A line a case: every implementation, or in brief jfi and the best peer."""
-    cases: dict[str, dict[str, dict]] = {}
-    for row in results["rows"]:
-        if row["headline"]:
-            cases.setdefault(row["case"], {})[row["implementation"]] = row
+def ratio(peer: dict | None, mine: dict, column: str) -> str:
+    return f"{peer[column] / mine[column]:.1f}x" if peer and column in peer and column in mine else "-"
+
+
+def training_memory(row: dict | None) -> str:
+    """Of both passes, and how many times the gradient of the history that is."""
+    if row is None or "memory_training_mb" not in row:
+        return "-"
+    return f"{row['memory_training_mb']:.0f} ({row['memory_training_mb'] / row['history_mb']:.2f})"
+
+
+def layer_lines(cases: dict[str, dict[str, dict]]) -> list[list[str]]:
+    """The layer and its one baseline."""
+    lines = [["case", "jfi", "baseline", "eager", "CUDA graph", "MB, jfi", "MB, baseline"]]
+    for case, rows in cases.items():
+        mine = next(row for row in rows.values() if row["ours"])
+        peer = next((row for row in rows.values() if not row["ours"]), None)
+        gained = [ratio(peer, mine, column) for column in ("forward_backward_us", "kernel_forward_backward_us")]
+        lines.append([case, cell(mine), cell(peer), *gained, training_memory(mine), training_memory(peer)])
+    return lines
+
+
+def step_lines(cases: dict[str, dict[str, dict]]) -> list[list[str]]:
+    """A line a model."""
+    lines = [["case", "model", "ms", "queries/s", "MB", "against padded: speed, MB", "against mean: speed, MB"]]
+    for case, rows in cases.items():
+        for name, row in rows.items():
+            if row["status"] != "ok":
+                lines.append([case, name, row["status"], "-", "-", "-", "-"])
+                continue
+            cells = [f"{row['step_us'] / 1e3:.2f}", f"{row['queries_per_second']:,.0f}", f"{row['peak_mb']:.0f}"]
+            for peer in ("padded", "mean"):
+                speed, memory = row.get(f"speed_over_{peer}"), row.get(f"memory_over_{peer}")
+                cells.append(f"{speed:.2f}x, {memory:.2f}x" if speed else "-")
+            lines.append([case, name, *cells])
+    return lines
+
+
+def operator_lines(cases: dict[str, dict[str, dict]], brief: bool, of_self: bool) -> list[list[str]]:
+    """Every implementation, or in brief jfi and the best peer."""
     names = list(dict.fromkeys(name for rows in cases.values() for name in rows))
     timed = any("efficiency_forward" in row for rows in cases.values() for row in rows.values())
     shown = ["jfi", "best peer"] if brief else names
     columns = ["case", *shown, *(["floor / kernels"] if timed else []), "against the best peer"]
-    of_self = results["rows"][0].get("suite") == "self"
     if of_self:
         columns += [*(f"against {peer}" for peer in SELF_PEERS), "useful TFLOP/s", "MB, forward"]
-    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    lines = [columns]
     for case, rows in cases.items():
         mine = next(row for row in rows.values() if row["ours"])
         cells = [case, *([cell(mine), best_cell(rows)] if brief else [cell(rows.get(name)) for name in names])]
@@ -82,13 +115,33 @@ def markdown(results: dict, brief: bool = False) -> str:
         cells.append(gains(rows, mine))
         if of_self:
             cells += [*(gains(rows, mine, named) for named in SELF_PEERS.values()), rates(mine), memory(mine)]
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(cells)
+    return lines
+
+
+def markdown(results: dict, brief: bool = False) -> str:
+    """A line a case, or of the suite "step" a line a model; "layer" and "step" are brief as they are."""
+    cases: dict[str, dict[str, dict]] = {}
+    for row in results["rows"]:
+        if row["headline"]:
+            cases.setdefault(row["case"], {})[row["implementation"]] = row
+    suite = results["rows"][0].get("suite")
+    unit = "Microseconds, eager, forward \\| forward + backward"
+    if suite == "step":
+        lines, unit = step_lines(cases), "MB above model and optimiser"
+    elif suite == "layer":
+        lines = layer_lines(cases)
+        unit += "; gains in both passes; MB above the inputs, and how many times the gradient of the history"
+    else:
+        lines = operator_lines(cases, brief, of_self=suite == "self")
+    rule = "|---" * len(lines[0]) + "|"
+    rows = ["| " + " | ".join(cells) + " |" for cells in lines]
     where = results["environment"]
     versions = ", ".join(f"{name} {found}" for name, found in where["versions"].items())
     speed = where["copy_bytes_per_second"]
     measured = f"{where['device']}, {versions}, commit {where['commit']}, {where['date'][:10]}"
     measured += f"; copy {speed / 1e12:.2f} TB/s" if speed else f", {where['threads']} threads"
-    return "\n".join([*lines, "", f"Microseconds, eager, forward \\| forward + backward. {measured}."])
+    return "\n".join([rows[0], rule, *rows[1:], "", f"{unit}. {measured}."])
 
 
 def main() -> None:

@@ -27,11 +27,6 @@ def _query_rows(query: Tensor, key: Tensor) -> int:
     return query.shape[1] * query.shape[2] // key.shape[1]
 
 
-def are_few(query: Tensor, key: Tensor) -> bool:
-    """Whether they are one tile, whose kernels alone take buckets and a scale of values."""
-    return _query_rows(query, key) <= FEW
-
-
 def _are_jagged(query: Tensor, key: Tensor, value: Tensor | None, bias: Tensor | None, scale: float) -> bool:
     """Whether Hopper's kernels take them, and each multiprocessor has work though no history is split."""
     batch, times, heads, _ = query.shape
@@ -58,7 +53,7 @@ def forward(
     max_seqlen: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results as those of target_attention_fwd.forward."""
-    if are_few(query, key):
+    if _query_rows(query, key) <= FEW:
         return target_attention_fwd.forward(query, key, value, offsets, bias, buckets, value_scale, scale, max_seqlen)
     with torch.cuda.device_of(query):
         if _are_jagged(query, key, value, bias, scale):
@@ -84,7 +79,7 @@ def backward(
     max_seqlen: int | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Arguments and results as those of target_attention_bwd.backward."""
-    if are_few(query, key):
+    if _query_rows(query, key) <= FEW:
         return target_attention_bwd.backward(
             grad, query, key, value, offsets, bias, buckets, value_scale, out, lse, scale, max_seqlen
         )

@@ -39,7 +39,8 @@ class JaggedEncoder(nn.Module):
 
     Args:
         features: the sequence features to encode, with distinct names. Their `bias` is added to the scores of the
-            self-attention, by head and by event that is attended to; their targets are not looked at.
+            self-attention, by head and by event that is attended to; their targets and value scales, which belong to
+            the pooling, are not looked at.
         embedding_dim: width of every embedding that comes in, and of an encoded event.
         num_heads: heads, a divisor of `embedding_dim`.
         num_layers: blocks a feature.

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from jfi.modules import lookup
+from jfi.modules import joined, lookup
 from jfi.modules.sequence_configs import SequenceFeatureConfig, check_features, check_sizes
 from jfi.modules.stacked_attention import StackedTargetAttention
 
@@ -14,12 +14,17 @@ class JaggedFeatureInteraction(nn.Module):
     """Pools each sample's history into one embedding by what the sample's target attends to in it.
 
     `torch.nn.MultiheadAttention` with the target as query and the history's events as keys and values, on TorchRec's
-    jagged tensors, without padding; `jfi.modules.stacked_attention` derives how the history is read but never
+    jagged tensors, without padding; `jfi.modules.stacked_attention` derives how the history is read once and never
     projected. After target attention as in Zhou et al., "Deep Interest Network" (KDD 2018), and Xu et al., "Enhancing
     Performance and Scalability of Large-Scale Recommendation Systems with Jagged Flash Attention" (RecSys 2024).
 
     The attention runs in the dtype of the history, whose rows are never cast; the projections, which never see the
     history, run in the parameters' dtype or autocast's. An empty history gives the output projection's bias.
+
+    Features alike go through one launch, in a number of kernels that does not grow with theirs: those with equal
+    numbers of sequence and target keys of equal widths, one kind of bias (for "position" of one `num_buckets` too) and
+    all or none with a value scale. Their histories are copied behind one another, unless they lie so in memory already,
+    as neighbours in the output of a sharded EmbeddingCollection do.
 
     Args:
         features: the sequence features, with distinct names.
@@ -28,6 +33,11 @@ class JaggedFeatureInteraction(nn.Module):
         num_queries: queries that each target is expanded to, with projections of their own (the paper's T).
         embedding_collection: looks up the ids of histories. With it, `forward` takes a KeyedJaggedTensor of ids;
             without it, the output of an EmbeddingCollection, and the layer owns no table.
+        project_history: whether events are projected to keys and values [S, embedding_dim] before the attention, and
+            not targets and sums in their stead, which gives the same numbers to rounding from the same parameters. With
+            T queries of H heads and events as wide as D = embedding_dim, projecting takes 2 D^2 + 2 T D multiply-adds
+            an event and two tensors of the history's size, and not projecting 2 T H D and none. None projects where
+            T H > D. Projected events are in the history's dtype or autocast's.
         device: where the parameters live, "meta" included: then `to_empty()` and `reset_parameters()` follow.
 
     Raises:
@@ -76,11 +86,14 @@ class JaggedFeatureInteraction(nn.Module):
         num_queries: int = 1,
         *,
         embedding_collection: EmbeddingCollection | None = None,
+        project_history: bool | None = None,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
         check_features(features)
         check_sizes(embedding_dim, num_heads, num_queries=num_queries)
+        if project_history is not None and not isinstance(project_history, bool):
+            raise TypeError(f"project_history must be a bool or None, got {project_history!r}")
         self._id_keys: list[str] = []
         if embedding_collection is not None:
             _check_collection(embedding_collection, features, embedding_dim)
@@ -89,15 +102,17 @@ class JaggedFeatureInteraction(nn.Module):
         self.embedding_dim = embedding_dim
         self.embedding_collection = embedding_collection
 
-        # Features of equal widths share stacked parameters, in the order in which the widths first appear.
-        members: dict[tuple[int, int], list[int]] = {}
+        if project_history is None:
+            project_history = num_queries * num_heads > embedding_dim
+
+        # Features alike share a group, in the order in which the kinds first appear.
+        members: dict[tuple, list[int]] = {}
         for index, feature in enumerate(features):
-            widths = feature.target_width(embedding_dim), feature.sequence_width(embedding_dim)
-            members.setdefault(widths, []).append(index)
+            members.setdefault(_kind(feature, embedding_dim), []).append(index)
         self._members = list(members.values())
         self.groups = nn.ModuleList(
             StackedTargetAttention(
-                [features[index] for index in indices], embedding_dim, num_heads, num_queries, device
+                [features[index] for index in indices], embedding_dim, num_heads, num_queries, project_history, device
             )
             for indices in self._members
         )
@@ -122,26 +137,24 @@ class JaggedFeatureInteraction(nn.Module):
         Args:
             sequences: a KeyedJaggedTensor of ids where the layer has an `embedding_collection`, else embeddings
                 [S, embedding_dim] by sequence key, float32, bfloat16 or float16, the aligned ones of one dtype. A
-                feature whose bias is a key reads bucket ids [S] there; one whose bias is "weights" reads the weights of
-                its first sequence key. Lengths and offsets are int32 or int64.
+                feature whose bias is a key reads bucket ids [S] there; one whose bias or value scale is "weights" reads
+                the weights of its first sequence key. Lengths and offsets are int32 or int64.
             targets: embeddings [B, embedding_dim] by target key.
 
         Returns:
             One entry [B, embedding_dim] a feature, keyed by its name: what EmbeddingBagCollection would return.
 
         Raises:
-            ValueError, TypeError: an absent key, a wrong width or dtype, fields that are not aligned, a bucket id out
-                of range. Lengths and ids are looked at on the CPU alone, where that costs no synchronisation.
+            ValueError, TypeError: an absent key, a wrong width or dtype, histories of several dtypes among features
+                alike, fields that are not aligned, other numbers of samples, a bucket id out of range. Lengths, weights
+                and ids are looked at on the CPU alone, where that costs no synchronisation.
         """
-        inputs = lookup.read_inputs(self._embed(sequences), targets, self.features, self.embedding_dim)
-        pooled = {}
-        for group, indices in zip(self.groups, self._members, strict=True):
-            outputs = group([inputs[index] for index in indices])
-            pooled |= {index: outputs[place] for place, index in enumerate(indices)}
+        inputs = self._read(sequences, targets)
+        outputs = [group(inputs[index]) for index, group in enumerate(self.groups)]
         return KeyedTensor(
             keys=[feature.name for feature in self.features],
             length_per_key=[self.embedding_dim] * len(self.features),
-            values=torch.cat([pooled[index] for index in range(len(self.features))], dim=1),
+            values=self._in_order(outputs),
         )
 
     @torch.no_grad()
@@ -156,12 +169,84 @@ class JaggedFeatureInteraction(nn.Module):
             By feature name the weights [S, num_queries, num_heads] of its events, which sum to one over the events of
             a sample.
         """
-        inputs = lookup.read_inputs(self._embed(sequences), targets, self.features, self.embedding_dim)
         weights = {}
-        for group, indices in zip(self.groups, self._members, strict=True):
-            for index, values in zip(indices, group.attention_weights([inputs[i] for i in indices]), strict=True):
-                weights[index] = JaggedTensor(values=values, offsets=inputs[index].offsets)
+        groups = zip(self.groups, self._members, self._read(sequences, targets), strict=True)
+        for group, indices, inputs in groups:
+            values = group.attention_weights(inputs).split(inputs.events)
+            lengths = inputs.offsets.diff().view(len(indices), -1)
+            weights |= {index: JaggedTensor(values[i], lengths=lengths[i]) for i, index in enumerate(indices)}
         return {feature.name: weights[index] for index, feature in enumerate(self.features)}
+
+    def load_multihead_attention(self, name: str, attention: nn.MultiheadAttention) -> None:
+        """Copies the weights of PyTorch's attention into those of one feature, which then computes the same.
+
+        `attention` has the targets as queries and the events as both keys and values, in either order of dimensions.
+        The bias of its values is merged into that of the output, and the bias of its keys changes nothing. Its dropout
+        is not taken over, and where it gives NaN, for an empty history, the layer gives the output's bias.
+
+        Args:
+            name: the feature.
+            attention: with `embed_dim` and `num_heads` of this layer, and `kdim` and `vdim` the width of an event.
+
+        Raises:
+            ValueError, TypeError: an absent name, another type, other widths, or what the layer does not have:
+                `num_queries` above 1, `add_bias_kv`, `add_zero_attn`.
+
+        Example:
+            >>> import torch
+            >>> from jfi import JaggedFeatureInteraction, SequenceFeatureConfig
+            >>> layer = JaggedFeatureInteraction([SequenceFeatureConfig("taste", ["history_item"], ["item"])], 8, 2)
+            >>> layer.load_multihead_attention("taste", torch.nn.MultiheadAttention(8, num_heads=2))
+        """
+        lookup.require_keys("features", [feature.name for feature in self.features], [name])
+        if not isinstance(attention, nn.MultiheadAttention):
+            raise TypeError(f"attention must be an nn.MultiheadAttention, got {type(attention).__name__}")
+        (index,) = (index for index, feature in enumerate(self.features) if feature.name == name)
+        group, place = next(
+            (group, indices.index(index))
+            for group, indices in zip(self.groups, self._members, strict=True)
+            if index in indices
+        )
+        feature = self.features[index]
+        if group.num_queries > 1:
+            raise ValueError(f"num_queries must be 1 to load an nn.MultiheadAttention, got {group.num_queries}")
+        target_width, width = feature.target_width(self.embedding_dim), feature.sequence_width(self.embedding_dim)
+        if target_width != self.embedding_dim:
+            raise ValueError(
+                f"feature '{name}' must have targets of embedding_dim={self.embedding_dim} to load an "
+                f"nn.MultiheadAttention, got {target_width}"
+            )
+        wanted = {
+            "embed_dim": self.embedding_dim,
+            "num_heads": group.num_heads,
+            "kdim": width,
+            "vdim": width,
+            "bias_k": None,
+            "bias_v": None,
+            "add_zero_attn": False,
+        }
+        for attribute, want in wanted.items():
+            got = getattr(attention, attribute)
+            if (got is not None) if want is None else got != want:
+                got = "a tensor" if want is None else got
+                raise ValueError(f"attention must have {attribute}={want} for feature '{name}', got {got}")
+        group.load_multihead_attention(place, attention)
+
+    def _read(
+        self, sequences: KeyedJaggedTensor | dict[str, JaggedTensor], targets: KeyedTensor | dict[str, Tensor]
+    ) -> list[joined.JoinedInputs]:
+        groups = [group.features for group in self.groups]
+        return joined.read_groups(self._embed(sequences), targets, groups, self.embedding_dim)
+
+    def _in_order(self, outputs: list[Tensor]) -> Tensor:
+        """[F, B, embedding_dim] of every group -> [B, output_width] in the order of the features."""
+        if len(outputs) == 1:
+            return outputs[0].transpose(0, 1).flatten(1)
+        pooled = {}
+        for output, indices in zip(outputs, self._members, strict=True):
+            rows = output.unbind()
+            pooled |= {index: rows[place] for place, index in enumerate(indices)}
+        return torch.cat([pooled[index] for index in range(len(self.features))], dim=1)
 
     def _embed(self, sequences: KeyedJaggedTensor | dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
         if self.embedding_collection is None:
@@ -169,6 +254,19 @@ class JaggedFeatureInteraction(nn.Module):
         lookup.require_id_keys("sequences", sequences, self._id_keys)
         lookup.allow_no_samples(sequences)
         return lookup.with_event_inputs(self.embedding_collection(sequences), sequences, self.features)
+
+
+def _kind(feature: SequenceFeatureConfig, embedding_dim: int) -> tuple:
+    """What features of one group have in common."""
+    return (
+        feature.target_width(embedding_dim),
+        feature.sequence_width(embedding_dim),
+        len(feature.target_keys),
+        len(feature.sequence_keys),
+        feature.bias_kind,
+        feature.num_buckets if feature.bias == "position" else None,
+        feature.value_scale,
+    )
 
 
 def _check_collection(

@@ -12,8 +12,8 @@ from jfi.ops import target_attention
 class JaggedMeanPooling(nn.Module):
     """Pools each sample's history into the mean of its events' combined embeddings; an empty history gives zeros.
 
-    Has no parameters, ignores the features' targets and biases, and is called like JaggedFeatureInteraction without a
-    collection of its own, so that one can stand in for the other.
+    Has no parameters, ignores the features' targets, biases and value scales, and is called like
+    JaggedFeatureInteraction without a collection of its own, so that one can stand in for the other.
 
     Args:
         features: the sequence features, with distinct names.

@@ -1,6 +1,6 @@
 """From TorchRec's types to plain tensors: looks keys up, checks what stands there, combines aligned fields.
 
-Modules call these functions as `lookup.read_inputs(...)`, since under that name alone `torch.fx.wrap` makes leaves of
+Modules call these functions as `lookup.read_events(...)`, since under that name alone `torch.fx.wrap` makes leaves of
 them, which is how TorchRec's tracers get through the modules.
 Contents are checked on the CPU alone, where that costs no synchronisation; shapes and dtypes are checked everywhere.
 """
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jfi.modules.sequence_configs import SequenceFeatureConfig
 
@@ -22,15 +22,6 @@ class EventInputs(NamedTuple):
     history: Tensor  # [S, sequence_width], an event a row
     offsets: Tensor  # [B + 1]
     bias: Tensor | None  # by event: score bias [S], floating, or bucket id [S], integer
-
-
-class FeatureInputs(NamedTuple):
-    """One sequence feature of a batch as plain tensors: its target, and its events as in `EventInputs`."""
-
-    target: Tensor  # [B, target_width]
-    history: Tensor
-    offsets: Tensor
-    bias: Tensor | None
 
 
 def require_keys(argument: str, present: Iterable[str], needed: Iterable[str]) -> None:
@@ -72,7 +63,7 @@ def with_event_inputs(
         if feature.bucket_key is not None:
             require_keys("sequences", ids.keys(), [feature.bucket_key])
             sequences[feature.bucket_key] = ids[feature.bucket_key]
-        elif feature.bias == "weights":
+        if "weights" in (feature.bias, feature.value_scale):
             key = feature.sequence_keys[0]
             events = sequences[key]
             sequences[key] = JaggedTensor(
@@ -82,34 +73,6 @@ def with_event_inputs(
                 weights=ids[key].weights_or_none(),
             )
     return sequences
-
-
-@torch.fx.wrap
-def read_inputs(
-    sequences: dict[str, JaggedTensor],
-    targets: KeyedTensor | dict[str, Tensor],
-    features: list[SequenceFeatureConfig],
-    embedding_dim: int,
-) -> list[FeatureInputs]:
-    """Looks up, checks and combines the tensors of every feature.
-
-    Args:
-        sequences: embeddings [S, embedding_dim] by sequence key, and bucket ids [S] by bucket key.
-        targets: embeddings [B, embedding_dim] by target key.
-        features: the sequence features to read.
-        embedding_dim: width that every embedding must have.
-
-    Returns:
-        One entry a feature, in the order of `features`.
-    """
-    if isinstance(sequences, KeyedJaggedTensor):
-        raise TypeError(
-            "sequences is a KeyedJaggedTensor of ids, which needs embedding_collection given at construction; "
-            "without it sequences must be an EmbeddingCollection's output, dict[str, JaggedTensor]"
-        )
-    sequences = by_key(sequences)
-    targets = targets if isinstance(targets, dict) else targets.to_dict()
-    return [_read_feature(sequences, targets, feature, embedding_dim) for feature in features]
 
 
 def by_key(
@@ -125,40 +88,33 @@ def by_key(
 def read_events(
     sequences: dict[str, JaggedTensor], features: list[SequenceFeatureConfig], embedding_dim: int
 ) -> list[EventInputs]:
-    """`read_inputs` where there is no target."""
+    """Looks up, checks and combines the events of every feature, in the order of `features`."""
     return [_read_events(sequences, feature, embedding_dim) for feature in features]
 
 
 def _read_events(sequences: dict[str, JaggedTensor], feature: SequenceFeatureConfig, embedding_dim: int) -> EventInputs:
     history, offsets = read_history(sequences, feature, embedding_dim)
-    return EventInputs(history, offsets, _read_bias(sequences, feature, offsets, history.size(0)))
-
-
-def _read_feature(
-    sequences: dict[str, JaggedTensor],
-    targets: dict[str, Tensor],
-    feature: SequenceFeatureConfig,
-    embedding_dim: int,
-) -> FeatureInputs:
-    events = _read_events(sequences, feature, embedding_dim)
-    require_keys("targets", targets, feature.target_keys)
-    batch_size = events.offsets.size(0) - 1
-    for key in feature.target_keys:
-        if not isinstance(targets[key], Tensor):
-            raise TypeError(f"targets['{key}'] must be a Tensor, got {type(targets[key]).__name__}")
-        if targets[key].shape != (batch_size, embedding_dim):
-            raise ValueError(
-                f"targets['{key}'] must have shape [{batch_size}, {embedding_dim}] (samples, embedding_dim), "
-                f"got {list(targets[key].shape)}"
-            )
-    target = _combine([targets[key] for key in feature.target_keys], feature.combine)
-    return FeatureInputs(target, *events)
+    bias = None
+    if feature.bias == "weights":
+        bias = log_weights(read_weights(sequences, feature))
+    elif feature.bias == "position":
+        bias = position_buckets(offsets, history.size(0), feature.num_buckets)
+    elif feature.bias is not None:
+        bias = read_buckets(sequences, feature)
+    return EventInputs(history, offsets, bias)
 
 
 def read_history(
     sequences: dict[str, JaggedTensor], feature: SequenceFeatureConfig, embedding_dim: int
 ) -> tuple[Tensor, Tensor]:
     """The feature's combined events [S, sequence_width] and their offsets [B + 1]."""
+    check_history(sequences, feature, embedding_dim)
+    history = combine([sequences[key].values() for key in feature.sequence_keys], feature)
+    return history, sequences[feature.sequence_keys[0]].offsets()
+
+
+def check_history(sequences: dict[str, JaggedTensor], feature: SequenceFeatureConfig, embedding_dim: int) -> None:
+    """Raises unless the feature's sequence keys hold aligned embeddings."""
     require_keys("sequences", sequences, feature.sequence_keys)
     first = sequences[feature.sequence_keys[0]]
     for key in feature.sequence_keys:
@@ -176,35 +132,60 @@ def read_history(
                 f"got {values.dtype}"
             )
         _check_aligned(key, sequences[key], feature.sequence_keys[0], first)
-    _check_offsets(feature.sequence_keys[0], first)
-    return _combine([sequences[key].values() for key in feature.sequence_keys], feature.combine), first.offsets()
+    if _contents_are_free(first.values()):
+        _check_offsets(feature.sequence_keys[0], first)
 
 
-def _read_bias(
-    sequences: dict[str, JaggedTensor], feature: SequenceFeatureConfig, offsets: Tensor, num_events: int
-) -> Tensor | None:
-    if feature.bias is None:
-        return None
+def check_targets(
+    targets: dict[str, Tensor], feature: SequenceFeatureConfig, batch_size: int, embedding_dim: int
+) -> None:
+    """Raises unless the feature's target keys hold an embedding a sample."""
+    require_keys("targets", targets, feature.target_keys)
+    for key in feature.target_keys:
+        if not isinstance(targets[key], Tensor):
+            raise TypeError(f"targets['{key}'] must be a Tensor, got {type(targets[key]).__name__}")
+        if targets[key].shape != (batch_size, embedding_dim):
+            raise ValueError(
+                f"targets['{key}'] must have shape [{batch_size}, {embedding_dim}] (samples, embedding_dim), "
+                f"got {list(targets[key].shape)}"
+            )
+
+
+def num_samples(events: JaggedTensor) -> int:
+    """B, without computing lengths or offsets that nobody else needs."""
+    lengths = events.lengths_or_none()
+    return events.offsets().size(0) - 1 if lengths is None else lengths.size(0)
+
+
+def read_weights(sequences: dict[str, JaggedTensor], feature: SequenceFeatureConfig) -> Tensor:
+    """Weights [S] of the feature's first sequence key, which its bias or its value scale asks for."""
     key = feature.sequence_keys[0]
-    if feature.bias == "weights":
-        weights = sequences[key].weights_or_none()
-        if weights is None or not weights.is_floating_point() or weights.shape != (num_events,):
-            got = "none" if weights is None else f"{weights.dtype} of shape {list(weights.shape)}"
-            raise ValueError(
-                f"sequences['{key}'] must have floating weights of shape [{num_events}], since feature "
-                f"'{feature.name}' has bias='weights', got {got}; an EmbeddingCollection drops its input's"
-            )
-        if _contents_are_free(weights) and not (weights >= 0).all():
-            raise ValueError(
-                f"sequences['{key}'] must have weights of at least 0, since feature '{feature.name}' has "
-                f"bias='weights', got {weights[~(weights >= 0)][0].item()}"
-            )
-        # The gradient of log(0) is infinite, and 0 * inf NaN: an event left out must not pass through log.
-        left_out = weights == 0
-        return weights.masked_fill(left_out, 1).log().masked_fill(left_out, -torch.inf)
-    if feature.bias == "position":
-        return position_buckets(offsets, num_events, feature.num_buckets)
+    num_events, weights = sequences[key].values().size(0), sequences[key].weights_or_none()
+    reason = f"since feature '{feature.name}' has {'bias' if feature.bias == 'weights' else 'value_scale'}='weights'"
+    if weights is None or not weights.is_floating_point() or weights.shape != (num_events,):
+        got = "none" if weights is None else f"{weights.dtype} of shape {list(weights.shape)}"
+        raise ValueError(
+            f"sequences['{key}'] must have floating weights of shape [{num_events}], {reason}, got {got}; "
+            "an EmbeddingCollection drops its input's"
+        )
+    # A scale may be of either sign, a logarithm's argument may not.
+    if feature.bias == "weights" and _contents_are_free(weights) and not (weights >= 0).all():
+        got = weights[~(weights >= 0)][0].item()
+        raise ValueError(f"sequences['{key}'] must have weights of at least 0, {reason}, got {got}")
+    return weights
 
+
+def log_weights(weights: Tensor) -> Tensor:
+    """The score bias of events by which one of weight 2 counts as two: the logarithm, -inf at 0 without a gradient."""
+    if not weights.requires_grad:
+        return weights.log()
+    # The gradient of log(0) is infinite, and 0 * inf NaN: an event left out must not pass through log.
+    left_out = weights == 0
+    return weights.masked_fill(left_out, 1).log().masked_fill(left_out, -torch.inf)
+
+
+def read_buckets(sequences: dict[str, JaggedTensor], feature: SequenceFeatureConfig) -> Tensor:
+    """Bucket ids [S] under the key that the feature's bias names."""
     require_keys("sequences", sequences, [feature.bias])
     buckets = sequences[feature.bias]
     if not isinstance(buckets, JaggedTensor):
@@ -215,7 +196,7 @@ def _read_bias(
             f"sequences['{feature.bias}'] must hold integer bucket ids of shape [S], since it is the bias of feature "
             f"'{feature.name}', got {values.dtype} of shape {list(values.shape)}"
         )
-    _check_aligned(feature.bias, buckets, key, sequences[key])
+    _check_aligned(feature.bias, buckets, feature.sequence_keys[0], sequences[feature.sequence_keys[0]])
     if _contents_are_free(values) and values.numel():
         low, high = values.min().item(), values.max().item()
         if low < 0 or high >= feature.num_buckets:
@@ -233,22 +214,28 @@ def position_buckets(offsets: Tensor, num_events: int, num_buckets: int) -> Tens
         >>> position_buckets(torch.tensor([0, 1, 1, 6]), 6, 32)
         tensor([0, 2, 2, 1, 1, 0], dtype=torch.int32)
     """
-    ends = torch.repeat_interleave(offsets[1:], offsets.diff(), output_size=num_events)
-    distance = ends - torch.arange(1, num_events + 1, device=offsets.device)
-    return _floor_log2(distance + 1).clamp(max=num_buckets - 1)
+    place = torch.arange(num_events, device=offsets.device, dtype=offsets.dtype)
+    # An event's sample ends at the first offset beyond it.
+    ends = offsets.index_select(0, torch.searchsorted(offsets, place, right=True, out_int32=True))
+    return _floor_log2(ends - place, num_buckets)
 
 
-def _floor_log2(count: Tensor) -> Tensor:
-    # The exponent of a float is exact where a logarithm may round up; float64 holds any count of events, and float32
-    # rounds 2^25 - 1 up.
-    return torch.frexp(count.double()).exponent - 1
+def _floor_log2(count: Tensor, num_buckets: int) -> Tensor:
+    """floor(log2(count)), int32, at most num_buckets - 1: how many of the powers 2, 4, ... the count has reached.
+
+    Compared as integers, since a logarithm may round up.
+    """
+    bits = torch.iinfo(count.dtype).bits - 1
+    exponents = torch.arange(1, min(num_buckets, bits), device=count.device, dtype=count.dtype)
+    return torch.bucketize(count, 1 << exponents, right=True, out_int32=True)
 
 
-def _combine(fields: list[Tensor], combine: str) -> Tensor:
+def combine(fields: list[Tensor], feature: SequenceFeatureConfig) -> Tensor:
+    """Aligned fields as one tensor, added or side by side in the last dimension as `feature.combine` has it."""
     if len(fields) == 1:
         return fields[0]
-    if combine == "concat":
-        return torch.cat(fields, dim=1)
+    if feature.combine == "concat":
+        return torch.cat(fields, dim=-1)
     total = fields[0] + fields[1]
     for field in fields[2:]:
         total += field  # in place: one tensor of the history's size, however many fields
@@ -271,16 +258,16 @@ def _check_aligned(key: str, events: JaggedTensor, first_key: str, first: Jagged
 
 def _check_offsets(key: str, events: JaggedTensor) -> None:
     offsets, count = events.offsets(), events.values().size(0)
-    if _contents_are_free(offsets) and offsets.numel():
-        first, last = offsets[0].item(), offsets[-1].item()
-        if (first, last) != (0, count):
-            raise ValueError(
-                f"sequences['{key}'] must have offsets from 0 to {count}, the number of its events, "
-                f"got {first} to {last}"
-            )
-        lengths = offsets.diff()
-        if (lengths < 0).any():
-            raise ValueError(f"sequences['{key}'] must have lengths of at least 0, got {lengths.min().item()}")
+    if offsets.numel() == 0:
+        return
+    first, last = offsets[0].item(), offsets[-1].item()
+    if (first, last) != (0, count):
+        raise ValueError(
+            f"sequences['{key}'] must have offsets from 0 to {count}, the number of its events, got {first} to {last}"
+        )
+    lengths = offsets.diff()
+    if (lengths < 0).any():
+        raise ValueError(f"sequences['{key}'] must have lengths of at least 0, got {lengths.min().item()}")
 
 
 def _contents_are_free(tensor: Tensor) -> bool:

@@ -7,7 +7,7 @@ from typing import Literal
 
 @dataclass
 class SequenceFeatureConfig:
-    """One sequence feature: which history is attended to, by which target, and what biases the scores.
+    """One sequence feature: which history is attended to, by which target, and what biases scores and scales values.
 
     An event may have several *aligned* fields (its item, category, rating, ...): one key each, with the same lengths
     sample by sample, whose embeddings are combined into one row per event. The target's embeddings are combined in the
@@ -29,11 +29,16 @@ class SequenceFeatureConfig:
             - any other string: a learned value for the event's bucket, whose id stands under this key, aligned with
               the sequence keys (for example the logarithm of its age).
         num_buckets: rows of that learned table. Farther positions share the last row; ids must be smaller.
+        value_scale: what an event's value is multiplied by when the attended values are summed, its share of the
+            attention left alone: None for nothing, or "weights" for the weights of the first sequence key, of either
+            sign and with a gradient. Together with bias="weights" they do both.
+        max_seqlen: the longest history, where it is known, such as the length at which the data is cut. It changes
+            nothing but speed and rounding, even if it is wrong.
 
     Example:
         >>> SequenceFeatureConfig("taste", ["history_item", "history_rating"], ["item"], bias="history_age")
         SequenceFeatureConfig(name='taste', sequence_keys=['history_item', 'history_rating'], target_keys=['item'], \
-combine='sum', bias='history_age', num_buckets=32)
+combine='sum', bias='history_age', num_buckets=32, value_scale=None, max_seqlen=None)
     """
 
     name: str
@@ -42,6 +47,8 @@ combine='sum', bias='history_age', num_buckets=32)
     combine: Literal["sum", "concat"] = "sum"
     bias: str | None = None
     num_buckets: int = 32
+    value_scale: Literal["weights"] | None = None
+    max_seqlen: int | None = None
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -59,6 +66,15 @@ combine='sum', bias='history_age', num_buckets=32)
             raise ValueError(f"bias of feature '{self.name}' must not be one of its sequence_keys, got {self.bias!r}")
         if self.num_buckets < 1:
             raise ValueError(f"num_buckets of feature '{self.name}' must be at least 1, got {self.num_buckets}")
+        if self.value_scale not in (None, "weights"):
+            raise ValueError(
+                f"value_scale of feature '{self.name}' must be 'weights' or None, got {self.value_scale!r}"
+            )
+        if self.max_seqlen is not None:
+            if isinstance(self.max_seqlen, bool) or not isinstance(self.max_seqlen, Integral):
+                raise TypeError(f"max_seqlen of feature '{self.name}' must be an int, got {self.max_seqlen!r}")
+            if self.max_seqlen < 1:
+                raise ValueError(f"max_seqlen of feature '{self.name}' must be at least 1, got {self.max_seqlen}")
 
     def encoded(self) -> "SequenceFeatureConfig":
         """This feature behind a JaggedEncoder, which puts one row for each event under the feature's name."""
@@ -68,6 +84,11 @@ combine='sum', bias='history_age', num_buckets=32)
     def bucket_key(self) -> str | None:
         """Key of the bucket ids, where the bias is read from one."""
         return None if self.bias in (None, "weights", "position") else self.bias
+
+    @property
+    def bias_kind(self) -> str | None:
+        """None, "weights", "position" or "buckets", whatever the key of the ids."""
+        return self.bias if self.bucket_key is None else "buckets"
 
     @property
     def bucket_rows(self) -> int:

@@ -39,6 +39,11 @@ def _kernels(impl: str) -> ModuleType:
     return target_attention
 
 
+def takes_events(impl: str, rows: int) -> bool:
+    """Whether the kernels for so many query rows to a key head read a bias by bucket and scale values themselves."""
+    return impl == "triton" and rows <= _kernels(impl).FEW
+
+
 def _forward(
     query: Tensor,
     key: Tensor,
@@ -165,7 +170,7 @@ def target_attention(
     impl = check_impl(impl, query)
     scale = check_scale(scale, width)
     check_max_seqlen(max_seqlen)
-    in_kernel = impl == "triton" and _kernels(impl).are_few(query, key)
+    in_kernel = takes_events(impl, query.shape[1] * heads // key.shape[1])
     if buckets is not None and not in_kernel:
         bias, buckets = F.embedding(buckets, bias).to(query.dtype), None
     if value_scale is not None and (value_scale.requires_grad or not in_kernel):

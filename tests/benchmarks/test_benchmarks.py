@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from stand_ins import ENVIRONMENT, looped_varlen
 
 from benchmarks import __main__ as main
 from benchmarks import (
@@ -22,20 +23,12 @@ from benchmarks import (
     table1,
 )
 from benchmarks.jagged_peers import JaggedShape, jagged_problem
-from benchmarks.peers import FBGEMM, OURS, PADDED, SEGMENTS, SLL_UNFUSED, attend, attention_problem
+from benchmarks.peers import FBGEMM, OURS, PADDED, SEGMENTS, SLL_UNFUSED, attention_problem
 from benchmarks.problem import Shape, draw_lengths
 from benchmarks.run import Case, Implementation, Missing, Rates
 
 CPU = torch.device("cpu")
 TINY = Shape(6, 9, 4, T=2, H=2, dtype="float32")
-ENVIRONMENT = {
-    "device": "made up for a test",
-    "versions": {"torch": "0"},
-    "date": "2026-01-01T00:00:00+00:00",
-    "commit": "none",
-    "threads": 2,
-    "copy_bytes_per_second": 4e12,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -58,17 +51,6 @@ def test_peers_compute_the_same(shared, heads):
         if row["status"] != "missing":
             assert row["status"] == "ok", row
             assert row["forward_us"] > 0 and row["forward_backward_us"] > 0
-
-
-def looped_varlen(query, key, value, query_offsets, offsets, most_queries, longest, window_size=(-1, -1)):
-    """What torch's varlen_attn computes, which needs a GPU."""
-    out = []
-    for sample in range(offsets.shape[0] - 1):
-        of_sample = [slice(*bounds[sample : sample + 2].tolist()) for bounds in (query_offsets, offsets, offsets)]
-        parts = [x[rows] for x, rows in zip((query, key, value), of_sample, strict=True)]
-        assert parts[0].shape[0] <= most_queries and parts[1].shape[0] <= longest
-        out.append(attend(*parts, causal=window_size == (-1, 0)))
-    return torch.cat(out)
 
 
 @pytest.mark.parametrize(
@@ -182,12 +164,18 @@ def test_jagged_attention_is_measured_small_where_there_is_no_gpu(monkeypatch, t
 
 def test_gpu_suites_are_refused_without_one(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["benchmarks", "--only", "target"])
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--only", "target,layer,step"])
     assert main.main() == 2
-    assert "need a GPU" in capsys.readouterr().out
+    assert "target, layer, step need a GPU" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["benchmarks", "--only", "targets"])
     with pytest.raises(SystemExit, match="2"):
         main.main()
+
+
+def test_a_suite_whose_packages_are_missing_is_a_line(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "benchmarks.layer", None)
+    assert main.importable(["layer", "target"]) == ["target"]
+    assert "layer: not measured: " in capsys.readouterr().out
 
 
 def test_what_a_gpu_is_asked_to_measure(monkeypatch):
@@ -207,8 +195,8 @@ def test_what_a_gpu_is_asked_to_measure(monkeypatch):
 @pytest.mark.parametrize("quick", [True, False])
 def test_cases_have_names_of_their_own(quick, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for suite in main.SUITES.values():
-        names = [case.name for case in suite.cases(quick)]
+    for suite in main.SUITES:
+        names = [case.name for case in main.load(suite).cases(quick)]
         assert names and len(set(names)) == len(names)
 
 

@@ -193,6 +193,23 @@ def test_weights_of_the_ids_reach_the_layer():
     torch.testing.assert_close(attended[:3, 0, 0], torch.tensor([0.0, 1.0, 0.0]))
 
 
+@pytest.mark.parametrize("encoded", [False, True], ids=["plain", "encoded"])
+def test_weights_of_the_ids_scale_the_values(encoded):
+    feature = SequenceFeatureConfig("taste", ["history_item", "history_genre"], ["item"], value_scale="weights")
+    first = JaggedEncoder([replace(feature, value_scale=None)], DIM, 2) if encoded else None
+    model, inputs = build(features=[feature], encoder=first), batch()
+    ids = inputs.sparse_features
+
+    def pooled(weight):
+        weights = torch.full((ids.values().numel(),), weight)
+        weighted = KeyedJaggedTensor(ids.keys(), ids.values(), lengths=ids.lengths(), weights=weights)
+        return entries(model, SimpleNamespace(dense_features=inputs.dense_features, sparse_features=weighted))[:, -1]
+
+    # The output's bias is zero at the start, so the entry is linear in the values.
+    assert pooled(1.0).any()
+    torch.testing.assert_close(pooled(-2.0), -2 * pooled(1.0))
+
+
 def test_attention_weights_are_those_of_the_forward_pass():
     model, inputs = build(num_queries=3), batch()
     weights = model.attention_weights(inputs)["taste"]

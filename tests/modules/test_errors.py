@@ -34,6 +34,9 @@ def buckets(values, lengths=LENGTHS):
             "bias of feature 'taste' must not be one of its sequence_keys, got 'history'",
         ),
         ({"num_buckets": 0}, ValueError, "num_buckets of feature 'taste' must be at least 1, got 0"),
+        ({"value_scale": "age"}, ValueError, "value_scale of feature 'taste' must be 'weights' or None, got 'age'"),
+        ({"max_seqlen": 0}, ValueError, "max_seqlen of feature 'taste' must be at least 1, got 0"),
+        ({"max_seqlen": 9.0}, TypeError, "max_seqlen of feature 'taste' must be an int, got 9.0"),
     ],
 )
 def test_config(changes, error, message):
@@ -51,6 +54,7 @@ def test_config(changes, error, message):
         ({"num_heads": 2.0}, TypeError, "num_heads must be an int, got 2.0"),
         ({"num_heads": 0}, ValueError, "num_heads must be at least 1, got 0"),
         ({"num_queries": 0}, ValueError, "num_queries must be at least 1, got 0"),
+        ({"project_history": 1}, TypeError, "project_history must be a bool or None, got 1"),
         ({"embedding_dim": 0}, ValueError, "embedding_dim must be at least 1, got 0"),
     ],
 )
@@ -240,9 +244,12 @@ def test_targets(events, targets, error, message):
 @pytest.mark.parametrize(
     ("weights", "got"), [(None, "got none"), (torch.arange(9), "got torch.int64 of shape [9]")], ids=["none", "integer"]
 )
-def test_weights(events, target, weights, got):
-    layer = JaggedFeatureInteraction([taste(bias="weights")], EMBEDDING_DIM)
-    message = "sequences['history'] must have floating weights of shape [9], since feature 'taste' has bias='weights', "
+@pytest.mark.parametrize("use", ["bias", "value_scale"])
+def test_weights(events, target, weights, got, use):
+    layer = JaggedFeatureInteraction([taste(**{use: "weights"})], EMBEDDING_DIM)
+    message = (
+        f"sequences['history'] must have floating weights of shape [9], since feature 'taste' has {use}='weights', "
+    )
     with pytest.raises(ValueError, match=re.escape(message + got)):
         layer({"history": events(dtype=torch.float32, weights=weights)}, {"item": target(dtype=torch.float32)})
 
@@ -255,3 +262,33 @@ def test_a_weight_that_has_no_logarithm(events, target, weight):
     message = "sequences['history'] must have weights of at least 0, since feature 'taste' has bias='weights', got "
     with pytest.raises(ValueError, match=re.escape(f"{message}{weight}")):
         layer({"history": events(dtype=torch.float32, weights=weights)}, {"item": target(dtype=torch.float32)})
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "arguments", "error", "message"),
+    [
+        ("tste", {}, {}, ValueError, "features must hold the key 'tste', got none of that name; nearest: ['taste']"),
+        ("taste", {}, None, TypeError, "attention must be an nn.MultiheadAttention, got Linear"),
+        ("taste", {"num_queries": 2}, {}, ValueError, "num_queries must be 1 to load an nn.MultiheadAttention, got 2"),
+        ("taste", {}, {"embed_dim": 16}, ValueError, "attention must have embed_dim=8 for feature 'taste', got 16"),
+        ("taste", {}, {"num_heads": 4}, ValueError, "attention must have num_heads=2 for feature 'taste', got 4"),
+        ("taste", {}, {"kdim": 16}, ValueError, "attention must have kdim=8 for feature 'taste', got 16"),
+        ("wide", {}, {"kdim": 16}, ValueError, "attention must have vdim=16 for feature 'wide', got 8"),
+        ("taste", {}, {"add_bias_kv": True}, ValueError, "attention must have bias_k=None for feature 'taste', got a"),
+        ("taste", {}, {"add_zero_attn": True}, ValueError, "attention must have add_zero_attn=False for feature 'tas"),
+        ("two", {}, {}, ValueError, "feature 'two' must have targets of embedding_dim=8 to load an nn.Multihead"),
+    ],
+)
+def test_an_attention_that_cannot_be_loaded(name, options, arguments, error, message):
+    features = [
+        taste(),
+        taste(name="wide", sequence_keys=["history", "rating"], combine="concat"),
+        taste(name="two", target_keys=["item", "genre"], combine="concat"),
+    ]
+    layer = JaggedFeatureInteraction(features, EMBEDDING_DIM, 2, **options)
+    if arguments is None:
+        attention = torch.nn.Linear(8, 8)
+    else:
+        attention = torch.nn.MultiheadAttention(**{"embed_dim": 8, "num_heads": 2, **arguments})
+    with pytest.raises(error, match=re.escape(message)):
+        layer.load_multihead_attention(name, attention)

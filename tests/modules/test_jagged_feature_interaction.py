@@ -2,6 +2,7 @@
 
 import copy
 import io
+from operator import attrgetter
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJa
 from torchrec.models.dlrm import InteractionArch
 
 from jfi import JaggedFeatureInteraction, SequenceFeatureConfig
+from jfi.modules import merged_attention
 
 from .conftest import EMBEDDING_DIM, LENGTHS
 
@@ -23,14 +25,11 @@ def plain_layer(layer, sequences, targets):
 
     Reads parameters by their documented layout alone.
     """
-    outputs, members = [], {}
+    outputs = []
     for feature in layer.features:
-        widths = feature.target_width(layer.embedding_dim), feature.sequence_width(layer.embedding_dim)
-        members.setdefault(widths, []).append(feature)
-    for feature in layer.features:
-        widths = feature.target_width(layer.embedding_dim), feature.sequence_width(layer.embedding_dim)
-        group, place = layer.groups[list(members).index(widths)], members[widths].index(feature)
-        first_row = sum(f.bucket_rows for f in members[widths][:place])
+        group = next(group for group in layer.groups if feature in group.features)
+        place = group.features.index(feature)
+        first_row = sum(above.bucket_rows for above in group.features[:place])
         heads, queries, dim = group.num_heads, group.num_queries, layer.embedding_dim // group.num_heads
 
         def combined(tensors, how=feature.combine):
@@ -56,6 +55,8 @@ def plain_layer(layer, sequences, targets):
                 else:
                     bucket = sequences[feature.bias].values()[rows]
                 scores = scores + group.bucket_bias[first_row + bucket].T
+            if feature.value_scale == "weights":
+                value = value * first.weights()[rows, None, None]
             pooled = torch.einsum("thn,nhd->thd", scores.softmax(-1), value).flatten()
             samples.append(group.output_weight[place] @ pooled + group.output_bias[place])
             start += count
@@ -71,28 +72,29 @@ def randomise(layer):
     return layer
 
 
-@pytest.mark.parametrize("num_heads", [1, 2, 4])
-@pytest.mark.parametrize("width", [EMBEDDING_DIM, 3 * EMBEDDING_DIM])
-def test_equals_torch_multihead_attention_on_padded_input(events, target, num_heads, width):
+@pytest.mark.parametrize("project_history", [False, True])
+@pytest.mark.parametrize(
+    ("num_heads", "width", "options"),
+    [
+        (1, EMBEDDING_DIM, {"batch_first": True}),
+        (2, EMBEDDING_DIM, {"bias": False}),
+        (4, 3 * EMBEDDING_DIM, {"dropout": 0.5}),
+        (2, 3 * EMBEDDING_DIM, {"batch_first": True, "bias": False}),
+    ],
+)
+def test_equals_torch_multihead_attention_on_padded_input(events, target, num_heads, width, options, project_history):
     keys = ["history", "rating", "genre"][: width // EMBEDDING_DIM]
-    layer = JaggedFeatureInteraction([taste(sequence_keys=keys, combine="concat")], EMBEDDING_DIM, num_heads).double()
+    features = [taste(name="other"), taste(sequence_keys=keys, combine="concat")]
+    layer = JaggedFeatureInteraction(features, EMBEDDING_DIM, num_heads, project_history=project_history).double()
+    randomise(layer)
     attention = torch.nn.MultiheadAttention(
-        EMBEDDING_DIM, num_heads, kdim=width, vdim=width, batch_first=True, dtype=torch.float64
+        EMBEDDING_DIM, num_heads, kdim=width, vdim=width, dtype=torch.float64, **options
     )
-    group = layer.groups[0]
-    with torch.no_grad():
-        for parameter in attention.parameters():
-            parameter.normal_()
-        if width == EMBEDDING_DIM:
-            projections = attention.in_proj_weight.chunk(3)
-        else:
-            projections = attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight
-        query_bias, _, value_bias = attention.in_proj_bias.chunk(3)
-        group.query_weight[0], group.key_weight[0], group.value_weight[0] = projections
-        group.query_bias[0] = query_bias
-        group.output_weight[0] = attention.out_proj.weight
-        # The probabilities sum to one, so a value bias passes through to the output projection.
-        group.output_bias[0] = attention.out_proj.bias + attention.out_proj.weight @ value_bias
+    randomise(attention).eval()
+    before = {name: tensor[0].clone() for name, tensor in layer.groups[0].named_parameters()}
+    layer.load_multihead_attention("taste", attention)
+    if width == EMBEDDING_DIM:  # of the feature that shares the parameters' tensors nothing is overwritten
+        assert all(torch.equal(tensor[0], before[name]) for name, tensor in layer.groups[0].named_parameters())
 
     lengths = [3, 1, 5, 2]  # an empty history makes nn.MultiheadAttention give NaN
     sequences = {key: events(lengths) for key in keys}
@@ -100,17 +102,21 @@ def test_equals_torch_multihead_attention_on_padded_input(events, target, num_he
     padded = torch.zeros(len(lengths), max(lengths), width, dtype=torch.float64)
     mask = torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None]
     padded[~mask] = torch.cat([sequences[key].values() for key in keys], dim=1)
-    want, want_weights = attention(item.unsqueeze(1), padded, padded, key_padding_mask=mask, average_attn_weights=False)
+    query = item.unsqueeze(1)
+    if not attention.batch_first:
+        query, padded = query.transpose(0, 1), padded.transpose(0, 1)
+    want, want_weights = attention(query, padded, padded, key_padding_mask=mask, average_attn_weights=False)
+    want = want.squeeze(1 if attention.batch_first else 0)
 
     got = layer(sequences, {"item": item})["taste"]
-    torch.testing.assert_close(got, want.squeeze(1))
+    torch.testing.assert_close(got, want)
     weights = layer.attention_weights(sequences, {"item": item})["taste"]
     torch.testing.assert_close(weights.values()[:, 0], want_weights[:, :, 0].transpose(1, 2)[~mask])
     assert weights.lengths().tolist() == lengths
 
 
 def every_kind_of_feature(events, target):
-    """Features of three widths, with every bias, several fields and several targets, and their inputs."""
+    """Features of every kind, most of them in twos, with several fields and several targets, and their inputs."""
     features = [
         taste(name="plain"),
         taste(name="position", bias="position", num_buckets=2),
@@ -118,35 +124,85 @@ def every_kind_of_feature(events, target):
         taste(name="bucket", sequence_keys=["clicks", "clicks_rating"], bias="clicks_age", num_buckets=5),
         taste(name="weighted", sequence_keys=["weighted"], target_keys=["item", "genre"], bias="weights"),
         taste(name="wide target", target_keys=["item", "genre"], combine="concat"),
+        taste(name="clicks position", sequence_keys=["clicks"], bias="position", num_buckets=2),
+        taste(name="history bucket", sequence_keys=["history", "rating"], bias="age", num_buckets=3),
+        taste(name="clicks weighted", sequence_keys=["clicks"], target_keys=["genre", "item"], bias="weights"),
+        taste(name="scaled", sequence_keys=["clicks"], value_scale="weights"),
+        taste(name="other scaled", sequence_keys=["weighted"], target_keys=["genre"], value_scale="weights"),
+        taste(name="both", sequence_keys=["weighted"], bias="weights", value_scale="weights", max_seqlen=9),
+        taste(name="scaled by position", sequence_keys=["weighted"], bias="position", value_scale="weights"),
+        taste(name="clicks plain", sequence_keys=["clicks"], target_keys=["genre"], max_seqlen=7),
     ]
     clicks = [0, 2, 7, 1]
+
+    def weights(lengths):
+        return (torch.rand(sum(lengths), dtype=torch.float64) + 0.1).requires_grad_()
+
+    def ids(lengths, rows):
+        return JaggedTensor(values=torch.randint(rows, (sum(lengths),)), lengths=torch.tensor(lengths))
+
     sequences = {
         "history": events(),
         "rating": events(),
-        "clicks": events(clicks),
+        "age": ids(LENGTHS, 3),
+        "clicks": events(clicks, weights=weights(clicks)),
         "clicks_rating": events(clicks),
-        "clicks_age": JaggedTensor(values=torch.randint(5, (sum(clicks),)), lengths=torch.tensor(clicks)),
-        "weighted": events(weights=torch.rand(sum(LENGTHS), dtype=torch.float64)),
+        "clicks_age": ids(clicks, 5),
+        "weighted": events(weights=weights(LENGTHS)),
     }
     return features, sequences, {"item": target(), "genre": target()}
 
 
-@pytest.mark.parametrize(("num_heads", "num_queries"), [(1, 1), (2, 3), (4, 1)])
-def test_outputs_and_gradients_equal_the_plain_formula(events, target, num_heads, num_queries):
-    features, sequences, targets = every_kind_of_feature(events, target)
-    layer = randomise(JaggedFeatureInteraction(features, EMBEDDING_DIM, num_heads, num_queries).double())
+def leaves_of(layer, sequences, targets):
+    """All that a gradient goes to, by name."""
     embeddings = {key: tensor.values() for key, tensor in sequences.items() if tensor.values().is_floating_point()}
-    leaves = dict(layer.named_parameters()) | embeddings | targets
+    weights = {
+        f"weights of {key}": tensor.weights()
+        for key, tensor in sequences.items()
+        if tensor.weights_or_none() is not None
+    }
+    return dict(layer.named_parameters()) | embeddings | weights | targets
 
+
+def check_gradients(got, want, leaves, other_leaves=None):
+    """Compares the gradients of a random projection of both outputs."""
+    weight = torch.randn_like(want)
+    got_gradients = torch.autograd.grad((got * weight).sum(), leaves.values())
+    want_gradients = torch.autograd.grad((want * weight).sum(), (other_leaves or leaves).values())
+    for name, got_gradient, want_gradient in zip(leaves, got_gradients, want_gradients, strict=True):
+        torch.testing.assert_close(got_gradient, want_gradient, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("project_history", [False, True])
+@pytest.mark.parametrize(("num_heads", "num_queries"), [(1, 1), (2, 3), (4, 1)])
+def test_outputs_and_gradients_equal_the_plain_formula(events, target, num_heads, num_queries, project_history):
+    features, sequences, targets = every_kind_of_feature(events, target)
+    layer = JaggedFeatureInteraction(
+        features, EMBEDDING_DIM, num_heads, num_queries, project_history=project_history
+    ).double()
+    assert len(layer.groups) == 9 and layer.groups[0].max_seqlen is None
+    randomise(layer)
     got = layer(sequences, targets)
     want = plain_layer(layer, sequences, targets)
     assert got.keys() == [feature.name for feature in features]
     torch.testing.assert_close(got.values(), want)
-    weight = torch.randn_like(want)
-    got_gradients = torch.autograd.grad((got.values() * weight).sum(), leaves.values())
-    want_gradients = torch.autograd.grad((want * weight).sum(), leaves.values())
-    for name, got_gradient, want_gradient in zip(leaves, got_gradients, want_gradients, strict=True):
-        torch.testing.assert_close(got_gradient, want_gradient, msg=lambda text, name=name: f"{name}: {text}")
+    check_gradients(got.values(), want, leaves_of(layer, sequences, targets))
+
+
+@pytest.mark.parametrize(("num_heads", "num_queries", "projects"), [(8, 1, False), (8, 2, True), (2, 5, True)])
+def test_the_side_of_the_projections_follows_the_shapes_and_keeps_the_parameters(
+    events, target, num_heads, num_queries, projects
+):
+    features, sequences, targets = every_kind_of_feature(events, target)
+    layer = randomise(JaggedFeatureInteraction(features, EMBEDDING_DIM, num_heads, num_queries).double())
+    assert all(group.project_history is projects for group in layer.groups)
+    other = JaggedFeatureInteraction(
+        features, EMBEDDING_DIM, num_heads, num_queries, project_history=not projects
+    ).double()
+    other.load_state_dict(layer.state_dict())
+    got, want = layer(sequences, targets).values(), other(sequences, targets).values()
+    torch.testing.assert_close(got, want)
+    check_gradients(got, want, leaves_of(layer, sequences, targets), leaves_of(other, sequences, targets))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -232,6 +288,18 @@ def test_learned_weights_have_finite_gradients_at_zero(events, target):
     assert weights.grad.isfinite().all() and weights.grad[1] == 0 and weights.grad[0] != 0
 
 
+def test_a_value_scale_is_of_either_sign_and_leaves_the_attention_alone(events, target):
+    scaled, plain = (
+        JaggedFeatureInteraction([taste(value_scale=scale)], EMBEDDING_DIM, 2).double() for scale in ("weights", None)
+    )
+    plain.load_state_dict(randomise(scaled).state_dict())
+    history, targets = events(weights=torch.randn(sum(LENGTHS), dtype=torch.float64)), {"item": target()}
+    want = plain_layer(scaled, {"history": history}, targets)
+    torch.testing.assert_close(scaled({"history": history}, targets).values(), want)
+    weights = [layer.attention_weights({"history": history}, targets)["taste"].values() for layer in (scaled, plain)]
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
+
+
 def test_an_empty_history_gives_the_output_bias(events, target):
     layer = randomise(JaggedFeatureInteraction([taste()], EMBEDDING_DIM, 2).double())
     got = layer({"history": events()}, {"item": target()})["taste"]
@@ -304,18 +372,19 @@ def test_float32_parameters_with_half_precision_embeddings(events, target):
     )
 
 
-def test_autocast_projects_in_bfloat16_and_leaves_the_history_alone(events, target, monkeypatch):
-    from jfi.modules import stacked_attention
-
+@pytest.mark.parametrize(
+    ("bias", "where"), [(None, "operators.target_attention_fwd"), ("position", "target_attention")]
+)
+def test_autocast_projects_in_bfloat16_and_leaves_the_history_alone(bias, where, events, target, monkeypatch):
     seen = []
 
     def spy(query, key, *args, **kwargs):
         seen.append((query.dtype, key.data_ptr()))
         return original(query, key, *args, **kwargs)
 
-    original = stacked_attention.target_attention
-    monkeypatch.setattr(stacked_attention, "target_attention", spy)
-    layer = JaggedFeatureInteraction([taste(bias="position")], EMBEDDING_DIM, 2)
+    original = attrgetter(where)(merged_attention)
+    monkeypatch.setattr(f"jfi.modules.merged_attention.{where}", spy)
+    layer = JaggedFeatureInteraction([taste(bias=bias)], EMBEDDING_DIM, 2)
     history = events(dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         pooled = layer({"history": history}, {"item": target(dtype=torch.float32)})
@@ -326,38 +395,51 @@ def test_autocast_projects_in_bfloat16_and_leaves_the_history_alone(events, targ
 
 
 def test_names_in_state_dict_and_round_trip(events, target):
-    features = [taste(), taste(name="near", bias="position", num_buckets=3)]
+    aged = [taste(name=f"aged{rows}", bias="age", num_buckets=rows) for rows in (3, 5)]
+    features = [aged[0], taste(), aged[1]]
     layer = JaggedFeatureInteraction(features, EMBEDDING_DIM, 2, 3)
+
+    def projections(group, count):
+        return {
+            f"groups.{group}.query_weight": (count, 24, 8),
+            f"groups.{group}.query_bias": (count, 24),
+            f"groups.{group}.key_weight": (count, 8, 8),
+            f"groups.{group}.value_weight": (count, 8, 8),
+            f"groups.{group}.output_weight": (count, 8, 24),
+            f"groups.{group}.output_bias": (count, 8),
+        }
+
     shapes = {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()}
     assert shapes == {
-        "groups.0.query_weight": (2, 24, 8),
-        "groups.0.query_bias": (2, 24),
-        "groups.0.key_weight": (2, 8, 8),
-        "groups.0.value_weight": (2, 8, 8),
-        "groups.0.output_weight": (2, 8, 24),
-        "groups.0.output_bias": (2, 8),
-        "groups.0.bucket_bias": (3, 2),
+        **projections(0, 2),
+        "groups.0.bucket_bias": (8, 2),
+        **projections(1, 1),
     }
     file = io.BytesIO()
     torch.save(randomise(layer).state_dict(), file)
     file.seek(0)
     other = JaggedFeatureInteraction(features, EMBEDDING_DIM, 2, 3)
     other.load_state_dict(torch.load(file))
-    inputs = {"history": events(dtype=torch.float32)}, {"item": target(dtype=torch.float32)}
+    ages = JaggedTensor(torch.randint(3, (sum(LENGTHS),)), lengths=torch.tensor(LENGTHS))
+    inputs = {"history": events(dtype=torch.float32), "age": ages}, {"item": target(dtype=torch.float32)}
     torch.testing.assert_close(other(*inputs).values(), layer(*inputs).values(), rtol=0, atol=0)
 
 
 def test_meta_device_then_reset_parameters_equals_a_direct_start():
     features = [taste(bias="position"), taste(name="wide", sequence_keys=["history", "rating"], combine="concat")]
+    features += [taste(name=f"aged{rows}", bias="age", num_buckets=rows) for rows in (3, 5, 2)]
     layer = JaggedFeatureInteraction(features, EMBEDDING_DIM, 2, 2, device=torch.device("meta"))
     assert all(parameter.is_meta for parameter in layer.parameters())
     layer.to_empty(device="cpu")
+    for buffer in layer.buffers():
+        buffer.fill_(-1)
     torch.manual_seed(1)
     layer.reset_parameters()
     torch.manual_seed(1)
     direct = JaggedFeatureInteraction(features, EMBEDDING_DIM, 2, 2)
     for (name, got), want in zip(layer.named_parameters(), direct.parameters(), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0, msg=name)
+    assert [buffer.tolist() for buffer in layer.buffers()] == [[0, 3, 8]]
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda layer: _through_pickle(layer)], ids=["deepcopy", "pickle"])
@@ -390,3 +472,30 @@ def test_a_few_steps_lower_the_loss(events, target):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("num_queries", [1, 3])
+@pytest.mark.parametrize("bias", [None, "position", "weights"])
+def test_one_node_equals_the_plain_formula(bias, num_queries, events, target, device, monkeypatch):
+    """Eager calls on a GPU, here through the kernels whatever the device, against autograd through each product."""
+    layer = JaggedFeatureInteraction(
+        [taste(bias=bias, value_scale="weights")], EMBEDDING_DIM, 2, num_queries, device=device
+    )
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    weights = torch.rand(sum(LENGTHS), device=device)
+    history = events(dtype=torch.float32, weights=weights).to(device)
+    item = target(dtype=torch.float32).to(device)
+    leaves = [history.values(), item, *layer.parameters()]
+
+    def run():
+        pooled = layer({"history": history}, {"item": item}).values()
+        return [pooled, *torch.autograd.grad(pooled, leaves, torch.ones_like(pooled))]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(merged_attention, "check_impl", lambda *_: "triton")
+        assert merged_attention._is_plain(history.values(), None, weights, layer.groups[0]._weights)
+        got = run()
+    monkeypatch.setattr(merged_attention, "_is_plain", lambda *_: False)
+    for one, other in zip(got, run(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)

@@ -6,6 +6,7 @@ import torch._dynamo.testing
 from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 from torchrec.distributed.train_pipeline.tracing import Tracer as PipelineTracer
 from torchrec.fx import symbolic_trace
+from torchrec.models.dlrm import InteractionArch, OverArch
 
 from jfi import JaggedFeatureInteraction, SequenceFeatureConfig
 from jfi.modules import JaggedMeanPooling
@@ -16,6 +17,8 @@ FEATURES = [
     SequenceFeatureConfig("aged", ["history", "rating"], ["item"], bias="age", num_buckets=4),
     SequenceFeatureConfig("weighted", ["history", "rating"], ["item"], bias="weights", combine="concat"),
     SequenceFeatureConfig("near", ["rating"], ["item"], bias="position"),
+    SequenceFeatureConfig("scaled", ["rating"], ["item"], bias="position", value_scale="weights"),
+    SequenceFeatureConfig("aged and scaled", ["history"], ["item"], bias="age", num_buckets=4, value_scale="weights"),
 ]
 
 
@@ -53,10 +56,11 @@ def without_collection(layer):
 
 def test_ids_and_embeddings_give_the_same(layer, ids, targets):
     sequences = layer.embedding_collection(ids)
-    sequences["history"]._weights = ids["history"].weights()
+    for key in ("history", "rating"):
+        sequences[key]._weights = ids[key].weights()
     sequences["age"] = ids["age"]
     got, want = layer(ids, targets), without_collection(layer)(sequences, targets)
-    assert got.keys() == want.keys() == ["aged", "weighted", "near"]
+    assert got.keys() == want.keys() == [feature.name for feature in FEATURES]
     torch.testing.assert_close(got.values(), want.values(), rtol=0, atol=0)
 
 
@@ -87,9 +91,10 @@ def test_torchrecs_tracer_traces_the_mean(events):
 
 
 def test_the_train_pipelines_tracer_finds_the_collection_fed_by_the_batch_alone(layer):
-    graph = PipelineTracer(leaf_modules=["embedding_collection", "groups.0", "groups.1"]).trace(layer)
+    leaves = ["embedding_collection", *(f"groups.{group}" for group in range(5))]
+    graph = PipelineTracer(leaf_modules=leaves).trace(layer)
     calls = {node.target: node for node in graph.nodes if node.op == "call_module"}
-    assert set(calls) == {"embedding_collection", "groups.0", "groups.1"}
+    assert set(calls) == set(leaves)
     assert [argument.op for argument in calls["embedding_collection"].args] == ["placeholder"]
 
 
@@ -100,7 +105,7 @@ def test_compiles_to_one_graph_for_every_number_of_events(layer, targets):
     def interact(history, rating, weights, ages, offsets, item):
         sequences = {
             "history": JaggedTensor(history, weights=weights, offsets=offsets),
-            "rating": JaggedTensor(rating, offsets=offsets),
+            "rating": JaggedTensor(rating, weights=weights, offsets=offsets),
             "age": JaggedTensor(ages, offsets=offsets),
         }
         return other(sequences, {"item": item}).values()
@@ -111,4 +116,52 @@ def test_compiles_to_one_graph_for_every_number_of_events(layer, targets):
         fields = [torch.randn(count, EMBEDDING_DIM) for _ in range(2)]
         arguments = [*fields, torch.rand(count), torch.randint(4, (count,)), offsets, targets["item"]]
         torch.testing.assert_close(compiled(*arguments), interact(*arguments))
+    assert compilations.frame_count == 1
+
+
+class DensePart(torch.nn.Module):
+    """All that stands behind the look-ups: the layer, InteractionArch and OverArch."""
+
+    def __init__(self):
+        super().__init__()
+        features = [
+            SequenceFeatureConfig("clicks", ["clicks"], ["item"], bias="position"),
+            SequenceFeatureConfig("orders", ["orders"], ["item"], bias="position"),
+            SequenceFeatureConfig("aged clicks", ["clicks"], ["item"], bias="clicks_age", num_buckets=4),
+            SequenceFeatureConfig("aged orders", ["orders"], ["item"], bias="orders_age", num_buckets=3),
+            SequenceFeatureConfig("scaled", ["orders"], ["item"], bias="weights", value_scale="weights"),
+        ]
+        self.layer = JaggedFeatureInteraction(features, EMBEDDING_DIM, 2)
+        self.interaction = InteractionArch(len(features))
+        self.over = OverArch(EMBEDDING_DIM + 15, [4, 1])
+
+    def forward(self, rows, lengths, weights, ages, dense, item):
+        sequences = {}
+        for key in ("clicks", "orders"):
+            sequences[key] = JaggedTensor(rows[key], lengths=lengths[key], weights=weights[key])
+            sequences[f"{key}_age"] = JaggedTensor(ages[key], lengths=lengths[key])
+        pooled = self.layer(sequences, {"item": item}).values()
+        return self.over(self.interaction(dense, pooled.unflatten(1, (-1, EMBEDDING_DIM))))
+
+
+def test_the_dense_part_of_a_model_compiles_once_for_a_hundred_batches():
+    compilations = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    model = DensePart()
+    compiled = torch.compile(model, backend=compilations, dynamic=True, fullgraph=True)
+    for step in range(100):
+        lengths = {key: torch.randint(9, (6,)) + torch.tensor([2, 0, 0, 0, 0, 0]) for key in ("clicks", "orders")}
+        counts = {key: int(rows.sum()) for key, rows in lengths.items()}
+        rows = {key: torch.randn(count, EMBEDDING_DIM, requires_grad=True) for key, count in counts.items()}
+        weights = {key: torch.rand(count) for key, count in counts.items()}
+        ages = {key: torch.randint(3, (count,)) for key, count in counts.items()}
+        inputs = rows, lengths, weights, ages, torch.randn(6, EMBEDDING_DIM), torch.randn(6, EMBEDDING_DIM)
+        got = compiled(*inputs)
+        leaves = [*rows.values(), *model.parameters()]
+        gradients = torch.autograd.grad(got.sum(), leaves)
+        if step % 33 == 0:
+            want = model(*inputs)
+            torch.testing.assert_close(got, want)
+            for gradient, wanted in zip(gradients, torch.autograd.grad(want.sum(), leaves), strict=True):
+                torch.testing.assert_close(gradient, wanted)
     assert compilations.frame_count == 1

@@ -119,7 +119,7 @@ SCHEMAS = {
                 *o,
                 None,
                 q.detach(),
-                q[..., 0].detach().float(),
+                q[..., 0].detach().float() + 50,  # a log-sum-exp below the scores would overflow
                 *(0.3, None, 0, "triton"),
             ),
         ),

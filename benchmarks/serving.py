@@ -1,0 +1,238 @@
+"""Latency and throughput of serving: the dense part alone, a request without HTTP, and over HTTP on loopback.
+
+python -m benchmarks.serving --synthetic                 a model of D=64, H=4 with a table of 1,000,000 items
+python -m benchmarks.serving --artefact ARTEFACT
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import torch
+from torchrec import EmbeddingCollection, EmbeddingConfig
+
+from benchmarks import report
+from benchmarks.run import Rates
+from jfi.models import SequenceDLRM
+from jfi.modules import SequenceFeatureConfig
+from jfi.serving.export import export
+from jfi.serving.fields import Field, Fields, Limits, parse
+from jfi.serving.scorer import Scorer, batch_inputs
+
+ROOT = Path(__file__).parents[1]
+BODIES = 8  # distinct requests, that go round
+WARM_UP = 5
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A request: events and candidates."""
+
+    history: int
+    candidates: int
+
+    @property
+    def name(self) -> str:
+        return f"history {self.history}, {self.candidates} candidates"
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m benchmarks.serving", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--artefact", type=Path, help="of examples/export.py; its requests have random values")
+    which.add_argument("--synthetic", action="store_true", help="a model with random weights")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="with --synthetic")
+    parser.add_argument("--tables", default="float32", help="float32 or int8, with --synthetic")
+    parser.add_argument("--tables-device", help="where the tables lie (default: as the model)")
+    parser.add_argument("--items", type=int, default=1_000_000, help="with --synthetic")
+    parser.add_argument("--large", type=int, nargs=2, default=(2000, 1000), help="history and candidates of a request")
+    parser.add_argument("--small", type=int, nargs=2, default=(200, 100), help="those of the other kind of request")
+    parser.add_argument("--clients", type=int, default=16, help="at a time, for requests a second")
+    parser.add_argument("--seconds", type=float, default=4.0, help="on each figure")
+    parser.add_argument("--out", type=Path, help="folder of serving.json (default: benchmarks/results/<device>)")
+    parser.add_argument("--commit", help="to record where the checkout is no git repository")
+    return parser.parse_args()
+
+
+def synthetic(path: Path, items: int, device: str, tables: str, shape: Shape) -> None:
+    """Exports a model that has not been trained: what it scores is noise, what it takes is not."""
+    torch.manual_seed(0)
+    sizes = {"item": items, "category": 1000, "rating": 6}
+    configs = [
+        EmbeddingConfig(
+            name=name,
+            embedding_dim=64,
+            num_embeddings=rows,
+            feature_names=[f"history_{name}"] if name == "rating" else [name, f"history_{name}"],
+        )
+        for name, rows in sizes.items()
+    ]
+    histories = [f"history_{name}" for name in sizes]
+    taste = SequenceFeatureConfig("taste", histories, ["item", "category"], bias="history_age")
+    model = SequenceDLRM(
+        None, EmbeddingCollection(tables=configs), [taste], 1, [512, 256, 64], [512, 256, 1], num_heads=4
+    )
+    fields = Fields(
+        user=[],
+        candidate=[Field(name, "category", [name]) for name in ("item", "category")],
+        event=[
+            *(Field(name, "category", [f"history_{name}"]) for name in sizes),
+            Field("age", "age", num_buckets=32),
+        ],
+        vocabularies={name: [str(i) for i in range(1, rows)] for name, rows in sizes.items()},
+    )
+    export(path, model, fields, Limits(shape.candidates, shape.history), device=device, tables=tables)
+
+
+def make_body(scorer: Scorer, shape: Shape, draw: random.Random) -> bytes:
+    """A request with known values."""
+    fields = scorer.reader.fields
+
+    def value(one: Field) -> object:
+        if one.kind in ("number", "quantile", "age"):
+            return round(draw.uniform(0, 1e6))
+        known = draw.choice(fields.vocabularies[one.name])
+        return known if one.kind == "category" else [known]
+
+    def rows(of: list[Field], count: int) -> list[dict]:
+        return [{one.name: value(one) for one in of} for _ in range(count)]
+
+    body = {"user": rows(fields.user, 1)[0], "candidates": rows(fields.candidate, shape.candidates)}
+    if fields.event:
+        body["history"] = rows(fields.event, shape.history)
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+def timed(call: Callable[[int], object], seconds: float) -> dict[str, float]:
+    """Percentiles of calls one after the other, in microseconds."""
+    for i in range(WARM_UP):
+        call(i)
+    times, end = [], time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times) < WARM_UP:
+        start = time.perf_counter()
+        call(len(times))
+        times.append((time.perf_counter() - start) * 1e6)
+    return percentiles(times)
+
+
+def percentiles(times: list[float]) -> dict[str, float]:
+    p50, p99 = np.percentile(times, [50, 99])
+    return {"p50_us": float(p50), "p99_us": float(p99), "calls": len(times)}
+
+
+def in_process(scorer: Scorer, shape: Shape, bodies: list[bytes], seconds: float) -> list[dict]:
+    """The dense part alone, what surrounds it, and the same candidates with the history read for each."""
+    requests = [scorer.reader(parse(body)) for body in bodies]
+    inputs = [batch_inputs([request], scorer.inputs, scorer.tables, scorer.device) for request in requests]
+
+    def dense(i: int) -> None:
+        scorer.package(*inputs[i % BODIES])
+        if scorer.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def apart(i: int) -> None:
+        scorer.score(one_by_one[i % 2])
+
+    one_by_one = []
+    for body in bodies[:2]:
+        whole = parse(body)
+        alone = [scorer.reader(whole | {"candidates": [candidate]}) for candidate in whole["candidates"][:8]]
+        one_by_one.append([alone[i % 8] for i in range(shape.candidates)])
+    measured = {
+        "dense part": timed(dense, seconds),
+        "request to scores": timed(lambda i: scorer.score([requests[i % BODIES]]), seconds),
+        "reading of JSON": timed(lambda i: scorer.reader(parse(bodies[i % BODIES])), seconds),
+        "history read once a candidate": timed(apart, seconds / 4),
+    }
+    return [{"case": shape.name, "measured": name, **row} for name, row in measured.items()]
+
+
+@contextmanager
+def server(path: Path, *options: object):
+    """examples/serve.py in a process of its own; gives its address."""
+    command = [sys.executable, "-u", "examples/serve.py", "--artefact", path, "--port", 0, *options]
+    process = subprocess.Popen(list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        for line in process.stdout:
+            if found := re.search(r"http://[\w.]+:\d+", line):
+                yield found[0]
+                break
+    finally:
+        process.terminate()
+        process.wait()
+
+
+async def load(address: str, bodies: list[bytes], clients: int, seconds: float) -> dict:
+    """Clients on loopback, each with one request after the other."""
+    statuses, times = {}, []
+    order = itertools.cycle(bodies)
+
+    async def client(session: aiohttp.ClientSession, end: float) -> None:
+        while time.perf_counter() < end:
+            start = time.perf_counter()
+            async with session.post(f"{address}/score", data=next(order)) as answer:
+                await answer.read()
+            times.append((time.perf_counter() - start) * 1e6)
+            statuses[answer.status] = statuses.get(answer.status, 0) + 1
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        await asyncio.gather(*(client(session, 0.5 + time.perf_counter()) for _ in range(clients)))  # warm-up
+        statuses.clear(), times.clear()
+        start = time.perf_counter()
+        await asyncio.gather(*(client(session, start + seconds) for _ in range(clients)))
+        spent = time.perf_counter() - start
+    if set(statuses) != {200}:
+        raise RuntimeError(f"answers other than 200: {statuses}")
+    return {"clients": clients, "requests_per_second": len(times) / spent, **percentiles(times)}
+
+
+def main() -> int:
+    options = arguments()
+    shapes = [Shape(*options.large), Shape(*options.small)]
+    with tempfile.TemporaryDirectory() as folder:
+        path = options.artefact or Path(folder) / "artefact"
+        start = time.perf_counter()
+        if options.synthetic:
+            synthetic(path, options.items, options.device, options.tables, shapes[0])
+        exported = time.perf_counter() - start
+        scorer = Scorer(path, options.tables_device, shapes[0].candidates, shapes[0].history)
+        draw, rows = random.Random(0), []
+        bodies = {shape: [make_body(scorer, shape, draw) for _ in range(BODIES)] for shape in shapes}
+        for shape in shapes:
+            rows += in_process(scorer, shape, bodies[shape], options.seconds / 2)
+        limits = ["--max-candidates", shapes[0].candidates, "--max-history", shapes[0].history]
+        limits += ["--queue", 2 * options.clients]
+        if options.tables_device:
+            limits += ["--tables-device", options.tables_device]
+        with server(path, *limits) as address:
+            for shape, clients in itertools.product(shapes, (1, options.clients)):
+                measured = asyncio.run(load(address, bodies[shape], clients, options.seconds))
+                rows.append({"case": shape.name, "measured": "HTTP on loopback", **measured})
+    where = report.environment(scorer.device, Rates(), options.commit)
+    where |= {key: scorer.info[key] for key in ("tables", "table_sizes", "embedding_dim")}
+    where |= {"export_seconds": exported, "tables_device": options.tables_device or scorer.info["device"]}
+    out = options.out or ROOT / "benchmarks/results" / report.folder_name(scorer.device)
+    report.write(out, "serving", where, [{"suite": "serving", **row} for row in rows])
+    for row in rows:
+        speed = f"{row['requests_per_second']:8.1f}/s, {row['clients']} clients" if "clients" in row else ""
+        print(f"{row['case']:36s}{row['measured']:32s}{row['p50_us']:10.0f} us p50{row['p99_us']:10.0f} p99 {speed}")
+    print(f"in {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""The targets' side of `jfi.modules.stacked_attention`: weights merged with weights, and one node of autograd's graph.
+
+Where histories are short a training step takes the host's time, and most of that goes to a dozen small products, their
+views and their sums, each way. So in eager calls the gradients are written out, those of all products of weights are
+one launch, and training pays for few launches.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from jfi.ops import target_attention
+from jfi.ops._checks import check_impl, check_offsets, is_traced
+from jfi.ops._dispatch import operators
+from jfi.ops._merged_weights import merge, merge_eagerly, split
+from jfi.ops.target_attention import takes_events
+
+
+class Weights(NamedTuple):
+    """The parameters of `StackedTargetAttention`, and how they are divided: T queries by H heads."""
+
+    query_weight: Tensor  # [F, T * D, D_e]
+    query_bias: Tensor  # [F, T * D]
+    key_weight: Tensor  # [F, D, D_x]
+    value_weight: Tensor  # [F, D, D_x]
+    output_weight: Tensor  # [F, D, T * D]
+    output_bias: Tensor  # [F, D]
+    times: int
+    heads: int
+
+    @property
+    def products(self) -> tuple[Tensor, ...]:
+        """Those that are multiplied with each other."""
+        return self[:5]
+
+
+def merged_queries(target: Tensor, weights: Weights) -> Tensor:
+    """q' = W_qk e + b_qk [F, B, T * H * D_x] of targets [F, B, D_e], in the parameters' dtype."""
+    w_qk, b_qk, _ = merge(weights.products, weights.times, weights.heads, weights.query_weight.dtype)
+    return _affine(b_qk, target, w_qk.mT)
+
+
+def _affine(bias: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+    """[F, N] + [F, B, M] x [F, M, N] -> [F, B, N], in the dtype of the weight."""
+    rows, bias = _cast(rows, weight.dtype), _cast(bias, weight.dtype)
+    if rows.size(0) == 1:  # a bias of one matrix is added where its product is made, not copied before
+        return torch.addmm(bias[0], rows[0], weight[0]).unsqueeze(0)
+    return torch.baddbmm(bias.unsqueeze(1), rows, weight)
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def merged_attention(
+    target: Tensor,
+    history: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    buckets: Tensor | None,
+    value_scale: Tensor | None,
+    weights: Weights,
+    scale: float,
+    max_seqlen: int | None,
+) -> Tensor:
+    """Multi-head attention of each target over the history of its sample, which is read once and never projected.
+
+    Args:
+        target: [F, B, D_e].
+        history: [S, D_x].
+        offsets: [F * B + 1].
+        bias, buckets, value_scale, scale, max_seqlen: as `jfi.ops.target_attention` takes them.
+        weights: the parameters.
+
+    Returns:
+        [F, B, D] in the parameters' dtype or autocast's.
+    """
+    device = history.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weights.query_weight.dtype
+    events = (offsets, bias, buckets, value_scale)
+    if _is_plain(history, buckets, value_scale, weights):
+        check_offsets("offsets", offsets, history.size(0), "history", history, target.size(0) * target.size(1))
+        tensors = (None if x is None else x.contiguous() for x in (history, *events))
+        return _MergedAttention.apply(target, *tensors, *weights, scale, max_seqlen, dtype)
+    w_qk, b_qk, w_vo = merge(weights.products, weights.times, weights.heads, dtype)
+    query = _affine(b_qk, target, w_qk.mT).view(-1, weights.times, weights.heads, history.size(1))
+    more = {"bias": bias, "buckets": buckets, "value_scale": value_scale, "scale": scale, "max_seqlen": max_seqlen}
+    attended = target_attention(_cast(query, history.dtype), history.unsqueeze(1), None, offsets, **more)
+    return _affine(weights.output_bias, attended.view(w_vo.size(0), -1, w_vo.size(1)), w_vo)
+
+
+def _is_plain(history: Tensor, buckets: Tensor | None, value_scale: Tensor | None, weights: Weights) -> bool:
+    """Whether the operators take a call as it stands, and nothing but autograd looks on."""
+    if is_traced() or (value_scale is not None and value_scale.requires_grad):
+        return False
+    impl = check_impl("auto", history)
+    if buckets is None and value_scale is None:
+        return impl == "triton" or history.device.type == "cpu"
+    return takes_events(impl, weights.times * weights.heads)
+
+
+class _MergedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, target, history, offsets, bias, buckets, value_scale, *rest):
+        *weights, scale, max_seqlen, dtype = rest
+        weights = Weights(*weights)
+        impl = check_impl("auto", history)
+        w_qk, b_qk, w_vo = merge_eagerly(weights.products, weights.times, weights.heads, dtype, impl)
+        query = _affine(b_qk, target, w_qk.mT).view(-1, weights.times, weights.heads, history.size(1))
+        query = _cast(query, history.dtype)
+        events = (offsets, bias, buckets, value_scale)
+        hints = (scale, max_seqlen, impl)
+        attended, lse = operators.target_attention_fwd(query, history.unsqueeze(1), None, *events, *hints)
+        ctx.save_for_backward(target, history, *events, query, attended, lse, w_qk, w_vo, *weights[:6])
+        ctx.hints, ctx.division = hints, weights[6:]
+        return _affine(weights.output_bias, attended.view(w_vo.size(0), -1, w_vo.size(1)), w_vo)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        target, history, *rest = ctx.saved_tensors
+        events, (query, attended, lse, w_qk, w_vo), weights = rest[:4], rest[4:9], Weights(*rest[9:], *ctx.division)
+        dtype, shape = w_qk.dtype, (*target.shape[:2], w_qk.size(1))
+        dattended = _cast(torch.bmm(grad, w_vo.mT), history.dtype).view_as(query)
+        dquery, dhistory, *dbias = operators.target_attention_bwd(
+            dattended, query, history.unsqueeze(1), None, *events, attended, lse, *ctx.hints
+        )
+        dquery = _cast(dquery.view(shape), dtype)
+        dtarget = _cast(torch.bmm(dquery, w_qk), target.dtype) if ctx.needs_input_grad[0] else None
+        dw_qk = torch.bmm(dquery.mT, _cast(target, dtype))
+        dw_vo = torch.bmm(_cast(attended.view(shape), dtype).mT, grad)
+        dproducts = split((dw_qk, dquery.sum(1), dw_vo), weights.products, *ctx.division, ctx.hints[2])
+        db_o = _cast(grad.sum(1), weights.output_bias.dtype)
+        nothing = (None,) * 5  # times, heads, scale, max_seqlen, dtype
+        history_and_events = (dhistory.squeeze(1), None, dbias[0] if dbias else None, None, None)
+        return dtarget, *history_and_events, *dproducts, db_o, *nothing
