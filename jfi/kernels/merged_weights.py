@@ -95,13 +95,13 @@ def _merge_kernel(
 ):
     """A program a tile of W_qk, with its part of b_qk, or of W_vo."""
     D: tl.constexpr = H * WIDTH
-    QUERY_TILES: tl.constexpr = tl.cdiv(D_X, SIDE) * tl.cdiv(D_E, SIDE)
+    QUERY_END: tl.constexpr = ((D_X + SIDE - 1) // SIDE) * ((D_E + SIDE - 1) // SIDE)
     part, tile = tl.program_id(0), tl.program_id(1)
     feature, query = part // (T * H), part // H % T
     history = feature * (D * D_X) + part % H * (WIDTH * D_X)
     first = query * D + part % H * WIDTH
     acc = tl.zeros((SIDE, SIDE), tl.float32)
-    if tile < QUERY_TILES:
+    if tile < QUERY_END:
         row, col = _tile_of(tile, D_E, SIDE)
         k_ptr = w_k_ptr + history
         q_ptr = w_q_ptr + (feature * (T * D) + first) * D_E
@@ -116,7 +116,7 @@ def _merge_kernel(
                 bias += tl.sum(k * b[None, :], 1)
             tl.store(b_qk_ptr + part * D_X + row, bias.to(b_qk_ptr.dtype.element_ty), mask=row < D_X)
     else:
-        row, col = _tile_of(tile - QUERY_TILES, D, SIDE)
+        row, col = _tile_of(tile - QUERY_END, D, SIDE)
         o_ptr = w_o_ptr + feature * (D * T * D) + first
         acc = _add_product(
             acc, w_v_ptr + history, 1, D_X, o_ptr, 1, T * D, row, D_X, col, D, WIDTH, w_qk_ptr, PRECISION, STEP
@@ -150,20 +150,21 @@ def _split_kernel(
 ):
     """A program a tile of dW_q, with its part of db_q, of dW_oᵀ, of dW_k or of dW_v."""
     D: tl.constexpr = H * WIDTH
-    DOWN: tl.constexpr = tl.cdiv(WIDTH, SIDE)
-    QUERY_TILES: tl.constexpr = DOWN * tl.cdiv(D_E, SIDE)
-    OUTPUT_TILES: tl.constexpr = DOWN * tl.cdiv(D, SIDE)
-    HISTORY_TILES: tl.constexpr = DOWN * tl.cdiv(D_X, SIDE)
+    DOWN: tl.constexpr = (WIDTH + SIDE - 1) // SIDE
+    # Where the tiles of each gradient end.
+    QUERY_END: tl.constexpr = DOWN * ((D_E + SIDE - 1) // SIDE)
+    OUTPUT_END: tl.constexpr = QUERY_END + DOWN * ((D + SIDE - 1) // SIDE)
+    KEY_END: tl.constexpr = OUTPUT_END + DOWN * ((D_X + SIDE - 1) // SIDE)
     part, tile = tl.program_id(0), tl.program_id(1)
     feature, query = part // (T * H), part // H % T
     history = feature * (D * D_X) + part % H * (WIDTH * D_X)
     first = query * D + part % H * WIDTH
     q_ptr = w_q_ptr + (feature * (T * D) + first) * D_E
     o_ptr = w_o_ptr + feature * (D * T * D) + first
-    b_ptr = b_q_ptr + feature * (T * D) + first
+    bias_ptr = b_q_ptr + feature * (T * D) + first
     qk_ptr, vo_ptr = dw_qk_ptr + part * (D_X * D_E), dw_vo_ptr + part * (D_X * D)
     acc = tl.zeros((SIDE, SIDE), tl.float32)
-    if tile < QUERY_TILES:
+    if tile < QUERY_END:
         row, col = _tile_of(tile, D_E, SIDE)
         k_ptr = w_k_ptr + history
         acc = _add_product(acc, k_ptr, D_X, 1, qk_ptr, D_E, 1, row, WIDTH, col, D_E, D_X, dw_qk_ptr, PRECISION, STEP)
@@ -176,35 +177,30 @@ def _split_kernel(
                 bias += tl.sum(k * tl.load(db_qk_ptr + part * D_X + at, mask=at < D_X, other=0.0).to(tl.float32), 1)
             to = db_q_ptr + feature * (T * D) + first + row
             tl.store(to, bias.to(db_q_ptr.dtype.element_ty), mask=row < WIDTH)
-    elif tile < QUERY_TILES + OUTPUT_TILES:
-        row, col = _tile_of(tile - QUERY_TILES, D, SIDE)
+    elif tile < OUTPUT_END:
+        row, col = _tile_of(tile - QUERY_END, D, SIDE)
         acc = _add_product(
             acc, w_v_ptr + history, D_X, 1, vo_ptr, D, 1, row, WIDTH, col, D, D_X, dw_qk_ptr, PRECISION, STEP
         )
         _store(dw_o_ptr + feature * (D * T * D) + first, acc, row, WIDTH, 1, col, D, T * D)
     elif query == 0:
         # Heads of all queries share their part of W_k and of W_v.
-        tile -= QUERY_TILES + OUTPUT_TILES
-        row, col = _tile_of(tile % HISTORY_TILES, D_X, SIDE)
-        if tile < HISTORY_TILES:
+        row, col = _tile_of((tile - OUTPUT_END) % (KEY_END - OUTPUT_END), D_X, SIDE)
+        if tile < KEY_END:
             for t in tl.static_range(T):
+                a_ptr, b_ptr = q_ptr + t * (D * D_E), qk_ptr + t * (H * D_X * D_E)
                 acc = _add_product(
-                    acc,
-                    *(q_ptr + t * (D * D_E), D_E, 1),
-                    *(qk_ptr + t * (H * D_X * D_E), 1, D_E),
-                    *(row, WIDTH, col, D_X, D_E, dw_qk_ptr, PRECISION, STEP),
+                    acc, a_ptr, D_E, 1, b_ptr, 1, D_E, row, WIDTH, col, D_X, D_E, dw_qk_ptr, PRECISION, STEP
                 )
-                b = tl.load(b_ptr + t * D + row, mask=row < WIDTH, other=0.0).to(tl.float32)
+                b = tl.load(bias_ptr + t * D + row, mask=row < WIDTH, other=0.0).to(tl.float32)
                 db = tl.load(db_qk_ptr + (part + t * H) * D_X + col, mask=col < D_X, other=0.0).to(tl.float32)
                 acc += b[:, None] * db[None, :]
             _store(dw_k_ptr + history, acc, row, WIDTH, D_X, col, D_X, 1)
         else:
             for t in tl.static_range(T):
+                a_ptr, b_ptr = o_ptr + t * D, vo_ptr + t * (H * D_X * D)
                 acc = _add_product(
-                    acc,
-                    *(o_ptr + t * D, 1, T * D),
-                    *(vo_ptr + t * (H * D_X * D), 1, D),
-                    *(row, WIDTH, col, D_X, D, dw_qk_ptr, PRECISION, STEP),
+                    acc, a_ptr, 1, T * D, b_ptr, 1, D, row, WIDTH, col, D_X, D, dw_qk_ptr, PRECISION, STEP
                 )
             _store(dw_v_ptr + history, acc, row, WIDTH, D_X, col, D_X, 1)
 
