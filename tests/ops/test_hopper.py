@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from ops.compile_hopper import attend, tensors
+from ops.compile_kernels import attend, tensors
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -30,7 +30,7 @@ def launches(monkeypatch):
 def test_the_kernels_compile():
     """In a process of its own: under the interpreter Triton's library cannot be compiled."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    path = Path(__file__).with_name("compile_hopper.py")
+    path = Path(__file__).with_name("compile_kernels.py")
     run = subprocess.run([sys.executable, str(path)], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
 

@@ -1,12 +1,17 @@
-"""Compile Hopper's kernels as they would be launched; a script, since it must not run under Triton's interpreter."""
+"""Compile kernels for Hopper as they would be launched; a script, since it must not run under Triton's interpreter.
+
+Those written in Gluon, which no interpreter runs, and those with many ways through them: what the interpreter forgives,
+a compiler may not.
+"""
 
 import torch
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from jfi.kernels import jagged_attention_hopper
+from jfi.kernels import jagged_attention_hopper, merged_weights, shares, target_attention_bwd, target_attention_fwd
 from jfi.kernels.launch import Launcher
 
 
@@ -24,26 +29,41 @@ def attend(query, key, value, bias=None, window=(None, None)) -> None:
     jagged_attention_hopper.backward(torch.randn_like(out), dlse, *inputs, out, lse, 0.125, *window)
 
 
+def attend_by_bucket(width: int, rows: int, longest: int | None) -> None:
+    """Forward and backward of few queries, with a bias table of so many rows and a scale of values."""
+    query, key = torch.randn(8, 1, 4, width).half(), torch.randn(800, 1, width).half()
+    offsets, table = torch.arange(0, 801, 100), torch.randn(rows, 4)
+    events = (table, torch.zeros(800, dtype=torch.int64), torch.rand(800))
+    out, lse = target_attention_fwd.forward(query, key, None, offsets, *events, 0.125, longest)
+    target_attention_bwd.backward(out, query, key, None, offsets, *events, out, lse, 0.125, longest)
+
+
+def multiply_weights(times: int, width: int, dtype: torch.dtype) -> None:
+    shapes = (times * width, width), (times * width,), (width, width), (width, width), (width, times * width)
+    weights = tuple(torch.randn(1, *shape) for shape in shapes)
+    merged_weights.split(merged_weights.merge(weights, times, 4, dtype), weights, times, 4)
+
+
 def type_of(x: object) -> str:
     if isinstance(x, TensorDescriptor):
         return f"tensordesc<fp16{x.block_shape},{x.layout!r}>"
     if isinstance(x, torch.Tensor):
-        return {torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}[x.dtype]
+        return {torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}[x.dtype]
     return {int: "i32", float: "fp32"}[type(x)]
 
 
 def check(launcher: Launcher, arguments: tuple) -> None:
     """Compile for sm_90, and see that as many programs as are meant to find room on a multiprocessor."""
     kernel, constants = launcher.kernel, dict(launcher.constants)
-    options = {name: constants.pop(name) for name in ("num_warps", "maxnreg")}
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in constants}
     given = dict(zip(kernel.arg_names, arguments, strict=False))
     constants |= {name: None for name, x in given.items() if x is None}
     signature = {name: "constexpr" if name in constants else type_of(given[name]) for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): x for name, x in constants.items()}
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
-    source = GluonASTSource(kernel, signature, places, aligned)
+    source = (GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource)(kernel, signature, places, aligned)
     binary = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=options)
-    programs = 1 if options["maxnreg"] is None else 65536 // (options["maxnreg"] * 256)
+    programs = 65536 // (options["maxnreg"] * 256) if options.get("maxnreg") else 1
     assert (binary.metadata.shared + 1024) * programs <= 228 * 1024, (kernel.__name__, binary.metadata.shared)
 
 
@@ -52,7 +72,7 @@ def main() -> None:
     Launcher.__call__ = lambda self, grid, given, numbers, descriptors=(): launches.setdefault(
         self, (*descriptors, *given, *numbers)
     )
-    jagged_attention_hopper.multiprocessors = lambda device: 132
+    jagged_attention_hopper.multiprocessors = shares.multiprocessors = lambda device: 132
     for width, groups, biased, window in (
         (64, 4, True, (None, None)),
         (64, 1, False, (5, 0)),
@@ -60,9 +80,13 @@ def main() -> None:
     ):
         for rows in (300, 4000):
             attend(*tensors(rows, groups, width), torch.randn(rows, 4).half() if biased else None, window)
-    kernels = {x: arguments for x, arguments in launches.items() if isinstance(x.kernel, GluonJITFunction)}
-    assert len(kernels) == 3 * 4
-    for launcher, arguments in kernels.items():
+    assert sum(isinstance(launcher.kernel, GluonJITFunction) for launcher in launches) == 3 * 4
+    for rows in (32, 100):
+        for longest in (None, 100):
+            attend_by_bucket(64, rows, longest)
+    for times, dtype in ((1, torch.float16), (2, torch.float32)):
+        multiply_weights(times, 128, dtype)
+    for launcher, arguments in launches.items():
         check(launcher, arguments)
 
 
