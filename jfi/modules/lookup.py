@@ -6,7 +6,7 @@ Contents are checked on the CPU alone, where that costs no synchronisation; shap
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import torch
@@ -24,9 +24,8 @@ class EventInputs(NamedTuple):
     bias: Tensor | None  # by event: score bias [S], floating, or bucket id [S], integer
 
 
-def require_keys(argument: str, present: Iterable[str], needed: Iterable[str]) -> None:
+def require_keys(argument: str, present: Collection[str], needed: Iterable[str]) -> None:
     """Raises a ValueError that names the first of `needed` that `present` lacks, and the nearest it has."""
-    present = list(present)
     for key in needed:
         if key not in present:
             nearest = difflib.get_close_matches(key, present, n=3)
@@ -243,12 +242,14 @@ def combine(fields: list[Tensor], feature: SequenceFeatureConfig) -> Tensor:
 
 
 def _check_aligned(key: str, events: JaggedTensor, first_key: str, first: JaggedTensor) -> None:
+    if events is first:
+        return
     count, first_count = events.values().size(0), first.values().size(0)
     if count != first_count:
         raise ValueError(
             f"sequences['{key}'] must be aligned with '{first_key}', which has {first_count} events, got {count}"
         )
-    if events is not first and _contents_are_free(first.values()):
+    if _contents_are_free(first.values()):
         lengths, first_lengths = events.lengths(), first.lengths()
         if lengths.shape != first_lengths.shape or not torch.equal(lengths.long(), first_lengths.long()):
             raise ValueError(
