@@ -49,12 +49,15 @@ def forward(
     bias: Tensor | None,
     buckets: Tensor | None,
     value_scale: Tensor | None,
+    second: Tensor | None,
     scale: float,
     max_seqlen: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results as those of target_attention_fwd.forward."""
     if _query_rows(query, key) <= FEW:
-        return target_attention_fwd.forward(query, key, value, offsets, bias, buckets, value_scale, scale, max_seqlen)
+        return target_attention_fwd.forward(
+            query, key, value, offsets, bias, buckets, value_scale, second, scale, max_seqlen
+        )
     with torch.cuda.device_of(query):
         if _are_jagged(query, key, value, bias, scale):
             rows = query.flatten(0, 1)
@@ -73,6 +76,7 @@ def backward(
     bias: Tensor | None,
     buckets: Tensor | None,
     value_scale: Tensor | None,
+    second: Tensor | None,
     out: Tensor,
     lse: Tensor,
     scale: float,
@@ -81,7 +85,7 @@ def backward(
     """Arguments and results as those of target_attention_bwd.backward."""
     if _query_rows(query, key) <= FEW:
         return target_attention_bwd.backward(
-            grad, query, key, value, offsets, bias, buckets, value_scale, out, lse, scale, max_seqlen
+            grad, query, key, value, offsets, bias, buckets, value_scale, second, out, lse, scale, max_seqlen
         )
     with torch.cuda.device_of(query):
         if _are_jagged(query, key, value, bias, scale):

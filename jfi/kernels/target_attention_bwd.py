@@ -20,11 +20,14 @@ from jfi.kernels.target_attention_tiles import (
     EVENTS,
     FEW,
     Tile,
+    field_columns,
     load_bias,
+    load_columns,
     load_events,
     load_rows,
     load_stats,
     query_rows,
+    store_columns,
     store_rows,
     weigh,
 )
@@ -42,6 +45,7 @@ def _target_attention_bwd_kernel(
     bias_ptr,
     buckets_ptr,
     value_scale_ptr,
+    second_ptr,
     offsets_ptr,
     grad_ptr,
     out_ptr,
@@ -50,6 +54,7 @@ def _target_attention_bwd_kernel(
     dk_ptr,
     dv_ptr,
     dbias_ptr,
+    dsecond_ptr,
     part_ptr,
     batch,
     queries,
@@ -64,6 +69,7 @@ def _target_attention_bwd_kernel(
     HAS_BIAS: tl.constexpr,
     BY_BUCKET: tl.constexpr,
     SCALED: tl.constexpr,
+    FIELDS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -81,6 +87,9 @@ def _target_attention_bwd_kernel(
     at = tl.arange(0, BLOCK_M)
     q_at, q_mask = query_rows(at, group, GROUPS, HEADS), at < queries
     k_at = tl.arange(0, BLOCK_N)
+    k_cols = field_columns(k_ptr, second_ptr, D, FIELDS, BLOCK_D)
+    dk_cols = field_columns(dk_ptr, dsecond_ptr, D, FIELDS, BLOCK_D)
+    K_STRIDE: tl.constexpr = GROUPS * D // FIELDS
     q_stride = (queries * GROUPS).to(tl.int64)
     if HAS_BIAS:
         # Which query has which head: dS times it sums over the queries of a head.
@@ -114,7 +123,7 @@ def _target_attention_bwd_kernel(
         dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         for first in range(n, last, BLOCK_N):
             mask = k_at < (last - first).to(tl.int32)
-            k = load_rows(k_ptr + first * (GROUPS * D) + group * D, k_at, mask, GROUPS * D, D, BLOCK_D)
+            k = load_columns(k_ptr + first * K_STRIDE + group * D, k_at, k_cols, mask, K_STRIDE, D, BLOCK_D)
             if SHARED:
                 v = k
             else:
@@ -136,7 +145,7 @@ def _target_attention_bwd_kernel(
             else:
                 dv = tl.dot(p.to(grad.dtype), grad, input_precision=PRECISION)
                 store_rows(dv_ptr + first * (GROUPS * E) + group * E, dv, k_at, mask, GROUPS * E, E, BLOCK_E)
-            store_rows(dk_ptr + first * (GROUPS * D) + group * D, dk, k_at, mask, GROUPS * D, D, BLOCK_D)
+            store_columns(dk_ptr + first * K_STRIDE + group * D, dk, k_at, dk_cols, mask, K_STRIDE, D, BLOCK_D)
             if BLOCK_R > 0:
                 # A row of the table meets the events of its bucket, in their order.
                 here = (buckets[:, None] == table_at[None, :]).to(k.dtype)
@@ -203,18 +212,20 @@ def backward(
     bias: Tensor | None,
     buckets: Tensor | None,
     value_scale: Tensor | None,
+    second: Tensor | None,
     out: Tensor,
     lse: Tensor,
     scale: float,
     max_seqlen: int | None,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Returns the gradients of query, key (key + value where they are shared), value and bias."""
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Returns the gradients of query, key (key + value where they are shared), value, bias and second."""
     batch, times, heads, width = query.shape
     dquery, dkey = torch.empty_like(query), torch.empty_like(key)
     dvalue = None if value is None else torch.empty_like(value)
+    dsecond = None if second is None else torch.empty_like(second)
     if batch == 0:
-        return dquery, dkey, dvalue, None if bias is None else torch.zeros_like(bias)
-    tile = Tile.of(query, key, value, offsets, bias, buckets, value_scale)
+        return dquery, dkey, dvalue, None if bias is None else torch.zeros_like(bias), dsecond
+    tile = Tile.of(query, key, value, offsets, bias, buckets, value_scale, second)
     table_rows = 0 if buckets is None else bias.shape[0]
     block_r = block(table_rows) if 0 < table_rows <= TABLE_ROWS else 0
     shares, launch, launch_whole = _plan(tile, block_r)
@@ -226,8 +237,8 @@ def backward(
         dbias = bias.new_empty(programs, *bias.shape, dtype=torch.float32)
     else:
         dbias = torch.empty(key.shape[0], heads, dtype=torch.float32 if table_rows else bias.dtype, device=bias.device)
-    events = (query, key, key if value is None else value, bias, buckets, value_scale, offsets)
-    tensors = (*events, grad, out, lse, dquery, dkey, dvalue, dbias)
+    events = (query, key, key if value is None else value, bias, buckets, value_scale, second, offsets)
+    tensors = (*events, grad, out, lse, dquery, dkey, dvalue, dbias, dsecond)
     partials = None if whole else Partials(programs, chunk, times * heads, width, query.device)
     memory = None if whole else partials.memory
     numbers = (batch, times * heads // tile.groups, chunk, table_rows, scale)
@@ -239,4 +250,4 @@ def backward(
     elif table_rows:
         # Sorts the events by bucket: no sum in an order that changes from run to run.
         dbias = torch.ops.aten.embedding_dense_backward(dbias, buckets, table_rows, -1, False).to(bias.dtype)
-    return dquery, dkey, dvalue, dbias
+    return dquery, dkey, dvalue, dbias, dsecond

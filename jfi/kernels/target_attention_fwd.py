@@ -18,7 +18,9 @@ from jfi.kernels.target_attention_tiles import (
     EVENTS,
     FEW,
     Tile,
+    field_columns,
     load_bias,
+    load_columns,
     load_events,
     load_rows,
     query_rows,
@@ -54,6 +56,7 @@ def _result(top, total, acc):
 @triton.jit
 def _load_history(
     k_ptr,
+    k_cols,
     v_ptr,
     bias_ptr,
     buckets_ptr,
@@ -70,6 +73,7 @@ def _load_history(
     HAS_BIAS: tl.constexpr,
     BY_BUCKET: tl.constexpr,
     SCALED: tl.constexpr,
+    FIELDS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -79,7 +83,8 @@ def _load_history(
     Outside of the mask they are 0, and the bias -inf.
     """
     k_at = tl.arange(0, BLOCK_N)
-    k = load_rows(k_ptr + n * (GROUPS * D) + group * D, k_at, mask, GROUPS * D, D, BLOCK_D)
+    STRIDE: tl.constexpr = GROUPS * D // FIELDS
+    k = load_columns(k_ptr + n * STRIDE + group * D, k_at, k_cols, mask, STRIDE, D, BLOCK_D)
     v = k
     if not SHARED:
         v = load_rows(v_ptr + n * (GROUPS * E) + group * E, k_at, mask, GROUPS * E, E, BLOCK_E)
@@ -104,6 +109,7 @@ def _target_attention_fwd_whole_kernel(
     bias_ptr,
     buckets_ptr,
     value_scale_ptr,
+    second_ptr,
     offsets_ptr,
     out_ptr,
     lse_ptr,
@@ -117,6 +123,7 @@ def _target_attention_fwd_whole_kernel(
     HAS_BIAS: tl.constexpr,
     BY_BUCKET: tl.constexpr,
     SCALED: tl.constexpr,
+    FIELDS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -129,6 +136,7 @@ def _target_attention_fwd_whole_kernel(
     length = (tl.load(offsets_ptr + sample + 1) - low).to(tl.int32)
     at = tl.arange(0, BLOCK_M)
     q_at, q_mask = query_rows(at, group, GROUPS, HEADS), at < queries
+    k_cols = field_columns(k_ptr, second_ptr, D, FIELDS, BLOCK_D)
     row = sample * (queries * GROUPS)
     q = load_rows(q_ptr + row * D, q_at, q_mask, D, D, BLOCK_D)
     top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
@@ -138,6 +146,7 @@ def _target_attention_fwd_whole_kernel(
         mask = tl.arange(0, BLOCK_N) < length - first
         k, v, value_scale, bias = _load_history(
             k_ptr,
+            k_cols,
             v_ptr,
             bias_ptr,
             buckets_ptr,
@@ -154,6 +163,7 @@ def _target_attention_fwd_whole_kernel(
             HAS_BIAS,
             BY_BUCKET,
             SCALED,
+            FIELDS,
             BLOCK_N,
             BLOCK_D,
             BLOCK_E,
@@ -172,6 +182,7 @@ def _target_attention_fwd_kernel(
     bias_ptr,
     buckets_ptr,
     value_scale_ptr,
+    second_ptr,
     offsets_ptr,
     out_ptr,
     lse_ptr,
@@ -188,6 +199,7 @@ def _target_attention_fwd_kernel(
     HAS_BIAS: tl.constexpr,
     BY_BUCKET: tl.constexpr,
     SCALED: tl.constexpr,
+    FIELDS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -200,6 +212,7 @@ def _target_attention_fwd_kernel(
     end = start + chunk
     at = tl.arange(0, BLOCK_M)
     q_at, q_mask = query_rows(at, group, GROUPS, HEADS), at < queries
+    k_cols = field_columns(k_ptr, second_ptr, D, FIELDS, BLOCK_D)
     q_stride = (queries * GROUPS).to(tl.int64)
     part_lse_ptr, split_ptr = parts(part_ptr, tl.num_programs(0), queries * GROUPS, E)
     split = tl.full((), -1, tl.int64)
@@ -216,6 +229,7 @@ def _target_attention_fwd_kernel(
         q = load_rows(q_ptr + sample * q_stride * D, q_at, q_mask, D, D, BLOCK_D)
         k, v, value_scale, bias = _load_history(
             k_ptr,
+            k_cols,
             v_ptr,
             bias_ptr,
             buckets_ptr,
@@ -232,6 +246,7 @@ def _target_attention_fwd_kernel(
             HAS_BIAS,
             BY_BUCKET,
             SCALED,
+            FIELDS,
             BLOCK_N,
             BLOCK_D,
             BLOCK_E,
@@ -298,18 +313,19 @@ def forward(
     bias: Tensor | None,
     buckets: Tensor | None,
     value_scale: Tensor | None,
+    second: Tensor | None,
     scale: float,
     max_seqlen: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the output [B, T, H, E] and the log-sum-exp of the scores [B, T, H], -inf for an empty history."""
     batch, times, heads, _ = query.shape
-    tile = Tile.of(query, key, value, offsets, bias, buckets, value_scale)
+    tile = Tile.of(query, key, value, offsets, bias, buckets, value_scale, second)
     out = query.new_empty(batch, times, heads, tile.out_width)
     lse = query.new_empty(batch, times, heads, dtype=torch.float32)
     if batch == 0:
         return out, lse
     queries = times * heads // tile.groups
-    tensors = (query, key, key if value is None else value, bias, buckets, value_scale, offsets, out, lse)
+    tensors = (query, key, key if value is None else value, bias, buckets, value_scale, second, offsets, out, lse)
     shares, launch, launch_whole = _plan(tile)
     if fits(max_seqlen, tile.row_bytes):
         launch_whole((batch, tile.groups, 1), tensors, (queries, scale))

@@ -32,6 +32,7 @@ class Tile:
     has_bias: bool
     by_bucket: bool  # the bias is a table, of which each event names a row
     scaled: bool  # values are multiplied by a number an event
+    fields: int  # tensors in which a history row lies, one half in each if 2
     width_bytes: int  # of the wider of a key and a value row
     dtype: torch.dtype
     precision: str
@@ -46,6 +47,7 @@ class Tile:
         bias: Tensor | None,
         buckets: Tensor | None = None,
         value_scale: Tensor | None = None,
+        second: Tensor | None = None,
     ) -> "Tile":
         """query: [B, T, H, D], or [R, H, D] where every sample has a number of queries of its own."""
         *packed, heads, width = query.shape
@@ -53,7 +55,7 @@ class Tile:
         rows = block(packed[1] * heads // groups, least=1) if len(packed) == 2 else 0
         out_width = None if value is None else value.shape[2]
         rounding = precision() if key.dtype == torch.float32 else "tf32"
-        dtypes = tuple(None if x is None else x.dtype for x in (key, offsets, bias, buckets, value_scale))
+        dtypes = tuple(None if x is None else x.dtype for x in (key, offsets, bias, buckets, value_scale, second))
         return _tile(rows, groups, heads // groups, width, out_width, dtypes, rounding)
 
     @property
@@ -62,9 +64,9 @@ class Tile:
         return self.width_bytes * (1 if self.shared else 2)
 
     @property
-    def events(self) -> dict[str, bool]:
-        """The constants of a kernel that takes more than a bias for each event."""
-        return {"BY_BUCKET": self.by_bucket, "SCALED": self.scaled}
+    def events(self) -> dict[str, int | bool]:
+        """The constants of a kernel that takes more of an event than one row and a bias."""
+        return {"BY_BUCKET": self.by_bucket, "SCALED": self.scaled, "FIELDS": self.fields}
 
     def constants(self, block_m: int, block_n: int, warps: int, stages: int) -> dict[str, int | bool | str]:
         """The constants of a kernel on tiles of query rows by history rows, and Triton's options."""
@@ -95,8 +97,9 @@ def _tile(
     dtypes: tuple[torch.dtype | None, ...],  # those of inputs; with another, another tile with kernels of its own
     rounding: str,
 ) -> Tile:
-    dtype, _, bias, buckets, value_scale = dtypes
+    dtype, _, bias, buckets, value_scale, second = dtypes
     given = tuple(x is not None for x in (bias, buckets, value_scale))
+    fields = 1 if second is None else 2
     shared = out_width is None
     out_width = width if shared else out_width
     widest = max(width, out_width)
@@ -108,7 +111,7 @@ def _tile(
         )
     # Very wide rows leave no shared memory for products of tf32 parts.
     rounding = "ieee" if width_bytes > 1024 else rounding
-    return Tile(rows, groups, heads, width, out_width, shared, *given, width_bytes, dtype, rounding)
+    return Tile(rows, groups, heads, width, out_width, shared, *given, fields, width_bytes, dtype, rounding)
 
 
 @triton.jit
@@ -128,14 +131,37 @@ def _keep(mask, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
 @triton.jit
 def load_rows(base, at, mask, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
     """[rows, D] at places ``at`` from a base pointer: of 32 bits in a loop, which then moves the base alone."""
-    cols = tl.arange(0, BLOCK_D)[None, :]
-    return widen(tl.load(base + at[:, None] * STRIDE + cols, mask=_keep(mask, WIDTH, BLOCK_D), other=0.0))
+    return load_columns(base, at, tl.arange(0, BLOCK_D), mask, STRIDE, WIDTH, BLOCK_D)
+
+
+@triton.jit
+def load_columns(base, at, cols, mask, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
+    """``load_rows`` whose columns lie where ``field_columns`` says."""
+    return widen(tl.load(base + at[:, None] * STRIDE + cols[None, :], mask=_keep(mask, WIDTH, BLOCK_D), other=0.0))
 
 
 @triton.jit
 def store_rows(base, x, at, mask, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
-    cols = tl.arange(0, BLOCK_D)[None, :]
-    tl.store(base + at[:, None] * STRIDE + cols, x.to(base.dtype.element_ty), mask=_keep(mask, WIDTH, BLOCK_D))
+    store_columns(base, x, at, tl.arange(0, BLOCK_D), mask, STRIDE, WIDTH, BLOCK_D)
+
+
+@triton.jit
+def store_columns(base, x, at, cols, mask, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
+    to = base + at[:, None] * STRIDE + cols[None, :]
+    tl.store(to, x.to(base.dtype.element_ty), mask=_keep(mask, WIDTH, BLOCK_D))
+
+
+@triton.jit
+def field_columns(ptr, second_ptr, WIDTH: tl.constexpr, FIELDS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Where the columns of a row lie from its first: in two tensors, if FIELDS is 2, of WIDTH / 2 columns each."""
+    cols = tl.arange(0, BLOCK_D)
+    if FIELDS == 2:
+        BYTES: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
+        distance = (second_ptr.to(tl.int64) - ptr.to(tl.int64)) // BYTES
+        # Both begin at a multiple of 16 bytes.
+        distance = tl.multiple_of(distance, 16 // BYTES)
+        cols = cols % (WIDTH // 2) + tl.where(cols < WIDTH // 2, 0, distance)
+    return cols
 
 
 @triton.jit

@@ -21,11 +21,20 @@ class JoinedInputs(NamedTuple):
     """The F features of a group as plain tensors."""
 
     target: Tensor  # [F, B, target_width]
-    history: Tensor  # [S, sequence_width], an event a row
+    fields: tuple[Tensor, ...]  # [S, ...]: an event's row is theirs behind one another, sequence_width in all
     offsets: Tensor  # [F * B + 1]
     bias: Tensor | None  # by event: score bias [S], floating, or bucket id [S], integer, from 0 in every feature
     value_scale: Tensor | None  # [S]
     events: list[int]  # how many of the S are each feature's
+
+    @property
+    def history(self) -> Tensor:
+        """[S, sequence_width], an event a row."""
+        return concatenated(self.fields)
+
+
+def concatenated(fields: tuple[Tensor, ...]) -> Tensor:
+    return fields[0] if len(fields) == 1 else torch.cat(fields, dim=1)
 
 
 @torch.fx.wrap
@@ -74,7 +83,8 @@ def _read_group(
     # Field by field, so that adding or concatenating them is one kernel for all features.
     target = lookup.combine([_stack([targets[key] for key in keys]) for keys in _fields(features, "target_keys")], one)
     fields = _fields(features, "sequence_keys")
-    history = lookup.combine([join([sequences[key].values() for key in keys]) for keys in fields], one)
+    fields = [join([sequences[key].values() for key in keys]) for keys in fields]
+    fields = tuple(fields) if one.combine == "concat" else (lookup.combine(fields, one),)
     offsets = join_offsets(firsts)
 
     weights = bias = None
@@ -83,10 +93,10 @@ def _read_group(
     if one.bias == "weights":
         bias = lookup.log_weights(weights)
     elif one.bias == "position":
-        bias = lookup.position_buckets(offsets, history.size(0), one.num_buckets)
+        bias = lookup.position_buckets(offsets, fields[0].size(0), one.num_buckets)
     elif one.bias is not None:
         bias = join([lookup.read_buckets(sequences, feature) for feature in features])
-    return JoinedInputs(target, history, offsets, bias, weights if one.value_scale else None, events)
+    return JoinedInputs(target, fields, offsets, bias, weights if one.value_scale else None, events)
 
 
 def _fields(features: list[SequenceFeatureConfig], keys: str) -> list[tuple[str, ...]]:

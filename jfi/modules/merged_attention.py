@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from jfi.modules.joined import concatenated
 from jfi.ops import target_attention
 from jfi.ops._checks import check_impl, check_offsets, is_traced
 from jfi.ops._dispatch import operators
@@ -56,7 +57,7 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def merged_attention(
     target: Tensor,
-    history: Tensor,
+    fields: tuple[Tensor, ...],
     offsets: Tensor,
     bias: Tensor | None,
     buckets: Tensor | None,
@@ -69,7 +70,8 @@ def merged_attention(
 
     Args:
         target: [F, B, D_e].
-        history: [S, D_x].
+        fields: of the history, [S, ...]: an event's row is theirs behind one another, D_x wide in all. Two of equal
+            width are read where they lie, if the kernels can; more are concatenated.
         offsets: [F * B + 1].
         bias, buckets, value_scale, scale, max_seqlen: as `jfi.ops.target_attention` takes them.
         weights: the parameters.
@@ -77,12 +79,16 @@ def merged_attention(
     Returns:
         [F, B, D] in the parameters' dtype or autocast's.
     """
-    device = history.device.type
+    device = fields[0].device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weights.query_weight.dtype
     events = (offsets, bias, buckets, value_scale)
-    if _is_plain(history, buckets, value_scale, weights):
+    is_plain = _is_plain(fields[0], buckets, value_scale, weights)
+    if not (is_plain and _are_halves(fields, weights)):
+        fields = (concatenated(fields),)
+    history, second = (*fields, None)[:2]
+    if is_plain:
         check_offsets("offsets", offsets, history.size(0), "history", history, target.size(0) * target.size(1))
-        tensors = (None if x is None else x.contiguous() for x in (history, *events))
+        tensors = (None if x is None else x.contiguous() for x in (history, second, *events))
         return _MergedAttention.apply(target, *tensors, *weights, scale, max_seqlen, dtype)
     w_qk, b_qk, w_vo = merge(weights.products, weights.times, weights.heads, dtype)
     query = _affine(b_qk, target, w_qk.mT).view(-1, weights.times, weights.heads, history.size(1))
@@ -101,16 +107,29 @@ def _is_plain(history: Tensor, buckets: Tensor | None, value_scale: Tensor | Non
     return takes_events(impl, weights.times * weights.heads)
 
 
+def _are_halves(fields: tuple[Tensor, ...], weights: Weights) -> bool:
+    """Whether the kernels read two fields as the halves of one row."""
+    width = fields[0].size(1)
+    return (
+        len(fields) == 2
+        and takes_events(check_impl("auto", fields[0]), weights.times * weights.heads)
+        and width >= 16
+        and width & (width - 1) == 0
+        and fields[1].size(1) == width
+        and all(field.is_contiguous() and field.data_ptr() % 16 == 0 for field in fields)
+    )
+
+
 class _MergedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, target, history, offsets, bias, buckets, value_scale, *rest):
+    def forward(ctx, target, history, second, offsets, bias, buckets, value_scale, *rest):
         *weights, scale, max_seqlen, dtype = rest
         weights = Weights(*weights)
         impl = check_impl("auto", history)
         w_qk, b_qk, w_vo = merge_eagerly(weights.products, weights.times, weights.heads, dtype, impl)
-        query = _affine(b_qk, target, w_qk.mT).view(-1, weights.times, weights.heads, history.size(1))
+        query = _affine(b_qk, target, w_qk.mT).view(-1, weights.times, weights.heads, weights.key_weight.size(2))
         query = _cast(query, history.dtype)
-        events = (offsets, bias, buckets, value_scale)
+        events = (offsets, bias, buckets, value_scale, second)
         hints = (scale, max_seqlen, impl)
         attended, lse = operators.target_attention_fwd(query, history.unsqueeze(1), None, *events, *hints)
         ctx.save_for_backward(target, history, *events, query, attended, lse, w_qk, w_vo, *weights[:6])
@@ -121,10 +140,10 @@ class _MergedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         target, history, *rest = ctx.saved_tensors
-        events, (query, attended, lse, w_qk, w_vo), weights = rest[:4], rest[4:9], Weights(*rest[9:], *ctx.division)
+        events, (query, attended, lse, w_qk, w_vo), weights = rest[:5], rest[5:10], Weights(*rest[10:], *ctx.division)
         dtype, shape = w_qk.dtype, (*target.shape[:2], w_qk.size(1))
         dattended = _cast(torch.bmm(grad, w_vo.mT), history.dtype).view_as(query)
-        dquery, dhistory, *dbias = operators.target_attention_bwd(
+        dquery, dhistory, *others = operators.target_attention_bwd(
             dattended, query, history.unsqueeze(1), None, *events, attended, lse, *ctx.hints
         )
         dquery = _cast(dquery.view(shape), dtype)
@@ -133,6 +152,8 @@ class _MergedAttention(torch.autograd.Function):
         dw_vo = torch.bmm(_cast(attended.view(shape), dtype).mT, grad)
         dproducts = split((dw_qk, dquery.sum(1), dw_vo), weights.products, *ctx.division, ctx.hints[2])
         db_o = _cast(grad.sum(1), weights.output_bias.dtype)
+        _, bias, _, _, second = events
+        dbias = None if bias is None else others.pop(0)
+        dsecond = None if second is None else others.pop(0)
         nothing = (None,) * 5  # times, heads, scale, max_seqlen, dtype
-        history_and_events = (dhistory.squeeze(1), None, dbias[0] if dbias else None, None, None)
-        return dtarget, *history_and_events, *dproducts, db_o, *nothing
+        return dtarget, dhistory.squeeze(1), dsecond, None, dbias, None, None, *dproducts, db_o, *nothing

@@ -125,9 +125,9 @@ class StackedTargetAttention(nn.Module):
         if not self.project_history:
             return merged_attention(
                 inputs.target,
-                inputs.history,
+                inputs.fields,
                 inputs.offsets,
-                self._bias(inputs, inputs.history),
+                self._bias(inputs, inputs.fields[0]),
                 self._buckets(inputs),
                 inputs.value_scale,
                 self._weights,

@@ -40,7 +40,10 @@ def _kernels(impl: str) -> ModuleType:
 
 
 def takes_events(impl: str, rows: int) -> bool:
-    """Whether the kernels for so many query rows to a key head read a bias by bucket and scale values themselves."""
+    """Whether the kernels for so many query rows to a key head read a bias by bucket and scale values themselves.
+
+    Then key may also be the left half of the history's one head, whose right half is ``second``.
+    """
     return impl == "triton" and rows <= _kernels(impl).FEW
 
 
@@ -52,18 +55,19 @@ def _forward(
     bias: Tensor | None,
     buckets: Tensor | None,
     value_scale: Tensor | None,
+    second: Tensor | None,
     scale: float,
     max_seqlen: int | None,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
     if impl == "triton":
-        return _kernels(impl).forward(query, key, value, offsets, bias, buckets, value_scale, scale, max_seqlen)
+        return _kernels(impl).forward(query, key, value, offsets, bias, buckets, value_scale, second, scale, max_seqlen)
     return _kernels(impl).forward(query, key, value, offsets, bias, scale)
 
 
 def _forward_fake(query, key, value, *_):
     stats = torch.float64 if query.dtype == torch.float64 else torch.float32
-    out = query.new_empty(*query.shape[:3], (key if value is None else value).shape[2])
+    out = query.new_empty(*query.shape[:3], query.shape[3] if value is None else value.shape[2])
     return out, query.new_empty(query.shape[:3], dtype=stats)
 
 
@@ -76,6 +80,7 @@ def _backward(
     bias: Tensor | None,
     buckets: Tensor | None,
     value_scale: Tensor | None,
+    second: Tensor | None,
     out: Tensor,
     lse: Tensor,
     scale: float,
@@ -84,14 +89,14 @@ def _backward(
 ) -> list[Tensor]:
     inputs = (grad.contiguous(), query, key, value, offsets, bias)
     if impl == "triton":
-        grads = _kernels(impl).backward(*inputs, buckets, value_scale, out, lse, scale, max_seqlen)
+        grads = _kernels(impl).backward(*inputs, buckets, value_scale, second, out, lse, scale, max_seqlen)
     else:
         grads = _kernels(impl).backward(*inputs, out, lse, scale)
     return [x for x in grads if x is not None]
 
 
-def _backward_fake(grad, query, key, value, offsets, bias, *_):
-    return [torch.empty_like(x) for x in (query, key, value, bias) if x is not None]
+def _backward_fake(grad, query, key, value, offsets, bias, buckets, value_scale, second, *_):
+    return [torch.empty_like(x) for x in (query, key, value, bias, second) if x is not None]
 
 
 def _save(ctx, inputs, output) -> None:
@@ -104,14 +109,15 @@ def _save(ctx, inputs, output) -> None:
 
 def _differentiate(ctx, grad, _):
     if grad is None:
-        return (None,) * 10
+        return (None,) * 11
     saved = ctx.saved_tensors
-    value, bias = saved[2], saved[4]
+    value, bias, second = saved[2], saved[4], saved[7]
     grads = iter(_target_attention_bwd(grad, *saved, *ctx.rest))
     dquery, dkey = next(grads), next(grads)
     dvalue = None if value is None else next(grads)
     dbias = None if bias is None else next(grads)
-    return dquery, dkey, dvalue, None, dbias, None, None, None, None, None
+    dsecond = None if second is None else next(grads)
+    return dquery, dkey, dvalue, None, dbias, None, None, dsecond, None, None, None
 
 
 _target_attention_bwd = operator("target_attention_bwd", _backward, _backward_fake)
@@ -179,4 +185,4 @@ def target_attention(
         return reference.target_attention(query, key, value, offsets, bias, scale)
     tensors = (query, key, value, offsets, bias, buckets, value_scale)
     tensors = (None if x is None else x.contiguous() for x in tensors)
-    return _target_attention_fwd(*tensors, scale, max_seqlen, impl)[0]
+    return _target_attention_fwd(*tensors, None, scale, max_seqlen, impl)[0]

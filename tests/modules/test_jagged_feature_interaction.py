@@ -499,3 +499,31 @@ def test_one_node_equals_the_plain_formula(bias, num_queries, events, target, de
     monkeypatch.setattr(merged_attention, "_is_plain", lambda *_: False)
     for one, other in zip(got, run(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("max_seqlen", [None, max(LENGTHS)])
+@pytest.mark.parametrize("width", [16, 24])
+def test_two_fields_are_read_where_they_lie(width, max_seqlen, events, target, device, monkeypatch):
+    """Or, of a width that the kernels do not take, concatenated: the same result and gradients."""
+    feature = SequenceFeatureConfig(
+        "taste", ["a", "b"], ["item", "brand"], "concat", bias="position", max_seqlen=max_seqlen
+    )
+    layer = JaggedFeatureInteraction([feature], width, 2, device=device)
+    histories = {key: events(width=width, dtype=torch.float32).to(device) for key in ("a", "b")}
+    items = {key: target(width=width, dtype=torch.float32).to(device) for key in ("item", "brand")}
+    leaves = [x.values() for x in histories.values()] + [*items.values(), *layer.parameters()]
+    copies = []
+    original = merged_attention.concatenated
+    monkeypatch.setattr(merged_attention, "concatenated", lambda fields: copies.append(len(fields)) or original(fields))
+
+    def run():
+        pooled = layer(histories, items).values()
+        return [pooled, *torch.autograd.grad(pooled, leaves, torch.ones_like(pooled))]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(merged_attention, "check_impl", lambda *_: "triton")
+        got = run()
+    assert copies == ([] if width == 16 else [2])
+    monkeypatch.setattr(merged_attention, "_is_plain", lambda *_: False)
+    for one, other in zip(got, run(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)

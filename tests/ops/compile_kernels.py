@@ -29,11 +29,11 @@ def attend(query, key, value, bias=None, window=(None, None)) -> None:
     jagged_attention_hopper.backward(torch.randn_like(out), dlse, *inputs, out, lse, 0.125, *window)
 
 
-def attend_by_bucket(width: int, rows: int, longest: int | None) -> None:
+def attend_by_bucket(width: int, rows: int, longest: int | None, halves: bool) -> None:
     """Forward and backward of few queries, with a bias table of so many rows and a scale of values."""
-    query, key = torch.randn(8, 1, 4, width).half(), torch.randn(800, 1, width).half()
+    query, key = torch.randn(8, 1, 4, width).half(), torch.randn(800, 1, width // (2 if halves else 1)).half()
     offsets, table = torch.arange(0, 801, 100), torch.randn(rows, 4)
-    events = (table, torch.zeros(800, dtype=torch.int64), torch.rand(800))
+    events = (table, torch.zeros(800, dtype=torch.int64), torch.rand(800), key[:, 0].clone() if halves else None)
     out, lse = target_attention_fwd.forward(query, key, None, offsets, *events, 0.125, longest)
     target_attention_bwd.backward(out, query, key, None, offsets, *events, out, lse, 0.125, longest)
 
@@ -83,7 +83,7 @@ def main() -> None:
     assert sum(isinstance(launcher.kernel, GluonJITFunction) for launcher in launches) == 3 * 4
     for rows in (32, 100):
         for longest in (None, 100):
-            attend_by_bucket(64, rows, longest)
+            attend_by_bucket(64, rows, longest, halves=rows == 100)
     for times, dtype in ((1, torch.float16), (2, torch.float32)):
         multiply_weights(times, 128, dtype)
     for launcher, arguments in launches.items():

@@ -90,21 +90,33 @@ SCHEMAS = {
     ],
     "array_jagged_bmm_jagged_out": [(torch.ops.jfi.array_jagged_bmm_jagged_out, lambda *i: (*i, False))],
     "target_attention": [
-        (torch.ops.jfi.target_attention_fwd, lambda q, k, v, o, b: (q, k, v, o, b, None, None, 0.3, 20, "triton")),
         (
             torch.ops.jfi.target_attention_fwd,
-            lambda q, k, v, o, b: (q, k, None, o, None, None, None, 0.3, None, "triton"),
+            lambda q, k, v, o, b: (q, k, v, o, b, None, None, None, 0.3, 20, "triton"),
+        ),
+        (
+            torch.ops.jfi.target_attention_fwd,
+            lambda q, k, v, o, b: (q, k, None, o, None, None, None, None, 0.3, None, "triton"),
         ),
     ],
     "target_attention, longest known": [
-        (torch.ops.jfi.target_attention_fwd, lambda q, k, v, o: (q, k, v, o, None, None, None, 0.3, 64, "triton")),
+        (
+            torch.ops.jfi.target_attention_fwd,
+            lambda q, k, v, o: (q, k, v, o, None, None, None, None, 0.3, 64, "triton"),
+        ),
     ],
     "target_attention, by bucket": [
-        (torch.ops.jfi.target_attention_fwd, lambda *i: (*i, 0.3, None, "triton")),
-        (torch.ops.jfi.target_attention_fwd, lambda *i: (*i, 0.3, 64, "triton")),
+        (torch.ops.jfi.target_attention_fwd, lambda *i: (*i, None, 0.3, None, "triton")),
+        (
+            torch.ops.jfi.target_attention_fwd,
+            lambda q, k, *i: (torch.cat([q, q], 3), k[:, :1] + 1, *i, k[:, 1] + 1, 0.3, 64, "triton"),  # halves
+        ),
     ],
     "target_attention, many queries": [
-        (torch.ops.jfi.target_attention_fwd, lambda q, k, v, o: (q, k, v, o, None, None, None, 0.3, None, "triton")),
+        (
+            torch.ops.jfi.target_attention_fwd,
+            lambda q, k, v, o: (q, k, v, o, None, None, None, None, 0.3, None, "triton"),
+        ),
     ],
     "jagged_attention": [
         (torch.ops.jfi.jagged_attention_fwd, lambda *i: (*i, 0.3, None, 0, "triton")),
@@ -137,7 +149,7 @@ def test_opcheck(name, device):
 def test_opcheck_on_the_processors_path():
     q, k, v, offsets, bias = calls(torch.device("cpu"), "torch")["target_attention"][1]
     torch.library.opcheck(
-        torch.ops.jfi.target_attention_fwd.default, (q, k, v, offsets, bias, None, None, 0.3, None, "torch")
+        torch.ops.jfi.target_attention_fwd.default, (q, k, v, offsets, bias, None, None, None, 0.3, None, "torch")
     )
     inputs = calls(torch.device("cpu"), "torch")["jagged_attention"][1]
     torch.library.opcheck(torch.ops.jfi.jagged_attention_fwd.default, (*inputs, 0.3, None, 0, "torch"))
