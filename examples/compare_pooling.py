@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 
 from jfi.data import load_dataset
-from jfi.training import Config, Result, train
+from jfi.training import Config, ConfigError, Result, train
 from jfi.training.cli import parse_config, run_cli
+from jfi.training.distributed import launched
 from jfi.training.run import check_new, new_run_dir
 
 POOLINGS = ("none", "mean", "attention")
@@ -69,6 +70,8 @@ def compare(config: Config, seeds: list[int]) -> dict[str, dict]:
 
 
 def main() -> None:
+    if launched():
+        raise ConfigError("compare_pooling.py trains in one process; start it without torchrun")
     config, options = parse_config(sys.argv[1:], "Compare ways in which histories enter a DLRM.", {"--seeds": SEEDS})
     compare(config, options.seeds)
 

@@ -2,8 +2,12 @@
 
 python examples/train_dlrm.py --config configs/quickstart.yaml --training.epochs 3 --model.pooling mean
 python examples/train_dlrm.py --resume runs/20250101-120000
+torchrun --nproc_per_node 2 examples/train_dlrm.py --config configs/multi_gpu.yaml
+
+docs/distributed.md tells more about the last one.
 """
 
+import os
 import sys
 
 from jfi.training import ConfigError, resume, train
@@ -21,6 +25,8 @@ def main() -> None:
         raise ConfigError("--resume takes the config of its run; give no other option with it")
     else:
         result = resume(options.resume)
+    if os.environ.get("RANK", "0") != "0":  # torchrun: all have the same result, one tells it
+        return
     print(f"best epoch {result.best_epoch} of {result.epochs}, {result.train_seconds:.0f} s of training")
     for split, metrics in (("validation", result.validation), ("test", result.test)):
         print(f"{split:10s} " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))

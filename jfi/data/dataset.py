@@ -106,9 +106,9 @@ class InteractionDataset:
         """Samples of a split, sampled negatives included."""
         return len(self._rows(split)) * self._samples_per_row
 
-    def num_batches(self, split: str, batch_size: int, world_size: int = 1) -> int:
+    def num_batches(self, split: str, batch_size: int) -> int:
         """Batches of an epoch, the same on every rank."""
-        return -(-self.num_samples(split) // (batch_size * world_size))
+        return -(-self.num_samples(split) // batch_size)
 
     def batches(
         self,
@@ -125,13 +125,13 @@ class InteractionDataset:
         """The batches of one epoch: a pure function of the arguments.
 
         The order and the sampled negatives depend on ``seed`` and ``epoch`` alone, so ``start_batch=n`` continues an
-        epoch after n batches, and ranks share each global batch of ``batch_size * world_size`` samples without overlap.
-        The last one is shared evenly; with fewer samples than ranks some ranks get an empty batch, so that all make
-        the same number of steps.
+        epoch after n batches, and each batch is the same for any number of ranks, which share it: contiguous parts that
+        differ by one sample at most. With fewer samples than ranks some get an empty batch, so that all make the same
+        number of steps.
 
         Args:
             split: "train", "validation" or "test".
-            batch_size: samples a batch and rank.
+            batch_size: samples a batch, over all ranks.
             shuffle: else the order is (timestamp, user, item).
 
         Example::
@@ -146,16 +146,16 @@ class InteractionDataset:
             raise ValueError(f"rank is {rank}; it must be in [0, world_size = {world_size})")
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
-        count, step = self.num_samples(split), batch_size * world_size
+        count = self.num_samples(split)
         order = np.random.default_rng((seed, epoch)).permutation(count) if shuffle else np.arange(count)
 
         def assemble(first: int) -> Batch:
-            shared = order[first : first + step]
+            shared = order[first : first + batch_size]
             mine = shared[len(shared) * rank // world_size : len(shared) * (rank + 1) // world_size]
             return self._assemble(*self._draw(split, mine, seed, epoch))
 
         # Not a generator: wrong arguments are reported by this call, not by the first batch.
-        return map(assemble, range(start_batch * step, count, step))
+        return map(assemble, range(start_batch * batch_size, count, batch_size))
 
     @property
     def _samples_per_row(self) -> int:

@@ -7,6 +7,7 @@ from jfi.training.config import (
     ModelConfig,
     OptimizerConfig,
     OptimizerGroup,
+    ShardingConfig,
     TrainingConfig,
 )
 from jfi.training.interrupt import Interrupted
@@ -21,6 +22,7 @@ __all__ = [
     "OptimizerConfig",
     "OptimizerGroup",
     "Result",
+    "ShardingConfig",
     "TrainingConfig",
     "resume",
     "train",

@@ -5,13 +5,19 @@ user and item keys that share it: so a target finds itself in a history. Every o
 EmbeddingBagCollection.
 """
 
+import zlib
+from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.optim import Optimizer
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from jfi.data import FeatureSpec, InteractionDataset
 from jfi.models import SequenceDLRM
@@ -20,14 +26,28 @@ from jfi.training.config import ConfigError, EncoderConfig, ModelConfig, Optimiz
 
 #: From this many rows on, touching only the batch's rows is faster than a pass over the table.
 _SPARSE_ROWS = 50_000
-_OPTIMIZERS = {"adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+#: Rows that are drawn at once, the unit of the initial values: a table of another block size has other ones.
+_ROWS_DRAWN = 65_536
+OPTIMIZERS = {
+    "adagrad": torch.optim.Adagrad,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "rowwise_adagrad": RowWiseAdagrad,
+}
 
 
-def build_model(config: ModelConfig, encoder: EncoderConfig, dataset: InteractionDataset) -> SequenceDLRM:
+def build_model(
+    config: ModelConfig, encoder: EncoderConfig, dataset: InteractionDataset, table_device: torch.device | None = None
+) -> SequenceDLRM:
     """The SequenceDLRM of `config` over the features of `dataset`, with an encoder where histories are pooled.
 
     The one sequence feature, `history`, combines the aligned history keys of an event; its target is the item's id
     together with every other item column.
+
+    Args:
+        config, encoder: the sections of those names.
+        dataset: whose features they are.
+        table_device: where the tables lie; "meta" where `draw_tables` follows.
 
     Raises:
         ConfigError: `model.bias` or `encoder.bias` is a key that the dataset does not have.
@@ -52,9 +72,11 @@ def build_model(config: ModelConfig, encoder: EncoderConfig, dataset: Interactio
         if history
         else []
     )
+    bag_tables = _tables(EmbeddingBagConfig, in_bags, config.embedding_dim)
+    tables = _tables(EmbeddingConfig, in_collection, config.embedding_dim)
     return SequenceDLRM(
-        EmbeddingBagCollection(_tables(EmbeddingBagConfig, in_bags, config.embedding_dim)) if in_bags else None,
-        EmbeddingCollection(_tables(EmbeddingConfig, in_collection, config.embedding_dim)) if in_collection else None,
+        EmbeddingBagCollection(bag_tables, device=table_device) if bag_tables else None,
+        EmbeddingCollection(tables, device=table_device) if tables else None,
         sequences,
         dense_in_features=max(1, len(dataset.dense_names)),
         dense_arch_layer_sizes=[*config.dense_arch, config.embedding_dim],
@@ -67,6 +89,38 @@ def build_model(config: ModelConfig, encoder: EncoderConfig, dataset: Interactio
     )
 
 
+def table_configs(model: nn.Module) -> dict[str, BaseEmbeddingConfig]:
+    """By parameter name the config of every embedding table of a model that is not sharded."""
+    configs = {}
+    for prefix, module in model.named_modules():
+        if isinstance(module, EmbeddingBagCollection):
+            configs |= {f"{prefix}.embedding_bags.{c.name}.weight": c for c in module.embedding_bag_configs()}
+        elif isinstance(module, EmbeddingCollection):
+            configs |= {f"{prefix}.embeddings.{c.name}.weight": c for c in module.embedding_configs()}
+    return configs
+
+
+def draw_tables(state: Mapping[str, Tensor | ShardedTensor], tables: dict[str, BaseEmbeddingConfig], seed: int) -> None:
+    """Draws the initial values of the embedding tables, uniform within ±1/sqrt(rows).
+
+    A row's values depend on the seed, the table's name and the row alone: so they are the same however the tables are
+    sharded, and no process draws or holds more than its shards and a block of rows.
+
+    Args:
+        state: of `state_dict`, which shares its memory with the model.
+        tables: of `table_configs`.
+        seed: `training.seed`.
+    """
+    for name, table in tables.items():
+        weight = state[name]
+        if isinstance(weight, ShardedTensor):
+            shards = [(shard.tensor, shard.metadata.shard_offsets) for shard in weight.local_shards()]
+        else:
+            shards = [(weight, (0, 0))]
+        for values, (row, column) in shards:
+            _draw_shard(values, row, column, table, seed)
+
+
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> KeyedOptimizer:
     """One optimiser over the embedding tables and one over everything else, with state keyed by parameter name.
 
@@ -74,26 +128,36 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> KeyedOptimizer
         config: the two groups.
         model: whose tables lie in TorchRec's collections.
     """
-    tables = {
-        f"{prefix}.{name}": parameter
-        for prefix, module in model.named_modules()
-        if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection))
-        for name, parameter in module.named_parameters()
-    }
-    dense = {name: p for name, p in model.named_parameters() if name not in tables}
+    names = table_configs(model)
+    tables = {name: p for name, p in model.named_parameters() if name in names}
+    dense = {name: p for name, p in model.named_parameters() if name not in names}
     if config.embeddings.name == "adagrad" and config.embeddings.weight_decay == 0:
         for module in model.modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.num_embeddings >= _SPARSE_ROWS:
                 module.sparse = True
     groups = [(tables, config.embeddings), (dense, config.dense)]
-    return CombinedOptimizer([_keyed(group, parameters) for parameters, group in groups])
+    return CombinedOptimizer([keyed_optimizer(group, parameters) for parameters, group in groups])
 
 
-def _keyed(group: OptimizerGroup, parameters: dict[str, nn.Parameter]) -> KeyedOptimizer:
+def keyed_optimizer(group: OptimizerGroup, parameters: dict[str, nn.Parameter]) -> KeyedOptimizer:
+    """The optimiser of `group` over `parameters`, its state keyed by their names."""
+
     def make(values: list[nn.Parameter]) -> Optimizer:
-        return _OPTIMIZERS[group.name](values, lr=group.learning_rate, weight_decay=group.weight_decay)
+        return OPTIMIZERS[group.name](values, lr=group.learning_rate, weight_decay=group.weight_decay)
 
     return KeyedOptimizerWrapper(parameters, make)
+
+
+def _draw_shard(shard: Tensor, row: int, column: int, table: BaseEmbeddingConfig, seed: int) -> None:
+    """Fills the part of `table` that begins at `row` and `column`."""
+    low, high = table.get_weight_init_min(), table.get_weight_init_max()
+    end, width = row + shard.shape[0], shard.shape[1]
+    for first in range(row - row % _ROWS_DRAWN, end, _ROWS_DRAWN):
+        last = min(first + _ROWS_DRAWN, end)
+        generator = np.random.default_rng((seed, zlib.crc32(table.name.encode()), first))
+        values = generator.random((last - first, table.embedding_dim), np.float32)[max(row - first, 0) :]
+        drawn = torch.from_numpy(values[:, column : column + width]) * (high - low) + low
+        shard[last - row - len(drawn) : last - row].copy_(drawn)
 
 
 def _tables(kind: type, features: list[FeatureSpec], embedding_dim: int) -> list:

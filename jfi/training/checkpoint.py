@@ -3,7 +3,8 @@
 A checkpoint is a folder `epoch-0003-batch-0000120`: three epochs done and 120 batches of the fourth. It is written
 under a name beginning with `.`, flushed to the disk, and only then renamed; a process killed at any moment leaves
 either the folder or rubbish that nobody takes for one. Beside the tensors lies `progress.json`, what the loop has to
-know.
+know. The processes of a launched run write and read a checkpoint together, each its shards; any number of them reads
+what any other number wrote.
 """
 
 import json
@@ -18,11 +19,14 @@ from pathlib import Path
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from jfi.training.distributed import World
+
 
 class DamagedCheckpointError(Exception):
     """A checkpoint that cannot be read."""
 
 
+ALONE = World()
 _NAME = re.compile(r"epoch-\d+-batch-\d+")
 
 
@@ -31,29 +35,42 @@ def checkpoint_name(epoch: int, batch: int) -> str:
     return f"epoch-{epoch:04d}-batch-{batch:07d}"
 
 
-def save_checkpoint(folder: Path, name: str, state: dict, progress: dict) -> None:
+def save_checkpoint(folder: Path, name: str, state: dict, progress: dict, world: World = ALONE) -> None:
     """Writes `folder/name` whole or not at all; one that is there already is left as it is.
 
     Args:
-        folder: of all checkpoints of a run; made if it is not there.
+        folder: of all checkpoints of a run; made if it is not there. All processes of `world` must see the same one.
         name: of `checkpoint_name`.
         state: nested dict of tensors.
         progress: what JSON can hold.
+        world: the processes that call this together.
     """
-    if (folder / name).exists():
-        return
     torn = folder / f".{name}"
+    if not world.on_first(lambda: _begin(torn, folder / name)):
+        return
+    with _quietly():
+        writer = dcp.FileSystemWriter(torn, sync_files=True)
+        dcp.save(state, storage_writer=writer, process_group=world.control, no_dist=not world.launched)
+    world.on_first(lambda: _finish(torn, folder / name, progress))
+
+
+def _begin(torn: Path, whole: Path) -> bool:
+    """Makes an empty folder to write into, unless the checkpoint is there."""
+    if whole.exists():
+        return False
     shutil.rmtree(torn, ignore_errors=True)
     torn.mkdir(parents=True)
-    with _one_process():
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(torn, sync_files=True), no_dist=True)
+    return True
+
+
+def _finish(torn: Path, whole: Path, progress: dict) -> None:
     with open(torn / "progress.json", "w") as file:
         json.dump(progress, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     _sync_folder(torn)
-    torn.rename(folder / name)
-    _sync_folder(folder)
+    torn.rename(whole)
+    _sync_folder(whole.parent)
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -66,15 +83,18 @@ def read_progress(path: Path) -> dict:
     return json.loads((path / "progress.json").read_text())
 
 
-def load_checkpoint(path: Path, state: dict) -> None:
+def load_checkpoint(path: Path, state: dict, world: World = ALONE) -> None:
     """Fills the tensors of `state` in place; its keys may be a part of those saved.
+
+    The processes of `world` call it together, each with its shards.
 
     Raises:
         DamagedCheckpointError: a file is missing, cut off or no checkpoint's, or a tensor is not in it.
     """
     try:
-        with _one_process():
-            dcp.load(state, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+        with _quietly():
+            reader = dcp.FileSystemReader(path)
+            dcp.load(state, storage_reader=reader, process_group=world.control, no_dist=not world.launched)
     except (CheckpointException, Exception) as error:  # the first is a BaseException, and wraps whatever went wrong
         raise DamagedCheckpointError(f"the tensors in {path} are missing or damaged") from error
 
@@ -89,10 +109,11 @@ def keep_checkpoints(folder: Path, names: set[str]) -> None:
 
 
 @contextmanager
-def _one_process() -> Iterator[None]:
-    """Without the warning that there is no process group, which is meant."""
+def _quietly() -> Iterator[None]:
+    """Without the warnings that there is no process group, which is meant, and that TorchRec's ShardedTensor is old."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        warnings.filterwarnings("ignore", category=FutureWarning)
         yield
 
 

@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import difflib
 import logging
+import os
 import re
 import sys
 import types
@@ -91,24 +92,27 @@ def save_config(config: Config, path: str | Path) -> None:
 
 
 def run_cli(main: Callable[[], None]) -> int:
-    """Runs `main` and turns what a user can cause into one line on stderr and an exit code."""
+    """Runs `main` and turns what a user can cause into one line on stderr and an exit code.
+
+    Of the processes that torchrun launches on a host one writes the line.
+    """
     # TorchRec asks torch.fx in a way that torch 2.13 logs a warning about, once a process.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     try:
         main()
     except (ConfigError, DataError) as error:
-        print(f"error: {_one_line(str(error))}", file=sys.stderr)
-        return 2
+        line, code = f"error: {_one_line(str(error))}", 2
     except FloatingPointError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        line, code = f"error: {error}", 1
     except Interrupted as stop:
-        print(stop, file=sys.stderr)
-        return stop.exit_code
+        line, code = str(stop), stop.exit_code
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
-    return 0
+        line, code = "stopped", 130
+    else:
+        return 0
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(line, file=sys.stderr)
+    return code
 
 
 def _check_file(path: str) -> None:

@@ -1,4 +1,4 @@
-"""The configuration of a training run, all typed: sections `data`, `model`, `encoder`, `optimizer` and `training`.
+"""The configuration of a training run, all typed: `data`, `model`, `encoder`, `optimizer`, `sharding` and `training`.
 
 A YAML file gives any part of it, the command line overrides any field (`--training.epochs 3`); see `jfi.training.cli`.
 """
@@ -95,13 +95,15 @@ class OptimizerGroup:
     """The optimiser of one group of parameters.
 
     Args:
-        name: `adagrad`, `adam` or `adamw` of torch.optim. Adagrad without weight decay takes sparse gradients for
-            embedding tables: a step then costs the rows of the batch, whatever the size of the table.
+        name: `adagrad`, `adam` or `adamw` of torch.optim; for embedding tables also TorchRec's `rowwise_adagrad`, with
+            one accumulator a row. Adagrad without weight decay takes sparse gradients for embedding tables: a step then
+            costs the rows of the batch, whatever the size of the table. Under torchrun tables are updated in the
+            backward pass by `adagrad` or `rowwise_adagrad`, both of which cost the rows of the batch.
         learning_rate: step size.
         weight_decay: as in torch.optim: decoupled for adamw, an L2 penalty for the others.
     """
 
-    name: Literal["adagrad", "adam", "adamw"] = "adam"
+    name: Literal["adagrad", "adam", "adamw", "rowwise_adagrad"] = "adam"
     learning_rate: float = 1e-3
     weight_decay: float = 0.0
 
@@ -115,7 +117,7 @@ class OptimizerConfig:
         embeddings: the embedding tables.
         average: with a number such as 0.99, the model that is evaluated has the exponential moving average of all
             parameters, which keeps that share of itself a step. Each step then passes over all tables: leave it null
-            for large ones.
+            for large ones; under torchrun it must be null.
     """
 
     dense: OptimizerGroup = field(default_factory=OptimizerGroup)
@@ -127,8 +129,34 @@ class OptimizerConfig:
             key, rate, decay = f"optimizer.{name}", group.learning_rate, group.weight_decay
             _require(0 < rate < math.inf, f"{key}.learning_rate", rate, "positive and finite")
             _require(0 <= decay < math.inf, f"{key}.weight_decay", decay, "0 or more and finite")
+        dense = self.dense.name
+        _require(dense != "rowwise_adagrad", "optimizer.dense.name", dense, "adagrad, adam or adamw")
         in_range = self.average is None or 0 < self.average < 1
         _require(in_range, "optimizer.average", self.average, "between 0 and 1, or null")
+
+
+@dataclass
+class ShardingConfig:
+    """How the embedding tables are spread over the processes that torchrun launches; see docs/distributed.md.
+
+    Args:
+        type: `table_wise` (a table lies whole in one process), `row_wise` or `column_wise` (it is cut between rows or
+            columns), or `auto`: TorchRec's planner chooses one for each table.
+        min_partition: columns of a shard under `column_wise`; a multiple of 4 and a divisor of `model.embedding_dim`.
+        compute_kernel: `fused` (tables in the device's memory), `fused_uvm_caching` (in the host's memory, with a cache
+            on the GPU: for tables larger than the GPUs), or `auto`: the planner chooses.
+        cache_load_factor: rows in that cache as a share of the table's, in (0, 1].
+    """
+
+    type: Literal["auto", "table_wise", "row_wise", "column_wise"] = "auto"
+    min_partition: int = 16
+    compute_kernel: Literal["auto", "fused", "fused_uvm_caching"] = "auto"
+    cache_load_factor: float = 0.2
+
+    def __post_init__(self) -> None:
+        width, share = self.min_partition, self.cache_load_factor
+        _require(width >= 4 and width % 4 == 0, "sharding.min_partition", width, "a positive multiple of 4")
+        _require(0 < share <= 1, "sharding.cache_load_factor", share, "in (0, 1]")
 
 
 @dataclass
@@ -138,8 +166,8 @@ class TrainingConfig:
     Args:
         run_dir: folder of the run; must be new or empty. Null makes `runs/<date>-<time>`.
         epochs: most epochs to train.
-        batch_size: samples a step.
-        eval_batch_size: samples a batch of evaluation.
+        batch_size: samples a step; under torchrun the processes share them.
+        eval_batch_size: samples a batch of evaluation, shared likewise.
         monitor: validation metric that picks the best epoch: `auc` (highest) or `ne` (lowest).
         patience: epochs without a better `monitor` after which training stops; null never stops early.
         seed: of parameters, dropout, sample order and sampled negatives; in [0, 2**32).
@@ -175,11 +203,15 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
     def __post_init__(self) -> None:
         fits = self.encoder.layers == 0 or self.model.embedding_dim % self.encoder.heads == 0
         _require(fits, "encoder.heads", self.encoder.heads, "a divisor of model.embedding_dim")
+        width = self.sharding.min_partition
+        fits = self.sharding.type != "column_wise" or self.model.embedding_dim % width == 0
+        _require(fits, "sharding.min_partition", width, "a divisor of model.embedding_dim under column_wise")
 
     def with_training(self, **changes: object) -> "Config":
         """A copy with some fields of `training` changed."""

@@ -4,6 +4,8 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from jfi.training.distributed import World
+
 
 class Interrupted(Exception):
     """Training stopped on a signal after its state was saved."""
@@ -16,12 +18,13 @@ class Interrupted(Exception):
 class StopRequest:
     """Whether a signal has asked to stop."""
 
-    signum: int | None = None
+    signum: int = 0
 
-    def check(self, run_dir: object) -> None:
-        """Raises Interrupted if it has."""
-        if self.signum is not None:
-            raise Interrupted(self.signum, run_dir)
+    def check(self, run_dir: object, world: World) -> None:
+        """Raises Interrupted on every process of `world` if any has been asked; all call this together."""
+        signum = world.max(self.signum)
+        if signum:
+            raise Interrupted(signum, run_dir)
 
 
 @contextmanager

@@ -3,22 +3,30 @@
 Everything the next step depends on is in a checkpoint: parameters, optimiser, random generators, the running sums, and
 in `Progress` the place in the epoch, the best epoch and the length of metrics.jsonl. Batches are a pure function of
 (seed, epoch, number), so a run that was killed continues to the same bits.
+
+Launched by torchrun, every process runs this loop on its part of each batch, and all take the same decisions: what
+depends on a file, a signal or all predictions is decided by one and told to the others.
 """
 
+import dataclasses
 import math
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.optim.keyed import KeyedOptimizerWrapper
 from tqdm import tqdm
 
 from jfi.data import Batch, InteractionDataset, load_dataset
-from jfi.training.build import build_model, build_optimizer
+from jfi.training.build import build_model, build_optimizer, draw_tables, table_configs
 from jfi.training.checkpoint import (
     DamagedCheckpointError,
     checkpoint_name,
@@ -29,10 +37,15 @@ from jfi.training.checkpoint import (
     save_checkpoint,
 )
 from jfi.training.config import Config, ConfigError
+from jfi.training.distributed import World, join_world
 from jfi.training.interrupt import Interrupted, StopRequest, stop_on_signals
 from jfi.training.metrics import Predictions, normalized_entropy
 from jfi.training.pictures import draw_attention, draw_curves
-from jfi.training.run import Recorder, RunFolder, check_new, read_metrics
+from jfi.training.run import Recorder, RunFolder, SilentRecorder, check_new, read_metrics
+from jfi.training.sharding import check_sharded, shard_model
+
+#: Of a batch, or a rank's part of it: logits, labels and users, all [B].
+Output = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass
@@ -46,6 +59,7 @@ class Progress:
     best: float = -math.inf
     log_length: int = 0
     train_seconds: float = 0.0
+    world_size: int = 0  # 0: not launched by torchrun
 
 
 @dataclass
@@ -63,6 +77,8 @@ class Result:
 def train(config: Config, dataset: InteractionDataset | None = None) -> Result:
     """Trains a new run in `config.training.run_dir`.
 
+    Launched by torchrun, which restarts the command after a death, it goes on with a run of the same config there.
+
     Args:
         config: the whole configuration.
         dataset: of `config.data`, where the caller has loaded it already.
@@ -72,10 +88,18 @@ def train(config: Config, dataset: InteractionDataset | None = None) -> Result:
         FloatingPointError: the loss is no longer a number.
         Interrupted: SIGINT or SIGTERM; the state is saved.
     """
-    if config.training.run_dir is not None:
-        check_new(Path(config.training.run_dir))
-    trainer = Trainer(config, load_dataset(config.data) if dataset is None else dataset)
-    return trainer.run(RunFolder.create(config))
+    run_dir = config.training.run_dir
+    with join_world(config.training.device) as world:
+        begun = world.launched and world.on_first(lambda: RunFolder.holds(config))
+        if not begun and run_dir is not None:
+            world.on_first(lambda: check_new(Path(run_dir)))
+        trainer = Trainer(config, load_dataset(config.data) if dataset is None else dataset, world)
+        if begun:
+            run = RunFolder(Path(run_dir))
+            trainer.restore(run)
+        else:
+            run = world.on_first(lambda: RunFolder.create(config))
+        return trainer.run(run)
 
 
 def resume(run_dir: str | Path) -> Result:
@@ -85,26 +109,44 @@ def resume(run_dir: str | Path) -> Result:
         As `train`; ConfigError also where the folder is no run, or a damaged one.
     """
     run, config = RunFolder.open(run_dir)
-    trainer = Trainer(config, load_dataset(config.data))
-    trainer.restore(run)
-    return trainer.run(run)
+    with join_world(config.training.device) as world:
+        trainer = Trainer(config, load_dataset(config.data), world)
+        trainer.restore(run)
+        return trainer.run(run)
 
 
 class Trainer:
     """Model, optimiser and progress of one run."""
 
-    def __init__(self, config: Config, dataset: InteractionDataset):
+    def __init__(self, config: Config, dataset: InteractionDataset, world: World):
         self.config = config
         self.dataset = dataset
-        self.device = _device(config.training.device)
+        self.world = world
+        self.device = world.device
+        self.progress = Progress(world_size=world.size if world.launched else 0)
         torch.manual_seed(config.training.seed)
-        self.model = build_model(config.model, config.encoder, dataset).to(self.device)
-        self.optimizer = build_optimizer(config.optimizer, self.model)
+        model = build_model(config.model, config.encoder, dataset, table_device=torch.device("meta"))
+        tables = table_configs(model)
+        self.pipeline: TrainPipelineSparseDist | None = None
+        if world.launched:
+            check_sharded(config, self.device)
+            self.model, self.optimizer = shard_model(model, config, world)
+            self._reseed()
+            if self.device.type == "cuda":
+                self.pipeline = TrainPipelineSparseDist(
+                    self.model, self.optimizer, self.device, custom_model_fwd=self._forward
+                )
+        else:
+            for module in (model.embedding_bag_collection, model.embedding_collection):
+                if module is not None:
+                    module.to_empty(device=self.device)
+            self.model = model.to(self.device)
+            self.optimizer = build_optimizer(config.optimizer, self.model)
+        draw_tables(self.model.state_dict(), tables, config.training.seed)
         self.modules: dict[str, nn.Module] = {"model": self.model}
         if config.optimizer.average is not None:
             average = get_ema_multi_avg_fn(config.optimizer.average)
             self.modules["average"] = AveragedModel(self.model, multi_avg_fn=average)
-        self.progress = Progress()
         # Of the samples since the last line of the log: summed loss, summed label, number.
         self.window = torch.zeros(3, dtype=torch.float64, device=self.device)
 
@@ -112,33 +154,44 @@ class Trainer:
         """Takes up the last whole checkpoint of `run`, if there is one.
 
         Raises:
-            ConfigError: its progress.json or tensors are missing or damaged, or metrics.jsonl is shorter than it says.
+            ConfigError: its progress.json or tensors are missing or damaged, or metrics.jsonl is shorter than it says,
+                or the run was launched by torchrun and this one is not, or the other way round.
         """
-        path = latest_checkpoint(run.checkpoints)
+        path, progress = self.world.on_first(lambda: _last_checkpoint(run))
         if path is None:
             return
-        try:
-            self.progress = Progress(**read_progress(path))
-        except (OSError, TypeError, ValueError):
-            fault = f"{path / 'progress.json'} is missing or damaged; remove that checkpoint to continue without it"
-            raise ConfigError(f"--resume {run.path}: {fault}") from None
-        run.check_metrics(self.progress.log_length)
-        self.optimizer.init_state()  # a step with zero gradients, so that there is state to load into
+        if bool(progress.world_size) != self.world.launched:
+            how = "with" if progress.world_size else "without"
+            raise ConfigError(f"--resume {run.path}: the run was started {how} torchrun; continue it likewise")
+        for _, optimizer in self.optimizer.optimizers:
+            if isinstance(optimizer, KeyedOptimizerWrapper):  # the fused one always has its state
+                optimizer.init_state()  # a step with zero gradients, so that there is state to load into
+                optimizer.zero_grad(set_to_none=True)
+        same_world = progress.world_size == self.progress.world_size
+        self.progress = dataclasses.replace(progress, world_size=self.progress.world_size)
         state = self._state()
+        if not same_world:
+            del state["random"]
         try:
-            load_checkpoint(path, state)
+            load_checkpoint(path, state, self.world)
         except DamagedCheckpointError as fault:
             raise ConfigError(f"--resume {run.path}: {fault}; remove that checkpoint to continue without it") from fault
         self._load_modules(state)
         self.optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["random"]["cpu"])
+        if self.world.is_first:
+            self.window = state["window"]
+        if not same_world:
+            self._reseed()
+            return
+        random = state["random"][str(self.world.rank)]
+        torch.set_rng_state(random["cpu"])
         if self.device.type == "cuda":
-            torch.cuda.set_rng_state(state["random"]["cuda"], self.device)
+            torch.cuda.set_rng_state(random["cuda"], self.device)
 
     def run(self, run: RunFolder) -> Result:
         """Trains to the end, tests the best epoch and draws the pictures."""
-        progress = self.progress
-        with Recorder(run, progress.log_length, progress.step) as recorder, stop_on_signals() as stop:
+        progress, world = self.progress, self.world
+        with self._recorder(run) as recorder, stop_on_signals() as stop:
             try:
                 while not self._finished():
                     self._train_epoch(run, recorder, stop)
@@ -148,17 +201,30 @@ class Trainer:
                     self._save(run, recorder)
                 raise
             best = self._module_state()
-            load_checkpoint(run.checkpoints / checkpoint_name(progress.best_epoch, 0), best)
+            load_checkpoint(run.checkpoints / checkpoint_name(progress.best_epoch, 0), best, world)
             self._load_modules(best)
             test = self._evaluate("test", run, stop)
             recorder.metrics("test", progress.best_epoch, progress.step, test)
-        log = read_metrics(run.metrics)
-        draw_curves(log, self.config.training.monitor, run.curves)
+        log = world.on_first(lambda: read_metrics(run.metrics))
+        world.on_first(lambda: draw_curves(log, self.config.training.monitor, run.curves))
         if self.config.model.pooling == "attention":
-            draw_attention(self._evaluated, self.dataset, self.device, run.attention)
+            if self.pipeline is not None:
+                self.pipeline.detach()
+            model = self.model.module if world.launched else self._evaluated
+            draw_attention(model, self.dataset, self.device, run.attention if world.is_first else None)
         validation = next(r for r in log if r["split"] == "validation" and r["epoch"] == progress.best_epoch)
         validation = {name: math.nan if validation[name] is None else validation[name] for name in test}
         return Result(str(run.path), progress.best_epoch, progress.epoch, validation, test, progress.train_seconds)
+
+    def _recorder(self, run: RunFolder) -> Recorder | SilentRecorder:
+        if not self.world.is_first:
+            return SilentRecorder()
+        return Recorder(run, self.progress.log_length, self.progress.step)
+
+    def _reseed(self) -> None:
+        """A random generator of its own for every rank of a launched run, by the step where it begins."""
+        origin = self.config.training.seed, self.world.rank, self.progress.step
+        torch.manual_seed(int(np.random.SeedSequence(origin).generate_state(1)[0]))
 
     def _finished(self) -> bool:
         progress, training = self.progress, self.config.training
@@ -170,17 +236,9 @@ class Trainer:
         batches = self.dataset.num_batches("train", training.batch_size)
         self.model.train()
         started = logged = time.perf_counter()
-        for batch in self._batches("train", training.batch_size, progress.batch, f"epoch {progress.epoch + 1}"):
-            logits = self.model(batch)
-            loss = binary_cross_entropy_with_logits(logits, batch.labels)
-            self.optimizer.zero_grad()
-            loss.backward()
-            self.optimizer.step()
+        for _ in self._outputs("train", training.batch_size, progress.batch, f"epoch {progress.epoch + 1}"):
             if "average" in self.modules:
                 self.modules["average"].update_parameters(self.model)
-
-            size = batch.labels.new_full((), batch.labels.numel())
-            self.window += torch.stack([loss.detach() * size, batch.labels.sum(), size])
             progress.batch += 1
             progress.step += 1
             now = time.perf_counter()
@@ -194,10 +252,47 @@ class Trainer:
             if due and progress.batch < batches:
                 self._save(run, recorder)
                 started = time.perf_counter()
-            stop.check(run.path)
+            stop.check(run.path, self.world)
 
-    def _log_window(self, recorder: Recorder) -> float:
-        loss, labels, samples = self.window.tolist()
+    def _outputs(self, split: str, size: int, start: int, label: str) -> Iterator[Output]:
+        """Sends the batches of a split through the model, each followed by a step where the model is in training."""
+        batches = self._batches(split, size, start, label)
+        if self.pipeline is not None:
+            with suppress(StopIteration):
+                while True:
+                    yield self.pipeline.progress(batches)
+            return
+        for batch in batches:
+            loss, output = self._forward(batch)
+            if self.model.training:
+                self.optimizer.zero_grad()
+                loss.backward()
+                self.optimizer.step()
+            yield output
+
+    def _forward(self, batch: Batch) -> tuple[Tensor | None, Output]:
+        """The loss in training, else None, and what came out; a train pipeline calls it too, batch by batch."""
+        training, labels = self.model.training, batch.labels
+        logits = (self.model if training else self._evaluated)(batch)
+        output = logits.detach(), labels, batch.users
+        if not training:
+            return None, output
+        size = labels.new_full((), labels.numel())
+        if self.world.launched:
+            # Gradients are averaged over the ranks: each gives its samples' sum over an equal share of the whole batch.
+            batch_size = self.config.training.batch_size
+            rest = self.dataset.num_samples("train") - self.progress.batch * batch_size
+            share = min(batch_size, rest) / self.world.size
+            total = binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+            loss = total / share
+        else:
+            loss = binary_cross_entropy_with_logits(logits, labels)
+            total = loss * size
+        self.window += torch.stack([total.detach(), labels.sum(), size])
+        return loss, output
+
+    def _log_window(self, recorder: Recorder | SilentRecorder) -> float:
+        loss, labels, samples = self.world.sum(self.window).tolist()
         self.window.zero_()
         loss, mean_label = loss / samples, labels / samples
         step = self.progress.step
@@ -209,12 +304,14 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self, split: str, run: RunFolder, stop: StopRequest) -> dict[str, float]:
-        model = self._evaluated.eval()
+        self.model.eval()
+        self._evaluated.eval()
         predictions = Predictions()
-        for batch in self._batches(split, self.config.training.eval_batch_size, 0, split):
-            predictions.add(model(batch), batch.labels, batch.users)
-            stop.check(run.path)
-        return predictions.metrics()
+        for output in self._outputs(split, self.config.training.eval_batch_size, 0, split):
+            predictions.add(*output)
+            stop.check(run.path, self.world)
+        parts = self.world.gather(predictions.on_cpu())
+        return self.world.on_first(lambda: Predictions.join(parts).metrics())
 
     def _end_epoch(self, metrics: dict[str, float], run: RunFolder, recorder: Recorder) -> None:
         progress, monitor = self.progress, self.config.training.monitor
@@ -223,22 +320,31 @@ class Trainer:
         if progress.epoch == 1 or score > progress.best:
             progress.best, progress.best_epoch = score, progress.epoch
         recorder.metrics("validation", progress.epoch, progress.step, metrics)
-        tqdm.write(f"epoch {progress.epoch}: validation " + ", ".join(f"{k} {v:.4f}" for k, v in metrics.items()))
+        if self.world.is_first:
+            tqdm.write(f"epoch {progress.epoch}: validation " + ", ".join(f"{k} {v:.4f}" for k, v in metrics.items()))
         self._save(run, recorder)
 
     def _batches(self, split: str, size: int, start: int, label: str) -> Iterator[Batch]:
-        order = {}
+        order = {"rank": self.world.rank, "world_size": self.world.size}
         if split == "train":  # the held-out parts have the same order and the same sampled negatives in every run
-            order = {"shuffle": True, "seed": self.config.training.seed, "epoch": self.progress.epoch}
+            order |= {"shuffle": True, "seed": self.config.training.seed, "epoch": self.progress.epoch}
         batches = self.dataset.batches(split, size, start_batch=start, **order)
         samples = self.dataset.num_samples(split)
         # No bar where nobody watches: disable=None looks whether stderr is a terminal.
+        hidden = None if self.world.is_first else True
         with tqdm(
-            total=samples, initial=start * size, desc=label, unit=" samples", unit_scale=True, disable=None, leave=False
+            total=samples,
+            initial=start * size,
+            desc=label,
+            unit=" samples",
+            unit_scale=True,
+            disable=hidden,
+            leave=False,
         ) as bar:
             for batch in batches:
-                yield batch.to(self.device, non_blocking=True)
-                bar.update(batch.labels.numel())
+                # A pipeline copies to the device by itself, beside the computing where the memory is pinned.
+                yield batch.pin_memory() if self.pipeline is not None else batch.to(self.device, non_blocking=True)
+                bar.update(batch.labels.numel() * self.world.size)
 
     @property
     def _evaluated(self) -> nn.Module:
@@ -252,25 +358,34 @@ class Trainer:
             module.load_state_dict(state[name])
 
     def _state(self) -> dict:
-        random = {"cpu": torch.get_rng_state()}
+        random = {"cpu": torch.get_rng_state()}  # of this rank; tables are whole or shards, the rest is equal on all
         if self.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self.device)
         return {
             **self._module_state(),
             "optimizer": self.optimizer.state_dict(),
-            "random": random,
-            "window": self.window,
+            "random": {str(self.world.rank): random},
+            "window": self.world.sum(self.window),
         }
 
     def _save(self, run: RunFolder, recorder: Recorder) -> None:
         progress = self.progress
         progress.log_length = recorder.length()
         name = checkpoint_name(progress.epoch, progress.batch)
-        save_checkpoint(run.checkpoints, name, self._state(), asdict(progress))
-        keep_checkpoints(run.checkpoints, {name, checkpoint_name(progress.best_epoch, 0)})
+        save_checkpoint(run.checkpoints, name, self._state(), asdict(progress), self.world)
+        best = checkpoint_name(progress.best_epoch, 0)
+        self.world.on_first(lambda: keep_checkpoints(run.checkpoints, {name, best}))
 
 
-def _device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("training.device: got 'cuda', must be 'cpu' or 'auto' where there is no GPU")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+def _last_checkpoint(run: RunFolder) -> tuple[Path | None, Progress]:
+    """The last whole checkpoint of `run`, or None, and where it stands."""
+    path = latest_checkpoint(run.checkpoints)
+    if path is None:
+        return None, Progress()
+    try:
+        progress = Progress(**read_progress(path))
+    except (OSError, TypeError, ValueError):
+        fault = f"{path / 'progress.json'} is missing or damaged; remove that checkpoint to continue without it"
+        raise ConfigError(f"--resume {run.path}: {fault}") from None
+    run.check_metrics(progress.log_length)
+    return path, progress

@@ -100,6 +100,20 @@ class Predictions:
         self.labels.append(labels)
         self.users.append(users)
 
+    def on_cpu(self) -> "Predictions":
+        """The same as one batch on the CPU."""
+        return Predictions(*([torch.cat(column).cpu()] for column in (self.logits, self.labels, self.users)))
+
+    @staticmethod
+    def join(parts: "list[Predictions]") -> "Predictions":
+        """All that was added to any of `parts`."""
+        whole = Predictions()
+        for part in parts:
+            whole.logits += part.logits
+            whole.labels += part.labels
+            whole.users += part.users
+        return whole
+
     def metrics(self) -> dict[str, float]:
         """Every metric of `METRICS` over all that was added."""
         logits = torch.cat(self.logits).double().cpu()

@@ -66,15 +66,21 @@ class _Sample:
     weights: torch.Tensor
 
 
-def draw_attention(model: SequenceDLRM, dataset: InteractionDataset, device: torch.device, path: Path) -> None:
+def draw_attention(model: SequenceDLRM, dataset: InteractionDataset, device: torch.device, path: Path | None) -> None:
     """What a few test samples of different users attended to, as a PNG.
 
     A panel is a sample: its events with the greatest weights, each bar divided by head; the weights of all events of
     the history sum to 1. The samples lie evenly over the test part, among those with at least as many events as a panel
     shows. Where none that was looked at has any event there is nothing to show, and no file is written.
+
+    Args:
+        model: a trained one.
+        dataset: whose test part it is.
+        device: of the model.
+        path: file to write. The look-ups of sharded tables need every process: those that write nothing give None.
     """
     samples = _pick(model.eval(), dataset, device)
-    if not samples:
+    if not samples or path is None:
         return
     figure = Figure(figsize=(17, 10), layout="constrained")
     for axes, sample in zip(figure.subplots(2, _PANELS // 2, squeeze=False).flat, samples, strict=False):

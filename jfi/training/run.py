@@ -57,6 +57,14 @@ class RunFolder:
         config = load_config(run.config)
         return run, config.with_training(run_dir=str(path))
 
+    @classmethod
+    def holds(cls, config: Config) -> bool:
+        """Whether the folder of `config.training.run_dir` is that of a run with this very config."""
+        path = config.training.run_dir
+        if path is None or not cls(Path(path)).config.is_file():
+            return False
+        return load_config(cls(Path(path)).config) == config
+
     def check_metrics(self, length: int) -> None:
         """Refuses a metrics.jsonl without the first `length` bytes, which a checkpoint goes with.
 
@@ -125,6 +133,25 @@ class Recorder:
         """Bytes of metrics.jsonl, all of them on the disk."""
         os.fsync(self._file.fileno())
         return self._file.tell()
+
+
+class SilentRecorder:
+    """Takes the place of a Recorder in the processes that write nothing."""
+
+    def __enter__(self) -> "SilentRecorder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def metrics(self, split: str, epoch: int, step: int, metrics: dict[str, float]) -> None:
+        pass
+
+    def speed(self, samples_per_second: float, step: int) -> None:
+        pass
+
+    def length(self) -> int:
+        return 0
 
 
 def read_metrics(path: Path) -> list[dict]:

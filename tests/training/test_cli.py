@@ -119,6 +119,15 @@ def test_unknown_key_names_the_nearest(yaml_file, text, unknown, nearest):
         (["--optimizer.dense.learning_rate", "-1"], ["optimizer.dense.learning_rate", "-1", "positive"]),
         (["--optimizer.embeddings.learning_rate", ".nan"], ["optimizer.embeddings.learning_rate", "nan", "positive"]),
         (["--optimizer.embeddings.weight_decay", "-1"], ["optimizer.embeddings.weight_decay", "-1", "0 or more"]),
+        (["--optimizer.dense.name", "rowwise_adagrad"], ["optimizer.dense.name", "adagrad, adam or adamw"]),
+        (["--sharding.type", "rowwise"], ["sharding.type", "'row_wise'", "rowwise"]),
+        (["--sharding.min_partition", "6"], ["sharding.min_partition", "6", "a positive multiple of 4"]),
+        (
+            ["--sharding.type", "column_wise", "--model.embedding_dim", "40"],
+            ["sharding.min_partition", "16", "a divisor of model.embedding_dim"],
+        ),
+        (["--sharding.compute_kernel", "uvm"], ["sharding.compute_kernel", "'fused_uvm_caching'", "uvm"]),
+        (["--sharding.cache_load_factor", "0"], ["sharding.cache_load_factor", "0", "(0, 1]"]),
         (["--training.seed", "-1"], ["training.seed", "-1", "[0, 2**32)"]),
         (["--training.seed", "4294967296"], ["training.seed", "4294967296", "[0, 2**32)"]),
         (["stray"], ["stray"]),
@@ -158,6 +167,7 @@ def test_help_lists_every_field(capsys):
     for name in (
         "--model.pooling",
         "--encoder.layers",
+        "--sharding.type",
         "--training.epochs",
         "--data.interactions",
         "--optimizer.dense.learning_rate",

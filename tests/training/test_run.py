@@ -30,6 +30,7 @@ from jfi.training import (
 from jfi.training.build import build_model, build_optimizer
 from jfi.training.checkpoint import latest_checkpoint
 from jfi.training.cli import load_config, save_config
+from jfi.training.distributed import World
 from jfi.training.loop import Trainer
 from jfi.training.run import read_metrics
 
@@ -331,7 +332,7 @@ def test_sparse_gradients_give_the_same_numbers(tmp_path, monkeypatch):
 def test_the_average_is_what_is_evaluated(tmp_path):
     config = tiny(None)
     config.optimizer.average = 0.75
-    trainer = Trainer(config.with_training(device="cpu"), load_dataset(config.data))
+    trainer = Trainer(config.with_training(device="cpu"), load_dataset(config.data), World())
     name, parameter = next(iter(trainer.model.named_parameters()))
     values = []
     for value in (0.0, 1.0, 1.0):

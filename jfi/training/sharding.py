@@ -1,0 +1,128 @@
+"""A model whose embedding tables are spread over the processes of a launched run, and the optimiser that goes with it.
+
+TorchRec's DistributedModelParallel: its planner lays the tables out, their update is fused into the backward pass, and
+everything else is replicated by DistributedDataParallel. Parameters keep the names that they have in one process.
+"""
+
+import os
+import warnings
+
+import torch
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import (
+    KernelConfig,
+    ParameterConstraints,
+    PlannerError,
+    TopologyFactory,
+    TrainerConfig,
+)
+from torchrec.distributed.types import CacheParams, ShardingPlan
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.keyed import CombinedOptimizer
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from jfi.models import SequenceDLRM
+from jfi.training.build import OPTIMIZERS, keyed_optimizer, table_configs
+from jfi.training.config import Config, ConfigError, ShardingConfig
+from jfi.training.distributed import World
+
+#: What torch.optim and TorchRec's own class divide by beside the accumulator; fbgemm's default is another.
+_EPS = 1e-10
+#: Optimisers whose fused form makes the same step as the one of a single process.
+_FUSED = ("adagrad", "rowwise_adagrad")
+#: Share of the memory that the planner leaves to everything but tables.
+_RESERVED = 0.2
+_TYPES = ["table_wise", "row_wise", "column_wise"]
+
+
+def check_sharded(config: Config, device: torch.device) -> None:
+    """Refuses what a launched run cannot do.
+
+    Raises:
+        ConfigError: it names the key.
+    """
+    optimizer, kernel = config.optimizer, config.sharding.compute_kernel
+    if config.training.run_dir is None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
+        raise ConfigError("training.run_dir: got None, must be a folder under torchrun --max_restarts")
+    if optimizer.average is not None:
+        raise ConfigError(f"optimizer.average: got {optimizer.average}, must be null under torchrun")
+    if optimizer.embeddings.name not in _FUSED:
+        got = optimizer.embeddings.name
+        raise ConfigError(f"optimizer.embeddings.name: got '{got}', must be {' or '.join(_FUSED)} under torchrun")
+    if optimizer.embeddings.weight_decay != 0:
+        got = optimizer.embeddings.weight_decay
+        raise ConfigError(f"optimizer.embeddings.weight_decay: got {got}, must be 0 under torchrun")
+    if kernel == "fused_uvm_caching" and device.type != "cuda":
+        raise ConfigError(f"sharding.compute_kernel: got '{kernel}', must be auto or fused where there is no GPU")
+
+
+def shard_model(
+    model: SequenceDLRM, config: Config, world: World
+) -> tuple[DistributedModelParallel, CombinedOptimizer]:
+    """Shards `model`, whose tables lie on the meta device, and leaves their values to `draw_tables`.
+
+    Raises:
+        ConfigError: the planner finds no room for the tables.
+    """
+    tables, group = table_configs(model), config.optimizer.embeddings
+    parameters = dict(model.named_parameters())
+    fused = {"lr": group.learning_rate, "eps": _EPS}
+    apply_optimizer_in_backward(OPTIMIZERS[group.name], [parameters[name] for name in tables], fused)
+    for module in model.children():
+        if not isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
+            module.to(world.device)
+    plan = world.on_first(lambda: _plan(model, list(tables.values()), config, world))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # TorchRec gives DDP an argument that torch 2.13 has renamed
+        sharded = DistributedModelParallel(model, device=world.device, plan=plan, sharders=_sharders())
+    dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
+    return sharded, CombinedOptimizer([sharded.fused_optimizer, keyed_optimizer(config.optimizer.dense, dense)])
+
+
+def _sharders() -> list:
+    return [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
+
+
+def _plan(model: SequenceDLRM, tables: list[BaseEmbeddingConfig], config: Config, world: World) -> ShardingPlan:
+    local = int(os.environ["LOCAL_WORLD_SIZE"])
+    on_gpu = world.device.type == "cuda"
+    topology = TopologyFactory.create_topology(
+        TrainerConfig(
+            world_size=world.size,
+            local_world_size=local,
+            hbm_cap_bytes=torch.cuda.get_device_properties(world.device).total_memory if on_gpu else None,
+            ddr_cap_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local,
+        ),
+        kernel_config=KernelConfig(compute_device=world.device.type),
+    )
+    planner = EmbeddingShardingPlanner(
+        topology=topology,
+        batch_size=-(-config.training.batch_size // world.size),
+        storage_reservation=FixedPercentageStorageReservation(_RESERVED),
+        constraints={table.name: _constraints(table, config.sharding, on_gpu) for table in tables},
+    )
+    try:
+        return planner.plan(model, _sharders())
+    except PlannerError as error:
+        raise ConfigError(f"sharding: TorchRec's planner finds no plan: {str(error).splitlines()[0]}") from None
+
+
+def _constraints(table: BaseEmbeddingConfig, sharding: ShardingConfig, on_gpu: bool) -> ParameterConstraints:
+    types = _TYPES if sharding.type == "auto" else [sharding.type]
+    if types == ["row_wise"] and isinstance(table, EmbeddingBagConfig) and not on_gpu:
+        types = ["table_wise"]  # gloo has no collective for bags that are summed over ranks
+    kernels = [sharding.compute_kernel]
+    if sharding.compute_kernel == "auto":
+        kernels = ["fused", "fused_uvm_caching"] if on_gpu else ["fused"]
+    return ParameterConstraints(
+        sharding_types=types,
+        compute_kernels=kernels,
+        min_partition=sharding.min_partition,
+        cache_params=CacheParams(load_factor=sharding.cache_load_factor) if "fused_uvm_caching" in kernels else None,
+    )

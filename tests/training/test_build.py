@@ -1,0 +1,30 @@
+import pytest
+import torch
+from torchrec import EmbeddingConfig
+
+from jfi.training import build
+
+
+@pytest.mark.parametrize(("row", "column"), [(0, 0), (3, 0), (4, 4), (7, 4), (10, 0), (11, 0)])
+def test_a_shard_has_the_initial_values_of_the_whole_table(monkeypatch, row, column):
+    monkeypatch.setattr(build, "_ROWS_DRAWN", 4)
+    table = EmbeddingConfig(name="item", num_embeddings=11, embedding_dim=8, feature_names=["item"])
+    whole = torch.full((11, 8), torch.nan)
+    build._draw_shard(whole, 0, 0, table, seed=3)
+    shard = torch.full_like(whole[row:, column : column + 4], torch.nan)
+    build._draw_shard(shard, row, column, table, seed=3)
+    assert torch.equal(shard, whole[row:, column : column + 4])
+
+
+def test_initial_values_are_uniform_and_differ_by_row_table_and_seed():
+    drawn = []
+    for name, seed in (("item", 0), ("item", 1), ("user", 0)):
+        table = EmbeddingConfig(name=name, num_embeddings=100_000, embedding_dim=4, feature_names=["key"])
+        drawn.append(torch.empty(100_000, 4))
+        build._draw_shard(drawn[-1], 0, 0, table, seed)
+    values = torch.cat(drawn)
+    assert values.unique(dim=0).shape[0] == 300_000
+    bound = 100_000**-0.5
+    assert values.abs().max() <= bound and values.abs().max() > 0.999 * bound
+    assert abs(values.mean()) < 0.01 * bound
+    assert values.std().item() == pytest.approx(bound / 3**0.5, rel=0.01)

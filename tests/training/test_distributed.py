@@ -1,0 +1,319 @@
+"""Launched runs with sharded tables: real processes over gloo, compared with one process that shards nothing."""
+
+import dataclasses
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torchrec import EmbeddingCollection, EmbeddingConfig
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from worker import do
+
+from jfi.data import Batch, DataConfig, load_dataset
+from jfi.training import (
+    Config,
+    ConfigError,
+    ModelConfig,
+    OptimizerConfig,
+    OptimizerGroup,
+    ShardingConfig,
+    TrainingConfig,
+    resume,
+    train,
+)
+from jfi.training.checkpoint import latest_checkpoint, load_checkpoint
+from jfi.training.cli import load_config, save_config
+from jfi.training.distributed import World, join_world
+from jfi.training.loop import Trainer
+from jfi.training.run import RunFolder, read_metrics
+from jfi.training.sharding import _plan, check_sharded
+
+ROOT = Path(__file__).parents[2]
+STOP_AT = 17
+#: Of a loss around 0.7 in float32 over some 60 steps.
+ROUNDING = 5e-6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Holds table.csv: tables for both collections, dense features, histories of very different lengths; 801 train."""
+    path = tmp_path_factory.mktemp("distributed")
+    draw = random.Random(0)
+    rows = ["user_id,item_id,rating,timestamp,country,age"]
+    for user in range(80):
+        country, age = draw.choice("abcde"), draw.randint(20, 60)
+        for event in range(draw.randint(1, 40)):
+            item = draw.randrange(40)
+            like = int(draw.random() < (0.8 if (item + user) % 3 == 0 else 0.3))
+            rows.append(f"{user},{item},{like},{event * 100 + user},{country},{age}")
+    (path / "table.csv").write_text("\n".join(rows[:1003]) + "\n")
+    return path
+
+
+def tiny(folder: Path, name: str, optimizer: str = "adagrad", sharding: str = "auto", **training: object) -> Config:
+    config = Config(
+        data=DataConfig(
+            interactions=str(folder / "table.csv"),
+            label="rating >= 1",
+            event_categorical=["rating"],
+            user_categorical=["country"],
+            user_dense=["age"],
+        ),
+        model=ModelConfig(embedding_dim=8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8]),
+        optimizer=OptimizerConfig(embeddings=OptimizerGroup(name=optimizer, learning_rate=0.1)),
+        sharding=ShardingConfig(type=sharding, min_partition=4),
+        training=TrainingConfig(
+            run_dir=str(folder / name),
+            epochs=3,
+            batch_size=40,  # the last batch has one sample: fewer than processes, so that one of them gets none
+            eval_batch_size=31,
+            patience=None,
+            device="cpu",
+            log_every=1,
+            checkpoint_every=5,
+        ),
+    )
+    return config.with_training(**training)
+
+
+def environment(rank: int, size: int) -> dict[str, str]:
+    """What torchrun would set, but for the port, which every job brings."""
+    values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    return {name: str(value) for name, value in values.items()} | {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+
+
+@pytest.fixture
+def one_launched(monkeypatch):
+    """As if torchrun had launched this very process, alone."""
+    for name, value in environment(0, 1).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def in_two_processes(folder: Path, jobs: list[dict]) -> list[list[str]]:
+    """The outcomes of the jobs, by rank."""
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    outcomes = [folder / f"outcomes-{rank}.json" for rank in range(2)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, ROOT / "tests/training/worker.py", folder / "jobs.json", outcomes[rank]],
+            env={**os.environ, **environment(rank, 2), "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = [process.communicate(timeout=180)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], errors
+    return [json.loads(path.read_text()) for path in outcomes]
+
+
+def job(folder: Path, config: Config, **options: object) -> dict:
+    path = folder / f"{Path(config.training.run_dir).name}.yaml"
+    save_config(config, path)
+    return {"port": free_port(), "config": str(path), **options}
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """The run folder of a run in one process, not launched, by optimiser."""
+    for optimizer in ("adagrad", "rowwise_adagrad"):
+        train(tiny(folder, f"alone-{optimizer}", optimizer))
+    return {optimizer: folder / f"alone-{optimizer}" for optimizer in ("adagrad", "rowwise_adagrad")}
+
+
+KINDS = {"table_wise": "rowwise_adagrad", "row_wise": "rowwise_adagrad", "column_wise": "adagrad"}
+
+
+@pytest.fixture(scope="module")
+def launched(folder):
+    """Outcomes by rank of what two processes did, and of the one that ends what they began."""
+    one_then_two, two_then_one = (
+        job(folder, tiny(folder, name, "rowwise_adagrad", "row_wise"), stop_at=STOP_AT) for name in ("1to2", "2to1")
+    )
+    with mock.patch.dict(os.environ, environment(0, 1)):
+        do(one_then_two)
+    jobs = [job(folder, tiny(folder, kind, optimizer, kind)) for kind, optimizer in KINDS.items()]
+    jobs += [two_then_one, {"port": free_port(), "resume": str(folder / "1to2")}]
+    outcomes = in_two_processes(folder, jobs)
+    with mock.patch.dict(os.environ, environment(0, 1)):
+        return [*outcomes, do({"port": free_port(), "resume": str(folder / "2to1")})]
+
+
+def assert_same_metrics(run: Path, other: Path) -> None:
+    log, other_log = read_metrics(run / "metrics.jsonl"), read_metrics(other / "metrics.jsonl")
+    assert [(r["split"], r["step"]) for r in log] == [(r["split"], r["step"]) for r in other_log]
+    for record, other_record in zip(log, other_log, strict=True):
+        assert record["loss"] == pytest.approx(other_record["loss"], abs=ROUNDING), record
+    assert log[-1]["auc"] == pytest.approx(other_log[-1]["auc"], abs=2e-3)  # by steps: samples that change places
+    assert log[-1]["step"] == 63
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_have_the_losses_of_one(folder, alone, launched, kind):
+    assert_same_metrics(folder / kind, alone[KINDS[kind]])
+
+
+def test_a_signal_to_one_process_stops_all(folder, launched):
+    stopped = f"stopped by SIGTERM; continue with --resume {folder / '2to1'}"
+    *ranks, last = launched
+    assert ranks == [["done"] * len(KINDS) + [stopped, "done"]] * 2
+    assert last == "done"
+
+
+@pytest.mark.parametrize("name", ["1to2", "2to1"])
+def test_a_checkpoint_is_read_by_another_number_of_processes(folder, alone, launched, name):
+    assert_same_metrics(folder / name, alone["rowwise_adagrad"])
+
+
+def test_one_process_reads_the_parameters_of_two(folder, alone, launched):
+    config = tiny(folder, "table_wise", "rowwise_adagrad", epochs=1)
+    trainer = Trainer(config, load_dataset(config.data), World())
+    state = trainer._module_state()
+    load_checkpoint(latest_checkpoint(folder / "table_wise/checkpoints"), state)
+    reference = Trainer(config, load_dataset(config.data), World())
+    reference_state = reference._module_state()
+    load_checkpoint(latest_checkpoint(alone["rowwise_adagrad"] / "checkpoints"), reference_state)
+    torch.testing.assert_close(dict(state["model"]), dict(reference_state["model"]), rtol=1e-3, atol=1e-4)
+
+
+def test_a_launched_run_is_not_resumed_without_torchrun(folder, launched):
+    with pytest.raises(ConfigError, match=r"^--resume \S+: the run was started with torchrun; continue it likewise$"):
+        resume(folder / "table_wise")
+
+
+def test_a_run_is_not_resumed_under_torchrun(alone, one_launched):
+    with pytest.raises(ConfigError, match=r"^--resume \S+: the run was started without torchrun; continue it"):
+        resume(alone["adagrad"])
+    torch.distributed.destroy_process_group()
+
+
+def test_both_collections_are_pipelined_and_the_losses_stay(folder, alone, one_launched, monkeypatch):
+    """The train pipeline of GPUs, which runs on a processor too, without its streams."""
+    monkeypatch.setattr(Batch, "pin_memory", lambda batch: batch)
+    config = tiny(folder, "pipelined")
+    with join_world("cpu") as world:
+        trainer = Trainer(config, load_dataset(config.data), world)
+        trainer.pipeline = TrainPipelineSparseDist(
+            trainer.model, trainer.optimizer, trainer.device, custom_model_fwd=trainer._forward
+        )
+        trainer.run(RunFolder.create(config))
+        names = {id(module): name for name, module in trainer.model.module.named_modules()}
+        pipelined = {names[id(module)] for module in trainer.pipeline._pipelined_modules}
+    assert pipelined == {"embedding_bag_collection", "embedding_collection"}
+    assert_same_metrics(folder / "pipelined", alone["adagrad"])
+
+
+def test_a_killed_process_is_restarted_and_the_run_goes_on(folder, alone):
+    """kill -9 to one of torchrun's workers in the second epoch; the same command line ends the run."""
+    config = tiny(folder, "killed", "rowwise_adagrad", "row_wise")
+    save_config(config, folder / "killed.yaml")
+    process = subprocess.Popen(
+        [
+            *[sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max_restarts=2"],
+            *[ROOT / "examples/train_dlrm.py", "--config", folder / "killed.yaml"],
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    metrics, deadline = folder / "killed/metrics.jsonl", time.monotonic() + 90
+    while not (metrics.exists() and b'"epoch": 2' in metrics.read_bytes()):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.01)
+    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    (worker,) = (pid for pid in workers if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
+    os.kill(int(worker), signal.SIGKILL)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert output.count("epoch 1: validation") == 1  # it went on, and did not begin again
+    assert output.count("best epoch") == 1
+    assert_same_metrics(folder / "killed", alone["rowwise_adagrad"])
+    assert all((folder / "killed" / name).exists() for name in ("curves.png", "attention.png"))
+
+
+def test_a_launched_run_does_not_take_up_another(alone, one_launched):
+    config = load_config(alone["adagrad"] / "config.yaml")
+    with pytest.raises(ConfigError, match="is not empty"):
+        train(config.with_training(seed=7))
+    torch.distributed.destroy_process_group()
+
+
+def test_a_run_that_may_be_restarted_needs_a_folder(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    with pytest.raises(ConfigError, match=r"^training\.run_dir: got None, must be a folder under torchrun"):
+        check_sharded(Config(), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "sharding", "message"),
+    [
+        ({"average": 0.9}, {}, r"optimizer\.average: got 0\.9, must be null under torchrun"),
+        (
+            {"embeddings": OptimizerGroup(name="adam")},
+            {},
+            r"optimizer\.embeddings\.name: got 'adam', must be adagrad or rowwise_adagrad under torchrun",
+        ),
+        (
+            {"embeddings": OptimizerGroup(name="adagrad", weight_decay=0.1)},
+            {},
+            r"optimizer\.embeddings\.weight_decay: got 0\.1, must be 0 under torchrun",
+        ),
+        (
+            {},
+            {"compute_kernel": "fused_uvm_caching"},
+            r"sharding\.compute_kernel: got 'fused_uvm_caching', must be auto or fused where there is no GPU",
+        ),
+    ],
+)
+def test_what_a_launched_run_cannot_do_is_refused(optimizer, sharding, message):
+    config = Config(optimizer=OptimizerConfig(**optimizer), sharding=ShardingConfig(**sharding))
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        check_sharded(config, torch.device("cpu"))
+
+
+def test_restarts_over_several_hosts_need_a_store_for_each(one_launched, monkeypatch):
+    for name, value in {"MAX_RESTARTS": "3", "USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    with (
+        pytest.raises(ConfigError, match=r"^torchrun --max_restarts .* needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1$"),
+        join_world("cpu"),
+    ):
+        pass
+
+
+def test_tables_that_fit_nowhere_are_told_in_a_line(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    table = EmbeddingConfig(name="item", num_embeddings=10**11, embedding_dim=64, feature_names=["item"])
+    model = torch.nn.ModuleDict({"tables": EmbeddingCollection([table], device=torch.device("meta"))})
+    with pytest.raises(ConfigError, match=r"^sharding: TorchRec's planner finds no plan: .*insufficient storage\.\s*$"):
+        _plan(model, [table], Config(), World(launched=True))
+
+
+def test_dropout_differs_by_rank_and_by_step(folder):
+    config = tiny(folder, "seeds")
+    trainer = Trainer(config, load_dataset(config.data), World())
+    seeds = set()
+    for rank in range(3):
+        trainer.world = dataclasses.replace(trainer.world, rank=rank)
+        for trainer.progress.step in (0, 10):
+            trainer._reseed()
+            seeds.add(torch.initial_seed())
+    assert len(seeds) == 6

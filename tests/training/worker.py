@@ -1,0 +1,48 @@
+"""One process of a launched run, as torchrun would start it: python worker.py JOBS OUTCOMES.
+
+JOBS is a JSON list of {"port": ..., "config": FILE} or {"port": ..., "resume": FOLDER}, done one after another; with
+"stop_at": n the last rank sends itself SIGTERM in step n. Outcomes are written as a JSON list. Nothing
+is drawn, which would take most of the time.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch.distributed as dist
+
+from jfi.training import Interrupted, resume, train
+from jfi.training.cli import load_config
+from jfi.training.loop import Trainer
+
+
+def nothing(*_: object) -> None:
+    pass
+
+
+def do(job: dict) -> str:
+    forward = Trainer._forward
+
+    def stopping_forward(trainer: Trainer, batch):
+        is_last = trainer.world.rank == trainer.world.size - 1
+        if is_last and trainer.model.training and trainer.progress.step + 1 == job.get("stop_at"):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return forward(trainer, batch)
+
+    os.environ["MASTER_PORT"] = str(job["port"])
+    without_pictures = mock.patch.multiple("jfi.training.loop", draw_curves=nothing, draw_attention=nothing)
+    with mock.patch.object(Trainer, "_forward", stopping_forward), without_pictures:
+        try:
+            train(load_config(job["config"])) if "config" in job else resume(job["resume"])
+            return "done"
+        except Interrupted as stop:
+            dist.destroy_process_group()
+            return str(stop)
+
+
+if __name__ == "__main__":
+    outcomes = [do(job) for job in json.loads(Path(sys.argv[1]).read_text())]
+    Path(sys.argv[2]).write_text(json.dumps(outcomes))
