@@ -31,7 +31,7 @@ lint: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml
 	$(if $(BASE_PYTHON),,$(error Python 3.11 or 3.12 is needed, and neither python3, python3.12 nor python3.11 is one))
 	$(BASE_PYTHON) -m venv $(VENV)
-	$(PIP) --editable '.[$(BUILD),train,test]'
+	$(PIP) --editable '.[$(BUILD),train,serve,test]'
 	$(if $(filter cpu,$(BUILD)),$(PIP) --no-deps $(TORCHREC))
 	touch $@
 

@@ -62,7 +62,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--large", type=int, nargs=2, default=(2000, 1000), help="history and candidates of a request")
     parser.add_argument("--small", type=int, nargs=2, default=(200, 100), help="those of the other kind of request")
     parser.add_argument("--clients", type=int, default=16, help="at a time, for requests a second")
-    parser.add_argument("--seconds", type=float, default=4.0, help="on each figure")
+    parser.add_argument("--seconds", type=float, default=2.5, help="on each figure")
     parser.add_argument("--out", type=Path, help="folder of serving.json (default: benchmarks/results/<device>)")
     parser.add_argument("--commit", help="to record where the checkout is no git repository")
     return parser.parse_args()

@@ -21,11 +21,16 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.sharding_plan import (
+    ParameterShardingGenerator,
+    construct_module_sharding_plan,
+    table_wise,
+)
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import DataType
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
@@ -78,6 +83,13 @@ class Batch:
     dense_features: Tensor
     sparse_features: KeyedJaggedTensor
     labels: Tensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
+        return Batch(*(x.to(device, non_blocking=non_blocking) for x in vars(self).values()))
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        for x in vars(self).values():
+            x.record_stream(stream)
 
 
 def make_batch(shape: StepShape, seed: int, device: torch.device) -> Batch:
@@ -146,11 +158,14 @@ def build_model(name: str, shape: StepShape, device: torch.device, tables: torch
     return model
 
 
-def shard(model: SequenceDLRM, shape: StepShape, device: torch.device) -> tuple[nn.Module, Optimizer]:
-    """The model as TorchRec trains it, and the optimiser of what is no table."""
+def shard(
+    model: SequenceDLRM, shape: StepShape, device: torch.device, placement: ParameterShardingGenerator | None = None
+) -> tuple[DistributedModelParallel, CombinedOptimizer]:
+    """The model as TorchRec trains it, and its optimisers; tables are placed alike, by default on the first rank."""
     looked_up = {"output_dtype": DataType.BF16 if shape.dtype == "bfloat16" else DataType.FP32}
     bag_sharder, sharder = EmbeddingBagCollectionSharder(looked_up), EmbeddingCollectionSharder(looked_up)
-    on_this = table_wise(rank=0, compute_kernel=EmbeddingComputeKernel.FUSED.value)
+    placement = placement or table_wise(rank=0, compute_kernel=EmbeddingComputeKernel.FUSED.value)
+    size = dist.get_world_size()
     plan = {}
     for key, tables, its_sharder in (
         ("embedding_bag_collection", ("category", "user"), bag_sharder),
@@ -159,10 +174,11 @@ def shard(model: SequenceDLRM, shape: StepShape, device: torch.device) -> tuple[
         collection = model.get_submodule(key)
         apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": 0.01})
         plan[key] = construct_module_sharding_plan(
-            collection, dict.fromkeys(tables, on_this), its_sharder, 1, 1, device.type
+            collection, dict.fromkeys(tables, placement), its_sharder, size, size, device.type
         )
     sharded = DistributedModelParallel(model, device=device, plan=ShardingPlan(plan), sharders=[bag_sharder, sharder])
-    return sharded, Adam([parameter for _, parameter in in_backward_optimizer_filter(sharded.named_parameters())])
+    dense = KeyedOptimizerWrapper(dict(in_backward_optimizer_filter(sharded.named_parameters())), Adam)
+    return sharded, CombinedOptimizer([sharded.fused_optimizer, dense])
 
 
 @contextlib.contextmanager

@@ -1,0 +1,130 @@
+"""The embedding tables beside the model: float32, or int8 in TorchRec's quantised collection.
+
+Both are called with ids [n] by key and give embeddings [n, D] by key.
+"""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+FLOAT, INT8 = "float32", "int8"
+
+
+class FloatTables:
+    """Rows of float32 tables.
+
+    Args:
+        weights: [rows, D] by table.
+        table_of: the table of each key.
+    """
+
+    def __init__(self, weights: dict[str, Tensor], table_of: dict[str, str]) -> None:
+        self.weights = {key: weights[table] for key, table in table_of.items()}
+
+    def __call__(self, ids: dict[str, Tensor]) -> dict[str, Tensor]:
+        device = next(iter(self.weights.values())).device
+        return {key: F.embedding(values.to(device), self.weights[key]).to(values.device) for key, values in ids.items()}
+
+
+class Int8Tables:
+    """Rows of a quantised EmbeddingCollection: a byte an element, a scale and an offset a row.
+
+    Args:
+        state: of the collection.
+        sizes: rows of each table.
+        table_of: the table of each key.
+        embedding_dim: D.
+        device: where the tables lie.
+    """
+
+    def __init__(
+        self,
+        state: dict[str, Tensor],
+        sizes: dict[str, int],
+        table_of: dict[str, str],
+        embedding_dim: int,
+        device: torch.device,
+    ) -> None:
+        # Float tables are served where TorchRec is absent.
+        from torchrec.modules.embedding_configs import DataType
+        from torchrec.quant.embedding_modules import EmbeddingCollection
+
+        configs = _configs(sizes, table_of, embedding_dim)
+        for config in configs:
+            config.data_type = DataType.INT8
+        self.keys = [key for config in configs for key in config.feature_names]
+        self.collection = EmbeddingCollection(configs, device)
+        self.collection.load_state_dict(state)
+        self.device = device
+
+    def __call__(self, ids: dict[str, Tensor]) -> dict[str, Tensor]:
+        from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+        # One sample, whose ids of a key are all there are.
+        lengths = [ids[key].numel() for key in self.keys]
+        values = torch.cat([ids[key] for key in self.keys]).to(self.device)
+        features = KeyedJaggedTensor(
+            self.keys,
+            values,
+            lengths=torch.tensor(lengths, dtype=values.dtype, device=self.device),
+            stride=1,
+            length_per_key=lengths,
+        )
+        device = next(iter(ids.values())).device
+        return {key: rows.values().to(device) for key, rows in self.collection(features).items()}
+
+
+Tables = FloatTables | Int8Tables
+
+
+def save_tables(path: Path, kind: str, weights: dict[str, Tensor], table_of: dict[str, str]) -> None:
+    """Writes float32 tables as they are or quantised, from any device."""
+    weights = {table: weight.detach().cpu().float() for table, weight in weights.items()}
+    torch.save(weights if kind == FLOAT else _quantised(weights, table_of), path)
+
+
+def load_tables(
+    path: Path, kind: str, sizes: dict[str, int], table_of: dict[str, str], embedding_dim: int, device: torch.device
+) -> Tables:
+    state = torch.load(path, map_location=device, weights_only=True)
+    if kind == FLOAT:
+        return FloatTables(state, table_of)
+    return Int8Tables(state, sizes, table_of, embedding_dim, device)
+
+
+def _configs(sizes: dict[str, int], table_of: dict[str, str], embedding_dim: int) -> list:
+    from torchrec import EmbeddingConfig
+
+    return [
+        EmbeddingConfig(
+            name=table,
+            embedding_dim=embedding_dim,
+            num_embeddings=rows,
+            feature_names=[key for key, of in table_of.items() if of == table],
+        )
+        for table, rows in sizes.items()
+    ]
+
+
+def _quantised(weights: dict[str, Tensor], table_of: dict[str, str]) -> dict[str, Tensor]:
+    """The state of a quantised collection of these tables."""
+    from torch import nn
+    from torchrec import EmbeddingCollection
+    from torchrec.inference.modules import quantize_embeddings
+    from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddingCollection
+
+    width = next(iter(weights.values())).size(1)
+    sizes = {table: weight.size(0) for table, weight in weights.items()}
+    collection = EmbeddingCollection(tables=_configs(sizes, table_of, width), device=torch.device("meta"))
+    for table, weight in weights.items():
+        collection.embeddings[table].weight = nn.Parameter(weight)
+    quantised = quantize_embeddings(
+        nn.ModuleDict({"tables": collection}),
+        torch.qint8,
+        inplace=True,
+        additional_qconfig_spec_keys=[EmbeddingCollection],
+        additional_mapping={EmbeddingCollection: QuantEmbeddingCollection},
+    )
+    return quantised["tables"].state_dict()

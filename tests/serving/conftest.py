@@ -1,0 +1,71 @@
+"""One tiny run, trained and exported once: compiling is what takes long."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from jfi.serving.scorer import Scorer
+from jfi.training import train
+from jfi.training.cli import parse_config, run_cli
+
+ROOT = Path(__file__).parents[2]
+TINY = [
+    *["--data.synthetic.num_users", "80", "--data.synthetic.num_items", "60", "--data.synthetic.mean_length", "20"],
+    *["--data.max_history", "30", "--model.embedding_dim", "8", "--model.num_heads", "2", "--model.num_queries", "2"],
+    *["--model.dense_arch", "[8]", "--model.over_arch", "[8]", "--encoder.layers", "1", "--encoder.heads", "2"],
+    *["--encoder.bias", "position", "--encoder.causal", "true", "--training.device", "cpu"],
+    *["--training.epochs", "1", "--training.batch_size", "64"],
+]
+
+
+def load_script(name: str) -> ModuleType:
+    """A script of examples/ as a module."""
+    spec = importlib.util.spec_from_file_location(f"{name}_script", ROOT / f"examples/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _one_thread():
+    """For work this small several threads only wait for one another, the longer the busier the machine is."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="package")
+def exported(tmp_path_factory) -> SimpleNamespace:
+    """`run`, a run folder, and `path`, its artefact, made by the commands that the documentation shows."""
+    folder = tmp_path_factory.mktemp("serving")
+    overrides = ["--config", str(ROOT / "configs/quickstart.yaml"), *TINY, "--training.run_dir", str(folder / "run")]
+    train(parse_config(overrides, "")[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["export.py", "--run", str(folder / "run")])
+        assert run_cli(load_script("export").main) == 0
+    return SimpleNamespace(run=folder / "run", path=folder / "run/artefact")
+
+
+@pytest.fixture(scope="package")
+def scorer(exported) -> Scorer:
+    return Scorer(exported.path)
+
+
+@pytest.fixture
+def request_body() -> dict:
+    """A request to the exported model, with three events and two candidates."""
+    return {
+        "user": {},
+        "history": [
+            {"item": 3, "category": 3, "rating": 5, "age": 90000},
+            {"item": "7", "category": "7", "rating": 1, "age": 3600.5},
+            {"item": 41, "category": 1, "rating": None, "age": 60},
+        ],
+        "candidates": [{"item": 3, "category": 3}, {"item": "never seen", "category": None}],
+    }

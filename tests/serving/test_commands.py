@@ -1,0 +1,160 @@
+"""The commands as the documentation shows them, each in a process of its own."""
+
+import json
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+from torch._inductor.cpp_builder import cpp_compiler_search
+
+from jfi.serving.artefact import ArtefactError, read, writing
+from jfi.training.cli import run_cli
+
+from .conftest import ROOT, load_script
+
+pytest.importorskip("aiohttp")
+
+
+@contextmanager
+def server(*options: object):
+    """A process of serve.py and the address it says."""
+    command = [sys.executable, "-u", "examples/serve.py", "--port", "0", *map(str, options)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        found = None
+        while found is None:
+            line = process.stdout.readline()
+            assert line, process.stderr.read()
+            found = re.search(r"http://[\w.]+:\d+", line)
+        yield process, found[0]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def post(address: str, body: dict) -> dict:
+    request = urllib.request.Request(f"{address}/score", json.dumps(body).encode())
+    return json.load(urllib.request.urlopen(request, timeout=60))
+
+
+def test_serve_listens_on_loopback_and_finishes_what_it_accepted(exported, scorer, request_body):
+    # A request waits 0.5 s for others, in which the signal comes.
+    with server("--artefact", exported.path, "--max-wait-ms", 500) as (process, address):
+        assert address.startswith("http://127.0.0.1:")
+        answers = []
+        thread = threading.Thread(target=lambda: answers.append(post(address, request_body)))
+        thread.start()
+        while not answers and not json.load(urllib.request.urlopen(f"{address}/health"))["requests"]:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        thread.join(60)
+        assert answers[0]["scores"] == pytest.approx(scorer.score([scorer.reader(request_body)])[0], abs=1e-6)
+        assert process.wait(60) == 0
+
+
+def test_json_lines_need_neither_the_model_nor_training_nor_triton(exported, scorer, request_body):
+    """Float tables need no TorchRec either, and what comes by lines no aiohttp."""
+    script = f"""
+import runpy, sys
+for absent in ("triton", "torchrec", "fbgemm_gpu", "pyarrow", "aiohttp"):
+    sys.modules[absent] = None
+sys.argv = ["examples/serve.py", "--artefact", {str(exported.path)!r}, "--jsonl", "--max-body-mb", "1"]
+try:
+    runpy.run_path("examples/serve.py", run_name="__main__")
+except SystemExit as end:
+    assert not end.code, end.code
+print(sorted(name for name in sys.modules if name.startswith("jfi.")))
+"""
+    bodies = [request_body, request_body | {"history": []}, request_body]
+    lines = "".join(json.dumps(body) + "\n" for body in bodies) + "x" * 2**20 + "\n" + json.dumps(request_body)
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT, input=lines, capture_output=True, text=True, check=True)
+    *answers, modules = done.stdout.splitlines()
+    answers = [json.loads(answer) for answer in answers]
+    wanted = scorer.score([scorer.reader(request_body)])[0]
+    for i in (0, 2, 4):
+        assert answers[i]["scores"] == pytest.approx(wanted, abs=1e-6)
+    assert [answers[i]["error"] for i in (1, 3)] == [
+        "history must not be empty",
+        "a line must be at most 1048576 bytes",
+    ]
+    assert len(answers) == 5
+    assert not re.search(r"jfi\.(training|models|modules|data|ops)", modules)
+
+
+def test_json_lines_end_at_a_signal(exported, request_body):
+    command = [sys.executable, "examples/serve.py", "--artefact", exported.path, "--jsonl"]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdin.write(json.dumps(request_body).encode() + b"\n")
+    process.stdin.flush()
+    assert "scores" in json.loads(process.stdout.readline())
+    process.send_signal(signal.SIGTERM)  # while it reads
+    assert process.wait(60) == 0
+    assert process.communicate()[1] == b""
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda path: (path / "checksums.json").unlink(), "is no artefact: checksums.json is missing"),
+        (lambda path: (path / "tables.pt").unlink(), "is damaged: tables.pt is missing"),
+        (lambda path: (path / "model.pt2").open("r+b").write(b"junk"), "is damaged: model.pt2 is not what was written"),
+        (lambda path: (path / "checksums.json").write_text("{"), "is damaged: checksums.json is not JSON"),
+    ],
+    ids=["no artefact", "missing", "changed", "checksums"],
+)
+def test_a_damaged_artefact_is_refused_by_one_line(exported, tmp_path, spoil, reason):
+    path = tmp_path / "copy"
+    shutil.copytree(exported.path, path)
+    spoil(path)
+    with pytest.raises(ArtefactError, match=reason):
+        read(path)
+
+
+def said(name: str, monkeypatch, capsys, *arguments: object) -> tuple[int, str]:
+    """The exit code of a script run in this process, and its stderr."""
+    script = load_script(name)
+    monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+    code = run_cli(script.main) if name == "export" else script.main()
+    return code, capsys.readouterr().err
+
+
+def test_what_cannot_be_exported_is_refused_by_one_line(exported, tmp_path, monkeypatch, capsys):
+    say = partial(said, "export", monkeypatch, capsys)
+    assert say("--run", exported.run) == (2, f"error: {exported.path} exists already; name a new folder\n")
+    assert say("--run", tmp_path) == (2, f"error: --run {tmp_path}: no run folder, config.yaml is missing\n")
+    if not torch.cuda.is_available():
+        code, text = say("--run", exported.run, "--out", tmp_path / "new", "--device", "cuda")
+        assert code == 2 and text == "error: --device cuda: there is no GPU here\n"
+    cpp_compiler_search.cache_clear()
+    with torch._inductor.config.patch({"cpp.cxx": (None, "/no/compiler")}):
+        code, text = say("--run", exported.run, "--out", tmp_path / "new")
+    cpp_compiler_search.cache_clear()
+    assert code == 2 and text.startswith("error: no C++ compiler found") and text.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_served_is_refused_by_one_line(exported, tmp_path, monkeypatch, capsys):
+    say = partial(said, "serve", monkeypatch, capsys)
+    missing = f"error: {tmp_path} is no artefact: checksums.json is missing\n"
+    assert say("--artefact", tmp_path) == (2, missing)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        code, text = say("--artefact", exported.path, "--port", taken.getsockname()[1])
+    assert code == 2 and text.startswith("error: 127.0.0.1:") and text.count("\n") == 1
+
+
+def test_an_export_that_fails_leaves_nothing(tmp_path):
+    with pytest.raises(RuntimeError), writing(tmp_path / "artefact") as folder:
+        (folder / "model.pt2").write_text("half")
+        raise RuntimeError
+    assert not list(tmp_path.iterdir())

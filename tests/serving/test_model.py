@@ -1,0 +1,212 @@
+"""The model that is exported against the SequenceDLRM, on a table with every kind of column; the Triton operator."""
+
+import csv
+import json
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from jfi.data import DataConfig, load_dataset
+from jfi.ops import jagged_attention
+from jfi.serving.export import inputs_of, tables_of
+from jfi.serving.fields import Limits, RequestReader
+from jfi.serving.model import ScoringModel
+from jfi.serving.scorer import batch_inputs
+from jfi.serving.tables import FloatTables
+from jfi.serving.vocabularies import learn_fields
+from jfi.training import EncoderConfig, ModelConfig
+from jfi.training.build import build_model
+
+GENRES = ["war", "love", "space", "tax"]
+
+
+def write(path, rows: list[dict]) -> str:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory) -> SimpleNamespace:
+    """Users, items and interactions as CSV files, and as rows."""
+    draw, folder = random.Random(0), tmp_path_factory.mktemp("table")
+    users = [
+        {
+            "user": u,
+            "city": draw.choice(["Bonn", "Ulm", ""]),
+            "hobbies": "|".join(draw.sample(["chess", "tea"], draw.randint(0, 2))),
+            "income": draw.choice(["", 10.5, 3]),
+        }
+        for u in range(25)
+    ]
+    items = [
+        {
+            "item": f"i{i}",
+            "genres": "|".join(draw.sample(GENRES, draw.randint(0, 3))),
+            "price": draw.choice(["", 1 + i]),
+        }
+        for i in range(15)
+    ]
+    rows = [
+        {
+            "user": draw.randrange(25),
+            "item": f"i{draw.randrange(15)}",
+            "time": t * 50,
+            "like": draw.randint(0, 1),
+            "device": draw.choice(["tv", "phone", ""]),
+            "seconds": draw.choice(["", draw.randint(1, 99)]),
+        }
+        for t in range(500)
+    ]
+    config = DataConfig(
+        interactions=write(folder / "rows.csv", rows),
+        users=write(folder / "users.csv", users),
+        items=write(folder / "items.csv", items),
+        user="user",
+        item="item",
+        timestamp="time",
+        label="like",
+        user_categorical=["city", "hobbies"],
+        user_dense=["income"],
+        item_categorical=["genres"],
+        item_dense=["price"],
+        event_categorical=["device"],
+        event_dense=["seconds"],
+        separators={"genres": "|", "hobbies": "|"},
+        max_history=12,
+        max_slots=2,
+    )
+    dataset = load_dataset(config)
+    return SimpleNamespace(config=config, dataset=dataset, users=users, items=items, rows=rows)
+
+
+def raw_requests(table: SimpleNamespace) -> tuple[list[dict], np.ndarray]:
+    """For the samples that have a history the request that a client would make, and which samples these are."""
+    events, order = table.dataset._events, sorted(table.rows, key=lambda r: (str(r["user"]).zfill(3), r["time"]))
+    split = lambda text: text.split("|") if text else []  # noqa: E731
+    number = lambda value: None if value == "" else value  # noqa: E731
+
+    def item(name: str) -> dict:
+        found = table.items[int(name[1:])]
+        return {"item": name, "genres": split(found["genres"])}
+
+    requests, samples = [], []
+    for sample in np.concatenate([table.dataset._samples[name] for name in ("train", "validation", "test")]):
+        start, end = events.history_start[sample], events.history_end[sample]
+        if start == end:
+            continue
+        now, user = order[sample], table.users[order[sample]["user"]]
+        samples.append(sample)
+        requests.append(
+            {
+                "user": {
+                    "city": number(user["city"]),
+                    "hobbies": split(user["hobbies"]),
+                    "income": number(user["income"]),
+                },
+                "history": [
+                    item(event["item"])
+                    | {
+                        "device": number(event["device"]),
+                        "seconds": number(event["seconds"]),
+                        "age": now["time"] - event["time"],
+                    }
+                    for event in order[start:end]
+                ],
+                "candidates": [
+                    item(now["item"]) | {"price": number(table.items[int(now["item"][1:])]["price"])},
+                    item("i3") | {"price": 2},
+                ],
+            }
+        )
+    return requests, np.array(samples)
+
+
+@pytest.mark.parametrize(
+    ("model", "encoder"),
+    [
+        ({"num_queries": 3, "bias": "history_age"}, {"layers": 1, "bias": "position", "causal": True}),
+        ({"combine": "concat", "bias": "position"}, {}),
+        ({}, {"layers": 2, "bias": "history_age"}),
+        ({"pooling": "mean", "combine": "concat"}, {}),
+        ({"pooling": "mean"}, {"layers": 1}),
+        ({"pooling": "none"}, {}),
+    ],
+    ids=str,
+)
+def test_it_gives_the_logits_of_the_model(table, model, encoder):
+    dataset = table.dataset
+    model = ModelConfig(embedding_dim=8, num_heads=2, dense_arch=[8], over_arch=[8], **model)
+    trained = build_model(model, EncoderConfig(heads=2, **encoder), dataset).eval()
+    for parameter in trained.parameters():  # those that begin as zeros too
+        torch.nn.init.normal_(parameter, std=0.5)
+    reads_history = model.pooling != "none"
+    reads_age = "history_age" in (model.bias if model.pooling == "attention" else None, encoder.get("bias"))
+    fields = learn_fields(table.config, dataset, reads_history, reads_age)
+    read = RequestReader(fields, Limits(max_candidates=9, max_history=table.config.max_history))
+    requests, samples = raw_requests(table)
+    for request in requests:
+        if not reads_history:
+            del request["history"]
+        elif not reads_age:
+            request["history"] = [{k: v for k, v in event.items() if k != "age"} for event in request["history"]]
+    scoring = ScoringModel(trained, [key for one in fields.user for key in one.keys])
+    inputs = inputs_of(scoring, trained)
+    encoded = [read(json.loads(json.dumps(request))) for request in requests]
+    arguments = batch_inputs(encoded, inputs, FloatTables(*tables_of(trained, inputs.keys)), torch.device("cpu"))
+    events = dataset._events
+    with torch.no_grad():
+        found = scoring(*arguments)
+        # The second candidate of every user is item i3 at the price of 2, so the first is the sample itself.
+        wanted = trained(dataset._assemble(samples, events.item[samples], events.label[samples]))
+    assert len(wanted) > 300 and wanted.std() > 0.05
+    torch.testing.assert_close(found[::2], wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_a_model_with_weights_is_refused(table):
+    model = ModelConfig(embedding_dim=8, num_heads=2, bias="weights")
+    with pytest.raises(ValueError, match="weights"):
+        ScoringModel(build_model(model, EncoderConfig(), table.dataset), [])
+
+
+@pytest.mark.parametrize("case", ["candidates", "causal"])
+def test_the_triton_operator(case, device):
+    pytest.importorskip("triton")
+    from jfi.serving.triton_attention import jagged_attention as launched
+
+    offsets = torch.tensor([0, 5, 5, 8, 40], device=device)
+    key, bias = torch.randn(40, 1, 24, device=device), torch.randn(40, 4, device=device)
+    if case == "candidates":
+        query, rows = torch.randn(30, 4, 24, device=device), torch.tensor([0, 7, 9, 10, 30], device=device)
+        found = launched(query, key, None, rows, offsets, bias, 0.3, False)
+        wanted = jagged_attention(query, key, None, rows, offsets, bias=bias, scale=0.3)
+    else:
+        query, key, value = torch.randn(3, 40, 4, 24, device=device)
+        found = launched(query, key, value, offsets, offsets, None, 0.3, True)
+        wanted = jagged_attention(query, key, value, offsets, offsets, causal=True, scale=0.3)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_a_package_for_a_gpu(table, tmp_path, impl):
+    from jfi.serving.export import export
+    from jfi.serving.scorer import Scorer
+
+    model = ModelConfig(embedding_dim=8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8])
+    encoder = EncoderConfig(layers=1, heads=2, bias="position", causal=True)
+    trained = build_model(model, encoder, table.dataset).eval()
+    fields = learn_fields(table.config, table.dataset, True, True)
+    export(tmp_path / "artefact", trained, fields, Limits(9, 12), device="cuda", impl=impl)
+    scorer = Scorer(tmp_path / "artefact")
+    requests, samples = raw_requests(table)
+    scores = scorer.score([scorer.reader(json.loads(json.dumps(request))) for request in requests])
+    events = table.dataset._events
+    with torch.no_grad():
+        wanted = trained.cpu()(table.dataset._assemble(samples, events.item[samples], events.label[samples]))
+    torch.testing.assert_close(torch.tensor(scores)[:, 0], wanted, atol=1e-3, rtol=1e-3)

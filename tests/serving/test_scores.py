@@ -1,0 +1,104 @@
+"""Scores are the training model's, whatever they are batched with."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from jfi.data.synthetic import make_tables
+from jfi.serving import artefact
+from jfi.serving.fields import Request
+from jfi.serving.scorer import Scorer, groups_alike
+from jfi.serving.tables import INT8, save_tables
+
+from .conftest import load_script
+
+SAMPLES = 1000
+
+
+@pytest.fixture(scope="module")
+def samples(exported):
+    """Of 1,000 training and test samples with a history: raw requests of one candidate, and the model's logits."""
+    model, config, dataset = load_script("export").load_best(exported.run)
+    interactions, items = (table.data for table in make_tables(config.data.synthetic))
+    columns = {name: interactions.column(name).to_numpy() for name in interactions.column_names}
+    category = items.column("category").to_numpy()
+    order = np.lexsort((columns["item"], columns["timestamp"], columns["user"]))
+    columns = {name: values[order] for name, values in columns.items()}
+    events = dataset._events
+    rows = np.concatenate([dataset._samples["test"], dataset._samples["train"]])
+    rows = rows[events.history_end[rows] > events.history_start[rows]][:SAMPLES]
+    requests = []
+    for row in rows:
+        history = range(events.history_start[row], events.history_end[row])
+        item = int(columns["item"][row])
+        requests.append(
+            {
+                "user": {},
+                "history": [
+                    {
+                        "item": int(columns["item"][i]),
+                        "category": int(category[columns["item"][i]]),
+                        "rating": int(columns["rating"][i]),
+                        "age": columns["timestamp"][row] - columns["timestamp"][i],
+                    }
+                    for i in history
+                ],
+                "candidates": [{"item": item, "category": int(category[item])}],
+            }
+        )
+    with torch.no_grad():
+        logits = model.eval()(dataset._assemble(rows, events.item[rows], events.label[rows]))
+    return requests, logits.numpy()
+
+
+def scored(scorer: Scorer, requests: list[dict]) -> np.ndarray:
+    return np.concatenate(scorer.score([scorer.reader(json.loads(json.dumps(request))) for request in requests]))
+
+
+def test_scores_are_those_of_the_model(scorer, samples):
+    requests, logits = samples
+    assert len(requests) == SAMPLES and logits.std() > 0.05
+    found = np.concatenate([scored(scorer, requests[i : i + 100]) for i in range(0, SAMPLES, 100)])
+    np.testing.assert_allclose(found, logits, atol=1e-5)
+
+
+def test_an_answer_does_not_depend_on_the_batch(scorer, samples):
+    requests = samples[0][:40]
+    wide = dict(requests[5], candidates=[requests[i]["candidates"][0] for i in range(40)])
+    alone = [scored(scorer, [request]) for request in (*requests, wide)]
+    np.testing.assert_allclose(scored(scorer, [*requests, wide]), np.concatenate(alone), atol=1e-5)
+
+
+def test_a_long_history_is_cut_to_the_newest_events_as_in_training(scorer, samples):
+    request = max(samples[0], key=lambda request: len(request["history"]))
+    longer = dict(request, history=[{"item": 1, "category": 1, "rating": 1, "age": 9e9}] * 40 + request["history"])
+    assert len(request["history"]) == scorer.reader.limits.max_history
+    np.testing.assert_array_equal(scored(scorer, [longer]), scored(scorer, [request]))
+
+
+def test_int8_scores_are_near(exported, tmp_path, scorer, samples):
+    """The package is the same, so it is not compiled again: what `--tables int8` writes, around it."""
+    weights = torch.load(exported.path / artefact.TABLES)
+    info = artefact.read(exported.path) | {"tables": INT8}
+    with artefact.writing(tmp_path / "int8") as folder:
+        for name in (artefact.MODEL, artefact.VOCABULARIES):
+            shutil.copy(exported.path / name, folder)
+        save_tables(folder / artefact.TABLES, INT8, weights, info["table_of"])
+        artefact.write_json(folder / artefact.INFO, info)
+    requests, _ = samples
+    small = Scorer(tmp_path / "int8")
+    found, wanted = scored(small, requests[:200]), scored(scorer, requests[:200])
+    assert 0 < np.abs(found - wanted).max() < 0.02
+    assert np.corrcoef(found, wanted)[0, 1] > 0.999
+
+
+def test_requests_that_are_padded_together_are_alike():
+    sizes = [(2000, 1000), (2, 2), (2000, 900), (200, 100), (1, 1), (1900, 1000)]  # (events, candidates)
+    empty = {"ids": {}, "counts": {}, "ages": None, "dense": np.zeros((0, 0))}
+    requests = [Request(**empty, num_events=events, num_candidates=candidates) for events, candidates in sizes]
+    # The last three are too small for it to matter.
+    assert groups_alike(requests) == [[0, 2, 5], [3, 1, 4]]
+    assert groups_alike([]) == []

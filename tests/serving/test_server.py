@@ -1,0 +1,184 @@
+"""The server in this process: faults, storms, and what is batched with what."""
+
+import asyncio
+import json
+import threading
+import time
+
+import pytest
+
+pytest.importorskip("aiohttp")
+
+from aiohttp.test_utils import TestClient, TestServer
+
+from jfi.serving.batcher import Batcher
+from jfi.serving.server import make_app
+
+
+def serve(scorer, talk, **how):
+    """Runs `talk(client)` with a server that listens on the loopback address."""
+
+    async def run():
+        app = make_app(scorer, **{"max_batch": 100, **how})
+        async with TestClient(TestServer(app)) as client:
+            return await talk(client)
+
+    return asyncio.run(run())
+
+
+class Slow:
+    """A scorer that stands still in the model until it is let go, and remembers the sizes of its batches."""
+
+    def __init__(self, scorer):
+        self.reader, self.info, self._score = scorer.reader, scorer.info, scorer.score
+        self.let_go, self.batches = threading.Event(), []
+
+    def score(self, requests):
+        self.batches.append(len(requests))
+        assert self.let_go.wait(30)
+        if any(request.num_candidates == 3 for request in requests):
+            raise RuntimeError("three")
+        return self._score(requests)
+
+
+def test_it_answers(scorer, request_body):
+    async def talk(client):
+        answers = [await client.post("/score", json=request_body) for _ in range(2)]
+        schema = await (await client.get("/schema")).json()
+        health = await (await client.get("/health")).json()
+        return [(answer.status, await answer.json()) for answer in answers], schema, health
+
+    ((status, first), again), schema, health = serve(scorer, talk)
+    assert status == 200 and (status, first) == again
+    assert first["scores"] == scorer.score([scorer.reader(request_body)])[0]
+    assert set(schema["history"]) == {"item", "category", "rating", "age"}
+    assert health["status"] == "ok"
+
+
+def test_faults_get_a_reason_and_disturb_nobody(scorer, request_body):
+    bodies = {
+        "the request is not JSON": b"{",
+        "unknown field 'colour'": json.dumps(request_body | {"colour": 1}),
+        "history must not be empty": json.dumps(request_body | {"history": []}),
+        "candidates must be at most 1000": json.dumps(request_body | {"candidates": [{}] * 1001}),
+        "candidates[0].item must be a string": json.dumps(
+            request_body | {"candidates": [{"item": 1.5, "category": 1}]}
+        ),
+    }
+
+    async def talk(client):
+        good = [asyncio.create_task(client.post("/score", json=request_body)) for _ in range(5)]
+        found = {reason: await client.post("/score", data=body) for reason, body in bodies.items()}
+        other = [
+            await client.post("/score", data=b" " * 30_000),
+            # A body whose length is not announced.
+            await client.post("/score", data=pieces(30)),
+            await client.get("/nothing"),
+            await client.get("/score"),
+        ]
+        for reason, answer in found.items():
+            assert answer.status == 400 and reason in (await answer.json())["error"]
+        assert [answer.status for answer in other] == [413, 413, 404, 405]
+        assert all([(await answer.json())["error"] for answer in other])
+        return {(await answer).status for answer in good}
+
+    async def pieces(count):
+        for _ in range(count):
+            yield b" " * 1000
+
+    assert serve(scorer, talk, max_body=20_000) == {200}
+
+
+def test_a_storm_is_refused_and_who_was_accepted_is_answered(scorer, request_body):
+    slow = Slow(scorer)
+
+    async def talk(client):
+        storm = [asyncio.create_task(client.post("/score", json=request_body)) for _ in range(40)]
+        done, waiting = await asyncio.wait(storm, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+        while len(waiting) > 8:
+            more, waiting = await asyncio.wait(waiting, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+            assert more
+            done |= more
+        assert {task.result().status for task in done} == {503}
+        assert all(task.result().headers["Retry-After"] for task in done)
+        slow.let_go.set()
+        assert {(await task).status for task in waiting} == {200}
+        assert (await client.post("/score", json=request_body)).status == 200
+
+    serve(slow, talk, queue=8, max_batch=6)
+    # The first alone, then three requests of two candidates at a time.
+    assert max(slow.batches) == 3 and sum(slow.batches) == 9
+
+
+def test_the_failure_of_one_request_is_its_own(scorer, request_body):
+    slow = Slow(scorer)
+    bad = request_body | {"candidates": request_body["candidates"][:1] * 3}
+
+    async def talk(client):
+        bodies = [request_body, request_body, bad, request_body]
+        tasks = [asyncio.create_task(client.post("/score", json=body)) for body in bodies]
+        while len(slow.batches) < 1:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        slow.let_go.set()
+        return [(await task).status for task in tasks]
+
+    assert serve(slow, talk) == [200, 200, 500, 200]
+
+
+def test_who_leaves_is_not_scored(scorer, request_body):
+    slow = Slow(scorer)
+
+    async def run():
+        batcher = Batcher(slow.score, max_batch=100)
+        request = scorer.reader(request_body)
+        first = asyncio.create_task(batcher.score(request))
+        while not slow.batches:
+            await asyncio.sleep(0.01)
+        leaves, stays = (asyncio.create_task(batcher.score(request)) for _ in range(2))
+        await asyncio.sleep(0)
+        leaves.cancel()
+        slow.let_go.set()
+        assert await stays == await first
+        await batcher.close()
+
+    asyncio.run(run())
+    assert slow.batches == [1, 1]
+
+
+def test_a_body_that_does_not_come_gives_its_place_back(scorer, request_body, monkeypatch):
+    monkeypatch.setattr("jfi.serving.server.BODY_SECONDS", 0.2)
+
+    async def never():
+        yield b"{"
+        await asyncio.sleep(2)
+
+    async def talk(client):
+        start = time.perf_counter()
+        answer = await client.post("/score", data=never())
+        assert answer.status == 408 and time.perf_counter() - start < 2
+        return (await client.post("/score", json=request_body)).status
+
+    assert serve(scorer, talk, queue=1) == 200
+
+
+@pytest.mark.parametrize("max_wait", [0.0, 0.2])
+def test_waiting_for_more_makes_batches(scorer, request_body, max_wait):
+    slow = Slow(scorer)
+    slow.let_go.set()
+
+    async def run():
+        batcher = Batcher(slow.score, max_batch=100, max_wait=max_wait)
+        request = scorer.reader(request_body)
+
+        async def later():
+            await asyncio.sleep(0.02)
+            return await batcher.score(request)
+
+        answers = await asyncio.gather(batcher.score(request), later())
+        await batcher.close()
+        return answers
+
+    first, second = asyncio.run(run())
+    assert first == pytest.approx(second, abs=1e-6)
+    assert slow.batches == ([2] if max_wait else [1, 1])
