@@ -41,7 +41,9 @@ def processor() -> str:
 def commit() -> str | None:
     root = Path(__file__).parent
     found = run_command("git", "-C", str(root), "rev-parse", "--short=12", "HEAD")
-    changed = run_command("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no", "--", "../jfi")
+    changed = run_command(
+        "git", "-C", str(root), "status", "--porcelain", "--untracked-files=no", "--", "../jfi", ":(glob)*.py"
+    )
     return f"{found} with changes" if found and changed else found
 
 

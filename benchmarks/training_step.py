@@ -217,7 +217,8 @@ def disagreement(shape: StepShape, batch: Batch, device: torch.device) -> float:
     for pooling in (layer, padded):
         out = pooling({"history_item": history}, targets).values()
         found.append((out.detach(), *torch.autograd.grad(out.square().sum(), values)))
-    return max(float((x - y).norm() / x.norm()) for x, y in zip(*found, strict=True))
+    wrong = [float((x - y).norm() / x.norm()) for x, y in zip(*found, strict=True)]
+    return max(wrong, key=lambda x: (x != x, x))  # a NaN is greater than nothing, so it is looked for first
 
 
 def heaviest_kernels(step: Callable[[], object], device: torch.device) -> list[dict]:

@@ -278,7 +278,7 @@ def jagged_attention_hopper_fwd_kernel(
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
 ):
-    """scale2 > 0 is the scale in base 2.  A program takes every num_programs-th of the slots."""
+    """scale2 > 0 is the scale in base 2."""
     BIASES: gl.constexpr = STAGES if HAS_BIAS else 1
     bias_smem = numbers(BIASES, k_desc.block_type.shape[0])
     smem = (tiles(q_desc, Q_STAGES * WARP_GROUPS), tiles(k_desc, STAGES), tiles(v_desc, STAGES), bias_smem)

@@ -20,7 +20,7 @@ from torch import Tensor
 from jfi.kernels.launch import Launcher
 from jfi.kernels.tiles import INTERPRET, block, cdiv, precision
 
-#: Side of a tile of a product, and how much of the sum a step takes.
+#: Side of a tile of a product.
 SIDE = 64
 
 
@@ -187,7 +187,7 @@ def _split_kernel(
         # Heads of all queries share their part of W_k and of W_v.
         row, col = _tile_of((tile - OUTPUT_END) % (KEY_END - OUTPUT_END), D_X, SIDE)
         if tile < KEY_END:
-            for t in tl.static_range(T):
+            for t in range(T):
                 a_ptr, b_ptr = q_ptr + t * (D * D_E), qk_ptr + t * (H * D_X * D_E)
                 acc = _add_product(
                     acc, a_ptr, D_E, 1, b_ptr, 1, D_E, row, WIDTH, col, D_X, D_E, dw_qk_ptr, PRECISION, STEP
@@ -197,7 +197,7 @@ def _split_kernel(
                 acc += b[:, None] * db[None, :]
             _store(dw_k_ptr + history, acc, row, WIDTH, D_X, col, D_X, 1)
         else:
-            for t in tl.static_range(T):
+            for t in range(T):
                 a_ptr, b_ptr = o_ptr + t * D, vo_ptr + t * (H * D_X * D)
                 acc = _add_product(
                     acc, a_ptr, 1, T * D, b_ptr, 1, D, row, WIDTH, col, D_X, D, dw_qk_ptr, PRECISION, STEP
@@ -218,10 +218,10 @@ def _launchers(
     return (merge, across[2] * (across[0] + across[1])), (split, down * (across[0] + across[1] + 2 * across[2]))
 
 
-def _kernels(weights: tuple[Tensor, ...], times: int, heads: int, dtype: torch.dtype) -> tuple:
+def _kernels(weights: tuple[Tensor, ...], times: int, heads: int, products: tuple[Tensor, ...]) -> tuple:
     w_q, _, w_k, _, w_o = weights
     sizes = (w_o.shape[1] // heads, w_k.shape[2], w_q.shape[2])
-    return _launchers(times, heads, *sizes, precision(), w_q.dtype, dtype)
+    return _launchers(times, heads, *sizes, precision(), *(x.dtype for x in (*weights, *products)))
 
 
 def merge(weights: tuple[Tensor, ...], times: int, heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -239,7 +239,7 @@ def merge(weights: tuple[Tensor, ...], times: int, heads: int, dtype: torch.dtyp
     w_qk = w_q.new_empty(features, rows, w_q.shape[2], dtype=dtype)
     b_qk = w_q.new_empty(features, rows, dtype=dtype)
     w_vo = w_q.new_empty(features, rows, w_o.shape[1], dtype=dtype)
-    (launch, tiles), _ = _kernels(weights, times, heads, dtype)
+    (launch, tiles), _ = _kernels(weights, times, heads, (w_qk, b_qk, w_vo))
     launch((features * times * heads, tiles, 1), (*weights, w_qk, b_qk, w_vo), ())
     return w_qk, b_qk, w_vo
 
@@ -249,6 +249,6 @@ def split(
 ) -> tuple[Tensor, ...]:
     """The gradients of ``merge``'s weights from those of its results, contiguous."""
     out = tuple(torch.empty_like(x) for x in weights)
-    _, (launch, tiles) = _kernels(weights, times, heads, grads[0].dtype)
+    _, (launch, tiles) = _kernels(weights, times, heads, grads)
     launch((weights[0].shape[0] * times * heads, tiles, 1), (*grads, *weights, *out), ())
     return out

@@ -35,6 +35,8 @@ from jfi.kernels.tiles import block
 
 #: Rows of a bias table up to which its gradient is summed in the sweep over the history.
 TABLE_ROWS = 64
+#: Elements of all programs' tables up to which samples are taken whole.
+MOST_TABLES = 2**22
 
 
 @triton.jit(do_not_specialize=["batch", "queries", "chunk", "table_rows"], do_not_specialize_on_alignment=EVENTS)
@@ -230,6 +232,8 @@ def backward(
     block_r = block(table_rows) if 0 < table_rows <= TABLE_ROWS else 0
     shares, launch, launch_whole = _plan(tile, block_r)
     whole = fits(max_seqlen, tile.row_bytes)
+    if block_r and batch * bias.numel() > MOST_TABLES:  # each program's own, which shares are fewer of
+        whole = False
     chunk, programs = (0, batch) if whole else deal(key.shape[0], batch, query.device, shares)
     if bias is None:
         dbias = None

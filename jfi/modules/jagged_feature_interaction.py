@@ -264,7 +264,7 @@ def _kind(feature: SequenceFeatureConfig, embedding_dim: int) -> tuple:
         len(feature.target_keys),
         len(feature.sequence_keys),
         feature.bias_kind,
-        feature.num_buckets if feature.bias == "position" else None,
+        feature.bucket_rows,
         feature.value_scale,
     )
 

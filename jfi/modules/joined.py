@@ -15,6 +15,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from jfi.modules import lookup
 from jfi.modules.sequence_configs import SequenceFeatureConfig
+from jfi.ops._checks import is_traced
 
 
 class JoinedInputs(NamedTuple):
@@ -59,6 +60,20 @@ def read_groups(
             "without it sequences must be an EmbeddingCollection's output, dict[str, JaggedTensor]"
         )
     sequences = lookup.by_key(sequences)
+    with torch.autocast(_device_type(sequences), enabled=False):  # under which cat refuses some dtypes
+        return _read_groups(sequences, targets, groups, embedding_dim)
+
+
+def _device_type(sequences: dict[str, JaggedTensor]) -> str:
+    return next((x.values().device.type for x in sequences.values() if isinstance(x, JaggedTensor)), "cpu")
+
+
+def _read_groups(
+    sequences: dict[str, JaggedTensor],
+    targets: KeyedTensor | dict[str, Tensor],
+    groups: list[list[SequenceFeatureConfig]],
+    embedding_dim: int,
+) -> list[JoinedInputs]:
     for features in groups:
         for feature in features:
             lookup.check_history(sequences, feature, embedding_dim)
@@ -130,13 +145,10 @@ def join(tensors: list[Tensor]) -> Tensor:
     """
     if len(tensors) == 1:
         return tensors[0]
-    if torch.compiler.is_compiling() or not _adjoin(tensors):
+    if is_traced() or not _adjoin(tensors):
         return torch.cat(tensors)
     if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
         return _span(tensors)
-    if _are_the_whole_base(tensors):
-        # The gradient goes to what was split, past the split's backward, which would copy it.
-        return tensors[0]._base.view(-1, *tensors[0].shape[1:])
     return _Adjoined.apply(*tensors)
 
 
@@ -146,7 +158,7 @@ class _Adjoined(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *tensors: Tensor) -> Tensor:
         ctx.sizes = [tensor.size(0) for tensor in tensors]
-        return _span([tensor.detach() for tensor in tensors])
+        return _span(tensors)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:
@@ -179,25 +191,7 @@ def _adjoin(tensors: list[Tensor]) -> bool:
 def _span(tensors: list[Tensor]) -> Tensor:
     """One tensor over the memory of tensors that adjoin."""
     first = next(tensor for tensor in tensors if tensor.numel())
-    return first.as_strided((sum(tensor.numel() for tensor in tensors),), (1,)).view(-1, *first.shape[1:])
-
-
-def _are_the_whole_base(tensors: list[Tensor]) -> bool:
-    """Whether tensors that adjoin are all of one tensor, whose gradient is all that anybody can ask for."""
-    base = tensors[0]._base
-    return (
-        base is not None
-        and base.requires_grad
-        and base.dtype == tensors[0].dtype
-        and base.is_contiguous()
-        and base.numel() == sum(tensor.numel() for tensor in tensors)
-        and all(
-            tensor._base is base
-            and tensor.requires_grad
-            and not (tensor.is_leaf or tensor.retains_grad or tensor._backward_hooks)
-            for tensor in tensors
-        )
-    )
+    return first.detach().as_strided((sum(tensor.numel() for tensor in tensors),), (1,)).view(-1, *first.shape[1:])
 
 
 def _check_equal_batches(sequences: dict[str, JaggedTensor], features: list[SequenceFeatureConfig]) -> None:

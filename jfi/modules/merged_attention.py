@@ -13,8 +13,8 @@ from torch.autograd.function import once_differentiable
 
 from jfi.modules.joined import concatenated
 from jfi.ops import target_attention
-from jfi.ops._checks import check_impl, check_offsets, is_traced
-from jfi.ops._dispatch import operators
+from jfi.ops._checks import check_events, check_impl, check_offsets, is_traced
+from jfi.ops._dispatch import PLAIN, operators
 from jfi.ops._merged_weights import merge, merge_eagerly, split
 from jfi.ops.target_attention import takes_events
 
@@ -82,12 +82,13 @@ def merged_attention(
     device = fields[0].device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weights.query_weight.dtype
     events = (offsets, bias, buckets, value_scale)
-    is_plain = _is_plain(fields[0], buckets, value_scale, weights)
+    is_plain = _is_plain((target, *fields, *weights[:6]), fields[0], buckets, value_scale, weights)
     if not (is_plain and _are_halves(fields, weights)):
         fields = (concatenated(fields),)
     history, second = (*fields, None)[:2]
     if is_plain:
         check_offsets("offsets", offsets, history.size(0), "history", history, target.size(0) * target.size(1))
+        check_events(history, bias, buckets, value_scale, weights.heads)
         tensors = (None if x is None else x.contiguous() for x in (history, second, *events))
         return _MergedAttention.apply(target, *tensors, *weights, scale, max_seqlen, dtype)
     w_qk, b_qk, w_vo = merge(weights.products, weights.times, weights.heads, dtype)
@@ -97,11 +98,17 @@ def merged_attention(
     return _affine(weights.output_bias, attended.view(w_vo.size(0), -1, w_vo.size(1)), w_vo)
 
 
-def _is_plain(history: Tensor, buckets: Tensor | None, value_scale: Tensor | None, weights: Weights) -> bool:
+def _is_plain(
+    tensors: tuple[Tensor, ...], history: Tensor, buckets: Tensor | None, value_scale: Tensor | None, weights: Weights
+) -> bool:
     """Whether the operators take a call as it stands, and nothing but autograd looks on."""
-    if is_traced() or (value_scale is not None and value_scale.requires_grad):
+    if is_traced() or any(type(x) not in PLAIN for x in tensors):
+        return False
+    if value_scale is not None and value_scale.requires_grad and torch.is_grad_enabled():
         return False
     impl = check_impl("auto", history)
+    if impl == "triton" and weights.query_weight.dtype == torch.float64:
+        return False
     if buckets is None and value_scale is None:
         return impl == "triton" or history.device.type == "cpu"
     return takes_events(impl, weights.times * weights.heads)
@@ -121,24 +128,37 @@ def _are_halves(fields: tuple[Tensor, ...], weights: Weights) -> bool:
 
 
 class _MergedAttention(torch.autograd.Function):
+    """Autocast has no say within: all dtypes are chosen, and it would make one half of a launch's inputs float32."""
+
     @staticmethod
     def forward(ctx, target, history, second, offsets, bias, buckets, value_scale, *rest):
         *weights, scale, max_seqlen, dtype = rest
         weights = Weights(*weights)
-        impl = check_impl("auto", history)
+        ctx.hints, ctx.division = (scale, max_seqlen, check_impl("auto", history)), weights[6:]
+        with torch.autocast(history.device.type, enabled=False):
+            return _MergedAttention._forward(
+                ctx, target, history, second, offsets, bias, buckets, value_scale, weights, dtype
+            )
+
+    @staticmethod
+    def _forward(ctx, target, history, second, offsets, bias, buckets, value_scale, weights, dtype):
+        impl = ctx.hints[2]
         w_qk, b_qk, w_vo = merge_eagerly(weights.products, weights.times, weights.heads, dtype, impl)
         query = _affine(b_qk, target, w_qk.mT).view(-1, weights.times, weights.heads, weights.key_weight.size(2))
         query = _cast(query, history.dtype)
         events = (offsets, bias, buckets, value_scale, second)
-        hints = (scale, max_seqlen, impl)
-        attended, lse = operators.target_attention_fwd(query, history.unsqueeze(1), None, *events, *hints)
+        attended, lse = operators.target_attention_fwd(query, history.unsqueeze(1), None, *events, *ctx.hints)
         ctx.save_for_backward(target, history, *events, query, attended, lse, w_qk, w_vo, *weights[:6])
-        ctx.hints, ctx.division = hints, weights[6:]
         return _affine(weights.output_bias, attended.view(w_vo.size(0), -1, w_vo.size(1)), w_vo)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
+        with torch.autocast(grad.device.type, enabled=False):
+            return _MergedAttention._backward(ctx, grad)
+
+    @staticmethod
+    def _backward(ctx, grad):
         target, history, *rest = ctx.saved_tensors
         events, (query, attended, lse, w_qk, w_vo), weights = rest[:5], rest[5:10], Weights(*rest[10:], *ctx.division)
         dtype, shape = w_qk.dtype, (*target.shape[:2], w_qk.size(1))
@@ -148,10 +168,12 @@ class _MergedAttention(torch.autograd.Function):
         )
         dquery = _cast(dquery.view(shape), dtype)
         dtarget = _cast(torch.bmm(dquery, w_qk), target.dtype) if ctx.needs_input_grad[0] else None
-        dw_qk = torch.bmm(dquery.mT, _cast(target, dtype))
-        dw_vo = torch.bmm(_cast(attended.view(shape), dtype).mT, grad)
-        dproducts = split((dw_qk, dquery.sum(1), dw_vo), weights.products, *ctx.division, ctx.hints[2])
-        db_o = _cast(grad.sum(1), weights.output_bias.dtype)
+        dproducts, db_o = (None,) * 5, None
+        if any(ctx.needs_input_grad[7:13]):  # a frozen layer's weights want none
+            dw_qk = torch.bmm(dquery.mT, _cast(target, dtype))
+            dw_vo = torch.bmm(_cast(attended.view(shape), dtype).mT, grad)
+            dproducts = split((dw_qk, dquery.sum(1), dw_vo), weights.products, *ctx.division, ctx.hints[2])
+            db_o = _cast(grad.sum(1), weights.output_bias.dtype)
         _, bias, _, _, second = events
         dbias = None if bias is None else others.pop(0)
         dsecond = None if second is None else others.pop(0)

@@ -46,8 +46,8 @@ class StackedTargetAttention(nn.Module):
     """Target attention of F features alike, whose parameters are stacked along the first dimension.
 
     Args:
-        features: F of them, with combined targets of one width D_e, combined events of one width D_x, one kind of bias
-            and all or none with a value scale.
+        features: F of them, with combined targets of one width D_e, combined events of one width D_x, one kind of bias,
+            of as many buckets if it is learned, and all or none with a value scale.
         embedding_dim: width D of the projected queries over all heads, and of the output.
         num_heads: H, a divisor of `embedding_dim`.
         num_queries: T.
@@ -93,10 +93,6 @@ class StackedTargetAttention(nn.Module):
         self.output_weight = parameter(self.num_features, embedding_dim, queries)
         self.output_bias = parameter(self.num_features, embedding_dim)
         self.register_parameter("bucket_bias", parameter(bucket_rows, num_heads) if bucket_rows else None)
-        # The row of bucket_bias at which each feature's table begins: on the device, where the ids are.
-        stacked_tables = bucket_rows > 0 and self.num_features > 1
-        first_rows = torch.empty(self.num_features, dtype=torch.int32, device=device) if stacked_tables else None
-        self.register_buffer("first_rows", first_rows, persistent=False)
         self.reset_parameters()
 
     @property
@@ -113,9 +109,6 @@ class StackedTargetAttention(nn.Module):
         for bias in (self.query_bias, self.output_bias, self.bucket_bias):
             if bias is not None:
                 nn.init.zeros_(bias)
-        if self.first_rows is not None:
-            rows = torch.tensor([0] + [feature.bucket_rows for feature in self.features[:-1]])
-            self.first_rows.copy_(rows.cumsum(0))
 
     def forward(self, inputs: JoinedInputs) -> Tensor:
         """The features' outputs [F, B, embedding_dim], in the parameters' dtype or autocast's.
@@ -211,12 +204,13 @@ class StackedTargetAttention(nn.Module):
         """Row of `bucket_bias` of every event [S]."""
         if self.bucket_bias is None:
             return None
-        if self.first_rows is None:
+        if self.num_features == 1:
             return inputs.bias
         # Counted on the device, which would have to wait for what the host knows.
         events = inputs.offsets.diff().view(self.num_features, -1).sum(1)
-        first_row = torch.repeat_interleave(self.first_rows, events, output_size=inputs.bias.size(0))
-        return inputs.bias + first_row
+        rows = self.bucket_bias.size(0)
+        first_row = torch.arange(0, rows, rows // self.num_features, device=inputs.bias.device)
+        return inputs.bias + torch.repeat_interleave(first_row, events, output_size=inputs.bias.size(0))
 
 
 def score_bias(

@@ -97,7 +97,9 @@ def check_history(key: Tensor, value: Tensor | None, bias: Tensor | None, heads:
 def check_events(
     key: Tensor, table: Tensor | None, buckets: Tensor | None, value_scale: Tensor | None, heads: int
 ) -> None:
-    """Buckets name rows of a table [R, H] and, as a scale of values, come one to a row of key."""
+    """Buckets name rows of a table [R, H] and, as a scale of values, come one to a row of key, on its device."""
+    if table is not None and table.device != key.device:
+        raise ValueError(f"bias must be on the device of key, {key.device}, got {table.device}")
     for name, x in {"buckets": buckets, "value_scale": value_scale}.items():
         if x is None:
             continue
@@ -118,8 +120,6 @@ def check_events(
     check_floating(bias=table)
     check_dim("bias", table, "[R, H]")
     check_size("bias", table.shape[1], heads, "H")
-    if table.device != key.device:
-        raise ValueError(f"bias must be on the device of key, {key.device}, got {table.device}")
     if _may_read(buckets) and buckets.numel():
         low, high = int(buckets.min()), int(buckets.max())
         if low < 0 or high >= table.shape[0]:

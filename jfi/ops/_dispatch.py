@@ -13,7 +13,8 @@ from torch import Tensor
 
 from jfi.ops._checks import is_traced
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+#: Types of tensors whose operators do what their names say.
+PLAIN = (Tensor, torch.nn.Parameter)
 
 #: What ``operator`` made, by name, so that the operators can be each other's gradients.
 operators = SimpleNamespace()
@@ -54,7 +55,7 @@ def operator(
         wants_grad = False
         for x in args:
             if isinstance(x, Tensor):
-                if type(x) not in _PLAIN:
+                if type(x) not in PLAIN:
                     return registered(*args)
                 wants_grad = wants_grad or x.requires_grad
         if wants_grad and torch.is_grad_enabled():

@@ -62,7 +62,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     if impl == "triton":
         return _kernels(impl).forward(query, key, value, offsets, bias, buckets, value_scale, second, scale, max_seqlen)
-    return _kernels(impl).forward(query, key, value, offsets, bias, scale)
+    with torch.autocast("cpu", enabled=False):
+        return _kernels(impl).forward(query, key, value, offsets, bias, scale)
 
 
 def _forward_fake(query, key, value, *_):
@@ -91,7 +92,8 @@ def _backward(
     if impl == "triton":
         grads = _kernels(impl).backward(*inputs, buckets, value_scale, second, out, lse, scale, max_seqlen)
     else:
-        grads = _kernels(impl).backward(*inputs, out, lse, scale)
+        with torch.autocast("cpu", enabled=False):
+            grads = _kernels(impl).backward(*inputs, out, lse, scale)
     return [x for x in grads if x is not None]
 
 
@@ -179,7 +181,8 @@ def target_attention(
     in_kernel = takes_events(impl, query.shape[1] * heads // key.shape[1])
     if buckets is not None and not in_kernel:
         bias, buckets = F.embedding(buckets, bias).to(query.dtype), None
-    if value_scale is not None and (value_scale.requires_grad or not in_kernel):
+    learned = value_scale is not None and value_scale.requires_grad and torch.is_grad_enabled()
+    if value_scale is not None and (learned or not in_kernel):
         value, value_scale = (key if value is None else value) * value_scale[:, None, None].to(key.dtype), None
     if impl == "torch" and query.device.type != "cpu":
         return reference.target_attention(query, key, value, offsets, bias, scale)

@@ -125,7 +125,7 @@ def every_kind_of_feature(events, target):
         taste(name="weighted", sequence_keys=["weighted"], target_keys=["item", "genre"], bias="weights"),
         taste(name="wide target", target_keys=["item", "genre"], combine="concat"),
         taste(name="clicks position", sequence_keys=["clicks"], bias="position", num_buckets=2),
-        taste(name="history bucket", sequence_keys=["history", "rating"], bias="age", num_buckets=3),
+        taste(name="history bucket", sequence_keys=["history", "rating"], bias="age", num_buckets=5),
         taste(name="clicks weighted", sequence_keys=["clicks"], target_keys=["genre", "item"], bias="weights"),
         taste(name="scaled", sequence_keys=["clicks"], value_scale="weights"),
         taste(name="other scaled", sequence_keys=["weighted"], target_keys=["genre"], value_scale="weights"),
@@ -395,7 +395,7 @@ def test_autocast_projects_in_bfloat16_and_leaves_the_history_alone(bias, where,
 
 
 def test_names_in_state_dict_and_round_trip(events, target):
-    aged = [taste(name=f"aged{rows}", bias="age", num_buckets=rows) for rows in (3, 5)]
+    aged = [taste(name=f"aged{f}", bias="age", num_buckets=3) for f in range(2)]
     features = [aged[0], taste(), aged[1]]
     layer = JaggedFeatureInteraction(features, EMBEDDING_DIM, 2, 3)
 
@@ -412,7 +412,7 @@ def test_names_in_state_dict_and_round_trip(events, target):
     shapes = {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()}
     assert shapes == {
         **projections(0, 2),
-        "groups.0.bucket_bias": (8, 2),
+        "groups.0.bucket_bias": (6, 2),
         **projections(1, 1),
     }
     file = io.BytesIO()
@@ -431,15 +431,12 @@ def test_meta_device_then_reset_parameters_equals_a_direct_start():
     layer = JaggedFeatureInteraction(features, EMBEDDING_DIM, 2, 2, device=torch.device("meta"))
     assert all(parameter.is_meta for parameter in layer.parameters())
     layer.to_empty(device="cpu")
-    for buffer in layer.buffers():
-        buffer.fill_(-1)
     torch.manual_seed(1)
     layer.reset_parameters()
     torch.manual_seed(1)
     direct = JaggedFeatureInteraction(features, EMBEDDING_DIM, 2, 2)
     for (name, got), want in zip(layer.named_parameters(), direct.parameters(), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0, msg=name)
-    assert [buffer.tolist() for buffer in layer.buffers()] == [[0, 3, 8]]
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda layer: _through_pickle(layer)], ids=["deepcopy", "pickle"])
@@ -494,7 +491,7 @@ def test_one_node_equals_the_plain_formula(bias, num_queries, events, target, de
 
     with monkeypatch.context() as patch:
         patch.setattr(merged_attention, "check_impl", lambda *_: "triton")
-        assert merged_attention._is_plain(history.values(), None, weights, layer.groups[0]._weights)
+        assert merged_attention._is_plain((item,), history.values(), None, weights, layer.groups[0]._weights)
         got = run()
     monkeypatch.setattr(merged_attention, "_is_plain", lambda *_: False)
     for one, other in zip(got, run(), strict=True):

@@ -84,7 +84,7 @@ def main() -> None:
     for rows in (32, 100):
         for longest in (None, 100):
             attend_by_bucket(64, rows, longest, halves=rows == 100)
-    for times, dtype in ((1, torch.float16), (2, torch.float32)):
+    for times, dtype in ((1, torch.float16), (32, torch.float16), (2, torch.float32)):
         multiply_weights(times, 128, dtype)
     for launcher, arguments in launches.items():
         check(launcher, arguments)
