@@ -33,6 +33,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.streamable import Pipelineable
 
 from benchmarks import measure
 from benchmarks.layer import Projections
@@ -79,13 +80,16 @@ class StepCase:
 
 
 @dataclass
-class Batch:
+class Batch(Pipelineable):
     dense_features: Tensor
     sparse_features: KeyedJaggedTensor
     labels: Tensor
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         return Batch(*(x.to(device, non_blocking=non_blocking) for x in vars(self).values()))
+
+    def pin_memory(self) -> "Batch":
+        return Batch(*(x.pin_memory() for x in vars(self).values()))
 
     def record_stream(self, stream: torch.Stream) -> None:
         for x in vars(self).values():

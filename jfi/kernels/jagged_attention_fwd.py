@@ -59,6 +59,8 @@ def _jagged_attention_fwd_kernel(
     top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     weight = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
+    # A compiler that takes the kernel along may give it a scale in float64.
+    scale2 = tl.full((), scale * LOG2E, tl.float32)
     for step in range(0, steps):
         key = begin + step * BLOCK_N + key_at
         mask = key < keys
@@ -68,7 +70,7 @@ def _jagged_attention_fwd_kernel(
             v = k
         else:
             v = load_rows(v_ptr + n * (GROUPS * E) + group * E, key_at, mask, GROUPS * E, E, BLOCK_E)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale2
         if HAS_BIAS:
             s += score_bias(bias_ptr, n, key_at, mask, at, group, GROUPS, HEADS)
         seen = sees(key[None, :], place[:, None], left, right, HAS_LEFT, HAS_RIGHT) & mask[None, :]
