@@ -47,7 +47,7 @@ def test_the_files_that_commands_and_the_tree_name_exist():
     assert targets and all(re.search(rf"^{target}:", makefile, flags=re.MULTILINE) for target in targets)
 
 
-@pytest.mark.parametrize("suite", ["target", "self"])
+@pytest.mark.parametrize("suite", ["target", "self", "layer"])
 def test_the_speed_table_is_the_results_file(suite):
     from benchmarks import report, table
 
