@@ -40,18 +40,19 @@ class Weights(NamedTuple):
 def merged_queries(target: Tensor, weights: Weights) -> Tensor:
     """q' = W_qk e + b_qk [F, B, T * H * D_x] of targets [F, B, D_e], in the parameters' dtype."""
     w_qk, b_qk, _ = merge(weights.products, weights.times, weights.heads, weights.query_weight.dtype)
-    return _affine(b_qk, target, w_qk.mT)
+    return affine(b_qk, target, w_qk.mT)
 
 
-def _affine(bias: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+def affine(bias: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
     """[F, N] + [F, B, M] x [F, M, N] -> [F, B, N], in the dtype of the weight."""
-    rows, bias = _cast(rows, weight.dtype), _cast(bias, weight.dtype)
+    rows, bias = cast(rows, weight.dtype), cast(bias, weight.dtype)
     if rows.size(0) == 1:  # a bias of one matrix is added where its product is made, not copied before
         return torch.addmm(bias[0], rows[0], weight[0]).unsqueeze(0)
     return torch.baddbmm(bias.unsqueeze(1), rows, weight)
 
 
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x.to(dtype)`, which costs a microsecond where there is nothing to do."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
@@ -92,10 +93,10 @@ def merged_attention(
         tensors = (None if x is None else x.contiguous() for x in (history, second, *events))
         return _MergedAttention.apply(target, *tensors, *weights, scale, max_seqlen, dtype)
     w_qk, b_qk, w_vo = merge(weights.products, weights.times, weights.heads, dtype)
-    query = _affine(b_qk, target, w_qk.mT).view(-1, weights.times, weights.heads, history.size(1))
+    query = affine(b_qk, target, w_qk.mT).view(-1, weights.times, weights.heads, history.size(1))
     more = {"bias": bias, "buckets": buckets, "value_scale": value_scale, "scale": scale, "max_seqlen": max_seqlen}
-    attended = target_attention(_cast(query, history.dtype), history.unsqueeze(1), None, offsets, **more)
-    return _affine(weights.output_bias, attended.view(w_vo.size(0), -1, w_vo.size(1)), w_vo)
+    attended = target_attention(cast(query, history.dtype), history.unsqueeze(1), None, offsets, **more)
+    return affine(weights.output_bias, attended.view(w_vo.size(0), -1, w_vo.size(1)), w_vo)
 
 
 def _is_plain(
@@ -144,12 +145,12 @@ class _MergedAttention(torch.autograd.Function):
     def _forward(ctx, target, history, second, offsets, bias, buckets, value_scale, weights, dtype):
         impl = ctx.hints[2]
         w_qk, b_qk, w_vo = merge_eagerly(weights.products, weights.times, weights.heads, dtype, impl)
-        query = _affine(b_qk, target, w_qk.mT).view(-1, weights.times, weights.heads, weights.key_weight.size(2))
-        query = _cast(query, history.dtype)
+        query = affine(b_qk, target, w_qk.mT).view(-1, weights.times, weights.heads, weights.key_weight.size(2))
+        query = cast(query, history.dtype)
         events = (offsets, bias, buckets, value_scale, second)
         attended, lse = operators.target_attention_fwd(query, history.unsqueeze(1), None, *events, *ctx.hints)
         ctx.save_for_backward(target, history, *events, query, attended, lse, w_qk, w_vo, *weights[:6])
-        return _affine(weights.output_bias, attended.view(w_vo.size(0), -1, w_vo.size(1)), w_vo)
+        return affine(weights.output_bias, attended.view(w_vo.size(0), -1, w_vo.size(1)), w_vo)
 
     @staticmethod
     @once_differentiable
@@ -162,18 +163,18 @@ class _MergedAttention(torch.autograd.Function):
         target, history, *rest = ctx.saved_tensors
         events, (query, attended, lse, w_qk, w_vo), weights = rest[:5], rest[5:10], Weights(*rest[10:], *ctx.division)
         dtype, shape = w_qk.dtype, (*target.shape[:2], w_qk.size(1))
-        dattended = _cast(torch.bmm(grad, w_vo.mT), history.dtype).view_as(query)
+        dattended = cast(torch.bmm(grad, w_vo.mT), history.dtype).view_as(query)
         dquery, dhistory, *others = operators.target_attention_bwd(
             dattended, query, history.unsqueeze(1), None, *events, attended, lse, *ctx.hints
         )
-        dquery = _cast(dquery.view(shape), dtype)
-        dtarget = _cast(torch.bmm(dquery, w_qk), target.dtype) if ctx.needs_input_grad[0] else None
+        dquery = cast(dquery.view(shape), dtype)
+        dtarget = cast(torch.bmm(dquery, w_qk), target.dtype) if ctx.needs_input_grad[0] else None
         dproducts, db_o = (None,) * 5, None
         if any(ctx.needs_input_grad[7:13]):  # a frozen layer's weights want none
-            dw_qk = torch.bmm(dquery.mT, _cast(target, dtype))
-            dw_vo = torch.bmm(_cast(attended.view(shape), dtype).mT, grad)
+            dw_qk = torch.bmm(dquery.mT, cast(target, dtype))
+            dw_vo = torch.bmm(cast(attended.view(shape), dtype).mT, grad)
             dproducts = split((dw_qk, dquery.sum(1), dw_vo), weights.products, *ctx.division, ctx.hints[2])
-            db_o = _cast(grad.sum(1), weights.output_bias.dtype)
+            db_o = cast(grad.sum(1), weights.output_bias.dtype)
         _, bias, _, _, second = events
         dbias = None if bias is None else others.pop(0)
         dsecond = None if second is None else others.pop(0)

@@ -34,12 +34,14 @@ import torch
 from torch import Tensor, nn
 
 from jfi.modules.joined import JoinedInputs
-from jfi.modules.merged_attention import Weights, merged_attention, merged_queries
+from jfi.modules.merged_attention import Weights, affine, cast, merged_attention, merged_queries
 from jfi.modules.sequence_configs import SequenceFeatureConfig
 from jfi.ops import jagged_softmax, target_attention
 
 torch.fx.wrap("target_attention")
 torch.fx.wrap("merged_attention")
+torch.fx.wrap("affine")
+torch.fx.wrap("cast")
 
 
 class StackedTargetAttention(nn.Module):
@@ -127,10 +129,10 @@ class StackedTargetAttention(nn.Module):
                 self.scale,
                 self.max_seqlen,
             )
-        query = _affine(self.query_bias.unsqueeze(1), inputs.target, self.query_weight.transpose(1, 2))
+        query = affine(self.query_bias, inputs.target, self.query_weight.transpose(1, 2))
         key, value = self._projected(inputs, self.key_weight), self._projected(inputs, self.value_weight)
         attended = target_attention(
-            _cast(query.view(-1, self.num_queries, self.num_heads, self.head_width), key),
+            cast(query.view(-1, self.num_queries, self.num_heads, self.head_width), key.dtype),
             key,
             value,
             inputs.offsets,
@@ -141,7 +143,7 @@ class StackedTargetAttention(nn.Module):
             max_seqlen=self.max_seqlen,
         )
         attended = attended.reshape(self.num_features, -1, self.output_weight.size(2))
-        return _affine(self.output_bias.unsqueeze(1), attended, self.output_weight.transpose(1, 2))
+        return affine(self.output_bias, attended, self.output_weight.transpose(1, 2))
 
     @torch.no_grad()
     def attention_weights(self, inputs: JoinedInputs) -> Tensor:
@@ -149,7 +151,7 @@ class StackedTargetAttention(nn.Module):
         history, offsets = inputs.history, inputs.offsets
         query = merged_queries(inputs.target, self._weights)
         query = query.view(-1, self.num_queries * self.num_heads, history.size(1))
-        query = _cast(query, history) * self.scale  # [F * B, T * H, D_x]
+        query = cast(query, history.dtype) * self.scale  # [F * B, T * H, D_x]
         sample = torch.arange(query.size(0), device=history.device)
         sample = torch.repeat_interleave(sample, offsets.diff(), output_size=history.size(0))
         # One query at a time: no more memory than the history's, however many queries.
@@ -188,7 +190,7 @@ class StackedTargetAttention(nn.Module):
 
     def _projected(self, inputs: JoinedInputs, weight: Tensor) -> Tensor:
         """The history under each feature's weight, [S, H, d]."""
-        weight = _cast(weight, inputs.history)
+        weight = cast(weight, inputs.history.dtype)
         rows = inputs.history.split(inputs.events)
         projected = [nn.functional.linear(rows[f], weight[f]) for f in range(self.num_features)]
         projected = projected[0] if self.num_features == 1 else torch.cat(projected)
@@ -231,16 +233,4 @@ def score_bias(
     if feature.bias is None:
         return None
     by_head = nn.functional.embedding(bias, table) if feature.bucket_rows else bias.unsqueeze(1).expand(-1, num_heads)
-    return _cast(by_head, like)
-
-
-@torch.fx.wrap
-def _affine(bias: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
-    """[F, 1, N] + [F, B, M] x [F, M, N] -> [F, B, N], in the dtype of the weight or autocast's."""
-    return torch.baddbmm(bias, _cast(rows, weight), weight)
-
-
-@torch.fx.wrap
-def _cast(tensor: Tensor, like: Tensor) -> Tensor:
-    # The comparison is cheaper than a call of `to` that does nothing.
-    return tensor if tensor.dtype == like.dtype else tensor.to(like.dtype)
+    return cast(by_head, like.dtype)
