@@ -524,3 +524,33 @@ def test_two_fields_are_read_where_they_lie(width, max_seqlen, events, target, d
     monkeypatch.setattr(merged_attention, "_is_plain", lambda *_: False)
     for one, other in zip(got, run(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, [0, 0, 0, 0], []], ids=["some", "all empty", "no sample"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("frozen", ["nothing", "parameters", "histories"])
+def test_one_node_of_two_features(frozen, dtype, lengths, events, target, device, monkeypatch):
+    """Learned tables below one another, half precision beside float32 parameters, and gradients that nobody wants."""
+    features = [taste(name=f"taste{f}", sequence_keys=[f"history{f}"], bias=f"age{f}", num_buckets=3) for f in range(2)]
+    layer = randomise(JaggedFeatureInteraction(features, EMBEDDING_DIM, 2)).to(device)
+    layer.requires_grad_(frozen != "parameters")
+    sequences = {f"history{f}": events(lengths, dtype=dtype).to(device) for f in range(2)}
+    for f in range(2):
+        ids = torch.randint(3, (sum(lengths),), device=device)
+        sequences[f"age{f}"] = JaggedTensor(ids, lengths=sequences[f"history{f}"].lengths())
+    histories = [sequences[f"history{f}"].values().requires_grad_(frozen != "histories") for f in range(2)]
+    item = target(len(lengths), dtype=dtype).to(device)
+    leaves = [x for x in (*histories, item, *layer.parameters()) if x.requires_grad]
+
+    def run():
+        pooled = layer(sequences, {"item": item}).values()
+        return [pooled, *torch.autograd.grad(pooled, leaves, torch.ones_like(pooled))]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(merged_attention, "check_impl", lambda *_: "triton")
+        got = run()
+    monkeypatch.setattr(merged_attention, "_is_plain", lambda *_: False)
+    tolerance = 1e-3 if dtype == torch.float32 else 2e-2
+    for one, other in zip(got, run(), strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
