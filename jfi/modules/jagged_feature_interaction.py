@@ -22,9 +22,9 @@ class JaggedFeatureInteraction(nn.Module):
     history, run in the parameters' dtype or autocast's. An empty history gives the output projection's bias.
 
     Features alike go through one launch, in a number of kernels that does not grow with theirs: those with equal
-    numbers of sequence and target keys of equal widths, one kind of bias (of one `num_buckets`, if it is learned) and all
-    or none with a value scale. Their histories are copied behind one another, one that they share for each of them, unless
-    they lie so in memory already, as neighbours in the output of a sharded EmbeddingCollection do.
+    numbers of sequence and target keys of equal widths, one kind of bias (of one `num_buckets`, if it is learned) and
+    all or none with a value scale. Their histories are copied behind one another, one that several share for each of
+    them, unless they lie so in memory already, as neighbours in the output of a sharded EmbeddingCollection do.
 
     Args:
         features: the sequence features, with distinct names.
@@ -182,8 +182,8 @@ class JaggedFeatureInteraction(nn.Module):
 
         `attention` has the targets as queries and the events as both keys and values, in either order of dimensions.
         The bias of its values is merged into that of the output, which a value scale leaves alone, and the bias of its
-        keys changes nothing. Its dropout is not taken over, and where it gives NaN, for an empty history, the layer gives
-        the output's bias.
+        keys changes nothing. Its dropout is not taken over, and where it gives NaN, for an empty history, the layer
+        gives the output's bias.
 
         Args:
             name: the feature.
