@@ -28,7 +28,12 @@ RATE_SECONDS = 0.25
 
 
 def eager_us(calls: Sequence[Call], seconds: float) -> float:
-    """Median time of a call as the GPU's clock sees it, gaps in which it waits for the host included."""
+    """Median time of a call, of ``eager_times``."""
+    return statistics.median(eager_times(calls, seconds))
+
+
+def eager_times(calls: Sequence[Call], seconds: float) -> list[float]:
+    """Microseconds of calls as the GPU's clock sees them, gaps in which it waits for the host included."""
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -43,7 +48,7 @@ def eager_us(calls: Sequence[Call], seconds: float) -> float:
         calls[i % len(calls)]()
         end.record()
     torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in events) * 1e3
+    return [begin.elapsed_time(end) * 1e3 for begin, end in events]
 
 
 def kernel_us(build: Callable[[], Sequence[Call]]) -> float:

@@ -180,12 +180,14 @@ def test_a_suite_whose_packages_are_missing_is_a_line(monkeypatch, capsys):
 
 def test_what_a_gpu_is_asked_to_measure(monkeypatch):
     """The GPU's path with the clocks taken out, since they alone need one."""
-    for name in ("eager_us", "kernel_us", "host_us", "peak_mb"):
+    monkeypatch.setattr(measure, "eager_times", lambda *_: [1.0, 0.5, 3.0])
+    for name in ("kernel_us", "host_us", "peak_mb"):
         monkeypatch.setattr(measure, name, lambda *_: 1.0)
     problem = attention_problem(TINY, 0, CPU)
     row = {"floor_forward_us": 2.0, "floor_backward_us": 3.0}
     run._run_gpu(OURS, [problem], row, 0.0)
     assert row["status"] == "ok" and row["efficiency_forward"] == 2.0 and row["efficiency_backward"] == 3.0
+    assert row["forward_us"] == 1.0 and row["forward_backward_least_us"] == 0.5
     assert row["memory_training_mb"] == 1.0 and row["floor_memory_forward_mb"] == problem.grad.nbytes / 1e6
     assert row["forward_tflops"] == problem.flops[0] / 1e6
     assert row["forward_backward_tflops"] == sum(problem.flops) / 1e6
