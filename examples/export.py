@@ -15,7 +15,7 @@ from jfi.models import SequenceDLRM
 from jfi.serving.artefact import ArtefactError
 from jfi.serving.export import export
 from jfi.serving.fields import Limits
-from jfi.serving.vocabularies import learn_fields
+from jfi.serving.request_fields import request_fields
 from jfi.training import Config, ConfigError
 from jfi.training.build import build_model
 from jfi.training.checkpoint import (
@@ -79,7 +79,7 @@ def main() -> None:
     model, config, dataset = load_best(options.run)
     reads_history = config.model.pooling != "none"
     reads_age = any(feature.bucket_key is not None for feature in model.sequence_arch.features)
-    fields = learn_fields(config.data, dataset, reads_history, reads_age)
+    fields = request_fields(config.data, dataset, reads_history, reads_age)
     limits = Limits(options.max_candidates, config.data.max_history)
     try:
         export(out, model, fields, limits, device=options.device, tables=options.tables, impl=options.impl)

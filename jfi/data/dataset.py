@@ -7,7 +7,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jfi.data.batch import Batch
-from jfi.data.encode import Categorical, ranges
+from jfi.data.encode import Categorical, Learnt, ranges
 from jfi.data.errors import nearest
 from jfi.data.negatives import NegativeSampler
 
@@ -78,6 +78,7 @@ class InteractionDataset:
         negatives: draws the negatives of implicit feedback; None where the table has labels.
         item_key: key of the target's id.
         titles: by the id of that key, or None.
+        learnt: how raw values became ids and numbers.
     """
 
     def __init__(
@@ -91,11 +92,13 @@ class InteractionDataset:
         negatives: NegativeSampler | None,
         item_key: str,
         titles: list[str] | None,
+        learnt: Learnt,
     ) -> None:
         self.features = [feature.spec for feature in features] + [age]
         self.dense_names = dense_names
         self.item_key = item_key
         self.titles = titles
+        self.learnt = learnt
         self._events = events
         self._columns = features
         self._dense_users, self._dense_items = dense

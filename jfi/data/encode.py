@@ -8,6 +8,21 @@ import pyarrow.compute as pc
 
 
 @dataclass(frozen=True)
+class Learnt:
+    """What the training rows say of raw values, by column: enough to encode others as these were.
+
+    Args:
+        vocabularies: of categorical columns, as in `Categorical`.
+        edges: of numeric columns cut at quantiles, as in `Categorical`.
+        moments: mean and deviation of those that are standardised.
+    """
+
+    vocabularies: dict[str, pa.Array]
+    edges: dict[str, np.ndarray]
+    moments: dict[str, tuple[float, float]]
+
+
+@dataclass(frozen=True)
 class Categorical:
     """Ids of a categorical column; 0 stands for a value that is missing or absent from the training rows.
 
@@ -15,11 +30,15 @@ class Categorical:
         ids: int64; ``[N]``, one id a row, or ``[sum of counts]`` where the column is multi-valued.
         offsets: ``[N + 1]`` int64, the range of each row's ids, or None for one id a row.
         num_embeddings: all ids are below it.
+        vocabulary: the values whose ids are 1, 2, ..., where the column is of values, and
+        edges: ascending, where ids 2, 3, ... begin, where it is a numeric one cut at quantiles.
     """
 
     ids: np.ndarray
     offsets: np.ndarray | None
     num_embeddings: int
+    vocabulary: pa.Array | None = None
+    edges: np.ndarray | None = None
 
     def counts(self, rows: np.ndarray) -> np.ndarray:
         """The number of ids of each of ``rows``."""
@@ -78,7 +97,7 @@ def encode(column: pa.Array, train: np.ndarray) -> Categorical:
         column, train = column.filter(present), train[present.to_numpy(zero_copy_only=False)]
     vocabulary = sort_ids(column.filter(pa.array(train)).drop_null())[0]
     ids = pc.fill_null(pc.index_in(column, value_set=vocabulary), -1).to_numpy().astype(np.int64)
-    return Categorical(ids + 1, offsets, len(vocabulary) + 1)
+    return Categorical(ids + 1, offsets, len(vocabulary) + 1, vocabulary=vocabulary)
 
 
 def bucketize(values: np.ndarray, train: np.ndarray, num_quantiles: int) -> Categorical:
@@ -87,15 +106,18 @@ def bucketize(values: np.ndarray, train: np.ndarray, num_quantiles: int) -> Cate
     inner = np.linspace(0, 1, num_quantiles + 1)[1:-1]
     edges = np.unique(np.quantile(known, inner)) if len(known) else np.empty(0)
     ids = np.where(np.isfinite(values), np.searchsorted(edges, values, side="right") + 1, 0)
-    return Categorical(ids.astype(np.int64), None, len(edges) + 2)
+    return Categorical(ids.astype(np.int64), None, len(edges) + 2, edges=edges)
 
 
-def standardise(values: np.ndarray, train_rows: np.ndarray) -> np.ndarray:
-    """``values [N]`` as float32, of mean 0 and deviation 1 over ``values[train_rows]``; a missing one (NaN) gives 0."""
-    known = values[train_rows]
-    known = known[np.isfinite(known)]
-    mean, deviation = (known.mean(), known.std()) if len(known) else (0.0, 1.0)
-    return np.nan_to_num((values - mean) / (deviation or 1.0), posinf=0.0, neginf=0.0).astype(np.float32)
+def moments(values: np.ndarray) -> tuple[float, float]:
+    """Mean and deviation of the finite values; 1 in place of a deviation of 0."""
+    known = values[np.isfinite(values)]
+    return (float(known.mean()), float(known.std()) or 1.0) if len(known) else (0.0, 1.0)
+
+
+def standardise(values: np.ndarray, mean: float, deviation: float) -> np.ndarray:
+    """``values [N]`` as float32, by the mean and deviation of the training rows; a missing one (NaN) gives 0."""
+    return np.nan_to_num((values - mean) / deviation, posinf=0.0, neginf=0.0).astype(np.float32)
 
 
 def _sortable(values: pa.Array) -> np.ndarray:

@@ -8,7 +8,7 @@ import pyarrow.compute as pc
 from jfi.data import splits, synthetic
 from jfi.data.config import AGE, HISTORY, DataConfig
 from jfi.data.dataset import Entity, Events, Feature, FeatureSpec, InteractionDataset, Role
-from jfi.data.encode import Categorical, bucketize, encode, sort_ids, standardise
+from jfi.data.encode import Categorical, Learnt, bucketize, encode, moments, sort_ids, standardise
 from jfi.data.errors import DataError
 from jfi.data.labels import read_labels
 from jfi.data.negatives import NegativeSampler
@@ -71,10 +71,11 @@ def _build(interactions: Table, users: Table | None, items: Table | None, config
     train_items = _members(item[train], len(item_ids))
     samples = _samples(events, split, train_items, config)
 
-    features = []
+    features, learnt = [], Learnt({}, {}, {})
     for name in config.user_categorical:
         ids = encode(user_columns.categories(name, config.separators), _members(user[train], len(user_ids)))
         features.append(_feature(name, "user", ids, of="user"))
+        learnt.vocabularies[name] = ids.vocabulary
     fields = {config.item: (encode(item_ids, train_items), "item")}
     for name in config.item_categorical:
         fields[name] = encode(item_columns.categories(name, config.separators), train_items), "item"
@@ -86,6 +87,10 @@ def _build(interactions: Table, users: Table | None, items: Table | None, config
         fields[name] = bucketize(interactions.numbers(name)[order], train, config.num_quantiles), "event"
     for name, (ids, of) in fields.items():
         features += _history(name, ids, of, config.max_slots)
+        if ids.edges is None:
+            learnt.vocabularies[name] = ids.vocabulary
+        else:
+            learnt.edges[name] = ids.edges
     age = FeatureSpec(HISTORY + AGE, "bucket", config.timestamp, "", config.num_age_buckets)
     _check_keys([*(feature.spec for feature in features), age])
 
@@ -94,8 +99,8 @@ def _build(interactions: Table, users: Table | None, items: Table | None, config
         features=features,
         age=age,
         dense=(
-            user_columns.dense(config.user_dense, user[train]),
-            item_columns.dense(config.item_dense, item[train]),
+            user_columns.dense(config.user_dense, user[train], learnt),
+            item_columns.dense(config.item_dense, item[train], learnt),
         ),
         dense_names=[*config.user_dense, *config.item_dense],
         samples=samples,
@@ -104,6 +109,7 @@ def _build(interactions: Table, users: Table | None, items: Table | None, config
         else NegativeSampler(user, item, time, np.flatnonzero(train_items), config.negatives),
         item_key=config.item,
         titles=None if config.title is None else ["unseen", *item_columns.titles(config.title, train_items)],
+        learnt=learnt,
     )
 
 
@@ -184,10 +190,13 @@ class _EntityColumns:
         # The table may lack some of the ids.
         return self._ids if name == self._key else self._table.categories(name, separators).take(self._rows)
 
-    def dense(self, names: list[str], train_rows: np.ndarray) -> np.ndarray:
+    def dense(self, names: list[str], train_rows: np.ndarray, learnt: Learnt) -> np.ndarray:
         # An id that the table lacks takes the NaN appended to the column.
-        rows = pc.fill_null(self._rows, -1).to_numpy()
-        columns = [standardise(np.append(self._table.numbers(name), np.nan)[rows], train_rows) for name in names]
+        rows, columns = pc.fill_null(self._rows, -1).to_numpy(), []
+        for name in names:
+            values = np.append(self._table.numbers(name), np.nan)[rows]
+            learnt.moments[name] = moments(values[train_rows])
+            columns.append(standardise(values, *learnt.moments[name]))
         return np.stack(columns, axis=1) if columns else np.zeros((len(rows), 0), np.float32)
 
     def titles(self, name: str, train: np.ndarray) -> list[str]:

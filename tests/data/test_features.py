@@ -5,7 +5,7 @@ import pyarrow as pa
 import torch
 
 from jfi.data import DataConfig, load_dataset
-from jfi.data.encode import bucketize, encode, sort_ids, standardise
+from jfi.data.encode import bucketize, encode, moments, sort_ids, standardise
 
 # Six rows train, two validate, two test.
 FRACTIONS = [0.6, 0.2, 0.2]
@@ -44,11 +44,14 @@ def test_quantiles_come_from_training():
     assert column.num_embeddings == 5
 
 
-def test_standardise_knows_training_rows_only():
-    out = standardise(np.array([1.0, 3.0, np.nan, 100.0]), np.array([0, 1, 2, 0, 1]))
+def test_standardise_by_the_moments_of_training_rows():
+    values = np.array([1.0, 3.0, np.nan, 100.0])
+    mean, deviation = moments(values[[0, 1, 2, 0, 1]])
+    assert (mean, deviation) == (2.0, 1.0)
+    out = standardise(values, mean, deviation)
     assert out.dtype == np.float32
     assert out.tolist() == [-1.0, 1.0, 0.0, 98.0]
-    assert standardise(np.array([5.0, 5.0]), np.array([0, 1])).tolist() == [0.0, 0.0]
+    assert moments(np.array([5.0, 5.0])) == (5.0, 1.0) and moments(np.array([np.nan])) == (0.0, 1.0)
 
 
 def test_every_kind_of_column(write):

@@ -14,9 +14,9 @@ from jfi.ops import jagged_attention
 from jfi.serving.export import inputs_of, tables_of
 from jfi.serving.fields import Limits, RequestReader
 from jfi.serving.model import ScoringModel
+from jfi.serving.request_fields import request_fields
 from jfi.serving.scorer import batch_inputs
 from jfi.serving.tables import FloatTables
-from jfi.serving.vocabularies import learn_fields
 from jfi.training import EncoderConfig, ModelConfig
 from jfi.training.build import build_model
 
@@ -147,7 +147,7 @@ def test_it_gives_the_logits_of_the_model(table, model, encoder):
         torch.nn.init.normal_(parameter, std=0.5)
     reads_history = model.pooling != "none"
     reads_age = "history_age" in (model.bias if model.pooling == "attention" else None, encoder.get("bias"))
-    fields = learn_fields(table.config, dataset, reads_history, reads_age)
+    fields = request_fields(table.config, dataset, reads_history, reads_age)
     read = RequestReader(fields, Limits(max_candidates=9, max_history=table.config.max_history))
     requests, samples = raw_requests(table)
     for request in requests:
@@ -201,7 +201,7 @@ def test_a_package_for_a_gpu(table, tmp_path, impl):
     model = ModelConfig(embedding_dim=8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8])
     encoder = EncoderConfig(layers=1, heads=2, bias="position", causal=True)
     trained = build_model(model, encoder, table.dataset).eval()
-    fields = learn_fields(table.config, table.dataset, True, True)
+    fields = request_fields(table.config, table.dataset, True, True)
     export(tmp_path / "artefact", trained, fields, Limits(9, 12), device="cuda", impl=impl)
     scorer = Scorer(tmp_path / "artefact")
     requests, samples = raw_requests(table)
