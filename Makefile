@@ -1,4 +1,4 @@
-# make demo   train a DLRM without, with averaged and with attended histories, and compare (5 minutes on 2 cores)
+# make demo   train a DLRM without, with averaged and with attended histories, and compare (2 minutes on 2 cores)
 # make test   ruff and the test suite (through Triton's interpreter where there is no GPU)
 # make bench  speed and memory beside the peers, on whatever is there
 # Each makes .venv and installs into it first; a second call installs nothing.

@@ -77,7 +77,7 @@ class Kernels:
         has_bias: bool,
         has_left: bool,
         has_right: bool,
-        has_dlse: bool = False,
+        has_dlse: bool,
     ):
         window = {"HAS_LEFT": has_left, "HAS_RIGHT": has_right}
         constants = {"HEADS": heads, "GROUPS": groups, "HAS_BIAS": has_bias, **window}

@@ -81,8 +81,8 @@ def backward(
     lse: Tensor,
     scale: float,
     max_seqlen: int | None,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Arguments and results as those of target_attention_bwd.backward."""
+) -> tuple[Tensor | None, ...]:
+    """Arguments and results as those of target_attention_bwd.backward; the kernels for more know no second."""
     if _query_rows(query, key) <= FEW:
         return target_attention_bwd.backward(
             grad, query, key, value, offsets, bias, buckets, value_scale, second, out, lse, scale, max_seqlen

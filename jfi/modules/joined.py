@@ -10,6 +10,7 @@ the lengths, ids and weights of keys that follow one another in a KeyedJaggedTen
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
@@ -30,7 +31,7 @@ class JoinedInputs(NamedTuple):
 
     @property
     def history(self) -> Tensor:
-        """[S, sequence_width], an event a row."""
+        """[S, sequence_width], an event a row; a copy where there are several fields."""
         return concatenated(self.fields)
 
 
@@ -132,7 +133,7 @@ def join_offsets(tensors: list[JaggedTensor]) -> Tensor:
         joined = torch.stack([tensor.offsets() for tensor in tensors]).diff().flatten()
     else:
         joined = join(lengths)
-    return JaggedTensor(values=joined, lengths=joined).offsets()  # the cumulative sum as TorchRec takes it
+    return F.pad(joined.cumsum(0), (1, 0))
 
 
 def join(tensors: list[Tensor]) -> Tensor:

@@ -83,15 +83,19 @@ def merged_attention(
     device = fields[0].device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weights.query_weight.dtype
     events = (offsets, bias, buckets, value_scale)
-    is_plain = _is_plain((target, *fields, *weights[:6]), fields[0], buckets, value_scale, weights)
-    if not (is_plain and _are_halves(fields, weights)):
+    impl = check_impl("auto", fields[0])
+    reads_events = takes_events(impl, weights.times * weights.heads)
+    is_plain = _is_plain((target, *fields, *weights[:6]), value_scale, impl) and (
+        reads_events or (buckets is None and value_scale is None)
+    )
+    if not (is_plain and reads_events and _are_halves(fields)):
         fields = (concatenated(fields),)
     history, second = (*fields, None)[:2]
     if is_plain:
         check_offsets("offsets", offsets, history.size(0), "history", history, target.size(0) * target.size(1))
         check_events(history, bias, buckets, value_scale, weights.heads)
         tensors = (None if x is None else x.contiguous() for x in (history, second, *events))
-        return _MergedAttention.apply(target, *tensors, *weights, scale, max_seqlen, dtype)
+        return _MergedAttention.apply(target, *tensors, *weights, scale, max_seqlen, impl, dtype)
     w_qk, b_qk, w_vo = merge(weights.products, weights.times, weights.heads, dtype)
     query = affine(b_qk, target, w_qk.mT).view(-1, weights.times, weights.heads, history.size(1))
     more = {"bias": bias, "buckets": buckets, "value_scale": value_scale, "scale": scale, "max_seqlen": max_seqlen}
@@ -99,28 +103,22 @@ def merged_attention(
     return affine(weights.output_bias, attended.view(w_vo.size(0), -1, w_vo.size(1)), w_vo)
 
 
-def _is_plain(
-    tensors: tuple[Tensor, ...], history: Tensor, buckets: Tensor | None, value_scale: Tensor | None, weights: Weights
-) -> bool:
-    """Whether the operators take a call as it stands, and nothing but autograd looks on."""
+def _is_plain(tensors: tuple[Tensor, ...], value_scale: Tensor | None, impl: str) -> bool:
+    """Whether the operators take these tensors as they stand, and nothing but autograd looks on."""
     if is_traced() or any(type(x) not in PLAIN for x in tensors):
         return False
     if value_scale is not None and value_scale.requires_grad and torch.is_grad_enabled():
         return False
-    impl = check_impl("auto", history)
-    if impl == "triton" and weights.query_weight.dtype == torch.float64:
-        return False
-    if buckets is None and value_scale is None:
-        return impl == "triton" or history.device.type == "cpu"
-    return takes_events(impl, weights.times * weights.heads)
+    if impl == "triton":
+        return all(x.dtype != torch.float64 for x in tensors)
+    return tensors[0].device.type == "cpu"
 
 
-def _are_halves(fields: tuple[Tensor, ...], weights: Weights) -> bool:
-    """Whether the kernels read two fields as the halves of one row."""
+def _are_halves(fields: tuple[Tensor, ...]) -> bool:
+    """Whether kernels that read events can read two fields as the halves of one row."""
     width = fields[0].size(1)
     return (
         len(fields) == 2
-        and takes_events(check_impl("auto", fields[0]), weights.times * weights.heads)
         and width >= 16
         and width & (width - 1) == 0
         and fields[1].size(1) == width
@@ -133,9 +131,9 @@ class _MergedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, target, history, second, offsets, bias, buckets, value_scale, *rest):
-        *weights, scale, max_seqlen, dtype = rest
+        *weights, scale, max_seqlen, impl, dtype = rest
         weights = Weights(*weights)
-        ctx.hints, ctx.division = (scale, max_seqlen, check_impl("auto", history)), weights[6:]
+        ctx.hints, ctx.division = (scale, max_seqlen, impl), weights[6:]
         with torch.autocast(history.device.type, enabled=False):
             return _MergedAttention._forward(
                 ctx, target, history, second, offsets, bias, buckets, value_scale, weights, dtype
@@ -178,5 +176,5 @@ class _MergedAttention(torch.autograd.Function):
         _, bias, _, _, second = events
         dbias = None if bias is None else others.pop(0)
         dsecond = None if second is None else others.pop(0)
-        nothing = (None,) * 5  # times, heads, scale, max_seqlen, dtype
+        nothing = (None,) * 6  # times, heads, scale, max_seqlen, impl, dtype
         return dtarget, dhistory.squeeze(1), dsecond, None, dbias, None, None, *dproducts, db_o, *nothing

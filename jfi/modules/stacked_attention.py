@@ -130,7 +130,8 @@ class StackedTargetAttention(nn.Module):
                 self.max_seqlen,
             )
         query = affine(self.query_bias, inputs.target, self.query_weight.transpose(1, 2))
-        key, value = self._projected(inputs, self.key_weight), self._projected(inputs, self.value_weight)
+        rows = inputs.history.split(inputs.events)
+        key, value = self._projected(rows, self.key_weight), self._projected(rows, self.value_weight)
         attended = target_attention(
             cast(query.view(-1, self.num_queries, self.num_heads, self.head_width), key.dtype),
             key,
@@ -188,10 +189,9 @@ class StackedTargetAttention(nn.Module):
         query, output = (self.query_weight, self.query_bias), (self.output_weight, self.output_bias)
         return Weights(*query, self.key_weight, self.value_weight, *output, self.num_queries, self.num_heads)
 
-    def _projected(self, inputs: JoinedInputs, weight: Tensor) -> Tensor:
-        """The history under each feature's weight, [S, H, d]."""
-        weight = cast(weight, inputs.history.dtype)
-        rows = inputs.history.split(inputs.events)
+    def _projected(self, rows: tuple[Tensor, ...], weight: Tensor) -> Tensor:
+        """Each feature's events [.., D_x] under its weight, behind one another: [S, H, d]."""
+        weight = cast(weight, rows[0].dtype)
         projected = [nn.functional.linear(rows[f], weight[f]) for f in range(self.num_features)]
         projected = projected[0] if self.num_features == 1 else torch.cat(projected)
         return projected.view(-1, self.num_heads, self.head_width)

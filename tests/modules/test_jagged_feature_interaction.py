@@ -491,7 +491,7 @@ def test_one_node_equals_the_plain_formula(bias, num_queries, events, target, de
 
     with monkeypatch.context() as patch:
         patch.setattr(merged_attention, "check_impl", lambda *_: "triton")
-        assert merged_attention._is_plain((item,), history.values(), None, weights, layer.groups[0]._weights)
+        assert merged_attention._is_plain((item, history.values()), weights, "triton")
         got = run()
     monkeypatch.setattr(merged_attention, "_is_plain", lambda *_: False)
     for one, other in zip(got, run(), strict=True):
