@@ -104,6 +104,8 @@ def line(row: dict) -> str:
     if "step_us" in row:
         return text + step(row)
     text += f"{microseconds(row.get('forward_us')):>10s} |{microseconds(row.get('forward_backward_us')):>10s}"
+    if "one_thread_us" in row:
+        text += f" (one thread {microseconds(row['one_thread_us'])})"
     if "kernel_forward_us" in row:
         text += f"   kernels {microseconds(row['kernel_forward_us'])} ({row['efficiency_forward']:.2f})"
     if "kernel_backward_us" in row:

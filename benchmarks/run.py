@@ -207,7 +207,10 @@ def _run_gpu(implementation: Implementation, problems: list[Problem], row: dict,
     results = problems[0].grad.nbytes + problems[0].kept
     row["floor_memory_forward_mb"] = results / 1e6
     if row["status"] == "ok":
-        _put_times(row, "forward_backward", measure.eager_times([p.forward_backward for p in sets], seconds))
+        both = [p.forward_backward for p in sets]
+        _put_times(row, "forward_backward", measure.eager_times(both, seconds))
+        with torch.autograd.set_multithreading_enabled(False):  # as `jfi.training` trains
+            _put_times(row, "one_thread", measure.eager_times(both, seconds))
         row["memory_training_mb"] = measure.peak_mb(sets[0].forward_backward)
         gradients = sum(x.nbytes for x in problems[0].inputs.values())
         row["floor_memory_training_mb"] = (results + gradients) / 1e6

@@ -106,7 +106,9 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     shape = TINY if options.tiny else SHAPE
-    row = {"processes": dist.get_world_size(), **measure_step(shape, device, 4 if options.tiny else STEPS)}
+    with torch.autograd.set_multithreading_enabled(False):  # as `jfi.training` trains
+        measured = measure_step(shape, device, 4 if options.tiny else STEPS)
+    row = {"processes": dist.get_world_size(), **measured}
     row["queries_per_second"] = row["processes"] * shape.B / row["step_us"] * 1e6
     if dist.get_rank() == 0:
         environment = report.environment(device, Rates(), options.commit)

@@ -1,7 +1,8 @@
 """A training step of SequenceDLRM whose histories are attended to by the layer, attended to padded, or averaged.
 
 Look-up, pooling, dense parts, backward and both optimisers.  Tables lie where TorchRec puts them on a single GPU:
-DistributedModelParallel with one process, fused row-wise Adagrad in the backward.  Ids are uniform, labels random.
+DistributedModelParallel with one process, fused row-wise Adagrad in the backward, which runs on the calling thread as
+`jfi.training` has it.  Ids are uniform, labels random.
 """
 
 import contextlib
@@ -275,7 +276,7 @@ def run(case: StepCase, device: torch.device, seconds: float) -> Iterator[dict]:
     batches = [make_batch(shape, seed, device) for seed in range(BATCHES)]
     columns = {"B": shape.B, "N": shape.N, "D": shape.D, "H": shape.H, "dtype": shape.dtype, "mean": shape.mean}
     columns["S"] = batches[0].sparse_features["history_item"].values().shape[0]
-    with one_process(device):
+    with one_process(device), torch.autograd.set_multithreading_enabled(False):
         for name in MODELS:
             row = {"case": case.name, "implementation": name, "ours": name == JFI, "headline": True, **columns}
             rows[name] = row

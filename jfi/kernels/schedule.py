@@ -81,10 +81,10 @@ def _schedule_kernel(
     if first == 0:
         tl.store(slots_ptr + COUNTER, 0)
         tl.store(slots_ptr + OTHER_COUNTER, 0)
-        for start in range(total, slots, OWN):
-            at = start + tl.arange(0, OWN)
+        for left_over in range(total, slots, OWN):
+            to = left_over + tl.arange(0, OWN)
             for field in tl.static_range(5):
-                tl.store(slots_ptr + at.to(tl.int64) * FIELDS + field, none, mask=at < slots)
+                tl.store(slots_ptr + to.to(tl.int64) * FIELDS + field, none, mask=to < slots)
 
 
 @triton.jit

@@ -191,7 +191,10 @@ class Trainer:
     def run(self, run: RunFolder) -> Result:
         """Trains to the end, tests the best epoch and draws the pictures."""
         progress, world = self.progress, self.world
-        with self._recorder(run) as recorder, stop_on_signals() as stop:
+        # The backward runs on this thread: at every step autograd's own would be woken and waited for, which costs the
+        # host more than it takes to launch what short histories need.
+        here = torch.autograd.set_multithreading_enabled(False)
+        with self._recorder(run) as recorder, stop_on_signals() as stop, here:
             try:
                 while not self._finished():
                     self._train_epoch(run, recorder, stop)
