@@ -45,6 +45,8 @@ def measure_step(shape: StepShape, device: torch.device, steps: int) -> dict:
     model, optimizer = shard(model, shape, device, row_wise(compute_kernel=EmbeddingComputeKernel.FUSED.value))
     # Every rank has other samples; batches come from the host's memory, as they would from a reader.
     batches = [make_batch(shape, BATCHES * dist.get_rank() + i, torch.device("cpu")) for i in range(BATCHES)]
+    if device.type == "cuda":
+        batches = [batch.pin_memory() for batch in batches]  # else the pipeline would wait for its copies
     pipeline = None
     if device.type == "cuda":
         pipeline = TrainPipelineSparseDist(

@@ -1,16 +1,25 @@
-"""The small products between the weights of multi-head target attention, in one launch each way.
+"""The small products of multi-head target attention's weights, with each other and with a batch's gradients.
 
 By feature f, query t and head h, with the heads' parts of the weights d wide:
 
     W_qk = W_kᵀ W_q [D_x, D_e]      b_qk = W_kᵀ b_q [D_x]      W_vo = W_vᵀ W_oᵀ [D_x, D]
 
-and of their gradients, with sums over the queries, which share W_k and W_v:
+The layer applies them to its targets e and to a, what these attended to: q = W_qk e + b_qk and o = W_voᵀ a + b_o.  So
+over a batch, with the gradients dq and do,
+
+    dW_qk = Σ dq eᵀ      db_qk = Σ dq      dW_vo = Σ a doᵀ      db_o = Σ do
+
+and with sums over the queries, which share W_k and W_v,
 
     dW_q = W_k dW_qk      db_q = W_k db_qk      dW_oᵀ = W_v dW_vo
     dW_k = Σ_t W_q dW_qkᵀ + b_q db_qkᵀ          dW_v = Σ_t W_oᵀ dW_voᵀ
+
+One launch each: the products of weights, the sums over the batch, and what follows from these.  The sums are over few
+numbers where batches are long, so programs share a batch, and the last launch adds up their parts in order.
 """
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,20 +27,23 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.launch import Launcher
+from jfi.kernels.shares import multiprocessors
 from jfi.kernels.tiles import INTERPRET, block, cdiv, precision
 
 #: Side of a tile of a product.
 SIDE = 64
+#: Programs a multiprocessor that share a batch, and the fewest samples of a share.
+PROGRAMS, LEAST_SHARE = 2, 256
 
 
 @triton.jit
-def _load(ptr, row, rows, row_stride, col, cols, col_stride, like):
+def _load(ptr, row, rows, row_stride, col, cols, col_stride, DTYPE: tl.constexpr):
     """A tile of a matrix of any strides, in the dtype of the products."""
     mask = (row < rows)[:, None] & (col < cols)[None, :]
     x = tl.load(ptr + row[:, None] * row_stride + col[None, :] * col_stride, mask=mask, other=0.0)
     if INTERPRET:  # which multiplies half precision wrongly
         return x.to(tl.float32)
-    return x.to(like.dtype.element_ty)
+    return x.to(DTYPE)
 
 
 @triton.jit
@@ -41,29 +53,30 @@ def _store(ptr, x, row, rows, row_stride, col, cols, col_stride):
 
 
 @triton.jit
+def _sum(ptrs, mask, sum_of):
+    """The parts that programs which share a batch left, added in order: (how many, from one to the next, if any)."""
+    parts, stride, SHARED = sum_of
+    x = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    if SHARED:
+        for part in range(1, parts, 4):
+            for i in tl.static_range(4):  # loads that wait together
+                x += tl.load(ptrs + (part + i) * stride, mask=mask & (part + i < parts), other=0.0)
+    return x
+
+
+@triton.jit
 def _add_product(
-    acc,
-    a_ptr,
-    a_row,
-    a_inner,
-    b_ptr,
-    b_inner,
-    b_col,
-    row,
-    rows,
-    col,
-    cols,
-    inner,
-    like,
-    PRECISION: tl.constexpr,
-    STEP: tl.constexpr,
+    acc, a, b, row, rows, col, cols, inner, sum_of, DTYPE: tl.constexpr, PRECISION: tl.constexpr, STEP: tl.constexpr
 ):
-    """acc + A B, with A [rows, inner] and B [inner, cols] given by their strides."""
+    """acc + A B of A [rows, inner] and B [inner, cols], each (pointer, its strides); B is a sum as in ``_sum``."""
+    a_ptr, a_row, a_inner = a
+    b_ptr, b_inner, b_col = b
     for first in range(0, inner, STEP):
         at = first + tl.arange(0, STEP)
-        a = _load(a_ptr, row, rows, a_row, at, inner, a_inner, like)
-        b = _load(b_ptr, at, inner, b_inner, col, cols, b_col, like)
-        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        left = _load(a_ptr, row, rows, a_row, at, inner, a_inner, DTYPE)
+        mask = (at < inner)[:, None] & (col < cols)[None, :]
+        right = _sum(b_ptr + at[:, None] * b_inner + col[None, :] * b_col, mask, sum_of)
+        acc = tl.dot(left, right if INTERPRET else right.to(DTYPE), acc, input_precision=PRECISION)
     return acc
 
 
@@ -89,6 +102,7 @@ def _merge_kernel(
     WIDTH: tl.constexpr,
     D_X: tl.constexpr,
     D_E: tl.constexpr,
+    DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
     SIDE: tl.constexpr,
     STEP: tl.constexpr,
@@ -105,30 +119,117 @@ def _merge_kernel(
         row, col = _tile_of(tile, D_E, SIDE)
         k_ptr = w_k_ptr + history
         q_ptr = w_q_ptr + (feature * (T * D) + first) * D_E
-        acc = _add_product(acc, k_ptr, 1, D_X, q_ptr, D_E, 1, row, D_X, col, D_E, WIDTH, w_qk_ptr, PRECISION, STEP)
+        left, right = (k_ptr, 1, D_X), (q_ptr, D_E, 1)
+        acc = _add_product(acc, left, right, row, D_X, col, D_E, WIDTH, (1, 0, False), DTYPE, PRECISION, STEP)
         _store(w_qk_ptr + part * (D_X * D_E), acc, row, D_X, D_E, col, D_E, 1)
         if tile % tl.cdiv(D_E, SIDE) == 0:
             bias = tl.zeros((SIDE,), tl.float32)
             for start in range(0, WIDTH, STEP):
                 at = start + tl.arange(0, STEP)
-                k = _load(k_ptr, row, D_X, 1, at, WIDTH, D_X, w_qk_ptr).to(tl.float32)
+                k = _load(k_ptr, row, D_X, 1, at, WIDTH, D_X, DTYPE).to(tl.float32)
                 b = tl.load(b_q_ptr + feature * (T * D) + first + at, mask=at < WIDTH, other=0.0).to(tl.float32)
                 bias += tl.sum(k * b[None, :], 1)
             tl.store(b_qk_ptr + part * D_X + row, bias.to(b_qk_ptr.dtype.element_ty), mask=row < D_X)
     else:
         row, col = _tile_of(tile - QUERY_END, D, SIDE)
         o_ptr = w_o_ptr + feature * (D * T * D) + first
-        acc = _add_product(
-            acc, w_v_ptr + history, 1, D_X, o_ptr, 1, T * D, row, D_X, col, D, WIDTH, w_qk_ptr, PRECISION, STEP
-        )
+        left, right = (w_v_ptr + history, 1, D_X), (o_ptr, 1, T * D)
+        acc = _add_product(acc, left, right, row, D_X, col, D, WIDTH, (1, 0, False), DTYPE, PRECISION, STEP)
         _store(w_vo_ptr + part * (D_X * D), acc, row, D_X, D, col, D, 1)
 
 
 @triton.jit
+def _tile_over_rows(
+    out_ptr,
+    left_ptr,
+    right_ptr,
+    tile,
+    N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    start,
+    rows,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SIDE: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """A tile of Σ leftᵀ right, with left [.., N] and right [.., WIDTH], over so many rows from a row on."""
+    row, col = _tile_of(tile, WIDTH, SIDE)
+    acc = tl.zeros((SIDE, SIDE), tl.float32)
+    left_ptr += start * N
+    right_ptr += start * WIDTH
+    for first in range(0, rows, STEP):
+        at = first + tl.arange(0, STEP)
+        left = _load(left_ptr, at, rows, N, row, N, 1, DTYPE)
+        right = _load(right_ptr, at, rows, WIDTH, col, WIDTH, 1, DTYPE)
+        acc = tl.dot(tl.trans(left), right, acc, input_precision=PRECISION)
+    _store(out_ptr, acc, row, N, WIDTH, col, WIDTH, 1)
+
+
+@triton.jit
+def _sum_over_rows(
+    out_ptr, x_ptr, tile, WIDTH: tl.constexpr, start, rows, DTYPE: tl.constexpr, SIDE: tl.constexpr, STEP: tl.constexpr
+):
+    """Σ x of SIDE columns, with x [.., WIDTH]."""
+    col = tile * SIDE + tl.arange(0, SIDE)
+    acc = tl.zeros((STEP, SIDE), tl.float32)
+    x_ptr += start * WIDTH
+    for first in range(0, rows, STEP):
+        acc += _load(x_ptr, first + tl.arange(0, STEP), rows, WIDTH, col, WIDTH, 1, DTYPE).to(tl.float32)
+    tl.store(out_ptr + col, tl.sum(acc, 0), mask=col < WIDTH)
+
+
+@triton.jit(do_not_specialize=["batch", "share"])
+def _batch_kernel(
+    dquery_ptr,
+    target_ptr,
+    attended_ptr,
+    grad_ptr,
+    dw_qk_ptr,
+    db_qk_ptr,
+    dw_vo_ptr,
+    db_o_ptr,
+    batch,
+    share,
+    N: tl.constexpr,
+    D_E: tl.constexpr,
+    D: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SIDE: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """A program a tile of dW_qk, of dW_vo, of db_qk or of db_o, over its share of the batch."""
+    DOWN: tl.constexpr = (N + SIDE - 1) // SIDE
+    ACROSS: tl.constexpr = (D + SIDE - 1) // SIDE
+    # Where the tiles of each end.
+    QUERY_END: tl.constexpr = DOWN * ((D_E + SIDE - 1) // SIDE)
+    OUTPUT_END: tl.constexpr = QUERY_END + DOWN * ACROSS
+    BIAS_END: tl.constexpr = OUTPUT_END + DOWN
+    feature, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = feature.to(tl.int64) * batch + part * share
+    rows = tl.minimum(share, batch - part * share)
+    slot = part * tl.num_programs(0) + feature
+    if tile < QUERY_END:
+        out_ptr = dw_qk_ptr + slot * (N * D_E)
+        _tile_over_rows(out_ptr, dquery_ptr, target_ptr, tile, N, D_E, start, rows, DTYPE, PRECISION, SIDE, STEP)
+    elif tile < OUTPUT_END:
+        out_ptr = dw_vo_ptr + slot * (N * D)
+        _tile_over_rows(
+            out_ptr, attended_ptr, grad_ptr, tile - QUERY_END, N, D, start, rows, DTYPE, PRECISION, SIDE, STEP
+        )
+    elif tile < BIAS_END:
+        _sum_over_rows(db_qk_ptr + slot * N, dquery_ptr, tile - OUTPUT_END, N, start, rows, DTYPE, SIDE, STEP)
+    else:
+        _sum_over_rows(db_o_ptr + slot * D, grad_ptr, tile - BIAS_END, D, start, rows, DTYPE, SIDE, STEP)
+
+
+@triton.jit(do_not_specialize=["parts"])
 def _split_kernel(
     dw_qk_ptr,
     db_qk_ptr,
     dw_vo_ptr,
+    db_out_ptr,
     w_q_ptr,
     b_q_ptr,
     w_k_ptr,
@@ -139,16 +240,20 @@ def _split_kernel(
     dw_k_ptr,
     dw_v_ptr,
     dw_o_ptr,
+    db_o_ptr,
+    parts,
     T: tl.constexpr,
     H: tl.constexpr,
     WIDTH: tl.constexpr,
     D_X: tl.constexpr,
     D_E: tl.constexpr,
+    SHARED: tl.constexpr,
+    DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
     SIDE: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """A program a tile of dW_q, with its part of db_q, of dW_oᵀ, of dW_k or of dW_v."""
+    """A program a tile of dW_q, with its part of db_q, of dW_oᵀ, with its part of db_o, of dW_k or of dW_v."""
     D: tl.constexpr = H * WIDTH
     DOWN: tl.constexpr = (WIDTH + SIDE - 1) // SIDE
     # Where the tiles of each gradient end.
@@ -163,65 +268,92 @@ def _split_kernel(
     o_ptr = w_o_ptr + feature * (D * T * D) + first
     bias_ptr = b_q_ptr + feature * (T * D) + first
     qk_ptr, vo_ptr = dw_qk_ptr + part * (D_X * D_E), dw_vo_ptr + part * (D_X * D)
+    # From one part of the sums over the batch to the next: a vector of all features.
+    vector = tl.num_programs(0) * D_X
+    b_sum, qk_sum, vo_sum = (parts, vector, SHARED), (parts, vector * D_E, SHARED), (parts, vector * D, SHARED)
     acc = tl.zeros((SIDE, SIDE), tl.float32)
     if tile < QUERY_END:
         row, col = _tile_of(tile, D_E, SIDE)
         k_ptr = w_k_ptr + history
-        acc = _add_product(acc, k_ptr, D_X, 1, qk_ptr, D_E, 1, row, WIDTH, col, D_E, D_X, dw_qk_ptr, PRECISION, STEP)
+        left, right = (k_ptr, D_X, 1), (qk_ptr, D_E, 1)
+        acc = _add_product(acc, left, right, row, WIDTH, col, D_E, D_X, qk_sum, DTYPE, PRECISION, STEP)
         _store(dw_q_ptr + (feature * (T * D) + first) * D_E, acc, row, WIDTH, D_E, col, D_E, 1)
         if tile % tl.cdiv(D_E, SIDE) == 0:
             bias = tl.zeros((SIDE,), tl.float32)
             for start in range(0, D_X, STEP):
                 at = start + tl.arange(0, STEP)
-                k = _load(k_ptr, row, WIDTH, D_X, at, D_X, 1, dw_qk_ptr).to(tl.float32)
-                bias += tl.sum(k * tl.load(db_qk_ptr + part * D_X + at, mask=at < D_X, other=0.0).to(tl.float32), 1)
+                k = _load(k_ptr, row, WIDTH, D_X, at, D_X, 1, DTYPE).to(tl.float32)
+                db = _sum(db_qk_ptr + part * D_X + at, at < D_X, b_sum)
+                bias += tl.sum(k * db[None, :], 1)
             to = db_q_ptr + feature * (T * D) + first + row
             tl.store(to, bias.to(db_q_ptr.dtype.element_ty), mask=row < WIDTH)
     elif tile < OUTPUT_END:
         row, col = _tile_of(tile - QUERY_END, D, SIDE)
-        acc = _add_product(
-            acc, w_v_ptr + history, D_X, 1, vo_ptr, D, 1, row, WIDTH, col, D, D_X, dw_qk_ptr, PRECISION, STEP
-        )
+        left, right = (w_v_ptr + history, D_X, 1), (vo_ptr, D, 1)
+        acc = _add_product(acc, left, right, row, WIDTH, col, D, D_X, vo_sum, DTYPE, PRECISION, STEP)
         _store(dw_o_ptr + feature * (D * T * D) + first, acc, row, WIDTH, 1, col, D, T * D)
+        if part % (T * H) + (tile - QUERY_END) // tl.cdiv(D, SIDE) == 0:
+            from_part = tl.num_programs(0) // (T * H) * D
+            db_o = _sum(db_out_ptr + feature * D + col, col < D, (parts, from_part, SHARED))
+            tl.store(db_o_ptr + feature * D + col, db_o.to(db_o_ptr.dtype.element_ty), mask=col < D)
     elif query == 0:
         # Heads of all queries share their part of W_k and of W_v.
         row, col = _tile_of((tile - OUTPUT_END) % (KEY_END - OUTPUT_END), D_X, SIDE)
         if tile < KEY_END:
             for t in range(T):
-                a_ptr, b_ptr = q_ptr + t * (D * D_E), qk_ptr + t * (H * D_X * D_E)
-                acc = _add_product(
-                    acc, a_ptr, D_E, 1, b_ptr, 1, D_E, row, WIDTH, col, D_X, D_E, dw_qk_ptr, PRECISION, STEP
-                )
+                left, right = (q_ptr + t * (D * D_E), D_E, 1), (qk_ptr + t * (H * D_X * D_E), 1, D_E)
+                acc = _add_product(acc, left, right, row, WIDTH, col, D_X, D_E, qk_sum, DTYPE, PRECISION, STEP)
                 b = tl.load(bias_ptr + t * D + row, mask=row < WIDTH, other=0.0).to(tl.float32)
-                db = tl.load(db_qk_ptr + (part + t * H) * D_X + col, mask=col < D_X, other=0.0).to(tl.float32)
+                db = _sum(db_qk_ptr + (part + t * H) * D_X + col, col < D_X, b_sum)
                 acc += b[:, None] * db[None, :]
             _store(dw_k_ptr + history, acc, row, WIDTH, D_X, col, D_X, 1)
         else:
             for t in range(T):
-                a_ptr, b_ptr = o_ptr + t * D, vo_ptr + t * (H * D_X * D)
-                acc = _add_product(
-                    acc, a_ptr, 1, T * D, b_ptr, 1, D, row, WIDTH, col, D_X, D, dw_qk_ptr, PRECISION, STEP
-                )
+                left, right = (o_ptr + t * D, 1, T * D), (vo_ptr + t * (H * D_X * D), 1, D)
+                acc = _add_product(acc, left, right, row, WIDTH, col, D_X, D, vo_sum, DTYPE, PRECISION, STEP)
             _store(dw_v_ptr + history, acc, row, WIDTH, D_X, col, D_X, 1)
+
+
+#: What the products are rounded to; the interpreter rounds nothing.
+_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+class _Kernels(NamedTuple):
+    """Of each launch: the launcher, and the tiles of a part of the weights, or of a feature for ``batch``."""
+
+    merge: tuple[Launcher, int]
+    batch: tuple[Launcher, int]
+    split: tuple[Launcher, int]
+    split_shared: tuple[Launcher, int]
 
 
 @cache
 def _launchers(
-    times: int, heads: int, width: int, d_x: int, d_e: int, rounding: str, *_dtypes: torch.dtype
-) -> tuple[tuple[Launcher, int], tuple[Launcher, int]]:
-    """The kernels and their tiles for a part."""
+    times: int, heads: int, width: int, d_x: int, d_e: int, rounding: str, dtype: torch.dtype, *_dtypes: torch.dtype
+) -> _Kernels:
+    dim, rows = heads * width, times * heads * d_x
     sizes = {"T": times, "H": heads, "WIDTH": width, "D_X": d_x, "D_E": d_e}
-    options = {"PRECISION": rounding, "SIDE": SIDE, "num_warps": 4}
-    down, across = cdiv(width, SIDE), [cdiv(x, SIDE) for x in (d_e, heads * width, d_x)]
+    options = {"DTYPE": _DTYPES[dtype], "PRECISION": rounding, "SIDE": SIDE, "num_warps": 4}
     merge = Launcher(_merge_kernel, **sizes, **options, STEP=block(width, most=SIDE))
-    split = Launcher(_split_kernel, **sizes, **options, STEP=32)
-    return (merge, across[2] * (across[0] + across[1])), (split, down * (across[0] + across[1] + 2 * across[2]))
+    batch = Launcher(_batch_kernel, N=rows, D_E=d_e, D=dim, **options, STEP=64 if dtype.itemsize == 2 else 32)
+    split, split_shared = (
+        Launcher(_split_kernel, **sizes, **options, SHARED=shared, STEP=32) for shared in (False, True)
+    )
+    down, long = cdiv(width, SIDE), cdiv(rows, SIDE)
+    by_target, by_output, by_history = (cdiv(x, SIDE) for x in (d_e, dim, d_x))
+    tiles = down * (by_target + by_output + 2 * by_history)
+    return _Kernels(
+        (merge, by_history * (by_target + by_output)),
+        (batch, long * (by_target + by_output + 1) + by_output),
+        (split, tiles),
+        (split_shared, tiles),
+    )
 
 
-def _kernels(weights: tuple[Tensor, ...], times: int, heads: int, products: tuple[Tensor, ...]) -> tuple:
+def _kernels(weights: tuple[Tensor, ...], times: int, heads: int, dtype: torch.dtype, *others: Tensor) -> _Kernels:
     w_q, _, w_k, _, w_o = weights
     sizes = (w_o.shape[1] // heads, w_k.shape[2], w_q.shape[2])
-    return _launchers(times, heads, *sizes, precision(), *(x.dtype for x in (*weights, *products)))
+    return _launchers(times, heads, *sizes, precision(), dtype, *(x.dtype for x in (*weights, *others)))
 
 
 def merge(weights: tuple[Tensor, ...], times: int, heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -239,16 +371,32 @@ def merge(weights: tuple[Tensor, ...], times: int, heads: int, dtype: torch.dtyp
     w_qk = w_q.new_empty(features, rows, w_q.shape[2], dtype=dtype)
     b_qk = w_q.new_empty(features, rows, dtype=dtype)
     w_vo = w_q.new_empty(features, rows, w_o.shape[1], dtype=dtype)
-    (launch, tiles), _ = _kernels(weights, times, heads, (w_qk, b_qk, w_vo))
+    launch, tiles = _kernels(weights, times, heads, dtype).merge
     launch((features * times * heads, tiles, 1), (*weights, w_qk, b_qk, w_vo), ())
     return w_qk, b_qk, w_vo
 
 
-def split(
-    grads: tuple[Tensor, Tensor, Tensor], weights: tuple[Tensor, ...], times: int, heads: int
+def gradients(
+    rows: tuple[Tensor, Tensor, Tensor, Tensor], weights: tuple[Tensor, ...], times: int, heads: int
 ) -> tuple[Tensor, ...]:
-    """The gradients of ``merge``'s weights from those of its results, contiguous."""
-    out = tuple(torch.empty_like(x) for x in weights)
-    _, (launch, tiles) = _kernels(weights, times, heads, grads)
-    launch((weights[0].shape[0] * times * heads, tiles, 1), (*grads, *weights, *out), ())
-    return out
+    """The gradients of ``merge``'s weights and of b_o [F, D], contiguous, in the weights' dtypes, b_o's like b_q's.
+
+    Args:
+        rows: dq [F, B, T · H · D_x], e [F, B, D_e], a like dq and do [F, B, D], contiguous; products are in do's dtype.
+        weights, times, heads: as ``merge`` took them.
+    """
+    dquery, target, _, grad = rows
+    features, batch, width = dquery.shape
+    launchers = _kernels(weights, times, heads, grad.dtype, *rows)
+    launch, tiles = launchers.batch
+    most = max(1, PROGRAMS * multiprocessors(grad.device) // (features * tiles))
+    share = max(LEAST_SHARE, cdiv(cdiv(batch, most), LEAST_SHARE) * LEAST_SHARE)
+    parts = max(1, cdiv(batch, share))
+    sizes = (width, target.shape[2]), (width,), (width, grad.shape[2]), (grad.shape[2],)
+    sums = [torch.empty(parts, features, *size, dtype=torch.float32, device=grad.device) for size in sizes]
+    launch((features, tiles, parts), (*rows, *sums), (batch, share))
+    out = [torch.empty_like(x) for x in weights]
+    out.append(weights[1].new_empty(features, grad.shape[2]))
+    launch, tiles = launchers.split if parts == 1 else launchers.split_shared
+    launch((features * times * heads, tiles, 1), (*sums, *weights, *out), (parts,))
+    return tuple(out)

@@ -1,8 +1,8 @@
 """The targets' side of `jfi.modules.stacked_attention`: weights merged with weights, and one node of autograd's graph.
 
 Where histories are short a training step takes the host's time, and most of that goes to a dozen small products, their
-views and their sums, each way. So in eager calls the gradients are written out, those of all products of weights are
-one launch, and training pays for few launches.
+views and their sums, each way. So in eager calls the gradients are written out, those of all weights are
+two launches, and training pays for few.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from jfi.modules.joined import concatenated
 from jfi.ops import target_attention
 from jfi.ops._checks import check_events, check_impl, check_offsets, is_traced
 from jfi.ops._dispatch import PLAIN, operators
-from jfi.ops._merged_weights import merge, merge_eagerly, split
+from jfi.ops._merged_weights import gradients, merge, merge_eagerly
 from jfi.ops.target_attention import takes_events
 
 
@@ -165,16 +165,17 @@ class _MergedAttention(torch.autograd.Function):
         dquery, dhistory, *others = operators.target_attention_bwd(
             dattended, query, history.unsqueeze(1), None, *events, attended, lse, *ctx.hints
         )
-        dquery = cast(dquery.view(shape), dtype)
-        dtarget = cast(torch.bmm(dquery, w_qk), target.dtype) if ctx.needs_input_grad[0] else None
-        dproducts, db_o = (None,) * 5, None
+        dquery = dquery.view(shape)
+        dtarget = None
+        if ctx.needs_input_grad[0]:
+            dtarget = cast(torch.bmm(cast(dquery, dtype), w_qk), target.dtype)
+        dweights = (None,) * 6
         if any(ctx.needs_input_grad[7:13]):  # a frozen layer's weights want none
-            dw_qk = torch.bmm(dquery.mT, cast(target, dtype))
-            dw_vo = torch.bmm(cast(attended.view(shape), dtype).mT, grad)
-            dproducts = split((dw_qk, dquery.sum(1), dw_vo), weights.products, *ctx.division, ctx.hints[2])
-            db_o = cast(grad.sum(1), weights.output_bias.dtype)
+            rows = dquery, target, attended.view(shape), grad
+            *dweights, db_o = gradients(rows, weights.products, *ctx.division, ctx.hints[2])
+            dweights.append(cast(db_o, weights.output_bias.dtype))
         _, bias, _, _, second = events
         dbias = None if bias is None else others.pop(0)
         dsecond = None if second is None else others.pop(0)
         nothing = (None,) * 6  # times, heads, scale, max_seqlen, impl, dtype
-        return dtarget, dhistory.squeeze(1), dsecond, None, dbias, None, None, *dproducts, db_o, *nothing
+        return dtarget, dhistory.squeeze(1), dsecond, None, dbias, None, None, *dweights, *nothing

@@ -1,7 +1,7 @@
 """The weights of multi-head target attention multiplied with each other: what `jfi.modules.merged_attention` applies.
 
-`merge` is differentiable as it stands; `merge_eagerly` and its gradient `split` are for a caller that is a node of
-autograd's graph itself, and one launch each on a GPU.  See `jfi.kernels.merged_weights` for the formulas.
+`merge` is differentiable as it stands; `merge_eagerly` and `gradients` are for a caller that is a node of autograd's
+graph itself, and one launch and two on a GPU.  See `jfi.kernels.merged_weights` for the formulas.
 """
 
 import torch
@@ -49,22 +49,33 @@ def merge_eagerly(
     return merge(weights, times, heads, dtype)
 
 
-def split(
-    grads: tuple[Tensor, Tensor, Tensor], weights: tuple[Tensor, ...], times: int, heads: int, impl: str
+def gradients(
+    rows: tuple[Tensor, Tensor, Tensor, Tensor], weights: tuple[Tensor, ...], times: int, heads: int, impl: str
 ) -> tuple[Tensor, ...]:
-    """The gradients of the weights from those of what `merge` gave."""
+    """The gradients of the weights, and of the output's bias [F, D] in the dtype of that of the queries.
+
+    Args:
+        rows: of a batch, what the layer's products met, by feature: the gradient of the queries q = W_qk e + b_qk
+            [F, B, T · H · D_x], the targets e [F, B, D_e], what was attended to, a, like the queries, and the gradient
+            of the outputs W_voᵀ a + b_o [F, B, D], in whose dtype products are taken.
+        weights, times, heads: as `merge` took them.
+    """
     if impl == "triton":
         from jfi.kernels import merged_weights
 
-        return merged_weights.split(grads, tuple(x.contiguous() for x in weights), times, heads)
-    w_q, b_q, w_k, w_v, w_o = _by_head(tuple(x.to(grads[0].dtype) for x in weights), times, heads)
+        rows, weights = (tuple(x.contiguous() for x in group) for group in (rows, weights))
+        return merged_weights.gradients(rows, weights, times, heads)
+    dtype = rows[3].dtype
+    dquery, target, attended, grad = (x.to(dtype) for x in rows)
+    w_q, b_q, w_k, w_v, w_o = _by_head(tuple(x.to(dtype) for x in weights), times, heads)
     features, parts = weights[0].size(0), w_q.size(0)
-    dw_qk, db_qk, dw_vo = (
-        x.reshape(parts, -1, size) for x, size in zip(grads, (w_q.size(2), 1, w_o.size(2)), strict=True)
-    )
+    dw_qk = torch.bmm(dquery.mT, target).view(parts, -1, w_q.size(2))
+    dw_vo = torch.bmm(attended.mT, grad).view(parts, -1, w_o.size(2))
+    db_qk = dquery.sum(1).view(parts, -1, 1)
     dw_k = torch.baddbmm(torch.bmm(w_q, dw_qk.mT), b_q.mT, db_qk.mT)
     dw_v = torch.bmm(w_o, dw_vo.mT)
     dw_k, dw_v = (x.view(features, times, -1).sum(1) for x in (dw_k, dw_v))
     dw_o = torch.bmm(w_v, dw_vo).view(features, -1, w_o.size(2)).mT
     out = (torch.bmm(w_k, dw_qk), torch.bmm(w_k, db_qk), dw_k, dw_v, dw_o)
-    return tuple(x.reshape(like.shape).to(like.dtype) for x, like in zip(out, weights, strict=True))
+    out = tuple(x.reshape(like.shape).to(like.dtype) for x, like in zip(out, weights, strict=True))
+    return *out, grad.sum(1).to(weights[1].dtype)

@@ -41,7 +41,9 @@ def attend_by_bucket(width: int, rows: int, longest: int | None, halves: bool) -
 def multiply_weights(times: int, width: int, dtype: torch.dtype) -> None:
     shapes = (times * width, width), (times * width,), (width, width), (width, width), (width, times * width)
     weights = tuple(torch.randn(1, *shape) for shape in shapes)
-    merged_weights.split(merged_weights.merge(weights, times, 4, dtype), weights, times, 4)
+    merged_weights.merge(weights, times, 4, dtype)
+    sizes = (times * 4 * width, width) * 2
+    merged_weights.gradients(tuple(torch.randn(1, 600, size).to(dtype) for size in sizes), weights, times, 4)
 
 
 def type_of(x: object) -> str:
@@ -72,7 +74,8 @@ def main() -> None:
     Launcher.__call__ = lambda self, grid, given, numbers, descriptors=(): launches.setdefault(
         self, (*descriptors, *given, *numbers)
     )
-    jagged_attention_hopper.multiprocessors = shares.multiprocessors = lambda device: 132
+    for module in (jagged_attention_hopper, merged_weights, shares):
+        module.multiprocessors = lambda device: 132
     for width, groups, biased, window in (
         (64, 4, True, (None, None)),
         (64, 1, False, (5, 0)),

@@ -1,10 +1,11 @@
-"""The products of weights, and their gradients, against autograd in float64."""
+"""The products of weights, and the gradients of all that is made of them, against autograd in float64."""
 
 import pytest
 import torch
 from ops.budget import check
 
-from jfi.ops._merged_weights import merge, merge_eagerly, split
+from jfi.kernels import merged_weights
+from jfi.ops._merged_weights import gradients, merge, merge_eagerly
 
 F, DTYPES = 2, [torch.float32, torch.bfloat16] if torch.cuda.is_available() else [torch.float32]
 
@@ -12,24 +13,34 @@ F, DTYPES = 2, [torch.float32, torch.bfloat16] if torch.cuda.is_available() else
 @pytest.mark.parametrize("impl", ["triton", "torch"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("times", "heads", "width", "history_width", "target_width"),
-    [(1, 1, 8, 16, 16), (3, 2, 20, 70, 17), (2, 4, 70, 100, 130), (1, 3, 1, 1, 1)],
+    ("times", "heads", "width", "history_width", "target_width", "batch"),
+    [(1, 1, 8, 16, 16, 5), (3, 2, 20, 70, 17, 700), (2, 4, 70, 100, 130, 33), (1, 3, 1, 1, 1, 257), (1, 1, 4, 4, 4, 0)],
 )
-def test_merge_and_its_gradient(times, heads, width, history_width, target_width, dtype, impl, device):
+def test_merge_and_the_gradients(
+    times, heads, width, history_width, target_width, batch, dtype, impl, device, monkeypatch
+):
+    monkeypatch.setattr(merged_weights, "multiprocessors", lambda device: 1000)  # so that programs share a batch
     dim = heads * width
     shapes = (times * dim, target_width), (times * dim,), (dim, history_width), (dim, history_width), (dim, times * dim)
     weights = tuple(torch.randn(F, *shape, device=device) for shape in shapes)
+    rows = times * heads * history_width
+    rows = tuple(torch.randn(F, batch, size, device=device).to(dtype) for size in (rows, target_width, rows, dim))
 
     def plain(in_dtype):
         leaves = [x.to(in_dtype).requires_grad_() for x in weights]
-        outputs = merge(tuple(leaves), times, heads, in_dtype)
-        return [x.detach() for x in outputs], torch.autograd.grad(outputs, leaves, [x.to(in_dtype) for x in grads])
+        output_bias = torch.zeros(F, dim, dtype=in_dtype, device=device, requires_grad=True)
+        w_qk, b_qk, w_vo = merge(tuple(leaves), times, heads, in_dtype)
+        dquery, target, attended, grad = (x.to(in_dtype) for x in rows)
+        query = torch.baddbmm(b_qk.unsqueeze(1), target, w_qk.mT)
+        out = torch.baddbmm(output_bias.unsqueeze(1), attended, w_vo)
+        grads = torch.autograd.grad([query, out], [*leaves, output_bias], [dquery, grad])
+        return [x.detach() for x in (w_qk, b_qk, w_vo)], grads
 
     got = merge_eagerly(weights, times, heads, dtype, impl)
-    grads = tuple(torch.randn_like(x) for x in got)
-    dgot = split(grads, weights, times, heads, impl)
+    dgot = gradients(rows, weights, times, heads, impl)
     assert all(x.dtype == dtype for x in got) and all(x.dtype == torch.float32 for x in dgot)
     (truth, dtruth), (expected, dexpected) = plain(torch.float64), plain(dtype)
-    names = ("w_qk", "b_qk", "w_vo", "dw_q", "db_q", "dw_k", "dw_v", "dw_o")
+    names = ("w_qk", "b_qk", "w_vo", "dw_q", "db_q", "dw_k", "dw_v", "dw_o", "db_o")
+    terms = max(dim, history_width, batch) ** 0.5
     for name, x, rough, true in zip(names, (*got, *dgot), (*expected, *dexpected), (*truth, *dtruth), strict=True):
-        check(name, x.to(dtype), rough, true, terms=float(true.norm()) * max(dim, history_width) ** 0.5)
+        check(name, x.to(dtype), rough, true, terms=float(true.norm()) * terms)
