@@ -17,6 +17,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from jfi.modules import lookup
 from jfi.modules.sequence_configs import SequenceFeatureConfig
 from jfi.ops._checks import is_traced
+from jfi.ops._dispatch import without_autocast
 
 
 class JoinedInputs(NamedTuple):
@@ -61,7 +62,7 @@ def read_groups(
             "without it sequences must be an EmbeddingCollection's output, dict[str, JaggedTensor]"
         )
     sequences = lookup.by_key(sequences)
-    with torch.autocast(_device_type(sequences), enabled=False):  # under which cat refuses some dtypes
+    with without_autocast(_device_type(sequences)):  # under which cat refuses some dtypes
         return _read_groups(sequences, targets, groups, embedding_dim)
 
 

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from jfi.modules.joined import concatenated
 from jfi.ops import target_attention
 from jfi.ops._checks import check_events, check_impl, check_offsets, is_traced
-from jfi.ops._dispatch import PLAIN, operators
+from jfi.ops._dispatch import PLAIN, operators, without_autocast
 from jfi.ops._merged_weights import gradients, merge, merge_eagerly
 from jfi.ops.target_attention import takes_events
 
@@ -134,7 +134,7 @@ class _MergedAttention(torch.autograd.Function):
         *weights, scale, max_seqlen, impl, dtype = rest
         weights = Weights(*weights)
         ctx.hints, ctx.division = (scale, max_seqlen, impl), weights[6:]
-        with torch.autocast(history.device.type, enabled=False):
+        with without_autocast(history.device.type):
             return _MergedAttention._forward(
                 ctx, target, history, second, offsets, bias, buckets, value_scale, weights, dtype
             )
@@ -153,7 +153,7 @@ class _MergedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        with torch.autocast(grad.device.type, enabled=False):
+        with without_autocast(grad.device.type):
             return _MergedAttention._backward(ctx, grad)
 
     @staticmethod

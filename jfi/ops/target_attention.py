@@ -27,7 +27,7 @@ from jfi.ops._checks import (
     check_offsets,
     check_scale,
 )
-from jfi.ops._dispatch import operator
+from jfi.ops._dispatch import operator, without_autocast
 
 
 def _kernels(impl: str) -> ModuleType:
@@ -62,7 +62,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     if impl == "triton":
         return _kernels(impl).forward(query, key, value, offsets, bias, buckets, value_scale, second, scale, max_seqlen)
-    with torch.autocast("cpu", enabled=False):
+    with without_autocast("cpu"):
         return _kernels(impl).forward(query, key, value, offsets, bias, scale)
 
 
@@ -92,7 +92,7 @@ def _backward(
     if impl == "triton":
         grads = _kernels(impl).backward(*inputs, buckets, value_scale, second, out, lse, scale, max_seqlen)
     else:
-        with torch.autocast("cpu", enabled=False):
+        with without_autocast("cpu"):
             grads = _kernels(impl).backward(*inputs, out, lse, scale)
     return [x for x in grads if x is not None]
 
