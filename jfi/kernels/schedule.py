@@ -29,17 +29,8 @@ OTHER_COUNTER = tl.constexpr(6)
 
 
 @triton.jit
-def _rows(offsets_ptr, at, batch):
-    low = tl.load(offsets_ptr + at, mask=at < batch, other=0)
-    high = tl.load(offsets_ptr + at + 1, mask=at < batch, other=0)
-    return low.to(tl.int32), (high - low).to(tl.int32)
-
-
-@triton.jit
-def _work(tiled_ptr, other_ptr, at, batch, heads, BLOCK: tl.constexpr):
+def _work(rows, others, heads, BLOCK: tl.constexpr):
     """(tiles, bucket) of each sample."""
-    _, rows = _rows(tiled_ptr, at, batch)
-    _, others = _rows(other_ptr, at, batch)
     bucket = (2.0 * tl.log2(others.to(tl.float32) + 1.0)).to(tl.int32)
     return (rows * heads + BLOCK - 1) // BLOCK, tl.minimum(bucket, BUCKETS - 1)
 
@@ -48,35 +39,43 @@ def _work(tiled_ptr, other_ptr, at, batch, heads, BLOCK: tl.constexpr):
 def _schedule_kernel(
     tiled_ptr, other_ptr, slots_ptr, batch, heads, slots, BLOCK: tl.constexpr, OWN: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Tiles by bucket, all and those of samples before this program's; then each of its samples has its place."""
+    """Tiles by bucket, all and those of samples before this program's; then each of its samples has its place.
+
+    The offsets are loaded here and not in functions: torch.compile takes whatever a function was given for written to
+    where the address of a store follows from what it returned.
+    """
     first = tl.program_id(0) * OWN
     buckets = tl.arange(0, BUCKETS)
     count = tl.zeros((BUCKETS,), tl.int32)
     before = tl.zeros((BUCKETS,), tl.int32)
     for start in range(0, batch, CHUNK):
         at = start + tl.arange(0, CHUNK)
-        tiles, bucket = _work(tiled_ptr, other_ptr, at, batch, heads, BLOCK)
+        rows = tl.load(tiled_ptr + at + 1, mask=at < batch, other=0) - tl.load(tiled_ptr + at, mask=at < batch, other=0)
+        met = tl.load(other_ptr + at + 1, mask=at < batch, other=0) - tl.load(other_ptr + at, mask=at < batch, other=0)
+        tiles, bucket = _work(rows.to(tl.int32), met.to(tl.int32), heads, BLOCK)
         here = tl.where(bucket[:, None] == buckets[None, :], tiles[:, None], 0)
         count += tl.sum(here, 0)
         before += tl.sum(tl.where((at < first)[:, None], here, 0), 0)
     total = tl.sum(count, 0)
     before += total - tl.cumsum(count, 0)
     own = first + tl.arange(0, OWN)
-    tiles, bucket = _work(tiled_ptr, other_ptr, own, batch, heads, BLOCK)
+    low = tl.load(tiled_ptr + own, mask=own < batch, other=0)
+    own_rows = (tl.load(tiled_ptr + own + 1, mask=own < batch, other=0) - low).to(tl.int32)
+    other = tl.load(other_ptr + own, mask=own < batch, other=0)
+    others = (tl.load(other_ptr + own + 1, mask=own < batch, other=0) - other).to(tl.int32)
+    tiles, bucket = _work(own_rows, others, heads, BLOCK)
     mine = bucket[:, None] == buckets[None, :]
     # An earlier sample of the same bucket goes first.
     place = tl.where(mine, tl.cumsum(tl.where(mine, tiles[:, None], 0), 0) - tiles[:, None] + before[None, :], 0)
     place = tl.sum(place, 1)
-    low, rows = _rows(tiled_ptr, own, batch)
-    other, others = _rows(other_ptr, own, batch)
     none = tl.zeros((OWN,), tl.int32)
     for tile in range(0, tl.max(tiles, 0)):
         to = slots_ptr + (place + tile).to(tl.int64) * FIELDS
         mask = tile < tiles
         tl.store(to, none + tile, mask=mask)
-        tl.store(to + 1, low, mask=mask)
-        tl.store(to + 2, rows, mask=mask)
-        tl.store(to + 3, other, mask=mask)
+        tl.store(to + 1, low.to(tl.int32), mask=mask)
+        tl.store(to + 2, own_rows, mask=mask)
+        tl.store(to + 3, other.to(tl.int32), mask=mask)
         tl.store(to + 4, others, mask=mask)
     if first == 0:
         tl.store(slots_ptr + COUNTER, 0)

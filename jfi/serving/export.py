@@ -23,6 +23,8 @@ from jfi.serving.tables import FLOAT, FloatTables, save_tables
 _PARTS = ("user", "candidate", "event")
 #: Sizes of the example, all distinct and none 1, so that none is taken for another or for a constant.
 _EXAMPLE = ((5, 4), (3, 6), (8, 2))  # (events, candidates) of each request
+#: Kernels are tuned on the example: on numbers of AOTInductor's own, offsets would be 0 and places out of bounds.
+_OPTIONS = {"triton.autotune_at_compile_time": False}
 
 
 def export(
@@ -139,7 +141,7 @@ def _compile(scoring: ScoringModel, example: tuple, path: Path) -> None:
         warnings.simplefilter("ignore")
         program = torch.export.export(scoring, example, dynamic_shapes=tuple(map(dynamic, example)))
         try:
-            aoti_compile_and_package(program, package_path=str(path))
+            aoti_compile_and_package(program, package_path=str(path), inductor_configs=_OPTIONS)
         except InductorError as error:
             if "No working C++ compiler" not in str(error):
                 raise
