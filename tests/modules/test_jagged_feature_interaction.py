@@ -538,7 +538,11 @@ def test_one_node_of_two_features(frozen, dtype, lengths, events, target, device
     for f in range(2):
         ids = torch.randint(3, (sum(lengths),), device=device)
         sequences[f"age{f}"] = JaggedTensor(ids, lengths=sequences[f"history{f}"].lengths())
-    histories = [sequences[f"history{f}"].values().requires_grad_(frozen != "histories") for f in range(2)]
+    histories = []
+    for f in range(2):
+        history = sequences[f"history{f}"]
+        histories.append(history.values().detach().requires_grad_(frozen != "histories"))
+        sequences[f"history{f}"] = JaggedTensor(histories[f], lengths=history.lengths())
     item = target(len(lengths), dtype=dtype).to(device)
     leaves = [x for x in (*histories, item, *layer.parameters()) if x.requires_grad]
 
