@@ -33,7 +33,7 @@ from jfi.kernels.tiles import INTERPRET, block, cdiv, precision
 #: Side of a tile of a product.
 SIDE = 64
 #: Programs a multiprocessor that share a batch, and the fewest samples of a share.
-PROGRAMS, LEAST_SHARE = 2, 256
+PROGRAMS, LEAST_SHARE = 2, 512
 
 
 @triton.jit

@@ -161,9 +161,15 @@ class _MergedAttention(torch.autograd.Function):
         target, history, *rest = ctx.saved_tensors
         events, (query, attended, lse, w_qk, w_vo), weights = rest[:5], rest[5:10], Weights(*rest[10:], *ctx.division)
         dtype, shape = w_qk.dtype, (*target.shape[:2], w_qk.size(1))
-        dattended = cast(torch.bmm(grad, w_vo.mT), history.dtype).view_as(query)
         dquery, dhistory, *others = operators.target_attention_bwd(
-            dattended, query, history.unsqueeze(1), None, *events, attended, lse, *ctx.hints
+            cast(torch.bmm(grad, w_vo.mT), history.dtype).view_as(query),  # not held any longer than here
+            query,
+            history.unsqueeze(1),
+            None,
+            *events,
+            attended,
+            lse,
+            *ctx.hints,
         )
         dquery = dquery.view(shape)
         dtarget = None
