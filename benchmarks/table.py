@@ -41,7 +41,7 @@ def gain(rows: dict[str, dict], mine: dict, column: str, named: str = "") -> str
 
 
 def gains(rows: dict[str, dict], mine: dict, named: str = "") -> str:
-    columns = [column for column in COLUMNS if column in mine]
+    columns = COLUMNS if "one_thread_us" in mine else COLUMNS[:2]
     return " \\| ".join(gain(rows, mine, column, named) for column in columns)
 
 

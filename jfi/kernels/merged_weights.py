@@ -55,9 +55,9 @@ def _store(ptr, x, row, rows, row_stride, col, cols, col_stride):
 @triton.jit
 def _sum(ptrs, mask, sum_of):
     """The parts that programs which share a batch left, added in order: (how many, from one to the next, if any)."""
-    parts, stride, SHARED = sum_of
+    parts, stride, DIVIDED = sum_of
     x = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
-    if SHARED:
+    if DIVIDED:
         for part in range(1, parts, 4):
             for i in tl.static_range(4):  # loads that wait together
                 x += tl.load(ptrs + (part + i) * stride, mask=mask & (part + i < parts), other=0.0)
@@ -158,11 +158,13 @@ def _tile_over_rows(
     acc = tl.zeros((SIDE, SIDE), tl.float32)
     left_ptr += start * N
     right_ptr += start * WIDTH
+    at = tl.arange(0, STEP)
     for first in range(0, rows, STEP):
-        at = first + tl.arange(0, STEP)
-        left = _load(left_ptr, at, rows, N, row, N, 1, DTYPE)
-        right = _load(right_ptr, at, rows, WIDTH, col, WIDTH, 1, DTYPE)
+        left = _load(left_ptr, at, rows - first, N, row, N, 1, DTYPE)
+        right = _load(right_ptr, at, rows - first, WIDTH, col, WIDTH, 1, DTYPE)
         acc = tl.dot(tl.trans(left), right, acc, input_precision=PRECISION)
+        left_ptr += STEP * N  # pointers move: a batch may have more numbers than 32 bits count
+        right_ptr += STEP * WIDTH
     _store(out_ptr, acc, row, N, WIDTH, col, WIDTH, 1)
 
 
@@ -175,7 +177,8 @@ def _sum_over_rows(
     acc = tl.zeros((STEP, SIDE), tl.float32)
     x_ptr += start * WIDTH
     for first in range(0, rows, STEP):
-        acc += _load(x_ptr, first + tl.arange(0, STEP), rows, WIDTH, col, WIDTH, 1, DTYPE).to(tl.float32)
+        acc += _load(x_ptr, tl.arange(0, STEP), rows - first, WIDTH, col, WIDTH, 1, DTYPE).to(tl.float32)
+        x_ptr += STEP * WIDTH
     tl.store(out_ptr + col, tl.sum(acc, 0), mask=col < WIDTH)
 
 
@@ -247,7 +250,7 @@ def _split_kernel(
     WIDTH: tl.constexpr,
     D_X: tl.constexpr,
     D_E: tl.constexpr,
-    SHARED: tl.constexpr,
+    DIVIDED: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
     SIDE: tl.constexpr,
@@ -270,7 +273,7 @@ def _split_kernel(
     qk_ptr, vo_ptr = dw_qk_ptr + part * (D_X * D_E), dw_vo_ptr + part * (D_X * D)
     # From one part of the sums over the batch to the next: a vector of all features.
     vector = tl.num_programs(0) * D_X
-    b_sum, qk_sum, vo_sum = (parts, vector, SHARED), (parts, vector * D_E, SHARED), (parts, vector * D, SHARED)
+    b_sum, qk_sum, vo_sum = (parts, vector, DIVIDED), (parts, vector * D_E, DIVIDED), (parts, vector * D, DIVIDED)
     acc = tl.zeros((SIDE, SIDE), tl.float32)
     if tile < QUERY_END:
         row, col = _tile_of(tile, D_E, SIDE)
@@ -294,7 +297,7 @@ def _split_kernel(
         _store(dw_o_ptr + feature * (D * T * D) + first, acc, row, WIDTH, 1, col, D, T * D)
         if part % (T * H) + (tile - QUERY_END) // tl.cdiv(D, SIDE) == 0:
             from_part = tl.num_programs(0) // (T * H) * D
-            db_o = _sum(db_out_ptr + feature * D + col, col < D, (parts, from_part, SHARED))
+            db_o = _sum(db_out_ptr + feature * D + col, col < D, (parts, from_part, DIVIDED))
             tl.store(db_o_ptr + feature * D + col, db_o.to(db_o_ptr.dtype.element_ty), mask=col < D)
     elif query == 0:
         # Heads of all queries share their part of W_k and of W_v.
@@ -318,42 +321,50 @@ def _split_kernel(
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-class _Kernels(NamedTuple):
-    """Of each launch: the launcher, and the tiles of a part of the weights, or of a feature for ``batch``."""
+class _GradientKernels(NamedTuple):
+    """Of each launch the launcher, and its tiles: a feature's, or those of a part of the weights."""
 
-    merge: tuple[Launcher, int]
     batch: tuple[Launcher, int]
     split: tuple[Launcher, int]
-    split_shared: tuple[Launcher, int]
+    split_divided: tuple[Launcher, int]
+
+
+def _options(dtype: torch.dtype, rounding: str) -> dict[str, object]:
+    return {"DTYPE": _DTYPES[dtype], "PRECISION": rounding, "SIDE": SIDE, "num_warps": 4}
+
+
+def _sizes(weights: tuple[Tensor, ...], times: int, heads: int) -> tuple[int, ...]:
+    """T, H, d, D_x and D_e."""
+    w_q, _, w_k, _, w_o = weights
+    return times, heads, w_o.shape[1] // heads, w_k.shape[2], w_q.shape[2]
 
 
 @cache
-def _launchers(
+def _merge_kernel_of(
     times: int, heads: int, width: int, d_x: int, d_e: int, rounding: str, dtype: torch.dtype, *_dtypes: torch.dtype
-) -> _Kernels:
-    dim, rows = heads * width, times * heads * d_x
+) -> tuple[Launcher, int]:
+    """The launcher, and the tiles of a part of the weights."""
     sizes = {"T": times, "H": heads, "WIDTH": width, "D_X": d_x, "D_E": d_e}
-    options = {"DTYPE": _DTYPES[dtype], "PRECISION": rounding, "SIDE": SIDE, "num_warps": 4}
-    merge = Launcher(_merge_kernel, **sizes, **options, STEP=block(width, most=SIDE))
+    launcher = Launcher(_merge_kernel, **sizes, **_options(dtype, rounding), STEP=block(width, most=SIDE))
+    return launcher, cdiv(d_x, SIDE) * (cdiv(d_e, SIDE) + cdiv(heads * width, SIDE))
+
+
+@cache
+def _gradient_kernels_of(
+    times: int, heads: int, width: int, d_x: int, d_e: int, rounding: str, dtype: torch.dtype, *_dtypes: torch.dtype
+) -> _GradientKernels:
+    dim, rows = heads * width, times * heads * d_x
+    options = _options(dtype, rounding)
     batch = Launcher(_batch_kernel, N=rows, D_E=d_e, D=dim, **options, STEP=64 if dtype.itemsize == 2 else 32)
-    split, split_shared = (
-        Launcher(_split_kernel, **sizes, **options, SHARED=shared, STEP=32) for shared in (False, True)
-    )
+    options |= {"T": times, "H": heads, "WIDTH": width, "D_X": d_x, "D_E": d_e, "STEP": 32}
     down, long = cdiv(width, SIDE), cdiv(rows, SIDE)
     by_target, by_output, by_history = (cdiv(x, SIDE) for x in (d_e, dim, d_x))
     tiles = down * (by_target + by_output + 2 * by_history)
-    return _Kernels(
-        (merge, by_history * (by_target + by_output)),
+    return _GradientKernels(
         (batch, long * (by_target + by_output + 1) + by_output),
-        (split, tiles),
-        (split_shared, tiles),
+        (Launcher(_split_kernel, DIVIDED=False, **options), tiles),
+        (Launcher(_split_kernel, DIVIDED=True, **options), tiles),
     )
-
-
-def _kernels(weights: tuple[Tensor, ...], times: int, heads: int, dtype: torch.dtype, *others: Tensor) -> _Kernels:
-    w_q, _, w_k, _, w_o = weights
-    sizes = (w_o.shape[1] // heads, w_k.shape[2], w_q.shape[2])
-    return _launchers(times, heads, *sizes, precision(), dtype, *(x.dtype for x in (*weights, *others)))
 
 
 def merge(weights: tuple[Tensor, ...], times: int, heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -371,24 +382,30 @@ def merge(weights: tuple[Tensor, ...], times: int, heads: int, dtype: torch.dtyp
     w_qk = w_q.new_empty(features, rows, w_q.shape[2], dtype=dtype)
     b_qk = w_q.new_empty(features, rows, dtype=dtype)
     w_vo = w_q.new_empty(features, rows, w_o.shape[1], dtype=dtype)
-    launch, tiles = _kernels(weights, times, heads, dtype).merge
+    launch, tiles = _merge_kernel_of(*_sizes(weights, times, heads), precision(), dtype, *(x.dtype for x in weights))
     launch((features * times * heads, tiles, 1), (*weights, w_qk, b_qk, w_vo), ())
     return w_qk, b_qk, w_vo
 
 
 def gradients(
-    rows: tuple[Tensor, Tensor, Tensor, Tensor], weights: tuple[Tensor, ...], times: int, heads: int
+    rows: tuple[Tensor, Tensor, Tensor, Tensor],
+    weights: tuple[Tensor, ...],
+    bias_dtype: torch.dtype,
+    times: int,
+    heads: int,
 ) -> tuple[Tensor, ...]:
-    """The gradients of ``merge``'s weights and of b_o [F, D], contiguous, in the weights' dtypes, b_o's like b_q's.
+    """The gradients of ``merge``'s weights, each in its dtype, and of b_o [F, D], contiguous.
 
     Args:
         rows: dq [F, B, T · H · D_x], e [F, B, D_e], a like dq and do [F, B, D], contiguous; products are in do's dtype.
         weights, times, heads: as ``merge`` took them.
+        bias_dtype: of b_o.
     """
     dquery, target, _, grad = rows
     features, batch, width = dquery.shape
-    launchers = _kernels(weights, times, heads, grad.dtype, *rows)
-    launch, tiles = launchers.batch
+    dtypes = grad.dtype, bias_dtype, *(x.dtype for x in (*weights, *rows))
+    kernels = _gradient_kernels_of(*_sizes(weights, times, heads), precision(), *dtypes)
+    launch, tiles = kernels.batch
     most = max(1, PROGRAMS * multiprocessors(grad.device) // (features * tiles))
     share = max(LEAST_SHARE, cdiv(cdiv(batch, most), LEAST_SHARE) * LEAST_SHARE)
     parts = max(1, cdiv(batch, share))
@@ -396,7 +413,7 @@ def gradients(
     sums = [torch.empty(parts, features, *size, dtype=torch.float32, device=grad.device) for size in sizes]
     launch((features, tiles, parts), (*rows, *sums), (batch, share))
     out = [torch.empty_like(x) for x in weights]
-    out.append(weights[1].new_empty(features, grad.shape[2]))
-    launch, tiles = launchers.split if parts == 1 else launchers.split_shared
+    out.append(weights[1].new_empty(features, grad.shape[2], dtype=bias_dtype))
+    launch, tiles = kernels.split if parts == 1 else kernels.split_divided
     launch((features * times * heads, tiles, 1), (*sums, *weights, *out), (parts,))
     return tuple(out)

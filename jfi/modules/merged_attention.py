@@ -1,8 +1,8 @@
 """The targets' side of `jfi.modules.stacked_attention`: weights merged with weights, and one node of autograd's graph.
 
 Where histories are short a training step takes the host's time, and most of that goes to a dozen small products, their
-views and their sums, each way. So in eager calls the gradients are written out, those of all weights are
-two launches, and training pays for few.
+views and their sums, each way. So in eager calls the gradients are written out, those of all weights are two launches,
+and training pays for few.
 """
 
 from typing import NamedTuple
@@ -178,8 +178,7 @@ class _MergedAttention(torch.autograd.Function):
         dweights = (None,) * 6
         if any(ctx.needs_input_grad[7:13]):  # a frozen layer's weights want none
             rows = dquery, target, attended.view(shape), grad
-            *dweights, db_o = gradients(rows, weights.products, *ctx.division, ctx.hints[2])
-            dweights.append(cast(db_o, weights.output_bias.dtype))
+            dweights = gradients(rows, weights.products, weights.output_bias.dtype, *ctx.division, ctx.hints[2])
         _, bias, _, _, second = events
         dbias = None if bias is None else others.pop(0)
         dsecond = None if second is None else others.pop(0)

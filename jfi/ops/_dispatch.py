@@ -20,7 +20,7 @@ PLAIN = (Tensor, torch.nn.Parameter)
 #: What ``operator`` made, by name, so that the operators can be each other's gradients.
 operators = SimpleNamespace()
 
-
+#: What needs no change.
 _AS_IT_IS = nullcontext()
 
 

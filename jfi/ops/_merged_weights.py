@@ -1,7 +1,7 @@
 """The weights of multi-head target attention multiplied with each other: what `jfi.modules.merged_attention` applies.
 
-`merge` is differentiable as it stands; `merge_eagerly` and `gradients` are for a caller that is a node of autograd's
-graph itself, and one launch and two on a GPU.  See `jfi.kernels.merged_weights` for the formulas.
+`merge` is differentiable as it stands; `merge_eagerly` and `gradients`, one launch and two on a GPU, are for a caller
+that is a node of autograd's graph itself.  See `jfi.kernels.merged_weights` for the formulas.
 """
 
 import torch
@@ -50,21 +50,27 @@ def merge_eagerly(
 
 
 def gradients(
-    rows: tuple[Tensor, Tensor, Tensor, Tensor], weights: tuple[Tensor, ...], times: int, heads: int, impl: str
+    rows: tuple[Tensor, Tensor, Tensor, Tensor],
+    weights: tuple[Tensor, ...],
+    bias_dtype: torch.dtype,
+    times: int,
+    heads: int,
+    impl: str,
 ) -> tuple[Tensor, ...]:
-    """The gradients of the weights, and of the output's bias [F, D] in the dtype of that of the queries.
+    """The gradients of the weights, each in its dtype, and of the output's bias [F, D].
 
     Args:
         rows: of a batch, what the layer's products met, by feature: the gradient of the queries q = W_qk e + b_qk
             [F, B, T · H · D_x], the targets e [F, B, D_e], what was attended to, a, like the queries, and the gradient
             of the outputs W_voᵀ a + b_o [F, B, D], in whose dtype products are taken.
         weights, times, heads: as `merge` took them.
+        bias_dtype: of the output's bias.
     """
     if impl == "triton":
         from jfi.kernels import merged_weights
 
         rows, weights = (tuple(x.contiguous() for x in group) for group in (rows, weights))
-        return merged_weights.gradients(rows, weights, times, heads)
+        return merged_weights.gradients(rows, weights, bias_dtype, times, heads)
     dtype = rows[3].dtype
     dquery, target, attended, grad = (x.to(dtype) for x in rows)
     w_q, b_q, w_k, w_v, w_o = _by_head(tuple(x.to(dtype) for x in weights), times, heads)
@@ -78,4 +84,4 @@ def gradients(
     dw_o = torch.bmm(w_v, dw_vo).view(features, -1, w_o.size(2)).mT
     out = (torch.bmm(w_k, dw_qk), torch.bmm(w_k, db_qk), dw_k, dw_v, dw_o)
     out = tuple(x.reshape(like.shape).to(like.dtype) for x, like in zip(out, weights, strict=True))
-    return *out, grad.sum(1).to(weights[1].dtype)
+    return *out, grad.sum(1).to(bias_dtype)

@@ -43,7 +43,7 @@ def multiply_weights(times: int, width: int, dtype: torch.dtype) -> None:
     weights = tuple(torch.randn(1, *shape) for shape in shapes)
     merged_weights.merge(weights, times, 4, dtype)
     sizes = (times * 4 * width, width) * 2
-    merged_weights.gradients(tuple(torch.randn(1, 600, size).to(dtype) for size in sizes), weights, times, 4)
+    merged_weights.gradients(tuple(torch.randn(1, 600, size).to(dtype) for size in sizes), weights, dtype, times, 4)
 
 
 def type_of(x: object) -> str:
