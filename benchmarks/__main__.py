@@ -41,7 +41,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
     parser.add_argument("--only", type=suites_of, metavar="SUITE,...", help=f"of {', '.join(SUITES)}")
     parser.add_argument("--quick", action="store_true", help="fewer cases, shorter measurements")
-    parser.add_argument("--out", type=Path, help="folder of the results (default: benchmarks/results/<device>)")
+    parser.add_argument(
+        "--out", type=Path, help="folder of the results (default: benchmarks/results/<device>, with -quick)"
+    )
     parser.add_argument("--list", action="store_true", help="name the cases and stop")
     parser.add_argument("--commit", help="to record where the checkout is no git repository")
     return parser.parse_args()
@@ -103,7 +105,7 @@ def main() -> int:
         return 0
     if not gpu:
         if needy := [name for name in names if name not in CPU_SUITES]:
-            print(f"error: {', '.join(needy)} need a GPU, and there is none; --only cpu measures the processor")
+            print(f"error: no GPU here, for {', '.join(needy)}; --only cpu measures the processor")
             return 2
         print("No GPU here: measuring the processor's paths.")
         if "self" in names:
@@ -115,7 +117,8 @@ def main() -> int:
             torch.set_num_threads(measure.CPU_THREADS)
         rates = measured_rates(device)
         where = report.environment(device, rates, options.commit)
-        out = options.out or Path(__file__).parent / "results" / report.folder_name(device)
+        folder = report.folder_name(device) + ("-quick" if options.quick else "")  # beside whole results, not over them
+        out = options.out or Path(__file__).parent / "results" / folder
         run_suite(name, device, rates, where, argparse.Namespace(**vars(options) | {"out": out}))
     return 0
 

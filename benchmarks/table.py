@@ -130,15 +130,18 @@ def markdown(results: dict, brief: bool = False) -> str:
             cases.setdefault(row["case"], {})[row["implementation"]] = row
     suite = results["rows"][0].get("suite")
     unit = "Microseconds, eager, forward \\| forward + backward"
-    if any("one_thread_us" in row for row in results["rows"]):
-        unit += "; gains also with the backward on the calling thread, as the example trains"
+    one_thread = "with the backward on the calling thread, as the example trains"
     if suite == "step":
         lines, unit = step_lines(cases), "MB above model and optimiser"
     elif suite == "layer":
         lines = layer_lines(cases)
-        unit += "; gains in both passes; MB above the inputs, and how many times the gradient of the history"
+        unit += (
+            f"; gains in both passes, 'one thread' {one_thread}; MB above the inputs, and times the history's gradient"
+        )
     else:
         lines = operator_lines(cases, brief, of_self=suite == "self")
+    if suite != "layer" and any("one_thread_us" in row for row in results["rows"]):
+        unit += f"; gains forward \\| forward + backward \\| the same {one_thread}"
     rule = "|---" * len(lines[0]) + "|"
     rows = ["| " + " | ".join(cells) + " |" for cells in lines]
     where = results["environment"]
@@ -154,7 +157,13 @@ def main() -> None:
     parser.add_argument("results", type=Path)
     parser.add_argument("--brief", action="store_true", help="jfi and the best peer alone")
     options = parser.parse_args()
-    print(markdown(report.read(options.results), options.brief))
+    try:
+        results = report.read(options.results)
+    except (OSError, ValueError) as error:
+        parser.error(f"{options.results}: {error}")
+    if not all("headline" in row for row in results.get("rows", [{}])):
+        parser.error(f"{options.results} is no results file of python -m benchmarks")
+    print(markdown(results, options.brief))
 
 
 if __name__ == "__main__":

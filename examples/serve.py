@@ -69,7 +69,7 @@ def main() -> int:
 
         from jfi.serving.server import make_app
     except ModuleNotFoundError as error:
-        print(f"error: HTTP needs {error.name}: pip install 'jfi[serve]'; --jsonl does without it", file=sys.stderr)
+        print(f"error: HTTP needs {error.name}: pip install -e '.[serve]'; --jsonl does without it", file=sys.stderr)
         return 2
     try:
         # On SIGTERM or Ctrl-C it accepts no more and ends when what was accepted is answered.

@@ -39,13 +39,16 @@ def draw_curves(log: list[dict], monitor: str, path: Path) -> None:
             records = [r for r in log if r["split"] == split and r.get(metric) is not None]
             if records:
                 x, y = [r["step"] / steps_per_epoch for r in records], [r[metric] for r in records]
+                marker = marker or ("." if len(x) == 1 else "")  # a line needs two points
                 axes.plot(x, y, color=_SPLIT_COLORS[split], marker=marker, markersize=5, label=split)
         axes.axvline(test["epoch"], color="0.8", linestyle="--", zorder=0)
         if test[metric] is not None:
             label = f"test {test[metric]:.4f}"
-            axes.plot(test["epoch"], test[metric], "*", color=_SPLIT_COLORS["test"], markersize=14, label=label)
+            star = {"color": _SPLIT_COLORS["test"], "markersize": 14, "label": label, "zorder": 1.5}  # behind the lines
+            axes.plot(test["epoch"], test[metric], "*", **star)
         axes.set(title=title, xlabel="epoch")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlim(0, last["epoch"] * 1.03)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:  # AUC is not a number where no user has both labels
             axes.legend()
