@@ -2,7 +2,11 @@
 
 import csv
 import json
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -190,6 +194,14 @@ def test_the_triton_operator(case, device):
         found = launched(query, key, value, offsets, offsets, None, 0.3, True)
         wanted = jagged_attention(query, key, value, offsets, offsets, causal=True, scale=0.3)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_offsets_are_not_taken_for_written_to():
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("written_tensors.py")
+    found = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+    assert found.stdout.split() == ["slots_ptr"], found.stderr
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
