@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import sys
 from dataclasses import replace
 
@@ -166,7 +167,7 @@ def test_gpu_suites_are_refused_without_one(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["benchmarks", "--only", "target,layer,step"])
     assert main.main() == 2
-    assert "target, layer, step need a GPU" in capsys.readouterr().out
+    assert "no GPU here, for target, layer, step" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["benchmarks", "--only", "targets"])
     with pytest.raises(SystemExit, match="2"):
         main.main()
@@ -242,6 +243,28 @@ def test_the_table_names_the_best_peer():
     rows[0]["one_thread_us"], rows[1]["one_thread_us"] = 20.0, 100.0
     printed = table.markdown({"environment": ENVIRONMENT, "rows": rows})
     assert "| 2.0x \\| 4.0x \\| 5.0x |" in printed and "calling thread" in printed
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"), [(None, "No such file"), ("{", "Expecting"), ('{"rows": [{}]}', "is no results file")]
+)
+def test_the_table_names_a_file_it_cannot_read(text, fault, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "results.json"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setattr(sys, "argv", ["table", str(path)])
+    with pytest.raises(SystemExit, match="2"):
+        table.main()
+    assert re.search(f"{path}.*{fault}", capsys.readouterr().err)
+
+
+def test_quick_results_do_not_replace_whole_ones(monkeypatch):
+    folders = []
+    monkeypatch.setattr(main, "run_suite", lambda *arguments: folders.append(arguments[-1].out.name))
+    for options in ([], ["--quick"]):
+        monkeypatch.setattr(sys, "argv", ["benchmarks", "--only", "cpu", *options])
+        assert main.main() == 0
+    assert folders == ["cpu", "cpu-quick"]
 
 
 def test_the_table_of_self_attention_names_its_peers():
