@@ -193,8 +193,11 @@ class Trainer:
         progress, world = self.progress, self.world
         # The backward runs on this thread: at every step autograd's own would be woken and waited for, which costs the
         # host more than it takes to launch what short histories need.
-        backward_here = torch.autograd.set_multithreading_enabled
-        with self._recorder(run) as recorder, stop_on_signals() as stop, backward_here(False):
+        with (
+            self._recorder(run) as recorder,
+            stop_on_signals() as stop,
+            torch.autograd.set_multithreading_enabled(False),
+        ):
             try:
                 while not self._finished():
                     self._train_epoch(run, recorder, stop)

@@ -11,7 +11,14 @@ from triton.compiler import compile as compile_kernel
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from jfi.kernels import jagged_attention_hopper, merged_weights, shares, target_attention_bwd, target_attention_fwd
+from jfi.kernels import (
+    jagged_attention_hopper,
+    merged_weights,
+    merged_weights_bwd,
+    shares,
+    target_attention_bwd,
+    target_attention_fwd,
+)
 from jfi.kernels.launch import Launcher
 
 
@@ -43,7 +50,7 @@ def multiply_weights(times: int, width: int, dtype: torch.dtype) -> None:
     weights = tuple(torch.randn(1, *shape) for shape in shapes)
     merged_weights.merge(weights, times, 4, dtype)
     sizes = (times * 4 * width, width) * 2
-    merged_weights.gradients(tuple(torch.randn(1, 600, size).to(dtype) for size in sizes), weights, dtype, times, 4)
+    merged_weights_bwd.gradients(tuple(torch.randn(1, 600, size).to(dtype) for size in sizes), weights, dtype, times, 4)
 
 
 def type_of(x: object) -> str:
@@ -74,7 +81,7 @@ def main() -> None:
     Launcher.__call__ = lambda self, grid, given, numbers, descriptors=(): launches.setdefault(
         self, (*descriptors, *given, *numbers)
     )
-    for module in (jagged_attention_hopper, merged_weights, shares):
+    for module in (jagged_attention_hopper, merged_weights_bwd, shares):
         module.multiprocessors = lambda device: 132
     for width, groups, biased, window in (
         (64, 4, True, (None, None)),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from ops.budget import check
 
-from jfi.kernels import merged_weights
+from jfi.kernels import merged_weights_bwd
 from jfi.ops._merged_weights import gradients, merge, merge_eagerly
 
 F, DTYPES = 2, [torch.float32, torch.bfloat16] if torch.cuda.is_available() else [torch.float32]
@@ -25,7 +25,7 @@ F, DTYPES = 2, [torch.float32, torch.bfloat16] if torch.cuda.is_available() else
 def test_merge_and_the_gradients(
     times, heads, width, history_width, target_width, batch, dtype, impl, device, monkeypatch
 ):
-    monkeypatch.setattr(merged_weights, "multiprocessors", lambda device: 1000)  # so that programs share a batch
+    monkeypatch.setattr(merged_weights_bwd, "multiprocessors", lambda device: 1000)  # so that programs share a batch
     dim = heads * width
     shapes = (times * dim, target_width), (times * dim,), (dim, history_width), (dim, history_width), (dim, times * dim)
     weights = tuple(torch.randn(F, *shape, device=device) for shape in shapes)

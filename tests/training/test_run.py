@@ -244,6 +244,23 @@ def test_divergence_is_told(tmp_path):
         train(config)
 
 
+def test_the_backward_has_no_thread_of_its_own(tmp_path, monkeypatch):
+    """A thread is woken for a backward on a GPU alone; what says so can be read anywhere."""
+    threads, forward = torch._C._is_multithreading_enabled, Trainer._forward
+    seen = set()
+
+    def failing_forward(trainer, batch):
+        seen.add(threads())
+        if trainer.progress.step == 3:
+            raise RuntimeError("a fault")
+        return forward(trainer, batch)
+
+    monkeypatch.setattr(Trainer, "_forward", failing_forward)
+    with pytest.raises(RuntimeError, match="a fault"):
+        train(tiny(tmp_path / "run"))
+    assert seen == {False} and threads()
+
+
 @pytest.mark.parametrize("section", ["model", "encoder"])
 def test_an_unknown_bias_key_writes_nothing(tmp_path, section):
     config = tiny(tmp_path / "run")
