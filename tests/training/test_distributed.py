@@ -113,7 +113,14 @@ def in_two_processes(folder: Path, jobs: list[dict]) -> list[list[str]]:
     outcomes = [folder / f"outcomes-{rank}.json" for rank in range(2)]
     processes = [
         subprocess.Popen(
-            [sys.executable, ROOT / "tests/training/worker.py", folder / "jobs.json", outcomes[rank]],
+            [
+                sys.executable,
+                "-X",
+                "faulthandler",
+                ROOT / "tests/training/worker.py",
+                folder / "jobs.json",
+                outcomes[rank],
+            ],
             env={**os.environ, **environment(rank, 2), "OMP_NUM_THREADS": "1"},
             stderr=subprocess.PIPE,
             text=True,
@@ -121,7 +128,9 @@ def in_two_processes(folder: Path, jobs: list[dict]) -> list[list[str]]:
         for rank in range(2)
     ]
     errors = [process.communicate(timeout=180)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], errors
+    codes = [process.returncode for process in processes]
+    if codes != [0, 0]:
+        pytest.fail("\n".join([f"exit codes {codes}", *errors]), pytrace=False)  # whole: an assertion cuts it short
     return [json.loads(path.read_text()) for path in outcomes]
 
 
