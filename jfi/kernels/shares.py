@@ -29,6 +29,13 @@ LEAST_CHUNK = 256
 #: A program takes a whole sample where the longest is known to have no more rows and bytes: the last one to start keeps
 #: the others waiting for no longer than is saved by finding no share and merging nothing.
 WHOLE_ROWS, WHOLE_BYTES = 512, 2**18
+#: Histories of no more rows on average are short.
+_SHORT = 192
+#: Samples whose order by length a program finds out.
+RANKS = tl.constexpr(32)
+#: Samples to a multiprocessor above which that costs more than the last one to start.
+_ORDERED = 40
+_LONG = tl.constexpr(2**20)
 
 
 @cache
@@ -46,6 +53,35 @@ def deal(rows: int, batch: int, device: torch.device, shares_per_multiprocessor:
 def fits(max_seqlen: int | None, row_bytes: int) -> bool:
     """Whether samples of at most this length, known or not, are better taken whole, a program each."""
     return max_seqlen is not None and max_seqlen <= WHOLE_ROWS and max_seqlen * row_bytes <= WHOLE_BYTES
+
+
+def are_short(rows: int, batch: int) -> bool:
+    """Whether a large step would often be half empty."""
+    return rows <= _SHORT * batch
+
+
+def are_ordered(batch: int, device: torch.device) -> bool:
+    """Whether programs that take whole samples had better start with the long ones."""
+    return batch <= _ORDERED * multiprocessors(device)
+
+
+@triton.jit
+def longest_first(program, offsets_ptr, batch):
+    """The sample of a program that takes it whole: nearly the longest first, so that no long one starts last.
+
+    Programs start in the order of their numbers.  Of each RANKS samples i, i + stride, i + 2 stride, ... the longest
+    goes to program i, the next to program i + stride, and so on: without a table, and without a launch to make one.
+    """
+    stride = (batch + RANKS - 1) // RANKS
+    members = tl.arange(0, RANKS)
+    at = program % stride + members * stride
+    low = tl.load(offsets_ptr + at, mask=at < batch, other=1)  # a sample that is not there is the last one
+    high = tl.load(offsets_ptr + at + 1, mask=at < batch, other=0)
+    # No two alike, however long.  What a sort and a sum over a warp give lives in the registers of uniform values;
+    # ranks counted by comparing all with all would not.
+    lengths = tl.sort(tl.minimum(high - low, _LONG).to(tl.int32) * RANKS + members, descending=True)
+    member = tl.sum(tl.where(members == program // stride, lengths & (RANKS - 1), 0), 0)
+    return (program % stride + member * stride).to(tl.int64)
 
 
 @triton.jit

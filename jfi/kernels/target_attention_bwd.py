@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.launch import Launcher
-from jfi.kernels.shares import WEIGHT, Partials, deal, first_step, fits, last_row, parts
+from jfi.kernels.shares import WEIGHT, Partials, are_ordered, deal, first_step, fits, last_row, longest_first, parts
 from jfi.kernels.target_attention_tiles import (
     EVENTS,
     FEW,
@@ -80,8 +80,9 @@ def _target_attention_bwd_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_R: tl.constexpr,
     WHOLE: tl.constexpr,
+    ORDERED: tl.constexpr,
 ):
-    """A program a share of the rows of all samples (see shares.py), or WHOLE a sample.
+    """A program a share of the rows of all samples (see shares.py), or WHOLE a sample, the long ones first if ORDERED.
 
     With BLOCK_R the bias is a table of so few rows that each program sums its gradient; else there is one an event.
     """
@@ -100,7 +101,7 @@ def _target_attention_bwd_kernel(
         table_at = tl.arange(0, BLOCK_R)
         dtable = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
     if WHOLE:
-        sample = program.to(tl.int64)
+        sample = longest_first(program, offsets_ptr, batch) if ORDERED else program.to(tl.int64)
         low = tl.load(offsets_ptr + sample).to(tl.int64)
         high = tl.load(offsets_ptr + sample + 1).to(tl.int64)
         n = low
@@ -193,16 +194,18 @@ def _config(tile: Tile) -> tuple[int, int, int, int]:
 
 def _whole_config(tile: Tile) -> tuple[int, int, int]:
     """(rows a step, warps, stages) where a program takes a whole sample."""
-    return (16, 2, 3) if tile.width_bytes == 512 else _config(tile)[:3]
+    if tile.width_bytes == 512:
+        return 16, 2, 3
+    return (16, 1, 4) if tile.width_bytes <= 256 else _config(tile)[:3]
 
 
 @cache
-def _plan(tile: Tile, block_r: int) -> tuple[int, Launcher, Launcher]:
-    """Shares a multiprocessor, and the launchers for programs that take a share and for those that take a sample."""
+def _plan(tile: Tile, block_r: int, whole: bool, ordered: bool) -> tuple[int, Launcher]:
+    """Shares a multiprocessor, and the launcher of programs that take a share or whole samples."""
     *steps, shares = _config(tile)
-    more = {"BLOCK_H": block(tile.heads), "BLOCK_R": block_r, **tile.events}
-    whole = Launcher(_target_attention_bwd_kernel, WHOLE=True, **more, **tile.constants(FEW, *_whole_config(tile)))
-    return shares, Launcher(_target_attention_bwd_kernel, WHOLE=False, **more, **tile.constants(FEW, *steps)), whole
+    constants = tile.constants(FEW, *(_whole_config(tile) if whole else steps))
+    how = {"BLOCK_H": block(tile.heads), "BLOCK_R": block_r, "WHOLE": whole, "ORDERED": ordered}
+    return shares, Launcher(_target_attention_bwd_kernel, **how, **tile.events, **constants)
 
 
 def backward(
@@ -230,10 +233,10 @@ def backward(
     tile = Tile.of(query, key, value, offsets, bias, buckets, value_scale, second)
     table_rows = 0 if buckets is None else bias.shape[0]
     block_r = block(table_rows) if 0 < table_rows <= TABLE_ROWS else 0
-    shares, launch, launch_whole = _plan(tile, block_r)
     whole = fits(max_seqlen, tile.row_bytes)
     if block_r and batch * bias.numel() > MOST_TABLES:  # each program's own, which shares are fewer of
         whole = False
+    shares, launch = _plan(tile, block_r, whole, whole and are_ordered(batch, query.device))
     chunk, programs = (0, batch) if whole else deal(key.shape[0], batch, query.device, shares)
     if bias is None:
         dbias = None
@@ -246,7 +249,7 @@ def backward(
     partials = None if whole else Partials(programs, chunk, times * heads, width, query.device)
     memory = None if whole else partials.memory
     numbers = (batch, times * heads // tile.groups, chunk, table_rows, scale)
-    (launch_whole if whole else launch)((programs, tile.groups, 1), (*tensors, memory), numbers)
+    launch((programs, tile.groups, 1), (*tensors, memory), numbers)
     if not whole:
         partials.merge(offsets, dquery, None)
     if block_r:

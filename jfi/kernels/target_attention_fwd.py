@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.launch import Launcher
-from jfi.kernels.shares import WEIGHT, Partials, deal, first_step, fits, last_row, parts
+from jfi.kernels.shares import WEIGHT, Partials, are_short, deal, first_step, fits, last_row, parts
 from jfi.kernels.target_attention_tiles import (
     EVENTS,
     FEW,
@@ -288,21 +288,29 @@ def _config(tile: Tile) -> tuple[int, int, int, int]:
     return (32, 4, 3, 2) if tile.shared else (32, 2, 3, 3)
 
 
-def _whole_config(tile: Tile) -> tuple[int, int, int]:
+def _whole_config(tile: Tile, are_short: bool) -> tuple[int, int, int]:
     """(rows a step, warps, stages) where a program takes a whole sample."""
     if tile.width_bytes == 512:
         return 16, 1 if tile.shared else 2, 3
+    if are_short and tile.width_bytes <= 256:
+        return 16, 1, 4
     if tile.row_bytes <= 256:
-        return 64, 1 if tile.row_bytes <= 128 else 2, 3
+        return (32, 1, 4) if tile.row_bytes <= 128 else (64, 2, 3)
     return _config(tile)[:3]
 
 
 @cache
-def _plan(tile: Tile) -> tuple[int, Launcher, Launcher]:
-    """Shares a multiprocessor, and the launchers for programs that take a share and for those that take a sample."""
+def _plan(tile: Tile) -> tuple[int, Launcher]:
+    """Shares a multiprocessor, and the launcher for programs that take one each."""
     *steps, shares = _config(tile)
-    whole = Launcher(_target_attention_fwd_whole_kernel, **tile.events, **tile.constants(FEW, *_whole_config(tile)))
-    return shares, Launcher(_target_attention_fwd_kernel, **tile.events, **tile.constants(FEW, *steps)), whole
+    return shares, Launcher(_target_attention_fwd_kernel, **tile.events, **tile.constants(FEW, *steps))
+
+
+@cache
+def _whole_plan(tile: Tile, are_short: bool) -> Launcher:
+    """For programs that take a sample each."""
+    constants = tile.constants(FEW, *_whole_config(tile, are_short))
+    return Launcher(_target_attention_fwd_whole_kernel, **tile.events, **constants)
 
 
 def forward(
@@ -326,10 +334,11 @@ def forward(
         return out, lse
     queries = times * heads // tile.groups
     tensors = (query, key, key if value is None else value, bias, buckets, value_scale, second, offsets, out, lse)
-    shares, launch, launch_whole = _plan(tile)
     if fits(max_seqlen, tile.row_bytes):
-        launch_whole((batch, tile.groups, 1), tensors, (queries, scale))
+        launch = _whole_plan(tile, are_short(key.shape[0], batch))
+        launch((batch, tile.groups, 1), tensors, (queries, scale))
         return out, lse
+    shares, launch = _plan(tile)
     chunk, shares = deal(key.shape[0], batch, query.device, shares)
     partials = Partials(shares, chunk, times * heads, tile.out_width, query.device)
     launch((shares, tile.groups, 1), (*tensors, partials.memory), (batch, queries, chunk, scale))

@@ -72,6 +72,17 @@ def test_ragged(case, dtype, impl, device):
     check(LENGTHS[case], device, impl, dtype, times=2, heads=2, value_width=8, bias="finite")
 
 
+@pytest.mark.parametrize("samples", [2, 32, 33, 70])
+@pytest.mark.parametrize("most", [0, 2**30])
+def test_each_sample_is_one_programs(samples, most, device, monkeypatch):
+    """Taken whole in the order of their numbers or of their lengths, of which some are alike."""
+    from jfi.kernels import shares
+
+    monkeypatch.setattr(shares, "_ORDERED", most)
+    lengths = torch.randint(0, 12, (samples,)).tolist()
+    check(lengths, device, "triton")
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(
     ("times", "heads", "groups"), [(1, 4, 4), (3, 6, 2), (16, 1, 1), (17, 1, 1), (17, 3, 1), (70, 2, 1), (70, 6, 2)]
