@@ -29,12 +29,11 @@ LEAST_CHUNK = 256
 #: A program takes a whole sample where the longest is known to have no more rows and bytes: the last one to start keeps
 #: the others waiting for no longer than is saved by finding no share and merging nothing.
 WHOLE_ROWS, WHOLE_BYTES = 512, 2**18
-#: Histories of no more rows on average are short.
-_SHORT = 192
 #: Samples whose order by length a program finds out.
 RANKS = tl.constexpr(32)
-#: Samples to a multiprocessor above which that costs more than the last one to start.
+#: Samples to a multiprocessor up to which that costs the backward less than it saves at the end.
 _ORDERED = 40
+#: Lengths from here on count as equal: RANKS times as much must fit 32 bits.
 _LONG = tl.constexpr(2**20)
 
 
@@ -55,13 +54,11 @@ def fits(max_seqlen: int | None, row_bytes: int) -> bool:
     return max_seqlen is not None and max_seqlen <= WHOLE_ROWS and max_seqlen * row_bytes <= WHOLE_BYTES
 
 
-def are_short(rows: int, batch: int) -> bool:
-    """Whether a large step would often be half empty."""
-    return rows <= _SHORT * batch
-
-
 def are_ordered(batch: int, device: torch.device) -> bool:
-    """Whether programs that take whole samples had better start with the long ones."""
+    """Whether the backward's programs, where they take whole samples, had better start with the long ones.
+
+    As with `fits`, the other answer is another kernel, which is compiled when it is first wanted.
+    """
     return batch <= _ORDERED * multiprocessors(device)
 
 
@@ -77,8 +74,8 @@ def longest_first(program, offsets_ptr, batch):
     at = program % stride + members * stride
     low = tl.load(offsets_ptr + at, mask=at < batch, other=1)  # a sample that is not there is the last one
     high = tl.load(offsets_ptr + at + 1, mask=at < batch, other=0)
-    # No two alike, however long.  What a sort and a sum over a warp give lives in the registers of uniform values;
-    # ranks counted by comparing all with all would not.
+    # No two alike, however long.  Comparing all with all instead of a sort would take three times the instructions, and
+    # at D = 256 spill registers.
     lengths = tl.sort(tl.minimum(high - low, _LONG).to(tl.int32) * RANKS + members, descending=True)
     member = tl.sum(tl.where(members == program // stride, lengths & (RANKS - 1), 0), 0)
     return (program % stride + member * stride).to(tl.int64)

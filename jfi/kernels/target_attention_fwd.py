@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.launch import Launcher
-from jfi.kernels.shares import WEIGHT, Partials, are_short, deal, first_step, fits, last_row, parts
+from jfi.kernels.shares import WEIGHT, Partials, deal, first_step, fits, last_row, parts
 from jfi.kernels.target_attention_tiles import (
     EVENTS,
     FEW,
@@ -27,6 +27,9 @@ from jfi.kernels.target_attention_tiles import (
     store_rows,
 )
 from jfi.kernels.tiles import LN2, LOG2E
+
+#: Rows of the longest history up to which large steps would often be half empty.
+_SHORT_ROWS = 384
 
 
 @triton.jit
@@ -288,11 +291,11 @@ def _config(tile: Tile) -> tuple[int, int, int, int]:
     return (32, 4, 3, 2) if tile.shared else (32, 2, 3, 3)
 
 
-def _whole_config(tile: Tile, are_short: bool) -> tuple[int, int, int]:
+def _whole_config(tile: Tile, short: bool) -> tuple[int, int, int]:
     """(rows a step, warps, stages) where a program takes a whole sample."""
     if tile.width_bytes == 512:
         return 16, 1 if tile.shared else 2, 3
-    if are_short and tile.width_bytes <= 256:
+    if short and tile.width_bytes <= 256:
         return 16, 1, 4
     if tile.row_bytes <= 256:
         return (32, 1, 4) if tile.row_bytes <= 128 else (64, 2, 3)
@@ -301,15 +304,15 @@ def _whole_config(tile: Tile, are_short: bool) -> tuple[int, int, int]:
 
 @cache
 def _plan(tile: Tile) -> tuple[int, Launcher]:
-    """Shares a multiprocessor, and the launcher for programs that take one each."""
+    """Shares a multiprocessor, and the launcher of programs that take a share each."""
     *steps, shares = _config(tile)
     return shares, Launcher(_target_attention_fwd_kernel, **tile.events, **tile.constants(FEW, *steps))
 
 
 @cache
-def _whole_plan(tile: Tile, are_short: bool) -> Launcher:
-    """For programs that take a sample each."""
-    constants = tile.constants(FEW, *_whole_config(tile, are_short))
+def _whole_plan(tile: Tile, short: bool) -> Launcher:
+    """The launcher of programs that take a sample each."""
+    constants = tile.constants(FEW, *_whole_config(tile, short))
     return Launcher(_target_attention_fwd_whole_kernel, **tile.events, **constants)
 
 
@@ -335,7 +338,7 @@ def forward(
     queries = times * heads // tile.groups
     tensors = (query, key, key if value is None else value, bias, buckets, value_scale, second, offsets, out, lse)
     if fits(max_seqlen, tile.row_bytes):
-        launch = _whole_plan(tile, are_short(key.shape[0], batch))
+        launch = _whole_plan(tile, max_seqlen <= _SHORT_ROWS)
         launch((batch, tile.groups, 1), tensors, (queries, scale))
         return out, lse
     shares, launch = _plan(tile)

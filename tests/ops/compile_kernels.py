@@ -92,7 +92,7 @@ def main() -> None:
             attend(*tensors(rows, groups, width), torch.randn(rows, 4).half() if biased else None, window)
     assert sum(isinstance(launcher.kernel, GluonJITFunction) for launcher in launches) == 3 * 4
     for rows in (32, 100):
-        for longest in (None, 100):
+        for longest in (None, 100, 400):
             attend_by_bucket(64, rows, longest, halves=rows == 100)
     for times, dtype in ((1, torch.float16), (32, torch.float16), (2, torch.float32)):
         multiply_weights(times, 128, dtype)

@@ -2,13 +2,17 @@
 
 import pytest
 import torch
+import triton
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ops.budget import compare
 from ops.ragged import CASES, LENGTHS, ON_HOPPER, offsets_of
+from triton import language as tl
 
 import jfi.ops
 from jfi import reference
+from jfi.kernels import shares, target_attention_fwd
+from jfi.kernels.shares import longest_first
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 IMPLS = ["triton", "torch"]
@@ -17,8 +21,6 @@ IMPLS = ["triton", "torch"]
 @pytest.fixture(autouse=True)
 def short_shares(monkeypatch):
     """Small test histories are cut up as long ones are, unless their longest is known: then they are taken whole."""
-    from jfi.kernels import shares
-
     monkeypatch.setattr(shares, "LEAST_CHUNK", 128)
     monkeypatch.setattr(shares, "multiprocessors", lambda device: 64)
     monkeypatch.setattr(shares, "WHOLE_ROWS", 2**30)
@@ -72,15 +74,34 @@ def test_ragged(case, dtype, impl, device):
     check(LENGTHS[case], device, impl, dtype, times=2, heads=2, value_width=8, bias="finite")
 
 
-@pytest.mark.parametrize("samples", [2, 32, 33, 70])
 @pytest.mark.parametrize("most", [0, 2**30])
-def test_each_sample_is_one_programs(samples, most, device, monkeypatch):
-    """Taken whole in the order of their numbers or of their lengths, of which some are alike."""
-    from jfi.kernels import shares
-
+def test_samples_taken_whole_in_their_order_or_in_that_of_their_lengths(most, device, monkeypatch):
     monkeypatch.setattr(shares, "_ORDERED", most)
-    lengths = torch.randint(0, 12, (samples,)).tolist()
-    check(lengths, device, "triton")
+    check(torch.randint(0, 12, (70,)).tolist(), device, "triton")
+
+
+@triton.jit
+def _sample_kernel(offsets_ptr, sample_ptr, batch):
+    tl.store(sample_ptr + tl.program_id(0), longest_first(tl.program_id(0), offsets_ptr, batch))
+
+
+@pytest.mark.parametrize("samples", [1, 31, 32, 33, 64, 65, 97])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_programs_take_each_sample_once_and_the_long_ones_first(samples, dtype, device):
+    lengths = torch.randint(0, 9, (samples,))
+    sample = torch.empty(samples, dtype=torch.int64, device=device)
+    _sample_kernel[(samples,)](offsets_of(lengths.tolist(), device, dtype), sample, samples)
+    assert sorted(sample.tolist()) == list(range(samples))
+    stride = -(-samples // shares.RANKS.value)
+    for members in (sample[i::stride] for i in range(stride)):
+        assert lengths[members.cpu()].diff().le(0).all()
+
+
+@pytest.mark.parametrize("longest", [0, 2**30])
+@pytest.mark.parametrize(("width", "value_width"), [(32, None), (64, None), (64, 64), (128, None)])
+def test_steps_of_short_histories_and_of_long_ones(width, value_width, longest, device, monkeypatch):
+    monkeypatch.setattr(target_attention_fwd, "_SHORT_ROWS", longest)
+    check([3, 0, 150, 65], device, "triton", heads=2, width=width, value_width=value_width)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
