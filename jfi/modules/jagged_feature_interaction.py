@@ -18,8 +18,9 @@ class JaggedFeatureInteraction(nn.Module):
     projected. After target attention as in Zhou et al., "Deep Interest Network" (KDD 2018), and Xu et al., "Enhancing
     Performance and Scalability of Large-Scale Recommendation Systems with Jagged Flash Attention" (RecSys 2024).
 
-    The attention runs in the dtype of the history, whose rows are never cast; the projections, which never see the
-    history, run in the parameters' dtype or autocast's. An empty history gives the output projection's bias.
+    The attention runs in the dtype of the history, whose rows are never cast (on a processor the operators widen half
+    precision); the projections, which never see the history, run in the parameters' dtype or autocast's. An empty
+    history gives the output projection's bias.
 
     Features alike go through one launch, in a number of kernels that does not grow with theirs: those with equal
     numbers of sequence and target keys of equal widths, one kind of bias (of one `num_buckets`, if it is learned) and

@@ -18,7 +18,9 @@ class SequenceFeatureConfig:
         sequence_keys: keys of the history's aligned fields, each `embedding_dim` wide.
         target_keys: keys of the target's embeddings, each `embedding_dim` wide.
         combine: "sum" keeps the width; "concat" makes an event `len(sequence_keys) * embedding_dim` wide and the
-            target `len(target_keys) * embedding_dim`.
+            target `len(target_keys) * embedding_dim`. Sums and concatenations are made before the attention; two
+            fields of equal width, a power of two from 16 on, are concatenated while they are read, in eager calls on a
+            GPU without the history's projection.
         bias: what is added to an event's attention scores, by head:
 
             - None: nothing.

@@ -6,12 +6,13 @@ from operator import attrgetter
 
 import pytest
 import torch
+from ops import budget
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.models.dlrm import InteractionArch
 
 from jfi import JaggedFeatureInteraction, SequenceFeatureConfig
-from jfi.modules import merged_attention
+from jfi.modules import merged_attention, stacked_attention
 
 from .conftest import EMBEDDING_DIM, LENGTHS
 
@@ -191,8 +192,11 @@ def test_outputs_and_gradients_equal_the_plain_formula(events, target, num_heads
 
 @pytest.mark.parametrize(("num_heads", "num_queries", "projects"), [(8, 1, False), (8, 2, True), (2, 5, True)])
 def test_the_side_of_the_projections_follows_the_shapes_and_keeps_the_parameters(
-    events, target, num_heads, num_queries, projects
+    events, target, num_heads, num_queries, projects, monkeypatch
 ):
+    sides = []
+    original = stacked_attention.merged_attention
+    monkeypatch.setattr(stacked_attention, "merged_attention", lambda *x: sides.append("targets") or original(*x))
     features, sequences, targets = every_kind_of_feature(events, target)
     layer = randomise(JaggedFeatureInteraction(features, EMBEDDING_DIM, num_heads, num_queries).double())
     assert all(group.project_history is projects for group in layer.groups)
@@ -200,30 +204,59 @@ def test_the_side_of_the_projections_follows_the_shapes_and_keeps_the_parameters
         features, EMBEDDING_DIM, num_heads, num_queries, project_history=not projects
     ).double()
     other.load_state_dict(layer.state_dict())
-    got, want = layer(sequences, targets).values(), other(sequences, targets).values()
+    got = layer(sequences, targets).values()
+    assert bool(sides) is not projects
+    sides.clear()
+    want = other(sequences, targets).values()
+    assert bool(sides) is projects
     torch.testing.assert_close(got, want)
     check_gradients(got, want, leaves_of(layer, sequences, targets), leaves_of(other, sequences, targets))
 
 
+@pytest.mark.parametrize("project_history", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_the_device_outputs_and_gradients_are_near_the_plain_formula(events, target, device, dtype):
-    """Tolerances are 20 roundings of the largest value: sums of some ten products of such values."""
+def test_on_the_device_outputs_and_all_gradients_keep_the_budget(events, target, device, dtype, project_history):
     features, sequences, targets = every_kind_of_feature(events, target)
-    layer = JaggedFeatureInteraction(features, EMBEDDING_DIM, 2, 3).double()
-    history = sequences["history"].values()
-    want = plain_layer(layer, sequences, targets)
-    want_gradient = torch.autograd.grad(want.square().sum(), history)[0]
+    layer = JaggedFeatureInteraction(features, EMBEDDING_DIM, 2, 3, project_history=project_history).double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter)).copy_(parameter.to(dtype))  # biases start at zero
+    cotangent = torch.randn(len(LENGTHS), len(features) * EMBEDDING_DIM)
 
-    moved = {key: tensor.to(device) for key, tensor in sequences.items()}
-    for tensor in moved.values():
-        if tensor.values().is_floating_point():
-            tensor._values = tensor.values().detach().to(dtype).requires_grad_()
-    single = copy.deepcopy(layer).to(device).float()
-    got = single(moved, {key: tensor.to(device, dtype) for key, tensor in targets.items()}).values()
-    got_gradient = torch.autograd.grad(got.square().sum(), moved["history"].values())[0]
-    for value, exact in ((got, want), (got_gradient, want_gradient)):
-        error = (value.cpu().double() - exact).abs().max() / exact.abs().max()
-        assert error < 20 * torch.finfo(dtype).eps / 2
+    def results(function, dtype, device):
+        """The output and the gradient of everything, by name."""
+
+        def moved(x):
+            return x if x is None else x.detach().to(device, dtype).requires_grad_()
+
+        tensors = {
+            key: JaggedTensor(
+                values=moved(x.values()) if x.values().is_floating_point() else x.values().to(device),
+                lengths=x.lengths().to(device),
+                weights=moved(x.weights_or_none()),
+            )
+            for key, x in sequences.items()
+        }
+        items = {key: moved(x) for key, x in targets.items()}
+        here = copy.deepcopy(layer).to(device, dtype)
+        leaves = leaves_of(here, tensors, items)
+        out = function(here, tensors, items)
+        gradients = torch.autograd.grad(out, list(leaves.values()), cotangent.to(out))
+        return {"output": out.detach().cpu()} | {name: x.cpu() for name, x in zip(leaves, gradients, strict=True)}
+
+    with torch.no_grad():  # the same numbers for all
+        for x in (*(x.values() for x in sequences.values()), *targets.values()):
+            if x.is_floating_point():
+                x.copy_(x.to(dtype))
+        for x in sequences.values():
+            if x.weights_or_none() is not None:
+                x.weights().copy_(x.weights().to(dtype))
+    truth = results(plain_layer, torch.float64, "cpu")
+    plain = results(plain_layer, dtype, "cpu")
+    got = results(lambda layer, *inputs: layer(*inputs).values(), dtype, device)
+    terms = 4 * max(float(x.norm()) for x in truth.values())
+    for name, x in got.items():
+        budget.check(name, x, plain[name], truth[name], terms)
 
 
 def test_attention_weights_sum_to_one_and_follow_the_bias(events, target):
@@ -378,9 +411,10 @@ def test_float32_parameters_with_half_precision_embeddings(events, target):
 def test_autocast_projects_in_bfloat16_and_leaves_the_history_alone(bias, where, events, target, monkeypatch):
     seen = []
 
-    def spy(query, key, *args, **kwargs):
+    def spy(query, key, value, *args, **kwargs):
+        assert value is None  # read once
         seen.append((query.dtype, key.data_ptr()))
-        return original(query, key, *args, **kwargs)
+        return original(query, key, value, *args, **kwargs)
 
     original = attrgetter(where)(merged_attention)
     monkeypatch.setattr(f"jfi.modules.merged_attention.{where}", spy)
@@ -491,6 +525,7 @@ def test_one_node_equals_the_plain_formula(bias, num_queries, events, target, de
 
     with monkeypatch.context() as patch:
         patch.setattr(merged_attention, "check_impl", lambda *_: "triton")
+        patch.setattr(torch.nn.functional, "embedding", None)  # the bias is looked up in the kernel
         assert merged_attention._is_plain((item, history.values()), weights, "triton")
         got = run()
     monkeypatch.setattr(merged_attention, "_is_plain", lambda *_: False)

@@ -290,12 +290,20 @@ def test_scores_far_from_zero_do_not_overflow(impl, device):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_the_same_inputs_give_the_same_bits(impl, device):
+@pytest.mark.parametrize("max_seqlen", [None, 300])
+@pytest.mark.parametrize(("times", "bias_rows"), [(2, None), (2, 395), (2, 7), (2, 100), (20, 395), (20, 7)])
+def test_the_same_inputs_give_the_same_bits(times, bias_rows, max_seqlen, impl, device):
     offsets = offsets_of([300, 5, 0, 90], device)
-    query = torch.randn(4, 2, 2, 16, device=device, requires_grad=True)
+    query = torch.randn(4, times, 2, 16, device=device, requires_grad=True)
     key = torch.randn(395, 1, 16, device=device, requires_grad=True)
+    leaves, events = [query, key], {}
+    if bias_rows is not None:
+        leaves.append(torch.randn(bias_rows, 2, device=device, requires_grad=True))
+        events["bias"] = leaves[-1]
+    if bias_rows in (7, 100):  # a table, of which many events name each row
+        events["buckets"] = torch.randint(bias_rows, (395,), device=device)
     runs = []
     for _ in range(2):
-        out = jfi.ops.target_attention(query, key, None, offsets, impl=impl)
-        runs.append((out, *torch.autograd.grad(out.square().sum(), (query, key))))
+        out = jfi.ops.target_attention(query, key, None, offsets, **events, max_seqlen=max_seqlen, impl=impl)
+        runs.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
