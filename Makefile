@@ -12,6 +12,9 @@ BASE_PYTHON := $(shell for p in python3 python3.12 python3.11; do $$p -c '$(FITS
 BUILD := $(if $(shell command -v nvidia-smi),cuda,cpu)
 TORCHREC := torchrec==1.8.0
 
+# Threads that wait for each other and spin would keep two jobs on the same cores from getting on.
+export OMP_WAIT_POLICY ?= PASSIVE
+
 .PHONY: demo test bench lint clean
 
 demo: $(VENV)/.installed

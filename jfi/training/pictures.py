@@ -93,7 +93,7 @@ def draw_attention(model: SequenceDLRM, dataset: InteractionDataset, device: tor
     keys.append(Line2D([], [], color="0.3", linestyle=":", label="equal weights"))
     figure.legend(handles=keys, loc="outside lower center", ncols=heads + 1)
     figure.suptitle(
-        "Which events of the history the target attends to: weight, divided by head (#: id of a field's value)",
+        "Which events of the history the target attends to: weight, divided by head",
         fontsize=14,
     )
     figure.savefig(path, dpi=100)
@@ -149,7 +149,11 @@ def _describe(
     fields = [spec for spec in dataset.features if spec.role == "history" and spec.column not in item_columns]
     (age,) = (spec.key for spec in dataset.features if spec.role == "bucket")
     events = [
-        ", ".join([_title(dataset, item), *(f"{f.column} #{ids[f.key][event]}" for f in fields), _age(ids[age][event])])
+        ", ".join(
+            [_title(dataset, item)]
+            + [f"{field.column} {_value(dataset, field.column, ids[field.key][event])}" for field in fields]
+            + [_age(ids[age][event])]
+        )
         for event, item in enumerate(ids[f"{HISTORY}{dataset.item_key}"])
     ]
     return _Sample(
@@ -162,8 +166,15 @@ def _describe(
 
 
 def _title(dataset: InteractionDataset, item: int) -> str:
-    title = dataset.titles[item] if dataset.titles else f"{dataset.item_key} {item}"
+    title = dataset.titles[item] if dataset.titles else f"{dataset.item_key} {_value(dataset, dataset.item_key, item)}"
     return title if len(title) <= _TITLE_WIDTH else title[: _TITLE_WIDTH - 1] + "…"
+
+
+def _value(dataset: InteractionDataset, column: str, number: int) -> str:
+    """What the table says where an id stands; #id where training did not see it, or has cut numbers to ids."""
+    if number and column in dataset.learnt.vocabularies:
+        return str(dataset.learnt.vocabularies[column][number - 1])
+    return f"#{number}"
 
 
 def _age(bucket: int) -> str:
