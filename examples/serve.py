@@ -74,8 +74,9 @@ def main() -> int:
     try:
         # On SIGTERM or Ctrl-C it accepts no more and ends when what was accepted is answered.
         web.run_app(make_app(scorer, **how), host=options.host, port=options.port, handle_signals=True)
-    except OSError as error:
-        print(f"error: {options.host}:{options.port}: {error.strerror or error}", file=sys.stderr)
+    except (OSError, OverflowError) as error:  # the second of a port that there cannot be
+        reason = getattr(error, "strerror", None) or error
+        print(f"error: {options.host}:{options.port}: {reason}", file=sys.stderr)
         return 2
     return 0
 

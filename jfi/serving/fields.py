@@ -13,10 +13,14 @@ from typing import Literal
 
 import numpy as np
 
+#: Values of a list; more are refused. Training has no such limit: it keeps all of a user's or candidate's.
+MAX_VALUES = 1000
+#: Characters of an unknown name, beyond which no near one is looked for: with megabytes that takes a second.
+_MAX_NAME = 100
 _TYPES = {
     "category": "a string or an integer, or null",
-    "categories": "a list of strings or integers",
-    "slots": "a list of strings or integers",
+    "categories": f"a list of strings or integers, at most {MAX_VALUES}",
+    "slots": f"a list of strings or integers, at most {MAX_VALUES}",
     "number": "a finite number, or null",
     "quantile": "a finite number, or null",
     "age": "a number of seconds, at least 0",
@@ -189,6 +193,10 @@ class RequestReader:
         fits = [type(value) is list and set(map(type, value)) <= {str, int} for value in values]
         if not all(fits):
             _refuse(one, values, place, fits)
+        longest = max(values, key=len)
+        if len(longest) > MAX_VALUES:
+            at = place(values.index(longest))
+            raise BadRequestError(f"{at}.{one.name} must be at most {MAX_VALUES} values, got {len(longest)}")
         known = self._known[one.name]
         lists = [[known.get(str(v), 0) for v in value if v != ""] for value in values]
         if one.kind == "slots":
@@ -243,7 +251,7 @@ def _check_names(place: str, given: dict, known: Iterable[str]) -> None:
     known = sorted(known)
     for name in given:
         if name not in known:
-            near = get_close_matches(name, known, n=1)
+            near = get_close_matches(name, known, n=1) if len(name) <= _MAX_NAME else []
             hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(known) or 'none'}"
             raise BadRequestError(f"{place} has an unknown field {_shown(name)}; {hint}")
     for name in known:

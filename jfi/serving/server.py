@@ -75,6 +75,8 @@ async def _faults(
         return await handler(request)
     except BadRequestError as fault:
         return _error(400, str(fault))
+    except web.RequestPayloadError:
+        return _error(400, "the body is not encoded as its headers say")
     except TimeoutError:
         return _error(408, f"the body did not arrive within {BODY_SECONDS:g} s")
     except FullError:

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from jfi.serving.artefact import ArtefactError
+
 FLOAT, INT8 = "float32", "int8"
 
 
@@ -88,10 +90,20 @@ def save_tables(path: Path, kind: str, weights: dict[str, Tensor], table_of: dic
 def load_tables(
     path: Path, kind: str, sizes: dict[str, int], table_of: dict[str, str], embedding_dim: int, device: torch.device
 ) -> Tables:
+    """Reads what `save_tables` wrote.
+
+    Raises:
+        ArtefactError: int8 tables where TorchRec is absent.
+    """
     state = torch.load(path, map_location=device, weights_only=True)
     if kind == FLOAT:
         return FloatTables(state, table_of)
-    return Int8Tables(state, sizes, table_of, embedding_dim, device)
+    try:
+        return Int8Tables(state, sizes, table_of, embedding_dim, device)
+    except ModuleNotFoundError as error:
+        raise ArtefactError(
+            f"{path.parent} has int8 tables, which need TorchRec: {error.name} is missing; export with --tables float32"
+        ) from error
 
 
 def _configs(sizes: dict[str, int], table_of: dict[str, str], embedding_dim: int) -> list:

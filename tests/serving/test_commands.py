@@ -9,7 +9,9 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 
@@ -60,6 +62,26 @@ def test_serve_listens_on_loopback_and_finishes_what_it_accepted(exported, score
         thread.join(60)
         assert answers[0]["scores"] == pytest.approx(scorer.score([scorer.reader(request_body)])[0], abs=1e-6)
         assert process.wait(60) == 0
+
+
+def test_the_limits_of_serve_are_those_of_its_options(exported, request_body):
+    options = ["--queue", 1, "--max-wait-ms", 2000, "--max-batch", 3]
+
+    def status(address: str) -> int:
+        try:
+            post(address, request_body)
+        except urllib.error.HTTPError as refused:
+            return refused.code
+        return 200
+
+    with server("--artefact", exported.path, *options) as (_, address):
+        with ThreadPoolExecutor(4) as threads:
+            assert set(threads.map(status, [address] * 4)) == {200, 503}
+        full = request_body | {"candidates": request_body["candidates"][:1] * 3}
+        start = time.perf_counter()
+        assert len(post(address, full)["scores"]) == 3
+        # A full batch does not wait for more.
+        assert time.perf_counter() - start < 2
 
 
 def test_json_lines_need_neither_the_model_nor_training_nor_triton(exported, scorer, request_body):

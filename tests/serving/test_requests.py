@@ -74,8 +74,10 @@ def changed(path: list, value: object) -> dict:
         (["history", 1], None, r"history\[1\] must be an object, got None"),
         (["history", 2, "item"], ..., r"history\[2\] lacks the field 'item'"),
         (["history", 2, "item"], 1.0, r"history\[2\].item must be a string or an integer, or null, got 1.0"),
-        (["history", 0, "tags"], "c", r"history\[0\].tags must be a list of strings or integers, got 'c'"),
+        (["history", 0, "tags"], "c", r"history\[0\].tags must be a list of .*, at most 1000, got 'c'"),
         (["history", 0, "tags"], ["c", None], r"history\[0\].tags must be a list"),
+        (["history", 1, "tags"], ["c"] * 1001, r"history\[1\].tags must be at most 1000 values, got 1001"),
+        (["candidates", 1, "tags"], ["c"] * 1001, r"candidates\[1\].tags must be at most 1000 values, got 1001"),
         (["history", 1, "seconds"], float("inf"), r"history\[1\].seconds must be a finite number"),
         (["history", 1, "age"], None, r"history\[1\].age must be a number of seconds"),
         (["history", 1, "age"], -1, r"history\[1\].age must be a number of seconds, at least 0, got -1"),
@@ -88,6 +90,22 @@ def changed(path: list, value: object) -> dict:
 def test_a_fault_is_named_by_its_place(path, value, reason):
     with pytest.raises(BadRequestError, match=reason):
         READ(changed(path, value))
+
+
+def test_near_names_are_not_looked_for_where_a_name_is_huge(monkeypatch):
+    looked = []
+    monkeypatch.setattr("jfi.serving.fields.get_close_matches", lambda name, *_, **__: looked.append(len(name)))
+    for length in (100, 101, 10**6):
+        with pytest.raises(BadRequestError, match=r"user has an unknown field 'a+\.\.\.; known: city, income$"):
+            READ(changed(["user", "a" * length], 1))
+    assert looked == [100]
+
+
+def test_a_list_may_be_as_long_as_the_schema_says():
+    encoded = READ(changed(["candidates", 1, "tags"], ["c"] * 1000))
+    assert encoded.counts["tags"].tolist() == [2, 1000]
+    schema = READ.schema()
+    assert schema["candidates"]["tags"] == schema["history"]["tags"] == "a list of strings or integers, at most 1000"
 
 
 def test_the_place_in_a_history_that_is_cut_is_the_one_in_the_request():

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,9 +11,10 @@ import torch
 
 from jfi.data.synthetic import make_tables
 from jfi.serving import artefact
+from jfi.serving.artefact import ArtefactError
 from jfi.serving.fields import Request
 from jfi.serving.scorer import Scorer, groups_alike
-from jfi.serving.tables import INT8, save_tables
+from jfi.training.cli import run_cli
 
 from .conftest import load_script
 
@@ -79,20 +82,39 @@ def test_a_long_history_is_cut_to_the_newest_events_as_in_training(scorer, sampl
     np.testing.assert_array_equal(scored(scorer, [longer]), scored(scorer, [request]))
 
 
-def test_int8_scores_are_near(exported, tmp_path, scorer, samples):
-    """The package is the same, so it is not compiled again: what `--tables int8` writes, around it."""
-    weights = torch.load(exported.path / artefact.TABLES)
-    info = artefact.read(exported.path) | {"tables": INT8}
-    with artefact.writing(tmp_path / "int8") as folder:
-        for name in (artefact.MODEL, artefact.VOCABULARIES):
-            shutil.copy(exported.path / name, folder)
-        save_tables(folder / artefact.TABLES, INT8, weights, info["table_of"])
-        artefact.write_json(folder / artefact.INFO, info)
+@pytest.fixture(scope="module")
+def int8(exported, tmp_path_factory) -> Path:
+    """What `--tables int8` writes; the package is the same as that of `exported`, so it is not compiled again."""
+    path = tmp_path_factory.mktemp("int8") / "artefact"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "jfi.serving.export._compile",
+            lambda scoring, example, package: shutil.copy(exported.path / artefact.MODEL, package),
+        )
+        arguments = ["--run", exported.run, "--out", path, "--tables", "int8"]
+        patch.setattr("sys.argv", ["export.py", *map(str, arguments)])
+        assert run_cli(load_script("export").main) == 0
+    return path
+
+
+def test_int8_scores_are_near(int8, exported, scorer, samples):
+    info = artefact.read(int8)
+    assert info == artefact.read(exported.path) | {"tables": "int8"}
+    assert (int8 / artefact.TABLES).stat().st_size < (exported.path / artefact.TABLES).stat().st_size
     requests, _ = samples
-    small = Scorer(tmp_path / "int8")
+    small = Scorer(int8)
     found, wanted = scored(small, requests[:200]), scored(scorer, requests[:200])
     assert 0 < np.abs(found - wanted).max() < 0.02
     assert np.corrcoef(found, wanted)[0, 1] > 0.999
+
+
+def test_int8_tables_without_torchrec_are_refused_by_one_line(int8, monkeypatch):
+    absent = "torchrec.quant.embedding_modules"
+    monkeypatch.setitem(sys.modules, absent, None)
+    with pytest.raises(ArtefactError) as refused:
+        Scorer(int8)
+    reason = f"has int8 tables, which need TorchRec: {absent} is missing; export with --tables float32"
+    assert str(refused.value) == f"{int8} {reason}"
 
 
 def test_requests_that_are_padded_together_are_alike():

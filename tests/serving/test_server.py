@@ -1,6 +1,7 @@
 """The server in this process: faults, storms, and what is batched with what."""
 
 import asyncio
+import io
 import json
 import threading
 import time
@@ -12,6 +13,7 @@ pytest.importorskip("aiohttp")
 from aiohttp.test_utils import TestClient, TestServer
 
 from jfi.serving.batcher import Batcher
+from jfi.serving.json_lines import answer_lines
 from jfi.serving.server import make_app
 
 
@@ -75,10 +77,11 @@ def test_faults_get_a_reason_and_disturb_nobody(scorer, request_body):
             await client.post("/score", data=pieces(30)),
             await client.get("/nothing"),
             await client.get("/score"),
+            await client.post("/score", data=b"junk", headers={"Content-Encoding": "gzip"}),
         ]
         for reason, answer in found.items():
             assert answer.status == 400 and reason in (await answer.json())["error"]
-        assert [answer.status for answer in other] == [413, 413, 404, 405]
+        assert [answer.status for answer in other] == [413, 413, 404, 405, 400]
         assert all([(await answer.json())["error"] for answer in other])
         return {(await answer).status for answer in good}
 
@@ -124,6 +127,26 @@ def test_the_failure_of_one_request_is_its_own(scorer, request_body):
         return [(await task).status for task in tasks]
 
     assert serve(slow, talk) == [200, 200, 500, 200]
+
+
+def test_json_lines_are_batched_and_answered_in_order(scorer, request_body):
+    slow, out = Slow(scorer), io.BytesIO()
+    bodies = [request_body | {"candidates": request_body["candidates"][::step]} for step in (1, -1, 1, -1, 1)]
+
+    class Lines(io.BytesIO):
+        def readline(self, size):
+            line = super().readline(size)
+            if not line:  # the first batch has waited for all to be read
+                slow.let_go.set()
+            return line
+
+    lines = Lines("".join(json.dumps(body) + "\n" for body in bodies).encode())
+    asyncio.run(answer_lines(slow, lines, out, max_batch=4))
+    # Two requests of two candidates at a time; the first may have gone alone.
+    assert sorted(slow.batches) == [1, 2, 2]
+    answers = [json.loads(line)["scores"] for line in out.getvalue().splitlines()]
+    wanted = [scorer.score([scorer.reader(body)])[0] for body in bodies]
+    assert len(answers) == 5 and all(a == pytest.approx(w, abs=1e-6) for a, w in zip(answers, wanted, strict=True))
 
 
 def test_who_leaves_is_not_scored(scorer, request_body):
