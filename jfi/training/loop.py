@@ -133,9 +133,7 @@ class Trainer:
             self.model, self.optimizer = shard_model(model, config, world)
             self._reseed()
             if self.device.type == "cuda":
-                self.pipeline = TrainPipelineSparseDist(
-                    self.model, self.optimizer, self.device, custom_model_fwd=self._forward
-                )
+                self.pipeline = self._make_pipeline()
         else:
             for module in (model.embedding_bag_collection, model.embedding_collection):
                 if module is not None:
@@ -226,6 +224,9 @@ class Trainer:
         if not self.world.is_first:
             return SilentRecorder()
         return Recorder(run, self.progress.log_length, self.progress.step)
+
+    def _make_pipeline(self) -> TrainPipelineSparseDist:
+        return TrainPipelineSparseDist(self.model, self.optimizer, self.device, custom_model_fwd=self._forward)
 
     def _reseed(self) -> None:
         """A random generator of its own for every rank of a launched run, by the step where it begins."""

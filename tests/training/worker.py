@@ -1,8 +1,8 @@
 """One process of a launched run, as torchrun would start it: python worker.py JOBS OUTCOMES.
 
 JOBS is a JSON list of {"port": ..., "config": FILE} or {"port": ..., "resume": FOLDER}, done one after another; with
-"stop_at": n the last rank sends itself SIGTERM in step n. Outcomes are written as a JSON list. Nothing
-is drawn, which would take most of the time.
+"stop_at": n the last rank sends itself SIGTERM in step n. Outcomes are written as a JSON list. Nothing is drawn, which
+would take most of the time.
 """
 
 import json
@@ -23,10 +23,16 @@ def nothing(*_: object) -> None:
     pass
 
 
-def do(job: dict) -> str:
+def do(job: dict) -> dict:
+    """How `job` ended, how many steps were done before its first one, and by table the type of the sharding."""
+    outcome = {}
     forward = Trainer._forward
 
     def stopping_forward(trainer: Trainer, batch):
+        outcome.setdefault("begun_at", trainer.progress.step)
+        outcome["types"] = {
+            name: table.sharding_type for tables in trainer.model.plan.plan.values() for name, table in tables.items()
+        }
         is_last = trainer.world.rank == trainer.world.size - 1
         if is_last and trainer.model.training and trainer.progress.step + 1 == job.get("stop_at"):
             os.kill(os.getpid(), signal.SIGTERM)
@@ -37,10 +43,10 @@ def do(job: dict) -> str:
     with mock.patch.object(Trainer, "_forward", stopping_forward), without_pictures:
         try:
             train(load_config(job["config"])) if "config" in job else resume(job["resume"])
-            return "done"
+            return {"end": "done", **outcome}
         except Interrupted as stop:
             dist.destroy_process_group()
-            return str(stop)
+            return {"end": str(stop), **outcome}
 
 
 if __name__ == "__main__":
