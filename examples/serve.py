@@ -74,7 +74,7 @@ def main() -> int:
     try:
         # On SIGTERM or Ctrl-C it accepts no more and ends when what was accepted is answered.
         web.run_app(make_app(scorer, **how), host=options.host, port=options.port, handle_signals=True)
-    except (OSError, OverflowError) as error:  # the second of a port that there cannot be
+    except (OSError, OverflowError) as error:  # OverflowError: no port is that high
         reason = getattr(error, "strerror", None) or error
         print(f"error: {options.host}:{options.port}: {reason}", file=sys.stderr)
         return 2

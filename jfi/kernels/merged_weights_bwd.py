@@ -227,7 +227,7 @@ class _GradientKernels(NamedTuple):
     """Of each launch the launcher, and its tiles: a feature's, or those of a part of the weights."""
 
     batch: tuple[Launcher, int]
-    split: tuple[Launcher, int]
+    weights: tuple[Launcher, int]
     weights_divided: tuple[Launcher, int]
 
 
@@ -276,6 +276,6 @@ def gradients(
     launch((features, tiles, parts), (*rows, *sums), (batch, share))
     out = [torch.empty_like(x) for x in weights]
     out.append(weights[1].new_empty(features, grad.shape[2], dtype=bias_dtype))
-    launch, tiles = kernels.split if parts == 1 else kernels.weights_divided
+    launch, tiles = kernels.weights if parts == 1 else kernels.weights_divided
     launch((features * times * heads, tiles, 1), (*sums, *weights, *out), (parts,))
     return tuple(out)

@@ -31,7 +31,7 @@ LEAST_CHUNK = 256
 WHOLE_ROWS, WHOLE_BYTES = 512, 2**18
 #: Samples whose order by length a program finds out.
 RANKS = tl.constexpr(32)
-#: Samples to a multiprocessor up to which that costs the backward less than it saves at the end.
+#: Samples to a multiprocessor up to which finding their order costs the backward less than it saves at the end.
 _ORDERED = 40
 #: Lengths from here on count as equal: RANKS times as much must fit 32 bits.
 _LONG = tl.constexpr(2**20)
@@ -74,8 +74,8 @@ def longest_first(program, offsets_ptr, batch):
     at = program % stride + members * stride
     low = tl.load(offsets_ptr + at, mask=at < batch, other=1)  # a sample that is not there is the last one
     high = tl.load(offsets_ptr + at + 1, mask=at < batch, other=0)
-    # No two alike, however long.  Comparing all with all instead of a sort would take three times the instructions, and
-    # at D = 256 spill registers.
+    # No two alike, however long.  Comparing all with all instead of a sort takes several times the instructions, and at
+    # D = 256 spills registers.
     lengths = tl.sort(tl.minimum(high - low, _LONG).to(tl.int32) * RANKS + members, descending=True)
     member = tl.sum(tl.where(members == program // stride, lengths & (RANKS - 1), 0), 0)
     return (program % stride + member * stride).to(tl.int64)

@@ -8,8 +8,8 @@ of every step one pass over the history by an operator that torch has vectorised
     dk, dv        weighted sums of a row's queries                            (embedding_bag, a row a bag)
 
 The history is read where it lies: nothing is copied but rows in half precision, which these operators do not take and
-so become float32 first, and no loop goes over samples.  But all products are of vectors,
-so where a sample's scores are many, a matrix product for each sample is faster.
+so become float32 first, and no loop goes over samples.  But all products are of vectors, so where a sample's scores are
+many, a matrix product for each sample is faster.
 """
 
 import warnings

@@ -92,10 +92,7 @@ def draw_attention(model: SequenceDLRM, dataset: InteractionDataset, device: tor
     keys = [Patch(color=f"C{head}", label=f"head {head + 1}") for head in range(heads)]
     keys.append(Line2D([], [], color="0.3", linestyle=":", label="equal weights"))
     figure.legend(handles=keys, loc="outside lower center", ncols=heads + 1)
-    figure.suptitle(
-        "Which events of the history the target attends to: weight, divided by head",
-        fontsize=14,
-    )
+    figure.suptitle("Which events of the history the target attends to: weight, divided by head", fontsize=14)
     figure.savefig(path, dpi=100)
 
 

@@ -173,6 +173,8 @@ def test_what_cannot_be_served_is_refused_by_one_line(exported, tmp_path, monkey
     with socket.create_server(("127.0.0.1", 0)) as taken:
         code, text = say("--artefact", exported.path, "--port", taken.getsockname()[1])
     assert code == 2 and text.startswith("error: 127.0.0.1:") and text.count("\n") == 1
+    code, text = say("--artefact", exported.path, "--port", 99999)
+    assert code == 2 and text.startswith("error: 127.0.0.1:99999:") and text.count("\n") == 1
 
 
 def test_an_export_that_fails_leaves_nothing(tmp_path):

@@ -29,10 +29,10 @@ def do(job: dict) -> dict:
     forward = Trainer._forward
 
     def stopping_forward(trainer: Trainer, batch):
-        outcome.setdefault("begun_at", trainer.progress.step)
-        outcome["types"] = {
-            name: table.sharding_type for tables in trainer.model.plan.plan.values() for name, table in tables.items()
-        }
+        if not outcome:
+            plan = trainer.model.plan.plan
+            types = {name: table.sharding_type for tables in plan.values() for name, table in tables.items()}
+            outcome.update(begun_at=trainer.progress.step, types=types)
         is_last = trainer.world.rank == trainer.world.size - 1
         if is_last and trainer.model.training and trainer.progress.step + 1 == job.get("stop_at"):
             os.kill(os.getpid(), signal.SIGTERM)
