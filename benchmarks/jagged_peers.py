@@ -75,7 +75,9 @@ def ours(problem: Problem) -> Prepared:
     query_offsets, offsets, causal = problem.query_offsets, problem.offsets, problem.shape.causal
 
     def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return jfi.ops.jagged_attention(query, key, value, query_offsets, offsets, causal=causal)
+        return jfi.ops.jagged_attention(
+            query, key, value, query_offsets=query_offsets, key_offsets=offsets, causal=causal
+        )
 
     return Prepared(list(problem.inputs.values()), call, problem.grad)
 

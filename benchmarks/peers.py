@@ -72,7 +72,7 @@ def ours(problem: Problem, longest_known: bool = True) -> Prepared:
     offsets, max_seqlen = problem.offsets, problem.shape.N if longest_known else None
 
     def call(query: Tensor, key: Tensor, value: Tensor | None = None) -> Tensor:
-        return jfi.ops.target_attention(query, key, value, offsets, max_seqlen=max_seqlen)
+        return jfi.ops.target_attention(query, key, value, offsets=offsets, max_seqlen=max_seqlen)
 
     return Prepared(list(problem.inputs.values()), call, problem.grad)
 

@@ -53,7 +53,7 @@ import sys
 sys.modules[{absent!r}] = None
 import torch, jfi.ops
 x = torch.randn(2, 1, 1, 4, requires_grad=True)
-jfi.ops.target_attention(x, torch.randn(5, 1, 4), None, torch.tensor([0, 2, 5])).sum().backward()
+jfi.ops.target_attention(x, torch.randn(5, 1, 4), offsets=torch.tensor([0, 2, 5])).sum().backward()
 """
     subprocess.run([sys.executable, "-c", script], check=True)
 

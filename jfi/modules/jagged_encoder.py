@@ -214,7 +214,7 @@ class EncoderBlock(nn.Module):
         query, key, value = self._by_head(self.query(normed)), self.key(normed), self.value(normed)
         scores = score_bias(self.feature, bias, self.bucket_bias, self.num_heads, query)
         attended = jagged_attention(
-            query, self._by_head(key), self._by_head(value), offsets, offsets, causal=self.causal, bias=scores
+            query, self._by_head(key), self._by_head(value), query_offsets=offsets, causal=self.causal, key_bias=scores
         )
         x = x + self.output(attended.flatten(1))
         return x + self.feedforward(self.feedforward_norm(x))

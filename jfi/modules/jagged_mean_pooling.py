@@ -70,5 +70,5 @@ def _means(
         history, offsets = read_history(sequences, feature, embedding_dim)
         # A query of zeros scores every event alike, and the attention is the mean.
         query = history.new_zeros(offsets.size(0) - 1, 1, 1, history.size(1))
-        means.append(target_attention(query, history.unsqueeze(1), None, offsets).flatten(1))
+        means.append(target_attention(query, history.unsqueeze(1), offsets=offsets).flatten(1))
     return means

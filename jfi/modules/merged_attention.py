@@ -98,8 +98,14 @@ def merged_attention(
         return _MergedAttention.apply(target, *tensors, *weights, scale, max_seqlen, impl, dtype)
     w_qk, b_qk, w_vo = merge(weights.products, weights.times, weights.heads, dtype)
     query = affine(b_qk, target, w_qk.mT).view(-1, weights.times, weights.heads, history.size(1))
-    more = {"bias": bias, "buckets": buckets, "value_scale": value_scale, "scale": scale, "max_seqlen": max_seqlen}
-    attended = target_attention(cast(query, history.dtype), history.unsqueeze(1), None, offsets, **more)
+    more = {
+        "key_bias": bias,
+        "key_bias_index": buckets,
+        "value_scale": value_scale,
+        "scale": scale,
+        "max_seqlen": max_seqlen,
+    }
+    attended = target_attention(cast(query, history.dtype), history.unsqueeze(1), offsets=offsets, **more)
     return affine(weights.output_bias, attended.view(w_vo.size(0), -1, w_vo.size(1)), w_vo)
 
 

@@ -1,6 +1,6 @@
 """Operators over jagged tensors: packed values [S, ...] and offsets [B+1], forward and backward, without padding."""
 
-from jfi.ops._checks import validate
+from jfi.ops._checks import validation
 from jfi.ops.array_jagged_bmm_jagged_out import array_jagged_bmm_jagged_out
 from jfi.ops.jagged2_softmax import jagged2_softmax
 from jfi.ops.jagged_attention import jagged_attention
@@ -19,5 +19,5 @@ __all__ = [
     "jagged_jagged_bmm_jagged_out",
     "jagged_softmax",
     "target_attention",
-    "validate",
+    "validation",
 ]

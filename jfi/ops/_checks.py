@@ -1,10 +1,13 @@
 """Argument checks shared by the operators.
 
 Shapes, dtypes and devices are always checked: that costs no synchronisation.  The contents of offsets are checked on
-the CPU, and on a GPU only after ``validate(True)``, since reading them there stalls the device.
+the CPU, and on a GPU only under ``with jfi.ops.validation():``, since reading them there stalls the device.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -13,22 +16,26 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 IMPLEMENTATIONS = ("auto", "triton", "torch")
 
-_validate_on_gpu = False
+_validates_on_gpu: ContextVar[bool] = ContextVar("_validates_on_gpu", default=False)
 
 
-def validate(enabled: bool) -> None:
-    """Check the contents of offsets on a GPU too, at a synchronisation a call; CPU tensors are always checked.
+@contextmanager
+def validation() -> Iterator[None]:
+    """Check the contents of offsets and indices on a GPU too, at one synchronisation per check.
 
-    Args:
-        enabled: True while looking for a bug in the offsets, False otherwise.
+    CPU tensors are always checked.  Applies to the current thread or task only.
 
     Example:
-        >>> import jfi
-        >>> jfi.ops.validate(True)
-        >>> jfi.ops.validate(False)
+        >>> import torch, jfi
+        >>> with jfi.ops.validation():
+        ...     jfi.ops.jagged_softmax(torch.zeros(5, 1), torch.tensor([0, 4, 5])).shape
+        torch.Size([5, 1])
     """
-    global _validate_on_gpu
-    _validate_on_gpu = bool(enabled)
+    token = _validates_on_gpu.set(True)
+    try:
+        yield
+    finally:
+        _validates_on_gpu.reset(token)
 
 
 def is_traced() -> bool:
@@ -43,7 +50,7 @@ def is_traced() -> bool:
 
 def _may_read(offsets: Tensor) -> bool:
     """Whether the contents of offsets are there, and reading them stalls no device or is asked for."""
-    return not is_traced() and type(offsets) is Tensor and (offsets.device.type == "cpu" or _validate_on_gpu)
+    return not is_traced() and type(offsets) is Tensor and (offsets.device.type == "cpu" or _validates_on_gpu.get())
 
 
 def check_floating(**tensors: Tensor | None) -> None:
@@ -89,9 +96,9 @@ def check_history(key: Tensor, value: Tensor | None, bias: Tensor | None, heads:
         check_size("value", value.shape[0], key.shape[0], "S")
         check_size("value", value.shape[1], key.shape[1], "G")
     if bias is not None:
-        check_dim("bias", bias, "[S, H]")
-        check_size("bias", bias.shape[0], key.shape[0], "S")
-        check_size("bias", bias.shape[1], heads, "H")
+        check_dim("key_bias", bias, "[S, H]")
+        check_size("key_bias", bias.shape[0], key.shape[0], "S")
+        check_size("key_bias", bias.shape[1], heads, "H")
 
 
 def check_events(
@@ -99,8 +106,8 @@ def check_events(
 ) -> None:
     """Buckets name rows of a table [R, H] and, as a scale of values, come one to a row of key, on its device."""
     if table is not None and table.device != key.device:
-        raise ValueError(f"bias must be on the device of key, {key.device}, got {table.device}")
-    for name, x in {"buckets": buckets, "value_scale": value_scale}.items():
+        raise ValueError(f"key_bias must be on the device of key, {key.device}, got {table.device}")
+    for name, x in {"key_bias_index": buckets, "value_scale": value_scale}.items():
         if x is None:
             continue
         if not isinstance(x, Tensor):
@@ -114,16 +121,18 @@ def check_events(
     if buckets is None:
         return
     if buckets.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"buckets must be int32 or int64, got {buckets.dtype}")
+        raise TypeError(f"key_bias_index must be int32 or int64, got {buckets.dtype}")
     if table is None:
-        raise ValueError("bias must be a table [R, H] where buckets are given, got None")
-    check_floating(bias=table)
-    check_dim("bias", table, "[R, H]")
-    check_size("bias", table.shape[1], heads, "H")
+        raise ValueError("key_bias must be a table [N, H] where key_bias_index is given, got None")
+    check_floating(key_bias=table)
+    check_dim("key_bias", table, "[N, H]")
+    check_size("key_bias", table.shape[1], heads, "H")
     if _may_read(buckets) and buckets.numel():
         low, high = int(buckets.min()), int(buckets.max())
         if low < 0 or high >= table.shape[0]:
-            raise ValueError(f"buckets must be from 0 to {table.shape[0] - 1}, rows of bias, got {low} to {high}")
+            raise ValueError(
+                f"key_bias_index must be from 0 to {table.shape[0] - 1}, rows of key_bias, got {low} to {high}"
+            )
 
 
 def check_scale(scale: float | None, width: int) -> float:
@@ -187,7 +196,7 @@ def check_impl(impl: str, like: Tensor) -> str:
 
 def _interprets() -> bool:
     """Whether the kernels run through Triton's interpreter, which takes a processor's tensors."""
-    from jfi.kernels.tiles import INTERPRET
+    from jfi.kernels.common.primitives import INTERPRET
 
     return INTERPRET.value
 

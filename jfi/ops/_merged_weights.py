@@ -1,7 +1,7 @@
 """The weights of multi-head target attention multiplied with each other: what `jfi.modules.merged_attention` applies.
 
 `merge` is differentiable as it stands; `merge_eagerly` and `gradients`, one launch and two on a GPU, are for a caller
-that is a node of autograd's graph itself.  See `jfi.kernels.merged_weights` and `merged_weights_bwd` for
+that is a node of autograd's graph itself.  See `jfi.kernels.absorbed_weights` for
 the formulas.
 """
 
@@ -44,9 +44,9 @@ def merge_eagerly(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`merge` without a graph."""
     if impl == "triton":
-        from jfi.kernels import merged_weights
+        from jfi.kernels.absorbed_weights import fwd
 
-        return merged_weights.merge(tuple(x.contiguous() for x in weights), times, heads, dtype)
+        return fwd.merge(tuple(x.contiguous() for x in weights), times, heads, dtype)
     return merge(weights, times, heads, dtype)
 
 
@@ -68,10 +68,10 @@ def gradients(
         bias_dtype: of the output's bias.
     """
     if impl == "triton":
-        from jfi.kernels import merged_weights_bwd
+        from jfi.kernels.absorbed_weights import bwd
 
         rows, weights = (tuple(x.contiguous() for x in group) for group in (rows, weights))
-        return merged_weights_bwd.gradients(rows, weights, bias_dtype, times, heads)
+        return bwd.gradients(rows, weights, bias_dtype, times, heads)
     dtype = rows[3].dtype
     dquery, target, attended, grad = (x.to(dtype) for x in rows)
     w_q, b_q, w_k, w_v, w_o = _by_head(tuple(x.to(dtype) for x in weights), times, heads)

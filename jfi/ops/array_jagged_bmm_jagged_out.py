@@ -13,7 +13,7 @@ from jfi.ops._dispatch import operator, operators
 
 
 def _forward(a: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, out_rows: int, transposed: bool) -> Tensor:
-    from jfi.kernels.array_jagged_bmm_jagged_out import array_jagged_bmm_jagged_out
+    from jfi.kernels.jagged_ops.array_jagged_bmm_jagged_out import array_jagged_bmm_jagged_out
 
     return array_jagged_bmm_jagged_out(a.contiguous(), y.contiguous(), x_offsets, y_offsets, out_rows, transposed)
 

@@ -12,7 +12,7 @@ from jfi.ops._dispatch import operator
 
 
 def _forward(a: Tensor, x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
-    from jfi.kernels.jagged2_softmax import forward
+    from jfi.kernels.jagged_ops.jagged2_softmax import forward
 
     return forward(a.contiguous(), x_offsets, y_offsets)
 
@@ -22,7 +22,7 @@ def _forward_fake(a, x_offsets, y_offsets):
 
 
 def _backward(grad: Tensor, out: Tensor, x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
-    from jfi.kernels.jagged2_softmax import backward
+    from jfi.kernels.jagged_ops.jagged2_softmax import backward
 
     return backward(grad.contiguous(), out, x_offsets, y_offsets)
 

@@ -23,9 +23,11 @@ from jfi.ops._dispatch import operator
 def _kernels(impl: str) -> ModuleType:
     """The module whose forward and backward do the work: "triton", or "torch" on a processor."""
     if impl == "triton":
-        from jfi.kernels import jagged_attention
-    else:
-        from jfi.kernels import jagged_attention_cpu as jagged_attention
+        from jfi.kernels.jagged_attention import launch
+
+        return launch
+    from jfi.cpu import jagged_attention
+
     return jagged_attention
 
 
@@ -100,29 +102,29 @@ _jagged_attention_bwd = operator("jagged_attention_bwd", _backward, _backward_fa
 _jagged_attention_fwd = operator("jagged_attention_fwd", _forward, _forward_fake, _save, _differentiate)
 
 
-def _window(causal: bool, window: tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
+def _window(causal: bool, window_size: tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
     """How many keys before and behind its own place a query sees."""
-    if window is not None and not (isinstance(window, tuple) and len(window) == 2):
-        raise TypeError(f"window must be a pair (left, right) or None, got {window!r}")
-    left, right = window or (None, None)
+    if window_size is not None and not (isinstance(window_size, tuple) and len(window_size) == 2):
+        raise TypeError(f"window_size must be a pair (left, right) or None, got {window_size!r}")
+    left, right = window_size or (None, None)
     for side, bound in (("left", left), ("right", right)):
         if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | torch.SymInt)):
-            raise TypeError(f"window must have a {side} of None or an int, got {bound!r}")
+            raise TypeError(f"window_size must have a {side} of None (unbounded) or an int, got {bound!r}")
         if bound is not None and bound < 0:
-            raise ValueError(f"window must have a {side} of None or at least 0, got {bound}")
+            raise ValueError(f"window_size must have a {side} of None (unbounded) or at least 0, got {bound}")
     return left, 0 if causal else right
 
 
 def jagged_attention(
     query: Tensor,
     key: Tensor,
-    value: Tensor | None,
-    query_offsets: Tensor,
-    key_offsets: Tensor,
+    value: Tensor | None = None,
     *,
+    query_offsets: Tensor,
+    key_offsets: Tensor | None = None,
     causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    bias: Tensor | None = None,
+    window_size: tuple[int | None, int | None] | None = None,
+    key_bias: Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     impl: str = "auto",
@@ -134,10 +136,11 @@ def jagged_attention(
         key: [S, G, D]; G divides H, and H/G query heads share a key head.
         value: [S, G, E], or None: value = key, with one gradient.
         query_offsets: [B+1], int32 or int64, from 0 to R.
-        key_offsets: [B+1], from 0 to S.
+        key_offsets: [B+1], from 0 to S; None means query_offsets, self-attention.
         causal: hide keys behind the query, where the last query of a sample stands at its last key.
-        window: (left, right), how many keys before and behind the query's place are seen; None for no bound.
-        bias: [S, H], added to the scores; -inf hides an event.
+        window_size: (left, right), how many keys before and after the query's position are seen; None, not -1, for no
+            bound.
+        key_bias: [S, H], added to the scores; -inf hides an event.
         scale: of the scores; None means 1/sqrt(D).
         return_lse: return the log-sum-exp of each query's scores too, for merging parts of a history; it has a
             gradient as the output has.
@@ -156,27 +159,27 @@ def jagged_attention(
         >>> import torch, jfi
         >>> x = torch.randn(5, 2, 8)
         >>> offsets = torch.tensor([0, 2, 2, 5])
-        >>> jfi.ops.jagged_attention(x, x, x, offsets, offsets, causal=True).shape
+        >>> jfi.ops.jagged_attention(x, x, x, query_offsets=offsets, causal=True).shape
         torch.Size([5, 2, 8])
     """
-    check_floating(query=query, key=key, value=value, bias=bias)
+    key_offsets = query_offsets if key_offsets is None else key_offsets
+    check_floating(query=query, key=key, value=value, key_bias=key_bias)
     check_dim("query", query, "[R, H, D]")
     rows, heads, width = query.shape
-    check_history(key, value, bias, heads, width)
-    left, right = _window(causal, window)
+    check_history(key, value, key_bias, heads, width)
+    left, right = _window(causal, window_size)
     check_offsets("query_offsets", query_offsets, rows, "query", query)
     check_offsets("key_offsets", key_offsets, key.shape[0], "key", query, query_offsets.shape[0] - 1)
     impl = check_impl(impl, query)
     scale = check_scale(scale, width)
     if impl == "torch" and query.device.type != "cpu":
-        window = (left, right)
-        inputs = (query, key, value, query_offsets, key_offsets, False, window, bias, scale)
+        inputs = (query, key, value, query_offsets, key_offsets, False, (left, right), key_bias, scale)
         out, lse = reference.jagged_attention(*inputs)
     else:
         query, key = query.contiguous(), key.contiguous()
         query_offsets, key_offsets = query_offsets.contiguous(), key_offsets.contiguous()
         value = None if value is None else value.contiguous()
-        bias = None if bias is None else bias.contiguous()
-        inputs = (query, key, value, query_offsets, key_offsets, bias, scale, left, right, impl)
+        key_bias = None if key_bias is None else key_bias.contiguous()
+        inputs = (query, key, value, query_offsets, key_offsets, key_bias, scale, left, right, impl)
         out, lse = _jagged_attention_fwd(*inputs)
     return (out, lse) if return_lse else out

@@ -13,7 +13,7 @@ from jfi.ops._dispatch import operator, operators
 
 
 def _forward(x: Tensor, offsets: Tensor, dense: Tensor, transposed: bool) -> Tensor:
-    from jfi.kernels.jagged_dense_bmm import jagged_dense_bmm
+    from jfi.kernels.jagged_ops.jagged_dense_bmm import jagged_dense_bmm
 
     return jagged_dense_bmm(x.contiguous(), offsets, dense.contiguous(), transposed)
 

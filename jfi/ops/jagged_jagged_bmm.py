@@ -13,7 +13,7 @@ from jfi.ops._dispatch import operator, operators
 
 
 def _forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
-    from jfi.kernels.jagged_jagged_bmm import jagged_jagged_bmm
+    from jfi.kernels.jagged_ops.jagged_jagged_bmm import jagged_jagged_bmm
 
     return jagged_jagged_bmm(x.contiguous(), y.contiguous(), offsets)
 

@@ -13,7 +13,7 @@ from jfi.ops._dispatch import operator, operators
 
 
 def _forward(x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, out_size: int) -> Tensor:
-    from jfi.kernels.jagged_jagged_bmm_jagged_out import jagged_jagged_bmm_jagged_out
+    from jfi.kernels.jagged_ops.jagged_jagged_bmm_jagged_out import jagged_jagged_bmm_jagged_out
 
     return jagged_jagged_bmm_jagged_out(x.contiguous(), y.contiguous(), x_offsets, y_offsets, out_size)
 

@@ -12,7 +12,7 @@ from jfi.ops._dispatch import operator
 
 
 def _forward(x: Tensor, offsets: Tensor) -> Tensor:
-    from jfi.kernels.jagged_softmax import forward
+    from jfi.kernels.jagged_ops.jagged_softmax import forward
 
     return forward(x.contiguous(), offsets)
 
@@ -22,7 +22,7 @@ def _forward_fake(x, offsets):
 
 
 def _backward(grad: Tensor, out: Tensor, offsets: Tensor) -> Tensor:
-    from jfi.kernels.jagged_softmax import backward
+    from jfi.kernels.jagged_ops.jagged_softmax import backward
 
     return backward(grad.contiguous(), out, offsets)
 

@@ -33,9 +33,11 @@ from jfi.ops._dispatch import operator, without_autocast
 def _kernels(impl: str) -> ModuleType:
     """The module whose forward and backward do the work: "triton", or "torch" on a processor."""
     if impl == "triton":
-        from jfi.kernels import target_attention
-    else:
-        from jfi.kernels import target_attention_cpu as target_attention
+        from jfi.kernels.target_attention import launch
+
+        return launch
+    from jfi.cpu import target_attention
+
     return target_attention
 
 
@@ -129,11 +131,11 @@ _target_attention_fwd = operator("target_attention_fwd", _forward, _forward_fake
 def target_attention(
     query: Tensor,
     key: Tensor,
-    value: Tensor | None,
-    offsets: Tensor,
+    value: Tensor | None = None,
     *,
-    bias: Tensor | None = None,
-    buckets: Tensor | None = None,
+    offsets: Tensor,
+    key_bias: Tensor | None = None,
+    key_bias_index: Tensor | None = None,
     value_scale: Tensor | None = None,
     scale: float | None = None,
     max_seqlen: int | None = None,
@@ -146,9 +148,11 @@ def target_attention(
         key: [S, G, D]; G divides H, and H/G query heads share a key head.
         value: [S, G, E], or None: value = key, read once and with one gradient.
         offsets: [B+1], int32 or int64, from 0 to S: sample b owns rows offsets[b] to offsets[b+1].
-        bias: [S, H], added to the scores; -inf hides an event.  With buckets a table [R, H], of any floating dtype.
-        buckets: [S], int32 or int64: event s has row buckets[s] of bias.  Triton's kernels read it there, and sum its
-            gradient in a fixed order.  Ids are looked at on the CPU alone; elsewhere one that is no row is undefined.
+        key_bias: [S, H], added to the scores; -inf hides an event.  With key_bias_index a table [N, H] of any floating
+            dtype.
+        key_bias_index: [S], int32 or int64: event s has row key_bias_index[s] of the table key_bias.  The Triton
+            kernels read the table in place and sum its gradient in a fixed order.  The index is checked on the CPU
+            only; on a GPU an index outside of the table is undefined behaviour.
         value_scale: [S], floating: what each event's value is multiplied by, its weight in the softmax left alone.
         scale: of the scores; None means 1/sqrt(D).
         max_seqlen: the longest history, if the host knows it.  It changes nothing but rounding, even if it is wrong:
@@ -166,26 +170,26 @@ def target_attention(
     Example:
         >>> import torch, jfi
         >>> query, history = torch.randn(3, 1, 4, 32), torch.randn(5, 1, 32)
-        >>> jfi.ops.target_attention(query, history, None, torch.tensor([0, 2, 2, 5])).shape
+        >>> jfi.ops.target_attention(query, history, offsets=torch.tensor([0, 2, 2, 5])).shape
         torch.Size([3, 1, 4, 32])
     """
-    check_floating(query=query, key=key, value=value, bias=bias if buckets is None else None)
+    check_floating(query=query, key=key, value=value, key_bias=key_bias if key_bias_index is None else None)
     check_dim("query", query, "[B, T, H, D]")
     batch, _, heads, width = query.shape
-    check_history(key, value, bias if buckets is None else None, heads, width)
-    check_events(key, bias, buckets, value_scale, heads)
+    check_history(key, value, key_bias if key_bias_index is None else None, heads, width)
+    check_events(key, key_bias, key_bias_index, value_scale, heads)
     check_offsets("offsets", offsets, key.shape[0], "key", query, batch)
     impl = check_impl(impl, query)
     scale = check_scale(scale, width)
     check_max_seqlen(max_seqlen)
     in_kernel = takes_events(impl, query.shape[1] * heads // key.shape[1])
-    if buckets is not None and not in_kernel:
-        bias, buckets = F.embedding(buckets, bias).to(query.dtype), None
+    if key_bias_index is not None and not in_kernel:
+        key_bias, key_bias_index = F.embedding(key_bias_index, key_bias).to(query.dtype), None
     learned = value_scale is not None and value_scale.requires_grad and torch.is_grad_enabled()
     if value_scale is not None and (learned or not in_kernel):
         value, value_scale = (key if value is None else value) * value_scale[:, None, None].to(key.dtype), None
     if impl == "torch" and query.device.type != "cpu":
-        return reference.target_attention(query, key, value, offsets, bias, scale)
-    tensors = (query, key, value, offsets, bias, buckets, value_scale)
+        return reference.target_attention(query, key, value, offsets, key_bias, scale)
+    tensors = (query, key, value, offsets, key_bias, key_bias_index, value_scale)
     tensors = (None if x is None else x.contiguous() for x in tensors)
     return _target_attention_fwd(*tensors, None, scale, max_seqlen, impl)[0]

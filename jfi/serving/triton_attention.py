@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from jfi.kernels import jagged_attention_fwd as attention
-from jfi.kernels import schedule
-from jfi.kernels.target_attention_tiles import Tile
-from jfi.kernels.tiles import cdiv
+from jfi.kernels.common import tile_scheduler as schedule
+from jfi.kernels.common.primitives import cdiv
+from jfi.kernels.jagged_attention import triton_fwd as attention
+from jfi.kernels.target_attention.tiles import Tile
 
 
 @triton_op("jfi_serving::jagged_attention", mutates_args={})

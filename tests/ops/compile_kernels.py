@@ -11,15 +11,13 @@ from triton.compiler import compile as compile_kernel
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from jfi.kernels import (
-    jagged_attention_hopper,
-    merged_weights,
-    merged_weights_bwd,
-    shares,
-    target_attention_bwd,
-    target_attention_fwd,
-)
-from jfi.kernels.launch import Launcher
+from jfi.kernels.absorbed_weights import bwd as merged_weights_bwd
+from jfi.kernels.absorbed_weights import fwd as merged_weights
+from jfi.kernels.common import stream_k as shares
+from jfi.kernels.common.launch import Launcher
+from jfi.kernels.jagged_attention import sm90 as jagged_attention_hopper
+from jfi.kernels.target_attention import few_bwd as target_attention_bwd
+from jfi.kernels.target_attention import few_fwd as target_attention_fwd
 
 
 def tensors(rows: int, groups: int, width: int) -> tuple[torch.Tensor, ...]:

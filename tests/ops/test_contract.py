@@ -42,16 +42,21 @@ def calls(device: torch.device, impl: str, factor: int = 1) -> dict:
             (random(pairs), random(r, 16), x_offsets, y_offsets, s),
         ),
         "target_attention": (
-            lambda *inputs: ops.target_attention(*inputs[:4], bias=inputs[4], impl=impl),
+            lambda *inputs: ops.target_attention(*inputs[:3], offsets=inputs[3], key_bias=inputs[4], impl=impl),
             (random(b, 2, 4, 16), random(s, 2, 16), random(s, 2, 10), x_offsets, random(s, 4)),
         ),
         "target_attention, longest known": (
-            lambda *inputs: ops.target_attention(*inputs, max_seqlen=64, impl=impl),
+            lambda *inputs: ops.target_attention(*inputs[:3], offsets=inputs[3], max_seqlen=64, impl=impl),
             (random(b, 2, 4, 16), random(s, 2, 16), None, x_offsets),
         ),
         "target_attention, by bucket": (
             lambda *inputs: ops.target_attention(
-                *inputs[:4], bias=inputs[4], buckets=inputs[5], value_scale=inputs[6], impl=impl
+                *inputs[:3],
+                offsets=inputs[3],
+                key_bias=inputs[4],
+                key_bias_index=inputs[5],
+                value_scale=inputs[6],
+                impl=impl,
             ),
             (
                 *(random(b, 2, 4, 16), random(s, 2, 16), None, x_offsets, random(5, 4)),
@@ -59,17 +64,25 @@ def calls(device: torch.device, impl: str, factor: int = 1) -> dict:
             ),
         ),
         "target_attention, many queries": (
-            lambda *inputs: ops.target_attention(*inputs, impl=impl),
+            lambda *inputs: ops.target_attention(*inputs[:3], offsets=inputs[3], impl=impl),
             (random(b, 20, 2, 16), random(s, 2, 16), None, x_offsets),
         ),
         "jagged_attention": (
-            lambda *inputs: ops.jagged_attention(*inputs[:5], bias=inputs[5], causal=True, return_lse=True, impl=impl)[
-                0
-            ],
+            lambda *inputs: ops.jagged_attention(
+                *inputs[:3],
+                query_offsets=inputs[3],
+                key_offsets=inputs[4],
+                key_bias=inputs[5],
+                causal=True,
+                return_lse=True,
+                impl=impl,
+            )[0],
             (random(r, 4, 16), random(s, 2, 16), random(s, 2, 10), y_offsets, x_offsets, random(s, 4)),
         ),
         "jagged_attention, half precision": (
-            lambda *inputs: ops.jagged_attention(*inputs, window=(9, None), impl=impl),
+            lambda *inputs: ops.jagged_attention(
+                *inputs[:3], query_offsets=inputs[3], key_offsets=inputs[4], window_size=(9, None), impl=impl
+            ),
             (half(s, 2, 64), half(s, 2, 64), half(s, 2, 64), x_offsets, x_offsets),
         ),
     }
@@ -208,7 +221,7 @@ def test_new_sizes_compile_no_kernel(name, device, monkeypatch):
 @pytest.mark.parametrize("name", [name for name in NAMES if "," not in name])
 def test_a_hundred_thousand_samples_fit_the_grid(name, device, monkeypatch):
     """CUDA takes 2**31 - 1 programs in a grid's first dimension and 65,535 in the others."""
-    from jfi.kernels.launch import Launcher
+    from jfi.kernels.common.launch import Launcher
 
     grids = []
     monkeypatch.setattr(Launcher, "__call__", lambda launcher, grid, *_: grids.append(grid))
@@ -222,10 +235,11 @@ def test_a_hundred_thousand_samples_fit_the_grid(name, device, monkeypatch):
         "jagged_jagged_bmm_jagged_out": (x, x, offsets),
         "jagged2_softmax": (a, offsets),
         "array_jagged_bmm_jagged_out": (a, x, offsets),
-        "target_attention": (x[:, None, None], x[:, None], None, offsets),
-        "jagged_attention": (x[:, None], x[:, None], None, offsets, offsets),
+        "target_attention": (x[:, None, None], x[:, None]),
+        "jagged_attention": (x[:, None], x[:, None]),
     }[name]
-    getattr(ops, name)(*inputs, impl="triton")
+    by_name = {"target_attention": {"offsets": offsets}, "jagged_attention": {"query_offsets": offsets}}.get(name, {})
+    getattr(ops, name)(*inputs, **by_name, impl="triton")
     assert grids and all(size <= 65_535 for grid in grids for size in grid[1:])
 
 
@@ -233,7 +247,7 @@ def test_a_million_queries_fit_the_grid(device, monkeypatch):
     """A catalogue scored for one user whose history is cut up."""
     import triton
 
-    from jfi.kernels import shares
+    from jfi.kernels.common import stream_k as shares
 
     grids = []
 
@@ -242,7 +256,7 @@ def test_a_million_queries_fit_the_grid(device, monkeypatch):
             return lambda *args, **options: grids.append(grid)
 
     for part in ("many_fwd", "many_bwd", "many_tiles"):
-        module = importlib.import_module(f"jfi.kernels.target_attention_{part}")
+        module = importlib.import_module(f"jfi.kernels.target_attention.{part}")
         for attribute, kernel in list(vars(module).items()):
             if attribute.endswith("_kernel") and isinstance(kernel, triton.runtime.KernelInterface):
                 monkeypatch.setattr(module, attribute, Recorder())
@@ -250,7 +264,7 @@ def test_a_million_queries_fit_the_grid(device, monkeypatch):
     monkeypatch.setattr(shares, "multiprocessors", lambda device: 2**24)
     query = torch.zeros(1, 1_100_000, 1, 1, device=device, requires_grad=True)
     key, offsets = torch.zeros(1000, 1, 1, device=device), torch.tensor([0, 1000], device=device)
-    out = ops.target_attention(query, key, None, offsets, impl="triton")
+    out = ops.target_attention(query, key, offsets=offsets, impl="triton")
     out.sum().backward()
     assert len(grids) >= 4 and all(size <= 65_535 for grid in grids for size in grid[1:])
 
@@ -261,7 +275,7 @@ def good() -> dict:
         "key": torch.randn(5, 2, 8),
         "value": torch.randn(5, 2, 3),
         "offsets": torch.tensor([0, 2, 5]),
-        "bias": torch.randn(5, 4),
+        "key_bias": torch.randn(5, 4),
     }
 
 
@@ -279,7 +293,7 @@ BAD = {
     ),
     "value rows": ({"value": torch.randn(4, 2, 3)}, ValueError, "value must have S = 5, got 4"),
     "value heads": ({"value": torch.randn(5, 1, 3)}, ValueError, "value must have G = 2, got 1"),
-    "bias heads": ({"bias": torch.randn(5, 2)}, ValueError, "bias must have H = 4, got 2"),
+    "bias heads": ({"key_bias": torch.randn(5, 2)}, ValueError, "key_bias must have H = 4, got 2"),
     "no width": ({"query": torch.randn(2, 1, 4, 0)}, ValueError, "query must be .* with no width of 0"),
     "dtype": (
         {"key": torch.randn(5, 2, 8).half()},
@@ -291,7 +305,7 @@ BAD = {
         TypeError,
         "query must be float32, .*, got torch.int64",
     ),
-    "no tensor": ({"bias": 3.0}, TypeError, "bias must be a Tensor, got float"),
+    "no tensor": ({"key_bias": 3.0}, TypeError, "key_bias must be a Tensor, got float"),
     "offsets dtype": (
         {"offsets": torch.tensor([0.0, 2, 5])},
         TypeError,
@@ -315,7 +329,7 @@ BAD = {
 def test_a_wrong_argument_is_named(case):
     change, error, message = BAD[case]
     arguments = good() | change
-    positional = [arguments.pop(name) for name in ("query", "key", "value", "offsets")]
+    positional = [arguments.pop(name) for name in ("query", "key", "value")]
     with pytest.raises(error, match=message):
         ops.target_attention(*positional, **arguments)
 
@@ -345,23 +359,20 @@ def test_the_other_operators_name_wrong_arguments_too():
         ops.array_jagged_bmm_jagged_out(torch.randn(13), x, offsets, torch.tensor([0, 5]))
     with pytest.raises(TypeError, match="impl='triton' takes float32, bfloat16 or float16"):
         ops.jagged_softmax(x.double(), offsets, impl="triton")
-    with pytest.raises(TypeError, match=r"window must be a pair \(left, right\) or None, got 5"):
-        ops.jagged_attention(x[:, None], x[:, None], None, offsets, offsets, window=5)
+    with pytest.raises(TypeError, match=r"window_size must be a pair \(left, right\) or None, got 5"):
+        ops.jagged_attention(x[:, None], x[:, None], query_offsets=offsets, window_size=5)
     with pytest.raises(TypeError, match="scale must be a float or None, got str"):
-        ops.jagged_attention(x[:, None], x[:, None], None, offsets, offsets, scale="a")
+        ops.jagged_attention(x[:, None], x[:, None], query_offsets=offsets, scale="a")
     with pytest.raises(ValueError, match="x_offsets must end at 4, the rows of the output, got 5"):
         ops.array_jagged_bmm_jagged_out(torch.randn(13), x, offsets, out_rows=4)
-    with pytest.raises(ValueError, match="window must have a left of None or at least 0, got -1"):
-        ops.jagged_attention(x[:, None], x[:, None], None, offsets, offsets, window=(-1, None))
+    with pytest.raises(ValueError, match=r"window_size must have a left of None \(unbounded\) or at least 0, got -1"):
+        ops.jagged_attention(x[:, None], x[:, None], query_offsets=offsets, window_size=(-1, None))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CPU offsets are always checked")
-def test_validate_checks_offsets_on_a_gpu(device):
+def test_validation_checks_offsets_on_a_gpu(device):
     x, wrong = torch.randn(5, 4, device=device), torch.tensor([0, 2, 4], device=device)
     ops.jagged_softmax(x, wrong)
-    ops.validate(True)
-    try:
-        with pytest.raises(ValueError, match="offsets must end at 5"):
-            ops.jagged_softmax(x, wrong)
-    finally:
-        ops.validate(False)
+    with ops.validation(), pytest.raises(ValueError, match="offsets must end at 5"):
+        ops.jagged_softmax(x, wrong)
+    ops.jagged_softmax(x, wrong)

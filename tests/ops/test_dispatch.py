@@ -30,9 +30,9 @@ def test_fake_tensors_run_no_kernel(device):
 
 def test_a_graph_shows_the_operator(device):
     query, key, offsets = inputs(device)
-    graph = make_fx(lambda q, k: ops.target_attention(q, k, None, offsets, impl="triton"))(query, key)
+    graph = make_fx(lambda q, k: ops.target_attention(q, k, offsets=offsets, impl="triton"))(query, key)
     assert torch.ops.jfi.target_attention_fwd.default in {node.target for node in graph.graph.nodes}
-    torch.testing.assert_close(graph(query, key), ops.target_attention(query, key, None, offsets, impl="triton"))
+    torch.testing.assert_close(graph(query, key), ops.target_attention(query, key, offsets=offsets, impl="triton"))
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
@@ -41,10 +41,10 @@ def test_a_trace_holds_for_other_inputs(impl, device):
     query, key, offsets = inputs(device)
     with torch.no_grad():
         traced = torch.jit.trace(
-            lambda q, k: ops.target_attention(q, k, None, offsets, impl=impl), (query, key), check_trace=False
+            lambda q, k: ops.target_attention(q, k, offsets=offsets, impl=impl), (query, key), check_trace=False
         )
         other = torch.randn_like(query)
-        expected = ops.target_attention(other, key, None, offsets, impl=impl)
+        expected = ops.target_attention(other, key, offsets=offsets, impl=impl)
         torch.testing.assert_close(traced(other, key), expected)
 
 
@@ -53,23 +53,23 @@ def test_a_trace_holds_for_other_inputs(impl, device):
 def test_vmap_takes_one_call_after_another(impl, device):
     query, key, offsets = inputs(device)
     queries = torch.randn(2, *query.shape, device=device)
-    got = torch.vmap(lambda q: ops.target_attention(q, key, None, offsets, impl=impl))(queries)
-    expected = [ops.target_attention(q, key, None, offsets, impl=impl) for q in queries]
+    got = torch.vmap(lambda q: ops.target_attention(q, key, offsets=offsets, impl=impl))(queries)
+    expected = [ops.target_attention(q, key, offsets=offsets, impl=impl) for q in queries]
     torch.testing.assert_close(got, torch.stack(expected))
 
 
 def test_a_profile_names_the_operator(device):
     query, key, offsets = inputs(device)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        ops.target_attention(query, key, None, offsets, impl="triton")
+        ops.target_attention(query, key, offsets=offsets, impl="triton")
     assert "jfi::target_attention_fwd" in {event.key for event in profile.key_averages()}
 
 
 def test_a_processors_tensors_are_refused_without_the_interpreter(monkeypatch):
-    monkeypatch.setattr("jfi.kernels.tiles.INTERPRET", SimpleNamespace(value=False))
+    monkeypatch.setattr("jfi.kernels.common.primitives.INTERPRET", SimpleNamespace(value=False))
     query, key, offsets = inputs(torch.device("cpu"))
     with pytest.raises(ValueError, match="impl='triton' must come with tensors on a GPU, got cpu: use impl='torch'"):
-        ops.target_attention(query, key, None, offsets, impl="triton")
+        ops.target_attention(query, key, offsets=offsets, impl="triton")
 
 
 def test_second_derivatives_where_gradients_are_operators(device):
@@ -88,7 +88,7 @@ def test_second_derivatives_where_gradients_are_operators(device):
 def test_target_attention_has_no_second_derivative_and_says_so(device):
     query, key, offsets = inputs(device)
     query.requires_grad_()
-    out = ops.target_attention(query, key, None, offsets, impl="triton")
+    out = ops.target_attention(query, key, offsets=offsets, impl="triton")
     (dquery,) = torch.autograd.grad(out.square().sum(), query, create_graph=True)
     with pytest.raises(RuntimeError, match="target_attention_bwd"):
         dquery.sum().backward()
@@ -102,7 +102,7 @@ def test_tensors_need_not_be_aligned_nor_the_hint_right(max_seqlen, device):
     results = []
     for query, key in (aligned[:2], shifted):
         leaves = [query.requires_grad_(), key.requires_grad_()]
-        out = ops.target_attention(*leaves, None, aligned[2], max_seqlen=max_seqlen, impl="triton")
+        out = ops.target_attention(*leaves, offsets=aligned[2], max_seqlen=max_seqlen, impl="triton")
         results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
@@ -116,7 +116,7 @@ def test_kernels_run_where_the_tensors_are(times):
         torch.manual_seed(0)
         query, key, offsets = (x.to(device) for x in inputs(torch.device("cpu")))
         query = query[:, :1].repeat(1, times, 1, 1).requires_grad_()
-        out = ops.target_attention(query, key, None, offsets)
+        out = ops.target_attention(query, key, offsets=offsets)
         results.append((out, *torch.autograd.grad(out.square().sum(), query)))
         assert out.device == torch.device(device)
     for here, there in zip(*results, strict=True):

@@ -14,8 +14,9 @@ from ops.compile_kernels import attend, tensors
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from jfi.kernels import hopper, jagged_attention_hopper
-from jfi.kernels.launch import Launcher
+from jfi.kernels.common.launch import Launcher
+from jfi.kernels.jagged_attention import sm90 as jagged_attention_hopper
+from jfi.kernels.jagged_attention import sm90_primitives as hopper
 
 
 @pytest.fixture

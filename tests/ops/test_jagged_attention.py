@@ -57,8 +57,10 @@ def check(
 
     def public(*tensors):
         query, key, value, event_bias = operands(tensors)
-        options = {"causal": causal, "window": window, "bias": event_bias, "scale": scale, "impl": impl}
-        return jfi.ops.jagged_attention(query, key, value, query_offsets, key_offsets, **options)
+        options = {"causal": causal, "window_size": window, "key_bias": event_bias, "scale": scale, "impl": impl}
+        return jfi.ops.jagged_attention(
+            query, key, value, query_offsets=query_offsets, key_offsets=key_offsets, **options
+        )
 
     def plain(*tensors):
         query, key, value, event_bias = operands(tensors)
@@ -94,11 +96,12 @@ HALVES = [torch.float16, torch.bfloat16]
 
 
 def few_programs(monkeypatch, short):
-    from jfi.kernels import jagged_attention, jagged_attention_hopper
+    from jfi.kernels.jagged_attention import launch as jagged_attention
+    from jfi.kernels.jagged_attention import sm90 as jagged_attention_hopper
 
     # No other path may do the work of these.
-    monkeypatch.setattr(jagged_attention, "jagged_attention_fwd", None)
-    monkeypatch.setattr(jagged_attention, "jagged_attention_bwd", None)
+    monkeypatch.setattr(jagged_attention, "triton_fwd", None)
+    monkeypatch.setattr(jagged_attention, "triton_bwd", None)
     monkeypatch.setattr(jagged_attention_hopper, "SHORT", {64: short, 128: short})
     monkeypatch.setattr(jagged_attention_hopper, "multiprocessors", lambda device: 2)
 
@@ -131,7 +134,7 @@ def test_widths(width, value_width, impl, device):
 def test_rows_wider_than_a_tile_are_refused(device):
     x, offsets = torch.randn(3, 1, 513, device=device), offsets_of([3], device)
     with pytest.raises(ValueError, match=r"key and value must be at most 512 wide for impl='triton'.*, got 513"):
-        jfi.ops.jagged_attention(x, x, None, offsets, offsets, impl="triton")
+        jfi.ops.jagged_attention(x, x, query_offsets=offsets, impl="triton")
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -156,7 +159,7 @@ def test_any_shape(lengths, heads, width, value_width, bias, causal, window, imp
 def test_any_scale(scale, dtype, impl, device):
     offsets = offsets_of([5, 0, 70], device)
     compare(
-        lambda q, k, v: jfi.ops.jagged_attention(q, k, v, offsets, offsets, scale=scale, causal=True, impl=impl),
+        lambda q, k, v: jfi.ops.jagged_attention(q, k, v, query_offsets=offsets, scale=scale, causal=True, impl=impl),
         lambda q, k, v: reference.jagged_attention(q, k, v, offsets, offsets, True, None, None, scale)[0],
         [torch.randn(75, 2, 64, device=device).to(dtype) for _ in range(3)],
     )
@@ -175,7 +178,9 @@ def test_the_log_sum_exp_and_its_gradient(dtype, width, impl, device):
         return torch.cat([out, lse[..., None].expand_as(out) * 0.1], -1)
 
     compare(
-        lambda q, k: both(*jfi.ops.jagged_attention(q, k, None, offsets, keys, return_lse=True, impl=impl)),
+        lambda q, k: both(
+            *jfi.ops.jagged_attention(q, k, query_offsets=offsets, key_offsets=keys, return_lse=True, impl=impl)
+        ),
         lambda q, k: both(*reference.jagged_attention(q, k, None, offsets, keys, False, None, None, width**-0.5)),
         inputs,
     )
@@ -195,7 +200,9 @@ def test_parts_of_a_history_merge(impl, device):
         parts = [(key[older], older_offsets), (key[~older], newer_offsets)]
         out, lse = zip(
             *(
-                jfi.ops.jagged_attention(query, part, None, offsets, ends, return_lse=True, impl=impl)
+                jfi.ops.jagged_attention(
+                    query, part, query_offsets=offsets, key_offsets=ends, return_lse=True, impl=impl
+                )
                 for part, ends in parts
             ),
             strict=True,
@@ -204,7 +211,7 @@ def test_parts_of_a_history_merge(impl, device):
         return sum(o * torch.exp(part - total)[..., None] for o, part in zip(out, lse, strict=True))
 
     leaves = [x.requires_grad_() for x in (query, key)]
-    whole = jfi.ops.jagged_attention(query, key, None, offsets, offsets, impl=impl)
+    whole = jfi.ops.jagged_attention(query, key, query_offsets=offsets, impl=impl)
     parts = merged(query, key)
     torch.testing.assert_close(parts, whole)
     grad = torch.randn_like(whole)
@@ -236,7 +243,7 @@ def test_what_is_not_finite_stays_in_its_sample(value, dtype, width, groups, bia
     for inputs in (clean, broken):
         leaves = [x.requires_grad_() for x in inputs]
         bias = leaves[3] if biased else None
-        out = jfi.ops.jagged_attention(*leaves[:3], offsets, offsets, bias=bias, impl=impl)
+        out = jfi.ops.jagged_attention(*leaves[:3], query_offsets=offsets, key_bias=bias, impl=impl)
         results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
     for a, b in zip(*results, strict=True):
         assert b[100:130].isnan().all()
@@ -250,7 +257,7 @@ def test_the_same_inputs_give_the_same_bits(dtype, impl, device):
     leaves = [torch.randn(395, 2, 64, device=device).to(dtype).requires_grad_() for _ in range(3)]
     runs = []
     for _ in range(2):
-        out = jfi.ops.jagged_attention(*leaves, offsets, offsets, causal=True, impl=impl)
+        out = jfi.ops.jagged_attention(*leaves, query_offsets=offsets, causal=True, impl=impl)
         runs.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
@@ -259,9 +266,11 @@ def test_the_same_inputs_give_the_same_bits(dtype, impl, device):
 def test_windows_beyond_all_places(impl, device):
     offsets, queries = offsets_of([70, 3], device), offsets_of([4, 40], device)
     query, key = torch.randn(44, 1, 16, device=device), torch.randn(73, 1, 16, device=device)
-    whole = jfi.ops.jagged_attention(query, key, None, queries, offsets, impl=impl)
+    whole = jfi.ops.jagged_attention(query, key, query_offsets=queries, key_offsets=offsets, impl=impl)
     for window in ((sys.maxsize, None), (None, sys.maxsize), (2**31 - 1, 2**31 - 1)):
-        got = jfi.ops.jagged_attention(query, key, None, queries, offsets, window=window, impl=impl)
+        got = jfi.ops.jagged_attention(
+            query, key, query_offsets=queries, key_offsets=offsets, window_size=window, impl=impl
+        )
         torch.testing.assert_close(got, whole)
 
 
@@ -271,7 +280,7 @@ def test_a_bias_of_the_least_number_there_is(impl, device):
     offsets = offsets_of([70], device)
     query, key = torch.randn(70, 1, 16, device=device), torch.randn(70, 1, 16, device=device)
     bias = torch.full((70, 1), -1e9, device=device)
-    got = jfi.ops.jagged_attention(query, key, None, offsets, offsets, bias=bias, impl=impl)
+    got = jfi.ops.jagged_attention(query, key, query_offsets=offsets, key_bias=bias, impl=impl)
     torch.testing.assert_close(got, key.mean(0).expand_as(got), rtol=1e-4, atol=1e-5)
 
 
@@ -286,7 +295,7 @@ def test_tensors_off_their_borders(which, device):
         return torch.randn(75 * 128 + 1, device=device).half()[1:].view(75, 2, 64)
 
     query, key, grad = tensor("query").requires_grad_(), tensor("key").requires_grad_(), tensor("grad")
-    out = jfi.ops.jagged_attention(query, key, None, offsets, offsets, impl="triton")
+    out = jfi.ops.jagged_attention(query, key, query_offsets=offsets, impl="triton")
     got = [out, *torch.autograd.grad(out, (query, key), grad)]
     plain = reference.jagged_attention(query, key, None, offsets, offsets, False, None, None, 0.125)[0]
     for a, b in zip(got, [plain, *torch.autograd.grad(plain, (query, key), grad)], strict=True):
@@ -296,7 +305,7 @@ def test_tensors_off_their_borders(which, device):
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("batch", [1, 5, 200])
 def test_the_schedule_has_every_tile_once_and_the_long_first(batch, heads, device):
-    from jfi.kernels.schedule import schedule
+    from jfi.kernels.common.tile_scheduler import schedule
 
     lengths = torch.randint(0, 700, (batch,)) * (torch.rand(batch) > 0.2)
     others = torch.randint(0, 700, (batch,))

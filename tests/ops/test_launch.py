@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from jfi.kernels import launch
+from jfi.kernels.common import launch
 
 GRID = (3, 1, 1)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from ops.budget import check
 
-from jfi.kernels import merged_weights_bwd
+from jfi.kernels.absorbed_weights import bwd as merged_weights_bwd
 from jfi.ops._merged_weights import gradients, merge, merge_eagerly
 
 F, DTYPES = 2, [torch.float32, torch.bfloat16] if torch.cuda.is_available() else [torch.float32]

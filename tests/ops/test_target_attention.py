@@ -11,8 +11,9 @@ from triton import language as tl
 
 import jfi.ops
 from jfi import reference
-from jfi.kernels import shares, target_attention_fwd
-from jfi.kernels.shares import longest_first
+from jfi.kernels.common import stream_k as shares
+from jfi.kernels.common.stream_k import longest_first
+from jfi.kernels.target_attention import few_fwd as target_attention_fwd
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 IMPLS = ["triton", "torch"]
@@ -58,7 +59,7 @@ def compare_with_reference(lengths, device, impl, dtype, times, heads, groups, w
     def public(*tensors):
         query, key, value, event_bias = operands(tensors)
         hints = {"max_seqlen": max_seqlen, "impl": impl}
-        return jfi.ops.target_attention(query, key, value, offsets, bias=event_bias, scale=scale, **hints)
+        return jfi.ops.target_attention(query, key, value, offsets=offsets, key_bias=event_bias, scale=scale, **hints)
 
     def plain(*tensors):
         query, key, value, event_bias = operands(tensors)
@@ -140,10 +141,10 @@ def test_many_queries_in_half_precision(times, heads, groups, width, value_width
 @pytest.mark.parametrize(("heads", "groups", "bias"), [(1, 1, "finite"), (2, 1, None), (2, 2, "hidden")])
 @pytest.mark.parametrize(("width", "shared"), [(64, True), (128, False)])
 def test_many_candidates_are_jagged_attention(heads, groups, bias, width, shared, device, monkeypatch):
-    from jfi.kernels import target_attention
+    from jfi.kernels.target_attention import launch as target_attention
 
-    monkeypatch.setattr(target_attention, "target_attention_many_fwd", None)
-    monkeypatch.setattr(target_attention, "target_attention_many_bwd", None)
+    monkeypatch.setattr(target_attention, "many_fwd", None)
+    monkeypatch.setattr(target_attention, "many_bwd", None)
     monkeypatch.setattr(target_attention, "multiprocessors", lambda device: 2)
     shape = {"times": 300, "heads": heads, "groups": groups, "width": width, "value_width": None if shared else width}
     check([5, 0, 300, 64], device, "triton", torch.bfloat16, bias=bias, **shape)
@@ -167,8 +168,8 @@ def test_bias_by_bucket_and_scaled_values(times, rows, longest, groups, value_wi
 
     def public(query, key, *rest):
         value, table = (None, *rest) if value_width is None else rest
-        each = {"bias": table, "buckets": buckets, "value_scale": value_scale}
-        return jfi.ops.target_attention(query, key, value, offsets, **each, max_seqlen=longest, impl=impl)
+        each = {"key_bias": table, "key_bias_index": buckets, "value_scale": value_scale}
+        return jfi.ops.target_attention(query, key, value, offsets=offsets, **each, max_seqlen=longest, impl=impl)
 
     def plain(query, key, *rest):
         value, table = (key, *rest) if value_width is None else rest
@@ -187,7 +188,7 @@ def test_a_scale_of_values_has_a_gradient(impl, device):
         torch.rand(12, device=device),
     ]
     compare(
-        lambda query, key, scale: jfi.ops.target_attention(query, key, None, offsets, value_scale=scale, impl=impl),
+        lambda query, key, scale: jfi.ops.target_attention(query, key, offsets=offsets, value_scale=scale, impl=impl),
         lambda query, key, scale: reference.target_attention(
             query, key, key * scale[:, None, None], offsets, None, 8**-0.5
         ),
@@ -204,13 +205,13 @@ def test_buckets_and_scales_that_do_not_fit_are_refused(device):
     table, buckets = torch.randn(4, 2, device=device), torch.tensor([0, 3, 1], device=device)
 
     def attend(**each):
-        jfi.ops.target_attention(query, key, None, offsets, **each)
+        jfi.ops.target_attention(query, key, offsets=offsets, **each)
 
     for fault, each, message in (
-        (ValueError, {"buckets": buckets}, "bias must be a table"),
-        (ValueError, {"buckets": buckets[:2], "bias": table}, "buckets must have S = 3, got 2"),
-        (TypeError, {"buckets": buckets.float(), "bias": table}, "buckets must be int32 or int64"),
-        (ValueError, {"buckets": buckets, "bias": table[:, :1]}, "bias must have H = 2, got 1"),
+        (ValueError, {"key_bias_index": buckets}, "key_bias must be a table"),
+        (ValueError, {"key_bias_index": buckets[:2], "key_bias": table}, "key_bias_index must have S = 3, got 2"),
+        (TypeError, {"key_bias_index": buckets.float(), "key_bias": table}, "key_bias_index must be int32 or int64"),
+        (ValueError, {"key_bias_index": buckets, "key_bias": table[:, :1]}, "key_bias must have H = 2, got 1"),
         (ValueError, {"value_scale": table}, r"value_scale must be \[S\]"),
         (TypeError, {"value_scale": buckets}, "value_scale must be float32"),
     ):
@@ -229,7 +230,7 @@ def test_any_scale(scale, times, impl, device):
     offsets = offsets_of(lengths, device)
     inputs = [torch.randn(3, times, 1, 16, device=device), torch.randn(75, 1, 16, device=device)]
     compare(
-        lambda query, key: jfi.ops.target_attention(query, key, None, offsets, scale=scale, impl=impl),
+        lambda query, key: jfi.ops.target_attention(query, key, offsets=offsets, scale=scale, impl=impl),
         lambda query, key: reference.target_attention(query, key, None, offsets, None, scale),
         inputs,
     )
@@ -247,7 +248,7 @@ def test_widths(width, value_width, impl, device):
 def test_rows_wider_than_a_tile_are_refused(device):
     query, key = torch.randn(1, 1, 1, 513, device=device), torch.randn(3, 1, 513, device=device)
     with pytest.raises(ValueError, match=r"key and value must be at most 512 wide for impl='triton'.*, got 513"):
-        jfi.ops.target_attention(query, key, None, offsets_of([3], device), impl="triton")
+        jfi.ops.target_attention(query, key, offsets=offsets_of([3], device), impl="triton")
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -271,7 +272,7 @@ def test_a_fully_hidden_history_counts_as_empty(impl, device):
     key = torch.randn(302, 1, 8, device=device, requires_grad=True)
     bias = torch.zeros(302, 2, device=device)
     bias[:300] = -torch.inf
-    out = jfi.ops.target_attention(query, key, None, offsets, bias=bias, impl=impl)
+    out = jfi.ops.target_attention(query, key, offsets=offsets, key_bias=bias, impl=impl)
     out.sum().backward()
     assert out[0].eq(0).all() and out[2].eq(0).all() and out[1].ne(0).all()
     assert query.grad[0].eq(0).all() and query.grad[2].eq(0).all()
@@ -284,8 +285,8 @@ def test_scores_far_from_zero_do_not_overflow(impl, device):
     query, key = torch.ones(1, 1, 1, 4, device=device), torch.randn(150, 1, 4, device=device)
     for shift in (-1e4, 1e4):
         bias = torch.full((150, 1), shift, device=device)
-        shifted = jfi.ops.target_attention(query, key, None, offsets, bias=bias, impl=impl)
-        plain = jfi.ops.target_attention(query, key, None, offsets, impl=impl)
+        shifted = jfi.ops.target_attention(query, key, offsets=offsets, key_bias=bias, impl=impl)
+        plain = jfi.ops.target_attention(query, key, offsets=offsets, impl=impl)
         torch.testing.assert_close(shifted, plain, atol=2e-3, rtol=2e-3)
 
 
@@ -299,11 +300,11 @@ def test_the_same_inputs_give_the_same_bits(times, bias_rows, max_seqlen, impl, 
     leaves, events = [query, key], {}
     if bias_rows is not None:
         leaves.append(torch.randn(bias_rows, 2, device=device, requires_grad=True))
-        events["bias"] = leaves[-1]
+        events["key_bias"] = leaves[-1]
     if bias_rows in (7, 100):  # a table, of which many events name each row
-        events["buckets"] = torch.randint(bias_rows, (395,), device=device)
+        events["key_bias_index"] = torch.randint(bias_rows, (395,), device=device)
     runs = []
     for _ in range(2):
-        out = jfi.ops.target_attention(query, key, None, offsets, **events, max_seqlen=max_seqlen, impl=impl)
+        out = jfi.ops.target_attention(query, key, offsets=offsets, **events, max_seqlen=max_seqlen, impl=impl)
         runs.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

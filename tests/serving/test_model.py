@@ -188,11 +188,11 @@ def test_the_triton_operator(case, device):
     if case == "candidates":
         query, rows = torch.randn(30, 4, 24, device=device), torch.tensor([0, 7, 9, 10, 30], device=device)
         found = launched(query, key, None, rows, offsets, bias, 0.3, False)
-        wanted = jagged_attention(query, key, None, rows, offsets, bias=bias, scale=0.3)
+        wanted = jagged_attention(query, key, query_offsets=rows, key_offsets=offsets, key_bias=bias, scale=0.3)
     else:
         query, key, value = torch.randn(3, 40, 4, 24, device=device)
         found = launched(query, key, value, offsets, offsets, None, 0.3, True)
-        wanted = jagged_attention(query, key, value, offsets, offsets, causal=True, scale=0.3)
+        wanted = jagged_attention(query, key, value, query_offsets=offsets, causal=True, scale=0.3)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
 
 

@@ -11,7 +11,7 @@ import torch._higher_order_ops.triton_kernel_wrap as wrap
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from jfi.kernels import schedule
+from jfi.kernels.common import tile_scheduler as schedule
 
 
 def main() -> None:

@@ -1,0 +1,1 @@
+"""Products of the projection weights of multi-head target attention."""

@@ -1,0 +1,1 @@
+"""Jagged flash attention: packed queries over packed keys."""

@@ -1,0 +1,1 @@
+"""The six operators of the paper's Table 1."""

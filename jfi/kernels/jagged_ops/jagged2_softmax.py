@@ -1,0 +1,166 @@
+"""[Σ L·M] -> [Σ L·M], the softmax along each row of each sample's [L, M] block.
+
+Programs are dealt out over the elements, so that neither the number of rows nor any length is needed on the host: a
+slot is the rows that hold CHUNK elements.  A row of up to 512 entries is one warp's, read once and kept.
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jfi.kernels.common.launch import Launcher
+from jfi.kernels.common.primitives import find_sample, tile_slots
+from jfi.kernels.jagged_ops.pair_offsets import pair_offsets
+
+CHUNK = 4096
+
+
+@triton.jit
+def _load(ptr, at, mask, other):
+    return tl.load(ptr + at, mask=mask, other=other).to(tl.float32)
+
+
+@triton.jit
+def _narrow_rows(
+    x_ptr, grad_ptr, out_ptr, count, width, BACKWARD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    """Rows of up to COLS entries, ROWS at a time, the next ones on their way meanwhile.
+
+    Loaded as [pieces of rows, 32], so that a row stays within a warp: as [rows, columns] Triton would spread it over
+    all warps.  ROWS is a multiple of the warps.
+    """
+    PIECES: tl.constexpr = COLS // 32
+    SHAPE: tl.constexpr = (PIECES, ROWS, 32)
+    piece = tl.arange(0, PIECES * ROWS)
+    rows = (piece % ROWS)[:, None]
+    cols = (piece // ROWS * 32)[:, None] + tl.arange(0, 32)[None, :]
+    inside = cols < width
+    at = rows * width + cols
+    empty: tl.constexpr = 0.0 if BACKWARD else -float("inf")
+    x = _load(x_ptr, at, (rows < count) & inside, empty)
+    if BACKWARD:
+        dp = _load(grad_ptr, at, (rows < count) & inside, 0.0)
+    for first in range(0, count, ROWS):
+        more = (first + ROWS + rows < count) & inside
+        next_x = _load(x_ptr, at + ROWS * width, more, empty)
+        x = tl.reshape(x, SHAPE)
+        if BACKWARD:
+            next_dp = _load(grad_ptr, at + ROWS * width, more, 0.0)
+            dp = tl.reshape(dp, SHAPE)
+            out = x * (dp - tl.sum(tl.sum(x * dp, 0), 1)[None, :, None])
+            dp = next_dp
+        else:
+            top = tl.max(tl.max(x, 0), 1)
+            p = tl.exp(x - tl.where(top == -float("inf"), 0.0, top)[None, :, None])
+            total = tl.sum(tl.sum(p, 0), 1)
+            out = p * (1.0 / tl.where(total == 0.0, 1.0, total))[None, :, None]
+        out = tl.reshape(out, (PIECES * ROWS, 32))
+        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=(first + rows < count) & inside)
+        at += ROWS * width
+        x = next_x
+
+
+@triton.jit
+def _wide_row(x_ptr, grad_ptr, out_ptr, width, BACKWARD: tl.constexpr, COLS: tl.constexpr):
+    """A row of any width, COLS at a time, out of cache from the second sweep on."""
+    cols = tl.arange(0, COLS)
+    total = tl.zeros((COLS,), tl.float32)
+    if BACKWARD:
+        for first in range(0, width, COLS):
+            at = first + cols
+            total += _load(x_ptr, at, at < width, 0.0) * _load(grad_ptr, at, at < width, 0.0)
+        delta = tl.sum(total, 0)
+        for first in range(0, width, COLS):
+            at = first + cols
+            dx = _load(x_ptr, at, at < width, 0.0) * (_load(grad_ptr, at, at < width, 0.0) - delta)
+            tl.store(out_ptr + at, dx.to(out_ptr.dtype.element_ty), mask=at < width)
+    else:
+        top = tl.full((COLS,), -float("inf"), tl.float32)
+        for first in range(0, width, COLS):
+            at = first + cols
+            top = tl.maximum(top, _load(x_ptr, at, at < width, -float("inf")))
+        base = tl.max(top, 0)
+        base = tl.where(base == -float("inf"), 0.0, base)
+        for first in range(0, width, COLS):
+            at = first + cols
+            total += tl.exp(_load(x_ptr, at, at < width, -float("inf")) - base)
+        scale = tl.sum(total, 0)
+        scale = 1.0 / tl.where(scale == 0.0, 1.0, scale)
+        for first in range(0, width, COLS):
+            at = first + cols
+            p = tl.exp(_load(x_ptr, at, at < width, -float("inf")) - base) * scale
+            tl.store(out_ptr + at, p.to(out_ptr.dtype.element_ty), mask=at < width)
+
+
+@triton.jit(do_not_specialize=["batch"])
+def _jagged2_softmax_kernel(
+    x_ptr,
+    grad_ptr,
+    pair_offsets_ptr,
+    x_offsets_ptr,
+    y_offsets_ptr,
+    out_ptr,
+    batch,
+    BACKWARD: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Forward: x are the scores.  Backward: x are the weights p of the forward, and dx = p (dp - Σ p dp)."""
+    slot = tl.program_id(0)
+    sample = find_sample(pair_offsets_ptr, batch, slot, CHUNK, 1)
+    low = tl.load(pair_offsets_ptr + sample)
+    length = tl.load(x_offsets_ptr + sample + 1).to(tl.int64) - tl.load(x_offsets_ptr + sample)
+    width = (tl.load(y_offsets_ptr + sample + 1) - tl.load(y_offsets_ptr + sample)).to(tl.int32)
+    if width == 0:
+        return
+    # Rounded up, so that a sample's slots, one a CHUNK of its elements and one more, are enough.
+    step = tl.where(width <= 512, ROWS, 1)
+    share = tl.cdiv(tl.cdiv(CHUNK, width), step) * step
+    first = (slot - low // CHUNK - sample) * share
+    count = tl.minimum(length - first, share).to(tl.int32)
+    if count <= 0:
+        return
+    start = low + first * width
+    x_ptr += start
+    grad_ptr += start
+    out_ptr += start
+    if width <= 64:
+        _narrow_rows(x_ptr, grad_ptr, out_ptr, count, width, BACKWARD, ROWS, 64)
+    elif width <= 128:
+        _narrow_rows(x_ptr, grad_ptr, out_ptr, count, width, BACKWARD, ROWS, 128)
+    elif width <= 256:
+        _narrow_rows(x_ptr, grad_ptr, out_ptr, count, width, BACKWARD, ROWS, 256)
+    elif width <= 512:
+        _narrow_rows(x_ptr, grad_ptr, out_ptr, count, width, BACKWARD, ROWS // 2, 512)
+    else:
+        for _ in range(count):
+            _wide_row(x_ptr, grad_ptr, out_ptr, width, BACKWARD, 1024)
+            x_ptr += width
+            grad_ptr += width
+            out_ptr += width
+
+
+@cache
+def _launcher(backward: bool, *dtypes: torch.dtype) -> Launcher:
+    return Launcher(_jagged2_softmax_kernel, BACKWARD=backward, CHUNK=CHUNK, ROWS=8, num_warps=4)
+
+
+def _launch(x: Tensor, grad: Tensor, x_offsets: Tensor, y_offsets: Tensor, backward: bool) -> Tensor:
+    out = torch.empty_like(x)
+    if x.shape[0]:
+        batch = x_offsets.shape[0] - 1
+        launch = _launcher(backward, x.dtype, x_offsets.dtype, y_offsets.dtype)
+        tensors = (x, grad, pair_offsets(x_offsets, y_offsets), x_offsets, y_offsets, out)
+        launch((tile_slots(x.shape[0], batch, CHUNK), 1, 1), tensors, (batch,))
+    return out
+
+
+def forward(a: Tensor, x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
+    return _launch(a, a, x_offsets, y_offsets, False)
+
+
+def backward(grad: Tensor, out: Tensor, x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
+    return _launch(out, grad, x_offsets, y_offsets, True)

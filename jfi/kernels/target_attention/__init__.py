@@ -1,0 +1,1 @@
+"""Target attention: a few or many queries a sample over its history."""
