@@ -16,6 +16,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from jfi.modules import JaggedEncoder, JaggedFeatureInteraction, JaggedMeanPooling, SequenceFeatureConfig, lookup
 from jfi.modules.sequence_configs import check_features
 from jfi.ops import jagged_jagged_bmm
+from jfi.scripting import not_scriptable
 
 Pooling = Literal["attention", "mean", "none"]
 
@@ -200,6 +201,8 @@ class SequenceDLRM(nn.Module):
         self.over_arch = OverArch(
             embedding_dim + num_entries + math.comb(num_entries, 2), over_arch_layer_sizes, device=dense_device
         )
+
+    __prepare_scriptable__ = not_scriptable("SequenceDLRM")
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
         """Scores a batch.

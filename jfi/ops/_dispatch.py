@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from jfi.ops._checks import is_traced
+from jfi.scripting import not_scriptable
 
 #: Types of tensors whose operators do what their names say.
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -120,6 +121,7 @@ def public(function: Callable) -> Callable:
             _refuse_tangents(function.__name__, *args, *kwargs.values())
         return function(*args, **kwargs)
 
+    call.__prepare_scriptable__ = not_scriptable(f"jfi.ops.{function.__name__}")
     return call
 
 
