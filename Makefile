@@ -1,7 +1,8 @@
-# make demo   train a DLRM without, with averaged and with attended histories, and compare (2 minutes on 2 cores)
-# make test   ruff and the test suite (through Triton's interpreter where there is no GPU)
-# make bench  speed and memory beside the peers, on whatever is there
-# Each makes .venv and installs into it first; a second call installs nothing.
+# make demo      train a DLRM without histories, with their mean, and with attention over them (2 minutes, 2 cores)
+# make test      ruff and the test suite; without a GPU the kernels run through Triton's interpreter
+# make test-all  the same with the slow tests
+# make bench     measure speed and memory beside the peers
+# Each target first creates .venv and installs into it; a second call installs nothing.
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
@@ -15,13 +16,20 @@ TORCHREC := torchrec==1.8.0
 # Threads that wait for each other and spin would keep two jobs on the same cores from getting on.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test bench lint clean
+.PHONY: demo test test-all bench lint clean
 
 demo: $(VENV)/.installed
 	$(PYTHON) examples/compare_pooling.py --config configs/quickstart.yaml
 
+# Worker processes of the test run, each with one thread.  A module's tests share a worker and its fixtures.
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(WORKERS) --dist loadscope
+
 test: lint
-	$(PYTHON) -m pytest
+	$(PYTEST) -m "not slow"
+
+test-all: lint
+	$(PYTEST)
 
 bench: $(VENV)/.installed
 	$(PYTHON) -m benchmarks
