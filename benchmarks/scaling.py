@@ -24,7 +24,8 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from benchmarks import report
 from benchmarks.run import Rates
-from benchmarks.training_step import BATCHES, JFI, Batch, StepShape, build_model, heaviest_kernels, make_batch, shard
+from benchmarks.training_step import BATCHES, JFI, StepShape, build_model, heaviest_kernels, make_batch, shard
+from jfi.data import Batch
 
 SHAPE = StepShape(B=4096, N=1024, D=64, H=4, dtype="float32", items=20_000_000)
 TINY = replace(SHAPE, B=16, N=20, mean=8, items=1000, users=100, categories=10)
@@ -33,7 +34,7 @@ WARM_UP, STEPS = 10, 40
 
 def forward(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     with torch.autocast(batch.labels.device.type, torch.bfloat16):
-        logits = model(batch)
+        logits = model(batch.dense_features, batch.sparse_features).squeeze(-1)
     loss = F.binary_cross_entropy_with_logits(logits.float(), batch.labels)
     return loss, loss.detach()
 

@@ -34,13 +34,13 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
-from torchrec.streamable import Pipelineable
 
 from benchmarks import measure
 from benchmarks.layer import Projections
 from benchmarks.problem import Shape, log_normal, order, valid
 from benchmarks.run import TOLERANCE, summary
 from jfi import JaggedFeatureInteraction, SequenceFeatureConfig
+from jfi.data import Batch
 from jfi.models import SequenceDLRM
 
 BATCHES = 4
@@ -80,23 +80,6 @@ class StepCase:
         return self.shape.name
 
 
-@dataclass
-class Batch(Pipelineable):
-    dense_features: Tensor
-    sparse_features: KeyedJaggedTensor
-    labels: Tensor
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
-        return Batch(*(x.to(device, non_blocking=non_blocking) for x in vars(self).values()))
-
-    def pin_memory(self) -> "Batch":
-        return Batch(*(x.pin_memory() for x in vars(self).values()))
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        for x in vars(self).values():
-            x.record_stream(stream)
-
-
 def make_batch(shape: StepShape, seed: int, device: torch.device) -> Batch:
     """Another seed gives the same lengths in another order, and other ids."""
     lengths = log_normal(shape.B, shape.N, shape.mean * shape.B, torch.Generator().manual_seed(0))
@@ -104,6 +87,7 @@ def make_batch(shape: StepShape, seed: int, device: torch.device) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     sizes = {"item": shape.items, "category": shape.categories, "user": shape.users}
     ids = [torch.randint(size, (shape.B,), generator=generator) for size in sizes.values()]
+    users = ids[-1]
     ids.append(torch.randint(shape.items, (int(lengths.sum()),), generator=generator))
     return Batch(
         torch.randn(shape.B, shape.dense_features, generator=generator).to(device),
@@ -113,6 +97,7 @@ def make_batch(shape: StepShape, seed: int, device: torch.device) -> Batch:
             torch.cat([*(torch.ones_like(lengths) for _ in sizes), lengths]).to(device),
         ),
         torch.randint(2, (shape.B,), generator=generator).float().to(device),
+        users.to(device),
     )
 
 
@@ -200,7 +185,7 @@ def one_process(device: torch.device) -> Iterator[None]:
 def train_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> Tensor:
     """Returns the loss.  Gradients are dropped at the end, so that none is held between steps."""
     with torch.autocast(batch.labels.device.type, torch.bfloat16):
-        logits = model(batch)
+        logits = model(batch.dense_features, batch.sparse_features).squeeze(-1)
     loss = F.binary_cross_entropy_with_logits(logits.float(), batch.labels)
     loss.backward()
     optimizer.step()

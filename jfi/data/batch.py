@@ -1,7 +1,8 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.fx._symbolic_trace import PHWithMeta
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
@@ -48,6 +49,15 @@ class Batch(Pipelineable):
         self.sparse_features.record_stream(stream)
         self.labels.record_stream(stream)
         self.users.record_stream(stream)
+
+    def to_proxy_tuple(self, model: nn.Module) -> dict[str, PHWithMeta]:
+        """Tells TorchRec's train pipelines which field a model's argument of the same name comes from.
+
+        A pipeline traces the model's forward and reads the ids of the next batch from it. It assumes one argument, the
+        batch, unless the batch has this method. A forward(batch) ignores the names.
+        """
+        names = ("dense_features", "sparse_features")
+        return {name: PHWithMeta(ph_key=name) for name in names}
 
     def pin_memory(self) -> "Batch":
         return Batch(

@@ -1,7 +1,7 @@
 """DLRM with sequence features."""
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,21 +16,23 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from jfi.modules import JaggedEncoder, JaggedFeatureInteraction, JaggedMeanPooling, SequenceFeatureConfig, lookup
 from jfi.modules.sequence_configs import check_features
 from jfi.ops import jagged_jagged_bmm
+from jfi.scripting import not_scriptable
 
 Pooling = Literal["attention", "mean", "none"]
 
 
 class SequenceArch(nn.Module):
-    """Joins all that was looked up into entries of one width, for InteractionArch: B samples, F entries.
+    """Turns the embeddings that were looked up into the F entries [B, F, embedding_dim] that InteractionArch takes.
 
-    Stands apart from the look-ups, so that train pipelines, which trace only what contains a collection, take it whole.
+    It is a module of its own because TorchRec's train pipelines trace only modules that contain a collection: this one
+    is a leaf of their graph.
 
     Args:
-        features: the sequence features; none where histories do not enter.
-        single_keys: keys of the EmbeddingCollection's output that are entries of their own.
+        features: the sequence features; empty where histories are not used.
+        single_keys: keys of the EmbeddingCollection's output that become an entry each.
         embedding_dim: width of every entry.
-        pooling: turns the histories into entries; behind an encoder it takes the features' `encoded()`.
-        encoder: encodes the events of every feature first, or None.
+        pooling: pools each history to an entry; after an encoder its features are the configs' `encoded()`.
+        encoder: encodes every feature's events before they are pooled, or None.
     """
 
     def __init__(
@@ -44,13 +46,13 @@ class SequenceArch(nn.Module):
         super().__init__()
         self.single_keys, self.embedding_dim = single_keys, embedding_dim
         self.pooling, self.encoder = pooling, encoder
-        # Whose biases the batch's ids bring.
+        # Features whose bias inputs come from the batch's ids.
         self.features = features if encoder is None else features + encoder.features
 
     def forward(
         self, ids: KeyedJaggedTensor, bags: KeyedTensor | None, embeddings: dict[str, JaggedTensor] | None
     ) -> Tensor:
-        """Entries [B, F, embedding_dim]: those of `bags`, the single keys of `embeddings`, the sequence features."""
+        """Entries [B, F, embedding_dim]: those of `bags`, of the single keys of `embeddings`, of the histories."""
         singles = _single_entries(bags, embeddings, self.single_keys)
         histories = None
         if self.pooling is not None:
@@ -60,7 +62,7 @@ class SequenceArch(nn.Module):
     def attention_weights(
         self, ids: KeyedJaggedTensor, bags: KeyedTensor | None, embeddings: dict[str, JaggedTensor] | None
     ) -> dict[str, JaggedTensor]:
-        """What the targets attend to in the histories; takes what `forward` takes."""
+        """By sequence feature the attention weights of its events; the arguments are those of `forward`."""
         singles = _single_entries(bags, embeddings, self.single_keys)
         return self.pooling.attention_weights(self._sequences(ids, embeddings), singles)
 
@@ -70,40 +72,42 @@ class SequenceArch(nn.Module):
 
 
 class SequenceDLRM(nn.Module):
-    """TorchRec's DLRM, in which each sample's histories enter as pooled by what its target attends to in them.
+    """TorchRec's DLRM with sequence features: each sample's target attends to its histories.
 
-    Dense features pass through DenseArch. Sparse features become entries as wide as DenseArch's output: one for each
-    feature of the EmbeddingBagCollection, one for each feature of the EmbeddingCollection that is no history (the sum
-    over its ids), and one for each sequence feature. InteractionArch takes the dot products of all pairs, OverArch
-    turns them into a logit. See Naumov et al., "Deep Learning Recommendation Model for Personalization and
+    DenseArch maps the dense features to a vector of embedding_dim. Sparse features become entries of that width: one
+    for each feature of the EmbeddingBagCollection, one for each feature of the EmbeddingCollection that is not a
+    history (the sum of its embeddings), and one for each sequence feature. InteractionArch computes the dot products
+    of all pairs, OverArch the logit. See Naumov et al., "Deep Learning Recommendation Model for Personalization and
     Recommendation Systems" (2019).
 
-    A target and its history share a table if the EmbeddingCollection has one with both as features, such as
-    `feature_names=["item", "history_item"]`; this is what lets a target find itself in a history.
+    A target and its history share a table if one EmbeddingConfig lists both, such as
+    `feature_names=["item", "history_item"]`. The target then has the same embedding as its own events.
+
+    `forward` has the signature of `torchrec.models.dlrm.DLRM.forward`, so `torchrec.models.dlrm.DLRMTrain` wraps it
+    for training and for TorchRec's train pipelines.
 
     Args:
-        embedding_bag_collection: tables of features that no history shares, or None.
-        embedding_collection: tables of histories, and of the features that share one with them, or None.
+        embedding_bag_collection: tables of the features that share none with a history, or None.
+        embedding_collection: tables of the histories and of the features that share one with them, or None.
         sequence_features: the sequence features. Sequence keys are features of `embedding_collection`, target keys are
             features of either collection.
         dense_in_features: width of the dense features.
         dense_arch_layer_sizes: layer sizes of DenseArch; the last is embedding_dim, the width of every table.
         over_arch_layer_sizes: layer sizes of OverArch, at least two; the last is 1.
-        pooling: how histories enter: "attention" (JaggedFeatureInteraction), "mean" of the events' combined embeddings,
-            with an entry for each field where they are concatenated, or "none": not at all.
-        num_heads: heads of the attention, a divisor of embedding_dim.
-        num_queries: queries that each target is expanded to.
+        pooling: "attention" (JaggedFeatureInteraction); "mean" of the events' combined embeddings, one entry for each
+            field if they are concatenated; or "none", which leaves the histories out.
+        num_heads: attention heads, a divisor of embedding_dim.
+        num_queries: queries per target.
         encoder: self-attention among the events of every sequence feature before they are pooled, or None. Its features
-            have the names and the sequence keys of `sequence_features`; their biases are its own.
+            have the names and the sequence keys of `sequence_features`, and their own biases.
         dropout: probability with which an element of an entry is zeroed in training.
-        dense_device: device of all parameters outside of the two collections and the encoder.
+        dense_device: device of all parameters outside the two collections and the encoder.
 
     Raises:
         ValueError, TypeError: an argument that does not fit, by name.
 
     Example:
 
-        >>> from types import SimpleNamespace
         >>> from torchrec import EmbeddingConfig
         >>> items = EmbeddingConfig(
         ...     name="item", embedding_dim=8, num_embeddings=10, feature_names=["item", "history_item"]
@@ -125,8 +129,8 @@ class SequenceDLRM(nn.Module):
         ...     values=torch.tensor([4, 1, 7, 7, 3, 5, 1, 7]),
         ...     lengths=torch.tensor([1, 1, 1, 2, 0, 3]),
         ... )
-        >>> model(SimpleNamespace(dense_features=torch.rand(3, 4), sparse_features=ids)).shape
-        torch.Size([3])
+        >>> model(torch.rand(3, 4), ids).shape
+        torch.Size([3, 1])
     """
 
     def __init__(
@@ -165,7 +169,7 @@ class SequenceDLRM(nn.Module):
         history_keys = {key for feature in sequence_features for key in feature.sequence_keys}
         single_keys = [key for key in keys if key not in history_keys]
         if not bag_keys and not single_keys:
-            raise ValueError("the collections must have a feature that is no history, got none")
+            raise ValueError("the collections must have a feature that is not a history, got none")
 
         features = sequence_features if pooling != "none" else []
         encoder_features = [] if encoder is None else encoder.features
@@ -198,29 +202,42 @@ class SequenceDLRM(nn.Module):
             embedding_dim + num_entries + math.comb(num_entries, 2), over_arch_layer_sizes, device=dense_device
         )
 
-    def forward(self, batch: Any) -> Tensor:
+    __prepare_scriptable__ = not_scriptable("SequenceDLRM")
+
+    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
         """Scores a batch.
 
         Args:
-            batch: anything with `dense_features` [B, dense_in_features] and `sparse_features`, a KeyedJaggedTensor that
-                holds the keys of both collections and of the biases.
+            dense_features: [B, dense_in_features].
+            sparse_features: ids with the keys of both collections and of the biases.
 
         Returns:
-            Logits [B].
+            Logits [B, 1], as `torchrec.models.dlrm.DLRM` returns them.
+
+        Raises:
+            ValueError: a key is absent from `sparse_features`, or a history does not fit its feature's config.
         """
-        entries = self.dropout(self.sequence_arch(*self._look_up(batch)))
-        dense = self.dense_arch(batch.dense_features)
-        return self.over_arch(self.inter_arch(dense, entries)).squeeze(-1)
+        entries = self.dropout(self.sequence_arch(*self._look_up(sparse_features)))
+        return self.over_arch(self.inter_arch(self.dense_arch(dense_features), entries))
 
     @torch.no_grad()
-    def attention_weights(self, batch: Any) -> dict[str, JaggedTensor]:
-        """By sequence feature the weights [S, num_queries, num_heads] of its events, under pooling="attention"."""
+    def attention_weights(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """By sequence feature the weights [S, num_queries, num_heads] of its events.
+
+        Args:
+            dense_features: not read; the arguments are those of `forward`.
+            sparse_features: as in `forward`.
+
+        Raises:
+            ValueError: the model has another pooling than "attention", or no sequence feature.
+        """
         if not isinstance(self.sequence_arch.pooling, JaggedFeatureInteraction):
             raise ValueError("attention_weights needs a model with pooling='attention' and a sequence feature")
-        return self.sequence_arch.attention_weights(*self._look_up(batch))
+        return self.sequence_arch.attention_weights(*self._look_up(sparse_features))
 
-    def _look_up(self, batch: Any) -> tuple[KeyedJaggedTensor, KeyedTensor | None, dict[str, JaggedTensor] | None]:
-        ids = batch.sparse_features
+    def _look_up(
+        self, ids: KeyedJaggedTensor
+    ) -> tuple[KeyedJaggedTensor, KeyedTensor | None, dict[str, JaggedTensor] | None]:
         lookup.require_id_keys("sparse_features", ids, self._id_keys)
         lookup.allow_no_samples(ids)
         bags = None if self.embedding_bag_collection is None else self.embedding_bag_collection(ids)
@@ -254,14 +271,14 @@ def _tables(collection: EmbeddingBagCollection | EmbeddingCollection | None) -> 
 
 
 def _id_keys(collection: EmbeddingBagCollection | EmbeddingCollection | None) -> list[str]:
-    """Keys that a collection reads."""
+    """Feature names that a collection reads."""
     return [key for table in _tables(collection) for key in table.feature_names]
 
 
 def _output_keys(
     argument: str, collection: EmbeddingBagCollection | EmbeddingCollection | None, embedding_dim: int
 ) -> list[str]:
-    """Keys that a collection writes, after a check of its width."""
+    """Keys of a collection's output; its tables must be embedding_dim wide."""
     for table in _tables(collection):
         if table.embedding_dim != embedding_dim:
             raise ValueError(
@@ -276,7 +293,7 @@ def _output_keys(
 def _single_entries(
     bags: KeyedTensor | None, embeddings: dict[str, JaggedTensor] | None, single_keys: list[str]
 ) -> dict[str, Tensor]:
-    """By key each entry [B, embedding_dim] that is no sequence feature: a bag, or the sum of a sample's embeddings."""
+    """The entries [B, embedding_dim] that are not histories, by key: bags and sums of a sample's embeddings."""
     entries = {} if bags is None else dict(bags.to_dict())
     for key in single_keys:
         values, offsets = embeddings[key].values(), embeddings[key].offsets()

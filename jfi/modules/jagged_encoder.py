@@ -19,6 +19,7 @@ from jfi.modules import lookup
 from jfi.modules.sequence_configs import SequenceFeatureConfig, check_features, check_sizes
 from jfi.modules.stacked_attention import score_bias
 from jfi.ops import jagged_attention
+from jfi.scripting import not_scriptable
 
 torch.fx.wrap("jagged_attention")
 
@@ -115,6 +116,8 @@ class JaggedEncoder(nn.Module):
                 module.reset_parameters()
             elif isinstance(module, EncoderBlock) and module.bucket_bias is not None:
                 nn.init.zeros_(module.bucket_bias)
+
+    __prepare_scriptable__ = not_scriptable("JaggedEncoder")
 
     def forward(self, sequences: JaggedTensor | dict[str, JaggedTensor]) -> JaggedTensor | dict[str, JaggedTensor]:
         """Encodes the events of every feature.

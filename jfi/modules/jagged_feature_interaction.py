@@ -8,6 +8,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from jfi.modules import joined, lookup
 from jfi.modules.sequence_configs import SequenceFeatureConfig, check_features, check_sizes
 from jfi.modules.stacked_attention import StackedTargetAttention
+from jfi.scripting import not_scriptable
 
 
 class JaggedFeatureInteraction(nn.Module):
@@ -122,6 +123,8 @@ class JaggedFeatureInteraction(nn.Module):
     def output_width(self) -> int:
         """Sum of the widths of the output's entries."""
         return self.embedding_dim * len(self.features)
+
+    __prepare_scriptable__ = not_scriptable("JaggedFeatureInteraction")
 
     def reset_parameters(self) -> None:
         """Draws the layer's own parameters anew; those of a given `embedding_collection` stay as they are."""

@@ -50,7 +50,9 @@ def is_traced() -> bool:
 
 def _may_read(offsets: Tensor) -> bool:
     """Whether the contents of offsets are there, and reading them stalls no device or is asked for."""
-    return not is_traced() and type(offsets) is Tensor and (offsets.device.type == "cpu" or _validates_on_gpu.get())
+    if is_traced() or type(offsets) is not Tensor or offsets.is_meta:
+        return False
+    return offsets.device.type == "cpu" or _validates_on_gpu.get()
 
 
 def check_floating(**tensors: Tensor | None) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from jfi import reference
 from jfi.ops._checks import check_dim, check_floating, check_impl, check_offsets, check_pairs
-from jfi.ops._dispatch import operator, operators
+from jfi.ops._dispatch import operator, operators, public
 
 
 def _forward(a: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, out_rows: int, transposed: bool) -> Tensor:
@@ -41,6 +41,7 @@ def _differentiate(ctx, grad):
 _array_jagged_bmm_jagged_out = operator("array_jagged_bmm_jagged_out", _forward, _fake, _save, _differentiate)
 
 
+@public
 def array_jagged_bmm_jagged_out(
     a: Tensor,
     y: Tensor,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from jfi import reference
 from jfi.ops._checks import check_dim, check_floating, check_impl, check_offsets, check_pairs
-from jfi.ops._dispatch import operator
+from jfi.ops._dispatch import operator, public
 
 
 def _forward(a: Tensor, x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
@@ -43,6 +43,7 @@ _jagged2_softmax_bwd = operator("jagged2_softmax_bwd", _backward, _backward_fake
 _jagged2_softmax_fwd = operator("jagged2_softmax_fwd", _forward, _forward_fake, _save, _differentiate)
 
 
+@public
 def jagged2_softmax(a: Tensor, x_offsets: Tensor, y_offsets: Tensor | None = None, *, impl: str = "auto") -> Tensor:
     """Softmax of packed blocks along their rows, over each row's M entries.
 

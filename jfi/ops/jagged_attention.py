@@ -17,7 +17,7 @@ from torch import Tensor
 
 from jfi import reference
 from jfi.ops._checks import check_dim, check_floating, check_history, check_impl, check_offsets, check_scale
-from jfi.ops._dispatch import operator
+from jfi.ops._dispatch import operator, public
 
 
 def _kernels(impl: str) -> ModuleType:
@@ -115,6 +115,7 @@ def _window(causal: bool, window_size: tuple[int | None, int | None] | None) -> 
     return left, 0 if causal else right
 
 
+@public
 def jagged_attention(
     query: Tensor,
     key: Tensor,
@@ -172,7 +173,7 @@ def jagged_attention(
     check_offsets("key_offsets", key_offsets, key.shape[0], "key", query, query_offsets.shape[0] - 1)
     impl = check_impl(impl, query)
     scale = check_scale(scale, width)
-    if impl == "torch" and query.device.type != "cpu":
+    if impl == "torch" and query.is_cuda:
         inputs = (query, key, value, query_offsets, key_offsets, False, (left, right), key_bias, scale)
         out, lse = reference.jagged_attention(*inputs)
     else:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from jfi import reference
 from jfi.ops._checks import check_dim, check_floating, check_impl, check_offsets, check_size
-from jfi.ops._dispatch import operator, operators
+from jfi.ops._dispatch import operator, operators, public
 
 
 def _forward(x: Tensor, offsets: Tensor, dense: Tensor, transposed: bool) -> Tensor:
@@ -41,6 +41,7 @@ def _differentiate(ctx, grad):
 _jagged_dense_bmm = operator("jagged_dense_bmm", _forward, _fake, _save, _differentiate)
 
 
+@public
 def jagged_dense_bmm(x: Tensor, offsets: Tensor, dense: Tensor, *, impl: str = "auto") -> Tensor:
     """Multiply every row of a jagged tensor by its sample's matrix.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from jfi import reference
 from jfi.ops._checks import check_dim, check_floating, check_impl, check_offsets, check_size
-from jfi.ops._dispatch import operator, operators
+from jfi.ops._dispatch import operator, operators, public
 
 
 def _forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
@@ -36,6 +36,7 @@ def _save(ctx, inputs, output) -> None:
 _jagged_jagged_bmm = operator("jagged_jagged_bmm", _forward, _fake, _save, _differentiate)
 
 
+@public
 def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, impl: str = "auto") -> Tensor:
     """Multiply two jagged tensors sample by sample, over the samples' rows.
 

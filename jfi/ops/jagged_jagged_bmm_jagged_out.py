@@ -9,7 +9,7 @@ from torch import Tensor
 
 from jfi import reference
 from jfi.ops._checks import check_dim, check_floating, check_impl, check_offsets, check_pairs, check_size, count_pairs
-from jfi.ops._dispatch import operator, operators
+from jfi.ops._dispatch import operator, operators, public
 
 
 def _forward(x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, out_size: int) -> Tensor:
@@ -37,6 +37,7 @@ def _save(ctx, inputs, output) -> None:
 _jagged_jagged_bmm_jagged_out = operator("jagged_jagged_bmm_jagged_out", _forward, _fake, _save, _differentiate)
 
 
+@public
 def jagged_jagged_bmm_jagged_out(
     x: Tensor,
     y: Tensor,

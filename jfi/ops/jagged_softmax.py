@@ -8,7 +8,7 @@ from torch import Tensor
 
 from jfi import reference
 from jfi.ops._checks import check_dim, check_floating, check_impl, check_offsets
-from jfi.ops._dispatch import operator
+from jfi.ops._dispatch import operator, public
 
 
 def _forward(x: Tensor, offsets: Tensor) -> Tensor:
@@ -43,6 +43,7 @@ _jagged_softmax_bwd = operator("jagged_softmax_bwd", _backward, _backward_fake)
 _jagged_softmax_fwd = operator("jagged_softmax_fwd", _forward, _forward_fake, _save, _differentiate)
 
 
+@public
 def jagged_softmax(x: Tensor, offsets: Tensor, *, impl: str = "auto") -> Tensor:
     """Softmax of a jagged tensor over each sample's rows.
 

@@ -27,7 +27,7 @@ from jfi.ops._checks import (
     check_offsets,
     check_scale,
 )
-from jfi.ops._dispatch import operator, without_autocast
+from jfi.ops._dispatch import operator, public, without_autocast
 
 
 def _kernels(impl: str) -> ModuleType:
@@ -128,6 +128,7 @@ _target_attention_bwd = operator("target_attention_bwd", _backward, _backward_fa
 _target_attention_fwd = operator("target_attention_fwd", _forward, _forward_fake, _save, _differentiate)
 
 
+@public
 def target_attention(
     query: Tensor,
     key: Tensor,
@@ -188,7 +189,7 @@ def target_attention(
     learned = value_scale is not None and value_scale.requires_grad and torch.is_grad_enabled()
     if value_scale is not None and (learned or not in_kernel):
         value, value_scale = (key if value is None else value) * value_scale[:, None, None].to(key.dtype), None
-    if impl == "torch" and query.device.type != "cpu":
+    if impl == "torch" and query.is_cuda:
         return reference.target_attention(query, key, value, offsets, key_bias, scale)
     tensors = (query, key, value, offsets, key_bias, key_bias_index, value_scale)
     tensors = (None if x is None else x.contiguous() for x in tensors)

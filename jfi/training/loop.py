@@ -280,7 +280,8 @@ class Trainer:
     def _forward(self, batch: Batch) -> tuple[Tensor | None, Output]:
         """The loss in training, else None, and what came out; a train pipeline calls it too, batch by batch."""
         training, labels = self.model.training, batch.labels
-        logits = (self.model if training else self._evaluated)(batch)
+        model = self.model if training else self._evaluated
+        logits = model(batch.dense_features, batch.sparse_features).squeeze(-1)
         output = logits.detach(), labels, batch.users
         if not training:
             return None, output

@@ -140,7 +140,8 @@ def _describe(
 ) -> _Sample:
     batch_there = batch.to(device)  # first: `to` takes along, where they are, the tensors by key that to_dict keeps
     ids = {key: values.to_dense()[row].tolist() for key, values in batch.sparse_features.to_dict().items()}
-    (weights,) = model.attention_weights(batch_there).values()
+    inputs = batch_there.dense_features, batch_there.sparse_features
+    (weights,) = model.attention_weights(*inputs).values()
     weights = weights.to_dense()[row].mean(1).float().cpu()
     item_columns = {spec.column for spec in dataset.features if spec.role == "item"}
     fields = [spec for spec in dataset.features if spec.role == "history" and spec.column not in item_columns]
@@ -156,7 +157,7 @@ def _describe(
     return _Sample(
         title=_title(dataset, ids[dataset.item_key][0]),
         label=batch.labels[row].item(),
-        score=torch.sigmoid(model(batch_there)[row]).item(),
+        score=torch.sigmoid(model(*inputs)[row]).item(),
         events=events,
         weights=weights,
     )

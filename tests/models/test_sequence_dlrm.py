@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import replace
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -32,18 +32,22 @@ FEATURE = SequenceFeatureConfig(
 )
 
 
+LABELS = torch.tensor([0.0, 1.0, 1.0, 0.0])
+
+
+class Inputs(NamedTuple):
+    """The two arguments of `SequenceDLRM.forward`."""
+
+    dense_features: torch.Tensor
+    sparse_features: KeyedJaggedTensor
+
+
 def batch(lengths=LENGTHS, seed=0):
     generator = torch.Generator().manual_seed(seed)
     flat = [length for key in lengths for length in lengths[key]]
-    return SimpleNamespace(
-        dense_features=torch.randn(4, 3, generator=generator),
-        sparse_features=KeyedJaggedTensor(
-            keys=list(lengths),
-            values=torch.randint(4, (sum(flat),), generator=generator),
-            lengths=torch.tensor(flat),
-        ),
-        labels=torch.tensor([0.0, 1.0, 1.0, 0.0]),
-    )
+    dense = torch.randn(4, 3, generator=generator)
+    ids = torch.randint(4, (sum(flat),), generator=generator)
+    return Inputs(dense, KeyedJaggedTensor(keys=list(lengths), values=ids, lengths=torch.tensor(flat)))
 
 
 def bags(names=("user",), width=DIM):
@@ -92,7 +96,7 @@ def entries(model, inputs):
     """What enters InteractionArch beside the dense features, [B, F, D]."""
     seen = []
     model.inter_arch.register_forward_pre_hook(lambda _, args: seen.append(args[1]))
-    model(inputs)
+    model(*inputs)
     return seen[0]
 
 
@@ -128,17 +132,17 @@ def test_an_encoder_stands_before_the_pooling(pooling, combine):
     torch.testing.assert_close(taste, model.sequence_arch.pooling(sequences, targets)["taste"])
     if pooling == "attention":
         want = model.sequence_arch.pooling.attention_weights(sequences, targets)["taste"].values()
-        torch.testing.assert_close(model.attention_weights(inputs)["taste"].values(), want)
+        torch.testing.assert_close(model.attention_weights(*inputs)["taste"].values(), want)
 
 
 def test_an_encoder_reads_its_own_bias():
     """The pooling's bias is none, so only the encoder asks for the ages."""
     model, inputs = build(features=[replace(FEATURE, bias=None)], encoder=encoder()), batch()
-    model(inputs).sum().backward()
+    model(*inputs).sum().backward()
     assert all(block.bucket_bias.grad.any() for block in model.sequence_arch.encoder.stacks[0].blocks)
     without = {key: lengths for key, lengths in LENGTHS.items() if key != "history_age"}
     with pytest.raises(ValueError, match="sparse_features must hold the key 'history_age'"):
-        model(batch(without))
+        model(*batch(without))
 
 
 @pytest.mark.parametrize("combine", ["sum", "concat"])
@@ -156,14 +160,14 @@ def test_without_pooling_the_history_does_not_enter():
     other = LENGTHS | {key: [1, 2, 0, 0] for key in LENGTHS if key.startswith("history_")}
     assert not any("groups" in name for name in model.state_dict())
     assert entries(model, batch()).size(1) == 3
-    torch.testing.assert_close(model(batch(other)), model(batch()), rtol=0, atol=0)
+    torch.testing.assert_close(model(*batch(other)), model(*batch()), rtol=0, atol=0)
 
 
 def test_with_pooling_the_history_does_enter():
     other = LENGTHS | {key: [1, 2, 0, 0] for key in LENGTHS if key.startswith("history_")}
     for pooling in ("mean", "attention"):
         model = build(pooling=pooling)
-        assert (model(batch(other)) != model(batch())).all()
+        assert (model(*batch(other)) != model(*batch())).all()
 
 
 @pytest.mark.parametrize("which", ["bags", "embeddings"])
@@ -174,7 +178,7 @@ def test_a_target_may_stand_in_either_collection(which):
     else:
         ebc, ec = None, embeddings()
     model = build(ebc, ec, [SequenceFeatureConfig("taste", ["history_item"], ["item"])])
-    assert model(batch()).shape == (4,)
+    assert model(*batch()).shape == (4, 1)
 
 
 def test_bags_alone_make_a_plain_dlrm():
@@ -188,8 +192,8 @@ def test_weights_of_the_ids_reach_the_layer():
     model = build(features=[SequenceFeatureConfig("taste", ["history_item"], ["item"], bias="weights")])
     weights = torch.ones(ids.values().numel())
     weights[ids.values().numel() - 3 * 9 : ids.values().numel() - 3 * 9 + 3] = torch.tensor([0.0, 1.0, 0.0])
-    inputs.sparse_features = KeyedJaggedTensor(ids.keys(), ids.values(), lengths=ids.lengths(), weights=weights)
-    attended = model.attention_weights(inputs)["taste"].values()
+    weighted = KeyedJaggedTensor(ids.keys(), ids.values(), lengths=ids.lengths(), weights=weights)
+    attended = model.attention_weights(inputs.dense_features, weighted)["taste"].values()
     torch.testing.assert_close(attended[:3, 0, 0], torch.tensor([0.0, 1.0, 0.0]))
 
 
@@ -203,7 +207,7 @@ def test_weights_of_the_ids_scale_the_values(encoded):
     def pooled(weight):
         weights = torch.full((ids.values().numel(),), weight)
         weighted = KeyedJaggedTensor(ids.keys(), ids.values(), lengths=ids.lengths(), weights=weights)
-        return entries(model, SimpleNamespace(dense_features=inputs.dense_features, sparse_features=weighted))[:, -1]
+        return entries(model, Inputs(inputs.dense_features, weighted))[:, -1]
 
     # The output's bias is zero at the start, so the entry is linear in the values.
     assert pooled(1.0).any()
@@ -212,7 +216,7 @@ def test_weights_of_the_ids_scale_the_values(encoded):
 
 def test_attention_weights_are_those_of_the_forward_pass():
     model, inputs = build(num_queries=3), batch()
-    weights = model.attention_weights(inputs)["taste"]
+    weights = model.attention_weights(*inputs)["taste"]
     assert weights.values().shape == (9, 3, 2) and weights.lengths().tolist() == LENGTHS["history_item"]
     first = weights.values()[:3].sum(0)
     torch.testing.assert_close(first, torch.ones_like(first))
@@ -222,7 +226,7 @@ def test_attention_weights_are_those_of_the_forward_pass():
 @pytest.mark.parametrize("lengths", [LENGTHS, {key: [0] * 4 for key in LENGTHS}], ids=["events", "all empty"])
 def test_every_parameter_gets_a_finite_gradient(lengths, encoded):
     model, inputs = build(encoder=encoder() if encoded else None), batch(lengths)
-    torch.nn.functional.binary_cross_entropy_with_logits(model(inputs), inputs.labels).backward()
+    torch.nn.functional.binary_cross_entropy_with_logits(model(*inputs).squeeze(-1), LABELS).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all(), name
 
@@ -233,8 +237,8 @@ def test_a_batch_of_no_samples(pooling):
     model = build(encoder=encoder()) if pooling == "encoded" else build(pooling=pooling)
     none = torch.empty(0, dtype=torch.long)
     ids = KeyedJaggedTensor(keys=list(LENGTHS), values=none, lengths=none)
-    logits = model(SimpleNamespace(dense_features=torch.empty(0, 3), sparse_features=ids))
-    assert logits.shape == (0,)
+    logits = model(torch.empty(0, 3), ids)
+    assert logits.shape == (0, 1)
     logits.sum().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and not parameter.grad.any(), name
@@ -243,9 +247,9 @@ def test_a_batch_of_no_samples(pooling):
 def test_dropout_acts_in_training_alone():
     model, inputs = build(dropout=0.5), batch()
     model.train()
-    assert not torch.equal(model(inputs), model(inputs))
+    assert not torch.equal(model(*inputs), model(*inputs))
     model.eval()
-    torch.testing.assert_close(model(inputs), model(inputs), rtol=0, atol=0)
+    torch.testing.assert_close(model(*inputs), model(*inputs), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("pooling", ["attention", "mean", "none", "encoded"])
@@ -254,7 +258,7 @@ def test_a_few_steps_lower_the_loss(pooling):
     optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
     losses = []
     for _ in range(40):
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(model(inputs), inputs.labels)
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(model(*inputs).squeeze(-1), LABELS)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -274,7 +278,7 @@ def test_attention_finds_the_target_in_the_history_where_the_mean_cannot():
         lengths=torch.cat([torch.ones(count, dtype=torch.long), torch.full((count,), items)]),
     )
     labels = (history[:, -1] == item).float()
-    inputs = SimpleNamespace(dense_features=torch.zeros(count, 3), sparse_features=ids)
+    inputs = torch.zeros(count, 3), ids
     losses = {}
     for pooling in ("mean", "attention"):
         torch.manual_seed(0)
@@ -285,7 +289,7 @@ def test_attention_finds_the_target_in_the_history_where_the_mean_cannot():
         model = build(None, EmbeddingCollection(tables=[table]), [feature], pooling=pooling)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
         for _ in range(150):
-            loss = torch.nn.functional.binary_cross_entropy_with_logits(model(inputs), labels)
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(model(*inputs).squeeze(-1), labels)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -296,11 +300,11 @@ def test_attention_finds_the_target_in_the_history_where_the_mean_cannot():
 @pytest.mark.parametrize("pooling", ["attention", "mean", "none", "encoded"])
 def test_torchrecs_tracer_goes_all_the_way_through(pooling):
     model, inputs = build(encoder=encoder()) if pooling == "encoded" else build(pooling=pooling), batch()
-    torch.testing.assert_close(symbolic_trace(model)(inputs), model(inputs), rtol=0, atol=0)
+    torch.testing.assert_close(symbolic_trace(model)(*inputs), model(*inputs), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("encoded", [False, True], ids=["plain", "encoded"])
-def test_the_train_pipelines_tracer_finds_both_collections_fed_by_the_batch_alone(encoded):
+def test_the_train_pipelines_tracer_finds_both_collections_fed_by_the_ids_alone(encoded):
     model = build(encoder=encoder() if encoded else None)
     leaves = [name for name, _ in model.named_children()]
     graph = PipelineTracer(leaf_modules=leaves).trace(model)
@@ -308,8 +312,7 @@ def test_the_train_pipelines_tracer_finds_both_collections_fed_by_the_batch_alon
     assert set(calls) == set(leaves)
     for name in ("embedding_collection", "embedding_bag_collection"):
         (argument,) = calls[name].args
-        assert argument.target is getattr and argument.args[1] == "sparse_features"
-        assert argument.args[0].op == "placeholder"
+        assert argument.op == "placeholder" and argument.target == "sparse_features"
 
 
 def test_names_in_state_dict():
@@ -355,7 +358,10 @@ def test_names_in_state_dict():
         ),
         ({"ebc": bags(width=4)}, "embedding_bag_collection must be as wide as the last of dense_arch_layer_sizes, 8"),
         ({"ebc": bags(("user", "item"))}, "a feature must belong to one collection, got ['item'] in both"),
-        ({"ebc": None, "ec": None, "features": []}, "the collections must have a feature that is no history, got none"),
+        (
+            {"ebc": None, "ec": None, "features": []},
+            "the collections must have a feature that is not a history, got none",
+        ),
         (
             {"features": [SequenceFeatureConfig("taste", ["history_itme"], ["item"])]},
             "embedding_collection must hold the key 'history_itme', got none of that name; "
@@ -382,9 +388,9 @@ def test_sequence_features_of_another_type():
 def test_a_key_absent_from_the_batch(key):
     lengths = {name: count for name, count in LENGTHS.items() if name != key}
     with pytest.raises(ValueError, match=f"sparse_features must hold the key '{key}', got none of that name; "):
-        build()(batch(lengths))
+        build()(*batch(lengths))
 
 
 def test_attention_weights_without_attention():
     with pytest.raises(ValueError, match="attention_weights needs a model with pooling='attention'"):
-        build(pooling="mean").attention_weights(batch())
+        build(pooling="mean").attention_weights(*batch())

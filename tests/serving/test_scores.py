@@ -53,7 +53,8 @@ def samples(exported):
             }
         )
     with torch.no_grad():
-        logits = model.eval()(dataset._assemble(rows, events.item[rows], events.label[rows]))
+        batch = dataset._assemble(rows, events.item[rows], events.label[rows])
+        logits = model.eval()(batch.dense_features, batch.sparse_features).squeeze(-1)
     return requests, logits.numpy()
 
 

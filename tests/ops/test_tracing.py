@@ -1,0 +1,154 @@
+"""The public operators under the tracers of torch.fx and TorchRec, on meta tensors and under torch.func."""
+
+import inspect
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torchrec.fx import Tracer as TorchRecTracer
+
+import jfi
+from jfi import ops
+
+B, S, D, T = 3, 7, 4, 2
+OFFSETS = torch.tensor([0, 2, 2, 7])
+
+
+def example(name: str) -> tuple[list[torch.Tensor], dict]:
+    """Floating inputs of a public operator, and its other arguments."""
+    x, y = torch.randn(S, D), torch.randn(S, T)
+    query, key = torch.randn(B, T, 2, D), torch.randn(S, 1, D)
+    pairs = torch.randn(4 + 25)
+    return {
+        "jagged_dense_bmm": ([x], {"offsets": OFFSETS, "dense": torch.randn(B, D, T)}),
+        "jagged_jagged_bmm": ([x, y], {"offsets": OFFSETS}),
+        "jagged_softmax": ([y], {"offsets": OFFSETS}),
+        "jagged_jagged_bmm_jagged_out": ([x, x.clone()], {"x_offsets": OFFSETS, "out_size": 29}),
+        "jagged2_softmax": ([pairs], {"x_offsets": OFFSETS}),
+        "array_jagged_bmm_jagged_out": ([pairs, x], {"x_offsets": OFFSETS}),
+        "target_attention": ([query, key], {"offsets": OFFSETS, "key_bias": torch.randn(S, 2), "scale": 0.3}),
+        "jagged_attention": ([torch.randn(S, 2, D), key], {"query_offsets": OFFSETS, "key_bias": torch.randn(S, 2)}),
+    }[name]
+
+
+OPERATORS = [name for name in ops.__all__ if "offsets" in str(inspect.signature(getattr(ops, name)))]
+
+
+def test_there_is_an_example_of_every_operator():
+    assert len(OPERATORS) >= 8 and all(example(name) for name in OPERATORS)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_tracer_records_one_call_of_the_operator(name):
+    inputs, keywords = example(name)
+    keywords = {key: value for key, value in keywords.items() if not isinstance(value, torch.Tensor)}
+    tensors = {key: value for key, value in example(name)[1].items() if isinstance(value, torch.Tensor)}
+    operator = getattr(ops, name)
+
+    class Model(nn.Module):
+        def forward(self, inputs, tensors):
+            tensors = {key: tensors[key] for key in names}
+            return operator(*[inputs[i] for i in range(count)], **tensors, **keywords) * 2
+
+    names, count = list(tensors), len(inputs)
+    want = operator(*inputs, **tensors, **keywords) * 2
+    for tracer in (torch.fx.Tracer(), TorchRecTracer()):
+        model = Model()
+        graph = tracer.trace(model)
+        assert [node.target for node in graph.nodes if node.op == "call_function"].count(operator) == 1
+        module = torch.fx.GraphModule(model, graph)
+        torch.testing.assert_close(module(inputs, tensors), want, rtol=0, atol=0)
+        again = pickle.loads(pickle.dumps(module))
+        torch.testing.assert_close(again(inputs, tensors), want, rtol=0, atol=0)
+
+
+def test_a_traced_pair_of_results_can_be_unpacked():
+    class Model(nn.Module):
+        def forward(self, x, offsets):
+            out, lse = jfi.ops.jagged_attention(x, x, query_offsets=offsets, return_lse=True)
+            return out * lse.unsqueeze(-1)
+
+    x = torch.randn(S, 2, D)
+    torch.testing.assert_close(torch.fx.symbolic_trace(Model())(x, OFFSETS), Model()(x, OFFSETS), rtol=0, atol=0)
+
+
+class Named(torch.Tensor):
+    """A subclass that says of which operators it is the result."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        out = super().__torch_function__(func, types, args, kwargs)
+        return (func, out) if getattr(ops, getattr(func, "__name__", ""), None) is func else out
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_tensor_subclass_sees_the_operator(name):
+    inputs, keywords = example(name)
+    want = getattr(ops, name)(*inputs, **keywords)
+    func, out = getattr(ops, name)(*(x.as_subclass(Named) for x in inputs), **keywords)
+    assert func is getattr(ops, name) and type(out) is Named
+    torch.testing.assert_close(out.as_subclass(torch.Tensor), want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("validated", [False, True], ids=["plain", "validated"])
+def test_meta_tensors_give_shapes_forward_and_backward(name, validated):
+    inputs, keywords = example(name)
+    leaves = [x.requires_grad_() for x in inputs]
+    want = getattr(ops, name)(*leaves, **keywords)
+    grads = torch.autograd.grad(want.sum(), leaves)
+    metas = [x.detach().to("meta").requires_grad_() for x in inputs]
+    keywords = {key: x.to("meta") if isinstance(x, torch.Tensor) else x for key, x in keywords.items()}
+    with ops.validation() if validated else torch.enable_grad():
+        out = getattr(ops, name)(*metas, **keywords)
+    found = torch.autograd.grad(out.sum(), metas)
+    for got, real in zip((out, *found), (want, *grads), strict=True):
+        assert got.is_meta and (got.shape, got.dtype) == (real.shape, real.dtype)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_forward_mode_is_refused_by_name(name):
+    inputs, keywords = example(name)
+    tangents = tuple(torch.randn_like(x) for x in inputs)
+    message = f"jfi.ops.{name} has no forward-mode derivative"
+    with pytest.raises(NotImplementedError, match=message):
+        torch.func.jvp(lambda *x: getattr(ops, name)(*x, **keywords), tuple(inputs), tangents)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match=message):
+        dual = torch.autograd.forward_ad.make_dual(inputs[-1], tangents[-1])
+        getattr(ops, name)(*inputs[:-1], dual, **keywords)
+
+
+def test_forward_mode_elsewhere_does_not_matter():
+    inputs, keywords = example("target_attention")
+    with torch.autograd.forward_ad.dual_level():
+        ops.target_attention(*inputs, **keywords)
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_torch_func_grad(name, impl, device):
+    if impl == "torch" and not name.endswith("_attention"):
+        pytest.skip("made of torch.library operators, which torch.func.grad cannot differentiate")
+    inputs, keywords = example(name)
+    inputs = [x.to(device) for x in inputs]
+    keywords = {key: x.to(device) if isinstance(x, torch.Tensor) else x for key, x in keywords.items()}
+
+    def loss(*inputs):
+        return getattr(ops, name)(*inputs, **keywords, impl=impl).sin().sum()
+
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    want = torch.autograd.grad(loss(*leaves), leaves)
+    found = torch.func.grad(loss, argnums=tuple(range(len(inputs))))(*inputs)
+    for got, expected in zip(found, want, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_torch_func_has_no_second_derivative_of_attention_and_says_so():
+    (query, key), keywords = example("target_attention")
+
+    def slope(query):
+        return torch.func.grad(lambda query: ops.target_attention(query, key, **keywords).square().sum())(query).sum()
+
+    with pytest.raises(RuntimeError, match="jfi::target_attention_bwd has no derivative"):
+        torch.func.grad(slope)(query)
