@@ -42,14 +42,14 @@ def _one_thread():
 
 @pytest.fixture(scope="package")
 def exported(tmp_path_factory) -> SimpleNamespace:
-    """`run`, a run folder, and `path`, its artefact, made by the commands that the documentation shows."""
+    """`run`, a run folder, and `path`, its artifact, made by the commands that the documentation shows."""
     folder = tmp_path_factory.mktemp("serving")
     overrides = ["--config", str(ROOT / "configs/quickstart.yaml"), *TINY, "--training.run_dir", str(folder / "run")]
     train(parse_config(overrides, "")[0])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["export.py", "--run", str(folder / "run")])
         assert run_cli(load_script("export").main) == 0
-    return SimpleNamespace(run=folder / "run", path=folder / "run/artefact")
+    return SimpleNamespace(run=folder / "run", path=folder / "run/artifact")
 
 
 @pytest.fixture(scope="package")

@@ -214,8 +214,8 @@ def test_a_package_for_a_gpu(table, tmp_path, impl):
     encoder = EncoderConfig(layers=1, heads=2, bias="position", causal=True)
     trained = build_model(model, encoder, table.dataset).eval()
     fields = request_fields(table.config, table.dataset, True, True)
-    export(tmp_path / "artefact", trained, fields, Limits(9, 12), device="cuda", impl=impl)
-    scorer = Scorer(tmp_path / "artefact")
+    export(tmp_path / "artifact", trained, fields, Limits(9, 12), device="cuda", impl=impl)
+    scorer = Scorer(tmp_path / "artifact")
     requests, samples = raw_requests(table)
     scores = scorer.score([scorer.reader(json.loads(json.dumps(request))) for request in requests])
     events = table.dataset._events
