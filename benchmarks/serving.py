@@ -1,7 +1,7 @@
 """Latency and throughput of serving: the dense part alone, a request without HTTP, and over HTTP on loopback.
 
 python -m benchmarks.serving --synthetic                 a model of D=64, H=4 with a table of 1,000,000 items
-python -m benchmarks.serving --artefact ARTEFACT
+python -m benchmarks.serving --artifact ARTIFACT
 """
 
 import argparse
@@ -53,7 +53,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m benchmarks.serving", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--artefact", type=Path, help="of examples/export.py; its requests have random values")
+    which.add_argument("--artifact", type=Path, help="of examples/export.py; its requests have random values")
     which.add_argument("--synthetic", action="store_true", help="a model with random weights")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="with --synthetic")
     parser.add_argument("--tables", default="float32", help="float32 or int8, with --synthetic")
@@ -164,7 +164,7 @@ def in_process(scorer: Scorer, shape: Shape, bodies: list[bytes], seconds: float
 @contextmanager
 def server(path: Path, *options: object):
     """examples/serve.py in a process of its own; gives its address."""
-    command = [sys.executable, "-u", "examples/serve.py", "--artefact", path, "--port", 0, *options]
+    command = [sys.executable, "-u", "examples/serve.py", "--artifact", path, "--port", 0, *options]
     process = subprocess.Popen(list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         for line in process.stdout:
@@ -204,7 +204,7 @@ def main() -> int:
     options = arguments()
     shapes = [Shape(*options.large), Shape(*options.small)]
     with tempfile.TemporaryDirectory() as folder:
-        path = options.artefact or Path(folder) / "artefact"
+        path = options.artifact or Path(folder) / "artifact"
         start = time.perf_counter()
         if options.synthetic:
             synthetic(path, options.items, options.device, options.tables, shapes[0])

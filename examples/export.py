@@ -1,7 +1,7 @@
-"""Exports a trained run as one artefact, which examples/serve.py answers from.
+"""Exports a trained run as one artifact, which examples/serve.py answers from.
 
 python examples/export.py --run runs/20250101-120000
-python examples/export.py --run runs/20250101-120000 --out artefacts/clicks --tables int8 --device cuda
+python examples/export.py --run runs/20250101-120000 --out artifacts/clicks --tables int8 --device cuda
 """
 
 import argparse
@@ -12,7 +12,7 @@ import torch
 
 from jfi.data import InteractionDataset, load_dataset
 from jfi.models import SequenceDLRM
-from jfi.serving.artefact import ArtefactError
+from jfi.serving.artifact import ArtifactError
 from jfi.serving.export import export
 from jfi.serving.fields import Limits
 from jfi.serving.request_fields import request_fields
@@ -32,7 +32,7 @@ from jfi.training.run import RunFolder
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="folder of a run of examples/train_dlrm.py")
-    parser.add_argument("--out", type=Path, help="the artefact, a new folder (default: RUN/artefact)")
+    parser.add_argument("--out", type=Path, help="the artifact, a new folder (default: RUN/artifact)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where it will serve (default: cpu)")
     parser.add_argument("--tables", choices=["float32", "int8"], default="float32", help="(default: float32)")
     parser.add_argument("--impl", choices=["triton", "torch"], help="of the attention (default: triton on a GPU)")
@@ -68,7 +68,7 @@ def load_best(path: Path) -> tuple[SequenceDLRM, Config, InteractionDataset]:
 
 def main() -> None:
     options = arguments()
-    out = options.out or options.run / "artefact"
+    out = options.out or options.run / "artifact"
     # What takes seconds comes after what can be told at once.
     if out.exists():
         raise ConfigError(f"{out} exists already; name a new folder")
@@ -83,7 +83,7 @@ def main() -> None:
     limits = Limits(options.max_candidates, config.data.max_history)
     try:
         export(out, model, fields, limits, device=options.device, tables=options.tables, impl=options.impl)
-    except (ArtefactError, ValueError) as error:
+    except (ArtifactError, ValueError) as error:
         raise ConfigError(str(error)) from error
     print(f"{out}: {options.tables} tables, for {options.device}")
 

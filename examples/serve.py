@@ -1,7 +1,7 @@
-"""Serves an artefact of examples/export.py over HTTP, or answers JSON lines.
+"""Serves an artifact of examples/export.py over HTTP, or answers JSON lines.
 
-python examples/serve.py --artefact ARTEFACT --port 8000
-python examples/serve.py --artefact ARTEFACT --jsonl < requests.jsonl > answers.jsonl
+python examples/serve.py --artifact ARTIFACT --port 8000
+python examples/serve.py --artifact ARTIFACT --jsonl < requests.jsonl > answers.jsonl
 """
 
 import argparse
@@ -11,7 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
-from jfi.serving.artefact import ArtefactError
+from jfi.serving.artifact import ArtifactError
 from jfi.serving.json_lines import answer_lines
 from jfi.serving.scorer import Scorer
 
@@ -24,13 +24,13 @@ def positive(text: str) -> int:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--artefact", type=Path, required=True, help="folder that examples/export.py wrote")
+    parser.add_argument("--artifact", type=Path, required=True, help="folder that examples/export.py wrote")
     parser.add_argument("--jsonl", action="store_true", help="requests from stdin, answers to stdout, one a line")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
     parser.add_argument("--tables-device", choices=["cpu", "cuda"], help="where the tables lie (default: as the model)")
-    parser.add_argument("--max-candidates", type=positive, help="of a request (default: the artefact's)")
-    parser.add_argument("--max-history", type=positive, help="newest events that are kept (default: the artefact's)")
+    parser.add_argument("--max-candidates", type=positive, help="of a request (default: the artifact's)")
+    parser.add_argument("--max-history", type=positive, help="newest events that are kept (default: the artifact's)")
     parser.add_argument("--max-body-mb", type=positive, default=8, help="of a request (default: 8)")
     parser.add_argument("--queue", type=positive, default=64, help="requests at a time, more get a 503 (default: 64)")
     parser.add_argument("--max-batch", type=positive, default=4096, help="candidates of a batch (default: 4096)")
@@ -51,8 +51,8 @@ def main() -> int:
     # TorchRec, which int8 tables need, asks torch.fx in a way that torch 2.13 logs a warning about.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     try:
-        scorer = Scorer(options.artefact, options.tables_device, options.max_candidates, options.max_history)
-    except ArtefactError as error:
+        scorer = Scorer(options.artifact, options.tables_device, options.max_candidates, options.max_history)
+    except ArtifactError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     how = {

@@ -11,6 +11,9 @@ the same to all scores of a query and cancels in the softmax, and that of the va
 to one, merges into b_o.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
@@ -22,6 +25,10 @@ from jfi.ops import jagged_attention
 from jfi.scripting import not_scriptable
 
 torch.fx.wrap("jagged_attention")
+
+#: Attention among each sample's events, as `jagged_attention` with its offsets bound: called with query, key and value
+#: [S, H, D/H], and `causal` and `key_bias` by keyword. An argument, since serving exports the blocks with its own.
+Attention = Callable[..., Tensor]
 
 
 class JaggedEncoder(nn.Module):
@@ -137,7 +144,10 @@ class JaggedEncoder(nn.Module):
         """
         by_key = _by_key(sequences, self.features)
         events = lookup.read_events(by_key, self.features, self.embedding_dim)
-        encoded = [stack(events[f].history, events[f].offsets, events[f].bias) for f, stack in enumerate(self.stacks)]
+        encoded = [
+            stack(events[f].history, partial(jagged_attention, query_offsets=events[f].offsets), events[f].bias)
+            for f, stack in enumerate(self.stacks)
+        ]
         return _with_encoded(sequences, by_key, self.features, encoded)
 
 
@@ -165,13 +175,13 @@ class EncoderStack(nn.Module):
         )
         self.norm = nn.LayerNorm(embedding_dim, device=device)
 
-    def forward(self, history: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(self, history: Tensor, attention: Attention, bias: Tensor | None) -> Tensor:
         """Encodes events [S, sequence_width] to [S, embedding_dim]; `bias` as in `lookup.EventInputs`."""
         # The residual stream keeps the parameters' dtype, under autocast too: what is added up is not rounded.
         dtype = self.norm.weight.dtype
         x = self.input_projection(history.to(dtype)).to(dtype)
         for block in self.blocks:
-            x = block(x, offsets, bias)
+            x = block(x, attention, bias)
         return self.norm(x)
 
 
@@ -211,14 +221,12 @@ class EncoderBlock(nn.Module):
             nn.Dropout(dropout),
         )
 
-    def forward(self, x: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, attention: Attention, bias: Tensor | None) -> Tensor:
         """[S, D] -> [S, D]; `bias` as in `lookup.EventInputs`."""
         normed = self.attention_norm(x)
         query, key, value = self._by_head(self.query(normed)), self.key(normed), self.value(normed)
         scores = score_bias(self.feature, bias, self.bucket_bias, self.num_heads, query)
-        attended = jagged_attention(
-            query, self._by_head(key), self._by_head(value), query_offsets=offsets, causal=self.causal, key_bias=scores
-        )
+        attended = attention(query, self._by_head(key), self._by_head(value), causal=self.causal, key_bias=scores)
         x = x + self.output(attended.flatten(1))
         return x + self.feedforward(self.feedforward_norm(x))
 

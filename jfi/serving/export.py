@@ -1,4 +1,4 @@
-"""Writes an artefact: the dense part compiled ahead of time by AOTInductor, the tables and the fields beside it."""
+"""Writes an artifact: the dense part compiled ahead of time by AOTInductor, the tables and the fields beside it."""
 
 import dataclasses
 import warnings
@@ -13,8 +13,8 @@ from torch.export import Dim
 
 import jfi
 from jfi.models import SequenceDLRM
-from jfi.serving import artefact
-from jfi.serving.artefact import ArtefactError
+from jfi.serving import artifact
+from jfi.serving.artifact import ArtifactError
 from jfi.serving.fields import Fields, Limits, Request
 from jfi.serving.model import ENCODER, POOLING, CandidateAttention, ScoringModel
 from jfi.serving.scorer import Inputs, batch_inputs
@@ -37,7 +37,7 @@ def export(
     tables: str = FLOAT,
     impl: str | None = None,
 ) -> None:
-    """Writes the artefact `path`, whole or not at all.
+    """Writes the artifact `path`, whole or not at all.
 
     Args:
         path: a folder that does not exist.
@@ -49,11 +49,11 @@ def export(
         impl: of the attention, "triton" or "torch"; None means Triton on a GPU.
 
     Raises:
-        ArtefactError: something of that name exists, there is no such device, or nothing to compile with.
+        ArtifactError: something of that name exists, there is no such device, or nothing to compile with.
         ValueError: a model that cannot be served.
     """
     if device == "cuda" and not torch.cuda.is_available():
-        raise ArtefactError("device is cuda, and there is no GPU here; export with --device cpu")
+        raise ArtifactError("device is cuda, and there is no GPU here; export with --device cpu")
     user_keys = [key for one in fields.user for key in one.keys]
     scoring = ScoringModel(model, user_keys, impl or ("triton" if device == "cuda" else "torch")).to(device)
     inputs = inputs_of(scoring, model)
@@ -65,12 +65,12 @@ def export(
         FloatTables({name: weight[:1].detach().float().to(device) for name, weight in weights.items()}, table_of),
         torch.device(device),
     )
-    with artefact.writing(path) as folder:
-        _compile(scoring, example, folder / artefact.MODEL)
-        save_tables(folder / artefact.TABLES, tables, weights, table_of)
-        artefact.write_json(folder / artefact.VOCABULARIES, fields.vocabularies)
+    with artifact.writing(path) as folder:
+        _compile(scoring, example, folder / artifact.MODEL)
+        save_tables(folder / artifact.TABLES, tables, weights, table_of)
+        artifact.write_json(folder / artifact.VOCABULARIES, fields.vocabularies)
         info = {
-            "format": artefact.FORMAT,
+            "format": artifact.FORMAT,
             "device": device,
             "padded": scoring.pads,
             "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
@@ -83,7 +83,7 @@ def export(
             "limits": dataclasses.asdict(limits),
             "fields": {part: list(map(dataclasses.asdict, getattr(fields, part))) for part in _PARTS},
         }
-        artefact.write_json(folder / artefact.INFO, info)
+        artifact.write_json(folder / artifact.INFO, info)
 
 
 def inputs_of(scoring: ScoringModel, model: SequenceDLRM) -> Inputs:
@@ -145,6 +145,6 @@ def _compile(scoring: ScoringModel, example: tuple, path: Path) -> None:
         except InductorError as error:
             if "No working C++ compiler" not in str(error):
                 raise
-            raise ArtefactError(
+            raise ArtifactError(
                 "no C++ compiler found, which AOTInductor needs: install g++, or name one in CXX"
             ) from error

@@ -1,4 +1,4 @@
-"""Scores requests with what an artefact holds: encodes, looks embeddings up, calls the package of the dense part."""
+"""Scores requests with what an artifact holds: encodes, looks embeddings up, calls the package of the dense part."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch._inductor import aoti_load_package
 
-from jfi.serving import artefact
-from jfi.serving.artefact import ArtefactError
+from jfi.serving import artifact
+from jfi.serving.artifact import ArtifactError
 from jfi.serving.fields import Field, Fields, Limits, Request, RequestReader
 from jfi.serving.tables import Tables, load_tables
 
@@ -42,15 +42,15 @@ class Inputs:
 
 
 class Scorer:
-    """An artefact in use.
+    """An artifact in use.
 
     Args:
-        path: of the artefact.
+        path: of the artifact.
         tables_device: where the tables lie; the device of the dense part unless told otherwise.
-        max_candidates, max_history: of a request; those of the artefact unless told otherwise.
+        max_candidates, max_history: of a request; those of the artifact unless told otherwise.
 
     Raises:
-        ArtefactError: it cannot be used, here or at all.
+        ArtifactError: it cannot be used, here or at all.
     """
 
     def __init__(
@@ -60,25 +60,25 @@ class Scorer:
         max_candidates: int | None = None,
         max_history: int | None = None,
     ) -> None:
-        self.info = info = artefact.read(path)
+        self.info = info = artifact.read(path)
         _check_place(path, info, tables_device)
         self.device = torch.device(info["device"])
         fields = {part: [Field(**one) for one in of] for part, of in info["fields"].items()}
-        vocabularies = artefact.read_json(path / artefact.VOCABULARIES)
+        vocabularies = artifact.read_json(path / artifact.VOCABULARIES)
         limits = Limits(
             max_candidates or info["limits"]["max_candidates"], max_history or info["limits"]["max_history"]
         )
         self.reader = RequestReader(Fields(**fields, vocabularies=vocabularies), limits)
         self.inputs = Inputs(**info["inputs"])
         self.tables = load_tables(
-            path / artefact.TABLES,
+            path / artifact.TABLES,
             info["tables"],
             info["table_sizes"],
             info["table_of"],
             info["embedding_dim"],
             torch.device(tables_device or info["device"]),
         )
-        self.package = aoti_load_package(str(path / artefact.MODEL))
+        self.package = aoti_load_package(str(path / artifact.MODEL))
 
     def score(self, requests: list[Request]) -> list[list[float]]:
         """The logits of each request's candidates."""
@@ -164,11 +164,11 @@ def _move(numbers: dict[str, np.ndarray], device: torch.device) -> dict[str, Ten
 def _check_place(path: Path, info: dict, tables_device: str | None) -> None:
     made, here = info["versions"]["torch"], torch.__version__.split("+")[0]
     if made.split(".")[:2] != here.split(".")[:2]:
-        raise ArtefactError(f"{path} was made with torch {made}, this is {here}; export again")
+        raise ArtifactError(f"{path} was made with torch {made}, this is {here}; export again")
     if tables_device == "cuda" and not torch.cuda.is_available():
-        raise ArtefactError("tables cannot lie on a GPU: there is none here")
+        raise ArtifactError("tables cannot lie on a GPU: there is none here")
     if info["device"] == "cuda":
         if not torch.cuda.is_available():
-            raise ArtefactError(f"{path} was made for a GPU, and there is none; export with --device cpu")
+            raise ArtifactError(f"{path} was made for a GPU, and there is none; export with --device cpu")
         if (name := torch.cuda.get_device_name()) != info["gpu"]:
-            raise ArtefactError(f"{path} was made for an {info['gpu']}, this is an {name}; export again")
+            raise ArtifactError(f"{path} was made for an {info['gpu']}, this is an {name}; export again")

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jfi.serving.artefact import ArtefactError
+from jfi.serving.artifact import ArtifactError
 
 FLOAT, INT8 = "float32", "int8"
 
@@ -93,7 +93,7 @@ def load_tables(
     """Reads what `save_tables` wrote.
 
     Raises:
-        ArtefactError: int8 tables where TorchRec is absent.
+        ArtifactError: int8 tables where TorchRec is absent.
     """
     state = torch.load(path, map_location=device, weights_only=True)
     if kind == FLOAT:
@@ -101,7 +101,7 @@ def load_tables(
     try:
         return Int8Tables(state, sizes, table_of, embedding_dim, device)
     except ModuleNotFoundError as error:
-        raise ArtefactError(
+        raise ArtifactError(
             f"{path.parent} has int8 tables, which need TorchRec: {error.name} is missing; export with --tables float32"
         ) from error
 

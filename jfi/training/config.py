@@ -207,8 +207,8 @@ class Config:
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
     def __post_init__(self) -> None:
-        fits = self.encoder.layers == 0 or self.model.embedding_dim % self.encoder.heads == 0
-        _require(fits, "encoder.heads", self.encoder.heads, "a divisor of model.embedding_dim")
+        fits = self.encoder.num_layers == 0 or self.model.embedding_dim % self.encoder.num_heads == 0
+        _require(fits, "encoder.num_heads", self.encoder.num_heads, "a divisor of model.embedding_dim")
         width = self.sharding.min_partition
         fits = self.sharding.type != "column_wise" or self.model.embedding_dim % width == 0
         _require(fits, "sharding.min_partition", width, "a divisor of model.embedding_dim under column_wise")

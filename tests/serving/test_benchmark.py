@@ -13,9 +13,9 @@ from jfi.serving.fields import RequestReader, parse
 from jfi.serving.model import ScoringModel
 
 
-def test_it_measures_an_artefact(exported, tmp_path, monkeypatch):
+def test_it_measures_an_artifact(exported, tmp_path, monkeypatch):
     sizes = ["--large", 20, 10, "--small", 4, 3, "--clients", 3, "--seconds", 0.1]
-    options = ["--artefact", exported.path, "--out", tmp_path, *sizes]
+    options = ["--artifact", exported.path, "--out", tmp_path, *sizes]
     monkeypatch.setattr("sys.argv", ["serving", *map(str, options)])
     assert serving.main() == 0
     results = json.loads((tmp_path / "serving.json").read_text())
@@ -27,7 +27,7 @@ def test_it_measures_an_artefact(exported, tmp_path, monkeypatch):
 
 
 def test_the_synthetic_model_takes_the_requests(monkeypatch, tmp_path):
-    """All but the compiling, which the test above has in its artefact."""
+    """All but the compiling, which the test above has in its artifact."""
     exported = {}
 
     def export(path, model, fields, limits, **how):

@@ -25,4 +25,4 @@ def test_the_options_that_it_names_are_those_of_the_commands(name, monkeypatch, 
     assert shown and set(re.findall(r"--[\w-]+", shown)) <= known
     if name == "serve":
         listed = set(re.findall(r"^\| `(--[\w-]+)`", TEXT, flags=re.MULTILINE))
-        assert listed == known - {"--artefact"}
+        assert listed == known - {"--artifact"}

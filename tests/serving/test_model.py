@@ -134,11 +134,11 @@ def raw_requests(table: SimpleNamespace) -> tuple[list[dict], np.ndarray]:
 @pytest.mark.parametrize(
     ("model", "encoder"),
     [
-        ({"num_queries": 3, "bias": "history_age"}, {"layers": 1, "bias": "position", "causal": True}),
+        ({"num_queries": 3, "bias": "history_age"}, {"num_layers": 1, "bias": "position", "causal": True}),
         ({"combine": "concat", "bias": "position"}, {}),
-        ({}, {"layers": 2, "bias": "history_age"}),
+        ({}, {"num_layers": 2, "bias": "history_age"}),
         ({"pooling": "mean", "combine": "concat"}, {}),
-        ({"pooling": "mean"}, {"layers": 1}),
+        ({"pooling": "mean"}, {"num_layers": 1}),
         ({"pooling": "none"}, {}),
     ],
     ids=str,
@@ -146,7 +146,7 @@ def raw_requests(table: SimpleNamespace) -> tuple[list[dict], np.ndarray]:
 def test_it_gives_the_logits_of_the_model(table, model, encoder):
     dataset = table.dataset
     model = ModelConfig(embedding_dim=8, num_heads=2, dense_arch=[8], over_arch=[8], **model)
-    trained = build_model(model, EncoderConfig(heads=2, **encoder), dataset).eval()
+    trained = build_model(model, EncoderConfig(num_heads=2, **encoder), dataset).eval()
     for parameter in trained.parameters():  # those that begin as zeros too
         torch.nn.init.normal_(parameter, std=0.5)
     reads_history = model.pooling != "none"
@@ -212,11 +212,11 @@ def test_a_package_for_a_gpu(table, tmp_path, impl):
     from jfi.serving.scorer import Scorer
 
     model = ModelConfig(embedding_dim=8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8])
-    encoder = EncoderConfig(layers=1, heads=2, bias="position", causal=True)
+    encoder = EncoderConfig(num_layers=1, num_heads=2, bias="position", causal=True)
     trained = build_model(model, encoder, table.dataset).eval()
     fields = request_fields(table.config, table.dataset, True, True)
-    export(tmp_path / "artefact", trained, fields, Limits(9, 12), device="cuda", impl=impl)
-    scorer = Scorer(tmp_path / "artefact")
+    export(tmp_path / "artifact", trained, fields, Limits(9, 12), device="cuda", impl=impl)
+    scorer = Scorer(tmp_path / "artifact")
     requests, samples = raw_requests(table)
     scores = scorer.score([scorer.reader(json.loads(json.dumps(request))) for request in requests])
     events = table.dataset._events

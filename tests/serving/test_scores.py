@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from jfi.data.synthetic import make_tables
-from jfi.serving import artefact
-from jfi.serving.artefact import ArtefactError
+from jfi.serving import artifact
+from jfi.serving.artifact import ArtifactError
 from jfi.serving.fields import Request
 from jfi.serving.scorer import Scorer, groups_alike
 from jfi.training.cli import run_cli
@@ -86,11 +86,11 @@ def test_a_long_history_is_cut_to_the_newest_events_as_in_training(scorer, sampl
 @pytest.fixture(scope="module")
 def int8(exported, tmp_path_factory) -> Path:
     """What `--tables int8` writes; the package is the same as that of `exported`, so it is not compiled again."""
-    path = tmp_path_factory.mktemp("int8") / "artefact"
+    path = tmp_path_factory.mktemp("int8") / "artifact"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "jfi.serving.export._compile",
-            lambda scoring, example, package: shutil.copy(exported.path / artefact.MODEL, package),
+            lambda scoring, example, package: shutil.copy(exported.path / artifact.MODEL, package),
         )
         arguments = ["--run", exported.run, "--out", path, "--tables", "int8"]
         patch.setattr("sys.argv", ["export.py", *map(str, arguments)])
@@ -99,9 +99,9 @@ def int8(exported, tmp_path_factory) -> Path:
 
 
 def test_int8_scores_are_near(int8, exported, scorer, samples):
-    info = artefact.read(int8)
-    assert info == artefact.read(exported.path) | {"tables": "int8"}
-    assert (int8 / artefact.TABLES).stat().st_size < (exported.path / artefact.TABLES).stat().st_size
+    info = artifact.read(int8)
+    assert info == artifact.read(exported.path) | {"tables": "int8"}
+    assert (int8 / artifact.TABLES).stat().st_size < (exported.path / artifact.TABLES).stat().st_size
     requests, _ = samples
     small = Scorer(int8)
     found, wanted = scored(small, requests[:200]), scored(scorer, requests[:200])
@@ -112,7 +112,7 @@ def test_int8_scores_are_near(int8, exported, scorer, samples):
 def test_int8_tables_without_torchrec_are_refused_by_one_line(int8, monkeypatch):
     absent = "torchrec.quant.embedding_modules"
     monkeypatch.setitem(sys.modules, absent, None)
-    with pytest.raises(ArtefactError) as refused:
+    with pytest.raises(ArtifactError) as refused:
         Scorer(int8)
     reason = f"has int8 tables, which need TorchRec: {absent} is missing; export with --tables float32"
     assert str(refused.value) == f"{int8} {reason}"

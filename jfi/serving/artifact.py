@@ -1,6 +1,6 @@
-"""The artefact: a folder that is whole or absent, and is checked before it is used.
+"""The artifact: a folder that is whole or absent, and is checked before it is used.
 
-artefact.json       what requests look like, what the model reads, limits and versions
+artifact.json       what requests look like, what the model reads, limits and versions
 vocabularies.json   by column its known values, whose ids are their places, from 1
 tables.pt           the embedding tables
 model.pt2           the dense part, a package of AOTInductor
@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 FORMAT = 1
-INFO, VOCABULARIES, TABLES, MODEL = "artefact.json", "vocabularies.json", "tables.pt", "model.pt2"
+INFO, VOCABULARIES, TABLES, MODEL = "artifact.json", "vocabularies.json", "tables.pt", "model.pt2"
 _CHECKSUMS = "checksums.json"
 
 
-class ArtefactError(Exception):
-    """An artefact that cannot be written or used, in one line."""
+class ArtifactError(Exception):
+    """An artifact that cannot be written or used, in one line."""
 
 
 @contextmanager
@@ -29,10 +29,10 @@ def writing(path: Path) -> Iterator[Path]:
     """A folder to write the files into; it gets its name and its checksums at the end, if nothing went wrong.
 
     Raises:
-        ArtefactError: there is something of that name already.
+        ArtifactError: there is something of that name already.
     """
     if path.exists():
-        raise ArtefactError(f"{path} exists already; name a new folder")
+        raise ArtifactError(f"{path} exists already; name a new folder")
     torn = path.with_name(f".{path.name}.{os.getpid()}")
     torn.mkdir(parents=True)
     try:
@@ -47,23 +47,23 @@ def writing(path: Path) -> Iterator[Path]:
 
 
 def read(path: Path) -> dict:
-    """The contents of artefact.json, after a check of every file.
+    """The contents of artifact.json, after a check of every file.
 
     Raises:
-        ArtefactError: no artefact, one of another format, or a damaged one.
+        ArtifactError: no artifact, one of another format, or a damaged one.
     """
     if not (path / _CHECKSUMS).is_file():
-        raise ArtefactError(f"{path} is no artefact: {_CHECKSUMS} is missing")
+        raise ArtifactError(f"{path} is no artifact: {_CHECKSUMS} is missing")
     expected = read_json(path / _CHECKSUMS)
     for name in (INFO, VOCABULARIES, TABLES, MODEL):
         file = path / name
         if not file.is_file():
-            raise ArtefactError(f"{path} is damaged: {name} is missing")
+            raise ArtifactError(f"{path} is damaged: {name} is missing")
         if _checksum(file) != expected.get(name):
-            raise ArtefactError(f"{path} is damaged: {name} is not what was written")
+            raise ArtifactError(f"{path} is damaged: {name} is not what was written")
     info = read_json(path / INFO)
     if info["format"] != FORMAT:
-        raise ArtefactError(f"{path} has format {info['format']}, this program reads {FORMAT}; export again")
+        raise ArtifactError(f"{path} has format {info['format']}, this program reads {FORMAT}; export again")
     return info
 
 
@@ -75,7 +75,7 @@ def read_json(path: Path) -> dict:
     try:
         return json.loads(path.read_text())
     except ValueError:
-        raise ArtefactError(f"{path.parent} is damaged: {path.name} is not JSON") from None
+        raise ArtifactError(f"{path.parent} is damaged: {path.name} is not JSON") from None
 
 
 def _checksum(path: Path) -> str:
