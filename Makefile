@@ -1,6 +1,7 @@
 # make demo   train a DLRM without, with averaged and with attended histories, and compare (2 minutes on 2 cores)
 # make test   ruff and the test suite (through Triton's interpreter where there is no GPU)
 # make bench  speed and memory beside the peers, on whatever is there
+# make docs   the documentation as a site in site/; a warning fails
 # Each makes .venv and installs into it first; a second call installs nothing.
 
 VENV := .venv
@@ -15,7 +16,7 @@ TORCHREC := torchrec==1.8.0
 # Threads that wait for each other and spin would keep two jobs on the same cores from getting on.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test bench lint clean
+.PHONY: demo test bench docs lint clean
 
 demo: $(VENV)/.installed
 	$(PYTHON) examples/compare_pooling.py --config configs/quickstart.yaml
@@ -25,6 +26,9 @@ test: lint
 
 bench: $(VENV)/.installed
 	$(PYTHON) -m benchmarks
+
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
 
 lint: $(VENV)/.installed
 	$(PYTHON) -m ruff check .
@@ -39,5 +43,9 @@ $(VENV)/.installed: pyproject.toml
 	$(if $(filter cpu,$(BUILD)),$(PIP) --no-deps $(TORCHREC))
 	touch $@
 
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(PIP) --editable '.[docs]' --config-settings editable_mode=compat
+	touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) site
