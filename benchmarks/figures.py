@@ -154,8 +154,11 @@ def table1(results: dict, folder: Path) -> list[Path]:
     return [path]
 
 
-def against_peers(panels: Sequence[tuple[str, list[dict]]], where: str, path: Path) -> None:
-    """Bars of forward and backward time, a panel per (title, rows of a case): jfi, then its fastest peers."""
+def against_peers(panels: Sequence[tuple[str, list[dict]]], where: str, path: Path, description: str) -> None:
+    """Bars of forward and backward time, a panel per (title, rows of a case): jfi, then its fastest peers.
+
+    The PNG carries `description`.
+    """
     height = 1.0 + 0.27 * sum(min(len(rows), SHOWN) + 1.4 for _, rows in panels)
     heights = [min(len(rows), SHOWN) + 0.4 for _, rows in panels]
     figure, grid = plt.subplots(len(panels), 1, figsize=(8.4, height), height_ratios=heights, layout="constrained")
@@ -179,7 +182,7 @@ def against_peers(panels: Sequence[tuple[str, list[dict]]], where: str, path: Pa
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_title(title, fontsize=10, loc="left", fontweight="bold")
     grid[-1].set_xlabel(f"ms; dark: forward, light: backward. {where}", fontsize=9)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, metadata={"Description": description})
     plt.close(figure)
 
 
