@@ -1,6 +1,7 @@
 # make demo      train a DLRM without histories, with their mean, and with attention over them (2 minutes, 2 cores)
 # make test      ruff and the test suite; without a GPU the kernels run through Triton's interpreter
 # make test-all  the same with the slow tests
+# make docs      build the documentation as a site in site/; a warning fails
 # make bench     measure speed and memory beside the peers
 # Each target first creates .venv and installs into it; a second call installs nothing.
 
@@ -16,7 +17,7 @@ TORCHREC := torchrec==1.8.0
 # Threads that wait for each other and spin would keep two jobs on the same cores from getting on.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test test-all bench lint clean
+.PHONY: demo test test-all bench docs lint clean
 
 demo: $(VENV)/.installed
 	$(PYTHON) examples/compare_pooling.py --config configs/quickstart.yaml
@@ -34,6 +35,9 @@ test-all: lint
 bench: $(VENV)/.installed
 	$(PYTHON) -m benchmarks
 
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
+
 lint: $(VENV)/.installed
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
@@ -47,5 +51,9 @@ $(VENV)/.installed: pyproject.toml
 	$(if $(filter cpu,$(BUILD)),$(PIP) --no-deps $(TORCHREC))
 	touch $@
 
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(PIP) --editable '.[docs]' --config-settings editable_mode=compat
+	touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) site

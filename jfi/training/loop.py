@@ -106,7 +106,7 @@ def resume(run_dir: str | Path) -> Result:
     """Continues the run in `run_dir` from its last whole checkpoint, or from the start where there is none.
 
     Raises:
-        As `train`; ConfigError also where the folder is no run, or a damaged one.
+        ConfigError, DataError: as `train`; also if the folder is not a run, or a damaged one.
     """
     run, config = RunFolder.open(run_dir)
     with join_world(config.training.device) as world:
