@@ -1,8 +1,6 @@
 """docs/integration.md runs from top to bottom, and what it says of rates, checkpoints and other attentions holds."""
 
 import math
-import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,21 +9,18 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-PAGE = (Path(__file__).parents[2] / "docs/integration.md").read_text()
+from integration.page import run
 
 
 @pytest.fixture(scope="module")
 def page():
     """What the page's blocks have defined."""
     torch.manual_seed(0)
-    names = {"__name__": "page"}
     try:
-        for block in re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL):
-            exec(compile(block, "docs/integration.md", "exec", dont_inherit=True), names)
+        return run()
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-    return SimpleNamespace(**names)
 
 
 def test_both_models_give_logits(page):
