@@ -80,8 +80,7 @@ def test_saved_config_is_the_same_config(tmp_path):
 )
 def test_unknown_option_names_the_nearest(arguments, unknown, nearest):
     message = fault(*arguments)
-    assert f"unknown option {unknown} " in message
-    assert message.endswith(f"(nearest known: {nearest})")
+    assert message == f"unknown option {unknown}; did you mean '{nearest}'?"
 
 
 @pytest.mark.parametrize(
@@ -96,7 +95,7 @@ def test_unknown_option_names_the_nearest(arguments, unknown, nearest):
 )
 def test_unknown_key_names_the_nearest(yaml_file, text, unknown, nearest):
     path = yaml_file(text)
-    assert fault("--config", path) == f"{path}: unknown key {unknown} (nearest known: {nearest})"
+    assert fault("--config", path) == f"{path}: unknown key {unknown}; did you mean '{nearest}'?"
 
 
 @pytest.mark.parametrize(
