@@ -62,7 +62,6 @@ def test_hints(name, known, hint):
 
 
 def test_hints_of_a_section():
-    assert (
-        suggest("lr", ["name", "learning_rate"], cutoff=0.0, prefix="dense.") == "did you mean 'dense.learning_rate'?"
-    )
+    hint = suggest("lr", ["name", "learning_rate"], cutoff=0.0, prefix="dense.")
+    assert hint == "did you mean 'dense.learning_rate'?"
     assert suggest("x", ["a", "b"], prefix="dense.") == "known: dense.a, dense.b"

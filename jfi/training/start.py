@@ -41,8 +41,8 @@ def resume(run_dir: str | Path) -> Result:
     """Continues the run in `run_dir` from its last complete checkpoint, or from the start if there is none.
 
     Raises:
-        ConfigError: `run_dir` is not a run folder, or is damaged.
-        Other errors: as `train`.
+        ConfigError, DataError: as `train`; also if `run_dir` is not a run folder, or is a damaged one.
+        FloatingPointError, Interrupted: as `train`.
     """
     run, config = RunFolder.open(run_dir)
     with join_world(config.training.device) as world:

@@ -35,7 +35,7 @@ def yaml_file(tmp_path):
 
 def test_defaults_file_and_overrides(yaml_file):
     path = yaml_file("model:\n  num_heads: 2\n  over_arch: [8]\noptimizer:\n  dense:\n    learning_rate: 1e-4\n")
-    # The command line wins wherever --config stands.
+    # The command line takes precedence, in any order.
     config = parse("--model.num_heads", "8", "--config", path, "--model.pooling=mean", "--training.patience", "null")
     assert (config.model.num_heads, config.model.over_arch, config.model.pooling) == (8, [8], "mean")
     assert config.optimizer.dense.learning_rate == 1e-4

@@ -346,7 +346,7 @@ def test_restarts_over_several_hosts_need_a_store_for_each(one_launched, monkeyp
         pass
 
 
-def test_tables_that_fit_nowhere_are_told_in_a_line(monkeypatch):
+def test_tables_that_do_not_fit_are_reported_in_one_line(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     table = EmbeddingConfig(name="item", num_embeddings=10**11, embedding_dim=64, feature_names=["item"])
     model = torch.nn.ModuleDict({"tables": EmbeddingCollection([table], device=torch.device("meta"))})

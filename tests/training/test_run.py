@@ -237,7 +237,7 @@ def test_monitor_ne_takes_the_lowest(tmp_path, monkeypatch):
     assert train(tiny(tmp_path / "run", epochs=3, monitor="ne")).best_epoch == 2
 
 
-def test_divergence_is_told(tmp_path):
+def test_divergence_is_reported(tmp_path):
     config = tiny(tmp_path / "run")
     config.optimizer.dense.learning_rate = 1e20
     with pytest.raises(FloatingPointError, match="learning_rate"):
