@@ -29,7 +29,8 @@ from benchmarks.run import Rates
 from jfi.models import SequenceDLRM
 from jfi.modules import SequenceFeatureConfig
 from jfi.serving.export import export
-from jfi.serving.fields import Field, Fields, Limits, parse
+from jfi.serving.requests import parse
+from jfi.serving.schema import Field, Limits, Schema
 from jfi.serving.scorer import Scorer, batch_inputs
 
 ROOT = Path(__file__).parents[1]
@@ -86,7 +87,7 @@ def synthetic(path: Path, items: int, device: str, tables: str, shape: Shape) ->
     model = SequenceDLRM(
         None, EmbeddingCollection(tables=configs), [taste], 1, [512, 256, 64], [512, 256, 1], num_heads=4
     )
-    fields = Fields(
+    schema = Schema(
         user=[],
         candidate=[Field(name, "category", [name]) for name in ("item", "category")],
         event=[
@@ -95,25 +96,25 @@ def synthetic(path: Path, items: int, device: str, tables: str, shape: Shape) ->
         ],
         vocabularies={name: [str(i) for i in range(1, rows)] for name, rows in sizes.items()},
     )
-    export(path, model, fields, Limits(shape.candidates, shape.history), device=device, tables=tables)
+    export(path, model, schema, Limits(shape.candidates, shape.history), device=device, tables=tables)
 
 
 def make_body(scorer: Scorer, shape: Shape, draw: random.Random) -> bytes:
     """A request with known values."""
-    fields = scorer.reader.fields
+    schema = scorer.reader.schema
 
     def value(one: Field) -> object:
         if one.kind in ("number", "quantile", "age"):
             return round(draw.uniform(0, 1e6))
-        known = draw.choice(fields.vocabularies[one.name])
+        known = draw.choice(schema.vocabularies[one.name])
         return known if one.kind == "category" else [known]
 
     def rows(of: list[Field], count: int) -> list[dict]:
         return [{one.name: value(one) for one in of} for _ in range(count)]
 
-    body = {"user": rows(fields.user, 1)[0], "candidates": rows(fields.candidate, shape.candidates)}
-    if fields.event:
-        body["history"] = rows(fields.event, shape.history)
+    body = {"user": rows(schema.user, 1)[0], "candidates": rows(schema.candidate, shape.candidates)}
+    if schema.event:
+        body["history"] = rows(schema.event, shape.history)
     return json.dumps(body, separators=(",", ":")).encode()
 
 

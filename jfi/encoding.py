@@ -43,7 +43,7 @@ def quantile_ids(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
 
     Args:
         values: `[N]` float64; NaN and the infinities get `UNKNOWN`.
-        edges: `[E]` ascending. Id 1 lies below the first edge, id `E + 1` from the last one on.
+        edges: `[E]` ascending. Id 1 is for values below the first edge, id `E + 1` for values from the last one on.
 
     Example:
         >>> quantile_ids(np.array([0.5, 1.0, np.nan, 7.0]), np.array([1.0, 5.0]))

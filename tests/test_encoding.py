@@ -59,3 +59,9 @@ def test_missing_numbers_become_the_mean():
 )
 def test_hints(name, known, hint):
     assert suggest(name, iter(known)) == hint
+
+
+def test_hints_of_a_section():
+    hint = suggest("lr", ["name", "learning_rate"], cutoff=0.0, prefix="dense.")
+    assert hint == "did you mean 'dense.learning_rate'?"
+    assert suggest("x", ["a", "b"], prefix="dense.") == "known: dense.a, dense.b"

@@ -26,7 +26,7 @@ FORBIDDEN = {
     "jfi.models": {"jfi.data", "jfi.training"},
     "jfi.data": {"jfi.modules", "jfi.models", "jfi.training", "jfi.ops"},
     "jfi.serving.export": {"jfi.data", "jfi.training", "aiohttp"},
-    "jfi.serving.request_fields": {"jfi.modules", "jfi.models", "jfi.training", "aiohttp"},
+    "jfi.serving.dataset_schema": {"jfi.modules", "jfi.models", "jfi.training", "aiohttp"},
     "jfi.serving.scorer": {
         "torchrec",
         "fbgemm_gpu",

@@ -1,10 +1,10 @@
-"""The artifact: a folder that is whole or absent, and is checked before it is used.
+"""The artifact: a folder that is complete or absent, and that is verified before use.
 
-artifact.json       what requests look like, what the model reads, limits and versions
-vocabularies.json   by column its known values, whose ids are their places, from 1
+artifact.json       the schema of requests, the inputs of the model, limits and versions
+vocabularies.json   by column the known values; their ids count from 1 in this order
 tables.pt           the embedding tables
-model.pt2           the dense part, a package of AOTInductor
-checksums.json      SHA-256 of each of the others
+model.pt2           the dense part of the model, an AOTInductor package
+checksums.json      SHA-256 of each of the other files
 """
 
 import hashlib
@@ -15,55 +15,55 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-FORMAT = 1
+FORMAT = 2
 INFO, VOCABULARIES, TABLES, MODEL = "artifact.json", "vocabularies.json", "tables.pt", "model.pt2"
 _CHECKSUMS = "checksums.json"
 
 
 class ArtifactError(Exception):
-    """An artifact that cannot be written or used, in one line."""
+    """An artifact that cannot be written or used; the message is one line."""
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[Path]:
-    """A folder to write the files into; it gets its name and its checksums at the end, if nothing went wrong.
+    """Gives a temporary folder for the files; on success it gets its checksums and the name `path`.
 
     Raises:
-        ArtifactError: there is something of that name already.
+        ArtifactError: `path` exists.
     """
     if path.exists():
         raise ArtifactError(f"{path} exists already; name a new folder")
-    torn = path.with_name(f".{path.name}.{os.getpid()}")
-    torn.mkdir(parents=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.mkdir(parents=True)
     try:
-        yield torn
-        write_json(torn / _CHECKSUMS, {file.name: _checksum(file) for file in sorted(torn.iterdir())})
-        for file in torn.iterdir():
+        yield unfinished
+        write_json(unfinished / _CHECKSUMS, {file.name: _checksum(file) for file in sorted(unfinished.iterdir())})
+        for file in unfinished.iterdir():
             with file.open("rb") as written:
                 os.fsync(written.fileno())
-        torn.rename(path)
+        unfinished.rename(path)
     finally:
-        shutil.rmtree(torn, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def read(path: Path) -> dict:
-    """The contents of artifact.json, after a check of every file.
+    """The contents of artifact.json, after the checksum of every file is verified.
 
     Raises:
-        ArtifactError: no artifact, one of another format, or a damaged one.
+        ArtifactError: not an artifact, one of another format, or a damaged one.
     """
     if not (path / _CHECKSUMS).is_file():
-        raise ArtifactError(f"{path} is no artifact: {_CHECKSUMS} is missing")
+        raise ArtifactError(f"{path} is not an artifact: {_CHECKSUMS} is missing")
     expected = read_json(path / _CHECKSUMS)
     for name in (INFO, VOCABULARIES, TABLES, MODEL):
         file = path / name
         if not file.is_file():
             raise ArtifactError(f"{path} is damaged: {name} is missing")
         if _checksum(file) != expected.get(name):
-            raise ArtifactError(f"{path} is damaged: {name} is not what was written")
+            raise ArtifactError(f"{path} is damaged: {name} does not match its checksum")
     info = read_json(path / INFO)
     if info["format"] != FORMAT:
-        raise ArtifactError(f"{path} has format {info['format']}, this program reads {FORMAT}; export again")
+        raise ArtifactError(f"{path} has format {info['format']}, but this version reads format {FORMAT}; export again")
     return info
 
 

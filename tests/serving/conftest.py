@@ -7,6 +7,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from jfi.data import Batch
+from jfi.models import SequenceDLRM
 from jfi.serving.scorer import Scorer
 from jfi.training import train
 from jfi.training.cli import parse_config, run_cli
@@ -27,6 +29,11 @@ def load_script(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def logits(model: SequenceDLRM, batch: Batch) -> torch.Tensor:
+    """[B], of the model that was trained."""
+    return model(batch.dense_features, batch.sparse_features).squeeze(-1)
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -9,8 +9,8 @@ pytest.importorskip("aiohttp")
 
 from benchmarks import serving
 from jfi.serving.export import inputs_of
-from jfi.serving.fields import RequestReader, parse
 from jfi.serving.model import ScoringModel
+from jfi.serving.requests import RequestReader, parse
 
 
 def test_it_measures_an_artifact(exported, tmp_path, monkeypatch):
@@ -30,9 +30,9 @@ def test_the_synthetic_model_takes_the_requests(monkeypatch, tmp_path):
     """All but the compiling, which the test above has in its artifact."""
     exported = {}
 
-    def export(path, model, fields, limits, **how):
+    def export(path, model, schema, limits, **options):
         scoring = ScoringModel(model, [])
-        exported.update(reader=RequestReader(fields, limits), inputs=inputs_of(scoring, model))
+        exported.update(reader=RequestReader(schema, limits), inputs=inputs_of(scoring))
 
     monkeypatch.setattr(serving, "export", export)
     shape = serving.Shape(7, 5)

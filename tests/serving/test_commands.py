@@ -128,9 +128,12 @@ def test_json_lines_end_at_a_signal(exported, request_body):
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (lambda path: (path / "checksums.json").unlink(), "is no artifact: checksums.json is missing"),
+        (lambda path: (path / "checksums.json").unlink(), "is not an artifact: checksums.json is missing"),
         (lambda path: (path / "tables.pt").unlink(), "is damaged: tables.pt is missing"),
-        (lambda path: (path / "model.pt2").open("r+b").write(b"junk"), "is damaged: model.pt2 is not what was written"),
+        (
+            lambda path: (path / "model.pt2").open("r+b").write(b"junk"),
+            "is damaged: model.pt2 does not match its checksum",
+        ),
         (lambda path: (path / "checksums.json").write_text("{"), "is damaged: checksums.json is not JSON"),
     ],
     ids=["no artifact", "missing", "changed", "checksums"],
@@ -154,7 +157,7 @@ def said(name: str, monkeypatch, capsys, *arguments: object) -> tuple[int, str]:
 def test_what_cannot_be_exported_is_refused_by_one_line(exported, tmp_path, monkeypatch, capsys):
     say = partial(said, "export", monkeypatch, capsys)
     assert say("--run", exported.run) == (2, f"error: {exported.path} exists already; name a new folder\n")
-    assert say("--run", tmp_path) == (2, f"error: --run {tmp_path}: no run folder, config.yaml is missing\n")
+    assert say("--run", tmp_path) == (2, f"error: --run {tmp_path}: not a run folder, config.yaml is missing\n")
     if not torch.cuda.is_available():
         code, text = say("--run", exported.run, "--out", tmp_path / "new", "--device", "cuda")
         assert code == 2 and text == "error: --device cuda: there is no GPU here\n"
@@ -162,13 +165,13 @@ def test_what_cannot_be_exported_is_refused_by_one_line(exported, tmp_path, monk
     with torch._inductor.config.patch({"cpp.cxx": (None, "/no/compiler")}):
         code, text = say("--run", exported.run, "--out", tmp_path / "new")
     cpp_compiler_search.cache_clear()
-    assert code == 2 and text.startswith("error: no C++ compiler found") and text.count("\n") == 1
+    assert code == 2 and text.startswith("error: AOTInductor needs a C++ compiler") and text.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
 def test_what_cannot_be_served_is_refused_by_one_line(exported, tmp_path, monkeypatch, capsys):
     say = partial(said, "serve", monkeypatch, capsys)
-    missing = f"error: {tmp_path} is no artifact: checksums.json is missing\n"
+    missing = f"error: {tmp_path} is not an artifact: checksums.json is missing\n"
     assert say("--artifact", tmp_path) == (2, missing)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         code, text = say("--artifact", exported.path, "--port", taken.getsockname()[1])

@@ -12,11 +12,11 @@ import torch
 from jfi.data.synthetic import make_tables
 from jfi.serving import artifact
 from jfi.serving.artifact import ArtifactError
-from jfi.serving.fields import Request
-from jfi.serving.scorer import Scorer, groups_alike
+from jfi.serving.requests import Request
+from jfi.serving.scorer import Scorer, group_by_size
 from jfi.training.cli import run_cli
 
-from .conftest import load_script
+from .conftest import load_script, logits
 
 SAMPLES = 1000
 
@@ -53,9 +53,8 @@ def samples(exported):
             }
         )
     with torch.no_grad():
-        batch = dataset._assemble(rows, events.item[rows], events.label[rows])
-        logits = model.eval()(batch.dense_features, batch.sparse_features).squeeze(-1)
-    return requests, logits.numpy()
+        wanted = logits(model.eval(), dataset._assemble(rows, events.item[rows], events.label[rows]))
+    return requests, wanted.numpy()
 
 
 def scored(scorer: Scorer, requests: list[dict]) -> np.ndarray:
@@ -63,10 +62,10 @@ def scored(scorer: Scorer, requests: list[dict]) -> np.ndarray:
 
 
 def test_scores_are_those_of_the_model(scorer, samples):
-    requests, logits = samples
-    assert len(requests) == SAMPLES and logits.std() > 0.05
+    requests, wanted = samples
+    assert len(requests) == SAMPLES and wanted.std() > 0.05
     found = np.concatenate([scored(scorer, requests[i : i + 100]) for i in range(0, SAMPLES, 100)])
-    np.testing.assert_allclose(found, logits, atol=1e-5)
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
 def test_an_answer_does_not_depend_on_the_batch(scorer, samples):
@@ -114,7 +113,7 @@ def test_int8_tables_without_torchrec_are_refused_by_one_line(int8, monkeypatch)
     monkeypatch.setitem(sys.modules, absent, None)
     with pytest.raises(ArtifactError) as refused:
         Scorer(int8)
-    reason = f"has int8 tables, which need TorchRec: {absent} is missing; export with --tables float32"
+    reason = f"has int8 tables, which need TorchRec, but {absent} is missing; export with --tables float32"
     assert str(refused.value) == f"{int8} {reason}"
 
 
@@ -123,5 +122,5 @@ def test_requests_that_are_padded_together_are_alike():
     empty = {"ids": {}, "counts": {}, "ages": None, "dense": np.zeros((0, 0))}
     requests = [Request(**empty, num_events=events, num_candidates=candidates) for events, candidates in sizes]
     # The last three are too small for it to matter.
-    assert groups_alike(requests) == [[0, 2, 5], [3, 1, 4]]
-    assert groups_alike([]) == []
+    assert group_by_size(requests) == [[0, 2, 5], [3, 1, 4]]
+    assert group_by_size([]) == []

@@ -32,7 +32,7 @@ from jfi.training.checkpoint import latest_checkpoint
 from jfi.training.cli import load_config, save_config
 from jfi.training.distributed import World
 from jfi.training.loop import Trainer
-from jfi.training.run import read_metrics
+from jfi.training.recorder import read_metrics
 
 ROOT = Path(__file__).parents[2]
 
@@ -237,7 +237,7 @@ def test_monitor_ne_takes_the_lowest(tmp_path, monkeypatch):
     assert train(tiny(tmp_path / "run", epochs=3, monitor="ne")).best_epoch == 2
 
 
-def test_divergence_is_told(tmp_path):
+def test_divergence_is_reported(tmp_path):
     config = tiny(tmp_path / "run")
     config.optimizer.dense.learning_rate = 1e20
     with pytest.raises(FloatingPointError, match="learning_rate"):
@@ -271,7 +271,7 @@ def test_an_unknown_bias_key_writes_nothing(tmp_path, section):
 
 
 def test_resume_needs_a_run(tmp_path):
-    with pytest.raises(ConfigError, match="no run folder"):
+    with pytest.raises(ConfigError, match="not a run folder"):
         resume(tmp_path / "absent")
     assert list(tmp_path.iterdir()) == []
 
@@ -328,7 +328,7 @@ def test_other_poolings_train(tmp_path, pooling):
     assert not (tmp_path / "run" / "attention.png").exists()
 
 
-def test_every_parameter_is_optimised_once():
+def test_every_parameter_is_optimized_once():
     dataset = load_dataset(tiny(None).data)
     model = build_model(tiny(None).model, EncoderConfig(num_layers=2, num_heads=2), dataset)
     optimizer = build_optimizer(OptimizerConfig(), model)

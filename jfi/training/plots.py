@@ -1,4 +1,4 @@
-"""Two pictures of a run: the curves of its metrics, and what a few test samples attended to."""
+"""Plots of a run: the curves of its metrics, and the attention of a few test samples."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,16 +23,16 @@ _SPANS = (("years", 31_557_600), ("days", 86_400), ("hours", 3_600), ("minutes",
 
 
 def draw_curves(log: list[dict], monitor: str, path: Path) -> None:
-    """Loss, NE, AUC and AUC per user over the epochs as a PNG; the best epoch and its test metrics are marked.
+    """Plots loss, NE, AUC and AUC per user over the epochs, with the best epoch and its test metrics, as a PNG.
 
     Args:
         log: the lines of metrics.jsonl.
-        monitor: the metric that picked the best epoch.
-        path: file to write.
+        monitor: the metric that selected the best epoch.
+        path: the file to write.
     """
     last, test = [record for record in log if record["split"] == "validation"][-1], log[-1]
     steps_per_epoch = last["step"] / last["epoch"]
-    titles = {"loss": "loss (nats)", "ne": "normalised entropy", "auc": "AUC", "user_auc": "AUC per user"}
+    titles = {"loss": "loss (nats)", "ne": "normalized entropy", "auc": "AUC", "user_auc": "AUC per user"}
     figure = Figure(figsize=(11, 7), layout="constrained")
     for axes, (metric, title) in zip(figure.subplots(2, 2).flat, titles.items(), strict=True):
         for split, marker in (("train", ""), ("validation", "o")):
@@ -50,17 +50,17 @@ def draw_curves(log: list[dict], monitor: str, path: Path) -> None:
         axes.set_xlim(0, last["epoch"] * 1.03)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:  # AUC is not a number where no user has both labels
+        if axes.get_legend_handles_labels()[0]:  # AUC per user is NaN if no user has both labels
             axes.legend()
     figure.suptitle(
-        f"best epoch by validation {monitor}: {test['epoch']} (dashed); a star is the test part with its parameters"
+        f"best epoch by validation {monitor}: {test['epoch']} (dashed); the star is the test split with its parameters"
     )
     figure.savefig(path, dpi=110)
 
 
 @dataclass
 class _Sample:
-    """A test sample: its target, and its events' texts, oldest first, with their weights [L, H] by head."""
+    """A test sample: its target, and the texts of its L events, oldest first, with their weights [L, H]."""
 
     title: str
     label: float
@@ -70,17 +70,17 @@ class _Sample:
 
 
 def draw_attention(model: SequenceDLRM, dataset: InteractionDataset, device: torch.device, path: Path | None) -> None:
-    """What a few test samples of different users attended to, as a PNG.
+    """Plots what a few test samples of different users attended to, as a PNG.
 
-    A panel is a sample: its events with the greatest weights, each bar divided by head; the weights of all events of
-    the history sum to 1. The samples lie evenly over the test part, among those with at least as many events as a panel
-    shows. Where none that was looked at has any event there is nothing to show, and no file is written.
+    A panel shows a sample's events with the largest weights, each bar split by head; the weights of all events of the
+    history sum to 1. The samples are spread evenly over the test split, and are preferably those with as many events as
+    a panel shows. If none of the samples looked at has an event, no file is written.
 
     Args:
-        model: a trained one.
-        dataset: whose test part it is.
+        model: a trained model.
+        dataset: the dataset with the test split.
         device: of the model.
-        path: file to write. The look-ups of sharded tables need every process: those that write nothing give None.
+        path: the file to write, or None. With sharded tables every process must call this; all but one pass None.
     """
     samples = _pick(model.eval(), dataset, device)
     if not samples or path is None:
@@ -92,7 +92,7 @@ def draw_attention(model: SequenceDLRM, dataset: InteractionDataset, device: tor
     keys = [Patch(color=f"C{head}", label=f"head {head + 1}") for head in range(heads)]
     keys.append(Line2D([], [], color="0.3", linestyle=":", label="equal weights"))
     figure.legend(handles=keys, loc="outside lower center", ncols=heads + 1)
-    figure.suptitle("Which events of the history the target attends to: weight, divided by head", fontsize=14)
+    figure.suptitle("Attention of the target to the events of its history: weight by head", fontsize=14)
     figure.savefig(path, dpi=100)
 
 
@@ -101,9 +101,9 @@ def _draw_sample(axes: Axes, sample: _Sample) -> None:
     order = sample.weights.sum(1).argsort(descending=True)[:_EVENTS].flip(0)
     left = torch.zeros(len(order))
     for head in range(heads):
-        share = sample.weights[order, head] / heads
-        axes.barh(range(len(order)), share, left=left, color=f"C{head}")
-        left += share
+        width = sample.weights[order, head] / heads
+        axes.barh(range(len(order)), width, left=left, color=f"C{head}")
+        left += width
     axes.set_yticks(range(len(order)), [sample.events[i] for i in order], fontsize=9)
     count = len(sample.events)
     axes.axvline(1 / count, color="0.3", linestyle=":")
@@ -111,7 +111,7 @@ def _draw_sample(axes: Axes, sample: _Sample) -> None:
     axes.set_title(
         f"target: {sample.title} (label {sample.label:g}, predicted {sample.score:.2f})\n"
         f"{len(order)} of {count} events, {shown:.0%} of the weight",
-        loc="right",  # over the long labels too
+        loc="right",  # extends over the long tick labels
         fontsize=11,
         fontweight="bold",
     )
@@ -138,7 +138,7 @@ def _pick(model: SequenceDLRM, dataset: InteractionDataset, device: torch.device
 def _describe(
     model: SequenceDLRM, dataset: InteractionDataset, batch: Batch, row: int, device: torch.device
 ) -> _Sample:
-    batch_there = batch.to(device)  # first: `to` takes along, where they are, the tensors by key that to_dict keeps
+    batch_there = batch.to(device)  # before to_dict, which caches tensors that `to` would not move
     ids = {key: values.to_dense()[row].tolist() for key, values in batch.sparse_features.to_dict().items()}
     inputs = batch_there.dense_features, batch_there.sparse_features
     (weights,) = model.attention_weights(*inputs).values()
@@ -169,14 +169,14 @@ def _title(dataset: InteractionDataset, item: int) -> str:
 
 
 def _value(dataset: InteractionDataset, column: str, number: int) -> str:
-    """What the table says where an id stands; #id where training did not see it, or has cut numbers to ids."""
-    if number and column in dataset.learnt.vocabularies:
-        return str(dataset.learnt.vocabularies[column][number - 1])
+    """The table's value for an id; #id for a value that training did not see, and for a quantile."""
+    if number and column in dataset.encodings.vocabularies:
+        return dataset.encodings.vocabularies[column].values[number - 1]
     return f"#{number}"
 
 
 def _age(bucket: int) -> str:
-    """The age that `history_age` stands for: from 2^(bucket - 1) seconds on."""
+    """The age of a bucket of `history_age`, which begins at 2^(bucket - 1) seconds."""
     seconds = 2.0 ** max(0, bucket - 1)
     unit, length = next((unit, length) for unit, length in _SPANS if seconds >= length)
     return f"{seconds / length:.0f}+ {unit} ago"
