@@ -11,6 +11,7 @@ for a candidate e and events x. T queries per candidate are T times as many head
 """
 
 import copy
+import math
 from functools import partial
 
 import torch
@@ -19,8 +20,8 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import PoolingType
 
 from jfi.models import SequenceDLRM
-from jfi.modules import JaggedFeatureInteraction, SequenceFeatureConfig, lookup
-from jfi.ops._merged_weights import merge
+from jfi.modules import JaggedFeatureInteraction, PositionBias, SequenceFeatureConfig, inputs
+from jfi.ops import absorb_weights
 from jfi.serving.attention import Segments, attend, padded
 
 
@@ -43,7 +44,7 @@ class ScoringModel(nn.Module):
         if len(features) > 1:
             raise ValueError(f"a model to serve must have one sequence feature, got {len(features)}")
         for feature in arch.features:
-            if "weights" in (feature.bias, feature.value_scale):
+            if feature.reads_weights:
                 raise ValueError(f"feature '{feature.name}' reads weights of events, which requests do not have")
         bags = model.embedding_bag_collection
         tables = [] if bags is None else bags.embedding_bag_configs()
@@ -57,7 +58,7 @@ class ScoringModel(nn.Module):
         self.encoder: nn.Module | None = None
         self.encoder_feature: SequenceFeatureConfig | None = None
         if arch.encoder is not None:
-            self.encoder = copy.deepcopy(arch.encoder.stacks[0])
+            self.encoder = copy.deepcopy(arch.encoder.stacks[arch.encoder.features[0].name])
             self.encoder_feature = arch.encoder.features[0]
         self.pooling: nn.Module | None = None
         if isinstance(arch.pooling, JaggedFeatureInteraction):
@@ -80,7 +81,7 @@ class ScoringModel(nn.Module):
         """Keys of the bucket ids that learned biases read."""
         biased = [self.feature] if isinstance(self.pooling, CandidateAttention) else []
         biased += [] if self.encoder_feature is None else [self.encoder_feature]
-        return sorted({feature.bucket_key for feature in biased if feature.bucket_key is not None})
+        return sorted({feature.bias_key for feature in biased if feature.bias_key is not None})
 
     def forward(
         self,
@@ -112,11 +113,12 @@ class ScoringModel(nn.Module):
         entries = {key: users[key][rows.owner] if key in self.user_keys else candidates[key] for key in self.keys}
         stacked = [entries[key] for key in self.keys]
         if self.feature is not None:
-            x = lookup.combine([history[key] for key in self.feature.sequence_keys], self.feature)
+            x = inputs.combine([history[key] for key in self.feature.sequence_keys], self.feature)
             if self.encoder is not None:
                 attention = partial(attend, queries=events, keys=events, impl=self.impl)
-                x = self.encoder(x, attention, _bias_rows(self.encoder_feature, events, buckets))
-            target = lookup.combine([entries[key] for key in self.feature.target_keys], self.feature)
+                index = _bias_rows(self.encoder_feature, events, buckets)
+                x = self.encoder(inputs.GroupInputs(None, (x,), events.offsets, None, index, None, []), attention)
+            target = inputs.combine([entries[key] for key in self.feature.target_keys], self.feature)
             stacked.append(self.pooling(target, x, rows, events, buckets))
         sparse = torch.cat(stacked, dim=1).unflatten(1, (-1, self.embedding_dim))
         return self.over_arch(self.inter_arch(self.dense_arch(dense), sparse)).squeeze(-1)
@@ -132,17 +134,17 @@ class CandidateAttention(nn.Module):
 
     def __init__(self, layer: JaggedFeatureInteraction, impl: str) -> None:
         super().__init__()
-        group = layer.groups[0]
+        group = layer.attention[0]
         self.feature = layer.features[0]
-        self.num_heads = group.num_queries * group.num_heads
-        self.num_queries, self.impl = group.num_queries, impl
+        self.num_heads = layer.num_queries * layer.num_heads
+        self.num_queries, self.impl = layer.num_queries, impl
 
-        weights = (group.query_weight, group.query_bias, group.key_weight, group.value_weight, group.output_weight)
-        weights = tuple(weight.detach() for weight in weights)
         # In float64, so that an absorbed weight is rounded once.
-        w_qk, b_qk, w_vo = merge(weights, group.num_queries, group.num_heads, torch.float64)
-        self._hold("query_weight", w_qk[0] * group.scale)
-        self._hold("query_bias", b_qk[0] * group.scale)
+        weights = tuple(weight.detach() for weight in group.weights[:5])
+        w_qk, b_qk, w_vo = absorb_weights(weights, layer.num_heads, torch.float64)
+        scale = 1 / math.sqrt(layer.embedding_dim // layer.num_heads)
+        self._hold("query_weight", w_qk[0] * scale)
+        self._hold("query_bias", b_qk[0] * scale)
         self._hold("output_weight", w_vo[0].T)
         self._hold("output_bias", group.output_bias[0].detach())
         self._hold("bucket_bias", None if group.bucket_bias is None else group.bucket_bias.detach())
@@ -178,6 +180,6 @@ class Mean(nn.Module):
 
 def _bias_rows(feature: SequenceFeatureConfig, events: Segments, buckets: dict[str, Tensor]) -> Tensor | None:
     """Row [S] of the feature's learned bias table for each event, or None for a feature without one."""
-    if feature.bias == "position":
-        return lookup.position_buckets(events.offsets, events.owner.size(0), feature.num_buckets)
-    return None if feature.bucket_key is None else buckets[feature.bucket_key]
+    if isinstance(feature.bias, PositionBias):
+        return inputs.position_buckets(events.offsets, events.owner.size(0), feature.bias.num_buckets)
+    return None if feature.bias_key is None else buckets[feature.bias_key]
