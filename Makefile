@@ -1,7 +1,9 @@
-# make demo   train a DLRM without, with averaged and with attended histories, and compare (2 minutes on 2 cores)
-# make test   ruff and the test suite (through Triton's interpreter where there is no GPU)
-# make bench  speed and memory beside the peers, on whatever is there
-# Each makes .venv and installs into it first; a second call installs nothing.
+# make demo      train a DLRM without histories, with their mean, and with attention over them (2 minutes, 2 cores)
+# make test      ruff and the test suite; without a GPU the kernels run through Triton's interpreter
+# make test-all  the same with the slow tests
+# make docs      build the documentation as a site in site/; a warning fails
+# make bench     measure speed and memory beside the peers
+# Each target first creates .venv and installs into it; a second call installs nothing.
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
@@ -15,16 +17,26 @@ TORCHREC := torchrec==1.8.0
 # Threads that wait for each other and spin would keep two jobs on the same cores from getting on.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test bench lint clean
+.PHONY: demo test test-all bench docs lint clean
 
 demo: $(VENV)/.installed
 	$(PYTHON) examples/compare_pooling.py --config configs/quickstart.yaml
 
+# Worker processes of the test run, each with one thread.  A module's tests share a worker and its fixtures.
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(WORKERS) --dist loadscope
+
 test: lint
-	$(PYTHON) -m pytest
+	$(PYTEST) -m "not slow"
+
+test-all: lint
+	$(PYTEST)
 
 bench: $(VENV)/.installed
 	$(PYTHON) -m benchmarks
+
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
 
 lint: $(VENV)/.installed
 	$(PYTHON) -m ruff check .
@@ -39,5 +51,9 @@ $(VENV)/.installed: pyproject.toml
 	$(if $(filter cpu,$(BUILD)),$(PIP) --no-deps $(TORCHREC))
 	touch $@
 
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(PIP) --editable '.[docs]' --config-settings editable_mode=compat
+	touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) site

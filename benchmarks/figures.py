@@ -1,6 +1,6 @@
-"""Pictures of results: latency and memory against the longest length, and Table 1 beside the paper and the floor."""
+"""Figures of results: time and memory over lengths, Table 1 with the paper and the floor, jfi and its fastest peers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -14,6 +14,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 OURS, PAPER, FLOOR = "#c1272d", "#8a8a8a", "#d9d9d9"
 PEERS = ("#0072b2", "#009e73", "#e69f00", "#56b4e9", "#cc79a7", "#5d3a9b")
 MARKERS = "osD^vP"
+SHOWN = 4  # bars of a panel: jfi and its three fastest peers
 
 
 def caption(results: dict) -> str:
@@ -29,7 +30,7 @@ def plain_ticks(axis: Axis) -> None:
 
 
 def by_reading(row: dict) -> str:
-    """The name of a row's line, ours by how it reads."""
+    """Label of a row's line; jfi has two, value = key and distinct values."""
     if not row["ours"]:
         return row["implementation"]
     return row["implementation"] + (", value = key" if row["shared"] else ", distinct value")
@@ -40,7 +41,7 @@ def by_implementation(row: dict) -> str:
 
 
 def series(rows: list[dict], label: Callable[[dict], str]) -> dict[str, list[dict]]:
-    """The rows of each line."""
+    """Rows by line, ordered by N."""
     lines: dict[str, list[dict]] = {}
     for row in sorted(rows, key=lambda row: row["N"]):
         lines.setdefault(label(row), []).append(row)
@@ -99,7 +100,7 @@ def self_lengths(results: dict, folder: Path) -> list[Path]:
 
 
 def speedups(rows: list[dict], column: str, floor: Callable[[dict], float]) -> dict[str, list[float]]:
-    """Times faster than padded torch, of each implementation and operator; 0 where there is nothing to show."""
+    """Speed-up over padded torch by implementation, a number per operator; 0 where a time is missing."""
     by_case: dict[str, dict[str, dict]] = {}
     for row in rows:
         by_case.setdefault(row["case"], {})[row["implementation"]] = row
@@ -116,7 +117,7 @@ def speedups(rows: list[dict], column: str, floor: Callable[[dict], float]) -> d
 
 
 def table1(results: dict, folder: Path) -> list[Path]:
-    """table1.png: how many times faster than padded PyTorch."""
+    """table1.png: speed-up over padded PyTorch."""
     rows = results["rows"]
     cases = list(dict.fromkeys(row["case"] for row in rows))
     forward = speedups(rows, "forward_us", lambda row: row["floor_forward_us"])
@@ -151,6 +152,38 @@ def table1(results: dict, folder: Path) -> list[Path]:
     figure.savefig(path, dpi=130)
     plt.close(figure)
     return [path]
+
+
+def against_peers(panels: Sequence[tuple[str, list[dict]]], where: str, path: Path, description: str) -> None:
+    """Bars of forward and backward time, a panel per (title, rows of a case): jfi, then its fastest peers.
+
+    The PNG carries `description`.
+    """
+    height = 1.0 + 0.27 * sum(min(len(rows), SHOWN) + 1.4 for _, rows in panels)
+    heights = [min(len(rows), SHOWN) + 0.4 for _, rows in panels]
+    figure, grid = plt.subplots(len(panels), 1, figsize=(8.4, height), height_ratios=heights, layout="constrained")
+    for axes, (title, rows) in zip(grid, panels, strict=True):
+        rows = sorted(
+            (row for row in rows if row.get("forward_backward_us")), key=lambda row: row["forward_backward_us"]
+        )
+        mine = [row for row in rows if row["implementation"] == "jfi"]
+        rows = (mine + [row for row in rows if not row["ours"]])[:SHOWN]
+        for place, row in enumerate(rows):
+            colour = OURS if row["ours"] else PAPER
+            forward, both = row["forward_us"] / 1e3, row["forward_backward_us"] / 1e3
+            axes.barh(place, forward, color=colour)
+            axes.barh(place, both - forward, left=forward, color=colour, alpha=0.45)
+            axes.text(both, place, f"  {both:.2f} ms", va="center", fontsize=9)
+        axes.set_yticks(range(len(rows)), [row["implementation"] for row in rows], fontsize=9)
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.12 * max(row["forward_backward_us"] for row in rows) / 1e3)
+        axes.tick_params(axis="x", labelsize=8)
+        axes.tick_params(axis="y", length=0)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_title(title, fontsize=10, loc="left", fontweight="bold")
+    grid[-1].set_xlabel(f"ms; dark: forward, light: backward. {where}", fontsize=9)
+    figure.savefig(path, dpi=120, metadata={"Description": description})
+    plt.close(figure)
 
 
 DRAW: dict[str, Callable[[dict, Path], list[Path]]] = {

@@ -1,7 +1,7 @@
 """Latency and throughput of serving: the dense part alone, a request without HTTP, and over HTTP on loopback.
 
 python -m benchmarks.serving --synthetic                 a model of D=64, H=4 with a table of 1,000,000 items
-python -m benchmarks.serving --artefact ARTEFACT
+python -m benchmarks.serving --artifact ARTIFACT
 """
 
 import argparse
@@ -27,9 +27,10 @@ from torchrec import EmbeddingCollection, EmbeddingConfig
 from benchmarks import report
 from benchmarks.run import Rates
 from jfi.models import SequenceDLRM
-from jfi.modules import SequenceFeatureConfig
+from jfi.modules import KeyBias, SequenceFeatureConfig
 from jfi.serving.export import export
-from jfi.serving.fields import Field, Fields, Limits, parse
+from jfi.serving.requests import parse
+from jfi.serving.schema import Field, Limits, Schema
 from jfi.serving.scorer import Scorer, batch_inputs
 
 ROOT = Path(__file__).parents[1]
@@ -53,7 +54,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m benchmarks.serving", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--artefact", type=Path, help="of examples/export.py; its requests have random values")
+    which.add_argument("--artifact", type=Path, help="of examples/export.py; its requests have random values")
     which.add_argument("--synthetic", action="store_true", help="a model with random weights")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="with --synthetic")
     parser.add_argument("--tables", default="float32", help="float32 or int8, with --synthetic")
@@ -82,11 +83,11 @@ def synthetic(path: Path, items: int, device: str, tables: str, shape: Shape) ->
         for name, rows in sizes.items()
     ]
     histories = [f"history_{name}" for name in sizes]
-    taste = SequenceFeatureConfig("taste", histories, ["item", "category"], bias="history_age")
+    taste = SequenceFeatureConfig("taste", histories, ["item", "category"], bias=KeyBias("history_age"))
     model = SequenceDLRM(
         None, EmbeddingCollection(tables=configs), [taste], 1, [512, 256, 64], [512, 256, 1], num_heads=4
     )
-    fields = Fields(
+    schema = Schema(
         user=[],
         candidate=[Field(name, "category", [name]) for name in ("item", "category")],
         event=[
@@ -95,25 +96,25 @@ def synthetic(path: Path, items: int, device: str, tables: str, shape: Shape) ->
         ],
         vocabularies={name: [str(i) for i in range(1, rows)] for name, rows in sizes.items()},
     )
-    export(path, model, fields, Limits(shape.candidates, shape.history), device=device, tables=tables)
+    export(path, model, schema, Limits(shape.candidates, shape.history), device=device, tables=tables)
 
 
 def make_body(scorer: Scorer, shape: Shape, draw: random.Random) -> bytes:
     """A request with known values."""
-    fields = scorer.reader.fields
+    schema = scorer.reader.schema
 
     def value(one: Field) -> object:
         if one.kind in ("number", "quantile", "age"):
             return round(draw.uniform(0, 1e6))
-        known = draw.choice(fields.vocabularies[one.name])
+        known = draw.choice(schema.vocabularies[one.name])
         return known if one.kind == "category" else [known]
 
     def rows(of: list[Field], count: int) -> list[dict]:
         return [{one.name: value(one) for one in of} for _ in range(count)]
 
-    body = {"user": rows(fields.user, 1)[0], "candidates": rows(fields.candidate, shape.candidates)}
-    if fields.event:
-        body["history"] = rows(fields.event, shape.history)
+    body = {"user": rows(schema.user, 1)[0], "candidates": rows(schema.candidate, shape.candidates)}
+    if schema.event:
+        body["history"] = rows(schema.event, shape.history)
     return json.dumps(body, separators=(",", ":")).encode()
 
 
@@ -164,7 +165,7 @@ def in_process(scorer: Scorer, shape: Shape, bodies: list[bytes], seconds: float
 @contextmanager
 def server(path: Path, *options: object):
     """examples/serve.py in a process of its own; gives its address."""
-    command = [sys.executable, "-u", "examples/serve.py", "--artefact", path, "--port", 0, *options]
+    command = [sys.executable, "-u", "examples/serve.py", "--artifact", path, "--port", 0, *options]
     process = subprocess.Popen(list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         for line in process.stdout:
@@ -204,7 +205,7 @@ def main() -> int:
     options = arguments()
     shapes = [Shape(*options.large), Shape(*options.small)]
     with tempfile.TemporaryDirectory() as folder:
-        path = options.artefact or Path(folder) / "artefact"
+        path = options.artifact or Path(folder) / "artifact"
         start = time.perf_counter()
         if options.synthetic:
             synthetic(path, options.items, options.device, options.tables, shapes[0])

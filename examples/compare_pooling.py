@@ -15,13 +15,11 @@ from jfi.data import load_dataset
 from jfi.training import Config, ConfigError, Result, train
 from jfi.training.cli import parse_config, run_cli
 from jfi.training.distributed import launched
-from jfi.training.run import check_new, new_run_dir
+from jfi.training.run_folder import check_new, new_run_dir
 
 POOLINGS = ("none", "mean", "attention")
 COLUMNS = {"auc": "AUC", "ne": "NE", "user_auc": "AUC per user"}
-
-
-SEEDS = {"nargs": "+", "type": int, "default": [0], "help": "each kind of pooling is trained once a seed"}
+SEEDS = {"nargs": "+", "type": int, "default": [0], "help": "train each kind of pooling once per seed"}
 
 
 def summarize(results: list[Result]) -> dict:
@@ -35,8 +33,8 @@ def summarize(results: list[Result]) -> dict:
 
 
 def table(summaries: dict[str, dict], seeds: int) -> str:
-    """The comparison as text: a line for each way that histories enter."""
-    lines = ["test part     " + "".join(f"{title:>18s}" for title in COLUMNS.values()) + "   training"]
+    """The comparison as text, one line for each kind of pooling."""
+    lines = ["test split    " + "".join(f"{title:>18s}" for title in COLUMNS.values()) + "   training"]
     for pooling, summary in summaries.items():
         cells = [summary[f"test_{metric}"] for metric in COLUMNS]
         text = [f"{c['mean']:.4f}" + (f" ± {c['std']:.4f}" if seeds > 1 else "") for c in cells]
@@ -45,9 +43,9 @@ def table(summaries: dict[str, dict], seeds: int) -> str:
 
 
 def compare(config: Config, seeds: list[int]) -> dict[str, dict]:
-    """Trains every pooling with every seed under `training.run_dir`, and writes comparison.json there."""
+    """Trains every kind of pooling with every seed under `training.run_dir`, and writes comparison.json there."""
     for seed in seeds:
-        config.with_training(seed=seed)  # a wrong one is refused before the first is trained
+        config.with_training(seed=seed)  # refuses a wrong seed before the first training
     folder = Path(config.training.run_dir or new_run_dir("compare-"))
     check_new(folder)
     dataset = load_dataset(config.data)
@@ -71,8 +69,9 @@ def compare(config: Config, seeds: list[int]) -> dict[str, dict]:
 
 def main() -> None:
     if launched():
-        raise ConfigError("compare_pooling.py trains in one process; start it without torchrun")
-    config, options = parse_config(sys.argv[1:], "Compare ways in which histories enter a DLRM.", {"--seeds": SEEDS})
+        raise ConfigError("compare_pooling.py trains in one process; run it without torchrun")
+    description = "Compare a DLRM without histories, with mean pooling, and with target attention."
+    config, options = parse_config(sys.argv[1:], description, {"--seeds": SEEDS})
     compare(config, options.seeds)
 
 

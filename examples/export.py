@@ -1,7 +1,7 @@
-"""Exports a trained run as one artefact, which examples/serve.py answers from.
+"""Exports a trained run as an artifact, which examples/serve.py serves.
 
 python examples/export.py --run runs/20250101-120000
-python examples/export.py --run runs/20250101-120000 --out artefacts/clicks --tables int8 --device cuda
+python examples/export.py --run runs/20250101-120000 --out artifacts/clicks --tables int8 --device cuda
 """
 
 import argparse
@@ -12,10 +12,10 @@ import torch
 
 from jfi.data import InteractionDataset, load_dataset
 from jfi.models import SequenceDLRM
-from jfi.serving.artefact import ArtefactError
+from jfi.serving.artifact import ArtifactError
+from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import export
-from jfi.serving.fields import Limits
-from jfi.serving.request_fields import request_fields
+from jfi.serving.schema import Limits
 from jfi.training import Config, ConfigError
 from jfi.training.build import build_model
 from jfi.training.checkpoint import (
@@ -26,34 +26,39 @@ from jfi.training.checkpoint import (
     read_progress,
 )
 from jfi.training.cli import run_cli
-from jfi.training.run import RunFolder
+from jfi.training.run_folder import RunFolder
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="folder of a run of examples/train_dlrm.py")
-    parser.add_argument("--out", type=Path, help="the artefact, a new folder (default: RUN/artefact)")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where it will serve (default: cpu)")
-    parser.add_argument("--tables", choices=["float32", "int8"], default="float32", help="(default: float32)")
-    parser.add_argument("--impl", choices=["triton", "torch"], help="of the attention (default: triton on a GPU)")
-    parser.add_argument("--max-candidates", type=int, default=1000, help="of a request (default: 1000)")
+    parser.add_argument("--out", type=Path, help="folder to write, must not exist (default: RUN/artifact)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device to serve on (default: cpu)")
+    parser.add_argument(
+        "--tables",
+        choices=["float32", "int8"],
+        default="float32",
+        help="format of the embedding tables (default: float32)",
+    )
+    parser.add_argument("--impl", choices=["triton", "torch"], help="kind of attention (default: triton on a GPU)")
+    parser.add_argument("--max-candidates", type=int, default=1000, help="limit per request (default: 1000)")
     return parser.parse_args()
 
 
 def load_best(path: Path) -> tuple[SequenceDLRM, Config, InteractionDataset]:
-    """The model of a run's best epoch, as its test evaluated it."""
+    """The model of a run's best epoch, with the parameters that its test metrics are of."""
     if not RunFolder(path).config.is_file():
-        raise ConfigError(f"--run {path}: no run folder, config.yaml is missing")
+        raise ConfigError(f"--run {path}: not a run folder, config.yaml is missing")
     run, config = RunFolder.open(path)
     last = latest_checkpoint(run.checkpoints)
     if last is None:
-        raise ConfigError(f"--run {path}: no checkpoint yet")
+        raise ConfigError(f"--run {path}: the run has no checkpoint yet")
     try:
         best = run.checkpoints / checkpoint_name(read_progress(last)["best_epoch"], 0)
     except (OSError, KeyError, ValueError):
         raise ConfigError(f"--run {path}: {last / 'progress.json'} is missing or damaged") from None
     if not best.is_dir():
-        raise ConfigError(f"--run {path}: no epoch is done yet")
+        raise ConfigError(f"--run {path}: the run has not finished an epoch yet")
     dataset = load_dataset(config.data)
     model = build_model(config.model, config.encoder, dataset)
     name, prefix = ("model", "") if config.optimizer.average is None else ("average", "module.")
@@ -68,8 +73,8 @@ def load_best(path: Path) -> tuple[SequenceDLRM, Config, InteractionDataset]:
 
 def main() -> None:
     options = arguments()
-    out = options.out or options.run / "artefact"
-    # What takes seconds comes after what can be told at once.
+    out = options.out or options.run / "artifact"
+    # Check the options before loading the run, which takes seconds.
     if out.exists():
         raise ConfigError(f"{out} exists already; name a new folder")
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -78,14 +83,14 @@ def main() -> None:
         raise ConfigError("--impl triton needs --device cuda")
     model, config, dataset = load_best(options.run)
     reads_history = config.model.pooling != "none"
-    reads_age = any(feature.bucket_key is not None for feature in model.sequence_arch.features)
-    fields = request_fields(config.data, dataset, reads_history, reads_age)
+    reads_age = any(feature.bias_key is not None for feature in model.sequence_arch.features)
+    schema = schema_of(config.data, dataset, reads_history, reads_age)
     limits = Limits(options.max_candidates, config.data.max_history)
     try:
-        export(out, model, fields, limits, device=options.device, tables=options.tables, impl=options.impl)
-    except (ArtefactError, ValueError) as error:
+        export(out, model, schema, limits, device=options.device, tables=options.tables, impl=options.impl)
+    except (ArtifactError, ValueError) as error:
         raise ConfigError(str(error)) from error
-    print(f"{out}: {options.tables} tables, for {options.device}")
+    print(f"wrote {out} ({options.tables} tables, for {options.device})")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ python examples/train_dlrm.py --config configs/quickstart.yaml --training.epochs
 python examples/train_dlrm.py --resume runs/20250101-120000
 torchrun --nproc_per_node 2 examples/train_dlrm.py --config configs/multi_gpu.yaml
 
-docs/distributed.md tells more about the last one.
+See docs/distributed.md for several processes and hosts.
 """
 
 import os
@@ -13,7 +13,7 @@ import sys
 from jfi.training import ConfigError, resume, train
 from jfi.training.cli import parse_config, run_cli
 
-RESUME = {"metavar": "RUN", "help": "continue the run in this folder, with its own config and no other option"}
+RESUME = {"metavar": "RUN", "help": "continue the run in this folder, with its config; takes no other option"}
 
 
 def main() -> None:
@@ -22,10 +22,10 @@ def main() -> None:
     if options.resume is None:
         result = train(config)
     elif len(arguments) > (1 if "=" in arguments[0] else 2):
-        raise ConfigError("--resume takes the config of its run; give no other option with it")
+        raise ConfigError("--resume uses the config of its run; it takes no other option")
     else:
         result = resume(options.resume)
-    if os.environ.get("RANK", "0") != "0":  # torchrun: all have the same result, one tells it
+    if os.environ.get("RANK", "0") != "0":  # under torchrun one process prints the result, which all have
         return
     print(f"best epoch {result.best_epoch} of {result.epochs}, {result.train_seconds:.0f} s of training")
     for split, metrics in (("validation", result.validation), ("test", result.test)):

@@ -1,3 +1,5 @@
+"""A batch of samples in the form that TorchRec's models and train pipelines take."""
+
 from dataclasses import dataclass
 
 import torch
@@ -12,23 +14,23 @@ class Batch(Pipelineable):
     """B samples, ready for a model and for TorchRec's train pipelines.
 
     Args:
-        dense_features: ``[B, max(1, num_dense)]`` float32, standardised; one column of zeros where the table has no
+        dense_features: `[B, max(1, num_dense)]` float32, standardized; one column of zeros where the table has no
             dense column.
-        sparse_features: every categorical key, stride B: user keys and item (target) keys, then the ``history_*`` keys,
-            which are aligned: all have the same lengths, oldest event first.
-        labels: ``[B]`` float32, 0 or 1.
-        users: ``[B]`` int64, the sample's user, for per-user metrics; not a model input.
+        sparse_features: every categorical key, with stride B: user keys and item (target) keys, then the `history_*`
+            keys. These are aligned: they have the same lengths, and the oldest event comes first.
+        labels: `[B]` float32, 0 or 1.
+        users: `[B]` int64, the sample's user, for metrics by user; not an input of the model.
 
-    Drawn for two samples with histories of two events and of none::
+    For two samples, one with a history of two events and one without events::
 
         #                     sample 0   sample 1
         # "item"              [3]        [8]
         # "genres"            [1, 4]     [2]        a target may have several values
         # "history_item"      [5, 2]     []
-        # "history_genres_0"  [1, 3]     []         an event has slots, 0 where it has fewer values
+        # "history_genres_0"  [1, 3]     []         a multi-valued field has slots, 0 where an event has fewer values
         # "history_genres_1"  [4, 0]     []
         # "history_rating"    [5, 1]     []
-        # "history_age"       [17, 9]    []         ages of 2**16 s and 2**8 s or more
+        # "history_age"       [17, 9]    []         buckets of ages from 2**16 s and from 2**8 s on
     """
 
     dense_features: Tensor

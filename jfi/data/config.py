@@ -1,3 +1,5 @@
+"""The `data` section of a config: the files, the meaning of their columns, and how rows become samples."""
+
 import math
 from dataclasses import dataclass, field
 from typing import Literal
@@ -11,15 +13,15 @@ HISTORY = "history_"
 
 @dataclass
 class SyntheticConfig:
-    """A table with a planted taste that attention over the history can find and the mean of the history cannot.
+    """The synthetic table: it has a pattern that attention over the history can find and the mean cannot.
 
     Args:
-        num_users: users.
-        num_items: items, drawn by Zipf's law.
-        num_categories: categories of items; a user likes or dislikes each one independently.
-        mean_length: mean number of events a user; the lengths are log-normal, and every user starts with none.
+        num_users: number of users.
+        num_items: number of items, drawn by Zipf's law.
+        num_categories: number of item categories; a user likes or dislikes each one independently.
+        mean_length: mean number of events per user; the numbers are log-normal, and every user starts without events.
         taste: weight of the user's taste for the category in the logit of a like.
-        seed: of everything drawn.
+        seed: seed of all random numbers.
     """
 
     num_users: int = 1000
@@ -32,42 +34,42 @@ class SyntheticConfig:
 
 @dataclass
 class DataConfig:
-    """Where the interactions lie, what their columns mean, and how they become samples.
+    """The files with interactions, the meaning of their columns, and how rows become samples.
 
-    A column of a user (an item) is looked up in the table ``users`` (``items``), whose id column has the same name as
-    that of ``interactions``; without that table the first interaction of the user (item) in time gives it.
+    The columns of a user (an item) come from the table `users` (`items`), whose id column has the same name as in
+    `interactions`. Without that table they come from the user's (item's) first interaction in time.
 
     Args:
-        source: "table" reads the files named below; "synthetic" makes a table and needs none of the column settings.
-        interactions: file of interactions, one a row. By its name: ``.csv``, ``.tsv``, ``.parquet``, RecBole's
-            ``.inter``, MovieLens' ``ratings.dat`` (``::``) and ``u.data``.
-        users: file of users, or None; also RecBole's ``.user``, MovieLens' ``users.dat`` and ``u.user``.
-        items: file of items, or None; also RecBole's ``.item``, MovieLens' ``movies.dat`` and ``u.item``.
+        source: "table" reads the files below; "synthetic" generates a table, and ignores the column settings.
+        interactions: file of interactions, one per row. The layout follows from the name: `.csv`, `.tsv`, `.parquet`,
+            RecBole's `.inter`, MovieLens' `ratings.dat` (`::`) and `u.data`.
+        users: file of users, or None; also RecBole's `.user`, MovieLens' `users.dat` and `u.user`.
+        items: file of items, or None; also RecBole's `.item`, MovieLens' `movies.dat` and `u.item`.
         user: column of the user's id.
-        item: column of the item's id, and the key of the target.
+        item: column of the item's id, which is also the key of the target.
         timestamp: column of the time: a number, or a date and time.
         timestamp_unit: unit of a numeric timestamp.
-        label: a column of 0 and 1, or a rule such as ``rating >= 4`` or ``action == buy``. A row whose column is empty
-            is history only. None: implicit feedback, every row is a positive. Its column is no user or item column
-            unless ``users`` or ``items`` gives that.
-        negatives: sampled negatives a positive, for implicit feedback alone.
+        label: a column of 0 and 1, or a rule such as `rating >= 4` or `action == buy`. A row with an empty label is
+            only part of histories. None means implicit feedback: every row is a positive. The label's column can be a
+            user or item column only if the table `users` or `items` has it.
+        negatives: sampled negatives per positive, for implicit feedback only.
         user_categorical: columns of the user that become keys.
-        user_dense: numeric columns of the user that become columns of the dense features.
-        item_categorical: columns of the item that become a key of the target and a ``history_`` key of the events.
-        item_dense: numeric columns of the target that become columns of the dense features.
-        event_categorical: columns of the event that become ``history_`` keys. The sample's own are not an input.
-        event_dense: numeric columns of the event, cut into quantiles of the training part to become ``history_`` keys.
-        separators: the multi-valued columns among the categorical ones, and what separates their values. RecBole's
-            ``token_seq`` and the genres of MovieLens need no entry.
-        title: column of the item shown to people, or None.
-        split: "time" cuts the rows ordered by (timestamp, user, item) into ``fractions``; "leave_one_out" tests on a
-            user's last labelled row, validates on the one before, and trains on the rest.
-        fractions: parts of the rows for training, validation and test, under ``split: time``.
-        max_history: events kept of a history, the newest ones.
-        max_slots: values kept of a multi-valued column in the history: keys ``history_<column>_0``, ``_1``, ...
-        num_quantiles: ids of a column of ``event_dense``.
-        num_age_buckets: ids of ``history_age``, the floor of log2 of an event's age in seconds, plus one.
-        synthetic: what ``source: synthetic`` makes.
+        user_dense: numeric columns of the user that become dense features.
+        item_categorical: columns of the item that become a key of the target and a `history_` key of the events.
+        item_dense: numeric columns of the target that become dense features.
+        event_categorical: columns of the event that become `history_` keys. A sample's own values are not an input.
+        event_dense: numeric columns of the event that become `history_` keys, cut at quantiles of the training rows.
+        separators: by multi-valued categorical column the separator of its values. RecBole's `token_seq` and the genres
+            of MovieLens need no entry.
+        title: column of the item that is shown to people, or None.
+        split: "time" cuts the rows ordered by (timestamp, user, item) into `fractions`; "leave_one_out" tests on a
+            user's last labeled row, validates on the one before, and trains on the rest.
+        fractions: fractions of the rows for training, validation and test, with `split: time`.
+        max_history: the number of newest events that a history keeps. The model's features get it as `max_seqlen`.
+        max_slots: values of a multi-valued column that an event keeps, under the keys `history_<column>_0`, `_1`, ...
+        num_quantiles: number of quantiles of an `event_dense` column.
+        num_age_buckets: number of ids of `history_age`, which is 1 + floor(log2(age of the event in seconds)).
+        synthetic: settings for `source: synthetic`.
     """
 
     source: Literal["table", "synthetic"] = "table"
@@ -97,7 +99,7 @@ class DataConfig:
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
 
     def columns(self) -> set[str]:
-        """Every column the config names."""
+        """The names of all columns in use."""
         columns = {self.user, self.item, self.timestamp, *self.user_categorical, *self.user_dense}
         columns |= {*self.item_categorical, *self.item_dense, *self.event_categorical, *self.event_dense}
         if self.label is not None:
@@ -107,22 +109,24 @@ class DataConfig:
         return columns
 
     def check(self) -> None:
-        """Raises DataError for settings that no table could make right."""
+        """Raises DataError for settings that are wrong for any table."""
         for name in ("max_history", "max_slots", "num_quantiles", "num_age_buckets"):
             if getattr(self, name) < 1:
-                raise DataError(f"{name} is {getattr(self, name)}; it must be at least 1")
+                raise DataError(f"data.{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("num_users", "num_items", "num_categories", "mean_length"):
             if getattr(self.synthetic, name) < 1:
-                raise DataError(f"synthetic.{name} is {getattr(self.synthetic, name)}; it must be at least 1")
+                raise DataError(f"data.synthetic.{name} is {getattr(self.synthetic, name)}; it must be at least 1")
         if self.synthetic.seed < 0:
-            raise DataError(f"synthetic.seed is {self.synthetic.seed}; it must be at least 0")
+            raise DataError(f"data.synthetic.seed is {self.synthetic.seed}; it must be at least 0")
         if self.label is None and self.negatives < 1:
-            raise DataError(f"negatives is {self.negatives}; without a label it must be at least 1")
+            raise DataError(f"data.negatives is {self.negatives}; without a label it must be at least 1")
         whole = math.isclose(sum(self.fractions), 1.0, abs_tol=1e-6)
         if len(self.fractions) != 3 or min(self.fractions) <= 0 or not whole:
-            raise DataError(f"fractions is {self.fractions}; it must be three positive numbers that sum to 1")
+            raise DataError(f"data.fractions is {self.fractions}; it must hold three positive numbers that sum to 1")
         if self.source == "table" and self.interactions is None:
-            raise DataError("interactions is not set; it must name the file of interactions (or set source: synthetic)")
+            raise DataError(
+                "data.interactions is not set; it must name the file of interactions (or set data.source: synthetic)"
+            )
         keys = [
             *self.user_categorical,
             *self.user_dense,
@@ -134,16 +138,18 @@ class DataConfig:
         ]
         for name in keys:
             if keys.count(name) > 1:
-                raise DataError(f"column '{name}' is listed twice; each column has one place")
+                raise DataError(f"data lists the column '{name}' twice; a column can have one role only")
         self._check_leak()
         for name in (self.item, *self.item_categorical, *self.event_categorical, *self.event_dense):
             if name == AGE:
-                raise DataError(f"column '{name}' would take the key '{HISTORY}{AGE}' of the events' age; rename it")
+                raise DataError(
+                    f"column '{name}' needs the key '{HISTORY}{AGE}', which is the age of the events; rename the column"
+                )
         for name, separator in self.separators.items():
             if not separator:
-                raise DataError(f"separators.{name} is ''; it must be what separates the values")
+                raise DataError(f"data.separators.{name} is ''; it must be the separator of the values")
             if name not in (*self.user_categorical, *self.item_categorical, *self.event_categorical):
-                raise DataError(f"separators names '{name}', which is no categorical column of this config")
+                raise DataError(f"data.separators has '{name}', which is not a categorical column of this config")
 
     def _check_leak(self) -> None:
         if self.label is None:
@@ -155,6 +161,7 @@ class DataConfig:
         ):
             if table is None and column in names:
                 raise DataError(
-                    f"column '{column}' makes the label, so it is no column of the {entity} (unless a table {entity}s "
-                    "gives it); event_categorical and event_dense show it in the history alone"
+                    f"column '{column}' defines the label, so data.{entity}_* must not list it (unless "
+                    f"data.{entity}s is a table that has it); event_categorical and event_dense show it in the history "
+                    "only"
                 )

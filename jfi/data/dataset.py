@@ -1,3 +1,5 @@
+"""Samples with histories, assembled into batches."""
+
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -7,9 +9,10 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jfi.data.batch import Batch
-from jfi.data.encode import Categorical, Learnt, ranges
-from jfi.data.errors import nearest
+from jfi.data.columns import Categorical, Encodings, ranges
 from jfi.data.negatives import NegativeSampler
+from jfi.encoding import age_buckets
+from jfi.suggest import suggest
 
 Role = Literal["user", "item", "history", "bucket"]
 Entity = Literal["user", "item", "event"]
@@ -17,16 +20,17 @@ Entity = Literal["user", "item", "event"]
 
 @dataclass(frozen=True)
 class FeatureSpec:
-    """A key of ``Batch.sparse_features``.
+    """A key of `Batch.sparse_features`.
 
     Args:
         key: its name in the KeyedJaggedTensor.
-        role: "user" and "item" keys describe the sample's user and target; "history" keys are aligned fields of the
-            events; "bucket" is the aligned age of the events, whose ids index no table.
-        column: the column it comes from.
-        table: the embedding table; a target's key and the history's keys of the same column share one. "" for a bucket.
-        num_embeddings: all ids are below it; 0 stands for a missing or unseen value.
-        multi_valued: a sample may have any number of ids. Other user and item keys have one, and so has each event.
+        role: "user" and "item" keys describe the sample's user and target; "history" keys are the aligned fields of the
+            events; "bucket" is the aligned age of the events, whose ids do not index an embedding table.
+        column: the table column it comes from.
+        table: name of the embedding table, "" for a bucket. The target's and the history's keys of a column share one.
+        num_embeddings: all ids are below it; id 0 is for a missing or unseen value.
+        multi_valued: a sample may have any number of ids. Other user and item keys have one per sample, and history
+            keys one per event.
     """
 
     key: str
@@ -39,13 +43,13 @@ class FeatureSpec:
 
 @dataclass(frozen=True)
 class Events:
-    """All E events, sorted by (user, timestamp, item), so that a history is a range of them.
+    """All E events, sorted by (user, timestamp, item), so that a history is a range of events.
 
     Args:
-        user, item: ``[E]`` int64, indices of users and items.
-        time: ``[E]`` float64 seconds.
-        label: ``[E]`` float32, 0 or 1, NaN where the row is history only.
-        history_start, history_end: ``[E]`` int64, the events of the same user strictly before.
+        user, item: `[E]` int64, indices of users and items.
+        time: `[E]` float64 seconds.
+        label: `[E]` float32, 0 or 1, or NaN for a row that is only part of histories.
+        history_start, history_end: `[E]` int64, the range of the same user's newest events strictly before.
     """
 
     user: np.ndarray
@@ -58,7 +62,7 @@ class Events:
 
 @dataclass(frozen=True)
 class Feature:
-    """A key, and its ids for each user, item or event."""
+    """A key with its ids for each user, item or event."""
 
     spec: FeatureSpec
     ids: Categorical
@@ -66,19 +70,20 @@ class Feature:
 
 
 class InteractionDataset:
-    """Samples with histories, as `load_dataset` makes them.
+    """Samples with histories; `load_dataset` makes one.
 
     Args:
-        events: the array that all histories are views of.
-        features: the categorical keys, in the order of the batches; their histories share one set of lengths.
+        events: all events; every history is a range of them.
+        features: the categorical keys, in the order of the batches. All history keys have the same lengths.
         age: key of the events' age.
-        dense: ``[U, Du]`` and ``[N, Di]`` float32, the dense features of users and of items.
-        dense_names: their columns.
-        samples: for each split the events that are its samples, ordered by (timestamp, user, item).
-        negatives: draws the negatives of implicit feedback; None where the table has labels.
+        dense: `[U, Du]` and `[N, Di]` float32, the dense features of users and of items.
+        dense_names: the columns of the dense features.
+        samples: by split the events that are its samples, ordered by (timestamp, user, item).
+        negatives: draws the negatives of implicit feedback; None for a table with labels.
         item_key: key of the target's id.
-        titles: by the id of that key, or None.
-        learnt: how raw values became ids and numbers.
+        titles: titles of the items, by their id under `item_key`, or None.
+        encodings: the vocabularies, quantiles and moments of the training rows.
+        max_history: no history is longer.
     """
 
     def __init__(
@@ -92,13 +97,15 @@ class InteractionDataset:
         negatives: NegativeSampler | None,
         item_key: str,
         titles: list[str] | None,
-        learnt: Learnt,
+        encodings: Encodings,
+        max_history: int,
     ) -> None:
         self.features = [feature.spec for feature in features] + [age]
         self.dense_names = dense_names
         self.item_key = item_key
         self.titles = titles
-        self.learnt = learnt
+        self.encodings = encodings
+        self.max_history = max_history
         self._events = events
         self._columns = features
         self._dense_users, self._dense_items = dense
@@ -106,11 +113,11 @@ class InteractionDataset:
         self._negatives = negatives
 
     def num_samples(self, split: str) -> int:
-        """Samples of a split, sampled negatives included."""
+        """Number of samples of a split, sampled negatives included."""
         return len(self._rows(split)) * self._samples_per_row
 
     def num_batches(self, split: str, batch_size: int) -> int:
-        """Batches of an epoch, the same on every rank."""
+        """Number of batches of an epoch, the same on every rank."""
         return -(-self.num_samples(split) // batch_size)
 
     def batches(
@@ -125,17 +132,25 @@ class InteractionDataset:
         rank: int = 0,
         world_size: int = 1,
     ) -> Iterator[Batch]:
-        """The batches of one epoch: a pure function of the arguments.
+        """The batches of one epoch, a pure function of the arguments.
 
-        The order and the sampled negatives depend on ``seed`` and ``epoch`` alone, so ``start_batch=n`` continues an
-        epoch after n batches, and each batch is the same for any number of ranks, which share it: contiguous parts that
-        differ by one sample at most. With fewer samples than ranks some get an empty batch, so that all make the same
-        number of steps.
+        The order and the sampled negatives depend on `seed` and `epoch` only, so `start_batch=n` continues an epoch
+        after n batches. A batch has the same samples for any number of ranks. Each rank gets a contiguous part of it,
+        and the sizes of the parts differ by at most one; with fewer samples than ranks some parts are empty, so that
+        all ranks make the same number of steps.
 
         Args:
             split: "train", "validation" or "test".
-            batch_size: samples a batch, over all ranks.
-            shuffle: else the order is (timestamp, user, item).
+            batch_size: samples per batch, summed over all ranks.
+            shuffle: False gives the order (timestamp, user, item).
+            seed: seed of the order and of the sampled negatives, together with `epoch`.
+            epoch: number of the epoch.
+            start_batch: number of batches to skip.
+            rank: of this process.
+            world_size: number of ranks.
+
+        Raises:
+            ValueError: an unknown split, a batch size below 1, or a rank outside of the world.
 
         Example::
 
@@ -157,7 +172,7 @@ class InteractionDataset:
             mine = shared[len(shared) * rank // world_size : len(shared) * (rank + 1) // world_size]
             return self._assemble(*self._draw(split, mine, seed, epoch))
 
-        # Not a generator: wrong arguments are reported by this call, not by the first batch.
+        # Not a generator function, so that this call reports wrong arguments, and not the first batch.
         return map(assemble, range(start_batch * batch_size, count, batch_size))
 
     @property
@@ -166,11 +181,11 @@ class InteractionDataset:
 
     def _rows(self, split: str) -> np.ndarray:
         if split not in self._samples:
-            raise ValueError(f"split is '{split}'; {nearest(split, self._samples)}")
+            raise ValueError(f"split is '{split}'; {suggest(split, self._samples)}")
         return self._samples[split]
 
     def _draw(self, split: str, samples: np.ndarray, seed: int, epoch: int) -> tuple[np.ndarray, ...]:
-        """The events, the target items and the labels of samples of a split, each ``[B]``."""
+        """The events, the target items and the labels of samples of a split, `[B]` each."""
         events = self._rows(split)[samples // self._samples_per_row]
         item, label = self._events.item[events], self._events.label[events]
         if self._negatives is not None:
@@ -204,24 +219,19 @@ class InteractionDataset:
         for feature, end, length in zip(self._columns, ends, length_per_key, strict=False):
             feature.ids.fill(rows[feature.spec.role, feature.of], values[end - length : end])
         now = np.repeat(table.time[events], history_lengths)
-        values[ends[-1] - length_per_key[-1] :] = self._age_ids(now - table.time[history])
+        values[ends[-1] - length_per_key[-1] :] = age_buckets(
+            now - table.time[history], self.features[-1].num_embeddings
+        )
 
         sparse = KeyedJaggedTensor(
             keys=[spec.key for spec in self.features],
             values=torch.from_numpy(values),
             lengths=torch.from_numpy(lengths.ravel()),
             stride=len(events),
-            # Known here; else the first split of the tensor would read it back from the device.
+            # Without it the first split of the tensor would synchronize with the device to compute it.
             length_per_key=length_per_key.tolist(),
         )
         dense = np.concatenate([self._dense_users[user], self._dense_items[item]], axis=1)
         if not self.dense_names:
             dense = np.zeros((len(events), 1), np.float32)
         return Batch(torch.from_numpy(dense), sparse, torch.from_numpy(label), torch.from_numpy(user))
-
-    def _age_ids(self, age: np.ndarray) -> np.ndarray:
-        """1 + floor(log2(age)) from the exponent bits of the float64 ``age > 0``, within the ids of the bucket key."""
-        ids = age.view(np.int64)
-        ids >>= 52
-        ids -= 1022
-        return ids.clip(0, self.features[-1].num_embeddings - 1, out=ids)

@@ -1,3 +1,5 @@
+"""Reads the tables that a config names and builds the dataset."""
+
 import logging
 from dataclasses import replace
 
@@ -6,29 +8,31 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from jfi.data import splits, synthetic
+from jfi.data.columns import Categorical, Encodings, cut_at_quantiles, encode, moments, sort_ids
 from jfi.data.config import AGE, HISTORY, DataConfig
 from jfi.data.dataset import Entity, Events, Feature, FeatureSpec, InteractionDataset, Role
-from jfi.data.encode import Categorical, Learnt, bucketize, encode, moments, sort_ids, standardise
 from jfi.data.errors import DataError
 from jfi.data.labels import read_labels
 from jfi.data.negatives import NegativeSampler
 from jfi.data.readers import read_table
 from jfi.data.table import Table
+from jfi.encoding import standardize
 
 _log = logging.getLogger(__name__)
 
 
 def load_dataset(config: DataConfig) -> InteractionDataset:
-    """Reads the tables a config names and makes samples with histories of them.
+    """Reads the tables that a config names and makes samples with histories of their rows.
 
-    Vocabularies, quantiles and means are of the training rows alone. A history holds what its user did strictly before
-    the sample, whatever the split of those rows: at that moment it is known.
+    Vocabularies, quantiles and means come from the training rows only. A history holds the user's events strictly
+    before the sample, whichever split those rows belong to, since they are known by then.
 
-    Without a label, negatives are drawn from the items of training. Held-out positives of other items are no samples,
-    for being unseen would tell them from the negatives; a warning says how many. They stay in the histories.
+    Without a label, negatives are drawn from the items of the training split. Held-out positives whose item is not in
+    the training split are dropped, since an unseen id would reveal the label; the count is logged. They remain in the
+    histories.
 
     Raises:
-        DataError: a fault of the files or of the config, in one line that names the place.
+        DataError: a fault in the files or in the config, as one line that names the place.
 
     Example::
 
@@ -71,11 +75,11 @@ def _build(interactions: Table, users: Table | None, items: Table | None, config
     train_items = _members(item[train], len(item_ids))
     samples = _samples(events, split, train_items, config)
 
-    features, learnt = [], Learnt({}, {}, {})
+    features, encodings = [], Encodings()
     for name in config.user_categorical:
         ids = encode(user_columns.categories(name, config.separators), _members(user[train], len(user_ids)))
         features.append(_feature(name, "user", ids, of="user"))
-        learnt.vocabularies[name] = ids.vocabulary
+        encodings.vocabularies[name] = ids.vocabulary
     fields = {config.item: (encode(item_ids, train_items), "item")}
     for name in config.item_categorical:
         fields[name] = encode(item_columns.categories(name, config.separators), train_items), "item"
@@ -84,13 +88,13 @@ def _build(interactions: Table, users: Table | None, items: Table | None, config
         column = interactions.categories(name, config.separators).take(pa.array(order))
         fields[name] = encode(column, train), "event"
     for name in config.event_dense:
-        fields[name] = bucketize(interactions.numbers(name)[order], train, config.num_quantiles), "event"
+        fields[name] = cut_at_quantiles(interactions.numbers(name)[order], train, config.num_quantiles), "event"
     for name, (ids, of) in fields.items():
         features += _history(name, ids, of, config.max_slots)
         if ids.edges is None:
-            learnt.vocabularies[name] = ids.vocabulary
+            encodings.vocabularies[name] = ids.vocabulary
         else:
-            learnt.edges[name] = ids.edges
+            encodings.edges[name] = ids.edges
     age = FeatureSpec(HISTORY + AGE, "bucket", config.timestamp, "", config.num_age_buckets)
     _check_keys([*(feature.spec for feature in features), age])
 
@@ -99,8 +103,8 @@ def _build(interactions: Table, users: Table | None, items: Table | None, config
         features=features,
         age=age,
         dense=(
-            user_columns.dense(config.user_dense, user[train], learnt),
-            item_columns.dense(config.item_dense, item[train], learnt),
+            user_columns.dense(config.user_dense, user[train], encodings),
+            item_columns.dense(config.item_dense, item[train], encodings),
         ),
         dense_names=[*config.user_dense, *config.item_dense],
         samples=samples,
@@ -109,7 +113,8 @@ def _build(interactions: Table, users: Table | None, items: Table | None, config
         else NegativeSampler(user, item, time, np.flatnonzero(train_items), config.negatives),
         item_key=config.item,
         titles=None if config.title is None else ["unseen", *item_columns.titles(config.title, train_items)],
-        learnt=learnt,
+        encodings=encodings,
+        max_history=config.max_history,
     )
 
 
@@ -117,29 +122,31 @@ def _check_keys(specs: list[FeatureSpec]) -> None:
     column_of: dict[str, str] = {}
     for spec in specs:
         if spec.key in column_of:
-            columns = f"column '{column_of[spec.key]}' and of column '{spec.column}'"
-            raise DataError(f"key '{spec.key}' would be of {columns}; rename one")
+            columns = f"'{column_of[spec.key]}' and '{spec.column}'"
+            raise DataError(f"the columns {columns} both need the key '{spec.key}'; rename one of them")
         column_of[spec.key] = spec.column
 
 
 def _samples(events: Events, split: np.ndarray, train_items: np.ndarray, config: DataConfig) -> dict[str, np.ndarray]:
-    labelled = ~np.isnan(events.label)
-    if not labelled.any():
+    labeled = ~np.isnan(events.label)
+    if not labeled.any():
         raise DataError(f"label '{config.label}' is empty in every row")
     order = splits.time_order(events.user, events.time, events.item)
-    samples = {name: order[(labelled & (split == i))[order]] for i, name in enumerate(splits.SPLITS)}
+    samples = {name: order[(labeled & (split == i))[order]] for i, name in enumerate(splits.SPLITS)}
     for name, rows in samples.items():
         if not len(rows):
-            how = f"fractions {config.fractions}" if config.split == "time" else "users of at least 3 labelled rows"
-            raise DataError(f"the {name} split is empty: {labelled.sum()} labelled rows, split by {how}")
+            how = (
+                f"data.fractions {config.fractions}" if config.split == "time" else "users with 3 labeled rows or more"
+            )
+            raise DataError(f"the {name} split is empty: {labeled.sum()} labeled rows, split by {how}")
         if config.label is None:
-            # Negatives are items of training: the id of an unseen item would mark a positive.
+            # Negatives are items of the training split, so the id of an unseen item would reveal a positive.
             samples[name] = seen = rows[train_items[events.item[rows]]]
-            dropped = f"{len(rows) - len(seen)} of {len(rows)} positives of the {name} split dropped"
+            dropped = f"dropped {len(rows) - len(seen)} of {len(rows)} positives of the {name} split"
             if not len(seen):
-                raise DataError(f"the {name} split is empty: {dropped}, training has not seen their items")
+                raise DataError(f"the {name} split is empty: {dropped}, whose items are not in the training split")
             if len(seen) < len(rows):
-                _log.warning("%s: training has not seen their items", dropped)
+                _log.warning("%s, whose items are not in the training split", dropped)
             continue
         labels = events.label[rows]
         if labels.min() == labels.max():
@@ -148,14 +155,17 @@ def _samples(events: Events, split: np.ndarray, train_items: np.ndarray, config:
 
 
 class _EntityColumns:
-    """The columns of users or of items, a row each.
+    """The columns of users or of items, with one row for each.
 
-    Their table gives them or, without one, the first event of each in time.
+    They come from the entity's own table or, without one, from the first event of each user or item.
 
     Args:
+        interactions: the table of interactions.
+        table: the table of users or of items, or None.
+        key: name of the id column.
         ids: the distinct ids, in the order of the rows to make.
-        index: ``[E]`` the row of each event.
-        time, order: ``[E]`` its time, and its row in ``interactions``.
+        index: `[E]`, the row of each event's user or item.
+        time, order: `[E]`, each event's time, and its row in `interactions`.
     """
 
     def __init__(
@@ -181,22 +191,22 @@ class _EntityColumns:
         again = first != np.arange(len(first))
         if again.any():
             row = int(again.argmax())
-            raise table.fault(row, f"'{key}' {known[row]} again, after line {table.line(int(first[row]))}")
+            raise table.fault(row, f"'{key}' {known[row]} is already on line {table.line(int(first[row]))}")
         self._rows = pc.index_in(ids, value_set=known)
         if self._rows.null_count == len(ids):
-            raise DataError(f"{table.name}: its column '{key}' has none of the ids that {interactions.name} has there")
+            raise DataError(f"{table.name}: column '{key}' has none of the ids of {interactions.name}")
 
     def categories(self, name: str, separators: dict[str, str]) -> pa.Array:
         # The table may lack some of the ids.
         return self._ids if name == self._key else self._table.categories(name, separators).take(self._rows)
 
-    def dense(self, names: list[str], train_rows: np.ndarray, learnt: Learnt) -> np.ndarray:
-        # An id that the table lacks takes the NaN appended to the column.
+    def dense(self, names: list[str], train_rows: np.ndarray, encodings: Encodings) -> np.ndarray:
+        # An id that the table lacks reads the NaN that is appended to the column.
         rows, columns = pc.fill_null(self._rows, -1).to_numpy(), []
         for name in names:
             values = np.append(self._table.numbers(name), np.nan)[rows]
-            learnt.moments[name] = moments(values[train_rows])
-            columns.append(standardise(values, *learnt.moments[name]))
+            encodings.moments[name] = moments(values[train_rows])
+            columns.append(standardize(values, *encodings.moments[name]))
         return np.stack(columns, axis=1) if columns else np.zeros((len(rows), 0), np.float32)
 
     def titles(self, name: str, train: np.ndarray) -> list[str]:
@@ -205,7 +215,7 @@ class _EntityColumns:
 
 
 def _members(index: np.ndarray, count: int) -> np.ndarray:
-    """``[count]`` bool, true at the values of ``index``."""
+    """`[count]` bool, true at the values of `index`."""
     members = np.zeros(count, bool)
     members[index] = True
     return members

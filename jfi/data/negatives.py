@@ -1,18 +1,20 @@
+"""Sampled negatives for implicit feedback."""
+
 import numpy as np
 
 _MAX_DRAWS = 64
 
 
 class NegativeSampler:
-    """Draws items a user has not interacted with up to and including the time of the sample, uniformly.
+    """Draws items uniformly from those that the user has not interacted with by the time of the sample.
 
-    A draw is a hash of (seed, epoch, sample), so it depends on nothing drawn before it. An item the user already knows
-    is drawn again; after 64 draws, which only a user of nearly all items needs, the last one is kept.
+    A draw is a hash of (seed, epoch, sample), so it does not depend on earlier draws. An item that the user already
+    knows is drawn again. After 64 draws the last one is kept; only a user who knows nearly all items needs so many.
 
     Args:
-        user, item, time: ``[E]`` every interaction.
-        candidates: ``[C]`` the items to draw from.
-        per_positive: negatives a positive.
+        user, item, time: `[E]`, one entry for each interaction.
+        candidates: `[C]`, the items to draw from.
+        per_positive: negatives per positive.
     """
 
     def __init__(
@@ -27,14 +29,14 @@ class NegativeSampler:
         self._since = time[order][first]
 
     def draw(self, user: np.ndarray, time: np.ndarray, sample: np.ndarray, seed: int, epoch: int) -> np.ndarray:
-        """``[B]`` int64 items for samples of ``user [B]`` at ``time [B]``; ``sample [B]`` numbers them in the split."""
+        """`[B]` int64 items for users `[B]` at times `[B]`; `sample [B]` numbers the samples within their split."""
         key = np.random.SeedSequence((seed, epoch)).generate_state(1, np.uint64)
         state = _mix(sample.astype(np.uint64) + key)
         item = np.empty(len(user), np.int64)
         todo = np.arange(len(user))
         for _ in range(_MAX_DRAWS):
             state[todo] = _mix(state[todo])
-            # The remainder's bias is below 2^-40 for up to 2^24 items.
+            # The bias of the remainder is below 2^-40 for up to 2^24 items.
             item[todo] = self._candidates[state[todo] % np.uint64(len(self._candidates))]
             todo = todo[self._known(user[todo], item[todo], time[todo])]
             if not len(todo):
@@ -48,7 +50,7 @@ class NegativeSampler:
 
 
 def _mix(state: np.ndarray) -> np.ndarray:
-    """A step of SplitMix64 (Steele, Lea, Flood 2014): a bijection of uint64 whose output passes for random."""
+    """A step of SplitMix64 (Steele, Lea, Flood 2014): a bijection of uint64 with pseudo-random output."""
     state = state + np.uint64(0x9E3779B97F4A7C15)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""Files -> tables. Text is read as strings: what a column means, the config says, not its first rows."""
+"""Files -> tables. Text is read as strings, since the config defines the type of a column, not its first rows."""
 
 import csv
 import re
@@ -36,15 +36,15 @@ _GENRES = [
 
 @dataclass(frozen=True)
 class _Layout:
-    """How the lines of a text file are to be read.
+    """The format of a text file.
 
     Args:
         delimiter: between fields; one or two characters.
-        columns: names of the columns, or None where the first line has them.
+        columns: names of the columns, or None if the first line has them.
         quote: the quote character, or None.
-        typed: the first line holds ``name:type``.
-        separators: of multi-valued columns.
-        flags: columns of 0 and 1 that together are the multi-valued column ``genres``.
+        typed: the first line holds `name:type` for each column.
+        separators: by multi-valued column the separator of its values.
+        flags: columns of 0 and 1 that together make the multi-valued column `genres`.
     """
 
     delimiter: str
@@ -56,7 +56,7 @@ class _Layout:
 
 
 _RECBOLE = _Layout("\t", typed=True)
-# By the file's whole name, else by its suffix.
+# By the name of the file, else by its suffix.
 _LAYOUTS = {
     "u.data": _Layout("\t", _RATINGS),
     "u.user": _Layout("|", ["user_id", "age", "gender", "occupation", "zip_code"]),
@@ -75,15 +75,15 @@ _LAYOUTS = {
 
 
 def read_table(path: str, wanted: Container[str]) -> Table:
-    """The columns of a file that are ``wanted``; its name says how to read it.
+    """The columns of a file that are in `wanted`; the layout follows from the file's name.
 
     Raises:
-        DataError: the file cannot be read, its layout is not known, or a row is malformed.
+        DataError: the file cannot be read, its name has no known layout, or a row is malformed.
     """
     file = Path(path)
     layout = _LAYOUTS.get(file.name, _LAYOUTS.get(file.suffix))
     if layout is None and file.suffix != ".parquet":
-        raise DataError(f"{path}: no layout is known by this name; known: {', '.join(_LAYOUTS)}, .parquet")
+        raise DataError(f"{path}: unknown file type; known names and suffixes: {', '.join(_LAYOUTS)}, .parquet")
     try:
         return _read_parquet(path, wanted) if layout is None else _read_text(path, layout, wanted)
     except OSError as error:
@@ -103,7 +103,7 @@ def _read_parquet(path: str, wanted: Container[str]) -> Table:
 def _read_text(path: str, layout: _Layout, wanted: Container[str]) -> Table:
     text, delimiter = Path(path).read_bytes(), layout.delimiter
     if len(delimiter) > 1:
-        # Arrow splits at single characters; the unit separator is the one made for it.
+        # Arrow splits at single characters, so the delimiter becomes the ASCII unit separator.
         delimiter = "\x1f"
         text = text.replace(layout.delimiter.encode(), delimiter.encode())
 
@@ -149,7 +149,7 @@ def _parse(
     try:
         return pyarrow.csv.read_csv(
             pa.BufferReader(rows),
-            # One thread: only then does Arrow know the number of a malformed row.
+            # Arrow reports the number of a malformed row only when it reads with one thread.
             read_options=pyarrow.csv.ReadOptions(use_threads=False, column_names=names, encoding=encoding),
             parse_options=options,
             convert_options=pyarrow.csv.ConvertOptions(
@@ -162,7 +162,7 @@ def _parse(
     except pa.ArrowInvalid as error:
         if malformed:
             row = malformed[0]
-            what = f"{row.actual_columns} fields, {row.expected_columns} expected"
+            what = f"{row.actual_columns} fields, expected {row.expected_columns}"
             raise DataError(f"{path}:{line(row.number - 1)}: {what}") from error
         if "invalid UTF8" in str(error) and encoding == "utf8":
             return _parse(path, rows, names, used, options, line, encoding="latin-1")
@@ -172,7 +172,7 @@ def _parse(
 def _header(path: str, line: bytes, delimiter: str, quote: str | None) -> list[str]:
     decoded = line.strip(b"\r\n").decode("utf-8-sig", errors="replace")
     if not decoded:
-        raise DataError(f"{path}:1: empty, where the names of the columns were expected")
+        raise DataError(f"{path}:1: empty line, expected the names of the columns")
     quoting = csv.QUOTE_NONE if quote is None else csv.QUOTE_MINIMAL
     names = next(csv.reader([decoded], delimiter=delimiter, quoting=quoting))
     for name in names:
@@ -182,10 +182,12 @@ def _header(path: str, line: bytes, delimiter: str, quote: str | None) -> list[s
 
 
 def _typed(path: str, header: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Names and separators of RecBole's atomic files, whose header holds ``name:type``."""
+    """Names and separators of RecBole's atomic files, whose header holds `name:type`."""
     for name in header:
         if not re.fullmatch(r".+:(token|token_seq|float|float_seq)", name):
-            raise DataError(f"{path}:1: header '{name}' is not name:type with token, token_seq, float or float_seq")
+            raise DataError(
+                f"{path}:1: header '{name}' must be name:type, where type is token, token_seq, float or float_seq"
+            )
     names, types = zip(*(name.rsplit(":", 1) for name in header), strict=True)
     return list(names), {name: " " for name, kind in zip(names, types, strict=True) if kind.endswith("_seq")}
 
@@ -198,9 +200,9 @@ def _join_flags(flags: pa.Table) -> pa.ListArray:
 
 
 def _line(path: str, layout: _Layout, row: int) -> int:
-    """The number of the line that row ``row`` starts on; Arrow skips empty lines, and quotes may hold newlines."""
+    """The line on which row `row` starts: Arrow skips empty lines, and a quoted field may hold newlines."""
     quoting = csv.QUOTE_NONE if layout.quote is None else csv.QUOTE_MINIMAL
-    # Any bytes are latin-1, and all that counts here is ASCII.
+    # Latin-1 decodes any bytes, and delimiters, quotes and newlines are ASCII.
     with open(path, encoding="latin-1", newline="") as file:
         reader = csv.reader(file, delimiter=layout.delimiter[0], quoting=quoting)
         if layout.columns is None:

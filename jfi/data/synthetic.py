@@ -1,13 +1,13 @@
-"""A table whose labels depend on the target and the history together.
+"""A synthetic table whose labels depend on the target and the history together.
 
-Every user likes or dislikes each category independently, by a fair coin. The rating of an item of category c by user u
-is cut from
+Every user likes or dislikes each category independently, with probability 1/2. The rating that user u gives an item of
+category c is cut from
 
     taste * (like[u, c] ? 1 : -1) + quality[item] + bias[u] + logistic noise,
 
-and the label is rating >= 4. An event shows category and rating together. The ratings of the events *of the target's
-category* tell the taste: attention can select them. Pooling the history without regard to the target leaves how many
-events were of which category and how many had which rating; both say nothing of like[u, c] beyond the small bias[u].
+and the label is rating >= 4. An event has both a category and a rating. The ratings of the events *in the target's
+category* reveal like[u, c], and attention can select them. Pooling that ignores the target only leaves the number of
+events by category and by rating, which say nothing about like[u, c] beyond the small bias[u].
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ import pyarrow as pa
 from jfi.data.config import SyntheticConfig
 from jfi.data.table import Table
 
-# What the columns mean; takes the place of the same settings of a DataConfig.
+# The meaning of the columns; replaces these settings of a DataConfig.
 COLUMNS = {
     "user": "user",
     "item": "item",

@@ -1,4 +1,4 @@
-"""A table as a file gave it, read as strings or as numbers, with the place of every fault."""
+"""A table as read from a file: its columns as strings, numbers or times, with the line of every fault."""
 
 from bisect import bisect_left
 from collections.abc import Callable
@@ -8,7 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jfi.data.errors import DataError, nearest
+from jfi.data.errors import DataError
+from jfi.suggest import suggest
 
 _NUMBER, _MOMENT, _ZONED = pa.float64(), pa.timestamp("us"), pa.timestamp("us", "UTC")
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
@@ -16,14 +17,14 @@ _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 @dataclass(frozen=True)
 class Table:
-    """N rows and where they come from.
+    """N rows and the place they come from.
 
     Args:
-        name: the file as the config names it, or what made the table.
-        data: the columns in use; those of text files are strings as written, with null for an empty field.
-        known: all columns, for messages.
-        line: number of the line (or row) a row of ``data`` stands on, for messages.
-        separators: the multi-valued columns that the layout itself declares, and what separates their values.
+        name: the file as the config names it, or the origin of a table without a file.
+        data: the columns in use; those of text files are strings, null for an empty field.
+        known: names of all columns, for messages.
+        line: from a row of `data` to its line (or row) in the file, for messages.
+        separators: by multi-valued column that the file's layout declares, the separator of its values.
     """
 
     name: str
@@ -40,7 +41,7 @@ class Table:
 
     def column(self, name: str) -> pa.Array:
         if name not in self.known:
-            raise DataError(f"{self.name}: no column '{name}'; {nearest(name, self.known)}")
+            raise DataError(f"{self.name}: no column '{name}'; {suggest(name, self.known)}")
         column = self.data.column(name).combine_chunks()
         return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
 
@@ -48,18 +49,18 @@ class Table:
         """The column as strings, null where empty."""
         column = self.column(name)
         if pa.types.is_nested(column.type):
-            raise DataError(f"{self.name}: column '{name}' holds {column.type}, where one value a row is needed")
+            raise DataError(f"{self.name}: column '{name}' has type {column.type}, but must have one value per row")
         return column.cast(pa.string())
 
     def ids(self, name: str) -> pa.Array:
-        """The column as strings; an empty field is a fault."""
+        """The column as strings; an empty field raises DataError."""
         column = self.strings(name)
         if column.null_count:
             raise self.fault(pc.index(column.is_null(), True).as_py(), f"empty '{name}'")
         return column
 
     def categories(self, name: str, separators: dict[str, str]) -> pa.Array:
-        """The column as strings, or as lists of strings where it holds lists or has a separator."""
+        """The column as strings, or as lists of strings if it holds lists or has a separator."""
         column = self.column(name)
         if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
             return column.cast(pa.list_(pa.string()))
@@ -67,7 +68,7 @@ class Table:
         return self.strings(name) if separator is None else pc.split_pattern(self.strings(name), separator)
 
     def numbers(self, name: str) -> np.ndarray:
-        """The column as ``[N]`` float64, NaN where empty; anything but a number is a fault."""
+        """The column as `[N]` float64, NaN where empty; a value that is not a number raises DataError."""
         column = self.column(name)
         if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
             column = pc.utf8_trim_whitespace(column)
@@ -76,9 +77,9 @@ class Table:
         return column.cast(_NUMBER, safe=False).to_numpy(zero_copy_only=False)
 
     def times(self, name: str, unit: str) -> np.ndarray:
-        """The column as ``[N]`` float64 seconds, from numbers in ``unit`` or from dates; an empty field is a fault.
+        """The column as `[N]` float64 seconds, from numbers in `unit` or from dates; an empty field raises DataError.
 
-        Dates are written as ISO 8601 has them, without a zone (then UTC) or all with an offset.
+        Dates follow ISO 8601, either all without a zone (UTC) or all with an offset.
         """
         column, kind = self.column(name), _NUMBER
         if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
@@ -86,7 +87,7 @@ class Table:
             kind = _kind(column.drop_null()[:1]) or _NUMBER
             if (row := _first_fault(column, kind)) is not None:
                 alone = _kind(column[row : row + 1])
-                what = "neither a number nor a date" if alone is None else "not of the kind of the first"
+                what = "neither a number nor a date" if alone is None else "but the first value is of another kind"
                 raise self.fault(row, f"'{name}' is '{column[row].as_py()}', {what}")
         elif pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
             kind = _MOMENT
@@ -106,16 +107,16 @@ def _kind(value: pa.Array) -> pa.DataType | None:
 
 
 def _first_fault(column: pa.Array, to: pa.DataType) -> int | None:
-    """The first row that does not cast."""
+    """The first row that does not cast to the type `to`, or None."""
     if _casts(column, to):
         return None
-    # A prefix casts until it holds the first fault.
+    # A prefix casts as long as it ends before the first fault.
     return bisect_left(range(len(column)), True, key=lambda i: not _casts(column[: i + 1], to))
 
 
 def _casts(column: pa.Array, to: pa.DataType) -> bool:
     try:
-        # Not safe: a safe cast refuses integers beyond 2^53, which are numbers all the same.
+        # A safe cast would refuse integers beyond 2^53.
         column.cast(to, safe=False)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
         return False

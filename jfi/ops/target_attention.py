@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jfi import reference
+from jfi.context import without_autocast
 from jfi.ops._checks import (
     check_dim,
     check_events,
@@ -27,7 +28,7 @@ from jfi.ops._checks import (
     check_offsets,
     check_scale,
 )
-from jfi.ops._dispatch import operator, public, without_autocast
+from jfi.ops._dispatch import operator, public
 
 
 def _kernels(impl: str) -> ModuleType:

@@ -1,5 +1,6 @@
-"""Serving: a trained SequenceDLRM as one artefact, and a server that answers from it.
+"""Serving: a trained SequenceDLRM as one folder, the artifact, and a server that answers requests from it.
 
-export.py, model.py and vocabularies.py make an artefact and need the model. What reads one, scorer.py and whatever
-stands on it, imports neither the model nor training, and nothing of jfi outside of this package.
+`dataset_schema`, `export`, `model` and `attention` write an artifact; they need the dataset or the model. `scorer`,
+`server`, `json_lines` and the modules that these import read one. They import neither models nor training code, and of
+jfi only this package, `jfi.encoding` and `jfi.suggest`.
 """

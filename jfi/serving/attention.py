@@ -1,8 +1,8 @@
-"""Attention of packed queries over the packed keys of their user, in a form that goes into a package whole.
+"""Attention of packed queries over their user's packed keys, in a form that AOTInductor can compile into a package.
 
-`jfi.ops.jagged_attention` is an operator that Python registers, and a package of AOTInductor must run where none is. So
-here the same attention is made of what a compiler takes in: on a GPU the Triton kernels, launched so that they are
-traced, and on a processor PyTorch's own operators over padded rows, whose longest lengths come as sizes of tensors.
+On a GPU this is `jagged_attention`, whose Triton kernels become part of the package. On a CPU its operator is
+registered from Python, and a package runs without Python, so the same attention is written with PyTorch's operators on
+padded rows.
 """
 
 from typing import NamedTuple
@@ -12,67 +12,92 @@ from torch import Tensor
 
 
 class Segments(NamedTuple):
-    """Which of N packed rows are whose, of U users."""
+    """The users of N packed rows, U users in all."""
 
     offsets: Tensor  # [U + 1], from 0 to N
     owner: Tensor  # [N], the user of each row
-    places: Tensor  # 0, 1, ... up to the longest user's rows: its size is what counts
+    positions: Tensor  # [longest], 0, 1, ...; its size is the number of rows of the user with the most
 
 
 def attend(
     query: Tensor,
     key: Tensor,
-    value: Tensor | None,
+    value: Tensor | None = None,
+    *,
     queries: Segments,
     keys: Segments,
-    *,
-    bias: Tensor | None,
-    scale: float,
-    causal: bool,
+    causal: bool = False,
+    key_bias: Tensor | None = None,
+    scale: float | None = None,
     impl: str,
 ) -> Tensor:
-    """As `jfi.ops.jagged_attention`, forward alone.
+    """The forward of `jfi.ops.jagged_attention`.
 
     Args:
         query: [R, H, D].
         key: [S, G, D]; G divides H.
-        value: [S, G, E], or None: value = key.
-        queries, keys: whose the rows are; with `causal` the same.
-        bias: [S, H], or None.
-        scale: of the scores.
-        causal: hide the keys behind a query's own place.
+        value: [S, G, E], or None for value = key.
+        queries, keys: the users of the rows; the same for a causal attention.
+        causal: hides the keys after a query's own position.
+        key_bias: [S, H], added to the scores, or None.
+        scale: factor of the scores; None means 1/sqrt(D).
         impl: "triton" or "torch".
 
     Returns:
         [R, H, E]; zeros for a user without keys.
     """
     if impl == "triton":
-        from jfi.serving.triton_attention import jagged_attention  # Triton is there only where a GPU is
+        from jfi.serving.triton_attention import jagged_attention  # Triton is installed only beside a GPU
 
-        return jagged_attention(query, key, value, queries.offsets, keys.offsets, bias, scale, causal)
+        return jagged_attention(
+            query,
+            key,
+            value,
+            query_offsets=queries.offsets,
+            key_offsets=keys.offsets,
+            causal=causal,
+            key_bias=key_bias,
+            scale=scale,
+        )
+    return _padded_attention(query, key, value, queries, keys, causal, key_bias, scale)
+
+
+def _padded_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    queries: Segments,
+    keys: Segments,
+    causal: bool,
+    key_bias: Tensor | None,
+    scale: float | None,
+) -> Tensor:
     (rows, heads, width), groups = query.shape, key.shape[1]
     padded_query, _ = padded(query, queries)  # [U, R', H, D]
     padded_key, present = padded(key, keys)  # [U, S', G, D]
     padded_value = padded_key if value is None else padded(value, keys)[0]
     users, longest = padded_query.shape[:2]
     events = padded_key.shape[1]
-    # Heads that share a key head lie in one matrix product.
+    # The query heads of a key head are rows of one matrix product.
     padded_query = padded_query.transpose(1, 2).reshape(users, groups, heads // groups * longest, width)
-    scores = padded_query @ padded_key.permute(0, 2, 3, 1) * scale
+    scores = padded_query @ padded_key.permute(0, 2, 3, 1) * (width**-0.5 if scale is None else scale)
     scores = scores.view(users, heads, longest, events)
-    if bias is not None:
-        scores = scores + padded(bias, keys)[0].transpose(1, 2).unsqueeze(2)
+    if key_bias is not None:
+        scores = scores + padded(key_bias, keys)[0].transpose(1, 2).unsqueeze(2)
     present = present[:, None, None]
-    seen = present & (keys.places <= queries.places.unsqueeze(1)) if causal else present
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).masked_fill(~seen, 0)
+    visible = present & (keys.positions <= queries.positions.unsqueeze(1)) if causal else present
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1).masked_fill(~visible, 0)
     out = weights.view(users, groups, heads // groups * longest, events) @ padded_value.transpose(1, 2)
     out = out.view(users, heads, longest, out.size(-1))
-    place = torch.arange(rows, device=query.device) - queries.offsets[queries.owner]
-    return out[queries.owner, :, place]
+    position = torch.arange(rows, device=query.device) - queries.offsets[queries.owner]
+    return out[queries.owner, :, position]
 
 
 def padded(rows: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
-    """[N, ...] -> [U, longest, ...] with rows of others where a user has none left, and [U, longest], what is his."""
-    at = segments.offsets[:-1, None] + segments.places
-    present = at < segments.offsets[1:, None]
-    return rows[at.where(present, 0)], present
+    """[N, ...] -> [U, longest, ...], and the mask [U, longest] of the rows that are not padding.
+
+    Padding is a copy of row 0, so that no memory has to be filled.
+    """
+    index = segments.offsets[:-1, None] + segments.positions
+    present = index < segments.offsets[1:, None]
+    return rows[index.where(present, 0)], present

@@ -1,6 +1,6 @@
-"""Joins requests that wait into one call of the model, in a thread of its own, and refuses what is beyond capacity.
+"""Batches waiting requests into calls of the model, which run in their own thread, and limits concurrent requests.
 
-While a call runs, requests gather; the next call takes as many as fit, in the order in which they came.
+While a call runs, requests queue up; the next call takes as many as fit, in the order of their arrival.
 """
 
 import asyncio
@@ -9,13 +9,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from jfi.serving.fields import Request
+from jfi.serving.requests import Request
 
 Score = Callable[[list[Request]], list[list[float]]]
 
 
 class FullError(Exception):
-    """As many requests as fit are in the house."""
+    """The server is at capacity."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Batcher:
     """Scores requests in batches.
 
     Args:
-        score: of a batch; called in one thread.
-        max_batch: candidates of a batch; a request with more goes alone.
-        max_wait: seconds that a call is put off for more requests to come, where it is not full.
+        score: scores a batch of requests; all calls run in one thread.
+        max_batch: most candidates of a batch; a request with more is a batch of its own.
+        max_wait: seconds that a call waits for more requests if its batch is not full.
     """
 
     def __init__(self, score: Score, max_batch: int, max_wait: float = 0.0) -> None:
@@ -42,14 +42,14 @@ class Batcher:
         self._task = asyncio.create_task(self._run())
 
     async def score(self, request: Request) -> list[float]:
-        """The scores of a request's candidates; a failure of the model on it is raised here."""
+        """The scores of a request's candidates; raises the model's exception if the model fails on this request."""
         waiting = _Waiting(request, self._loop.create_future())
         self._waiting.append(waiting)
         self._arrived.set()
         return await waiting.answer
 
     async def close(self) -> None:
-        """Ends, when nobody waits any more."""
+        """Stops the batcher; call it when no request is waiting."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self._thread.shutdown()
@@ -63,7 +63,7 @@ class Batcher:
                 await asyncio.sleep(self._max_wait)
             batch = self._take()
             if batch and not await self._answer(batch) and len(batch) > 1:
-                # One that fails must not take the others along.
+                # Score each request alone, so that one that fails does not fail the others.
                 for waiting in batch:
                     await self._answer([waiting])
 
@@ -71,7 +71,7 @@ class Batcher:
         return sum(waiting.request.num_candidates for waiting in self._waiting)
 
     def _take(self) -> list[_Waiting]:
-        """The first of those who still wait, as many as fit."""
+        """Removes the next batch from the queue."""
         batch, candidates = [], 0
         while self._waiting:
             first = self._waiting[0]
@@ -79,14 +79,14 @@ class Batcher:
             if batch and candidates > self._max_batch:
                 break
             self._waiting.popleft()
-            if first.answer.done():  # whoever asked has gone
+            if first.answer.done():  # the client has disconnected
                 candidates -= first.request.num_candidates
             else:
                 batch.append(first)
         return batch
 
     async def _answer(self, batch: list[_Waiting]) -> bool:
-        """Whether the call went well; a batch of one is told what went wrong."""
+        """Scores a batch; returns whether the call succeeded. A batch of one gets the exception as its answer."""
         try:
             scores = await self._loop.run_in_executor(self._thread, self._score, [one.request for one in batch])
         except Exception as error:
@@ -100,7 +100,11 @@ class Batcher:
 
 
 class Admission:
-    """At most `capacity` requests at a time, from the first byte of a body to the last of its answer."""
+    """Admits at most `capacity` concurrent requests, each from the start of its body to the end of its answer.
+
+    Raises:
+        FullError: on entering, when `capacity` requests have been admitted.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.inside = capacity, 0

@@ -1,4 +1,4 @@
-"""Writes an artefact: the dense part compiled ahead of time by AOTInductor, the tables and the fields beside it."""
+"""Writes an artifact: the dense part of a model, compiled by AOTInductor, the embedding tables, and the schema."""
 
 import dataclasses
 import warnings
@@ -13,64 +13,65 @@ from torch.export import Dim
 
 import jfi
 from jfi.models import SequenceDLRM
-from jfi.serving import artefact
-from jfi.serving.artefact import ArtefactError
-from jfi.serving.fields import Fields, Limits, Request
-from jfi.serving.model import ENCODER, POOLING, CandidateAttention, ScoringModel
+from jfi.serving import artifact
+from jfi.serving.artifact import ArtifactError
+from jfi.serving.model import ScoringModel
+from jfi.serving.requests import Request
+from jfi.serving.schema import Limits, Schema
 from jfi.serving.scorer import Inputs, batch_inputs
 from jfi.serving.tables import FLOAT, FloatTables, save_tables
 
 _PARTS = ("user", "candidate", "event")
-#: Sizes of the example, all distinct and none 1, so that none is taken for another or for a constant.
+#: Sizes of the example. They are distinct and not 1, so that torch.export does not identify or specialize them.
 _EXAMPLE = ((5, 4), (3, 6), (8, 2))  # (events, candidates) of each request
-#: Kernels are tuned on the example: on numbers of AOTInductor's own, offsets would be 0 and places out of bounds.
+#: Autotuning at compile time would run the kernels on generated inputs, whose offsets and indices are not valid.
 _OPTIONS = {"triton.autotune_at_compile_time": False}
 
 
 def export(
     path: Path,
     model: SequenceDLRM,
-    fields: Fields,
+    schema: Schema,
     limits: Limits,
     *,
     device: str = "cpu",
     tables: str = FLOAT,
     impl: str | None = None,
 ) -> None:
-    """Writes the artefact `path`, whole or not at all.
+    """Writes the artifact `path`, completely or not at all.
 
     Args:
         path: a folder that does not exist.
-        model: trained.
-        fields: of requests, whose keys are those of the model.
-        limits: of requests, unless the server is told otherwise.
-        device: "cpu", or "cuda" for GPUs like the one here.
+        model: a trained model.
+        schema: of requests; the keys of its fields are those of the model.
+        limits: the defaults of the server's limits.
+        device: "cpu", or "cuda" for GPUs of the same kind as the one here.
         tables: "float32" or "int8".
-        impl: of the attention, "triton" or "torch"; None means Triton on a GPU.
+        impl: of the attention, "triton" or "torch"; None means "triton" on a GPU.
 
     Raises:
-        ArtefactError: something of that name exists, there is no such device, or nothing to compile with.
+        ArtifactError: `path` exists, the device is missing, or there is no C++ compiler.
         ValueError: a model that cannot be served.
     """
     if device == "cuda" and not torch.cuda.is_available():
-        raise ArtefactError("device is cuda, and there is no GPU here; export with --device cpu")
-    user_keys = [key for one in fields.user for key in one.keys]
+        raise ArtifactError("device is cuda, but there is no GPU here; export with --device cpu")
+    user_keys = [key for one in schema.user for key in one.keys]
     scoring = ScoringModel(model, user_keys, impl or ("triton" if device == "cuda" else "torch")).to(device)
-    inputs = inputs_of(scoring, model)
+    inputs = inputs_of(scoring)
     weights, table_of = tables_of(model, inputs.keys)
     example = batch_inputs(
-        [_example_request(fields, inputs, *sizes) for sizes in _EXAMPLE],
+        [_example_request(schema, inputs, *sizes) for sizes in _EXAMPLE],
         inputs,
-        # Its ids are all 0, so that tables too large for the device need not go there.
+        # The ids of the example are 0, so one row of each table is enough.
         FloatTables({name: weight[:1].detach().float().to(device) for name, weight in weights.items()}, table_of),
         torch.device(device),
     )
-    with artefact.writing(path) as folder:
-        _compile(scoring, example, folder / artefact.MODEL)
-        save_tables(folder / artefact.TABLES, tables, weights, table_of)
-        artefact.write_json(folder / artefact.VOCABULARIES, fields.vocabularies)
+    with artifact.writing(path) as folder:
+        _compile(scoring, example, folder / artifact.MODEL)
+        save_tables(folder / artifact.TABLES, tables, weights, table_of)
+        artifact.write_json(folder / artifact.VOCABULARIES, schema.vocabularies)
         info = {
-            "format": artefact.FORMAT,
+            "format": artifact.FORMAT,
             "device": device,
             "padded": scoring.pads,
             "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
@@ -81,29 +82,18 @@ def export(
             "embedding_dim": scoring.embedding_dim,
             "inputs": dataclasses.asdict(inputs),
             "limits": dataclasses.asdict(limits),
-            "fields": {part: list(map(dataclasses.asdict, getattr(fields, part))) for part in _PARTS},
+            "schema": {part: list(map(dataclasses.asdict, getattr(schema, part))) for part in _PARTS},
         }
-        artefact.write_json(folder / artefact.INFO, info)
+        artifact.write_json(folder / artifact.INFO, info)
 
 
-def inputs_of(scoring: ScoringModel, model: SequenceDLRM) -> Inputs:
-    """What a scoring model reads."""
-    arch, biased = model.sequence_arch, {}
-    if isinstance(scoring.pooling, CandidateAttention):
-        biased[POOLING] = arch.pooling.features[0]
-    if scoring.encoder is not None:
-        biased[ENCODER] = arch.encoder.features[0]
-    return Inputs(
-        [] if scoring.feature is None else scoring.feature.sequence_keys,
-        scoring.user_keys,
-        [key for key in scoring.keys if key not in scoring.user_keys],
-        {name: feature.num_buckets for name, feature in biased.items() if feature.bias == "position"},
-        [name for name, feature in biased.items() if feature.bucket_key is not None],
-    )
+def inputs_of(scoring: ScoringModel) -> Inputs:
+    """The inputs of a scoring model."""
+    return Inputs(scoring.history_keys, scoring.user_keys, scoring.candidate_keys, scoring.bucket_keys)
 
 
 def tables_of(model: SequenceDLRM, keys: list[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The weights of the tables that these keys read, and the table of each key."""
+    """The weights by table of the tables that `keys` read, and the table of each key."""
     weights, table_of = {}, {}
     bags, collection = model.embedding_bag_collection, model.embedding_collection
     modules = [] if bags is None else [(bags.embedding_bag_configs(), bags.embedding_bags)]
@@ -117,17 +107,17 @@ def tables_of(model: SequenceDLRM, keys: list[str]) -> tuple[dict[str, Tensor], 
     return weights, table_of
 
 
-def _example_request(fields: Fields, inputs: Inputs, events: int, candidates: int) -> Request:
+def _example_request(schema: Schema, inputs: Inputs, events: int, candidates: int) -> Request:
     sizes = dict.fromkeys(inputs.history, events) | dict.fromkeys(inputs.users, 1)
     sizes |= dict.fromkeys(inputs.candidates, candidates)
-    dense = sum(one.kind == "number" for one in fields.user + fields.candidate)
+    num_dense = sum(one.kind == "number" for one in schema.user + schema.candidate)
     return Request(
-        {key: np.zeros(size, np.int64) for key, size in sizes.items()},
-        {},
-        np.zeros(events, np.int64),
-        np.zeros((candidates, max(1, dense)), np.float32),
-        events,
-        candidates,
+        ids={key: np.zeros(size, np.int64) for key, size in sizes.items()},
+        counts={},
+        ages=np.zeros(events, np.int64),
+        dense=np.zeros((candidates, max(1, num_dense)), np.float32),
+        num_events=events,
+        num_candidates=candidates,
     )
 
 
@@ -145,6 +135,6 @@ def _compile(scoring: ScoringModel, example: tuple, path: Path) -> None:
         except InductorError as error:
             if "No working C++ compiler" not in str(error):
                 raise
-            raise ArtefactError(
-                "no C++ compiler found, which AOTInductor needs: install g++, or name one in CXX"
+            raise ArtifactError(
+                "AOTInductor needs a C++ compiler, and none was found: install g++, or set CXX"
             ) from error

@@ -1,4 +1,4 @@
-"""Answers JSON lines: a request a line comes in, an answer a line goes out, in their order."""
+"""Answers JSON lines: one request per line in, one answer per line out, in the same order."""
 
 import asyncio
 import json
@@ -6,7 +6,7 @@ import threading
 from typing import BinaryIO
 
 from jfi.serving.batcher import Batcher
-from jfi.serving.fields import BadRequestError, parse
+from jfi.serving.requests import BadRequestError, parse
 from jfi.serving.scorer import Scorer
 
 
@@ -21,15 +21,16 @@ async def answer_lines(
     max_body: int = 2**23,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Reads to the end of `lines`, or until `stop` is set; what was read by then is answered.
+    """Reads to the end of `lines`, or until `stop` is set, and answers all requests that it has read.
 
     Args:
-        scorer: of requests.
-        lines: requests; reading waits while `queue` of them are without an answer.
-        out: answers, {"scores": [...]} or {"error": reason}.
-        max_batch, max_wait: as Batcher has them.
-        max_body: bytes of a line; the rest of a longer one is passed over.
-        stop: ends the reading.
+        scorer: scores the requests.
+        lines: the requests.
+        out: the answers, {"scores": [...]} or {"error": reason}.
+        max_batch, max_wait: as in Batcher.
+        queue: most requests without an answer; reading waits while there are so many.
+        max_body: most bytes of a line; a longer one gets an error, and the rest of it is skipped.
+        stop: stops reading when set.
     """
     loop, batcher = asyncio.get_running_loop(), Batcher(scorer.score, max_batch, max_wait)
     answers: asyncio.Queue[asyncio.Task | None] = asyncio.Queue()
@@ -69,7 +70,7 @@ async def answer_lines(
             out.flush()
             room.release()
 
-    # A thread that ends with the process: nothing can interrupt a read.
+    # A daemon thread, since a blocking read cannot be interrupted.
     threading.Thread(target=read, daemon=True).start()
     writing = asyncio.create_task(write())
     await stop.wait()

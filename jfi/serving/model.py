@@ -1,16 +1,18 @@
-"""What is exported: the dense part of a SequenceDLRM for U users and R candidates, a user's history read once for all.
+"""The dense part of a SequenceDLRM for U users and R candidates, in the form that is exported.
 
-In training each sample has a history of its own. To rank, all candidates of a user meet the same one, so the events of
-a user are encoded once, and his candidates are that many queries over them: `jagged_attention` in place of
-`target_attention`. The weights stand still now, so what `jfi.modules.stacked_attention` merges at every step on the
-targets' side is merged once, the scale of the scores with it:
+In training each sample has its own history. In serving all candidates of a user attend to one history, so a user's
+events are encoded once, and the candidates are that many queries on them: `jagged_attention` takes the place of
+`target_attention`. The weights are constant, so the projections of keys and values, which training absorbs into those
+of the query and the output in every step, are absorbed once, together with the scale of the scores:
 
     q' = W_qk e + b_qk          a_th = attention(q'_th, x, x)          o = W_vo concat_th(a_th) + b_o
 
-for a candidate e and events x. T queries a target are T times as many heads, over one key head.
+for a candidate e and events x. T queries per candidate are T times as many heads on one key head.
 """
 
 import copy
+import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,20 +20,17 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import PoolingType
 
 from jfi.models import SequenceDLRM
-from jfi.modules import JaggedEncoder, JaggedFeatureInteraction, lookup
-from jfi.ops._merged_weights import merge
+from jfi.modules import JaggedFeatureInteraction, PositionBias, SequenceFeatureConfig, inputs
+from jfi.ops import absorb_weights
 from jfi.serving.attention import Segments, attend, padded
-
-#: Keys of `buckets`: by event the rows of the learned score biases of the pooling and of the encoder.
-POOLING, ENCODER = "pooling", "encoder"
 
 
 class ScoringModel(nn.Module):
-    """The dense part of a SequenceDLRM, with its parameters as they are now.
+    """The dense part of a SequenceDLRM, with its current parameters.
 
     Args:
-        model: trained, with one sequence feature or none, which reads no weights: requests have none.
-        user_keys: which of the keys that are entries describe the user; the others describe the candidate.
+        model: a trained model with at most one sequence feature, which must not read weights: requests have none.
+        user_keys: keys that describe the user. The other keys, except those of the history, describe the candidate.
         impl: of the attention, "torch" or "triton".
 
     Raises:
@@ -45,16 +44,22 @@ class ScoringModel(nn.Module):
         if len(features) > 1:
             raise ValueError(f"a model to serve must have one sequence feature, got {len(features)}")
         for feature in arch.features:
-            if "weights" in (feature.bias, feature.value_scale):
+            if feature.reads_weights:
                 raise ValueError(f"feature '{feature.name}' reads weights of events, which requests do not have")
         bags = model.embedding_bag_collection
         tables = [] if bags is None else bags.embedding_bag_configs()
-        if unlike := [table.name for table in tables if table.pooling != PoolingType.SUM]:
-            raise ValueError(f"a model to serve must have bags that are sums, got others in the tables {unlike}")
+        if others := [table.name for table in tables if table.pooling != PoolingType.SUM]:
+            raise ValueError(f"the embedding bags of a model to serve must use sum pooling, got another for {others}")
         self.keys = [key for table in tables for key in table.feature_names] + arch.single_keys
         self.user_keys = [key for key in self.keys if key in user_keys]
-        self.feature = arch.features[0] if features else None
-        self.encoder = None if arch.encoder is None else ScoringEncoder(arch.encoder, impl)
+        self.candidate_keys = [key for key in self.keys if key not in user_keys]
+        self.feature: SequenceFeatureConfig | None = arch.features[0] if features else None
+        self.impl = impl
+        self.encoder: nn.Module | None = None
+        self.encoder_feature: SequenceFeatureConfig | None = None
+        if arch.encoder is not None:
+            self.encoder = copy.deepcopy(arch.encoder.stacks[arch.encoder.features[0].name])
+            self.encoder_feature = arch.encoder.features[0]
         self.pooling: nn.Module | None = None
         if isinstance(arch.pooling, JaggedFeatureInteraction):
             self.pooling = CandidateAttention(arch.pooling, impl)
@@ -63,8 +68,20 @@ class ScoringModel(nn.Module):
         archs = (model.dense_arch, model.inter_arch, model.over_arch)
         self.dense_arch, self.inter_arch, self.over_arch = map(copy.deepcopy, archs)
         self.embedding_dim = arch.embedding_dim
-        self.pads = impl == "torch"  # users to the longest among them
+        self.pads = impl == "torch"  # each user to the longest in the batch
         self.eval().requires_grad_(False)
+
+    @property
+    def history_keys(self) -> list[str]:
+        """Keys of the events."""
+        return [] if self.feature is None else self.feature.sequence_keys
+
+    @property
+    def bucket_keys(self) -> list[str]:
+        """Keys of the bucket ids that learned biases read."""
+        biased = [self.feature] if isinstance(self.pooling, CandidateAttention) else []
+        biased += [] if self.encoder_feature is None else [self.encoder_feature]
+        return sorted({feature.bias_key for feature in biased if feature.bias_key is not None})
 
     def forward(
         self,
@@ -75,51 +92,59 @@ class ScoringModel(nn.Module):
         buckets: dict[str, Tensor],
         history_offsets: Tensor,
         history_owner: Tensor,
-        history_places: Tensor,
+        history_positions: Tensor,
         candidate_offsets: Tensor,
         candidate_owner: Tensor,
-        candidate_places: Tensor,
+        candidate_positions: Tensor,
     ) -> Tensor:
         """Logits [R].
 
         Args:
-            history: embeddings [S, D] by sequence key; no key where the model reads no history.
+            history: embeddings [S, D] by sequence key; empty for a model that reads no history.
             users: embeddings [U, D] by key.
             candidates: embeddings [R, D] by key.
-            dense: [R, dense_in_features], those of the user and those of the candidate.
-            buckets: [S] int64 by POOLING and ENCODER, where these have a learned bias.
-            history_offsets, history_owner, history_places: the `Segments` of the S events, which belong to U users.
-            candidate_offsets, candidate_owner, candidate_places: those of the R candidates.
+            dense: [R, dense_in_features], the features of the user and of the candidate.
+            buckets: [S] int64 by key of `bucket_keys`.
+            history_offsets, history_owner, history_positions: the `Segments` of the S events.
+            candidate_offsets, candidate_owner, candidate_positions: the `Segments` of the R candidates.
         """
-        events = Segments(history_offsets, history_owner, history_places)
-        rows = Segments(candidate_offsets, candidate_owner, candidate_places)
+        events = Segments(history_offsets, history_owner, history_positions)
+        rows = Segments(candidate_offsets, candidate_owner, candidate_positions)
         entries = {key: users[key][rows.owner] if key in self.user_keys else candidates[key] for key in self.keys}
         stacked = [entries[key] for key in self.keys]
         if self.feature is not None:
-            x = lookup.combine([history[key] for key in self.feature.sequence_keys], self.feature)
+            x = inputs.combine([history[key] for key in self.feature.sequence_keys], self.feature)
             if self.encoder is not None:
-                x = self.encoder(x, events, buckets.get(ENCODER))
-            target = lookup.combine([entries[key] for key in self.feature.target_keys], self.feature)
-            stacked.append(self.pooling(target, x, rows, events, buckets.get(POOLING)))
+                attention = partial(attend, queries=events, keys=events, impl=self.impl)
+                index = _bias_rows(self.encoder_feature, events, buckets)
+                x = self.encoder(inputs.GroupInputs(None, (x,), events.offsets, None, index, None, []), attention)
+            target = inputs.combine([entries[key] for key in self.feature.target_keys], self.feature)
+            stacked.append(self.pooling(target, x, rows, events, buckets))
         sparse = torch.cat(stacked, dim=1).unflatten(1, (-1, self.embedding_dim))
         return self.over_arch(self.inter_arch(self.dense_arch(dense), sparse)).squeeze(-1)
 
 
 class CandidateAttention(nn.Module):
-    """Multi-head attention of R candidates over their users' events: a JaggedFeatureInteraction of one feature."""
+    """A JaggedFeatureInteraction of one feature for R candidates, with absorbed key and value projections.
+
+    Args:
+        layer: the trained layer.
+        impl: of the attention, "torch" or "triton".
+    """
 
     def __init__(self, layer: JaggedFeatureInteraction, impl: str) -> None:
         super().__init__()
-        group = layer.groups[0]
-        self.heads = group.num_queries * group.num_heads
-        self.num_queries, self.impl = group.num_queries, impl
+        group = layer.attention[0]
+        self.feature = layer.features[0]
+        self.num_heads = layer.num_queries * layer.num_heads
+        self.num_queries, self.impl = layer.num_queries, impl
 
-        products = (group.query_weight, group.query_bias, group.key_weight, group.value_weight, group.output_weight)
-        products = tuple(weight.detach() for weight in products)
-        # In float64, so that a merged weight is rounded once.
-        w_qk, b_qk, w_vo = merge(products, group.num_queries, group.num_heads, torch.float64)
-        self._hold("query_weight", w_qk[0] * group.scale)
-        self._hold("query_bias", b_qk[0] * group.scale)
+        # In float64, so that an absorbed weight is rounded once.
+        weights = tuple(weight.detach() for weight in group.weights[:5])
+        w_qk, b_qk, w_vo = absorb_weights(weights, layer.num_heads, torch.float64)
+        scale = 1 / math.sqrt(layer.embedding_dim // layer.num_heads)
+        self._hold("query_weight", w_qk[0] * scale)
+        self._hold("query_bias", b_qk[0] * scale)
         self._hold("output_weight", w_vo[0].T)
         self._hold("output_bias", group.output_bias[0].detach())
         self._hold("bucket_bias", None if group.bucket_bias is None else group.bucket_bias.detach())
@@ -128,44 +153,33 @@ class CandidateAttention(nn.Module):
         self.register_buffer(name, None if value is None else value.float().contiguous())
 
     def forward(
-        self, target: Tensor, history: Tensor, rows: Segments, events: Segments, buckets: Tensor | None
+        self, target: Tensor, history: Tensor, rows: Segments, events: Segments, buckets: dict[str, Tensor]
     ) -> Tensor:
         """[R, D_e], [S, D_x] -> [R, embedding_dim]."""
-        query = F.linear(target, self.query_weight, self.query_bias).unflatten(1, (self.heads, -1))
-        bias = None if self.bucket_bias is None else F.embedding(buckets, self.bucket_bias).repeat(1, self.num_queries)
-        key = history.unsqueeze(1)
-        attended = attend(query, key, None, rows, events, bias=bias, scale=1.0, causal=False, impl=self.impl)
+        query = F.linear(target, self.query_weight, self.query_bias).unflatten(1, (self.num_heads, -1))
+        bias = None
+        if self.bucket_bias is not None:
+            bias = F.embedding(_bias_rows(self.feature, events, buckets), self.bucket_bias).repeat(1, self.num_queries)
+        attended = attend(
+            query, history.unsqueeze(1), queries=rows, keys=events, key_bias=bias, scale=1.0, impl=self.impl
+        )
         return F.linear(attended.flatten(1), self.output_weight, self.output_bias)
 
 
 class Mean(nn.Module):
-    """The mean of each user's events, for each of his candidates; zeros without an event."""
+    """The mean of a user's events, for each of the user's candidates; zeros without events."""
 
     def forward(
-        self, target: Tensor, history: Tensor, rows: Segments, events: Segments, buckets: Tensor | None
+        self, target: Tensor, history: Tensor, rows: Segments, events: Segments, buckets: dict[str, Tensor]
     ) -> Tensor:
+        """[S, D_x] -> [R, D_x]; the arguments are those of CandidateAttention."""
         values, present = padded(history, events)
         total = values.masked_fill(~present.unsqueeze(2), 0).sum(1)
         return (total / present.sum(1, keepdim=True).clamp(min=1))[rows.owner]
 
 
-class ScoringEncoder(nn.Module):
-    """The blocks of a JaggedEncoder of one feature, over attention that can be exported."""
-
-    def __init__(self, encoder: JaggedEncoder, impl: str) -> None:
-        super().__init__()
-        self.stack, self.impl = copy.deepcopy(encoder.stacks[0]), impl
-
-    def forward(self, history: Tensor, events: Segments, buckets: Tensor | None) -> Tensor:
-        """Encodes events [S, sequence_width] to [S, embedding_dim], as `EncoderBlock.forward` does."""
-        x = self.stack.input_projection(history)
-        for block in self.stack.blocks:
-            shape = (block.num_heads, block.head_width)
-            normed = block.attention_norm(x)
-            query, key, value = (f(normed).unflatten(1, shape) for f in (block.query, block.key, block.value))
-            bias = None if block.bucket_bias is None else F.embedding(buckets, block.bucket_bias)
-            how = {"scale": block.head_width**-0.5, "causal": block.causal, "impl": self.impl}
-            attended = attend(query, key, value, events, events, bias=bias, **how)
-            x = x + block.output(attended.flatten(1))
-            x = x + block.feedforward(block.feedforward_norm(x))
-        return self.stack.norm(x)
+def _bias_rows(feature: SequenceFeatureConfig, events: Segments, buckets: dict[str, Tensor]) -> Tensor | None:
+    """Row [S] of the feature's learned bias table for each event, or None for a feature without one."""
+    if isinstance(feature.bias, PositionBias):
+        return inputs.position_buckets(events.offsets, events.owner.size(0), feature.bias.num_buckets)
+    return None if feature.bias_key is None else buckets[feature.bias_key]

@@ -1,12 +1,12 @@
-"""Answers over HTTP, with aiohttp.
+"""The HTTP server, with aiohttp.
 
 POST /score     a request -> {"scores": [...]}
-GET  /schema    the fields of a request
+GET  /schema    the fields and limits of a request
 GET  /health    {"status": "ok", ...}
 
-Every fault is answered by {"error": reason}: 400 for a request that is not as the schema says, 404, 405, 408 for a
-body that does not come, 413 for one that is too large, 500 where the model fails, 503 with Retry-After where as many
-requests as fit are in the house: these are turned away before their body is read.
+A fault is answered by {"error": reason}: 400 for a request that does not match the schema, 404, 405, 408 for a body
+that does not arrive in time, 413 for one that is too large, 500 if the model fails, and 503 with Retry-After if the
+server is at capacity, before the body is read.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from jfi.serving.batcher import Admission, Batcher, FullError
-from jfi.serving.fields import BadRequestError, parse
+from jfi.serving.requests import BadRequestError, parse
 from jfi.serving.scorer import Scorer
 
 #: Seconds for a body to arrive.
@@ -31,10 +31,10 @@ def make_app(
     """The application.
 
     Args:
-        scorer: of requests.
-        max_batch, max_wait: as Batcher has them.
-        queue: requests at a time, those being read or scored included; more are refused.
-        max_body: bytes of a request.
+        scorer: scores the requests.
+        max_batch, max_wait: as in Batcher.
+        queue: most concurrent requests, including those being read or scored; more get a 503.
+        max_body: most bytes of a request's body.
     """
     admission = Admission(queue)
     app = web.Application(client_max_size=max_body, middlewares=[_faults])
@@ -57,7 +57,7 @@ def make_app(
         return web.json_response({"status": "ok", "requests": admission.inside, "device": scorer.info["device"]})
 
     async def schema(_: web.Request) -> web.Response:
-        return web.json_response(scorer.reader.schema())
+        return web.json_response(scorer.reader.describe())
 
     app.cleanup_ctx.append(batching)
     app.add_routes([web.post("/score", score), web.get("/health", health), web.get("/schema", schema)])
@@ -76,17 +76,17 @@ async def _faults(
     except BadRequestError as fault:
         return _error(400, str(fault))
     except web.RequestPayloadError:
-        return _error(400, "the body is not encoded as its headers say")
+        return _error(400, "the body does not match the encoding in its headers")
     except TimeoutError:
         return _error(408, f"the body did not arrive within {BODY_SECONDS:g} s")
     except FullError:
-        return _error(503, "too many requests at a time; try again", {"Retry-After": _RETRY_SECONDS})
+        return _error(503, "the server is at capacity; try again", {"Retry-After": _RETRY_SECONDS})
     except web.HTTPException as fault:
         allow = {"Allow": fault.headers["Allow"]} if "Allow" in fault.headers else None
         return _error(fault.status, fault.text or fault.reason, allow)
     except Exception:
         _log.exception("a request failed")
-        return _error(500, "the model failed on this request; the server's log says how")
+        return _error(500, "the model failed on this request; see the server's log")
 
 
 def _error(status: int, reason: str, headers: dict[str, str] | None = None) -> web.Response:

@@ -1,6 +1,6 @@
-"""The embedding tables beside the model: float32, or int8 in TorchRec's quantised collection.
+"""The embedding tables of an artifact: float32, or int8 in TorchRec's quantized EmbeddingCollection.
 
-Both are called with ids [n] by key and give embeddings [n, D] by key.
+Both are called with ids [n] by key and return embeddings [n, D] by key.
 """
 
 from pathlib import Path
@@ -9,17 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jfi.serving.artefact import ArtefactError
+from jfi.serving.artifact import ArtifactError
 
 FLOAT, INT8 = "float32", "int8"
 
 
 class FloatTables:
-    """Rows of float32 tables.
+    """Float32 tables.
 
     Args:
-        weights: [rows, D] by table.
-        table_of: the table of each key.
+        weights: by table its rows [N, D].
+        table_of: by key the name of its table.
     """
 
     def __init__(self, weights: dict[str, Tensor], table_of: dict[str, str]) -> None:
@@ -31,14 +31,14 @@ class FloatTables:
 
 
 class Int8Tables:
-    """Rows of a quantised EmbeddingCollection: a byte an element, a scale and an offset a row.
+    """A quantized EmbeddingCollection: one byte per element, a scale and an offset per row.
 
     Args:
-        state: of the collection.
-        sizes: rows of each table.
-        table_of: the table of each key.
+        state: the collection's state_dict.
+        sizes: by table its number of rows.
+        table_of: by key the name of its table.
         embedding_dim: D.
-        device: where the tables lie.
+        device: device of the tables.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Int8Tables:
         embedding_dim: int,
         device: torch.device,
     ) -> None:
-        # Float tables are served where TorchRec is absent.
+        # Imported here, since float tables are served without TorchRec.
         from torchrec.modules.embedding_configs import DataType
         from torchrec.quant.embedding_modules import EmbeddingCollection
 
@@ -64,7 +64,7 @@ class Int8Tables:
     def __call__(self, ids: dict[str, Tensor]) -> dict[str, Tensor]:
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-        # One sample, whose ids of a key are all there are.
+        # A batch of one sample, which has all the ids of a key.
         lengths = [ids[key].numel() for key in self.keys]
         values = torch.cat([ids[key] for key in self.keys]).to(self.device)
         features = KeyedJaggedTensor(
@@ -82,18 +82,18 @@ Tables = FloatTables | Int8Tables
 
 
 def save_tables(path: Path, kind: str, weights: dict[str, Tensor], table_of: dict[str, str]) -> None:
-    """Writes float32 tables as they are or quantised, from any device."""
+    """Writes float32 tables from any device, as they are or quantized."""
     weights = {table: weight.detach().cpu().float() for table, weight in weights.items()}
-    torch.save(weights if kind == FLOAT else _quantised(weights, table_of), path)
+    torch.save(weights if kind == FLOAT else _quantize(weights, table_of), path)
 
 
 def load_tables(
     path: Path, kind: str, sizes: dict[str, int], table_of: dict[str, str], embedding_dim: int, device: torch.device
 ) -> Tables:
-    """Reads what `save_tables` wrote.
+    """Reads the tables that `save_tables` wrote.
 
     Raises:
-        ArtefactError: int8 tables where TorchRec is absent.
+        ArtifactError: int8 tables, but TorchRec is not installed.
     """
     state = torch.load(path, map_location=device, weights_only=True)
     if kind == FLOAT:
@@ -101,8 +101,9 @@ def load_tables(
     try:
         return Int8Tables(state, sizes, table_of, embedding_dim, device)
     except ModuleNotFoundError as error:
-        raise ArtefactError(
-            f"{path.parent} has int8 tables, which need TorchRec: {error.name} is missing; export with --tables float32"
+        raise ArtifactError(
+            f"{path.parent} has int8 tables, which need TorchRec, but {error.name} is missing; "
+            "export with --tables float32"
         ) from error
 
 
@@ -120,8 +121,8 @@ def _configs(sizes: dict[str, int], table_of: dict[str, str], embedding_dim: int
     ]
 
 
-def _quantised(weights: dict[str, Tensor], table_of: dict[str, str]) -> dict[str, Tensor]:
-    """The state of a quantised collection of these tables."""
+def _quantize(weights: dict[str, Tensor], table_of: dict[str, str]) -> dict[str, Tensor]:
+    """The state_dict of a quantized EmbeddingCollection of these tables."""
     from torch import nn
     from torchrec import EmbeddingCollection
     from torchrec.inference.modules import quantize_embeddings
@@ -132,11 +133,11 @@ def _quantised(weights: dict[str, Tensor], table_of: dict[str, str]) -> dict[str
     collection = EmbeddingCollection(tables=_configs(sizes, table_of, width), device=torch.device("meta"))
     for table, weight in weights.items():
         collection.embeddings[table].weight = nn.Parameter(weight)
-    quantised = quantize_embeddings(
+    quantized = quantize_embeddings(
         nn.ModuleDict({"tables": collection}),
         torch.qint8,
         inplace=True,
         additional_qconfig_spec_keys=[EmbeddingCollection],
         additional_mapping={EmbeddingCollection: QuantEmbeddingCollection},
     )
-    return quantised["tables"].state_dict()
+    return quantized["tables"].state_dict()

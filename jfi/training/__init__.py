@@ -1,4 +1,4 @@
-"""Training of a SequenceDLRM on an InteractionDataset: typed config, loop, metrics, checkpoints, pictures."""
+"""Training of a SequenceDLRM on an InteractionDataset: typed config, loop, metrics, checkpoints, plots."""
 
 from jfi.training.config import (
     Config,
@@ -11,7 +11,8 @@ from jfi.training.config import (
     TrainingConfig,
 )
 from jfi.training.interrupt import Interrupted
-from jfi.training.loop import Result, resume, train
+from jfi.training.loop import Result
+from jfi.training.start import resume, train
 
 __all__ = [
     "Config",

@@ -1,8 +1,8 @@
-"""The model and its optimiser, built from what a dataset says about its features.
+"""Builds the model and its optimizer for the features of a dataset.
 
-A table that a history key uses lies in the EmbeddingCollection, which gives one embedding an event, together with the
-user and item keys that share it: so a target finds itself in a history. Every other table lies in the
-EmbeddingBagCollection.
+The EmbeddingCollection, which returns an embedding per event, has the tables of the history keys, and with them the
+user and item keys that share these tables, so that a target has the embedding of its own events. All other tables are
+in the EmbeddingBagCollection.
 """
 
 import zlib
@@ -21,12 +21,12 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from jfi.data import FeatureSpec, InteractionDataset
 from jfi.models import SequenceDLRM
-from jfi.modules import JaggedEncoder, SequenceFeatureConfig
+from jfi.modules import JaggedEncoder, KeyBias, PositionBias, SequenceFeatureConfig, WeightBias
 from jfi.training.config import ConfigError, EncoderConfig, ModelConfig, OptimizerConfig, OptimizerGroup
 
-#: From this many rows on, touching only the batch's rows is faster than a pass over the table.
+#: Number of rows from which a sparse update of the batch's rows is faster than an update of the whole table.
 _SPARSE_ROWS = 50_000
-#: Rows that are drawn at once, the unit of the initial values: a table of another block size has other ones.
+#: Rows that are drawn with one generator. Another number gives other initial values.
 _ROWS_DRAWN = 65_536
 OPTIMIZERS = {
     "adagrad": torch.optim.Adagrad,
@@ -39,18 +39,19 @@ OPTIMIZERS = {
 def build_model(
     config: ModelConfig, encoder: EncoderConfig, dataset: InteractionDataset, table_device: torch.device | None = None
 ) -> SequenceDLRM:
-    """The SequenceDLRM of `config` over the features of `dataset`, with an encoder where histories are pooled.
+    """The SequenceDLRM of `config` for the features of `dataset`.
 
-    The one sequence feature, `history`, combines the aligned history keys of an event; its target is the item's id
-    together with every other item column.
+    It has one sequence feature, `history`: an event combines all history keys, the target all item keys, and
+    `max_seqlen` is the dataset's `max_history`.
 
     Args:
-        config, encoder: the sections of those names.
-        dataset: whose features they are.
-        table_device: where the tables lie; "meta" where `draw_tables` follows.
+        config: the section `model`.
+        encoder: the section `encoder`.
+        dataset: the dataset whose features the model reads.
+        table_device: device of the embedding tables; "meta" if `draw_tables` follows.
 
     Raises:
-        ConfigError: `model.bias` or `encoder.bias` is a key that the dataset does not have.
+        ConfigError: `model.bias` or `encoder.bias` is not a bucket key of the dataset.
     """
     features = dataset.features
     history = [f for f in features if f.role == "history"] if config.pooling != "none" else []
@@ -65,8 +66,8 @@ def build_model(
                 sequence_keys=[f.key for f in history],
                 target_keys=[f.key for f in features if f.role == "item"],
                 combine=config.combine,
-                bias=config.bias,
-                num_buckets=_num_buckets("model.bias", config.bias, config, features),
+                bias=_bias("model.bias", config.bias, config, features),
+                max_seqlen=dataset.max_history,
             )
         ]
         if history
@@ -90,7 +91,7 @@ def build_model(
 
 
 def table_configs(model: nn.Module) -> dict[str, BaseEmbeddingConfig]:
-    """By parameter name the config of every embedding table of a model that is not sharded."""
+    """The config of each embedding table of an unsharded model, by parameter name."""
     configs = {}
     for prefix, module in model.named_modules():
         if isinstance(module, EmbeddingBagCollection):
@@ -103,12 +104,12 @@ def table_configs(model: nn.Module) -> dict[str, BaseEmbeddingConfig]:
 def draw_tables(state: Mapping[str, Tensor | ShardedTensor], tables: dict[str, BaseEmbeddingConfig], seed: int) -> None:
     """Draws the initial values of the embedding tables, uniform within ±1/sqrt(rows).
 
-    A row's values depend on the seed, the table's name and the row alone: so they are the same however the tables are
-    sharded, and no process draws or holds more than its shards and a block of rows.
+    A row's values depend only on the seed, the table's name and the row, so they are the same for any sharding. A
+    process allocates no more than its shards and a block of rows.
 
     Args:
-        state: of `state_dict`, which shares its memory with the model.
-        tables: of `table_configs`.
+        state: the model's `state_dict()`, whose tensors are filled in place.
+        tables: the result of `table_configs`.
         seed: `training.seed`.
     """
     for name, table in tables.items():
@@ -122,11 +123,11 @@ def draw_tables(state: Mapping[str, Tensor | ShardedTensor], tables: dict[str, B
 
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> KeyedOptimizer:
-    """One optimiser over the embedding tables and one over everything else, with state keyed by parameter name.
+    """An optimizer of the embedding tables and one of all other parameters, with state keyed by parameter name.
 
     Args:
         config: the two groups.
-        model: whose tables lie in TorchRec's collections.
+        model: a model with its tables in TorchRec's collections.
     """
     names = table_configs(model)
     tables = {name: p for name, p in model.named_parameters() if name in names}
@@ -140,7 +141,7 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> KeyedOptimizer
 
 
 def keyed_optimizer(group: OptimizerGroup, parameters: dict[str, nn.Parameter]) -> KeyedOptimizer:
-    """The optimiser of `group` over `parameters`, its state keyed by their names."""
+    """The optimizer of a group of parameters, with state keyed by parameter name."""
 
     def make(values: list[nn.Parameter]) -> Optimizer:
         return OPTIMIZERS[group.name](values, lr=group.learning_rate, weight_decay=group.weight_decay)
@@ -149,7 +150,7 @@ def keyed_optimizer(group: OptimizerGroup, parameters: dict[str, nn.Parameter]) 
 
 
 def _draw_shard(shard: Tensor, row: int, column: int, table: BaseEmbeddingConfig, seed: int) -> None:
-    """Fills the part of `table` that begins at `row` and `column`."""
+    """Fills the shard of `table` that begins at `row` and `column`."""
     low, high = table.get_weight_init_min(), table.get_weight_init_max()
     end, width = row + shard.shape[0], shard.shape[1]
     for first in range(row - row % _ROWS_DRAWN, end, _ROWS_DRAWN):
@@ -161,7 +162,7 @@ def _draw_shard(shard: Tensor, row: int, column: int, table: BaseEmbeddingConfig
 
 
 def _tables(kind: type, features: list[FeatureSpec], embedding_dim: int) -> list:
-    """One table config for each table name, with the keys that share it."""
+    """A table config for each table name, with the keys that share it."""
     shared: dict[str, list[FeatureSpec]] = {}
     for feature in features:
         shared.setdefault(feature.table, []).append(feature)
@@ -179,25 +180,32 @@ def _tables(kind: type, features: list[FeatureSpec], embedding_dim: int) -> list
 def _encoder(
     encoder: EncoderConfig, sequences: list[SequenceFeatureConfig], config: ModelConfig, features: list[FeatureSpec]
 ) -> JaggedEncoder | None:
-    num_buckets = _num_buckets("encoder.bias", encoder.bias, config, features)
-    if not sequences or not encoder.layers:
+    bias = _bias("encoder.bias", encoder.bias, config, features)
+    if not sequences or not encoder.num_layers:
         return None
     return JaggedEncoder(
-        [replace(sequence, bias=encoder.bias, num_buckets=num_buckets) for sequence in sequences],
+        [replace(sequence, bias=bias) for sequence in sequences],
         config.embedding_dim,
-        encoder.heads,
-        encoder.layers,
+        encoder.num_heads,
+        encoder.num_layers,
         feedforward_ratio=encoder.feedforward_ratio,
         dropout=encoder.dropout,
         causal=encoder.causal,
     )
 
 
-def _num_buckets(key: str, bias: str | None, config: ModelConfig, features: list[FeatureSpec]) -> int:
-    if bias in (None, "position", "weights"):
-        return config.num_buckets
+def _bias(
+    key: str, bias: str | None, config: ModelConfig, features: list[FeatureSpec]
+) -> PositionBias | WeightBias | KeyBias | None:
+    """The bias that the option `key` names."""
+    if bias is None:
+        return None
+    if bias == "position":
+        return PositionBias(config.num_buckets)
+    if bias == "weights":
+        return WeightBias()
     buckets = {f.key: f.num_embeddings for f in features if f.role == "bucket"}
     if bias not in buckets:
         known = ", ".join(["position", "weights", *buckets])
         raise ConfigError(f"{key}: got {bias!r}, must be null or one of {known}")
-    return buckets[bias]
+    return KeyBias(bias, buckets[bias])

@@ -1,12 +1,11 @@
-"""Command lines of the examples: a YAML file, any field overridable, and faults told in one line.
+"""Command lines of the examples: a YAML file, overrides of any field, and faults reported in one line.
 
-Exit codes: 0 done; 1 training diverged; 2 a fault in the configuration or the data, nothing written; 130 and 143
-stopped by Ctrl-C (SIGINT) and SIGTERM, the state saved.
+Exit codes: 0 success; 1 training diverged; 2 a fault in the config or the data, nothing written; 130 and 143 stopped by
+Ctrl-C (SIGINT) and SIGTERM, with the state saved.
 """
 
 import argparse
 import dataclasses
-import difflib
 import logging
 import os
 import re
@@ -14,7 +13,7 @@ import sys
 import types
 import typing
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +21,7 @@ import jsonargparse
 import yaml
 
 from jfi.data import DataError
+from jfi.suggest import suggest
 from jfi.training.config import Config, ConfigError
 from jfi.training.interrupt import Interrupted
 
@@ -31,20 +31,20 @@ _SECTIONS = {f.name: f.type for f in dataclasses.fields(Config)}
 def parse_config(
     arguments: Sequence[str], description: str, options: Mapping[str, dict] | None = None
 ) -> tuple[Config, SimpleNamespace]:
-    """Config from `--config FILE`, overrides such as `--model.pooling mean`, and a script's own options.
+    """The config from `--config FILE` and overrides such as `--model.pooling mean`, and a script's own options.
 
-    An override wins over the file wherever it stands. `--help` prints every field and exits.
+    An override takes precedence over the file, in any order. `--help` prints all fields and exits.
 
     Args:
         arguments: the command line without the program's name.
-        description: one line of help.
+        description: one line for `--help`.
         options: the script's own options, each with the arguments of `add_argument`.
 
     Returns:
         The config, and the values of the script's own options.
 
     Raises:
-        ConfigError: unknown key, wrong value or unreadable file.
+        ConfigError: an unknown key, a wrong value or an unreadable file.
 
     Example:
         >>> config, own = parse_config(["--model.num_heads", "8", "--fast", "3"], "Example.", {"--fast": {"type": int}})
@@ -74,29 +74,29 @@ def parse_config(
             parsed = parser.instantiate(parser.parse_args(overrides))
     except (argparse.ArgumentError, TypeError, ValueError) as error:
         causes = (error, error.__cause__, error.__context__)
-        told = next((cause for cause in causes if isinstance(cause, (ConfigError, DataError))), None)
-        raise ConfigError(str(told) if told else _tidy(str(error))) from None
+        fault = next((cause for cause in causes if isinstance(cause, (ConfigError, DataError))), None)
+        raise ConfigError(str(fault) if fault else _tidy(str(error))) from None
     config = Config(**{name: getattr(parsed, name) for name in _SECTIONS})
     own = {name.removeprefix("--").replace("-", "_") for name in options}
     return config, SimpleNamespace(**{name: getattr(parsed, name) for name in own})
 
 
 def load_config(path: str | Path) -> Config:
-    """The config in a YAML file, as written by `save_config`."""
+    """Reads the config from a YAML file that `save_config` wrote."""
     return parse_config(["--config", str(path)], "")[0]
 
 
 def save_config(config: Config, path: str | Path) -> None:
-    """Writes every field, defaults included, as YAML."""
+    """Writes all fields, including defaults, as YAML."""
     Path(path).write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True))
 
 
 def run_cli(main: Callable[[], None]) -> int:
-    """Runs `main` and turns what a user can cause into one line on stderr and an exit code.
+    """Runs `main`; reports errors that a user can cause as one line on stderr, and returns the exit code.
 
-    Of the processes that torchrun launches on a host one writes the line.
+    Under torchrun one process per host writes the line.
     """
-    # TorchRec asks torch.fx in a way that torch 2.13 logs a warning about, once a process.
+    # TorchRec makes torch.fx of torch 2.13 log a warning, once per process.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     try:
         main()
@@ -128,13 +128,14 @@ def _check_file(path: str) -> None:
 
 
 def _check_keys(tree: object, section: type, path: str, prefix: str) -> None:
-    """Refuses a key that the dataclass `section` does not have, and a null that it does not allow, at any depth."""
+    """Raises ConfigError for a key that the dataclass `section` lacks and for a null that it forbids, at any depth."""
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: {prefix.rstrip('.') or 'the file'} must be a mapping of keys, got {tree!r}")
     known = _fields(section)
     for key, value in tree.items():
         if key not in known:
-            raise ConfigError(f"{path}: unknown key {prefix}{key}{_nearest(str(key), known, prefix)}")
+            hint = suggest(str(key), known, cutoff=0.0, prefix=prefix)
+            raise ConfigError(f"{path}: unknown key {prefix}{key}; {hint}")
         inner, optional = _dataclass_of(known[key])
         if inner is None and value is None and not optional:
             raise ConfigError(f"{path}: {prefix}{key} must not be null")
@@ -145,14 +146,14 @@ def _check_keys(tree: object, section: type, path: str, prefix: str) -> None:
 
 
 def _check_option(option: str, others: list[str]) -> None:
-    """Refuses an option that is neither a field of the config nor among `others`."""
+    """Raises ConfigError for an option that is neither a field of the config nor in `others`."""
     section: type | None = Config
     for part in option.removeprefix("--").split("."):
         known = {} if section is None else _fields(section)
         if section is not None and part not in known and option not in others:
             options = [f"--{leaf}" for leaf in _leaves(Config)] + others
-            raise ConfigError(f"unknown option {option}{_nearest(option, options)}")
-        section = _dataclass_of(known[part])[0] if part in known else None  # None inside of a free mapping
+            raise ConfigError(f"unknown option {option}; {suggest(option, options, cutoff=0.0)}")
+        section = _dataclass_of(known[part])[0] if part in known else None  # None inside a free mapping
 
 
 def _fields(section: type) -> dict[str, object]:
@@ -161,7 +162,7 @@ def _fields(section: type) -> dict[str, object]:
 
 
 def _dataclass_of(hint: object) -> tuple[type | None, bool]:
-    """The dataclass in `X`, `Optional[X]` or `list[X]`, if any, and whether null is allowed."""
+    """The dataclass in the type hint `X`, `X | None` or `list[X]`, or None, and whether null is allowed."""
     inner = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType, list) else (hint,)
     found = [kind for kind in inner if dataclasses.is_dataclass(kind)]
     return (found[0] if found else None), type(None) in inner
@@ -174,11 +175,6 @@ def _leaves(section: type, prefix: str = "") -> Iterator[str]:
             yield prefix + name
         else:
             yield from _leaves(inner, f"{prefix}{name}.")
-
-
-def _nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)
-    return f" (nearest known: {prefix}{near[0]})" if near else ""
 
 
 def _tidy(message: str) -> str:

@@ -1,6 +1,7 @@
-"""The configuration of a training run, all typed: `data`, `model`, `encoder`, `optimizer`, `sharding` and `training`.
+"""The typed config of a training run: `data`, `model`, `encoder`, `optimizer`, `sharding` and `training`.
 
-A YAML file gives any part of it, the command line overrides any field (`--training.epochs 3`); see `jfi.training.cli`.
+A YAML file sets any part of it, and the command line overrides any field (`--training.epochs 3`); see
+`jfi.training.cli`.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ from jfi.data import DataConfig
 
 
 class ConfigError(ValueError):
-    """A fault in a configuration that the user can mend; its text is one line that names the key."""
+    """A fault in the config that the user can fix, as one line that names the key."""
 
 
 def _require(condition: bool, key: str, got: object, must: str) -> None:
@@ -22,20 +23,20 @@ def _require(condition: bool, key: str, got: object, must: str) -> None:
 
 @dataclass
 class ModelConfig:
-    """What is built on the features of the table.
+    """The model.
 
     Args:
         embedding_dim: width of every embedding, of the sequence feature and of the dense arch's output.
-        pooling: how histories enter: `attention` (the target attends to them), `mean` of the events, or `none`.
-        num_heads: query heads of the attention.
-        num_queries: queries that each target is expanded to.
-        bias: learned score bias per head: the key of a bucket sequence such as `history_age`, `position` (counted from
-            the newest event), `weights` (the KJT's), or null. A bucket key that the data does not have is refused.
-        num_buckets: rows of a bias table for `position`, the encoder's too; a bucket key brings its own number.
-        combine: how the aligned fields of an event make one embedding: `sum` or `concat`.
-        dense_arch: hidden layer sizes of the MLP over dense features; its output layer (embedding_dim) is added.
-        over_arch: hidden layer sizes of the MLP that ends in the logit, at least one; the output layer is added.
-        dropout: probability with which an element of what enters the interaction is dropped in training.
+        pooling: pooling of histories: `attention` (the target attends to the events), `mean`, or `none` (no histories).
+        num_heads: heads of the target attention, a divisor of `embedding_dim`.
+        num_queries: queries per target.
+        bias: learned score bias per head, by the bucket under a key such as `history_age`, or by `position` (counted
+            from the newest event); or `weights` of the events; or null. An unknown bucket key is refused.
+        num_buckets: rows of a bias table for `position`, also the encoder's; the data determines those of a bucket key.
+        combine: how the aligned fields of an event are combined into one row: `sum` or `concat`.
+        dense_arch: hidden layer sizes of the MLP of the dense features; its output layer (embedding_dim) is added.
+        over_arch: hidden layer sizes of the MLP that ends in the logit, at least one; its output layer is added.
+        dropout: probability with which an element of the interaction's input is zeroed in training.
     """
 
     embedding_dim: int = 32
@@ -67,38 +68,39 @@ class EncoderConfig:
     """Self-attention among the events of a history before they are pooled: a stack of pre-norm Transformer blocks.
 
     Args:
-        layers: blocks; 0 for no encoder, and none where `model.pooling` is `none`. Time grows with the sum of the
-            squared lengths: see `data.max_history`.
-        heads: heads of the self-attention, a divisor of `model.embedding_dim`.
-        feedforward_ratio: width of the hidden layer of a block's feed-forward part, in `model.embedding_dim`.
-        dropout: probability with which an element of the feed-forward part is dropped in training.
-        causal: an event attends to itself and to those before it alone.
-        bias: learned score bias by block and head, for the event that is attended to: what `model.bias` may be.
+        num_layers: number of blocks; 0 for no encoder. With `model.pooling: none` there is none either. Time grows with
+            the sum of the squared lengths: see `data.max_history`.
+        num_heads: heads of the self-attention, a divisor of `model.embedding_dim`.
+        feedforward_ratio: width of the hidden layer of a block's feed-forward part, as a multiple of
+            `model.embedding_dim`.
+        dropout: probability with which an element of the feed-forward part is zeroed in training.
+        causal: whether an event attends only to itself and to earlier events.
+        bias: learned score bias per block and head, of the event that is attended to; as `model.bias`.
     """
 
-    layers: int = 0
-    heads: int = 4
+    num_layers: int = 0
+    num_heads: int = 4
     feedforward_ratio: int = 4
     dropout: float = 0.0
     causal: bool = False
     bias: str | None = None
 
     def __post_init__(self) -> None:
-        _require(self.layers >= 0, "encoder.layers", self.layers, "0 or more")
-        for name in ("heads", "feedforward_ratio"):
+        _require(self.num_layers >= 0, "encoder.num_layers", self.num_layers, "0 or more")
+        for name in ("num_heads", "feedforward_ratio"):
             _require(getattr(self, name) >= 1, f"encoder.{name}", getattr(self, name), "at least 1")
         _require(0 <= self.dropout < 1, "encoder.dropout", self.dropout, "in [0, 1)")
 
 
 @dataclass
 class OptimizerGroup:
-    """The optimiser of one group of parameters.
+    """The optimizer of one group of parameters.
 
     Args:
         name: `adagrad`, `adam` or `adamw` of torch.optim; for embedding tables also TorchRec's `rowwise_adagrad`, with
-            one accumulator a row. Adagrad without weight decay takes sparse gradients for embedding tables: a step then
-            costs the rows of the batch, whatever the size of the table. Under torchrun tables are updated in the
-            backward pass by `adagrad` or `rowwise_adagrad`, both of which cost the rows of the batch.
+            one accumulator per row. Adagrad without weight decay uses sparse gradients for large embedding tables, so
+            that a step touches only the rows of the batch. Under torchrun the backward pass updates the tables, with
+            `adagrad` or `rowwise_adagrad`, and touches only the rows of the batch.
         learning_rate: step size.
         weight_decay: as in torch.optim: decoupled for adamw, an L2 penalty for the others.
     """
@@ -110,14 +112,14 @@ class OptimizerGroup:
 
 @dataclass
 class OptimizerConfig:
-    """Optimisers, chosen separately for the embedding tables and for everything else.
+    """The optimizers of the embedding tables and of all other parameters.
 
     Args:
-        dense: the MLPs, the attention and the encoder.
-        embeddings: the embedding tables.
-        average: with a number such as 0.99, the model that is evaluated has the exponential moving average of all
-            parameters, which keeps that share of itself a step. Each step then passes over all tables: leave it null
-            for large ones; under torchrun it must be null.
+        dense: for the MLPs, the attention and the encoder.
+        embeddings: for the embedding tables.
+        average: decay of an exponential moving average of all parameters, such as 0.99; evaluation then uses the
+            average. Every step updates the average of all tables, so leave it null for large ones. It must be null
+            under torchrun.
     """
 
     dense: OptimizerGroup = field(default_factory=OptimizerGroup)
@@ -137,15 +139,15 @@ class OptimizerConfig:
 
 @dataclass
 class ShardingConfig:
-    """How the embedding tables are spread over the processes that torchrun launches; see docs/distributed.md.
+    """Sharding of the embedding tables over the processes that torchrun launches; see docs/distributed.md.
 
     Args:
-        type: `table_wise` (a table lies whole in one process), `row_wise` or `column_wise` (it is cut between rows or
-            columns), or `auto`: TorchRec's planner chooses one for each table.
-        min_partition: columns of a shard under `column_wise`; a multiple of 4 and a divisor of `model.embedding_dim`.
-        compute_kernel: `fused` (tables in the device's memory), `fused_uvm_caching` (in the host's memory, with a cache
-            on the GPU: for tables larger than the GPUs), or `auto`: the planner chooses.
-        cache_load_factor: rows in that cache as a share of the table's, in (0, 1].
+        type: `table_wise` (each table is in one process), `row_wise` or `column_wise` (each table is split by rows or
+            columns), or `auto`: TorchRec's planner chooses for each table.
+        min_partition: columns per shard under `column_wise`; a multiple of 4 and a divisor of `model.embedding_dim`.
+        compute_kernel: `fused` (tables in device memory), `fused_uvm_caching` (tables in host memory, with a cache on
+            the GPU, for tables that exceed GPU memory), or `auto`: the planner chooses.
+        cache_load_factor: fraction of a table's rows that the cache holds, in (0, 1].
     """
 
     type: Literal["auto", "table_wise", "row_wise", "column_wise"] = "auto"
@@ -154,26 +156,27 @@ class ShardingConfig:
     cache_load_factor: float = 0.2
 
     def __post_init__(self) -> None:
-        width, share = self.min_partition, self.cache_load_factor
+        width, fraction = self.min_partition, self.cache_load_factor
         _require(width >= 4 and width % 4 == 0, "sharding.min_partition", width, "a positive multiple of 4")
-        _require(0 < share <= 1, "sharding.cache_load_factor", share, "in (0, 1]")
+        _require(0 < fraction <= 1, "sharding.cache_load_factor", fraction, "in (0, 1]")
 
 
 @dataclass
 class TrainingConfig:
-    """The loop.
+    """The training loop.
 
     Args:
-        run_dir: folder of the run; must be new or empty. Null makes `runs/<date>-<time>`.
-        epochs: most epochs to train.
-        batch_size: samples a step; under torchrun the processes share them.
-        eval_batch_size: samples a batch of evaluation, shared likewise.
-        monitor: validation metric that picks the best epoch: `auc` (highest) or `ne` (lowest).
-        patience: epochs without a better `monitor` after which training stops; null never stops early.
-        seed: of parameters, dropout, sample order and sampled negatives; in [0, 2**32).
-        device: `auto` is cuda where there is one, else cpu.
+        run_dir: folder of the run, new or empty. Null means `runs/<date>-<time>`.
+        epochs: maximum number of epochs.
+        batch_size: samples per step, over all processes under torchrun.
+        eval_batch_size: samples per batch of evaluation, over all processes under torchrun.
+        monitor: validation metric that selects the best epoch: `auc` (highest) or `ne` (lowest).
+        patience: training stops after this number of epochs without a better `monitor`; null never stops early.
+        seed: seed of parameters, dropout, sample order and sampled negatives; in [0, 2**32).
+        device: `auto` means cuda if there is a GPU, else cpu.
         log_every: steps between two lines of training metrics.
-        checkpoint_every: steps between two checkpoints inside an epoch, beside the one after each epoch; 0 for none.
+        checkpoint_every: steps between checkpoints within an epoch, in addition to the one after each epoch; 0 for
+            none.
     """
 
     run_dir: str | None = None
@@ -197,7 +200,7 @@ class TrainingConfig:
 
 @dataclass
 class Config:
-    """Everything a run depends on."""
+    """The whole config of a run."""
 
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -207,8 +210,8 @@ class Config:
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
     def __post_init__(self) -> None:
-        fits = self.encoder.layers == 0 or self.model.embedding_dim % self.encoder.heads == 0
-        _require(fits, "encoder.heads", self.encoder.heads, "a divisor of model.embedding_dim")
+        fits = self.encoder.num_layers == 0 or self.model.embedding_dim % self.encoder.num_heads == 0
+        _require(fits, "encoder.num_heads", self.encoder.num_heads, "a divisor of model.embedding_dim")
         width = self.sharding.min_partition
         fits = self.sharding.type != "column_wise" or self.model.embedding_dim % width == 0
         _require(fits, "sharding.min_partition", width, "a divisor of model.embedding_dim under column_wise")

@@ -1,7 +1,7 @@
-"""The processes of a run: one alone, or those that torchrun has launched.
+"""The processes of a run: a single one, or those that torchrun launches.
 
-Each rank of a launched run has one device and its part of every batch. Tensors travel between devices over NCCL, or
-over gloo where there is no GPU; Python objects and flags always travel over gloo, which no GPU has to be waited for.
+Each rank has one device and a part of every batch. Tensors are exchanged with NCCL, or with gloo on CPUs. Python
+objects and flags are always exchanged with gloo, which does not synchronize with the GPU.
 """
 
 import os
@@ -21,13 +21,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """This process among those of its run.
+    """This process and the other processes of its run.
 
     Args:
-        device: where it computes.
-        rank, size: its number, and how many there are.
-        launched: whether by torchrun; then the tables are sharded, over one process too.
-        control: the gloo group of all processes; None where the run was not launched.
+        device: of this process.
+        rank: number of this process.
+        size: number of processes.
+        launched: whether torchrun started the run; its tables are sharded then, also for a single process.
+        control: gloo group of all processes; None without torchrun.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -38,11 +39,11 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that writes files and talks."""
+        """Whether this is the process that writes files and prints."""
         return self.rank == 0
 
     def on_first(self, act: Callable[[], T]) -> T:
-        """What `act` returns on rank 0, on every rank; what it raises there is raised on every rank."""
+        """Calls `act` on rank 0; returns its result, or raises its exception, on every rank."""
         if not self.launched:
             return act()
         outcome: list = [None, None]
@@ -65,14 +66,14 @@ class World:
         return items or []
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum of every rank's `tensor`, which lies on its device; a new tensor."""
+        """The sum of `tensor`, which is on each rank's device, over the ranks; a new tensor."""
         total = tensor.clone()
         if self.launched:
             dist.all_reduce(total)
         return total
 
     def max(self, number: int) -> int:
-        """The greatest of every rank's `number`."""
+        """The maximum of `number` over the ranks."""
         if not self.launched:
             return number
         flag = torch.tensor(number)
@@ -81,19 +82,19 @@ class World:
 
 
 def launched() -> bool:
-    """Whether torchrun, or what sets the same environment, has started this process."""
+    """Whether torchrun started this process (or a launcher that sets the same environment)."""
     return "WORLD_SIZE" in os.environ
 
 
 @contextmanager
 def join_world(device_name: str) -> Iterator[World]:
-    """Joins the processes of a launched run, where this is one.
+    """Joins the processes of the run; under torchrun it initializes torch.distributed.
 
     Args:
-        device_name: `training.device`; with GPUs each process takes the one of its local rank.
+        device_name: `training.device`; each process uses the GPU with its local rank.
 
     Raises:
-        ConfigError: the device is not there.
+        ConfigError: the device is missing.
     """
     device = _device(device_name)
     if not launched():
@@ -103,17 +104,17 @@ def join_world(device_name: str) -> Iterator[World]:
     if device.type == "cuda":
         processes, count = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
         if processes > count:
-            fault = f"must be 'cpu', or this host's {processes} processes no more than its {count} GPUs"
-            raise ConfigError(f"training.device: got '{device_name}', {fault}")
+            fix = f"lower --nproc_per_node to {count} or set training.device to cpu"
+            raise ConfigError(f"training.device: {processes} processes on a host with {count} GPUs; {fix}")
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        _meet("nccl")
+        _init_process_group("nccl")
         control = dist.new_group(backend="gloo")
     else:
-        _meet("gloo")
+        _init_process_group("gloo")
         control = dist.group.WORLD
     yield World(device, dist.get_rank(), dist.get_world_size(), launched=True, control=control)
-    # Not after an error: the others may be inside of a collective, and torchrun ends them when this process has ended.
+    # Not after an error: other ranks may be in a collective, and torchrun stops them when this process exits.
     dist.destroy_process_group()
 
 
@@ -122,16 +123,19 @@ def _hosts() -> int:
 
 
 def _check_restarts() -> None:
-    """Over several hosts each counts its own restarts: in one store nothing would tell the attempts apart."""
+    """Raises ConfigError if restarts over several hosts would share a store.
+
+    Each host counts its own restarts, so the store's keys of two attempts would be the same.
+    """
     may_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
     if _hosts() > 1 and may_restart and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        raise ConfigError("torchrun --max_restarts over several hosts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
+        raise ConfigError("torchrun --max_restarts on several hosts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
 
 
-def _meet(backend: str) -> None:
+def _init_process_group(backend: str) -> None:
     store, rank, size = next(dist.rendezvous("env://"))
-    # torchrun keeps its store when it restarts, with the addresses of dead processes in it; on one host the number of
-    # restarts tells the attempts apart.
+    # torchrun keeps its store over restarts, with the addresses of dead processes in it. On one host the number of the
+    # restart gives each attempt its own keys.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if _hosts() == 1 else "0"
     store = dist.PrefixStore(f"attempt-{attempt}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
@@ -139,5 +143,5 @@ def _meet(backend: str) -> None:
 
 def _device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("training.device: got 'cuda', must be 'cpu' or 'auto' where there is no GPU")
+        raise ConfigError("training.device: got 'cuda', but there is no GPU; set it to cpu or auto")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")

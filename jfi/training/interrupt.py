@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request that the loop honours between two batches."""
+"""Ctrl-C and SIGTERM as requests to stop, which the loop checks between batches."""
 
 import signal
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from jfi.training.distributed import World
 
 
 class Interrupted(Exception):
-    """Training stopped on a signal after its state was saved."""
+    """A signal stopped training, and the state has been saved."""
 
     def __init__(self, signum: int, run_dir: object):
         super().__init__(f"stopped by {signal.Signals(signum).name}; continue with --resume {run_dir}")
@@ -16,12 +16,12 @@ class Interrupted(Exception):
 
 
 class StopRequest:
-    """Whether a signal has asked to stop."""
+    """The signal that requests a stop, if any."""
 
     signum: int = 0
 
     def check(self, run_dir: object, world: World) -> None:
-        """Raises Interrupted on every process of `world` if any has been asked; all call this together."""
+        """Raises Interrupted on all processes of `world` if one got a signal; all must call it together."""
         signum = world.max(self.signum)
         if signum:
             raise Interrupted(signum, run_dir)
@@ -29,7 +29,7 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Collects the first SIGINT or SIGTERM; the second one acts as if this were not here."""
+    """Records the first SIGINT or SIGTERM; the second one has its previous handler."""
     request = StopRequest()
     previous = {}
 

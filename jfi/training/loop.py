@@ -1,11 +1,11 @@
-"""The training loop: epochs, evaluation, early stopping, checkpoints, the test with the best epoch, pictures.
+"""The training loop: epochs, evaluation, early stopping, checkpoints, the test of the best epoch, plots.
 
-Everything the next step depends on is in a checkpoint: parameters, optimiser, random generators, the running sums, and
-in `Progress` the place in the epoch, the best epoch and the length of metrics.jsonl. Batches are a pure function of
-(seed, epoch, number), so a run that was killed continues to the same bits.
+A checkpoint has everything that the next step depends on: parameters, optimizer, random generators, running sums, and
+in `Progress` the position in the epoch, the best epoch and the length of metrics.jsonl. Batches are a pure function of
+(seed, epoch, number), so a killed run continues with the same bits.
 
-Launched by torchrun, every process runs this loop on its part of each batch, and all take the same decisions: what
-depends on a file, a signal or all predictions is decided by one and told to the others.
+Under torchrun every process runs this loop on its part of each batch, and all make the same decisions: those that
+depend on a file, a signal or all predictions are made by one process and broadcast.
 """
 
 import dataclasses
@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -25,46 +24,32 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from tqdm import tqdm
 
-from jfi.data import Batch, InteractionDataset, load_dataset
+from jfi.data import Batch, InteractionDataset
 from jfi.training.build import build_model, build_optimizer, draw_tables, table_configs
 from jfi.training.checkpoint import (
     DamagedCheckpointError,
     checkpoint_name,
     keep_checkpoints,
-    latest_checkpoint,
     load_checkpoint,
-    read_progress,
     save_checkpoint,
 )
 from jfi.training.config import Config, ConfigError
-from jfi.training.distributed import World, join_world
+from jfi.training.distributed import World
 from jfi.training.interrupt import Interrupted, StopRequest, stop_on_signals
 from jfi.training.metrics import Predictions, normalized_entropy
-from jfi.training.pictures import draw_attention, draw_curves
-from jfi.training.run import Recorder, RunFolder, SilentRecorder, check_new, read_metrics
+from jfi.training.plots import draw_attention, draw_curves
+from jfi.training.progress import Progress, last_progress
+from jfi.training.recorder import Recorder, SilentRecorder, read_metrics
+from jfi.training.run_folder import RunFolder
 from jfi.training.sharding import check_sharded, shard_model
 
-#: Of a batch, or a rank's part of it: logits, labels and users, all [B].
+#: Logits, labels and users, [B] each, of a batch or of a rank's part of it.
 Output = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass
-class Progress:
-    """Where a run stands: `epoch` epochs are done and `batch` batches of the next one."""
-
-    epoch: int = 0
-    batch: int = 0
-    step: int = 0
-    best_epoch: int = 0
-    best: float = -math.inf
-    log_length: int = 0
-    train_seconds: float = 0.0
-    world_size: int = 0  # 0: not launched by torchrun
-
-
-@dataclass
 class Result:
-    """What a run ends with: metrics of the best epoch on both held-out parts, and the time spent in training steps."""
+    """The result of a run: metrics of the best epoch on both held-out splits, and the time spent in training steps."""
 
     run_dir: str
     best_epoch: int
@@ -74,49 +59,17 @@ class Result:
     train_seconds: float
 
 
-def train(config: Config, dataset: InteractionDataset | None = None) -> Result:
-    """Trains a new run in `config.training.run_dir`.
-
-    Launched by torchrun, which restarts the command after a death, it goes on with a run of the same config there.
+class Trainer:
+    """The model, the optimizer and the progress of one run.
 
     Args:
-        config: the whole configuration.
-        dataset: of `config.data`, where the caller has loaded it already.
+        config: the whole config.
+        dataset: the dataset of `config.data`.
+        world: the processes of the run.
 
     Raises:
-        ConfigError, DataError: faults of the configuration or the data; nothing has been written then.
-        FloatingPointError: the loss is no longer a number.
-        Interrupted: SIGINT or SIGTERM; the state is saved.
+        ConfigError: the config does not fit the dataset or the processes.
     """
-    run_dir = config.training.run_dir
-    with join_world(config.training.device) as world:
-        begun = world.launched and world.on_first(lambda: RunFolder.holds(config))
-        if not begun and run_dir is not None:
-            world.on_first(lambda: check_new(Path(run_dir)))
-        trainer = Trainer(config, load_dataset(config.data) if dataset is None else dataset, world)
-        if begun:
-            run = RunFolder(Path(run_dir))
-            trainer.restore(run)
-        else:
-            run = world.on_first(lambda: RunFolder.create(config))
-        return trainer.run(run)
-
-
-def resume(run_dir: str | Path) -> Result:
-    """Continues the run in `run_dir` from its last whole checkpoint, or from the start where there is none.
-
-    Raises:
-        As `train`; ConfigError also where the folder is no run, or a damaged one.
-    """
-    run, config = RunFolder.open(run_dir)
-    with join_world(config.training.device) as world:
-        trainer = Trainer(config, load_dataset(config.data), world)
-        trainer.restore(run)
-        return trainer.run(run)
-
-
-class Trainer:
-    """Model, optimiser and progress of one run."""
 
     def __init__(self, config: Config, dataset: InteractionDataset, world: World):
         self.config = config
@@ -145,25 +98,25 @@ class Trainer:
         if config.optimizer.average is not None:
             average = get_ema_multi_avg_fn(config.optimizer.average)
             self.modules["average"] = AveragedModel(self.model, multi_avg_fn=average)
-        # Of the samples since the last line of the log: summed loss, summed label, number.
+        # Summed loss, summed label and number of the samples since the last line of the log.
         self.window = torch.zeros(3, dtype=torch.float64, device=self.device)
 
     def restore(self, run: RunFolder) -> None:
-        """Takes up the last whole checkpoint of `run`, if there is one.
+        """Loads the last complete checkpoint of `run`, if there is one.
 
         Raises:
-            ConfigError: its progress.json or tensors are missing or damaged, or metrics.jsonl is shorter than it says,
-                or the run was launched by torchrun and this one is not, or the other way round.
+            ConfigError: progress.json or the tensors are missing or damaged, metrics.jsonl is shorter than at the
+                checkpoint, or only one of this process and the run was started by torchrun.
         """
-        path, progress = self.world.on_first(lambda: _last_checkpoint(run))
+        path, progress = self.world.on_first(lambda: last_progress(run))
         if path is None:
             return
         if bool(progress.world_size) != self.world.launched:
             how = "with" if progress.world_size else "without"
-            raise ConfigError(f"--resume {run.path}: the run was started {how} torchrun; continue it likewise")
+            raise ConfigError(f"--resume {run.path}: the run was started {how} torchrun; resume it {how} torchrun")
         for _, optimizer in self.optimizer.optimizers:
-            if isinstance(optimizer, KeyedOptimizerWrapper):  # the fused one always has its state
-                optimizer.init_state()  # a step with zero gradients, so that there is state to load into
+            if isinstance(optimizer, KeyedOptimizerWrapper):  # the fused optimizer always has its state
+                optimizer.init_state()  # a step with zero gradients, which allocates the state
                 optimizer.zero_grad(set_to_none=True)
         same_world = progress.world_size == self.progress.world_size
         self.progress = dataclasses.replace(progress, world_size=self.progress.world_size)
@@ -186,11 +139,11 @@ class Trainer:
         if self.device.type == "cuda":
             torch.cuda.set_rng_state(random["cuda"], self.device)
 
-    def run(self, run: RunFolder) -> Result:
-        """Trains to the end, tests the best epoch and draws the pictures."""
+    def fit(self, run: RunFolder) -> Result:
+        """Trains to the end, tests the best epoch and draws the plots."""
         progress, world = self.progress, self.world
-        # The backward runs on this thread: at every step autograd's own would be woken and waited for, which costs the
-        # host more than it takes to launch what short histories need.
+        # Run the backward on this thread. Waking autograd's thread and waiting for it in every step costs the host more
+        # than launching the kernels for short histories.
         with (
             self._recorder(run) as recorder,
             stop_on_signals() as stop,
@@ -229,7 +182,7 @@ class Trainer:
         return TrainPipelineSparseDist(self.model, self.optimizer, self.device, custom_model_fwd=self._forward)
 
     def _reseed(self) -> None:
-        """A random generator of its own for every rank of a launched run, by the step where it begins."""
+        """Seeds the random generator of this rank, by the step where it starts."""
         origin = self.config.training.seed, self.world.rank, self.progress.step
         torch.manual_seed(int(np.random.SeedSequence(origin).generate_state(1)[0]))
 
@@ -262,7 +215,7 @@ class Trainer:
             stop.check(run.path, self.world)
 
     def _outputs(self, split: str, size: int, start: int, label: str) -> Iterator[Output]:
-        """Sends the batches of a split through the model, each followed by a step where the model is in training."""
+        """Runs the model on the batches of a split; in training mode an optimizer step follows each."""
         batches = self._batches(split, size, start, label)
         if self.pipeline is not None:
             with suppress(StopIteration):
@@ -278,7 +231,7 @@ class Trainer:
             yield output
 
     def _forward(self, batch: Batch) -> tuple[Tensor | None, Output]:
-        """The loss in training, else None, and what came out; a train pipeline calls it too, batch by batch."""
+        """The loss in training, else None, and the output. Train pipelines call it as well."""
         training, labels = self.model.training, batch.labels
         model = self.model if training else self._evaluated
         logits = model(batch.dense_features, batch.sparse_features).squeeze(-1)
@@ -287,12 +240,12 @@ class Trainer:
             return None, output
         size = labels.new_full((), labels.numel())
         if self.world.launched:
-            # Gradients are averaged over the ranks: each gives its samples' sum over an equal share of the whole batch.
+            # DDP averages gradients over the ranks, so a rank divides the sum over its samples by batch size / ranks.
             batch_size = self.config.training.batch_size
             rest = self.dataset.num_samples("train") - self.progress.batch * batch_size
-            share = min(batch_size, rest) / self.world.size
+            mean_part = min(batch_size, rest) / self.world.size
             total = binary_cross_entropy_with_logits(logits, labels, reduction="sum")
-            loss = total / share
+            loss = total / mean_part
         else:
             loss = binary_cross_entropy_with_logits(logits, labels)
             total = loss * size
@@ -305,7 +258,9 @@ class Trainer:
         loss, mean_label = loss / samples, labels / samples
         step = self.progress.step
         if not math.isfinite(loss):
-            raise FloatingPointError(f"the loss is {loss} at step {step}; lower optimizer.*.learning_rate")
+            raise FloatingPointError(
+                f"the loss is {loss} at step {step}; lower the learning rates (optimizer.*.learning_rate)"
+            )
         metrics = {"loss": loss, "ne": normalized_entropy(loss, mean_label)}
         recorder.metrics("train", self.progress.epoch + 1, step, metrics)
         return samples
@@ -334,11 +289,11 @@ class Trainer:
 
     def _batches(self, split: str, size: int, start: int, label: str) -> Iterator[Batch]:
         order = {"rank": self.world.rank, "world_size": self.world.size}
-        if split == "train":  # the held-out parts have the same order and the same sampled negatives in every run
+        if split == "train":  # held-out splits have the same order and the same sampled negatives in every run
             order |= {"shuffle": True, "seed": self.config.training.seed, "epoch": self.progress.epoch}
         batches = self.dataset.batches(split, size, start_batch=start, **order)
         samples = self.dataset.num_samples(split)
-        # No bar where nobody watches: disable=None looks whether stderr is a terminal.
+        # disable=None shows the bar only if stderr is a terminal.
         hidden = None if self.world.is_first else True
         with tqdm(
             total=samples,
@@ -350,7 +305,7 @@ class Trainer:
             leave=False,
         ) as bar:
             for batch in batches:
-                # A pipeline copies to the device by itself, beside the computing where the memory is pinned.
+                # A pipeline copies batches to the device itself, concurrently if the memory is pinned.
                 yield batch.pin_memory() if self.pipeline is not None else batch.to(self.device, non_blocking=True)
                 bar.update(batch.labels.numel() * self.world.size)
 
@@ -366,7 +321,7 @@ class Trainer:
             module.load_state_dict(state[name])
 
     def _state(self) -> dict:
-        random = {"cpu": torch.get_rng_state()}  # of this rank; tables are whole or shards, the rest is equal on all
+        random = {"cpu": torch.get_rng_state()}  # of this rank; other tensors are shards or equal on all ranks
         if self.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self.device)
         return {
@@ -383,17 +338,3 @@ class Trainer:
         save_checkpoint(run.checkpoints, name, self._state(), asdict(progress), self.world)
         best = checkpoint_name(progress.best_epoch, 0)
         self.world.on_first(lambda: keep_checkpoints(run.checkpoints, {name, best}))
-
-
-def _last_checkpoint(run: RunFolder) -> tuple[Path | None, Progress]:
-    """The last whole checkpoint of `run`, or None, and where it stands."""
-    path = latest_checkpoint(run.checkpoints)
-    if path is None:
-        return None, Progress()
-    try:
-        progress = Progress(**read_progress(path))
-    except (OSError, TypeError, ValueError):
-        fault = f"{path / 'progress.json'} is missing or damaged; remove that checkpoint to continue without it"
-        raise ConfigError(f"--resume {run.path}: {fault}") from None
-    run.check_metrics(progress.log_length)
-    return path, progress

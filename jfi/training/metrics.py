@@ -1,10 +1,10 @@
-"""Metrics of click models, computed once over all predictions of a split, in float64 on the CPU.
+"""Metrics of click models, computed over all predictions of a split, in float64 on the CPU.
 
 loss      mean of -[y log p + (1 - y) log(1 - p)], in nats
-ne        loss divided by the loss of always predicting the split's mean label: 1 has learnt nothing (He et al.,
-          "Practical Lessons from Predicting Clicks on Ads at Facebook", 2014)
-auc       probability that a positive is scored above a negative, ties counting one half
-user_auc  AUC among one user's samples, averaged over the users who have both labels, weighted by their samples
+ne        normalized entropy: the loss over that of always predicting the split's mean label, so that 1 is no better
+          than a constant (He et al., "Practical Lessons from Predicting Clicks on Ads at Facebook", 2014)
+auc       probability that a positive is scored above a negative, where a tie counts one half
+user_auc  AUC of each user's samples, averaged over the users with both labels, weighted by their number of samples
           (GAUC of Zhou et al., "Deep Interest Network for Click-Through Rate Prediction", 2018)
 """
 
@@ -25,7 +25,7 @@ def entropy(mean_label: float) -> float:
 
 
 def normalized_entropy(loss: float, mean_label: float) -> float:
-    """`loss` in nats over the entropy of the mean label; NaN where all labels are equal.
+    """`loss` in nats over the entropy of the mean label; NaN if all labels are equal.
 
     >>> round(normalized_entropy(math.log(2) / 2, 0.5), 6)
     0.5
@@ -35,23 +35,23 @@ def normalized_entropy(loss: float, mean_label: float) -> float:
 
 
 def auc(logits: Tensor, labels: Tensor) -> float:
-    """Area under the ROC curve; NaN where all labels are equal."""
+    """Area under the ROC curve; NaN if all labels are equal."""
     positives = int(labels.sum())
     if positives in (0, labels.numel()):
         return math.nan
-    # A rank keeps what binary_auroc's sigmoid would round together, and equal logits stay equal.
+    # Ranks, since the sigmoid of binary_auroc would round large logits to ties. Equal logits have equal ranks.
     ranks = torch.unique(logits, return_inverse=True)[1]
     return binary_auroc(ranks.double() / labels.numel(), labels.long()).item()
 
 
 def user_auc(logits: Tensor, labels: Tensor, users: Tensor) -> float:
-    """AUC of each user's own samples, weighted by their number; NaN where no user has both labels.
+    """AUC of each user's samples, weighted by their number; NaN if no user has both labels.
 
-    Mann-Whitney: AUC = (sum of the positives' ranks - P (P + 1) / 2) / (P N), tied scores sharing their mean rank.
+    Mann-Whitney: AUC = (sum of the positives' ranks - P (P + 1) / 2) / (P N), where tied scores have their mean rank.
 
     Args:
         logits: [N] scores.
-        labels: [N] of 0 and 1.
+        labels: [N], 0 or 1.
         users: [N] integer ids.
 
     >>> user_auc(torch.tensor([0.1, 0.9, 0.3, 0.3]), torch.tensor([0.0, 1, 0, 1]), torch.tensor([7, 7, 8, 8]))
@@ -101,12 +101,12 @@ class Predictions:
         self.users.append(users)
 
     def on_cpu(self) -> "Predictions":
-        """The same as one batch on the CPU."""
+        """The same predictions as one batch on the CPU."""
         return Predictions(*([torch.cat(column).cpu()] for column in (self.logits, self.labels, self.users)))
 
     @staticmethod
     def join(parts: "list[Predictions]") -> "Predictions":
-        """All that was added to any of `parts`."""
+        """The predictions of all `parts`."""
         whole = Predictions()
         for part in parts:
             whole.logits += part.logits
@@ -115,7 +115,7 @@ class Predictions:
         return whole
 
     def metrics(self) -> dict[str, float]:
-        """Every metric of `METRICS` over all that was added."""
+        """Every metric of `METRICS` over all predictions."""
         logits = torch.cat(self.logits).double().cpu()
         labels = torch.cat(self.labels).double().cpu()
         users = torch.cat(self.users).cpu()

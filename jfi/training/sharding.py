@@ -1,7 +1,8 @@
-"""A model whose embedding tables are spread over the processes of a launched run, and the optimiser that goes with it.
+"""Shards the embedding tables of a model over the processes of a run, and builds the optimizer of the sharded model.
 
-TorchRec's DistributedModelParallel: its planner lays the tables out, their update is fused into the backward pass, and
-everything else is replicated by DistributedDataParallel. Parameters keep the names that they have in one process.
+TorchRec's DistributedModelParallel does it: its planner places the tables, their update is fused into the backward
+pass, and DistributedDataParallel replicates all other parameters. Parameters keep the names that they have in one
+process.
 """
 
 import os
@@ -32,24 +33,24 @@ from jfi.training.build import OPTIMIZERS, keyed_optimizer, table_configs
 from jfi.training.config import Config, ConfigError, ShardingConfig
 from jfi.training.distributed import World
 
-#: What torch.optim and TorchRec's own class divide by beside the accumulator; fbgemm's default is another.
+#: The epsilon of torch.optim's Adagrad and of TorchRec's RowWiseAdagrad; fbgemm has another default.
 _EPS = 1e-10
-#: Optimisers whose fused form makes the same step as the one of a single process.
+#: Optimizers whose fused form makes the same steps as the one of a single process.
 _FUSED = ("adagrad", "rowwise_adagrad")
-#: Share of the memory that the planner leaves to everything but tables.
+#: Fraction of the memory that the planner reserves for everything but tables.
 _RESERVED = 0.2
 _TYPES = ["table_wise", "row_wise", "column_wise"]
 
 
 def check_sharded(config: Config, device: torch.device) -> None:
-    """Refuses what a launched run cannot do.
+    """Checks that a run under torchrun supports the config.
 
     Raises:
-        ConfigError: it names the key.
+        ConfigError: a setting that it does not support, by its key.
     """
     optimizer, kernel = config.optimizer, config.sharding.compute_kernel
     if config.training.run_dir is None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
-        raise ConfigError("training.run_dir: got None, must be a folder under torchrun --max_restarts")
+        raise ConfigError("training.run_dir must be set when torchrun runs with --max_restarts")
     if optimizer.average is not None:
         raise ConfigError(f"optimizer.average: got {optimizer.average}, must be null under torchrun")
     if optimizer.embeddings.name not in _FUSED:
@@ -59,16 +60,19 @@ def check_sharded(config: Config, device: torch.device) -> None:
         got = optimizer.embeddings.weight_decay
         raise ConfigError(f"optimizer.embeddings.weight_decay: got {got}, must be 0 under torchrun")
     if kernel == "fused_uvm_caching" and device.type != "cuda":
-        raise ConfigError(f"sharding.compute_kernel: got '{kernel}', must be auto or fused where there is no GPU")
+        raise ConfigError(f"sharding.compute_kernel: got '{kernel}', must be auto or fused without a GPU")
 
 
 def shard_model(
     model: SequenceDLRM, config: Config, world: World
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
-    """Shards `model`, whose tables lie on the meta device, and leaves their values to `draw_tables`.
+    """Shards `model`, which has its tables on the meta device; `draw_tables` sets their values afterwards.
+
+    Returns:
+        The sharded model, and the optimizer of its tables and its other parameters.
 
     Raises:
-        ConfigError: the planner finds no room for the tables.
+        ConfigError: the planner finds no plan, since the tables do not fit.
     """
     tables, group = table_configs(model), config.optimizer.embeddings
     parameters = dict(model.named_parameters())
@@ -79,7 +83,7 @@ def shard_model(
             module.to(world.device)
     plan = world.on_first(lambda: _plan(model, list(tables.values()), config, world))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # TorchRec gives DDP an argument that torch 2.13 has renamed
+        warnings.simplefilter("ignore", FutureWarning)  # TorchRec passes DDP an argument that torch 2.13 deprecates
         sharded = DistributedModelParallel(model, device=world.device, plan=plan, sharders=_sharders())
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
     return sharded, CombinedOptimizer([sharded.fused_optimizer, keyed_optimizer(config.optimizer.dense, dense)])
@@ -110,13 +114,13 @@ def _plan(model: SequenceDLRM, tables: list[BaseEmbeddingConfig], config: Config
     try:
         return planner.plan(model, _sharders())
     except PlannerError as error:
-        raise ConfigError(f"sharding: TorchRec's planner finds no plan: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"sharding: TorchRec's planner found no plan: {str(error).splitlines()[0]}") from None
 
 
 def _constraints(table: BaseEmbeddingConfig, sharding: ShardingConfig, on_gpu: bool) -> ParameterConstraints:
     types = _TYPES if sharding.type == "auto" else [sharding.type]
     if types == ["row_wise"] and isinstance(table, EmbeddingBagConfig) and not on_gpu:
-        types = ["table_wise"]  # gloo has no collective for bags that are summed over ranks
+        types = ["table_wise"]  # gloo has no collective that sums bags over ranks
     kernels = [sharding.compute_kernel]
     if sharding.compute_kernel == "auto":
         kernels = ["fused", "fused_uvm_caching"] if on_gpu else ["fused"]

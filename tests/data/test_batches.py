@@ -9,7 +9,7 @@ from jfi.data import Batch, DataConfig, InteractionDataset, SyntheticConfig, loa
 
 
 @pytest.fixture(scope="module")
-def labelled() -> InteractionDataset:
+def labeled() -> InteractionDataset:
     synthetic = SyntheticConfig(num_users=30, num_items=40, mean_length=12.0)
     return load_dataset(DataConfig(source="synthetic", synthetic=synthetic))
 
@@ -26,7 +26,7 @@ def implicit(tmp_path_factory) -> InteractionDataset:
     return load_dataset(DataConfig(interactions=str(path), negatives=3))
 
 
-@pytest.fixture(params=["labelled", "implicit"])
+@pytest.fixture(params=["labeled", "implicit"])
 def dataset(request) -> InteractionDataset:
     return request.getfixturevalue(request.param)
 
@@ -91,20 +91,20 @@ def test_ranks_share_each_global_batch(dataset, world_size, shuffle):
         assert step == len(alone) - 1 or sum(sizes) == size
 
 
-def test_shuffling_keeps_every_sample(labelled):
-    in_order = Counter(row for batch in labelled.batches("train", 64) for row in rows_of(batch))
-    shuffled = Counter(row for batch in labelled.batches("train", 64, shuffle=True) for row in rows_of(batch))
+def test_shuffling_keeps_every_sample(labeled):
+    in_order = Counter(row for batch in labeled.batches("train", 64) for row in rows_of(batch))
+    shuffled = Counter(row for batch in labeled.batches("train", 64, shuffle=True) for row in rows_of(batch))
     assert in_order == shuffled
-    assert in_order.total() == labelled.num_samples("train")
+    assert in_order.total() == labeled.num_samples("train")
 
 
-def test_layout(labelled):
-    batch = next(labelled.batches("test", 10))
+def test_layout(labeled):
+    batch = next(labeled.batches("test", 10))
     sparse = batch.sparse_features
-    assert sparse.keys() == [spec.key for spec in labelled.features]
+    assert sparse.keys() == [spec.key for spec in labeled.features]
     assert (sparse.stride(), sparse.values().dtype, sparse.lengths().dtype) == (10, torch.int64, torch.int64)
     assert sparse.length_per_key() == [sparse[key].values().numel() for key in sparse.keys()]  # noqa: SIM118
-    for spec in labelled.features:
+    for spec in labeled.features:
         ids = sparse[spec.key].values()
         assert ids.min() >= 0
         assert ids.max() < spec.num_embeddings
@@ -120,16 +120,16 @@ def test_layout(labelled):
     assert torch.equal(batch.dense_features, torch.zeros(10, 1))
 
 
-def test_target_and_history_share_a_table(labelled):
-    tables = {spec.key: (spec.table, spec.num_embeddings) for spec in labelled.features}
+def test_target_and_history_share_a_table(labeled):
+    tables = {spec.key: (spec.table, spec.num_embeddings) for spec in labeled.features}
     assert tables["item"] == tables["history_item"]
     assert tables["category"] == tables["history_category"]
     assert len({tables["item"][0], tables["category"][0], tables["history_rating"][0]}) == 3
     assert tables["history_age"][0] == ""
 
 
-def test_batch_moves_to_a_device(labelled):
-    batch = next(labelled.batches("test", 10)).to(torch.device("meta"), non_blocking=True)
+def test_batch_moves_to_a_device(labeled):
+    batch = next(labeled.batches("test", 10)).to(torch.device("meta"), non_blocking=True)
     tensors = (batch.dense_features, batch.sparse_features.values(), batch.labels, batch.users)
     assert {tensor.device.type for tensor in tensors} == {"meta"}
 
@@ -159,9 +159,9 @@ def test_held_out_positives_are_items_of_training(write, caplog):
     for split in ("validation", "test"):
         assert dataset.num_samples(split) == 3
         batch = next(dataset.batches(split, 10))
-        # Id 0, the unseen item, would tell a positive from the negatives, which are items of training.
+        # Id 0, the unseen item, would tell a positive from the negatives, which are items of the training split.
         assert batch.sparse_features["item_id"].values().min() > 0
-        dropped = f"1 of 2 positives of the {split} split dropped: training has not seen their items"
+        dropped = f"dropped 1 of 2 positives of the {split} split, whose items are not in the training split"
         assert any(dropped in message for message in caplog.messages)
 
 
@@ -173,6 +173,6 @@ def test_held_out_positives_are_items_of_training(write, caplog):
         ({"rank": 2, "world_size": 2}, r"rank is 2; it must be in \[0, world_size = 2\)"),
     ],
 )
-def test_wrong_arguments(labelled, arguments, message):
+def test_wrong_arguments(labeled, arguments, message):
     with pytest.raises(ValueError, match=message):
-        labelled.batches(**{"split": "train", "batch_size": 4} | arguments)
+        labeled.batches(**{"split": "train", "batch_size": 4} | arguments)

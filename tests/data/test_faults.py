@@ -41,15 +41,15 @@ def test_the_table_of_these_tests_is_right(write):
             ["1,1,5,2020-01-01", "1,2,5,2020-01-02", "1,3,5,noon"],
             "r.csv:4: 'timestamp' is 'noon', neither a number nor a date",
         ),
-        (["1,1,5,2020-01-01", "1,2,5,77"], "r.csv:3: 'timestamp' is '77', not of the kind of the first"),
+        (["1,1,5,2020-01-01", "1,2,5,77"], "r.csv:3: 'timestamp' is '77', but the first value is of another kind"),
         ([*ROWS, "3,1,5,"], "r.csv:8: empty 'timestamp'"),
         ([*ROWS[:3], ",1,5,70"], "r.csv:5: empty 'user_id'"),
         ([*ROWS[:3], "1,,5,70"], "r.csv:5: empty 'item_id'"),
-        ([*ROWS, "3,1,5"], "r.csv:8: 3 fields, 4 expected"),
-        ([*ROWS[:1], "", "3,1,5,70,9", *ROWS[1:]], "r.csv:4: 5 fields, 4 expected"),
+        ([*ROWS, "3,1,5"], "r.csv:8: 3 fields, expected 4"),
+        ([*ROWS[:1], "", "3,1,5,70,9", *ROWS[1:]], "r.csv:4: 5 fields, expected 4"),
         ([], "r.csv: no rows"),
         (["", ""], "r.csv: no rows"),
-        (ROWS[:2], "the train split is empty: 2 labelled rows, split by fractions [0.1, 0.45, 0.45]"),
+        (ROWS[:2], "the train split is empty: 2 labeled rows, split by data.fractions [0.1, 0.45, 0.45]"),
         (["1,1,,10", "1,1,,20"], "label 'rating >= 4' is empty in every row"),
         (["1,1,5,10", "1,2,5,20", "1,3,5,30"], "label 'rating >= 4': all 1 labels of the train split are 1"),
     ],
@@ -63,7 +63,7 @@ def test_lines_are_counted_through_quoted_newlines(write):
     header = "user_id,item_id,rating,timestamp,note"
     rows = ['1,1,5,10,"two', "", 'lines"', "", '1,2,5,20,a 5" disc', "2,1,1,30,b"]
     assert fault(write("a.csv", header, *rows, "3,1,bad,40,c")) == "a.csv:8: 'rating' is 'bad', not a number"
-    assert fault(write("b.csv", header, *rows, "3,1")) == "b.csv:8: 2 fields, 5 expected"
+    assert fault(write("b.csv", header, *rows, "3,1")) == "b.csv:8: 2 fields, expected 5"
     # More than a block of Arrow's reader.
     rows = [f'{i},1,5,{i},"{"x" * 40}\n{"y" * 40}"' for i in range(30_000)]
     assert fault(write("c.csv", header, *rows, "3,1,bad,40,c")) == "c.csv:60002: 'rating' is 'bad', not a number"
@@ -72,7 +72,7 @@ def test_lines_are_counted_through_quoted_newlines(write):
 def test_faults_deep_in_a_large_file_are_placed(write):
     rows = [f"{i},1,5,{i}" for i in range(200_000)]
     assert fault(write("a.csv", HEADER, *rows, "1,1,bad,2")) == "a.csv:200002: 'rating' is 'bad', not a number"
-    assert fault(write("b.csv", HEADER, *rows, "1,1")) == "b.csv:200002: 2 fields, 4 expected"
+    assert fault(write("b.csv", HEADER, *rows, "1,1")) == "b.csv:200002: 2 fields, expected 4"
 
 
 @pytest.mark.parametrize(
@@ -83,21 +83,24 @@ def test_faults_deep_in_a_large_file_are_placed(write):
         ({"item": "x"}, "r.csv: no column 'x'; known: user_id, item_id, rating, timestamp"),
         ({"label": "stars >= 4"}, "r.csv: no column 'stars'; known: user_id, item_id, rating, timestamp"),
         ({"label": "ratings"}, "r.csv: no column 'ratings'; did you mean 'rating'?"),
-        ({"label": "rating"}, "r.csv:2: label 'rating' is 5, not 0 or 1; is a rule meant, as 'rating >= 5'?"),
-        ({"label": "rating >= good"}, "label rule 'rating >= good': 'good' is not a number, so it takes == or !="),
+        ({"label": "rating"}, "r.csv:2: label 'rating' is 5, not 0 or 1; did you mean a rule such as 'rating >= 5'?"),
+        ({"label": "rating >= good"}, "label rule 'rating >= good': 'good' is not a number; compare it with == or !="),
         ({"label": "rating >= 9"}, "label 'rating >= 9': all 2 labels of the train split are 0"),
         ({"interactions": "gone.csv"}, "gone.csv: no such file or directory"),
-        ({"interactions": "ratings.xls"}, "ratings.xls: no layout is known by this name; known: u.data, u.user, "),
-        ({"interactions": None}, "interactions is not set; it must name the file of interactions"),
-        ({"label": None, "negatives": 0}, "negatives is 0; without a label it must be at least 1"),
-        ({"max_history": 0}, "max_history is 0; it must be at least 1"),
-        ({"synthetic": SyntheticConfig(num_items=0)}, "synthetic.num_items is 0; it must be at least 1"),
-        ({"synthetic": SyntheticConfig(seed=-1)}, "synthetic.seed is -1; it must be at least 0"),
-        ({"separators": {"rating": ""}}, "separators.rating is ''; it must be what separates the values"),
-        ({"fractions": [0.9, 0.2, 0.1]}, "fractions is [0.9, 0.2, 0.1]; it must be three positive numbers"),
-        ({"item_categorical": ["rating"]}, "column 'rating' is listed twice; each column has one place"),
-        ({"item_categorical": ["age"]}, "column 'age' would take the key 'history_age' of the events' age; rename it"),
-        ({"separators": {"tags": "|"}}, "separators names 'tags', which is no categorical column of this config"),
+        ({"interactions": "ratings.xls"}, "ratings.xls: unknown file type; known names and suffixes: u.data, u.user, "),
+        ({"interactions": None}, "data.interactions is not set; it must name the file of interactions"),
+        ({"label": None, "negatives": 0}, "data.negatives is 0; without a label it must be at least 1"),
+        ({"max_history": 0}, "data.max_history is 0; it must be at least 1"),
+        ({"synthetic": SyntheticConfig(num_items=0)}, "data.synthetic.num_items is 0; it must be at least 1"),
+        ({"synthetic": SyntheticConfig(seed=-1)}, "data.synthetic.seed is -1; it must be at least 0"),
+        ({"separators": {"rating": ""}}, "data.separators.rating is ''; it must be the separator of the values"),
+        ({"fractions": [0.9, 0.2, 0.1]}, "data.fractions is [0.9, 0.2, 0.1]; it must hold three positive numbers"),
+        ({"item_categorical": ["rating"]}, "data lists the column 'rating' twice; a column can have one role only"),
+        (
+            {"item_categorical": ["age"]},
+            "column 'age' needs the key 'history_age', which is the age of the events; rename the column",
+        ),
+        ({"separators": {"tags": "|"}}, "data.separators has 'tags', which is not a categorical column of this config"),
     ],
 )
 def test_settings(write, settings, expected):
@@ -106,7 +109,7 @@ def test_settings(write, settings, expected):
 
 def test_a_label_is_not_a_fraction(write):
     rows = ["1,1,,10", "1,1,0,20", "1,1,1.0,30", "1,1,0.9,40"]
-    expected = "r.csv:5: label 'rating' is 0.9, not 0 or 1; is a rule meant, as 'rating >= 0.9'?"
+    expected = "r.csv:5: label 'rating' is 0.9, not 0 or 1; did you mean a rule such as 'rating >= 0.9'?"
     assert fault(write("r.csv", HEADER, *rows), label="rating") == expected
 
 
@@ -119,13 +122,13 @@ def test_a_label_is_not_a_fraction(write):
 )
 def test_a_key_has_one_column(write, settings, key, columns):
     rows = [f"{row},a|b,1,1" for row in ROWS]
-    expected = f"key '{key}' would be of column '{columns[0]}' and of column '{columns[1]}'; rename one"
+    expected = f"the columns '{columns[0]}' and '{columns[1]}' both need the key '{key}'; rename one of them"
     path = write("r.csv", HEADER + ",g,g_0,history_item_id", *rows)
     assert fault(path, **{"event_categorical": []} | settings) == expected
 
 
 def test_split_too_small_to_leave_one_out(write):
-    expected = "the validation split is empty: 6 labelled rows, split by users of at least 3 labelled rows"
+    expected = "the validation split is empty: 6 labeled rows, split by users with 3 labeled rows or more"
     rows = [f"{user},1,{user},{time}" for user in (1, 5, 3) for time in (1, 2)]
     assert fault(write("r.csv", HEADER, *rows), split="leave_one_out") == expected
 
@@ -133,18 +136,18 @@ def test_split_too_small_to_leave_one_out(write):
 def test_tables_of_users_and_items(write):
     path = write("r.csv", HEADER, *ROWS)
     users = write("users.csv", "user_id,gender", "1,F", "2,M", "1,M")
-    assert fault(path, users=users) == "users.csv:4: 'user_id' 1 again, after line 2"
+    assert fault(path, users=users) == "users.csv:4: 'user_id' 1 is already on line 2"
     users = write("users.csv", "id,gender", "1,F")
     assert fault(path, users=users) == "users.csv: no column 'user_id'; known: id, gender"
     users = write("users.csv", "user_id,gender", "u1,F", "u2,M")
-    assert fault(path, users=users) == "users.csv: its column 'user_id' has none of the ids that r.csv has there"
+    assert fault(path, users=users) == "users.csv: column 'user_id' has none of the ids of r.csv"
     items = write("items.csv", "item_id,genre,price", "1,a,3", "2,b,cheap")
     assert fault(path, items=items, item_dense=["price"]) == "items.csv:3: 'price' is 'cheap', not a number"
     wanted = {"items": items, "item_categorical": ["genres"]}
     assert fault(path, **wanted) == "items.csv: no column 'genres'; did you mean 'genre'?"
 
 
-LEAK = "column 'rating' makes the label, so it is no column of the {} (unless a table {}s gives it)"
+LEAK = "column 'rating' defines the label, so data.{}_* must not list it (unless data.{}s is a table that has it)"
 
 
 @pytest.mark.parametrize("entity", ["user", "item"])
@@ -164,8 +167,8 @@ def test_headers(write):
     repeated = write("r.csv", "user_id,item_id,rating,rating", *ROWS)
     assert fault(repeated) == "r.csv:1: column 'rating' appears twice"
     untyped = write("r.inter", "user_id:token\titem_id", "1\t2")
-    assert fault(untyped).startswith("r.inter:1: header 'item_id' is not name:type")
-    assert fault(write("e.csv")).startswith("e.csv:1: empty, where the names of the columns were expected")
+    assert fault(untyped).startswith("r.inter:1: header 'item_id' must be name:type")
+    assert fault(write("e.csv")).startswith("e.csv:1: empty line, expected the names of the columns")
     assert fault(write("u.data")) == "u.data: no rows"
 
 

@@ -5,7 +5,8 @@ import pyarrow as pa
 import torch
 
 from jfi.data import DataConfig, load_dataset
-from jfi.data.encode import bucketize, encode, moments, sort_ids, standardise
+from jfi.data.columns import cut_at_quantiles, encode, moments, sort_ids
+from jfi.encoding import standardize
 
 # Six rows train, two validate, two test.
 FRACTIONS = [0.6, 0.2, 0.2]
@@ -39,16 +40,16 @@ def test_lists():
 def test_quantiles_come_from_training():
     values = np.array([0.0, 1.0, 2.0, 3.0, np.nan, -5.0, 99.0])
     train = np.array([True, True, True, True, True, False, False])
-    column = bucketize(values, train, 4)
+    column = cut_at_quantiles(values, train, 4)
     assert column.ids.tolist() == [1, 2, 3, 4, 0, 1, 4]
     assert column.num_embeddings == 5
 
 
-def test_standardise_by_the_moments_of_training_rows():
+def test_standardize_by_the_moments_of_training_rows():
     values = np.array([1.0, 3.0, np.nan, 100.0])
     mean, deviation = moments(values[[0, 1, 2, 0, 1]])
     assert (mean, deviation) == (2.0, 1.0)
-    out = standardise(values, mean, deviation)
+    out = standardize(values, mean, deviation)
     assert out.dtype == np.float32
     assert out.tolist() == [-1.0, 1.0, 0.0, 98.0]
     assert moments(np.array([5.0, 5.0])) == (5.0, 1.0) and moments(np.array([np.nan])) == (0.0, 1.0)
@@ -108,10 +109,10 @@ def test_every_kind_of_column(write):
 
 def test_columns_without_their_tables_are_those_of_the_first_event(write):
     rows = [f"{i // 2 % 2},{i % 3},{i},{i % 2},c{min(i, 3)}" for i in range(10)]
-    path = write("r.csv", "user_id,item_id,timestamp,clicked,colour", *reversed(rows))
-    config = DataConfig(interactions=path, label="clicked", item_categorical=["colour"], fractions=FRACTIONS)
+    path = write("r.csv", "user_id,item_id,timestamp,clicked,color", *reversed(rows))
+    config = DataConfig(interactions=path, label="clicked", item_categorical=["color"], fractions=FRACTIONS)
     batch = next(load_dataset(config).batches("train", 6))
-    assert batch.sparse_features["colour"].values().tolist() == [1, 2, 3, 1, 2, 3]
+    assert batch.sparse_features["color"].values().tolist() == [1, 2, 3, 1, 2, 3]
 
 
 def test_the_layouts_of_movielens_1m_and_100k_load_alike(write):

@@ -11,7 +11,7 @@ def test_time_orders_by_timestamp_then_user_then_item():
 
 
 def test_leave_one_out():
-    # User 0 has enough, user 1 too few; the unlabelled rows of user 2 go with the labelled one after.
+    # User 0 has enough, user 1 too few; the unlabeled rows of user 2 go with the labeled one after.
     user = np.array([0, 0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 2, 2])
-    labelled = np.array([1, 1, 1, 1, 1, 1, 0, 1, 0, 1, 0, 1, 0]).astype(bool)
-    assert leave_one_out(user, labelled).tolist() == [0, 0, 1, 2, 0, 0, 0, 0, 1, 1, 2, 2, 2]
+    labeled = np.array([1, 1, 1, 1, 1, 1, 0, 1, 0, 1, 0, 1, 0]).astype(bool)
+    assert leave_one_out(user, labeled).tolist() == [0, 0, 1, 2, 0, 0, 0, 0, 1, 1, 2, 2, 2]

@@ -11,8 +11,8 @@ from triton.compiler import compile as compile_kernel
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from jfi.kernels.absorbed_weights import bwd as merged_weights_bwd
-from jfi.kernels.absorbed_weights import fwd as merged_weights
+from jfi.kernels.absorbed_weights import bwd as absorbed_weights_bwd
+from jfi.kernels.absorbed_weights import fwd as absorbed_weights
 from jfi.kernels.common import stream_k as shares
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.jagged_attention import sm90 as jagged_attention_hopper
@@ -46,9 +46,11 @@ def attend_by_bucket(width: int, rows: int, longest: int | None, halves: bool) -
 def multiply_weights(times: int, width: int, dtype: torch.dtype) -> None:
     shapes = (times * width, width), (times * width,), (width, width), (width, width), (width, times * width)
     weights = tuple(torch.randn(1, *shape) for shape in shapes)
-    merged_weights.merge(weights, times, 4, dtype)
+    absorbed_weights.absorb(weights, times, 4, dtype)
     sizes = (times * 4 * width, width) * 2
-    merged_weights_bwd.gradients(tuple(torch.randn(1, 600, size).to(dtype) for size in sizes), weights, dtype, times, 4)
+    absorbed_weights_bwd.gradients(
+        tuple(torch.randn(1, 600, size).to(dtype) for size in sizes), weights, dtype, times, 4
+    )
 
 
 def type_of(x: object) -> str:
@@ -79,7 +81,7 @@ def main() -> None:
     Launcher.__call__ = lambda self, grid, given, numbers, descriptors=(): launches.setdefault(
         self, (*descriptors, *given, *numbers)
     )
-    for module in (jagged_attention_hopper, merged_weights_bwd, shares):
+    for module in (jagged_attention_hopper, absorbed_weights_bwd, shares):
         module.multiprocessors = lambda device: 132
     for width, groups, biased, window in (
         (64, 4, True, (None, None)),

@@ -7,6 +7,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from jfi.data import Batch
+from jfi.models import SequenceDLRM
 from jfi.serving.scorer import Scorer
 from jfi.training import train
 from jfi.training.cli import parse_config, run_cli
@@ -15,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 TINY = [
     *["--data.synthetic.num_users", "80", "--data.synthetic.num_items", "60", "--data.synthetic.mean_length", "20"],
     *["--data.max_history", "30", "--model.embedding_dim", "8", "--model.num_heads", "2", "--model.num_queries", "2"],
-    *["--model.dense_arch", "[8]", "--model.over_arch", "[8]", "--encoder.layers", "1", "--encoder.heads", "2"],
+    *["--model.dense_arch", "[8]", "--model.over_arch", "[8]", "--encoder.num_layers", "1", "--encoder.num_heads", "2"],
     *["--encoder.bias", "position", "--encoder.causal", "true", "--training.device", "cpu"],
     *["--training.epochs", "1", "--training.batch_size", "64"],
 ]
@@ -27,6 +29,11 @@ def load_script(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def logits(model: SequenceDLRM, batch: Batch) -> torch.Tensor:
+    """[B], of the model that was trained."""
+    return model(batch.dense_features, batch.sparse_features).squeeze(-1)
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -42,14 +49,14 @@ def _one_thread():
 
 @pytest.fixture(scope="package")
 def exported(tmp_path_factory) -> SimpleNamespace:
-    """`run`, a run folder, and `path`, its artefact, made by the commands that the documentation shows."""
+    """`run`, a run folder, and `path`, its artifact, made by the commands that the documentation shows."""
     folder = tmp_path_factory.mktemp("serving")
     overrides = ["--config", str(ROOT / "configs/quickstart.yaml"), *TINY, "--training.run_dir", str(folder / "run")]
     train(parse_config(overrides, "")[0])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["export.py", "--run", str(folder / "run")])
         assert run_cli(load_script("export").main) == 0
-    return SimpleNamespace(run=folder / "run", path=folder / "run/artefact")
+    return SimpleNamespace(run=folder / "run", path=folder / "run/artifact")
 
 
 @pytest.fixture(scope="package")

@@ -9,13 +9,13 @@ pytest.importorskip("aiohttp")
 
 from benchmarks import serving
 from jfi.serving.export import inputs_of
-from jfi.serving.fields import RequestReader, parse
 from jfi.serving.model import ScoringModel
+from jfi.serving.requests import RequestReader, parse
 
 
-def test_it_measures_an_artefact(exported, tmp_path, monkeypatch):
+def test_it_measures_an_artifact(exported, tmp_path, monkeypatch):
     sizes = ["--large", 20, 10, "--small", 4, 3, "--clients", 3, "--seconds", 0.1]
-    options = ["--artefact", exported.path, "--out", tmp_path, *sizes]
+    options = ["--artifact", exported.path, "--out", tmp_path, *sizes]
     monkeypatch.setattr("sys.argv", ["serving", *map(str, options)])
     assert serving.main() == 0
     results = json.loads((tmp_path / "serving.json").read_text())
@@ -27,12 +27,12 @@ def test_it_measures_an_artefact(exported, tmp_path, monkeypatch):
 
 
 def test_the_synthetic_model_takes_the_requests(monkeypatch, tmp_path):
-    """All but the compiling, which the test above has in its artefact."""
+    """All but the compiling, which the test above has in its artifact."""
     exported = {}
 
-    def export(path, model, fields, limits, **how):
+    def export(path, model, schema, limits, **options):
         scoring = ScoringModel(model, [])
-        exported.update(reader=RequestReader(fields, limits), inputs=inputs_of(scoring, model))
+        exported.update(reader=RequestReader(schema, limits), inputs=inputs_of(scoring))
 
     monkeypatch.setattr(serving, "export", export)
     shape = serving.Shape(7, 5)

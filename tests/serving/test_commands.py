@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch._inductor.cpp_builder import cpp_compiler_search
 
-from jfi.serving.artefact import ArtefactError, read, writing
+from jfi.serving.artifact import ArtifactError, read, writing
 from jfi.training.cli import run_cli
 
 from .conftest import ROOT, load_script
@@ -51,7 +51,7 @@ def post(address: str, body: dict) -> dict:
 
 def test_serve_listens_on_loopback_and_finishes_what_it_accepted(exported, scorer, request_body):
     # A request waits 0.5 s for others, in which the signal comes.
-    with server("--artefact", exported.path, "--max-wait-ms", 500) as (process, address):
+    with server("--artifact", exported.path, "--max-wait-ms", 500) as (process, address):
         assert address.startswith("http://127.0.0.1:")
         answers = []
         thread = threading.Thread(target=lambda: answers.append(post(address, request_body)))
@@ -74,7 +74,7 @@ def test_the_limits_of_serve_are_those_of_its_options(exported, request_body):
             return refused.code
         return 200
 
-    with server("--artefact", exported.path, *options) as (_, address):
+    with server("--artifact", exported.path, *options) as (_, address):
         with ThreadPoolExecutor(4) as threads:
             assert set(threads.map(status, [address] * 4)) == {200, 503}
         full = request_body | {"candidates": request_body["candidates"][:1] * 3}
@@ -90,7 +90,7 @@ def test_json_lines_need_neither_the_model_nor_training_nor_triton(exported, sco
 import runpy, sys
 for absent in ("triton", "torchrec", "fbgemm_gpu", "pyarrow", "aiohttp"):
     sys.modules[absent] = None
-sys.argv = ["examples/serve.py", "--artefact", {str(exported.path)!r}, "--jsonl", "--max-body-mb", "1"]
+sys.argv = ["examples/serve.py", "--artifact", {str(exported.path)!r}, "--jsonl", "--max-body-mb", "1"]
 try:
     runpy.run_path("examples/serve.py", run_name="__main__")
 except SystemExit as end:
@@ -115,7 +115,7 @@ print(sorted(name for name in sys.modules if name.startswith("jfi.")))
 
 
 def test_json_lines_end_at_a_signal(exported, request_body):
-    command = [sys.executable, "examples/serve.py", "--artefact", exported.path, "--jsonl"]
+    command = [sys.executable, "examples/serve.py", "--artifact", exported.path, "--jsonl"]
     process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdin.write(json.dumps(request_body).encode() + b"\n")
     process.stdin.flush()
@@ -128,18 +128,21 @@ def test_json_lines_end_at_a_signal(exported, request_body):
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (lambda path: (path / "checksums.json").unlink(), "is no artefact: checksums.json is missing"),
+        (lambda path: (path / "checksums.json").unlink(), "is not an artifact: checksums.json is missing"),
         (lambda path: (path / "tables.pt").unlink(), "is damaged: tables.pt is missing"),
-        (lambda path: (path / "model.pt2").open("r+b").write(b"junk"), "is damaged: model.pt2 is not what was written"),
+        (
+            lambda path: (path / "model.pt2").open("r+b").write(b"junk"),
+            "is damaged: model.pt2 does not match its checksum",
+        ),
         (lambda path: (path / "checksums.json").write_text("{"), "is damaged: checksums.json is not JSON"),
     ],
-    ids=["no artefact", "missing", "changed", "checksums"],
+    ids=["no artifact", "missing", "changed", "checksums"],
 )
-def test_a_damaged_artefact_is_refused_by_one_line(exported, tmp_path, spoil, reason):
+def test_a_damaged_artifact_is_refused_by_one_line(exported, tmp_path, spoil, reason):
     path = tmp_path / "copy"
     shutil.copytree(exported.path, path)
     spoil(path)
-    with pytest.raises(ArtefactError, match=reason):
+    with pytest.raises(ArtifactError, match=reason):
         read(path)
 
 
@@ -154,7 +157,7 @@ def said(name: str, monkeypatch, capsys, *arguments: object) -> tuple[int, str]:
 def test_what_cannot_be_exported_is_refused_by_one_line(exported, tmp_path, monkeypatch, capsys):
     say = partial(said, "export", monkeypatch, capsys)
     assert say("--run", exported.run) == (2, f"error: {exported.path} exists already; name a new folder\n")
-    assert say("--run", tmp_path) == (2, f"error: --run {tmp_path}: no run folder, config.yaml is missing\n")
+    assert say("--run", tmp_path) == (2, f"error: --run {tmp_path}: not a run folder, config.yaml is missing\n")
     if not torch.cuda.is_available():
         code, text = say("--run", exported.run, "--out", tmp_path / "new", "--device", "cuda")
         assert code == 2 and text == "error: --device cuda: there is no GPU here\n"
@@ -162,23 +165,23 @@ def test_what_cannot_be_exported_is_refused_by_one_line(exported, tmp_path, monk
     with torch._inductor.config.patch({"cpp.cxx": (None, "/no/compiler")}):
         code, text = say("--run", exported.run, "--out", tmp_path / "new")
     cpp_compiler_search.cache_clear()
-    assert code == 2 and text.startswith("error: no C++ compiler found") and text.count("\n") == 1
+    assert code == 2 and text.startswith("error: AOTInductor needs a C++ compiler") and text.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
 def test_what_cannot_be_served_is_refused_by_one_line(exported, tmp_path, monkeypatch, capsys):
     say = partial(said, "serve", monkeypatch, capsys)
-    missing = f"error: {tmp_path} is no artefact: checksums.json is missing\n"
-    assert say("--artefact", tmp_path) == (2, missing)
+    missing = f"error: {tmp_path} is not an artifact: checksums.json is missing\n"
+    assert say("--artifact", tmp_path) == (2, missing)
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        code, text = say("--artefact", exported.path, "--port", taken.getsockname()[1])
+        code, text = say("--artifact", exported.path, "--port", taken.getsockname()[1])
     assert code == 2 and text.startswith("error: 127.0.0.1:") and text.count("\n") == 1
-    code, text = say("--artefact", exported.path, "--port", 99999)
+    code, text = say("--artifact", exported.path, "--port", 99999)
     assert code == 2 and text.startswith("error: 127.0.0.1:99999:") and text.count("\n") == 1
 
 
 def test_an_export_that_fails_leaves_nothing(tmp_path):
-    with pytest.raises(RuntimeError), writing(tmp_path / "artefact") as folder:
+    with pytest.raises(RuntimeError), writing(tmp_path / "artifact") as folder:
         (folder / "model.pt2").write_text("half")
         raise RuntimeError
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""The model that is exported against the SequenceDLRM, on a table with every kind of column; the Triton operator."""
+"""The exported model against the SequenceDLRM, on a table with every kind of column; attention against the operator."""
 
 import csv
 import json
@@ -15,14 +15,18 @@ import torch
 
 from jfi.data import DataConfig, load_dataset
 from jfi.ops import jagged_attention
+from jfi.serving.attention import Segments, attend
+from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import inputs_of, tables_of
-from jfi.serving.fields import Limits, RequestReader
 from jfi.serving.model import ScoringModel
-from jfi.serving.request_fields import request_fields
+from jfi.serving.requests import RequestReader
+from jfi.serving.schema import Limits
 from jfi.serving.scorer import batch_inputs
 from jfi.serving.tables import FloatTables
 from jfi.training import EncoderConfig, ModelConfig
 from jfi.training.build import build_model
+
+from .conftest import logits
 
 GENRES = ["war", "love", "space", "tax"]
 
@@ -134,11 +138,11 @@ def raw_requests(table: SimpleNamespace) -> tuple[list[dict], np.ndarray]:
 @pytest.mark.parametrize(
     ("model", "encoder"),
     [
-        ({"num_queries": 3, "bias": "history_age"}, {"layers": 1, "bias": "position", "causal": True}),
+        ({"num_queries": 3, "bias": "history_age"}, {"num_layers": 1, "bias": "position", "causal": True}),
         ({"combine": "concat", "bias": "position"}, {}),
-        ({}, {"layers": 2, "bias": "history_age"}),
+        ({}, {"num_layers": 2, "bias": "history_age"}),
         ({"pooling": "mean", "combine": "concat"}, {}),
-        ({"pooling": "mean"}, {"layers": 1}),
+        ({"pooling": "mean"}, {"num_layers": 1}),
         ({"pooling": "none"}, {}),
     ],
     ids=str,
@@ -146,29 +150,28 @@ def raw_requests(table: SimpleNamespace) -> tuple[list[dict], np.ndarray]:
 def test_it_gives_the_logits_of_the_model(table, model, encoder):
     dataset = table.dataset
     model = ModelConfig(embedding_dim=8, num_heads=2, dense_arch=[8], over_arch=[8], **model)
-    trained = build_model(model, EncoderConfig(heads=2, **encoder), dataset).eval()
+    trained = build_model(model, EncoderConfig(num_heads=2, **encoder), dataset).eval()
     for parameter in trained.parameters():  # those that begin as zeros too
         torch.nn.init.normal_(parameter, std=0.5)
     reads_history = model.pooling != "none"
     reads_age = "history_age" in (model.bias if model.pooling == "attention" else None, encoder.get("bias"))
-    fields = request_fields(table.config, dataset, reads_history, reads_age)
-    read = RequestReader(fields, Limits(max_candidates=9, max_history=table.config.max_history))
+    schema = schema_of(table.config, dataset, reads_history, reads_age)
+    read = RequestReader(schema, Limits(max_candidates=9, max_history=table.config.max_history))
     requests, samples = raw_requests(table)
     for request in requests:
         if not reads_history:
             del request["history"]
         elif not reads_age:
             request["history"] = [{k: v for k, v in event.items() if k != "age"} for event in request["history"]]
-    scoring = ScoringModel(trained, [key for one in fields.user for key in one.keys])
-    inputs = inputs_of(scoring, trained)
+    scoring = ScoringModel(trained, [key for one in schema.user for key in one.keys])
+    inputs = inputs_of(scoring)
     encoded = [read(json.loads(json.dumps(request))) for request in requests]
     arguments = batch_inputs(encoded, inputs, FloatTables(*tables_of(trained, inputs.keys)), torch.device("cpu"))
     events = dataset._events
     with torch.no_grad():
         found = scoring(*arguments)
         # The second candidate of every user is item i3 at the price of 2, so the first is the sample itself.
-        batch = dataset._assemble(samples, events.item[samples], events.label[samples])
-        wanted = trained(batch.dense_features, batch.sparse_features).squeeze(-1)
+        wanted = logits(trained, dataset._assemble(samples, events.item[samples], events.label[samples]))
     assert len(wanted) > 300 and wanted.std() > 0.05
     torch.testing.assert_close(found[::2], wanted, atol=1e-4, rtol=1e-4)
 
@@ -179,21 +182,27 @@ def test_a_model_with_weights_is_refused(table):
         ScoringModel(build_model(model, EncoderConfig(), table.dataset), [])
 
 
-@pytest.mark.parametrize("case", ["candidates", "causal"])
-def test_the_triton_operator(case, device):
-    pytest.importorskip("triton")
-    from jfi.serving.triton_attention import jagged_attention as launched
+def segments(offsets: list[int], device: torch.device) -> Segments:
+    lengths = torch.tensor(offsets).diff()
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    return Segments(*(x.to(device) for x in (torch.tensor(offsets), owner, torch.arange(int(lengths.max())))))
 
-    offsets = torch.tensor([0, 5, 5, 8, 40], device=device)
-    key, bias = torch.randn(40, 1, 24, device=device), torch.randn(40, 4, device=device)
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("case", ["candidates", "causal"])
+def test_attention_is_that_of_the_operator(case, impl, device):
+    if impl == "triton":
+        pytest.importorskip("triton")
+    events, bias = segments([0, 5, 5, 8, 40], device), torch.randn(40, 4, device=device)
     if case == "candidates":
-        query, rows = torch.randn(30, 4, 24, device=device), torch.tensor([0, 7, 9, 10, 30], device=device)
-        found = launched(query, key, None, rows, offsets, bias, 0.3, False)
-        wanted = jagged_attention(query, key, query_offsets=rows, key_offsets=offsets, key_bias=bias, scale=0.3)
+        query, key = torch.randn(30, 4, 24, device=device), torch.randn(40, 1, 24, device=device)
+        rows, options = segments([0, 7, 9, 10, 30], device), {"key_bias": bias, "scale": 0.3}
+        found = attend(query, key, queries=rows, keys=events, impl=impl, **options)
+        wanted = jagged_attention(query, key, query_offsets=rows.offsets, key_offsets=events.offsets, **options)
     else:
         query, key, value = torch.randn(3, 40, 4, 24, device=device)
-        found = launched(query, key, value, offsets, offsets, None, 0.3, True)
-        wanted = jagged_attention(query, key, value, query_offsets=offsets, causal=True, scale=0.3)
+        found = attend(query, key, value, queries=events, keys=events, causal=True, impl=impl)
+        wanted = jagged_attention(query, key, value, query_offsets=events.offsets, causal=True)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
 
 
@@ -212,15 +221,15 @@ def test_a_package_for_a_gpu(table, tmp_path, impl):
     from jfi.serving.scorer import Scorer
 
     model = ModelConfig(embedding_dim=8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8])
-    encoder = EncoderConfig(layers=1, heads=2, bias="position", causal=True)
+    encoder = EncoderConfig(num_layers=1, num_heads=2, bias="position", causal=True)
     trained = build_model(model, encoder, table.dataset).eval()
-    fields = request_fields(table.config, table.dataset, True, True)
-    export(tmp_path / "artefact", trained, fields, Limits(9, 12), device="cuda", impl=impl)
-    scorer = Scorer(tmp_path / "artefact")
+    schema = schema_of(table.config, table.dataset, True, True)
+    export(tmp_path / "artifact", trained, schema, Limits(9, 12), device="cuda", impl=impl)
+    scorer = Scorer(tmp_path / "artifact")
     requests, samples = raw_requests(table)
     scores = scorer.score([scorer.reader(json.loads(json.dumps(request))) for request in requests])
     events = table.dataset._events
     with torch.no_grad():
         batch = table.dataset._assemble(samples, events.item[samples], events.label[samples])
-        wanted = trained.cpu()(batch.dense_features, batch.sparse_features).squeeze(-1)
+        wanted = logits(trained.cpu(), batch)
     torch.testing.assert_close(torch.tensor(scores)[:, 0], wanted, atol=1e-3, rtol=1e-3)

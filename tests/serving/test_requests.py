@@ -2,9 +2,10 @@
 
 import pytest
 
-from jfi.serving.fields import BadRequestError, Field, Fields, Limits, RequestReader, parse
+from jfi.serving.requests import BadRequestError, RequestReader, parse
+from jfi.serving.schema import Field, Limits, Schema
 
-FIELDS = Fields(
+SCHEMA = Schema(
     user=[Field("city", "category", ["city"]), Field("income", "number", mean=10.0, deviation=2.0)],
     candidate=[Field("item", "category", ["item"]), Field("tags", "categories", ["tags"])],
     event=[
@@ -15,7 +16,7 @@ FIELDS = Fields(
     ],
     vocabularies={"city": ["Bonn"], "item": ["1", "2"], "tags": ["a", "b", "c"]},
 )
-READ = RequestReader(FIELDS, Limits(max_candidates=3, max_history=4))
+READ = RequestReader(SCHEMA, Limits(max_candidates=3, max_history=4))
 
 
 def request() -> dict:
@@ -94,7 +95,7 @@ def test_a_fault_is_named_by_its_place(path, value, reason):
 
 def test_near_names_are_not_looked_for_where_a_name_is_huge(monkeypatch):
     looked = []
-    monkeypatch.setattr("jfi.serving.fields.get_close_matches", lambda name, *_, **__: looked.append(len(name)))
+    monkeypatch.setattr("jfi.suggest.get_close_matches", lambda name, *_, **__: looked.append(len(name)))
     for length in (100, 101, 10**6):
         with pytest.raises(BadRequestError, match=r"user has an unknown field 'a+\.\.\.; known: city, income$"):
             READ(changed(["user", "a" * length], 1))
@@ -104,7 +105,7 @@ def test_near_names_are_not_looked_for_where_a_name_is_huge(monkeypatch):
 def test_a_list_may_be_as_long_as_the_schema_says():
     encoded = READ(changed(["candidates", 1, "tags"], ["c"] * 1000))
     assert encoded.counts["tags"].tolist() == [2, 1000]
-    schema = READ.schema()
+    schema = READ.describe()
     assert schema["candidates"]["tags"] == schema["history"]["tags"] == "a list of strings or integers, at most 1000"
 
 
@@ -125,5 +126,5 @@ def test_what_is_no_json_is_refused(body):
 
 
 def test_the_schema_names_every_field():
-    schema = READ.schema()
+    schema = READ.describe()
     assert list(schema["history"]) == ["item", "tags", "seconds", "age"] and schema["max_candidates"] == 3

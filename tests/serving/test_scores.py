@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from jfi.data.synthetic import make_tables
-from jfi.serving import artefact
-from jfi.serving.artefact import ArtefactError
-from jfi.serving.fields import Request
-from jfi.serving.scorer import Scorer, groups_alike
+from jfi.serving import artifact
+from jfi.serving.artifact import ArtifactError
+from jfi.serving.requests import Request
+from jfi.serving.scorer import Scorer, group_by_size
 from jfi.training.cli import run_cli
 
-from .conftest import load_script
+from .conftest import load_script, logits
 
 SAMPLES = 1000
 
@@ -53,9 +53,8 @@ def samples(exported):
             }
         )
     with torch.no_grad():
-        batch = dataset._assemble(rows, events.item[rows], events.label[rows])
-        logits = model.eval()(batch.dense_features, batch.sparse_features).squeeze(-1)
-    return requests, logits.numpy()
+        wanted = logits(model.eval(), dataset._assemble(rows, events.item[rows], events.label[rows]))
+    return requests, wanted.numpy()
 
 
 def scored(scorer: Scorer, requests: list[dict]) -> np.ndarray:
@@ -63,10 +62,10 @@ def scored(scorer: Scorer, requests: list[dict]) -> np.ndarray:
 
 
 def test_scores_are_those_of_the_model(scorer, samples):
-    requests, logits = samples
-    assert len(requests) == SAMPLES and logits.std() > 0.05
+    requests, wanted = samples
+    assert len(requests) == SAMPLES and wanted.std() > 0.05
     found = np.concatenate([scored(scorer, requests[i : i + 100]) for i in range(0, SAMPLES, 100)])
-    np.testing.assert_allclose(found, logits, atol=1e-5)
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
 def test_an_answer_does_not_depend_on_the_batch(scorer, samples):
@@ -86,11 +85,11 @@ def test_a_long_history_is_cut_to_the_newest_events_as_in_training(scorer, sampl
 @pytest.fixture(scope="module")
 def int8(exported, tmp_path_factory) -> Path:
     """What `--tables int8` writes; the package is the same as that of `exported`, so it is not compiled again."""
-    path = tmp_path_factory.mktemp("int8") / "artefact"
+    path = tmp_path_factory.mktemp("int8") / "artifact"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "jfi.serving.export._compile",
-            lambda scoring, example, package: shutil.copy(exported.path / artefact.MODEL, package),
+            lambda scoring, example, package: shutil.copy(exported.path / artifact.MODEL, package),
         )
         arguments = ["--run", exported.run, "--out", path, "--tables", "int8"]
         patch.setattr("sys.argv", ["export.py", *map(str, arguments)])
@@ -99,9 +98,9 @@ def int8(exported, tmp_path_factory) -> Path:
 
 
 def test_int8_scores_are_near(int8, exported, scorer, samples):
-    info = artefact.read(int8)
-    assert info == artefact.read(exported.path) | {"tables": "int8"}
-    assert (int8 / artefact.TABLES).stat().st_size < (exported.path / artefact.TABLES).stat().st_size
+    info = artifact.read(int8)
+    assert info == artifact.read(exported.path) | {"tables": "int8"}
+    assert (int8 / artifact.TABLES).stat().st_size < (exported.path / artifact.TABLES).stat().st_size
     requests, _ = samples
     small = Scorer(int8)
     found, wanted = scored(small, requests[:200]), scored(scorer, requests[:200])
@@ -112,9 +111,9 @@ def test_int8_scores_are_near(int8, exported, scorer, samples):
 def test_int8_tables_without_torchrec_are_refused_by_one_line(int8, monkeypatch):
     absent = "torchrec.quant.embedding_modules"
     monkeypatch.setitem(sys.modules, absent, None)
-    with pytest.raises(ArtefactError) as refused:
+    with pytest.raises(ArtifactError) as refused:
         Scorer(int8)
-    reason = f"has int8 tables, which need TorchRec: {absent} is missing; export with --tables float32"
+    reason = f"has int8 tables, which need TorchRec, but {absent} is missing; export with --tables float32"
     assert str(refused.value) == f"{int8} {reason}"
 
 
@@ -123,5 +122,5 @@ def test_requests_that_are_padded_together_are_alike():
     empty = {"ids": {}, "counts": {}, "ages": None, "dense": np.zeros((0, 0))}
     requests = [Request(**empty, num_events=events, num_candidates=candidates) for events, candidates in sizes]
     # The last three are too small for it to matter.
-    assert groups_alike(requests) == [[0, 2, 5], [3, 1, 4]]
-    assert groups_alike([]) == []
+    assert group_by_size(requests) == [[0, 2, 5], [3, 1, 4]]
+    assert group_by_size([]) == []

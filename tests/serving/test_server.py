@@ -29,7 +29,7 @@ def serve(scorer, talk, **how):
 
 
 class Slow:
-    """A scorer that stands still in the model until it is let go, and remembers the sizes of its batches."""
+    """A scorer that blocks until it is released, and records the sizes of its batches."""
 
     def __init__(self, scorer):
         self.reader, self.info, self._score = scorer.reader, scorer.info, scorer.score
@@ -60,7 +60,7 @@ def test_it_answers(scorer, request_body):
 def test_faults_get_a_reason_and_disturb_nobody(scorer, request_body):
     bodies = {
         "the request is not JSON": b"{",
-        "unknown field 'colour'": json.dumps(request_body | {"colour": 1}),
+        "unknown field 'color'": json.dumps(request_body | {"color": 1}),
         "history must not be empty": json.dumps(request_body | {"history": []}),
         "candidates must be at most 1000": json.dumps(request_body | {"candidates": [{}] * 1001}),
         "candidates[0].item must be a string": json.dumps(

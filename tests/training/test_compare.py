@@ -26,7 +26,7 @@ def test_compare_pooling(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    (head,) = (i for i, line in enumerate(lines) if line.startswith("test part"))
+    (head,) = (i for i, line in enumerate(lines) if line.startswith("test split"))
     assert [line.split()[0] for line in lines[head + 1 : head + 4]] == ["none", "mean", "attention"]
 
     record = json.loads((tmp_path / "out/comparison.json").read_text())

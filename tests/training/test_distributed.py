@@ -36,7 +36,8 @@ from jfi.training.cli import load_config, save_config
 from jfi.training.distributed import World, join_world
 from jfi.training.loop import Trainer
 from jfi.training.metrics import METRICS
-from jfi.training.run import RunFolder, read_metrics
+from jfi.training.recorder import read_metrics
+from jfi.training.run_folder import RunFolder
 from jfi.training.sharding import _plan, check_sharded
 
 ROOT = Path(__file__).parents[2]
@@ -144,7 +145,7 @@ def job(folder: Path, config: Config, **options: object) -> dict:
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    """The run folder of a run in one process, not launched, by optimiser."""
+    """The run folder of a run in one process, not launched, by optimizer."""
     for optimizer in ("adagrad", "rowwise_adagrad"):
         train(tiny(folder, f"alone-{optimizer}", optimizer))
     return {optimizer: folder / f"alone-{optimizer}" for optimizer in ("adagrad", "rowwise_adagrad")}
@@ -187,7 +188,7 @@ def test_two_processes_have_the_losses_of_one(folder, alone, launched, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tables_are_sharded_as_the_config_says(launched, kind):
-    bags = "table_wise" if kind == "row_wise" else kind  # gloo has no collective for bags that are summed over ranks
+    bags = "table_wise" if kind == "row_wise" else kind  # gloo has no collective that sums bags over ranks
     for outcomes in launched[:2]:
         types = outcomes[list(KINDS).index(kind)]["types"]
         assert types == {"item_id": kind, "rating": kind, "country": bags}
@@ -241,24 +242,24 @@ def test_a_launched_run_is_exported_with_the_parameters_of_one_process(folder, a
 
 
 def test_a_launched_run_is_not_resumed_without_torchrun(folder, launched):
-    with pytest.raises(ConfigError, match=r"^--resume \S+: the run was started with torchrun; continue it likewise$"):
+    with pytest.raises(ConfigError, match=r"^--resume \S+: the run was started with torchrun; resume it with"):
         resume(folder / "table_wise")
 
 
 def test_a_run_is_not_resumed_under_torchrun(alone, one_launched):
-    with pytest.raises(ConfigError, match=r"^--resume \S+: the run was started without torchrun; continue it"):
+    with pytest.raises(ConfigError, match=r"^--resume \S+: the run was started without torchrun; resume it without"):
         resume(alone["adagrad"])
     torch.distributed.destroy_process_group()
 
 
 def test_both_collections_are_pipelined_and_the_losses_stay(folder, alone, one_launched, monkeypatch):
-    """The train pipeline of GPUs, which runs on a processor too, without its streams."""
+    """The train pipeline of GPUs, which runs on a CPU too, without its streams."""
     monkeypatch.setattr(Batch, "pin_memory", lambda batch: batch)
     config = tiny(folder, "pipelined")
     with join_world("cpu") as world:
         trainer = Trainer(config, load_dataset(config.data), world)
         trainer.pipeline = trainer._make_pipeline()
-        trainer.run(RunFolder.create(config))
+        trainer.fit(RunFolder.create(config))
         names = {id(module): name for name, module in trainer.model.module.named_modules()}
         pipelined = {names[id(module)] for module in trainer.pipeline._pipelined_modules}
     assert pipelined == {"embedding_bag_collection", "embedding_collection"}
@@ -303,7 +304,7 @@ def test_a_launched_run_does_not_take_up_another(alone, one_launched):
 
 def test_a_run_that_may_be_restarted_needs_a_folder(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    with pytest.raises(ConfigError, match=r"^training\.run_dir: got None, must be a folder under torchrun"):
+    with pytest.raises(ConfigError, match=r"^training\.run_dir must be set when torchrun runs with --max_restarts$"):
         check_sharded(Config(), torch.device("cpu"))
 
 
@@ -324,7 +325,7 @@ def test_a_run_that_may_be_restarted_needs_a_folder(monkeypatch):
         (
             {},
             {"compute_kernel": "fused_uvm_caching"},
-            r"sharding\.compute_kernel: got 'fused_uvm_caching', must be auto or fused where there is no GPU",
+            r"sharding\.compute_kernel: got 'fused_uvm_caching', must be auto or fused without a GPU",
         ),
     ],
 )
@@ -345,11 +346,11 @@ def test_restarts_over_several_hosts_need_a_store_for_each(one_launched, monkeyp
         pass
 
 
-def test_tables_that_fit_nowhere_are_told_in_a_line(monkeypatch):
+def test_tables_that_do_not_fit_are_reported_in_one_line(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     table = EmbeddingConfig(name="item", num_embeddings=10**11, embedding_dim=64, feature_names=["item"])
     model = torch.nn.ModuleDict({"tables": EmbeddingCollection([table], device=torch.device("meta"))})
-    with pytest.raises(ConfigError, match=r"^sharding: TorchRec's planner finds no plan: .*insufficient storage\.\s*$"):
+    with pytest.raises(ConfigError, match=r"^sharding: TorchRec's planner found no plan: .*insufficient storage\.\s*$"):
         _plan(model, [table], Config(), World(launched=True))
 
 
@@ -381,7 +382,7 @@ def test_a_table_that_does_not_fit_the_gpus_is_cached(plan_for_gpus):
     kernels = {name: table.compute_kernel for name, table in plan.items()}
     assert kernels == {"small": "fused", "large": "fused_uvm_caching"}
     assert plan["large"].cache_params.load_factor == 0.1
-    with pytest.raises(ConfigError, match=r"^sharding: TorchRec's planner finds no plan"):
+    with pytest.raises(ConfigError, match=r"^sharding: TorchRec's planner found no plan"):
         plan_for_gpus(compute_kernel="fused")
 
 

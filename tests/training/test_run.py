@@ -32,7 +32,7 @@ from jfi.training.checkpoint import latest_checkpoint
 from jfi.training.cli import load_config, save_config
 from jfi.training.distributed import World
 from jfi.training.loop import Trainer
-from jfi.training.run import read_metrics
+from jfi.training.recorder import read_metrics
 
 ROOT = Path(__file__).parents[2]
 
@@ -147,7 +147,7 @@ def killed_after(step: int, config: Config, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_an_encoder_learns_and_resumes_to_the_same_bits(tmp_path, monkeypatch):
     def encoded(name: str) -> Config:
-        encoder = EncoderConfig(layers=2, heads=2, dropout=0.1, causal=True, bias="position")
+        encoder = EncoderConfig(num_layers=2, num_heads=2, dropout=0.1, causal=True, bias="position")
         config = dataclasses.replace(tiny(tmp_path / name, epochs=2, batch_size=32), encoder=encoder)
         config.data.synthetic.num_users = 30
         return config
@@ -237,7 +237,7 @@ def test_monitor_ne_takes_the_lowest(tmp_path, monkeypatch):
     assert train(tiny(tmp_path / "run", epochs=3, monitor="ne")).best_epoch == 2
 
 
-def test_divergence_is_told(tmp_path):
+def test_divergence_is_reported(tmp_path):
     config = tiny(tmp_path / "run")
     config.optimizer.dense.learning_rate = 1e20
     with pytest.raises(FloatingPointError, match="learning_rate"):
@@ -271,7 +271,7 @@ def test_an_unknown_bias_key_writes_nothing(tmp_path, section):
 
 
 def test_resume_needs_a_run(tmp_path):
-    with pytest.raises(ConfigError, match="no run folder"):
+    with pytest.raises(ConfigError, match="not a run folder"):
         resume(tmp_path / "absent")
     assert list(tmp_path.iterdir()) == []
 
@@ -323,14 +323,14 @@ def test_a_used_folder_is_refused(tmp_path):
 def test_other_poolings_train(tmp_path, pooling):
     config = tiny(tmp_path / "run", epochs=1)
     config.model.pooling = pooling
-    config.encoder = EncoderConfig(layers=1, heads=2)
+    config.encoder = EncoderConfig(num_layers=1, num_heads=2)
     assert 0 <= train(config).test["auc"] <= 1
     assert not (tmp_path / "run" / "attention.png").exists()
 
 
-def test_every_parameter_is_optimised_once():
+def test_every_parameter_is_optimized_once():
     dataset = load_dataset(tiny(None).data)
-    model = build_model(tiny(None).model, EncoderConfig(layers=2, heads=2), dataset)
+    model = build_model(tiny(None).model, EncoderConfig(num_layers=2, num_heads=2), dataset)
     optimizer = build_optimizer(OptimizerConfig(), model)
     assert set(optimizer.params) == {name for name, _ in model.named_parameters()}
     tables, dense = (group["params"] for group in optimizer.param_groups)

@@ -1,4 +1,4 @@
-"""The gradients of multi-head target attention's weights, through the products that `jfi.kernels.merged_weights` makes.
+"""The gradients of multi-head target attention's weights, through the products of `jfi.kernels.absorbed_weights.fwd`.
 
 By feature f, query t and head h, with the heads' parts of the weights d wide:
 
@@ -256,11 +256,11 @@ def gradients(
     times: int,
     heads: int,
 ) -> tuple[Tensor, ...]:
-    """The gradients of ``merge``'s weights, each in its dtype, and of b_o [F, D], contiguous.
+    """The gradients of ``absorb``'s weights, each in its dtype, and of b_o [F, D], contiguous.
 
     Args:
         rows: dq [F, B, T · H · D_x], e [F, B, D_e], a like dq and do [F, B, D], contiguous; products are in do's dtype.
-        weights, times, heads: as ``merge`` took them.
+        weights, times, heads: as ``absorb`` took them.
         bias_dtype: of b_o.
     """
     dquery, target, _, grad = rows

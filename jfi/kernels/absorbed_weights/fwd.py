@@ -4,7 +4,7 @@ By feature f, query t and head h, with the heads' parts of the weights d wide:
 
     W_qk = W_kᵀ W_q [D_x, D_e]      b_qk = W_kᵀ b_q [D_x]      W_vo = W_vᵀ W_oᵀ [D_x, D]
 
-`jfi.kernels.merged_weights_bwd` has their gradients.
+`jfi.kernels.absorbed_weights.bwd` has their gradients.
 """
 
 from functools import cache
@@ -28,7 +28,7 @@ from jfi.kernels.common.primitives import block, cdiv, precision
 
 
 @triton.jit
-def _merge_kernel(
+def _absorb_kernel(
     w_q_ptr,
     b_q_ptr,
     w_k_ptr,
@@ -79,16 +79,16 @@ def _merge_kernel(
 
 
 @cache
-def _merge_kernel_of(
+def _absorb_kernel_of(
     times: int, heads: int, width: int, d_x: int, d_e: int, rounding: str, dtype: torch.dtype, *_dtypes: torch.dtype
 ) -> tuple[Launcher, int]:
     """The launcher, and the tiles of a part of the weights."""
     sizes = {"T": times, "H": heads, "WIDTH": width, "D_X": d_x, "D_E": d_e}
-    launcher = Launcher(_merge_kernel, **sizes, **product_options(dtype, rounding), STEP=block(width, most=SIDE))
+    launcher = Launcher(_absorb_kernel, **sizes, **product_options(dtype, rounding), STEP=block(width, most=SIDE))
     return launcher, cdiv(d_x, SIDE) * (cdiv(d_e, SIDE) + cdiv(heads * width, SIDE))
 
 
-def merge(weights: tuple[Tensor, ...], times: int, heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def absorb(weights: tuple[Tensor, ...], times: int, heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Products of the weights, in ``dtype``.
 
     Args:
@@ -103,6 +103,6 @@ def merge(weights: tuple[Tensor, ...], times: int, heads: int, dtype: torch.dtyp
     w_qk = w_q.new_empty(features, rows, w_q.shape[2], dtype=dtype)
     b_qk = w_q.new_empty(features, rows, dtype=dtype)
     w_vo = w_q.new_empty(features, rows, w_o.shape[1], dtype=dtype)
-    launch, tiles = _merge_kernel_of(*sizes_of(weights, times, heads), precision(), dtype, *(x.dtype for x in weights))
+    launch, tiles = _absorb_kernel_of(*sizes_of(weights, times, heads), precision(), dtype, *(x.dtype for x in weights))
     launch((features * times * heads, tiles, 1), (*weights, w_qk, b_qk, w_vo), ())
     return w_qk, b_qk, w_vo

@@ -1,4 +1,4 @@
-"""What the kernels of merged weights share: tiles of matrices of any strides, and products of them."""
+"""What the kernels of absorbed weights share: tiles of matrices of any strides, and products of them."""
 
 import torch
 import triton

@@ -1,0 +1,153 @@
+"""The README's table and figure and the tables of docs/, from committed results: ``python -m benchmarks.readme``.
+
+In the Markdown files a table lies between ``<!-- table: NAME -->`` and ``<!-- end -->``; NAME is a key of `TABLES`.
+"""
+
+import argparse
+import hashlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks import figures, report, table
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks/results"
+PAGES = ("README.md", "docs/get-started.md", "docs/performance.md", "docs/scaling.md", "docs/serving.md")
+FIGURE = RESULTS / "h200/speed.png"
+#: The README's four shapes: suite, case, and what they are.
+HEADLINES = (
+    (
+        "target",
+        "B=1024 N=4096 D=128 T=1 bfloat16, one read",
+        "Target attention, 1,024 users, up to 4,096 events, D = 128",
+    ),
+    ("target", "B=64 N=16384 D=64 T=1 bfloat16, one read", "Target attention, 64 users, up to 16,384 events, D = 64"),
+    ("self", "B=64 N=2048 D=64 H=4 bfloat16", "Self-attention, 64 users, up to 2,048 events, 4 heads of 64"),
+    ("layer", "B=4096 N=512 D=64 H=4 T=1 bfloat16", "Whole layer, 4,096 users, up to 512 events, D = 64, 4 heads"),
+)
+POOLINGS = {"none": "none", "mean": "mean of the events", "attention": "target attention"}
+
+
+def read(name: str) -> dict:
+    return report.read(RESULTS / f"{name}.json")
+
+
+def headline_rows() -> list[tuple[str, dict[str, dict]]]:
+    """Title and rows by implementation of each of `HEADLINES`."""
+    return [(title, table.by_case(read(f"h200/{suite}"))[case]) for suite, case, title in HEADLINES]
+
+
+def where() -> str:
+    """GPU, versions and commits of the README's figures."""
+    found = {suite: read(f"h200/{suite}")["environment"] for suite, _, _ in HEADLINES}
+    devices = " and ".join(dict.fromkeys(f"{e['device']}, torch {e['versions']['torch']}" for e in found.values()))
+    commits = ", ".join(dict.fromkeys(e["commit"] for e in found.values()))
+    return f"{devices}, commits {commits}"
+
+
+def headlines() -> str:
+    lines = [["bfloat16, microseconds, forward \\| forward + backward", "jfi", "best peer", "gain"]]
+    for title, rows in headline_rows():
+        mine = next(row for row in rows.values() if row["ours"])
+        lines.append([title, table.cell(mine), table.best_cell(rows), table.gains(rows, mine)])
+    return f"{table.as_markdown(lines)}\n\nEager calls; lengths uniform from 0. {where()}."
+
+
+def movielens() -> str:
+    found = read("cpu/movielens_100k")
+    lines = [["histories", "test AUC", "test NE", "AUC per user"]]
+    for pooling, title in POOLINGS.items():
+        cells = [found["summary"][pooling][f"test_{metric}"] for metric in ("auc", "ne", "user_auc")]
+        lines.append([title, *(f"{cell['mean']:.4f} ± {cell['std']:.4f}" for cell in cells)])
+    note = f"Mean and standard deviation over {len(found['seeds'])} seeds; commit {found['commit']}."
+    return f"{table.as_markdown(lines)}\n\n{note}"
+
+
+def scaling() -> str:
+    found = read("h200/scaling")
+    rows = sorted(found["rows"], key=lambda row: row["processes"])
+    lines = [["GPUs", "ms per step", "samples/s", "efficiency"]]
+    for row in rows:
+        rate = row["queries_per_second"]
+        share = rate / row["processes"] / rows[0]["queries_per_second"]
+        lines.append([str(row["processes"]), f"{row['step_us'] / 1e3:.2f}", f"{rate:,.0f}", f"{share:.2f}"])
+    where = found["environment"]
+    return f"{table.as_markdown(lines)}\n\n{where['device']}, commit {where['commit']}, {where['date'][:10]}."
+
+
+def milliseconds(value: float) -> str:
+    return f"{value / 1e3:,.0f}" if value >= 1e5 else f"{value / 1e3:.3g}"
+
+
+def serving(name: str) -> str:
+    """Latencies p50 | p99 in ms by what was measured, a line per kind of request."""
+    found = read(name)
+    by_case: dict[str, dict[str, dict]] = {}
+    for row in found["rows"]:
+        measured = row["measured"] + (f", {row['clients']} clients" if row.get("clients", 1) > 1 else "")
+        by_case.setdefault(row["case"], {})[measured] = row
+    names = list(dict.fromkeys(name for rows in by_case.values() for name in rows))
+    lines = [["p50 \\| p99, ms", *by_case]]
+    for measured in names:
+        rows = [rows[measured] for rows in by_case.values()]
+        cells = [f"{milliseconds(row['p50_us'])} \\| {milliseconds(row['p99_us'])}" for row in rows]
+        if all(row.get("clients", 1) > 1 for row in rows):
+            cells = [
+                f"{cell}, {row['requests_per_second']:.3g} requests/s" for cell, row in zip(cells, rows, strict=True)
+            ]
+        lines.append([measured, *cells])
+    where = found["environment"]
+    threads = f", {where['threads']} threads"
+    return f"{table.as_markdown(lines)}\n\n{where['device']}{threads}, commit {where['commit']}, {where['date'][:10]}."
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "headlines": headlines,
+    "target": lambda: table.markdown(read("h200/target"), brief=True),
+    "self": lambda: table.markdown(read("h200/self"), brief=True),
+    "layer": lambda: table.markdown(read("h200/layer")),
+    "step": lambda: table.markdown(read("h200/step")),
+    "table1": lambda: table.markdown(read("h200/table1"), brief=True),
+    "cpu": lambda: table.markdown(read("cpu/cpu")),
+    "movielens": movielens,
+    "scaling": scaling,
+    "serving h200": lambda: serving("h200/serving"),
+    "serving cpu": lambda: serving("cpu/serving"),
+}
+
+
+def with_tables(text: str) -> str:
+    """`text` with every marked table made anew."""
+    return re.sub(
+        r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)",
+        lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}",
+        text,
+        flags=re.DOTALL,
+    )
+
+
+def draw(path: Path) -> None:
+    """The README's figure: the four shapes, jfi and its fastest peers."""
+    panels = [(title, list(rows.values())) for title, rows in headline_rows()]
+    figures.against_peers(panels, where(), path, drawn_from())
+
+
+def drawn_from() -> str:
+    """What the figure carries to tell the results that it shows."""
+    shown = {title: [row.get("forward_backward_us") for row in rows.values()] for title, rows in headline_rows()}
+    return hashlib.sha256(f"{where()} {shown}".encode()).hexdigest()
+
+
+def main() -> None:
+    argparse.ArgumentParser("python -m benchmarks.readme", description=__doc__.splitlines()[0]).parse_args()
+    for page in PAGES:
+        path = ROOT / page
+        path.write_text(with_tables(path.read_text()))
+        print(f"updated {page}")
+    draw(FIGURE)
+    print(f"drew {FIGURE.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

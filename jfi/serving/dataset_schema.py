@@ -1,0 +1,57 @@
+"""The schema of requests to a model, from the dataset that the model was trained on."""
+
+from jfi.data import DataConfig, InteractionDataset
+from jfi.data.config import AGE, HISTORY
+from jfi.serving.schema import Field, Schema
+
+
+def schema_of(config: DataConfig, dataset: InteractionDataset, reads_history: bool, reads_age: bool) -> Schema:
+    """The fields of requests to a model of `dataset`.
+
+    Args:
+        config: the config that `dataset` was loaded with.
+        dataset: the dataset whose keys the fields fill.
+        reads_history: whether the model reads events.
+        reads_age: whether the model reads the bucket of the events' age.
+    """
+    events = []
+    if reads_history:
+        events = _categories(dataset, "history")
+        for name in config.event_dense:
+            keys = [spec.key for spec in dataset.features if spec.role == "history" and spec.column == name]
+            events.append(Field(name, "quantile", keys, edges=dataset.encodings.edges[name].tolist()))
+        if reads_age:
+            events.append(Field(AGE, "age", num_buckets=config.num_age_buckets))
+    return Schema(
+        _categories(dataset, "user") + _numbers(dataset, config.user_dense),
+        _categories(dataset, "item") + _numbers(dataset, config.item_dense),
+        events,
+        {
+            name: vocabulary.values
+            for name, vocabulary in dataset.encodings.vocabularies.items()
+            if reads_history or name not in config.event_categorical
+        },
+    )
+
+
+def _categories(dataset: InteractionDataset, role: str) -> list[Field]:
+    """The fields of a role's columns that have a vocabulary."""
+    by_column: dict[str, list] = {}
+    for spec in dataset.features:
+        is_quantile = role == "history" and spec.column in dataset.encodings.edges
+        if spec.role == role and not is_quantile:
+            by_column.setdefault(spec.column, []).append(spec)
+    fields = []
+    for column, specs in by_column.items():
+        # The slots of a multi-valued column of events have numbered keys.
+        if role == "history" and specs[0].key != HISTORY + column:
+            kind = "slots"
+        else:
+            kind = "categories" if specs[0].multi_valued else "category"
+        fields.append(Field(column, kind, [spec.key for spec in specs]))
+    return fields
+
+
+def _numbers(dataset: InteractionDataset, names: list[str]) -> list[Field]:
+    moments = dataset.encodings.moments
+    return [Field(name, "number", mean=moments[name][0], deviation=moments[name][1]) for name in names]

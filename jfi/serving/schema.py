@@ -1,0 +1,68 @@
+"""The fields of a request, as `artifact.json` holds them."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+#: Most values of a list in a request. Training keeps all values of a user or a target.
+MAX_VALUES = 1000
+#: By kind of field, what a request must have there.
+TYPES = {
+    "category": "a string or an integer, or null",
+    "categories": f"a list of strings or integers, at most {MAX_VALUES}",
+    "slots": f"a list of strings or integers, at most {MAX_VALUES}",
+    "number": "a finite number, or null",
+    "quantile": "a finite number, or null",
+    "age": "a number of seconds, at least 0",
+}
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of the user, of a candidate or of an event.
+
+    Args:
+        name: in the request; also the column of the training table, whose vocabulary it uses.
+        kind: "category" has one id; "categories" has any number of ids under one key; "slots" has an id for each of its
+            keys, from its first values; "number" is a dense feature; "quantile" is a number that `edges` turn into an
+            id; "age" is the number of seconds since the event, which becomes a bucket.
+        keys: of the model's inputs that get its ids.
+        edges: of a quantile.
+        mean, deviation: of a number in training.
+        num_buckets: of an age.
+    """
+
+    name: str
+    kind: Literal["category", "categories", "slots", "number", "quantile", "age"]
+    keys: list[str] = field(default_factory=list)
+    edges: list[float] = field(default_factory=list)
+    mean: float = 0.0
+    deviation: float = 1.0
+    num_buckets: int = 0
+
+
+@dataclass(frozen=True)
+class Schema:
+    """All fields of a request.
+
+    Args:
+        user, candidate, event: the fields of each; no event field for a model that reads no history.
+        vocabularies: by column the known values; their ids count from 1 in this order.
+    """
+
+    user: list[Field]
+    candidate: list[Field]
+    event: list[Field]
+    vocabularies: dict[str, list[str]]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits of a request.
+
+    Args:
+        max_candidates: a request with more candidates is refused.
+        max_history: the number of newest events that are kept, as in training.
+    """
+
+    max_candidates: int
+    max_history: int

@@ -1,0 +1,182 @@
+"""Plots of a run: the curves of its metrics, and the attention of a few test samples."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from jfi.data import Batch, InteractionDataset
+from jfi.data.config import HISTORY
+from jfi.models import SequenceDLRM
+
+_SPLIT_COLORS = {"train": "#9ab3c9", "validation": "#0b5394", "test": "#cc4125"}
+_PANELS = 4
+_EVENTS = 12
+_PICK_FROM = 256
+_TITLE_WIDTH = 34
+_SPANS = (("years", 31_557_600), ("days", 86_400), ("hours", 3_600), ("minutes", 60), ("seconds", 1))
+
+
+def draw_curves(log: list[dict], monitor: str, path: Path) -> None:
+    """Plots loss, NE, AUC and AUC per user over the epochs, with the best epoch and its test metrics, as a PNG.
+
+    Args:
+        log: the lines of metrics.jsonl.
+        monitor: the metric that selected the best epoch.
+        path: the file to write.
+    """
+    last, test = [record for record in log if record["split"] == "validation"][-1], log[-1]
+    steps_per_epoch = last["step"] / last["epoch"]
+    titles = {"loss": "loss (nats)", "ne": "normalized entropy", "auc": "AUC", "user_auc": "AUC per user"}
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    for axes, (metric, title) in zip(figure.subplots(2, 2).flat, titles.items(), strict=True):
+        for split, marker in (("train", ""), ("validation", "o")):
+            records = [r for r in log if r["split"] == split and r.get(metric) is not None]
+            if records:
+                x, y = [r["step"] / steps_per_epoch for r in records], [r[metric] for r in records]
+                marker = marker or ("." if len(x) == 1 else "")  # a line needs two points
+                axes.plot(x, y, color=_SPLIT_COLORS[split], marker=marker, markersize=5, label=split)
+        axes.axvline(test["epoch"], color="0.8", linestyle="--", zorder=0)
+        if test[metric] is not None:
+            label = f"test {test[metric]:.4f}"
+            star = {"color": _SPLIT_COLORS["test"], "markersize": 14, "label": label, "zorder": 1.5}  # behind the lines
+            axes.plot(test["epoch"], test[metric], "*", **star)
+        axes.set(title=title, xlabel="epoch")
+        axes.set_xlim(0, last["epoch"] * 1.03)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:  # AUC per user is NaN if no user has both labels
+            axes.legend()
+    figure.suptitle(
+        f"best epoch by validation {monitor}: {test['epoch']} (dashed); the star is the test split with its parameters"
+    )
+    figure.savefig(path, dpi=110)
+
+
+@dataclass
+class _Sample:
+    """A test sample: its target, and the texts of its L events, oldest first, with their weights [L, H]."""
+
+    title: str
+    label: float
+    score: float
+    events: list[str]
+    weights: torch.Tensor
+
+
+def draw_attention(model: SequenceDLRM, dataset: InteractionDataset, device: torch.device, path: Path | None) -> None:
+    """Plots what a few test samples of different users attended to, as a PNG.
+
+    A panel shows a sample's events with the largest weights, each bar split by head; the weights of all events of the
+    history sum to 1. The samples are spread evenly over the test split, and are preferably those with as many events as
+    a panel shows. If none of the samples looked at has an event, no file is written.
+
+    Args:
+        model: a trained model.
+        dataset: the dataset with the test split.
+        device: of the model.
+        path: the file to write, or None. With sharded tables every process must call this; all but one pass None.
+    """
+    samples = _pick(model.eval(), dataset, device)
+    if not samples or path is None:
+        return
+    figure = Figure(figsize=(17, 10), layout="constrained")
+    for axes, sample in zip(figure.subplots(2, _PANELS // 2, squeeze=False).flat, samples, strict=False):
+        _draw_sample(axes, sample)
+    heads = samples[0].weights.shape[1]
+    keys = [Patch(color=f"C{head}", label=f"head {head + 1}") for head in range(heads)]
+    keys.append(Line2D([], [], color="0.3", linestyle=":", label="equal weights"))
+    figure.legend(handles=keys, loc="outside lower center", ncols=heads + 1)
+    figure.suptitle("Attention of the target to the events of its history: weight by head", fontsize=14)
+    figure.savefig(path, dpi=100)
+
+
+def _draw_sample(axes: Axes, sample: _Sample) -> None:
+    heads = sample.weights.shape[1]
+    order = sample.weights.sum(1).argsort(descending=True)[:_EVENTS].flip(0)
+    left = torch.zeros(len(order))
+    for head in range(heads):
+        width = sample.weights[order, head] / heads
+        axes.barh(range(len(order)), width, left=left, color=f"C{head}")
+        left += width
+    axes.set_yticks(range(len(order)), [sample.events[i] for i in order], fontsize=9)
+    count = len(sample.events)
+    axes.axvline(1 / count, color="0.3", linestyle=":")
+    shown = left.sum().item()
+    axes.set_title(
+        f"target: {sample.title} (label {sample.label:g}, predicted {sample.score:.2f})\n"
+        f"{len(order)} of {count} events, {shown:.0%} of the weight",
+        loc="right",  # extends over the long tick labels
+        fontsize=11,
+        fontweight="bold",
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+@torch.no_grad()
+def _pick(model: SequenceDLRM, dataset: InteractionDataset, device: torch.device) -> list[_Sample]:
+    samples: list[_Sample] = []
+    users: set[int] = set()
+    batches = dataset.num_batches("test", _PICK_FROM)
+    for panel in range(_PANELS):
+        batch = next(dataset.batches("test", _PICK_FROM, start_batch=panel * batches // _PANELS))
+        lengths = batch.sparse_features[f"{HISTORY}{dataset.item_key}"].lengths().tolist()
+        new = [row for row, user in enumerate(batch.users.tolist()) if user not in users and lengths[row] > 0]
+        if not new:
+            continue
+        row = next((row for row in new if lengths[row] >= _EVENTS), max(new, key=lengths.__getitem__))
+        users.add(batch.users[row].item())
+        samples.append(_describe(model, dataset, batch, row, device))
+    return samples
+
+
+def _describe(
+    model: SequenceDLRM, dataset: InteractionDataset, batch: Batch, row: int, device: torch.device
+) -> _Sample:
+    batch_there = batch.to(device)  # before to_dict, which caches tensors that `to` would not move
+    ids = {key: values.to_dense()[row].tolist() for key, values in batch.sparse_features.to_dict().items()}
+    inputs = batch_there.dense_features, batch_there.sparse_features
+    (weights,) = model.attention_weights(*inputs).values()
+    weights = weights.to_dense()[row].mean(1).float().cpu()
+    item_columns = {spec.column for spec in dataset.features if spec.role == "item"}
+    fields = [spec for spec in dataset.features if spec.role == "history" and spec.column not in item_columns]
+    (age,) = (spec.key for spec in dataset.features if spec.role == "bucket")
+    events = [
+        ", ".join(
+            [_title(dataset, item)]
+            + [f"{field.column} {_value(dataset, field.column, ids[field.key][event])}" for field in fields]
+            + [_age(ids[age][event])]
+        )
+        for event, item in enumerate(ids[f"{HISTORY}{dataset.item_key}"])
+    ]
+    return _Sample(
+        title=_title(dataset, ids[dataset.item_key][0]),
+        label=batch.labels[row].item(),
+        score=torch.sigmoid(model(*inputs)[row]).item(),
+        events=events,
+        weights=weights,
+    )
+
+
+def _title(dataset: InteractionDataset, item: int) -> str:
+    title = dataset.titles[item] if dataset.titles else f"{dataset.item_key} {_value(dataset, dataset.item_key, item)}"
+    return title if len(title) <= _TITLE_WIDTH else title[: _TITLE_WIDTH - 1] + "…"
+
+
+def _value(dataset: InteractionDataset, column: str, number: int) -> str:
+    """The table's value for an id; #id for a value that training did not see, and for a quantile."""
+    if number and column in dataset.encodings.vocabularies:
+        return dataset.encodings.vocabularies[column].values[number - 1]
+    return f"#{number}"
+
+
+def _age(bucket: int) -> str:
+    """The age of a bucket of `history_age`, which begins at 2^(bucket - 1) seconds."""
+    seconds = 2.0 ** max(0, bucket - 1)
+    unit, length = next((unit, length) for unit, length in _SPANS if seconds >= length)
+    return f"{seconds / length:.0f}+ {unit} ago"

@@ -1,0 +1,79 @@
+"""Records the metrics of a run, in `metrics.jsonl` and for TensorBoard."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+from jfi.training.run_folder import RunFolder
+
+
+class Recorder:
+    """Appends metrics to `metrics.jsonl`, truncated to the length in the checkpoint first, and to TensorBoard.
+
+    The file has no times or speeds, so that a resumed run ends with the same file as an uninterrupted one.
+
+    Args:
+        run: the run folder.
+        length: bytes of metrics.jsonl to keep.
+        step: TensorBoard's events from this step on are discarded.
+    """
+
+    def __init__(self, run: RunFolder, length: int, step: int):
+        # Imported here: it takes seconds, and faults in the input should be reported before.
+        from torch.utils.tensorboard import SummaryWriter
+
+        run.metrics.touch()
+        self._file = run.metrics.open("r+b")
+        self._file.truncate(length)
+        self._file.seek(length)
+        self._board = SummaryWriter(str(run.tensorboard), purge_step=step)
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        self._board.close()
+
+    def metrics(self, split: str, epoch: int, step: int, metrics: dict[str, float]) -> None:
+        """Appends a line; a metric that is not finite becomes null."""
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        record = {"split": split, "epoch": epoch, "step": step, **finite}
+        self._file.write((json.dumps(record) + "\n").encode())
+        self._file.flush()
+        for name, value in metrics.items():
+            self._board.add_scalar(f"{name}/{split}", value, step)
+
+    def speed(self, samples_per_second: float, step: int) -> None:
+        """Records the speed of training, for TensorBoard only."""
+        self._board.add_scalar("samples_per_second", samples_per_second, step)
+
+    def length(self) -> int:
+        """Flushes metrics.jsonl to the disk and returns its length in bytes."""
+        os.fsync(self._file.fileno())
+        return self._file.tell()
+
+
+class SilentRecorder:
+    """The Recorder of the processes that write nothing."""
+
+    def __enter__(self) -> "SilentRecorder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def metrics(self, split: str, epoch: int, step: int, metrics: dict[str, float]) -> None:
+        pass
+
+    def speed(self, samples_per_second: float, step: int) -> None:
+        pass
+
+    def length(self) -> int:
+        return 0
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """The lines of a `metrics.jsonl`."""
+    return [json.loads(line) for line in path.read_text().splitlines()]

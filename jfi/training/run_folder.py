@@ -1,0 +1,85 @@
+"""The run folder.
+
+config.yaml     every field of the resolved config
+metrics.jsonl   one JSON object per line: training lines, a validation line per epoch, a test line at the end
+checkpoints/    the last and the best checkpoint, see `jfi.training.checkpoint`
+tensorboard/    the same metrics, and the speed, for TensorBoard
+curves.png      metrics over the epochs
+attention.png   the attention of a few test samples, unless none of them has a history
+"""
+
+from datetime import datetime
+from pathlib import Path
+
+from jfi.training.cli import load_config, save_config
+from jfi.training.config import Config, ConfigError
+
+
+class RunFolder:
+    """The paths of a run; `create` makes a new folder, `open` opens an existing one."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.config = path / "config.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.tensorboard = path / "tensorboard"
+        self.curves = path / "curves.png"
+        self.attention = path / "attention.png"
+
+    @classmethod
+    def create(cls, config: Config) -> "RunFolder":
+        """Makes the folder of `config.training.run_dir` and writes the config into it.
+
+        Raises:
+            ConfigError: the folder is not empty.
+        """
+        path = Path(config.training.run_dir or new_run_dir())
+        check_new(path)
+        path.mkdir(parents=True, exist_ok=True)
+        run = cls(path)
+        save_config(config, run.config)
+        return run
+
+    @classmethod
+    def open(cls, path: str | Path) -> "tuple[RunFolder, Config]":
+        """An existing run and its config.
+
+        Raises:
+            ConfigError: `path` is not a run folder.
+        """
+        run = cls(Path(path))
+        if not run.config.is_file():
+            raise ConfigError(f"--resume {path}: not a run folder, {run.config} is missing")
+        config = load_config(run.config)
+        return run, config.with_training(run_dir=str(path))
+
+    @classmethod
+    def holds(cls, config: Config) -> bool:
+        """Whether `config.training.run_dir` is the folder of a run with an equal config."""
+        path = config.training.run_dir
+        if path is None or not cls(Path(path)).config.is_file():
+            return False
+        return load_config(cls(Path(path)).config) == config
+
+    def check_metrics(self, length: int) -> None:
+        """Checks that metrics.jsonl has the `length` bytes that it had at a checkpoint.
+
+        Raises:
+            ConfigError: it is missing or too short.
+        """
+        if (self.metrics.stat().st_size if self.metrics.is_file() else 0) < length:
+            raise ConfigError(
+                f"--resume {self.path}: {self.metrics} is missing or shorter than the {length} bytes in the checkpoint"
+            )
+
+
+def new_run_dir(prefix: str = "") -> str:
+    """`runs/<prefix><date>-<time>`."""
+    return f"runs/{prefix}{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def check_new(path: Path) -> None:
+    """Raises ConfigError if `path` is not a new or empty folder."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(f"training.run_dir: {path} is not empty; name a new folder, or continue with --resume {path}")

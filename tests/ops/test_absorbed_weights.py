@@ -1,0 +1,52 @@
+"""The products of weights, and the gradients of all that is made of them, against autograd in float64."""
+
+import pytest
+import torch
+from ops.budget import check
+
+from jfi.kernels.absorbed_weights import bwd as absorbed_weights_bwd
+from jfi.ops.absorb_weights import absorb_in_kernel, absorb_weights, weight_gradients
+
+F, DTYPES = 2, [torch.float32, torch.bfloat16] if torch.cuda.is_available() else [torch.float32]
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("times", "heads", "width", "history_width", "target_width", "batch"),
+    [
+        (1, 1, 8, 16, 16, 5),
+        (3, 2, 20, 70, 17, 1200),
+        (2, 4, 70, 100, 130, 33),
+        (1, 3, 1, 1, 1, 3100),
+        (1, 1, 4, 4, 4, 0),
+    ],
+)
+def test_absorbed_weights_and_their_gradients(
+    times, heads, width, history_width, target_width, batch, dtype, impl, device, monkeypatch
+):
+    monkeypatch.setattr(absorbed_weights_bwd, "multiprocessors", lambda device: 1000)  # so that programs share a batch
+    dim = heads * width
+    shapes = (times * dim, target_width), (times * dim,), (dim, history_width), (dim, history_width), (dim, times * dim)
+    weights = tuple(torch.randn(F, *shape, device=device) for shape in shapes)
+    rows = times * heads * history_width
+    rows = tuple(torch.randn(F, batch, size, device=device).to(dtype) for size in (rows, target_width, rows, dim))
+
+    def plain(in_dtype):
+        leaves = [x.to(in_dtype).requires_grad_() for x in weights]
+        output_bias = torch.zeros(F, dim, dtype=in_dtype, device=device, requires_grad=True)
+        w_qk, b_qk, w_vo = absorb_weights(tuple(leaves), heads, in_dtype)
+        dquery, target, attended, grad = (x.to(in_dtype) for x in rows)
+        query = torch.baddbmm(b_qk.unsqueeze(1), target, w_qk.mT)
+        out = torch.baddbmm(output_bias.unsqueeze(1), attended, w_vo)
+        grads = torch.autograd.grad([query, out], [*leaves, output_bias], [dquery, grad])
+        return [x.detach() for x in (w_qk, b_qk, w_vo)], grads
+
+    got = absorb_in_kernel(weights, heads, dtype, impl)
+    dgot = weight_gradients(rows, weights, torch.float32, heads, impl)
+    assert all(x.dtype == dtype for x in got) and all(x.dtype == torch.float32 for x in dgot)
+    (truth, dtruth), (expected, dexpected) = plain(torch.float64), plain(dtype)
+    names = ("w_qk", "b_qk", "w_vo", "dw_q", "db_q", "dw_k", "dw_v", "dw_o", "db_o")
+    terms = max(dim, history_width, batch) ** 0.5
+    for name, x, rough, true in zip(names, (*got, *dgot), (*expected, *dexpected), (*truth, *dtruth), strict=True):
+        check(name, x.to(dtype), rough, true, terms=float(true.norm()) * terms)

@@ -1,0 +1,210 @@
+"""What the documentation shows works: Python runs, commands parse, links and names exist, tables are the results.
+
+A comment `<!-- setup ... -->` or `<!-- check ... -->` in a page is Python that readers need not see; it runs in place
+among the page's ```python blocks. A block after `<!-- slow -->` runs in the slow set, with all blocks before it.
+"""
+
+import argparse
+import importlib
+import re
+import runpy
+import shlex
+from functools import cache
+from itertools import dropwhile
+from pathlib import Path
+
+import pytest
+import yaml
+from torch.distributed.run import get_args_parser
+
+from benchmarks import readme
+from jfi.training import cli
+
+ROOT = Path(__file__).parents[1]
+PAGES = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "benchmarks/NOTES.md"]
+PAGES += [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))]
+TEXTS = {page: (ROOT / page).read_text() for page in PAGES}
+PYTHON = re.compile(
+    r"<!-- (?:setup|check)\n(?P<hidden>.*?)-->|(?P<slow><!-- slow -->\n)?```python\n(?P<shown>.*?)```", re.DOTALL
+)
+#: Names that the pages show before the code has them, and the file that will have each: until then tests skip them.
+AWAITED = {
+    "PositionBias": "jfi/__init__.py",
+    "--artifact": "examples/serve.py",
+    "encoder.num_layers": "configs/encoder.yaml",
+}
+
+
+def await_names(text: str) -> None:
+    for name, file in AWAITED.items():
+        if name in text and name.rpartition(".")[2] not in (ROOT / file).read_text():
+            pytest.skip(f"{name} is not in {file} yet")
+
+
+@cache
+def python_of(page: str) -> list[tuple[str, bool]]:
+    """Code and whether it is slow, in the order of the page; each padded so that a traceback has the page's lines."""
+    found = []
+    for match in PYTHON.finditer(TEXTS[page]):
+        group = "hidden" if match["hidden"] is not None else "shown"
+        lines = "\n" * TEXTS[page].count("\n", 0, match.start(group))
+        found.append((lines + match[group], match["slow"] is not None))
+    return found
+
+
+def run_python(page: str, slow: bool, folder: Path, monkeypatch) -> None:
+    blocks = python_of(page)
+    await_names("".join(block for block, _ in blocks))
+    first_slow = next((i for i, (_, is_slow) in enumerate(blocks) if is_slow), len(blocks))
+    monkeypatch.chdir(folder)
+    names = {"__name__": "__main__"}
+    for block, _ in blocks if slow else blocks[:first_slow]:
+        exec(compile(block, page, "exec"), names)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if python_of(page)])
+def test_python_runs(page, tmp_path, monkeypatch):
+    run_python(page, False, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if any(slow for _, slow in python_of(page))])
+def test_slow_python_runs(page, tmp_path, monkeypatch):
+    run_python(page, True, tmp_path, monkeypatch)
+
+
+def commands() -> list[tuple[str, str]]:
+    """Page and command of every ```sh block, continued lines joined, comments cut off."""
+    found = []
+    for page, text in TEXTS.items():
+        for block in re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL):
+            lines = block.replace("\\\n", " ")
+            if lines.startswith("curl") and "'{" in lines:  # its body is tested in tests/serving
+                continue
+            found += [(page, line.split(" #")[0].strip()) for line in lines.splitlines() if line.strip()]
+    return found
+
+
+class Parsed(Exception):
+    """Raised in place of what a command would do."""
+
+
+def then_stop(parse):
+    def parse_and_stop(*arguments, **keywords):
+        parse(*arguments, **keywords)
+        raise Parsed
+
+    return parse_and_stop
+
+
+def run_python_command(words: list[str], monkeypatch) -> None:
+    """Runs the script or module until it has parsed its arguments."""
+    monkeypatch.setattr(cli, "parse_config", then_stop(cli.parse_config))
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", then_stop(argparse.ArgumentParser.parse_args))
+    name, *arguments = words[1:] if words[0] == "-m" else words
+    monkeypatch.setattr("sys.argv", [name, *arguments])
+    with pytest.raises(Parsed):
+        (runpy.run_module if words[0] == "-m" else runpy.run_path)(name, run_name="__main__")
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")  # modules that this file imports, run as scripts
+@pytest.mark.parametrize(("page", "command"), commands())
+def test_commands_are_known(page, command, monkeypatch):
+    await_names(command)
+    words = list(dropwhile(re.compile(r"[A-Z_]+=").match, shlex.split(command.split(" < ")[0])))
+    monkeypatch.chdir(ROOT)
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    elif words[0] == "torchrun":
+        start = next(i for i, word in enumerate(words) if word.endswith(".py") or word == "-m")
+        get_args_parser().parse_args([*words[1:start], "script.py"])
+        run_python_command(words[start:], monkeypatch)
+    elif words[0] == "python":
+        run_python_command(words[1:], monkeypatch)
+    elif words[0] == "pip":
+        extras = re.findall(r"\[([\w,]+)\]", command)
+        known = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
+        assert {extra for names in extras for extra in names.split(",")} <= set(known)
+        versions = re.findall(r"\w+==[\d.]+", command)
+        assert all(version in (ROOT / "Makefile").read_text() for version in versions)
+    else:
+        assert words[0] == "curl", f"no check for {command}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_and_paths_exist(page):
+    text = re.sub(r"```.*?```", "", TEXTS[page], flags=re.DOTALL)
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if not link.startswith("http")]
+    assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
+    named = re.findall(r"(?<![\w/<])(?:examples|configs|jfi|benchmarks|tests|docs)/[\w/.-]*[\w/]", TEXTS[page])
+    assert [path for path in named if not (ROOT / path).exists() and "artifact" not in path] == []
+
+
+def test_readme_is_short():
+    assert len(TEXTS["README.md"].splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", readme.PAGES)
+def test_tables_are_the_results(page):
+    text = TEXTS[page]
+    assert "<!-- table: " in text
+    assert readme.with_tables(text) == text, "run python -m benchmarks.readme"
+
+
+def test_the_figure_shows_the_results(tmp_path):
+    readme.draw(tmp_path / "speed.png")
+    for path in (readme.FIGURE, tmp_path / "speed.png"):
+        assert readme.drawn_from().encode() in path.read_bytes(), "run python -m benchmarks.readme"
+
+
+def test_site_has_every_page_and_every_name():
+    def pages(nav) -> list[str]:
+        if isinstance(nav, str):
+            return [nav]
+        return [page for part in (nav if isinstance(nav, list) else nav.values()) for page in pages(part)]
+
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    expected = {page.removeprefix("docs/") for page in PAGES} - {"README.md"}
+    assert set(pages(config["nav"])) == expected
+    names = [name for text in TEXTS.values() for name in re.findall(r"^::: ([\w.]+)$", text, flags=re.MULTILINE)]
+    assert names
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        try:
+            owner = importlib.import_module(module)
+        except ModuleNotFoundError:
+            owner = None
+        assert hasattr(owner, attribute), name
+
+
+def test_the_options_of_the_server_are_those_of_the_command(monkeypatch, capsys):
+    await_names("--artifact")
+    monkeypatch.setattr("sys.argv", ["serve.py", "--help"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(ROOT / "examples/serve.py"), run_name="__main__")
+    known = set(re.findall(r"^ +(--[\w-]+)", capsys.readouterr().out, flags=re.MULTILINE))
+    listed = set(re.findall(r"^\| `(--[\w-]+)`", TEXTS["docs/serving.md"], flags=re.MULTILINE))
+    assert listed == known - {"--artifact"}
+
+
+@pytest.mark.parametrize(
+    ("module", "page"), [("jfi.ops", "operators"), ("jfi.modules", "modules"), ("jfi.models", "modules")]
+)
+def test_every_public_name_is_on_its_page(module, page):
+    shown = set(re.findall(r"^::: ([\w.]+)$", TEXTS[f"docs/{page}.md"], flags=re.MULTILINE))
+    names = importlib.import_module(module).__all__
+    assert [name for name in names if not shown & {f"{module}.{name}", f"{module}.{name}.{name}"}] == []
+
+
+def test_plain_english():
+    words = r"\b(processors?|multiprocessors?|matrix units?|copy engine|artefacts?|optimisers?|his|dealt|taken whole)\b"
+    found = {page: re.findall(words, text, flags=re.IGNORECASE) for page, text in TEXTS.items()}
+    assert {page: hits for page, hits in found.items() if hits} == {}
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_warnings(tmp_path):
+    build = pytest.importorskip("mkdocs.commands.build")
+    config = importlib.import_module("mkdocs.config")
+    build.build(config.load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(tmp_path / "site")))
+    assert (tmp_path / "site/operators.html").exists()
