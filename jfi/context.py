@@ -20,4 +20,6 @@ def is_traced() -> bool:
 
 def without_autocast(device_type: str) -> AbstractContextManager:
     """`torch.autocast(device_type, enabled=False)`, whose 3 µs are spent only where autocast is enabled."""
-    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _NOTHING
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return _NOTHING
+    return torch.autocast(device_type, enabled=False)

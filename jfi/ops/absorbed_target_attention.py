@@ -25,13 +25,14 @@ from torch.autograd.function import once_differentiable
 
 from jfi.context import is_traced, without_autocast
 from jfi.ops._checks import FLOATING, check_dim, check_events, check_impl, check_offsets, check_scale, check_size
-from jfi.ops._dispatch import PLAIN, operators
+from jfi.ops._dispatch import PLAIN, operators, public
 from jfi.ops.absorb_weights import absorb_in_kernel, absorb_weights, weight_gradients
 from jfi.ops.target_attention import takes_events, target_attention
 
 _WEIGHTS = ("query_weight", "query_bias", "key_weight", "value_weight", "output_weight", "output_bias")
 
 
+@public
 def absorbed_target_attention(
     target: Tensor,
     history: Tensor | tuple[Tensor, ...],
@@ -89,7 +90,8 @@ def absorbed_target_attention(
     impl = check_impl(impl, first)
     scale = check_scale(scale, weights[2].shape[1] // num_heads)
     device = first.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weights[0].dtype
+    autocast = not first.is_meta and torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if autocast else weights[0].dtype
     in_kernel = takes_events(impl, times * num_heads)
     if key_bias_index is not None and not in_kernel:
         key_bias, key_bias_index = cast(F.embedding(key_bias_index, key_bias), first.dtype), None
@@ -158,11 +160,11 @@ def _check_shapes(target: Tensor, fields: tuple[Tensor, ...], weights: tuple[Ten
 
 
 def _fits_one_node(tensors: tuple[Tensor | None, ...], value_scale: Tensor | None, impl: str) -> bool:
-    """Whether nothing traces these tensors, none is a subclass, and the kernels take their dtypes and device."""
+    """Whether nothing traces these tensors, none is a subclass or meta, and the kernels take dtypes and device."""
     if is_traced():
         return False
     for x in tensors:
-        if x is not None and type(x) not in PLAIN:
+        if x is not None and (type(x) not in PLAIN or x.is_meta):
             return False
         if x is not None and (x.dtype == torch.float64 if impl == "triton" else x.is_cuda):
             return False

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
 from torchrec.modules.mc_modules import (
     DistanceLFU_EvictionPolicy,
@@ -95,3 +95,13 @@ def test_variable_batch_sizes_are_named():
     )
     with pytest.raises(ValueError, match="VBE"):
         layer_over(collection())(ids, {"item": torch.randn(3, D)})
+
+
+def test_meta_tensors_give_shapes():
+    layer = JaggedFeatureInteraction([SequenceFeatureConfig("taste", KEYS, ["item"])], D, num_heads=2, device="meta")
+    offsets = torch.empty(4, dtype=torch.long, device="meta")
+    rows = torch.empty(7, D, device="meta", requires_grad=True)
+    events = {key: JaggedTensor(rows, offsets=offsets) for key in KEYS}
+    pooled = layer(events, {"item": torch.empty(3, D, device="meta")})["taste"]
+    (gradient,) = torch.autograd.grad(pooled.sum(), rows)
+    assert pooled.is_meta and pooled.shape == (3, D) and gradient.is_meta and gradient.shape == (7, D)

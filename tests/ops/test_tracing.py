@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from torchrec.fx import Tracer as TorchRecTracer
 
 import jfi
@@ -13,6 +14,8 @@ from jfi import ops
 
 B, S, D, T = 3, 7, 4, 2
 OFFSETS = torch.tensor([0, 2, 2, 7])
+#: Of one feature with D_e = 4, D_x = 16 and D = 8.
+WEIGHTS = tuple(torch.ones(shape) for shape in ((1, 8, 4), (1, 8), (1, 8, 16), (1, 8, 16), (1, 8, 8), (1, 8)))
 
 
 def example(name: str) -> tuple[list[torch.Tensor], dict]:
@@ -28,6 +31,10 @@ def example(name: str) -> tuple[list[torch.Tensor], dict]:
         "jagged2_softmax": ([pairs], {"x_offsets": OFFSETS}),
         "array_jagged_bmm_jagged_out": ([pairs, x], {"x_offsets": OFFSETS}),
         "target_attention": ([query, key], {"offsets": OFFSETS, "key_bias": torch.randn(S, 2), "scale": 0.3}),
+        "absorbed_target_attention": (
+            [torch.randn(1, B, D), torch.randn(S, 16)],
+            {"weights": WEIGHTS, "offsets": OFFSETS, "num_heads": 2},
+        ),
         "jagged_attention": ([torch.randn(S, 2, D), key], {"query_offsets": OFFSETS, "key_bias": torch.randn(S, 2)}),
     }[name]
 
@@ -99,7 +106,7 @@ def test_meta_tensors_give_shapes_forward_and_backward(name, validated):
     want = getattr(ops, name)(*leaves, **keywords)
     grads = torch.autograd.grad(want.sum(), leaves)
     metas = [x.detach().to("meta").requires_grad_() for x in inputs]
-    keywords = {key: x.to("meta") if isinstance(x, torch.Tensor) else x for key, x in keywords.items()}
+    keywords = tree_map_only(torch.Tensor, lambda x: x.to("meta"), keywords)
     with ops.validation() if validated else torch.enable_grad():
         out = getattr(ops, name)(*metas, **keywords)
     found = torch.autograd.grad(out.sum(), metas)
@@ -132,7 +139,7 @@ def test_torch_func_grad(name, impl, device):
         pytest.skip("made of torch.library operators, which torch.func.grad cannot differentiate")
     inputs, keywords = example(name)
     inputs = [x.to(device) for x in inputs]
-    keywords = {key: x.to(device) if isinstance(x, torch.Tensor) else x for key, x in keywords.items()}
+    keywords = tree_map_only(torch.Tensor, lambda x: x.to(device), keywords)
 
     def loss(*inputs):
         return getattr(ops, name)(*inputs, **keywords, impl=impl).sin().sum()
