@@ -27,12 +27,13 @@ class CallsAnOperator(nn.Module):
     ],
     ids=["layer", "encoder", "inside a model", "SequenceDLRM", "operator"],
 )
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The TorchScript type system")
 def test_torch_script(module, name):
     with pytest.raises(NotImplementedError, match=f"torch.jit.script does not support {name}: use torch.export"):
         torch.jit.script(module())
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 def test_a_trace_of_the_operator_is_what_to_use_instead():
     x, offsets = torch.randn(5, 2), torch.tensor([0, 2, 5])
     traced = torch.jit.trace(CallsAnOperator(), (x, offsets), check_trace=False)
