@@ -25,50 +25,84 @@ def widen(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
+class Shapes(NamedTuple):
+    """The samples without a length of 0, sorted by their lengths.
+
+    Attributes:
+        order: [N] int64: the samples.
+        counts: of samples with the same lengths, in that order.
+        lengths: of each such run of samples, (L, M).
+    """
+
+    order: Tensor
+    counts: list[int]
+    lengths: list[tuple[int, int]]
+
+    @classmethod
+    def of(cls, first: Tensor, second: Tensor) -> "Shapes":
+        """Sort by the second lengths [B], then by the first."""
+        if first.numel() == 0:
+            return cls(first.new_empty(0, dtype=torch.int64), [], [])
+        stride = int(first.max()) + 1
+        key = second.long() * stride + first
+        keys, order = key.masked_fill_(first * second == 0, -1).sort(stable=True)
+        first_used = int(torch.searchsorted(keys, 0))
+        keys, counts = keys[first_used:].unique_consecutive(return_counts=True)
+        return cls(order[first_used:], counts.tolist(), [divmod(key, stride)[::-1] for key in keys.tolist()])
+
+    def equal(self) -> Iterator[tuple[Tensor, tuple[int, int]]]:
+        """All samples of the same lengths together."""
+        return zip(self.order.split(self.counts), self.lengths, strict=True) if self.counts else iter(())
+
+    def padded(self, most_padding: int) -> Iterator[tuple[Tensor, tuple[int, int], bool]]:
+        """Neighbours together while padding their L x M pairs to the longest L and M adds at most so many pairs.
+
+        Yields the samples, the longest L and M, and whether all have those lengths.
+        """
+        start = count = area = longest_first = longest_second = 0
+        is_full = True
+        for more, (first, second) in zip(self.counts, self.lengths, strict=True):
+            padded = (count + more) * max(longest_first, first) * max(longest_second, second)
+            if count and padded - area - more * first * second > most_padding:
+                yield self.order[start : start + count], (longest_first, longest_second), is_full
+                start, count, area, longest_first, longest_second, is_full = start + count, 0, 0, 0, 0, True
+            is_full = count == 0
+            count, area = count + more, area + more * first * second
+            longest_first, longest_second = max(longest_first, first), max(longest_second, second)
+        if count:
+            yield self.order[start : start + count], (longest_first, longest_second), is_full
+
+
 class Group(NamedTuple):
     """Samples whose lengths are equal.
 
     Attributes:
         samples: [K] int64, ascending.
         is_run: the samples follow one another without a gap, so that their blocks do too.
-        lengths: of each of the samples, one for each tensor of lengths given to ``groups``.
+        lengths: of each of the samples, (L, M).
     """
 
     samples: Tensor
     is_run: bool
-    lengths: tuple[int, ...]
+    lengths: tuple[int, int]
 
 
-def groups(lengths: tuple[Tensor, ...], width: int = 1) -> Iterator[Group]:
+def groups(first: Tensor, second: Tensor, elements: Callable[[int, int], int]) -> Iterator[Group]:
     """Partition the samples that have no length of 0 into groups of equal lengths.
 
     Args:
-        lengths: one or two tensors [B], such as the number of x rows and of y rows of each sample.
-        width: elements per row, to estimate the size of a sample.
+        first, second: the samples' L and M, [B] each.
+        elements: (L, M) -> the size of a sample's operands.
     """
-    first, last = lengths[0].long(), lengths[-1].long()
-    if first.numel() == 0:
-        return
-    stride = int(last.max()) + 1
-    key = torch.where(first * last > 0, first * stride + last, 0)
-    keys, order = key.sort(stable=True)
-    bounds = (keys.diff(prepend=keys.new_zeros(1)).nonzero()[:, 0]).tolist()
-    shapes = [divmod(shape, stride) for shape in keys[bounds].tolist()]
-    for (low, high), shape in zip(_spans(bounds, len(order)), shapes, strict=True):
-        shape = shape[: len(lengths)]
-        samples = order[low:high]
-        count = high - low
+    for samples, lengths in Shapes.of(first, second).equal():
+        count = len(samples)
         if count == 1 or int(samples[-1] - samples[0]) == count - 1:
-            yield Group(samples, True, shape)
+            yield Group(samples, True, lengths)
             continue
-        elements = sum(shape) * width + (shape[0] * shape[1] if len(shape) == 2 else 0)
-        single = count <= FEW_SAMPLES or elements > LARGE_SAMPLE
-        for part in samples.split(1 if single else max(1, COPIED_ELEMENTS // elements)):
-            yield Group(part, single, shape)
-
-
-def _spans(bounds: list[int], end: int) -> Iterator[tuple[int, int]]:
-    return zip(bounds, [*bounds[1:], end], strict=True) if bounds else iter(())
+        size = elements(*lengths)
+        single = count <= FEW_SAMPLES or size > LARGE_SAMPLE
+        for part in samples.split(1 if single else max(1, COPIED_ELEMENTS // size)):
+            yield Group(part, single, lengths)
 
 
 class Blocks:
@@ -99,9 +133,7 @@ class Blocks:
         if group.is_run:
             return widen(self.view(group, rows, columns))
         index = self.index(group, rows, columns)
-        return widen(self.x.flatten(1).index_select(0, index) if self.x.dim() > 1 else self.x[index]).view(
-            -1, rows, columns
-        )
+        return widen(self.x.index_select(0, index)).view(-1, rows, columns)
 
     def put(self, group: Group, block: Tensor) -> None:
         """Write [K, rows, columns]."""

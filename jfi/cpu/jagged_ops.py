@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from jfi.cpu.blocks import Blocks, groups, widen
+from jfi.cpu.blocks import Blocks, Group, groups, widen
 
 #: Elements that are computed together where a value per sample is expanded to its rows.
 EXPANDED_ELEMENTS = 2**14
@@ -19,14 +19,25 @@ LEAST_TOTAL, MOST_TOTAL = 1e-20, 1e20
 _exact = torch.autocast("cpu", enabled=False)
 
 
+def _row_groups(offsets: Tensor, width: int, fixed: int = 0) -> Iterator[Group]:
+    """Samples of equal lengths, for rows of that total width and a fixed number of elements per sample."""
+    lengths = offsets.diff()
+    return groups(lengths, lengths, lambda rows, _: rows * width + fixed)
+
+
+def _pair_groups(x_offsets: Tensor, y_offsets: Tensor, width: int = 0) -> Iterator[Group]:
+    """Samples of equal L and M, for x and y rows of that width and their pairs."""
+    return groups(x_offsets.diff(), y_offsets.diff(), lambda rows, columns: (rows + columns) * width + rows * columns)
+
+
 @_exact
 def jagged_dense_bmm(x: Tensor, offsets: Tensor, dense: Tensor, transposed: bool) -> Tensor:
     """[S, D], [B, D, T] -> [S, T]; transposed: dense is [B, T, D]."""
     out = x.new_empty(x.shape[0], dense.shape[1 if transposed else 2])
     x_blocks, out_blocks = Blocks(x, offsets), Blocks(out, offsets)
     dense_blocks = Blocks(dense, torch.arange(dense.shape[0]))
-    for group in groups((offsets.diff(),), sum(dense.shape[1:])):
-        (length,) = group.lengths
+    for group in _row_groups(offsets, x.shape[1] + out.shape[1], dense.shape[1:].numel()):
+        length, _ = group.lengths
         matrices = dense_blocks.take(group, *dense.shape[1:])
         rows = x_blocks.take(group, length, x.shape[1])
         out_blocks.put_product(group, rows, matrices.mT if transposed else matrices)
@@ -39,8 +50,8 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     out = x.new_empty(offsets.shape[0] - 1, x.shape[1], y.shape[1])
     out[offsets.diff() == 0] = 0
     x_blocks, y_blocks, out_blocks = Blocks(x, offsets), Blocks(y, offsets), Blocks(out, torch.arange(out.shape[0]))
-    for group in groups((offsets.diff(),), x.shape[1] + y.shape[1]):
-        (length,) = group.lengths
+    for group in _row_groups(offsets, x.shape[1] + y.shape[1], out.shape[1:].numel()):
+        length, _ = group.lengths
         left, right = x_blocks.take(group, length, x.shape[1]), y_blocks.take(group, length, y.shape[1])
         out_blocks.put_product(group, left.mT, right)
     return out
@@ -58,7 +69,7 @@ def jagged_jagged_bmm_jagged_out(x: Tensor, y: Tensor, x_offsets: Tensor, y_offs
     out = x.new_empty(out_size)
     x_blocks, y_blocks = Blocks(x, x_offsets), Blocks(y, y_offsets)
     out_blocks = Blocks(out, _pair_starts(x_offsets, y_offsets))
-    for group in groups((x_offsets.diff(), y_offsets.diff()), x.shape[1]):
+    for group in _pair_groups(x_offsets, y_offsets, x.shape[1]):
         left, right = (
             blocks.take(group, length, x.shape[1])
             for blocks, length in zip((x_blocks, y_blocks), group.lengths, strict=True)
@@ -76,7 +87,7 @@ def array_jagged_bmm_jagged_out(
     sides = [x_offsets, y_offsets]
     a_blocks = Blocks(a, _pair_starts(x_offsets, y_offsets))
     y_blocks, out_blocks = Blocks(y, sides[not transposed]), Blocks(out, sides[transposed])
-    for group in groups((x_offsets.diff(), y_offsets.diff()), y.shape[1]):
+    for group in _pair_groups(x_offsets, y_offsets, y.shape[1]):
         pairs = a_blocks.take(group, *group.lengths)
         rows = y_blocks.take(group, group.lengths[not transposed], y.shape[1])
         out_blocks.put_product(group, pairs.mT if transposed else pairs, rows)
@@ -135,7 +146,7 @@ def jagged2_softmax(a: Tensor, x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
     """[Σ L·M] -> [Σ L·M]."""
     out, starts = torch.empty_like(a), _pair_starts(x_offsets, y_offsets)
     a_blocks, out_blocks = Blocks(a, starts), Blocks(out, starts)
-    for group in groups((x_offsets.diff(), y_offsets.diff())):
+    for group in _pair_groups(x_offsets, y_offsets):
         scores = a_blocks.take(group, *group.lengths)
         weights = out_blocks.put_result(group, group.lengths, torch.softmax, scores, -1)
         # All weights of a row of nothing but -inf are NaN.
@@ -150,7 +161,7 @@ def jagged2_softmax_backward(grad: Tensor, out: Tensor, x_offsets: Tensor, y_off
     """[Σ L·M], [Σ L·M] -> [Σ L·M]."""
     da, starts = torch.empty_like(out), _pair_starts(x_offsets, y_offsets)
     grad_blocks, out_blocks, da_blocks = Blocks(grad, starts), Blocks(out, starts), Blocks(da, starts)
-    for group in groups((x_offsets.diff(), y_offsets.diff())):
+    for group in _pair_groups(x_offsets, y_offsets):
         weights = out_blocks.take(group, *group.lengths)
         dweights = grad_blocks.take(group, *group.lengths)
         da_blocks.put(group, torch._softmax_backward_data(dweights, weights, -1, weights.dtype))
