@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from jfi.cpu.blocks import Shapes, widen
 #: The most elements of a batch of samples, operands and scores: 1 MB of float32, so that it stays in the L2 cache.
 BATCH_ELEMENTS = 2**18
 #: Padding a batch up to this many scores costs less than another batch, some 100 µs.
-PADDED_SCORES = 2**13
+PADDED_SCORES = 2**15
 #: Scales that flash attention takes: 0 and below would not leave the -inf of hidden keys -inf, and its exponentials,
 #: exact to 20 bits, lose digits of large scores.
 LEAST_SCALE, MOST_SCALE = 1e-30, 1.0
@@ -31,6 +32,11 @@ class Rows:
     lengths: Tensor
     padding: Tensor | None
 
+    @cached_property
+    def real(self) -> Tensor:
+        """The places in [K · N] that are not padding."""
+        return (~self.padding).flatten().nonzero()[:, 0]
+
     @classmethod
     def of(cls, starts: Tensor, lengths: Tensor, longest: int, is_full: bool) -> "Rows":
         places = torch.arange(longest)
@@ -45,10 +51,13 @@ class Rows:
 
     def put(self, out: Tensor, index: Tensor, x: Tensor) -> None:
         """Write x to the rows of out at index, [K, N] or [K, G, N, n], padding excepted."""
+        x, rows = x.flatten(0, index.dim() - 1), index.flatten()
         if self.padding is not None:
-            padding = self.padding if index.dim() == 2 else self.padding[:, None, :, None].expand_as(index)
-            index, x = index[~padding], x[~padding]
-        out.index_copy_(0, index.flatten(), x.reshape(index.numel(), *out.shape[1:]).to(out.dtype))
+            real = self.real
+            if index.dim() == 4:
+                real = (~self.padding[:, None, :, None]).expand_as(index).flatten().nonzero()[:, 0]
+            x, rows = x.index_select(0, real), rows.index_select(0, real)
+        out.index_copy_(0, rows, x.to(out.dtype))
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
@@ -87,14 +96,14 @@ class Problem:
             return True
         return self.left is None and self.right == 0 and torch.equal(*self.offsets)
 
-    def batches(self, has_scores: bool) -> Iterator[tuple[Rows, Rows]]:
-        """The query rows and the key rows of all samples that have both; has_scores: the scores count as elements."""
+    def batches(self, is_flash: bool) -> Iterator[tuple[Rows, Rows]]:
+        """The query rows and the key rows of all samples that have both; is_flash: no scores are kept."""
         lengths = [offsets.diff() for offsets in self.offsets]
         widths = self.query.shape[2] + (self.key if self.value is None else self.value).shape[2]
         padded = Shapes.of(*lengths).padded(PADDED_SCORES // self.num_heads)
         for part, (num_queries, num_keys), is_full in padded:
             rows = self.num_heads * num_queries + self.num_kv_heads * num_keys
-            elements = rows * widths + (self.num_heads * num_queries * num_keys if has_scores else 0)
+            elements = rows * widths + (0 if is_flash else self.num_heads * num_queries * num_keys)
             for samples in part.split(max(1, BATCH_ELEMENTS // elements)):
                 queries, keys = (
                     Rows.of(offsets[samples], length[samples], longest, is_full)

@@ -125,53 +125,60 @@ def _softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
     return weights, total, total.log().add_(top)
 
 
-def bmm_forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
-    for queries, keys in problem.batches(has_scores=True):
-        batch = _Batch(problem, queries, keys)
-        outs = batch.query.new_zeros(*batch.query.shape[:3], out.shape[2])
-        lses = batch.query.new_full(batch.query.shape[:3], -torch.inf)
-        for rows, columns in batch.blocks():
-            weights, total, block_lse = _softmax(batch.scores(rows, columns))
-            block = torch.bmm(weights, batch.value[:, columns]).div_(total.masked_fill_(total == 0, 1.0))
-            outs[:, rows] = block.view_as(outs[:, rows])
-            lses[:, rows] = block_lse.view_as(lses[:, rows])
-        batch.put_queries(out, outs)
-        batch.put_queries(lse, lses)
+def bmm_forward(problem: Problem, queries: Rows, keys: Rows, out: Tensor, lse: Tensor) -> None:
+    """Write the rows of out and lse."""
+    batch = _Batch(problem, queries, keys)
+    outs = batch.query.new_zeros(*batch.query.shape[:3], out.shape[2])
+    lses = batch.query.new_full(batch.query.shape[:3], -torch.inf)
+    for rows, columns in batch.blocks():
+        weights, total, block_lse = _softmax(batch.scores(rows, columns))
+        block = torch.bmm(weights, batch.value[:, columns]).div_(total.masked_fill_(total == 0, 1.0))
+        outs[:, rows] = block.view_as(outs[:, rows])
+        lses[:, rows] = block_lse.view_as(lses[:, rows])
+    batch.put_queries(out, outs)
+    batch.put_queries(lse, lses)
 
 
 def bmm_backward(
-    problem: Problem, grad: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, results: list[Tensor | None]
+    problem: Problem,
+    queries: Rows,
+    keys: Rows,
+    grad: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    results: list[Tensor | None],
 ) -> None:
+    """Write the rows of the gradients of query, key, value and bias."""
     dquery, dkey, dvalue, dbias = results
-    for queries, keys in problem.batches(has_scores=True):
-        batch = _Batch(problem, queries, keys)
-        grads, lses = batch.take_queries(grad), batch.take_queries(lse)
-        deltas = (grads * batch.take_queries(out)).sum(-1)
-        if dlse is not None:
-            deltas -= batch.take_queries(dlse)
-        empty = lses == -torch.inf
-        # Combining empty parts makes a gradient of NaN for the log-sum-exp, which weights of 0 would not stop.
-        deltas.masked_fill_(empty, 0.0)
-        if queries.padding is not None:
-            empty |= queries.padding.repeat_interleave(problem.num_kv_heads, 0)[:, :, None]
-        lses.masked_fill_(empty, torch.inf)  # weights of exp(-inf) = 0
-        dqueries, dkeys = torch.zeros_like(batch.query), torch.zeros_like(batch.key)
-        dvalues = dkeys if dvalue is None else torch.zeros_like(batch.value)
-        dbiases = None if dbias is None else torch.zeros(batch.bias_index.mT.shape, dtype=batch.query.dtype)
-        for rows, columns in batch.blocks():
-            block_grad, values = grads[:, rows].flatten(1, 2), batch.value[:, columns]
-            weights = batch.scores(rows, columns).sub_(lses[:, rows].flatten(1, 2)[..., None]).exp_()
-            dscores = torch.bmm(block_grad, values.mT).sub_(deltas[:, rows].flatten(1, 2)[..., None]).mul_(weights)
-            block = torch.bmm(dscores, batch.key[:, columns])
-            dqueries[:, rows] = block.view_as(dqueries[:, rows])
-            dkeys[:, columns].baddbmm_(dscores.mT, batch.query[:, rows].flatten(1, 2))
-            dvalues[:, columns].baddbmm_(weights.mT, block_grad)
-            if dbiases is not None:
-                split = dscores.view(*dbiases.shape[:2], rows.stop - rows.start, dbiases.shape[2], -1)
-                dbiases[..., columns] += split.sum(2)
-        batch.put_queries(dquery, dqueries.mul_(problem.scale))
-        batch.put_keys(dkey, dkeys)
-        if dvalue is not None:
-            batch.put_keys(dvalue, dvalues)
-        if dbias is not None:
-            keys.put(dbias.flatten(), batch.bias_index, dbiases.mT)
+    batch = _Batch(problem, queries, keys)
+    grads, lses = batch.take_queries(grad), batch.take_queries(lse)
+    deltas = (grads * batch.take_queries(out)).sum(-1)
+    if dlse is not None:
+        deltas -= batch.take_queries(dlse)
+    empty = lses == -torch.inf
+    # Combining empty parts makes a gradient of NaN for the log-sum-exp, which weights of 0 would not stop.
+    deltas.masked_fill_(empty, 0.0)
+    if queries.padding is not None:
+        empty |= queries.padding.repeat_interleave(problem.num_kv_heads, 0)[:, :, None]
+    lses.masked_fill_(empty, torch.inf)  # weights of exp(-inf) = 0
+    dqueries, dkeys = torch.zeros_like(batch.query), torch.zeros_like(batch.key)
+    dvalues = dkeys if dvalue is None else torch.zeros_like(batch.value)
+    dbiases = None if dbias is None else torch.zeros(batch.bias_index.mT.shape, dtype=batch.query.dtype)
+    for rows, columns in batch.blocks():
+        block_grad, values = grads[:, rows].flatten(1, 2), batch.value[:, columns]
+        weights = batch.scores(rows, columns).sub_(lses[:, rows].flatten(1, 2)[..., None]).exp_()
+        dscores = torch.bmm(block_grad, values.mT).sub_(deltas[:, rows].flatten(1, 2)[..., None]).mul_(weights)
+        block = torch.bmm(dscores, batch.key[:, columns])
+        dqueries[:, rows] = block.view_as(dqueries[:, rows])
+        dkeys[:, columns].baddbmm_(dscores.mT, batch.query[:, rows].flatten(1, 2))
+        dvalues[:, columns].baddbmm_(weights.mT, block_grad)
+        if dbiases is not None:
+            split = dscores.view(*dbiases.shape[:2], rows.stop - rows.start, dbiases.shape[2], -1)
+            dbiases[..., columns] += split.sum(2)
+    batch.put_queries(dquery, dqueries.mul_(problem.scale))
+    batch.put_keys(dkey, dkeys)
+    if dvalue is not None:
+        batch.put_keys(dvalue, dvalues)
+    if dbias is not None:
+        keys.put(dbias.flatten(), batch.bias_index, dbiases.mT)

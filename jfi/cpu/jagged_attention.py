@@ -51,25 +51,31 @@ class _Flash:
         return dquery.transpose(1, 2), self.sum_heads(dkey), self.sum_heads(dvalue)
 
 
-def _flash_forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
-    for queries, keys in problem.batches(has_scores=False):
-        outs, lses = _Flash(problem, queries, keys).forward()
-        queries.put(out, queries.place, outs)
-        queries.put(lse, queries.place, lses)
+def _flash_forward(problem: Problem, queries: Rows, keys: Rows, out: Tensor, lse: Tensor) -> None:
+    outs, lses = _Flash(problem, queries, keys).forward()
+    queries.put(out, queries.place, outs)
+    queries.put(lse, queries.place, lses)
 
 
-def _flash_backward(problem: Problem, grad: Tensor, out: Tensor, lse: Tensor, results: list[Tensor | None]) -> None:
+def _flash_backward(
+    problem: Problem,
+    queries: Rows,
+    keys: Rows,
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    results: list[Tensor | None],
+) -> None:
     dquery, dkey, dvalue, _ = results
-    for queries, keys in problem.batches(has_scores=False):
-        grads = take(grad, queries.place)
-        if queries.padding is not None:
-            grads.masked_fill_(queries.padding[..., None, None], 0.0)
-        parts = (grads, take(out, queries.place), take(lse, queries.place))
-        dqueries, dkeys, dvalues = _Flash(problem, queries, keys).backward(*parts)
-        queries.put(dquery, queries.place, dqueries)
-        keys.put(dkey, keys.place, dkeys + dvalues if dvalue is None else dkeys)
-        if dvalue is not None:
-            keys.put(dvalue, keys.place, dvalues)
+    grads = take(grad, queries.place)
+    if queries.padding is not None:
+        grads.masked_fill_(queries.padding[..., None, None], 0.0)
+    parts = (grads, take(out, queries.place), take(lse, queries.place))
+    dqueries, dkeys, dvalues = _Flash(problem, queries, keys).backward(*parts)
+    queries.put(dquery, queries.place, dqueries)
+    keys.put(dkey, keys.place, dkeys + dvalues if dvalue is None else dkeys)
+    if dvalue is not None:
+        keys.put(dvalue, keys.place, dvalues)
 
 
 @torch.autocast("cpu", enabled=False)
@@ -78,7 +84,9 @@ def forward(query: Tensor, key: Tensor, value: Tensor | None, *rest) -> tuple[Te
     problem = Problem(query, key, value, *rest)
     out = query.new_zeros(*query.shape[:2], (key if value is None else value).shape[2])
     lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32))
-    (_flash_forward if problem.is_plain else bmm_forward)(problem, out, lse)
+    is_flash = problem.is_plain
+    for queries, keys in problem.batches(is_flash):
+        (_flash_forward if is_flash else bmm_forward)(problem, queries, keys, out, lse)
     return out, lse
 
 
@@ -99,8 +107,10 @@ def backward(
     """Arguments and results as those of the launcher in jfi/kernels/jagged_attention."""
     problem = Problem(query, key, value, query_offsets, key_offsets, bias, *rest)
     results = [None if x is None else torch.zeros_like(x) for x in (query, key, value, bias)]
-    if problem.is_plain and dlse is None:
-        _flash_backward(problem, grad, out, lse, results)
-    else:
-        bmm_backward(problem, grad, dlse, out, lse, results)
+    is_flash = problem.is_plain and dlse is None
+    for queries, keys in problem.batches(is_flash):
+        if is_flash:
+            _flash_backward(problem, queries, keys, grad, out, lse, results)
+        else:
+            bmm_backward(problem, queries, keys, grad, dlse, out, lse, results)
     return tuple(results)
