@@ -1,11 +1,11 @@
-"""Every operator in plain PyTorch: the truth that the tests compare with, and the path where Triton is absent.
+"""Every operator in plain PyTorch: the truth that the tests compare with, and impl="torch" on a GPU.
 
 Two moves make all of them.  *Expand* repeats a sample's entry for each of its rows, [B, ...] -> [S, ...]; *segment sum*
 adds a sample's rows up, [S, ...] -> [B, ...].  Each is the other's gradient, so every formula below is differentiable,
 deterministic, free of padding and, since no length is read on the host, free of synchronisation and of recompilation.
 
 Half precision is computed in float32 and rounded once at the end.  Intermediates are as large as the formula says
-([S, T, H, D] for target attention): this file is written to be read, the kernels to be fast.
+([S, T, H, D] for target attention): this file is written to be read, the kernels and jfi/cpu to be fast.
 """
 
 import torch
@@ -118,6 +118,16 @@ class Pairs:
         """[rows+1] int64: where each x row's pairs begin."""
         return torch.searchsorted(self.left, torch.arange(rows + 1, device=self.left.device, dtype=self.left.dtype))
 
+    def filled_row_offsets(self) -> Tensor:
+        """[P+1] int64: where the pairs of each x row that has any begin, then P.
+
+        The number of such rows is known on the device only; it is at most P.
+        """
+        starts = torch.ones_like(self.left)
+        starts[1:] = self.left.diff().clamp(max=1)
+        rank = starts.cumsum(0) - 1
+        return torch.searchsorted(rank, torch.arange(self.count + 1, device=rank.device))
+
 
 def jagged_jagged_bmm_jagged_out(
     x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, out_size: int | None = None
@@ -129,13 +139,7 @@ def jagged_jagged_bmm_jagged_out(
 
 def jagged2_softmax(a: Tensor, x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
     """[Σ L·M] -> [Σ L·M]: the softmax along each of the rows' M columns."""
-    pairs = Pairs(x_offsets, y_offsets, a.shape[0])
-    # How many rows there are is known on the device only, but no more than pairs have any.
-    starts = torch.ones_like(pairs.left)
-    starts[1:] = pairs.left.diff().clamp(max=1)
-    rank = starts.cumsum(0) - 1
-    row_offsets = torch.searchsorted(rank, torch.arange(pairs.count + 1, device=a.device))
-    return jagged_softmax(a[:, None], row_offsets)[:, 0]
+    return jagged_softmax(a[:, None], Pairs(x_offsets, y_offsets, a.shape[0]).filled_row_offsets())[:, 0]
 
 
 def array_jagged_bmm_jagged_out(a: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, out_rows: int) -> Tensor:

@@ -1,86 +1,96 @@
-"""Jagged attention on a processor: the products of one sample after another, without padding.
+"""Jagged attention on a CPU: samples of similar lengths in batches, by torch's flash attention where it takes them.
 
-Only one sample's scores are in memory at a time, forward and backward, [H, queries, keys].
+Samples are sorted by length and batched, L queries by M keys each.  Samples of equal lengths need no padding; where
+only a few samples of a batch differ in length, padding them costs less than another batch, and the padding is masked.
+
+Flash attention for CPUs has no gradient for a bias nor any for the log-sum-exp, needs E = D and makes NaN of a query
+that sees no key: such problems go to batched matrix products.
 """
-
-from collections.abc import Iterator
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-
-def _widen(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-
-
-class _Problem:
-    """The operands, widened, query heads grouped by key head: queries [R, G, H/G, D]."""
-
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor | None,
-        query_offsets: Tensor,
-        key_offsets: Tensor,
-        bias: Tensor | None,
-        scale: float,
-        left: int | None,
-        right: int | None,
-    ):
-        self.groups = key.shape[1]
-        self.query = self.group(query)
-        self.key = _widen(key)
-        self.value = self.key if value is None else _widen(value)
-        self.bias = None if bias is None else _widen(bias).unflatten(1, (self.groups, -1))
-        self.scale, self.left, self.right = scale, left, right
-        self.query_offsets, self.key_offsets = query_offsets.tolist(), key_offsets.tolist()
-
-    def group(self, x: Tensor) -> Tensor:
-        """[R, H, ...] -> [R, G, H/G, ...]."""
-        return _widen(x).unflatten(1, (self.groups, -1))
-
-    def samples(self) -> Iterator[tuple[slice, slice]]:
-        """The rows of each sample that has both queries and keys."""
-        for queries, keys in zip(pairwise(self.query_offsets), pairwise(self.key_offsets), strict=True):
-            if queries[0] < queries[1] and keys[0] < keys[1]:
-                yield slice(*queries), slice(*keys)
-
-    def scores(self, queries: slice, keys: slice) -> Tensor:
-        """[G, H/G, queries, keys], -inf where a key is not seen."""
-        scores = torch.einsum("qghd,kgd->ghqk", self.query[queries], self.key[keys]) * self.scale
-        if self.bias is not None:
-            scores += self.bias[keys].permute(1, 2, 0)[:, :, None]
-        if self.left is not None or self.right is not None:
-            count, length = scores.shape[2:]
-            place = torch.arange(length - count, length)[:, None]
-            key = torch.arange(length)
-            if self.right is not None:
-                scores.masked_fill_(key - place > self.right, -torch.inf)
-            if self.left is not None:
-                scores.masked_fill_(place - key > self.left, -torch.inf)
-        return scores
+from jfi.cpu.attention_batches import Problem, Rows, take
+from jfi.cpu.attention_bmm import bmm_backward, bmm_forward
 
 
+class _Flash:
+    """Operands and options of flash attention for K samples: [K, H, L, D] and [K, H, M, D]."""
+
+    def __init__(self, problem: Problem, queries: Rows, keys: Rows):
+        self.share = problem.num_heads // problem.num_kv_heads
+        query, key = take(problem.query, queries.place).transpose(1, 2), self.take_keys(problem.key, keys)
+        value = key if problem.value is None else self.take_keys(problem.value, keys)
+        self.operands = query, key, value
+        self.options = {"scale": problem.scale}
+        self.is_causal = problem.right is not None
+        if keys.padding is not None and not self.is_causal:
+            mask = query.new_zeros(keys.padding.shape).masked_fill_(keys.padding, -torch.inf)
+            self.options["attn_mask"] = mask[:, None, None]
+
+    def take_keys(self, x: Tensor, keys: Rows) -> Tensor:
+        """[S, G, D] -> [K, H, M, D]."""
+        x = take(x, keys.place).transpose(1, 2)
+        return x if self.share == 1 else x.repeat_interleave(self.share, 1)
+
+    def sum_heads(self, x: Tensor) -> Tensor:
+        """[K, H, M, D] -> [K, M, G, D]."""
+        return (x if self.share == 1 else x.unflatten(1, (-1, self.share)).sum(2)).transpose(1, 2)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Returns the output [K, L, H, D] and the log-sum-exp [K, L, H]."""
+        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = attention(*self.operands, 0.0, self.is_causal, **self.options)
+        return out.transpose(1, 2), lse.transpose(1, 2)
+
+    def backward(self, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[K, L, H, ...] -> the gradients [K, L, H, D], [K, M, G, D] and [K, M, G, D]."""
+        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        grad, out, lse = (x.transpose(1, 2) for x in (grad, out, lse))
+        dquery, dkey, dvalue = attention(grad, *self.operands, out, lse, 0.0, self.is_causal, **self.options)
+        return dquery.transpose(1, 2), self.sum_heads(dkey), self.sum_heads(dvalue)
+
+
+def _flash_forward(problem: Problem, queries: Rows, keys: Rows, out: Tensor, lse: Tensor) -> None:
+    outs, lses = _Flash(problem, queries, keys).forward()
+    queries.put(out, queries.place, outs)
+    queries.put(lse, queries.place, lses)
+
+
+def _flash_backward(
+    problem: Problem,
+    queries: Rows,
+    keys: Rows,
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    results: list[Tensor | None],
+) -> None:
+    dquery, dkey, dvalue, _ = results
+    grads = take(grad, queries.place)
+    if queries.padding is not None:
+        grads.masked_fill_(queries.padding[..., None, None], 0.0)
+    parts = (grads, take(out, queries.place), take(lse, queries.place))
+    dqueries, dkeys, dvalues = _Flash(problem, queries, keys).backward(*parts)
+    queries.put(dquery, queries.place, dqueries)
+    keys.put(dkey, keys.place, dkeys + dvalues if dvalue is None else dkeys)
+    if dvalue is not None:
+        keys.put(dvalue, keys.place, dvalues)
+
+
+@torch.autocast("cpu", enabled=False)
 def forward(query: Tensor, key: Tensor, value: Tensor | None, *rest) -> tuple[Tensor, Tensor]:
-    """Arguments and results as those of jagged_attention_fwd.forward."""
-    problem = _Problem(query, key, value, *rest)
-    rows, heads = query.shape[:2]
-    out = problem.value.new_zeros(rows, problem.groups, heads // problem.groups, problem.value.shape[2])
-    lse = out.new_full(out.shape[:3], -torch.inf)
-    for queries, keys in problem.samples():
-        scores = problem.scores(queries, keys)
-        top = scores.amax(-1, keepdim=True)
-        # Of a query that sees nothing all weights are exp(-inf - inf) = 0.
-        weights = torch.exp(scores - top.masked_fill(top == -torch.inf, torch.inf))
-        total = weights.sum(-1, keepdim=True)
-        lse[queries] = (top + total.log())[..., 0].permute(2, 0, 1)
-        weights /= total.masked_fill(total == 0, 1.0)
-        out[queries] = torch.einsum("ghqk,kge->qghe", weights, problem.value[keys])
-    return out.flatten(1, 2).to(query.dtype), lse.flatten(1, 2)
+    """Arguments and results as those of the launcher in jfi/kernels/jagged_attention."""
+    problem = Problem(query, key, value, *rest)
+    out = query.new_zeros(*query.shape[:2], (key if value is None else value).shape[2])
+    lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32))
+    is_flash = problem.is_plain
+    for queries, keys in problem.batches(is_flash):
+        (_flash_forward if is_flash else bmm_forward)(problem, queries, keys, out, lse)
+    return out, lse
 
 
+@torch.autocast("cpu", enabled=False)
 def backward(
     grad: Tensor,
     dlse: Tensor | None,
@@ -94,31 +104,13 @@ def backward(
     lse: Tensor,
     *rest,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Arguments and results as those of jagged_attention_bwd.backward."""
-    problem = _Problem(query, key, value, query_offsets, key_offsets, bias, *rest)
-    grad = problem.group(grad)
-    delta = (grad * problem.group(out)).sum(-1)
-    if dlse is not None:
-        delta -= problem.group(dlse)
-    lse = problem.group(lse)
-    # Merging empty parts makes a dL of NaN, which weights of 0 would not stop.
-    delta.masked_fill_(lse == -torch.inf, 0.0)
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-    dquery, dkey = torch.zeros_like(problem.query), torch.zeros_like(problem.key)
-    dvalue = dkey if value is None else torch.zeros_like(problem.value)
-    dbias = None if bias is None else torch.zeros_like(problem.bias)
-    for queries, keys in problem.samples():
-        weights = torch.exp(problem.scores(queries, keys) - lse[queries].permute(1, 2, 0)[..., None])
-        dweights = torch.einsum("qghe,kge->ghqk", grad[queries], problem.value[keys])
-        dscores = weights * (dweights - delta[queries].permute(1, 2, 0)[..., None])
-        dquery[queries] = torch.einsum("ghqk,kgd->qghd", dscores, problem.key[keys]) * problem.scale
-        dkey[keys] += torch.einsum("ghqk,qghd->kgd", dscores, problem.query[queries]) * problem.scale
-        dvalue[keys] += torch.einsum("ghqk,qghe->kge", weights, grad[queries])
-        if dbias is not None:
-            dbias[keys] = dscores.sum(2).permute(2, 0, 1)
-    return (
-        dquery.flatten(1, 2).to(query.dtype),
-        dkey.to(key.dtype),
-        None if value is None else dvalue.to(value.dtype),
-        None if bias is None else dbias.flatten(1, 2).to(bias.dtype),
-    )
+    """Arguments and results as those of the launcher in jfi/kernels/jagged_attention."""
+    problem = Problem(query, key, value, query_offsets, key_offsets, bias, *rest)
+    results = [None if x is None else torch.zeros_like(x) for x in (query, key, value, bias)]
+    is_flash = problem.is_plain and dlse is None
+    for queries, keys in problem.batches(is_flash):
+        if is_flash:
+            _flash_backward(problem, queries, keys, grad, out, lse, results)
+        else:
+            bmm_backward(problem, queries, keys, grad, dlse, out, lse, results)
+    return tuple(results)

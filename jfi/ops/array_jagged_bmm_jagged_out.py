@@ -12,18 +12,23 @@ from jfi.ops._checks import check_dim, check_floating, check_impl, check_offsets
 from jfi.ops._dispatch import operator, operators, public
 
 
-def _forward(a: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, out_rows: int, transposed: bool) -> Tensor:
-    from jfi.kernels.jagged_ops.array_jagged_bmm_jagged_out import array_jagged_bmm_jagged_out
+def _forward(
+    a: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, out_rows: int, transposed: bool, impl: str
+) -> Tensor:
+    if impl == "triton":
+        from jfi.kernels.jagged_ops.array_jagged_bmm_jagged_out import array_jagged_bmm_jagged_out
+    else:
+        from jfi.cpu.jagged_ops import array_jagged_bmm_jagged_out
 
     return array_jagged_bmm_jagged_out(a.contiguous(), y.contiguous(), x_offsets, y_offsets, out_rows, transposed)
 
 
-def _fake(a, y, x_offsets, y_offsets, out_rows, transposed):
+def _fake(a, y, x_offsets, y_offsets, out_rows, transposed, impl):
     return y.new_empty(out_rows, y.shape[1])
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, _, ctx.transposed = inputs
+    *tensors, _, ctx.transposed, ctx.impl = inputs
     ctx.save_for_backward(*tensors)
 
 
@@ -32,10 +37,11 @@ def _differentiate(ctx, grad):
     da = dy = None
     if ctx.needs_input_grad[0]:
         left, right = (y, grad) if ctx.transposed else (grad, y)
-        da = operators.jagged_jagged_bmm_jagged_out(left, right, x_offsets, y_offsets, a.shape[0])
+        da = operators.jagged_jagged_bmm_jagged_out(left, right, x_offsets, y_offsets, a.shape[0], ctx.impl)
     if ctx.needs_input_grad[1]:
-        dy = operators.array_jagged_bmm_jagged_out(a, grad, x_offsets, y_offsets, y.shape[0], not ctx.transposed)
-    return da, dy, None, None, None, None
+        product = operators.array_jagged_bmm_jagged_out
+        dy = product(a, grad, x_offsets, y_offsets, y.shape[0], not ctx.transposed, ctx.impl)
+    return da, dy, None, None, None, None, None
 
 
 _array_jagged_bmm_jagged_out = operator("array_jagged_bmm_jagged_out", _forward, _fake, _save, _differentiate)
@@ -59,7 +65,8 @@ def array_jagged_bmm_jagged_out(
         x_offsets: [B+1], int32 or int64, from 0 to S.
         y_offsets: [B+1], from 0 to R; None means x_offsets.
         out_rows: S, if known where y_offsets is given: else it is read from x_offsets, one synchronisation on a GPU.
-        impl: "triton", "torch", or "auto": Triton for CUDA tensors (float64 excepted), PyTorch otherwise.
+        impl: "triton", "torch" (on a GPU the formula in plain PyTorch, with large intermediates), or "auto": Triton for
+            CUDA tensors (float64 excepted), PyTorch otherwise.
 
     Returns:
         [S, D].  A row of a sample with M = 0 is zero.
@@ -82,6 +89,8 @@ def array_jagged_bmm_jagged_out(
     check_offsets("x_offsets", x_offsets, out_rows, "the output", y)
     check_offsets("y_offsets", y_offsets, y.shape[0], "y", y, x_offsets.shape[0] - 1)
     check_pairs("a", a.shape[0], x_offsets, y_offsets)
-    if check_impl(impl, y) == "torch":
+    impl = check_impl(impl, y)
+    if impl == "torch" and y.is_cuda:
         return reference.array_jagged_bmm_jagged_out(a, y, x_offsets, y_offsets, out_rows)
-    return _array_jagged_bmm_jagged_out(a, y, x_offsets.contiguous(), y_offsets.contiguous(), out_rows, False)
+    x_offsets, y_offsets = x_offsets.contiguous(), y_offsets.contiguous()
+    return _array_jagged_bmm_jagged_out(a, y, x_offsets, y_offsets, out_rows, False, impl)

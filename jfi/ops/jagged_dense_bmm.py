@@ -12,18 +12,21 @@ from jfi.ops._checks import check_dim, check_floating, check_impl, check_offsets
 from jfi.ops._dispatch import operator, operators, public
 
 
-def _forward(x: Tensor, offsets: Tensor, dense: Tensor, transposed: bool) -> Tensor:
-    from jfi.kernels.jagged_ops.jagged_dense_bmm import jagged_dense_bmm
+def _forward(x: Tensor, offsets: Tensor, dense: Tensor, transposed: bool, impl: str) -> Tensor:
+    if impl == "triton":
+        from jfi.kernels.jagged_ops.jagged_dense_bmm import jagged_dense_bmm
+    else:
+        from jfi.cpu.jagged_ops import jagged_dense_bmm
 
     return jagged_dense_bmm(x.contiguous(), offsets, dense.contiguous(), transposed)
 
 
-def _fake(x, offsets, dense, transposed):
+def _fake(x, offsets, dense, transposed, impl):
     return x.new_empty(x.shape[0], dense.shape[1 if transposed else 2])
 
 
 def _save(ctx, inputs, output) -> None:
-    x, offsets, dense, ctx.transposed = inputs
+    x, offsets, dense, ctx.transposed, ctx.impl = inputs
     ctx.save_for_backward(x, offsets, dense)
 
 
@@ -31,11 +34,11 @@ def _differentiate(ctx, grad):
     x, offsets, dense = ctx.saved_tensors
     dx = ddense = None
     if ctx.needs_input_grad[0]:
-        dx = operators.jagged_dense_bmm(grad, offsets, dense, not ctx.transposed)
+        dx = operators.jagged_dense_bmm(grad, offsets, dense, not ctx.transposed, ctx.impl)
     if ctx.needs_input_grad[2]:
         left, right = (grad, x) if ctx.transposed else (x, grad)
-        ddense = operators.jagged_jagged_bmm(left, right, offsets)
-    return dx, None, ddense, None
+        ddense = operators.jagged_jagged_bmm(left, right, offsets, ctx.impl)
+    return dx, None, ddense, None, None
 
 
 _jagged_dense_bmm = operator("jagged_dense_bmm", _forward, _fake, _save, _differentiate)
@@ -49,7 +52,8 @@ def jagged_dense_bmm(x: Tensor, offsets: Tensor, dense: Tensor, *, impl: str = "
         x: [S, D], floating.
         offsets: [B+1], int32 or int64, from 0 to S.
         dense: [B, D, T].
-        impl: "triton", "torch", or "auto": Triton for CUDA tensors (float64 excepted), PyTorch otherwise.
+        impl: "triton", "torch" (on a GPU the formula in plain PyTorch, with large intermediates), or "auto": Triton for
+            CUDA tensors (float64 excepted), PyTorch otherwise.
 
     Returns:
         [S, T].
@@ -67,6 +71,7 @@ def jagged_dense_bmm(x: Tensor, offsets: Tensor, dense: Tensor, *, impl: str = "
     check_dim("dense", dense, "[B, D, T]")
     check_size("dense", dense.shape[1], x.shape[1], "D")
     check_offsets("offsets", offsets, x.shape[0], "x", x, dense.shape[0])
-    if check_impl(impl, x) == "torch":
+    impl = check_impl(impl, x)
+    if impl == "torch" and x.is_cuda:
         return reference.jagged_dense_bmm(x, offsets, dense)
-    return _jagged_dense_bmm(x, offsets.contiguous(), dense, False)
+    return _jagged_dense_bmm(x, offsets.contiguous(), dense, False, impl)

@@ -12,25 +12,29 @@ from jfi.ops._checks import check_dim, check_floating, check_impl, check_offsets
 from jfi.ops._dispatch import operator, operators, public
 
 
-def _forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
-    from jfi.kernels.jagged_ops.jagged_jagged_bmm import jagged_jagged_bmm
+def _forward(x: Tensor, y: Tensor, offsets: Tensor, impl: str) -> Tensor:
+    if impl == "triton":
+        from jfi.kernels.jagged_ops.jagged_jagged_bmm import jagged_jagged_bmm
+    else:
+        from jfi.cpu.jagged_ops import jagged_jagged_bmm
 
     return jagged_jagged_bmm(x.contiguous(), y.contiguous(), offsets)
 
 
-def _fake(x, y, offsets):
+def _fake(x, y, offsets, impl):
     return x.new_empty(offsets.shape[0] - 1, x.shape[1], y.shape[1])
 
 
 def _differentiate(ctx, grad):
     x, y, offsets = ctx.saved_tensors
-    dx = operators.jagged_dense_bmm(y, offsets, grad, True) if ctx.needs_input_grad[0] else None
-    dy = operators.jagged_dense_bmm(x, offsets, grad, False) if ctx.needs_input_grad[1] else None
-    return dx, dy, None
+    dx = operators.jagged_dense_bmm(y, offsets, grad, True, ctx.impl) if ctx.needs_input_grad[0] else None
+    dy = operators.jagged_dense_bmm(x, offsets, grad, False, ctx.impl) if ctx.needs_input_grad[1] else None
+    return dx, dy, None, None
 
 
 def _save(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs)
+    *tensors, ctx.impl = inputs
+    ctx.save_for_backward(*tensors)
 
 
 _jagged_jagged_bmm = operator("jagged_jagged_bmm", _forward, _fake, _save, _differentiate)
@@ -44,7 +48,8 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, impl: str = "aut
         x: [S, D], floating.
         y: [S, T].
         offsets: [B+1], int32 or int64, from 0 to S, of both.
-        impl: "triton", "torch", or "auto": Triton for CUDA tensors (float64 excepted), PyTorch otherwise.
+        impl: "triton", "torch" (on a GPU the formula in plain PyTorch, with large intermediates), or "auto": Triton for
+            CUDA tensors (float64 excepted), PyTorch otherwise.
 
     Returns:
         [B, D, T].  An empty sample gives zeros.
@@ -62,6 +67,7 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, impl: str = "aut
     check_dim("y", y, "[S, T]")
     check_size("y", y.shape[0], x.shape[0], "S")
     check_offsets("offsets", offsets, x.shape[0], "x", x)
-    if check_impl(impl, x) == "torch":
+    impl = check_impl(impl, x)
+    if impl == "torch" and x.is_cuda:
         return reference.jagged_jagged_bmm(x, y, offsets)
-    return _jagged_jagged_bmm(x, y, offsets.contiguous())
+    return _jagged_jagged_bmm(x, y, offsets.contiguous(), impl)

@@ -12,26 +12,30 @@ from jfi.ops._checks import check_dim, check_floating, check_impl, check_offsets
 from jfi.ops._dispatch import operator, operators, public
 
 
-def _forward(x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, out_size: int) -> Tensor:
-    from jfi.kernels.jagged_ops.jagged_jagged_bmm_jagged_out import jagged_jagged_bmm_jagged_out
+def _forward(x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, out_size: int, impl: str) -> Tensor:
+    if impl == "triton":
+        from jfi.kernels.jagged_ops.jagged_jagged_bmm_jagged_out import jagged_jagged_bmm_jagged_out
+    else:
+        from jfi.cpu.jagged_ops import jagged_jagged_bmm_jagged_out
 
     return jagged_jagged_bmm_jagged_out(x.contiguous(), y.contiguous(), x_offsets, y_offsets, out_size)
 
 
-def _fake(x, y, x_offsets, y_offsets, out_size):
+def _fake(x, y, x_offsets, y_offsets, out_size, impl):
     return x.new_empty(out_size)
 
 
 def _differentiate(ctx, grad):
     x, y, x_offsets, y_offsets = ctx.saved_tensors
     product = operators.array_jagged_bmm_jagged_out
-    dx = product(grad, y, x_offsets, y_offsets, x.shape[0], False) if ctx.needs_input_grad[0] else None
-    dy = product(grad, x, x_offsets, y_offsets, y.shape[0], True) if ctx.needs_input_grad[1] else None
-    return dx, dy, None, None, None
+    dx = product(grad, y, x_offsets, y_offsets, x.shape[0], False, ctx.impl) if ctx.needs_input_grad[0] else None
+    dy = product(grad, x, x_offsets, y_offsets, y.shape[0], True, ctx.impl) if ctx.needs_input_grad[1] else None
+    return dx, dy, None, None, None, None
 
 
 def _save(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[:4])
+    *tensors, _, ctx.impl = inputs
+    ctx.save_for_backward(*tensors)
 
 
 _jagged_jagged_bmm_jagged_out = operator("jagged_jagged_bmm_jagged_out", _forward, _fake, _save, _differentiate)
@@ -56,7 +60,8 @@ def jagged_jagged_bmm_jagged_out(
         y_offsets: [B+1], from 0 to R; None means x_offsets.
         out_size: Σ L·M, if known: else it is read from the offsets, one synchronisation on a GPU (and a graph break
             under torch.compile).
-        impl: "triton", "torch", or "auto": Triton for CUDA tensors (float64 excepted), PyTorch otherwise.
+        impl: "triton", "torch" (on a GPU the formula in plain PyTorch, with large intermediates), or "auto": Triton for
+            CUDA tensors (float64 excepted), PyTorch otherwise.
 
     Returns:
         [Σ L·M]: the samples' [L, M] blocks, row-major, one behind another.
@@ -81,6 +86,7 @@ def jagged_jagged_bmm_jagged_out(
         out_size = count_pairs(x_offsets, y_offsets)
     else:
         check_pairs("out_size", out_size, x_offsets, y_offsets)
-    if check_impl(impl, x) == "torch":
+    impl = check_impl(impl, x)
+    if impl == "torch" and x.is_cuda:
         return reference.jagged_jagged_bmm_jagged_out(x, y, x_offsets, y_offsets, out_size)
-    return _jagged_jagged_bmm_jagged_out(x, y, x_offsets.contiguous(), y_offsets.contiguous(), out_size)
+    return _jagged_jagged_bmm_jagged_out(x, y, x_offsets.contiguous(), y_offsets.contiguous(), out_size, impl)

@@ -1,0 +1,112 @@
+"""Batches of samples of similar lengths, padded where that is cheaper than another batch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from jfi.cpu.blocks import Shapes, widen
+
+#: The most elements of a batch of samples, operands and scores: 1 MB of float32, so that it stays in the L2 cache.
+BATCH_ELEMENTS = 2**18
+#: Padding a batch up to this many scores costs less than another batch, some 100 µs.
+PADDED_SCORES = 2**15
+#: Scales that flash attention takes: 0 and below would not leave the -inf of hidden keys -inf, and its exponentials,
+#: exact to 20 bits, lose digits of large scores.
+LEAST_SCALE, MOST_SCALE = 1e-30, 1.0
+
+
+@dataclass
+class Rows:
+    """The packed rows of K samples, on the side of the queries or of the keys, padded to N places each.
+
+    Attributes:
+        place: [K, N] int64: the row at each place; padding repeats the sample's last row.
+        lengths: [K] int64.
+        padding: [K, N], or None where every place has a row of its own.
+    """
+
+    place: Tensor
+    lengths: Tensor
+    padding: Tensor | None
+
+    @cached_property
+    def real(self) -> Tensor:
+        """The places in [K · N] that are not padding."""
+        return (~self.padding).flatten().nonzero()[:, 0]
+
+    @classmethod
+    def of(cls, starts: Tensor, lengths: Tensor, longest: int, is_full: bool) -> "Rows":
+        places = torch.arange(longest)
+        if is_full:
+            return cls(starts[:, None] + places, lengths, None)
+        place = starts[:, None] + torch.minimum(places, lengths[:, None] - 1)
+        return cls(place, lengths, places >= lengths[:, None])
+
+    def index(self, heads: Tensor) -> Tensor:
+        """[K, G, N, n]: the rows of a tensor [S · H, ...], heads [G, n] being those of each key head."""
+        return self.place[:, None, :, None] * heads.numel() + heads[:, None]
+
+    def put(self, out: Tensor, index: Tensor, x: Tensor) -> None:
+        """Write x to the rows of out at index, [K, N] or [K, G, N, n], padding excepted."""
+        x, rows = x.flatten(0, index.dim() - 1), index.flatten()
+        if self.padding is not None:
+            real = self.real
+            if index.dim() == 4:
+                real = (~self.padding[:, None, :, None]).expand_as(index).flatten().nonzero()[:, 0]
+            x, rows = x.index_select(0, real), rows.index_select(0, real)
+        out.index_copy_(0, rows, x.to(out.dtype))
+
+
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """The rows of x at index, [*index.shape, ...], at least float32."""
+    return widen(x.index_select(0, index.flatten())).unflatten(0, index.shape)
+
+
+class Problem:
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor | None,
+        query_offsets: Tensor,
+        key_offsets: Tensor,
+        bias: Tensor | None,
+        scale: float,
+        left: int | None,
+        right: int | None,
+    ):
+        self.num_heads, self.num_kv_heads = query.shape[1], key.shape[1]
+        self.query, self.key, self.value, self.bias = query, key, value, bias
+        self.scale, self.left, self.right = scale, left, right
+        self.offsets = query_offsets.long(), key_offsets.long()
+        self.query_heads = torch.arange(self.num_heads).view(self.num_kv_heads, -1)
+        self.key_heads = torch.arange(self.num_kv_heads)[:, None]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether torch's flash attention takes the problem: no bias, E = D, no window or causal self-attention."""
+        if self.bias is not None or (self.value is not None and self.value.shape[2] != self.key.shape[2]):
+            return False
+        if not LEAST_SCALE < self.scale <= MOST_SCALE:
+            return False
+        if self.left is None and self.right is None:
+            return True
+        return self.left is None and self.right == 0 and torch.equal(*self.offsets)
+
+    def batches(self, is_flash: bool) -> Iterator[tuple[Rows, Rows]]:
+        """The query rows and the key rows of all samples that have both; is_flash: no scores are kept."""
+        lengths = [offsets.diff() for offsets in self.offsets]
+        widths = self.query.shape[2] + (self.key if self.value is None else self.value).shape[2]
+        padded = Shapes.of(*lengths).padded(PADDED_SCORES // self.num_heads)
+        for part, (num_queries, num_keys), is_full in padded:
+            rows = self.num_heads * num_queries + self.num_kv_heads * num_keys
+            elements = rows * widths + (0 if is_flash else self.num_heads * num_queries * num_keys)
+            for samples in part.split(max(1, BATCH_ELEMENTS // elements)):
+                queries, keys = (
+                    Rows.of(offsets[samples], length[samples], longest, is_full)
+                    for offsets, length, longest in zip(self.offsets, lengths, (num_queries, num_keys), strict=True)
+                )
+                yield queries, keys
