@@ -11,7 +11,8 @@ from contextvars import ContextVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from jfi import compat
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 IMPLEMENTATIONS = ("auto", "triton", "torch")
@@ -42,8 +43,8 @@ def is_traced() -> bool:
     """Whether a compiler, a tracer, a dispatch mode (fake tensors, make_fx) or a functorch transform looks on."""
     return (
         torch.compiler.is_compiling()
-        or is_in_torch_dispatch_mode()
-        or torch._C._are_functorch_transforms_active()
+        or compat.is_in_torch_dispatch_mode()
+        or compat.functorch_transforms_active()
         or torch.jit.is_tracing()
     )
 

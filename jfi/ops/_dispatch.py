@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from jfi import compat
 from jfi.ops._checks import is_traced
 
 #: Types of tensors whose operators do what their names say.
@@ -59,7 +60,7 @@ def operator(
         direct = type(name, (torch.autograd.Function,), methods)
 
     def call(*args):
-        if is_traced() or torch.autograd._profiler_enabled():  # a profile shows the operator's name
+        if is_traced() or compat.profiler_enabled():  # a profile shows the operator's name
             return registered(*args)
         wants_grad = False
         for x in args:
