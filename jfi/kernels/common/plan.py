@@ -594,31 +594,16 @@ def _many_dhistory(problem: AttentionProblem, by_tma: bool, block_h: int) -> Ker
 # --- Jagged attention -------------------------------------------------------------------------------------------------
 def plan_jagged_attention(x: JaggedAttentionInputs, impl: str, device: Device | None = None) -> AttentionPlan:
     """The plan of `jfi.ops.jagged_attention`; arguments as those of `plan_target_attention`."""
-    query, key, value, _, key_offsets, bias, scale, _, _ = x
+    query, key, value, _, key_offsets, _, scale, _, _ = x
     device = device_of(query.device) if device is None else device
     if impl == "torch":
         if device.type == "cpu":
             return _torch_plan("cpu", "jfi.cpu.jagged_attention", "on a CPU")
         return _torch_plan("reference", "jfi.reference.jagged_attention", "impl='torch' on a GPU: the plain formula")
-    rows, num_heads, head_dim = query.shape
-    num_keys, num_kv_heads, _ = key.shape
-    problem = _problem(
-        num_kv_heads,
-        num_heads // num_kv_heads,
-        head_dim,
-        head_dim if value is None else value.shape[2],
-        value is None,
-        bias is not None,
-        False,
-        False,
-        1,
-        precision_of(key.dtype),
-        0,
-        key.dtype,
-        device,
-    )
+    problem = _jagged_problem(x, device)
+    query_rows, num_keys = query.shape[0] * query.shape[1], key.shape[0]
     aligned = (query.data_ptr() | key.data_ptr() | (0 if value is None else value.data_ptr())) % 16 == 0
-    refusal = sm90_refusal(problem, rows * num_heads, num_keys, scale, aligned)
+    refusal = sm90_refusal(problem, query_rows, num_keys, scale, aligned)
     if JAGGED_FAMILY == "jagged_triton":
         refusal = "JAGGED_FAMILY says so"
     if refusal is None:
@@ -626,14 +611,38 @@ def plan_jagged_attention(x: JaggedAttentionInputs, impl: str, device: Device | 
     return _plan_jagged_triton(problem, refusal)
 
 
+def plan_exported_jagged_attention(x: JaggedAttentionInputs) -> AttentionPlan:
+    """The plan of `jfi.ops.jagged_attention` on a GPU under torch.export, where no address and no size is known."""
+    problem = _jagged_problem(x, device_of(x.query.device))
+    return _plan_jagged_triton(problem, "torch.export, and AOTInductor takes no Gluon")
+
+
+def _jagged_problem(x: JaggedAttentionInputs, device: Device) -> AttentionProblem:
+    _, num_heads, head_dim = x.query.shape
+    num_kv_heads = x.key.shape[1]
+    return _problem(
+        num_kv_heads,
+        num_heads // num_kv_heads,
+        head_dim,
+        head_dim if x.value is None else x.value.shape[2],
+        x.value is None,
+        x.bias is not None,
+        False,
+        False,
+        1,
+        precision_of(x.key.dtype),
+        0,
+        x.key.dtype,
+        device,
+    )
+
+
 def sm90_serves(problem: AttentionProblem, query_rows: int, num_keys: int, scale: float, aligned: bool) -> bool:
     """Whether the sm90 kernels take such a call: query_rows counts all (query, head) pairs of the batch."""
     return sm90_refusal(problem, query_rows, num_keys, scale, aligned) is None
 
 
-def sm90_refusal(
-    problem: AttentionProblem, query_rows: int, num_keys: int, scale: float, aligned: bool
-) -> str | None:
+def sm90_refusal(problem: AttentionProblem, query_rows: int, num_keys: int, scale: float, aligned: bool) -> str | None:
     """Why the sm90 kernels do not take such a call; None if they do."""
     refusal = _sm90_refusal(problem)
     if refusal is not None:

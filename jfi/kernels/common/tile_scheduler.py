@@ -3,11 +3,13 @@
 The host knows the total number of rows and of samples, but no length.  So a kernel writes the tiles: which rows each
 has, and which rows of the other side its sample has.  There are at least as many entries as tiles; those left over come
 last and are empty.  Programs take tiles in order, so they start with the long ones and end with the short ones, which
-fill the gaps: longest processing time first (Graham, 'Bounds on Multiprocessing Timing Anomalies', 1969), here up to the
-width of a bucket of similar work.  A persistent kernel's programs take a further tile whenever they are free, with an
-atomic counter; the schedule holds two counters, so that two kernels can use it.
+fill the gaps: longest processing time first (Graham, 'Bounds on Multiprocessing Timing Anomalies', 1969), here up to
+the width of a bucket of similar work.  A persistent kernel's programs take a further tile whenever they are free, with
+an atomic counter; the schedule holds two counters, so that two kernels can use it.
 """
 
+import operator
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -123,12 +125,14 @@ def _launcher(block: int) -> Launcher:
     return Launcher(_schedule_kernel, BLOCK=block, SAMPLES=SAMPLES, CHUNK=CHUNK, num_warps=4)
 
 
-def num_entries(rows: int, rows_factor: int, batch: int, block: int) -> int:
-    """An upper bound of the number of tiles, from what the host knows."""
-    return rows * rows_factor // block + batch
-
-
-def schedule_tiles(offsets: Tensor, other_offsets: Tensor, rows: int, rows_factor: int, block: int) -> Tensor:
+def schedule_tiles(
+    offsets: Tensor,
+    other_offsets: Tensor,
+    rows: int,
+    rows_factor: int,
+    block: int,
+    launch: Callable[..., None] = operator.call,
+) -> Tensor:
     """Cut each sample's rows into tiles, and order the tiles by the sample's rows on the other side, most first.
 
     Args:
@@ -137,6 +141,7 @@ def schedule_tiles(offsets: Tensor, other_offsets: Tensor, rows: int, rows_facto
         rows: the last of ``offsets``.
         rows_factor: rows of a tile per row of ``offsets``: H/G if query heads are packed into the query rows, or 1.
         block: rows of a tile.
+        launch: calls a launcher with its arguments.
 
     Returns:
         [entries, 8] int32, which ``load_work_tile`` reads; the counters are 0.
@@ -144,11 +149,15 @@ def schedule_tiles(offsets: Tensor, other_offsets: Tensor, rows: int, rows_facto
     Raises:
         ValueError: rows · rows_factor does not fit 32 bits.
     """
-    if rows * rows_factor >= 2**31 - 256:
+    if isinstance(rows, int) and rows * rows_factor >= 2**31 - 256:  # not known while a compiler looks on
         raise ValueError(f"query must have fewer than 2³¹ rows · heads per key head, got {rows} · {rows_factor}")
     batch = offsets.shape[0] - 1
-    entries = num_entries(rows, rows_factor, batch, block)
-    schedule = torch.empty(entries, ENTRY.value, dtype=torch.int32, device=offsets.device)
-    launch = _launcher(block)
-    launch((cdiv(batch, SAMPLES), 1, 1), (offsets, other_offsets, schedule), (batch, rows_factor, entries))
+    entries = rows * rows_factor // block + batch
+    schedule = offsets.new_empty(entries, ENTRY.value, dtype=torch.int32)
+    launch(
+        _launcher(block),
+        (cdiv(batch, SAMPLES), 1, 1),
+        (offsets, other_offsets, schedule),
+        (batch, rows_factor, entries),
+    )
     return schedule

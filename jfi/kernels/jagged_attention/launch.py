@@ -20,7 +20,7 @@ def forward(x: JaggedAttentionInputs, plan: AttentionPlan) -> tuple[Tensor, Tens
 
 
 def backward(
-    x: JaggedAttentionInputs, out: Tensor, lse: Tensor, grad: Tensor, dlse: Tensor | None, plan: AttentionPlan
+    grad: Tensor, dlse: Tensor | None, x: JaggedAttentionInputs, out: Tensor, lse: Tensor, plan: AttentionPlan
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """The gradients of query, key (with that of value if value = key), value and bias, None for those not given.
 
@@ -34,5 +34,5 @@ def backward(
     if plan.family == "jagged_sm90":
         from jfi.kernels.jagged_attention import sm90
 
-        return sm90.backward(x, out, lse, grad, dlse, plan)
-    return triton_bwd.backward(x, out, lse, grad, dlse, plan)
+        return sm90.backward(grad, dlse, x, out, lse, plan)
+    return triton_bwd.backward(grad, dlse, x, out, lse, plan)

@@ -81,14 +81,12 @@ def forward(x: JaggedAttentionInputs, plan: AttentionPlan) -> tuple[Tensor, Tens
     descriptors = (tensor_descriptor(x.query, ROWS.value, heads), key, value)
     numbers = (*bounds(x.left, x.right), x.scale * LOG2E.value)
     tensors = (tiles, x.bias, out, lse)
-    _launch(
-        jagged_attention_sm90_fwd_kernel, kernel, problem, x, kernel.block_m, descriptors, tensors, numbers
-    )
+    _launch(jagged_attention_sm90_fwd_kernel, kernel, problem, x, kernel.block_m, descriptors, tensors, numbers)
     return out, lse
 
 
 def backward(
-    x: JaggedAttentionInputs, out: Tensor, lse: Tensor, grad: Tensor, dlse: Tensor | None, plan: AttentionPlan
+    grad: Tensor, dlse: Tensor | None, x: JaggedAttentionInputs, out: Tensor, lse: Tensor, plan: AttentionPlan
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """As `launch.backward`."""
     (dquery_plan, dkey_plan), problem = plan.backward, plan.problem
@@ -102,7 +100,12 @@ def backward(
     # All tiles have 64 rows, so both kernels have the same descriptors.
     key = tensor_descriptor(x.key, ROWS.value)
     value = key if x.value is None else tensor_descriptor(x.value, ROWS.value)
-    descriptors = (tensor_descriptor(x.query, ROWS.value, heads), tensor_descriptor(grad, ROWS.value, heads), key, value)
+    descriptors = (
+        tensor_descriptor(x.query, ROWS.value, heads),
+        tensor_descriptor(grad, ROWS.value, heads),
+        key,
+        value,
+    )
     numbers = (rows * heads, *bounds(x.left, x.right), x.scale, x.scale * LOG2E.value)
     block_m, block_n = dquery_plan.block_m, dkey_plan.block_n
     tiles = schedule_tiles(x.query_offsets, x.key_offsets, rows, heads, block_m)

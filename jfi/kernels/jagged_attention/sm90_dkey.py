@@ -179,6 +179,10 @@ def jagged_attention_sm90_dkey_kernel(
     schedule = Schedule(tiles_ptr, tile_queue(WARP_GROUPS), total, left, right)
     dk_ptr, dv_ptr, dbias_ptr = results
     results = (dk_ptr, dv_ptr, dbias_ptr, scale, scale2)
-    consumer_args = (own, other, (lse_smem, delta_smem), bias_ptr, results, schedule, SPEC)
-    producer_args = (own, other, (stats_ptr, rows, lse_smem, delta_smem), tail_bar, schedule, SPEC)
-    specialize(_consume, consumer_args, _produce, producer_args, WARP_GROUPS)
+    specialize(
+        _consume,
+        (own, other, (lse_smem, delta_smem), bias_ptr, results, schedule, SPEC),
+        _produce,
+        (own, other, (stats_ptr, rows, lse_smem, delta_smem), tail_bar, schedule, SPEC),
+        WARP_GROUPS,
+    )

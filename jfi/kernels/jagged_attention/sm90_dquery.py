@@ -208,6 +208,10 @@ def jagged_attention_sm90_dquery_kernel(
     fence_async_shared()
     schedule = Schedule(tiles_ptr, tile_queue(WARP_GROUPS), total, left, right)
     stats_ptr, dq_ptr = results
-    consumer_args = (own, other, bias_smem, saved, (stats_ptr, dq_ptr, rows, scale, scale2), schedule, SPEC)
-    producer_args = (own, other, (bias_ptr, bias_smem), tail_bar, schedule, SPEC)
-    specialize(_consume, consumer_args, _produce, producer_args, WARP_GROUPS)
+    specialize(
+        _consume,
+        (own, other, bias_smem, saved, (stats_ptr, dq_ptr, rows, scale, scale2), schedule, SPEC),
+        _produce,
+        (own, other, (bias_ptr, bias_smem), tail_bar, schedule, SPEC),
+        WARP_GROUPS,
+    )

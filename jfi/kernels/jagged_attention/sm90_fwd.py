@@ -262,6 +262,10 @@ def jagged_attention_sm90_fwd_kernel(
     fence_async_shared()
     shared = Shared(q_smem, k_smem, v_smem, bias_smem, q_ring, k_ring, v_ring)
     schedule = Schedule(tiles_ptr, tile_queue(WARP_GROUPS), total, left, right)
-    consumer_args = (shared, (out_ptr, lse_ptr, scale2), schedule, SPEC)
-    producer_args = ((q_desc, k_desc, v_desc), shared, tail_bar, bias_ptr, schedule, SPEC)
-    specialize(_consume, consumer_args, _produce, producer_args, WARP_GROUPS)
+    specialize(
+        _consume,
+        (shared, (out_ptr, lse_ptr, scale2), schedule, SPEC),
+        _produce,
+        ((q_desc, k_desc, v_desc), shared, tail_bar, bias_ptr, schedule, SPEC),
+        WARP_GROUPS,
+    )

@@ -147,19 +147,24 @@ def consume_tile(schedule, n, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def specialize(consumer, consumer_args, producer, producer_args, WARP_GROUPS: gl.constexpr):
-    """Run the roles; a consumer's last argument is the first of its 64 rows in a tile.
+def _run(role, args, OWN: gl.constexpr):
+    if OWN is None:
+        role(*args)
+    else:
+        role(*args, OWN)
 
-    With two consumers registers move from the producer to them.
-    """
+
+@gluon.jit
+def specialize(consumer, consumer_args, producer, producer_args, WARP_GROUPS: gl.constexpr):
+    """Run the roles; a consumer's last argument is the first of its 64 rows in a tile."""
     if WARP_GROUPS == 1:
-        gl.warp_specialize([(consumer.value, consumer_args + (0,)), (producer.value, producer_args)], [1], [24])
+        gl.warp_specialize([(_run, (consumer, consumer_args, 0)), (_run, (producer, producer_args, None))], [1], [24])
     else:
         gl.warp_specialize(
             [
-                (consumer.value, consumer_args + (0,)),
-                (consumer.value, consumer_args + (ROWS,)),
-                (producer.value, producer_args),
+                (_run, (consumer, consumer_args, 0)),
+                (_run, (consumer, consumer_args, ROWS)),
+                (_run, (producer, producer_args, None)),
             ],
             [4, 1],
             [240, 24],
@@ -189,7 +194,16 @@ def _load_pair(side, row, kv_head, bar, at):
 
 @gluon.jit
 def produce_pairs(
-    own, other, tail_bar, more, schedule, COUNTER: gl.constexpr, locate, load_more, ZEROED: gl.constexpr, SPEC: gl.constexpr
+    own,
+    other,
+    tail_bar,
+    more,
+    schedule,
+    COUNTER: gl.constexpr,
+    locate,
+    load_more,
+    ZEROED: gl.constexpr,
+    SPEC: gl.constexpr,
 ):
     """The producer of a kernel of the backward.
 

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from jfi.kernels.common.plan import AttentionProblem, KernelPlan
 from jfi.kernels.common.primitives import LOG2E
+from jfi.kernels.common.tiles import load_rows
 
 
 class JaggedSpec(NamedTuple):
@@ -38,7 +39,7 @@ class JaggedSpec(NamedTuple):
         return cls(*map(tl.constexpr, (*fields, has_left, has_right, *blocks)))
 
     def __repr__(self) -> str:
-        """An expression for the spec: Inductor writes the constants of an exported kernel into the code it generates."""
+        """An expression that makes it: Inductor writes an exported kernel's constants into the code it generates."""
         values = tuple(x.value for x in self)
         return f"__import__({__name__!r}, fromlist=['JaggedSpec']).JaggedSpec(*map(tl.constexpr, {values!r}))"
 
@@ -109,3 +110,17 @@ def load_bias(bias_ptr, n, key, mask, row, kv_head, SPEC: tl.constexpr):
     keep = tl.broadcast_to(mask[None, :], at.shape)
     bias = tl.load(bias_ptr + n * (SPEC.num_kv_heads * HEADS) + at, mask=keep, other=0.0)
     return bias.to(tl.float32) * LOG2E
+
+
+@triton.jit
+def load_keys(k_ptr, v_ptr, n, key_at, mask, kv_head, SPEC: tl.constexpr):
+    """(k [N, D], v [N, E]) of the rows from n on; one tile if value = key."""
+    D: tl.constexpr = SPEC.head_dim
+    E: tl.constexpr = SPEC.value_dim
+    G: tl.constexpr = SPEC.num_kv_heads
+    k = load_rows(k_ptr + n * (G * D) + kv_head * D, key_at, mask, G * D, D, SPEC.block_d)
+    if SPEC.shared_kv:
+        v = k
+    else:
+        v = load_rows(v_ptr + n * (G * E) + kv_head * E, key_at, mask, G * E, E, SPEC.block_e)
+    return k, v
