@@ -2,6 +2,7 @@
 
 from jfi.ops._checks import validation
 from jfi.ops.array_jagged_bmm_jagged_out import array_jagged_bmm_jagged_out
+from jfi.ops.explain import explain
 from jfi.ops.jagged2_softmax import jagged2_softmax
 from jfi.ops.jagged_attention import jagged_attention
 from jfi.ops.jagged_dense_bmm import jagged_dense_bmm
@@ -12,6 +13,7 @@ from jfi.ops.target_attention import target_attention
 
 __all__ = [
     "array_jagged_bmm_jagged_out",
+    "explain",
     "jagged2_softmax",
     "jagged_attention",
     "jagged_dense_bmm",

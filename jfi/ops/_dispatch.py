@@ -30,6 +30,12 @@ def without_autocast(device_type: str) -> AbstractContextManager:
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _AS_IT_IS
 
 
+def aligned(x: Tensor) -> Tensor:
+    """The tensor, contiguous and from a multiple of 16 bytes on, as TMA and the fast launcher want it."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
 def operator(
     name: str,
     function: Callable,

@@ -19,10 +19,9 @@ from jfi.kernels.common.primitives import LN2, LOG2E
 
 
 @triton.jit
-def rescale(maximum, new_maximum):
-    """(what scores are taken relative to, the factor of earlier sums): 0 and not -inf where no key was visible."""
-    base = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-    return base, tl.exp2(maximum - base)
+def reference_of(maximum):
+    """What scores are taken relative to: their maximum, or 0 and not -inf where no key was visible."""
+    return tl.where(maximum == -float("inf"), 0.0, maximum)
 
 
 @triton.jit
@@ -32,8 +31,9 @@ def online_softmax_update(scores, maximum):
     The caller adds up: l = l · factor + Σ P, o = o · factor + P V.
     """
     new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-    base, factor = rescale(maximum, new_maximum)
-    return tl.exp2(scores - base[:, None]), new_maximum, factor
+    base = reference_of(new_maximum)
+    p = tl.exp2(scores - base[:, None])
+    return p, new_maximum, tl.exp2(maximum - base)
 
 
 @triton.jit
@@ -51,7 +51,8 @@ def log_sum_exp(maximum, total):
 @triton.jit
 def finish(maximum, total, acc):
     """(output, log-sum-exp): 0 and -inf where no key was visible."""
-    return acc * (1.0 / nonzero(total))[:, None], log_sum_exp(maximum, total)
+    lse = log_sum_exp(maximum, total)
+    return acc * (1.0 / nonzero(total))[:, None], lse
 
 
 @triton.jit
@@ -60,7 +61,7 @@ def combine_weights(lse, maximum, new_maximum):
 
     The partial outputs are normalized: out = Σ_i exp(lse_i - lse) out_i.
     """
-    base = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+    base = reference_of(new_maximum)
     return tl.exp2((lse - base) * LOG2E), tl.exp2((maximum - base) * LOG2E)
 
 

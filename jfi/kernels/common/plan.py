@@ -559,7 +559,7 @@ def _many_dquery(problem: AttentionProblem, single: bool, by_tma: bool, block_h:
     """The kernel that gives dq; if it is the single one, where all query rows are in a tile, all gradients."""
 
     def plan(*tiles: int | None) -> KernelPlan:
-        options = {"BLOCK_H": block_h, "SINGLE": single, "TILE_ROWS": tile_rows, "BY_TMA": by_tma}
+        options = {"TILE_ROWS": 0 if single else tile_rows, "BLOCK_H": block_h, "BY_TMA": by_tma}
         return _many("target_attention_many_dquery", *tiles, programs=CHUNKED_PROGRAMS_PER_SM, **options)
 
     if single:
