@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from jfi import reference
+from jfi.kernels.common.plan import JaggedAttentionInputs, plan_jagged_attention
 from jfi.ops._checks import check_dim, check_floating, check_history, check_impl, check_offsets, check_scale
-from jfi.ops._dispatch import operator
+from jfi.ops._dispatch import aligned, operator
+from jfi.ops.explain import explains
 
 
 def _forward(
@@ -38,7 +40,6 @@ def _forward(
         from jfi.cpu import jagged_attention
 
         return jagged_attention.forward(*inputs)
-    from jfi.kernels.common.plan import JaggedAttentionInputs, plan_jagged_attention
     from jfi.kernels.jagged_attention import launch
 
     x = JaggedAttentionInputs(*inputs)
@@ -67,14 +68,13 @@ def _backward(
     right: int | None,
     impl: str,
 ) -> list[Tensor]:
-    grad, dlse = grad.contiguous(), None if dlse is None else dlse.contiguous()
+    grad, dlse = aligned(grad), None if dlse is None else dlse.contiguous()
     tensors, window = (query, key, value, query_offsets, key_offsets, bias), (left, right)
     if impl == "torch":
         from jfi.cpu import jagged_attention
 
         grads = jagged_attention.backward(grad, dlse, *tensors, out, lse, scale, *window)
     else:
-        from jfi.kernels.common.plan import JaggedAttentionInputs, plan_jagged_attention
         from jfi.kernels.jagged_attention import launch
 
         x = JaggedAttentionInputs(*tensors, scale, *window)
@@ -179,25 +179,46 @@ def jagged_attention(
         >>> jfi.ops.jagged_attention(x, x, x, query_offsets=offsets, causal=True).shape
         torch.Size([5, 2, 8])
     """
+    options = {"causal": causal, "window_size": window_size, "key_bias": key_bias, "scale": scale, "impl": impl}
+    inputs, impl = _prepare(query, key, value, query_offsets=query_offsets, key_offsets=key_offsets, **options)
+    if impl == "torch" and query.device.type != "cpu":
+        query, key, value, query_offsets, key_offsets, key_bias, scale, *window = inputs
+        offsets = (query_offsets, key_offsets)
+        out, lse = reference.jagged_attention(query, key, value, *offsets, False, tuple(window), key_bias, scale)
+    else:
+        exports = impl == "triton" and torch.compiler.is_exporting() and query.is_cuda
+        out, lse = (_exported_fwd() if exports else _jagged_attention_fwd)(*inputs, impl)
+    return (out, lse) if return_lse else out
+
+
+def _prepare(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    *,
+    query_offsets: Tensor,
+    key_offsets: Tensor | None,
+    causal: bool,
+    window_size: tuple[int | None, int | None] | None,
+    key_bias: Tensor | None,
+    scale: float | None,
+    return_lse: bool = False,
+    impl: str,
+) -> tuple[JaggedAttentionInputs, str]:
+    """Check the arguments; returns what the kernels take, contiguous, and "triton" or "torch"."""
     key_offsets = query_offsets if key_offsets is None else key_offsets
     check_floating(query=query, key=key, value=value, key_bias=key_bias)
     check_dim("query", query, "[R, H, D]")
     rows, heads, width = query.shape
     check_history(key, value, key_bias, heads, width)
-    left, right = _window(causal, window_size)
+    window = _window(causal, window_size)
     check_offsets("query_offsets", query_offsets, rows, "query", query)
     check_offsets("key_offsets", key_offsets, key.shape[0], "key", query, query_offsets.shape[0] - 1)
     impl = check_impl(impl, query)
     scale = check_scale(scale, width)
-    if impl == "torch" and query.device.type != "cpu":
-        inputs = (query, key, value, query_offsets, key_offsets, False, (left, right), key_bias, scale)
-        out, lse = reference.jagged_attention(*inputs)
-    else:
-        query, key = query.contiguous(), key.contiguous()
-        query_offsets, key_offsets = query_offsets.contiguous(), key_offsets.contiguous()
-        value = None if value is None else value.contiguous()
-        key_bias = None if key_bias is None else key_bias.contiguous()
-        inputs = (query, key, value, query_offsets, key_offsets, key_bias, scale, left, right, impl)
-        exports = impl == "triton" and torch.compiler.is_exporting() and query.is_cuda
-        out, lse = (_exported_fwd() if exports else _jagged_attention_fwd)(*inputs)
-    return (out, lse) if return_lse else out
+    tensors = (query, key, value, query_offsets, key_offsets, key_bias)
+    tensors = (None if x is None else x.contiguous() for x in tensors)
+    return JaggedAttentionInputs(*tensors, scale, *window), impl
+
+
+explains(jagged_attention, _prepare, plan_jagged_attention)

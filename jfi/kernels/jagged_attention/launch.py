@@ -26,7 +26,7 @@ def backward(
 
     Args:
         out, lse: what ``forward`` returned.
-        grad: the gradient of out, contiguous.
+        grad: the gradient of out, contiguous and from a multiple of 16 bytes on, as TMA needs.
         dlse: the gradient of lse, contiguous; None if lse was not used.
     """
     if not (x.query.shape[0] and x.key.shape[0]):

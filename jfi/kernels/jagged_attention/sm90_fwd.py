@@ -36,8 +36,8 @@ from jfi.kernels.jagged_attention.sm90_primitives import (
     load_tile,
     nonzero,
     produce_tile,
+    reference_of,
     release,
-    rescale,
     ring,
     specialize,
     store_rows,
@@ -138,8 +138,9 @@ def _softmax_update(scores, maximum, total, n, visible, scale2, bias_smem, SPEC:
     scores, scale2 = add_bias(scores, scale2, bias_smem, SPEC)
     scores = hide(scores, n, visible, -INF, SPEC)
     new_maximum = gl.maximum(maximum, gl.max(scores, 1) * scale2)
-    base, factor = rescale(maximum, new_maximum)
+    base = reference_of(new_maximum)
     p = gl.exp2(scores * scale2 - base[:, None])
+    factor = gl.exp2(maximum - base)
     return p, new_maximum, total * factor + gl.sum(p, 1), factor
 
 

@@ -24,7 +24,7 @@ load_work_tile = gluon.jit(tile_scheduler.load_work_tile.fn)
 visible_keys = gluon.jit(tiles.visible_keys.fn)
 seeing_queries = gluon.jit(tiles.seeing_queries.fn)
 is_visible = gluon.jit(tiles.is_visible.fn)
-rescale = gluon.jit(online_softmax.rescale.fn)
+reference_of = gluon.jit(online_softmax.reference_of.fn)
 nonzero = gluon.jit(online_softmax.nonzero.fn)
 scores_gradient = gluon.jit(online_softmax.scores_gradient.fn)
 
