@@ -3,7 +3,8 @@
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from jfi import compat
 
 _NOTHING = nullcontext()
 
@@ -12,8 +13,8 @@ def is_traced() -> bool:
     """Whether a compiler, a tracer, a dispatch mode (fake tensors, make_fx) or a functorch transform is active."""
     return (
         torch.compiler.is_compiling()
-        or is_in_torch_dispatch_mode()
-        or torch._C._are_functorch_transforms_active()
+        or compat.is_in_torch_dispatch_mode()
+        or compat.functorch_transforms_active()
         or torch.jit.is_tracing()
     )
 

@@ -4,6 +4,7 @@ from jfi.ops._checks import validation
 from jfi.ops.absorb_weights import absorb_weights
 from jfi.ops.absorbed_target_attention import absorbed_target_attention
 from jfi.ops.array_jagged_bmm_jagged_out import array_jagged_bmm_jagged_out
+from jfi.ops.explain import explain
 from jfi.ops.jagged2_softmax import jagged2_softmax
 from jfi.ops.jagged_attention import jagged_attention
 from jfi.ops.jagged_dense_bmm import jagged_dense_bmm
@@ -16,6 +17,7 @@ __all__ = [
     "absorb_weights",
     "absorbed_target_attention",
     "array_jagged_bmm_jagged_out",
+    "explain",
     "jagged2_softmax",
     "jagged_attention",
     "jagged_dense_bmm",

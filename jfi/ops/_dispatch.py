@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
+from jfi import compat
 from jfi.context import is_traced
 from jfi.scripting import not_scriptable
 
@@ -22,6 +23,12 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 #: What ``operator`` made, by name, so that the operators can be each other's gradients.
 operators = SimpleNamespace()
+
+
+def aligned(x: Tensor) -> Tensor:
+    """The tensor, contiguous and from a multiple of 16 bytes on, as TMA and the fast launcher want it."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
 
 
 def operator(
@@ -55,7 +62,7 @@ def operator(
         direct = type(name, (torch.autograd.Function,), methods)
 
     def call(*args):
-        if is_traced() or torch.autograd._profiler_enabled():  # a profile shows the operator's name
+        if is_traced() or compat.profiler_enabled():  # a profile shows the operator's name
             return under_grad.apply(*args) if _under_torch_func_grad() else registered(*args)
         wants_grad = False
         for x in args:

@@ -10,14 +10,13 @@ Attention', RecSys 2024).  With log-sum-exp L saved and Δ = Σ_e dO·O, the bac
 With value = key the history is read once in each direction and its gradient, dk + dv, written once.
 """
 
-from types import ModuleType
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from jfi import reference
 from jfi.context import without_autocast
+from jfi.kernels.common.plan import FEW_QUERY_ROWS, TargetAttentionInputs, plan_target_attention
 from jfi.ops._checks import (
     check_dim,
     check_events,
@@ -28,26 +27,16 @@ from jfi.ops._checks import (
     check_offsets,
     check_scale,
 )
-from jfi.ops._dispatch import operator, public
+from jfi.ops._dispatch import aligned, operator, public
+from jfi.ops.explain import explains
 
 
-def _kernels(impl: str) -> ModuleType:
-    """The module whose forward and backward do the work: "triton", or "torch" on a processor."""
-    if impl == "triton":
-        from jfi.kernels.target_attention import launch
-
-        return launch
-    from jfi.cpu import target_attention
-
-    return target_attention
-
-
-def takes_events(impl: str, rows: int) -> bool:
-    """Whether the kernels for so many query rows to a key head read a bias by bucket and scale values themselves.
+def takes_events(impl: str, query_rows: int) -> bool:
+    """Whether the kernels for so many query rows per key head read a bias by index and scale values themselves.
 
     Then key may also be the left half of the history's one head, whose right half is ``second``.
     """
-    return impl == "triton" and rows <= _kernels(impl).FEW
+    return impl == "triton" and query_rows <= FEW_QUERY_ROWS
 
 
 def _forward(
@@ -64,9 +53,14 @@ def _forward(
     impl: str,
 ) -> tuple[Tensor, Tensor]:
     if impl == "triton":
-        return _kernels(impl).forward(query, key, value, offsets, bias, buckets, value_scale, second, scale, max_seqlen)
+        from jfi.kernels.target_attention import launch
+
+        inputs = (query, key, value, offsets, bias, buckets, value_scale, second, scale, max_seqlen)
+        return launch.forward(TargetAttentionInputs(*inputs))
+    from jfi.cpu import target_attention
+
     with without_autocast("cpu"):
-        return _kernels(impl).forward(query, key, value, offsets, bias, scale)
+        return target_attention.forward(query, key, value, offsets, bias, scale)
 
 
 def _forward_fake(query, key, value, *_):
@@ -91,12 +85,17 @@ def _backward(
     max_seqlen: int | None,
     impl: str,
 ) -> list[Tensor]:
-    inputs = (grad.contiguous(), query, key, value, offsets, bias)
     if impl == "triton":
-        grads = _kernels(impl).backward(*inputs, buckets, value_scale, second, out, lse, scale, max_seqlen)
+        from jfi.kernels.target_attention import launch
+
+        inputs = (query, key, value, offsets, bias, buckets, value_scale, second, scale, max_seqlen)
+        grads = launch.backward(aligned(grad), TargetAttentionInputs(*inputs), out, lse)
     else:
+        from jfi.cpu import target_attention
+
         with without_autocast("cpu"):
-            grads = _kernels(impl).backward(*inputs, out, lse, scale)
+            grad = grad.contiguous()
+            grads = target_attention.backward(grad, query, key, value, offsets, bias, out, lse, scale)
     return [x for x in grads if x is not None]
 
 
@@ -175,6 +174,29 @@ def target_attention(
         >>> jfi.ops.target_attention(query, history, offsets=torch.tensor([0, 2, 2, 5])).shape
         torch.Size([3, 1, 4, 32])
     """
+    events = {"key_bias": key_bias, "key_bias_index": key_bias_index, "value_scale": value_scale}
+    hints = {"scale": scale, "max_seqlen": max_seqlen, "impl": impl}
+    inputs, impl = _prepare(query, key, value, offsets=offsets, **events, **hints)
+    if impl == "torch" and query.is_cuda:
+        query, key, value, offsets, key_bias, *_, scale, _ = inputs
+        return reference.target_attention(query, key, value, offsets, key_bias, scale)
+    return _target_attention_fwd(*inputs, impl)[0]
+
+
+def _prepare(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    *,
+    offsets: Tensor,
+    key_bias: Tensor | None,
+    key_bias_index: Tensor | None,
+    value_scale: Tensor | None,
+    scale: float | None,
+    max_seqlen: int | None,
+    impl: str,
+) -> tuple[TargetAttentionInputs, str]:
+    """Check the arguments; returns what the kernels take, contiguous, and "triton" or "torch"."""
     check_floating(query=query, key=key, value=value, key_bias=key_bias if key_bias_index is None else None)
     check_dim("query", query, "[B, T, H, D]")
     batch, _, heads, width = query.shape
@@ -190,8 +212,9 @@ def target_attention(
     learned = value_scale is not None and value_scale.requires_grad and torch.is_grad_enabled()
     if value_scale is not None and (learned or not in_kernel):
         value, value_scale = (key if value is None else value) * value_scale[:, None, None].to(key.dtype), None
-    if impl == "torch" and query.is_cuda:
-        return reference.target_attention(query, key, value, offsets, key_bias, scale)
     tensors = (query, key, value, offsets, key_bias, key_bias_index, value_scale)
-    tensors = (None if x is None else x.contiguous() for x in tensors)
-    return _target_attention_fwd(*tensors, None, scale, max_seqlen, impl)[0]
+    tensors = [None if x is None else x.contiguous() for x in tensors]
+    return TargetAttentionInputs(*tensors, None, scale, max_seqlen), impl
+
+
+explains(target_attention, _prepare, plan_target_attention)

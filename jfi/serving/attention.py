@@ -1,14 +1,16 @@
 """Attention of packed queries over their user's packed keys, in a form that AOTInductor can compile into a package.
 
-On a GPU this is `jagged_attention`, whose Triton kernels become part of the package. On a CPU its operator is
-registered from Python, and a package runs without Python, so the same attention is written with PyTorch's operators on
-padded rows.
+On a GPU `jfi.ops.jagged_attention` is exported, whose Triton kernels become part of the package. On a CPU its operator
+is registered from Python, and a package runs without Python, so the same attention is written with PyTorch's operators
+on padded rows.
 """
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from jfi.ops import jagged_attention
 
 
 class Segments(NamedTuple):
@@ -47,18 +49,8 @@ def attend(
         [R, H, E]; zeros for a user without keys.
     """
     if impl == "triton":
-        from jfi.serving.triton_attention import jagged_attention  # Triton is installed only beside a GPU
-
-        return jagged_attention(
-            query,
-            key,
-            value,
-            query_offsets=queries.offsets,
-            key_offsets=keys.offsets,
-            causal=causal,
-            key_bias=key_bias,
-            scale=scale,
-        )
+        offsets = {"query_offsets": queries.offsets, "key_offsets": keys.offsets}
+        return jagged_attention(query, key, value, **offsets, causal=causal, key_bias=key_bias, scale=scale, impl=impl)
     return _padded_attention(query, key, value, queries, keys, causal, key_bias, scale)
 
 

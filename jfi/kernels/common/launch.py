@@ -1,76 +1,104 @@
-"""Launching a kernel at a third of the host time of Triton's own launcher, which works out anew at each call what a
-call's arguments make of the kernel.
+"""Launches kernels with a third of the host time of Triton's launcher, which recomputes a specialization key per call.
 
-That depends on the constants, the tensors' dtypes and device, on pointers being multiples of 16 bytes, and on integers
-fitting 32 bits.  A launcher stands for one set of constants and dtypes; calls where the last two hold find their
-compiled kernel by the device alone, others go Triton's way.  A profiler's launch hooks are served; hooks of a kernel
-(pre_run_hooks) and the check that its globals have not changed are not.
+What Triton specializes on is the constants, the tensors' dtypes and device, pointers being multiples of 16 bytes, and
+integers fitting 32 bits.  A launcher holds one set of constants; calls with aligned tensors and small integers find
+their compiled kernel by device and dtypes, others go through Triton's own launcher.  A profiler's launch hooks are
+served; hooks of a kernel (pre_run_hooks) and the check that its globals have not changed are not.
 """
 
 import torch
 from torch import Tensor
 from triton import knobs
-from triton.compiler import CompiledKernel
-from triton.knobs import HookChain
 from triton.runtime import JITFunction, driver
 
+from jfi import compat
 from jfi.kernels.common.primitives import INTERPRET
 
-
-def _are_set(hooks: HookChain | None) -> bool:
-    return hooks is not None and bool(hooks.calls)
+#: A kernel's tensor arguments: addresses, None where there is none, or tuples of these.
+Tensors = tuple[Tensor | tuple[Tensor | None, ...] | None, ...]
 
 
 class Launcher:
-    """``kernel[grid](*tensors, *numbers, **constants)``, Triton's options (num_warps, ...) among the constants."""
+    """``kernel[grid](*descriptors, *tensors, *numbers, **constants)``, Triton's options among the constants."""
 
     def __init__(self, kernel: JITFunction, **constants: object):
         self.kernel = kernel
-        #: Places of tensors that may begin at any address.
-        self.unaligned = set()
-        if not INTERPRET.value:
-            self.unaligned = {i for i, x in enumerate(kernel.params) if x.do_not_specialize_on_alignment}
         self.constants = constants
-        self.compiled: dict[int, CompiledKernel] = {}
+        self.alignment_free = () if INTERPRET.value else compat.alignment_free(kernel)
+        #: By device, dtypes and None-ness of tensors and tiles of descriptors: the compiled kernel and its launch.
+        self.compiled: dict[tuple, tuple] = {}
 
     def __call__(
         self,
         grid: tuple[int, int, int],
-        tensors: tuple[Tensor | None, ...],
-        numbers: tuple[int | float, ...],
+        tensors: Tensors,
+        numbers: tuple[int | float, ...] = (),
         descriptors: tuple[object, ...] = (),
     ) -> None:
-        """Launch on the device of the first tensor; tensor descriptors are the kernel's first arguments.
+        """Launch on the device of the first tensor.
 
-        At every call tensors come with the same dtypes, None in the same places, and descriptors of the same tiles; an
-        integer's parameter is in the kernel's do_not_specialize.
+        Args:
+            grid: programs in each dimension.
+            tensors: the kernel's pointers, after the descriptors; a tuple for a parameter that is a tuple of pointers,
+                which must all be aligned to be fast.
+            numbers: the kernel's integers, each in its do_not_specialize, and floats.
+            descriptors: tensor descriptors, the kernel's first parameters.
         """
         if INTERPRET.value:
             self.kernel[grid](*descriptors, *tensors, *numbers, **self.constants)
             return
-        device = tensors[0].device
+        first = tensors[0]
+        device = (first[0] if type(first) is tuple else first).device
         if device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
                 self(grid, tensors, numbers, descriptors)
             return
-        addresses = [None if x is None else x.data_ptr() for x in tensors]
-        together = 0
-        for i, address in enumerate(addresses, len(descriptors)):
-            if address is not None and i not in self.unaligned:
-                together |= address
-        usual = not together % 16 and max(numbers, default=0) < 2**31
-        compiled = self.compiled.get(device.index) if usual else None
-        if compiled is not None:
-            # Addresses are not asked for a second time; what stands for the constants is not looked at.
-            arguments = (*descriptors, *addresses, *numbers, *self.placeholders)
-            if _are_set(knobs.runtime.launch_enter_hook) or _are_set(knobs.runtime.launch_exit_hook):
-                compiled[grid](*arguments)
+        arguments, key, addresses = list(descriptors), [device.index], 0
+        for descriptor in descriptors:
+            key += (None,) if descriptor is None else (descriptor.base.dtype, *descriptor.block_shape)
+        for x in tensors:
+            if x is None:
+                arguments.append(None)
+                key.append(None)
+            elif type(x) is tuple:
+                nested = []
+                for y in x:
+                    if y is None:
+                        nested.append(None)
+                        key.append(None)
+                    else:
+                        address = y.data_ptr()
+                        addresses |= address
+                        nested.append(address)
+                        key.append(y.dtype)
+                arguments.append(tuple(nested))
             else:
-                stream = driver.active.get_current_stream(device.index)
-                rest = compiled.function, compiled.packed_metadata, None, None, None
-                compiled.run(*grid, stream, *rest, *arguments)
+                address = x.data_ptr()
+                if not self.alignment_free[len(arguments)]:
+                    addresses |= address
+                arguments.append(address)
+                key.append(x.dtype)
+        key = tuple(key)
+        usual = not addresses % 16 and max(numbers, default=0) < 2**31
+        found = self.compiled.get(key) if usual else None
+        if found is None:
+            self._check(numbers, len(arguments))
+            compiled = self.kernel[grid](*descriptors, *tensors, *numbers, **self.constants)
+            if usual:
+                constants = (None,) * (len(self.kernel.arg_names) - len(arguments) - len(numbers))
+                self.compiled[key] = compiled, compat.launch_parts(compiled), constants
             return
-        compiled = self.kernel[grid](*descriptors, *tensors, *numbers, **self.constants)
-        if usual:
-            self.placeholders = (None,) * (len(self.kernel.arg_names) - len(descriptors) - len(tensors) - len(numbers))
-            self.compiled[device.index] = compiled
+        compiled, parts, constants = found
+        arguments += numbers
+        arguments += constants  # whose values are compiled in
+        if compat.is_hooked(knobs.runtime.launch_enter_hook) or compat.is_hooked(knobs.runtime.launch_exit_hook):
+            compiled[grid](*arguments)
+        else:
+            compat.run_compiled(parts, grid, driver.active.get_current_stream(device.index), arguments)
+
+    def _check(self, numbers: tuple[int | float, ...], first: int) -> None:
+        """No integer is specialized on, or the kernel found by the key would be that of another value."""
+        specialized = compat.specialized(self.kernel)[first : first + len(numbers)]
+        for number, changes_kernel in zip(numbers, specialized, strict=True):
+            if changes_kernel and isinstance(number, int):
+                raise TypeError(f"every integer of {self.kernel.fn.__name__} must be in its do_not_specialize")

@@ -33,19 +33,19 @@ def find_sample(offsets_ptr, batch, position, DIVISOR: tl.constexpr, weight, NEA
 
 
 @triton.jit
-def tile_of(offsets_ptr, batch, slot, BLOCK: tl.constexpr):
-    """The (sample, first row, end row) of a slot, where sample b owns slots offsets[b] // BLOCK + b and on.
+def find_tile(offsets_ptr, batch, tile, BLOCK: tl.constexpr):
+    """The (sample, first row, end row) of a tile, where sample b owns tiles offsets[b] // BLOCK + b and on.
 
-    There are at least as many slots as tiles; a spare slot gets first row >= end row.
+    There are at least as many numbers as tiles; one to spare gets first row >= end row.
     """
-    sample = find_sample(offsets_ptr, batch, slot, BLOCK, 1)
+    sample = find_sample(offsets_ptr, batch, tile, BLOCK, 1)
     low = tl.load(offsets_ptr + sample).to(tl.int64)
     high = tl.load(offsets_ptr + sample + 1).to(tl.int64)
-    return sample, low + (slot - low // BLOCK - sample) * BLOCK, high
+    return sample, low + (tile - low // BLOCK - sample) * BLOCK, high
 
 
-def tile_slots(rows: int, batch: int, block: int) -> int:
-    """How many slots ``tile_of`` needs, from what the host knows."""
+def most_tiles(rows: int, batch: int, block: int) -> int:
+    """Numbers that ``find_tile`` needs, from what the host knows."""
     return rows // block + batch
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.common.primitives import block, cdiv, precision, tile_of, tile_slots, widen
+from jfi.kernels.common.primitives import block, cdiv, find_tile, most_tiles, precision, widen
 from jfi.kernels.jagged_ops.pair_offsets import pair_offsets
 
 
@@ -35,7 +35,7 @@ def _array_jagged_bmm_kernel(
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    sample, low, high = tile_of(out_offsets_ptr, batch, tl.program_id(0), BLOCK_S)
+    sample, low, high = find_tile(out_offsets_ptr, batch, tl.program_id(0), BLOCK_S)
     if low >= high:
         return
     y_low = tl.load(y_offsets_ptr + sample).to(tl.int64)
@@ -100,5 +100,5 @@ def array_jagged_bmm_jagged_out(
     sides = (y_offsets, x_offsets) if transposed else (x_offsets, y_offsets)
     block_s, tiles, launch = _launcher(width, transposed, precision(), y.dtype, *(x.dtype for x in sides))
     tensors = (a, y, *sides, pair_offsets(x_offsets, y_offsets), out)
-    launch((tile_slots(out_rows, batch, block_s), tiles, 1), tensors, (batch,))
+    launch((most_tiles(out_rows, batch, block_s), tiles, 1), tensors, (batch,))
     return out

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.common.primitives import find_sample, tile_slots
+from jfi.kernels.common.primitives import find_sample, most_tiles
 from jfi.kernels.jagged_ops.pair_offsets import pair_offsets
 
 CHUNK = 4096
@@ -154,7 +154,7 @@ def _launch(x: Tensor, grad: Tensor, x_offsets: Tensor, y_offsets: Tensor, backw
         batch = x_offsets.shape[0] - 1
         launch = _launcher(backward, x.dtype, x_offsets.dtype, y_offsets.dtype)
         tensors = (x, grad, pair_offsets(x_offsets, y_offsets), x_offsets, y_offsets, out)
-        launch((tile_slots(x.shape[0], batch, CHUNK), 1, 1), tensors, (batch,))
+        launch((most_tiles(x.shape[0], batch, CHUNK), 1, 1), tensors, (batch,))
     return out
 
 

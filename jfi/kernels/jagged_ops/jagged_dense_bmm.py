@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.common.primitives import block, cdiv, load_tile, precision, store_tile, tile_of, tile_slots, widen
+from jfi.kernels.common.primitives import block, cdiv, find_tile, load_tile, most_tiles, precision, store_tile, widen
 
 BLOCK_S = 64
 
@@ -28,7 +28,7 @@ def _jagged_dense_bmm_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    sample, low, high = tile_of(offsets_ptr, batch, tl.program_id(0), BLOCK_S)
+    sample, low, high = find_tile(offsets_ptr, batch, tl.program_id(0), BLOCK_S)
     if low >= high:
         return
     rows = low + tl.arange(0, BLOCK_S)
@@ -75,5 +75,5 @@ def jagged_dense_bmm(x: Tensor, offsets: Tensor, dense: Tensor, transposed: bool
     out = torch.empty(rows, out_width, dtype=x.dtype, device=x.device)
     if rows:
         tiles, launch = _launcher(width, out_width, transposed, precision(), x.dtype, offsets.dtype)
-        launch((tile_slots(rows, batch, BLOCK_S), tiles, 1), (x, offsets, dense, out), (batch,))
+        launch((most_tiles(rows, batch, BLOCK_S), tiles, 1), (x, offsets, dense, out), (batch,))
     return out

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.common.primitives import block, load_tile, precision, tile_of, tile_slots
+from jfi.kernels.common.primitives import block, find_tile, load_tile, most_tiles, precision
 from jfi.kernels.jagged_ops.pair_offsets import pair_offsets
 
 BLOCK_S = 64
@@ -30,7 +30,7 @@ def _jagged_jagged_bmm_jagged_out_kernel(
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    sample, low, high = tile_of(x_offsets_ptr, batch, tl.program_id(0), BLOCK_S)
+    sample, low, high = find_tile(x_offsets_ptr, batch, tl.program_id(0), BLOCK_S)
     if low >= high:
         return
     y_low = tl.load(y_offsets_ptr + sample).to(tl.int64)
@@ -76,5 +76,5 @@ def jagged_jagged_bmm_jagged_out(x: Tensor, y: Tensor, x_offsets: Tensor, y_offs
     if rows and out_size:
         launch = _launcher(width, precision(), x.dtype, x_offsets.dtype, y_offsets.dtype)
         tensors = (x, y, x_offsets, y_offsets, pair_offsets(x_offsets, y_offsets), out)
-        launch((tile_slots(rows, batch, BLOCK_S), 1, 1), tensors, (batch,))
+        launch((most_tiles(rows, batch, BLOCK_S), 1, 1), tensors, (batch,))
     return out

@@ -1,89 +1,56 @@
-"""Target attention in Triton: one tile for few query rows to a key head, many tiles for more.
+"""Target attention in Triton, as planned: one tile of few query rows per key head, or tiles of many of them.
 
-So many that each sample alone has several tiles of them are jagged attention with T queries in every sample.
+Where one sample's queries fill several tiles, jagged attention with T queries per sample may be faster.
 """
 
 import torch
 from torch import Tensor
 
-from jfi.kernels.common.stream_k import multiprocessors
-from jfi.kernels.jagged_attention import launch as jagged_attention
+from jfi.kernels.common.plan import AttentionPlan, JaggedAttentionInputs, TargetAttentionInputs, plan_target_attention
 from jfi.kernels.target_attention import few_bwd, few_fwd, many_bwd, many_fwd
-from jfi.kernels.target_attention.tiles import FEW
-
-#: Query rows to a key head from which on Hopper's kernels for jagged attention waste little of a tile.
-_TILES = 256
-#: Query rows to a multiprocessor from which on no history need be split: four tiles.
-_FILLING = 512
 
 
-def _query_rows(query: Tensor, key: Tensor) -> int:
-    """Query rows of a sample that meet a key head."""
-    return query.shape[1] * query.shape[2] // key.shape[1]
+def forward(x: TargetAttentionInputs, chosen: AttentionPlan | None = None) -> tuple[Tensor, Tensor]:
+    """The output [B, T, H, E] and the log-sum-exp of the scores [B, T, H], -inf for an empty history.
 
+    Args:
+        x: contiguous operands.
+        chosen: None means `plan_target_attention`.
+    """
+    query = x.query
+    chosen = plan_target_attention(x, "triton") if chosen is None else chosen
+    batch, num_queries, num_heads, _ = query.shape
+    if chosen.family == "jagged_sm90":
+        from jfi.kernels.jagged_attention import launch as jagged_attention
 
-def _are_jagged(query: Tensor, key: Tensor, value: Tensor | None, bias: Tensor | None, scale: float) -> bool:
-    """Whether Hopper's kernels take them, and each multiprocessor has work though no history is split."""
-    batch, times, heads, _ = query.shape
-    fills = batch * times * heads >= _FILLING * multiprocessors(query.device)
-    if _query_rows(query, key) < _TILES or not fills:
-        return False
-    return jagged_attention.hopper_for(query.flatten(0, 1), key, value, bias, scale) is not None
-
-
-def _query_offsets(query: Tensor) -> Tensor:
-    batch, times = query.shape[:2]
-    return torch.arange(0, (batch + 1) * times, times, device=query.device)
-
-
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    offsets: Tensor,
-    bias: Tensor | None,
-    buckets: Tensor | None,
-    value_scale: Tensor | None,
-    second: Tensor | None,
-    scale: float,
-    max_seqlen: int | None,
-) -> tuple[Tensor, Tensor]:
-    """Arguments and results as those of few_fwd.forward."""
-    if _query_rows(query, key) <= FEW:
-        return few_fwd.forward(query, key, value, offsets, bias, buckets, value_scale, second, scale, max_seqlen)
-    with torch.cuda.device_of(query):
-        if _are_jagged(query, key, value, bias, scale):
-            rows = query.flatten(0, 1)
-            query_offsets = _query_offsets(query)
-            out, lse = jagged_attention.forward(rows, key, value, query_offsets, offsets, bias, scale, None, None)
-            return out.view(*query.shape[:3], -1), lse.view(query.shape[:3])
-        return many_fwd.forward(query, key, value, offsets, bias, scale, max_seqlen)
+        out, lse = jagged_attention.forward(_as_jagged(x), chosen)
+        return out.view(batch, num_queries, num_heads, -1), lse.view(batch, num_queries, num_heads)
+    out = query.new_empty(batch, num_queries, num_heads, chosen.problem.value_dim)
+    lse = query.new_empty(batch, num_queries, num_heads, dtype=torch.float32)
+    if batch:
+        (few_fwd if chosen.family == "target_few" else many_fwd).forward(x, chosen, out, lse)
+    return out, lse
 
 
 def backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    offsets: Tensor,
-    bias: Tensor | None,
-    buckets: Tensor | None,
-    value_scale: Tensor | None,
-    second: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    max_seqlen: int | None,
+    grad: Tensor, x: TargetAttentionInputs, out: Tensor, lse: Tensor, chosen: AttentionPlan | None = None
 ) -> tuple[Tensor | None, ...]:
-    """Arguments and results as those of few_bwd.backward; the kernels for more know no second."""
-    if _query_rows(query, key) <= FEW:
-        return few_bwd.backward(
-            grad, query, key, value, offsets, bias, buckets, value_scale, second, out, lse, scale, max_seqlen
-        )
-    with torch.cuda.device_of(query):
-        if _are_jagged(query, key, value, bias, scale):
-            grad, rows, out, lse = (x.flatten(0, 1) for x in (grad, query, out, lse))
-            inputs = (rows, key, value, _query_offsets(query), offsets, bias, out, lse, scale, None, None)
-            dquery, *others = jagged_attention.backward(grad, None, *inputs)
-            return dquery.view_as(query), *others
-        return many_bwd.backward(grad, query, key, value, offsets, bias, out, lse, scale, max_seqlen)
+    """The gradients of query, key (key + value where they are shared), value, bias and second."""
+    chosen = plan_target_attention(x, "triton") if chosen is None else chosen
+    if not x.query.shape[0]:
+        return tuple(None if y is None else torch.zeros_like(y) for y in (x.query, x.key, x.value, x.bias, x.second))
+    if chosen.family == "jagged_sm90":
+        from jfi.kernels.jagged_attention import launch as jagged_attention
+
+        grad, out, lse = (y.flatten(0, 1) for y in (grad, out, lse))
+        dquery, *others = jagged_attention.backward(grad, None, _as_jagged(x), out, lse, chosen)
+        return dquery.view_as(x.query), *others, None
+    return (few_bwd if chosen.family == "target_few" else many_bwd).backward(grad, x, out, lse, chosen)
+
+
+def _as_jagged(x: TargetAttentionInputs) -> JaggedAttentionInputs:
+    """T queries for every sample."""
+    batch, num_queries = x.query.shape[:2]
+    query_offsets = torch.arange(0, (batch + 1) * num_queries, num_queries, device=x.query.device)
+    rows = x.query.flatten(0, 1)
+    return JaggedAttentionInputs(rows, x.key, x.value, query_offsets, x.offsets, x.bias, x.scale, None, None)

@@ -3,243 +3,142 @@
 import triton
 import triton.language as tl
 
+from jfi.kernels.common.combine import chunk_partial
+from jfi.kernels.common.online_softmax import scaled_scores_gradient
 from jfi.kernels.common.primitives import LOG2E
+from jfi.kernels.common.tiles import load_rows, load_statistics, store_rows
 from jfi.kernels.target_attention.many_tiles import (
-    STATS,
-    bias_tile,
-    head_sums,
-    history_tile,
-    part_of,
+    STATISTICS,
+    find_chunk,
+    load_bias_tile,
+    load_history,
     query_places,
-    scores_gradient,
-    slot_rows,
     store_history_tile,
+    sum_heads,
 )
-from jfi.kernels.target_attention.tiles import load_rows, load_stats, store_rows
-
-
-@triton.jit
-def _statistics(
-    grad, out_ptr, lse_ptr, at, mask, scale, E: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_E: tl.constexpr
-):
-    """L in base 2, inf where there is nothing to weigh, and Δ as ``scores_gradient`` takes it."""
-    lse, delta = load_stats(grad, out_ptr, lse_ptr, at, mask, E, BLOCK_E)
-    return lse * LOG2E, delta if HAS_BIAS else delta * scale
 
 
 @triton.jit
 def _step(
-    q,
-    grad,
-    lse,
-    delta,
+    queries,
     dq,
-    k_ptr,
-    v_ptr,
-    bias_ptr,
-    dk_ptr,
-    dv_ptr,
-    dbias_ptr,
-    k_desc,
-    v_desc,
-    dk_desc,
+    desc,
+    history,
+    grads,
     n,
     mask,
-    at,
-    q_mask,
-    group,
+    kv_head,
     scale,
-    GROUPS: tl.constexpr,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    SHARED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    SPEC: tl.constexpr,
     MASKED: tl.constexpr,
-    HISTORY: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    SINGLE: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    DESCRIBED: tl.constexpr,
+    BY_TMA: tl.constexpr,
 ):
-    """dq after the tile of history rows from n on; if HISTORY, stores dk (dv in it where shared), dv and dbias too."""
-    k_at = tl.arange(0, BLOCK_N)
-    k = history_tile(k_desc, k_ptr, n, k_at, mask, group, GROUPS, D, BLOCK_D, DESCRIBED)
-    if SHARED:
-        v = k
-    else:
-        v = history_tile(v_desc, v_ptr, n, k_at, mask, group, GROUPS, E, BLOCK_E, DESCRIBED)
+    """dq after the tile of history rows from n on; if SINGLE, stores dk (dv in it where shared), dv and dbias too."""
+    PRECISION: tl.constexpr = SPEC.precision
+    q, grad, lse, delta, at, q_mask = queries
+    k_at = tl.arange(0, SPEC.block_n)
+    k, v = load_history(desc, history, n, k_at, mask, kv_head, SPEC, BY_TMA)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
     dp = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
-    if HAS_BIAS:
-        s += bias_tile(bias_ptr, n, k_at, mask, at, group, GROUPS, HEADS)
+    if SPEC.has_bias:
+        s += load_bias_tile(history[2], n, k_at, mask, at, kv_head, SPEC)
     p = tl.exp2(s - lse[:, None])
     if MASKED:
         p = tl.where(mask[None, :], p, 0.0)
-    score, ds = scores_gradient(p, dp, delta[:, None], scale, HAS_BIAS)
+    score, ds = scaled_scores_gradient(p, dp, delta[:, None], scale, SPEC.has_bias)
     ds = ds.to(k.dtype)
-    if HISTORY:
+    if SINGLE:
+        dk_ptr, dv_ptr, dbias_ptr = grads
         dv = tl.dot(tl.trans(p.to(grad.dtype)), grad, input_precision=PRECISION)
-        if SHARED:
+        if SPEC.shared_kv:
             dk = tl.dot(tl.trans(ds), q, dv, input_precision=PRECISION)
         else:
-            store_history_tile(None, dv_ptr, dv, n, k_at, mask, group, GROUPS, E, BLOCK_E, False)
+            store_history_tile(dv_ptr, dv, n, k_at, mask, kv_head, SPEC.value_dim, SPEC.block_e, SPEC)
             dk = tl.dot(tl.trans(ds), q, input_precision=PRECISION)
-        store_history_tile(dk_desc, dk_ptr, dk, n, k_at, mask, group, GROUPS, D, BLOCK_D, DESCRIBED and SHARED)
-        if HAS_BIAS:
-            dbias = head_sums(tl.trans(score), at, q_mask, HEADS, BLOCK_H)
-            store_history_tile(None, dbias_ptr, dbias, n, k_at, mask, group, GROUPS, HEADS, BLOCK_H, False)
+        if BY_TMA and SPEC.shared_kv:
+            desc[2].store([n.to(tl.int32), kv_head * SPEC.head_dim], dk.to(dk_ptr.dtype.element_ty))
+        else:
+            store_history_tile(dk_ptr, dk, n, k_at, mask, kv_head, SPEC.head_dim, SPEC.block_d, SPEC)
+        if SPEC.has_bias:
+            dbias = sum_heads(tl.trans(score), at, q_mask, SPEC, BLOCK_H)
+            store_history_tile(dbias_ptr, dbias, n, k_at, mask, kv_head, SPEC.qheads_per_kvhead, BLOCK_H, SPEC)
     return tl.dot(ds, k, dq, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=["batch", "queries", "tiles", "chunk"])
+@triton.jit(do_not_specialize=["batch", "num_rows", "tiles", "chunk"])
 def target_attention_many_dquery_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    bias_ptr,
-    offsets_ptr,
-    grad_ptr,
-    out_ptr,
-    lse_ptr,
-    dq_ptr,
-    dk_ptr,
-    dv_ptr,
-    dbias_ptr,
-    part_ptr,
-    stats_ptr,
-    slots_ptr,
     k_desc,
     v_desc,
     dk_desc,
-    batch,
     queries,
+    history,
+    outputs,
+    batch,
+    num_rows,
     tiles,
     chunk,
     scale,
-    GROUPS: tl.constexpr,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    SHARED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    HISTORY: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    SPEC: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    SLOT: tl.constexpr,
-    DESCRIBED: tl.constexpr,
+    BY_TMA: tl.constexpr,
 ):
-    """dq of a tile of query rows over a chunk of rows; if HISTORY, where all query rows are in it, the rest as well."""
-    program, group = tl.program_id(0), tl.program_id(1)
-    sample, low, n, high = slot_rows(offsets_ptr, batch, program // tiles, chunk)
+    """dq of a tile of query rows over a chunk of rows; with TILE_ROWS = 0, where one tile has all query rows, the rest.
+
+    Else it also leaves what the other sweep needs: the query rows' statistics, and the sample of each tile of TILE_ROWS
+    history rows.
+    """
+    D: tl.constexpr = SPEC.head_dim
+    E: tl.constexpr = SPEC.value_dim
+    SINGLE: tl.constexpr = TILE_ROWS == 0
+    q_ptr, grad_ptr, out_ptr, lse_ptr = queries
+    dq_ptr, dk_ptr, dv_ptr, dbias_ptr, partial_ptr, statistics_ptr, samples_ptr = outputs
+    program, kv_head = tl.program_id(0), tl.program_id(1)
+    sample, low, n, high = find_chunk(history[3], batch, program // tiles, chunk)
     if (n >= high) & (n > low):
         return
     tile = program % tiles
-    first = tile * BLOCK_M
-    at = first + tl.arange(0, BLOCK_M)
-    place, q_at = query_places(first, at, group, GROUPS, HEADS)
-    q_mask = at < queries
-    k_at = tl.arange(0, BLOCK_N)
-    row = sample * (queries * GROUPS) + place
-    q = load_rows(q_ptr + row * D, q_at, q_mask, D, D, BLOCK_D)
-    grad = load_rows(grad_ptr + row * E, q_at, q_mask, E, E, BLOCK_E)
-    lse, delta = _statistics(grad, out_ptr + row * E, lse_ptr + row, q_at, q_mask, scale, E, HAS_BIAS, BLOCK_E)
-    if not HISTORY and n == low:
-        padded = (queries + STATS - 1) // STATS * STATS
-        stats = stats_ptr + (sample * GROUPS + group) * (2 * padded) + at
-        tl.store(stats, lse, mask=at < padded)
-        tl.store(stats + padded, delta, mask=at < padded)
-        if (tile == 0) & (group == 0):
-            # The slots of tile_of that are this sample's, for the other sweep.
-            end = high // SLOT + sample + 1
-            for ahead in range(low // SLOT + sample, end, 128):
-                slot = ahead + tl.arange(0, 128)
-                tl.store(slots_ptr + slot, tl.zeros((128,), tl.int32) + sample.to(tl.int32), mask=slot < end)
-    dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    first = tile * SPEC.block_m
+    at = first + tl.arange(0, SPEC.block_m)
+    place, q_at = query_places(first, at, kv_head, SPEC)
+    q_mask = at < num_rows
+    k_at = tl.arange(0, SPEC.block_n)
+    row = sample * (num_rows * SPEC.num_kv_heads) + place
+    q = load_rows(q_ptr + row * D, q_at, q_mask, D, D, SPEC.block_d)
+    grad = load_rows(grad_ptr + row * E, q_at, q_mask, E, E, SPEC.block_e)
+    lse, delta = load_statistics(grad, out_ptr + row * E, lse_ptr + row, q_at, q_mask, SPEC)
+    lse = lse * LOG2E
+    if not SPEC.has_bias:
+        delta = delta * scale  # as scaled_scores_gradient takes it
+    if not SINGLE and n == low:
+        padded = (num_rows + STATISTICS - 1) // STATISTICS * STATISTICS
+        to = statistics_ptr + (sample * SPEC.num_kv_heads + kv_head) * (2 * padded) + at
+        tl.store(to, lse, mask=at < padded)
+        tl.store(to + padded, delta, mask=at < padded)
+        if (tile == 0) & (kv_head == 0):
+            # The tiles that find_tile gives to this sample.
+            end = high // TILE_ROWS + sample + 1
+            for ahead in range(low // TILE_ROWS + sample, end, 128):
+                at_tile = ahead + tl.arange(0, 128)
+                tl.store(samples_ptr + at_tile, tl.zeros((128,), tl.int32) + sample.to(tl.int32), mask=at_tile < end)
+    dq = tl.zeros((SPEC.block_m, SPEC.block_d), tl.float32)
     left = tl.minimum(high - n, chunk).to(tl.int32)
-    whole = left // BLOCK_N * BLOCK_N
-    for ahead in range(0, whole, BLOCK_N):
+    full = left // SPEC.block_n * SPEC.block_n
+    rows = (q, grad, lse, delta, at, q_mask)
+    desc = (k_desc, v_desc, dk_desc)
+    grads = (dk_ptr, dv_ptr, dbias_ptr)
+    for ahead in range(0, full, SPEC.block_n):
+        mask = k_at < SPEC.block_n
         dq = _step(
-            q,
-            grad,
-            lse,
-            delta,
-            dq,
-            k_ptr,
-            v_ptr,
-            bias_ptr,
-            dk_ptr,
-            dv_ptr,
-            dbias_ptr,
-            k_desc,
-            v_desc,
-            dk_desc,
-            n + ahead,
-            k_at < BLOCK_N,
-            at,
-            q_mask,
-            group,
-            scale,
-            GROUPS,
-            HEADS,
-            D,
-            E,
-            SHARED,
-            HAS_BIAS,
-            False,
-            HISTORY,
-            PRECISION,
-            BLOCK_N,
-            BLOCK_D,
-            BLOCK_E,
-            BLOCK_H,
-            DESCRIBED,
+            rows, dq, desc, history, grads, n + ahead, mask, kv_head, scale, SPEC, False, SINGLE, BLOCK_H, BY_TMA
         )
-    if whole < left:
-        dq = _step(
-            q,
-            grad,
-            lse,
-            delta,
-            dq,
-            k_ptr,
-            v_ptr,
-            bias_ptr,
-            dk_ptr,
-            dv_ptr,
-            dbias_ptr,
-            k_desc,
-            v_desc,
-            dk_desc,
-            n + whole,
-            k_at < left - whole,
-            at,
-            q_mask,
-            group,
-            scale,
-            GROUPS,
-            HEADS,
-            D,
-            E,
-            SHARED,
-            HAS_BIAS,
-            True,
-            HISTORY,
-            PRECISION,
-            BLOCK_N,
-            BLOCK_D,
-            BLOCK_E,
-            BLOCK_H,
-            False,
-        )
+    if full < left:
+        mask = k_at < left - full
+        dq = _step(rows, dq, desc, history, grads, n + full, mask, kv_head, scale, SPEC, True, SINGLE, BLOCK_H, False)
     if high - low <= chunk:
-        store_rows(dq_ptr + row * D, dq, q_at, q_mask, D, D, BLOCK_D)
+        store_rows(dq_ptr + row * D, dq, q_at, q_mask, D, D, SPEC.block_d)
     else:
-        part = part_of(low, n, chunk) * (queries * GROUPS) + place
-        store_rows(part_ptr + part * D, dq, q_at, q_mask, D, D, BLOCK_D)
+        partial = chunk_partial(low, n, chunk) * (num_rows * SPEC.num_kv_heads) + place
+        store_rows(partial_ptr + partial * D, dq, q_at, q_mask, D, D, SPEC.block_d)

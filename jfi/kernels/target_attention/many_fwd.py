@@ -1,265 +1,152 @@
 """Target attention forward for many query rows: many candidates, or many heads, to one history.
 
-Products outweigh bytes here.  A program takes a tile of query rows and a chunk of a sample's rows; the tiles of a chunk
-run side by side, so that its rows come from the cache.  Whole tiles of rows need no mask and are fetched by the copy
-engine; a sample's last rows are read by themselves.  Several small programs a multiprocessor overlap the exponentials
-of one with the products of another.  Scores are kept in base 2: one multiply-add and one instruction an exponential.
+Arithmetic outweighs bytes here.  A program takes a tile of query rows and a chunk of a sample's rows; the tiles of a
+chunk run side by side, so that its rows come from the cache.  Full tiles of rows need no mask and are loaded by TMA; a
+sample's last rows are loaded by themselves.  Several small programs per SM overlap the exponentials of one with the
+matrix products of another.  Scores are kept in base 2: one multiply-add and one instruction for an exponential.
 """
 
-import torch
+from functools import cache
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from jfi.kernels.common.primitives import LN2, LOG2E, cdiv
+from jfi.kernels.common import plan
+from jfi.kernels.common.combine import ChunkPartials, chunk_partial
+from jfi.kernels.common.launch import Launcher
+from jfi.kernels.common.online_softmax import finish, online_softmax_update
+from jfi.kernels.common.plan import AttentionPlan, TargetAttentionInputs
+from jfi.kernels.common.primitives import LOG2E
+from jfi.kernels.common.spec import AttentionSpec
+from jfi.kernels.common.tiles import load_rows, store_rows
 from jfi.kernels.target_attention.many_tiles import (
-    bias_tile,
-    chunk_of,
-    chunk_slots,
-    describable,
-    history_tile,
-    history_tiles,
-    merge_chunks,
-    part_of,
-    parts_of,
+    find_chunk,
+    history_descriptor,
+    load_bias_tile,
+    load_history,
     query_places,
-    slot_rows,
+    work_items,
 )
-from jfi.kernels.target_attention.tiles import Tile, load_rows, store_rows
 
 
 @triton.jit
-def _step(
+def _attend(
     q,
-    top,
-    total,
-    acc,
-    k_ptr,
-    v_ptr,
-    bias_ptr,
-    k_desc,
-    v_desc,
+    desc,
+    history,
     n,
     mask,
     at,
-    group,
+    kv_head,
+    state,
     scale2,
-    GROUPS: tl.constexpr,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    SHARED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    SPEC: tl.constexpr,
     MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    DESCRIBED: tl.constexpr,
+    BY_TMA: tl.constexpr,
 ):
-    """The tile of rows from n on into the running maximum (base 2), sum and output of softmax(S) V; scale2 >= 0."""
-    k_at = tl.arange(0, BLOCK_N)
-    k = history_tile(k_desc, k_ptr, n, k_at, mask, group, GROUPS, D, BLOCK_D, DESCRIBED)
-    if SHARED:
-        v = k
-    else:
-        v = history_tile(v_desc, v_ptr, n, k_at, mask, group, GROUPS, E, BLOCK_E, DESCRIBED)
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if HAS_BIAS or MASKED:
+    """The running maximum (base 2), sum and weighted sum after the tile of rows from n on; scale2 >= 0."""
+    maximum, total, acc = state
+    k_at = tl.arange(0, SPEC.block_n)
+    k, v = load_history(desc, history, n, k_at, mask, kv_head, SPEC, BY_TMA)
+    s = tl.dot(q, tl.trans(k), input_precision=SPEC.precision)
+    if SPEC.has_bias or MASKED:
         s = s * scale2
-        if HAS_BIAS:
-            s += bias_tile(bias_ptr, n, k_at, mask, at, group, GROUPS, HEADS)
+        if SPEC.has_bias:
+            s += load_bias_tile(history[2], n, k_at, mask, at, kv_head, SPEC)
         if MASKED:
             s = tl.where(mask[None, :], s, -float("inf"))
-        new_top = tl.maximum(top, tl.max(s, 1))
-        base = tl.where(new_top == -float("inf"), 0.0, new_top)
-        p = tl.exp2(s - base[:, None])
+        p, maximum, factor = online_softmax_update(s, maximum)
     else:
-        # Scaled where the maximum is subtracted, in one multiply-add.
-        new_top = tl.maximum(top, tl.max(s, 1) * scale2)
-        base = new_top
-        p = tl.exp2(s * scale2 - base[:, None])
-    shrink = tl.exp2(top - base)
-    total = total * shrink + tl.sum(p, 1)
-    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
-    return new_top, total, acc
+        # Every score is finite: scaled where the maximum is subtracted, in one multiply-add.
+        new_maximum = tl.maximum(maximum, tl.max(s, 1) * scale2)
+        p = tl.exp2(s * scale2 - new_maximum[:, None])
+        factor = tl.exp2(maximum - new_maximum)
+        maximum = new_maximum
+    total = total * factor + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * factor[:, None], input_precision=SPEC.precision)
+    return maximum, total, acc
 
 
-@triton.jit(do_not_specialize=["batch", "queries", "tiles", "chunk"])
-def _target_attention_many_fwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    bias_ptr,
-    offsets_ptr,
-    out_ptr,
-    lse_ptr,
-    part_ptr,
-    part_lse_ptr,
+@triton.jit(do_not_specialize=["batch", "num_rows", "tiles", "chunk"])
+def target_attention_many_fwd_kernel(
     k_desc,
     v_desc,
+    q_ptr,
+    history,
+    outputs,
     batch,
-    queries,
+    num_rows,
     tiles,
     chunk,
     scale,
-    GROUPS: tl.constexpr,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    SHARED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    DESCRIBED: tl.constexpr,
+    SPEC: tl.constexpr,
+    BY_TMA: tl.constexpr,
 ):
-    program, group = tl.program_id(0), tl.program_id(1)
-    sample, low, n, high = slot_rows(offsets_ptr, batch, program // tiles, chunk)
+    D: tl.constexpr = SPEC.head_dim
+    E: tl.constexpr = SPEC.value_dim
+    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr = outputs
+    program, kv_head = tl.program_id(0), tl.program_id(1)
+    sample, low, n, high = find_chunk(history[3], batch, program // tiles, chunk)
     if (n >= high) & (n > low):
         return
-    first = program % tiles * BLOCK_M
-    at = first + tl.arange(0, BLOCK_M)
-    place, q_at = query_places(first, at, group, GROUPS, HEADS)
-    q_mask = at < queries
-    k_at = tl.arange(0, BLOCK_N)
-    q_stride = (queries * GROUPS).to(tl.int64)
-    row = sample * q_stride + place
-    q = load_rows(q_ptr + row * D, q_at, q_mask, D, D, BLOCK_D)
-    top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
+    first = program % tiles * SPEC.block_m
+    at = first + tl.arange(0, SPEC.block_m)
+    place, q_at = query_places(first, at, kv_head, SPEC)
+    q_mask = at < num_rows
+    k_at = tl.arange(0, SPEC.block_n)
+    sample_rows = (num_rows * SPEC.num_kv_heads).to(tl.int64)
+    row = sample * sample_rows + place
+    q = load_rows(q_ptr + row * D, q_at, q_mask, D, D, SPEC.block_d)
+    maximum = tl.full((SPEC.block_m,), -float("inf"), tl.float32)
+    total = tl.zeros((SPEC.block_m,), tl.float32)
+    acc = tl.zeros((SPEC.block_m, SPEC.block_e), tl.float32)
     left = tl.minimum(high - n, chunk).to(tl.int32)
-    whole = left // BLOCK_N * BLOCK_N
-    for ahead in range(0, whole, BLOCK_N):
-        top, total, acc = _step(
-            q,
-            top,
-            total,
-            acc,
-            k_ptr,
-            v_ptr,
-            bias_ptr,
-            k_desc,
-            v_desc,
-            n + ahead,
-            k_at < BLOCK_N,
-            at,
-            group,
-            scale * LOG2E,
-            GROUPS,
-            HEADS,
-            D,
-            E,
-            SHARED,
-            HAS_BIAS,
-            False,
-            PRECISION,
-            BLOCK_N,
-            BLOCK_D,
-            BLOCK_E,
-            DESCRIBED,
+    full = left // SPEC.block_n * SPEC.block_n
+    desc = (k_desc, v_desc)
+    scale2 = scale * LOG2E
+    for ahead in range(0, full, SPEC.block_n):
+        state = (maximum, total, acc)
+        mask = k_at < SPEC.block_n
+        maximum, total, acc = _attend(
+            q, desc, history, n + ahead, mask, at, kv_head, state, scale2, SPEC, False, BY_TMA
         )
-    if whole < left:
-        top, total, acc = _step(
-            q,
-            top,
-            total,
-            acc,
-            k_ptr,
-            v_ptr,
-            bias_ptr,
-            k_desc,
-            v_desc,
-            n + whole,
-            k_at < left - whole,
-            at,
-            group,
-            scale * LOG2E,
-            GROUPS,
-            HEADS,
-            D,
-            E,
-            SHARED,
-            HAS_BIAS,
-            True,
-            PRECISION,
-            BLOCK_N,
-            BLOCK_D,
-            BLOCK_E,
-            False,
-        )
-    total_or_one = tl.where(total == 0.0, 1.0, total)
-    result = acc * (1.0 / total_or_one)[:, None]
-    lse = tl.where(total == 0.0, -float("inf"), (top + tl.log2(total_or_one)) * LN2)
+    if full < left:
+        state = (maximum, total, acc)
+        mask = k_at < left - full
+        maximum, total, acc = _attend(q, desc, history, n + full, mask, at, kv_head, state, scale2, SPEC, True, False)
+    out, lse = finish(maximum, total, acc)
     if high - low <= chunk:
-        store_rows(out_ptr + row * E, result, q_at, q_mask, E, E, BLOCK_E)
+        store_rows(out_ptr + row * E, out, q_at, q_mask, E, E, SPEC.block_e)
         tl.store(lse_ptr + row + q_at, lse, mask=q_mask)
     else:
-        part = part_of(low, n, chunk) * q_stride + place
-        store_rows(part_ptr + part * E, result, q_at, q_mask, E, E, BLOCK_E)
-        tl.store(part_lse_ptr + part + q_at, lse, mask=q_mask)
+        partial = chunk_partial(low, n, chunk) * sample_rows + place
+        store_rows(partial_ptr + partial * E, out, q_at, q_mask, E, E, SPEC.block_e)
+        tl.store(partial_lse_ptr + partial + q_at, lse, mask=q_mask)
 
 
-def _config(tile: Tile) -> tuple[int, int, int, int, int | None]:
-    """(query rows, history rows a step, warps, stages, registers), the best measured on an H200 for half precision."""
-    if tile.width_bytes > 512:
-        return (16, 16, 8, 1, None) if tile.width_bytes > 1024 else (16, 16, 4, 1, None)
-    if tile.dtype.itemsize > 2:
-        return min(64, tile.rows), 64, 4, 1, None
-    if tile.width_bytes > 256:
-        return (64, 64, 4, 2, None) if tile.shared else (64, 32, 4, 2, None)
-    # 168 registers let three programs run at once; a bias by head needs more.
-    return 64, 64, 4, 3, None if tile.has_bias and tile.heads > 1 else 168
+@cache
+def _launcher(chosen: AttentionPlan) -> Launcher:
+    kernel = chosen.forward[0]
+    spec = AttentionSpec.of(chosen.problem, kernel.block_m, kernel.block_n)
+    return Launcher(target_attention_many_fwd_kernel, SPEC=spec, **kernel.constants)
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    offsets: Tensor,
-    bias: Tensor | None,
-    scale: float,
-    max_seqlen: int | None,
-) -> tuple[Tensor, Tensor]:
-    """Returns the output [B, T, H, E] and the log-sum-exp of the scores [B, T, H], -inf for an empty history."""
-    batch, times, heads, _ = query.shape
-    rows = key.shape[0]
-    tile = Tile.of(query, key, value, offsets, bias)
-    out = query.new_empty(batch, times, heads, tile.out_width)
-    lse = query.new_empty(batch, times, heads, dtype=torch.float32)
-    if batch == 0:
-        return out, lse
-    if scale < 0:
-        query, scale = -query, -scale
-    block_m, block_n, warps, stages, registers = _config(tile)
-    queries = times * heads // tile.groups
-    tiles = cdiv(queries, block_m)
-    chunk = chunk_of(rows, batch, query.device, tiles * tile.groups, max_seqlen)
-    parts = parts_of(rows, chunk, times * heads, tile.out_width, query.device)
-    described = describable(key, value)
-    _target_attention_many_fwd_kernel[(chunk_slots(rows, batch, chunk) * tiles, tile.groups)](
-        query,
-        key,
-        key if value is None else value,
-        bias,
-        offsets,
-        out,
-        lse,
-        *parts,
-        history_tiles(key, block_n) if described else None,
-        history_tiles(value, block_n) if described and value is not None else None,
-        batch,
-        queries,
-        tiles,
-        chunk,
-        scale,
-        DESCRIBED=described,
-        maxnreg=registers,
-        **tile.constants(block_m, block_n, warps, stages),
-    )
-    if parts[0].shape[0]:
-        merge_chunks(parts, offsets, out, lse, chunk)
-    return out, lse
+def forward(x: TargetAttentionInputs, chosen: AttentionPlan, out: Tensor, lse: Tensor) -> None:
+    """Fill in the output [B, T, H, E] and the log-sum-exp of the scores [B, T, H], -inf for an empty history."""
+    problem, kernel = chosen.problem, chosen.forward[0]
+    batch, num_queries, num_heads, _ = x.query.shape
+    num_keys = x.key.shape[0]
+    query, scale = (-x.query, -x.scale) if x.scale < 0 else (x.query, x.scale)
+    num_rows = num_queries * problem.qheads_per_kvhead
+    tiles = plan.ceil_div(num_rows, kernel.block_m)
+    num_sms, programs = problem.device.num_sms, tiles * problem.num_kv_heads
+    chunk = plan.chunk_rows(num_keys, batch, num_sms, programs, x.max_seqlen)
+    partials = ChunkPartials(num_keys, chunk, num_queries * num_heads, problem.value_dim, query.device)
+    descriptors = (None, None)
+    if kernel.constants["BY_TMA"]:
+        descriptors = tuple(history_descriptor(y, kernel.block_n) for y in (x.key, x.value))
+    tensors = (query, (x.key, x.value, x.bias, x.offsets), (out, lse, partials.values, partials.lse))
+    grid = (work_items(num_keys, batch, chunk) * tiles, problem.num_kv_heads, 1)
+    _launcher(chosen)(grid, tensors, (batch, num_rows, tiles, chunk, scale), descriptors)
+    partials.combine(x.offsets, out, lse)

@@ -1,0 +1,69 @@
+"""Every private name of torch and Triton that jfi relies on; tests/test_compat.py fails where a version differs.
+
+Torch:
+    torch._C._are_functorch_transforms_active      no public way to see vmap or grad at work
+    torch.autograd._profiler_enabled               no public way to see a profiler at work
+    torch.utils._python_dispatch                   is_in_torch_dispatch_mode: fake tensors, make_fx
+    torch._subclasses.fake_tensor.FakeTensorMode   tensors of a GPU where there is none, for jfi.ops.explain
+
+Triton, for launches past ``kernel[grid](...)``, which takes three times the host time:
+    JITFunction.params                             what a kernel is not specialized on
+    CompiledKernel.run, .function, .packed_metadata   the launch itself, in this order of arguments
+    knobs.HookChain.calls                          whether a profiler wants to see launches
+    driver.active.get_current_stream               the current CUDA stream's handle
+    gluon's TensorDescriptor.__new__               a descriptor without its checks (jagged_attention/sm90_primitives.py)
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+functorch_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled
+
+__all__ = [
+    "alignment_free",
+    "fake_tensor_mode",
+    "functorch_transforms_active",
+    "is_hooked",
+    "is_in_torch_dispatch_mode",
+    "launch_parts",
+    "profiler_enabled",
+    "run_compiled",
+    "specialized",
+]
+
+
+def alignment_free(kernel) -> tuple[bool, ...]:
+    """By parameter of a triton.JITFunction, whether its tensor may begin at any address without another compilation."""
+    return tuple(parameter.do_not_specialize_on_alignment for parameter in kernel.params)
+
+
+def fake_tensor_mode() -> AbstractContextManager:
+    """Within it tensors have shapes, dtypes and devices, and no contents."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def specialized(kernel) -> tuple[bool, ...]:
+    """By parameter of a triton.JITFunction, whether another integer there may be another compilation."""
+    return tuple(not parameter.do_not_specialize for parameter in kernel.params)
+
+
+def is_hooked(hook) -> bool:
+    """Whether somebody, such as a profiler, has added to a triton.knobs.HookChain."""
+    return hook is not None and bool(hook.calls)
+
+
+def launch_parts(compiled) -> tuple:
+    """What `run_compiled` needs of a compiled kernel that has been launched once."""
+    return compiled.run, compiled.function, compiled.packed_metadata
+
+
+def run_compiled(parts: tuple, grid: tuple[int, int, int], stream: int, arguments: list) -> None:
+    """Launch a compiled kernel: addresses for tensors, anything for constants, no launch hooks."""
+    run, function, packed_metadata = parts
+    run(*grid, stream, function, packed_metadata, None, None, None, *arguments)

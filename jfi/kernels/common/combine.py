@@ -1,0 +1,186 @@
+"""Combining the partial results of samples that several programs worked on, in the order of the rows: same bits always.
+
+    weighted:  out = Σ_i exp(lse_i - lse) out_i,  lse = log Σ_i exp(lse_i)        else:  out = Σ_i out_i
+
+Two ways of splitting leave them:
+
+* stream-K ranges (`jfi.kernels.common.stream_k`): program p leaves that of the sample which began in an earlier range
+  at place 2p, and that of the sample which goes on into a later range at 2p + 1;
+* chunks of a sample's rows: the sample that holds row i · chunk - 1 and goes on from there leaves that of its next
+  chunk at place 2i, and that of a first chunk which begins after row i · chunk at 2i + 1.
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jfi.kernels.common.launch import Launcher
+from jfi.kernels.common.online_softmax import combine_weights, nonzero
+from jfi.kernels.common.plan import UNSPLIT, ceil_div, power_of_two
+from jfi.kernels.common.primitives import LN2
+from jfi.kernels.common.stream_k import WEIGHT
+from jfi.kernels.common.tiles import load_rows, store_rows
+
+
+# --- Stream-K ranges --------------------------------------------------------------------------------------------------
+@triton.jit
+def behind_partials(partial_ptr, programs, num_rows, WIDTH: tl.constexpr):
+    """Behind partial results [2 · programs, rows, WIDTH]: log-sum-exps [2 · programs, rows], split samples [programs].
+
+    A range that holds the first rows of a split sample names it there; the others say -1.
+    """
+    partial_lse_ptr = partial_ptr + (2 * programs * num_rows).to(tl.int64) * WIDTH
+    return partial_lse_ptr, (partial_lse_ptr + 2 * programs * num_rows).to(tl.pointer_type(tl.int32), bitcast=True)
+
+
+@triton.jit(do_not_specialize=["chunk", "num_rows"])
+def _combine_ranges_kernel(
+    offsets_ptr,
+    partial_ptr,
+    out_ptr,
+    lse_ptr,
+    chunk,
+    num_rows,
+    WIDTH: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """A program per query row and range; those of ranges without the first rows of a split sample end at once."""
+    program = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0)
+    partial_lse_ptr, split_ptr = behind_partials(partial_ptr, tl.num_programs(1), num_rows, WIDTH)
+    sample = tl.load(split_ptr + program).to(tl.int64)
+    if sample < 0:
+        return
+    end = tl.load(offsets_ptr + sample + 1).to(tl.int64) + sample * WEIGHT
+    cols = tl.arange(0, BLOCK_D)
+    maximum = tl.full((), -float("inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
+    acc = tl.zeros((BLOCK_D,), tl.float32)
+    for first in range(program, (end - 1) // chunk + 1, BLOCK_P):
+        member = first + tl.arange(0, BLOCK_P)
+        mask = member * chunk < end
+        at = (2 * member + (member == program).to(tl.int64)) * num_rows + row
+        partial = tl.load(
+            partial_ptr + at[:, None] * WIDTH + cols[None, :], mask=mask[:, None] & (cols < WIDTH)[None, :], other=0.0
+        )
+        if WEIGHTED:
+            lse = tl.load(partial_lse_ptr + at, mask=mask, other=-float("inf"))
+            new_maximum = tl.maximum(maximum, tl.max(lse, 0))
+            weight, factor = combine_weights(lse, maximum, new_maximum)
+            acc = acc * factor + tl.sum(partial * weight[:, None], 0)
+            total = total * factor + tl.sum(weight, 0)
+            maximum = new_maximum
+        else:
+            acc += tl.sum(partial, 0)
+    if WEIGHTED:
+        acc = acc / nonzero(total)
+        lse = tl.where(total == 0.0, -float("inf"), maximum + tl.log(nonzero(total)))
+        tl.store(lse_ptr + sample * num_rows + row, lse)
+    tl.store(out_ptr + (sample * num_rows + row) * WIDTH + cols, acc.to(out_ptr.dtype.element_ty), mask=cols < WIDTH)
+
+
+@cache
+def _combine_ranges(width: int, weighted: bool) -> Launcher:
+    block_d = power_of_two(width, least=1)
+    constants = {"WIDTH": width, "WEIGHTED": weighted, "BLOCK_P": max(2, min(16, 1024 // block_d)), "BLOCK_D": block_d}
+    return Launcher(_combine_ranges_kernel, **constants, num_warps=max(1, min(8, block_d // 64)))
+
+
+class RangePartials:
+    """Room for the partial results of stream-K ranges, one allocation: see `behind_partials`."""
+
+    def __init__(self, programs: int, chunk: int, num_rows: int, width: int, device: torch.device):
+        """num_rows: T · H, the query rows of a sample."""
+        self.programs, self.chunk, self.num_rows, self.width = programs, chunk, num_rows, width
+        self.memory = torch.empty(programs * (2 * num_rows * (width + 1) + 1), dtype=torch.float32, device=device)
+
+    def combine(self, offsets: Tensor, out: Tensor, lse: Tensor | None) -> None:
+        """Fill in the results of split samples, weighted by their log-sum-exps if lse is given."""
+        launch = _combine_ranges(self.width, lse is not None)
+        grid = (self.num_rows, self.programs, 1)
+        launch(grid, (offsets, self.memory, out, lse), (self.chunk, self.num_rows))
+
+
+# --- Chunks -----------------------------------------------------------------------------------------------------------
+@triton.jit
+def chunk_partial(low, n, chunk):
+    """The place of the partial result of the chunk that begins at row n, of a sample that begins at row low."""
+    return 2 * (low // chunk + (n - low) // chunk) + (n == low).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["num_rows", "chunk"])
+def _combine_chunks_kernel(
+    offsets_ptr,
+    partial_ptr,
+    partial_lse_ptr,
+    out_ptr,
+    lse_ptr,
+    num_rows,
+    chunk,
+    WIDTH: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """A program per sample and tile of its query rows."""
+    tiles = (num_rows + BLOCK_M - 1) // BLOCK_M
+    sample = (tl.program_id(0) // tiles).to(tl.int64)
+    low = tl.load(offsets_ptr + sample).to(tl.int64)
+    high = tl.load(offsets_ptr + sample + 1).to(tl.int64)
+    if high - low <= chunk:
+        return
+    at = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    mask = at < num_rows
+    maximum = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for n in range(low, high, chunk):
+        row = chunk_partial(low, n, chunk) * num_rows
+        partial = load_rows(partial_ptr + row * WIDTH, at, mask, WIDTH, WIDTH, BLOCK_D)
+        if WEIGHTED:
+            lse = tl.load(partial_lse_ptr + row + at, mask=mask, other=-float("inf"))
+            new_maximum = tl.maximum(maximum, lse)
+            weight, factor = combine_weights(lse, maximum, new_maximum)
+            acc = acc * factor[:, None] + partial * weight[:, None]
+            total = total * factor + weight
+            maximum = new_maximum
+        else:
+            acc += partial
+    if WEIGHTED:
+        acc = acc / nonzero(total)[:, None]
+        lse = tl.where(total == 0.0, -float("inf"), maximum + tl.log2(nonzero(total)) * LN2)
+        tl.store(lse_ptr + sample * num_rows + at, lse, mask=mask)
+    store_rows(out_ptr + sample * num_rows * WIDTH, acc, at, mask, WIDTH, WIDTH, BLOCK_D)
+
+
+_COMBINED_ROWS = 16
+
+
+@cache
+def _combine_chunks(width: int, weighted: bool) -> Launcher:
+    constants = {"WIDTH": width, "WEIGHTED": weighted, "BLOCK_M": _COMBINED_ROWS, "BLOCK_D": power_of_two(width)}
+    return Launcher(_combine_chunks_kernel, **constants, num_warps=4)
+
+
+class ChunkPartials:
+    """Room for the partial results of chunks, [.., T · H, width] and their log-sum-exps, if anything is split."""
+
+    def __init__(self, rows: int, chunk: int, num_rows: int, width: int, device: torch.device):
+        """rows: history rows of the batch; num_rows: T · H, the query rows of a sample."""
+        self.chunk = chunk
+        places = 2 * (rows // chunk + 1) if chunk < UNSPLIT else 0
+        self.values = torch.empty(places, num_rows, width, dtype=torch.float32, device=device)
+        self.lse = self.values.new_empty(places, num_rows)
+
+    def combine(self, offsets: Tensor, out: Tensor, lse: Tensor | None) -> None:
+        """Fill in the results of samples of several chunks, weighted by their log-sum-exps if lse is given."""
+        places, num_rows, width = self.values.shape
+        if places:
+            launch = _combine_chunks(width, lse is not None)
+            grid = (out.shape[0] * ceil_div(num_rows, _COMBINED_ROWS), 1, 1)
+            launch(grid, (offsets, self.values, self.lse, out, lse), (num_rows, self.chunk))

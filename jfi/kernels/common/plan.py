@@ -1,0 +1,725 @@
+"""Which kernels run an attention call, on which tiles, and how their work is split: every choice and every threshold.
+
+A plan follows from shapes, dtypes, the device and hints alone; launchers execute it and choose nothing themselves.
+``jfi.ops.explain`` shows the plan of a call.  The numbers are the best of those measured on an H200 unless a line says
+otherwise.  Imports torch alone.  One file on purpose, long as it is: a choice can be read and changed in one place.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cache, cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# --- Thresholds: stream-K ---------------------------------------------------------------------------------------------
+#: What a sample costs beside its rows, in rows.  Kernels are compiled with it.
+SAMPLE_WEIGHT = 64
+#: Shortest share of a stream-K partition, in positions: below, finding the share costs more than it balances.
+LEAST_CHUNK = 256
+
+# --- Thresholds: target attention -------------------------------------------------------------------------------------
+#: Query rows per key head up to which they are one tile of the least size that tensor cores take.
+FEW_QUERY_ROWS = 16
+#: Up to this length, in rows and in bytes, one program handles one sample: the tail costs less than the partition
+#: search and the combine step.
+WHOLE_ROWS, WHOLE_BYTES = 512, 2**18
+#: Longest history up to which steps of many rows would often be half empty.
+SHORT_ROWS = 384
+#: Samples per SM up to which starting with the longest saves more than finding the order costs.
+ORDERED_SAMPLES_PER_SM = 40
+#: Rows of a bias table up to which its gradient is summed in the kernel; the events of a larger one are sorted.
+TABLE_ROWS = 64
+#: Elements of all programs' table gradients up to which there is a program per sample.
+MOST_TABLE_ELEMENTS = 2**22
+#: Programs per SM that the chunks of the kernels for many query rows are cut for.
+CHUNKED_PROGRAMS_PER_SM = 2
+#: Chunks are a multiple of this, so that all but a sample's last consist of full tiles.
+CHUNK_MULTIPLE = 128
+#: A chunk longer than any sample: nothing is split.
+UNSPLIT = 2**30
+#: Bytes of the widest row that fits a tile, and up to which tiles leave shared memory for 3xTF32.
+MOST_WIDTH_BYTES, MOST_WIDTH_BYTES_TF32X3 = 2048, 1024
+#: Scores per sample and key head above which dense products are faster than sparse ones on a CPU.
+CPU_DENSE_SCORES = 2048
+
+# --- Thresholds: target attention as jagged attention -----------------------------------------------------------------
+#: Tiles of 64 query rows per SM from which every SM has work though no history is split.
+FILLING_TILES_PER_SM = 1.5
+#: By width and whether value = key: pairs (mean history up to, query rows per key head from) where the sm90 kernels of
+#: jagged attention are faster, both passes, than the kernels for many query rows.
+JAGGED_QUERY_ROWS: dict[tuple[int, bool], tuple[tuple[float, int], ...]] = {
+    (64, True): ((512, 32), (1024, 64), (float("inf"), 256)),
+    (64, False): ((512, 32), (1024, 64), (float("inf"), 256)),
+    (128, True): ((1024, 192), (float("inf"), 256)),
+    (128, False): ((1024, 128), (float("inf"), 128)),
+}
+
+# --- Thresholds: jagged attention (sm90) ------------------------------------------------------------------------------
+#: By width, mean keys per sample up to which tiles of 64 keys are faster than of 128.
+SM90_SHORT_KEYS = {64: 768, 128: 384}
+#: Widths that the sm90 kernels are written for.
+SM90_WIDTHS = (64, 128)
+#: The greatest score is found before it is scaled, so the scale must be positive, in float32.
+SM90_LEAST_SCALE = 1e-30
+#: Rows times heads that 32-bit row numbers count, a tile past the end included.
+SM90_MOST_ROWS = 2**31 - 256
+#: Elements of a tile of the kernel that computes log-sum-exp and Δ for the generic backward.
+STATISTICS_ELEMENTS = 2048
+
+# --- Overrides --------------------------------------------------------------------------------------------------------
+#: Number of SMs instead of the device's own; for `override`.
+NUM_SMS: int | None = None
+#: Kernel family of target attention and of jagged attention instead of the fastest; for `override`.
+TARGET_FAMILY: str | None = None
+JAGGED_FAMILY: str | None = None
+
+_caches: list[Callable] = []
+
+
+def _cached(function: Callable) -> Callable:
+    """functools.cache, cleared by `override`."""
+    cached = cache(function)
+    _caches.append(cached)
+    return cached
+
+
+@contextmanager
+def override(**values: object) -> Iterator[None]:
+    """Plan with other thresholds while the context lasts: for tests and measurements; not safe beside other threads.
+
+    Args:
+        values: constants of this module by name, such as ``LEAST_CHUNK=128``, ``NUM_SMS=2`` or
+            ``TARGET_FAMILY="target_many"``.
+    """
+    constants = globals()
+    unknown = [name for name in values if not name.isupper() or name not in constants or name == "SAMPLE_WEIGHT"]
+    if unknown:
+        raise ValueError(f"override takes thresholds of {__name__}, got {', '.join(unknown)}")
+    before = {name: constants[name] for name in values}
+    constants.update(values)
+    _clear()
+    try:
+        yield
+    finally:
+        constants.update(before)
+        _clear()
+
+
+def _clear() -> None:
+    for cached in _caches:
+        cached.cache_clear()
+
+
+# --- What a plan is made for ------------------------------------------------------------------------------------------
+class TargetAttentionInputs(NamedTuple):
+    """The operands of `jfi.ops.target_attention` as its kernels take them; a plan reads no content."""
+
+    query: Tensor  # [B, T, H, D]
+    key: Tensor  # [S, G, D]; with `second` the left half of a row, [S, 1, D / 2]
+    value: Tensor | None  # [S, G, E]; None: value = key
+    offsets: Tensor  # [B+1]
+    bias: Tensor | None  # [S, H], or a table [N, H]
+    bias_index: Tensor | None  # [S]: the row of the table
+    value_scale: Tensor | None  # [S]
+    second: Tensor | None  # [S, D / 2]: the right half of each row of key
+    scale: float
+    max_seqlen: int | None
+
+
+class JaggedAttentionInputs(NamedTuple):
+    """The operands of `jfi.ops.jagged_attention` as its kernels take them."""
+
+    query: Tensor  # [R, H, D]
+    key: Tensor  # [S, G, D]
+    value: Tensor | None  # [S, G, E]; None: value = key
+    query_offsets: Tensor  # [B+1]
+    key_offsets: Tensor  # [B+1]
+    bias: Tensor | None  # [S, H]
+    scale: float
+    left: int | None
+    right: int | None
+
+
+@dataclass(frozen=True)
+class Device:
+    """What of a device the choice depends on.  Capability (0, 0) stands for a CPU and for Triton's interpreter."""
+
+    type: str
+    capability: tuple[int, int] = (0, 0)
+    num_sms: int = 1
+    has_gluon: bool = False  # Triton brings the language that the sm90 kernels are written in
+
+
+H100 = H200 = Device("cuda", (9, 0), 132, has_gluon=True)
+A100 = Device("cuda", (8, 0), 108)
+CPU = Device("cpu")
+
+
+@_cached
+def device_of(device: torch.device) -> Device:
+    """The properties of a device of this host."""
+    if device.type != "cuda":
+        return Device(device.type, num_sms=NUM_SMS or 1)
+    properties = torch.cuda.get_device_properties(device)
+    num_sms = NUM_SMS or properties.multi_processor_count
+    if torch.version.hip is not None or _interprets():
+        return Device("cuda", num_sms=num_sms)
+    capability = (properties.major, properties.minor)
+    return Device("cuda", capability, num_sms, capability[0] == 9 and _has_gluon())
+
+
+def _interprets() -> bool:
+    from jfi.kernels.common.primitives import INTERPRET
+
+    return INTERPRET.value
+
+
+def _has_gluon() -> bool:
+    try:
+        from jfi.kernels.jagged_attention import sm90  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def power_of_two(width: int, least: int = 16) -> int:
+    """The power of two that covers width; tensor cores take 16 at least."""
+    return max(least, 1 << (width - 1).bit_length())
+
+
+def ceil_div(number: int, size: int) -> int:
+    """How many tiles of a size cover the number."""
+    return -(-number // size)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionProblem:
+    """What is known of a call whatever its lengths: the first ten fields are those of AttentionSpec.
+
+    One object per set of values, so that what follows from it is cached by identity.
+    """
+
+    num_kv_heads: int
+    qheads_per_kvhead: int
+    head_dim: int
+    value_dim: int
+    shared_kv: bool
+    has_bias: bool
+    bias_by_index: bool
+    has_value_scale: bool
+    num_fields: int
+    precision: str
+    padded_queries: int  # the power of two that covers the query rows of a key head, T · H/G; 0 where T varies
+    dtype: torch.dtype
+    device: Device
+
+    @cached_property
+    def block_d(self) -> int:
+        return power_of_two(self.head_dim)
+
+    @cached_property
+    def block_e(self) -> int:
+        return power_of_two(self.value_dim)
+
+    @cached_property
+    def width_bytes(self) -> int:
+        """Bytes of the wider of a key and a value row, padded to a tile's width."""
+        return self.dtype.itemsize * max(self.block_d, self.block_e)
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of a history row, padded to a tile's width."""
+        return self.width_bytes * (1 if self.shared_kv else 2)
+
+    @cached_property
+    def most_whole_rows(self) -> int:
+        """Longest history that one program handles."""
+        return min(WHOLE_ROWS, WHOLE_BYTES // self.row_bytes)
+
+    @cached_property
+    def history_by_tma(self) -> bool:
+        """Whether TMA can load tiles of whole heads of [S, G, width], if the tensors are aligned."""
+        return self._by_tma(self.head_dim, self.num_kv_heads) and self._by_tma(self.value_dim, self.num_kv_heads)
+
+    @cached_property
+    def queries_by_tma(self) -> bool:
+        """The same of a key head's queries [B, T · H/G, width]."""
+        heads = self.num_kv_heads * self.qheads_per_kvhead
+        whole = self.num_kv_heads in (1, heads)
+        return whole and self._by_tma(self.head_dim, heads) and self._by_tma(self.value_dim, heads)
+
+    def _by_tma(self, width: int, heads: int) -> bool:
+        fits = (heads == 1 or width == power_of_two(width)) and width * self.dtype.itemsize % 16 == 0
+        return fits and self.dtype.itemsize == 2 and self.device.capability >= (9, 0)
+
+
+@_cached
+def _problem(*values: object) -> AttentionProblem:
+    """AttentionProblem(*values), one object for the same values."""
+    problem = AttentionProblem(*values)
+    dtype = problem.dtype
+    if problem.width_bytes > MOST_WIDTH_BYTES:
+        raise ValueError(
+            f"key and value must be at most {MOST_WIDTH_BYTES // dtype.itemsize} wide for impl='triton' and {dtype}, "
+            f"got {max(problem.head_dim, problem.value_dim)}: use impl='torch'"
+        )
+    return replace(problem, precision="ieee") if problem.width_bytes > MOST_WIDTH_BYTES_TF32X3 else problem
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    """How tl.dot rounds float32: as torch.set_float32_matmul_precision says.
+
+    "highest" is three products of TF32 parts on tensor cores, whose error is that of float32 arithmetic at a multiple
+    of its speed.
+    """
+    highest = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    return "tf32x3" if highest else "tf32"
+
+
+# --- Plans ------------------------------------------------------------------------------------------------------------
+class Split(StrEnum):
+    """How the rows of a batch are distributed over the programs of a kernel."""
+
+    SAMPLE = "one program per sample"
+    LONGEST_FIRST = "one program per sample, longest first"
+    STREAM_K = "stream-K: equal shares of all rows, then combine"
+    CHUNKS = "chunks of long samples, then combine"
+    TILES = "one program per tile"
+    TILE_SCHEDULER = "tiles of the longest samples first"
+    CPU = "threads of PyTorch's operators"
+
+
+@dataclass(frozen=True, eq=False)
+class KernelPlan:
+    """One kernel: its name, tiles, launch options and split of the work.
+
+    Attributes:
+        kernel: name of the kernel.
+        split: how rows are distributed over programs.
+        block_m: query rows of a tile.
+        block_n: history rows of a tile.
+        num_warps, num_stages, max_registers: Triton's options.
+        programs_per_sm: programs per SM that shares or chunks are cut for, or that run at once.
+        options: further compile-time constants of the kernel, by name.
+    """
+
+    kernel: str
+    split: Split
+    block_m: int = 0
+    block_n: int = 0
+    num_warps: int = 4
+    num_stages: int = 1
+    max_registers: int | None = None
+    programs_per_sm: int = 0
+    options: tuple[tuple[str, object], ...] = ()
+
+    @cached_property
+    def constants(self) -> dict[str, object]:
+        """What a launcher passes beside SPEC."""
+        launch = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        if self.max_registers is not None:
+            launch["maxnreg"] = self.max_registers
+        return dict(self.options) | launch
+
+    def __repr__(self) -> str:
+        if not self.block_n:
+            return self.kernel
+        size = f"{self.block_m} x {self.block_n} tiles, {self.num_warps} warps, {self.num_stages} stages"
+        more = f", {self.programs_per_sm} programs per SM" if self.programs_per_sm else ""
+        more += f", {self.max_registers} registers" if self.max_registers else ""
+        more += "".join(f", {name}={value}" for name, value in self.options)
+        return f"{self.kernel}: {size}{more}; {self.split}"
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionPlan:
+    """What runs a call and why.  Equal decisions are one object.
+
+    Attributes:
+        family: "target_few", "target_many", "jagged_sm90", "jagged_triton", "cpu" or "reference".
+        forward, backward: the kernels, in the order of their launches.
+        reason: why this family.
+        problem: what the kernels are compiled for; None where none is.
+    """
+
+    family: str
+    forward: tuple[KernelPlan, ...]
+    backward: tuple[KernelPlan, ...]
+    reason: str
+    problem: AttentionProblem | None = None
+
+    def __repr__(self) -> str:
+        lines = [f"{self.family}: {self.reason}"]
+        for name in ("forward", "backward"):
+            lines += [f"  {name}: {kernel!r}" for kernel in getattr(self, name)]
+        return "\n".join(lines)
+
+
+@_cached
+def _torch_plan(family: str, kernel: str, reason: str) -> AttentionPlan:
+    kernels = (KernelPlan(kernel, Split.CPU),)
+    return AttentionPlan(family, kernels, kernels, reason)
+
+
+def stream_k(rows: int, batch: int, num_sms: int, programs_per_sm: int) -> tuple[int, int]:
+    """(positions of a share, number of shares) of a line of all rows and SAMPLE_WEIGHT more for each sample."""
+    line = rows + batch * SAMPLE_WEIGHT
+    chunk = max(LEAST_CHUNK, ceil_div(line, num_sms * programs_per_sm))
+    return chunk, ceil_div(line, chunk)
+
+
+def chunk_rows(rows: int, batch: int, num_sms: int, programs_per_chunk: int, max_seqlen: int | None) -> int:
+    """Rows of a chunk of the kernels for many query rows; UNSPLIT where no sample needs two."""
+    chunk, _ = stream_k(rows * programs_per_chunk, batch, num_sms, CHUNKED_PROGRAMS_PER_SM)
+    chunk = ceil_div(chunk, CHUNK_MULTIPLE) * CHUNK_MULTIPLE
+    return chunk if chunk < (rows if max_seqlen is None else max_seqlen) else UNSPLIT
+
+
+# --- Target attention -------------------------------------------------------------------------------------------------
+def plan_target_attention(x: TargetAttentionInputs, impl: str, device: Device | None = None) -> AttentionPlan:
+    """The plan of `jfi.ops.target_attention`.
+
+    Args:
+        x: the operands; of tensors, shapes, dtypes and addresses are read.
+        impl: "triton" or "torch".
+        device: where it would run; None means on x's device.
+    """
+    query, key, value, _, bias, bias_index, value_scale, second, scale, max_seqlen = x
+    device = device_of(query.device) if device is None else device
+    batch, num_queries, num_heads, head_dim = query.shape
+    num_keys, num_kv_heads, _ = key.shape
+    qheads_per_kvhead = num_heads // num_kv_heads
+    query_rows = num_queries * qheads_per_kvhead
+    if impl == "torch":
+        if device.type == "cpu":
+            return _plan_cpu(cpu_is_dense(num_keys * query_rows, batch))
+        return _torch_plan("reference", "jfi.reference.target_attention", "impl='torch' on a GPU: the plain formula")
+    problem = _problem(
+        num_kv_heads,
+        qheads_per_kvhead,
+        head_dim,
+        head_dim if value is None else value.shape[2],
+        value is None,
+        bias is not None,
+        bias_index is not None,
+        value_scale is not None,
+        1 if second is None else 2,
+        precision_of(key.dtype),
+        1 << (query_rows - 1).bit_length(),
+        key.dtype,
+        device,
+    )
+    if query_rows <= FEW_QUERY_ROWS and TARGET_FAMILY in (None, "target_few"):
+        whole = max_seqlen is not None and max_seqlen <= problem.most_whole_rows
+        table_rows = 0 if bias_index is None else bias.shape[0]
+        tables_fit = table_rows > TABLE_ROWS or batch * table_rows * num_heads <= MOST_TABLE_ELEMENTS
+        ordered = batch <= ORDERED_SAMPLES_PER_SM * device.num_sms
+        block_r = power_of_two(table_rows) if 0 < table_rows <= TABLE_ROWS else 0
+        return _plan_few(problem, whole, whole and max_seqlen <= SHORT_ROWS, whole and tables_fit, ordered, block_r)
+    aligned = (query.data_ptr() | key.data_ptr() | (0 if value is None else value.data_ptr())) % 16 == 0
+    if _prefers_jagged(problem, batch, query_rows, num_keys) and sm90_serves(
+        problem, batch * num_queries * num_heads, num_keys, scale, aligned
+    ):
+        return _plan_sm90(problem, _is_short(problem, batch, num_keys))
+    return _plan_many(problem, aligned and 0 < num_keys < 2**31)
+
+
+def _prefers_jagged(problem: AttentionProblem, batch: int, query_rows: int, num_keys: int) -> bool:
+    """Whether jagged attention's sm90 kernels are faster than the kernels for many query rows."""
+    if TARGET_FAMILY is not None:
+        return TARGET_FAMILY == "jagged_sm90"
+    tiles = batch * problem.num_kv_heads * ceil_div(query_rows, 64)
+    fills = tiles >= FILLING_TILES_PER_SM * problem.device.num_sms
+    thresholds = JAGGED_QUERY_ROWS.get((problem.head_dim, problem.shared_kv))
+    if not fills or thresholds is None:
+        return False
+    return query_rows >= next(least for longest, least in thresholds if num_keys <= longest * batch)
+
+
+def _plan_cpu(dense: bool) -> AttentionPlan:
+    if dense:
+        return _torch_plan("cpu", "dense products", f"more than {CPU_DENSE_SCORES} scores per sample and key head")
+    return _torch_plan("cpu", "sparse products", f"at most {CPU_DENSE_SCORES} scores per sample and key head")
+
+
+def cpu_is_dense(scores: int, batch: int) -> bool:
+    """Whether a CPU takes a matrix product per sample rather than sparse products of the whole batch."""
+    return scores == 0 or scores > CPU_DENSE_SCORES * batch
+
+
+@_cached
+def _plan_few(
+    problem: AttentionProblem, whole: bool, short: bool, whole_backward: bool, ordered: bool, block_r: int
+) -> AttentionPlan:
+    """Few query rows: one tile of them; every history row is read once."""
+    forward = _few_forward_whole(problem, short) if whole else _few_forward(problem)
+    options = {"BLOCK_H": power_of_two(problem.qheads_per_kvhead), "BLOCK_R": block_r}
+    options |= {"WHOLE": whole_backward, "ORDERED": whole_backward and ordered}
+    backward = _few_backward(problem, whole_backward, ordered, tuple(options.items()))
+    reason = f"at most {FEW_QUERY_ROWS} query rows per key head: the history is read once"
+    return AttentionPlan("target_few", (forward,), (backward,), reason, problem)
+
+
+def _few_forward(problem: AttentionProblem) -> KernelPlan:
+    def plan(block_n: int, warps: int, stages: int, programs: int) -> KernelPlan:
+        name = "target_attention_few_fwd"
+        return KernelPlan(name, Split.STREAM_K, FEW_QUERY_ROWS, block_n, warps, stages, None, programs)
+
+    if problem.width_bytes > 1024:
+        return plan(16, 8, 1, 1)
+    if problem.row_bytes > 1024:
+        return plan(16, 4, 1, 1)
+    if problem.row_bytes <= 128:
+        return plan(64, 1, 3, 8)
+    if problem.row_bytes <= 256:
+        # A step loads the queries again: fewer steps where they are many.
+        return plan(128, 4, 3, 2) if problem.padded_queries > 4 else plan(64, 2, 3, 4)
+    return plan(32, 4, 3, 2) if problem.shared_kv else plan(32, 2, 3, 3)
+
+
+def _few_forward_whole(problem: AttentionProblem, short: bool) -> KernelPlan:
+    def plan(block_n: int, warps: int, stages: int) -> KernelPlan:
+        return KernelPlan("target_attention_few_fwd_whole", Split.SAMPLE, FEW_QUERY_ROWS, block_n, warps, stages)
+
+    if problem.width_bytes == 512:
+        return plan(16, 1 if problem.shared_kv else 2, 3)
+    if short and problem.width_bytes <= 256:
+        return plan(16, 1, 4)
+    if problem.row_bytes <= 256:
+        return plan(32, 1, 4) if problem.row_bytes <= 128 else plan(64, 2, 3)
+    split = _few_forward(problem)
+    return plan(split.block_n, split.num_warps, split.num_stages)
+
+
+def _few_backward(
+    problem: AttentionProblem, whole: bool, ordered: bool, options: tuple[tuple[str, object], ...]
+) -> KernelPlan:
+    def plan(block_n: int, warps: int, stages: int, programs: int) -> KernelPlan:
+        how = (Split.LONGEST_FIRST if ordered else Split.SAMPLE) if whole else Split.STREAM_K
+        tiles = (FEW_QUERY_ROWS, block_n, warps, stages)
+        return KernelPlan("target_attention_few_bwd", how, *tiles, None, 0 if whole else programs, options)
+
+    if whole and problem.width_bytes == 512:
+        return plan(16, 2, 3, 0)
+    if whole and problem.width_bytes <= 256:
+        return plan(16, 1, 4, 0)
+    if problem.width_bytes > 512:
+        return plan(16, 8, 1, 1) if problem.width_bytes > 1024 else plan(16, 4, 1, 1)
+    if problem.width_bytes <= 128 and problem.shared_kv:
+        return plan(32, 1, 3, 8)
+    if problem.width_bytes <= 256:
+        return plan(32, 2, 3, 4 if problem.row_bytes <= 128 or not problem.shared_kv else 3)
+    return plan(16, 2, 3 if problem.shared_kv else 2, 4)
+
+
+@_cached
+def _plan_many(problem: AttentionProblem, aligned: bool) -> AttentionPlan:
+    """Many query rows: tiles of them, and chunks of long histories."""
+    history_by_tma = aligned and problem.history_by_tma
+    queries_by_tma = history_by_tma and problem.queries_by_tma
+    single = problem.padded_queries <= 64 and problem.width_bytes <= 256 and problem.dtype.itemsize <= 2
+    heads = problem.qheads_per_kvhead
+    block_h = heads if heads & (heads - 1) == 0 else power_of_two(heads)
+    dhistory = _many_dhistory(problem, queries_by_tma, block_h)
+    dquery = _many_dquery(problem, single, history_by_tma, block_h, dhistory.block_n)
+    backward = (dquery,) if single else (dquery, dhistory)
+    reason = f"more than {FEW_QUERY_ROWS} query rows per key head, and " + (
+        "too few tiles or too long histories for jagged attention"
+        if problem.device.has_gluon
+        else "no sm90 kernels of jagged attention"
+    )
+    return AttentionPlan("target_many", (_many_forward(problem, history_by_tma),), backward, reason, problem)
+
+
+def _many(kernel: str, *tiles: int | None, programs: int, **options: object) -> KernelPlan:
+    """tiles: block_m, block_n, warps, stages, registers."""
+    split = Split.CHUNKS if programs else Split.TILES
+    return KernelPlan(kernel, split, *tiles, programs_per_sm=programs, options=tuple(options.items()))
+
+
+def _many_forward(problem: AttentionProblem, by_tma: bool) -> KernelPlan:
+    def plan(*tiles: int | None) -> KernelPlan:
+        return _many("target_attention_many_fwd", *tiles, programs=CHUNKED_PROGRAMS_PER_SM, BY_TMA=by_tma)
+
+    if problem.width_bytes > 512:
+        return plan(16, 16, 8, 1) if problem.width_bytes > 1024 else plan(16, 16, 4, 1)
+    if problem.dtype.itemsize > 2:
+        return plan(min(64, problem.padded_queries), 64, 4, 1)
+    if problem.width_bytes > 256:
+        return plan(64, 64, 4, 2) if problem.shared_kv else plan(64, 32, 4, 2)
+    # 168 registers let three programs run at once; a bias by head needs more.
+    return plan(64, 64, 4, 3, None if problem.has_bias and problem.qheads_per_kvhead > 1 else 168)
+
+
+def _many_dquery(problem: AttentionProblem, single: bool, by_tma: bool, block_h: int, tile_rows: int) -> KernelPlan:
+    """The kernel that gives dq; if it is the single one, where all query rows are in a tile, all gradients."""
+
+    def plan(*tiles: int | None) -> KernelPlan:
+        options = {"TILE_ROWS": 0 if single else tile_rows, "BLOCK_H": block_h, "BY_TMA": by_tma}
+        return _many("target_attention_many_dquery", *tiles, programs=CHUNKED_PROGRAMS_PER_SM, **options)
+
+    if single:
+        return plan(64, 64, 4, 3 if problem.shared_kv else 2)
+    if problem.width_bytes > 512:
+        return plan(16, 16, 8, 1) if problem.width_bytes > 1024 else plan(16, 16, 4, 1)
+    if problem.dtype.itemsize > 2:
+        return plan(64, 32, 4, 2 if problem.shared_kv else 1)
+    if problem.width_bytes > 256:
+        return plan(64, 32, 4, 3 if problem.shared_kv else 2)
+    if not problem.shared_kv and problem.padded_queries > 64:
+        return plan(128, 64, 8, 3)
+    # 168 registers let three programs run at once.
+    return plan(64, 64, 4, 2, 168)
+
+
+def _many_dhistory(problem: AttentionProblem, by_tma: bool, block_h: int) -> KernelPlan:
+    """The kernel that gives dk, dv and dbias: a program per tile of history rows."""
+
+    def plan(*tiles: int | None) -> KernelPlan:
+        return _many("target_attention_many_dhistory", *tiles, programs=0, BLOCK_H=block_h, BY_TMA=by_tma)
+
+    if problem.width_bytes > 512:
+        return plan(16, 16, 8, 1) if problem.width_bytes > 1024 else plan(16, 16, 4, 1)
+    if problem.dtype.itemsize > 2:
+        return plan(64, 32, 4, 2) if problem.width_bytes <= 256 else plan(64, 32, 8, 1)
+    if problem.width_bytes > 256:
+        return plan(32, 64, 4, 2) if problem.shared_kv else plan(32, 64, 8, 2)
+    return plan(32, 64, 4, 3) if problem.shared_kv else plan(64, 64, 4, 2)
+
+
+# --- Jagged attention -------------------------------------------------------------------------------------------------
+def plan_jagged_attention(x: JaggedAttentionInputs, impl: str, device: Device | None = None) -> AttentionPlan:
+    """The plan of `jfi.ops.jagged_attention`; arguments as those of `plan_target_attention`."""
+    query, key, value, _, key_offsets, _, scale, _, _ = x
+    device = device_of(query.device) if device is None else device
+    if impl == "torch":
+        if device.type == "cpu":
+            return _torch_plan("cpu", "jfi.cpu.jagged_attention", "on a CPU")
+        return _torch_plan("reference", "jfi.reference.jagged_attention", "impl='torch' on a GPU: the plain formula")
+    problem = _jagged_problem(x, device)
+    query_rows, num_keys = query.shape[0] * query.shape[1], key.shape[0]
+    aligned = (query.data_ptr() | key.data_ptr() | (0 if value is None else value.data_ptr())) % 16 == 0
+    refusal = sm90_refusal(problem, query_rows, num_keys, scale, aligned)
+    if JAGGED_FAMILY == "jagged_triton":
+        refusal = "JAGGED_FAMILY says so"
+    if refusal is None:
+        return _plan_sm90(problem, _is_short(problem, key_offsets.shape[0] - 1, num_keys))
+    return _plan_jagged_triton(problem, refusal)
+
+
+def plan_exported_jagged_attention(x: JaggedAttentionInputs) -> AttentionPlan:
+    """The plan of `jfi.ops.jagged_attention` on a GPU under torch.export, where no address and no size is known."""
+    problem = _jagged_problem(x, device_of(x.query.device))
+    return _plan_jagged_triton(problem, "torch.export, and AOTInductor takes no Gluon")
+
+
+def _jagged_problem(x: JaggedAttentionInputs, device: Device) -> AttentionProblem:
+    _, num_heads, head_dim = x.query.shape
+    num_kv_heads = x.key.shape[1]
+    return _problem(
+        num_kv_heads,
+        num_heads // num_kv_heads,
+        head_dim,
+        head_dim if x.value is None else x.value.shape[2],
+        x.value is None,
+        x.bias is not None,
+        False,
+        False,
+        1,
+        precision_of(x.key.dtype),
+        0,
+        x.key.dtype,
+        device,
+    )
+
+
+def sm90_serves(problem: AttentionProblem, query_rows: int, num_keys: int, scale: float, aligned: bool) -> bool:
+    """Whether the sm90 kernels take such a call: query_rows counts all (query, head) pairs of the batch."""
+    return sm90_refusal(problem, query_rows, num_keys, scale, aligned) is None
+
+
+def sm90_refusal(problem: AttentionProblem, query_rows: int, num_keys: int, scale: float, aligned: bool) -> str | None:
+    """Why the sm90 kernels do not take such a call; None if they do."""
+    refusal = _sm90_refusal(problem)
+    if refusal is not None:
+        return refusal
+    if not scale > SM90_LEAST_SCALE:
+        return f"scale is at most {SM90_LEAST_SCALE}"
+    if max(query_rows, num_keys * problem.num_kv_heads) >= SM90_MOST_ROWS:
+        return f"rows · heads are at least {SM90_MOST_ROWS}"
+    return None if aligned else "a tensor does not begin at a multiple of 16 bytes, as TMA needs"
+
+
+@_cached
+def _sm90_refusal(problem: AttentionProblem) -> str | None:
+    if not problem.device.has_gluon:
+        return "no Hopper GPU or no Gluon"
+    if problem.dtype.itemsize != 2:
+        return f"{problem.dtype} is not half precision"
+    if problem.head_dim not in SM90_WIDTHS or problem.value_dim != problem.head_dim:
+        return f"keys and values are not both {' or '.join(map(str, SM90_WIDTHS))} wide"
+    if 1 not in (problem.num_kv_heads, problem.qheads_per_kvhead):
+        return "several query heads share each of several key heads"
+    if problem.has_bias and problem.qheads_per_kvhead > 1:
+        return "query heads with a bias share a key head"
+    return None
+
+
+def _is_short(problem: AttentionProblem, batch: int, num_keys: int) -> bool:
+    return num_keys <= SM90_SHORT_KEYS[problem.head_dim] * batch
+
+
+def _sm90(kernel: str, block_m: int, block_n: int, stages: int, programs: int, *, consumers: int = 1) -> KernelPlan:
+    """Persistent programs of one producing warp group and one or two consuming ones, of 64 rows each.
+
+    Registers are divided evenly among the programs of an SM; the compiler then moves them to the consumers.
+    """
+    registers = 65536 // (programs * 128 * (consumers + 1)) // 8 * 8
+    tiles = (block_m, block_n, 4, stages, None if programs == 1 else registers, programs)
+    return KernelPlan(kernel, Split.TILE_SCHEDULER, *tiles)
+
+
+@_cached
+def _plan_sm90(problem: AttentionProblem, short: bool) -> AttentionPlan:
+    """Short histories: smaller tiles of keys, and more programs to hide the start and end of each work tile."""
+    forward, dquery, dkey = (f"jagged_attention_sm90_{name}" for name in ("fwd", "dquery", "dkey"))
+    if problem.head_dim > 64:
+        kernels = (
+            _sm90(forward, 64, 64, 2, 2) if short else _sm90(forward, 128, 128, 2, 1, consumers=2),
+            _sm90(dquery, 128, 64, 4, 1, consumers=2),
+            _sm90(dkey, 64, 128, 2, 1, consumers=2),
+        )
+    else:
+        kernels = (
+            _sm90(forward, 64, 64, 2, 3) if short else _sm90(forward, 64, 128, 2, 2),
+            _sm90(dquery, 64, 64, 3, 3),
+            _sm90(dkey, 64, 64, 2, 2),
+        )
+    return AttentionPlan("jagged_sm90", kernels[:1], kernels[1:], "Hopper, half precision, width 64 or 128", problem)
+
+
+@_cached
+def _plan_jagged_triton(problem: AttentionProblem, refusal: str) -> AttentionPlan:
+    """The kernels for any GPU: the wider a row, the smaller a tile."""
+
+    def plan(kernel: str, *tiles: int) -> KernelPlan:
+        return KernelPlan(kernel, Split.TILE_SCHEDULER, *tiles)
+
+    if problem.width_bytes > 512:
+        forward = backward = (16, 16, 8, 1) if problem.width_bytes > 1024 else (16, 16, 4, 1)
+    elif problem.width_bytes > 256:
+        forward, backward = (64, 32, 4, 2), (32, 32, 4, 1)
+    else:
+        forward, backward = (64, 64, 4, 2), (64, 64, 4, 2 if problem.dtype.itemsize == 2 else 1)
+    rows = max(STATISTICS_ELEMENTS // problem.block_e, 1)
+    kernels = (
+        KernelPlan("jagged_attention_statistics", Split.TILES, rows),
+        plan("jagged_attention_dquery", *backward),
+        plan("jagged_attention_dkey", *backward),
+    )
+    forward = plan("jagged_attention_fwd", *forward)
+    return AttentionPlan("jagged_triton", (forward,), kernels, f"no sm90 kernels: {refusal}", problem)

@@ -1,0 +1,51 @@
+"""The compile-time constants of an attention kernel: one value, ``SPEC``, instead of a parameter each.
+
+A kernel declares ``SPEC: tl.constexpr`` and reads ``SPEC.head_dim``.  Every field must be a ``tl.constexpr`` when the
+kernel is launched (Triton takes a plain int for a runtime value), and a spec cannot be built inside of a kernel.
+"""
+
+from typing import NamedTuple
+
+import triton.language as tl
+
+
+class AttentionSpec(NamedTuple):
+    """What the kernels of one attention problem are compiled for, and their tiles.
+
+    Attributes:
+        num_kv_heads: G, key heads.
+        qheads_per_kvhead: H/G, query heads that share a key head.
+        head_dim: D, the width of a query and of a key head.
+        value_dim: E, the width of a value head.
+        shared_kv: value = key; each history row is loaded once.
+        has_bias: scores have a bias by event and head.
+        bias_by_index: the bias is a table; each event names one of its rows.
+        has_value_scale: values are multiplied by a number per event.
+        num_fields: tensors in which a history row lies, equal parts in each: 1 or 2.
+        precision: ``input_precision`` of tl.dot.
+        block_m: query rows of a tile.
+        block_n: history rows (keys) of a tile.
+        block_d, block_e: the powers of two that cover head_dim and value_dim.
+    """
+
+    num_kv_heads: tl.constexpr
+    qheads_per_kvhead: tl.constexpr
+    head_dim: tl.constexpr
+    value_dim: tl.constexpr
+    shared_kv: tl.constexpr
+    has_bias: tl.constexpr
+    bias_by_index: tl.constexpr
+    has_value_scale: tl.constexpr
+    num_fields: tl.constexpr
+    precision: tl.constexpr
+    block_m: tl.constexpr
+    block_n: tl.constexpr
+    block_d: tl.constexpr
+    block_e: tl.constexpr
+
+    @classmethod
+    def of(cls, problem, block_m: int, block_n: int) -> "AttentionSpec":
+        """The spec of a `jfi.kernels.common.plan.AttentionProblem` on such tiles."""
+        fields = {name: getattr(problem, name) for name in cls._fields[:10]}
+        blocks = {"block_m": block_m, "block_n": block_n, "block_d": problem.block_d, "block_e": problem.block_e}
+        return cls(**{name: tl.constexpr(x) for name, x in (fields | blocks).items()})

@@ -1,0 +1,66 @@
+"""Loading and storing tiles of rows, and where the query rows of a key head lie."""
+
+import triton
+import triton.language as tl
+
+from jfi.kernels.common.online_softmax import hide_empty
+from jfi.kernels.common.primitives import widen
+
+
+@triton.jit
+def query_rows(at, kv_head, SPEC: tl.constexpr):
+    """Where the query rows ``at`` of a key head lie among a sample's [T · H] rows."""
+    heads: tl.constexpr = SPEC.qheads_per_kvhead
+    return at // heads * (SPEC.num_kv_heads * heads) + kv_head * heads + at % heads
+
+
+@triton.jit
+def _tile_mask(mask, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
+    keep = mask[:, None]
+    if BLOCK_D != WIDTH:
+        keep = keep & (tl.arange(0, BLOCK_D) < WIDTH)[None, :]
+    return keep
+
+
+@triton.jit
+def load_columns(base, at, cols, mask, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[rows, D] at rows ``at`` from a base pointer: of 32 bits in a loop, which then moves the base alone.
+
+    Rows outside the mask and columns from WIDTH on are 0; column i lies ``cols[i]`` from a row's first.
+    """
+    return widen(tl.load(base + at[:, None] * STRIDE + cols[None, :], mask=_tile_mask(mask, WIDTH, BLOCK_D), other=0.0))
+
+
+@triton.jit
+def load_rows(base, at, mask, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
+    """``load_columns`` of adjacent columns."""
+    return load_columns(base, at, tl.arange(0, BLOCK_D), mask, STRIDE, WIDTH, BLOCK_D)
+
+
+@triton.jit
+def store_columns(base, x, at, cols, mask, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
+    to = base + at[:, None] * STRIDE + cols[None, :]
+    tl.store(to, x.to(base.dtype.element_ty), mask=_tile_mask(mask, WIDTH, BLOCK_D))
+
+
+@triton.jit
+def store_rows(base, x, at, mask, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
+    store_columns(base, x, at, tl.arange(0, BLOCK_D), mask, STRIDE, WIDTH, BLOCK_D)
+
+
+@triton.jit
+def row_products(x, y):
+    """Σ x · y along each row, in float32.
+
+    Threads that hold the same row must agree on its sum to the bit.  A product that the compiler fused with the first
+    sum across threads would be rounded by one of two partners and not by the other, so it is fused with 0 before.
+    """
+    return tl.sum(tl.fma(x.to(tl.float32), y.to(tl.float32), tl.zeros(x.shape, tl.float32)), 1)
+
+
+@triton.jit
+def load_statistics(grad, out_ptr, lse_ptr, at, mask, SPEC: tl.constexpr):
+    """The natural log-sum-exp, +inf for an empty row, and Δ = Σ dO · O, by query row."""
+    out = load_rows(out_ptr, at, mask, SPEC.value_dim, SPEC.value_dim, SPEC.block_e)
+    lse = tl.load(lse_ptr + at, mask=mask, other=float("inf"))
+    return hide_empty(lse), row_products(grad, out)

@@ -1,0 +1,91 @@
+"""What the kernels for few query rows share: history rows in one tensor or two, and what comes with each event.
+
+``history`` is (k_ptr, v_ptr, bias_ptr, second_ptr, offsets_ptr): v_ptr is None where value = key, second_ptr holds the
+right half of each row of key where num_fields is 2.
+"""
+
+import triton
+import triton.language as tl
+
+from jfi.kernels.common.online_softmax import scores_gradient
+from jfi.kernels.common.primitives import LOG2E
+from jfi.kernels.common.tiles import load_columns, load_rows
+
+#: Parameters with a number per event: features' events are packed, so theirs begin anywhere.
+EVENTS = ["bias_index_ptr", "value_scale_ptr"]
+
+
+@triton.jit
+def field_columns(ptr, second_ptr, SPEC: tl.constexpr):
+    """Where the columns of a row lie from its first: in two tensors of D / 2 columns each, if there are two fields."""
+    WIDTH: tl.constexpr = SPEC.head_dim
+    cols = tl.arange(0, SPEC.block_d)
+    if SPEC.num_fields == 2:
+        BYTES: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
+        distance = (second_ptr.to(tl.int64) - ptr.to(tl.int64)) // BYTES
+        # Both begin at a multiple of 16 bytes.
+        distance = tl.multiple_of(distance, 16 // BYTES)
+        cols = cols % (WIDTH // 2) + tl.where(cols < WIDTH // 2, 0, distance)
+    return cols
+
+
+@triton.jit
+def load_history(history, cols, n, at, mask, kv_head, SPEC: tl.constexpr):
+    """Keys [N, D] and values [N, E] of the rows from n on, 0 outside the mask; one load where they are shared."""
+    k_ptr, v_ptr, _bias_ptr, _second_ptr, _offsets_ptr = history
+    D: tl.constexpr = SPEC.head_dim
+    E: tl.constexpr = SPEC.value_dim
+    STRIDE: tl.constexpr = SPEC.num_kv_heads * D // SPEC.num_fields
+    k = load_columns(k_ptr + n * STRIDE + kv_head * D, at, cols, mask, STRIDE, D, SPEC.block_d)
+    v = k
+    if not SPEC.shared_kv:
+        V_STRIDE: tl.constexpr = SPEC.num_kv_heads * E
+        v = load_rows(v_ptr + n * V_STRIDE + kv_head * E, at, mask, V_STRIDE, E, SPEC.block_e)
+    return k, v
+
+
+@triton.jit
+def load_bias_index(bias_index_ptr, n, at, mask, SPEC: tl.constexpr):
+    """[N]: each event's row of the bias table; any number where there is no table."""
+    index = at
+    if SPEC.bias_by_index:
+        index = tl.load(bias_index_ptr + n + at, mask=mask, other=0)
+    return index
+
+
+@triton.jit
+def load_value_scale(value_scale_ptr, n, at, mask, SPEC: tl.constexpr):
+    """[N]: the number by which each event's value is multiplied; any where there is none."""
+    scale = at
+    if SPEC.has_value_scale:
+        scale = tl.load(value_scale_ptr + n + at, mask=mask, other=0).to(tl.float32)
+    return scale
+
+
+@triton.jit
+def load_bias(bias_ptr, index, n, mask, q_at, kv_head, SPEC: tl.constexpr):
+    """[N, M]: each event's bias for each query's head, -inf outside the mask; of its row of the table if by index."""
+    HEADS: tl.constexpr = SPEC.num_kv_heads * SPEC.qheads_per_kvhead
+    rows = index.to(tl.int32)
+    if not SPEC.bias_by_index:
+        rows = tl.arange(0, mask.shape[0])
+        bias_ptr += n * HEADS
+    where = rows[:, None] * HEADS + (kv_head * SPEC.qheads_per_kvhead + q_at % SPEC.qheads_per_kvhead)[None, :]
+    if SPEC.bias_by_index:
+        # Copies of 16 bytes would bypass the L1 cache, and all programs ask for the same few lines.
+        where = tl.max_contiguous(where, [1, 1])
+    return tl.load(bias_ptr + where, mask=mask[:, None], other=-float("inf")).to(tl.float32)
+
+
+@triton.jit
+def weights_and_gradient(q, grad, lse, delta, k, v, value_scale, bias, mask, scale, SPEC: tl.constexpr):
+    """P times the scale of values [N, M], what dO is multiplied by in dv, and dS, the gradient of the scores."""
+    PRECISION: tl.constexpr = SPEC.precision
+    s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * LOG2E) + (bias - lse[None, :]) * LOG2E
+    p = tl.where(mask[:, None], tl.exp2(s), 0.0)
+    dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+    weights = p
+    if SPEC.has_value_scale:
+        dp = dp * value_scale[:, None]
+        weights = p * value_scale[:, None]
+    return weights, scores_gradient(p, dp, delta[None, :])

@@ -1,0 +1,82 @@
+"""Which kernels a call would run, and why."""
+
+import inspect
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from jfi import compat
+from jfi.kernels.common.plan import AttentionPlan, Device, device_of
+
+#: By operator: what checks its arguments and returns its kernels' inputs and implementation, and what plans these.
+_planners: dict[Callable, tuple[Callable, Callable]] = {}
+
+
+def explains(operator: Callable, prepare: Callable, plan: Callable) -> None:
+    """Let `explain` take an operator.
+
+    Args:
+        operator: the public function.
+        prepare: with the operator's parameters, returns (inputs, impl): a NamedTuple whose first field is the query.
+        plan: of (inputs, impl, device).
+    """
+    _planners[operator] = prepare, plan
+
+
+def explain(operator: Callable, /, *args: object, device: Device | None = None, **kwargs: object) -> AttentionPlan:
+    """The plan of a call of an operator, which is not run.
+
+    Args:
+        operator: `jfi.ops.target_attention` or `jfi.ops.jagged_attention`.
+        args, kwargs: its arguments; tensors may be real, fake or on the meta device.
+        device: plan for this kind of device, whatever this host has, such as ``H200``, ``A100`` and ``CPU`` of
+            `jfi.kernels.common.plan`.  None: for the tensors' own, which must not be meta then.
+
+    Returns:
+        The plan.  It prints as the family of kernels, why it was chosen, and each kernel's tiles and split of the work,
+        forward and backward.
+
+    Raises:
+        TypeError: an operator without a plan.
+        ValueError, TypeError: an argument that the operator refuses.
+
+    Example:
+        >>> import torch, jfi
+        >>> from jfi.kernels.common.plan import H200
+        >>> query, history = torch.randn(3, 1, 4, 32), torch.randn(5, 1, 32)
+        >>> offsets = torch.tensor([0, 2, 2, 5])
+        >>> jfi.ops.explain(jfi.ops.target_attention, query, history, offsets=offsets).family
+        'cpu'
+        >>> plan = jfi.ops.explain(jfi.ops.target_attention, query, history, offsets=offsets, device=H200)
+        >>> plan.family, plan.forward[0].kernel
+        ('target_few', 'target_attention_few_fwd')
+    """
+    if operator not in _planners:
+        known = ", ".join(x.__name__ for x in _planners)
+        raise TypeError(f"operator must be one of {known}, got {getattr(operator, '__name__', operator)!r}")
+    prepare, plan = _planners[operator]
+    call = inspect.signature(operator).bind(*args, **kwargs)
+    call.apply_defaults()
+    query = next(x for x in call.args if isinstance(x, Tensor))
+    if device is None and query.device.type == "meta":
+        raise ValueError("device must be given where tensors are on the meta device, got None")
+    if device is None and type(query) in (Tensor, torch.nn.Parameter):
+        inputs, impl = prepare(*call.args, **call.kwargs)
+        return plan(inputs, impl, None)
+    device = device_of(query.device) if device is None else device
+    with compat.fake_tensor_mode():
+        values = [[_fake(x, device) for x in group] for group in (call.args, call.kwargs.values())]
+        inputs, impl = prepare(*values[0], **dict(zip(call.kwargs, values[1], strict=True)))
+    # Unlike fake tensors, meta tensors have an address: 0, which is aligned.
+    return plan(type(inputs)(*(_meta(x) for x in inputs)), impl, device)
+
+
+def _fake(x: object, device: Device) -> object:
+    if not isinstance(x, Tensor):
+        return x
+    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device.type)
+
+
+def _meta(x: object) -> object:
+    return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
