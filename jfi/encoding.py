@@ -5,6 +5,7 @@ that a value has one id in both.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import repeat
 
 import numpy as np
@@ -26,12 +27,15 @@ class Vocabulary:
 
     def __init__(self, values: list[str]) -> None:
         self.values = values
-        self._ids = {value: i for i, value in enumerate(values, 1)}
 
     @property
     def num_ids(self) -> int:
         """All ids are below it."""
         return len(self.values) + 1
+
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        return {value: i for i, value in enumerate(self.values, 1)}
 
     def ids(self, values: Sequence[str | None]) -> np.ndarray:
         """`[N]` int64 ids of N values; `UNKNOWN` for None and for a value that is not in the vocabulary."""

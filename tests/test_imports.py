@@ -1,6 +1,6 @@
 """Who may import whom, each in a fresh process: kernels <- ops <- modules <- models <- training; data beside models.
 
-Serving has two sides: what exports stands on models and data, what answers requests on nothing but itself.
+Serving has two sides: the export needs models and data, the server only its own package, jfi.encoding and jfi.suggest.
 """
 
 import ast
@@ -13,6 +13,8 @@ import pytest
 #: What must not have been imported after importing the first.
 FORBIDDEN = {
     "jfi": {"torch", "torchrec", "triton", "fbgemm_gpu"},
+    "jfi.encoding": {"torch", "pyarrow"},
+    "jfi.suggest": {"torch", "numpy"},
     "jfi.ops": {
         "torchrec",
         "fbgemm_gpu",

@@ -97,11 +97,13 @@ def encode(column: pa.Array, train: np.ndarray) -> Categorical:
         present = pc.fill_null(pc.not_equal(column, ""), False)
         offsets = np.append(0, np.cumsum(present))[np.append(0, np.cumsum(counts))]
         column, train = column.filter(present), train[present.to_numpy(zero_copy_only=False)]
-    vocabulary = Vocabulary(sort_ids(column.filter(pa.array(train)).drop_null())[0].to_pylist())
-    # Each distinct value is looked up once; a null has no place in the dictionary.
+    values = sort_ids(column.filter(pa.array(train)).drop_null())[0].to_pylist()
+    # Each distinct value is looked up once; nulls, which are not in the dictionary, read the id that is appended.
     encoded = column.dictionary_encode()
-    id_of_place = np.append(vocabulary.ids(encoded.dictionary.to_pylist()), UNKNOWN)
-    ids = id_of_place[pc.fill_null(encoded.indices, -1).to_numpy()]
+    ids = np.append(Vocabulary(values).ids(encoded.dictionary.to_pylist()), UNKNOWN)
+    ids = ids[pc.fill_null(encoded.indices, -1).to_numpy()]
+    # Another Vocabulary, so that the look-up dictionary of this one is released.
+    vocabulary = Vocabulary(values)
     return Categorical(ids, offsets, vocabulary.num_ids, vocabulary=vocabulary)
 
 
