@@ -2,33 +2,25 @@
 
     O[i] = Σ_j P[i,j] v_j        P[i,:] = softmax_j(scale · q_i k_j + bias_j)
 
-over the keys j of the sample that query i belongs to, by head.  With the same offsets twice it is self-attention over
-histories; with others, a different number of candidates in every sample is ranked against its history (Xu et al.,
-'Enhancing Performance and Scalability of Large-Scale Recommendation Systems with Jagged Flash Attention', RecSys 2024).
-With the log-sum-exp L saved and Δ = Σ_e dO·O - dL, the backward rebuilds the weights:
+over the keys j of the sample of query i, per head.  With the same offsets for both it is self-attention over histories;
+with others, each sample has its own number of candidates to rank against its history (Xu et al., 'Enhancing Performance
+and Scalability of Large-Scale Recommendation Systems with Jagged Flash Attention', RecSys 2024).  The forward saves the
+log-sum-exp L; with Δ = Σ_e dO·O - dL, the backward recomputes the weights:
 
     dv = Σ_i P dO      dS = P (dO·v - Δ)      dk = scale Σ_i dS q      dq = scale Σ_j dS k      dbias = Σ_i dS
 """
 
-from types import ModuleType
+from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from jfi import reference
+from jfi.kernels.common.plan import JaggedAttentionInputs, plan_jagged_attention
 from jfi.ops._checks import check_dim, check_floating, check_history, check_impl, check_offsets, check_scale
-from jfi.ops._dispatch import operator
-
-
-def _kernels(impl: str) -> ModuleType:
-    """The module whose forward and backward do the work: "triton", or "torch" on a processor."""
-    if impl == "triton":
-        from jfi.kernels.jagged_attention import launch
-
-        return launch
-    from jfi.cpu import jagged_attention
-
-    return jagged_attention
+from jfi.ops._dispatch import aligned, operator
+from jfi.ops.explain import explains
 
 
 def _forward(
@@ -43,7 +35,15 @@ def _forward(
     right: int | None,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
-    return _kernels(impl).forward(query, key, value, query_offsets, key_offsets, bias, scale, left, right)
+    inputs = (query, key, value, query_offsets, key_offsets, bias, scale, left, right)
+    if impl == "torch":
+        from jfi.cpu import jagged_attention
+
+        return jagged_attention.forward(*inputs)
+    from jfi.kernels.jagged_attention import launch
+
+    x = JaggedAttentionInputs(*inputs)
+    return launch.forward(x, plan_jagged_attention(x, impl))
 
 
 def _forward_fake(query, key, value, *_):
@@ -68,9 +68,17 @@ def _backward(
     right: int | None,
     impl: str,
 ) -> list[Tensor]:
-    dlse = None if dlse is None else dlse.contiguous()
-    inputs = (query, key, value, query_offsets, key_offsets, bias)
-    grads = _kernels(impl).backward(grad.contiguous(), dlse, *inputs, out, lse, scale, left, right)
+    grad, dlse = aligned(grad), None if dlse is None else dlse.contiguous()
+    tensors, window = (query, key, value, query_offsets, key_offsets, bias), (left, right)
+    if impl == "torch":
+        from jfi.cpu import jagged_attention
+
+        grads = jagged_attention.backward(grad, dlse, *tensors, out, lse, scale, *window)
+    else:
+        from jfi.kernels.jagged_attention import launch
+
+        x = JaggedAttentionInputs(*tensors, scale, *window)
+        grads = launch.backward(grad, dlse, x, out, lse, plan_jagged_attention(x, impl))
     return [x for x in grads if x is not None]
 
 
@@ -102,8 +110,17 @@ _jagged_attention_bwd = operator("jagged_attention_bwd", _backward, _backward_fa
 _jagged_attention_fwd = operator("jagged_attention_fwd", _forward, _forward_fake, _save, _differentiate)
 
 
+@cache
+def _exported_fwd() -> Callable:
+    """The forward that AOTInductor compiles into a package; imported when wanted, since it needs Triton."""
+    from jfi.kernels.jagged_attention import export
+
+    export.forward.register_autograd(_differentiate, setup_context=_save)
+    return export.forward
+
+
 def _window(causal: bool, window_size: tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
-    """How many keys before and behind its own place a query sees."""
+    """How many keys before and after its own position a query sees."""
     if window_size is not None and not (isinstance(window_size, tuple) and len(window_size) == 2):
         raise TypeError(f"window_size must be a pair (left, right) or None, got {window_size!r}")
     left, right = window_size or (None, None)
@@ -134,26 +151,26 @@ def jagged_attention(
     Args:
         query: [R, H, D], floating.
         key: [S, G, D]; G divides H, and H/G query heads share a key head.
-        value: [S, G, E], or None: value = key, with one gradient.
+        value: [S, G, E]; None means value = key, which then gets both gradients.
         query_offsets: [B+1], int32 or int64, from 0 to R.
-        key_offsets: [B+1], from 0 to S; None means query_offsets, self-attention.
-        causal: hide keys behind the query, where the last query of a sample stands at its last key.
-        window_size: (left, right), how many keys before and after the query's position are seen; None, not -1, for no
+        key_offsets: [B+1], from 0 to S; None means query_offsets: self-attention.
+        causal: hide keys after the query; the last query of a sample is at the position of its last key.
+        window_size: (left, right), how many keys before and after its own position a query sees; None, not -1, for no
             bound.
         key_bias: [S, H], added to the scores; -inf hides an event.
         scale: of the scores; None means 1/sqrt(D).
-        return_lse: return the log-sum-exp of each query's scores too, for merging parts of a history; it has a
-            gradient as the output has.
-        impl: "triton" (rows of at most 512 float32 or 1,024 half-precision elements), "torch" (on a GPU the formula as
-            it stands, which holds every query-key pair in memory and reads their number once), or "auto": Triton for
-            CUDA tensors (float64 excepted), PyTorch otherwise.
+        return_lse: also return the log-sum-exp of each query's scores, to combine attention to parts of a history; it
+            is differentiable like the output.
+        impl: "triton" (rows of at most 512 float32 or 1,024 half-precision elements), "torch" (on a GPU the plain
+            formula, which holds every query-key pair in memory and synchronizes once), or "auto": Triton for CUDA
+            tensors except float64, PyTorch otherwise.
 
     Returns:
-        [R, H, E]; with ``return_lse`` also [R, H], float32 (float64 of float64).  A query that sees no key gives zeros
-        and -inf.
+        [R, H, E]; with ``return_lse`` also [R, H], float32 (float64 for float64).  For a query that sees no key these
+        are zeros and -inf.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit, by name.
+        ValueError, TypeError: an argument of a wrong value or type; the message names it.
 
     Example:
         >>> import torch, jfi
@@ -162,24 +179,46 @@ def jagged_attention(
         >>> jfi.ops.jagged_attention(x, x, x, query_offsets=offsets, causal=True).shape
         torch.Size([5, 2, 8])
     """
+    options = {"causal": causal, "window_size": window_size, "key_bias": key_bias, "scale": scale, "impl": impl}
+    inputs, impl = _prepare(query, key, value, query_offsets=query_offsets, key_offsets=key_offsets, **options)
+    if impl == "torch" and query.device.type != "cpu":
+        query, key, value, query_offsets, key_offsets, key_bias, scale, *window = inputs
+        offsets = (query_offsets, key_offsets)
+        out, lse = reference.jagged_attention(query, key, value, *offsets, False, tuple(window), key_bias, scale)
+    else:
+        exports = impl == "triton" and torch.compiler.is_exporting() and query.is_cuda
+        out, lse = (_exported_fwd() if exports else _jagged_attention_fwd)(*inputs, impl)
+    return (out, lse) if return_lse else out
+
+
+def _prepare(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    *,
+    query_offsets: Tensor,
+    key_offsets: Tensor | None,
+    causal: bool,
+    window_size: tuple[int | None, int | None] | None,
+    key_bias: Tensor | None,
+    scale: float | None,
+    return_lse: bool = False,
+    impl: str,
+) -> tuple[JaggedAttentionInputs, str]:
+    """Check the arguments; returns what the kernels take, contiguous, and "triton" or "torch"."""
     key_offsets = query_offsets if key_offsets is None else key_offsets
     check_floating(query=query, key=key, value=value, key_bias=key_bias)
     check_dim("query", query, "[R, H, D]")
     rows, heads, width = query.shape
     check_history(key, value, key_bias, heads, width)
-    left, right = _window(causal, window_size)
+    window = _window(causal, window_size)
     check_offsets("query_offsets", query_offsets, rows, "query", query)
     check_offsets("key_offsets", key_offsets, key.shape[0], "key", query, query_offsets.shape[0] - 1)
     impl = check_impl(impl, query)
     scale = check_scale(scale, width)
-    if impl == "torch" and query.device.type != "cpu":
-        inputs = (query, key, value, query_offsets, key_offsets, False, (left, right), key_bias, scale)
-        out, lse = reference.jagged_attention(*inputs)
-    else:
-        query, key = query.contiguous(), key.contiguous()
-        query_offsets, key_offsets = query_offsets.contiguous(), key_offsets.contiguous()
-        value = None if value is None else value.contiguous()
-        key_bias = None if key_bias is None else key_bias.contiguous()
-        inputs = (query, key, value, query_offsets, key_offsets, key_bias, scale, left, right, impl)
-        out, lse = _jagged_attention_fwd(*inputs)
-    return (out, lse) if return_lse else out
+    tensors = (query, key, value, query_offsets, key_offsets, key_bias)
+    tensors = (None if x is None else x.contiguous() for x in tensors)
+    return JaggedAttentionInputs(*tensors, scale, *window), impl
+
+
+explains(jagged_attention, _prepare, plan_jagged_attention)

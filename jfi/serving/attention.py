@@ -1,14 +1,16 @@
 """Attention of packed queries over the packed keys of their user, in a form that goes into a package whole.
 
-`jfi.ops.jagged_attention` is an operator that Python registers, and a package of AOTInductor must run where none is. So
-here the same attention is made of what a compiler takes in: on a GPU the Triton kernels, launched so that they are
-traced, and on a processor PyTorch's own operators over padded rows, whose longest lengths come as sizes of tensors.
+On a GPU `jfi.ops.jagged_attention` is exported, whose Triton kernels become part of the package. On a CPU its operator
+is registered from Python, which a package runs without, so the same attention is written with PyTorch's own operators
+over padded rows, whose longest lengths come as sizes of tensors.
 """
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from jfi.ops import jagged_attention
 
 
 class Segments(NamedTuple):
@@ -47,9 +49,8 @@ def attend(
         [R, H, E]; zeros for a user without keys.
     """
     if impl == "triton":
-        from jfi.serving.triton_attention import jagged_attention  # Triton is there only where a GPU is
-
-        return jagged_attention(query, key, value, queries.offsets, keys.offsets, bias, scale, causal)
+        offsets = {"query_offsets": queries.offsets, "key_offsets": keys.offsets}
+        return jagged_attention(query, key, value, **offsets, causal=causal, key_bias=bias, scale=scale, impl=impl)
     (rows, heads, width), groups = query.shape, key.shape[1]
     padded_query, _ = padded(query, queries)  # [U, R', H, D]
     padded_key, present = padded(key, keys)  # [U, S', G, D]

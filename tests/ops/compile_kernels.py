@@ -13,11 +13,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from jfi.kernels.absorbed_weights import bwd as merged_weights_bwd
 from jfi.kernels.absorbed_weights import fwd as merged_weights
-from jfi.kernels.common import stream_k as shares
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.jagged_attention import sm90 as jagged_attention_hopper
-from jfi.kernels.target_attention import few_bwd as target_attention_bwd
-from jfi.kernels.target_attention import few_fwd as target_attention_fwd
+from jfi.kernels.common.plan import (
+    H200,
+    JaggedAttentionInputs,
+    TargetAttentionInputs,
+    plan_jagged_attention,
+    plan_target_attention,
+)
+from jfi.kernels.jagged_attention import launch as jagged_attention
+from jfi.kernels.target_attention import launch as target_attention
 
 
 def tensors(rows: int, groups: int, width: int) -> tuple[torch.Tensor, ...]:
@@ -28,10 +33,12 @@ def tensors(rows: int, groups: int, width: int) -> tuple[torch.Tensor, ...]:
 def attend(query, key, value, bias=None, window=(None, None)) -> None:
     """Forward and backward of two samples."""
     offsets = torch.tensor([0, query.shape[0] // 2, query.shape[0]])
-    inputs = (query, key, value, offsets, offsets, bias)
-    out, lse = jagged_attention_hopper.forward(*inputs, 0.125, *window)
+    x = JaggedAttentionInputs(query, key, value, offsets, offsets, bias, 0.125, *window)
+    plan = plan_jagged_attention(x, "triton", H200)
+    assert plan.family == "jagged_sm90", plan
+    out, lse = jagged_attention.forward(x, plan)
     dlse = None if bias is None else torch.randn_like(lse)
-    jagged_attention_hopper.backward(torch.randn_like(out), dlse, *inputs, out, lse, 0.125, *window)
+    jagged_attention.backward(torch.randn_like(out), dlse, x, out, lse, plan)
 
 
 def attend_by_bucket(width: int, rows: int, longest: int | None, halves: bool) -> None:
@@ -39,8 +46,10 @@ def attend_by_bucket(width: int, rows: int, longest: int | None, halves: bool) -
     query, key = torch.randn(8, 1, 4, width).half(), torch.randn(800, 1, width // (2 if halves else 1)).half()
     offsets, table = torch.arange(0, 801, 100), torch.randn(rows, 4)
     events = (table, torch.zeros(800, dtype=torch.int64), torch.rand(800), key[:, 0].clone() if halves else None)
-    out, lse = target_attention_fwd.forward(query, key, None, offsets, *events, 0.125, longest)
-    target_attention_bwd.backward(out, query, key, None, offsets, *events, out, lse, 0.125, longest)
+    x = TargetAttentionInputs(query, key, None, offsets, *events, 0.125, longest)
+    plan = plan_target_attention(x, "triton", H200)
+    out, lse = target_attention.forward(x, plan)
+    target_attention.backward(out, x, out, lse, plan)
 
 
 def multiply_weights(times: int, width: int, dtype: torch.dtype) -> None:
@@ -51,23 +60,31 @@ def multiply_weights(times: int, width: int, dtype: torch.dtype) -> None:
     merged_weights_bwd.gradients(tuple(torch.randn(1, 600, size).to(dtype) for size in sizes), weights, dtype, times, 4)
 
 
-def type_of(x: object) -> str:
+def type_of(x: object) -> str | tuple:
+    if isinstance(x, tuple):
+        return tuple(map(type_of, x))
     if isinstance(x, TensorDescriptor):
         return f"tensordesc<fp16{x.block_shape},{x.layout!r}>"
     if isinstance(x, torch.Tensor):
         return {torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}[x.dtype]
-    return {int: "i32", float: "fp32"}[type(x)]
+    return {int: "i32", float: "fp32", type(None): "constexpr"}[type(x)]
 
 
 def check(launcher: Launcher, arguments: tuple) -> None:
-    """Compile for sm_90, and see that as many programs as are meant to find room on a multiprocessor."""
+    """Compile for sm_90, and see that as many programs as are meant to find room on an SM."""
     kernel, constants = launcher.kernel, dict(launcher.constants)
     options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in constants}
     given = dict(zip(kernel.arg_names, arguments, strict=False))
-    constants |= {name: None for name, x in given.items() if x is None}
     signature = {name: "constexpr" if name in constants else type_of(given[name]) for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): x for name, x in constants.items()}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
+    aligned = {}
+    for i, name in enumerate(kernel.arg_names):
+        x = given.get(name)
+        for path, one in (((i, j), y) for j, y in enumerate(x)) if isinstance(x, tuple) else [((i,), x)]:
+            if one is None:
+                places.setdefault(path, None)
+            elif isinstance(one, torch.Tensor):
+                aligned[path] = [["tt.divisibility", 16]]
     source = (GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource)(kernel, signature, places, aligned)
     binary = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=options)
     programs = 65536 // (options["maxnreg"] * 256) if options.get("maxnreg") else 1
@@ -76,11 +93,10 @@ def check(launcher: Launcher, arguments: tuple) -> None:
 
 def main() -> None:
     launches = {}
-    Launcher.__call__ = lambda self, grid, given, numbers, descriptors=(): launches.setdefault(
+    Launcher.__call__ = lambda self, grid, given, numbers=(), descriptors=(): launches.setdefault(
         self, (*descriptors, *given, *numbers)
     )
-    for module in (jagged_attention_hopper, merged_weights_bwd, shares):
-        module.multiprocessors = lambda device: 132
+    merged_weights_bwd.multiprocessors = lambda device: 132
     for width, groups, biased, window in (
         (64, 4, True, (None, None)),
         (64, 1, False, (5, 0)),
@@ -88,7 +104,7 @@ def main() -> None:
     ):
         for rows in (300, 4000):
             attend(*tensors(rows, groups, width), torch.randn(rows, 4).half() if biased else None, window)
-    assert sum(isinstance(launcher.kernel, GluonJITFunction) for launcher in launches) == 3 * 4
+    assert len({launcher.kernel for launcher in launches if isinstance(launcher.kernel, GluonJITFunction)}) == 3
     for rows in (32, 100):
         for longest in (None, 100, 400):
             attend_by_bucket(64, rows, longest, halves=rows == 100)

@@ -1,4 +1,4 @@
-"""What of Hopper's kernels can be told without a Hopper: that they compile for it, and how they are launched."""
+"""What of the Hopper kernels can be tested without a Hopper GPU: that they compile, how they are launched, and when."""
 
 import os
 import subprocess
@@ -14,18 +14,10 @@ from ops.compile_kernels import attend, tensors
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+import jfi.ops
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.jagged_attention import sm90 as jagged_attention_hopper
-from jfi.kernels.jagged_attention import sm90_primitives as hopper
-
-
-@pytest.fixture
-def launches(monkeypatch):
-    """(launcher, grid, tensors, numbers, descriptors) of every kernel that would be launched."""
-    calls = []
-    monkeypatch.setattr(Launcher, "__call__", lambda *args: calls.append(args))
-    monkeypatch.setattr(jagged_attention_hopper, "multiprocessors", lambda device: 132)
-    return calls
+from jfi.kernels.common.plan import A100, H200, JaggedAttentionInputs, plan_jagged_attention
+from jfi.kernels.jagged_attention import sm90_primitives
 
 
 def test_the_kernels_compile():
@@ -42,31 +34,80 @@ def test_a_descriptor_is_what_its_class_would_make(heads, groups):
     flat = x.view(-1, 64) if heads > 1 else x.view(10, -1)
     layout = gl.NVMMASharedLayout.get_default_for([64, 64], gl.float16)
     expected = TensorDescriptor.from_tensor(flat, [64, 64], layout)
-    got = hopper.described(x, 64, heads)
+    got = sm90_primitives.tensor_descriptor(x, 64, heads)
     assert got.base.data_ptr() == expected.base.data_ptr() and got.base.dtype == expected.base.dtype
     for field in ("shape", "strides", "block_shape", "layout", "padding"):
         assert getattr(got, field) == getattr(expected, field), field
 
 
-def test_one_schedule_serves_both_sweeps_of_self_attention(launches):
+def test_one_schedule_serves_both_kernels_of_self_attention(monkeypatch):
+    launches = []
+    monkeypatch.setattr(Launcher, "__call__", lambda self, *args: launches.append(self.kernel.fn.__name__))
+    forward = ["_schedule_kernel", "jagged_attention_sm90_fwd_kernel", "_schedule_kernel"]
+    dquery, dkey = "jagged_attention_sm90_dquery_kernel", "jagged_attention_sm90_dkey_kernel"
     attend(*tensors(300, 4, 64))
-    # Forward: schedule, kernel.  Backward: schedule, two sweeps.
-    assert len(launches) == 5
+    assert launches == [*forward, dquery, dkey]
+    launches.clear()
     attend(*tensors(300, 1, 64))
-    assert len(launches) == 11
+    assert launches == [*forward, dquery, "_schedule_kernel", dkey]
 
 
-def test_what_is_served():
-    def served(query, key, value, bias=None, scale=0.125):
-        return jagged_attention_hopper.serves(query, key, value, bias, scale)
+def plan_of(query, key, value=None, key_bias=None, scale=None, device=H200):
+    offsets = torch.tensor([0, query.shape[0]])
+    rest = {"query_offsets": offsets, "key_bias": key_bias, "scale": scale, "device": device}
+    return jfi.ops.explain(jfi.ops.jagged_attention, query, key, value, **rest)
 
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ("value", None),
+        ("value = key", None),
+        ("bias", None),
+        ("one key head", None),
+        ("bias, one key head", "query heads with a bias share a key head"),
+        ("float32", "torch.float32 is not half precision"),
+        ("two key heads", "several query heads share each of several key heads"),
+        ("width 96", "keys and values are not both 64 or 128 wide"),
+        ("narrow value", "keys and values are not both 64 or 128 wide"),
+        ("scale 0", "scale is at most 1e-30"),
+        ("scale -1", "scale is at most 1e-30"),
+        ("A100", "no Hopper GPU or no Gluon"),
+    ],
+)
+def test_when_the_hopper_kernels_run(case, reason):
     query, key, value = tensors(10, 4, 64)
-    assert served(query, key, value) and served(query, key, None) and served(query, key, value, torch.zeros(10, 4))
-    assert served(query, key[:, :1].contiguous(), None)
-    assert not served(query, key[:, :1].contiguous(), None, torch.zeros(10, 4))
-    assert not served(query.float(), key.float(), None)
-    assert (
-        not served(*tensors(10, 2, 64)) and not served(*tensors(10, 4, 96)) and not served(query, key, value[..., :32])
-    )
-    assert not served(query, key, value, scale=0.0) and not served(query, key, value, scale=-1.0)
-    assert not served(query, torch.zeros(10 * 256 + 1).half()[1:].view(10, 4, 64), value)
+    one, bias = key[:, :1].contiguous(), torch.zeros(10, 4).half()
+    plan = {
+        "value": lambda: plan_of(query, key, value),
+        "value = key": lambda: plan_of(query, key),
+        "bias": lambda: plan_of(query, key, value, bias),
+        "one key head": lambda: plan_of(query, one),
+        "bias, one key head": lambda: plan_of(query, one, None, bias),
+        "float32": lambda: plan_of(query.float(), key.float()),
+        "two key heads": lambda: plan_of(*tensors(10, 2, 64)),
+        "width 96": lambda: plan_of(*tensors(10, 4, 96)),
+        "narrow value": lambda: plan_of(query, key, value[..., :32]),
+        "scale 0": lambda: plan_of(query, key, value, scale=0.0),
+        "scale -1": lambda: plan_of(query, key, value, scale=-1.0),
+        "A100": lambda: plan_of(query, key, value, device=A100),
+    }[case]()
+    assert plan.family == ("jagged_sm90" if reason is None else "jagged_triton")
+    assert reason is None or plan.reason == f"no sm90 kernels: {reason}"
+
+
+def test_tensors_that_tma_cannot_load():
+    query, key, _ = tensors(10, 4, 64)
+    unaligned = torch.zeros(10 * 256 + 1).half()[1:].view(10, 4, 64)
+    offsets = torch.tensor([0, 10])
+    for inputs in ((unaligned, key, key), (query, unaligned, key), (query, key, unaligned)):
+        x = JaggedAttentionInputs(*inputs, offsets, offsets, None, 0.125, None, None)
+        plan = plan_jagged_attention(x, "triton", H200)
+        assert plan.family == "jagged_triton" and "16 bytes" in plan.reason
+
+
+@pytest.mark.parametrize(("width", "longest"), [(64, 768), (128, 384)])
+def test_short_histories_have_smaller_tiles_of_keys(width, longest):
+    short, long = (plan_of(*tensors(rows, 4, width)).forward[0] for rows in (longest, longest + 1))
+    assert (short.block_n, long.block_n) == (64, 128)
+    assert short.programs_per_sm > long.programs_per_sm

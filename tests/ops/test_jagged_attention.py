@@ -1,5 +1,6 @@
-"""Jagged attention, Triton and the processor's path: output and gradients within the budget on every kind of batch."""
+"""Jagged attention, Triton and the CPU path: output and gradients within the budget on every kind of batch."""
 
+import subprocess
 import sys
 from itertools import pairwise
 
@@ -12,6 +13,7 @@ from ops.ragged import CASES, LENGTHS, ON_HOPPER, offsets_of
 
 import jfi.ops
 from jfi import reference
+from jfi.kernels.common.plan import override
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 IMPLS = ["triton", "torch"]
@@ -31,6 +33,7 @@ def check(
     bias=None,
     causal=False,
     window=None,
+    family=None,  # of the kernels that must run
 ):
     scale = 1.3 * width**-0.5
     index = torch.int32 if len(lengths) % 2 else torch.int64
@@ -67,6 +70,11 @@ def check(
         where = (query_offsets, key_offsets, causal, window)
         return reference.jagged_attention(query, key, value, *where, event_bias, scale)[0]
 
+    if family is not None:
+        offsets = {"query_offsets": query_offsets, "key_offsets": key_offsets}
+        query, key, value, event_bias = operands(inputs)
+        plan = jfi.ops.explain(jfi.ops.jagged_attention, query, key, value, key_bias=event_bias, impl=impl, **offsets)
+        assert plan.family == family, plan
     compare(public, plain, inputs)
 
 
@@ -95,32 +103,23 @@ def test_heads(heads, groups, bias, impl, device):
 HALVES = [torch.float16, torch.bfloat16]
 
 
-def few_programs(monkeypatch, short):
-    from jfi.kernels.jagged_attention import launch as jagged_attention
-    from jfi.kernels.jagged_attention import sm90 as jagged_attention_hopper
-
-    # No other path may do the work of these.
-    monkeypatch.setattr(jagged_attention, "triton_fwd", None)
-    monkeypatch.setattr(jagged_attention, "triton_bwd", None)
-    monkeypatch.setattr(jagged_attention_hopper, "SHORT", {64: short, 128: short})
-    monkeypatch.setattr(jagged_attention_hopper, "multiprocessors", lambda device: 2)
-
-
-@pytest.mark.parametrize("short", [0, 2**30] if ON_HOPPER else [0])
+@pytest.mark.parametrize(
+    ("family", "short"),
+    [("jagged_sm90", 0), ("jagged_sm90", 2**30), ("jagged_triton", 0)] if ON_HOPPER else [("jagged_triton", 0)],
+)
 @pytest.mark.parametrize("dtype", HALVES if torch.cuda.is_available() else HALVES[:1])
 @pytest.mark.parametrize(("causal", "window"), WINDOWS if torch.cuda.is_available() else WINDOWS[:3])
 @pytest.mark.parametrize(("heads", "groups"), [(2, 2), (4, 1), (3, 1)])
 @pytest.mark.parametrize(("width", "value_width"), [(64, 64), (64, None), (128, 128)])
-def test_half_precision(width, value_width, heads, groups, causal, window, dtype, short, device, monkeypatch):
-    """The shapes that Hopper has kernels of its own for, with so few programs that each takes many tiles."""
-    if ON_HOPPER:
-        few_programs(monkeypatch, short)
-    options = {"heads": heads, "groups": groups, "width": width, "causal": causal, "window": window}
+def test_half_precision(width, value_width, heads, groups, causal, window, dtype, family, short, device):
+    """The shapes of the Hopper kernels, with so few programs that each takes many tiles."""
+    options = {"heads": heads, "groups": groups, "width": width, "causal": causal, "window": window, "family": family}
     lengths = [0, 1, 64, 130, 5, 400] if torch.cuda.is_available() else [0, 1, 70]
-    check(lengths, device, "triton", dtype, value_width=value_width, **options)
-    check(lengths, device, "triton", dtype, lengths[::-1], value_width=value_width, **options)
-    if heads == groups:
-        check(lengths, device, "triton", dtype, lengths[::-1], value_width=value_width, bias="hidden", **options)
+    with override(NUM_SMS=2, SM90_SHORT_KEYS={64: short, 128: short}, JAGGED_FAMILY=family):
+        check(lengths, device, "triton", dtype, value_width=value_width, **options)
+        check(lengths, device, "triton", dtype, lengths[::-1], value_width=value_width, **options)
+        if heads == groups:
+            check(lengths, device, "triton", dtype, lengths[::-1], value_width=value_width, bias="hidden", **options)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -286,7 +285,7 @@ def test_a_bias_of_the_least_number_there_is(impl, device):
 
 @pytest.mark.parametrize("which", ["query", "key", "grad"])
 def test_tensors_off_their_borders(which, device):
-    """A view that begins between two borders of 16 bytes: the copy engine does not take it."""
+    """A view that does not begin at a multiple of 16 bytes, which TMA cannot load."""
     offsets = offsets_of([5, 0, 70], device)
 
     def tensor(name):
@@ -305,18 +304,67 @@ def test_tensors_off_their_borders(which, device):
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("batch", [1, 5, 200])
 def test_the_schedule_has_every_tile_once_and_the_long_first(batch, heads, device):
-    from jfi.kernels.common.tile_scheduler import schedule
+    from jfi.kernels.common.tile_scheduler import schedule_tiles
 
     lengths = torch.randint(0, 700, (batch,)) * (torch.rand(batch) > 0.2)
-    others = torch.randint(0, 700, (batch,))
-    tiled, other = offsets_of(lengths.tolist(), device), offsets_of(others.tolist(), device, torch.int32)
-    slots = schedule(tiled, other, int(lengths.sum()), heads, 64)[:, :5].tolist()
+    other_lengths = torch.randint(0, 700, (batch,))
+    offsets = offsets_of(lengths.tolist(), device)
+    other_offsets = offsets_of(other_lengths.tolist(), device, torch.int32)
+    schedule = schedule_tiles(offsets, other_offsets, int(lengths.sum()), heads, 64)[:, :5].tolist()
     tiles = [
-        (tile, int(tiled[b]), int(lengths[b]), int(other[b]), int(others[b]))
+        (tile, int(offsets[b]), int(lengths[b]), int(other_offsets[b]), int(other_lengths[b]))
         for b in range(batch)
         for tile in range(-(-int(lengths[b]) * heads // 64))
     ]
-    assert sorted(tuple(x) for x in slots[: len(tiles)]) == sorted(tiles)
-    assert all(x == [0] * 5 for x in slots[len(tiles) :])
-    work = [x[4] + 1 for x in slots[: len(tiles)]]
+    assert sorted(tuple(x) for x in schedule[: len(tiles)]) == sorted(tiles)
+    assert all(x == [0] * 5 for x in schedule[len(tiles) :])
+    work = [x[4] + 1 for x in schedule[: len(tiles)]]
     assert all(later < earlier * 2**0.5 + 1 for earlier, later in pairwise(work))
+
+
+@pytest.mark.parametrize("case", ["candidates", "causal"])
+def test_the_exported_forward(case, device):
+    """The operator that stands for jagged_attention in an exported program, run eagerly, against the plain formula."""
+    from jfi.kernels.jagged_attention import export
+
+    offsets = offsets_of([5, 0, 3, 32], device)
+    if case == "candidates":
+        query, queries = torch.randn(30, 4, 24, device=device), offsets_of([7, 2, 1, 20], device)
+        inputs = (query, torch.randn(40, 1, 24, device=device), None, queries, offsets)
+        found, _ = export.forward(*inputs, torch.ones(40, 4, device=device), 0.3, None, None, "triton")
+        plain = reference.jagged_attention(*inputs, False, None, torch.ones(40, 4, device=device), 0.3)[0]
+    else:
+        inputs = (*torch.randn(3, 40, 4, 24, device=device), offsets, offsets)
+        found, _ = export.forward(*inputs, None, 0.3, None, 0, "triton")
+        plain = reference.jagged_attention(*inputs, True, None, None, 0.3)[0]
+    torch.testing.assert_close(found, plain, atol=1e-5, rtol=1e-4)
+
+
+class Attend(torch.nn.Module):
+    def forward(self, query, key, query_offsets, key_offsets, bias):
+        offsets = {"query_offsets": query_offsets, "key_offsets": key_offsets}
+        return jfi.ops.jagged_attention(query, key, **offsets, causal=True, key_bias=bias)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_package_runs_without_jfi(device, tmp_path):
+    def inputs(queries, keys):
+        rows = torch.randn(sum(queries), 4, 64, device=device), torch.randn(sum(keys), 1, 64, device=device)
+        return *rows, offsets_of(queries, device), offsets_of(keys, device), torch.randn(sum(keys), 4, device=device)
+
+    with torch.no_grad():
+        shapes = tuple({0: torch.export.Dim.DYNAMIC} for _ in range(5))
+        program = torch.export.export(Attend(), inputs([3, 5, 9], [7, 4, 6]), dynamic_shapes=shapes)
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "attend.pt2"))
+        given = inputs([30, 0, 1, 200, 17], [40, 9, 0, 300, 5])
+        wanted = Attend()(*given)
+    torch.save((given, wanted), tmp_path / "tensors.pt")
+    script = f"""
+import sys
+sys.modules["jfi"] = None
+import torch
+given, wanted = torch.load({str(tmp_path / "tensors.pt")!r})
+found = torch._inductor.aoti_load_package({path!r})(*given)
+torch.testing.assert_close(found, wanted, atol=2e-3, rtol=2e-3)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from jfi.data import DataConfig, load_dataset
-from jfi.ops import jagged_attention
 from jfi.serving.export import inputs_of, tables_of
 from jfi.serving.fields import Limits, RequestReader
 from jfi.serving.model import ScoringModel
@@ -178,30 +177,13 @@ def test_a_model_with_weights_is_refused(table):
         ScoringModel(build_model(model, EncoderConfig(), table.dataset), [])
 
 
-@pytest.mark.parametrize("case", ["candidates", "causal"])
-def test_the_triton_operator(case, device):
-    pytest.importorskip("triton")
-    from jfi.serving.triton_attention import jagged_attention as launched
-
-    offsets = torch.tensor([0, 5, 5, 8, 40], device=device)
-    key, bias = torch.randn(40, 1, 24, device=device), torch.randn(40, 4, device=device)
-    if case == "candidates":
-        query, rows = torch.randn(30, 4, 24, device=device), torch.tensor([0, 7, 9, 10, 30], device=device)
-        found = launched(query, key, None, rows, offsets, bias, 0.3, False)
-        wanted = jagged_attention(query, key, query_offsets=rows, key_offsets=offsets, key_bias=bias, scale=0.3)
-    else:
-        query, key, value = torch.randn(3, 40, 4, 24, device=device)
-        found = launched(query, key, value, offsets, offsets, None, 0.3, True)
-        wanted = jagged_attention(query, key, value, query_offsets=offsets, causal=True, scale=0.3)
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
-
-
 def test_offsets_are_not_taken_for_written_to():
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("written_tensors.py")
     found = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
-    assert found.stdout.split() == ["slots_ptr"], found.stderr
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.splitlines() == ["schedule_ptr", "tiles_ptr out_ptr lse_ptr"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -67,6 +67,8 @@ SM90_WIDTHS = (64, 128)
 SM90_LEAST_SCALE = 1e-30
 #: Rows times heads that 32-bit row numbers count, a tile past the end included.
 SM90_MOST_ROWS = 2**31 - 256
+#: Elements of a tile of the kernel that computes log-sum-exp and Δ for the generic backward.
+STATISTICS_ELEMENTS = 2048
 
 # --- Overrides --------------------------------------------------------------------------------------------------------
 #: Number of SMs instead of the device's own; for `override`.
@@ -592,72 +594,132 @@ def _many_dhistory(problem: AttentionProblem, by_tma: bool, block_h: int) -> Ker
 # --- Jagged attention -------------------------------------------------------------------------------------------------
 def plan_jagged_attention(x: JaggedAttentionInputs, impl: str, device: Device | None = None) -> AttentionPlan:
     """The plan of `jfi.ops.jagged_attention`; arguments as those of `plan_target_attention`."""
-    query, key, value, _, key_offsets, bias, scale, _, _ = x
+    query, key, value, _, key_offsets, _, scale, _, _ = x
     device = device_of(query.device) if device is None else device
     if impl == "torch":
         if device.type == "cpu":
             return _torch_plan("cpu", "jfi.cpu.jagged_attention", "on a CPU")
         return _torch_plan("reference", "jfi.reference.jagged_attention", "impl='torch' on a GPU: the plain formula")
-    rows, num_heads, head_dim = query.shape
-    num_keys, num_kv_heads, _ = key.shape
-    problem = _problem(
+    problem = _jagged_problem(x, device)
+    query_rows, num_keys = query.shape[0] * query.shape[1], key.shape[0]
+    aligned = (query.data_ptr() | key.data_ptr() | (0 if value is None else value.data_ptr())) % 16 == 0
+    refusal = sm90_refusal(problem, query_rows, num_keys, scale, aligned)
+    if JAGGED_FAMILY == "jagged_triton":
+        refusal = "JAGGED_FAMILY says so"
+    if refusal is None:
+        return _plan_sm90(problem, _is_short(problem, key_offsets.shape[0] - 1, num_keys))
+    return _plan_jagged_triton(problem, refusal)
+
+
+def plan_exported_jagged_attention(x: JaggedAttentionInputs) -> AttentionPlan:
+    """The plan of `jfi.ops.jagged_attention` on a GPU under torch.export, where no address and no size is known."""
+    problem = _jagged_problem(x, device_of(x.query.device))
+    return _plan_jagged_triton(problem, "torch.export, and AOTInductor takes no Gluon")
+
+
+def _jagged_problem(x: JaggedAttentionInputs, device: Device) -> AttentionProblem:
+    _, num_heads, head_dim = x.query.shape
+    num_kv_heads = x.key.shape[1]
+    return _problem(
         num_kv_heads,
         num_heads // num_kv_heads,
         head_dim,
-        head_dim if value is None else value.shape[2],
-        value is None,
-        bias is not None,
+        head_dim if x.value is None else x.value.shape[2],
+        x.value is None,
+        x.bias is not None,
         False,
         False,
         1,
-        precision_of(key.dtype),
+        precision_of(x.key.dtype),
         0,
-        key.dtype,
+        x.key.dtype,
         device,
     )
-    aligned = (query.data_ptr() | key.data_ptr() | (0 if value is None else value.data_ptr())) % 16 == 0
-    if JAGGED_FAMILY != "jagged_triton" and sm90_serves(problem, rows * num_heads, num_keys, scale, aligned):
-        return _plan_sm90(problem, _is_short(problem, key_offsets.shape[0] - 1, num_keys))
-    return _plan_jagged_triton(problem)
 
 
 def sm90_serves(problem: AttentionProblem, query_rows: int, num_keys: int, scale: float, aligned: bool) -> bool:
     """Whether the sm90 kernels take such a call: query_rows counts all (query, head) pairs of the batch."""
-    return _sm90_serves(problem) and (
-        scale > SM90_LEAST_SCALE and max(query_rows, num_keys * problem.num_kv_heads) < SM90_MOST_ROWS and aligned
-    )
+    return sm90_refusal(problem, query_rows, num_keys, scale, aligned) is None
+
+
+def sm90_refusal(problem: AttentionProblem, query_rows: int, num_keys: int, scale: float, aligned: bool) -> str | None:
+    """Why the sm90 kernels do not take such a call; None if they do."""
+    refusal = _sm90_refusal(problem)
+    if refusal is not None:
+        return refusal
+    if not scale > SM90_LEAST_SCALE:
+        return f"scale is at most {SM90_LEAST_SCALE}"
+    if max(query_rows, num_keys * problem.num_kv_heads) >= SM90_MOST_ROWS:
+        return f"rows · heads are at least {SM90_MOST_ROWS}"
+    return None if aligned else "a tensor does not begin at a multiple of 16 bytes, as TMA needs"
 
 
 @_cached
-def _sm90_serves(problem: AttentionProblem) -> bool:
-    """Half precision, a width they are written for, one key head for all query heads or for each."""
-    return (
-        problem.device.has_gluon
-        and problem.dtype.itemsize == 2
-        and problem.head_dim in SM90_WIDTHS
-        and problem.value_dim == problem.head_dim
-        and 1 in (problem.num_kv_heads, problem.qheads_per_kvhead)
-        and (not problem.has_bias or problem.qheads_per_kvhead == 1)
-    )
+def _sm90_refusal(problem: AttentionProblem) -> str | None:
+    if not problem.device.has_gluon:
+        return "no Hopper GPU or no Gluon"
+    if problem.dtype.itemsize != 2:
+        return f"{problem.dtype} is not half precision"
+    if problem.head_dim not in SM90_WIDTHS or problem.value_dim != problem.head_dim:
+        return f"keys and values are not both {' or '.join(map(str, SM90_WIDTHS))} wide"
+    if 1 not in (problem.num_kv_heads, problem.qheads_per_kvhead):
+        return "several query heads share each of several key heads"
+    if problem.has_bias and problem.qheads_per_kvhead > 1:
+        return "query heads with a bias share a key head"
+    return None
 
 
 def _is_short(problem: AttentionProblem, batch: int, num_keys: int) -> bool:
     return num_keys <= SM90_SHORT_KEYS[problem.head_dim] * batch
 
 
+def _sm90(kernel: str, block_m: int, block_n: int, stages: int, programs: int, *, consumers: int = 1) -> KernelPlan:
+    """Persistent programs of one producing warp group and one or two consuming ones, of 64 rows each.
+
+    Registers are divided evenly among the programs of an SM; the compiler then moves them to the consumers.
+    """
+    registers = 65536 // (programs * 128 * (consumers + 1)) // 8 * 8
+    tiles = (block_m, block_n, 4, stages, None if programs == 1 else registers, programs)
+    return KernelPlan(kernel, Split.TILE_SCHEDULER, *tiles)
+
+
 @_cached
 def _plan_sm90(problem: AttentionProblem, short: bool) -> AttentionPlan:
-    """To be filled in with the kernels' configurations."""
-    names = ("jagged_attention_sm90_dquery", "jagged_attention_sm90_dkey")
-    forward = KernelPlan("jagged_attention_sm90_fwd", Split.TILE_SCHEDULER, options=(("SHORT", short),))
-    backward = tuple(KernelPlan(name, Split.TILE_SCHEDULER) for name in names)
-    return AttentionPlan("jagged_sm90", (forward,), backward, "Hopper, half precision, width 64 or 128", problem)
+    """Short histories: smaller tiles of keys, and more programs to hide the start and end of each work tile."""
+    forward, dquery, dkey = (f"jagged_attention_sm90_{name}" for name in ("fwd", "dquery", "dkey"))
+    if problem.head_dim > 64:
+        kernels = (
+            _sm90(forward, 64, 64, 2, 2) if short else _sm90(forward, 128, 128, 2, 1, consumers=2),
+            _sm90(dquery, 128, 64, 4, 1, consumers=2),
+            _sm90(dkey, 64, 128, 2, 1, consumers=2),
+        )
+    else:
+        kernels = (
+            _sm90(forward, 64, 64, 2, 3) if short else _sm90(forward, 64, 128, 2, 2),
+            _sm90(dquery, 64, 64, 3, 3),
+            _sm90(dkey, 64, 64, 2, 2),
+        )
+    return AttentionPlan("jagged_sm90", kernels[:1], kernels[1:], "Hopper, half precision, width 64 or 128", problem)
 
 
 @_cached
-def _plan_jagged_triton(problem: AttentionProblem) -> AttentionPlan:
-    """To be filled in with the kernels' configurations."""
-    forward = KernelPlan("jagged_attention_fwd", Split.TILE_SCHEDULER)
-    names = ("jagged_attention_dquery", "jagged_attention_dkey")
-    backward = tuple(KernelPlan(name, Split.TILE_SCHEDULER) for name in names)
-    return AttentionPlan("jagged_triton", (forward,), backward, "no sm90 kernels take this call", problem)
+def _plan_jagged_triton(problem: AttentionProblem, refusal: str) -> AttentionPlan:
+    """The kernels for any GPU: the wider a row, the smaller a tile."""
+
+    def plan(kernel: str, *tiles: int) -> KernelPlan:
+        return KernelPlan(kernel, Split.TILE_SCHEDULER, *tiles)
+
+    if problem.width_bytes > 512:
+        forward = backward = (16, 16, 8, 1) if problem.width_bytes > 1024 else (16, 16, 4, 1)
+    elif problem.width_bytes > 256:
+        forward, backward = (64, 32, 4, 2), (32, 32, 4, 1)
+    else:
+        forward, backward = (64, 64, 4, 2), (64, 64, 4, 2 if problem.dtype.itemsize == 2 else 1)
+    rows = max(STATISTICS_ELEMENTS // problem.block_e, 1)
+    kernels = (
+        KernelPlan("jagged_attention_statistics", Split.TILES, rows),
+        plan("jagged_attention_dquery", *backward),
+        plan("jagged_attention_dkey", *backward),
+    )
+    forward = plan("jagged_attention_fwd", *forward)
+    return AttentionPlan("jagged_triton", (forward,), kernels, f"no sm90 kernels: {refusal}", problem)

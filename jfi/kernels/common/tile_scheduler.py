@@ -1,12 +1,15 @@
-"""Dealing out tiles of packed rows: one slot a tile, the samples with most work first.
+"""Tile scheduler: tiles of packed rows in LPT order, those of the samples with most work first.
 
-The host knows the rows and the samples, no length.  A kernel writes, for each slot, which rows its tile has and which
-rows of the other side it meets; slots left over come last and have none.  Programs take slots in order, so they begin
-with the long ones and end with the short ones, which fill what the long ones leave: longest processing time first
-(Graham, 'Bounds on Multiprocessing Timing Anomalies', 1969), within the width of a bucket.  Programs that live for many
-slots take the next when they have time for it: two counters in the table say how many are taken, one for each sweep.
+The host knows the total number of rows and of samples, but no length.  So a kernel writes the tiles: which rows each
+has, and which rows of the other side its sample has.  There are at least as many entries as tiles; those left over come
+last and are empty.  Programs take tiles in order, so they start with the long ones and end with the short ones, which
+fill the gaps: longest processing time first (Graham, 'Bounds on Multiprocessing Timing Anomalies', 1969), here up to
+the width of a bucket of similar work.  A persistent kernel's programs take a further tile whenever they are free, with
+an atomic counter; the schedule holds two counters, so that two kernels can use it.
 """
 
+import operator
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -17,115 +20,144 @@ from torch import Tensor
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.primitives import cdiv
 
-#: Samples a program.
-OWN = 32
-#: Two buckets for each doubling of the work.
+#: Samples per program of the scheduling kernel.
+SAMPLES = 32
+#: Samples per step of its loop over all of them.
+CHUNK = 128
+#: Work is sorted into this many buckets, two for each doubling.
 BUCKETS = tl.constexpr(64)
-#: Numbers to a slot, of which ``slot_of`` reads the first five: 32 bytes, a sector of memory.
-FIELDS = tl.constexpr(8)
-#: Where counters stand among the numbers of the first slot.
+#: Integers per entry, of which ``load_work_tile`` reads the first five: 32 bytes, one sector of memory.
+ENTRY = tl.constexpr(8)
+#: Where the persistent kernels' counters are: unused integers of the first entry.
 COUNTER = tl.constexpr(5)
-OTHER_COUNTER = tl.constexpr(6)
+SECOND_COUNTER = tl.constexpr(6)
 
 
 @triton.jit
-def _work(rows, others, heads, BLOCK: tl.constexpr):
-    """(tiles, bucket) of each sample."""
-    bucket = (2.0 * tl.log2(others.to(tl.float32) + 1.0)).to(tl.int32)
-    return (rows * heads + BLOCK - 1) // BLOCK, tl.minimum(bucket, BUCKETS - 1)
+def _tiles_and_bucket(rows, other_rows, rows_factor, BLOCK: tl.constexpr):
+    """(number of tiles, bucket) of each sample; the work of a tile is proportional to the rows of the other side."""
+    bucket = (2.0 * tl.log2(other_rows.to(tl.float32) + 1.0)).to(tl.int32)
+    return (rows * rows_factor + BLOCK - 1) // BLOCK, tl.minimum(bucket, BUCKETS - 1)
 
 
-@triton.jit(do_not_specialize=["batch", "heads", "slots"])
+@triton.jit(do_not_specialize=["batch", "rows_factor", "num_entries"])
 def _schedule_kernel(
-    tiled_ptr, other_ptr, slots_ptr, batch, heads, slots, BLOCK: tl.constexpr, OWN: tl.constexpr, CHUNK: tl.constexpr
+    offsets_ptr,
+    other_offsets_ptr,
+    schedule_ptr,
+    batch,
+    rows_factor,
+    num_entries,
+    BLOCK: tl.constexpr,
+    SAMPLES: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    """Tiles by bucket, all and those of samples before this program's; then each of its samples has its place.
+    """Count the tiles by bucket, in total and of samples before this program's; place those of its own samples.
 
-    The offsets are loaded here and not in functions: torch.compile takes whatever a function was given for written to
-    where the address of a store follows from what it returned.
+    torch.compile treats a helper's pointer arguments as mutated if a store address depends on its result, so offsets
+    are loaded inline.
     """
-    first = tl.program_id(0) * OWN
+    first = tl.program_id(0) * SAMPLES
     buckets = tl.arange(0, BUCKETS)
     count = tl.zeros((BUCKETS,), tl.int32)
     before = tl.zeros((BUCKETS,), tl.int32)
-    for start in range(0, batch, CHUNK):
-        at = start + tl.arange(0, CHUNK)
-        rows = tl.load(tiled_ptr + at + 1, mask=at < batch, other=0) - tl.load(tiled_ptr + at, mask=at < batch, other=0)
-        met = tl.load(other_ptr + at + 1, mask=at < batch, other=0) - tl.load(other_ptr + at, mask=at < batch, other=0)
-        tiles, bucket = _work(rows.to(tl.int32), met.to(tl.int32), heads, BLOCK)
-        here = tl.where(bucket[:, None] == buckets[None, :], tiles[:, None], 0)
-        count += tl.sum(here, 0)
-        before += tl.sum(tl.where((at < first)[:, None], here, 0), 0)
+    for chunk in range(0, batch, CHUNK):
+        at = chunk + tl.arange(0, CHUNK)
+        mask = at < batch
+        rows = tl.load(offsets_ptr + at + 1, mask=mask, other=0) - tl.load(offsets_ptr + at, mask=mask, other=0)
+        other_rows = tl.load(other_offsets_ptr + at + 1, mask=mask, other=0) - tl.load(
+            other_offsets_ptr + at, mask=mask, other=0
+        )
+        tiles, bucket = _tiles_and_bucket(rows.to(tl.int32), other_rows.to(tl.int32), rows_factor, BLOCK)
+        by_bucket = tl.where(bucket[:, None] == buckets[None, :], tiles[:, None], 0)
+        count += tl.sum(by_bucket, 0)
+        before += tl.sum(tl.where((at < first)[:, None], by_bucket, 0), 0)
     total = tl.sum(count, 0)
     before += total - tl.cumsum(count, 0)
-    own = first + tl.arange(0, OWN)
-    low = tl.load(tiled_ptr + own, mask=own < batch, other=0)
-    own_rows = (tl.load(tiled_ptr + own + 1, mask=own < batch, other=0) - low).to(tl.int32)
-    other = tl.load(other_ptr + own, mask=own < batch, other=0)
-    others = (tl.load(other_ptr + own + 1, mask=own < batch, other=0) - other).to(tl.int32)
-    tiles, bucket = _work(own_rows, others, heads, BLOCK)
-    mine = bucket[:, None] == buckets[None, :]
-    # An earlier sample of the same bucket goes first.
-    place = tl.where(mine, tl.cumsum(tl.where(mine, tiles[:, None], 0), 0) - tiles[:, None] + before[None, :], 0)
-    place = tl.sum(place, 1)
-    none = tl.zeros((OWN,), tl.int32)
+    own = first + tl.arange(0, SAMPLES)
+    mask = own < batch
+    start = tl.load(offsets_ptr + own, mask=mask, other=0)
+    rows = (tl.load(offsets_ptr + own + 1, mask=mask, other=0) - start).to(tl.int32)
+    other_start = tl.load(other_offsets_ptr + own, mask=mask, other=0)
+    other_rows = (tl.load(other_offsets_ptr + own + 1, mask=mask, other=0) - other_start).to(tl.int32)
+    tiles, bucket = _tiles_and_bucket(rows, other_rows, rows_factor, BLOCK)
+    own_bucket = bucket[:, None] == buckets[None, :]
+    # Within a bucket, in the order of the samples.
+    earlier = tl.cumsum(tl.where(own_bucket, tiles[:, None], 0), 0) - tiles[:, None] + before[None, :]
+    index = tl.sum(tl.where(own_bucket, earlier, 0), 1)
+    zero = tl.zeros((SAMPLES,), tl.int32)
     for tile in range(0, tl.max(tiles, 0)):
-        to = slots_ptr + (place + tile).to(tl.int64) * FIELDS
+        entry = schedule_ptr + (index + tile).to(tl.int64) * ENTRY
         mask = tile < tiles
-        tl.store(to, none + tile, mask=mask)
-        tl.store(to + 1, low.to(tl.int32), mask=mask)
-        tl.store(to + 2, own_rows, mask=mask)
-        tl.store(to + 3, other.to(tl.int32), mask=mask)
-        tl.store(to + 4, others, mask=mask)
+        tl.store(entry, zero + tile, mask=mask)
+        tl.store(entry + 1, start.to(tl.int32), mask=mask)
+        tl.store(entry + 2, rows, mask=mask)
+        tl.store(entry + 3, other_start.to(tl.int32), mask=mask)
+        tl.store(entry + 4, other_rows, mask=mask)
     if first == 0:
-        tl.store(slots_ptr + COUNTER, 0)
-        tl.store(slots_ptr + OTHER_COUNTER, 0)
-        for left_over in range(total, slots, OWN):
-            to = left_over + tl.arange(0, OWN)
+        tl.store(schedule_ptr + COUNTER, 0)
+        tl.store(schedule_ptr + SECOND_COUNTER, 0)
+        for left_over in range(total, num_entries, SAMPLES):
+            at = left_over + tl.arange(0, SAMPLES)
             for field in tl.static_range(5):
-                tl.store(slots_ptr + to.to(tl.int64) * FIELDS + field, none, mask=to < slots)
+                tl.store(schedule_ptr + at.to(tl.int64) * ENTRY + field, zero, mask=at < num_entries)
 
 
 @triton.jit
-def slot_of(slots_ptr, at, total, GROUPS: tl.constexpr):
-    """(tile, first row, rows, first row of the other side, its rows) of the slot that is place ``at`` of the grid.
+def load_work_tile(schedule_ptr, index, total, NUM_KV_HEADS: tl.constexpr):
+    """(number of the tile within its sample, sample's first row, its rows, the same two of the other side).
 
-    A slot has a place for each key head.  Of a slot without a tile, or past the end, all are 0.
+    Every entry stands for a work tile per key head: work tile ``index`` is that of key head index % NUM_KV_HEADS.  All
+    are 0 for an entry without a tile and from ``total`` on.
     """
-    to = slots_ptr + (at // GROUPS).to(tl.int64) * FIELDS
-    mask = at < total
-    tile = tl.load(to, mask=mask, other=0)
-    low = tl.load(to + 1, mask=mask, other=0)
-    rows = tl.load(to + 2, mask=mask, other=0)
-    other = tl.load(to + 3, mask=mask, other=0)
-    others = tl.load(to + 4, mask=mask, other=0)
-    return tile, low, rows, other, others
+    entry = schedule_ptr + (index // NUM_KV_HEADS).to(tl.int64) * ENTRY
+    mask = index < total
+    tile = tl.load(entry, mask=mask, other=0)
+    start = tl.load(entry + 1, mask=mask, other=0)
+    rows = tl.load(entry + 2, mask=mask, other=0)
+    other_start = tl.load(entry + 3, mask=mask, other=0)
+    other_rows = tl.load(entry + 4, mask=mask, other=0)
+    return tile, start, rows, other_start, other_rows
 
 
 @cache
-def _launcher(block: int, tiled: torch.dtype, other: torch.dtype) -> Launcher:
-    return Launcher(_schedule_kernel, BLOCK=block, OWN=OWN, CHUNK=128, num_warps=4)
+def _launcher(block: int) -> Launcher:
+    return Launcher(_schedule_kernel, BLOCK=block, SAMPLES=SAMPLES, CHUNK=CHUNK, num_warps=4)
 
 
-def schedule(tiled: Tensor, other: Tensor, rows: int, heads: int, block: int) -> Tensor:
-    """Which tile each slot is.
+def schedule_tiles(
+    offsets: Tensor,
+    other_offsets: Tensor,
+    rows: int,
+    rows_factor: int,
+    block: int,
+    launch: Callable[..., None] = operator.call,
+) -> Tensor:
+    """Cut each sample's rows into tiles, and order the tiles by the sample's rows on the other side, most first.
 
     Args:
-        tiled: [B+1], offsets of the rows to be cut into tiles of ``block``, ``heads`` to a row.
-        other: [B+1], offsets of the rows that every tile of a sample meets: its work.
-        rows: where ``tiled`` ends.
+        offsets: [B+1] of the rows to be cut.
+        other_offsets: [B+1] of the rows that every tile of a sample is combined with.
+        rows: the last of ``offsets``.
+        rows_factor: rows of a tile per row of ``offsets``: H/G if query heads are packed into the query rows, or 1.
+        block: rows of a tile.
+        launch: calls a launcher with its arguments.
 
     Returns:
-        [slots, 8] int32: what ``slot_of`` reads; at least as many slots as tiles.  The counters are 0.
+        [entries, 8] int32, which ``load_work_tile`` reads; the counters are 0.
 
     Raises:
-        ValueError: rows · heads do not fit 32 bits.
+        ValueError: rows · rows_factor does not fit 32 bits.
     """
-    if rows * heads >= 2**31 - 256:
-        raise ValueError(f"query must have fewer than 2³¹ rows · heads to a key head, got {rows} · {heads}")
-    batch = tiled.shape[0] - 1
-    slots = rows * heads // block + batch
-    table = torch.empty(slots, FIELDS.value, dtype=torch.int32, device=tiled.device)
-    launch = _launcher(block, tiled.dtype, other.dtype)
-    launch((cdiv(batch, OWN), 1, 1), (tiled, other, table), (batch, heads, slots))
-    return table
+    if isinstance(rows, int) and rows * rows_factor >= 2**31 - 256:  # not known while a compiler looks on
+        raise ValueError(f"query must have fewer than 2³¹ rows · heads per key head, got {rows} · {rows_factor}")
+    batch = offsets.shape[0] - 1
+    entries = rows * rows_factor // block + batch
+    schedule = offsets.new_empty(entries, ENTRY.value, dtype=torch.int32)
+    launch(
+        _launcher(block),
+        (cdiv(batch, SAMPLES), 1, 1),
+        (offsets, other_offsets, schedule),
+        (batch, rows_factor, entries),
+    )
+    return schedule

@@ -1,75 +1,38 @@
-"""Jagged attention in Triton: by Hopper's own means where the GPU and the installed Triton have them."""
-
-from functools import cache
-from types import ModuleType
+"""Executes a plan of jagged attention."""
 
 import torch
 from torch import Tensor
 
-from jfi.kernels.common.primitives import INTERPRET
+from jfi.kernels.common.plan import AttentionPlan, JaggedAttentionInputs
 from jfi.kernels.jagged_attention import triton_bwd, triton_fwd
 
 
-@cache
-def _hopper(device: int) -> ModuleType | None:
-    """The kernels for Hopper, on such a GPU and with a Triton that brings the language they are written in."""
-    if torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] != 9:
-        return None
-    try:
-        from jfi.kernels.jagged_attention import sm90
-    except ImportError:
-        return None
-    return sm90
+def forward(x: JaggedAttentionInputs, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
+    """The output [R, H, E] and the log-sum-exp of the scores [R, H], -inf where a query sees no key."""
+    if not (x.query.shape[0] and x.key.shape[0]):
+        out = x.query.new_zeros(*x.query.shape[:2], (x.key if x.value is None else x.value).shape[2])
+        return out, x.query.new_full(x.query.shape[:2], -torch.inf, dtype=torch.float32)
+    if plan.family == "jagged_sm90":
+        from jfi.kernels.jagged_attention import sm90  # needs Gluon
 
-
-def hopper_for(
-    query: Tensor, key: Tensor, value: Tensor | None, bias: Tensor | None, scale: float
-) -> ModuleType | None:
-    """The kernels for Hopper where they take such a problem."""
-    hopper = None if INTERPRET.value else _hopper(query.device.index)
-    return hopper if hopper is not None and hopper.serves(query, key, value, bias, scale) else None
-
-
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    query_offsets: Tensor,
-    key_offsets: Tensor,
-    bias: Tensor | None,
-    scale: float,
-    *window: int | None,
-) -> tuple[Tensor, Tensor]:
-    """Arguments and results as those of triton_fwd.forward."""
-    inputs, offsets = (query, key, value), (query_offsets, key_offsets)
-    if not (query.shape[0] and key.shape[0]):
-        out = query.new_zeros(*query.shape[:2], (key if value is None else value).shape[2])
-        return out, query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)
-    hopper = hopper_for(*inputs, bias, scale)
-    if hopper is not None:
-        return hopper.forward(*inputs, *offsets, bias, scale, *window)
-    return triton_fwd.forward(*inputs, *offsets, bias, scale, *window)
+        return sm90.forward(x, plan)
+    return triton_fwd.forward(x, plan)
 
 
 def backward(
-    grad: Tensor,
-    dlse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    query_offsets: Tensor,
-    key_offsets: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    *window: int | None,
+    grad: Tensor, dlse: Tensor | None, x: JaggedAttentionInputs, out: Tensor, lse: Tensor, plan: AttentionPlan
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Arguments and results as those of triton_bwd.backward."""
-    inputs, offsets = (query, key, value), (query_offsets, key_offsets)
-    if not (query.shape[0] and key.shape[0]):
-        return tuple(None if x is None else torch.zeros_like(x) for x in (*inputs, bias))
-    hopper = hopper_for(*inputs, bias, scale)
-    if hopper is not None and grad.data_ptr() % 16 == 0:
-        return hopper.backward(grad, dlse, *inputs, *offsets, bias, out, lse, scale, *window)
-    return triton_bwd.backward(grad, dlse, *inputs, *offsets, bias, out, lse, scale, *window)
+    """The gradients of query, key (with that of value if value = key), value and bias, None for those not given.
+
+    Args:
+        out, lse: what ``forward`` returned.
+        grad: the gradient of out, contiguous and from a multiple of 16 bytes on, as TMA needs.
+        dlse: the gradient of lse, contiguous; None if lse was not used.
+    """
+    if not (x.query.shape[0] and x.key.shape[0]):
+        return tuple(None if y is None else torch.zeros_like(y) for y in (x.query, x.key, x.value, x.bias))
+    if plan.family == "jagged_sm90":
+        from jfi.kernels.jagged_attention import sm90
+
+        return sm90.backward(grad, dlse, x, out, lse, plan)
+    return triton_bwd.backward(grad, dlse, x, out, lse, plan)

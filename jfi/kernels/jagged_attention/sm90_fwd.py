@@ -1,10 +1,12 @@
-"""Jagged attention forward on Hopper: products run beside the exponentials, tiles arrive while others are used.
+"""Jagged attention forward on Hopper: matrix products overlap with exponentials, and loads with both.
 
-Each computing warp group owns 64 query rows (Shah et al., 'FlashAttention-3', 2024).  It starts the scores of the next
-tile of keys and the product of the weights at hand with their values, and works on the softmax of the former while the
-latter is under way; while it waits, its neighbour has the matrix units.  Programs take slots of the schedule in turn,
-so the first tiles of the next slot arrive while the last results of this one are stored.
+Each consumer owns 64 query rows (Shah et al., 'FlashAttention-3', 2024).  It starts the scores of the next tile of keys
+and the product of the present weights with their values, and computes the softmax of the former during the latter;
+while it waits, the other consumer or program has the tensor cores.  Programs are persistent: the first tiles of the
+next work tile arrive while the results of the present one are stored.
 """
+
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,248 +22,224 @@ from jfi.kernels.common.tile_scheduler import COUNTER
 from jfi.kernels.jagged_attention.sm90_primitives import (
     INF,
     ROWS,
+    Schedule,
+    Visible,
+    add_bias,
+    allocate_rows,
+    allocate_tiles,
     barriers,
-    fetch,
-    keys_met,
-    numbers,
-    place_queue,
-    put_bias,
-    seen_in_full,
-    slot_of,
+    consume_tile,
+    first_tile,
+    fully_visible,
+    hide,
+    load_bias,
+    load_tile,
+    nonzero,
+    produce_tile,
+    reference_of,
+    release,
+    ring,
+    specialize,
     store_rows,
-    take_place,
-    taken_place,
-    tiles,
-    where_seen,
+    tile_queue,
+    visible_keys,
+    wait_free,
+    wait_full,
     zero_tail,
 )
 
 
+class Shared(NamedTuple):
+    """Tiles in shared memory and their barriers."""
+
+    q: object
+    k: object
+    v: object
+    bias: object
+    q_ring: object
+    k_ring: object
+    v_ring: object
+
+
 @gluon.jit
-def _fetch(
-    descs,
-    smem,
-    bars,
-    tail_bar,
-    work,
-    HEADS: gl.constexpr,
-    GROUPS: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr,
-):
+def _produce(descs, shared, tail_bar, bias_ptr, schedule, SPEC: gl.constexpr):
     """The last tile of keys comes first, since it is the one that may be cut off."""
     q_desc, k_desc, v_desc = descs
-    q_smem, k_smem, v_smem, bias_smem = smem
-    q_full, q_free, k_full, k_free, v_full, v_free = bars
-    slots_ptr, queue, bias_ptr, total, left, right = work
-    Q_STAGES: gl.constexpr = q_full.shape[0]
-    WARP_GROUPS: gl.constexpr = q_smem.shape[0] // Q_STAGES
-    STAGES: gl.constexpr = k_smem.shape[0]
-    BLOCK_N: gl.constexpr = k_smem.shape[1]
-    Q_BYTES: gl.constexpr = WARP_GROUPS * ROWS * q_smem.shape[2] * 2
-    K_BYTES: gl.constexpr = BLOCK_N * k_smem.shape[2] * 2
-    V_BYTES: gl.constexpr = BLOCK_N * v_smem.shape[2] * 2
-    count = 0  # tiles of keys so far
-    turn = 0  # slots with any
-    tails = 0
-    taken = 0
-    at = gl.program_id(0)
-    slot = slot_of(slots_ptr, at, total, GROUPS)
-    while at < total:
-        next_at = take_place(slots_ptr + COUNTER, queue, taken)
-        next_slot = slot_of(slots_ptr, next_at, total, GROUPS)
-        taken += 1
-        group = at % GROUPS
-        _tile, q_low, _queries, k_low, keys = slot
-        first, _shift, begin, steps = keys_met(
-            slot, left, right, HEADS, HAS_LEFT, HAS_RIGHT, WARP_GROUPS * ROWS, BLOCK_N
+    q_ring, k_ring, v_ring = shared.q_ring, shared.k_ring, shared.v_ring
+    Q_STAGES: gl.constexpr = q_ring.full.shape[0]
+    WARP_GROUPS: gl.constexpr = shared.q.shape[0] // Q_STAGES
+    STAGES: gl.constexpr = shared.k.shape[0]
+    BLOCK_N: gl.constexpr = shared.k.shape[1]
+    Q_BYTES: gl.constexpr = WARP_GROUPS * ROWS * shared.q.shape[2] * 2
+    K_BYTES: gl.constexpr = BLOCK_N * shared.k.shape[2] * 2
+    V_BYTES: gl.constexpr = BLOCK_N * shared.v.shape[2] * 2
+    num_k_tiles = 0
+    num_q_tiles = 0
+    num_tails = 0
+    num_taken = 0
+    number, work_tile = first_tile(schedule, SPEC)
+    while number < schedule.total:
+        next_number, next_work_tile = produce_tile(schedule, num_taken, COUNTER, SPEC)
+        num_taken += 1
+        kv_head = number % SPEC.num_kv_heads
+        _tile, q_start, _queries, k_start, keys = work_tile
+        first, _shift, begin, steps = visible_keys(
+            work_tile, schedule.left, schedule.right, WARP_GROUPS * ROWS, BLOCK_N, SPEC
         )
-        # Rows of the first tile fetched that are the sample's.
+        # Rows of the first tile loaded that are the sample's.
         tail = keys - begin - (steps - 1) * BLOCK_N
         if steps > 0:
-            q_stage = turn % Q_STAGES
-            full = q_full.index(q_stage)
-            mbarrier.wait(q_free.index(q_stage), (turn // Q_STAGES & 1) ^ 1)
+            q_stage = num_q_tiles % Q_STAGES
+            full = q_ring.full.index(q_stage)
+            wait_free(q_ring, num_q_tiles)
             mbarrier.expect(full, Q_BYTES)
             for i in gl.static_range(WARP_GROUPS):
-                to = q_smem.index(q_stage * WARP_GROUPS + i)
-                fetch(q_desc, q_low * HEADS + first + i * ROWS, group, full, to)
-            turn += 1
-        # One round more than tiles: the tail's values are mended once the second tile's keys are on their way.
+                row = q_start * SPEC.qheads_per_kvhead + first + i * ROWS
+                load_tile(q_desc, row, kv_head, full, shared.q.index(q_stage * WARP_GROUPS + i))
+            num_q_tiles += 1
+        # One round more than tiles: the tail's values are zeroed once the second tile's keys are being loaded.
         for step in range(steps + 1):
-            stage = (count + step) % STAGES
-            phase = ((count + step) // STAGES & 1) ^ 1
-            row = k_low + begin + (steps - 1 - step) * BLOCK_N
+            n = num_k_tiles + step
+            stage = n % STAGES
+            row = k_start + begin + (steps - 1 - step) * BLOCK_N
             if step < steps:
-                mbarrier.wait(k_free.index(stage), phase)
-                mbarrier.expect(k_full.index(stage), K_BYTES)
-                fetch(k_desc, row, group, k_full.index(stage), k_smem.index(stage))
-                if HAS_BIAS:
-                    put_bias(bias_ptr, row, k_low + keys, group, bias_smem.index(stage), GROUPS)
-                    mbarrier.arrive(k_full.index(stage))
+                full = k_ring.full.index(stage)
+                wait_free(k_ring, n)
+                mbarrier.expect(full, K_BYTES)
+                load_tile(k_desc, row, kv_head, full, shared.k.index(stage))
+                if SPEC.has_bias:
+                    load_bias(bias_ptr, row, k_start + keys, kv_head, shared.bias.index(stage), SPEC)
+                    mbarrier.arrive(full)
             if (step == 1) & (tail < BLOCK_N):
-                tail_stage = count % STAGES
-                mbarrier.wait(tail_bar.index(0), tails & 1)
-                tails += 1
-                zero_tail(v_smem.index(tail_stage), tail)
-                mbarrier.arrive(v_full.index(tail_stage))
+                tail_stage = num_k_tiles % STAGES
+                mbarrier.wait(tail_bar.index(0), num_tails & 1)
+                num_tails += 1
+                zero_tail(shared.v.index(tail_stage), tail)
+                mbarrier.arrive(v_ring.full.index(tail_stage))
             if step < steps:
-                mbarrier.wait(v_free.index(stage), phase)
+                wait_free(v_ring, n)
                 if (step == 0) & (tail < BLOCK_N):
                     mbarrier.expect(tail_bar.index(0), V_BYTES)
-                    fetch(v_desc, row, group, tail_bar.index(0), v_smem.index(stage))
+                    load_tile(v_desc, row, kv_head, tail_bar.index(0), shared.v.index(stage))
                 else:
-                    mbarrier.expect(v_full.index(stage), V_BYTES)
-                    fetch(v_desc, row, group, v_full.index(stage), v_smem.index(stage))
-        count += steps
-        at = next_at
-        slot = next_slot
+                    mbarrier.expect(v_ring.full.index(stage), V_BYTES)
+                    load_tile(v_desc, row, kv_head, v_ring.full.index(stage), shared.v.index(stage))
+        num_k_tiles += steps
+        number = next_number
+        work_tile = next_work_tile
 
 
 @gluon.jit
-def _weigh(
-    s,
-    top,
-    weight,
-    n,
-    view,
-    scale2,
-    bias_smem,
-    HAS_BIAS: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr,
-):
-    """Of a tile: (weights by the new maximum, that maximum in base 2, sum so far, what older ones shrink by)."""
-    if HAS_BIAS:
-        s = s * scale2 + bias_smem.load(gl.SliceLayout(0, s.type.layout))[None, :]
-        scale2 = 1.0
-    s = where_seen(s, n, view, -INF, HAS_LEFT, HAS_RIGHT)
-    new_top = gl.maximum(top, gl.max(s, 1) * scale2)
-    base = gl.where(new_top == -INF, 0.0, new_top)
-    p = gl.exp2(s * scale2 - base[:, None])
-    shrink = gl.exp2(top - base)
-    return p, new_top, weight * shrink + gl.sum(p, 1), shrink
+def _softmax_update(scores, maximum, total, n, visible, scale2, bias_smem, SPEC: gl.constexpr):
+    """`online_softmax_update`, where scores [M, N] are scaled after their maximum is found: one fused operation each.
+
+    Returns (P, maximum, sum of weights, factor of earlier sums).
+    """
+    scores, scale2 = add_bias(scores, scale2, bias_smem, SPEC)
+    scores = hide(scores, n, visible, -INF, SPEC)
+    new_maximum = gl.maximum(maximum, gl.max(scores, 1) * scale2)
+    base = reference_of(new_maximum)
+    p = gl.exp2(scores * scale2 - base[:, None])
+    factor = gl.exp2(maximum - base)
+    return p, new_maximum, total * factor + gl.sum(p, 1), factor
 
 
 @gluon.jit
-def _attend(
-    smem,
-    bars,
-    work,
-    results,
-    OWN: gl.constexpr,
-    HEADS: gl.constexpr,
-    GROUPS: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr,
-):
-    """The query rows from OWN on of each slot's tile."""
-    q_smem, k_smem, v_smem, bias_smem = smem
-    q_full, q_free, k_full, k_free, v_full, v_free = bars
-    slots_ptr, queue, _bias_ptr, total, left, right = work
+def _consume(shared, results, schedule, SPEC: gl.constexpr, OWN: gl.constexpr):
+    """The query rows from OWN on of each work tile."""
+    q_ring, k_ring, v_ring = shared.q_ring, shared.k_ring, shared.v_ring
     out_ptr, lse_ptr, scale2 = results
-    Q_STAGES: gl.constexpr = q_full.shape[0]
-    WARP_GROUPS: gl.constexpr = q_smem.shape[0] // Q_STAGES
-    STAGES: gl.constexpr = k_smem.shape[0]
-    BLOCK_N: gl.constexpr = k_smem.shape[1]
-    E: gl.constexpr = v_smem.shape[2]
-    BIASES: gl.constexpr = bias_smem.shape[0]
+    Q_STAGES: gl.constexpr = q_ring.full.shape[0]
+    WARP_GROUPS: gl.constexpr = shared.q.shape[0] // Q_STAGES
+    STAGES: gl.constexpr = shared.k.shape[0]
+    BLOCK_N: gl.constexpr = shared.k.shape[1]
+    E: gl.constexpr = shared.v.shape[2]
+    BIASES: gl.constexpr = shared.bias.shape[0]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     S_ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
-    count = 0
-    turn = 0
-    taken = 0
-    at = gl.program_id(0)
-    slot = slot_of(slots_ptr, at, total, GROUPS)
-    while at < total:
-        next_at = taken_place(queue, taken)
-        next_slot = slot_of(slots_ptr, next_at, total, GROUPS)
-        taken += 1
-        group = at % GROUPS
-        _tile, q_low, queries, _k_low, keys = slot
-        first, shift, begin, steps = keys_met(
-            slot, left, right, HEADS, HAS_LEFT, HAS_RIGHT, WARP_GROUPS * ROWS, BLOCK_N
+    num_k_tiles = 0
+    num_q_tiles = 0
+    num_taken = 0
+    number, work_tile = first_tile(schedule, SPEC)
+    while number < schedule.total:
+        next_number, next_work_tile = consume_tile(schedule, num_taken, SPEC)
+        num_taken += 1
+        kv_head = number % SPEC.num_kv_heads
+        _tile, q_start, queries, _k_start, keys = work_tile
+        first, shift, begin, steps = visible_keys(
+            work_tile, schedule.left, schedule.right, WARP_GROUPS * ROWS, BLOCK_N, SPEC
         )
         first += OWN
-        place = (first + gl.arange(0, ROWS, S_ROW)) // HEADS + shift
-        full = seen_in_full(first, shift, keys, left, right, HEADS, HAS_LEFT, HAS_RIGHT)
-        view = (place, keys, full, left, right)
+        position = (first + gl.arange(0, ROWS, S_ROW)) // SPEC.qheads_per_kvhead + shift
+        full_begin, full_end = fully_visible(first, shift, keys, schedule.left, schedule.right, SPEC)
+        visible = Visible(position, keys, full_begin, full_end, schedule.left, schedule.right)
         acc = gl.zeros([ROWS, E], gl.float32, O_LAYOUT)
-        top = gl.full([ROWS], -INF, gl.float32, S_ROW)
-        weight = gl.zeros([ROWS], gl.float32, S_ROW)
+        maximum = gl.full([ROWS], -INF, gl.float32, S_ROW)
+        total = gl.zeros([ROWS], gl.float32, S_ROW)
         if steps > 0:
-            q_stage = turn % Q_STAGES
-            q = q_smem.index(q_stage * WARP_GROUPS + OWN // ROWS)
+            q = shared.q.index(num_q_tiles % Q_STAGES * WARP_GROUPS + OWN // ROWS)
             n = begin + (steps - 1) * BLOCK_N
-            stage = count % STAGES
-            mbarrier.wait(q_full.index(q_stage), turn // Q_STAGES & 1)
-            mbarrier.wait(k_full.index(stage), count // STAGES & 1)
-            s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+            stage = num_k_tiles % STAGES
+            wait_full(q_ring, num_q_tiles)
+            wait_full(k_ring, num_k_tiles)
+            s = warpgroup_mma(q, shared.k.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, [s])
-            bias = bias_smem.index(stage % BIASES)
-            p, top, weight, _shrink = _weigh(s, top, weight, n, view, scale2, bias, HAS_BIAS, HAS_LEFT, HAS_RIGHT)
-            mbarrier.arrive(k_free.index(stage))
-            p = gl.convert_layout(p.to(v_smem.dtype), P_LAYOUT)
-            following = count + 1
-            mbarrier.wait(k_full.index(following % STAGES), following // STAGES & 1, pred=steps > 1)
+            bias = shared.bias.index(stage % BIASES)
+            p, maximum, total, _factor = _softmax_update(s, maximum, total, n, visible, scale2, bias, SPEC)
+            release(k_ring, num_k_tiles)
+            p = gl.convert_layout(p.to(shared.v.dtype), P_LAYOUT)
+            wait_full(k_ring, num_k_tiles + 1, steps > 1)
             for step in range(1, steps):
                 n -= BLOCK_N
-                last = count % STAGES
-                last_phase = count // STAGES & 1
-                count += 1
-                stage = count % STAGES
-                s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-                mbarrier.wait(v_full.index(last), last_phase)
-                acc = warpgroup_mma(p, v_smem.index(last), acc, is_async=True)
+                last = num_k_tiles
+                num_k_tiles += 1
+                stage = num_k_tiles % STAGES
+                s = warpgroup_mma(q, shared.k.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+                wait_full(v_ring, last)
+                acc = warpgroup_mma(p, shared.v.index(last % STAGES), acc, is_async=True)
                 s = warpgroup_mma_wait(1, [s])
-                if not HAS_BIAS:
-                    mbarrier.arrive(k_free.index(stage))
-                bias = bias_smem.index(stage % BIASES)
-                next_p, top, weight, shrink = _weigh(
-                    s, top, weight, n, view, scale2, bias, HAS_BIAS, HAS_LEFT, HAS_RIGHT
-                )
-                if HAS_BIAS:
-                    mbarrier.arrive(k_free.index(stage))
-                # Before the one wait and named in the other, which the assembler else moves ahead of the softmax.
-                next_p = gl.convert_layout(next_p.to(v_smem.dtype), P_LAYOUT)
-                following = count + 1
-                mbarrier.wait(k_full.index(following % STAGES), following // STAGES & 1, pred=step + 1 < steps)
+                if not SPEC.has_bias:
+                    release(k_ring, num_k_tiles)
+                bias = shared.bias.index(stage % BIASES)
+                next_p, maximum, total, factor = _softmax_update(s, maximum, total, n, visible, scale2, bias, SPEC)
+                if SPEC.has_bias:
+                    release(k_ring, num_k_tiles)
+                # Converted before the first wait and named in the second, or the assembler moves it before the softmax.
+                next_p = gl.convert_layout(next_p.to(shared.v.dtype), P_LAYOUT)
+                wait_full(k_ring, num_k_tiles + 1, step + 1 < steps)
                 acc, p, next_p = warpgroup_mma_wait(0, [acc, p, next_p])
-                mbarrier.arrive(v_free.index(last))
-                acc = acc * gl.convert_layout(shrink, O_ROW)[:, None]
+                release(v_ring, last)
+                acc = acc * gl.convert_layout(factor, O_ROW)[:, None]
                 p = next_p
-            mbarrier.arrive(q_free.index(q_stage))
-            last = count % STAGES
-            mbarrier.wait(v_full.index(last), count // STAGES & 1)
-            acc = warpgroup_mma(p, v_smem.index(last), acc, is_async=True)
+            release(q_ring, num_q_tiles)
+            wait_full(v_ring, num_k_tiles)
+            acc = warpgroup_mma(p, shared.v.index(num_k_tiles % STAGES), acc, is_async=True)
             acc = warpgroup_mma_wait(0, [acc])
-            mbarrier.arrive(v_free.index(last))
-            count += 1
-            turn += 1
-        weight_or_one = gl.where(weight == 0.0, 1.0, weight)
-        lse = gl.where(weight == 0.0, -INF, (top + gl.log2(weight_or_one)) * LN2)
-        row = q_low * HEADS + first
-        end = (q_low + queries) * HEADS
+            release(v_ring, num_k_tiles)
+            num_k_tiles += 1
+            num_q_tiles += 1
+        divisor = nonzero(total)
+        lse = gl.where(total == 0.0, -INF, (maximum + gl.log2(divisor)) * LN2)
+        row = q_start * SPEC.qheads_per_kvhead + first
+        end = (q_start + queries) * SPEC.qheads_per_kvhead
         own = row + gl.arange(0, ROWS, S_ROW)
-        gl.store(lse_ptr + own.to(gl.int64) * GROUPS + group, lse, mask=own < end)
-        acc = acc * gl.convert_layout(1.0 / weight_or_one, O_ROW)[:, None]
-        store_rows(out_ptr, acc, row, end, group, GROUPS)
-        at = next_at
-        slot = next_slot
+        gl.store(lse_ptr + own.to(gl.int64) * SPEC.num_kv_heads + kv_head, lse, mask=own < end)
+        acc = acc * gl.convert_layout(1.0 / divisor, O_ROW)[:, None]
+        store_rows(out_ptr, acc, row, end, kv_head, SPEC)
+        number = next_number
+        work_tile = next_work_tile
 
 
 @gluon.jit(do_not_specialize=["total", "left", "right"])
-def jagged_attention_hopper_fwd_kernel(
+def jagged_attention_sm90_fwd_kernel(
     q_desc,
     k_desc,
     v_desc,
-    slots_ptr,
+    tiles_ptr,
     bias_ptr,
     out_ptr,
     lse_ptr,
@@ -269,46 +247,26 @@ def jagged_attention_hopper_fwd_kernel(
     left,
     right,
     scale2,
-    HEADS: gl.constexpr,
-    GROUPS: gl.constexpr,
-    WARP_GROUPS: gl.constexpr,
-    Q_STAGES: gl.constexpr,
-    STAGES: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr,
+    SPEC: gl.constexpr,
 ):
     """scale2 > 0 is the scale in base 2."""
-    BIASES: gl.constexpr = STAGES if HAS_BIAS else 1
-    bias_smem = numbers(BIASES, k_desc.block_type.shape[0])
-    smem = (tiles(q_desc, Q_STAGES * WARP_GROUPS), tiles(k_desc, STAGES), tiles(v_desc, STAGES), bias_smem)
-    q_full, q_free = barriers(Q_STAGES, 1), barriers(Q_STAGES, WARP_GROUPS)
-    # Keys are there with the bytes of their tile, and with their bias.
-    K_ARRIVALS: gl.constexpr = 2 if HAS_BIAS else 1
-    k_full, k_free = barriers(STAGES, K_ARRIVALS), barriers(STAGES, WARP_GROUPS)
-    v_full, v_free = barriers(STAGES, 1), barriers(STAGES, WARP_GROUPS)
+    WARP_GROUPS: gl.constexpr = SPEC.warp_groups
+    STAGES: gl.constexpr = SPEC.stages
+    bias_smem = allocate_rows(STAGES if SPEC.has_bias else 1, k_desc.block_type.shape[0])
+    q_smem = allocate_tiles(q_desc, SPEC.q_stages * WARP_GROUPS)
+    k_smem, v_smem = allocate_tiles(k_desc, STAGES), allocate_tiles(v_desc, STAGES)
+    q_ring = ring(SPEC.q_stages, 1, WARP_GROUPS)
+    # A stage of keys is full with the bytes of its tile and with its bias.
+    k_ring = ring(STAGES, 2 if SPEC.has_bias else 1, WARP_GROUPS)
+    v_ring = ring(STAGES, 1, WARP_GROUPS)
     tail_bar = barriers(1, 1)
     fence_async_shared()
-    bars = (q_full, q_free, k_full, k_free, v_full, v_free)
-    descs = (q_desc, k_desc, v_desc)
-    work = (slots_ptr, place_queue(WARP_GROUPS), bias_ptr, total, left, right)
-    results = (out_ptr, lse_ptr, scale2)
-    if WARP_GROUPS == 1:
-        gl.warp_specialize(
-            [
-                (_attend, (smem, bars, work, results, 0, HEADS, GROUPS, HAS_BIAS, HAS_LEFT, HAS_RIGHT)),
-                (_fetch, (descs, smem, bars, tail_bar, work, HEADS, GROUPS, HAS_BIAS, HAS_LEFT, HAS_RIGHT)),
-            ],
-            [1],
-            [24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_attend, (smem, bars, work, results, 0, HEADS, GROUPS, HAS_BIAS, HAS_LEFT, HAS_RIGHT)),
-                (_attend, (smem, bars, work, results, ROWS, HEADS, GROUPS, HAS_BIAS, HAS_LEFT, HAS_RIGHT)),
-                (_fetch, (descs, smem, bars, tail_bar, work, HEADS, GROUPS, HAS_BIAS, HAS_LEFT, HAS_RIGHT)),
-            ],
-            [4, 1],
-            [240, 24],
-        )
+    shared = Shared(q_smem, k_smem, v_smem, bias_smem, q_ring, k_ring, v_ring)
+    schedule = Schedule(tiles_ptr, tile_queue(WARP_GROUPS), total, left, right)
+    specialize(
+        _consume,
+        (shared, (out_ptr, lse_ptr, scale2), schedule, SPEC),
+        _produce,
+        ((q_desc, k_desc, v_desc), shared, tail_bar, bias_ptr, schedule, SPEC),
+        WARP_GROUPS,
+    )

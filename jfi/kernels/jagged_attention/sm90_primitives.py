@@ -1,11 +1,13 @@
-"""What the kernels for Hopper share.  They are written in Gluon, Triton's lower level, whose products and copies are
-started and waited for apart: warp groups of a program take roles, one fetches tiles and the others compute.
+"""Building blocks of the Hopper kernels of jagged attention, written in Gluon, Triton's lower level.
 
-A barrier in shared memory is passed from the fetching warp (``full``) to the computing ones and back (``free``); a wait
-names the phase, 0 and 1 in turn.
+A program is warp-specialized: a producer, one warp, loads tiles into shared memory by TMA; consumers, warp groups of 64
+rows each, compute on tensor cores.  They pass each ring of tiles back and forth by two barriers per stage: ``full``,
+the bytes have arrived, and ``free``, every consumer has read them.  The n-th use of a ring has stage n % stages, and
+its barriers complete their phase n // stages.
 """
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,25 +16,52 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from jfi.kernels.common import tile_scheduler
+from jfi.kernels.common import online_softmax, tile_scheduler
 from jfi.kernels.common.primitives import LOG2E
-from jfi.kernels.jagged_attention import tiles as tiles_module
+from jfi.kernels.jagged_attention import tiles
 
-slot_of = gluon.jit(tile_scheduler.slot_of.fn)
-keys_met = gluon.jit(tiles_module.keys_met.fn)
-queries_met = gluon.jit(tiles_module.queries_met.fn)
-sees = gluon.jit(tiles_module.sees.fn)
+load_work_tile = gluon.jit(tile_scheduler.load_work_tile.fn)
+visible_keys = gluon.jit(tiles.visible_keys.fn)
+seeing_queries = gluon.jit(tiles.seeing_queries.fn)
+is_visible = gluon.jit(tiles.is_visible.fn)
+reference_of = gluon.jit(online_softmax.reference_of.fn)
+nonzero = gluon.jit(online_softmax.nonzero.fn)
+scores_gradient = gluon.jit(online_softmax.scores_gradient.fn)
 
 INF = gl.constexpr(float("inf"))
-#: Places of slots under way from the fetching warp to the computing ones.
-_TICKETS = gl.constexpr(4)
-#: Rows of a warp group: what one product of theirs takes.
+#: Numbers of tiles on their way from the producer to the consumers.
+_QUEUE = gl.constexpr(4)
+#: Query rows or keys of a consumer: what one instruction of a warp group multiplies.
 ROWS = gl.constexpr(64)
+
+
+class Ring(NamedTuple):
+    """The barriers of a ring of tiles in shared memory."""
+
+    full: object
+    free: object
+
+
+class TileQueue(NamedTuple):
+    """The ring of the numbers of the tiles that a program works on."""
+
+    numbers: object
+    ring: Ring
+
+
+class Schedule(NamedTuple):
+    """What both roles find their work tiles with."""
+
+    tiles_ptr: object
+    queue: TileQueue
+    total: object
+    left: object
+    right: object
 
 
 @gluon.jit
 def barriers(number: gl.constexpr, count: gl.constexpr):
-    """[number] barriers, each passed by ``count`` arrivals."""
+    """[number] barriers, each completed by ``count`` arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(number):
         mbarrier.init(bars.index(i), count=count)
@@ -40,97 +69,262 @@ def barriers(number: gl.constexpr, count: gl.constexpr):
 
 
 @gluon.jit
-def tiles(desc, number: gl.constexpr):
-    """Room for tiles as the descriptor fetches them."""
+def ring(stages: gl.constexpr, arrivals: gl.constexpr, consumers: gl.constexpr):
+    """Stages that are full after so many arrivals of the producer (or of TMA) and free after one of each consumer."""
+    return Ring(barriers(stages, arrivals), barriers(stages, consumers))
+
+
+@gluon.jit
+def wait_full(ring, n, pred=True):
+    """Consumer: wait for the n-th tile."""
+    STAGES: gl.constexpr = ring.full.shape[0]
+    mbarrier.wait(ring.full.index(n % STAGES), n // STAGES & 1, pred=pred)
+
+
+@gluon.jit
+def release(ring, n):
+    """Consumer: the n-th tile has been read."""
+    STAGES: gl.constexpr = ring.full.shape[0]
+    mbarrier.arrive(ring.free.index(n % STAGES))
+
+
+@gluon.jit
+def wait_free(ring, n):
+    """Producer: wait until the n-th tile may be written."""
+    STAGES: gl.constexpr = ring.full.shape[0]
+    mbarrier.wait(ring.free.index(n % STAGES), (n // STAGES & 1) ^ 1)
+
+
+@gluon.jit
+def allocate_tiles(desc, number: gl.constexpr):
+    """[number] tiles in shared memory, as the descriptor loads them."""
     shape: gl.constexpr = [number, desc.block_type.shape[0], desc.block_type.shape[1]]
     return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
 
 
 @gluon.jit
-def numbers(count: gl.constexpr, length: gl.constexpr):
-    """[count, length] float32 in shared memory."""
-    return gl.allocate_shared_memory(gl.float32, [count, length], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+def allocate_rows(number: gl.constexpr, length: gl.constexpr):
+    """[number, length] float32 in shared memory."""
+    return gl.allocate_shared_memory(gl.float32, [number, length], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
-def place_queue(readers: gl.constexpr):
-    """Where the fetching warp says which place of the grid its program works on next."""
-    places = gl.allocate_shared_memory(gl.int32, [_TICKETS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return places, barriers(_TICKETS, 1), barriers(_TICKETS, readers)
+def tile_queue(consumers: gl.constexpr):
+    numbers = gl.allocate_shared_memory(gl.int32, [_QUEUE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return TileQueue(numbers, ring(_QUEUE, 1, consumers))
 
 
 @gluon.jit
-def take_place(counter_ptr, queue, turn):
-    """The next place that no program has taken, for the fetching warp, which passes it on.
+def first_tile(schedule, SPEC: gl.constexpr):
+    """(number, work tile) that the program begins with."""
+    number = gl.program_id(0)
+    return number, load_work_tile(schedule.tiles_ptr, number, schedule.total, SPEC.num_kv_heads)
 
-    Which program works on a place changes with time, what it works out does not.
+
+@gluon.jit
+def produce_tile(schedule, n, COUNTER: gl.constexpr, SPEC: gl.constexpr):
+    """Producer: take the next work tile that no program has taken, as the n-th, and tell the consumers.
+
+    Which program computes a tile varies from run to run, the result does not.
     """
-    places, full, free = queue
-    at = turn % _TICKETS
-    place = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
-    mbarrier.wait(free.index(at), (turn // _TICKETS & 1) ^ 1)
-    places.index(at).store(gl.full([1], place, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    mbarrier.arrive(full.index(at))
-    return place
+    queue = schedule.queue
+    number = gl.num_programs(0) + gl.atomic_add(schedule.tiles_ptr + COUNTER, 1, sem="relaxed")
+    wait_free(queue.ring, n)
+    stage = n % _QUEUE
+    queue.numbers.index(stage).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(queue.ring.full.index(stage))
+    return number, load_work_tile(schedule.tiles_ptr, number, schedule.total, SPEC.num_kv_heads)
 
 
 @gluon.jit
-def taken_place(queue, turn):
-    """What ``take_place`` gave at the same turn, for a computing warp group."""
-    places, full, free = queue
-    at = turn % _TICKETS
-    mbarrier.wait(full.index(at), turn // _TICKETS & 1)
-    place = gl.max(places.index(at).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-    mbarrier.arrive(free.index(at))
-    return place
+def consume_tile(schedule, n, SPEC: gl.constexpr):
+    """Consumer: the work tile that the producer took as the n-th."""
+    queue = schedule.queue
+    wait_full(queue.ring, n)
+    number = gl.max(queue.numbers.index(n % _QUEUE).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    release(queue.ring, n)
+    return number, load_work_tile(schedule.tiles_ptr, number, schedule.total, SPEC.num_kv_heads)
 
 
 @gluon.jit
-def fetch(desc, row, group, bar, to):
-    """Start to copy the tile of a head from a row on; the barrier gets its bytes."""
-    tma.async_copy_global_to_shared(desc, [row, group * to.shape[1]], bar, to)
+def _run(role, args, OWN: gl.constexpr):
+    if OWN is None:
+        role(*args)
+    else:
+        role(*args, OWN)
 
 
 @gluon.jit
-def seen_in_full(first, shift, keys, left, right, HEADS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):
-    """(begin, end) of the keys that all query rows of a warp group see."""
+def specialize(consumer, consumer_args, producer, producer_args, WARP_GROUPS: gl.constexpr):
+    """Run the roles; a consumer's last argument is the first of its 64 rows in a tile."""
+    if WARP_GROUPS == 1:
+        gl.warp_specialize([(_run, (consumer, consumer_args, 0)), (_run, (producer, producer_args, None))], [1], [24])
+    else:
+        gl.warp_specialize(
+            [
+                (_run, (consumer, consumer_args, 0)),
+                (_run, (consumer, consumer_args, ROWS)),
+                (_run, (producer, producer_args, None)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+
+
+@gluon.jit
+def load_tile(desc, row, kv_head, bar, smem):
+    """Start to load a head's tile from a row on; the barrier gets its bytes."""
+    tma.async_copy_global_to_shared(desc, [row, kv_head * smem.shape[1]], bar, smem)
+
+
+class Side(NamedTuple):
+    """The two tensors of one side in a kernel of the backward: queries and dO, or keys and values."""
+
+    descs: object
+    smems: object
+    ring: Ring
+
+
+@gluon.jit
+def _load_pair(side, row, kv_head, bar, at):
+    """Start to load the tiles of both tensors from a row on."""
+    for i in gl.static_range(2):
+        load_tile(side.descs[i], row, kv_head, bar, side.smems[i].index(at))
+
+
+@gluon.jit
+def produce_pairs(
+    own,
+    other,
+    tail_bar,
+    more,
+    schedule,
+    COUNTER: gl.constexpr,
+    locate,
+    load_more,
+    ZEROED: gl.constexpr,
+    SPEC: gl.constexpr,
+):
+    """The producer of a kernel of the backward.
+
+    Of each work tile it loads the own side's tile once and then the other side's tiles, the last one first, since it is
+    the one that may be cut off.
+
+    Args:
+        own, other: the sides.
+        tail_bar: has the bytes of the tile that is cut off.
+        more: what ``load_more`` loads for each of the other tiles, by its own stores: (pointers and shared memory).
+        locate: (first row of the own tile, sample's first row on the other side, rows there, first of them to be
+            loaded, number of tiles) of a work tile.
+        load_more: a function of (more, stage, row, end of the sample's rows, key head, SPEC).
+        ZEROED: of the tile that is cut off the first so many tensors are zeroed behind the sample's rows.
+    """
+    WARP_GROUPS: gl.constexpr = own.smems[0].shape[0]
+    STAGES: gl.constexpr = other.smems[0].shape[0]
+    BLOCK: gl.constexpr = other.smems[0].shape[1]
+    OWN_BYTES: gl.constexpr = WARP_GROUPS * ROWS * (own.smems[0].shape[2] + own.smems[1].shape[2]) * 2
+    BYTES: gl.constexpr = BLOCK * (other.smems[0].shape[2] + other.smems[1].shape[2]) * 2
+    num_tiles = 0  # of the other side
+    num_own = 0
+    num_tails = 0
+    num_taken = 0
+    number, work_tile = first_tile(schedule, SPEC)
+    while number < schedule.total:
+        next_number, next_work_tile = produce_tile(schedule, num_taken, COUNTER, SPEC)
+        num_taken += 1
+        kv_head = number % SPEC.num_kv_heads
+        own_row, start, rows, begin, steps = locate(work_tile, schedule, WARP_GROUPS, BLOCK, SPEC)
+        # Rows of the first tile loaded that are the sample's.
+        tail = rows - begin - (steps - 1) * BLOCK
+        if steps > 0:
+            full = own.ring.full.index(0)
+            wait_free(own.ring, num_own)
+            mbarrier.expect(full, OWN_BYTES)
+            for i in gl.static_range(WARP_GROUPS):
+                _load_pair(own, own_row + i * ROWS, kv_head, full, i)
+            num_own += 1
+        # One round more than tiles: the tail is zeroed once the second tile is being loaded.
+        for step in range(steps + 1):
+            n = num_tiles + step
+            row = start + begin + (steps - 1 - step) * BLOCK
+            if step < steps:
+                full = other.ring.full.index(n % STAGES)
+                wait_free(other.ring, n)
+                if (step == 0) & (tail < BLOCK):
+                    mbarrier.expect(tail_bar.index(0), BYTES)
+                    _load_pair(other, row, kv_head, tail_bar.index(0), n % STAGES)
+                else:
+                    mbarrier.expect(full, BYTES)
+                    _load_pair(other, row, kv_head, full, n % STAGES)
+                if load_more is not None:
+                    load_more(more, n % STAGES, row, start + rows, kv_head, SPEC)
+                    mbarrier.arrive(full)
+            if (step == 1) & (tail < BLOCK):
+                mbarrier.wait(tail_bar.index(0), num_tails & 1)
+                num_tails += 1
+                for i in gl.static_range(ZEROED):
+                    zero_tail(other.smems[i].index(num_tiles % STAGES), tail)
+                mbarrier.arrive(other.ring.full.index(num_tiles % STAGES))
+        num_tiles += steps
+        number = next_number
+        work_tile = next_work_tile
+
+
+@gluon.jit
+def fully_visible(first, shift, keys, left, right, SPEC: gl.constexpr):
+    """(begin, end) of the keys that all query rows of a consumer see."""
     begin = keys * 0
     end = keys
-    if HAS_LEFT:
-        begin = (first + ROWS - 1) // HEADS + shift - left
-    if HAS_RIGHT:
-        end = gl.minimum(end, first // HEADS + shift + right + 1)
+    if SPEC.has_left:
+        begin = (first + ROWS - 1) // SPEC.qheads_per_kvhead + shift - left
+    if SPEC.has_right:
+        end = gl.minimum(end, first // SPEC.qheads_per_kvhead + shift + right + 1)
     return begin, end
 
 
-@gluon.jit
-def where_seen(x, n, view, other: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):
-    """x [M, N], ``other`` where a query does not see one of the keys from n on.
+class Visible(NamedTuple):
+    """What the query rows of a consumer see."""
 
-    A view is what a warp group's queries see: (their places, the sample's keys, seen_in_full, left, right).
-    """
+    position: object  # [M], of each query among the keys
+    keys: object  # of the sample
+    begin: object  # from here to ``end`` all of them see the keys
+    end: object
+    left: object
+    right: object
+
+
+@gluon.jit
+def hide(x, n, visible, other: gl.constexpr, SPEC: gl.constexpr):
+    """x [M, N], ``other`` where a query does not see one of the keys from n on."""
     BLOCK_N: gl.constexpr = x.shape[1]
-    place, keys, full, left, right = view
-    full_begin, full_end = full
-    if (n < full_begin) | (n + BLOCK_N > full_end):
+    if (n < visible.begin) | (n + BLOCK_N > visible.end):
         key = n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, x.type.layout))
-        seen = sees(key[None, :], place[:, None], left, right, HAS_LEFT, HAS_RIGHT) & (key < keys)[None, :]
-        x = gl.where(seen, x, other)
+        seen = is_visible(key[None, :], visible.position[:, None], visible.left, visible.right, SPEC)
+        x = gl.where(seen & (key < visible.keys)[None, :], x, other)
     return x
 
 
 @gluon.jit
-def put_bias(bias_ptr, row, end, group, to, GROUPS: gl.constexpr):
-    """The bias, in base 2, of a head for the keys from a row on, into shared memory; none past the end."""
-    LENGTH: gl.constexpr = to.shape[0]
+def load_bias(bias_ptr, row, end, kv_head, smem, SPEC: gl.constexpr):
+    """A head's bias, in base 2, of the keys from a row on, to shared memory; 0 from ``end`` on."""
+    LENGTH: gl.constexpr = smem.shape[0]
     at = row + gl.arange(0, LENGTH, gl.BlockedLayout([LENGTH // 32], [32], [1], [0]))
-    bias = gl.load(bias_ptr + at.to(gl.int64) * GROUPS + group, mask=at < end, other=0.0)
-    to.store(bias.to(gl.float32) * LOG2E)
+    bias = gl.load(bias_ptr + at.to(gl.int64) * SPEC.num_kv_heads + kv_head, mask=at < end, other=0.0)
+    smem.store(bias.to(gl.float32) * LOG2E)
+
+
+@gluon.jit
+def add_bias(scores, scale2, bias_smem, SPEC: gl.constexpr):
+    """(scores, what remains to scale them by for base 2)."""
+    if SPEC.has_bias:
+        scores = scores * scale2 + bias_smem.load(gl.SliceLayout(0, scores.type.layout))[None, :]
+        scale2 = 1.0
+    return scores, scale2
 
 
 @gluon.jit
 def zero_tail(smem, rows):
-    """Zeros in the rows of a tile from ``rows`` on: 0 times what the next sample holds there is not always 0."""
+    """Zero the rows of a tile from ``rows`` on: 0 times what the next sample has there could be NaN."""
     LENGTH: gl.constexpr = smem.shape[0]
     WIDTH: gl.constexpr = smem.shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [1, 1], [1, 0])
@@ -144,14 +338,20 @@ def zero_tail(smem, rows):
 
 
 @gluon.jit
-def store_rows(ptr, x, row, end, group, GROUPS: gl.constexpr):
-    """A head's [64, width] to the rows from ``row`` on, up to ``end``, of [rows, G, width]."""
-    WIDTH: gl.constexpr = x.shape[1]
+def head_rows(ptr, row, kv_head, WIDTH: gl.constexpr, SPEC: gl.constexpr):
+    """(pointers [64, width] to a head's rows from ``row`` on in [rows, G, width], those rows' numbers [64])."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    x = gl.convert_layout(x.to(ptr.dtype.element_ty), LAYOUT)
     at = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     col = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    to = ptr + (at.to(gl.int64) * (GROUPS * WIDTH) + group * WIDTH)[:, None] + col[None, :]
+    start = (at.to(gl.int64) * (SPEC.num_kv_heads * WIDTH) + kv_head * WIDTH)[:, None]
+    return ptr + start + col[None, :], at
+
+
+@gluon.jit
+def store_rows(ptr, x, row, end, kv_head, SPEC: gl.constexpr):
+    """Store a head's [64, width] to the rows from ``row`` on, up to ``end``, of [rows, G, width]."""
+    to, at = head_rows(ptr, row, kv_head, x.shape[1], SPEC)
+    x = gl.convert_layout(x.to(ptr.dtype.element_ty), to.type.layout)
     gl.store(to, x, mask=(at < end)[:, None])
 
 
@@ -161,17 +361,17 @@ def _tile(rows: int, width: int, dtype: torch.dtype) -> tuple[list[int], gl.NVMM
     return [rows, width], gl.NVMMASharedLayout.get_default_for([rows, width], element)
 
 
-def described(x: Tensor, rows: int, heads: int = 1) -> TensorDescriptor:
-    """[rows, G, width] in tiles of [rows, width] of a head; heads that share the one key head are rows too.
+def tensor_descriptor(x: Tensor, rows: int, heads: int = 1) -> TensorDescriptor:
+    """A TMA descriptor of [rows, G, width] in tiles [rows, width] of a head; heads > 1 pack the one key head's.
 
-    The class checks what it is made of, which takes longer than making it; what it checks is known here.
+    TensorDescriptor's constructor checks its arguments, which takes longer than the rest; here they are known to hold.
     """
     length, columns, width = x.shape
     if heads > 1:
         length, columns = length * columns, 1
-    described = TensorDescriptor.__new__(TensorDescriptor)
-    described.base = x
-    described.shape = (length, columns * width)
-    described.strides = (columns * width, 1)
-    described.block_shape, described.layout = _tile(rows, width, x.dtype)
-    return described
+    descriptor = TensorDescriptor.__new__(TensorDescriptor)
+    descriptor.base = x
+    descriptor.shape = (length, columns * width)
+    descriptor.strides = (columns * width, 1)
+    descriptor.block_shape, descriptor.layout = _tile(rows, width, x.dtype)
+    return descriptor

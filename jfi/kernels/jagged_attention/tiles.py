@@ -1,50 +1,69 @@
-"""Which keys a tile of queries meets and the other way round, and the statistics that both sweeps of the backward need.
+"""What the kernels of jagged attention share: their constants, and which tiles see each other.
 
-Query heads that share a key head lie in one tile: a tile's rows are (query, head) pairs, HEADS to a query.  Query i of
-a sample stands at key i + shift, shift = keys - queries, so that the last query stands at the last key, and sees the
-keys from its place - left to its place + right.
+Query heads that share a key head are packed into one tile: its rows are (query, head) pairs, H/G per query.  Query i of
+a sample has position i + shift among its keys, shift = keys - queries, so that the last query is at the last key, and
+sees the keys from position - left to position + right.
 """
 
-from functools import cache
+from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from jfi.kernels.common.launch import Launcher
-from jfi.kernels.common.primitives import LOG2E, block, cdiv
-from jfi.kernels.target_attention.tiles import load_rows, row_products
+from jfi.kernels.common.plan import AttentionProblem, KernelPlan
+from jfi.kernels.common.primitives import LOG2E
+from jfi.kernels.common.tiles import load_rows
+
+
+class JaggedSpec(NamedTuple):
+    """The constants of the Triton kernels: those of `AttentionSpec` that they need, and whether a window has bounds."""
+
+    num_kv_heads: tl.constexpr
+    qheads_per_kvhead: tl.constexpr
+    head_dim: tl.constexpr
+    value_dim: tl.constexpr
+    shared_kv: tl.constexpr
+    has_bias: tl.constexpr
+    precision: tl.constexpr
+    has_left: tl.constexpr
+    has_right: tl.constexpr
+    block_m: tl.constexpr
+    block_n: tl.constexpr
+    block_d: tl.constexpr
+    block_e: tl.constexpr
+
+    @classmethod
+    def of(cls, problem: AttentionProblem, kernel: KernelPlan, has_left: bool, has_right: bool) -> "JaggedSpec":
+        fields = [getattr(problem, name) for name in cls._fields[:7]]
+        blocks = (kernel.block_m, kernel.block_n, problem.block_d, problem.block_e)
+        return cls(*map(tl.constexpr, (*fields, has_left, has_right, *blocks)))
+
+    def __repr__(self) -> str:
+        """An expression that makes it: Inductor writes an exported kernel's constants into the code it generates."""
+        values = tuple(x.value for x in self)
+        return f"__import__({__name__!r}, fromlist=['JaggedSpec']).JaggedSpec(*map(tl.constexpr, {values!r}))"
 
 
 def bounds(left: int | None, right: int | None) -> tuple[int, int]:
-    """The window as the kernels take it, whose places are of 32 bits; 0 where there is no bound."""
+    """The window as the kernels take it, which count rows in 32 bits; 0 where there is no bound."""
     return min(left or 0, 2**30), min(right or 0, 2**30)
 
 
 @triton.jit
-def keys_met(
-    slot,
-    left,
-    right,
-    HEADS: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Of a slot of queries: (its first row within the sample, shift, first key, tiles of keys)."""
-    tile, _low, queries, _other, keys = slot
+def visible_keys(work_tile, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPEC: tl.constexpr):
+    """Of a tile of query rows: (its first row within the sample, shift, first key, number of tiles of keys)."""
+    tile, _start, queries, _k_start, keys = work_tile
+    HEADS: tl.constexpr = SPEC.qheads_per_kvhead
     shift = keys - queries
-    if HAS_RIGHT:
+    if SPEC.has_right:
         # The last queries see the most keys: they go first.
         tile = tl.maximum((queries * HEADS + BLOCK_M - 1) // BLOCK_M - 1 - tile, 0)
     first = tile * BLOCK_M
     begin = keys * 0
     end = keys
-    if HAS_RIGHT:
+    if SPEC.has_right:
         end = tl.minimum(end, (first + BLOCK_M - 1) // HEADS + shift + right + 1)
-    if HAS_LEFT:
+    if SPEC.has_left:
         begin = tl.maximum(begin, first // HEADS + shift - left) // BLOCK_N * BLOCK_N
     steps = tl.maximum(end - begin + BLOCK_N - 1, 0) // BLOCK_N
     if queries == 0:
@@ -53,25 +72,17 @@ def keys_met(
 
 
 @triton.jit
-def queries_met(
-    slot,
-    left,
-    right,
-    HEADS: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Of a slot of keys: (its first key within the sample, shift, first row of queries, tiles of them)."""
-    tile, _low, keys, _other, queries = slot
+def seeing_queries(work_tile, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPEC: tl.constexpr):
+    """Of a tile of keys: (its first key within the sample, shift, first query row, number of tiles of query rows)."""
+    tile, _start, keys, _q_start, queries = work_tile
+    HEADS: tl.constexpr = SPEC.qheads_per_kvhead
     shift = keys - queries
     first = tile * BLOCK_N
     begin = keys * 0
     end = queries
-    if HAS_RIGHT:
+    if SPEC.has_right:
         begin = tl.maximum(begin, first - shift - right)
-    if HAS_LEFT:
+    if SPEC.has_left:
         end = tl.maximum(tl.minimum(end, first + BLOCK_N - shift + left), 0)
     begin = begin * HEADS // BLOCK_M * BLOCK_M
     steps = tl.maximum(end * HEADS - begin + BLOCK_M - 1, 0) // BLOCK_M
@@ -81,85 +92,35 @@ def queries_met(
 
 
 @triton.jit
-def sees(key, place, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
-    """Whether queries at these places see these keys, by the window alone."""
-    seen = key == key
-    if HAS_RIGHT:
-        seen = seen & (key <= place + right)
-    if HAS_LEFT:
-        seen = seen & (key >= place - left)
-    return seen
+def is_visible(key, position, left, right, SPEC: tl.constexpr):
+    """Whether the window lets queries at these positions see these keys."""
+    visible = key == key
+    if SPEC.has_right:
+        visible = visible & (key <= position + right)
+    if SPEC.has_left:
+        visible = visible & (key >= position - left)
+    return visible
 
 
 @triton.jit
-def score_bias(bias_ptr, n, key, mask, at, group, GROUPS: tl.constexpr, HEADS: tl.constexpr):
+def load_bias(bias_ptr, n, key, mask, row, kv_head, SPEC: tl.constexpr):
     """[M, N], in base 2: the bias of the keys from row n on for each query row's head."""
-    where = key[None, :] * (GROUPS * HEADS) + (group * HEADS + at % HEADS)[:, None]
-    keep = tl.broadcast_to(mask[None, :], where.shape)
-    return tl.load(bias_ptr + n * (GROUPS * HEADS) + where, mask=keep, other=0.0).to(tl.float32) * LOG2E
+    HEADS: tl.constexpr = SPEC.qheads_per_kvhead
+    at = key[None, :] * (SPEC.num_kv_heads * HEADS) + (kv_head * HEADS + row % HEADS)[:, None]
+    keep = tl.broadcast_to(mask[None, :], at.shape)
+    bias = tl.load(bias_ptr + n * (SPEC.num_kv_heads * HEADS) + at, mask=keep, other=0.0)
+    return bias.to(tl.float32) * LOG2E
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _statistics_kernel(
-    grad_ptr,
-    out_ptr,
-    lse_ptr,
-    dlse_ptr,
-    stats_ptr,
-    rows,
-    HAS_DLSE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    HEADS: tl.constexpr,
-    E: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
-    first = tl.program_id(0).to(tl.int64) * BLOCK_M
-    at = tl.arange(0, BLOCK_M)
-    mask = first + at < rows
-    grad = load_rows(grad_ptr + first * E, at, mask, E, E, BLOCK_E)
-    out = load_rows(out_ptr + first * E, at, mask, E, E, BLOCK_E)
-    delta = row_products(grad, out)
-    if HAS_DLSE:
-        delta -= tl.load(dlse_ptr + first + at, mask=mask, other=0.0)
-    lse = tl.load(lse_ptr + first + at, mask=mask, other=0.0)
-    empty = lse == -float("inf")
-    lse = tl.where(empty, float("inf"), lse * LOG2E)
-    # Merging empty parts makes a dL of NaN, which 0 weights would not stop.
-    delta = tl.where(empty, 0.0, delta)
-    row = first + at
-    head = row % (GROUPS * HEADS)
-    query = row // (GROUPS * HEADS)
-    to = stats_ptr + (head // HEADS) * (rows // GROUPS) + query * HEADS + head % HEADS
-    tl.store(to, lse, mask=mask)
-    tl.store(to + rows, delta, mask=mask)
-
-
-@cache
-def _statistics_launcher(
-    dtype: torch.dtype, has_dlse: bool, groups: int, heads: int, width: int
-) -> tuple[int, Launcher]:
-    wide = block(width)
-    block_m = max(2048 // wide, 1)
-    constants = {"HAS_DLSE": has_dlse, "GROUPS": groups, "HEADS": heads, "E": width, "BLOCK_M": block_m}
-    return block_m, Launcher(_statistics_kernel, **constants, BLOCK_E=wide, num_warps=4)
-
-
-def statistics(grad: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, groups: int) -> Tensor:
-    """The log-sum-exp in base 2, inf where a query sees nothing, and Δ = Σ_e dO · O - dL.
-
-    dS = P (dP - Δ) is then the gradient of the scores through both the output and the log-sum-exp, dL/dS being P.
-
-    Args:
-        grad, out: [R, H, E].
-        lse, dlse: [R, H]; dlse None where nobody used the log-sum-exp.
-
-    Returns:
-        [2, G, R · H/G] float32: the rows that meet a key head lie together.
-    """
-    rows, heads, width = out.shape
-    stats = lse.new_empty(2, groups, rows * heads // groups)
-    block_m, launch = _statistics_launcher(out.dtype, dlse is not None, groups, heads // groups, width)
-    tensors = (grad, out, lse, dlse, stats)
-    launch((cdiv(rows * heads, block_m), 1, 1), tensors, (rows * heads,))
-    return stats
+@triton.jit
+def load_keys(k_ptr, v_ptr, n, key_at, mask, kv_head, SPEC: tl.constexpr):
+    """(k [N, D], v [N, E]) of the rows from n on; one tile if value = key."""
+    D: tl.constexpr = SPEC.head_dim
+    E: tl.constexpr = SPEC.value_dim
+    G: tl.constexpr = SPEC.num_kv_heads
+    k = load_rows(k_ptr + n * (G * D) + kv_head * D, key_at, mask, G * D, D, SPEC.block_d)
+    if SPEC.shared_kv:
+        v = k
+    else:
+        v = load_rows(v_ptr + n * (G * E) + kv_head * E, key_at, mask, G * E, E, SPEC.block_e)
+    return k, v

@@ -1,9 +1,10 @@
-"""Jagged attention backward on any GPU: two sweeps, so that each gradient has one owner and no sum depends on timing.
+"""Jagged attention backward on any GPU: two kernels, so that each gradient has one owner and no sum depends on timing.
 
-    P = exp(S - L)      dS = P (dP - Δ)
+    P = exp(S - L)      dS = P (dP - Δ)      Δ = Σ_e dO · O - dL
     dq = scale Σ_keys dS k      dk = scale Σ_queries dS q      dv = Σ_queries P dO
 
-One sweep takes a tile of queries over the keys it sees, the other a tile of keys over the queries that see it.
+dS is the gradient of the scores through the output and through the log-sum-exp L, whose own derivative is P.  One
+kernel has a program per tile of queries, which loops over the keys that they see, the other a program per tile of keys.
 """
 
 from functools import cache
@@ -14,252 +15,198 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.common.primitives import LOG2E, block
-from jfi.kernels.common.tile_scheduler import schedule, slot_of
-from jfi.kernels.jagged_attention.tiles import bounds, keys_met, queries_met, score_bias, sees, statistics
-from jfi.kernels.target_attention.tiles import Tile, load_rows, query_rows, store_rows
+from jfi.kernels.common.online_softmax import hide_empty, scores_gradient
+from jfi.kernels.common.plan import AttentionPlan, AttentionProblem, JaggedAttentionInputs, KernelPlan
+from jfi.kernels.common.primitives import LOG2E, block, cdiv
+from jfi.kernels.common.tile_scheduler import load_work_tile, schedule_tiles
+from jfi.kernels.common.tiles import load_rows, query_rows, row_products, store_rows
+from jfi.kernels.jagged_attention.tiles import (
+    JaggedSpec,
+    bounds,
+    is_visible,
+    load_bias,
+    load_keys,
+    seeing_queries,
+    visible_keys,
+)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _statistics_kernel(grad_ptr, out_ptr, lse_ptr, dlse_ptr, stats_ptr, rows, SPEC: tl.constexpr):
+    """Log-sum-exp in base 2, +inf where a query sees no key, and Δ, of rows [R · H]; to [2, G, R · H/G]."""
+    HEADS: tl.constexpr = SPEC.qheads_per_kvhead
+    E: tl.constexpr = SPEC.value_dim
+    first = tl.program_id(0).to(tl.int64) * SPEC.block_m
+    at = tl.arange(0, SPEC.block_m)
+    mask = first + at < rows
+    grad = load_rows(grad_ptr + first * E, at, mask, E, E, SPEC.block_e)
+    out = load_rows(out_ptr + first * E, at, mask, E, E, SPEC.block_e)
+    delta = row_products(grad, out)
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + first + at, mask=mask, other=0.0)
+    lse = tl.load(lse_ptr + first + at, mask=mask, other=0.0)
+    # Combining empty parts makes a dL of NaN, which weights of 0 would not stop.
+    delta = tl.where(lse == -float("inf"), 0.0, delta)
+    row = first + at
+    head = row % (SPEC.num_kv_heads * HEADS)
+    query = row // (SPEC.num_kv_heads * HEADS)
+    to = stats_ptr + (head // HEADS) * (rows // SPEC.num_kv_heads) + query * HEADS + head % HEADS
+    tl.store(to, hide_empty(lse * LOG2E), mask=mask)
+    tl.store(to + rows, delta, mask=mask)
 
 
 @triton.jit
-def _weigh(
+def _weights_and_gradient(queries, keys, bias_ptr, kv_head, left, right, scale, SPEC: tl.constexpr):
+    """P [M, N] and dS, the gradient of the scores; both are 0 where a key is hidden.
+
+    Args:
+        queries: (q, dO, L in base 2, Δ, their rows in the sample, their positions among the keys).
+        keys: (k, v, row of the first, numbers from it, numbers in the sample, which of them are the sample's).
+    """
+    q, grad, lse, delta, row, position = queries
+    k, v, n, key_at, key, mask = keys
+    s = tl.dot(q, tl.trans(k), input_precision=SPEC.precision) * (scale * LOG2E)
+    if SPEC.has_bias:
+        s += load_bias(bias_ptr, n, key_at, mask, row, kv_head, SPEC)
+    visible = is_visible(key[None, :], position[:, None], left, right, SPEC) & mask[None, :]
+    p = tl.where(visible, tl.exp2(s - lse[:, None]), 0.0)
+    dp = tl.dot(grad, tl.trans(v), input_precision=SPEC.precision)
+    return p, scores_gradient(p, dp, delta[:, None])
+
+
+@triton.jit
+def _load_queries(queries, base, at, mask, kv_head, rows, q_start, shift, SPEC: tl.constexpr):
+    """What `_weights_and_gradient` takes of the query rows ``at`` of a sample."""
+    q_ptr, grad_ptr, stats_ptr = queries
+    HEADS: tl.constexpr = SPEC.qheads_per_kvhead
+    D: tl.constexpr = SPEC.head_dim
+    E: tl.constexpr = SPEC.value_dim
+    q_at = query_rows(at.to(tl.int64), kv_head, SPEC)
+    q = load_rows(q_ptr + base * D, q_at, mask, D, D, SPEC.block_d)
+    grad = load_rows(grad_ptr + base * E, q_at, mask, E, E, SPEC.block_e)
+    stats = stats_ptr + kv_head.to(tl.int64) * rows + q_start * HEADS + at
+    lse = tl.load(stats, mask=mask, other=float("inf"))
+    delta = tl.load(stats + rows.to(tl.int64) * SPEC.num_kv_heads, mask=mask, other=0.0)
+    return q, grad, lse, delta, at, at // HEADS + shift
+
+
+@triton.jit(do_not_specialize=["total", "rows", "left", "right"])
+def jagged_attention_dquery_kernel(
+    queries, keys, bias_ptr, tiles_ptr, dq_ptr, total, rows, left, right, scale, SPEC: tl.constexpr
+):
+    """queries: pointers to query, dO and statistics; keys: to key and value; rows: R · H/G."""
+    k_ptr, v_ptr = keys
+    HEADS: tl.constexpr = SPEC.qheads_per_kvhead
+    D: tl.constexpr = SPEC.head_dim
+    kv_head = tl.program_id(0) % SPEC.num_kv_heads
+    work_tile = load_work_tile(tiles_ptr, tl.program_id(0), total, SPEC.num_kv_heads)
+    first, shift, begin, steps = visible_keys(work_tile, left, right, SPEC.block_m, SPEC.block_n, SPEC)
+    _tile, q_start, num_queries, k_start, num_keys = work_tile
+    row = first + tl.arange(0, SPEC.block_m)
+    q_mask = row < num_queries * HEADS
+    q_base = q_start.to(tl.int64) * (SPEC.num_kv_heads * HEADS)
+    key_at = tl.arange(0, SPEC.block_n)
+    query = _load_queries(queries, q_base, row, q_mask, kv_head, rows, q_start, shift, SPEC)
+    dq = tl.zeros((SPEC.block_m, SPEC.block_d), tl.float32)
+    for step in range(0, steps):
+        key = begin + step * SPEC.block_n + key_at
+        mask = key < num_keys
+        n = (k_start + begin + step * SPEC.block_n).to(tl.int64)
+        k, v = load_keys(k_ptr, v_ptr, n, key_at, mask, kv_head, SPEC)
+        _p, ds = _weights_and_gradient(query, (k, v, n, key_at, key, mask), bias_ptr, kv_head, left, right, scale, SPEC)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=SPEC.precision)
+    q_at = query_rows(row.to(tl.int64), kv_head, SPEC)
+    store_rows(dq_ptr + q_base * D, dq * scale, q_at, q_mask, D, D, SPEC.block_d)
+
+
+@triton.jit(do_not_specialize=["total", "rows", "left", "right"])
+def jagged_attention_dkey_kernel(
     queries,
     keys,
     bias_ptr,
-    group,
-    window,
-    scale,
-    GROUPS: tl.constexpr,
-    HEADS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """The weights P [M, N] and the gradient dS of their scores, 0 where nothing is seen.
-
-    Args:
-        queries: (q, dO, L in base 2, Δ, their rows in the sample, their places among the keys).
-        keys: (k, v, row of the first, places from it, those places in the sample, which are the sample's).
-    """
-    q, grad, lse, delta, at, place = queries
-    k, v, n, key_at, key, mask = keys
-    left, right = window
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
-    if HAS_BIAS:
-        s += score_bias(bias_ptr, n, key_at, mask, at, group, GROUPS, HEADS)
-    seen = sees(key[None, :], place[:, None], left, right, HAS_LEFT, HAS_RIGHT) & mask[None, :]
-    p = tl.where(seen, tl.exp2(s - lse[:, None]), 0.0)
-    dp = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
-    return p, p * (dp - delta[:, None])
-
-
-@triton.jit(do_not_specialize=["total", "rows", "left", "right"])
-def _jagged_attention_dquery_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    bias_ptr,
-    slots_ptr,
-    grad_ptr,
-    stats_ptr,
-    dq_ptr,
+    tiles_ptr,
+    results,
     total,
     rows,
     left,
     right,
     scale,
-    GROUPS: tl.constexpr,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    SHARED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
-    group = tl.program_id(0) % GROUPS
-    slot = slot_of(slots_ptr, tl.program_id(0), total, GROUPS)
-    first, shift, begin, steps = keys_met(slot, left, right, HEADS, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N)
-    _tile, q_low, queries, k_low, keys = slot
-    at = first + tl.arange(0, BLOCK_M)
-    q_mask = at < queries * HEADS
-    q_at = query_rows(at.to(tl.int64), group, GROUPS, HEADS)
-    row = q_low.to(tl.int64) * (GROUPS * HEADS)
-    place = at // HEADS + shift
-    key_at = tl.arange(0, BLOCK_N)
-    q = load_rows(q_ptr + row * D, q_at, q_mask, D, D, BLOCK_D)
-    grad = load_rows(grad_ptr + row * E, q_at, q_mask, E, E, BLOCK_E)
-    stats = stats_ptr + group.to(tl.int64) * rows + q_low * HEADS + at
-    lse = tl.load(stats, mask=q_mask, other=float("inf"))
-    delta = tl.load(stats + rows.to(tl.int64) * GROUPS, mask=q_mask, other=0.0)
-    dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for step in range(0, steps):
-        key = begin + step * BLOCK_N + key_at
-        mask = key < keys
-        n = (k_low + begin + step * BLOCK_N).to(tl.int64)
-        k = load_rows(k_ptr + n * (GROUPS * D) + group * D, key_at, mask, GROUPS * D, D, BLOCK_D)
-        if SHARED:
-            v = k
-        else:
-            v = load_rows(v_ptr + n * (GROUPS * E) + group * E, key_at, mask, GROUPS * E, E, BLOCK_E)
-        _p, ds = _weigh(
-            (q, grad, lse, delta, at, place),
-            (k, v, n, key_at, key, mask),
-            bias_ptr,
-            group,
-            (left, right),
-            scale,
-            GROUPS,
-            HEADS,
-            HAS_BIAS,
-            HAS_LEFT,
-            HAS_RIGHT,
-            PRECISION,
-        )
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-    store_rows(dq_ptr + row * D, dq * scale, q_at, q_mask, D, D, BLOCK_D)
-
-
-@triton.jit(do_not_specialize=["total", "rows", "left", "right"])
-def _jagged_attention_dkey_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    bias_ptr,
-    slots_ptr,
-    grad_ptr,
-    stats_ptr,
-    dk_ptr,
-    dv_ptr,
-    dbias_ptr,
-    total,
-    rows,
-    left,
-    right,
-    scale,
-    GROUPS: tl.constexpr,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    SHARED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    SPEC: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """dk (and dv in it where value = key), dv and dbias."""
-    group = tl.program_id(0) % GROUPS
-    slot = slot_of(slots_ptr, tl.program_id(0), total, GROUPS)
-    first, shift, begin, steps = queries_met(slot, left, right, HEADS, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N)
-    _tile, k_low, keys, q_low, queries = slot
-    key_at = tl.arange(0, BLOCK_N)
+    """dk (if value = key with dv added), dv and dbias, to which ``results`` points; the rest as of dq's kernel."""
+    k_ptr, v_ptr = keys
+    dk_ptr, dv_ptr, dbias_ptr = results
+    HEADS: tl.constexpr = SPEC.qheads_per_kvhead
+    G: tl.constexpr = SPEC.num_kv_heads
+    D: tl.constexpr = SPEC.head_dim
+    E: tl.constexpr = SPEC.value_dim
+    kv_head = tl.program_id(0) % G
+    work_tile = load_work_tile(tiles_ptr, tl.program_id(0), total, G)
+    first, shift, begin, steps = seeing_queries(work_tile, left, right, SPEC.block_m, SPEC.block_n, SPEC)
+    _tile, k_start, num_keys, q_start, num_queries = work_tile
+    key_at = tl.arange(0, SPEC.block_n)
     key = first + key_at
-    mask = key < keys
-    n = (k_low + first).to(tl.int64)
-    k = load_rows(k_ptr + n * (GROUPS * D) + group * D, key_at, mask, GROUPS * D, D, BLOCK_D)
-    if SHARED:
-        v = k
-    else:
-        v = load_rows(v_ptr + n * (GROUPS * E) + group * E, key_at, mask, GROUPS * E, E, BLOCK_E)
-    row = q_low.to(tl.int64) * (GROUPS * HEADS)
-    stats = stats_ptr + group.to(tl.int64) * rows + q_low * HEADS
-    dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    dv = tl.zeros((BLOCK_N, BLOCK_E), tl.float32)
-    dbias = tl.zeros((BLOCK_N, BLOCK_H), tl.float32)
+    mask = key < num_keys
+    n = (k_start + first).to(tl.int64)
+    k, v = load_keys(k_ptr, v_ptr, n, key_at, mask, kv_head, SPEC)
+    q_base = q_start.to(tl.int64) * (G * HEADS)
+    dk = tl.zeros((SPEC.block_n, SPEC.block_d), tl.float32)
+    dv = tl.zeros((SPEC.block_n, SPEC.block_e), tl.float32)
+    dbias = tl.zeros((SPEC.block_n, BLOCK_H), tl.float32)
     for step in range(0, steps):
-        at = begin + step * BLOCK_M + tl.arange(0, BLOCK_M)
-        q_mask = at < queries * HEADS
-        q_at = query_rows(at.to(tl.int64), group, GROUPS, HEADS)
-        q = load_rows(q_ptr + row * D, q_at, q_mask, D, D, BLOCK_D)
-        grad = load_rows(grad_ptr + row * E, q_at, q_mask, E, E, BLOCK_E)
-        lse = tl.load(stats + at, mask=q_mask, other=float("inf"))
-        delta = tl.load(stats + rows.to(tl.int64) * GROUPS + at, mask=q_mask, other=0.0)
-        p, ds = _weigh(
-            (q, grad, lse, delta, at, at // HEADS + shift),
-            (k, v, n, key_at, key, mask),
-            bias_ptr,
-            group,
-            (left, right),
-            scale,
-            GROUPS,
-            HEADS,
-            HAS_BIAS,
-            HAS_LEFT,
-            HAS_RIGHT,
-            PRECISION,
-        )
-        dv = tl.dot(tl.trans(p.to(grad.dtype)), grad, dv, input_precision=PRECISION)
-        dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision=PRECISION)
-        if HAS_BIAS:
-            own = ((at % HEADS)[:, None] == tl.arange(0, BLOCK_H)[None, :]) & q_mask[:, None]
+        row = begin + step * SPEC.block_m + tl.arange(0, SPEC.block_m)
+        q_mask = row < num_queries * HEADS
+        query = _load_queries(queries, q_base, row, q_mask, kv_head, rows, q_start, shift, SPEC)
+        q, grad, _lse, _delta, _row, _position = query
+        p, ds = _weights_and_gradient(query, (k, v, n, key_at, key, mask), bias_ptr, kv_head, left, right, scale, SPEC)
+        dv = tl.dot(tl.trans(p.to(grad.dtype)), grad, dv, input_precision=SPEC.precision)
+        dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision=SPEC.precision)
+        if SPEC.has_bias:
+            own = ((row % HEADS)[:, None] == tl.arange(0, BLOCK_H)[None, :]) & q_mask[:, None]
             dbias = tl.dot(tl.trans(ds), own.to(tl.float32), dbias, input_precision="tf32x3")
     dk *= scale
-    if SHARED:
+    if SPEC.shared_kv:
         dk += dv
     else:
-        store_rows(dv_ptr + n * (GROUPS * E) + group * E, dv, key_at, mask, GROUPS * E, E, BLOCK_E)
-    store_rows(dk_ptr + n * (GROUPS * D) + group * D, dk, key_at, mask, GROUPS * D, D, BLOCK_D)
-    if HAS_BIAS:
-        to = dbias_ptr + n * (GROUPS * HEADS) + group * HEADS
-        store_rows(to, dbias, key_at, mask, GROUPS * HEADS, HEADS, BLOCK_H)
-
-
-def _config(tile: Tile) -> tuple[int, int, int, int]:
-    """(query rows, keys, warps, stages) of either sweep."""
-    if tile.width_bytes > 512:
-        return (16, 16, 8, 1) if tile.width_bytes > 1024 else (16, 16, 4, 1)
-    if tile.width_bytes > 256:
-        return 32, 32, 4, 1
-    return 64, 64, 4, 2 if tile.dtype.itemsize == 2 else 1
+        store_rows(dv_ptr + n * (G * E) + kv_head * E, dv, key_at, mask, G * E, E, SPEC.block_e)
+    store_rows(dk_ptr + n * (G * D) + kv_head * D, dk, key_at, mask, G * D, D, SPEC.block_d)
+    if SPEC.has_bias:
+        to = dbias_ptr + n * (G * HEADS) + kv_head * HEADS
+        store_rows(to, dbias, key_at, mask, G * HEADS, HEADS, BLOCK_H)
 
 
 @cache
-def _launchers(tile: Tile, has_left: bool, has_right: bool) -> tuple[int, int, Launcher, Launcher]:
-    block_m, block_n, *_ = config = _config(tile)
-    constants = {"HAS_LEFT": has_left, "HAS_RIGHT": has_right, **tile.constants(*config)}
-    dquery = Launcher(_jagged_attention_dquery_kernel, **constants)
-    return block_m, block_n, dquery, Launcher(_jagged_attention_dkey_kernel, BLOCK_H=block(tile.heads), **constants)
+def _launchers(
+    problem: AttentionProblem, plans: tuple[KernelPlan, ...], has_left: bool, has_right: bool
+) -> tuple[Launcher, ...]:
+    kernels = (_statistics_kernel, jagged_attention_dquery_kernel, jagged_attention_dkey_kernel)
+    constants = [{"SPEC": JaggedSpec.of(problem, plan, has_left, has_right), **plan.constants} for plan in plans]
+    constants[2]["BLOCK_H"] = block(problem.qheads_per_kvhead)
+    return tuple(Launcher(kernel, **more) for kernel, more in zip(kernels, constants, strict=True))
 
 
 def backward(
-    grad: Tensor,
-    dlse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    query_offsets: Tensor,
-    key_offsets: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    left: int | None,
-    right: int | None,
+    grad: Tensor, dlse: Tensor | None, x: JaggedAttentionInputs, out: Tensor, lse: Tensor, plan: AttentionPlan
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Returns the gradients of query, key (key + value where they are shared), value and bias."""
-    rows = query.shape[0]
-    dquery, dkey = torch.empty_like(query), torch.empty_like(key)
-    dvalue = None if value is None else torch.empty_like(value)
-    dbias = None if bias is None else torch.empty_like(bias)
-    tile = Tile.of(query, key, value, key_offsets, bias)
-    block_m, block_n, launch_dquery, launch_dkey = _launchers(tile, left is not None, right is not None)
-    stats = statistics(grad, out, lse, dlse, tile.groups)
-    inputs = (query, key, key if value is None else value, bias)
-    numbers = (rows * tile.heads, *bounds(left, right), scale)
-    slots = schedule(query_offsets, key_offsets, rows, tile.heads, block_m)
-    total = slots.shape[0] * tile.groups
-    launch_dquery((total, 1, 1), (*inputs, slots, grad, stats, dquery), (total, *numbers))
-    slots = schedule(key_offsets, query_offsets, key.shape[0], 1, block_n)
-    total = slots.shape[0] * tile.groups
-    launch_dkey((total, 1, 1), (*inputs, slots, grad, stats, dkey, dvalue, dbias), (total, *numbers))
+    """As `launch.backward`."""
+    problem, (statistics, dquery_plan, dkey_plan) = plan.problem, plan.backward
+    groups, heads = problem.num_kv_heads, problem.qheads_per_kvhead
+    rows = x.query.shape[0] * heads
+    dquery, dkey = torch.empty_like(x.query), torch.empty_like(x.key)
+    dvalue = None if x.value is None else torch.empty_like(x.value)
+    dbias = None if x.bias is None else torch.empty_like(x.bias)
+    stats = lse.new_empty(2, groups, rows)
+    launch_statistics, launch_dquery, launch_dkey = _launchers(
+        problem, plan.backward, x.left is not None, x.right is not None
+    )
+    launch_statistics((cdiv(rows * groups, statistics.block_m), 1, 1), (grad, out, lse, dlse, stats), (rows * groups,))
+    inputs = ((x.query, grad, stats), (x.key, x.key if x.value is None else x.value), x.bias)
+    numbers = (rows, *bounds(x.left, x.right), x.scale)
+    tiles = schedule_tiles(x.query_offsets, x.key_offsets, x.query.shape[0], heads, dquery_plan.block_m)
+    total = tiles.shape[0] * groups
+    launch_dquery((total, 1, 1), (*inputs, tiles, dquery), (total, *numbers))
+    tiles = schedule_tiles(x.key_offsets, x.query_offsets, x.key.shape[0], 1, dkey_plan.block_n)
+    total = tiles.shape[0] * groups
+    launch_dkey((total, 1, 1), (*inputs, tiles, (dkey, dvalue, dbias)), (total, *numbers))
     return dquery, dkey, dvalue, dbias
