@@ -4,10 +4,17 @@ import pytest
 import torch
 from ops.budget import check
 
-from jfi.kernels.absorbed_weights import bwd as absorbed_weights_bwd
+from jfi.kernels.common import plan
 from jfi.ops.absorb_weights import absorb_in_kernel, absorb_weights, weight_gradients
 
 F, DTYPES = 2, [torch.float32, torch.bfloat16] if torch.cuda.is_available() else [torch.float32]
+
+
+@pytest.fixture(autouse=True)
+def short_chunks():
+    """So many SMs that a batch is split."""
+    with plan.override(NUM_SMS=1000):
+        yield
 
 
 @pytest.mark.parametrize("impl", ["triton", "torch"])
@@ -23,9 +30,8 @@ F, DTYPES = 2, [torch.float32, torch.bfloat16] if torch.cuda.is_available() else
     ],
 )
 def test_absorbed_weights_and_their_gradients(
-    times, heads, width, history_width, target_width, batch, dtype, impl, device, monkeypatch
+    times, heads, width, history_width, target_width, batch, dtype, impl, device
 ):
-    monkeypatch.setattr(absorbed_weights_bwd, "multiprocessors", lambda device: 1000)  # so that programs share a batch
     dim = heads * width
     shapes = (times * dim, target_width), (times * dim,), (dim, history_width), (dim, history_width), (dim, times * dim)
     weights = tuple(torch.randn(F, *shape, device=device) for shape in shapes)

@@ -1,7 +1,5 @@
 """What every operator promises beside its numbers: schemas, one graph for all sizes, no synchronisation, errors."""
 
-import importlib
-
 import pytest
 import torch
 from ops.ragged import offsets_of
@@ -244,28 +242,17 @@ def test_a_hundred_thousand_samples_fit_the_grid(name, device, monkeypatch):
 
 
 def test_a_million_queries_fit_the_grid(device, monkeypatch):
-    """A catalogue scored for one user whose history is cut up."""
-    import triton
-
-    from jfi.kernels.common import stream_k as shares
+    """A catalogue scored for one user whose history is split."""
+    from jfi.kernels.common import plan
+    from jfi.kernels.common.launch import Launcher
 
     grids = []
-
-    class Recorder:
-        def __getitem__(self, grid):
-            return lambda *args, **options: grids.append(grid)
-
-    for part in ("many_fwd", "many_bwd", "many_tiles"):
-        module = importlib.import_module(f"jfi.kernels.target_attention.{part}")
-        for attribute, kernel in list(vars(module).items()):
-            if attribute.endswith("_kernel") and isinstance(kernel, triton.runtime.KernelInterface):
-                monkeypatch.setattr(module, attribute, Recorder())
-    monkeypatch.setattr(shares, "LEAST_CHUNK", 1)
-    monkeypatch.setattr(shares, "multiprocessors", lambda device: 2**24)
+    monkeypatch.setattr(Launcher, "__call__", lambda launcher, grid, *_: grids.append(grid))
     query = torch.zeros(1, 1_100_000, 1, 1, device=device, requires_grad=True)
     key, offsets = torch.zeros(1000, 1, 1, device=device), torch.tensor([0, 1000], device=device)
-    out = ops.target_attention(query, key, offsets=offsets, impl="triton")
-    out.sum().backward()
+    with plan.override(LEAST_CHUNK=1, NUM_SMS=2**24):
+        out = ops.target_attention(query, key, offsets=offsets, impl="triton")
+        out.sum().backward()
     assert len(grids) >= 4 and all(size <= 65_535 for grid in grids for size in grid[1:])
 
 

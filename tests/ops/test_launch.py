@@ -27,7 +27,10 @@ class Compiled:
 
 class Kernel:
     arg_names = ("x", "y", "n", "scale", "BLOCK")
-    params = tuple(SimpleNamespace(do_not_specialize_on_alignment=name == "y") for name in arg_names)
+    params = tuple(
+        SimpleNamespace(do_not_specialize_on_alignment=name == "y", do_not_specialize=name == "n") for name in arg_names
+    )
+    fn = SimpleNamespace(__name__="kernel")
 
     def __init__(self):
         self.calls: list = []
@@ -46,7 +49,7 @@ def launcher(monkeypatch):
         value = False
 
     monkeypatch.setattr(launch, "INTERPRET", Interpret)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a processor's device
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a CPU's device
     monkeypatch.setattr(launch.driver, "_active", type("Driver", (), {"get_current_stream": lambda *_: "stream"})())
     return launch.Launcher(Kernel(), BLOCK=64, num_warps=4)
 
@@ -65,14 +68,42 @@ def test_a_second_call_compiles_nothing_and_passes_addresses(launcher):
     assert launcher.kernel.calls[1][1] == (*GRID, *rest, x.data_ptr(), None, 7, 0.5, None)
 
 
+def test_addresses_are_nested_as_the_tensors_are(launcher):
+    x, y = torch.zeros(64), torch.zeros(8)
+    for _ in range(2):
+        launcher(GRID, ((x, None, y), y), (7, 0.5))
+    assert launcher.kernel.calls[1][1][9:] == ((x.data_ptr(), None, y.data_ptr()), y.data_ptr(), 7, 0.5, None)
+
+
+def test_other_dtypes_or_absent_tensors_are_other_kernels(launcher):
+    x, y = torch.zeros(64), torch.zeros(64)
+    for tensors in (((x, y), y), ((x.half(), y), y), ((x, y.half()), y), ((x, None), y), ((x, y), y.half())):
+        launcher(GRID, tensors, (7, 0.5))
+    assert kinds(launcher) == ["compile"] * 5
+    launcher(GRID, ((x.half(), y), y), (7, 0.5))
+    assert kinds(launcher)[5:] == ["run"]
+
+
+def test_other_tiles_of_a_descriptor_are_other_kernels(launcher):
+    x = torch.zeros(64)
+
+    def descriptor(rows, dtype=torch.float16):
+        return SimpleNamespace(base=torch.zeros(64, dtype=dtype), block_shape=[rows, 64])
+
+    for first in (descriptor(64), descriptor(32), descriptor(64, torch.bfloat16), None, descriptor(64)):
+        launcher(GRID, (x,), (7, 0.5), (first,))
+    assert kinds(launcher) == ["compile"] * 4 + ["run"]
+
+
 def test_unaligned_tensors_and_long_integers_go_tritons_way(launcher):
     x = torch.zeros(64)
     launcher(GRID, (x[1:], None), (7, 0.5))
     launcher(GRID, (x, None), (2**31, 0.5))
     launcher(GRID, (x, None), (7, 0.5))
     launcher(GRID, (x[1:], None), (7, 0.5))
+    launcher(GRID, ((x, x[1:]), None), (7, 0.5))
     launcher(GRID, (x, None), (7, 0.5))
-    assert kinds(launcher) == ["compile", "compile", "compile", "compile", "run"]
+    assert kinds(launcher) == ["compile", "compile", "compile", "compile", "compile", "run"]
 
 
 def test_a_parameter_may_begin_anywhere(launcher):
@@ -82,10 +113,16 @@ def test_a_parameter_may_begin_anywhere(launcher):
     assert kinds(launcher) == ["compile", "run"]
 
 
+def test_an_integer_that_a_kernel_is_specialized_on_is_refused(launcher):
+    x = torch.zeros(64)
+    with pytest.raises(TypeError, match="every integer of kernel must be in its do_not_specialize"):
+        launcher(GRID, (x, None), (7, 5))
+
+
 def test_a_profilers_hooks_are_served(launcher, monkeypatch):
     x = torch.zeros(64)
     launcher(GRID, (x, None), (7, 0.5))
-    chain = launch.HookChain()
+    chain = launch.knobs.HookChain()
     chain.add(lambda metadata: None)
     monkeypatch.setattr(launch.knobs.runtime, "launch_enter_hook", chain)
     launcher(GRID, (x, None), (7, 0.5))

@@ -1,4 +1,4 @@
-"""Target attention, Triton and the processor's path: output and gradients within the budget on every kind of batch."""
+"""Target attention, Triton and the CPU path: output and gradients within the budget on every kind of batch."""
 
 import pytest
 import torch
@@ -11,21 +11,18 @@ from triton import language as tl
 
 import jfi.ops
 from jfi import reference
-from jfi.kernels.common import stream_k as shares
-from jfi.kernels.common.stream_k import longest_first
-from jfi.kernels.target_attention import few_fwd as target_attention_fwd
+from jfi.kernels.common import plan
+from jfi.kernels.common.stream_k import RANKS, longest_first
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 IMPLS = ["triton", "torch"]
 
 
 @pytest.fixture(autouse=True)
-def short_shares(monkeypatch):
-    """Small test histories are cut up as long ones are, unless their longest is known: then they are taken whole."""
-    monkeypatch.setattr(shares, "LEAST_CHUNK", 128)
-    monkeypatch.setattr(shares, "multiprocessors", lambda device: 64)
-    monkeypatch.setattr(shares, "WHOLE_ROWS", 2**30)
-    monkeypatch.setattr(shares, "WHOLE_BYTES", 2**30)
+def short_ranges():
+    """Small test histories are split as long ones are, unless their longest is known: then a program handles each."""
+    with plan.override(LEAST_CHUNK=128, NUM_SMS=64, WHOLE_ROWS=2**30, WHOLE_BYTES=2**30):
+        yield
 
 
 def check(
@@ -76,9 +73,9 @@ def test_ragged(case, dtype, impl, device):
 
 
 @pytest.mark.parametrize("most", [0, 2**30])
-def test_samples_taken_whole_in_their_order_or_in_that_of_their_lengths(most, device, monkeypatch):
-    monkeypatch.setattr(shares, "_ORDERED", most)
-    check(torch.randint(0, 12, (70,)).tolist(), device, "triton")
+def test_a_program_per_sample_in_their_order_or_in_that_of_their_lengths(most, device):
+    with plan.override(ORDERED_SAMPLES_PER_SM=most):
+        check(torch.randint(0, 12, (70,)).tolist(), device, "triton")
 
 
 @triton.jit
@@ -93,16 +90,16 @@ def test_programs_take_each_sample_once_and_the_long_ones_first(samples, dtype, 
     sample = torch.empty(samples, dtype=torch.int64, device=device)
     _sample_kernel[(samples,)](offsets_of(lengths.tolist(), device, dtype), sample, samples)
     assert sorted(sample.tolist()) == list(range(samples))
-    stride = -(-samples // shares.RANKS.value)
+    stride = -(-samples // RANKS.value)
     for members in (sample[i::stride] for i in range(stride)):
         assert lengths[members.cpu()].diff().le(0).all()
 
 
 @pytest.mark.parametrize("longest", [0, 2**30])
 @pytest.mark.parametrize(("width", "value_width"), [(32, None), (64, None), (64, 64), (128, None)])
-def test_steps_of_short_histories_and_of_long_ones(width, value_width, longest, device, monkeypatch):
-    monkeypatch.setattr(target_attention_fwd, "_SHORT_ROWS", longest)
-    check([3, 0, 150, 65], device, "triton", heads=2, width=width, value_width=value_width)
+def test_steps_of_short_histories_and_of_long_ones(width, value_width, longest, device):
+    with plan.override(SHORT_ROWS=longest):
+        check([3, 0, 150, 65], device, "triton", heads=2, width=width, value_width=value_width)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -140,14 +137,15 @@ def test_many_queries_in_half_precision(times, heads, groups, width, value_width
 @pytest.mark.skipif(not ON_HOPPER, reason="needs Hopper")
 @pytest.mark.parametrize(("heads", "groups", "bias"), [(1, 1, "finite"), (2, 1, None), (2, 2, "hidden")])
 @pytest.mark.parametrize(("width", "shared"), [(64, True), (128, False)])
-def test_many_candidates_are_jagged_attention(heads, groups, bias, width, shared, device, monkeypatch):
-    from jfi.kernels.target_attention import launch as target_attention
-
-    monkeypatch.setattr(target_attention, "many_fwd", None)
-    monkeypatch.setattr(target_attention, "many_bwd", None)
-    monkeypatch.setattr(target_attention, "multiprocessors", lambda device: 2)
+def test_many_candidates_are_jagged_attention(heads, groups, bias, width, shared, device):
     shape = {"times": 300, "heads": heads, "groups": groups, "width": width, "value_width": None if shared else width}
-    check([5, 0, 300, 64], device, "triton", torch.bfloat16, bias=bias, **shape)
+    with plan.override(TARGET_FAMILY="jagged_sm90"):
+        query = torch.empty(4, 300, heads, width, dtype=torch.bfloat16, device=device)
+        key = torch.empty(369, groups, width, dtype=torch.bfloat16, device=device)
+        offsets = offsets_of([5, 0, 300, 64], device)
+        value = None if shared else key
+        assert jfi.ops.explain(jfi.ops.target_attention, query, key, value, offsets=offsets).family == "jagged_sm90"
+        check([5, 0, 300, 64], device, "triton", torch.bfloat16, bias=bias, **shape)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -218,8 +216,8 @@ def test_buckets_and_scales_that_do_not_fit_are_refused(device):
         with pytest.raises(fault, match=message):
             attend(**each)
     if device.type == "cpu":
-        with pytest.raises(ValueError, match="buckets must be from 0 to 2, rows of bias, got 0 to 3"):
-            attend(buckets=buckets, bias=table[:3])
+        with pytest.raises(ValueError, match="key_bias_index must be from 0 to 2, rows of key_bias, got 0 to 3"):
+            attend(key_bias_index=buckets, key_bias=table[:3])
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -135,8 +135,9 @@ def target_attention_many_dquery_kernel(
             rows, dq, desc, history, grads, n + ahead, mask, kv_head, scale, SPEC, False, SINGLE, BLOCK_H, BY_TMA
         )
     if full < left:
+        n += full
         mask = k_at < left - full
-        dq = _step(rows, dq, desc, history, grads, n + full, mask, kv_head, scale, SPEC, True, SINGLE, BLOCK_H, False)
+        dq = _step(rows, dq, desc, history, grads, n, mask, kv_head, scale, SPEC, True, SINGLE, BLOCK_H, False)
     if high - low <= chunk:
         store_rows(dq_ptr + row * D, dq, q_at, q_mask, D, D, SPEC.block_d)
     else:
