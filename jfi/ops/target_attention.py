@@ -65,8 +65,10 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     if impl == "triton":
         return _kernels(impl).forward(query, key, value, offsets, bias, buckets, value_scale, second, scale, max_seqlen)
-    with without_autocast("cpu"):
-        return _kernels(impl).forward(query, key, value, offsets, bias, scale)
+    if torch.is_autocast_enabled("cpu"):
+        with torch.autocast("cpu", enabled=False):
+            return _kernels(impl).forward(query, key, value, offsets, bias, scale)
+    return _kernels(impl).forward(query, key, value, offsets, bias, scale)
 
 
 def _forward_fake(query, key, value, *_):
