@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from jfi.context import is_traced, without_autocast
+from jfi.context import is_traced
 from jfi.modules.sequence_configs import FeatureGroup, KeyBias, PositionBias, SequenceFeatureConfig, WeightBias
 from jfi.modules.validation import check_inputs, require_keys
 
@@ -112,43 +112,55 @@ def read_inputs(
         targets = targets.to_dict()
     check_inputs(sequences, groups, targets)
     device = sequences[groups[0].sequence_keys[0][0]].values().device
-    with without_autocast(device.type):  # under which cat refuses some dtypes
-        return [_read_group(sequences, group, targets) for group in groups]
+    if torch.is_autocast_enabled(device.type):  # under which cat refuses some dtypes
+        with torch.autocast(device.type, enabled=False):
+            return _read_groups(sequences, groups, targets)
+    return _read_groups(sequences, groups, targets)
 
 
-def _read_group(
-    sequences: dict[str, JaggedTensor], group: FeatureGroup, targets: dict[str, Tensor] | None
-) -> GroupInputs:
-    """Reads one group; field by field, so that adding or concatenating fields is one kernel for all features."""
-    feature, target = group.features[0], None
-    if targets is not None:
-        target = combine([_stack([targets[key] for key in keys]) for keys in group.target_keys], feature)
-    fields = [join([sequences[key].values() for key in keys]) for keys in group.sequence_keys]
-    if feature.combine == "sum":
-        fields = [combine(fields, feature)]
-    firsts = [sequences[key] for key in group.sequence_keys[0]]
-    offsets = join_offsets(firsts)
-    count = fields[0].size(0)
+def _read_groups(
+    sequences: dict[str, JaggedTensor], groups: list[FeatureGroup], targets: dict[str, Tensor] | None
+) -> list[GroupInputs]:
+    """Reads and concatenates; field by field, so that adding or concatenating fields is one kernel for all features."""
+    read = []
+    for group in groups:
+        feature, target, fields = group.features[0], None, []
+        if targets is not None:
+            target = combine(_stacked(targets, group.target_keys), feature)
+        for keys in group.sequence_keys:
+            fields.append(
+                sequences[keys[0]].values() if len(keys) == 1 else join([sequences[k].values() for k in keys])
+            )
+        if feature.combine == "sum" and len(fields) > 1:
+            fields = [combine(fields, feature)]
+        firsts = [sequences[key] for key in group.sequence_keys[0]]
+        offsets, count = join_offsets(firsts), fields[0].size(0)
 
-    weights = score_bias = bias_index = None
-    if feature.reads_weights:
-        weights = join([events.weights() for events in firsts])
-    bias = feature.bias
-    if isinstance(bias, WeightBias):
-        score_bias = _log_weights(weights)
-    elif isinstance(bias, PositionBias):
-        bias_index = position_buckets(offsets, count, bias.num_buckets)
-    elif isinstance(bias, KeyBias):
-        bias_index = join([sequences[one.bias.key].values() for one in group.features])
-    if bias_index is not None and len(firsts) > 1:
-        bias_index = bias_index + _first_rows(offsets, count, len(firsts), bias.num_buckets)
-    value_scale = weights if feature.weighted_values else None
-    events = [one.values().size(0) for one in firsts]
-    return GroupInputs(target, tuple(fields), offsets, score_bias, bias_index, value_scale, events)
+        weights = score_bias = bias_index = None
+        if group.reads_weights:
+            weights = join([events.weights() for events in firsts])
+        bias = feature.bias
+        if isinstance(bias, WeightBias):
+            score_bias = _log_weights(weights)
+        elif isinstance(bias, PositionBias):
+            bias_index = position_buckets(offsets, count, bias.num_buckets)
+        elif isinstance(bias, KeyBias):
+            bias_index = join([sequences[one.bias.key].values() for one in group.features])
+        if bias_index is not None and len(firsts) > 1:
+            bias_index = bias_index + _first_rows(offsets, count, len(firsts), bias.num_buckets)
+        value_scale = weights if feature.weighted_values else None
+        events = [count] if len(firsts) == 1 else [one.values().size(0) for one in firsts]
+        read.append(GroupInputs(target, tuple(fields), offsets, score_bias, bias_index, value_scale, events))
+    return read
 
 
-def _stack(tensors: list[Tensor]) -> Tensor:
-    return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(tensors)
+def _stacked(targets: dict[str, Tensor], fields: list[tuple[str, ...]]) -> list[Tensor]:
+    """Field by field the targets of all features [F, B, embedding_dim]."""
+    stacked = []
+    for keys in fields:
+        alone = len(keys) == 1
+        stacked.append(targets[keys[0]].unsqueeze(0) if alone else torch.stack([targets[key] for key in keys]))
+    return stacked
 
 
 def combine(fields: list[Tensor], feature: SequenceFeatureConfig) -> Tensor:

@@ -153,9 +153,15 @@ class JaggedFeatureInteraction(nn.Module):
                 alike, fields that are not aligned, other numbers of samples, a bucket id out of range. Lengths, weights
                 and ids are looked at on the CPU alone, where that costs no synchronisation.
         """
-        tensors = inputs.read_inputs(self._embed(sequences), self._groups, targets)
-        outputs = [group(tensors[place]) for place, group in enumerate(self.attention)]
-        return KeyedTensor(self._names, self._widths, self._in_order(outputs))
+        if self.embedding_collection is not None:
+            sequences = self._embed(sequences)
+        tensors = inputs.read_inputs(sequences, self._groups, targets)
+        outputs = []
+        for place, group in enumerate(self.attention):
+            outputs.append(group(tensors[place]))
+        # [F, B, embedding_dim] of every group -> [B, output_width] in the order of the features.
+        values = outputs[0].transpose(0, 1).flatten(1) if len(outputs) == 1 else self._in_order(outputs)
+        return KeyedTensor(self._names, self._widths, values)
 
     @torch.no_grad()
     def attention_weights(
@@ -170,7 +176,9 @@ class JaggedFeatureInteraction(nn.Module):
             a sample.
         """
         weights = {}
-        tensors = inputs.read_inputs(self._embed(sequences), self._groups, targets)
+        if self.embedding_collection is not None:
+            sequences = self._embed(sequences)
+        tensors = inputs.read_inputs(sequences, self._groups, targets)
         for group, one in zip(self.attention, tensors, strict=True):
             values = group.attention_weights(one).split(one.events)
             lengths = one.offsets.diff().view(group.num_features, -1)
@@ -230,24 +238,18 @@ class JaggedFeatureInteraction(nn.Module):
             _load_multihead_attention(getattr(self.attention, name), attention)
 
     def _in_order(self, outputs: list[Tensor]) -> Tensor:
-        """[F, B, embedding_dim] of every group -> [B, output_width] in the order of the features."""
-        if len(outputs) == 1:
-            return outputs[0].transpose(0, 1).flatten(1)
         pooled = {}
         for output, places in zip(outputs, self._places, strict=True):
             rows = output.unbind()
             pooled |= {place: rows[index] for index, place in enumerate(places)}
         return torch.cat([pooled[place] for place in range(len(self.features))], dim=1)
 
-    def _embed(self, sequences: KeyedJaggedTensor | dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
-        if self.embedding_collection is None:
-            return sequences
-        validation.check_ids("sequences", sequences, self._id_keys, not self._is_unsharded())
-        inputs.allow_no_samples(sequences)
-        return inputs.with_event_inputs(self.embedding_collection(sequences), sequences, self.features)
-
-    def _is_unsharded(self) -> bool:
-        return isinstance(self.embedding_collection, validation.Collections)
+    def _embed(self, ids: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        # DistributedModelParallel puts a module of another class in the collection's place.
+        sharded = not isinstance(self.embedding_collection, validation.Collections)
+        validation.check_ids("sequences", ids, self._id_keys, sharded)
+        inputs.allow_no_samples(ids)
+        return inputs.with_event_inputs(self.embedding_collection(ids), ids, self.features)
 
     def extra_repr(self) -> str:
         return describe(self.features, num_heads=self.num_heads, num_queries=self.num_queries)

@@ -159,6 +159,7 @@ class FeatureGroup:
         # The features' first keys, then their second ones, ... No fields of the dataclass: torch.fx makes a dataclass
         # anew from its fields.
         self.sequence_keys = list(zip(*[feature.sequence_keys for feature in self.features], strict=True))
+        self.reads_weights = self.features[0].reads_weights
         self.target_keys = list(zip(*[feature.target_keys for feature in self.features], strict=True))
 
     @property

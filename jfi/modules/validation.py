@@ -118,7 +118,7 @@ def _check_events(
         _check_aligned(key, events, feature.sequence_keys[0], first, reads_contents)
     if reads_contents:
         _check_offsets(feature.sequence_keys[0], first)
-    if feature.reads_weights:
+    if feature.weighted_values or isinstance(feature.bias, WeightBias):
         _check_weights(feature, first)
     if isinstance(feature.bias, KeyBias):
         _check_bucket_ids(sequences, feature, first)

@@ -39,11 +39,16 @@ def validation() -> Iterator[None]:
         _validates_on_gpu.reset(token)
 
 
-def _may_read(offsets: Tensor) -> bool:
-    """Whether the contents of offsets are there, and reading them stalls no device or is asked for."""
-    if is_traced() or type(offsets) is not Tensor or offsets.is_meta:
+def _may_read(offsets: Tensor, traced: bool | None = None) -> bool:
+    """Whether the contents of offsets exist and reading them stalls no device or is asked for.
+
+    ``traced`` is what is_traced() has returned, if the caller knows.
+    """
+    if type(offsets) is not Tensor or offsets.is_meta:
         return False
-    return offsets.device.type == "cpu" or _validates_on_gpu.get()
+    if not (offsets.device.type == "cpu" or _validates_on_gpu.get()):
+        return False
+    return not (is_traced() if traced is None else traced)
 
 
 def check_floating(**tensors: Tensor | None) -> None:
@@ -95,7 +100,12 @@ def check_history(key: Tensor, value: Tensor | None, bias: Tensor | None, heads:
 
 
 def check_events(
-    key: Tensor, table: Tensor | None, buckets: Tensor | None, value_scale: Tensor | None, heads: int
+    key: Tensor,
+    table: Tensor | None,
+    buckets: Tensor | None,
+    value_scale: Tensor | None,
+    heads: int,
+    traced: bool | None = None,
 ) -> None:
     """Buckets name rows of a table [R, H] and, as a scale of values, come one to a row of key, on its device."""
     if table is not None and table.device != key.device:
@@ -120,7 +130,7 @@ def check_events(
     check_floating(key_bias=table)
     check_dim("key_bias", table, "[N, H]")
     check_size("key_bias", table.shape[1], heads, "H")
-    if _may_read(buckets) and buckets.numel():
+    if _may_read(buckets, traced) and buckets.numel():
         low, high = int(buckets.min()), int(buckets.max())
         if low < 0 or high >= table.shape[0]:
             raise ValueError(
@@ -147,7 +157,13 @@ def check_max_seqlen(max_seqlen: int | None) -> None:
 
 
 def check_offsets(
-    name: str, offsets: Tensor, rows: int | None, rows_of: str, like: Tensor, batch_size: int | None = None
+    name: str,
+    offsets: Tensor,
+    rows: int | None,
+    rows_of: str,
+    like: Tensor,
+    batch_size: int | None = None,
+    traced: bool | None = None,
 ) -> None:
     """offsets is [B+1], int32 or int64, on the device of ``like``; where it may be read, from 0 to rows, ascending."""
     if not isinstance(offsets, Tensor):
@@ -160,7 +176,7 @@ def check_offsets(
         raise ValueError(f"{name} must be on {like.device} like the values, got {offsets.device}")
     if batch_size is not None and offsets.shape[0] != batch_size + 1:
         raise ValueError(f"{name} must have B+1 = {batch_size + 1} entries, got {offsets.shape[0]}")
-    if not _may_read(offsets):
+    if not _may_read(offsets, traced):
         return
     first, last = int(offsets[0]), int(offsets[-1])
     if first != 0:

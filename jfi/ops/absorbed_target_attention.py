@@ -79,10 +79,11 @@ def absorbed_target_attention(
     """
     fields = history if isinstance(history, tuple) else (history,)
     times = _check_shapes(target, fields, weights, num_heads)
-    first = fields[0]
-    check_offsets("offsets", offsets, first.shape[0], "history", first, target.shape[0] * target.shape[1])
+    first, traced = fields[0], is_traced()
+    samples = target.shape[0] * target.shape[1]
+    check_offsets("offsets", offsets, first.shape[0], "history", first, samples, traced)
     if key_bias_index is not None or value_scale is not None:
-        check_events(first, key_bias, key_bias_index, value_scale, num_heads)
+        check_events(first, key_bias, key_bias_index, value_scale, num_heads, traced)
     if key_bias is not None and key_bias_index is None:
         check_dim("key_bias", key_bias, "[S, H]")
         check_size("key_bias", key_bias.shape[0], first.shape[0], "S")
@@ -94,19 +95,22 @@ def absorbed_target_attention(
     dtype = torch.get_autocast_dtype(device) if autocast else weights[0].dtype
     in_kernel = takes_events(impl, times * num_heads)
     if key_bias_index is not None and not in_kernel:
-        key_bias, key_bias_index = cast(F.embedding(key_bias_index, key_bias), first.dtype), None
+        key_bias, key_bias_index = F.embedding(key_bias_index, key_bias).to(first.dtype), None
     events = (offsets, key_bias, key_bias_index, value_scale)
     tensors = (target, *fields, key_bias, *weights)
-    if (value_scale is None or in_kernel) and _fits_one_node(tensors, value_scale, impl):
+    if not traced and (value_scale is None or in_kernel) and _fits_one_node(tensors, value_scale, impl):
         if not (len(fields) == 1 or (in_kernel and _are_halves(fields))):
             fields = (torch.cat(fields, dim=1),)
         history, second = (*fields, None)[:2]
         tensors = [None if x is None else x.contiguous() for x in (history, second, *events)]
         options = (num_heads, scale, max_seqlen, impl, dtype)
+        if autocast:  # the node chooses every dtype itself
+            with torch.autocast(device, enabled=False):
+                return _AbsorbedTargetAttention.apply(target, *tensors, *weights, options)
         return _AbsorbedTargetAttention.apply(target, *tensors, *weights, options)
     history = first if len(fields) == 1 else torch.cat(fields, dim=1)
     w_qk, b_qk, w_vo = absorb_weights(weights[:5], num_heads, dtype)
-    query = cast(_affine(b_qk, target, w_qk.mT), history.dtype).view(-1, times, num_heads, history.shape[1])
+    query = _affine(b_qk, target, w_qk).to(history.dtype).view(-1, times, num_heads, history.shape[1])
     attended = target_attention(
         query,
         history.unsqueeze(1),
@@ -118,19 +122,23 @@ def absorbed_target_attention(
         max_seqlen=max_seqlen,
         impl=impl,
     )
-    return _affine(weights[5], attended.view(target.shape[0], -1, w_vo.shape[1]), w_vo)
+    return _affine(weights[5], attended.view(target.shape[0], -1, w_vo.shape[1]), w_vo.mT)
 
 
 def _check_shapes(target: Tensor, fields: tuple[Tensor, ...], weights: tuple[Tensor, ...], num_heads: int) -> int:
     """The number of queries, T, of arguments that fit each other."""
-    for name, x in (("target", target), *[("history", x) for x in fields], *zip(_WEIGHTS, weights, strict=False)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
-        if x.dtype not in FLOATING:
-            raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {x.dtype}")
-    first = fields[0]
+    if len(weights) != len(_WEIGHTS):
+        raise ValueError(f"weights must be the six tensors {', '.join(_WEIGHTS)}, got {len(weights)}")
+    for i, x in enumerate((target, *weights, *fields)):
+        if not isinstance(x, Tensor) or x.dtype not in FLOATING:
+            name = ("target", *_WEIGHTS)[i] if i < 7 else "history"
+            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"{name} must be a Tensor of float32, bfloat16, float16 or float64, got {got}")
+    first, d_x = fields[0], 0
     for x in fields:
-        check_dim("history", x, "[S, D_x]")
+        if x.dim() != 2 or 0 in x.shape[1:]:
+            raise ValueError(f"history must be [S, D_x] with D_x at least 1, got shape {list(x.shape)}")
+        d_x += x.shape[1]
         if x is not first and (x.shape[0] != first.shape[0] or x.dtype != first.dtype or x.device != first.device):
             raise ValueError(
                 f"history must be tensors of as many rows, one dtype and one device, got {list(first.shape)} "
@@ -138,31 +146,29 @@ def _check_shapes(target: Tensor, fields: tuple[Tensor, ...], weights: tuple[Ten
             )
     if target.dim() != 3 or target.shape[0] == 0 or target.shape[2] == 0:
         raise ValueError(f"target must be [F, B, D_e] with F and D_e at least 1, got shape {list(target.shape)}")
-    if len(weights) != len(_WEIGHTS):
-        raise ValueError(f"weights must be the six tensors {', '.join(_WEIGHTS)}, got {len(weights)}")
+    if target.device != first.device:
+        raise ValueError(f"target must be on the device of history, {first.device}, got {target.device}")
     features, dim = weights[5].shape if weights[5].dim() == 2 else (0, 0)
     if features != target.shape[0] or num_heads < 1 or dim % num_heads:
         raise ValueError(
             f"output_bias must be [F, D] of F = {target.shape[0]} and a D that num_heads = {num_heads} divides, "
             f"got shape {list(weights[5].shape)}"
         )
-    queries, d_e, d_x = weights[0].shape[1], target.shape[2], sum([x.shape[1] for x in fields])
-    shapes = (queries, d_e), (queries,), (dim, d_x), (dim, d_x), (dim, queries), (dim,)
+    queries = weights[0].shape[1]
+    dtype, device, weight = weights[0].dtype, first.device, (features, dim, d_x)
+    shapes = (features, queries, target.shape[2]), (features, queries), weight, weight, (features, dim, queries), None
     for name, x, shape in zip(_WEIGHTS, weights, shapes, strict=True):
-        if x.shape != (features, *shape) or queries % dim:
-            raise ValueError(f"{name} must be [F, ...] = {[features, *shape]}, got {list(x.shape)}")
-        if x.dtype != weights[0].dtype or x.device != first.device:
+        if shape is not None and (x.shape != shape or queries % dim):
+            raise ValueError(f"{name} must be [F, ...] = {list(shape)}, got {list(x.shape)}")
+        if x.dtype != dtype or x.device != device:
             raise ValueError(
-                f"{name} must be {weights[0].dtype} on {first.device}, like query_weight and history, "
-                f"got {x.dtype} on {x.device}"
+                f"{name} must be {dtype} on {device}, like query_weight and history, got {x.dtype} on {x.device}"
             )
     return queries // dim
 
 
 def _fits_one_node(tensors: tuple[Tensor | None, ...], value_scale: Tensor | None, impl: str) -> bool:
-    """Whether nothing traces these tensors, none is a subclass or meta, and the kernels take dtypes and device."""
-    if is_traced():
-        return False
+    """Whether none of these tensors is a subclass or meta, and the kernels take their dtypes and device."""
     for x in tensors:
         if x is not None and (type(x) not in PLAIN or x.is_meta):
             return False
@@ -184,39 +190,38 @@ def _are_halves(fields: tuple[Tensor, ...]) -> bool:
     )
 
 
-def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x.to(dtype)`, which costs a microsecond where there is nothing to do."""
-    return x if x.dtype == dtype else x.to(dtype)
-
-
 def _affine(bias: Tensor, rows: Tensor, weight: Tensor, by_sample: bool = False) -> Tensor:
-    """[F, N] + [F, B, M] x [F, M, N] -> [F, B, N], in the dtype of the weight; `by_sample`: in memory [B, F, N]."""
-    rows, bias = cast(rows, weight.dtype), cast(bias, weight.dtype)
+    """[F, N] + [F, B, M] x [F, N, M] -> [F, B, N], in the dtype of the weight; `by_sample`: in memory [B, F, N]."""
+    if rows.dtype != weight.dtype:
+        rows = rows.to(weight.dtype)
+    if bias.dtype != weight.dtype:
+        bias = bias.to(weight.dtype)
+    if rows.shape[0] == 1:  # the product of one matrix adds the bias itself; baddbmm copies it first
+        return F.linear(rows, weight[0], bias[0])
     features, batch, _ = rows.shape
-    if features == 1:  # the product of one matrix adds the bias itself; baddbmm copies it first
-        return torch.addmm(bias[0], rows[0], weight[0]).unsqueeze(0)
-    out = weight.new_empty(batch, features, weight.shape[2]).transpose(0, 1) if by_sample else None
-    return torch.baddbmm(bias.unsqueeze(1), rows, weight, out=out)
+    out = weight.new_empty(batch, features, weight.shape[1]).transpose(0, 1) if by_sample else None
+    return torch.baddbmm(bias.unsqueeze(1), rows, weight.mT, out=out)
 
 
 class _AbsorbedTargetAttention(torch.autograd.Function):
-    """The one node.  It chooses every dtype itself, so autocast is off within."""
+    """The one node.  It chooses every dtype itself, so autocast must be off around it."""
 
     @staticmethod
     def forward(ctx, target, history, second, offsets, bias, index, value_scale, *weights_and_options):
         *weights, output_bias, options = weights_and_options
         num_heads, scale, max_seqlen, impl, dtype = options
-        with without_autocast(history.device.type):
-            w_qk, b_qk, w_vo = absorb_in_kernel(weights, num_heads, dtype, impl)
-            query = cast(_affine(b_qk, target, w_qk.mT), history.dtype)
-            query = query.view(-1, weights[0].shape[1] // weights[2].shape[1], num_heads, weights[2].shape[2])
-            events = (offsets, bias, index, value_scale, second)
-            attended, lse = operators.target_attention_fwd(
-                query, history.unsqueeze(1), None, *events, scale, max_seqlen, impl
-            )
-            ctx.options, ctx.bias_dtype = options, output_bias.dtype
-            ctx.save_for_backward(target, history, *events, query, attended, lse, w_qk, w_vo, *weights)
-            return _affine(output_bias, attended.view(target.shape[0], -1, w_vo.shape[1]), w_vo, by_sample=True)
+        w_qk, b_qk, w_vo = absorb_in_kernel(weights, num_heads, dtype, impl)
+        query = _affine(b_qk, target, w_qk)
+        if query.dtype != history.dtype:
+            query = query.to(history.dtype)
+        query = query.view(-1, weights[0].shape[1] // weights[2].shape[1], num_heads, weights[2].shape[2])
+        events = (offsets, bias, index, value_scale, second)
+        attended, lse = operators.target_attention_fwd(
+            query, history.unsqueeze(1), None, *events, scale, max_seqlen, impl
+        )
+        ctx.options, ctx.bias_dtype = options, output_bias.dtype
+        ctx.save_for_backward(target, history, *events, query, attended, lse, w_qk, w_vo, *weights)
+        return _affine(output_bias, attended.view(target.shape[0], -1, w_vo.shape[1]), w_vo.mT, by_sample=True)
 
     @staticmethod
     @once_differentiable
@@ -229,7 +234,7 @@ class _AbsorbedTargetAttention(torch.autograd.Function):
         dtarget, dweights = None, (None,) * 6
         with without_autocast(history.device.type):
             dquery, dhistory, *others = operators.target_attention_bwd(
-                cast(torch.bmm(grad, w_vo.mT), history.dtype).view(query.shape),  # freed as soon as it is read
+                torch.bmm(grad, w_vo.mT).to(history.dtype).view(query.shape),  # freed as soon as it is read
                 query,
                 history.unsqueeze(1),
                 None,
@@ -242,7 +247,7 @@ class _AbsorbedTargetAttention(torch.autograd.Function):
             )
             dquery = dquery.view(shape)
             if ctx.needs_input_grad[0]:
-                dtarget = cast(torch.bmm(cast(dquery, w_qk.dtype), w_qk), target.dtype)
+                dtarget = torch.bmm(dquery.to(w_qk.dtype), w_qk).to(target.dtype)
             if any(ctx.needs_input_grad[7:13]):  # not if the layer is frozen
                 rows = (dquery, target, attended.view(shape), grad)
                 dweights = weight_gradients(rows, weights, ctx.bias_dtype, num_heads, impl)

@@ -1,5 +1,7 @@
 """The layer with an EmbeddingCollection inside, and under TorchRec's tracers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch._dynamo.testing
@@ -7,6 +9,12 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJa
 from torchrec.distributed.train_pipeline.tracing import Tracer as PipelineTracer
 from torchrec.fx import symbolic_trace
 from torchrec.models.dlrm import InteractionArch, OverArch
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
 
 from jfi import JaggedFeatureInteraction, KeyBias, PositionBias, SequenceFeatureConfig, WeightBias
 from jfi.modules import JaggedMeanPooling
@@ -96,6 +104,92 @@ def test_the_train_pipelines_tracer_finds_the_collection_fed_by_the_batch_alone(
     calls = {node.target: node for node in graph.nodes if node.op == "call_module"}
     assert set(calls) == set(leaves)
     assert [argument.op for argument in calls["embedding_collection"].args] == ["placeholder"]
+
+
+TWO_KEYS = [SequenceFeatureConfig("taste", ["history", "rating"], ["item"], bias=PositionBias())]
+
+
+def two_tables():
+    return [
+        EmbeddingConfig(name=f"table_{key}", embedding_dim=EMBEDDING_DIM, num_embeddings=10, feature_names=[key])
+        for key in ("history", "rating")
+    ]
+
+
+class OwnCollection(torch.nn.Module):
+    """Plain tensors in and out, as torch.export wants them."""
+
+    def __init__(self):
+        super().__init__()
+        collection = EmbeddingCollection(tables=two_tables())
+        self.layer = JaggedFeatureInteraction(TWO_KEYS, EMBEDDING_DIM, 2, embedding_collection=collection)
+
+    def forward(self, values, lengths, item):
+        ids = KeyedJaggedTensor(["history", "rating"], values, lengths=lengths)
+        return self.layer(ids, {"item": item}).values()
+
+
+def own_inputs(lengths):
+    values = torch.randint(10, (2 * sum(lengths),))
+    return values, torch.tensor(lengths * 2), torch.randn(len(lengths), EMBEDDING_DIM)
+
+
+def test_a_layer_with_its_own_collection_compiles_to_one_graph():
+    torch._dynamo.reset()
+    model = OwnCollection()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    inputs = own_inputs([3, 0, 1, 5])
+    torch.testing.assert_close(compiled(*inputs), model(*inputs))
+
+
+def test_a_layer_with_its_own_collection_exports():
+    model = OwnCollection()
+    inputs = own_inputs([3, 0, 1, 5])
+    dynamic = ({0: torch.export.Dim.DYNAMIC}, {}, {})
+    program = torch.export.export(model, inputs, dynamic_shapes=dynamic, strict=False)
+    for lengths in ([3, 0, 1, 5], [2, 2, 7, 0]):
+        inputs = own_inputs(lengths)
+        torch.testing.assert_close(program.module()(*inputs), model(*inputs))
+
+
+def test_a_managed_collision_collection(targets):
+    """Ids of any size: the collection maps them to its rows and returns the embeddings beside the new ids."""
+    tables = two_tables()
+    modules = {
+        table.name: MCHManagedCollisionModule(
+            zch_size=10, device=torch.device("cpu"), eviction_interval=2, eviction_policy=DistanceLFU_EvictionPolicy()
+        )
+        for table in tables
+    }
+    for returns in (False, True):
+        managed = ManagedCollisionEmbeddingCollection(
+            EmbeddingCollection(tables=tables), ManagedCollisionCollection(modules, tables), returns
+        )
+        layer = JaggedFeatureInteraction(TWO_KEYS, EMBEDDING_DIM, 2, embedding_collection=managed)
+        keys = ["history", "rating"]
+        values = torch.randint(2**40, (2 * sum(LENGTHS),))
+        ids = KeyedJaggedTensor(keys, values, lengths=torch.tensor(LENGTHS * 2))
+        pooled = layer(ids, targets)["taste"]
+        pooled.sum().backward()
+        assert pooled.shape == (len(LENGTHS), EMBEDDING_DIM)
+        assert all(x.grad is not None for x in layer.attention.parameters())
+    wide = [replace(table, feature_names=["histroy"]) for table in tables[:1]]
+    managed = ManagedCollisionEmbeddingCollection(
+        EmbeddingCollection(tables=wide), ManagedCollisionCollection({"table_history": modules["table_history"]}, wide)
+    )
+    with pytest.raises(ValueError, match="embedding_collection must hold the key 'history'"):
+        JaggedFeatureInteraction(TWO_KEYS, EMBEDDING_DIM, embedding_collection=managed)
+
+
+def test_variable_batch_sizes_need_a_sharded_collection(targets):
+    collection = EmbeddingCollection(tables=two_tables())
+    layer = JaggedFeatureInteraction(TWO_KEYS, EMBEDDING_DIM, 2, embedding_collection=collection)
+    ids = KeyedJaggedTensor(
+        ["history", "rating"], torch.arange(5), lengths=torch.tensor([2, 1, 2]), stride_per_key_per_rank=[[2], [1]]
+    )
+    message = r"sequences must have one batch size for all keys, got \[2, 1\]: variable batch sizes \(VBE\)"
+    with pytest.raises(ValueError, match=message):
+        layer(ids, targets)
 
 
 def test_compiles_to_one_graph_for_every_number_of_events(layer, targets):

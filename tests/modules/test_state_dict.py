@@ -1,0 +1,97 @@
+"""A state_dict names weights by feature: features come and go, and the others keep their weights."""
+
+import copy
+import re
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+from jfi import JaggedEncoder, JaggedFeatureInteraction, KeyBias, PositionBias, SequenceFeatureConfig
+
+from .conftest import EMBEDDING_DIM
+
+
+def feature(name, **kwargs):
+    return SequenceFeatureConfig(name, [f"{name}_item"], ["item"], **kwargs)
+
+
+OLD = [feature("clicks", bias=PositionBias(3)), feature("orders"), feature("carts", bias=PositionBias(3))]
+#: Alike with some of the old ones, before, between and behind them; and one of another kind, which makes a new group.
+NEW = [
+    feature("views", bias=PositionBias(3)),
+    OLD[2],
+    feature("aged", bias=KeyBias("age", 4)),
+    OLD[1],
+    feature("likes"),
+    OLD[0],
+]
+
+
+def layer_of(features):
+    layer = JaggedFeatureInteraction(features, EMBEDDING_DIM, 2)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_()
+    return layer
+
+
+def encoder_of(features):
+    return JaggedEncoder(features, EMBEDDING_DIM, 2)
+
+
+@pytest.mark.parametrize("make", [layer_of, encoder_of])
+def test_a_model_with_more_features_loads_the_old_weights(make):
+    old, new = make(OLD), make(NEW)
+    before = {name: x.clone() for name, x in new.state_dict().items()}
+    missing, unexpected = new.load_state_dict(old.state_dict(), strict=False)
+    assert not unexpected
+    assert {name.split(".")[1] for name in missing} == {"views", "aged", "likes"}
+    for name, x in new.state_dict().items():
+        assert torch.equal(x, old.state_dict().get(name, before[name])), name
+    # And the other way round: what belongs to features that are gone is left over.
+    missing, unexpected = old.load_state_dict(new.state_dict(), strict=False)
+    assert not missing and {name.split(".")[1] for name in unexpected} == {"views", "aged", "likes"}
+
+
+def test_strict_loading_names_what_does_not_fit():
+    layer = layer_of(OLD)
+    state = layer.state_dict()
+    state["attention.clicks.query_wieght"] = state.pop("attention.clicks.query_weight")
+    state["attention.orders.key_weight"] = torch.zeros(3, 3)
+    with pytest.raises(RuntimeError) as caught:
+        layer.load_state_dict(state)
+    message = str(caught.value)
+    assert re.search(r"Missing key\(s\).*attention\.clicks\.query_weight", message)
+    assert re.search(r"Unexpected key\(s\).*attention\.clicks\.query_wieght", message)
+    assert "size mismatch for attention.orders.key_weight: got [3, 3] in the checkpoint, must be [8, 8]" in message
+
+
+def test_a_state_dict_shares_its_memory_with_the_layer():
+    layer = layer_of(OLD)
+    layer.state_dict()["attention.carts.bucket_bias"].fill_(7)
+    assert (layer.attention.carts.bucket_bias == 7).all() and not (layer.attention.clicks.bucket_bias == 7).any()
+
+
+def test_weights_load_into_a_layer_on_the_meta_device():
+    layer = layer_of(OLD)
+    other = JaggedFeatureInteraction(OLD, EMBEDDING_DIM, 2, device=torch.device("meta"))
+    other.load_state_dict(layer.state_dict(), assign=True)
+    assert not any(parameter.is_meta for parameter in other.parameters())
+    for (name, got), want in zip(other.named_parameters(), layer.parameters(), strict=True):
+        assert torch.equal(got, want), name
+
+
+def test_distributed_checkpoints_state_dict_functions():
+    layer, other = layer_of(OLD), layer_of(OLD)
+    state = get_model_state_dict(layer)
+    assert set(state) == set(layer.state_dict())
+    set_model_state_dict(other, copy.deepcopy(state))
+    for (name, got), want in zip(other.named_parameters(), layer.parameters(), strict=True):
+        assert torch.equal(got, want), name
+
+
+def test_repr_shows_features_heads_queries_and_biases():
+    text = repr(JaggedFeatureInteraction(OLD, EMBEDDING_DIM, 2, 3)) + repr(encoder_of(OLD))
+    assert "clicks: item -> clicks_item, bias=PositionBias(num_buckets=3)" in text
+    assert "num_heads=2, num_queries=3" in text and "num_heads=2, num_layers=1, causal=False" in text
