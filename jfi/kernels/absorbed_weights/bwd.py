@@ -118,7 +118,7 @@ def _batch_kernel(
     elif tile < OUTPUT_END:
         out_ptr = dw_vo_ptr + place * (N * D)
         _tile_over_rows(
-            out_ptr, attended_ptr, grad_ptr, tile - QUERY_END, N, D, start, rows, DTYPE, PRECISION, SIDE, STEP
+            out_ptr, attended_ptr, grad_ptr, tile - QUERY_END, N, D, start, count, DTYPE, PRECISION, SIDE, STEP
         )
     elif tile < BIAS_END:
         _sum_over_rows(db_qk_ptr + place * N, dquery_ptr, tile - OUTPUT_END, N, start, count, DTYPE, SIDE, STEP)
