@@ -109,10 +109,10 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize("right", [None, 0, 5])
 def test_scores_are_never_held_as_a_whole(right):
-    """One sample of 3,000 events has 9 million scores, 200 of 300 events twice as many."""
+    """One sample of 3,000 events has 9 million scores, 50 of 300 events half as many."""
     from jfi.cpu import jagged_attention
 
-    for lengths in ([3000], [300] * 200):
+    for lengths in ([3000], [300] * 50):
         offsets = offsets_of(lengths, CPU)
         query = torch.randn(sum(lengths), 1, 8)
         with LargestTensor() as largest:
