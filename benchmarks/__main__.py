@@ -25,7 +25,7 @@ GPU_SUITES = {
 SUITES = GPU_SUITES | {"cpu": "cpu"}
 SECONDS, QUICK_SECONDS = 0.25, 0.06  # on one figure of a GPU
 SUITE_SECONDS = {"self": 0.1, "self_lengths": 0.1, "layer": 0.1, "step": 0.6}  # of calls that take milliseconds
-CPU_SECONDS, QUICK_CPU_SECONDS = 3.0, 0.2  # on one column of a case, all implementations together
+CPU_SECONDS, QUICK_CPU_SECONDS = 2.0, 0.2  # on one column of a case, all implementations together
 
 
 def suites_of(text: str) -> list[str]:

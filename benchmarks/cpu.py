@@ -1,4 +1,4 @@
-"""The operators on a CPU, float32, beside their peers: target attention, the paper's Table 1, self-attention.
+"""The operators on a CPU, float32, beside their peers: the paper's Table 1, self-attention, target attention.
 
 *padded* peers get padded tensors; *padding + ...* and *padding, torch* start from packed rows and end with them.
 """
@@ -59,4 +59,4 @@ def cases(quick: bool) -> list[Case]:
         return [replace(shape, B=shape.B // 16) for shape in shapes] if quick else shapes
 
     (table_1_shape,) = small([TABLE_1_SHAPE])
-    return target_cases(small(TARGET_SHAPES)) + table_1_cases(table_1_shape) + self_cases(small(SELF_SHAPES))
+    return table_1_cases(table_1_shape) + self_cases(small(SELF_SHAPES)) + target_cases(small(TARGET_SHAPES))

@@ -152,7 +152,7 @@ def test_the_processor_is_measured_where_there_is_no_gpu(monkeypatch, tmp_path, 
     with (tmp_path / "cpu.csv").open() as file:
         assert len(list(csv.DictReader(file))) == len(results["rows"])
     printed = table.markdown(results)
-    assert printed.startswith("| case | jfi | padded SDPA |") and "commit abc" in printed
+    assert printed.startswith("| case | jfi | padding, torch | fbgemm | padded SDPA |") and "commit abc" in printed
 
 
 def test_gpu_suites_are_refused_without_one(monkeypatch, capsys):
