@@ -130,6 +130,25 @@ def padded_sdpa(problem: Problem) -> Prepared:
     return padded(problem, lambda query, key, value: F.scaled_dot_product_attention(query, key, value, mask))
 
 
+def pad_and_attend(problem: Problem) -> Prepared:
+    """Padded SDPA from packed rows and back: what a model pays whose tensors are jagged."""
+    shape, lengths = problem.shape, problem.device_lengths
+    if shape.T:
+        raise Missing("measured on self-attention alone")
+    place = valid(lengths, shape.N).flatten().nonzero()[:, 0]
+    options = {"is_causal": True}  # which hides the padding, too
+    if not shape.causal:
+        mask = problem.inputs["query"].new_zeros(shape.B, 1, 1, shape.N)
+        options = {"attn_mask": mask.masked_fill_(hidden_rows(problem), -torch.inf)}
+
+    def call(*tensors: Tensor) -> Tensor:
+        rows = [x.new_zeros(shape.B * shape.N, *x.shape[1:]).index_copy(0, place, x) for x in tensors]
+        wide = (x.unflatten(0, (shape.B, shape.N)).transpose(1, 2) for x in rows)
+        return F.scaled_dot_product_attention(*wide, **options).transpose(1, 2).flatten(0, 1).index_select(0, place)
+
+    return Prepared(list(problem.inputs.values()), call, problem.grad)
+
+
 def padded_unmasked(problem: Problem) -> Prepared:
     """The padding attended to as if it were events, which spares padded flash attention its mask.
 
@@ -223,6 +242,7 @@ def unfused(problem: Problem) -> Prepared:
 OURS = Implementation("jfi", ours, ours=True, graph=True)
 VARLEN = Implementation("torch varlen_attn", varlen)
 PADDED = Implementation("padded SDPA", padded_sdpa)
+PADDING = Implementation("padding + SDPA", pad_and_attend)
 UNMASKED = Implementation("padded SDPA, no mask", padded_unmasked)
 DENSE = Implementation("dense", dense)
 FLEX = Implementation("FlexAttention", flex, rotate=False)

@@ -5,6 +5,7 @@ the allocator's peak.  Calls rotate over several sets of inputs, so that the cac
 """
 
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ EAGER_CALLS = (8, 60)  # at least, at most
 REPLAYS = 12
 HOST_CALLS = 40
 CPU_CALLS = 5  # at least
-CPU_THREADS = 2
+CPU_THREADS = 1
 
 COPY_BYTES = 2**31
 RATE_SECONDS = 0.25
@@ -110,17 +111,34 @@ def peak_mb(call: Call) -> float:
 
 
 def interleaved_us(calls: dict[str, Call], seconds: float) -> dict[str, list[float]]:
-    """Wall times of each call on a processor, ascending.  Each round goes over all: a busy spell hits them alike."""
+    """CPU times of each call, ascending: with one thread the wall times on a machine that does nothing else.
+
+    Each round goes over all calls, so that busy spells, in which others share the caches, hit them alike.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
     end = time.perf_counter() + seconds
     while calls and (time.perf_counter() < end or len(next(iter(times.values()))) < CPU_CALLS):
         for name, call in calls.items():
-            start = time.perf_counter()
+            start = time.process_time()
             call()
-            times[name].append((time.perf_counter() - start) * 1e6)
+            times[name].append((time.process_time() - start) * 1e6)
     return {name: sorted(spent) for name, spent in times.items()}
+
+
+def cpu_peak_mb(call: Call) -> float:
+    """The most that torch's CPU allocator held during a call above what it held before, its results included.
+
+    From the profiler's record of every allocation: the resident set of a process also shows pages kept for reuse.
+    """
+    call()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        held = call()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    del held
+    sizes = itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    return max(sizes, default=0) / 1e6
 
 
 def copy_bytes_per_second() -> float:

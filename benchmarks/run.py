@@ -272,4 +272,8 @@ def _run_cpu(case: Case, problem: Problem, rows: list[dict], seconds: float) -> 
         for column, times in columns.items():
             if spent := times.get(row["implementation"]):
                 _put_times(row, column, spent)
+        if prepared := ready.get(row["implementation"]):
+            row["memory_forward_mb"] = measure.cpu_peak_mb(prepared.forward)
+            if row["status"] == "ok":
+                row["memory_training_mb"] = measure.cpu_peak_mb(prepared.forward_backward)
         yield row

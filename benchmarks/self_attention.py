@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
 from benchmarks.jagged_peers import (
     DENSE,
     FLEX,
@@ -29,23 +27,12 @@ LONG, MIDDLE = HEADLINE[:2]
 PEERS = (VARLEN, PADDED, UNMASKED, DENSE, SLL)
 QUICK_PEERS = (VARLEN, UNMASKED)
 
-CPU_SHAPE = JaggedShape(16, 64, 32, H=2, G=2, dtype="float32")
-CPU_NOTE = "jagged_attention has no kernel for a processor: its plain PyTorch path, at small sizes."
-
 
 def case(shape: JaggedShape, implementations: Sequence[Implementation], headline: bool = False) -> Case:
     return Case(shape.name, shape, jagged_problem, implementations, headline)
 
 
-def cpu_cases() -> list[Case]:
-    return [
-        case(CPU_SHAPE, (OURS, PADDED, DENSE), headline=True),
-        case(replace(CPU_SHAPE, T=8), (OURS, PADDED, DENSE), headline=True),
-        case(replace(CPU_SHAPE, causal=True), (OURS,), headline=True),
-    ]
-
-
-def gpu_cases(quick: bool) -> list[Case]:
+def cases(quick: bool) -> list[Case]:
     if quick:
         return [case(shape, (OURS, *QUICK_PEERS), headline=True) for shape in HEADLINE]
     causal = [replace(shape, causal=True) for shape in (LONG, MIDDLE)]
@@ -56,7 +43,3 @@ def gpu_cases(quick: bool) -> list[Case]:
         case(replace(MIDDLE, lengths="log-normal"), (OURS,)),
         case(replace(LONG, B=2), (OURS, VARLEN)),
     ]
-
-
-def cases(quick: bool) -> list[Case]:
-    return gpu_cases(quick) if torch.cuda.is_available() else cpu_cases()

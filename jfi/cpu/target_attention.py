@@ -1,15 +1,15 @@
-"""Target attention on a processor, without padding: few queries as sparse products, many as dense ones.
+"""Target attention on a CPU, without padding: sparse matrix products for few queries, dense ones for many.
 
-A query meets the history rows of its own sample alone.  Seen as a sparse matrix of queries x rows, that pattern makes
-of every step one pass over the history by an operator that torch has vectorised and threaded:
+A query attends to the history rows of its own sample alone.  As a sparse matrix of queries x rows, that pattern turns
+every step into one pass over the history by a vectorised and threaded operator of torch:
 
     scores, dP    sampled products, q kᵀ and dO vᵀ at the pattern's places    (torch.sparse.sampled_addmm)
     O, dq         weighted sums of a query's rows                             (embedding_bag, a query a bag)
     dk, dv        weighted sums of a row's queries                            (embedding_bag, a row a bag)
 
-The history is read where it lies: nothing is copied but rows in half precision, which these operators do not take and
-so become float32 first, and no loop goes over samples.  But all products are of vectors, so where a sample's scores are
-many, a matrix product for each sample is faster.
+The history is read in place, without a loop over samples; only rows in half precision, which these operators do not
+take, are copied to float32 first.  But these are products of vectors: where a sample has many scores, one matrix
+product per sample is faster.
 """
 
 import warnings
@@ -21,48 +21,45 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from jfi.cpu.blocks import widen
 from jfi.kernels.common.plan import cpu_is_dense
 
-#: Sums of exponentials of plain scores outside of this may have lost digits.
+#: Sums of exp(score) between these are as exact as sums of exp(score - max), which take two more passes.
 LEAST_TOTAL, MOST_TOTAL = 1e-20, 1e20
 
 with warnings.catch_warnings():
-    # The first sparse matrix of a process warns that they are in beta; of them sampled_addmm alone is used here.
+    # The first sparse matrix of a process warns that they are in beta; only sampled_addmm is used here.
     warnings.simplefilter("ignore")
     torch.sparse_csr_tensor([0, 0], [], [], (1, 1), check_invariants=False)
 
 
-def _widen(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-
-
 class _Problem:
-    """The operands, widened, with query heads grouped by key head: Q = T · H/G queries of each."""
+    """The operands, at least float32, with query heads grouped by key head: Q = T · H/G query rows per key head."""
 
     def __init__(
         self, query: Tensor, key: Tensor, value: Tensor | None, offsets: Tensor, bias: Tensor | None, scale: float
     ):
-        self.batch, self.times, self.heads = query.shape[:3]
-        self.rows, self.groups = key.shape[:2]
-        self.share = self.heads // self.groups
-        self.queries = self.times * self.share
+        self.batch, self.num_queries, self.num_heads = query.shape[:3]
+        self.rows, self.num_kv_heads = key.shape[:2]
+        self.qheads_per_kvhead = self.num_heads // self.num_kv_heads
+        self.query_rows = self.num_queries * self.qheads_per_kvhead
         self.offsets = offsets.long()
         self.query = self.group(query) * scale
-        self.key = _widen(key)
-        self.value = self.key if value is None else _widen(value)
-        self.shared = value is None
-        self.bias = None if bias is None else _widen(bias)
+        self.key = widen(key)
+        self.value = self.key if value is None else widen(value)
+        self.is_shared = value is None
+        self.bias = None if bias is None else widen(bias)
 
     def group(self, x: Tensor) -> Tensor:
         """[B, T, H, W] -> [B, G, Q, W]."""
-        return _widen(x).unflatten(2, (self.groups, self.share)).transpose(1, 2).flatten(2, 3)
+        return widen(x).unflatten(2, (self.num_kv_heads, self.qheads_per_kvhead)).transpose(1, 2).flatten(2, 3)
 
     def ungroup(self, x: Tensor) -> Tensor:
         """[B, G, Q, W] -> [B, T, H, W]."""
-        return x.unflatten(2, (self.times, self.share)).transpose(1, 2).flatten(2, 3).contiguous()
+        return x.unflatten(2, (self.num_queries, self.qheads_per_kvhead)).transpose(1, 2).flatten(2, 3).contiguous()
 
     def is_dense(self) -> bool:
-        return cpu_is_dense(self.rows * self.queries, self.batch)
+        return cpu_is_dense(self.rows * self.query_rows, self.batch)
 
 
 class _Pattern:
@@ -70,16 +67,17 @@ class _Pattern:
 
     def __init__(self, problem: _Problem):
         self.problem = problem
-        self.each = problem.groups * problem.queries  # queries a sample
-        self.count = problem.rows * self.each
+        self.rows_per_sample = problem.num_kv_heads * problem.query_rows  # query rows
+        self.count = problem.rows * self.rows_per_sample
         # Half as much to write and to read, where that is enough.
-        self.index = torch.int32 if self.count * problem.heads < 2**31 else torch.int64
+        self.index = torch.int32 if self.count * problem.num_heads < 2**31 else torch.int64
         self.offsets = self.starts = problem.offsets.to(self.index)
         self.lengths = self.offsets.diff()
-        if self.each > 1:
-            self.starts = F.pad(self.lengths.repeat_interleave(self.each).cumsum(0, dtype=self.index), (1, 0))
-        group = self.range(problem.groups).repeat_interleave(problem.queries)
-        self.column = self.places(problem.groups, group)
+        if self.rows_per_sample > 1:
+            lengths = self.lengths.repeat_interleave(self.rows_per_sample)
+            self.starts = F.pad(lengths.cumsum(0, dtype=self.index), (1, 0))
+        group = self.range(problem.num_kv_heads).repeat_interleave(problem.query_rows)
+        self.column = self.places(problem.num_kv_heads, group)
 
     def range(self, end: int, step: int = 1) -> Tensor:
         return torch.arange(0, end, step, dtype=self.index)
@@ -92,14 +90,14 @@ class _Pattern:
     @cached_property
     def query(self) -> Tensor:
         """[P]: of each entry."""
-        if self.each == 1:
+        if self.rows_per_sample == 1:
             return self.sample
         return torch.repeat_interleave(self.starts.diff(), output_size=self.count)
 
     def places(self, width: int, column: Tensor) -> Tensor:
         """[P]: where each entry's row is in [S · width], at the column [G · Q] that its query has."""
         entries = self.range(self.count * width, width)
-        if self.each == 1:
+        if self.rows_per_sample == 1:
             return entries
         first = self.offsets[:-1, None] * width + column
         return entries.add_(self.expand(first.flatten() - self.starts[:-1] * width))
@@ -111,8 +109,8 @@ class _Pattern:
     def bias(self) -> Tensor:
         """[P]: the entry's bias."""
         problem = self.problem
-        head = self.range(problem.heads).view(problem.groups, 1, problem.share).expand(-1, problem.times, -1)
-        return problem.bias.flatten().index_select(0, self.places(problem.heads, head.flatten()))
+        head = self.range(problem.num_heads).view(problem.num_kv_heads, 1, -1).expand(-1, problem.num_queries, -1)
+        return problem.bias.flatten().index_select(0, self.places(problem.num_heads, head.flatten()))
 
     def add_products(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """[P] += x [B, G, Q, W] times y [S, G, W] at the entries."""
@@ -129,40 +127,42 @@ class _Pattern:
     def sum_rows(self, weights: Tensor, x: Tensor) -> Tensor:
         """[P], [S, G, W] -> [B, G, Q, W]: for each query the weighted sum of its rows."""
         out = F.embedding_bag(self.column, x.flatten(0, 1), self.starts[:-1], mode="sum", per_sample_weights=weights)
-        return out.view(self.problem.batch, self.problem.groups, self.problem.queries, -1)
+        return out.view(self.problem.batch, self.problem.num_kv_heads, self.problem.query_rows, -1)
 
     def transpose(self, *weights: Tensor) -> list[Tensor]:
         """[P] -> [S, G · Q], each."""
-        if self.each == 1:
+        if self.rows_per_sample == 1:
             return [x[:, None] for x in weights]
-        first = (self.offsets * (self.each - 1)).index_select(0, self.sample).add_(self.range(self.problem.rows))
+        first = (self.offsets * (self.rows_per_sample - 1)).index_select(0, self.sample)
+        first += self.range(self.problem.rows)
         step = self.lengths.index_select(0, self.sample)
-        place = torch.addcmul(first[:, None], step[:, None], self.range(self.each))
+        place = torch.addcmul(first[:, None], step[:, None], self.range(self.rows_per_sample))
         return [x.index_select(0, place.flatten()).view_as(place) for x in weights]
 
     def sum_queries(self, *terms: tuple[Tensor, Tensor]) -> Tensor:
-        """[S, G · Q], [B, G, Q, W] -> [S, G, W]: for each row the weighted sum of its queries, over all terms."""
+        """[S, G · Q], [B, G, Q, W] -> [S, G, W]: each row's weighted sum of its queries, over all terms."""
         problem = self.problem
         weights, tables = zip(*terms, strict=True)
-        # The tables lie one behind another: [G, terms · Q] are the places of the first sample's queries.
-        count = problem.batch * self.each
-        places = torch.cat([(self.range(self.each) + i * count).view(problem.groups, -1) for i in range(len(terms))], 1)
-        first = self.range(count, self.each).index_select(0, self.sample)
-        weights = torch.cat([x.unflatten(1, (problem.groups, -1)) for x in weights], 2)
+        # The tables are concatenated; places [G, terms · Q] are those of the first sample's query rows.
+        count = problem.batch * self.rows_per_sample
+        queries = self.range(self.rows_per_sample).view(problem.num_kv_heads, -1)
+        places = torch.cat([queries + i * count for i in range(len(terms))], 1)
+        first = self.range(count, self.rows_per_sample).index_select(0, self.sample)
+        weights = torch.cat([x.unflatten(1, (problem.num_kv_heads, -1)) for x in weights], 2)
         out = F.embedding_bag(
             (first[:, None, None] + places).flatten(0, 1),
             torch.cat([x.flatten(0, 2) for x in tables]),
             mode="sum",
             per_sample_weights=weights.flatten(0, 1),
         )
-        return out.view(problem.rows, problem.groups, -1)
+        return out.view(problem.rows, problem.num_kv_heads, -1)
 
 
 def _sparse_forward(problem: _Problem) -> tuple[Tensor, Tensor]:
     pattern = _Pattern(problem)
     scores = problem.key.new_zeros(pattern.count) if problem.bias is None else pattern.bias()
     pattern.add_products(scores, problem.query, problem.key)
-    # Scores are seldom so large or small that their maximum need be known: that is another two passes.
+    # The maximum, another two passes, is needed for very large or small scores only.
     weights = scores.exp()
     total = pattern.totals(weights)
     lse = total.log()
@@ -190,8 +190,8 @@ def _sparse_backward(
     dscores, weights = pattern.transpose(dscores, weights)
     dbias = None
     if problem.bias is not None:
-        dbias = dscores.view(-1, problem.groups, problem.times, problem.share).sum(2).flatten(1)
-    if problem.shared:
+        dbias = dscores.view(-1, problem.num_kv_heads, problem.num_queries, problem.qheads_per_kvhead).sum(2).flatten(1)
+    if problem.is_shared:
         return dquery, pattern.sum_queries((dscores, problem.query), (weights, grad)), None, dbias
     return dquery, pattern.sum_queries((dscores, problem.query)), pattern.sum_queries((weights, grad)), dbias
 
@@ -208,8 +208,8 @@ def _dense_scores(problem: _Problem, sample: int, rows: slice) -> Tensor:
     """[G, Q, L]."""
     scores = torch.bmm(problem.query[sample], problem.key[rows].permute(1, 2, 0))
     if problem.bias is not None:
-        by_head = scores.view(problem.groups, problem.times, problem.share, -1)
-        by_head += problem.bias[rows].T.unflatten(0, (problem.groups, 1, problem.share))
+        by_head = scores.view(problem.num_kv_heads, problem.num_queries, problem.qheads_per_kvhead, -1)
+        by_head += problem.bias[rows].T.unflatten(0, (problem.num_kv_heads, 1, problem.qheads_per_kvhead))
     return scores
 
 
@@ -232,7 +232,7 @@ def _dense_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     dquery = torch.zeros_like(problem.query)
     dkey = torch.empty_like(problem.key)
-    dvalue = None if problem.shared else torch.empty_like(problem.value)
+    dvalue = None if problem.is_shared else torch.empty_like(problem.value)
     dbias = None if problem.bias is None else torch.empty_like(problem.bias)
     for sample, rows in _samples(problem):
         weights = _dense_scores(problem, sample, rows).sub_(lse[sample, ..., None]).exp_()
@@ -246,7 +246,7 @@ def _dense_backward(
             dvalue[rows] = torch.bmm(weights.transpose(1, 2), grad[sample]).transpose(0, 1)
         dkey[rows] = block.transpose(0, 1)
         if dbias is not None:
-            parts = dscores.view(problem.groups, problem.times, problem.share, -1)
+            parts = dscores.view(problem.num_kv_heads, problem.num_queries, problem.qheads_per_kvhead, -1)
             dbias[rows] = parts.sum(1).flatten(0, 1).T
     return dquery, dkey, dvalue, dbias
 

@@ -18,7 +18,6 @@ from benchmarks import (
     measure,
     report,
     run,
-    self_attention,
     self_lengths,
     table,
     table1,
@@ -135,39 +134,32 @@ def test_log_normal_lengths_have_the_sum_of_uniform_ones():
 def test_the_processor_is_measured_where_there_is_no_gpu(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(main, "QUICK_CPU_SECONDS", 0.0)
-    monkeypatch.setattr(cpu, "SHAPES", [replace(TINY, B=64)])
+    monkeypatch.setattr(cpu, "TARGET_SHAPES", [replace(TINY, B=64)])
+    monkeypatch.setattr(cpu, "TABLE_1_SHAPE", Shape(64, 9, 4, T=2, dtype="float32"))
+    monkeypatch.setattr(cpu, "SELF_SHAPES", [JaggedShape(96, 9, 4, H=2, G=2, dtype="float32", causal=True)])
     monkeypatch.setattr(sys, "argv", ["benchmarks", "--quick", "--out", str(tmp_path), "--commit", "abc"])
     assert main.main() == 0
     assert "No GPU here" in capsys.readouterr().out
     results = json.loads((tmp_path / "cpu.json").read_text())
     assert {"device", "driver", "versions", "commit", "date", "threads"} <= results["environment"].keys()
     assert results["environment"]["commit"] == "abc"
+    assert {row["status"] for row in results["rows"]} <= {"ok", "missing"}
+    assert all(row["memory_training_mb"] > 0 for row in results["rows"] if row["status"] == "ok")
+    assert any(row["case"].startswith("self-attention") for row in results["rows"] if row["ours"])
     row = results["rows"][0]
     assert row["suite"] == "cpu" and row["implementation"] == "jfi" and row["status"] == "ok"
     assert {"B", "N", "D", "T", "S", "dtype", "error_forward", "forward_us", "forward_least_us"} <= row.keys()
     with (tmp_path / "cpu.csv").open() as file:
         assert len(list(csv.DictReader(file))) == len(results["rows"])
     printed = table.markdown(results)
-    assert printed.startswith("| case | jfi | padded SDPA |") and "commit abc" in printed
-
-
-def test_jagged_attention_is_measured_small_where_there_is_no_gpu(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(main, "QUICK_CPU_SECONDS", 0.0)
-    monkeypatch.setattr(self_attention, "CPU_SHAPE", JaggedShape(6, 9, 4, H=2, G=2, dtype="float32"))
-    monkeypatch.setattr(sys, "argv", ["benchmarks", "--only", "self", "--quick", "--out", str(tmp_path)])
-    assert main.main() == 0
-    assert "no kernel for a processor" in capsys.readouterr().out
-    results = report.read(tmp_path / "self.json")
-    assert {row["status"] for row in results["rows"]} == {"ok"}
-    assert "against varlen_attn" in table.markdown(results, brief=True)
+    assert printed.startswith("| case | jfi | padding, torch | fbgemm | padded SDPA |") and "commit abc" in printed
 
 
 def test_gpu_suites_are_refused_without_one(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["benchmarks", "--only", "target,layer,step"])
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--only", "target,layer,step,self"])
     assert main.main() == 2
-    assert "no GPU here, for target, layer, step" in capsys.readouterr().out
+    assert "no GPU here, for target, layer, step, self" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["benchmarks", "--only", "targets"])
     with pytest.raises(SystemExit, match="2"):
         main.main()

@@ -88,18 +88,18 @@ def calls(device: torch.device, impl: str, factor: int = 1) -> dict:
 
 NAMES = list(calls(torch.device("cpu"), "torch"))
 SCHEMAS = {
-    "jagged_dense_bmm": [(torch.ops.jfi.jagged_dense_bmm, lambda x, o, d: (x, o, d, False))],
-    "jagged_jagged_bmm": [(torch.ops.jfi.jagged_jagged_bmm, lambda *i: i)],
+    "jagged_dense_bmm": [(torch.ops.jfi.jagged_dense_bmm, lambda x, o, d: (x, o, d, False, "triton"))],
+    "jagged_jagged_bmm": [(torch.ops.jfi.jagged_jagged_bmm, lambda *i: (*i, "triton"))],
     "jagged_softmax": [
-        (torch.ops.jfi.jagged_softmax_fwd, lambda x, o: (x, o)),
-        (torch.ops.jfi.jagged_softmax_bwd, lambda x, o: (x.detach(), x.detach(), o)),
+        (torch.ops.jfi.jagged_softmax_fwd, lambda x, o: (x, o, "triton")),
+        (torch.ops.jfi.jagged_softmax_bwd, lambda x, o: (x.detach(), x.detach(), o, "triton")),
     ],
-    "jagged_jagged_bmm_jagged_out": [(torch.ops.jfi.jagged_jagged_bmm_jagged_out, lambda *i: i)],
+    "jagged_jagged_bmm_jagged_out": [(torch.ops.jfi.jagged_jagged_bmm_jagged_out, lambda *i: (*i, "triton"))],
     "jagged2_softmax": [
-        (torch.ops.jfi.jagged2_softmax_fwd, lambda *i: i),
-        (torch.ops.jfi.jagged2_softmax_bwd, lambda a, *o: (a.detach(), a.detach(), *o)),
+        (torch.ops.jfi.jagged2_softmax_fwd, lambda *i: (*i, "triton")),
+        (torch.ops.jfi.jagged2_softmax_bwd, lambda a, *o: (a.detach(), a.detach(), *o, "triton")),
     ],
-    "array_jagged_bmm_jagged_out": [(torch.ops.jfi.array_jagged_bmm_jagged_out, lambda *i: (*i, False))],
+    "array_jagged_bmm_jagged_out": [(torch.ops.jfi.array_jagged_bmm_jagged_out, lambda *i: (*i, False, "triton"))],
     "target_attention": [
         (
             torch.ops.jfi.target_attention_fwd,
