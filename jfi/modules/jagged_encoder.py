@@ -5,10 +5,10 @@ A block is pre-norm, as in Xiong et al., "On Layer Normalization in the Transfor
     y = x + W_o concat_h(attention_h(LayerNorm(x))) + b_o            x, y [S, D], an event a row
     z = y + FeedForward(LayerNorm(y))                                W_2 gelu(W_1 · + b_1) + b_2, with dropout
 
-and a LayerNorm follows the last one, since the residual stream is never normalised. The rows stay packed from end to
-end: only the attention knows where a sample begins. Keys and values are projected without a bias: that of the keys adds
-the same to all scores of a query and cancels in the softmax, and that of the values, weighted by probabilities that sum
-to one, merges into b_o.
+and a LayerNorm follows the last block, since the residual stream is never normalized. The rows stay packed throughout:
+only the attention knows where a sample begins. Keys and values are projected without a bias: a bias of the keys would
+add the same to all scores of a query and cancel in the softmax; one of the values would be weighted by probabilities
+that sum to one, and so be part of b_o.
 """
 
 from collections.abc import Callable
@@ -33,27 +33,27 @@ Attention = Callable[..., Tensor]
 class JaggedEncoder(nn.Module):
     """Self-attention among each sample's events, on packed rows: pre-norm Transformer blocks for JaggedTensors.
 
-    Stands between an EmbeddingCollection and JaggedFeatureInteraction. A feature's aligned fields are combined into one
-    row an event, projected to `embedding_dim` where they are concatenated; the encoded rows stand under the feature's
-    name, where `SequenceFeatureConfig.encoded()` looks for them. Every other key passes through; one that is a
-    feature's name is replaced, after all features have read it.
+    Goes between an EmbeddingCollection and JaggedFeatureInteraction. A feature's aligned fields are combined into one
+    row an event, which is projected to `embedding_dim` if they are concatenated; the encoded rows are returned under
+    the feature's name, where `SequenceFeatureConfig.encoded()` reads them. Every other key passes through; one that is
+    a feature's name is replaced, after all features have read it.
 
-    Each feature has blocks of its own, as it has projections of its own in JaggedFeatureInteraction: what follows from
-    clicks is not what follows from purchases. A learned bias has a table in every block, of `num_buckets * num_heads`
-    numbers that start at zero: so each block chooses how far it looks back.
+    Each feature has blocks of its own, as it has projections of its own in JaggedFeatureInteraction; state_dict() names
+    them by feature, `stacks.taste.blocks.0...`. A learned bias has a table in every block, of `num_buckets * num_heads`
+    numbers that start at zero, so that each block learns how far it looks back.
 
     Attention compares all pairs of a sample's events: time grows with the sum of the squared lengths.
 
     Args:
         features: the sequence features to encode, with distinct names. Their `bias` is added to the scores of the
-            self-attention, by head and by event that is attended to; their targets and value scales, which belong to
-            the pooling, are not looked at.
+            self-attention, by head and by event that is attended to; their targets and `weighted_values`, which belong
+            to the pooling, are not read.
         embedding_dim: width of every embedding that comes in, and of an encoded event.
         num_heads: heads, a divisor of `embedding_dim`.
         num_layers: blocks a feature.
         feedforward_ratio: width of the hidden layer of a block's feed-forward part, in `embedding_dim`.
-        dropout: probability with which an element is zeroed in training, behind both layers of the feed-forward part.
-        causal: an event attends to itself and to those before it alone.
+        dropout: probability with which an element is zeroed in training, after both layers of the feed-forward part.
+        causal: whether an event attends only to itself and to those before it.
         device: where the parameters live, "meta" included: then `to_empty()` and `reset_parameters()` follow.
 
     Raises:
@@ -142,7 +142,7 @@ class JaggedEncoder(nn.Module):
 
         Raises:
             ValueError, TypeError: an absent key, a wrong width or dtype, fields that are not aligned, a bucket id out
-                of range. Lengths and ids are looked at on the CPU alone, where that costs no synchronisation.
+                of range. Lengths and ids are checked on the CPU only, where that costs no synchronisation.
         """
         by_key = _by_key(sequences, self.features)
         events = inputs.read_inputs(by_key, self._groups)
@@ -157,7 +157,7 @@ class JaggedEncoder(nn.Module):
 
 
 class EncoderStack(nn.Module):
-    """The blocks of one feature and the LayerNorm behind them, on plain tensors; the arguments are JaggedEncoder's."""
+    """The blocks of one feature and the LayerNorm after them, on plain tensors; the arguments are JaggedEncoder's."""
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class EncoderStack(nn.Module):
 
     def forward(self, events: inputs.GroupInputs, attention: Attention) -> Tensor:
         """Encodes events [S, sequence_width] to [S, embedding_dim]."""
-        # The residual stream keeps the parameters' dtype, under autocast too: what is added up is not rounded.
+        # The residual stream keeps the parameters' dtype, under autocast too, so that its sums are not rounded.
         dtype = self.norm.weight.dtype
         x = self.input_projection(events.history.to(dtype)).to(dtype)
         for block in self.blocks:
@@ -191,9 +191,9 @@ class EncoderStack(nn.Module):
 
 
 class EncoderBlock(nn.Module):
-    """Self-attention and the feed-forward part, each behind a LayerNorm and beside a residual path.
+    """Self-attention and the feed-forward part, each after a LayerNorm and beside a residual path.
 
-    Query, key and value are projected apart, so that each comes out contiguous as the attention reads it.
+    Query, key and value are projected separately, so that each is contiguous, as the attention reads it.
     """
 
     def __init__(

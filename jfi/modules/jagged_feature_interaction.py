@@ -22,24 +22,29 @@ class JaggedFeatureInteraction(nn.Module):
     projected. After target attention as in Zhou et al., "Deep Interest Network" (KDD 2018), and Xu et al., "Enhancing
     Performance and Scalability of Large-Scale Recommendation Systems with Jagged Flash Attention" (RecSys 2024).
 
-    The attention runs in the dtype of the history, whose rows are never cast (on a processor the operators widen half
+    The attention runs in the dtype of the history, whose rows are never cast (on a CPU the operators widen half
     precision); the projections, which never see the history, run in the parameters' dtype or autocast's. An empty
     history gives the output projection's bias.
 
-    Features alike go through one launch, in a number of kernels that does not grow with theirs: those with equal
-    numbers of sequence and target keys of equal widths, one kind of bias (of one `num_buckets`, if it is learned) and
-    all or none with a value scale. Their histories are copied behind one another, one that several share for each of
-    them, unless they lie so in memory already, as neighbours in the output of a sharded EmbeddingCollection do.
+    Features alike are one launch: those with as many sequence keys and as many target keys, of equal widths, one kind
+    of bias (of as many buckets, if it is learned), and all or none with weighted values. The number of kernels does not
+    depend on how many they are. Their histories are concatenated (a shared history once for each feature), without a
+    copy if they are adjacent in memory already, as in the output of a sharded EmbeddingCollection.
+
+    state_dict() names the weights by feature, `attention.taste.query_weight`, so that a layer with one feature more
+    loads those of a layer without it with strict=False; `layer.attention.taste.query_weight` reads them. The parameters
+    themselves, and an optimizer's state with them, are stacked by group: `attention.0.query_weight`.
 
     Args:
         features: the sequence features, with distinct names.
         embedding_dim: width of every embedding that comes in, and of each feature's output.
         num_heads: heads, a divisor of `embedding_dim`.
         num_queries: queries that each target is expanded to, with projections of their own (the paper's T).
-        embedding_collection: looks up the ids of histories. With it, `forward` takes a KeyedJaggedTensor of ids;
-            without it, the output of an EmbeddingCollection, and the layer owns no table.
-        project_history: whether events are projected to keys and values [S, embedding_dim] before the attention, and
-            not targets and sums in their stead, which gives the same numbers to rounding from the same parameters. With
+        embedding_collection: an EmbeddingCollection or ManagedCollisionEmbeddingCollection, which looks up the ids of
+            histories. With it, `forward` takes a KeyedJaggedTensor of ids; without it, the output of an
+            EmbeddingCollection, and the layer owns no table.
+        project_history: whether events are projected to keys and values [S, embedding_dim] before the attention,
+            instead of targets and sums, which gives the same numbers to rounding from the same parameters. With
             T queries of H heads and events as wide as D = embedding_dim, projecting takes 2 D^2 + 2 T D multiply-adds
             an event and two tensors of the history's size, and not projecting 2 T H D and none. None projects where
             T H > D. Projected events are in the history's dtype or autocast's.
@@ -141,8 +146,8 @@ class JaggedFeatureInteraction(nn.Module):
         Args:
             sequences: a KeyedJaggedTensor of ids where the layer has an `embedding_collection`, else embeddings
                 [S, embedding_dim] by sequence key, float32, bfloat16 or float16, the aligned ones of one dtype. A
-                feature whose bias is a key reads bucket ids [S] there; one whose bias or value scale is "weights" reads
-                the weights of its first sequence key. Lengths and offsets are int32 or int64.
+                feature with a KeyBias reads bucket ids [S] under its key; one with a WeightBias or weighted values
+                reads the weights of its first sequence key. Lengths and offsets are int32 or int64.
             targets: embeddings [B, embedding_dim] by target key.
 
         Returns:
@@ -150,8 +155,9 @@ class JaggedFeatureInteraction(nn.Module):
 
         Raises:
             ValueError, TypeError: an absent key, a wrong width or dtype, histories of several dtypes among features
-                alike, fields that are not aligned, other numbers of samples, a bucket id out of range. Lengths, weights
-                and ids are looked at on the CPU alone, where that costs no synchronisation.
+                alike, fields that are not aligned, other numbers of samples, a bucket id out of range, ids of variable
+                batch sizes for a collection that is not sharded. Lengths, weights and ids are checked on the CPU only,
+                where that costs no synchronisation.
         """
         if self.embedding_collection is not None:
             sequences = self._embed(sequences)
@@ -190,9 +196,9 @@ class JaggedFeatureInteraction(nn.Module):
         """Copies the weights of PyTorch's attention into those of one feature, which then computes the same.
 
         `attention` has the targets as queries and the events as both keys and values, in either order of dimensions.
-        The bias of its values is merged into that of the output, which a value scale leaves alone, and the bias of its
-        keys changes nothing. Its dropout is not taken over, and where it gives NaN, for an empty history, the layer
-        gives the output's bias.
+        The bias of its values becomes part of that of the output, which weighted values do not scale, and the bias of
+        its keys changes nothing. Its dropout is not copied. For an empty history it gives NaN, the layer the output's
+        bias.
 
         Args:
             name: the feature.

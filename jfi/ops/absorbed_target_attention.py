@@ -24,7 +24,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from jfi.context import is_traced, without_autocast
-from jfi.ops._checks import FLOATING, check_dim, check_events, check_impl, check_offsets, check_scale, check_size
+from jfi.ops._checks import (
+    FLOATING,
+    check_dim,
+    check_events,
+    check_impl,
+    check_max_seqlen,
+    check_offsets,
+    check_scale,
+    check_size,
+)
 from jfi.ops._dispatch import PLAIN, operators, public
 from jfi.ops.absorb_weights import absorb_in_kernel, absorb_weights, weight_gradients
 from jfi.ops.target_attention import takes_events, target_attention
@@ -90,6 +99,7 @@ def absorbed_target_attention(
         check_size("key_bias", key_bias.shape[1], num_heads, "H")
     impl = check_impl(impl, first)
     scale = check_scale(scale, weights[2].shape[1] // num_heads)
+    check_max_seqlen(max_seqlen)
     device = first.device.type
     autocast = not first.is_meta and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else weights[0].dtype
@@ -197,7 +207,7 @@ def _affine(bias: Tensor, rows: Tensor, weight: Tensor, by_sample: bool = False)
     if bias.dtype != weight.dtype:
         bias = bias.to(weight.dtype)
     if rows.shape[0] == 1:  # the product of one matrix adds the bias itself; baddbmm copies it first
-        return F.linear(rows, weight[0], bias[0])
+        return F.linear(rows[0], weight[0], bias[0]).unsqueeze(0)
     features, batch, _ = rows.shape
     out = weight.new_empty(batch, features, weight.shape[1]).transpose(0, 1) if by_sample else None
     return torch.baddbmm(bias.unsqueeze(1), rows, weight.mT, out=out)
