@@ -96,7 +96,7 @@ def main() -> None:
     Launcher.__call__ = lambda self, grid, given, numbers=(), descriptors=(): launches.setdefault(
         self, (*descriptors, *given, *numbers)
     )
-    merged_weights_bwd.multiprocessors = lambda device: 132
+    merged_weights_bwd.device_of = lambda device: H200
     for width, groups, biased, window in (
         (64, 4, True, (None, None)),
         (64, 1, False, (5, 0)),

@@ -37,8 +37,8 @@ from jfi.kernels.absorbed_weights.tiles import (
     tile_of,
 )
 from jfi.kernels.common.launch import Launcher
+from jfi.kernels.common.plan import device_of
 from jfi.kernels.common.primitives import cdiv, precision
-from jfi.kernels.common.stream_k import multiprocessors
 
 #: Programs a multiprocessor that share a batch, and the fewest samples of a share.
 PROGRAMS, LEAST_SHARE = 2, 512
@@ -268,7 +268,7 @@ def gradients(
     dtypes = grad.dtype, bias_dtype, *(x.dtype for x in (*weights, *rows))
     kernels = _gradient_kernels_of(*sizes_of(weights, times, heads), precision(), *dtypes)
     launch, tiles = kernels.batch
-    most = max(1, PROGRAMS * multiprocessors(grad.device) // (features * tiles))
+    most = max(1, PROGRAMS * device_of(grad.device).num_sms // (features * tiles))
     share = max(LEAST_SHARE, cdiv(cdiv(batch, most), LEAST_SHARE) * LEAST_SHARE)
     parts = max(1, cdiv(batch, share))
     sizes = (width, target.shape[2]), (width,), (width, grad.shape[2]), (grad.shape[2],)
