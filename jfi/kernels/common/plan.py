@@ -604,11 +604,9 @@ def plan_jagged_attention(x: JaggedAttentionInputs, impl: str, device: Device | 
     query_rows, num_keys = query.shape[0] * query.shape[1], key.shape[0]
     aligned = (query.data_ptr() | key.data_ptr() | (0 if value is None else value.data_ptr())) % 16 == 0
     refusal = sm90_refusal(problem, query_rows, num_keys, scale, aligned)
-    if JAGGED_FAMILY == "jagged_triton":
-        refusal = "JAGGED_FAMILY says so"
-    if refusal is None:
+    if refusal is None and JAGGED_FAMILY != "jagged_triton":
         return _plan_sm90(problem, _is_short(problem, key_offsets.shape[0] - 1, num_keys))
-    return _plan_jagged_triton(problem, refusal)
+    return _plan_jagged_triton(problem, refusal or "overridden by JAGGED_FAMILY")
 
 
 def plan_exported_jagged_attention(x: JaggedAttentionInputs) -> AttentionPlan:

@@ -16,7 +16,8 @@ from jfi.kernels.common.tile_scheduler import schedule_tiles
 from jfi.kernels.jagged_attention.sm90_dkey import jagged_attention_sm90_dkey_kernel
 from jfi.kernels.jagged_attention.sm90_dquery import jagged_attention_sm90_dquery_kernel
 from jfi.kernels.jagged_attention.sm90_fwd import jagged_attention_sm90_fwd_kernel
-from jfi.kernels.jagged_attention.sm90_primitives import ROWS, tensor_descriptor
+from jfi.kernels.jagged_attention.sm90_pipeline import ROWS
+from jfi.kernels.jagged_attention.sm90_primitives import tensor_descriptor
 from jfi.kernels.jagged_attention.tiles import bounds
 
 
