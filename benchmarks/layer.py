@@ -153,7 +153,8 @@ def ours(problem: LayerProblem) -> PreparedModule:
     features = [SequenceFeatureConfig(f"f{f}", [f"h{f}"], [f"t{f}"], max_seqlen=shape.N) for f in range(shape.F)]
     layer = JaggedFeatureInteraction(features, shape.D, shape.H, shape.T, device=problem.offsets.device)
     layer.to(DTYPES[shape.dtype])
-    layer.load_state_dict({f"groups.0.{name}": x for name, x in problem.parameters.items()})
+    weights = {f"attention.f{f}.{name}": x[f] for name, x in problem.parameters.items() for f in range(shape.F)}
+    layer.load_state_dict(weights)
 
     def wrap(history: Tensor, target: Tensor) -> tuple:
         parts = zip(split(history, rows), lengths, offsets, strict=True)
@@ -166,7 +167,7 @@ def ours(problem: LayerProblem) -> PreparedModule:
         lambda sequences, targets: layer(sequences, targets).values(),
         problem.grad,
         wrap=wrap,
-        parameters=[parameters[f"groups.0.{name}"] for name in problem.parameters],
+        parameters=[parameters[f"attention.0.{name}"] for name in problem.parameters],
     )
 
 

@@ -27,7 +27,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig
 from benchmarks import report
 from benchmarks.run import Rates
 from jfi.models import SequenceDLRM
-from jfi.modules import SequenceFeatureConfig
+from jfi.modules import KeyBias, SequenceFeatureConfig
 from jfi.serving.export import export
 from jfi.serving.fields import Field, Fields, Limits, parse
 from jfi.serving.scorer import Scorer, batch_inputs
@@ -82,7 +82,7 @@ def synthetic(path: Path, items: int, device: str, tables: str, shape: Shape) ->
         for name, rows in sizes.items()
     ]
     histories = [f"history_{name}" for name in sizes]
-    taste = SequenceFeatureConfig("taste", histories, ["item", "category"], bias="history_age")
+    taste = SequenceFeatureConfig("taste", histories, ["item", "category"], bias=KeyBias("history_age"))
     model = SequenceDLRM(
         None, EmbeddingCollection(tables=configs), [taste], 1, [512, 256, 64], [512, 256, 1], num_heads=4
     )

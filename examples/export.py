@@ -78,7 +78,7 @@ def main() -> None:
         raise ConfigError("--impl triton needs --device cuda")
     model, config, dataset = load_best(options.run)
     reads_history = config.model.pooling != "none"
-    reads_age = any(feature.bucket_key is not None for feature in model.sequence_arch.features)
+    reads_age = any(feature.bias_key is not None for feature in model.sequence_arch.features)
     fields = request_fields(config.data, dataset, reads_history, reads_age)
     limits = Limits(options.max_candidates, config.data.max_history)
     try:

@@ -11,7 +11,10 @@ __version__ = "0.1.0"
 _LAZY = {
     "JaggedEncoder": "jfi.modules",
     "JaggedFeatureInteraction": "jfi.modules",
+    "KeyBias": "jfi.modules",
+    "PositionBias": "jfi.modules",
     "SequenceFeatureConfig": "jfi.modules",
+    "WeightBias": "jfi.modules",
     "SequenceDLRM": "jfi.models",
 }
 

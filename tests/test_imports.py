@@ -3,6 +3,7 @@
 Serving has two sides: what exports stands on models and data, what answers requests on nothing but itself.
 """
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -64,3 +65,62 @@ def test_kernels_are_imported_by_operators_alone():
         area = path.relative_to(root).parts[0]
         if area not in ("ops", "kernels"):
             assert "jfi.kernels" not in path.read_text(), f"{path} reaches past jfi.ops"
+
+
+ROOT = Path(__file__).parents[1] / "jfi"
+#: Files that still reach into another folder.
+KNOWN = {"serving/triton_attention.py"}
+
+
+def private_uses(source: str, area: str) -> list[str]:
+    """What a file of jfi/<area> uses of other folders' private names: imports, and attributes of imported modules."""
+
+    def is_foreign(module: str | None) -> bool:
+        parts = (module or "").split(".")
+        return parts[0] == "jfi" and parts[1:2] != [area]
+
+    def is_private(name: str) -> bool:
+        return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+    tree, modules, found = ast.parse(source), {}, []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and is_foreign(node.module):
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                modules[alias.asname or alias.name] = name
+                found += [name] if is_private(name) else []
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if is_foreign(alias.name):
+                    modules[alias.asname or alias.name] = alias.name
+                    found += [alias.name] if is_private(alias.name) else []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            owner = ast.unparse(node.value)
+            if any(owner == name or owner.startswith(f"{name}.") for name in modules):
+                found.append(f"{owner}.{node.attr}")
+    return found
+
+
+@pytest.mark.parametrize("area", sorted({path.relative_to(ROOT).parts[0] for path in ROOT.glob("*/*.py")}))
+def test_nobody_uses_another_folders_private_names(area):
+    for path in (ROOT / area).rglob("*.py"):
+        if str(path.relative_to(ROOT)) not in KNOWN:
+            assert not private_uses(path.read_text(), area), path
+
+
+def test_private_names_are_found():
+    source = """
+from jfi.ops._checks import check_dim
+from jfi.ops.target_attention import _forward, target_attention
+from jfi.modules import inputs
+import jfi.kernels.common._secret as secret
+inputs._private(inputs.public, inputs.__doc__, self._own)
+"""
+    assert private_uses(source, "serving") == [
+        "jfi.ops._checks.check_dim",
+        "jfi.ops.target_attention._forward",
+        "jfi.kernels.common._secret",
+        "inputs._private",
+    ]
+    assert private_uses(source, "ops") == ["jfi.kernels.common._secret", "inputs._private"]

@@ -13,7 +13,14 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from jfi.modules import JaggedEncoder, JaggedFeatureInteraction, JaggedMeanPooling, SequenceFeatureConfig, lookup
+from jfi.modules import (
+    JaggedEncoder,
+    JaggedFeatureInteraction,
+    JaggedMeanPooling,
+    SequenceFeatureConfig,
+    inputs,
+    validation,
+)
 from jfi.modules.sequence_configs import check_features
 from jfi.ops import jagged_jagged_bmm
 
@@ -65,7 +72,7 @@ class SequenceArch(nn.Module):
         return self.pooling.attention_weights(self._sequences(ids, embeddings), singles)
 
     def _sequences(self, ids: KeyedJaggedTensor, embeddings: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
-        sequences = lookup.with_event_inputs(embeddings, ids, self.features)
+        sequences = inputs.with_event_inputs(embeddings, ids, self.features)
         return sequences if self.encoder is None else self.encoder(sequences)
 
 
@@ -170,9 +177,9 @@ class SequenceDLRM(nn.Module):
         features = sequence_features if pooling != "none" else []
         encoder_features = [] if encoder is None else encoder.features
         for feature in features + encoder_features:
-            lookup.require_keys("embedding_collection", keys, feature.sequence_keys)
+            validation.require_keys("embedding_collection", keys, feature.sequence_keys)
         for feature in features:
-            lookup.require_keys("the collections", bag_keys + single_keys, feature.target_keys)
+            validation.require_keys("the collections", bag_keys + single_keys, feature.target_keys)
         if encoder is not None:
             _check_encoder(encoder, features, embedding_dim)
         rows = features if encoder is None else [feature.encoded() for feature in features]
@@ -187,9 +194,7 @@ class SequenceDLRM(nn.Module):
         self.embedding_bag_collection = embedding_bag_collection
         self.embedding_collection = embedding_collection
         self._id_keys = _id_keys(embedding_bag_collection) + _id_keys(embedding_collection)
-        self._id_keys += [
-            feature.bucket_key for feature in features + encoder_features if feature.bucket_key is not None
-        ]
+        self._id_keys += [feature.bias_key for feature in features + encoder_features if feature.bias_key is not None]
         self.sequence_arch = SequenceArch(features, single_keys, embedding_dim, layer, encoder)
         self.dropout = nn.Dropout(dropout)
         self.dense_arch = DenseArch(dense_in_features, dense_arch_layer_sizes, device=dense_device)
@@ -221,11 +226,16 @@ class SequenceDLRM(nn.Module):
 
     def _look_up(self, batch: Any) -> tuple[KeyedJaggedTensor, KeyedTensor | None, dict[str, JaggedTensor] | None]:
         ids = batch.sparse_features
-        lookup.require_id_keys("sparse_features", ids, self._id_keys)
-        lookup.allow_no_samples(ids)
+        validation.check_ids("sparse_features", ids, self._id_keys, self._sharded())
+        inputs.allow_no_samples(ids)
         bags = None if self.embedding_bag_collection is None else self.embedding_bag_collection(ids)
         embeddings = None if self.embedding_collection is None else self.embedding_collection(ids)
         return ids, bags, embeddings
+
+    def _sharded(self) -> bool:
+        """Whether DistributedModelParallel has put its own modules in the place of the collections."""
+        collections = (self.embedding_bag_collection, self.embedding_collection)
+        return not any(isinstance(one, (EmbeddingBagCollection, EmbeddingCollection)) for one in collections)
 
 
 def _check_encoder(encoder: JaggedEncoder, features: list[SequenceFeatureConfig], embedding_dim: int) -> None:

@@ -4,6 +4,14 @@ from jfi import lockstep  # noqa: F401  # before TorchRec: a wrong pair of torch
 from jfi.modules.jagged_encoder import JaggedEncoder
 from jfi.modules.jagged_feature_interaction import JaggedFeatureInteraction
 from jfi.modules.jagged_mean_pooling import JaggedMeanPooling
-from jfi.modules.sequence_configs import SequenceFeatureConfig
+from jfi.modules.sequence_configs import KeyBias, PositionBias, SequenceFeatureConfig, WeightBias
 
-__all__ = ["JaggedEncoder", "JaggedFeatureInteraction", "JaggedMeanPooling", "SequenceFeatureConfig"]
+__all__ = [
+    "JaggedEncoder",
+    "JaggedFeatureInteraction",
+    "JaggedMeanPooling",
+    "KeyBias",
+    "PositionBias",
+    "SequenceFeatureConfig",
+    "WeightBias",
+]

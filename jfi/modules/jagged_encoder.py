@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from jfi.modules import lookup
-from jfi.modules.sequence_configs import SequenceFeatureConfig, check_features, check_sizes
-from jfi.modules.stacked_attention import score_bias
+from jfi.modules import inputs
+from jfi.modules.sequence_configs import FeatureGroup, SequenceFeatureConfig, check_features, check_sizes, describe
 from jfi.ops import jagged_attention
 
 torch.fx.wrap("jagged_attention")
@@ -55,7 +54,7 @@ class JaggedEncoder(nn.Module):
     Example:
 
         >>> import torch
-        >>> from jfi import JaggedEncoder, JaggedFeatureInteraction, SequenceFeatureConfig
+        >>> from jfi import JaggedEncoder, JaggedFeatureInteraction, PositionBias, SequenceFeatureConfig
         >>> from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
         >>> #                        sample 0    1       2
         >>> # "history_item"           [7, 3]   []   [5, 1, 7]   <- events, oldest first
@@ -69,7 +68,7 @@ class JaggedEncoder(nn.Module):
         ...     EmbeddingConfig(name="item", embedding_dim=8, num_embeddings=10, feature_names=["history_item"]),
         ...     EmbeddingConfig(name="rating", embedding_dim=8, num_embeddings=6, feature_names=["history_rating"]),
         ... ]
-        >>> taste = SequenceFeatureConfig("taste", ["history_item", "history_rating"], ["item"], bias="position")
+        >>> taste = SequenceFeatureConfig("taste", ["history_item", "history_rating"], ["item"], bias=PositionBias())
         >>> encoder = JaggedEncoder([taste], embedding_dim=8, num_heads=2, num_layers=2)
         >>> encoded = encoder(EmbeddingCollection(tables=tables)(ids))
         >>> sorted(encoded), encoded["taste"].values().shape
@@ -97,11 +96,14 @@ class JaggedEncoder(nn.Module):
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {dropout}")
         self.features = features
-        self.embedding_dim = embedding_dim
-        self.stacks = nn.ModuleList(
-            EncoderStack(feature, embedding_dim, num_heads, num_layers, feedforward_ratio, dropout, causal, device)
-            for feature in features
-        )
+        self.embedding_dim, self.num_heads, self.num_layers, self.causal = embedding_dim, num_heads, num_layers, causal
+        self._groups = [FeatureGroup([feature], embedding_dim) for feature in features]
+        self.stacks = nn.ModuleDict()
+        for feature in features:
+            # Past add_module(), which refuses names of nn.ModuleDict's own such as "items".
+            self.stacks._modules[feature.name] = EncoderStack(
+                feature, embedding_dim, num_heads, num_layers, feedforward_ratio, dropout, causal, device
+            )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -133,9 +135,12 @@ class JaggedEncoder(nn.Module):
                 of range. Lengths and ids are looked at on the CPU alone, where that costs no synchronisation.
         """
         by_key = _by_key(sequences, self.features)
-        events = lookup.read_events(by_key, self.features, self.embedding_dim)
-        encoded = [stack(events[f].history, events[f].offsets, events[f].bias) for f, stack in enumerate(self.stacks)]
+        events = inputs.read_inputs(by_key, self._groups)
+        encoded = [stack(events[f]) for f, stack in enumerate(self.stacks.values())]
         return _with_encoded(sequences, by_key, self.features, encoded)
+
+    def extra_repr(self) -> str:
+        return describe(self.features, num_heads=self.num_heads, num_layers=self.num_layers, causal=self.causal)
 
 
 class EncoderStack(nn.Module):
@@ -162,13 +167,13 @@ class EncoderStack(nn.Module):
         )
         self.norm = nn.LayerNorm(embedding_dim, device=device)
 
-    def forward(self, history: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
-        """Encodes events [S, sequence_width] to [S, embedding_dim]; `bias` as in `lookup.EventInputs`."""
+    def forward(self, events: inputs.GroupInputs) -> Tensor:
+        """Encodes events [S, sequence_width] to [S, embedding_dim]."""
         # The residual stream keeps the parameters' dtype, under autocast too: what is added up is not rounded.
         dtype = self.norm.weight.dtype
-        x = self.input_projection(history.to(dtype)).to(dtype)
+        x = self.input_projection(events.history.to(dtype)).to(dtype)
         for block in self.blocks:
-            x = block(x, offsets, bias)
+            x = block(x, events)
         return self.norm(x)
 
 
@@ -189,7 +194,6 @@ class EncoderBlock(nn.Module):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        self.feature = feature
         self.num_heads, self.head_width = num_heads, width // num_heads
         self.causal = causal
         self.attention_norm = nn.LayerNorm(width, device=device)
@@ -197,8 +201,8 @@ class EncoderBlock(nn.Module):
         self.key = nn.Linear(width, width, bias=False, device=device)
         self.value = nn.Linear(width, width, bias=False, device=device)
         self.output = nn.Linear(width, width, device=device)
-        table = torch.empty(feature.bucket_rows, num_heads, device=device)
-        self.register_parameter("bucket_bias", nn.Parameter(table) if feature.bucket_rows else None)
+        table = torch.empty(feature.num_buckets, num_heads, device=device)
+        self.register_parameter("bucket_bias", nn.Parameter(table) if feature.num_buckets else None)
         self.feedforward_norm = nn.LayerNorm(width, device=device)
         self.feedforward = nn.Sequential(
             nn.Linear(width, feedforward_ratio * width, device=device),
@@ -208,13 +212,17 @@ class EncoderBlock(nn.Module):
             nn.Dropout(dropout),
         )
 
-    def forward(self, x: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
-        """[S, D] -> [S, D]; `bias` as in `lookup.EventInputs`."""
+    def forward(self, x: Tensor, events: inputs.GroupInputs) -> Tensor:
+        """[S, D] -> [S, D]."""
         normed = self.attention_norm(x)
         query, key, value = self._by_head(self.query(normed)), self.key(normed), self.value(normed)
-        scores = score_bias(self.feature, bias, self.bucket_bias, self.num_heads, query)
         attended = jagged_attention(
-            query, self._by_head(key), self._by_head(value), query_offsets=offsets, causal=self.causal, key_bias=scores
+            query,
+            self._by_head(key),
+            self._by_head(value),
+            query_offsets=events.offsets,
+            causal=self.causal,
+            key_bias=inputs.key_bias(events, self.bucket_bias, self.num_heads, query.dtype),
         )
         x = x + self.output(attended.flatten(1))
         return x + self.feedforward(self.feedforward_norm(x))
@@ -229,8 +237,8 @@ def _by_key(
     sequences: JaggedTensor | dict[str, JaggedTensor], features: list[SequenceFeatureConfig]
 ) -> dict[str, JaggedTensor]:
     if not isinstance(sequences, JaggedTensor):
-        return lookup.by_key(sequences, "a JaggedTensor or a dict of them, an embedding a row")
-    read = {key for feature in features for key in (*feature.sequence_keys, feature.bucket_key) if key is not None}
+        return inputs.as_dict(sequences, "a JaggedTensor or a dict of them, an embedding a row")
+    read = {key for feature in features for key in (*feature.sequence_keys, feature.bias_key) if key is not None}
     if len(features) > 1 or len(read) > 1:
         raise TypeError(f"sequences must be a dict of JaggedTensor, since features read {sorted(read)}, got one alone")
     return {features[0].sequence_keys[0]: sequences}

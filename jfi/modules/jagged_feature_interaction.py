@@ -1,12 +1,15 @@
 """The layer: target-aware attention over the histories of a TorchRec model."""
 
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from jfi.modules import joined, lookup
-from jfi.modules.sequence_configs import SequenceFeatureConfig, check_features, check_sizes
+from jfi.modules import inputs, validation
+from jfi.modules.attention_groups import AttentionGroups
+from jfi.modules.sequence_configs import SequenceFeatureConfig, check_features, check_sizes, describe, group_features
 from jfi.modules.stacked_attention import StackedTargetAttention
 
 
@@ -47,7 +50,7 @@ class JaggedFeatureInteraction(nn.Module):
     Example:
 
         >>> import torch
-        >>> from jfi import JaggedFeatureInteraction, SequenceFeatureConfig
+        >>> from jfi import JaggedFeatureInteraction, PositionBias, SequenceFeatureConfig
         >>> from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
         >>> #                        sample 0    1       2
         >>> # "history_item"           [7, 3]   []   [5, 1, 7]   <- events, oldest first
@@ -62,7 +65,7 @@ class JaggedFeatureInteraction(nn.Module):
         ...     EmbeddingConfig(name="rating", embedding_dim=8, num_embeddings=6, feature_names=["history_rating"]),
         ... ]
         >>> layer = JaggedFeatureInteraction(
-        ...     [SequenceFeatureConfig("taste", ["history_item", "history_rating"], ["item"], bias="position")],
+        ...     [SequenceFeatureConfig("taste", ["history_item", "history_rating"], ["item"], bias=PositionBias())],
         ...     embedding_dim=8,
         ...     num_heads=2,
         ...     embedding_collection=EmbeddingCollection(tables=tables),
@@ -97,26 +100,23 @@ class JaggedFeatureInteraction(nn.Module):
             raise TypeError(f"project_history must be a bool or None, got {project_history!r}")
         self._id_keys: list[str] = []
         if embedding_collection is not None:
-            _check_collection(embedding_collection, features, embedding_dim)
-            self._id_keys = [name for table in embedding_collection.embedding_configs() for name in table.feature_names]
+            self._id_keys = validation.check_collection(embedding_collection, features, embedding_dim)
         self.features = features
-        self.embedding_dim = embedding_dim
+        self.embedding_dim, self.num_heads, self.num_queries = embedding_dim, num_heads, num_queries
         self.embedding_collection = embedding_collection
-
         if project_history is None:
             project_history = num_queries * num_heads > embedding_dim
+        self.project_history = project_history
 
-        # Features alike share a group, in the order in which the kinds first appear.
-        members: dict[tuple, list[int]] = {}
-        for index, feature in enumerate(features):
-            members.setdefault(_kind(feature, embedding_dim), []).append(index)
-        self._members = list(members.values())
-        self.groups = nn.ModuleList(
-            StackedTargetAttention(
-                [features[index] for index in indices], embedding_dim, num_heads, num_queries, project_history, device
-            )
-            for indices in self._members
+        self._groups = group_features(features, embedding_dim)
+        self.attention = AttentionGroups(
+            StackedTargetAttention(group, embedding_dim, num_heads, num_queries, project_history, device)
+            for group in self._groups
         )
+        names = [feature.name for feature in features]
+        #: Of every group the places of its features in the output.
+        self._places = [[names.index(feature.name) for feature in group.features] for group in self._groups]
+        self._names, self._widths = names, [embedding_dim] * len(features)
 
     @property
     def output_width(self) -> int:
@@ -125,7 +125,7 @@ class JaggedFeatureInteraction(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draws the layer's own parameters anew; those of a given `embedding_collection` stay as they are."""
-        for group in self.groups:
+        for group in self.attention:
             group.reset_parameters()
 
     def forward(
@@ -150,13 +150,9 @@ class JaggedFeatureInteraction(nn.Module):
                 alike, fields that are not aligned, other numbers of samples, a bucket id out of range. Lengths, weights
                 and ids are looked at on the CPU alone, where that costs no synchronisation.
         """
-        inputs = self._read(sequences, targets)
-        outputs = [group(inputs[index]) for index, group in enumerate(self.groups)]
-        return KeyedTensor(
-            keys=[feature.name for feature in self.features],
-            length_per_key=[self.embedding_dim] * len(self.features),
-            values=self._in_order(outputs),
-        )
+        tensors = inputs.read_inputs(self._embed(sequences), self._groups, targets)
+        outputs = [group(tensors[place]) for place, group in enumerate(self.attention)]
+        return KeyedTensor(self._names, self._widths, self._in_order(outputs))
 
     @torch.no_grad()
     def attention_weights(
@@ -171,12 +167,13 @@ class JaggedFeatureInteraction(nn.Module):
             a sample.
         """
         weights = {}
-        groups = zip(self.groups, self._members, self._read(sequences, targets), strict=True)
-        for group, indices, inputs in groups:
-            values = group.attention_weights(inputs).split(inputs.events)
-            lengths = inputs.offsets.diff().view(len(indices), -1)
-            weights |= {index: JaggedTensor(values[i], lengths=lengths[i]) for i, index in enumerate(indices)}
-        return {feature.name: weights[index] for index, feature in enumerate(self.features)}
+        tensors = inputs.read_inputs(self._embed(sequences), self._groups, targets)
+        for group, one in zip(self.attention, tensors, strict=True):
+            values = group.attention_weights(one).split(one.events)
+            lengths = one.offsets.diff().view(group.num_features, -1)
+            for feature, rows, counts in zip(group.features, values, lengths, strict=True):
+                weights[feature.name] = JaggedTensor(rows, lengths=counts)
+        return {name: weights[name] for name in self._names}
 
     def load_multihead_attention(self, name: str, attention: nn.MultiheadAttention) -> None:
         """Copies the weights of PyTorch's attention into those of one feature, which then computes the same.
@@ -200,18 +197,12 @@ class JaggedFeatureInteraction(nn.Module):
             >>> layer = JaggedFeatureInteraction([SequenceFeatureConfig("taste", ["history_item"], ["item"])], 8, 2)
             >>> layer.load_multihead_attention("taste", torch.nn.MultiheadAttention(8, num_heads=2))
         """
-        lookup.require_keys("features", [feature.name for feature in self.features], [name])
+        validation.require_keys("features", self._names, [name])
         if not isinstance(attention, nn.MultiheadAttention):
             raise TypeError(f"attention must be an nn.MultiheadAttention, got {type(attention).__name__}")
-        (index,) = (index for index, feature in enumerate(self.features) if feature.name == name)
-        group, place = next(
-            (group, indices.index(index))
-            for group, indices in zip(self.groups, self._members, strict=True)
-            if index in indices
-        )
-        feature = self.features[index]
-        if group.num_queries > 1:
-            raise ValueError(f"num_queries must be 1 to load an nn.MultiheadAttention, got {group.num_queries}")
+        feature = self.features[self._names.index(name)]
+        if self.num_queries > 1:
+            raise ValueError(f"num_queries must be 1 to load an nn.MultiheadAttention, got {self.num_queries}")
         target_width, width = feature.target_width(self.embedding_dim), feature.sequence_width(self.embedding_dim)
         if target_width != self.embedding_dim:
             raise ValueError(
@@ -220,7 +211,7 @@ class JaggedFeatureInteraction(nn.Module):
             )
         wanted = {
             "embed_dim": self.embedding_dim,
-            "num_heads": group.num_heads,
+            "num_heads": self.num_heads,
             "kdim": width,
             "vdim": width,
             "bias_k": None,
@@ -232,52 +223,46 @@ class JaggedFeatureInteraction(nn.Module):
             if (got is not None) if want is None else got != want:
                 got = "a tensor" if want is None else got
                 raise ValueError(f"attention must have {attribute}={want} for feature '{name}', got {got}")
-        group.load_multihead_attention(place, attention)
-
-    def _read(
-        self, sequences: KeyedJaggedTensor | dict[str, JaggedTensor], targets: KeyedTensor | dict[str, Tensor]
-    ) -> list[joined.JoinedInputs]:
-        groups = [group.features for group in self.groups]
-        return joined.read_groups(self._embed(sequences), targets, groups, self.embedding_dim)
+        with torch.no_grad():
+            _load_multihead_attention(getattr(self.attention, name), attention)
 
     def _in_order(self, outputs: list[Tensor]) -> Tensor:
         """[F, B, embedding_dim] of every group -> [B, output_width] in the order of the features."""
         if len(outputs) == 1:
             return outputs[0].transpose(0, 1).flatten(1)
         pooled = {}
-        for output, indices in zip(outputs, self._members, strict=True):
+        for output, places in zip(outputs, self._places, strict=True):
             rows = output.unbind()
-            pooled |= {index: rows[place] for place, index in enumerate(indices)}
-        return torch.cat([pooled[index] for index in range(len(self.features))], dim=1)
+            pooled |= {place: rows[index] for index, place in enumerate(places)}
+        return torch.cat([pooled[place] for place in range(len(self.features))], dim=1)
 
     def _embed(self, sequences: KeyedJaggedTensor | dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
         if self.embedding_collection is None:
             return sequences
-        lookup.require_id_keys("sequences", sequences, self._id_keys)
-        lookup.allow_no_samples(sequences)
-        return lookup.with_event_inputs(self.embedding_collection(sequences), sequences, self.features)
+        validation.check_ids("sequences", sequences, self._id_keys, not self._is_unsharded())
+        inputs.allow_no_samples(sequences)
+        return inputs.with_event_inputs(self.embedding_collection(sequences), sequences, self.features)
+
+    def _is_unsharded(self) -> bool:
+        return isinstance(self.embedding_collection, validation.Collections)
+
+    def extra_repr(self) -> str:
+        return describe(self.features, num_heads=self.num_heads, num_queries=self.num_queries)
 
 
-def _kind(feature: SequenceFeatureConfig, embedding_dim: int) -> tuple:
-    """What features of one group have in common."""
-    return (
-        feature.target_width(embedding_dim),
-        feature.sequence_width(embedding_dim),
-        len(feature.target_keys),
-        len(feature.sequence_keys),
-        feature.bias_kind,
-        feature.bucket_rows,
-        feature.value_scale,
-    )
-
-
-def _check_collection(
-    collection: EmbeddingCollection, features: list[SequenceFeatureConfig], embedding_dim: int
-) -> None:
-    if collection.embedding_dim() != embedding_dim:
-        raise ValueError(
-            f"embedding_collection must be embedding_dim={embedding_dim} wide, got {collection.embedding_dim()}"
-        )
-    names = [name for names in collection.embedding_names_by_table() for name in names]
-    for feature in features:
-        lookup.require_keys("embedding_collection", names, feature.sequence_keys)
+def _load_multihead_attention(own: SimpleNamespace, attention: nn.MultiheadAttention) -> None:
+    if attention.in_proj_weight is None:
+        query, key, value = attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight
+    else:
+        query, key, value = attention.in_proj_weight.chunk(3)
+    own.query_weight.copy_(query)
+    own.key_weight.copy_(key)
+    own.value_weight.copy_(value)
+    own.output_weight.copy_(attention.out_proj.weight)
+    if attention.in_proj_bias is None:
+        own.query_bias.zero_()
+        own.output_bias.zero_()
+    else:
+        query_bias, _, value_bias = attention.in_proj_bias.chunk(3)
+        own.query_bias.copy_(query_bias)
+        own.output_bias.copy_(attention.out_proj.bias + attention.out_proj.weight @ value_bias)

@@ -1,18 +1,20 @@
 """The mean of a history: what `JaggedFeatureInteraction` is measured against."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
-from jfi.modules.lookup import by_key, read_history
-from jfi.modules.sequence_configs import SequenceFeatureConfig, check_features
+from jfi.modules import inputs
+from jfi.modules.sequence_configs import FeatureGroup, SequenceFeatureConfig, check_features
 from jfi.ops import target_attention
 
 
 class JaggedMeanPooling(nn.Module):
     """Pools each sample's history into the mean of its events' combined embeddings; an empty history gives zeros.
 
-    Has no parameters, ignores the features' targets, biases and value scales, and is called like
+    Has no parameters, ignores the features' targets, biases and weights, and is called like
     JaggedFeatureInteraction without a collection of its own, so that one can stand in for the other.
 
     Args:
@@ -34,6 +36,8 @@ class JaggedMeanPooling(nn.Module):
         check_features(features)
         self.features = features
         self.embedding_dim = embedding_dim
+        plain = [replace(feature, bias=None, weighted_values=False) for feature in features]
+        self._groups = [FeatureGroup([feature], embedding_dim) for feature in plain]
 
     @property
     def output_width(self) -> int:
@@ -47,28 +51,24 @@ class JaggedMeanPooling(nn.Module):
 
         Args:
             sequences: embeddings [S, embedding_dim] by sequence key.
-            targets: not looked at.
+            targets: not read.
 
         Returns:
             One entry a feature, `embedding_dim` wide, or with "concat" that for each of its sequence keys.
         """
-        means = _means(sequences, self.features, self.embedding_dim)
         return KeyedTensor(
             keys=[feature.name for feature in self.features],
             length_per_key=[feature.sequence_width(self.embedding_dim) for feature in self.features],
-            values=torch.cat([means[index] for index in range(len(self.features))], dim=1),
+            values=_means(inputs.read_inputs(sequences, self._groups)),
         )
 
 
 @torch.fx.wrap
-def _means(
-    sequences: dict[str, JaggedTensor], features: list[SequenceFeatureConfig], embedding_dim: int
-) -> list[Tensor]:
-    sequences = by_key(sequences)
+def _means(groups: list[inputs.GroupInputs]) -> Tensor:
+    """[B, output_width]."""
     means = []
-    for feature in features:
-        history, offsets = read_history(sequences, feature, embedding_dim)
+    for group in groups:
         # A query of zeros scores every event alike, and the attention is the mean.
-        query = history.new_zeros(offsets.size(0) - 1, 1, 1, history.size(1))
-        means.append(target_attention(query, history.unsqueeze(1), offsets=offsets).flatten(1))
-    return means
+        query = group.history.new_zeros(group.offsets.size(0) - 1, 1, 1, group.history.size(1))
+        means.append(target_attention(query, group.history.unsqueeze(1), offsets=group.offsets).flatten(1))
+    return torch.cat(means, dim=1)

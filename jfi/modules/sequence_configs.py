@@ -5,6 +5,53 @@ from numbers import Integral
 from typing import Literal
 
 
+@dataclass(frozen=True)
+class PositionBias:
+    """A learned score bias by how far an event is from the newest one, which comes last.
+
+    Attributes:
+        num_buckets: rows of the learned table. The distance d falls in bucket floor(log2(d + 1)); farther events share
+            the last one.
+    """
+
+    num_buckets: int = 32
+
+    def __post_init__(self) -> None:
+        _check_positive("num_buckets of PositionBias", self.num_buckets)
+
+
+@dataclass(frozen=True)
+class WeightBias:
+    """The logarithm of the weights of the first sequence key, added to an event's scores in every head.
+
+    An event of weight 2 counts as two events; one of weight 0 is left out, with no gradient. Weights are never
+    negative.
+    """
+
+
+@dataclass(frozen=True)
+class KeyBias:
+    """A learned score bias by a bucket id that comes with each event, for example of its age.
+
+    Attributes:
+        key: under which the bucket ids are, aligned with the sequence keys.
+        num_buckets: rows of the learned table; ids must be smaller.
+    """
+
+    key: str
+    num_buckets: int = 32
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.key, str):
+            raise TypeError(f"key of KeyBias must be a str, got {self.key!r}")
+        if not self.key or self.key != self.key.strip():
+            raise ValueError(f"key of KeyBias must be a key without spaces around it, got {self.key!r}")
+        _check_positive("num_buckets of KeyBias", self.num_buckets)
+
+
+Bias = PositionBias | WeightBias | KeyBias
+
+
 @dataclass
 class SequenceFeatureConfig:
     """One sequence feature: which history is attended to, by which target, and what biases scores and scales values.
@@ -14,88 +61,79 @@ class SequenceFeatureConfig:
     same way.
 
     Attributes:
-        name: key of the feature in the layer's output.
+        name: key of the feature in the layer's output, and its name in the layer's state_dict; without a period.
         sequence_keys: keys of the history's aligned fields, each `embedding_dim` wide.
         target_keys: keys of the target's embeddings, each `embedding_dim` wide.
         combine: "sum" keeps the width; "concat" makes an event `len(sequence_keys) * embedding_dim` wide and the
-            target `len(target_keys) * embedding_dim`. Sums and concatenations are made before the attention; two
-            fields of equal width, a power of two from 16 on, are concatenated while they are read, in eager calls on a
-            GPU without the history's projection.
-        bias: what is added to an event's attention scores, by head:
-
-            - None: nothing.
-            - "weights": the logarithm of the weights of the first sequence key, so that an event of weight 2 counts
-              as two events and one of weight 0 is left out, with no gradient. Weights are never negative.
-            - "position": a learned value for the event's distance from the newest event, which comes last; the
-              distance d falls in bucket floor(log2(d + 1)).
-            - any other string: a learned value for the event's bucket, whose id stands under this key, aligned with
-              the sequence keys (for example the logarithm of its age).
-        num_buckets: rows of that learned table. Farther positions share the last row; ids must be smaller.
-        value_scale: what an event's value is multiplied by when the attended values are summed, its share of the
-            attention left alone: None for nothing, or "weights" for the weights of the first sequence key, of either
-            sign and with a gradient. Together with bias="weights" they do both.
-        max_seqlen: the longest history, where it is known, such as the length at which the data is cut. It changes
+            target `len(target_keys) * embedding_dim`.
+        bias: what is added to an event's attention scores: `PositionBias`, `WeightBias`, `KeyBias`, or None for
+            nothing. The learned ones have a value for each head.
+        weighted_values: whether each event's value is multiplied by its weight, that of the first sequence key, when
+            the attended values are summed; its share of the attention is left alone. As in TorchRec's `is_weighted`,
+            weights are of either sign and have a gradient. Together with WeightBias they do both.
+        max_seqlen: the longest history, if it is known, such as the length at which the data is cut. It changes
             nothing but speed and rounding, even if it is wrong.
 
+    Raises:
+        ValueError, TypeError: an argument that does not fit, by name.
+
     Example:
-        >>> SequenceFeatureConfig("taste", ["history_item", "history_rating"], ["item"], bias="history_age")
+        >>> from jfi import KeyBias, SequenceFeatureConfig
+        >>> SequenceFeatureConfig("taste", ["history_item", "history_rating"], ["item"], bias=KeyBias("history_age"))
         SequenceFeatureConfig(name='taste', sequence_keys=['history_item', 'history_rating'], target_keys=['item'], \
-combine='sum', bias='history_age', num_buckets=32, value_scale=None, max_seqlen=None)
+combine='sum', bias=KeyBias(key='history_age', num_buckets=32), weighted_values=False, max_seqlen=None)
     """
 
     name: str
     sequence_keys: list[str]
     target_keys: list[str]
     combine: Literal["sum", "concat"] = "sum"
-    bias: str | None = None
-    num_buckets: int = 32
-    value_scale: Literal["weights"] | None = None
+    bias: Bias | None = None
+    weighted_values: bool = False
     max_seqlen: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise ValueError("name must not be empty")
+        if not isinstance(self.name, str):
+            raise TypeError(f"name must be a str, got {self.name!r}")
+        if not self.name or "." in self.name:
+            raise ValueError(f"name must not be empty or contain a period, got {self.name!r}")
+        of_feature = f"of feature '{self.name}'"
         for argument, keys in (("sequence_keys", self.sequence_keys), ("target_keys", self.target_keys)):
-            if isinstance(keys, str) or not isinstance(keys, list):
-                raise TypeError(f"{argument} of feature '{self.name}' must be a list of keys, got {keys!r}")
+            if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+                raise TypeError(f"{argument} {of_feature} must be a list of keys, got {keys!r}")
             if not keys:
-                raise ValueError(f"{argument} of feature '{self.name}' must name at least one key, got []")
+                raise ValueError(f"{argument} {of_feature} must name at least one key, got []")
             if len(set(keys)) != len(keys):
-                raise ValueError(f"{argument} of feature '{self.name}' must not repeat a key, got {keys}")
+                raise ValueError(f"{argument} {of_feature} must not repeat a key, got {keys}")
         if self.combine not in ("sum", "concat"):
-            raise ValueError(f"combine of feature '{self.name}' must be 'sum' or 'concat', got {self.combine!r}")
-        if self.bucket_key in self.sequence_keys:
-            raise ValueError(f"bias of feature '{self.name}' must not be one of its sequence_keys, got {self.bias!r}")
-        if self.num_buckets < 1:
-            raise ValueError(f"num_buckets of feature '{self.name}' must be at least 1, got {self.num_buckets}")
-        if self.value_scale not in (None, "weights"):
-            raise ValueError(
-                f"value_scale of feature '{self.name}' must be 'weights' or None, got {self.value_scale!r}"
-            )
+            raise ValueError(f"combine {of_feature} must be 'sum' or 'concat', got {self.combine!r}")
+        if self.bias is not None and not isinstance(self.bias, Bias):
+            raise TypeError(f"bias {of_feature} must be a PositionBias, WeightBias, KeyBias or None, got {self.bias!r}")
+        if self.bias_key in self.sequence_keys:
+            raise ValueError(f"bias {of_feature} must not read one of its sequence_keys, got {self.bias!r}")
+        if not isinstance(self.weighted_values, bool):
+            raise TypeError(f"weighted_values {of_feature} must be a bool, got {self.weighted_values!r}")
         if self.max_seqlen is not None:
-            if isinstance(self.max_seqlen, bool) or not isinstance(self.max_seqlen, Integral):
-                raise TypeError(f"max_seqlen of feature '{self.name}' must be an int, got {self.max_seqlen!r}")
-            if self.max_seqlen < 1:
-                raise ValueError(f"max_seqlen of feature '{self.name}' must be at least 1, got {self.max_seqlen}")
+            _check_positive(f"max_seqlen {of_feature}", self.max_seqlen)
 
     def encoded(self) -> "SequenceFeatureConfig":
         """This feature behind a JaggedEncoder, which puts one row for each event under the feature's name."""
         return replace(self, sequence_keys=[self.name])
 
     @property
-    def bucket_key(self) -> str | None:
-        """Key of the bucket ids, where the bias is read from one."""
-        return None if self.bias in (None, "weights", "position") else self.bias
+    def bias_key(self) -> str | None:
+        """Key of the bucket ids, if the bias reads any."""
+        return self.bias.key if isinstance(self.bias, KeyBias) else None
 
     @property
-    def bias_kind(self) -> str | None:
-        """None, "weights", "position" or "buckets", whatever the key of the ids."""
-        return self.bias if self.bucket_key is None else "buckets"
+    def num_buckets(self) -> int:
+        """Rows of the learned bias table; 0 if nothing is learned."""
+        return 0 if self.bias is None else getattr(self.bias, "num_buckets", 0)
 
     @property
-    def bucket_rows(self) -> int:
-        """Rows of the learned bias table: 0 where nothing is learned."""
-        return 0 if self.bias in (None, "weights") else self.num_buckets
+    def reads_weights(self) -> bool:
+        """Whether the weights of the first sequence key are read."""
+        return self.weighted_values or isinstance(self.bias, WeightBias)
 
     def sequence_width(self, embedding_dim: int) -> int:
         """Width of a combined event."""
@@ -106,8 +144,61 @@ combine='sum', bias='history_age', num_buckets=32, value_scale=None, max_seqlen=
         return embedding_dim * (len(self.target_keys) if self.combine == "concat" else 1)
 
 
+@dataclass
+class FeatureGroup:
+    """Features alike, which one call of an operator serves, and what is known of them before any batch comes.
+
+    They have as many sequence keys and as many target keys, combined in one way to equal widths, the same kind of bias
+    of as many buckets, and all or none have weighted values.
+    """
+
+    features: list[SequenceFeatureConfig]
+    embedding_dim: int
+
+    def __post_init__(self) -> None:
+        # The features' first keys, then their second ones, ... No fields of the dataclass: torch.fx makes a dataclass
+        # anew from its fields.
+        self.sequence_keys = list(zip(*[feature.sequence_keys for feature in self.features], strict=True))
+        self.target_keys = list(zip(*[feature.target_keys for feature in self.features], strict=True))
+
+    @property
+    def max_seqlen(self) -> int | None:
+        """The longest history of all, if all are known."""
+        longest = [feature.max_seqlen for feature in self.features]
+        return None if None in longest else max(longest)
+
+
+def group_features(features: list[SequenceFeatureConfig], embedding_dim: int) -> list[FeatureGroup]:
+    """The groups of features alike, in the order of their first features."""
+    groups: dict[tuple, list[SequenceFeatureConfig]] = {}
+    for feature in features:
+        kind = (
+            feature.target_width(embedding_dim),
+            feature.sequence_width(embedding_dim),
+            len(feature.target_keys),
+            len(feature.sequence_keys),
+            type(feature.bias),
+            feature.num_buckets,
+            feature.weighted_values,
+        )
+        groups.setdefault(kind, []).append(feature)
+    return [FeatureGroup(alike, embedding_dim) for alike in groups.values()]
+
+
+def describe(features: list[SequenceFeatureConfig], **options: object) -> str:
+    """What the repr of a module with sequence features shows: them, a line each, and the options."""
+    lines = []
+    for one in features:
+        what = f"{one.name}: {' + '.join(one.target_keys)} -> {' + '.join(one.sequence_keys)}"
+        extras = [f"combine={one.combine!r}"] if one.combine != "sum" else []
+        extras += [f"bias={one.bias!r}"] if one.bias is not None else []
+        extras += ["weighted_values=True"] if one.weighted_values else []
+        lines.append(", ".join([what, *extras]))
+    return "\n".join([*lines, ", ".join(f"{name}={value}" for name, value in options.items())])
+
+
 def check_features(features: list[SequenceFeatureConfig], argument: str = "features") -> None:
-    """Raises unless `features` is a list of at least one config with a name of its own."""
+    """Raises unless `features` is a list of at least one config, with distinct names."""
     if not isinstance(features, list) or not all(isinstance(feature, SequenceFeatureConfig) for feature in features):
         raise TypeError(f"{argument} must be a list of SequenceFeatureConfig, got {features!r}")
     if not features:
@@ -121,9 +212,13 @@ def check_features(features: list[SequenceFeatureConfig], argument: str = "featu
 def check_sizes(embedding_dim: int, num_heads: int, **others: int) -> None:
     """Raises unless every size is a positive integer, and `num_heads` divides `embedding_dim`."""
     for argument, size in {"embedding_dim": embedding_dim, "num_heads": num_heads, **others}.items():
-        if not isinstance(size, Integral):
-            raise TypeError(f"{argument} must be an int, got {size!r}")
-        if size < 1:
-            raise ValueError(f"{argument} must be at least 1, got {size}")
+        _check_positive(argument, size)
     if embedding_dim % num_heads:
         raise ValueError(f"num_heads must divide embedding_dim={embedding_dim}, got {num_heads}")
+
+
+def _check_positive(argument: str, size: int) -> None:
+    if isinstance(size, bool) or not isinstance(size, Integral):
+        raise TypeError(f"{argument} must be an int, got {size!r}")
+    if size < 1:
+        raise ValueError(f"{argument} must be at least 1, got {size}")

@@ -1,6 +1,8 @@
 """Operators over jagged tensors: packed values [S, ...] and offsets [B+1], forward and backward, without padding."""
 
 from jfi.ops._checks import validation
+from jfi.ops.absorb_weights import absorb_weights
+from jfi.ops.absorbed_target_attention import absorbed_target_attention
 from jfi.ops.array_jagged_bmm_jagged_out import array_jagged_bmm_jagged_out
 from jfi.ops.explain import explain
 from jfi.ops.jagged2_softmax import jagged2_softmax
@@ -12,6 +14,8 @@ from jfi.ops.jagged_softmax import jagged_softmax
 from jfi.ops.target_attention import target_attention
 
 __all__ = [
+    "absorb_weights",
+    "absorbed_target_attention",
     "array_jagged_bmm_jagged_out",
     "explain",
     "jagged2_softmax",

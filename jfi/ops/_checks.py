@@ -12,7 +12,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from jfi import compat
+from jfi.context import is_traced
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 IMPLEMENTATIONS = ("auto", "triton", "torch")
@@ -37,16 +37,6 @@ def validation() -> Iterator[None]:
         yield
     finally:
         _validates_on_gpu.reset(token)
-
-
-def is_traced() -> bool:
-    """Whether a compiler, a tracer, a dispatch mode (fake tensors, make_fx) or a functorch transform looks on."""
-    return (
-        torch.compiler.is_compiling()
-        or compat.is_in_torch_dispatch_mode()
-        or compat.functorch_transforms_active()
-        or torch.jit.is_tracing()
-    )
 
 
 def _may_read(offsets: Tensor) -> bool:

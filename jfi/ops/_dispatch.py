@@ -6,28 +6,19 @@ itself, or through one torch.autograd.Function if a gradient is wanted.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from jfi import compat
-from jfi.ops._checks import is_traced
+from jfi.context import is_traced
 
 #: Types of tensors whose operators do what their names say.
 PLAIN = (Tensor, torch.nn.Parameter)
 
 #: What ``operator`` made, by name, so that the operators can be each other's gradients.
 operators = SimpleNamespace()
-
-#: What needs no change.
-_AS_IT_IS = nullcontext()
-
-
-def without_autocast(device_type: str) -> AbstractContextManager:
-    """torch.autocast(device_type, enabled=False), which takes 3 µs, where it is enabled at all."""
-    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _AS_IT_IS
 
 
 def aligned(x: Tensor) -> Tensor:

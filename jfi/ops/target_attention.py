@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jfi import reference
+from jfi.context import without_autocast
 from jfi.kernels.common.plan import FEW_QUERY_ROWS, TargetAttentionInputs, plan_target_attention
 from jfi.ops._checks import (
     check_dim,
@@ -26,7 +27,7 @@ from jfi.ops._checks import (
     check_offsets,
     check_scale,
 )
-from jfi.ops._dispatch import aligned, operator, without_autocast
+from jfi.ops._dispatch import aligned, operator
 from jfi.ops.explain import explains
 
 

@@ -13,6 +13,7 @@ from torch.export import Dim
 
 import jfi
 from jfi.models import SequenceDLRM
+from jfi.modules import PositionBias
 from jfi.serving import artefact
 from jfi.serving.artefact import ArtefactError
 from jfi.serving.fields import Fields, Limits, Request
@@ -97,8 +98,8 @@ def inputs_of(scoring: ScoringModel, model: SequenceDLRM) -> Inputs:
         [] if scoring.feature is None else scoring.feature.sequence_keys,
         scoring.user_keys,
         [key for key in scoring.keys if key not in scoring.user_keys],
-        {name: feature.num_buckets for name, feature in biased.items() if feature.bias == "position"},
-        [name for name, feature in biased.items() if feature.bucket_key is not None],
+        {name: feature.num_buckets for name, feature in biased.items() if isinstance(feature.bias, PositionBias)},
+        [name for name, feature in biased.items() if feature.bias_key is not None],
     )
 
 

@@ -2,8 +2,8 @@
 
 In training each sample has a history of its own. To rank, all candidates of a user meet the same one, so the events of
 a user are encoded once, and his candidates are that many queries over them: `jagged_attention` in place of
-`target_attention`. The weights stand still now, so what `jfi.modules.stacked_attention` merges at every step on the
-targets' side is merged once, the scale of the scores with it:
+`target_attention`. The weights stand still now, so what `jfi.ops.absorb_weights` multiplies at every step is
+multiplied once, the scale of the scores with it:
 
     q' = W_qk e + b_qk          a_th = attention(q'_th, x, x)          o = W_vo concat_th(a_th) + b_o
 
@@ -11,6 +11,7 @@ for a candidate e and events x. T queries a target are T times as many heads, ov
 """
 
 import copy
+import math
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +19,8 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import PoolingType
 
 from jfi.models import SequenceDLRM
-from jfi.modules import JaggedEncoder, JaggedFeatureInteraction, lookup
-from jfi.ops._merged_weights import merge
+from jfi.modules import JaggedEncoder, JaggedFeatureInteraction, inputs
+from jfi.ops import absorb_weights
 from jfi.serving.attention import Segments, attend, padded
 
 #: Keys of `buckets`: by event the rows of the learned score biases of the pooling and of the encoder.
@@ -45,7 +46,7 @@ class ScoringModel(nn.Module):
         if len(features) > 1:
             raise ValueError(f"a model to serve must have one sequence feature, got {len(features)}")
         for feature in arch.features:
-            if "weights" in (feature.bias, feature.value_scale):
+            if feature.reads_weights:
                 raise ValueError(f"feature '{feature.name}' reads weights of events, which requests do not have")
         bags = model.embedding_bag_collection
         tables = [] if bags is None else bags.embedding_bag_configs()
@@ -96,10 +97,10 @@ class ScoringModel(nn.Module):
         entries = {key: users[key][rows.owner] if key in self.user_keys else candidates[key] for key in self.keys}
         stacked = [entries[key] for key in self.keys]
         if self.feature is not None:
-            x = lookup.combine([history[key] for key in self.feature.sequence_keys], self.feature)
+            x = inputs.combine([history[key] for key in self.feature.sequence_keys], self.feature)
             if self.encoder is not None:
                 x = self.encoder(x, events, buckets.get(ENCODER))
-            target = lookup.combine([entries[key] for key in self.feature.target_keys], self.feature)
+            target = inputs.combine([entries[key] for key in self.feature.target_keys], self.feature)
             stacked.append(self.pooling(target, x, rows, events, buckets.get(POOLING)))
         sparse = torch.cat(stacked, dim=1).unflatten(1, (-1, self.embedding_dim))
         return self.over_arch(self.inter_arch(self.dense_arch(dense), sparse)).squeeze(-1)
@@ -110,16 +111,16 @@ class CandidateAttention(nn.Module):
 
     def __init__(self, layer: JaggedFeatureInteraction, impl: str) -> None:
         super().__init__()
-        group = layer.groups[0]
-        self.heads = group.num_queries * group.num_heads
-        self.num_queries, self.impl = group.num_queries, impl
+        group = layer.attention[0]
+        self.heads = layer.num_queries * layer.num_heads
+        self.num_queries, self.impl = layer.num_queries, impl
 
-        products = (group.query_weight, group.query_bias, group.key_weight, group.value_weight, group.output_weight)
-        products = tuple(weight.detach() for weight in products)
-        # In float64, so that a merged weight is rounded once.
-        w_qk, b_qk, w_vo = merge(products, group.num_queries, group.num_heads, torch.float64)
-        self._hold("query_weight", w_qk[0] * group.scale)
-        self._hold("query_bias", b_qk[0] * group.scale)
+        # In float64, so that an absorbed weight is rounded once.
+        weights = tuple(weight.detach() for weight in group.weights[:5])
+        w_qk, b_qk, w_vo = absorb_weights(weights, layer.num_heads, torch.float64)
+        scale = 1 / math.sqrt(layer.embedding_dim // layer.num_heads)
+        self._hold("query_weight", w_qk[0] * scale)
+        self._hold("query_bias", b_qk[0] * scale)
         self._hold("output_weight", w_vo[0].T)
         self._hold("output_bias", group.output_bias[0].detach())
         self._hold("bucket_bias", None if group.bucket_bias is None else group.bucket_bias.detach())
@@ -154,7 +155,7 @@ class ScoringEncoder(nn.Module):
 
     def __init__(self, encoder: JaggedEncoder, impl: str) -> None:
         super().__init__()
-        self.stack, self.impl = copy.deepcopy(encoder.stacks[0]), impl
+        self.stack, self.impl = copy.deepcopy(encoder.stacks[encoder.features[0].name]), impl
 
     def forward(self, history: Tensor, events: Segments, buckets: Tensor | None) -> Tensor:
         """Encodes events [S, sequence_width] to [S, embedding_dim], as `EncoderBlock.forward` does."""

@@ -21,7 +21,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from jfi.data import FeatureSpec, InteractionDataset
 from jfi.models import SequenceDLRM
-from jfi.modules import JaggedEncoder, SequenceFeatureConfig
+from jfi.modules import JaggedEncoder, KeyBias, PositionBias, SequenceFeatureConfig, WeightBias
 from jfi.training.config import ConfigError, EncoderConfig, ModelConfig, OptimizerConfig, OptimizerGroup
 
 #: From this many rows on, touching only the batch's rows is faster than a pass over the table.
@@ -65,8 +65,7 @@ def build_model(
                 sequence_keys=[f.key for f in history],
                 target_keys=[f.key for f in features if f.role == "item"],
                 combine=config.combine,
-                bias=config.bias,
-                num_buckets=_num_buckets("model.bias", config.bias, config, features),
+                bias=_bias("model.bias", config.bias, config, features),
             )
         ]
         if history
@@ -179,11 +178,11 @@ def _tables(kind: type, features: list[FeatureSpec], embedding_dim: int) -> list
 def _encoder(
     encoder: EncoderConfig, sequences: list[SequenceFeatureConfig], config: ModelConfig, features: list[FeatureSpec]
 ) -> JaggedEncoder | None:
-    num_buckets = _num_buckets("encoder.bias", encoder.bias, config, features)
+    bias = _bias("encoder.bias", encoder.bias, config, features)
     if not sequences or not encoder.layers:
         return None
     return JaggedEncoder(
-        [replace(sequence, bias=encoder.bias, num_buckets=num_buckets) for sequence in sequences],
+        [replace(sequence, bias=bias) for sequence in sequences],
         config.embedding_dim,
         encoder.heads,
         encoder.layers,
@@ -193,11 +192,18 @@ def _encoder(
     )
 
 
-def _num_buckets(key: str, bias: str | None, config: ModelConfig, features: list[FeatureSpec]) -> int:
-    if bias in (None, "position", "weights"):
-        return config.num_buckets
+def _bias(
+    key: str, bias: str | None, config: ModelConfig, features: list[FeatureSpec]
+) -> PositionBias | WeightBias | KeyBias | None:
+    """The bias that the option `key` names."""
+    if bias is None:
+        return None
+    if bias == "position":
+        return PositionBias(config.num_buckets)
+    if bias == "weights":
+        return WeightBias()
     buckets = {f.key: f.num_embeddings for f in features if f.role == "bucket"}
     if bias not in buckets:
         known = ", ".join(["position", "weights", *buckets])
         raise ConfigError(f"{key}: got {bias!r}, must be null or one of {known}")
-    return buckets[bias]
+    return KeyBias(bias, buckets[bias])

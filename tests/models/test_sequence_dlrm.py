@@ -16,7 +16,15 @@ from torchrec import (
 from torchrec.distributed.train_pipeline.tracing import Tracer as PipelineTracer
 from torchrec.fx import symbolic_trace
 
-from jfi import JaggedEncoder, JaggedFeatureInteraction, SequenceDLRM, SequenceFeatureConfig
+from jfi import (
+    JaggedEncoder,
+    JaggedFeatureInteraction,
+    KeyBias,
+    PositionBias,
+    SequenceDLRM,
+    SequenceFeatureConfig,
+    WeightBias,
+)
 
 DIM = 8
 LENGTHS = {
@@ -28,7 +36,7 @@ LENGTHS = {
     "history_age": [3, 0, 1, 5],
 }
 FEATURE = SequenceFeatureConfig(
-    "taste", ["history_item", "history_genre"], ["item", "genre"], bias="history_age", num_buckets=4
+    "taste", ["history_item", "history_genre"], ["item", "genre"], bias=KeyBias("history_age", 4)
 )
 
 
@@ -119,7 +127,7 @@ def test_entries_of_the_interaction():
 @pytest.mark.parametrize("combine", ["sum", "concat"])
 def test_an_encoder_stands_before_the_pooling(pooling, combine):
     feature, inputs = replace(FEATURE, combine=combine), batch()
-    first = encoder(combine=combine, bias="position")
+    first = encoder(combine=combine, bias=PositionBias())
     model = build(features=[feature], pooling=pooling, encoder=first)
     _, item, genre, taste = entries(model, inputs).unbind(1)
     sequences = first(model.embedding_collection(inputs.sparse_features))
@@ -135,7 +143,7 @@ def test_an_encoder_reads_its_own_bias():
     """The pooling's bias is none, so only the encoder asks for the ages."""
     model, inputs = build(features=[replace(FEATURE, bias=None)], encoder=encoder()), batch()
     model(inputs).sum().backward()
-    assert all(block.bucket_bias.grad.any() for block in model.sequence_arch.encoder.stacks[0].blocks)
+    assert all(block.bucket_bias.grad.any() for block in model.sequence_arch.encoder.stacks.taste.blocks)
     without = {key: lengths for key, lengths in LENGTHS.items() if key != "history_age"}
     with pytest.raises(ValueError, match="sparse_features must hold the key 'history_age'"):
         model(batch(without))
@@ -185,7 +193,7 @@ def test_bags_alone_make_a_plain_dlrm():
 def test_weights_of_the_ids_reach_the_layer():
     inputs = batch()
     ids = inputs.sparse_features
-    model = build(features=[SequenceFeatureConfig("taste", ["history_item"], ["item"], bias="weights")])
+    model = build(features=[SequenceFeatureConfig("taste", ["history_item"], ["item"], bias=WeightBias())])
     weights = torch.ones(ids.values().numel())
     weights[ids.values().numel() - 3 * 9 : ids.values().numel() - 3 * 9 + 3] = torch.tensor([0.0, 1.0, 0.0])
     inputs.sparse_features = KeyedJaggedTensor(ids.keys(), ids.values(), lengths=ids.lengths(), weights=weights)
@@ -195,8 +203,8 @@ def test_weights_of_the_ids_reach_the_layer():
 
 @pytest.mark.parametrize("encoded", [False, True], ids=["plain", "encoded"])
 def test_weights_of_the_ids_scale_the_values(encoded):
-    feature = SequenceFeatureConfig("taste", ["history_item", "history_genre"], ["item"], value_scale="weights")
-    first = JaggedEncoder([replace(feature, value_scale=None)], DIM, 2) if encoded else None
+    feature = SequenceFeatureConfig("taste", ["history_item", "history_genre"], ["item"], weighted_values=True)
+    first = JaggedEncoder([replace(feature, weighted_values=False)], DIM, 2) if encoded else None
     model, inputs = build(features=[feature], encoder=first), batch()
     ids = inputs.sparse_features
 
@@ -281,7 +289,7 @@ def test_attention_finds_the_target_in_the_history_where_the_mean_cannot():
         table = EmbeddingConfig(
             name="table", embedding_dim=DIM, num_embeddings=items, feature_names=["item", "history_item"]
         )
-        feature = SequenceFeatureConfig("taste", ["history_item"], ["item"], bias="position")
+        feature = SequenceFeatureConfig("taste", ["history_item"], ["item"], bias=PositionBias())
         model = build(None, EmbeddingCollection(tables=[table]), [feature], pooling=pooling)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
         for _ in range(150):
@@ -317,9 +325,9 @@ def test_names_in_state_dict():
     assert {
         "embedding_bag_collection.embedding_bags.bag_user.weight",
         "embedding_collection.embeddings.table_item.weight",
-        "sequence_arch.pooling.groups.0.query_weight",
-        "sequence_arch.pooling.groups.0.bucket_bias",
-        "sequence_arch.encoder.stacks.0.blocks.1.bucket_bias",
+        "sequence_arch.pooling.attention.taste.query_weight",
+        "sequence_arch.pooling.attention.taste.bucket_bias",
+        "sequence_arch.encoder.stacks.taste.blocks.1.bucket_bias",
     } <= names
     assert not any("encoder" in name for name in build().state_dict())
 

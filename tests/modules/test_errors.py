@@ -6,7 +6,7 @@ import pytest
 import torch
 from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 
-from jfi import JaggedFeatureInteraction, SequenceFeatureConfig
+from jfi import JaggedFeatureInteraction, KeyBias, PositionBias, SequenceFeatureConfig, WeightBias
 from jfi.modules import JaggedMeanPooling
 
 from .conftest import EMBEDDING_DIM, LENGTHS
@@ -23,18 +23,30 @@ def buckets(values, lengths=LENGTHS):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"name": ""}, ValueError, "name must not be empty"),
+        ({"name": ""}, ValueError, "name must not be empty or contain a period, got ''"),
         ({"sequence_keys": "history"}, TypeError, "sequence_keys of feature 'taste' must be a list of keys, got 'hist"),
         ({"target_keys": []}, ValueError, "target_keys of feature 'taste' must name at least one key, got []"),
         ({"sequence_keys": ["a", "b", "a"]}, ValueError, "must not repeat a key, got ['a', 'b', 'a']"),
         ({"combine": "mean"}, ValueError, "combine of feature 'taste' must be 'sum' or 'concat', got 'mean'"),
         (
-            {"bias": "history"},
+            {"bias": KeyBias("history")},
             ValueError,
-            "bias of feature 'taste' must not be one of its sequence_keys, got 'history'",
+            "bias of feature 'taste' must not read one of its sequence_keys, got KeyBias(key='history', num_",
         ),
-        ({"num_buckets": 0}, ValueError, "num_buckets of feature 'taste' must be at least 1, got 0"),
-        ({"value_scale": "age"}, ValueError, "value_scale of feature 'taste' must be 'weights' or None, got 'age'"),
+        (
+            {"bias": "postion"},
+            TypeError,
+            "bias of feature 'taste' must be a PositionBias, WeightBias, KeyBias or None, got 'postion'",
+        ),
+        ({"bias": PositionBias}, TypeError, "must be a PositionBias, WeightBias, KeyBias or None, got <class"),
+        ({"name": "a.b"}, ValueError, "name must not be empty or contain a period, got 'a.b'"),
+        ({"name": 3}, TypeError, "name must be a str, got 3"),
+        (
+            {"sequence_keys": ["a", 1]},
+            TypeError,
+            "sequence_keys of feature 'taste' must be a list of keys, got ['a', 1",
+        ),
+        ({"weighted_values": "weights"}, TypeError, "weighted_values of feature 'taste' must be a bool, got 'weights'"),
         ({"max_seqlen": 0}, ValueError, "max_seqlen of feature 'taste' must be at least 1, got 0"),
         ({"max_seqlen": 9.0}, TypeError, "max_seqlen of feature 'taste' must be an int, got 9.0"),
     ],
@@ -42,6 +54,22 @@ def buckets(values, lengths=LENGTHS):
 def test_config(changes, error, message):
     with pytest.raises(error, match=re.escape(message)):
         taste(**changes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "error", "message"),
+    [
+        (PositionBias, (0,), ValueError, "num_buckets of PositionBias must be at least 1, got 0"),
+        (PositionBias, (True,), TypeError, "num_buckets of PositionBias must be an int, got True"),
+        (KeyBias, ("age", 2.5), TypeError, "num_buckets of KeyBias must be an int, got 2.5"),
+        (KeyBias, ("",), ValueError, "key of KeyBias must be a key without spaces around it, got ''"),
+        (KeyBias, (" age",), ValueError, "key of KeyBias must be a key without spaces around it, got ' age'"),
+        (KeyBias, (32,), TypeError, "key of KeyBias must be a str, got 32"),
+    ],
+)
+def test_biases(kind, arguments, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        kind(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +115,7 @@ def test_sequences_of_another_type(kind, sequences):
         kind([taste()], EMBEDDING_DIM)(sequences, {})
 
 
-@pytest.mark.parametrize("bias", [None, "position"])
+@pytest.mark.parametrize("bias", [None, PositionBias()])
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
@@ -109,8 +137,8 @@ def test_lengths_that_do_not_fit_the_events(bias, rows, message):
 
 
 def test_a_bias_key_that_the_encoded_events_would_replace():
-    with pytest.raises(ValueError, match="bias of feature 'age' must not be one of its sequence_keys, got 'age'"):
-        taste(name="age", bias="age").encoded()
+    with pytest.raises(ValueError, match="bias of feature 'age' must not read one of its sequence_keys, got KeyBias"):
+        taste(name="age", bias=KeyBias("age")).encoded()
 
 
 def test_ids_without_a_collection():
@@ -135,7 +163,7 @@ def test_ids_that_do_not_fit_the_collection(sequences, error, message):
 def test_bucket_ids_absent_from_the_ids(target):
     table = EmbeddingConfig(name="item_table", embedding_dim=8, num_embeddings=10, feature_names=["histroy"])
     layer = JaggedFeatureInteraction(
-        [taste(sequence_keys=["histroy"], bias="age")],
+        [taste(sequence_keys=["histroy"], bias=KeyBias("age"))],
         EMBEDDING_DIM,
         embedding_collection=EmbeddingCollection(tables=[table]),
     )
@@ -206,7 +234,7 @@ def test_bucket_ids_absent_from_the_ids(target):
     ],
 )
 def test_sequences(events, target, key, value, error, message):
-    layer = JaggedFeatureInteraction([taste(sequence_keys=["history", "rating"], bias="age")], EMBEDDING_DIM)
+    layer = JaggedFeatureInteraction([taste(sequence_keys=["history", "rating"], bias=KeyBias("age"))], EMBEDDING_DIM)
     sequences = {
         "history": events(dtype=torch.float32),
         "rating": events(dtype=torch.float32),
@@ -233,6 +261,11 @@ def test_sequences(events, target, key, value, error, message):
         ),
         ({"item": torch.zeros(3, 8)}, ValueError, "must have shape [4, 8] (samples, embedding_dim), got [3, 8]"),
         ({"item": buckets(range(9))}, TypeError, "targets['item'] must be a Tensor, got JaggedTensor"),
+        (
+            torch.zeros(4, 8),
+            TypeError,
+            "targets must be a KeyedTensor or a dict of Tensor by target key, such as {'item': target}, got Tensor",
+        ),
     ],
 )
 def test_targets(events, targets, error, message):
@@ -244,22 +277,23 @@ def test_targets(events, targets, error, message):
 @pytest.mark.parametrize(
     ("weights", "got"), [(None, "got none"), (torch.arange(9), "got torch.int64 of shape [9]")], ids=["none", "integer"]
 )
-@pytest.mark.parametrize("use", ["bias", "value_scale"])
-def test_weights(events, target, weights, got, use):
-    layer = JaggedFeatureInteraction([taste(**{use: "weights"})], EMBEDDING_DIM)
-    message = (
-        f"sequences['history'] must have floating weights of shape [9], since feature 'taste' has {use}='weights', "
-    )
+@pytest.mark.parametrize(
+    ("use", "reason"),
+    [({"bias": WeightBias()}, "a WeightBias"), ({"weighted_values": True}, "weighted_values=True")],
+)
+def test_weights(events, target, weights, got, use, reason):
+    layer = JaggedFeatureInteraction([taste(**use)], EMBEDDING_DIM)
+    message = f"sequences['history'] must have floating weights of shape [9], since feature 'taste' has {reason}, "
     with pytest.raises(ValueError, match=re.escape(message + got)):
         layer({"history": events(dtype=torch.float32, weights=weights)}, {"item": target(dtype=torch.float32)})
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan")])
 def test_a_weight_that_has_no_logarithm(events, target, weight):
-    layer = JaggedFeatureInteraction([taste(bias="weights")], EMBEDDING_DIM)
+    layer = JaggedFeatureInteraction([taste(bias=WeightBias())], EMBEDDING_DIM)
     weights = torch.ones(9)
     weights[4] = weight
-    message = "sequences['history'] must have weights of at least 0, since feature 'taste' has bias='weights', got "
+    message = "sequences['history'] must have weights of at least 0, since feature 'taste' has a WeightBias, got "
     with pytest.raises(ValueError, match=re.escape(f"{message}{weight}")):
         layer({"history": events(dtype=torch.float32, weights=weights)}, {"item": target(dtype=torch.float32)})
 

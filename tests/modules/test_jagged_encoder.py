@@ -12,7 +12,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJa
 from torchrec.distributed.train_pipeline.tracing import Tracer as PipelineTracer
 from torchrec.fx import symbolic_trace
 
-from jfi import JaggedEncoder, JaggedFeatureInteraction, SequenceFeatureConfig
+from jfi import JaggedEncoder, JaggedFeatureInteraction, KeyBias, PositionBias, SequenceFeatureConfig, WeightBias
 
 from .conftest import EMBEDDING_DIM, LENGTHS
 
@@ -73,7 +73,7 @@ def copy_parameters(stack, encoder):
 def test_equals_torch_transformer_encoder_on_padded_input(events, num_heads, num_layers, causal):
     theirs = torch_encoder(num_heads, num_layers)
     ours = JaggedEncoder([taste()], EMBEDDING_DIM, num_heads, num_layers, causal=causal).double()
-    copy_parameters(ours.stacks[0], theirs)
+    copy_parameters(ours.stacks.taste, theirs)
 
     history = events()
     samples = history.values().split(LENGTHS)
@@ -91,7 +91,7 @@ def test_equals_torch_transformer_encoder_on_padded_input(events, num_heads, num
 
     weight = torch.randn_like(want)
     pairs = {"events": (history.values(), history.values())}
-    for i, (block, layer) in enumerate(zip(ours.stacks[0].blocks, theirs.layers, strict=True)):
+    for i, (block, layer) in enumerate(zip(ours.stacks.taste.blocks, theirs.layers, strict=True)):
         pairs[f"query bias {i}"] = block.query.bias, layer.self_attn.in_proj_bias
         pairs[f"output {i}"] = block.output.bias, layer.self_attn.out_proj.bias
         pairs[f"attention norm {i}"] = block.attention_norm.weight, layer.norm1.weight
@@ -128,11 +128,11 @@ def plain_stack(stack, history, lengths, biases):
 
 
 @pytest.mark.parametrize("combine", ["sum", "concat"])
-@pytest.mark.parametrize("bias", ["position", "age", "weights"])
+@pytest.mark.parametrize("bias", [PositionBias(3), KeyBias("age", 3), WeightBias()])
 def test_biases_and_aligned_fields_equal_the_plain_formula(events, combine, bias):
-    feature = taste(sequence_keys=["history", "rating"], combine=combine, bias=bias, num_buckets=3)
+    feature = taste(sequence_keys=["history", "rating"], combine=combine, bias=bias)
     encoder = randomise(JaggedEncoder([feature], EMBEDDING_DIM, 2, 2).double())
-    (stack,) = encoder.stacks
+    (stack,) = encoder.stacks.values()
     weights = torch.rand(sum(LENGTHS), dtype=torch.float64)
     ages = torch.randint(3, (sum(LENGTHS),))
     sequences = {
@@ -142,12 +142,12 @@ def test_biases_and_aligned_fields_equal_the_plain_formula(events, combine, bias
     }
     fields = [sequences[key].values() for key in feature.sequence_keys]
     history = fields[0] + fields[1] if combine == "sum" else torch.cat(fields, dim=1)
-    if bias == "weights":
+    if bias == WeightBias():
         biases = [weights.log()[:, None].expand(-1, 2)] * 2
     else:
         # Events from the newest: 0; 1 and 2; 3 and more, where the rows end.
         newest = torch.tensor([min((length - i).bit_length() - 1, 2) for length in LENGTHS for i in range(length)])
-        biases = [block.bucket_bias[newest if bias == "position" else ages] for block in stack.blocks]
+        biases = [block.bucket_bias[newest if bias == PositionBias(3) else ages] for block in stack.blocks]
 
     got = encoder(sequences)["taste"]
     want = plain_stack(stack, history, LENGTHS, biases)
@@ -161,7 +161,7 @@ def test_biases_and_aligned_fields_equal_the_plain_formula(events, combine, bias
 
 
 def test_features_have_blocks_of_their_own_and_other_keys_pass_through(events):
-    features = [taste(bias="weights"), taste(name="clicks", sequence_keys=["clicks", "history"])]
+    features = [taste(bias=WeightBias()), taste(name="clicks", sequence_keys=["clicks", "history"])]
     encoder = randomise(JaggedEncoder(features, EMBEDDING_DIM, 2).double())
     weights = torch.rand(sum(LENGTHS), dtype=torch.float64)
     sequences = {"history": events(weights=weights), "clicks": events(), "other": events([1, 2, 0, 0])}
@@ -171,13 +171,13 @@ def test_features_have_blocks_of_their_own_and_other_keys_pass_through(events):
     # A feature named like a sequence key replaces it, and reads what stood there before.
     both = JaggedTensor(sequences["clicks"].values() + sequences["history"].values(), lengths=torch.tensor(LENGTHS))
     alone = JaggedEncoder([taste()], EMBEDDING_DIM, 2).double()
-    alone.stacks[0].load_state_dict(encoder.stacks[1].state_dict())
+    alone.stacks.taste.load_state_dict(encoder.stacks.clicks.state_dict())
     torch.testing.assert_close(encoded["clicks"].values(), alone(both).values())
     assert encoded["taste"].weights() is weights
 
 
 def test_stands_before_the_interaction(events, target):
-    feature = taste(sequence_keys=["history", "rating"], combine="concat", bias="position")
+    feature = taste(sequence_keys=["history", "rating"], combine="concat", bias=PositionBias())
     encoder = JaggedEncoder([feature], EMBEDDING_DIM, 2).double()
     layer = JaggedFeatureInteraction([feature.encoded()], EMBEDDING_DIM, 2).double()
     history, item = {"history": events(), "rating": events()}, target()
@@ -187,7 +187,7 @@ def test_stands_before_the_interaction(events, target):
 
 
 def test_a_jagged_tensor_alone_gives_a_jagged_tensor(events):
-    encoder = JaggedEncoder([taste(bias="position")], EMBEDDING_DIM, 2).double()
+    encoder = JaggedEncoder([taste(bias=PositionBias())], EMBEDDING_DIM, 2).double()
     history = events()
     got = encoder(history)
     assert isinstance(got, JaggedTensor)
@@ -197,7 +197,7 @@ def test_a_jagged_tensor_alone_gives_a_jagged_tensor(events):
 @pytest.mark.parametrize("causal", [False, True])
 def test_what_an_event_sees(events, causal):
     """A change of the second of five events shows in its own sample alone, and under `causal` from that event on."""
-    encoder = randomise(JaggedEncoder([taste(bias="position")], EMBEDDING_DIM, 2, 2, causal=causal).double())
+    encoder = randomise(JaggedEncoder([taste(bias=PositionBias())], EMBEDDING_DIM, 2, 2, causal=causal).double())
     history = events()
     changed = history.values().detach().clone()
     changed[5] += 1
@@ -208,7 +208,7 @@ def test_what_an_event_sees(events, causal):
 
 @pytest.mark.parametrize("lengths", [[0, 0, 0], []], ids=["all empty", "no sample"])
 def test_every_parameter_has_a_finite_gradient_without_any_event(events, lengths):
-    features = [taste(bias="position"), taste(name="wide", sequence_keys=["history", "rating"], combine="concat")]
+    features = [taste(bias=PositionBias()), taste(name="wide", sequence_keys=["history", "rating"], combine="concat")]
     encoder = JaggedEncoder(features, EMBEDDING_DIM, 2, 2).double()
     sequences = {"history": events(lengths), "rating": events(lengths)}
     encoded = encoder(sequences)
@@ -221,7 +221,7 @@ def test_every_parameter_has_a_finite_gradient_without_any_event(events, lengths
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("given", ["lengths", "offsets"])
 def test_lengths_and_offsets_of_either_integer(events, dtype, given):
-    encoder = JaggedEncoder([taste(bias="position")], EMBEDDING_DIM, 2).double()
+    encoder = JaggedEncoder([taste(bias=PositionBias())], EMBEDDING_DIM, 2).double()
     history = events()
     rows = (history.lengths() if given == "lengths" else history.offsets()).to(dtype)
     same = JaggedTensor(history.values(), **{given: rows})
@@ -238,7 +238,7 @@ def test_dropout_acts_in_training_alone(events):
 def test_dropout_acts_behind_both_layers_of_the_feedforward_part(events):
     """And nowhere else: what enters that part is the same in every pass."""
     encoder, history = JaggedEncoder([taste()], EMBEDDING_DIM, 2, dropout=0.5).double(), events([40, 60])
-    (block,) = encoder.stacks[0].blocks
+    (block,) = encoder.stacks.taste.blocks
     zeros = {}
     for name, module in (("hidden", block.feedforward[2]), ("out", block.feedforward)):
         module.register_forward_hook(lambda *call, name=name: zeros.update({name: (call[2] == 0).double().mean()}))
@@ -262,7 +262,7 @@ def test_half_precision(events, how, monkeypatch):
 
     original = jagged_encoder.jagged_attention
     monkeypatch.setattr(jagged_encoder, "jagged_attention", spy)
-    feature = taste(sequence_keys=["history", "rating"], combine="concat", bias="position")
+    feature = taste(sequence_keys=["history", "rating"], combine="concat", bias=PositionBias())
     encoder = JaggedEncoder([feature], EMBEDDING_DIM, 2, 2)
     autocast = how == "autocast"
     sequences = {key: events(dtype=torch.float32 if autocast else torch.bfloat16) for key in feature.sequence_keys}
@@ -277,7 +277,7 @@ def test_half_precision(events, how, monkeypatch):
 
 
 def test_names_in_state_dict_and_round_trip(events):
-    features = [taste(bias="position", num_buckets=3), taste(name="wide", sequence_keys=["a", "b"], combine="concat")]
+    features = [taste(bias=PositionBias(3)), taste(name="wide", sequence_keys=["a", "b"], combine="concat")]
     encoder = JaggedEncoder(features, EMBEDDING_DIM, 2, 2, feedforward_ratio=3)
     shapes = {name: tuple(tensor.shape) for name, tensor in encoder.state_dict().items()}
     block = {
@@ -296,10 +296,15 @@ def test_names_in_state_dict_and_round_trip(events):
         "feedforward.3.weight": (8, 24),
         "feedforward.3.bias": (8,),
     }
-    expected = {f"stacks.{f}.blocks.{i}.{name}": shape for f in (0, 1) for i in (0, 1) for name, shape in block.items()}
-    expected |= {f"stacks.0.blocks.{i}.bucket_bias": (3, 2) for i in (0, 1)}
-    expected |= {"stacks.1.input_projection.weight": (8, 16), "stacks.1.input_projection.bias": (8,)}
-    expected |= {f"stacks.{f}.norm.{name}": (8,) for f in (0, 1) for name in ("weight", "bias")}
+    expected = {
+        f"stacks.{f}.blocks.{i}.{name}": shape
+        for f in ("taste", "wide")
+        for i in (0, 1)
+        for name, shape in block.items()
+    }
+    expected |= {f"stacks.taste.blocks.{i}.bucket_bias": (3, 2) for i in (0, 1)}
+    expected |= {"stacks.wide.input_projection.weight": (8, 16), "stacks.wide.input_projection.bias": (8,)}
+    expected |= {f"stacks.{f}.norm.{name}": (8,) for f in ("taste", "wide") for name in ("weight", "bias")}
     assert shapes == expected
 
     file = io.BytesIO()
@@ -314,7 +319,7 @@ def test_names_in_state_dict_and_round_trip(events):
 
 
 def test_meta_device_then_reset_parameters_sets_every_parameter():
-    features = [taste(bias="position"), taste(name="wide", sequence_keys=["history", "rating"], combine="concat")]
+    features = [taste(bias=PositionBias()), taste(name="wide", sequence_keys=["history", "rating"], combine="concat")]
     encoder = JaggedEncoder(features, EMBEDDING_DIM, 2, 2, device=torch.device("meta"))
     assert all(parameter.is_meta for parameter in encoder.parameters())
     encoder.to_empty(device="cpu")
@@ -327,8 +332,8 @@ def test_meta_device_then_reset_parameters_sets_every_parameter():
 
 
 FEATURES = [
-    taste(bias="age", num_buckets=4),
-    taste(name="wide", sequence_keys=["history", "rating"], combine="concat", bias="position"),
+    taste(bias=KeyBias("age", 4)),
+    taste(name="wide", sequence_keys=["history", "rating"], combine="concat", bias=PositionBias()),
 ]
 
 
@@ -407,7 +412,7 @@ def test_construction_errors(arguments, error, message):
         (taste(), torch.zeros(9, 8), TypeError, "an embedding a row, got Tensor"),
         (taste(), None, TypeError, "an embedding a row, got NoneType"),
         (
-            taste(bias="age"),
+            taste(bias=KeyBias("age")),
             JaggedTensor(torch.zeros(9, 8), lengths=torch.tensor(LENGTHS)),
             TypeError,
             "sequences must be a dict of JaggedTensor, since features read ['age', 'history'], got one alone",
@@ -420,7 +425,7 @@ def test_construction_errors(arguments, error, message):
             "sequences['history'] must hold embeddings of shape [S, 8] (events, embedding_dim), got torch.float32 of ",
         ),
         (
-            taste(bias="age"),
+            taste(bias=KeyBias("age")),
             {
                 "history": JaggedTensor(torch.zeros(9, 8), lengths=torch.tensor(LENGTHS)),
                 "age": JaggedTensor(torch.full((9,), 32), lengths=torch.tensor(LENGTHS)),
@@ -437,7 +442,7 @@ def test_sequences_that_do_not_fit(feature, sequences, error, message):
 
 def test_compiles_to_one_graph_for_every_number_of_events():
     compilations = torch._dynamo.testing.CompileCounter()
-    encoder = randomise(JaggedEncoder([taste(bias="position")], EMBEDDING_DIM, 2, 2, causal=True))
+    encoder = randomise(JaggedEncoder([taste(bias=PositionBias())], EMBEDDING_DIM, 2, 2, causal=True))
 
     def encode(history, offsets):
         return encoder({"history": JaggedTensor(history, offsets=offsets)})["taste"].values()

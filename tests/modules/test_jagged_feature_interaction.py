@@ -2,7 +2,6 @@
 
 import copy
 import io
-from operator import attrgetter
 
 import pytest
 import torch
@@ -11,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.models.dlrm import InteractionArch
 
-from jfi import JaggedFeatureInteraction, SequenceFeatureConfig
-from jfi.modules import merged_attention, stacked_attention
+from jfi import JaggedFeatureInteraction, KeyBias, PositionBias, SequenceFeatureConfig, WeightBias
+from jfi.modules import stacked_attention
 
 from .conftest import EMBEDDING_DIM, LENGTHS
 
@@ -28,10 +27,8 @@ def plain_layer(layer, sequences, targets):
     """
     outputs = []
     for feature in layer.features:
-        group = next(group for group in layer.groups if feature in group.features)
-        place = group.features.index(feature)
-        first_row = sum(above.bucket_rows for above in group.features[:place])
-        heads, queries, dim = group.num_heads, group.num_queries, layer.embedding_dim // group.num_heads
+        own = getattr(layer.attention, feature.name)
+        heads, queries, dim = layer.num_heads, layer.num_queries, layer.embedding_dim // layer.num_heads
 
         def combined(tensors, how=feature.combine):
             return torch.cat(tensors, dim=-1) if how == "concat" else torch.stack(tensors).sum(0)
@@ -41,25 +38,25 @@ def plain_layer(layer, sequences, targets):
         start, samples = 0, []
         for b, history in enumerate(histories):
             count = history.size(0)
-            query = group.query_weight[place] @ combined([targets[key][b] for key in feature.target_keys])
-            query = (query + group.query_bias[place]).view(queries, heads, dim)
-            key = (history @ group.key_weight[place].T).view(count, heads, dim)
-            value = (history @ group.value_weight[place].T).view(count, heads, dim)
+            query = own.query_weight @ combined([targets[key][b] for key in feature.target_keys])
+            query = (query + own.query_bias).view(queries, heads, dim)
+            key = (history @ own.key_weight.T).view(count, heads, dim)
+            value = (history @ own.value_weight.T).view(count, heads, dim)
             scores = torch.einsum("thd,nhd->thn", query, key) / dim**0.5
             rows = slice(start, start + count)
-            if feature.bias == "weights":
+            if isinstance(feature.bias, WeightBias):
                 scores = scores + first.weights()[rows].log()
             elif feature.bias is not None:
-                if feature.bias == "position":
+                if isinstance(feature.bias, PositionBias):
                     bucket = [(count - i).bit_length() - 1 for i in range(count)]
                     bucket = torch.tensor(bucket, dtype=torch.long).clamp(max=feature.num_buckets - 1)
                 else:
-                    bucket = sequences[feature.bias].values()[rows]
-                scores = scores + group.bucket_bias[first_row + bucket].T
-            if feature.value_scale == "weights":
+                    bucket = sequences[feature.bias.key].values()[rows]
+                scores = scores + own.bucket_bias[bucket].T
+            if feature.weighted_values:
                 value = value * first.weights()[rows, None, None]
             pooled = torch.einsum("thn,nhd->thd", scores.softmax(-1), value).flatten()
-            samples.append(group.output_weight[place] @ pooled + group.output_bias[place])
+            samples.append(own.output_weight @ pooled + own.output_bias)
             start += count
         outputs.append(torch.stack(samples))
     return torch.cat(outputs, dim=1)
@@ -92,10 +89,10 @@ def test_equals_torch_multihead_attention_on_padded_input(events, target, num_he
         EMBEDDING_DIM, num_heads, kdim=width, vdim=width, dtype=torch.float64, **options
     )
     randomise(attention).eval()
-    before = {name: tensor[0].clone() for name, tensor in layer.groups[0].named_parameters()}
+    before = {name: tensor.clone() for name, tensor in vars(layer.attention.other).items()}
     layer.load_multihead_attention("taste", attention)
     if width == EMBEDDING_DIM:  # of the feature that shares the parameters' tensors nothing is overwritten
-        assert all(torch.equal(tensor[0], before[name]) for name, tensor in layer.groups[0].named_parameters())
+        assert all(torch.equal(tensor, before[name]) for name, tensor in vars(layer.attention.other).items())
 
     lengths = [3, 1, 5, 2]  # an empty history makes nn.MultiheadAttention give NaN
     sequences = {key: events(lengths) for key in keys}
@@ -120,18 +117,18 @@ def every_kind_of_feature(events, target):
     """Features of every kind, most of them in twos, with several fields and several targets, and their inputs."""
     features = [
         taste(name="plain"),
-        taste(name="position", bias="position", num_buckets=2),
+        taste(name="position", bias=PositionBias(2)),
         taste(name="wide", sequence_keys=["history", "rating"], target_keys=["item", "genre"], combine="concat"),
-        taste(name="bucket", sequence_keys=["clicks", "clicks_rating"], bias="clicks_age", num_buckets=5),
-        taste(name="weighted", sequence_keys=["weighted"], target_keys=["item", "genre"], bias="weights"),
+        taste(name="bucket", sequence_keys=["clicks", "clicks_rating"], bias=KeyBias("clicks_age", 5)),
+        taste(name="weighted", sequence_keys=["weighted"], target_keys=["item", "genre"], bias=WeightBias()),
         taste(name="wide target", target_keys=["item", "genre"], combine="concat"),
-        taste(name="clicks position", sequence_keys=["clicks"], bias="position", num_buckets=2),
-        taste(name="history bucket", sequence_keys=["history", "rating"], bias="age", num_buckets=5),
-        taste(name="clicks weighted", sequence_keys=["clicks"], target_keys=["genre", "item"], bias="weights"),
-        taste(name="scaled", sequence_keys=["clicks"], value_scale="weights"),
-        taste(name="other scaled", sequence_keys=["weighted"], target_keys=["genre"], value_scale="weights"),
-        taste(name="both", sequence_keys=["weighted"], bias="weights", value_scale="weights", max_seqlen=9),
-        taste(name="scaled by position", sequence_keys=["weighted"], bias="position", value_scale="weights"),
+        taste(name="clicks position", sequence_keys=["clicks"], bias=PositionBias(2)),
+        taste(name="history bucket", sequence_keys=["history", "rating"], bias=KeyBias("age", 5)),
+        taste(name="clicks weighted", sequence_keys=["clicks"], target_keys=["genre", "item"], bias=WeightBias()),
+        taste(name="scaled", sequence_keys=["clicks"], weighted_values=True),
+        taste(name="other scaled", sequence_keys=["weighted"], target_keys=["genre"], weighted_values=True),
+        taste(name="both", sequence_keys=["weighted"], bias=WeightBias(), weighted_values=True, max_seqlen=9),
+        taste(name="scaled by position", sequence_keys=["weighted"], bias=PositionBias(), weighted_values=True),
         taste(name="clicks plain", sequence_keys=["clicks"], target_keys=["genre"], max_seqlen=7),
     ]
     clicks = [0, 2, 7, 1]
@@ -181,7 +178,7 @@ def test_outputs_and_gradients_equal_the_plain_formula(events, target, num_heads
     layer = JaggedFeatureInteraction(
         features, EMBEDDING_DIM, num_heads, num_queries, project_history=project_history
     ).double()
-    assert len(layer.groups) == 9 and layer.groups[0].max_seqlen is None
+    assert len(layer.attention) == 9
     randomise(layer)
     got = layer(sequences, targets)
     want = plain_layer(layer, sequences, targets)
@@ -195,11 +192,16 @@ def test_the_side_of_the_projections_follows_the_shapes_and_keeps_the_parameters
     events, target, num_heads, num_queries, projects, monkeypatch
 ):
     sides = []
-    original = stacked_attention.merged_attention
-    monkeypatch.setattr(stacked_attention, "merged_attention", lambda *x: sides.append("targets") or original(*x))
+    original = stacked_attention.absorbed_target_attention
+
+    def spy(*args, **kwargs):
+        sides.append("targets")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(stacked_attention, "absorbed_target_attention", spy)
     features, sequences, targets = every_kind_of_feature(events, target)
     layer = randomise(JaggedFeatureInteraction(features, EMBEDDING_DIM, num_heads, num_queries).double())
-    assert all(group.project_history is projects for group in layer.groups)
+    assert layer.project_history is projects
     other = JaggedFeatureInteraction(
         features, EMBEDDING_DIM, num_heads, num_queries, project_history=not projects
     ).double()
@@ -274,7 +276,7 @@ def test_attention_weights_sum_to_one_and_follow_the_bias(events, target):
 
 
 def test_an_event_of_weight_two_counts_twice_and_one_of_weight_zero_not_at_all(events, target):
-    layer = JaggedFeatureInteraction([taste(bias="weights")], EMBEDDING_DIM, 2).double()
+    layer = JaggedFeatureInteraction([taste(bias=WeightBias())], EMBEDDING_DIM, 2).double()
     history = events([3])
     weighted = JaggedTensor(history.values(), weights=torch.tensor([2.0, 0.0, 1.0]).double(), lengths=history.lengths())
     repeated = JaggedTensor(
@@ -287,13 +289,17 @@ def test_an_event_of_weight_two_counts_twice_and_one_of_weight_zero_not_at_all(e
 
 
 class LargestTensor(TorchDispatchMode):
-    """The most elements that an operation's output has."""
+    """The most elements that an operation's output has, views of `but` aside."""
 
     numel = 0
 
+    def __init__(self, but=None):
+        super().__init__()
+        self.but = but
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
-        if isinstance(output, torch.Tensor):
+        if isinstance(output, torch.Tensor) and not (self.but is not None and output.data_ptr() == self.but.data_ptr()):
             self.numel = max(self.numel, output.numel())
         return output
 
@@ -315,15 +321,16 @@ def test_ids_of_no_samples():
 
 
 def test_learned_weights_have_finite_gradients_at_zero(events, target):
-    layer = JaggedFeatureInteraction([taste(bias="weights")], EMBEDDING_DIM, 2).double()
+    layer = JaggedFeatureInteraction([taste(bias=WeightBias())], EMBEDDING_DIM, 2).double()
     weights = torch.tensor([2.0, 0.0, 1.0], dtype=torch.float64, requires_grad=True)
     layer({"history": events([3], weights=weights)}, {"item": target(1)}).values().sum().backward()
     assert weights.grad.isfinite().all() and weights.grad[1] == 0 and weights.grad[0] != 0
 
 
-def test_a_value_scale_is_of_either_sign_and_leaves_the_attention_alone(events, target):
+def test_weights_of_values_are_of_either_sign_and_leaves_the_attention_alone(events, target):
     scaled, plain = (
-        JaggedFeatureInteraction([taste(value_scale=scale)], EMBEDDING_DIM, 2).double() for scale in ("weights", None)
+        JaggedFeatureInteraction([taste(weighted_values=weighted)], EMBEDDING_DIM, 2).double()
+        for weighted in (True, False)
     )
     plain.load_state_dict(randomise(scaled).state_dict())
     history, targets = events(weights=torch.randn(sum(LENGTHS), dtype=torch.float64)), {"item": target()}
@@ -336,11 +343,11 @@ def test_a_value_scale_is_of_either_sign_and_leaves_the_attention_alone(events, 
 def test_an_empty_history_gives_the_output_bias(events, target):
     layer = randomise(JaggedFeatureInteraction([taste()], EMBEDDING_DIM, 2).double())
     got = layer({"history": events()}, {"item": target()})["taste"]
-    torch.testing.assert_close(got[1], layer.groups[0].output_bias[0], rtol=0, atol=0)
+    torch.testing.assert_close(got[1], layer.attention.taste.output_bias, rtol=0, atol=0)
 
 
 def test_a_permutation_of_samples_permutes_the_output(events, target):
-    layer = randomise(JaggedFeatureInteraction([taste(bias="position")], EMBEDDING_DIM, 2).double())
+    layer = randomise(JaggedFeatureInteraction([taste(bias=PositionBias())], EMBEDDING_DIM, 2).double())
     history, item, order = events(), target(), [3, 1, 0, 2]
     pieces = history.values().split(LENGTHS)
     permuted = JaggedTensor(
@@ -354,7 +361,7 @@ def test_a_permutation_of_samples_permutes_the_output(events, target):
 
 @pytest.mark.parametrize("lengths", [[0, 0, 0], []], ids=["all empty", "no sample"])
 def test_every_parameter_has_a_finite_gradient_without_any_event(events, target, lengths):
-    features = [taste(), taste(name="near", bias="position"), taste(name="wide", target_keys=["item", "genre"])]
+    features = [taste(), taste(name="near", bias=PositionBias()), taste(name="wide", target_keys=["item", "genre"])]
     layer = JaggedFeatureInteraction(features, EMBEDDING_DIM, 2, 2).double()
     history, item = events(lengths), target(len(lengths))
     layer({"history": history}, {"item": item, "genre": item}).values().sum().backward()
@@ -366,7 +373,7 @@ def test_every_parameter_has_a_finite_gradient_without_any_event(events, target,
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("given", ["lengths", "offsets"])
 def test_lengths_and_offsets_of_either_integer(events, target, dtype, given):
-    layer = JaggedFeatureInteraction([taste(bias="position")], EMBEDDING_DIM).double()
+    layer = JaggedFeatureInteraction([taste(bias=PositionBias())], EMBEDDING_DIM).double()
     history, item = events(), {"item": target()}
     rows = (history.lengths() if given == "lengths" else history.offsets()).to(dtype)
     same = JaggedTensor(history.values(), **{given: rows})
@@ -393,7 +400,7 @@ def test_output_enters_torchrecs_interaction_arch(events, target):
 
 
 def test_float32_parameters_with_half_precision_embeddings(events, target):
-    layer = JaggedFeatureInteraction([taste(bias="position")], EMBEDDING_DIM, 2)
+    layer = JaggedFeatureInteraction([taste(bias=PositionBias())], EMBEDDING_DIM, 2)
     history = events(dtype=torch.bfloat16)
     item = target(dtype=torch.bfloat16)
     got = layer({"history": history}, {"item": item}).values()
@@ -405,49 +412,35 @@ def test_float32_parameters_with_half_precision_embeddings(events, target):
     )
 
 
-@pytest.mark.parametrize(
-    ("bias", "where"), [(None, "operators.target_attention_fwd"), ("position", "target_attention")]
-)
-def test_autocast_projects_in_bfloat16_and_leaves_the_history_alone(bias, where, events, target, monkeypatch):
-    seen = []
-
-    def spy(query, key, value, *args, **kwargs):
-        assert value is None  # read once
-        seen.append((query.dtype, key.data_ptr()))
-        return original(query, key, value, *args, **kwargs)
-
-    original = attrgetter(where)(merged_attention)
-    monkeypatch.setattr(f"jfi.modules.merged_attention.{where}", spy)
+@pytest.mark.parametrize("bias", [None, PositionBias()])
+def test_autocast_projects_in_bfloat16_and_leaves_the_history_alone(bias, events, target):
     layer = JaggedFeatureInteraction([taste(bias=bias)], EMBEDDING_DIM, 2)
-    history = events(dtype=torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        pooled = layer({"history": history}, {"item": target(dtype=torch.float32)})
+    history = events([2000, 7], dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16), LargestTensor(but=history.values()) as largest:
+        pooled = layer({"history": history}, {"item": target(2, dtype=torch.float32)})
     assert pooled.values().dtype == torch.bfloat16
-    assert seen == [(torch.float32, history.values().data_ptr())]
+    assert 0 < largest.numel < history.values().numel()  # no copy of the history, in whatever dtype
     pooled.values().sum().backward()
     assert history.values().grad.dtype == torch.float32
 
 
 def test_names_in_state_dict_and_round_trip(events, target):
-    aged = [taste(name=f"aged{f}", bias="age", num_buckets=3) for f in range(2)]
+    aged = [taste(name=f"aged{f}", bias=KeyBias("age", 3)) for f in range(2)]
     features = [aged[0], taste(), aged[1]]
     layer = JaggedFeatureInteraction(features, EMBEDDING_DIM, 2, 3)
-
-    def projections(group, count):
-        return {
-            f"groups.{group}.query_weight": (count, 24, 8),
-            f"groups.{group}.query_bias": (count, 24),
-            f"groups.{group}.key_weight": (count, 8, 8),
-            f"groups.{group}.value_weight": (count, 8, 8),
-            f"groups.{group}.output_weight": (count, 8, 24),
-            f"groups.{group}.output_bias": (count, 8),
-        }
-
+    projections = {
+        "query_weight": (24, 8),
+        "query_bias": (24,),
+        "key_weight": (8, 8),
+        "value_weight": (8, 8),
+        "output_weight": (8, 24),
+        "output_bias": (8,),
+    }
     shapes = {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()}
     assert shapes == {
-        **projections(0, 2),
-        "groups.0.bucket_bias": (6, 2),
-        **projections(1, 1),
+        f"attention.{feature.name}.{name}": shape
+        for feature in features
+        for name, shape in (projections | ({"bucket_bias": (3, 2)} if feature.bias else {})).items()
     }
     file = io.BytesIO()
     torch.save(randomise(layer).state_dict(), file)
@@ -460,8 +453,8 @@ def test_names_in_state_dict_and_round_trip(events, target):
 
 
 def test_meta_device_then_reset_parameters_equals_a_direct_start():
-    features = [taste(bias="position"), taste(name="wide", sequence_keys=["history", "rating"], combine="concat")]
-    features += [taste(name=f"aged{rows}", bias="age", num_buckets=rows) for rows in (3, 5, 2)]
+    features = [taste(bias=PositionBias()), taste(name="wide", sequence_keys=["history", "rating"], combine="concat")]
+    features += [taste(name=f"aged{rows}", bias=KeyBias("age", rows)) for rows in (3, 5, 2)]
     layer = JaggedFeatureInteraction(features, EMBEDDING_DIM, 2, 2, device=torch.device("meta"))
     assert all(parameter.is_meta for parameter in layer.parameters())
     layer.to_empty(device="cpu")
@@ -475,7 +468,7 @@ def test_meta_device_then_reset_parameters_equals_a_direct_start():
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda layer: _through_pickle(layer)], ids=["deepcopy", "pickle"])
 def test_copies(events, target, duplicate):
-    layer = JaggedFeatureInteraction([taste(bias="position")], EMBEDDING_DIM, 2).double()
+    layer = JaggedFeatureInteraction([taste(bias=PositionBias())], EMBEDDING_DIM, 2).double()
     inputs = {"history": events()}, {"item": target()}
     other = duplicate(layer)
     torch.testing.assert_close(other(*inputs).values(), layer(*inputs).values(), rtol=0, atol=0)
@@ -503,93 +496,3 @@ def test_a_few_steps_lower_the_loss(events, target):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
-
-
-@pytest.mark.parametrize("num_queries", [1, 3])
-@pytest.mark.parametrize("bias", [None, "position", "weights"])
-def test_one_node_equals_the_plain_formula(bias, num_queries, events, target, device, monkeypatch):
-    """Eager calls on a GPU, here through the kernels whatever the device, against autograd through each product."""
-    layer = JaggedFeatureInteraction(
-        [taste(bias=bias, value_scale="weights")], EMBEDDING_DIM, 2, num_queries, device=device
-    )
-    for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter)
-    weights = torch.rand(sum(LENGTHS), device=device)
-    history = events(dtype=torch.float32, weights=weights).to(device)
-    item = target(dtype=torch.float32).to(device)
-    leaves = [history.values(), item, *layer.parameters()]
-
-    def run():
-        pooled = layer({"history": history}, {"item": item}).values()
-        return [pooled, *torch.autograd.grad(pooled, leaves, torch.ones_like(pooled))]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(merged_attention, "check_impl", lambda *_: "triton")
-        patch.setattr(torch.nn.functional, "embedding", None)  # the bias is looked up in the kernel
-        assert merged_attention._is_plain((item, history.values()), weights, "triton")
-        got = run()
-    monkeypatch.setattr(merged_attention, "_is_plain", lambda *_: False)
-    for one, other in zip(got, run(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("max_seqlen", [None, max(LENGTHS)])
-@pytest.mark.parametrize("width", [16, 24])
-def test_two_fields_are_read_where_they_lie(width, max_seqlen, events, target, device, monkeypatch):
-    """Or, of a width that the kernels do not take, concatenated: the same result and gradients."""
-    feature = SequenceFeatureConfig(
-        "taste", ["a", "b"], ["item", "brand"], "concat", bias="position", max_seqlen=max_seqlen
-    )
-    layer = JaggedFeatureInteraction([feature], width, 2, device=device)
-    histories = {key: events(width=width, dtype=torch.float32).to(device) for key in ("a", "b")}
-    items = {key: target(width=width, dtype=torch.float32).to(device) for key in ("item", "brand")}
-    leaves = [x.values() for x in histories.values()] + [*items.values(), *layer.parameters()]
-    copies = []
-    original = merged_attention.concatenated
-    monkeypatch.setattr(merged_attention, "concatenated", lambda fields: copies.append(len(fields)) or original(fields))
-
-    def run():
-        pooled = layer(histories, items).values()
-        return [pooled, *torch.autograd.grad(pooled, leaves, torch.ones_like(pooled))]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(merged_attention, "check_impl", lambda *_: "triton")
-        got = run()
-    assert copies == ([] if width == 16 else [2])
-    monkeypatch.setattr(merged_attention, "_is_plain", lambda *_: False)
-    for one, other in zip(got, run(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("lengths", [LENGTHS, [0, 0, 0, 0], []], ids=["some", "all empty", "no sample"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("frozen", ["nothing", "parameters", "histories"])
-def test_one_node_of_two_features(frozen, dtype, lengths, events, target, device, monkeypatch):
-    """Learned tables below one another, half precision beside float32 parameters, and gradients that nobody wants."""
-    features = [taste(name=f"taste{f}", sequence_keys=[f"history{f}"], bias=f"age{f}", num_buckets=3) for f in range(2)]
-    layer = randomise(JaggedFeatureInteraction(features, EMBEDDING_DIM, 2)).to(device)
-    layer.requires_grad_(frozen != "parameters")
-    sequences = {f"history{f}": events(lengths, dtype=dtype).to(device) for f in range(2)}
-    for f in range(2):
-        ids = torch.randint(3, (sum(lengths),), device=device)
-        sequences[f"age{f}"] = JaggedTensor(ids, lengths=sequences[f"history{f}"].lengths())
-    histories = []
-    for f in range(2):
-        history = sequences[f"history{f}"]
-        histories.append(history.values().detach().requires_grad_(frozen != "histories"))
-        sequences[f"history{f}"] = JaggedTensor(histories[f], lengths=history.lengths())
-    item = target(len(lengths), dtype=dtype).to(device)
-    leaves = [x for x in (*histories, item, *layer.parameters()) if x.requires_grad]
-
-    def run():
-        pooled = layer(sequences, {"item": item}).values()
-        return [pooled, *torch.autograd.grad(pooled, leaves, torch.ones_like(pooled))]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(merged_attention, "check_impl", lambda *_: "triton")
-        got = run()
-    monkeypatch.setattr(merged_attention, "_is_plain", lambda *_: False)
-    tolerance = 1e-3 if dtype == torch.float32 else 2e-2
-    for one, other in zip(got, run(), strict=True):
-        assert one.dtype == other.dtype
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)

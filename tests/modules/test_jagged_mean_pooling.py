@@ -1,6 +1,6 @@
 import torch
 
-from jfi import SequenceFeatureConfig
+from jfi import PositionBias, SequenceFeatureConfig
 from jfi.modules import JaggedMeanPooling
 
 from .conftest import EMBEDDING_DIM, LENGTHS
@@ -8,7 +8,7 @@ from .conftest import EMBEDDING_DIM, LENGTHS
 
 def test_is_the_mean_of_the_combined_events_and_zero_without_any(events):
     features = [
-        SequenceFeatureConfig("sum", ["history", "rating"], ["item"], bias="position"),
+        SequenceFeatureConfig("sum", ["history", "rating"], ["item"], bias=PositionBias()),
         SequenceFeatureConfig("concat", ["history", "rating"], ["item"], combine="concat"),
     ]
     sequences = {"history": events(), "rating": events()}

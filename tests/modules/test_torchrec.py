@@ -8,17 +8,17 @@ from torchrec.distributed.train_pipeline.tracing import Tracer as PipelineTracer
 from torchrec.fx import symbolic_trace
 from torchrec.models.dlrm import InteractionArch, OverArch
 
-from jfi import JaggedFeatureInteraction, SequenceFeatureConfig
+from jfi import JaggedFeatureInteraction, KeyBias, PositionBias, SequenceFeatureConfig, WeightBias
 from jfi.modules import JaggedMeanPooling
 
 from .conftest import EMBEDDING_DIM, LENGTHS
 
 FEATURES = [
-    SequenceFeatureConfig("aged", ["history", "rating"], ["item"], bias="age", num_buckets=4),
-    SequenceFeatureConfig("weighted", ["history", "rating"], ["item"], bias="weights", combine="concat"),
-    SequenceFeatureConfig("near", ["rating"], ["item"], bias="position"),
-    SequenceFeatureConfig("scaled", ["rating"], ["item"], bias="position", value_scale="weights"),
-    SequenceFeatureConfig("aged and scaled", ["history"], ["item"], bias="age", num_buckets=4, value_scale="weights"),
+    SequenceFeatureConfig("aged", ["history", "rating"], ["item"], bias=KeyBias("age", 4)),
+    SequenceFeatureConfig("weighted", ["history", "rating"], ["item"], bias=WeightBias(), combine="concat"),
+    SequenceFeatureConfig("near", ["rating"], ["item"], bias=PositionBias()),
+    SequenceFeatureConfig("scaled", ["rating"], ["item"], bias=PositionBias(), weighted_values=True),
+    SequenceFeatureConfig("aged and scaled", ["history"], ["item"], bias=KeyBias("age", 4), weighted_values=True),
 ]
 
 
@@ -67,7 +67,7 @@ def test_ids_and_embeddings_give_the_same(layer, ids, targets):
 def test_tables_and_parameters_get_gradients_and_keep_their_names(layer, ids, targets):
     layer(ids, targets).values().sum().backward()
     names = set(layer.state_dict())
-    assert {"embedding_collection.embeddings.table_rating.weight", "groups.1.query_weight"} <= names
+    assert {"embedding_collection.embeddings.table_rating.weight", "attention.weighted.query_weight"} <= names
     for name, parameter in layer.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
 
@@ -91,7 +91,7 @@ def test_torchrecs_tracer_traces_the_mean(events):
 
 
 def test_the_train_pipelines_tracer_finds_the_collection_fed_by_the_batch_alone(layer):
-    leaves = ["embedding_collection", *(f"groups.{group}" for group in range(5))]
+    leaves = ["embedding_collection", *(f"attention.{group}" for group in range(5))]
     graph = PipelineTracer(leaf_modules=leaves).trace(layer)
     calls = {node.target: node for node in graph.nodes if node.op == "call_module"}
     assert set(calls) == set(leaves)
@@ -125,11 +125,11 @@ class DensePart(torch.nn.Module):
     def __init__(self):
         super().__init__()
         features = [
-            SequenceFeatureConfig("clicks", ["clicks"], ["item"], bias="position"),
-            SequenceFeatureConfig("orders", ["orders"], ["item"], bias="position"),
-            SequenceFeatureConfig("aged clicks", ["clicks"], ["item"], bias="clicks_age", num_buckets=4),
-            SequenceFeatureConfig("aged orders", ["orders"], ["item"], bias="orders_age", num_buckets=3),
-            SequenceFeatureConfig("scaled", ["orders"], ["item"], bias="weights", value_scale="weights"),
+            SequenceFeatureConfig("clicks", ["clicks"], ["item"], bias=PositionBias()),
+            SequenceFeatureConfig("orders", ["orders"], ["item"], bias=PositionBias()),
+            SequenceFeatureConfig("aged clicks", ["clicks"], ["item"], bias=KeyBias("clicks_age", 4)),
+            SequenceFeatureConfig("aged orders", ["orders"], ["item"], bias=KeyBias("orders_age", 3)),
+            SequenceFeatureConfig("scaled", ["orders"], ["item"], bias=WeightBias(), weighted_values=True),
         ]
         self.layer = JaggedFeatureInteraction(features, EMBEDDING_DIM, 2)
         self.interaction = InteractionArch(len(features))

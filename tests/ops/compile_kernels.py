@@ -11,8 +11,9 @@ from triton.compiler import compile as compile_kernel
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from jfi.kernels.absorbed_weights import bwd as merged_weights_bwd
-from jfi.kernels.absorbed_weights import fwd as merged_weights
+from jfi.kernels.absorbed_weights import bwd as absorbed_weights_bwd
+from jfi.kernels.absorbed_weights import fwd as absorbed_weights
+from jfi.kernels.common import plan
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.plan import (
     H200,
@@ -55,9 +56,11 @@ def attend_by_bucket(width: int, rows: int, longest: int | None, halves: bool) -
 def multiply_weights(times: int, width: int, dtype: torch.dtype) -> None:
     shapes = (times * width, width), (times * width,), (width, width), (width, width), (width, times * width)
     weights = tuple(torch.randn(1, *shape) for shape in shapes)
-    merged_weights.merge(weights, times, 4, dtype)
+    absorbed_weights.absorb(weights, times, 4, dtype)
     sizes = (times * 4 * width, width) * 2
-    merged_weights_bwd.gradients(tuple(torch.randn(1, 600, size).to(dtype) for size in sizes), weights, dtype, times, 4)
+    absorbed_weights_bwd.gradients(
+        tuple(torch.randn(1, 600, size).to(dtype) for size in sizes), weights, dtype, times, 4
+    )
 
 
 def type_of(x: object) -> str | tuple:
@@ -96,7 +99,6 @@ def main() -> None:
     Launcher.__call__ = lambda self, grid, given, numbers=(), descriptors=(): launches.setdefault(
         self, (*descriptors, *given, *numbers)
     )
-    merged_weights_bwd.device_of = lambda device: H200
     for width, groups, biased, window in (
         (64, 4, True, (None, None)),
         (64, 1, False, (5, 0)),
@@ -109,7 +111,8 @@ def main() -> None:
         for longest in (None, 100, 400):
             attend_by_bucket(64, rows, longest, halves=rows == 100)
     for times, dtype in ((1, torch.float16), (32, torch.float16), (2, torch.float32)):
-        multiply_weights(times, 128, dtype)
+        with plan.override(NUM_SMS=132):
+            multiply_weights(times, 128, dtype)
     for launcher, arguments in launches.items():
         check(launcher, arguments)
 

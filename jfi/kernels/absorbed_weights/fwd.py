@@ -4,7 +4,7 @@ By feature f, query t and head h, with the heads' parts of the weights d wide:
 
     W_qk = W_kᵀ W_q [D_x, D_e]      b_qk = W_kᵀ b_q [D_x]      W_vo = W_vᵀ W_oᵀ [D_x, D]
 
-`jfi.kernels.merged_weights_bwd` has their gradients.
+`jfi.kernels.absorbed_weights.bwd` has their gradients.
 """
 
 from functools import cache
@@ -28,15 +28,9 @@ from jfi.kernels.common.primitives import block, cdiv, precision
 
 
 @triton.jit
-def _merge_kernel(
-    w_q_ptr,
-    b_q_ptr,
-    w_k_ptr,
-    w_v_ptr,
-    w_o_ptr,
-    w_qk_ptr,
-    b_qk_ptr,
-    w_vo_ptr,
+def _absorb_kernel(
+    weights,
+    products,
     T: tl.constexpr,
     H: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -47,7 +41,9 @@ def _merge_kernel(
     SIDE: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """A program a tile of W_qk, with its part of b_qk, or of W_vo."""
+    """A program per tile of W_qk, with its rows of b_qk, or of W_vo; per feature, query and head."""
+    w_q_ptr, b_q_ptr, w_k_ptr, w_v_ptr, w_o_ptr = weights
+    w_qk_ptr, b_qk_ptr, w_vo_ptr = products
     D: tl.constexpr = H * WIDTH
     QUERY_END: tl.constexpr = ((D_X + SIDE - 1) // SIDE) * ((D_E + SIDE - 1) // SIDE)
     part, tile = tl.program_id(0), tl.program_id(1)
@@ -79,16 +75,16 @@ def _merge_kernel(
 
 
 @cache
-def _merge_kernel_of(
-    times: int, heads: int, width: int, d_x: int, d_e: int, rounding: str, dtype: torch.dtype, *_dtypes: torch.dtype
+def _absorb_kernel_of(
+    times: int, heads: int, width: int, d_x: int, d_e: int, rounding: str, dtype: torch.dtype
 ) -> tuple[Launcher, int]:
-    """The launcher, and the tiles of a part of the weights."""
+    """The launcher, and the tiles of one feature, query and head."""
     sizes = {"T": times, "H": heads, "WIDTH": width, "D_X": d_x, "D_E": d_e}
-    launcher = Launcher(_merge_kernel, **sizes, **product_options(dtype, rounding), STEP=block(width, most=SIDE))
+    launcher = Launcher(_absorb_kernel, **sizes, **product_options(dtype, rounding), STEP=block(width, most=SIDE))
     return launcher, cdiv(d_x, SIDE) * (cdiv(d_e, SIDE) + cdiv(heads * width, SIDE))
 
 
-def merge(weights: tuple[Tensor, ...], times: int, heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def absorb(weights: tuple[Tensor, ...], times: int, heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Products of the weights, in ``dtype``.
 
     Args:
@@ -103,6 +99,6 @@ def merge(weights: tuple[Tensor, ...], times: int, heads: int, dtype: torch.dtyp
     w_qk = w_q.new_empty(features, rows, w_q.shape[2], dtype=dtype)
     b_qk = w_q.new_empty(features, rows, dtype=dtype)
     w_vo = w_q.new_empty(features, rows, w_o.shape[1], dtype=dtype)
-    launch, tiles = _merge_kernel_of(*sizes_of(weights, times, heads), precision(), dtype, *(x.dtype for x in weights))
-    launch((features * times * heads, tiles, 1), (*weights, w_qk, b_qk, w_vo), ())
+    launch, tiles = _absorb_kernel_of(*sizes_of(weights, times, heads), precision(), dtype)
+    launch((features * times * heads, tiles, 1), (weights, (w_qk, b_qk, w_vo)))
     return w_qk, b_qk, w_vo

@@ -1,4 +1,4 @@
-"""What the kernels of merged weights share: tiles of matrices of any strides, and products of them."""
+"""What the kernels of absorbed weights share: tiles of matrices of any strides, and products of them."""
 
 import torch
 import triton
@@ -30,14 +30,14 @@ def store_matrix(ptr, x, row, rows, row_stride, col, cols, col_stride):
 
 
 @triton.jit
-def add_parts(ptrs, mask, sum_of):
-    """The parts that programs which share a batch left, added in order: (how many, from one to the next, if any)."""
-    parts, stride, DIVIDED = sum_of
+def add_splits(ptrs, mask, sum_of):
+    """The sums of a batch's chunks, added up in order.  sum_of: (how many, from one to the next, if more than one)."""
+    splits, stride, SPLIT = sum_of
     x = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
-    if DIVIDED:
-        for part in range(1, parts, 4):
-            for i in tl.static_range(4):  # loads that wait together
-                x += tl.load(ptrs + (part + i) * stride, mask=mask & (part + i < parts), other=0.0)
+    if SPLIT:
+        for split in range(1, splits, 4):
+            for i in tl.static_range(4):  # their loads overlap
+                x += tl.load(ptrs + (split + i) * stride, mask=mask & (split + i < splits), other=0.0)
     return x
 
 
@@ -45,14 +45,14 @@ def add_parts(ptrs, mask, sum_of):
 def add_product(
     acc, a, b, row, rows, col, cols, inner, sum_of, DTYPE: tl.constexpr, PRECISION: tl.constexpr, STEP: tl.constexpr
 ):
-    """acc + A B of A [rows, inner] and B [inner, cols], each (pointer, its strides); B is a sum as in ``add_parts``."""
+    """acc + A B of A [rows, inner] and B [inner, cols], each (pointer, its strides); B is what ``add_splits`` adds."""
     a_ptr, a_row, a_inner = a
     b_ptr, b_inner, b_col = b
     for first in range(0, inner, STEP):
         at = first + tl.arange(0, STEP)
         left = load_matrix(a_ptr, row, rows, a_row, at, inner, a_inner, DTYPE)
         mask = (at < inner)[:, None] & (col < cols)[None, :]
-        right = add_parts(b_ptr + at[:, None] * b_inner + col[None, :] * b_col, mask, sum_of)
+        right = add_splits(b_ptr + at[:, None] * b_inner + col[None, :] * b_col, mask, sum_of)
         acc = tl.dot(left, right if INTERPRET else right.to(DTYPE), acc, input_precision=PRECISION)
     return acc
 

@@ -43,6 +43,8 @@ CHUNK_MULTIPLE = 128
 UNSPLIT = 2**30
 #: Bytes of the widest row that fits a tile, and up to which tiles leave shared memory for 3xTF32.
 MOST_WIDTH_BYTES, MOST_WIDTH_BYTES_TF32X3 = 2048, 1024
+#: Programs per SM that the sums of the absorbed weights' gradients are split for, and the fewest samples of a chunk.
+BATCH_PROGRAMS_PER_SM, LEAST_BATCH_CHUNK = 2, 512
 #: Scores per sample and key head above which dense products are faster than sparse ones on a CPU.
 CPU_DENSE_SCORES = 2048
 
@@ -370,6 +372,13 @@ def stream_k(rows: int, batch: int, num_sms: int, programs_per_sm: int) -> tuple
     line = rows + batch * SAMPLE_WEIGHT
     chunk = max(LEAST_CHUNK, ceil_div(line, num_sms * programs_per_sm))
     return chunk, ceil_div(line, chunk)
+
+
+def split_batch(batch: int, programs: int, num_sms: int) -> tuple[int, int]:
+    """(samples of a chunk, chunks) of a sum over a batch that takes so many programs per chunk."""
+    most = max(1, BATCH_PROGRAMS_PER_SM * num_sms // programs)
+    chunk = max(LEAST_BATCH_CHUNK, ceil_div(ceil_div(batch, most), LEAST_BATCH_CHUNK) * LEAST_BATCH_CHUNK)
+    return chunk, max(1, ceil_div(batch, chunk))
 
 
 def chunk_rows(rows: int, batch: int, num_sms: int, programs_per_chunk: int, max_seqlen: int | None) -> int:

@@ -4,10 +4,17 @@ import pytest
 import torch
 from ops.budget import check
 
-from jfi.kernels.absorbed_weights import bwd as merged_weights_bwd
-from jfi.ops._merged_weights import gradients, merge, merge_eagerly
+from jfi.kernels.common import plan
+from jfi.ops.absorb_weights import absorb_in_kernel, absorb_weights, weight_gradients
 
 F, DTYPES = 2, [torch.float32, torch.bfloat16] if torch.cuda.is_available() else [torch.float32]
+
+
+@pytest.fixture(autouse=True)
+def short_chunks():
+    """So many SMs that a batch is split."""
+    with plan.override(NUM_SMS=1000):
+        yield
 
 
 @pytest.mark.parametrize("impl", ["triton", "torch"])
@@ -22,10 +29,9 @@ F, DTYPES = 2, [torch.float32, torch.bfloat16] if torch.cuda.is_available() else
         (1, 1, 4, 4, 4, 0),
     ],
 )
-def test_merge_and_the_gradients(
-    times, heads, width, history_width, target_width, batch, dtype, impl, device, monkeypatch
+def test_absorbed_weights_and_their_gradients(
+    times, heads, width, history_width, target_width, batch, dtype, impl, device
 ):
-    monkeypatch.setattr(merged_weights_bwd, "multiprocessors", lambda device: 1000)  # so that programs share a batch
     dim = heads * width
     shapes = (times * dim, target_width), (times * dim,), (dim, history_width), (dim, history_width), (dim, times * dim)
     weights = tuple(torch.randn(F, *shape, device=device) for shape in shapes)
@@ -35,15 +41,15 @@ def test_merge_and_the_gradients(
     def plain(in_dtype):
         leaves = [x.to(in_dtype).requires_grad_() for x in weights]
         output_bias = torch.zeros(F, dim, dtype=in_dtype, device=device, requires_grad=True)
-        w_qk, b_qk, w_vo = merge(tuple(leaves), times, heads, in_dtype)
+        w_qk, b_qk, w_vo = absorb_weights(tuple(leaves), heads, in_dtype)
         dquery, target, attended, grad = (x.to(in_dtype) for x in rows)
         query = torch.baddbmm(b_qk.unsqueeze(1), target, w_qk.mT)
         out = torch.baddbmm(output_bias.unsqueeze(1), attended, w_vo)
         grads = torch.autograd.grad([query, out], [*leaves, output_bias], [dquery, grad])
         return [x.detach() for x in (w_qk, b_qk, w_vo)], grads
 
-    got = merge_eagerly(weights, times, heads, dtype, impl)
-    dgot = gradients(rows, weights, torch.float32, times, heads, impl)
+    got = absorb_in_kernel(weights, heads, dtype, impl)
+    dgot = weight_gradients(rows, weights, torch.float32, heads, impl)
     assert all(x.dtype == dtype for x in got) and all(x.dtype == torch.float32 for x in dgot)
     (truth, dtruth), (expected, dexpected) = plain(torch.float64), plain(dtype)
     names = ("w_qk", "b_qk", "w_vo", "dw_q", "db_q", "dw_k", "dw_v", "dw_o", "db_o")

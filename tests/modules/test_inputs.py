@@ -1,6 +1,7 @@
 """Features of one group as one jagged batch: the same numbers, a fixed number of kernels, and no copy of neighbours."""
 
 import re
+import sys
 from collections import Counter
 
 import pytest
@@ -8,17 +9,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
-from jfi import JaggedFeatureInteraction, SequenceFeatureConfig
-from jfi.modules import joined, lookup, merged_attention
+from jfi import JaggedFeatureInteraction, KeyBias, PositionBias, SequenceFeatureConfig, WeightBias
+from jfi.modules import inputs, validation
+from jfi.modules.sequence_configs import FeatureGroup
 
 from .conftest import EMBEDDING_DIM, LENGTHS
 
 KINDS = {
     "plain": {},
-    "position": {"bias": "position", "num_buckets": 3},
-    "buckets": {"bias": "age{f}", "num_buckets": 4},
-    "weights": {"bias": "weights"},
-    "value scale": {"value_scale": "weights"},
+    "position": {"bias": PositionBias(3)},
+    "buckets": {"bias": KeyBias("age{f}", 4)},
+    "weights": {"bias": WeightBias()},
+    "weighted values": {"weighted_values": True},
     "fields": {"sequence_keys": ["history{f}", "rating{f}"], "target_keys": ["item", "item{f}"], "combine": "concat"},
 }
 
@@ -42,20 +44,22 @@ class Operations(TorchDispatchMode):
 @pytest.fixture
 def contents_are_not_read(monkeypatch):
     """As on a GPU: the checks of contents would count as operations."""
-    monkeypatch.setattr(lookup, "_contents_are_free", lambda tensor: False)
+    monkeypatch.setattr(validation, "contents_are_free", lambda tensor: False)
 
 
 @pytest.fixture(autouse=True)
 def counting_is_no_tracing(monkeypatch):
     """What is counted is the eager call, though a dispatch mode looks on."""
-    monkeypatch.setattr(joined, "is_traced", lambda: False)
-    monkeypatch.setattr(merged_attention, "is_traced", lambda: False)
+    for module in (inputs, sys.modules["jfi.ops.absorbed_target_attention"]):
+        monkeypatch.setattr(module, "is_traced", lambda: False)
 
 
 def configs(kind, count):
     def of(f, value):
         if isinstance(value, list):
             return [of(f, one) for one in value]
+        if isinstance(value, KeyBias):
+            return KeyBias(value.key.format(f=f), value.num_buckets)
         return value.format(f=f) if isinstance(value, str) else value
 
     defaults = {"sequence_keys": ["history{f}"], "target_keys": ["item{f}"], "max_seqlen": 9}
@@ -104,7 +108,7 @@ def test_joined_features_equal_layers_of_their_own(batch, adjoined, project_hist
         feature.name = str(place)
     options = {"embedding_dim": EMBEDDING_DIM, "num_heads": 2, "num_queries": 2, "project_history": project_history}
     layer = JaggedFeatureInteraction(features[::-1], **options).double()
-    assert len(layer.groups) == len(KINDS)
+    assert len(layer.attention) == len(KINDS)
     sequences, targets, leaves = inputs_of(3, adjoined, batch=batch)
     if batch is None and not adjoined:
         for key in ("history1", "rating1", "age1"):
@@ -118,20 +122,16 @@ def test_joined_features_equal_layers_of_their_own(batch, adjoined, project_hist
 
     got = layer(sequences, targets)
     want, attended = [], layer.attention_weights(sequences, targets)
-    for group in layer.groups:
-        for place, feature in enumerate(group.features):
+    for group in layer.attention:
+        for feature in group.features:
             alone = JaggedFeatureInteraction([feature], **options).double()
-            rows = feature.bucket_rows
-            for name, parameter in alone.groups[0].named_parameters():
-                own = getattr(group, name).detach()
-                own = own[place * rows : (place + 1) * rows] if name == "bucket_bias" else own[place : place + 1]
-                parameter.data.copy_(own)
+            alone.load_state_dict(layer.state_dict(), strict=False)
             want.append(alone(sequences, targets)[feature.name])
             torch.testing.assert_close(got[feature.name], want[-1])
             weights = alone.attention_weights(sequences, targets)[feature.name]
             torch.testing.assert_close(attended[feature.name].values(), weights.values())
             assert torch.equal(attended[feature.name].lengths(), weights.lengths())
-    names = [feature.name for group in layer.groups for feature in group.features]
+    names = [feature.name for group in layer.attention for feature in group.features]
     both = sum(got[name].sum() for name in names), sum(one.sum() for one in want)
     gradients = [torch.autograd.grad(one, leaves.values(), retain_graph=True) for one in both]
     for gradient, wanted in zip(*gradients, strict=True):
@@ -155,7 +155,7 @@ def test_the_number_of_operations_does_not_grow_with_that_of_the_features(kind, 
     counts = []
     for features in (2, 26):
         layer = JaggedFeatureInteraction(configs(kind, features), EMBEDDING_DIM, 2).double()
-        assert len(layer.groups) == 1
+        assert len(layer.attention) == 1
         sequences, targets, _ = inputs_of(features, adjoined)
         with Operations() as forward:
             output = layer(sequences, targets)
@@ -246,7 +246,7 @@ def test_join_is_cat_with_its_gradient(name):
     make, in_place = JOINS[name]
     rows = torch.randn(5, 3, requires_grad=True)
     parts = make(rows)
-    got = joined.join(parts)
+    got = inputs.join(parts)
     want = torch.cat(parts)
     torch.testing.assert_close(got, want, rtol=0, atol=0)
     first = next((part for part in parts if part.numel()), parts[0])
@@ -266,14 +266,14 @@ def test_a_part_that_somebody_looks_at_gets_its_gradient():
     parts = list(whole.split([2, 3]))
     parts[0].retain_grad()
     parts[1].register_hook(seen.append)
-    got = joined.join(parts)
+    got = inputs.join(parts)
     assert got.data_ptr() == whole.data_ptr()
     got.sum().backward()
     assert parts[0].grad is not None and len(seen) == 1
 
     with torch.no_grad():
         leaves = [part.requires_grad_() for part in torch.randn(5, 3).requires_grad_()[:].chunk(2)]
-    joined.join(leaves).sum().backward()
+    inputs.join(leaves).sum().backward()
     assert all(leaf.grad is not None for leaf in leaves)
 
 
@@ -281,7 +281,7 @@ def test_join_under_no_grad_and_inference():
     for context in (torch.no_grad, torch.inference_mode):
         with context():
             rows = torch.randn(5, 3)
-            got = joined.join(split(rows))
+            got = inputs.join(split(rows))
             assert torch.equal(got, rows) and got.data_ptr() == rows.data_ptr()
 
 
@@ -310,9 +310,9 @@ def test_histories_of_several_numbers_of_samples():
 def test_the_longest_history_is_passed_on_if_every_feature_has_one():
     features = configs("plain", 3)
     features[1].max_seqlen = 20
-    assert JaggedFeatureInteraction(features, EMBEDDING_DIM).groups[0].max_seqlen == 20
+    assert FeatureGroup(features, EMBEDDING_DIM).max_seqlen == 20
     features[2].max_seqlen = None
-    assert JaggedFeatureInteraction(features, EMBEDDING_DIM).groups[0].max_seqlen is None
+    assert FeatureGroup(features, EMBEDDING_DIM).max_seqlen is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -340,7 +340,16 @@ def test_neighbours_in_a_keyed_jagged_tensor():
     lengths = torch.tensor(LENGTHS * 4)
     ids = KeyedJaggedTensor(keys, torch.arange(36), lengths=lengths, weights=torch.rand(36))
     parts = [ids[key] for key in keys]
-    assert joined.join([part.values() for part in parts[2:]]).data_ptr() == parts[2].values().data_ptr()
-    assert joined.join([part.weights() for part in parts[:2]]).data_ptr() == parts[0].weights().data_ptr()
-    assert joined.join([part.lengths() for part in parts[:2]]).data_ptr() == lengths.data_ptr()
-    assert joined.join_offsets(parts[:2]).tolist() == [0, 3, 3, 4, 9, 12, 12, 13, 18]
+    assert inputs.join([part.values() for part in parts[2:]]).data_ptr() == parts[2].values().data_ptr()
+    assert inputs.join([part.weights() for part in parts[:2]]).data_ptr() == parts[0].weights().data_ptr()
+    assert inputs.join([part.lengths() for part in parts[:2]]).data_ptr() == lengths.data_ptr()
+    assert inputs.join_offsets(parts[:2]).tolist() == [0, 3, 3, 4, 9, 12, 12, 13, 18]
+
+
+def test_log2_is_rounded_down_next_to_every_power_of_two():
+    for dtype, bits in ((torch.int32, 31), (torch.int64, 63)):
+        powers = [2**exponent for exponent in range(1, bits)]
+        counts = [count for power in powers for count in (power - 1, power, power + 1)]
+        for rows in (1, 5, 100):
+            want = [min(count.bit_length(), rows) - 1 for count in counts]
+            assert inputs.floor_log2(torch.tensor(counts, dtype=dtype), rows).tolist() == want

@@ -1,0 +1,24 @@
+"""What surrounds a call: compilers, tracers and transforms on the one hand, autocast on the other."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from jfi import compat
+
+_NOTHING = nullcontext()
+
+
+def is_traced() -> bool:
+    """Whether a compiler, a tracer, a dispatch mode (fake tensors, make_fx) or a functorch transform is active."""
+    return (
+        torch.compiler.is_compiling()
+        or compat.is_in_torch_dispatch_mode()
+        or compat.functorch_transforms_active()
+        or torch.jit.is_tracing()
+    )
+
+
+def without_autocast(device_type: str) -> AbstractContextManager:
+    """`torch.autocast(device_type, enabled=False)`, whose 3 µs are spent only where autocast is enabled."""
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _NOTHING

@@ -1,0 +1,290 @@
+"""From TorchRec's types to the plain tensors of a group of features: validate everything, read, concatenate.
+
+Feature f of F in a group has samples f·B to (f+1)·B of one jagged batch, so that one call of an operator serves all
+features; the number of kernels does not depend on F. What is adjacent in memory already is not copied: the outputs of a
+sharded EmbeddingCollection are, and so are the lengths, ids and weights of neighbouring keys of a KeyedJaggedTensor.
+
+Call these functions through the module (`inputs.read_inputs`): torch.fx.wrap patches this module's globals, so that
+TorchRec's tracers would trace into a function that is imported by name.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from jfi.context import is_traced, without_autocast
+from jfi.modules.sequence_configs import FeatureGroup, KeyBias, PositionBias, SequenceFeatureConfig, WeightBias
+from jfi.modules.validation import check_inputs, require_keys
+
+
+class GroupInputs(NamedTuple):
+    """The F features of a group as plain tensors."""
+
+    target: Tensor | None  # [F, B, target_width]
+    fields: tuple[Tensor, ...]  # [S, ...]: side by side they are the events, sequence_width in all
+    offsets: Tensor  # [F * B + 1]
+    score_bias: Tensor | None  # [S], floating, the same for all heads
+    bias_index: Tensor | None  # [S], integer: rows of the learned tables [F * num_buckets, H], one below the other
+    value_scale: Tensor | None  # [S]
+    events: list[int]  # how many of the S are each feature's
+
+    @property
+    def history(self) -> Tensor:
+        """[S, sequence_width], an event a row; a copy if there are several fields."""
+        return self.fields[0] if len(self.fields) == 1 else torch.cat(self.fields, dim=1)
+
+
+@torch.fx.wrap
+def allow_no_samples(ids: KeyedJaggedTensor) -> None:
+    """Lets collections that are not sharded look up a batch of no samples.
+
+    KeyedJaggedTensor.to_dict, which they begin with, fails at stride 0, so its cache is filled here.
+    """
+    if ids.stride() == 0:
+        keys = ids.keys()
+        ids._jt_dict = {key: ids[key] for key in keys}
+
+
+@torch.fx.wrap
+def with_event_inputs(
+    embeddings: dict[str, JaggedTensor], ids: KeyedJaggedTensor, features: list[SequenceFeatureConfig]
+) -> dict[str, JaggedTensor]:
+    """Adds to an EmbeddingCollection's output what only its input has: weights and bucket ids of the events."""
+    sequences = as_dict(embeddings)
+    for feature in features:
+        if feature.bias_key is not None:
+            require_keys("sequences", ids.keys(), [feature.bias_key])
+            sequences[feature.bias_key] = ids[feature.bias_key]
+        if feature.reads_weights:
+            key = feature.sequence_keys[0]
+            events = sequences[key]
+            sequences[key] = JaggedTensor(
+                values=events.values(),
+                lengths=events.lengths_or_none(),
+                offsets=events.offsets_or_none(),
+                weights=ids[key].weights_or_none(),
+            )
+    return sequences
+
+
+def as_dict(
+    sequences: dict[str, JaggedTensor], must_be: str = "a dict of JaggedTensor by key"
+) -> dict[str, JaggedTensor]:
+    """The mapping as a new dict, or what the awaitable holds that a sharded collection returns.
+
+    A ManagedCollisionEmbeddingCollection returns it in a tuple, with the remapped ids or None.
+    """
+    if type(sequences) is tuple and len(sequences) == 2:
+        sequences = sequences[0]
+    if not hasattr(sequences, "items"):
+        raise TypeError(f"sequences must be {must_be}, got {type(sequences).__name__}")
+    return dict(sequences.items())
+
+
+@torch.fx.wrap
+def read_inputs(
+    sequences: dict[str, JaggedTensor],
+    groups: list[FeatureGroup],
+    targets: KeyedTensor | dict[str, Tensor] | None = None,
+) -> list[GroupInputs]:
+    """Checks, reads and concatenates the tensors of every group.
+
+    Args:
+        sequences: embeddings [S, embedding_dim] by sequence key, and bucket ids [S] by the keys of biases.
+        groups: what to read.
+        targets: embeddings [B, embedding_dim] by target key; None where no target is read.
+    """
+    if isinstance(sequences, KeyedJaggedTensor):
+        raise TypeError(
+            "sequences is a KeyedJaggedTensor of ids, which needs embedding_collection given at construction; "
+            "without it sequences must be an EmbeddingCollection's output, dict[str, JaggedTensor]"
+        )
+    sequences = as_dict(sequences)
+    if targets is not None and not isinstance(targets, dict):
+        if not hasattr(targets, "to_dict"):  # which the awaitable of a sharded collection has too
+            raise TypeError(
+                "targets must be a KeyedTensor or a dict of Tensor by target key, such as "
+                f"{{'{groups[0].target_keys[0][0]}': target}}, got {type(targets).__name__}"
+            )
+        targets = targets.to_dict()
+    check_inputs(sequences, groups, targets)
+    device = sequences[groups[0].sequence_keys[0][0]].values().device
+    with without_autocast(device.type):  # under which cat refuses some dtypes
+        return [_read_group(sequences, group, targets) for group in groups]
+
+
+def _read_group(
+    sequences: dict[str, JaggedTensor], group: FeatureGroup, targets: dict[str, Tensor] | None
+) -> GroupInputs:
+    """Reads one group; field by field, so that adding or concatenating fields is one kernel for all features."""
+    feature, target = group.features[0], None
+    if targets is not None:
+        target = combine([_stack([targets[key] for key in keys]) for keys in group.target_keys], feature)
+    fields = [join([sequences[key].values() for key in keys]) for keys in group.sequence_keys]
+    if feature.combine == "sum":
+        fields = [combine(fields, feature)]
+    firsts = [sequences[key] for key in group.sequence_keys[0]]
+    offsets = join_offsets(firsts)
+    count = fields[0].size(0)
+
+    weights = score_bias = bias_index = None
+    if feature.reads_weights:
+        weights = join([events.weights() for events in firsts])
+    bias = feature.bias
+    if isinstance(bias, WeightBias):
+        score_bias = _log_weights(weights)
+    elif isinstance(bias, PositionBias):
+        bias_index = position_buckets(offsets, count, bias.num_buckets)
+    elif isinstance(bias, KeyBias):
+        bias_index = join([sequences[one.bias.key].values() for one in group.features])
+    if bias_index is not None and len(firsts) > 1:
+        bias_index = bias_index + _first_rows(offsets, count, len(firsts), bias.num_buckets)
+    value_scale = weights if feature.weighted_values else None
+    events = [one.values().size(0) for one in firsts]
+    return GroupInputs(target, tuple(fields), offsets, score_bias, bias_index, value_scale, events)
+
+
+def _stack(tensors: list[Tensor]) -> Tensor:
+    return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(tensors)
+
+
+def combine(fields: list[Tensor], feature: SequenceFeatureConfig) -> Tensor:
+    """Aligned fields as one tensor: added, or side by side in the last dimension."""
+    if len(fields) == 1:
+        return fields[0]
+    if feature.combine == "concat":
+        return torch.cat(fields, dim=-1)
+    total = fields[0] + fields[1]
+    for field in fields[2:]:
+        total += field  # in place: one tensor of the history's size, however many fields
+    return total
+
+
+def _log_weights(weights: Tensor) -> Tensor:
+    """The score bias by which an event of weight 2 counts as two: the logarithm, -inf at 0 without a gradient."""
+    if not weights.requires_grad:
+        return weights.log()
+    # The gradient of log(0) is infinite, and 0 * inf is NaN: an event left out must not pass through log.
+    left_out = weights == 0
+    return weights.masked_fill(left_out, 1).log().masked_fill(left_out, -torch.inf)
+
+
+def position_buckets(offsets: Tensor, num_events: int, num_buckets: int) -> Tensor:
+    """Bucket floor(log2(d + 1)) of each event [S], where d counts the events after it in its sample.
+
+    Example:
+        >>> position_buckets(torch.tensor([0, 1, 1, 6]), 6, 32)
+        tensor([0, 2, 2, 1, 1, 0], dtype=torch.int32)
+    """
+    place = torch.arange(num_events, device=offsets.device, dtype=offsets.dtype)
+    # An event's sample ends at the first offset beyond it.
+    ends = offsets.index_select(0, torch.searchsorted(offsets, place, right=True, out_int32=True))
+    return floor_log2(ends - place, num_buckets)
+
+
+def floor_log2(count: Tensor, num_buckets: int) -> Tensor:
+    """floor(log2(count)), int32, at most num_buckets - 1: how many of the powers 2, 4, ... the count has reached.
+
+    Compared as integers, since a logarithm may round up.
+    """
+    bits = torch.iinfo(count.dtype).bits - 1
+    exponents = torch.arange(1, min(num_buckets, bits), device=count.device, dtype=count.dtype)
+    return torch.bucketize(count, 1 << exponents, right=True, out_int32=True)
+
+
+def _first_rows(offsets: Tensor, num_events: int, num_features: int, num_buckets: int) -> Tensor:
+    """[S]: the first row of the table of each event's feature; computed on the device to avoid a copy from the host."""
+    events = offsets.diff().view(num_features, -1).sum(1)
+    rows = torch.arange(0, num_features * num_buckets, num_buckets, device=offsets.device)
+    return torch.repeat_interleave(rows, events, output_size=num_events)
+
+
+def join_offsets(tensors: list[JaggedTensor]) -> Tensor:
+    """Offsets [F * B + 1] of F jagged tensors of B samples whose rows are concatenated."""
+    if len(tensors) == 1:
+        return tensors[0].offsets()
+    lengths = [tensor.lengths_or_none() for tensor in tensors]
+    if any([one is None for one in lengths]):
+        joined = torch.stack([tensor.offsets() for tensor in tensors]).diff().flatten()
+    else:
+        joined = join(lengths)
+    return F.pad(joined.cumsum(0), (1, 0))
+
+
+def join(tensors: list[Tensor]) -> Tensor:
+    """Concatenates the rows of contiguous tensors; without a copy if they are adjacent in memory already.
+
+    Example:
+        >>> rows = torch.arange(6.0).view(3, 2)
+        >>> join(list(rows.split([1, 2]))).data_ptr() == rows.data_ptr()
+        True
+    """
+    if len(tensors) == 1:
+        return tensors[0]
+    if is_traced() or not _are_adjacent(tensors):
+        return torch.cat(tensors)
+    if not (torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors])):
+        return _span(tensors)
+    return _Adjacent.apply(*tensors)
+
+
+class _Adjacent(torch.autograd.Function):
+    """`_span`, whose gradient is cut into views."""
+
+    @staticmethod
+    def forward(ctx, *tensors: Tensor) -> Tensor:
+        ctx.sizes = [tensor.size(0) for tensor in tensors]
+        return _span(tensors)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:
+        return grad.split(ctx.sizes)
+
+
+def _are_adjacent(tensors: list[Tensor]) -> bool:
+    """Whether the tensors, those without an element aside, directly follow one another in one storage."""
+    end = None
+    for tensor in tensors:
+        if type(tensor) is not Tensor:
+            return False
+        if tensor.numel() == 0:
+            continue
+        if end is None:
+            first, end, dtype, width = tensor, tensor.data_ptr(), tensor.dtype, tensor.shape[1:]
+        if tensor.data_ptr() != end or tensor.dtype != dtype or tensor.shape[1:] != width or not tensor.is_contiguous():
+            return False
+        end += tensor.nbytes
+    if end is None:
+        return False
+    # Storages of their own may be neighbours too: the first one must hold all.
+    storage = first.untyped_storage()
+    return end <= storage.data_ptr() + storage.nbytes()
+
+
+def _span(tensors: list[Tensor]) -> Tensor:
+    """One tensor over the memory of adjacent tensors."""
+    first = next(tensor for tensor in tensors if tensor.numel())
+    return first.detach().as_strided((sum([tensor.numel() for tensor in tensors]),), (1,)).view(-1, *first.shape[1:])
+
+
+@torch.fx.wrap
+def key_bias(inputs: GroupInputs, table: Tensor | None, num_heads: int, dtype: torch.dtype) -> Tensor | None:
+    """What is added to the scores of each event, by head.
+
+    Args:
+        inputs: whose events they are.
+        table: [F * num_buckets, H], the learned values, if any.
+        num_heads: H.
+        dtype: of the result.
+
+    Returns:
+        [S, H], or None for features without a bias.
+    """
+    if inputs.bias_index is not None:
+        return F.embedding(inputs.bias_index, table).to(dtype)
+    if inputs.score_bias is not None:
+        return inputs.score_bias.unsqueeze(1).expand(-1, num_heads).to(dtype)
+    return None

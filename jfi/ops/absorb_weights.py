@@ -1,0 +1,106 @@
+"""Absorbed projections: the weights of multi-head target attention multiplied with each other.
+
+By feature f, query t and head h, with each head's part of the weights d = D / H wide:
+
+    W_qk = W_kᵀ W_q [D_x, D_e]      b_qk = W_kᵀ b_q [D_x]      W_vo = W_vᵀ W_oᵀ [D_x, D]
+
+They cost some D^3 operations whatever the batch.  `jfi.kernels.absorbed_weights` derives their gradients.
+"""
+
+import torch
+from torch import Tensor
+
+
+def _by_head(weights: tuple[Tensor, ...], times: int, heads: int) -> tuple[Tensor, ...]:
+    """By feature, query and head: W_q [FTH, d, D_e], b_q [.., 1, d], W_k and W_v [.., d, D_x], W_oᵀ [.., d, D]."""
+    w_q, b_q, w_k, w_v, w_o = weights
+    width = w_k.size(1) // heads
+    if times > 1:
+        w_k, w_v = (x.unsqueeze(1).expand(-1, times, -1, -1) for x in (w_k, w_v))
+    return (
+        w_q.reshape(-1, width, w_q.size(2)),
+        b_q.reshape(-1, 1, width),
+        w_k.reshape(-1, width, w_k.size(-1)),
+        w_v.reshape(-1, width, w_v.size(-1)),
+        w_o.reshape(-1, w_o.size(1), times * heads, width).permute(0, 2, 3, 1).reshape(-1, width, w_o.size(1)),
+    )
+
+
+def absorb_weights(
+    weights: tuple[Tensor, ...], num_heads: int, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Multiply the weights of multi-head target attention, so that neither keys nor values need be projected.
+
+    Args:
+        weights: W_q [F, T · D, D_e], b_q [F, T · D], W_k and W_v [F, D, D_x] and W_o [F, D, T · D], laid out as in
+            ``torch.nn.MultiheadAttention``; those of F features.
+        num_heads: H, which divides D.
+        dtype: of the products; None means that of the weights.
+
+    Returns:
+        W_qk [F, T · H · D_x, D_e], b_qk [F, T · H · D_x] and W_vo [F, T · H · D_x, D], differentiable: with them the
+        queries are W_qk e + b_qk, and the output W_voᵀ a + b_o, where a is what the queries attend to.
+
+    Example:
+        >>> import torch, jfi
+        >>> shapes = (1, 8, 8), (1, 8), (1, 8, 16), (1, 8, 16), (1, 8, 8)
+        >>> w_qk, b_qk, w_vo = jfi.ops.absorb_weights(tuple(torch.randn(shape) for shape in shapes), num_heads=2)
+        >>> w_qk.shape, b_qk.shape, w_vo.shape
+        (torch.Size([1, 32, 8]), torch.Size([1, 32]), torch.Size([1, 32, 8]))
+    """
+    dtype = weights[0].dtype if dtype is None else dtype
+    features, times = weights[0].size(0), weights[0].size(1) // weights[2].size(1)
+    w_q, b_q, w_k, w_v, w_o = _by_head(tuple([x.to(dtype) for x in weights]), times, num_heads)
+    w_qk = torch.bmm(w_k.mT, w_q).view(features, -1, w_q.size(2))
+    b_qk = torch.bmm(b_q, w_k).view(features, -1)
+    return w_qk, b_qk, torch.bmm(w_v.mT, w_o).view(features, -1, w_o.size(2))
+
+
+def absorb_in_kernel(
+    weights: tuple[Tensor, ...], num_heads: int, dtype: torch.dtype, impl: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`absorb_weights` without a graph, on a GPU in one launch."""
+    if impl == "triton":
+        from jfi.kernels.absorbed_weights import fwd
+
+        times = weights[0].shape[1] // weights[2].shape[1]
+        return fwd.absorb(tuple([x.contiguous() for x in weights]), times, num_heads, dtype)
+    return absorb_weights(weights, num_heads, dtype)
+
+
+def weight_gradients(
+    rows: tuple[Tensor, Tensor, Tensor, Tensor],
+    weights: tuple[Tensor, ...],
+    bias_dtype: torch.dtype,
+    num_heads: int,
+    impl: str,
+) -> tuple[Tensor, ...]:
+    """The gradients of the weights, each in its dtype, and of the output's bias [F, D]; on a GPU in two launches.
+
+    Args:
+        rows: by feature the gradient of the queries W_qk e + b_qk [F, B, T · H · D_x], the targets e [F, B, D_e], what
+            the queries attended to, a, like the queries, and the gradient of the outputs W_voᵀ a + b_o [F, B, D], whose
+            dtype is that of the products.
+        weights, num_heads: as `absorb_weights` takes them.
+        bias_dtype: of the output's bias.
+    """
+    times = weights[0].shape[1] // weights[2].shape[1]
+    if impl == "triton":
+        from jfi.kernels.absorbed_weights import bwd
+
+        rows, weights = (tuple([x.contiguous() for x in group]) for group in (rows, weights))
+        return bwd.gradients(rows, weights, bias_dtype, times, num_heads)
+    dtype = rows[3].dtype
+    dquery, target, attended, grad = (x.to(dtype) for x in rows)
+    w_q, b_q, w_k, w_v, w_o = _by_head(tuple([x.to(dtype) for x in weights]), times, num_heads)
+    features, parts = weights[0].size(0), w_q.size(0)
+    dw_qk = torch.bmm(dquery.mT, target).view(parts, -1, w_q.size(2))
+    dw_vo = torch.bmm(attended.mT, grad).view(parts, -1, w_o.size(2))
+    db_qk = dquery.sum(1).view(parts, -1, 1)
+    dw_k = torch.baddbmm(torch.bmm(w_q, dw_qk.mT), b_q.mT, db_qk.mT)
+    dw_v = torch.bmm(w_o, dw_vo.mT)
+    dw_k, dw_v = (x.view(features, times, -1).sum(1) for x in (dw_k, dw_v))
+    dw_o = torch.bmm(w_v, dw_vo).view(features, -1, w_o.size(2)).mT
+    out = (torch.bmm(w_k, dw_qk), torch.bmm(w_k, db_qk), dw_k, dw_v, dw_o)
+    out = tuple([x.reshape(like.shape).to(like.dtype) for x, like in zip(out, weights, strict=True)])
+    return *out, grad.sum(1).to(bias_dtype)

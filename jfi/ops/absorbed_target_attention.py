@@ -1,0 +1,249 @@
+"""Target attention with absorbed projections: multi-head attention over a history that is never projected.
+
+For each of F features, with the target e of a sample and its events x, h a head of width d = D / H and t one of T
+queries:
+
+    q_th = W_q,th e + b_q,th
+    p_th = softmax over the sample's events of (scale q_th · W_k,h x + bias_h)
+    o    = W_o concat_{t,h}(Σ_x p_th c W_v,h x) + b_o              c the event's value scale, if any
+
+A product with W_k or W_v can be made on either side, since q · W_k x = W_kᵀ q · x, and a sum commutes with W_v.
+Absorbed into the targets' projections (`absorb_weights`), they leave the S rows of the history as they are, read once
+by one call of target attention with value = key:
+
+    q'_th = W_qk,th e + b_qk,th        a_th = Σ_x p_th c x        o = W_vo a + b_o
+
+Eager calls on plain tensors are one node of autograd's graph with its gradients written out: where histories are short
+a step takes the host's time, and a dozen small products with their views would take most of that.  A compiler, a tracer
+or a functorch transform sees the composition of operators instead.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from jfi.context import is_traced, without_autocast
+from jfi.ops._checks import FLOATING, check_dim, check_events, check_impl, check_offsets, check_scale, check_size
+from jfi.ops._dispatch import PLAIN, operators
+from jfi.ops.absorb_weights import absorb_in_kernel, absorb_weights, weight_gradients
+from jfi.ops.target_attention import takes_events, target_attention
+
+_WEIGHTS = ("query_weight", "query_bias", "key_weight", "value_weight", "output_weight", "output_bias")
+
+
+def absorbed_target_attention(
+    target: Tensor,
+    history: Tensor | tuple[Tensor, ...],
+    weights: tuple[Tensor, ...],
+    *,
+    offsets: Tensor,
+    num_heads: int,
+    key_bias: Tensor | None = None,
+    key_bias_index: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    scale: float | None = None,
+    max_seqlen: int | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """Multi-head attention of each sample's target over its history, which is read once and never projected.
+
+    Args:
+        target: [F, B, D_e], the targets of F features.
+        history: [S, D_x], the events of feature 0, then of feature 1, ...; or a tuple of tensors whose rows side by
+            side are the events.  Two of equal width, a power of two from 16 on, are read where they are by the Triton
+            kernels for few query rows; others are concatenated.
+        weights: query_weight [F, T · D, D_e], query_bias [F, T · D], key_weight and value_weight [F, D, D_x],
+            output_weight [F, D, T · D] and output_bias [F, D], of one dtype, laid out as in
+            ``torch.nn.MultiheadAttention``.
+        offsets: [F · B + 1], int32 or int64, from 0 to S.
+        num_heads: H, which divides D.
+        key_bias, key_bias_index, value_scale, max_seqlen, impl: as `target_attention` takes them.
+        scale: of the scores; None means 1/sqrt(D / H).
+
+    Returns:
+        [F, B, D] in the dtype of the weights, or autocast's.  The attention itself runs in the dtype of the history,
+        which is never cast.  An empty history gives output_bias.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit, by name.
+
+    Example:
+        >>> import torch, jfi
+        >>> shapes = (1, 8, 4), (1, 8), (1, 8, 16), (1, 8, 16), (1, 8, 8), (1, 8)
+        >>> weights = tuple(torch.randn(shape) for shape in shapes)
+        >>> target, history, offsets = torch.randn(1, 3, 4), torch.randn(5, 16), torch.tensor([0, 2, 2, 5])
+        >>> jfi.ops.absorbed_target_attention(target, history, weights, offsets=offsets, num_heads=2).shape
+        torch.Size([1, 3, 8])
+    """
+    fields = history if isinstance(history, tuple) else (history,)
+    times = _check_shapes(target, fields, weights, num_heads)
+    first = fields[0]
+    check_offsets("offsets", offsets, first.shape[0], "history", first, target.shape[0] * target.shape[1])
+    if key_bias_index is not None or value_scale is not None:
+        check_events(first, key_bias, key_bias_index, value_scale, num_heads)
+    if key_bias is not None and key_bias_index is None:
+        check_dim("key_bias", key_bias, "[S, H]")
+        check_size("key_bias", key_bias.shape[0], first.shape[0], "S")
+        check_size("key_bias", key_bias.shape[1], num_heads, "H")
+    impl = check_impl(impl, first)
+    scale = check_scale(scale, weights[2].shape[1] // num_heads)
+    device = first.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weights[0].dtype
+    in_kernel = takes_events(impl, times * num_heads)
+    if key_bias_index is not None and not in_kernel:
+        key_bias, key_bias_index = cast(F.embedding(key_bias_index, key_bias), first.dtype), None
+    events = (offsets, key_bias, key_bias_index, value_scale)
+    tensors = (target, *fields, key_bias, *weights)
+    if (value_scale is None or in_kernel) and _fits_one_node(tensors, value_scale, impl):
+        if not (len(fields) == 1 or (in_kernel and _are_halves(fields))):
+            fields = (torch.cat(fields, dim=1),)
+        history, second = (*fields, None)[:2]
+        tensors = [None if x is None else x.contiguous() for x in (history, second, *events)]
+        options = (num_heads, scale, max_seqlen, impl, dtype)
+        return _AbsorbedTargetAttention.apply(target, *tensors, *weights, options)
+    history = first if len(fields) == 1 else torch.cat(fields, dim=1)
+    w_qk, b_qk, w_vo = absorb_weights(weights[:5], num_heads, dtype)
+    query = cast(_affine(b_qk, target, w_qk.mT), history.dtype).view(-1, times, num_heads, history.shape[1])
+    attended = target_attention(
+        query,
+        history.unsqueeze(1),
+        offsets=offsets,
+        key_bias=key_bias,
+        key_bias_index=key_bias_index,
+        value_scale=value_scale,
+        scale=scale,
+        max_seqlen=max_seqlen,
+        impl=impl,
+    )
+    return _affine(weights[5], attended.view(target.shape[0], -1, w_vo.shape[1]), w_vo)
+
+
+def _check_shapes(target: Tensor, fields: tuple[Tensor, ...], weights: tuple[Tensor, ...], num_heads: int) -> int:
+    """The number of queries, T, of arguments that fit each other."""
+    for name, x in (("target", target), *[("history", x) for x in fields], *zip(_WEIGHTS, weights, strict=False)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
+        if x.dtype not in FLOATING:
+            raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {x.dtype}")
+    first = fields[0]
+    for x in fields:
+        check_dim("history", x, "[S, D_x]")
+        if x is not first and (x.shape[0] != first.shape[0] or x.dtype != first.dtype or x.device != first.device):
+            raise ValueError(
+                f"history must be tensors of as many rows, one dtype and one device, got {list(first.shape)} "
+                f"{first.dtype} on {first.device} and {list(x.shape)} {x.dtype} on {x.device}"
+            )
+    if target.dim() != 3 or target.shape[0] == 0 or target.shape[2] == 0:
+        raise ValueError(f"target must be [F, B, D_e] with F and D_e at least 1, got shape {list(target.shape)}")
+    if len(weights) != len(_WEIGHTS):
+        raise ValueError(f"weights must be the six tensors {', '.join(_WEIGHTS)}, got {len(weights)}")
+    features, dim = weights[5].shape if weights[5].dim() == 2 else (0, 0)
+    if features != target.shape[0] or num_heads < 1 or dim % num_heads:
+        raise ValueError(
+            f"output_bias must be [F, D] of F = {target.shape[0]} and a D that num_heads = {num_heads} divides, "
+            f"got shape {list(weights[5].shape)}"
+        )
+    queries, d_e, d_x = weights[0].shape[1], target.shape[2], sum([x.shape[1] for x in fields])
+    shapes = (queries, d_e), (queries,), (dim, d_x), (dim, d_x), (dim, queries), (dim,)
+    for name, x, shape in zip(_WEIGHTS, weights, shapes, strict=True):
+        if x.shape != (features, *shape) or queries % dim:
+            raise ValueError(f"{name} must be [F, ...] = {[features, *shape]}, got {list(x.shape)}")
+        if x.dtype != weights[0].dtype or x.device != first.device:
+            raise ValueError(
+                f"{name} must be {weights[0].dtype} on {first.device}, like query_weight and history, "
+                f"got {x.dtype} on {x.device}"
+            )
+    return queries // dim
+
+
+def _fits_one_node(tensors: tuple[Tensor | None, ...], value_scale: Tensor | None, impl: str) -> bool:
+    """Whether nothing traces these tensors, none is a subclass, and the kernels take their dtypes and device."""
+    if is_traced():
+        return False
+    for x in tensors:
+        if x is not None and type(x) not in PLAIN:
+            return False
+        if x is not None and (x.dtype == torch.float64 if impl == "triton" else x.is_cuda):
+            return False
+    # The node has no gradient of the value scale.
+    return value_scale is None or not (value_scale.requires_grad and torch.is_grad_enabled())
+
+
+def _are_halves(fields: tuple[Tensor, ...]) -> bool:
+    """Whether kernels that take a bias by its index can read two fields as the halves of a row."""
+    width = fields[0].shape[1]
+    return (
+        len(fields) == 2
+        and width >= 16
+        and width & (width - 1) == 0
+        and fields[1].shape[1] == width
+        and all(field.is_contiguous() and field.data_ptr() % 16 == 0 for field in fields)
+    )
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x.to(dtype)`, which costs a microsecond where there is nothing to do."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def _affine(bias: Tensor, rows: Tensor, weight: Tensor, by_sample: bool = False) -> Tensor:
+    """[F, N] + [F, B, M] x [F, M, N] -> [F, B, N], in the dtype of the weight; `by_sample`: in memory [B, F, N]."""
+    rows, bias = cast(rows, weight.dtype), cast(bias, weight.dtype)
+    features, batch, _ = rows.shape
+    if features == 1:  # the product of one matrix adds the bias itself; baddbmm copies it first
+        return torch.addmm(bias[0], rows[0], weight[0]).unsqueeze(0)
+    out = weight.new_empty(batch, features, weight.shape[2]).transpose(0, 1) if by_sample else None
+    return torch.baddbmm(bias.unsqueeze(1), rows, weight, out=out)
+
+
+class _AbsorbedTargetAttention(torch.autograd.Function):
+    """The one node.  It chooses every dtype itself, so autocast is off within."""
+
+    @staticmethod
+    def forward(ctx, target, history, second, offsets, bias, index, value_scale, *weights_and_options):
+        *weights, output_bias, options = weights_and_options
+        num_heads, scale, max_seqlen, impl, dtype = options
+        with without_autocast(history.device.type):
+            w_qk, b_qk, w_vo = absorb_in_kernel(weights, num_heads, dtype, impl)
+            query = cast(_affine(b_qk, target, w_qk.mT), history.dtype)
+            query = query.view(-1, weights[0].shape[1] // weights[2].shape[1], num_heads, weights[2].shape[2])
+            events = (offsets, bias, index, value_scale, second)
+            attended, lse = operators.target_attention_fwd(
+                query, history.unsqueeze(1), None, *events, scale, max_seqlen, impl
+            )
+            ctx.options, ctx.bias_dtype = options, output_bias.dtype
+            ctx.save_for_backward(target, history, *events, query, attended, lse, w_qk, w_vo, *weights)
+            return _affine(output_bias, attended.view(target.shape[0], -1, w_vo.shape[1]), w_vo, by_sample=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        target, history, *rest = ctx.saved_tensors
+        events, (query, attended, lse, w_qk, w_vo), weights = rest[:5], rest[5:10], rest[10:]
+        _, bias, _, _, second = events
+        num_heads, scale, max_seqlen, impl, _ = ctx.options
+        shape = (*target.shape[:2], w_qk.shape[1])
+        dtarget, dweights = None, (None,) * 6
+        with without_autocast(history.device.type):
+            dquery, dhistory, *others = operators.target_attention_bwd(
+                cast(torch.bmm(grad, w_vo.mT), history.dtype).view(query.shape),  # freed as soon as it is read
+                query,
+                history.unsqueeze(1),
+                None,
+                *events,
+                attended,
+                lse,
+                scale,
+                max_seqlen,
+                impl,
+            )
+            dquery = dquery.view(shape)
+            if ctx.needs_input_grad[0]:
+                dtarget = cast(torch.bmm(cast(dquery, w_qk.dtype), w_qk), target.dtype)
+            if any(ctx.needs_input_grad[7:13]):  # not if the layer is frozen
+                rows = (dquery, target, attended.view(shape), grad)
+                dweights = weight_gradients(rows, weights, ctx.bias_dtype, num_heads, impl)
+        dbias = None if bias is None else others.pop(0)
+        dsecond = None if second is None else others.pop(0)
+        return dtarget, dhistory.squeeze(1), dsecond, None, dbias, None, None, *dweights, None

@@ -1,0 +1,207 @@
+"""Target attention with absorbed projections: both of its forms against the formula with projected histories."""
+
+import math
+import re
+
+import pytest
+import torch
+from ops import budget
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import jfi
+from jfi import reference
+
+LENGTHS = [[3, 0, 1, 5], [0, 0, 0, 0], []]
+
+
+class Traced(TorchDispatchMode):
+    """Under a dispatch mode the operator is a composition of others."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def problem(
+    features=1, times=1, heads=2, widths=(8,), d_e=6, dim=8, lengths=LENGTHS[0], dtype=torch.float32, device="cpu"
+):
+    """Arguments by name: those that have gradients, and the others."""
+
+    def random(*shape):
+        return torch.randn(shape, device=device) / shape[-1] ** 0.5
+
+    offsets = torch.tensor([0, *lengths * features], device=device).cumsum(0)
+    rows, d_x, queries = int(offsets[-1]), sum(widths), times * dim
+    shapes = (queries, d_e), (queries,), (dim, d_x), (dim, d_x), (dim, queries), (dim,)
+    leaves = {"target": random(features, len(lengths), d_e)}
+    leaves |= {f"field {i}": random(rows, width).to(dtype) for i, width in enumerate(widths)}
+    leaves |= {f"weight {i}": random(features, *shape) for i, shape in enumerate(shapes)}
+    return leaves, {"offsets": offsets, "num_heads": heads}
+
+
+def results(function, leaves, options):
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in leaves.items()}
+    fields = tuple(x for name, x in leaves.items() if name.startswith("field"))
+    weights = tuple(x for name, x in leaves.items() if name.startswith("weight"))
+    more = {name: leaves[name] for name in ("key_bias",) if name in leaves}
+    history = fields[0] if len(fields) == 1 else fields
+    out = function(leaves["target"], history, weights, **options, **more)
+    torch.manual_seed(7)
+    cotangent = torch.randn(out.shape).to(out)
+    gradients = torch.autograd.grad(out, list(leaves.values()), cotangent)
+    return {"out": out.detach(), **dict(zip(leaves, gradients, strict=True))}
+
+
+def plain(target, history, weights, *, offsets, num_heads, key_bias=None, key_bias_index=None, value_scale=None, **_):
+    """The formula with every projection in its place."""
+    history = torch.cat(history, dim=1) if isinstance(history, tuple) else history
+    w_q, b_q, w_k, w_v, w_o, b_o = weights
+    features, dim = b_o.shape
+    rows = offsets.view(-1)[:-1].view(features, -1)
+    ends = [*rows[1:, 0].tolist(), history.shape[0]] if rows.numel() else [0] * features
+    history, outputs = history.to(w_q.dtype), []
+    if key_bias_index is not None:
+        key_bias = key_bias[key_bias_index]
+    starts = [0, *ends]
+    for f in range(features):
+        part = slice(starts[f], starts[f + 1])
+        query = (target[f] @ w_q[f].T + b_q[f]).unflatten(1, (-1, num_heads, dim // num_heads))
+        key, value = ((history[part] @ w[f].T).unflatten(1, (num_heads, -1)) for w in (w_k, w_v))
+        if value_scale is not None:
+            value = value * value_scale[part, None, None].to(value)
+        own = torch.cat([rows[f] - starts[f], torch.tensor([ends[f] - starts[f]], device=rows.device)])
+        bias = None if key_bias is None else key_bias[part].to(query)
+        attended = reference.target_attention(query, key, value, own, bias, 1 / math.sqrt(dim // num_heads))
+        outputs.append(attended.flatten(1) @ w_o[f].T + b_o[f])
+    return torch.stack(outputs)
+
+
+def double(leaves):
+    return {name: x.double() for name, x in leaves.items()}
+
+
+def check_both_forms(leaves, options, impls=("torch", "triton")):
+    truth, rough = results(plain, double(leaves), options), results(plain, leaves, options)
+    terms = 16 * max(float(x.norm()) for x in truth.values())
+    for impl in impls:
+        for traced in (False, True):
+            if traced:
+                with Traced() as mode:
+                    got = results(jfi.ops.absorbed_target_attention, leaves, options | {"impl": impl})
+                assert "target_attention_fwd" in mode.names
+            else:
+                got = results(jfi.ops.absorbed_target_attention, leaves, options | {"impl": impl})
+            for name, x in got.items():
+                budget.check(f"{name} {impl} {traced}", x, rough[name].to(x.dtype), truth[name], terms)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=["some", "all empty", "no sample"])
+@pytest.mark.parametrize(("features", "times", "heads"), [(1, 1, 4), (2, 3, 2)])
+@pytest.mark.parametrize("biased", ["nothing", "scores", "table", "values"])
+def test_output_and_gradients(biased, features, times, heads, lengths, device):
+    leaves, options = problem(features, times, heads, lengths=lengths, device=device)
+    rows = leaves["field 0"].shape[0]
+    if biased == "scores":
+        leaves["key_bias"] = torch.randn(rows, heads, device=device)
+    if biased == "table":
+        leaves["key_bias"] = torch.randn(3, heads, device=device)
+        options["key_bias_index"] = torch.randint(3, (rows,), device=device)
+    if biased == "values":
+        options["value_scale"] = torch.randn(rows, device=device)
+    check_both_forms(leaves, options)
+
+
+@pytest.mark.parametrize("width", [16, 24], ids=["read where they are", "concatenated"])
+@pytest.mark.parametrize("max_seqlen", [None, 5])
+def test_two_fields(width, max_seqlen, device):
+    leaves, options = problem(widths=(width, width), device=device)
+    check_both_forms(leaves, options | {"max_seqlen": max_seqlen})
+
+
+def test_many_fields_are_one_history(device):
+    leaves, options = problem(widths=(8, 3, 16), device=device)
+    check_both_forms(leaves, options)
+
+
+def test_half_precision_histories_are_not_cast(device):
+    leaves, options = problem(dtype=torch.float16, device=device)
+    got = results(jfi.ops.absorbed_target_attention, leaves, options)
+    want = results(plain, double(leaves), options)
+    assert got["out"].dtype == torch.float32 and got["field 0"].dtype == torch.float16
+    for name, x in got.items():
+        torch.testing.assert_close(x.double(), want[name], rtol=2e-2, atol=2e-2)
+
+
+def test_gradients_that_nobody_wants(device):
+    leaves, options = problem(device=device)
+    weights = tuple(x for name, x in leaves.items() if name.startswith("weight"))
+    history = leaves["field 0"].requires_grad_()
+    out = jfi.ops.absorbed_target_attention(leaves["target"], history, weights, **options)
+    (gradient,) = torch.autograd.grad(out.sum(), history)
+    assert gradient.abs().sum() > 0 and not any(x.requires_grad for x in weights)
+
+
+def test_a_learned_value_scale_has_a_gradient():
+    leaves, options = problem()
+    weights = tuple(x for name, x in leaves.items() if name.startswith("weight"))
+    gradients = []
+    for function in (jfi.ops.absorbed_target_attention, plain):
+        scale = torch.linspace(-1, 1, 9).requires_grad_()
+        function(leaves["target"], leaves["field 0"], weights, value_scale=scale, **options).square().sum().backward()
+        gradients.append(scale.grad)
+    torch.testing.assert_close(*gradients)
+
+
+def test_under_compile_and_vmap():
+    leaves, options = problem()
+    weights = tuple(x for name, x in leaves.items() if name.startswith("weight"))
+
+    def attend(target, history):
+        return jfi.ops.absorbed_target_attention(target, history, weights, **options)
+
+    arguments = leaves["target"], leaves["field 0"]
+    compiled = torch.compile(attend, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*arguments), attend(*arguments))
+    targets = torch.randn(3, *leaves["target"].shape)
+    got = torch.vmap(lambda target: attend(target, leaves["field 0"]))(targets)
+    torch.testing.assert_close(got, torch.stack([attend(one, leaves["field 0"]) for one in targets]))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"target": torch.zeros(3, 6)},
+            ValueError,
+            "target must be [F, B, D_e] with F and D_e at least 1, got shape [3",
+        ),
+        ({"target": 1}, TypeError, "target must be a Tensor, got int"),
+        ({"history": torch.zeros(9, 8, dtype=torch.long)}, TypeError, "history must be float32, bfloat16, float16 or"),
+        ({"history": (torch.zeros(9, 4), torch.zeros(8, 4))}, ValueError, "history must be tensors of as many rows"),
+        ({"num_heads": 3}, ValueError, "a D that num_heads = 3 divides, got shape [1, 8]"),
+        ({"weights": ()}, ValueError, "weights must be the six tensors query_weight, query_bias, key_weight"),
+        ({"key_weight": torch.zeros(1, 8, 7)}, ValueError, "key_weight must be [F, ...] = [1, 8, 8], got [1, 8, 7]"),
+        ({"key_weight": torch.zeros(1, 8, 8).double()}, ValueError, "key_weight must be torch.float32 on cpu, like"),
+        ({"offsets": torch.tensor([0, 3, 9])}, ValueError, "offsets must have B+1 = 5 entries, got 3"),
+        ({"key_bias": torch.zeros(9, 3)}, ValueError, "key_bias must have H = 2, got 3"),
+        ({"impl": "cuda"}, ValueError, "impl must be one of"),
+    ],
+)
+def test_arguments(change, error, message):
+    leaves, options = problem()
+    names = ("query_weight", "query_bias", "key_weight", "value_weight", "output_weight", "output_bias")
+    weights = dict(zip(names, (x for name, x in leaves.items() if name.startswith("weight")), strict=True))
+    weights |= {name: x for name, x in change.items() if name in weights}
+    arguments = {
+        "target": leaves["target"],
+        "history": leaves["field 0"],
+        "weights": tuple(weights.values()),
+        **options,
+    }
+    arguments |= {name: x for name, x in change.items() if name not in weights}
+    with pytest.raises(error, match=re.escape(message)):
+        jfi.ops.absorbed_target_attention(**arguments)
