@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: Where a sample has more scores than this on average, for each key head, dense products are faster.
-DENSE_SCORES = 2048
+from jfi.kernels.common.plan import cpu_is_dense
+
 #: Sums of exponentials of plain scores outside of this may have lost digits.
 LEAST_TOTAL, MOST_TOTAL = 1e-20, 1e20
 
@@ -62,7 +62,7 @@ class _Problem:
         return x.unflatten(2, (self.times, self.share)).transpose(1, 2).flatten(2, 3).contiguous()
 
     def is_dense(self) -> bool:
-        return self.rows * self.queries > DENSE_SCORES * self.batch
+        return cpu_is_dense(self.rows * self.queries, self.batch)
 
 
 class _Pattern:
@@ -256,7 +256,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Returns the output [B, T, H, E] and the log-sum-exp of the scores [B, T, H], -inf for an empty history."""
     problem = _Problem(query, key, value, offsets, bias, scale)
-    out, lse = (_dense_forward if problem.is_dense() or not problem.rows else _sparse_forward)(problem)
+    out, lse = (_dense_forward if problem.is_dense() else _sparse_forward)(problem)
     return problem.ungroup(out).to(query.dtype), problem.ungroup(lse[..., None])[..., 0]
 
 
@@ -276,7 +276,7 @@ def backward(
     grads, lses = problem.group(grad), problem.group(lse[..., None])[..., 0]
     lses = lses.masked_fill(lses == -torch.inf, 0)
     deltas = (grads * problem.group(out)).sum(-1)
-    work = _dense_backward if problem.is_dense() or not problem.rows else _sparse_backward
+    work = _dense_backward if problem.is_dense() else _sparse_backward
     dquery, dkey, dvalue, dbias = work(problem, grads, deltas, lses)
     dquery = problem.ungroup(dquery * scale).to(query.dtype)
     return dquery, *(None if x is None else x.to(query.dtype) for x in (dkey, dvalue, dbias))

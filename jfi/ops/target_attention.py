@@ -16,7 +16,8 @@ from torch import Tensor
 
 from jfi import reference
 from jfi.context import without_autocast
-from jfi.kernels.common.plan import FEW_QUERY_ROWS, TargetAttentionInputs, plan_target_attention
+from jfi.kernels.common import plan
+from jfi.kernels.common.plan import TargetAttentionInputs
 from jfi.ops._checks import (
     check_dim,
     check_events,
@@ -36,7 +37,7 @@ def takes_events(impl: str, query_rows: int) -> bool:
 
     Then key may also be the left half of the history's one head, whose right half is ``second``.
     """
-    return impl == "triton" and query_rows <= FEW_QUERY_ROWS
+    return impl == "triton" and query_rows <= plan.FEW_QUERY_ROWS
 
 
 def _forward(
@@ -216,4 +217,4 @@ def _prepare(
     return TargetAttentionInputs(*tensors, None, scale, max_seqlen), impl
 
 
-explains(target_attention, _prepare, plan_target_attention)
+explains(target_attention, _prepare, plan.plan_target_attention)

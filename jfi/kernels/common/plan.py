@@ -24,6 +24,8 @@ LEAST_CHUNK = 256
 # --- Thresholds: target attention -------------------------------------------------------------------------------------
 #: Query rows per key head up to which they are one tile of the least size that tensor cores take.
 FEW_QUERY_ROWS = 16
+#: Rows of that tile.
+FEW_TILE = 16
 #: Up to this length, in rows and in bytes, one program handles one sample: the tail costs less than the partition
 #: search and the combine step.
 WHOLE_ROWS, WHOLE_BYTES = 512, 2**18
@@ -476,7 +478,7 @@ def _plan_few(
 def _few_forward(problem: AttentionProblem) -> KernelPlan:
     def plan(block_n: int, warps: int, stages: int, programs: int) -> KernelPlan:
         name = "target_attention_few_fwd"
-        return KernelPlan(name, Split.STREAM_K, FEW_QUERY_ROWS, block_n, warps, stages, None, programs)
+        return KernelPlan(name, Split.STREAM_K, FEW_TILE, block_n, warps, stages, None, programs)
 
     if problem.width_bytes > 1024:
         return plan(16, 8, 1, 1)
@@ -492,7 +494,7 @@ def _few_forward(problem: AttentionProblem) -> KernelPlan:
 
 def _few_forward_whole(problem: AttentionProblem, short: bool) -> KernelPlan:
     def plan(block_n: int, warps: int, stages: int) -> KernelPlan:
-        return KernelPlan("target_attention_few_fwd_whole", Split.SAMPLE, FEW_QUERY_ROWS, block_n, warps, stages)
+        return KernelPlan("target_attention_few_fwd_whole", Split.SAMPLE, FEW_TILE, block_n, warps, stages)
 
     if problem.width_bytes == 512:
         return plan(16, 1 if problem.shared_kv else 2, 3)
@@ -509,7 +511,7 @@ def _few_backward(
 ) -> KernelPlan:
     def plan(block_n: int, warps: int, stages: int, programs: int) -> KernelPlan:
         how = (Split.LONGEST_FIRST if ordered else Split.SAMPLE) if whole else Split.STREAM_K
-        tiles = (FEW_QUERY_ROWS, block_n, warps, stages)
+        tiles = (FEW_TILE, block_n, warps, stages)
         return KernelPlan("target_attention_few_bwd", how, *tiles, None, 0 if whole else programs, options)
 
     if whole and problem.width_bytes == 512:

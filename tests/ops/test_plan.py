@@ -1,0 +1,133 @@
+"""What runs a call: the plan names it, whatever device this host has."""
+
+import pytest
+import torch
+
+import jfi.ops
+from jfi.kernels.common import plan
+from jfi.kernels.common.plan import A100, CPU, H200, Split
+
+HALF = torch.bfloat16
+
+
+def explain(batch, rows, width, times, *, heads=1, groups=1, shared=True, dtype=HALF, device=H200, **options):
+    """The plan of a batch with so many history rows in all."""
+
+    def empty(*shape, dtype=dtype):
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    value = None if shared else empty(rows, groups, width)
+    offsets = empty(batch + 1, dtype=torch.int64)
+    inputs = (empty(batch, times, heads, width), empty(rows, groups, width), value)
+    return jfi.ops.explain(jfi.ops.target_attention, *inputs, offsets=offsets, device=device, **options)
+
+
+def test_few_query_rows_split_long_histories_and_not_short_ones():
+    long = explain(1024, 2_000_000, 128, 1)
+    assert long.family == "target_few"
+    assert long.forward[0].split is long.backward[0].split is Split.STREAM_K
+    short = explain(1024, 100_000, 64, 1, max_seqlen=200)
+    assert short.forward[0].kernel == "target_attention_few_fwd_whole" and short.forward[0].split is Split.SAMPLE
+    assert short.backward[0].split is Split.LONGEST_FIRST
+    many_samples = explain(100_000, 1_000_000, 64, 1, max_seqlen=200)
+    assert many_samples.backward[0].split is Split.SAMPLE
+
+
+@pytest.mark.parametrize("max_seqlen", [512, 513])
+def test_a_hint_up_to_the_threshold_gives_a_program_per_sample(max_seqlen):
+    split = explain(1024, 100_000, 64, 1, max_seqlen=max_seqlen).forward[0].split
+    assert split is (Split.SAMPLE if max_seqlen <= plan.WHOLE_ROWS else Split.STREAM_K)
+
+
+@pytest.mark.parametrize(("times", "heads", "groups", "family"), [(16, 1, 1, "target_few"), (17, 1, 1, "target_many")])
+def test_the_family_goes_by_query_rows_per_key_head(times, heads, groups, family):
+    assert explain(8, 8000, 64, times, heads=heads, groups=groups).family == family
+    assert explain(8, 8000, 64, times, heads=4 * heads, groups=4 * groups).family == family
+
+
+def test_one_tile_of_query_rows_has_one_backward_kernel_and_more_have_two():
+    names = [kernel.kernel for kernel in explain(8, 80_000, 64, 64).backward]
+    assert names == ["target_attention_many_dquery"]
+    names = [kernel.kernel for kernel in explain(8, 80_000, 64, 65).backward]
+    assert names == ["target_attention_many_dquery", "target_attention_many_dhistory"]
+
+
+def test_jagged_attention_takes_over_where_query_rows_fill_the_device():
+    filled = explain(1024, 500_000, 64, 300)
+    assert filled.family == "jagged_sm90"
+    assert explain(1024, 500_000, 64, 300, device=A100).family == "target_many"
+    assert explain(1024, 500_000, 96, 300).family == "target_many"
+    assert explain(2, 500_000, 64, 300).family == "target_many"
+    assert explain(1024, 500_000, 64, 300, scale=-1.0).family == "target_many"
+
+
+@pytest.mark.parametrize("family", ["target_many", "jagged_sm90"])
+def test_a_family_can_be_forced(family):
+    with plan.override(TARGET_FAMILY=family):
+        assert explain(1024, 500_000, 64, 100).family == family
+
+
+def test_tables_too_large_for_a_program_each_are_split():
+    index = torch.empty(3_000_000, dtype=torch.int64, device="meta")
+
+    def table(rows, batch=50_000):
+        options = {"key_bias": torch.empty(rows, 4, device="meta"), "key_bias_index": index, "max_seqlen": 100}
+        return explain(batch, 3_000_000, 64, 1, heads=4, **options)
+
+    assert table(32).forward[0].split is Split.SAMPLE and table(32).backward[0].split is Split.STREAM_K
+    assert table(32, 1000).backward[0].split is Split.LONGEST_FIRST
+    assert dict(table(32).backward[0].options)["BLOCK_R"] == 32
+    assert dict(table(65).backward[0].options)["BLOCK_R"] == 0  # sorted instead
+
+
+def test_cpus_and_the_plain_formula_are_plans_too():
+    assert explain(8, 800, 64, 1, device=CPU).forward[0].kernel == "sparse products"
+    assert explain(8, 80_000, 64, 1, device=CPU).forward[0].kernel == "dense products"
+    assert explain(8, 800, 64, 1, impl="torch").family == "reference"
+    query, key, offsets = torch.zeros(2, 1, 1, 4), torch.zeros(3, 1, 4), torch.tensor([0, 1, 3])
+    assert jfi.ops.explain(jfi.ops.target_attention, query, key, offsets=offsets).family == "cpu"
+
+
+def test_equal_decisions_are_one_plan_that_says_why():
+    first, second = explain(1024, 2_000_000, 128, 1), explain(1000, 1_900_000, 128, 1)
+    assert first is second
+    text = str(first)
+    assert text.startswith("target_few: at most 16 query rows per key head")
+    assert "forward: target_attention_few_fwd: 16 x 64 tiles" in text and "stream-K" in text
+
+
+def test_a_call_that_the_operator_refuses_has_no_plan():
+    query = torch.empty(2, 1, 1, 4, device="meta")
+    with pytest.raises(ValueError, match="device must be given where tensors are on the meta device"):
+        jfi.ops.explain(jfi.ops.target_attention, query, query, offsets=query)
+    with pytest.raises(ValueError, match="key must have D = 64, got 32"):
+        key = torch.empty(8, 1, 32, dtype=HALF, device="meta")
+        offsets = torch.empty(3, dtype=torch.int64, device="meta")
+        query = torch.empty(2, 1, 1, 64, dtype=HALF, device="meta")
+        jfi.ops.explain(jfi.ops.target_attention, query, key, offsets=offsets, device=H200)
+    with pytest.raises(TypeError, match=r"operator must be one of .*target_attention.*, got 'jagged_softmax'"):
+        jfi.ops.explain(jfi.ops.jagged_softmax, query, key)
+
+
+def test_an_override_ends_with_its_context_and_takes_thresholds_alone():
+    before = plan.FEW_QUERY_ROWS
+    with pytest.raises(RuntimeError, match="leaves"), plan.override(FEW_QUERY_ROWS=1):
+        assert explain(8, 8000, 64, 2).family == "target_many"
+        raise RuntimeError("leaves")
+    assert before == plan.FEW_QUERY_ROWS and explain(8, 8000, 64, 2).family == "target_few"
+    for name in ("few_query_rows", "NOTHING", "SAMPLE_WEIGHT"):
+        with (
+            pytest.raises(ValueError, match=f"override takes thresholds of .*, got {name}"),
+            plan.override(**{name: 1}),
+        ):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "num_sms", "programs"), [(0, 1, 132, 8), (10**6, 64, 132, 4), (5, 10**5, 2, 1)]
+)
+def test_stream_k_ranges_cover_the_line(rows, batch, num_sms, programs):
+    chunk, ranges = plan.stream_k(rows, batch, num_sms, programs)
+    line = rows + batch * plan.SAMPLE_WEIGHT
+    assert chunk >= plan.LEAST_CHUNK and (ranges - 1) * chunk < line <= ranges * chunk
+    assert ranges <= max(num_sms * programs, 1) or chunk == plan.LEAST_CHUNK
