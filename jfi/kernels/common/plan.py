@@ -627,13 +627,12 @@ def plan_exported_jagged_attention(x: JaggedAttentionInputs) -> AttentionPlan:
 
 
 def _jagged_problem(x: JaggedAttentionInputs, device: Device) -> AttentionProblem:
-    _, num_heads, head_dim = x.query.shape
-    num_kv_heads = x.key.shape[1]
+    num_heads, head_dim, num_kv_heads = map(int, (*x.query.shape[1:], x.key.shape[1]))  # a compiler's may be symbols
     return _problem(
         num_kv_heads,
         num_heads // num_kv_heads,
         head_dim,
-        head_dim if x.value is None else x.value.shape[2],
+        head_dim if x.value is None else int(x.value.shape[2]),
         x.value is None,
         x.bias is not None,
         False,
