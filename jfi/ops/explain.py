@@ -75,7 +75,8 @@ def explain(operator: Callable, /, *args: object, device: Device | None = None, 
 def _fake(x: object, device: Device) -> object:
     if not isinstance(x, Tensor):
         return x
-    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device.type)
+    # Contiguous: without CUDA a fake tensor of a GPU cannot be copied to be so.
+    return torch.empty(x.shape, dtype=x.dtype, device=device.type)
 
 
 def _meta(x: object) -> object:

@@ -610,11 +610,9 @@ def plan_jagged_attention(x: JaggedAttentionInputs, impl: str, device: Device | 
     query_rows, num_keys = query.shape[0] * query.shape[1], key.shape[0]
     aligned = (query.data_ptr() | key.data_ptr() | (0 if value is None else value.data_ptr())) % 16 == 0
     refusal = sm90_refusal(problem, query_rows, num_keys, scale, aligned)
-    if JAGGED_FAMILY == "jagged_triton":
-        refusal = "JAGGED_FAMILY says so"
-    if refusal is None:
+    if refusal is None and JAGGED_FAMILY != "jagged_triton":
         return _plan_sm90(problem, _is_short(problem, key_offsets.shape[0] - 1, num_keys))
-    return _plan_jagged_triton(problem, refusal)
+    return _plan_jagged_triton(problem, refusal or "overridden by JAGGED_FAMILY")
 
 
 def plan_exported_jagged_attention(x: JaggedAttentionInputs) -> AttentionPlan:
@@ -624,13 +622,12 @@ def plan_exported_jagged_attention(x: JaggedAttentionInputs) -> AttentionPlan:
 
 
 def _jagged_problem(x: JaggedAttentionInputs, device: Device) -> AttentionProblem:
-    _, num_heads, head_dim = x.query.shape
-    num_kv_heads = x.key.shape[1]
+    num_heads, head_dim, num_kv_heads = map(int, (*x.query.shape[1:], x.key.shape[1]))  # a compiler's may be symbols
     return _problem(
         num_kv_heads,
         num_heads // num_kv_heads,
         head_dim,
-        head_dim if x.value is None else x.value.shape[2],
+        head_dim if x.value is None else int(x.value.shape[2]),
         x.value is None,
         x.bias is not None,
         False,

@@ -14,8 +14,8 @@ from jfi.kernels.jagged_attention import triton_fwd
 
 def _launch(launcher: Launcher, grid: tuple, tensors: tuple[Tensor | None, ...], numbers: tuple) -> None:
     """A launch that tracers see.  An absent bias is never read, but Inductor of torch 2.11 fails on None."""
-    tensors = (tensors[0] if x is None else x for x in tensors)
-    wrap_triton(launcher.kernel)[grid](*tensors, *numbers, **launcher.constants)
+    given = [tensors[0] if x is None else x for x in tensors]
+    wrap_triton(launcher.kernel)[grid](*given, *numbers, **launcher.constants)
 
 
 @triton_op("jfi::jagged_attention_exported_fwd", mutates_args=())

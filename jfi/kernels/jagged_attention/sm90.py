@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime import JITFunction
 
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.plan import AttentionPlan, AttentionProblem, JaggedAttentionInputs, KernelPlan
@@ -16,7 +15,8 @@ from jfi.kernels.common.tile_scheduler import schedule_tiles
 from jfi.kernels.jagged_attention.sm90_dkey import jagged_attention_sm90_dkey_kernel
 from jfi.kernels.jagged_attention.sm90_dquery import jagged_attention_sm90_dquery_kernel
 from jfi.kernels.jagged_attention.sm90_fwd import jagged_attention_sm90_fwd_kernel
-from jfi.kernels.jagged_attention.sm90_primitives import ROWS, tensor_descriptor
+from jfi.kernels.jagged_attention.sm90_pipeline import ROWS
+from jfi.kernels.jagged_attention.sm90_primitives import tensor_descriptor
 from jfi.kernels.jagged_attention.tiles import bounds
 
 
@@ -39,21 +39,26 @@ class Sm90Spec(NamedTuple):
     q_stages: gl.constexpr
 
 
+#: By the name in a plan.
+_KERNELS = {
+    "jagged_attention_sm90_fwd": jagged_attention_sm90_fwd_kernel,
+    "jagged_attention_sm90_dquery": jagged_attention_sm90_dquery_kernel,
+    "jagged_attention_sm90_dkey": jagged_attention_sm90_dkey_kernel,
+}
+
+
 @cache
-def _launcher(
-    kernel: JITFunction, plan: KernelPlan, problem: AttentionProblem, rows: int, has_left: bool, has_right: bool
-) -> Launcher:
+def _launcher(plan: KernelPlan, problem: AttentionProblem, rows: int, has_left: bool, has_right: bool) -> Launcher:
     """rows: of a program's own tile."""
     fields = [getattr(problem, name) for name in Sm90Spec._fields[:4]]
     warp_groups = rows // ROWS.value
     # Two tiles of queries let the next work tile start early; two consumers leave no shared memory for it.
     pipeline = (warp_groups, plan.num_stages, 3 - warp_groups)
     spec = Sm90Spec(*map(gl.constexpr, (*fields, has_left, has_right, *pipeline)))
-    return Launcher(kernel, SPEC=spec, num_warps=plan.num_warps, maxnreg=plan.max_registers)
+    return Launcher(_KERNELS[plan.kernel], SPEC=spec, num_warps=plan.num_warps, maxnreg=plan.max_registers)
 
 
 def _launch(
-    kernel: JITFunction,
     plan: KernelPlan,
     problem: AttentionProblem,
     x: JaggedAttentionInputs,
@@ -63,7 +68,7 @@ def _launch(
     numbers: tuple[int | float, ...],
 ) -> None:
     """Persistent programs: as many as run at once, or as there are work tiles."""
-    launcher = _launcher(kernel, plan, problem, rows, x.left is not None, x.right is not None)
+    launcher = _launcher(plan, problem, rows, x.left is not None, x.right is not None)
     total = tensors[0].shape[0] * problem.num_kv_heads
     programs = min(total, problem.device.num_sms * plan.programs_per_sm)
     launcher((programs, 1, 1), tensors, (total, *numbers), descriptors)
@@ -81,7 +86,7 @@ def forward(x: JaggedAttentionInputs, plan: AttentionPlan) -> tuple[Tensor, Tens
     descriptors = (tensor_descriptor(x.query, ROWS.value, heads), key, value)
     numbers = (*bounds(x.left, x.right), x.scale * LOG2E.value)
     tensors = (tiles, x.bias, out, lse)
-    _launch(jagged_attention_sm90_fwd_kernel, kernel, problem, x, kernel.block_m, descriptors, tensors, numbers)
+    _launch(kernel, problem, x, kernel.block_m, descriptors, tensors, numbers)
     return out, lse
 
 
@@ -108,11 +113,11 @@ def backward(
     block_m, block_n = dquery_plan.block_m, dkey_plan.block_n
     tiles = schedule_tiles(x.query_offsets, x.key_offsets, rows, heads, block_m)
     tensors = (tiles, x.bias, (out, lse, dlse), (stats, dquery))
-    _launch(jagged_attention_sm90_dquery_kernel, dquery_plan, problem, x, block_m, descriptors, tensors, numbers)
+    _launch(dquery_plan, problem, x, block_m, descriptors, tensors, numbers)
     # In self-attention with a key head per query head, both sides are cut into the same tiles.
     same_tiles = heads == 1 and block_m == block_n and x.query_offsets.data_ptr() == x.key_offsets.data_ptr()
     if not same_tiles:
         tiles = schedule_tiles(x.key_offsets, x.query_offsets, x.key.shape[0], 1, block_n)
     tensors = (tiles, x.bias, stats, (dkey, dvalue, dbias))
-    _launch(jagged_attention_sm90_dkey_kernel, dkey_plan, problem, x, block_n, descriptors, tensors, numbers)
+    _launch(dkey_plan, problem, x, block_n, descriptors, tensors, numbers)
     return dquery, dkey, dvalue, dbias

@@ -9,34 +9,17 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.tile_scheduler import SECOND_COUNTER
-from jfi.kernels.jagged_attention.sm90_primitives import (
-    INF,
-    ROWS,
-    Schedule,
-    Side,
-    allocate_rows,
-    allocate_tiles,
-    barriers,
-    consume_tile,
-    first_tile,
-    is_visible,
-    produce_pairs,
-    release,
-    ring,
-    scores_gradient,
-    seeing_queries,
-    specialize,
-    store_rows,
-    tile_queue,
-    wait_full,
-)
+from jfi.kernels.jagged_attention import sm90_pipeline as pipeline
+from jfi.kernels.jagged_attention import sm90_primitives as tile
+from jfi.kernels.jagged_attention.sm90_pipeline import ROWS
+from jfi.kernels.jagged_attention.sm90_primitives import INF
 
 
 @gluon.jit
 def _locate(work_tile, schedule, WARP_GROUPS: gl.constexpr, BLOCK_M: gl.constexpr, SPEC: gl.constexpr):
     """The rows of a work tile, as `produce_pairs` asks for."""
     _tile, k_start, _keys, q_start, queries = work_tile
-    first, _shift, begin, steps = seeing_queries(
+    first, _shift, begin, steps = tile.seeing_queries(
         work_tile, schedule.left, schedule.right, BLOCK_M, WARP_GROUPS * ROWS, SPEC
     )
     heads = SPEC.qheads_per_kvhead
@@ -44,7 +27,7 @@ def _locate(work_tile, schedule, WARP_GROUPS: gl.constexpr, BLOCK_M: gl.constexp
 
 
 @gluon.jit
-def _load_statistics(more, stage, row, end, kv_head, SPEC: gl.constexpr):
+def _load_stats(more, stage, row, end, kv_head, SPEC: gl.constexpr):
     """Log-sum-exp and Δ of the query rows; inf and 0, so that weights are 0, behind the sample's."""
     stats_ptr, rows, lse_smem, delta_smem = more
     BLOCK_M: gl.constexpr = lse_smem.shape[1]
@@ -56,7 +39,7 @@ def _load_statistics(more, stage, row, end, kv_head, SPEC: gl.constexpr):
 
 @gluon.jit
 def _produce(own, other, statistics, tail_bar, schedule, SPEC: gl.constexpr):
-    produce_pairs(own, other, tail_bar, statistics, schedule, SECOND_COUNTER, _locate, _load_statistics, 2, SPEC)
+    pipeline.produce_pairs(own, other, tail_bar, statistics, schedule, SECOND_COUNTER, _locate, _load_stats, 2, SPEC)
 
 
 @gluon.jit
@@ -82,13 +65,13 @@ def _consume(own, other, statistics, bias_ptr, results, schedule, SPEC: gl.const
     num_q_tiles = 0
     num_k_tiles = 0
     num_taken = 0
-    number, work_tile = first_tile(schedule, SPEC)
+    number, work_tile = pipeline.first_tile(schedule, SPEC)
     while number < schedule.total:
-        next_number, next_work_tile = consume_tile(schedule, num_taken, SPEC)
+        next_number, next_work_tile = pipeline.consume_tile(schedule, num_taken, SPEC)
         num_taken += 1
         kv_head = number % SPEC.num_kv_heads
         _tile, k_start, keys, _q_start, _queries = work_tile
-        first, shift, begin, steps = seeing_queries(work_tile, left, right, BLOCK_M, WARP_GROUPS * ROWS, SPEC)
+        first, shift, begin, steps = tile.seeing_queries(work_tile, left, right, BLOCK_M, WARP_GROUPS * ROWS, SPEC)
         first += OWN
         key = first + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
         dk = gl.zeros([ROWS, D], gl.float32, K_LAYOUT)
@@ -98,11 +81,11 @@ def _consume(own, other, statistics, bias_ptr, results, schedule, SPEC: gl.const
             bias = gl.load(bias_ptr + bias_at, mask=key < keys, other=0.0).to(gl.float32) * LOG2E
         dbias = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S_LAYOUT))
         if steps > 0:
-            wait_full(own.ring, num_k_tiles)
+            pipeline.wait_full(own.ring, num_k_tiles)
             for step in range(steps):
                 stage = num_q_tiles % STAGES
                 row = begin + (steps - 1 - step) * BLOCK_M
-                wait_full(other.ring, num_q_tiles)
+                pipeline.wait_full(other.ring, num_q_tiles)
                 s = warpgroup_mma(k, q_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
                 dp = warpgroup_mma(v, grad_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
                 lse = lse_smem.index(stage).load(COLUMN)
@@ -119,20 +102,20 @@ def _consume(own, other, statistics, bias_ptr, results, schedule, SPEC: gl.const
                         hides = hides | (first < (row + BLOCK_M - 1) // SPEC.qheads_per_kvhead + shift - left)
                     if hides:
                         position = (row + gl.arange(0, BLOCK_M, COLUMN)) // SPEC.qheads_per_kvhead + shift
-                        p = gl.where(is_visible(key[:, None], position[None, :], left, right, SPEC), p, 0.0)
+                        p = gl.where(tile.is_visible(key[:, None], position[None, :], left, right, SPEC), p, 0.0)
                 weights = gl.convert_layout(p.to(q_smem.dtype), gl.DotOperandLayout(0, V_LAYOUT, 2))
                 dv = warpgroup_mma(weights, grad_smem.index(stage), dv, is_async=True)
                 delta = delta_smem.index(stage).load(COLUMN)
                 dp = warpgroup_mma_wait(1, [dp])
-                ds = scores_gradient(p, dp, delta[None, :])
+                ds = tile.scores_gradient(p, dp, delta[None, :])
                 if SPEC.has_bias:
                     dbias += gl.sum(ds, 1)
                 ds = gl.convert_layout(ds.to(q_smem.dtype), gl.DotOperandLayout(0, K_LAYOUT, 2))
                 dk = warpgroup_mma(ds, q_smem.index(stage), dk, is_async=True)
                 dv, weights, dk, ds = warpgroup_mma_wait(0, [dv, weights, dk, ds])
-                release(other.ring, num_q_tiles)
+                pipeline.release(other.ring, num_q_tiles)
                 num_q_tiles += 1
-            release(own.ring, num_k_tiles)
+            pipeline.release(own.ring, num_k_tiles)
             num_k_tiles += 1
         if SPEC.has_bias:
             gl.store(dbias_ptr + bias_at, dbias.to(dbias_ptr.dtype.element_ty), mask=key < keys)
@@ -140,8 +123,8 @@ def _consume(own, other, statistics, bias_ptr, results, schedule, SPEC: gl.const
         if SPEC.shared_kv:
             dk = dk + dv
         else:
-            store_rows(dv_ptr, dv, k_start + first, k_start + keys, kv_head, SPEC)
-        store_rows(dk_ptr, dk, k_start + first, k_start + keys, kv_head, SPEC)
+            tile.store_rows(dv_ptr, dv, k_start + first, k_start + keys, kv_head, SPEC)
+        tile.store_rows(dk_ptr, dk, k_start + first, k_start + keys, kv_head, SPEC)
         number = next_number
         work_tile = next_work_tile
 
@@ -168,18 +151,18 @@ def jagged_attention_sm90_dkey_kernel(
     WARP_GROUPS: gl.constexpr = SPEC.warp_groups
     STAGES: gl.constexpr = SPEC.stages
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[0]
-    lse_smem, delta_smem = allocate_rows(STAGES, BLOCK_M), allocate_rows(STAGES, BLOCK_M)
-    own_smems = allocate_tiles(k_desc, WARP_GROUPS), allocate_tiles(v_desc, WARP_GROUPS)
-    other_smems = allocate_tiles(q_desc, STAGES), allocate_tiles(grad_desc, STAGES)
-    own = Side((k_desc, v_desc), own_smems, ring(1, 1, WARP_GROUPS))
+    lse_smem, delta_smem = pipeline.allocate_rows(STAGES, BLOCK_M), pipeline.allocate_rows(STAGES, BLOCK_M)
+    own_smems = pipeline.allocate_tiles(k_desc, WARP_GROUPS), pipeline.allocate_tiles(v_desc, WARP_GROUPS)
+    other_smems = pipeline.allocate_tiles(q_desc, STAGES), pipeline.allocate_tiles(grad_desc, STAGES)
+    own = pipeline.Side((k_desc, v_desc), own_smems, pipeline.ring(1, 1, WARP_GROUPS))
     # A stage is full with the bytes of its tiles and with its statistics.
-    other = Side((q_desc, grad_desc), other_smems, ring(STAGES, 2, WARP_GROUPS))
-    tail_bar = barriers(1, 1)
+    other = pipeline.Side((q_desc, grad_desc), other_smems, pipeline.ring(STAGES, 2, WARP_GROUPS))
+    tail_bar = pipeline.barriers(1, 1)
     fence_async_shared()
-    schedule = Schedule(tiles_ptr, tile_queue(WARP_GROUPS), total, left, right)
+    schedule = pipeline.Schedule(tiles_ptr, pipeline.tile_queue(WARP_GROUPS), total, left, right)
     dk_ptr, dv_ptr, dbias_ptr = results
     results = (dk_ptr, dv_ptr, dbias_ptr, scale, scale2)
-    specialize(
+    pipeline.specialize(
         _consume,
         (own, other, (lse_smem, delta_smem), bias_ptr, results, schedule, SPEC),
         _produce,

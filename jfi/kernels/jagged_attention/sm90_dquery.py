@@ -9,39 +9,17 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.tile_scheduler import COUNTER
-from jfi.kernels.jagged_attention.sm90_primitives import (
-    INF,
-    ROWS,
-    Schedule,
-    Side,
-    Visible,
-    add_bias,
-    allocate_rows,
-    allocate_tiles,
-    barriers,
-    consume_tile,
-    first_tile,
-    fully_visible,
-    head_rows,
-    hide,
-    load_bias,
-    produce_pairs,
-    release,
-    ring,
-    scores_gradient,
-    specialize,
-    store_rows,
-    tile_queue,
-    visible_keys,
-    wait_full,
-)
+from jfi.kernels.jagged_attention import sm90_pipeline as pipeline
+from jfi.kernels.jagged_attention import sm90_primitives as tile
+from jfi.kernels.jagged_attention.sm90_pipeline import ROWS
+from jfi.kernels.jagged_attention.sm90_primitives import INF
 
 
 @gluon.jit
 def _locate(work_tile, schedule, WARP_GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, SPEC: gl.constexpr):
     """The rows of a work tile, as `produce_pairs` asks for."""
     _tile, q_start, _queries, k_start, keys = work_tile
-    first, _shift, begin, steps = visible_keys(
+    first, _shift, begin, steps = tile.visible_keys(
         work_tile, schedule.left, schedule.right, WARP_GROUPS * ROWS, BLOCK_N, SPEC
     )
     return q_start * SPEC.qheads_per_kvhead + first, k_start, keys, begin, steps
@@ -50,27 +28,27 @@ def _locate(work_tile, schedule, WARP_GROUPS: gl.constexpr, BLOCK_N: gl.constexp
 @gluon.jit
 def _load_bias(more, stage, row, end, kv_head, SPEC: gl.constexpr):
     bias_ptr, bias_smem = more
-    load_bias(bias_ptr, row, end, kv_head, bias_smem.index(stage), SPEC)
+    tile.load_bias(bias_ptr, row, end, kv_head, bias_smem.index(stage), SPEC)
 
 
 @gluon.jit
 def _produce(own, other, bias, tail_bar, schedule, SPEC: gl.constexpr):
     load_more: gl.constexpr = _load_bias if SPEC.has_bias else None
-    produce_pairs(own, other, tail_bar, bias, schedule, COUNTER, _locate, load_more, 1, SPEC)
+    pipeline.produce_pairs(own, other, tail_bar, bias, schedule, COUNTER, _locate, load_more, 1, SPEC)
 
 
 @gluon.jit
 def _scores_gradient(s, dp, lse, delta, n, visible, scale2, bias_smem, SPEC: gl.constexpr):
     """dS = P (dP - Δ) of a tile [M, N], 0 where hidden."""
-    s, scale2 = add_bias(s, scale2, bias_smem, SPEC)
-    ds = scores_gradient(gl.exp2(s * scale2 - lse[:, None]), dp, delta[:, None])
-    return hide(ds, n, visible, 0.0, SPEC)
+    s, scale2 = tile.add_bias(s, scale2, bias_smem, SPEC)
+    ds = tile.scores_gradient(gl.exp2(s * scale2 - lse[:, None]), dp, delta[:, None])
+    return tile.hide(ds, n, visible, 0.0, SPEC)
 
 
 @gluon.jit
 def _delta(grad, out_ptr, row, end, kv_head, SPEC: gl.constexpr):
     """Σ_e dO · O of a tile's rows in shared memory, from row on in [rows, G, width]."""
-    at_out, at = head_rows(out_ptr, row, kv_head, grad.shape[1], SPEC)
+    at_out, at = tile.head_rows(out_ptr, row, kv_head, grad.shape[1], SPEC)
     out = gl.load(at_out, mask=(at < end)[:, None], other=0.0).to(gl.float32)
     # Fused with 0, since threads that hold the same row must agree on its sum: see `row_products`.
     return gl.sum(gl.fma(grad.load(out.type.layout).to(gl.float32), out, gl.zeros_like(out)), 1)
@@ -97,13 +75,13 @@ def _consume(own, other, bias_smem, saved, results, schedule, SPEC: gl.constexpr
     num_k_tiles = 0
     num_q_tiles = 0
     num_taken = 0
-    number, work_tile = first_tile(schedule, SPEC)
+    number, work_tile = pipeline.first_tile(schedule, SPEC)
     while number < schedule.total:
-        next_number, next_work_tile = consume_tile(schedule, num_taken, SPEC)
+        next_number, next_work_tile = pipeline.consume_tile(schedule, num_taken, SPEC)
         num_taken += 1
         kv_head = number % SPEC.num_kv_heads
         _tile, q_start, queries, _k_start, keys = work_tile
-        first, shift, begin, steps = visible_keys(
+        first, shift, begin, steps = tile.visible_keys(
             work_tile, schedule.left, schedule.right, WARP_GROUPS * ROWS, BLOCK_N, SPEC
         )
         first += OWN
@@ -117,29 +95,28 @@ def _consume(own, other, bias_smem, saved, results, schedule, SPEC: gl.constexpr
         lse = gl.load(lse_ptr + at, mask=mask, other=-INF)
         sees_none = lse == -INF
         lse = gl.where(sees_none, INF, lse * LOG2E)
-        full_begin, full_end = fully_visible(first, shift, keys, schedule.left, schedule.right, SPEC)
-        visible = Visible(position, keys, full_begin, full_end, schedule.left, schedule.right)
+        visible = tile.visible_to(position, first, shift, keys, schedule, SPEC)
         dq = gl.zeros([ROWS, D], gl.float32, Q_LAYOUT)
         stats = stats_ptr + kv_head.to(gl.int64) * rows + q_start * SPEC.qheads_per_kvhead + own_row
         gl.store(stats, lse, mask=mask)
         if steps > 0:
             n = begin + (steps - 1) * BLOCK_N
             stage = num_k_tiles % STAGES
-            wait_full(own.ring, num_q_tiles)
+            pipeline.wait_full(own.ring, num_q_tiles)
             delta = gl.convert_layout(_delta(grad, out_ptr, row, end, kv_head, SPEC), own_row.type.layout)
             if dlse_ptr is not None:
                 delta -= gl.load(dlse_ptr + at, mask=mask, other=0.0)
             # Combining empty parts makes a dL of NaN, which weights of 0 would not stop.
             delta = gl.where(sees_none, 0.0, delta)
             gl.store(stats + rows.to(gl.int64) * SPEC.num_kv_heads, delta, mask=mask)
-            wait_full(other.ring, num_k_tiles)
+            pipeline.wait_full(other.ring, num_k_tiles)
             s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
             dp = warpgroup_mma(grad, v_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
             s, dp = warpgroup_mma_wait(0, [s, dp])
             bias = bias_smem.index(stage % BIASES)
             ds = _scores_gradient(s, dp, lse, delta, n, visible, scale2, bias, SPEC)
             ds = gl.convert_layout(ds.to(k_smem.dtype), DS_LAYOUT)
-            wait_full(other.ring, num_k_tiles + 1, steps > 1)
+            pipeline.wait_full(other.ring, num_k_tiles + 1, steps > 1)
             for step in range(1, steps):
                 n -= BLOCK_N
                 last = num_k_tiles
@@ -154,19 +131,19 @@ def _consume(own, other, bias_smem, saved, results, schedule, SPEC: gl.constexpr
                 # Converted before the one wait and named in the other, as in the forward.  The next tile is waited for
                 # while two are held, so there must be three stages.
                 next_ds = gl.convert_layout(next_ds.to(k_smem.dtype), DS_LAYOUT)
-                wait_full(other.ring, num_k_tiles + 1, step + 1 < steps)
+                pipeline.wait_full(other.ring, num_k_tiles + 1, step + 1 < steps)
                 dq, ds, next_ds = warpgroup_mma_wait(0, [dq, ds, next_ds])
-                release(other.ring, last)
+                pipeline.release(other.ring, last)
                 ds = next_ds
-            release(own.ring, num_q_tiles)
+            pipeline.release(own.ring, num_q_tiles)
             dq = warpgroup_mma(ds, k_smem.index(num_k_tiles % STAGES), dq, is_async=True)
             dq = warpgroup_mma_wait(0, [dq])
-            release(other.ring, num_k_tiles)
+            pipeline.release(other.ring, num_k_tiles)
             num_k_tiles += 1
             num_q_tiles += 1
         else:
             gl.store(stats + rows.to(gl.int64) * SPEC.num_kv_heads, gl.zeros_like(lse), mask=mask)
-        store_rows(dq_ptr, dq * scale, row, end, kv_head, SPEC)
+        tile.store_rows(dq_ptr, dq * scale, row, end, kv_head, SPEC)
         number = next_number
         work_tile = next_work_tile
 
@@ -198,17 +175,17 @@ def jagged_attention_sm90_dquery_kernel(
     WARP_GROUPS: gl.constexpr = SPEC.warp_groups
     STAGES: gl.constexpr = SPEC.stages
     gl.static_assert(STAGES >= 3)
-    bias_smem = allocate_rows(STAGES if SPEC.has_bias else 1, k_desc.block_type.shape[0])
-    own_smems = allocate_tiles(q_desc, WARP_GROUPS), allocate_tiles(grad_desc, WARP_GROUPS)
-    other_smems = allocate_tiles(k_desc, STAGES), allocate_tiles(v_desc, STAGES)
-    own = Side((q_desc, grad_desc), own_smems, ring(1, 1, WARP_GROUPS))
+    bias_smem = pipeline.allocate_rows(STAGES if SPEC.has_bias else 1, k_desc.block_type.shape[0])
+    own_smems = pipeline.allocate_tiles(q_desc, WARP_GROUPS), pipeline.allocate_tiles(grad_desc, WARP_GROUPS)
+    other_smems = pipeline.allocate_tiles(k_desc, STAGES), pipeline.allocate_tiles(v_desc, STAGES)
+    own = pipeline.Side((q_desc, grad_desc), own_smems, pipeline.ring(1, 1, WARP_GROUPS))
     # A stage is full with the bytes of its tiles, and with the bias.
-    other = Side((k_desc, v_desc), other_smems, ring(STAGES, 2 if SPEC.has_bias else 1, WARP_GROUPS))
-    tail_bar = barriers(1, 1)
+    other = pipeline.Side((k_desc, v_desc), other_smems, pipeline.ring(STAGES, 2 if SPEC.has_bias else 1, WARP_GROUPS))
+    tail_bar = pipeline.barriers(1, 1)
     fence_async_shared()
-    schedule = Schedule(tiles_ptr, tile_queue(WARP_GROUPS), total, left, right)
+    schedule = pipeline.Schedule(tiles_ptr, pipeline.tile_queue(WARP_GROUPS), total, left, right)
     stats_ptr, dq_ptr = results
-    specialize(
+    pipeline.specialize(
         _consume,
         (own, other, bias_smem, saved, (stats_ptr, dq_ptr, rows, scale, scale2), schedule, SPEC),
         _produce,

@@ -19,34 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from jfi.kernels.common.primitives import LN2
 from jfi.kernels.common.tile_scheduler import COUNTER
-from jfi.kernels.jagged_attention.sm90_primitives import (
-    INF,
-    ROWS,
-    Schedule,
-    Visible,
-    add_bias,
-    allocate_rows,
-    allocate_tiles,
-    barriers,
-    consume_tile,
-    first_tile,
-    fully_visible,
-    hide,
-    load_bias,
-    load_tile,
-    nonzero,
-    produce_tile,
-    reference_of,
-    release,
-    ring,
-    specialize,
-    store_rows,
-    tile_queue,
-    visible_keys,
-    wait_free,
-    wait_full,
-    zero_tail,
-)
+from jfi.kernels.jagged_attention import sm90_pipeline as pipeline
+from jfi.kernels.jagged_attention import sm90_primitives as tile
+from jfi.kernels.jagged_attention.sm90_pipeline import ROWS
+from jfi.kernels.jagged_attention.sm90_primitives import INF
 
 
 class Shared(NamedTuple):
@@ -77,13 +53,13 @@ def _produce(descs, shared, tail_bar, bias_ptr, schedule, SPEC: gl.constexpr):
     num_q_tiles = 0
     num_tails = 0
     num_taken = 0
-    number, work_tile = first_tile(schedule, SPEC)
+    number, work_tile = pipeline.first_tile(schedule, SPEC)
     while number < schedule.total:
-        next_number, next_work_tile = produce_tile(schedule, num_taken, COUNTER, SPEC)
+        next_number, next_work_tile = pipeline.produce_tile(schedule, num_taken, COUNTER, SPEC)
         num_taken += 1
         kv_head = number % SPEC.num_kv_heads
         _tile, q_start, _queries, k_start, keys = work_tile
-        first, _shift, begin, steps = visible_keys(
+        first, _shift, begin, steps = tile.visible_keys(
             work_tile, schedule.left, schedule.right, WARP_GROUPS * ROWS, BLOCK_N, SPEC
         )
         # Rows of the first tile loaded that are the sample's.
@@ -91,11 +67,11 @@ def _produce(descs, shared, tail_bar, bias_ptr, schedule, SPEC: gl.constexpr):
         if steps > 0:
             q_stage = num_q_tiles % Q_STAGES
             full = q_ring.full.index(q_stage)
-            wait_free(q_ring, num_q_tiles)
+            pipeline.wait_free(q_ring, num_q_tiles)
             mbarrier.expect(full, Q_BYTES)
             for i in gl.static_range(WARP_GROUPS):
                 row = q_start * SPEC.qheads_per_kvhead + first + i * ROWS
-                load_tile(q_desc, row, kv_head, full, shared.q.index(q_stage * WARP_GROUPS + i))
+                pipeline.load_tile(q_desc, row, kv_head, full, shared.q.index(q_stage * WARP_GROUPS + i))
             num_q_tiles += 1
         # One round more than tiles: the tail's values are zeroed once the second tile's keys are being loaded.
         for step in range(steps + 1):
@@ -104,26 +80,26 @@ def _produce(descs, shared, tail_bar, bias_ptr, schedule, SPEC: gl.constexpr):
             row = k_start + begin + (steps - 1 - step) * BLOCK_N
             if step < steps:
                 full = k_ring.full.index(stage)
-                wait_free(k_ring, n)
+                pipeline.wait_free(k_ring, n)
                 mbarrier.expect(full, K_BYTES)
-                load_tile(k_desc, row, kv_head, full, shared.k.index(stage))
+                pipeline.load_tile(k_desc, row, kv_head, full, shared.k.index(stage))
                 if SPEC.has_bias:
-                    load_bias(bias_ptr, row, k_start + keys, kv_head, shared.bias.index(stage), SPEC)
+                    tile.load_bias(bias_ptr, row, k_start + keys, kv_head, shared.bias.index(stage), SPEC)
                     mbarrier.arrive(full)
             if (step == 1) & (tail < BLOCK_N):
                 tail_stage = num_k_tiles % STAGES
                 mbarrier.wait(tail_bar.index(0), num_tails & 1)
                 num_tails += 1
-                zero_tail(shared.v.index(tail_stage), tail)
+                pipeline.zero_tail(shared.v.index(tail_stage), tail)
                 mbarrier.arrive(v_ring.full.index(tail_stage))
             if step < steps:
-                wait_free(v_ring, n)
+                pipeline.wait_free(v_ring, n)
                 if (step == 0) & (tail < BLOCK_N):
                     mbarrier.expect(tail_bar.index(0), V_BYTES)
-                    load_tile(v_desc, row, kv_head, tail_bar.index(0), shared.v.index(stage))
+                    pipeline.load_tile(v_desc, row, kv_head, tail_bar.index(0), shared.v.index(stage))
                 else:
                     mbarrier.expect(v_ring.full.index(stage), V_BYTES)
-                    load_tile(v_desc, row, kv_head, v_ring.full.index(stage), shared.v.index(stage))
+                    pipeline.load_tile(v_desc, row, kv_head, v_ring.full.index(stage), shared.v.index(stage))
         num_k_tiles += steps
         number = next_number
         work_tile = next_work_tile
@@ -135,10 +111,10 @@ def _softmax_update(scores, maximum, total, n, visible, scale2, bias_smem, SPEC:
 
     Returns (P, maximum, sum of weights, factor of earlier sums).
     """
-    scores, scale2 = add_bias(scores, scale2, bias_smem, SPEC)
-    scores = hide(scores, n, visible, -INF, SPEC)
+    scores, scale2 = tile.add_bias(scores, scale2, bias_smem, SPEC)
+    scores = tile.hide(scores, n, visible, -INF, SPEC)
     new_maximum = gl.maximum(maximum, gl.max(scores, 1) * scale2)
-    base = reference_of(new_maximum)
+    base = tile.reference_of(new_maximum)
     p = gl.exp2(scores * scale2 - base[:, None])
     factor = gl.exp2(maximum - base)
     return p, new_maximum, total * factor + gl.sum(p, 1), factor
@@ -164,19 +140,18 @@ def _consume(shared, results, schedule, SPEC: gl.constexpr, OWN: gl.constexpr):
     num_k_tiles = 0
     num_q_tiles = 0
     num_taken = 0
-    number, work_tile = first_tile(schedule, SPEC)
+    number, work_tile = pipeline.first_tile(schedule, SPEC)
     while number < schedule.total:
-        next_number, next_work_tile = consume_tile(schedule, num_taken, SPEC)
+        next_number, next_work_tile = pipeline.consume_tile(schedule, num_taken, SPEC)
         num_taken += 1
         kv_head = number % SPEC.num_kv_heads
         _tile, q_start, queries, _k_start, keys = work_tile
-        first, shift, begin, steps = visible_keys(
+        first, shift, begin, steps = tile.visible_keys(
             work_tile, schedule.left, schedule.right, WARP_GROUPS * ROWS, BLOCK_N, SPEC
         )
         first += OWN
         position = (first + gl.arange(0, ROWS, S_ROW)) // SPEC.qheads_per_kvhead + shift
-        full_begin, full_end = fully_visible(first, shift, keys, schedule.left, schedule.right, SPEC)
-        visible = Visible(position, keys, full_begin, full_end, schedule.left, schedule.right)
+        visible = tile.visible_to(position, first, shift, keys, schedule, SPEC)
         acc = gl.zeros([ROWS, E], gl.float32, O_LAYOUT)
         maximum = gl.full([ROWS], -INF, gl.float32, S_ROW)
         total = gl.zeros([ROWS], gl.float32, S_ROW)
@@ -184,52 +159,52 @@ def _consume(shared, results, schedule, SPEC: gl.constexpr, OWN: gl.constexpr):
             q = shared.q.index(num_q_tiles % Q_STAGES * WARP_GROUPS + OWN // ROWS)
             n = begin + (steps - 1) * BLOCK_N
             stage = num_k_tiles % STAGES
-            wait_full(q_ring, num_q_tiles)
-            wait_full(k_ring, num_k_tiles)
+            pipeline.wait_full(q_ring, num_q_tiles)
+            pipeline.wait_full(k_ring, num_k_tiles)
             s = warpgroup_mma(q, shared.k.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, [s])
             bias = shared.bias.index(stage % BIASES)
             p, maximum, total, _factor = _softmax_update(s, maximum, total, n, visible, scale2, bias, SPEC)
-            release(k_ring, num_k_tiles)
+            pipeline.release(k_ring, num_k_tiles)
             p = gl.convert_layout(p.to(shared.v.dtype), P_LAYOUT)
-            wait_full(k_ring, num_k_tiles + 1, steps > 1)
+            pipeline.wait_full(k_ring, num_k_tiles + 1, steps > 1)
             for step in range(1, steps):
                 n -= BLOCK_N
                 last = num_k_tiles
                 num_k_tiles += 1
                 stage = num_k_tiles % STAGES
                 s = warpgroup_mma(q, shared.k.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-                wait_full(v_ring, last)
+                pipeline.wait_full(v_ring, last)
                 acc = warpgroup_mma(p, shared.v.index(last % STAGES), acc, is_async=True)
                 s = warpgroup_mma_wait(1, [s])
                 if not SPEC.has_bias:
-                    release(k_ring, num_k_tiles)
+                    pipeline.release(k_ring, num_k_tiles)
                 bias = shared.bias.index(stage % BIASES)
                 next_p, maximum, total, factor = _softmax_update(s, maximum, total, n, visible, scale2, bias, SPEC)
                 if SPEC.has_bias:
-                    release(k_ring, num_k_tiles)
+                    pipeline.release(k_ring, num_k_tiles)
                 # Converted before the first wait and named in the second, or the assembler moves it before the softmax.
                 next_p = gl.convert_layout(next_p.to(shared.v.dtype), P_LAYOUT)
-                wait_full(k_ring, num_k_tiles + 1, step + 1 < steps)
+                pipeline.wait_full(k_ring, num_k_tiles + 1, step + 1 < steps)
                 acc, p, next_p = warpgroup_mma_wait(0, [acc, p, next_p])
-                release(v_ring, last)
+                pipeline.release(v_ring, last)
                 acc = acc * gl.convert_layout(factor, O_ROW)[:, None]
                 p = next_p
-            release(q_ring, num_q_tiles)
-            wait_full(v_ring, num_k_tiles)
+            pipeline.release(q_ring, num_q_tiles)
+            pipeline.wait_full(v_ring, num_k_tiles)
             acc = warpgroup_mma(p, shared.v.index(num_k_tiles % STAGES), acc, is_async=True)
             acc = warpgroup_mma_wait(0, [acc])
-            release(v_ring, num_k_tiles)
+            pipeline.release(v_ring, num_k_tiles)
             num_k_tiles += 1
             num_q_tiles += 1
-        divisor = nonzero(total)
+        divisor = tile.nonzero(total)
         lse = gl.where(total == 0.0, -INF, (maximum + gl.log2(divisor)) * LN2)
         row = q_start * SPEC.qheads_per_kvhead + first
         end = (q_start + queries) * SPEC.qheads_per_kvhead
         own = row + gl.arange(0, ROWS, S_ROW)
         gl.store(lse_ptr + own.to(gl.int64) * SPEC.num_kv_heads + kv_head, lse, mask=own < end)
         acc = acc * gl.convert_layout(1.0 / divisor, O_ROW)[:, None]
-        store_rows(out_ptr, acc, row, end, kv_head, SPEC)
+        tile.store_rows(out_ptr, acc, row, end, kv_head, SPEC)
         number = next_number
         work_tile = next_work_tile
 
@@ -252,18 +227,18 @@ def jagged_attention_sm90_fwd_kernel(
     """scale2 > 0 is the scale in base 2."""
     WARP_GROUPS: gl.constexpr = SPEC.warp_groups
     STAGES: gl.constexpr = SPEC.stages
-    bias_smem = allocate_rows(STAGES if SPEC.has_bias else 1, k_desc.block_type.shape[0])
-    q_smem = allocate_tiles(q_desc, SPEC.q_stages * WARP_GROUPS)
-    k_smem, v_smem = allocate_tiles(k_desc, STAGES), allocate_tiles(v_desc, STAGES)
-    q_ring = ring(SPEC.q_stages, 1, WARP_GROUPS)
+    bias_smem = pipeline.allocate_rows(STAGES if SPEC.has_bias else 1, k_desc.block_type.shape[0])
+    q_smem = pipeline.allocate_tiles(q_desc, SPEC.q_stages * WARP_GROUPS)
+    k_smem, v_smem = pipeline.allocate_tiles(k_desc, STAGES), pipeline.allocate_tiles(v_desc, STAGES)
+    q_ring = pipeline.ring(SPEC.q_stages, 1, WARP_GROUPS)
     # A stage of keys is full with the bytes of its tile and with its bias.
-    k_ring = ring(STAGES, 2 if SPEC.has_bias else 1, WARP_GROUPS)
-    v_ring = ring(STAGES, 1, WARP_GROUPS)
-    tail_bar = barriers(1, 1)
+    k_ring = pipeline.ring(STAGES, 2 if SPEC.has_bias else 1, WARP_GROUPS)
+    v_ring = pipeline.ring(STAGES, 1, WARP_GROUPS)
+    tail_bar = pipeline.barriers(1, 1)
     fence_async_shared()
     shared = Shared(q_smem, k_smem, v_smem, bias_smem, q_ring, k_ring, v_ring)
-    schedule = Schedule(tiles_ptr, tile_queue(WARP_GROUPS), total, left, right)
-    specialize(
+    schedule = pipeline.Schedule(tiles_ptr, pipeline.tile_queue(WARP_GROUPS), total, left, right)
+    pipeline.specialize(
         _consume,
         (shared, (out_ptr, lse_ptr, scale2), schedule, SPEC),
         _produce,
