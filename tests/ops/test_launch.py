@@ -65,14 +65,14 @@ def test_a_second_call_compiles_nothing_and_passes_addresses(launcher):
     assert kinds(launcher) == ["compile", "run"]
     assert launcher.kernel.calls[0][1:] == (GRID, (x, None, 7, 0.5), {"BLOCK": 64, "num_warps": 4})
     rest = ("stream", "function", "metadata", None, None, None)
-    assert launcher.kernel.calls[1][1] == (*GRID, *rest, x.data_ptr(), 0, 7, 0.5, None)
+    assert launcher.kernel.calls[1][1] == (*GRID, *rest, x.data_ptr(), None, 7, 0.5, None)
 
 
 def test_addresses_are_nested_as_the_tensors_are(launcher):
     x, y = torch.zeros(64), torch.zeros(8)
     for _ in range(2):
         launcher(GRID, ((x, None, y), y), (7, 0.5))
-    assert launcher.kernel.calls[1][1][9:] == ((x.data_ptr(), 0, y.data_ptr()), y.data_ptr(), 7, 0.5, None)
+    assert launcher.kernel.calls[1][1][9:] == ((x.data_ptr(), None, y.data_ptr()), y.data_ptr(), 7, 0.5, None)
 
 
 def test_other_dtypes_or_absent_tensors_are_other_kernels(launcher):

@@ -6,9 +6,6 @@ their compiled kernel by device and dtypes, others go through Triton's own launc
 served; hooks of a kernel (pre_run_hooks) and the check that its globals have not changed are not.
 """
 
-from functools import reduce
-from operator import attrgetter, methodcaller, or_
-
 import torch
 from torch import Tensor
 from triton import knobs
@@ -19,20 +16,6 @@ from jfi.kernels.common.primitives import INTERPRET
 
 #: A kernel's tensor arguments: addresses, None where there is none, or tuples of these.
 Tensors = tuple[Tensor | tuple[Tensor | None, ...] | None, ...]
-
-
-class _Absent:
-    """Stands for None among tensors; whatever its address, None is compiled in."""
-
-    dtype = None
-
-    @staticmethod
-    def data_ptr() -> int:
-        return 0
-
-
-_ABSENT = _Absent()
-_address_of, _dtype_of = methodcaller("data_ptr"), attrgetter("dtype")
 
 
 class Launcher:
@@ -70,27 +53,33 @@ class Launcher:
             with torch.cuda.device(device):
                 self(grid, tensors, numbers, descriptors)
             return
-        flat = []
-        for x in tensors:
-            if type(x) is tuple:
-                flat += x
-            else:
-                flat.append(x)
-        flat = [_ABSENT if x is None else x for x in flat]
-        addresses = [*map(_address_of, flat)]
-        key = (device.index, *map(_dtype_of, flat))
+        arguments, key, addresses = list(descriptors), [device.index], 0
         for descriptor in descriptors:
             key += (None,) if descriptor is None else (descriptor.base.dtype, *descriptor.block_shape)
-        arguments, place = list(descriptors), 0
         for x in tensors:
-            if type(x) is tuple:
-                arguments.append(tuple(addresses[place : place + len(x)]))
-                place += len(x)
+            if x is None:
+                arguments.append(None)
+                key.append(None)
+            elif type(x) is tuple:
+                nested = []
+                for y in x:
+                    if y is None:
+                        nested.append(None)
+                        key.append(None)
+                    else:
+                        address = y.data_ptr()
+                        addresses |= address
+                        nested.append(address)
+                        key.append(y.dtype)
+                arguments.append(tuple(nested))
             else:
-                arguments.append(addresses[place])
-                place += 1
-        aligned = not reduce(or_, addresses) % 16 or self._is_aligned(arguments, len(descriptors))
-        usual = aligned and max(numbers, default=0) < 2**31
+                address = x.data_ptr()
+                if not self.alignment_free[len(arguments)]:
+                    addresses |= address
+                arguments.append(address)
+                key.append(x.dtype)
+        key = tuple(key)
+        usual = not addresses % 16 and max(numbers, default=0) < 2**31
         found = self.compiled.get(key) if usual else None
         if found is None:
             self._check(numbers, len(arguments))
@@ -106,12 +95,6 @@ class Launcher:
             compiled[grid](*arguments)
         else:
             compat.run_compiled(parts, grid, driver.active.get_current_stream(device.index), arguments)
-
-    def _is_aligned(self, arguments: list, first: int) -> bool:
-        """Whether all tensors begin at multiples of 16 bytes that must."""
-        free = self.alignment_free[first:]
-        flat = [x if type(x) is tuple else (x,) for x, may in zip(arguments[first:], free, strict=False) if not may]
-        return all(address % 16 == 0 for nested in flat for address in nested)
 
     def _check(self, numbers: tuple[int | float, ...], first: int) -> None:
         """No integer is specialized on, or the kernel found by the key would be that of another value."""
