@@ -175,9 +175,18 @@ def target_attention(
         >>> jfi.ops.target_attention(query, history, offsets=torch.tensor([0, 2, 2, 5])).shape
         torch.Size([3, 1, 4, 32])
     """
-    events = {"key_bias": key_bias, "key_bias_index": key_bias_index, "value_scale": value_scale}
-    hints = {"scale": scale, "max_seqlen": max_seqlen, "impl": impl}
-    inputs, impl = _prepare(query, key, value, offsets=offsets, **events, **hints)
+    inputs, impl = _prepare(
+        query,
+        key,
+        value,
+        offsets=offsets,
+        key_bias=key_bias,
+        key_bias_index=key_bias_index,
+        value_scale=value_scale,
+        scale=scale,
+        max_seqlen=max_seqlen,
+        impl=impl,
+    )
     if impl == "torch" and query.is_cuda:
         query, key, value, offsets, key_bias, *_, scale, _ = inputs
         return reference.target_attention(query, key, value, offsets, key_bias, scale)

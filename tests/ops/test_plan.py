@@ -1,5 +1,7 @@
 """What runs a call: the plan names it, whatever device this host has."""
 
+import json
+
 import pytest
 import torch
 
@@ -131,3 +133,11 @@ def test_stream_k_ranges_cover_the_line(rows, batch, num_sms, programs):
     line = rows + batch * plan.SAMPLE_WEIGHT
     assert chunk >= plan.LEAST_CHUNK and (ranges - 1) * chunk < line <= ranges * chunk
     assert ranges <= max(num_sms * programs, 1) or chunk == plan.LEAST_CHUNK
+
+
+def test_a_spec_can_be_dumped_as_tritons_compile_hooks_do():
+    spec = pytest.importorskip("jfi.kernels.common.spec").AttentionSpec
+    problem = explain(1024, 2_000_000, 128, 1).problem
+    first, second = spec.of(problem, 16, 64), spec.of(problem, 16, 32)
+    assert json.loads(json.dumps(first))[2] == {"constexpr": 128}
+    assert first == spec.of(problem, 16, 64) and hash(first) != hash(second) and str(first) != str(second)
