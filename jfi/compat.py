@@ -4,7 +4,6 @@ Torch:
     torch._C._are_functorch_transforms_active      no public way to see vmap or grad at work
     torch.autograd._profiler_enabled               no public way to see a profiler at work
     torch.utils._python_dispatch                   is_in_torch_dispatch_mode: fake tensors, make_fx
-    torch._subclasses.fake_tensor.FakeTensorMode   tensors of a GPU where there is none, for jfi.ops.explain
 
 Triton, for launches past ``kernel[grid](...)``, which takes three times the host time:
     JITFunction.params                             what a kernel is not specialized on
@@ -15,7 +14,6 @@ Triton, for launches past ``kernel[grid](...)``, which takes three times the hos
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -25,7 +23,6 @@ profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled
 
 __all__ = [
     "alignment_free",
-    "fake_tensor_mode",
     "functorch_transforms_active",
     "is_hooked",
     "is_in_torch_dispatch_mode",
@@ -39,13 +36,6 @@ __all__ = [
 def alignment_free(kernel) -> tuple[bool, ...]:
     """By parameter of a triton.JITFunction, whether its tensor may begin at any address without another compilation."""
     return tuple(parameter.do_not_specialize_on_alignment for parameter in kernel.params)
-
-
-def fake_tensor_mode() -> AbstractContextManager:
-    """Within it tensors have shapes, dtypes and devices, and no contents."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def specialized(kernel) -> tuple[bool, ...]:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from jfi import compat
 from jfi.kernels.common.plan import AttentionPlan, Device, device_of
 
 #: By operator: what checks its arguments and returns its kernels' inputs and implementation, and what plans these.
@@ -65,19 +64,10 @@ def explain(operator: Callable, /, *args: object, device: Device | None = None, 
         inputs, impl = prepare(*call.args, **call.kwargs)
         return plan(inputs, impl, None)
     device = device_of(query.device) if device is None else device
-    with compat.fake_tensor_mode():
-        values = [[_fake(x, device) for x in group] for group in (call.args, call.kwargs.values())]
-        inputs, impl = prepare(*values[0], **dict(zip(call.kwargs, values[1], strict=True)))
-    # Unlike fake tensors, meta tensors have an address: 0, which is aligned.
-    return plan(type(inputs)(*(_meta(x) for x in inputs)), impl, device)
-
-
-def _fake(x: object, device: Device) -> object:
-    if not isinstance(x, Tensor):
-        return x
-    # Contiguous: without CUDA a fake tensor of a GPU cannot be copied to be so.
-    return torch.empty(x.shape, dtype=x.dtype, device=device.type)
-
-
-def _meta(x: object) -> object:
-    return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
+    for name, x in call.arguments.items():
+        if isinstance(x, Tensor):
+            call.arguments[name] = torch.empty(x.shape, dtype=x.dtype, device="meta")
+    if call.arguments["impl"] == "auto" and device.type == "cuda" and query.dtype != torch.float64:
+        call.arguments["impl"] = "triton"
+    inputs, impl = prepare(*call.args, **call.kwargs)
+    return plan(inputs, impl, device)
