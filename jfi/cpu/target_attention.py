@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jfi.cpu.blocks import widen
-from jfi.kernels.common.plan import cpu_is_dense
+from jfi.plan import cpu_is_dense
 
 #: Sums of exp(score) between these are as exact as sums of exp(score - max), which take two more passes.
 LEAST_TOTAL, MOST_TOTAL = 1e-20, 1e20

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from jfi.kernels.common.plan import AttentionPlan, Device, device_of
+from jfi.plan import AttentionPlan, Device, device_of
 
 #: By operator: what checks its arguments and returns its kernels' inputs and implementation, and what plans these.
 _planners: dict[Callable, tuple[Callable, Callable]] = {}
@@ -30,7 +30,7 @@ def explain(operator: Callable, /, *args: object, device: Device | None = None, 
         operator: `jfi.ops.target_attention` or `jfi.ops.jagged_attention`.
         args, kwargs: its arguments; tensors may be real, fake or on the meta device.
         device: plan for this kind of device, whatever this host has, such as ``H200``, ``A100`` and ``CPU`` of
-            `jfi.kernels.common.plan`.  None: for the tensors' own, which must not be meta then.
+            `jfi.plan`.  None: for the tensors' own, which must not be meta then.
 
     Returns:
         The plan.  It prints as the family of kernels, why it was chosen, and each kernel's tiles and split of the work,
@@ -42,7 +42,7 @@ def explain(operator: Callable, /, *args: object, device: Device | None = None, 
 
     Example:
         >>> import torch, jfi
-        >>> from jfi.kernels.common.plan import H200
+        >>> from jfi.plan import H200
         >>> query, history = torch.randn(3, 1, 4, 32), torch.randn(5, 1, 32)
         >>> offsets = torch.tensor([0, 2, 2, 5])
         >>> jfi.ops.explain(jfi.ops.target_attention, query, history, offsets=offsets).family

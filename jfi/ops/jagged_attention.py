@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from jfi import reference
-from jfi.kernels.common.plan import JaggedAttentionInputs, plan_jagged_attention
 from jfi.ops._checks import check_dim, check_floating, check_history, check_impl, check_offsets, check_scale
 from jfi.ops._dispatch import aligned, operator, public
 from jfi.ops.explain import explains
+from jfi.plan import JaggedAttentionInputs, plan_jagged_attention
 
 
 def _forward(

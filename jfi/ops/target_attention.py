@@ -14,10 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jfi import reference
+from jfi import plan, reference
 from jfi.context import without_autocast
-from jfi.kernels.common import plan
-from jfi.kernels.common.plan import TargetAttentionInputs
 from jfi.ops._checks import (
     check_dim,
     check_events,
@@ -30,6 +28,7 @@ from jfi.ops._checks import (
 )
 from jfi.ops._dispatch import aligned, operator, public
 from jfi.ops.explain import explains
+from jfi.plan import TargetAttentionInputs
 
 
 def takes_events(impl: str, query_rows: int) -> bool:

@@ -11,19 +11,19 @@ from triton.compiler import compile as compile_kernel
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from jfi import plan
 from jfi.kernels.absorbed_weights import bwd as absorbed_weights_bwd
 from jfi.kernels.absorbed_weights import fwd as absorbed_weights
-from jfi.kernels.common import plan
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.common.plan import (
+from jfi.kernels.jagged_attention import launch as jagged_attention
+from jfi.kernels.target_attention import launch as target_attention
+from jfi.plan import (
     H200,
     JaggedAttentionInputs,
     TargetAttentionInputs,
     plan_jagged_attention,
     plan_target_attention,
 )
-from jfi.kernels.jagged_attention import launch as jagged_attention
-from jfi.kernels.target_attention import launch as target_attention
 
 
 def tensors(rows: int, groups: int, width: int) -> tuple[torch.Tensor, ...]:

@@ -16,8 +16,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import jfi.ops
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.common.plan import A100, H200, JaggedAttentionInputs, plan_jagged_attention
 from jfi.kernels.jagged_attention import sm90_primitives
+from jfi.plan import A100, H200, JaggedAttentionInputs, plan_jagged_attention
 
 
 def test_the_kernels_compile():

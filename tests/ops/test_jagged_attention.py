@@ -13,7 +13,7 @@ from ops.ragged import CASES, LENGTHS, ON_HOPPER, offsets_of
 
 import jfi.ops
 from jfi import reference
-from jfi.kernels.common.plan import override
+from jfi.plan import override
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 IMPLS = ["triton", "torch"]

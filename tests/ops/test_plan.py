@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import jfi.ops
-from jfi.kernels.common import plan
-from jfi.kernels.common.plan import A100, CPU, H200, Split
+from jfi import plan
+from jfi.plan import A100, CPU, H200, Split
 
 HALF = torch.bfloat16
 

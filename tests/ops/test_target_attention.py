@@ -10,8 +10,7 @@ from ops.ragged import CASES, LENGTHS, ON_HOPPER, offsets_of
 from triton import language as tl
 
 import jfi.ops
-from jfi import reference
-from jfi.kernels.common import plan
+from jfi import plan, reference
 from jfi.kernels.common.stream_k import RANKS, longest_first
 
 pytestmark = pytest.mark.usefixtures("poisoned")

@@ -18,8 +18,8 @@ from triton.compiler import compile as compile_kernel
 from triton.runtime import driver
 
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.common.plan import A100, JaggedAttentionInputs, plan_jagged_attention
 from jfi.kernels.jagged_attention import triton_fwd
+from jfi.plan import A100, JaggedAttentionInputs, plan_jagged_attention
 
 TARGET = GPUTarget("cuda", 90, 32)
 OPTIONS = ("num_warps", "num_stages")

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jfi import plan
 from jfi.kernels.absorbed_weights.tiles import (
     SIDE,
     add_product,
@@ -36,9 +37,9 @@ from jfi.kernels.absorbed_weights.tiles import (
     store_matrix,
     tile_of,
 )
-from jfi.kernels.common import plan
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.common.primitives import cdiv, precision
+from jfi.kernels.common.primitives import precision
+from jfi.plan import ceil_div
 
 
 @triton.jit
@@ -223,8 +224,8 @@ def _gradient_kernels_of(
     options = product_options(dtype, rounding)
     batch = Launcher(_batch_kernel, N=rows, D_E=d_e, D=dim, **options, STEP=64 if dtype.itemsize == 2 else 32)
     options |= {"T": times, "H": heads, "WIDTH": width, "D_X": d_x, "D_E": d_e, "STEP": 32}
-    down, long = cdiv(width, SIDE), cdiv(rows, SIDE)
-    by_target, by_output, by_history = (cdiv(x, SIDE) for x in (d_e, dim, d_x))
+    down, long = ceil_div(width, SIDE), ceil_div(rows, SIDE)
+    by_target, by_output, by_history = (ceil_div(x, SIDE) for x in (d_e, dim, d_x))
     tiles = down * (by_target + by_output + 2 * by_history)
     return _GradientKernels(
         (batch, long * (by_target + by_output + 1) + by_output),

@@ -24,7 +24,8 @@ from jfi.kernels.absorbed_weights.tiles import (
     tile_of,
 )
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.common.primitives import block, cdiv, precision
+from jfi.kernels.common.primitives import block, precision
+from jfi.plan import ceil_div
 
 
 @triton.jit
@@ -81,7 +82,7 @@ def _absorb_kernel_of(
     """The launcher, and the tiles of one feature, query and head."""
     sizes = {"T": times, "H": heads, "WIDTH": width, "D_X": d_x, "D_E": d_e}
     launcher = Launcher(_absorb_kernel, **sizes, **product_options(dtype, rounding), STEP=block(width, most=SIDE))
-    return launcher, cdiv(d_x, SIDE) * (cdiv(d_e, SIDE) + cdiv(heads * width, SIDE))
+    return launcher, ceil_div(d_x, SIDE) * (ceil_div(d_e, SIDE) + ceil_div(heads * width, SIDE))
 
 
 def absorb(weights: tuple[Tensor, ...], times: int, heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

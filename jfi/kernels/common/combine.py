@@ -19,10 +19,10 @@ from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.online_softmax import combine_weights, nonzero
-from jfi.kernels.common.plan import UNSPLIT, ceil_div, power_of_two
 from jfi.kernels.common.primitives import LN2
 from jfi.kernels.common.stream_k import WEIGHT
 from jfi.kernels.common.tiles import load_rows, store_rows
+from jfi.plan import UNSPLIT, ceil_div, power_of_two
 
 
 # --- Stream-K ranges --------------------------------------------------------------------------------------------------

@@ -70,11 +70,6 @@ def store_tile(ptr, x, rows, row_mask, stride, cols, WIDTH: tl.constexpr):
     tl.store(ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :], x.to(ptr.dtype.element_ty), mask=mask)
 
 
-def cdiv(number: int, size: int) -> int:
-    """How many of a size cover the number: triton.cdiv, which takes 3 µs on the host."""
-    return -(-number // size)
-
-
 def block(width: int, least: int = 16, most: int | None = None) -> int:
     """The power of two that covers width, at least what a matrix unit takes."""
     size = max(least, 1 << (width - 1).bit_length())

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.common.primitives import cdiv
+from jfi.plan import ceil_div
 
 #: Samples per program of the scheduling kernel.
 SAMPLES = 32
@@ -156,7 +156,7 @@ def schedule_tiles(
     schedule = offsets.new_empty(entries, ENTRY.value, dtype=torch.int32)
     launch(
         _launcher(block),
-        (cdiv(batch, SAMPLES), 1, 1),
+        (ceil_div(batch, SAMPLES), 1, 1),
         (offsets, other_offsets, schedule),
         (batch, rows_factor, entries),
     )

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.common.plan import JaggedAttentionInputs, plan_exported_jagged_attention
 from jfi.kernels.jagged_attention import triton_fwd
+from jfi.plan import JaggedAttentionInputs, plan_exported_jagged_attention
 
 
 def _launch(launcher: Launcher, grid: tuple, tensors: tuple[Tensor | None, ...], numbers: tuple) -> None:

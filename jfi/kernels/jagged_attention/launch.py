@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from jfi.kernels.common.plan import AttentionPlan, JaggedAttentionInputs
 from jfi.kernels.jagged_attention import triton_bwd, triton_fwd
+from jfi.plan import AttentionPlan, JaggedAttentionInputs
 
 
 def forward(x: JaggedAttentionInputs, plan: AttentionPlan) -> tuple[Tensor, Tensor]:

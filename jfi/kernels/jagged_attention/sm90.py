@@ -9,7 +9,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.common.plan import AttentionPlan, AttentionProblem, JaggedAttentionInputs, KernelPlan
 from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.tile_scheduler import schedule_tiles
 from jfi.kernels.jagged_attention.sm90_dkey import jagged_attention_sm90_dkey_kernel
@@ -18,6 +17,7 @@ from jfi.kernels.jagged_attention.sm90_fwd import jagged_attention_sm90_fwd_kern
 from jfi.kernels.jagged_attention.sm90_pipeline import ROWS
 from jfi.kernels.jagged_attention.sm90_primitives import tensor_descriptor
 from jfi.kernels.jagged_attention.tiles import bounds
+from jfi.plan import AttentionPlan, AttentionProblem, JaggedAttentionInputs, KernelPlan
 
 
 class Sm90Spec(NamedTuple):

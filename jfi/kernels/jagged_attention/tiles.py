@@ -10,9 +10,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from jfi.kernels.common.plan import AttentionProblem, KernelPlan
 from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.tiles import load_rows
+from jfi.plan import AttentionProblem, KernelPlan
 
 
 class JaggedSpec(NamedTuple):

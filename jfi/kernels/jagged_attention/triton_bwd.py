@@ -16,8 +16,7 @@ from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.online_softmax import hide_empty, scores_gradient
-from jfi.kernels.common.plan import AttentionPlan, AttentionProblem, JaggedAttentionInputs, KernelPlan
-from jfi.kernels.common.primitives import LOG2E, block, cdiv
+from jfi.kernels.common.primitives import LOG2E, block
 from jfi.kernels.common.tile_scheduler import load_work_tile, schedule_tiles
 from jfi.kernels.common.tiles import load_rows, query_rows, row_products, store_rows
 from jfi.kernels.jagged_attention.tiles import (
@@ -29,6 +28,7 @@ from jfi.kernels.jagged_attention.tiles import (
     seeing_queries,
     visible_keys,
 )
+from jfi.plan import AttentionPlan, AttentionProblem, JaggedAttentionInputs, KernelPlan, ceil_div
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -200,7 +200,9 @@ def backward(
     launch_statistics, launch_dquery, launch_dkey = _launchers(
         problem, plan.backward, x.left is not None, x.right is not None
     )
-    launch_statistics((cdiv(rows * groups, statistics.block_m), 1, 1), (grad, out, lse, dlse, stats), (rows * groups,))
+    launch_statistics(
+        (ceil_div(rows * groups, statistics.block_m), 1, 1), (grad, out, lse, dlse, stats), (rows * groups,)
+    )
     inputs = ((x.query, grad, stats), (x.key, x.key if x.value is None else x.value), x.bias)
     numbers = (rows, *bounds(x.left, x.right), x.scale)
     tiles = schedule_tiles(x.query_offsets, x.key_offsets, x.query.shape[0], heads, dquery_plan.block_m)

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.online_softmax import log_sum_exp, nonzero, online_softmax_update
-from jfi.kernels.common.plan import AttentionPlan, AttentionProblem, JaggedAttentionInputs, KernelPlan
 from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.tile_scheduler import load_work_tile, schedule_tiles
 from jfi.kernels.common.tiles import load_rows, query_rows, store_rows
 from jfi.kernels.jagged_attention.tiles import JaggedSpec, bounds, is_visible, load_bias, load_keys, visible_keys
+from jfi.plan import AttentionPlan, AttentionProblem, JaggedAttentionInputs, KernelPlan
 
 
 @triton.jit(do_not_specialize=["total", "left", "right"])

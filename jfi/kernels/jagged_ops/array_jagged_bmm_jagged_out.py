@@ -14,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.common.primitives import block, cdiv, find_tile, most_tiles, precision, widen
+from jfi.kernels.common.primitives import block, find_tile, most_tiles, precision, widen
 from jfi.kernels.jagged_ops.pair_offsets import pair_offsets
+from jfi.plan import ceil_div
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -86,7 +87,7 @@ def _launcher(
         STAGES=4,
         num_warps=8 if block_d == 256 and not split else 4,
     )
-    return block_s, cdiv(width, block_d), launcher
+    return block_s, ceil_div(width, block_d), launcher
 
 
 def array_jagged_bmm_jagged_out(

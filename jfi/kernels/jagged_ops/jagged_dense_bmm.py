@@ -8,7 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.common.primitives import block, cdiv, find_tile, load_tile, most_tiles, precision, store_tile, widen
+from jfi.kernels.common.primitives import block, find_tile, load_tile, most_tiles, precision, store_tile, widen
+from jfi.plan import ceil_div
 
 BLOCK_S = 64
 
@@ -65,7 +66,7 @@ def _launcher(
         BLOCK_T=block_t,
         num_warps=4,
     )
-    return cdiv(out_width, block_t), launcher
+    return ceil_div(out_width, block_t), launcher
 
 
 def jagged_dense_bmm(x: Tensor, offsets: Tensor, dense: Tensor, transposed: bool) -> Tensor:

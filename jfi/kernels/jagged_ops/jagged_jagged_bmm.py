@@ -8,7 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.common.primitives import block, cdiv, load_tile, precision, store_tile
+from jfi.kernels.common.primitives import block, load_tile, precision, store_tile
+from jfi.plan import ceil_div
 
 
 @triton.jit
@@ -53,7 +54,7 @@ def _launcher(width: int, out_width: int, rounding: str, *dtypes: torch.dtype) -
         BLOCK_T=block_t,
         num_warps=4,
     )
-    return cdiv(width, block_d) * cdiv(out_width, block_t), launcher
+    return ceil_div(width, block_d) * ceil_div(out_width, block_t), launcher
 
 
 def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:

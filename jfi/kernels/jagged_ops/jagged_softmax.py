@@ -9,7 +9,8 @@ from torch import Tensor
 from triton.runtime import JITFunction
 
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.common.primitives import block, cdiv
+from jfi.kernels.common.primitives import block
+from jfi.plan import ceil_div
 
 BLOCK_S = 64
 
@@ -70,7 +71,7 @@ def _jagged_softmax_bwd_kernel(
 def _launcher(kernel: JITFunction, width: int, *dtypes: torch.dtype) -> tuple[int, Launcher]:
     """(tiles of the width, the launcher)."""
     block_t = block(width, least=1, most=32)
-    return cdiv(width, block_t), Launcher(kernel, T=width, BLOCK_S=BLOCK_S, BLOCK_T=block_t, num_warps=4)
+    return ceil_div(width, block_t), Launcher(kernel, T=width, BLOCK_S=BLOCK_S, BLOCK_T=block_t, num_warps=4)
 
 
 def _launch(kernel: JITFunction, inputs: tuple[Tensor, ...], offsets: Tensor) -> Tensor:

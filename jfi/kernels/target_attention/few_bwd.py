@@ -14,10 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jfi.kernels.common import plan
+from jfi import plan
 from jfi.kernels.common.combine import RangePartials, behind_partials
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.common.plan import AttentionPlan, Split, TargetAttentionInputs
 from jfi.kernels.common.spec import AttentionSpec
 from jfi.kernels.common.stream_k import WEIGHT, end_row, find_range, longest_first
 from jfi.kernels.common.tiles import load_rows, load_statistics, query_rows, store_columns, store_rows
@@ -30,6 +29,7 @@ from jfi.kernels.target_attention.few_tiles import (
     load_value_scale,
     weights_and_gradient,
 )
+from jfi.plan import AttentionPlan, Split, TargetAttentionInputs
 
 
 @triton.jit(do_not_specialize=["batch", "num_rows", "chunk", "table_rows"], do_not_specialize_on_alignment=EVENTS)

@@ -10,11 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jfi.kernels.common import plan
+from jfi import plan
 from jfi.kernels.common.combine import RangePartials, behind_partials
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.online_softmax import finish, online_softmax_update
-from jfi.kernels.common.plan import AttentionPlan, Split, TargetAttentionInputs
 from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.spec import AttentionSpec
 from jfi.kernels.common.stream_k import WEIGHT, end_row, find_range
@@ -27,6 +26,7 @@ from jfi.kernels.target_attention.few_tiles import (
     load_history,
     load_value_scale,
 )
+from jfi.plan import AttentionPlan, Split, TargetAttentionInputs
 
 
 @triton.jit

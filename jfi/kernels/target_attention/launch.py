@@ -6,8 +6,8 @@ Where one sample's queries fill several tiles, jagged attention with T queries p
 import torch
 from torch import Tensor
 
-from jfi.kernels.common.plan import AttentionPlan, JaggedAttentionInputs, TargetAttentionInputs, plan_target_attention
 from jfi.kernels.target_attention import few_bwd, few_fwd, many_bwd, many_fwd
+from jfi.plan import AttentionPlan, JaggedAttentionInputs, TargetAttentionInputs, plan_target_attention
 
 
 def forward(x: TargetAttentionInputs, chosen: AttentionPlan | None = None) -> tuple[Tensor, Tensor]:

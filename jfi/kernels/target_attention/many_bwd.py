@@ -12,15 +12,15 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from jfi.kernels.common import plan
+from jfi import plan
 from jfi.kernels.common.combine import ChunkPartials
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.common.plan import AttentionPlan, TargetAttentionInputs
 from jfi.kernels.common.primitives import most_tiles
 from jfi.kernels.common.spec import AttentionSpec
 from jfi.kernels.target_attention.many_dhistory import target_attention_many_dhistory_kernel
 from jfi.kernels.target_attention.many_dquery import target_attention_many_dquery_kernel
 from jfi.kernels.target_attention.many_tiles import STATISTICS, history_descriptor, query_descriptor, work_items
+from jfi.plan import AttentionPlan, TargetAttentionInputs
 
 
 @cache

@@ -12,11 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jfi.kernels.common import plan
+from jfi import plan
 from jfi.kernels.common.combine import ChunkPartials, chunk_partial
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.online_softmax import finish, online_softmax_update
-from jfi.kernels.common.plan import AttentionPlan, TargetAttentionInputs
 from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.spec import AttentionSpec
 from jfi.kernels.common.tiles import load_rows, store_rows
@@ -28,6 +27,7 @@ from jfi.kernels.target_attention.many_tiles import (
     query_places,
     work_items,
 )
+from jfi.plan import AttentionPlan, TargetAttentionInputs
 
 
 @triton.jit

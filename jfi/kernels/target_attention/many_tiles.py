@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from jfi.kernels.common.plan import power_of_two
 from jfi.kernels.common.primitives import LOG2E, find_sample
 from jfi.kernels.common.tiles import load_rows, query_rows, store_rows
+from jfi.plan import power_of_two
 
 #: The statistics of query rows are padded to a multiple of this, so that a tile of them is loaded without a mask.
 STATISTICS = tl.constexpr(64)
