@@ -21,7 +21,7 @@ from jfi.scripting import not_scriptable
 #: Types of tensors whose operators do what their names say.
 PLAIN = (Tensor, torch.nn.Parameter)
 
-#: What ``operator`` made, by name, so that the operators can be each other's gradients.
+#: What ``operator`` made, by name, so that the operators can be each other's gradients; ``eager`` of each is its work.
 operators = SimpleNamespace()
 
 
@@ -74,6 +74,7 @@ def operator(
             return registered(*args) if direct is None else direct.apply(*args)
         return function(*args)
 
+    call.eager = function
     setattr(operators, name, call)
     return call
 
@@ -108,7 +109,7 @@ def public(function: Callable) -> Callable:
     """Decorate a public operator: it accepts whatever implements ``__torch_function__``, and refuses forward mode.
 
     A ``torch.fx.Proxy`` implements it, so that the tracers of torch.fx and TorchRec record one call of the public
-    function.  Costs 0.3 µs per call of plain tensors.
+    function.  Costs 0.7 µs per call of plain tensors.
     """
 
     @functools.wraps(function)
