@@ -27,18 +27,6 @@ TEXTS = {page: (ROOT / page).read_text() for page in PAGES}
 PYTHON = re.compile(
     r"<!-- (?:setup|check)\n(?P<hidden>.*?)-->|(?P<slow><!-- slow -->\n)?```python\n(?P<shown>.*?)```", re.DOTALL
 )
-#: Names that the pages show before the code has them, and the file that will have each: until then tests skip them.
-AWAITED = {
-    "PositionBias": "jfi/__init__.py",
-    "--artifact": "examples/serve.py",
-    "encoder.num_layers": "configs/encoder.yaml",
-}
-
-
-def await_names(text: str) -> None:
-    for name, file in AWAITED.items():
-        if name in text and name.rpartition(".")[2] not in (ROOT / file).read_text():
-            pytest.skip(f"{name} is not in {file} yet")
 
 
 @cache
@@ -54,7 +42,6 @@ def python_of(page: str) -> list[tuple[str, bool]]:
 
 def run_python(page: str, slow: bool, folder: Path, monkeypatch) -> None:
     blocks = python_of(page)
-    await_names("".join(block for block, _ in blocks))
     first_slow = next((i for i, (_, is_slow) in enumerate(blocks) if is_slow), len(blocks))
     monkeypatch.chdir(folder)
     names = {"__name__": "__main__"}
@@ -110,7 +97,6 @@ def run_python_command(words: list[str], monkeypatch) -> None:
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")  # modules that this file imports, run as scripts
 @pytest.mark.parametrize(("page", "command"), commands())
 def test_commands_are_known(page, command, monkeypatch):
-    await_names(command)
     words = list(dropwhile(re.compile(r"[A-Z_]+=").match, shlex.split(command.split(" < ")[0])))
     monkeypatch.chdir(ROOT)
     if words[0] == "make":
@@ -178,7 +164,6 @@ def test_site_has_every_page_and_every_name():
 
 
 def test_the_options_of_the_server_are_those_of_the_command(monkeypatch, capsys):
-    await_names("--artifact")
     monkeypatch.setattr("sys.argv", ["serve.py", "--help"])
     with pytest.raises(SystemExit):
         runpy.run_path(str(ROOT / "examples/serve.py"), run_name="__main__")

@@ -68,8 +68,12 @@ def absorbed_target_attention(
             ``torch.nn.MultiheadAttention``.
         offsets: [F · B + 1], int32 or int64, from 0 to S.
         num_heads: H, which divides D.
-        key_bias, key_bias_index, value_scale, max_seqlen, impl: as `target_attention` takes them.
+        key_bias: [S, H], or with key_bias_index a table [N, H]; as in `target_attention`.
+        key_bias_index: [S], the row of the table for each event.
+        value_scale: [S], a factor of each event's value.
         scale: of the scores; None means 1/sqrt(D / H).
+        max_seqlen: the longest history, if the host knows it; a hint, as in `target_attention`.
+        impl: "triton", "torch" or "auto", as in `target_attention`.
 
     Returns:
         [F, B, D] in the dtype of the weights, or autocast's.  The attention itself runs in the dtype of the history,

@@ -28,7 +28,8 @@ def explain(operator: Callable, /, *args: object, device: Device | None = None, 
 
     Args:
         operator: `jfi.ops.target_attention` or `jfi.ops.jagged_attention`.
-        args, kwargs: its arguments; tensors may be real, fake or on the meta device.
+        *args: its arguments; tensors may be real, fake or on the meta device.
+        **kwargs: its arguments by name.
         device: plan for this kind of device, whatever this host has, such as ``H200``, ``A100`` and ``CPU`` of
             `jfi.plan`.  None: for the tensors' own, which must not be meta then.
 
