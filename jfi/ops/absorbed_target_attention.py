@@ -238,33 +238,41 @@ class _AbsorbedTargetAttention(torch.autograd.Function):
         return _affine(output_bias, attended.view(target.shape[0], -1, w_vo.shape[1]), w_vo.mT, by_sample=True)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        target, history, *rest = ctx.saved_tensors
-        events, (query, attended, lse, w_qk, w_vo), weights = rest[:5], rest[5:10], rest[10:]
-        _, bias, _, _, second = events
-        num_heads, scale, max_seqlen, impl, _ = ctx.options
-        shape = (*target.shape[:2], w_qk.shape[1])
-        dtarget, dweights = None, (None,) * 6
-        with without_autocast(history.device.type):
-            dquery, dhistory, *others = operators.target_attention_bwd(
-                torch.bmm(grad, w_vo.mT).to(history.dtype).view(query.shape),  # freed as soon as it is read
-                query,
-                history.unsqueeze(1),
-                None,
-                *events,
-                attended,
-                lse,
-                scale,
-                max_seqlen,
-                impl,
-            )
-            dquery = dquery.view(shape)
-            if ctx.needs_input_grad[0]:
-                dtarget = torch.bmm(dquery.to(w_qk.dtype), w_qk).to(target.dtype)
-            if any(ctx.needs_input_grad[7:13]):  # not if the layer is frozen
-                rows = (dquery, target, attended.view(shape), grad)
-                dweights = weight_gradients(rows, weights, ctx.bias_dtype, num_heads, impl)
-        dbias = None if bias is None else others.pop(0)
-        dsecond = None if second is None else others.pop(0)
-        return dtarget, dhistory.squeeze(1), dsecond, None, dbias, None, None, *dweights, None
+        # Gradients are computed with gradients enabled only under create_graph=True.
+        return _backward_once(ctx, grad) if torch.is_grad_enabled() else _backward(ctx, grad)
+
+
+def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of the node's inputs."""
+    target, history, *rest = ctx.saved_tensors
+    events, (query, attended, lse, w_qk, w_vo), weights = rest[:5], rest[5:10], rest[10:]
+    _, bias, _, _, second = events
+    num_heads, scale, max_seqlen, impl, _ = ctx.options
+    shape = (*target.shape[:2], w_qk.shape[1])
+    dtarget, dweights = None, (None,) * 6
+    with without_autocast(history.device.type):
+        dquery, dhistory, *others = operators.target_attention_bwd(
+            torch.bmm(grad, w_vo.mT).to(history.dtype).view(query.shape),  # freed as soon as it is read
+            query,
+            history.unsqueeze(1),
+            None,
+            *events,
+            attended,
+            lse,
+            scale,
+            max_seqlen,
+            impl,
+        )
+        dquery = dquery.view(shape)
+        if ctx.needs_input_grad[0]:
+            dtarget = torch.bmm(dquery.to(w_qk.dtype), w_qk).to(target.dtype)
+        if any(ctx.needs_input_grad[7:13]):  # not if the layer is frozen
+            rows = (dquery, target, attended.view(shape), grad)
+            dweights = weight_gradients(rows, weights, ctx.bias_dtype, num_heads, impl)
+    dbias = None if bias is None else others.pop(0)
+    dsecond = None if second is None else others.pop(0)
+    return dtarget, dhistory.squeeze(1), dsecond, None, dbias, None, None, *dweights, None
+
+
+_backward_once = once_differentiable(_backward)
