@@ -126,6 +126,20 @@ def test_links_and_paths_exist(page):
     assert [path for path in named if not (ROOT / path).exists() and "artifact" not in path] == []
 
 
+def test_internals_lists_every_file():
+    tree = TEXTS["docs/internals.md"].partition("## Files")[2]
+    listed, folder = [], ""
+    for line in tree.splitlines():
+        indent, entry = len(line) - len(line.lstrip()), line.strip()
+        if entry.endswith("/") or re.match(r"\w+/ ", entry):
+            folder = entry.split()[0] if indent else ""
+        elif indent == 2:
+            folder = ""
+        listed += [folder + name for name in re.findall(r"[\w/]+\.py\b", re.split(r" {3,}", entry)[0])]
+    files = [path.relative_to(ROOT / "jfi").as_posix() for path in (ROOT / "jfi").rglob("*.py")]
+    assert sorted(listed) == sorted(path for path in files if not path.endswith("__init__.py"))
+
+
 def test_readme_is_short():
     assert len(TEXTS["README.md"].splitlines()) <= 150
 
