@@ -155,7 +155,7 @@ def jagged_attention(
         value: [S, G, E]; None means value = key, which then gets both gradients.
         query_offsets: [B+1], int32 or int64, from 0 to R.
         key_offsets: [B+1], from 0 to S; None means query_offsets: self-attention.
-        causal: hide keys after the query; the last query of a sample is at the position of its last key.
+        causal: hide keys after the query.  The last query of a sample is at the position of its last key.
         window_size: (left, right), how many keys before and after its own position a query sees; None, not -1, for no
             bound.
         key_bias: [S, H], added to the scores; -inf hides an event.
