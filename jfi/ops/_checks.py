@@ -44,7 +44,7 @@ def _may_read(offsets: Tensor, traced: bool | None = None) -> bool:
 
     ``traced`` is what is_traced() has returned, if the caller knows.
     """
-    if type(offsets) is not Tensor or offsets.is_meta:
+    if torch.compiler.is_compiling() or type(offsets) is not Tensor or offsets.is_meta:
         return False
     if not (offsets.device.type == "cpu" or _validates_on_gpu.get()):
         return False

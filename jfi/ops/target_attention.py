@@ -211,7 +211,8 @@ def _prepare(
     check_dim("query", query, "[B, T, H, D]")
     batch, _, heads, width = query.shape
     check_history(key, value, key_bias if key_bias_index is None else None, heads, width)
-    check_events(key, key_bias, key_bias_index, value_scale, heads)
+    if key_bias_index is not None or value_scale is not None:
+        check_events(key, key_bias, key_bias_index, value_scale, heads)
     check_offsets("offsets", offsets, key.shape[0], "key", query, batch)
     impl = check_impl(impl, query)
     scale = check_scale(scale, width)
