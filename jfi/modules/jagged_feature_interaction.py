@@ -15,7 +15,7 @@ from jfi.scripting import not_scriptable
 
 
 class JaggedFeatureInteraction(nn.Module):
-    """Pools each sample's history into one embedding by what the sample's target attends to in it.
+    """Pools each sample's history into one embedding: multi-head attention of the target over the events.
 
     `torch.nn.MultiheadAttention` with the target as query and the history's events as keys and values, on TorchRec's
     jagged tensors, without padding; `jfi.modules.stacked_attention` derives why the history is read once and never

@@ -7,7 +7,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class PositionBias:
-    """A learned score bias by how far an event is from the newest one, which comes last.
+    """A learned score bias by an event's distance from the newest event, which comes last.
 
     Attributes:
         num_buckets: rows of the learned table. The distance d falls in bucket floor(log2(d + 1)); farther events share
@@ -54,7 +54,7 @@ Bias = PositionBias | WeightBias | KeyBias
 
 @dataclass
 class SequenceFeatureConfig:
-    """One sequence feature: which history is attended to, by which target, and what biases scores and scales values.
+    """One sequence feature: a history, the target that attends to it, and what is added to its scores.
 
     An event may have several *aligned* fields (its item, category, rating, ...): one key each, with the same lengths
     sample by sample, whose embeddings are combined into one row per event. The target's embeddings are combined in the

@@ -71,7 +71,7 @@ def absorbed_target_attention(
         key_bias: [S, H], or with key_bias_index a table [N, H]; as in `target_attention`.
         key_bias_index: [S], the row of the table for each event.
         value_scale: [S], a factor of each event's value.
-        scale: of the scores; None means 1/sqrt(D / H).
+        scale: factor of the scores; None means 1/sqrt(D / H).
         max_seqlen: the longest history, if the host knows it; a hint, as in `target_attention`.
         impl: "triton", "torch" or "auto", as in `target_attention`.
 

@@ -159,9 +159,9 @@ def jagged_attention(
         window_size: (left, right), how many keys before and after its own position a query sees; None, not -1, for no
             bound.
         key_bias: [S, H], added to the scores; -inf hides an event.
-        scale: of the scores; None means 1/sqrt(D).
-        return_lse: also return the log-sum-exp of each query's scores, to combine attention to parts of a history; it
-            is differentiable like the output.
+        scale: factor of the scores; None means 1/sqrt(D).
+        return_lse: also return the log-sum-exp of each query's scores, with which attention to parts of a history can be
+            combined; it is differentiable like the output.
         impl: "triton" (rows of at most 512 float32 or 1,024 half-precision elements), "torch" (on a GPU the plain
             formula, which holds every query-key pair in memory and synchronizes once), or "auto": Triton for CUDA
             tensors except float64, PyTorch otherwise.

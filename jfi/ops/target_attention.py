@@ -156,7 +156,7 @@ def target_attention(
             through it and sum the table's gradient in a fixed order.  An index outside the table is an error on the
             CPU and within `jfi.ops.validation()`, and undefined behavior elsewhere.
         value_scale: [S], floating: a factor of each event's value; the softmax does not read it.
-        scale: of the scores; None means 1/sqrt(D).
+        scale: factor of the scores; None means 1/sqrt(D).
         max_seqlen: the longest history, if the host knows it.  A hint: up to some 500 rows one program handles one
             sample, without a combine step.  Even a wrong one changes nothing but rounding.
         impl: "triton" (rows of at most 512 float32 or 1,024 half-precision elements), "torch" (on a GPU the plain
