@@ -1,6 +1,6 @@
 """The README's table and figure and the tables of docs/, from committed results: ``python -m benchmarks.readme``.
 
-In the Markdown files a table lies between ``<!-- table: NAME -->`` and ``<!-- end -->``; NAME is a key of `TABLES`.
+In the Markdown files a table is between ``<!-- table: NAME -->`` and ``<!-- end -->``; NAME is a key of `TABLES`.
 """
 
 import argparse

@@ -67,7 +67,7 @@ def environment(device: torch.device, rates: Rates, revision: str | None) -> dic
 
 
 def folder_name(device: torch.device) -> str:
-    """ "NVIDIA H200" -> "h200"; a processor -> "cpu"."""
+    """ "NVIDIA H200" -> "h200"; any CPU -> "cpu"."""
     if device.type == "cpu":
         return "cpu"
     name = torch.cuda.get_device_name().lower().removeprefix("nvidia ")

@@ -147,7 +147,7 @@ class JaggedAttentionInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Device:
-    """What of a device the choice depends on.  Capability (0, 0) stands for a CPU and for Triton's interpreter."""
+    """The properties of a device that a plan depends on.  Capability (0, 0) means a CPU or Triton's interpreter."""
 
     type: str
     capability: tuple[int, int] = (0, 0)

@@ -2,7 +2,7 @@
 
 Two moves make all of them.  *Expand* repeats a sample's entry for each of its rows, [B, ...] -> [S, ...]; *segment sum*
 adds a sample's rows up, [S, ...] -> [B, ...].  Each is the other's gradient, so every formula below is differentiable,
-deterministic, free of padding and, since no length is read on the host, free of synchronisation and of recompilation.
+deterministic and without padding; no length is read on the host, so nothing synchronizes or recompiles.
 
 Half precision is computed in float32 and rounded once at the end.  Intermediates are as large as the formula says
 ([S, T, H, D] for target attention): this file is written to be read, the kernels and jfi/cpu to be fast.

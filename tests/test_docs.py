@@ -27,18 +27,6 @@ TEXTS = {page: (ROOT / page).read_text() for page in PAGES}
 PYTHON = re.compile(
     r"<!-- (?:setup|check)\n(?P<hidden>.*?)-->|(?P<slow><!-- slow -->\n)?```python\n(?P<shown>.*?)```", re.DOTALL
 )
-#: Names that the pages show before the code has them, and the file that will have each: until then tests skip them.
-AWAITED = {
-    "PositionBias": "jfi/__init__.py",
-    "--artifact": "examples/serve.py",
-    "encoder.num_layers": "configs/encoder.yaml",
-}
-
-
-def await_names(text: str) -> None:
-    for name, file in AWAITED.items():
-        if name in text and name.rpartition(".")[2] not in (ROOT / file).read_text():
-            pytest.skip(f"{name} is not in {file} yet")
 
 
 @cache
@@ -54,7 +42,6 @@ def python_of(page: str) -> list[tuple[str, bool]]:
 
 def run_python(page: str, slow: bool, folder: Path, monkeypatch) -> None:
     blocks = python_of(page)
-    await_names("".join(block for block, _ in blocks))
     first_slow = next((i for i, (_, is_slow) in enumerate(blocks) if is_slow), len(blocks))
     monkeypatch.chdir(folder)
     names = {"__name__": "__main__"}
@@ -110,7 +97,6 @@ def run_python_command(words: list[str], monkeypatch) -> None:
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")  # modules that this file imports, run as scripts
 @pytest.mark.parametrize(("page", "command"), commands())
 def test_commands_are_known(page, command, monkeypatch):
-    await_names(command)
     words = list(dropwhile(re.compile(r"[A-Z_]+=").match, shlex.split(command.split(" < ")[0])))
     monkeypatch.chdir(ROOT)
     if words[0] == "make":
@@ -138,6 +124,20 @@ def test_links_and_paths_exist(page):
     assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
     named = re.findall(r"(?<![\w/<])(?:examples|configs|jfi|benchmarks|tests|docs)/[\w/.-]*[\w/]", TEXTS[page])
     assert [path for path in named if not (ROOT / path).exists() and "artifact" not in path] == []
+
+
+def test_internals_lists_every_file():
+    tree = TEXTS["docs/internals.md"].partition("## Files")[2]
+    listed, folder = [], ""
+    for line in tree.splitlines():
+        indent, entry = len(line) - len(line.lstrip()), line.strip()
+        if entry.endswith("/") or re.match(r"\w+/ ", entry):
+            folder = entry.split()[0] if indent else ""
+        elif indent == 2:
+            folder = ""
+        listed += [folder + name for name in re.findall(r"[\w/]+\.py\b", re.split(r" {3,}", entry)[0])]
+    files = [path.relative_to(ROOT / "jfi").as_posix() for path in (ROOT / "jfi").rglob("*.py")]
+    assert sorted(listed) == sorted(path for path in files if not path.endswith("__init__.py"))
 
 
 def test_readme_is_short():
@@ -178,7 +178,6 @@ def test_site_has_every_page_and_every_name():
 
 
 def test_the_options_of_the_server_are_those_of_the_command(monkeypatch, capsys):
-    await_names("--artifact")
     monkeypatch.setattr("sys.argv", ["serve.py", "--help"])
     with pytest.raises(SystemExit):
         runpy.run_path(str(ROOT / "examples/serve.py"), run_name="__main__")

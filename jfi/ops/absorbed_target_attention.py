@@ -7,15 +7,15 @@ queries:
     p_th = softmax over the sample's events of (scale q_th · W_k,h x + bias_h)
     o    = W_o concat_{t,h}(Σ_x p_th c W_v,h x) + b_o              c the event's value scale, if any
 
-A product with W_k or W_v can be made on either side, since q · W_k x = W_kᵀ q · x, and a sum commutes with W_v.
-Absorbed into the targets' projections (`absorb_weights`), they leave the S rows of the history as they are, read once
-by one call of target attention with value = key:
+W_k and W_v can be applied on either side, since q · W_k x = W_kᵀ q · x, and a sum commutes with W_v.  Absorbed into the
+targets' projections (`absorb_weights`), they leave the S rows of the history unprojected, and one call of target
+attention with value = key reads them once:
 
     q'_th = W_qk,th e + b_qk,th        a_th = Σ_x p_th c x        o = W_vo a + b_o
 
-Eager calls on plain tensors are one node of autograd's graph with its gradients written out: where histories are short
-a step takes the host's time, and a dozen small products with their views would take most of that.  A compiler, a tracer
-or a functorch transform sees the composition of operators instead.
+Eager calls on plain tensors are one node of autograd's graph with its gradients written out: with short histories the
+host's time dominates, and autograd's bookkeeping for a dozen small products and views would be most of it.  A compiler,
+a tracer or a functorch transform sees the composition of operators instead.
 """
 
 import torch
@@ -61,23 +61,27 @@ def absorbed_target_attention(
 
     Args:
         target: [F, B, D_e], the targets of F features.
-        history: [S, D_x], the events of feature 0, then of feature 1, ...; or a tuple of tensors whose rows side by
-            side are the events.  Two of equal width, a power of two from 16 on, are read where they are by the Triton
-            kernels for few query rows; others are concatenated.
+        history: [S, D_x], the events of feature 0, then of feature 1, ...; or a tuple of tensors that are concatenated
+            along the last dimension.  The Triton kernels for few query rows read two tensors of one width, a power of
+            two from 16 on, without concatenating them.
         weights: query_weight [F, T · D, D_e], query_bias [F, T · D], key_weight and value_weight [F, D, D_x],
             output_weight [F, D, T · D] and output_bias [F, D], of one dtype, laid out as in
             ``torch.nn.MultiheadAttention``.
         offsets: [F · B + 1], int32 or int64, from 0 to S.
         num_heads: H, which divides D.
-        key_bias, key_bias_index, value_scale, max_seqlen, impl: as `target_attention` takes them.
-        scale: of the scores; None means 1/sqrt(D / H).
+        key_bias: [S, H], or with key_bias_index a table [N, H]; as in `target_attention`.
+        key_bias_index: [S], the row of the table for each event.
+        value_scale: [S], a factor of each event's value.
+        scale: factor of the scores; None means 1/sqrt(D / H).
+        max_seqlen: the longest history, if the host knows it; a hint, as in `target_attention`.
+        impl: "triton", "torch" or "auto", as in `target_attention`.
 
     Returns:
         [F, B, D] in the dtype of the weights, or autocast's.  The attention itself runs in the dtype of the history,
         which is never cast.  An empty history gives output_bias.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit, by name.
+        ValueError, TypeError: an argument of a wrong value or type; the message names it.
 
     Example:
         >>> import torch, jfi

@@ -65,7 +65,7 @@ def test_a_profile_names_the_operator(device):
     assert "jfi::target_attention_fwd" in {event.key for event in profile.key_averages()}
 
 
-def test_a_processors_tensors_are_refused_without_the_interpreter(monkeypatch):
+def test_cpu_tensors_are_refused_without_the_interpreter(monkeypatch):
     monkeypatch.setattr("jfi.kernels.common.primitives.INTERPRET", SimpleNamespace(value=False))
     query, key, offsets = inputs(torch.device("cpu"))
     with pytest.raises(ValueError, match="impl='triton' must come with tensors on a GPU, got cpu: use impl='torch'"):

@@ -1,7 +1,8 @@
 """[Σ L·M] -> [Σ L·M], the softmax along each row of each sample's [L, M] block.
 
-Programs are dealt out over the elements, so that neither the number of rows nor any length is needed on the host: a
-slot is the rows that hold CHUNK elements.  A row of up to 512 entries is one warp's, read once and kept.
+Programs get equal numbers of elements, since the host knows neither the number of rows nor their lengths: a program
+handles the rows that begin within CHUNK elements.  A row of up to 512 entries is read once by one warp and kept in
+registers.
 """
 
 from functools import cache

@@ -4,7 +4,7 @@ With the log-sum-exp L of the forward and Δ = Σ_e dO · O, one sweep recompute
 
     P = exp(S - L)      dS = P (dO·v - Δ)      dk = scale Σ dS q      dv = Σ P dO      dq = scale Σ dS k
 
-History rows by query rows here, S [N, M]: two of the three products that give gradients then take it as it lies.
+Scores are history rows by query rows here, S [N, M]: two of the three GEMMs for gradients need no transposition then.
 """
 
 from functools import cache

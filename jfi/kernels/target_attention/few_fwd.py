@@ -1,7 +1,8 @@
 """Target attention forward for few query rows: every history row is read once.
 
-Query rows by history rows, S [M, N]: the T · H/G query rows of a key head, at most 16, are one tile, so one warp or two
-hold it, and the running maximum and sum never cross warps.  Sums are kept by column and added up at a sample's end.
+Scores are query rows by history rows, S [M, N]: the T · H/G query rows of a key head, at most 16, are one tile.  Few
+warps hold it, so that the running maximum and sum stay within a warp.  Sums are kept by column and reduced at a
+sample's end.
 """
 
 from functools import cache

@@ -1,10 +1,10 @@
 """Target attention backward for many query rows: many candidates, or many heads, to one history.
 
 Up to a tile of query rows, one sweep gives all gradients and each history row is read once.  More of them take two
-sweeps, since neither side's gradient fits beside the other's: one for the gradient of the queries, which also leaves
-their log-sum-exp and Δ = Σ_e dO · O, and one with a program per tile of history rows that loops over the query rows.
-Seven matrix products instead of five, and still faster than one sweep that adds up the gradient of the queries in
-memory.
+sweeps, since the gradients of both sides do not fit into registers together: one for the gradient of the queries, which
+also stores their log-sum-exp and Δ = Σ_e dO · O, and one with a program per tile of history rows that loops over the
+query rows.  That is seven GEMMs instead of five, and still faster than one sweep that accumulates the gradient of the
+queries in memory.
 """
 
 from functools import cache

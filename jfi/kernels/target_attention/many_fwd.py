@@ -1,9 +1,9 @@
 """Target attention forward for many query rows: many candidates, or many heads, to one history.
 
-Arithmetic outweighs bytes here.  A program takes a tile of query rows and a chunk of a sample's rows; the tiles of a
-chunk run side by side, so that its rows come from the cache.  Full tiles of rows need no mask and are loaded by TMA; a
-sample's last rows are loaded by themselves.  Several small programs per SM overlap the exponentials of one with the
-matrix products of another.  Scores are kept in base 2: one multiply-add and one instruction for an exponential.
+Arithmetic outweighs bytes here.  A program handles a tile of query rows and a chunk of a sample's rows; the programs of
+a chunk run at the same time, so that its rows come from the L2 cache.  Full tiles of rows need no mask and are loaded
+by TMA; a sample's last rows are loaded separately.  Several small programs per SM overlap the exponentials of one with
+the GEMMs of another.  Scores are kept in base 2: one multiply-add and one instruction for an exponential.
 """
 
 from functools import cache
