@@ -187,7 +187,9 @@ def jagged_attention(
         offsets = (query_offsets, key_offsets)
         out, lse = reference.jagged_attention(query, key, value, *offsets, False, tuple(window), key_bias, scale)
     else:
-        exports = impl == "triton" and torch.compiler.is_exporting() and query.is_cuda
+        # Dynamo takes is_exporting() for true in torch 2.11, also where nothing is exported.
+        exports = impl == "triton" and torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+        exports = exports and query.is_cuda
         out, lse = (_exported_fwd() if exports else _jagged_attention_fwd)(*inputs, impl)
     return (out, lse) if return_lse else out
 
