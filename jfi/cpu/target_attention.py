@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jfi.cpu.blocks import widen
 from jfi.plan import cpu_is_dense
 
 #: Sums of exp(score) between these are as exact as sums of exp(score - max), which take two more passes.
@@ -44,15 +43,17 @@ class _Problem:
         self.qheads_per_kvhead = self.num_heads // self.num_kv_heads
         self.query_rows = self.num_queries * self.qheads_per_kvhead
         self.offsets = offsets.long()
+        self.dtype = torch.promote_types(query.dtype, torch.float32)
         self.query = self.group(query) * scale
-        self.key = widen(key)
-        self.value = self.key if value is None else widen(value)
+        self.key = key.to(self.dtype)
+        self.value = self.key if value is None else value.to(self.dtype)
         self.is_shared = value is None
-        self.bias = None if bias is None else widen(bias)
+        self.bias = None if bias is None else bias.to(self.dtype)
 
     def group(self, x: Tensor) -> Tensor:
         """[B, T, H, W] -> [B, G, Q, W]."""
-        return widen(x).unflatten(2, (self.num_kv_heads, self.qheads_per_kvhead)).transpose(1, 2).flatten(2, 3)
+        x = x.to(self.dtype).unflatten(2, (self.num_kv_heads, self.qheads_per_kvhead))
+        return x.transpose(1, 2).flatten(2, 3)
 
     def ungroup(self, x: Tensor) -> Tensor:
         """[B, G, Q, W] -> [B, T, H, W]."""

@@ -112,7 +112,7 @@ def read_inputs(
         targets = targets.to_dict()
     check_inputs(sequences, groups, targets)
     device = sequences[groups[0].sequence_keys[0][0]].values().device
-    if torch.is_autocast_enabled(device.type):  # under which cat refuses some dtypes
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):  # under which cat refuses some dtypes
         with torch.autocast(device.type, enabled=False):
             return _read_groups(sequences, groups, targets)
     return _read_groups(sequences, groups, targets)

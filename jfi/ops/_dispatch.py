@@ -23,7 +23,7 @@ PLAIN = (Tensor, torch.nn.Parameter)
 #: Types of other arguments: looked up first, since isinstance(x, Tensor) is slow for them.
 _NO_TENSORS = frozenset((type(None), int, float, bool, str))
 
-#: What ``operator`` made, by name, so that the operators can be each other's gradients.
+#: What ``operator`` made, by name, so that the operators can be each other's gradients; ``eager`` of each is its work.
 operators = SimpleNamespace()
 
 
@@ -80,6 +80,7 @@ def operator(
             return registered(*args) if direct is None else direct.apply(*args)
         return function(*args)
 
+    call.eager = function
     setattr(operators, name, call)
     return call
 
@@ -114,7 +115,7 @@ def public(function: Callable) -> Callable:
     """Decorate a public operator: it accepts whatever implements ``__torch_function__``, and refuses forward mode.
 
     A ``torch.fx.Proxy`` implements it, so that the tracers of torch.fx and TorchRec record one call of the public
-    function.  Costs 0.3 µs per call of plain tensors.
+    function.  Costs 0.7 µs per call of plain tensors.
     """
 
     @functools.wraps(function)

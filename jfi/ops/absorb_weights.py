@@ -8,6 +8,7 @@ They take some D^3 operations, whatever the batch size.  `jfi.kernels.absorbed_w
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -66,6 +67,19 @@ def absorb_in_kernel(
         times = weights[0].shape[1] // weights[2].shape[1]
         return fwd.absorb(tuple([x.contiguous() for x in weights]), times, num_heads, dtype)
     return absorb_weights(weights, num_heads, dtype)
+
+
+def affine(bias: Tensor, rows: Tensor, weight: Tensor, by_sample: bool = False) -> Tensor:
+    """[F, N] + [F, B, M] x [F, N, M] -> [F, B, N], in the dtype of the weight; `by_sample`: in memory [B, F, N]."""
+    if rows.dtype != weight.dtype:
+        rows = rows.to(weight.dtype)
+    if bias.dtype != weight.dtype:
+        bias = bias.to(weight.dtype)
+    if rows.shape[0] == 1:  # the product of one matrix adds the bias itself; baddbmm copies it first
+        return F.linear(rows[0], weight[0], bias[0]).unsqueeze(0)
+    features, batch, _ = rows.shape
+    out = weight.new_empty(batch, features, weight.shape[1]).transpose(0, 1) if by_sample else None
+    return torch.baddbmm(bias.unsqueeze(1), rows, weight.mT, out=out)
 
 
 def weight_gradients(

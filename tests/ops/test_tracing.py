@@ -135,8 +135,6 @@ def test_forward_mode_elsewhere_does_not_matter():
 @pytest.mark.parametrize("impl", ["triton", "torch"])
 @pytest.mark.parametrize("name", OPERATORS)
 def test_torch_func_grad(name, impl, device):
-    if impl == "torch" and not name.endswith("_attention"):
-        pytest.skip("made of torch.library operators, which torch.func.grad cannot differentiate")
     inputs, keywords = example(name)
     inputs = [x.to(device) for x in inputs]
     keywords = tree_map_only(torch.Tensor, lambda x: x.to(device), keywords)

@@ -156,7 +156,7 @@ def test_an_encoder_learns_and_resumes_to_the_same_bits(tmp_path, monkeypatch):
     losses = [r["loss"] for r in read_metrics(tmp_path / "whole" / "metrics.jsonl") if r["split"] == "train"]
     assert losses[-1] < losses[0] - 0.02, losses
     names = saved_tensors(tmp_path / "whole")
-    assert {f"model.sequence_arch.encoder.stacks.0.blocks.{i}.bucket_bias" for i in range(2)} <= names.keys()
+    assert {f"model.sequence_arch.encoder.stacks.history.blocks.{i}.bucket_bias" for i in range(2)} <= names.keys()
     killed_after(14, encoded("run"), monkeypatch)
     resume(tmp_path / "run")
     assert_same_run(tmp_path / "whole", tmp_path / "run")

@@ -104,7 +104,8 @@ def target_attention_many_fwd_kernel(
     left = tl.minimum(high - n, chunk).to(tl.int32)
     full = left // SPEC.block_n * SPEC.block_n
     desc = (k_desc, v_desc)
-    scale2 = scale * LOG2E
+    # The interpreter takes a number below float32's normal ones for float64.
+    scale2 = tl.full((), scale * LOG2E, tl.float32)
     for ahead in range(0, full, SPEC.block_n):
         state = (maximum, total, acc)
         mask = k_at < SPEC.block_n
