@@ -182,7 +182,8 @@ def test_every_public_name_is_on_its_page(module, page):
 
 def test_plain_english():
     words = r"\b(processors?|multiprocessors?|matrix units?|copy engine|artefacts?|optimisers?|his|dealt|taken whole)\b"
-    found = {page: re.findall(words, text, flags=re.IGNORECASE) for page, text in TEXTS.items()}
+    prose = {page: re.sub(r"<!-- table: .*?<!-- end -->", "", text, flags=re.DOTALL) for page, text in TEXTS.items()}
+    found = {page: re.findall(words, text, flags=re.IGNORECASE) for page, text in prose.items()}
     assert {page: hits for page, hits in found.items() if hits} == {}
 
 
