@@ -1,4 +1,4 @@
-"""Where and with what a run was made, its rows as JSON and CSV, and one printed line a row."""
+"""The environment of a run, its rows as JSON and CSV, and one printed line per row."""
 
 import csv
 import datetime

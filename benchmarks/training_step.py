@@ -1,4 +1,4 @@
-"""A training step of SequenceDLRM whose histories are attended to by the layer, attended to padded, or averaged.
+"""A training step of SequenceDLRM whose histories are pooled by the layer, by padded attention, or by their mean.
 
 Look-up, pooling, dense parts, backward and both optimizers.  Tables are where TorchRec puts them on a single GPU:
 DistributedModelParallel with one process, fused row-wise Adagrad in the backward, which runs on the calling thread as

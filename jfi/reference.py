@@ -190,7 +190,7 @@ def jagged_attention(
     scores = (_widen(query)[pairs.left] * keys[pairs.right]).sum(-1) * scale
     if bias is not None:
         scores = scores + _widen(bias)[pairs.right]
-    # Bottom-right aligned: the last query of a sample stands at its last key.
+    # Bottom-right aligned: the last query of a sample is at the position of its last key.
     ends = segment_expand((key_offsets[1:] - query_offsets[1:]).long(), query_offsets, rows)
     ahead = pairs.right - (pairs.left + ends[pairs.left])
     left, right = window or (None, None)

@@ -1,7 +1,7 @@
 """What the documentation shows works: Python runs, commands parse, links and names exist, tables are the results.
 
 A comment `<!-- setup ... -->` or `<!-- check ... -->` in a page is Python that readers need not see; it runs in place
-among the page's ```python blocks. A block after `<!-- slow -->` runs in the slow set, with all blocks before it.
+among the page's ```python blocks.
 """
 
 import argparse
@@ -24,40 +24,25 @@ ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "benchmarks/NOTES.md"]
 PAGES += [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = {page: (ROOT / page).read_text() for page in PAGES}
-PYTHON = re.compile(
-    r"<!-- (?:setup|check)\n(?P<hidden>.*?)-->|(?P<slow><!-- slow -->\n)?```python\n(?P<shown>.*?)```", re.DOTALL
-)
+PYTHON = re.compile(r"<!-- (?:setup|check)\n(?P<hidden>.*?)-->|```python\n(?P<shown>.*?)```", re.DOTALL)
 
 
 @cache
-def python_of(page: str) -> list[tuple[str, bool]]:
-    """Code and whether it is slow, in the order of the page; each padded so that a traceback has the page's lines."""
+def python_of(page: str) -> list[str]:
+    """The code in the order of the page; each block padded so that a traceback has the page's line numbers."""
     found = []
     for match in PYTHON.finditer(TEXTS[page]):
         group = "hidden" if match["hidden"] is not None else "shown"
-        lines = "\n" * TEXTS[page].count("\n", 0, match.start(group))
-        found.append((lines + match[group], match["slow"] is not None))
+        found.append("\n" * TEXTS[page].count("\n", 0, match.start(group)) + match[group])
     return found
-
-
-def run_python(page: str, slow: bool, folder: Path, monkeypatch) -> None:
-    blocks = python_of(page)
-    first_slow = next((i for i, (_, is_slow) in enumerate(blocks) if is_slow), len(blocks))
-    monkeypatch.chdir(folder)
-    names = {"__name__": "__main__"}
-    for block, _ in blocks if slow else blocks[:first_slow]:
-        exec(compile(block, page, "exec"), names)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if python_of(page)])
 def test_python_runs(page, tmp_path, monkeypatch):
-    run_python(page, False, tmp_path, monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if any(slow for _, slow in python_of(page))])
-def test_slow_python_runs(page, tmp_path, monkeypatch):
-    run_python(page, True, tmp_path, monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "__main__"}
+    for block in python_of(page):
+        exec(compile(block, page, "exec"), names)
 
 
 def commands() -> list[tuple[str, str]]:
@@ -197,7 +182,8 @@ def test_every_public_name_is_on_its_page(module, page):
 
 def test_plain_english():
     words = r"\b(processors?|multiprocessors?|matrix units?|copy engine|artefacts?|optimisers?|his|dealt|taken whole)\b"
-    found = {page: re.findall(words, text, flags=re.IGNORECASE) for page, text in TEXTS.items()}
+    prose = {page: re.sub(r"<!-- table: .*?<!-- end -->", "", text, flags=re.DOTALL) for page, text in TEXTS.items()}
+    found = {page: re.findall(words, text, flags=re.IGNORECASE) for page, text in prose.items()}
     assert {page: hits for page, hits in found.items() if hits} == {}
 
 

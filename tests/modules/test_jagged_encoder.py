@@ -338,7 +338,7 @@ FEATURES = [
 
 
 class Model(nn.Module):
-    """A collection, the encoder and the interaction, one behind the other."""
+    """A collection, the encoder and the interaction, one after the other."""
 
     def __init__(self):
         super().__init__()

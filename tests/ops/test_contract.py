@@ -208,7 +208,7 @@ def test_new_sizes_compile_no_kernel(name, device, monkeypatch):
 
     function, _ = calls(device, "triton")[name]
     compiled = []
-    for factor in (32, 2, 3, 16):  # the largest first: its histories are cut up and merged as well
+    for factor in (32, 2, 3, 16):  # the largest first: its histories are split and combined as well
         _, inputs = calls(device, "triton", factor)[name]
         leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
         torch.autograd.grad(function(*inputs).sum(), leaves)

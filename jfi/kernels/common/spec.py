@@ -29,7 +29,7 @@ class AttentionSpec(NamedTuple):
         has_bias: scores have a bias by event and head.
         bias_by_index: the bias is a table; each event names one of its rows.
         has_value_scale: values are multiplied by a number per event.
-        num_fields: tensors in which a history row lies, equal parts in each: 1 or 2.
+        num_fields: tensors that hold a history row, in equal parts: 1 or 2.
         precision: ``input_precision`` of tl.dot.
         block_m: query rows of a tile.
         block_n: history rows (keys) of a tile.
