@@ -47,19 +47,31 @@ def test_ragged(case, dtype, device):
         compare(public, plain, inputs)
 
 
-@pytest.mark.parametrize(("width", "out_width"), [(1, 1), (96, 5), (100, 33), (256, 8), (300, 130)])
+@pytest.mark.parametrize(
+    ("width", "out_width"),
+    [(1, 1), (100, 33), (256, 8), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((96, 5), (300, 130)))],
+)
 def test_widths(width, out_width, device):
     for _, public, plain, inputs in problems([3, 0, 70, 1], width, out_width, torch.float32, device):
         compare(public, plain, inputs)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    lengths=st.lists(st.integers(0, 90), max_size=6),
-    width=st.integers(1, 40),
-    out_width=st.integers(1, 20),
+any_shape = given(
+    lengths=st.lists(st.integers(0, 90), max_size=6), width=st.integers(1, 40), out_width=st.integers(1, 20)
 )
+
+
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@any_shape
 def test_any_shape(lengths, width, out_width, device):
+    for _, public, plain, inputs in problems(lengths, width, out_width, torch.float32, device):
+        compare(public, plain, inputs)
+
+
+@pytest.mark.slow
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@any_shape
+def test_many_shapes(lengths, width, out_width, device):
     for _, public, plain, inputs in problems(lengths, width, out_width, torch.float32, device):
         compare(public, plain, inputs)
 

@@ -74,7 +74,8 @@ def test_ragged(case, dtype, impl, device):
 @pytest.mark.parametrize("most", [0, 2**30])
 def test_a_program_per_sample_in_their_order_or_in_that_of_their_lengths(most, device):
     with plan.override(ORDERED_SAMPLES_PER_SM=most):
-        check(torch.randint(0, 12, (70,)).tolist(), device, "triton")
+        lengths = torch.randint(0, 12, (RANKS.value + 3,)).tolist()
+        compare_with_reference(lengths, device, "triton", torch.float32, 1, 1, 1, 16, None, None, max(lengths))
 
 
 @triton.jit
@@ -82,8 +83,13 @@ def _sample_kernel(offsets_ptr, sample_ptr, batch):
     tl.store(sample_ptr + tl.program_id(0), longest_first(tl.program_id(0), offsets_ptr, batch))
 
 
-@pytest.mark.parametrize("samples", [1, 31, 32, 33, 64, 65, 97])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    ("samples", "dtype"),
+    [
+        *((1, torch.int64), (32, torch.int32), (33, torch.int64), (65, torch.int32)),
+        *(pytest.param(n, x, marks=pytest.mark.slow) for n in (31, 64, 97) for x in (torch.int32, torch.int64)),
+    ],
+)
 def test_programs_take_each_sample_once_and_the_long_ones_first(samples, dtype, device):
     lengths = torch.randint(0, 9, (samples,))
     sample = torch.empty(samples, dtype=torch.int64, device=device)
@@ -103,9 +109,19 @@ def test_steps_of_short_histories_and_of_long_ones(width, value_width, longest, 
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(
-    ("times", "heads", "groups"), [(1, 4, 4), (3, 6, 2), (16, 1, 1), (17, 1, 1), (17, 3, 1), (70, 2, 1), (70, 6, 2)]
+    ("times", "heads", "groups", "bias"),
+    [
+        *((1, 2, 2, "hidden"), (3, 6, 2, None), (3, 6, 2, "hidden"), (16, 1, 1, None)),
+        *((17, 1, 1, None), (17, 3, 1, "hidden"), (70, 2, 1, None), (35, 6, 2, "hidden")),
+        *(
+            pytest.param(*shape, marks=pytest.mark.slow)
+            for shape in (
+                *((1, 4, 4, None), (1, 4, 4, "hidden"), (16, 1, 1, "hidden"), (17, 1, 1, "hidden"), (17, 3, 1, None)),
+                *((70, 2, 1, "hidden"), (70, 6, 2, None), (70, 6, 2, "hidden")),
+            )
+        ),
+    ],
 )
-@pytest.mark.parametrize("bias", [None, "hidden"])
 def test_queries_and_heads(times, heads, groups, bias, impl, device):
     check([5, 0, 200, 1], device, impl, times=times, heads=heads, groups=groups, value_width=12, bias=bias)
 
@@ -118,13 +134,13 @@ HALVES = [torch.float16, torch.bfloat16]
     ("times", "heads", "groups", "width", "value_width"),
     [
         (24, 1, 1, 64, None),
-        (24, 1, 1, 24, 40),
         (8, 6, 1, 128, 32),
-        (8, 6, 1, 64, None),
         (70, 1, 1, 128, None),
-        (70, 1, 1, 256, None),
-        (35, 4, 2, 128, 32),
         (35, 4, 2, 17, None),
+        pytest.param(24, 1, 1, 24, 40, marks=pytest.mark.slow),
+        pytest.param(8, 6, 1, 64, None, marks=pytest.mark.slow),
+        pytest.param(70, 1, 1, 256, None, marks=pytest.mark.slow),
+        pytest.param(35, 4, 2, 128, 32, marks=pytest.mark.slow),
     ],
 )
 def test_many_queries_in_half_precision(times, heads, groups, width, value_width, dtype, device):
@@ -235,7 +251,12 @@ def test_any_scale(scale, times, impl, device):
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(
-    ("width", "value_width"), [(1, 1), (17, None), (96, 5), (100, None), (256, None), (256, 300), (400, 3)]
+    ("width", "value_width"),
+    [
+        *((1, 1), (17, None), (100, None), (256, None), (400, 3)),
+        pytest.param(96, 5, marks=pytest.mark.slow),
+        pytest.param(256, 300, marks=pytest.mark.slow),
+    ],
 )
 def test_widths(width, value_width, impl, device):
     check([3, 0, 150, 1], device, impl, times=2, width=width, value_width=value_width)
@@ -248,9 +269,7 @@ def test_rows_wider_than_a_tile_are_refused(device):
         jfi.ops.target_attention(query, key, offsets=offsets_of([3], device), impl="triton")
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
+any_shape = given(
     lengths=st.lists(st.integers(0, 180), max_size=5),
     times=st.integers(1, 3),
     heads=st.sampled_from([(1, 1), (2, 1), (3, 3), (4, 2)]),
@@ -258,7 +277,20 @@ def test_rows_wider_than_a_tile_are_refused(device):
     value_width=st.none() | st.integers(1, 40),
     bias=st.sampled_from([None, "finite", "hidden"]),
 )
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@any_shape
 def test_any_shape(lengths, times, heads, width, value_width, bias, impl, device):
+    check(lengths, device, impl, torch.float32, times, *heads, width, value_width, bias)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", IMPLS)
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@any_shape
+def test_many_shapes(lengths, times, heads, width, value_width, bias, impl, device):
     check(lengths, device, impl, torch.float32, times, *heads, width, value_width, bias)
 
 
@@ -287,9 +319,17 @@ def test_scores_far_from_zero_do_not_overflow(impl, device):
         torch.testing.assert_close(shifted, plain, atol=2e-3, rtol=2e-3)
 
 
+#: (times, bias_rows, max_seqlen): the interpreter runs one program after another, so most are slow ones.
+SAME_BITS = [(2, 7, None), (2, 100, 300), (20, 395, None)]
+SLOW_SAME_BITS = [(2, None, None), (2, 395, None), (2, 100, None), (20, 7, None)]
+SLOW_SAME_BITS += [(2, None, 300), (2, 395, 300), (2, 7, 300), (20, 395, 300), (20, 7, 300)]
+
+
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("max_seqlen", [None, 300])
-@pytest.mark.parametrize(("times", "bias_rows"), [(2, None), (2, 395), (2, 7), (2, 100), (20, 395), (20, 7)])
+@pytest.mark.parametrize(
+    ("times", "bias_rows", "max_seqlen"),
+    [*SAME_BITS, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_SAME_BITS)],
+)
 def test_the_same_inputs_give_the_same_bits(times, bias_rows, max_seqlen, impl, device):
     offsets = offsets_of([300, 5, 0, 90], device)
     query = torch.randn(4, times, 2, 16, device=device, requires_grad=True)

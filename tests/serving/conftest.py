@@ -1,11 +1,14 @@
 """One tiny run, trained and exported once: compiling is what takes long."""
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from filelock import FileLock  # torch requires it
 
 from jfi.data import Batch
 from jfi.models import SequenceDLRM
@@ -36,8 +39,8 @@ def logits(model: SequenceDLRM, batch: Batch) -> torch.Tensor:
     return model(batch.dense_features, batch.sparse_features).squeeze(-1)
 
 
-@pytest.fixture(scope="package", autouse=True)
-def _one_thread():
+@contextmanager
+def one_thread() -> Iterator[None]:
     """For work this small several threads only wait for one another, the longer the busier the machine is."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -47,19 +50,35 @@ def _one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="package")
-def exported(tmp_path_factory) -> SimpleNamespace:
-    """`run`, a run folder, and `path`, its artifact, made by the commands that the documentation shows."""
-    folder = tmp_path_factory.mktemp("serving")
+@pytest.fixture(scope="package", autouse=True)
+def _one_thread():
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory, worker_id) -> SimpleNamespace:
+    """`run`, a run folder, and `path`, its artifact, made by the commands that the documentation shows.
+
+    One for all workers of the test run: the first that asks makes it, in the folder that theirs are in.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder if worker_id == "master" else folder.parent) / "serving"
+    with FileLock(f"{folder}.lock"), one_thread():
+        if not (folder / "run/artifact").exists():
+            export_tiny(folder)
+    return SimpleNamespace(run=folder / "run", path=folder / "run/artifact")
+
+
+def export_tiny(folder: Path) -> None:
     overrides = ["--config", str(ROOT / "configs/quickstart.yaml"), *TINY, "--training.run_dir", str(folder / "run")]
     train(parse_config(overrides, "")[0])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["export.py", "--run", str(folder / "run")])
         assert run_cli(load_script("export").main) == 0
-    return SimpleNamespace(run=folder / "run", path=folder / "run/artifact")
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def scorer(exported) -> Scorer:
     return Scorer(exported.path)
 

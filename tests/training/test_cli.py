@@ -1,4 +1,5 @@
 import dataclasses
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from jfi.training import Config, ConfigError
 from jfi.training.cli import load_config, parse_config, run_cli, save_config
 
 ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples/train_dlrm.py"
 
 
 def parse(*arguments: str) -> Config:
@@ -206,19 +208,24 @@ def test_exit_codes(capsys):
     [
         (["--data.interactions", "absent.csv"], "absent.csv"),
         (["--resume", ".", "--training.epochs", "3"], "no other option"),
-        (["--training.seed", "-1"], "training.seed"),
     ],
 )
-def test_a_fault_is_one_line_and_writes_nothing(tmp_path, arguments, part):
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples/train_dlrm.py", *arguments],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def test_a_fault_is_one_line_and_writes_nothing(tmp_path, monkeypatch, capsys, arguments, part):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["train_dlrm.py", *arguments])
+    assert run_cli(runpy.run_path(str(SCRIPT))["main"]) == 2
+    assert_one_line(capsys.readouterr().err, part, tmp_path)
+
+
+def test_a_process_with_a_fault_says_it_in_one_line(tmp_path):
+    command = [sys.executable, SCRIPT, "--training.seed", "-1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2, done.stderr
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and part in lines[0], done.stderr
-    assert "Traceback" not in done.stderr
-    assert list(tmp_path.iterdir()) == []
+    assert_one_line(done.stderr, "training.seed", tmp_path)
+
+
+def assert_one_line(errors: str, part: str, folder: Path) -> None:
+    lines = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and part in lines[0], errors
+    assert "Traceback" not in errors
+    assert list(folder.iterdir()) == []

@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 from torchrec import EmbeddingCollection, EmbeddingConfig
-from worker import do
+from worker import do, without_pictures
 
 from jfi.data import Batch, DataConfig, load_dataset
 from jfi.training import (
@@ -146,8 +146,9 @@ def job(folder: Path, config: Config, **options: object) -> dict:
 @pytest.fixture(scope="module")
 def alone(folder):
     """The run folder of a run in one process, not launched, by optimizer."""
-    for optimizer in ("adagrad", "rowwise_adagrad"):
-        train(tiny(folder, f"alone-{optimizer}", optimizer))
+    with without_pictures():
+        for optimizer in ("adagrad", "rowwise_adagrad"):
+            train(tiny(folder, f"alone-{optimizer}", optimizer))
     return {optimizer: folder / f"alone-{optimizer}" for optimizer in ("adagrad", "rowwise_adagrad")}
 
 
@@ -259,13 +260,15 @@ def test_both_collections_are_pipelined_and_the_losses_stay(folder, alone, one_l
     with join_world("cpu") as world:
         trainer = Trainer(config, load_dataset(config.data), world)
         trainer.pipeline = trainer._make_pipeline()
-        trainer.fit(RunFolder.create(config))
+        with without_pictures():
+            trainer.fit(RunFolder.create(config))
         names = {id(module): name for name, module in trainer.model.module.named_modules()}
         pipelined = {names[id(module)] for module in trainer.pipeline._pipelined_modules}
     assert pipelined == {"embedding_bag_collection", "embedding_collection"}
     assert_same_metrics(folder / "pipelined", alone["adagrad"])
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_restarted_and_the_run_goes_on(folder, alone):
     """kill -9 to one of torchrun's workers in the second epoch; the same command line ends the run."""
     config = tiny(folder, "killed", "rowwise_adagrad", "row_wise")

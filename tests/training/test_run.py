@@ -66,6 +66,13 @@ def assert_same_run(run: Path, other: Path) -> None:
     assert not different
 
 
+@pytest.fixture(autouse=True)
+def _no_pictures(monkeypatch):
+    """Drawing takes longer than such a run; `finished` is made before this, and has its pictures."""
+    for name in ("draw_curves", "draw_attention"):
+        monkeypatch.setattr(f"jfi.training.loop.{name}", lambda *_: None)
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A run that nothing disturbed, and its result."""
@@ -112,7 +119,7 @@ def test_same_seed_same_run_and_another_seed_another(finished, tmp_path):
     assert read_metrics(finished[0] / "metrics.jsonl")[0] != read_metrics(tmp_path / "other" / "metrics.jsonl")[0]
 
 
-@pytest.mark.parametrize("step", [1, 3, 5, 14])
+@pytest.mark.parametrize("step", [1, 5, *(pytest.param(step, marks=pytest.mark.slow) for step in (3, 14))])
 def test_resume_after_an_interruption_is_bit_exact(finished, tmp_path, monkeypatch, step):
     """The loop dies after `step` steps; what it has saved is continued."""
     killed_after(step, tiny(tmp_path / "run"), monkeypatch)
@@ -148,7 +155,8 @@ def killed_after(step: int, config: Config, monkeypatch: pytest.MonkeyPatch) -> 
 def test_an_encoder_learns_and_resumes_to_the_same_bits(tmp_path, monkeypatch):
     def encoded(name: str) -> Config:
         encoder = EncoderConfig(num_layers=2, num_heads=2, dropout=0.1, causal=True, bias="position")
-        config = dataclasses.replace(tiny(tmp_path / name, epochs=2, batch_size=32), encoder=encoder)
+        config = tiny(tmp_path / name, epochs=2, batch_size=32, checkpoint_every=10)
+        config = dataclasses.replace(config, encoder=encoder)
         config.data.synthetic.num_users = 30
         return config
 
@@ -180,20 +188,35 @@ def wait_for_lines(path: Path, count: int, process: subprocess.Popen) -> None:
         time.sleep(0.002)
 
 
-def test_kill_9_at_any_moment(tmp_path):
-    """Killed twice at random moments and continued, a run ends with the same bits as one left alone."""
+def killed(arguments: list[object], run: Path, lines: int, cwd: Path) -> None:
+    """Starts a run and kills it at a random moment after so many lines of its log."""
+    process = start(arguments, cwd)
+    wait_for_lines(run / "metrics.jsonl", lines, process)
+    time.sleep(random.uniform(0, 0.25))
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_kill_9_at_any_moment(finished, tmp_path):
+    """Killed at a random moment and continued, a run ends with the same bits as one left alone."""
+    path = tmp_path / "killed"
+    save_config(tiny(path), tmp_path / "config.yaml")
+    killed(["--config", tmp_path / "config.yaml"], path, 2, tmp_path)
+    resume(path)
+    assert_same_run(finished[0], path)
+
+
+@pytest.mark.slow
+def test_kill_9_twice(tmp_path):
+    """The same, killed a second time after it was continued, by the commands."""
     path, whole = tmp_path / "killed", tmp_path / "whole"
     config = tiny(path, epochs=12, patience=None, checkpoint_every=2)
     train(config.with_training(run_dir=str(whole)))
     save_config(config, tmp_path / "config.yaml")
     arguments: list[object] = ["--config", tmp_path / "config.yaml"]
     for lines in (2, 12):
-        process = start(arguments, tmp_path)
-        wait_for_lines(path / "metrics.jsonl", lines, process)
-        time.sleep(random.uniform(0, 0.25))
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        assert process.returncode == -signal.SIGKILL
+        killed(arguments, path, lines, tmp_path)
         arguments = ["--resume", path]
     process = start(arguments, tmp_path)
     _, errors = process.communicate(timeout=120)
@@ -201,7 +224,9 @@ def test_kill_9_at_any_moment(tmp_path):
     assert_same_run(whole, path)
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_a_signal_saves_and_exits(tmp_path, signum, code):
     path = tmp_path / "run"
     save_config(tiny(path, epochs=100, patience=None, checkpoint_every=0), tmp_path / "config.yaml")
@@ -320,10 +345,11 @@ def test_a_used_folder_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("pooling", ["none", "mean"])
-def test_other_poolings_train(tmp_path, pooling):
+def test_other_poolings_train(tmp_path, monkeypatch, pooling):
     config = tiny(tmp_path / "run", epochs=1)
     config.model.pooling = pooling
     config.encoder = EncoderConfig(num_layers=1, num_heads=2)
+    monkeypatch.undo()
     assert 0 <= train(config).test["auc"] <= 1
     assert not (tmp_path / "run" / "attention.png").exists()
 
@@ -360,12 +386,13 @@ def test_the_average_is_what_is_evaluated(tmp_path):
     assert trainer._evaluated is trainer.modules["average"].module
 
 
-def test_without_histories_there_is_no_picture_of_attention(tmp_path):
+def test_without_histories_there_is_no_picture_of_attention(tmp_path, monkeypatch):
     """Every user of the table has one event."""
     table = tmp_path / "table.csv"
     table.write_text("user_id,item_id,rating,timestamp\n" + "".join(f"{u},{u % 3},{u % 2},{u}\n" for u in range(40)))
     config = tiny(tmp_path / "run", epochs=1)
     config.data = DataConfig(interactions=str(table), label="rating >= 1", event_categorical=["rating"])
+    monkeypatch.undo()
     train(config)
     assert (tmp_path / "run" / "curves.png").exists()
     assert not (tmp_path / "run" / "attention.png").exists()

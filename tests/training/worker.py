@@ -1,8 +1,7 @@
 """One process of a launched run, as torchrun would start it: python worker.py JOBS OUTCOMES.
 
 JOBS is a JSON list of {"port": ..., "config": FILE} or {"port": ..., "resume": FOLDER}, done one after another; with
-"stop_at": n the last rank sends itself SIGTERM in step n. Outcomes are written as a JSON list. Nothing is drawn, which
-would take most of the time.
+"stop_at": n the last rank sends itself SIGTERM in step n. Outcomes are written as a JSON list.
 """
 
 import json
@@ -19,8 +18,9 @@ from jfi.training.cli import load_config
 from jfi.training.loop import Trainer
 
 
-def nothing(*_: object) -> None:
-    pass
+def without_pictures():
+    """Nothing is drawn within: that would take most of the time."""
+    return mock.patch.multiple("jfi.training.loop", draw_curves=lambda *_: None, draw_attention=lambda *_: None)
 
 
 def do(job: dict) -> dict:
@@ -39,8 +39,7 @@ def do(job: dict) -> dict:
         return forward(trainer, batch)
 
     os.environ["MASTER_PORT"] = str(job["port"])
-    without_pictures = mock.patch.multiple("jfi.training.loop", draw_curves=nothing, draw_attention=nothing)
-    with mock.patch.object(Trainer, "_forward", stopping_forward), without_pictures:
+    with mock.patch.object(Trainer, "_forward", stopping_forward), without_pictures():
         try:
             train(load_config(job["config"])) if "config" in job else resume(job["resume"])
             return {"end": "done", **outcome}
