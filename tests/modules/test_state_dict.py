@@ -91,6 +91,25 @@ def test_distributed_checkpoints_state_dict_functions():
         assert torch.equal(got, want), name
 
 
+@pytest.mark.parametrize("name", ["type", "pop", "of", "training", "0", "forward", "_modules"])
+def test_a_feature_may_have_the_name_of_a_modules_attribute(name):
+    layer, other = (layer_of([feature("clicks"), feature(name)]) for _ in range(2))
+    loaded = torch.nn.MultiheadAttention(EMBEDDING_DIM, 2)
+    layer.load_multihead_attention(name, loaded)
+    state = get_model_state_dict(layer)
+    torch.testing.assert_close(state[f"attention.{name}.output_weight"], loaded.out_proj.weight, rtol=0, atol=0)
+    assert not torch.equal(state["attention.clicks.output_weight"], loaded.out_proj.weight)
+    assert set(state) == set(layer.state_dict()) == {f"attention.{x}" for x in keys_of("clicks", name)}
+    set_model_state_dict(other, copy.deepcopy(state))
+    for (key, got), want in zip(other.named_parameters(), layer.parameters(), strict=True):
+        assert torch.equal(got, want), key
+
+
+def keys_of(*names):
+    kinds = ("query_weight", "query_bias", "key_weight", "value_weight", "output_weight", "output_bias")
+    return [f"{name}.{kind}" for name in names for kind in kinds]
+
+
 def test_repr_shows_features_heads_queries_and_biases():
     text = repr(JaggedFeatureInteraction(OLD, EMBEDDING_DIM, 2, 3)) + repr(encoder_of(OLD))
     assert "clicks: item -> clicks_item, bias=PositionBias(num_buckets=3)" in text
