@@ -4,7 +4,8 @@ Features alike share one parameter, stacked along the first dimension. A paramet
 features 156 tensors a step to collect, to hand to autograd and to accumulate gradients in, more host time than
 everything else in the layer. But which features are alike, and in what order, changes with every feature that is added:
 so state_dict() has `<feature>.query_weight` and the like, each a view of the stacked parameter, and load_state_dict()
-takes them. With strict=False a model with one more feature loads the weights of one without it. named_parameters(),
+takes them. With strict=False a model with one more feature loads the weights of one without it; from the meta device
+(assign=True) only the parameters whose features are all in the checkpoint move. named_parameters(),
 and with it an optimizer's state, keep the stacked parameters: `0.query_weight` for group 0.
 """
 
@@ -80,7 +81,9 @@ class AttentionGroups(nn.ModuleList):
                     f"{list(parameter[place].shape)}"
                 )
                 continue
-            if parameter.is_meta and local_metadata.get("assign_to_params_buffers", False):
+            # A parameter whose features are not all in the checkpoint stays on meta: it would be partly uninitialized.
+            complete = all(f"{prefix}{feature.name}.{name}" in state_dict for feature in group.features)
+            if parameter.is_meta and complete and local_metadata.get("assign_to_params_buffers", False):
                 parameter = group.leave_meta(name, value.device)
             parameter[place].copy_(value)
         if strict:
