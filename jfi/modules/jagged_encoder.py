@@ -12,6 +12,7 @@ part of b_o.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -105,7 +106,7 @@ class JaggedEncoder(nn.Module):
             raise ValueError(f"dropout must be in [0, 1), got {dropout}")
         self.features = features
         self.embedding_dim, self.num_heads, self.num_layers, self.causal = embedding_dim, num_heads, num_layers, causal
-        self._groups = [FeatureGroup([feature], embedding_dim) for feature in features]
+        self._groups = [FeatureGroup([replace(feature, weighted_values=False)], embedding_dim) for feature in features]
         self.stacks = nn.ModuleDict()
         for feature in features:
             # Past add_module(), which refuses names of nn.ModuleDict's own such as "items".

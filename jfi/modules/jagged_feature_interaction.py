@@ -242,7 +242,7 @@ class JaggedFeatureInteraction(nn.Module):
                 got = "a tensor" if want is None else got
                 raise ValueError(f"attention must have {attribute}={want} for feature '{name}', got {got}")
         with torch.no_grad():
-            _load_multihead_attention(getattr(self.attention, name), attention)
+            _load_multihead_attention(self.attention.of(name), attention)
 
     def _in_order(self, outputs: list[Tensor]) -> Tensor:
         pooled = {}

@@ -29,6 +29,7 @@ from jfi.ops._checks import (
     FLOATING,
     check_dim,
     check_events,
+    check_floating,
     check_impl,
     check_max_seqlen,
     check_offsets,
@@ -96,12 +97,13 @@ def absorbed_target_attention(
     first, traced = fields[0], is_traced()
     samples = target.shape[0] * target.shape[1]
     check_offsets("offsets", offsets, first.shape[0], "history", first, samples, traced)
-    if key_bias_index is not None or value_scale is not None:
-        check_events(first, key_bias, key_bias_index, value_scale, num_heads, traced)
     if key_bias is not None and key_bias_index is None:
+        check_floating(history=first, key_bias=key_bias)
         check_dim("key_bias", key_bias, "[S, H]")
         check_size("key_bias", key_bias.shape[0], first.shape[0], "S")
         check_size("key_bias", key_bias.shape[1], num_heads, "H")
+    if key_bias_index is not None or value_scale is not None:
+        check_events(first, key_bias, key_bias_index, value_scale, num_heads, traced)
     impl = check_impl(impl, first)
     scale = check_scale(scale, weights[2].shape[1] // num_heads)
     check_max_seqlen(max_seqlen)
@@ -144,6 +146,8 @@ def _check_shapes(target: Tensor, fields: tuple[Tensor, ...], weights: tuple[Ten
     """The number of queries, T, of arguments that fit each other."""
     if len(weights) != len(_WEIGHTS):
         raise ValueError(f"weights must be the six tensors {', '.join(_WEIGHTS)}, got {len(weights)}")
+    if not fields:
+        raise ValueError("history must be a tensor or a tuple of at least one, got ()")
     for i, x in enumerate((target, *weights, *fields)):
         if not isinstance(x, Tensor) or x.dtype not in FLOATING:
             name = ("target", *_WEIGHTS)[i] if i < 7 else "history"
@@ -164,9 +168,9 @@ def _check_shapes(target: Tensor, fields: tuple[Tensor, ...], weights: tuple[Ten
     if target.device != first.device:
         raise ValueError(f"target must be on the device of history, {first.device}, got {target.device}")
     features, dim = weights[5].shape if weights[5].dim() == 2 else (0, 0)
-    if features != target.shape[0] or num_heads < 1 or dim % num_heads:
+    if features != target.shape[0] or dim == 0 or num_heads < 1 or dim % num_heads:
         raise ValueError(
-            f"output_bias must be [F, D] of F = {target.shape[0]} and a D that num_heads = {num_heads} divides, "
+            f"output_bias must be [F, D] of F = {target.shape[0]} and a D >= 1 that num_heads = {num_heads} divides, "
             f"got shape {list(weights[5].shape)}"
         )
     queries = weights[0].shape[1]
