@@ -421,7 +421,7 @@ def plan_target_attention(x: TargetAttentionInputs, impl: str, device: Device | 
         key.dtype,
         device,
     )
-    if query_rows <= FEW_QUERY_ROWS and TARGET_FAMILY in (None, "target_few"):
+    if takes_events(query_rows):
         whole = max_seqlen is not None and max_seqlen <= problem.most_whole_rows
         table_rows = 0 if bias_index is None else bias.shape[0]
         tables_fit = table_rows > TABLE_ROWS or batch * table_rows * num_heads <= MOST_TABLE_ELEMENTS
@@ -434,6 +434,14 @@ def plan_target_attention(x: TargetAttentionInputs, impl: str, device: Device | 
     ):
         return _plan_sm90(problem, _is_short(problem, batch, num_keys))
     return _plan_many(problem, aligned and 0 < num_keys < 2**31)
+
+
+def takes_events(query_rows: int) -> bool:
+    """Whether the kernels for few query rows, so many per key head, run: they alone read bias tables and value_scale.
+
+    Then key may also be the left half of the history's one head, whose right half is ``second``.
+    """
+    return query_rows <= FEW_QUERY_ROWS and TARGET_FAMILY in (None, "target_few")
 
 
 def _prefers_jagged(problem: AttentionProblem, batch: int, query_rows: int) -> bool:

@@ -69,6 +69,18 @@ def test_a_family_can_be_forced(family):
         assert explain(1024, 500_000, 64, 100).family == family
 
 
+@pytest.mark.parametrize("family", ["target_few", "target_many"])
+def test_a_forced_family_computes_the_same_from_a_bias_table_and_scaled_values(family, device):
+    query, key = torch.randn(2, 1, 2, 16, device=device), torch.randn(5, 1, 16, device=device)
+    offsets, table = torch.tensor([0, 2, 5], device=device), torch.randn(3, 2, device=device)
+    index, value_scale = torch.tensor([0, 2, 1, 1, 0], device=device), torch.rand(5, device=device)
+    by_event = {"value": key * value_scale[:, None, None], "key_bias": table[index], "impl": "torch"}
+    expected = jfi.ops.target_attention(query, key, offsets=offsets, **by_event)
+    events = {"key_bias": table, "key_bias_index": index, "value_scale": value_scale, "impl": "triton"}
+    with plan.override(TARGET_FAMILY=family):
+        torch.testing.assert_close(jfi.ops.target_attention(query, key, offsets=offsets, **events), expected)
+
+
 def test_tables_too_large_for_a_program_each_are_split():
     index = torch.empty(3_000_000, dtype=torch.int64, device="meta")
 
