@@ -291,7 +291,7 @@ class Split(StrEnum):
     CHUNKS = "chunks of long samples, then combine"
     TILES = "one program per tile"
     TILE_SCHEDULER = "tiles of the longest samples first"
-    CPU = "threads of PyTorch's operators"
+    PYTORCH = "as PyTorch's operators do"
 
 
 @dataclass(frozen=True, eq=False)
@@ -362,7 +362,7 @@ class AttentionPlan:
 
 @_cached
 def _torch_plan(family: str, kernel: str, reason: str) -> AttentionPlan:
-    kernels = (KernelPlan(kernel, Split.CPU),)
+    kernels = (KernelPlan(kernel, Split.PYTORCH),)
     return AttentionPlan(family, kernels, kernels, reason)
 
 
@@ -429,11 +429,12 @@ def plan_target_attention(x: TargetAttentionInputs, impl: str, device: Device | 
         block_r = power_of_two(table_rows) if 0 < table_rows <= TABLE_ROWS else 0
         return _plan_few(problem, whole, whole and max_seqlen <= SHORT_ROWS, whole and tables_fit, ordered, block_r)
     aligned = (query.data_ptr() | key.data_ptr() | (0 if value is None else value.data_ptr())) % 16 == 0
-    if _prefers_jagged(problem, batch, query_rows) and sm90_serves(
-        problem, batch * num_queries * num_heads, num_keys, scale, aligned
-    ):
+    refusal = _jagged_refusal(problem, batch, query_rows, num_keys, scale, aligned)
+    if refusal is None:
         return _plan_sm90(problem, _is_short(problem, batch, num_keys))
-    return _plan_many(problem, aligned and 0 < num_keys < 2**31)
+    forced = "TARGET_FAMILY is not target_few" if query_rows <= FEW_QUERY_ROWS else None
+    reason = forced or f"more than {FEW_QUERY_ROWS} query rows per key head"
+    return _plan_many(problem, aligned and 0 < num_keys < 2**31, f"{reason}, and not jagged attention: {refusal}")
 
 
 def takes_events(query_rows: int) -> bool:
@@ -444,14 +445,22 @@ def takes_events(query_rows: int) -> bool:
     return query_rows <= FEW_QUERY_ROWS and TARGET_FAMILY in (None, "target_few")
 
 
-def _prefers_jagged(problem: AttentionProblem, batch: int, query_rows: int) -> bool:
-    """Whether jagged attention's sm90 kernels are faster than the kernels for many query rows."""
-    if TARGET_FAMILY is not None:
-        return TARGET_FAMILY == "jagged_sm90"
+def _jagged_refusal(
+    problem: AttentionProblem, batch: int, query_rows: int, num_keys: int, scale: float, aligned: bool
+) -> str | None:
+    """Why jagged attention's sm90 kernels cannot run, or are slower than the kernels for many query rows; or None."""
+    if TARGET_FAMILY not in (None, "jagged_sm90"):
+        return f"TARGET_FAMILY is {TARGET_FAMILY}"
+    refusal = sm90_refusal(problem, batch * problem.num_kv_heads * query_rows, num_keys, scale, aligned)
+    if refusal is not None or TARGET_FAMILY is not None:
+        return refusal
+    least = (JAGGED_QUERY_ROWS_SHARED if problem.shared_kv else JAGGED_QUERY_ROWS)[problem.head_dim]
+    if query_rows < least:
+        return f"fewer than {least} query rows per key head"
     tiles = batch * problem.num_kv_heads * ceil_div(query_rows, 64)
-    fills = tiles >= FILLING_TILES_PER_SM * problem.device.num_sms
-    least = (JAGGED_QUERY_ROWS_SHARED if problem.shared_kv else JAGGED_QUERY_ROWS).get(problem.head_dim)
-    return fills and least is not None and query_rows >= least
+    if tiles < FILLING_TILES_PER_SM * problem.device.num_sms:
+        return f"fewer than {FILLING_TILES_PER_SM} tiles of 64 query rows per SM"
+    return None
 
 
 def _plan_cpu(dense: bool) -> AttentionPlan:
@@ -531,7 +540,7 @@ def _few_backward(
 
 
 @_cached
-def _plan_many(problem: AttentionProblem, aligned: bool) -> AttentionPlan:
+def _plan_many(problem: AttentionProblem, aligned: bool, reason: str) -> AttentionPlan:
     """Many query rows: tiles of them, and chunks of long histories."""
     history_by_tma = aligned and problem.history_by_tma
     queries_by_tma = history_by_tma and problem.queries_by_tma
@@ -541,11 +550,6 @@ def _plan_many(problem: AttentionProblem, aligned: bool) -> AttentionPlan:
     dhistory = _many_dhistory(problem, queries_by_tma, block_h)
     dquery = _many_dquery(problem, single, history_by_tma, block_h, dhistory.block_n)
     backward = (dquery,) if single else (dquery, dhistory)
-    reason = f"more than {FEW_QUERY_ROWS} query rows per key head, and " + (
-        "too few tiles or too long histories for jagged attention"
-        if problem.device.has_gluon
-        else "no sm90 kernels of jagged attention"
-    )
     return AttentionPlan("target_many", (_many_forward(problem, history_by_tma),), backward, reason, problem)
 
 
@@ -648,13 +652,11 @@ def _jagged_problem(x: JaggedAttentionInputs, device: Device) -> AttentionProble
     )
 
 
-def sm90_serves(problem: AttentionProblem, query_rows: int, num_keys: int, scale: float, aligned: bool) -> bool:
-    """Whether the sm90 kernels take such a call: query_rows counts all (query, head) pairs of the batch."""
-    return sm90_refusal(problem, query_rows, num_keys, scale, aligned) is None
-
-
 def sm90_refusal(problem: AttentionProblem, query_rows: int, num_keys: int, scale: float, aligned: bool) -> str | None:
-    """Why the sm90 kernels do not take such a call; None if they do."""
+    """Why the sm90 kernels do not take such a call; None if they do.
+
+    query_rows counts all (query, head) pairs of the batch.
+    """
     refusal = _sm90_refusal(problem)
     if refusal is not None:
         return refusal

@@ -160,8 +160,8 @@ def jagged_attention(
             bound.
         key_bias: [S, H], added to the scores; -inf hides an event.
         scale: factor of the scores; None means 1/sqrt(D).
-        return_lse: also return the log-sum-exp of each query's scores, with which attention to parts of a history can be
-            combined; it is differentiable like the output.
+        return_lse: also return the log-sum-exp of each query's scores, with which attention to parts of a history can
+            be combined; it is differentiable like the output.
         impl: "triton" (rows of at most 512 float32 or 1,024 half-precision elements), "torch" (on a GPU the plain
             formula, which holds every query-key pair in memory and synchronizes once), or "auto": Triton for CUDA
             tensors except float64, PyTorch otherwise.

@@ -57,16 +57,32 @@ def test_one_tile_of_query_rows_has_one_backward_kernel_and_more_have_two():
 def test_jagged_attention_takes_over_where_query_rows_fill_the_device():
     filled = explain(1024, 500_000, 64, 300)
     assert filled.family == "jagged_sm90"
-    assert explain(1024, 500_000, 64, 300, device=A100).family == "target_many"
-    assert explain(1024, 500_000, 96, 300).family == "target_many"
-    assert explain(2, 500_000, 64, 300).family == "target_many"
-    assert explain(1024, 500_000, 64, 300, scale=-1.0).family == "target_many"
+
+
+@pytest.mark.parametrize(
+    ("batch", "width", "times", "options", "why"),
+    [
+        (1024, 64, 300, {"device": A100}, "no Hopper GPU or no Gluon"),
+        (1024, 96, 300, {}, "keys and values are not both 64 or 128 wide"),
+        (1024, 64, 300, {"dtype": torch.float32}, "torch.float32 is not half precision"),
+        (1024, 64, 300, {"scale": -1.0}, "scale is at most 1e-30"),
+        (1024, 64, 255, {}, "fewer than 256 query rows per key head"),
+        (2, 64, 300, {}, "fewer than 2 tiles of 64 query rows per SM"),
+    ],
+)
+def test_the_kernels_for_many_query_rows_say_why_not_jagged_attention(batch, width, times, options, why):
+    chosen = explain(batch, 500_000, width, times, **options)
+    assert chosen.family == "target_many"
+    assert chosen.reason == f"more than 16 query rows per key head, and not jagged attention: {why}"
 
 
 @pytest.mark.parametrize("family", ["target_many", "jagged_sm90"])
 def test_a_family_can_be_forced(family):
     with plan.override(TARGET_FAMILY=family):
         assert explain(1024, 500_000, 64, 100).family == family
+    with plan.override(TARGET_FAMILY="target_many"):
+        reason = "TARGET_FAMILY is not target_few, and not jagged attention: TARGET_FAMILY is target_many"
+        assert explain(1024, 500_000, 64, 1).reason == reason
 
 
 @pytest.mark.parametrize("family", ["target_few", "target_many"])
