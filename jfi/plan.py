@@ -1,8 +1,10 @@
 """Which kernels run an attention call, on which tiles, and how their work is split: every choice and every threshold.
 
 A plan follows from shapes, dtypes, the device and hints alone; launchers execute it and choose nothing themselves.
-``jfi.ops.explain`` shows the plan of a call.  The numbers are the best of those measured on an H200 unless a line says
-otherwise.  Imports torch alone.  One file on purpose, long as it is: a choice can be read and changed in one place.
+``jfi.ops.explain`` shows the plan of a call.  Not here but in jfi/cpu are the block sizes of a CPU's batched products
+and when it pads a batch: they go by each sample's length.  The numbers are the best of those measured on an H200
+unless a line says otherwise.  Imports torch alone.  One file on purpose, long as it is: a choice can be read and
+changed in one place.
 """
 
 from collections.abc import Callable, Iterator
@@ -49,6 +51,9 @@ MOST_WIDTH_BYTES, MOST_WIDTH_BYTES_TF32X3 = 2048, 1024
 BATCH_PROGRAMS_PER_SM, LEAST_BATCH_CHUNK = 2, 512
 #: Scores per sample and key head above which dense products are faster than sparse ones on a CPU.
 CPU_DENSE_SCORES = 2048
+#: Scales that PyTorch's flash attention for CPUs takes: 0 and below would not leave the -inf of hidden keys -inf, and
+#: its exponentials, exact to 20 bits, lose digits of large scores.
+CPU_FLASH_LEAST_SCALE, CPU_FLASH_MOST_SCALE = 1e-30, 1.0
 
 # --- Thresholds: target attention as jagged attention -----------------------------------------------------------------
 #: Tiles of 64 query rows per SM from which every SM has work though no history is split.
@@ -616,7 +621,7 @@ def plan_jagged_attention(x: JaggedAttentionInputs, impl: str, device: Device | 
     device = device_of(query.device) if device is None else device
     if impl == "torch":
         if device.type == "cpu":
-            return _torch_plan("cpu", "jfi.cpu.jagged_attention", "on a CPU")
+            return _plan_cpu_jagged(cpu_flash_refusal(x))
         return _torch_plan("reference", "jfi.reference.jagged_attention", "impl='torch' on a GPU: the plain formula")
     problem = _jagged_problem(x, device)
     query_rows, num_keys = query.shape[0] * query.shape[1], key.shape[0]
@@ -625,6 +630,35 @@ def plan_jagged_attention(x: JaggedAttentionInputs, impl: str, device: Device | 
     if refusal is None and JAGGED_FAMILY != "jagged_triton":
         return _plan_sm90(problem, _is_short(problem, key_offsets.shape[0] - 1, num_keys))
     return _plan_jagged_triton(problem, refusal or "overridden by JAGGED_FAMILY")
+
+
+@_cached
+def _plan_cpu_jagged(refusal: str | None) -> AttentionPlan:
+    if refusal is not None:
+        return _torch_plan("cpu", "batched matmul", f"no flash attention: {refusal}")
+    reason = "no bias, one width, no window but causal; batched matmul in the backward of a log-sum-exp"
+    return _torch_plan("cpu", "padded flash attention", reason)
+
+
+def cpu_flash_refusal(x: JaggedAttentionInputs) -> str | None:
+    """Why PyTorch's flash attention for CPUs does not take a call, which goes to batched matmul; None if it does.
+
+    Of causal attention the offsets are read: flash attention aligns the first query with the first key.  Offsets on the
+    meta device are taken for those of self-attention.
+    """
+    if x.bias is not None:
+        return "it has no gradient for a bias"
+    if x.value is not None and x.value.shape[2] != x.key.shape[2]:
+        return "keys and values differ in width"
+    if not CPU_FLASH_LEAST_SCALE < x.scale <= CPU_FLASH_MOST_SCALE:
+        return f"scale is not above {CPU_FLASH_LEAST_SCALE} and at most {CPU_FLASH_MOST_SCALE}"
+    if x.left is None and x.right is None:
+        return None
+    if x.left is not None or x.right != 0:
+        return "it takes no window but causal"
+    if x.query_offsets.is_meta or torch.equal(x.query_offsets.long(), x.key_offsets.long()):
+        return None
+    return "causal, and a sample has other numbers of queries and keys"
 
 
 def plan_exported_jagged_attention(x: JaggedAttentionInputs) -> AttentionPlan:

@@ -4,7 +4,7 @@ Samples are sorted by length and batched, L queries by M keys each.  Samples of 
 only a few samples of a batch differ in length, padding them costs less than another batch, and the padding is masked.
 
 Flash attention for CPUs has no gradient for a bias nor any for the log-sum-exp, needs E = D and makes NaN of a query
-that sees no key: such problems go to batched matrix products.
+that sees no key: jfi/plan.py sends such problems to batched matrix products.
 """
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from jfi.cpu.attention_batches import Problem, Rows, take
 from jfi.cpu.attention_bmm import bmm_backward, bmm_forward
+from jfi.plan import JaggedAttentionInputs, cpu_flash_refusal
 
 
 class _Flash:
@@ -84,7 +85,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor | None, *rest) -> tuple[Te
     problem = Problem(query, key, value, *rest)
     out = query.new_zeros(*query.shape[:2], (key if value is None else value).shape[2])
     lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32))
-    is_flash = problem.is_plain
+    is_flash = cpu_flash_refusal(JaggedAttentionInputs(query, key, value, *rest)) is None
     for queries, keys in problem.batches(is_flash):
         (_flash_forward if is_flash else bmm_forward)(problem, queries, keys, out, lse)
     return out, lse
@@ -105,9 +106,10 @@ def backward(
     *rest,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Arguments and results as those of the launcher in jfi/kernels/jagged_attention."""
-    problem = Problem(query, key, value, query_offsets, key_offsets, bias, *rest)
+    inputs = JaggedAttentionInputs(query, key, value, query_offsets, key_offsets, bias, *rest)
+    problem = Problem(*inputs)
     results = [None if x is None else torch.zeros_like(x) for x in (query, key, value, bias)]
-    is_flash = problem.is_plain and dlse is None
+    is_flash = dlse is None and cpu_flash_refusal(inputs) is None
     for queries, keys in problem.batches(is_flash):
         if is_flash:
             _flash_backward(problem, queries, keys, grad, out, lse, results)

@@ -118,6 +118,30 @@ def test_cpus_and_the_plain_formula_are_plans_too():
     assert jfi.ops.explain(jfi.ops.target_attention, query, key, offsets=offsets).family == "cpu"
 
 
+@pytest.mark.parametrize("device", [None, CPU])
+def test_a_cpu_says_whether_jagged_attention_is_flash_or_batched(device):
+    query, offsets = torch.zeros(4, 2, 8), torch.tensor([0, 1, 4])
+
+    def chosen(value=None, queries=query, query_offsets=offsets, **options):
+        options |= {"query_offsets": query_offsets, "key_offsets": offsets, "device": device}
+        found = jfi.ops.explain(jfi.ops.jagged_attention, queries, query, value, **options)
+        return found.family, found.forward[0].kernel, found.reason
+
+    flash = "no bias, one width, no window but causal; batched matmul in the backward of a log-sum-exp"
+    for options in ({}, {"causal": True}):
+        assert chosen(**options) == ("cpu", "padded flash attention", flash)
+    for options, why in (
+        ({"key_bias": torch.zeros(4, 2)}, "it has no gradient for a bias"),
+        ({"value": torch.zeros(4, 2, 4)}, "keys and values differ in width"),
+        ({"scale": 2.0}, "scale is not above 1e-30 and at most 1.0"),
+        ({"window_size": (1, 0)}, "it takes no window but causal"),
+    ):
+        assert chosen(**options) == ("cpu", "batched matmul", f"no flash attention: {why}")
+    if device is None:  # else offsets have no content
+        reason = chosen(queries=query[:3], query_offsets=torch.tensor([0, 1, 3]), causal=True)[2]
+        assert reason == "no flash attention: causal, and a sample has other numbers of queries and keys"
+
+
 def test_equal_decisions_are_one_plan_that_says_why():
     first, second = explain(1024, 2_000_000, 128, 1), explain(1000, 1_900_000, 128, 1)
     assert first is second
