@@ -10,6 +10,7 @@ that sees no key: jfi/plan.py sends such problems to batched matrix products.
 import torch
 from torch import Tensor
 
+from jfi.compat import flash_attention_for_cpu, flash_attention_for_cpu_backward
 from jfi.cpu.attention_batches import Problem, Rows, take
 from jfi.cpu.attention_bmm import bmm_backward, bmm_forward
 from jfi.plan import JaggedAttentionInputs, cpu_flash_refusal
@@ -40,15 +41,14 @@ class _Flash:
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Returns the output [K, L, H, D] and the log-sum-exp [K, L, H]."""
-        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, lse = attention(*self.operands, 0.0, self.is_causal, **self.options)
+        out, lse = flash_attention_for_cpu(*self.operands, 0.0, self.is_causal, **self.options)
         return out.transpose(1, 2), lse.transpose(1, 2)
 
     def backward(self, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[K, L, H, ...] -> the gradients [K, L, H, D], [K, M, G, D] and [K, M, G, D]."""
-        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         grad, out, lse = (x.transpose(1, 2) for x in (grad, out, lse))
-        dquery, dkey, dvalue = attention(grad, *self.operands, out, lse, 0.0, self.is_causal, **self.options)
+        saved = (*self.operands, out, lse)
+        dquery, dkey, dvalue = flash_attention_for_cpu_backward(grad, *saved, 0.0, self.is_causal, **self.options)
         return dquery.transpose(1, 2), self.sum_heads(dkey), self.sum_heads(dvalue)
 
 
