@@ -187,9 +187,22 @@ def test_stream_k_ranges_cover_the_line(rows, batch, num_sms, programs):
     assert ranges <= max(num_sms * programs, 1) or chunk == plan.LEAST_CHUNK
 
 
-def test_a_spec_can_be_dumped_as_tritons_compile_hooks_do():
-    spec = pytest.importorskip("jfi.kernels.common.spec").AttentionSpec
-    problem = explain(1024, 2_000_000, 128, 1).problem
-    first, second = spec.of(problem, 16, 64), spec.of(problem, 16, 32)
-    assert json.loads(json.dumps(first))[2] == {"constexpr": 128}
-    assert first == spec.of(problem, 16, 64) and hash(first) != hash(second) and str(first) != str(second)
+def specs_of(kind: str) -> list[tuple]:
+    """Two equal specs and another one."""
+    chosen = explain(1024, 500_000, 128, 300)
+    if kind == "target":
+        spec = pytest.importorskip("jfi.kernels.common.spec").AttentionSpec
+        return [spec.of(chosen.problem, 16, block_n) for block_n in (64, 64, 32)]
+    if kind == "jagged":
+        spec = pytest.importorskip("jfi.kernels.jagged_attention.tiles").JaggedSpec
+        return [spec.of(chosen.problem, chosen.forward[0], True, right) for right in (True, True, False)]
+    spec = pytest.importorskip("jfi.kernels.jagged_attention.sm90").Sm90Spec
+    return [spec.of(chosen.problem, chosen.forward[0], 64, True, right) for right in (True, True, False)]
+
+
+@pytest.mark.parametrize("kind", ["target", "jagged", "sm90"])
+def test_a_spec_can_be_dumped_as_tritons_compile_hooks_do(kind):
+    first, equal, other = specs_of(kind)
+    assert json.loads(json.dumps(first))[0] == {"constexpr": 1}
+    assert first == equal and hash(first) == hash(equal) and str(first) == str(equal)
+    assert first != other and hash(first) != hash(other) and str(first) != str(other)
