@@ -106,9 +106,7 @@ def _for_torch_func(name: str, function: Callable, save: Callable | None, differ
 
 
 def _under_torch_func_grad() -> bool:
-    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
-        return False
-    return torch._C._functorch.peek_interpreter_stack().key() == torch._C._functorch.TransformType.Grad
+    return not torch.compiler.is_compiling() and compat.is_torch_func_grad()
 
 
 def public(function: Callable) -> Callable:
@@ -124,7 +122,7 @@ def public(function: Callable) -> Callable:
             return function(*args, **kwargs)
         if has_torch_function_variadic(*args, *kwargs.values()):
             return handle_torch_function(call, (*args, *kwargs.values()), *args, **kwargs)
-        if forward_ad._current_level >= 0:
+        if compat.is_forward_mode():
             _refuse_tangents(function.__name__, *args, *kwargs.values())
         return function(*args, **kwargs)
 

@@ -31,7 +31,8 @@ def explain(operator: Callable, /, *args: object, device: Device | None = None, 
         *args: its arguments; tensors may be real, fake or on the meta device.
         **kwargs: its arguments by name.
         device: the kind of device to plan for, which this host need not have, such as ``H200``, ``A100`` or ``CPU`` of
-            `jfi.plan`.  None means the tensors' own, which must not be meta.
+            `jfi.plan`.  Tensors are then taken to begin at multiples of 16 bytes, as TMA needs, wherever they begin.
+            None means the tensors' own device, which must not be meta; plain tensors count with their addresses.
 
     Returns:
         The plan.  It prints the family of kernels, why it was chosen, and the tiles of each kernel, forward and

@@ -30,15 +30,7 @@ from jfi.ops._checks import (
 )
 from jfi.ops._dispatch import aligned, operator, public
 from jfi.ops.explain import explains
-from jfi.plan import TargetAttentionInputs
-
-
-def takes_events(query_rows: int) -> bool:
-    """Whether the Triton kernels for so many query rows per key head read a bias by index and scale values themselves.
-
-    Then key may also be the left half of the history's one head, whose right half is ``second``.
-    """
-    return query_rows <= plan.FEW_QUERY_ROWS
+from jfi.plan import TargetAttentionInputs, takes_events
 
 
 def _on_cpu(function: Callable, *args):

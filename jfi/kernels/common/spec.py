@@ -9,7 +9,7 @@ from typing import NamedTuple
 import triton.language as tl
 
 
-class _Constant(tl.constexpr, dict):
+class Constant(tl.constexpr, dict):
     """A tl.constexpr that is also a dict: Triton's compile hooks dump constants as JSON, which knows dicts."""
 
     def __init__(self, value: object):
@@ -56,4 +56,4 @@ class AttentionSpec(NamedTuple):
         """The spec of a `jfi.plan.AttentionProblem` on such tiles."""
         fields = {name: getattr(problem, name) for name in cls._fields[:10]}
         blocks = {"block_m": block_m, "block_n": block_n, "block_d": problem.block_d, "block_e": problem.block_e}
-        return cls(**{name: _Constant(x) for name, x in (fields | blocks).items()})
+        return cls(**{name: Constant(x) for name, x in (fields | blocks).items()})
