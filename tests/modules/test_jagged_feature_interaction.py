@@ -445,6 +445,21 @@ def test_autocast_projects_in_bfloat16_and_leaves_the_history_alone(bias, events
     assert history.values().grad.dtype == torch.float32
 
 
+@pytest.mark.parametrize("project_history", [False, True])
+@pytest.mark.parametrize(("longest", "want"), [((7,), [7]), ((None,), [None]), ((7, 9), [9]), ((7, None), [None])])
+def test_the_operator_gets_the_longest_history_of_a_group(longest, want, project_history, events, target, monkeypatch):
+    seen = []
+    for name in ("target_attention", "absorbed_target_attention"):
+        function = getattr(stacked_attention, name)
+        monkeypatch.setattr(
+            stacked_attention, name, lambda *x, f=function, **y: seen.append(y["max_seqlen"]) or f(*x, **y)
+        )
+    features = [taste(name=f"taste{f}", max_seqlen=length) for f, length in enumerate(longest)]
+    layer = JaggedFeatureInteraction(features, EMBEDDING_DIM, 2, project_history=project_history).double()
+    layer({"history": events()}, {"item": target()})
+    assert seen == want
+
+
 def test_names_in_state_dict_and_round_trip(events, target):
     aged = [taste(name=f"aged{f}", bias=KeyBias("age", 3)) for f in range(2)]
     features = [aged[0], taste(), aged[1]]
