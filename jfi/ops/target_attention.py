@@ -153,7 +153,7 @@ def target_attention(
             dtype.
         key_bias_index: [S], int32 or int64: the row of the table for each event.  The Triton kernels read the table
             through it and sum the table's gradient in a fixed order.  An index outside the table is an error on the
-            CPU and within `jfi.ops.validation()`, and undefined behavior elsewhere.
+            CPU; on a GPU its behavior is undefined, and ``with jfi.ops.validation():`` checks it there.
         value_scale: [S], floating: a factor of each event's value; the softmax does not read it.
         scale: factor of the scores; None means 1/sqrt(D).
         max_seqlen: the longest history, if the host knows it.  A hint: up to some 500 rows one program handles one
