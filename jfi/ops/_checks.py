@@ -44,11 +44,16 @@ def _may_read(offsets: Tensor, traced: bool | None = None) -> bool:
 
     ``traced`` is what is_traced() has returned, if the caller knows.
     """
+    # First, since a compiler cannot trace ContextVar.get.
     if torch.compiler.is_compiling() or type(offsets) is not Tensor or offsets.is_meta:
         return False
-    if not (offsets.device.type == "cpu" or _validates_on_gpu.get()):
+    if not (_is_on_cpu(offsets) or _validates_on_gpu.get()):
         return False
     return not (is_traced() if traced is None else traced)
+
+
+def _is_on_cpu(x: Tensor) -> bool:
+    return x.device.type == "cpu"
 
 
 def check_floating(**tensors: Tensor | None) -> None:
