@@ -86,16 +86,18 @@ JAGGED_FAMILY: str | None = None
 _caches: list[Callable] = []
 
 
-def _cached(function: Callable) -> Callable:
-    """functools.cache, cleared by `override`."""
-    cached = cache(function)
-    _caches.append(cached)
-    return cached
+def cached(function: Callable) -> Callable:
+    """functools.cache, cleared by `override`: for what follows from plans and problems, which are equal by identity."""
+    found = cache(function)
+    _caches.append(found)
+    return found
 
 
 @contextmanager
 def override(**values: object) -> Iterator[None]:
     """Plan with other thresholds while the context lasts: for tests and measurements; not safe beside other threads.
+
+    Plans and launchers made before are forgotten, so the first calls within the context and after it launch slowly.
 
     Args:
         values: constants of this module by name, such as ``LEAST_CHUNK=128``, ``NUM_SMS=2`` or
@@ -116,8 +118,8 @@ def override(**values: object) -> Iterator[None]:
 
 
 def _clear() -> None:
-    for cached in _caches:
-        cached.cache_clear()
+    for function in _caches:
+        function.cache_clear()
 
 
 # --- What a plan is made for ------------------------------------------------------------------------------------------
@@ -165,7 +167,7 @@ A100 = Device("cuda", (8, 0), 108)
 CPU = Device("cpu")
 
 
-@_cached
+@cached
 def device_of(device: torch.device) -> Device:
     """The properties of a device of this host."""
     if device.type != "cuda":
@@ -263,7 +265,7 @@ class AttentionProblem:
         return fits and self.dtype.itemsize == 2 and self.device.capability >= (9, 0)
 
 
-@_cached
+@cached
 def _problem(*values: object) -> AttentionProblem:
     """AttentionProblem(*values), one object for the same values."""
     problem = AttentionProblem(*values)
@@ -341,6 +343,10 @@ class KernelPlan:
         return f"{self.kernel}: {size}{more}; {self.split}"
 
 
+#: KernelPlan(...), one object for the same values: launchers are cached by it.
+_kernel = cached(KernelPlan)
+
+
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
     """What runs a call and why.  Equal decisions are one object.
@@ -365,9 +371,9 @@ class AttentionPlan:
         return "\n".join(lines)
 
 
-@_cached
+@cached
 def _torch_plan(family: str, kernel: str, reason: str) -> AttentionPlan:
-    kernels = (KernelPlan(kernel, Split.PYTORCH),)
+    kernels = (_kernel(kernel, Split.PYTORCH),)
     return AttentionPlan(family, kernels, kernels, reason)
 
 
@@ -479,7 +485,7 @@ def cpu_is_dense(scores: int, batch: int) -> bool:
     return scores == 0 or scores > CPU_DENSE_SCORES * batch
 
 
-@_cached
+@cached
 def _plan_few(
     problem: AttentionProblem, whole: bool, short: bool, whole_backward: bool, ordered: bool, block_r: int
 ) -> AttentionPlan:
@@ -495,7 +501,7 @@ def _plan_few(
 def _few_forward(problem: AttentionProblem) -> KernelPlan:
     def plan(block_n: int, warps: int, stages: int, programs: int) -> KernelPlan:
         name = "target_attention_few_fwd"
-        return KernelPlan(name, Split.STREAM_K, FEW_TILE, block_n, warps, stages, None, programs)
+        return _kernel(name, Split.STREAM_K, FEW_TILE, block_n, warps, stages, None, programs)
 
     if problem.width_bytes > 1024:
         return plan(16, 8, 1, 1)
@@ -511,7 +517,7 @@ def _few_forward(problem: AttentionProblem) -> KernelPlan:
 
 def _few_forward_whole(problem: AttentionProblem, short: bool) -> KernelPlan:
     def plan(block_n: int, warps: int, stages: int) -> KernelPlan:
-        return KernelPlan("target_attention_few_fwd_whole", Split.SAMPLE, FEW_TILE, block_n, warps, stages)
+        return _kernel("target_attention_few_fwd_whole", Split.SAMPLE, FEW_TILE, block_n, warps, stages)
 
     if problem.width_bytes == 512:
         return plan(16, 1 if problem.shared_kv else 2, 3)
@@ -529,7 +535,7 @@ def _few_backward(
     def plan(block_n: int, warps: int, stages: int, programs: int) -> KernelPlan:
         how = (Split.LONGEST_FIRST if ordered else Split.SAMPLE) if whole else Split.STREAM_K
         tiles = (FEW_TILE, block_n, warps, stages)
-        return KernelPlan("target_attention_few_bwd", how, *tiles, None, 0 if whole else programs, options)
+        return _kernel("target_attention_few_bwd", how, *tiles, None, 0 if whole else programs, options)
 
     if whole and problem.width_bytes == 512:
         return plan(16, 2, 3, 0)
@@ -544,7 +550,7 @@ def _few_backward(
     return plan(16, 2, 3 if problem.shared_kv else 2, 4)
 
 
-@_cached
+@cached
 def _plan_many(problem: AttentionProblem, aligned: bool, reason: str) -> AttentionPlan:
     """Many query rows: tiles of them, and chunks of long histories."""
     history_by_tma = aligned and problem.history_by_tma
@@ -561,7 +567,7 @@ def _plan_many(problem: AttentionProblem, aligned: bool, reason: str) -> Attenti
 def _many(kernel: str, *tiles: int | None, programs: int, **options: object) -> KernelPlan:
     """tiles: block_m, block_n, warps, stages, registers."""
     split = Split.CHUNKS if programs else Split.TILES
-    return KernelPlan(kernel, split, *tiles, programs_per_sm=programs, options=tuple(options.items()))
+    return _kernel(kernel, split, *tiles, programs_per_sm=programs, options=tuple(options.items()))
 
 
 def _many_forward(problem: AttentionProblem, by_tma: bool) -> KernelPlan:
@@ -632,7 +638,7 @@ def plan_jagged_attention(x: JaggedAttentionInputs, impl: str, device: Device | 
     return _plan_jagged_triton(problem, refusal or "overridden by JAGGED_FAMILY")
 
 
-@_cached
+@cached
 def _plan_cpu_jagged(refusal: str | None) -> AttentionPlan:
     if refusal is not None:
         return _torch_plan("cpu", "batched matmul", f"no flash attention: {refusal}")
@@ -701,7 +707,7 @@ def sm90_refusal(problem: AttentionProblem, query_rows: int, num_keys: int, scal
     return None if aligned else "a tensor does not begin at a multiple of 16 bytes, as TMA needs"
 
 
-@_cached
+@cached
 def _sm90_refusal(problem: AttentionProblem) -> str | None:
     if not problem.device.has_gluon:
         return "no Hopper GPU or no Gluon"
@@ -727,10 +733,10 @@ def _sm90(kernel: str, block_m: int, block_n: int, stages: int, programs: int, *
     """
     registers = 65536 // (programs * 128 * (consumers + 1)) // 8 * 8
     tiles = (block_m, block_n, 4, stages, None if programs == 1 else registers, programs)
-    return KernelPlan(kernel, Split.TILE_SCHEDULER, *tiles)
+    return _kernel(kernel, Split.TILE_SCHEDULER, *tiles)
 
 
-@_cached
+@cached
 def _plan_sm90(problem: AttentionProblem, short: bool) -> AttentionPlan:
     """Short histories: smaller tiles of keys, and more programs to hide the start and end of each work tile."""
     forward, dquery, dkey = (f"jagged_attention_sm90_{name}" for name in ("fwd", "dquery", "dkey"))
@@ -749,12 +755,12 @@ def _plan_sm90(problem: AttentionProblem, short: bool) -> AttentionPlan:
     return AttentionPlan("jagged_sm90", kernels[:1], kernels[1:], "Hopper, half precision, width 64 or 128", problem)
 
 
-@_cached
+@cached
 def _plan_jagged_triton(problem: AttentionProblem, refusal: str) -> AttentionPlan:
     """The kernels for any GPU: the wider a row, the smaller a tile."""
 
     def plan(kernel: str, *tiles: int) -> KernelPlan:
-        return KernelPlan(kernel, Split.TILE_SCHEDULER, *tiles)
+        return _kernel(kernel, Split.TILE_SCHEDULER, *tiles)
 
     if problem.width_bytes > 512:
         forward = backward = (16, 16, 8, 1) if problem.width_bytes > 1024 else (16, 16, 4, 1)
@@ -764,7 +770,7 @@ def _plan_jagged_triton(problem: AttentionProblem, refusal: str) -> AttentionPla
         forward, backward = (64, 64, 4, 2), (64, 64, 4, 2 if problem.dtype.itemsize == 2 else 1)
     rows = max(STATISTICS_ELEMENTS // problem.block_e, 1)
     kernels = (
-        KernelPlan("jagged_attention_statistics", Split.TILES, rows),
+        _kernel("jagged_attention_statistics", Split.TILES, rows),
         plan("jagged_attention_dquery", *backward),
         plan("jagged_attention_dkey", *backward),
     )

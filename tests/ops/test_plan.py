@@ -163,6 +163,12 @@ def test_a_call_that_the_operator_refuses_has_no_plan():
         jfi.ops.explain(jfi.ops.jagged_softmax, query, key)
 
 
+def test_short_and_long_histories_share_the_kernels_that_are_the_same():
+    short, long = explain(1024, 500_000, 64, 300), explain(1024, 5_000_000, 64, 300)
+    assert short.family == long.family == "jagged_sm90" and short.forward[0] is not long.forward[0]
+    assert short.backward[0] is long.backward[0] and short.backward[1] is long.backward[1]
+
+
 def test_an_override_ends_with_its_context_and_takes_thresholds_alone():
     before = plan.FEW_QUERY_ROWS
     with pytest.raises(RuntimeError, match="leaves"), plan.override(FEW_QUERY_ROWS=1):

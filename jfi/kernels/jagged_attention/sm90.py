@@ -1,6 +1,5 @@
 """Launches the Hopper kernels of jagged attention as a plan says."""
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from jfi.kernels.jagged_attention.sm90_fwd import jagged_attention_sm90_fwd_kern
 from jfi.kernels.jagged_attention.sm90_pipeline import ROWS
 from jfi.kernels.jagged_attention.sm90_primitives import tensor_descriptor
 from jfi.kernels.jagged_attention.tiles import bounds
-from jfi.plan import AttentionPlan, AttentionProblem, JaggedAttentionInputs, KernelPlan
+from jfi.plan import AttentionPlan, AttentionProblem, JaggedAttentionInputs, KernelPlan, cached
 
 
 class Sm90Spec(NamedTuple):
@@ -59,7 +58,7 @@ _KERNELS = {
 }
 
 
-@cache
+@cached
 def _launcher(plan: KernelPlan, problem: AttentionProblem, rows: int, has_left: bool, has_right: bool) -> Launcher:
     """rows: of a program's own tile."""
     spec = Sm90Spec.of(problem, plan, rows, has_left, has_right)

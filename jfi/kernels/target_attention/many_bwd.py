@@ -7,8 +7,6 @@ query rows.  That is seven GEMMs instead of five, and still faster than one swee
 queries in memory.
 """
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -20,15 +18,15 @@ from jfi.kernels.common.spec import AttentionSpec
 from jfi.kernels.target_attention.many_dhistory import target_attention_many_dhistory_kernel
 from jfi.kernels.target_attention.many_dquery import target_attention_many_dquery_kernel
 from jfi.kernels.target_attention.many_tiles import STATISTICS, history_descriptor, query_descriptor, work_items
-from jfi.plan import AttentionPlan, TargetAttentionInputs
+from jfi.plan import AttentionPlan, AttentionProblem, KernelPlan, TargetAttentionInputs, cached
 
 
-@cache
-def _launchers(chosen: AttentionPlan) -> list[Launcher]:
+@cached
+def _launchers(problem: AttentionProblem, plans: tuple[KernelPlan, ...]) -> list[Launcher]:
     kernels = (target_attention_many_dquery_kernel, target_attention_many_dhistory_kernel)
     launchers = []
-    for function, kernel in zip(kernels, chosen.backward, strict=False):
-        spec = AttentionSpec.of(chosen.problem, kernel.block_m, kernel.block_n)
+    for function, kernel in zip(kernels, plans, strict=False):
+        spec = AttentionSpec.of(problem, kernel.block_m, kernel.block_n)
         launchers.append(Launcher(function, SPEC=spec, **kernel.constants))
     return launchers
 
@@ -44,7 +42,7 @@ def backward(
     dvalue = None if x.value is None else torch.empty_like(x.value)
     dbias = None if x.bias is None else torch.empty_like(x.bias)
     dquery_plan, *dhistory_plan = chosen.backward
-    dquery_launch, *dhistory_launch = _launchers(chosen)
+    dquery_launch, *dhistory_launch = _launchers(problem, chosen.backward)
     num_rows = num_queries * problem.qheads_per_kvhead
     tiles = plan.ceil_div(num_rows, dquery_plan.block_m)
     chunk = plan.chunk_rows(num_keys, batch, problem.device.num_sms, tiles * num_kv_heads, x.max_seqlen)
