@@ -47,8 +47,8 @@ FORBIDDEN = {
 }
 
 
-#: A process per module, forked from one that has imported what takes long and the module may import; each prints what it
-#: has imported.
+#: A process per module, forked from one that has imported what takes long and the module may import. Each prints what
+#: it has imported.
 IMPORT = """
 import importlib, json, os, sys
 for heavy, modules in json.loads(sys.argv[1]).items():
