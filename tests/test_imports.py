@@ -47,7 +47,7 @@ FORBIDDEN = {
 }
 
 
-#: A process per module, forked from one that has imported what takes long and the module may import; each prints what
+#: A process per module, forked from one that has imported what takes long and the module may import. Each prints what
 #: it has imported.
 IMPORT = """
 import importlib, json, os, sys
