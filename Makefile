@@ -43,7 +43,7 @@ lint: $(VENV)/.installed
 	$(PYTHON) -m ruff format --check .
 
 # editable_mode: otherwise the checkout's own folder, where it is called jfi, hides the package from its parent folder.
-# On a processor TorchRec goes in without its requirements, which the cpu extra lists: they would pull fbgemm's CUDA build.
+# For a CPU, TorchRec is installed without its requirements, which the cpu extra lists: they would pull fbgemm's CUDA build.
 $(VENV)/.installed: pyproject.toml
 	$(if $(BASE_PYTHON),,$(error Python 3.11 or 3.12 is needed, and neither python3, python3.12 nor python3.11 is one))
 	$(BASE_PYTHON) -m venv $(VENV)

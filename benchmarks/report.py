@@ -32,7 +32,7 @@ def version(package: str) -> str | None:
         return None
 
 
-def processor() -> str:
+def cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
     return found[1] if found else platform.processor() or platform.machine()
@@ -51,10 +51,10 @@ def environment(device: torch.device, rates: Rates, revision: str | None) -> dic
     gpu = device.type == "cuda"
     driver = run_command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu else None
     return {
-        "device": torch.cuda.get_device_name() if gpu else processor(),
+        "device": torch.cuda.get_device_name() if gpu else cpu_name(),
         "driver": driver.splitlines()[0] if driver else None,
         "cuda": torch.version.cuda,
-        "processor": processor(),
+        "processor": cpu_name(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "versions": {package: found for package in PACKAGES if (found := version(package))},

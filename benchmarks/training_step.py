@@ -151,7 +151,7 @@ def build_model(name: str, shape: StepShape, device: torch.device, tables: torch
 def shard(
     model: SequenceDLRM, shape: StepShape, device: torch.device, placement: ParameterShardingGenerator | None = None
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
-    """The model as TorchRec trains it, and its optimizers; tables are placed alike, by default on the first rank."""
+    """The model as TorchRec trains it, and its optimizers; by default all tables are on the first rank."""
     looked_up = {"output_dtype": DataType.BF16 if shape.dtype == "bfloat16" else DataType.FP32}
     bag_sharder, sharder = EmbeddingBagCollectionSharder(looked_up), EmbeddingCollectionSharder(looked_up)
     placement = placement or table_wise(rank=0, compute_kernel=EmbeddingComputeKernel.FUSED.value)

@@ -20,7 +20,7 @@ from torch import Tensor
 # --- Thresholds: stream-K ---------------------------------------------------------------------------------------------
 #: What a sample costs beside its rows, in rows.  Kernels are compiled with it.
 SAMPLE_WEIGHT = 64
-#: Shortest share of a stream-K partition, in positions: below, finding the share costs more than it balances.
+#: Shortest range of a stream-K partition, in positions: below, finding the range costs more than it balances.
 LEAST_CHUNK = 256
 
 # --- Thresholds: target attention -------------------------------------------------------------------------------------
@@ -162,6 +162,7 @@ class Device:
     has_gluon: bool = False  # Triton brings the language that the sm90 kernels are written in
 
 
+#: Both have 132 SMs of capability 9.0, and plans read nothing else.
 H100 = H200 = Device("cuda", (9, 0), 132, has_gluon=True)
 A100 = Device("cuda", (8, 0), 108)
 CPU = Device("cpu")
@@ -174,13 +175,14 @@ def device_of(device: torch.device) -> Device:
         return Device(device.type, num_sms=NUM_SMS or 1)
     properties = torch.cuda.get_device_properties(device)
     num_sms = NUM_SMS or properties.multi_processor_count
-    if torch.version.hip is not None or _interprets():
+    if torch.version.hip is not None or interprets():
         return Device("cuda", num_sms=num_sms)
     capability = (properties.major, properties.minor)
     return Device("cuda", capability, num_sms, capability[0] == 9 and _has_gluon())
 
 
-def _interprets() -> bool:
+def interprets() -> bool:
+    """Whether the kernels run through Triton's interpreter, which takes CPU tensors."""
     from jfi.kernels.common.primitives import INTERPRET
 
     return INTERPRET.value
@@ -294,7 +296,7 @@ class Split(StrEnum):
 
     SAMPLE = "one program per sample"
     LONGEST_FIRST = "one program per sample, longest first"
-    STREAM_K = "stream-K: equal shares of all rows, then combine"
+    STREAM_K = "stream-K: equal ranges of all rows, then combine"
     CHUNKS = "chunks of long samples, then combine"
     TILES = "one program per tile"
     TILE_SCHEDULER = "tiles of the longest samples first"
@@ -311,7 +313,7 @@ class KernelPlan:
         block_m: query rows of a tile.
         block_n: history rows of a tile.
         num_warps, num_stages, max_registers: Triton's options.
-        programs_per_sm: programs per SM that shares or chunks are cut for, or that run at once.
+        programs_per_sm: programs per SM that ranges or chunks are cut for, or that run at once.
         options: further compile-time constants of the kernel, by name.
     """
 
@@ -378,7 +380,7 @@ def _torch_plan(family: str, kernel: str, reason: str) -> AttentionPlan:
 
 
 def stream_k(rows: int, batch: int, num_sms: int, programs_per_sm: int) -> tuple[int, int]:
-    """(positions of a share, number of shares) of a line of all rows and SAMPLE_WEIGHT more for each sample."""
+    """(positions of a range, number of ranges) of a line of all rows and SAMPLE_WEIGHT more for each sample."""
     line = rows + batch * SAMPLE_WEIGHT
     chunk = max(LEAST_CHUNK, ceil_div(line, num_sms * programs_per_sm))
     return chunk, ceil_div(line, chunk)

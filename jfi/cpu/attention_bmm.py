@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from jfi.cpu.attention_batches import BATCH_ELEMENTS, Problem, Rows, take
+from jfi.cpu.blocks import LEAST_TOTAL, MOST_TOTAL
 
 #: The fewest queries of a block: fewer make narrow matrix products.
 BLOCK_QUERIES = 64
-#: Sums of exp(score) between these are as exact as sums of exp(score - max), which take two more passes.
-LEAST_TOTAL, MOST_TOTAL = 1e-20, 1e20
 
 
 class _Batch:

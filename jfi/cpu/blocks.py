@@ -18,6 +18,8 @@ from torch import Tensor
 FEW_SAMPLES, LARGE_SAMPLE = 4, 8192
 #: The most elements of samples that are copied together (1 MB of float32, so that they stay in the L2 cache).
 COPIED_ELEMENTS = 2**18
+#: Sums of exp(x) between these are as exact as sums of exp(x - max), which take two more passes.
+LEAST_TOTAL, MOST_TOTAL = 1e-20, 1e20
 
 
 def widen(x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ class _Flash:
     """Operands and options of flash attention for K samples: [K, H, L, D] and [K, H, M, D]."""
 
     def __init__(self, problem: Problem, queries: Rows, keys: Rows):
-        self.share = problem.num_heads // problem.num_kv_heads
+        self.qheads_per_kvhead = problem.num_heads // problem.num_kv_heads
         query, key = take(problem.query, queries.place).transpose(1, 2), self.take_keys(problem.key, keys)
         value = key if problem.value is None else self.take_keys(problem.value, keys)
         self.operands = query, key, value
@@ -33,11 +33,13 @@ class _Flash:
     def take_keys(self, x: Tensor, keys: Rows) -> Tensor:
         """[S, G, D] -> [K, H, M, D]."""
         x = take(x, keys.place).transpose(1, 2)
-        return x if self.share == 1 else x.repeat_interleave(self.share, 1)
+        return x if self.qheads_per_kvhead == 1 else x.repeat_interleave(self.qheads_per_kvhead, 1)
 
     def sum_heads(self, x: Tensor) -> Tensor:
         """[K, H, M, D] -> [K, M, G, D]."""
-        return (x if self.share == 1 else x.unflatten(1, (-1, self.share)).sum(2)).transpose(1, 2)
+        return (x if self.qheads_per_kvhead == 1 else x.unflatten(1, (-1, self.qheads_per_kvhead)).sum(2)).transpose(
+            1, 2
+        )
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Returns the output [K, L, H, D] and the log-sum-exp [K, L, H]."""

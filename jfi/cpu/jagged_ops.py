@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from jfi.compat import softmax_backward
-from jfi.cpu.blocks import Blocks, Group, groups, widen
+from jfi.cpu.blocks import LEAST_TOTAL, MOST_TOTAL, Blocks, Group, groups, widen
 
 #: Elements that are computed together where a value per sample is expanded to its rows.
 EXPANDED_ELEMENTS = 2**14
-#: Sums of exp(x) between these are as exact as sums of exp(x - max), which take two more passes.
-LEAST_TOTAL, MOST_TOTAL = 1e-20, 1e20
 
 _exact = torch.autocast("cpu", enabled=False)
 

@@ -21,10 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from jfi.cpu.blocks import LEAST_TOTAL, MOST_TOTAL
 from jfi.plan import cpu_is_dense
-
-#: Sums of exp(score) between these are as exact as sums of exp(score - max), which take two more passes.
-LEAST_TOTAL, MOST_TOTAL = 1e-20, 1e20
 
 with warnings.catch_warnings():
     # The first sparse matrix of a process warns that they are in beta; only sampled_addmm is used here.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from jfi.context import is_traced
+from jfi.plan import interprets
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 IMPLEMENTATIONS = ("auto", "triton", "torch")
@@ -203,16 +204,9 @@ def check_impl(impl: str, like: Tensor) -> str:
         return "triton" if like.is_cuda and like.dtype != torch.float64 else "torch"
     if impl == "triton" and like.dtype == torch.float64:
         raise TypeError("impl='triton' takes float32, bfloat16 or float16, got torch.float64: use impl='torch'")
-    if impl == "triton" and like.device.type == "cpu" and not (_interprets() or is_traced()):
+    if impl == "triton" and like.device.type == "cpu" and not (interprets() or is_traced()):
         raise ValueError(f"impl='triton' must come with tensors on a GPU, got {like.device}: use impl='torch'")
     return impl
-
-
-def _interprets() -> bool:
-    """Whether the kernels run through Triton's interpreter, which takes CPU tensors."""
-    from jfi.kernels.common.primitives import INTERPRET
-
-    return INTERPRET.value
 
 
 def check_pairs(name: str, count: int, x_offsets: Tensor, y_offsets: Tensor) -> None:

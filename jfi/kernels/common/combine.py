@@ -27,23 +27,23 @@ from jfi.plan import UNSPLIT, ceil_div, power_of_two
 
 # --- Stream-K ranges --------------------------------------------------------------------------------------------------
 @triton.jit
-def behind_partials(partial_ptr, programs, num_rows, WIDTH: tl.constexpr):
+def behind_partials(partial_ptr, programs, sample_rows, WIDTH: tl.constexpr):
     """Behind partial results [2 · programs, rows, WIDTH]: log-sum-exps [2 · programs, rows], split samples [programs].
 
     A range that holds the first rows of a split sample names it there; the others say -1.
     """
-    partial_lse_ptr = partial_ptr + (2 * programs * num_rows).to(tl.int64) * WIDTH
-    return partial_lse_ptr, (partial_lse_ptr + 2 * programs * num_rows).to(tl.pointer_type(tl.int32), bitcast=True)
+    partial_lse_ptr = partial_ptr + (2 * programs * sample_rows).to(tl.int64) * WIDTH
+    return partial_lse_ptr, (partial_lse_ptr + 2 * programs * sample_rows).to(tl.pointer_type(tl.int32), bitcast=True)
 
 
-@triton.jit(do_not_specialize=["chunk", "num_rows"])
+@triton.jit(do_not_specialize=["chunk", "sample_rows"])
 def _combine_ranges_kernel(
     offsets_ptr,
     partial_ptr,
     out_ptr,
     lse_ptr,
     chunk,
-    num_rows,
+    sample_rows,
     WIDTH: tl.constexpr,
     WEIGHTED: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -52,7 +52,7 @@ def _combine_ranges_kernel(
     """A program per query row and range; those of ranges without the first rows of a split sample end at once."""
     program = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0)
-    partial_lse_ptr, split_ptr = behind_partials(partial_ptr, tl.num_programs(1), num_rows, WIDTH)
+    partial_lse_ptr, split_ptr = behind_partials(partial_ptr, tl.num_programs(1), sample_rows, WIDTH)
     sample = tl.load(split_ptr + program).to(tl.int64)
     if sample < 0:
         return
@@ -64,7 +64,7 @@ def _combine_ranges_kernel(
     for first in range(program, (end - 1) // chunk + 1, BLOCK_P):
         member = first + tl.arange(0, BLOCK_P)
         mask = member * chunk < end
-        at = (2 * member + (member == program).to(tl.int64)) * num_rows + row
+        at = (2 * member + (member == program).to(tl.int64)) * sample_rows + row
         partial = tl.load(
             partial_ptr + at[:, None] * WIDTH + cols[None, :], mask=mask[:, None] & (cols < WIDTH)[None, :], other=0.0
         )
@@ -80,8 +80,8 @@ def _combine_ranges_kernel(
     if WEIGHTED:
         acc = acc / nonzero(total)
         lse = tl.where(total == 0.0, -float("inf"), maximum + tl.log(nonzero(total)))
-        tl.store(lse_ptr + sample * num_rows + row, lse)
-    tl.store(out_ptr + (sample * num_rows + row) * WIDTH + cols, acc.to(out_ptr.dtype.element_ty), mask=cols < WIDTH)
+        tl.store(lse_ptr + sample * sample_rows + row, lse)
+    tl.store(out_ptr + (sample * sample_rows + row) * WIDTH + cols, acc.to(out_ptr.dtype.element_ty), mask=cols < WIDTH)
 
 
 @cache
@@ -94,16 +94,16 @@ def _combine_ranges(width: int, weighted: bool) -> Launcher:
 class RangePartials:
     """Room for the partial results of stream-K ranges, one allocation: see `behind_partials`."""
 
-    def __init__(self, programs: int, chunk: int, num_rows: int, width: int, device: torch.device):
-        """num_rows: T · H, the query rows of a sample."""
-        self.programs, self.chunk, self.num_rows, self.width = programs, chunk, num_rows, width
-        self.memory = torch.empty(programs * (2 * num_rows * (width + 1) + 1), dtype=torch.float32, device=device)
+    def __init__(self, programs: int, chunk: int, sample_rows: int, width: int, device: torch.device):
+        """sample_rows: T · H, the query rows of a sample."""
+        self.programs, self.chunk, self.sample_rows, self.width = programs, chunk, sample_rows, width
+        self.memory = torch.empty(programs * (2 * sample_rows * (width + 1) + 1), dtype=torch.float32, device=device)
 
     def combine(self, offsets: Tensor, out: Tensor, lse: Tensor | None) -> None:
         """Fill in the results of split samples, weighted by their log-sum-exps if lse is given."""
         launch = _combine_ranges(self.width, lse is not None)
-        grid = (self.num_rows, self.programs, 1)
-        launch(grid, (offsets, self.memory, out, lse), (self.chunk, self.num_rows))
+        grid = (self.sample_rows, self.programs, 1)
+        launch(grid, (offsets, self.memory, out, lse), (self.chunk, self.sample_rows))
 
 
 # --- Chunks -----------------------------------------------------------------------------------------------------------
@@ -113,14 +113,14 @@ def chunk_partial(low, n, chunk):
     return 2 * (low // chunk + (n - low) // chunk) + (n == low).to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["num_rows", "chunk"])
+@triton.jit(do_not_specialize=["sample_rows", "chunk"])
 def _combine_chunks_kernel(
     offsets_ptr,
     partial_ptr,
     partial_lse_ptr,
     out_ptr,
     lse_ptr,
-    num_rows,
+    sample_rows,
     chunk,
     WIDTH: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -128,19 +128,19 @@ def _combine_chunks_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """A program per sample and tile of its query rows."""
-    tiles = (num_rows + BLOCK_M - 1) // BLOCK_M
+    tiles = (sample_rows + BLOCK_M - 1) // BLOCK_M
     sample = (tl.program_id(0) // tiles).to(tl.int64)
     low = tl.load(offsets_ptr + sample).to(tl.int64)
     high = tl.load(offsets_ptr + sample + 1).to(tl.int64)
     if high - low <= chunk:
         return
     at = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    mask = at < num_rows
+    mask = at < sample_rows
     maximum = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for n in range(low, high, chunk):
-        row = chunk_partial(low, n, chunk) * num_rows
+        row = chunk_partial(low, n, chunk) * sample_rows
         partial = load_rows(partial_ptr + row * WIDTH, at, mask, WIDTH, WIDTH, BLOCK_D)
         if WEIGHTED:
             lse = tl.load(partial_lse_ptr + row + at, mask=mask, other=-float("inf"))
@@ -154,8 +154,8 @@ def _combine_chunks_kernel(
     if WEIGHTED:
         acc = acc / nonzero(total)[:, None]
         lse = tl.where(total == 0.0, -float("inf"), maximum + tl.log2(nonzero(total)) * LN2)
-        tl.store(lse_ptr + sample * num_rows + at, lse, mask=mask)
-    store_rows(out_ptr + sample * num_rows * WIDTH, acc, at, mask, WIDTH, WIDTH, BLOCK_D)
+        tl.store(lse_ptr + sample * sample_rows + at, lse, mask=mask)
+    store_rows(out_ptr + sample * sample_rows * WIDTH, acc, at, mask, WIDTH, WIDTH, BLOCK_D)
 
 
 _COMBINED_ROWS = 16
@@ -170,17 +170,17 @@ def _combine_chunks(width: int, weighted: bool) -> Launcher:
 class ChunkPartials:
     """Room for the partial results of chunks, [.., T · H, width] and their log-sum-exps, if anything is split."""
 
-    def __init__(self, rows: int, chunk: int, num_rows: int, width: int, device: torch.device):
-        """rows: history rows of the batch; num_rows: T · H, the query rows of a sample."""
+    def __init__(self, rows: int, chunk: int, sample_rows: int, width: int, device: torch.device):
+        """rows: history rows of the batch; sample_rows: T · H, the query rows of a sample."""
         self.chunk = chunk
         places = 2 * (rows // chunk + 1) if chunk < UNSPLIT else 0
-        self.values = torch.empty(places, num_rows, width, dtype=torch.float32, device=device)
-        self.lse = self.values.new_empty(places, num_rows)
+        self.values = torch.empty(places, sample_rows, width, dtype=torch.float32, device=device)
+        self.lse = self.values.new_empty(places, sample_rows)
 
     def combine(self, offsets: Tensor, out: Tensor, lse: Tensor | None) -> None:
         """Fill in the results of samples of several chunks, weighted by their log-sum-exps if lse is given."""
-        places, num_rows, width = self.values.shape
+        places, sample_rows, width = self.values.shape
         if places:
             launch = _combine_chunks(width, lse is not None)
-            grid = (out.shape[0] * ceil_div(num_rows, _COMBINED_ROWS), 1, 1)
-            launch(grid, (offsets, self.values, self.lse, out, lse), (num_rows, self.chunk))
+            grid = (out.shape[0] * ceil_div(sample_rows, _COMBINED_ROWS), 1, 1)
+            launch(grid, (offsets, self.values, self.lse, out, lse), (sample_rows, self.chunk))

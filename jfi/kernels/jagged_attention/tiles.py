@@ -54,18 +54,18 @@ def bounds(left: int | None, right: int | None) -> tuple[int, int]:
 def visible_keys(work_tile, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPEC: tl.constexpr):
     """Of a tile of query rows: (its first row within the sample, shift, first key, number of tiles of keys)."""
     tile, _start, queries, _k_start, keys = work_tile
-    HEADS: tl.constexpr = SPEC.qheads_per_kvhead
+    QHEADS_PER_KVHEAD: tl.constexpr = SPEC.qheads_per_kvhead
     shift = keys - queries
     if SPEC.has_right:
         # The last queries see the most keys: they go first.
-        tile = tl.maximum((queries * HEADS + BLOCK_M - 1) // BLOCK_M - 1 - tile, 0)
+        tile = tl.maximum((queries * QHEADS_PER_KVHEAD + BLOCK_M - 1) // BLOCK_M - 1 - tile, 0)
     first = tile * BLOCK_M
     begin = keys * 0
     end = keys
     if SPEC.has_right:
-        end = tl.minimum(end, (first + BLOCK_M - 1) // HEADS + shift + right + 1)
+        end = tl.minimum(end, (first + BLOCK_M - 1) // QHEADS_PER_KVHEAD + shift + right + 1)
     if SPEC.has_left:
-        begin = tl.maximum(begin, first // HEADS + shift - left) // BLOCK_N * BLOCK_N
+        begin = tl.maximum(begin, first // QHEADS_PER_KVHEAD + shift - left) // BLOCK_N * BLOCK_N
     steps = tl.maximum(end - begin + BLOCK_N - 1, 0) // BLOCK_N
     if queries == 0:
         steps = 0
@@ -76,7 +76,7 @@ def visible_keys(work_tile, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.cons
 def seeing_queries(work_tile, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPEC: tl.constexpr):
     """Of a tile of keys: (its first key within the sample, shift, first query row, number of tiles of query rows)."""
     tile, _start, keys, _q_start, queries = work_tile
-    HEADS: tl.constexpr = SPEC.qheads_per_kvhead
+    QHEADS_PER_KVHEAD: tl.constexpr = SPEC.qheads_per_kvhead
     shift = keys - queries
     first = tile * BLOCK_N
     begin = keys * 0
@@ -85,8 +85,8 @@ def seeing_queries(work_tile, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.co
         begin = tl.maximum(begin, first - shift - right)
     if SPEC.has_left:
         end = tl.maximum(tl.minimum(end, first + BLOCK_N - shift + left), 0)
-    begin = begin * HEADS // BLOCK_M * BLOCK_M
-    steps = tl.maximum(end * HEADS - begin + BLOCK_M - 1, 0) // BLOCK_M
+    begin = begin * QHEADS_PER_KVHEAD // BLOCK_M * BLOCK_M
+    steps = tl.maximum(end * QHEADS_PER_KVHEAD - begin + BLOCK_M - 1, 0) // BLOCK_M
     if keys == 0:
         steps = 0
     return first, shift, begin, steps
@@ -106,10 +106,13 @@ def is_visible(key, position, left, right, SPEC: tl.constexpr):
 @triton.jit
 def load_bias(bias_ptr, n, key, mask, row, kv_head, SPEC: tl.constexpr):
     """[M, N], in base 2: the bias of the keys from row n on for each query row's head."""
-    HEADS: tl.constexpr = SPEC.qheads_per_kvhead
-    at = key[None, :] * (SPEC.num_kv_heads * HEADS) + (kv_head * HEADS + row % HEADS)[:, None]
+    QHEADS_PER_KVHEAD: tl.constexpr = SPEC.qheads_per_kvhead
+    at = (
+        key[None, :] * (SPEC.num_kv_heads * QHEADS_PER_KVHEAD)
+        + (kv_head * QHEADS_PER_KVHEAD + row % QHEADS_PER_KVHEAD)[:, None]
+    )
     keep = tl.broadcast_to(mask[None, :], at.shape)
-    bias = tl.load(bias_ptr + n * (SPEC.num_kv_heads * HEADS) + at, mask=keep, other=0.0)
+    bias = tl.load(bias_ptr + n * (SPEC.num_kv_heads * QHEADS_PER_KVHEAD) + at, mask=keep, other=0.0)
     return bias.to(tl.float32) * LOG2E
 
 

@@ -32,7 +32,7 @@ from jfi.plan import AttentionPlan, AttentionProblem, JaggedAttentionInputs, Ker
 @triton.jit(do_not_specialize=["rows"])
 def _statistics_kernel(grad_ptr, out_ptr, lse_ptr, dlse_ptr, stats_ptr, rows, SPEC: tl.constexpr):
     """Log-sum-exp in base 2, +inf where a query sees no key, and Δ, of rows [R · H]; to [2, G, R · H/G]."""
-    HEADS: tl.constexpr = SPEC.qheads_per_kvhead
+    QHEADS_PER_KVHEAD: tl.constexpr = SPEC.qheads_per_kvhead
     E: tl.constexpr = SPEC.value_dim
     first = tl.program_id(0).to(tl.int64) * SPEC.block_m
     at = tl.arange(0, SPEC.block_m)
@@ -46,9 +46,14 @@ def _statistics_kernel(grad_ptr, out_ptr, lse_ptr, dlse_ptr, stats_ptr, rows, SP
     # Combining empty parts makes a dL of NaN, which weights of 0 would not stop.
     delta = tl.where(lse == -float("inf"), 0.0, delta)
     row = first + at
-    head = row % (SPEC.num_kv_heads * HEADS)
-    query = row // (SPEC.num_kv_heads * HEADS)
-    to = stats_ptr + (head // HEADS) * (rows // SPEC.num_kv_heads) + query * HEADS + head % HEADS
+    head = row % (SPEC.num_kv_heads * QHEADS_PER_KVHEAD)
+    query = row // (SPEC.num_kv_heads * QHEADS_PER_KVHEAD)
+    to = (
+        stats_ptr
+        + (head // QHEADS_PER_KVHEAD) * (rows // SPEC.num_kv_heads)
+        + query * QHEADS_PER_KVHEAD
+        + head % QHEADS_PER_KVHEAD
+    )
     tl.store(to, hide_empty(lse * LOG2E), mask=mask)
     tl.store(to + rows, delta, mask=mask)
 
@@ -76,16 +81,16 @@ def _weights_and_gradient(queries, keys, bias_ptr, kv_head, left, right, scale, 
 def _load_queries(queries, base, at, mask, kv_head, rows, q_start, shift, SPEC: tl.constexpr):
     """What `_weights_and_gradient` takes of the query rows ``at`` of a sample."""
     q_ptr, grad_ptr, stats_ptr = queries
-    HEADS: tl.constexpr = SPEC.qheads_per_kvhead
+    QHEADS_PER_KVHEAD: tl.constexpr = SPEC.qheads_per_kvhead
     D: tl.constexpr = SPEC.head_dim
     E: tl.constexpr = SPEC.value_dim
     q_at = query_rows(at.to(tl.int64), kv_head, SPEC)
     q = load_rows(q_ptr + base * D, q_at, mask, D, D, SPEC.block_d)
     grad = load_rows(grad_ptr + base * E, q_at, mask, E, E, SPEC.block_e)
-    stats = stats_ptr + kv_head.to(tl.int64) * rows + q_start * HEADS + at
+    stats = stats_ptr + kv_head.to(tl.int64) * rows + q_start * QHEADS_PER_KVHEAD + at
     lse = tl.load(stats, mask=mask, other=float("inf"))
     delta = tl.load(stats + rows.to(tl.int64) * SPEC.num_kv_heads, mask=mask, other=0.0)
-    return q, grad, lse, delta, at, at // HEADS + shift
+    return q, grad, lse, delta, at, at // QHEADS_PER_KVHEAD + shift
 
 
 @triton.jit(do_not_specialize=["total", "rows", "left", "right"])
@@ -94,15 +99,15 @@ def jagged_attention_dquery_kernel(
 ):
     """queries: pointers to query, dO and statistics; keys: to key and value; rows: R · H/G."""
     k_ptr, v_ptr = keys
-    HEADS: tl.constexpr = SPEC.qheads_per_kvhead
+    QHEADS_PER_KVHEAD: tl.constexpr = SPEC.qheads_per_kvhead
     D: tl.constexpr = SPEC.head_dim
     kv_head = tl.program_id(0) % SPEC.num_kv_heads
     work_tile = load_work_tile(tiles_ptr, tl.program_id(0), total, SPEC.num_kv_heads)
     first, shift, begin, steps = visible_keys(work_tile, left, right, SPEC.block_m, SPEC.block_n, SPEC)
     _tile, q_start, num_queries, k_start, num_keys = work_tile
     row = first + tl.arange(0, SPEC.block_m)
-    q_mask = row < num_queries * HEADS
-    q_base = q_start.to(tl.int64) * (SPEC.num_kv_heads * HEADS)
+    q_mask = row < num_queries * QHEADS_PER_KVHEAD
+    q_base = q_start.to(tl.int64) * (SPEC.num_kv_heads * QHEADS_PER_KVHEAD)
     key_at = tl.arange(0, SPEC.block_n)
     query = _load_queries(queries, q_base, row, q_mask, kv_head, rows, q_start, shift, SPEC)
     dq = tl.zeros((SPEC.block_m, SPEC.block_d), tl.float32)
@@ -135,7 +140,7 @@ def jagged_attention_dkey_kernel(
     """dk (if value = key with dv added), dv and dbias, to which ``results`` points; the rest as of dq's kernel."""
     k_ptr, v_ptr = keys
     dk_ptr, dv_ptr, dbias_ptr = results
-    HEADS: tl.constexpr = SPEC.qheads_per_kvhead
+    QHEADS_PER_KVHEAD: tl.constexpr = SPEC.qheads_per_kvhead
     G: tl.constexpr = SPEC.num_kv_heads
     D: tl.constexpr = SPEC.head_dim
     E: tl.constexpr = SPEC.value_dim
@@ -148,20 +153,20 @@ def jagged_attention_dkey_kernel(
     mask = key < num_keys
     n = (k_start + first).to(tl.int64)
     k, v = load_keys(k_ptr, v_ptr, n, key_at, mask, kv_head, SPEC)
-    q_base = q_start.to(tl.int64) * (G * HEADS)
+    q_base = q_start.to(tl.int64) * (G * QHEADS_PER_KVHEAD)
     dk = tl.zeros((SPEC.block_n, SPEC.block_d), tl.float32)
     dv = tl.zeros((SPEC.block_n, SPEC.block_e), tl.float32)
     dbias = tl.zeros((SPEC.block_n, BLOCK_H), tl.float32)
     for step in range(0, steps):
         row = begin + step * SPEC.block_m + tl.arange(0, SPEC.block_m)
-        q_mask = row < num_queries * HEADS
+        q_mask = row < num_queries * QHEADS_PER_KVHEAD
         query = _load_queries(queries, q_base, row, q_mask, kv_head, rows, q_start, shift, SPEC)
         q, grad, _lse, _delta, _row, _position = query
         p, ds = _weights_and_gradient(query, (k, v, n, key_at, key, mask), bias_ptr, kv_head, left, right, scale, SPEC)
         dv = tl.dot(tl.trans(p.to(grad.dtype)), grad, dv, input_precision=SPEC.precision)
         dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision=SPEC.precision)
         if SPEC.has_bias:
-            own = ((row % HEADS)[:, None] == tl.arange(0, BLOCK_H)[None, :]) & q_mask[:, None]
+            own = ((row % QHEADS_PER_KVHEAD)[:, None] == tl.arange(0, BLOCK_H)[None, :]) & q_mask[:, None]
             dbias = tl.dot(tl.trans(ds), own.to(tl.float32), dbias, input_precision="tf32x3")
     dk *= scale
     if SPEC.shared_kv:
@@ -170,8 +175,8 @@ def jagged_attention_dkey_kernel(
         store_rows(dv_ptr + n * (G * E) + kv_head * E, dv, key_at, mask, G * E, E, SPEC.block_e)
     store_rows(dk_ptr + n * (G * D) + kv_head * D, dk, key_at, mask, G * D, D, SPEC.block_d)
     if SPEC.has_bias:
-        to = dbias_ptr + n * (G * HEADS) + kv_head * HEADS
-        store_rows(to, dbias, key_at, mask, G * HEADS, HEADS, BLOCK_H)
+        to = dbias_ptr + n * (G * QHEADS_PER_KVHEAD) + kv_head * QHEADS_PER_KVHEAD
+        store_rows(to, dbias, key_at, mask, G * QHEADS_PER_KVHEAD, QHEADS_PER_KVHEAD, BLOCK_H)
 
 
 @cached

@@ -25,7 +25,7 @@ def jagged_attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, tiles_ptr, out_ptr, lse_ptr, total, left, right, scale, SPEC: tl.constexpr
 ):
     """Pointers are parameters of their own, not tuples, which Inductor does not take."""
-    HEADS: tl.constexpr = SPEC.qheads_per_kvhead
+    QHEADS_PER_KVHEAD: tl.constexpr = SPEC.qheads_per_kvhead
     D: tl.constexpr = SPEC.head_dim
     E: tl.constexpr = SPEC.value_dim
     kv_head = tl.program_id(0) % SPEC.num_kv_heads
@@ -33,10 +33,10 @@ def jagged_attention_fwd_kernel(
     first, shift, begin, steps = visible_keys(work_tile, left, right, SPEC.block_m, SPEC.block_n, SPEC)
     _tile, q_start, queries, k_start, keys = work_tile
     row = first + tl.arange(0, SPEC.block_m)
-    q_mask = row < queries * HEADS
+    q_mask = row < queries * QHEADS_PER_KVHEAD
     q_at = query_rows(row.to(tl.int64), kv_head, SPEC)
-    q_base = q_start.to(tl.int64) * (SPEC.num_kv_heads * HEADS)
-    position = row // HEADS + shift
+    q_base = q_start.to(tl.int64) * (SPEC.num_kv_heads * QHEADS_PER_KVHEAD)
+    position = row // QHEADS_PER_KVHEAD + shift
     key_at = tl.arange(0, SPEC.block_n)
     q = load_rows(q_ptr + q_base * D, q_at, q_mask, D, D, SPEC.block_d)
     maximum = tl.full((SPEC.block_m,), -float("inf"), tl.float32)
@@ -70,10 +70,10 @@ def forward(
     x: JaggedAttentionInputs, plan: AttentionPlan, launch: Callable[..., None] = operator.call
 ) -> tuple[Tensor, Tensor]:
     """As `launch.forward`; launch: calls a launcher with its arguments."""
-    rows, heads, _ = x.query.shape
+    rows, num_heads, _ = x.query.shape
     (kernel,), problem = plan.forward, plan.problem
-    out = x.query.new_empty(rows, heads, problem.value_dim)
-    lse = x.query.new_empty(rows, heads, dtype=torch.float32)
+    out = x.query.new_empty(rows, num_heads, problem.value_dim)
+    lse = x.query.new_empty(rows, num_heads, dtype=torch.float32)
     tiles = schedule_tiles(x.query_offsets, x.key_offsets, rows, problem.qheads_per_kvhead, kernel.block_m, launch)
     total = tiles.shape[0] * problem.num_kv_heads
     tensors = (x.query, x.key, x.key if x.value is None else x.value, x.bias, tiles, out, lse)

@@ -54,7 +54,7 @@ def target_attention_few_bwd_kernel(
     """
     D: tl.constexpr = SPEC.head_dim
     E: tl.constexpr = SPEC.value_dim
-    HEADS: tl.constexpr = SPEC.num_kv_heads * SPEC.qheads_per_kvhead
+    NUM_HEADS: tl.constexpr = SPEC.num_kv_heads * SPEC.qheads_per_kvhead
     PRECISION: tl.constexpr = SPEC.precision
     q_ptr, grad_ptr, out_ptr, lse_ptr = queries
     offsets_ptr = history[4]
@@ -122,8 +122,8 @@ def target_attention_few_bwd_kernel(
                 dtable = tl.dot(ds_by_query, of_row, dtable, input_precision=PRECISION)
             elif SPEC.has_bias:
                 dbias = tl.dot(ds, of_head, input_precision="tf32x3")
-                to = dbias_ptr + first * HEADS + kv_head * SPEC.qheads_per_kvhead
-                store_rows(to, dbias, k_at, mask, HEADS, SPEC.qheads_per_kvhead, BLOCK_H)
+                to = dbias_ptr + first * NUM_HEADS + kv_head * SPEC.qheads_per_kvhead
+                store_rows(to, dbias, k_at, mask, NUM_HEADS, SPEC.qheads_per_kvhead, BLOCK_H)
             dq = tl.dot(ds_by_query, k, dq, input_precision=PRECISION)
         dq = dq * scale
         if WHOLE:
@@ -142,8 +142,8 @@ def target_attention_few_bwd_kernel(
         high = next_high
     if BLOCK_R > 0:
         dtable = tl.dot(tl.trans(dtable), of_head, input_precision="tf32x3")
-        to = dbias_ptr + program.to(tl.int64) * (table_rows * HEADS) + kv_head * SPEC.qheads_per_kvhead
-        store_rows(to, dtable, table_at, table_at < table_rows, HEADS, SPEC.qheads_per_kvhead, BLOCK_H)
+        to = dbias_ptr + program.to(tl.int64) * (table_rows * NUM_HEADS) + kv_head * SPEC.qheads_per_kvhead
+        store_rows(to, dtable, table_at, table_at < table_rows, NUM_HEADS, SPEC.qheads_per_kvhead, BLOCK_H)
     if not WHOLE:
         tl.store(split_ptr + program, split.to(tl.int32))
 

@@ -109,22 +109,22 @@ def query_places(first, at, kv_head, SPEC: tl.constexpr):
 @triton.jit
 def load_bias_tile(bias_ptr, n, k_at, mask, at, kv_head, SPEC: tl.constexpr):
     """[1, N] or [M, N]: the bias of the rows from n on for each query's head, in base 2, -inf outside the mask."""
-    HEADS: tl.constexpr = SPEC.num_kv_heads * SPEC.qheads_per_kvhead
-    rows = k_at * HEADS + kv_head * SPEC.qheads_per_kvhead
+    NUM_HEADS: tl.constexpr = SPEC.num_kv_heads * SPEC.qheads_per_kvhead
+    rows = k_at * NUM_HEADS + kv_head * SPEC.qheads_per_kvhead
     if SPEC.qheads_per_kvhead == 1:
         where, keep = rows[None, :], mask[None, :]
     else:
         where = rows[None, :] + (at % SPEC.qheads_per_kvhead)[:, None]
         keep = tl.broadcast_to(mask[None, :], where.shape)
-    bias = tl.load(bias_ptr + n * HEADS + where, mask=keep, other=-float("inf"))
+    bias = tl.load(bias_ptr + n * NUM_HEADS + where, mask=keep, other=-float("inf"))
     return bias.to(tl.float32) * LOG2E
 
 
 @triton.jit
 def sum_heads(ds, at, q_mask, SPEC: tl.constexpr, BLOCK_H: tl.constexpr):
     """[N, BLOCK_H]: dS [N, M], 0 outside the mask, added up by query head."""
-    HEADS: tl.constexpr = SPEC.qheads_per_kvhead
-    if HEADS == BLOCK_H and ds.shape[1] % HEADS == 0:
-        return tl.sum(tl.reshape(ds, (ds.shape[0], ds.shape[1] // HEADS, HEADS)), 1)
-    of_head = ((at % HEADS)[:, None] == tl.arange(0, BLOCK_H)[None, :]) & q_mask[:, None]
+    QHEADS_PER_KVHEAD: tl.constexpr = SPEC.qheads_per_kvhead
+    if QHEADS_PER_KVHEAD == BLOCK_H and ds.shape[1] % QHEADS_PER_KVHEAD == 0:
+        return tl.sum(tl.reshape(ds, (ds.shape[0], ds.shape[1] // QHEADS_PER_KVHEAD, QHEADS_PER_KVHEAD)), 1)
+    of_head = ((at % QHEADS_PER_KVHEAD)[:, None] == tl.arange(0, BLOCK_H)[None, :]) & q_mask[:, None]
     return tl.dot(ds, of_head.to(tl.float32), input_precision="tf32x3")
