@@ -2,6 +2,6 @@
 
 import os
 
-# Before torch starts its threads: those that wait on a processor sleep.  By default they spin, and where anything else
+# Before torch starts its threads: waiting threads sleep.  By default they spin, and where anything else
 # runs on the cores, an operator's time is then the scheduler's.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

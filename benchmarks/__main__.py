@@ -1,4 +1,4 @@
-"""Measure jfi beside its peers on whatever is there, write the results and draw them."""
+"""Measure jfi beside the peers that are installed, write the results and draw them."""
 
 import argparse
 import importlib

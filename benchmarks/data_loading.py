@@ -1,4 +1,4 @@
-"""Samples a second assembled into KeyedJaggedTensors on one core, at histories of mean 100 and maximum 200.
+"""Samples per second assembled into KeyedJaggedTensors on one core, with histories of 100 events on average.
 
     python benchmarks/data_loading.py [--json out.json]
 

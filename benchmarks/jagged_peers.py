@@ -1,6 +1,6 @@
-"""Jagged attention as others offer it, and as jfi does: self-attention, or a ragged number of candidates.
+"""Jagged attention by the peers and by jfi: self-attention, or a ragged number of candidates.
 
-As in ``peers``, the layout that a peer wants, padding and a scaled query included, it gets beforehand.
+As in ``peers``, each peer gets its inputs in its own layout, padding and a scaled query included; that is not timed.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""The whole layer, beside what it takes the place of: nn.Linear on keys and values, varlen_attn, output projection.
+"""The whole layer, beside what it replaces: nn.Linear on keys and values, varlen_attn, output projection.
 
 Both hold the same parameters, laid out as in ``jfi.modules.stacked_attention``.  They are called with JaggedTensors and
 targets by key, and return the entries of all features in one tensor, as DLRM takes them.
@@ -47,8 +47,8 @@ def attend(
     output_weight: Tensor,
     output_bias: Tensor,
 ) -> Tensor:
-    """[R, D], [b, D] -> [b, D]: the formula of one feature on some samples, padded, with every projection where it
-    stands in ``nn.MultiheadAttention``."""
+    """[R, D], [b, D] -> [b, D]: the formula of one feature on some samples, padded, with every projection where
+    ``nn.MultiheadAttention`` has it."""
     longest = max(1, int(lengths.max()))
     padded = pad(history, lengths, longest)
     query = (target @ query_weight.T + query_bias).unflatten(1, (-1, heads, history.shape[1] // heads))

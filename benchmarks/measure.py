@@ -1,4 +1,4 @@
-"""The clock and the scale: every figure of a run is measured by these, so that one can be put beside another.
+"""Time and memory of a call: all numbers of a run are measured by these functions and can be compared.
 
 On a GPU: kernel time by replaying a CUDA graph, eager time between events, the host's time without synchronisation, and
 the allocator's peak.  Calls rotate over several sets of inputs, so that the cache does not hold what they read.
@@ -81,7 +81,7 @@ def kernel_us(build: Callable[[], Sequence[Call]]) -> float:
 
 
 def host_us(calls: Sequence[Call], seconds: float) -> float:
-    """Median wall time until a call returns, the GPU not waited for."""
+    """Median wall time until a call returns, without waiting for the GPU."""
     for call in calls:
         call()
     times = []
@@ -98,7 +98,7 @@ def host_us(calls: Sequence[Call], seconds: float) -> float:
 
 
 def peak_mb(call: Call) -> float:
-    """The most that the allocator held during a call above what it held before, its results included, in 10^6 bytes."""
+    """The allocator's peak during a call above what it held before, results included, in 10^6 bytes."""
     call()  # whatever a first call keeps for good is not the call's
     gc.collect()
     torch.cuda.synchronize()

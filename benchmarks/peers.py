@@ -1,4 +1,4 @@
-"""Target attention as others offer it, and as jfi does.  A missing peer raises Missing, which becomes a line.
+"""Target attention by the peers and by jfi.  A missing peer raises Missing, which becomes a line of the results.
 
 Where several query heads share a key head (G < H), peers get them as further queries, which is the same mathematics at
 the least reading.  What a peer wants laid out differently (padding, a transposed and scaled query) it gets beforehand:
@@ -68,7 +68,7 @@ def key_and_value(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
 
 
 def ours(problem: Problem, longest_known: bool = True) -> Prepared:
-    """The longest length is given, as every peer is given it, or not."""
+    """With the longest length, which every peer gets, or without."""
     offsets, max_seqlen = problem.offsets, problem.shape.N if longest_known else None
 
     def call(query: Tensor, key: Tensor, value: Tensor | None = None) -> Tensor:

@@ -1,6 +1,6 @@
 """The README's table and figure and the tables of docs/, from committed results: ``python -m benchmarks.readme``.
 
-In the Markdown files a table lies between ``<!-- table: NAME -->`` and ``<!-- end -->``; NAME is a key of `TABLES`.
+In the Markdown files a table is between ``<!-- table: NAME -->`` and ``<!-- end -->``; NAME is a key of `TABLES`.
 """
 
 import argparse
@@ -110,6 +110,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "step": lambda: table.markdown(read("h200/step")),
     "table1": lambda: table.markdown(read("h200/table1"), brief=True),
     "cpu": lambda: table.markdown(read("cpu/cpu")),
+    "cpu, table 1 and self": lambda: table.markdown(read("cpu/cpu_table1_self")),
     "movielens": movielens,
     "scaling": scaling,
     "serving h200": lambda: serving("h200/serving"),

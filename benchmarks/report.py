@@ -1,4 +1,4 @@
-"""Where and with what a run was made, its rows as JSON and CSV, and one printed line a row."""
+"""The environment of a run, its rows as JSON and CSV, and one printed line per row."""
 
 import csv
 import datetime
@@ -67,7 +67,7 @@ def environment(device: torch.device, rates: Rates, revision: str | None) -> dic
 
 
 def folder_name(device: torch.device) -> str:
-    """ "NVIDIA H200" -> "h200"; a processor -> "cpu"."""
+    """ "NVIDIA H200" -> "h200"; any CPU -> "cpu"."""
     if device.type == "cpu":
         return "cpu"
     name = torch.cuda.get_device_name().lower().removeprefix("nvidia ")

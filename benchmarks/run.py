@@ -108,7 +108,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Rates:
-    """What the machine does at best, measured in this run: bytes and operations a second; None on a processor."""
+    """What the machine does at best, measured in this run: bytes and operations a second; None on a CPU."""
 
     copy: float | None = None
     matmul: float | None = None

@@ -1,4 +1,4 @@
-"""Weak scaling of the sharded training step: the same batch a GPU on more GPUs, 20 million rows cut between them.
+"""Weak scaling of the sharded training step: the same batch per GPU on more GPUs, 20 million rows split among them.
 
     torchrun --standalone --nproc_per_node 2 -m benchmarks.scaling --out benchmarks/results/h200
 

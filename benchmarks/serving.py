@@ -70,7 +70,7 @@ def arguments() -> argparse.Namespace:
 
 
 def synthetic(path: Path, items: int, device: str, tables: str, shape: Shape) -> None:
-    """Exports a model that has not been trained: what it scores is noise, what it takes is not."""
+    """Exports an untrained model: its scores are noise, its latency is not."""
     torch.manual_seed(0)
     sizes = {"item": items, "category": 1000, "rating": 6}
     configs = [

@@ -148,7 +148,8 @@ def measured(results: dict) -> str:
     versions = ", ".join(f"{name} {found}" for name, found in where["versions"].items())
     speed = where["copy_bytes_per_second"]
     text = f"{where['device']}, {versions}, commit {where['commit']}, {where['date'][:10]}"
-    return text + (f"; copy {speed / 1e12:.2f} TB/s" if speed else f", {where['threads']} threads")
+    threads = f"{where['threads']} thread" + ("s" if where["threads"] > 1 else "")
+    return f"{text}; copy {speed / 1e12:.2f} TB/s" if speed else f"{text}, {threads}"
 
 
 def markdown(results: dict, brief: bool = False) -> str:

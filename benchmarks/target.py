@@ -1,4 +1,4 @@
-"""Target attention on a GPU: four headline shapes beside every peer, then what else must not cost more."""
+"""Target attention on a GPU: four headline shapes beside every peer, then other lengths, widths and queries."""
 
 from collections.abc import Sequence
 from dataclasses import replace

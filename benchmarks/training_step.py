@@ -1,6 +1,6 @@
-"""A training step of SequenceDLRM whose histories are attended to by the layer, attended to padded, or averaged.
+"""A training step of SequenceDLRM whose histories are pooled by the layer, by padded attention, or by their mean.
 
-Look-up, pooling, dense parts, backward and both optimisers.  Tables lie where TorchRec puts them on a single GPU:
+Look-up, pooling, dense parts, backward and both optimizers.  Tables are where TorchRec puts them on a single GPU:
 DistributedModelParallel with one process, fused row-wise Adagrad in the backward, which runs on the calling thread as
 `jfi.training` has it.  Ids are uniform, labels random.
 """
@@ -151,7 +151,7 @@ def build_model(name: str, shape: StepShape, device: torch.device, tables: torch
 def shard(
     model: SequenceDLRM, shape: StepShape, device: torch.device, placement: ParameterShardingGenerator | None = None
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
-    """The model as TorchRec trains it, and its optimisers; tables are placed alike, by default on the first rank."""
+    """The model as TorchRec trains it, and its optimizers; tables are placed alike, by default on the first rank."""
     looked_up = {"output_dtype": DataType.BF16 if shape.dtype == "bfloat16" else DataType.FP32}
     bag_sharder, sharder = EmbeddingBagCollectionSharder(looked_up), EmbeddingCollectionSharder(looked_up)
     placement = placement or table_wise(rank=0, compute_kernel=EmbeddingComputeKernel.FUSED.value)
@@ -212,7 +212,7 @@ def disagreement(shape: StepShape, batch: Batch, device: torch.device) -> float:
 
 
 def heaviest_kernels(step: Callable[[], object], device: torch.device) -> list[dict]:
-    """What takes most of a step; on a processor operators stand for kernels."""
+    """What takes most of a step; on a CPU, operators instead of kernels."""
     gpu = device.type == "cuda"
     step()
     with profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as profiler:

@@ -1,9 +1,18 @@
-"""Every private name of torch and Triton that jfi relies on; tests/test_compat.py fails where a version differs.
+"""Every private name of torch, TorchRec and Triton that jfi relies on; tests/test_compat.py fails where one differs.
 
 Torch:
     torch._C._are_functorch_transforms_active      no public way to see vmap or grad at work
+    torch._C._functorch.peek_interpreter_stack, .TransformType    which of them is innermost
+    torch.autograd.forward_ad._current_level       no public way to see forward mode at work
+    torch._softmax_backward_data                   the gradient of a softmax from its output alone
+    aten._scaled_dot_product_flash_attention_for_cpu, .._backward    no public way to the log-sum-exp
+    torch.fx._symbolic_trace.PHWithMeta            placeholders of TorchRec's train pipelines (jfi/data/batch.py)
     torch.autograd._profiler_enabled               no public way to see a profiler at work
     torch.utils._python_dispatch                   is_in_torch_dispatch_mode: fake tensors, make_fx
+
+TorchRec:
+    KeyedJaggedTensor._jt_dict                     the cache of to_dict, which fails at stride 0 (jfi/modules/inputs.py)
+    ManagedCollisionEmbeddingCollection._embedding_collection    the tables inside (jfi/modules/validation.py)
 
 Triton, for launches past ``kernel[grid](...)``, which takes three times the host time:
     JITFunction.params                             what a kernel is not specialized on
@@ -16,21 +25,42 @@ Triton, for launches past ``kernel[grid](...)``, which takes three times the hos
 from collections.abc import Callable
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 functorch_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled
+softmax_backward: Callable[..., torch.Tensor] = torch._softmax_backward_data
+flash_attention_for_cpu: Callable = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+flash_attention_for_cpu_backward: Callable = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 __all__ = [
     "alignment_free",
+    "flash_attention_for_cpu",
+    "flash_attention_for_cpu_backward",
     "functorch_transforms_active",
+    "is_forward_mode",
     "is_hooked",
     "is_in_torch_dispatch_mode",
+    "is_torch_func_grad",
     "launch_parts",
     "profiler_enabled",
     "run_compiled",
+    "softmax_backward",
     "specialized",
 ]
+
+
+def is_torch_func_grad() -> bool:
+    """Whether the innermost transform of torch.func at work is grad."""
+    if not functorch_transforms_active():
+        return False
+    return torch._C._functorch.peek_interpreter_stack().key() == torch._C._functorch.TransformType.Grad
+
+
+def is_forward_mode() -> bool:
+    """Whether forward-mode differentiation is at work."""
+    return forward_ad._current_level >= 0
 
 
 def alignment_free(kernel) -> tuple[bool, ...]:

@@ -1,8 +1,10 @@
 """Which kernels run an attention call, on which tiles, and how their work is split: every choice and every threshold.
 
 A plan follows from shapes, dtypes, the device and hints alone; launchers execute it and choose nothing themselves.
-``jfi.ops.explain`` shows the plan of a call.  The numbers are the best of those measured on an H200 unless a line says
-otherwise.  Imports torch alone.  One file on purpose, long as it is: a choice can be read and changed in one place.
+``jfi.ops.explain`` shows the plan of a call.  Not here but in jfi/cpu are the block sizes of a CPU's batched products
+and when it pads a batch: they go by each sample's length.  The numbers are the best of those measured on an H200
+unless a line says otherwise.  Imports torch alone.  One file on purpose, long as it is: a choice can be read and
+changed in one place.
 """
 
 from collections.abc import Callable, Iterator
@@ -49,6 +51,9 @@ MOST_WIDTH_BYTES, MOST_WIDTH_BYTES_TF32X3 = 2048, 1024
 BATCH_PROGRAMS_PER_SM, LEAST_BATCH_CHUNK = 2, 512
 #: Scores per sample and key head above which dense products are faster than sparse ones on a CPU.
 CPU_DENSE_SCORES = 2048
+#: Scales that PyTorch's flash attention for CPUs takes: 0 and below would not leave the -inf of hidden keys -inf, and
+#: its exponentials, exact to 20 bits, lose digits of large scores.
+CPU_FLASH_LEAST_SCALE, CPU_FLASH_MOST_SCALE = 1e-30, 1.0
 
 # --- Thresholds: target attention as jagged attention -----------------------------------------------------------------
 #: Tiles of 64 query rows per SM from which every SM has work though no history is split.
@@ -81,16 +86,18 @@ JAGGED_FAMILY: str | None = None
 _caches: list[Callable] = []
 
 
-def _cached(function: Callable) -> Callable:
-    """functools.cache, cleared by `override`."""
-    cached = cache(function)
-    _caches.append(cached)
-    return cached
+def cached(function: Callable) -> Callable:
+    """functools.cache, cleared by `override`: for what follows from plans and problems, which are equal by identity."""
+    found = cache(function)
+    _caches.append(found)
+    return found
 
 
 @contextmanager
 def override(**values: object) -> Iterator[None]:
     """Plan with other thresholds while the context lasts: for tests and measurements; not safe beside other threads.
+
+    Plans and launchers made before are forgotten, so the first calls within the context and after it launch slowly.
 
     Args:
         values: constants of this module by name, such as ``LEAST_CHUNK=128``, ``NUM_SMS=2`` or
@@ -111,8 +118,8 @@ def override(**values: object) -> Iterator[None]:
 
 
 def _clear() -> None:
-    for cached in _caches:
-        cached.cache_clear()
+    for function in _caches:
+        function.cache_clear()
 
 
 # --- What a plan is made for ------------------------------------------------------------------------------------------
@@ -147,7 +154,7 @@ class JaggedAttentionInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Device:
-    """What of a device the choice depends on.  Capability (0, 0) stands for a CPU and for Triton's interpreter."""
+    """The properties of a device that a plan depends on.  Capability (0, 0) means a CPU or Triton's interpreter."""
 
     type: str
     capability: tuple[int, int] = (0, 0)
@@ -160,7 +167,7 @@ A100 = Device("cuda", (8, 0), 108)
 CPU = Device("cpu")
 
 
-@_cached
+@cached
 def device_of(device: torch.device) -> Device:
     """The properties of a device of this host."""
     if device.type != "cuda":
@@ -258,7 +265,7 @@ class AttentionProblem:
         return fits and self.dtype.itemsize == 2 and self.device.capability >= (9, 0)
 
 
-@_cached
+@cached
 def _problem(*values: object) -> AttentionProblem:
     """AttentionProblem(*values), one object for the same values."""
     problem = AttentionProblem(*values)
@@ -291,7 +298,7 @@ class Split(StrEnum):
     CHUNKS = "chunks of long samples, then combine"
     TILES = "one program per tile"
     TILE_SCHEDULER = "tiles of the longest samples first"
-    CPU = "threads of PyTorch's operators"
+    PYTORCH = "as PyTorch's operators do"
 
 
 @dataclass(frozen=True, eq=False)
@@ -336,6 +343,10 @@ class KernelPlan:
         return f"{self.kernel}: {size}{more}; {self.split}"
 
 
+#: KernelPlan(...), one object for the same values: launchers are cached by it.
+_kernel = cached(KernelPlan)
+
+
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
     """What runs a call and why.  Equal decisions are one object.
@@ -360,9 +371,9 @@ class AttentionPlan:
         return "\n".join(lines)
 
 
-@_cached
+@cached
 def _torch_plan(family: str, kernel: str, reason: str) -> AttentionPlan:
-    kernels = (KernelPlan(kernel, Split.CPU),)
+    kernels = (_kernel(kernel, Split.PYTORCH),)
     return AttentionPlan(family, kernels, kernels, reason)
 
 
@@ -421,7 +432,7 @@ def plan_target_attention(x: TargetAttentionInputs, impl: str, device: Device | 
         key.dtype,
         device,
     )
-    if query_rows <= FEW_QUERY_ROWS and TARGET_FAMILY in (None, "target_few"):
+    if takes_events(query_rows):
         whole = max_seqlen is not None and max_seqlen <= problem.most_whole_rows
         table_rows = 0 if bias_index is None else bias.shape[0]
         tables_fit = table_rows > TABLE_ROWS or batch * table_rows * num_heads <= MOST_TABLE_ELEMENTS
@@ -429,21 +440,38 @@ def plan_target_attention(x: TargetAttentionInputs, impl: str, device: Device | 
         block_r = power_of_two(table_rows) if 0 < table_rows <= TABLE_ROWS else 0
         return _plan_few(problem, whole, whole and max_seqlen <= SHORT_ROWS, whole and tables_fit, ordered, block_r)
     aligned = (query.data_ptr() | key.data_ptr() | (0 if value is None else value.data_ptr())) % 16 == 0
-    if _prefers_jagged(problem, batch, query_rows) and sm90_serves(
-        problem, batch * num_queries * num_heads, num_keys, scale, aligned
-    ):
+    refusal = _jagged_refusal(problem, batch, query_rows, num_keys, scale, aligned)
+    if refusal is None:
         return _plan_sm90(problem, _is_short(problem, batch, num_keys))
-    return _plan_many(problem, aligned and 0 < num_keys < 2**31)
+    forced = "TARGET_FAMILY is not target_few" if query_rows <= FEW_QUERY_ROWS else None
+    reason = forced or f"more than {FEW_QUERY_ROWS} query rows per key head"
+    return _plan_many(problem, aligned and 0 < num_keys < 2**31, f"{reason}, and not jagged attention: {refusal}")
 
 
-def _prefers_jagged(problem: AttentionProblem, batch: int, query_rows: int) -> bool:
-    """Whether jagged attention's sm90 kernels are faster than the kernels for many query rows."""
-    if TARGET_FAMILY is not None:
-        return TARGET_FAMILY == "jagged_sm90"
+def takes_events(query_rows: int) -> bool:
+    """Whether the kernels for few query rows, so many per key head, run: they alone read bias tables and value_scale.
+
+    Then key may also be the left half of the history's one head, whose right half is ``second``.
+    """
+    return query_rows <= FEW_QUERY_ROWS and TARGET_FAMILY in (None, "target_few")
+
+
+def _jagged_refusal(
+    problem: AttentionProblem, batch: int, query_rows: int, num_keys: int, scale: float, aligned: bool
+) -> str | None:
+    """Why jagged attention's sm90 kernels cannot run, or are slower than the kernels for many query rows; or None."""
+    if TARGET_FAMILY not in (None, "jagged_sm90"):
+        return f"TARGET_FAMILY is {TARGET_FAMILY}"
+    refusal = sm90_refusal(problem, batch * problem.num_kv_heads * query_rows, num_keys, scale, aligned)
+    if refusal is not None or TARGET_FAMILY is not None:
+        return refusal
+    least = (JAGGED_QUERY_ROWS_SHARED if problem.shared_kv else JAGGED_QUERY_ROWS)[problem.head_dim]
+    if query_rows < least:
+        return f"fewer than {least} query rows per key head"
     tiles = batch * problem.num_kv_heads * ceil_div(query_rows, 64)
-    fills = tiles >= FILLING_TILES_PER_SM * problem.device.num_sms
-    least = (JAGGED_QUERY_ROWS_SHARED if problem.shared_kv else JAGGED_QUERY_ROWS).get(problem.head_dim)
-    return fills and least is not None and query_rows >= least
+    if tiles < FILLING_TILES_PER_SM * problem.device.num_sms:
+        return f"fewer than {FILLING_TILES_PER_SM} tiles of 64 query rows per SM"
+    return None
 
 
 def _plan_cpu(dense: bool) -> AttentionPlan:
@@ -457,7 +485,7 @@ def cpu_is_dense(scores: int, batch: int) -> bool:
     return scores == 0 or scores > CPU_DENSE_SCORES * batch
 
 
-@_cached
+@cached
 def _plan_few(
     problem: AttentionProblem, whole: bool, short: bool, whole_backward: bool, ordered: bool, block_r: int
 ) -> AttentionPlan:
@@ -473,7 +501,7 @@ def _plan_few(
 def _few_forward(problem: AttentionProblem) -> KernelPlan:
     def plan(block_n: int, warps: int, stages: int, programs: int) -> KernelPlan:
         name = "target_attention_few_fwd"
-        return KernelPlan(name, Split.STREAM_K, FEW_TILE, block_n, warps, stages, None, programs)
+        return _kernel(name, Split.STREAM_K, FEW_TILE, block_n, warps, stages, None, programs)
 
     if problem.width_bytes > 1024:
         return plan(16, 8, 1, 1)
@@ -489,7 +517,7 @@ def _few_forward(problem: AttentionProblem) -> KernelPlan:
 
 def _few_forward_whole(problem: AttentionProblem, short: bool) -> KernelPlan:
     def plan(block_n: int, warps: int, stages: int) -> KernelPlan:
-        return KernelPlan("target_attention_few_fwd_whole", Split.SAMPLE, FEW_TILE, block_n, warps, stages)
+        return _kernel("target_attention_few_fwd_whole", Split.SAMPLE, FEW_TILE, block_n, warps, stages)
 
     if problem.width_bytes == 512:
         return plan(16, 1 if problem.shared_kv else 2, 3)
@@ -507,7 +535,7 @@ def _few_backward(
     def plan(block_n: int, warps: int, stages: int, programs: int) -> KernelPlan:
         how = (Split.LONGEST_FIRST if ordered else Split.SAMPLE) if whole else Split.STREAM_K
         tiles = (FEW_TILE, block_n, warps, stages)
-        return KernelPlan("target_attention_few_bwd", how, *tiles, None, 0 if whole else programs, options)
+        return _kernel("target_attention_few_bwd", how, *tiles, None, 0 if whole else programs, options)
 
     if whole and problem.width_bytes == 512:
         return plan(16, 2, 3, 0)
@@ -522,8 +550,8 @@ def _few_backward(
     return plan(16, 2, 3 if problem.shared_kv else 2, 4)
 
 
-@_cached
-def _plan_many(problem: AttentionProblem, aligned: bool) -> AttentionPlan:
+@cached
+def _plan_many(problem: AttentionProblem, aligned: bool, reason: str) -> AttentionPlan:
     """Many query rows: tiles of them, and chunks of long histories."""
     history_by_tma = aligned and problem.history_by_tma
     queries_by_tma = history_by_tma and problem.queries_by_tma
@@ -533,18 +561,13 @@ def _plan_many(problem: AttentionProblem, aligned: bool) -> AttentionPlan:
     dhistory = _many_dhistory(problem, queries_by_tma, block_h)
     dquery = _many_dquery(problem, single, history_by_tma, block_h, dhistory.block_n)
     backward = (dquery,) if single else (dquery, dhistory)
-    reason = f"more than {FEW_QUERY_ROWS} query rows per key head, and " + (
-        "too few tiles or too long histories for jagged attention"
-        if problem.device.has_gluon
-        else "no sm90 kernels of jagged attention"
-    )
     return AttentionPlan("target_many", (_many_forward(problem, history_by_tma),), backward, reason, problem)
 
 
 def _many(kernel: str, *tiles: int | None, programs: int, **options: object) -> KernelPlan:
     """tiles: block_m, block_n, warps, stages, registers."""
     split = Split.CHUNKS if programs else Split.TILES
-    return KernelPlan(kernel, split, *tiles, programs_per_sm=programs, options=tuple(options.items()))
+    return _kernel(kernel, split, *tiles, programs_per_sm=programs, options=tuple(options.items()))
 
 
 def _many_forward(problem: AttentionProblem, by_tma: bool) -> KernelPlan:
@@ -604,7 +627,7 @@ def plan_jagged_attention(x: JaggedAttentionInputs, impl: str, device: Device | 
     device = device_of(query.device) if device is None else device
     if impl == "torch":
         if device.type == "cpu":
-            return _torch_plan("cpu", "jfi.cpu.jagged_attention", "on a CPU")
+            return _plan_cpu_jagged(cpu_flash_refusal(x))
         return _torch_plan("reference", "jfi.reference.jagged_attention", "impl='torch' on a GPU: the plain formula")
     problem = _jagged_problem(x, device)
     query_rows, num_keys = query.shape[0] * query.shape[1], key.shape[0]
@@ -613,6 +636,35 @@ def plan_jagged_attention(x: JaggedAttentionInputs, impl: str, device: Device | 
     if refusal is None and JAGGED_FAMILY != "jagged_triton":
         return _plan_sm90(problem, _is_short(problem, key_offsets.shape[0] - 1, num_keys))
     return _plan_jagged_triton(problem, refusal or "overridden by JAGGED_FAMILY")
+
+
+@cached
+def _plan_cpu_jagged(refusal: str | None) -> AttentionPlan:
+    if refusal is not None:
+        return _torch_plan("cpu", "batched matmul", f"no flash attention: {refusal}")
+    reason = "no bias, one width, no window but causal; batched matmul in the backward of a log-sum-exp"
+    return _torch_plan("cpu", "padded flash attention", reason)
+
+
+def cpu_flash_refusal(x: JaggedAttentionInputs) -> str | None:
+    """Why PyTorch's flash attention for CPUs does not take a call, which goes to batched matmul; None if it does.
+
+    Of causal attention the offsets are read: flash attention aligns the first query with the first key.  Offsets on the
+    meta device are taken for those of self-attention.
+    """
+    if x.bias is not None:
+        return "it has no gradient for a bias"
+    if x.value is not None and x.value.shape[2] != x.key.shape[2]:
+        return "keys and values differ in width"
+    if not CPU_FLASH_LEAST_SCALE < x.scale <= CPU_FLASH_MOST_SCALE:
+        return f"scale is not above {CPU_FLASH_LEAST_SCALE} and at most {CPU_FLASH_MOST_SCALE}"
+    if x.left is None and x.right is None:
+        return None
+    if x.left is not None or x.right != 0:
+        return "it takes no window but causal"
+    if x.query_offsets.is_meta or torch.equal(x.query_offsets.long(), x.key_offsets.long()):
+        return None
+    return "causal, and a sample has other numbers of queries and keys"
 
 
 def plan_exported_jagged_attention(x: JaggedAttentionInputs) -> AttentionPlan:
@@ -640,13 +692,11 @@ def _jagged_problem(x: JaggedAttentionInputs, device: Device) -> AttentionProble
     )
 
 
-def sm90_serves(problem: AttentionProblem, query_rows: int, num_keys: int, scale: float, aligned: bool) -> bool:
-    """Whether the sm90 kernels take such a call: query_rows counts all (query, head) pairs of the batch."""
-    return sm90_refusal(problem, query_rows, num_keys, scale, aligned) is None
-
-
 def sm90_refusal(problem: AttentionProblem, query_rows: int, num_keys: int, scale: float, aligned: bool) -> str | None:
-    """Why the sm90 kernels do not take such a call; None if they do."""
+    """Why the sm90 kernels do not take such a call; None if they do.
+
+    query_rows counts all (query, head) pairs of the batch.
+    """
     refusal = _sm90_refusal(problem)
     if refusal is not None:
         return refusal
@@ -657,7 +707,7 @@ def sm90_refusal(problem: AttentionProblem, query_rows: int, num_keys: int, scal
     return None if aligned else "a tensor does not begin at a multiple of 16 bytes, as TMA needs"
 
 
-@_cached
+@cached
 def _sm90_refusal(problem: AttentionProblem) -> str | None:
     if not problem.device.has_gluon:
         return "no Hopper GPU or no Gluon"
@@ -683,10 +733,10 @@ def _sm90(kernel: str, block_m: int, block_n: int, stages: int, programs: int, *
     """
     registers = 65536 // (programs * 128 * (consumers + 1)) // 8 * 8
     tiles = (block_m, block_n, 4, stages, None if programs == 1 else registers, programs)
-    return KernelPlan(kernel, Split.TILE_SCHEDULER, *tiles)
+    return _kernel(kernel, Split.TILE_SCHEDULER, *tiles)
 
 
-@_cached
+@cached
 def _plan_sm90(problem: AttentionProblem, short: bool) -> AttentionPlan:
     """Short histories: smaller tiles of keys, and more programs to hide the start and end of each work tile."""
     forward, dquery, dkey = (f"jagged_attention_sm90_{name}" for name in ("fwd", "dquery", "dkey"))
@@ -705,12 +755,12 @@ def _plan_sm90(problem: AttentionProblem, short: bool) -> AttentionPlan:
     return AttentionPlan("jagged_sm90", kernels[:1], kernels[1:], "Hopper, half precision, width 64 or 128", problem)
 
 
-@_cached
+@cached
 def _plan_jagged_triton(problem: AttentionProblem, refusal: str) -> AttentionPlan:
     """The kernels for any GPU: the wider a row, the smaller a tile."""
 
     def plan(kernel: str, *tiles: int) -> KernelPlan:
-        return KernelPlan(kernel, Split.TILE_SCHEDULER, *tiles)
+        return _kernel(kernel, Split.TILE_SCHEDULER, *tiles)
 
     if problem.width_bytes > 512:
         forward = backward = (16, 16, 8, 1) if problem.width_bytes > 1024 else (16, 16, 4, 1)
@@ -720,7 +770,7 @@ def _plan_jagged_triton(problem: AttentionProblem, refusal: str) -> AttentionPla
         forward, backward = (64, 64, 4, 2), (64, 64, 4, 2 if problem.dtype.itemsize == 2 else 1)
     rows = max(STATISTICS_ELEMENTS // problem.block_e, 1)
     kernels = (
-        KernelPlan("jagged_attention_statistics", Split.TILES, rows),
+        _kernel("jagged_attention_statistics", Split.TILES, rows),
         plan("jagged_attention_dquery", *backward),
         plan("jagged_attention_dkey", *backward),
     )

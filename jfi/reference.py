@@ -2,7 +2,7 @@
 
 Two moves make all of them.  *Expand* repeats a sample's entry for each of its rows, [B, ...] -> [S, ...]; *segment sum*
 adds a sample's rows up, [S, ...] -> [B, ...].  Each is the other's gradient, so every formula below is differentiable,
-deterministic, free of padding and, since no length is read on the host, free of synchronisation and of recompilation.
+deterministic and without padding; no length is read on the host, so nothing synchronizes or recompiles.
 
 Half precision is computed in float32 and rounded once at the end.  Intermediates are as large as the formula says
 ([S, T, H, D] for target attention): this file is written to be read, the kernels and jfi/cpu to be fast.
@@ -190,7 +190,7 @@ def jagged_attention(
     scores = (_widen(query)[pairs.left] * keys[pairs.right]).sum(-1) * scale
     if bias is not None:
         scores = scores + _widen(bias)[pairs.right]
-    # Bottom-right aligned: the last query of a sample stands at its last key.
+    # Bottom-right aligned: the last query of a sample is at the position of its last key.
     ends = segment_expand((key_offsets[1:] - query_offsets[1:]).long(), query_offsets, rows)
     ahead = pairs.right - (pairs.left + ends[pairs.left])
     left, right = window or (None, None)

@@ -24,6 +24,48 @@ def test_torch_tells_who_looks_on():
         assert compat.profiler_enabled()
 
 
+def test_torch_tells_which_transform_and_whether_forward_mode():
+    seen = []
+
+    def look(x):
+        seen.append((compat.is_torch_func_grad(), compat.is_forward_mode()))
+        return x.sum()
+
+    x = torch.ones(2)
+    look(x)
+    torch.func.grad(look)(x)
+    torch.vmap(look)(x[None])
+    torch.func.jvp(look, (x,), (x,))
+    assert seen == [(False, False), (True, False), (False, False), (False, True)]
+
+
+def test_atens_private_operators_have_the_arguments_that_are_passed():
+    flash = "_scaled_dot_product_flash_attention_for_cpu"
+    schemas = {
+        flash: "(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False, *, "
+        "Tensor? attn_mask=None, float? scale=None) -> (Tensor output, Tensor logsumexp)",
+        f"{flash}_backward": "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, "
+        "float dropout_p, bool is_causal, *, Tensor? attn_mask=None, float? scale=None) -> "
+        "(Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+        "_softmax_backward_data": "(Tensor grad_output, Tensor output, int dim, ScalarType input_dtype) -> Tensor",
+    }
+    for name, schema in schemas.items():
+        assert str(getattr(torch.ops.aten, name).default._schema) == f"aten::{name}{schema}"
+
+
+def test_torchrec_has_the_private_attributes_that_are_used():
+    jagged = pytest.importorskip("torchrec.sparse.jagged_tensor")
+    modules = pytest.importorskip("torchrec.modules.mc_embedding_modules")
+    assert "self._jt_dict" in inspect.getsource(jagged.KeyedJaggedTensor.to_dict)
+    assert "_embedding_collection" in inspect.getsource(modules.ManagedCollisionEmbeddingCollection)
+
+
+def test_a_placeholder_keeps_its_key():
+    from torch.fx._symbolic_trace import PHWithMeta
+
+    assert PHWithMeta(ph_key="x").ph_key == "x"
+
+
 def plain_kernel(x_ptr, y_ptr, n, BLOCK: triton.language.constexpr):
     pass
 

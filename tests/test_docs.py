@@ -1,7 +1,7 @@
 """What the documentation shows works: Python runs, commands parse, links and names exist, tables are the results.
 
 A comment `<!-- setup ... -->` or `<!-- check ... -->` in a page is Python that readers need not see; it runs in place
-among the page's ```python blocks. A block after `<!-- slow -->` runs in the slow set, with all blocks before it.
+among the page's ```python blocks.
 """
 
 import argparse
@@ -24,53 +24,25 @@ ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "benchmarks/NOTES.md"]
 PAGES += [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = {page: (ROOT / page).read_text() for page in PAGES}
-PYTHON = re.compile(
-    r"<!-- (?:setup|check)\n(?P<hidden>.*?)-->|(?P<slow><!-- slow -->\n)?```python\n(?P<shown>.*?)```", re.DOTALL
-)
-#: Names that the pages show before the code has them, and the file that will have each: until then tests skip them.
-AWAITED = {
-    "PositionBias": "jfi/__init__.py",
-    "--artifact": "examples/serve.py",
-    "encoder.num_layers": "configs/encoder.yaml",
-}
-
-
-def await_names(text: str) -> None:
-    for name, file in AWAITED.items():
-        if name in text and name.rpartition(".")[2] not in (ROOT / file).read_text():
-            pytest.skip(f"{name} is not in {file} yet")
+PYTHON = re.compile(r"<!-- (?:setup|check)\n(?P<hidden>.*?)-->|```python\n(?P<shown>.*?)```", re.DOTALL)
 
 
 @cache
-def python_of(page: str) -> list[tuple[str, bool]]:
-    """Code and whether it is slow, in the order of the page; each padded so that a traceback has the page's lines."""
+def python_of(page: str) -> list[str]:
+    """The code in the order of the page; each block padded so that a traceback has the page's line numbers."""
     found = []
     for match in PYTHON.finditer(TEXTS[page]):
         group = "hidden" if match["hidden"] is not None else "shown"
-        lines = "\n" * TEXTS[page].count("\n", 0, match.start(group))
-        found.append((lines + match[group], match["slow"] is not None))
+        found.append("\n" * TEXTS[page].count("\n", 0, match.start(group)) + match[group])
     return found
-
-
-def run_python(page: str, slow: bool, folder: Path, monkeypatch) -> None:
-    blocks = python_of(page)
-    await_names("".join(block for block, _ in blocks))
-    first_slow = next((i for i, (_, is_slow) in enumerate(blocks) if is_slow), len(blocks))
-    monkeypatch.chdir(folder)
-    names = {"__name__": "__main__"}
-    for block, _ in blocks if slow else blocks[:first_slow]:
-        exec(compile(block, page, "exec"), names)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if python_of(page)])
 def test_python_runs(page, tmp_path, monkeypatch):
-    run_python(page, False, tmp_path, monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if any(slow for _, slow in python_of(page))])
-def test_slow_python_runs(page, tmp_path, monkeypatch):
-    run_python(page, True, tmp_path, monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "__main__"}
+    for block in python_of(page):
+        exec(compile(block, page, "exec"), names)
 
 
 def commands() -> list[tuple[str, str]]:
@@ -110,7 +82,6 @@ def run_python_command(words: list[str], monkeypatch) -> None:
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")  # modules that this file imports, run as scripts
 @pytest.mark.parametrize(("page", "command"), commands())
 def test_commands_are_known(page, command, monkeypatch):
-    await_names(command)
     words = list(dropwhile(re.compile(r"[A-Z_]+=").match, shlex.split(command.split(" < ")[0])))
     monkeypatch.chdir(ROOT)
     if words[0] == "make":
@@ -138,6 +109,20 @@ def test_links_and_paths_exist(page):
     assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
     named = re.findall(r"(?<![\w/<])(?:examples|configs|jfi|benchmarks|tests|docs)/[\w/.-]*[\w/]", TEXTS[page])
     assert [path for path in named if not (ROOT / path).exists() and "artifact" not in path] == []
+
+
+def test_internals_lists_every_file():
+    tree = TEXTS["docs/internals.md"].partition("## Files")[2]
+    listed, folder = [], ""
+    for line in tree.splitlines():
+        indent, entry = len(line) - len(line.lstrip()), line.strip()
+        if entry.endswith("/") or re.match(r"\w+/ ", entry):
+            folder = entry.split()[0] if indent else ""
+        elif indent == 2:
+            folder = ""
+        listed += [folder + name for name in re.findall(r"[\w/]+\.py\b", re.split(r" {3,}", entry)[0])]
+    files = [path.relative_to(ROOT / "jfi").as_posix() for path in (ROOT / "jfi").rglob("*.py")]
+    assert sorted(listed) == sorted(path for path in files if not path.endswith("__init__.py"))
 
 
 def test_readme_is_short():
@@ -178,7 +163,6 @@ def test_site_has_every_page_and_every_name():
 
 
 def test_the_options_of_the_server_are_those_of_the_command(monkeypatch, capsys):
-    await_names("--artifact")
     monkeypatch.setattr("sys.argv", ["serve.py", "--help"])
     with pytest.raises(SystemExit):
         runpy.run_path(str(ROOT / "examples/serve.py"), run_name="__main__")
@@ -198,7 +182,8 @@ def test_every_public_name_is_on_its_page(module, page):
 
 def test_plain_english():
     words = r"\b(processors?|multiprocessors?|matrix units?|copy engine|artefacts?|optimisers?|his|dealt|taken whole)\b"
-    found = {page: re.findall(words, text, flags=re.IGNORECASE) for page, text in TEXTS.items()}
+    prose = {page: re.sub(r"<!-- table: .*?<!-- end -->", "", text, flags=re.DOTALL) for page, text in TEXTS.items()}
+    found = {page: re.findall(words, text, flags=re.IGNORECASE) for page, text in prose.items()}
     assert {page: hits for page, hits in found.items() if hits} == {}
 
 

@@ -13,9 +13,6 @@ from jfi.cpu.blocks import Shapes, widen
 BATCH_ELEMENTS = 2**18
 #: Padding a batch up to this many scores costs less than another batch, some 100 µs.
 PADDED_SCORES = 2**15
-#: Scales that flash attention takes: 0 and below would not leave the -inf of hidden keys -inf, and its exponentials,
-#: exact to 20 bits, lose digits of large scores.
-LEAST_SCALE, MOST_SCALE = 1e-30, 1.0
 
 
 @dataclass
@@ -84,17 +81,6 @@ class Problem:
         self.offsets = query_offsets.long(), key_offsets.long()
         self.query_heads = torch.arange(self.num_heads).view(self.num_kv_heads, -1)
         self.key_heads = torch.arange(self.num_kv_heads)[:, None]
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether torch's flash attention takes the problem: no bias, E = D, no window or causal self-attention."""
-        if self.bias is not None or (self.value is not None and self.value.shape[2] != self.key.shape[2]):
-            return False
-        if not LEAST_SCALE < self.scale <= MOST_SCALE:
-            return False
-        if self.left is None and self.right is None:
-            return True
-        return self.left is None and self.right == 0 and torch.equal(*self.offsets)
 
     def batches(self, is_flash: bool) -> Iterator[tuple[Rows, Rows]]:
         """The query rows and the key rows of all samples that have both; is_flash: no scores are kept."""

@@ -1,9 +1,9 @@
 """Batched matrix products over samples of different lengths, without padding.
 
 Each sample's part of a jagged operand is one contiguous block of memory.  ``groups`` sorts the samples by length;
-samples of equal lengths have blocks of equal shape and form a batch for torch.bmm.  Blocks that lie one behind another
-are viewed in place, large ones are viewed one by one, and only small scattered ones are copied, a bounded number at a
-time.  So the cost is that of one small batched product per distinct length, not of one per sample, and no sample's
+samples of equal lengths have blocks of equal shape and form a batch for torch.bmm.  Blocks that are adjacent in
+memory are viewed in place, large ones are viewed one by one, and only small scattered ones are copied, a bounded number
+at a time.  So the cost is that of one small batched product per distinct length, not of one per sample, and no sample's
 values can reach another sample.
 """
 

@@ -4,14 +4,16 @@ Samples are sorted by length and batched, L queries by M keys each.  Samples of 
 only a few samples of a batch differ in length, padding them costs less than another batch, and the padding is masked.
 
 Flash attention for CPUs has no gradient for a bias nor any for the log-sum-exp, needs E = D and makes NaN of a query
-that sees no key: such problems go to batched matrix products.
+that sees no key: jfi/plan.py sends such problems to batched matrix products.
 """
 
 import torch
 from torch import Tensor
 
+from jfi.compat import flash_attention_for_cpu, flash_attention_for_cpu_backward
 from jfi.cpu.attention_batches import Problem, Rows, take
 from jfi.cpu.attention_bmm import bmm_backward, bmm_forward
+from jfi.plan import JaggedAttentionInputs, cpu_flash_refusal
 
 
 class _Flash:
@@ -39,15 +41,14 @@ class _Flash:
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Returns the output [K, L, H, D] and the log-sum-exp [K, L, H]."""
-        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, lse = attention(*self.operands, 0.0, self.is_causal, **self.options)
+        out, lse = flash_attention_for_cpu(*self.operands, 0.0, self.is_causal, **self.options)
         return out.transpose(1, 2), lse.transpose(1, 2)
 
     def backward(self, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[K, L, H, ...] -> the gradients [K, L, H, D], [K, M, G, D] and [K, M, G, D]."""
-        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         grad, out, lse = (x.transpose(1, 2) for x in (grad, out, lse))
-        dquery, dkey, dvalue = attention(grad, *self.operands, out, lse, 0.0, self.is_causal, **self.options)
+        saved = (*self.operands, out, lse)
+        dquery, dkey, dvalue = flash_attention_for_cpu_backward(grad, *saved, 0.0, self.is_causal, **self.options)
         return dquery.transpose(1, 2), self.sum_heads(dkey), self.sum_heads(dvalue)
 
 
@@ -84,7 +85,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor | None, *rest) -> tuple[Te
     problem = Problem(query, key, value, *rest)
     out = query.new_zeros(*query.shape[:2], (key if value is None else value).shape[2])
     lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32))
-    is_flash = problem.is_plain
+    is_flash = cpu_flash_refusal(JaggedAttentionInputs(query, key, value, *rest)) is None
     for queries, keys in problem.batches(is_flash):
         (_flash_forward if is_flash else bmm_forward)(problem, queries, keys, out, lse)
     return out, lse
@@ -105,9 +106,10 @@ def backward(
     *rest,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Arguments and results as those of the launcher in jfi/kernels/jagged_attention."""
-    problem = Problem(query, key, value, query_offsets, key_offsets, bias, *rest)
+    inputs = JaggedAttentionInputs(query, key, value, query_offsets, key_offsets, bias, *rest)
+    problem = Problem(*inputs)
     results = [None if x is None else torch.zeros_like(x) for x in (query, key, value, bias)]
-    is_flash = problem.is_plain and dlse is None
+    is_flash = dlse is None and cpu_flash_refusal(inputs) is None
     for queries, keys in problem.batches(is_flash):
         if is_flash:
             _flash_backward(problem, queries, keys, grad, out, lse, results)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from jfi.compat import softmax_backward
 from jfi.cpu.blocks import Blocks, Group, groups, widen
 
 #: Elements that are computed together where a value per sample is expanded to its rows.
@@ -164,5 +165,5 @@ def jagged2_softmax_backward(grad: Tensor, out: Tensor, x_offsets: Tensor, y_off
     for group in _pair_groups(x_offsets, y_offsets):
         weights = out_blocks.take(group, *group.lengths)
         dweights = grad_blocks.take(group, *group.lengths)
-        da_blocks.put(group, torch._softmax_backward_data(dweights, weights, -1, weights.dtype))
+        da_blocks.put(group, softmax_backward(dweights, weights, -1, weights.dtype))
     return da

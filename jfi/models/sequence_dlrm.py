@@ -111,7 +111,7 @@ class SequenceDLRM(nn.Module):
         dense_device: device of all parameters outside the two collections and the encoder.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit, by name.
+        ValueError, TypeError: an argument of a wrong value or type; the message names it.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""The embedding tables of a model, wherever its modules keep them."""
+"""The embedding tables of a model, at any depth of its modules."""
 
 from collections.abc import Iterator
 
@@ -20,8 +20,8 @@ def _tables(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def table_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The weights of all tables of a model that is not sharded yet, for `apply_optimizer_in_backward`.
 
-    TorchRec's examples pass `model.sparse_arch.parameters()`, which misses a collection that lies elsewhere, such as
-    the `embedding_collection` of a JaggedFeatureInteraction.
+    TorchRec's examples pass `model.sparse_arch.parameters()`, which misses collections in other modules, such as the
+    `embedding_collection` of a JaggedFeatureInteraction.
 
     Args:
         model: with any number of EmbeddingBagCollections and EmbeddingCollections, at any depth.
@@ -48,7 +48,7 @@ def require_optimizer_in_backward(model: nn.Module) -> None:
         model: not sharded yet.
 
     Raises:
-        ValueError: tables have no optimizer, by name; or the model has no table that is not sharded.
+        ValueError: a table has no optimizer (the message names it), or all tables are sharded already.
     """
     tables = dict(_tables(model))
     if not tables:

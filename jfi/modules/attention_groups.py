@@ -4,7 +4,8 @@ Features alike share one parameter, stacked along the first dimension. A paramet
 features 156 tensors a step to collect, to hand to autograd and to accumulate gradients in, more host time than
 everything else in the layer. But which features are alike, and in what order, changes with every feature that is added:
 so state_dict() has `<feature>.query_weight` and the like, each a view of the stacked parameter, and load_state_dict()
-takes them. With strict=False a model with one more feature loads the weights of one without it. named_parameters(),
+takes them. With strict=False a model with one more feature loads the weights of one without it; from the meta device
+(assign=True) only the parameters whose features are all in the checkpoint move. named_parameters(),
 and with it an optimizer's state, keep the stacked parameters: `0.query_weight` for group 0.
 """
 
@@ -18,7 +19,10 @@ from jfi.modules.stacked_attention import StackedTargetAttention
 
 
 class AttentionGroups(nn.ModuleList):
-    """StackedTargetAttention modules, one a group; `groups.taste.query_weight` is a view of one feature's weights."""
+    """StackedTargetAttention modules, one a group; `groups.taste.query_weight` is a view of one feature's weights.
+
+    `groups.of(name)` has the views of any feature, also of one whose name is an attribute of a module, such as "type".
+    """
 
     def __init__(self, groups: Iterable[StackedTargetAttention]) -> None:
         super().__init__(groups)
@@ -28,11 +32,23 @@ class AttentionGroups(nn.ModuleList):
             for place, feature in enumerate(group.features)
         }
 
+    def of(self, name: str) -> SimpleNamespace:
+        """The parameters of one feature, views of the stacked ones."""
+        index, place = self._place_of[name]
+        return SimpleNamespace(**{key: x[place] for key, x in self[index].stacked_parameters().items()})
+
     def __getattr__(self, name: str) -> object:
-        if name in self.__dict__.get("_place_of", ()):
-            index, place = self._place_of[name]
-            return SimpleNamespace(**{key: x[place] for key, x in self[index].stacked_parameters().items()})
-        return super().__getattr__(name)
+        return self.of(name) if name in self.__dict__.get("_place_of", ()) else super().__getattr__(name)
+
+    # torch.distributed.checkpoint follows a key of the state_dict by getattr(), unless the module says by this method
+    # on which of its attributes to look a name up.
+    def _fqn_modifiers(self) -> dict[str, str]:
+        return {name: "_hidden" for name in self._place_of if name in self.__dict__ or hasattr(type(self), name)}
+
+    @property
+    def _hidden(self) -> SimpleNamespace:
+        """The features whose names are attributes of the module."""
+        return SimpleNamespace(**{name: self.of(name) for name in self._fqn_modifiers()})
 
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         for group, place, name, parameter in self._slots():
@@ -65,7 +81,9 @@ class AttentionGroups(nn.ModuleList):
                     f"{list(parameter[place].shape)}"
                 )
                 continue
-            if parameter.is_meta and local_metadata.get("assign_to_params_buffers", False):
+            # A parameter whose features are not all in the checkpoint stays on meta: it would be partly uninitialized.
+            complete = all(f"{prefix}{feature.name}.{name}" in state_dict for feature in group.features)
+            if parameter.is_meta and complete and local_metadata.get("assign_to_params_buffers", False):
                 parameter = group.leave_meta(name, value.device)
             parameter[place].copy_(value)
         if strict:

@@ -1,17 +1,18 @@
-"""A Transformer encoder over histories: what happened around an event enters its embedding.
+"""A Transformer encoder over histories: each event's embedding takes up the events around it.
 
 A block is pre-norm, as in Xiong et al., "On Layer Normalization in the Transformer Architecture" (ICML 2020):
 
-    y = x + W_o concat_h(attention_h(LayerNorm(x))) + b_o            x, y [S, D], an event a row
+    y = x + W_o concat_h(attention_h(LayerNorm(x))) + b_o            x, y [S, D], one event per row
     z = y + FeedForward(LayerNorm(y))                                W_2 gelu(W_1 · + b_1) + b_2, with dropout
 
 and a LayerNorm follows the last block, since the residual stream is never normalized. The rows stay packed throughout:
-only the attention knows where a sample begins. Keys and values are projected without a bias: a bias of the keys would
-add the same to all scores of a query and cancel in the softmax; one of the values would be weighted by probabilities
-that sum to one, and so be part of b_o.
+only the attention reads offsets. Keys and values are projected without a bias: a key bias would add the same to all
+scores of a query and cancel in the softmax; a value bias would be weighted by probabilities that sum to one, and so be
+part of b_o.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -33,31 +34,31 @@ Attention = Callable[..., Tensor]
 class JaggedEncoder(nn.Module):
     """Self-attention among each sample's events, on packed rows: pre-norm Transformer blocks for JaggedTensors.
 
-    Goes between an EmbeddingCollection and JaggedFeatureInteraction. A feature's aligned fields are combined into one
-    row an event, which is projected to `embedding_dim` if they are concatenated; the encoded rows are returned under
-    the feature's name, where `SequenceFeatureConfig.encoded()` reads them. Every other key passes through; one that is
-    a feature's name is replaced, after all features have read it.
+    It goes between an EmbeddingCollection and JaggedFeatureInteraction. A feature's aligned fields are combined into
+    one row per event, which is projected to `embedding_dim` if they are concatenated; the encoded rows are returned
+    under the feature's name, where the feature's `SequenceFeatureConfig.encoded()` reads them. Other keys are returned
+    unchanged; a key equal to a feature's name is replaced after all features have read it.
 
-    Each feature has blocks of its own, as it has projections of its own in JaggedFeatureInteraction; state_dict() names
-    them by feature, `stacks.taste.blocks.0...`. A learned bias has a table in every block, of `num_buckets * num_heads`
-    numbers that start at zero, so that each block learns how far it looks back.
+    Each feature has its own blocks; state_dict() names them by feature, `stacks.taste.blocks.0...`. A learned bias has
+    a table in every block, of `num_buckets * num_heads` numbers that start at zero, so that each block learns how far
+    it looks back.
 
     Attention compares all pairs of a sample's events: time grows with the sum of the squared lengths.
 
     Args:
         features: the sequence features to encode, with distinct names. Their `bias` is added to the scores of the
-            self-attention, by head and by event that is attended to; their targets and `weighted_values`, which belong
-            to the pooling, are not read.
-        embedding_dim: width of every embedding that comes in, and of an encoded event.
+            self-attention, by head and by attended event; their targets and `weighted_values`, which belong to the
+            pooling, are not read.
+        embedding_dim: width of every input embedding and of an encoded event.
         num_heads: heads, a divisor of `embedding_dim`.
-        num_layers: blocks a feature.
+        num_layers: blocks per feature.
         feedforward_ratio: width of the hidden layer of a block's feed-forward part, in `embedding_dim`.
         dropout: probability with which an element is zeroed in training, after both layers of the feed-forward part.
         causal: whether an event attends only to itself and to those before it.
-        device: where the parameters live, "meta" included: then `to_empty()` and `reset_parameters()` follow.
+        device: device of the parameters; after "meta" call `to_empty()` and `reset_parameters()`.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit, by name.
+        ValueError, TypeError: an argument of a wrong value or type; the message names it.
 
     Example:
 
@@ -105,7 +106,7 @@ class JaggedEncoder(nn.Module):
             raise ValueError(f"dropout must be in [0, 1), got {dropout}")
         self.features = features
         self.embedding_dim, self.num_heads, self.num_layers, self.causal = embedding_dim, num_heads, num_layers, causal
-        self._groups = [FeatureGroup([feature], embedding_dim) for feature in features]
+        self._groups = [FeatureGroup([replace(feature, weighted_values=False)], embedding_dim) for feature in features]
         self.stacks = nn.ModuleDict()
         for feature in features:
             # Past add_module(), which refuses names of nn.ModuleDict's own such as "items".
@@ -132,17 +133,17 @@ class JaggedEncoder(nn.Module):
         """Encodes the events of every feature.
 
         Args:
-            sequences: embeddings [S, embedding_dim] by sequence key, float32, bfloat16 or float16, the aligned ones of
-                one dtype, with what the features' biases read, as in `JaggedFeatureInteraction.forward`; or one
-                JaggedTensor, where the one feature reads but one key. Lengths and offsets are int32 or int64.
+            sequences: embeddings [S, embedding_dim] by sequence key, float32, bfloat16 or float16, aligned ones of the
+                same dtype, with the inputs of the features' biases as in `JaggedFeatureInteraction.forward`; or one
+                JaggedTensor, if the only feature reads a single key. Lengths and offsets are int32 or int64.
 
         Returns:
-            What came in, and under each feature's name its encoded events [S, embedding_dim] in the parameters' dtype,
+            The input, and under each feature's name its encoded events [S, embedding_dim] in the parameters' dtype,
             with the lengths and the weights of its first sequence key; for a JaggedTensor, the encoded events.
 
         Raises:
-            ValueError, TypeError: an absent key, a wrong width or dtype, fields that are not aligned, a bucket id out
-                of range. Lengths and ids are checked on the CPU only, where that costs no synchronisation.
+            ValueError, TypeError: a missing key, a wrong width or dtype, fields that are not aligned, a bucket id out
+                of range. The contents of lengths and ids are checked on the CPU only; on a GPU that would synchronize.
         """
         by_key = _by_key(sequences, self.features)
         events = inputs.read_inputs(by_key, self._groups)

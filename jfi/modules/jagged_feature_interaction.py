@@ -15,43 +15,45 @@ from jfi.scripting import not_scriptable
 
 
 class JaggedFeatureInteraction(nn.Module):
-    """Pools each sample's history into one embedding by what the sample's target attends to in it.
+    """Pools each sample's history into one embedding: multi-head attention of the target over the events.
 
     `torch.nn.MultiheadAttention` with the target as query and the history's events as keys and values, on TorchRec's
-    jagged tensors, without padding; `jfi.modules.stacked_attention` derives how the history is read once and never
-    projected. After target attention as in Zhou et al., "Deep Interest Network" (KDD 2018), and Xu et al., "Enhancing
-    Performance and Scalability of Large-Scale Recommendation Systems with Jagged Flash Attention" (RecSys 2024).
+    jagged tensors, without padding; `jfi.modules.stacked_attention` derives why the history is read once and never
+    projected. It follows target attention as in Zhou et al., "Deep Interest Network" (KDD 2018), and Xu et al.,
+    "Enhancing Performance and Scalability of Large-Scale Recommendation Systems with Jagged Flash Attention" (RecSys
+    2024).
 
     The attention runs in the dtype of the history, whose rows are never cast (on a CPU the operators widen half
     precision); the projections, which never see the history, run in the parameters' dtype or autocast's. An empty
     history gives the output projection's bias.
 
-    Features alike are one launch: those with as many sequence keys and as many target keys, of equal widths, one kind
-    of bias (of as many buckets, if it is learned), and all or none with weighted values. The number of kernels does not
-    depend on how many they are. Their histories are concatenated (a shared history once for each feature), without a
-    copy if they are adjacent in memory already, as in the output of a sharded EmbeddingCollection.
+    Features of the same kind form a group, and each kernel serves a whole group: the same number of sequence keys and
+    of target keys, of the same widths, the same kind of bias with the same number of buckets, and all or none with
+    weighted values. The number of kernels does not depend on the number of features in a group. Their histories are
+    concatenated (a shared history once for each feature), without a copy if they are adjacent in memory already, as in
+    the output of a sharded EmbeddingCollection.
 
-    state_dict() names the weights by feature, `attention.taste.query_weight`, so that a layer with one feature more
-    loads those of a layer without it with strict=False; `layer.attention.taste.query_weight` reads them. The parameters
-    themselves, and an optimizer's state with them, are stacked by group: `attention.0.query_weight`.
+    state_dict() names the weights by feature, `attention.taste.query_weight`, so that a layer with one more feature
+    loads those of a layer without it (strict=False); `layer.attention.taste.query_weight` reads them. The parameters,
+    and with them an optimizer's state, are stacked by group: `attention.0.query_weight`.
 
     Args:
         features: the sequence features, with distinct names.
-        embedding_dim: width of every embedding that comes in, and of each feature's output.
+        embedding_dim: width of every input embedding and of each feature's output.
         num_heads: heads, a divisor of `embedding_dim`.
-        num_queries: queries that each target is expanded to, with projections of their own (the paper's T).
-        embedding_collection: an EmbeddingCollection or ManagedCollisionEmbeddingCollection, which looks up the ids of
-            histories. With it, `forward` takes a KeyedJaggedTensor of ids; without it, the output of an
-            EmbeddingCollection, and the layer owns no table.
-        project_history: whether events are projected to keys and values [S, embedding_dim] before the attention,
-            instead of targets and sums, which gives the same numbers to rounding from the same parameters. With
-            T queries of H heads and events as wide as D = embedding_dim, projecting takes 2 D^2 + 2 T D multiply-adds
-            an event and two tensors of the history's size, and not projecting 2 T H D and none. None projects where
-            T H > D. Projected events are in the history's dtype or autocast's.
-        device: where the parameters live, "meta" included: then `to_empty()` and `reset_parameters()` follow.
+        num_queries: queries per target (the paper's T), each with its own projection.
+        embedding_collection: an EmbeddingCollection or ManagedCollisionEmbeddingCollection that looks up the histories.
+            With it, `forward` takes a KeyedJaggedTensor of ids; without it, the output of an EmbeddingCollection, and
+            the layer has no tables.
+        project_history: whether events are projected to keys and values [S, embedding_dim] before the attention, or the
+            projections are absorbed on the target's side: the same numbers up to rounding, from the same parameters.
+            With T queries of H heads and events of width D = embedding_dim, projecting takes 2 D^2 + 2 T D
+            multiply-adds per event and two tensors of the history's size, absorbing 2 T H D and none. None projects
+            where T H > D. Projected events are in the history's dtype or autocast's.
+        device: device of the parameters; after "meta" call `to_empty()` and `reset_parameters()`.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit, by name.
+        ValueError, TypeError: an argument of a wrong value or type; the message names it.
 
     Example:
 
@@ -81,7 +83,7 @@ class JaggedFeatureInteraction(nn.Module):
         >>> pooled.keys(), pooled["taste"].shape
         (['taste'], torch.Size([3, 8]))
 
-        Which event did the target look at? One weight for each event, query and head:
+        What does each target attend to? A weight for each event, query and head:
 
         >>> weights = layer.attention_weights(sequences, targets)["taste"]
         >>> weights.values().shape
@@ -151,13 +153,13 @@ class JaggedFeatureInteraction(nn.Module):
             targets: embeddings [B, embedding_dim] by target key.
 
         Returns:
-            One entry [B, embedding_dim] a feature, keyed by its name: what EmbeddingBagCollection would return.
+            An entry [B, embedding_dim] for each feature, keyed by its name, as EmbeddingBagCollection returns.
 
         Raises:
-            ValueError, TypeError: an absent key, a wrong width or dtype, histories of several dtypes among features
-                alike, fields that are not aligned, other numbers of samples, a bucket id out of range, ids of variable
-                batch sizes for a collection that is not sharded. Lengths, weights and ids are checked on the CPU only,
-                where that costs no synchronisation.
+            ValueError, TypeError: a missing key, a wrong width or dtype, histories of several dtypes in one group of
+                features, fields that are not aligned, different numbers of samples, a bucket id out of range, variable
+                batch sizes for a collection that is not sharded. The contents of lengths, weights and ids are checked
+                on the CPU only; on a GPU that would synchronize.
         """
         if self.embedding_collection is not None:
             sequences = self._embed(sequences)
@@ -175,11 +177,11 @@ class JaggedFeatureInteraction(nn.Module):
         sequences: KeyedJaggedTensor | dict[str, JaggedTensor],
         targets: KeyedTensor | dict[str, Tensor],
     ) -> dict[str, JaggedTensor]:
-        """What each target attends to, for people who want to look; takes what `forward` takes.
+        """How much each target attends to each event, for inspection and plots; takes what `forward` takes.
 
         Returns:
-            By feature name the weights [S, num_queries, num_heads] of its events, which sum to one over the events of
-            a sample.
+            For each feature, by name, the weights [S, num_queries, num_heads] of its events, which sum to one over the
+            events of a sample.
         """
         weights = {}
         if self.embedding_collection is not None:
@@ -193,20 +195,19 @@ class JaggedFeatureInteraction(nn.Module):
         return {name: weights[name] for name in self._names}
 
     def load_multihead_attention(self, name: str, attention: nn.MultiheadAttention) -> None:
-        """Copies the weights of PyTorch's attention into those of one feature, which then computes the same.
+        """Copies the weights of an `nn.MultiheadAttention` into one feature, which then computes the same function.
 
-        `attention` has the targets as queries and the events as both keys and values, in either order of dimensions.
-        The bias of its values becomes part of that of the output, which weighted values do not scale, and the bias of
-        its keys changes nothing. Its dropout is not copied. For an empty history it gives NaN, the layer the output's
-        bias.
+        `attention` takes the targets as queries and the events as both keys and values, with or without `batch_first`.
+        Its value bias is added to the output bias (weighted values do not scale it); its key bias has no effect on the
+        softmax and is dropped, and so is its dropout. For an empty history it gives NaN, the layer the output bias.
 
         Args:
             name: the feature.
             attention: with `embed_dim` and `num_heads` of this layer, and `kdim` and `vdim` the width of an event.
 
         Raises:
-            ValueError, TypeError: an absent name, another type, other widths, or what the layer does not have:
-                `num_queries` above 1, `add_bias_kv`, `add_zero_attn`.
+            ValueError, TypeError: an unknown name, a wrong type or width, `num_queries` above 1, or an option that the
+                layer does not have: `add_bias_kv`, `add_zero_attn`.
 
         Example:
             >>> import torch
@@ -241,7 +242,7 @@ class JaggedFeatureInteraction(nn.Module):
                 got = "a tensor" if want is None else got
                 raise ValueError(f"attention must have {attribute}={want} for feature '{name}', got {got}")
         with torch.no_grad():
-            _load_multihead_attention(getattr(self.attention, name), attention)
+            _load_multihead_attention(self.attention.of(name), attention)
 
     def _in_order(self, outputs: list[Tensor]) -> Tensor:
         pooled = {}

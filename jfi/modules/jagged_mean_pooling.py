@@ -1,4 +1,4 @@
-"""The mean of a history: what `JaggedFeatureInteraction` is measured against."""
+"""The mean of a history, the baseline of `JaggedFeatureInteraction`."""
 
 from dataclasses import replace
 
@@ -14,12 +14,12 @@ from jfi.ops import target_attention
 class JaggedMeanPooling(nn.Module):
     """Pools each sample's history into the mean of its events' combined embeddings; an empty history gives zeros.
 
-    Has no parameters, ignores the features' targets, biases and weights, and is called like
-    JaggedFeatureInteraction without a collection of its own, so that one can stand in for the other.
+    It has no parameters, ignores the features' targets, biases and weights, and is called like a
+    JaggedFeatureInteraction without `embedding_collection`, which it can replace.
 
     Args:
         features: the sequence features, with distinct names.
-        embedding_dim: width of every embedding that comes in.
+        embedding_dim: width of every input embedding.
 
     Example:
 
@@ -54,7 +54,7 @@ class JaggedMeanPooling(nn.Module):
             targets: not read.
 
         Returns:
-            One entry a feature, `embedding_dim` wide, or with "concat" that for each of its sequence keys.
+            An entry for each feature, `embedding_dim` wide; with "concat" `len(sequence_keys) * embedding_dim`.
         """
         return KeyedTensor(
             keys=[feature.name for feature in self.features],

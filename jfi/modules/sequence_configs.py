@@ -7,7 +7,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class PositionBias:
-    """A learned score bias by how far an event is from the newest one, which comes last.
+    """A learned score bias by an event's distance from the newest event, which comes last.
 
     Attributes:
         num_buckets: rows of the learned table. The distance d falls in bucket floor(log2(d + 1)); farther events share
@@ -24,17 +24,17 @@ class PositionBias:
 class WeightBias:
     """The logarithm of the weights of the first sequence key, added to an event's scores in every head.
 
-    An event of weight 2 counts as two events; one of weight 0 is left out, with no gradient. Weights are never
+    An event of weight 2 counts as two events; one of weight 0 is hidden and gets no gradient. Weights must not be
     negative.
     """
 
 
 @dataclass(frozen=True)
 class KeyBias:
-    """A learned score bias by a bucket id that comes with each event, for example of its age.
+    """A learned score bias by a bucket id of each event, such as the bucket of its age.
 
     Attributes:
-        key: under which the bucket ids are, aligned with the sequence keys.
+        key: the key of the bucket ids, which are aligned with the sequence keys.
         num_buckets: rows of the learned table; ids must be smaller.
     """
 
@@ -54,7 +54,7 @@ Bias = PositionBias | WeightBias | KeyBias
 
 @dataclass
 class SequenceFeatureConfig:
-    """One sequence feature: which history is attended to, by which target, and what biases scores and scales values.
+    """One sequence feature: a history, the target that attends to it, and what is added to its scores.
 
     An event may have several *aligned* fields (its item, category, rating, ...): one key each, with the same lengths
     sample by sample, whose embeddings are combined into one row per event. The target's embeddings are combined in the
@@ -66,16 +66,16 @@ class SequenceFeatureConfig:
         target_keys: keys of the target's embeddings, each `embedding_dim` wide.
         combine: "sum" keeps the width; "concat" makes an event `len(sequence_keys) * embedding_dim` wide and the
             target `len(target_keys) * embedding_dim`.
-        bias: what is added to an event's attention scores: `PositionBias`, `WeightBias`, `KeyBias`, or None for
-            nothing. The learned ones have a value for each head.
-        weighted_values: whether each event's value is multiplied by its weight, that of the first sequence key, when
-            the attended values are summed; its share of the attention is left alone. As in TorchRec's `is_weighted`,
-            weights are of either sign and have a gradient. Together with WeightBias they do both.
-        max_seqlen: the longest history, if it is known, such as the length at which the data is cut. It changes
-            nothing but speed and rounding, even if it is wrong.
+        bias: added to an event's attention scores: `PositionBias`, `WeightBias`, `KeyBias`, or None for none. The
+            learned ones have a value for each head.
+        weighted_values: whether each event's value is multiplied by the event's weight, that of the first sequence key;
+            the softmax does not read it. As with TorchRec's `is_weighted`, weights may have either sign and get a
+            gradient. With WeightBias as well, a weight does both.
+        max_seqlen: the longest history, if it is known, such as the length at which the data is cut. A hint: even a
+            wrong one changes nothing but speed and rounding.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit, by name.
+        ValueError, TypeError: an argument of a wrong value or type; the message names it.
 
     Example:
         >>> from jfi import KeyBias, SequenceFeatureConfig
@@ -117,7 +117,7 @@ combine='sum', bias=KeyBias(key='history_age', num_buckets=32), weighted_values=
             _check_positive(f"max_seqlen {of_feature}", self.max_seqlen)
 
     def encoded(self) -> "SequenceFeatureConfig":
-        """This feature behind a JaggedEncoder, which puts one row for each event under the feature's name."""
+        """This feature after a JaggedEncoder, which returns the encoded events under the feature's name."""
         return replace(self, sequence_keys=[self.name])
 
     @property
@@ -146,18 +146,18 @@ combine='sum', bias=KeyBias(key='history_age', num_buckets=32), weighted_values=
 
 @dataclass
 class FeatureGroup:
-    """Features alike, which one call of an operator serves, and what is known of them before any batch comes.
+    """Features of the same kind, which one call of an operator serves, and what is known of them before any batch.
 
-    They have as many sequence keys and as many target keys, combined in one way to equal widths, the same kind of bias
-    of as many buckets, and all or none have weighted values.
+    They have the same number of sequence keys and of target keys, combined to the same widths, the same kind of bias
+    with the same number of buckets, and all or none have weighted values.
     """
 
     features: list[SequenceFeatureConfig]
     embedding_dim: int
 
     def __post_init__(self) -> None:
-        # The features' first keys, then their second ones, ... No fields of the dataclass: torch.fx makes a dataclass
-        # anew from its fields.
+        # The features' first keys, then their second ones, ... Not fields of the dataclass, from which torch.fx would
+        # build it again.
         self.sequence_keys = list(zip(*[feature.sequence_keys for feature in self.features], strict=True))
         self.reads_weights = self.features[0].reads_weights
         self.target_keys = list(zip(*[feature.target_keys for feature in self.features], strict=True))
@@ -170,7 +170,7 @@ class FeatureGroup:
 
 
 def group_features(features: list[SequenceFeatureConfig], embedding_dim: int) -> list[FeatureGroup]:
-    """The groups of features alike, in the order of their first features."""
+    """The features grouped by kind, in the order of each group's first feature."""
     groups: dict[tuple, list[SequenceFeatureConfig]] = {}
     for feature in features:
         kind = (

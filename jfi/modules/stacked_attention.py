@@ -162,7 +162,8 @@ class StackedTargetAttention(nn.Module):
 
     def leave_meta(self, name: str, device: torch.device) -> Tensor:
         """Gives a parameter memory on a device, and returns it as [F, ...]."""
-        setattr(self, name, nn.Parameter(torch.empty_like(getattr(self, name), device=device)))
+        old = getattr(self, name)
+        setattr(self, name, nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad))
         return self.stacked_parameters()[name]
 
     def extra_repr(self) -> str:

@@ -1,6 +1,6 @@
 """Argument checks shared by the operators.
 
-Shapes, dtypes and devices are always checked: that costs no synchronisation.  The contents of offsets are checked on
+Shapes, dtypes and devices are always checked: that costs no synchronization.  The contents of offsets are checked on
 the CPU, and on a GPU only under ``with jfi.ops.validation():``, since reading them there stalls the device.
 """
 
@@ -22,7 +22,7 @@ _validates_on_gpu: ContextVar[bool] = ContextVar("_validates_on_gpu", default=Fa
 
 @contextmanager
 def validation() -> Iterator[None]:
-    """Check the contents of offsets and indices on a GPU too, at one synchronisation per check.
+    """Check the contents of offsets and indices on a GPU too; each check synchronizes with the device.
 
     CPU tensors are always checked.  Applies to the current thread or task only.
 
@@ -44,11 +44,16 @@ def _may_read(offsets: Tensor, traced: bool | None = None) -> bool:
 
     ``traced`` is what is_traced() has returned, if the caller knows.
     """
-    if type(offsets) is not Tensor or offsets.is_meta:
+    # First, since a compiler cannot trace ContextVar.get.
+    if torch.compiler.is_compiling() or type(offsets) is not Tensor or offsets.is_meta:
         return False
-    if not (offsets.device.type == "cpu" or _validates_on_gpu.get()):
+    if not (_is_on_cpu(offsets) or _validates_on_gpu.get()):
         return False
     return not (is_traced() if traced is None else traced)
+
+
+def _is_on_cpu(x: Tensor) -> bool:
+    return x.device.type == "cpu"
 
 
 def check_floating(**tensors: Tensor | None) -> None:
@@ -204,7 +209,7 @@ def check_impl(impl: str, like: Tensor) -> str:
 
 
 def _interprets() -> bool:
-    """Whether the kernels run through Triton's interpreter, which takes a processor's tensors."""
+    """Whether the kernels run through Triton's interpreter, which takes CPU tensors."""
     from jfi.kernels.common.primitives import INTERPRET
 
     return INTERPRET.value

@@ -20,6 +20,8 @@ from jfi.scripting import not_scriptable
 
 #: Types of tensors whose operators do what their names say.
 PLAIN = (Tensor, torch.nn.Parameter)
+#: Types of other arguments: looked up first, since isinstance(x, Tensor) is slow for them.
+_NO_TENSORS = frozenset((type(None), int, float, bool, str))
 
 #: What ``operator`` made, by name, so that the operators can be each other's gradients; ``eager`` of each is its work.
 operators = SimpleNamespace()
@@ -64,12 +66,16 @@ def operator(
     def call(*args):
         if is_traced() or compat.profiler_enabled():  # a profile shows the operator's name
             return under_grad.apply(*args) if _under_torch_func_grad() else registered(*args)
+        if args[0].is_meta:
+            return registered(*args)
         wants_grad = False
         for x in args:
-            if isinstance(x, Tensor):
-                if type(x) not in PLAIN or x.is_meta:
-                    return registered(*args)
-                wants_grad = wants_grad or x.requires_grad
+            kind = type(x)
+            if kind in PLAIN:
+                if x.requires_grad:
+                    wants_grad = True
+            elif kind not in _NO_TENSORS and isinstance(x, Tensor):
+                return registered(*args)
         if wants_grad and torch.is_grad_enabled():
             return registered(*args) if direct is None else direct.apply(*args)
         return function(*args)
@@ -100,9 +106,7 @@ def _for_torch_func(name: str, function: Callable, save: Callable | None, differ
 
 
 def _under_torch_func_grad() -> bool:
-    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
-        return False
-    return torch._C._functorch.peek_interpreter_stack().key() == torch._C._functorch.TransformType.Grad
+    return not torch.compiler.is_compiling() and compat.is_torch_func_grad()
 
 
 def public(function: Callable) -> Callable:
@@ -114,11 +118,11 @@ def public(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        if torch.compiler.is_compiling():  # which sees through the function itself; torch 2.11 stops at these checks
+        if torch.compiler.is_compiling():  # a compiler traces the function itself
             return function(*args, **kwargs)
         if has_torch_function_variadic(*args, *kwargs.values()):
             return handle_torch_function(call, (*args, *kwargs.values()), *args, **kwargs)
-        if forward_ad._current_level >= 0:
+        if compat.is_forward_mode():
             _refuse_tangents(function.__name__, *args, *kwargs.values())
         return function(*args, **kwargs)
 

@@ -1,10 +1,10 @@
-"""Absorbed projections: the weights of multi-head target attention multiplied with each other.
+"""Absorbed projections: products of the weights of multi-head target attention.
 
 By feature f, query t and head h, with each head's part of the weights d = D / H wide:
 
     W_qk = W_kᵀ W_q [D_x, D_e]      b_qk = W_kᵀ b_q [D_x]      W_vo = W_vᵀ W_oᵀ [D_x, D]
 
-They cost some D^3 operations whatever the batch.  `jfi.kernels.absorbed_weights` derives their gradients.
+They take some D^3 operations, whatever the batch size.  `jfi.kernels.absorbed_weights` derives their gradients.
 """
 
 import torch
@@ -30,17 +30,17 @@ def _by_head(weights: tuple[Tensor, ...], times: int, heads: int) -> tuple[Tenso
 def absorb_weights(
     weights: tuple[Tensor, ...], num_heads: int, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Multiply the weights of multi-head target attention, so that neither keys nor values need be projected.
+    """Multiply the weights of multi-head target attention, so that keys and values need no projection.
 
     Args:
-        weights: W_q [F, T · D, D_e], b_q [F, T · D], W_k and W_v [F, D, D_x] and W_o [F, D, T · D], laid out as in
-            ``torch.nn.MultiheadAttention``; those of F features.
+        weights: W_q [F, T · D, D_e], b_q [F, T · D], W_k and W_v [F, D, D_x] and W_o [F, D, T · D] of F features, laid
+            out as in ``torch.nn.MultiheadAttention``.
         num_heads: H, which divides D.
         dtype: of the products; None means that of the weights.
 
     Returns:
-        W_qk [F, T · H · D_x, D_e], b_qk [F, T · H · D_x] and W_vo [F, T · H · D_x, D], differentiable: with them the
-        queries are W_qk e + b_qk, and the output W_voᵀ a + b_o, where a is what the queries attend to.
+        W_qk [F, T · H · D_x, D_e], b_qk [F, T · H · D_x] and W_vo [F, T · H · D_x, D], differentiable.  The queries
+        of a target e are W_qk e + b_qk; the output is W_voᵀ a + b_o, where a is what the queries attended to.
 
     Example:
         >>> import torch, jfi

@@ -7,15 +7,15 @@ queries:
     p_th = softmax over the sample's events of (scale q_th · W_k,h x + bias_h)
     o    = W_o concat_{t,h}(Σ_x p_th c W_v,h x) + b_o              c the event's value scale, if any
 
-A product with W_k or W_v can be made on either side, since q · W_k x = W_kᵀ q · x, and a sum commutes with W_v.
-Absorbed into the targets' projections (`absorb_weights`), they leave the S rows of the history as they are, read once
-by one call of target attention with value = key:
+W_k and W_v can be applied on either side, since q · W_k x = W_kᵀ q · x, and a sum commutes with W_v.  Absorbed into the
+targets' projections (`absorb_weights`), they leave the S rows of the history unprojected, and one call of target
+attention with value = key reads them once:
 
     q'_th = W_qk,th e + b_qk,th        a_th = Σ_x p_th c x        o = W_vo a + b_o
 
-Eager calls on plain tensors are one node of autograd's graph with its gradients written out: where histories are short
-a step takes the host's time, and a dozen small products with their views would take most of that.  A compiler, a tracer
-or a functorch transform sees the composition of operators instead.
+Eager calls on plain tensors are one node of autograd's graph with its gradients written out: with short histories the
+host's time dominates, and autograd's bookkeeping for a dozen small products and views would be most of it.  A compiler,
+a tracer or a functorch transform sees the composition of operators instead.
 """
 
 import torch
@@ -29,6 +29,7 @@ from jfi.ops._checks import (
     FLOATING,
     check_dim,
     check_events,
+    check_floating,
     check_impl,
     check_max_seqlen,
     check_offsets,
@@ -61,23 +62,27 @@ def absorbed_target_attention(
 
     Args:
         target: [F, B, D_e], the targets of F features.
-        history: [S, D_x], the events of feature 0, then of feature 1, ...; or a tuple of tensors whose rows side by
-            side are the events.  Two of equal width, a power of two from 16 on, are read where they are by the Triton
-            kernels for few query rows; others are concatenated.
+        history: [S, D_x], the events of feature 0, then of feature 1, ...; or a tuple of tensors that are concatenated
+            along the last dimension.  The Triton kernels for few query rows read two tensors of one width, a power of
+            two from 16 on, without concatenating them.
         weights: query_weight [F, T · D, D_e], query_bias [F, T · D], key_weight and value_weight [F, D, D_x],
             output_weight [F, D, T · D] and output_bias [F, D], of one dtype, laid out as in
             ``torch.nn.MultiheadAttention``.
         offsets: [F · B + 1], int32 or int64, from 0 to S.
         num_heads: H, which divides D.
-        key_bias, key_bias_index, value_scale, max_seqlen, impl: as `target_attention` takes them.
-        scale: of the scores; None means 1/sqrt(D / H).
+        key_bias: [S, H], or with key_bias_index a table [N, H]; as in `target_attention`.
+        key_bias_index: [S], the row of the table for each event.
+        value_scale: [S], a factor of each event's value.
+        scale: factor of the scores; None means 1/sqrt(D / H).
+        max_seqlen: the longest history, if the host knows it; a hint, as in `target_attention`.
+        impl: "triton", "torch" or "auto", as in `target_attention`.
 
     Returns:
         [F, B, D] in the dtype of the weights, or autocast's.  The attention itself runs in the dtype of the history,
         which is never cast.  An empty history gives output_bias.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit, by name.
+        ValueError, TypeError: an argument of a wrong value or type; the message names it.
 
     Example:
         >>> import torch, jfi
@@ -92,12 +97,13 @@ def absorbed_target_attention(
     first, traced = fields[0], is_traced()
     samples = target.shape[0] * target.shape[1]
     check_offsets("offsets", offsets, first.shape[0], "history", first, samples, traced)
-    if key_bias_index is not None or value_scale is not None:
-        check_events(first, key_bias, key_bias_index, value_scale, num_heads, traced)
     if key_bias is not None and key_bias_index is None:
+        check_floating(history=first, key_bias=key_bias)
         check_dim("key_bias", key_bias, "[S, H]")
         check_size("key_bias", key_bias.shape[0], first.shape[0], "S")
         check_size("key_bias", key_bias.shape[1], num_heads, "H")
+    if key_bias_index is not None or value_scale is not None:
+        check_events(first, key_bias, key_bias_index, value_scale, num_heads, traced)
     impl = check_impl(impl, first)
     scale = check_scale(scale, weights[2].shape[1] // num_heads)
     check_max_seqlen(max_seqlen)
@@ -140,6 +146,8 @@ def _check_shapes(target: Tensor, fields: tuple[Tensor, ...], weights: tuple[Ten
     """The number of queries, T, of arguments that fit each other."""
     if len(weights) != len(_WEIGHTS):
         raise ValueError(f"weights must be the six tensors {', '.join(_WEIGHTS)}, got {len(weights)}")
+    if not fields:
+        raise ValueError("history must be a tensor or a tuple of at least one, got ()")
     for i, x in enumerate((target, *weights, *fields)):
         if not isinstance(x, Tensor) or x.dtype not in FLOATING:
             name = ("target", *_WEIGHTS)[i] if i < 7 else "history"
@@ -160,9 +168,9 @@ def _check_shapes(target: Tensor, fields: tuple[Tensor, ...], weights: tuple[Ten
     if target.device != first.device:
         raise ValueError(f"target must be on the device of history, {first.device}, got {target.device}")
     features, dim = weights[5].shape if weights[5].dim() == 2 else (0, 0)
-    if features != target.shape[0] or num_heads < 1 or dim % num_heads:
+    if features != target.shape[0] or dim == 0 or num_heads < 1 or dim % num_heads:
         raise ValueError(
-            f"output_bias must be [F, D] of F = {target.shape[0]} and a D that num_heads = {num_heads} divides, "
+            f"output_bias must be [F, D] of F = {target.shape[0]} and a D >= 1 that num_heads = {num_heads} divides, "
             f"got shape {list(weights[5].shape)}"
         )
     queries = weights[0].shape[1]

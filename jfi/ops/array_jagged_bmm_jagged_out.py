@@ -60,19 +60,19 @@ def array_jagged_bmm_jagged_out(
     """Multiply each sample's [L, M] block with its M rows of y.
 
     Args:
-        a: [Σ L·M], floating: the samples' blocks, row-major, one behind another.
+        a: [Σ L·M], floating: the samples' blocks, row-major, one after another.
         y: [R, D].
         x_offsets: [B+1], int32 or int64, from 0 to S.
         y_offsets: [B+1], from 0 to R; None means x_offsets.
-        out_rows: S, if known where y_offsets is given: else it is read from x_offsets, one synchronisation on a GPU.
-        impl: "triton", "torch" (on a GPU the formula in plain PyTorch, with large intermediates), or "auto": Triton for
-            CUDA tensors (float64 excepted), PyTorch otherwise.
+        out_rows: S, if known.  Else, where y_offsets is given, it is read from x_offsets: one synchronization on a GPU.
+        impl: "triton", "torch" (on a GPU the plain formula, with large intermediates), or "auto": Triton for CUDA
+            tensors except float64, PyTorch otherwise.
 
     Returns:
         [S, D].  A row of a sample with M = 0 is zero.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit, by name.
+        ValueError, TypeError: an argument of a wrong value or type; the message names it.
 
     Example:
         >>> import torch, jfi

@@ -24,17 +24,21 @@ def explains(operator: Callable, prepare: Callable, plan: Callable) -> None:
 
 
 def explain(operator: Callable, /, *args: object, device: Device | None = None, **kwargs: object) -> AttentionPlan:
-    """The plan of a call of an operator, which is not run.
+    """The plan of a call: which kernels would run it, and why.  Nothing is run.
 
     Args:
-        operator: `jfi.ops.target_attention` or `jfi.ops.jagged_attention`.
-        args, kwargs: its arguments; tensors may be real, fake or on the meta device.
-        device: plan for this kind of device, whatever this host has, such as ``H200``, ``A100`` and ``CPU`` of
-            `jfi.plan`.  None: for the tensors' own, which must not be meta then.
+        operator: `jfi.ops.target_attention` or `jfi.ops.jagged_attention`.  The attention of
+            `jfi.ops.absorbed_target_attention` is that of target_attention with queries [F · B, T, H, D_x] and keys
+            [S, 1, D_x].
+        *args: its arguments; tensors may be real, fake or on the meta device.
+        **kwargs: its arguments by name.
+        device: the kind of device to plan for, which this host need not have, such as ``H200``, ``A100`` or ``CPU`` of
+            `jfi.plan`.  Tensors are then taken to begin at multiples of 16 bytes, as TMA needs, wherever they begin.
+            None means the tensors' own device, which must not be meta; plain tensors count with their addresses.
 
     Returns:
-        The plan.  It prints as the family of kernels, why it was chosen, and each kernel's tiles and split of the work,
-        forward and backward.
+        The plan.  It prints the family of kernels, why it was chosen, and the tiles of each kernel, forward and
+        backward, and how its work is split.
 
     Raises:
         TypeError: an operator without a plan.

@@ -76,17 +76,17 @@ def jagged2_softmax(a: Tensor, x_offsets: Tensor, y_offsets: Tensor | None = Non
     """Softmax of packed blocks along their rows, over each row's M entries.
 
     Args:
-        a: [Σ L·M], floating: the samples' [L, M] blocks, row-major, one behind another; -inf hides an entry.
+        a: [Σ L·M], floating: the samples' [L, M] blocks, row-major, one after another; -inf hides an entry.
         x_offsets: [B+1], int32 or int64: the samples' L.
         y_offsets: [B+1]: the samples' M; None means x_offsets.
-        impl: "triton", "torch" (on a GPU the formula in plain PyTorch, with large intermediates), or "auto": Triton for
-            CUDA tensors (float64 excepted), PyTorch otherwise.
+        impl: "triton", "torch" (on a GPU the plain formula, with large intermediates), or "auto": Triton for CUDA
+            tensors except float64, PyTorch otherwise.
 
     Returns:
-        [Σ L·M].  A row of nothing but -inf gives zeros.
+        [Σ L·M].  A row that is -inf throughout gives zeros.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit, by name.
+        ValueError, TypeError: an argument of a wrong value or type; the message names it.
 
     Example:
         >>> import torch, jfi

@@ -155,13 +155,13 @@ def jagged_attention(
         value: [S, G, E]; None means value = key, which then gets both gradients.
         query_offsets: [B+1], int32 or int64, from 0 to R.
         key_offsets: [B+1], from 0 to S; None means query_offsets: self-attention.
-        causal: hide keys after the query; the last query of a sample is at the position of its last key.
+        causal: hide keys after the query.  The last query of a sample is at the position of its last key.
         window_size: (left, right), how many keys before and after its own position a query sees; None, not -1, for no
             bound.
         key_bias: [S, H], added to the scores; -inf hides an event.
-        scale: of the scores; None means 1/sqrt(D).
-        return_lse: also return the log-sum-exp of each query's scores, to combine attention to parts of a history; it
-            is differentiable like the output.
+        scale: factor of the scores; None means 1/sqrt(D).
+        return_lse: also return the log-sum-exp of each query's scores, which is needed to combine the attention to
+            parts of a history; it is differentiable like the output.
         impl: "triton" (rows of at most 512 float32 or 1,024 half-precision elements), "torch" (on a GPU the plain
             formula, which holds every query-key pair in memory and synchronizes once), or "auto": Triton for CUDA
             tensors except float64, PyTorch otherwise.
@@ -187,7 +187,9 @@ def jagged_attention(
         offsets = (query_offsets, key_offsets)
         out, lse = reference.jagged_attention(query, key, value, *offsets, False, tuple(window), key_bias, scale)
     else:
-        exports = impl == "triton" and torch.compiler.is_exporting() and query.is_cuda
+        # Dynamo takes is_exporting() for true in torch 2.11, also where nothing is exported.
+        exports = impl == "triton" and torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+        exports = exports and query.is_cuda
         out, lse = (_exported_fwd() if exports else _jagged_attention_fwd)(*inputs, impl)
     return (out, lse) if return_lse else out
 

@@ -1,4 +1,4 @@
-"""Jagged times dense: every row of a sample by the sample's own matrix.
+"""Jagged times dense: each row of a sample times the sample's matrix.
 
     y[s] = x[s] A[b]        dx = dy Aᵀ        dA[b] = Σ_s x[s]ᵀ dy[s]        s in sample b
 
@@ -52,14 +52,14 @@ def jagged_dense_bmm(x: Tensor, offsets: Tensor, dense: Tensor, *, impl: str = "
         x: [S, D], floating.
         offsets: [B+1], int32 or int64, from 0 to S.
         dense: [B, D, T].
-        impl: "triton", "torch" (on a GPU the formula in plain PyTorch, with large intermediates), or "auto": Triton for
-            CUDA tensors (float64 excepted), PyTorch otherwise.
+        impl: "triton", "torch" (on a GPU the plain formula, with large intermediates), or "auto": Triton for CUDA
+            tensors except float64, PyTorch otherwise.
 
     Returns:
         [S, T].
 
     Raises:
-        ValueError, TypeError: an argument that does not fit, by name.
+        ValueError, TypeError: an argument of a wrong value or type; the message names it.
 
     Example:
         >>> import torch, jfi

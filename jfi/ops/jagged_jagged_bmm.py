@@ -48,14 +48,14 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, impl: str = "aut
         x: [S, D], floating.
         y: [S, T].
         offsets: [B+1], int32 or int64, from 0 to S, of both.
-        impl: "triton", "torch" (on a GPU the formula in plain PyTorch, with large intermediates), or "auto": Triton for
-            CUDA tensors (float64 excepted), PyTorch otherwise.
+        impl: "triton", "torch" (on a GPU the plain formula, with large intermediates), or "auto": Triton for CUDA
+            tensors except float64, PyTorch otherwise.
 
     Returns:
         [B, D, T].  An empty sample gives zeros.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit, by name.
+        ValueError, TypeError: an argument of a wrong value or type; the message names it.
 
     Example:
         >>> import torch, jfi

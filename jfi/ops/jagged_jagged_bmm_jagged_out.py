@@ -1,4 +1,4 @@
-"""Every pair of a sample's rows: each sample's xyᵀ, packed one behind another.
+"""Jagged times jagged, transposed: each sample's xyᵀ, all pairs of its rows, packed one after another.
 
     A[b] = X[b] Y[b]ᵀ        dX[b] = dA[b] Y[b]        dY[b] = dA[b]ᵀ X[b]
 
@@ -51,23 +51,23 @@ def jagged_jagged_bmm_jagged_out(
     out_size: int | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """Multiply each sample's L rows of x with its M rows of y.
+    """Dot products of each sample's L rows of x with its M rows of y.
 
     Args:
         x: [S, D], floating.
         y: [R, D].
         x_offsets: [B+1], int32 or int64, from 0 to S.
         y_offsets: [B+1], from 0 to R; None means x_offsets.
-        out_size: Σ L·M, if known: else it is read from the offsets, one synchronisation on a GPU (and a graph break
-            under torch.compile).
-        impl: "triton", "torch" (on a GPU the formula in plain PyTorch, with large intermediates), or "auto": Triton for
-            CUDA tensors (float64 excepted), PyTorch otherwise.
+        out_size: Σ L·M, if known.  Else it is read from the offsets: one synchronization on a GPU, and a graph break
+            under torch.compile.
+        impl: "triton", "torch" (on a GPU the plain formula, with large intermediates), or "auto": Triton for CUDA
+            tensors except float64, PyTorch otherwise.
 
     Returns:
-        [Σ L·M]: the samples' [L, M] blocks, row-major, one behind another.
+        [Σ L·M]: the samples' [L, M] blocks, row-major, one after another.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit, by name.
+        ValueError, TypeError: an argument of a wrong value or type; the message names it.
 
     Example:
         >>> import torch, jfi

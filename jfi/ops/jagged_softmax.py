@@ -82,14 +82,14 @@ def jagged_softmax(x: Tensor, offsets: Tensor, *, impl: str = "auto") -> Tensor:
     Args:
         x: [S, T], floating; -inf hides an entry.
         offsets: [B+1], int32 or int64, from 0 to S.
-        impl: "triton", "torch" (on a GPU the formula in plain PyTorch, with large intermediates), or "auto": Triton for
-            CUDA tensors (float64 excepted), PyTorch otherwise.
+        impl: "triton", "torch" (on a GPU the plain formula, with large intermediates), or "auto": Triton for CUDA
+            tensors except float64, PyTorch otherwise.
 
     Returns:
-        [S, T].  A sample's column of nothing but -inf gives zeros.
+        [S, T].  A column that is -inf in all rows of a sample gives zeros there.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit, by name.
+        ValueError, TypeError: an argument of a wrong value or type; the message names it.
 
     Example:
         >>> import torch, jfi

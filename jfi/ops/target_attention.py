@@ -1,9 +1,10 @@
-"""Target attention: a few queries a sample over its jagged history, read once.
+"""Target attention: the queries of a sample over its jagged history, which is read once.
 
     O[b,t,h] = Σ_s P[b,t,h,s] v[s,g(h)]        P = softmax_s(scale q[b,t,h]·k[s,g(h)] + bias[s,h])        s in sample b
 
-The target item asks, the user's events answer (Zhou et al., 'Deep Interest Network', KDD 2018; Xu et al., 'Jagged Flash
-Attention', RecSys 2024).  With log-sum-exp L saved and Δ = Σ_e dO·O, the backward needs one more sweep:
+The query comes from the target item, keys and values from the user's events (Zhou et al., 'Deep Interest Network', KDD
+2018; Xu et al., 'Jagged Flash Attention', RecSys 2024).  The forward saves the log-sum-exp L; with Δ = Σ_e dO·O, the
+backward recomputes the weights in one more sweep:
 
     dv = Σ_t,h P dO      dS = P (dO·v - Δ)      dk = scale Σ_t,h dS q      dq = scale Σ_s dS k      dbias = Σ_t dS
 
@@ -29,15 +30,7 @@ from jfi.ops._checks import (
 )
 from jfi.ops._dispatch import aligned, operator, public
 from jfi.ops.explain import explains
-from jfi.plan import TargetAttentionInputs
-
-
-def takes_events(query_rows: int) -> bool:
-    """Whether the Triton kernels for so many query rows per key head read a bias by index and scale values themselves.
-
-    Then key may also be the left half of the history's one head, whose right half is ``second``.
-    """
-    return query_rows <= plan.FEW_QUERY_ROWS
+from jfi.plan import TargetAttentionInputs, takes_events
 
 
 def _on_cpu(function: Callable, *args):
@@ -154,26 +147,26 @@ def target_attention(
     Args:
         query: [B, T, H, D], floating.
         key: [S, G, D]; G divides H, and H/G query heads share a key head.
-        value: [S, G, E], or None: value = key, read once and with one gradient.
+        value: [S, G, E]; None means value = key, which is read once and gets one gradient.
         offsets: [B+1], int32 or int64, from 0 to S: sample b owns rows offsets[b] to offsets[b+1].
         key_bias: [S, H], added to the scores; -inf hides an event.  With key_bias_index a table [N, H] of any floating
             dtype.
-        key_bias_index: [S], int32 or int64: event s has row key_bias_index[s] of the table key_bias.  The Triton
-            kernels read the table in place and sum its gradient in a fixed order.  The index is checked on the CPU
-            only; on a GPU an index outside of the table is undefined behaviour.
-        value_scale: [S], floating: what each event's value is multiplied by, its weight in the softmax left alone.
-        scale: of the scores; None means 1/sqrt(D).
-        max_seqlen: the longest history, if the host knows it.  It changes nothing but rounding, even if it is wrong:
-            many short histories are then worked on whole, each by one program, with nothing to merge.
-        impl: "triton" (rows of at most 512 float32 or 1,024 half-precision elements), "torch" (on a GPU the formula as
-            it stands, with [S, T, H, D] intermediates), or "auto": Triton for CUDA tensors (float64 excepted), PyTorch
+        key_bias_index: [S], int32 or int64: the row of the table for each event.  The Triton kernels read the table
+            through it and sum the table's gradient in a fixed order.  An index outside the table is an error on the
+            CPU; on a GPU its behavior is undefined, and ``with jfi.ops.validation():`` checks it there.
+        value_scale: [S], floating: a factor of each event's value; the softmax does not read it.
+        scale: factor of the scores; None means 1/sqrt(D).
+        max_seqlen: the longest history, if the host knows it.  A hint: up to some 500 rows one program handles one
+            sample, without a combine step.  Even a wrong one changes nothing but rounding.
+        impl: "triton" (rows of at most 512 float32 or 1,024 half-precision elements), "torch" (on a GPU the plain
+            formula, with [S, T, H, D] intermediates), or "auto": Triton for CUDA tensors except float64, PyTorch
             otherwise.
 
     Returns:
         [B, T, H, E].  An empty or fully hidden history gives zeros.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit, by name.
+        ValueError, TypeError: an argument of a wrong value or type; the message names it.
 
     Example:
         >>> import torch, jfi
@@ -217,7 +210,8 @@ def _prepare(
     check_dim("query", query, "[B, T, H, D]")
     batch, _, heads, width = query.shape
     check_history(key, value, key_bias if key_bias_index is None else None, heads, width)
-    check_events(key, key_bias, key_bias_index, value_scale, heads)
+    if key_bias_index is not None or value_scale is not None:
+        check_events(key, key_bias, key_bias_index, value_scale, heads)
     check_offsets("offsets", offsets, key.shape[0], "key", query, batch)
     impl = check_impl(impl, query)
     scale = check_scale(scale, width)

@@ -133,7 +133,7 @@ def test_log_normal_lengths_have_the_sum_of_uniform_ones():
     assert uneven.float().std() > uniform.float().std()
 
 
-def test_the_processor_is_measured_where_there_is_no_gpu(monkeypatch, tmp_path, capsys):
+def test_the_cpu_is_measured_where_there_is_no_gpu(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(main, "QUICK_CPU_SECONDS", 0.0)
     monkeypatch.setattr(cpu, "TARGET_SHAPES", [replace(TINY, B=64)])

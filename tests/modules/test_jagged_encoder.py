@@ -194,6 +194,18 @@ def test_a_jagged_tensor_alone_gives_a_jagged_tensor(events):
     torch.testing.assert_close(got.values(), encoder({"history": history})["taste"].values(), rtol=0, atol=0)
 
 
+def test_weighted_values_belong_to_the_pooling(events):
+    """Events without weights are encoded, and weights change nothing."""
+    plain, weighted = (JaggedEncoder([taste(weighted_values=value)], EMBEDDING_DIM) for value in (False, True))
+    weighted.load_state_dict(plain.state_dict())
+    history = events(dtype=torch.float32)
+    want = plain({"history": history})["taste"]
+    got = weighted({"history": history})["taste"]
+    assert torch.equal(got.values(), want.values()) and got.weights_or_none() is None
+    scaled = JaggedTensor(history.values(), lengths=history.lengths(), weights=torch.randn(sum(LENGTHS)))
+    assert torch.equal(weighted({"history": scaled})["taste"].values(), want.values())
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_what_an_event_sees(events, causal):
     """A change of the second of five events shows in its own sample alone, and under `causal` from that event on."""
@@ -338,7 +350,7 @@ FEATURES = [
 
 
 class Model(nn.Module):
-    """A collection, the encoder and the interaction, one behind the other."""
+    """A collection, the encoder and the interaction, one after the other."""
 
     def __init__(self):
         super().__init__()

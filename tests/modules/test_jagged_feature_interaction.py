@@ -2,16 +2,18 @@
 
 import copy
 import io
+import sys
 
 import pytest
 import torch
 from ops import budget
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.models.dlrm import InteractionArch
 
 from jfi import JaggedFeatureInteraction, KeyBias, PositionBias, SequenceFeatureConfig, WeightBias
-from jfi.modules import stacked_attention
+from jfi.modules import inputs, stacked_attention
+from jfi.ops._dispatch import operators
 
 from .conftest import EMBEDDING_DIM, LENGTHS
 
@@ -412,16 +414,50 @@ def test_float32_parameters_with_half_precision_embeddings(events, target):
     )
 
 
+@pytest.fixture
+def calls(monkeypatch):
+    """The arguments of every call of the attention's kernels that the layer makes."""
+    attend, seen = operators.target_attention_fwd.eager, []
+
+    def spy(*args):
+        seen.append(args)
+        with _disable_current_modes():  # the kernels' own memory is not the layer's
+            return attend(*args)
+
+    monkeypatch.setattr(operators.target_attention_fwd, "eager", spy)
+    return seen
+
+
 @pytest.mark.parametrize("bias", [None, PositionBias()])
-def test_autocast_projects_in_bfloat16_and_leaves_the_history_alone(bias, events, target):
+def test_autocast_projects_in_bfloat16_and_leaves_the_history_alone(bias, events, target, calls, monkeypatch):
+    for module in (inputs, sys.modules["jfi.ops.absorbed_target_attention"]):  # the eager call, though a mode looks on
+        monkeypatch.setattr(module, "is_traced", lambda: False)
     layer = JaggedFeatureInteraction([taste(bias=bias)], EMBEDDING_DIM, 2)
     history = events([2000, 7], dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16), LargestTensor(but=history.values()) as largest:
         pooled = layer({"history": history}, {"item": target(2, dtype=torch.float32)})
     assert pooled.values().dtype == torch.bfloat16
     assert 0 < largest.numel < history.values().numel()  # no copy of the history, in whatever dtype
+    ((query, key, value, *_),) = calls
+    assert key.data_ptr() == history.values().data_ptr() and value is None  # read once, where it is
+    assert query.dtype == torch.float32
     pooled.values().sum().backward()
     assert history.values().grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("project_history", [False, True])
+@pytest.mark.parametrize(("longest", "want"), [((7,), [7]), ((None,), [None]), ((7, 9), [9]), ((7, None), [None])])
+def test_the_operator_gets_the_longest_history_of_a_group(longest, want, project_history, events, target, monkeypatch):
+    seen = []
+    for name in ("target_attention", "absorbed_target_attention"):
+        function = getattr(stacked_attention, name)
+        monkeypatch.setattr(
+            stacked_attention, name, lambda *x, f=function, **y: seen.append(y["max_seqlen"]) or f(*x, **y)
+        )
+    features = [taste(name=f"taste{f}", max_seqlen=length) for f, length in enumerate(longest)]
+    layer = JaggedFeatureInteraction(features, EMBEDDING_DIM, 2, project_history=project_history).double()
+    layer({"history": events()}, {"item": target()})
+    assert seen == want
 
 
 def test_names_in_state_dict_and_round_trip(events, target):

@@ -82,6 +82,27 @@ def test_weights_load_into_a_layer_on_the_meta_device():
         assert torch.equal(got, want), name
 
 
+def test_weights_of_some_features_leave_their_group_on_the_meta_device():
+    """A group's parameters are stacked, and a part without weights must not be read."""
+    old = layer_of([OLD[0], OLD[1]])
+    layer = JaggedFeatureInteraction(OLD, EMBEDDING_DIM, 2, device=torch.device("meta"))  # clicks and carts are alike
+    missing, unexpected = layer.load_state_dict(old.state_dict(), strict=False, assign=True)
+    assert not unexpected and {name.split(".")[1] for name in missing} == {"carts"}
+    assert all(x.is_meta for name in ("clicks", "carts") for x in vars(layer.attention.of(name)).values())
+    for name, x in vars(layer.attention.orders).items():
+        assert torch.equal(x, getattr(old.attention.orders, name)), name
+
+
+def test_frozen_parameters_stay_frozen_when_they_leave_the_meta_device():
+    layer = JaggedFeatureInteraction(OLD, EMBEDDING_DIM, 2, device=torch.device("meta"))
+    names = [name for name, _ in layer.named_parameters()]
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(name.endswith("bias"))
+    layer.load_state_dict(layer_of(OLD).state_dict(), assign=True)
+    assert [name for name, _ in layer.named_parameters()] == names
+    assert all(x.requires_grad == name.endswith("bias") and not x.is_meta for name, x in layer.named_parameters())
+
+
 def test_distributed_checkpoints_state_dict_functions():
     layer, other = layer_of(OLD), layer_of(OLD)
     state = get_model_state_dict(layer)
@@ -89,6 +110,25 @@ def test_distributed_checkpoints_state_dict_functions():
     set_model_state_dict(other, copy.deepcopy(state))
     for (name, got), want in zip(other.named_parameters(), layer.parameters(), strict=True):
         assert torch.equal(got, want), name
+
+
+@pytest.mark.parametrize("name", ["type", "pop", "of", "training", "0", "forward", "_modules"])
+def test_a_feature_may_have_the_name_of_a_modules_attribute(name):
+    layer, other = (layer_of([feature("clicks"), feature(name)]) for _ in range(2))
+    loaded = torch.nn.MultiheadAttention(EMBEDDING_DIM, 2)
+    layer.load_multihead_attention(name, loaded)
+    state = get_model_state_dict(layer)
+    torch.testing.assert_close(state[f"attention.{name}.output_weight"], loaded.out_proj.weight, rtol=0, atol=0)
+    assert not torch.equal(state["attention.clicks.output_weight"], loaded.out_proj.weight)
+    assert set(state) == set(layer.state_dict()) == {f"attention.{x}" for x in keys_of("clicks", name)}
+    set_model_state_dict(other, copy.deepcopy(state))
+    for (key, got), want in zip(other.named_parameters(), layer.parameters(), strict=True):
+        assert torch.equal(got, want), key
+
+
+def keys_of(*names):
+    kinds = ("query_weight", "query_bias", "key_weight", "value_weight", "output_weight", "output_bias")
+    return [f"{name}.{kind}" for name in names for kind in kinds]
 
 
 def test_repr_shows_features_heads_queries_and_biases():

@@ -214,7 +214,7 @@ def test_compiles_to_one_graph_for_every_number_of_events(layer, targets):
 
 
 class DensePart(torch.nn.Module):
-    """All that stands behind the look-ups: the layer, InteractionArch and OverArch."""
+    """Everything after the look-ups: the layer, InteractionArch and OverArch."""
 
     def __init__(self):
         super().__init__()

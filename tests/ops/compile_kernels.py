@@ -106,7 +106,8 @@ def main() -> None:
     ):
         for rows in (300, 4000):
             attend(*tensors(rows, groups, width), torch.randn(rows, 4).half() if biased else None, window)
-    assert len({launcher.kernel for launcher in launches if isinstance(launcher.kernel, GluonJITFunction)}) == 3
+    gluon = [launcher.kernel for launcher in launches if isinstance(launcher.kernel, GluonJITFunction)]
+    assert (len(gluon), len(set(gluon))) == (12, 3), gluon  # short and long share the backward's
     for rows in (32, 100):
         for longest in (None, 100, 400):
             attend_by_bucket(64, rows, longest, halves=rows == 100)

@@ -2,14 +2,17 @@
 
 import math
 import re
+from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from ops import budget
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import jfi
 from jfi import reference
+from jfi.ops._dispatch import operators
 
 LENGTHS = [[3, 0, 1, 5], [0, 0, 0, 0], []]
 
@@ -43,13 +46,17 @@ def problem(
     return leaves, {"offsets": offsets, "num_heads": heads}
 
 
-def results(function, leaves, options):
-    leaves = {name: x.detach().clone().requires_grad_() for name, x in leaves.items()}
+def call(function, leaves, options):
     fields = tuple(x for name, x in leaves.items() if name.startswith("field"))
     weights = tuple(x for name, x in leaves.items() if name.startswith("weight"))
     more = {name: leaves[name] for name in ("key_bias",) if name in leaves}
     history = fields[0] if len(fields) == 1 else fields
-    out = function(leaves["target"], history, weights, **options, **more)
+    return function(leaves["target"], history, weights, **options, **more)
+
+
+def results(function, leaves, options):
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in leaves.items()}
+    out = call(function, leaves, options)
     torch.manual_seed(7)
     cotangent = torch.randn(out.shape).to(out)
     gradients = torch.autograd.grad(out, list(leaves.values()), cotangent)
@@ -80,6 +87,20 @@ def plain(target, history, weights, *, offsets, num_heads, key_bias=None, key_bi
     return torch.stack(outputs)
 
 
+def is_one_node(leaves, options):
+    """Whether an eager call is one node of autograd's graph."""
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in leaves.items()}
+    out = call(jfi.ops.absorbed_target_attention, leaves, options)
+    return type(out.grad_fn).__name__ == "_AbsorbedTargetAttentionBackward"
+
+
+def calls_of(owner, name, leaves, options):
+    """How often an eager call of the operator calls a function of torch."""
+    with mock.patch.object(owner, name, wraps=getattr(owner, name)) as spy:
+        call(jfi.ops.absorbed_target_attention, leaves, options)
+    return spy.call_count
+
+
 def double(leaves):
     return {name: x.double() for name, x in leaves.items()}
 
@@ -95,6 +116,8 @@ def check_both_forms(leaves, options):
             assert "target_attention_fwd" in mode.names
         else:
             got = results(jfi.ops.absorbed_target_attention, leaves, options | {"impl": impl})
+            # PyTorch scales the values before the attention, in a node of their own.
+            assert is_one_node(leaves, options | {"impl": impl}) == (impl == "triton" or "value_scale" not in options)
         for name, x in got.items():
             budget.check(f"{name} {impl}", x, rough[name].to(x.dtype), truth[name], terms)
 
@@ -113,13 +136,19 @@ def test_output_and_gradients(biased, features, times, heads, lengths, device):
     if biased == "values":
         options["value_scale"] = torch.randn(rows, device=device)
     check_both_forms(leaves, options)
+    if biased == "table":  # the kernels read the table where it is
+        for impl, count in (("triton", 0), ("torch", 1)):
+            assert calls_of(F, "embedding", leaves, options | {"impl": impl}) == count
 
 
 @pytest.mark.parametrize("width", [16, 24], ids=["read where they are", "concatenated"])
 @pytest.mark.parametrize("max_seqlen", [None, 5])
 def test_two_fields(width, max_seqlen, device):
     leaves, options = problem(widths=(width, width), device=device)
-    check_both_forms(leaves, options | {"max_seqlen": max_seqlen})
+    options["max_seqlen"] = max_seqlen
+    check_both_forms(leaves, options)
+    assert calls_of(torch, "cat", leaves, options | {"impl": "triton"}) == (0 if width == 16 else 1)
+    assert calls_of(torch, "cat", leaves, options | {"impl": "torch"}) == 1
 
 
 def test_many_fields_are_one_history(device):
@@ -127,22 +156,38 @@ def test_many_fields_are_one_history(device):
     check_both_forms(leaves, options)
 
 
-def test_half_precision_histories_are_not_cast(device):
-    leaves, options = problem(dtype=torch.float16, device=device)
+def problem_with_a_table(impl, device, **sizes):
+    leaves, options = problem(features=2, device=device, **sizes)
+    leaves["key_bias"] = torch.randn(3, options["num_heads"], device=device)
+    buckets = torch.randint(3, leaves["field 0"].shape[:1], device=device)
+    return leaves, options | {"key_bias_index": buckets, "impl": impl}
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_half_precision_histories_are_not_cast(impl, device, monkeypatch):
+    leaves, options = problem_with_a_table(impl, device, dtype=torch.float16)
+    attend, seen = operators.target_attention_fwd.eager, []
+    monkeypatch.setattr(operators.target_attention_fwd, "eager", lambda *x: seen.append(x[:3]) or attend(*x))
     got = results(jfi.ops.absorbed_target_attention, leaves, options)
+    ((query, key, value),) = seen
+    assert query.dtype == key.dtype == torch.float16 and value is None
     want = results(plain, double(leaves), options)
     assert got["out"].dtype == torch.float32 and got["field 0"].dtype == torch.float16
     for name, x in got.items():
         torch.testing.assert_close(x.double(), want[name], rtol=2e-2, atol=2e-2)
 
 
-def test_gradients_that_nobody_wants(device):
-    leaves, options = problem(device=device)
-    weights = tuple(x for name, x in leaves.items() if name.startswith("weight"))
-    history = leaves["field 0"].requires_grad_()
-    out = jfi.ops.absorbed_target_attention(leaves["target"], history, weights, **options)
-    (gradient,) = torch.autograd.grad(out.sum(), history)
-    assert gradient.abs().sum() > 0 and not any(x.requires_grad for x in weights)
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("wanted", ["target", "field 0", "key_bias", "weight 1", "weight 2", "weight 5"])
+def test_gradients_that_nobody_wants(wanted, impl, device):
+    leaves, options = problem_with_a_table(impl, device)
+    want = results(jfi.ops.absorbed_target_attention, leaves, options)
+    leaves[wanted].requires_grad_()
+    out = call(jfi.ops.absorbed_target_attention, leaves, options)
+    torch.manual_seed(7)
+    out.backward(torch.randn(out.shape).to(out))
+    assert {name for name, x in leaves.items() if x.grad is not None} == {wanted}
+    torch.testing.assert_close(leaves[wanted].grad, want[wanted], rtol=0, atol=0)
 
 
 def test_a_learned_value_scale_has_a_gradient():
@@ -182,12 +227,23 @@ def test_under_compile_and_vmap():
         ({"target": 1}, TypeError, "target must be a Tensor of float32, bfloat16, float16 or float64, got int"),
         ({"history": torch.zeros(9, 8, dtype=torch.long)}, TypeError, "history must be a Tensor of float32, bfloat16"),
         ({"history": (torch.zeros(9, 4), torch.zeros(8, 4))}, ValueError, "history must be tensors of as many rows"),
-        ({"num_heads": 3}, ValueError, "a D that num_heads = 3 divides, got shape [1, 8]"),
+        ({"num_heads": 3}, ValueError, "a D >= 1 that num_heads = 3 divides, got shape [1, 8]"),
+        ({"history": ()}, ValueError, "history must be a tensor or a tuple of at least one, got ()"),
+        ({"output_bias": torch.zeros(1, 0)}, ValueError, "a D >= 1 that num_heads = 2 divides, got shape [1, 0]"),
         ({"weights": ()}, ValueError, "weights must be the six tensors query_weight, query_bias, key_weight"),
         ({"key_weight": torch.zeros(1, 8, 7)}, ValueError, "key_weight must be [F, ...] = [1, 8, 8], got [1, 8, 7]"),
         ({"key_weight": torch.zeros(1, 8, 8).double()}, ValueError, "key_weight must be torch.float32 on cpu, like"),
         ({"offsets": torch.tensor([0, 3, 9])}, ValueError, "offsets must have B+1 = 5 entries, got 3"),
         ({"key_bias": torch.zeros(9, 3)}, ValueError, "key_bias must have H = 2, got 3"),
+        ({"key_bias": torch.zeros(9)}, ValueError, "key_bias must be [S, H], got a tensor of shape [9]"),
+        ({"key_bias": 3.0}, TypeError, "key_bias must be a Tensor, got float"),
+        (
+            {"key_bias": torch.zeros(9, 2).long()},
+            TypeError,
+            "key_bias must be float32, bfloat16, float16 or float64, g",
+        ),
+        ({"key_bias": torch.zeros(9, 2).double()}, TypeError, "key_bias must have the dtype of history, torch.float32"),
+        ({"key_bias": torch.zeros(9, 2).to("meta")}, ValueError, "key_bias must be on the device of history, cpu, got"),
         ({"impl": "cuda"}, ValueError, "impl must be one of"),
     ],
 )

@@ -157,7 +157,7 @@ def test_opcheck(name, device):
         torch.library.opcheck(op.default, arguments(*inputs))
 
 
-def test_opcheck_on_the_processors_path():
+def test_opcheck_on_the_cpu_path():
     q, k, v, offsets, bias = calls(torch.device("cpu"), "torch")["target_attention"][1]
     torch.library.opcheck(
         torch.ops.jfi.target_attention_fwd.default, (q, k, v, offsets, bias, None, None, None, 0.3, None, "torch")
@@ -185,7 +185,7 @@ def test_one_graph_for_all_sizes(name, impl, device):
                 torch.testing.assert_close(a, b)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="a processor has nothing to synchronise with")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU has nothing to synchronize with")
 @pytest.mark.parametrize("impl", ["triton", "torch"])
 @pytest.mark.parametrize("name", NAMES)
 def test_no_synchronisation(name, impl, device):
@@ -208,7 +208,7 @@ def test_new_sizes_compile_no_kernel(name, device, monkeypatch):
 
     function, _ = calls(device, "triton")[name]
     compiled = []
-    for factor in (32, 2, 3, 16):  # the largest first: its histories are cut up and merged as well
+    for factor in (32, 2, 3, 16):  # the largest first: its histories are split and combined as well
         _, inputs = calls(device, "triton", factor)[name]
         leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
         torch.autograd.grad(function(*inputs).sum(), leaves)

@@ -10,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import jfi.ops as ops
 from jfi import reference
+from jfi.ops import _checks
 
 LENGTHS = [3, 0, 40]
 
@@ -65,7 +66,7 @@ def test_a_profile_names_the_operator(device):
     assert "jfi::target_attention_fwd" in {event.key for event in profile.key_averages()}
 
 
-def test_a_processors_tensors_are_refused_without_the_interpreter(monkeypatch):
+def test_cpu_tensors_are_refused_without_the_interpreter(monkeypatch):
     monkeypatch.setattr("jfi.kernels.common.primitives.INTERPRET", SimpleNamespace(value=False))
     query, key, offsets = inputs(torch.device("cpu"))
     with pytest.raises(ValueError, match="impl='triton' must come with tensors on a GPU, got cpu: use impl='torch'"):
@@ -121,3 +122,24 @@ def test_kernels_run_where_the_tensors_are(times):
         assert out.device == torch.device(device)
     for here, there in zip(*results, strict=True):
         torch.testing.assert_close(here.cpu(), there.cpu())
+
+
+def test_a_compiler_meets_no_context_variable(monkeypatch):
+    """As on a GPU, where whether contents are read depends on one."""
+
+    def get():
+        raise RuntimeError("the context variable was read")
+
+    monkeypatch.setattr(_checks, "_is_on_cpu", lambda x: False)
+    monkeypatch.setattr(_checks, "_validates_on_gpu", SimpleNamespace(get=get))
+    query, key, offsets = inputs("cpu")
+
+    def attend(query, key):
+        return ops.target_attention(query, key, offsets=offsets, key_bias_index=index, key_bias=table)
+
+    index, table = torch.zeros(43, dtype=torch.long), torch.randn(3, 1)
+    with pytest.raises(RuntimeError, match="the context variable was read"):
+        attend(query, key)
+    compiled = torch.compile(attend, fullgraph=True, backend="eager")(query, key)
+    monkeypatch.undo()
+    torch.testing.assert_close(compiled, attend(query, key))

@@ -324,7 +324,7 @@ def test_the_schedule_has_every_tile_once_and_the_long_first(batch, heads, devic
 
 @pytest.mark.parametrize("case", ["candidates", "causal"])
 def test_the_exported_forward(case, device):
-    """The operator that stands for jagged_attention in an exported program, run eagerly, against the plain formula."""
+    """The operator that replaces jagged_attention in an exported program, run eagerly, against the plain formula."""
     from jfi.kernels.jagged_attention import export
 
     offsets = offsets_of([5, 0, 3, 32], device)

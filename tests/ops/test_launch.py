@@ -11,7 +11,7 @@ GRID = (3, 1, 1)
 
 
 class Compiled:
-    """Stands for a compiled kernel: notes how it is launched."""
+    """Instead of a compiled kernel: records how it is launched."""
 
     function, packed_metadata = "function", "metadata"
 

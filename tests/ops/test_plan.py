@@ -57,16 +57,44 @@ def test_one_tile_of_query_rows_has_one_backward_kernel_and_more_have_two():
 def test_jagged_attention_takes_over_where_query_rows_fill_the_device():
     filled = explain(1024, 500_000, 64, 300)
     assert filled.family == "jagged_sm90"
-    assert explain(1024, 500_000, 64, 300, device=A100).family == "target_many"
-    assert explain(1024, 500_000, 96, 300).family == "target_many"
-    assert explain(2, 500_000, 64, 300).family == "target_many"
-    assert explain(1024, 500_000, 64, 300, scale=-1.0).family == "target_many"
+
+
+@pytest.mark.parametrize(
+    ("batch", "width", "times", "options", "why"),
+    [
+        (1024, 64, 300, {"device": A100}, "no Hopper GPU or no Gluon"),
+        (1024, 96, 300, {}, "keys and values are not both 64 or 128 wide"),
+        (1024, 64, 300, {"dtype": torch.float32}, "torch.float32 is not half precision"),
+        (1024, 64, 300, {"scale": -1.0}, "scale is at most 1e-30"),
+        (1024, 64, 255, {}, "fewer than 256 query rows per key head"),
+        (2, 64, 300, {}, "fewer than 2 tiles of 64 query rows per SM"),
+    ],
+)
+def test_the_kernels_for_many_query_rows_say_why_not_jagged_attention(batch, width, times, options, why):
+    chosen = explain(batch, 500_000, width, times, **options)
+    assert chosen.family == "target_many"
+    assert chosen.reason == f"more than 16 query rows per key head, and not jagged attention: {why}"
 
 
 @pytest.mark.parametrize("family", ["target_many", "jagged_sm90"])
 def test_a_family_can_be_forced(family):
     with plan.override(TARGET_FAMILY=family):
         assert explain(1024, 500_000, 64, 100).family == family
+    with plan.override(TARGET_FAMILY="target_many"):
+        reason = "TARGET_FAMILY is not target_few, and not jagged attention: TARGET_FAMILY is target_many"
+        assert explain(1024, 500_000, 64, 1).reason == reason
+
+
+@pytest.mark.parametrize("family", ["target_few", "target_many"])
+def test_a_forced_family_computes_the_same_from_a_bias_table_and_scaled_values(family, device):
+    query, key = torch.randn(2, 1, 2, 16, device=device), torch.randn(5, 1, 16, device=device)
+    offsets, table = torch.tensor([0, 2, 5], device=device), torch.randn(3, 2, device=device)
+    index, value_scale = torch.tensor([0, 2, 1, 1, 0], device=device), torch.rand(5, device=device)
+    by_event = {"value": key * value_scale[:, None, None], "key_bias": table[index], "impl": "torch"}
+    expected = jfi.ops.target_attention(query, key, offsets=offsets, **by_event)
+    events = {"key_bias": table, "key_bias_index": index, "value_scale": value_scale, "impl": "triton"}
+    with plan.override(TARGET_FAMILY=family):
+        torch.testing.assert_close(jfi.ops.target_attention(query, key, offsets=offsets, **events), expected)
 
 
 def test_tables_too_large_for_a_program_each_are_split():
@@ -90,6 +118,30 @@ def test_cpus_and_the_plain_formula_are_plans_too():
     assert jfi.ops.explain(jfi.ops.target_attention, query, key, offsets=offsets).family == "cpu"
 
 
+@pytest.mark.parametrize("device", [None, CPU])
+def test_a_cpu_says_whether_jagged_attention_is_flash_or_batched(device):
+    query, offsets = torch.zeros(4, 2, 8), torch.tensor([0, 1, 4])
+
+    def chosen(value=None, queries=query, query_offsets=offsets, **options):
+        options |= {"query_offsets": query_offsets, "key_offsets": offsets, "device": device}
+        found = jfi.ops.explain(jfi.ops.jagged_attention, queries, query, value, **options)
+        return found.family, found.forward[0].kernel, found.reason
+
+    flash = "no bias, one width, no window but causal; batched matmul in the backward of a log-sum-exp"
+    for options in ({}, {"causal": True}):
+        assert chosen(**options) == ("cpu", "padded flash attention", flash)
+    for options, why in (
+        ({"key_bias": torch.zeros(4, 2)}, "it has no gradient for a bias"),
+        ({"value": torch.zeros(4, 2, 4)}, "keys and values differ in width"),
+        ({"scale": 2.0}, "scale is not above 1e-30 and at most 1.0"),
+        ({"window_size": (1, 0)}, "it takes no window but causal"),
+    ):
+        assert chosen(**options) == ("cpu", "batched matmul", f"no flash attention: {why}")
+    if device is None:  # else offsets have no content
+        reason = chosen(queries=query[:3], query_offsets=torch.tensor([0, 1, 3]), causal=True)[2]
+        assert reason == "no flash attention: causal, and a sample has other numbers of queries and keys"
+
+
 def test_equal_decisions_are_one_plan_that_says_why():
     first, second = explain(1024, 2_000_000, 128, 1), explain(1000, 1_900_000, 128, 1)
     assert first is second
@@ -109,6 +161,12 @@ def test_a_call_that_the_operator_refuses_has_no_plan():
         jfi.ops.explain(jfi.ops.target_attention, query, key, offsets=offsets, device=H200)
     with pytest.raises(TypeError, match=r"operator must be one of .*target_attention.*, got 'jagged_softmax'"):
         jfi.ops.explain(jfi.ops.jagged_softmax, query, key)
+
+
+def test_short_and_long_histories_share_the_kernels_that_are_the_same():
+    short, long = explain(1024, 500_000, 64, 300), explain(1024, 5_000_000, 64, 300)
+    assert short.family == long.family == "jagged_sm90" and short.forward[0] is not long.forward[0]
+    assert short.backward[0] is long.backward[0] and short.backward[1] is long.backward[1]
 
 
 def test_an_override_ends_with_its_context_and_takes_thresholds_alone():
@@ -135,9 +193,22 @@ def test_stream_k_ranges_cover_the_line(rows, batch, num_sms, programs):
     assert ranges <= max(num_sms * programs, 1) or chunk == plan.LEAST_CHUNK
 
 
-def test_a_spec_can_be_dumped_as_tritons_compile_hooks_do():
-    spec = pytest.importorskip("jfi.kernels.common.spec").AttentionSpec
-    problem = explain(1024, 2_000_000, 128, 1).problem
-    first, second = spec.of(problem, 16, 64), spec.of(problem, 16, 32)
-    assert json.loads(json.dumps(first))[2] == {"constexpr": 128}
-    assert first == spec.of(problem, 16, 64) and hash(first) != hash(second) and str(first) != str(second)
+def specs_of(kind: str) -> list[tuple]:
+    """Two equal specs and another one."""
+    chosen = explain(1024, 500_000, 128, 300)
+    if kind == "target":
+        spec = pytest.importorskip("jfi.kernels.common.spec").AttentionSpec
+        return [spec.of(chosen.problem, 16, block_n) for block_n in (64, 64, 32)]
+    if kind == "jagged":
+        spec = pytest.importorskip("jfi.kernels.jagged_attention.tiles").JaggedSpec
+        return [spec.of(chosen.problem, chosen.forward[0], True, right) for right in (True, True, False)]
+    spec = pytest.importorskip("jfi.kernels.jagged_attention.sm90").Sm90Spec
+    return [spec.of(chosen.problem, chosen.forward[0], 64, True, right) for right in (True, True, False)]
+
+
+@pytest.mark.parametrize("kind", ["target", "jagged", "sm90"])
+def test_a_spec_can_be_dumped_as_tritons_compile_hooks_do(kind):
+    first, equal, other = specs_of(kind)
+    assert json.loads(json.dumps(first))[0] == {"constexpr": 1}
+    assert first == equal and hash(first) == hash(equal) and str(first) == str(equal)
+    assert first != other and hash(first) != hash(other) and str(first) != str(other)

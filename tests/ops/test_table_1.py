@@ -78,7 +78,7 @@ def test_many_shapes(lengths, width, out_width, device):
 
 @pytest.mark.parametrize("width", [64, 65, 129, 300, 513, 1100])
 def test_softmax_rows_of_any_width(width, device):
-    """A row is a warp's, in tiles of several widths, or goes by pieces."""
+    """One warp reads a row, in tiles of several widths, or the row is read in pieces."""
     x_offsets, y_offsets = offsets_of([9, 0, 3], device), offsets_of([width, 5, 1], device)
     inputs = [3 * torch.randn(9 * width + 3, device=device)]
     compare(

@@ -5,18 +5,28 @@ import torch
 from torchrec import EmbeddingConfig
 
 from jfi.data import DataConfig, SyntheticConfig, load_dataset
+from jfi.modules import stacked_attention
 from jfi.training import EncoderConfig, ModelConfig, build
 
 
 @pytest.mark.parametrize("num_layers", [0, 1])
-def test_the_longest_history_of_the_data_is_the_max_seqlen_of_the_features(num_layers):
+def test_the_longest_history_of_the_data_is_the_max_seqlen_of_the_features(num_layers, monkeypatch):
     synthetic = SyntheticConfig(num_users=20, num_items=10)
     dataset = load_dataset(DataConfig(source="synthetic", synthetic=synthetic, max_history=7))
     batch = next(dataset.batches("train", dataset.num_samples("train")))
     assert batch.sparse_features["history_item"].lengths().max() == 7  # the data has longer histories and cuts them
-    arch = build.build_model(ModelConfig(), EncoderConfig(num_layers=num_layers), dataset).sequence_arch
+    model = build.build_model(ModelConfig(), EncoderConfig(num_layers=num_layers), dataset)
+    arch = model.sequence_arch
     features = arch.pooling.features + ([] if arch.encoder is None else arch.encoder.features)
     assert [feature.max_seqlen for feature in features] == [7] * (1 + num_layers)
+    attend, seen = stacked_attention.absorbed_target_attention, []
+    monkeypatch.setattr(
+        stacked_attention,
+        "absorbed_target_attention",
+        lambda *x, **y: seen.append(y["max_seqlen"]) or attend(*x, **y),
+    )
+    model(batch.dense_features, batch.sparse_features)
+    assert seen == [7]
 
 
 @pytest.mark.parametrize(("row", "column"), [(0, 0), (3, 0), (4, 4), (7, 4), (10, 0), (11, 0)])

@@ -1,4 +1,4 @@
-"""What the kernels share: finding a program's sample, loading rows, products that mean the same everywhere."""
+"""Shared by all kernels: the sample of a program, loads and stores of matrices, precision of products."""
 
 import torch
 import triton
@@ -16,8 +16,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 def find_sample(offsets_ptr, batch, position, DIVISOR: tl.constexpr, weight, NEAR: tl.constexpr = 1):
     """The last sample b with offsets[b] // DIVISOR + b * weight <= position, or one at most NEAR - 1 before it.
 
-    The sum grows with b, so that every sample has a place of its own on the line, an empty one too, and programs can be
-    dealt out over the line from the host, which knows its length (the rows and the samples) but no offset.
+    The sum grows with b, so every sample, even an empty one, has its own range of positions.  The host knows the total,
+    rows and samples, but no offset, so it can assign positions to programs without reading the device.
     """
     FAN: tl.constexpr = 128
     low = tl.zeros((), tl.int64)
@@ -71,7 +71,7 @@ def store_tile(ptr, x, rows, row_mask, stride, cols, WIDTH: tl.constexpr):
 
 
 def block(width: int, least: int = 16, most: int | None = None) -> int:
-    """The power of two that covers width, at least what a matrix unit takes."""
+    """The power of two that covers width, at least the 16 that tensor cores take."""
     size = max(least, 1 << (width - 1).bit_length())
     return size if most is None else min(size, most)
 
@@ -79,7 +79,7 @@ def block(width: int, least: int = 16, most: int | None = None) -> int:
 def precision() -> str:
     """How float32 products are rounded: as torch.set_float32_matmul_precision says.
 
-    "highest" is three products of tf32 parts on the matrix units, whose error is that of float32 arithmetic at a
+    "highest" is three products of TF32 parts on tensor cores, whose error is that of float32 arithmetic at a
     multiple of its speed.
     """
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"

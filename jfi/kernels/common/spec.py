@@ -9,7 +9,7 @@ from typing import NamedTuple
 import triton.language as tl
 
 
-class _Constant(tl.constexpr, dict):
+class Constant(tl.constexpr, dict):
     """A tl.constexpr that is also a dict: Triton's compile hooks dump constants as JSON, which knows dicts."""
 
     def __init__(self, value: object):
@@ -29,7 +29,7 @@ class AttentionSpec(NamedTuple):
         has_bias: scores have a bias by event and head.
         bias_by_index: the bias is a table; each event names one of its rows.
         has_value_scale: values are multiplied by a number per event.
-        num_fields: tensors in which a history row lies, equal parts in each: 1 or 2.
+        num_fields: tensors that hold a history row, in equal parts: 1 or 2.
         precision: ``input_precision`` of tl.dot.
         block_m: query rows of a tile.
         block_n: history rows (keys) of a tile.
@@ -56,4 +56,4 @@ class AttentionSpec(NamedTuple):
         """The spec of a `jfi.plan.AttentionProblem` on such tiles."""
         fields = {name: getattr(problem, name) for name in cls._fields[:10]}
         blocks = {"block_m": block_m, "block_n": block_n, "block_d": problem.block_d, "block_e": problem.block_e}
-        return cls(**{name: _Constant(x) for name, x in (fields | blocks).items()})
+        return cls(**{name: Constant(x) for name, x in (fields | blocks).items()})

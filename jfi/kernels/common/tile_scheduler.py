@@ -107,7 +107,7 @@ def _schedule_kernel(
 def load_work_tile(schedule_ptr, index, total, NUM_KV_HEADS: tl.constexpr):
     """(number of the tile within its sample, sample's first row, its rows, the same two of the other side).
 
-    Every entry stands for a work tile per key head: work tile ``index`` is that of key head index % NUM_KV_HEADS.  All
+    Every entry is a work tile for each key head: work tile ``index`` is that of key head index % NUM_KV_HEADS.  All
     are 0 for an entry without a tile and from ``total`` on.
     """
     entry = schedule_ptr + (index // NUM_KV_HEADS).to(tl.int64) * ENTRY

@@ -26,7 +26,7 @@ def _tile_mask(mask, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
 def load_columns(base, at, cols, mask, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
     """[rows, D] at rows ``at`` from a base pointer: of 32 bits in a loop, which then moves the base alone.
 
-    Rows outside the mask and columns from WIDTH on are 0; column i lies ``cols[i]`` from a row's first.
+    Rows outside the mask and columns from WIDTH on are 0; column i is ``cols[i]`` elements after a row's first.
     """
     return widen(tl.load(base + at[:, None] * STRIDE + cols[None, :], mask=_tile_mask(mask, WIDTH, BLOCK_D), other=0.0))
 

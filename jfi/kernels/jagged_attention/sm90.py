@@ -1,6 +1,5 @@
 """Launches the Hopper kernels of jagged attention as a plan says."""
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -10,6 +9,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.primitives import LOG2E
+from jfi.kernels.common.spec import Constant
 from jfi.kernels.common.tile_scheduler import schedule_tiles
 from jfi.kernels.jagged_attention.sm90_dkey import jagged_attention_sm90_dkey_kernel
 from jfi.kernels.jagged_attention.sm90_dquery import jagged_attention_sm90_dquery_kernel
@@ -17,7 +17,7 @@ from jfi.kernels.jagged_attention.sm90_fwd import jagged_attention_sm90_fwd_kern
 from jfi.kernels.jagged_attention.sm90_pipeline import ROWS
 from jfi.kernels.jagged_attention.sm90_primitives import tensor_descriptor
 from jfi.kernels.jagged_attention.tiles import bounds
-from jfi.plan import AttentionPlan, AttentionProblem, JaggedAttentionInputs, KernelPlan
+from jfi.plan import AttentionPlan, AttentionProblem, JaggedAttentionInputs, KernelPlan, cached
 
 
 class Sm90Spec(NamedTuple):
@@ -38,6 +38,17 @@ class Sm90Spec(NamedTuple):
     stages: gl.constexpr
     q_stages: gl.constexpr
 
+    @classmethod
+    def of(
+        cls, problem: AttentionProblem, kernel: KernelPlan, rows: int, has_left: bool, has_right: bool
+    ) -> "Sm90Spec":
+        """rows: of a program's own tile."""
+        fields = [getattr(problem, name) for name in cls._fields[:4]]
+        warp_groups = rows // ROWS.value
+        # Two tiles of queries let the next work tile start early; two consumers leave no shared memory for it.
+        pipeline = (warp_groups, kernel.num_stages, 3 - warp_groups)
+        return cls(*map(Constant, (*fields, has_left, has_right, *pipeline)))
+
 
 #: By the name in a plan.
 _KERNELS = {
@@ -47,14 +58,10 @@ _KERNELS = {
 }
 
 
-@cache
+@cached
 def _launcher(plan: KernelPlan, problem: AttentionProblem, rows: int, has_left: bool, has_right: bool) -> Launcher:
     """rows: of a program's own tile."""
-    fields = [getattr(problem, name) for name in Sm90Spec._fields[:4]]
-    warp_groups = rows // ROWS.value
-    # Two tiles of queries let the next work tile start early; two consumers leave no shared memory for it.
-    pipeline = (warp_groups, plan.num_stages, 3 - warp_groups)
-    spec = Sm90Spec(*map(gl.constexpr, (*fields, has_left, has_right, *pipeline)))
+    spec = Sm90Spec.of(problem, plan, rows, has_left, has_right)
     return Launcher(_KERNELS[plan.kernel], SPEC=spec, num_warps=plan.num_warps, maxnreg=plan.max_registers)
 
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from jfi.kernels.common.primitives import LOG2E
+from jfi.kernels.common.spec import Constant
 from jfi.kernels.common.tiles import load_rows
 from jfi.plan import AttentionProblem, KernelPlan
 
@@ -36,7 +37,7 @@ class JaggedSpec(NamedTuple):
     def of(cls, problem: AttentionProblem, kernel: KernelPlan, has_left: bool, has_right: bool) -> "JaggedSpec":
         fields = [getattr(problem, name) for name in cls._fields[:7]]
         blocks = (kernel.block_m, kernel.block_n, problem.block_d, problem.block_e)
-        return cls(*map(tl.constexpr, (*fields, has_left, has_right, *blocks)))
+        return cls(*map(Constant, (*fields, has_left, has_right, *blocks)))
 
     def __repr__(self) -> str:
         """An expression that makes it: Inductor writes an exported kernel's constants into the code it generates."""

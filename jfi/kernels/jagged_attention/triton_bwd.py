@@ -7,8 +7,6 @@ dS is the gradient of the scores through the output and through the log-sum-exp 
 kernel has a program per tile of queries, which loops over the keys that they see, the other a program per tile of keys.
 """
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -28,7 +26,7 @@ from jfi.kernels.jagged_attention.tiles import (
     seeing_queries,
     visible_keys,
 )
-from jfi.plan import AttentionPlan, AttentionProblem, JaggedAttentionInputs, KernelPlan, ceil_div
+from jfi.plan import AttentionPlan, AttentionProblem, JaggedAttentionInputs, KernelPlan, cached, ceil_div
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -176,7 +174,7 @@ def jagged_attention_dkey_kernel(
         store_rows(to, dbias, key_at, mask, G * HEADS, HEADS, BLOCK_H)
 
 
-@cache
+@cached
 def _launchers(
     problem: AttentionProblem, plans: tuple[KernelPlan, ...], has_left: bool, has_right: bool
 ) -> tuple[Launcher, ...]:

@@ -5,7 +5,6 @@ Scores are kept in base 2; the softmax is computed online (Dao et al., 'FlashAtt
 
 import operator
 from collections.abc import Callable
-from functools import cache
 
 import torch
 import triton
@@ -18,7 +17,7 @@ from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.tile_scheduler import load_work_tile, schedule_tiles
 from jfi.kernels.common.tiles import load_rows, query_rows, store_rows
 from jfi.kernels.jagged_attention.tiles import JaggedSpec, bounds, is_visible, load_bias, load_keys, visible_keys
-from jfi.plan import AttentionPlan, AttentionProblem, JaggedAttentionInputs, KernelPlan
+from jfi.plan import AttentionPlan, AttentionProblem, JaggedAttentionInputs, KernelPlan, cached
 
 
 @triton.jit(do_not_specialize=["total", "left", "right"])
@@ -61,7 +60,7 @@ def jagged_attention_fwd_kernel(
     tl.store(lse_ptr + q_base + q_at, log_sum_exp(maximum, weight), mask=q_mask)
 
 
-@cache
+@cached
 def _launcher(problem: AttentionProblem, kernel: KernelPlan, has_left: bool, has_right: bool) -> Launcher:
     spec = JaggedSpec.of(problem, kernel, has_left, has_right)
     return Launcher(jagged_attention_fwd_kernel, SPEC=spec, **kernel.constants)

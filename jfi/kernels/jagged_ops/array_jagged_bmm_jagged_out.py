@@ -1,9 +1,9 @@
-"""[Σ L·M], [R, D] -> [S, D], each sample's block times its y: one program a tile of output rows, sweeping over y.
+"""[Σ L·M], [R, D] -> [S, D], each sample's block times its rows of y: one program per tile of output rows.
 
 Transposed, the same blocks are read down their columns: [Σ L·M], [S, D] -> [R, D], the gradient of y in xyᵀ.
 
-y lies across the product's inner loop, and the matrix units take tf32 from shared memory only along it.  So the product
-is the transposed one, outᵀ = yᵀ aᵀ: its first operand, the large one, may come from registers, where it can be turned.
+Tensor cores read TF32 from shared memory only where the inner dimension is contiguous, which it is not in y.  So the
+kernel computes outᵀ = yᵀ aᵀ: the first operand can come from registers, where it is transposed.
 """
 
 from functools import cache

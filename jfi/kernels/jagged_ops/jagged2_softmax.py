@@ -1,7 +1,8 @@
 """[Σ L·M] -> [Σ L·M], the softmax along each row of each sample's [L, M] block.
 
-Programs are dealt out over the elements, so that neither the number of rows nor any length is needed on the host: a
-slot is the rows that hold CHUNK elements.  A row of up to 512 entries is one warp's, read once and kept.
+Programs get equal numbers of elements, since the host knows neither the number of rows nor their lengths: a program
+handles as many rows of a sample as hold CHUNK elements.  A row of up to 512 entries is read once by one warp and
+kept in registers.
 """
 
 from functools import cache
@@ -109,17 +110,17 @@ def _jagged2_softmax_kernel(
     ROWS: tl.constexpr,
 ):
     """Forward: x are the scores.  Backward: x are the weights p of the forward, and dx = p (dp - Σ p dp)."""
-    slot = tl.program_id(0)
-    sample = find_sample(pair_offsets_ptr, batch, slot, CHUNK, 1)
+    program = tl.program_id(0)
+    sample = find_sample(pair_offsets_ptr, batch, program, CHUNK, 1)
     low = tl.load(pair_offsets_ptr + sample)
     length = tl.load(x_offsets_ptr + sample + 1).to(tl.int64) - tl.load(x_offsets_ptr + sample)
     width = (tl.load(y_offsets_ptr + sample + 1) - tl.load(y_offsets_ptr + sample)).to(tl.int32)
     if width == 0:
         return
-    # Rounded up, so that a sample's slots, one a CHUNK of its elements and one more, are enough.
+    # Rounded up, so that a program per CHUNK of a sample's elements, and one more, are enough.
     step = tl.where(width <= 512, ROWS, 1)
     share = tl.cdiv(tl.cdiv(CHUNK, width), step) * step
-    first = (slot - low // CHUNK - sample) * share
+    first = (program - low // CHUNK - sample) * share
     count = tl.minimum(length - first, share).to(tl.int32)
     if count <= 0:
         return

@@ -1,4 +1,4 @@
-"""[S, D] x [B, D, T] -> [S, T]: one program a tile of a sample's rows; the sample's matrix comes from cache."""
+"""[S, D] x [B, D, T] -> [S, T]: one program per tile of a sample's rows; its matrix comes from the L2 cache."""
 
 from functools import cache
 

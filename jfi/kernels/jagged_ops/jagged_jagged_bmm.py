@@ -1,4 +1,4 @@
-"""[S, D], [S, T] -> [B, D, T]: one program a sample and tile of its [D, T], summing over the sample's rows."""
+"""[S, D], [S, T] -> [B, D, T]: one program per sample and tile of [D, T] sums over the sample's rows."""
 
 from functools import cache
 

@@ -1,4 +1,4 @@
-"""[S, D], [R, D] -> [Σ L·M], xyᵀ of each sample: one program a tile of x rows, sweeping over the sample's y rows."""
+"""[S, D], [R, D] -> [Σ L·M], xyᵀ of each sample: one program per tile of x rows loops over the sample's y."""
 
 from functools import cache
 

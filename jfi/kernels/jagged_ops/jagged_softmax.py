@@ -1,4 +1,4 @@
-"""[S, T] -> [S, T], the softmax over each sample's rows: one program a sample, two sweeps, the second out of cache."""
+"""[S, T] -> [S, T], the softmax over each sample's rows: one program per sample, two sweeps, the second from cache."""
 
 from functools import cache
 

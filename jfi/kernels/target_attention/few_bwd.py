@@ -4,10 +4,8 @@ With the log-sum-exp L of the forward and Δ = Σ_e dO · O, one sweep recompute
 
     P = exp(S - L)      dS = P (dO·v - Δ)      dk = scale Σ dS q      dv = Σ P dO      dq = scale Σ dS k
 
-History rows by query rows here, S [N, M]: two of the three products that give gradients then take it as it lies.
+Scores are history rows by query rows here, S [N, M]: two of the three GEMMs for gradients need no transposition then.
 """
-
-from functools import cache
 
 import torch
 import triton
@@ -29,7 +27,7 @@ from jfi.kernels.target_attention.few_tiles import (
     load_value_scale,
     weights_and_gradient,
 )
-from jfi.plan import AttentionPlan, Split, TargetAttentionInputs
+from jfi.plan import AttentionPlan, AttentionProblem, KernelPlan, Split, TargetAttentionInputs, cached
 
 
 @triton.jit(do_not_specialize=["batch", "num_rows", "chunk", "table_rows"], do_not_specialize_on_alignment=EVENTS)
@@ -150,10 +148,9 @@ def target_attention_few_bwd_kernel(
         tl.store(split_ptr + program, split.to(tl.int32))
 
 
-@cache
-def _launcher(chosen: AttentionPlan) -> Launcher:
-    kernel = chosen.backward[0]
-    spec = AttentionSpec.of(chosen.problem, kernel.block_m, kernel.block_n)
+@cached
+def _launcher(problem: AttentionProblem, kernel: KernelPlan) -> Launcher:
+    spec = AttentionSpec.of(problem, kernel.block_m, kernel.block_n)
     return Launcher(target_attention_few_bwd_kernel, SPEC=spec, **kernel.constants)
 
 
@@ -185,7 +182,7 @@ def backward(
     grads = (dquery, dkey, dvalue, dbias, dsecond, None if partials is None else partials.memory)
     numbers = (batch, num_queries * problem.qheads_per_kvhead, chunk, table_rows, x.scale)
     grid = (programs, problem.num_kv_heads, 1)
-    _launcher(chosen)(grid, (queries, history, x.bias_index, x.value_scale, grads), numbers)
+    _launcher(problem, kernel)(grid, (queries, history, x.bias_index, x.value_scale, grads), numbers)
     if partials is not None:
         partials.combine(x.offsets, dquery, None)
     if sums_table:

@@ -1,10 +1,9 @@
 """Target attention forward for few query rows: every history row is read once.
 
-Query rows by history rows, S [M, N]: the T · H/G query rows of a key head, at most 16, are one tile, so one warp or two
-hold it, and the running maximum and sum never cross warps.  Sums are kept by column and added up at a sample's end.
+Scores are query rows by history rows, S [M, N]: the T · H/G query rows of a key head, at most 16, are one tile.  Few
+warps hold it, so that the running maximum and sum stay within a warp.  Sums are kept by column and reduced at a
+sample's end.
 """
-
-from functools import cache
 
 import triton
 import triton.language as tl
@@ -26,7 +25,7 @@ from jfi.kernels.target_attention.few_tiles import (
     load_history,
     load_value_scale,
 )
-from jfi.plan import AttentionPlan, Split, TargetAttentionInputs
+from jfi.plan import AttentionPlan, AttentionProblem, KernelPlan, Split, TargetAttentionInputs, cached
 
 
 @triton.jit
@@ -147,10 +146,9 @@ def target_attention_few_fwd_kernel(
     tl.store(split_ptr + program, split.to(tl.int32))
 
 
-@cache
-def _launcher(chosen: AttentionPlan) -> Launcher:
-    kernel = chosen.forward[0]
-    spec = AttentionSpec.of(chosen.problem, kernel.block_m, kernel.block_n)
+@cached
+def _launcher(problem: AttentionProblem, kernel: KernelPlan) -> Launcher:
+    spec = AttentionSpec.of(problem, kernel.block_m, kernel.block_n)
     whole = kernel.split is Split.SAMPLE
     function = target_attention_few_fwd_whole_kernel if whole else target_attention_few_fwd_kernel
     return Launcher(function, SPEC=spec, **kernel.constants)
@@ -160,7 +158,7 @@ def forward(x: TargetAttentionInputs, chosen: AttentionPlan, out: Tensor, lse: T
     """Fill in the output [B, T, H, E] and the log-sum-exp of the scores [B, T, H], -inf for an empty history."""
     batch, num_queries, num_heads, _ = x.query.shape
     problem, kernel = chosen.problem, chosen.forward[0]
-    launch = _launcher(chosen)
+    launch = _launcher(problem, kernel)
     history = (x.key, x.value, x.bias, x.second, x.offsets)
     num_rows = num_queries * problem.qheads_per_kvhead
     if kernel.split is Split.SAMPLE:

@@ -1,13 +1,11 @@
 """Target attention backward for many query rows: many candidates, or many heads, to one history.
 
 Up to a tile of query rows, one sweep gives all gradients and each history row is read once.  More of them take two
-sweeps, since neither side's gradient fits beside the other's: one for the gradient of the queries, which also leaves
-their log-sum-exp and Δ = Σ_e dO · O, and one with a program per tile of history rows that loops over the query rows.
-Seven matrix products instead of five, and still faster than one sweep that adds up the gradient of the queries in
-memory.
+sweeps, since the gradients of both sides do not fit into registers together: one for the gradient of the queries, which
+also stores their log-sum-exp and Δ = Σ_e dO · O, and one with a program per tile of history rows that loops over the
+query rows.  That is seven GEMMs instead of five, and still faster than one sweep that accumulates the gradient of the
+queries in memory.
 """
-
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -20,15 +18,15 @@ from jfi.kernels.common.spec import AttentionSpec
 from jfi.kernels.target_attention.many_dhistory import target_attention_many_dhistory_kernel
 from jfi.kernels.target_attention.many_dquery import target_attention_many_dquery_kernel
 from jfi.kernels.target_attention.many_tiles import STATISTICS, history_descriptor, query_descriptor, work_items
-from jfi.plan import AttentionPlan, TargetAttentionInputs
+from jfi.plan import AttentionPlan, AttentionProblem, KernelPlan, TargetAttentionInputs, cached
 
 
-@cache
-def _launchers(chosen: AttentionPlan) -> list[Launcher]:
+@cached
+def _launchers(problem: AttentionProblem, plans: tuple[KernelPlan, ...]) -> list[Launcher]:
     kernels = (target_attention_many_dquery_kernel, target_attention_many_dhistory_kernel)
     launchers = []
-    for function, kernel in zip(kernels, chosen.backward, strict=False):
-        spec = AttentionSpec.of(chosen.problem, kernel.block_m, kernel.block_n)
+    for function, kernel in zip(kernels, plans, strict=False):
+        spec = AttentionSpec.of(problem, kernel.block_m, kernel.block_n)
         launchers.append(Launcher(function, SPEC=spec, **kernel.constants))
     return launchers
 
@@ -44,7 +42,7 @@ def backward(
     dvalue = None if x.value is None else torch.empty_like(x.value)
     dbias = None if x.bias is None else torch.empty_like(x.bias)
     dquery_plan, *dhistory_plan = chosen.backward
-    dquery_launch, *dhistory_launch = _launchers(chosen)
+    dquery_launch, *dhistory_launch = _launchers(problem, chosen.backward)
     num_rows = num_queries * problem.qheads_per_kvhead
     tiles = plan.ceil_div(num_rows, dquery_plan.block_m)
     chunk = plan.chunk_rows(num_keys, batch, problem.device.num_sms, tiles * num_kv_heads, x.max_seqlen)

@@ -1,12 +1,10 @@
 """Target attention forward for many query rows: many candidates, or many heads, to one history.
 
-Arithmetic outweighs bytes here.  A program takes a tile of query rows and a chunk of a sample's rows; the tiles of a
-chunk run side by side, so that its rows come from the cache.  Full tiles of rows need no mask and are loaded by TMA; a
-sample's last rows are loaded by themselves.  Several small programs per SM overlap the exponentials of one with the
-matrix products of another.  Scores are kept in base 2: one multiply-add and one instruction for an exponential.
+Arithmetic outweighs bytes here.  A program handles a tile of query rows and a chunk of a sample's rows; the programs of
+a chunk run at the same time, so that its rows come from the L2 cache.  Full tiles of rows need no mask and are loaded
+by TMA; a sample's last rows are loaded separately.  Several small programs per SM overlap the exponentials of one with
+the GEMMs of another.  Scores are kept in base 2: one multiply-add and one instruction for an exponential.
 """
-
-from functools import cache
 
 import triton
 import triton.language as tl
@@ -27,7 +25,7 @@ from jfi.kernels.target_attention.many_tiles import (
     query_places,
     work_items,
 )
-from jfi.plan import AttentionPlan, TargetAttentionInputs
+from jfi.plan import AttentionPlan, AttentionProblem, KernelPlan, TargetAttentionInputs, cached
 
 
 @triton.jit
@@ -126,10 +124,9 @@ def target_attention_many_fwd_kernel(
         tl.store(partial_lse_ptr + partial + q_at, lse, mask=q_mask)
 
 
-@cache
-def _launcher(chosen: AttentionPlan) -> Launcher:
-    kernel = chosen.forward[0]
-    spec = AttentionSpec.of(chosen.problem, kernel.block_m, kernel.block_n)
+@cached
+def _launcher(problem: AttentionProblem, kernel: KernelPlan) -> Launcher:
+    spec = AttentionSpec.of(problem, kernel.block_m, kernel.block_n)
     return Launcher(target_attention_many_fwd_kernel, SPEC=spec, **kernel.constants)
 
 
@@ -149,5 +146,5 @@ def forward(x: TargetAttentionInputs, chosen: AttentionPlan, out: Tensor, lse: T
         descriptors = tuple(history_descriptor(y, kernel.block_n) for y in (x.key, x.value))
     tensors = (query, (x.key, x.value, x.bias, x.offsets), (out, lse, partials.values, partials.lse))
     grid = (work_items(num_keys, batch, chunk) * tiles, problem.num_kv_heads, 1)
-    _launcher(chosen)(grid, tensors, (batch, num_rows, tiles, chunk, scale), descriptors)
+    _launcher(problem, kernel)(grid, tensors, (batch, num_rows, tiles, chunk, scale), descriptors)
     partials.combine(x.offsets, out, lse)
