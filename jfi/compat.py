@@ -3,7 +3,7 @@
 Torch:
     torch._C._are_functorch_transforms_active      no public way to see vmap or grad at work
     torch._C._functorch.peek_interpreter_stack, .TransformType    which of them is innermost
-    torch.autograd.forward_ad._current_level       no public way to see forward mode at work
+    torch.autograd.forward_ad._current_level       no public way to see forward mode at work (jfi/ops/_dispatch.py)
     torch._softmax_backward_data                   the gradient of a softmax from its output alone
     aten._scaled_dot_product_flash_attention_for_cpu, .._backward    no public way to the log-sum-exp
     torch.fx._symbolic_trace.PHWithMeta            placeholders of TorchRec's train pipelines (jfi/data/batch.py)
@@ -25,7 +25,6 @@ Triton, for launches past ``kernel[grid](...)``, which takes three times the hos
 from collections.abc import Callable
 
 import torch
-from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 functorch_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
@@ -39,7 +38,6 @@ __all__ = [
     "flash_attention_for_cpu",
     "flash_attention_for_cpu_backward",
     "functorch_transforms_active",
-    "is_forward_mode",
     "is_hooked",
     "is_in_torch_dispatch_mode",
     "is_torch_func_grad",
@@ -56,11 +54,6 @@ def is_torch_func_grad() -> bool:
     if not functorch_transforms_active():
         return False
     return torch._C._functorch.peek_interpreter_stack().key() == torch._C._functorch.TransformType.Grad
-
-
-def is_forward_mode() -> bool:
-    """Whether forward-mode differentiation is at work."""
-    return forward_ad._current_level >= 0
 
 
 def alignment_free(kernel) -> tuple[bool, ...]:
