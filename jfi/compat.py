@@ -23,6 +23,7 @@ Triton, for launches past ``kernel[grid](...)``, which takes three times the hos
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.autograd import forward_ad
@@ -30,6 +31,8 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 functorch_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled
+#: How many dual_level() of forward-mode differentiation are entered, less one; a partial has no Python frame.
+forward_mode_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")
 softmax_backward: Callable[..., torch.Tensor] = torch._softmax_backward_data
 flash_attention_for_cpu: Callable = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_attention_for_cpu_backward: Callable = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -38,8 +41,8 @@ __all__ = [
     "alignment_free",
     "flash_attention_for_cpu",
     "flash_attention_for_cpu_backward",
+    "forward_mode_level",
     "functorch_transforms_active",
-    "is_forward_mode",
     "is_hooked",
     "is_in_torch_dispatch_mode",
     "is_torch_func_grad",
@@ -56,11 +59,6 @@ def is_torch_func_grad() -> bool:
     if not functorch_transforms_active():
         return False
     return torch._C._functorch.peek_interpreter_stack().key() == torch._C._functorch.TransformType.Grad
-
-
-def is_forward_mode() -> bool:
-    """Whether forward-mode differentiation is at work."""
-    return forward_ad._current_level >= 0
 
 
 def alignment_free(kernel) -> tuple[bool, ...]:
