@@ -23,12 +23,15 @@ Triton, for launches past ``kernel[grid](...)``, which takes three times the hos
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 functorch_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled
+#: How many dual_level() of forward-mode differentiation are entered, less one; a partial has no Python frame.
+forward_mode_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")
 softmax_backward: Callable[..., torch.Tensor] = torch._softmax_backward_data
 flash_attention_for_cpu: Callable = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_attention_for_cpu_backward: Callable = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -37,6 +40,7 @@ __all__ = [
     "alignment_free",
     "flash_attention_for_cpu",
     "flash_attention_for_cpu_backward",
+    "forward_mode_level",
     "functorch_transforms_active",
     "is_hooked",
     "is_in_torch_dispatch_mode",

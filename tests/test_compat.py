@@ -6,7 +6,6 @@ from dataclasses import fields
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import forward_ad
 
 from jfi import compat
 
@@ -29,7 +28,7 @@ def test_torch_tells_which_transform_and_whether_forward_mode():
     seen = []
 
     def look(x):
-        seen.append((compat.is_torch_func_grad(), forward_ad._current_level >= 0))
+        seen.append((compat.is_torch_func_grad(), compat.forward_mode_level() >= 0))
         return x.sum()
 
     x = torch.ones(2)

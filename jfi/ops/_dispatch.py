@@ -122,7 +122,7 @@ def public(function: Callable) -> Callable:
             return function(*args, **kwargs)
         if has_torch_function_variadic(*args, *kwargs.values()):
             return handle_torch_function(call, (*args, *kwargs.values()), *args, **kwargs)
-        if forward_ad._current_level >= 0:
+        if compat.forward_mode_level() >= 0:
             _refuse_tangents(function.__name__, *args, *kwargs.values())
         return function(*args, **kwargs)
 
