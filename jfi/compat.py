@@ -26,6 +26,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 functorch_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
