@@ -119,6 +119,8 @@ def _softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
         return weights, total, total.log()
     # A query that sees nothing has weights of exp(-inf - min) = 0.
     top = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
+    # Queries whose sum is exact keep it, so that no sample changes the bits of another.
+    top.masked_fill_((total > LEAST_TOTAL) & (total < MOST_TOTAL), 0.0)
     weights = scores.sub_(top).exp_()
     total = weights.sum(-1, keepdim=True)
     return weights, total, total.log().add_(top)
