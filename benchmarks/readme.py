@@ -110,7 +110,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "step": lambda: table.markdown(read("h200/step")),
     "table1": lambda: table.markdown(read("h200/table1"), brief=True),
     "cpu": lambda: table.markdown(read("cpu/cpu")),
-    "cpu, table 1 and self": lambda: table.markdown(read("cpu/cpu_table1_self")),
     "movielens": movielens,
     "scaling": scaling,
     "serving h200": lambda: serving("h200/serving"),

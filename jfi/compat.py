@@ -55,8 +55,8 @@ __all__ = [
 
 
 def is_torch_func_grad() -> bool:
-    """Whether the innermost transform of torch.func at work is grad."""
-    if not functorch_transforms_active():
+    """Whether the innermost transform of torch.func at work is grad, and no compiler traces it."""
+    if torch.compiler.is_compiling() or not functorch_transforms_active():
         return False
     return torch._C._functorch.peek_interpreter_stack().key() == torch._C._functorch.TransformType.Grad
 

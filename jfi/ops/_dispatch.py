@@ -65,7 +65,7 @@ def operator(
 
     def call(*args):
         if is_traced() or compat.profiler_enabled():  # a profile shows the operator's name
-            return under_grad.apply(*args) if _under_torch_func_grad() else registered(*args)
+            return under_grad.apply(*args) if compat.is_torch_func_grad() else registered(*args)
         if args[0].is_meta:
             return registered(*args)
         wants_grad = False
@@ -103,10 +103,6 @@ def _for_torch_func(name: str, function: Callable, save: Callable | None, differ
 
     methods = {"forward": forward, "setup_context": save or nothing, "backward": differentiate or refuse}
     return type(name, (torch.autograd.Function,), {key: staticmethod(method) for key, method in methods.items()})
-
-
-def _under_torch_func_grad() -> bool:
-    return not torch.compiler.is_compiling() and compat.is_torch_func_grad()
 
 
 def public(function: Callable) -> Callable:

@@ -37,12 +37,17 @@ class JaggedSpec(NamedTuple):
     def of(cls, problem: AttentionProblem, kernel: KernelPlan, has_left: bool, has_right: bool) -> "JaggedSpec":
         fields = [getattr(problem, name) for name in cls._fields[:7]]
         blocks = (kernel.block_m, kernel.block_n, problem.block_d, problem.block_e)
-        return cls(*map(Constant, (*fields, has_left, has_right, *blocks)))
+        return cls.of_values(*fields, has_left, has_right, *blocks)
+
+    @classmethod
+    def of_values(cls, *values: object) -> "JaggedSpec":
+        """The spec of plain values, in the order of the fields."""
+        return cls(*map(Constant, values))
 
     def __repr__(self) -> str:
-        """An expression that makes it: Inductor writes an exported kernel's constants into the code it generates."""
+        """An expression that makes it in any scope: Inductor writes an exported kernel's constants into its code."""
         values = tuple(x.value for x in self)
-        return f"__import__({__name__!r}, fromlist=['JaggedSpec']).JaggedSpec(*map(tl.constexpr, {values!r}))"
+        return f"__import__({__name__!r}, fromlist=['JaggedSpec']).JaggedSpec.of_values{values!r}"
 
 
 def bounds(left: int | None, right: int | None) -> tuple[int, int]:
