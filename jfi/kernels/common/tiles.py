@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from jfi.kernels.common.online_softmax import hide_empty
-from jfi.kernels.common.primitives import widen
+from jfi.kernels.common.primitives import LOG2E, widen
 
 
 @triton.jit
@@ -46,6 +46,20 @@ def store_columns(base, x, at, cols, mask, STRIDE: tl.constexpr, WIDTH: tl.const
 @triton.jit
 def store_rows(base, x, at, mask, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
     store_columns(base, x, at, tl.arange(0, BLOCK_D), mask, STRIDE, WIDTH, BLOCK_D)
+
+
+@triton.jit
+def load_bias_tile(bias_ptr, n, key_at, mask, row, kv_head, SPEC: tl.constexpr):
+    """[1, N] or [M, N], in base 2: the bias of the keys from row n on by query row, -inf outside the mask."""
+    NUM_HEADS: tl.constexpr = SPEC.num_kv_heads * SPEC.qheads_per_kvhead
+    keys = key_at * NUM_HEADS + kv_head * SPEC.qheads_per_kvhead
+    if SPEC.qheads_per_kvhead == 1:
+        at, keep = keys[None, :], mask[None, :]
+    else:
+        at = keys[None, :] + (row % SPEC.qheads_per_kvhead)[:, None]
+        keep = tl.broadcast_to(mask[None, :], at.shape)
+    bias = tl.load(bias_ptr + n * NUM_HEADS + at, mask=keep, other=-float("inf"))
+    return bias.to(tl.float32) * LOG2E
 
 
 @triton.jit

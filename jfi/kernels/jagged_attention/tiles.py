@@ -10,7 +10,6 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.spec import Constant
 from jfi.kernels.common.tiles import load_rows
 from jfi.plan import AttentionProblem, KernelPlan
@@ -106,19 +105,6 @@ def is_visible(key, position, left, right, SPEC: tl.constexpr):
     if SPEC.has_left:
         visible = visible & (key >= position - left)
     return visible
-
-
-@triton.jit
-def load_bias(bias_ptr, n, key, mask, row, kv_head, SPEC: tl.constexpr):
-    """[M, N], in base 2: the bias of the keys from row n on for each query row's head."""
-    QHEADS_PER_KVHEAD: tl.constexpr = SPEC.qheads_per_kvhead
-    at = (
-        key[None, :] * (SPEC.num_kv_heads * QHEADS_PER_KVHEAD)
-        + (kv_head * QHEADS_PER_KVHEAD + row % QHEADS_PER_KVHEAD)[:, None]
-    )
-    keep = tl.broadcast_to(mask[None, :], at.shape)
-    bias = tl.load(bias_ptr + n * (SPEC.num_kv_heads * QHEADS_PER_KVHEAD) + at, mask=keep, other=0.0)
-    return bias.to(tl.float32) * LOG2E
 
 
 @triton.jit

@@ -16,12 +16,11 @@ from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.online_softmax import hide_empty, scores_gradient
 from jfi.kernels.common.primitives import LOG2E, block
 from jfi.kernels.common.tile_scheduler import load_work_tile, schedule_tiles
-from jfi.kernels.common.tiles import load_rows, query_rows, row_products, store_rows
+from jfi.kernels.common.tiles import load_bias_tile, load_rows, query_rows, row_products, store_rows
 from jfi.kernels.jagged_attention.tiles import (
     JaggedSpec,
     bounds,
     is_visible,
-    load_bias,
     load_keys,
     seeing_queries,
     visible_keys,
@@ -70,7 +69,7 @@ def _weights_and_gradient(queries, keys, bias_ptr, kv_head, left, right, scale, 
     k, v, n, key_at, key, mask = keys
     s = tl.dot(q, tl.trans(k), input_precision=SPEC.precision) * (scale * LOG2E)
     if SPEC.has_bias:
-        s += load_bias(bias_ptr, n, key_at, mask, row, kv_head, SPEC)
+        s += load_bias_tile(bias_ptr, n, key_at, mask, row, kv_head, SPEC)
     visible = is_visible(key[None, :], position[:, None], left, right, SPEC) & mask[None, :]
     p = tl.where(visible, tl.exp2(s - lse[:, None]), 0.0)
     dp = tl.dot(grad, tl.trans(v), input_precision=SPEC.precision)

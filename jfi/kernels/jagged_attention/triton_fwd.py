@@ -15,8 +15,8 @@ from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.online_softmax import log_sum_exp, nonzero, online_softmax_update
 from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.tile_scheduler import load_work_tile, schedule_tiles
-from jfi.kernels.common.tiles import load_rows, query_rows, store_rows
-from jfi.kernels.jagged_attention.tiles import JaggedSpec, bounds, is_visible, load_bias, load_keys, visible_keys
+from jfi.kernels.common.tiles import load_bias_tile, load_rows, query_rows, store_rows
+from jfi.kernels.jagged_attention.tiles import JaggedSpec, bounds, is_visible, load_keys, visible_keys
 from jfi.plan import AttentionPlan, AttentionProblem, JaggedAttentionInputs, KernelPlan, cached
 
 
@@ -51,7 +51,7 @@ def jagged_attention_fwd_kernel(
         k, v = load_keys(k_ptr, v_ptr, n, key_at, mask, kv_head, SPEC)
         s = tl.dot(q, tl.trans(k), input_precision=SPEC.precision) * scale2
         if SPEC.has_bias:
-            s += load_bias(bias_ptr, n, key_at, mask, row, kv_head, SPEC)
+            s += load_bias_tile(bias_ptr, n, key_at, mask, row, kv_head, SPEC)
         visible = is_visible(key[None, :], position[:, None], left, right, SPEC) & mask[None, :]
         p, maximum, factor = online_softmax_update(tl.where(visible, s, -float("inf")), maximum)
         weight = weight * factor + tl.sum(p, 1)

@@ -5,10 +5,9 @@ import triton.language as tl
 
 from jfi.kernels.common.online_softmax import scaled_scores_gradient
 from jfi.kernels.common.primitives import LOG2E
-from jfi.kernels.common.tiles import load_rows
+from jfi.kernels.common.tiles import load_bias_tile, load_rows
 from jfi.kernels.target_attention.many_tiles import (
     STATISTICS,
-    load_bias_tile,
     load_history,
     query_places,
     store_history_tile,

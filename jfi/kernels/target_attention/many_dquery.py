@@ -6,11 +6,10 @@ import triton.language as tl
 from jfi.kernels.common.combine import chunk_partial
 from jfi.kernels.common.online_softmax import scaled_scores_gradient
 from jfi.kernels.common.primitives import LOG2E
-from jfi.kernels.common.tiles import load_rows, load_statistics, store_rows
+from jfi.kernels.common.tiles import load_bias_tile, load_rows, load_statistics, store_rows
 from jfi.kernels.target_attention.many_tiles import (
     STATISTICS,
     find_chunk,
-    load_bias_tile,
     load_history,
     query_places,
     store_history_tile,

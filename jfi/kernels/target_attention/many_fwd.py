@@ -16,11 +16,10 @@ from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.online_softmax import finish, online_softmax_update
 from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.spec import AttentionSpec
-from jfi.kernels.common.tiles import load_rows, store_rows
+from jfi.kernels.common.tiles import load_bias_tile, load_rows, store_rows
 from jfi.kernels.target_attention.many_tiles import (
     find_chunk,
     history_descriptor,
-    load_bias_tile,
     load_history,
     query_places,
     work_items,

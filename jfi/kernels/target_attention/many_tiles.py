@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from jfi.kernels.common.primitives import LOG2E, find_sample
+from jfi.kernels.common.primitives import find_sample
 from jfi.kernels.common.tiles import load_rows, query_rows, store_rows
 from jfi.plan import power_of_two
 
@@ -104,20 +104,6 @@ def query_places(first, at, kv_head, SPEC: tl.constexpr):
         return start + first, at - first
     else:
         return start, query_rows(at.to(tl.int64), kv_head, SPEC)
-
-
-@triton.jit
-def load_bias_tile(bias_ptr, n, k_at, mask, at, kv_head, SPEC: tl.constexpr):
-    """[1, N] or [M, N]: the bias of the rows from n on for each query's head, in base 2, -inf outside the mask."""
-    NUM_HEADS: tl.constexpr = SPEC.num_kv_heads * SPEC.qheads_per_kvhead
-    rows = k_at * NUM_HEADS + kv_head * SPEC.qheads_per_kvhead
-    if SPEC.qheads_per_kvhead == 1:
-        where, keep = rows[None, :], mask[None, :]
-    else:
-        where = rows[None, :] + (at % SPEC.qheads_per_kvhead)[:, None]
-        keep = tl.broadcast_to(mask[None, :], where.shape)
-    bias = tl.load(bias_ptr + n * NUM_HEADS + where, mask=keep, other=-float("inf"))
-    return bias.to(tl.float32) * LOG2E
 
 
 @triton.jit
