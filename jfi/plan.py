@@ -258,12 +258,12 @@ class AttentionProblem:
     @cached_property
     def queries_by_tma(self) -> bool:
         """The same of a key head's queries [B, T · H/G, width]."""
-        heads = self.num_kv_heads * self.qheads_per_kvhead
-        whole = self.num_kv_heads in (1, heads)
-        return whole and self._by_tma(self.head_dim, heads) and self._by_tma(self.value_dim, heads)
+        num_heads = self.num_kv_heads * self.qheads_per_kvhead
+        whole = self.num_kv_heads in (1, num_heads)
+        return whole and self._by_tma(self.head_dim, num_heads) and self._by_tma(self.value_dim, num_heads)
 
-    def _by_tma(self, width: int, heads: int) -> bool:
-        fits = (heads == 1 or width == power_of_two(width)) and width * self.dtype.itemsize % 16 == 0
+    def _by_tma(self, width: int, num_heads: int) -> bool:
+        fits = (num_heads == 1 or width == power_of_two(width)) and width * self.dtype.itemsize % 16 == 0
         return fits and self.dtype.itemsize == 2 and self.device.capability >= (9, 0)
 
 
@@ -558,8 +558,9 @@ def _plan_many(problem: AttentionProblem, aligned: bool, reason: str) -> Attenti
     history_by_tma = aligned and problem.history_by_tma
     queries_by_tma = history_by_tma and problem.queries_by_tma
     single = problem.padded_queries <= 64 and problem.width_bytes <= 256 and problem.dtype.itemsize <= 2
-    heads = problem.qheads_per_kvhead
-    block_h = heads if heads & (heads - 1) == 0 else power_of_two(heads)
+    qheads_per_kvhead = problem.qheads_per_kvhead
+    is_power_of_two = qheads_per_kvhead & (qheads_per_kvhead - 1) == 0
+    block_h = qheads_per_kvhead if is_power_of_two else power_of_two(qheads_per_kvhead)
     dhistory = _many_dhistory(problem, queries_by_tma, block_h)
     dquery = _many_dquery(problem, single, history_by_tma, block_h, dhistory.block_n)
     backward = (dquery,) if single else (dquery, dhistory)

@@ -93,7 +93,7 @@ def absorbed_target_attention(
         torch.Size([1, 3, 8])
     """
     fields = history if isinstance(history, tuple) else (history,)
-    times = _check_shapes(target, fields, weights, num_heads)
+    num_queries = _check_shapes(target, fields, weights, num_heads)
     first, traced = fields[0], is_traced()
     samples = target.shape[0] * target.shape[1]
     check_offsets("offsets", offsets, first.shape[0], "history", first, samples, traced)
@@ -110,7 +110,7 @@ def absorbed_target_attention(
     device = first.device.type
     autocast = not first.is_meta and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else weights[0].dtype
-    in_kernel = impl == "triton" and takes_events(times * num_heads)
+    in_kernel = impl == "triton" and takes_events(num_queries * num_heads)
     if key_bias_index is not None and not in_kernel:
         key_bias, key_bias_index = F.embedding(key_bias_index, key_bias).to(first.dtype), None
     events = (offsets, key_bias, key_bias_index, value_scale)
@@ -127,7 +127,7 @@ def absorbed_target_attention(
         return _AbsorbedTargetAttention.apply(target, *tensors, *weights, options)
     history = first if len(fields) == 1 else torch.cat(fields, dim=1)
     w_qk, b_qk, w_vo = absorb_weights(weights[:5], num_heads, dtype)
-    query = affine(b_qk, target, w_qk).to(history.dtype).view(-1, times, num_heads, history.shape[1])
+    query = affine(b_qk, target, w_qk).to(history.dtype).view(-1, num_queries, num_heads, history.shape[1])
     attended = target_attention(
         query,
         history.unsqueeze(1),

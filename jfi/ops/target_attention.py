@@ -208,15 +208,15 @@ def _prepare(
     """Check the arguments; returns what the kernels take, contiguous, and "triton" or "torch"."""
     check_floating(query=query, key=key, value=value, key_bias=key_bias if key_bias_index is None else None)
     check_dim("query", query, "[B, T, H, D]")
-    batch, _, heads, width = query.shape
-    check_history(key, value, key_bias if key_bias_index is None else None, heads, width)
+    batch, _, num_heads, width = query.shape
+    check_history(key, value, key_bias if key_bias_index is None else None, num_heads, width)
     if key_bias_index is not None or value_scale is not None:
-        check_events(key, key_bias, key_bias_index, value_scale, heads)
+        check_events(key, key_bias, key_bias_index, value_scale, num_heads)
     check_offsets("offsets", offsets, key.shape[0], "key", query, batch)
     impl = check_impl(impl, query)
     scale = check_scale(scale, width)
     check_max_seqlen(max_seqlen)
-    in_kernel = impl == "triton" and takes_events(query.shape[1] * heads // key.shape[1])
+    in_kernel = impl == "triton" and takes_events(query.shape[1] * num_heads // key.shape[1])
     if key_bias_index is not None and not in_kernel:
         key_bias, key_bias_index = F.embedding(key_bias_index, key_bias).to(query.dtype), None
     learned = value_scale is not None and value_scale.requires_grad and torch.is_grad_enabled()

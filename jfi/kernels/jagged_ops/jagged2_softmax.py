@@ -119,9 +119,9 @@ def _jagged2_softmax_kernel(
         return
     # Rounded up, so that a program per CHUNK of a sample's elements, and one more, are enough.
     step = tl.where(width <= 512, ROWS, 1)
-    share = tl.cdiv(tl.cdiv(CHUNK, width), step) * step
-    first = (program - low // CHUNK - sample) * share
-    count = tl.minimum(length - first, share).to(tl.int32)
+    rows_per_program = tl.cdiv(tl.cdiv(CHUNK, width), step) * step
+    first = (program - low // CHUNK - sample) * rows_per_program
+    count = tl.minimum(length - first, rows_per_program).to(tl.int32)
     if count <= 0:
         return
     start = low + first * width
