@@ -196,9 +196,10 @@ def _has_gluon() -> bool:
     return True
 
 
-def power_of_two(width: int, least: int = 16) -> int:
-    """The power of two that covers width; tensor cores take 16 at least."""
-    return max(least, 1 << (width - 1).bit_length())
+def power_of_two(width: int, least: int = 16, most: int | None = None) -> int:
+    """The power of two that covers width, but at least the 16 that tensor cores take, and at most ``most``."""
+    size = max(least, 1 << (width - 1).bit_length())
+    return size if most is None else min(size, most)
 
 
 def ceil_div(number: int, size: int) -> int:

@@ -38,8 +38,7 @@ from jfi.kernels.absorbed_weights.tiles import (
     tile_of,
 )
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.common.primitives import precision
-from jfi.plan import ceil_div
+from jfi.plan import ceil_div, precision_of
 
 
 @triton.jit
@@ -218,10 +217,10 @@ class _GradientKernels(NamedTuple):
 
 @cache
 def _gradient_kernels_of(
-    num_queries: int, num_heads: int, width: int, d_x: int, d_e: int, rounding: str, dtype: torch.dtype
+    num_queries: int, num_heads: int, width: int, d_x: int, d_e: int, precision: str, dtype: torch.dtype
 ) -> _GradientKernels:
     dim, rows = num_heads * width, num_queries * num_heads * d_x
-    options = product_options(dtype, rounding)
+    options = product_options(dtype, precision)
     batch = Launcher(_batch_kernel, N=rows, D_E=d_e, D=dim, **options, STEP=64 if dtype.itemsize == 2 else 32)
     options |= {"T": num_queries, "H": num_heads, "WIDTH": width, "D_X": d_x, "D_E": d_e, "STEP": 32}
     down, long = ceil_div(width, SIDE), ceil_div(rows, SIDE)
@@ -250,7 +249,7 @@ def gradients(
     """
     dquery, target, _, grad = rows
     features, batch, width = dquery.shape
-    kernels = _gradient_kernels_of(*sizes_of(weights, num_queries, num_heads), precision(), grad.dtype)
+    kernels = _gradient_kernels_of(*sizes_of(weights, num_queries, num_heads), precision_of(grad.dtype), grad.dtype)
     launch, tiles = kernels.batch
     chunk, splits = plan.split_batch(batch, features * tiles, plan.device_of(grad.device).num_sms)
     sizes = (width, target.shape[2]), (width,), (width, grad.shape[2]), (grad.shape[2],)

@@ -1,6 +1,5 @@
 """Shared by all kernels: the sample of a program, loads and stores of matrices, precision of products."""
 
-import torch
 import triton
 import triton.language as tl
 from triton import knobs
@@ -68,18 +67,3 @@ def load_tile(ptr, rows, row_mask, stride, cols, WIDTH: tl.constexpr):
 def store_tile(ptr, x, rows, row_mask, stride, cols, WIDTH: tl.constexpr):
     mask = row_mask[:, None] & (cols < WIDTH)[None, :]
     tl.store(ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :], x.to(ptr.dtype.element_ty), mask=mask)
-
-
-def block(width: int, least: int = 16, most: int | None = None) -> int:
-    """The power of two that covers width, at least the 16 that tensor cores take."""
-    size = max(least, 1 << (width - 1).bit_length())
-    return size if most is None else min(size, most)
-
-
-def precision() -> str:
-    """How float32 products are rounded: as torch.set_float32_matmul_precision says.
-
-    "highest" is three products of TF32 parts on tensor cores, whose error is that of float32 arithmetic at a
-    multiple of its speed.
-    """
-    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"

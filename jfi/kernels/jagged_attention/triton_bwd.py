@@ -14,7 +14,7 @@ from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.online_softmax import hide_empty, scores_gradient
-from jfi.kernels.common.primitives import LOG2E, block
+from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.tile_scheduler import load_work_tile, schedule_tiles
 from jfi.kernels.common.tiles import load_bias_tile, load_rows, query_rows, row_products, store_rows
 from jfi.kernels.jagged_attention.tiles import (
@@ -25,7 +25,7 @@ from jfi.kernels.jagged_attention.tiles import (
     seeing_queries,
     visible_keys,
 )
-from jfi.plan import AttentionPlan, AttentionProblem, JaggedAttentionInputs, KernelPlan, cached, ceil_div
+from jfi.plan import AttentionPlan, AttentionProblem, JaggedAttentionInputs, KernelPlan, cached, ceil_div, power_of_two
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -184,7 +184,7 @@ def _launchers(
 ) -> tuple[Launcher, ...]:
     kernels = (_statistics_kernel, jagged_attention_dquery_kernel, jagged_attention_dkey_kernel)
     constants = [{"SPEC": JaggedSpec.of(problem, plan, has_left, has_right), **plan.constants} for plan in plans]
-    constants[2]["BLOCK_H"] = block(problem.qheads_per_kvhead)
+    constants[2]["BLOCK_H"] = power_of_two(problem.qheads_per_kvhead)
     return tuple(Launcher(kernel, **more) for kernel, more in zip(kernels, constants, strict=True))
 
 

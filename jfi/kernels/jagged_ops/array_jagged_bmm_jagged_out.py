@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.common.primitives import block, find_tile, most_tiles, precision, widen
+from jfi.kernels.common.primitives import find_tile, most_tiles, widen
 from jfi.kernels.jagged_ops.pair_offsets import pair_offsets
-from jfi.plan import ceil_div
+from jfi.plan import ceil_div, power_of_two, precision_of
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -70,17 +70,17 @@ def _array_jagged_bmm_kernel(
 
 @cache
 def _launcher(
-    width: int, transposed: bool, rounding: str, dtype: torch.dtype, *offsets_dtypes: torch.dtype
+    width: int, transposed: bool, precision: str, dtype: torch.dtype, *offsets_dtypes: torch.dtype
 ) -> tuple[int, int, Launcher]:
     """(rows a tile, tiles of the width, the launcher)."""
     # Three products hold both parts of both operands in registers: half the rows.
-    split = rounding == "tf32x3" and dtype == torch.float32
-    block_s, block_d = 32 if split else 64, block(width, most=256)
+    split = precision == "tf32x3"
+    block_s, block_d = 32 if split else 64, power_of_two(width, most=256)
     launcher = Launcher(
         _array_jagged_bmm_kernel,
         D=width,
         TRANSPOSED=transposed,
-        PRECISION=rounding,
+        PRECISION=precision,
         BLOCK_S=block_s,
         BLOCK_R=64 // dtype.itemsize,
         BLOCK_D=block_d,
@@ -99,7 +99,7 @@ def array_jagged_bmm_jagged_out(
     if out_rows == 0:
         return out
     sides = (y_offsets, x_offsets) if transposed else (x_offsets, y_offsets)
-    block_s, tiles, launch = _launcher(width, transposed, precision(), y.dtype, *(x.dtype for x in sides))
+    block_s, tiles, launch = _launcher(width, transposed, precision_of(y.dtype), y.dtype, *(x.dtype for x in sides))
     tensors = (a, y, *sides, pair_offsets(x_offsets, y_offsets), out)
     launch((most_tiles(out_rows, batch, block_s), tiles, 1), tensors, (batch,))
     return out

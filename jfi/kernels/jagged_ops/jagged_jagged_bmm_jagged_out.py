@@ -8,8 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.common.primitives import block, find_tile, load_tile, most_tiles, precision
+from jfi.kernels.common.primitives import find_tile, load_tile, most_tiles
 from jfi.kernels.jagged_ops.pair_offsets import pair_offsets
+from jfi.plan import power_of_two, precision_of
 
 BLOCK_S = 64
 
@@ -55,16 +56,16 @@ def _jagged_jagged_bmm_jagged_out_kernel(
 
 
 @cache
-def _launcher(width: int, rounding: str, dtype: torch.dtype, *offsets_dtypes: torch.dtype) -> Launcher:
+def _launcher(width: int, precision: str, dtype: torch.dtype, *offsets_dtypes: torch.dtype) -> Launcher:
     # Three products hold both parts of both operands in registers: half the columns, and more of D at a time.
-    split = rounding == "tf32x3" and dtype == torch.float32
+    split = precision == "tf32x3"
     return Launcher(
         _jagged_jagged_bmm_jagged_out_kernel,
         D=width,
-        PRECISION=rounding,
+        PRECISION=precision,
         BLOCK_S=BLOCK_S,
         BLOCK_R=64 if split else 128,
-        BLOCK_D=block(width, most=64 if split else 128 // dtype.itemsize),
+        BLOCK_D=power_of_two(width, most=64 if split else 128 // dtype.itemsize),
         STAGES=3,
         num_warps=4,
     )
@@ -74,7 +75,7 @@ def jagged_jagged_bmm_jagged_out(x: Tensor, y: Tensor, x_offsets: Tensor, y_offs
     (rows, width), batch = x.shape, x_offsets.shape[0] - 1
     out = torch.empty(out_size, dtype=x.dtype, device=x.device)
     if rows and out_size:
-        launch = _launcher(width, precision(), x.dtype, x_offsets.dtype, y_offsets.dtype)
+        launch = _launcher(width, precision_of(x.dtype), x.dtype, x_offsets.dtype, y_offsets.dtype)
         tensors = (x, y, x_offsets, y_offsets, pair_offsets(x_offsets, y_offsets), out)
         launch((most_tiles(rows, batch, BLOCK_S), 1, 1), tensors, (batch,))
     return out
