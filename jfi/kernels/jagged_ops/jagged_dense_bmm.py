@@ -1,4 +1,7 @@
-"""[S, D] x [B, D, T] -> [S, T]: one program per tile of a sample's rows; its matrix comes from the L2 cache."""
+"""[S, D] x [B, D, T] -> [S, T]: each row times its sample's matrix.
+
+One program computes a tile of a sample's rows; the programs of a sample read its matrix from the L2 cache.
+"""
 
 from functools import cache
 

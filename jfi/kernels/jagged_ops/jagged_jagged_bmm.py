@@ -1,4 +1,4 @@
-"""[S, D], [S, T] -> [B, D, T]: one program per sample and tile of [D, T] sums over the sample's rows."""
+"""[S, D], [S, T] -> [B, D, T]: xᵀ y of each sample.  A program computes a tile of [D, T] over a sample's rows."""
 
 from functools import cache
 

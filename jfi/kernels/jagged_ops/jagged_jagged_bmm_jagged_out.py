@@ -1,4 +1,4 @@
-"""[S, D], [R, D] -> [Σ L·M], xyᵀ of each sample: one program per tile of x rows loops over the sample's y."""
+"""[S, D], [R, D] -> [Σ L·M]: x yᵀ of each sample.  One program per tile of x rows loops over the sample's rows of y."""
 
 from functools import cache
 
@@ -49,7 +49,7 @@ def _jagged_jagged_bmm_jagged_out_kernel(
             x = load_tile(x_ptr, rows, row_mask, D, at, D)
             y = load_tile(y_ptr, cols, cols < width, D, at, D)
             acc = tl.dot(x, tl.trans(y), acc, input_precision=PRECISION)
-        # The width once more: places computed from it here are not held in registers during the sweep.
+        # Loads the width again: addresses computed from this copy take no registers during the loop over D.
         stride = tl.load(y_offsets_ptr + sample + 1).to(tl.int64) - y_low
         out_ptrs = out_ptr + rows[:, None] * stride + cols[None, :]
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & (cols < width)[None, :])
@@ -57,7 +57,7 @@ def _jagged_jagged_bmm_jagged_out_kernel(
 
 @cache
 def _launcher(width: int, precision: str, dtype: torch.dtype, *offsets_dtypes: torch.dtype) -> Launcher:
-    # Three products hold both parts of both operands in registers: half the columns, and more of D at a time.
+    # 3xTF32 keeps both parts of both operands in registers: a tile has half the columns, a step more of D.
     split = precision == "tf32x3"
     return Launcher(
         _jagged_jagged_bmm_jagged_out_kernel,

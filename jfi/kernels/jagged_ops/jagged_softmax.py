@@ -1,4 +1,7 @@
-"""[S, T] -> [S, T], the softmax over each sample's rows: one program per sample, two sweeps, the second from cache."""
+"""[S, T] -> [S, T]: the softmax over each sample's rows.
+
+One program per sample and tile of columns reads the rows twice, the second time from the cache.
+"""
 
 from functools import cache
 
