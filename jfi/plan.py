@@ -451,6 +451,29 @@ def plan_target_attention(x: TargetAttentionInputs, impl: str, device: Device | 
     return _plan_many(problem, aligned and 0 < num_keys < 2**31, f"{reason}, and not jagged attention: {refusal}")
 
 
+def plan_absorbed_target_attention(
+    operands: tuple[TargetAttentionInputs, bool], impl: str, device: Device | None = None
+) -> AttentionPlan:
+    """The plan of `jfi.ops.absorbed_target_attention`: that of its target attention, and how its weights are absorbed.
+
+    Args:
+        operands: of the target attention, and whether kernels absorb the weights.
+        impl, device: as those of `plan_target_attention`.
+    """
+    x, in_kernel = operands
+    return _with_absorbed_weights(plan_target_attention(x, impl, device), in_kernel)
+
+
+@cached
+def _with_absorbed_weights(attention: AttentionPlan, in_kernel: bool) -> AttentionPlan:
+    if in_kernel:
+        forward = (_kernel("absorbed_weights_fwd", Split.TILES),)
+        backward = (_kernel("absorbed_weights_bwd_batch", Split.TILES), _kernel("absorbed_weights_bwd", Split.TILES))
+    else:
+        forward = backward = (_kernel("absorbed weights by PyTorch's matrix products", Split.PYTORCH),)
+    return replace(attention, forward=forward + attention.forward, backward=attention.backward + backward)
+
+
 def takes_events(query_rows: int) -> bool:
     """Whether the kernels for few query rows, so many per key head, run: they alone read bias tables and value_scale.
 

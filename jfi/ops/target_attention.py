@@ -174,7 +174,7 @@ def target_attention(
         >>> jfi.ops.target_attention(query, history, offsets=torch.tensor([0, 2, 2, 5])).shape
         torch.Size([3, 1, 4, 32])
     """
-    inputs, impl = _prepare(
+    inputs, impl = prepare_target_attention(
         query,
         key,
         value,
@@ -192,7 +192,7 @@ def target_attention(
     return _target_attention_fwd(*inputs, impl)[0]
 
 
-def _prepare(
+def prepare_target_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor | None,
@@ -227,4 +227,4 @@ def _prepare(
     return TargetAttentionInputs(*tensors, None, scale, max_seqlen), impl
 
 
-explains(target_attention, _prepare, plan.plan_target_attention)
+explains(target_attention, prepare_target_attention, plan.plan_target_attention)
