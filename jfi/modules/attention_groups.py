@@ -15,10 +15,11 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
+from jfi.modules.feature_modules import FeatureNames
 from jfi.modules.stacked_attention import StackedTargetAttention
 
 
-class AttentionGroups(nn.ModuleList):
+class AttentionGroups(FeatureNames, nn.ModuleList):
     """StackedTargetAttention modules, one a group; `groups.taste.query_weight` is a view of one feature's weights.
 
     `groups.of(name)` has the views of any feature, also of one whose name is an attribute of a module, such as "type".
@@ -32,6 +33,9 @@ class AttentionGroups(nn.ModuleList):
             for place, feature in enumerate(group.features)
         }
 
+    def feature_names(self) -> Iterable[str]:
+        return self._place_of
+
     def of(self, name: str) -> SimpleNamespace:
         """The parameters of one feature, views of the stacked ones."""
         index, place = self._place_of[name]
@@ -39,16 +43,6 @@ class AttentionGroups(nn.ModuleList):
 
     def __getattr__(self, name: str) -> object:
         return self.of(name) if name in self.__dict__.get("_place_of", ()) else super().__getattr__(name)
-
-    # torch.distributed.checkpoint follows a key of the state_dict by getattr(), unless the module says by this method
-    # on which of its attributes to look a name up.
-    def _fqn_modifiers(self) -> dict[str, str]:
-        return {name: "_hidden" for name in self._place_of if name in self.__dict__ or hasattr(type(self), name)}
-
-    @property
-    def _hidden(self) -> SimpleNamespace:
-        """The features whose names are attributes of the module."""
-        return SimpleNamespace(**{name: self.of(name) for name in self._fqn_modifiers()})
 
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         for group, place, name, parameter in self._slots():

@@ -5,7 +5,11 @@ import re
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
 
 from jfi import JaggedEncoder, JaggedFeatureInteraction, KeyBias, PositionBias, SequenceFeatureConfig
 
@@ -124,6 +128,22 @@ def test_a_feature_may_have_the_name_of_a_modules_attribute(name):
     set_model_state_dict(other, copy.deepcopy(state))
     for (key, got), want in zip(other.named_parameters(), layer.parameters(), strict=True):
         assert torch.equal(got, want), key
+
+
+@pytest.mark.parametrize("name", ["type", "items", "of", "training", "0", "forward", "_modules"])
+def test_an_encoded_feature_may_have_the_name_of_a_modules_attribute(name):
+    encoder, other = (encoder_of([feature("clicks"), feature(name)]).eval().train() for _ in range(2))
+    state = get_model_state_dict(encoder)
+    assert set(state) == set(encoder.state_dict()) and encoder.stacks.training
+    torch.testing.assert_close(state[f"stacks.{name}.norm.weight"], encoder.stacks[name].norm.weight, rtol=0, atol=0)
+    set_model_state_dict(other, copy.deepcopy(state))
+    for (key, got), want in zip(copy.deepcopy(other).named_parameters(), encoder.parameters(), strict=True):
+        assert torch.equal(got, want), key
+    optimizer = torch.optim.SGD(encoder.parameters(), 0.1)
+    names = [key for group in get_optimizer_state_dict(encoder, optimizer)["param_groups"] for key in group["params"]]
+    assert names == [key for key, _ in encoder.named_parameters()]
+    setattr(encoder.stacks, name, torch.nn.Identity())  # as TorchRec's DistributedModelParallel replaces children
+    assert list(encoder.stacks) == ["clicks", name] and isinstance(encoder.stacks[name], torch.nn.Identity)
 
 
 def keys_of(*names):
