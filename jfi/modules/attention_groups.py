@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
+from jfi import compat
 from jfi.modules.feature_modules import FeatureNames
 from jfi.modules.stacked_attention import StackedTargetAttention
 
@@ -23,6 +24,8 @@ class AttentionGroups(FeatureNames, nn.ModuleList):
     """StackedTargetAttention modules, one a group; `groups.taste.query_weight` is a view of one feature's weights.
 
     `groups.of(name)` has the views of any feature, also of one whose name is an attribute of a module, such as "type".
+    A hook registered by `register_load_state_dict_pre_hook` of a group gets the state_dict of all groups and the prefix
+    of the features' names, since no key has the group's index.
     """
 
     def __init__(self, groups: Iterable[StackedTargetAttention]) -> None:
@@ -45,7 +48,7 @@ class AttentionGroups(FeatureNames, nn.ModuleList):
         return self.of(name) if name in self.__dict__.get("_place_of", ()) else super().__getattr__(name)
 
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
-        for group, place, name, parameter in self._slots():
+        for group, place, name, parameter in self._parameters_by_feature():
             value = parameter[place]
             destination[f"{prefix}{group.features[place].name}.{name}"] = value if keep_vars else value.detach()
 
@@ -60,8 +63,12 @@ class AttentionGroups(FeatureNames, nn.ModuleList):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        # nn.Module calls these in the method overridden here, before it loads anything.
+        for module in (self, *self):
+            for hook in compat.load_state_dict_pre_hooks(module):
+                hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         known = set()
-        for group, place, name, parameter in self._slots():
+        for group, place, name, parameter in self._parameters_by_feature():
             key = f"{prefix}{group.features[place].name}.{name}"
             known.add(key)
             if key not in state_dict:
@@ -83,7 +90,7 @@ class AttentionGroups(FeatureNames, nn.ModuleList):
         if strict:
             unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in known]
 
-    def _slots(self) -> Iterator[tuple[StackedTargetAttention, int, str, Tensor]]:
+    def _parameters_by_feature(self) -> Iterator[tuple[StackedTargetAttention, int, str, Tensor]]:
         """By feature and parameter: the group, the feature's place in it, and the parameter, [F, ...]."""
         for group in self:
             for place in range(group.num_features):

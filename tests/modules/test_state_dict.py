@@ -107,6 +107,32 @@ def test_frozen_parameters_stay_frozen_when_they_leave_the_meta_device():
     assert all(x.requires_grad == name.endswith("bias") and not x.is_meta for name, x in layer.named_parameters())
 
 
+def test_hooks_of_the_layer_and_of_a_group_run_before_and_after_loading():
+    layer, state = layer_of(OLD), layer_of(OLD).state_dict()
+    renamed = {key.replace("query_weight", "w_q"): x for key, x in state.items()}
+    calls = []
+
+    def rename(module, state_dict, prefix, *_):
+        calls.append((module, prefix))
+        for key in [key for key in state_dict if key.endswith("w_q")]:
+            state_dict[key.replace("w_q", "query_weight")] = state_dict.pop(key)
+
+    modules = (layer.attention, *layer.attention)
+    for module in modules:
+        module.register_load_state_dict_pre_hook(rename)
+        module.register_load_state_dict_post_hook(lambda module, keys: calls.append((module, list(keys))))
+    layer.load_state_dict(renamed)
+    before = [(module, "attention.") for module in modules]
+    assert calls[: len(before)] == before
+    # As of any module: children first, each with the keys that are missing or unexpected.
+    assert calls[len(before) :] == [(module, [[], []]) for module in (*layer.attention, layer.attention)]
+    for key, x in layer.state_dict().items():
+        assert torch.equal(x, state[key]), key
+    alone = layer_of(OLD)
+    alone.attention[0].register_load_state_dict_pre_hook(rename)
+    alone.load_state_dict(renamed)
+
+
 def test_distributed_checkpoints_state_dict_functions():
     layer, other = layer_of(OLD), layer_of(OLD)
     state = get_model_state_dict(layer)
