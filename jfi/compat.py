@@ -9,6 +9,7 @@ Torch:
     torch.fx._symbolic_trace.PHWithMeta            placeholders of TorchRec's train pipelines (jfi/data/batch.py)
     torch.autograd._profiler_enabled               no public way to see a profiler at work
     torch.utils._python_dispatch                   is_in_torch_dispatch_mode: fake tensors, make_fx
+    nn.Module._load_state_dict_pre_hooks           called by a module that loads weights itself (attention_groups.py)
 
 TorchRec:
     KeyedJaggedTensor._jt_dict                     the cache of to_dict, which fails at stride 0 (jfi/modules/inputs.py)
@@ -47,6 +48,7 @@ __all__ = [
     "is_in_torch_dispatch_mode",
     "is_torch_func_grad",
     "launch_parts",
+    "load_state_dict_pre_hooks",
     "profiler_enabled",
     "run_compiled",
     "softmax_backward",
@@ -59,6 +61,11 @@ def is_torch_func_grad() -> bool:
     if torch.compiler.is_compiling() or not functorch_transforms_active():
         return False
     return torch._C._functorch.peek_interpreter_stack().key() == torch._C._functorch.TransformType.Grad
+
+
+def load_state_dict_pre_hooks(module: torch.nn.Module) -> tuple[Callable[..., None], ...]:
+    """What `register_load_state_dict_pre_hook` has registered on a module; called without the module."""
+    return tuple(module._load_state_dict_pre_hooks.values())
 
 
 def alignment_free(kernel) -> tuple[bool, ...]:

@@ -196,9 +196,10 @@ def _has_gluon() -> bool:
     return True
 
 
-def power_of_two(width: int, least: int = 16) -> int:
-    """The power of two that covers width; tensor cores take 16 at least."""
-    return max(least, 1 << (width - 1).bit_length())
+def power_of_two(width: int, least: int = 16, most: int | None = None) -> int:
+    """The power of two that covers width, but at least the 16 that tensor cores take, and at most ``most``."""
+    size = max(least, 1 << (width - 1).bit_length())
+    return size if most is None else min(size, most)
 
 
 def ceil_div(number: int, size: int) -> int:
@@ -258,12 +259,12 @@ class AttentionProblem:
     @cached_property
     def queries_by_tma(self) -> bool:
         """The same of a key head's queries [B, T · H/G, width]."""
-        heads = self.num_kv_heads * self.qheads_per_kvhead
-        whole = self.num_kv_heads in (1, heads)
-        return whole and self._by_tma(self.head_dim, heads) and self._by_tma(self.value_dim, heads)
+        num_heads = self.num_kv_heads * self.qheads_per_kvhead
+        whole = self.num_kv_heads in (1, num_heads)
+        return whole and self._by_tma(self.head_dim, num_heads) and self._by_tma(self.value_dim, num_heads)
 
-    def _by_tma(self, width: int, heads: int) -> bool:
-        fits = (heads == 1 or width == power_of_two(width)) and width * self.dtype.itemsize % 16 == 0
+    def _by_tma(self, width: int, num_heads: int) -> bool:
+        fits = (num_heads == 1 or width == power_of_two(width)) and width * self.dtype.itemsize % 16 == 0
         return fits and self.dtype.itemsize == 2 and self.device.capability >= (9, 0)
 
 
@@ -450,6 +451,29 @@ def plan_target_attention(x: TargetAttentionInputs, impl: str, device: Device | 
     return _plan_many(problem, aligned and 0 < num_keys < 2**31, f"{reason}, and not jagged attention: {refusal}")
 
 
+def plan_absorbed_target_attention(
+    operands: tuple[TargetAttentionInputs, bool], impl: str, device: Device | None = None
+) -> AttentionPlan:
+    """The plan of `jfi.ops.absorbed_target_attention`: that of its target attention, and how its weights are absorbed.
+
+    Args:
+        operands: of the target attention, and whether kernels absorb the weights.
+        impl, device: as those of `plan_target_attention`.
+    """
+    x, in_kernel = operands
+    return _with_absorbed_weights(plan_target_attention(x, impl, device), in_kernel)
+
+
+@cached
+def _with_absorbed_weights(attention: AttentionPlan, in_kernel: bool) -> AttentionPlan:
+    if in_kernel:
+        forward = (_kernel("absorbed_weights_fwd", Split.TILES),)
+        backward = (_kernel("absorbed_weights_bwd_batch", Split.TILES), _kernel("absorbed_weights_bwd", Split.TILES))
+    else:
+        forward = backward = (_kernel("absorbed weights by PyTorch's matrix products", Split.PYTORCH),)
+    return replace(attention, forward=forward + attention.forward, backward=attention.backward + backward)
+
+
 def takes_events(query_rows: int) -> bool:
     """Whether the kernels for few query rows, so many per key head, run: they alone read bias tables and value_scale.
 
@@ -558,8 +582,9 @@ def _plan_many(problem: AttentionProblem, aligned: bool, reason: str) -> Attenti
     history_by_tma = aligned and problem.history_by_tma
     queries_by_tma = history_by_tma and problem.queries_by_tma
     single = problem.padded_queries <= 64 and problem.width_bytes <= 256 and problem.dtype.itemsize <= 2
-    heads = problem.qheads_per_kvhead
-    block_h = heads if heads & (heads - 1) == 0 else power_of_two(heads)
+    qheads_per_kvhead = problem.qheads_per_kvhead
+    is_power_of_two = qheads_per_kvhead & (qheads_per_kvhead - 1) == 0
+    block_h = qheads_per_kvhead if is_power_of_two else power_of_two(qheads_per_kvhead)
     dhistory = _many_dhistory(problem, queries_by_tma, block_h)
     dquery = _many_dquery(problem, single, history_by_tma, block_h, dhistory.block_n)
     backward = (dquery,) if single else (dquery, dhistory)

@@ -172,18 +172,18 @@ def array_jagged_bmm_jagged_out(a: Tensor, y: Tensor, x_offsets: Tensor, y_offse
     return segment_sum(_widen(a)[:, None] * _widen(y)[pairs.right], pairs.row_offsets(out_rows)).to(y.dtype)
 
 
-def _share_heads(x: Tensor, heads: int) -> Tensor:
+def _share_heads(x: Tensor, num_heads: int) -> Tensor:
     """[S, G, D] -> [S, H, D]: query heads h · H/G .. (h+1) · H/G - 1 share key head h."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+    return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], dim=1)
 
 
 def target_attention(
     query: Tensor, key: Tensor, value: Tensor | None, offsets: Tensor, bias: Tensor | None, scale: float
 ) -> Tensor:
     """[B, T, H, D], [S, G, D], [S, G, E] -> [B, T, H, E]."""
-    heads, rows = query.shape[2], key.shape[0]
-    keys = _share_heads(_widen(key), heads)
-    values = keys if value is None else _share_heads(_widen(value), heads)
+    num_heads, rows = query.shape[2], key.shape[0]
+    keys = _share_heads(_widen(key), num_heads)
+    values = keys if value is None else _share_heads(_widen(value), num_heads)
     queries = segment_expand(_widen(query), offsets, rows)
     scores = torch.einsum("sthd,shd->sth", queries, keys) * scale
     if bias is not None:
@@ -207,10 +207,10 @@ def jagged_attention(
 
     Computes every pair, masked or not: Σ L·M of them.
     """
-    heads, rows = query.shape[1], query.shape[0]
+    num_heads, rows = query.shape[1], query.shape[0]
     pairs = Pairs(query_offsets, key_offsets, None)
-    keys = _share_heads(_widen(key), heads)
-    values = keys if value is None else _share_heads(_widen(value), heads)
+    keys = _share_heads(_widen(key), num_heads)
+    values = keys if value is None else _share_heads(_widen(value), num_heads)
     scores = (_widen(query)[pairs.left] * keys[pairs.right]).sum(-1) * scale
     if bias is not None:
         scores = scores + _widen(bias)[pairs.right]

@@ -15,13 +15,17 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
+from jfi import compat
+from jfi.modules.feature_modules import FeatureNames
 from jfi.modules.stacked_attention import StackedTargetAttention
 
 
-class AttentionGroups(nn.ModuleList):
+class AttentionGroups(FeatureNames, nn.ModuleList):
     """StackedTargetAttention modules, one a group; `groups.taste.query_weight` is a view of one feature's weights.
 
     `groups.of(name)` has the views of any feature, also of one whose name is an attribute of a module, such as "type".
+    A hook registered by `register_load_state_dict_pre_hook` of a group gets the state_dict of all groups and the prefix
+    of the features' names, since no key has the group's index.
     """
 
     def __init__(self, groups: Iterable[StackedTargetAttention]) -> None:
@@ -32,6 +36,9 @@ class AttentionGroups(nn.ModuleList):
             for place, feature in enumerate(group.features)
         }
 
+    def feature_names(self) -> Iterable[str]:
+        return self._place_of
+
     def of(self, name: str) -> SimpleNamespace:
         """The parameters of one feature, views of the stacked ones."""
         index, place = self._place_of[name]
@@ -40,18 +47,8 @@ class AttentionGroups(nn.ModuleList):
     def __getattr__(self, name: str) -> object:
         return self.of(name) if name in self.__dict__.get("_place_of", ()) else super().__getattr__(name)
 
-    # torch.distributed.checkpoint follows a key of the state_dict by getattr(), unless the module says by this method
-    # on which of its attributes to look a name up.
-    def _fqn_modifiers(self) -> dict[str, str]:
-        return {name: "_hidden" for name in self._place_of if name in self.__dict__ or hasattr(type(self), name)}
-
-    @property
-    def _hidden(self) -> SimpleNamespace:
-        """The features whose names are attributes of the module."""
-        return SimpleNamespace(**{name: self.of(name) for name in self._fqn_modifiers()})
-
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
-        for group, place, name, parameter in self._slots():
+        for group, place, name, parameter in self._parameters_by_feature():
             value = parameter[place]
             destination[f"{prefix}{group.features[place].name}.{name}"] = value if keep_vars else value.detach()
 
@@ -66,8 +63,12 @@ class AttentionGroups(nn.ModuleList):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        # nn.Module calls these in the method overridden here, before it loads anything.
+        for module in (self, *self):
+            for hook in compat.load_state_dict_pre_hooks(module):
+                hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         known = set()
-        for group, place, name, parameter in self._slots():
+        for group, place, name, parameter in self._parameters_by_feature():
             key = f"{prefix}{group.features[place].name}.{name}"
             known.add(key)
             if key not in state_dict:
@@ -89,7 +90,7 @@ class AttentionGroups(nn.ModuleList):
         if strict:
             unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in known]
 
-    def _slots(self) -> Iterator[tuple[StackedTargetAttention, int, str, Tensor]]:
+    def _parameters_by_feature(self) -> Iterator[tuple[StackedTargetAttention, int, str, Tensor]]:
         """By feature and parameter: the group, the feature's place in it, and the parameter, [F, ...]."""
         for group in self:
             for place in range(group.num_features):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jfi.modules import inputs
+from jfi.modules.feature_modules import FeatureModules
 from jfi.modules.sequence_configs import FeatureGroup, SequenceFeatureConfig, check_features, check_sizes, describe
 from jfi.ops import jagged_attention
 from jfi.scripting import not_scriptable
@@ -107,12 +108,8 @@ class JaggedEncoder(nn.Module):
         self.features = features
         self.embedding_dim, self.num_heads, self.num_layers, self.causal = embedding_dim, num_heads, num_layers, causal
         self._groups = [FeatureGroup([replace(feature, weighted_values=False)], embedding_dim) for feature in features]
-        self.stacks = nn.ModuleDict()
-        for feature in features:
-            # Past add_module(), which refuses names of nn.ModuleDict's own such as "items".
-            self.stacks._modules[feature.name] = EncoderStack(
-                feature, embedding_dim, num_heads, num_layers, feedforward_ratio, dropout, causal, device
-            )
+        options = (embedding_dim, num_heads, num_layers, feedforward_ratio, dropout, causal, device)
+        self.stacks = FeatureModules({feature.name: EncoderStack(feature, *options) for feature in features})
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

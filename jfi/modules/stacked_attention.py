@@ -169,7 +169,7 @@ class StackedTargetAttention(nn.Module):
     def extra_repr(self) -> str:
         return f"features={[feature.name for feature in self.features]}, project_history={self.project_history}"
 
-    # The group's weights are saved and loaded by feature, by AttentionGroups.
+    # AttentionGroups saves and loads the group's weights by feature, and calls the hooks that run before loading.
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         pass
 

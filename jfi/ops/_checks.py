@@ -89,12 +89,12 @@ def check_size(name: str, got: int, want: int, what: str) -> None:
         raise ValueError(f"{name} must have {what} = {want}, got {got}")
 
 
-def check_history(key: Tensor, value: Tensor | None, bias: Tensor | None, heads: int, width: int) -> None:
+def check_history(key: Tensor, value: Tensor | None, bias: Tensor | None, num_heads: int, width: int) -> None:
     """Key, value and bias fit each other and H query heads of width D."""
     check_dim("key", key, "[S, G, D]")
     check_size("key", key.shape[2], width, "D")
-    if heads % key.shape[1]:
-        raise ValueError(f"key must have G heads that divide the query's H = {heads}, got G = {key.shape[1]}")
+    if num_heads % key.shape[1]:
+        raise ValueError(f"key must have G heads that divide the query's H = {num_heads}, got G = {key.shape[1]}")
     if value is not None:
         check_dim("value", value, "[S, G, E]")
         check_size("value", value.shape[0], key.shape[0], "S")
@@ -102,7 +102,7 @@ def check_history(key: Tensor, value: Tensor | None, bias: Tensor | None, heads:
     if bias is not None:
         check_dim("key_bias", bias, "[S, H]")
         check_size("key_bias", bias.shape[0], key.shape[0], "S")
-        check_size("key_bias", bias.shape[1], heads, "H")
+        check_size("key_bias", bias.shape[1], num_heads, "H")
 
 
 def check_events(
@@ -110,7 +110,7 @@ def check_events(
     table: Tensor | None,
     buckets: Tensor | None,
     value_scale: Tensor | None,
-    heads: int,
+    num_heads: int,
     traced: bool | None = None,
 ) -> None:
     """Buckets name rows of a table [R, H] and, as a scale of values, come one to a row of key, on its device."""
@@ -135,7 +135,7 @@ def check_events(
         raise ValueError("key_bias must be a table [N, H] where key_bias_index is given, got None")
     check_floating(key_bias=table)
     check_dim("key_bias", table, "[N, H]")
-    check_size("key_bias", table.shape[1], heads, "H")
+    check_size("key_bias", table.shape[1], num_heads, "H")
     if _may_read(buckets, traced) and buckets.numel():
         low, high = int(buckets.min()), int(buckets.max())
         if low < 0 or high >= table.shape[0]:

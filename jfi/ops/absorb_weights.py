@@ -12,18 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def _by_head(weights: tuple[Tensor, ...], times: int, heads: int) -> tuple[Tensor, ...]:
+def _by_head(weights: tuple[Tensor, ...], num_queries: int, num_heads: int) -> tuple[Tensor, ...]:
     """By feature, query and head: W_q [FTH, d, D_e], b_q [.., 1, d], W_k and W_v [.., d, D_x], W_oᵀ [.., d, D]."""
     w_q, b_q, w_k, w_v, w_o = weights
-    width = w_k.size(1) // heads
-    if times > 1:
-        w_k, w_v = (x.unsqueeze(1).expand(-1, times, -1, -1) for x in (w_k, w_v))
+    width = w_k.size(1) // num_heads
+    if num_queries > 1:
+        w_k, w_v = (x.unsqueeze(1).expand(-1, num_queries, -1, -1) for x in (w_k, w_v))
     return (
         w_q.reshape(-1, width, w_q.size(2)),
         b_q.reshape(-1, 1, width),
         w_k.reshape(-1, width, w_k.size(-1)),
         w_v.reshape(-1, width, w_v.size(-1)),
-        w_o.reshape(-1, w_o.size(1), times * heads, width).permute(0, 2, 3, 1).reshape(-1, width, w_o.size(1)),
+        w_o.mT.reshape(-1, width, w_o.size(1)),
     )
 
 
@@ -50,8 +50,8 @@ def absorb_weights(
         (torch.Size([1, 32, 8]), torch.Size([1, 32]), torch.Size([1, 32, 8]))
     """
     dtype = weights[0].dtype if dtype is None else dtype
-    features, times = weights[0].size(0), weights[0].size(1) // weights[2].size(1)
-    w_q, b_q, w_k, w_v, w_o = _by_head(tuple([x.to(dtype) for x in weights]), times, num_heads)
+    features, num_queries = weights[0].size(0), weights[0].size(1) // weights[2].size(1)
+    w_q, b_q, w_k, w_v, w_o = _by_head(tuple([x.to(dtype) for x in weights]), num_queries, num_heads)
     w_qk = torch.bmm(w_k.mT, w_q).view(features, -1, w_q.size(2))
     b_qk = torch.bmm(b_q, w_k).view(features, -1)
     return w_qk, b_qk, torch.bmm(w_v.mT, w_o).view(features, -1, w_o.size(2))
@@ -64,8 +64,8 @@ def absorb_in_kernel(
     if impl == "triton":
         from jfi.kernels.absorbed_weights import fwd
 
-        times = weights[0].shape[1] // weights[2].shape[1]
-        return fwd.absorb(tuple([x.contiguous() for x in weights]), times, num_heads, dtype)
+        num_queries = weights[0].shape[1] // weights[2].shape[1]
+        return fwd.absorb(tuple([x.contiguous() for x in weights]), num_queries, num_heads, dtype)
     return absorb_weights(weights, num_heads, dtype)
 
 
@@ -98,22 +98,22 @@ def weight_gradients(
         weights, num_heads: as `absorb_weights` takes them.
         bias_dtype: of the output's bias.
     """
-    times = weights[0].shape[1] // weights[2].shape[1]
+    num_queries = weights[0].shape[1] // weights[2].shape[1]
     if impl == "triton":
         from jfi.kernels.absorbed_weights import bwd
 
         rows, weights = (tuple([x.contiguous() for x in group]) for group in (rows, weights))
-        return bwd.gradients(rows, weights, bias_dtype, times, num_heads)
+        return bwd.gradients(rows, weights, bias_dtype, num_queries, num_heads)
     dtype = rows[3].dtype
     dquery, target, attended, grad = (x.to(dtype) for x in rows)
-    w_q, b_q, w_k, w_v, w_o = _by_head(tuple([x.to(dtype) for x in weights]), times, num_heads)
+    w_q, b_q, w_k, w_v, w_o = _by_head(tuple([x.to(dtype) for x in weights]), num_queries, num_heads)
     features, parts = weights[0].size(0), w_q.size(0)
     dw_qk = torch.bmm(dquery.mT, target).view(parts, -1, w_q.size(2))
     dw_vo = torch.bmm(attended.mT, grad).view(parts, -1, w_o.size(2))
     db_qk = dquery.sum(1).view(parts, -1, 1)
     dw_k = torch.baddbmm(torch.bmm(w_q, dw_qk.mT), b_q.mT, db_qk.mT)
     dw_v = torch.bmm(w_o, dw_vo.mT)
-    dw_k, dw_v = (x.view(features, times, -1).sum(1) for x in (dw_k, dw_v))
+    dw_k, dw_v = (x.view(features, num_queries, -1).sum(1) for x in (dw_k, dw_v))
     dw_o = torch.bmm(w_v, dw_vo).view(features, -1, w_o.size(2)).mT
     out = (torch.bmm(w_k, dw_qk), torch.bmm(w_k, db_qk), dw_k, dw_v, dw_o)
     out = tuple([x.reshape(like.shape).to(like.dtype) for x, like in zip(out, weights, strict=True)])

@@ -38,7 +38,9 @@ from jfi.ops._checks import (
 )
 from jfi.ops._dispatch import PLAIN, operators, public
 from jfi.ops.absorb_weights import absorb_in_kernel, absorb_weights, affine, weight_gradients
-from jfi.ops.target_attention import takes_events, target_attention
+from jfi.ops.explain import explains
+from jfi.ops.target_attention import prepare_target_attention, takes_events, target_attention
+from jfi.plan import TargetAttentionInputs, plan_absorbed_target_attention
 
 _WEIGHTS = ("query_weight", "query_bias", "key_weight", "value_weight", "output_weight", "output_bias")
 
@@ -93,29 +95,16 @@ def absorbed_target_attention(
         torch.Size([1, 3, 8])
     """
     fields = history if isinstance(history, tuple) else (history,)
-    times = _check_shapes(target, fields, weights, num_heads)
-    first, traced = fields[0], is_traced()
-    samples = target.shape[0] * target.shape[1]
-    check_offsets("offsets", offsets, first.shape[0], "history", first, samples, traced)
-    if key_bias is not None and key_bias_index is None:
-        check_floating(history=first, key_bias=key_bias)
-        check_dim("key_bias", key_bias, "[S, H]")
-        check_size("key_bias", key_bias.shape[0], first.shape[0], "S")
-        check_size("key_bias", key_bias.shape[1], num_heads, "H")
-    if key_bias_index is not None or value_scale is not None:
-        check_events(first, key_bias, key_bias_index, value_scale, num_heads, traced)
-    impl = check_impl(impl, first)
-    scale = check_scale(scale, weights[2].shape[1] // num_heads)
-    check_max_seqlen(max_seqlen)
+    traced = is_traced()
+    arguments = (weights, offsets, num_heads, key_bias, key_bias_index, value_scale, scale, max_seqlen, impl)
+    num_queries, key_bias, key_bias_index, scale, impl, in_kernel = _prepare(target, fields, *arguments, traced)
+    first = fields[0]
     device = first.device.type
     autocast = not first.is_meta and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else weights[0].dtype
-    in_kernel = impl == "triton" and takes_events(times * num_heads)
-    if key_bias_index is not None and not in_kernel:
-        key_bias, key_bias_index = F.embedding(key_bias_index, key_bias).to(first.dtype), None
     events = (offsets, key_bias, key_bias_index, value_scale)
     tensors = (target, *fields, key_bias, *weights)
-    if not traced and (value_scale is None or in_kernel) and _fits_one_node(tensors, value_scale, impl):
+    if not traced and _are_plain(tensors) and _fits_one_node(tensors, value_scale, impl, in_kernel):
         if not (len(fields) == 1 or (in_kernel and _are_halves(fields))):
             fields = (torch.cat(fields, dim=1),)
         history, second = (*fields, None)[:2]
@@ -127,7 +116,7 @@ def absorbed_target_attention(
         return _AbsorbedTargetAttention.apply(target, *tensors, *weights, options)
     history = first if len(fields) == 1 else torch.cat(fields, dim=1)
     w_qk, b_qk, w_vo = absorb_weights(weights[:5], num_heads, dtype)
-    query = affine(b_qk, target, w_qk).to(history.dtype).view(-1, times, num_heads, history.shape[1])
+    query = affine(b_qk, target, w_qk).to(history.dtype).view(-1, num_queries, num_heads, history.shape[1])
     attended = target_attention(
         query,
         history.unsqueeze(1),
@@ -140,6 +129,45 @@ def absorbed_target_attention(
         impl=impl,
     )
     return affine(weights[5], attended.view(target.shape[0], -1, w_vo.shape[1]), w_vo.mT)
+
+
+def _prepare(
+    target: Tensor,
+    fields: tuple[Tensor, ...],
+    weights: tuple[Tensor, ...],
+    offsets: Tensor,
+    num_heads: int,
+    key_bias: Tensor | None,
+    key_bias_index: Tensor | None,
+    value_scale: Tensor | None,
+    scale: float | None,
+    max_seqlen: int | None,
+    impl: str,
+    traced: bool,
+) -> tuple[int, Tensor | None, Tensor | None, float, str, bool]:
+    """Check the arguments.
+
+    Returns:
+        (T, key_bias and key_bias_index as the attention takes them, scale, "triton" or "torch", whether the attention's
+        kernels read a bias by its index and a value scale).
+    """
+    num_queries, first = _check_shapes(target, fields, weights, num_heads), fields[0]
+    samples = target.shape[0] * target.shape[1]
+    check_offsets("offsets", offsets, first.shape[0], "history", first, samples, traced)
+    if key_bias is not None and key_bias_index is None:
+        check_floating(history=first, key_bias=key_bias)
+        check_dim("key_bias", key_bias, "[S, H]")
+        check_size("key_bias", key_bias.shape[0], first.shape[0], "S")
+        check_size("key_bias", key_bias.shape[1], num_heads, "H")
+    if key_bias_index is not None or value_scale is not None:
+        check_events(first, key_bias, key_bias_index, value_scale, num_heads, traced)
+    impl = check_impl(impl, first)
+    scale = check_scale(scale, weights[2].shape[1] // num_heads)
+    check_max_seqlen(max_seqlen)
+    in_kernel = impl == "triton" and takes_events(num_queries * num_heads)
+    if key_bias_index is not None and not in_kernel:
+        key_bias, key_bias_index = F.embedding(key_bias_index, key_bias).to(first.dtype), None
+    return num_queries, key_bias, key_bias_index, scale, impl, in_kernel
 
 
 def _check_shapes(target: Tensor, fields: tuple[Tensor, ...], weights: tuple[Tensor, ...], num_heads: int) -> int:
@@ -186,15 +214,18 @@ def _check_shapes(target: Tensor, fields: tuple[Tensor, ...], weights: tuple[Ten
     return queries // dim
 
 
-def _fits_one_node(tensors: tuple[Tensor | None, ...], value_scale: Tensor | None, impl: str) -> bool:
-    """Whether none of these tensors is a subclass or meta, and the kernels take their dtypes and device."""
+def _are_plain(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether none of these tensors is a subclass or meta."""
+    return all([x is None or (type(x) in PLAIN and not x.is_meta) for x in tensors])
+
+
+def _fits_one_node(tensors: tuple[Tensor | None, ...], value_scale: Tensor | None, impl: str, in_kernel: bool) -> bool:
+    """Whether the one node takes these dtypes on this device, and the value scale."""
     for x in tensors:
-        if x is not None and (type(x) not in PLAIN or x.is_meta):
-            return False
         if x is not None and (x.dtype == torch.float64 if impl == "triton" else x.is_cuda):
             return False
-    # The node has no gradient of the value scale.
-    return value_scale is None or not (value_scale.requires_grad and torch.is_grad_enabled())
+    # Kernels alone read the value scale, and the node has no gradient of it.
+    return value_scale is None or (in_kernel and not (value_scale.requires_grad and torch.is_grad_enabled()))
 
 
 def _are_halves(fields: tuple[Tensor, ...]) -> bool:
@@ -269,3 +300,25 @@ def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _backward_once = once_differentiable(_backward)
+
+
+def _prepare_plan(
+    target: Tensor, history: Tensor | tuple[Tensor, ...], weights: tuple[Tensor, ...], **options
+) -> tuple[tuple[TargetAttentionInputs, bool], str]:
+    """For `explain`: the operands of the attention, and whether kernels absorb the weights; "triton" or "torch"."""
+    fields = history if isinstance(history, tuple) else (history,)
+    checked = _prepare(target, fields, weights, **options, traced=is_traced())
+    num_queries, key_bias, key_bias_index, scale, impl, in_kernel = checked
+    key = fields[0] if len(fields) == 1 else torch.cat(fields, dim=1)
+    query = key.new_empty(target.shape[0] * target.shape[1], num_queries, options["num_heads"], key.shape[1])
+    events = {"key_bias": key_bias, "key_bias_index": key_bias_index, "scale": scale, "impl": impl}
+    events |= {name: options[name] for name in ("offsets", "value_scale", "max_seqlen")}
+    inputs, _ = prepare_target_attention(query, key.unsqueeze(1), None, **events)
+    tensors = (target, *fields, key_bias, *weights)
+    absorbs = impl == "triton" and _fits_one_node(tensors, options["value_scale"], impl, in_kernel)
+    if absorbs and in_kernel and _are_halves(fields):
+        inputs = inputs._replace(key=fields[0].unsqueeze(1), second=fields[1])
+    return (inputs, absorbs), impl
+
+
+explains(absorbed_target_attention, _prepare_plan, plan_absorbed_target_attention, decisive="history")

@@ -8,28 +8,27 @@ from torch import Tensor
 
 from jfi.plan import AttentionPlan, Device, device_of
 
-#: By operator: what checks its arguments and returns its kernels' inputs and implementation, and what plans these.
-_planners: dict[Callable, tuple[Callable, Callable]] = {}
+#: By operator: the arguments of `explains`.
+_planners: dict[Callable, tuple[Callable, Callable, str]] = {}
 
 
-def explains(operator: Callable, prepare: Callable, plan: Callable) -> None:
+def explains(operator: Callable, prepare: Callable, plan: Callable, decisive: str = "query") -> None:
     """Let `explain` take an operator.
 
     Args:
         operator: the public function.
-        prepare: with the operator's parameters, returns (inputs, impl): a NamedTuple whose first field is the query.
+        prepare: takes the operator's parameters, checks them and returns (inputs, impl).
         plan: of (inputs, impl, device).
+        decisive: the parameter whose dtype and device decide on impl="auto": a tensor, or a tuple of them.
     """
-    _planners[operator] = prepare, plan
+    _planners[operator] = prepare, plan, decisive
 
 
 def explain(operator: Callable, /, *args: object, device: Device | None = None, **kwargs: object) -> AttentionPlan:
     """The plan of a call: which kernels would run it, and why.  Nothing is run.
 
     Args:
-        operator: `jfi.ops.target_attention` or `jfi.ops.jagged_attention`.  The attention of
-            `jfi.ops.absorbed_target_attention` is that of target_attention with queries [F · B, T, H, D_x] and keys
-            [S, 1, D_x].
+        operator: `jfi.ops.target_attention`, `jfi.ops.absorbed_target_attention` or `jfi.ops.jagged_attention`.
         *args: its arguments; tensors may be real, fake or on the meta device.
         **kwargs: its arguments by name.
         device: the kind of device to plan for, which this host need not have, such as ``H200``, ``A100`` or ``CPU`` of
@@ -38,7 +37,9 @@ def explain(operator: Callable, /, *args: object, device: Device | None = None, 
 
     Returns:
         The plan.  It prints the family of kernels, why it was chosen, and the tiles of each kernel, forward and
-        backward, and how its work is split.
+        backward, and how its work is split.  Of absorbed_target_attention it is the plan of the target attention with
+        queries [F · B, T, H, D_x] and keys [S, 1, D_x]; its first forward kernel and its last backward kernel say
+        whether kernels absorb the weights or PyTorch does, as it always does under a compiler or a tracer.
 
     Raises:
         TypeError: an operator without a plan.
@@ -58,20 +59,28 @@ def explain(operator: Callable, /, *args: object, device: Device | None = None, 
     if operator not in _planners:
         known = ", ".join(x.__name__ for x in _planners)
         raise TypeError(f"operator must be one of {known}, got {getattr(operator, '__name__', operator)!r}")
-    prepare, plan = _planners[operator]
+    prepare, plan, decisive = _planners[operator]
     call = inspect.signature(operator).bind(*args, **kwargs)
     call.apply_defaults()
-    query = next(x for x in call.args if isinstance(x, Tensor))
-    if device is None and query.device.type == "meta":
+    first = call.arguments[decisive]
+    first = first[0] if isinstance(first, tuple) and first else first
+    is_tensor = isinstance(first, Tensor)  # else prepare() raises the error
+    if is_tensor and device is None and first.device.type == "meta":
         raise ValueError("device must be given where tensors are on the meta device, got None")
-    if device is None and type(query) in (Tensor, torch.nn.Parameter):
-        inputs, impl = prepare(*call.args, **call.kwargs)
-        return plan(inputs, impl, None)
-    device = device_of(query.device) if device is None else device
-    for name, x in call.arguments.items():
-        if isinstance(x, Tensor):
-            call.arguments[name] = torch.empty(x.shape, dtype=x.dtype, device="meta")
-    if call.arguments["impl"] == "auto" and device.type == "cuda" and query.dtype != torch.float64:
-        call.arguments["impl"] = "triton"
+    if is_tensor and not (device is None and type(first) in (Tensor, torch.nn.Parameter)):
+        device = device_of(first.device) if device is None else device
+        for name, x in call.arguments.items():
+            call.arguments[name] = _on_meta(x)
+        if call.arguments["impl"] == "auto" and device.type == "cuda" and first.dtype != torch.float64:
+            call.arguments["impl"] = "triton"
     inputs, impl = prepare(*call.args, **call.kwargs)
     return plan(inputs, impl, device)
+
+
+def _on_meta(x: object) -> object:
+    """An argument with its tensors on the meta device, those of a tuple too."""
+    if isinstance(x, tuple):
+        return tuple(map(_on_meta, x))
+    if not isinstance(x, Tensor):
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)

@@ -212,8 +212,8 @@ def _prepare(
     key_offsets = query_offsets if key_offsets is None else key_offsets
     check_floating(query=query, key=key, value=value, key_bias=key_bias)
     check_dim("query", query, "[R, H, D]")
-    rows, heads, width = query.shape
-    check_history(key, value, key_bias, heads, width)
+    rows, num_heads, width = query.shape
+    check_history(key, value, key_bias, num_heads, width)
     window = _window(causal, window_size)
     check_offsets("query_offsets", query_offsets, rows, "query", query)
     check_offsets("key_offsets", key_offsets, key.shape[0], "key", query, query_offsets.shape[0] - 1)

@@ -8,7 +8,7 @@ backward recomputes the weights in one more sweep:
 
     dv = Σ_t,h P dO      dS = P (dO·v - Δ)      dk = scale Σ_t,h dS q      dq = scale Σ_s dS k      dbias = Σ_t dS
 
-With value = key the history is read once in each direction and its gradient, dk + dv, written once.
+If value = key, each direction reads the history once, and the backward writes its gradient, dk + dv, once.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ from jfi.plan import TargetAttentionInputs, takes_events
 
 
 def _on_cpu(function: Callable, *args):
-    """The function's result without autocast, which takes 3 µs to leave: only where it is on."""
+    """Call a function with autocast disabled.  Disabling takes 3 µs, so it happens only where autocast is on."""
     if not torch.is_autocast_enabled("cpu"):
         return function(*args)
     with torch.autocast("cpu", enabled=False):
@@ -154,10 +154,10 @@ def target_attention(
         key_bias_index: [S], int32 or int64: the row of the table for each event.  The Triton kernels read the table
             through it and sum the table's gradient in a fixed order.  An index outside the table is an error on the
             CPU; on a GPU its behavior is undefined, and ``with jfi.ops.validation():`` checks it there.
-        value_scale: [S], floating: a factor of each event's value; the softmax does not read it.
+        value_scale: [S], floating: a factor of each event's value; it does not change the softmax.
         scale: factor of the scores; None means 1/sqrt(D).
-        max_seqlen: the longest history, if the host knows it.  A hint: up to some 500 rows one program handles one
-            sample, without a combine step.  Even a wrong one changes nothing but rounding.
+        max_seqlen: the length of the longest history, if the host knows it.  It is a hint: up to some 500 rows one
+            program handles one sample, and no combine step is needed.  A wrong value changes nothing but rounding.
         impl: "triton" (rows of at most 512 float32 or 1,024 half-precision elements), "torch" (on a GPU the plain
             formula, with [S, T, H, D] intermediates), or "auto": Triton for CUDA tensors except float64, PyTorch
             otherwise.
@@ -174,7 +174,7 @@ def target_attention(
         >>> jfi.ops.target_attention(query, history, offsets=torch.tensor([0, 2, 2, 5])).shape
         torch.Size([3, 1, 4, 32])
     """
-    inputs, impl = _prepare(
+    inputs, impl = prepare_target_attention(
         query,
         key,
         value,
@@ -192,7 +192,7 @@ def target_attention(
     return _target_attention_fwd(*inputs, impl)[0]
 
 
-def _prepare(
+def prepare_target_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor | None,
@@ -208,15 +208,15 @@ def _prepare(
     """Check the arguments; returns what the kernels take, contiguous, and "triton" or "torch"."""
     check_floating(query=query, key=key, value=value, key_bias=key_bias if key_bias_index is None else None)
     check_dim("query", query, "[B, T, H, D]")
-    batch, _, heads, width = query.shape
-    check_history(key, value, key_bias if key_bias_index is None else None, heads, width)
+    batch, _, num_heads, width = query.shape
+    check_history(key, value, key_bias if key_bias_index is None else None, num_heads, width)
     if key_bias_index is not None or value_scale is not None:
-        check_events(key, key_bias, key_bias_index, value_scale, heads)
+        check_events(key, key_bias, key_bias_index, value_scale, num_heads)
     check_offsets("offsets", offsets, key.shape[0], "key", query, batch)
     impl = check_impl(impl, query)
     scale = check_scale(scale, width)
     check_max_seqlen(max_seqlen)
-    in_kernel = impl == "triton" and takes_events(query.shape[1] * heads // key.shape[1])
+    in_kernel = impl == "triton" and takes_events(query.shape[1] * num_heads // key.shape[1])
     if key_bias_index is not None and not in_kernel:
         key_bias, key_bias_index = F.embedding(key_bias_index, key_bias).to(query.dtype), None
     learned = value_scale is not None and value_scale.requires_grad and torch.is_grad_enabled()
@@ -227,4 +227,4 @@ def _prepare(
     return TargetAttentionInputs(*tensors, None, scale, max_seqlen), impl
 
 
-explains(target_attention, _prepare, plan.plan_target_attention)
+explains(target_attention, prepare_target_attention, plan.plan_target_attention)

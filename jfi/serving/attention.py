@@ -64,23 +64,23 @@ def _padded_attention(
     key_bias: Tensor | None,
     scale: float | None,
 ) -> Tensor:
-    (rows, heads, width), groups = query.shape, key.shape[1]
+    (rows, num_heads, width), num_kv_heads = query.shape, key.shape[1]
     padded_query, _ = padded(query, queries)  # [U, R', H, D]
     padded_key, present = padded(key, keys)  # [U, S', G, D]
     padded_value = padded_key if value is None else padded(value, keys)[0]
     users, longest = padded_query.shape[:2]
     events = padded_key.shape[1]
     # The query heads of a key head are rows of one matrix product.
-    padded_query = padded_query.transpose(1, 2).reshape(users, groups, heads // groups * longest, width)
+    padded_query = padded_query.transpose(1, 2).reshape(users, num_kv_heads, num_heads // num_kv_heads * longest, width)
     scores = padded_query @ padded_key.permute(0, 2, 3, 1) * (width**-0.5 if scale is None else scale)
-    scores = scores.view(users, heads, longest, events)
+    scores = scores.view(users, num_heads, longest, events)
     if key_bias is not None:
         scores = scores + padded(key_bias, keys)[0].transpose(1, 2).unsqueeze(2)
     present = present[:, None, None]
     visible = present & (keys.positions <= queries.positions.unsqueeze(1)) if causal else present
     weights = scores.masked_fill(~visible, -torch.inf).softmax(-1).masked_fill(~visible, 0)
-    out = weights.view(users, groups, heads // groups * longest, events) @ padded_value.transpose(1, 2)
-    out = out.view(users, heads, longest, out.size(-1))
+    out = weights.view(users, num_kv_heads, num_heads // num_kv_heads * longest, events) @ padded_value.transpose(1, 2)
+    out = out.view(users, num_heads, longest, out.size(-1))
     position = torch.arange(rows, device=query.device) - queries.offsets[queries.owner]
     return out[queries.owner, :, position]
 

@@ -5,7 +5,11 @@ import re
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
 
 from jfi import JaggedEncoder, JaggedFeatureInteraction, KeyBias, PositionBias, SequenceFeatureConfig
 
@@ -103,6 +107,32 @@ def test_frozen_parameters_stay_frozen_when_they_leave_the_meta_device():
     assert all(x.requires_grad == name.endswith("bias") and not x.is_meta for name, x in layer.named_parameters())
 
 
+def test_hooks_of_the_layer_and_of_a_group_run_before_and_after_loading():
+    layer, state = layer_of(OLD), layer_of(OLD).state_dict()
+    renamed = {key.replace("query_weight", "w_q"): x for key, x in state.items()}
+    calls = []
+
+    def rename(module, state_dict, prefix, *_):
+        calls.append((module, prefix))
+        for key in [key for key in state_dict if key.endswith("w_q")]:
+            state_dict[key.replace("w_q", "query_weight")] = state_dict.pop(key)
+
+    modules = (layer.attention, *layer.attention)
+    for module in modules:
+        module.register_load_state_dict_pre_hook(rename)
+        module.register_load_state_dict_post_hook(lambda module, keys: calls.append((module, list(keys))))
+    layer.load_state_dict(renamed)
+    before = [(module, "attention.") for module in modules]
+    assert calls[: len(before)] == before
+    # As of any module: children first, each with the keys that are missing or unexpected.
+    assert calls[len(before) :] == [(module, [[], []]) for module in (*layer.attention, layer.attention)]
+    for key, x in layer.state_dict().items():
+        assert torch.equal(x, state[key]), key
+    alone = layer_of(OLD)
+    alone.attention[0].register_load_state_dict_pre_hook(rename)
+    alone.load_state_dict(renamed)
+
+
 def test_distributed_checkpoints_state_dict_functions():
     layer, other = layer_of(OLD), layer_of(OLD)
     state = get_model_state_dict(layer)
@@ -124,6 +154,22 @@ def test_a_feature_may_have_the_name_of_a_modules_attribute(name):
     set_model_state_dict(other, copy.deepcopy(state))
     for (key, got), want in zip(other.named_parameters(), layer.parameters(), strict=True):
         assert torch.equal(got, want), key
+
+
+@pytest.mark.parametrize("name", ["type", "items", "of", "training", "0", "forward", "_modules"])
+def test_an_encoded_feature_may_have_the_name_of_a_modules_attribute(name):
+    encoder, other = (encoder_of([feature("clicks"), feature(name)]).eval().train() for _ in range(2))
+    state = get_model_state_dict(encoder)
+    assert set(state) == set(encoder.state_dict()) and encoder.stacks.training
+    torch.testing.assert_close(state[f"stacks.{name}.norm.weight"], encoder.stacks[name].norm.weight, rtol=0, atol=0)
+    set_model_state_dict(other, copy.deepcopy(state))
+    for (key, got), want in zip(copy.deepcopy(other).named_parameters(), encoder.parameters(), strict=True):
+        assert torch.equal(got, want), key
+    optimizer = torch.optim.SGD(encoder.parameters(), 0.1)
+    names = [key for group in get_optimizer_state_dict(encoder, optimizer)["param_groups"] for key in group["params"]]
+    assert names == [key for key, _ in encoder.named_parameters()]
+    setattr(encoder.stacks, name, torch.nn.Identity())  # as TorchRec's DistributedModelParallel replaces children
+    assert list(encoder.stacks) == ["clicks", name] and isinstance(encoder.stacks[name], torch.nn.Identity)
 
 
 def keys_of(*names):

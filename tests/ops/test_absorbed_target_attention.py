@@ -1,5 +1,7 @@
 """Target attention with absorbed projections: both of its forms against the formula with projected histories."""
 
+import functools
+import importlib
 import math
 import re
 from unittest import mock
@@ -11,7 +13,7 @@ from ops import budget
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import jfi
-from jfi import reference
+from jfi import plan, reference
 from jfi.ops._dispatch import operators
 
 LENGTHS = [[3, 0, 1, 5], [0, 0, 0, 0], []]
@@ -156,6 +158,48 @@ def test_two_fields(width, max_seqlen, device):
 def test_many_fields_are_one_history(device):
     leaves, options = problem(widths=(8, 3, 16), device=device)
     check_both_forms(leaves, options)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "extra", "absorbs"),
+    [
+        ({}, None, True),
+        ({"widths": (16, 16)}, None, True),
+        ({"widths": (24, 24)}, "table", True),
+        ({"times": 9}, "table", True),
+        ({}, "scaled", True),
+        ({"times": 9}, "scaled", False),
+        ({}, "learned scale", False),
+        ({}, "float64 weights", False),
+    ],
+)
+def test_explain_says_what_runs(sizes, extra, absorbs, device):
+    leaves, options = problem(**sizes, device=device)
+    rows = leaves["field 0"].shape[0]
+    if extra == "table":
+        leaves["key_bias"] = torch.randn(3, 2, device=device)
+        options["key_bias_index"] = torch.zeros(rows, dtype=torch.long, device=device)
+    if extra in ("scaled", "learned scale"):
+        options["value_scale"] = torch.ones(rows, device=device, requires_grad=extra == "learned scale")
+    if extra == "float64 weights":
+        leaves = {name: x.double() if name.startswith("weight") else x for name, x in leaves.items()}
+    launch, absorbed_weights = (
+        importlib.import_module(f"jfi.kernels.{name}") for name in ("target_attention.launch", "absorbed_weights.fwd")
+    )
+    options["impl"] = "triton"
+    with (
+        mock.patch.object(launch, "forward", wraps=launch.forward) as attend,
+        mock.patch.object(absorbed_weights, "absorb", wraps=absorbed_weights.absorb) as absorb,
+    ):
+        call(jfi.ops.absorbed_target_attention, leaves, options)
+    run = plan.plan_target_attention(attend.call_args.args[0], "triton")
+    assert absorb.called == absorbs
+    attend.reset_mock()
+    explained = call(functools.partial(jfi.ops.explain, jfi.ops.absorbed_target_attention), leaves, options)
+    assert not attend.called and explained.problem is run.problem and explained.reason == run.reason
+    assert explained.forward[1:] == run.forward and explained.backward[: len(run.backward)] == run.backward
+    weights = "absorbed_weights_fwd" if absorbs else "absorbed weights by PyTorch's matrix products"
+    assert explained.forward[0].kernel == weights
 
 
 def problem_with_a_table(impl, device, **sizes):

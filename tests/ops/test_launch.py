@@ -1,5 +1,7 @@
 """The launcher finds its compiled kernel only where the call is one that it was compiled for."""
 
+import ast
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -127,3 +129,14 @@ def test_a_profilers_hooks_are_served(launcher, monkeypatch):
     monkeypatch.setattr(launch.knobs.runtime, "launch_enter_hook", chain)
     launcher(GRID, (x, None), (7, 0.5))
     assert kinds(launcher) == ["compile", "hooked"]
+
+
+def test_kernels_read_all_their_parameters():
+    files = sorted(Path(launch.__file__).parents[1].rglob("*.py"))
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    kernels = [x for x in functions if any(".jit" in ast.unparse(decorator) for decorator in x.decorator_list)]
+    assert len(kernels) > 50
+    for kernel in kernels:
+        read = {node.id for line in kernel.body for node in ast.walk(line) if isinstance(node, ast.Name)}
+        assert {x.arg for x in kernel.args.args} <= read, kernel.name

@@ -38,8 +38,7 @@ from jfi.kernels.absorbed_weights.tiles import (
     tile_of,
 )
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.common.primitives import precision
-from jfi.plan import ceil_div
+from jfi.plan import ceil_div, precision_of
 
 
 @triton.jit
@@ -218,12 +217,12 @@ class _GradientKernels(NamedTuple):
 
 @cache
 def _gradient_kernels_of(
-    times: int, heads: int, width: int, d_x: int, d_e: int, rounding: str, dtype: torch.dtype
+    num_queries: int, num_heads: int, width: int, d_x: int, d_e: int, precision: str, dtype: torch.dtype
 ) -> _GradientKernels:
-    dim, rows = heads * width, times * heads * d_x
-    options = product_options(dtype, rounding)
+    dim, rows = num_heads * width, num_queries * num_heads * d_x
+    options = product_options(dtype, precision)
     batch = Launcher(_batch_kernel, N=rows, D_E=d_e, D=dim, **options, STEP=64 if dtype.itemsize == 2 else 32)
-    options |= {"T": times, "H": heads, "WIDTH": width, "D_X": d_x, "D_E": d_e, "STEP": 32}
+    options |= {"T": num_queries, "H": num_heads, "WIDTH": width, "D_X": d_x, "D_E": d_e, "STEP": 32}
     down, long = ceil_div(width, SIDE), ceil_div(rows, SIDE)
     by_target, by_output, by_history = (ceil_div(x, SIDE) for x in (d_e, dim, d_x))
     tiles = down * (by_target + by_output + 2 * by_history)
@@ -238,19 +237,19 @@ def gradients(
     rows: tuple[Tensor, Tensor, Tensor, Tensor],
     weights: tuple[Tensor, ...],
     bias_dtype: torch.dtype,
-    times: int,
-    heads: int,
+    num_queries: int,
+    num_heads: int,
 ) -> tuple[Tensor, ...]:
     """The gradients of ``absorb``'s weights, each in its dtype, and of b_o [F, D], contiguous.
 
     Args:
         rows: dq [F, B, T · H · D_x], e [F, B, D_e], a like dq and do [F, B, D], contiguous; products are in do's dtype.
-        weights, times, heads: as ``absorb`` took them.
+        weights, num_queries, num_heads: as ``absorb`` took them.
         bias_dtype: of b_o.
     """
     dquery, target, _, grad = rows
     features, batch, width = dquery.shape
-    kernels = _gradient_kernels_of(*sizes_of(weights, times, heads), precision(), grad.dtype)
+    kernels = _gradient_kernels_of(*sizes_of(weights, num_queries, num_heads), precision_of(grad.dtype), grad.dtype)
     launch, tiles = kernels.batch
     chunk, splits = plan.split_batch(batch, features * tiles, plan.device_of(grad.device).num_sms)
     sizes = (width, target.shape[2]), (width,), (width, grad.shape[2]), (grad.shape[2],)
@@ -259,5 +258,5 @@ def gradients(
     out = [torch.empty_like(x) for x in weights]
     out.append(weights[1].new_empty(features, grad.shape[2], dtype=bias_dtype))
     launch, tiles = kernels.weights if splits == 1 else kernels.weights_split
-    launch((features * times * heads, tiles, 1), (tuple(sums), weights, tuple(out)), (splits,))
+    launch((features * num_queries * num_heads, tiles, 1), (tuple(sums), weights, tuple(out)), (splits,))
     return tuple(out)

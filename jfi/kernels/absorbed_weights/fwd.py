@@ -24,8 +24,7 @@ from jfi.kernels.absorbed_weights.tiles import (
     tile_of,
 )
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.common.primitives import block, precision
-from jfi.plan import ceil_div
+from jfi.plan import ceil_div, power_of_two, precision_of
 
 
 @triton.jit
@@ -77,29 +76,33 @@ def _absorb_kernel(
 
 @cache
 def _absorb_kernel_of(
-    times: int, heads: int, width: int, d_x: int, d_e: int, rounding: str, dtype: torch.dtype
+    num_queries: int, num_heads: int, width: int, d_x: int, d_e: int, precision: str, dtype: torch.dtype
 ) -> tuple[Launcher, int]:
     """The launcher, and the tiles of one feature, query and head."""
-    sizes = {"T": times, "H": heads, "WIDTH": width, "D_X": d_x, "D_E": d_e}
-    launcher = Launcher(_absorb_kernel, **sizes, **product_options(dtype, rounding), STEP=block(width, most=SIDE))
-    return launcher, ceil_div(d_x, SIDE) * (ceil_div(d_e, SIDE) + ceil_div(heads * width, SIDE))
+    sizes = {"T": num_queries, "H": num_heads, "WIDTH": width, "D_X": d_x, "D_E": d_e}
+    launcher = Launcher(
+        _absorb_kernel, **sizes, **product_options(dtype, precision), STEP=power_of_two(width, most=SIDE)
+    )
+    return launcher, ceil_div(d_x, SIDE) * (ceil_div(d_e, SIDE) + ceil_div(num_heads * width, SIDE))
 
 
-def absorb(weights: tuple[Tensor, ...], times: int, heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def absorb(
+    weights: tuple[Tensor, ...], num_queries: int, num_heads: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     """Products of the weights, in ``dtype``.
 
     Args:
         weights: W_q [F, T · D, D_e], b_q [F, T · D], W_k and W_v [F, D, D_x], W_o [F, D, T · D], contiguous.
-        times, heads: T and H, which divides D.
+        num_queries, num_heads: T and H, which divides D.
 
     Returns:
         W_qk [F, T · H · D_x, D_e], b_qk [F, T · H · D_x], W_vo [F, T · H · D_x, D].
     """
     w_q, _, w_k, _, w_o = weights
-    features, rows = w_q.shape[0], times * heads * w_k.shape[2]
+    features, rows = w_q.shape[0], num_queries * num_heads * w_k.shape[2]
     w_qk = w_q.new_empty(features, rows, w_q.shape[2], dtype=dtype)
     b_qk = w_q.new_empty(features, rows, dtype=dtype)
     w_vo = w_q.new_empty(features, rows, w_o.shape[1], dtype=dtype)
-    launch, tiles = _absorb_kernel_of(*sizes_of(weights, times, heads), precision(), dtype)
-    launch((features * times * heads, tiles, 1), (weights, (w_qk, b_qk, w_vo)))
+    launch, tiles = _absorb_kernel_of(*sizes_of(weights, num_queries, num_heads), precision_of(dtype), dtype)
+    launch((features * num_queries * num_heads, tiles, 1), (weights, (w_qk, b_qk, w_vo)))
     return w_qk, b_qk, w_vo

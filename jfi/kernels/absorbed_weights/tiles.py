@@ -64,12 +64,12 @@ def tile_of(tile, cols, SIDE: tl.constexpr):
     return tile // across * SIDE + tl.arange(0, SIDE), tile % across * SIDE + tl.arange(0, SIDE)
 
 
-def product_options(dtype: torch.dtype, rounding: str) -> dict[str, object]:
+def product_options(dtype: torch.dtype, precision: str) -> dict[str, object]:
     """A launcher's constants for products in this dtype."""
-    return {"DTYPE": _DTYPES[dtype], "PRECISION": rounding, "SIDE": SIDE, "num_warps": 4}
+    return {"DTYPE": _DTYPES[dtype], "PRECISION": precision, "SIDE": SIDE, "num_warps": 4}
 
 
-def sizes_of(weights: tuple[Tensor, ...], times: int, heads: int) -> tuple[int, ...]:
+def sizes_of(weights: tuple[Tensor, ...], num_queries: int, num_heads: int) -> tuple[int, ...]:
     """T, H, d, D_x and D_e."""
     w_q, _, w_k, _, w_o = weights
-    return times, heads, w_o.shape[1] // heads, w_k.shape[2], w_q.shape[2]
+    return num_queries, num_heads, w_o.shape[1] // num_heads, w_k.shape[2], w_q.shape[2]

@@ -1,11 +1,10 @@
-"""Shared by all kernels: the sample of a program, loads and stores of matrices, precision of products."""
+"""Helpers of all kernels: they find a program's sample, and load and store tiles under a mask."""
 
-import torch
 import triton
 import triton.language as tl
 from triton import knobs
 
-#: Triton's interpreter multiplies bfloat16 wrongly, so under it half precision is widened at the load.
+#: Triton's interpreter multiplies bfloat16 wrongly, so kernels convert half precision to float32 as they load it there.
 INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -16,8 +15,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 def find_sample(offsets_ptr, batch, position, DIVISOR: tl.constexpr, weight, NEAR: tl.constexpr = 1):
     """The last sample b with offsets[b] // DIVISOR + b * weight <= position, or one at most NEAR - 1 before it.
 
-    The sum grows with b, so every sample, even an empty one, has its own range of positions.  The host knows the total,
-    rows and samples, but no offset, so it can assign positions to programs without reading the device.
+    The sum grows with b, so every sample, even an empty one, owns a range of positions.  The host knows the number of
+    positions from those of rows and samples, so it assigns positions to programs without a device-to-host copy.
     """
     FAN: tl.constexpr = 128
     low = tl.zeros((), tl.int64)
@@ -34,9 +33,9 @@ def find_sample(offsets_ptr, batch, position, DIVISOR: tl.constexpr, weight, NEA
 
 @triton.jit
 def find_tile(offsets_ptr, batch, tile, BLOCK: tl.constexpr):
-    """The (sample, first row, end row) of a tile, where sample b owns tiles offsets[b] // BLOCK + b and on.
+    """(sample, first row, end row) of a tile number; sample b owns the numbers from offsets[b] // BLOCK + b on.
 
-    There are at least as many numbers as tiles; one to spare gets first row >= end row.
+    A number without a tile gets a first row >= the end row.
     """
     sample = find_sample(offsets_ptr, batch, tile, BLOCK, 1)
     low = tl.load(offsets_ptr + sample).to(tl.int64)
@@ -45,13 +44,13 @@ def find_tile(offsets_ptr, batch, tile, BLOCK: tl.constexpr):
 
 
 def most_tiles(rows: int, batch: int, block: int) -> int:
-    """Numbers that ``find_tile`` needs, from what the host knows."""
+    """How many tile numbers ``find_tile`` takes: an upper bound of the tiles, from sizes that the host knows."""
     return rows // block + batch
 
 
 @triton.jit
 def widen(x):
-    """Half precision as float32 under the interpreter; unchanged on a GPU."""
+    """Convert half precision to float32 under the interpreter; do nothing on a GPU."""
     if INTERPRET and x.dtype.primitive_bitwidth == 16:
         x = x.to(tl.float32)
     return x
@@ -59,7 +58,7 @@ def widen(x):
 
 @triton.jit
 def load_tile(ptr, rows, row_mask, stride, cols, WIDTH: tl.constexpr):
-    """[rows, cols] of a row-major matrix; rows outside the mask and columns from WIDTH on are 0."""
+    """Load [rows, cols] of a row-major matrix; rows outside the mask and columns from WIDTH on are 0."""
     mask = row_mask[:, None] & (cols < WIDTH)[None, :]
     return widen(tl.load(ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :], mask=mask, other=0.0))
 
@@ -68,18 +67,3 @@ def load_tile(ptr, rows, row_mask, stride, cols, WIDTH: tl.constexpr):
 def store_tile(ptr, x, rows, row_mask, stride, cols, WIDTH: tl.constexpr):
     mask = row_mask[:, None] & (cols < WIDTH)[None, :]
     tl.store(ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :], x.to(ptr.dtype.element_ty), mask=mask)
-
-
-def block(width: int, least: int = 16, most: int | None = None) -> int:
-    """The power of two that covers width, at least the 16 that tensor cores take."""
-    size = max(least, 1 << (width - 1).bit_length())
-    return size if most is None else min(size, most)
-
-
-def precision() -> str:
-    """How float32 products are rounded: as torch.set_float32_matmul_precision says.
-
-    "highest" is three products of TF32 parts on tensor cores, whose error is that of float32 arithmetic at a
-    multiple of its speed.
-    """
-    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"

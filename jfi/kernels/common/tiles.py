@@ -10,8 +10,9 @@ from jfi.kernels.common.primitives import LOG2E, widen
 @triton.jit
 def query_rows(at, kv_head, SPEC: tl.constexpr):
     """Where the query rows ``at`` of a key head lie among a sample's [T · H] rows."""
-    heads: tl.constexpr = SPEC.qheads_per_kvhead
-    return at // heads * (SPEC.num_kv_heads * heads) + kv_head * heads + at % heads
+    QHEADS_PER_KVHEAD: tl.constexpr = SPEC.qheads_per_kvhead
+    NUM_HEADS: tl.constexpr = SPEC.num_kv_heads * QHEADS_PER_KVHEAD
+    return at // QHEADS_PER_KVHEAD * NUM_HEADS + kv_head * QHEADS_PER_KVHEAD + at % QHEADS_PER_KVHEAD
 
 
 @triton.jit

@@ -84,13 +84,13 @@ def _launch(
 def forward(x: JaggedAttentionInputs, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
     """As `launch.forward`."""
     (kernel,), problem = plan.forward, plan.problem
-    heads = problem.qheads_per_kvhead
+    qheads_per_kvhead = problem.qheads_per_kvhead
     out = torch.empty_like(x.query)
     lse = x.query.new_empty(x.query.shape[:2], dtype=torch.float32)
-    tiles = schedule_tiles(x.query_offsets, x.key_offsets, x.query.shape[0], heads, kernel.block_m)
+    tiles = schedule_tiles(x.query_offsets, x.key_offsets, x.query.shape[0], qheads_per_kvhead, kernel.block_m)
     key = tensor_descriptor(x.key, kernel.block_n)
     value = key if x.value is None else tensor_descriptor(x.value, kernel.block_n)
-    descriptors = (tensor_descriptor(x.query, ROWS.value, heads), key, value)
+    descriptors = (tensor_descriptor(x.query, ROWS.value, qheads_per_kvhead), key, value)
     numbers = (*bounds(x.left, x.right), x.scale * LOG2E.value)
     tensors = (tiles, x.bias, out, lse)
     _launch(kernel, problem, x, kernel.block_m, descriptors, tensors, numbers)
@@ -102,27 +102,29 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """As `launch.backward`."""
     (dquery_plan, dkey_plan), problem = plan.backward, plan.problem
-    heads, rows = problem.qheads_per_kvhead, x.query.shape[0]
+    qheads_per_kvhead, rows = problem.qheads_per_kvhead, x.query.shape[0]
     dquery, dkey = torch.empty_like(x.query), torch.empty_like(x.key)
     dvalue = None if x.value is None else torch.empty_like(x.value)
     dbias = None if x.bias is None else torch.empty_like(x.bias)
-    stats = torch.empty(2, problem.num_kv_heads, rows * heads, dtype=torch.float32, device=x.query.device)
+    stats = torch.empty(2, problem.num_kv_heads, rows * qheads_per_kvhead, dtype=torch.float32, device=x.query.device)
     # All tiles have 64 rows, so both kernels have the same descriptors.
     key = tensor_descriptor(x.key, ROWS.value)
     value = key if x.value is None else tensor_descriptor(x.value, ROWS.value)
     descriptors = (
-        tensor_descriptor(x.query, ROWS.value, heads),
-        tensor_descriptor(grad, ROWS.value, heads),
+        tensor_descriptor(x.query, ROWS.value, qheads_per_kvhead),
+        tensor_descriptor(grad, ROWS.value, qheads_per_kvhead),
         key,
         value,
     )
-    numbers = (rows * heads, *bounds(x.left, x.right), x.scale, x.scale * LOG2E.value)
+    numbers = (rows * qheads_per_kvhead, *bounds(x.left, x.right), x.scale, x.scale * LOG2E.value)
     block_m, block_n = dquery_plan.block_m, dkey_plan.block_n
-    tiles = schedule_tiles(x.query_offsets, x.key_offsets, rows, heads, block_m)
+    tiles = schedule_tiles(x.query_offsets, x.key_offsets, rows, qheads_per_kvhead, block_m)
     tensors = (tiles, x.bias, (out, lse, dlse), (stats, dquery))
     _launch(dquery_plan, problem, x, block_m, descriptors, tensors, numbers)
     # In self-attention with a key head per query head, both sides are cut into the same tiles.
-    same_tiles = heads == 1 and block_m == block_n and x.query_offsets.data_ptr() == x.key_offsets.data_ptr()
+    same_tiles = (
+        qheads_per_kvhead == 1 and block_m == block_n and x.query_offsets.data_ptr() == x.key_offsets.data_ptr()
+    )
     if not same_tiles:
         tiles = schedule_tiles(x.key_offsets, x.query_offsets, x.key.shape[0], 1, block_n)
     tensors = (tiles, x.bias, stats, (dkey, dvalue, dbias))

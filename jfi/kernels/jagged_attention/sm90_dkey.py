@@ -22,8 +22,8 @@ def _locate(work_tile, schedule, WARP_GROUPS: gl.constexpr, BLOCK_M: gl.constexp
     first, _shift, begin, steps = tile.seeing_queries(
         work_tile, schedule.left, schedule.right, BLOCK_M, WARP_GROUPS * ROWS, SPEC
     )
-    heads = SPEC.qheads_per_kvhead
-    return k_start + first, q_start * heads, queries * heads, begin, steps
+    QHEADS_PER_KVHEAD: gl.constexpr = SPEC.qheads_per_kvhead
+    return k_start + first, q_start * QHEADS_PER_KVHEAD, queries * QHEADS_PER_KVHEAD, begin, steps
 
 
 @gluon.jit

@@ -100,13 +100,14 @@ def _tile(rows: int, width: int, dtype: torch.dtype) -> tuple[list[int], gl.NVMM
     return [rows, width], gl.NVMMASharedLayout.get_default_for([rows, width], element)
 
 
-def tensor_descriptor(x: Tensor, rows: int, heads: int = 1) -> TensorDescriptor:
-    """A TMA descriptor of [rows, G, width] in tiles [rows, width] of a head; heads > 1 pack the one key head's.
+def tensor_descriptor(x: Tensor, rows: int, qheads_per_kvhead: int = 1) -> TensorDescriptor:
+    """A TMA descriptor of [rows, G, width] in tiles [rows, width] of one head.
 
+    qheads_per_kvhead > 1: x is the query and there is one key head, so the rows of all query heads are packed.
     TensorDescriptor's constructor checks its arguments, which takes longer than the rest; here they are known to hold.
     """
     length, columns, width = x.shape
-    if heads > 1:
+    if qheads_per_kvhead > 1:
         length, columns = length * columns, 1
     descriptor = TensorDescriptor.__new__(TensorDescriptor)
     descriptor.base = x

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.online_softmax import hide_empty, scores_gradient
-from jfi.kernels.common.primitives import LOG2E, block
+from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.tile_scheduler import load_work_tile, schedule_tiles
 from jfi.kernels.common.tiles import load_bias_tile, load_rows, query_rows, row_products, store_rows
 from jfi.kernels.jagged_attention.tiles import (
@@ -25,7 +25,7 @@ from jfi.kernels.jagged_attention.tiles import (
     seeing_queries,
     visible_keys,
 )
-from jfi.plan import AttentionPlan, AttentionProblem, JaggedAttentionInputs, KernelPlan, cached, ceil_div
+from jfi.plan import AttentionPlan, AttentionProblem, JaggedAttentionInputs, KernelPlan, cached, ceil_div, power_of_two
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -184,7 +184,7 @@ def _launchers(
 ) -> tuple[Launcher, ...]:
     kernels = (_statistics_kernel, jagged_attention_dquery_kernel, jagged_attention_dkey_kernel)
     constants = [{"SPEC": JaggedSpec.of(problem, plan, has_left, has_right), **plan.constants} for plan in plans]
-    constants[2]["BLOCK_H"] = block(problem.qheads_per_kvhead)
+    constants[2]["BLOCK_H"] = power_of_two(problem.qheads_per_kvhead)
     return tuple(Launcher(kernel, **more) for kernel, more in zip(kernels, constants, strict=True))
 
 
@@ -193,24 +193,23 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """As `launch.backward`."""
     problem, (statistics, dquery_plan, dkey_plan) = plan.problem, plan.backward
-    groups, heads = problem.num_kv_heads, problem.qheads_per_kvhead
-    rows = x.query.shape[0] * heads
+    num_kv_heads, qheads_per_kvhead = problem.num_kv_heads, problem.qheads_per_kvhead
+    rows = x.query.shape[0] * qheads_per_kvhead
     dquery, dkey = torch.empty_like(x.query), torch.empty_like(x.key)
     dvalue = None if x.value is None else torch.empty_like(x.value)
     dbias = None if x.bias is None else torch.empty_like(x.bias)
-    stats = lse.new_empty(2, groups, rows)
+    stats = lse.new_empty(2, num_kv_heads, rows)
     launch_statistics, launch_dquery, launch_dkey = _launchers(
         problem, plan.backward, x.left is not None, x.right is not None
     )
-    launch_statistics(
-        (ceil_div(rows * groups, statistics.block_m), 1, 1), (grad, out, lse, dlse, stats), (rows * groups,)
-    )
+    total = rows * num_kv_heads
+    launch_statistics((ceil_div(total, statistics.block_m), 1, 1), (grad, out, lse, dlse, stats), (total,))
     inputs = ((x.query, grad, stats), (x.key, x.key if x.value is None else x.value), x.bias)
     numbers = (rows, *bounds(x.left, x.right), x.scale)
-    tiles = schedule_tiles(x.query_offsets, x.key_offsets, x.query.shape[0], heads, dquery_plan.block_m)
-    total = tiles.shape[0] * groups
+    tiles = schedule_tiles(x.query_offsets, x.key_offsets, x.query.shape[0], qheads_per_kvhead, dquery_plan.block_m)
+    total = tiles.shape[0] * num_kv_heads
     launch_dquery((total, 1, 1), (*inputs, tiles, dquery), (total, *numbers))
     tiles = schedule_tiles(x.key_offsets, x.query_offsets, x.key.shape[0], 1, dkey_plan.block_n)
-    total = tiles.shape[0] * groups
+    total = tiles.shape[0] * num_kv_heads
     launch_dkey((total, 1, 1), (*inputs, tiles, (dkey, dvalue, dbias)), (total, *numbers))
     return dquery, dkey, dvalue, dbias

@@ -1,1 +1,1 @@
-"""The six operators of the paper's Table 1."""
+"""Kernels of the six jagged operators in Table 1 of the Jagged Flash Attention paper."""

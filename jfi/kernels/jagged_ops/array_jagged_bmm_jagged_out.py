@@ -1,9 +1,10 @@
-"""[Σ L·M], [R, D] -> [S, D], each sample's block times its rows of y: one program per tile of output rows.
+"""[Σ L·M], [R, D] -> [S, D]: each sample's [L, M] block times its rows of y.
 
-Transposed, the same blocks are read down their columns: [Σ L·M], [S, D] -> [R, D], the gradient of y in xyᵀ.
+One program computes a tile of output rows.  With TRANSPOSED it reads the same blocks by column: [Σ L·M], [S, D] ->
+[R, D], the gradient of y in x yᵀ.
 
-Tensor cores read TF32 from shared memory only where the inner dimension is contiguous, which it is not in y.  So the
-kernel computes outᵀ = yᵀ aᵀ: the first operand can come from registers, where it is transposed.
+Tensor cores read a TF32 operand from shared memory only if its inner dimension is contiguous; that of y is not.  So the
+kernel computes outᵀ = yᵀ aᵀ, where yᵀ is the first operand and can be transposed in registers.
 """
 
 from functools import cache
@@ -14,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.common.primitives import block, find_tile, most_tiles, precision, widen
+from jfi.kernels.common.primitives import find_tile, most_tiles, widen
 from jfi.kernels.jagged_ops.pair_offsets import pair_offsets
-from jfi.plan import ceil_div
+from jfi.plan import ceil_div, power_of_two, precision_of
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -60,7 +61,8 @@ def _array_jagged_bmm_kernel(
         a = widen(tl.load(a_ptrs, mask=left[:, None] & row_mask, other=0.0))
         y = widen(tl.load(y_ptrs, mask=left[None, :] & col_mask, other=0.0))
         if y.dtype == tl.float32:
-            y += 0.0  # a result, not a load: Triton hands loads over through shared memory, and would turn y there
+            # Makes y a computed value: Triton would pass a loaded one through shared memory and transpose it there.
+            y += 0.0
         acc = tl.dot(y, a, acc, input_precision=PRECISION)
         a_ptrs += BLOCK_R * inner_step
         y_ptrs += BLOCK_R * D
@@ -70,17 +72,17 @@ def _array_jagged_bmm_kernel(
 
 @cache
 def _launcher(
-    width: int, transposed: bool, rounding: str, dtype: torch.dtype, *offsets_dtypes: torch.dtype
+    width: int, transposed: bool, precision: str, dtype: torch.dtype, *offsets_dtypes: torch.dtype
 ) -> tuple[int, int, Launcher]:
     """(rows a tile, tiles of the width, the launcher)."""
-    # Three products hold both parts of both operands in registers: half the rows.
-    split = rounding == "tf32x3" and dtype == torch.float32
-    block_s, block_d = 32 if split else 64, block(width, most=256)
+    # 3xTF32 keeps both parts of both operands in registers, so a tile has half the rows.
+    split = precision == "tf32x3"
+    block_s, block_d = 32 if split else 64, power_of_two(width, most=256)
     launcher = Launcher(
         _array_jagged_bmm_kernel,
         D=width,
         TRANSPOSED=transposed,
-        PRECISION=rounding,
+        PRECISION=precision,
         BLOCK_S=block_s,
         BLOCK_R=64 // dtype.itemsize,
         BLOCK_D=block_d,
@@ -93,13 +95,16 @@ def _launcher(
 def array_jagged_bmm_jagged_out(
     a: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, out_rows: int, transposed: bool
 ) -> Tensor:
-    """The blocks are [L, M], x_offsets by y_offsets; transposed, y has the rows of x_offsets and out of y_offsets."""
+    """A block is [L, M], L from x_offsets and M from y_offsets.
+
+    If transposed, y has the rows of x_offsets and the output those of y_offsets.
+    """
     width, batch = y.shape[1], x_offsets.shape[0] - 1
     out = torch.empty(out_rows, width, dtype=y.dtype, device=y.device)
     if out_rows == 0:
         return out
     sides = (y_offsets, x_offsets) if transposed else (x_offsets, y_offsets)
-    block_s, tiles, launch = _launcher(width, transposed, precision(), y.dtype, *(x.dtype for x in sides))
+    block_s, tiles, launch = _launcher(width, transposed, precision_of(y.dtype), y.dtype, *(x.dtype for x in sides))
     tensors = (a, y, *sides, pair_offsets(x_offsets, y_offsets), out)
     launch((most_tiles(out_rows, batch, block_s), tiles, 1), tensors, (batch,))
     return out

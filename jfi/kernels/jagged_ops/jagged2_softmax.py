@@ -1,8 +1,8 @@
-"""[Σ L·M] -> [Σ L·M], the softmax along each row of each sample's [L, M] block.
+"""[Σ L·M] -> [Σ L·M]: the softmax of each row of each sample's [L, M] block.
 
-Programs get equal numbers of elements, since the host knows neither the number of rows nor their lengths: a program
-handles as many rows of a sample as hold CHUNK elements.  A row of up to 512 entries is read once by one warp and
-kept in registers.
+The host knows neither the number of rows nor their lengths, so programs get equal numbers of elements: each handles as
+many rows of one sample as hold CHUNK elements.  One warp reads a row of up to 512 entries once and keeps it in
+registers.
 """
 
 from functools import cache
@@ -28,10 +28,10 @@ def _load(ptr, at, mask, other):
 def _narrow_rows(
     x_ptr, grad_ptr, out_ptr, count, width, BACKWARD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
-    """Rows of up to COLS entries, ROWS at a time, the next ones on their way meanwhile.
+    """Softmax of ``count`` rows of up to COLS entries, ROWS rows a step; the next step's loads overlap with a step.
 
-    Loaded as [pieces of rows, 32], so that a row stays within a warp: as [rows, columns] Triton would spread it over
-    all warps.  ROWS is a multiple of the warps.
+    Tiles are [pieces of rows, 32], which keeps a row within one warp; Triton would spread [rows, columns] over all
+    warps.  ROWS is a multiple of the number of warps.
     """
     PIECES: tl.constexpr = COLS // 32
     SHAPE: tl.constexpr = (PIECES, ROWS, 32)
@@ -66,7 +66,7 @@ def _narrow_rows(
 
 @triton.jit
 def _wide_row(x_ptr, grad_ptr, out_ptr, width, BACKWARD: tl.constexpr, COLS: tl.constexpr):
-    """A row of any width, COLS at a time, out of cache from the second sweep on."""
+    """Softmax of one row of any width, COLS columns a step; later sweeps read the row from the cache."""
     cols = tl.arange(0, COLS)
     total = tl.zeros((COLS,), tl.float32)
     if BACKWARD:
@@ -109,7 +109,7 @@ def _jagged2_softmax_kernel(
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Forward: x are the scores.  Backward: x are the weights p of the forward, and dx = p (dp - Σ p dp)."""
+    """Forward: x holds the scores.  Backward: x holds the forward's weights p, and dx = p (dp - Σ p dp)."""
     program = tl.program_id(0)
     sample = find_sample(pair_offsets_ptr, batch, program, CHUNK, 1)
     low = tl.load(pair_offsets_ptr + sample)
@@ -117,11 +117,11 @@ def _jagged2_softmax_kernel(
     width = (tl.load(y_offsets_ptr + sample + 1) - tl.load(y_offsets_ptr + sample)).to(tl.int32)
     if width == 0:
         return
-    # Rounded up, so that a program per CHUNK of a sample's elements, and one more, are enough.
+    # Rounded up to whole steps, so that a sample needs at most one program more than it has CHUNKs of elements.
     step = tl.where(width <= 512, ROWS, 1)
-    share = tl.cdiv(tl.cdiv(CHUNK, width), step) * step
-    first = (program - low // CHUNK - sample) * share
-    count = tl.minimum(length - first, share).to(tl.int32)
+    rows_per_program = tl.cdiv(tl.cdiv(CHUNK, width), step) * step
+    first = (program - low // CHUNK - sample) * rows_per_program
+    count = tl.minimum(length - first, rows_per_program).to(tl.int32)
     if count <= 0:
         return
     start = low + first * width

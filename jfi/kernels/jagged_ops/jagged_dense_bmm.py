@@ -1,4 +1,7 @@
-"""[S, D] x [B, D, T] -> [S, T]: one program per tile of a sample's rows; its matrix comes from the L2 cache."""
+"""[S, D] x [B, D, T] -> [S, T]: each row times its sample's matrix.
+
+One program computes a tile of a sample's rows; the programs of a sample read its matrix from the L2 cache.
+"""
 
 from functools import cache
 
@@ -8,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.common.primitives import block, find_tile, load_tile, most_tiles, precision, store_tile, widen
-from jfi.plan import ceil_div
+from jfi.kernels.common.primitives import find_tile, load_tile, most_tiles, store_tile, widen
+from jfi.plan import ceil_div, power_of_two, precision_of
 
 BLOCK_S = 64
 
@@ -51,18 +54,18 @@ def _jagged_dense_bmm_kernel(
 
 @cache
 def _launcher(
-    width: int, out_width: int, transposed: bool, rounding: str, *dtypes: torch.dtype
+    width: int, out_width: int, transposed: bool, precision: str, *dtypes: torch.dtype
 ) -> tuple[int, Launcher]:
     """(tiles of the output's width, the launcher)."""
-    block_t = block(out_width, most=64)
+    block_t = power_of_two(out_width, most=64)
     launcher = Launcher(
         _jagged_dense_bmm_kernel,
         D=width,
         T=out_width,
         TRANSPOSED=transposed,
-        PRECISION=rounding,
+        PRECISION=precision,
         BLOCK_S=BLOCK_S,
-        BLOCK_D=block(width, most=64),
+        BLOCK_D=power_of_two(width, most=64),
         BLOCK_T=block_t,
         num_warps=4,
     )
@@ -75,6 +78,6 @@ def jagged_dense_bmm(x: Tensor, offsets: Tensor, dense: Tensor, transposed: bool
     out_width = dense.shape[1] if transposed else dense.shape[2]
     out = torch.empty(rows, out_width, dtype=x.dtype, device=x.device)
     if rows:
-        tiles, launch = _launcher(width, out_width, transposed, precision(), x.dtype, offsets.dtype)
+        tiles, launch = _launcher(width, out_width, transposed, precision_of(x.dtype), x.dtype, offsets.dtype)
         launch((most_tiles(rows, batch, BLOCK_S), tiles, 1), (x, offsets, dense, out), (batch,))
     return out

@@ -1,4 +1,4 @@
-"""[S, D], [S, T] -> [B, D, T]: one program per sample and tile of [D, T] sums over the sample's rows."""
+"""[S, D], [S, T] -> [B, D, T]: xᵀ y of each sample.  A program computes a tile of [D, T] over a sample's rows."""
 
 from functools import cache
 
@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.common.primitives import block, load_tile, precision, store_tile
-from jfi.plan import ceil_div
+from jfi.kernels.common.primitives import load_tile, store_tile
+from jfi.plan import ceil_div, power_of_two, precision_of
 
 
 @triton.jit
@@ -41,14 +41,14 @@ def _jagged_jagged_bmm_kernel(
 
 
 @cache
-def _launcher(width: int, out_width: int, rounding: str, *dtypes: torch.dtype) -> tuple[int, Launcher]:
+def _launcher(width: int, out_width: int, precision: str, *dtypes: torch.dtype) -> tuple[int, Launcher]:
     """(tiles of a sample's output, the launcher)."""
-    block_d, block_t = block(width, most=64), block(out_width, most=64)
+    block_d, block_t = power_of_two(width, most=64), power_of_two(out_width, most=64)
     launcher = Launcher(
         _jagged_jagged_bmm_kernel,
         D=width,
         T=out_width,
-        PRECISION=rounding,
+        PRECISION=precision,
         BLOCK_S=32,
         BLOCK_D=block_d,
         BLOCK_T=block_t,
@@ -61,6 +61,6 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     width, out_width, batch = x.shape[1], y.shape[1], offsets.shape[0] - 1
     out = torch.empty(batch, width, out_width, dtype=x.dtype, device=x.device)
     if batch:
-        tiles, launch = _launcher(width, out_width, precision(), x.dtype, offsets.dtype)
+        tiles, launch = _launcher(width, out_width, precision_of(x.dtype), x.dtype, offsets.dtype)
         launch((batch, tiles, 1), (x, y, offsets, out), ())
     return out

@@ -1,4 +1,4 @@
-"""[S, D], [R, D] -> [Σ L·M], xyᵀ of each sample: one program per tile of x rows loops over the sample's y."""
+"""[S, D], [R, D] -> [Σ L·M]: x yᵀ of each sample.  One program per tile of x rows loops over the sample's rows of y."""
 
 from functools import cache
 
@@ -8,8 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.common.primitives import block, find_tile, load_tile, most_tiles, precision
+from jfi.kernels.common.primitives import find_tile, load_tile, most_tiles
 from jfi.kernels.jagged_ops.pair_offsets import pair_offsets
+from jfi.plan import power_of_two, precision_of
 
 BLOCK_S = 64
 
@@ -48,23 +49,23 @@ def _jagged_jagged_bmm_jagged_out_kernel(
             x = load_tile(x_ptr, rows, row_mask, D, at, D)
             y = load_tile(y_ptr, cols, cols < width, D, at, D)
             acc = tl.dot(x, tl.trans(y), acc, input_precision=PRECISION)
-        # The width once more: places computed from it here are not held in registers during the sweep.
+        # Loads the width again: addresses computed from this copy take no registers during the loop over D.
         stride = tl.load(y_offsets_ptr + sample + 1).to(tl.int64) - y_low
         out_ptrs = out_ptr + rows[:, None] * stride + cols[None, :]
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & (cols < width)[None, :])
 
 
 @cache
-def _launcher(width: int, rounding: str, dtype: torch.dtype, *offsets_dtypes: torch.dtype) -> Launcher:
-    # Three products hold both parts of both operands in registers: half the columns, and more of D at a time.
-    split = rounding == "tf32x3" and dtype == torch.float32
+def _launcher(width: int, precision: str, dtype: torch.dtype, *offsets_dtypes: torch.dtype) -> Launcher:
+    # 3xTF32 keeps both parts of both operands in registers: a tile has half the columns, a step more of D.
+    split = precision == "tf32x3"
     return Launcher(
         _jagged_jagged_bmm_jagged_out_kernel,
         D=width,
-        PRECISION=rounding,
+        PRECISION=precision,
         BLOCK_S=BLOCK_S,
         BLOCK_R=64 if split else 128,
-        BLOCK_D=block(width, most=64 if split else 128 // dtype.itemsize),
+        BLOCK_D=power_of_two(width, most=64 if split else 128 // dtype.itemsize),
         STAGES=3,
         num_warps=4,
     )
@@ -74,7 +75,7 @@ def jagged_jagged_bmm_jagged_out(x: Tensor, y: Tensor, x_offsets: Tensor, y_offs
     (rows, width), batch = x.shape, x_offsets.shape[0] - 1
     out = torch.empty(out_size, dtype=x.dtype, device=x.device)
     if rows and out_size:
-        launch = _launcher(width, precision(), x.dtype, x_offsets.dtype, y_offsets.dtype)
+        launch = _launcher(width, precision_of(x.dtype), x.dtype, x_offsets.dtype, y_offsets.dtype)
         tensors = (x, y, x_offsets, y_offsets, pair_offsets(x_offsets, y_offsets), out)
         launch((most_tiles(rows, batch, BLOCK_S), 1, 1), tensors, (batch,))
     return out

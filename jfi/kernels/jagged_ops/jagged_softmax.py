@@ -1,4 +1,7 @@
-"""[S, T] -> [S, T], the softmax over each sample's rows: one program per sample, two sweeps, the second from cache."""
+"""[S, T] -> [S, T]: the softmax over each sample's rows.
+
+One program per sample and tile of columns reads the rows twice, the second time from the cache.
+"""
 
 from functools import cache
 
@@ -9,8 +12,7 @@ from torch import Tensor
 from triton.runtime import JITFunction
 
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.common.primitives import block
-from jfi.plan import ceil_div
+from jfi.plan import ceil_div, power_of_two
 
 BLOCK_S = 64
 
@@ -70,7 +72,7 @@ def _jagged_softmax_bwd_kernel(
 @cache
 def _launcher(kernel: JITFunction, width: int, *dtypes: torch.dtype) -> tuple[int, Launcher]:
     """(tiles of the width, the launcher)."""
-    block_t = block(width, least=1, most=32)
+    block_t = power_of_two(width, least=1, most=32)
     return ceil_div(width, block_t), Launcher(kernel, T=width, BLOCK_S=BLOCK_S, BLOCK_T=block_t, num_warps=4)
 
 

@@ -1,4 +1,4 @@
-"""Where each sample's L x M block of a packed tensor begins."""
+"""The offsets of the samples' [L, M] blocks in a packed tensor."""
 
 from functools import cache
 
@@ -29,7 +29,10 @@ def _launcher(*dtypes: torch.dtype) -> Launcher:
 
 
 def pair_offsets(x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
-    """[B+1] int64.  One program, since others wait for it: two launches would cost more than its few microseconds."""
+    """[B+1] int64: the cumulative sum of L·M.
+
+    One program computes it in a few microseconds; a parallel scan would take two launches, which cost more.
+    """
     out = torch.empty(x_offsets.shape[0], dtype=torch.int64, device=x_offsets.device)
     launch = _launcher(x_offsets.dtype, y_offsets.dtype)
     launch((1, 1, 1), (x_offsets, y_offsets, out), (x_offsets.shape[0] - 1,))

@@ -69,5 +69,5 @@ def backward(
         if kernel.constants["BY_TMA"]:
             descriptors = tuple(query_descriptor(y, num_kv_heads, kernel.block_m) for y in (x.query, grad))
         tensors = ((x.query, grad, statistics), (*history, tile_samples), (dkey, dvalue, dbias))
-        launch((history_tiles, num_kv_heads, 1), tensors, (batch, num_rows, x.scale), descriptors)
+        launch((history_tiles, num_kv_heads, 1), tensors, (num_rows, x.scale), descriptors)
     return dquery, dkey, dvalue, dbias, None

@@ -38,14 +38,13 @@ def _load_queries(
         return load_rows(ptr + (row + place) * WIDTH, q_at, at < num_rows, WIDTH, WIDTH, BLOCK_D)
 
 
-@triton.jit(do_not_specialize=["batch", "num_rows"])
+@triton.jit(do_not_specialize=["num_rows"])
 def target_attention_many_dhistory_kernel(
     q_desc,
     grad_desc,
     queries,
     history,
     grads,
-    batch,
     num_rows,
     scale,
     SPEC: tl.constexpr,
