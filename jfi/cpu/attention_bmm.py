@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from jfi.cpu.attention_batches import BATCH_ELEMENTS, Problem, Rows, take
-from jfi.cpu.blocks import LEAST_TOTAL, MOST_TOTAL
+from jfi.cpu.blocks import LEAST_TOTAL, MOST_TOTAL, is_exact
 
 #: The fewest queries of a block: fewer make narrow matrix products.
 BLOCK_QUERIES = 64
@@ -119,8 +119,7 @@ def _softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
         return weights, total, total.log()
     # A query that sees nothing has weights of exp(-inf - min) = 0.
     top = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
-    # Queries whose sum is exact keep it, so that no sample changes the bits of another.
-    top.masked_fill_((total > LEAST_TOTAL) & (total < MOST_TOTAL), 0.0)
+    top.masked_fill_(is_exact(total), 0.0)
     weights = scores.sub_(top).exp_()
     total = weights.sum(-1, keepdim=True)
     return weights, total, total.log().add_(top)

@@ -22,6 +22,14 @@ COPIED_ELEMENTS = 2**18
 LEAST_TOTAL, MOST_TOTAL = 1e-20, 1e20
 
 
+def is_exact(total: Tensor) -> Tensor:
+    """Whether sums of exp(x) are as exact as those of exp(x - max).
+
+    Such a sum stays what it is where others are not exact, so that no sample changes the bits of another.
+    """
+    return (total > LEAST_TOTAL) & (total < MOST_TOTAL)
+
+
 def widen(x: Tensor) -> Tensor:
     """Half precision as float32, the type it is computed in; other types unchanged."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from jfi.compat import softmax_backward
-from jfi.cpu.blocks import LEAST_TOTAL, MOST_TOTAL, Blocks, Group, groups, widen
+from jfi.cpu.blocks import LEAST_TOTAL, MOST_TOTAL, Blocks, Group, groups, is_exact, widen
 
 #: Elements that are computed together where a value per sample is expanded to its rows.
 EXPANDED_ELEMENTS = 2**14
@@ -120,7 +120,7 @@ def jagged_softmax(x: Tensor, offsets: Tensor) -> Tensor:
     least, most = total.aminmax()
     if not LEAST_TOTAL < least <= most < MOST_TOTAL:
         top = _segment_reduce(wide, offsets, "max", -torch.inf)
-        top.masked_fill_(top == -torch.inf, 0.0)
+        top.masked_fill_((top == -torch.inf) | is_exact(total), 0.0)
         for rows, part in _expanded(top, offsets):
             torch.sub(wide[rows], part, out=out[rows])
         total = _segment_reduce(out.exp_(), offsets, "sum", 0.0)

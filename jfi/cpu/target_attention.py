@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jfi.cpu.blocks import LEAST_TOTAL, MOST_TOTAL
+from jfi.cpu.blocks import LEAST_TOTAL, MOST_TOTAL, is_exact
 from jfi.plan import cpu_is_dense
 
 with warnings.catch_warnings():
@@ -168,7 +168,7 @@ def _sparse_forward(problem: _Problem) -> tuple[Tensor, Tensor]:
     least, most = total.masked_fill(pattern.starts.diff() == 0, 1).aminmax()
     if not LEAST_TOTAL < least <= most < MOST_TOTAL:
         top = torch.full_like(total, torch.finfo(total.dtype).min)
-        top.scatter_reduce_(0, pattern.query.long(), scores, "amax")
+        top.scatter_reduce_(0, pattern.query.long(), scores, "amax").masked_fill_(is_exact(total), 0.0)
         weights = scores.sub_(pattern.expand(top)).exp_()
         total = pattern.totals(weights)
         lse = total.log().add_(top)

@@ -115,6 +115,31 @@ def test_what_is_not_finite_stays_in_its_sample(value):
         torch.testing.assert_close(got, clean)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e3, -1e3])
+def test_no_sample_changes_the_bits_of_another(value):
+    offsets, hit = offsets_of([30, 50, 3, 0, 70], CPU), slice(80, 83)  # the third sample
+    weights, outs = [], []
+    for broken in (False, True):
+        torch.manual_seed(0)
+        x = torch.randn(153, 7)
+        query, key, bias = torch.randn(5, 3, 2, 8), torch.randn(153, 1, 8), torch.randn(153, 2)
+        if broken:
+            x[hit, 3] = value
+            bias[hit, 1] = value
+        weights.append(ops.jagged_softmax(x, offsets))
+        leaves = [leaf.requires_grad_() for leaf in (query, key, bias)]
+        out = ops.target_attention(*leaves[:2], offsets=offsets, key_bias=bias)
+        outs.append([out.detach(), *torch.autograd.grad(out.square().sum(), leaves)])
+    rest = torch.ones(153, dtype=torch.bool)
+    rest[hit] = False
+    assert torch.equal(weights[0][rest], weights[1][rest])
+    columns = [0, 1, 2, 4, 5, 6]
+    assert torch.equal(weights[0][:, columns], weights[1][:, columns])
+    samples = [0, 1, 3, 4]
+    for clean, got, others in zip(*outs, (samples, samples, rest, rest), strict=True):
+        assert torch.equal(clean[others], got[others])
+
+
 def test_scores_of_any_size_and_hidden_ones():
     offsets = offsets_of([4, 0, 1], CPU)
     for value in (-1e30, -1e3, 1e3, 1e30):
