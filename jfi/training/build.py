@@ -113,13 +113,15 @@ def draw_tables(state: Mapping[str, Tensor | ShardedTensor], tables: dict[str, B
         seed: `training.seed`.
     """
     for name, table in tables.items():
-        weight = state[name]
-        if isinstance(weight, ShardedTensor):
-            shards = [(shard.tensor, shard.metadata.shard_offsets) for shard in weight.local_shards()]
-        else:
-            shards = [(weight, (0, 0))]
-        for values, (row, column) in shards:
+        for values, row, column in shards_of(state[name]):
             _draw_shard(values, row, column, table, seed)
+
+
+def shards_of(weight: Tensor | ShardedTensor) -> list[tuple[Tensor, int, int]]:
+    """The parts of a table that this process has, each with its first row and its first column."""
+    if isinstance(weight, ShardedTensor):
+        return [(shard.tensor, *shard.metadata.shard_offsets) for shard in weight.local_shards()]
+    return [(weight, 0, 0)]
 
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> KeyedOptimizer:

@@ -1,6 +1,7 @@
 """Starts and resumes training runs."""
 
 import dataclasses
+import os
 from pathlib import Path
 
 from jfi.data import InteractionDataset, load_dataset
@@ -26,6 +27,8 @@ def train(config: Config, dataset: InteractionDataset | None = None) -> Result:
         Interrupted: SIGINT or SIGTERM; the state has been saved.
     """
     config = dataclasses.replace(config, data=config.data.with_absolute_paths())
+    if config.training.warm_start is not None:
+        config = config.with_training(warm_start=os.path.abspath(config.training.warm_start))
     run_dir = config.training.run_dir
     with join_world(config.training.device) as world:
         begun = world.launched and world.on_first(lambda: RunFolder.holds(config))
@@ -34,7 +37,7 @@ def train(config: Config, dataset: InteractionDataset | None = None) -> Result:
         if begun:
             return _continue(RunFolder(Path(run_dir)), config, world, "refuse")
         dataset = load_dataset(config.data) if dataset is None else dataset
-        trainer = Trainer(config, dataset, world)
+        trainer = Trainer(config, dataset, world, config.training.warm_start)
         run = world.on_first(lambda: _create(config, dataset))
         return trainer.fit(run)
 

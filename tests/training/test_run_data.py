@@ -8,55 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from own_table import config_of, row, write_table
+from worker import without_pictures
 
-from jfi.data import DataConfig, DataError, load_dataset
-from jfi.training import Config, ConfigError, ModelConfig, TrainingConfig, resume, train
+from jfi.data import DataError, load_dataset
+from jfi.training import ConfigError, resume, train
 from jfi.training.cli import load_config, run_cli, save_config
 from jfi.training.recorder import read_metrics
 from jfi.training.saved_run import load_run
 
 ROOT = Path(__file__).parents[2]
-HEADER = "user_id,item_id,timestamp,clicked,genre,price,tags,seconds"
-
-
-def row(i: int) -> list[object]:
-    item = i * 7 % 11
-    return [f"u{i % 6}", f"i{item}", 60 * i, (i + item) % 3 % 2, f"g{item % 3}", item / 2, "a;b"[: 1 + i % 3], i % 50]
-
-
-def new_row(i: int) -> list[object]:
-    """A later row of a user and an item that are in no other, and sort before the others."""
-    return ["new", "a", 90_000 + i, i % 2, "g9", 99, "z", 70]
-
-
-def write_table(path: Path, rows: list[list[object]]) -> None:
-    path.write_text("\n".join([HEADER, *(",".join(map(str, line)) for line in rows)]) + "\n")
-
-
-def config_of(table: Path, run: Path, **training: object) -> Config:
-    return Config(
-        data=DataConfig(
-            interactions=str(table),
-            label="clicked",
-            user_categorical=["user_id"],
-            item_categorical=["genre"],
-            item_dense=["price"],
-            event_categorical=["tags"],
-            event_dense=["seconds"],
-            separators={"tags": ";"},
-            num_quantiles=4,
-        ),
-        model=ModelConfig(embedding_dim=8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8]),
-        training=TrainingConfig(
-            **{"run_dir": str(run), "epochs": 2, "batch_size": 32, "device": "cpu", "patience": None, **training}
-        ),
-    )
 
 
 @pytest.fixture(autouse=True)
-def _no_pictures(monkeypatch):
-    for name in ("draw_curves", "draw_attention"):
-        monkeypatch.setattr(f"jfi.training.loop.{name}", lambda *_: None)
+def _no_pictures():
+    with without_pictures():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +31,7 @@ def trained(tmp_path_factory) -> Path:
     """A folder with a table and a run of it."""
     folder = tmp_path_factory.mktemp("trained")
     write_table(folder / "table.csv", [row(i) for i in range(200)])
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("draw_curves", "draw_attention"):
-            patch.setattr(f"jfi.training.loop.{name}", lambda *_: None)
+    with without_pictures():
         train(config_of(folder / "table.csv", folder / "run"))
     return folder
 
