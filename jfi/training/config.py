@@ -177,6 +177,9 @@ class TrainingConfig:
         log_every: steps between two lines of training metrics.
         checkpoint_every: steps between checkpoints within an epoch, in addition to the one after each epoch; 0 for
             none.
+        warm_start: folder of a run to start from, or null: the parameters are those of its best epoch. A value that it
+            knows keeps its row of the embedding table, a new one gets a fresh row. The columns, the model and the
+            encoder must be the same. The optimizers start anew.
     """
 
     run_dir: str | None = None
@@ -189,6 +192,7 @@ class TrainingConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     log_every: int = 50
     checkpoint_every: int = 0
+    warm_start: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "eval_batch_size", "log_every"):

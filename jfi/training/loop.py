@@ -42,6 +42,7 @@ from jfi.training.progress import Progress, last_progress
 from jfi.training.recorder import Recorder, SilentRecorder, read_metrics
 from jfi.training.run_folder import RunFolder
 from jfi.training.sharding import check_sharded, shard_model
+from jfi.training.warm_start import warm_start
 
 #: Logits, labels and users, [B] each, of a batch or of a rank's part of it.
 Output = tuple[Tensor, Tensor, Tensor]
@@ -66,19 +67,20 @@ class Trainer:
         config: the whole config.
         dataset: the dataset of `config.data`.
         world: the processes of the run.
+        warm: the run to start from, `training.warm_start` of a new run.
 
     Raises:
-        ConfigError: the config does not fit the dataset or the processes.
+        ConfigError: the config does not fit the dataset, the processes or the run to start from.
     """
 
-    def __init__(self, config: Config, dataset: InteractionDataset, world: World):
+    def __init__(self, config: Config, dataset: InteractionDataset, world: World, warm: str | None = None):
         self.config = config
         self.dataset = dataset
         self.world = world
         self.device = world.device
         self.progress = Progress(world_size=world.size if world.launched else 0)
         torch.manual_seed(config.training.seed)
-        model = build_model(config.model, config.encoder, dataset, table_device=torch.device("meta"))
+        model = build_model(config.model, config.encoder, dataset.schema, table_device=torch.device("meta"))
         tables = table_configs(model)
         self.pipeline: TrainPipelineSparseDist | None = None
         if world.launched:
@@ -94,6 +96,11 @@ class Trainer:
             self.model = model.to(self.device)
             self.optimizer = build_optimizer(config.optimizer, self.model)
         draw_tables(self.model.state_dict(), tables, config.training.seed)
+        if warm is not None:
+            copied = warm_start(warm, self.model.state_dict(), tables, dataset.schema)
+            rows = ", ".join(f"{table.name} {copied[table.name]}/{table.num_embeddings}" for table in tables.values())
+            if world.is_first:
+                tqdm.write(f"warm start from {warm}: rows of known ids: {rows}")
         self.modules: dict[str, nn.Module] = {"model": self.model}
         if config.optimizer.average is not None:
             average = get_ema_multi_avg_fn(config.optimizer.average)

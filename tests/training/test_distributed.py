@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import random
-import runpy
 import signal
 import socket
 import subprocess
@@ -38,6 +37,7 @@ from jfi.training.loop import Trainer
 from jfi.training.metrics import METRICS
 from jfi.training.recorder import read_metrics
 from jfi.training.run_folder import RunFolder
+from jfi.training.saved_run import load_run
 from jfi.training.sharding import _plan, check_sharded
 
 ROOT = Path(__file__).parents[2]
@@ -61,6 +61,10 @@ def folder(tmp_path_factory):
             like = int(draw.random() < (0.8 if (item + user) % 3 == 0 else 0.3))
             rows.append(f"{user},{item},{like},{event * 100 + user},{country},{age}")
     (path / "table.csv").write_text("\n".join(rows[:1003]) + "\n")
+    # Ids move: of an item and a country that sort before the others, and of an item that is gone.
+    new = [f"{i % 80},-1,{i // 2 % 2},{i * 37},A,30" for i in range(100)]
+    kept = [row for row in rows[1:1003] if row.split(",")[1] != "7"]
+    (path / "grown.csv").write_text("\n".join([rows[0], *new, *kept][:1003]) + "\n")
     return path
 
 
@@ -155,8 +159,15 @@ def alone(folder):
 KINDS = {"table_wise": "rowwise_adagrad", "row_wise": "rowwise_adagrad", "column_wise": "adagrad"}
 
 
+def warm(folder: Path, name: str, old: Path, optimizer: str, sharding: str = "auto") -> Config:
+    """A short run that starts from the run `old`, on a table whose ids have moved."""
+    config = tiny(folder, name, optimizer, sharding, epochs=1, checkpoint_every=0, warm_start=str(old))
+    config.data.interactions = str(folder / "grown.csv")
+    return config
+
+
 @pytest.fixture(scope="module")
-def launched(folder):
+def launched(folder, alone):
     """Outcomes by rank of what two processes did, and of the one that ends what they began."""
     one_then_two, two_then_one = (
         job(folder, tiny(folder, name, "rowwise_adagrad", "row_wise"), stop_at=STOP_AT) for name in ("1to2", "2to1")
@@ -164,13 +175,14 @@ def launched(folder):
     with mock.patch.dict(os.environ, environment(0, 1)):
         do(one_then_two)
     jobs = [job(folder, tiny(folder, kind, optimizer, kind)) for kind, optimizer in KINDS.items()]
+    jobs += [job(folder, warm(folder, f"warm-{kind}", alone[name], name, kind)) for kind, name in KINDS.items()]
     jobs += [two_then_one, {"port": free_port(), "resume": str(folder / "1to2")}]
     outcomes = in_two_processes(folder, jobs)
     with mock.patch.dict(os.environ, environment(0, 1)):
         return [*outcomes, do({"port": free_port(), "resume": str(folder / "2to1")})]
 
 
-def assert_same_metrics(run: Path, other: Path, rounding: float = ROUNDING) -> None:
+def assert_same_metrics(run: Path, other: Path, rounding: float = ROUNDING, steps: int = 63) -> None:
     log, other_log = read_metrics(run / "metrics.jsonl"), read_metrics(other / "metrics.jsonl")
     assert [(r["split"], r["step"]) for r in log] == [(r["split"], r["step"]) for r in other_log]
     # An AUC goes by steps: a pair of samples that changes places is up to 0.0005 of auc and 0.016 of user_auc.
@@ -179,12 +191,24 @@ def assert_same_metrics(run: Path, other: Path, rounding: float = ROUNDING) -> N
         names = ("loss", "ne") if record["split"] == "train" else METRICS
         for name in names:
             assert record[name] == pytest.approx(other_record[name], abs=bounds[name]), (name, record)
-    assert log[-1]["step"] == 63
+    assert log[-1]["step"] == steps
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_processes_have_the_losses_of_one(folder, alone, launched, kind):
     assert_same_metrics(folder / kind, alone[KINDS[kind]])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sharded_tables_start_warm_as_whole_ones(folder, alone, launched, kind):
+    optimizer = KINDS[kind]
+    with without_pictures():
+        if not (folder / f"warm-{optimizer}").exists():
+            train(warm(folder, f"warm-{optimizer}", alone[optimizer], optimizer))
+    assert_same_metrics(folder / f"warm-{kind}", folder / f"warm-{optimizer}", steps=21)
+    # A cold start has other losses.
+    cold, begun = (read_metrics(path / "metrics.jsonl")[0] for path in (alone[optimizer], folder / f"warm-{kind}"))
+    assert abs(cold["loss"] - begun["loss"]) > 0.02
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -212,7 +236,9 @@ def test_two_gpus_have_the_losses_of_one(folder):
 def test_a_signal_to_one_process_stops_all(folder, launched):
     stopped = f"stopped by SIGTERM; continue with --resume {folder / '2to1'}"
     *ranks, last = launched
-    assert [[outcome["end"] for outcome in rank] for rank in ranks] == [["done"] * len(KINDS) + [stopped, "done"]] * 2
+    assert [[outcome["end"] for outcome in rank] for rank in ranks] == [
+        ["done"] * 2 * len(KINDS) + [stopped, "done"]
+    ] * 2
     assert last["end"] == "done"
 
 
@@ -236,9 +262,8 @@ def test_one_process_reads_the_parameters_of_two(folder, alone, launched):
     torch.testing.assert_close(*states, rtol=1e-3, atol=1e-4)
 
 
-def test_a_launched_run_is_exported_with_the_parameters_of_one_process(folder, alone, launched):
-    load_best = runpy.run_path(str(ROOT / "examples/export.py"))["load_best"]
-    models = [load_best(run)[0] for run in (folder / "row_wise", alone["rowwise_adagrad"])]
+def test_a_launched_run_is_loaded_with_the_parameters_of_one_process(folder, alone, launched):
+    models = [load_run(run).model for run in (folder / "row_wise", alone["rowwise_adagrad"])]
     torch.testing.assert_close(*(model.state_dict() for model in models), rtol=1e-3, atol=1e-4)
 
 

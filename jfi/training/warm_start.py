@@ -1,0 +1,128 @@
+"""Starts a run from the parameters of another one: known ids keep their rows, new ones have fresh rows."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pyarrow.compute as pc
+import torch
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+
+from jfi.data import DataSchema
+from jfi.data.schema import as_array
+from jfi.training.build import build_model, shards_of, table_configs
+from jfi.training.config import ConfigError
+from jfi.training.saved_run import BestEpoch
+
+#: Where a row of a table has no row in the other run.
+FRESH = -1
+
+
+def warm_start(
+    path: str | Path,
+    state: Mapping[str, Tensor | ShardedTensor],
+    tables: dict[str, BaseEmbeddingConfig],
+    schema: DataSchema,
+) -> dict[str, int]:
+    """Copies the parameters of the best epoch of a run into those of a new model.
+
+    A table's row is copied where the other run knows its value. A table without a vocabulary, such as that of
+    quantiles, is copied by id if it has as many rows. All rows that are not copied, and tables that the other run
+    lacks, stay as they are. All other parameters must be in both, with the same shapes.
+
+    Args:
+        path: the run folder.
+        state: the new model's `state_dict()`, which is filled in place; under torchrun with this process' shards.
+        tables: the result of `table_configs` of the new model.
+        schema: of the new run's data.
+
+    Returns:
+        By table the number of copied rows.
+
+    Raises:
+        ConfigError: not a run folder, or its model has other keys, names or shapes, as one line.
+        DataError: its schema is damaged.
+    """
+    try:
+        best = BestEpoch.of(path)
+    except ConfigError as fault:
+        raise ConfigError(f"training.warm_start: {fault}") from fault
+    _check_keys(path, schema, best.schema)
+    with torch.device("meta"):
+        model = build_model(best.config.model, best.config.encoder, best.schema, torch.device("meta"))
+    there = {config.name: name for name, config in table_configs(model).items()}
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    _check_shapes(path, state, tables, shapes, there)
+
+    dense = {name: torch.empty(shapes[name]) for name in state if name not in tables}
+    best.read(dense)
+    for name, values in dense.items():
+        state[name].copy_(values)
+    copied = {}
+    for name, table in tables.items():
+        source = _sources(table, schema, best.schema) if table.name in there else np.full(table.num_embeddings, FRESH)
+        copied[table.name] = int((source != FRESH).sum())
+        if not copied[table.name]:
+            continue
+        # One whole table at a time: any number of processes may have written it.
+        values = torch.empty(shapes[there[table.name]])
+        best.read({there[table.name]: values})
+        for shard, row, column in shards_of(state[name]):
+            rows = torch.from_numpy(source[row : row + shard.shape[0]])
+            known = rows != FRESH
+            found = values[rows[known], column : column + shard.shape[1]]
+            shard[known.to(shard.device)] = found.to(shard.device, shard.dtype)
+    return copied
+
+
+def _sources(table: BaseEmbeddingConfig, schema: DataSchema, other: DataSchema) -> np.ndarray:
+    """`[rows]` int64: by row of a table the row of the other run's table, or FRESH."""
+    column = next(spec.column for spec in schema.features if spec.table == table.name)
+    new, old = (one.encodings.vocabularies.get(column) for one in (schema, other))
+    if new is None or old is None:
+        rows = next(spec.num_embeddings for spec in other.features if spec.table == table.name)
+        same = new is None and old is None and rows == table.num_embeddings
+        return np.arange(rows) if same else np.full(table.num_embeddings, FRESH)
+    found = pc.index_in(as_array(new.values), value_set=as_array(old.values))
+    # Row 0 is that of unknown values in both.
+    found = np.append(-1, pc.fill_null(found, FRESH - 1).to_numpy()) + 1
+    return found.astype(np.int64)
+
+
+def _check_keys(path: str | Path, schema: DataSchema, other: DataSchema) -> None:
+    def keys(one: DataSchema) -> list[str]:
+        own = [spec.key for spec in one.features if spec.role in ("user", "item")]
+        events = dict.fromkeys(spec.column for spec in one.features if spec.role == "history")
+        return [*own, *(f"history of {name}" for name in events), *(f"number {name}" for name in one.dense_names)]
+
+    here, there = keys(schema), keys(other)
+    for name in here + there:
+        if (name in here) != (name in there):
+            which = "this run has, but not" if name in here else "this run lacks, but not"
+            raise ConfigError(f"training.warm_start: '{name}' is an input that {which} {path}; use the same columns")
+    if here != there:
+        raise ConfigError(f"training.warm_start: {path} has its inputs in another order: {', '.join(there)}")
+
+
+def _check_shapes(
+    path: str | Path,
+    state: Mapping[str, Tensor | ShardedTensor],
+    tables: dict[str, BaseEmbeddingConfig],
+    shapes: dict[str, tuple[int, ...]],
+    there: dict[str, str],
+) -> None:
+    for name, value in state.items():
+        if name in tables:
+            table = tables[name]
+            if table.name in there and shapes[there[table.name]][1] != table.embedding_dim:
+                width = shapes[there[table.name]][1]
+                raise ConfigError(
+                    f"training.warm_start: model.embedding_dim is {table.embedding_dim}, {path} has {width}"
+                )
+        elif name not in shapes:
+            raise ConfigError(f"training.warm_start: {path} has no '{name}'; use the same model and encoder")
+        elif tuple(value.shape) != shapes[name]:
+            got = f"'{name}' has shape {list(value.shape)}, in {path} it has {list(shapes[name])}"
+            raise ConfigError(f"training.warm_start: {got}; use the same model and encoder")

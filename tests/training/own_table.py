@@ -1,0 +1,42 @@
+"""A table with a column of each kind, and a config of it."""
+
+from pathlib import Path
+
+from jfi.data import DataConfig
+from jfi.training import Config, ModelConfig, TrainingConfig
+
+HEADER = "user_id,item_id,timestamp,clicked,genre,price,tags,seconds"
+
+
+def row(i: int) -> list[object]:
+    item = i * 7 % 11
+    return [f"u{i % 6}", f"i{item}", 60 * i, (i + item) % 3 % 2, f"g{item % 3}", item / 2, "a;b"[: 1 + i % 3], i % 50]
+
+
+def new_row(i: int) -> list[object]:
+    """A later row of a user and an item that are in no other, and sort before the others."""
+    return ["new", "a", 90_000 + i, i % 2, "g9", 99, "z", 70]
+
+
+def write_table(path: Path, rows: list[list[object]]) -> None:
+    path.write_text("\n".join([HEADER, *(",".join(map(str, line)) for line in rows)]) + "\n")
+
+
+def config_of(table: Path, run: Path, **training: object) -> Config:
+    return Config(
+        data=DataConfig(
+            interactions=str(table),
+            label="clicked",
+            user_categorical=["user_id"],
+            item_categorical=["genre"],
+            item_dense=["price"],
+            event_categorical=["tags"],
+            event_dense=["seconds"],
+            separators={"tags": ";"},
+            num_quantiles=4,
+        ),
+        model=ModelConfig(embedding_dim=8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8]),
+        training=TrainingConfig(
+            **{"run_dir": str(run), "epochs": 2, "batch_size": 32, "device": "cpu", "patience": None, **training}
+        ),
+    )

@@ -1,0 +1,127 @@
+"""A new run from the parameters of an old one: by value, not by id."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from own_table import config_of, new_row, row, write_table
+from worker import without_pictures
+
+from jfi.data import load_dataset
+from jfi.training import Config, ConfigError, OptimizerConfig, resume, train
+from jfi.training.build import build_model, draw_tables, table_configs
+from jfi.training.cli import load_config, save_config
+from jfi.training.distributed import World
+from jfi.training.loop import Trainer
+from jfi.training.saved_run import load_run
+
+ITEMS = "embedding_collection.embeddings.item_id.weight"
+
+
+@pytest.fixture(autouse=True)
+def _no_pictures():
+    with without_pictures():
+        yield
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("old")
+    write_table(folder / "table.csv", [row(i) for i in range(200)])
+    with without_pictures():
+        train(config_of(folder / "table.csv", folder / "run"))
+    return folder / "run"
+
+
+@pytest.fixture
+def grown(tmp_path) -> Path:
+    """The table after a while: without item i3, and with an item and a user whose names sort before the others."""
+    rows = [line for line in (row(i) for i in range(200)) if line[1] != "i3"]
+    write_table(tmp_path / "grown.csv", [new_row(i - 90_000) for i in range(20)] + rows)
+    return tmp_path / "grown.csv"
+
+
+def fresh(config: Config) -> dict[str, torch.Tensor]:
+    """The tables of the config's model as a run without a warm start draws them."""
+    model = build_model(config.model, config.encoder, load_dataset(config.data).schema)
+    tables = table_configs(model)
+    draw_tables(model.state_dict(), tables, config.training.seed)
+    return {name: value for name, value in model.state_dict().items() if name in tables}
+
+
+@pytest.mark.parametrize("average", [None, 0.9])
+def test_known_values_keep_their_rows_and_new_ones_get_fresh_rows(old, grown, tmp_path, average):
+    config = config_of(grown, tmp_path / "run", seed=5)
+    config.optimizer = OptimizerConfig(average=average)
+    dataset = load_dataset(config.data)
+    trainer = Trainer(config, dataset, World(), str(old))
+    state, drawn, before = trainer.model.state_dict(), fresh(config), load_run(old)
+    kept = before.model.state_dict()
+    for column, name in (("item_id", ITEMS), ("user_id", "embedding_bag_collection.embedding_bags.user_id.weight")):
+        values, values_before = (
+            list(one.encodings.vocabularies[column].values) for one in (dataset.schema, before.schema)
+        )
+        assert values != values_before and set(values) - set(values_before)
+        assert torch.equal(state[name][0], kept[name][0])  # the row of unknown values
+        for i, value in enumerate(values, 1):
+            if value in values_before:
+                assert torch.equal(state[name][i], kept[name][values_before.index(value) + 1]), value
+            else:
+                assert torch.equal(state[name][i], drawn[name][i]), value
+    for name in state.keys() - drawn.keys():
+        assert torch.equal(state[name], kept[name]), name
+    if average is not None:
+        assert torch.equal(trainer.modules["average"].module.state_dict()[ITEMS], state[ITEMS])
+
+
+def test_quantile_tables_are_copied_by_id_where_they_have_as_many_rows(old, grown, tmp_path):
+    name = "embedding_collection.embeddings.seconds.weight"
+    config = config_of(grown, tmp_path / "run", seed=5)
+    state = Trainer(config, load_dataset(config.data), World(), str(old)).model.state_dict()
+    assert torch.equal(state[name], load_run(old).model.state_dict()[name])
+    config.data.num_quantiles = 7
+    state = Trainer(config, load_dataset(config.data), World(), str(old)).model.state_dict()
+    assert torch.equal(state[name], fresh(config)[name])
+
+
+def test_a_warm_run_begins_where_the_old_one_was(old, tmp_path, monkeypatch, capsys):
+    """On the same data, its first validation after hardly any learning is that of the old run's best epoch."""
+    config = config_of(old.parent / "table.csv", tmp_path / "run", epochs=1, warm_start="run")
+    config.optimizer.dense.learning_rate = config.optimizer.embeddings.learning_rate = 1e-9
+    monkeypatch.chdir(old.parent)
+    result = train(config)
+    saved = load_config(tmp_path / "run/config.yaml")
+    assert saved.training.warm_start == str(old)
+    assert f"warm start from {old}: rows of known ids: user_id 7/7" in capsys.readouterr().out
+    wanted = resume(old).validation
+    assert result.validation == pytest.approx(wanted, abs=1e-5)
+
+
+def test_a_warm_run_resumes_without_the_old_one(old, tmp_path):
+    config = config_of(old.parent / "table.csv", tmp_path / "run", epochs=1, warm_start=str(old))
+    train(config)
+    config = load_config(tmp_path / "run/config.yaml").with_training(epochs=2, warm_start=str(tmp_path / "vanished"))
+    save_config(config, tmp_path / "run/config.yaml")
+    assert resume(tmp_path / "run").epochs == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda c: setattr(c.model, "over_arch", [4]),
+            r"'over_arch\.\S+' has shape \[4, \d+\], in \S+ it has \[8, \d+\]",
+        ),
+        (lambda c: setattr(c.model, "embedding_dim", 16), "model.embedding_dim is 16, .* has 8"),
+        (lambda c: setattr(c.encoder, "num_layers", 1), r"has no 'sequence_arch\.encoder\S+'; use the same model"),
+        (lambda c: setattr(c.data, "item_categorical", []), "'genre' is an input that this run lacks, but not"),
+        (lambda c: setattr(c.data, "item_dense", []), "'number price' is an input that this run lacks"),
+        (lambda c: setattr(c.training, "warm_start", "/nowhere"), "run /nowhere: not a run folder"),
+    ],
+)
+def test_a_run_that_does_not_fit_is_refused_in_one_line_and_nothing_is_written(old, tmp_path, change, message):
+    config = config_of(old.parent / "table.csv", tmp_path / "run", warm_start=str(old))
+    change(config)
+    with pytest.raises(ConfigError, match=f"^training.warm_start: .*{message}.*$"):
+        train(config)
+    assert not (tmp_path / "run").exists()
