@@ -12,7 +12,7 @@ from jfi.data.columns import Categorical, Encodings, cut_at_quantiles, encode, m
 from jfi.data.config import AGE, HISTORY, DataConfig
 from jfi.data.dataset import Entity, Events, Feature, FeatureSpec, InteractionDataset, Role
 from jfi.data.errors import DataError
-from jfi.data.labels import read_labels
+from jfi.data.labels import check_labels, read_labels
 from jfi.data.negatives import NegativeSampler
 from jfi.data.readers import read_table
 from jfi.data.table import Table
@@ -61,6 +61,7 @@ def _build(interactions: Table, users: Table | None, items: Table | None, config
     item_ids, item = sort_ids(interactions.ids(config.item))
     time = interactions.times(config.timestamp, config.timestamp_unit)
     label = read_labels(interactions, config.label)
+    check_labels(interactions, config.label, label)
 
     order = np.lexsort((item, time, user))
     user, item, time, label = user[order], item[order], time[order], label[order]
