@@ -4,11 +4,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jfi.data.decode import check_encoding
 from jfi.data.errors import DataError
 from jfi.data.labels import label_columns
 
 AGE = "age"
 HISTORY = "history_"
+_MAX_COUNT = 2**31 - 1
 
 
 @dataclass
@@ -41,10 +43,11 @@ class DataConfig:
 
     Args:
         source: "table" reads the files below; "synthetic" generates a table, and ignores the column settings.
-        interactions: file of interactions, one per row. The layout follows from the name: `.csv`, `.tsv`, `.parquet`,
-            RecBole's `.inter`, MovieLens' `ratings.dat` (`::`) and `u.data`.
-        users: file of users, or None; also RecBole's `.user`, MovieLens' `users.dat` and `u.user`.
-        items: file of items, or None; also RecBole's `.item`, MovieLens' `movies.dat` and `u.item`.
+        interactions: file of interactions, one per row; or a folder of files, a glob such as `parts/*.parquet`, or a
+            list of these. The layout follows from the name: `.parquet`, `.csv`, `.tsv`, `.jsonl`, RecBole's `.inter`,
+            MovieLens' `ratings.dat` (`::`) and `u.data`; text also with `.gz`.
+        users: the same of users, or None; also RecBole's `.user`, MovieLens' `users.dat` and `u.user`.
+        items: the same of items, or None; also RecBole's `.item`, MovieLens' `movies.dat` and `u.item`.
         user: column of the user's id.
         item: column of the item's id, which is also the key of the target.
         timestamp: column of the time: a number, or a date and time.
@@ -71,12 +74,14 @@ class DataConfig:
         num_quantiles: number of quantiles of an `event_dense` column.
         num_age_buckets: number of ids of `history_age`, which is 1 + floor(log2(age of the event in seconds)).
         synthetic: settings for `source: synthetic`.
+        encoding: encoding of text files, by Python's name of it, such as gb18030, cp1252 or utf-16.
+        quoting: whether `"` quotes fields of CSV and TSV; with false it is an ordinary character.
     """
 
     source: Literal["table", "synthetic"] = "table"
-    interactions: str | None = None
-    users: str | None = None
-    items: str | None = None
+    interactions: str | list[str] | None = None
+    users: str | list[str] | None = None
+    items: str | list[str] | None = None
     user: str = "user_id"
     item: str = "item_id"
     timestamp: str = "timestamp"
@@ -98,6 +103,8 @@ class DataConfig:
     num_quantiles: int = 16
     num_age_buckets: int = 32
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
+    encoding: str = "utf-8"
+    quoting: bool = True
 
     def columns(self) -> set[str]:
         """The names of all columns in use."""
@@ -112,8 +119,10 @@ class DataConfig:
     def check(self) -> None:
         """Raises DataError for settings that are wrong for any table."""
         for name in ("max_history", "max_slots", "num_quantiles", "num_age_buckets"):
-            if getattr(self, name) < 1:
-                raise DataError(f"data.{name} is {getattr(self, name)}; it must be at least 1")
+            if not 1 <= getattr(self, name) <= _MAX_COUNT:
+                bound = "at least 1" if getattr(self, name) < 1 else f"at most {_MAX_COUNT}"
+                raise DataError(f"data.{name} is {getattr(self, name)}; it must be {bound}")
+        check_encoding(self.encoding)
         for name in ("num_users", "num_items", "num_categories", "mean_length"):
             if getattr(self.synthetic, name) < 1:
                 raise DataError(f"data.synthetic.{name} is {getattr(self.synthetic, name)}; it must be at least 1")

@@ -46,10 +46,11 @@ def load_dataset(config: DataConfig) -> InteractionDataset:
         interactions, items = synthetic.make_tables(config.synthetic)
         return _build(interactions, None, items, replace(config, **synthetic.COLUMNS))
     wanted = config.columns()
+    how = config.encoding, config.quoting
     return _build(
-        read_table(config.interactions, wanted),
-        None if config.users is None else read_table(config.users, wanted),
-        None if config.items is None else read_table(config.items, wanted),
+        read_table(config.interactions, wanted, *how),
+        None if config.users is None else read_table(config.users, wanted, *how, "data.users"),
+        None if config.items is None else read_table(config.items, wanted, *how, "data.items"),
         config,
     )
 
@@ -192,7 +193,7 @@ class _EntityColumns:
         again = first != np.arange(len(first))
         if again.any():
             row = int(again.argmax())
-            raise table.fault(row, f"'{key}' {known[row]} is already on line {table.line(int(first[row]))}")
+            raise table.fault(row, f"'{key}' {known[row]} is already on {table.place(int(first[row]), row)}")
         self._rows = pc.index_in(ids, value_set=known)
         if self._rows.null_count == len(ids):
             raise DataError(f"{table.name}: column '{key}' has none of the ids of {interactions.name}")
