@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from jfi.data.arrays import is_list
 from jfi.encoding import UNKNOWN, Vocabulary, quantile_ids
 
 
@@ -91,7 +92,7 @@ def sort_ids(column: pa.Array) -> tuple[pa.Array, np.ndarray]:
 def encode(column: pa.Array, train: np.ndarray) -> Categorical:
     """Ids of a column of strings, or of lists of strings, with the vocabulary of the rows where `train [N]` is true."""
     offsets = None
-    if pa.types.is_list(column.type):
+    if is_list(column.type):
         counts = pc.fill_null(pc.list_value_length(column), 0).to_numpy()
         column, train = column.flatten(), np.repeat(train, counts)
         present = pc.fill_null(pc.not_equal(column, ""), False)

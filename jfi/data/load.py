@@ -194,6 +194,9 @@ class _EntityColumns:
         if again.any():
             row = int(again.argmax())
             raise table.fault(row, f"'{key}' {known[row]} is already on {table.place(int(first[row]), row)}")
+        if known.type != ids.type:
+            # One of them is too long for 32-bit offsets.
+            ids, known = ids.cast(pa.large_string()), known.cast(pa.large_string())
         self._rows = pc.index_in(ids, value_set=known)
         if self._rows.null_count == len(ids):
             raise DataError(f"{table.name}: column '{key}' has none of the ids of {interactions.name}")

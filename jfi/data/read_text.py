@@ -89,7 +89,7 @@ def _parse(text: _Text, names: list[str], used: list[str]) -> pa.Table:
         try:
             data = pyarrow.csv.read_csv(
                 pa.BufferReader(rows),
-                read_options=pyarrow.csv.ReadOptions(column_names=names, block_size=block),
+                read_options=pyarrow.csv.ReadOptions(use_threads=False, column_names=names, block_size=block),
                 parse_options=pyarrow.csv.ParseOptions(
                     delimiter=text.delimiter, quote_char=text.quote or False, newlines_in_values=text.quote is not None
                 ),

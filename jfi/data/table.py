@@ -74,7 +74,7 @@ class Table:
             return as_text(column)
         except pa.ArrowException:
             if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind):
-                row = _first_fault(column, pa.string())
+                row = _first_fault(column, pa.string(), safe=True)
                 raise self.fault(row, f"'{name}' has type {kind}, and this value is not UTF-8 text") from None
             raise DataError(f"{self.name}: column '{name}' has type {kind}, which has no text") from None
 
@@ -145,18 +145,18 @@ def _kind(value: pa.Array) -> pa.DataType | None:
     return next((kind for kind in (_NUMBER, _MOMENT, _ZONED) if _casts(value, kind)), None)
 
 
-def _first_fault(column: pa.Array, to: pa.DataType) -> int | None:
+def _first_fault(column: pa.Array, to: pa.DataType, safe: bool = False) -> int | None:
     """The first row that does not cast to the type `to`, or None."""
-    if _casts(column, to):
+    if _casts(column, to, safe):
         return None
     # A prefix casts as long as it ends before the first fault.
-    return bisect_left(range(len(column)), True, key=lambda i: not _casts(column[: i + 1], to))
+    return bisect_left(range(len(column)), True, key=lambda i: not _casts(column[: i + 1], to, safe))
 
 
-def _casts(column: pa.Array, to: pa.DataType) -> bool:
+def _casts(column: pa.Array, to: pa.DataType, safe: bool = False) -> bool:
     try:
         # A safe cast to float64 would refuse integers beyond 2^53.
-        column.cast(to, safe=False)
+        column.cast(to, safe=safe)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
         return False
     return True
