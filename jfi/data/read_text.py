@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
-from jfi.data.decode import read_utf8
+from jfi.data.decode import count_lines, read_utf8
 from jfi.data.errors import DataError
 from jfi.data.layouts import Layout
 from jfi.data.table import Table
@@ -23,6 +23,8 @@ _MAX_NAME = 1000
 _BLOCKS = (1 << 20, 1 << 28)
 # The last row given to Arrow. A quote that is never closed would swallow it, and so shows.
 _END = "\x1e"
+# Bytes to look at in one step, which bounds the memory.
+_SCAN = 1 << 24
 _UNQUOTE = "set data.quoting: false if quotes are ordinary characters in this file"
 
 
@@ -110,6 +112,9 @@ def _parse(text: _Text, names: list[str], used: list[str]) -> pa.Table:
         return data
     if any(data.column(name)[-1].as_py() != end for name in used):
         raise _explain(text, len(names), "the last row is not whole")
+    lines = count_lines(content) - count_lines(text.header) + 1
+    if lines != len(data) and not _quotes_are_regular(text) and (fault := _swallowed(text)):
+        raise fault
     return data.slice(0, len(data) - 1)
 
 
@@ -127,8 +132,8 @@ def _explain(text: _Text, expected: int, error: str) -> DataError:
             if len(record) != expected:
                 what = f"{len(record)} fields, expected {expected}"
                 if span is not None:
-                    to = f"up to line {span[1]}" if span[1] > span[0] else "on"
-                    what += f"; the quote that opens a field on line {span[0]} takes in text {to}; {_UNQUOTE}"
+                    taken = f"text up to line {span[1]}" if span[1] > span[0] else "a delimiter"
+                    what += f"; the quote that opens a field on line {span[0]} takes in {taken}; {_UNQUOTE}"
                 return DataError(f"{text.path}:{first}: {what}")
             if sum(map(len, record)) > _BLOCKS[-1] // 4:
                 return DataError(f"{text.path}:{first}: a row longer than {_BLOCKS[-1] >> 20} MiB")
@@ -137,8 +142,39 @@ def _explain(text: _Text, expected: int, error: str) -> DataError:
     return DataError(f"{text.path}:{last}: {error}")
 
 
-def _open_quote(text: _Text, first: int, last: int) -> tuple[int, int | None] | None:
-    """Of the first quoted field of a row that holds a delimiter or line end, the first and the last line.
+def _quotes_are_regular(text: _Text) -> bool:
+    """Whether every second quote opens a field or follows another quote, and every other one closes or precedes."""
+    delimiter, quote = ord(text.delimiter), ord(text.quote)
+    before, after = np.zeros(256, bool), np.zeros(256, bool)
+    before[[delimiter, quote, 10, 13]] = after[[delimiter, quote, 10, 13]] = True
+    content, opens = np.frombuffer(text.content, np.uint8), True
+    for start in range(0, len(content), _SCAN):
+        places = np.flatnonzero(content[start : start + _SCAN] == quote) + start
+        openers, closers = places[not opens :: 2], places[opens::2]
+        # Index -1 is the sentinel's last byte: the first quote of a file without a header follows nothing.
+        regular = before[content[openers - 1]] | (openers == 0)
+        if not (regular.all() and after[content[closers + 1]].all()):
+            return False
+        opens ^= bool(len(places) % 2)
+    return True
+
+
+def _swallowed(text: _Text) -> DataError | None:
+    """The fault if a quoted field that holds line ends goes on after its closing quote, as in `"Foo ... 5" disc`.
+
+    Such a field began with a quote that was an ordinary character, and has taken in rows.
+    """
+    for first, last, _ in text.records():
+        span = _open_quote(text, first, last) if last > first else None
+        if span is not None and span[2]:
+            what = f"the quote that opens a field here takes in text up to a quote within line {span[1]}"
+            return DataError(f"{text.path}:{span[0]}: {what}; {_UNQUOTE}")
+    return None
+
+
+def _open_quote(text: _Text, first: int, last: int) -> tuple[int, int | None, bool] | None:
+    """Of the first quoted field of a row that holds a delimiter or line end: its first line, its last, and whether text
+    follows its closing quote.
 
     A field whose quote is never closed goes first, with None for its last line. None if there is no such field.
     """
@@ -157,9 +193,10 @@ def _open_quote(text: _Text, first: int, last: int) -> tuple[int, int | None] | 
             inside = match[0]
             opened = first + _breaks(content[:start])
             if not match[1]:
-                return opened, None
+                return opened, None, False
             if span is None and (_breaks(inside) or text.delimiter.encode() in inside):
-                span = opened, opened + _breaks(inside)
+                goes_on = content[position : position + 1] not in (b"", b"\r", b"\n", text.delimiter.encode())
+                span = opened, opened + _breaks(inside), goes_on
         position = max(rest.match(content, position).end(), start + 1)
     return span
 

@@ -1,4 +1,5 @@
 import gzip
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -26,7 +27,7 @@ def test_gzip(write, tmp_path, name):
     }.get(name.split(".")[1], ['{"user_id": 7, "rating": 4}', '{"user_id": 9, "rating": 2}'])
     plain = write(name, *lines)
     packed = tmp_path / f"{name}.gz"
-    packed.write_bytes(gzip.compress(open(plain, "rb").read()))
+    packed.write_bytes(gzip.compress(Path(plain).read_bytes()))
     for path in (plain, str(packed)):
         table = read_table(path, ["user_id", "rating"])
         assert table.ids("user_id").to_pylist() == ["7", "9"]
@@ -166,7 +167,7 @@ def test_parquet_columns_that_are_no_ids(tmp_path, column, expected):
         (pa.array([[1], None]), [["1"], None]),
         (
             pa.array([[["a"]], []]),
-            "r.parquet: column 'x' has type list<element: list<element: string>>, but its lists ",
+            "r.parquet: column 'x' has type list<element: list<element: string>>, but its ",
         ),
         (pa.array([[{"a": 1}], []]), "r.parquet: column 'x' has type list<element: struct<a: int64>>, but its lists "),
         (pa.array([[b"\xff"], []]), "r.parquet: column 'x' has type list<element: binary>, but its lists must hold "),
