@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from jfi.data.arrays import is_list
 from jfi.data.schema import Strings, as_array
 from jfi.encoding import UNKNOWN, Vocabulary, quantile_ids
 
@@ -68,7 +69,7 @@ def sort_ids(column: pa.Array) -> tuple[pa.Array, np.ndarray]:
 
 def is_multi_valued(column: pa.Array) -> bool:
     """Whether a categorical column has a list of values a row."""
-    return pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+    return is_list(column.type)
 
 
 def learn_vocabulary(column: pa.Array, train: np.ndarray) -> Vocabulary:

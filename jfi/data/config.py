@@ -6,11 +6,13 @@ import os
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jfi.data.decode import check_encoding
 from jfi.data.errors import DataError
-from jfi.data.labels import label_column
+from jfi.data.labels import label_columns
 
 AGE = "age"
 HISTORY = "history_"
+_MAX_COUNT = 2**31 - 1
 
 
 @dataclass
@@ -43,17 +45,19 @@ class DataConfig:
 
     Args:
         source: "table" reads the files below; "synthetic" generates a table, and ignores the column settings.
-        interactions: file of interactions, one per row. The layout follows from the name: `.csv`, `.tsv`, `.parquet`,
-            RecBole's `.inter`, MovieLens' `ratings.dat` (`::`) and `u.data`.
-        users: file of users, or None; also RecBole's `.user`, MovieLens' `users.dat` and `u.user`.
-        items: file of items, or None; also RecBole's `.item`, MovieLens' `movies.dat` and `u.item`.
+        interactions: file of interactions, one per row; or a folder of files, a glob such as `parts/*.parquet`, or a
+            list of these. The layout follows from the name: `.parquet`, `.csv`, `.tsv`, `.jsonl`, RecBole's `.inter`,
+            MovieLens' `ratings.dat` (`::`) and `u.data`; text also with `.gz`.
+        users: the same of users, or None; also RecBole's `.user`, MovieLens' `users.dat` and `u.user`.
+        items: the same of items, or None; also RecBole's `.item`, MovieLens' `movies.dat` and `u.item`.
         user: column of the user's id.
         item: column of the item's id, which is also the key of the target.
         timestamp: column of the time: a number, or a date and time.
         timestamp_unit: unit of a numeric timestamp.
-        label: a column of 0 and 1, or a rule such as `rating >= 4` or `action == buy`. A row with an empty label is
-            only part of histories. None means implicit feedback: every row is a positive. The label's column can be a
-            user or item column only if the table `users` or `items` has it.
+        label: a column of 0 and 1, or a rule such as `rating >= 4` or `action in [buy, cart] and price > 0`, with the
+            operators ==, !=, >=, <=, >, <, in [...], not in [...], and, or, and parentheses. A row with an empty label
+            is only part of histories. None means implicit feedback: every row is a positive. The label's columns can
+            be user or item columns only if the table `users` or `items` has them.
         negatives: sampled negatives per positive, for implicit feedback only.
         user_categorical: columns of the user that become keys.
         user_dense: numeric columns of the user that become dense features.
@@ -72,12 +76,14 @@ class DataConfig:
         num_quantiles: number of quantiles of an `event_dense` column.
         num_age_buckets: number of ids of `history_age`, which is 1 + floor(log2(age of the event in seconds)).
         synthetic: settings for `source: synthetic`.
+        encoding: encoding of text files, by Python's name of it, such as gb18030, cp1252 or utf-16.
+        quoting: whether `"` quotes fields of CSV and TSV; with false it is an ordinary character.
     """
 
     source: Literal["table", "synthetic"] = "table"
-    interactions: str | None = None
-    users: str | None = None
-    items: str | None = None
+    interactions: str | list[str] | None = None
+    users: str | list[str] | None = None
+    items: str | list[str] | None = None
     user: str = "user_id"
     item: str = "item_id"
     timestamp: str = "timestamp"
@@ -99,13 +105,15 @@ class DataConfig:
     num_quantiles: int = 16
     num_age_buckets: int = 32
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
+    encoding: str = "utf-8"
+    quoting: bool = True
 
     def columns(self) -> set[str]:
         """The names of all columns in use."""
         columns = {self.user, self.item, self.timestamp, *self.user_categorical, *self.user_dense}
         columns |= {*self.item_categorical, *self.item_dense, *self.event_categorical, *self.event_dense}
         if self.label is not None:
-            columns.add(label_column(self.label))
+            columns.update(label_columns(self.label))
         if self.title is not None:
             columns.add(self.title)
         return columns
@@ -118,8 +126,10 @@ class DataConfig:
     def check(self) -> None:
         """Raises DataError for settings that are wrong for any table."""
         for name in ("max_history", "max_slots", "num_quantiles", "num_age_buckets"):
-            if getattr(self, name) < 1:
-                raise DataError(f"data.{name} is {getattr(self, name)}; it must be at least 1")
+            if not 1 <= getattr(self, name) <= _MAX_COUNT:
+                bound = "at least 1" if getattr(self, name) < 1 else f"at most {_MAX_COUNT}"
+                raise DataError(f"data.{name} is {getattr(self, name)}; it must be {bound}")
+        check_encoding(self.encoding)
         for name in ("num_users", "num_items", "num_categories", "mean_length"):
             if getattr(self.synthetic, name) < 1:
                 raise DataError(f"data.synthetic.{name} is {getattr(self.synthetic, name)}; it must be at least 1")
@@ -161,14 +171,15 @@ class DataConfig:
     def _check_leak(self) -> None:
         if self.label is None:
             return
-        column = label_column(self.label)
+        defining = label_columns(self.label)
         for entity, table, names in (
             ("user", self.users, [*self.user_categorical, *self.user_dense]),
             ("item", self.items, [*self.item_categorical, *self.item_dense]),
         ):
-            if table is None and column in names:
+            leak = next((name for name in defining if table is None and name in names), None)
+            if leak is not None:
                 raise DataError(
-                    f"column '{column}' defines the label, so data.{entity}_* must not list it (unless "
+                    f"column '{leak}' defines the label, so data.{entity}_* must not list it (unless "
                     f"data.{entity}s is a table that has it); event_categorical and event_dense show it in the history "
                     "only"
                 )

@@ -1,92 +1,110 @@
-"""Files and folders that are written whole or not at all, and JSON that carries its own SHA-256."""
+"""A file, a folder, a glob, or a list of these -> the files of one table."""
 
-import hashlib
-import json
+import glob
 import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass, field
+from urllib.parse import unquote
 
 from jfi.data.errors import DataError
+from jfi.data.layouts import KNOWN_NAMES, Layout, find_layout
+
+_HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
-@contextmanager
-def writing_folder(folder: Path) -> Iterator[Path]:
-    """Yields an empty folder beside `folder`; when the block ends its files are flushed and it gets the name.
+@dataclass(frozen=True)
+class File:
+    """A file of a table.
+
+    Args:
+        path: as the config names it, or below the folder that the config names.
+        layout: its format.
+        partitions: values of columns that the names of its folders give, as in `parts/day=2020-01-01/0.parquet`.
+    """
+
+    path: str
+    layout: Layout
+    partitions: dict[str, str | None] = field(default_factory=dict)
+
+
+def find_files(paths: str | list[str], setting: str = "data.interactions") -> list[File]:
+    """The files that a config's field names.
+
+    A folder stands for the files in it and in its subfolders, sorted by name; they must be of one kind. Names that
+    start with `.` or `_` are skipped, as `_SUCCESS` is. The files of a glob are sorted by name too; those of a list
+    keep its order.
+
+    Args:
+        paths: a file, a folder, a glob, or a list of these.
+        setting: the field's name, for messages.
 
     Raises:
-        FileExistsError: `folder` exists.
+        DataError: nothing is there, a file's kind is unknown or repeated, or a folder holds several kinds.
     """
-    if folder.exists():
-        raise FileExistsError(17, "file exists", str(folder))
-    unfinished = folder.parent / f".{folder.name}.unfinished"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try:
-        yield unfinished
-        for path in unfinished.iterdir():
-            sync(path)
-        sync(unfinished)
-        unfinished.rename(folder)
-        sync(folder.parent)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    listed = [paths] if isinstance(paths, str) else list(paths)
+    if not listed:
+        raise DataError(f"{setting} is an empty list; it must name at least one file")
+    files = [file for path in listed for file in _expand(path, setting)]
+    seen: dict[str, str] = {}
+    for file in files:
+        real = os.path.realpath(file.path)
+        if real in seen:
+            raise DataError(f"{file.path}: {setting} names this file twice{_other_name(seen[real], file.path)}")
+        seen[real] = file.path
+    return files
 
 
-@contextmanager
-def writing_file(path: Path) -> Iterator[Path]:
-    """Yields a path beside `path` to write to; when the block ends the file is flushed and replaces `path`."""
-    unfinished = path.parent / f".{path.name}.unfinished"
-    try:
-        yield unfinished
-        sync(unfinished)
-        unfinished.replace(path)
-        sync(path.parent)
-    finally:
-        unfinished.unlink(missing_ok=True)
+def _other_name(first: str, second: str) -> str:
+    return "" if first == second else f", also as {first}"
 
 
-def sync(path: Path) -> None:
-    """Flushes a file or a folder to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _expand(path: str, setting: str) -> list[File]:
+    if not path:
+        raise DataError(f"{setting} is ''; it must name a file, a folder or a glob")
+    if "\0" in path:
+        raise DataError(f"{path}: {setting} holds the character NUL, which no path can hold")
+    path = os.path.expanduser(path)
+    if os.path.isdir(path):
+        return _folder(path)
+    if os.path.exists(path) or not glob.has_magic(path):
+        return [_file(path)]
+    found = sorted(glob.glob(path, recursive=True))
+    # `**` also gives the folders of the files that it gives.
+    found = [one for one in found if not (os.path.isdir(one) and any(x.startswith(one + os.sep) for x in found))]
+    if not found:
+        raise DataError(f"{path}: no file matches; {setting} is read as a glob, since no file has this name")
+    return [file for one in found for file in (_folder(one) if os.path.isdir(one) else [_file(one)])]
 
 
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal; reads a block at a time."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _file(path: str, partitions: dict[str, str | None] | None = None) -> File:
+    layout = find_layout(path)
+    if layout is None:
+        raise DataError(f"{path}: unknown file type; known names and suffixes: {KNOWN_NAMES}")
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise DataError(f"{path}: not a regular file")
+    return File(path, layout, partitions or {})
 
 
-def checked_json(kind: str, content: dict) -> str:
-    """The text of a JSON file of some kind that `read_checked_json` reads."""
-    tree = {"format": kind, "sha256": _digest(content), "content": content}
-    return json.dumps(tree, indent=1, ensure_ascii=False) + "\n"
+def _folder(folder: str) -> list[File]:
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename}: {(error.strerror or 'cannot be read').lower()}") from error
+
+    found = []
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith((".", "_"))]
+        found += [os.path.join(parent, name) for name in names if not name.startswith((".", "_"))]
+    files = [_file(path, _partitions(os.path.relpath(path, folder))) for path in sorted(found)]
+    if not files:
+        raise DataError(f"{folder}: the folder holds no files; known names and suffixes: {KNOWN_NAMES}")
+    for file in files[1:]:
+        if file.layout != files[0].layout:
+            raise DataError(
+                f"{folder}: the folder holds files of several kinds, {os.path.relpath(files[0].path, folder)} and "
+                f"{os.path.relpath(file.path, folder)}; name those to read, as in {os.path.join(folder, '*.parquet')}"
+            )
+    return files
 
 
-def read_checked_json(path: Path, kind: str) -> dict:
-    """The content of a file of the text of `checked_json`.
-
-    Raises:
-        DataError: it is missing, damaged or of another kind, as one line that names it.
-    """
-    try:
-        tree = json.loads(path.read_bytes())
-    except OSError as error:
-        raise DataError(f"{path}: {(error.strerror or 'cannot be read').lower()}") from None
-    except (ValueError, RecursionError):
-        raise DataError(f"{path}: damaged, it is not JSON") from None
-    if not isinstance(tree, dict) or tree.get("format") != kind:
-        raise DataError(f"{path}: not a file of this version of jfi (its 'format' must be '{kind}')")
-    if not isinstance(tree.get("content"), dict) or tree.get("sha256") != _digest(tree["content"]):
-        raise DataError(f"{path}: damaged, the content does not match its SHA-256")
-    return tree["content"]
-
-
-def _digest(content: dict) -> str:
-    # JSON writes all digits of a float, so the text is the same after a round trip.
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+def _partitions(path: str) -> dict[str, str | None]:
+    """The columns of Hive's folders `name=value` in a path below the folder of the table."""
+    pairs = [part.split("=", 1) for part in path.split(os.sep)[:-1] if "=" in part]
+    return {unquote(name): None if value == _HIVE_NULL else unquote(value) for name, value in pairs}

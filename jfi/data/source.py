@@ -33,11 +33,11 @@ def read_tables(config: DataConfig) -> Tables:
     if config.source == "synthetic":
         interactions, items = synthetic.make_tables(config.synthetic)
         return Tables(interactions, None, items)
-    wanted = config.columns()
+    wanted, how = config.columns(), (config.encoding, config.quoting)
     return Tables(
-        read_table(config.interactions, wanted),
-        None if config.users is None else read_table(config.users, wanted),
-        None if config.items is None else read_table(config.items, wanted),
+        read_table(config.interactions, wanted, *how),
+        None if config.users is None else read_table(config.users, wanted, *how, "data.users"),
+        None if config.items is None else read_table(config.items, wanted, *how, "data.items"),
     )
 
 
@@ -113,7 +113,10 @@ class _EntityColumns:
         again = first != np.arange(len(first))
         if again.any():
             row = int(again.argmax())
-            raise table.fault(row, f"'{key}' {known[row]} is already on line {table.line(int(first[row]))}")
+            raise table.fault(row, f"'{key}' {known[row]} is already on {table.place(int(first[row]), row)}")
+        if known.type != ids.type:
+            # One of them is too long for 32-bit offsets.
+            ids, known = ids.cast(pa.large_string()), known.cast(pa.large_string())
         self._places = pc.index_in(ids, value_set=known)
         if self._places.null_count == len(ids):
             raise DataError(f"{table.name}: column '{key}' has none of the ids of {tables.interactions.name}")

@@ -1,0 +1,66 @@
+"""Parquet files -> tables with the types that the files declare."""
+
+from collections.abc import Callable, Container
+from typing import TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet
+
+from jfi.data.errors import DataError
+from jfi.data.table import Table
+
+_T = TypeVar("_T")
+
+
+def read_parquet(path: str, wanted: Container[str]) -> Table:
+    """The columns of a Parquet file that are in `wanted`."""
+    # A damaged file makes pyarrow raise errors of many kinds: those of Arrow, OSError, ValueError, UnicodeDecodeError.
+    with open(path, "rb") as stream:
+        if not stream.read(1):
+            raise DataError(f"{path}: not a Parquet file: it is empty")
+    file = _try(path, lambda: pyarrow.parquet.ParquetFile(path, page_checksum_verification=True))
+    with file:
+        known = _try(path, lambda: file.schema_arrow.names)
+        # Without a column the number of rows would be lost.
+        used = [name for name in known if name in wanted] or known[:1]
+        for name in used:
+            if known.count(name) > 1:
+                raise DataError(f"{path}: column '{name}' appears twice")
+        data = _try(path, lambda: file.read(columns=used))
+    data = data.select(used)
+    for name in used:
+        _check(path, name, data.column(name))
+    return Table(path, data, known, line=lambda row: row + 1)
+
+
+def _try(path: str, read: Callable[[], _T]) -> _T:
+    try:
+        return read()
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        if isinstance(error, pa.ArrowInvalid) and "magic bytes" in str(error):
+            raise DataError(f"{path}: not a Parquet file") from error
+        raise DataError(f"{path}: a damaged Parquet file, or one that Arrow cannot read: {error}") from error
+
+
+def _check(path: str, name: str, column: pa.ChunkedArray) -> None:
+    """Raises DataError for content that does not fit its type, such as text that is not UTF-8."""
+    row = 0
+    for chunk in column.chunks:
+        try:
+            chunk.validate(full=True)
+        except pa.ArrowInvalid as error:
+            if pa.types.is_string(chunk.type) or pa.types.is_large_string(chunk.type):
+                row += next(i for i in range(len(chunk)) if not _valid(chunk[i : i + 1]))
+                raise DataError(f"{path}:{row + 1}: '{name}' is not UTF-8") from error
+            raise DataError(f"{path}: column '{name}' is damaged: {error}") from error
+        row += len(chunk)
+
+
+def _valid(array: pa.Array) -> bool:
+    try:
+        array.validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return True
