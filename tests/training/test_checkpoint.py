@@ -35,7 +35,7 @@ def test_latest_is_the_furthest(tmp_path):
     assert latest_checkpoint(tmp_path).name == checkpoint_name(10, 3)
 
 
-@pytest.mark.parametrize("stage", ["_sync_folder", "json.dump"])
+@pytest.mark.parametrize("stage", ["training.tensor_files.sha256_of", "training.checkpoint.json.dumps", "files.sync"])
 def test_death_before_the_rename_leaves_no_checkpoint(tmp_path, monkeypatch, stage):
     save_checkpoint(tmp_path, checkpoint_name(1, 0), state(1.0), {})
 
@@ -43,7 +43,7 @@ def test_death_before_the_rename_leaves_no_checkpoint(tmp_path, monkeypatch, sta
         raise SystemExit("killed")
 
     with monkeypatch.context() as patched:
-        patched.setattr(f"jfi.training.checkpoint.{stage}", die)
+        patched.setattr(f"jfi.{stage}", die)
         with pytest.raises(SystemExit):
             save_checkpoint(tmp_path, checkpoint_name(2, 0), state(2.0), {})
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == [f".{checkpoint_name(2, 0)}"]
