@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from jfi.data import InteractionDataset, load_dataset
+from jfi.exit_codes import EXIT_CODES
 from jfi.models import SequenceDLRM
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.dataset_schema import schema_of
@@ -30,7 +31,9 @@ from jfi.training.run_folder import RunFolder
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--run", type=Path, required=True, help="folder of a run of examples/train_dlrm.py")
     parser.add_argument("--out", type=Path, help="folder to write, must not exist (default: RUN/artifact)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device to serve on (default: cpu)")
@@ -54,9 +57,11 @@ def load_best(path: Path) -> tuple[SequenceDLRM, Config, InteractionDataset]:
     if last is None:
         raise ConfigError(f"--run {path}: the run has no checkpoint yet")
     try:
-        best = run.checkpoints / checkpoint_name(read_progress(last)["best_epoch"], 0)
-    except (OSError, KeyError, ValueError):
-        raise ConfigError(f"--run {path}: {last / 'progress.json'} is missing or damaged") from None
+        best = run.checkpoints / checkpoint_name(int(read_progress(last)["best_epoch"]), 0)
+    except DamagedCheckpointError as fault:
+        raise ConfigError(f"--run {path}: {fault}") from None
+    except (KeyError, TypeError, ValueError):
+        raise ConfigError(f"--run {path}: {last / 'progress.json'} is damaged") from None
     if not best.is_dir():
         raise ConfigError(f"--run {path}: the run has not finished an epoch yet")
     dataset = load_dataset(config.data)

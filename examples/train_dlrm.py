@@ -13,18 +13,26 @@ import sys
 from jfi.training import ConfigError, resume, train
 from jfi.training.cli import parse_config, run_cli
 
-RESUME = {"metavar": "RUN", "help": "continue the run in this folder, with its config; takes no other option"}
+OPTIONS = {
+    "--resume": {"metavar": "RUN", "help": "continue the run in this folder, with its config"},
+    "--config-changed": {
+        "choices": ["refuse", "accept"],
+        "default": "refuse",
+        "help": "with --resume: what to do if the run's config.yaml was changed (default: refuse)",
+    },
+}
 
 
 def main() -> None:
     arguments = sys.argv[1:]
-    config, options = parse_config(arguments, "Train a DLRM with sequence features.", {"--resume": RESUME})
+    config, options = parse_config(arguments, "Train a DLRM with sequence features.", OPTIONS)
     if options.resume is None:
         result = train(config)
-    elif len(arguments) > (1 if "=" in arguments[0] else 2):
-        raise ConfigError("--resume uses the config of its run; it takes no other option")
     else:
-        result = resume(options.resume)
+        others = [name for name in arguments if name.startswith("--") and name.split("=")[0] not in OPTIONS]
+        if others:
+            raise ConfigError(f"--resume uses the config of its run; it takes no other option such as {others[0]}")
+        result = resume(options.resume, options.config_changed)
     if os.environ.get("RANK", "0") != "0":  # under torchrun one process prints the result, which all have
         return
     print(f"best epoch {result.best_epoch} of {result.epochs}, {result.train_seconds:.0f} s of training")

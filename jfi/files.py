@@ -31,14 +31,26 @@ def writing_file(path: Path) -> Iterator[Path]:
     """
     unfinished = unfinished_name(path)
     try:
-        yield unfinished
-        sync(unfinished)
+        with naming(path):
+            yield unfinished
+            sync(unfinished)
         unfinished.replace(path)
     except BaseException:
         with suppress(OSError):  # the error that matters is the first
             unfinished.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Gives an OSError that names no file the name `path`: a write to a full disk says only that there is no space."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def write_file(path: Path, content: bytes | str) -> None:

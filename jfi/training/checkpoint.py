@@ -20,7 +20,7 @@ from pathlib import Path
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from jfi.files import DamagedFileError, check_sum, read_sums, sha256_of, sync, write_sums
+from jfi.files import DamagedFileError, check_sum, naming, read_sums, sha256_of, sync, write_sums
 from jfi.training.config import ConfigError
 from jfi.training.distributed import World
 from jfi.training.tensor_files import INDEX, MismatchedCheckpointError, TensorLoadPlanner, TensorReader, TensorWriter
@@ -58,7 +58,7 @@ def save_checkpoint(folder: Path, name: str, state: dict, progress: dict, world:
         return
     writer = TensorWriter(unfinished)
     try:
-        with _plainly():
+        with naming(unfinished), _plainly():
             dcp.save(state, storage_writer=writer, process_group=world.control, no_dist=not world.launched)
         world.on_first(lambda: _finish(unfinished, folder / name, progress, writer.sums))
     except Exception:
@@ -80,7 +80,7 @@ def _begin(unfinished: Path, final: Path) -> bool:
 
 
 def _finish(unfinished: Path, final: Path, progress: dict, sums: dict[str, str]) -> None:
-    with open(unfinished / PROGRESS, "w") as file:
+    with naming(final), open(unfinished / PROGRESS, "w") as file:
         file.write(json.dumps(progress, indent=1))
         file.flush()
         os.fsync(file.fileno())
