@@ -22,12 +22,12 @@ class ExitCode(IntEnum):
 #: For `--help`.
 EXIT_CODES = """\
 exit codes:
-  0 success
-  1 training diverged; the last finite checkpoint is kept
-  2 wrong input or config
-  3 storage is full, read-only, out of reach or without rights
-  4 out of memory
-  128 + n stopped by signal n; the state is saved"""
+  0: success;
+  1: training diverged, the last finite checkpoint is kept;
+  2: wrong input or config;
+  3: storage is full, read-only, out of reach or without rights;
+  4: out of memory;
+  128 + n: stopped by signal n, the state is saved"""
 #: What torch, CUDA and NCCL say in a plain RuntimeError.
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|can't allocate memory|cannot allocate memory|not enough memory|bad_alloc|ALLOC_FAILED",
