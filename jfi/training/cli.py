@@ -66,9 +66,14 @@ def parse_config(
     file_parser.add_argument("--config")
     try:
         file, overrides = file_parser.parse_known_args(arguments)
+        option = "a value"
         for argument in overrides:
+            if argument.startswith("--"):
+                option, _, value = argument.partition("=")
+            else:
+                value = argument
             with suppress(yaml.YAMLError):  # jsonargparse names the option of what is not YAML
-                _check_size(argument.split("=", 1)[-1] if argument.startswith("--") else argument, "a value")
+                _check_size(value, option)
             if argument.startswith("--"):
                 _check_option(argument.split("=")[0].removesuffix("+"), ["--config", "--help", *options])
         if file.config is not None:

@@ -12,10 +12,26 @@ from jfi.training.cli import run_cli
 from jfi.training.loop import Trainer
 
 
-@pytest.fixture(autouse=True)
-def _no_pictures(monkeypatch):
-    for name in ("draw_curves", "draw_attention"):
-        monkeypatch.setattr(f"jfi.training.loop.{name}", lambda *_: None)
+def small(run, **training):
+    config = tiny(run, epochs=1, log_every=1000, checkpoint_every=1, **training)
+    config.data.synthetic.num_users = 30
+    return config
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_pictures():
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("draw_curves", "draw_attention"):
+            patched.setattr(f"jfi.training.loop.{name}", lambda *_: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(_no_pictures, tmp_path_factory):
+    """A run that never diverged."""
+    path = tmp_path_factory.mktemp("whole") / "run"
+    train(small(path))
+    return path
 
 
 def files(run) -> dict:
@@ -24,7 +40,7 @@ def files(run) -> dict:
 
 def test_a_learning_rate_that_is_far_too_high(tmp_path, capfd):
     run = tmp_path / "run"
-    config = tiny(run, log_every=1000, checkpoint_every=1)
+    config = small(run)
     config.optimizer.dense.learning_rate = 1e30
     assert run_cli(lambda: train(config) and None) == 1
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
@@ -38,11 +54,10 @@ def test_a_learning_rate_that_is_far_too_high(tmp_path, capfd):
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_a_run_continues_from_the_last_finite_step_to_the_bits_of_a_run_that_never_diverged(
-    tmp_path, monkeypatch, capfd, where
+    whole, tmp_path, monkeypatch, capfd, where
 ):
     """A NaN in step 6 alone; that of a gradient is in no loss until step 7."""
-    run, config = tmp_path / "run", tiny(tmp_path / "run", epochs=1, log_every=1000, checkpoint_every=1)
-    train(config.with_training(run_dir=str(tmp_path / "whole")))
+    run, config = tmp_path / "run", small(tmp_path / "run")
     forward = Trainer._forward
 
     def failing_forward(trainer, batch):
@@ -61,12 +76,11 @@ def test_a_run_continues_from_the_last_finite_step_to_the_bits_of_a_run_that_nev
     assert ("the loss is nan" if where == "loss" else "is not finite") in line and "at step 6; lower" in line, line
     assert latest_checkpoint(run / "checkpoints").name.endswith("batch-0000005")
     resume(run)
-    assert_same_run(tmp_path / "whole", run)
+    assert_same_run(whole, run)
 
 
-def test_a_run_that_ran_out_of_memory_continues_to_the_same_bits(tmp_path, monkeypatch, capfd):
-    run, config = tmp_path / "run", tiny(tmp_path / "run", epochs=1)
-    train(config.with_training(run_dir=str(tmp_path / "whole")))
+def test_a_run_that_ran_out_of_memory_continues_to_the_same_bits(whole, tmp_path, monkeypatch, capfd):
+    run, config = tmp_path / "run", small(tmp_path / "run")
     forward = Trainer._forward
 
     def greedy_forward(trainer, batch):
@@ -79,4 +93,4 @@ def test_a_run_that_ran_out_of_memory_continues_to_the_same_bits(tmp_path, monke
         assert run_cli(lambda: train(config) and None) == 4
     assert "error: out of memory" in capfd.readouterr().err
     resume(run)
-    assert_same_run(tmp_path / "whole", run)
+    assert_same_run(whole, run)
