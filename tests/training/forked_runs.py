@@ -11,9 +11,11 @@ import errno
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,10 +76,11 @@ def disturb(job: dict) -> list[int]:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if job.get("kill") == 2 * number:
                 os.kill(os.getpid(), signal.SIGKILL)
-            result = function(*arguments, **options)
-            if job.get("kill") == 2 * number + 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
+            try:
+                return function(*arguments, **options)
+            finally:  # also after a call that failed, such as mkdir of what exists
+                if job.get("kill") == 2 * number + 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
 
         return wrapped
 
@@ -106,9 +109,9 @@ def main() -> None:
         path = arguments[-1]
         write_file(path, b"a picture")
 
+    reports = Path(tempfile.mkdtemp())
     for line in sys.stdin:
-        job = json.loads(line)
-        errors, count = Path(job["run"] + ".stderr"), Path(job["run"] + ".calls")
+        job, errors, count = json.loads(line), reports / "errors", reports / "calls"
         child = os.fork()
         if not child:
             with errors.open("w") as file, open(os.devnull, "w") as nothing:
@@ -128,6 +131,7 @@ def main() -> None:
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         calls = int(count.read_text() or 0)
         print(json.dumps({"code": code, "errors": errors.read_text(), "calls": calls}), flush=True)
+    shutil.rmtree(reports)
 
 
 if __name__ == "__main__":

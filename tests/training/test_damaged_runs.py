@@ -16,7 +16,7 @@ from jfi.training.checkpoint import latest_checkpoint
 from jfi.training.cli import run_cli
 
 #: Damages in CI, and with the slow tests.
-FEW, MANY = 24, 280
+FEW, MANY = 21, 280
 
 
 @pytest.fixture(scope="module")
