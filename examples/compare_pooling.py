@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from jfi.data import load_dataset
+from jfi.files import write_file
 from jfi.training import Config, ConfigError, Result, train
 from jfi.training.cli import parse_config, run_cli
 from jfi.training.distributed import launched
@@ -62,7 +63,7 @@ def compare(config: Config, seeds: list[int]) -> dict[str, dict]:
         "summary": summaries,
         "runs": {pooling: [dataclasses.asdict(r) for r in runs] for pooling, runs in results.items()},
     }
-    (folder / "comparison.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_file(folder / "comparison.json", json.dumps(record, indent=1) + "\n")
     print(f"\n{table(summaries, len(seeds))}\n\nwritten to {folder / 'comparison.json'}")
     return summaries
 

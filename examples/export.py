@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from jfi.exit_codes import EXIT_CODES
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import export
@@ -20,7 +21,9 @@ from jfi.training.saved_run import load_run
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--run", type=Path, required=True, help="folder of a run of examples/train_dlrm.py")
     parser.add_argument("--out", type=Path, help="folder to write, must not exist (default: RUN/artifact)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device to serve on (default: cpu)")

@@ -11,6 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
+from jfi.exit_codes import EXIT_CODES, run_command
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.json_lines import answer_lines
 from jfi.serving.scorer import Scorer
@@ -23,7 +24,9 @@ def positive(text: str) -> int:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--artifact", type=Path, required=True, help="folder written by examples/export.py")
     parser.add_argument(
         "--jsonl", action="store_true", help="read requests from stdin and write answers to stdout, one per line"
@@ -88,4 +91,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main, (ArtifactError,)))

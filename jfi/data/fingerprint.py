@@ -9,13 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
-from jfi.data.checked_json import checked_json, read_checked_json, writing_file
+from jfi.data.checked_json import checked_json, read_checked_json
 from jfi.data.columns import Categorical
 from jfi.data.config import DataConfig
 from jfi.data.dataset import InteractionDataset
 from jfi.data.labels import label_column
 from jfi.data.source import column_settings
 from jfi.data.splits import SPLITS
+from jfi.files import writing_file
 
 _FORMAT = "jfi data fingerprint 1"
 _BLOCK = 1 << 20

@@ -16,9 +16,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from jfi.data.checked_json import checked_json, read_checked_json, sha256_of, writing_folder
+from jfi.data.checked_json import checked_json, read_checked_json
 from jfi.data.errors import DataError
 from jfi.encoding import Vocabulary
+from jfi.files import sha256_of, writing_folder
 
 Role = Literal["user", "item", "history", "bucket"]
 Entity = Literal["user", "item", "event"]

@@ -1,9 +1,10 @@
-"""Checkpoints with torch.distributed.checkpoint that are complete or absent.
+"""Checkpoints that are complete or absent, and verified before anything is loaded.
 
 A checkpoint is a folder such as `epoch-0003-batch-0000120`: three finished epochs and 120 batches of the fourth. It is
 written under a name that begins with `.`, flushed to the disk, and then renamed, so a process that is killed at any
-time leaves either the folder or a hidden one that is ignored. It holds the tensors and `progress.json`, the progress of
-the loop. The processes of a run under torchrun write and read a checkpoint together, each its shards, and any number of
+time leaves either the folder or a hidden one that is ignored. It holds the tensors (see `jfi.training.tensor_files`),
+`progress.json`, the progress of the loop, and `SHA256SUMS`, the checksum of every file. Nothing in it is a pickle. The
+processes of a run under torchrun write, verify and read a checkpoint together, each its part, and any number of
 processes can read a checkpoint of any other number.
 """
 
@@ -19,15 +20,18 @@ from pathlib import Path
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from jfi.files import DamagedFileError, check_sum, naming, read_sums, sha256_of, sync, write_sums
+from jfi.training.config import ConfigError
 from jfi.training.distributed import World
+from jfi.training.tensor_files import INDEX, MismatchedCheckpointError, TensorLoadPlanner, TensorReader, TensorWriter
 
-
-class DamagedCheckpointError(Exception):
-    """A checkpoint that cannot be read; the message is one line."""
-
-
+PROGRESS = "progress.json"
 ALONE = World()
 _NAME = re.compile(r"epoch-\d+-batch-\d+")
+
+
+class DamagedCheckpointError(ConfigError):
+    """A checkpoint with a file that is missing or damaged; the message is one line that names it."""
 
 
 def checkpoint_name(epoch: int, batch: int) -> str:
@@ -44,14 +48,23 @@ def save_checkpoint(folder: Path, name: str, state: dict, progress: dict, world:
         state: nested dict of tensors.
         progress: a dict that JSON can represent.
         world: the processes that call this together.
+
+    Raises:
+        FloatingPointError: a tensor has a value that is not finite; nothing is written.
+        OSError: the storage is full or refuses; nothing is written.
     """
     unfinished = folder / f".{name}"
     if not world.on_first(lambda: _begin(unfinished, folder / name)):
         return
-    with _quietly():
-        writer = dcp.FileSystemWriter(unfinished, sync_files=True)
-        dcp.save(state, storage_writer=writer, process_group=world.control, no_dist=not world.launched)
-    world.on_first(lambda: _finish(unfinished, folder / name, progress))
+    writer = TensorWriter(unfinished)
+    try:
+        with naming(unfinished), _plainly():
+            dcp.save(state, storage_writer=writer, process_group=world.control, no_dist=not world.launched)
+        world.on_first(lambda: _finish(unfinished, folder / name, progress, writer.sums))
+    except Exception:
+        if world.is_first:  # gives the space back
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise
 
 
 def _begin(unfinished: Path, final: Path) -> bool:
@@ -59,18 +72,21 @@ def _begin(unfinished: Path, final: Path) -> bool:
     if final.exists():
         return False
     shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
+    if not final.parent.exists():
+        final.parent.mkdir(parents=True)
+        sync(final.parent.parent)
+    unfinished.mkdir()
     return True
 
 
-def _finish(unfinished: Path, final: Path, progress: dict) -> None:
-    with open(unfinished / "progress.json", "w") as file:
-        json.dump(progress, file, indent=1)
+def _finish(unfinished: Path, final: Path, progress: dict, sums: dict[str, str]) -> None:
+    with naming(final), open(unfinished / PROGRESS, "w") as file:
+        file.write(json.dumps(progress, indent=1))
         file.flush()
         os.fsync(file.fileno())
-    _sync_folder(unfinished)
+    write_sums(unfinished, {**sums, PROGRESS: sha256_of(unfinished / PROGRESS)})
     unfinished.rename(final)
-    _sync_folder(final.parent)
+    sync(final.parent)
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -79,27 +95,65 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def read_progress(path: Path) -> dict:
-    """The `progress` given to `save_checkpoint`."""
-    return json.loads((path / "progress.json").read_text())
+    """The `progress` given to `save_checkpoint`.
+
+    Raises:
+        DamagedCheckpointError: the file is missing or damaged.
+    """
+    try:
+        check_sum(path, PROGRESS, read_sums(path))
+        progress = json.loads((path / PROGRESS).read_text())
+    except DamagedFileError as fault:
+        raise DamagedCheckpointError(str(fault)) from None
+    except (ValueError, RecursionError):
+        progress = None
+    if not isinstance(progress, dict):
+        raise DamagedCheckpointError(f"{path / PROGRESS} is damaged: it is not a JSON object")
+    return progress
+
+
+def verify_checkpoint(path: Path, world: World = ALONE) -> None:
+    """Checks the SHA-256 of every file; the processes of `world` call it together and check a part each.
+
+    Raises:
+        DamagedCheckpointError: a file is missing or damaged.
+    """
+    fault: Exception | None = None
+    try:
+        sums = read_sums(path)
+        for name in (INDEX, PROGRESS, *sorted(sums.keys() - {INDEX, PROGRESS}))[world.rank :: world.size]:
+            check_sum(path, name, sums)
+    except (DamagedFileError, OSError) as error:
+        fault = error
+    faults = [fault for fault in world.gather(fault) if fault is not None]
+
+    def report() -> None:
+        for fault in faults:
+            raise DamagedCheckpointError(str(fault)) if isinstance(fault, DamagedFileError) else fault
+
+    world.on_first(report)
 
 
 def load_checkpoint(path: Path, state: dict, world: World = ALONE) -> None:
-    """Fills the tensors of `state` in place; its keys may be a subset of the saved ones.
+    """Fills the tensors of `state` in place, after every file is verified; its keys may be a subset of the saved ones.
 
     The processes of `world` call it together, each with its shards.
 
     Raises:
-        DamagedCheckpointError: a file is missing or damaged, or a tensor of `state` is not in the checkpoint.
+        DamagedCheckpointError: a file is missing or damaged.
+        MismatchedCheckpointError: a tensor of `state` is not in the checkpoint, or has another shape there.
     """
+    verify_checkpoint(path, world)
     try:
-        with _quietly():
-            reader = dcp.FileSystemReader(path)
-            dcp.load(state, storage_reader=reader, process_group=world.control, no_dist=not world.launched)
-    except (
-        CheckpointException,
-        Exception,
-    ) as error:  # CheckpointException is a BaseException
-        raise DamagedCheckpointError(f"the tensors in {path} are missing or damaged") from error
+        reader, planner = TensorReader(path), TensorLoadPlanner()
+        with _plainly():
+            dcp.load(
+                state, storage_reader=reader, planner=planner, process_group=world.control, no_dist=not world.launched
+            )
+    except MismatchedCheckpointError as fault:
+        raise MismatchedCheckpointError(f"{path}: {fault}") from None
+    except DamagedFileError as fault:
+        raise DamagedCheckpointError(str(fault)) from None
 
 
 def keep_checkpoints(folder: Path, names: set[str]) -> None:
@@ -112,21 +166,22 @@ def keep_checkpoints(folder: Path, names: set[str]) -> None:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
-    """Suppresses the warnings that there is no process group and that ShardedTensor is deprecated."""
+def _plainly() -> Iterator[None]:
+    """Raises the error of the first process that failed instead of DCP's CheckpointException.
+
+    Suppresses the warnings that there is no process group, that ShardedTensor is deprecated and that a mapped file is
+    not writable.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         warnings.filterwarnings("ignore", category=FutureWarning)
-        yield
+        try:
+            yield
+        except CheckpointException as failed:  # a BaseException
+            error, _ = failed.failures[min(failed.failures)]
+            raise error from None
 
 
 def _complete(folder: Path) -> list[Path]:
     return [path for path in folder.glob("epoch-*") if _NAME.fullmatch(path.name)]
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,19 +1,17 @@
 """Command lines of the examples: a YAML file, overrides of any field, and faults reported in one line.
 
-Exit codes: 0 success; 1 training diverged; 2 a fault in the config or the data, nothing written; 130 and 143 stopped by
-Ctrl-C (SIGINT) and SIGTERM, with the state saved.
+`jfi.exit_codes` has the exit codes.
 """
 
 import argparse
 import dataclasses
 import logging
-import os
 import re
-import sys
 import types
 import typing
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,11 +19,14 @@ import jsonargparse
 import yaml
 
 from jfi.data import DataError
+from jfi.exit_codes import EXIT_CODES, run_command, shorten
+from jfi.files import write_file
 from jfi.suggest import suggest
 from jfi.training.config import Config, ConfigError
-from jfi.training.interrupt import Interrupted
 
 _SECTIONS = {f.name: f.type for f in dataclasses.fields(Config)}
+#: Of a YAML file or value.
+_DEEPEST, _MOST_VALUES = 50, 100_000
 
 
 def parse_config(
@@ -52,7 +53,9 @@ def parse_config(
         (8, 3)
     """
     options = options or {}
-    parser = jsonargparse.ArgumentParser(description=description, exit_on_error=False, allow_abbrev=False)
+    parser = jsonargparse.ArgumentParser(
+        description=description, epilog=EXIT_CODES, exit_on_error=False, allow_abbrev=False
+    )
     parser.add_argument("--config", action="config", help="YAML file with any of the fields below")
     for name, settings in options.items():
         parser.add_argument(name, **settings)
@@ -63,7 +66,14 @@ def parse_config(
     file_parser.add_argument("--config")
     try:
         file, overrides = file_parser.parse_known_args(arguments)
+        option = "a value"
         for argument in overrides:
+            if argument.startswith("--"):
+                option, _, value = argument.partition("=")
+            else:
+                value = argument
+            with suppress(yaml.YAMLError):  # jsonargparse names the option of what is not YAML
+                _check_size(value, option)
             if argument.startswith("--"):
                 _check_option(argument.split("=")[0].removesuffix("+"), ["--config", "--help", *options])
         if file.config is not None:
@@ -87,37 +97,22 @@ def load_config(path: str | Path) -> Config:
 
 
 def save_config(config: Config, path: str | Path) -> None:
-    """Writes all fields, including defaults, as YAML."""
-    Path(path).write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True))
+    """Writes all fields, including defaults, as YAML; whole or not at all."""
+    write_file(Path(path), yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True))
 
 
-def run_cli(main: Callable[[], None]) -> int:
-    """Runs `main`; reports errors that a user can cause as one line on stderr, and returns the exit code.
-
-    Under torchrun one process per host writes the line.
-    """
+def run_cli(main: Callable[[], int | None]) -> int:
+    """`run_command` for a command with a config and data."""
     # TorchRec makes torch.fx of torch 2.13 log a warning, once per process.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-    try:
-        main()
-    except (ConfigError, DataError) as error:
-        line, code = f"error: {_one_line(str(error))}", 2
-    except FloatingPointError as error:
-        line, code = f"error: {error}", 1
-    except Interrupted as stop:
-        line, code = str(stop), stop.exit_code
-    except KeyboardInterrupt:
-        line, code = "stopped", 130
-    else:
-        return 0
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(line, file=sys.stderr)
-    return code
+    return run_command(main, (ConfigError, DataError))
 
 
 def _check_file(path: str) -> None:
     try:
-        tree = yaml.safe_load(Path(path).read_text())
+        text = Path(path).read_text()
+        _check_size(text, path)
+        tree = yaml.safe_load(text)
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror or error}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -125,6 +120,31 @@ def _check_file(path: str) -> None:
         place = f"{path}:{mark.line + 1}" if mark else path
         raise ConfigError(f"{place}: not YAML: {getattr(error, 'problem', error)}") from None
     _check_keys(tree, Config, path, "")
+
+
+def _check_size(text: str, place: str) -> None:
+    """Raises ConfigError for YAML that is too deep or too large to be a config, before anybody builds objects of it.
+
+    The parser's events are counted, which takes no recursion; an alias counts as all that it stands for.
+    """
+    sizes: dict[str, int] = {}  # by anchor
+    counts, anchors = [0], [None]  # of the collections that are open
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, (yaml.SequenceStartEvent, yaml.MappingStartEvent)):
+            counts.append(1)
+            anchors.append(event.anchor)
+        elif isinstance(event, (yaml.SequenceEndEvent, yaml.MappingEndEvent)):
+            size, anchor = counts.pop(), anchors.pop()
+            counts[-1] += size
+            sizes[anchor] = size
+        elif isinstance(event, yaml.AliasEvent):
+            counts[-1] += sizes.get(event.anchor, _MOST_VALUES)  # an alias of what is around it has no end
+        elif isinstance(event, yaml.ScalarEvent):
+            counts[-1] += 1
+            sizes[event.anchor] = 1
+        if len(counts) > _DEEPEST or counts[-1] > _MOST_VALUES:
+            what = f"nested over {_DEEPEST} deep" if len(counts) > _DEEPEST else f"over {_MOST_VALUES:,} values"
+            raise ConfigError(f"{place}: {what}, which no config is")
 
 
 def _check_keys(tree: object, section: type, path: str, prefix: str) -> None:
@@ -178,8 +198,4 @@ def _leaves(section: type, prefix: str = "") -> Iterator[str]:
 
 
 def _tidy(message: str) -> str:
-    return _one_line(re.sub(r"<class '(\w+)'>", r"\1", message).replace("Parser key ", "").replace("typing.", ""))
-
-
-def _one_line(message: str) -> str:
-    return " ".join(message.split())
+    return shorten(re.sub(r"<class '(\w+)'>", r"\1", message).replace("Parser key ", "").replace("typing.", ""))

@@ -32,6 +32,7 @@ from jfi.training.checkpoint import (
     keep_checkpoints,
     load_checkpoint,
     save_checkpoint,
+    verify_checkpoint,
 )
 from jfi.training.config import Config, ConfigError
 from jfi.training.distributed import World
@@ -133,7 +134,10 @@ class Trainer:
         try:
             load_checkpoint(path, state, self.world)
         except DamagedCheckpointError as fault:
-            raise ConfigError(f"--resume {run.path}: {fault}; remove that checkpoint to continue without it") from fault
+            raise ConfigError(f"--resume {run.path}: {fault}; remove that checkpoint to continue without it") from None
+        best = run.checkpoints / checkpoint_name(progress.best_epoch, 0)
+        if progress.best_epoch and best != path:
+            verify_checkpoint(best, self.world)  # now, rather than at the end of the training
         self._load_modules(state)
         self.optimizer.load_state_dict(state["optimizer"])
         if self.world.is_first:
@@ -264,10 +268,7 @@ class Trainer:
         self.window.zero_()
         loss, mean_label = loss / samples, labels / samples
         step = self.progress.step
-        if not math.isfinite(loss):
-            raise FloatingPointError(
-                f"the loss is {loss} at step {step}; lower the learning rates (optimizer.*.learning_rate)"
-            )
+        self._check_finite(loss)
         metrics = {"loss": loss, "ne": normalized_entropy(loss, mean_label)}
         recorder.metrics("train", self.progress.epoch + 1, step, metrics)
         return samples
@@ -338,10 +339,23 @@ class Trainer:
             "window": self.world.sum(self.window),
         }
 
+    def _check_finite(self, loss: float, fault: str = "") -> None:
+        """Raises FloatingPointError if training has diverged."""
+        if fault or not math.isfinite(loss):
+            raise FloatingPointError(
+                f"{fault or f'the loss is {loss}'} at step {self.progress.step}; lower the learning rates "
+                "(optimizer.*.learning_rate)"
+            )
+
     def _save(self, run: RunFolder, recorder: Recorder) -> None:
-        progress = self.progress
-        progress.log_length = recorder.length()
+        progress, state = self.progress, self._state()
+        self._check_finite(state["window"][0].item())
+        progress.log_length, progress.log_sha256 = recorder.length(), recorder.sha256()
+        progress.config = asdict(self.config)
         name = checkpoint_name(progress.epoch, progress.batch)
-        save_checkpoint(run.checkpoints, name, self._state(), asdict(progress), self.world)
+        try:
+            save_checkpoint(run.checkpoints, name, state, asdict(progress), self.world)
+        except FloatingPointError as fault:  # the last step's update, which no loss has shown yet
+            self._check_finite(math.nan, str(fault))
         best = checkpoint_name(progress.best_epoch, 0)
         self.world.on_first(lambda: keep_checkpoints(run.checkpoints, {name, best}))

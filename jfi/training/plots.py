@@ -12,6 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from jfi.data import Batch, DataSchema, InteractionDataset
 from jfi.data.config import HISTORY
+from jfi.files import writing_file
 from jfi.models import SequenceDLRM
 
 _SPLIT_COLORS = {"train": "#9ab3c9", "validation": "#0b5394", "test": "#cc4125"}
@@ -55,7 +56,8 @@ def draw_curves(log: list[dict], monitor: str, path: Path) -> None:
     figure.suptitle(
         f"best epoch by validation {monitor}: {test['epoch']} (dashed); the star is the test split with its parameters"
     )
-    figure.savefig(path, dpi=110)
+    with writing_file(path) as unfinished:
+        figure.savefig(unfinished, format="png", dpi=110)
 
 
 @dataclass
@@ -93,7 +95,8 @@ def draw_attention(model: SequenceDLRM, dataset: InteractionDataset, device: tor
     keys.append(Line2D([], [], color="0.3", linestyle=":", label="equal weights"))
     figure.legend(handles=keys, loc="outside lower center", ncols=heads + 1)
     figure.suptitle("Attention of the target to the events of its history: weight by head", fontsize=14)
-    figure.savefig(path, dpi=100)
+    with writing_file(path) as unfinished:
+        figure.savefig(unfinished, format="png", dpi=100)
 
 
 def _draw_sample(axes: Axes, sample: _Sample) -> None:

@@ -1,11 +1,22 @@
 """The progress of a run, which a checkpoint stores beside the tensors."""
 
+import dataclasses
+import hashlib
+import json
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from jfi.training.checkpoint import latest_checkpoint, read_progress
-from jfi.training.config import ConfigError
+from jfi.training.checkpoint import (
+    PROGRESS,
+    DamagedCheckpointError,
+    checkpoint_name,
+    latest_checkpoint,
+    read_progress,
+)
+from jfi.training.config import Config, ConfigError
+from jfi.training.recorder import parse_metrics
 from jfi.training.run_folder import RunFolder
 
 
@@ -20,8 +31,10 @@ class Progress:
         best_epoch: the epoch with the best validation metric, counted from 1; 0 before the first.
         best: its metric, with the sign that makes a larger value better.
         log_length: bytes of metrics.jsonl.
+        log_sha256: SHA-256 of these bytes.
         train_seconds: time spent in training steps.
         world_size: number of processes; 0 for a run without torchrun.
+        config: all fields of the config.
     """
 
     epoch: int = 0
@@ -30,23 +43,84 @@ class Progress:
     best_epoch: int = 0
     best: float = -math.inf
     log_length: int = 0
+    log_sha256: str = hashlib.sha256().hexdigest()
     train_seconds: float = 0.0
     world_size: int = 0
+    config: dict = field(default_factory=dict)
 
 
 def last_progress(run: RunFolder) -> tuple[Path | None, Progress]:
     """The last complete checkpoint of `run`, or None, and its progress.
 
     Raises:
-        ConfigError: its progress.json is missing or damaged, or metrics.jsonl is shorter than at the checkpoint.
+        ConfigError: its progress.json is missing or damaged, or metrics.jsonl is not what it was at the checkpoint.
     """
     path = latest_checkpoint(run.checkpoints)
     if path is None:
         return None, Progress()
     try:
-        progress = Progress(**read_progress(path))
-    except (OSError, TypeError, ValueError):
-        fault = f"{path / 'progress.json'} is missing or damaged; remove that checkpoint to continue without it"
-        raise ConfigError(f"--resume {run.path}: {fault}") from None
-    run.check_metrics(progress.log_length)
+        progress = _parse(path / PROGRESS, read_progress(path))
+    except DamagedCheckpointError as fault:
+        raise ConfigError(f"--resume {run.path}: {fault}; remove that checkpoint to continue without it") from None
+    _check_metrics(run, progress)
     return path, progress
+
+
+def check_config(run: RunFolder, config: Config) -> None:
+    """Raises ConfigError if the config of the run's config.yaml has changed since the last checkpoint.
+
+    The run folder may have moved.
+    """
+    path, progress = last_progress(run)
+    if path is None:
+        return
+    changes = list(_changes(progress.config, config))
+    if changes:
+        raise ConfigError(
+            f"--resume {run.path}: {run.config} has changed since the checkpoint: {', '.join(changes)}; restore it, or "
+            "continue with the new values: --config-changed accept"
+        )
+
+
+def _changes(old: dict, section: object, prefix: str = "") -> Iterator[str]:
+    """The fields of the dataclass `section` that differ from `old`, which may be of another version of jfi."""
+    for name in [item.name for item in dataclasses.fields(section) if item.name in old]:
+        value, key = getattr(section, name), f"{prefix}{name}"
+        if dataclasses.is_dataclass(value):
+            yield from _changes(old[name], value, f"{key}.")
+        elif key != "training.run_dir":
+            was, now = json.dumps(old[name]), json.dumps(dataclasses.asdict(section)[name])
+            if was != now:
+                yield f"{key} was {was} and is {now}"
+
+
+def _parse(path: Path, values: dict) -> Progress:
+    kinds = {item.name: item.type for item in dataclasses.fields(Progress)}
+    for name, value in values.items():
+        kind = kinds.get(name)
+        if kind is None:
+            raise DamagedCheckpointError(f"{path} is damaged: {name} is not known")
+        fits = type(value) is kind or (kind is float and type(value) is int)
+        if not fits or (kind is int and value < 0):
+            raise DamagedCheckpointError(f"{path} is damaged: {name} is {value!r}, must be of type {kind.__name__}")
+    progress = Progress(**values)
+    if checkpoint_name(progress.epoch, progress.batch) != path.parent.name or progress.best_epoch > progress.epoch:
+        raise DamagedCheckpointError(f"{path} is damaged: it is not of a checkpoint of this name")
+    return progress
+
+
+def _check_metrics(run: RunFolder, progress: Progress) -> None:
+    length = progress.log_length
+    content = b""
+    if run.metrics.is_file():
+        with run.metrics.open("rb") as file:
+            content = file.read(length)
+    if len(content) < length:
+        raise ConfigError(
+            f"--resume {run.path}: {run.metrics} is missing or shorter than the {length} bytes in the checkpoint"
+        )
+    if hashlib.sha256(content).hexdigest() != progress.log_sha256:
+        parse_metrics(run.metrics, content)  # names the line if it is no JSON
+        raise ConfigError(
+            f"--resume {run.path}: the first {length} bytes of {run.metrics} are not those at the checkpoint"
+        )

@@ -1,10 +1,13 @@
 """Records the metrics of a run, in `metrics.jsonl` and for TensorBoard."""
 
+import hashlib
 import json
 import math
 import os
 from pathlib import Path
 
+from jfi.files import naming
+from jfi.training.config import ConfigError
 from jfi.training.run_folder import RunFolder
 
 
@@ -23,8 +26,10 @@ class Recorder:
         # Imported here: it takes seconds, and faults in the input should be reported before.
         from torch.utils.tensorboard import SummaryWriter
 
+        self._path = run.metrics
         run.metrics.touch()
         self._file = run.metrics.open("r+b")
+        self._digest = hashlib.sha256(self._file.read(length))
         self._file.truncate(length)
         self._file.seek(length)
         self._board = SummaryWriter(str(run.tensorboard), purge_step=step)
@@ -40,8 +45,11 @@ class Recorder:
         """Appends a line; a metric that is not finite becomes null."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         record = {"split": split, "epoch": epoch, "step": step, **finite}
-        self._file.write((json.dumps(record) + "\n").encode())
-        self._file.flush()
+        line = (json.dumps(record) + "\n").encode()
+        with naming(self._path):
+            self._file.write(line)
+            self._file.flush()
+        self._digest.update(line)
         for name, value in metrics.items():
             self._board.add_scalar(f"{name}/{split}", value, step)
 
@@ -51,8 +59,13 @@ class Recorder:
 
     def length(self) -> int:
         """Flushes metrics.jsonl to the disk and returns its length in bytes."""
-        os.fsync(self._file.fileno())
+        with naming(self._path):
+            os.fsync(self._file.fileno())
         return self._file.tell()
+
+    def sha256(self) -> str:
+        """The checksum of metrics.jsonl, in hexadecimal."""
+        return self._digest.hexdigest()
 
 
 class SilentRecorder:
@@ -73,7 +86,28 @@ class SilentRecorder:
     def length(self) -> int:
         return 0
 
+    def sha256(self) -> str:
+        return ""
+
 
 def read_metrics(path: Path) -> list[dict]:
-    """The lines of a `metrics.jsonl`."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """The lines of a `metrics.jsonl`.
+
+    Raises:
+        ConfigError: a line is damaged; the message names the file and the line.
+    """
+    return parse_metrics(path, path.read_bytes())
+
+
+def parse_metrics(path: Path, content: bytes) -> list[dict]:
+    """The lines of a `metrics.jsonl` of this content; `path` is for messages. Raises as `read_metrics`."""
+    records = []
+    for number, line in enumerate(content.split(b"\n")[:-1], 1):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if not isinstance(record, dict) or not {"split", "epoch", "step"} <= record.keys():
+            raise ConfigError(f"{path}:{number}: damaged, not a line of metrics")
+        records.append(record)
+    return records

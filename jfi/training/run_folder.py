@@ -7,13 +7,16 @@ checkpoints/    the last and the best checkpoint, see `jfi.training.checkpoint`
 tensorboard/    the same metrics, and the speed, for TensorBoard
 curves.png      metrics over the epochs
 attention.png   the attention of a few test samples, unless none of them has a history
+.lock           held by the process that writes the run, see `jfi.training.run_lock`
 """
 
 from datetime import datetime
 from pathlib import Path
 
+from jfi.files import unfinished_name
 from jfi.training.cli import load_config, save_config
 from jfi.training.config import Config, ConfigError
+from jfi.training.run_lock import LOCK
 
 
 class RunFolder:
@@ -30,13 +33,13 @@ class RunFolder:
         self.attention = path / "attention.png"
 
     @classmethod
-    def create(cls, config: Config) -> "RunFolder":
-        """Makes the folder of `config.training.run_dir` and writes the config into it.
+    def create(cls, config: Config, path: Path | None = None) -> "RunFolder":
+        """Makes the folder `path`, or else of `config.training.run_dir`, and writes the config into it.
 
         Raises:
             ConfigError: the folder is not empty.
         """
-        path = Path(config.training.run_dir or new_run_dir())
+        path = path or Path(config.training.run_dir or new_run_dir())
         check_new(path)
         path.mkdir(parents=True, exist_ok=True)
         run = cls(path)
@@ -64,17 +67,6 @@ class RunFolder:
             return False
         return load_config(cls(Path(path)).config) == config
 
-    def check_metrics(self, length: int) -> None:
-        """Checks that metrics.jsonl has the `length` bytes that it had at a checkpoint.
-
-        Raises:
-            ConfigError: it is missing or too short.
-        """
-        if (self.metrics.stat().st_size if self.metrics.is_file() else 0) < length:
-            raise ConfigError(
-                f"--resume {self.path}: {self.metrics} is missing or shorter than the {length} bytes in the checkpoint"
-            )
-
 
 def new_run_dir(prefix: str = "") -> str:
     """`runs/<prefix><date>-<time>`."""
@@ -82,6 +74,7 @@ def new_run_dir(prefix: str = "") -> str:
 
 
 def check_new(path: Path) -> None:
-    """Raises ConfigError if `path` is not a new or empty folder."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    """Raises ConfigError if `path` is not a new or empty folder, but for what a process leaves that died at once."""
+    begun = {LOCK, unfinished_name(RunFolder(path).config).name}
+    if path.exists() and (not path.is_dir() or any(entry.name not in begun for entry in path.iterdir())):
         raise ConfigError(f"training.run_dir: {path} is not empty; name a new folder, or continue with --resume {path}")

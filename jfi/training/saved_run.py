@@ -55,9 +55,11 @@ class BestEpoch:
         if last is None:
             raise ConfigError(f"run {path}: the run has no checkpoint yet")
         try:
-            best = run.checkpoints / checkpoint_name(read_progress(last)["best_epoch"], 0)
-        except (OSError, KeyError, ValueError):
-            raise ConfigError(f"run {path}: {last / 'progress.json'} is missing or damaged") from None
+            best = run.checkpoints / checkpoint_name(int(read_progress(last)["best_epoch"]), 0)
+        except DamagedCheckpointError as fault:
+            raise ConfigError(f"run {path}: {fault}") from None
+        except (KeyError, TypeError, ValueError):
+            raise ConfigError(f"run {path}: {last / 'progress.json'} is damaged") from None
         if not best.is_dir():
             raise ConfigError(f"run {path}: the run has not finished an epoch yet")
         module, prefix = ("model", "") if config.optimizer.average is None else ("average", "module.")

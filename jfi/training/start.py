@@ -3,13 +3,16 @@
 import dataclasses
 import os
 from pathlib import Path
+from typing import Literal
 
 from jfi.data import InteractionDataset, load_dataset
 from jfi.training.config import Config
 from jfi.training.distributed import World, join_world
 from jfi.training.loop import Result, Trainer
+from jfi.training.progress import check_config
 from jfi.training.run_data import DataChanged, load_data, save_data
-from jfi.training.run_folder import RunFolder, check_new
+from jfi.training.run_folder import RunFolder, check_new, new_run_dir
+from jfi.training.run_lock import writing_run
 
 
 def train(config: Config, dataset: InteractionDataset | None = None) -> Result:
@@ -34,15 +37,22 @@ def train(config: Config, dataset: InteractionDataset | None = None) -> Result:
         begun = world.launched and world.on_first(lambda: RunFolder.holds(config))
         if not begun and run_dir is not None:
             world.on_first(lambda: check_new(Path(run_dir)))
-        if begun:
-            return _continue(RunFolder(Path(run_dir)), config, world, "refuse")
-        dataset = load_dataset(config.data) if dataset is None else dataset
-        trainer = Trainer(config, dataset, world, config.training.warm_start)
-        run = world.on_first(lambda: _create(config, dataset))
-        return trainer.fit(run)
+        path = world.on_first(lambda: Path(run_dir or new_run_dir()))
+        with writing_run(path, world):
+            if begun:
+                return _continue(RunFolder(path), config, world, "refuse")
+            dataset = load_dataset(config.data) if dataset is None else dataset
+            trainer = Trainer(config, dataset, world, config.training.warm_start)
+            run = world.on_first(lambda: _create(config, path, dataset))
+            return trainer.fit(run)
 
 
-def resume(run_dir: str | Path, data_changed: DataChanged = "refuse") -> Result:
+def resume(
+    run_dir: str | Path,
+    *,
+    data_changed: DataChanged = "refuse",
+    config_changed: Literal["refuse", "accept"] = "refuse",
+) -> Result:
     """Continues the run in `run_dir` from its last complete checkpoint, or from the start if there is none.
 
     It encodes the data with the vocabularies, quantiles and means that the run has learnt at its start.
@@ -51,19 +61,22 @@ def resume(run_dir: str | Path, data_changed: DataChanged = "refuse") -> Result:
         run_dir: the run folder.
         data_changed: "refuse" raises an error if rows, values or splits are not those that the run was started with;
             "accept" goes on with the data as it is now. A value that the run does not know counts as unknown.
+        config_changed: whether to go on if config.yaml was changed since the checkpoint, with what it says now.
 
     Raises:
-        ConfigError, DataError: as `train`; also if `run_dir` is not a run folder, or is a damaged one, or if the data
-            has changed.
+        ConfigError, DataError: as `train`; also if `run_dir` is not a run folder, or is a damaged one, if the data or
+            the config has changed, or if another process writes the run.
         FloatingPointError, Interrupted: as `train`.
     """
     run, config = RunFolder.open(run_dir)
-    with join_world(config.training.device) as world:
+    with join_world(config.training.device) as world, writing_run(run.path, world):
+        if config_changed != "accept":
+            world.on_first(lambda: check_config(run, config))
         return _continue(run, config, world, data_changed)
 
 
-def _create(config: Config, dataset: InteractionDataset) -> RunFolder:
-    run = RunFolder.create(config)
+def _create(config: Config, path: Path, dataset: InteractionDataset) -> RunFolder:
+    run = RunFolder.create(config, path)
     save_data(run, dataset, config)
     return run
 

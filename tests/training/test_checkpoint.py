@@ -1,8 +1,18 @@
+import json
+import math
+import os
+import pickle
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
+from jfi.files import sha256_of, write_sums
 from jfi.training import checkpoint
 from jfi.training.checkpoint import (
+    DamagedCheckpointError,
+    MismatchedCheckpointError,
     checkpoint_name,
     keep_checkpoints,
     latest_checkpoint,
@@ -35,7 +45,7 @@ def test_latest_is_the_furthest(tmp_path):
     assert latest_checkpoint(tmp_path).name == checkpoint_name(10, 3)
 
 
-@pytest.mark.parametrize("stage", ["_sync_folder", "json.dump"])
+@pytest.mark.parametrize("stage", ["training.tensor_files.sha256_of", "training.checkpoint.json.dumps", "files.sync"])
 def test_death_before_the_rename_leaves_no_checkpoint(tmp_path, monkeypatch, stage):
     save_checkpoint(tmp_path, checkpoint_name(1, 0), state(1.0), {})
 
@@ -43,7 +53,7 @@ def test_death_before_the_rename_leaves_no_checkpoint(tmp_path, monkeypatch, sta
         raise SystemExit("killed")
 
     with monkeypatch.context() as patched:
-        patched.setattr(f"jfi.training.checkpoint.{stage}", die)
+        patched.setattr(f"jfi.{stage}", die)
         with pytest.raises(SystemExit):
             save_checkpoint(tmp_path, checkpoint_name(2, 0), state(2.0), {})
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == [f".{checkpoint_name(2, 0)}"]
@@ -81,3 +91,154 @@ def test_a_present_checkpoint_is_not_written_again(tmp_path):
     before = (tmp_path / checkpoint_name(1, 0)).stat().st_mtime_ns
     save_checkpoint(tmp_path, checkpoint_name(1, 0), state(1.0), {})
     assert (tmp_path / checkpoint_name(1, 0)).stat().st_mtime_ns == before
+
+
+def test_tensors_of_every_type_and_shape_are_as_they_were(tmp_path):
+    saved = {
+        "bfloat16": torch.randn(3, 5).bfloat16(),
+        "half": torch.randn(7).half(),
+        "bool": torch.tensor([True, False, True]),
+        "int64": torch.tensor(2**62 + 1),
+        "uint8": torch.arange(5, dtype=torch.uint8),
+        "float64": torch.randn(2, 3, dtype=torch.float64),
+        "empty": torch.empty(0, 4),
+        "transposed": torch.randn(4, 3).T,
+        "nested": {"name": torch.randn(1)},
+    }
+    save_checkpoint(tmp_path, checkpoint_name(1, 0), saved, {})
+    filled = {name: torch.zeros_like(tensor) for name, tensor in saved.items() if name != "nested"}
+    filled["nested"] = {"name": torch.zeros(1)}
+    load_checkpoint(tmp_path / checkpoint_name(1, 0), filled)
+    for name, tensor in saved.items():
+        if name != "nested":
+            assert torch.equal(filled[name], tensor) and filled[name].dtype == tensor.dtype
+    assert torch.equal(filled["nested"]["name"], saved["nested"]["name"])
+
+
+def test_the_tensors_are_safetensors_files(tmp_path):
+    """Read here by what the format's description says: no gaps, aligned, all bytes in use."""
+    save_checkpoint(tmp_path, checkpoint_name(1, 0), {**state(4.0), "half": torch.ones(3).half()}, {})
+    content = (tmp_path / checkpoint_name(1, 0) / "rank-0.safetensors").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
+    assert length % 8 == 0
+    weight = header["model.weight"]
+    assert (weight["dtype"], weight["shape"]) == ("F32", [3, 2])
+    begin, end = weight["data_offsets"]
+    assert torch.equal(torch.frombuffer(bytearray(data[begin:end]), dtype=torch.float32), torch.full((6,), 4.0))
+    spans = sorted(tensor["data_offsets"] for tensor in header.values())
+    assert [begin for begin, _ in spans] == [0, *(end for _, end in spans[:-1])] and spans[-1][1] == len(data)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_tensor_that_is_not_finite_is_never_saved(tmp_path, value):
+    save_checkpoint(tmp_path, checkpoint_name(1, 0), state(1.0), {})
+    diverged = state(2.0)
+    diverged["model"]["weight"][1, 1] = value
+    with pytest.raises(FloatingPointError, match=r"^model\.weight is not finite$"):
+        save_checkpoint(tmp_path, checkpoint_name(2, 0), diverged, {})
+    assert [path.name for path in tmp_path.iterdir()] == [checkpoint_name(1, 0)]
+
+
+def test_a_model_of_another_shape_is_not_called_damage(tmp_path):
+    save_checkpoint(tmp_path, checkpoint_name(1, 0), state(1.0), {})
+    path = latest_checkpoint(tmp_path)
+    other = state(0.0)
+    other["model"]["weight"] = torch.zeros(4, 2)
+    with pytest.raises(
+        MismatchedCheckpointError, match=r"model\.weight has the shape \(3, 2\) in the checkpoint and \(4, 2\)"
+    ):
+        load_checkpoint(path, other)
+    with pytest.raises(MismatchedCheckpointError, match=r"the checkpoint has no tensor model\.bias"):
+        load_checkpoint(path, {"model": {"bias": torch.zeros(3)}})
+
+
+def test_what_is_no_tensor_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="tensors only; model is none"):
+        save_checkpoint(tmp_path, checkpoint_name(1, 0), {"model": "a text"}, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+class Evil:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self):
+        return os.mkdir, ("ran",)
+
+
+def forge(folder: Path, **files: bytes) -> None:
+    """Writes files into a checkpoint with the checksums that they need."""
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    write_sums(folder, {path.name: sha256_of(path) for path in folder.iterdir() if path.name[0] not in ".S"})
+
+
+def test_a_checkpoint_of_torch_with_code_in_its_metadata_is_refused_and_runs_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / checkpoint_name(1, 0)
+    dcp.save(state(1.0), storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+    forge(path, **{".metadata": pickle.dumps(Evil()), "progress.json": b"{}"})
+    with pytest.raises(DamagedCheckpointError, match=r"SHA256SUMS does not list tensors\.json"):
+        load_checkpoint(path, state(0.0))
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(dcp.api.CheckpointException):
+        dcp.load(state(0.0), storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    assert (tmp_path / "ran").exists()  # torch's reader runs it
+
+
+@pytest.mark.parametrize("name", ["tensors.json", "progress.json", "rank-0.safetensors", ".metadata"])
+def test_code_in_any_file_with_a_matching_checksum_does_not_run(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    save_checkpoint(tmp_path, checkpoint_name(1, 0), state(1.0), {})
+    path = latest_checkpoint(tmp_path)
+    forge(path, **{name: pickle.dumps(Evil())})
+    if name == ".metadata":  # a file that nobody reads
+        load_checkpoint(path, state(0.0))
+    else:
+        with pytest.raises(DamagedCheckpointError, match=r"(tensors|progress)\.json is damaged"):
+            read_progress(path)
+            load_checkpoint(path, state(0.0))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_nothing_is_unpickled(tmp_path, monkeypatch):
+    save_checkpoint(tmp_path, checkpoint_name(1, 0), state(1.0), {"epoch": 1})
+
+    def refuse(*_, **__):
+        raise AssertionError("unpickled")
+
+    for module, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")):
+        monkeypatch.setattr(module, name, refuse)
+    filled = state(0.0)
+    load_checkpoint(latest_checkpoint(tmp_path), filled)
+    assert read_progress(latest_checkpoint(tmp_path)) == {"epoch": 1}
+    assert filled["model"]["weight"][0, 0] == 1.0
+
+
+CHUNK = {"offsets": [0, 0], "shape": [3, 2], "file": "rank-0.safetensors", "begin": 0}
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        {"chunks": [{**CHUNK, "file": "../rank-0.safetensors"}]},
+        {"chunks": [{**CHUNK, "file": "/etc/passwd"}]},
+        {"chunks": [{**CHUNK, "begin": 10**9}]},
+        {"chunks": [{**CHUNK, "begin": -8}]},
+        {"chunks": [{**CHUNK, "begin": True}]},
+        {"chunks": [{**CHUNK, "offsets": [1, 0]}]},
+        {"chunks": [{**CHUNK, "shape": [2, 2]}]},
+        {"chunks": []},
+        {"dtype": "object"},
+        {"shape": [3, 2, 1]},
+        {"shape": [10**30]},
+    ],
+)
+def test_an_index_that_was_forged_is_refused(tmp_path, tensor):
+    save_checkpoint(tmp_path, checkpoint_name(1, 0), state(1.0), {})
+    path = latest_checkpoint(tmp_path)
+    index = json.loads((path / "tensors.json").read_text())
+    index["model.weight"] = {**index["model.weight"], **tensor}
+    forge(path, **{"tensors.json": json.dumps(index).encode()})
+    with pytest.raises(DamagedCheckpointError, match=r"tensors\.json is damaged$"):
+        load_checkpoint(path, state(0.0))

@@ -2,6 +2,7 @@ import dataclasses
 import runpy
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -162,12 +163,64 @@ def test_wrong_file(yaml_file, text, parts):
     assert all(part in message for part in parts), message
 
 
+DEEP = 20_000
+LAUGHS = "&a0 [lol]" + "".join(f", &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30))
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("[" * DEEP, "nested over 50 deep"),
+        ("data:\n  interactions: " + "[" * DEEP + "]" * DEEP, "nested over 50 deep"),
+        ("data:\n  interactions: " + "{a: " * DEEP + "}" * DEEP, "nested over 50 deep"),
+        ("\n".join(" " * n + "a:" for n in range(3000)), "nested over 50 deep"),
+        ("- " * DEEP + "a", "nested over 50 deep"),
+        (f"data:\n  interactions: [{LAUGHS}]\n", "over 100,000 values"),
+        (f"data: [{LAUGHS}]\n", "over 100,000 values"),
+        (f"data:\n  separators: {{a: [{LAUGHS}]}}\n", "over 100,000 values"),
+        ("data: &self\n  interactions: *self\n", "over 100,000 values"),
+        ("data:\n  item_categorical: [" + "a, " * 200_000 + "a]\n", "over 100,000 values"),
+    ],
+)
+def test_yaml_that_is_a_bomb_is_refused_quickly(yaml_file, text, part):
+    path, started = yaml_file(text), time.process_time()
+    assert fault("--config", path) == f"{path}: {part}, which no config is"
+    if len(text) < 2 * DEEP:
+        assert fault("--data.interactions", text) == f"--data.interactions: {part}, which no config is"
+        assert fault(f"--data.interactions={text}") == f"--data.interactions: {part}, which no config is"
+    assert time.process_time() - started < 20
+
+
+def test_an_alias_of_a_small_value_is_fine(yaml_file):
+    path = yaml_file("data:\n  user_categorical: &columns [a, b]\n  item_categorical: *columns\n")
+    assert parse("--config", path).data.item_categorical == ["a", "b"]
+
+
+def test_a_message_with_a_large_value_is_short(yaml_file):
+    path = yaml_file("data:\n  interactions: [" + "word, " * 20_000 + "word]\n")
+    assert len(fault("--config", path)) <= 500
+
+
+def test_a_saved_config_is_whole_or_not_there(tmp_path, monkeypatch):
+    save_config(Config(), tmp_path / "config.yaml")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    for name in ("config.yaml", "other.yaml"):
+        with pytest.raises(OSError, match="No space"):
+            save_config(Config().with_training(seed=3), tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+    assert load_config(tmp_path / "config.yaml") == Config()
+
+
 def test_help_lists_every_field(capsys):
     with pytest.raises(SystemExit) as stop:
         parse("--help")
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    assert "--config" in text
+    assert "--config" in text and "4: out of memory" in text
     for name in (
         "--model.pooling",
         "--encoder.num_layers",

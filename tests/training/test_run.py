@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from jfi.data import DataConfig, SyntheticConfig, load_dataset
 from jfi.training import (
@@ -28,11 +27,12 @@ from jfi.training import (
     train,
 )
 from jfi.training.build import build_model, build_optimizer
-from jfi.training.checkpoint import latest_checkpoint
+from jfi.training.checkpoint import latest_checkpoint, load_checkpoint
 from jfi.training.cli import load_config, save_config
 from jfi.training.distributed import World
 from jfi.training.loop import Trainer
 from jfi.training.recorder import read_metrics
+from jfi.training.tensor_files import TensorReader
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,9 +52,9 @@ def tiny(run_dir: Path | None, **training: object) -> Config:
 def saved_tensors(run_dir: Path) -> dict[str, torch.Tensor]:
     """Every tensor of the last checkpoint."""
     path = latest_checkpoint(run_dir / "checkpoints")
-    keys = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    keys = TensorReader(path).metadata.state_dict_metadata
     tensors = {key: torch.empty(meta.size, dtype=meta.properties.dtype) for key, meta in keys.items()}
-    dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    load_checkpoint(path, tensors)
     return tensors
 
 
@@ -309,13 +309,14 @@ def test_resume_needs_a_run(tmp_path):
             lambda run: os.truncate(run / "metrics.jsonl", 10),
             r"metrics\.jsonl is missing or shorter than the \d+ bytes",
         ),
-        (lambda run: progress_file(run).unlink(), r"progress\.json is missing or damaged"),
-        (lambda run: progress_file(run).write_text("{"), r"progress\.json is missing or damaged"),
-        (lambda run: progress_file(run).write_text('{"a": 1}'), r"progress\.json is missing or damaged"),
-        (lambda run: tensor_file(run).unlink(), r"the tensors in \S+ are missing or damaged"),
-        (lambda run: os.truncate(tensor_file(run), 100), r"the tensors in \S+ are missing or damaged"),
-        (lambda run: tensor_file(run).write_bytes(b"x" * 10_000), r"the tensors in \S+ are missing or damaged"),
-        (lambda run: (tensor_file(run).parent / ".metadata").unlink(), r"the tensors in \S+ are missing or damaged"),
+        (lambda run: progress_file(run).unlink(), r"progress\.json is missing"),
+        (lambda run: progress_file(run).write_text("{"), r"progress\.json is damaged"),
+        (lambda run: progress_file(run).write_text('{"a": 1}'), r"progress\.json is damaged"),
+        (lambda run: tensor_file(run).unlink(), r"rank-0\.safetensors is missing"),
+        (lambda run: os.truncate(tensor_file(run), 100), r"rank-0\.safetensors is damaged"),
+        (lambda run: tensor_file(run).write_bytes(b"x" * 10_000), r"rank-0\.safetensors is damaged"),
+        (lambda run: (tensor_file(run).parent / "tensors.json").unlink(), r"tensors\.json is missing"),
+        (lambda run: (tensor_file(run).parent / "SHA256SUMS").unlink(), r"SHA256SUMS is missing"),
     ],
 )
 def test_resume_of_a_damaged_run_is_refused(finished, tmp_path, damage, message):
@@ -333,7 +334,7 @@ def progress_file(run: Path) -> Path:
 
 
 def tensor_file(run: Path) -> Path:
-    return next(latest_checkpoint(run / "checkpoints").glob("*.distcp"))
+    return next(latest_checkpoint(run / "checkpoints").glob("*.safetensors"))
 
 
 def test_a_used_folder_is_refused(tmp_path):

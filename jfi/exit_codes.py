@@ -1,0 +1,104 @@
+"""How a command ends: one line on stderr for every error that its user can cause, and an exit code by kind of error."""
+
+import errno
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """The exit codes; 128 + n stands for a stop by signal n with the state saved, such as 130 for Ctrl-C."""
+
+    SUCCESS = 0
+    DIVERGED = 1
+    WRONG_INPUT = 2
+    STORAGE = 3
+    MEMORY = 4
+
+
+#: For `--help`.
+EXIT_CODES = """\
+exit codes:
+  0: success;
+  1: training diverged, the last finite checkpoint is kept;
+  2: wrong input or config;
+  3: storage is full, read-only, out of reach or without rights;
+  4: out of memory;
+  128 + n: stopped by signal n, the state is saved"""
+#: What torch, CUDA and NCCL say in a plain RuntimeError.
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|can't allocate memory|cannot allocate memory|not enough memory|bad_alloc|ALLOC_FAILED",
+    re.IGNORECASE,
+)
+_LONGEST = 500
+
+
+def run_command(main: Callable[[], int | None], wrong_input: tuple[type[Exception], ...] = ()) -> int:
+    """Runs `main`; reports errors that a user can cause as one line on stderr, and returns the exit code.
+
+    Under torchrun one process per host writes the line, unless the error is of one process alone.
+
+    Args:
+        main: what the command does; it returns an exit code, or None for success.
+        wrong_input: the errors of the command's input, whose messages are for users.
+
+    Example:
+        >>> run_command(lambda: None)
+        0
+    """
+    threading.excepthook = _report_thread
+    try:
+        return int(main() or ExitCode.SUCCESS)
+    except KeyboardInterrupt:
+        line, code = "stopped", 128 + 2
+    except Exception as error:
+        if isinstance(error, wrong_input):
+            line, code = f"error: {error}", ExitCode.WRONG_INPUT
+        elif isinstance(error, FloatingPointError):
+            line, code = f"error: {error}", ExitCode.DIVERGED
+        elif hasattr(error, "exit_code"):
+            line, code = str(error), error.exit_code
+        elif _is_memory(error):
+            line, code = f"error: {_memory(error)}", ExitCode.MEMORY
+        elif isinstance(error, OSError):
+            line, code = f"error: {_storage(error)}", ExitCode.STORAGE
+        else:
+            raise
+    rank = os.environ.get("LOCAL_RANK", "0")
+    if rank == "0" or code == ExitCode.MEMORY:
+        print(shorten(line) + ("" if rank == "0" else f" (process {rank} of this host)"), file=sys.stderr)
+    return int(code)
+
+
+def shorten(text: str) -> str:
+    """The text in one line of at most 500 characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
+
+
+def _is_memory(error: Exception) -> bool:
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    # torch.OutOfMemoryError is a RuntimeError.
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and bool(_OUT_OF_MEMORY.search(str(error)))
+    )
+
+
+def _memory(error: Exception) -> str:
+    first = next((line for line in str(error).splitlines() if _OUT_OF_MEMORY.search(line)), str(error))
+    return f"out of memory{f' ({first.strip()})' if first else ''}; nothing that was saved is lost"
+
+
+def _storage(error: OSError) -> str:
+    reason = error.strerror or str(error) or type(error).__name__
+    return reason if error.filename is None else f"{error.filename}: {reason}"
+
+
+def _report_thread(failed: threading.ExceptHookArgs) -> None:
+    """Drops OSErrors of threads: TensorBoard's writer raises its thread's error in the main thread again."""
+    if not issubclass(failed.exc_type, OSError):
+        threading.__excepthook__(failed)

@@ -1,0 +1,151 @@
+"""Files that are written whole or not at all, and folders whose files are verified by SHA-256; standard library."""
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+#: The checksums of the other files of a folder, in the layout of `sha256sum`, whose `-c` verifies it.
+SUMS = "SHA256SUMS"
+_LINE = re.compile(r"([0-9a-f]{64})  (\w[\w.-]*)")
+
+
+class DamagedFileError(ValueError):
+    """A file that is missing or is not what was written; the message is one line that names it."""
+
+
+@contextmanager
+def writing_file(path: Path) -> Iterator[Path]:
+    """Yields a path beside `path` to write to; when the block ends the file is flushed and replaces `path`.
+
+    If the block raises, `path` is as before. One process at a time may write a path.
+
+    Example:
+        >>> folder = getfixture("tmp_path")
+        >>> with writing_file(folder / "result.json") as unfinished:
+        ...     _ = unfinished.write_text("{}")
+        >>> [path.name for path in folder.iterdir()]
+        ['result.json']
+    """
+    unfinished = unfinished_name(path)
+    try:
+        with naming(path):
+            yield unfinished
+            sync(unfinished)
+        unfinished.replace(path)
+    except BaseException:
+        with suppress(OSError):  # the error that matters is the first
+            unfinished.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+@contextmanager
+def writing_folder(folder: Path) -> Iterator[Path]:
+    """Yields an empty folder beside `folder`; when the block ends its files are flushed and it gets the name.
+
+    Raises:
+        FileExistsError: `folder` exists.
+    """
+    if folder.exists():
+        raise FileExistsError(17, "file exists", str(folder))
+    unfinished = unfinished_name(folder)
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        for path in unfinished.iterdir():
+            sync(path)
+        sync(unfinished)
+        unfinished.rename(folder)
+        sync(folder.parent)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Gives an OSError that names no file the name `path`: a write to a full disk says only that there is no space."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def write_file(path: Path, content: bytes | str) -> None:
+    """Writes `path` whole or not at all: a process that is killed at any time leaves the old file or the new one."""
+    with writing_file(path) as unfinished:
+        unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def unfinished_name(path: Path) -> Path:
+    """The name under which `path` is written; a killed process may leave it behind."""
+    return path.with_name(f".{path.name}.unfinished")
+
+
+def sync(path: Path) -> None:
+    """Flushes a file or a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
+    """Writes `folder/SHA256SUMS`, which ends with its own checksum in a comment.
+
+    Args:
+        folder: of the files.
+        sums: SHA-256 by name of file, without folders.
+    """
+    lines = "".join(f"{sums[name]}  {name}\n" for name in sorted(sums))
+    write_file(folder / SUMS, f"{lines}# {_digest(lines)}\n")
+
+
+def read_sums(folder: Path) -> dict[str, str]:
+    """What `write_sums` wrote.
+
+    Raises:
+        DamagedFileError: it is missing or damaged.
+    """
+    path = folder / SUMS
+    try:
+        content = path.read_bytes().decode("ascii")
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise DamagedFileError(f"{path} is missing") from None
+    except UnicodeDecodeError:
+        raise DamagedFileError(f"{path} is damaged") from None
+    lines, comment, end = content.rpartition("# ")
+    found = [_LINE.fullmatch(line) for line in lines.split("\n")[:-1]]
+    if not comment or end != f"{_digest(lines)}\n" or not all(found):
+        raise DamagedFileError(f"{path} is damaged")
+    return {match[2]: match[1] for match in found}
+
+
+def check_sum(folder: Path, name: str, sums: Mapping[str, str]) -> None:
+    """Raises DamagedFileError unless `folder/name` exists and has the SHA-256 in `sums`."""
+    path = folder / name
+    if name not in sums:
+        raise DamagedFileError(f"{folder / SUMS} does not list {name}")
+    try:
+        matches = sha256_of(path) == sums[name]
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise DamagedFileError(f"{path} is missing") from None
+    if not matches:
+        raise DamagedFileError(f"{path} is damaged: its SHA-256 is not the one in {SUMS}")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

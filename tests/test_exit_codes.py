@@ -1,0 +1,94 @@
+"""An error that a user can cause is one line and has the exit code of its kind; any other error is raised."""
+
+import errno
+import os
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from jfi.exit_codes import EXIT_CODES, ExitCode, run_command
+
+
+def allocate_numpy() -> None:
+    np.empty(2**62, np.uint8)
+
+
+def allocate_torch() -> None:
+    torch.empty(2**62, dtype=torch.uint8)
+
+
+def allocate_cuda() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the documentation")
+
+
+def no_memory() -> None:
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
+@pytest.mark.parametrize("act", [allocate_numpy, allocate_torch, allocate_cuda, no_memory])
+def test_out_of_memory_is_4(capsys, act):
+    assert run_command(act) == ExitCode.MEMORY == 4
+    line = capsys.readouterr().err
+    assert line.startswith("error: out of memory") and line.count("\n") == 1 and "documentation" not in line
+
+
+def test_out_of_memory_in_one_process_of_many_is_said_by_it(capsys, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert run_command(allocate_torch) == 4
+    assert capsys.readouterr().err.endswith("(process 3 of this host)\n")
+
+
+@pytest.mark.parametrize(
+    ("act", "reason"),
+    [
+        (lambda folder: (folder / "file" / "run").mkdir(), "Not a directory"),
+        (lambda folder: (folder / "absent" / "run").mkdir(), "No such file or directory"),
+        (lambda folder: os.mkdir("/sys/jfi"), "Operation not permitted|Permission denied|Read-only file system"),
+        (lambda folder: open("/dev/full", "wb", 0).write(b"x"), "No space left on device"),  # noqa: SIM115
+    ],
+)
+def test_storage_is_3(tmp_path, capsys, act, reason):
+    (tmp_path / "file").write_text("")
+    assert run_command(lambda: act(tmp_path) and None) == ExitCode.STORAGE == 3
+    line = capsys.readouterr().err
+    assert line.startswith("error: ") and line.count("\n") == 1
+    assert any(part in line for part in reason.split("|")), line
+
+
+def test_wrong_input_is_2_and_a_long_message_is_cut(capsys):
+    def fail() -> None:
+        raise KeyError("a\n fault" + "t" * 5000)
+
+    assert run_command(fail, (KeyError,)) == ExitCode.WRONG_INPUT == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and len(line) < 600
+
+
+def test_an_error_of_the_program_is_raised():
+    with pytest.raises(ZeroDivisionError):
+        run_command(lambda: 1 // 0)
+    with pytest.raises(RuntimeError, match="size"):
+        run_command(lambda: torch.dot(torch.ones(2), torch.ones(3)))
+
+
+def test_a_code_that_the_command_returns_is_its_exit_code():
+    assert [run_command(lambda code=code: code) for code in (None, 0, 2)] == [0, 0, 2]
+
+
+def test_a_thread_that_cannot_write_prints_no_traceback(capsys):
+    def work() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def main() -> None:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+
+    assert run_command(main) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_the_help_lists_every_code():
+    assert all(f"  {code.value}: " in EXIT_CODES for code in ExitCode)

@@ -1,0 +1,84 @@
+"""Files that are whole or absent, and checksums that see every flipped bit."""
+
+import os
+import subprocess
+
+import pytest
+
+from jfi.files import SUMS, DamagedFileError, check_sum, read_sums, sha256_of, write_file, write_sums
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "result"
+    write_file(path, "old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        write_file(path, "new")
+    assert caught.value.filename == str(path)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_is_flushed_before_it_gets_its_name_and_its_folder_after(tmp_path, monkeypatch):
+    order, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: (order.append(os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))), fsync(fd))
+    )
+    monkeypatch.setattr(os, "replace", lambda *names: (order.append("replace"), replace(*names)))
+    write_file(tmp_path / "result", b"bytes")
+    assert order == [".result.unfinished", "replace", tmp_path.name]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in ("a.bin", "b.json"):
+        (tmp_path / name).write_text(name)
+    write_sums(tmp_path, {name: sha256_of(tmp_path / name) for name in ("a.bin", "b.json")})
+    return tmp_path
+
+
+def test_sha256sum_reads_the_sums(folder):
+    done = subprocess.run(["sha256sum", "--check", "--strict", SUMS], cwd=folder, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "a.bin: OK\nb.json: OK\n"), done.stderr
+
+
+def test_a_flipped_bit_of_any_byte_is_seen(folder):
+    def verify() -> None:
+        sums = read_sums(folder)
+        for name in ("a.bin", "b.json"):
+            check_sum(folder, name, sums)
+
+    verify()
+    for path in folder.iterdir():
+        content = path.read_bytes()
+        for byte in range(len(content)):
+            flipped = bytearray(content)
+            flipped[byte] ^= 1 << byte % 8
+            path.write_bytes(flipped)
+            with pytest.raises(DamagedFileError, match=path.name):
+                verify()
+        path.write_bytes(content)
+    verify()
+
+
+@pytest.mark.parametrize("name", ["../a.bin", "/etc/passwd", "", ".", "a b"])
+def test_sums_of_other_folders_files_are_refused(folder, name):
+    write_sums(folder, {name: "0" * 64})
+    with pytest.raises(DamagedFileError, match="SHA256SUMS is damaged"):
+        read_sums(folder)
+
+
+def test_what_is_missing_is_named(folder):
+    sums = read_sums(folder)
+    with pytest.raises(DamagedFileError, match="does not list c"):
+        check_sum(folder, "c", sums)
+    (folder / "a.bin").unlink()
+    with pytest.raises(DamagedFileError, match=r"a\.bin is missing"):
+        check_sum(folder, "a.bin", sums)
+    (folder / SUMS).unlink()
+    with pytest.raises(DamagedFileError, match="SHA256SUMS is missing"):
+        read_sums(folder)

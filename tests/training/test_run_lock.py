@@ -1,0 +1,85 @@
+"""One process at a time writes a run."""
+
+import os
+import runpy
+import shutil
+import signal
+import socket
+import threading
+import time
+
+import pytest
+from test_run import ROOT, tiny
+
+from jfi.training import ConfigError, resume, train
+from jfi.training.distributed import World
+from jfi.training.run_lock import writing_run
+
+
+def test_a_second_process_is_refused_with_the_name_of_the_first(tmp_path):
+    with writing_run(tmp_path / "run", World()):
+        for attempt in (lambda: enter(tmp_path / "run"), lambda: train(tiny(tmp_path / "run", epochs=1))):
+            with pytest.raises(ConfigError) as caught:
+                attempt()
+            holder = f"process {os.getpid()} on {socket.gethostname()}"
+            assert str(caught.value) == f"{tmp_path / 'run'}: {holder} is writing this run"
+    enter(tmp_path / "run")
+
+
+def enter(path) -> None:
+    with writing_run(path, World()):
+        pass
+
+
+def hold_in_a_fork(path) -> int:
+    """The id of a process that holds the lock."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        with writing_run(path, World()):
+            os.write(write, b"held")
+            time.sleep(60)
+        os._exit(0)
+    os.read(read, 4)
+    return child
+
+
+def test_the_lock_of_a_killed_process_is_free(tmp_path):
+    child = hold_in_a_fork(tmp_path)
+    with pytest.raises(ConfigError, match=f"process {child} on"):
+        enter(tmp_path)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    enter(tmp_path)
+
+
+def test_a_restarted_process_waits_for_the_one_before_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    child = hold_in_a_fork(tmp_path)
+    threading.Timer(0.2, lambda: (os.kill(child, signal.SIGKILL), os.waitpid(child, 0))).start()
+    enter(tmp_path)
+
+
+def test_other_processes_of_a_run_hold_no_lock_and_wait_for_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(World, "on_first", lambda world, act: act() if world.is_first else None)
+    with writing_run(tmp_path, World()), writing_run(tmp_path, World(rank=1, size=2, launched=True)):
+        pass
+
+
+def test_a_locked_run_can_be_exported_and_not_resumed(tmp_path, monkeypatch):
+    for name in ("draw_curves", "draw_attention"):
+        monkeypatch.setattr(f"jfi.training.loop.{name}", lambda *_: None)
+    train(tiny(tmp_path / "run", epochs=1))
+    with writing_run(tmp_path / "run", World()):
+        runpy.run_path(str(ROOT / "examples/export.py"))["load_best"](tmp_path / "run")
+        with pytest.raises(ConfigError, match="is writing this run"):
+            resume(tmp_path / "run")
+
+
+def test_a_run_that_died_before_it_wrote_its_config_can_be_started_again(tmp_path, monkeypatch):
+    for name in ("draw_curves", "draw_attention"):
+        monkeypatch.setattr(f"jfi.training.loop.{name}", lambda *_: None)
+    enter(tmp_path / "run")
+    (tmp_path / "run" / ".config.yaml.unfinished").write_text("data:")
+    train(tiny(tmp_path / "run", epochs=1))
+    shutil.rmtree(tmp_path / "run")
