@@ -13,7 +13,7 @@ from jfi.data.checked_json import checked_json, read_checked_json
 from jfi.data.columns import Categorical
 from jfi.data.config import DataConfig
 from jfi.data.dataset import InteractionDataset
-from jfi.data.labels import label_column
+from jfi.data.labels import label_columns
 from jfi.data.source import column_settings
 from jfi.data.splits import SPLITS
 from jfi.files import writing_file
@@ -55,7 +55,8 @@ class Fingerprint:
             config.timestamp: [_blocks(events.time)],
         }
         if config.label is not None:
-            values.setdefault(label_column(config.label), []).append(_blocks(events.label))
+            for name in label_columns(config.label):
+                values.setdefault(name, []).append(_blocks(events.label))
         for spec, column in zip(dataset.features, arrays.columns, strict=False):
             parts = values.setdefault(spec.column, [])
             parts.append(_id_blocks(column, index[spec.of], len(events.user)))
