@@ -12,10 +12,10 @@ import numpy as np
 from jfi.data.columns import Categorical
 from jfi.data.config import DataConfig
 from jfi.data.dataset import InteractionDataset
-from jfi.data.files import checked_json, read_checked_json, writing_file
 from jfi.data.labels import label_column
 from jfi.data.source import column_settings
 from jfi.data.splits import SPLITS
+from jfi.data.storage import checked_json, read_checked_json, writing_file
 
 _FORMAT = "jfi data fingerprint 1"
 _BLOCK = 1 << 20

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from jfi.data.errors import DataError
-from jfi.data.files import checked_json, read_checked_json, sha256_of, writing_folder
+from jfi.data.storage import checked_json, read_checked_json, sha256_of, writing_folder
 from jfi.encoding import Vocabulary
 
 Role = Literal["user", "item", "history", "bucket"]

@@ -7,8 +7,8 @@ fingerprint.json                     the fingerprint of the data and of its spli
 from typing import Literal
 
 from jfi.data import DataError, DataSchema, InteractionDataset, load_dataset
-from jfi.data.files import writing_folder
 from jfi.data.fingerprint import Fingerprint
+from jfi.data.storage import writing_folder
 from jfi.training.checkpoint import latest_checkpoint
 from jfi.training.config import Config, ConfigError
 from jfi.training.distributed import World
