@@ -16,6 +16,7 @@ _LAZY = {
     "SequenceFeatureConfig": "jfi.modules",
     "WeightBias": "jfi.modules",
     "SequenceDLRM": "jfi.models",
+    "load_run": "jfi.training.saved_run",
 }
 
 __all__ = ["__version__", "ops", *_LAZY]

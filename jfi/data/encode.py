@@ -1,6 +1,7 @@
 """Columns -> ids and standardized numbers, with the encodings of a schema."""
 
 import numpy as np
+import pyarrow as pa
 
 from jfi.data.columns import Categorical, cut, encode, is_multi_valued
 from jfi.data.config import DataConfig
@@ -47,8 +48,18 @@ def _encode(columns: Columns, schema: DataSchema, name: str, of: Entity) -> Cate
     if name in schema.encodings.edges:
         return cut(columns.numbers(name, of), schema.encodings.edges[name])
     column = columns.categories(name, of)
-    many = any(s.column == name and (s.multi_valued or s.slot is not None) for s in schema.features)
+    check_kind(schema, name, column)
+    return encode(column, schema.encodings.vocabularies[name])
+
+
+def has_lists(schema: DataSchema, name: str) -> bool:
+    """Whether a categorical column has a list of values a row."""
+    return any(s.column == name and (s.multi_valued or s.slot is not None) for s in schema.features)
+
+
+def check_kind(schema: DataSchema, name: str, column: pa.Array) -> None:
+    """Raises DataError if a column has lists where the schema has single values, or the reverse."""
+    many = has_lists(schema, name)
     if is_multi_valued(column) != many:
         kinds = ("one value a row", "lists of values")
         raise DataError(f"column '{name}' has {kinds[not many]}, but in training it had {kinds[many]}")
-    return encode(column, schema.encodings.vocabularies[name])

@@ -72,9 +72,8 @@ def build_dataset(columns: Columns, rows: Rows, schema: DataSchema, config: Data
     ids = encode_features(columns, schema)
     items = next(i for spec, i in zip(schema.features, ids, strict=False) if spec.key == schema.item_key)
     known_items = items.ids != UNKNOWN
-    history = splits.history_ranges(rows.user, rows.time, schema.max_history)
     return InteractionDataset(
-        events=Events(rows.user, rows.item, rows.time, rows.label, *history),
+        events=_events(rows, schema),
         schema=schema,
         columns=ids,
         dense=encode_dense(columns, schema, config),
@@ -83,6 +82,25 @@ def build_dataset(columns: Columns, rows: Rows, schema: DataSchema, config: Data
         if config.label is not None
         else NegativeSampler(rows.user, rows.item, rows.time, np.flatnonzero(known_items), config.negatives),
     )
+
+
+def build_scoring(
+    columns: Columns, rows: Rows, chosen: np.ndarray, schema: DataSchema, config: DataConfig
+) -> InteractionDataset:
+    """A dataset whose only split, "rows", has the rows `chosen [B]`, in their order, whatever their labels are."""
+    return InteractionDataset(
+        events=_events(rows, schema),
+        schema=schema,
+        columns=encode_features(columns, schema),
+        dense=encode_dense(columns, schema, config),
+        samples={"rows": chosen},
+        negatives=None,
+    )
+
+
+def _events(rows: Rows, schema: DataSchema) -> Events:
+    history = splits.history_ranges(rows.user, rows.time, schema.max_history)
+    return Events(rows.user, rows.item, rows.time, rows.label, *history)
 
 
 def check_fits(schema: DataSchema, config: DataConfig) -> None:

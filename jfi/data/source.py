@@ -53,13 +53,14 @@ class Columns:
         tables: the tables.
         rows: their interactions, sorted.
         config: the meaning of the columns.
+        few: whether the table of users or of items may have none of the rows' ids; it may always lack some.
     """
 
-    def __init__(self, tables: Tables, rows: Rows, config: DataConfig) -> None:
+    def __init__(self, tables: Tables, rows: Rows, config: DataConfig, few: bool = False) -> None:
         self._interactions, self._rows, self._separators = tables.interactions, rows, config.separators
         self._entities = {
-            "user": _EntityColumns(tables, tables.users, config.user, rows.user_ids, rows.user, rows),
-            "item": _EntityColumns(tables, tables.items, config.item, rows.item_ids, rows.item, rows),
+            "user": _EntityColumns(tables, tables.users, config.user, rows.user_ids, rows.user, rows, few),
+            "item": _EntityColumns(tables, tables.items, config.item, rows.item_ids, rows.item, rows, few),
         }
 
     def count(self, of: Entity) -> int:
@@ -95,10 +96,11 @@ class _EntityColumns:
         ids: the distinct ids, in the order of the rows to make.
         index: `[E]`, the row of each event's user or item.
         rows: the events.
+        few: whether `table` may have none of the ids.
     """
 
     def __init__(
-        self, tables: Tables, table: Table | None, key: str, ids: pa.Array, index: np.ndarray, rows: Rows
+        self, tables: Tables, table: Table | None, key: str, ids: pa.Array, index: np.ndarray, rows: Rows, few: bool
     ) -> None:
         self._key, self._ids = key, ids
         if table is None:
@@ -118,7 +120,7 @@ class _EntityColumns:
             # One of them is too long for 32-bit offsets.
             ids, known = ids.cast(pa.large_string()), known.cast(pa.large_string())
         self._places = pc.index_in(ids, value_set=known)
-        if self._places.null_count == len(ids):
+        if not few and self._places.null_count == len(ids):
             raise DataError(f"{table.name}: column '{key}' has none of the ids of {tables.interactions.name}")
 
     def categories(self, name: str, separators: dict[str, str]) -> pa.Array:

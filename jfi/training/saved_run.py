@@ -1,12 +1,16 @@
 """A run as it lies in its folder: the model of its best epoch, and all that encodes other data for it."""
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow as pa
 import torch
 
 from jfi.data import DataError, DataSchema
 from jfi.data.load import check_fits
+from jfi.data.scoring import Sources
 from jfi.data.source import column_settings
 from jfi.models import SequenceDLRM
 from jfi.training.build import build_model
@@ -20,6 +24,7 @@ from jfi.training.checkpoint import (
 from jfi.training.config import Config, ConfigError
 from jfi.training.run_data import load_schema
 from jfi.training.run_folder import RunFolder
+from jfi.training.scores import Scores, check_out, metrics_of, scored
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,99 @@ class SavedRun:
     config: Config
     schema: DataSchema
     model: SequenceDLRM
+
+    def predict(
+        self,
+        interactions: str | Path | pa.Table,
+        *,
+        history: str | Path | pa.Table | None = None,
+        users: str | Path | None = None,
+        items: str | Path | None = None,
+        out: str | Path | None = None,
+        batch_size: int = 4096,
+    ) -> pa.Table | None:
+        """Scores every row of a table, with a label or without.
+
+        A row's history is what its user did strictly before it, in `history` and in `interactions`. Users, items and
+        values that training has not seen count as unknown. The column of the label may be missing.
+
+        Args:
+            interactions: the rows, a file or an Arrow table with the columns of the run's interactions.
+            history: the log before them; its rows are only part of histories.
+            users, items: tables of users and items; by default those of the run's config.
+            out: file to write, .parquet or .csv, whole or not at all; memory stays bounded then.
+            batch_size: rows per call of the model.
+
+        Returns:
+            Without `out` the table of the results, in the order of the rows: the columns of the user, the item and the
+            time, `score` (float32, the logit) and `probability`.
+
+        Raises:
+            ConfigError: a wrong `out`.
+            DataError: a table is missing or malformed, as one line that names the place.
+
+        Example::
+
+            run = jfi.load_run("runs/20250101-120000")
+            run.predict("today.parquet", history="clicks.parquet", out="scores.parquet")
+        """
+        out = check_out(out)
+        with self._scored(interactions, history, users, items, (), batch_size, out) as scores:
+            if out is None:
+                return pa.Table.from_batches(list(scores.batches()))
+            scores.write(out)
+            return None
+
+    def evaluate(
+        self,
+        interactions: str | Path | pa.Table,
+        *,
+        history: str | Path | pa.Table | None = None,
+        users: str | Path | None = None,
+        items: str | Path | None = None,
+        by: Sequence[str] = (),
+        out: str | Path | None = None,
+        batch_size: int = 4096,
+    ) -> dict:
+        """Metrics of the labeled rows of a table: overall, by group, and the calibration.
+
+        Args:
+            interactions, history, users, items, batch_size: as of `predict`.
+            by: columns of the interactions; each of their values gets metrics of its own.
+            out: file to write the scores to, as of `predict`.
+
+        Returns:
+            As `jfi.training.scores.metrics_of`.
+
+        Raises:
+            ConfigError, DataError: as `predict`; also if no row has a label.
+        """
+        out = check_out(out)
+        with self._scored(interactions, history, users, items, by, batch_size, out) as scores:
+            metrics = metrics_of(scores, self.config.data, by)
+            if out is not None:
+                scores.write(out)
+            return metrics
+
+    def _scored(
+        self,
+        interactions: str | Path | pa.Table,
+        history: str | Path | pa.Table | None,
+        users: str | Path | None,
+        items: str | Path | None,
+        by: Sequence[str],
+        batch_size: int,
+        out: Path | None,
+    ) -> AbstractContextManager[Scores]:
+        config = column_settings(self.config.data)
+        paths = [one if one is None or isinstance(one, pa.Table) else str(one) for one in (interactions, history)]
+        tables = [
+            str(given or named) if given or named else None
+            for given, named in ((users, config.users), (items, config.items))
+        ]
+        folder = None if out is None else out.parent
+        sources = Sources(*paths, *tables)
+        return scored(self.model, sources, self.schema, config, by=by, batch_size=batch_size, folder=folder)
 
 
 def load_run(path: str | Path, device: str | torch.device = "cpu") -> SavedRun:

@@ -6,7 +6,7 @@ from torchrec import EmbeddingConfig
 
 from jfi.data import DataConfig, SyntheticConfig, load_dataset
 from jfi.modules import stacked_attention
-from jfi.training import EncoderConfig, ModelConfig, build
+from jfi.training import EncoderConfig, ModelConfig, OptimizerConfig, OptimizerGroup, build
 
 
 @pytest.mark.parametrize("num_layers", [0, 1])
@@ -52,3 +52,24 @@ def test_initial_values_are_uniform_and_differ_by_row_table_and_seed():
     assert values.abs().max() <= bound and values.abs().max() > 0.999 * bound
     assert abs(values.mean()) < 0.01 * bound
     assert values.std().item() == pytest.approx(bound / 3**0.5, rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "shrinks"), [("adamw", True), ("adam", False), ("adagrad", False)])
+def test_the_weight_decay_of_each_group_reaches_its_parameters(name, shrinks):
+    """With gradients of zero nothing but weight decay moves a parameter."""
+    dataset = load_dataset(DataConfig(source="synthetic", synthetic=SyntheticConfig(num_users=20, num_items=10)))
+    for tables, dense in ((0.5, 0.0), (0.0, 0.5)):
+        model = build.build_model(ModelConfig(), EncoderConfig(), dataset.schema)
+        config = OptimizerConfig(OptimizerGroup(name, 0.1, dense), OptimizerGroup(name, 0.1, tables))
+        optimizer = build.build_optimizer(config, model)
+        before = {key: value.detach().clone() for key, value in model.named_parameters()}
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        in_tables = build.table_configs(model)
+        for key, value in model.named_parameters():
+            decayed = (tables if key in in_tables else dense) > 0
+            nonzero = before[key].abs() > 1e-4
+            assert torch.equal(value, before[key]) != (decayed and bool(nonzero.any())), key
+            if decayed and shrinks:
+                torch.testing.assert_close(value, before[key] * 0.95)

@@ -1,0 +1,93 @@
+"""Scores every row of a table with a trained run, and evaluates the scores where the rows have labels.
+
+python examples/predict.py --run runs/20250101-120000 --interactions new.parquet --out scores.parquet
+python examples/predict.py --run runs/20250101-120000 --interactions today.csv --history log.parquet --out scores.csv
+python examples/predict.py --run runs/20250101-120000 --interactions test.parquet --evaluate metrics.json --by device
+
+A row's history is what its user did before it, in --history and in --interactions. The table may lack the label, and it
+may have users and items that training has not seen.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from jfi.files import writing_file
+from jfi.training import ConfigError
+from jfi.training.cli import run_cli
+from jfi.training.saved_run import load_run
+from jfi.training.scores import check_out
+
+SHOWN = ("samples", "loss", "ne", "auc", "user_auc", "mean_label", "mean_prediction", "calibration")
+GROUPS = 20
+
+
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return int(text)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", required=True, help="folder of a run of examples/train_dlrm.py")
+    parser.add_argument("--interactions", required=True, help="the rows to score, with the columns of training")
+    parser.add_argument("--history", help="rows before them, which are only part of histories")
+    parser.add_argument("--users", help="table of users (default: the run's data.users)")
+    parser.add_argument("--items", help="table of items (default: the run's data.items)")
+    parser.add_argument("--out", help="file to write, .parquet or .csv: ids, time, score (logit) and probability")
+    parser.add_argument("--evaluate", metavar="FILE", help="print the labeled rows' metrics, and write them as JSON")
+    parser.add_argument("--by", nargs="+", default=[], metavar="COLUMN", help="with --evaluate: also by these columns")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device of the model (default: cpu)")
+    parser.add_argument("--batch-size", type=positive, default=4096, help="rows per call of the model (default: 4096)")
+    return parser.parse_args()
+
+
+def table(metrics: dict) -> str:
+    """The metrics as text, one line overall and one for each of the largest groups."""
+
+    def line(name: str, record: dict) -> str:
+        cells = ["-" if record[key] is None else f"{record[key]:.4f}" for key in SHOWN[1:]]
+        return f"{name[:30]:30s}{record['samples']:>12,d}" + "".join(f"{cell:>12s}" for cell in cells)
+
+    lines = [" " * 30 + "".join(f"{name[:11]:>12s}" for name in SHOWN), line("all", metrics["overall"])]
+    for name, groups in metrics["by"].items():
+        lines += [line(f"{name} {group['value']}", group) for group in groups[:GROUPS]]
+        if len(groups) > GROUPS:
+            lines.append(f"{name}: {len(groups) - GROUPS} smaller groups are in the JSON file")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    options = arguments()
+    # Check the options before loading the run, which takes seconds.
+    check_out(options.out)
+    if options.out is None and options.evaluate is None:
+        raise ConfigError("name a file to write: --out for the scores, --evaluate for their metrics")
+    if options.by and options.evaluate is None:
+        raise ConfigError("--by belongs to --evaluate")
+    if options.evaluate is not None and not Path(options.evaluate).parent.is_dir():
+        raise ConfigError(f"--evaluate {options.evaluate}: there is no folder {Path(options.evaluate).parent}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: there is no GPU here")
+    run = load_run(options.run, options.device)
+    tables = {"history": options.history, "users": options.users, "items": options.items}
+    if options.evaluate is None:
+        run.predict(options.interactions, **tables, out=options.out, batch_size=options.batch_size)
+    else:
+        metrics = run.evaluate(
+            options.interactions, **tables, by=options.by, out=options.out, batch_size=options.batch_size
+        )
+        with writing_file(Path(options.evaluate)) as unfinished:
+            unfinished.write_text(json.dumps(metrics, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        print(table(metrics))
+    for path in (options.out, options.evaluate):
+        if path is not None:
+            print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))

@@ -1,0 +1,270 @@
+"""The rows of tables to score, of any size: spread over files by user, so that one file's users fit in memory.
+
+A user's history is in the file of the user, whatever table it comes from. Values are parsed before they are written, so
+a fault names its line in the table. Where the items' columns are in the interactions, an item's first row in time is
+kept in memory.
+"""
+
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+
+from jfi.data.arrange import sort_and_split
+from jfi.data.columns import sort_ids
+from jfi.data.config import DataConfig
+from jfi.data.dataset import InteractionDataset
+from jfi.data.encode import check_kind, has_lists
+from jfi.data.errors import DataError
+from jfi.data.labels import label_column, read_labels
+from jfi.data.load import build_scoring
+from jfi.data.readers import read_table
+from jfi.data.schema import DataSchema
+from jfi.data.source import Columns, Tables
+from jfi.data.table import Table
+
+#: Rows that are read at a time, and about the number of rows of a file.
+_BLOCK, _PART = 1 << 18, 1 << 19
+_MAX_PARTS = 256
+#: A text file's row is rarely shorter.
+_BYTES_PER_ROW = 30
+#: Columns of the files that no table can have.
+_ROW = "\0row"
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What to score.
+
+    Args:
+        interactions: the rows to score: a file, or an Arrow table.
+        history: rows before them, which are only part of histories, or None.
+        users, items: tables of users and of items, or None.
+    """
+
+    interactions: str | pa.Table
+    history: str | pa.Table | None = None
+    users: str | None = None
+    items: str | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some users' rows.
+
+    Args:
+        dataset: its split "rows" has the rows to score.
+        rows: `[B]` int64, the number of each sample's row in the table of interactions.
+    """
+
+    dataset: InteractionDataset
+    rows: np.ndarray
+
+
+class ScoringParts:
+    """Reads the sources once and writes their rows to files in `folder`; then iterates over the parts.
+
+    Args:
+        sources: what to score.
+        folder: an empty folder for the files, which together are about as large as the sources.
+        schema: of the run.
+        config: the section `data` of the run.
+        by: further columns of the interactions to keep, for groups.
+
+    Raises:
+        DataError: a table is missing or malformed, as one line that names the place.
+    """
+
+    def __init__(
+        self, sources: Sources, folder: Path, schema: DataSchema, config: DataConfig, by: Iterable[str] = ()
+    ) -> None:
+        self._folder, self._schema, self._by = folder, schema, list(dict.fromkeys(by))
+        self._config = config
+        self._users = None if sources.users is None else read_table(sources.users, config.columns())
+        self._items = None if sources.items is None else read_table(sources.items, config.columns())
+        self._item_columns = [*config.item_categorical, *config.item_dense] if sources.items is None else []
+        self._first_rows: pa.Table | None = None
+        self._labels: list[np.ndarray] = []
+        self.num_rows = 0
+        count = sum(_estimate_rows(source) for source in (sources.interactions, sources.history) if source is not None)
+        self._writers: list = [None] * min(_MAX_PARTS, 1 + count // _PART)
+        self._keys = None
+        try:
+            if sources.history is not None:
+                for table in _tables(sources.history, config.columns()):
+                    self._write(table, scored=False)
+            for table in _tables(sources.interactions, config.columns() | set(self._by)):
+                self._write(table, scored=True)
+        finally:
+            for writer in (*self._writers, self._keys):
+                if writer is not None:
+                    writer.close()
+        if not self.num_rows:
+            name = sources.interactions if isinstance(sources.interactions, str) else "the table"
+            raise DataError(f"{name}: no rows")
+
+    @property
+    def labels(self) -> np.ndarray:
+        """`[N]` float32, the labels of the rows to score; NaN where there is none."""
+        return np.concatenate(self._labels)
+
+    def key_batches(self) -> Iterator[pa.RecordBatch]:
+        """The ids, the times and the columns `by` of the rows to score, as the table has them, in its order."""
+        with pa.memory_map(str(self._folder / "keys")) as file, pa.ipc.open_file(file) as reader:
+            for i in range(reader.num_record_batches):
+                yield reader.get_batch(i)
+
+    def __iter__(self) -> Iterator[Part]:
+        for number, writer in enumerate(self._writers):
+            if writer is None:
+                continue
+            path = self._folder / str(number)
+            with pa.memory_map(str(path)) as file, pa.ipc.open_file(file) as reader:
+                data = reader.read_all()
+            yield from self._part(data)
+            path.unlink()
+
+    def _part(self, data: pa.Table) -> Iterator[Part]:
+        place = data.column(_ROW).to_numpy()
+        if not (place >= 0).any():
+            return
+        config = replace(self._config, label=None, split="time", timestamp_unit="s", separators={}, title=None)
+        items = self._items
+        if items is None and self._first_rows is not None:
+            columns = [config.item, *self._item_columns]
+            items = Table("items", self._first_rows.select(columns), columns, line=lambda row: row + 1)
+        interactions = Table("interactions", data, data.column_names, line=lambda row: row + 1)
+        rows = sort_and_split(interactions, config)
+        columns = Columns(Tables(interactions, self._users, items), rows, config, few=True)
+        place = place[rows.order]
+        chosen = np.flatnonzero(place >= 0)
+        dataset = build_scoring(columns, rows, chosen, self._schema, config)
+        yield Part(dataset, place[chosen])
+
+    def _write(self, table: Table, scored: bool) -> None:
+        if not len(table):
+            return
+        data = self._parse(table)
+        if scored:
+            names = list(dict.fromkeys([self._config.user, self._config.item, self._config.timestamp, *self._by]))
+            self._write_keys(pa.table({name: table.column(name) for name in names}))
+            self._labels.append(self._read_labels(table))
+            place = np.arange(self.num_rows, self.num_rows + len(table))
+            self.num_rows += len(table)
+        else:
+            place = np.full(len(table), -1)
+        if self._item_columns:
+            self._first_rows = _first_rows([self._first_rows, data.select(self._columns_of_items())], self._config)
+            data = data.drop_columns(self._item_columns)
+        data = data.append_column(_ROW, pa.array(place))
+        part = _hashes(data.column(self._config.user).combine_chunks()) % len(self._writers)
+        order = np.argsort(part, kind="stable")
+        ends = np.cumsum(np.bincount(part, minlength=len(self._writers)))
+        for number, end in enumerate(ends):
+            start = ends[number - 1] if number else 0
+            if end > start:
+                if self._writers[number] is None:
+                    self._writers[number] = pa.ipc.new_file(self._folder / str(number), data.schema)
+                self._writers[number].write_table(data.take(pa.array(order[start:end])))
+
+    def _columns_of_items(self) -> list[str]:
+        return [self._config.item, self._config.user, self._config.timestamp, *self._item_columns]
+
+    def _parse(self, table: Table) -> pa.Table:
+        """The columns in use as the types that the schema encodes: strings, lists of strings, or float64."""
+        config = self._config
+        data = {
+            config.user: table.ids(config.user).cast(pa.large_string()),
+            config.item: table.ids(config.item).cast(pa.large_string()),
+            config.timestamp: pa.array(table.times(config.timestamp, config.timestamp_unit)),
+        }
+        of_users = [*config.user_categorical, *config.user_dense] if self._users is None else []
+        label = None if config.label is None else label_column(config.label)
+        for name in (*of_users, *self._item_columns, *config.event_categorical, *config.event_dense):
+            if name in data:
+                continue
+            if name == label and name not in table.known:
+                # A table without labels: what happened in its events is unknown.
+                data[name] = pa.nulls(len(table), self._kind(name))
+            elif pa.types.is_floating(self._kind(name)):
+                data[name] = pa.array(table.numbers(name))
+            else:
+                column = table.categories(name, config.separators)
+                check_kind(self._schema, name, column)
+                data[name] = column.cast(self._kind(name))
+        return pa.table(data)
+
+    def _kind(self, name: str) -> pa.DataType:
+        if name in self._schema.encodings.edges or name in self._schema.encodings.moments:
+            return pa.float64()
+        return pa.large_list(pa.large_string()) if has_lists(self._schema, name) else pa.large_string()
+
+    def _read_labels(self, table: Table) -> np.ndarray:
+        label = self._config.label
+        if label is None or label_column(label) not in table.known:
+            return np.full(len(table), np.nan, np.float32)
+        return read_labels(table, label)
+
+    def _write_keys(self, keys: pa.Table) -> None:
+        if self._keys is None:
+            self._keys = pa.ipc.new_file(self._folder / "keys", keys.schema)
+            self._keys_schema = keys.schema
+        self._keys.write_table(keys.cast(self._keys_schema))
+
+
+def _tables(source: str | pa.Table, wanted: set[str]) -> Iterator[Table]:
+    """The source as tables of some rows each; a Parquet file is read by the block, other files whole."""
+    if isinstance(source, pa.Table):
+        table = Table("the table", source, source.column_names, line=lambda row: row + 1)
+    elif Path(source).suffix == ".parquet" and Path(source).is_file():
+        known = read_table(source, ()).known
+        with pa.parquet.ParquetFile(source) as file:
+            start = 0
+            for batch in file.iter_batches(_BLOCK, columns=[name for name in known if name in wanted]):
+                yield _shifted(Table(source, pa.Table.from_batches([batch]), known, lambda row: row + 1), start)
+                start += batch.num_rows
+        return
+    else:
+        table = read_table(source, wanted)
+    for start in range(0, len(table), _BLOCK):
+        yield _shifted(replace(table, data=table.data.slice(start, _BLOCK)), start)
+
+
+def _shifted(table: Table, start: int) -> Table:
+    line = table.line
+    return replace(table, line=lambda row: line(row + start))
+
+
+def _estimate_rows(source: str | pa.Table) -> int:
+    if isinstance(source, pa.Table):
+        return len(source)
+    path = Path(source)
+    if not path.is_file():
+        return 0  # the reader says what is wrong
+    if path.suffix == ".parquet":
+        try:
+            with pa.parquet.ParquetFile(path) as file:
+                return file.metadata.num_rows
+        except pa.ArrowException:
+            return 0
+    return path.stat().st_size // _BYTES_PER_ROW
+
+
+def _hashes(ids: pa.Array) -> np.ndarray:
+    """`[N]` int64, a hash of each string that is the same in every process."""
+    encoded = ids.dictionary_encode()
+    hashes = [zlib.crc32(value.encode()) for value in encoded.dictionary.to_pylist()]
+    return np.array(hashes, np.int64)[encoded.indices.to_numpy()]
+
+
+def _first_rows(tables: list[pa.Table | None], config: DataConfig) -> pa.Table:
+    """Each item's first row in time of all tables, as in training; among rows of one time that of the first user."""
+    data = pa.concat_tables([table for table in tables if table is not None]).combine_chunks()
+    item = data.column(config.item).combine_chunks().dictionary_encode().indices.to_numpy()
+    user = sort_ids(data.column(config.user).combine_chunks())[1]
+    by_time = np.lexsort((user, data.column(config.timestamp).to_numpy()))
+    return data.take(pa.array(by_time[np.unique(item[by_time], return_index=True)[1]]))

@@ -1,0 +1,188 @@
+"""Scores of the rows of a table, and their metrics, in bounded memory."""
+
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+import torch
+from tqdm import tqdm
+
+from jfi.data import DataConfig, DataError, DataSchema
+from jfi.data.scoring import ScoringParts, Sources
+from jfi.files import writing_file
+from jfi.models import SequenceDLRM
+from jfi.training.config import ConfigError
+from jfi.training.metrics import Predictions
+
+SCORE, PROBABILITY = "score", "probability"
+SUFFIXES = (".parquet", ".csv")
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The scored rows of a table; valid while the `scored` block lasts.
+
+    Args:
+        parts: the rows; their keys are read from disk.
+        score: `[N]` float32, the logits, in the order of the table; the map of a file.
+        user: `[N]` int64, equal for rows of one user; the map of a file.
+    """
+
+    parts: ScoringParts
+    score: np.ndarray
+    user: np.ndarray
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """The key columns, `score` (the logit) and `probability`, in the order of the table."""
+        start = 0
+        for keys in self.parts.key_batches():
+            score = np.array(self.score[start : start + len(keys)])
+            start += len(keys)
+            probability = torch.from_numpy(score).double().sigmoid().float().numpy()
+            columns = [*keys.columns, pa.array(score), pa.array(probability)]
+            yield pa.record_batch(columns, [*keys.schema.names, SCORE, PROBABILITY])
+
+    def write(self, out: Path) -> None:
+        """Writes a Parquet or CSV file, whole or not at all."""
+        with writing_file(out) as unfinished:
+            writer = None
+            try:
+                for batch in self.batches():
+                    if writer is None:
+                        kind = pa.csv.CSVWriter if out.suffix == ".csv" else pa.parquet.ParquetWriter
+                        writer = kind(str(unfinished), batch.schema)
+                    writer.write_batch(batch)
+            finally:
+                if writer is not None:
+                    writer.close()
+
+
+@contextmanager
+def scored(
+    model: SequenceDLRM,
+    sources: Sources,
+    schema: DataSchema,
+    config: DataConfig,
+    *,
+    by: Sequence[str] = (),
+    batch_size: int = 4096,
+    folder: Path | None = None,
+) -> Iterator[Scores]:
+    """Scores every row of `sources.interactions`.
+
+    Memory is bounded by the rows of some 500,000 interactions, the tables of users and items, and 12 bytes a row of
+    file cache; a file of text is read whole. Temporary files in `folder` are about as large as the tables.
+
+    Args:
+        model: in evaluation mode.
+        sources: what to score.
+        schema: of the run.
+        config: the section `data` of the run.
+        by: further columns of the interactions to keep, for groups.
+        batch_size: rows per call of the model.
+        folder: where temporary files go; None for the system's folder.
+
+    Raises:
+        DataError: a table is missing or malformed.
+    """
+    for name in (config.user, config.item, config.timestamp, *by):
+        if name in (SCORE, PROBABILITY):
+            raise DataError(f"column '{name}' has the name of a result; rename it")
+    device = next(model.parameters()).device
+    with tempfile.TemporaryDirectory(prefix=".jfi-", dir=folder) as name:
+        parts = ScoringParts(sources, Path(name), schema, config, by)
+        score = np.lib.format.open_memmap(f"{name}/score.npy", "w+", np.float32, (parts.num_rows,))
+        user = np.lib.format.open_memmap(f"{name}/user.npy", "w+", np.int64, (parts.num_rows,))
+        users = 0
+        with tqdm(
+            total=parts.num_rows, desc="predict", unit=" rows", unit_scale=True, disable=None, leave=False
+        ) as bar:
+            for part in parts:
+                start, last = 0, 0
+                for batch in part.dataset.batches("rows", batch_size):
+                    rows = part.rows[start : start + len(batch.users)]
+                    start += len(rows)
+                    here = batch.to(device)
+                    with torch.inference_mode():
+                        score[rows] = model(here.dense_features, here.sparse_features).squeeze(-1).float().cpu().numpy()
+                    user[rows] = users + batch.users.numpy()
+                    last = max(last, int(batch.users.max()) + 1)
+                    bar.update(len(rows))
+                users += last
+        yield Scores(parts, score, user)
+
+
+def check_out(out: str | Path | None) -> Path | None:
+    """The path of a file to write.
+
+    Raises:
+        ConfigError: its suffix is neither .parquet nor .csv, or its folder is missing.
+    """
+    if out is None:
+        return None
+    out = Path(out)
+    if out.suffix not in SUFFIXES:
+        raise ConfigError(f"--out {out}: the name must end in {' or '.join(SUFFIXES)}")
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no folder {out.parent}")
+    return out
+
+
+def metrics_of(scores: Scores, config: DataConfig, by: Sequence[str] = ()) -> dict:
+    """Metrics of the labeled rows: overall, by the values of each column of `by`, and the calibration.
+
+    Returns:
+        `rows`, `labeled`, `overall` (the metrics of `jfi.training.metrics` with `samples`, `mean_label`,
+        `mean_prediction` and `calibration`, the mean prediction over the mean label), `deciles` (the same but the
+        metrics, by tenth of the prediction), and `by`, by column a list of the overall metrics of each `value`, most
+        samples first. A metric that is not defined, such as the AUC of equal labels, is None.
+
+    Raises:
+        DataError: no row has a label.
+    """
+    labels = scores.parts.labels
+    rows = np.flatnonzero(~np.isnan(labels))
+    if not len(rows):
+        why = "every row is a positive (data.label is null)" if config.label is None else f"label '{config.label}'"
+        raise DataError(f"no row to evaluate has a label: {why}")
+    logits = torch.from_numpy(np.array(scores.score[rows])).double()
+    label, user = torch.from_numpy(labels[rows]).double(), torch.from_numpy(np.array(scores.user[rows]))
+    result = {"rows": len(labels), "labeled": len(rows), "overall": _metrics(logits, label, user)}
+    order = torch.argsort(logits, stable=True)
+    result["deciles"] = [_means(logits[tenth], label[tenth]) for tenth in order.tensor_split(10) if len(tenth)]
+    result["by"] = {}
+    for name in by:
+        values = pa.chunked_array([batch.column(name) for batch in scores.parts.key_batches()])
+        groups = values.cast(pa.string()).combine_chunks().take(pa.array(rows)).dictionary_encode("encode")
+        group = torch.from_numpy(groups.indices.to_numpy().astype(np.int64))
+        order = torch.argsort(group, stable=True)
+        sizes = torch.bincount(group, minlength=len(groups.dictionary)).tolist()
+        records = [
+            {"value": value, **_metrics(logits[chosen], label[chosen], user[chosen])}
+            for value, chosen in zip(groups.dictionary.to_pylist(), order.split(sizes), strict=True)
+        ]
+        result["by"][name] = sorted(records, key=lambda record: -record["samples"])
+    return result
+
+
+def _metrics(logits: torch.Tensor, labels: torch.Tensor, users: torch.Tensor) -> dict:
+    metrics = Predictions([logits], [labels], [users]).metrics()
+    finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+    return {**_means(logits, labels), **finite}
+
+
+def _means(logits: torch.Tensor, labels: torch.Tensor) -> dict:
+    prediction, label = logits.sigmoid().mean().item(), labels.mean().item()
+    return {
+        "samples": len(labels),
+        "mean_prediction": prediction,
+        "mean_label": label,
+        "calibration": prediction / label if label > 0 else None,
+    }

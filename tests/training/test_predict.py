@@ -1,0 +1,318 @@
+"""Scores of the rows of a table by a run, and their metrics."""
+
+import csv
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+import pytest
+import torch
+from own_table import HEADER, config_of, new_row, row, write_table
+from worker import without_pictures
+
+import jfi
+from jfi.data import DataError, load_dataset, scoring
+from jfi.training import ConfigError, train
+from jfi.training.cli import run_cli
+from jfi.training.metrics import Predictions
+
+ROOT = Path(__file__).parents[2]
+KEYS = ["user_id", "item_id", "timestamp"]
+#: Of logits around 1 in batches of other sizes.
+ROUNDING = 2e-6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("predict")
+    write_table(path / "table.csv", [row(i) for i in range(300)])
+    with without_pictures():
+        train(config_of(path / "table.csv", path / "run"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    return jfi.load_run(folder / "run")
+
+
+@pytest.fixture(scope="module")
+def wanted(run) -> dict[tuple, float]:
+    """By user, item and time the logit that the trainer's batches give, of all splits."""
+    dataset, logits = load_dataset(run.config.data, run.schema), []
+    for split in ("train", "validation", "test"):
+        for batch in dataset.batches(split, 32):
+            with torch.no_grad():
+                logits += run.model(batch.dense_features, batch.sparse_features).squeeze(-1).tolist()
+    # Times are unique, and the splits are in their order.
+    rows = [row(i) for i in range(300)]
+    return {tuple(line[:3]): logit for line, logit in zip(rows, logits, strict=True)}
+
+
+def by_key(table: pa.Table) -> dict[tuple, float]:
+    user, item, time = (table.column(name).to_pylist() for name in KEYS)
+    return {(u, i, int(t)): s for u, i, t, s in zip(user, item, time, table.column("score").to_pylist(), strict=True)}
+
+
+def assert_scores(found: pa.Table, wanted: dict[tuple, float]) -> None:
+    found = by_key(found)
+    assert found.keys() <= wanted.keys()
+    keys = list(found)
+    np.testing.assert_allclose([found[key] for key in keys], [wanted[key] for key in keys], atol=ROUNDING, rtol=0)
+
+
+def test_predict_gives_the_logits_of_the_trainer(run, folder, wanted):
+    scores = run.predict(folder / "table.csv")
+    assert scores.column_names == [*KEYS, "score", "probability"]
+    assert scores.num_rows == 300 and np.std(list(wanted.values())) > 0.01
+    assert_scores(scores, wanted)
+    # In the order of the table.
+    assert scores.column("timestamp").to_pylist() == [str(60 * i) for i in range(300)]
+    probability = 1 / (1 + np.exp(-scores.column("score").to_numpy()))
+    np.testing.assert_allclose(scores.column("probability").to_numpy(), probability, rtol=1e-6)
+
+
+def test_the_metrics_of_the_test_split_are_those_of_the_run(run, folder, tmp_path):
+    log = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    write_table(tmp_path / "log.csv", [row(i) for i in range(270)])
+    write_table(tmp_path / "test.csv", [row(i) for i in range(270, 300)])
+    overall = run.evaluate(tmp_path / "test.csv", history=tmp_path / "log.csv")["overall"]
+    for name in ("loss", "ne", "auc", "user_auc"):
+        assert overall[name] == pytest.approx(log[-1][name], abs=1e-5), name
+
+
+def test_histories_come_from_the_log_before_the_table(run, folder, tmp_path, wanted):
+    write_table(tmp_path / "log.csv", [row(i) for i in range(200)][::-1])
+    write_table(tmp_path / "new.csv", [row(i) for i in range(200, 300)])
+    scores = run.predict(tmp_path / "new.csv", history=tmp_path / "log.csv")
+    assert scores.num_rows == 100
+    assert_scores(scores, wanted)
+    alone = by_key(run.predict(tmp_path / "new.csv"))
+    assert max(abs(score - wanted[key]) for key, score in alone.items()) > 100 * ROUNDING
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_parts_and_blocks_of_any_size_give_the_same(run, folder, tmp_path, wanted, monkeypatch, kind):
+    """The rows are read 7 at a time, and spread over as many files as there can be."""
+    path = folder / "table.csv"
+    if kind == "parquet":
+        table = pa.csv.read_csv(path)
+        pa.parquet.write_table(table, tmp_path / "table.parquet", row_group_size=11)
+        path = tmp_path / "table.parquet"
+    monkeypatch.setattr(scoring, "_BLOCK", 7)
+    monkeypatch.setattr(scoring, "_PART", 1)
+    out = tmp_path / "scores.parquet"
+    assert run.predict(path, out=out, batch_size=5) is None
+    scores = pa.parquet.read_table(out)
+    assert [int(time) for time in scores.column("timestamp").to_pylist()] == [60 * i for i in range(300)]
+    assert_scores(scores, wanted)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_memory_is_bounded_by_the_parts(run, tmp_path, monkeypatch):
+    """No dataset has more than the rows of its users, and no table read from Parquet more than a block."""
+    write_table(tmp_path / "table.csv", [[f"u{i % 97}", *row(i)[1:]] for i in range(2000)])
+    pa.parquet.write_table(pa.csv.read_csv(tmp_path / "table.csv"), tmp_path / "table.parquet")
+    monkeypatch.setattr(scoring, "_BLOCK", 100)
+    monkeypatch.setattr(scoring, "_PART", 200)
+    sizes, blocks, build, parse = [], [], scoring.build_scoring, scoring.ScoringParts._parse
+    monkeypatch.setattr(scoring, "build_scoring", lambda *a: sizes.append(len(a[1].user)) or build(*a))
+    monkeypatch.setattr(scoring.ScoringParts, "_parse", lambda s, table: blocks.append(len(table)) or parse(s, table))
+    assert run.predict(tmp_path / "table.parquet").num_rows == sum(sizes) == 2000
+    assert blocks == [100] * 20 and len(sizes) == 11 and max(sizes) < 500
+
+
+def test_a_table_without_labels_is_scored(run, folder, tmp_path, wanted):
+    rows = [[value for i, value in enumerate(row(i)) if i != 3] for i in range(300)]
+    path = tmp_path / "unlabeled.csv"
+    lines = [HEADER.replace("clicked,", ""), *(",".join(map(str, line)) for line in rows)]
+    path.write_text("\n".join(lines) + "\n")
+    assert_scores(run.predict(path), wanted)
+    with pytest.raises(DataError, match="no row to evaluate has a label: label 'clicked'"):
+        run.evaluate(path)
+
+
+def test_the_label_may_be_missing_where_histories_show_it(tmp_path):
+    """What happened in the events of a table without labels is unknown; in the log before it is known."""
+    write_table(tmp_path / "table.csv", [row(i) for i in range(200)])
+    config = config_of(tmp_path / "table.csv", tmp_path / "run", epochs=1)
+    config.data.event_categorical = ["clicked", "tags"]
+    with without_pictures():
+        train(config)
+    run = jfi.load_run(tmp_path / "run")
+    full = by_key(run.predict(tmp_path / "table.csv"))
+    last = {user: max(key for key in full if key[0] == user and key[2] >= 60 * 190) for user in ("u0", "u1")}
+    lines = [HEADER.replace("clicked,", "")]
+    lines += [",".join(map(str, [*row(key[2] // 60)[:3], *row(key[2] // 60)[4:]])) for key in last.values()]
+    (tmp_path / "new.csv").write_text("\n".join(lines) + "\n")
+    write_table(tmp_path / "log.csv", [row(i) for i in range(200) if tuple(row(i)[:3]) not in last.values()])
+    assert_scores(run.predict(tmp_path / "new.csv", history=tmp_path / "log.csv"), full)
+
+
+def test_users_and_items_never_seen_are_scored(run, folder, tmp_path, wanted):
+    write_table(tmp_path / "new.csv", [row(i) for i in range(300)] + [new_row(i) for i in range(3)])
+    scores = run.predict(tmp_path / "new.csv")
+    found = by_key(scores)
+    new = [found["new", "a", 90_000 + i] for i in range(3)]
+    assert np.isfinite(new).all() and new[0] != new[1]  # the second has a history
+    known = by_key(scores.slice(0, 300))
+    for key in known:
+        assert known[key] == pytest.approx(wanted[key], abs=ROUNDING)
+
+
+def test_columns_of_items_come_from_a_table_of_items(tmp_path):
+    """Of the run's config, or as given; an item that it lacks is unknown."""
+    write_table(tmp_path / "table.csv", [row(i) for i in range(200)])
+    items = "item_id,genre,price\n" + "".join(f"i{i},g{i % 3},{i}\n" for i in range(10))
+    (tmp_path / "items.csv").write_text(items)
+    config = config_of(tmp_path / "table.csv", tmp_path / "run", epochs=1)
+    config.data.items = str(tmp_path / "items.csv")
+    with without_pictures():
+        train(config)
+    run = jfi.load_run(tmp_path / "run")
+    first = run.predict(tmp_path / "table.csv").column("score").to_numpy()
+    (tmp_path / "items.csv").rename(tmp_path / "moved.csv")
+    with pytest.raises(DataError, match=r"items\.csv: no such file"):
+        run.predict(tmp_path / "table.csv")
+    moved = run.predict(tmp_path / "table.csv", items=tmp_path / "moved.csv").column("score").to_numpy()
+    assert (first == moved).all()
+    write_table(tmp_path / "unknown.csv", [new_row(i) for i in range(3)])
+    assert run.predict(tmp_path / "unknown.csv", items=tmp_path / "moved.csv").num_rows == 3
+
+
+def test_an_arrow_table_is_scored_as_its_file(run, folder):
+    table = pa.csv.read_csv(folder / "table.csv")
+    scores = run.predict(table, history=table.slice(0, 0))
+    assert (scores.column("score").to_numpy() == run.predict(folder / "table.csv").column("score").to_numpy()).all()
+    assert scores.column("timestamp").type == pa.int64()  # as the table has it
+
+
+def test_evaluate_by_group_and_calibration(run, folder):
+    metrics = run.evaluate(folder / "table.csv", by=["genre", "user_id"])
+    scores = run.predict(folder / "table.csv")
+    logits = torch.from_numpy(scores.column("score").to_numpy().copy())
+    rows = [row(i) for i in range(300)]
+    labels = torch.tensor([float(line[3]) for line in rows])
+    users = torch.tensor([int(line[0][1:]) for line in rows])
+    assert (metrics["rows"], metrics["labeled"], metrics["overall"]["samples"]) == (300, 300, 300)
+    for group, records in (("all", [metrics["overall"]]), ("genre", metrics["by"]["genre"])):
+        for record in records:
+            chosen = torch.tensor([group == "all" or line[4] == record["value"] for line in rows])
+            assert record["samples"] == chosen.sum()
+            for name, value in Predictions([logits[chosen]], [labels[chosen]], [users[chosen]]).metrics().items():
+                assert record[name] == (None if np.isnan(value) else pytest.approx(value, abs=1e-9)), (group, name)
+            mean = logits[chosen].double().sigmoid().mean().item()
+            assert record["mean_prediction"] == pytest.approx(mean)
+            assert record["calibration"] == pytest.approx(mean / labels[chosen].mean().item())
+    assert {record["value"] for record in metrics["by"]["genre"]} == {"g0", "g1", "g2"}
+    assert len(metrics["by"]["user_id"]) == 6
+    sizes = [record["samples"] for record in metrics["by"]["genre"]]
+    assert sizes == sorted(sizes, reverse=True) and sum(sizes) == 300
+    deciles = metrics["deciles"]
+    assert [tenth["samples"] for tenth in deciles] == [30] * 10
+    means = [tenth["mean_prediction"] for tenth in deciles]
+    assert means == sorted(means)
+    lowest = logits.argsort()[:30]
+    assert deciles[0]["mean_label"] == pytest.approx(labels[lowest].mean().item())
+
+
+def command(monkeypatch, capsys, *arguments: object) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["predict.py", *map(str, arguments)])
+    code = run_cli(runpy.run_path(str(ROOT / "examples/predict.py"))["main"])
+    return code, *capsys.readouterr()
+
+
+def test_the_command_writes_scores_and_metrics(folder, run, tmp_path, monkeypatch, capsys):
+    common = ["--run", folder / "run", "--interactions", folder / "table.csv"]
+    out, metrics = tmp_path / "scores.csv", tmp_path / "metrics.json"
+    code, text, _ = command(monkeypatch, capsys, *common, "--out", out, "--evaluate", metrics, "--by", "genre")
+    assert code == 0
+    with open(out, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == [*KEYS, "genre", "score", "probability"] and len(rows) == 300
+    wanted = run.predict(folder / "table.csv").column("score").to_numpy()
+    np.testing.assert_allclose([float(line["score"]) for line in rows], wanted, rtol=1e-6)
+    assert json.loads(metrics.read_text())["overall"] == run.evaluate(folder / "table.csv")["overall"]
+    assert [line.split()[0] for line in text.splitlines()[1:]] == ["all", "genre", "genre", "genre", "wrote", "wrote"]
+    code, text, _ = command(monkeypatch, capsys, *common, "--out", tmp_path / "again.parquet")
+    assert (code, text) == (0, f"wrote {tmp_path / 'again.parquet'}\n")
+    assert pa.parquet.read_table(tmp_path / "again.parquet").column_names == [*KEYS, "score", "probability"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--out", "scores.txt"], "--out scores.txt: the name must end in .parquet or .csv"),
+        (["--out", "no/scores.csv"], "--out no/scores.csv: there is no folder no"),
+        ([], "name a file to write: --out for the scores, --evaluate for their metrics"),
+        (["--out", "s.csv", "--by", "genre"], "--by belongs to --evaluate"),
+        (["--evaluate", "no/m.json"], "--evaluate no/m.json: there is no folder no"),
+        (["--out", "s.csv", "--run", "nowhere"], "run nowhere: not a run folder, config.yaml is missing"),
+        (["--out", "s.csv", "--interactions", "no.csv"], "no.csv: no such file or directory"),
+        (["--out", "s.csv", "--history", "no.csv"], "no.csv: no such file or directory"),
+        (["--evaluate", "m.json", "--by", "gendre"], "no column 'gendre'; did you mean 'genre'?"),
+    ],
+)
+def test_wrong_options_are_refused_in_one_line_and_write_nothing(
+    folder, tmp_path, monkeypatch, capsys, options, message
+):
+    monkeypatch.chdir(tmp_path)
+    common = ["--run", folder / "run", "--interactions", folder / "table.csv"]
+    code, _, errors = command(monkeypatch, capsys, *common, *options)
+    assert code == 2 and errors.startswith("error: ") and message in errors and errors.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda line: [*line[:2], "soon", *line[3:]],
+            r"new\.csv:12: 'timestamp' is 'soon', neither a number nor a date",
+        ),
+        (lambda line: ["", *line[1:]], r"new\.csv:12: empty 'user_id'"),
+        (lambda line: [*line[:5], "cheap", *line[6:]], r"new\.csv:12: 'price' is 'cheap', not a number"),
+        (lambda line: [*line[:3], 7, *line[4:]], r"new\.csv:12: label 'clicked' is 7, not 0 or 1"),
+    ],
+)
+def test_a_malformed_row_is_named_by_its_line_and_nothing_is_written(run, tmp_path, monkeypatch, change, message):
+    monkeypatch.setattr(scoring, "_BLOCK", 4)
+    write_table(tmp_path / "new.csv", [change(row(i)) if i == 10 else row(i) for i in range(20)])
+    before = (tmp_path / "new.csv").read_bytes()
+    with pytest.raises(DataError, match=message):
+        run.predict(tmp_path / "new.csv", out=tmp_path / "scores.parquet")
+    assert [path.name for path in tmp_path.iterdir()] == ["new.csv"]
+    assert (tmp_path / "new.csv").read_bytes() == before
+
+
+def test_out_is_written_whole_or_not_at_all(run, folder, tmp_path, monkeypatch):
+    out = tmp_path / "scores.parquet"
+    out.write_bytes(b"before")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pyarrow.parquet.ParquetWriter.write_batch", full)
+        with pytest.raises(OSError, match="No space"):
+            run.predict(folder / "table.csv", out=out)
+    assert out.read_bytes() == b"before" and len(list(tmp_path.iterdir())) == 1
+    with pytest.raises(ConfigError):
+        run.predict(folder / "table.csv", out=tmp_path / "scores")
+
+
+def test_without_a_label_there_is_nothing_to_evaluate(tmp_path):
+    write_table(tmp_path / "table.csv", [row(i) for i in range(200)])
+    config = config_of(tmp_path / "table.csv", tmp_path / "run", epochs=1)
+    config.data.label = None
+    with without_pictures():
+        train(config)
+    run = jfi.load_run(tmp_path / "run")
+    assert run.predict(tmp_path / "table.csv").num_rows == 200
+    with pytest.raises(DataError, match="every row is a positive"):
+        run.evaluate(tmp_path / "table.csv")
