@@ -72,6 +72,9 @@ def read_again(name: str, content: bytes) -> dict[str, list[str | None]] | None:
             lines, delimiter="\x1f" if delimiter == "::" else delimiter, quoting=0 if quoted else csv.QUOTE_NONE
         )
         rows = [row for row in reader if row]
+        if quoted and len(rows) < sum(1 for line in io.StringIO(text, newline="") if line.strip("\r\n")):
+            # Line ends within quotes: text after the closing quote tells that the opening one was none.
+            list(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True))
     except (ValueError, csv.Error, RecursionError, AttributeError):
         return None
     finally:
@@ -135,6 +138,20 @@ def _field(change: Callable[[bytes, np.random.Generator], bytes]) -> Callable[[s
     return of
 
 
+def _swallow(delimiter: bytes) -> Edit:
+    """A quote at the start of a field, and one within the same field of a later row: the rows between become one."""
+
+    def edit(content: bytes, random: np.random.Generator) -> bytes:
+        rows = [line.split(delimiter) for line in content.split(b"\n")]
+        first, second = sorted(random.choice(len(rows) - 2, 2, replace=False) + 1)
+        column = random.integers(len(rows[first]))
+        rows[first][column] = b'"' + rows[first][column]
+        rows[second][column] += b'" x'
+        return b"\n".join(map(delimiter.join, rows))
+
+    return edit
+
+
 _VALUES = [b"", b"abc", b"nan", b"inf", b"-1", b"1e999", b"2020-01-01", b"null", b"{}", b"[1]", b"true", b'"', b"\\"]
 _HUGE = b"x" * 1_500_000
 _QUOTES = [b'"', b'""', b'"x', b"'", b'x"y', b'\\"']
@@ -163,6 +180,8 @@ def harmful(name: str) -> dict[str, Edit]:
     }
     if name == "r.parquet":
         return edits
+    if name in ("r.csv", "r.tsv"):
+        edits["swallowed rows"] = _swallow(DELIMITERS[name])
     return edits | {
         "quote": _insert(*_QUOTES),
         "two quotes": lambda content, random: _insert(*_QUOTES)(_insert(*_QUOTES)(content, random), random),
