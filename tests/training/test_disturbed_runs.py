@@ -1,15 +1,22 @@
 """Runs that are killed at a write, or whose storage is full, end with the bits of a run that nothing disturbed."""
 
+import os
+import runpy
 import shutil
 import subprocess
+import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from forked_runs import ForkedRuns, forked_runs
-from test_run import assert_same_run, tiny
+from test_run import ROOT, assert_same_run, tiny
 
 from jfi.training.cli import save_config
+from jfi.training.distributed import World
+from jfi.training.run_lock import writing_run
 
 
 @pytest.fixture(scope="module")
@@ -74,25 +81,72 @@ def test_a_file_that_may_not_grow_is_one_line_and_nothing_is_lost(server, config
     assert_finishes(server, config, run, whole[0])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kilobytes", [16, 64, 128, 256, 512])
-def test_a_full_file_system_is_one_line_and_the_run_goes_on_when_there_is_space(
-    server, config, whole, tmp_path, kilobytes
-):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True).returncode:
+@contextmanager
+def file_system(folder: Path, size: str) -> Iterator[Path]:
+    """A file system of that size; skips the test where mounting it is not allowed."""
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True).returncode:
         pytest.skip("needs the right to mount a file system")
     try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["16k", "64k", "128k", "256k", "512k"])
+def test_a_full_file_system_is_one_line_and_the_run_goes_on_when_there_is_space(server, config, whole, tmp_path, size):
+    with file_system(tmp_path / "disk", size) as disk:
         outcome = server.do(config, disk / "run")
         if outcome.code:
             assert_one_line(outcome.errors, "No space left on device")
             assert outcome.code == 3
-        shutil.copytree(disk / "run", tmp_path / "run") if (disk / "run").exists() else None
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
+        if (disk / "run").exists():
+            shutil.copytree(disk / "run", tmp_path / "run")
     assert_finishes(server, config, tmp_path / "run", whole[0])
+
+
+@pytest.mark.slow
+def test_a_read_only_run_can_be_exported_and_resuming_it_is_one_line(server, config, whole, tmp_path):
+    with file_system(tmp_path / "disk", "8m") as disk:
+        assert server.do(config, disk / "run", kill=70).code == -9
+        before = {path: path.read_bytes() for path in disk.rglob("*") if path.is_file()}
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        outcome = server.do(config, disk / "run")
+        assert_one_line(outcome.errors, "Read-only file system")
+        assert outcome.code == 3
+        runpy.run_path(str(ROOT / "examples/export.py"))["load_best"](disk / "run")
+        subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
+        assert {path: path.read_bytes() for path in disk.rglob("*") if path.is_file()} == before
+        assert_finishes(server, config, disk / "run", whole[0])
+
+
+@pytest.mark.slow
+def test_processes_under_torchrun_refuse_a_damaged_shard_and_a_locked_run_in_one_line(tmp_path):
+    config = tiny(tmp_path / "run", epochs=1)
+    config.optimizer.average = None
+    config.sharding.type = "row_wise"
+    save_config(config, tmp_path / "config.yaml")
+
+    def launch(*arguments: object) -> tuple[int, list[str]]:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+        command += [ROOT / "examples/train_dlrm.py", *arguments]
+        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+        return done.returncode, [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+
+    assert launch("--config", tmp_path / "config.yaml") == (0, [])
+    (shard,) = (tmp_path / "run").rglob("rank-1.safetensors")
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    code, lines = launch("--resume", tmp_path / "run")
+    assert code and len(lines) == 1 and f"{shard} is damaged" in lines[0], lines
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    with writing_run(tmp_path / "run", World()):
+        code, lines = launch("--resume", tmp_path / "run")
+    assert code and len(lines) == 1 and f"process {os.getpid()} on" in lines[0], lines
+    assert launch("--resume", tmp_path / "run") == (0, [])
 
 
 def assert_one_line(errors: str, part: str) -> None:
