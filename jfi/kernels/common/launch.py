@@ -18,6 +18,11 @@ from jfi.kernels.common.primitives import INTERPRET
 Tensors = tuple[Tensor | tuple[Tensor | None, ...] | None, ...]
 
 
+def empty_like(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Memory for the gradient of each tensor; None where there is no tensor."""
+    return [None if x is None else torch.empty_like(x) for x in tensors]
+
+
 class Launcher:
     """``kernel[grid](*descriptors, *tensors, *numbers, **constants)``, Triton's options among the constants."""
 

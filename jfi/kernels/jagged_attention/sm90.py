@@ -7,7 +7,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from jfi.kernels.common.launch import Launcher
+from jfi.kernels.common.launch import Launcher, empty_like
 from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.spec import Constant
 from jfi.kernels.common.tile_scheduler import schedule_tiles
@@ -103,9 +103,7 @@ def backward(
     """As `launch.backward`."""
     (dquery_plan, dkey_plan), problem = plan.backward, plan.problem
     qheads_per_kvhead, rows = problem.qheads_per_kvhead, x.query.shape[0]
-    dquery, dkey = torch.empty_like(x.query), torch.empty_like(x.key)
-    dvalue = None if x.value is None else torch.empty_like(x.value)
-    dbias = None if x.bias is None else torch.empty_like(x.bias)
+    dquery, dkey, dvalue, dbias = empty_like(x.query, x.key, x.value, x.bias)
     stats = torch.empty(2, problem.num_kv_heads, rows * qheads_per_kvhead, dtype=torch.float32, device=x.query.device)
     # All tiles have 64 rows, so both kernels have the same descriptors.
     key = tensor_descriptor(x.key, ROWS.value)

@@ -7,12 +7,11 @@ dS is the gradient of the scores through the output and through the log-sum-exp 
 kernel has a program per tile of queries, which loops over the keys that they see, the other a program per tile of keys.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from jfi.kernels.common.launch import Launcher
+from jfi.kernels.common.launch import Launcher, empty_like
 from jfi.kernels.common.online_softmax import hide_empty, scores_gradient
 from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.tile_scheduler import load_work_tile, schedule_tiles
@@ -195,9 +194,7 @@ def backward(
     problem, (statistics, dquery_plan, dkey_plan) = plan.problem, plan.backward
     num_kv_heads, qheads_per_kvhead = problem.num_kv_heads, problem.qheads_per_kvhead
     rows = x.query.shape[0] * qheads_per_kvhead
-    dquery, dkey = torch.empty_like(x.query), torch.empty_like(x.key)
-    dvalue = None if x.value is None else torch.empty_like(x.value)
-    dbias = None if x.bias is None else torch.empty_like(x.bias)
+    dquery, dkey, dvalue, dbias = empty_like(x.query, x.key, x.value, x.bias)
     stats = lse.new_empty(2, num_kv_heads, rows)
     launch_statistics, launch_dquery, launch_dkey = _launchers(
         problem, plan.backward, x.left is not None, x.right is not None

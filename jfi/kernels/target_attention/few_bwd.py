@@ -14,7 +14,7 @@ from torch import Tensor
 
 from jfi import plan
 from jfi.kernels.common.combine import RangePartials, behind_partials
-from jfi.kernels.common.launch import Launcher
+from jfi.kernels.common.launch import Launcher, empty_like
 from jfi.kernels.common.spec import AttentionSpec
 from jfi.kernels.common.stream_k import WEIGHT, end_row, find_range, longest_first
 from jfi.kernels.common.tiles import load_rows, load_statistics, query_rows, store_columns, store_rows
@@ -161,9 +161,7 @@ def backward(
     batch, num_queries, num_heads, head_dim = x.query.shape
     problem, kernel = chosen.problem, chosen.backward[0]
     num_keys, device = x.key.shape[0], x.query.device
-    dquery, dkey = torch.empty_like(x.query), torch.empty_like(x.key)
-    dvalue = None if x.value is None else torch.empty_like(x.value)
-    dsecond = None if x.second is None else torch.empty_like(x.second)
+    dquery, dkey, dvalue, dsecond = empty_like(x.query, x.key, x.value, x.second)
     partials, chunk, programs = None, 0, batch
     if kernel.split is Split.STREAM_K:
         chunk, programs = plan.stream_k(num_keys, batch, problem.device.num_sms, kernel.programs_per_sm)

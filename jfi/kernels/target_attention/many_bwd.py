@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from jfi import plan
-from jfi.kernels.common.combine import ChunkPartials
-from jfi.kernels.common.launch import Launcher
+from jfi.kernels.common.launch import Launcher, empty_like
 from jfi.kernels.common.primitives import most_tiles
 from jfi.kernels.common.spec import AttentionSpec
 from jfi.kernels.target_attention.many_dhistory import target_attention_many_dhistory_kernel
 from jfi.kernels.target_attention.many_dquery import target_attention_many_dquery_kernel
-from jfi.kernels.target_attention.many_tiles import STATISTICS, history_descriptor, query_descriptor, work_items
+from jfi.kernels.target_attention.many_tiles import STATISTICS, history_descriptor, query_descriptor, split_into_chunks
 from jfi.plan import AttentionPlan, AttentionProblem, KernelPlan, TargetAttentionInputs, cached
 
 
@@ -36,17 +35,12 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """Returns the gradients of query, key (key + value where they are shared), value, bias and None for second."""
     problem = chosen.problem
-    batch, num_queries, num_heads, head_dim = x.query.shape
-    num_keys, num_kv_heads, _ = x.key.shape
-    dquery, dkey = torch.empty_like(x.query), torch.empty_like(x.key)
-    dvalue = None if x.value is None else torch.empty_like(x.value)
-    dbias = None if x.bias is None else torch.empty_like(x.bias)
+    batch, (num_keys, num_kv_heads, head_dim) = x.query.shape[0], x.key.shape
+    dquery, dkey, dvalue, dbias = empty_like(x.query, x.key, x.value, x.bias)
     dquery_plan, *dhistory_plan = chosen.backward
     dquery_launch, *dhistory_launch = _launchers(problem, chosen.backward)
-    num_rows = num_queries * problem.qheads_per_kvhead
-    tiles = plan.ceil_div(num_rows, dquery_plan.block_m)
-    chunk = plan.chunk_rows(num_keys, batch, problem.device.num_sms, tiles * num_kv_heads, x.max_seqlen)
-    partials = ChunkPartials(num_keys, chunk, num_queries * num_heads, head_dim, x.query.device)
+    partials, grid, numbers = split_into_chunks(x, problem, dquery_plan.block_m, head_dim)
+    num_rows = numbers[1]
     statistics = tile_samples = None
     if dhistory_plan:
         history_tiles = most_tiles(num_keys, batch, dhistory_plan[0].block_n)
@@ -59,9 +53,8 @@ def backward(
         descriptors = tuple(history_descriptor(y, dquery_plan.block_n) for y in (x.key, x.value, shared_gradient))
     history = (x.key, x.value, x.bias, x.offsets)
     outputs = (dquery, dkey, dvalue, dbias, partials.values, statistics, tile_samples)
-    grid = (work_items(num_keys, batch, chunk) * tiles, num_kv_heads, 1)
     tensors = ((x.query, grad, out, lse), history, outputs)
-    dquery_launch(grid, tensors, (batch, num_rows, tiles, chunk, x.scale), descriptors)
+    dquery_launch(grid, tensors, (*numbers, x.scale), descriptors)
     partials.combine(x.offsets, dquery, None)
     if dhistory_plan:
         kernel, launch = dhistory_plan[0], dhistory_launch[0]

@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jfi import plan
-from jfi.kernels.common.combine import ChunkPartials, chunk_partial
+from jfi.kernels.common.combine import chunk_partial
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.online_softmax import finish, online_softmax_update
 from jfi.kernels.common.primitives import LOG2E
@@ -22,7 +21,7 @@ from jfi.kernels.target_attention.many_tiles import (
     history_descriptor,
     load_history,
     query_places,
-    work_items,
+    split_into_chunks,
 )
 from jfi.plan import AttentionPlan, AttentionProblem, KernelPlan, TargetAttentionInputs, cached
 
@@ -132,18 +131,11 @@ def _launcher(problem: AttentionProblem, kernel: KernelPlan) -> Launcher:
 def forward(x: TargetAttentionInputs, chosen: AttentionPlan, out: Tensor, lse: Tensor) -> None:
     """Fill in the output [B, T, H, E] and the log-sum-exp of the scores [B, T, H], -inf for an empty history."""
     problem, kernel = chosen.problem, chosen.forward[0]
-    batch, num_queries, num_heads, _ = x.query.shape
-    num_keys = x.key.shape[0]
     query, scale = (-x.query, -x.scale) if x.scale < 0 else (x.query, x.scale)
-    num_rows = num_queries * problem.qheads_per_kvhead
-    tiles = plan.ceil_div(num_rows, kernel.block_m)
-    num_sms, programs = problem.device.num_sms, tiles * problem.num_kv_heads
-    chunk = plan.chunk_rows(num_keys, batch, num_sms, programs, x.max_seqlen)
-    partials = ChunkPartials(num_keys, chunk, num_queries * num_heads, problem.value_dim, query.device)
+    partials, grid, numbers = split_into_chunks(x, problem, kernel.block_m, problem.value_dim)
     descriptors = (None, None)
     if kernel.constants["BY_TMA"]:
         descriptors = tuple(history_descriptor(y, kernel.block_n) for y in (x.key, x.value))
     tensors = (query, (x.key, x.value, x.bias, x.offsets), (out, lse, partials.values, partials.lse))
-    grid = (work_items(num_keys, batch, chunk) * tiles, problem.num_kv_heads, 1)
-    _launcher(problem, kernel)(grid, tensors, (batch, num_rows, tiles, chunk, scale), descriptors)
+    _launcher(problem, kernel)(grid, tensors, (*numbers, scale), descriptors)
     partials.combine(x.offsets, out, lse)

@@ -12,17 +12,34 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from jfi import plan
+from jfi.kernels.common.combine import ChunkPartials
 from jfi.kernels.common.primitives import find_sample
 from jfi.kernels.common.tiles import load_rows, query_rows, store_rows
-from jfi.plan import power_of_two
+from jfi.plan import AttentionProblem, TargetAttentionInputs, power_of_two
 
 #: The statistics of query rows are padded to a multiple of this, so that a tile of them is loaded without a mask.
 STATISTICS = tl.constexpr(64)
 
 
-def work_items(rows: int, batch: int, chunk: int) -> int:
-    """Work items of a batch; those that no chunk needs are empty."""
-    return batch + rows // chunk
+def split_into_chunks(
+    x: TargetAttentionInputs, problem: AttentionProblem, block_m: int, width: int
+) -> tuple[ChunkPartials, tuple[int, int, int], tuple[int, int, int, int]]:
+    """Split long samples into chunks, and query rows into tiles of block_m.
+
+    Returns:
+        (memory for partial results of that width, the grid, and the integers that the kernels take: batch size, query
+        rows of a key head, tiles of these, rows of a chunk).
+    """
+    batch, num_queries, num_heads, _ = x.query.shape
+    num_keys, num_kv_heads = x.key.shape[0], problem.num_kv_heads
+    num_rows = num_queries * problem.qheads_per_kvhead
+    tiles = plan.ceil_div(num_rows, block_m)
+    chunk = plan.chunk_rows(num_keys, batch, problem.device.num_sms, tiles * num_kv_heads, x.max_seqlen)
+    partials = ChunkPartials(num_keys, chunk, num_queries * num_heads, width, x.query.device)
+    # Work items that no chunk needs are empty.
+    grid = ((batch + num_keys // chunk) * tiles, num_kv_heads, 1)
+    return partials, grid, (batch, num_rows, tiles, chunk)
 
 
 @triton.jit
