@@ -1,6 +1,6 @@
 """Parquet files -> tables with the types that the files declare."""
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from typing import TypeVar
 
 import pyarrow as pa
@@ -14,21 +14,42 @@ _T = TypeVar("_T")
 
 def read_parquet(path: str, wanted: Container[str]) -> Table:
     """The columns of a Parquet file that are in `wanted`."""
+    with _open(path) as file:
+        known, used = _columns(path, file, wanted)
+        data = _try(path, lambda: file.read(columns=used))
+    return _table(path, data.select(used), known)
+
+
+def iterate_parquet(path: str, wanted: Container[str], size: int) -> Iterator[Table]:
+    """`read_parquet` as tables of at most `size` rows, whose lines count from each one's first row."""
+    with _open(path) as file:
+        known, used = _columns(path, file, wanted)
+        batches = file.iter_batches(size, columns=used)
+        while (batch := _try(path, lambda: next(batches, None))) is not None:
+            yield _table(path, pa.Table.from_batches([batch]).select(used), known)
+
+
+def _open(path: str) -> pyarrow.parquet.ParquetFile:
     # A damaged file makes pyarrow raise errors of many kinds: those of Arrow, OSError, ValueError, UnicodeDecodeError.
     with open(path, "rb") as stream:
         if not stream.read(1):
             raise DataError(f"{path}: not a Parquet file: it is empty")
-    file = _try(path, lambda: pyarrow.parquet.ParquetFile(path, page_checksum_verification=True))
-    with file:
-        known = _try(path, lambda: file.schema_arrow.names)
-        # Without a column the number of rows would be lost.
-        used = [name for name in known if name in wanted] or known[:1]
-        for name in used:
-            if known.count(name) > 1:
-                raise DataError(f"{path}: column '{name}' appears twice")
-        data = _try(path, lambda: file.read(columns=used))
-    data = data.select(used)
+    return _try(path, lambda: pyarrow.parquet.ParquetFile(path, page_checksum_verification=True))
+
+
+def _columns(path: str, file: pyarrow.parquet.ParquetFile, wanted: Container[str]) -> tuple[list[str], list[str]]:
+    """The names of all columns, and of those to read."""
+    known = _try(path, lambda: file.schema_arrow.names)
+    # Without a column the number of rows would be lost.
+    used = [name for name in known if name in wanted] or known[:1]
     for name in used:
+        if known.count(name) > 1:
+            raise DataError(f"{path}: column '{name}' appears twice")
+    return known, used
+
+
+def _table(path: str, data: pa.Table, known: list[str]) -> Table:
+    for name in data.column_names:
         _check(path, name, data.column(name))
     return Table(path, data, known, line=lambda row: row + 1)
 

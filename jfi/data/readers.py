@@ -38,11 +38,12 @@ def read_table(
             columns that are in use.
     """
     files = find_files(paths, setting)
-    tables = [_read(file, wanted, encoding, quoting) for file in files]
+    tables = [read_file(file, wanted, encoding, quoting) for file in files]
     return tables[0] if len(tables) == 1 else _join(tables, wanted)
 
 
-def _read(file: File, wanted: Container[str], encoding: str, quoting: bool) -> Table:
+def read_file(file: File, wanted: Container[str], encoding: str, quoting: bool) -> Table:
+    """`read_table` of one file."""
     path, layout = file.path, file.layout
     if codecs.lookup(encoding).name != UTF8:
         layout = replace(layout, encodings=(encoding,))
@@ -55,6 +56,11 @@ def _read(file: File, wanted: Container[str], encoding: str, quoting: bool) -> T
             table = (read_json if layout.format == "json" else read_text)(path, layout, wanted)
     except OSError as error:
         raise DataError(f"{path}: {(error.strerror or 'cannot be read').lower()}") from error
+    return add_partitions(table, file, wanted)
+
+
+def add_partitions(table: Table, file: File, wanted: Container[str]) -> Table:
+    """The table with the columns that the names of the file's folders give."""
     for name, value in file.partitions.items():
         if name not in table.known:
             column = pa.DictionaryArray.from_arrays(

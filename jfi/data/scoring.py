@@ -20,20 +20,26 @@ from jfi.data.config import DataConfig
 from jfi.data.dataset import InteractionDataset
 from jfi.data.encode import check_kind, has_lists
 from jfi.data.errors import DataError
-from jfi.data.labels import label_column, read_labels
+from jfi.data.files import find_files
+from jfi.data.labels import label_columns, read_labels
 from jfi.data.load import build_scoring
 from jfi.data.readers import read_table
 from jfi.data.schema import DataSchema
 from jfi.data.source import Columns, Tables
 from jfi.data.table import Table
+from jfi.data.table_blocks import cut_table, read_blocks
 
-#: Rows that are read at a time, and about the number of rows of a file.
-_BLOCK, _PART = 1 << 18, 1 << 19
+#: About the number of rows of a file.
+_PART = 1 << 19
 _MAX_PARTS = 256
 #: A text file's row is rarely shorter.
 _BYTES_PER_ROW = 30
 #: Columns of the files that no table can have.
 _ROW = "\0row"
+
+
+#: Files as `read_table` takes them, or a table in memory.
+Source = str | list[str] | pa.Table
 
 
 @dataclass(frozen=True)
@@ -46,10 +52,10 @@ class Sources:
         users, items: tables of users and of items, or None.
     """
 
-    interactions: str | pa.Table
-    history: str | pa.Table | None = None
-    users: str | None = None
-    items: str | None = None
+    interactions: Source
+    history: Source | None = None
+    users: str | list[str] | None = None
+    items: str | list[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -84,27 +90,29 @@ class ScoringParts:
     ) -> None:
         self._folder, self._schema, self._by = folder, schema, list(dict.fromkeys(by))
         self._config = config
-        self._users = None if sources.users is None else read_table(sources.users, config.columns())
-        self._items = None if sources.items is None else read_table(sources.items, config.columns())
+        wanted, how = config.columns(), (config.encoding, config.quoting)
+        self._users = None if sources.users is None else read_table(sources.users, wanted, *how, "users")
+        self._items = None if sources.items is None else read_table(sources.items, wanted, *how, "items")
         self._item_columns = [*config.item_categorical, *config.item_dense] if sources.items is None else []
         self._first_rows: pa.Table | None = None
         self._labels: list[np.ndarray] = []
         self.num_rows = 0
-        count = sum(_estimate_rows(source) for source in (sources.interactions, sources.history) if source is not None)
+        named = {"interactions": sources.interactions, "history": sources.history}
+        count = sum(_estimate_rows(source, name) for name, source in named.items() if source is not None)
         self._writers: list = [None] * min(_MAX_PARTS, 1 + count // _PART)
         self._keys = None
         try:
             if sources.history is not None:
-                for table in _tables(sources.history, config.columns()):
+                for table in _tables(sources.history, wanted, config, "history"):
                     self._write(table, scored=False)
-            for table in _tables(sources.interactions, config.columns() | set(self._by)):
+            for table in _tables(sources.interactions, wanted | set(self._by), config, "interactions"):
                 self._write(table, scored=True)
         finally:
             for writer in (*self._writers, self._keys):
                 if writer is not None:
                     writer.close()
         if not self.num_rows:
-            name = sources.interactions if isinstance(sources.interactions, str) else "the table"
+            name = "the table" if isinstance(sources.interactions, pa.Table) else sources.interactions
             raise DataError(f"{name}: no rows")
 
     @property
@@ -183,11 +191,11 @@ class ScoringParts:
             config.timestamp: pa.array(table.times(config.timestamp, config.timestamp_unit)),
         }
         of_users = [*config.user_categorical, *config.user_dense] if self._users is None else []
-        label = None if config.label is None else label_column(config.label)
+        labels = [] if config.label is None else label_columns(config.label)
         for name in (*of_users, *self._item_columns, *config.event_categorical, *config.event_dense):
             if name in data:
                 continue
-            if name == label and name not in table.known:
+            if name in labels and name not in table.known:
                 # A table without labels: what happened in its events is unknown.
                 data[name] = pa.nulls(len(table), self._kind(name))
             elif pa.types.is_floating(self._kind(name)):
@@ -205,7 +213,7 @@ class ScoringParts:
 
     def _read_labels(self, table: Table) -> np.ndarray:
         label = self._config.label
-        if label is None or label_column(label) not in table.known:
+        if label is None or any(name not in table.known for name in label_columns(label)):
             return np.full(len(table), np.nan, np.float32)
         return read_labels(table, label)
 
@@ -216,42 +224,28 @@ class ScoringParts:
         self._keys.write_table(keys.cast(self._keys_schema))
 
 
-def _tables(source: str | pa.Table, wanted: set[str]) -> Iterator[Table]:
-    """The source as tables of some rows each; a Parquet file is read by the block, other files whole."""
+def _tables(source: Source, wanted: set[str], config: DataConfig, setting: str) -> Iterator[Table]:
+    """The source as tables of some rows each."""
     if isinstance(source, pa.Table):
-        table = Table("the table", source, source.column_names, line=lambda row: row + 1)
-    elif Path(source).suffix == ".parquet" and Path(source).is_file():
-        known = read_table(source, ()).known
-        with pa.parquet.ParquetFile(source) as file:
-            start = 0
-            for batch in file.iter_batches(_BLOCK, columns=[name for name in known if name in wanted]):
-                yield _shifted(Table(source, pa.Table.from_batches([batch]), known, lambda row: row + 1), start)
-                start += batch.num_rows
-        return
-    else:
-        table = read_table(source, wanted)
-    for start in range(0, len(table), _BLOCK):
-        yield _shifted(replace(table, data=table.data.slice(start, _BLOCK)), start)
+        return cut_table(Table("the table", source, source.column_names, line=lambda row: row + 1))
+    return read_blocks(source, wanted, config.encoding, config.quoting, setting)
 
 
-def _shifted(table: Table, start: int) -> Table:
-    line = table.line
-    return replace(table, line=lambda row: line(row + start))
-
-
-def _estimate_rows(source: str | pa.Table) -> int:
+def _estimate_rows(source: Source, setting: str) -> int:
     if isinstance(source, pa.Table):
         return len(source)
-    path = Path(source)
-    if not path.is_file():
-        return 0  # the reader says what is wrong
-    if path.suffix == ".parquet":
+    rows = 0
+    for file in find_files(source, setting):
+        path = Path(file.path)
+        if file.layout.format != "parquet":
+            rows += path.stat().st_size // _BYTES_PER_ROW if path.is_file() else 0
+            continue
         try:
-            with pa.parquet.ParquetFile(path) as file:
-                return file.metadata.num_rows
-        except pa.ArrowException:
-            return 0
-    return path.stat().st_size // _BYTES_PER_ROW
+            with pa.parquet.ParquetFile(path) as parquet:
+                rows += parquet.metadata.num_rows
+        except (pa.ArrowException, OSError):
+            continue  # the reader says what is wrong
+    return rows
 
 
 def _hashes(ids: pa.Array) -> np.ndarray:

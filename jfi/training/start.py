@@ -37,14 +37,15 @@ def train(config: Config, dataset: InteractionDataset | None = None) -> Result:
         begun = world.launched and world.on_first(lambda: RunFolder.holds(config))
         if not begun and run_dir is not None:
             world.on_first(lambda: check_new(Path(run_dir)))
+        if begun:
+            run = RunFolder(Path(run_dir))
+            with writing_run(run.path, world):
+                return _continue(run, config, world, "refuse")
+        dataset = load_dataset(config.data) if dataset is None else dataset
+        trainer = Trainer(config, dataset, world, config.training.warm_start)
         path = world.on_first(lambda: Path(run_dir or new_run_dir()))
         with writing_run(path, world):
-            if begun:
-                return _continue(RunFolder(path), config, world, "refuse")
-            dataset = load_dataset(config.data) if dataset is None else dataset
-            trainer = Trainer(config, dataset, world, config.training.warm_start)
-            run = world.on_first(lambda: _create(config, path, dataset))
-            return trainer.fit(run)
+            return trainer.fit(world.on_first(lambda: _create(config, path, dataset)))
 
 
 def resume(

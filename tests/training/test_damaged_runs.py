@@ -166,5 +166,5 @@ def test_a_changed_config_is_refused_with_its_fields_or_accepted(runs, tmp_path,
     (run / "config.yaml").write_text(text.replace("epochs: 3", "epochs: 4").replace("patience: 2", "patience: null"))
     assert run_cli(lambda: resume(run) and None) == 2
     assert "training.epochs was 3 and is 4, training.patience was 2 and is null" in capfd.readouterr().err
-    assert resume(run, "accept").epochs == 4
+    assert resume(run, config_changed="accept").epochs == 4
     resume(run)  # it is the run's config from now on

@@ -16,7 +16,7 @@ from own_table import HEADER, config_of, new_row, row, write_table
 from worker import without_pictures
 
 import jfi
-from jfi.data import DataError, load_dataset, scoring
+from jfi.data import DataError, load_dataset, scoring, table_blocks
 from jfi.training import ConfigError, train
 from jfi.training.cli import run_cli
 from jfi.training.metrics import Predictions
@@ -104,7 +104,7 @@ def test_parts_and_blocks_of_any_size_give_the_same(run, folder, tmp_path, wante
         table = pa.csv.read_csv(path)
         pa.parquet.write_table(table, tmp_path / "table.parquet", row_group_size=11)
         path = tmp_path / "table.parquet"
-    monkeypatch.setattr(scoring, "_BLOCK", 7)
+    monkeypatch.setattr(table_blocks, "BLOCK", 7)
     monkeypatch.setattr(scoring, "_PART", 1)
     out = tmp_path / "scores.parquet"
     assert run.predict(path, out=out, batch_size=5) is None
@@ -118,7 +118,7 @@ def test_memory_is_bounded_by_the_parts(run, tmp_path, monkeypatch):
     """No dataset has more than the rows of its users, and no table read from Parquet more than a block."""
     write_table(tmp_path / "table.csv", [[f"u{i % 97}", *row(i)[1:]] for i in range(2000)])
     pa.parquet.write_table(pa.csv.read_csv(tmp_path / "table.csv"), tmp_path / "table.parquet")
-    monkeypatch.setattr(scoring, "_BLOCK", 100)
+    monkeypatch.setattr(table_blocks, "BLOCK", 100)
     monkeypatch.setattr(scoring, "_PART", 200)
     sizes, blocks, build, parse = [], [], scoring.build_scoring, scoring.ScoringParts._parse
     monkeypatch.setattr(scoring, "build_scoring", lambda *a: sizes.append(len(a[1].user)) or build(*a))
@@ -281,7 +281,7 @@ def test_wrong_options_are_refused_in_one_line_and_write_nothing(
     ],
 )
 def test_a_malformed_row_is_named_by_its_line_and_nothing_is_written(run, tmp_path, monkeypatch, change, message):
-    monkeypatch.setattr(scoring, "_BLOCK", 4)
+    monkeypatch.setattr(table_blocks, "BLOCK", 4)
     write_table(tmp_path / "new.csv", [change(row(i)) if i == 10 else row(i) for i in range(20)])
     before = (tmp_path / "new.csv").read_bytes()
     with pytest.raises(DataError, match=message):

@@ -146,7 +146,7 @@ def test_resume_is_refused_where_the_data_has_changed_and_says_what(copied, chan
     change(copied)
     before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
     with pytest.raises(ConfigError) as fault:
-        resume(copied / "run")
+        resume(copied / "run", config_changed="accept")
     text = str(fault.value)
     assert text.startswith(f"--resume {copied / 'run'}: the data {copied / 'table.csv'} has changed: {message}")
     assert text.endswith("restore it, or go on with --data-changed accept") and "\n" not in text
@@ -163,7 +163,8 @@ def test_resume_goes_on_with_changed_data_where_it_is_accepted(copied, monkeypat
     script = runpy.run_path(str(ROOT / "examples/train_dlrm.py"))["main"]
     vocabularies = (copied / "run/data/vocabularies.parquet").read_bytes()
     for options, code in (([], 2), (["--data-changed", "accept"], 0), ([], 0)):
-        monkeypatch.setattr(sys, "argv", ["train_dlrm.py", "--resume", str(copied / "run"), *options])
+        command = ["train_dlrm.py", "--resume", str(copied / "run"), "--config-changed", "accept", *options]
+        monkeypatch.setattr(sys, "argv", command)
         assert run_cli(script) == code, capsys.readouterr().err
     # The third epoch was on the new rows, with the old vocabulary; what is accepted once is not refused again.
     assert [r["epoch"] for r in read_metrics(copied / "run/metrics.jsonl") if r["split"] == "validation"] == [1, 2, 3]
@@ -182,7 +183,7 @@ def test_another_order_of_the_rows_and_another_format_are_no_change(copied):
     resume(copied / "run")
     (copied / "table.csv").rename(copied / "other.csv")
     edit_config(interactions=str(copied / "other.csv"))(copied)
-    resume(copied / "run")
+    resume(copied / "run", config_changed="accept")
 
 
 def test_a_run_resumes_from_any_working_directory(copied, tmp_path, monkeypatch):
