@@ -131,12 +131,15 @@ class DataConfig:
                 raise DataError(f"data.{name} is {getattr(self, name)}; it must be {bound}")
         check_encoding(self.encoding)
         for name in ("num_users", "num_items", "num_categories", "mean_length"):
-            if getattr(self.synthetic, name) < 1:
-                raise DataError(f"data.synthetic.{name} is {getattr(self.synthetic, name)}; it must be at least 1")
+            if not 1 <= getattr(self.synthetic, name) <= _MAX_COUNT:
+                bound = "at least 1" if getattr(self.synthetic, name) < 1 else f"at most {_MAX_COUNT}"
+                raise DataError(f"data.synthetic.{name} is {getattr(self.synthetic, name)}; it must be {bound}")
         if self.synthetic.seed < 0:
             raise DataError(f"data.synthetic.seed is {self.synthetic.seed}; it must be at least 0")
         if self.label is None and self.negatives < 1:
             raise DataError(f"data.negatives is {self.negatives}; without a label it must be at least 1")
+        if self.negatives > _MAX_COUNT:
+            raise DataError(f"data.negatives is {self.negatives}; it must be at most {_MAX_COUNT}")
         whole = math.isclose(sum(self.fractions), 1.0, abs_tol=1e-6)
         if len(self.fractions) != 3 or min(self.fractions) <= 0 or not whole:
             raise DataError(f"data.fractions is {self.fractions}; it must hold three positive numbers that sum to 1")

@@ -48,9 +48,13 @@ def _text(constant: str) -> str:
     return constant
 
 
+# json.loads would make one for each line.
+_DECODER = json.JSONDecoder(parse_int=_text, parse_float=_text, parse_constant=_text)
+
+
 def _parse(path: str, line: int, text: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(text, parse_int=_text, parse_float=_text, parse_constant=_text)
+        record = _DECODER.decode(text.decode())
     except json.JSONDecodeError as error:
         raise DataError(f"{path}:{line + 1}: not JSON: {error.msg.lower()} at column {error.colno}") from error
     except RecursionError as error:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Container, Iterator
 from typing import TypeVar
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
@@ -70,13 +71,24 @@ def _check(path: str, name: str, column: pa.ChunkedArray) -> None:
     row = 0
     for chunk in column.chunks:
         try:
-            chunk.validate(full=True)
+            if not _is_ascii(chunk):
+                chunk.validate(full=True)
         except pa.ArrowInvalid as error:
             if pa.types.is_string(chunk.type) or pa.types.is_large_string(chunk.type):
                 row += next(i for i in range(len(chunk)) if not _valid(chunk[i : i + 1]))
                 raise DataError(f"{path}:{row + 1}: '{name}' is not UTF-8") from error
             raise DataError(f"{path}: column '{name}' is damaged: {error}") from error
         row += len(chunk)
+
+
+def _is_ascii(chunk: pa.Array) -> bool:
+    """True for text of ASCII alone, which needs no slower check; false for other types."""
+    wide = pa.types.is_large_string(chunk.type)
+    if not (wide or pa.types.is_string(chunk.type)) or not len(chunk):
+        return False
+    _, offsets, content = chunk.buffers()
+    ends = np.frombuffer(offsets, np.int64 if wide else np.int32)[[chunk.offset, chunk.offset + len(chunk)]]
+    return content is None or np.frombuffer(content, np.int8)[ends[0] : ends[1]].min(initial=0) >= 0
 
 
 def _valid(array: pa.Array) -> bool:

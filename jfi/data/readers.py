@@ -10,7 +10,7 @@ import pyarrow as pa
 from jfi.data.arrays import as_text, flatten, is_list, is_text
 from jfi.data.decode import UTF8
 from jfi.data.errors import DataError
-from jfi.data.files import File, find_files
+from jfi.data.paths import File, find_files
 from jfi.data.read_json import read_json
 from jfi.data.read_parquet import read_parquet
 from jfi.data.read_text import read_text

@@ -246,6 +246,7 @@ def test_two_gib_of_characters_fit_a_column():
     assert column.type == pa.large_string()
     assert len(column) == 62_000_000
     assert column[61_999_999].as_py() == f"{99_999:036d}"
+    del column
     encoded = arrays.flatten(pa.chunked_array([chunk.dictionary_encode()] * 620))
     assert encoded.type == pa.large_string()
     assert encoded[61_999_999].as_py() == f"{99_999:036d}"

@@ -220,7 +220,8 @@ def test_many_quoted_line_breaks_before_a_fault_take_no_time(write):
     assert time.perf_counter() - start < 10
 
 
-def test_counts_that_no_memory_holds_are_refused(write):
-    config = DataConfig(interactions=write("r.csv", HEADER), max_history=10**30)
-    with pytest.raises(DataError, match=r"^data.max_history is 10{30}; it must be at most 2147483647$"):
+@pytest.mark.parametrize("name", ["max_history", "max_slots", "num_quantiles", "num_age_buckets", "negatives"])
+def test_counts_that_no_memory_holds_are_refused(write, name):
+    config = DataConfig(interactions=write("r.csv", HEADER), **{name: 10**30})
+    with pytest.raises(DataError, match=rf"^data.{name} is 10{{30}}; it must be at most 2147483647$"):
         load_dataset(config)
