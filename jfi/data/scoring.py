@@ -20,9 +20,9 @@ from jfi.data.config import DataConfig
 from jfi.data.dataset import InteractionDataset
 from jfi.data.encode import check_kind, has_lists
 from jfi.data.errors import DataError
-from jfi.data.files import find_files
 from jfi.data.labels import label_columns, read_labels
 from jfi.data.load import build_scoring
+from jfi.data.paths import find_files
 from jfi.data.readers import read_table
 from jfi.data.schema import DataSchema
 from jfi.data.source import Columns, Tables

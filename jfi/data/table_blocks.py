@@ -4,7 +4,7 @@ from collections.abc import Container, Iterator
 from dataclasses import replace
 
 from jfi.data.decode import UTF8
-from jfi.data.files import File, find_files
+from jfi.data.paths import File, find_files
 from jfi.data.read_parquet import iterate_parquet
 from jfi.data.readers import add_partitions, read_file
 from jfi.data.table import Table
@@ -21,9 +21,9 @@ def read_blocks(
     setting: str = "data.interactions",
     size: int | None = None,
 ) -> Iterator[Table]:
-    """The rows that `read_table` reads, as tables of at most `size` (None: BLOCK) rows of one file, each with its place there.
+    """The rows that `read_table` reads, as tables of some rows of one file, each with its place in the file.
 
-    A Parquet file is read by the block; a text file is read whole.
+    `size` is the number of rows at a time, `BLOCK` if it is None. A Parquet file is read by the block; a text file is read whole.
 
     Raises:
         DataError: as `read_table`.
