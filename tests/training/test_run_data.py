@@ -180,7 +180,7 @@ def test_options_that_do_not_go_together_are_refused(options, monkeypatch, capsy
 
 def test_another_order_of_the_rows_and_another_format_are_no_change(copied):
     edit_rows(lambda rows: rows[::-1])(copied)
-    resume(copied / "run")
+    resume(copied / "run", config_changed="accept")
     (copied / "table.csv").rename(copied / "other.csv")
     edit_config(interactions=str(copied / "other.csv"))(copied)
     resume(copied / "run", config_changed="accept")
@@ -207,7 +207,7 @@ def test_a_run_resumes_from_any_working_directory(copied, tmp_path, monkeypatch)
 def test_a_run_without_its_schema_is_refused_in_one_line(copied, damage, message):
     damage(copied / "run/data")
     with pytest.raises(DataError, match=message) as fault:
-        resume(copied / "run")
+        resume(copied / "run", config_changed="accept")
     assert "\n" not in str(fault.value)
 
 
