@@ -39,7 +39,7 @@ def attend(
     history: Tensor,
     target: Tensor,
     lengths: Tensor,
-    heads: int,
+    num_heads: int,
     query_weight: Tensor,
     query_bias: Tensor,
     key_weight: Tensor,
@@ -51,8 +51,8 @@ def attend(
     ``nn.MultiheadAttention`` has it."""
     longest = max(1, int(lengths.max()))
     padded = pad(history, lengths, longest)
-    query = (target @ query_weight.T + query_bias).unflatten(1, (-1, heads, history.shape[1] // heads))
-    key, value = ((padded @ weight.T).unflatten(2, (heads, -1)) for weight in (key_weight, value_weight))
+    query = (target @ query_weight.T + query_bias).unflatten(1, (-1, num_heads, history.shape[1] // num_heads))
+    key, value = ((padded @ weight.T).unflatten(2, (num_heads, -1)) for weight in (key_weight, value_weight))
     scores = torch.einsum("bthd,bnhd->bthn", query, key) / math.sqrt(query.shape[3])
     # An empty sample sees one row of padding, whose value is 0.
     hidden = ~valid(lengths.clamp(min=1), longest)[:, None, None]

@@ -26,16 +26,24 @@ LENGTHS = {
 
 
 def check(
-    lengths, queries=None, heads=2, groups=2, width=16, value_width=16, biased=False, dtype=torch.float32, **options
+    lengths,
+    queries=None,
+    num_heads=2,
+    num_kv_heads=2,
+    width=16,
+    value_width=16,
+    biased=False,
+    dtype=torch.float32,
+    **options,
 ):
     offsets = offsets_of(lengths, CPU)
     query_offsets = offsets if queries is None else offsets_of(queries, CPU, torch.int32)
     shapes = [
-        (int(query_offsets[-1]), heads, width),
-        (sum(lengths), groups, width),
-        (sum(lengths), groups, value_width),
+        (int(query_offsets[-1]), num_heads, width),
+        (sum(lengths), num_kv_heads, width),
+        (sum(lengths), num_kv_heads, value_width),
     ]
-    shapes += [(sum(lengths), heads)] if biased else []
+    shapes += [(sum(lengths), num_heads)] if biased else []
     scale = options.pop("scale", width**-0.5)
 
     def public(query, key, value, bias=None):
@@ -55,8 +63,8 @@ def check(
     [
         {},
         {"causal": True},
-        {"causal": True, "heads": 4},
-        {"biased": True, "causal": True, "heads": 4},
+        {"causal": True, "num_heads": 4},
+        {"biased": True, "causal": True, "num_heads": 4},
         {"window_size": (4, 1), "value_width": 5},
         {"scale": -1.0, "causal": True},
     ],

@@ -26,9 +26,9 @@ from jfi.plan import (
 )
 
 
-def tensors(rows: int, groups: int, width: int) -> tuple[torch.Tensor, ...]:
+def tensors(rows: int, num_kv_heads: int, width: int) -> tuple[torch.Tensor, ...]:
     """Query, key and value."""
-    return tuple(torch.randn(rows, heads, width).half() for heads in (4, groups, groups))
+    return tuple(torch.randn(rows, num_heads, width).half() for num_heads in (4, num_kv_heads, num_kv_heads))
 
 
 def attend(query, key, value, bias=None, window=(None, None)) -> None:
@@ -53,13 +53,19 @@ def attend_by_bucket(width: int, rows: int, longest: int | None, halves: bool) -
     target_attention.backward(out, x, out, lse, plan)
 
 
-def multiply_weights(times: int, width: int, dtype: torch.dtype) -> None:
-    shapes = (times * width, width), (times * width,), (width, width), (width, width), (width, times * width)
+def multiply_weights(num_queries: int, width: int, dtype: torch.dtype) -> None:
+    shapes = (
+        (num_queries * width, width),
+        (num_queries * width,),
+        (width, width),
+        (width, width),
+        (width, num_queries * width),
+    )
     weights = tuple(torch.randn(1, *shape) for shape in shapes)
-    absorbed_weights.absorb(weights, times, 4, dtype)
-    sizes = (times * 4 * width, width) * 2
+    absorbed_weights.absorb(weights, num_queries, 4, dtype)
+    sizes = (num_queries * 4 * width, width) * 2
     absorbed_weights_bwd.gradients(
-        tuple(torch.randn(1, 600, size).to(dtype) for size in sizes), weights, dtype, times, 4
+        tuple(torch.randn(1, 600, size).to(dtype) for size in sizes), weights, dtype, num_queries, 4
     )
 
 
@@ -99,21 +105,21 @@ def main() -> None:
     Launcher.__call__ = lambda self, grid, given, numbers=(), descriptors=(): launches.setdefault(
         self, (*descriptors, *given, *numbers)
     )
-    for width, groups, biased, window in (
+    for width, num_kv_heads, biased, window in (
         (64, 4, True, (None, None)),
         (64, 1, False, (5, 0)),
         (128, 4, True, (None, 0)),
     ):
         for rows in (300, 4000):
-            attend(*tensors(rows, groups, width), torch.randn(rows, 4).half() if biased else None, window)
+            attend(*tensors(rows, num_kv_heads, width), torch.randn(rows, 4).half() if biased else None, window)
     gluon = [launcher.kernel for launcher in launches if isinstance(launcher.kernel, GluonJITFunction)]
     assert (len(gluon), len(set(gluon))) == (12, 3), gluon  # short and long share the backward's
     for rows in (32, 100):
         for longest in (None, 100, 400):
             attend_by_bucket(64, rows, longest, halves=rows == 100)
-    for times, dtype in ((1, torch.float16), (32, torch.float16), (2, torch.float32)):
+    for num_queries, dtype in ((1, torch.float16), (32, torch.float16), (2, torch.float32)):
         with plan.override(NUM_SMS=132):
-            multiply_weights(times, 128, dtype)
+            multiply_weights(num_queries, 128, dtype)
     for launcher, arguments in launches.items():
         check(launcher, arguments)
 

@@ -32,7 +32,15 @@ class Traced(TorchDispatchMode):
 
 
 def problem(
-    features=1, times=1, heads=2, widths=(8,), d_e=6, dim=8, lengths=LENGTHS[0], dtype=torch.float32, device="cpu"
+    features=1,
+    num_queries=1,
+    num_heads=2,
+    widths=(8,),
+    d_e=6,
+    dim=8,
+    lengths=LENGTHS[0],
+    dtype=torch.float32,
+    device="cpu",
 ):
     """Arguments by name: those that have gradients, and the others."""
 
@@ -40,12 +48,12 @@ def problem(
         return torch.randn(shape, device=device) / shape[-1] ** 0.5
 
     offsets = torch.tensor([0, *lengths * features], device=device).cumsum(0)
-    rows, d_x, queries = int(offsets[-1]), sum(widths), times * dim
+    rows, d_x, queries = int(offsets[-1]), sum(widths), num_queries * dim
     shapes = (queries, d_e), (queries,), (dim, d_x), (dim, d_x), (dim, queries), (dim,)
     leaves = {"target": random(features, len(lengths), d_e)}
     leaves |= {f"field {i}": random(rows, width).to(dtype) for i, width in enumerate(widths)}
     leaves |= {f"weight {i}": random(features, *shape) for i, shape in enumerate(shapes)}
-    return leaves, {"offsets": offsets, "num_heads": heads}
+    return leaves, {"offsets": offsets, "num_heads": num_heads}
 
 
 def call(function, leaves, options):
@@ -127,15 +135,15 @@ def check_both_forms(leaves, options):
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=["some", "all empty", "no sample"])
-@pytest.mark.parametrize(("features", "times", "heads"), [(1, 1, 4), (2, 3, 2)])
+@pytest.mark.parametrize(("features", "num_queries", "num_heads"), [(1, 1, 4), (2, 3, 2)])
 @pytest.mark.parametrize("biased", ["nothing", "scores", "table", "values"])
-def test_output_and_gradients(biased, features, times, heads, lengths, device):
-    leaves, options = problem(features, times, heads, lengths=lengths, device=device)
+def test_output_and_gradients(biased, features, num_queries, num_heads, lengths, device):
+    leaves, options = problem(features, num_queries, num_heads, lengths=lengths, device=device)
     rows = leaves["field 0"].shape[0]
     if biased == "scores":
-        leaves["key_bias"] = torch.randn(rows, heads, device=device)
+        leaves["key_bias"] = torch.randn(rows, num_heads, device=device)
     if biased == "table":
-        leaves["key_bias"] = torch.randn(3, heads, device=device)
+        leaves["key_bias"] = torch.randn(3, num_heads, device=device)
         options["key_bias_index"] = torch.randint(3, (rows,), device=device)
     if biased == "values":
         options["value_scale"] = torch.randn(rows, device=device)
@@ -166,9 +174,9 @@ def test_many_fields_are_one_history(device):
         ({}, None, True),
         ({"widths": (16, 16)}, None, True),
         ({"widths": (24, 24)}, "table", True),
-        ({"times": 9}, "table", True),
+        ({"num_queries": 9}, "table", True),
         ({}, "scaled", True),
-        ({"times": 9}, "scaled", False),
+        ({"num_queries": 9}, "scaled", False),
         ({}, "learned scale", False),
         ({}, "float64 weights", False),
     ],

@@ -20,7 +20,7 @@ def short_chunks():
 @pytest.mark.parametrize("impl", ["triton", "torch"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("times", "heads", "width", "history_width", "target_width", "batch"),
+    ("num_queries", "num_heads", "width", "history_width", "target_width", "batch"),
     [
         (1, 1, 8, 16, 16, 5),
         (3, 1, 20, 70, 17, 1100),
@@ -32,26 +32,32 @@ def short_chunks():
     ],
 )
 def test_absorbed_weights_and_their_gradients(
-    times, heads, width, history_width, target_width, batch, dtype, impl, device
+    num_queries, num_heads, width, history_width, target_width, batch, dtype, impl, device
 ):
-    dim = heads * width
-    shapes = (times * dim, target_width), (times * dim,), (dim, history_width), (dim, history_width), (dim, times * dim)
+    dim = num_heads * width
+    shapes = (
+        (num_queries * dim, target_width),
+        (num_queries * dim,),
+        (dim, history_width),
+        (dim, history_width),
+        (dim, num_queries * dim),
+    )
     weights = tuple(torch.randn(F, *shape, device=device) for shape in shapes)
-    rows = times * heads * history_width
+    rows = num_queries * num_heads * history_width
     rows = tuple(torch.randn(F, batch, size, device=device).to(dtype) for size in (rows, target_width, rows, dim))
 
     def plain(in_dtype):
         leaves = [x.to(in_dtype).requires_grad_() for x in weights]
         output_bias = torch.zeros(F, dim, dtype=in_dtype, device=device, requires_grad=True)
-        w_qk, b_qk, w_vo = absorb_weights(tuple(leaves), heads, in_dtype)
+        w_qk, b_qk, w_vo = absorb_weights(tuple(leaves), num_heads, in_dtype)
         dquery, target, attended, grad = (x.to(in_dtype) for x in rows)
         query = torch.baddbmm(b_qk.unsqueeze(1), target, w_qk.mT)
         out = torch.baddbmm(output_bias.unsqueeze(1), attended, w_vo)
         grads = torch.autograd.grad([query, out], [*leaves, output_bias], [dquery, grad])
         return [x.detach() for x in (w_qk, b_qk, w_vo)], grads
 
-    got = absorb_in_kernel(weights, heads, dtype, impl)
-    dgot = weight_gradients(rows, weights, torch.float32, heads, impl)
+    got = absorb_in_kernel(weights, num_heads, dtype, impl)
+    dgot = weight_gradients(rows, weights, torch.float32, num_heads, impl)
     assert all(x.dtype == dtype for x in got) and all(x.dtype == torch.float32 for x in dgot)
     (truth, dtruth), (expected, dexpected) = plain(torch.float64), plain(dtype)
     names = ("w_qk", "b_qk", "w_vo", "dw_q", "db_q", "dw_k", "dw_v", "dw_o", "db_o")

@@ -110,13 +110,13 @@ def test_tensors_need_not_be_aligned_nor_the_hint_right(max_seqlen, device):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU, or none")
-@pytest.mark.parametrize("times", [2, 20])
-def test_kernels_run_where_the_tensors_are(times):
+@pytest.mark.parametrize("num_queries", [2, 20])
+def test_kernels_run_where_the_tensors_are(num_queries):
     results = []
     for device in ("cuda:0", "cuda:1"):
         torch.manual_seed(0)
         query, key, offsets = (x.to(device) for x in inputs(torch.device("cpu")))
-        query = query[:, :1].repeat(1, times, 1, 1).requires_grad_()
+        query = query[:, :1].repeat(1, num_queries, 1, 1).requires_grad_()
         out = ops.target_attention(query, key, offsets=offsets)
         results.append((out, *torch.autograd.grad(out.square().sum(), query)))
         assert out.device == torch.device(device)

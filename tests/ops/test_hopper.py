@@ -28,13 +28,13 @@ def test_the_kernels_compile():
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.parametrize(("heads", "groups"), [(1, 4), (4, 1)])
-def test_a_descriptor_is_what_its_class_would_make(heads, groups):
-    x = tensors(10, groups, 64)[0 if heads > 1 else 1]
-    flat = x.view(-1, 64) if heads > 1 else x.view(10, -1)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 4), (4, 1)])
+def test_a_descriptor_is_what_its_class_would_make(num_heads, num_kv_heads):
+    x = tensors(10, num_kv_heads, 64)[0 if num_heads > 1 else 1]
+    flat = x.view(-1, 64) if num_heads > 1 else x.view(10, -1)
     layout = gl.NVMMASharedLayout.get_default_for([64, 64], gl.float16)
     expected = TensorDescriptor.from_tensor(flat, [64, 64], layout)
-    got = sm90_primitives.tensor_descriptor(x, 64, heads)
+    got = sm90_primitives.tensor_descriptor(x, 64, num_heads)
     assert got.base.data_ptr() == expected.base.data_ptr() and got.base.dtype == expected.base.dtype
     for field in ("shape", "strides", "block_shape", "layout", "padding"):
         assert getattr(got, field) == getattr(expected, field), field

@@ -26,8 +26,8 @@ def check(
     impl,
     dtype=torch.float32,
     queries=None,  # None: self-attention
-    heads=1,
-    groups=1,
+    num_heads=1,
+    num_kv_heads=1,
     width=16,
     value_width=16,  # None: value = key
     bias=None,
@@ -44,13 +44,13 @@ def check(
     def random(*shape: int):
         return torch.randn(shape, device=device).to(dtype)
 
-    inputs = [random(rows, heads, width), random(sum(lengths), groups, width)]
+    inputs = [random(rows, num_heads, width), random(sum(lengths), num_kv_heads, width)]
     if value_width is not None:
-        inputs.append(random(sum(lengths), groups, value_width))
+        inputs.append(random(sum(lengths), num_kv_heads, value_width))
     if bias is not None:
-        inputs.append(random(sum(lengths), heads))
+        inputs.append(random(sum(lengths), num_heads))
         if bias == "hidden":
-            inputs[-1][torch.rand(sum(lengths), heads) < 0.5] = -torch.inf
+            inputs[-1][torch.rand(sum(lengths), num_heads) < 0.5] = -torch.inf
             inputs[-1][: sum(lengths) // 2, 0] = -torch.inf
 
     def operands(tensors):
@@ -83,21 +83,32 @@ def check(
 def test_ragged(case, dtype, impl, device):
     lengths = LENGTHS[case]
     check(lengths, device, impl, dtype, causal=True, value_width=None)
-    check(lengths, device, impl, dtype, queries=lengths[::-1], heads=2, value_width=8, bias="finite")
+    check(lengths, device, impl, dtype, queries=lengths[::-1], num_heads=2, value_width=8, bias="finite")
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(("causal", "window"), WINDOWS)
 def test_windows(causal, window, impl, device):
-    check([5, 0, 140, 1], device, impl, heads=2, groups=2, causal=causal, window=window)
-    check([5, 0, 140, 9], device, impl, queries=[70, 3, 65, 0], heads=3, causal=causal, window=window, bias="finite")
+    check([5, 0, 140, 1], device, impl, num_heads=2, num_kv_heads=2, causal=causal, window=window)
+    check(
+        [5, 0, 140, 9], device, impl, queries=[70, 3, 65, 0], num_heads=3, causal=causal, window=window, bias="finite"
+    )
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 4), (6, 2), (3, 1), (70, 1)])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 4), (6, 2), (3, 1), (70, 1)])
 @pytest.mark.parametrize("bias", [None, "hidden"])
-def test_heads(heads, groups, bias, impl, device):
-    check([5, 0, 80, 1], device, impl, heads=heads, groups=groups, value_width=12, bias=bias, causal=bias is None)
+def test_heads(num_heads, num_kv_heads, bias, impl, device):
+    check(
+        [5, 0, 80, 1],
+        device,
+        impl,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        value_width=12,
+        bias=bias,
+        causal=bias is None,
+    )
 
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -109,16 +120,23 @@ HALVES = [torch.float16, torch.bfloat16]
 )
 @pytest.mark.parametrize("dtype", HALVES if torch.cuda.is_available() else HALVES[:1])
 @pytest.mark.parametrize(("causal", "window"), WINDOWS if torch.cuda.is_available() else WINDOWS[:3])
-@pytest.mark.parametrize(("heads", "groups"), [(2, 2), (4, 1), (3, 1)])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (4, 1), (3, 1)])
 @pytest.mark.parametrize(("width", "value_width"), [(64, 64), (64, None), (128, 128)])
-def test_half_precision(width, value_width, heads, groups, causal, window, dtype, family, short, device):
+def test_half_precision(width, value_width, num_heads, num_kv_heads, causal, window, dtype, family, short, device):
     """The shapes of the Hopper kernels, with so few programs that each takes many tiles."""
-    options = {"heads": heads, "groups": groups, "width": width, "causal": causal, "window": window, "family": family}
+    options = {
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "width": width,
+        "causal": causal,
+        "window": window,
+        "family": family,
+    }
     lengths = [0, 1, 64, 130, 5, 400] if torch.cuda.is_available() else [0, 1, 70]
     with override(NUM_SMS=2, SM90_SHORT_KEYS={64: short, 128: short}, JAGGED_FAMILY=family):
         check(lengths, device, "triton", dtype, value_width=value_width, **options)
         check(lengths, device, "triton", dtype, lengths[::-1], value_width=value_width, **options)
-        if heads == groups:
+        if num_heads == num_kv_heads:
             check(lengths, device, "triton", dtype, lengths[::-1], value_width=value_width, bias="hidden", **options)
 
 
@@ -168,7 +186,7 @@ def test_any_scale(scale, dtype, impl, device):
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 16), (torch.float16, 64)])
 def test_the_log_sum_exp_and_its_gradient(dtype, width, impl, device):
     offsets, keys = offsets_of([5, 0, 70, 2], device), offsets_of([9, 3, 40, 0], device)
-    inputs = [torch.randn(rows, heads, width, device=device).to(dtype) for rows, heads in ((77, 2), (52, 1))]
+    inputs = [torch.randn(rows, num_heads, width, device=device).to(dtype) for rows, num_heads in ((77, 2), (52, 1))]
 
     def both(out, lse):
         # -inf where nothing is seen: those rows are checked apart.
@@ -221,7 +239,7 @@ def test_parts_of_a_history_merge(impl, device):
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(
-    ("dtype", "width", "groups", "biased"),
+    ("dtype", "width", "num_kv_heads", "biased"),
     [
         (torch.float32, 64, 2, True),
         (torch.float16, 64, 2, True),
@@ -230,10 +248,10 @@ def test_parts_of_a_history_merge(impl, device):
     ],
 )
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_not_finite_stays_in_its_sample(value, dtype, width, groups, biased, impl, device):
+def test_what_is_not_finite_stays_in_its_sample(value, dtype, width, num_kv_heads, biased, impl, device):
     lengths = [100, 30, 77]
     offsets = offsets_of(lengths, device)
-    shapes = [(207, 2, width), (207, groups, width), (207, groups, width), *([(207, 2)] if biased else [])]
+    shapes = [(207, 2, width), (207, num_kv_heads, width), (207, num_kv_heads, width), *([(207, 2)] if biased else [])]
     clean = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
     broken = [x.clone() for x in clean]
     for x in broken:
@@ -301,20 +319,20 @@ def test_tensors_off_their_borders(which, device):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3)
 
 
-@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("num_heads", [1, 3])
 @pytest.mark.parametrize("batch", [1, 5, 200])
-def test_the_schedule_has_every_tile_once_and_the_long_first(batch, heads, device):
+def test_the_schedule_has_every_tile_once_and_the_long_first(batch, num_heads, device):
     from jfi.kernels.common.tile_scheduler import schedule_tiles
 
     lengths = torch.randint(0, 700, (batch,)) * (torch.rand(batch) > 0.2)
     other_lengths = torch.randint(0, 700, (batch,))
     offsets = offsets_of(lengths.tolist(), device)
     other_offsets = offsets_of(other_lengths.tolist(), device, torch.int32)
-    schedule = schedule_tiles(offsets, other_offsets, int(lengths.sum()), heads, 64)[:, :5].tolist()
+    schedule = schedule_tiles(offsets, other_offsets, int(lengths.sum()), num_heads, 64)[:, :5].tolist()
     tiles = [
         (tile, int(offsets[b]), int(lengths[b]), int(other_offsets[b]), int(other_lengths[b]))
         for b in range(batch)
-        for tile in range(-(-int(lengths[b]) * heads // 64))
+        for tile in range(-(-int(lengths[b]) * num_heads // 64))
     ]
     assert sorted(tuple(x) for x in schedule[: len(tiles)]) == sorted(tiles)
     assert all(x == [0] * 5 for x in schedule[len(tiles) :])

@@ -12,15 +12,17 @@ from jfi.plan import A100, CPU, H200, Split
 HALF = torch.bfloat16
 
 
-def explain(batch, rows, width, times, *, heads=1, groups=1, shared=True, dtype=HALF, device=H200, **options):
+def explain(
+    batch, rows, width, num_queries, *, num_heads=1, num_kv_heads=1, shared=True, dtype=HALF, device=H200, **options
+):
     """The plan of a batch with so many history rows in all."""
 
     def empty(*shape, dtype=dtype):
         return torch.empty(*shape, dtype=dtype, device="meta")
 
-    value = None if shared else empty(rows, groups, width)
+    value = None if shared else empty(rows, num_kv_heads, width)
     offsets = empty(batch + 1, dtype=torch.int64)
-    inputs = (empty(batch, times, heads, width), empty(rows, groups, width), value)
+    inputs = (empty(batch, num_queries, num_heads, width), empty(rows, num_kv_heads, width), value)
     return jfi.ops.explain(jfi.ops.target_attention, *inputs, offsets=offsets, device=device, **options)
 
 
@@ -41,10 +43,12 @@ def test_a_hint_up_to_the_threshold_gives_a_program_per_sample(max_seqlen):
     assert split is (Split.SAMPLE if max_seqlen <= plan.WHOLE_ROWS else Split.STREAM_K)
 
 
-@pytest.mark.parametrize(("times", "heads", "groups", "family"), [(16, 1, 1, "target_few"), (17, 1, 1, "target_many")])
-def test_the_family_goes_by_query_rows_per_key_head(times, heads, groups, family):
-    assert explain(8, 8000, 64, times, heads=heads, groups=groups).family == family
-    assert explain(8, 8000, 64, times, heads=4 * heads, groups=4 * groups).family == family
+@pytest.mark.parametrize(
+    ("num_queries", "num_heads", "num_kv_heads", "family"), [(16, 1, 1, "target_few"), (17, 1, 1, "target_many")]
+)
+def test_the_family_goes_by_query_rows_per_key_head(num_queries, num_heads, num_kv_heads, family):
+    assert explain(8, 8000, 64, num_queries, num_heads=num_heads, num_kv_heads=num_kv_heads).family == family
+    assert explain(8, 8000, 64, num_queries, num_heads=4 * num_heads, num_kv_heads=4 * num_kv_heads).family == family
 
 
 def test_one_tile_of_query_rows_has_one_backward_kernel_and_more_have_two():
@@ -60,7 +64,7 @@ def test_jagged_attention_takes_over_where_query_rows_fill_the_device():
 
 
 @pytest.mark.parametrize(
-    ("batch", "width", "times", "options", "why"),
+    ("batch", "width", "num_queries", "options", "why"),
     [
         (1024, 64, 300, {"device": A100}, "no Hopper GPU or no Gluon"),
         (1024, 96, 300, {}, "keys and values are not both 64 or 128 wide"),
@@ -70,8 +74,8 @@ def test_jagged_attention_takes_over_where_query_rows_fill_the_device():
         (2, 64, 300, {}, "fewer than 2 tiles of 64 query rows per SM"),
     ],
 )
-def test_the_kernels_for_many_query_rows_say_why_not_jagged_attention(batch, width, times, options, why):
-    chosen = explain(batch, 500_000, width, times, **options)
+def test_the_kernels_for_many_query_rows_say_why_not_jagged_attention(batch, width, num_queries, options, why):
+    chosen = explain(batch, 500_000, width, num_queries, **options)
     assert chosen.family == "target_many"
     assert chosen.reason == f"more than 16 query rows per key head, and not jagged attention: {why}"
 
@@ -102,7 +106,7 @@ def test_tables_too_large_for_a_program_each_are_split():
 
     def table(rows, batch=50_000):
         options = {"key_bias": torch.empty(rows, 4, device="meta"), "key_bias_index": index, "max_seqlen": 100}
-        return explain(batch, 3_000_000, 64, 1, heads=4, **options)
+        return explain(batch, 3_000_000, 64, 1, num_heads=4, **options)
 
     assert table(32).forward[0].split is Split.SAMPLE and table(32).backward[0].split is Split.STREAM_K
     assert table(32, 1000).backward[0].split is Split.LONGEST_FIRST
@@ -156,7 +160,7 @@ def test_absorbed_target_attention_has_the_plan_of_its_attention(device):
     history = empty(300_000, 64)
     for options in ({}, {"max_seqlen": 200}, {"key_bias": empty(300_000, 4)}):
         chosen = absorbed(history, **options)
-        attention = explain(2000, 300_000, 64, 1, heads=4, device=device, **options)
+        attention = explain(2000, 300_000, 64, 1, num_heads=4, device=device, **options)
         assert (
             chosen.forward[1:] == attention.forward and chosen.backward[: len(attention.backward)] == attention.backward
         )

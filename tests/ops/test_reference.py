@@ -55,12 +55,12 @@ def test_table_1_operators_equal_loops(case):
 
 def attention_loop(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, hidden: Tensor, scale: float):
     """One sample, event by event: [T, H, D], [L, G, D], [L, G, E], [L, H], [T, L] -> [T, H, E], log-sum-exp [T, H]."""
-    times, heads, _ = q.shape
-    out = q.new_zeros(times, heads, v.shape[2])
-    lse = q.new_full((times, heads), -torch.inf)
-    for t in range(times):
-        for h in range(heads):
-            g = h // (heads // k.shape[1])
+    num_queries, num_heads, _ = q.shape
+    out = q.new_zeros(num_queries, num_heads, v.shape[2])
+    lse = q.new_full((num_queries, num_heads), -torch.inf)
+    for t in range(num_queries):
+        for h in range(num_heads):
+            g = h // (num_heads // k.shape[1])
             scores = [
                 -torch.inf if hidden[t, s] else float(scale * q[t, h] @ k[s, g] + bias[s, h]) for s in range(len(k))
             ]
@@ -74,17 +74,22 @@ def attention_loop(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, hidden: Tensor
 
 
 @pytest.mark.parametrize("case", SMALL)
-@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 2), (2, 2)])
-def test_target_attention_equals_loops(case, heads, groups):
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 2), (2, 2)])
+def test_target_attention_equals_loops(case, num_heads, num_kv_heads):
     offsets = offsets_of(SMALL[case], CPU)
     b, s = len(SMALL[case]), int(offsets[-1])
-    q, k, v, bias = random(b, 2, heads, 3), random(s, groups, 3), random(s, groups, 5), random(s, heads)
+    q, k, v, bias = (
+        random(b, 2, num_heads, 3),
+        random(s, num_kv_heads, 3),
+        random(s, num_kv_heads, 5),
+        random(s, num_heads),
+    )
     bias[: s // 2, 0] = -torch.inf
     expected = [
         attention_loop(q[b], k[i], v[i], bias[i], torch.zeros(2, len(k[i])), 0.7)[0]
         for b, i in enumerate(samples(offsets))
     ]
-    expected = torch.stack(expected) if expected else q.new_zeros(0, 2, heads, 5)
+    expected = torch.stack(expected) if expected else q.new_zeros(0, 2, num_heads, 5)
     torch.testing.assert_close(reference.target_attention(q, k, v, offsets, bias, 0.7), expected)
 
 

@@ -25,26 +25,39 @@ def short_ranges():
 
 
 def check(
-    lengths, device, impl, dtype=torch.float32, times=1, heads=1, groups=1, width=16, value_width=None, bias=None
+    lengths,
+    device,
+    impl,
+    dtype=torch.float32,
+    num_queries=1,
+    num_heads=1,
+    num_kv_heads=1,
+    width=16,
+    value_width=None,
+    bias=None,
 ):
     for max_seqlen in (None, max(lengths, default=0)) if impl == "triton" else (None,):
-        compare_with_reference(lengths, device, impl, dtype, times, heads, groups, width, value_width, bias, max_seqlen)
+        compare_with_reference(
+            lengths, device, impl, dtype, num_queries, num_heads, num_kv_heads, width, value_width, bias, max_seqlen
+        )
 
 
-def compare_with_reference(lengths, device, impl, dtype, times, heads, groups, width, value_width, bias, max_seqlen):
+def compare_with_reference(
+    lengths, device, impl, dtype, num_queries, num_heads, num_kv_heads, width, value_width, bias, max_seqlen
+):
     scale = 1.3 * width**-0.5
     offsets = offsets_of(lengths, device, torch.int32 if len(lengths) % 2 else torch.int64)
 
     def random(*shape: int):
         return torch.randn(shape, device=device).to(dtype)
 
-    inputs = [random(len(lengths), times, heads, width), random(sum(lengths), groups, width)]
+    inputs = [random(len(lengths), num_queries, num_heads, width), random(sum(lengths), num_kv_heads, width)]
     if value_width is not None:
-        inputs.append(random(sum(lengths), groups, value_width))
+        inputs.append(random(sum(lengths), num_kv_heads, value_width))
     if bias is not None:
-        inputs.append(random(sum(lengths), heads))
+        inputs.append(random(sum(lengths), num_heads))
         if bias == "hidden":
-            inputs[-1][torch.rand(sum(lengths), heads) < 0.5] = -torch.inf
+            inputs[-1][torch.rand(sum(lengths), num_heads) < 0.5] = -torch.inf
             inputs[-1][: sum(lengths) // 2, 0] = -torch.inf
 
     def operands(tensors):
@@ -68,7 +81,7 @@ def compare_with_reference(lengths, device, impl, dtype, times, heads, groups, w
 @pytest.mark.parametrize(("case", "dtype"), CASES)
 def test_ragged(case, dtype, impl, device):
     check(LENGTHS[case], device, impl, dtype)
-    check(LENGTHS[case], device, impl, dtype, times=2, heads=2, value_width=8, bias="finite")
+    check(LENGTHS[case], device, impl, dtype, num_queries=2, num_heads=2, value_width=8, bias="finite")
 
 
 @pytest.mark.parametrize("most", [0, 2**30])
@@ -104,12 +117,12 @@ def test_programs_take_each_sample_once_and_the_long_ones_first(samples, dtype, 
 @pytest.mark.parametrize(("width", "value_width"), [(32, None), (64, None), (64, 64), (128, None)])
 def test_steps_of_short_histories_and_of_long_ones(width, value_width, longest, device):
     with plan.override(SHORT_ROWS=longest):
-        check([3, 0, 150, 65], device, "triton", heads=2, width=width, value_width=value_width)
+        check([3, 0, 150, 65], device, "triton", num_heads=2, width=width, value_width=value_width)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(
-    ("times", "heads", "groups", "bias"),
+    ("num_queries", "num_heads", "num_kv_heads", "bias"),
     [
         *((1, 2, 2, "hidden"), (3, 6, 2, None), (3, 6, 2, "hidden"), (16, 1, 1, None)),
         *((17, 1, 1, None), (17, 3, 1, "hidden"), (70, 2, 1, None), (35, 6, 2, "hidden")),
@@ -122,8 +135,17 @@ def test_steps_of_short_histories_and_of_long_ones(width, value_width, longest, 
         ),
     ],
 )
-def test_queries_and_heads(times, heads, groups, bias, impl, device):
-    check([5, 0, 200, 1], device, impl, times=times, heads=heads, groups=groups, value_width=12, bias=bias)
+def test_queries_and_heads(num_queries, num_heads, num_kv_heads, bias, impl, device):
+    check(
+        [5, 0, 200, 1],
+        device,
+        impl,
+        num_queries=num_queries,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        value_width=12,
+        bias=bias,
+    )
 
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -131,7 +153,7 @@ HALVES = [torch.float16, torch.bfloat16]
 
 @pytest.mark.parametrize("dtype", HALVES if torch.cuda.is_available() else HALVES[:1])
 @pytest.mark.parametrize(
-    ("times", "heads", "groups", "width", "value_width"),
+    ("num_queries", "num_heads", "num_kv_heads", "width", "value_width"),
     [
         (24, 1, 1, 64, None),
         (8, 6, 1, 128, 32),
@@ -143,20 +165,32 @@ HALVES = [torch.float16, torch.bfloat16]
         pytest.param(35, 4, 2, 128, 32, marks=pytest.mark.slow),
     ],
 )
-def test_many_queries_in_half_precision(times, heads, groups, width, value_width, dtype, device):
+def test_many_queries_in_half_precision(num_queries, num_heads, num_kv_heads, width, value_width, dtype, device):
     """One sweep or two backward, rows fetched by descriptors where the GPU has them, samples of several chunks."""
-    shape = {"times": times, "heads": heads, "groups": groups, "width": width, "value_width": value_width}
+    shape = {
+        "num_queries": num_queries,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "width": width,
+        "value_width": value_width,
+    }
     check([5, 0, 300, 64], device, "triton", dtype, bias="finite" if value_width else None, **shape)
 
 
 @pytest.mark.skipif(not ON_HOPPER, reason="needs Hopper")
-@pytest.mark.parametrize(("heads", "groups", "bias"), [(1, 1, "finite"), (2, 1, None), (2, 2, "hidden")])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "bias"), [(1, 1, "finite"), (2, 1, None), (2, 2, "hidden")])
 @pytest.mark.parametrize(("width", "shared"), [(64, True), (128, False)])
-def test_many_candidates_are_jagged_attention(heads, groups, bias, width, shared, device):
-    shape = {"times": 300, "heads": heads, "groups": groups, "width": width, "value_width": None if shared else width}
+def test_many_candidates_are_jagged_attention(num_heads, num_kv_heads, bias, width, shared, device):
+    shape = {
+        "num_queries": 300,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "width": width,
+        "value_width": None if shared else width,
+    }
     with plan.override(TARGET_FAMILY="jagged_sm90"):
-        query = torch.empty(4, 300, heads, width, dtype=torch.bfloat16, device=device)
-        key = torch.empty(369, groups, width, dtype=torch.bfloat16, device=device)
+        query = torch.empty(4, 300, num_heads, width, dtype=torch.bfloat16, device=device)
+        key = torch.empty(369, num_kv_heads, width, dtype=torch.bfloat16, device=device)
         offsets = offsets_of([5, 0, 300, 64], device)
         value = None if shared else key
         assert jfi.ops.explain(jfi.ops.target_attention, query, key, value, offsets=offsets).family == "jagged_sm90"
@@ -165,18 +199,18 @@ def test_many_candidates_are_jagged_attention(heads, groups, bias, width, shared
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16] if torch.cuda.is_available() else [torch.float32])
-@pytest.mark.parametrize(("groups", "value_width"), [(1, None), (2, 12)])
+@pytest.mark.parametrize(("num_kv_heads", "value_width"), [(1, None), (2, 12)])
 @pytest.mark.parametrize("longest", [None, 70])
-@pytest.mark.parametrize(("times", "rows"), [(2, 7), (2, 100), (20, 7)])
-def test_bias_by_bucket_and_scaled_values(times, rows, longest, groups, value_width, dtype, impl, device):
+@pytest.mark.parametrize(("num_queries", "rows"), [(2, 7), (2, 100), (20, 7)])
+def test_bias_by_bucket_and_scaled_values(num_queries, rows, longest, num_kv_heads, value_width, dtype, impl, device):
     """A table so small that the sweep sums its gradient, and one whose events are sorted; few queries and many."""
     lengths = [5, 0, 70, 3]
     offsets = offsets_of(lengths, device)
     events = sum(lengths)
     buckets = torch.randint(-1, rows, (events + 1,), device=device, dtype=torch.int32)[1:].clamp(0)
     value_scale = torch.rand(events, device=device)
-    inputs = [torch.randn(4, times, 4, 16, device=device), torch.randn(events, groups, 16, device=device)]
-    inputs += [] if value_width is None else [torch.randn(events, groups, value_width, device=device)]
+    inputs = [torch.randn(4, num_queries, 4, 16, device=device), torch.randn(events, num_kv_heads, 16, device=device)]
+    inputs += [] if value_width is None else [torch.randn(events, num_kv_heads, value_width, device=device)]
     inputs = [*(x.to(dtype) for x in inputs), torch.randn(rows, 4, device=device)]
 
     def public(query, key, *rest):
@@ -236,12 +270,12 @@ def test_buckets_and_scales_that_do_not_fit_are_refused(device):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("times", [2, 17])
+@pytest.mark.parametrize("num_queries", [2, 17])
 @pytest.mark.parametrize("scale", [0.0, 1e-46, -0.7])
-def test_any_scale(scale, times, impl, device):
+def test_any_scale(scale, num_queries, impl, device):
     lengths = [5, 0, 70]
     offsets = offsets_of(lengths, device)
-    inputs = [torch.randn(3, times, 1, 16, device=device), torch.randn(75, 1, 16, device=device)]
+    inputs = [torch.randn(3, num_queries, 1, 16, device=device), torch.randn(75, 1, 16, device=device)]
     compare(
         lambda query, key: jfi.ops.target_attention(query, key, offsets=offsets, scale=scale, impl=impl),
         lambda query, key: reference.target_attention(query, key, None, offsets, None, scale),
@@ -259,8 +293,8 @@ def test_any_scale(scale, times, impl, device):
     ],
 )
 def test_widths(width, value_width, impl, device):
-    check([3, 0, 150, 1], device, impl, times=2, width=width, value_width=value_width)
-    check([3, 0, 40], device, impl, times=70, width=width, value_width=value_width)
+    check([3, 0, 150, 1], device, impl, num_queries=2, width=width, value_width=value_width)
+    check([3, 0, 40], device, impl, num_queries=70, width=width, value_width=value_width)
 
 
 def test_rows_wider_than_a_tile_are_refused(device):
@@ -271,7 +305,7 @@ def test_rows_wider_than_a_tile_are_refused(device):
 
 any_shape = given(
     lengths=st.lists(st.integers(0, 180), max_size=5),
-    times=st.integers(1, 3),
+    num_queries=st.integers(1, 3),
     heads=st.sampled_from([(1, 1), (2, 1), (3, 3), (4, 2)]),
     width=st.integers(1, 40),
     value_width=st.none() | st.integers(1, 40),
@@ -282,16 +316,16 @@ any_shape = given(
 @pytest.mark.parametrize("impl", IMPLS)
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @any_shape
-def test_any_shape(lengths, times, heads, width, value_width, bias, impl, device):
-    check(lengths, device, impl, torch.float32, times, *heads, width, value_width, bias)
+def test_any_shape(lengths, num_queries, heads, width, value_width, bias, impl, device):
+    check(lengths, device, impl, torch.float32, num_queries, *heads, width, value_width, bias)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", IMPLS)
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @any_shape
-def test_many_shapes(lengths, times, heads, width, value_width, bias, impl, device):
-    check(lengths, device, impl, torch.float32, times, *heads, width, value_width, bias)
+def test_many_shapes(lengths, num_queries, heads, width, value_width, bias, impl, device):
+    check(lengths, device, impl, torch.float32, num_queries, *heads, width, value_width, bias)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -319,7 +353,7 @@ def test_scores_far_from_zero_do_not_overflow(impl, device):
         torch.testing.assert_close(shifted, plain, atol=2e-3, rtol=2e-3)
 
 
-#: (times, bias_rows, max_seqlen): the interpreter runs one program after another, so most are slow ones.
+#: (num_queries, bias_rows, max_seqlen): the interpreter runs one program after another, so most are slow ones.
 SAME_BITS = [(2, 7, None), (2, 100, 300), (20, 395, None)]
 SLOW_SAME_BITS = [(2, None, None), (2, 395, None), (2, 100, None), (20, 7, None)]
 SLOW_SAME_BITS += [(2, None, 300), (2, 395, 300), (2, 7, 300), (20, 395, 300), (20, 7, 300)]
@@ -327,12 +361,12 @@ SLOW_SAME_BITS += [(2, None, 300), (2, 395, 300), (2, 7, 300), (20, 395, 300), (
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(
-    ("times", "bias_rows", "max_seqlen"),
+    ("num_queries", "bias_rows", "max_seqlen"),
     [*SAME_BITS, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_SAME_BITS)],
 )
-def test_the_same_inputs_give_the_same_bits(times, bias_rows, max_seqlen, impl, device):
+def test_the_same_inputs_give_the_same_bits(num_queries, bias_rows, max_seqlen, impl, device):
     offsets = offsets_of([300, 5, 0, 90], device)
-    query = torch.randn(4, times, 2, 16, device=device, requires_grad=True)
+    query = torch.randn(4, num_queries, 2, 16, device=device, requires_grad=True)
     key = torch.randn(395, 1, 16, device=device, requires_grad=True)
     leaves, events = [query, key], {}
     if bias_rows is not None:
