@@ -114,6 +114,34 @@ def test_parts_and_blocks_of_any_size_give_the_same(run, folder, tmp_path, wante
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
+def test_users_are_the_same_in_parts_of_any_size(run, folder, monkeypatch):
+    whole = run.evaluate(folder / "table.csv")["overall"]
+    monkeypatch.setattr(scoring, "_PART", 1)
+    parts = run.evaluate(folder / "table.csv")["overall"]
+    assert parts["user_auc"] == pytest.approx(whole["user_auc"], abs=1e-6)
+
+
+def test_an_item_has_the_columns_of_its_first_row_in_time(tmp_path, monkeypatch):
+    """As in training, whichever part, block or table that row is in; of two rows at once that of the first user."""
+    rows = [[*row(i)[:2], 60 * (i // 2 * 2), row(i)[3], f"g{i % 4}", i, *row(i)[6:]] for i in range(200)]
+    rows[1][1] = rows[0][1]
+    write_table(tmp_path / "table.csv", rows)
+    with without_pictures():
+        train(config_of(tmp_path / "table.csv", tmp_path / "run", epochs=1))
+    run = jfi.load_run(tmp_path / "run")
+    dataset = load_dataset(run.config.data, run.schema)
+    batch = next(dataset.batches("test", 1000))
+    with torch.no_grad():
+        wanted = run.model(batch.dense_features, batch.sparse_features).squeeze(-1).sort().values
+    # The test split is the last 20 rows in time; the first rows of the items are at the end of the log.
+    write_table(tmp_path / "log.csv", rows[:180][::-1])
+    write_table(tmp_path / "test.csv", rows[180:])
+    monkeypatch.setattr(scoring, "_BLOCK", 7)
+    monkeypatch.setattr(scoring, "_PART", 30)
+    scores = run.predict(tmp_path / "test.csv", history=tmp_path / "log.csv").column("score").to_numpy()
+    np.testing.assert_allclose(np.sort(scores), wanted, atol=ROUNDING, rtol=0)
+
+
 def test_memory_is_bounded_by_the_parts(run, tmp_path, monkeypatch):
     """No dataset has more than the rows of its users, and no table read from Parquet more than a block."""
     write_table(tmp_path / "table.csv", [[f"u{i % 97}", *row(i)[1:]] for i in range(2000)])

@@ -12,7 +12,7 @@ from own_table import config_of, row, write_table
 from worker import without_pictures
 
 from jfi.data import DataError, load_dataset
-from jfi.training import ConfigError, resume, train
+from jfi.training import ConfigError, OptimizerConfig, resume, train
 from jfi.training.cli import load_config, run_cli, save_config
 from jfi.training.recorder import read_metrics
 from jfi.training.saved_run import load_run
@@ -262,3 +262,23 @@ def test_every_epoch_has_its_own_order_and_its_own_negatives(trained, tmp_path, 
         assert positives[0] == positives[1]
     held_out = len(seen["validation"]) // 3
     assert seen["validation"][:held_out] == seen["validation"][held_out : 2 * held_out]
+
+
+def test_a_loaded_run_has_the_parameters_of_its_best_epoch_and_their_average(trained, tmp_path, monkeypatch):
+    """Where the first of two epochs is best, the loaded model has the test metrics that the run ended with."""
+    config = config_of(trained / "table.csv", tmp_path / "run")
+    config.optimizer = OptimizerConfig(average=0.8)
+    areas = iter([0.9, 0.6, 0.7])
+    with monkeypatch.context() as patch:
+        patch.setattr("jfi.training.metrics.auc", lambda *_: next(areas))
+        result = train(config)
+    assert result.best_epoch == 1
+    dataset = load_dataset(config.data)
+    batch = next(dataset.batches("test", 1000))
+    losses = []
+    for run in (tmp_path / "run", trained / "run"):
+        with torch.no_grad():
+            found = load_run(run).model(batch.dense_features, batch.sparse_features).squeeze(-1)
+        losses.append(torch.nn.functional.binary_cross_entropy_with_logits(found, batch.labels).item())
+    assert losses[0] == pytest.approx(result.test["loss"], abs=1e-6)
+    assert abs(losses[0] - losses[1]) > 1e-4
