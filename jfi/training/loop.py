@@ -10,8 +10,9 @@ depend on a file, a signal or all predictions are made by one process and broadc
 
 import dataclasses
 import math
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
@@ -34,6 +35,7 @@ from jfi.training.checkpoint import (
     save_checkpoint,
 )
 from jfi.training.config import Config, ConfigError
+from jfi.training.display import Display
 from jfi.training.distributed import World
 from jfi.training.interrupt import Interrupted, StopRequest, stop_on_signals
 from jfi.training.metrics import Predictions, normalized_entropy
@@ -66,15 +68,23 @@ class Trainer:
         config: the whole config.
         dataset: the dataset of `config.data`.
         world: the processes of the run.
+        clock: seconds that only grow; another one in tests.
 
     Raises:
         ConfigError: the config does not fit the dataset or the processes.
     """
 
-    def __init__(self, config: Config, dataset: InteractionDataset, world: World):
+    def __init__(
+        self,
+        config: Config,
+        dataset: InteractionDataset,
+        world: World,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
         self.config = config
         self.dataset = dataset
         self.world = world
+        self.clock = clock
         self.device = world.device
         self.progress = Progress(world_size=world.size if world.launched else 0)
         torch.manual_seed(config.training.seed)
@@ -100,6 +110,8 @@ class Trainer:
             self.modules["average"] = AveragedModel(self.model, multi_avg_fn=average)
         # Summed loss, summed label and number of the samples since the last line of the log.
         self.window = torch.zeros(3, dtype=torch.float64, device=self.device)
+        # Of the last line of the log, and samples a second of the last epoch, to be shown.
+        self.loss = self.speed = math.nan
 
     def restore(self, run: RunFolder) -> None:
         """Loads the last complete checkpoint of `run`, if there is one.
@@ -148,11 +160,14 @@ class Trainer:
             self._recorder(run) as recorder,
             stop_on_signals() as stop,
             torch.autograd.set_multithreading_enabled(False),
+            # torch's Adagrad makes a sparse tensor of a sparse gradient. Its indices are valid, so they are not
+            # checked; said here, since torch warns where nobody says it.
+            torch.sparse.check_sparse_tensor_invariants(enable=False),
         ):
             try:
                 while not self._finished():
                     self._train_epoch(run, recorder, stop)
-                    self._end_epoch(self._evaluate("validation", run, stop), run, recorder)
+                    self._end_epoch(*self._evaluate("validation", run, stop), run, recorder)
             except Interrupted:
                 if progress.step > 0:
                     self._save(run, recorder)
@@ -160,8 +175,8 @@ class Trainer:
             best = self._module_state()
             load_checkpoint(run.checkpoints / checkpoint_name(progress.best_epoch, 0), best, world)
             self._load_modules(best)
-            test = self._evaluate("test", run, stop)
-            recorder.metrics("test", progress.best_epoch, progress.step, test)
+            test, speed = self._evaluate("test", run, stop)
+            recorder.metrics("test", progress.best_epoch, progress.step, test, speed)
         log = world.on_first(lambda: read_metrics(run.metrics))
         world.on_first(lambda: draw_curves(log, self.config.training.monitor, run.curves))
         if self.config.model.pooling == "attention":
@@ -195,24 +210,31 @@ class Trainer:
         progress, training = self.progress, self.config.training
         batches = self.dataset.num_batches("train", training.batch_size)
         self.model.train()
-        started = logged = time.perf_counter()
+        seconds, first = progress.train_seconds, self._samples_done()
+        started = logged = self.clock()
+        logged_samples = first
         for _ in self._outputs("train", training.batch_size, progress.batch, f"epoch {progress.epoch + 1}"):
             if "average" in self.modules:
                 self.modules["average"].update_parameters(self.model)
             progress.batch += 1
             progress.step += 1
-            now = time.perf_counter()
+            now = self.clock()
             progress.train_seconds += now - started
             started = now
             if progress.step % training.log_every == 0 or progress.batch == batches:
-                samples = self._log_window(recorder)
-                recorder.speed(samples / (now - logged), progress.step)
-                logged = now
+                self._log_window(recorder, (self._samples_done() - logged_samples) / max(now - logged, 1e-9))
+                logged, logged_samples = now, self._samples_done()
             due = training.checkpoint_every and progress.step % training.checkpoint_every == 0
             if due and progress.batch < batches:
                 self._save(run, recorder)
-                started = time.perf_counter()
+                saved = self.clock()
+                started, logged = saved, logged + saved - started
             stop.check(run.path, self.world)
+        self.speed = (self._samples_done() - first) / max(progress.train_seconds - seconds, 1e-9)
+
+    def _samples_done(self) -> int:
+        """Samples of the epoch that the steps so far have seen, on all ranks."""
+        return min(self.progress.batch * self.config.training.batch_size, self.dataset.num_samples("train"))
 
     def _outputs(self, split: str, size: int, start: int, label: str) -> Iterator[Output]:
         """Runs the model on the batches of a split; in training mode an optimizer step follows each."""
@@ -252,7 +274,8 @@ class Trainer:
         self.window += torch.stack([total.detach(), labels.sum(), size])
         return loss, output
 
-    def _log_window(self, recorder: Recorder | SilentRecorder) -> float:
+    def _log_window(self, recorder: Recorder | SilentRecorder, speed: float) -> None:
+        """Records the mean loss since the last line of the log, and the samples a second."""
         loss, labels, samples = self.world.sum(self.window).tolist()
         self.window.zero_()
         loss, mean_label = loss / samples, labels / samples
@@ -262,29 +285,33 @@ class Trainer:
                 f"the loss is {loss} at step {step}; lower the learning rates (optimizer.*.learning_rate)"
             )
         metrics = {"loss": loss, "ne": normalized_entropy(loss, mean_label)}
-        recorder.metrics("train", self.progress.epoch + 1, step, metrics)
-        return samples
+        self.loss = loss
+        recorder.metrics("train", self.progress.epoch + 1, step, metrics, speed)
 
     @torch.no_grad()
-    def _evaluate(self, split: str, run: RunFolder, stop: StopRequest) -> dict[str, float]:
+    def _evaluate(self, split: str, run: RunFolder, stop: StopRequest) -> tuple[dict[str, float], float]:
+        """The metrics of a split, and the samples a second."""
         self.model.eval()
         self._evaluated.eval()
-        predictions = Predictions()
+        predictions, begin = Predictions(), self.clock()
         for output in self._outputs(split, self.config.training.eval_batch_size, 0, split):
             predictions.add(*output)
             stop.check(run.path, self.world)
         parts = self.world.gather(predictions.on_cpu())
-        return self.world.on_first(lambda: Predictions.join(parts).metrics())
+        speed = self.dataset.num_samples(split) / max(self.clock() - begin, 1e-9)
+        return self.world.on_first(lambda: Predictions.join(parts).metrics()), speed
 
-    def _end_epoch(self, metrics: dict[str, float], run: RunFolder, recorder: Recorder) -> None:
+    def _end_epoch(self, metrics: dict[str, float], speed: float, run: RunFolder, recorder: Recorder) -> None:
         progress, monitor = self.progress, self.config.training.monitor
         progress.epoch, progress.batch = progress.epoch + 1, 0
         score = metrics[monitor] if monitor == "auc" else -metrics[monitor]
         if progress.epoch == 1 or score > progress.best:
             progress.best, progress.best_epoch = score, progress.epoch
-        recorder.metrics("validation", progress.epoch, progress.step, metrics)
+        recorder.metrics("validation", progress.epoch, progress.step, metrics, speed)
         if self.world.is_first:
-            tqdm.write(f"epoch {progress.epoch}: validation " + ", ".join(f"{k} {v:.4f}" for k, v in metrics.items()))
+            shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+            tqdm.write(f"epoch {progress.epoch}: validation {shown}; trained {self.speed:,.0f} samples/s")
+            sys.stdout.flush()
         self._save(run, recorder)
 
     def _batches(self, split: str, size: int, start: int, label: str) -> Iterator[Batch]:
@@ -292,22 +319,19 @@ class Trainer:
         if split == "train":  # held-out splits have the same order and the same sampled negatives in every run
             order |= {"shuffle": True, "seed": self.config.training.seed, "epoch": self.progress.epoch}
         batches = self.dataset.batches(split, size, start_batch=start, **order)
-        samples = self.dataset.num_samples(split)
-        # disable=None shows the bar only if stderr is a terminal.
-        hidden = None if self.world.is_first else True
-        with tqdm(
-            total=samples,
-            initial=start * size,
-            desc=label,
-            unit=" samples",
-            unit_scale=True,
-            disable=hidden,
-            leave=False,
-        ) as bar:
+        with Display(
+            label, self.dataset.num_samples(split), start * size, clock=self.clock, silent=not self.world.is_first
+        ) as display:
             for batch in batches:
                 # A pipeline copies batches to the device itself, concurrently if the memory is pinned.
                 yield batch.pin_memory() if self.pipeline is not None else batch.to(self.device, non_blocking=True)
-                bar.update(batch.labels.numel() * self.world.size)
+                display.update(batch.labels.numel() * self.world.size, self._details if split == "train" else None)
+
+    def _details(self) -> dict[str, int | float]:
+        """The step, and this process's mean loss since the last line of the log."""
+        total, _, samples = self.window.tolist()
+        loss = total / samples if samples else self.loss
+        return {"step": self.progress.step, "loss": loss}
 
     @property
     def _evaluated(self) -> nn.Module:

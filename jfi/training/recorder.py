@@ -7,11 +7,14 @@ from pathlib import Path
 
 from jfi.training.run_folder import RunFolder
 
+#: The key of a line's speed; all other values of a line are the same in every repetition of a run.
+SPEED = "samples_per_second"
+
 
 class Recorder:
     """Appends metrics to `metrics.jsonl`, truncated to the length in the checkpoint first, and to TensorBoard.
 
-    The file has no times or speeds, so that a resumed run ends with the same file as an uninterrupted one.
+    A resumed run ends with the same file as an uninterrupted one, but for the speeds (`SPEED`).
 
     Args:
         run: the run folder.
@@ -36,18 +39,15 @@ class Recorder:
         self._file.close()
         self._board.close()
 
-    def metrics(self, split: str, epoch: int, step: int, metrics: dict[str, float]) -> None:
-        """Appends a line; a metric that is not finite becomes null."""
+    def metrics(self, split: str, epoch: int, step: int, metrics: dict[str, float], speed: float) -> None:
+        """Appends a line; a metric that is not finite becomes null. `speed` is in samples a second."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        record = {"split": split, "epoch": epoch, "step": step, **finite}
+        record = {"split": split, "epoch": epoch, "step": step, **finite, SPEED: round(speed, 1)}
         self._file.write((json.dumps(record) + "\n").encode())
         self._file.flush()
         for name, value in metrics.items():
             self._board.add_scalar(f"{name}/{split}", value, step)
-
-    def speed(self, samples_per_second: float, step: int) -> None:
-        """Records the speed of training, for TensorBoard only."""
-        self._board.add_scalar("samples_per_second", samples_per_second, step)
+        self._board.add_scalar(f"{SPEED}/{split}", speed, step)
 
     def length(self) -> int:
         """Flushes metrics.jsonl to the disk and returns its length in bytes."""
@@ -64,10 +64,7 @@ class SilentRecorder:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def metrics(self, split: str, epoch: int, step: int, metrics: dict[str, float]) -> None:
-        pass
-
-    def speed(self, samples_per_second: float, step: int) -> None:
+    def metrics(self, split: str, epoch: int, step: int, metrics: dict[str, float], speed: float) -> None:
         pass
 
     def length(self) -> int:
@@ -77,3 +74,8 @@ class SilentRecorder:
 def read_metrics(path: Path) -> list[dict]:
     """The lines of a `metrics.jsonl`."""
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def read_results(path: Path) -> list[dict]:
+    """The lines of a `metrics.jsonl` without their speeds: equal in every repetition of a run."""
+    return [{name: value for name, value in line.items() if name != SPEED} for line in read_metrics(path)]

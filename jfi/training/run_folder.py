@@ -3,7 +3,7 @@
 config.yaml     every field of the resolved config
 metrics.jsonl   one JSON object per line: training lines, a validation line per epoch, a test line at the end
 checkpoints/    the last and the best checkpoint, see `jfi.training.checkpoint`
-tensorboard/    the same metrics, and the speed, for TensorBoard
+tensorboard/    the same metrics for TensorBoard
 curves.png      metrics over the epochs
 attention.png   the attention of a few test samples, unless none of them has a history
 """
