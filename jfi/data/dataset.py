@@ -11,6 +11,7 @@ from jfi.data.batch import Batch
 from jfi.data.columns import Categorical, ranges
 from jfi.data.negatives import NegativeSampler
 from jfi.data.schema import DataSchema
+from jfi.data.summary import Summary
 from jfi.encoding import age_buckets
 from jfi.suggest import suggest
 
@@ -44,6 +45,7 @@ class InteractionDataset:
         dense: `[U, Du]` and `[N, Di]` float32, the dense features of users and of items.
         samples: by split the events that are its samples, ordered by (timestamp, user, item).
         negatives: draws the negatives of implicit feedback; None for a table with labels.
+        summary: the dataset in numbers, or None.
     """
 
     def __init__(
@@ -54,8 +56,10 @@ class InteractionDataset:
         dense: tuple[np.ndarray, np.ndarray],
         samples: dict[str, np.ndarray],
         negatives: NegativeSampler | None,
+        summary: Summary | None = None,
     ) -> None:
         self.schema = schema
+        self.summary = summary
         self.features = schema.features
         self._events = events
         self._columns = columns

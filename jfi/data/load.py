@@ -18,6 +18,7 @@ from jfi.data.learn import learn_schema
 from jfi.data.negatives import NegativeSampler
 from jfi.data.schema import DataSchema
 from jfi.data.source import Columns, column_settings, read_tables
+from jfi.data.summary import summarize
 from jfi.encoding import UNKNOWN
 
 _log = logging.getLogger(__name__)
@@ -72,16 +73,18 @@ def build_dataset(columns: Columns, rows: Rows, schema: DataSchema, config: Data
     ids = encode_features(columns, schema)
     items = next(i for spec, i in zip(schema.features, ids, strict=False) if spec.key == schema.item_key)
     known_items = items.ids != UNKNOWN
-    history = splits.history_ranges(rows.user, rows.time, schema.max_history)
+    start, end = splits.history_ranges(rows.user, rows.time, schema.max_history)
+    samples = _samples(rows, known_items, config)
     return InteractionDataset(
-        events=Events(rows.user, rows.item, rows.time, rows.label, *history),
+        events=Events(rows.user, rows.item, rows.time, rows.label, start, end),
         schema=schema,
         columns=ids,
         dense=encode_dense(columns, schema, config),
-        samples=_samples(rows, known_items, config),
+        samples=samples,
         negatives=None
         if config.label is not None
         else NegativeSampler(rows.user, rows.item, rows.time, np.flatnonzero(known_items), config.negatives),
+        summary=summarize(columns, rows, schema, ids, samples, end - start, config),
     )
 
 

@@ -82,6 +82,13 @@ class Columns:
         """The column of users or items as strings; null where it is missing."""
         return self._entities[of].strings(name)
 
+    def count_changing(self, name: str, of: Entity) -> tuple[int, int]:
+        """The users (items) whose value of a column differs between rows, of which the first counts, and all of them.
+
+        None has where the column comes from a table of users (items).
+        """
+        return self._entities[of].count_changing(name), self.count(of)
+
 
 class _EntityColumns:
     """The columns of users or of items, with one row for each.
@@ -101,6 +108,7 @@ class _EntityColumns:
         self, tables: Tables, table: Table | None, key: str, ids: pa.Array, index: np.ndarray, rows: Rows
     ) -> None:
         self._key, self._ids = key, ids
+        self._index, self._order = (index, rows.order) if table is None else (None, None)
         if table is None:
             self._table = tables.interactions
             by_time = np.argsort(rows.time, kind="stable")
@@ -128,3 +136,13 @@ class _EntityColumns:
 
     def strings(self, name: str) -> pa.Array:
         return self._table.strings(name).take(self._places)
+
+    def count_changing(self, name: str) -> int:
+        if self._index is None or name == self._key:
+            return 0
+        column = self._table.column(name)
+        if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+            column = pc.binary_join(column.cast(pa.list_(pa.string())), "\x1f")
+        codes = pc.fill_null(column.dictionary_encode().indices, -1).to_numpy()
+        changed = codes[self._order] != codes[self._places.to_numpy()][self._index]
+        return len(np.unique(self._index[changed]))

@@ -1,6 +1,7 @@
 """The run folder.
 
 config.yaml     every field of the resolved config
+summary.json    the data in numbers: rows, splits, lengths of histories, missing and unseen values, warnings
 metrics.jsonl   one JSON object per line: training lines, a validation line per epoch, a test line at the end
 checkpoints/    the last and the best checkpoint, see `jfi.training.checkpoint`
 tensorboard/    the same metrics for TensorBoard
@@ -21,6 +22,7 @@ class RunFolder:
     def __init__(self, path: Path):
         self.path = path
         self.config = path / "config.yaml"
+        self.summary = path / "summary.json"
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
         self.tensorboard = path / "tensorboard"

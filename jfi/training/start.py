@@ -28,12 +28,18 @@ def train(config: Config, dataset: InteractionDataset | None = None) -> Result:
         begun = world.launched and world.on_first(lambda: RunFolder.holds(config))
         if not begun and run_dir is not None:
             world.on_first(lambda: check_new(Path(run_dir)))
-        trainer = Trainer(config, load_dataset(config.data) if dataset is None else dataset, world)
+        if dataset is None:
+            dataset = load_dataset(config.data)
+            if world.is_first:
+                print(dataset.summary, flush=True)
+        trainer = Trainer(config, dataset, world)
         if begun:
             run = RunFolder(Path(run_dir))
             trainer.restore(run)
         else:
             run = world.on_first(lambda: RunFolder.create(config))
+            if dataset.summary is not None:
+                world.on_first(lambda: dataset.summary.save(run.summary))
         return trainer.fit(run)
 
 

@@ -87,6 +87,7 @@ def test_run_folder(finished):
     assert [r["epoch"] for r in log if r["split"] == "validation"] == [1, 2, 3]
     assert log[-1]["split"] == "test" and log[-1]["auc"] == result.test["auc"]
     assert {"loss", "ne", "auc", "user_auc"} <= log[-1].keys()
+    assert json.loads((path / "summary.json").read_text())["users"] == 60
     assert any(r["split"] == "train" for r in log)
     assert all(r["step"] % 4 == 0 or r["step"] % (log[-1]["step"] // 3) == 0 for r in log)
     for picture in ("curves.png", "attention.png"):
