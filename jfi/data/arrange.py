@@ -9,7 +9,7 @@ from jfi.data import splits
 from jfi.data.columns import sort_ids
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
-from jfi.data.labels import read_labels
+from jfi.data.labels import check_labels, read_labels
 from jfi.data.table import Table
 
 
@@ -53,6 +53,7 @@ def sort_and_split(interactions: Table, config: DataConfig) -> Rows:
     item_ids, item = sort_ids(interactions.ids(config.item))
     time = interactions.times(config.timestamp, config.timestamp_unit)
     label = read_labels(interactions, config.label)
+    check_labels(interactions, config.label, label)
 
     order = np.lexsort((item, time, user))
     user, item, time, label = user[order], item[order], time[order], label[order]

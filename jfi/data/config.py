@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jfi.data.errors import DataError
-from jfi.data.labels import label_column
+from jfi.data.labels import label_columns
 
 AGE = "age"
 HISTORY = "history_"
@@ -49,9 +49,10 @@ class DataConfig:
         item: column of the item's id, which is also the key of the target.
         timestamp: column of the time: a number, or a date and time.
         timestamp_unit: unit of a numeric timestamp.
-        label: a column of 0 and 1, or a rule such as `rating >= 4` or `action == buy`. A row with an empty label is
-            only part of histories. None means implicit feedback: every row is a positive. The label's column can be a
-            user or item column only if the table `users` or `items` has it.
+        label: a column of 0 and 1, or a rule such as `rating >= 4` or `action in [buy, cart] and price > 0`, with the
+            operators ==, !=, >=, <=, >, <, in [...], not in [...], and, or, and parentheses. A row with an empty label
+            is only part of histories. None means implicit feedback: every row is a positive. The label's columns can
+            be user or item columns only if the table `users` or `items` has them.
         negatives: sampled negatives per positive, for implicit feedback only.
         user_categorical: columns of the user that become keys.
         user_dense: numeric columns of the user that become dense features.
@@ -103,7 +104,7 @@ class DataConfig:
         columns = {self.user, self.item, self.timestamp, *self.user_categorical, *self.user_dense}
         columns |= {*self.item_categorical, *self.item_dense, *self.event_categorical, *self.event_dense}
         if self.label is not None:
-            columns.add(label_column(self.label))
+            columns.update(label_columns(self.label))
         if self.title is not None:
             columns.add(self.title)
         return columns
@@ -154,14 +155,15 @@ class DataConfig:
     def _check_leak(self) -> None:
         if self.label is None:
             return
-        column = label_column(self.label)
+        defining = label_columns(self.label)
         for entity, table, names in (
             ("user", self.users, [*self.user_categorical, *self.user_dense]),
             ("item", self.items, [*self.item_categorical, *self.item_dense]),
         ):
-            if table is None and column in names:
+            leak = next((name for name in defining if table is None and name in names), None)
+            if leak is not None:
                 raise DataError(
-                    f"column '{column}' defines the label, so data.{entity}_* must not list it (unless "
+                    f"column '{leak}' defines the label, so data.{entity}_* must not list it (unless "
                     f"data.{entity}s is a table that has it); event_categorical and event_dense show it in the history "
                     "only"
                 )

@@ -1,59 +1,56 @@
 """The label column, or a rule such as `rating >= 4` -> labels of 0 and 1."""
 
-import operator
-import re
-
 import numpy as np
-import pyarrow.compute as pc
 
 from jfi.data.errors import DataError
+from jfi.data.rules import describe_values, only_column, parse_rule
 from jfi.data.table import Table
 
-_RULE = re.compile(r"\s*(?P<column>.+?)\s*(?P<compare>>=|<=|==|!=|>|<)\s*(?P<value>.+?)\s*")
-_COMPARE = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    "==": operator.eq,
-    "!=": operator.ne,
-    ">": operator.gt,
-    "<": operator.lt,
-}
 
+def label_columns(label: str) -> list[str]:
+    """The column that a label names, or those that its rule compares.
 
-def label_column(label: str) -> str:
-    """The column that a label names or that its rule compares."""
-    rule = _RULE.fullmatch(label)
-    return label if rule is None else rule["column"]
+    Raises:
+        DataError: the label is neither a column nor a rule.
+    """
+    column = only_column(label)
+    return parse_rule(label).columns if column is None else [column]
 
 
 def read_labels(table: Table, label: str | None) -> np.ndarray:
     """`[N]` float32, 0 or 1, or NaN for a row that is history only.
 
     Args:
-        label: None (every row is a positive), a column, or a rule `<column> <comparison> <value>`. A value that is not
-            a number is compared as a string, with == or !=.
+        label: None (every row is a positive), a column of 0 and 1, or a rule as `jfi.data.rules` defines it.
+
+    Raises:
+        DataError: a wrong rule, an absent column, or a value that is not 0 or 1.
     """
     if label is None:
         return np.ones(len(table), np.float32)
-    rule = _RULE.fullmatch(label)
-    if rule is None:
-        values = table.numbers(label)
-        outside = ~((values == 0) | (values == 1) | np.isnan(values))
-        if outside.any():
-            row = int(outside.argmax())
-            rule = f"{label} >= {values[row]:g}"
-            raise table.fault(
-                row, f"label '{label}' is {values[row]:g}, not 0 or 1; did you mean a rule such as '{rule}'?"
-            )
-        return values.astype(np.float32)
-    column, compare, value = rule["column"], rule["compare"], rule["value"]
-    try:
-        threshold = float(value)
-    except ValueError:
-        if compare not in ("==", "!="):
-            raise DataError(f"label rule '{label}': '{value}' is not a number; compare it with == or !=") from None
-        strings = table.strings(column)
-        hit = _COMPARE[compare](strings.to_numpy(zero_copy_only=False), value)
-        return np.where(pc.is_null(strings).to_numpy(zero_copy_only=False), np.nan, hit).astype(np.float32)
+    column = only_column(label)
+    if column is None:
+        return parse_rule(label).holds(table)
     values = table.numbers(column)
-    return np.where(np.isnan(values), np.nan, _COMPARE[compare](values, threshold)).astype(np.float32)
+    outside = ~((values == 0) | (values == 1) | np.isnan(values))
+    if outside.any():
+        row = int(outside.argmax())
+        rule = f"{label} >= {values[row]:g}"
+        raise table.fault(row, f"label '{label}' is {values[row]:g}, not 0 or 1; did you mean a rule such as '{rule}'?")
+    return values.astype(np.float32)
+
+
+def check_labels(table: Table, label: str | None, values: np.ndarray) -> None:
+    """Raises DataError for a rule that holds in every row or in none, with the values of its columns.
+
+    Args:
+        values: `[N]`, the labels that `read_labels` gave.
+    """
+    if label is None or only_column(label) is not None:
+        return
+    labels = values[~np.isnan(values)]
+    if not len(labels) or labels.min() != labels.max():
+        return
+    how = f"every one of the {len(labels)} rows is" if labels[0] else f"none of the {len(labels)} rows is"
+    known = "; ".join(f"values of '{name}': {describe_values(table, name)}" for name in label_columns(label))
+    raise DataError(f"{table.name}: label '{label}': {how} positive; {known}")

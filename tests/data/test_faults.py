@@ -51,7 +51,11 @@ def test_the_table_of_these_tests_is_right(write):
         (["", ""], "r.csv: no rows"),
         (ROWS[:2], "the train split is empty: 2 labeled rows, split by data.fractions [0.1, 0.45, 0.45]"),
         (["1,1,,10", "1,1,,20"], "label 'rating >= 4' is empty in every row"),
-        (["1,1,5,10", "1,2,5,20", "1,3,5,30"], "label 'rating >= 4': all 1 labels of the train split are 1"),
+        (["1,1,5,10", "1,2,5,20", "1,3,1,30"], "label 'rating >= 4': all 1 labels of the train split are 1"),
+        (
+            ["1,1,5,10", "1,2,5,20", "1,3,4,30"],
+            "r.csv: label 'rating >= 4': every one of the 3 rows is positive; values of 'rating': 5 (2), 4 (1)",
+        ),
     ],
 )
 def test_rows(write, rows, expected):
@@ -84,8 +88,15 @@ def test_faults_deep_in_a_large_file_are_placed(write):
         ({"label": "stars >= 4"}, "r.csv: no column 'stars'; known: user_id, item_id, rating, timestamp"),
         ({"label": "ratings"}, "r.csv: no column 'ratings'; did you mean 'rating'?"),
         ({"label": "rating"}, "r.csv:2: label 'rating' is 5, not 0 or 1; did you mean a rule such as 'rating >= 5'?"),
-        ({"label": "rating >= good"}, "label rule 'rating >= good': 'good' is not a number; compare it with == or !="),
-        ({"label": "rating >= 9"}, "label 'rating >= 9': all 2 labels of the train split are 0"),
+        (
+            {"label": "rating >= good"},
+            "rule 'rating >= good': 'good' is not a number; compare it with ==, != or in; the operators are ==, !=, ",
+        ),
+        (
+            {"label": "rating >= 9"},
+            "r.csv: label 'rating >= 9': none of the 6 rows is positive; values of 'rating': 5 (2), 1 (2), 4 (1), ",
+        ),
+        ({"label": "rating = 5"}, "rule 'rating = 5': '=' is not an operator; the operators are ==, !=, "),
         ({"interactions": "gone.csv"}, "gone.csv: no such file or directory"),
         ({"interactions": "ratings.xls"}, "ratings.xls: unknown file type; known names and suffixes: u.data, u.user, "),
         ({"interactions": None}, "data.interactions is not set; it must name the file of interactions"),
