@@ -4,7 +4,8 @@ Training (`jfi.data`) encodes whole columns and serving (`jfi.serving`) encodes 
 that a value has one id in both.
 """
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import repeat
 
@@ -79,3 +80,20 @@ def age_buckets(seconds: np.ndarray, num_buckets: int) -> np.ndarray:
     buckets = np.right_shift(seconds.view(np.int64), 52)  # sign and exponent of a float64, the exponent biased by 1023
     buckets -= 1022
     return buckets.clip(0, num_buckets - 1, out=buckets)
+
+
+def hash_text(values: Iterable[str]) -> np.ndarray:
+    """`[N]` uint64 below 2^32: the CRC-32 of each value's UTF-8 bytes, as zlib, Spark and others compute it.
+
+    >>> hash_text(["war", "drama"])
+    array([3747083880, 1436186741], dtype=uint64)
+    """
+    return np.fromiter((zlib.crc32(value.encode()) for value in values), np.uint64)
+
+
+def mix(state: np.ndarray) -> np.ndarray:
+    """A step of SplitMix64 (Steele, Lea, Flood 2014): a bijection of uint64 with pseudo-random output."""
+    state = state + np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))

@@ -6,6 +6,7 @@ from typing import Literal
 
 from jfi.data.errors import DataError
 from jfi.data.labels import label_columns
+from jfi.data.rules import parse_rule
 
 AGE = "age"
 HISTORY = "history_"
@@ -64,13 +65,23 @@ class DataConfig:
             of MovieLens need no entry.
         title: column of the item that is shown to people, or None.
         split: "time" cuts the rows ordered by (timestamp, user, item) into `fractions`; "leave_one_out" tests on a
-            user's last labeled row, validates on the one before, and trains on the rest.
-        fractions: fractions of the rows for training, validation and test, with `split: time`.
+            user's last labeled row, validates on the one before, and trains on the rest; "user" puts all rows of a user
+            into one split, chosen by a hash of the id; "column" reads it from `split_column`; "files" takes the
+            training rows from `interactions`, and the others from `validation` and `test`.
+        fractions: for training, validation and test: of the labeled rows with `split: time`, of the users with
+            `split: user`.
         max_history: the number of newest events that a history keeps. The model's features get it as `max_seqlen`.
         max_slots: values of a multi-valued column that an event keeps, under the keys `history_<column>_0`, `_1`, ...
         num_quantiles: number of quantiles of an `event_dense` column.
         num_age_buckets: number of ids of `history_age`, which is 1 + floor(log2(age of the event in seconds)).
         synthetic: settings for `source: synthetic`.
+        split_column: column of the split, with `split: column`: train, validation (or val, valid, dev) or test.
+        split_seed: another seed assigns users to other splits, with `split: user`.
+        validation: file of the validation rows, with `split: files`.
+        test: file of the test rows, with `split: files`.
+        group: column of an impression's or request's id, or None. The rows of a user with the same id are in one split.
+        history: a rule such as `action == click`, of the form of a label's: only rows where it holds are events of
+            histories. Other rows are samples, if they have a label. None means that every row is an event.
     """
 
     source: Literal["table", "synthetic"] = "table"
@@ -91,13 +102,19 @@ class DataConfig:
     event_dense: list[str] = field(default_factory=list)
     separators: dict[str, str] = field(default_factory=dict)
     title: str | None = None
-    split: Literal["time", "leave_one_out"] = "time"
+    split: Literal["time", "leave_one_out", "user", "column", "files"] = "time"
     fractions: list[float] = field(default_factory=lambda: [0.8, 0.1, 0.1])
     max_history: int = 200
     max_slots: int = 8
     num_quantiles: int = 16
     num_age_buckets: int = 32
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
+    split_column: str | None = None
+    split_seed: int = 0
+    validation: str | None = None
+    test: str | None = None
+    group: str | None = None
+    history: str | None = None
 
     def columns(self) -> set[str]:
         """The names of all columns in use."""
@@ -105,8 +122,9 @@ class DataConfig:
         columns |= {*self.item_categorical, *self.item_dense, *self.event_categorical, *self.event_dense}
         if self.label is not None:
             columns.update(label_columns(self.label))
-        if self.title is not None:
-            columns.add(self.title)
+        columns |= {name for name in (self.title, self.group, self.split_column) if name is not None}
+        if self.history is not None:
+            columns.update(parse_rule(self.history).columns)
         return columns
 
     def check(self) -> None:
@@ -141,6 +159,7 @@ class DataConfig:
             if keys.count(name) > 1:
                 raise DataError(f"data lists the column '{name}' twice; a column can have one role only")
         self._check_leak()
+        self._check_split()
         for name in (self.item, *self.item_categorical, *self.event_categorical, *self.event_dense):
             if name == AGE:
                 raise DataError(
@@ -151,6 +170,22 @@ class DataConfig:
                 raise DataError(f"data.separators.{name} is ''; it must be the separator of the values")
             if name not in (*self.user_categorical, *self.item_categorical, *self.event_categorical):
                 raise DataError(f"data.separators has '{name}', which is not a categorical column of this config")
+
+    def _check_split(self) -> None:
+        """Raises DataError for a given split that is not given whole."""
+        for name, split in (("split_column", "column"), ("validation", "files"), ("test", "files")):
+            if self.split == split and getattr(self, name) is None:
+                raise DataError(f"data.{name} is not set; data.split: {split} needs it")
+            if self.split != split and getattr(self, name) is not None:
+                raise DataError(
+                    f"data.{name} is set, but data.split is {self.split}; set data.split: {split} to use it"
+                )
+        if self.split in ("column", "files") and self.source == "synthetic":
+            raise DataError(f"data.split is {self.split}; the synthetic table has no given split")
+        if not 0 <= self.split_seed < 2**32:
+            raise DataError(f"data.split_seed is {self.split_seed}; it must be in [0, 2**32)")
+        if self.history is not None:
+            parse_rule(self.history)
 
     def _check_leak(self) -> None:
         if self.label is None:

@@ -18,13 +18,14 @@ from jfi.suggest import suggest
 
 @dataclass(frozen=True)
 class Events:
-    """All E events, sorted by (user, timestamp, item), so that a history is a range of events.
+    """All E interactions, sorted by (user, timestamp, item), so that a history is a range of events.
 
     Args:
         user, item: `[E]` int64, indices of users and items.
         time: `[E]` float64 seconds.
         label: `[E]` float32, 0 or 1, or NaN for a row that is only part of histories.
         history_start, history_end: `[E]` int64, the range of the same user's newest events strictly before.
+        rows: `[number of events]` int64, ascending, the interaction of each event; None if every one is an event.
     """
 
     user: np.ndarray
@@ -33,6 +34,7 @@ class Events:
     label: np.ndarray
     history_start: np.ndarray
     history_end: np.ndarray
+    rows: np.ndarray | None = None
 
 
 class InteractionDataset:
@@ -155,6 +157,8 @@ class InteractionDataset:
         user, start = table.user[events], table.history_start[events]
         history_lengths = table.history_end[events] - start
         history = ranges(start, history_lengths)
+        if table.rows is not None:
+            history = table.rows[history]
         history_item = table.item[history]
         rows = {
             ("user", "user"): user,

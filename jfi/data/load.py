@@ -57,7 +57,7 @@ def load_dataset(config: DataConfig, schema: DataSchema | None = None) -> Intera
         check_fits(schema, column_settings(config))
     tables = read_tables(config)
     config = column_settings(config)
-    rows = sort_and_split(tables.interactions, config)
+    rows = sort_and_split(tables.interactions, config, tables.given_split)
     columns = Columns(tables, rows, config)
     if schema is None:
         schema = learn_schema(columns, rows, config)
@@ -73,10 +73,10 @@ def build_dataset(columns: Columns, rows: Rows, schema: DataSchema, config: Data
     ids = encode_features(columns, schema)
     items = next(i for spec, i in zip(schema.features, ids, strict=False) if spec.key == schema.item_key)
     known_items = items.ids != UNKNOWN
-    start, end = splits.history_ranges(rows.user, rows.time, schema.max_history)
+    start, end = splits.history_ranges(rows.user, rows.time, schema.max_history, rows.event)
     samples = _samples(rows, known_items, config)
     return InteractionDataset(
-        events=Events(rows.user, rows.item, rows.time, rows.label, start, end),
+        events=Events(rows.user, rows.item, rows.time, rows.label, start, end, _places(rows.event)),
         schema=schema,
         columns=ids,
         dense=encode_dense(columns, schema, config),
@@ -113,6 +113,20 @@ def check_fits(schema: DataSchema, config: DataConfig) -> None:
             raise DataError(f"data.{name}: got {wanted!r}, but the run was started with {learnt!r}")
 
 
+def _places(event: np.ndarray | None) -> np.ndarray | None:
+    return None if event is None else np.flatnonzero(event)
+
+
+def _how(config: DataConfig) -> str:
+    return {
+        "time": f"data.fractions {config.fractions}",
+        "user": f"data.fractions {config.fractions} of the users",
+        "leave_one_out": "users with 3 labeled rows or more",
+        "column": f"the column '{config.split_column}'",
+        "files": "data.validation and data.test",
+    }[config.split]
+
+
 def _samples(rows: Rows, known_items: np.ndarray, config: DataConfig) -> dict[str, np.ndarray]:
     labeled = ~np.isnan(rows.label)
     if not labeled.any():
@@ -121,10 +135,7 @@ def _samples(rows: Rows, known_items: np.ndarray, config: DataConfig) -> dict[st
     samples = {name: order[(labeled & (rows.split == i))[order]] for i, name in enumerate(splits.SPLITS)}
     for name, chosen in samples.items():
         if not len(chosen):
-            how = (
-                f"data.fractions {config.fractions}" if config.split == "time" else "users with 3 labeled rows or more"
-            )
-            raise DataError(f"the {name} split is empty: {labeled.sum()} labeled rows, split by {how}")
+            raise DataError(f"the {name} split is empty: {labeled.sum()} labeled rows, split by {_how(config)}")
         if config.label is None:
             # Negatives are items of the training split, so the id of an unseen item would reveal a positive.
             samples[name] = seen = chosen[known_items[rows.item[chosen]]]

@@ -17,11 +17,18 @@ from jfi.data.table import Table
 
 @dataclass(frozen=True)
 class Tables:
-    """The tables that a config names; `users` and `items` are None where their columns are in `interactions`."""
+    """The tables that a config names.
+
+    Args:
+        interactions: with the rows for validation and test, if they have files of their own.
+        users, items: None where their columns are in `interactions`.
+        given_split: `[E]` int8, the index in `splits.SPLITS` of each interaction, or None without files for the splits.
+    """
 
     interactions: Table
     users: Table | None
     items: Table | None
+    given_split: np.ndarray | None = None
 
 
 def read_tables(config: DataConfig) -> Tables:
@@ -34,11 +41,30 @@ def read_tables(config: DataConfig) -> Tables:
         interactions, items = synthetic.make_tables(config.synthetic)
         return Tables(interactions, None, items)
     wanted = config.columns()
+    interactions, given = read_table(config.interactions, wanted), None
+    if config.split == "files":
+        parts = [interactions, read_table(config.validation, wanted), read_table(config.test, wanted)]
+        given = np.repeat(np.arange(len(parts), dtype=np.int8), [len(part) for part in parts])
+        interactions = _append(parts, wanted)
     return Tables(
-        read_table(config.interactions, wanted),
+        interactions,
         None if config.users is None else read_table(config.users, wanted),
         None if config.items is None else read_table(config.items, wanted),
+        given,
     )
+
+
+def _append(tables: list[Table], wanted: set[str]) -> Table:
+    """One table of the rows of all, whose faults name the file of the row."""
+    first = tables[0]
+    for table in tables[1:]:
+        for name in wanted & set(first.known) - set(table.known):
+            raise DataError(f"{table.name}: no column '{name}', which {first.name} has")
+    names = [name for name in first.known if name in wanted]
+    data = pa.concat_tables([table.data.select(names) for table in tables], promote_options="permissive")
+    starts = np.cumsum([0, *(len(table) for table in tables[:-1])]).tolist()
+    parts = [(start, table.name, table.line) for start, table in zip(starts, tables, strict=True)]
+    return Table(first.name, data, first.known, first.line, first.separators, parts)
 
 
 def column_settings(config: DataConfig) -> DataConfig:

@@ -31,6 +31,8 @@ COLUMNS = {
     "event_dense": [],
     "separators": {},
     "title": "title",
+    "group": None,
+    "history": None,
 }
 
 _DAY = 86400.0

@@ -1,6 +1,6 @@
 """A table as read from a file: its columns as strings, numbers or times, with the line of every fault."""
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -25,6 +25,7 @@ class Table:
         known: names of all columns, for messages.
         line: from a row of `data` to its line (or row) in the file, for messages.
         separators: by multi-valued column that the file's layout declares, the separator of its values.
+        parts: of a table of several files, each file's first row, name, and `line` from the file's own row.
     """
 
     name: str
@@ -32,12 +33,16 @@ class Table:
     known: list[str]
     line: Callable[[int], int]
     separators: dict[str, str] = field(default_factory=dict)
+    parts: list[tuple[int, str, Callable[[int], int]]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return self.data.num_rows
 
     def fault(self, row: int, what: str) -> DataError:
-        return DataError(f"{self.name}:{self.line(row)}: {what}")
+        first, name, line = 0, self.name, self.line
+        if self.parts:
+            first, name, line = self.parts[bisect_right(self.parts, row, key=lambda part: part[0]) - 1]
+        return DataError(f"{name}:{line(row - first)}: {what}")
 
     def column(self, name: str) -> pa.Array:
         if name not in self.known:
