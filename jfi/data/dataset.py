@@ -37,6 +37,16 @@ class Events:
     rows: np.ndarray | None = None
 
 
+@dataclass(frozen=True)
+class Arrays:
+    """All arrays of a dataset, as `InteractionDataset` takes them."""
+
+    events: Events
+    columns: list[Categorical]
+    dense: tuple[np.ndarray, np.ndarray]
+    samples: dict[str, np.ndarray]
+
+
 class InteractionDataset:
     """Samples with histories; `load_dataset` makes one.
 
@@ -68,6 +78,10 @@ class InteractionDataset:
         self._dense_users, self._dense_items = dense
         self._samples = samples
         self._negatives = negatives
+
+    def arrays(self) -> Arrays:
+        """The arrays that the batches are made of; not copies."""
+        return Arrays(self._events, self._columns, (self._dense_users, self._dense_items), self._samples)
 
     def num_samples(self, split: str) -> int:
         """Number of samples of a split, sampled negatives included."""

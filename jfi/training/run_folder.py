@@ -2,6 +2,7 @@
 
 config.yaml     every field of the resolved config
 summary.json    the data in numbers: rows, splits, lengths of histories, missing and unseen values, warnings
+data/           what the run has learnt from its data, and the data's fingerprint, see `jfi.training.run_data`
 metrics.jsonl   one JSON object per line: training lines, a validation line per epoch, a test line at the end
 checkpoints/    the last and the best checkpoint, see `jfi.training.checkpoint`
 tensorboard/    the same metrics for TensorBoard
@@ -23,6 +24,7 @@ class RunFolder:
         self.path = path
         self.config = path / "config.yaml"
         self.summary = path / "summary.json"
+        self.data = path / "data"
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
         self.tensorboard = path / "tensorboard"
