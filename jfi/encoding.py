@@ -43,6 +43,47 @@ class Vocabulary:
         return np.fromiter(map(self._ids.get, values, repeat(UNKNOWN)), np.int64, len(values))
 
 
+class HashBuckets:
+    """Ids of a column with a fixed number of them: `1 + CRC-32 of the value's UTF-8 bytes mod num_buckets`.
+
+    Values that share a bucket share an id. A value that training has not seen has an id like any other.
+
+    Args:
+        num_buckets: the number of buckets.
+
+    Example:
+        >>> HashBuckets(100).ids(["war", None, "war", "drama"])
+        array([98,  0, 98, 17])
+    """
+
+    def __init__(self, num_buckets: int) -> None:
+        self.num_buckets = num_buckets
+
+    @property
+    def num_ids(self) -> int:
+        """All ids are below it."""
+        return self.num_buckets + 1
+
+    def ids(self, values: Sequence[str | None]) -> np.ndarray:
+        """`[N]` int64 ids of N values; `UNKNOWN` for None."""
+        hashed = hash_text("" if value is None else value for value in values)
+        ids = 1 + (hashed % np.uint64(self.num_buckets)).astype(np.int64)
+        return np.where([value is None for value in values], UNKNOWN, ids)
+
+
+#: Between the values of a cross; a control character that texts do not have.
+CROSSED = "\x1f"
+
+
+def cross(*columns: Sequence[str | None]) -> list[str | None]:
+    r"""The values of several columns, row by row, as one; None where one is missing.
+
+    >>> cross(["war", "war", None], ["5", None, "1"])
+    ['war\x1f5', None, None]
+    """
+    return [None if None in row else CROSSED.join(row) for row in zip(*columns, strict=True)]
+
+
 def quantile_ids(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
     """`[N]` int64 ids of numbers by the interval they fall in.
 
@@ -86,7 +127,7 @@ def hash_text(values: Iterable[str]) -> np.ndarray:
     """`[N]` uint64 below 2^32: the CRC-32 of each value's UTF-8 bytes, as zlib, Spark and others compute it.
 
     >>> hash_text(["war", "drama"])
-    array([3747083880, 1436186741], dtype=uint64)
+    array([1813179697, 3361057716], dtype=uint64)
     """
     return np.fromiter((zlib.crc32(value.encode()) for value in values), np.uint64)
 

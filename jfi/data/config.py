@@ -9,6 +9,7 @@ from typing import Literal
 from jfi.data.errors import DataError
 from jfi.data.labels import label_columns
 from jfi.data.rules import parse_rule
+from jfi.suggest import suggest
 
 AGE = "age"
 HISTORY = "history_"
@@ -82,6 +83,13 @@ class DataConfig:
         validation: file of the validation rows, with `split: files`.
         test: file of the test rows, with `split: files`.
         group: column of an impression's or request's id, or None. The rows of a user with the same id are in one split.
+        min_count: by categorical column the number of training rows that a value needs; a rarer one counts as unseen.
+        hash_buckets: by categorical column a number of ids, which all of its values share by their hash, in place of an
+            id for each value of training.
+        unknown_share: share of the known ids of a training batch that are replaced by that of an unknown value, so that
+            training reaches it; 0 for none. Held-out batches keep theirs.
+        event_crosses: lists of single-valued columns among the item's id, `item_categorical` and `event_categorical`,
+            whose values together become one `history_` key of the events, named like item_id_x_action.
         history: a rule such as `action == click`, of the form of a label's: only rows where it holds are events of
             histories. Other rows are samples, if they have a label. None means that every row is an event.
     """
@@ -117,6 +125,14 @@ class DataConfig:
     test: str | None = None
     group: str | None = None
     history: str | None = None
+    min_count: dict[str, int] = field(default_factory=dict)
+    hash_buckets: dict[str, int] = field(default_factory=dict)
+    unknown_share: float = 0.0
+    event_crosses: list[list[str]] = field(default_factory=list)
+
+    def crosses(self) -> dict[str, list[str]]:
+        """The columns of each cross of events, by the name of the cross."""
+        return {"_x_".join(columns): columns for columns in self.event_crosses}
 
     def columns(self) -> set[str]:
         """The names of all columns in use."""
@@ -167,6 +183,7 @@ class DataConfig:
                 raise DataError(f"data lists the column '{name}' twice; a column can have one role only")
         self._check_leak()
         self._check_split()
+        self._check_ids()
         for name in (self.item, *self.item_categorical, *self.event_categorical, *self.event_dense):
             if name == AGE:
                 raise DataError(
@@ -177,6 +194,28 @@ class DataConfig:
                 raise DataError(f"data.separators.{name} is ''; it must be the separator of the values")
             if name not in (*self.user_categorical, *self.item_categorical, *self.event_categorical):
                 raise DataError(f"data.separators has '{name}', which is not a categorical column of this config")
+
+    def _check_ids(self) -> None:
+        """Raises DataError for settings of ids and crosses that no table fits."""
+        items = [self.item, *self.item_categorical]
+        for columns in self.event_crosses:
+            if len(columns) < 2:
+                raise DataError(f"data.event_crosses has {columns}; a cross needs at least two columns")
+            for name in columns:
+                if name not in (*items, *self.event_categorical):
+                    known = suggest(name, [*items, *self.event_categorical])
+                    raise DataError(f"data.event_crosses has '{name}', which is no such column of this config; {known}")
+        known = [*self.user_categorical, *items, *self.event_categorical, *self.crosses()]
+        for setting in ("min_count", "hash_buckets"):
+            for name, number in getattr(self, setting).items():
+                if name not in known:
+                    raise DataError(f"data.{setting} has '{name}', no categorical column; {suggest(name, known)}")
+                if number < 1:
+                    raise DataError(f"data.{setting}.{name} is {number}; it must be at least 1")
+        if both := self.min_count.keys() & self.hash_buckets.keys():
+            raise DataError(f"data.min_count and data.hash_buckets both have '{min(both)}'; buckets need no count")
+        if not 0 <= self.unknown_share < 1:
+            raise DataError(f"data.unknown_share is {self.unknown_share}; it must be in [0, 1)")
 
     def _check_split(self) -> None:
         """Raises DataError for a given split that is not given whole."""

@@ -12,7 +12,8 @@ from jfi.data.columns import Categorical, ranges
 from jfi.data.negatives import NegativeSampler
 from jfi.data.schema import DataSchema
 from jfi.data.summary import Summary
-from jfi.encoding import age_buckets
+from jfi.data.unknown import UnknownIds
+from jfi.encoding import UNKNOWN, age_buckets
 from jfi.suggest import suggest
 
 
@@ -57,6 +58,7 @@ class InteractionDataset:
         dense: `[U, Du]` and `[N, Di]` float32, the dense features of users and of items.
         samples: by split the events that are its samples, ordered by (timestamp, user, item).
         negatives: draws the negatives of implicit feedback; None for a table with labels.
+        unknown_share: share of the known ids of a training batch that become 0.
         summary: the dataset in numbers, or None.
     """
 
@@ -68,6 +70,7 @@ class InteractionDataset:
         dense: tuple[np.ndarray, np.ndarray],
         samples: dict[str, np.ndarray],
         negatives: NegativeSampler | None,
+        unknown_share: float = 0.0,
         summary: Summary | None = None,
     ) -> None:
         self.schema = schema
@@ -78,6 +81,7 @@ class InteractionDataset:
         self._dense_users, self._dense_items = dense
         self._samples = samples
         self._negatives = negatives
+        self._unknown_share = unknown_share
 
     def arrays(self) -> Arrays:
         """The arrays that the batches are made of; not copies."""
@@ -141,8 +145,9 @@ class InteractionDataset:
         def assemble(first: int) -> Batch:
             shared = order[first : first + batch_size]
             mine = shared[len(shared) * rank // world_size : len(shared) * (rank + 1) // world_size]
-            return self._assemble(*self._draw(split, mine, seed, epoch))
+            return self._assemble(*self._draw(split, mine, seed, epoch), mine, unknown)
 
+        unknown = UnknownIds(self._unknown_share, seed, epoch) if split == "train" and self._unknown_share else None
         # Not a generator function, so that this call reports wrong arguments, and not the first batch.
         return map(assemble, range(start_batch * batch_size, count, batch_size))
 
@@ -166,7 +171,14 @@ class InteractionDataset:
             label[drawn] = 0.0
         return events, item, label
 
-    def _assemble(self, events: np.ndarray, item: np.ndarray, label: np.ndarray) -> Batch:
+    def _assemble(
+        self,
+        events: np.ndarray,
+        item: np.ndarray,
+        label: np.ndarray,
+        samples: np.ndarray | None = None,
+        unknown: UnknownIds | None = None,
+    ) -> Batch:
         table = self._events
         user, start = table.user[events], table.history_start[events]
         history_lengths = table.history_end[events] - start
@@ -189,8 +201,12 @@ class InteractionDataset:
         length_per_key = lengths.sum(axis=1)
         ends = np.cumsum(length_per_key)
         values = np.empty(ends[-1], np.int64)
-        for spec, ids, end, length in zip(self.features, self._columns, ends, length_per_key, strict=False):
-            ids.fill(rows[spec.role, spec.of], values[end - length : end])
+        for i, (spec, ids) in enumerate(zip(self.features, self._columns, strict=False)):
+            part = values[ends[i] - length_per_key[i] : ends[i]]
+            ids.fill(rows[spec.role, spec.of], part)
+            if unknown is not None and spec.column in self.schema.encodings.vocabularies:
+                # An event is unknown to all samples of the epoch, and another value of the sample to this one.
+                part[unknown(i, history if spec.role == "history" else np.repeat(samples, lengths[i]))] = UNKNOWN
         now = np.repeat(table.time[events], history_lengths)
         values[ends[-1] - length_per_key[-1] :] = age_buckets(now - table.time[history], self.schema.num_age_buckets)
 

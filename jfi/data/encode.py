@@ -51,4 +51,4 @@ def _encode(columns: Columns, schema: DataSchema, name: str, of: Entity) -> Cate
     if is_multi_valued(column) != many:
         kinds = ("one value a row", "lists of values")
         raise DataError(f"column '{name}' has {kinds[not many]}, but in training it had {kinds[many]}")
-    return encode(column, schema.encodings.vocabularies[name])
+    return encode(column, schema.encodings.ids_of(name))

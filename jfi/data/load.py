@@ -9,7 +9,7 @@ import logging
 import numpy as np
 
 from jfi.data import splits
-from jfi.data.arrange import Rows, sort_and_split
+from jfi.data.arrange import Rows, members, sort_and_split
 from jfi.data.config import DataConfig
 from jfi.data.dataset import Events, InteractionDataset
 from jfi.data.encode import encode_dense, encode_features
@@ -73,6 +73,8 @@ def build_dataset(columns: Columns, rows: Rows, schema: DataSchema, config: Data
     ids = encode_features(columns, schema)
     items = next(i for spec, i in zip(schema.features, ids, strict=False) if spec.key == schema.item_key)
     known_items = items.ids != UNKNOWN
+    if schema.item_key in schema.encodings.buckets:  # any value has a bucket
+        known_items = members(rows.item[rows.train], len(rows.item_ids))
     start, end = splits.history_ranges(rows.user, rows.time, schema.max_history, rows.event)
     samples = _samples(rows, known_items, config)
     return InteractionDataset(
@@ -84,6 +86,7 @@ def build_dataset(columns: Columns, rows: Rows, schema: DataSchema, config: Data
         negatives=None
         if config.label is not None
         else NegativeSampler(rows.user, rows.item, rows.time, np.flatnonzero(known_items), config.negatives),
+        unknown_share=config.unknown_share,
         summary=summarize(columns, rows, schema, ids, samples, end - start, config),
     )
 
@@ -98,13 +101,16 @@ def check_fits(schema: DataSchema, config: DataConfig) -> None:
     items = {config.item, *config.item_categorical}
     moments = [*config.user_dense, *config.item_dense]
     events = {*config.event_categorical, *config.event_dense}
+    buckets = {name: known.num_buckets for name, known in schema.encodings.buckets.items()}
     for name, learnt, wanted in (
         ("item", schema.item_key, config.item),
         ("user_categorical", keys["user"], set(config.user_categorical)),
         ("item_categorical", keys["item"] - {schema.item_key}, items - {config.item}),
-        ("event_categorical and event_dense", keys["history"] - keys["item"], events),
+        ("event_categorical and event_dense", keys["history"] - keys["item"] - set(config.crosses()), events),
+        ("event_crosses", sorted(set(config.crosses()) & keys["history"]), sorted(config.crosses())),
         ("event_dense", set(schema.encodings.edges), set(config.event_dense)),
         ("user_dense and item_dense", schema.dense_names, moments),
+        ("hash_buckets", buckets, config.hash_buckets),
         ("max_history", schema.max_history, config.max_history),
         ("num_age_buckets", schema.num_age_buckets, config.num_age_buckets),
     ):

@@ -8,11 +8,13 @@ import pyarrow.compute as pc
 
 from jfi.data import synthetic
 from jfi.data.arrange import Rows
+from jfi.data.columns import is_multi_valued
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.data.readers import read_table
 from jfi.data.schema import Entity
 from jfi.data.table import Table
+from jfi.encoding import CROSSED
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class Columns:
     """
 
     def __init__(self, tables: Tables, rows: Rows, config: DataConfig) -> None:
+        self._crosses, self._items = config.crosses(), [config.item, *config.item_categorical]
         self._interactions, self._rows, self._separators = tables.interactions, rows, config.separators
         self._entities = {
             "user": _EntityColumns(tables, tables.users, config.user, rows.user_ids, rows.user, rows),
@@ -94,9 +97,23 @@ class Columns:
 
     def categories(self, name: str, of: Entity) -> pa.Array:
         """The column as strings, or as lists of strings; null where it is missing."""
+        if name in self._crosses:
+            return self._cross(name)
         if of == "event":
             return self._interactions.categories(name, self._separators).take(pa.array(self._rows.order))
         return self._entities[of].categories(name, self._separators)
+
+    def _cross(self, name: str) -> pa.Array:
+        """The values of a cross's columns as one, for each event; null where one is missing."""
+        parts = []
+        for part in self._crosses[name]:
+            of_item = part in self._items
+            column = self.categories(part, "item" if of_item else "event")
+            if is_multi_valued(column):
+                raise DataError(f"data.event_crosses has '{part}', whose rows are lists; a cross needs single values")
+            column = column.take(pa.array(self._rows.item)) if of_item else column
+            parts.append(column.cast(pa.large_string()))
+        return pc.binary_join_element_wise(*parts, pa.scalar(CROSSED, pa.large_string()))
 
     def numbers(self, name: str, of: Entity) -> np.ndarray:
         """The column as float64, NaN where it is missing."""

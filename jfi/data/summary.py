@@ -42,7 +42,7 @@ class Summary:
         missing: by column the share of its users, items or events without a value; columns without gaps are left out.
         unseen: by split, except training, and by column the share of samples with a value that training has not seen,
             under "user" and "item" that of the ids.
-        vocabulary_sizes: by column the number of known values.
+        vocabulary_sizes: by column the number of known values, or of hash buckets.
         warnings: a line each.
     """
 
@@ -120,7 +120,8 @@ def summarize(
         },
         missing={name: share for name, share in missing.items() if share},
         unseen=unseen,
-        vocabulary_sizes={name: len(known.values) for name, known in schema.encodings.vocabularies.items()},
+        vocabulary_sizes={name: len(known.values) for name, known in schema.encodings.vocabularies.items()}
+        | {name: known.num_buckets for name, known in schema.encodings.buckets.items()},
         warnings=[
             *_warn_of_time(rows.time, config),
             *_warn_of_changes(columns, config),

@@ -33,6 +33,9 @@ COLUMNS = {
     "title": "title",
     "group": None,
     "history": None,
+    "min_count": {},
+    "hash_buckets": {},
+    "event_crosses": [],
 }
 
 _DAY = 86400.0
