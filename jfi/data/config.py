@@ -88,6 +88,7 @@ class DataConfig:
             id for each value of training.
         unknown_share: share of the known ids of a training batch that are replaced by that of an unknown value, so that
             training reaches it; 0 for none. Held-out batches keep theirs.
+        eval_negatives: sampled candidates that HR@k and NDCG@k rank a held-out positive among, for implicit feedback.
         event_crosses: lists of single-valued columns among the item's id, `item_categorical` and `event_categorical`,
             whose values together become one `history_` key of the events, named like item_id_x_action.
         history: a rule such as `action == click`, of the form of a label's: only rows where it holds are events of
@@ -129,6 +130,7 @@ class DataConfig:
     hash_buckets: dict[str, int] = field(default_factory=dict)
     unknown_share: float = 0.0
     event_crosses: list[list[str]] = field(default_factory=list)
+    eval_negatives: int = 100
 
     def crosses(self) -> dict[str, list[str]]:
         """The columns of each cross of events, by the name of the cross."""
@@ -214,6 +216,8 @@ class DataConfig:
                     raise DataError(f"data.{setting}.{name} is {number}; it must be at least 1")
         if both := self.min_count.keys() & self.hash_buckets.keys():
             raise DataError(f"data.min_count and data.hash_buckets both have '{min(both)}'; buckets need no count")
+        if self.eval_negatives < 1:
+            raise DataError(f"data.eval_negatives is {self.eval_negatives}; it must be at least 1")
         if not 0 <= self.unknown_share < 1:
             raise DataError(f"data.unknown_share is {self.unknown_share}; it must be in [0, 1)")
 

@@ -8,6 +8,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jfi.data.batch import Batch
+from jfi.data.candidates import Candidates, Kind
 from jfi.data.columns import Categorical, ranges
 from jfi.data.negatives import NegativeSampler
 from jfi.data.schema import DataSchema
@@ -150,6 +151,31 @@ class InteractionDataset:
         unknown = UnknownIds(self._unknown_share, seed, epoch) if split == "train" and self._unknown_share else None
         # Not a generator function, so that this call reports wrong arguments, and not the first batch.
         return map(assemble, range(start_batch * batch_size, count, batch_size))
+
+    @property
+    def is_implicit(self) -> bool:
+        """Whether every row is a positive and negatives are sampled."""
+        return self._negatives is not None
+
+    def candidates(self, split: str, kind: Kind, limit: int | None, num_sampled: int) -> Candidates:
+        """The items that positives of a split are ranked among, for implicit feedback.
+
+        Args:
+            split: "validation" or "test".
+            kind: "sampled", or "full" for all items of training.
+            limit: the most positives, which are spread evenly over the split; None for all.
+            num_sampled: candidates of a positive, if they are sampled.
+        """
+        rows = self._rows(split)
+        if limit is not None and limit < len(rows):
+            rows = rows[np.arange(limit) * len(rows) // limit]
+        events = self._events
+        positives = rows, events.user[rows], events.item[rows], events.time[rows]
+        return Candidates(*positives, self._negatives, kind, num_sampled)
+
+    def batch_of(self, rows: np.ndarray, item: np.ndarray) -> Batch:
+        """The interactions `rows [B]` with other targets, `item [B]`; their labels are 0."""
+        return self._assemble(rows, item, np.zeros(len(rows), np.float32))
 
     @property
     def _samples_per_row(self) -> int:

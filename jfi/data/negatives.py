@@ -23,7 +23,7 @@ class NegativeSampler:
         self, user: np.ndarray, item: np.ndarray, time: np.ndarray, candidates: np.ndarray, per_positive: int
     ) -> None:
         self.per_positive = per_positive
-        self._candidates = candidates
+        self.candidates = candidates
         self._num_items = int(item.max()) + 1
         pair = user * self._num_items + item
         order = np.lexsort((time, pair))
@@ -39,13 +39,14 @@ class NegativeSampler:
         for _ in range(_MAX_DRAWS):
             state[todo] = mix(state[todo])
             # The bias of the remainder is below 2^-40 for up to 2^24 items.
-            item[todo] = self._candidates[state[todo] % np.uint64(len(self._candidates))]
-            todo = todo[self._known(user[todo], item[todo], time[todo])]
+            item[todo] = self.candidates[state[todo] % np.uint64(len(self.candidates))]
+            todo = todo[self.knows(user[todo], item[todo], time[todo])]
             if not len(todo):
                 break
         return item
 
-    def _known(self, user: np.ndarray, item: np.ndarray, time: np.ndarray) -> np.ndarray:
+    def knows(self, user: np.ndarray, item: np.ndarray, time: np.ndarray) -> np.ndarray:
+        """`[B]` bool: whether the user has interacted with the item by that time."""
         pair = user * self._num_items + item
         at = np.minimum(np.searchsorted(self._pairs, pair), len(self._pairs) - 1)
         return (self._pairs[at] == pair) & (self._since[at] <= time)

@@ -177,6 +177,11 @@ class TrainingConfig:
         log_every: steps between two lines of training metrics.
         checkpoint_every: steps between checkpoints within an epoch, in addition to the one after each epoch; 0 for
             none.
+        ranking: of implicit feedback, what HR@k and NDCG@k rank a held-out positive among: `sampled` items
+            (`data.eval_negatives`), `full` (these, and all items of training), or `none`.
+        ranking_k: k of HR@k and NDCG@k.
+        ranking_positives: the most positives of a split to rank, spread evenly over it; null for all. Each candidate is
+            scored with the whole history, so `full` scores that many times the number of items.
     """
 
     run_dir: str | None = None
@@ -189,12 +194,17 @@ class TrainingConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     log_every: int = 50
     checkpoint_every: int = 0
+    ranking: Literal["none", "sampled", "full"] = "sampled"
+    ranking_k: int = 10
+    ranking_positives: int | None = 1000
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "eval_batch_size", "log_every"):
+        for name in ("epochs", "batch_size", "eval_batch_size", "log_every", "ranking_k"):
             _require(getattr(self, name) >= 1, f"training.{name}", getattr(self, name), "at least 1")
         _require(0 <= self.seed < 2**32, "training.seed", self.seed, "in [0, 2**32)")
         _require(self.checkpoint_every >= 0, "training.checkpoint_every", self.checkpoint_every, "0 or more")
+        limit = self.ranking_positives
+        _require(limit is None or limit >= 1, "training.ranking_positives", limit, "at least 1, or null")
         _require(self.patience is None or self.patience >= 1, "training.patience", self.patience, "at least 1, or null")
 
 

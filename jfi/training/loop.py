@@ -12,7 +12,7 @@ import dataclasses
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
@@ -41,6 +41,7 @@ from jfi.training.interrupt import Interrupted, StopRequest, stop_on_signals
 from jfi.training.metrics import Predictions, normalized_entropy
 from jfi.training.plots import draw_attention, draw_curves
 from jfi.training.progress import Progress, last_progress
+from jfi.training.ranking import rank_positives, ranking_metrics
 from jfi.training.recorder import Recorder, SilentRecorder, read_metrics
 from jfi.training.run_folder import RunFolder
 from jfi.training.sharding import check_sharded, shard_model
@@ -238,7 +239,10 @@ class Trainer:
 
     def _outputs(self, split: str, size: int, start: int, label: str) -> Iterator[Output]:
         """Runs the model on the batches of a split; in training mode an optimizer step follows each."""
-        batches = self._batches(split, size, start, label)
+        yield from self._run(self._batches(split, size, start, label))
+
+    def _run(self, batches: Iterator[Batch]) -> Iterator[Output]:
+        """Runs the model on batches that are on the device, or pinned for a pipeline."""
         if self.pipeline is not None:
             with suppress(StopIteration):
                 while True:
@@ -299,7 +303,29 @@ class Trainer:
             stop.check(run.path, self.world)
         parts = self.world.gather(predictions.on_cpu())
         speed = self.dataset.num_samples(split) / max(self.clock() - begin, 1e-9)
-        return self.world.on_first(lambda: Predictions.join(parts).metrics()), speed
+        metrics = self.world.on_first(lambda: Predictions.join(parts).metrics())
+        return metrics | self._rank(split, run, stop), speed
+
+    def _rank(self, split: str, run: RunFolder, stop: StopRequest) -> dict[str, float]:
+        """HR@k and NDCG@k of a split, for implicit feedback."""
+        training, metrics = self.config.training, {}
+        kinds = {"none": [], "sampled": ["sampled"], "full": ["sampled", "full"]}[training.ranking]
+        for kind in kinds if self.dataset.is_implicit else []:
+            candidates = self.dataset.candidates(
+                split, kind, training.ranking_positives, self.config.data.eval_negatives
+            )
+            total, size = len(candidates.rows) + len(candidates), training.eval_batch_size
+            with self._display(f"{split}, ranking ({kind})", total, 0) as display:
+
+                def score(batches: Iterable[Batch], display: Display = display) -> Iterator[Tensor]:
+                    for logits, labels, _ in self._run(map(self._ready, batches)):
+                        stop.check(run.path, self.world)
+                        yield logits
+                        display.update(labels.numel() * self.world.size)
+
+                ranks = rank_positives(self.dataset, candidates, size, score, self.world)
+            metrics |= ranking_metrics(ranks, training.ranking_k, "_full" if kind == "full" else "")
+        return metrics
 
     def _end_epoch(self, metrics: dict[str, float], speed: float, run: RunFolder, recorder: Recorder) -> None:
         progress, monitor = self.progress, self.config.training.monitor
@@ -319,13 +345,17 @@ class Trainer:
         if split == "train":  # held-out splits have the same order and the same sampled negatives in every run
             order |= {"shuffle": True, "seed": self.config.training.seed, "epoch": self.progress.epoch}
         batches = self.dataset.batches(split, size, start_batch=start, **order)
-        with Display(
-            label, self.dataset.num_samples(split), start * size, clock=self.clock, silent=not self.world.is_first
-        ) as display:
+        with self._display(label, self.dataset.num_samples(split), start * size) as display:
             for batch in batches:
-                # A pipeline copies batches to the device itself, concurrently if the memory is pinned.
-                yield batch.pin_memory() if self.pipeline is not None else batch.to(self.device, non_blocking=True)
+                yield self._ready(batch)
                 display.update(batch.labels.numel() * self.world.size, self._details if split == "train" else None)
+
+    def _display(self, label: str, total: int, done: int) -> Display:
+        return Display(label, total, done, clock=self.clock, silent=not self.world.is_first)
+
+    def _ready(self, batch: Batch) -> Batch:
+        # A pipeline copies batches to the device itself, concurrently if the memory is pinned.
+        return batch.pin_memory() if self.pipeline is not None else batch.to(self.device, non_blocking=True)
 
     def _details(self) -> dict[str, int | float]:
         """The step, and this process's mean loss since the last line of the log."""
