@@ -40,6 +40,7 @@ from jfi.training.distributed import World
 from jfi.training.interrupt import Interrupted, StopRequest, stop_on_signals
 from jfi.training.metrics import Predictions, normalized_entropy
 from jfi.training.plots import draw_attention, draw_curves
+from jfi.training.pretrained import keep_rows, read_pretrained
 from jfi.training.progress import Progress, last_progress
 from jfi.training.ranking import rank_positives, ranking_metrics
 from jfi.training.recorder import Recorder, SilentRecorder, read_metrics
@@ -105,6 +106,14 @@ class Trainer:
             self.model = model.to(self.device)
             self.optimizer = build_optimizer(config.optimizer, self.model)
         draw_tables(self.model.state_dict(), tables, config.training.seed)
+        self._tables = {table.name: name for name, table in tables.items()}
+        # By table with frozen rows which ones, `[rows]` bool.
+        self.frozen: dict[str, Tensor] = {}
+        for column, pretrained in config.model.pretrained.items():
+            if pretrained.frozen and column in self._tables:
+                weight = dict(self.model.named_parameters())[self._tables[column]]
+                self.frozen[column] = torch.zeros(len(weight), dtype=torch.bool, device=self.device)
+                keep_rows(weight, self.frozen[column])
         self.modules: dict[str, nn.Module] = {"model": self.model}
         if config.optimizer.average is not None:
             average = get_ema_multi_avg_fn(config.optimizer.average)
@@ -113,6 +122,23 @@ class Trainer:
         self.window = torch.zeros(3, dtype=torch.float64, device=self.device)
         # Of the last line of the log, and samples a second of the last epoch, to be shown.
         self.loss = self.speed = math.nan
+
+    def load_pretrained(self) -> None:
+        """Fills the tables of a new run with the embeddings of `model.pretrained`.
+
+        Raises:
+            ConfigError: a file is missing or malformed, or its column has no table.
+        """
+        for column, pretrained in self.config.model.pretrained.items():
+            width = self.config.model.embedding_dim
+            rows, vectors = read_pretrained(column, pretrained, self.dataset.schema, width)
+            if column not in self._tables:
+                raise ConfigError(f"model.pretrained.{column}: the model has no table of this column")
+            weight = dict(self.model.named_parameters())[self._tables[column]]
+            with torch.no_grad():
+                weight[rows.to(self.device)] = vectors.to(self.device)
+            if column in self.frozen:
+                self.frozen[column][rows.to(self.device)] = True
 
     def restore(self, run: RunFolder) -> None:
         """Loads the last complete checkpoint of `run`, if there is one.
@@ -383,6 +409,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "random": {str(self.world.rank): random},
             "window": self.world.sum(self.window),
+            **({"frozen": self.frozen} if self.frozen else {}),
         }
 
     def _save(self, run: RunFolder, recorder: Recorder) -> None:

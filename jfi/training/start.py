@@ -25,7 +25,8 @@ def train(config: Config, dataset: InteractionDataset | None = None) -> Result:
         FloatingPointError: the loss is not finite.
         Interrupted: SIGINT or SIGTERM; the state has been saved.
     """
-    config = dataclasses.replace(config, data=config.data.with_absolute_paths())
+    data, model = config.data.with_absolute_paths(), config.model.with_absolute_paths()
+    config = dataclasses.replace(config, data=data, model=model)
     run_dir = config.training.run_dir
     with join_world(config.training.device) as world:
         begun = world.launched and world.on_first(lambda: RunFolder.holds(config))
@@ -38,6 +39,7 @@ def train(config: Config, dataset: InteractionDataset | None = None) -> Result:
             if world.is_first:
                 print(dataset.summary, flush=True)
         trainer = Trainer(config, dataset, world)
+        trainer.load_pretrained()
         run = world.on_first(lambda: _create(config, dataset))
         return trainer.fit(run)
 
@@ -73,4 +75,6 @@ def _create(config: Config, dataset: InteractionDataset) -> RunFolder:
 def _continue(run: RunFolder, config: Config, world: World, data_changed: DataChanged) -> Result:
     trainer = Trainer(config, load_data(run, config, world, data_changed), world)
     trainer.restore(run)
+    if trainer.progress.step == 0:  # killed before its first checkpoint
+        trainer.load_pretrained()
     return trainer.fit(run)
