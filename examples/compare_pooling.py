@@ -50,6 +50,7 @@ def compare(config: Config, seeds: list[int]) -> dict[str, dict]:
     folder = Path(config.training.run_dir or new_run_dir("compare-"))
     check_new(folder)
     dataset = load_dataset(config.data)
+    print(dataset.summary, flush=True)
     results: dict[str, list[Result]] = {pooling: [] for pooling in POOLINGS}
     for seed in seeds:
         for pooling in POOLINGS:

@@ -4,7 +4,8 @@ Training (`jfi.data`) encodes whole columns and serving (`jfi.serving`) encodes 
 that a value has one id in both.
 """
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import repeat
 
@@ -40,6 +41,47 @@ class Vocabulary:
     def ids(self, values: Sequence[str | None]) -> np.ndarray:
         """`[N]` int64 ids of N values; `UNKNOWN` for None and for a value that is not in the vocabulary."""
         return np.fromiter(map(self._ids.get, values, repeat(UNKNOWN)), np.int64, len(values))
+
+
+class HashBuckets:
+    """Ids of a column with a fixed number of them: `1 + CRC-32 of the value's UTF-8 bytes mod num_buckets`.
+
+    Values that share a bucket share an id. A value that training has not seen has an id like any other.
+
+    Args:
+        num_buckets: the number of buckets.
+
+    Example:
+        >>> HashBuckets(100).ids(["war", None, "war", "drama"])
+        array([98,  0, 98, 17])
+    """
+
+    def __init__(self, num_buckets: int) -> None:
+        self.num_buckets = num_buckets
+
+    @property
+    def num_ids(self) -> int:
+        """All ids are below it."""
+        return self.num_buckets + 1
+
+    def ids(self, values: Sequence[str | None]) -> np.ndarray:
+        """`[N]` int64 ids of N values; `UNKNOWN` for None."""
+        hashed = hash_text("" if value is None else value for value in values)
+        ids = 1 + (hashed % np.uint64(self.num_buckets)).astype(np.int64)
+        return np.where([value is None for value in values], UNKNOWN, ids)
+
+
+#: Between the values of a cross; a control character that texts do not have.
+CROSSED = "\x1f"
+
+
+def cross(*columns: Sequence[str | None]) -> list[str | None]:
+    r"""The values of several columns, row by row, as one; None where one is missing.
+
+    >>> cross(["war", "war", None], ["5", None, "1"])
+    ['war\x1f5', None, None]
+    """
+    return [None if None in row else CROSSED.join(row) for row in zip(*columns, strict=True)]
 
 
 def quantile_ids(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
@@ -79,3 +121,20 @@ def age_buckets(seconds: np.ndarray, num_buckets: int) -> np.ndarray:
     buckets = np.right_shift(seconds.view(np.int64), 52)  # sign and exponent of a float64, the exponent biased by 1023
     buckets -= 1022
     return buckets.clip(0, num_buckets - 1, out=buckets)
+
+
+def hash_text(values: Iterable[str]) -> np.ndarray:
+    """`[N]` uint64 below 2^32: the CRC-32 of each value's UTF-8 bytes, as zlib, Spark and others compute it.
+
+    >>> hash_text(["war", "drama"])
+    array([1813179697, 3361057716], dtype=uint64)
+    """
+    return np.fromiter((zlib.crc32(value.encode()) for value in values), np.uint64)
+
+
+def mix(state: np.ndarray) -> np.ndarray:
+    """A step of SplitMix64 (Steele, Lea, Flood 2014): a bijection of uint64 with pseudo-random output."""
+    state = state + np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))

@@ -4,12 +4,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from jfi.data import splits
 from jfi.data.columns import sort_ids
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.data.labels import check_labels, read_labels
+from jfi.data.rules import parse_rule
 from jfi.data.table import Table
 
 
@@ -24,6 +26,7 @@ class Rows:
         label: `[E]` float32, 0 or 1, or NaN for a row that is only part of histories.
         split: `[E]` int8, the index in `splits.SPLITS`.
         order: `[E]` int64, the row's place in the table.
+        event: `[E]` bool, the rows that histories consist of; None means all.
     """
 
     user_ids: pa.Array
@@ -34,6 +37,7 @@ class Rows:
     label: np.ndarray
     split: np.ndarray
     order: np.ndarray
+    event: np.ndarray | None = None
 
     @property
     def train(self) -> np.ndarray:
@@ -41,11 +45,16 @@ class Rows:
         return self.split == splits.SPLITS.index("train")
 
 
-def sort_and_split(interactions: Table, config: DataConfig) -> Rows:
+def sort_and_split(interactions: Table, config: DataConfig, given: np.ndarray | None = None) -> Rows:
     """The rows of the table, sorted, with the split that the config says.
 
+    Args:
+        interactions: the table.
+        config: the section `data`.
+        given: `[E]` int8, the index in `splits.SPLITS` of each row of the table, with `split: files`.
+
     Raises:
-        DataError: the table has no rows, or an id, a time or a label is missing or malformed.
+        DataError: the table has no rows, or an id, a time, a label or a split is missing or malformed.
     """
     if not len(interactions):
         raise DataError(f"{interactions.name}: no rows")
@@ -54,14 +63,77 @@ def sort_and_split(interactions: Table, config: DataConfig) -> Rows:
     time = interactions.times(config.timestamp, config.timestamp_unit)
     label = read_labels(interactions, config.label)
     check_labels(interactions, config.label, label)
+    if config.split == "column":
+        given = _given_splits(interactions, config.split_column)
+    group = None if config.group is None else _groups(interactions, config.group, user)
+    if given is not None and group is not None:
+        _check_groups(interactions, given, group, config.group)
+    event = None if config.history is None else parse_rule(config.history).holds(interactions) == 1
 
     order = np.lexsort((item, time, user))
     user, item, time, label = user[order], item[order], time[order], label[order]
-    if config.split == "time":
-        split = splits.split_by_time(user, time, item, config.fractions)
+    labeled = ~np.isnan(label)
+    if given is not None:
+        split = given[order]
+    elif config.split == "user":
+        split = splits.split_users(user_ids.to_pylist(), config.fractions, config.split_seed)[user]
     else:
-        split = splits.leave_one_out(user, ~np.isnan(label))
-    return Rows(user_ids, item_ids, user, item, time, label, split, order)
+        group = None if group is None else group[order]
+        split = _cut(user, item, time, labeled, group, config)
+    if event is not None:
+        event = event[order]
+    return Rows(user_ids, item_ids, user, item, time, label, split, order, event)
+
+
+def _cut(
+    user: np.ndarray,
+    item: np.ndarray,
+    time: np.ndarray,
+    labeled: np.ndarray,
+    group: np.ndarray | None,
+    config: DataConfig,
+) -> np.ndarray:
+    """`[E]` int8, the split by time or by leaving one out, of groups as a whole."""
+    if config.split == "time":
+        split, order = splits.split_by_time(user, time, item, labeled, config.fractions), None
+        if group is not None:
+            order = splits.time_order(user, time, item)
+        return split if group is None else splits.keep_groups_whole(split, group, order)
+    if group is None:
+        return splits.leave_one_out(user, labeled)
+    # A group counts as its first labeled row; those rows are first in the order, so that the others follow them.
+    rows = np.flatnonzero(labeled)
+    first = np.zeros(len(user), bool)
+    first[rows[np.unique(group[rows], return_index=True)[1]]] = True
+    split = splits.leave_one_out(user, first)
+    return splits.keep_groups_whole(split, group, np.argsort(~first, kind="stable"))
+
+
+def _given_splits(interactions: Table, name: str) -> np.ndarray:
+    column = interactions.ids(name)
+    split = splits.named_splits(column)
+    if (split < 0).any():
+        row = int((split < 0).argmax())
+        raise interactions.fault(row, f"'{name}' is '{column[row].as_py()}', must be train, validation or test")
+    return split
+
+
+def _groups(interactions: Table, name: str, user: np.ndarray) -> np.ndarray:
+    """`[E]` int64, equal for the rows of a user with the same value; a row without a value is alone."""
+    codes = interactions.strings(name).dictionary_encode().indices
+    alone = codes.is_null().to_numpy(zero_copy_only=False)
+    codes = pc.fill_null(codes, 0).to_numpy().astype(np.int64)
+    group = user * (codes.max(initial=0) + 1) + codes
+    group[alone] = -1 - np.flatnonzero(alone)
+    return group
+
+
+def _check_groups(interactions: Table, split: np.ndarray, group: np.ndarray, name: str) -> None:
+    """Raises DataError for a group that the given split cuts."""
+    cut = np.flatnonzero(splits.keep_groups_whole(split, group, np.arange(len(group))) != split)
+    if len(cut):
+        value = interactions.strings(name)[int(cut[0])].as_py()
+        raise interactions.fault(int(cut[0]), f"the rows of '{name}' {value} are in more than one split")
 
 
 def members(index: np.ndarray, count: int) -> np.ndarray:

@@ -8,7 +8,7 @@ import pyarrow.compute as pc
 
 from jfi.data.arrays import is_list
 from jfi.data.schema import Strings, as_array
-from jfi.encoding import UNKNOWN, Vocabulary, quantile_ids
+from jfi.encoding import UNKNOWN, HashBuckets, Vocabulary, quantile_ids
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,24 @@ def is_multi_valued(column: pa.Array) -> bool:
     return is_list(column.type)
 
 
-def learn_vocabulary(column: pa.Array, train: np.ndarray) -> Vocabulary:
-    """The values of a column of strings, or of lists of strings, in the rows where `train [N]` is true."""
-    column = column.filter(pa.array(train))
+def learn_vocabulary(column: pa.Array, count: np.ndarray, min_count: int = 1) -> Vocabulary:
+    """The values of a column of strings, or of lists of strings, in the training rows.
+
+    Args:
+        column: `[N]`.
+        count: `[N]`, the training rows that have each row of the column.
+        min_count: values with fewer training rows are left out.
+    """
+    column, count = column.filter(pa.array(count > 0)), count[count > 0]
     if is_multi_valued(column):
-        column = column.flatten()
-        column = column.filter(pc.fill_null(pc.not_equal(column, ""), False))
-    return Vocabulary(Strings(sort_ids(column.drop_null())[0]))
+        column, offsets = _present(column)
+        count = np.repeat(count, np.diff(offsets))
+    known = column.is_valid()
+    values, index = sort_ids(column.filter(known))
+    if min_count > 1:
+        rows = np.bincount(index, weights=count[known.to_numpy(zero_copy_only=False)], minlength=len(values))
+        values = values.filter(pa.array(rows >= min_count))
+    return Vocabulary(Strings(values))
 
 
 def count_slots(column: pa.Array, train: np.ndarray, max_slots: int) -> int:
@@ -87,15 +98,18 @@ def count_slots(column: pa.Array, train: np.ndarray, max_slots: int) -> int:
     return int(min(max_slots, counts.max(initial=1)))
 
 
-def encode(column: pa.Array, vocabulary: Vocabulary) -> Categorical:
-    """Ids of a column of strings, or of lists of strings; a value that the vocabulary lacks gets id 0."""
+def encode(column: pa.Array, known: Vocabulary | HashBuckets) -> Categorical:
+    """Ids of a column of strings, or of lists of strings; a value that a vocabulary lacks gets id 0."""
     offsets = None
     if is_multi_valued(column):
         column, offsets = _present(column)
     # Each distinct value is looked up once; nulls, which are not in the dictionary, read the id that is appended.
     encoded = column.dictionary_encode()
-    known = pc.index_in(encoded.dictionary.cast(pa.large_string()), value_set=as_array(vocabulary.values))
-    ids = np.append(pc.fill_null(known, -1).to_numpy().astype(np.int64) + 1, UNKNOWN)
+    if isinstance(known, HashBuckets):
+        ids = np.append(known.ids(encoded.dictionary.to_pylist()), UNKNOWN)
+    else:
+        found = pc.index_in(encoded.dictionary.cast(pa.large_string()), value_set=as_array(known.values))
+        ids = np.append(pc.fill_null(found, -1).to_numpy().astype(np.int64) + 1, UNKNOWN)
     return Categorical(ids[pc.fill_null(encoded.indices, -1).to_numpy()], offsets)
 
 

@@ -9,6 +9,8 @@ from typing import Literal
 from jfi.data.decode import check_encoding
 from jfi.data.errors import DataError
 from jfi.data.labels import label_columns
+from jfi.data.rules import parse_rule
+from jfi.suggest import suggest
 
 AGE = "age"
 HISTORY = "history_"
@@ -69,8 +71,11 @@ class DataConfig:
             of MovieLens need no entry.
         title: column of the item that is shown to people, or None.
         split: "time" cuts the rows ordered by (timestamp, user, item) into `fractions`; "leave_one_out" tests on a
-            user's last labeled row, validates on the one before, and trains on the rest.
-        fractions: fractions of the rows for training, validation and test, with `split: time`.
+            user's last labeled row, validates on the one before, and trains on the rest; "user" puts all rows of a user
+            into one split, chosen by a hash of the id; "column" reads it from `split_column`; "files" takes the
+            training rows from `interactions`, and the others from `validation` and `test`.
+        fractions: for training, validation and test: of the labeled rows with `split: time`, of the users with
+            `split: user`.
         max_history: the number of newest events that a history keeps. The model's features get it as `max_seqlen`.
         max_slots: values of a multi-valued column that an event keeps, under the keys `history_<column>_0`, `_1`, ...
         num_quantiles: number of quantiles of an `event_dense` column.
@@ -78,6 +83,21 @@ class DataConfig:
         synthetic: settings for `source: synthetic`.
         encoding: encoding of text files, by Python's name of it, such as gb18030, cp1252 or utf-16.
         quoting: whether `"` quotes fields of CSV and TSV; with false it is an ordinary character.
+        split_column: column of the split, with `split: column`: train, validation (or val, valid, dev) or test.
+        split_seed: another seed assigns users to other splits, with `split: user`.
+        validation: files of the validation rows, as `interactions`, with `split: files`.
+        test: files of the test rows, as `interactions`, with `split: files`.
+        group: column of an impression's or request's id, or None. The rows of a user with the same id are in one split.
+        min_count: by categorical column the number of training rows that a value needs; a rarer one counts as unseen.
+        hash_buckets: by categorical column a number of ids, which all of its values share by their hash, in place of an
+            id for each value of training.
+        unknown_share: share of the known ids of a training batch that are replaced by that of an unknown value, so that
+            training reaches it; 0 for none. Held-out batches keep theirs.
+        eval_negatives: sampled candidates that HR@k and NDCG@k rank a held-out positive among, for implicit feedback.
+        event_crosses: lists of single-valued columns among the item's id, `item_categorical` and `event_categorical`,
+            whose values together become one `history_` key of the events, named like item_id_x_action.
+        history: a rule such as `action == click`, of the form of a label's: only rows where it holds are events of
+            histories. Other rows are samples, if they have a label. None means that every row is an event.
     """
 
     source: Literal["table", "synthetic"] = "table"
@@ -98,7 +118,7 @@ class DataConfig:
     event_dense: list[str] = field(default_factory=list)
     separators: dict[str, str] = field(default_factory=dict)
     title: str | None = None
-    split: Literal["time", "leave_one_out"] = "time"
+    split: Literal["time", "leave_one_out", "user", "column", "files"] = "time"
     fractions: list[float] = field(default_factory=lambda: [0.8, 0.1, 0.1])
     max_history: int = 200
     max_slots: int = 8
@@ -107,6 +127,21 @@ class DataConfig:
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
     encoding: str = "utf-8"
     quoting: bool = True
+    split_column: str | None = None
+    split_seed: int = 0
+    validation: str | list[str] | None = None
+    test: str | list[str] | None = None
+    group: str | None = None
+    history: str | None = None
+    min_count: dict[str, int] = field(default_factory=dict)
+    hash_buckets: dict[str, int] = field(default_factory=dict)
+    unknown_share: float = 0.0
+    event_crosses: list[list[str]] = field(default_factory=list)
+    eval_negatives: int = 100
+
+    def crosses(self) -> dict[str, list[str]]:
+        """The columns of each cross of events, by the name of the cross."""
+        return {"_x_".join(columns): columns for columns in self.event_crosses}
 
     def columns(self) -> set[str]:
         """The names of all columns in use."""
@@ -114,13 +149,14 @@ class DataConfig:
         columns |= {*self.item_categorical, *self.item_dense, *self.event_categorical, *self.event_dense}
         if self.label is not None:
             columns.update(label_columns(self.label))
-        if self.title is not None:
-            columns.add(self.title)
+        columns |= {name for name in (self.title, self.group, self.split_column) if name is not None}
+        if self.history is not None:
+            columns.update(parse_rule(self.history).columns)
         return columns
 
     def with_absolute_paths(self) -> "DataConfig":
         """A copy whose files are named by absolute paths, so that it can be read in any working directory."""
-        paths = {name: getattr(self, name) for name in ("interactions", "users", "items")}
+        paths = {name: getattr(self, name) for name in ("interactions", "users", "items", "validation", "test")}
         return dataclasses.replace(self, **{name: _absolute(path) for name, path in paths.items()})
 
     def check(self) -> None:
@@ -160,6 +196,8 @@ class DataConfig:
             if keys.count(name) > 1:
                 raise DataError(f"data lists the column '{name}' twice; a column can have one role only")
         self._check_leak()
+        self._check_split()
+        self._check_ids()
         for name in (self.item, *self.item_categorical, *self.event_categorical, *self.event_dense):
             if name == AGE:
                 raise DataError(
@@ -170,6 +208,46 @@ class DataConfig:
                 raise DataError(f"data.separators.{name} is ''; it must be the separator of the values")
             if name not in (*self.user_categorical, *self.item_categorical, *self.event_categorical):
                 raise DataError(f"data.separators has '{name}', which is not a categorical column of this config")
+
+    def _check_ids(self) -> None:
+        """Raises DataError for settings of ids and crosses that no table fits."""
+        items = [self.item, *self.item_categorical]
+        for columns in self.event_crosses:
+            if len(columns) < 2:
+                raise DataError(f"data.event_crosses has {columns}; a cross needs at least two columns")
+            for name in columns:
+                if name not in (*items, *self.event_categorical):
+                    known = suggest(name, [*items, *self.event_categorical])
+                    raise DataError(f"data.event_crosses has '{name}', which is no such column of this config; {known}")
+        known = [*self.user_categorical, *items, *self.event_categorical, *self.crosses()]
+        for setting in ("min_count", "hash_buckets"):
+            for name, number in getattr(self, setting).items():
+                if name not in known:
+                    raise DataError(f"data.{setting} has '{name}', no categorical column; {suggest(name, known)}")
+                if number < 1:
+                    raise DataError(f"data.{setting}.{name} is {number}; it must be at least 1")
+        if both := self.min_count.keys() & self.hash_buckets.keys():
+            raise DataError(f"data.min_count and data.hash_buckets both have '{min(both)}'; buckets need no count")
+        if self.eval_negatives < 1:
+            raise DataError(f"data.eval_negatives is {self.eval_negatives}; it must be at least 1")
+        if not 0 <= self.unknown_share < 1:
+            raise DataError(f"data.unknown_share is {self.unknown_share}; it must be in [0, 1)")
+
+    def _check_split(self) -> None:
+        """Raises DataError for a given split that is not given whole."""
+        for name, split in (("split_column", "column"), ("validation", "files"), ("test", "files")):
+            if self.split == split and getattr(self, name) is None:
+                raise DataError(f"data.{name} is not set; data.split: {split} needs it")
+            if self.split != split and getattr(self, name) is not None:
+                raise DataError(
+                    f"data.{name} is set, but data.split is {self.split}; set data.split: {split} to use it"
+                )
+        if self.split in ("column", "files") and self.source == "synthetic":
+            raise DataError(f"data.split is {self.split}; the synthetic table has no given split")
+        if not 0 <= self.split_seed < 2**32:
+            raise DataError(f"data.split_seed is {self.split_seed}; it must be in [0, 2**32)")
+        if self.history is not None:
+            parse_rule(self.history)
 
     def _check_leak(self) -> None:
         if self.label is None:

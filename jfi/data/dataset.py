@@ -8,22 +8,26 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jfi.data.batch import Batch
+from jfi.data.candidates import Candidates, Kind
 from jfi.data.columns import Categorical, ranges
 from jfi.data.negatives import NegativeSampler
 from jfi.data.schema import DataSchema
-from jfi.encoding import age_buckets
+from jfi.data.summary import Summary
+from jfi.data.unknown import UnknownIds
+from jfi.encoding import UNKNOWN, age_buckets
 from jfi.suggest import suggest
 
 
 @dataclass(frozen=True)
 class Events:
-    """All E events, sorted by (user, timestamp, item), so that a history is a range of events.
+    """All E interactions, sorted by (user, timestamp, item), so that a history is a range of events.
 
     Args:
         user, item: `[E]` int64, indices of users and items.
         time: `[E]` float64 seconds.
         label: `[E]` float32, 0 or 1, or NaN for a row that is only part of histories.
         history_start, history_end: `[E]` int64, the range of the same user's newest events strictly before.
+        rows: `[number of events]` int64, ascending, the interaction of each event; None if every one is an event.
     """
 
     user: np.ndarray
@@ -32,6 +36,7 @@ class Events:
     label: np.ndarray
     history_start: np.ndarray
     history_end: np.ndarray
+    rows: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,8 @@ class InteractionDataset:
         dense: `[U, Du]` and `[N, Di]` float32, the dense features of users and of items.
         samples: by split the events that are its samples, ordered by (timestamp, user, item).
         negatives: draws the negatives of implicit feedback; None for a table with labels.
+        unknown_share: share of the known ids of a training batch that become 0.
+        summary: the dataset in numbers, or None.
     """
 
     def __init__(
@@ -64,14 +71,18 @@ class InteractionDataset:
         dense: tuple[np.ndarray, np.ndarray],
         samples: dict[str, np.ndarray],
         negatives: NegativeSampler | None,
+        unknown_share: float = 0.0,
+        summary: Summary | None = None,
     ) -> None:
         self.schema = schema
+        self.summary = summary
         self.features = schema.features
         self._events = events
         self._columns = columns
         self._dense_users, self._dense_items = dense
         self._samples = samples
         self._negatives = negatives
+        self._unknown_share = unknown_share
 
     def arrays(self) -> Arrays:
         """The arrays that the batches are made of; not copies."""
@@ -135,10 +146,36 @@ class InteractionDataset:
         def assemble(first: int) -> Batch:
             shared = order[first : first + batch_size]
             mine = shared[len(shared) * rank // world_size : len(shared) * (rank + 1) // world_size]
-            return self._assemble(*self._draw(split, mine, seed, epoch))
+            return self._assemble(*self._draw(split, mine, seed, epoch), mine, unknown)
 
+        unknown = UnknownIds(self._unknown_share, seed, epoch) if split == "train" and self._unknown_share else None
         # Not a generator function, so that this call reports wrong arguments, and not the first batch.
         return map(assemble, range(start_batch * batch_size, count, batch_size))
+
+    @property
+    def is_implicit(self) -> bool:
+        """Whether every row is a positive and negatives are sampled."""
+        return self._negatives is not None
+
+    def candidates(self, split: str, kind: Kind, limit: int | None, num_sampled: int) -> Candidates:
+        """The items that positives of a split are ranked among, for implicit feedback.
+
+        Args:
+            split: "validation" or "test".
+            kind: "sampled", or "full" for all items of training.
+            limit: the most positives, which are spread evenly over the split; None for all.
+            num_sampled: candidates of a positive, if they are sampled.
+        """
+        rows = self._rows(split)
+        if limit is not None and limit < len(rows):
+            rows = rows[np.arange(limit) * len(rows) // limit]
+        events = self._events
+        positives = rows, events.user[rows], events.item[rows], events.time[rows]
+        return Candidates(*positives, self._negatives, kind, num_sampled)
+
+    def batch_of(self, rows: np.ndarray, item: np.ndarray) -> Batch:
+        """The interactions `rows [B]` with other targets, `item [B]`; their labels are 0."""
+        return self._assemble(rows, item, np.zeros(len(rows), np.float32))
 
     @property
     def _samples_per_row(self) -> int:
@@ -160,11 +197,20 @@ class InteractionDataset:
             label[drawn] = 0.0
         return events, item, label
 
-    def _assemble(self, events: np.ndarray, item: np.ndarray, label: np.ndarray) -> Batch:
+    def _assemble(
+        self,
+        events: np.ndarray,
+        item: np.ndarray,
+        label: np.ndarray,
+        samples: np.ndarray | None = None,
+        unknown: UnknownIds | None = None,
+    ) -> Batch:
         table = self._events
         user, start = table.user[events], table.history_start[events]
         history_lengths = table.history_end[events] - start
         history = ranges(start, history_lengths)
+        if table.rows is not None:
+            history = table.rows[history]
         history_item = table.item[history]
         rows = {
             ("user", "user"): user,
@@ -181,8 +227,12 @@ class InteractionDataset:
         length_per_key = lengths.sum(axis=1)
         ends = np.cumsum(length_per_key)
         values = np.empty(ends[-1], np.int64)
-        for spec, ids, end, length in zip(self.features, self._columns, ends, length_per_key, strict=False):
-            ids.fill(rows[spec.role, spec.of], values[end - length : end])
+        for i, (spec, ids) in enumerate(zip(self.features, self._columns, strict=False)):
+            part = values[ends[i] - length_per_key[i] : ends[i]]
+            ids.fill(rows[spec.role, spec.of], part)
+            if unknown is not None and spec.column in self.schema.encodings.vocabularies:
+                # An event is unknown to all samples of the epoch, and another value of the sample to this one.
+                part[unknown(i, history if spec.role == "history" else np.repeat(samples, lengths[i]))] = UNKNOWN
         now = np.repeat(table.time[events], history_lengths)
         values[ends[-1] - length_per_key[-1] :] = age_buckets(now - table.time[history], self.schema.num_age_buckets)
 

@@ -49,7 +49,7 @@ def _encode(columns: Columns, schema: DataSchema, name: str, of: Entity) -> Cate
         return cut(columns.numbers(name, of), schema.encodings.edges[name])
     column = columns.categories(name, of)
     check_kind(schema, name, column)
-    return encode(column, schema.encodings.vocabularies[name])
+    return encode(column, schema.encodings.ids_of(name))
 
 
 def has_lists(schema: DataSchema, name: str) -> bool:

@@ -14,6 +14,7 @@ from jfi.data.columns import Categorical
 from jfi.data.config import DataConfig
 from jfi.data.dataset import InteractionDataset
 from jfi.data.labels import label_columns
+from jfi.data.rules import parse_rule
 from jfi.data.source import column_settings
 from jfi.data.splits import SPLITS
 from jfi.files import writing_file
@@ -57,6 +58,9 @@ class Fingerprint:
         if config.label is not None:
             for name in label_columns(config.label):
                 values.setdefault(name, []).append(_blocks(events.label))
+        if events.rows is not None:
+            for name in parse_rule(config.history).columns:
+                values.setdefault(name, []).append(_blocks(events.rows))
         for spec, column in zip(dataset.features, arrays.columns, strict=False):
             parts = values.setdefault(spec.column, [])
             parts.append(_id_blocks(column, index[spec.of], len(events.user)))

@@ -3,12 +3,13 @@
 import numpy as np
 import pyarrow.compute as pc
 
-from jfi.data.arrange import Rows, members
-from jfi.data.columns import count_slots, is_multi_valued, learn_edges, learn_vocabulary, moments
+from jfi.data.arrange import Rows
+from jfi.data.columns import count_slots, encode, is_multi_valued, learn_edges, learn_vocabulary, moments
 from jfi.data.config import AGE, HISTORY, DataConfig
 from jfi.data.errors import DataError
 from jfi.data.schema import DataSchema, Encodings, Entity, FeatureSpec, Strings
 from jfi.data.source import Columns
+from jfi.encoding import UNKNOWN, HashBuckets
 
 
 def learn_schema(columns: Columns, rows: Rows, config: DataConfig) -> DataSchema:
@@ -21,9 +22,9 @@ def learn_schema(columns: Columns, rows: Rows, config: DataConfig) -> DataSchema
         DataError: a column is missing or malformed, or two columns need the same key.
     """
     train = {
-        "user": members(rows.user[rows.train], len(rows.user_ids)),
-        "item": members(rows.item[rows.train], len(rows.item_ids)),
-        "event": rows.train,
+        "user": np.bincount(rows.user[rows.train], minlength=len(rows.user_ids)),
+        "item": np.bincount(rows.item[rows.train], minlength=len(rows.item_ids)),
+        "event": rows.train.astype(np.int64),
     }
     encodings = Encodings()
     users, items, history = [], [], []
@@ -32,7 +33,7 @@ def learn_schema(columns: Columns, rows: Rows, config: DataConfig) -> DataSchema
     for name in (config.item, *config.item_categorical):
         targets, events = _learn_keys(columns, name, "item", train, encodings, config)
         items, history = items + targets, history + events
-    for name in config.event_categorical:
+    for name in (*config.event_categorical, *config.crosses()):
         history += _learn_keys(columns, name, "event", train, encodings, config)[1]
     for name in config.event_dense:
         edges = learn_edges(columns.numbers(name, "event"), rows.train, config.num_quantiles)
@@ -51,7 +52,7 @@ def learn_schema(columns: Columns, rows: Rows, config: DataConfig) -> DataSchema
         item_key=config.item,
         max_history=config.max_history,
         encodings=encodings,
-        titles=None if config.title is None else _titles(columns, config.title, train["item"]),
+        titles=None if config.title is None else _titles(columns, config, train["item"], encodings),
     )
 
 
@@ -65,20 +66,27 @@ def _learn_keys(
 ) -> tuple[list[FeatureSpec], list[FeatureSpec]]:
     """The keys of a categorical column of the user or the target, and those of the events."""
     column = columns.categories(name, of)
-    vocabulary = encodings.vocabularies[name] = learn_vocabulary(column, train[of])
+    if name in config.hash_buckets:
+        encodings.buckets[name] = HashBuckets(config.hash_buckets[name])
+    else:
+        encodings.vocabularies[name] = learn_vocabulary(column, train[of], config.min_count.get(name, 1))
+    num_ids = encodings.ids_of(name).num_ids
     many = is_multi_valued(column)
-    own = [] if of == "event" else [FeatureSpec(name, of, name, name, vocabulary.num_ids, many, of)]
+    own = [] if of == "event" else [FeatureSpec(name, of, name, name, num_ids, many, of)]
     if many:
-        slots = range(count_slots(column, train[of], config.max_slots))
+        slots = range(count_slots(column, train[of] > 0, config.max_slots))
         keys = [(f"{HISTORY}{name}_{slot}", slot) for slot in slots]
     else:
         keys = [(HISTORY + name, None)]
-    history = [FeatureSpec(key, "history", name, name, vocabulary.num_ids, of=of, slot=slot) for key, slot in keys]
+    history = [FeatureSpec(key, "history", name, name, num_ids, of=of, slot=slot) for key, slot in keys]
     return own, history
 
 
-def _titles(columns: Columns, name: str, train: np.ndarray) -> Strings:
-    titles = columns.strings(name, "item").filter(train)
+def _titles(columns: Columns, config: DataConfig, train: np.ndarray, encodings: Encodings) -> Strings | None:
+    if config.item in encodings.buckets:
+        return None  # items that share a bucket have no one title
+    known = encode(columns.categories(config.item, "item"), encodings.vocabularies[config.item]).ids != UNKNOWN
+    titles = columns.strings(config.title, "item").filter(known)
     return Strings(pc.fill_null(titles, "untitled")).prepended("unseen")
 
 

@@ -9,7 +9,7 @@ import logging
 import numpy as np
 
 from jfi.data import splits
-from jfi.data.arrange import Rows, sort_and_split
+from jfi.data.arrange import Rows, members, sort_and_split
 from jfi.data.config import DataConfig
 from jfi.data.dataset import Events, InteractionDataset
 from jfi.data.encode import encode_dense, encode_features
@@ -18,6 +18,7 @@ from jfi.data.learn import learn_schema
 from jfi.data.negatives import NegativeSampler
 from jfi.data.schema import DataSchema
 from jfi.data.source import Columns, column_settings, read_tables
+from jfi.data.summary import summarize
 from jfi.encoding import UNKNOWN
 
 _log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ def load_dataset(config: DataConfig, schema: DataSchema | None = None) -> Intera
         check_fits(schema, column_settings(config))
     tables = read_tables(config)
     config = column_settings(config)
-    rows = sort_and_split(tables.interactions, config)
+    rows = sort_and_split(tables.interactions, config, tables.given_split)
     columns = Columns(tables, rows, config)
     if schema is None:
         schema = learn_schema(columns, rows, config)
@@ -72,15 +73,21 @@ def build_dataset(columns: Columns, rows: Rows, schema: DataSchema, config: Data
     ids = encode_features(columns, schema)
     items = next(i for spec, i in zip(schema.features, ids, strict=False) if spec.key == schema.item_key)
     known_items = items.ids != UNKNOWN
+    if schema.item_key in schema.encodings.buckets:  # any value has a bucket
+        known_items = members(rows.item[rows.train], len(rows.item_ids))
+    events = _events(rows, schema)
+    samples = _samples(rows, known_items, config)
     return InteractionDataset(
-        events=_events(rows, schema),
+        events=events,
         schema=schema,
         columns=ids,
         dense=encode_dense(columns, schema, config),
-        samples=_samples(rows, known_items, config),
+        samples=samples,
         negatives=None
         if config.label is not None
         else NegativeSampler(rows.user, rows.item, rows.time, np.flatnonzero(known_items), config.negatives),
+        unknown_share=config.unknown_share,
+        summary=summarize(columns, rows, schema, ids, samples, events.history_end - events.history_start, config),
     )
 
 
@@ -99,8 +106,8 @@ def build_scoring(
 
 
 def _events(rows: Rows, schema: DataSchema) -> Events:
-    history = splits.history_ranges(rows.user, rows.time, schema.max_history)
-    return Events(rows.user, rows.item, rows.time, rows.label, *history)
+    history = splits.history_ranges(rows.user, rows.time, schema.max_history, rows.event)
+    return Events(rows.user, rows.item, rows.time, rows.label, *history, _places(rows.event))
 
 
 def check_fits(schema: DataSchema, config: DataConfig) -> None:
@@ -113,19 +120,36 @@ def check_fits(schema: DataSchema, config: DataConfig) -> None:
     items = {config.item, *config.item_categorical}
     moments = [*config.user_dense, *config.item_dense]
     events = {*config.event_categorical, *config.event_dense}
+    buckets = {name: known.num_buckets for name, known in schema.encodings.buckets.items()}
     for name, learnt, wanted in (
         ("item", schema.item_key, config.item),
         ("user_categorical", keys["user"], set(config.user_categorical)),
         ("item_categorical", keys["item"] - {schema.item_key}, items - {config.item}),
-        ("event_categorical and event_dense", keys["history"] - keys["item"], events),
+        ("event_categorical and event_dense", keys["history"] - keys["item"] - set(config.crosses()), events),
+        ("event_crosses", sorted(set(config.crosses()) & keys["history"]), sorted(config.crosses())),
         ("event_dense", set(schema.encodings.edges), set(config.event_dense)),
         ("user_dense and item_dense", schema.dense_names, moments),
+        ("hash_buckets", buckets, config.hash_buckets),
         ("max_history", schema.max_history, config.max_history),
         ("num_age_buckets", schema.num_age_buckets, config.num_age_buckets),
     ):
         if learnt != wanted:
             learnt, wanted = (sorted(x) if isinstance(x, set) else x for x in (learnt, wanted))
             raise DataError(f"data.{name}: got {wanted!r}, but the run was started with {learnt!r}")
+
+
+def _places(event: np.ndarray | None) -> np.ndarray | None:
+    return None if event is None else np.flatnonzero(event)
+
+
+def _how(config: DataConfig) -> str:
+    return {
+        "time": f"data.fractions {config.fractions}",
+        "user": f"data.fractions {config.fractions} of the users",
+        "leave_one_out": "users with 3 labeled rows or more",
+        "column": f"the column '{config.split_column}'",
+        "files": "data.validation and data.test",
+    }[config.split]
 
 
 def _samples(rows: Rows, known_items: np.ndarray, config: DataConfig) -> dict[str, np.ndarray]:
@@ -136,10 +160,7 @@ def _samples(rows: Rows, known_items: np.ndarray, config: DataConfig) -> dict[st
     samples = {name: order[(labeled & (rows.split == i))[order]] for i, name in enumerate(splits.SPLITS)}
     for name, chosen in samples.items():
         if not len(chosen):
-            how = (
-                f"data.fractions {config.fractions}" if config.split == "time" else "users with 3 labeled rows or more"
-            )
-            raise DataError(f"the {name} split is empty: {labeled.sum()} labeled rows, split by {how}")
+            raise DataError(f"the {name} split is empty: {labeled.sum()} labeled rows, split by {_how(config)}")
         if config.label is None:
             # Negatives are items of the training split, so the id of an unseen item would reveal a positive.
             samples[name] = seen = chosen[known_items[rows.item[chosen]]]

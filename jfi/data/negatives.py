@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from jfi.encoding import mix
+
 _MAX_DRAWS = 64
 
 
@@ -21,7 +23,7 @@ class NegativeSampler:
         self, user: np.ndarray, item: np.ndarray, time: np.ndarray, candidates: np.ndarray, per_positive: int
     ) -> None:
         self.per_positive = per_positive
-        self._candidates = candidates
+        self.candidates = candidates
         self._num_items = int(item.max()) + 1
         pair = user * self._num_items + item
         order = np.lexsort((time, pair))
@@ -31,27 +33,20 @@ class NegativeSampler:
     def draw(self, user: np.ndarray, time: np.ndarray, sample: np.ndarray, seed: int, epoch: int) -> np.ndarray:
         """`[B]` int64 items for users `[B]` at times `[B]`; `sample [B]` numbers the samples within their split."""
         key = np.random.SeedSequence((seed, epoch)).generate_state(1, np.uint64)
-        state = _mix(sample.astype(np.uint64) + key)
+        state = mix(sample.astype(np.uint64) + key)
         item = np.empty(len(user), np.int64)
         todo = np.arange(len(user))
         for _ in range(_MAX_DRAWS):
-            state[todo] = _mix(state[todo])
+            state[todo] = mix(state[todo])
             # The bias of the remainder is below 2^-40 for up to 2^24 items.
-            item[todo] = self._candidates[state[todo] % np.uint64(len(self._candidates))]
-            todo = todo[self._known(user[todo], item[todo], time[todo])]
+            item[todo] = self.candidates[state[todo] % np.uint64(len(self.candidates))]
+            todo = todo[self.knows(user[todo], item[todo], time[todo])]
             if not len(todo):
                 break
         return item
 
-    def _known(self, user: np.ndarray, item: np.ndarray, time: np.ndarray) -> np.ndarray:
+    def knows(self, user: np.ndarray, item: np.ndarray, time: np.ndarray) -> np.ndarray:
+        """`[B]` bool: whether the user has interacted with the item by that time."""
         pair = user * self._num_items + item
         at = np.minimum(np.searchsorted(self._pairs, pair), len(self._pairs) - 1)
         return (self._pairs[at] == pair) & (self._since[at] <= time)
-
-
-def _mix(state: np.ndarray) -> np.ndarray:
-    """A step of SplitMix64 (Steele, Lea, Flood 2014): a bijection of uint64 with pseudo-random output."""
-    state = state + np.uint64(0x9E3779B97F4A7C15)
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return state ^ (state >> np.uint64(31))

@@ -39,7 +39,7 @@ def read_table(
     """
     files = find_files(paths, setting)
     tables = [read_file(file, wanted, encoding, quoting) for file in files]
-    return tables[0] if len(tables) == 1 else _join(tables, wanted)
+    return tables[0] if len(tables) == 1 else join_tables(tables, wanted)
 
 
 def read_file(file: File, wanted: Container[str], encoding: str, quoting: bool) -> Table:
@@ -71,7 +71,7 @@ def add_partitions(table: Table, file: File, wanted: Container[str]) -> Table:
     return table
 
 
-def _join(tables: list[Table], wanted: Container[str]) -> Table:
+def join_tables(tables: list[Table], wanted: Container[str]) -> Table:
     """One table of the rows of all."""
     first, last = tables[0], tables[-1]
     used = [name for name in first.known if name in wanted]
@@ -84,7 +84,8 @@ def _join(tables: list[Table], wanted: Container[str]) -> Table:
             raise DataError(f"{table.name}: other multi-valued columns than in {first.name}")
     parts, rows = [], 0
     for table in tables:
-        parts.append((rows, table.name, table.line))
+        inner = table.parts or [(0, table.name, table.line)]
+        parts += [(rows + first, name, line) for first, name, line in inner]
         rows += len(table)
     data = {name: _concat([(table.name, table.data.column(name)) for table in tables], name) for name in used}
     name = f"{first.name} to {last.name}"

@@ -18,7 +18,7 @@ import pyarrow.parquet
 
 from jfi.data.checked_json import checked_json, read_checked_json
 from jfi.data.errors import DataError
-from jfi.encoding import Vocabulary
+from jfi.encoding import HashBuckets, Vocabulary
 from jfi.files import sha256_of, writing_folder
 
 Role = Literal["user", "item", "history", "bucket"]
@@ -115,11 +115,17 @@ class Encodings:
         vocabularies: of categorical columns.
         edges: quantiles of the numeric columns that become ids, as `jfi.encoding.quantile_ids` takes them.
         moments: mean and standard deviation of the numeric columns that become dense features.
+        buckets: of categorical columns without a vocabulary, whose values share ids by their hash.
     """
 
     vocabularies: dict[str, Vocabulary] = field(default_factory=dict)
     edges: dict[str, np.ndarray] = field(default_factory=dict)
     moments: dict[str, tuple[float, float]] = field(default_factory=dict)
+    buckets: dict[str, HashBuckets] = field(default_factory=dict)
+
+    def ids_of(self, column: str) -> "Vocabulary | HashBuckets":
+        """What gives the values of a categorical column their ids."""
+        return self.buckets[column] if column in self.buckets else self.vocabularies[column]
 
 
 @dataclass(frozen=True)
@@ -184,6 +190,7 @@ class DataSchema:
             "max_history": self.max_history,
             "edges": {name: edges.tolist() for name, edges in self.encodings.edges.items()},
             "moments": self.encodings.moments,
+            "buckets": {name: buckets.num_buckets for name, buckets in self.encodings.buckets.items()},
             "values": {name: len(values) for name, values in columns.items()},
             "sha256": sha256_of(folder / _LARGE),
         }
@@ -209,6 +216,7 @@ class DataSchema:
                 {name: Vocabulary(values) for name, values in columns.items()},
                 {name: np.array(edges, np.float64) for name, edges in content["edges"].items()},
                 {name: (mean, deviation) for name, (mean, deviation) in content["moments"].items()},
+                {name: HashBuckets(count) for name, count in content["buckets"].items()},
             ),
             titles=titles,
         )

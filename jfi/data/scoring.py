@@ -24,6 +24,7 @@ from jfi.data.labels import label_columns, read_labels
 from jfi.data.load import build_scoring
 from jfi.data.paths import find_files
 from jfi.data.readers import read_table
+from jfi.data.rules import parse_rule
 from jfi.data.schema import DataSchema
 from jfi.data.source import Columns, Tables
 from jfi.data.table import Table
@@ -35,7 +36,7 @@ _MAX_PARTS = 256
 #: A text file's row is rarely shorter.
 _BYTES_PER_ROW = 30
 #: Columns of the files that no table can have.
-_ROW = "\0row"
+_ROW, _EVENT = "\0row", "\0event"
 
 
 #: Files as `read_table` takes them, or a table in memory.
@@ -141,12 +142,15 @@ class ScoringParts:
         if not (place >= 0).any():
             return
         config = replace(self._config, label=None, split="time", timestamp_unit="s", separators={}, title=None)
+        config = replace(config, group=None, history=None)
         items = self._items
         if items is None and self._first_rows is not None:
             columns = [config.item, *self._item_columns]
             items = Table("items", self._first_rows.select(columns), columns, line=lambda row: row + 1)
         interactions = Table("interactions", data, data.column_names, line=lambda row: row + 1)
         rows = sort_and_split(interactions, config)
+        if self._config.history is not None:
+            rows = replace(rows, event=data.column(_EVENT).to_numpy()[rows.order])
         columns = Columns(Tables(interactions, self._users, items), rows, config, few=True)
         place = place[rows.order]
         chosen = np.flatnonzero(place >= 0)
@@ -169,6 +173,8 @@ class ScoringParts:
             self._first_rows = _first_rows([self._first_rows, data.select(self._columns_of_items())], self._config)
             data = data.drop_columns(self._item_columns)
         data = data.append_column(_ROW, pa.array(place))
+        if self._config.history is not None:
+            data = data.append_column(_EVENT, pa.array(parse_rule(self._config.history).holds(table) == 1))
         part = _hashes(data.column(self._config.user).combine_chunks()) % len(self._writers)
         order = np.argsort(part, kind="stable")
         ends = np.cumsum(np.bincount(part, minlength=len(self._writers)))

@@ -8,20 +8,29 @@ import pyarrow.compute as pc
 
 from jfi.data import synthetic
 from jfi.data.arrange import Rows
+from jfi.data.columns import is_multi_valued
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
-from jfi.data.readers import read_table
+from jfi.data.readers import join_tables, read_table
 from jfi.data.schema import Entity
 from jfi.data.table import Table
+from jfi.encoding import CROSSED
 
 
 @dataclass(frozen=True)
 class Tables:
-    """The tables that a config names; `users` and `items` are None where their columns are in `interactions`."""
+    """The tables that a config names.
+
+    Args:
+        interactions: with the rows for validation and test, if they have files of their own.
+        users, items: None where their columns are in `interactions`.
+        given_split: `[E]` int8, the index in `splits.SPLITS` of each interaction, or None without files for the splits.
+    """
 
     interactions: Table
     users: Table | None
     items: Table | None
+    given_split: np.ndarray | None = None
 
 
 def read_tables(config: DataConfig) -> Tables:
@@ -34,10 +43,17 @@ def read_tables(config: DataConfig) -> Tables:
         interactions, items = synthetic.make_tables(config.synthetic)
         return Tables(interactions, None, items)
     wanted, how = config.columns(), (config.encoding, config.quoting)
+    interactions, given = read_table(config.interactions, wanted, *how), None
+    if config.split == "files":
+        named = {"data.validation": config.validation, "data.test": config.test}
+        parts = [interactions, *(read_table(paths, wanted, *how, name) for name, paths in named.items())]
+        given = np.repeat(np.arange(len(parts), dtype=np.int8), [len(part) for part in parts])
+        interactions = join_tables(parts, wanted)
     return Tables(
-        read_table(config.interactions, wanted, *how),
+        interactions,
         None if config.users is None else read_table(config.users, wanted, *how, "data.users"),
         None if config.items is None else read_table(config.items, wanted, *how, "data.items"),
+        given,
     )
 
 
@@ -57,6 +73,7 @@ class Columns:
     """
 
     def __init__(self, tables: Tables, rows: Rows, config: DataConfig, few: bool = False) -> None:
+        self._crosses, self._items = config.crosses(), [config.item, *config.item_categorical]
         self._interactions, self._rows, self._separators = tables.interactions, rows, config.separators
         self._entities = {
             "user": _EntityColumns(tables, tables.users, config.user, rows.user_ids, rows.user, rows, few),
@@ -69,9 +86,23 @@ class Columns:
 
     def categories(self, name: str, of: Entity) -> pa.Array:
         """The column as strings, or as lists of strings; null where it is missing."""
+        if name in self._crosses:
+            return self._cross(name)
         if of == "event":
             return self._interactions.categories(name, self._separators).take(pa.array(self._rows.order))
         return self._entities[of].categories(name, self._separators)
+
+    def _cross(self, name: str) -> pa.Array:
+        """The values of a cross's columns as one, for each event; null where one is missing."""
+        parts = []
+        for part in self._crosses[name]:
+            of_item = part in self._items
+            column = self.categories(part, "item" if of_item else "event")
+            if is_multi_valued(column):
+                raise DataError(f"data.event_crosses has '{part}', whose rows are lists; a cross needs single values")
+            column = column.take(pa.array(self._rows.item)) if of_item else column
+            parts.append(column.cast(pa.large_string()))
+        return pc.binary_join_element_wise(*parts, pa.scalar(CROSSED, pa.large_string()))
 
     def numbers(self, name: str, of: Entity) -> np.ndarray:
         """The column as float64, NaN where it is missing."""
@@ -82,6 +113,13 @@ class Columns:
     def strings(self, name: str, of: Entity) -> pa.Array:
         """The column of users or items as strings; null where it is missing."""
         return self._entities[of].strings(name)
+
+    def count_changing(self, name: str, of: Entity) -> tuple[int, int]:
+        """The users (items) whose value of a column differs between rows, of which the first counts, and all of them.
+
+        None has where the column comes from a table of users (items).
+        """
+        return self._entities[of].count_changing(name), self.count(of)
 
 
 class _EntityColumns:
@@ -103,6 +141,7 @@ class _EntityColumns:
         self, tables: Tables, table: Table | None, key: str, ids: pa.Array, index: np.ndarray, rows: Rows, few: bool
     ) -> None:
         self._key, self._ids = key, ids
+        self._index, self._order = (index, rows.order) if table is None else (None, None)
         if table is None:
             self._table = tables.interactions
             by_time = np.argsort(rows.time, kind="stable")
@@ -133,3 +172,13 @@ class _EntityColumns:
 
     def strings(self, name: str) -> pa.Array:
         return self._table.strings(name).take(self._places)
+
+    def count_changing(self, name: str) -> int:
+        if self._index is None or name == self._key:
+            return 0
+        column = self._table.column(name)
+        if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+            column = pc.binary_join(column.cast(pa.list_(pa.string())), "\x1f")
+        codes = pc.fill_null(column.dictionary_encode().indices, -1).to_numpy()
+        changed = codes[self._order] != codes[self._places.to_numpy()][self._index]
+        return len(np.unique(self._index[changed]))

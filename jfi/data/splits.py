@@ -1,16 +1,41 @@
 """Assigns rows to training, validation and test, and finds the history of each row.
 
-Rows are sorted by (user, timestamp, item), so the history of a row is a range of rows: it starts at the first row of
-the user, or `max_history` rows before its end, and ends before the first row of the same user and timestamp.
+Rows are sorted by (user, timestamp, item), so the history of a row is a range of events: it starts at the first one of
+the user, or `max_history` events before its end, and ends before the first row of the same user and timestamp.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from jfi.encoding import hash_text, mix
 
 SPLITS = ("train", "validation", "test")
 
 
-def history_ranges(user: np.ndarray, time: np.ndarray, max_history: int) -> tuple[np.ndarray, np.ndarray]:
-    """`start, end [N]`: rows `start[i]:end[i]` are the newest `max_history` events of the user strictly before row i.
+_TRAIN, _VALIDATION, _TEST = range(3)
+_NAMES = {
+    "train": _TRAIN,
+    "training": _TRAIN,
+    "validation": _VALIDATION,
+    "val": _VALIDATION,
+    "valid": _VALIDATION,
+    "dev": _VALIDATION,
+    "test": _TEST,
+}
+
+
+def history_ranges(
+    user: np.ndarray, time: np.ndarray, max_history: int, event: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """`start, end [N]`: events `start[i]:end[i]` are the newest `max_history` of the user strictly before row i.
+
+    Args:
+        user, time: `[N]`, sorted by (user, time).
+        max_history: the most events.
+        event: `[N]` bool, the rows that are events, which count from 0; None means all rows.
 
     >>> history_ranges(np.array([0, 0, 0, 1]), np.array([5.0, 7.0, 7.0, 9.0]), max_history=10)
     (array([0, 0, 0, 3]), array([0, 1, 1, 3]))
@@ -18,14 +43,24 @@ def history_ranges(user: np.ndarray, time: np.ndarray, max_history: int) -> tupl
     new_user = np.append(True, user[1:] != user[:-1])
     new_time = new_user | np.append(True, time[1:] != time[:-1])
     first, end = _last_true(new_user), _last_true(new_time)
+    if event is not None:
+        before = np.cumsum(event) - event
+        first, end = before[first], before[end]
     return np.maximum(first, end - max_history), end
 
 
-def split_by_time(user: np.ndarray, time: np.ndarray, item: np.ndarray, fractions: list[float]) -> np.ndarray:
-    """`[N]` int8, the index in SPLITS of each row: the rows ordered by (timestamp, user, item) are cut in three."""
-    cuts = np.rint(np.cumsum(fractions[:2]) * len(user)).astype(np.int64)
+def split_by_time(
+    user: np.ndarray, time: np.ndarray, item: np.ndarray, labeled: np.ndarray, fractions: list[float]
+) -> np.ndarray:
+    """`[N]` int8, the index in SPLITS of each row: the rows ordered by (timestamp, user, item) are cut in three.
+
+    The fractions count the rows where `labeled [N]` is true. A row without a label goes with the next labeled one.
+    """
+    cuts = np.rint(np.cumsum(fractions[:2]) * labeled.sum()).astype(np.int64)
+    order = time_order(user, time, item)
+    counted = labeled[order]
     split = np.empty(len(user), np.int8)
-    split[time_order(user, time, item)] = np.searchsorted(cuts, np.arange(len(user)), side="right")
+    split[order] = np.searchsorted(cuts, np.cumsum(counted) - counted, side="right")
     return split
 
 
@@ -39,8 +74,38 @@ def leave_one_out(user: np.ndarray, labeled: np.ndarray) -> np.ndarray:
     up_to_here = np.cumsum(labeled)
     total_up_to_user = up_to_here[np.append(user[1:] != user[:-1], True)]
     left = total_up_to_user[np.cumsum(np.append(0, user[1:] != user[:-1]))] - up_to_here + labeled
-    split = np.where(left <= 1, 2, np.where(left == 2, 1, 0))
-    return np.where(counts >= 3, split, 0).astype(np.int8)
+    split = np.where(left <= 1, _TEST, np.where(left == 2, _VALIDATION, _TRAIN))
+    return np.where(counts >= 3, split, _TRAIN).astype(np.int8)
+
+
+def split_users(ids: Sequence[str], fractions: list[float], seed: int) -> np.ndarray:
+    """`[U]` int8, the index in SPLITS of each user, by a hash of the id and the seed.
+
+    A user is in the same split whatever other users there are. The sizes are those of `fractions` on average.
+    """
+    point = mix(mix(hash_text(ids)) ^ np.uint64(seed)) / 2.0**64
+    return np.searchsorted(np.cumsum(fractions[:2]), point, side="right").astype(np.int8)
+
+
+def named_splits(names: pa.Array) -> np.ndarray:
+    """`[N]` int8, the index in SPLITS of each name, whatever its case; -1 for an unknown one and for null."""
+    encoded = names.dictionary_encode()
+    known = [_NAMES.get(name.strip().lower(), -1) for name in encoded.dictionary.to_pylist()]
+    return np.append(known, -1).astype(np.int8)[pc.fill_null(encoded.indices, -1).to_numpy()]
+
+
+def keep_groups_whole(split: np.ndarray, group: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """`[N]` int8: every row gets the split of its group's first row in `order`.
+
+    Args:
+        split: `[N]` int8.
+        group: `[N]` int64.
+        order: `[N]`, a permutation of the rows.
+    """
+    _, first, index = np.unique(group[order], return_index=True, return_inverse=True)
+    whole = np.empty_like(split)
+    whole[order] = split[order][first][index]
+    return whole
 
 
 def time_order(user: np.ndarray, time: np.ndarray, item: np.ndarray) -> np.ndarray:

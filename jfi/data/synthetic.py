@@ -31,6 +31,11 @@ COLUMNS = {
     "event_dense": [],
     "separators": {},
     "title": "title",
+    "group": None,
+    "history": None,
+    "min_count": {},
+    "hash_buckets": {},
+    "event_crosses": [],
 }
 
 _DAY = 86400.0

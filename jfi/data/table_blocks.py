@@ -23,7 +23,8 @@ def read_blocks(
 ) -> Iterator[Table]:
     """The rows that `read_table` reads, as tables of some rows of one file, each with its place in the file.
 
-    `size` is the number of rows at a time, `BLOCK` if it is None. A Parquet file is read by the block, a text file whole.
+    `size` is the number of rows at a time, `BLOCK` if it is None. A Parquet file is read by the block, a text file
+    whole.
 
     Raises:
         DataError: as `read_table`.

@@ -1,5 +1,7 @@
 """The schema of requests to a model, from that of the data that it was trained on."""
 
+from dataclasses import replace
+
 from jfi.data import DataConfig, DataSchema
 from jfi.data.config import AGE, HISTORY
 from jfi.serving.schema import Field, Schema
@@ -16,7 +18,11 @@ def schema_of(config: DataConfig, data: DataSchema, reads_history: bool, reads_a
     """
     events = []
     if reads_history:
-        events = _categories(data, "history")
+        crosses = config.crosses()
+        events = [
+            replace(one, kind="cross", columns=crosses[one.name]) if one.name in crosses else one
+            for one in _categories(data, "history")
+        ]
         for name in config.event_dense:
             keys = [spec.key for spec in data.features if spec.role == "history" and spec.column == name]
             events.append(Field(name, "quantile", keys, edges=data.encodings.edges[name].tolist()))
@@ -29,7 +35,7 @@ def schema_of(config: DataConfig, data: DataSchema, reads_history: bool, reads_a
         {
             name: list(vocabulary.values)
             for name, vocabulary in data.encodings.vocabularies.items()
-            if reads_history or name not in config.event_categorical
+            if reads_history or name not in (*config.event_categorical, *config.crosses())
         },
     )
 
@@ -48,7 +54,9 @@ def _categories(data: DataSchema, role: str) -> list[Field]:
             kind = "slots"
         else:
             kind = "categories" if specs[0].multi_valued else "category"
-        fields.append(Field(column, kind, [spec.key for spec in specs]))
+        buckets = data.encodings.buckets
+        num_buckets = buckets[column].num_buckets if column in buckets else 0
+        fields.append(Field(column, kind, [spec.key for spec in specs], num_buckets=num_buckets))
     return fields
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jfi.encoding import Vocabulary, age_buckets, quantile_ids, standardize
+from jfi.encoding import HashBuckets, Vocabulary, age_buckets, cross, quantile_ids, standardize
 from jfi.serving.schema import MAX_VALUES, TYPES, Field, Limits, Schema
 from jfi.suggest import suggest
 
@@ -69,12 +69,19 @@ class RequestReader:
 
     def __init__(self, schema: Schema, limits: Limits) -> None:
         self.schema, self.limits = schema, limits
-        self._vocabularies = {column: Vocabulary(values) for column, values in schema.vocabularies.items()}
+        self._known: dict[str, Vocabulary | HashBuckets] = {
+            column: Vocabulary(values) for column, values in schema.vocabularies.items()
+        }
+        for one in schema.user + schema.candidate + schema.event:
+            if one.kind in ("category", "categories", "slots", "cross") and one.num_buckets:
+                self._known[one.name] = HashBuckets(one.num_buckets)
 
     def describe(self) -> dict:
         """The fields and limits, for people and clients."""
         parts = {"user": self.schema.user, "history": self.schema.event, "candidates": self.schema.candidate}
-        return {part: {one.name: TYPES[one.kind] for one in fields} for part, fields in parts.items()} | {
+        return {
+            part: {one.name: TYPES[one.kind] for one in fields if one.kind != "cross"} for part, fields in parts.items()
+        } | {
             "max_candidates": self.limits.max_candidates,
             "max_history": self.limits.max_history,
             "answer": {"scores": "a logit for each candidate, in the order of the request"},
@@ -108,7 +115,7 @@ class RequestReader:
 
     def _encode(self, fields: list[Field], rows: list, place: Place) -> "_Encoded":
         """Encodes the user, the candidates or the events."""
-        names = {one.name for one in fields}
+        names = {one.name for one in fields if one.kind != "cross"}
         for i, row in enumerate(rows):
             if not isinstance(row, dict):
                 raise BadRequestError(f"{place(i)} must be an object, got {_shown(row)}")
@@ -116,6 +123,10 @@ class RequestReader:
                 _check_names(place(i), row, names)
         encoded = _Encoded()
         for one in fields:
+            if one.kind == "cross":  # of fields that are checked before, since they come first
+                parts = [[None if row[name] is None else str(row[name]) for row in rows] for name in one.columns]
+                encoded.ids[one.keys[0]] = self._known[one.name].ids(cross(*parts))
+                continue
             values = [row[one.name] for row in rows]
             if one.kind == "category":
                 encoded.ids[one.keys[0]] = self._category(one, values, place)
@@ -131,7 +142,7 @@ class RequestReader:
             _refuse(one, values, place, [type(value) in types for value in values])
         if int in map(type, values):  # JSON's 5 and "5" are the same value of a column
             values = [str(value) if type(value) is int else value for value in values]
-        return self._vocabularies[one.name].ids(values)
+        return self._known[one.name].ids(values)
 
     def _lists(self, encoded: "_Encoded", one: Field, values: list, place: Place) -> None:
         valid = [type(value) is list and set(map(type, value)) <= {str, int} for value in values]
@@ -142,7 +153,7 @@ class RequestReader:
             at = place(values.index(longest))
             raise BadRequestError(f"{at}.{one.name} must be at most {MAX_VALUES} values, got {len(longest)}")
         lists = [[str(v) for v in value if v != ""] for value in values]
-        vocabulary = self._vocabularies[one.name]
+        vocabulary = self._known[one.name]
         if one.kind == "slots":
             for slot, key in enumerate(one.keys):
                 encoded.ids[key] = vocabulary.ids([value[slot] if slot < len(value) else None for value in lists])

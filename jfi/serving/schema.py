@@ -24,20 +24,23 @@ class Field:
         name: in the request; also the column of the training table, whose vocabulary it uses.
         kind: "category" has one id; "categories" has any number of ids under one key; "slots" has an id for each of its
             keys, from its first values; "number" is a dense feature; "quantile" is a number that `edges` turn into an
-            id; "age" is the number of seconds since the event, which becomes a bucket.
+            id; "age" is the number of seconds since the event, which becomes a bucket; "cross" is not in the request,
+            but made of the values of other fields of the event, `columns`.
         keys: of the model's inputs that get its ids.
         edges: of a quantile.
         mean, deviation: of a number in training.
-        num_buckets: of an age.
+        num_buckets: of an age; of a category or categories, of a hash of the values in place of a vocabulary, or 0.
+        columns: of a cross.
     """
 
     name: str
-    kind: Literal["category", "categories", "slots", "number", "quantile", "age"]
+    kind: Literal["category", "categories", "slots", "number", "quantile", "age", "cross"]
     keys: list[str] = field(default_factory=list)
     edges: list[float] = field(default_factory=list)
     mean: float = 0.0
     deviation: float = 1.0
     num_buckets: int = 0
+    columns: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ A YAML file sets any part of it, and the command line overrides any field (`--tr
 
 import dataclasses
 import math
+import os
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,6 +20,25 @@ class ConfigError(ValueError):
 def _require(condition: bool, key: str, got: object, must: str) -> None:
     if not condition:
         raise ConfigError(f"{key}: got {got!r}, must be {must}")
+
+
+@dataclass
+class PretrainedConfig:
+    """Embeddings from a file, for the values of a categorical column.
+
+    Args:
+        path: a Parquet file, or a `.npy` file of `[rows, width]`.
+        id_column: of a Parquet file, the column with the values.
+        vector_column: of a Parquet file, the column with lists of numbers.
+        ids: of a `.npy` file, a UTF-8 text file with a value for each row, one a line.
+        frozen: whether these rows stay as they are. Values that the file lacks have rows that are drawn and trained.
+    """
+
+    path: str
+    id_column: str = "id"
+    vector_column: str = "vector"
+    ids: str | None = None
+    frozen: bool = True
 
 
 @dataclass
@@ -37,6 +57,7 @@ class ModelConfig:
         dense_arch: hidden layer sizes of the MLP of the dense features; its output layer (embedding_dim) is added.
         over_arch: hidden layer sizes of the MLP that ends in the logit, at least one; its output layer is added.
         dropout: probability with which an element of the interaction's input is zeroed in training.
+        pretrained: by categorical column the file of its initial embeddings, read once, at the start of a run.
     """
 
     embedding_dim: int = 32
@@ -49,6 +70,7 @@ class ModelConfig:
     dense_arch: list[int] = field(default_factory=lambda: [64])
     over_arch: list[int] = field(default_factory=lambda: [128, 64])
     dropout: float = 0.0
+    pretrained: dict[str, PretrainedConfig] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("embedding_dim", "num_heads", "num_queries", "num_buckets"):
@@ -61,6 +83,15 @@ class ModelConfig:
             self.embedding_dim % self.num_heads == 0, "model.num_heads", self.num_heads, "a divisor of embedding_dim"
         )
         _require(0 <= self.dropout < 1, "model.dropout", self.dropout, "in [0, 1)")
+
+    def with_absolute_paths(self) -> "ModelConfig":
+        """A copy whose files are named by absolute paths."""
+
+        def absolute(one: PretrainedConfig) -> PretrainedConfig:
+            ids = None if one.ids is None else os.path.abspath(one.ids)
+            return dataclasses.replace(one, path=os.path.abspath(one.path), ids=ids)
+
+        return dataclasses.replace(self, pretrained={name: absolute(one) for name, one in self.pretrained.items()})
 
 
 @dataclass
@@ -180,6 +211,11 @@ class TrainingConfig:
         warm_start: folder of a run to start from, or null: the parameters are those of its best epoch. A value that it
             knows keeps its row of the embedding table, a new one gets a fresh row. The columns, the model and the
             encoder must be the same. The optimizers start anew.
+        ranking: of implicit feedback, what HR@k and NDCG@k rank a held-out positive among: `sampled` items
+            (`data.eval_negatives`), `full` (these, and all items of training), or `none`.
+        ranking_k: k of HR@k and NDCG@k.
+        ranking_positives: the most positives of a split to rank, spread evenly over it; null for all. Each candidate is
+            scored with the whole history, so `full` scores that many times the number of items.
     """
 
     run_dir: str | None = None
@@ -193,12 +229,17 @@ class TrainingConfig:
     log_every: int = 50
     checkpoint_every: int = 0
     warm_start: str | None = None
+    ranking: Literal["none", "sampled", "full"] = "sampled"
+    ranking_k: int = 10
+    ranking_positives: int | None = 1000
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "eval_batch_size", "log_every"):
+        for name in ("epochs", "batch_size", "eval_batch_size", "log_every", "ranking_k"):
             _require(getattr(self, name) >= 1, f"training.{name}", getattr(self, name), "at least 1")
         _require(0 <= self.seed < 2**32, "training.seed", self.seed, "in [0, 2**32)")
         _require(self.checkpoint_every >= 0, "training.checkpoint_every", self.checkpoint_every, "0 or more")
+        limit = self.ranking_positives
+        _require(limit is None or limit >= 1, "training.ranking_positives", limit, "at least 1, or null")
         _require(self.patience is None or self.patience >= 1, "training.patience", self.patience, "at least 1, or null")
 
 
@@ -216,6 +257,10 @@ class Config:
     def __post_init__(self) -> None:
         fits = self.encoder.num_layers == 0 or self.model.embedding_dim % self.encoder.num_heads == 0
         _require(fits, "encoder.num_heads", self.encoder.num_heads, "a divisor of model.embedding_dim")
+        frozen = [name for name, one in self.model.pretrained.items() if one.frozen]
+        decay = self.optimizer.embeddings.weight_decay
+        why = f"0 with model.pretrained.{frozen[0]}.frozen" if frozen else ""
+        _require(not frozen or decay == 0, "optimizer.embeddings.weight_decay", decay, why)
         width = self.sharding.min_partition
         fits = self.sharding.type != "column_wise" or self.model.embedding_dim % width == 0
         _require(fits, "sharding.min_partition", width, "a divisor of model.embedding_dim under column_wise")

@@ -10,8 +10,9 @@ depend on a file, a signal or all predictions are made by one process and broadc
 
 import dataclasses
 import math
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
@@ -35,11 +36,14 @@ from jfi.training.checkpoint import (
     verify_checkpoint,
 )
 from jfi.training.config import Config, ConfigError
+from jfi.training.display import Display
 from jfi.training.distributed import World
 from jfi.training.interrupt import Interrupted, StopRequest, stop_on_signals
 from jfi.training.metrics import Predictions, normalized_entropy
 from jfi.training.plots import draw_attention, draw_curves
+from jfi.training.pretrained import keep_rows, read_pretrained
 from jfi.training.progress import Progress, last_progress
+from jfi.training.ranking import rank_positives, ranking_metrics
 from jfi.training.recorder import Recorder, SilentRecorder, read_metrics
 from jfi.training.run_folder import RunFolder
 from jfi.training.sharding import check_sharded, shard_model
@@ -69,15 +73,24 @@ class Trainer:
         dataset: the dataset of `config.data`.
         world: the processes of the run.
         warm: the run to start from, `training.warm_start` of a new run.
+        clock: seconds that only grow; another one in tests.
 
     Raises:
         ConfigError: the config does not fit the dataset, the processes or the run to start from.
     """
 
-    def __init__(self, config: Config, dataset: InteractionDataset, world: World, warm: str | None = None):
+    def __init__(
+        self,
+        config: Config,
+        dataset: InteractionDataset,
+        world: World,
+        warm: str | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
         self.config = config
         self.dataset = dataset
         self.world = world
+        self.clock = clock
         self.device = world.device
         self.progress = Progress(world_size=world.size if world.launched else 0)
         torch.manual_seed(config.training.seed)
@@ -102,12 +115,39 @@ class Trainer:
             rows = ", ".join(f"{table.name} {copied[table.name]}/{table.num_embeddings}" for table in tables.values())
             if world.is_first:
                 tqdm.write(f"warm start from {warm}: rows of known ids: {rows}")
+        self._tables = {table.name: name for name, table in tables.items()}
+        # By table with frozen rows which ones, `[rows]` bool.
+        self.frozen: dict[str, Tensor] = {}
+        for column, pretrained in config.model.pretrained.items():
+            if pretrained.frozen and column in self._tables:
+                weight = dict(self.model.named_parameters())[self._tables[column]]
+                self.frozen[column] = torch.zeros(len(weight), dtype=torch.bool, device=self.device)
+                keep_rows(weight, self.frozen[column])
         self.modules: dict[str, nn.Module] = {"model": self.model}
         if config.optimizer.average is not None:
             average = get_ema_multi_avg_fn(config.optimizer.average)
             self.modules["average"] = AveragedModel(self.model, multi_avg_fn=average)
         # Summed loss, summed label and number of the samples since the last line of the log.
         self.window = torch.zeros(3, dtype=torch.float64, device=self.device)
+        # Of the last line of the log, and samples a second of the last epoch, to be shown.
+        self.loss = self.speed = math.nan
+
+    def load_pretrained(self) -> None:
+        """Fills the tables of a new run with the embeddings of `model.pretrained`.
+
+        Raises:
+            ConfigError: a file is missing or malformed, or its column has no table.
+        """
+        for column, pretrained in self.config.model.pretrained.items():
+            width = self.config.model.embedding_dim
+            rows, vectors = read_pretrained(column, pretrained, self.dataset.schema, width)
+            if column not in self._tables:
+                raise ConfigError(f"model.pretrained.{column}: the model has no table of this column")
+            weight = dict(self.model.named_parameters())[self._tables[column]]
+            with torch.no_grad():
+                weight[rows.to(self.device)] = vectors.to(self.device)
+            if column in self.frozen:
+                self.frozen[column][rows.to(self.device)] = True
 
     def restore(self, run: RunFolder) -> None:
         """Loads the last complete checkpoint of `run`, if there is one.
@@ -159,11 +199,14 @@ class Trainer:
             self._recorder(run) as recorder,
             stop_on_signals() as stop,
             torch.autograd.set_multithreading_enabled(False),
+            # torch's Adagrad makes a sparse tensor of a sparse gradient. Its indices are valid, so they are not
+            # checked; said here, since torch warns where nobody says it.
+            torch.sparse.check_sparse_tensor_invariants(enable=False),
         ):
             try:
                 while not self._finished():
                     self._train_epoch(run, recorder, stop)
-                    self._end_epoch(self._evaluate("validation", run, stop), run, recorder)
+                    self._end_epoch(*self._evaluate("validation", run, stop), run, recorder)
             except Interrupted:
                 if progress.step > 0:
                     self._save(run, recorder)
@@ -171,8 +214,8 @@ class Trainer:
             best = self._module_state()
             load_checkpoint(run.checkpoints / checkpoint_name(progress.best_epoch, 0), best, world)
             self._load_modules(best)
-            test = self._evaluate("test", run, stop)
-            recorder.metrics("test", progress.best_epoch, progress.step, test)
+            test, speed = self._evaluate("test", run, stop)
+            recorder.metrics("test", progress.best_epoch, progress.step, test, speed)
         log = world.on_first(lambda: read_metrics(run.metrics))
         world.on_first(lambda: draw_curves(log, self.config.training.monitor, run.curves))
         if self.config.model.pooling == "attention":
@@ -206,28 +249,38 @@ class Trainer:
         progress, training = self.progress, self.config.training
         batches = self.dataset.num_batches("train", training.batch_size)
         self.model.train()
-        started = logged = time.perf_counter()
+        seconds, first = progress.train_seconds, self._samples_done()
+        started = logged = self.clock()
+        logged_samples = first
         for _ in self._outputs("train", training.batch_size, progress.batch, f"epoch {progress.epoch + 1}"):
             if "average" in self.modules:
                 self.modules["average"].update_parameters(self.model)
             progress.batch += 1
             progress.step += 1
-            now = time.perf_counter()
+            now = self.clock()
             progress.train_seconds += now - started
             started = now
             if progress.step % training.log_every == 0 or progress.batch == batches:
-                samples = self._log_window(recorder)
-                recorder.speed(samples / (now - logged), progress.step)
-                logged = now
+                self._log_window(recorder, (self._samples_done() - logged_samples) / max(now - logged, 1e-9))
+                logged, logged_samples = now, self._samples_done()
             due = training.checkpoint_every and progress.step % training.checkpoint_every == 0
             if due and progress.batch < batches:
                 self._save(run, recorder)
-                started = time.perf_counter()
+                saved = self.clock()
+                started, logged = saved, logged + saved - started
             stop.check(run.path, self.world)
+        self.speed = (self._samples_done() - first) / max(progress.train_seconds - seconds, 1e-9)
+
+    def _samples_done(self) -> int:
+        """Samples of the epoch that the steps so far have seen, on all ranks."""
+        return min(self.progress.batch * self.config.training.batch_size, self.dataset.num_samples("train"))
 
     def _outputs(self, split: str, size: int, start: int, label: str) -> Iterator[Output]:
         """Runs the model on the batches of a split; in training mode an optimizer step follows each."""
-        batches = self._batches(split, size, start, label)
+        yield from self._run(self._batches(split, size, start, label))
+
+    def _run(self, batches: Iterator[Batch]) -> Iterator[Output]:
+        """Runs the model on batches that are on the device, or pinned for a pipeline."""
         if self.pipeline is not None:
             with suppress(StopIteration):
                 while True:
@@ -263,36 +316,63 @@ class Trainer:
         self.window += torch.stack([total.detach(), labels.sum(), size])
         return loss, output
 
-    def _log_window(self, recorder: Recorder | SilentRecorder) -> float:
+    def _log_window(self, recorder: Recorder | SilentRecorder, speed: float) -> None:
+        """Records the mean loss since the last line of the log, and the samples a second."""
         loss, labels, samples = self.world.sum(self.window).tolist()
         self.window.zero_()
         loss, mean_label = loss / samples, labels / samples
         step = self.progress.step
         self._check_finite(loss)
         metrics = {"loss": loss, "ne": normalized_entropy(loss, mean_label)}
-        recorder.metrics("train", self.progress.epoch + 1, step, metrics)
-        return samples
+        self.loss = loss
+        recorder.metrics("train", self.progress.epoch + 1, step, metrics, speed)
 
     @torch.no_grad()
-    def _evaluate(self, split: str, run: RunFolder, stop: StopRequest) -> dict[str, float]:
+    def _evaluate(self, split: str, run: RunFolder, stop: StopRequest) -> tuple[dict[str, float], float]:
+        """The metrics of a split, and the samples a second."""
         self.model.eval()
         self._evaluated.eval()
-        predictions = Predictions()
+        predictions, begin = Predictions(), self.clock()
         for output in self._outputs(split, self.config.training.eval_batch_size, 0, split):
             predictions.add(*output)
             stop.check(run.path, self.world)
         parts = self.world.gather(predictions.on_cpu())
-        return self.world.on_first(lambda: Predictions.join(parts).metrics())
+        speed = self.dataset.num_samples(split) / max(self.clock() - begin, 1e-9)
+        metrics = self.world.on_first(lambda: Predictions.join(parts).metrics())
+        return metrics | self._rank(split, run, stop), speed
 
-    def _end_epoch(self, metrics: dict[str, float], run: RunFolder, recorder: Recorder) -> None:
+    def _rank(self, split: str, run: RunFolder, stop: StopRequest) -> dict[str, float]:
+        """HR@k and NDCG@k of a split, for implicit feedback."""
+        training, metrics = self.config.training, {}
+        kinds = {"none": [], "sampled": ["sampled"], "full": ["sampled", "full"]}[training.ranking]
+        for kind in kinds if self.dataset.is_implicit else []:
+            candidates = self.dataset.candidates(
+                split, kind, training.ranking_positives, self.config.data.eval_negatives
+            )
+            total, size = len(candidates.rows) + len(candidates), training.eval_batch_size
+            with self._display(f"{split}, ranking ({kind})", total, 0) as display:
+
+                def score(batches: Iterable[Batch], display: Display = display) -> Iterator[Tensor]:
+                    for logits, labels, _ in self._run(map(self._ready, batches)):
+                        stop.check(run.path, self.world)
+                        yield logits
+                        display.update(labels.numel() * self.world.size)
+
+                ranks = rank_positives(self.dataset, candidates, size, score, self.world)
+            metrics |= ranking_metrics(ranks, training.ranking_k, "_full" if kind == "full" else "")
+        return metrics
+
+    def _end_epoch(self, metrics: dict[str, float], speed: float, run: RunFolder, recorder: Recorder) -> None:
         progress, monitor = self.progress, self.config.training.monitor
         progress.epoch, progress.batch = progress.epoch + 1, 0
         score = metrics[monitor] if monitor == "auc" else -metrics[monitor]
         if progress.epoch == 1 or score > progress.best:
             progress.best, progress.best_epoch = score, progress.epoch
-        recorder.metrics("validation", progress.epoch, progress.step, metrics)
+        recorder.metrics("validation", progress.epoch, progress.step, metrics, speed)
         if self.world.is_first:
-            tqdm.write(f"epoch {progress.epoch}: validation " + ", ".join(f"{k} {v:.4f}" for k, v in metrics.items()))
+            shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+            tqdm.write(f"epoch {progress.epoch}: validation {shown}; trained {self.speed:,.0f} samples/s")
+            sys.stdout.flush()
         self._save(run, recorder)
 
     def _batches(self, split: str, size: int, start: int, label: str) -> Iterator[Batch]:
@@ -300,22 +380,23 @@ class Trainer:
         if split == "train":  # held-out splits have the same order and the same sampled negatives in every run
             order |= {"shuffle": True, "seed": self.config.training.seed, "epoch": self.progress.epoch}
         batches = self.dataset.batches(split, size, start_batch=start, **order)
-        samples = self.dataset.num_samples(split)
-        # disable=None shows the bar only if stderr is a terminal.
-        hidden = None if self.world.is_first else True
-        with tqdm(
-            total=samples,
-            initial=start * size,
-            desc=label,
-            unit=" samples",
-            unit_scale=True,
-            disable=hidden,
-            leave=False,
-        ) as bar:
+        with self._display(label, self.dataset.num_samples(split), start * size) as display:
             for batch in batches:
-                # A pipeline copies batches to the device itself, concurrently if the memory is pinned.
-                yield batch.pin_memory() if self.pipeline is not None else batch.to(self.device, non_blocking=True)
-                bar.update(batch.labels.numel() * self.world.size)
+                yield self._ready(batch)
+                display.update(batch.labels.numel() * self.world.size, self._details if split == "train" else None)
+
+    def _display(self, label: str, total: int, done: int) -> Display:
+        return Display(label, total, done, clock=self.clock, silent=not self.world.is_first)
+
+    def _ready(self, batch: Batch) -> Batch:
+        # A pipeline copies batches to the device itself, concurrently if the memory is pinned.
+        return batch.pin_memory() if self.pipeline is not None else batch.to(self.device, non_blocking=True)
+
+    def _details(self) -> dict[str, int | float]:
+        """The step, and this process's mean loss since the last line of the log."""
+        total, _, samples = self.window.tolist()
+        loss = total / samples if samples else self.loss
+        return {"step": self.progress.step, "loss": loss}
 
     @property
     def _evaluated(self) -> nn.Module:
@@ -337,6 +418,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "random": {str(self.world.rank): random},
             "window": self.world.sum(self.window),
+            **({"frozen": self.frozen} if self.frozen else {}),
         }
 
     def _check_finite(self, loss: float, fault: str = "") -> None:

@@ -1,6 +1,7 @@
 """Plots of a run: the curves of its metrics, and the attention of a few test samples."""
 
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -14,12 +15,15 @@ from jfi.data import Batch, DataSchema, InteractionDataset
 from jfi.data.config import HISTORY
 from jfi.files import writing_file
 from jfi.models import SequenceDLRM
+from jfi.training.fonts import DEFAULT, Fonts, find_fonts
 
 _SPLIT_COLORS = {"train": "#9ab3c9", "validation": "#0b5394", "test": "#cc4125"}
 _PANELS = 4
 _EVENTS = 12
 _PICK_FROM = 256
 _TITLE_WIDTH = 34
+#: Least span of a curve's axis, in nats, NE or AUC, so that a single epoch's noise does not fill it.
+_LEAST_SPAN = 0.02
 _SPANS = (("years", 31_557_600), ("days", 86_400), ("hours", 3_600), ("minutes", 60), ("seconds", 1))
 
 
@@ -49,6 +53,9 @@ def draw_curves(log: list[dict], monitor: str, path: Path) -> None:
             axes.plot(test["epoch"], test[metric], "*", **star)
         axes.set(title=title, xlabel="epoch")
         axes.set_xlim(0, last["epoch"] * 1.03)
+        low, high = axes.get_ylim()
+        if high - low < _LEAST_SPAN:
+            axes.set_ylim((low + high - _LEAST_SPAN) / 2, (low + high + _LEAST_SPAN) / 2)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:  # AUC per user is NaN if no user has both labels
@@ -62,12 +69,12 @@ def draw_curves(log: list[dict], monitor: str, path: Path) -> None:
 
 @dataclass
 class _Sample:
-    """A test sample: its target, and the texts of its L events, oldest first, with their weights [L, H]."""
+    """A test sample: its target, and of its L events, oldest first, titles, other texts, and weights [L, H]."""
 
     title: str
     label: float
     score: float
-    events: list[str]
+    events: list[tuple[str, str]]
     weights: torch.Tensor
 
 
@@ -87,9 +94,10 @@ def draw_attention(model: SequenceDLRM, dataset: InteractionDataset, device: tor
     samples = _pick(model.eval(), dataset, device)
     if not samples or path is None:
         return
+    fonts = find_fonts(text for sample in samples for text in [sample.title, *chain(*sample.events)])
     figure = Figure(figsize=(17, 10), layout="constrained")
     for axes, sample in zip(figure.subplots(2, _PANELS // 2, squeeze=False).flat, samples, strict=False):
-        _draw_sample(axes, sample)
+        _draw_sample(axes, sample, fonts)
     heads = samples[0].weights.shape[1]
     keys = [Patch(color=f"C{head}", label=f"head {head + 1}") for head in range(heads)]
     keys.append(Line2D([], [], color="0.3", linestyle=":", label="equal weights"))
@@ -99,7 +107,7 @@ def draw_attention(model: SequenceDLRM, dataset: InteractionDataset, device: tor
         figure.savefig(unfinished, format="png", dpi=100)
 
 
-def _draw_sample(axes: Axes, sample: _Sample) -> None:
+def _draw_sample(axes: Axes, sample: _Sample, fonts: Fonts) -> None:
     heads = sample.weights.shape[1]
     order = sample.weights.sum(1).argsort(descending=True)[:_EVENTS].flip(0)
     left = torch.zeros(len(order))
@@ -107,16 +115,20 @@ def _draw_sample(axes: Axes, sample: _Sample) -> None:
         width = sample.weights[order, head] / heads
         axes.barh(range(len(order)), width, left=left, color=f"C{head}")
         left += width
-    axes.set_yticks(range(len(order)), [sample.events[i] for i in order], fontsize=9)
+    # parse_math=False: a price such as $5 is no formula.
+    labels = [f"{_short(fonts, title)}, {fonts.legible(rest)}" for title, rest in (sample.events[i] for i in order)]
+    style = {"family": fonts.families, "parse_math": False}
+    axes.set_yticks(range(len(order)), labels, fontsize=9, **style)
     count = len(sample.events)
     axes.axvline(1 / count, color="0.3", linestyle=":")
     shown = left.sum().item()
     axes.set_title(
-        f"target: {sample.title} (label {sample.label:g}, predicted {sample.score:.2f})\n"
+        f"target: {_short(fonts, sample.title)} (label {sample.label:g}, predicted {sample.score:.2f})\n"
         f"{len(order)} of {count} events, {shown:.0%} of the weight",
         loc="right",  # extends over the long tick labels
         fontsize=11,
-        fontweight="bold",
+        fontweight="bold" if fonts.families == [DEFAULT] else "normal",  # other fonts may have no bold face
+        **style,
     )
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -147,14 +159,15 @@ def _describe(model: SequenceDLRM, schema: DataSchema, batch: Batch, row: int, d
     item_columns = {spec.column for spec in schema.features if spec.role == "item"}
     fields = [spec for spec in schema.features if spec.role == "history" and spec.column not in item_columns]
     (age,) = (spec.key for spec in schema.features if spec.role == "bucket")
-    events = [
-        ", ".join(
-            [_title(schema, item)]
-            + [f"{field.column} {_value(schema, field.column, ids[field.key][event])}" for field in fields]
-            + [_age(ids[age][event])]
-        )
-        for event, item in enumerate(ids[f"{HISTORY}{schema.item_key}"])
-    ]
+    events = []
+    for event, item in enumerate(ids[f"{HISTORY}{schema.item_key}"]):
+        shown = [
+            f"{field.column} {_value(schema, field.column, ids[field.key][event])}"
+            for field in fields
+            # A slot that is empty, since the event has fewer values, is left out.
+            if ids[field.key][event] or field.key == HISTORY + field.column
+        ]
+        events.append((_title(schema, item), ", ".join([*shown, _age(ids[age][event])])))
     return _Sample(
         title=_title(schema, ids[schema.item_key][0]),
         label=batch.labels[row].item(),
@@ -165,13 +178,19 @@ def _describe(model: SequenceDLRM, schema: DataSchema, batch: Batch, row: int, d
 
 
 def _title(schema: DataSchema, item: int) -> str:
-    title = schema.titles[item] if schema.titles else f"{schema.item_key} {_value(schema, schema.item_key, item)}"
+    return schema.titles[item] if schema.titles else f"{schema.item_key} {_value(schema, schema.item_key, item)}"
+
+
+def _short(fonts: Fonts, title: str) -> str:
+    title = fonts.legible(title)  # first, since a transliteration is longer
     return title if len(title) <= _TITLE_WIDTH else title[: _TITLE_WIDTH - 1] + "…"
 
 
 def _value(schema: DataSchema, column: str, number: int) -> str:
-    """The table's value for an id; #id for a value that training did not see, and for a quantile."""
-    if number and column in schema.encodings.vocabularies:
+    """The table's value for an id, #id for a quantile, "unknown" if it is missing or training did not see it."""
+    if not number:
+        return "unknown"
+    if column in schema.encodings.vocabularies:
         return schema.encodings.vocabularies[column].values[number - 1]
     return f"#{number}"
 

@@ -10,11 +10,14 @@ from jfi.files import naming
 from jfi.training.config import ConfigError
 from jfi.training.run_folder import RunFolder
 
+#: The key of a line's speed; all other values of a line are the same in every repetition of a run.
+SPEED = "samples_per_second"
+
 
 class Recorder:
     """Appends metrics to `metrics.jsonl`, truncated to the length in the checkpoint first, and to TensorBoard.
 
-    The file has no times or speeds, so that a resumed run ends with the same file as an uninterrupted one.
+    A resumed run ends with the same file as an uninterrupted one, but for the speeds (`SPEED`).
 
     Args:
         run: the run folder.
@@ -41,10 +44,10 @@ class Recorder:
         self._file.close()
         self._board.close()
 
-    def metrics(self, split: str, epoch: int, step: int, metrics: dict[str, float]) -> None:
-        """Appends a line; a metric that is not finite becomes null."""
+    def metrics(self, split: str, epoch: int, step: int, metrics: dict[str, float], speed: float) -> None:
+        """Appends a line; a metric that is not finite becomes null. `speed` is in samples a second."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        record = {"split": split, "epoch": epoch, "step": step, **finite}
+        record = {"split": split, "epoch": epoch, "step": step, **finite, SPEED: round(speed, 1)}
         line = (json.dumps(record) + "\n").encode()
         with naming(self._path):
             self._file.write(line)
@@ -52,10 +55,7 @@ class Recorder:
         self._digest.update(line)
         for name, value in metrics.items():
             self._board.add_scalar(f"{name}/{split}", value, step)
-
-    def speed(self, samples_per_second: float, step: int) -> None:
-        """Records the speed of training, for TensorBoard only."""
-        self._board.add_scalar("samples_per_second", samples_per_second, step)
+        self._board.add_scalar(f"{SPEED}/{split}", speed, step)
 
     def length(self) -> int:
         """Flushes metrics.jsonl to the disk and returns its length in bytes."""
@@ -77,10 +77,7 @@ class SilentRecorder:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def metrics(self, split: str, epoch: int, step: int, metrics: dict[str, float]) -> None:
-        pass
-
-    def speed(self, samples_per_second: float, step: int) -> None:
+    def metrics(self, split: str, epoch: int, step: int, metrics: dict[str, float], speed: float) -> None:
         pass
 
     def length(self) -> int:
@@ -111,3 +108,8 @@ def parse_metrics(path: Path, content: bytes) -> list[dict]:
             raise ConfigError(f"{path}:{number}: damaged, not a line of metrics")
         records.append(record)
     return records
+
+
+def read_results(path: Path) -> list[dict]:
+    """The lines of a `metrics.jsonl` without their speeds: equal in every repetition of a run."""
+    return [{name: value for name, value in line.items() if name != SPEED} for line in read_metrics(path)]

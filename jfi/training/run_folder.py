@@ -1,10 +1,11 @@
 """The run folder.
 
 config.yaml     every field of the resolved config
+summary.json    the data in numbers: rows, splits, lengths of histories, missing and unseen values, warnings
 data/           what the run has learnt from its data, and the data's fingerprint, see `jfi.training.run_data`
 metrics.jsonl   one JSON object per line: training lines, a validation line per epoch, a test line at the end
 checkpoints/    the last and the best checkpoint, see `jfi.training.checkpoint`
-tensorboard/    the same metrics, and the speed, for TensorBoard
+tensorboard/    the same metrics for TensorBoard
 curves.png      metrics over the epochs
 attention.png   the attention of a few test samples, unless none of them has a history
 .lock           held by the process that writes the run, see `jfi.training.run_lock`
@@ -25,6 +26,7 @@ class RunFolder:
     def __init__(self, path: Path):
         self.path = path
         self.config = path / "config.yaml"
+        self.summary = path / "summary.json"
         self.data = path / "data"
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"

@@ -29,7 +29,8 @@ def train(config: Config, dataset: InteractionDataset | None = None) -> Result:
         FloatingPointError: the loss is not finite.
         Interrupted: SIGINT or SIGTERM; the state has been saved.
     """
-    config = dataclasses.replace(config, data=config.data.with_absolute_paths())
+    data, model = config.data.with_absolute_paths(), config.model.with_absolute_paths()
+    config = dataclasses.replace(config, data=data, model=model)
     if config.training.warm_start is not None:
         config = config.with_training(warm_start=os.path.abspath(config.training.warm_start))
     run_dir = config.training.run_dir
@@ -41,8 +42,12 @@ def train(config: Config, dataset: InteractionDataset | None = None) -> Result:
             run = RunFolder(Path(run_dir))
             with writing_run(run.path, world):
                 return _continue(run, config, world, "refuse")
-        dataset = load_dataset(config.data) if dataset is None else dataset
+        if dataset is None:
+            dataset = load_dataset(config.data)
+            if world.is_first:
+                print(dataset.summary, flush=True)
         trainer = Trainer(config, dataset, world, config.training.warm_start)
+        trainer.load_pretrained()
         path = world.on_first(lambda: Path(run_dir or new_run_dir()))
         with writing_run(path, world):
             return trainer.fit(world.on_first(lambda: _create(config, path, dataset)))
@@ -79,10 +84,14 @@ def resume(
 def _create(config: Config, path: Path, dataset: InteractionDataset) -> RunFolder:
     run = RunFolder.create(config, path)
     save_data(run, dataset, config)
+    if dataset.summary is not None:
+        dataset.summary.save(run.summary)
     return run
 
 
 def _continue(run: RunFolder, config: Config, world: World, data_changed: DataChanged) -> Result:
     trainer = Trainer(config, load_data(run, config, world, data_changed), world)
     trainer.restore(run)
+    if trainer.progress.step == 0:  # killed before its first checkpoint
+        trainer.load_pretrained()
     return trainer.fit(run)

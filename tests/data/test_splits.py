@@ -7,7 +7,7 @@ def test_time_orders_by_timestamp_then_user_then_item():
     user = np.array([0, 0, 0, 1, 1])
     time = np.array([1.0, 5.0, 5.0, 5.0, 9.0])
     item = np.array([3, 0, 1, 0, 2])
-    assert split_by_time(user, time, item, [0.4, 0.4, 0.2]).tolist() == [0, 0, 1, 1, 2]
+    assert split_by_time(user, time, item, np.ones(5, bool), [0.4, 0.4, 0.2]).tolist() == [0, 0, 1, 1, 2]
 
 
 def test_leave_one_out():

@@ -1,14 +1,123 @@
+import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+import torch
+from fontTools.fontBuilder import FontBuilder
+from fontTools.pens.ttGlyphPen import TTGlyphPen
+from matplotlib import font_manager, get_data_path
+from matplotlib.figure import Figure
+
+from jfi.data import DataConfig, load_dataset
 from jfi.data.schema import Encodings
 from jfi.encoding import Vocabulary
-from jfi.training.plots import _title, _value
+from jfi.training.build import build_model
+from jfi.training.config import EncoderConfig, ModelConfig
+from jfi.training.plots import _title, _value, draw_attention, draw_curves
 
 
 def test_values_are_shown_as_the_table_has_them():
     encodings = Encodings({"item": Vocabulary(["i7", "i9"]), "rating": Vocabulary(["5"])})
-    schema = SimpleNamespace(encodings=encodings, titles=None, item_key="item")
-    assert _title(schema, 2) == "item i9"
-    assert _title(schema, 0) == "item #0"  # not seen in training
-    assert _value(schema, "rating", 1) == "5"
-    assert _value(schema, "price", 3) == "#3"  # a quantile
+    dataset = SimpleNamespace(encodings=encodings, titles=None, item_key="item")
+    assert _title(dataset, 2) == "item i9"
+    assert _title(dataset, 0) == "item unknown"  # not seen in training
+    assert _value(dataset, "rating", 1) == "5"
+    assert _value(dataset, "price", 3) == "#3"  # a quantile
+    assert _value(dataset, "rating", 0) == _value(dataset, "price", 0) == "unknown"  # missing, or not seen in training
+
+
+@pytest.fixture
+def table(tmp_path):
+    """Chinese titles with a price, and an event column with gaps and one with several values."""
+    path = tmp_path / "table.csv"
+    rows = [
+        f"{i % 7},{i % 5},{i % 2},{1_000_000 + i * 50},{'' if i % 3 else i % 2},{'a;b' if i % 2 else 'a'},"
+        f"茶叶 {i % 5} $5 to $10{' 茶' * 9 if i % 5 == 4 else ''}"
+        for i in range(140)
+    ]
+    path.write_text("\n".join(["user_id,item_id,liked,timestamp,stars,tags,title", *rows]) + "\n", encoding="utf8")
+    return DataConfig(
+        interactions=str(path),
+        label="liked",
+        title="title",
+        event_categorical=["stars", "tags"],
+        separators={"tags": ";"},
+    )
+
+
+def drawn(config: DataConfig, path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[str]]:
+    """Draws attention.png of an untrained model; gives the texts in it, and matplotlib's warnings."""
+    figures = []
+    monkeypatch.setattr("jfi.training.plots.Figure", lambda **k: figures.append(Figure(**k)) or figures[-1])
+    dataset = load_dataset(config)
+    model = build_model(ModelConfig(embedding_dim=8, num_heads=2), EncoderConfig(), dataset.schema)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        draw_attention(model, dataset, torch.device("cpu"), path)
+    texts = [t.get_text() for axes in figures[0].axes for t in [*axes.get_yticklabels(), axes.title, axes._right_title]]
+    return texts, [str(w.message) for w in caught]
+
+
+def keep_shipped_fonts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hides this machine's fonts but those of matplotlib, of which one has a box for every character."""
+    shipped = [font for font in font_manager.fontManager.ttflist if Path(font.fname).is_relative_to(get_data_path())]
+    assert any(font.name.startswith("Last Resort") for font in shipped)
+    monkeypatch.setattr(font_manager.fontManager, "ttflist", shipped)
+
+
+def test_chinese_titles_are_transliterated_where_no_font_has_them(table, tmp_path, monkeypatch, caplog):
+    keep_shipped_fonts(monkeypatch)
+    texts, caught = drawn(table, tmp_path / "attention.png", monkeypatch)
+    assert not caught and not [r for r in caplog.records if r.name.startswith("matplotlib")]
+    assert any("ChaYe 2 $5 to $10" in text for text in texts), texts
+    assert not [text for text in texts if "茶" in text]
+    assert any("ChaYe 4 $5 to $10 Cha Cha Cha Cha…" in text for text in texts), texts
+
+
+def test_chinese_titles_are_drawn_with_a_font_that_has_them(table, tmp_path, monkeypatch, caplog):
+    keep_shipped_fonts(monkeypatch)
+    add_font(tmp_path / "square.ttf", "Square Test", "茶叶")
+    texts, caught = drawn(table, tmp_path / "attention.png", monkeypatch)
+    assert not caught and not [r for r in caplog.records if r.name.startswith("matplotlib")]
+    assert any("茶叶 2 $5 to $10" in text for text in texts), texts
+
+
+def add_font(path: Path, family: str, characters: str) -> None:
+    """Makes matplotlib know a font that has these characters, each as a square."""
+    builder = FontBuilder(1000, isTTF=True)
+    names = [".notdef", *(f"uni{ord(c):04X}" for c in characters)]
+    builder.setupGlyphOrder(names)
+    builder.setupCharacterMap({ord(c): f"uni{ord(c):04X}" for c in characters})
+    pen = TTGlyphPen(None)
+    for corner, move in zip([(0, 0), (800, 0), (800, 800), (0, 800)], [pen.moveTo] + [pen.lineTo] * 3, strict=True):
+        move(corner)
+    pen.closePath()
+    builder.setupGlyf(dict.fromkeys(names, pen.glyph()))
+    builder.setupHorizontalMetrics(dict.fromkeys(names, (1000, 0)))
+    builder.setupHorizontalHeader(ascent=800, descent=-200)
+    builder.setupNameTable({"familyName": family, "styleName": "Regular"})
+    builder.setupOS2()
+    builder.setupPost()
+    builder.save(path)
+    font_manager.fontManager.addfont(path)
+
+
+def test_missing_event_values_are_unknown_and_empty_slots_left_out(table, tmp_path, monkeypatch):
+    texts = drawn(table, tmp_path / "attention.png", monkeypatch)[0]
+    events = [text for text in texts if "ago" in text]
+    assert any("stars unknown" in text for text in events) and any("stars 1" in text for text in events), events
+    assert not [text for text in events if "#0" in text or "tags unknown" in text]
+    assert any("tags a, tags b" in text for text in events)
+
+
+def test_the_axis_of_a_single_epoch_spans_more_than_its_noise(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr("jfi.training.plots.Figure", lambda **k: figures.append(Figure(**k)) or figures[-1])
+    values = {"loss": 0.61, "ne": 0.95, "auc": 0.7041, "user_auc": None}
+    log = [{"split": split, "epoch": 1, "step": 10, **values} for split in ("train", "validation", "test")]
+    log[2]["auc"] = 0.7043
+    draw_curves(log, "auc", tmp_path / "curves.png")
+    spans = [axes.get_ylim()[1] - axes.get_ylim()[0] for axes in figures[0].axes]
+    assert min(spans) >= 0.02
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -31,7 +31,7 @@ from jfi.training.checkpoint import latest_checkpoint, load_checkpoint
 from jfi.training.cli import load_config, save_config
 from jfi.training.distributed import World
 from jfi.training.loop import Trainer
-from jfi.training.recorder import read_metrics
+from jfi.training.recorder import read_metrics, read_results
 from jfi.training.tensor_files import TensorReader
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +59,7 @@ def saved_tensors(run_dir: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_run(run: Path, other: Path) -> None:
-    assert (run / "metrics.jsonl").read_bytes() == (other / "metrics.jsonl").read_bytes()
+    assert read_results(run / "metrics.jsonl") == read_results(other / "metrics.jsonl")
     a, b = saved_tensors(run), saved_tensors(other)
     assert a.keys() == b.keys()
     different = [key for key in a if not torch.equal(a[key], b[key])]
@@ -87,6 +87,7 @@ def test_run_folder(finished):
     assert [r["epoch"] for r in log if r["split"] == "validation"] == [1, 2, 3]
     assert log[-1]["split"] == "test" and log[-1]["auc"] == result.test["auc"]
     assert {"loss", "ne", "auc", "user_auc"} <= log[-1].keys()
+    assert json.loads((path / "summary.json").read_text())["users"] == 60
     assert any(r["split"] == "train" for r in log)
     assert all(r["step"] % 4 == 0 or r["step"] % (log[-1]["step"] // 3) == 0 for r in log)
     for picture in ("curves.png", "attention.png"):
@@ -116,7 +117,7 @@ def test_same_seed_same_run_and_another_seed_another(finished, tmp_path):
     train(tiny(tmp_path / "again"))
     assert_same_run(finished[0], tmp_path / "again")
     train(tiny(tmp_path / "other", seed=1, epochs=1))
-    assert read_metrics(finished[0] / "metrics.jsonl")[0] != read_metrics(tmp_path / "other" / "metrics.jsonl")[0]
+    assert read_results(finished[0] / "metrics.jsonl")[0] != read_results(tmp_path / "other" / "metrics.jsonl")[0]
 
 
 @pytest.mark.parametrize("step", [1, 5, *(pytest.param(step, marks=pytest.mark.slow) for step in (3, 14))])
@@ -244,9 +245,9 @@ def test_a_signal_saves_and_exits(tmp_path, signum, code):
 
 def test_resume_of_a_finished_run_changes_nothing(tmp_path):
     first = train(tiny(tmp_path / "run", epochs=1))
-    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    before = read_results(tmp_path / "run" / "metrics.jsonl")
     assert resume(tmp_path / "run").test == first.test
-    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    assert read_results(tmp_path / "run" / "metrics.jsonl") == before
 
 
 def test_early_stopping(tmp_path, monkeypatch):
@@ -371,6 +372,43 @@ def test_sparse_gradients_give_the_same_numbers(tmp_path, monkeypatch):
     sparse = train(tiny(tmp_path / "sparse", epochs=1))
     assert sparse.validation["loss"] == pytest.approx(dense.validation["loss"], rel=1e-4)
     resume(tmp_path / "sparse")
+
+
+def test_training_says_that_sparse_gradients_are_not_checked(tmp_path, monkeypatch):
+    """torch warns in the first process that does not say it; here checks are on, so that the loop has to say it."""
+    seen, build = [], build_optimizer
+
+    def noting(*arguments):
+        optimizer = build(*arguments)
+        step = optimizer.step
+
+        def noting_step(*a, **k):
+            sparse = any(p.grad.is_sparse for p in optimizer.params.values() if p.grad is not None)
+            seen.append((sparse, torch.sparse.check_sparse_tensor_invariants.is_enabled()))
+            step(*a, **k)
+
+        optimizer.step = noting_step
+        return optimizer
+
+    monkeypatch.setattr("jfi.training.build._SPARSE_ROWS", 1)
+    monkeypatch.setattr("jfi.training.loop.build_optimizer", noting)
+    with torch.sparse.check_sparse_tensor_invariants():
+        train(tiny(tmp_path / "run", epochs=1, checkpoint_every=0))
+    assert set(seen) == {(True, False)}
+
+
+@pytest.mark.slow
+def test_sparse_gradients_train_without_a_warning_of_torch(tmp_path):
+    save_config(tiny(tmp_path / "run", epochs=1), tmp_path / "config.yaml")
+    code = f"""
+import jfi.training.build
+jfi.training.build._SPARSE_ROWS = 1
+from jfi.training import train
+from jfi.training.cli import load_config
+train(load_config({str(tmp_path / "config.yaml")!r}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "Sparse invariant" not in done.stderr, done.stderr
 
 
 def test_the_average_is_what_is_evaluated(tmp_path):

@@ -1,0 +1,54 @@
+"""Candidates that a held-out positive is ranked among, for implicit feedback."""
+
+from typing import Literal
+
+import numpy as np
+
+from jfi.data.negatives import NegativeSampler
+
+Kind = Literal["sampled", "full"]
+
+
+class Candidates:
+    """P positives, each with C other items to rank it among: sampled ones, or all that training knows.
+
+    Items that the user has interacted with by then do not count: sampled ones are others, and of all items they are
+    left out, like the positive itself.
+
+    Args:
+        rows: `[P]` int64, the interactions of the positives.
+        user, item, time: `[P]`, their users, items and times.
+        sampler: of the negatives.
+        kind: "sampled" or "full".
+        num_sampled: C of sampled candidates. They are the same in every call.
+    """
+
+    def __init__(
+        self,
+        rows: np.ndarray,
+        user: np.ndarray,
+        item: np.ndarray,
+        time: np.ndarray,
+        sampler: NegativeSampler,
+        kind: Kind,
+        num_sampled: int,
+    ) -> None:
+        self.rows, self.items = rows, item
+        self._user, self._time = user, time
+        self._sampler, self._kind = sampler, kind
+        self.per_positive = num_sampled if kind == "sampled" else len(sampler.candidates)
+
+    def __len__(self) -> int:
+        """The number of pairs of a positive and a candidate, P · C."""
+        return len(self.rows) * self.per_positive
+
+    def pairs(self, number: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of pairs by their numbers `[n]` the positive `[n]`, the candidate item `[n]`, and whether it counts `[n]`."""
+        positive, place = number // self.per_positive, number % self.per_positive
+        user, time = self._user[positive], self._time[positive]
+        if self._kind == "sampled":
+            # Epoch 1, since training's negatives of epoch 0 and seed 0 would be those of AUC.
+            drawn = self._sampler.draw(user, time, self.rows[positive] * self.per_positive + place, seed=0, epoch=1)
+            return positive, drawn, drawn != self.items[positive]
+        item = self._sampler.candidates[place]
+        return positive, item, (item != self.items[positive]) & ~self._sampler.knows(user, item, time)

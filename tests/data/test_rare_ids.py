@@ -1,0 +1,167 @@
+"""Rare values, hashed values, unknown values in training, and crosses of an event's columns."""
+
+import dataclasses
+import zlib
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from jfi.data import DataConfig, DataError, DataSchema, load_dataset
+from jfi.data.config import HISTORY
+from jfi.serving.dataset_schema import schema_of
+from jfi.serving.requests import RequestReader
+from jfi.serving.schema import Limits
+
+ROWS = [
+    {"user": i % 3, "item": f"i{i * i % 7}", "right": i % 2, "tags": "a|b" if i % 5 else "b|c", "made": f"m{i % 11}"}
+    for i in range(60)
+]
+TRAIN = ROWS[:48]
+
+
+def config_of(write, **settings: object) -> DataConfig:
+    lines = [f"{r['user']},{r['item']},{t},{r['right']},{r['tags']},{r['made']}" for t, r in enumerate(ROWS)]
+    base = {
+        "interactions": write("r.csv", "user_id,item_id,timestamp,right,tags,made", *lines),
+        "label": "right",
+        "event_categorical": ["right", "tags", "made"],
+        "separators": {"tags": "|"},
+    }
+    return DataConfig(**base | settings)
+
+
+def histories(dataset, split: str, key: str) -> list[list[int]]:
+    (batch,) = dataset.batches(split, 1000)
+    return [ids.tolist() for ids in batch.sparse_features[key].to_dense()]
+
+
+def test_values_with_too_few_training_rows_are_unseen(write):
+    dataset = load_dataset(config_of(write, min_count={"item_id": 8, "tags": 10, "made": 5}))
+    known = dataset.schema.encodings.vocabularies
+    items, made = Counter(r["item"] for r in TRAIN), Counter(r["made"] for r in TRAIN)
+    assert list(known["item_id"].values) == sorted(v for v, n in items.items() if n >= 8) and len(items) == 4
+    assert list(known["made"].values) == sorted(v for v, n in made.items() if n >= 5) and len(made) == 11
+    # "c" has ten rows in training, "a" 38.
+    assert list(known["tags"].values) == ["a", "b", "c"]
+    assert list(
+        load_dataset(config_of(write, min_count={"tags": 11})).schema.encodings.vocabularies["tags"].values
+    ) == [
+        "a",
+        "b",
+    ]
+    rare = min(items, key=items.__getitem__)
+    (batch,) = dataset.batches("train", 1000)
+    assert [i for i, r in enumerate(TRAIN) if r["item"] == rare] == [
+        i for i, number in enumerate(batch.sparse_features["item_id"].values().tolist()) if number == 0
+    ]
+
+
+def test_hashed_values_share_a_fixed_table(write, tmp_path):
+    config = config_of(write, hash_buckets={"item_id": 5, "tags": 1000})
+    dataset = load_dataset(config)
+    sizes = {spec.key: spec.num_embeddings for spec in dataset.features}
+    assert (sizes["item_id"], sizes["history_item_id"], sizes["history_tags_0"]) == (6, 6, 1001)
+    (batch,) = dataset.batches("test", 1000)
+    # Documented: 1 + CRC-32 of the UTF-8 bytes modulo the number of buckets.
+    assert batch.sparse_features["item_id"].values().tolist() == [
+        1 + zlib.crc32(r["item"].encode()) % 5 for r in ROWS[54:]
+    ]
+    dataset.schema.save(tmp_path / "schema")
+    again = load_dataset(config, DataSchema.load(tmp_path / "schema"))
+    assert torch.equal(next(again.batches("test", 1000)).sparse_features.values(), batch.sparse_features.values())
+    with pytest.raises(DataError, match=r"data\.hash_buckets: got {'item_id': 6}, but the run was started with"):
+        load_dataset(dataclasses.replace(config, hash_buckets={"item_id": 6}), dataset.schema)
+
+
+def test_a_cross_has_an_id_for_each_pair_of_training(write):
+    dataset = load_dataset(config_of(write, event_crosses=[["item_id", "right"], ["made", "right", "item_id"]]))
+    pairs = sorted({f"{r['item']}\x1f{r['right']}" for r in TRAIN})
+    assert list(dataset.schema.encodings.vocabularies["item_id_x_right"].values) == pairs
+    number = {pair: i for i, pair in enumerate(pairs, 1)}
+    expected = []
+    for now in range(54, 60):
+        past = [r for r in ROWS[:now] if r["user"] == ROWS[now]["user"]]
+        expected.append([number[f"{r['item']}\x1f{r['right']}"] for r in past])
+    assert histories(dataset, "test", f"{HISTORY}item_id_x_right") == expected
+    assert f"{HISTORY}made_x_right_x_item_id" in {spec.key for spec in dataset.features}
+
+
+@pytest.mark.parametrize("hashed", [{}, {"item_id_x_right": 50, "made": 20}])
+def test_requests_get_the_ids_of_training(write, hashed):
+    """Crosses and buckets: a request that repeats a sample's history reads the batch's ids."""
+    config = config_of(write, event_crosses=[["item_id", "right"]], hash_buckets=hashed)
+    dataset = load_dataset(config)
+    read = RequestReader(schema_of(config, dataset.schema, True, True), Limits(10, 200))
+    assert "item_id_x_right" not in read.describe()["history"]
+    now = 57
+    past = [(t, r) for t, r in enumerate(ROWS[:now]) if r["user"] == ROWS[now]["user"]]
+    events = [
+        {"item_id": r["item"], "right": r["right"], "tags": r["tags"].split("|"), "made": r["made"], "age": now - t}
+        for t, r in past
+    ]
+    request = read({"user": {}, "history": events, "candidates": [{"item_id": ROWS[now]["item"]}]})
+    (batch,) = dataset.batches("test", 1000)
+    for key in ("history_item_id_x_right", "history_made", "history_tags_1"):
+        assert request.ids[key].tolist() == batch.sparse_features[key].to_dense()[now - 54].tolist(), key
+    missing = read({"user": {}, "history": [events[0] | {"right": None}], "candidates": [{"item_id": "i0"}]})
+    assert missing.ids["history_item_id_x_right"].tolist() == [0]
+
+
+def ids_and_unknown(dataset, plain, **order: object) -> tuple[int, int]:
+    """The known ids of the training batches, and how many of them became 0; others must be as they are."""
+    known = unknown = 0
+    for batch, whole in zip(dataset.batches("train", 64, **order), plain.batches("train", 64, **order), strict=True):
+        ids, true = batch.sparse_features, whole.sparse_features
+        for key in ids.keys():  # noqa: SIM118
+            got, want = ids[key].values(), true[key].values()
+            if key == "history_age":
+                assert torch.equal(got, want)
+                continue
+            assert torch.equal(got[got != 0], want[got != 0])
+            known, unknown = known + int((want != 0).sum()), unknown + int(((want != 0) & (got == 0)).sum())
+    return known, unknown
+
+
+def test_a_share_of_known_ids_is_unknown_in_training_alone(write):
+    plain, dataset = (load_dataset(config_of(write, unknown_share=share)) for share in (0.0, 0.2))
+    counts = np.sum([ids_and_unknown(dataset, plain, shuffle=True, epoch=e) for e in range(20)], axis=0)
+    assert counts[1] / counts[0] == pytest.approx(0.2, abs=0.02)
+    for split in ("validation", "test"):
+        for a, b in zip(dataset.batches(split, 64), plain.batches(split, 64), strict=True):
+            assert torch.equal(a.sparse_features.values(), b.sparse_features.values())
+
+
+def test_unknown_ids_depend_on_seed_and_epoch_alone(write):
+    dataset = load_dataset(config_of(write, unknown_share=0.3))
+
+    def values(**order: object) -> list[list[int]]:
+        return [b.sparse_features.values().tolist() for b in dataset.batches("train", 7, **order)]
+
+    assert values(seed=1, epoch=2) == values(seed=1, epoch=2)
+    assert values(seed=1, epoch=2)[3:] == values(seed=1, epoch=2, start_batch=3)
+    assert values(seed=1, epoch=2) != values(seed=1, epoch=3) and values(seed=1, epoch=2) != values(seed=2, epoch=2)
+    # Two processes have the ids of one.
+    parts = [list(dataset.batches("train", 8, rank=rank, world_size=2)) for rank in range(2)]
+    for i, whole in enumerate(dataset.batches("train", 8)):
+        for key in ("item_id", "history_made"):
+            joined = [part[i].sparse_features[key].values().tolist() for part in parts]
+            assert whole.sparse_features[key].values().tolist() == joined[0] + joined[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"min_count": {"mode": 2}}, "data.min_count has 'mode', no categorical column; did you mean 'made'"),
+        ({"min_count": {"made": 0}}, "data.min_count.made is 0; it must be at least 1"),
+        ({"min_count": {"made": 2}, "hash_buckets": {"made": 9}}, "both have 'made'"),
+        ({"event_crosses": [["made"]]}, "a cross needs at least two columns"),
+        ({"event_crosses": [["made", "user_id"]]}, "data.event_crosses has 'user_id', which is no such column"),
+        ({"event_crosses": [["made", "tags"]]}, "data.event_crosses has 'tags', whose rows are lists"),
+        ({"unknown_share": 1.0}, r"data.unknown_share is 1.0; it must be in \[0, 1\)"),
+    ],
+)
+def test_wrong_settings_of_ids_are_refused(write, settings, message):
+    with pytest.raises(DataError, match=message):
+        load_dataset(config_of(write, **settings))

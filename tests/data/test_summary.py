@@ -1,0 +1,96 @@
+"""The data in numbers, and warnings of what is probably not meant so."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jfi.data import DataConfig, load_dataset
+
+DAY = 86_400
+
+
+def rows(count: int = 40) -> list[list[str]]:
+    """Users 0 to 3 in turn, items 0 to 4 in turn, one row a day from 2001-09-09 on, every fourth row without a tag."""
+    return [
+        [f"{i % 4}", f"{i % 5}", f"{10**9 + i * DAY}", f"{i % 2}", "" if i % 4 == 3 else f"t{i % 3}", "a"]
+        for i in range(count)
+    ]
+
+
+def load(write, table: list[list[str]], **settings: object):
+    lines = [",".join(row) for row in table]
+    path = write("r.csv", "user_id,item_id,timestamp,liked,tag,city", *lines)
+    return load_dataset(DataConfig(interactions=path, label="liked", **settings)).summary
+
+
+def test_counts_shares_and_lengths(write):
+    table = rows()
+    table[38][0] = "new"  # a user and an item that only the test split has
+    table[39][1] = "new"
+    table[37][4] = "rare"
+    table[36][3] = ""  # a row of the test split that is only part of histories
+    summary = load(write, table, event_categorical=["tag"])
+    assert (summary.rows, summary.users, summary.items) == (40, 5, 6)
+    assert summary.first_time == "2001-09-09T01:46:40+00:00" and summary.last_time[:10] == "2001-10-18"
+    assert summary.samples == {"train": 31, "validation": 4, "test": 4}
+    assert summary.label_shares == {"train": pytest.approx(15 / 31), "validation": 0.5, "test": 0.75}
+    # User 3's rows are 3, 7, ... 39; the new user has one row, and user 2 nine.
+    lengths = np.array([i // 4 for i in range(40) if i not in (36, 38)] + [0])
+    assert summary.history_lengths["mean"] == pytest.approx(lengths.mean())
+    assert summary.history_lengths["p50"] == np.quantile(lengths, 0.5)
+    assert summary.history_lengths["max"] == 9 and summary.history_lengths["empty"] == pytest.approx(5 / 39)
+    assert summary.missing == {"tag": 0.25}
+    assert summary.unseen["validation"] == {"user": 0.0, "item": 0.0}
+    assert summary.unseen["test"] == {
+        "user": 0.25,
+        "item": 0.25,
+        "tag": 0.25,
+    }
+    assert summary.vocabulary_sizes == {"item_id": 5, "tag": 3}
+    assert summary.warnings == []
+
+
+def test_it_is_text_for_a_screen_and_json(write, tmp_path):
+    summary = load(write, rows(), event_categorical=["tag"], timestamp_unit="ms")
+    lines = str(summary).splitlines()
+    assert lines[0] == "data: 40 rows, 4 users, 5 items, 1970-01-12 to 1970-01-12"
+    assert lines[1].startswith("samples: train 32 (50.0% positive), validation 4")
+    assert "missing: tag 25.0%" in lines
+    assert lines[-1].startswith("warning: 'timestamp' lies around the year 1970; with data.timestamp_unit: s it would")
+    summary.save(tmp_path / "summary.json")
+    tree = json.loads((tmp_path / "summary.json").read_text())
+    assert tree["rows"] == 40 and tree["warnings"] == summary.warnings
+
+
+@pytest.mark.parametrize(("factor", "unit"), [(1, "s"), (10**3, "ms"), (10**6, "us")])
+def test_times_of_another_unit_are_warned_of(write, factor, unit):
+    table = rows()
+    for row in table:
+        row[2] = str(int(row[2]) * factor)
+    (warning,) = load(write, table, timestamp_unit="ns").warnings
+    assert warning == f"'timestamp' lies around the year 1970; with data.timestamp_unit: {unit} it would be 2002"
+    assert load(write, table, timestamp_unit=unit).warnings == []
+    if factor > 1:
+        (warning,) = load(write, table).warnings
+        assert f"with data.timestamp_unit: {unit} it would be 2002" in warning
+
+
+def test_columns_that_change_from_row_to_row_are_warned_of(write):
+    table = rows()
+    table[20][5] = "b"
+    (warning,) = load(write, table, user_categorical=["city"]).warnings
+    assert warning.startswith("'city' changes for 1 of 4 users from row to row; every sample has the value of the user")
+    (warning,) = load(write, table, item_categorical=["tag"], separators={"tag": "t"}).warnings
+    assert warning.startswith("'tag' changes for 5 of 5 items from row to row")
+    # With a table of users there is one value.
+    users = write("u.csv", "user_id,city", *(f"{i},a" for i in range(4)))
+    assert load(write, table, user_categorical=["city", "user_id"], users=users).warnings == []
+
+
+def test_labels_that_are_nearly_constant_are_warned_of(write):
+    table = rows(4000)
+    for i, row in enumerate(table):
+        row[3] = str(int(i in (0, 1, 2, 3300, 3301, 3700, 3701)))
+    (warning,) = load(write, table).warnings
+    assert warning == "label 'liked' is nearly constant: 0.09% of the 3,200 labels of train are 1"

@@ -1,0 +1,80 @@
+"""Lines of progress where there is no terminal, and the loop that shows them."""
+
+import io
+import itertools
+
+import pytest
+from test_run import tiny
+
+from jfi.data import load_dataset
+from jfi.training.display import Display
+from jfi.training.distributed import World
+from jfi.training.loop import Trainer
+from jfi.training.recorder import SPEED, read_metrics
+from jfi.training.run_folder import RunFolder
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_log_file_gets_a_line_every_30_seconds():
+    seconds = itertools.count(0.0, 12.0)  # 0 at the start, then 12, 24, 36, ...
+    out = io.StringIO()
+    with Display("epoch 2", 1000, 200, clock=lambda: next(seconds), stream=out) as display:
+        for _ in range(8):
+            display.update(100, lambda: {"step": 1234, "loss": 0.5})
+    # 300 samples in 36 s, then 600 in 72 s; 500 and 200 samples are left.
+    assert out.getvalue().splitlines() == [
+        "epoch 2: 50% of 1,000 samples, 8.3 samples/s, step 1,234, loss 0.5000, 1:00 left",
+        "epoch 2: 80% of 1,000 samples, 8.3 samples/s, step 1,234, loss 0.5000, 0:24 left",
+    ]
+
+
+def test_a_short_task_and_a_silent_process_write_nothing():
+    out, seconds = io.StringIO(), itertools.count(0.0, 29.0)
+    with Display("test", 10, clock=lambda: next(seconds), stream=out) as display:
+        display.update(10)
+    with Display("test", 10, clock=lambda: next(seconds), stream=out, interval=0.0, silent=True) as display:
+        display.update(10)
+    assert out.getvalue() == ""
+
+
+def test_a_terminal_gets_a_bar_and_no_lines():
+    out = Terminal()
+    with Display("epoch 1", 10, clock=itertools.count(0.0, 100.0).__next__, stream=out) as display:
+        display.update(5)
+        display.bar.refresh()
+    assert "epoch 1:  50%" in out.getvalue() and "left" not in out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def slow_run(tmp_path_factory):
+    """A run whose every look at the clock takes 5 seconds, and the text that it wrote to stderr."""
+    path = tmp_path_factory.mktemp("slow") / "run"
+    config = tiny(path, epochs=1, eval_batch_size=8)
+    seconds, err = itertools.count(0.0, 5.0), io.StringIO()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("sys.stderr", err)
+        for name in ("draw_curves", "draw_attention"):
+            patched.setattr(f"jfi.training.loop.{name}", lambda *_: None)
+        trainer = Trainer(config, load_dataset(config.data), World(), clock=lambda: next(seconds))
+        trainer.fit(RunFolder.create(config))
+    return path, err.getvalue()
+
+
+def test_training_and_evaluation_write_lines_to_a_log(slow_run):
+    lines = slow_run[1].splitlines()
+    by_task = {task: [line for line in lines if line.startswith(task)] for task in ("epoch 1:", "validation:", "test:")}
+    assert all(by_task.values()), lines
+    for line in by_task["epoch 1:"]:
+        assert "samples/s, step " in line and ", loss 0." in line and line.endswith(" left")
+    assert "loss" not in by_task["test:"][0]
+
+
+def test_metrics_hold_the_samples_a_second(slow_run):
+    log = read_metrics(slow_run[0] / "metrics.jsonl")
+    assert all(line[SPEED] > 0 for line in log)
+    # Four steps of 64 samples, at two looks at the clock a step: by the loop, and by the display.
+    assert log[1]["split"] == "train" and log[1][SPEED] == pytest.approx(4 * 64 / 45, rel=0.2)

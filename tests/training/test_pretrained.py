@@ -1,0 +1,152 @@
+"""Embeddings from a file: where they go, what stays frozen, and runs that go on without the file."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import torch
+from test_run import assert_same_run, killed_after, tiny
+
+import jfi.training.build
+from jfi.data import load_dataset
+from jfi.training import Config, ConfigError, resume, train
+from jfi.training.config import PretrainedConfig
+from jfi.training.pretrained import read_pretrained
+from jfi.training.saved_run import load_run
+
+# Items 0 to 29 of the 40 of the table, in another order, and one that it lacks.
+IDS = [*map(str, range(29, -1, -1)), "nobody"]
+VECTORS = np.random.default_rng(0).normal(size=(31, 8)).astype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def _no_pictures(monkeypatch):
+    for name in ("draw_curves", "draw_attention"):
+        monkeypatch.setattr(f"jfi.training.loop.{name}", lambda *_: None)
+
+
+def parquet(folder: Path, vectors: np.ndarray = VECTORS, ids: list | None = None) -> str:
+    path = folder / "items.parquet"
+    pyarrow.parquet.write_table(pa.table({"id": IDS if ids is None else ids, "vector": list(vectors)}), path)
+    return str(path)
+
+
+def config_of(folder: Path, name: str, path: str, frozen: bool = True, **training: object) -> Config:
+    config = tiny(folder / name, **{"epochs": 2, **training})
+    model = dataclasses.replace(config.model, pretrained={"item": PretrainedConfig(path, frozen=frozen)})
+    return dataclasses.replace(config, model=model)
+
+
+def item_rows(run: Path) -> tuple[torch.Tensor, list[str]]:
+    """The trained table of the items, without row 0, and the value of each row."""
+    saved = load_run(run)
+    (name,) = (name for name in saved.model.state_dict() if ".item." in name)
+    return saved.model.state_dict()[name][1:], list(saved.schema.encodings.vocabularies["item"].values)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_frozen_rows_stay_and_others_are_trained(tmp_path, monkeypatch, sparse):
+    if sparse:
+        monkeypatch.setattr(jfi.training.build, "_SPARSE_ROWS", 1)
+    config = config_of(tmp_path, "run", parquet(tmp_path), epochs=1)
+    config.optimizer.average = None
+    fresh = jfi.training.build.draw_tables
+    drawn = {}
+
+    def noting(state, tables, seed):
+        fresh(state, tables, seed)
+        drawn.update({name: value.clone() for name, value in state.items() if ".item." in name})
+
+    monkeypatch.setattr("jfi.training.loop.draw_tables", noting)
+    train(config)
+    rows, values = item_rows(tmp_path / "run")
+    (initial,) = (value[1:] for value in drawn.values())
+    given = dict(zip(IDS, torch.from_numpy(VECTORS), strict=True))
+    assert {"30", "5"} <= set(values)
+    for row, start, value in zip(rows, initial, values, strict=True):
+        if value in given:
+            assert torch.equal(row, given[value])
+        else:
+            assert not torch.equal(row, start)
+
+
+def test_rows_that_are_not_frozen_are_trained_from_the_file_on(tmp_path):
+    train(config_of(tmp_path, "run", parquet(tmp_path), frozen=False, epochs=1))
+    rows, values = item_rows(tmp_path / "run")
+    given = torch.from_numpy(np.stack([VECTORS[IDS.index(v)] for v in values if v in IDS]))
+    trained = rows[[v in IDS for v in values]]
+    assert not torch.equal(trained, given)
+    assert torch.nn.functional.cosine_similarity(trained, given).mean() > 0.9
+
+
+def test_a_run_goes_on_to_the_same_bits_without_the_file(tmp_path, monkeypatch):
+    path = parquet(tmp_path)
+    train(config_of(tmp_path, "whole", path))
+    killed_after(5, config_of(tmp_path, "run", path), monkeypatch)
+    Path(path).unlink()
+    resume(tmp_path / "run")
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+def schema():
+    return load_dataset(tiny(None).data).schema
+
+
+def test_npy_with_ids_gives_the_same_rows(tmp_path):
+    np.save(tmp_path / "items.npy", VECTORS)
+    (tmp_path / "ids.txt").write_text("\n".join(IDS) + "\n")
+    one = PretrainedConfig(str(tmp_path / "items.npy"), ids=str(tmp_path / "ids.txt"))
+    data = schema()
+    values = list(data.encodings.vocabularies["item"].values)
+    rows, vectors = read_pretrained("item", one, data, 8)
+    assert [values[row - 1] for row in rows] == [value for value in values if value in IDS]
+    assert torch.equal(vectors, torch.stack([torch.from_numpy(VECTORS[IDS.index(values[row - 1])]) for row in rows]))
+    others = read_pretrained("item", PretrainedConfig(parquet(tmp_path)), data, 8)
+    assert torch.equal(rows, others[0]) and torch.equal(vectors, others[1])
+
+
+def test_another_width_is_projected(tmp_path):
+    data = schema()
+    rows, wide = read_pretrained("item", PretrainedConfig(parquet(tmp_path)), data, 11)
+    assert wide.shape == (len(rows), 11) and not wide[:, 8:].any()
+    # Vectors in a plane keep their distances when they are projected to two components.
+    plane = VECTORS[:, :2] @ np.random.default_rng(1).normal(size=(2, 8)).astype(np.float32)
+    _, narrow = read_pretrained("item", PretrainedConfig(parquet(tmp_path, plane)), data, 2)
+    _, whole = read_pretrained("item", PretrainedConfig(parquet(tmp_path, plane)), data, 8)
+    assert torch.allclose(torch.pdist(narrow), torch.pdist(whole), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("column", "change", "message"),
+    [
+        ("item", {"path": "no.parquet"}, r"model.pretrained.item: \S*no.parquet: "),
+        ("item", {"id_column": "key"}, "items.parquet has no column 'key'; known: id, vector"),
+        ("item", {"vector_column": "id"}, "column 'id' of .* has type string, no vectors"),
+        ("brand", {}, "model.pretrained.brand: no such column with a vocabulary; known: item, category, rating"),
+        ("category", {"ids": ["x", "y"]}, "has none of the values of 'category'"),
+        ("item", {"ids": ["1", "1"]}, "has an id twice"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_the_setting(tmp_path, column, change, message):
+    ids = change.pop("ids", None)
+    path = parquet(tmp_path, VECTORS if ids is None else VECTORS[:2], ids)
+    with pytest.raises(ConfigError, match=message):
+        read_pretrained(column, PretrainedConfig(**{"path": path, **change}), schema(), 8)
+
+
+def test_nothing_is_written_for_a_missing_file(tmp_path):
+    with pytest.raises(ConfigError, match="no such file"):
+        train(config_of(tmp_path, "run", str(tmp_path / "no.parquet")))
+    assert not (tmp_path / "run").exists()
+
+
+def test_weight_decay_with_frozen_rows_is_refused(tmp_path):
+    config = config_of(tmp_path, "run", "x.parquet")
+    optimizer = dataclasses.replace(
+        config.optimizer, embeddings=dataclasses.replace(config.optimizer.embeddings, weight_decay=0.1)
+    )
+    with pytest.raises(ConfigError, match=r"must be 0 with model\.pretrained\.item\.frozen"):
+        dataclasses.replace(config, optimizer=optimizer)

@@ -1,0 +1,108 @@
+"""HR@k and NDCG@k against a plain loop."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from jfi.data import DataConfig, load_dataset
+from jfi.training import Config, ModelConfig, TrainingConfig, train
+from jfi.training.distributed import World
+from jfi.training.ranking import _parts, rank_positives, ranking_metrics
+from jfi.training.recorder import read_metrics
+
+ITEMS = 23
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    path = tmp_path_factory.mktemp("implicit") / "r.csv"
+    rows = [f"{t % 6},{(t * t + t // 6) % ITEMS},{t}" for t in range(300)]
+    path.write_text("\n".join(["user_id,item_id,timestamp", *rows]) + "\n")
+    return load_dataset(DataConfig(interactions=str(path), eval_negatives=5))
+
+
+def by_loop(dataset, split: str, score, limit: int, sampled: int | None) -> list[float]:
+    """Ranks by the definition, one positive and one candidate at a time."""
+    arrays = dataset.arrays()
+    events, rows = arrays.events, arrays.samples[split]
+    rows = [rows[i * len(rows) // limit] for i in range(limit)] if limit < len(rows) else rows
+    known_items = sorted({int(events.item[row]) for row in arrays.samples["train"]})
+    ranks = []
+    for i, row in enumerate(rows):
+        user, target, now = events.user[row], int(events.item[row]), events.time[row]
+        known = {
+            int(events.item[e]) for e in range(len(events.user)) if events.user[e] == user and events.time[e] <= now
+        }
+        others = [item for item in known_items if item not in known]
+        if sampled is not None:
+            pairs = dataset.candidates(split, "sampled", limit, sampled)
+            _, drawn, _ = pairs.pairs(torch.arange(i * sampled, (i + 1) * sampled).numpy())
+            assert set(drawn.tolist()) <= set(others)
+            others = drawn.tolist()
+        own = score(user, target)
+        scores = [score(user, item) for item in others]
+        ranks.append(1 + sum(s > own for s in scores) + 0.5 * sum(s == own for s in scores))
+    return ranks
+
+
+def toy_score(user: int, item: int) -> float:
+    return float((int(item) * 7 + int(user) * 3) % 6)  # many ties
+
+
+def toy_model(batches):
+    """The same for batches: an item's index is its id less one, since training has all items."""
+    for batch in batches:
+        items = batch.sparse_features["item_id"].values() - 1
+        yield torch.tensor([toy_score(u, i) for u, i in zip(batch.users.tolist(), items.tolist(), strict=True)])
+
+
+@pytest.mark.parametrize(("kind", "sampled"), [("full", None), ("sampled", 5)])
+@pytest.mark.parametrize("limit", [7, 1000])
+def test_ranks_are_those_of_a_loop(dataset, kind, sampled, limit):
+    candidates = dataset.candidates("test", kind, limit, 5)
+    expected = by_loop(dataset, "test", toy_score, limit, sampled)
+    for batch_size in (8, 1000):
+        ranks = rank_positives(dataset, candidates, batch_size, toy_model, World())
+        assert ranks.tolist() == expected
+    assert len(expected) == min(limit, dataset.num_samples("test") // 5)
+
+
+def config_of(dataset_path: str, run_dir, **training: object) -> Config:
+    return Config(
+        data=DataConfig(interactions=dataset_path, eval_negatives=20),
+        model=ModelConfig(embedding_dim=8, num_heads=2, dense_arch=[8], over_arch=[8]),
+        training=TrainingConfig(run_dir=str(run_dir), epochs=1, batch_size=64, device="cpu", **training),
+    )
+
+
+def test_a_run_on_implicit_feedback_reports_them(tmp_path, monkeypatch):
+    for name in ("draw_curves", "draw_attention"):
+        monkeypatch.setattr(f"jfi.training.loop.{name}", lambda *_: None)
+    # Every user takes the items in a fixed order, so that what comes next is easy.
+    rows = [f"{t % 9},{(t // 9 + t % 9) % 40},{t}" for t in range(900)]
+    (tmp_path / "r.csv").write_text("\n".join(["user_id,item_id,timestamp", *rows]) + "\n")
+    config = config_of(str(tmp_path / "r.csv"), tmp_path / "run", ranking="full", ranking_k=3, ranking_positives=30)
+    test = train(config).test
+    names = ["hr@3", "ndcg@3", "hr@3_full", "ndcg@3_full"]
+    assert list(test)[-4:] == names and all(0 <= test[name] <= 1 for name in names)
+    validation = next(r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["split"] == "validation")
+    assert set(names) <= validation.keys()
+
+    config = dataclasses.replace(config, training=dataclasses.replace(config.training, ranking="none"))
+    assert not [name for name in train(config.with_training(run_dir=str(tmp_path / "none"))).test if "@" in name]
+
+
+def test_metrics_are_those_of_the_definition():
+    ranks = [1.0, 2.5, 10.0, 10.5, 40.0]
+    found = ranking_metrics(torch.tensor(ranks), 10, "_full")
+    assert found["hr@10_full"] == 3 / 5
+    assert found["ndcg@10_full"] == pytest.approx(sum(1 / math.log2(r + 1) for r in ranks if r <= 10) / 5)
+
+
+def test_two_processes_share_every_batch(dataset):
+    candidates = dataset.candidates("test", "full", 7, 5)
+    parts = [list(_parts(len(candidates), 16, World(rank=rank, size=2))()) for rank in range(2)]
+    joined = [number for both in zip(*parts, strict=True) for part in both for number in part.tolist()]
+    assert joined == list(range(len(candidates)))
