@@ -18,12 +18,12 @@ from jfi.kernels.jagged_attention.sm90_primitives import INF
 @gluon.jit
 def _locate(work_tile, schedule, WARP_GROUPS: gl.constexpr, BLOCK_M: gl.constexpr, SPEC: gl.constexpr):
     """The rows of a work tile, as `produce_pairs` asks for."""
-    _tile, k_start, _keys, q_start, queries = work_tile
+    _tile, k_start, _num_keys, q_start, num_queries = work_tile
     first, _shift, begin, steps = tile.seeing_queries(
         work_tile, schedule.left, schedule.right, BLOCK_M, WARP_GROUPS * ROWS, SPEC
     )
     QHEADS_PER_KVHEAD: gl.constexpr = SPEC.qheads_per_kvhead
-    return k_start + first, q_start * QHEADS_PER_KVHEAD, queries * QHEADS_PER_KVHEAD, begin, steps
+    return k_start + first, q_start * QHEADS_PER_KVHEAD, num_queries * QHEADS_PER_KVHEAD, begin, steps
 
 
 @gluon.jit
@@ -70,7 +70,7 @@ def _consume(own, other, statistics, bias_ptr, results, schedule, SPEC: gl.const
         next_number, next_work_tile = pipeline.consume_tile(schedule, num_taken, SPEC)
         num_taken += 1
         kv_head = number % SPEC.num_kv_heads
-        _tile, k_start, keys, _q_start, _queries = work_tile
+        _tile, k_start, num_keys, _q_start, _num_queries = work_tile
         first, shift, begin, steps = tile.seeing_queries(work_tile, left, right, BLOCK_M, WARP_GROUPS * ROWS, SPEC)
         first += OWN
         key = first + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
@@ -78,7 +78,7 @@ def _consume(own, other, statistics, bias_ptr, results, schedule, SPEC: gl.const
         dv = gl.zeros([ROWS, E], gl.float32, V_LAYOUT)
         if SPEC.has_bias:
             bias_at = (k_start + key).to(gl.int64) * SPEC.num_kv_heads + kv_head
-            bias = gl.load(bias_ptr + bias_at, mask=key < keys, other=0.0).to(gl.float32) * LOG2E
+            bias = gl.load(bias_ptr + bias_at, mask=key < num_keys, other=0.0).to(gl.float32) * LOG2E
         dbias = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S_LAYOUT))
         if steps > 0:
             pipeline.wait_full(own.ring, num_k_tiles)
@@ -118,13 +118,13 @@ def _consume(own, other, statistics, bias_ptr, results, schedule, SPEC: gl.const
             pipeline.release(own.ring, num_k_tiles)
             num_k_tiles += 1
         if SPEC.has_bias:
-            gl.store(dbias_ptr + bias_at, dbias.to(dbias_ptr.dtype.element_ty), mask=key < keys)
+            gl.store(dbias_ptr + bias_at, dbias.to(dbias_ptr.dtype.element_ty), mask=key < num_keys)
         dk = dk * scale
         if SPEC.shared_kv:
             dk = dk + dv
         else:
-            tile.store_rows(dv_ptr, dv, k_start + first, k_start + keys, kv_head, SPEC)
-        tile.store_rows(dk_ptr, dk, k_start + first, k_start + keys, kv_head, SPEC)
+            tile.store_rows(dv_ptr, dv, k_start + first, k_start + num_keys, kv_head, SPEC)
+        tile.store_rows(dk_ptr, dk, k_start + first, k_start + num_keys, kv_head, SPEC)
         number = next_number
         work_tile = next_work_tile
 

@@ -18,11 +18,11 @@ from jfi.kernels.jagged_attention.sm90_primitives import INF
 @gluon.jit
 def _locate(work_tile, schedule, WARP_GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, SPEC: gl.constexpr):
     """The rows of a work tile, as `produce_pairs` asks for."""
-    _tile, q_start, _queries, k_start, keys = work_tile
+    _tile, q_start, _num_queries, k_start, num_keys = work_tile
     first, _shift, begin, steps = tile.visible_keys(
         work_tile, schedule.left, schedule.right, WARP_GROUPS * ROWS, BLOCK_N, SPEC
     )
-    return q_start * SPEC.qheads_per_kvhead + first, k_start, keys, begin, steps
+    return q_start * SPEC.qheads_per_kvhead + first, k_start, num_keys, begin, steps
 
 
 @gluon.jit
@@ -80,7 +80,7 @@ def _consume(own, other, bias_smem, saved, results, schedule, SPEC: gl.constexpr
         next_number, next_work_tile = pipeline.consume_tile(schedule, num_taken, SPEC)
         num_taken += 1
         kv_head = number % SPEC.num_kv_heads
-        _tile, q_start, queries, _k_start, keys = work_tile
+        _tile, q_start, num_queries, _k_start, num_keys = work_tile
         first, shift, begin, steps = tile.visible_keys(
             work_tile, schedule.left, schedule.right, WARP_GROUPS * ROWS, BLOCK_N, SPEC
         )
@@ -88,14 +88,14 @@ def _consume(own, other, bias_smem, saved, results, schedule, SPEC: gl.constexpr
         own_row = first + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
         position = own_row // SPEC.qheads_per_kvhead + shift
         row = q_start * SPEC.qheads_per_kvhead + first
-        end = (q_start + queries) * SPEC.qheads_per_kvhead
-        mask = own_row < queries * SPEC.qheads_per_kvhead
+        end = (q_start + num_queries) * SPEC.qheads_per_kvhead
+        mask = own_row < num_queries * SPEC.qheads_per_kvhead
         # Rows by heads in [R, H]; [rows] of one key head after another in the statistics.
         at = (q_start * SPEC.qheads_per_kvhead + own_row).to(gl.int64) * SPEC.num_kv_heads + kv_head
         lse = gl.load(lse_ptr + at, mask=mask, other=-INF)
         sees_none = lse == -INF
         lse = gl.where(sees_none, INF, lse * LOG2E)
-        visible = tile.visible_to(position, first, shift, keys, schedule, SPEC)
+        visible = tile.visible_to(position, first, shift, num_keys, schedule, SPEC)
         dq = gl.zeros([ROWS, D], gl.float32, Q_LAYOUT)
         stats = stats_ptr + kv_head.to(gl.int64) * rows + q_start * SPEC.qheads_per_kvhead + own_row
         gl.store(stats, lse, mask=mask)

@@ -58,12 +58,12 @@ def _produce(descs, shared, tail_bar, bias_ptr, schedule, SPEC: gl.constexpr):
         next_number, next_work_tile = pipeline.produce_tile(schedule, num_taken, COUNTER, SPEC)
         num_taken += 1
         kv_head = number % SPEC.num_kv_heads
-        _tile, q_start, _queries, k_start, keys = work_tile
+        _tile, q_start, _num_queries, k_start, num_keys = work_tile
         first, _shift, begin, steps = tile.visible_keys(
             work_tile, schedule.left, schedule.right, WARP_GROUPS * ROWS, BLOCK_N, SPEC
         )
         # Rows of the first tile loaded that are the sample's.
-        tail = keys - begin - (steps - 1) * BLOCK_N
+        tail = num_keys - begin - (steps - 1) * BLOCK_N
         if steps > 0:
             q_stage = num_q_tiles % Q_STAGES
             full = q_ring.full.index(q_stage)
@@ -84,7 +84,7 @@ def _produce(descs, shared, tail_bar, bias_ptr, schedule, SPEC: gl.constexpr):
                 mbarrier.expect(full, K_BYTES)
                 pipeline.load_tile(k_desc, row, kv_head, full, shared.k.index(stage))
                 if SPEC.has_bias:
-                    tile.load_bias(bias_ptr, row, k_start + keys, kv_head, shared.bias.index(stage), SPEC)
+                    tile.load_bias(bias_ptr, row, k_start + num_keys, kv_head, shared.bias.index(stage), SPEC)
                     mbarrier.arrive(full)
             if (step == 1) & (tail < BLOCK_N):
                 tail_stage = num_k_tiles % STAGES
@@ -145,13 +145,13 @@ def _consume(shared, results, schedule, SPEC: gl.constexpr, OWN: gl.constexpr):
         next_number, next_work_tile = pipeline.consume_tile(schedule, num_taken, SPEC)
         num_taken += 1
         kv_head = number % SPEC.num_kv_heads
-        _tile, q_start, queries, _k_start, keys = work_tile
+        _tile, q_start, num_queries, _k_start, num_keys = work_tile
         first, shift, begin, steps = tile.visible_keys(
             work_tile, schedule.left, schedule.right, WARP_GROUPS * ROWS, BLOCK_N, SPEC
         )
         first += OWN
         position = (first + gl.arange(0, ROWS, S_ROW)) // SPEC.qheads_per_kvhead + shift
-        visible = tile.visible_to(position, first, shift, keys, schedule, SPEC)
+        visible = tile.visible_to(position, first, shift, num_keys, schedule, SPEC)
         acc = gl.zeros([ROWS, E], gl.float32, O_LAYOUT)
         maximum = gl.full([ROWS], -INF, gl.float32, S_ROW)
         total = gl.zeros([ROWS], gl.float32, S_ROW)
@@ -200,7 +200,7 @@ def _consume(shared, results, schedule, SPEC: gl.constexpr, OWN: gl.constexpr):
         divisor = tile.nonzero(total)
         lse = gl.where(total == 0.0, -INF, (maximum + gl.log2(divisor)) * LN2)
         row = q_start * SPEC.qheads_per_kvhead + first
-        end = (q_start + queries) * SPEC.qheads_per_kvhead
+        end = (q_start + num_queries) * SPEC.qheads_per_kvhead
         own = row + gl.arange(0, ROWS, S_ROW)
         gl.store(lse_ptr + own.to(gl.int64) * SPEC.num_kv_heads + kv_head, lse, mask=own < end)
         acc = acc * gl.convert_layout(1.0 / divisor, O_ROW)[:, None]

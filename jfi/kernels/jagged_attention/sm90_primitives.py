@@ -28,7 +28,7 @@ class Visible(NamedTuple):
     """What the query rows of a consumer see."""
 
     position: object  # [M], of each query among the keys
-    keys: object  # of the sample
+    num_keys: object  # of the sample
     begin: object  # from here to ``end`` all of them see the keys
     end: object
     left: object
@@ -36,15 +36,15 @@ class Visible(NamedTuple):
 
 
 @gluon.jit
-def visible_to(position, first, shift, keys, schedule, SPEC: gl.constexpr):
+def visible_to(position, first, shift, num_keys, schedule, SPEC: gl.constexpr):
     """first: the consumer's first query row within the sample."""
-    begin = keys * 0
-    end = keys
+    begin = num_keys * 0
+    end = num_keys
     if SPEC.has_left:
         begin = (first + ROWS - 1) // SPEC.qheads_per_kvhead + shift - schedule.left
     if SPEC.has_right:
         end = gl.minimum(end, first // SPEC.qheads_per_kvhead + shift + schedule.right + 1)
-    return Visible(position, keys, begin, end, schedule.left, schedule.right)
+    return Visible(position, num_keys, begin, end, schedule.left, schedule.right)
 
 
 @gluon.jit
@@ -54,7 +54,7 @@ def hide(x, n, visible, other: gl.constexpr, SPEC: gl.constexpr):
     if (n < visible.begin) | (n + BLOCK_N > visible.end):
         key = n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, x.type.layout))
         seen = is_visible(key[None, :], visible.position[:, None], visible.left, visible.right, SPEC)
-        x = gl.where(seen & (key < visible.keys)[None, :], x, other)
+        x = gl.where(seen & (key < visible.num_keys)[None, :], x, other)
     return x
 
 

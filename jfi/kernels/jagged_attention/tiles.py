@@ -1,8 +1,8 @@
 """What the kernels of jagged attention share: their constants, and which tiles see each other.
 
 Query heads that share a key head are packed into one tile: its rows are (query, head) pairs, H/G per query.  Query i of
-a sample has position i + shift among its keys, shift = keys - queries, so that the last query is at the last key, and
-sees the keys from position - left to position + right.
+a sample has position i + shift among its keys, where shift = num_keys - num_queries puts the last query at the last
+key.  It sees the keys from position - left to position + right.
 """
 
 from typing import NamedTuple
@@ -57,21 +57,21 @@ def bounds(left: int | None, right: int | None) -> tuple[int, int]:
 @triton.jit
 def visible_keys(work_tile, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPEC: tl.constexpr):
     """Of a tile of query rows: (its first row within the sample, shift, first key, number of tiles of keys)."""
-    tile, _start, queries, _k_start, keys = work_tile
+    tile, _start, num_queries, _k_start, num_keys = work_tile
     QHEADS_PER_KVHEAD: tl.constexpr = SPEC.qheads_per_kvhead
-    shift = keys - queries
+    shift = num_keys - num_queries
     if SPEC.has_right:
         # The last queries see the most keys: they go first.
-        tile = tl.maximum((queries * QHEADS_PER_KVHEAD + BLOCK_M - 1) // BLOCK_M - 1 - tile, 0)
+        tile = tl.maximum((num_queries * QHEADS_PER_KVHEAD + BLOCK_M - 1) // BLOCK_M - 1 - tile, 0)
     first = tile * BLOCK_M
-    begin = keys * 0
-    end = keys
+    begin = num_keys * 0
+    end = num_keys
     if SPEC.has_right:
         end = tl.minimum(end, (first + BLOCK_M - 1) // QHEADS_PER_KVHEAD + shift + right + 1)
     if SPEC.has_left:
         begin = tl.maximum(begin, first // QHEADS_PER_KVHEAD + shift - left) // BLOCK_N * BLOCK_N
     steps = tl.maximum(end - begin + BLOCK_N - 1, 0) // BLOCK_N
-    if queries == 0:
+    if num_queries == 0:
         steps = 0
     return first, shift, begin, steps
 
@@ -79,19 +79,19 @@ def visible_keys(work_tile, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.cons
 @triton.jit
 def seeing_queries(work_tile, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPEC: tl.constexpr):
     """Of a tile of keys: (its first key within the sample, shift, first query row, number of tiles of query rows)."""
-    tile, _start, keys, _q_start, queries = work_tile
+    tile, _start, num_keys, _q_start, num_queries = work_tile
     QHEADS_PER_KVHEAD: tl.constexpr = SPEC.qheads_per_kvhead
-    shift = keys - queries
+    shift = num_keys - num_queries
     first = tile * BLOCK_N
-    begin = keys * 0
-    end = queries
+    begin = num_keys * 0
+    end = num_queries
     if SPEC.has_right:
         begin = tl.maximum(begin, first - shift - right)
     if SPEC.has_left:
         end = tl.maximum(tl.minimum(end, first + BLOCK_N - shift + left), 0)
     begin = begin * QHEADS_PER_KVHEAD // BLOCK_M * BLOCK_M
     steps = tl.maximum(end * QHEADS_PER_KVHEAD - begin + BLOCK_M - 1, 0) // BLOCK_M
-    if keys == 0:
+    if num_keys == 0:
         steps = 0
     return first, shift, begin, steps
 

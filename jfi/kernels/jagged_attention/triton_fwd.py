@@ -31,9 +31,9 @@ def jagged_attention_fwd_kernel(
     kv_head = tl.program_id(0) % SPEC.num_kv_heads
     work_tile = load_work_tile(tiles_ptr, tl.program_id(0), total, SPEC.num_kv_heads)
     first, shift, begin, steps = visible_keys(work_tile, left, right, SPEC.block_m, SPEC.block_n, SPEC)
-    _tile, q_start, queries, k_start, keys = work_tile
+    _tile, q_start, num_queries, k_start, num_keys = work_tile
     row = first + tl.arange(0, SPEC.block_m)
-    q_mask = row < queries * QHEADS_PER_KVHEAD
+    q_mask = row < num_queries * QHEADS_PER_KVHEAD
     q_at = query_rows(row.to(tl.int64), kv_head, SPEC)
     q_base = q_start.to(tl.int64) * (SPEC.num_kv_heads * QHEADS_PER_KVHEAD)
     position = row // QHEADS_PER_KVHEAD + shift
@@ -46,7 +46,7 @@ def jagged_attention_fwd_kernel(
     scale2 = tl.full((), scale * LOG2E, tl.float32)
     for step in range(0, steps):
         key = begin + step * SPEC.block_n + key_at
-        mask = key < keys
+        mask = key < num_keys
         n = (k_start + begin + step * SPEC.block_n).to(tl.int64)
         k, v = load_keys(k_ptr, v_ptr, n, key_at, mask, kv_head, SPEC)
         s = tl.dot(q, tl.trans(k), input_precision=SPEC.precision) * scale2
