@@ -197,7 +197,7 @@ def test_an_alias_of_a_small_value_is_fine(yaml_file):
 
 
 def test_a_message_with_a_large_value_is_short(yaml_file):
-    path = yaml_file("data:\n  interactions: [" + "word, " * 20_000 + "word]\n")
+    path = yaml_file("data:\n  user: [" + "word, " * 20_000 + "word]\n")
     assert len(fault("--config", path)) <= 500
 
 

@@ -2,18 +2,18 @@
 
 import json
 import random
-import runpy
 import shutil
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from test_run import ROOT, assert_same_run, killed_after, tiny
+from test_run import assert_same_run, killed_after, tiny
 
 from jfi.files import SUMS, sha256_of, write_sums
 from jfi.training import resume, train
 from jfi.training.checkpoint import latest_checkpoint
 from jfi.training.cli import run_cli
+from jfi.training.saved_run import load_run
 
 #: Damages in CI, and with the slow tests.
 FEW, MANY = 21, 280
@@ -112,12 +112,11 @@ def test_every_flipped_bit_of_a_checkpoint_is_refused_by_resume_and_export_with_
     runs, tmp_path, capfd, name
 ):
     """Of the last checkpoint by resume, of the best epoch's by both."""
-    load_best = runpy.run_path(str(ROOT / "examples/export.py"))["load_best"]
     run = tmp_path / "run"
     shutil.copytree(runs[1], run)
     best, last = sorted((run / "checkpoints").iterdir())
-    assert run_cli(lambda: load_best(run) and None) == 0
-    for folder, commands in ((last, [resume]), (best, [resume, load_best])):
+    assert run_cli(lambda: load_run(run) and None) == 0
+    for folder, commands in ((last, [resume]), (best, [resume, load_run])):
         path, draw = folder / name, random.Random(0)
         for bit in draw.sample(range(8 * path.stat().st_size), 2):
             flip_bit(path, bit)

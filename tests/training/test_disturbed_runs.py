@@ -1,7 +1,6 @@
 """Runs that are killed at a write, or whose storage is full, end with the bits of a run that nothing disturbed."""
 
 import os
-import runpy
 import shutil
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from test_run import ROOT, assert_same_run, tiny
 from jfi.training.cli import save_config
 from jfi.training.distributed import World
 from jfi.training.run_lock import writing_run
+from jfi.training.saved_run import load_run
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_a_read_only_run_can_be_exported_and_resuming_it_is_one_line(server, con
         outcome = server.do(config, disk / "run")
         assert_one_line(outcome.errors, "Read-only file system")
         assert outcome.code == 3
-        runpy.run_path(str(ROOT / "examples/export.py"))["load_best"](disk / "run")
+        load_run(disk / "run")
         subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
         assert {path: path.read_bytes() for path in disk.rglob("*") if path.is_file()} == before
         assert_finishes(server, config, disk / "run", whole[0])

@@ -1,7 +1,6 @@
 """One process at a time writes a run."""
 
 import os
-import runpy
 import shutil
 import signal
 import socket
@@ -9,11 +8,12 @@ import threading
 import time
 
 import pytest
-from test_run import ROOT, tiny
+from test_run import tiny
 
 from jfi.training import ConfigError, resume, train
 from jfi.training.distributed import World
 from jfi.training.run_lock import writing_run
+from jfi.training.saved_run import load_run
 
 
 def test_a_second_process_is_refused_with_the_name_of_the_first(tmp_path):
@@ -71,7 +71,7 @@ def test_a_locked_run_can_be_exported_and_not_resumed(tmp_path, monkeypatch):
         monkeypatch.setattr(f"jfi.training.loop.{name}", lambda *_: None)
     train(tiny(tmp_path / "run", epochs=1))
     with writing_run(tmp_path / "run", World()):
-        runpy.run_path(str(ROOT / "examples/export.py"))["load_best"](tmp_path / "run")
+        load_run(tmp_path / "run")
         with pytest.raises(ConfigError, match="is writing this run"):
             resume(tmp_path / "run")
 
