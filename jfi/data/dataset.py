@@ -10,7 +10,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jfi.data.batch import Batch
 from jfi.data.columns import Categorical, Encodings, ranges
+from jfi.data.events import Events
 from jfi.data.negatives import NegativeSampler
+from jfi.data.order import Shuffled
 from jfi.encoding import age_buckets
 from jfi.suggest import suggest
 
@@ -39,25 +41,6 @@ class FeatureSpec:
     table: str
     num_embeddings: int
     multi_valued: bool = False
-
-
-@dataclass(frozen=True)
-class Events:
-    """All E events, sorted by (user, timestamp, item), so that a history is a range of events.
-
-    Args:
-        user, item: `[E]` int64, indices of users and items.
-        time: `[E]` float64 seconds.
-        label: `[E]` float32, 0 or 1, or NaN for a row that is only part of histories.
-        history_start, history_end: `[E]` int64, the range of the same user's newest events strictly before.
-    """
-
-    user: np.ndarray
-    item: np.ndarray
-    time: np.ndarray
-    label: np.ndarray
-    history_start: np.ndarray
-    history_end: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -165,10 +148,11 @@ class InteractionDataset:
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
         count = self.num_samples(split)
-        order = np.random.default_rng((seed, epoch)).permutation(count) if shuffle else np.arange(count)
+        shuffled = Shuffled(count, seed, epoch) if shuffle else None
 
         def assemble(first: int) -> Batch:
-            shared = order[first : first + batch_size]
+            last = min(first + batch_size, count)
+            shared = np.arange(first, last) if shuffled is None else shuffled[first:last]
             mine = shared[len(shared) * rank // world_size : len(shared) * (rank + 1) // world_size]
             return self._assemble(*self._draw(split, mine, seed, epoch))
 
@@ -187,18 +171,18 @@ class InteractionDataset:
     def _draw(self, split: str, samples: np.ndarray, seed: int, epoch: int) -> tuple[np.ndarray, ...]:
         """The events, the target items and the labels of samples of a split, `[B]` each."""
         events = self._rows(split)[samples // self._samples_per_row]
-        item, label = self._events.item[events], self._events.label[events]
+        item, label = self._events.item[events].astype(np.int64), self._events.label[events]
         if self._negatives is not None:
             drawn = np.flatnonzero(samples % self._samples_per_row)
-            user, time = self._events.user[events[drawn]], self._events.time[events[drawn]]
+            user, time = self._events.user[events[drawn]].astype(np.int64), self._events.time[events[drawn]]
             item[drawn] = self._negatives.draw(user, time, samples[drawn], seed, epoch)
             label[drawn] = 0.0
         return events, item, label
 
     def _assemble(self, events: np.ndarray, item: np.ndarray, label: np.ndarray) -> Batch:
         table = self._events
-        user, start = table.user[events], table.history_start[events]
-        history_lengths = table.history_end[events] - start
+        user = table.user[events].astype(np.int64)
+        start, history_lengths = table.histories(events, self.max_history)
         history = ranges(start, history_lengths)
         history_item = table.item[history]
         rows = {

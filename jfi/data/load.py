@@ -10,8 +10,9 @@ import pyarrow.compute as pc
 from jfi.data import splits, synthetic
 from jfi.data.columns import Categorical, Encodings, cut_at_quantiles, encode, moments, sort_ids
 from jfi.data.config import AGE, HISTORY, DataConfig
-from jfi.data.dataset import Entity, Events, Feature, FeatureSpec, InteractionDataset, Role
+from jfi.data.dataset import Entity, Feature, FeatureSpec, InteractionDataset, Role
 from jfi.data.errors import DataError
+from jfi.data.events import Events, order_by_item
 from jfi.data.labels import read_labels
 from jfi.data.negatives import NegativeSampler
 from jfi.data.readers import read_table
@@ -64,7 +65,7 @@ def _build(interactions: Table, users: Table | None, items: Table | None, config
 
     order = np.lexsort((item, time, user))
     user, item, time, label = user[order], item[order], time[order], label[order]
-    events = Events(user, item, time, label, *splits.history_ranges(user, time, config.max_history))
+    events = Events(user, item, time, label)
     if config.split == "time":
         split = splits.split_by_time(user, time, item, config.fractions)
     else:
@@ -110,7 +111,7 @@ def _build(interactions: Table, users: Table | None, items: Table | None, config
         samples=samples,
         negatives=None
         if config.label is not None
-        else NegativeSampler(user, item, time, np.flatnonzero(train_items), config.negatives),
+        else NegativeSampler(events, order_by_item(events), np.flatnonzero(train_items), config.negatives),
         item_key=config.item,
         titles=None if config.title is None else ["unseen", *item_columns.titles(config.title, train_items)],
         encodings=encodings,

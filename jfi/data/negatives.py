@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from jfi.data.events import Events
+
 _MAX_DRAWS = 64
 
 
@@ -12,30 +14,26 @@ class NegativeSampler:
     knows is drawn again. After 64 draws the last one is kept; only a user who knows nearly all items needs so many.
 
     Args:
-        user, item, time: `[E]`, one entry for each interaction.
+        events: all interactions.
+        by_item: `[E]`, the result of `order_by_item(events)`; it may be the map of a file.
         candidates: `[C]`, the items to draw from.
         per_positive: negatives per positive.
     """
 
-    def __init__(
-        self, user: np.ndarray, item: np.ndarray, time: np.ndarray, candidates: np.ndarray, per_positive: int
-    ) -> None:
+    def __init__(self, events: Events, by_item: np.ndarray, candidates: np.ndarray, per_positive: int) -> None:
         self.per_positive = per_positive
+        self.by_item = by_item
+        self._events = events
         self._candidates = candidates
-        self._num_items = int(item.max()) + 1
-        pair = user * self._num_items + item
-        order = np.lexsort((time, pair))
-        self._pairs, first = np.unique(pair[order], return_index=True)
-        self._since = time[order][first]
 
     def draw(self, user: np.ndarray, time: np.ndarray, sample: np.ndarray, seed: int, epoch: int) -> np.ndarray:
         """`[B]` int64 items for users `[B]` at times `[B]`; `sample [B]` numbers the samples within their split."""
         key = np.random.SeedSequence((seed, epoch)).generate_state(1, np.uint64)
-        state = _mix(sample.astype(np.uint64) + key)
+        state = mix(sample.astype(np.uint64) + key)
         item = np.empty(len(user), np.int64)
         todo = np.arange(len(user))
         for _ in range(_MAX_DRAWS):
-            state[todo] = _mix(state[todo])
+            state[todo] = mix(state[todo])
             # The bias of the remainder is below 2^-40 for up to 2^24 items.
             item[todo] = self._candidates[state[todo] % np.uint64(len(self._candidates))]
             todo = todo[self._known(user[todo], item[todo], time[todo])]
@@ -44,12 +42,19 @@ class NegativeSampler:
         return item
 
     def _known(self, user: np.ndarray, item: np.ndarray, time: np.ndarray) -> np.ndarray:
-        pair = user * self._num_items + item
-        at = np.minimum(np.searchsorted(self._pairs, pair), len(self._pairs) - 1)
-        return (self._pairs[at] == pair) & (self._since[at] <= time)
+        # A binary search among the user's own events for the first one with the item; it is the oldest of them.
+        low, end = self._events.first[user], self._events.first[user + 1]
+        high = end
+        while np.any(low < high):
+            middle = (low + high) // 2
+            # A search that is done has middle = low = high, which may be one beyond the last row.
+            below = self._events.item[self.by_item[np.minimum(middle, end - 1)]] < item
+            low, high = np.where(below & (low < high), middle + 1, low), np.where(below, high, middle)
+        row = self.by_item[np.minimum(low, end - 1)]
+        return (low < end) & (self._events.item[row] == item) & (self._events.time[row] <= time)
 
 
-def _mix(state: np.ndarray) -> np.ndarray:
+def mix(state: np.ndarray) -> np.ndarray:
     """A step of SplitMix64 (Steele, Lea, Flood 2014): a bijection of uint64 with pseudo-random output."""
     state = state + np.uint64(0x9E3779B97F4A7C15)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

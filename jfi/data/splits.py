@@ -1,24 +1,8 @@
-"""Assigns rows to training, validation and test, and finds the history of each row.
-
-Rows are sorted by (user, timestamp, item), so the history of a row is a range of rows: it starts at the first row of
-the user, or `max_history` rows before its end, and ends before the first row of the same user and timestamp.
-"""
+"""Assigns rows, which are sorted by (user, timestamp, item), to training, validation and test."""
 
 import numpy as np
 
 SPLITS = ("train", "validation", "test")
-
-
-def history_ranges(user: np.ndarray, time: np.ndarray, max_history: int) -> tuple[np.ndarray, np.ndarray]:
-    """`start, end [N]`: rows `start[i]:end[i]` are the newest `max_history` events of the user strictly before row i.
-
-    >>> history_ranges(np.array([0, 0, 0, 1]), np.array([5.0, 7.0, 7.0, 9.0]), max_history=10)
-    (array([0, 0, 0, 3]), array([0, 1, 1, 3]))
-    """
-    new_user = np.append(True, user[1:] != user[:-1])
-    new_time = new_user | np.append(True, time[1:] != time[:-1])
-    first, end = _last_true(new_user), _last_true(new_time)
-    return np.maximum(first, end - max_history), end
 
 
 def split_by_time(user: np.ndarray, time: np.ndarray, item: np.ndarray, fractions: list[float]) -> np.ndarray:
@@ -46,8 +30,3 @@ def leave_one_out(user: np.ndarray, labeled: np.ndarray) -> np.ndarray:
 def time_order(user: np.ndarray, time: np.ndarray, item: np.ndarray) -> np.ndarray:
     """The rows in the order of (timestamp, user, item)."""
     return np.lexsort((item, user, time))
-
-
-def _last_true(flags: np.ndarray) -> np.ndarray:
-    """For each position the last true position at or before it; the first must be true."""
-    return np.maximum.accumulate(np.where(flags, np.arange(len(flags)), 0))
