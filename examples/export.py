@@ -60,7 +60,7 @@ def load_best(path: Path) -> tuple[SequenceDLRM, Config, InteractionDataset]:
     if not best.is_dir():
         raise ConfigError(f"--run {path}: the run has not finished an epoch yet")
     dataset = load_dataset(config.data)
-    model = build_model(config.model, config.encoder, dataset)
+    model = build_model(config.model, config.encoder, dataset.schema)
     name, prefix = ("model", "") if config.optimizer.average is None else ("average", "module.")
     state = {name: {prefix + key: torch.empty_like(value) for key, value in model.state_dict().items()}}
     try:
@@ -84,7 +84,7 @@ def main() -> None:
     model, config, dataset = load_best(options.run)
     reads_history = config.model.pooling != "none"
     reads_age = any(feature.bias_key is not None for feature in model.sequence_arch.features)
-    schema = schema_of(config.data, dataset, reads_history, reads_age)
+    schema = schema_of(config.data, dataset.schema, reads_history, reads_age)
     limits = Limits(options.max_candidates, config.data.max_history)
     try:
         export(out, model, schema, limits, device=options.device, tables=options.tables, impl=options.impl)

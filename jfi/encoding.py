@@ -18,14 +18,14 @@ class Vocabulary:
     """The known values of a categorical column; ids count from 1 in their order.
 
     Args:
-        values: distinct strings.
+        values: distinct strings; a list, or another sequence.
 
     Example:
         >>> Vocabulary(["drama", "war"]).ids(["war", None, "opera", "drama"])
         array([2, 0, 0, 1])
     """
 
-    def __init__(self, values: list[str]) -> None:
+    def __init__(self, values: Sequence[str]) -> None:
         self.values = values
 
     @property

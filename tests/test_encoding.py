@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jfi.data.columns import cut_at_quantiles, encode
+from jfi.data.columns import cut, encode, learn_edges, learn_vocabulary
 from jfi.encoding import UNKNOWN, Vocabulary, age_buckets, quantile_ids, standardize
 from jfi.suggest import suggest
 
@@ -22,18 +22,19 @@ def test_a_vocabulary_counts_from_one():
 @given(st.lists(st.sampled_from(["a", "b", "10", "9", None]), min_size=1))
 def test_a_column_has_the_ids_of_its_vocabulary(values):
     train = np.arange(len(values)) % 2 == 0
-    column = encode(pa.array(values, pa.string()), train)
-    assert set(column.vocabulary.values) == {value for value in values[::2] if value is not None}
-    assert column.ids.tolist() == column.vocabulary.ids(values).tolist()
+    column = pa.array(values, pa.string())
+    vocabulary = learn_vocabulary(column, train)
+    assert set(vocabulary.values) == {value for value in values[::2] if value is not None}
+    assert encode(column, vocabulary).ids.tolist() == vocabulary.ids(values).tolist()
 
 
 @given(st.lists(st.floats(), min_size=1), st.integers(1, 5))
 def test_a_numeric_column_has_the_ids_of_its_edges(values, num_quantiles):
     values = np.array(values)
     with np.errstate(all="ignore"):  # quantiles between huge numbers overflow
-        column = cut_at_quantiles(values, np.ones(len(values), bool), num_quantiles)
-    wanted = [1 + sum(edge <= value for edge in column.edges) if math.isfinite(value) else 0 for value in values]
-    assert column.ids.tolist() == quantile_ids(values, column.edges).tolist() == wanted
+        edges = learn_edges(values, np.ones(len(values), bool), num_quantiles)
+    wanted = [1 + sum(edge <= value for edge in edges) if math.isfinite(value) else 0 for value in values]
+    assert cut(values, edges).ids.tolist() == quantile_ids(values, edges).tolist() == wanted
 
 
 @given(st.lists(st.floats(0, allow_nan=False, allow_infinity=False)), st.integers(1, 40))

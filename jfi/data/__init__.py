@@ -3,8 +3,18 @@
 from jfi import lockstep  # noqa: F401  # before TorchRec: a wrong pair of torch and fbgemm is said in one line
 from jfi.data.batch import Batch
 from jfi.data.config import DataConfig, SyntheticConfig
-from jfi.data.dataset import FeatureSpec, InteractionDataset
+from jfi.data.dataset import InteractionDataset
 from jfi.data.errors import DataError
 from jfi.data.load import load_dataset
+from jfi.data.schema import DataSchema, FeatureSpec
 
-__all__ = ["Batch", "DataConfig", "DataError", "FeatureSpec", "InteractionDataset", "SyntheticConfig", "load_dataset"]
+__all__ = [
+    "Batch",
+    "DataConfig",
+    "DataError",
+    "DataSchema",
+    "FeatureSpec",
+    "InteractionDataset",
+    "SyntheticConfig",
+    "load_dataset",
+]

@@ -1,27 +1,13 @@
-"""Table columns -> ids and standardized numbers, with vocabularies, quantiles and means of the training rows."""
+"""Columns -> what the training rows determine (vocabularies, quantiles, means), and with it columns -> ids."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from jfi.data.schema import Strings, as_array
 from jfi.encoding import UNKNOWN, Vocabulary, quantile_ids
-
-
-@dataclass(frozen=True)
-class Encodings:
-    """What the training rows determine, by column: enough to encode other values in the same way.
-
-    Args:
-        vocabularies: of categorical columns.
-        edges: quantiles of the numeric columns that become ids, as `jfi.encoding.quantile_ids` takes them.
-        moments: mean and standard deviation of the numeric columns that become dense features.
-    """
-
-    vocabularies: dict[str, Vocabulary] = field(default_factory=dict)
-    edges: dict[str, np.ndarray] = field(default_factory=dict)
-    moments: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -31,16 +17,10 @@ class Categorical:
     Args:
         ids: int64; `[N]`, one id a row, or `[sum of counts]` for a multi-valued column.
         offsets: `[N + 1]` int64, the range of each row's ids, or None for one id a row.
-        num_embeddings: all ids are below it.
-        vocabulary: the known values, or None for a numeric column cut at quantiles.
-        edges: the quantiles, or None for a column with a vocabulary.
     """
 
     ids: np.ndarray
-    offsets: np.ndarray | None
-    num_embeddings: int
-    vocabulary: Vocabulary | None = None
-    edges: np.ndarray | None = None
+    offsets: np.ndarray | None = None
 
     def counts(self, rows: np.ndarray) -> np.ndarray:
         """The number of ids of each of `rows`."""
@@ -53,17 +33,15 @@ class Categorical:
         # mode="clip" skips the bounds check, and lets NumPy write to `out` without a buffer.
         np.take(self.ids, rows, out=out, mode="clip")
 
-    def slots(self, max_slots: int) -> list["Categorical"]:
-        """The column as columns of one id a row: the first `max_slots` ids of each row, 0 where a row has fewer."""
-        if self.offsets is None:
-            return [self]
+    def slots(self, num_slots: int) -> list["Categorical"]:
+        """A multi-valued column as columns of one id a row: the first ids of each row, 0 where a row has fewer."""
         counts = np.diff(self.offsets)
         row = np.repeat(np.arange(len(counts)), counts)
         position = np.arange(len(self.ids)) - np.repeat(self.offsets[:-1], counts)
-        slots = np.full((min(max_slots, counts.max(initial=1)), len(counts)), UNKNOWN, np.int64)
-        kept = position < len(slots)
+        slots = np.full((num_slots, len(counts)), UNKNOWN, np.int64)
+        kept = position < num_slots
         slots[position[kept], row[kept]] = self.ids[kept]
-        return [Categorical(slot, None, self.num_embeddings) for slot in slots]
+        return [Categorical(slot) for slot in slots]
 
 
 def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -88,31 +66,57 @@ def sort_ids(column: pa.Array) -> tuple[pa.Array, np.ndarray]:
     return distinct.take(pa.array(order)), rank[encoded.indices.to_numpy()]
 
 
-def encode(column: pa.Array, train: np.ndarray) -> Categorical:
-    """Ids of a column of strings, or of lists of strings, with the vocabulary of the rows where `train [N]` is true."""
+def is_multi_valued(column: pa.Array) -> bool:
+    """Whether a categorical column has a list of values a row."""
+    return pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+
+
+def learn_vocabulary(column: pa.Array, train: np.ndarray) -> Vocabulary:
+    """The values of a column of strings, or of lists of strings, in the rows where `train [N]` is true."""
+    column = column.filter(pa.array(train))
+    if is_multi_valued(column):
+        column = column.flatten()
+        column = column.filter(pc.fill_null(pc.not_equal(column, ""), False))
+    return Vocabulary(Strings(sort_ids(column.drop_null())[0]))
+
+
+def count_slots(column: pa.Array, train: np.ndarray, max_slots: int) -> int:
+    """The largest number of values of a row where `train [N]` is true, from 1 to `max_slots`."""
+    counts = np.diff(_present(column)[1])[train]
+    return int(min(max_slots, counts.max(initial=1)))
+
+
+def encode(column: pa.Array, vocabulary: Vocabulary) -> Categorical:
+    """Ids of a column of strings, or of lists of strings; a value that the vocabulary lacks gets id 0."""
     offsets = None
-    if pa.types.is_list(column.type):
-        counts = pc.fill_null(pc.list_value_length(column), 0).to_numpy()
-        column, train = column.flatten(), np.repeat(train, counts)
-        present = pc.fill_null(pc.not_equal(column, ""), False)
-        offsets = np.append(0, np.cumsum(present))[np.append(0, np.cumsum(counts))]
-        column, train = column.filter(present), train[present.to_numpy(zero_copy_only=False)]
-    values = sort_ids(column.filter(pa.array(train)).drop_null())[0].to_pylist()
+    if is_multi_valued(column):
+        column, offsets = _present(column)
     # Each distinct value is looked up once; nulls, which are not in the dictionary, read the id that is appended.
     encoded = column.dictionary_encode()
-    ids = np.append(Vocabulary(values).ids(encoded.dictionary.to_pylist()), UNKNOWN)
-    ids = ids[pc.fill_null(encoded.indices, -1).to_numpy()]
-    # Another Vocabulary, so that the look-up dictionary of this one is released.
-    vocabulary = Vocabulary(values)
-    return Categorical(ids, offsets, vocabulary.num_ids, vocabulary=vocabulary)
+    known = pc.index_in(encoded.dictionary.cast(pa.large_string()), value_set=as_array(vocabulary.values))
+    ids = np.append(pc.fill_null(known, -1).to_numpy().astype(np.int64) + 1, UNKNOWN)
+    return Categorical(ids[pc.fill_null(encoded.indices, -1).to_numpy()], offsets)
 
 
-def cut_at_quantiles(values: np.ndarray, train: np.ndarray, num_quantiles: int) -> Categorical:
-    """Ids of a numeric column, cut at the quantiles of its rows where `train` is true; NaN is missing."""
+def _present(column: pa.Array) -> tuple[pa.Array, np.ndarray]:
+    """The values of a column of lists without the empty ones, and the `[N + 1]` offsets of the rows."""
+    counts = pc.fill_null(pc.list_value_length(column), 0).to_numpy()
+    values = column.flatten()
+    present = pc.fill_null(pc.not_equal(values, ""), False)
+    offsets = np.append(0, np.cumsum(present))[np.append(0, np.cumsum(counts))]
+    return values.filter(present), offsets
+
+
+def learn_edges(values: np.ndarray, train: np.ndarray, num_quantiles: int) -> np.ndarray:
+    """`[E]` ascending, E below `num_quantiles`: the inner quantiles of the finite values where `train [N]` is true."""
     known = values[train & np.isfinite(values)]
     inner = np.linspace(0, 1, num_quantiles + 1)[1:-1]
-    edges = np.unique(np.quantile(known, inner)) if len(known) else np.empty(0)
-    return Categorical(quantile_ids(values, edges), None, len(edges) + 2, edges=edges)
+    return np.unique(np.quantile(known, inner)) if len(known) else np.empty(0)
+
+
+def cut(values: np.ndarray, edges: np.ndarray) -> Categorical:
+    """Ids of a numeric column by the quantile they fall in; NaN is missing."""
+    return Categorical(quantile_ids(values, edges))
 
 
 def moments(values: np.ndarray) -> tuple[float, float]:

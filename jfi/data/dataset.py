@@ -1,55 +1,19 @@
 """Samples with histories, assembled into batches."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jfi.data.batch import Batch
-from jfi.data.columns import Categorical, Encodings, ranges
+from jfi.data.columns import Categorical, ranges
 from jfi.data.events import Events
 from jfi.data.negatives import NegativeSampler
 from jfi.data.order import Shuffled
+from jfi.data.schema import DataSchema
 from jfi.encoding import age_buckets
 from jfi.suggest import suggest
-
-Role = Literal["user", "item", "history", "bucket"]
-Entity = Literal["user", "item", "event"]
-
-
-@dataclass(frozen=True)
-class FeatureSpec:
-    """A key of `Batch.sparse_features`.
-
-    Args:
-        key: its name in the KeyedJaggedTensor.
-        role: "user" and "item" keys describe the sample's user and target; "history" keys are the aligned fields of the
-            events; "bucket" is the aligned age of the events, whose ids do not index an embedding table.
-        column: the table column it comes from.
-        table: name of the embedding table, "" for a bucket. The target's and the history's keys of a column share one.
-        num_embeddings: all ids are below it; id 0 is for a missing or unseen value.
-        multi_valued: a sample may have any number of ids. Other user and item keys have one per sample, and history
-            keys one per event.
-    """
-
-    key: str
-    role: Role
-    column: str
-    table: str
-    num_embeddings: int
-    multi_valued: bool = False
-
-
-@dataclass(frozen=True)
-class Feature:
-    """A key with its ids for each user, item or event."""
-
-    spec: FeatureSpec
-    ids: Categorical
-    of: Entity
 
 
 class InteractionDataset:
@@ -57,40 +21,26 @@ class InteractionDataset:
 
     Args:
         events: all events; every history is a range of them.
-        features: the categorical keys, in the order of the batches. All history keys have the same lengths.
-        age: key of the events' age.
+        schema: the keys of the batches and the encodings of their values.
+        columns: by key of `schema.features`, except the age, the ids of each user, item or event.
         dense: `[U, Du]` and `[N, Di]` float32, the dense features of users and of items.
-        dense_names: the columns of the dense features.
         samples: by split the events that are its samples, ordered by (timestamp, user, item).
         negatives: draws the negatives of implicit feedback; None for a table with labels.
-        item_key: key of the target's id.
-        titles: titles of the items, by their id under `item_key`, or None.
-        encodings: the vocabularies, quantiles and moments of the training rows.
-        max_history: no history is longer.
     """
 
     def __init__(
         self,
         events: Events,
-        features: list[Feature],
-        age: FeatureSpec,
+        schema: DataSchema,
+        columns: list[Categorical],
         dense: tuple[np.ndarray, np.ndarray],
-        dense_names: list[str],
         samples: dict[str, np.ndarray],
         negatives: NegativeSampler | None,
-        item_key: str,
-        titles: list[str] | None,
-        encodings: Encodings,
-        max_history: int,
     ) -> None:
-        self.features = [feature.spec for feature in features] + [age]
-        self.dense_names = dense_names
-        self.item_key = item_key
-        self.titles = titles
-        self.encodings = encodings
-        self.max_history = max_history
+        self.schema = schema
+        self.features = schema.features
         self._events = events
-        self._columns = features
+        self._columns = columns
         self._dense_users, self._dense_items = dense
         self._samples = samples
         self._negatives = negatives
@@ -182,7 +132,7 @@ class InteractionDataset:
     def _assemble(self, events: np.ndarray, item: np.ndarray, label: np.ndarray) -> Batch:
         table = self._events
         user = table.user[events].astype(np.int64)
-        start, history_lengths = table.histories(events, self.max_history)
+        start, history_lengths = table.histories(events, self.schema.max_history)
         history = ranges(start, history_lengths)
         history_item = table.item[history]
         rows = {
@@ -193,19 +143,17 @@ class InteractionDataset:
         }
 
         lengths = np.empty((len(self.features), len(events)), np.int64)
-        for i, feature in enumerate(self._columns):
-            is_history = feature.spec.role == "history"
-            lengths[i] = history_lengths if is_history else feature.ids.counts(rows[feature.spec.role, feature.of])
+        for i, (spec, ids) in enumerate(zip(self.features, self._columns, strict=False)):
+            is_history = spec.role == "history"
+            lengths[i] = history_lengths if is_history else ids.counts(rows[spec.role, spec.of])
         lengths[-1] = history_lengths
         length_per_key = lengths.sum(axis=1)
         ends = np.cumsum(length_per_key)
         values = np.empty(ends[-1], np.int64)
-        for feature, end, length in zip(self._columns, ends, length_per_key, strict=False):
-            feature.ids.fill(rows[feature.spec.role, feature.of], values[end - length : end])
+        for spec, ids, end, length in zip(self.features, self._columns, ends, length_per_key, strict=False):
+            ids.fill(rows[spec.role, spec.of], values[end - length : end])
         now = np.repeat(table.time[events], history_lengths)
-        values[ends[-1] - length_per_key[-1] :] = age_buckets(
-            now - table.time[history], self.features[-1].num_embeddings
-        )
+        values[ends[-1] - length_per_key[-1] :] = age_buckets(now - table.time[history], self.schema.num_age_buckets)
 
         sparse = KeyedJaggedTensor(
             keys=[spec.key for spec in self.features],
@@ -216,6 +164,6 @@ class InteractionDataset:
             length_per_key=length_per_key.tolist(),
         )
         dense = np.concatenate([self._dense_users[user], self._dense_items[item]], axis=1)
-        if not self.dense_names:
+        if not self.schema.dense_names:
             dense = np.zeros((len(events), 1), np.float32)
         return Batch(torch.from_numpy(dense), sparse, torch.from_numpy(label), torch.from_numpy(user))

@@ -14,9 +14,11 @@ class Events:
         user, item: `[E]` integers, indices of users and items. Every user in `[0, U)` has an event.
         time: `[E]` float64 seconds.
         label: `[E]` float32, 0 or 1, or NaN for a row that is only part of histories.
+        split: `[E]` int8, the index in `splits.SPLITS`.
 
     Example:
-        >>> events = Events(np.array([0, 0, 0, 1]), np.array([3, 1, 2, 1]), np.array([5.0, 7.0, 7.0, 9.0]), np.ones(4))
+        >>> user, time = np.array([0, 0, 0, 1]), np.array([5.0, 7.0, 7.0, 9.0])
+        >>> events = Events(user, np.array([3, 1, 2, 1]), time, np.ones(4), np.zeros(4, np.int8))
         >>> events.histories(np.array([1, 2, 3]), max_history=10)
         (array([0, 0, 3]), array([1, 1, 0]))
     """
@@ -25,6 +27,7 @@ class Events:
     item: np.ndarray
     time: np.ndarray
     label: np.ndarray
+    split: np.ndarray
 
     def __len__(self) -> int:
         return len(self.user)

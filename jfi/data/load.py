@@ -1,39 +1,47 @@
-"""Reads the tables that a config names and builds the dataset."""
+"""Tables -> rows, sorted and split -> a schema, learnt from the training rows -> ids and numbers -> the dataset.
+
+Each stage is a file: `source` reads the tables, `arrange` sorts and splits, `learn` makes the schema, `encode` applies
+it, and `dataset` makes batches.
+"""
 
 import logging
-from dataclasses import replace
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
-from jfi.data import splits, synthetic
-from jfi.data.columns import Categorical, Encodings, cut_at_quantiles, encode, moments, sort_ids
-from jfi.data.config import AGE, HISTORY, DataConfig
-from jfi.data.dataset import Entity, Feature, FeatureSpec, InteractionDataset, Role
+from jfi.data import splits
+from jfi.data.arrange import Rows, sort_and_split
+from jfi.data.config import DataConfig
+from jfi.data.dataset import InteractionDataset
+from jfi.data.encode import encode_dense, encode_features
 from jfi.data.errors import DataError
 from jfi.data.events import Events, order_by_item
-from jfi.data.labels import read_labels
+from jfi.data.learn import learn_schema
 from jfi.data.negatives import NegativeSampler
-from jfi.data.readers import read_table
-from jfi.data.table import Table
-from jfi.encoding import standardize
+from jfi.data.schema import DataSchema
+from jfi.data.source import Columns, column_settings, read_tables
+from jfi.encoding import UNKNOWN
 
 _log = logging.getLogger(__name__)
 
 
-def load_dataset(config: DataConfig) -> InteractionDataset:
+def load_dataset(config: DataConfig, schema: DataSchema | None = None) -> InteractionDataset:
     """Reads the tables that a config names and makes samples with histories of their rows.
 
-    Vocabularies, quantiles and means come from the training rows only. A history holds the user's events strictly
-    before the sample, whichever split those rows belong to, since they are known by then.
+    Vocabularies, quantiles and means come from the training rows only, or from `schema`. A history holds the user's
+    events strictly before the sample, whichever split those rows belong to, since they are known by then.
 
     Without a label, negatives are drawn from the items of the training split. Held-out positives whose item is not in
     the training split are dropped, since an unseen id would reveal the label; the count is logged. They remain in the
     histories.
 
+    Args:
+        config: the tables and their columns.
+        schema: of a run with these columns. With it nothing is learnt from the tables, and a value that it does not
+            know gets id 0.
+
     Raises:
-        DataError: a fault in the files or in the config, as one line that names the place.
+        DataError: a fault in the files or in the config, as one line that names the place, or a config that does not
+            fit the schema.
 
     Example::
 
@@ -41,195 +49,90 @@ def load_dataset(config: DataConfig) -> InteractionDataset:
         >>> dataset = load_dataset(DataConfig(source="synthetic"))
         >>> [spec.key for spec in dataset.features]
         ['item', 'category', 'history_item', 'history_category', 'history_rating', 'history_age']
+        >>> load_dataset(DataConfig(source="synthetic"), dataset.schema).schema is dataset.schema
+        True
     """
     config.check()
-    if config.source == "synthetic":
-        interactions, items = synthetic.make_tables(config.synthetic)
-        return _build(interactions, None, items, replace(config, **synthetic.COLUMNS))
-    wanted = config.columns()
-    return _build(
-        read_table(config.interactions, wanted),
-        None if config.users is None else read_table(config.users, wanted),
-        None if config.items is None else read_table(config.items, wanted),
-        config,
-    )
+    if schema is not None:
+        check_fits(schema, column_settings(config))
+    tables = read_tables(config)
+    config = column_settings(config)
+    rows = sort_and_split(tables.interactions, config)
+    columns = Columns(tables, rows, config)
+    if schema is None:
+        schema = learn_schema(columns, rows, config)
+    return build_dataset(columns, rows, schema, config)
 
 
-def _build(interactions: Table, users: Table | None, items: Table | None, config: DataConfig) -> InteractionDataset:
-    if not len(interactions):
-        raise DataError(f"{interactions.name}: no rows")
-    user_ids, user = sort_ids(interactions.ids(config.user))
-    item_ids, item = sort_ids(interactions.ids(config.item))
-    time = interactions.times(config.timestamp, config.timestamp_unit)
-    label = read_labels(interactions, config.label)
+def build_dataset(columns: Columns, rows: Rows, schema: DataSchema, config: DataConfig) -> InteractionDataset:
+    """The samples of the splits of `rows`, with their histories.
 
-    order = np.lexsort((item, time, user))
-    user, item, time, label = user[order], item[order], time[order], label[order]
-    events = Events(user, item, time, label)
-    if config.split == "time":
-        split = splits.split_by_time(user, time, item, config.fractions)
-    else:
-        split = splits.leave_one_out(user, ~np.isnan(label))
-    train = split == splits.SPLITS.index("train")
-    user_columns = _EntityColumns(interactions, users, config.user, user_ids, user, time, order)
-    item_columns = _EntityColumns(interactions, items, config.item, item_ids, item, time, order)
-    train_items = _members(item[train], len(item_ids))
-    samples = _samples(events, split, train_items, config)
-
-    features, encodings = [], Encodings()
-    for name in config.user_categorical:
-        ids = encode(user_columns.categories(name, config.separators), _members(user[train], len(user_ids)))
-        features.append(_feature(name, "user", ids, of="user"))
-        encodings.vocabularies[name] = ids.vocabulary
-    fields = {config.item: (encode(item_ids, train_items), "item")}
-    for name in config.item_categorical:
-        fields[name] = encode(item_columns.categories(name, config.separators), train_items), "item"
-    features += [_feature(name, "item", ids, of) for name, (ids, of) in fields.items()]
-    for name in config.event_categorical:
-        column = interactions.categories(name, config.separators).take(pa.array(order))
-        fields[name] = encode(column, train), "event"
-    for name in config.event_dense:
-        fields[name] = cut_at_quantiles(interactions.numbers(name)[order], train, config.num_quantiles), "event"
-    for name, (ids, of) in fields.items():
-        features += _history(name, ids, of, config.max_slots)
-        if ids.edges is None:
-            encodings.vocabularies[name] = ids.vocabulary
-        else:
-            encodings.edges[name] = ids.edges
-    age = FeatureSpec(HISTORY + AGE, "bucket", config.timestamp, "", config.num_age_buckets)
-    _check_keys([*(feature.spec for feature in features), age])
-
+    Raises:
+        DataError: a split is empty, or all its labels are equal.
+    """
+    ids = encode_features(columns, schema)
+    items = next(i for spec, i in zip(schema.features, ids, strict=False) if spec.key == schema.item_key)
+    known_items = items.ids != UNKNOWN
+    events = Events(rows.user, rows.item, rows.time, rows.label, rows.split)
     return InteractionDataset(
         events=events,
-        features=features,
-        age=age,
-        dense=(
-            user_columns.dense(config.user_dense, user[train], encodings),
-            item_columns.dense(config.item_dense, item[train], encodings),
-        ),
-        dense_names=[*config.user_dense, *config.item_dense],
-        samples=samples,
+        schema=schema,
+        columns=ids,
+        dense=encode_dense(columns, schema, config),
+        samples=_samples(rows, known_items, config),
         negatives=None
         if config.label is not None
-        else NegativeSampler(events, order_by_item(events), np.flatnonzero(train_items), config.negatives),
-        item_key=config.item,
-        titles=None if config.title is None else ["unseen", *item_columns.titles(config.title, train_items)],
-        encodings=encodings,
-        max_history=config.max_history,
+        else NegativeSampler(events, order_by_item(events), np.flatnonzero(known_items), config.negatives),
     )
 
 
-def _check_keys(specs: list[FeatureSpec]) -> None:
-    column_of: dict[str, str] = {}
-    for spec in specs:
-        if spec.key in column_of:
-            columns = f"'{column_of[spec.key]}' and '{spec.column}'"
-            raise DataError(f"the columns {columns} both need the key '{spec.key}'; rename one of them")
-        column_of[spec.key] = spec.column
+def check_fits(schema: DataSchema, config: DataConfig) -> None:
+    """Checks that the config has the columns and the history that the schema was learnt with.
+
+    Raises:
+        DataError: it has not, as one line that names the setting.
+    """
+    keys = {role: {s.column for s in schema.features if s.role == role} for role in ("user", "item", "history")}
+    items = {config.item, *config.item_categorical}
+    moments = [*config.user_dense, *config.item_dense]
+    events = {*config.event_categorical, *config.event_dense}
+    for name, learnt, wanted in (
+        ("item", schema.item_key, config.item),
+        ("user_categorical", keys["user"], set(config.user_categorical)),
+        ("item_categorical", keys["item"] - {schema.item_key}, items - {config.item}),
+        ("event_categorical and event_dense", keys["history"] - keys["item"], events),
+        ("event_dense", set(schema.encodings.edges), set(config.event_dense)),
+        ("user_dense and item_dense", schema.dense_names, moments),
+        ("max_history", schema.max_history, config.max_history),
+        ("num_age_buckets", schema.num_age_buckets, config.num_age_buckets),
+    ):
+        if learnt != wanted:
+            learnt, wanted = (sorted(x) if isinstance(x, set) else x for x in (learnt, wanted))
+            raise DataError(f"data.{name}: got {wanted!r}, but the run was started with {learnt!r}")
 
 
-def _samples(events: Events, split: np.ndarray, train_items: np.ndarray, config: DataConfig) -> dict[str, np.ndarray]:
-    labeled = ~np.isnan(events.label)
+def _samples(rows: Rows, known_items: np.ndarray, config: DataConfig) -> dict[str, np.ndarray]:
+    labeled = ~np.isnan(rows.label)
     if not labeled.any():
         raise DataError(f"label '{config.label}' is empty in every row")
-    order = splits.time_order(events.user, events.time, events.item)
-    samples = {name: order[(labeled & (split == i))[order]] for i, name in enumerate(splits.SPLITS)}
-    for name, rows in samples.items():
-        if not len(rows):
+    order = splits.time_order(rows.user, rows.time, rows.item)
+    samples = {name: order[(labeled & (rows.split == i))[order]] for i, name in enumerate(splits.SPLITS)}
+    for name, chosen in samples.items():
+        if not len(chosen):
             how = (
                 f"data.fractions {config.fractions}" if config.split == "time" else "users with 3 labeled rows or more"
             )
             raise DataError(f"the {name} split is empty: {labeled.sum()} labeled rows, split by {how}")
         if config.label is None:
             # Negatives are items of the training split, so the id of an unseen item would reveal a positive.
-            samples[name] = seen = rows[train_items[events.item[rows]]]
-            dropped = f"dropped {len(rows) - len(seen)} of {len(rows)} positives of the {name} split"
+            samples[name] = seen = chosen[known_items[rows.item[chosen]]]
+            dropped = f"dropped {len(chosen) - len(seen)} of {len(chosen)} positives of the {name} split"
             if not len(seen):
                 raise DataError(f"the {name} split is empty: {dropped}, whose items are not in the training split")
-            if len(seen) < len(rows):
+            if len(seen) < len(chosen):
                 _log.warning("%s, whose items are not in the training split", dropped)
             continue
-        labels = events.label[rows]
+        labels = rows.label[chosen]
         if labels.min() == labels.max():
-            raise DataError(f"label '{config.label}': all {len(rows)} labels of the {name} split are {labels[0]:g}")
+            raise DataError(f"label '{config.label}': all {len(chosen)} labels of the {name} split are {labels[0]:g}")
     return samples
-
-
-class _EntityColumns:
-    """The columns of users or of items, with one row for each.
-
-    They come from the entity's own table or, without one, from the first event of each user or item.
-
-    Args:
-        interactions: the table of interactions.
-        table: the table of users or of items, or None.
-        key: name of the id column.
-        ids: the distinct ids, in the order of the rows to make.
-        index: `[E]`, the row of each event's user or item.
-        time, order: `[E]`, each event's time, and its row in `interactions`.
-    """
-
-    def __init__(
-        self,
-        interactions: Table,
-        table: Table | None,
-        key: str,
-        ids: pa.Array,
-        index: np.ndarray,
-        time: np.ndarray,
-        order: np.ndarray,
-    ) -> None:
-        self._key, self._ids = key, ids
-        if table is None:
-            self._table = interactions
-            by_time = np.argsort(time, kind="stable")
-            first = np.unique(index[by_time], return_index=True)[1]
-            self._rows = pa.array(order[by_time[first]])
-            return
-        self._table = table
-        known = table.ids(key)
-        first = pc.index_in(known, value_set=known).to_numpy()
-        again = first != np.arange(len(first))
-        if again.any():
-            row = int(again.argmax())
-            raise table.fault(row, f"'{key}' {known[row]} is already on line {table.line(int(first[row]))}")
-        self._rows = pc.index_in(ids, value_set=known)
-        if self._rows.null_count == len(ids):
-            raise DataError(f"{table.name}: column '{key}' has none of the ids of {interactions.name}")
-
-    def categories(self, name: str, separators: dict[str, str]) -> pa.Array:
-        # The table may lack some of the ids.
-        return self._ids if name == self._key else self._table.categories(name, separators).take(self._rows)
-
-    def dense(self, names: list[str], train_rows: np.ndarray, encodings: Encodings) -> np.ndarray:
-        # An id that the table lacks reads the NaN that is appended to the column.
-        rows, columns = pc.fill_null(self._rows, -1).to_numpy(), []
-        for name in names:
-            values = np.append(self._table.numbers(name), np.nan)[rows]
-            encodings.moments[name] = moments(values[train_rows])
-            columns.append(standardize(values, *encodings.moments[name]))
-        return np.stack(columns, axis=1) if columns else np.zeros((len(rows), 0), np.float32)
-
-    def titles(self, name: str, train: np.ndarray) -> list[str]:
-        titles = self._table.strings(name).take(self._rows).filter(pa.array(train))
-        return pc.fill_null(titles, "untitled").to_pylist()
-
-
-def _members(index: np.ndarray, count: int) -> np.ndarray:
-    """`[count]` bool, true at the values of `index`."""
-    members = np.zeros(count, bool)
-    members[index] = True
-    return members
-
-
-def _feature(column: str, role: Role, ids: Categorical, of: Entity, key: str | None = None) -> Feature:
-    return Feature(
-        FeatureSpec(key or column, role, column, column, ids.num_embeddings, ids.offsets is not None), ids, of
-    )
-
-
-def _history(column: str, ids: Categorical, of: Entity, max_slots: int) -> list[Feature]:
-    if ids.offsets is None:
-        return [_feature(column, "history", ids, of, HISTORY + column)]
-    slots = enumerate(ids.slots(max_slots))
-    return [_feature(column, "history", slot, of, f"{HISTORY}{column}_{i}") for i, slot in slots]

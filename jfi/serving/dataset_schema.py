@@ -1,44 +1,44 @@
-"""The schema of requests to a model, from the dataset that the model was trained on."""
+"""The schema of requests to a model, from that of the data that it was trained on."""
 
-from jfi.data import DataConfig, InteractionDataset
+from jfi.data import DataConfig, DataSchema
 from jfi.data.config import AGE, HISTORY
 from jfi.serving.schema import Field, Schema
 
 
-def schema_of(config: DataConfig, dataset: InteractionDataset, reads_history: bool, reads_age: bool) -> Schema:
-    """The fields of requests to a model of `dataset`.
+def schema_of(config: DataConfig, data: DataSchema, reads_history: bool, reads_age: bool) -> Schema:
+    """The fields of requests to a model of `data`.
 
     Args:
-        config: the config that `dataset` was loaded with.
-        dataset: the dataset whose keys the fields fill.
+        config: the config that `data` was learnt with.
+        data: the schema whose keys the fields fill.
         reads_history: whether the model reads events.
         reads_age: whether the model reads the bucket of the events' age.
     """
     events = []
     if reads_history:
-        events = _categories(dataset, "history")
+        events = _categories(data, "history")
         for name in config.event_dense:
-            keys = [spec.key for spec in dataset.features if spec.role == "history" and spec.column == name]
-            events.append(Field(name, "quantile", keys, edges=dataset.encodings.edges[name].tolist()))
+            keys = [spec.key for spec in data.features if spec.role == "history" and spec.column == name]
+            events.append(Field(name, "quantile", keys, edges=data.encodings.edges[name].tolist()))
         if reads_age:
             events.append(Field(AGE, "age", num_buckets=config.num_age_buckets))
     return Schema(
-        _categories(dataset, "user") + _numbers(dataset, config.user_dense),
-        _categories(dataset, "item") + _numbers(dataset, config.item_dense),
+        _categories(data, "user") + _numbers(data, config.user_dense),
+        _categories(data, "item") + _numbers(data, config.item_dense),
         events,
         {
-            name: vocabulary.values
-            for name, vocabulary in dataset.encodings.vocabularies.items()
+            name: list(vocabulary.values)
+            for name, vocabulary in data.encodings.vocabularies.items()
             if reads_history or name not in config.event_categorical
         },
     )
 
 
-def _categories(dataset: InteractionDataset, role: str) -> list[Field]:
+def _categories(data: DataSchema, role: str) -> list[Field]:
     """The fields of a role's columns that have a vocabulary."""
     by_column: dict[str, list] = {}
-    for spec in dataset.features:
-        is_quantile = role == "history" and spec.column in dataset.encodings.edges
+    for spec in data.features:
+        is_quantile = role == "history" and spec.column in data.encodings.edges
         if spec.role == role and not is_quantile:
             by_column.setdefault(spec.column, []).append(spec)
     fields = []
@@ -52,6 +52,6 @@ def _categories(dataset: InteractionDataset, role: str) -> list[Field]:
     return fields
 
 
-def _numbers(dataset: InteractionDataset, names: list[str]) -> list[Field]:
-    moments = dataset.encodings.moments
+def _numbers(data: DataSchema, names: list[str]) -> list[Field]:
+    moments = data.encodings.moments
     return [Field(name, "number", mean=moments[name][0], deviation=moments[name][1]) for name in names]

@@ -1,4 +1,4 @@
-"""Builds the model and its optimizer for the features of a dataset.
+"""Builds the model and its optimizer for the keys of a data schema.
 
 The EmbeddingCollection, which returns an embedding per event, has the tables of the history keys, and with them the
 user and item keys that share these tables, so that a target has the embedding of its own events. All other tables are
@@ -19,7 +19,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from jfi.data import FeatureSpec, InteractionDataset
+from jfi.data import DataSchema, FeatureSpec
 from jfi.models import SequenceDLRM
 from jfi.modules import JaggedEncoder, KeyBias, PositionBias, SequenceFeatureConfig, WeightBias
 from jfi.training.config import ConfigError, EncoderConfig, ModelConfig, OptimizerConfig, OptimizerGroup
@@ -37,23 +37,23 @@ OPTIMIZERS = {
 
 
 def build_model(
-    config: ModelConfig, encoder: EncoderConfig, dataset: InteractionDataset, table_device: torch.device | None = None
+    config: ModelConfig, encoder: EncoderConfig, schema: DataSchema, table_device: torch.device | None = None
 ) -> SequenceDLRM:
-    """The SequenceDLRM of `config` for the features of `dataset`.
+    """The SequenceDLRM of `config` for the keys of `schema`.
 
     It has one sequence feature, `history`: an event combines all history keys, the target all item keys, and
-    `max_seqlen` is the dataset's `max_history`.
+    `max_seqlen` is the schema's `max_history`.
 
     Args:
         config: the section `model`.
         encoder: the section `encoder`.
-        dataset: the dataset whose features the model reads.
+        schema: of the batches that the model reads.
         table_device: device of the embedding tables; "meta" if `draw_tables` follows.
 
     Raises:
-        ConfigError: `model.bias` or `encoder.bias` is not a bucket key of the dataset.
+        ConfigError: `model.bias` or `encoder.bias` is not a bucket key of the schema.
     """
-    features = dataset.features
+    features = schema.features
     history = [f for f in features if f.role == "history"] if config.pooling != "none" else []
     event_tables = {f.table for f in history}
     embedded = [f for f in features if f.role in ("user", "item") or f in history]
@@ -67,7 +67,7 @@ def build_model(
                 target_keys=[f.key for f in features if f.role == "item"],
                 combine=config.combine,
                 bias=_bias("model.bias", config.bias, config, features),
-                max_seqlen=dataset.max_history,
+                max_seqlen=schema.max_history,
             )
         ]
         if history
@@ -79,7 +79,7 @@ def build_model(
         EmbeddingBagCollection(bag_tables, device=table_device) if bag_tables else None,
         EmbeddingCollection(tables, device=table_device) if tables else None,
         sequences,
-        dense_in_features=max(1, len(dataset.dense_names)),
+        dense_in_features=max(1, len(schema.dense_names)),
         dense_arch_layer_sizes=[*config.dense_arch, config.embedding_dim],
         over_arch_layer_sizes=[*config.over_arch, 1],
         pooling=config.pooling,

@@ -78,7 +78,7 @@ class Trainer:
         self.device = world.device
         self.progress = Progress(world_size=world.size if world.launched else 0)
         torch.manual_seed(config.training.seed)
-        model = build_model(config.model, config.encoder, dataset, table_device=torch.device("meta"))
+        model = build_model(config.model, config.encoder, dataset.schema, table_device=torch.device("meta"))
         tables = table_configs(model)
         self.pipeline: TrainPipelineSparseDist | None = None
         if world.launched:

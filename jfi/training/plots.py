@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from jfi.data import Batch, InteractionDataset
+from jfi.data import Batch, DataSchema, InteractionDataset
 from jfi.data.config import HISTORY
 from jfi.models import SequenceDLRM
 
@@ -125,37 +125,35 @@ def _pick(model: SequenceDLRM, dataset: InteractionDataset, device: torch.device
     batches = dataset.num_batches("test", _PICK_FROM)
     for panel in range(_PANELS):
         batch = next(dataset.batches("test", _PICK_FROM, start_batch=panel * batches // _PANELS))
-        lengths = batch.sparse_features[f"{HISTORY}{dataset.item_key}"].lengths().tolist()
+        lengths = batch.sparse_features[f"{HISTORY}{dataset.schema.item_key}"].lengths().tolist()
         new = [row for row, user in enumerate(batch.users.tolist()) if user not in users and lengths[row] > 0]
         if not new:
             continue
         row = next((row for row in new if lengths[row] >= _EVENTS), max(new, key=lengths.__getitem__))
         users.add(batch.users[row].item())
-        samples.append(_describe(model, dataset, batch, row, device))
+        samples.append(_describe(model, dataset.schema, batch, row, device))
     return samples
 
 
-def _describe(
-    model: SequenceDLRM, dataset: InteractionDataset, batch: Batch, row: int, device: torch.device
-) -> _Sample:
+def _describe(model: SequenceDLRM, schema: DataSchema, batch: Batch, row: int, device: torch.device) -> _Sample:
     batch_there = batch.to(device)  # before to_dict, which caches tensors that `to` would not move
     ids = {key: values.to_dense()[row].tolist() for key, values in batch.sparse_features.to_dict().items()}
     inputs = batch_there.dense_features, batch_there.sparse_features
     (weights,) = model.attention_weights(*inputs).values()
     weights = weights.to_dense()[row].mean(1).float().cpu()
-    item_columns = {spec.column for spec in dataset.features if spec.role == "item"}
-    fields = [spec for spec in dataset.features if spec.role == "history" and spec.column not in item_columns]
-    (age,) = (spec.key for spec in dataset.features if spec.role == "bucket")
+    item_columns = {spec.column for spec in schema.features if spec.role == "item"}
+    fields = [spec for spec in schema.features if spec.role == "history" and spec.column not in item_columns]
+    (age,) = (spec.key for spec in schema.features if spec.role == "bucket")
     events = [
         ", ".join(
-            [_title(dataset, item)]
-            + [f"{field.column} {_value(dataset, field.column, ids[field.key][event])}" for field in fields]
+            [_title(schema, item)]
+            + [f"{field.column} {_value(schema, field.column, ids[field.key][event])}" for field in fields]
             + [_age(ids[age][event])]
         )
-        for event, item in enumerate(ids[f"{HISTORY}{dataset.item_key}"])
+        for event, item in enumerate(ids[f"{HISTORY}{schema.item_key}"])
     ]
     return _Sample(
-        title=_title(dataset, ids[dataset.item_key][0]),
+        title=_title(schema, ids[schema.item_key][0]),
         label=batch.labels[row].item(),
         score=torch.sigmoid(model(*inputs)[row]).item(),
         events=events,
@@ -163,15 +161,15 @@ def _describe(
     )
 
 
-def _title(dataset: InteractionDataset, item: int) -> str:
-    title = dataset.titles[item] if dataset.titles else f"{dataset.item_key} {_value(dataset, dataset.item_key, item)}"
+def _title(schema: DataSchema, item: int) -> str:
+    title = schema.titles[item] if schema.titles else f"{schema.item_key} {_value(schema, schema.item_key, item)}"
     return title if len(title) <= _TITLE_WIDTH else title[: _TITLE_WIDTH - 1] + "…"
 
 
-def _value(dataset: InteractionDataset, column: str, number: int) -> str:
+def _value(schema: DataSchema, column: str, number: int) -> str:
     """The table's value for an id; #id for a value that training did not see, and for a quantile."""
-    if number and column in dataset.encodings.vocabularies:
-        return dataset.encodings.vocabularies[column].values[number - 1]
+    if number and column in schema.encodings.vocabularies:
+        return schema.encodings.vocabularies[column].values[number - 1]
     return f"#{number}"
 
 

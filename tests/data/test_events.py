@@ -10,7 +10,8 @@ def random_events(rng: np.random.Generator, count: int = 400, users: int = 12, i
     user = np.sort(np.append(np.arange(users), rng.integers(0, users, count - users)))
     item, time = rng.integers(0, items, count), rng.integers(0, 30, count).astype(np.float64)
     order = np.lexsort((item, time, user))
-    return Events(user[order].astype(np.int32), item[order].astype(np.int32), time[order], np.ones(count, np.float32))
+    label, split = np.ones(count, np.float32), np.zeros(count, np.int8)
+    return Events(user[order].astype(np.int32), item[order].astype(np.int32), time[order], label, split)
 
 
 @pytest.mark.parametrize("max_history", [1, 4, 1000])

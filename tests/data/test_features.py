@@ -5,7 +5,7 @@ import pyarrow as pa
 import torch
 
 from jfi.data import DataConfig, load_dataset
-from jfi.data.columns import cut_at_quantiles, encode, moments, sort_ids
+from jfi.data.columns import count_slots, cut, encode, learn_edges, learn_vocabulary, moments, sort_ids
 from jfi.encoding import standardize
 
 # Six rows train, two validate, two test.
@@ -20,29 +20,39 @@ def test_ids_sort_by_number_if_all_are_numbers():
 
 
 def test_values_outside_training_are_zero():
-    column = encode(pa.array(["b", None, "a", "c", "b"]), np.array([True, True, True, False, False]))
-    assert (column.ids.tolist(), column.num_embeddings) == ([2, 0, 1, 0, 2], 3)
+    column = pa.array(["b", None, "a", "c", "b"])
+    vocabulary = learn_vocabulary(column, np.array([True, True, True, False, False]))
+    assert (encode(column, vocabulary).ids.tolist(), vocabulary.num_ids) == ([2, 0, 1, 0, 2], 3)
 
 
 def test_lists():
     lists = pa.array([["b", "a"], [], None, ["c", "", "a"], ["b", None]])
-    column = encode(lists, np.array([True, True, True, False, True]))
+    train = np.array([True, True, True, False, True])
+    column = encode(lists, learn_vocabulary(lists, train))
     assert column.ids.tolist() == [2, 1, 0, 1, 2]
     assert column.offsets.tolist() == [0, 2, 2, 2, 4, 5]
     assert column.counts(np.array([3, 1, 0])).tolist() == [2, 0, 2]
     out = np.empty(4, np.int64)
     column.fill(np.array([3, 1, 0]), out)
     assert out.tolist() == [0, 1, 2, 1]
-    assert [slot.ids.tolist() for slot in column.slots(8)] == [[2, 0, 0, 0, 2], [1, 0, 0, 1, 0]]
+    assert [slot.ids.tolist() for slot in column.slots(2)] == [[2, 0, 0, 0, 2], [1, 0, 0, 1, 0]]
     assert [slot.ids.tolist() for slot in column.slots(1)] == [[2, 0, 0, 0, 2]]
 
 
+def test_the_number_of_slots_comes_from_training():
+    lists = pa.array([["b", "a"], None, ["c", "", "a", "d"]])
+    assert count_slots(lists, np.array([True, True, False]), 8) == 2
+    assert count_slots(lists, np.array([False, True, True]), 8) == 3  # an empty value takes none
+    assert count_slots(lists, np.array([False, True, True]), 2) == 2
+    assert count_slots(lists, np.array([False, True, False]), 8) == 1
+
+
 def test_quantiles_come_from_training():
-    values = np.array([0.0, 1.0, 2.0, 3.0, np.nan, -5.0, 99.0])
-    train = np.array([True, True, True, True, True, False, False])
-    column = cut_at_quantiles(values, train, 4)
-    assert column.ids.tolist() == [1, 2, 3, 4, 0, 1, 4]
-    assert column.num_embeddings == 5
+    # All outsiders lie above: quantiles of all rows would be 1.25, 2.5 and 55.
+    values = np.array([0.0, 1.0, 2.0, 3.0, np.nan, 90.0, 99.0])
+    edges = learn_edges(values, np.array([True] * 5 + [False] * 2), 4)
+    assert edges.tolist() == [0.75, 1.5, 2.25]
+    assert cut(values, edges).ids.tolist() == [1, 2, 3, 4, 0, 4, 4]
 
 
 def test_standardize_by_the_moments_of_training_rows():
@@ -85,9 +95,9 @@ def test_every_kind_of_column(write):
     assert {spec.key for spec in dataset.features if spec.table == "genres"} == {
         *("genres", "history_genres_0", "history_genres_1")
     }
-    assert dataset.dense_names == ["years", "price"]
-    assert dataset.item_key == "item_id"
-    assert dataset.titles == ["unseen", "Title 0", "Title 1", "Title 2", "Title 3", "untitled"]
+    assert dataset.schema.dense_names == ["years", "price"]
+    assert dataset.schema.item_key == "item_id"
+    assert dataset.schema.titles == ["unseen", "Title 0", "Title 1", "Title 2", "Title 3", "untitled"]
 
     batch = next(dataset.batches("train", 6))
     sparse = batch.sparse_features
@@ -145,7 +155,7 @@ def test_the_layouts_of_movielens_1m_and_100k_load_alike(write):
     )
     left, right = load_dataset(million), load_dataset(hundred)
     assert left.features == right.features
-    assert left.titles == right.titles == ["unseen", "É (1990)", "B", "C"]
+    assert left.schema.titles == right.schema.titles == ["unseen", "É (1990)", "B", "C"]
     for a, b in zip(left.batches("train", 16), right.batches("train", 16), strict=True):
         assert torch.equal(a.sparse_features.values(), b.sparse_features.values())
         assert torch.equal(a.labels, b.labels)

@@ -151,12 +151,12 @@ def raw_requests(table: SimpleNamespace) -> tuple[list[dict], np.ndarray]:
 def test_it_gives_the_logits_of_the_model(table, model, encoder):
     dataset = table.dataset
     model = ModelConfig(embedding_dim=8, num_heads=2, dense_arch=[8], over_arch=[8], **model)
-    trained = build_model(model, EncoderConfig(num_heads=2, **encoder), dataset).eval()
+    trained = build_model(model, EncoderConfig(num_heads=2, **encoder), dataset.schema).eval()
     for parameter in trained.parameters():  # those that begin as zeros too
         torch.nn.init.normal_(parameter, std=0.5)
     reads_history = model.pooling != "none"
     reads_age = "history_age" in (model.bias if model.pooling == "attention" else None, encoder.get("bias"))
-    schema = schema_of(table.config, dataset, reads_history, reads_age)
+    schema = schema_of(table.config, dataset.schema, reads_history, reads_age)
     read = RequestReader(schema, Limits(max_candidates=9, max_history=table.config.max_history))
     requests, samples = raw_requests(table)
     for request in requests:
@@ -180,7 +180,7 @@ def test_it_gives_the_logits_of_the_model(table, model, encoder):
 def test_a_model_with_weights_is_refused(table):
     model = ModelConfig(embedding_dim=8, num_heads=2, bias="weights")
     with pytest.raises(ValueError, match="weights"):
-        ScoringModel(build_model(model, EncoderConfig(), table.dataset), [])
+        ScoringModel(build_model(model, EncoderConfig(), table.dataset.schema), [])
 
 
 def segments(offsets: list[int], device: torch.device) -> Segments:
@@ -224,8 +224,8 @@ def test_a_package_for_a_gpu(table, tmp_path, impl):
 
     model = ModelConfig(embedding_dim=8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8])
     encoder = EncoderConfig(num_layers=1, num_heads=2, bias="position", causal=True)
-    trained = build_model(model, encoder, table.dataset).eval()
-    schema = schema_of(table.config, table.dataset, True, True)
+    trained = build_model(model, encoder, table.dataset.schema).eval()
+    schema = schema_of(table.config, table.dataset.schema, True, True)
     export(tmp_path / "artifact", trained, schema, Limits(9, 12), device="cuda", impl=impl)
     scorer = Scorer(tmp_path / "artifact")
     requests, samples = raw_requests(table)

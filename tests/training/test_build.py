@@ -15,7 +15,7 @@ def test_the_longest_history_of_the_data_is_the_max_seqlen_of_the_features(num_l
     dataset = load_dataset(DataConfig(source="synthetic", synthetic=synthetic, max_history=7))
     batch = next(dataset.batches("train", dataset.num_samples("train")))
     assert batch.sparse_features["history_item"].lengths().max() == 7  # the data has longer histories and cuts them
-    model = build.build_model(ModelConfig(), EncoderConfig(num_layers=num_layers), dataset)
+    model = build.build_model(ModelConfig(), EncoderConfig(num_layers=num_layers), dataset.schema)
     arch = model.sequence_arch
     features = arch.pooling.features + ([] if arch.encoder is None else arch.encoder.features)
     assert [feature.max_seqlen for feature in features] == [7] * (1 + num_layers)

@@ -356,7 +356,7 @@ def test_other_poolings_train(tmp_path, monkeypatch, pooling):
 
 def test_every_parameter_is_optimized_once():
     dataset = load_dataset(tiny(None).data)
-    model = build_model(tiny(None).model, EncoderConfig(num_layers=2, num_heads=2), dataset)
+    model = build_model(tiny(None).model, EncoderConfig(num_layers=2, num_heads=2), dataset.schema)
     optimizer = build_optimizer(OptimizerConfig(), model)
     assert set(optimizer.params) == {name for name, _ in model.named_parameters()}
     tables, dense = (group["params"] for group in optimizer.param_groups)

@@ -1,0 +1,54 @@
+"""Columns -> ids and standardized numbers, with the encodings of a schema."""
+
+import numpy as np
+
+from jfi.data.columns import Categorical, cut, encode, is_multi_valued
+from jfi.data.config import DataConfig
+from jfi.data.errors import DataError
+from jfi.data.schema import DataSchema, Entity
+from jfi.data.source import Columns
+from jfi.encoding import standardize
+
+
+def encode_features(columns: Columns, schema: DataSchema) -> list[Categorical]:
+    """The ids of each key of `schema.features` but the age, a row for each user, item or event.
+
+    Raises:
+        DataError: a column is missing or malformed, or has lists where the schema has single values, or the reverse.
+    """
+    encoded: dict[str, Categorical] = {}
+    slots: dict[str, list[Categorical]] = {}
+    ids = []
+    for spec in schema.features[:-1]:
+        name = spec.column
+        if name not in encoded:
+            encoded[name] = _encode(columns, schema, name, spec.of)
+        if spec.slot is None:
+            ids.append(encoded[name])
+            continue
+        if name not in slots:
+            slots[name] = encoded[name].slots(sum(s.column == name and s.slot is not None for s in schema.features))
+        ids.append(slots[name][spec.slot])
+    return ids
+
+
+def encode_dense(columns: Columns, schema: DataSchema, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
+    """`[U, Du]` and `[N, Di]` float32, the dense features of users and of items."""
+    user = [standardize(columns.numbers(name, "user"), *schema.encodings.moments[name]) for name in config.user_dense]
+    item = [standardize(columns.numbers(name, "item"), *schema.encodings.moments[name]) for name in config.item_dense]
+    users, items = columns.count("user"), columns.count("item")
+    return (
+        np.stack(user, axis=1) if user else np.zeros((users, 0), np.float32),
+        np.stack(item, axis=1) if item else np.zeros((items, 0), np.float32),
+    )
+
+
+def _encode(columns: Columns, schema: DataSchema, name: str, of: Entity) -> Categorical:
+    if name in schema.encodings.edges:
+        return cut(columns.numbers(name, of), schema.encodings.edges[name])
+    column = columns.categories(name, of)
+    many = any(s.column == name and (s.multi_valued or s.slot is not None) for s in schema.features)
+    if is_multi_valued(column) != many:
+        kinds = ("one value a row", "lists of values")
+        raise DataError(f"column '{name}' has {kinds[not many]}, but in training it had {kinds[many]}")
+    return encode(column, schema.encodings.vocabularies[name])

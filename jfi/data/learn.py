@@ -1,0 +1,91 @@
+"""What the training rows determine: the schema of a dataset."""
+
+import numpy as np
+import pyarrow.compute as pc
+
+from jfi.data.arrange import Rows, members
+from jfi.data.columns import count_slots, is_multi_valued, learn_edges, learn_vocabulary, moments
+from jfi.data.config import AGE, HISTORY, DataConfig
+from jfi.data.errors import DataError
+from jfi.data.schema import DataSchema, Encodings, Entity, FeatureSpec, Strings
+from jfi.data.source import Columns
+
+
+def learn_schema(columns: Columns, rows: Rows, config: DataConfig) -> DataSchema:
+    """The keys of the batches, and vocabularies, quantiles, means and titles of the training rows alone.
+
+    A user (an item) counts as training's if it has a row there. A multi-valued column of events has as many slots as
+    the longest list in training, at most `max_slots`.
+
+    Raises:
+        DataError: a column is missing or malformed, or two columns need the same key.
+    """
+    train = {
+        "user": members(rows.user[rows.train], len(rows.user_ids)),
+        "item": members(rows.item[rows.train], len(rows.item_ids)),
+        "event": rows.train,
+    }
+    encodings = Encodings()
+    users, items, history = [], [], []
+    for name in config.user_categorical:
+        users += _learn_keys(columns, name, "user", train, encodings, config)[0]
+    for name in (config.item, *config.item_categorical):
+        targets, events = _learn_keys(columns, name, "item", train, encodings, config)
+        items, history = items + targets, history + events
+    for name in config.event_categorical:
+        history += _learn_keys(columns, name, "event", train, encodings, config)[1]
+    for name in config.event_dense:
+        edges = learn_edges(columns.numbers(name, "event"), rows.train, config.num_quantiles)
+        encodings.edges[name] = edges
+        history.append(FeatureSpec(HISTORY + name, "history", name, name, len(edges) + 2, of="event"))
+    for names, of, index in ((config.user_dense, "user", rows.user), (config.item_dense, "item", rows.item)):
+        for name in names:
+            # Users and items count as often as they have a row in training.
+            encodings.moments[name] = moments(columns.numbers(name, of)[index[rows.train]])
+    age = FeatureSpec(HISTORY + AGE, "bucket", config.timestamp, "", config.num_age_buckets)
+    features = [*users, *items, *history, age]
+    _check_keys(features)
+    return DataSchema(
+        features=features,
+        dense_names=[*config.user_dense, *config.item_dense],
+        item_key=config.item,
+        max_history=config.max_history,
+        encodings=encodings,
+        titles=None if config.title is None else _titles(columns, config.title, train["item"]),
+    )
+
+
+def _learn_keys(
+    columns: Columns,
+    name: str,
+    of: Entity,
+    train: dict[str, np.ndarray],
+    encodings: Encodings,
+    config: DataConfig,
+) -> tuple[list[FeatureSpec], list[FeatureSpec]]:
+    """The keys of a categorical column of the user or the target, and those of the events."""
+    column = columns.categories(name, of)
+    vocabulary = encodings.vocabularies[name] = learn_vocabulary(column, train[of])
+    many = is_multi_valued(column)
+    own = [] if of == "event" else [FeatureSpec(name, of, name, name, vocabulary.num_ids, many, of)]
+    if many:
+        slots = range(count_slots(column, train[of], config.max_slots))
+        keys = [(f"{HISTORY}{name}_{slot}", slot) for slot in slots]
+    else:
+        keys = [(HISTORY + name, None)]
+    history = [FeatureSpec(key, "history", name, name, vocabulary.num_ids, of=of, slot=slot) for key, slot in keys]
+    return own, history
+
+
+def _titles(columns: Columns, name: str, train: np.ndarray) -> Strings:
+    titles = columns.strings(name, "item").filter(train)
+    return Strings(pc.fill_null(titles, "untitled")).prepended("unseen")
+
+
+def _check_keys(specs: list[FeatureSpec]) -> None:
+    column_of: dict[str, str] = {}
+    for spec in specs:
+        if spec.key in column_of:
+            columns = f"'{column_of[spec.key]}' and '{spec.column}'"
+            raise DataError(f"the columns {columns} both need the key '{spec.key}'; rename one of them")
+        column_of[spec.key] = spec.column
