@@ -1,11 +1,13 @@
 """The interactions in the order of the histories, and the split of each."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
 
 from jfi.data import splits
+from jfi.data.coded import blocks
 from jfi.data.columns import sort_ids
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
@@ -40,6 +42,15 @@ class Rows:
         """`[E]` bool: the rows that vocabularies, quantiles and means come from."""
         return self.split == splits.SPLITS.index("train")
 
+    def count_training(self, of: Literal["user", "item"]) -> np.ndarray:
+        """`[U]` or `[N]` int64, the number of each user's or item's rows in training."""
+        index, ids = (self.user, self.user_ids) if of == "user" else (self.item, self.item_ids)
+        counts = np.zeros(len(ids), np.int64)
+        for begin, end in blocks(len(index)):
+            chosen = index[begin:end][self.split[begin:end] == splits.SPLITS.index("train")]
+            counts += np.bincount(chosen, minlength=len(ids))
+        return counts
+
 
 def sort_and_split(interactions: Table, config: DataConfig) -> Rows:
     """The rows of the table, sorted, with the split that the config says.
@@ -61,10 +72,3 @@ def sort_and_split(interactions: Table, config: DataConfig) -> Rows:
     else:
         split = splits.leave_one_out(user, ~np.isnan(label))
     return Rows(user_ids, item_ids, user, item, time, label, split, order)
-
-
-def members(index: np.ndarray, count: int) -> np.ndarray:
-    """`[count]` bool, true at the values of `index`."""
-    found = np.zeros(count, bool)
-    found[index] = True
-    return found

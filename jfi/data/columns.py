@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from jfi.data.coded import BLOCK, CodedColumn, blocks, quantiles
 from jfi.data.schema import Strings, as_array
 from jfi.encoding import UNKNOWN, Vocabulary, quantile_ids
 
@@ -66,13 +67,17 @@ def sort_ids(column: pa.Array) -> tuple[pa.Array, np.ndarray]:
     return distinct.take(pa.array(order)), rank[encoded.indices.to_numpy()]
 
 
-def is_multi_valued(column: pa.Array) -> bool:
+def is_multi_valued(column: pa.Array | CodedColumn) -> bool:
     """Whether a categorical column has a list of values a row."""
+    if isinstance(column, CodedColumn):
+        return column.offsets is not None
     return pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
 
 
-def learn_vocabulary(column: pa.Array, train: np.ndarray) -> Vocabulary:
+def learn_vocabulary(column: pa.Array | CodedColumn, train: np.ndarray) -> Vocabulary:
     """The values of a column of strings, or of lists of strings, in the rows where `train [N]` is true."""
+    if isinstance(column, CodedColumn):
+        return Vocabulary(Strings(sort_ids(column.seen(train))[0]))
     column = column.filter(pa.array(train))
     if is_multi_valued(column):
         column = column.flatten()
@@ -80,8 +85,10 @@ def learn_vocabulary(column: pa.Array, train: np.ndarray) -> Vocabulary:
     return Vocabulary(Strings(sort_ids(column.drop_null())[0]))
 
 
-def count_slots(column: pa.Array, train: np.ndarray, max_slots: int) -> int:
+def count_slots(column: pa.Array | CodedColumn, train: np.ndarray, max_slots: int) -> int:
     """The largest number of values of a row where `train [N]` is true, from 1 to `max_slots`."""
+    if isinstance(column, CodedColumn):
+        return min(max_slots, column.longest(train))
     counts = np.diff(_present(column)[1])[train]
     return int(min(max_slots, counts.max(initial=1)))
 
@@ -109,8 +116,14 @@ def _present(column: pa.Array) -> tuple[pa.Array, np.ndarray]:
 
 def learn_edges(values: np.ndarray, train: np.ndarray, num_quantiles: int) -> np.ndarray:
     """`[E]` ascending, E below `num_quantiles`: the inner quantiles of the finite values where `train [N]` is true."""
-    known = values[train & np.isfinite(values)]
     inner = np.linspace(0, 1, num_quantiles + 1)[1:-1]
+    if (
+        len(values) > BLOCK
+        and len(inner)
+        and any(np.isfinite(values[begin:end][train[begin:end]]).any() for begin, end in blocks(len(values)))
+    ):
+        return np.unique(quantiles(values, train, inner))
+    known = values[train & np.isfinite(values)]
     return np.unique(np.quantile(known, inner)) if len(known) else np.empty(0)
 
 
@@ -119,10 +132,20 @@ def cut(values: np.ndarray, edges: np.ndarray) -> Categorical:
     return Categorical(quantile_ids(values, edges))
 
 
-def moments(values: np.ndarray) -> tuple[float, float]:
-    """Mean and standard deviation of the finite values; a deviation of 0 becomes 1."""
-    known = values[np.isfinite(values)]
-    return (float(known.mean()), float(known.std()) or 1.0) if len(known) else (0.0, 1.0)
+def moments(values: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
+    """Mean and standard deviation of the finite values; a deviation of 0 becomes 1.
+
+    Args:
+        values: `[N]` float64.
+        weights: `[N]` integers, how often each value counts.
+    """
+    chosen = np.isfinite(values) & (weights > 0)
+    values, weights = values[chosen], weights[chosen]
+    if not len(values):
+        return 0.0, 1.0
+    mean = (values * weights).sum() / weights.sum()
+    deviation = np.sqrt(((values - mean) ** 2 * weights).sum() / weights.sum())
+    return float(mean), float(deviation) or 1.0
 
 
 def _sortable(values: pa.Array) -> np.ndarray:

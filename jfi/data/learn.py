@@ -3,7 +3,7 @@
 import numpy as np
 import pyarrow.compute as pc
 
-from jfi.data.arrange import Rows, members
+from jfi.data.arrange import Rows
 from jfi.data.columns import count_slots, is_multi_valued, learn_edges, learn_vocabulary, moments
 from jfi.data.config import AGE, HISTORY, DataConfig
 from jfi.data.errors import DataError
@@ -20,11 +20,8 @@ def learn_schema(columns: Columns, rows: Rows, config: DataConfig) -> DataSchema
     Raises:
         DataError: a column is missing or malformed, or two columns need the same key.
     """
-    train = {
-        "user": members(rows.user[rows.train], len(rows.user_ids)),
-        "item": members(rows.item[rows.train], len(rows.item_ids)),
-        "event": rows.train,
-    }
+    counts = {"user": rows.count_training("user"), "item": rows.count_training("item")}
+    train = {"user": counts["user"] > 0, "item": counts["item"] > 0, "event": rows.train}
     encodings = Encodings()
     users, items, history = [], [], []
     for name in config.user_categorical:
@@ -38,10 +35,10 @@ def learn_schema(columns: Columns, rows: Rows, config: DataConfig) -> DataSchema
         edges = learn_edges(columns.numbers(name, "event"), rows.train, config.num_quantiles)
         encodings.edges[name] = edges
         history.append(FeatureSpec(HISTORY + name, "history", name, name, len(edges) + 2, of="event"))
-    for names, of, index in ((config.user_dense, "user", rows.user), (config.item_dense, "item", rows.item)):
+    for names, of in ((config.user_dense, "user"), (config.item_dense, "item")):
         for name in names:
             # Users and items count as often as they have a row in training.
-            encodings.moments[name] = moments(columns.numbers(name, of)[index[rows.train]])
+            encodings.moments[name] = moments(columns.numbers(name, of), counts[of])
     age = FeatureSpec(HISTORY + AGE, "bucket", config.timestamp, "", config.num_age_buckets)
     features = [*users, *items, *history, age]
     _check_keys(features)
