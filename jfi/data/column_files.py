@@ -56,7 +56,7 @@ def file_name(number: int) -> str:
 
 
 def write_arrow(path: Path, columns: Mapping[str, np.ndarray | pa.Array]) -> None:
-    """Writes columns of equal length as an uncompressed Arrow IPC file of one record batch, without a copy in memory."""
+    """Writes columns of equal length as an uncompressed Arrow IPC file of one record batch; makes no copy in memory."""
     arrays = [column if isinstance(column, pa.Array) else pa.array(column) for column in columns.values()]
     batch = pa.RecordBatch.from_arrays(arrays, names=list(columns))
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:

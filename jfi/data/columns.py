@@ -16,8 +16,8 @@ class Categorical:
     """Ids of a column; id 0 is for a value that is missing or absent from the training rows.
 
     Args:
-        ids: int64; `[N]`, one id a row, or `[sum of counts]` for a multi-valued column.
-        offsets: `[N + 1]` int64, the range of each row's ids, or None for one id a row.
+        ids: integers; `[N]`, one id a row, or `[sum of counts]` for a multi-valued column. May be the map of a file.
+        offsets: `[N + 1]` integers, the range of each row's ids, or None for one id a row.
     """
 
     ids: np.ndarray
@@ -32,14 +32,17 @@ class Categorical:
         if self.offsets is not None:
             rows = ranges(self.offsets[rows], self.counts(rows))
         # mode="clip" skips the bounds check, and lets NumPy write to `out` without a buffer.
-        np.take(self.ids, rows, out=out, mode="clip")
+        if self.ids.dtype == out.dtype:
+            np.take(self.ids, rows, out=out, mode="clip")
+        else:
+            out[:] = np.take(self.ids, rows, mode="clip")
 
     def slots(self, num_slots: int) -> list["Categorical"]:
         """A multi-valued column as columns of one id a row: the first ids of each row, 0 where a row has fewer."""
         counts = np.diff(self.offsets)
         row = np.repeat(np.arange(len(counts)), counts)
         position = np.arange(len(self.ids)) - np.repeat(self.offsets[:-1], counts)
-        slots = np.full((num_slots, len(counts)), UNKNOWN, np.int64)
+        slots = np.full((num_slots, len(counts)), UNKNOWN, self.ids.dtype)
         kept = position < num_slots
         slots[position[kept], row[kept]] = self.ids[kept]
         return [Categorical(slot) for slot in slots]

@@ -67,15 +67,16 @@ class Events:
         return end
 
 
-def order_by_item(events: Events, rows_at_once: int = 1 << 20) -> np.ndarray:
+def order_by_item(events: Events, out: np.ndarray | None = None, rows_at_once: int = 1 << 20) -> np.ndarray:
     """`[E]`, the rows sorted by (user, item, timestamp): each user's rows, in another order.
 
     Args:
         events: sorted events.
+        out: `[E]` integers to write to, such as the map of a file.
         rows_at_once: about as many rows are sorted together, so that memory beyond the result is bounded, up to the
             longest user.
     """
-    order = np.empty(len(events), index_type(len(events)))
+    order = np.empty(len(events), index_type(len(events))) if out is None else out
     for begin, end in user_blocks(events.first, rows_at_once):
         # The sort is stable, and a user's rows are in the order of time.
         order[begin:end] = begin + np.lexsort((events.item[begin:end], events.user[begin:end]))

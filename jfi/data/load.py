@@ -4,8 +4,6 @@ Each stage is a file: `source` reads the tables, `arrange` sorts and splits, `le
 it, and `dataset` makes batches.
 """
 
-import logging
-
 import numpy as np
 
 from jfi.data import splits
@@ -17,11 +15,10 @@ from jfi.data.errors import DataError
 from jfi.data.events import Events, order_by_item
 from jfi.data.learn import learn_schema
 from jfi.data.negatives import NegativeSampler
+from jfi.data.samples import choose_samples
 from jfi.data.schema import DataSchema
 from jfi.data.source import Columns, column_settings, read_tables
 from jfi.encoding import UNKNOWN
-
-_log = logging.getLogger(__name__)
 
 
 def load_dataset(config: DataConfig, schema: DataSchema | None = None) -> InteractionDataset:
@@ -79,7 +76,7 @@ def build_dataset(columns: Columns, rows: Rows, schema: DataSchema, config: Data
         schema=schema,
         columns=ids,
         dense=encode_dense(columns, schema, config),
-        samples=_samples(rows, known_items, config),
+        samples=_samples(events, known_items, config),
         negatives=None
         if config.label is not None
         else NegativeSampler(events, order_by_item(events), np.flatnonzero(known_items), config.negatives),
@@ -111,28 +108,8 @@ def check_fits(schema: DataSchema, config: DataConfig) -> None:
             raise DataError(f"data.{name}: got {wanted!r}, but the run was started with {learnt!r}")
 
 
-def _samples(rows: Rows, known_items: np.ndarray, config: DataConfig) -> dict[str, np.ndarray]:
-    labeled = ~np.isnan(rows.label)
-    if not labeled.any():
-        raise DataError(f"label '{config.label}' is empty in every row")
-    order = splits.time_order(rows.user, rows.time, rows.item)
-    samples = {name: order[(labeled & (rows.split == i))[order]] for i, name in enumerate(splits.SPLITS)}
-    for name, chosen in samples.items():
-        if not len(chosen):
-            how = (
-                f"data.fractions {config.fractions}" if config.split == "time" else "users with 3 labeled rows or more"
-            )
-            raise DataError(f"the {name} split is empty: {labeled.sum()} labeled rows, split by {how}")
-        if config.label is None:
-            # Negatives are items of the training split, so the id of an unseen item would reveal a positive.
-            samples[name] = seen = chosen[known_items[rows.item[chosen]]]
-            dropped = f"dropped {len(chosen) - len(seen)} of {len(chosen)} positives of the {name} split"
-            if not len(seen):
-                raise DataError(f"the {name} split is empty: {dropped}, whose items are not in the training split")
-            if len(seen) < len(chosen):
-                _log.warning("%s, whose items are not in the training split", dropped)
-            continue
-        labels = rows.label[chosen]
-        if labels.min() == labels.max():
-            raise DataError(f"label '{config.label}': all {len(chosen)} labels of the {name} split are {labels[0]:g}")
-    return samples
+def _samples(events: Events, known_items: np.ndarray, config: DataConfig) -> dict[str, np.ndarray]:
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in splits.SPLITS}
+    order = splits.time_order(events.user, events.time, events.item)
+    choose_samples(events, order, known_items, config, lambda name, rows: parts[name].append(rows))
+    return {name: np.concatenate(rows) for name, rows in parts.items()}

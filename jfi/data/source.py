@@ -58,8 +58,13 @@ class Columns:
     def __init__(self, tables: Tables, rows: Rows, config: DataConfig) -> None:
         self._interactions, self._rows, self._separators = tables.interactions, rows, config.separators
         self._entities = {
-            "user": _EntityColumns(tables, tables.users, config.user, rows.user_ids, rows.user, rows),
-            "item": _EntityColumns(tables, tables.items, config.item, rows.item_ids, rows.item, rows),
+            of: _FirstRows(tables.interactions, key, ids, index, rows)
+            if table is None
+            else EntityTable(table, key, ids, tables.interactions.name)
+            for of, table, key, ids, index in (
+                ("user", tables.users, config.user, rows.user_ids, rows.user),
+                ("item", tables.items, config.item, rows.item_ids, rows.item),
+            )
         }
 
     def count(self, of: Entity) -> int:
@@ -83,48 +88,50 @@ class Columns:
         return self._entities[of].strings(name)
 
 
-class _EntityColumns:
-    """The columns of users or of items, with one row for each.
-
-    They come from the entity's own table or, without one, from the first event of each user or item.
+class EntityTable:
+    """The columns of users or of items, with one row for each, from their own table.
 
     Args:
-        tables: all tables.
-        table: the table of users or of items, or None.
+        table: the table of users or of items.
         key: name of the id column.
-        ids: the distinct ids, in the order of the rows to make.
-        index: `[E]`, the row of each event's user or item.
-        rows: the events.
+        ids: the distinct ids, in the order of the rows to make. The table may lack some of them.
+        interactions: name of the table that the ids come from, for messages.
+
+    Raises:
+        DataError: an id is in the table twice, or none is.
     """
 
-    def __init__(
-        self, tables: Tables, table: Table | None, key: str, ids: pa.Array, index: np.ndarray, rows: Rows
-    ) -> None:
-        self._key, self._ids = key, ids
-        if table is None:
-            self._table = tables.interactions
-            by_time = np.argsort(rows.time, kind="stable")
-            first = np.unique(index[by_time], return_index=True)[1]
-            self._places = pa.array(rows.order[by_time[first]])
-            return
-        self._table = table
+    def __init__(self, table: Table, key: str, ids: pa.Array, interactions: str) -> None:
+        self._table, self._key, self._ids = table, key, ids
         known = table.ids(key)
         first = pc.index_in(known, value_set=known).to_numpy()
         again = first != np.arange(len(first))
         if again.any():
             row = int(again.argmax())
             raise table.fault(row, f"'{key}' {known[row]} is already on line {table.line(int(first[row]))}")
-        self._places = pc.index_in(ids, value_set=known)
+        self._places = pc.index_in(ids.cast(known.type), value_set=known)
         if self._places.null_count == len(ids):
-            raise DataError(f"{table.name}: column '{key}' has none of the ids of {tables.interactions.name}")
+            raise DataError(f"{table.name}: column '{key}' has none of the ids of {interactions}")
 
     def categories(self, name: str, separators: dict[str, str]) -> pa.Array:
-        # The table may lack some of the ids.
+        """The column as strings, or as lists of strings; null where it is missing."""
         return self._ids if name == self._key else self._table.categories(name, separators).take(self._places)
 
     def numbers(self, name: str) -> np.ndarray:
+        """The column as float64, NaN where it is missing."""
         # An id that the table lacks reads the NaN that is appended to the column.
         return np.append(self._table.numbers(name), np.nan)[pc.fill_null(self._places, -1).to_numpy()]
 
     def strings(self, name: str) -> pa.Array:
+        """The column as strings; null where it is missing."""
         return self._table.strings(name).take(self._places)
+
+
+class _FirstRows(EntityTable):
+    """The columns of users or of items, with one row for each, from the first event of each."""
+
+    def __init__(self, interactions: Table, key: str, ids: pa.Array, index: np.ndarray, rows: Rows) -> None:
+        self._table, self._key, self._ids = interactions, key, ids
+        by_time = np.argsort(rows.time, kind="stable")
+        first = np.unique(index[by_time], return_index=True)[1]
+        self._places = pa.array(rows.order[by_time[first]])

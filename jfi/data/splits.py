@@ -7,10 +7,15 @@ SPLITS = ("train", "validation", "test")
 
 def split_by_time(user: np.ndarray, time: np.ndarray, item: np.ndarray, fractions: list[float]) -> np.ndarray:
     """`[N]` int8, the index in SPLITS of each row: the rows ordered by (timestamp, user, item) are cut in three."""
-    cuts = np.rint(np.cumsum(fractions[:2]) * len(user)).astype(np.int64)
+    cuts = time_cuts(len(user), fractions)
     split = np.empty(len(user), np.int8)
     split[time_order(user, time, item)] = np.searchsorted(cuts, np.arange(len(user)), side="right")
     return split
+
+
+def time_cuts(count: int, fractions: list[float]) -> np.ndarray:
+    """`[2]` int64, the places in the order of time at which validation and test begin."""
+    return np.rint(np.cumsum(fractions[:2]) * count).astype(np.int64)
 
 
 def leave_one_out(user: np.ndarray, labeled: np.ndarray) -> np.ndarray:

@@ -29,7 +29,7 @@ def test_a_history_is_what_the_user_did_strictly_before(max_history):
 def test_rows_by_item_are_sorted_within_each_user(rows_at_once):
     events = random_events(np.random.default_rng(2))
     expected = np.lexsort((events.time, events.item, events.user))
-    assert order_by_item(events, rows_at_once).tolist() == expected.tolist()
+    assert order_by_item(events, rows_at_once=rows_at_once).tolist() == expected.tolist()
     blocks = user_blocks(events.first, rows_at_once)
     assert [start for start, _ in blocks[1:]] == [end for _, end in blocks[:-1]]
     assert (blocks[0][0], blocks[-1][1]) == (0, len(events))
