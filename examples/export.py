@@ -10,23 +10,13 @@ from pathlib import Path
 
 import torch
 
-from jfi.data import InteractionDataset, load_dataset
-from jfi.models import SequenceDLRM
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import export
 from jfi.serving.schema import Limits
-from jfi.training import Config, ConfigError
-from jfi.training.build import build_model
-from jfi.training.checkpoint import (
-    DamagedCheckpointError,
-    checkpoint_name,
-    latest_checkpoint,
-    load_checkpoint,
-    read_progress,
-)
+from jfi.training import ConfigError
 from jfi.training.cli import run_cli
-from jfi.training.run_folder import RunFolder
+from jfi.training.saved_run import load_run
 
 
 def arguments() -> argparse.Namespace:
@@ -45,32 +35,6 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def load_best(path: Path) -> tuple[SequenceDLRM, Config, InteractionDataset]:
-    """The model of a run's best epoch, with the parameters that its test metrics are of."""
-    if not RunFolder(path).config.is_file():
-        raise ConfigError(f"--run {path}: not a run folder, config.yaml is missing")
-    run, config = RunFolder.open(path)
-    last = latest_checkpoint(run.checkpoints)
-    if last is None:
-        raise ConfigError(f"--run {path}: the run has no checkpoint yet")
-    try:
-        best = run.checkpoints / checkpoint_name(read_progress(last)["best_epoch"], 0)
-    except (OSError, KeyError, ValueError):
-        raise ConfigError(f"--run {path}: {last / 'progress.json'} is missing or damaged") from None
-    if not best.is_dir():
-        raise ConfigError(f"--run {path}: the run has not finished an epoch yet")
-    dataset = load_dataset(config.data)
-    model = build_model(config.model, config.encoder, dataset.schema)
-    name, prefix = ("model", "") if config.optimizer.average is None else ("average", "module.")
-    state = {name: {prefix + key: torch.empty_like(value) for key, value in model.state_dict().items()}}
-    try:
-        load_checkpoint(best, state)
-    except DamagedCheckpointError as fault:
-        raise ConfigError(f"--run {path}: {fault}") from fault
-    model.load_state_dict({key.removeprefix(prefix): value for key, value in state[name].items()})
-    return model, config, dataset
-
-
 def main() -> None:
     options = arguments()
     out = options.out or options.run / "artifact"
@@ -81,11 +45,12 @@ def main() -> None:
         raise ConfigError("--device cuda: there is no GPU here")
     if options.device == "cpu" and options.impl == "triton":
         raise ConfigError("--impl triton needs --device cuda")
-    model, config, dataset = load_best(options.run)
+    run = load_run(options.run)
+    model, config = run.model, run.config
     reads_history = config.model.pooling != "none"
     reads_age = any(feature.bias_key is not None for feature in model.sequence_arch.features)
-    schema = schema_of(config.data, dataset.schema, reads_history, reads_age)
-    limits = Limits(options.max_candidates, config.data.max_history)
+    schema = schema_of(config.data, run.schema, reads_history, reads_age)
+    limits = Limits(options.max_candidates, run.schema.max_history)
     try:
         export(out, model, schema, limits, device=options.device, tables=options.tables, impl=options.impl)
     except (ArtifactError, ValueError) as error:

@@ -13,18 +13,27 @@ import sys
 from jfi.training import ConfigError, resume, train
 from jfi.training.cli import parse_config, run_cli
 
-RESUME = {"metavar": "RUN", "help": "continue the run in this folder, with its config; takes no other option"}
+RESUME = {"metavar": "RUN", "help": "continue the run in this folder, with its config; takes no option but the next"}
+CHANGED = {
+    "choices": ["refuse", "accept"],
+    "default": "refuse",
+    "help": "with --resume: what to do if the data is not what the run was started with (default: refuse)",
+}
 
 
 def main() -> None:
     arguments = sys.argv[1:]
-    config, options = parse_config(arguments, "Train a DLRM with sequence features.", {"--resume": RESUME})
+    own = {"--resume": RESUME, "--data-changed": CHANGED}
+    config, options = parse_config(arguments, "Train a DLRM with sequence features.", own)
+    named = {argument.split("=")[0] for argument in arguments if argument.startswith("--")}
     if options.resume is None:
+        if "--data-changed" in named:
+            raise ConfigError("--data-changed belongs to --resume")
         result = train(config)
-    elif len(arguments) > (1 if "=" in arguments[0] else 2):
-        raise ConfigError("--resume uses the config of its run; it takes no other option")
+    elif not named <= own.keys():
+        raise ConfigError("--resume uses the config of its run; it takes no other option but --data-changed")
     else:
-        result = resume(options.resume)
+        result = resume(options.resume, options.data_changed)
     if os.environ.get("RANK", "0") != "0":  # under torchrun one process prints the result, which all have
         return
     print(f"best epoch {result.best_epoch} of {result.epochs}, {result.train_seconds:.0f} s of training")

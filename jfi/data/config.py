@@ -1,6 +1,8 @@
 """The `data` section of a config: the files, the meaning of their columns, and how rows become samples."""
 
+import dataclasses
 import math
+import os
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -108,6 +110,11 @@ class DataConfig:
             columns.add(self.title)
         return columns
 
+    def with_absolute_paths(self) -> "DataConfig":
+        """A copy whose files are named by absolute paths, so that it can be read in any working directory."""
+        paths = {name: getattr(self, name) for name in ("interactions", "users", "items")}
+        return dataclasses.replace(self, **{name: _absolute(path) for name, path in paths.items()})
+
     def check(self) -> None:
         """Raises DataError for settings that are wrong for any table."""
         for name in ("max_history", "max_slots", "num_quantiles", "num_age_buckets"):
@@ -165,3 +172,9 @@ class DataConfig:
                     f"data.{entity}s is a table that has it); event_categorical and event_dense show it in the history "
                     "only"
                 )
+
+
+def _absolute(path: str | list[str] | None) -> str | list[str] | None:
+    if isinstance(path, list):
+        return [os.path.abspath(part) for part in path]
+    return None if path is None else os.path.abspath(path)

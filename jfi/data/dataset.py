@@ -1,6 +1,7 @@
 """Samples with histories, assembled into batches."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,6 +15,17 @@ from jfi.data.order import Shuffled
 from jfi.data.schema import DataSchema
 from jfi.encoding import age_buckets
 from jfi.suggest import suggest
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """All arrays of a dataset, as `InteractionDataset` takes them."""
+
+    events: Events
+    columns: list[Categorical]
+    dense: tuple[np.ndarray, np.ndarray]
+    samples: dict[str, np.ndarray]
+    negatives: NegativeSampler | None
 
 
 class InteractionDataset:
@@ -44,6 +56,12 @@ class InteractionDataset:
         self._dense_users, self._dense_items = dense
         self._samples = samples
         self._negatives = negatives
+
+    def arrays(self) -> Arrays:
+        """The arrays that the batches are made of; not copies."""
+        return Arrays(
+            self._events, self._columns, (self._dense_users, self._dense_items), self._samples, self._negatives
+        )
 
     def num_samples(self, split: str) -> int:
         """Number of samples of a split, sampled negatives included."""

@@ -7,8 +7,6 @@ vocabularies.parquet the known values of all columns and the items' titles: `col
 """
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from jfi.data.errors import DataError
-from jfi.data.files import sha256_of, writing_folder
+from jfi.data.files import checked_json, read_checked_json, sha256_of, writing_folder
 from jfi.encoding import Vocabulary
 
 Role = Literal["user", "item", "history", "bucket"]
@@ -188,8 +186,7 @@ class DataSchema:
             "values": {name: len(values) for name, values in columns.items()},
             "sha256": sha256_of(folder / _LARGE),
         }
-        tree = {"format": _FORMAT, "sha256": _digest(content), "content": content}
-        (folder / _SMALL).write_text(json.dumps(tree, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        (folder / _SMALL).write_text(checked_json(_FORMAT, content), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: str | Path) -> "DataSchema":
@@ -199,7 +196,7 @@ class DataSchema:
             DataError: a file is missing, damaged or of another kind, as one line that names it.
         """
         small, large = Path(folder) / _SMALL, Path(folder) / _LARGE
-        content = _read_small(small)
+        content = read_checked_json(small, _FORMAT)
         columns = _read_large(large, content)
         titles = columns.pop(_TITLES, None)
         return cls(
@@ -216,20 +213,6 @@ class DataSchema:
         )
 
 
-def _read_small(path: Path) -> dict:
-    try:
-        tree = json.loads(path.read_bytes())
-    except OSError as error:
-        raise DataError(f"{path}: {(error.strerror or 'cannot be read').lower()}") from None
-    except (ValueError, RecursionError):
-        raise DataError(f"{path}: damaged, it is not JSON") from None
-    if not isinstance(tree, dict) or tree.get("format") != _FORMAT:
-        raise DataError(f"{path}: not a schema of this version of jfi ('format' must be '{_FORMAT}')")
-    if "content" not in tree or tree.get("sha256") != _digest(tree["content"]):
-        raise DataError(f"{path}: damaged, the content does not match its SHA-256")
-    return tree["content"]
-
-
 def _read_large(path: Path, content: dict) -> dict[str, Strings]:
     try:
         if sha256_of(path) != content["sha256"]:
@@ -242,8 +225,3 @@ def _read_large(path: Path, content: dict) -> dict[str, Strings]:
         columns[name] = Strings(values.slice(start, count).combine_chunks())
         start += count
     return columns
-
-
-def _digest(content: object) -> str:
-    # Floats are written with all their digits, so the text is the same after a round trip.
-    return hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=True).encode()).hexdigest()

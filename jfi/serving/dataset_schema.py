@@ -21,7 +21,7 @@ def schema_of(config: DataConfig, data: DataSchema, reads_history: bool, reads_a
             keys = [spec.key for spec in data.features if spec.role == "history" and spec.column == name]
             events.append(Field(name, "quantile", keys, edges=data.encodings.edges[name].tolist()))
         if reads_age:
-            events.append(Field(AGE, "age", num_buckets=config.num_age_buckets))
+            events.append(Field(AGE, "age", num_buckets=data.num_age_buckets))
     return Schema(
         _categories(data, "user") + _numbers(data, config.user_dense),
         _categories(data, "item") + _numbers(data, config.item_dense),

@@ -1,6 +1,7 @@
 """The run folder.
 
 config.yaml     every field of the resolved config
+data/           what the run has learnt from its data, and the data's fingerprint, see `jfi.training.run_data`
 metrics.jsonl   one JSON object per line: training lines, a validation line per epoch, a test line at the end
 checkpoints/    the last and the best checkpoint, see `jfi.training.checkpoint`
 tensorboard/    the same metrics, and the speed, for TensorBoard
@@ -21,6 +22,7 @@ class RunFolder:
     def __init__(self, path: Path):
         self.path = path
         self.config = path / "config.yaml"
+        self.data = path / "data"
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
         self.tensorboard = path / "tensorboard"

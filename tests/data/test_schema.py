@@ -130,8 +130,8 @@ def flip(path: Path, byte: int) -> None:
         ("schema.json", Path.unlink, "no such file or directory"),
         ("schema.json", lambda path: path.write_bytes(path.read_bytes()[:200]), "damaged, it is not JSON"),
         ("schema.json", lambda path: path.write_text("[" * 100_000), "damaged, it is not JSON"),
-        ("schema.json", lambda path: path.write_text("[1]"), "not a schema of this version of jfi"),
-        ("schema.json", lambda path: path.write_text('{"format": "other"}'), "not a schema of this version of jfi"),
+        ("schema.json", lambda path: path.write_text("[1]"), "not a file of this version of jfi"),
+        ("schema.json", lambda path: path.write_text('{"format": "other"}'), "not a file of this version of jfi"),
         ("vocabularies.parquet", Path.unlink, "no such file or directory"),
         ("vocabularies.parquet", lambda path: path.write_bytes(b""), "damaged, it does not match the SHA-256"),
         (

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from jfi.data import load_dataset
 from jfi.data.synthetic import make_tables
 from jfi.serving import artifact
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.requests import Request
 from jfi.serving.scorer import Scorer, group_by_size
 from jfi.training.cli import run_cli
+from jfi.training.saved_run import load_run
 
 from .conftest import load_script, logits
 
@@ -24,7 +26,8 @@ SAMPLES = 1000
 @pytest.fixture(scope="module")
 def samples(exported):
     """Of 1,000 training and test samples with a history: raw requests of one candidate, and the model's logits."""
-    model, config, dataset = load_script("export").load_best(exported.run)
+    run = load_run(exported.run)
+    model, config, dataset = run.model, run.config, load_dataset(run.config.data, run.schema)
     interactions, items = (table.data for table in make_tables(config.data.synthetic))
     columns = {name: interactions.column(name).to_numpy() for name in interactions.column_names}
     category = items.column("category").to_numpy()

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import random
-import runpy
 import signal
 import socket
 import subprocess
@@ -38,6 +37,7 @@ from jfi.training.loop import Trainer
 from jfi.training.metrics import METRICS
 from jfi.training.recorder import read_metrics
 from jfi.training.run_folder import RunFolder
+from jfi.training.saved_run import load_run
 from jfi.training.sharding import _plan, check_sharded
 
 ROOT = Path(__file__).parents[2]
@@ -236,9 +236,8 @@ def test_one_process_reads_the_parameters_of_two(folder, alone, launched):
     torch.testing.assert_close(*states, rtol=1e-3, atol=1e-4)
 
 
-def test_a_launched_run_is_exported_with_the_parameters_of_one_process(folder, alone, launched):
-    load_best = runpy.run_path(str(ROOT / "examples/export.py"))["load_best"]
-    models = [load_best(run)[0] for run in (folder / "row_wise", alone["rowwise_adagrad"])]
+def test_a_launched_run_is_loaded_with_the_parameters_of_one_process(folder, alone, launched):
+    models = [load_run(run).model for run in (folder / "row_wise", alone["rowwise_adagrad"])]
     torch.testing.assert_close(*(model.state_dict() for model in models), rtol=1e-3, atol=1e-4)
 
 

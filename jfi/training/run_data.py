@@ -1,0 +1,77 @@
+"""What a run has learnt from its data, and on which data: the folder `data` of the run folder.
+
+schema.json, vocabularies.parquet    the schema, see `jfi.data.schema`
+fingerprint.json                     the fingerprint of the data and of its split, see `jfi.data.fingerprint`
+"""
+
+from typing import Literal
+
+from jfi.data import DataError, DataSchema, InteractionDataset, load_dataset
+from jfi.data.files import writing_folder
+from jfi.data.fingerprint import Fingerprint
+from jfi.training.checkpoint import latest_checkpoint
+from jfi.training.config import Config, ConfigError
+from jfi.training.distributed import World
+from jfi.training.run_folder import RunFolder
+
+#: What to do where the data of a run has changed.
+DataChanged = Literal["refuse", "accept"]
+
+
+def save_data(run: RunFolder, dataset: InteractionDataset, config: Config) -> None:
+    """Writes the folder, completely or not at all."""
+    fingerprint = Fingerprint.of(dataset, config.data).text()
+    with writing_folder(run.data) as unfinished:
+        dataset.schema.write(unfinished)
+        (unfinished / "fingerprint.json").write_text(fingerprint, encoding="utf-8")
+
+
+def load_schema(run: RunFolder) -> DataSchema:
+    """The schema of a run.
+
+    Raises:
+        DataError: a file of it is missing or damaged.
+    """
+    return DataSchema.load(run.data)
+
+
+def load_data(run: RunFolder, config: Config, world: World, changed: DataChanged = "refuse") -> InteractionDataset:
+    """The dataset of a run that goes on, encoded with the run's own schema.
+
+    A run that was killed before it had written its schema learns it now.
+
+    Args:
+        run: the run.
+        config: its config.
+        world: the processes that call this together.
+        changed: "refuse" raises an error if the data is not the data that the run was started with; "accept" goes on
+            with it, and remembers it.
+
+    Raises:
+        ConfigError: the data has changed.
+        DataError: a fault in the data, or a damaged schema.
+    """
+    if world.on_first(lambda: not run.data.exists() and latest_checkpoint(run.checkpoints) is None):
+        dataset = load_dataset(config.data)
+        world.on_first(lambda: save_data(run, dataset, config))
+        return dataset
+    schema = load_schema(run)
+    try:
+        dataset = load_dataset(config.data, schema)
+    except DataError as fault:
+        raise DataError(f"--resume {run.path}: {fault}") from fault
+    world.on_first(lambda: _compare(run, config, dataset, changed))
+    return dataset
+
+
+def _compare(run: RunFolder, config: Config, dataset: InteractionDataset, changed: DataChanged) -> None:
+    path = run.data / "fingerprint.json"
+    now = Fingerprint.of(dataset, config.data)
+    changes = Fingerprint.load(path).changes(now)
+    if changes is None:
+        return
+    if changed != "accept":
+        data = "the data" if config.data.source != "table" else f"the data {config.data.interactions}"
+        advice = "restore it, or go on with --data-changed accept"
+        raise ConfigError(f"--resume {run.path}: {data} has changed: {changes}; {advice}")
+    now.save(path)

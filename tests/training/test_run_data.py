@@ -1,0 +1,298 @@
+"""What a run keeps of its data: resume, export and prediction read it from the run, and changed data is refused."""
+
+import itertools
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from jfi.data import DataConfig, DataError, load_dataset
+from jfi.training import Config, ConfigError, ModelConfig, TrainingConfig, resume, train
+from jfi.training.cli import load_config, run_cli, save_config
+from jfi.training.recorder import read_metrics
+from jfi.training.saved_run import load_run
+
+ROOT = Path(__file__).parents[2]
+HEADER = "user_id,item_id,timestamp,clicked,genre,price,tags,seconds"
+
+
+def row(i: int) -> list[object]:
+    item = i * 7 % 11
+    return [f"u{i % 6}", f"i{item}", 60 * i, (i + item) % 3 % 2, f"g{item % 3}", item / 2, "a;b"[: 1 + i % 3], i % 50]
+
+
+def new_row(i: int) -> list[object]:
+    """A later row of a user and an item that are in no other, and sort before the others."""
+    return ["new", "a", 90_000 + i, i % 2, "g9", 99, "z", 70]
+
+
+def write_table(path: Path, rows: list[list[object]]) -> None:
+    path.write_text("\n".join([HEADER, *(",".join(map(str, line)) for line in rows)]) + "\n")
+
+
+def config_of(table: Path, run: Path, **training: object) -> Config:
+    return Config(
+        data=DataConfig(
+            interactions=str(table),
+            label="clicked",
+            user_categorical=["user_id"],
+            item_categorical=["genre"],
+            item_dense=["price"],
+            event_categorical=["tags"],
+            event_dense=["seconds"],
+            separators={"tags": ";"},
+            num_quantiles=4,
+        ),
+        model=ModelConfig(embedding_dim=8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8]),
+        training=TrainingConfig(
+            **{"run_dir": str(run), "epochs": 2, "batch_size": 32, "device": "cpu", "patience": None, **training}
+        ),
+    )
+
+
+@pytest.fixture(autouse=True)
+def _no_pictures(monkeypatch):
+    for name in ("draw_curves", "draw_attention"):
+        monkeypatch.setattr(f"jfi.training.loop.{name}", lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A folder with a table and a run of it."""
+    folder = tmp_path_factory.mktemp("trained")
+    write_table(folder / "table.csv", [row(i) for i in range(200)])
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("draw_curves", "draw_attention"):
+            patch.setattr(f"jfi.training.loop.{name}", lambda *_: None)
+        train(config_of(folder / "table.csv", folder / "run"))
+    return folder
+
+
+@pytest.fixture
+def copied(trained, tmp_path) -> Path:
+    """A copy of the table and of the run, whose config names the copy."""
+    shutil.copytree(trained, tmp_path / "copy")
+    config = load_config(tmp_path / "copy/run/config.yaml")
+    config.data.interactions = str(tmp_path / "copy/table.csv")
+    save_config(config, tmp_path / "copy/run/config.yaml")
+    return tmp_path / "copy"
+
+
+def logits(run: Path, table: Path) -> torch.Tensor:
+    """Of the rows of a table that the run's model scores, encoded as the run says."""
+    saved = load_run(run)
+    config = saved.config.data
+    config.interactions = str(table)
+    batch = next(load_dataset(config, saved.schema).batches("train", 1000))
+    with torch.no_grad():
+        return saved.model(batch.dense_features, batch.sparse_features)
+
+
+def test_the_run_holds_what_it_has_learnt(trained):
+    run = load_run(trained / "run")
+    learnt = load_dataset(run.config.data).schema
+    assert run.schema.features == learnt.features
+    assert {path.name for path in (trained / "run/data").iterdir()} == {
+        *("schema.json", "vocabularies.parquet", "fingerprint.json")
+    }
+    assert not run.model.training
+
+
+def test_scores_stay_when_items_are_renamed_or_rows_appended(trained, tmp_path):
+    """Ids come from the run: another table of the same values gives the same scores, whatever else it holds."""
+    before = logits(trained / "run", trained / "table.csv")
+    write_table(
+        tmp_path / "other.csv",
+        [row(i) for i in range(200)] + [["new", "a", 90_000 + i, i % 2, "g9", 99, "z", 70] for i in range(60)],
+    )
+    assert torch.equal(logits(trained / "run", tmp_path / "other.csv")[: len(before)], before)
+
+
+def exported(run: Path, monkeypatch) -> tuple:
+    """The model and the schema of requests that examples/export.py compiles for a run."""
+    script = runpy.run_path(str(ROOT / "examples/export.py"))
+    seen = []
+    monkeypatch.setitem(
+        script["main"].__globals__, "export", lambda path, model, schema, *_, **__: seen.append((model, schema))
+    )
+    monkeypatch.setattr(sys, "argv", ["export.py", "--run", str(run)])
+    assert run_cli(script["main"]) == 0
+    return seen[0]
+
+
+@pytest.mark.parametrize("change", ["renamed", "grown", "gone"])
+def test_export_reads_the_run_and_never_the_table(trained, copied, monkeypatch, change):
+    model, schema = exported(trained / "run", monkeypatch)
+    if change == "gone":
+        (copied / "table.csv").unlink()
+    else:
+        rows = [row(i) for i in range(200)]
+        rows = [["u1", "a", 0, 1, "g", 3, "z", 1], *rows] if change == "grown" else rows
+        write_table(copied / "table.csv", [["z0" if value == "i0" else value for value in line] for line in rows])
+    other, other_schema = exported(copied / "run", monkeypatch)
+    assert schema == other_schema
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+
+
+def edit_config(**data: object):
+    def edit(folder: Path) -> None:
+        config = load_config(folder / "run/config.yaml")
+        for name, value in data.items():
+            setattr(config.data, name, value)
+        save_config(config, folder / "run/config.yaml")
+
+    return edit
+
+
+def edit_rows(change):
+    def edit(folder: Path) -> None:
+        write_table(folder / "table.csv", change([row(i) for i in range(200)]))
+
+    return edit
+
+
+def with_value(column: int, value):
+    return edit_rows(lambda rows: [[*line[:column], value(line[column]), *line[column + 1 :]] for line in rows])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (with_value(3, lambda label: 1 - label), "the values of column 'clicked' have changed"),
+        (with_value(1, lambda item: "z0" if item == "i0" else item), "the values of column 'item_id' have changed"),
+        (with_value(5, lambda price: 100 * price), "the values of column 'price' have changed"),
+        (with_value(6, lambda tags: "a"), "the values of column 'tags' have changed"),
+        (with_value(2, lambda time: 2 * time), "the values of column 'timestamp' have changed"),
+        (edit_rows(lambda rows: rows + [row(i) for i in range(200, 260)]), "it has 260 rows, 60 more than the run was"),
+        (edit_rows(lambda rows: rows[:-50]), "it has 150 rows, 50 fewer than the run was started with"),
+        (
+            edit_config(fractions=[0.7, 0.2, 0.1]),
+            "the split has changed: train has 140 samples instead of 160, validation has 40 samples instead of 20",
+        ),
+        (edit_config(split="leave_one_out"), "the split has changed: train has 188 samples"),
+        (edit_config(label="clicked == 0"), "the values of column 'clicked' have changed"),
+    ],
+)
+def test_resume_is_refused_where_the_data_has_changed_and_says_what(copied, change, message):
+    change(copied)
+    before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError) as fault:
+        resume(copied / "run")
+    text = str(fault.value)
+    assert text.startswith(f"--resume {copied / 'run'}: the data {copied / 'table.csv'} has changed: {message}")
+    assert text.endswith("restore it, or go on with --data-changed accept") and "\n" not in text
+    assert "remove that checkpoint" not in text
+    assert {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()} == before
+
+
+def test_resume_goes_on_with_changed_data_where_it_is_accepted(copied, monkeypatch, capsys):
+    edit_rows(lambda rows: rows + [["new", "never seen", 90_000 + i, i % 2, "g9", 9, "z", 1] for i in range(100)])(
+        copied
+    )
+    config = load_config(copied / "run/config.yaml")
+    save_config(config.with_training(epochs=3), copied / "run/config.yaml")
+    script = runpy.run_path(str(ROOT / "examples/train_dlrm.py"))["main"]
+    vocabularies = (copied / "run/data/vocabularies.parquet").read_bytes()
+    for options, code in (([], 2), (["--data-changed", "accept"], 0), ([], 0)):
+        monkeypatch.setattr(sys, "argv", ["train_dlrm.py", "--resume", str(copied / "run"), *options])
+        assert run_cli(script) == code, capsys.readouterr().err
+    # The third epoch was on the new rows, with the old vocabulary; what is accepted once is not refused again.
+    assert [r["epoch"] for r in read_metrics(copied / "run/metrics.jsonl") if r["split"] == "validation"] == [1, 2, 3]
+    assert (copied / "run/data/vocabularies.parquet").read_bytes() == vocabularies
+
+
+@pytest.mark.parametrize("options", [["--data-changed", "accept"], ["--resume", "run", "--training.epochs", "3"]])
+def test_options_that_do_not_go_together_are_refused(options, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train_dlrm.py", *options])
+    assert run_cli(runpy.run_path(str(ROOT / "examples/train_dlrm.py"))["main"]) == 2
+    assert capsys.readouterr().err.startswith("error: --")
+
+
+def test_another_order_of_the_rows_and_another_format_are_no_change(copied):
+    edit_rows(lambda rows: rows[::-1])(copied)
+    resume(copied / "run")
+    (copied / "table.csv").rename(copied / "other.csv")
+    edit_config(interactions=str(copied / "other.csv"))(copied)
+    resume(copied / "run")
+
+
+def test_a_run_resumes_from_any_working_directory(copied, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(copied)
+    train(config_of(Path("table.csv"), Path("relative"), epochs=1))
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert load_config(copied / "relative/config.yaml").data.interactions == str(copied / "table.csv")
+    resume(copied / "relative")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: shutil.rmtree(data), r"data/schema\.json: no such file"),
+        (lambda data: (data / "vocabularies.parquet").write_bytes(b"x"), r"vocabularies\.parquet: damaged"),
+        (lambda data: (data / "fingerprint.json").unlink(), r"fingerprint\.json: no such file"),
+        (lambda data: (data / "fingerprint.json").write_text("{}"), r"fingerprint\.json: not a file of this version"),
+    ],
+)
+def test_a_run_without_its_schema_is_refused_in_one_line(copied, damage, message):
+    damage(copied / "run/data")
+    with pytest.raises(DataError, match=message) as fault:
+        resume(copied / "run")
+    assert "\n" not in str(fault.value)
+
+
+def test_a_run_that_was_killed_before_it_wrote_what_it_learnt_starts_again(trained, tmp_path):
+    config = config_of(trained / "table.csv", tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    save_config(config, tmp_path / "run/config.yaml")
+    resume(tmp_path / "run")
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == (trained / "run/metrics.jsonl").read_bytes()
+    for name in ("schema.json", "fingerprint.json"):
+        assert (tmp_path / "run/data" / name).read_bytes() == (trained / "run/data" / name).read_bytes()
+
+
+def test_what_is_no_run_is_not_loaded(copied, tmp_path):
+    with pytest.raises(ConfigError, match=r"^run \S+: not a run folder, config\.yaml is missing$"):
+        load_run(tmp_path)
+    edit_config(item_categorical=[])(copied)
+    with pytest.raises(ConfigError, match=r"^run \S+: config\.yaml: data\.item_categorical: got \[\], but"):
+        load_run(copied / "run")
+    shutil.rmtree(copied / "run/checkpoints")
+    with pytest.raises(ConfigError, match="no checkpoint yet"):
+        load_run(copied / "run")
+
+
+def test_every_epoch_has_its_own_order_and_its_own_negatives(trained, tmp_path, monkeypatch):
+    """The trainer passes the epoch on; the held-out splits stay the same."""
+    config = config_of(trained / "table.csv", tmp_path / "run", epochs=3, batch_size=40)
+    config.data.label = None
+    config.data.event_categorical = ["tags"]
+    dataset = load_dataset(config.data)
+    seen: dict[str, list[tuple]] = {"train": [], "validation": []}
+    batches = dataset.batches
+
+    def recording(split, *arguments, **settings):
+        for batch in batches(split, *arguments, **settings):
+            if split in seen:
+                seen[split].append(
+                    (batch.users.tolist(), batch.labels.tolist(), batch.sparse_features["item_id"].values().tolist())
+                )
+            yield batch
+
+    monkeypatch.setattr(dataset, "batches", recording)
+    train(config, dataset)
+    per_epoch = len(seen["train"]) // 3
+    epochs = [seen["train"][i * per_epoch : (i + 1) * per_epoch] for i in range(3)]
+    flat = [[list(itertools.chain(*parts)) for parts in zip(*epoch, strict=True)] for epoch in epochs]
+    for a, b in itertools.combinations(flat, 2):
+        assert a[0] != b[0]  # another order
+        negatives = [sorted(item for item, label in zip(x[2], x[1], strict=True) if not label) for x in (a, b)]
+        assert negatives[0] != negatives[1]
+        positives = [sorted(item for item, label in zip(x[2], x[1], strict=True) if label) for x in (a, b)]
+        assert positives[0] == positives[1]
+    held_out = len(seen["validation"]) // 3
+    assert seen["validation"][:held_out] == seen["validation"][held_out : 2 * held_out]
