@@ -50,7 +50,14 @@ def read_columns(folder: Path) -> dict[str, np.ndarray]:
     }
 
 
-def file_name(number: int) -> str:
+def remove_columns(folder: Path) -> None:
+    """Removes the columns of a folder, and leaves its other files."""
+    (folder / _INDEX).unlink(missing_ok=True)
+    for path in folder.glob(file_name("*")):
+        path.unlink()
+
+
+def file_name(number: int | str) -> str:
     """The name of a column's file; names of columns may hold any character."""
     return f"{number}.bin"
 

@@ -72,6 +72,8 @@ class DataConfig:
         num_quantiles: number of quantiles of an `event_dense` column.
         num_age_buckets: number of ids of `history_age`, which is 1 + floor(log2(age of the event in seconds)).
         synthetic: settings for `source: synthetic`.
+        prepared: folder that `examples/prepare_data.py` wrote. It replaces the tables, and all settings of this section
+            are those that it was prepared with; a run may choose `max_history` and `negatives`.
     """
 
     source: Literal["table", "synthetic"] = "table"
@@ -99,6 +101,7 @@ class DataConfig:
     num_quantiles: int = 16
     num_age_buckets: int = 32
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
+    prepared: str | None = None
 
     def columns(self) -> set[str]:
         """The names of all columns in use."""
@@ -112,7 +115,7 @@ class DataConfig:
 
     def with_absolute_paths(self) -> "DataConfig":
         """A copy whose files are named by absolute paths, so that it can be read in any working directory."""
-        paths = {name: getattr(self, name) for name in ("interactions", "users", "items")}
+        paths = {name: getattr(self, name) for name in ("interactions", "users", "items", "prepared")}
         return dataclasses.replace(self, **{name: _absolute(path) for name, path in paths.items()})
 
     def check(self) -> None:
@@ -130,7 +133,7 @@ class DataConfig:
         whole = math.isclose(sum(self.fractions), 1.0, abs_tol=1e-6)
         if len(self.fractions) != 3 or min(self.fractions) <= 0 or not whole:
             raise DataError(f"data.fractions is {self.fractions}; it must hold three positive numbers that sum to 1")
-        if self.source == "table" and self.interactions is None:
+        if self.source == "table" and self.interactions is None and self.prepared is None:
             raise DataError(
                 "data.interactions is not set; it must name the file of interactions (or set data.source: synthetic)"
             )

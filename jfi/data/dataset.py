@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -49,6 +50,8 @@ class InteractionDataset:
         samples: dict[str, np.ndarray],
         negatives: NegativeSampler | None,
     ) -> None:
+        #: Of a prepared dataset, its folder.
+        self.folder: Path | None = None
         self.schema = schema
         self.features = schema.features
         self._events = events

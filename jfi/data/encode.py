@@ -1,17 +1,28 @@
 """Columns -> ids and standardized numbers, with the encodings of a schema."""
 
-import numpy as np
+from collections.abc import Callable
 
+import numpy as np
+import pyarrow as pa
+
+from jfi.data.coded import CodedColumn
 from jfi.data.columns import Categorical, cut, encode, is_multi_valued
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
-from jfi.data.schema import DataSchema, Entity
+from jfi.data.schema import DataSchema, Entity, FeatureSpec
 from jfi.data.source import Columns
 from jfi.encoding import standardize
 
 
-def encode_features(columns: Columns, schema: DataSchema) -> list[Categorical]:
+def encode_features(
+    columns: Columns, schema: DataSchema, encode_event: Callable[[FeatureSpec], Categorical] | None = None
+) -> list[Categorical]:
     """The ids of each key of `schema.features` but the age, a row for each user, item or event.
+
+    Args:
+        columns: the raw columns.
+        schema: the encodings.
+        encode_event: makes the ids of a key of events, where these are too many for memory.
 
     Raises:
         DataError: a column is missing or malformed, or has lists where the schema has single values, or the reverse.
@@ -21,6 +32,9 @@ def encode_features(columns: Columns, schema: DataSchema) -> list[Categorical]:
     ids = []
     for spec in schema.features[:-1]:
         name = spec.column
+        if spec.of == "event" and encode_event is not None:
+            ids.append(encode_event(spec))
+            continue
         if name not in encoded:
             encoded[name] = _encode(columns, schema, name, spec.of)
         if spec.slot is None:
@@ -47,8 +61,13 @@ def _encode(columns: Columns, schema: DataSchema, name: str, of: Entity) -> Cate
     if name in schema.encodings.edges:
         return cut(columns.numbers(name, of), schema.encodings.edges[name])
     column = columns.categories(name, of)
+    check_kind(column, schema, name)
+    return encode(column, schema.encodings.vocabularies[name])
+
+
+def check_kind(column: pa.Array | CodedColumn, schema: DataSchema, name: str) -> None:
+    """Raises DataError if a column has lists where the schema has single values, or the reverse."""
     many = any(s.column == name and (s.multi_valued or s.slot is not None) for s in schema.features)
     if is_multi_valued(column) != many:
         kinds = ("one value a row", "lists of values")
         raise DataError(f"column '{name}' has {kinds[not many]}, but in training it had {kinds[many]}")
-    return encode(column, schema.encodings.vocabularies[name])

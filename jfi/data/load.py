@@ -15,6 +15,7 @@ from jfi.data.errors import DataError
 from jfi.data.events import Events, order_by_item
 from jfi.data.learn import learn_schema
 from jfi.data.negatives import NegativeSampler
+from jfi.data.prepared import open_prepared, prepared_settings
 from jfi.data.samples import choose_samples
 from jfi.data.schema import DataSchema
 from jfi.data.source import Columns, column_settings, read_tables
@@ -49,6 +50,12 @@ def load_dataset(config: DataConfig, schema: DataSchema | None = None) -> Intera
         >>> load_dataset(DataConfig(source="synthetic"), dataset.schema).schema is dataset.schema
         True
     """
+    if config.prepared is not None:
+        config = prepared_settings(config)
+        dataset = open_prepared(config)
+        if schema is not None:
+            check_equal(schema, dataset.schema, config.prepared)
+        return dataset
     config.check()
     if schema is not None:
         check_fits(schema, column_settings(config))
@@ -106,6 +113,24 @@ def check_fits(schema: DataSchema, config: DataConfig) -> None:
         if learnt != wanted:
             learnt, wanted = (sorted(x) if isinstance(x, set) else x for x in (learnt, wanted))
             raise DataError(f"data.{name}: got {wanted!r}, but the run was started with {learnt!r}")
+
+
+def check_equal(schema: DataSchema, prepared: DataSchema, folder: str) -> None:
+    """Checks that a dataset was prepared with the schema of a run.
+
+    Raises:
+        DataError: it was not, as one line that names a difference.
+    """
+    ours, theirs = schema.encodings, prepared.encodings
+    for what, learnt, now in (
+        ("keys", schema.features, prepared.features),
+        ("dense columns", schema.dense_names, prepared.dense_names),
+        *((f"values of '{n}'", v.values, theirs.vocabularies[n].values) for n, v in ours.vocabularies.items()),
+        *((f"quantiles of '{n}'", list(e), list(theirs.edges[n])) for n, e in ours.edges.items()),
+        ("means and deviations", ours.moments, theirs.moments),
+    ):
+        if learnt != now:
+            raise DataError(f"{folder} was prepared with other {what} than the run was started with")
 
 
 def _samples(events: Events, known_items: np.ndarray, config: DataConfig) -> dict[str, np.ndarray]:

@@ -10,6 +10,7 @@ from jfi.data.coded import BLOCK, CodedColumn, blocks
 from jfi.data.column_files import read_columns
 from jfi.data.columns import Categorical, cut, encode
 from jfi.data.config import DataConfig
+from jfi.data.encode import check_kind
 from jfi.data.prepare_read import RawColumn, read_values
 from jfi.data.prepare_sort import offsets_name
 from jfi.data.readers import read_table
@@ -87,6 +88,7 @@ def encode_events(columns: SortedColumns, spec: FeatureSpec, schema: DataSchema,
             out[begin:end] = cut(np.array(numbers[begin:end]), schema.encodings.edges[name]).ids
         return Categorical(out)
     column = columns.categories(name, "event")
+    check_kind(column, schema, name)
     ids = _ids_of_values(column.values, schema.encodings.vocabularies[name]).astype(out.dtype)
     for begin, end in blocks(len(out)):
         codes = column.codes[begin:end] if spec.slot is None else column.slot(spec.slot, begin, end)
