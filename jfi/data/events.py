@@ -83,7 +83,7 @@ def order_by_item(events: Events, out: np.ndarray | None = None, rows_at_once: i
     return order
 
 
-def user_blocks(first: np.ndarray, rows_at_once: int) -> list[tuple[int, int]]:
+def user_blocks(first: np.ndarray, rows_at_once: int = 1 << 20) -> list[tuple[int, int]]:
     """Ranges of rows that hold whole users, each with `rows_at_once` rows or the rows of one longer user.
 
     >>> user_blocks(np.array([0, 2, 3, 9, 10]), 4)

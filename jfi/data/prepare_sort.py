@@ -112,7 +112,7 @@ def order_and_split(
     if config.split == "leave_one_out":
         label, user = columns["label"], columns["user"]
         events = Events(user, columns["item"], time, label, split)
-        for begin, end in user_blocks(events.first, 1 << 20):
+        for begin, end in user_blocks(events.first):
             of_block = user[begin:end] - user[begin]
             split[begin:end] = splits.leave_one_out(of_block, ~np.isnan(label[begin:end]))
     cuts, place = splits.time_cuts(count, config.fractions), 0
