@@ -15,7 +15,7 @@ from jfi.data.errors import DataError
 from jfi.data.events import Events, order_by_item
 from jfi.data.learn import learn_schema
 from jfi.data.negatives import NegativeSampler
-from jfi.data.prepared import open_prepared, prepared_settings
+from jfi.data.prepared import open_prepared, resolve
 from jfi.data.samples import choose_samples
 from jfi.data.schema import DataSchema
 from jfi.data.source import Columns, column_settings, read_tables
@@ -51,7 +51,7 @@ def load_dataset(config: DataConfig, schema: DataSchema | None = None) -> Intera
         True
     """
     if config.prepared is not None:
-        config = prepared_settings(config)
+        config = resolve(config)
         dataset = open_prepared(config)
         if schema is not None:
             check_equal(schema, dataset.schema, config.prepared)
@@ -130,7 +130,8 @@ def check_equal(schema: DataSchema, prepared: DataSchema, folder: str) -> None:
         ("means and deviations", ours.moments, theirs.moments),
     ):
         if learnt != now:
-            raise DataError(f"{folder} was prepared with other {what} than the run was started with")
+            advice = "prepare the tables again with examples/prepare_data.py --run"
+            raise DataError(f"{folder} was prepared with other {what} than the run was started with; {advice}")
 
 
 def _samples(events: Events, known_items: np.ndarray, config: DataConfig) -> dict[str, np.ndarray]:

@@ -28,7 +28,7 @@ from jfi.data.errors import DataError
 from jfi.data.events import Events, index_type, order_by_item
 from jfi.data.files import sync
 from jfi.data.learn import learn_schema
-from jfi.data.load import load_dataset
+from jfi.data.load import check_fits, load_dataset
 from jfi.data.negatives import NegativeSampler
 from jfi.data.prepare_columns import SortedColumns, encode_events
 from jfi.data.prepare_read import read_rows
@@ -37,6 +37,7 @@ from jfi.data.prepared import known_items
 from jfi.data.prepared_write import id_type, write_prepared
 from jfi.data.samples import choose_samples
 from jfi.data.schema import DataSchema, FeatureSpec, as_array
+from jfi.data.source import column_settings
 from jfi.data.splits import SPLITS
 from jfi.data.table_blocks import count_rows, input_files
 
@@ -79,6 +80,8 @@ def prepare_dataset(
         return
     if out.exists():
         raise FileExistsError(17, "file exists", str(out))
+    if schema is not None:
+        check_fits(schema, column_settings(config))
     with _locked(work, config, schema):
         stages = _Stages(work, None if show is None else not show)
         if config.source != "synthetic":

@@ -81,13 +81,15 @@ class Manifest:
             raise DataError(f"{path}: not a manifest of this version of jfi: {error}") from None
 
 
-def prepared_settings(config: DataConfig) -> DataConfig:
-    """The config of a run on `config.prepared`: the settings that the dataset was prepared with.
+def resolve(config: DataConfig) -> DataConfig:
+    """The config of a run: with `config.prepared`, the settings that the dataset was prepared with.
 
     Raises:
         DataError: there is no prepared dataset, or the config sets a field otherwise, `max_history` and `negatives`
             aside, which a run may choose.
     """
+    if config.prepared is None:
+        return config
     made = Manifest.load(config.prepared).data
     settings, default = {}, DataConfig()
     for one in dataclasses.fields(DataConfig):
@@ -105,7 +107,7 @@ def open_prepared(config: DataConfig) -> InteractionDataset:
     """The dataset in the folder `config.prepared`, whose arrays are maps of its files.
 
     Args:
-        config: the result of `prepared_settings`.
+        config: the result of `resolve`.
 
     Raises:
         DataError: the folder is not a complete prepared dataset, or is damaged.

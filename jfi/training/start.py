@@ -3,12 +3,14 @@
 import dataclasses
 from pathlib import Path
 
-from jfi.data import InteractionDataset, load_dataset
+from jfi.data import InteractionDataset
+from jfi.data.prepared import resolve
 from jfi.training.config import Config
 from jfi.training.distributed import World, join_world
 from jfi.training.loop import Result, Trainer
 from jfi.training.run_data import DataChanged, load_data, save_data
 from jfi.training.run_folder import RunFolder, check_new
+from jfi.training.shared_data import load_shared
 
 
 def train(config: Config, dataset: InteractionDataset | None = None) -> Result:
@@ -25,7 +27,7 @@ def train(config: Config, dataset: InteractionDataset | None = None) -> Result:
         FloatingPointError: the loss is not finite.
         Interrupted: SIGINT or SIGTERM; the state has been saved.
     """
-    config = dataclasses.replace(config, data=config.data.with_absolute_paths())
+    config = dataclasses.replace(config, data=resolve(config.data.with_absolute_paths()))
     run_dir = config.training.run_dir
     with join_world(config.training.device) as world:
         begun = world.launched and world.on_first(lambda: RunFolder.holds(config))
@@ -33,7 +35,7 @@ def train(config: Config, dataset: InteractionDataset | None = None) -> Result:
             world.on_first(lambda: check_new(Path(run_dir)))
         if begun:
             return _continue(RunFolder(Path(run_dir)), config, world, "refuse")
-        dataset = load_dataset(config.data) if dataset is None else dataset
+        dataset = load_shared(config.data, world) if dataset is None else dataset
         trainer = Trainer(config, dataset, world)
         run = world.on_first(lambda: _create(config, dataset))
         return trainer.fit(run)

@@ -1,5 +1,7 @@
 """A prepared dataset: what load_dataset makes of the same tables, bit for bit, whatever the length of a block."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from jfi.data import DataConfig, InteractionDataset, coded, events, load_dataset, table_blocks
+from jfi.data import DataConfig, DataError, InteractionDataset, coded, events, load_dataset, prepare, table_blocks
 from jfi.data.prepare import prepare_dataset
 from jfi.data.prepared_write import write_prepared
 
@@ -146,3 +148,159 @@ def check_same(config: DataConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
     (folder / "written").mkdir()
     write_prepared(loaded, config.with_absolute_paths(), folder / "written")
     assert files_of(folder / "prepared") == files_of(folder / "written")
+
+
+@pytest.fixture
+def table(tmp_path) -> str:
+    return write_table(tmp_path, np.random.default_rng(5))
+
+
+def test_a_dataset_is_encoded_with_the_schema_of_a_run(tmp_path, table):
+    (tmp_path / "new").mkdir()
+    schema = load_dataset(config_of(table)).schema
+    new = config_of(write_table(tmp_path / "new", np.random.default_rng(6)))
+    prepare_dataset(new, tmp_path / "prepared", schema=schema)
+    prepared = DataConfig(prepared=str(tmp_path / "prepared"))
+    assert_same_batches(load_dataset(new, schema), load_dataset(prepared, schema))
+    with pytest.raises(DataError, match=r"prepared was prepared with other .* than the run was started with"):
+        load_dataset(prepared, load_dataset(new).schema)
+
+
+#: Forks processes that each die at a later call of those that write, in the folder that the one before has left; prints
+#: their exit codes.
+KILL = """
+import os, sys
+from jfi.data import DataConfig, column_files, prepare, prepare_sort, prepared_write
+
+calls = 0
+def counted(module, name):
+    function = getattr(module, name)
+    def call(*arguments, **keywords):
+        global calls
+        calls -= 1
+        if calls < 0:
+            os._exit(9)
+        return function(*arguments, **keywords)
+    setattr(module, name, call)
+
+for module, names in {
+    prepare: ("read_rows", "sort_rows", "order_and_split", "write_prepared", "sync", "choose_samples"),
+    column_files: ("sync",),
+    prepare_sort: ("write_arrow", "sort_batches"),
+    prepared_write: ("write_arrow", "write_manifest", "sync"),
+}.items():
+    for name in names:
+        counted(module, name)
+for calls in range(int(sys.argv[3]), 1000, int(sys.argv[4])):
+    child = os.fork()
+    if not child:
+        prepare.prepare_dataset(DataConfig(**eval(sys.argv[1])), sys.argv[2])
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print(code, os.path.exists(sys.argv[2]), flush=True)
+    if code != 9:
+        break
+"""
+
+
+@pytest.mark.parametrize(("first", "step"), [(0, 6), pytest.param(1, 1, marks=pytest.mark.slow)])
+def test_killed_anywhere_and_called_again_it_ends_with_the_same_files(tmp_path, table, first, step):
+    config = config_of(table).with_absolute_paths()
+    prepare_dataset(config, tmp_path / "whole")
+    settings = {name: value for name, value in vars(config).items() if name != "synthetic"}
+    command = [sys.executable, "-c", KILL, repr(settings), str(tmp_path / "prepared"), str(first), str(step)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    *deaths, last = [line.split() for line in run.stdout.splitlines()]
+    assert last == ["0", "True"]
+    assert len(deaths) >= 4
+    assert all(death == ["9", "False"] for death in deaths)
+    assert files_of(tmp_path / "prepared") == files_of(tmp_path / "whole")
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_it_starts_over_where_the_config_or_a_file_has_changed(tmp_path, table, monkeypatch):
+    def die(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepare, "write_prepared", die)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_dataset(config_of(table), tmp_path / "prepared")
+    monkeypatch.undo()
+    write_table(tmp_path, np.random.default_rng(77), 301)
+    config = config_of(table, max_history=3)
+    prepare_dataset(config, tmp_path / "prepared")
+    assert_same_batches(load_dataset(config), load_dataset(DataConfig(prepared=str(tmp_path / "prepared"))))
+
+
+def test_one_process_at_a_time_prepares_a_folder(tmp_path, table, monkeypatch):
+    def prepare_again(*_):
+        prepare_dataset(config_of(table), tmp_path / "prepared")
+
+    monkeypatch.setattr(prepare, "read_rows", prepare_again)
+    with pytest.raises(DataError, match="another process is preparing this dataset"):
+        prepare_again()
+
+
+def test_a_run_may_choose_what_changes_no_file(tmp_path, table):
+    config = config_of(table, label=None, negatives=2)
+    prepare_dataset(config, tmp_path / "prepared")
+    prepared = str(tmp_path / "prepared")
+    other = load_dataset(DataConfig(prepared=prepared, max_history=2, negatives=3))
+    assert_same_batches(load_dataset(replace(config, max_history=2, negatives=3)), other)
+    with pytest.raises(DataError, match=r"^data.label is 'clicked', but \S+ was prepared with None$"):
+        load_dataset(DataConfig(prepared=prepared, label="clicked"))
+    with pytest.raises(DataError, match=r"^data.prepared is \S+; to prepare tables, leave it unset$"):
+        prepare_dataset(DataConfig(prepared=prepared), tmp_path / "again")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "manifest.json").unlink(), "not a prepared dataset, manifest.json is missing"),
+        (lambda folder: (folder / "manifest.json").write_text("{}"), "not a manifest of this version"),
+        (lambda folder: (folder / "items.arrow").unlink(), "damaged, items.arrow is missing"),
+        (lambda folder: (folder / "events.arrow").write_bytes(b"ARROW1"), "damaged, events.arrow has 6 bytes instead"),
+        (lambda folder: (folder / "schema.json").write_text("{}"), "damaged, schema.json has 2 bytes instead"),
+    ],
+)
+def test_damage_is_one_line_that_names_the_file(tmp_path, table, damage, message):
+    prepare_dataset(config_of(table), tmp_path / "prepared")
+    damage(tmp_path / "prepared")
+    with pytest.raises(DataError, match=message) as caught:
+        load_dataset(DataConfig(prepared=str(tmp_path / "prepared")))
+    assert "\n" not in str(caught.value)
+
+
+def test_faults_of_the_tables_name_file_and_line_and_write_nothing(tmp_path, write):
+    rows = [f"{i},1,{i % 2},{i}" for i in range(50)]
+    path = write("r.csv", "user_id,item_id,clicked,timestamp", *rows, "1,1,2,noon")
+    with pytest.raises(DataError, match=r"r\.csv:52: 'timestamp' is 'noon', neither a number nor a date$"):
+        prepare_dataset(DataConfig(interactions=path, label="clicked"), tmp_path / "prepared")
+    path = write("r.csv", "user_id,item_id,clicked,timestamp")
+    with pytest.raises(DataError, match=r"r\.csv: no rows$"):
+        prepare_dataset(DataConfig(interactions=path, label="clicked"), tmp_path / "prepared")
+    assert not (tmp_path / "prepared").exists()
+
+
+def test_a_time_is_of_the_kind_of_the_first_one(tmp_path, write, monkeypatch):
+    rows = [f"{i},1,{i % 2},2020-01-{1 + i % 9:02d}" for i in range(20)]
+    path = write("r.csv", "user_id,item_id,clicked,timestamp", *rows, "1,1,1,17")
+    with pytest.raises(DataError, match=r"r\.csv:22: 'timestamp' is '17', but the first value is of another kind$"):
+        prepare_in_small_blocks(DataConfig(interactions=path, label="clicked"), tmp_path / "out", monkeypatch)
+
+
+def test_quantiles_in_blocks_are_those_of_numpy(monkeypatch):
+    monkeypatch.setattr(coded.blocks, "__defaults__", (25,))
+    rng = np.random.default_rng(0)
+    kinds = (
+        lambda n: rng.normal(size=n),
+        lambda n: rng.integers(-3, 3, n) * 1.0,
+        lambda n: 10.0 ** rng.integers(-300, 300, n) * rng.choice([-1, 1], n),
+    )
+    for i in range(24):
+        count = int(rng.integers(1, 60))
+        values, train = kinds[i % 3](count), rng.random(count) < 0.8
+        values[rng.random(count) < 0.1] = rng.choice([np.nan, np.inf, -np.inf])
+        known, at = values[train & np.isfinite(values)], np.linspace(0, 1, int(rng.integers(2, 8)))
+        if len(known):
+            assert coded.quantiles(values, train, at).tolist() == np.quantile(known, at).tolist()

@@ -114,6 +114,8 @@ def in_two_processes(folder: Path, jobs: list[dict]) -> list[list[dict]]:
     """The outcomes of the jobs, by rank."""
     (folder / "jobs.json").write_text(json.dumps(jobs))
     outcomes = [folder / f"outcomes-{rank}.json" for rank in range(2)]
+    scratch = folder / "scratch"
+    scratch.mkdir(exist_ok=True)
     processes = [
         subprocess.Popen(
             [
@@ -124,7 +126,7 @@ def in_two_processes(folder: Path, jobs: list[dict]) -> list[list[dict]]:
                 folder / "jobs.json",
                 outcomes[rank],
             ],
-            env={**os.environ, **environment(rank, 2), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **environment(rank, 2), "OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)},
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -193,6 +195,12 @@ def test_tables_are_sharded_as_the_config_says(launched, kind):
     for outcomes in launched[:2]:
         types = outcomes[list(KINDS).index(kind)]["types"]
         assert types == {"item_id": kind, "rating": kind, "country": bags}
+
+
+def test_one_process_of_a_host_reads_the_tables_and_all_map_the_result(folder, launched):
+    for rank, outcomes in enumerate(launched[:2]):
+        assert [(outcome["reads"], outcome["mapped"]) for outcome in outcomes] == [(1 - rank, True)] * 5
+    assert not list((folder / "scratch").glob("jfi-dataset-*"))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
