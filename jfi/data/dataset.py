@@ -142,7 +142,7 @@ class InteractionDataset:
     def _draw(self, split: str, samples: np.ndarray, seed: int, epoch: int) -> tuple[np.ndarray, ...]:
         """The events, the target items and the labels of samples of a split, `[B]` each."""
         events = self._rows(split)[samples // self._samples_per_row]
-        item, label = self._events.item[events].astype(np.int64), self._events.label[events]
+        item, label = self._events.item[events].astype(np.int64, copy=False), self._events.label[events]
         if self._negatives is not None:
             drawn = np.flatnonzero(samples % self._samples_per_row)
             user, time = self._events.user[events[drawn]].astype(np.int64), self._events.time[events[drawn]]
@@ -152,10 +152,10 @@ class InteractionDataset:
 
     def _assemble(self, events: np.ndarray, item: np.ndarray, label: np.ndarray) -> Batch:
         table = self._events
-        user = table.user[events].astype(np.int64)
+        user = table.user[events].astype(np.int64, copy=False)
         start, history_lengths = table.histories(events, self.schema.max_history)
         history = ranges(start, history_lengths)
-        history_item = table.item[history]
+        history_item = table.item[history].astype(np.int64, copy=False)  # once for all of its columns
         rows = {
             ("user", "user"): user,
             ("item", "item"): item,
