@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 from tqdm import tqdm
 
 from jfi.data.arrange import Rows
@@ -186,6 +187,7 @@ class _Stages:
             left.mkdir()
         with tqdm(total=total, desc=label or name, unit=" rows", unit_scale=True, disable=self._hidden) as bar:
             yield bar.update
+        pa.default_memory_pool().release_unused()
         sync(folder)
         (self._work / f"{name}.done").touch()
         sync(self._work)
