@@ -136,7 +136,7 @@ def test_an_item_has_the_columns_of_its_first_row_in_time(tmp_path, monkeypatch)
     # The test split is the last 20 rows in time; the first rows of the items are at the end of the log.
     write_table(tmp_path / "log.csv", rows[:180][::-1])
     write_table(tmp_path / "test.csv", rows[180:])
-    monkeypatch.setattr(scoring, "_BLOCK", 7)
+    monkeypatch.setattr(table_blocks, "BLOCK", 7)
     monkeypatch.setattr(scoring, "_PART", 30)
     scores = run.predict(tmp_path / "test.csv", history=tmp_path / "log.csv").column("score").to_numpy()
     np.testing.assert_allclose(np.sort(scores), wanted, atol=ROUNDING, rtol=0)
