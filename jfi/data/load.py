@@ -4,6 +4,8 @@ Each stage is a file: `source` reads the tables, `arrange` sorts and splits, `le
 it, and `dataset` makes batches.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from jfi.data import splits
@@ -150,20 +152,24 @@ def check_equal(schema: DataSchema, prepared: DataSchema, folder: str) -> None:
     Raises:
         DataError: it was not, as one line that names a difference.
     """
-    ours, theirs = schema.encodings, prepared.encodings
-    for what, learnt, now in (
-        ("keys", schema.features, prepared.features),
-        ("dense columns", schema.dense_names, prepared.dense_names),
-        ("columns with hash buckets", sorted(ours.buckets), sorted(theirs.buckets)),
-        ("columns with quantiles", sorted(ours.edges), sorted(theirs.edges)),
-        *((f"values of '{n}'", v.values, theirs.vocabularies[n].values) for n, v in ours.vocabularies.items()),
-        *((f"hash buckets of '{n}'", b.num_buckets, theirs.buckets[n].num_buckets) for n, b in ours.buckets.items()),
-        *((f"quantiles of '{n}'", list(e), list(theirs.edges[n])) for n, e in ours.edges.items()),
-        ("means and deviations", ours.moments, theirs.moments),
-    ):
+    for what, learnt, now in _pairs(schema, prepared):
         if learnt != now:
             advice = "prepare the tables again with examples/prepare_data.py --run"
             raise DataError(f"{folder} was prepared with other {what} than the run was started with; {advice}")
+
+
+def _pairs(schema: DataSchema, prepared: DataSchema) -> Iterator[tuple[str, object, object]]:
+    """What is compared, and both values of it; each only makes sense where those before are equal."""
+    ours, theirs = schema.encodings, prepared.encodings
+    yield "keys", schema.features, prepared.features
+    yield "dense columns", schema.dense_names, prepared.dense_names
+    buckets = [{name: known.num_buckets for name, known in one.buckets.items()} for one in (ours, theirs)]
+    yield "hash buckets", *buckets
+    for name, known in ours.vocabularies.items():
+        yield f"values of '{name}'", known.values, theirs.vocabularies[name].values
+    for name, edges in ours.edges.items():
+        yield f"quantiles of '{name}'", list(edges), list(theirs.edges.get(name, []))
+    yield "means and deviations", ours.moments, theirs.moments
 
 
 def _samples(events: Events, known_items: np.ndarray, config: DataConfig) -> dict[str, np.ndarray]:

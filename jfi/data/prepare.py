@@ -197,6 +197,7 @@ class _Stages:
 @contextmanager
 def _locked(work: Path, config: DataConfig, schema: DataSchema | None) -> Iterator[None]:
     """Locks the folder of the stages, empties it if it is of another config or other files, removes it at the end."""
+    state = {"config": dataclasses.asdict(config), "inputs": _state_of_files(config), "schema": _digest(schema)}
     work.mkdir(parents=True, exist_ok=True)
     lock = os.open(work, os.O_RDONLY)
     try:
@@ -204,7 +205,6 @@ def _locked(work: Path, config: DataConfig, schema: DataSchema | None) -> Iterat
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DataError(f"{work}: another process is preparing this dataset") from None
-        state = {"config": dataclasses.asdict(config), "inputs": _state_of_files(config), "schema": _digest(schema)}
         path, text = work / "state.json", json.dumps(state, sort_keys=True)
         if not path.exists() or path.read_text() != text:
             for left in work.iterdir():

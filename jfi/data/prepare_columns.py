@@ -16,6 +16,7 @@ from jfi.data.prepare_sort import offsets_name
 from jfi.data.readers import read_table
 from jfi.data.schema import DataSchema, Entity, FeatureSpec
 from jfi.data.source import EntityTable
+from jfi.data.table_blocks import name_of
 from jfi.encoding import HashBuckets, Vocabulary
 
 
@@ -44,7 +45,7 @@ class SortedColumns:
             else:
                 how = (config.encoding, config.quoting, f"data.{of}s")
                 table = read_table(path, config.columns(), *how)
-                self._tables[of] = EntityTable(table, key, ids, str(config.interactions))
+                self._tables[of] = EntityTable(table, key, ids, name_of(config.interactions))
 
     def count(self, of: Entity) -> int:
         """The number of rows."""

@@ -148,19 +148,19 @@ class _Stage:
     def _check_text(self, table: Table) -> None:
         """Refuses a column whose numbers would be other texts in another block.
 
-        Numbers from 10^10 on are written like integers where all are whole, and with an exponent where one is not.
+        Where all are whole they are written like integers, else those from 10^10 on with an exponent, and -0 as such.
         """
         text = [column.name for column in self._columns if column.kind != "number"]
         for name in (self._config.user, self._config.item, *text):
             if name not in table.known or not pa.types.is_floating(table.data.schema.field(name).type):
                 continue
             values = table.numbers(name)
-            values = values[np.isfinite(values)]
+            values = values[~np.isnan(values)]
             found = self._floats.setdefault(name, [False, False])
-            found[0] |= bool((values % 1 != 0).any())
-            found[1] |= bool((np.abs(values) >= 1e10).any())
+            found[0] |= not bool(((np.abs(values) < 2.0**63) & (np.trunc(values) == values)).all())
+            found[1] |= bool(((np.abs(values) >= 1e10) | ((values == 0) & np.signbit(values))).any())
             if all(found):
-                what = "holds fractions and numbers of 10^10 and more; write it as text to prepare the table"
+                what = "holds fractions beside -0 or numbers of 10^10 and more; write it as text to prepare the table"
                 raise DataError(f"{table.name}: column '{name}' {what}")
 
     def close(self) -> None:

@@ -191,7 +191,7 @@ def test_numbers_whose_text_depends_on_the_block_are_refused(tmp_path):
     numbers = [1e10, 2e10, 1.5, *(float(i) for i in range(20))]
     columns = {"user_id": numbers, "item_id": list(range(23)), "timestamp": list(range(23))}
     pa.parquet.write_table(pa.table(columns), tmp_path / "rows.parquet")
-    with pytest.raises(DataError, match=r"column 'user_id' holds fractions and numbers of 10\^10 and more"):
+    with pytest.raises(DataError, match=r"column 'user_id' holds fractions beside -0 or numbers of 10\^10 and more"):
         prepare_dataset(DataConfig(interactions=str(tmp_path / "rows.parquet")), tmp_path / "prepared")
 
 

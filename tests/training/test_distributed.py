@@ -230,7 +230,7 @@ def test_one_process_of_a_host_reads_the_tables_and_all_map_the_result(folder, l
 
 @pytest.mark.parametrize(
     "settings",
-    [{"group": "country"}, {"history": "rating == 1"}, {"event_crosses": [["item_id", "rating"]]}],
+    [{"group": "timestamp"}, {"history": "rating == 1"}, {"event_crosses": [["item_id", "rating"]]}],
     ids=lambda settings: next(iter(settings)),
 )
 def test_every_process_reads_tables_that_a_prepared_dataset_does_not_hold(folder, one_launched, settings):
