@@ -1,12 +1,14 @@
 """The interactions in the order of the histories, and the split of each."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from jfi.data import splits
+from jfi.data.coded import blocks
 from jfi.data.columns import sort_ids
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
@@ -44,6 +46,15 @@ class Rows:
         """`[E]` bool: the rows that vocabularies, quantiles and means come from."""
         return self.split == splits.SPLITS.index("train")
 
+    def count_training(self, of: Literal["user", "item"]) -> np.ndarray:
+        """`[U]` or `[N]` int64, the number of each user's or item's rows in training."""
+        index, ids = (self.user, self.user_ids) if of == "user" else (self.item, self.item_ids)
+        counts = np.zeros(len(ids), np.int64)
+        for begin, end in blocks(len(index)):
+            chosen = index[begin:end][self.split[begin:end] == splits.SPLITS.index("train")]
+            counts += np.bincount(chosen, minlength=len(ids))
+        return counts
+
 
 def sort_and_split(interactions: Table, config: DataConfig, given: np.ndarray | None = None) -> Rows:
     """The rows of the table, sorted, with the split that the config says.
@@ -64,7 +75,7 @@ def sort_and_split(interactions: Table, config: DataConfig, given: np.ndarray | 
     label = read_labels(interactions, config.label)
     check_labels(interactions, config.label, label)
     if config.split == "column":
-        given = _given_splits(interactions, config.split_column)
+        given = given_splits(interactions, config.split_column)
     group = None if config.group is None else _groups(interactions, config.group, user)
     if given is not None and group is not None:
         _check_groups(interactions, given, group, config.group)
@@ -109,7 +120,12 @@ def _cut(
     return splits.keep_groups_whole(split, group, np.argsort(~first, kind="stable"))
 
 
-def _given_splits(interactions: Table, name: str) -> np.ndarray:
+def given_splits(interactions: Table, name: str) -> np.ndarray:
+    """`[N]` int8, the index in `splits.SPLITS` that the column `name` says.
+
+    Raises:
+        DataError: a value is no name of a split.
+    """
     column = interactions.ids(name)
     split = splits.named_splits(column)
     if (split < 0).any():

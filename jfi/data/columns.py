@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from jfi.data.arrays import is_list
+from jfi.data.coded import BLOCK, CodedColumn, blocks, quantiles
 from jfi.data.schema import Strings, as_array
 from jfi.encoding import UNKNOWN, HashBuckets, Vocabulary, quantile_ids
 
@@ -16,8 +17,8 @@ class Categorical:
     """Ids of a column; id 0 is for a value that is missing or absent from the training rows.
 
     Args:
-        ids: int64; `[N]`, one id a row, or `[sum of counts]` for a multi-valued column.
-        offsets: `[N + 1]` int64, the range of each row's ids, or None for one id a row.
+        ids: integers; `[N]`, one id a row, or `[sum of counts]` for a multi-valued column. May be the map of a file.
+        offsets: `[N + 1]` integers, the range of each row's ids, or None for one id a row.
     """
 
     ids: np.ndarray
@@ -32,14 +33,17 @@ class Categorical:
         if self.offsets is not None:
             rows = ranges(self.offsets[rows], self.counts(rows))
         # mode="clip" skips the bounds check, and lets NumPy write to `out` without a buffer.
-        np.take(self.ids, rows, out=out, mode="clip")
+        if self.ids.dtype == out.dtype:
+            np.take(self.ids, rows, out=out, mode="clip")
+        else:
+            out[:] = np.take(self.ids, rows, mode="clip")
 
     def slots(self, num_slots: int) -> list["Categorical"]:
         """A multi-valued column as columns of one id a row: the first ids of each row, 0 where a row has fewer."""
         counts = np.diff(self.offsets)
         row = np.repeat(np.arange(len(counts)), counts)
         position = np.arange(len(self.ids)) - np.repeat(self.offsets[:-1], counts)
-        slots = np.full((num_slots, len(counts)), UNKNOWN, np.int64)
+        slots = np.full((num_slots, len(counts)), UNKNOWN, self.ids.dtype)
         kept = position < num_slots
         slots[position[kept], row[kept]] = self.ids[kept]
         return [Categorical(slot) for slot in slots]
@@ -67,12 +71,14 @@ def sort_ids(column: pa.Array) -> tuple[pa.Array, np.ndarray]:
     return distinct.take(pa.array(order)), rank[encoded.indices.to_numpy()]
 
 
-def is_multi_valued(column: pa.Array) -> bool:
+def is_multi_valued(column: pa.Array | CodedColumn) -> bool:
     """Whether a categorical column has a list of values a row."""
+    if isinstance(column, CodedColumn):
+        return column.offsets is not None
     return is_list(column.type)
 
 
-def learn_vocabulary(column: pa.Array, count: np.ndarray, min_count: int = 1) -> Vocabulary:
+def learn_vocabulary(column: pa.Array | CodedColumn, count: np.ndarray, min_count: int = 1) -> Vocabulary:
     """The values of a column of strings, or of lists of strings, in the training rows.
 
     Args:
@@ -80,6 +86,8 @@ def learn_vocabulary(column: pa.Array, count: np.ndarray, min_count: int = 1) ->
         count: `[N]`, the training rows that have each row of the column.
         min_count: values with fewer training rows are left out.
     """
+    if isinstance(column, CodedColumn):
+        return Vocabulary(Strings(sort_ids(column.seen(count, min_count))[0]))
     column, count = column.filter(pa.array(count > 0)), count[count > 0]
     if is_multi_valued(column):
         column, offsets = _present(column)
@@ -92,8 +100,10 @@ def learn_vocabulary(column: pa.Array, count: np.ndarray, min_count: int = 1) ->
     return Vocabulary(Strings(values))
 
 
-def count_slots(column: pa.Array, train: np.ndarray, max_slots: int) -> int:
+def count_slots(column: pa.Array | CodedColumn, train: np.ndarray, max_slots: int) -> int:
     """The largest number of values of a row where `train [N]` is true, from 1 to `max_slots`."""
+    if isinstance(column, CodedColumn):
+        return min(max_slots, column.longest(train))
     counts = np.diff(_present(column)[1])[train]
     return int(min(max_slots, counts.max(initial=1)))
 
@@ -124,8 +134,14 @@ def _present(column: pa.Array) -> tuple[pa.Array, np.ndarray]:
 
 def learn_edges(values: np.ndarray, train: np.ndarray, num_quantiles: int) -> np.ndarray:
     """`[E]` ascending, E below `num_quantiles`: the inner quantiles of the finite values where `train [N]` is true."""
-    known = values[train & np.isfinite(values)]
     inner = np.linspace(0, 1, num_quantiles + 1)[1:-1]
+    if (
+        len(values) > BLOCK
+        and len(inner)
+        and any(np.isfinite(values[begin:end][train[begin:end]]).any() for begin, end in blocks(len(values)))
+    ):
+        return np.unique(quantiles(values, train, inner))
+    known = values[train & np.isfinite(values)]
     return np.unique(np.quantile(known, inner)) if len(known) else np.empty(0)
 
 
@@ -134,10 +150,20 @@ def cut(values: np.ndarray, edges: np.ndarray) -> Categorical:
     return Categorical(quantile_ids(values, edges))
 
 
-def moments(values: np.ndarray) -> tuple[float, float]:
-    """Mean and standard deviation of the finite values; a deviation of 0 becomes 1."""
-    known = values[np.isfinite(values)]
-    return (float(known.mean()), float(known.std()) or 1.0) if len(known) else (0.0, 1.0)
+def moments(values: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
+    """Mean and standard deviation of the finite values; a deviation of 0 becomes 1.
+
+    Args:
+        values: `[N]` float64.
+        weights: `[N]` integers, how often each value counts.
+    """
+    chosen = np.isfinite(values) & (weights > 0)
+    values, weights = values[chosen], weights[chosen]
+    if not len(values):
+        return 0.0, 1.0
+    mean = (values * weights).sum() / weights.sum()
+    deviation = np.sqrt(((values - mean) ** 2 * weights).sum() / weights.sum())
+    return float(mean), float(deviation) or 1.0
 
 
 def _sortable(values: pa.Array) -> np.ndarray:

@@ -98,6 +98,9 @@ class DataConfig:
             whose values together become one `history_` key of the events, named like item_id_x_action.
         history: a rule such as `action == click`, of the form of a label's: only rows where it holds are events of
             histories. Other rows are samples, if they have a label. None means that every row is an event.
+        prepared: folder that `examples/prepare_data.py` wrote. It replaces the tables, and all settings of this section
+            are those that it was prepared with; a run may choose `max_history`, `negatives`, `eval_negatives` and
+            `unknown_share`.
     """
 
     source: Literal["table", "synthetic"] = "table"
@@ -138,6 +141,7 @@ class DataConfig:
     unknown_share: float = 0.0
     event_crosses: list[list[str]] = field(default_factory=list)
     eval_negatives: int = 100
+    prepared: str | None = None
 
     def crosses(self) -> dict[str, list[str]]:
         """The columns of each cross of events, by the name of the cross."""
@@ -156,7 +160,8 @@ class DataConfig:
 
     def with_absolute_paths(self) -> "DataConfig":
         """A copy whose files are named by absolute paths, so that it can be read in any working directory."""
-        paths = {name: getattr(self, name) for name in ("interactions", "users", "items", "validation", "test")}
+        names = ("interactions", "users", "items", "validation", "test", "prepared")
+        paths = {name: getattr(self, name) for name in names}
         return dataclasses.replace(self, **{name: _absolute(path) for name, path in paths.items()})
 
     def check(self) -> None:
@@ -179,7 +184,7 @@ class DataConfig:
         whole = math.isclose(sum(self.fractions), 1.0, abs_tol=1e-6)
         if len(self.fractions) != 3 or min(self.fractions) <= 0 or not whole:
             raise DataError(f"data.fractions is {self.fractions}; it must hold three positive numbers that sum to 1")
-        if self.source == "table" and self.interactions is None:
+        if self.source == "table" and self.interactions is None and self.prepared is None:
             raise DataError(
                 "data.interactions is not set; it must name the file of interactions (or set data.source: synthetic)"
             )

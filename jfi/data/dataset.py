@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -10,33 +11,14 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from jfi.data.batch import Batch
 from jfi.data.candidates import Candidates, Kind
 from jfi.data.columns import Categorical, ranges
+from jfi.data.events import Events
 from jfi.data.negatives import NegativeSampler
+from jfi.data.order import Shuffled
 from jfi.data.schema import DataSchema
 from jfi.data.summary import Summary
 from jfi.data.unknown import UnknownIds
 from jfi.encoding import UNKNOWN, age_buckets
 from jfi.suggest import suggest
-
-
-@dataclass(frozen=True)
-class Events:
-    """All E interactions, sorted by (user, timestamp, item), so that a history is a range of events.
-
-    Args:
-        user, item: `[E]` int64, indices of users and items.
-        time: `[E]` float64 seconds.
-        label: `[E]` float32, 0 or 1, or NaN for a row that is only part of histories.
-        history_start, history_end: `[E]` int64, the range of the same user's newest events strictly before.
-        rows: `[number of events]` int64, ascending, the interaction of each event; None if every one is an event.
-    """
-
-    user: np.ndarray
-    item: np.ndarray
-    time: np.ndarray
-    label: np.ndarray
-    history_start: np.ndarray
-    history_end: np.ndarray
-    rows: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -47,6 +29,7 @@ class Arrays:
     columns: list[Categorical]
     dense: tuple[np.ndarray, np.ndarray]
     samples: dict[str, np.ndarray]
+    negatives: NegativeSampler | None
 
 
 class InteractionDataset:
@@ -74,6 +57,8 @@ class InteractionDataset:
         unknown_share: float = 0.0,
         summary: Summary | None = None,
     ) -> None:
+        #: Of a prepared dataset, its folder.
+        self.folder: Path | None = None
         self.schema = schema
         self.summary = summary
         self.features = schema.features
@@ -86,7 +71,9 @@ class InteractionDataset:
 
     def arrays(self) -> Arrays:
         """The arrays that the batches are made of; not copies."""
-        return Arrays(self._events, self._columns, (self._dense_users, self._dense_items), self._samples)
+        return Arrays(
+            self._events, self._columns, (self._dense_users, self._dense_items), self._samples, self._negatives
+        )
 
     def num_samples(self, split: str) -> int:
         """Number of samples of a split, sampled negatives included."""
@@ -141,10 +128,11 @@ class InteractionDataset:
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
         count = self.num_samples(split)
-        order = np.random.default_rng((seed, epoch)).permutation(count) if shuffle else np.arange(count)
+        shuffled = Shuffled(count, seed, epoch) if shuffle else None
 
         def assemble(first: int) -> Batch:
-            shared = order[first : first + batch_size]
+            last = min(first + batch_size, count)
+            shared = np.arange(first, last) if shuffled is None else shuffled[first:last]
             mine = shared[len(shared) * rank // world_size : len(shared) * (rank + 1) // world_size]
             return self._assemble(*self._draw(split, mine, seed, epoch), mine, unknown)
 
@@ -169,8 +157,9 @@ class InteractionDataset:
         rows = self._rows(split)
         if limit is not None and limit < len(rows):
             rows = rows[np.arange(limit) * len(rows) // limit]
-        events = self._events
-        positives = rows, events.user[rows], events.item[rows], events.time[rows]
+        rows, events = rows.astype(np.int64), self._events
+        user, item = events.user[rows].astype(np.int64, copy=False), events.item[rows].astype(np.int64, copy=False)
+        positives = rows, user, item, events.time[rows]
         return Candidates(*positives, self._negatives, kind, num_sampled)
 
     def batch_of(self, rows: np.ndarray, item: np.ndarray) -> Batch:
@@ -189,10 +178,10 @@ class InteractionDataset:
     def _draw(self, split: str, samples: np.ndarray, seed: int, epoch: int) -> tuple[np.ndarray, ...]:
         """The events, the target items and the labels of samples of a split, `[B]` each."""
         events = self._rows(split)[samples // self._samples_per_row]
-        item, label = self._events.item[events], self._events.label[events]
+        item, label = self._events.item[events].astype(np.int64, copy=False), self._events.label[events]
         if self._negatives is not None:
             drawn = np.flatnonzero(samples % self._samples_per_row)
-            user, time = self._events.user[events[drawn]], self._events.time[events[drawn]]
+            user, time = self._events.user[events[drawn]].astype(np.int64), self._events.time[events[drawn]]
             item[drawn] = self._negatives.draw(user, time, samples[drawn], seed, epoch)
             label[drawn] = 0.0
         return events, item, label
@@ -206,12 +195,12 @@ class InteractionDataset:
         unknown: UnknownIds | None = None,
     ) -> Batch:
         table = self._events
-        user, start = table.user[events], table.history_start[events]
-        history_lengths = table.history_end[events] - start
+        user = table.user[events].astype(np.int64, copy=False)
+        start, history_lengths = table.histories(events, self.schema.max_history)
         history = ranges(start, history_lengths)
         if table.rows is not None:
             history = table.rows[history]
-        history_item = table.item[history]
+        history_item = table.item[history].astype(np.int64, copy=False)  # once for all of its columns
         rows = {
             ("user", "user"): user,
             ("item", "item"): item,

@@ -1,18 +1,28 @@
 """Columns -> ids and standardized numbers, with the encodings of a schema."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pyarrow as pa
 
+from jfi.data.coded import CodedColumn
 from jfi.data.columns import Categorical, cut, encode, is_multi_valued
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
-from jfi.data.schema import DataSchema, Entity
+from jfi.data.schema import DataSchema, Entity, FeatureSpec
 from jfi.data.source import Columns
 from jfi.encoding import standardize
 
 
-def encode_features(columns: Columns, schema: DataSchema) -> list[Categorical]:
+def encode_features(
+    columns: Columns, schema: DataSchema, encode_event: Callable[[FeatureSpec], Categorical] | None = None
+) -> list[Categorical]:
     """The ids of each key of `schema.features` but the age, a row for each user, item or event.
+
+    Args:
+        columns: the raw columns.
+        schema: the encodings.
+        encode_event: makes the ids of a key of events, where these are too many for memory.
 
     Raises:
         DataError: a column is missing or malformed, or has lists where the schema has single values, or the reverse.
@@ -22,6 +32,9 @@ def encode_features(columns: Columns, schema: DataSchema) -> list[Categorical]:
     ids = []
     for spec in schema.features[:-1]:
         name = spec.column
+        if spec.of == "event" and encode_event is not None:
+            ids.append(encode_event(spec))
+            continue
         if name not in encoded:
             encoded[name] = _encode(columns, schema, name, spec.of)
         if spec.slot is None:
@@ -57,7 +70,7 @@ def has_lists(schema: DataSchema, name: str) -> bool:
     return any(s.column == name and (s.multi_valued or s.slot is not None) for s in schema.features)
 
 
-def check_kind(schema: DataSchema, name: str, column: pa.Array) -> None:
+def check_kind(schema: DataSchema, name: str, column: pa.Array | CodedColumn) -> None:
     """Raises DataError if a column has lists where the schema has single values, or the reverse."""
     many = has_lists(schema, name)
     if is_multi_valued(column) != many:

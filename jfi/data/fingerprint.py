@@ -19,6 +19,8 @@ from jfi.data.source import column_settings
 from jfi.data.splits import SPLITS
 from jfi.files import writing_file
 
+#: The file's name in a prepared dataset.
+NAME = "fingerprint.json"
 _FORMAT = "jfi data fingerprint 1"
 _BLOCK = 1 << 20
 
@@ -44,7 +46,14 @@ class Fingerprint:
 
     @classmethod
     def of(cls, dataset: InteractionDataset, config: DataConfig) -> "Fingerprint":
-        """The fingerprint of a dataset; reads each array once, a block at a time."""
+        """The fingerprint of a dataset; reads each array once, a block at a time.
+
+        That of a prepared dataset was computed when it was prepared.
+        """
+        if dataset.folder is not None and (dataset.folder / NAME).is_file():
+            known = cls.load(dataset.folder / NAME)
+            # The number of sampled negatives may be another.
+            return dataclasses.replace(known, samples={name: dataset.num_samples(name) for name in SPLITS})
         config = column_settings(config)
         arrays = dataset.arrays()
         events, names = arrays.events, [*config.user_dense, *config.item_dense]
@@ -153,6 +162,8 @@ def _id_blocks(column: Categorical, index: np.ndarray | None, count: int) -> Ite
 def _digest(blocks: Iterable[np.ndarray]) -> str:
     digest = hashlib.sha256()
     for block in blocks:
+        if block.dtype.kind == "i":
+            block = block.astype(np.int64, copy=False)  # prepared datasets have smaller types
         digest.update(f"{block.dtype.str} {len(block)} ".encode())
         digest.update(np.ascontiguousarray(block).data)
     return digest.hexdigest()

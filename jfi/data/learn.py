@@ -21,11 +21,8 @@ def learn_schema(columns: Columns, rows: Rows, config: DataConfig) -> DataSchema
     Raises:
         DataError: a column is missing or malformed, or two columns need the same key.
     """
-    train = {
-        "user": np.bincount(rows.user[rows.train], minlength=len(rows.user_ids)),
-        "item": np.bincount(rows.item[rows.train], minlength=len(rows.item_ids)),
-        "event": rows.train.astype(np.int64),
-    }
+    counts = {"user": rows.count_training("user"), "item": rows.count_training("item")}
+    train = counts | {"event": rows.train}
     encodings = Encodings()
     users, items, history = [], [], []
     for name in config.user_categorical:
@@ -39,10 +36,10 @@ def learn_schema(columns: Columns, rows: Rows, config: DataConfig) -> DataSchema
         edges = learn_edges(columns.numbers(name, "event"), rows.train, config.num_quantiles)
         encodings.edges[name] = edges
         history.append(FeatureSpec(HISTORY + name, "history", name, name, len(edges) + 2, of="event"))
-    for names, of, index in ((config.user_dense, "user", rows.user), (config.item_dense, "item", rows.item)):
+    for names, of in ((config.user_dense, "user"), (config.item_dense, "item")):
         for name in names:
             # Users and items count as often as they have a row in training.
-            encodings.moments[name] = moments(columns.numbers(name, of)[index[rows.train]])
+            encodings.moments[name] = moments(columns.numbers(name, of), counts[of])
     age = FeatureSpec(HISTORY + AGE, "bucket", config.timestamp, "", config.num_age_buckets)
     features = [*users, *items, *history, age]
     _check_keys(features)
@@ -52,7 +49,7 @@ def learn_schema(columns: Columns, rows: Rows, config: DataConfig) -> DataSchema
         item_key=config.item,
         max_history=config.max_history,
         encodings=encodings,
-        titles=None if config.title is None else _titles(columns, config, train["item"], encodings),
+        titles=None if config.title is None else _titles(columns, config, encodings),
     )
 
 
@@ -82,7 +79,7 @@ def _learn_keys(
     return own, history
 
 
-def _titles(columns: Columns, config: DataConfig, train: np.ndarray, encodings: Encodings) -> Strings | None:
+def _titles(columns: Columns, config: DataConfig, encodings: Encodings) -> Strings | None:
     if config.item in encodings.buckets:
         return None  # items that share a bucket have no one title
     known = encode(columns.categories(config.item, "item"), encodings.vocabularies[config.item]).ids != UNKNOWN

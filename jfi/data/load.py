@@ -4,24 +4,25 @@ Each stage is a file: `source` reads the tables, `arrange` sorts and splits, `le
 it, and `dataset` makes batches.
 """
 
-import logging
+from collections.abc import Iterator
 
 import numpy as np
 
 from jfi.data import splits
 from jfi.data.arrange import Rows, members, sort_and_split
 from jfi.data.config import DataConfig
-from jfi.data.dataset import Events, InteractionDataset
+from jfi.data.dataset import InteractionDataset
 from jfi.data.encode import encode_dense, encode_features
 from jfi.data.errors import DataError
+from jfi.data.events import Events, order_by_item
 from jfi.data.learn import learn_schema
 from jfi.data.negatives import NegativeSampler
+from jfi.data.prepared import open_prepared, resolve
+from jfi.data.samples import choose_samples
 from jfi.data.schema import DataSchema
 from jfi.data.source import Columns, column_settings, read_tables
 from jfi.data.summary import summarize
 from jfi.encoding import UNKNOWN
-
-_log = logging.getLogger(__name__)
 
 
 def load_dataset(config: DataConfig, schema: DataSchema | None = None) -> InteractionDataset:
@@ -52,6 +53,12 @@ def load_dataset(config: DataConfig, schema: DataSchema | None = None) -> Intera
         >>> load_dataset(DataConfig(source="synthetic"), dataset.schema).schema is dataset.schema
         True
     """
+    if config.prepared is not None:
+        config = resolve(config)
+        dataset = open_prepared(config)
+        if schema is not None:
+            check_equal(schema, dataset.schema, config.prepared)
+        return dataset
     config.check()
     if schema is not None:
         check_fits(schema, column_settings(config))
@@ -75,8 +82,9 @@ def build_dataset(columns: Columns, rows: Rows, schema: DataSchema, config: Data
     known_items = items.ids != UNKNOWN
     if schema.item_key in schema.encodings.buckets:  # any value has a bucket
         known_items = members(rows.item[rows.train], len(rows.item_ids))
-    events = _events(rows, schema)
-    samples = _samples(rows, known_items, config)
+    events = _events(rows)
+    samples = _samples(events, known_items, config)
+    histories = events.histories(np.concatenate(list(samples.values())), schema.max_history)
     return InteractionDataset(
         events=events,
         schema=schema,
@@ -85,9 +93,9 @@ def build_dataset(columns: Columns, rows: Rows, schema: DataSchema, config: Data
         samples=samples,
         negatives=None
         if config.label is not None
-        else NegativeSampler(rows.user, rows.item, rows.time, np.flatnonzero(known_items), config.negatives),
+        else NegativeSampler(events, order_by_item(events), np.flatnonzero(known_items), config.negatives),
         unknown_share=config.unknown_share,
-        summary=summarize(columns, rows, schema, ids, samples, events.history_end - events.history_start, config),
+        summary=summarize(columns, rows, schema, ids, samples, histories[1], config),
     )
 
 
@@ -96,7 +104,7 @@ def build_scoring(
 ) -> InteractionDataset:
     """A dataset whose only split, "rows", has the rows `chosen [B]`, in their order, whatever their labels are."""
     return InteractionDataset(
-        events=_events(rows, schema),
+        events=_events(rows),
         schema=schema,
         columns=encode_features(columns, schema),
         dense=encode_dense(columns, schema, config),
@@ -105,9 +113,9 @@ def build_scoring(
     )
 
 
-def _events(rows: Rows, schema: DataSchema) -> Events:
-    history = splits.history_ranges(rows.user, rows.time, schema.max_history, rows.event)
-    return Events(rows.user, rows.item, rows.time, rows.label, *history, _places(rows.event))
+def _events(rows: Rows) -> Events:
+    histories = None if rows.event is None else np.flatnonzero(rows.event)
+    return Events(rows.user, rows.item, rows.time, rows.label, rows.split, histories)
 
 
 def check_fits(schema: DataSchema, config: DataConfig) -> None:
@@ -138,39 +146,34 @@ def check_fits(schema: DataSchema, config: DataConfig) -> None:
             raise DataError(f"data.{name}: got {wanted!r}, but the run was started with {learnt!r}")
 
 
-def _places(event: np.ndarray | None) -> np.ndarray | None:
-    return None if event is None else np.flatnonzero(event)
+def check_equal(schema: DataSchema, prepared: DataSchema, folder: str) -> None:
+    """Checks that a dataset was prepared with the schema of a run.
+
+    Raises:
+        DataError: it was not, as one line that names a difference.
+    """
+    for what, learnt, now in _pairs(schema, prepared):
+        if learnt != now:
+            advice = "prepare the tables again with examples/prepare_data.py --run"
+            raise DataError(f"{folder} was prepared with other {what} than the run was started with; {advice}")
 
 
-def _how(config: DataConfig) -> str:
-    return {
-        "time": f"data.fractions {config.fractions}",
-        "user": f"data.fractions {config.fractions} of the users",
-        "leave_one_out": "users with 3 labeled rows or more",
-        "column": f"the column '{config.split_column}'",
-        "files": "data.validation and data.test",
-    }[config.split]
+def _pairs(schema: DataSchema, prepared: DataSchema) -> Iterator[tuple[str, object, object]]:
+    """What is compared, and both values of it; each only makes sense where those before are equal."""
+    ours, theirs = schema.encodings, prepared.encodings
+    yield "keys", schema.features, prepared.features
+    yield "dense columns", schema.dense_names, prepared.dense_names
+    buckets = [{name: known.num_buckets for name, known in one.buckets.items()} for one in (ours, theirs)]
+    yield "hash buckets", *buckets
+    for name, known in ours.vocabularies.items():
+        yield f"values of '{name}'", known.values, theirs.vocabularies[name].values
+    for name, edges in ours.edges.items():
+        yield f"quantiles of '{name}'", list(edges), list(theirs.edges.get(name, []))
+    yield "means and deviations", ours.moments, theirs.moments
 
 
-def _samples(rows: Rows, known_items: np.ndarray, config: DataConfig) -> dict[str, np.ndarray]:
-    labeled = ~np.isnan(rows.label)
-    if not labeled.any():
-        raise DataError(f"label '{config.label}' is empty in every row")
-    order = splits.time_order(rows.user, rows.time, rows.item)
-    samples = {name: order[(labeled & (rows.split == i))[order]] for i, name in enumerate(splits.SPLITS)}
-    for name, chosen in samples.items():
-        if not len(chosen):
-            raise DataError(f"the {name} split is empty: {labeled.sum()} labeled rows, split by {_how(config)}")
-        if config.label is None:
-            # Negatives are items of the training split, so the id of an unseen item would reveal a positive.
-            samples[name] = seen = chosen[known_items[rows.item[chosen]]]
-            dropped = f"dropped {len(chosen) - len(seen)} of {len(chosen)} positives of the {name} split"
-            if not len(seen):
-                raise DataError(f"the {name} split is empty: {dropped}, whose items are not in the training split")
-            if len(seen) < len(chosen):
-                _log.warning("%s, whose items are not in the training split", dropped)
-            continue
-        labels = rows.label[chosen]
-        if labels.min() == labels.max():
-            raise DataError(f"label '{config.label}': all {len(chosen)} labels of the {name} split are {labels[0]:g}")
-    return samples
+def _samples(events: Events, known_items: np.ndarray, config: DataConfig) -> dict[str, np.ndarray]:
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in splits.SPLITS}
+    order = splits.time_order(events.user, events.time, events.item)
+    choose_samples(events, order, known_items, config, lambda name, rows: parts[name].append(rows))
+    return {name: np.concatenate(rows) for name, rows in parts.items()}

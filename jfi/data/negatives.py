@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from jfi.data.events import Events
 from jfi.encoding import mix
 
 _MAX_DRAWS = 64
@@ -14,21 +15,17 @@ class NegativeSampler:
     knows is drawn again. After 64 draws the last one is kept; only a user who knows nearly all items needs so many.
 
     Args:
-        user, item, time: `[E]`, one entry for each interaction.
+        events: all interactions.
+        by_item: `[E]`, the result of `order_by_item(events)`; it may be the map of a file.
         candidates: `[C]`, the items to draw from.
         per_positive: negatives per positive.
     """
 
-    def __init__(
-        self, user: np.ndarray, item: np.ndarray, time: np.ndarray, candidates: np.ndarray, per_positive: int
-    ) -> None:
+    def __init__(self, events: Events, by_item: np.ndarray, candidates: np.ndarray, per_positive: int) -> None:
         self.per_positive = per_positive
+        self.by_item = by_item
+        self._events = events
         self.candidates = candidates
-        self._num_items = int(item.max()) + 1
-        pair = user * self._num_items + item
-        order = np.lexsort((time, pair))
-        self._pairs, first = np.unique(pair[order], return_index=True)
-        self._since = time[order][first]
 
     def draw(self, user: np.ndarray, time: np.ndarray, sample: np.ndarray, seed: int, epoch: int) -> np.ndarray:
         """`[B]` int64 items for users `[B]` at times `[B]`; `sample [B]` numbers the samples within their split."""
@@ -47,6 +44,13 @@ class NegativeSampler:
 
     def knows(self, user: np.ndarray, item: np.ndarray, time: np.ndarray) -> np.ndarray:
         """`[B]` bool: whether the user has interacted with the item by that time."""
-        pair = user * self._num_items + item
-        at = np.minimum(np.searchsorted(self._pairs, pair), len(self._pairs) - 1)
-        return (self._pairs[at] == pair) & (self._since[at] <= time)
+        # A binary search among the user's own events for the first one with the item; it is the oldest of them.
+        low, end = self._events.first[user], self._events.first[user + 1]
+        high = end
+        while np.any(low < high):
+            middle = (low + high) // 2
+            # A search that is done has middle = low = high, which may be one beyond the last row.
+            below = self._events.item[self.by_item[np.minimum(middle, end - 1)]] < item
+            low, high = np.where(below & (low < high), middle + 1, low), np.where(below, high, middle)
+        row = self.by_item[np.minimum(low, end - 1)]
+        return (low < end) & (self._events.item[row] == item) & (self._events.time[row] <= time)

@@ -76,8 +76,13 @@ class Columns:
         self._crosses, self._items = config.crosses(), [config.item, *config.item_categorical]
         self._interactions, self._rows, self._separators = tables.interactions, rows, config.separators
         self._entities = {
-            "user": _EntityColumns(tables, tables.users, config.user, rows.user_ids, rows.user, rows, few),
-            "item": _EntityColumns(tables, tables.items, config.item, rows.item_ids, rows.item, rows, few),
+            of: _FirstRows(tables.interactions, key, ids, index, rows)
+            if table is None
+            else EntityTable(table, key, ids, tables.interactions.name, few)
+            for of, table, key, ids, index in (
+                ("user", tables.users, config.user, rows.user_ids, rows.user),
+                ("item", tables.items, config.item, rows.item_ids, rows.item),
+            )
         }
 
     def count(self, of: Entity) -> int:
@@ -122,33 +127,22 @@ class Columns:
         return self._entities[of].count_changing(name), self.count(of)
 
 
-class _EntityColumns:
-    """The columns of users or of items, with one row for each.
-
-    They come from the entity's own table or, without one, from the first event of each user or item.
+class EntityTable:
+    """The columns of users or of items, with one row for each, from their own table.
 
     Args:
-        tables: all tables.
-        table: the table of users or of items, or None.
+        table: the table of users or of items.
         key: name of the id column.
-        ids: the distinct ids, in the order of the rows to make.
-        index: `[E]`, the row of each event's user or item.
-        rows: the events.
-        few: whether `table` may have none of the ids.
+        ids: the distinct ids, in the order of the rows to make. The table may lack some of them.
+        interactions: name of the table that the ids come from, for messages.
+        few: whether the table may have none of the ids.
+
+    Raises:
+        DataError: an id is in the table twice, or none is and `few` is false.
     """
 
-    def __init__(
-        self, tables: Tables, table: Table | None, key: str, ids: pa.Array, index: np.ndarray, rows: Rows, few: bool
-    ) -> None:
-        self._key, self._ids = key, ids
-        self._index, self._order = (index, rows.order) if table is None else (None, None)
-        if table is None:
-            self._table = tables.interactions
-            by_time = np.argsort(rows.time, kind="stable")
-            first = np.unique(index[by_time], return_index=True)[1]
-            self._places = pa.array(rows.order[by_time[first]])
-            return
-        self._table = table
+    def __init__(self, table: Table, key: str, ids: pa.Array, interactions: str, few: bool = False) -> None:
+        self._table, self._key, self._ids = table, key, ids
         known = table.ids(key)
         first = pc.index_in(known, value_set=known).to_numpy()
         again = first != np.arange(len(first))
@@ -160,21 +154,38 @@ class _EntityColumns:
             ids, known = ids.cast(pa.large_string()), known.cast(pa.large_string())
         self._places = pc.index_in(ids, value_set=known)
         if not few and self._places.null_count == len(ids):
-            raise DataError(f"{table.name}: column '{key}' has none of the ids of {tables.interactions.name}")
+            raise DataError(f"{table.name}: column '{key}' has none of the ids of {interactions}")
 
     def categories(self, name: str, separators: dict[str, str]) -> pa.Array:
-        # The table may lack some of the ids.
+        """The column as strings, or as lists of strings; null where it is missing."""
         return self._ids if name == self._key else self._table.categories(name, separators).take(self._places)
 
     def numbers(self, name: str) -> np.ndarray:
+        """The column as float64, NaN where it is missing."""
         # An id that the table lacks reads the NaN that is appended to the column.
         return np.append(self._table.numbers(name), np.nan)[pc.fill_null(self._places, -1).to_numpy()]
 
     def strings(self, name: str) -> pa.Array:
+        """The column as strings; null where it is missing."""
         return self._table.strings(name).take(self._places)
 
     def count_changing(self, name: str) -> int:
-        if self._index is None or name == self._key:
+        """The number of users (items) whose rows differ in a column; none does with one row for each."""
+        return 0
+
+
+class _FirstRows(EntityTable):
+    """The columns of users or of items, with one row for each, from the first event of each."""
+
+    def __init__(self, interactions: Table, key: str, ids: pa.Array, index: np.ndarray, rows: Rows) -> None:
+        self._table, self._key, self._ids = interactions, key, ids
+        self._index, self._order = index, rows.order
+        by_time = np.argsort(rows.time, kind="stable")
+        first = np.unique(index[by_time], return_index=True)[1]
+        self._places = pa.array(rows.order[by_time[first]])
+
+    def count_changing(self, name: str) -> int:
+        if name == self._key:
             return 0
         column = self._table.column(name)
         if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):

@@ -1,8 +1,4 @@
-"""Assigns rows to training, validation and test, and finds the history of each row.
-
-Rows are sorted by (user, timestamp, item), so the history of a row is a range of events: it starts at the first one of
-the user, or `max_history` events before its end, and ends before the first row of the same user and timestamp.
-"""
+"""Assigns rows, which are sorted by (user, timestamp, item), to training, validation and test."""
 
 from collections.abc import Sequence
 
@@ -27,28 +23,6 @@ _NAMES = {
 }
 
 
-def history_ranges(
-    user: np.ndarray, time: np.ndarray, max_history: int, event: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """`start, end [N]`: events `start[i]:end[i]` are the newest `max_history` of the user strictly before row i.
-
-    Args:
-        user, time: `[N]`, sorted by (user, time).
-        max_history: the most events.
-        event: `[N]` bool, the rows that are events, which count from 0; None means all rows.
-
-    >>> history_ranges(np.array([0, 0, 0, 1]), np.array([5.0, 7.0, 7.0, 9.0]), max_history=10)
-    (array([0, 0, 0, 3]), array([0, 1, 1, 3]))
-    """
-    new_user = np.append(True, user[1:] != user[:-1])
-    new_time = new_user | np.append(True, time[1:] != time[:-1])
-    first, end = _last_true(new_user), _last_true(new_time)
-    if event is not None:
-        before = np.cumsum(event) - event
-        first, end = before[first], before[end]
-    return np.maximum(first, end - max_history), end
-
-
 def split_by_time(
     user: np.ndarray, time: np.ndarray, item: np.ndarray, labeled: np.ndarray, fractions: list[float]
 ) -> np.ndarray:
@@ -56,12 +30,17 @@ def split_by_time(
 
     The fractions count the rows where `labeled [N]` is true. A row without a label goes with the next labeled one.
     """
-    cuts = np.rint(np.cumsum(fractions[:2]) * labeled.sum()).astype(np.int64)
+    cuts = time_cuts(int(labeled.sum()), fractions)
     order = time_order(user, time, item)
     counted = labeled[order]
     split = np.empty(len(user), np.int8)
     split[order] = np.searchsorted(cuts, np.cumsum(counted) - counted, side="right")
     return split
+
+
+def time_cuts(count: int, fractions: list[float]) -> np.ndarray:
+    """`[2]` int64, the places among `count` labeled rows in the order of time at which validation and test begin."""
+    return np.rint(np.cumsum(fractions[:2]) * count).astype(np.int64)
 
 
 def leave_one_out(user: np.ndarray, labeled: np.ndarray) -> np.ndarray:
@@ -111,8 +90,3 @@ def keep_groups_whole(split: np.ndarray, group: np.ndarray, order: np.ndarray) -
 def time_order(user: np.ndarray, time: np.ndarray, item: np.ndarray) -> np.ndarray:
     """The rows in the order of (timestamp, user, item)."""
     return np.lexsort((item, user, time))
-
-
-def _last_true(flags: np.ndarray) -> np.ndarray:
-    """For each position the last true position at or before it; the first must be true."""
-    return np.maximum.accumulate(np.where(flags, np.arange(len(flags)), 0))

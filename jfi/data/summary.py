@@ -98,11 +98,10 @@ def summarize(
         schema: of the dataset.
         ids: of each key of `schema.features` but the age.
         samples: by split the rows that are its samples.
-        history_lengths: `[E]`.
+        history_lengths: `[S]`, of the samples of all splits, one split after another.
         config: the section `data`.
     """
-    every = np.concatenate(list(samples.values()))
-    lengths = history_lengths[every]
+    lengths = history_lengths
     shares = {name: float(rows.label[chosen].mean()) for name, chosen in samples.items()}
     missing, unseen = _gaps(columns, rows, schema, ids, samples, config)
     return Summary(

@@ -57,6 +57,27 @@ class World:
             raise outcome[1]
         return outcome[0]
 
+    def on_each_host(self, act: Callable[[], T]) -> T:
+        """Calls `act` on one process of each host, whose result all processes of the host return.
+
+        What it raises on one host is raised on every process of all hosts.
+        """
+        if not self.launched:
+            return act()
+        host, result, error = os.environ.get("GROUP_RANK", "0"), None, None
+        acts = os.environ.get("LOCAL_RANK", str(self.rank)) == "0"
+        if acts:
+            try:
+                result = act()
+            except Exception as fault:
+                error = fault
+        outcomes: list = [None] * self.size
+        dist.all_gather_object(outcomes, (host if acts else None, result, error), group=self.control)
+        for _, _, error in outcomes:
+            if error is not None:
+                raise error
+        return next(result for where, result, _ in outcomes if where == host)
+
     def gather(self, item: T) -> list[T]:
         """Every rank's `item` on rank 0; an empty list on the others."""
         if not self.launched:

@@ -6,13 +6,14 @@ fingerprint.json                     the fingerprint of the data and of its spli
 
 from typing import Literal
 
-from jfi.data import DataError, DataSchema, InteractionDataset, load_dataset
+from jfi.data import DataError, DataSchema, InteractionDataset
 from jfi.data.fingerprint import Fingerprint
 from jfi.files import writing_folder
 from jfi.training.checkpoint import latest_checkpoint
 from jfi.training.config import Config, ConfigError
 from jfi.training.distributed import World
 from jfi.training.run_folder import RunFolder
+from jfi.training.shared_data import load_shared
 
 #: What to do where the data of a run has changed.
 DataChanged = Literal["refuse", "accept"]
@@ -52,12 +53,12 @@ def load_data(run: RunFolder, config: Config, world: World, changed: DataChanged
         DataError: a fault in the data, or a damaged schema.
     """
     if world.on_first(lambda: not run.data.exists() and latest_checkpoint(run.checkpoints) is None):
-        dataset = load_dataset(config.data)
+        dataset = load_shared(config.data, world)
         world.on_first(lambda: save_data(run, dataset, config))
         return dataset
     schema = load_schema(run)
     try:
-        dataset = load_dataset(config.data, schema)
+        dataset = load_shared(config.data, world, schema)
     except DataError as fault:
         raise DataError(f"--resume {run.path}: {fault}") from fault
     world.on_first(lambda: _compare(run, config, dataset, changed))

@@ -5,7 +5,8 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from jfi.data import InteractionDataset, load_dataset
+from jfi.data import InteractionDataset
+from jfi.data.prepared import resolve
 from jfi.training.config import Config
 from jfi.training.distributed import World, join_world
 from jfi.training.loop import Result, Trainer
@@ -13,6 +14,7 @@ from jfi.training.progress import check_config
 from jfi.training.run_data import DataChanged, load_data, save_data
 from jfi.training.run_folder import RunFolder, check_new, new_run_dir
 from jfi.training.run_lock import writing_run
+from jfi.training.shared_data import load_shared
 
 
 def train(config: Config, dataset: InteractionDataset | None = None) -> Result:
@@ -29,7 +31,7 @@ def train(config: Config, dataset: InteractionDataset | None = None) -> Result:
         FloatingPointError: the loss is not finite.
         Interrupted: SIGINT or SIGTERM; the state has been saved.
     """
-    data, model = config.data.with_absolute_paths(), config.model.with_absolute_paths()
+    data, model = resolve(config.data.with_absolute_paths()), config.model.with_absolute_paths()
     config = dataclasses.replace(config, data=data, model=model)
     if config.training.warm_start is not None:
         config = config.with_training(warm_start=os.path.abspath(config.training.warm_start))
@@ -43,8 +45,8 @@ def train(config: Config, dataset: InteractionDataset | None = None) -> Result:
             with writing_run(run.path, world):
                 return _continue(run, config, world, "refuse")
         if dataset is None:
-            dataset = load_dataset(config.data)
-            if world.is_first:
+            dataset = load_shared(config.data, world)
+            if world.is_first and dataset.summary is not None:
                 print(dataset.summary, flush=True)
         trainer = Trainer(config, dataset, world, config.training.warm_start)
         trainer.load_pretrained()

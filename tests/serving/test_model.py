@@ -104,9 +104,10 @@ def raw_requests(table: SimpleNamespace) -> tuple[list[dict], np.ndarray]:
         return {"item": name, "genres": split(found["genres"])}
 
     requests, samples = [], []
-    for sample in np.concatenate([table.dataset._samples[name] for name in ("train", "validation", "test")]):
-        start, end = events.history_start[sample], events.history_end[sample]
-        if start == end:
+    everything = np.concatenate([table.dataset._samples[name] for name in ("train", "validation", "test")])
+    for sample, start, length in zip(everything, *events.histories(everything, table.config.max_history), strict=True):
+        end = start + length
+        if not length:
             continue
         now, user = order[sample], table.users[order[sample]["user"]]
         samples.append(sample)

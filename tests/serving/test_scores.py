@@ -35,10 +35,10 @@ def samples(exported):
     columns = {name: values[order] for name, values in columns.items()}
     events = dataset._events
     rows = np.concatenate([dataset._samples["test"], dataset._samples["train"]])
-    rows = rows[events.history_end[rows] > events.history_start[rows]][:SAMPLES]
+    rows = rows[events.histories(rows, dataset.schema.max_history)[1] > 0][:SAMPLES]
     requests = []
-    for row in rows:
-        history = range(events.history_start[row], events.history_end[row])
+    for row, start, length in zip(rows, *events.histories(rows, dataset.schema.max_history), strict=True):
+        history = range(start, start + length)
         item = int(columns["item"][row])
         requests.append(
             {

@@ -39,6 +39,7 @@ from jfi.training.recorder import read_metrics
 from jfi.training.run_folder import RunFolder
 from jfi.training.saved_run import load_run
 from jfi.training.sharding import _plan, check_sharded
+from jfi.training.shared_data import load_shared
 
 ROOT = Path(__file__).parents[2]
 STOP_AT = 17
@@ -118,6 +119,8 @@ def in_two_processes(folder: Path, jobs: list[dict]) -> list[list[dict]]:
     """The outcomes of the jobs, by rank."""
     (folder / "jobs.json").write_text(json.dumps(jobs))
     outcomes = [folder / f"outcomes-{rank}.json" for rank in range(2)]
+    scratch = folder / "scratch"
+    scratch.mkdir(exist_ok=True)
     processes = [
         subprocess.Popen(
             [
@@ -128,7 +131,7 @@ def in_two_processes(folder: Path, jobs: list[dict]) -> list[list[dict]]:
                 folder / "jobs.json",
                 outcomes[rank],
             ],
-            env={**os.environ, **environment(rank, 2), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **environment(rank, 2), "OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)},
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -217,6 +220,35 @@ def test_tables_are_sharded_as_the_config_says(launched, kind):
     for outcomes in launched[:2]:
         types = outcomes[list(KINDS).index(kind)]["types"]
         assert types == {"item_id": kind, "rating": kind, "country": bags}
+
+
+def test_one_process_of_a_host_reads_the_tables_and_all_map_the_result(folder, launched):
+    for rank, outcomes in enumerate(launched[:2]):
+        assert [(outcome["reads"], outcome["mapped"]) for outcome in outcomes] == [(1 - rank, True)] * 8
+    assert not list((folder / "scratch").glob("jfi-dataset-*"))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"group": "timestamp"}, {"history": "rating == 1"}, {"event_crosses": [["item_id", "rating"]]}],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_every_process_reads_tables_that_a_prepared_dataset_does_not_hold(folder, one_launched, settings):
+    config = dataclasses.replace(tiny(folder, "unheld").data, **settings)
+    with join_world("cpu") as world:
+        dataset = load_shared(config, world)
+    assert dataset.arrays().events.time.flags.owndata
+    ours, theirs = (next(one.batches("test", 50)).sparse_features for one in (dataset, load_dataset(config)))
+    assert torch.equal(ours.values(), theirs.values())
+    assert torch.equal(ours.lengths(), theirs.lengths())
+
+
+def test_a_shared_dataset_keeps_the_summary_of_the_tables(folder, one_launched):
+    config = tiny(folder, "summed").data
+    with join_world("cpu") as world:
+        dataset = load_shared(config, world)
+    assert not dataset.arrays().events.time.flags.owndata
+    assert dataset.summary == load_dataset(config).summary
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

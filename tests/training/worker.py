@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from jfi.data import load_dataset
 from jfi.training import Interrupted, resume, train
 from jfi.training.cli import load_config
 from jfi.training.loop import Trainer
@@ -24,22 +25,32 @@ def without_pictures():
 
 
 def do(job: dict) -> dict:
-    """How `job` ended, how many steps were done before its first one, and by table the type of the sharding."""
-    outcome = {}
+    """How `job` ended, the steps done before its first one, by table the type of the sharding, and its reads.
+
+    "mapped" says whether the dataset's arrays belong to something else, such as the map of a file.
+    """
+    outcome, reads = {}, []
     forward = Trainer._forward
 
     def stopping_forward(trainer: Trainer, batch):
         if not outcome:
             plan = trainer.model.plan.plan
             types = {name: table.sharding_type for tables in plan.values() for name, table in tables.items()}
-            outcome.update(begun_at=trainer.progress.step, types=types)
+            outcome.update(begun_at=trainer.progress.step, types=types, reads=len(reads))
+            outcome["mapped"] = not trainer.dataset.arrays().events.time.flags.owndata
         is_last = trainer.world.rank == trainer.world.size - 1
         if is_last and trainer.model.training and trainer.progress.step + 1 == job.get("stop_at"):
             os.kill(os.getpid(), signal.SIGTERM)
         return forward(trainer, batch)
 
     os.environ["MASTER_PORT"] = str(job["port"])
-    with mock.patch.object(Trainer, "_forward", stopping_forward), without_pictures():
+
+    def read(*arguments):
+        reads.append(arguments)
+        return load_dataset(*arguments)
+
+    counted = mock.patch("jfi.training.shared_data.load_dataset", read)
+    with mock.patch.object(Trainer, "_forward", stopping_forward), counted, without_pictures():
         try:
             train(load_config(job["config"])) if "config" in job else resume(job["resume"])
             return {"end": "done", **outcome}

@@ -1,0 +1,235 @@
+"""Turns tables of any length into a prepared dataset, in bounded memory.
+
+The stages are: read (`prepare_read`), sort and split (`prepare_sort`), then learn the schema, encode and write. Each
+leaves its result in a folder beside the dataset, so a process that was killed continues with the stage it was in. The
+folder gets the dataset's name when all is written.
+"""
+
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from tqdm import tqdm
+
+from jfi.data.arrange import Rows
+from jfi.data.column_files import ColumnWriter, read_columns, remove_columns
+from jfi.data.columns import Categorical
+from jfi.data.config import DataConfig
+from jfi.data.dataset import InteractionDataset
+from jfi.data.encode import encode_dense, encode_features
+from jfi.data.errors import DataError
+from jfi.data.events import Events, index_type, order_by_item
+from jfi.data.learn import learn_schema
+from jfi.data.load import check_fits, load_dataset
+from jfi.data.negatives import NegativeSampler
+from jfi.data.prepare_columns import SortedColumns, encode_events
+from jfi.data.prepare_read import read_rows
+from jfi.data.prepare_sort import order_and_split, read_ids, read_order_and_split, sort_rows
+from jfi.data.prepared import check_held, known_items
+from jfi.data.prepared_write import id_type, write_prepared
+from jfi.data.samples import choose_samples
+from jfi.data.schema import DataSchema, FeatureSpec, as_array
+from jfi.data.source import column_settings
+from jfi.data.splits import SPLITS
+from jfi.data.table_blocks import count_rows, input_files
+from jfi.files import sync
+
+Advance = Callable[[int], None]
+_SCRATCH = "scratch"
+
+
+def prepare_dataset(
+    config: DataConfig, out: str | Path, memory: str = "1GB", schema: DataSchema | None = None, show: bool | None = None
+) -> None:
+    """Writes the tables of a config as a prepared dataset, from which `data.prepared` trains.
+
+    The samples, ids and histories are those of `load_dataset`, bit for bit. Memory grows with the distinct ids and
+    values and with `memory`, not with the rows. Killed at any point and called again with the same arguments, it
+    continues; where the config or a file has changed, it starts over.
+
+    Args:
+        config: the tables and their columns.
+        out: folder to write, must not exist. Beside it the folder `.<name>.preparing` holds up to five times its size.
+        memory: most that the sorting engine holds in memory, such as "4GB".
+        schema: of a run with these columns, to encode the tables with; None learns one.
+        show: whether to show a progress bar; None shows one if stderr is a terminal.
+
+    Raises:
+        DataError: a fault in the config or the tables, or another process is preparing the same folder.
+        OSError: the disk is full, or `out` exists.
+
+    Example::
+
+        prepare_dataset(DataConfig(interactions="clicks.parquet", label="action == buy"), "clicks.prepared")
+        dataset = load_dataset(DataConfig(prepared="clicks.prepared"))
+    """
+    out, config = Path(out), config.with_absolute_paths()
+    config.check()
+    check_held(config)
+    if config.prepared is not None:
+        raise DataError(f"data.prepared is {config.prepared}; to prepare tables, leave it unset")
+    work = out.parent / f".{out.name}.preparing"
+    if (work / "result.done").exists() and not (work / "result").exists():
+        shutil.rmtree(work)  # killed when all was done
+        return
+    if out.exists():
+        raise FileExistsError(17, "file exists", str(out))
+    if schema is not None:
+        check_fits(schema, column_settings(config))
+    with _locked(work, config, schema):
+        stages = _Stages(work, None if show is None else not show)
+        if config.source != "synthetic":
+            _read_and_sort(config, work, stages, memory)
+        with stages.run("result", None, "encode and write") as advance:
+            if advance is not None:
+                _write(config, schema, work)
+        (work / "result").rename(out)
+        sync(out.parent)
+
+
+def _read_and_sort(config: DataConfig, work: Path, stages: "_Stages", memory: str) -> None:
+    read, rows, order = (work / name for name in ("read", "rows", "order"))
+    with stages.run("read", count_rows(config)) as advance:
+        if advance is not None:
+            read_rows(config, read, advance)
+    count = len(read_columns(rows if stages.is_done("rows") else read)["user"])
+    with stages.run("rows", 2 * count, "sort") as advance:
+        if advance is not None:
+            sort_rows(read, rows, config, memory, work / _SCRATCH, advance)
+    remove_columns(read)
+    with stages.run("order", 2 * count, "split") as advance:
+        if advance is not None:
+            order_and_split(rows, order, config, memory, work / _SCRATCH, advance)
+
+
+def _write(config: DataConfig, schema: DataSchema | None, work: Path) -> None:
+    if config.source == "synthetic":
+        write_prepared(load_dataset(config, schema), config, work / "result")
+        return
+    encoded = work / _SCRATCH
+    write_prepared(_encode(config, schema, work, encoded), config, work / "result")
+
+
+def _encode(config: DataConfig, schema: DataSchema | None, work: Path, folder: Path) -> InteractionDataset:
+    """The dataset of the sorted rows; `folder` gets the files that its arrays map."""
+    columns = read_columns(work / "rows")
+    order, split = read_order_and_split(work / "order")
+    ids = [read_ids(work / "rows", name) for name in ("user", "item")]
+    rows = Rows(*ids, columns["user"], columns["item"], columns["time"], columns["label"], split, order)
+    source = SortedColumns(work / "read", work / "rows", rows, config)
+    if schema is None:
+        schema = learn_schema(source, rows, config)
+
+    def encode_event(spec: FeatureSpec) -> Categorical:
+        out = _new_map(folder / f"key-{schema.features.index(spec)}.npy", id_type(spec.num_embeddings), len(order))
+        return encode_events(source, spec, schema, out)
+
+    encoded = encode_features(source, schema, encode_event)
+    events = Events(rows.user, rows.item, rows.time, rows.label, split)
+    items = known_items(schema, encoded, events)
+    known = np.zeros(len(rows.item_ids), bool)
+    known[items] = True
+    writers = {name: _split_writer(folder, name, len(order)) for name in SPLITS}
+    choose_samples(events, order, known, config, lambda name, chosen: writers[name].append("event", chosen))
+    for writer in writers.values():
+        writer.close()
+    samples = {name: read_columns(folder / name)["event"] for name in SPLITS}
+    negatives = None
+    if config.label is None:
+        by_item = order_by_item(events, _new_map(folder / "by_item.npy", index_type(len(order)), len(order)))
+        negatives = NegativeSampler(events, by_item, items, config.negatives)
+    dense = encode_dense(source, schema, config)
+    return InteractionDataset(events, schema, encoded, dense, samples, negatives)
+
+
+def _split_writer(folder: Path, name: str, count: int) -> ColumnWriter:
+    (folder / name).mkdir()
+    return ColumnWriter(folder / name, {"event": index_type(count)})
+
+
+def _new_map(path: Path, kind: type[np.signedinteger], count: int) -> np.ndarray:
+    return np.lib.format.open_memmap(path, "w+", kind, (count,))
+
+
+class _Stages:
+    """The stages that are finished, in a folder each."""
+
+    def __init__(self, work: Path, hidden: bool | None) -> None:
+        self._work, self._hidden = work, hidden
+
+    def is_done(self, name: str) -> bool:
+        return (self._work / f"{name}.done").exists()
+
+    @contextmanager
+    def run(self, name: str, total: int | None, label: str | None = None) -> Iterator[Advance | None]:
+        """Yields what to call with the number of rows done, or None if the stage is finished already.
+
+        When the block begins the folder `name` is empty, and so is that for temporary files.
+
+        Args:
+            name: of the stage.
+            total: the number of rows to expect, if known.
+            label: of the progress bar.
+        """
+        if self.is_done(name):
+            yield None
+            return
+        folder = self._work / name
+        for left in (folder, self._work / _SCRATCH):
+            shutil.rmtree(left, ignore_errors=True)
+            left.mkdir()
+        with tqdm(total=total, desc=label or name, unit=" rows", unit_scale=True, disable=self._hidden) as bar:
+            yield bar.update
+        pa.default_memory_pool().release_unused()
+        sync(folder)
+        (self._work / f"{name}.done").touch()
+        sync(self._work)
+
+
+@contextmanager
+def _locked(work: Path, config: DataConfig, schema: DataSchema | None) -> Iterator[None]:
+    """Locks the folder of the stages, empties it if it is of another config or other files, removes it at the end."""
+    state = {"config": dataclasses.asdict(config), "inputs": _state_of_files(config), "schema": _digest(schema)}
+    work.mkdir(parents=True, exist_ok=True)
+    lock = os.open(work, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(f"{work}: another process is preparing this dataset") from None
+        path, text = work / "state.json", json.dumps(state, sort_keys=True)
+        if not path.exists() or path.read_text() != text:
+            for left in work.iterdir():
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            path.write_text(text)
+        yield
+        shutil.rmtree(work)
+    finally:
+        os.close(lock)
+
+
+def _state_of_files(config: DataConfig) -> list[tuple[str, int, int]]:
+    if config.source == "synthetic":
+        return []
+    found = [(str(path), path.stat()) for path in input_files(config) if path.exists()]
+    return [(path, state.st_size, state.st_mtime_ns) for path, state in found]
+
+
+def _digest(schema: DataSchema | None) -> str | None:
+    if schema is None:
+        return None
+    digest, encodings = hashlib.sha256(), schema.encodings
+    digest.update(repr((schema.features, schema.dense_names, encodings.moments)).encode())
+    digest.update(repr({name: edges.tolist() for name, edges in encodings.edges.items()}).encode())
+    digest.update(repr({name: known.num_buckets for name, known in encodings.buckets.items()}).encode())
+    for vocabulary in encodings.vocabularies.values():
+        digest.update("\0".join(as_array(vocabulary.values).to_pylist()).encode())
+    return digest.hexdigest()

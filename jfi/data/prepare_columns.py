@@ -1,0 +1,115 @@
+"""The sorted columns of a prepared dataset, in the form in which a schema is learnt from them and encodes them."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from jfi.data.arrange import Rows
+from jfi.data.coded import BLOCK, CodedColumn, blocks
+from jfi.data.column_files import read_columns
+from jfi.data.columns import Categorical, cut, encode
+from jfi.data.config import DataConfig
+from jfi.data.encode import check_kind
+from jfi.data.prepare_read import RawColumn, read_values
+from jfi.data.prepare_sort import offsets_name
+from jfi.data.readers import read_table
+from jfi.data.schema import DataSchema, Entity, FeatureSpec
+from jfi.data.source import EntityTable
+from jfi.data.table_blocks import name_of
+from jfi.encoding import HashBuckets, Vocabulary
+
+
+class SortedColumns:
+    """What `Columns` is for tables in memory: the raw columns, with a row for each user, item or event.
+
+    Columns of events are maps of files, and categorical ones are `CodedColumn`s. Those of users and items, which are
+    few, are in memory.
+
+    Args:
+        values: folder of the first stage, with the distinct values.
+        folder: folder of the second stage, with the sorted columns.
+        rows: the sorted rows.
+        config: the meaning of the columns.
+    """
+
+    def __init__(self, values: Path, folder: Path, rows: Rows, config: DataConfig) -> None:
+        self._values, self._columns, self._rows = values, read_columns(folder), rows
+        self._ids = {"user": (config.user, rows.user_ids), "item": (config.item, rows.item_ids)}
+        self._separators = config.separators
+        self._tables, self._first = {}, {}
+        for of, path, index in (("user", config.users, rows.user), ("item", config.items, rows.item)):
+            key, ids = self._ids[of]
+            if path is None:
+                self._first[of] = _first_rows(index, rows.time, len(ids))
+            else:
+                how = (config.encoding, config.quoting, f"data.{of}s")
+                table = read_table(path, config.columns(), *how)
+                self._tables[of] = EntityTable(table, key, ids, name_of(config.interactions))
+
+    def count(self, of: Entity) -> int:
+        """The number of rows."""
+        return len(self._rows.user) if of == "event" else len(self._ids[of][1])
+
+    def categories(self, name: str, of: Entity) -> pa.Array | CodedColumn:
+        """The column as strings, or as lists of strings; null where it is missing."""
+        if of == "event":
+            return self._coded(RawColumn(name, "category"))
+        if name == self._ids[of][0]:
+            return self._ids[of][1]
+        if of in self._tables:
+            return self._tables[of].categories(name, self._separators)
+        return self._coded(RawColumn(name, "category")).take(self._first[of])
+
+    def numbers(self, name: str, of: Entity) -> np.ndarray:
+        """The column as float64, NaN where it is missing."""
+        if of in self._tables:
+            return self._tables[of].numbers(name)
+        column = self._columns[RawColumn(name, "number").file]
+        return column if of == "event" else column[self._first[of]]
+
+    def strings(self, name: str, of: Entity) -> pa.Array:
+        """The column of users or items as strings; null where it is missing."""
+        if of in self._tables:
+            return self._tables[of].strings(name)
+        return self._coded(RawColumn(name, "text")).take(self._first[of])
+
+    def _coded(self, column: RawColumn) -> CodedColumn:
+        values, codes = read_values(self._values, column.file), self._columns[column.file]
+        return CodedColumn(
+            values, codes, self._columns.get(offsets_name(column)) if column.kind == "category" else None
+        )
+
+
+def encode_events(columns: SortedColumns, spec: FeatureSpec, schema: DataSchema, out: np.ndarray) -> Categorical:
+    """The ids of a key of events, written to `out [E]` a block at a time."""
+    name = spec.column
+    if name in schema.encodings.edges:
+        numbers = columns.numbers(name, "event")
+        for begin, end in blocks(len(out)):
+            out[begin:end] = cut(np.array(numbers[begin:end]), schema.encodings.edges[name]).ids
+        return Categorical(out)
+    column = columns.categories(name, "event")
+    check_kind(schema, name, column)
+    ids = _ids_of_values(column.values, schema.encodings.ids_of(name)).astype(out.dtype)
+    for begin, end in blocks(len(out)):
+        codes = column.codes[begin:end] if spec.slot is None else column.slot(spec.slot, begin, end)
+        out[begin:end] = ids[codes]
+    return Categorical(out)
+
+
+def _ids_of_values(values: pa.Array, known: Vocabulary | HashBuckets) -> np.ndarray:
+    """`[V + 1]`, the id of each value, and last that of code -1, a missing one."""
+    return np.append(encode(values, known).ids, encode(pa.nulls(1, pa.string()), known).ids)
+
+
+def _first_rows(index: np.ndarray, time: np.ndarray, count: int) -> np.ndarray:
+    """`[count]` the first row in time of each index; of equal times the first in the order of the rows."""
+    first, since = np.full(count, -1, np.int64), np.full(count, np.inf)
+    for begin, end in blocks(len(index), BLOCK):
+        by_time = np.argsort(time[begin:end], kind="stable")
+        found, place = np.unique(index[begin:end][by_time], return_index=True)
+        row = begin + by_time[place]
+        earlier = time[row] < since[found]
+        first[found[earlier]], since[found[earlier]] = row[earlier], time[row[earlier]]
+    return first

@@ -1,0 +1,171 @@
+"""First stage of preparing a dataset: the tables' rows as numbers in column files, and the distinct values beside them.
+
+The folder of the stage has the columns in the table's order, and a file of distinct values for each column of text.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from jfi.data.arrange import given_splits
+from jfi.data.codes import Codes
+from jfi.data.column_files import ColumnWriter, map_arrow, write_arrow
+from jfi.data.columns import is_multi_valued
+from jfi.data.config import DataConfig
+from jfi.data.errors import DataError
+from jfi.data.labels import read_labels
+from jfi.data.table import Table
+from jfi.data.table_blocks import fault_of_no_rows, iterate_tables, same_kind
+
+_VALUES = "values.json"
+
+
+@dataclass(frozen=True)
+class RawColumn:
+    """A column of the interactions beyond user, item, time and label.
+
+    Args:
+        name: of the column in the table.
+        kind: "category" for ids, "number" for floats, "text" for titles.
+    """
+
+    name: str
+    kind: str
+
+    @property
+    def file(self) -> str:
+        """The name of its codes or numbers among the column files."""
+        return f"{self.kind} {self.name}"
+
+    @property
+    def counts(self) -> str:
+        """The name of a multi-valued column's counts; its codes are then as many as these add up to."""
+        return f"counts {self.name}"
+
+
+def raw_columns(config: DataConfig) -> list[RawColumn]:
+    """The columns that are read from the interactions, whether of events or, without tables, of users and items."""
+    columns = [RawColumn(name, "category") for name in config.event_categorical]
+    columns += [RawColumn(name, "number") for name in config.event_dense]
+    if config.users is None:
+        columns += [RawColumn(name, "category") for name in config.user_categorical if name != config.user]
+        columns += [RawColumn(name, "number") for name in config.user_dense]
+    if config.items is None:
+        columns += [RawColumn(name, "category") for name in config.item_categorical if name != config.item]
+        columns += [RawColumn(name, "number") for name in config.item_dense]
+        columns += [] if config.title is None else [RawColumn(config.title, "text")]
+    return columns
+
+
+def read_rows(config: DataConfig, folder: Path, advance: Callable[[int], None]) -> None:
+    """Reads all interactions into `folder`, which must be empty.
+
+    Args:
+        config: the tables and the meaning of their columns.
+        folder: of the stage.
+        advance: called with the number of rows after each block.
+
+    Raises:
+        DataError: a fault in the files.
+    """
+    stage = None
+    for setting, table in iterate_tables(config):
+        if stage is None:
+            stage = _Stage(config, table, folder)
+        stage.append(table, setting)
+        advance(len(table))
+    if stage is None or not stage.rows:
+        raise fault_of_no_rows(config)
+    stage.close()
+
+
+def read_values(folder: Path, column: str) -> pa.Array:
+    """The distinct values of a column file of codes."""
+    number = json.loads((folder / _VALUES).read_text()).index(column)
+    return map_arrow(folder / f"values-{number}.arrow")["value"]
+
+
+class _Stage:
+    def __init__(self, config: DataConfig, first: Table, folder: Path) -> None:
+        self._config, self._folder, self.rows = config, folder, 0
+        self._columns = raw_columns(config)
+        self._lists = {
+            column.name
+            for column in self._columns
+            if column.kind == "category" and is_multi_valued(first.categories(column.name, config.separators))
+        }
+        types: dict[str, type] = {"user": np.int32, "item": np.int32, "time": np.float64, "label": np.float32}
+        if config.split in ("column", "files"):
+            types["split"] = np.int8
+        for column in self._columns:
+            types[column.file] = np.float64 if column.kind == "number" else np.int32
+            if column.name in self._lists and column.kind == "category":
+                types[column.counts] = np.int32
+        self._writer = ColumnWriter(folder, types)
+        coded = ["user", "item", *(column.file for column in self._columns if column.kind != "number")]
+        self._codes = {name: Codes() for name in coded}
+        self._floats: dict[str, list[bool]] = {}
+        self._first_time = first.data.column(config.timestamp)[:1].combine_chunks() if len(first) else None
+
+    def append(self, table: Table, setting: int) -> None:
+        """Appends rows of the setting of that number, which is also the number of their split with `split: files`."""
+        config, put = self._config, self._writer.append
+        put("user", self._codes["user"].encode(table.ids(config.user)))
+        put("item", self._codes["item"].encode(table.ids(config.item)))
+        put("time", self._times(table))
+        put("label", read_labels(table, config.label))
+        if config.split == "column":
+            put("split", given_splits(table, config.split_column))
+        elif config.split == "files":
+            put("split", np.full(len(table), setting, np.int8))
+        self._check_text(table)
+        for column in self._columns:
+            if column.kind == "number":
+                put(column.file, table.numbers(column.name))
+            elif column.kind == "text":
+                put(column.file, self._codes[column.file].encode(table.strings(column.name)))
+            elif column.name in self._lists:
+                codes, counts = self._codes[column.file].encode_lists(table.categories(column.name, config.separators))
+                put(column.file, codes)
+                put(column.counts, counts)
+            else:
+                values = table.categories(column.name, config.separators)
+                if is_multi_valued(values):
+                    raise DataError(f"{table.name}: column '{column.name}' has lists here, but single values before")
+                put(column.file, self._codes[column.file].encode(values))
+        self.rows += len(table)
+
+    def _times(self, table: Table) -> np.ndarray:
+        config, first = self._config, self._first_time
+        if self.rows == 0 or first is None:
+            return table.times(config.timestamp, config.timestamp_unit)
+        return same_kind(table, config.timestamp, first).times(config.timestamp, config.timestamp_unit)[1:]
+
+    def _check_text(self, table: Table) -> None:
+        """Refuses a column whose numbers would be other texts in another block.
+
+        Where all are whole they are written like integers, else those from 10^10 on with an exponent, and -0 as such.
+        """
+        text = [column.name for column in self._columns if column.kind != "number"]
+        for name in (self._config.user, self._config.item, *text):
+            if name not in table.known or not pa.types.is_floating(table.data.schema.field(name).type):
+                continue
+            values = table.numbers(name)
+            values = values[~np.isnan(values)]
+            found = self._floats.setdefault(name, [False, False])
+            found[0] |= not bool(((np.abs(values) < 2.0**63) & (np.trunc(values) == values)).all())
+            found[1] |= bool(((np.abs(values) >= 1e10) | ((values == 0) & np.signbit(values))).any())
+            if all(found):
+                what = "holds fractions beside -0 or numbers of 10^10 and more; write it as text to prepare the table"
+                raise DataError(f"{table.name}: column '{name}' {what}")
+
+    def close(self) -> None:
+        # Names of columns may hold any character, so files have numbers.
+        (self._folder / _VALUES).write_text(json.dumps(list(self._codes)))
+        for number, codes in enumerate(self._codes.values()):
+            write_arrow(self._folder / f"values-{number}.arrow", {"value": codes.values})
+        self._writer.close()

@@ -1,0 +1,230 @@
+"""A prepared dataset: a folder of Arrow files that every process maps; docs/prepared-data.md specifies it.
+
+manifest.json                            the format and the section `data` of the config that made it
+schema.json, vocabularies.parquet        the schema, see `jfi.data.schema`
+events.arrow                             user, item, time, label, split, and a column for each history key of events
+users.arrow, items.arrow                 a row for each user and item: ids, or lists of ids, and dense features
+train.arrow, validation.arrow, test.arrow  the events that are samples, in the order of time
+by_item.arrow                            without a label: the events in the order (user, item, timestamp)
+fingerprint.json                         see `jfi.data.fingerprint`
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from jfi.data.coded import blocks
+from jfi.data.column_files import map_arrow
+from jfi.data.columns import Categorical
+from jfi.data.config import DataConfig, SyntheticConfig
+from jfi.data.dataset import InteractionDataset
+from jfi.data.errors import DataError
+from jfi.data.events import Events
+from jfi.data.negatives import NegativeSampler
+from jfi.data.schema import DataSchema, Entity, FeatureSpec
+from jfi.data.splits import SPLITS
+from jfi.encoding import UNKNOWN
+
+FORMAT = "jfi prepared dataset 1"
+MANIFEST = "manifest.json"
+#: Settings that a run may choose, since they change no file of a prepared dataset.
+CHOICES = ("max_history", "negatives", "eval_negatives", "unknown_share")
+#: Settings that a prepared dataset does not hold yet.
+_ABSENT = ("group", "history", "event_crosses")
+COLUMNS = {"user": pa.types.is_integer, "item": pa.types.is_integer, "time": pa.types.is_float64}
+COLUMNS |= {"label": pa.types.is_float32, "split": pa.types.is_int8}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What manifest.json says.
+
+    Args:
+        data: the settings of the tables, columns, labels and splits.
+        complete: whether the files that jfi derives are there, and all have been checked.
+        sizes: of a complete dataset, the bytes of each file.
+    """
+
+    data: DataConfig
+    complete: bool = False
+    sizes: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def text(self) -> str:
+        """As a JSON file's text."""
+        data = {name: value for name, value in dataclasses.asdict(self.data).items() if name != "prepared"}
+        tree = {"format": FORMAT, "complete": self.complete, "sizes": self.sizes, "data": data}
+        return json.dumps(tree, indent=1, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "Manifest":
+        """The manifest of a prepared dataset.
+
+        Raises:
+            DataError: `folder` is none, or one of another version.
+        """
+        path = Path(folder) / MANIFEST
+        try:
+            tree = json.loads(path.read_bytes())
+            if tree["format"] != FORMAT:
+                raise DataError(f"{path}: the format is '{tree['format']}', this version of jfi reads '{FORMAT}'")
+            data = dict(tree["data"])
+            if "synthetic" in data:
+                data["synthetic"] = SyntheticConfig(**data["synthetic"])
+            return cls(DataConfig(**data), tree.get("complete", False), tree.get("sizes", {}))
+        except FileNotFoundError:
+            raise DataError(f"{folder}: not a prepared dataset, {MANIFEST} is missing") from None
+        except OSError as error:
+            raise DataError(f"{path}: {(error.strerror or 'cannot be read').lower()}") from None
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise DataError(f"{path}: not a manifest of this version of jfi: {error}") from None
+
+
+def absent_setting(config: DataConfig) -> str | None:
+    """The name of a setting in use that a prepared dataset does not hold, or None if it holds all."""
+    return next((name for name in _ABSENT if getattr(config, name)), None)
+
+
+def check_held(config: DataConfig) -> None:
+    """Raises DataError for a setting that a prepared dataset does not hold."""
+    if (name := absent_setting(config)) is not None:
+        raise DataError(f"data.{name}: a prepared dataset does not hold it yet; train from the tables")
+
+
+def resolve(config: DataConfig) -> DataConfig:
+    """The config of a run: with `config.prepared`, the settings that the dataset was prepared with.
+
+    Raises:
+        DataError: there is no prepared dataset, or the config sets a field otherwise, those of `CHOICES` aside, which
+            a run may choose.
+    """
+    if config.prepared is None:
+        return config
+    check_held(config)
+    made = Manifest.load(config.prepared).data
+    check_held(made)
+    settings, default = {}, DataConfig()
+    for one in dataclasses.fields(DataConfig):
+        name, own, theirs = one.name, getattr(config, one.name), getattr(made, one.name)
+        if name == "prepared" or (name in CHOICES and own != getattr(default, name)):
+            settings[name] = own
+        elif own in (getattr(default, name), theirs):
+            settings[name] = theirs
+        else:
+            raise DataError(f"data.{name} is {own!r}, but {config.prepared} was prepared with {theirs!r}")
+    return DataConfig(**settings)
+
+
+def open_prepared(config: DataConfig) -> InteractionDataset:
+    """The dataset in the folder `config.prepared`, whose arrays are maps of its files.
+
+    Args:
+        config: the result of `resolve`.
+
+    Raises:
+        DataError: the folder is not a complete prepared dataset, or is damaged.
+    """
+    folder = Path(config.prepared)
+    manifest = Manifest.load(folder)
+    if not manifest.complete:
+        raise DataError(
+            f"{folder}: files that jfi derives are missing; run examples/prepare_data.py --complete {folder}"
+        )
+    for name, size in manifest.sizes.items():
+        found = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if found != size:
+            what = "is missing" if found is None else f"has {found} bytes instead of {size}"
+            raise DataError(f"{folder}: damaged, {name} {what}")
+    schema = dataclasses.replace(DataSchema.load(folder), max_history=config.max_history)
+    tables = {of: read_arrow(folder / f"{of}s.arrow") for of in ("event", "user", "item")}
+    events = Events(*(as_numpy(tables["event"][name]) for name in COLUMNS))
+    columns = read_features(schema, tables)
+    samples = {name: as_numpy(read_arrow(folder / f"{name}.arrow")["event"]) for name in SPLITS}
+    negatives = None
+    if config.label is None:
+        by_item = as_numpy(read_arrow(folder / "by_item.arrow")["event"])
+        negatives = NegativeSampler(events, by_item, known_items(schema, columns, events), config.negatives)
+    dense = tuple(read_dense(tables[of], names) for of, names in dense_names(config).items())
+    dataset = InteractionDataset(events, schema, columns, dense, samples, negatives, config.unknown_share)
+    dataset.folder = folder
+    return dataset
+
+
+def read_features(schema: DataSchema, tables: dict[Entity, dict[str, pa.Array]]) -> list[Categorical]:
+    """The ids of each key of the schema but the age.
+
+    Raises:
+        DataError: a column is missing.
+    """
+    slots: dict[str, list[Categorical]] = {}
+    columns = []
+    for spec in schema.features[:-1]:
+        name = column_name(spec)
+        if name not in tables[spec.of]:
+            raise DataError(f"{spec.of}s.arrow: no column '{name}'")
+        column = as_categorical(tables[spec.of][name])
+        if spec.slot is not None and spec.of != "event":
+            if name not in slots:
+                slots[name] = column.slots(sum(s.column == spec.column and s.slot is not None for s in schema.features))
+            column = slots[name][spec.slot]
+        columns.append(column)
+    return columns
+
+
+def column_name(spec: FeatureSpec) -> str:
+    """The column of a key: its own for events, else one for all keys of the user's or item's column."""
+    return spec.key if spec.of == "event" else spec.column
+
+
+def known_items(schema: DataSchema, columns: Sequence[Categorical], events: Events) -> np.ndarray:
+    """The items of the training split that have an id of their own, or with hash buckets all of them."""
+    if schema.item_key in schema.encodings.buckets:  # any value has a bucket
+        found = [np.empty(0, np.int64)]
+        for begin, end in blocks(len(events)):
+            chosen = events.split[begin:end] == SPLITS.index("train")
+            found.append(np.unique(events.item[begin:end][chosen]))
+        return np.unique(np.concatenate(found)).astype(np.int64)
+    ids = next(ids.ids for spec, ids in zip(schema.features, columns, strict=False) if spec.key == schema.item_key)
+    return np.flatnonzero(ids != UNKNOWN)
+
+
+def dense_names(config: DataConfig) -> dict[Entity, list[str]]:
+    """The dense columns of users and of items."""
+    return {"user": config.user_dense, "item": config.item_dense}
+
+
+def read_dense(table: dict[str, pa.Array], names: list[str]) -> np.ndarray:
+    """`[U, D]` float32 of dense columns."""
+    if not names:
+        return np.zeros((len(next(iter(table.values()))), 0), np.float32)
+    return np.stack([as_numpy(table[name]) for name in names], axis=1)
+
+
+def read_arrow(path: Path) -> dict[str, pa.Array]:
+    """The columns of a file of a complete dataset.
+
+    Raises:
+        DataError: it is missing or damaged.
+    """
+    try:
+        return map_arrow(path)
+    except FileNotFoundError:
+        raise DataError(f"{path.parent}: damaged, {path.name} is missing") from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: damaged: {error}") from None
+
+
+def as_numpy(column: pa.Array) -> np.ndarray:
+    """A column without nulls, not copied."""
+    return column.to_numpy(zero_copy_only=True)
+
+
+def as_categorical(column: pa.Array) -> Categorical:
+    """A column of ids or of lists of ids, not copied."""
+    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        return Categorical(as_numpy(column.values), as_numpy(column.offsets))
+    return Categorical(as_numpy(column))

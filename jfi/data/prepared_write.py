@@ -1,0 +1,94 @@
+"""Writes a dataset as a prepared one; its arrays may be maps of files, and no column of events is held in memory."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from jfi.data.column_files import write_arrow
+from jfi.data.columns import Categorical
+from jfi.data.config import DataConfig
+from jfi.data.dataset import Arrays, InteractionDataset
+from jfi.data.events import index_type
+from jfi.data.fingerprint import NAME as FINGERPRINT
+from jfi.data.fingerprint import Fingerprint
+from jfi.data.prepared import MANIFEST, Manifest, column_name, dense_names
+from jfi.data.schema import Entity
+from jfi.data.source import column_settings
+from jfi.files import sync
+
+
+def write_prepared(
+    dataset: InteractionDataset, config: DataConfig, folder: Path, with_fingerprint: bool = True
+) -> None:
+    """Writes all files of a prepared dataset into an existing folder, the manifest last.
+
+    Args:
+        dataset: the dataset.
+        config: that it was made with.
+        folder: to write to; the caller renames it when all files are there.
+        with_fingerprint: whether to compute the fingerprint, which takes about a second per million events.
+    """
+    arrays = dataset.arrays()
+    write_derived(arrays, folder)
+    for of in ("event", "user", "item"):
+        write_arrow(folder / f"{of}s.arrow", _table(dataset, arrays, config, of))
+    dataset.schema.write(folder)
+    if with_fingerprint:
+        Fingerprint.of(dataset, config).save(folder / FINGERPRINT)
+    write_manifest(config, folder)
+
+
+def write_derived(arrays: Arrays, folder: Path) -> None:
+    """Writes the files that follow from the others: the samples of each split, and the events by item."""
+    kind = index_type(len(arrays.events))
+    for name, rows in arrays.samples.items():
+        write_arrow(folder / f"{name}.arrow", {"event": rows.astype(kind, copy=False)})
+    if arrays.negatives is not None:
+        write_arrow(folder / "by_item.arrow", {"event": arrays.negatives.by_item.astype(kind, copy=False)})
+
+
+def write_manifest(config: DataConfig, folder: Path) -> None:
+    """Flushes the folder's files and writes the manifest of a complete dataset."""
+    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST)
+    for path in files:
+        sync(path)
+    sizes = {path.name: path.stat().st_size for path in files}
+    unfinished = folder / f".{MANIFEST}"
+    unfinished.write_text(Manifest(column_settings(config), True, sizes).text(), encoding="utf-8")
+    sync(unfinished)
+    unfinished.replace(folder / MANIFEST)
+    sync(folder)
+
+
+def id_type(num_embeddings: int) -> type[np.signedinteger]:
+    """The smallest type of ids below `num_embeddings`."""
+    return next(kind for kind in (np.int8, np.int16, np.int32, np.int64) if num_embeddings - 1 <= np.iinfo(kind).max)
+
+
+def _table(
+    dataset: InteractionDataset, arrays: Arrays, config: DataConfig, of: Entity
+) -> dict[str, np.ndarray | pa.Array]:
+    """The columns of the file of events, users or items."""
+    events, columns = arrays.events, {}
+    if of == "event":
+        columns["user"] = events.user.astype(index_type(len(events)), copy=False)
+        columns["item"] = events.item.astype(index_type(len(events)), copy=False)
+        columns |= {"time": events.time, "label": events.label, "split": events.split}
+    for spec, ids in zip(dataset.features, arrays.columns, strict=False):
+        if spec.of == of and (of == "event" or spec.slot is None):
+            columns[column_name(spec)] = _ids(ids, id_type(spec.num_embeddings))
+    if of != "event":
+        dense = arrays.dense[of == "item"]
+        columns |= {name: np.ascontiguousarray(dense[:, i]) for i, name in enumerate(dense_names(config)[of])}
+        if not columns:
+            # Without a column the number of rows would be lost.
+            columns[""] = pa.nulls(len(dense))
+    return columns
+
+
+def _ids(column: Categorical, kind: type[np.signedinteger]) -> np.ndarray | pa.Array:
+    ids = column.ids.astype(kind, copy=False)
+    if column.offsets is None:
+        return ids
+    return pa.LargeListArray.from_arrays(pa.array(column.offsets.astype(np.int64, copy=False)), pa.array(ids))

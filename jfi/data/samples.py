@@ -1,0 +1,78 @@
+"""The events that are samples of each split, in the order of time, chosen a block at a time."""
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+
+from jfi.data.coded import blocks
+from jfi.data.config import DataConfig
+from jfi.data.errors import DataError
+from jfi.data.events import Events
+from jfi.data.splits import SPLITS
+
+_log = logging.getLogger(__name__)
+
+
+def choose_samples(
+    events: Events,
+    order: np.ndarray,
+    known_items: np.ndarray,
+    config: DataConfig,
+    put: Callable[[str, np.ndarray], None],
+) -> None:
+    """Chooses the labeled events of each split.
+
+    Without a label, held-out positives whose item is not in the training split are dropped, since negatives are items
+    of the training split and the id of an unseen item would reveal a positive.
+
+    Args:
+        events: all events with their splits.
+        order: `[E]`, the rows in the order of (timestamp, user, item); it may be the map of a file.
+        known_items: `[N]` bool, whether the item is in the training split.
+        config: the label and the split.
+        put: called with the name of a split and its next samples.
+
+    Raises:
+        DataError: a split is empty, or all its labels are equal.
+    """
+    labeled, seen = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
+    low, high = dict.fromkeys(SPLITS, np.inf), dict.fromkeys(SPLITS, -np.inf)
+    for begin, end in blocks(len(order)):
+        rows = order[begin:end]
+        label, split = events.label[rows], events.split[rows]
+        for i, name in enumerate(SPLITS):
+            chosen = rows[(split == i) & ~np.isnan(label)]
+            labeled[name] += len(chosen)
+            if config.label is None:
+                chosen = chosen[known_items[events.item[chosen]]]
+            if len(chosen):
+                seen[name] += len(chosen)
+                labels = events.label[chosen]
+                low[name], high[name] = min(low[name], labels.min()), max(high[name], labels.max())
+                put(name, chosen)
+    total = sum(labeled.values())
+    if not total:
+        raise DataError(f"label '{config.label}' is empty in every row")
+    for name in SPLITS:
+        if not labeled[name]:
+            raise DataError(f"the {name} split is empty: {total} labeled rows, split by {_how(config)}")
+        if config.label is None:
+            dropped = f"dropped {labeled[name] - seen[name]} of {labeled[name]} positives of the {name} split"
+            if not seen[name]:
+                raise DataError(f"the {name} split is empty: {dropped}, whose items are not in the training split")
+            if seen[name] < labeled[name]:
+                _log.warning("%s, whose items are not in the training split", dropped)
+        elif low[name] == high[name]:
+            what = f"all {labeled[name]} labels of the {name} split are {low[name]:g}"
+            raise DataError(f"label '{config.label}': {what}")
+
+
+def _how(config: DataConfig) -> str:
+    return {
+        "time": f"data.fractions {config.fractions}",
+        "user": f"data.fractions {config.fractions} of the users",
+        "leave_one_out": "users with 3 labeled rows or more",
+        "column": f"the column '{config.split_column}'",
+        "files": "data.validation and data.test",
+    }[config.split]

@@ -1,0 +1,52 @@
+"""One copy of a dataset for all processes of a host."""
+
+import dataclasses
+import shutil
+import tempfile
+from pathlib import Path
+
+from jfi.data import DataConfig, DataSchema, InteractionDataset, load_dataset
+from jfi.data.prepared import absent_setting, open_prepared
+from jfi.data.prepared_write import write_prepared
+from jfi.data.source import column_settings
+from jfi.data.summary import Summary
+from jfi.training.distributed import World
+
+
+def load_shared(config: DataConfig, world: World, schema: DataSchema | None = None) -> InteractionDataset:
+    """The dataset of a config; under torchrun one process of each host reads the tables, and all map what it made.
+
+    That process writes a prepared dataset to the folder for temporary files (`TMPDIR`). It is removed as soon as all
+    processes have mapped it: the files' memory lives as long as the maps.
+
+    Args:
+        config: the tables, or a prepared dataset, which is mapped as it is. With a setting that a prepared dataset does
+            not hold, every process reads the tables.
+        world: the processes that call this together.
+        schema: of a run that goes on.
+
+    Raises:
+        DataError: as `load_dataset`, on every process.
+        OSError: the temporary files cannot be written.
+    """
+    if not world.launched or config.prepared is not None or absent_setting(config) is not None:
+        return load_dataset(config, schema)
+    folder, summary = world.on_each_host(lambda: _write(config, schema))
+    try:
+        dataset = open_prepared(dataclasses.replace(column_settings(config), prepared=folder))
+        world.max(0)  # all have mapped it
+    finally:
+        world.on_each_host(lambda: shutil.rmtree(folder, ignore_errors=True))
+    dataset.folder, dataset.summary = None, summary
+    return dataset
+
+
+def _write(config: DataConfig, schema: DataSchema | None) -> tuple[str, Summary]:
+    folder = tempfile.mkdtemp(prefix="jfi-dataset-")
+    try:
+        dataset = load_dataset(config, schema)
+        write_prepared(dataset, config, Path(folder), with_fingerprint=False)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return folder, dataset.summary

@@ -1,0 +1,374 @@
+"""A prepared dataset: what load_dataset makes of the same tables, bit for bit, whatever the length of a block."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import torch
+
+from jfi.data import DataConfig, DataError, InteractionDataset, coded, events, load_dataset, prepare, table_blocks
+from jfi.data.prepare import prepare_dataset
+from jfi.data.prepared_write import write_prepared
+
+
+def prepare_in_small_blocks(config: DataConfig, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prepares in blocks of 7 rows, so that a small table has many."""
+    monkeypatch.setattr(coded.blocks, "__defaults__", (7,))
+    monkeypatch.setattr(events.user_blocks, "__defaults__", (7,))
+    monkeypatch.setattr(events.order_by_item, "__defaults__", (None, 7))
+    monkeypatch.setattr(table_blocks.iterate_tables, "__defaults__", (7,))
+    monkeypatch.setattr("jfi.data.columns.BLOCK", 7)
+    prepare_dataset(config, out)
+    monkeypatch.undo()
+
+
+def write_table(folder: Path, rng: np.random.Generator, count: int = 300) -> str:
+    """A Parquet table with a column of each kind, ties in time, repeated rows and missing values."""
+    item = rng.integers(0, 25, count)
+    words = np.array(["x", "y", "z", "late", ""])
+
+    def lists() -> list:
+        drawn = [None if n == 4 else words[rng.integers(0, 5, n)].tolist() for n in rng.integers(0, 5, count)]
+        return drawn
+
+    columns = {
+        "user_id": [f"u{i:03d}" for i in rng.integers(0, 12, count)],
+        "item_id": [str(i) if i % 2 else f"0{i}" for i in item],
+        "timestamp": rng.integers(0, 60, count),
+        "clicked": np.where(rng.random(count) < 0.1, None, rng.integers(0, 2, count)).tolist(),
+        "action": np.where(rng.random(count) < 0.1, None, rng.choice(["view", "buy", "10", "9"], count)).tolist(),
+        "tags": lists(),
+        "seconds": np.where(rng.random(count) < 0.1, np.nan, np.round(rng.lognormal(2, 1, count), 1)),
+        "city": np.where(rng.random(count) < 0.2, None, rng.choice(["Rome", "Oslo"], count)).tolist(),
+        "hobbies": lists(),
+        "years": rng.normal(40, 9, count),
+        "genre": [f"g{i % 4}|g{i % 3}" for i in item],
+        "part": rng.choice(["train", "train", "val", "Test"], count),
+        "price": np.where(rng.random(count) < 0.2, np.nan, rng.lognormal(2, 1, count)),
+        "title": np.where(rng.random(count) < 0.2, None, [f"Title {i}" for i in item]).tolist(),
+    }
+    path = str(folder / "rows.parquet")
+    pa.parquet.write_table(pa.table(columns), path, row_group_size=50)
+    return path
+
+
+def config_of(path: str, **settings) -> DataConfig:
+    config = DataConfig(
+        interactions=path,
+        label="clicked",
+        user_categorical=["user_id", "city", "hobbies"],
+        user_dense=["years"],
+        item_categorical=["genre"],
+        item_dense=["price"],
+        event_categorical=["action", "tags"],
+        event_dense=["seconds"],
+        separators={"genre": "|"},
+        title="title",
+        fractions=[0.6, 0.2, 0.2],
+        num_quantiles=5,
+        max_slots=3,
+        max_history=20,
+    )
+    return replace(config, **settings)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def assert_same_batches(left: InteractionDataset, right: InteractionDataset) -> None:
+    assert left.features == right.features
+    for split in ("train", "validation", "test"):
+        pairs = zip(left.batches(split, 16, shuffle=True), right.batches(split, 16, shuffle=True), strict=True)
+        for a, b in pairs:
+            assert torch.equal(a.sparse_features.values(), b.sparse_features.values())
+            assert torch.equal(a.sparse_features.lengths(), b.sparse_features.lengths())
+            assert torch.equal(a.dense_features, b.dense_features)
+            assert torch.equal(a.labels, b.labels)
+            assert torch.equal(a.users, b.users)
+            assert a.users.dtype == b.users.dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"split": "leave_one_out"},
+        {"label": None, "negatives": 2},
+        {"label": None, "split": "leave_one_out"},
+        {
+            "label": "seconds >= 7",
+            "event_dense": [],
+            "max_slots": 1,
+            "item_categorical": [],
+            "title": None,
+            "separators": {},
+        },
+        {"user_categorical": [], "user_dense": [], "item_dense": [], "num_quantiles": 1, "max_history": 3},
+        {"split": "user", "split_seed": 1, "fractions": [0.5, 0.25, 0.25]},
+        {"split": "column", "split_column": "part"},
+        {"min_count": {"item_id": 8, "tags": 60, "action": 40, "city": 3}},
+        {"hash_buckets": {"item_id": 7, "tags": 3, "genre": 5}, "title": None},
+        {"hash_buckets": {"item_id": 7}, "label": None, "unknown_share": 0.2},
+    ],
+)
+def test_a_prepared_dataset_is_the_loaded_one_bit_for_bit(tmp_path, monkeypatch, settings):
+    config = config_of(write_table(tmp_path, np.random.default_rng(len(str(settings)))), **settings)
+    check_same(config, tmp_path, monkeypatch)
+
+
+def test_tables_of_users_and_items_and_text_with_dates(tmp_path, write, monkeypatch):
+    rng = np.random.default_rng(1)
+    days = [f"2020-0{1 + i % 3}-{1 + i % 28:02d}" for i in rng.integers(0, 90, 80)]
+    rows = [
+        f"u{rng.integers(9)},{rng.integers(12)},{day},{rng.integers(2)},{rng.choice(['a;b', 'b', ''])}" for day in days
+    ]
+    config = DataConfig(
+        interactions=write("rows.csv", "user_id,item_id,timestamp,clicked,tags", *rows),
+        users=write("users.csv", "user_id,city,years", "u0,Rome,20", "u3,,40", "u5,Oslo,31"),
+        items=write("items.csv", "item_id,genres,price,title", *(f"{i},g{i % 3}|h,{i},T{i}" for i in range(10))),
+        label="clicked",
+        user_categorical=["city"],
+        user_dense=["years"],
+        item_categorical=["genres"],
+        item_dense=["price"],
+        event_categorical=["clicked", "tags"],
+        separators={"genres": "|", "tags": ";"},
+        title="title",
+        fractions=[0.6, 0.2, 0.2],
+    )
+    check_same(config, tmp_path, monkeypatch)
+
+
+def check_same(config: DataConfig, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads the tables, prepares them, and compares batches and, byte for byte, files."""
+    loaded, before = load_dataset(config), {path.name for path in folder.iterdir()}
+    prepare_in_small_blocks(config, folder / "prepared", monkeypatch)
+    assert {path.name for path in folder.iterdir()} - before == {"prepared"}
+    assert_same_batches(loaded, load_dataset(DataConfig(prepared=str(folder / "prepared"))))
+    (folder / "written").mkdir()
+    write_prepared(loaded, config.with_absolute_paths(), folder / "written")
+    assert files_of(folder / "prepared") == files_of(folder / "written")
+
+
+def test_splits_of_files_of_their_own(tmp_path, monkeypatch):
+    names = ("train", "validation", "test")
+    paths = {}
+    for seed, name in enumerate(names):
+        (tmp_path / name).mkdir()
+        paths[name] = write_table(tmp_path / name, np.random.default_rng(seed), 60)
+    config = config_of(str(tmp_path / "train"), split="files")
+    check_same(replace(config, validation=[paths["validation"]], test=paths["test"]), tmp_path, monkeypatch)
+
+
+def test_a_folder_of_text_in_an_encoding_without_quotes(tmp_path, monkeypatch):
+    (tmp_path / "rows").mkdir()
+    for part in range(3):
+        rows = [f'u{i % 5},{i % 7},{i},{i % 2},"Zoë{i % 3}' for i in range(part, 60, 3)]
+        text = "\n".join(["user_id,item_id,timestamp,clicked,name", *rows])
+        (tmp_path / f"rows/{part}.csv").write_text(text, encoding="cp1252")
+    config = DataConfig(interactions=str(tmp_path / "rows"), label="clicked", event_categorical=["name"])
+    check_same(replace(config, encoding="cp1252", quoting=False), tmp_path, monkeypatch)
+
+
+def test_files_that_a_table_would_cast_to_one_type_are_refused(tmp_path):
+    for part, kind in enumerate((pa.int64(), pa.string())):
+        count = range(10)
+        columns = {"user_id": list(count), "item_id": list(count), "timestamp": list(count)}
+        columns["clicked"] = pa.array([i % 2 for i in count]).cast(kind)
+        pa.parquet.write_table(pa.table(columns), tmp_path / f"{part}.parquet")
+    config = DataConfig(interactions=str(tmp_path / "*.parquet"), label="clicked")
+    with pytest.raises(DataError, match=r"1\.parquet: column 'clicked' has type string, but int64 in \S+0\.parquet"):
+        prepare_dataset(config, tmp_path / "prepared")
+
+
+def test_numbers_whose_text_depends_on_the_block_are_refused(tmp_path):
+    numbers = [1e10, 2e10, 1.5, *(float(i) for i in range(20))]
+    columns = {"user_id": numbers, "item_id": list(range(23)), "timestamp": list(range(23))}
+    pa.parquet.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"column 'user_id' holds fractions beside -0 or numbers of 10\^10 and more"):
+        prepare_dataset(DataConfig(interactions=str(tmp_path / "rows.parquet")), tmp_path / "prepared")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"group": "action"}, {"history": "action == buy"}, {"event_crosses": [["item_id", "action"]]}],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_a_setting_that_a_prepared_dataset_does_not_hold_is_refused(tmp_path, table, settings):
+    line = f"^data.{next(iter(settings))}: a prepared dataset does not hold it yet; train from the tables$"
+    with pytest.raises(DataError, match=line):
+        prepare_dataset(config_of(table, **settings), tmp_path / "prepared")
+    assert not (tmp_path / "prepared").exists()
+    prepare_dataset(config_of(table), tmp_path / "prepared")
+    with pytest.raises(DataError, match=line):
+        load_dataset(DataConfig(prepared=str(tmp_path / "prepared"), **settings))
+
+
+@pytest.fixture
+def table(tmp_path) -> str:
+    return write_table(tmp_path, np.random.default_rng(5))
+
+
+def test_a_dataset_is_encoded_with_the_schema_of_a_run(tmp_path, table):
+    (tmp_path / "new").mkdir()
+    schema = load_dataset(config_of(table)).schema
+    new = config_of(write_table(tmp_path / "new", np.random.default_rng(6)))
+    prepare_dataset(new, tmp_path / "prepared", schema=schema)
+    prepared = DataConfig(prepared=str(tmp_path / "prepared"))
+    assert_same_batches(load_dataset(new, schema), load_dataset(prepared, schema))
+    with pytest.raises(DataError, match=r"prepared was prepared with other .* than the run was started with"):
+        load_dataset(prepared, load_dataset(new).schema)
+
+
+#: Forks processes that each die at a later call of those that write, in the folder that the one before has left; prints
+#: their exit codes.
+KILL = """
+import os, sys
+from jfi.data import DataConfig, column_files, prepare, prepare_sort, prepared_write
+
+calls = 0
+def counted(module, name):
+    function = getattr(module, name)
+    def call(*arguments, **keywords):
+        global calls
+        calls -= 1
+        if calls < 0:
+            os._exit(9)
+        return function(*arguments, **keywords)
+    setattr(module, name, call)
+
+for module, names in {
+    prepare: ("read_rows", "sort_rows", "order_and_split", "write_prepared", "sync", "choose_samples"),
+    column_files: ("sync",),
+    prepare_sort: ("write_arrow", "sort_batches"),
+    prepared_write: ("write_arrow", "write_manifest", "sync"),
+}.items():
+    for name in names:
+        counted(module, name)
+for calls in range(int(sys.argv[3]), 1000, int(sys.argv[4])):
+    child = os.fork()
+    if not child:
+        prepare.prepare_dataset(DataConfig(**eval(sys.argv[1])), sys.argv[2])
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print(code, os.path.exists(sys.argv[2]), flush=True)
+    if code != 9:
+        break
+"""
+
+
+@pytest.mark.parametrize(("first", "step"), [(0, 6), pytest.param(1, 1, marks=pytest.mark.slow)])
+def test_killed_anywhere_and_called_again_it_ends_with_the_same_files(tmp_path, table, first, step):
+    config = config_of(table).with_absolute_paths()
+    prepare_dataset(config, tmp_path / "whole")
+    settings = {name: value for name, value in vars(config).items() if name != "synthetic"}
+    command = [sys.executable, "-c", KILL, repr(settings), str(tmp_path / "prepared"), str(first), str(step)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    *deaths, last = [line.split() for line in run.stdout.splitlines()]
+    assert last == ["0", "True"]
+    assert len(deaths) >= 4
+    assert all(death == ["9", "False"] for death in deaths)
+    assert files_of(tmp_path / "prepared") == files_of(tmp_path / "whole")
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_it_starts_over_where_the_config_or_a_file_has_changed(tmp_path, table, monkeypatch):
+    def die(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepare, "write_prepared", die)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_dataset(config_of(table), tmp_path / "prepared")
+    monkeypatch.undo()
+    write_table(tmp_path, np.random.default_rng(77), 301)
+    config = config_of(table, max_history=3)
+    prepare_dataset(config, tmp_path / "prepared")
+    assert_same_batches(load_dataset(config), load_dataset(DataConfig(prepared=str(tmp_path / "prepared"))))
+
+
+def test_one_process_at_a_time_prepares_a_folder(tmp_path, table, monkeypatch):
+    def prepare_again(*_):
+        prepare_dataset(config_of(table), tmp_path / "prepared")
+
+    monkeypatch.setattr(prepare, "read_rows", prepare_again)
+    with pytest.raises(DataError, match="another process is preparing this dataset"):
+        prepare_again()
+
+
+def test_a_run_may_choose_what_changes_no_file(tmp_path, table):
+    config = config_of(table, label=None, negatives=2)
+    prepare_dataset(config, tmp_path / "prepared")
+    prepared = str(tmp_path / "prepared")
+    other = load_dataset(DataConfig(prepared=prepared, max_history=2, negatives=3))
+    assert_same_batches(load_dataset(replace(config, max_history=2, negatives=3)), other)
+    unknown = load_dataset(DataConfig(prepared=prepared, unknown_share=0.5))
+    assert_same_batches(load_dataset(replace(config, unknown_share=0.5)), unknown)
+    ranked = [
+        dataset.candidates("test", "sampled", None, 9)
+        for dataset in (load_dataset(config), load_dataset(DataConfig(prepared=prepared, eval_negatives=9)))
+    ]
+    left, right = (candidates.pairs(np.arange(len(candidates))) for candidates in ranked)
+    assert all(np.array_equal(a, b) for a, b in zip(left, right, strict=True))
+    with pytest.raises(DataError, match=r"^data.label is 'clicked', but \S+ was prepared with None$"):
+        load_dataset(DataConfig(prepared=prepared, label="clicked"))
+    with pytest.raises(DataError, match=r"^data.prepared is \S+; to prepare tables, leave it unset$"):
+        prepare_dataset(DataConfig(prepared=prepared), tmp_path / "again")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "manifest.json").unlink(), "not a prepared dataset, manifest.json is missing"),
+        (lambda folder: (folder / "manifest.json").write_text("{}"), "not a manifest of this version"),
+        (lambda folder: (folder / "items.arrow").unlink(), "damaged, items.arrow is missing"),
+        (lambda folder: (folder / "events.arrow").write_bytes(b"ARROW1"), "damaged, events.arrow has 6 bytes instead"),
+        (lambda folder: (folder / "schema.json").write_text("{}"), "damaged, schema.json has 2 bytes instead"),
+    ],
+)
+def test_damage_is_one_line_that_names_the_file(tmp_path, table, damage, message):
+    prepare_dataset(config_of(table), tmp_path / "prepared")
+    damage(tmp_path / "prepared")
+    with pytest.raises(DataError, match=message) as caught:
+        load_dataset(DataConfig(prepared=str(tmp_path / "prepared")))
+    assert "\n" not in str(caught.value)
+
+
+def test_faults_of_the_tables_name_file_and_line_and_write_nothing(tmp_path, write):
+    rows = [f"{i},1,{i % 2},{i}" for i in range(50)]
+    path = write("r.csv", "user_id,item_id,clicked,timestamp", *rows, "1,1,2,noon")
+    with pytest.raises(DataError, match=r"r\.csv:52: 'timestamp' is 'noon', neither a number nor a date$"):
+        prepare_dataset(DataConfig(interactions=path, label="clicked"), tmp_path / "prepared")
+    path = write("r.csv", "user_id,item_id,clicked,timestamp")
+    with pytest.raises(DataError, match=r"r\.csv: no rows$"):
+        prepare_dataset(DataConfig(interactions=path, label="clicked"), tmp_path / "prepared")
+    assert not (tmp_path / "prepared").exists()
+
+
+def test_a_time_is_of_the_kind_of_the_first_one(tmp_path, write, monkeypatch):
+    rows = [f"{i},1,{i % 2},2020-01-{1 + i % 9:02d}" for i in range(20)]
+    path = write("r.csv", "user_id,item_id,clicked,timestamp", *rows, "1,1,1,17")
+    with pytest.raises(DataError, match=r"r\.csv:22: 'timestamp' is '17', but the first value is of another kind$"):
+        prepare_in_small_blocks(DataConfig(interactions=path, label="clicked"), tmp_path / "out", monkeypatch)
+
+
+def test_quantiles_in_blocks_are_those_of_numpy(monkeypatch):
+    monkeypatch.setattr(coded.blocks, "__defaults__", (25,))
+    rng = np.random.default_rng(0)
+    kinds = (
+        lambda n: rng.normal(size=n),
+        lambda n: rng.integers(-3, 3, n) * 1.0,
+        lambda n: 10.0 ** rng.integers(-300, 300, n) * rng.choice([-1, 1], n),
+    )
+    for i in range(24):
+        count = int(rng.integers(1, 60))
+        values, train = kinds[i % 3](count), rng.random(count) < 0.8
+        values[rng.random(count) < 0.1] = rng.choice([np.nan, np.inf, -np.inf])
+        known, at = values[train & np.isfinite(values)], np.linspace(0, 1, int(rng.integers(2, 8)))
+        if len(known):
+            assert coded.quantiles(values, train, at).tolist() == np.quantile(known, at).tolist()
