@@ -88,6 +88,11 @@ def unfinished_name(path: Path) -> Path:
     return path.with_name(f".{path.name}.unfinished")
 
 
+def absolute_path(path: str) -> str:
+    """The path from the root on, of a home folder too; an empty path stays empty."""
+    return os.path.abspath(os.path.expanduser(path)) if path else path
+
+
 def sync(path: Path) -> None:
     """Flushes a file or a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)

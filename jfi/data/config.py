@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import os
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -10,6 +9,7 @@ from jfi.data.decode import check_encoding
 from jfi.data.errors import DataError
 from jfi.data.labels import label_columns
 from jfi.data.rules import parse_rule
+from jfi.files import absolute_path
 from jfi.suggest import suggest
 
 AGE = "age"
@@ -273,5 +273,5 @@ class DataConfig:
 
 def _absolute(path: str | list[str] | None) -> str | list[str] | None:
     if isinstance(path, list):
-        return [os.path.abspath(part) for part in path]
-    return None if path is None else os.path.abspath(path)
+        return [absolute_path(part) for part in path]
+    return None if path is None else absolute_path(path)

@@ -1,6 +1,7 @@
 """What the training rows determine: the schema of a dataset."""
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from jfi.data.arrange import Rows
@@ -82,8 +83,10 @@ def _learn_keys(
 def _titles(columns: Columns, config: DataConfig, encodings: Encodings) -> Strings | None:
     if config.item in encodings.buckets:
         return None  # items that share a bucket have no one title
-    known = encode(columns.categories(config.item, "item"), encodings.vocabularies[config.item]).ids != UNKNOWN
-    titles = columns.strings(config.title, "item").filter(known)
+    ids = encode(columns.categories(config.item, "item"), encodings.vocabularies[config.item]).ids
+    # In the order of the ids, which sort by number where all of training's are integers; the items may not.
+    by_id = np.argsort(ids, kind="stable")[np.count_nonzero(ids == UNKNOWN) :]
+    titles = columns.strings(config.title, "item").take(pa.array(by_id))
     return Strings(pc.fill_null(titles, "untitled")).prepended("unseen")
 
 

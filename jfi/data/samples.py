@@ -59,10 +59,13 @@ def choose_samples(
             raise DataError(f"the {name} split is empty: {total} labeled rows, split by {_how(config)}")
         if config.label is None:
             dropped = f"dropped {labeled[name] - seen[name]} of {labeled[name]} positives of the {name} split"
+            least = config.min_count.get(config.item, 1)
+            where = "in the training split" if least == 1 else f"in {least} rows of the training split"
+            why = f"whose items are not {where}"
             if not seen[name]:
-                raise DataError(f"the {name} split is empty: {dropped}, whose items are not in the training split")
+                raise DataError(f"the {name} split is empty: {dropped}, {why}")
             if seen[name] < labeled[name]:
-                _log.warning("%s, whose items are not in the training split", dropped)
+                _log.warning("%s, %s", dropped, why)
         elif low[name] == high[name]:
             what = f"all {labeled[name]} labels of the {name} split are {low[name]:g}"
             raise DataError(f"label '{config.label}': {what}")

@@ -36,7 +36,7 @@ _MAX_PARTS = 256
 #: A text file's row is rarely shorter.
 _BYTES_PER_ROW = 30
 #: Columns of the files that no table can have.
-_ROW, _EVENT = "\0row", "\0event"
+_ROW, _EVENT, _TIME = "\0row", "\0event", "\0time"
 
 
 #: Files as `read_table` takes them, or a table in memory.
@@ -141,7 +141,7 @@ class ScoringParts:
         place = data.column(_ROW).to_numpy()
         if not (place >= 0).any():
             return
-        config = replace(self._config, label=None, split="time", timestamp_unit="s", separators={}, title=None)
+        config = replace(self._config, label=None, split="time", timestamp=_TIME, timestamp_unit="s", title=None)
         config = replace(config, group=None, history=None)
         items = self._items
         if items is None and self._first_rows is not None:
@@ -163,7 +163,10 @@ class ScoringParts:
         data = self._parse(table)
         if scored:
             names = list(dict.fromkeys([self._config.user, self._config.item, self._config.timestamp, *self._by]))
-            self._write_keys(pa.table({name: table.column(name) for name in names}))
+            for name in self._by:
+                if pa.types.is_nested(table.column(name).type):
+                    raise DataError(f"{table.name}: column '{name}' has lists; groups need one value a row")
+            self._write_keys(table.name, pa.table({name: table.column(name) for name in names}))
             self._labels.append(self._read_labels(table))
             place = np.arange(self.num_rows, self.num_rows + len(table))
             self.num_rows += len(table)
@@ -174,7 +177,7 @@ class ScoringParts:
             data = data.drop_columns(self._item_columns)
         data = data.append_column(_ROW, pa.array(place))
         if self._config.history is not None:
-            data = data.append_column(_EVENT, pa.array(parse_rule(self._config.history).holds(table) == 1))
+            data = data.append_column(_EVENT, pa.array(self._is_event(table)))
         part = _hashes(data.column(self._config.user).combine_chunks()) % len(self._writers)
         order = np.argsort(part, kind="stable")
         ends = np.cumsum(np.bincount(part, minlength=len(self._writers)))
@@ -185,8 +188,21 @@ class ScoringParts:
                     self._writers[number] = pa.ipc.new_file(self._folder / str(number), data.schema)
                 self._writers[number].write_table(data.take(pa.array(order[start:end])))
 
+    def _is_event(self, table: Table) -> np.ndarray:
+        """`[N]` bool: the rows that enter histories. A table without labels has none where a label decides."""
+        rule, labels = parse_rule(self._config.history), self._label_columns
+        for name in rule.columns:
+            if name in labels and name not in table.known:
+                empty = table.data.append_column(name, pa.nulls(len(table), pa.string()))
+                table = replace(table, data=empty, known=[*table.known, name])
+        return rule.holds(table) == 1
+
+    @property
+    def _label_columns(self) -> list[str]:
+        return [] if self._config.label is None else label_columns(self._config.label)
+
     def _columns_of_items(self) -> list[str]:
-        return [self._config.item, self._config.user, self._config.timestamp, *self._item_columns]
+        return [self._config.item, self._config.user, _TIME, *self._item_columns]
 
     def _parse(self, table: Table) -> pa.Table:
         """The columns in use as the types that the schema encodes: strings, lists of strings, or float64."""
@@ -194,10 +210,10 @@ class ScoringParts:
         data = {
             config.user: table.ids(config.user).cast(pa.large_string()),
             config.item: table.ids(config.item).cast(pa.large_string()),
-            config.timestamp: pa.array(table.times(config.timestamp, config.timestamp_unit)),
+            _TIME: pa.array(table.times(config.timestamp, config.timestamp_unit)),
         }
         of_users = [*config.user_categorical, *config.user_dense] if self._users is None else []
-        labels = [] if config.label is None else label_columns(config.label)
+        labels = self._label_columns
         for name in (*of_users, *self._item_columns, *config.event_categorical, *config.event_dense):
             if name in data:
                 continue
@@ -223,11 +239,16 @@ class ScoringParts:
             return np.full(len(table), np.nan, np.float32)
         return read_labels(table, label)
 
-    def _write_keys(self, keys: pa.Table) -> None:
+    def _write_keys(self, name: str, keys: pa.Table) -> None:
         if self._keys is None:
             self._keys = pa.ipc.new_file(self._folder / "keys", keys.schema)
             self._keys_schema = keys.schema
-        self._keys.write_table(keys.cast(self._keys_schema))
+        try:
+            self._keys.write_table(keys.cast(self._keys_schema))
+        except pa.ArrowException as error:
+            now = ", ".join(f"{field.name} {field.type}" for field in keys.schema)
+            before = ", ".join(f"{field.name} {field.type}" for field in self._keys_schema)
+            raise DataError(f"{name}: the types of columns ({now}) are not those before ({before})") from error
 
 
 def _tables(source: Source, wanted: set[str], config: DataConfig, setting: str) -> Iterator[Table]:
@@ -266,5 +287,5 @@ def _first_rows(tables: list[pa.Table | None], config: DataConfig) -> pa.Table:
     data = pa.concat_tables([table for table in tables if table is not None]).combine_chunks()
     item = data.column(config.item).combine_chunks().dictionary_encode().indices.to_numpy()
     user = sort_ids(data.column(config.user).combine_chunks())[1]
-    by_time = np.lexsort((user, data.column(config.timestamp).to_numpy()))
+    by_time = np.lexsort((user, data.column(_TIME).to_numpy()))
     return data.take(pa.array(by_time[np.unique(item[by_time], return_index=True)[1]]))

@@ -8,6 +8,7 @@ import pyarrow.compute as pc
 
 from jfi.data import synthetic
 from jfi.data.arrange import Rows
+from jfi.data.arrays import is_list, text_lists
 from jfi.data.columns import is_multi_valued
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
@@ -188,8 +189,8 @@ class _FirstRows(EntityTable):
         if name == self._key:
             return 0
         column = self._table.column(name)
-        if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
-            column = pc.binary_join(column.cast(pa.list_(pa.string())), "\x1f")
+        if is_list(column.type):
+            column = pc.binary_join(text_lists(column), "\x1f")
         codes = pc.fill_null(column.dictionary_encode().indices, -1).to_numpy()
         changed = codes[self._order] != codes[self._places.to_numpy()][self._index]
         return len(np.unique(self._index[changed]))

@@ -17,6 +17,7 @@ from jfi.data.schema import DataSchema
 from jfi.data.source import Columns
 from jfi.data.splits import SPLITS
 from jfi.encoding import UNKNOWN
+from jfi.files import write_file
 
 #: Times outside of these years are probably of another unit.
 _YEARS = (1980, 2100)
@@ -60,8 +61,8 @@ class Summary:
     warnings: list[str] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
-        """Writes all fields as JSON."""
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        """Writes all fields as JSON, whole or not at all."""
+        write_file(path, json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n")
 
     def __str__(self) -> str:
         """The lines for a screen."""

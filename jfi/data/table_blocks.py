@@ -46,9 +46,12 @@ def _file_blocks(file: File, wanted: Container[str], encoding: str, quoting: boo
         yield from cut_table(read_file(file, wanted, encoding, quoting), size)
         return
     start = 0
-    for table in iterate_parquet(file.path, wanted, size):
-        yield _shifted(add_partitions(table, file, wanted), start)
-        start += len(table)
+    try:
+        for table in iterate_parquet(file.path, wanted, size):
+            yield _shifted(add_partitions(table, file, wanted), start)
+            start += len(table)
+    except FileNotFoundError as error:
+        raise DataError(f"{file.path}: no such file or directory") from error
 
 
 def cut_table(table: Table, size: int | None = None) -> Iterator[Table]:

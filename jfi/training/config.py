@@ -6,11 +6,11 @@ A YAML file sets any part of it, and the command line overrides any field (`--tr
 
 import dataclasses
 import math
-import os
 from dataclasses import dataclass, field
 from typing import Literal
 
 from jfi.data import DataConfig
+from jfi.files import absolute_path
 
 
 class ConfigError(ValueError):
@@ -88,8 +88,8 @@ class ModelConfig:
         """A copy whose files are named by absolute paths."""
 
         def absolute(one: PretrainedConfig) -> PretrainedConfig:
-            ids = None if one.ids is None else os.path.abspath(one.ids)
-            return dataclasses.replace(one, path=os.path.abspath(one.path), ids=ids)
+            ids = None if one.ids is None else absolute_path(one.ids)
+            return dataclasses.replace(one, path=absolute_path(one.path), ids=ids)
 
         return dataclasses.replace(self, pretrained={name: absolute(one) for name, one in self.pretrained.items()})
 

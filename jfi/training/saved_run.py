@@ -26,6 +26,9 @@ from jfi.training.run_data import load_schema
 from jfi.training.run_folder import RunFolder
 from jfi.training.scores import Scores, check_out, metrics_of, scored
 
+#: Files, folders or globs, as the config names them.
+Paths = str | Path | Sequence[str | Path]
+
 
 @dataclass(frozen=True)
 class BestEpoch:
@@ -105,11 +108,11 @@ class SavedRun:
 
     def predict(
         self,
-        interactions: str | Path | pa.Table,
+        interactions: Paths | pa.Table,
         *,
-        history: str | Path | pa.Table | None = None,
-        users: str | Path | None = None,
-        items: str | Path | None = None,
+        history: Paths | pa.Table | None = None,
+        users: Paths | None = None,
+        items: Paths | None = None,
         out: str | Path | None = None,
         batch_size: int = 4096,
     ) -> pa.Table | None:
@@ -147,11 +150,11 @@ class SavedRun:
 
     def evaluate(
         self,
-        interactions: str | Path | pa.Table,
+        interactions: Paths | pa.Table,
         *,
-        history: str | Path | pa.Table | None = None,
-        users: str | Path | None = None,
-        items: str | Path | None = None,
+        history: Paths | pa.Table | None = None,
+        users: Paths | None = None,
+        items: Paths | None = None,
         by: Sequence[str] = (),
         out: str | Path | None = None,
         batch_size: int = 4096,
@@ -171,30 +174,35 @@ class SavedRun:
         """
         out = check_out(out)
         with self._scored(interactions, history, users, items, by, batch_size, out) as scores:
-            metrics = metrics_of(scores, self.config.data, by)
+            metrics = metrics_of(scores, self.config.data, [by] if isinstance(by, str) else by)
             if out is not None:
                 scores.write(out)
             return metrics
 
     def _scored(
         self,
-        interactions: str | Path | pa.Table,
-        history: str | Path | pa.Table | None,
-        users: str | Path | None,
-        items: str | Path | None,
+        interactions: Paths | pa.Table,
+        history: Paths | pa.Table | None,
+        users: Paths | None,
+        items: Paths | None,
         by: Sequence[str],
         batch_size: int,
         out: Path | None,
     ) -> AbstractContextManager[Scores]:
         config = column_settings(self.config.data)
-        paths = [one if one is None or isinstance(one, pa.Table) else str(one) for one in (interactions, history)]
+        paths = [one if one is None or isinstance(one, pa.Table) else _text(one) for one in (interactions, history)]
         tables = [
-            str(given or named) if given or named else None
+            _text(given or named) if given or named else None
             for given, named in ((users, config.users), (items, config.items))
         ]
+        by = [by] if isinstance(by, str) else by
         folder = None if out is None else out.parent
         sources = Sources(*paths, *tables)
         return scored(self.model, sources, self.schema, config, by=by, batch_size=batch_size, folder=folder)
+
+
+def _text(paths: Paths) -> str | list[str]:
+    return [str(one) for one in paths] if isinstance(paths, (list, tuple)) else str(paths)
 
 
 def load_run(path: str | Path, device: str | torch.device = "cpu") -> SavedRun:

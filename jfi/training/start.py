@@ -1,12 +1,13 @@
 """Starts and resumes training runs."""
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import Literal
 
 from jfi.data import InteractionDataset
 from jfi.data.prepared import resolve
+from jfi.files import absolute_path
+from jfi.training.checkpoint import latest_checkpoint
 from jfi.training.config import Config
 from jfi.training.distributed import World, join_world
 from jfi.training.loop import Result, Trainer
@@ -34,7 +35,7 @@ def train(config: Config, dataset: InteractionDataset | None = None) -> Result:
     data, model = resolve(config.data.with_absolute_paths()), config.model.with_absolute_paths()
     config = dataclasses.replace(config, data=data, model=model)
     if config.training.warm_start is not None:
-        config = config.with_training(warm_start=os.path.abspath(config.training.warm_start))
+        config = config.with_training(warm_start=absolute_path(config.training.warm_start))
     run_dir = config.training.run_dir
     with join_world(config.training.device) as world:
         begun = world.launched and world.on_first(lambda: RunFolder.holds(config))
@@ -85,15 +86,18 @@ def resume(
 
 def _create(config: Config, path: Path, dataset: InteractionDataset) -> RunFolder:
     run = RunFolder.create(config, path)
-    save_data(run, dataset, config)
     if dataset.summary is not None:
         dataset.summary.save(run.summary)
+    save_data(run, dataset, config)
     return run
 
 
 def _continue(run: RunFolder, config: Config, world: World, data_changed: DataChanged) -> Result:
-    trainer = Trainer(config, load_data(run, config, world, data_changed), world)
+    dataset = load_data(run, config, world, data_changed)
+    # A run that was killed before its first checkpoint begins as a new one does.
+    begins = world.on_first(lambda: latest_checkpoint(run.checkpoints) is None)
+    trainer = Trainer(config, dataset, world, config.training.warm_start if begins else None)
     trainer.restore(run)
-    if trainer.progress.step == 0:  # killed before its first checkpoint
+    if begins:
         trainer.load_pretrained()
     return trainer.fit(run)

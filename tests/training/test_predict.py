@@ -16,8 +16,8 @@ from own_table import HEADER, config_of, new_row, row, write_table
 from worker import without_pictures
 
 import jfi
-from jfi.data import DataError, load_dataset, scoring, table_blocks
-from jfi.training import ConfigError, train
+from jfi.data import DataConfig, DataError, load_dataset, scoring, table_blocks
+from jfi.training import Config, ConfigError, ModelConfig, TrainingConfig, train
 from jfi.training.cli import run_cli
 from jfi.training.metrics import Predictions
 
@@ -344,3 +344,67 @@ def test_without_a_label_there_is_nothing_to_evaluate(tmp_path):
     assert run.predict(tmp_path / "table.csv").num_rows == 200
     with pytest.raises(DataError, match="every row is a positive"):
         run.evaluate(tmp_path / "table.csv")
+
+
+def small_table(folder: Path, **changes: object):
+    """A log of 8 users and 13 items with numeric ids, and items of a table of their own; the config of a run on it."""
+    rows = [[f"u{i % 8}", 5 + i * 7 % 13, 1_600_000_000_000 + i * 7_000_000, i % 2, i % 5] for i in range(200)]
+    rows[190][1] = "new"  # of the test split alone: all ids of training are integers
+    with (folder / "log.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["user", "item", "time", "clicked", "place"], *rows])
+    with (folder / "items.csv").open("w", newline="") as file:
+        items = [*([i, f"g{i % 2}|g{i % 3}", f"title {i}"] for i in range(5, 18)), ["new", "g0", "a new one"]]
+        csv.writer(file).writerows([["item", "genre", "name"], *items])
+    data = DataConfig(
+        interactions=str(folder / "log.csv"),
+        items=[str(folder / "items.csv")],
+        user="user",
+        item="item",
+        timestamp="time",
+        timestamp_unit="ms",
+        label="clicked",
+        item_categorical=["genre"],
+        separators={"genre": "|"},
+        title="name",
+        max_history=10,
+        **changes,
+    )
+    model = ModelConfig(embedding_dim=4, dense_arch=[4], over_arch=[4])
+    return Config(data=data, model=model, training=TrainingConfig(run_dir=str(folder / "run"), epochs=1, device="cpu"))
+
+
+def test_what_training_takes_prediction_takes(tmp_path):
+    """Lists of files, separators of the items' table, the time as a feature, and a history rule over the label."""
+    config = small_table(tmp_path, event_dense=["time"], history="clicked == 1 or place in [0, 1]")
+    with without_pictures():
+        train(config)
+    run = jfi.load_run(tmp_path / "run")
+    titles, items = run.schema.titles, run.schema.encodings.vocabularies["item"].values
+    assert [f"title {item}" for item in items] == list(titles)[1:]
+    dataset = load_dataset(run.config.data, run.schema)
+    batch = next(dataset.batches("test", 1000))
+    with torch.no_grad():
+        wanted = run.model(batch.dense_features, batch.sparse_features).squeeze(-1).sort().values
+    with (tmp_path / "log.csv").open(newline="") as file:
+        header, *rows = csv.reader(file)
+    for name, part in (("before", rows[:180]), ("test", rows[180:])):
+        with (tmp_path / f"{name}.csv").open("w", newline="") as file:
+            csv.writer(file).writerows([header, *part])
+    scores = run.predict([tmp_path / "test.csv"], history=str(tmp_path / "before.csv")).column("score").to_numpy()
+    np.testing.assert_allclose(np.sort(scores), wanted, atol=ROUNDING, rtol=0)
+    # Without labels `clicked == 1` holds in no row.
+    with (tmp_path / "bare.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([[*header[:3], "place"], *([*row[:3], row[4]] for row in rows[180:])])
+    assert run.predict(tmp_path / "bare.csv").num_rows == 20
+
+
+def test_faults_of_the_table_to_score_are_one_line(run, tmp_path):
+    with pytest.raises(DataError, match=r"absent\.parquet: no such file"):
+        run.predict(tmp_path / "absent.parquet")
+    names = HEADER.strip().split(",")
+    pa.parquet.write_table(pa.table({name: [1] for name in names}), tmp_path / "0.parquet")
+    pa.parquet.write_table(
+        pa.table({name: ["x"] if name == "user_id" else [1] for name in names}), tmp_path / "1.parquet"
+    )
+    with pytest.raises(DataError, match=r"1\.parquet: the types of columns \(user_id string"):
+        run.predict([tmp_path / "0.parquet", tmp_path / "1.parquet"])

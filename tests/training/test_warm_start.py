@@ -125,3 +125,19 @@ def test_a_run_that_does_not_fit_is_refused_in_one_line_and_nothing_is_written(o
     with pytest.raises(ConfigError, match=f"^training.warm_start: .*{message}.*$"):
         train(config)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_warm_run_that_died_before_its_first_checkpoint_begins_warm(old, tmp_path, monkeypatch):
+    config = config_of(old.parent / "table.csv", tmp_path / "run", epochs=1, warm_start=str(old))
+    begun = []
+
+    def die(trainer, run):
+        begun.append({name: value.clone() for name, value in trainer.model.state_dict().items()})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "fit", die)
+    for start in (lambda: train(config), lambda: resume(tmp_path / "run")):
+        with pytest.raises(KeyboardInterrupt):
+            start()
+    for name, value in begun[0].items():
+        torch.testing.assert_close(begun[1][name], value, rtol=0, atol=0)
