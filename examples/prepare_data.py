@@ -35,15 +35,21 @@ OPTIONS = {
 def main() -> None:
     config, options = parse_config(sys.argv[1:], "Turn tables of any length into a prepared dataset.", OPTIONS)
     if options.complete is not None:
+        named = [argument.split("=")[0] for argument in sys.argv[1:] if argument.startswith("--")]
+        if others := [name for name in named if name not in ("--complete", "--memory")]:
+            raise ConfigError(f"--complete takes only --memory beside it, not {others[0]}")
         complete_dataset(options.complete, options.memory)
         print(f"{options.complete} is complete; train with --data.prepared {options.complete}")
         return
     if options.out is None:
         raise ConfigError("--out is not set; it must name the folder to write")
-    if options.out.exists():
+    begun = options.out.parent / f".{options.out.name}.preparing"
+    if options.out.exists() and not begun.exists():
         raise ConfigError(f"--out {options.out}: exists already; name a new folder")
     schema = None
     if options.run is not None:
+        if not RunFolder(options.run).config.is_file():
+            raise ConfigError(f"--run {options.run}: not a run folder, config.yaml is missing")
         run, _ = RunFolder.open(options.run)
         schema = load_schema(run)
     prepare_dataset(config.data, options.out, options.memory, schema)

@@ -55,6 +55,7 @@ def load_dataset(config: DataConfig, schema: DataSchema | None = None) -> Intera
     """
     if config.prepared is not None:
         config = resolve(config)
+        config.check()
         dataset = open_prepared(config)
         if schema is not None:
             check_equal(schema, dataset.schema, config.prepared)

@@ -77,7 +77,7 @@ def prepare_dataset(
     if config.prepared is not None:
         raise DataError(f"data.prepared is {config.prepared}; to prepare tables, leave it unset")
     work = out.parent / f".{out.name}.preparing"
-    if (work / "result.done").exists() and not (work / "result").exists():
+    if out.exists() and (work / "result.done").exists() and not (work / "result").exists():
         shutil.rmtree(work)  # killed when all was done
         return
     if out.exists():

@@ -98,6 +98,8 @@ def check_held(config: DataConfig) -> None:
 def resolve(config: DataConfig) -> DataConfig:
     """The config of a run: with `config.prepared`, the settings that the dataset was prepared with.
 
+    A field with its default counts as not set, so that the dataset's own holds.
+
     Raises:
         DataError: there is no prepared dataset, or the config sets a field otherwise, those of `CHOICES` aside, which
             a run may choose.

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from jfi.data.events import Events, index_type, order_by_item
 from jfi.data.external_sort import record_batch, sort_batches
 from jfi.data.fingerprint import NAME as FINGERPRINT
 from jfi.data.fingerprint import Fingerprint
+from jfi.data.load import check_fits
 from jfi.data.negatives import NegativeSampler
 from jfi.data.prepared import (
     COLUMNS,
@@ -33,6 +35,7 @@ from jfi.data.prepared import (
 from jfi.data.prepared_write import id_type, write_derived, write_manifest
 from jfi.data.samples import choose_samples
 from jfi.data.schema import DataSchema, Entity
+from jfi.data.source import column_settings
 from jfi.data.splits import SPLITS
 from jfi.files import sync
 
@@ -60,17 +63,18 @@ def complete_dataset(folder: str | Path, memory: str = "1GB", show: bool | None 
     manifest = Manifest.load(folder)
     if manifest.complete:
         return
-    manifest.data.check()
+    # The tables that it was made of need no names here.
+    replace(manifest.data, prepared=str(folder)).check()
     check_held(manifest.data)
     schema, work = DataSchema.load(folder), folder / ".completing"
+    check_fits(replace(schema, max_history=manifest.data.max_history), column_settings(manifest.data))
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     try:
         tables = {of: _join_small(folder, of, schema, manifest.data) for of in ("user", "item")}
         with tqdm(desc="events", unit=" rows", unit_scale=True, disable=None if show is None else not show) as bar:
-            columns = _join_events(
-                folder, work, schema, {of: len(next(iter(t.values()))) for of, t in tables.items()}, bar
-            )
+            counts = {of: len(next(iter(table.values()))) for of, table in tables.items()}
+            columns = _join_events(folder, work, schema, counts, manifest.data.label is None, bar)
         write_arrow(work / "events.arrow", columns)
         for of, table in tables.items():
             write_arrow(work / f"{of}s.arrow", table)
@@ -90,7 +94,9 @@ def complete_dataset(folder: str | Path, memory: str = "1GB", show: bool | None 
 def _parts(folder: Path, name: str) -> Iterator[tuple[str, pa.RecordBatch]]:
     """The record batches of a file or of a folder of parts, each with its file's name."""
     whole, parts = folder / f"{name}.arrow", folder / name
-    files = [whole] if whole.is_file() else sorted(p for p in parts.glob("*") if p.suffix in (".arrow", ".parquet"))
+    # The parts first: they may have been written again since they were joined.
+    files = sorted(path for path in parts.glob("*") if path.suffix in (".arrow", ".parquet"))
+    files = files or [path for path in (whole,) if path.is_file()]
     if not files:
         raise DataError(f"{folder}: neither {name}.arrow nor a folder {name} with parts in Parquet or Arrow")
     for path in files:
@@ -139,13 +145,15 @@ def _join_small(folder: Path, of: Entity, schema: DataSchema, config: DataConfig
     return columns or {"": pa.nulls(table.num_rows)}
 
 
-def _join_events(folder: Path, work: Path, schema: DataSchema, counts: dict[Entity, int], bar: tqdm) -> dict:
+def _join_events(
+    folder: Path, work: Path, schema: DataSchema, counts: dict[Entity, int], is_implicit: bool, bar: tqdm
+) -> dict:
     """The columns of events as maps of files in `work`, checked."""
     ids = {spec.key: spec.num_embeddings for spec in schema.features[:-1] if spec.of == "event"}
     index = index_type(max(counts.values()))
     types = {"user": index, "item": index, "time": np.float64, "label": np.float32, "split": np.int8}
     writer = ColumnWriter(work, types | {name: id_type(count) for name, count in ids.items()})
-    check, start = _OrderCheck(counts), 0
+    check, start = _OrderCheck(counts, is_implicit), 0
     for file, batch in _parts(folder, "events"):
         for name, is_right in COLUMNS.items():
             column = _column(batch, name, file)
@@ -171,8 +179,8 @@ def _join_events(folder: Path, work: Path, schema: DataSchema, counts: dict[Enti
 class _OrderCheck:
     """Checks that rows are sorted by (user, time, item), and that their values are possible."""
 
-    def __init__(self, counts: dict[Entity, int]) -> None:
-        self._counts = counts
+    def __init__(self, counts: dict[Entity, int], is_implicit: bool) -> None:
+        self._counts, self._is_implicit = counts, is_implicit
         self._last: dict[str, np.ndarray] = {"user": np.array([-1]), "time": np.array([0.0]), "item": np.array([0])}
 
     def add(self, file: str, start: int, values: dict[str, np.ndarray]) -> None:
@@ -189,6 +197,10 @@ class _OrderCheck:
             ((item[1:] < 0) | (item[1:] >= self._counts["item"]), "'item' is not a row of items"),
             (~np.isfinite(time[1:]), "'time' is not finite"),
             (~((label == 0) | (label == 1) | np.isnan(label)), "'label' is not 0, 1 or missing"),
+            (
+                self._is_implicit & (label != 1),
+                "'label' is not 1, but the manifest has no label: every row is a positive",
+            ),
             ((split < 0) | (split >= len(SPLITS)), "'split' is not 0, 1 or 2"),
         ):
             if wrong.any():

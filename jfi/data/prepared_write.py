@@ -32,7 +32,7 @@ def write_prepared(
     arrays = dataset.arrays()
     write_derived(arrays, folder)
     for of in ("event", "user", "item"):
-        write_arrow(folder / f"{of}s.arrow", _table(dataset, arrays, config, of))
+        write_arrow(folder / f"{of}s.arrow", _table(dataset, arrays, column_settings(config), of))
     dataset.schema.write(folder)
     if with_fingerprint:
         Fingerprint.of(dataset, config).save(folder / FINGERPRINT)

@@ -95,9 +95,8 @@ def absorbed_target_attention(
         torch.Size([1, 3, 8])
     """
     fields = history if isinstance(history, tuple) else (history,)
-    traced = is_traced()
     arguments = (weights, offsets, num_heads, key_bias, key_bias_index, value_scale, scale, max_seqlen, impl)
-    num_queries, key_bias, key_bias_index, scale, impl, in_kernel = _prepare(target, fields, *arguments, traced)
+    num_queries, key_bias, key_bias_index, scale, impl, in_kernel, traced = _prepare(target, fields, *arguments)
     first = fields[0]
     device = first.device.type
     autocast = not first.is_meta and torch.is_autocast_enabled(device)
@@ -143,15 +142,15 @@ def _prepare(
     scale: float | None,
     max_seqlen: int | None,
     impl: str,
-    traced: bool,
-) -> tuple[int, Tensor | None, Tensor | None, float, str, bool]:
+) -> tuple[int, Tensor | None, Tensor | None, float, str, bool, bool]:
     """Check the arguments.
 
     Returns:
         (T, key_bias and key_bias_index as the attention takes them, scale, "triton" or "torch", whether the attention's
-        kernels read a bias by its index and a value scale).
+        kernels read a bias by its index and a value scale, whether a tracer or a transform is at work).
     """
     num_queries, first = _check_shapes(target, fields, weights, num_heads), fields[0]
+    traced = is_traced()
     samples = target.shape[0] * target.shape[1]
     check_offsets("offsets", offsets, first.shape[0], "history", first, samples, traced)
     if key_bias is not None and key_bias_index is None:
@@ -167,7 +166,7 @@ def _prepare(
     in_kernel = impl == "triton" and takes_events(num_queries * num_heads)
     if key_bias_index is not None and not in_kernel:
         key_bias, key_bias_index = F.embedding(key_bias_index, key_bias).to(first.dtype), None
-    return num_queries, key_bias, key_bias_index, scale, impl, in_kernel
+    return num_queries, key_bias, key_bias_index, scale, impl, in_kernel, traced
 
 
 def _check_shapes(target: Tensor, fields: tuple[Tensor, ...], weights: tuple[Tensor, ...], num_heads: int) -> int:
@@ -307,8 +306,7 @@ def _prepare_plan(
 ) -> tuple[tuple[TargetAttentionInputs, bool], str]:
     """For `explain`: the operands of the attention, and whether kernels absorb the weights; "triton" or "torch"."""
     fields = history if isinstance(history, tuple) else (history,)
-    checked = _prepare(target, fields, weights, **options, traced=is_traced())
-    num_queries, key_bias, key_bias_index, scale, impl, in_kernel = checked
+    num_queries, key_bias, key_bias_index, scale, impl, in_kernel, _ = _prepare(target, fields, weights, **options)
     key = fields[0] if len(fields) == 1 else torch.cat(fields, dim=1)
     query = key.new_empty(target.shape[0] * target.shape[1], num_queries, options["num_heads"], key.shape[1])
     events = {"key_bias": key_bias, "key_bias_index": key_bias_index, "scale": scale, "impl": impl}

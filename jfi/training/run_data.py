@@ -4,10 +4,12 @@ schema.json, vocabularies.parquet    the schema, see `jfi.data.schema`
 fingerprint.json                     the fingerprint of the data and of its split, see `jfi.data.fingerprint`
 """
 
+import dataclasses
 from typing import Literal
 
 from jfi.data import DataError, DataSchema, InteractionDataset
 from jfi.data.fingerprint import Fingerprint
+from jfi.data.prepared import resolve
 from jfi.files import writing_folder
 from jfi.training.checkpoint import latest_checkpoint
 from jfi.training.config import Config, ConfigError
@@ -58,11 +60,24 @@ def load_data(run: RunFolder, config: Config, world: World, changed: DataChanged
         return dataset
     schema = load_schema(run)
     try:
+        world.on_first(lambda: _check_prepared(run, config))
         dataset = load_shared(config.data, world, schema)
     except DataError as fault:
         raise DataError(f"--resume {run.path}: {fault}") from fault
     world.on_first(lambda: _compare(run, config, dataset, changed))
     return dataset
+
+
+def _check_prepared(run: RunFolder, config: Config) -> None:
+    """Raises ConfigError if a prepared dataset was made again with other settings than the run has."""
+    now = resolve(config.data)
+    for one in dataclasses.fields(now):
+        was, name = getattr(config.data, one.name), one.name
+        if getattr(now, name) != was:
+            raise ConfigError(
+                f"--resume {run.path}: data.{name} was {was!r}, but {config.data.prepared} was prepared again with "
+                f"{getattr(now, name)!r}; prepare it as it was"
+            )
 
 
 def _compare(run: RunFolder, config: Config, dataset: InteractionDataset, changed: DataChanged) -> None:

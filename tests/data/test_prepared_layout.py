@@ -87,7 +87,7 @@ def write(
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     schema = {"format": "jfi data schema 1", "sha256": digest, "content": content}
     (folder / "schema.json").write_text(json.dumps(schema))
-    data = {"interactions": "s3://bucket/events", "label": label, "max_history": 50, "user_categorical": ["city"]}
+    data = {"label": label, "max_history": 50, "user_categorical": ["city"]}
     data |= {"item_categorical": ["genres"], "item_dense": ["price"], "event_categorical": ["action"]}
     (folder / "manifest.json").write_text(json.dumps({"format": "jfi prepared dataset 1", "data": data}))
     return str(folder)

@@ -277,6 +277,19 @@ def test_attention_weights_sum_to_one_and_follow_the_bias(events, target):
                 torch.testing.assert_close(sample.sum(0), torch.ones(3, 2, dtype=torch.float64))
 
 
+def test_attention_weights_have_the_bias_of_their_own_head(events, target):
+    layer = JaggedFeatureInteraction([taste(bias=PositionBias(4))], EMBEDDING_DIM, 2, 3).double()
+    own = layer.attention.of("taste")
+    with torch.no_grad():
+        own.query_weight.zero_()
+        own.query_bias.zero_()
+        own.bucket_bias.copy_(torch.tensor([[0.0, 3.0], [1.0, -1.0], [2.5, 0.5], [7.0, 7.0]]))
+    weights = layer.attention_weights({"history": events([4])}, {"item": target(1)})["taste"].values()
+    # 3, 2, 1 and 0 events come after; the scores are the bias alone.
+    wanted = own.bucket_bias[[2, 1, 1, 0]].softmax(0)
+    torch.testing.assert_close(weights, wanted[:, None].expand(4, 3, 2))
+
+
 def test_an_event_of_weight_two_counts_twice_and_one_of_weight_zero_not_at_all(events, target):
     layer = JaggedFeatureInteraction([taste(bias=WeightBias())], EMBEDDING_DIM, 2).double()
     history = events([3])

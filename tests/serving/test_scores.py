@@ -15,6 +15,7 @@ from jfi.serving import artifact
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.requests import Request
 from jfi.serving.scorer import Scorer, group_by_size
+from jfi.serving.tables import load_tables, save_tables
 from jfi.training.cli import run_cli
 from jfi.training.saved_run import load_run
 
@@ -109,6 +110,15 @@ def test_int8_scores_are_near(int8, exported, scorer, samples):
     found, wanted = scored(small, requests[:200]), scored(scorer, requests[:200])
     assert 0 < np.abs(found - wanted).max() < 0.02
     assert np.corrcoef(found, wanted)[0, 1] > 0.999
+
+
+def test_int8_rows_are_within_half_a_step(tmp_path):
+    weight, ids = torch.randn(50, 8), torch.arange(50)
+    save_tables(tmp_path / "tables.pt", "int8", {"item": weight}, {"history_item": "item"})
+    load = (tmp_path / "tables.pt", "int8", {"item": 50}, {"history_item": "item"}, 8, torch.device("cpu"))
+    rows = load_tables(*load)({"history_item": ids})["history_item"]
+    step = (weight.amax(1) - weight.amin(1)) / 255
+    assert ((rows - weight).abs().amax(1) <= 0.51 * step + 1e-6).all()
 
 
 def test_int8_tables_without_torchrec_are_refused_by_one_line(int8, monkeypatch):

@@ -149,6 +149,16 @@ def test_json_lines_are_batched_and_answered_in_order(scorer, request_body):
     assert len(answers) == 5 and all(a == pytest.approx(w, abs=1e-6) for a, w in zip(answers, wanted, strict=True))
 
 
+def test_a_json_line_of_exactly_the_longest_length_is_answered(scorer, request_body):
+    line, answers = (json.dumps(request_body) + "\n").encode(), []
+    for max_body in (len(line), len(line) - 1):
+        out = io.BytesIO()
+        asyncio.run(answer_lines(scorer, io.BytesIO(line), out, max_batch=4, max_body=max_body))
+        answers += [json.loads(answer) for answer in out.getvalue().splitlines()]
+    assert answers[0].keys() == {"scores"}
+    assert answers[1:] == [{"error": f"a line must be at most {len(line) - 1} bytes"}]
+
+
 def test_who_leaves_is_not_scored(scorer, request_body):
     slow = Slow(scorer)
 

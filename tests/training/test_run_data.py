@@ -1,5 +1,6 @@
 """What a run keeps of its data: resume, export and prediction read it from the run, and changed data is refused."""
 
+import dataclasses
 import itertools
 import runpy
 import shutil
@@ -11,7 +12,8 @@ import torch
 from own_table import config_of, row, write_table
 from worker import without_pictures
 
-from jfi.data import DataError, load_dataset
+from jfi.data import DataConfig, DataError, load_dataset
+from jfi.data.prepare import prepare_dataset
 from jfi.training import ConfigError, OptimizerConfig, resume, train
 from jfi.training.cli import load_config, run_cli, save_config
 from jfi.training.recorder import read_metrics, read_results
@@ -282,3 +284,13 @@ def test_a_loaded_run_has_the_parameters_of_its_best_epoch_and_their_average(tra
         losses.append(torch.nn.functional.binary_cross_entropy_with_logits(found, batch.labels).item())
     assert losses[0] == pytest.approx(result.test["loss"], abs=1e-6)
     assert abs(losses[0] - losses[1]) > 1e-4
+
+
+def test_resume_refuses_a_dataset_that_was_prepared_again_with_other_settings(trained, tmp_path):
+    own = config_of(trained / "table.csv", tmp_path / "run", epochs=1)
+    prepare_dataset(own.data, tmp_path / "prepared")
+    train(dataclasses.replace(own, data=DataConfig(prepared=str(tmp_path / "prepared"))))
+    shutil.rmtree(tmp_path / "prepared")
+    prepare_dataset(dataclasses.replace(own.data, max_history=3), tmp_path / "prepared")
+    with pytest.raises(ConfigError, match=r"data\.max_history was \d+, but .* was prepared again with 3"):
+        resume(tmp_path / "run")
