@@ -124,7 +124,8 @@ class SavedRun:
         Args:
             interactions: the rows, a file or an Arrow table with the columns of the run's interactions.
             history: the log before them; its rows are only part of histories.
-            users, items: tables of users and items; by default those of the run's config.
+            users: table of users; by default that of the run's config.
+            items: table of items; by default that of the run's config.
             out: file to write, .parquet or .csv, whole or not at all; memory stays bounded then.
             batch_size: rows per call of the model.
 
@@ -162,9 +163,13 @@ class SavedRun:
         """Metrics of the labeled rows of a table: overall, by group, and the calibration.
 
         Args:
-            interactions, history, users, items, batch_size: as of `predict`.
+            interactions: the rows, as of `predict`.
+            history: the log before them, as of `predict`.
+            users: table of users, as of `predict`.
+            items: table of items, as of `predict`.
             by: columns of the interactions; each of their values gets metrics of its own.
             out: file to write the scores to, as of `predict`.
+            batch_size: rows per call of the model.
 
         Returns:
             As `jfi.training.scores.metrics_of`.
