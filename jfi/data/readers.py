@@ -2,7 +2,8 @@
 
 import codecs
 import contextlib
-from collections.abc import Container
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pyarrow as pa
@@ -49,14 +50,21 @@ def read_file(file: File, wanted: Container[str], encoding: str, quoting: bool) 
         layout = replace(layout, encodings=(encoding,))
     if not quoting:
         layout = replace(layout, quote=None)
-    try:
+    with reading(path):
         if layout.format == "parquet":
             table = read_parquet(path, wanted)
         else:
             table = (read_json if layout.format == "json" else read_text)(path, layout, wanted)
+    return add_partitions(table, file, wanted)
+
+
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Turns an OSError within into a DataError that names the file."""
+    try:
+        yield
     except OSError as error:
         raise DataError(f"{path}: {(error.strerror or 'cannot be read').lower()}") from error
-    return add_partitions(table, file, wanted)
 
 
 def add_partitions(table: Table, file: File, wanted: Container[str]) -> Table:

@@ -13,7 +13,7 @@ from jfi.data.decode import UTF8
 from jfi.data.errors import DataError
 from jfi.data.paths import File, find_files
 from jfi.data.read_parquet import iterate_parquet
-from jfi.data.readers import add_partitions, read_file
+from jfi.data.readers import add_partitions, read_file, reading
 from jfi.data.table import Table
 
 #: Rows that are read at a time.
@@ -46,12 +46,10 @@ def _file_blocks(file: File, wanted: Container[str], encoding: str, quoting: boo
         yield from cut_table(read_file(file, wanted, encoding, quoting), size)
         return
     start = 0
-    try:
+    with reading(file.path):
         for table in iterate_parquet(file.path, wanted, size):
             yield _shifted(add_partitions(table, file, wanted), start)
             start += len(table)
-    except FileNotFoundError as error:
-        raise DataError(f"{file.path}: no such file or directory") from error
 
 
 def cut_table(table: Table, size: int | None = None) -> Iterator[Table]:

@@ -108,8 +108,3 @@ def parse_metrics(path: Path, content: bytes) -> list[dict]:
             raise ConfigError(f"{path}:{number}: damaged, not a line of metrics")
         records.append(record)
     return records
-
-
-def read_results(path: Path) -> list[dict]:
-    """The lines of a `metrics.jsonl` without their speeds: equal in every repetition of a run."""
-    return [{name: value for name, value in line.items() if name != SPEED} for line in read_metrics(path)]

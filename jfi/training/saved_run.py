@@ -177,9 +177,9 @@ class SavedRun:
         Raises:
             ConfigError, DataError: as `predict`; also if no row has a label.
         """
-        out = check_out(out)
+        out, by = check_out(out), [by] if isinstance(by, str) else by
         with self._scored(interactions, history, users, items, by, batch_size, out) as scores:
-            metrics = metrics_of(scores, self.config.data, [by] if isinstance(by, str) else by)
+            metrics = metrics_of(scores, self.config.data, by)
             if out is not None:
                 scores.write(out)
             return metrics
@@ -200,7 +200,6 @@ class SavedRun:
             _text(given or named) if given or named else None
             for given, named in ((users, config.users), (items, config.items))
         ]
-        by = [by] if isinstance(by, str) else by
         folder = None if out is None else out.parent
         sources = Sources(*paths, *tables)
         return scored(self.model, sources, self.schema, config, by=by, batch_size=batch_size, folder=folder)

@@ -31,10 +31,15 @@ from jfi.training.checkpoint import latest_checkpoint, load_checkpoint
 from jfi.training.cli import load_config, save_config
 from jfi.training.distributed import World
 from jfi.training.loop import Trainer
-from jfi.training.recorder import read_metrics, read_results
+from jfi.training.recorder import SPEED, read_metrics
 from jfi.training.tensor_files import TensorReader
 
 ROOT = Path(__file__).parents[2]
+
+
+def read_results(path: Path) -> list[dict]:
+    """The lines of a `metrics.jsonl` without their speeds: equal in every repetition of a run."""
+    return [{name: value for name, value in line.items() if name != SPEED} for line in read_metrics(path)]
 
 
 def tiny(run_dir: Path | None, **training: object) -> Config:

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from own_table import config_of, row, write_table
+from test_run import read_results
 from worker import without_pictures
 
 from jfi.data import DataConfig, DataError, load_dataset
 from jfi.data.prepare import prepare_dataset
 from jfi.training import ConfigError, OptimizerConfig, resume, train
 from jfi.training.cli import load_config, run_cli, save_config
-from jfi.training.recorder import read_metrics, read_results
+from jfi.training.recorder import read_metrics
 from jfi.training.saved_run import load_run
 
 ROOT = Path(__file__).parents[2]
