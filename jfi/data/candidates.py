@@ -43,7 +43,7 @@ class Candidates:
         return len(self.rows) * self.per_positive
 
     def pairs(self, number: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of pairs by their numbers `[n]` the positive `[n]`, the candidate item `[n]`, and whether it counts `[n]`."""
+        """For pairs by number `[n]`: the positive's index, the candidate item, and whether it counts, `[n]` each."""
         positive, place = number // self.per_positive, number % self.per_positive
         user, time = self._user[positive], self._time[positive]
         if self._kind == "sampled":

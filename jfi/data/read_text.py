@@ -173,10 +173,11 @@ def _swallowed(text: _Text) -> DataError | None:
 
 
 def _open_quote(text: _Text, first: int, last: int) -> tuple[int, int | None, bool] | None:
-    """Of the first quoted field of a row that holds a delimiter or line end: its first line, its last, and whether text
-    follows its closing quote.
+    """Finds a row's first quoted field that holds a delimiter or a line end.
 
-    A field whose quote is never closed goes first, with None for its last line. None if there is no such field.
+    Returns:
+        The field's first line, its last line, and whether text follows its closing quote; None if there is no such
+        field. A field whose quote is never closed is preferred; its last line is None.
     """
     content = b"".join(text.lines[first - 1 : last])
     quote, delimiter = re.escape(text.quote or "").encode(), re.escape(text.delimiter).encode()

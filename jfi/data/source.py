@@ -121,9 +121,9 @@ class Columns:
         return self._entities[of].strings(name)
 
     def count_changing(self, name: str, of: Entity) -> tuple[int, int]:
-        """The users (items) whose value of a column differs between rows, of which the first counts, and all of them.
+        """The number of users (items) whose value of a column changes between their rows, and the number of all.
 
-        None has where the column comes from a table of users (items).
+        The first is 0 where the column comes from a table of users (items). Training uses a user's first value.
         """
         return self._entities[of].count_changing(name), self.count(of)
 
@@ -171,7 +171,7 @@ class EntityTable:
         return self._table.strings(name).take(self._places)
 
     def count_changing(self, name: str) -> int:
-        """The number of users (items) whose rows differ in a column; none does with one row for each."""
+        """The number of users (items) whose rows differ in a column: 0 in a table with one row for each."""
         return 0
 
 

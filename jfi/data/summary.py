@@ -1,4 +1,4 @@
-"""What a dataset holds, in numbers, and what in it is probably not meant so: for the screen and `summary.json`."""
+"""Statistics of a dataset and warnings about likely mistakes in it, for the screen and `summary.json`."""
 
 import dataclasses
 import json

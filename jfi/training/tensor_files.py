@@ -237,7 +237,7 @@ class TensorLoadPlanner(DefaultLoadPlanner):
     """Plans the reading of tensors after it has checked that the checkpoint has each, in its shape.
 
     Raises:
-        MismatchedCheckpointError: it hasn't; the message names the tensor.
+        MismatchedCheckpointError: a tensor is missing or has another shape; the message names it.
     """
 
     def set_up_planner(self, state_dict: dict, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:

@@ -208,7 +208,7 @@ def _weights_kernel(
 
 
 class _GradientKernels(NamedTuple):
-    """Of each launch the launcher, and its tiles: of a feature, or of a feature, query and head."""
+    """The launcher of each launch, and its number of tiles for a feature, or for a feature, query and head."""
 
     batch: tuple[Launcher, int]
     weights: tuple[Launcher, int]

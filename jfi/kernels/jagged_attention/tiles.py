@@ -56,7 +56,7 @@ def bounds(left: int | None, right: int | None) -> tuple[int, int]:
 
 @triton.jit
 def visible_keys(work_tile, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPEC: tl.constexpr):
-    """Of a tile of query rows: (its first row within the sample, shift, first key, number of tiles of keys)."""
+    """For a tile of query rows: (its first row within the sample, shift, first key, number of tiles of keys)."""
     tile, _start, num_queries, _k_start, num_keys = work_tile
     QHEADS_PER_KVHEAD: tl.constexpr = SPEC.qheads_per_kvhead
     shift = num_keys - num_queries
@@ -78,7 +78,7 @@ def visible_keys(work_tile, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.cons
 
 @triton.jit
 def seeing_queries(work_tile, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPEC: tl.constexpr):
-    """Of a tile of keys: (its first key within the sample, shift, first query row, number of tiles of query rows)."""
+    """For a tile of keys: (its first key within the sample, shift, first query row, number of tiles of query rows)."""
     tile, _start, num_keys, _q_start, num_queries = work_tile
     QHEADS_PER_KVHEAD: tl.constexpr = SPEC.qheads_per_kvhead
     shift = num_keys - num_queries
