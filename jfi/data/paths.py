@@ -29,9 +29,9 @@ class File:
 def find_files(paths: str | list[str], setting: str = "data.interactions") -> list[File]:
     """The files that a config's field names.
 
-    A folder stands for the files in it and in its subfolders, sorted by name; they must be of one kind. Names that
-    start with `.` or `_` are skipped, as `_SUCCESS` is. The files of a glob are sorted by name too; those of a list
-    keep its order.
+    A folder stands for the files in it and in its subfolders, linked ones too, sorted by name; they must be of one
+    kind. Names that start with `.` or `_` are skipped, as `_SUCCESS` is. The files of a glob are sorted by name too;
+    those of a list keep its order.
 
     Args:
         paths: a file, a folder, a glob, or a list of these.
@@ -89,8 +89,10 @@ def _folder(folder: str) -> list[File]:
         raise DataError(f"{error.filename}: {(error.strerror or 'cannot be read').lower()}") from error
 
     found = []
-    for parent, folders, names in os.walk(folder, onerror=refuse):
+    for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith((".", "_"))]
+        for name in folders:
+            _check_loop(os.path.join(parent, name), folder)
         found += [os.path.join(parent, name) for name in names if not name.startswith((".", "_"))]
     files = [_file(path, _partitions(os.path.relpath(path, folder))) for path in sorted(found)]
     if not files:
@@ -102,6 +104,17 @@ def _folder(folder: str) -> list[File]:
                 f"{os.path.relpath(file.path, folder)}; name those to read, as in {os.path.join(folder, '*.parquet')}"
             )
     return files
+
+
+def _check_loop(path: str, folder: str) -> None:
+    """Raises DataError if `path`, below `folder`, is a link to a folder that it is in."""
+    if not os.path.islink(path):
+        return
+    real, above = os.path.realpath(path), path
+    while len(above) > len(folder):
+        above = os.path.dirname(above)
+        if os.path.realpath(above) == real:
+            raise DataError(f"{path}: a link to {above}, the folder that it is in; remove it")
 
 
 def _partitions(path: str) -> dict[str, str | None]:

@@ -179,6 +179,27 @@ def test_a_folder_may_mix_files_with_and_without_gzip(parts):
     assert users(str(parts)) == USERS
 
 
+def test_linked_subfolders_of_a_folder_are_read(parts, tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (parts / "part-2.csv").rename(outside / "part-2.csv")
+    (parts / "zz=1").symlink_to(outside)
+    assert users(str(parts)) == users(str(parts) + os.sep) == USERS
+    assert read_table(str(parts / "z*"), ["user"]).ids("user").to_pylist() == USERS[4:]
+
+
+def test_links_that_lead_around_in_a_circle_are_named(parts, tmp_path):
+    (parts / "again").symlink_to(parts)
+    for path in (str(parts), str(parts) + os.sep):
+        assert message(path).startswith(f"{parts / 'again'}: a link to {parts}, the folder that it is in")
+    (parts / "again").unlink()
+    # Two folders that lead to one another; neither is inside of the other.
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/back").symlink_to(parts)
+    (parts / "on").symlink_to(tmp_path / "other")
+    assert message(str(parts)).startswith(f"{parts / 'on/back'}: a link to {parts}, the folder")
+
+
 def test_the_command_line_takes_a_path_or_a_list(tmp_path):
     for argument, expected in [
         ("a.csv", "a.csv"),
