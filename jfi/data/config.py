@@ -8,7 +8,7 @@ from typing import Literal
 from jfi.data.decode import check_encoding
 from jfi.data.errors import DataError
 from jfi.data.labels import label_columns
-from jfi.data.rules import parse_rule
+from jfi.data.rules import only_column, parse_rule
 from jfi.files import absolute_path
 from jfi.suggest import suggest
 
@@ -188,6 +188,7 @@ class DataConfig:
             raise DataError(
                 "data.interactions is not set; it must name the file of interactions (or set data.source: synthetic)"
             )
+        self._check_roles()
         keys = [
             *self.user_categorical,
             *self.user_dense,
@@ -213,6 +214,19 @@ class DataConfig:
                 raise DataError(f"data.separators.{name} is ''; it must be the separator of the values")
             if name not in (*self.user_categorical, *self.item_categorical, *self.event_categorical):
                 raise DataError(f"data.separators has '{name}', which is not a categorical column of this config")
+
+    def _check_roles(self) -> None:
+        """Raises DataError if one column is to be two of the user, the item, the time, the split and the label."""
+        roles = {"user": self.user, "item": self.item, "timestamp": self.timestamp, "split_column": self.split_column}
+        roles["label"] = None if self.label is None else only_column(self.label)
+        seen: dict[str, str] = {}
+        for role, name in roles.items():
+            if name in seen:
+                raise DataError(f"data.{seen[name]} and data.{role} are both '{name}'; they must be different columns")
+            if name is not None:
+                seen[name] = role
+        if self.items is None and self.user in (*self.item_categorical, *self.item_dense):
+            raise DataError(f"data.item_* lists '{self.user}', the column of the user; an item has many users")
 
     def _check_ids(self) -> None:
         """Raises DataError for settings of ids and crosses that no table fits."""

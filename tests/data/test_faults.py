@@ -111,6 +111,15 @@ def test_faults_deep_in_a_large_file_are_placed(write):
             {"item_categorical": ["age"]},
             "column 'age' needs the key 'history_age', which is the age of the events; rename the column",
         ),
+        ({"user": "item_id"}, "data.user and data.item are both 'item_id'; they must be different columns"),
+        ({"user": "timestamp"}, "data.user and data.timestamp are both 'timestamp'; they must be different columns"),
+        ({"item": "timestamp"}, "data.item and data.timestamp are both 'timestamp'; they must be different columns"),
+        ({"label": "'user_id'"}, "data.user and data.label are both 'user_id'; they must be different columns"),
+        (
+            {"split": "column", "split_column": "item_id"},
+            "data.item and data.split_column are both 'item_id'; they must be different columns",
+        ),
+        ({"item_categorical": ["user_id"]}, "data.item_* lists 'user_id', the column of the user; an item has many "),
         ({"separators": {"tags": "|"}}, "data.separators has 'tags', which is not a categorical column of this config"),
     ],
 )
