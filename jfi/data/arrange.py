@@ -12,8 +12,7 @@ from jfi.data.coded import blocks
 from jfi.data.columns import sort_ids
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
-from jfi.data.labels import check_labels, read_labels
-from jfi.data.rules import parse_rule
+from jfi.data.labels import check_labels, read_history, read_labels
 from jfi.data.table import Table
 
 
@@ -79,7 +78,7 @@ def sort_and_split(interactions: Table, config: DataConfig, given: np.ndarray | 
     group = None if config.group is None else _groups(interactions, config.group, user)
     if given is not None and group is not None:
         _check_groups(interactions, given, group, config.group)
-    event = None if config.history is None else parse_rule(config.history).holds(interactions) == 1
+    event = None if config.history is None else read_history(interactions, config.history)
 
     order = np.lexsort((item, time, user))
     user, item, time, label = user[order], item[order], time[order], label[order]

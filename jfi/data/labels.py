@@ -52,5 +52,37 @@ def check_labels(table: Table, label: str | None, values: np.ndarray) -> None:
     if not len(labels) or labels.min() != labels.max():
         return
     how = f"every one of the {len(labels)} rows is" if labels[0] else f"none of the {len(labels)} rows is"
-    known = "; ".join(f"values of '{name}': {describe_values(table, name)}" for name in label_columns(label))
-    raise DataError(f"{table.name}: label '{label}': {how} positive; {known}")
+    raise DataError(f"{table.name}: label '{label}': {how} positive; {_describe(table, label_columns(label))}")
+
+
+def read_history(table: Table, rule: str) -> np.ndarray:
+    """`[N]` bool, the rows that are events of histories.
+
+    Args:
+        table: the interactions.
+        rule: `data.history`.
+
+    Raises:
+        DataError: a wrong rule, an absent column, or a rule that holds in no row, with the values of its columns.
+    """
+    parsed = parse_rule(rule)
+    events = parsed.holds(table) == 1
+    if not events.any():
+        known = _describe(table, parsed.columns)
+        raise DataError(f"{table.name}: history '{rule}': none of the {len(table)} rows is an event; {known}")
+    return events
+
+
+def warn_of_absent_values(table: Table, label: str | None, history: str | None) -> list[str]:
+    """A line for each value that `data.label` or `data.history` compares a column with and that no row has."""
+    rules = {"label": None if label is None or only_column(label) is not None else label, "history": history}
+    return [
+        f"{name} '{rule}': no row has the value '{value}'; {_describe(table, [column])}"
+        for name, rule in rules.items()
+        if rule is not None
+        for column, value in parse_rule(rule).absent_values(table)
+    ]
+
+
+def _describe(table: Table, columns: list[str]) -> str:
+    return "; ".join(f"values of '{name}': {describe_values(table, name)}" for name in columns)

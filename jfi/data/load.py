@@ -15,6 +15,7 @@ from jfi.data.dataset import InteractionDataset
 from jfi.data.encode import encode_dense, encode_features
 from jfi.data.errors import DataError
 from jfi.data.events import Events, order_by_item
+from jfi.data.labels import warn_of_absent_values
 from jfi.data.learn import learn_schema
 from jfi.data.negatives import NegativeSampler
 from jfi.data.prepared import open_prepared, resolve
@@ -69,7 +70,9 @@ def load_dataset(config: DataConfig, schema: DataSchema | None = None) -> Intera
     columns = Columns(tables, rows, config)
     if schema is None:
         schema = learn_schema(columns, rows, config)
-    return build_dataset(columns, rows, schema, config)
+    dataset = build_dataset(columns, rows, schema, config)
+    dataset.summary.warnings.extend(warn_of_absent_values(tables.interactions, config.label, config.history))
+    return dataset
 
 
 def build_dataset(columns: Columns, rows: Rows, schema: DataSchema, config: DataConfig) -> InteractionDataset:

@@ -74,6 +74,10 @@ class Rule:
         """
         return self.root.holds(table)
 
+    def absent_values(self, table: _Columns) -> list[tuple[str, str]]:
+        """The columns and values that ==, !=, in and not in compare where no row has the value: probably misspelt."""
+        return list(dict.fromkeys(self.root.absent_values(table)))
+
 
 @dataclass(frozen=True)
 class _Test:
@@ -102,6 +106,16 @@ class _Test:
                 hit = ~hit
         return np.where(empty, np.float32("nan"), hit.astype(np.float32))
 
+    def absent_values(self, table: _Columns) -> Iterator[tuple[str, str]]:
+        if self.compare in (">=", "<=", ">", "<"):
+            return
+        if self.numeric:
+            found = np.isin([float(value) for value in self.values], table.numbers(self.column))
+        else:
+            column = table.strings(self.column)
+            found = pc.is_in(pa.array(self.values, column.type), value_set=column.unique()).to_numpy(False)
+        yield from ((self.column, value) for value, known in zip(self.values, found, strict=True) if not known)
+
 
 @dataclass(frozen=True)
 class _Joined:
@@ -121,6 +135,10 @@ class _Joined:
             known = skip(result, other)
             result = np.where((np.isnan(result) | np.isnan(other)) & (known != decided), np.float32("nan"), known)
         return result
+
+    def absent_values(self, table: _Columns) -> Iterator[tuple[str, str]]:
+        for part in self.parts:
+            yield from part.absent_values(table)
 
 
 def parse_rule(text: str) -> Rule:

@@ -94,3 +94,17 @@ def test_labels_that_are_nearly_constant_are_warned_of(write):
         row[3] = str(int(i in (0, 1, 2, 3300, 3301, 3700, 3701)))
     (warning,) = load(write, table).warnings
     assert warning == "label 'liked' is nearly constant: 0.09% of the 3,200 labels of train are 1"
+
+
+def test_values_of_rules_that_no_row_has_are_warned_of(write):
+    table = rows()
+    known = "; values of 'tag': t0 (10), t1 (10), t2 (10)"
+    rules = {"label": "tag in [t0, T1] or tag == t1 and liked >= 9", "history": "tag != t3 and liked in [0, 1, 2]"}
+    path = write("h.csv", "user_id,item_id,timestamp,liked,tag,city", *(",".join(row) for row in table))
+    summary = load_dataset(DataConfig(interactions=path, **rules)).summary
+    assert summary.warnings == [
+        f"label '{rules['label']}': no row has the value 'T1'{known}",
+        f"history '{rules['history']}': no row has the value 't3'{known}",
+        f"history '{rules['history']}': no row has the value '2'; values of 'liked': 0 (20), 1 (20)",
+    ]
+    assert load(write, table, history="tag == t1").warnings == []
