@@ -8,15 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from jfi.data.arrange import Rows, members
-from jfi.data.columns import Categorical
+from jfi.data.columns import Categorical, is_multi_valued, present
 from jfi.data.config import DataConfig
 from jfi.data.schema import DataSchema
 from jfi.data.source import Columns
 from jfi.data.splits import SPLITS
-from jfi.encoding import UNKNOWN
 from jfi.files import write_file
 
 #: Times outside of these years are probably of another unit.
@@ -25,6 +23,8 @@ _YEARS = (1980, 2100)
 _RARE = 1e-3
 _UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _YEAR = 365.2425 * 86_400
+#: After the name of a multi-valued column: some values of a row are unknown.
+_PARTLY = "(in part)"
 _QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 
 
@@ -42,7 +42,8 @@ class Summary:
             `data.max_history`.
         missing: by column the share of its users, items or events without a value; columns without gaps are left out.
         unseen: by split, except training, and by column the share of samples with a value that training has not seen,
-            under "user" and "item" that of the ids.
+            under "user" and "item" that of the ids. Of a multi-valued column it is the share of samples all of whose
+            values are unseen; under "<column> (in part)" that of samples with seen values beside unseen ones.
         vocabulary_sizes: by column the number of known values, or of hash buckets.
         warnings: a line each.
     """
@@ -153,27 +154,34 @@ def _gaps(
             continue
         done.add(spec.column)
         if spec.column in schema.encodings.edges:
-            empty = ~np.isfinite(columns.numbers(spec.column, spec.of))
+            count = np.isfinite(columns.numbers(spec.column, spec.of)).astype(np.int64)
         else:
-            empty = _empty(columns.categories(spec.column, spec.of))
-        missing[spec.column] = float(empty.mean()) if len(empty) else 0.0
-        if encoded.offsets is None and spec.slot is None:
-            for name in held_out:
-                chosen = index[spec.of][samples[name]]
-                share = float(((encoded.ids == UNKNOWN) & ~empty)[chosen].mean())
-                if share:
-                    unseen[name][spec.column] = share
+            count = _count_values(columns.categories(spec.column, spec.of))
+        missing[spec.column] = float((count == 0).mean()) if len(count) else 0.0
+        keys = [encoded]
+        if spec.slot is not None:  # a key for each of the first values of a row
+            slots = zip(schema.features, ids, strict=False)
+            keys = [key for other, key in slots if other.column == spec.column and other.slot is not None]
+            count = np.minimum(count, len(keys))
+        for name in held_out:
+            chosen = index[spec.of][samples[name]]
+            known = sum(key.known_counts(chosen) for key in keys)
+            shares = {
+                spec.column: float(((known == 0) & (count[chosen] > 0)).mean()),
+                f"{spec.column} {_PARTLY}": float(((known > 0) & (known < count[chosen])).mean()),
+            }
+            unseen[name] |= {column: share for column, share in shares.items() if share}
     for names, entity in ((config.user_dense, "user"), (config.item_dense, "item")):
         for name in names:
             missing[name] = float((~np.isfinite(columns.numbers(name, entity))).mean())
     return missing, unseen
 
 
-def _empty(column: pa.Array) -> np.ndarray:
-    """`[N]` bool: rows without a value, or with an empty list."""
-    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
-        return pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False) == 0
-    return column.is_null().to_numpy(zero_copy_only=False)
+def _count_values(column: pa.Array) -> np.ndarray:
+    """`[N]` int64: the number of values of each row, 0 where it is missing or an empty list."""
+    if is_multi_valued(column):
+        return np.diff(present(column)[1])
+    return column.is_valid().to_numpy(zero_copy_only=False).astype(np.int64)
 
 
 def _date(seconds: float) -> str | None:

@@ -108,3 +108,17 @@ def test_values_of_rules_that_no_row_has_are_warned_of(write):
         f"history '{rules['history']}': no row has the value '2'; values of 'liked': 0 (20), 1 (20)",
     ]
     assert load(write, table, history="tag == t1").warnings == []
+
+
+@pytest.mark.parametrize("of", ["user", "item", "event"])
+def test_unseen_values_of_multi_valued_columns_are_counted(write, of):
+    """In the test split two samples have unseen values alone, and one of four has an unseen one beside a seen one."""
+    tags = {36: "new", 37: "a;new", 38: "new;newer", 39: ""}
+    table = [[*row[:4], tags.get(i, "a;b"), "a"] for i, row in enumerate(rows())]
+    for i in tags:
+        table[i][0] = table[i][1] = f"u{i}"  # their users and items have no other row
+    summary = load(write, table, separators={"tag": ";"}, **{f"{of}_categorical": ["tag"]})
+    seen = {name: share for name, share in summary.unseen["test"].items() if name not in ("user", "item")}
+    assert seen == {"tag": 0.5, "tag (in part)": 0.25}
+    assert summary.unseen["validation"].keys() == {"user", "item"}
+    assert "tag 50.0%, tag (in part) 25.0%" in str(summary)
