@@ -125,6 +125,23 @@ def test_internals_lists_every_file():
     assert sorted(listed) == sorted(path for path in files if not path.endswith("__init__.py"))
 
 
+def test_the_readme_and_the_overview_name_every_page():
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    for text, folder in ((TEXTS["README.md"], "docs/"), (TEXTS["docs/index.md"], "")):
+        assert {page for page in pages if f"({folder}{page})" not in text} == set()
+
+
+def test_the_readme_names_every_example():
+    examples = [path.name for path in (ROOT / "examples").glob("*.py")]
+    assert [name for name in examples if name not in TEXTS["README.md"].split("## File tree")[1]] == []
+
+
+def test_the_readme_trains_on_an_own_table_as_the_page_does():
+    command = TEXTS["docs/own-data.md"].split("```sh\n")[1].split("```")[0]
+    assert "--data.event_categorical" in command and "--model.bias" in command
+    assert command in TEXTS["README.md"]
+
+
 def test_readme_is_short():
     assert len(TEXTS["README.md"].splitlines()) <= 150
 
