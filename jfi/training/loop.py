@@ -252,7 +252,7 @@ class Trainer:
         seconds, first = progress.train_seconds, self._samples_done()
         started = logged = self.clock()
         logged_samples = first
-        for _ in self._outputs("train", training.batch_size, progress.batch, f"epoch {progress.epoch + 1}"):
+        for _ in self._outputs("train", training.batch_size, progress.position, f"epoch {progress.epoch + 1}"):
             if "average" in self.modules:
                 self.modules["average"].update_parameters(self.model)
             progress.batch += 1
@@ -260,11 +260,11 @@ class Trainer:
             now = self.clock()
             progress.train_seconds += now - started
             started = now
-            if progress.step % training.log_every == 0 or progress.batch == batches:
+            if progress.step % training.log_every == 0 or progress.position == batches:
                 self._log_window(recorder, (self._samples_done() - logged_samples) / max(now - logged, 1e-9))
                 logged, logged_samples = now, self._samples_done()
             due = training.checkpoint_every and progress.step % training.checkpoint_every == 0
-            if due and progress.batch < batches:
+            if due and progress.position < batches:
                 self._save(run, recorder)
                 saved = self.clock()
                 started, logged = saved, logged + saved - started
@@ -273,7 +273,7 @@ class Trainer:
 
     def _samples_done(self) -> int:
         """Samples of the epoch that the steps so far have seen, on all ranks."""
-        return min(self.progress.batch * self.config.training.batch_size, self.dataset.num_samples("train"))
+        return min(self.progress.position * self.config.training.batch_size, self.dataset.num_samples("train"))
 
     def _outputs(self, split: str, size: int, start: int, label: str) -> Iterator[Output]:
         """Runs the model on the batches of a split; in training mode an optimizer step follows each."""
@@ -306,7 +306,7 @@ class Trainer:
         if self.world.launched:
             # DDP averages gradients over the ranks, so a rank divides the sum over its samples by batch size / ranks.
             batch_size = self.config.training.batch_size
-            rest = self.dataset.num_samples("train") - self.progress.batch * batch_size
+            rest = self.dataset.num_samples("train") - self.progress.position * batch_size
             mean_part = min(batch_size, rest) / self.world.size
             total = binary_cross_entropy_with_logits(logits, labels, reduction="sum")
             loss = total / mean_part
@@ -364,7 +364,7 @@ class Trainer:
 
     def _end_epoch(self, metrics: dict[str, float], speed: float, run: RunFolder, recorder: Recorder) -> None:
         progress, monitor = self.progress, self.config.training.monitor
-        progress.epoch, progress.batch = progress.epoch + 1, 0
+        progress.epoch, progress.batch, progress.first_batch = progress.epoch + 1, 0, 0
         score = metrics[monitor] if monitor == "auc" else -metrics[monitor]
         if progress.epoch == 1 or score > progress.best:
             progress.best, progress.best_epoch = score, progress.epoch

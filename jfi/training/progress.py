@@ -26,7 +26,8 @@ class Progress:
 
     Args:
         epoch: finished epochs.
-        batch: finished batches of the next epoch.
+        batch: finished batches of the next epoch, those before it was started anew included.
+        first_batch: of these, the ones before it was started anew.
         step: finished steps.
         best_epoch: the epoch with the best validation metric, counted from 1; 0 before the first.
         best: its metric, with the sign that makes a larger value better.
@@ -35,10 +36,12 @@ class Progress:
         train_seconds: time spent in training steps.
         world_size: number of processes; 0 for a run without torchrun.
         config: all fields of the config.
+        batches: what the batches of an epoch follow from, see `run_data.describe_batches`.
     """
 
     epoch: int = 0
     batch: int = 0
+    first_batch: int = 0
     step: int = 0
     best_epoch: int = 0
     best: float = -math.inf
@@ -47,6 +50,27 @@ class Progress:
     train_seconds: float = 0.0
     world_size: int = 0
     config: dict = field(default_factory=dict)
+    batches: dict = field(default_factory=dict)
+
+    @property
+    def position(self) -> int:
+        """The number of the next batch of the epoch."""
+        return self.batch - self.first_batch
+
+    def use_batches(self, batches: dict) -> str | None:
+        """Sets `batches`; an epoch that has begun with other ones starts anew, and the result is a line that says so.
+
+        `batch` goes on, so that a later checkpoint never has the name of an earlier one.
+        """
+        old, self.batches = self.batches, batches
+        if not self.position or old == batches:
+            return None
+        what = ", ".join(
+            f"{name} was {old.get(name)} and is {now}" for name, now in batches.items() if now != old.get(name)
+        )
+        line = f"epoch {self.epoch + 1} starts anew after {self.position} batches, with the weights so far: {what}"
+        self.first_batch = self.batch
+        return line
 
 
 def last_progress(run: RunFolder) -> tuple[Path | None, Progress]:

@@ -8,7 +8,7 @@ import dataclasses
 from typing import Literal
 
 from jfi.data import DataError, DataSchema, InteractionDataset
-from jfi.data.fingerprint import Fingerprint
+from jfi.data.fingerprint import NAME, Fingerprint
 from jfi.data.prepared import resolve
 from jfi.files import writing_folder
 from jfi.training.checkpoint import latest_checkpoint
@@ -26,7 +26,7 @@ def save_data(run: RunFolder, dataset: InteractionDataset, config: Config) -> No
     fingerprint = Fingerprint.of(dataset, config.data).text()
     with writing_folder(run.data) as unfinished:
         dataset.schema.write(unfinished)
-        (unfinished / "fingerprint.json").write_text(fingerprint, encoding="utf-8")
+        (unfinished / NAME).write_text(fingerprint, encoding="utf-8")
 
 
 def load_schema(run: RunFolder) -> DataSchema:
@@ -68,6 +68,21 @@ def load_data(run: RunFolder, config: Config, world: World, changed: DataChanged
     return dataset
 
 
+def describe_batches(run: RunFolder, config: Config) -> dict[str, object]:
+    """What the batches of an epoch follow from, besides the number of the epoch: where it is equal, so are they.
+
+    Raises:
+        DataError: the run's fingerprint is missing or damaged.
+    """
+    known, training = Fingerprint.load(run.data / NAME), config.training
+    return {
+        "the number of training samples": known.samples["train"],
+        "the SHA-256 of the training samples": known.splits["train"],
+        "training.batch_size": training.batch_size,
+        "training.seed": training.seed,
+    }
+
+
 def _check_prepared(run: RunFolder, config: Config) -> None:
     """Raises ConfigError if a prepared dataset was made again with other settings than the run has."""
     now = resolve(config.data)
@@ -81,7 +96,7 @@ def _check_prepared(run: RunFolder, config: Config) -> None:
 
 
 def _compare(run: RunFolder, config: Config, dataset: InteractionDataset, changed: DataChanged) -> None:
-    path = run.data / "fingerprint.json"
+    path = run.data / NAME
     now = Fingerprint.of(dataset, config.data)
     changes = Fingerprint.load(path).changes(now)
     if changes is None:

@@ -12,7 +12,7 @@ from jfi.training.config import Config
 from jfi.training.distributed import World, join_world
 from jfi.training.loop import Result, Trainer
 from jfi.training.progress import check_config
-from jfi.training.run_data import DataChanged, load_data, save_data
+from jfi.training.run_data import DataChanged, describe_batches, load_data, save_data
 from jfi.training.run_folder import RunFolder, check_new, new_run_dir
 from jfi.training.run_lock import writing_run
 from jfi.training.shared_data import load_shared
@@ -53,7 +53,7 @@ def train(config: Config, dataset: InteractionDataset | None = None) -> Result:
         trainer.load_pretrained()
         path = world.on_first(lambda: Path(run_dir or new_run_dir()))
         with writing_run(path, world):
-            return trainer.fit(world.on_first(lambda: _create(config, path, dataset)))
+            return _fit(trainer, world.on_first(lambda: _create(config, path, dataset)))
 
 
 def resume(
@@ -64,7 +64,9 @@ def resume(
 ) -> Result:
     """Continues the run in `run_dir` from its last complete checkpoint, or from the start if there is none.
 
-    It encodes the data with the vocabularies, quantiles and means that the run has learnt at its start.
+    It encodes the data with the vocabularies, quantiles and means that the run has learnt at its start. Where an
+    accepted change makes other batches, an epoch that has begun starts anew with the weights so far, and a line on
+    stdout says so.
 
     Args:
         run_dir: the run folder.
@@ -100,4 +102,11 @@ def _continue(run: RunFolder, config: Config, world: World, data_changed: DataCh
     trainer.restore(run)
     if begins:
         trainer.load_pretrained()
+    return _fit(trainer, run)
+
+
+def _fit(trainer: Trainer, run: RunFolder) -> Result:
+    anew = trainer.progress.use_batches(trainer.world.on_first(lambda: describe_batches(run, trainer.config)))
+    if anew is not None and trainer.world.is_first:
+        print(anew, flush=True)
     return trainer.fit(run)

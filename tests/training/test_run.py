@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -135,6 +137,13 @@ def test_resume_after_an_interruption_is_bit_exact(finished, tmp_path, monkeypat
 
 def killed_after(step: int, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trains and dies behind so many steps."""
+    with killing_after(step, monkeypatch):
+        train(config)
+
+
+@contextmanager
+def killing_after(step: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Training within the block dies behind so many steps."""
     optimizer_steps = 0
     build = build_optimizer
 
@@ -155,7 +164,7 @@ def killed_after(step: int, config: Config, monkeypatch: pytest.MonkeyPatch) -> 
     with monkeypatch.context() as patched:
         patched.setattr("jfi.training.loop.build_optimizer", counting)
         with pytest.raises(RuntimeError, match="killed"):
-            train(config)
+            yield
 
 
 def test_an_encoder_learns_and_resumes_to_the_same_bits(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from own_table import config_of, row, write_table
-from test_run import read_results
+from test_run import assert_same_run, killed_after, killing_after, read_results
 from worker import without_pictures
 
 from jfi.data import DataConfig, DataError, load_dataset
@@ -172,6 +172,56 @@ def test_resume_goes_on_with_changed_data_where_it_is_accepted(copied, monkeypat
     # The third epoch was on the new rows, with the old vocabulary; what is accepted once is not refused again.
     assert [r["epoch"] for r in read_metrics(copied / "run/metrics.jsonl") if r["split"] == "validation"] == [1, 2, 3]
     assert (copied / "run/data/vocabularies.parquet").read_bytes() == vocabularies
+
+
+@pytest.fixture
+def begun(copied, monkeypatch) -> Path:
+    """The table, and a run of it that was killed behind 4 of the 5 batches of its first epoch, of which it saved 3."""
+    shutil.rmtree(copied / "run")
+    config = config_of(copied / "table.csv", copied / "run", epochs=1, checkpoint_every=3)
+    killed_after(4, config, monkeypatch)
+    return copied
+
+
+def edit_training(folder: Path, **settings: object) -> None:
+    config = load_config(folder / "run/config.yaml").with_training(**settings)
+    save_config(config, folder / "run/config.yaml")
+
+
+def last_step(folder: Path) -> int:
+    (step,) = [r["step"] for r in read_metrics(folder / "run/metrics.jsonl") if r["split"] == "validation"]
+    return step
+
+
+def test_an_epoch_that_has_begun_starts_anew_where_accepted_data_has_other_batches(begun, capsys):
+    edit_rows(lambda rows: rows[:60])(begun)
+    resume(begun / "run", data_changed="accept")
+    lines = [line for line in capsys.readouterr().out.splitlines() if "anew" in line]
+    assert len(lines) == 1 and lines[0].startswith(
+        "epoch 1 starts anew after 3 batches, with the weights so far: the number of training samples was 160 and is 48"
+    )
+    assert last_step(begun) == 3 + 2  # two batches of the 48 training rows
+
+
+def test_an_epoch_that_started_anew_is_resumed_to_the_same_bits(begun, tmp_path, capsys, monkeypatch):
+    edit_training(begun, batch_size=16)
+    shutil.copytree(begun / "run", tmp_path / "whole")
+    resume(tmp_path / "whole", config_changed="accept")
+    assert "training.batch_size was 32 and is 16" in capsys.readouterr().out
+    with killing_after(5, monkeypatch):
+        resume(begun / "run", config_changed="accept")
+    capsys.readouterr()
+    resume(begun / "run")
+    assert "anew" not in capsys.readouterr().out
+    assert last_step(begun) == 3 + 10
+    assert_same_run(begun / "run", tmp_path / "whole")
+
+
+def test_an_accepted_change_that_leaves_the_batches_alone_continues_the_epoch(begun, capsys):
+    edit_training(begun, patience=3)
+    edit_rows(lambda rows: [[*line[:5], 2 * line[5], *line[6:]] for line in rows])(begun)
+    resume(begun / "run", config_changed="accept", data_changed="accept")
+    assert "anew" not in capsys.readouterr().out and last_step(begun) == 5
 
 
 @pytest.mark.parametrize("options", [["--data-changed", "accept"], ["--resume", "run", "--training.epochs", "3"]])
