@@ -95,6 +95,8 @@ def _memory(error: Exception) -> str:
 
 def _storage(error: OSError) -> str:
     reason = error.strerror or str(error) or type(error).__name__
+    if error.errno is not None and "[errno " in reason:  # Arrow's, such as "Error writing bytes to file. Detail: [..."
+        reason = os.strerror(error.errno)
     return reason if error.filename is None else f"{error.filename}: {reason}"
 
 

@@ -1,5 +1,6 @@
 """Files that are written whole or not at all, and folders whose files are verified by SHA-256; standard library."""
 
+import errno
 import hashlib
 import os
 import re
@@ -10,6 +11,7 @@ from pathlib import Path
 
 #: The checksums of the other files of a folder, in the layout of `sha256sum`, whose `-c` verifies it.
 SUMS = "SHA256SUMS"
+_WRONG_PATH = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL}
 _LINE = re.compile(r"([0-9a-f]{64})  (\w[\w.-]*)")
 
 
@@ -75,6 +77,31 @@ def naming(path: Path) -> Iterator[None]:
         if error.filename is None:
             error.filename = str(path)
         raise
+
+
+@contextmanager
+def reading_file(path: str | Path, fault: type[Exception]) -> Iterator[None]:
+    """Turns an OSError that says that `path` is no file into a `fault`; one of the storage stays and gets the name.
+
+    Example:
+        >>> with reading_file("gone.csv", ValueError):
+        ...     open("gone.csv")
+        Traceback (most recent call last):
+        ValueError: gone.csv: no such file or directory
+    """
+    try:
+        with naming(Path(path)):
+            yield
+    except OSError as error:
+        if is_storage_fault(error):
+            raise
+        raise fault(f"{path}: {(error.strerror or 'cannot be read').lower()}") from error
+
+
+def is_storage_fault(error: Exception) -> bool:
+    """Whether the storage is at fault (no rights, an I/O error), and not the path or what the file holds."""
+    # Libraries that find a file damaged raise an OSError without a number.
+    return isinstance(error, OSError) and error.errno is not None and error.errno not in _WRONG_PATH
 
 
 def write_file(path: Path, content: bytes | str) -> None:

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from jfi.data.errors import DataError
+from jfi.files import reading_file
 
 
 def checked_json(kind: str, content: dict) -> str:
@@ -19,10 +20,10 @@ def read_checked_json(path: Path, kind: str) -> dict:
     Raises:
         DataError: it is missing, damaged or of another kind, as one line that names it.
     """
+    with reading_file(path, DataError):
+        content = path.read_bytes()
     try:
-        tree = json.loads(path.read_bytes())
-    except OSError as error:
-        raise DataError(f"{path}: {(error.strerror or 'cannot be read').lower()}") from None
+        tree = json.loads(content)
     except (ValueError, RecursionError):
         raise DataError(f"{path}: damaged, it is not JSON") from None
     if not isinstance(tree, dict) or tree.get("format") != kind:

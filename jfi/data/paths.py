@@ -7,6 +7,7 @@ from urllib.parse import unquote
 
 from jfi.data.errors import DataError
 from jfi.data.layouts import KNOWN_NAMES, Layout, find_layout
+from jfi.files import reading_file
 
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 
@@ -86,7 +87,8 @@ def _file(path: str, partitions: dict[str, str | None] | None = None) -> File:
 
 def _folder(folder: str) -> list[File]:
     def refuse(error: OSError) -> None:
-        raise DataError(f"{error.filename}: {(error.strerror or 'cannot be read').lower()}") from error
+        with reading_file(error.filename, DataError):
+            raise error
 
     found = []
     for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):

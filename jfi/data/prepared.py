@@ -29,6 +29,7 @@ from jfi.data.negatives import NegativeSampler
 from jfi.data.schema import DataSchema, Entity, FeatureSpec
 from jfi.data.splits import SPLITS
 from jfi.encoding import UNKNOWN
+from jfi.files import is_storage_fault, naming
 
 FORMAT = "jfi prepared dataset 1"
 MANIFEST = "manifest.json"
@@ -79,6 +80,8 @@ class Manifest:
         except FileNotFoundError:
             raise DataError(f"{folder}: not a prepared dataset, {MANIFEST} is missing") from None
         except OSError as error:
+            if is_storage_fault(error):
+                raise
             raise DataError(f"{path}: {(error.strerror or 'cannot be read').lower()}") from None
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise DataError(f"{path}: not a manifest of this version of jfi: {error}") from None
@@ -213,10 +216,13 @@ def read_arrow(path: Path) -> dict[str, pa.Array]:
         DataError: it is missing or damaged.
     """
     try:
-        return map_arrow(path)
+        with naming(path):
+            return map_arrow(path)
     except FileNotFoundError:
         raise DataError(f"{path.parent}: damaged, {path.name} is missing") from None
     except (OSError, ValueError) as error:
+        if is_storage_fault(error):
+            raise
         raise DataError(f"{path}: damaged: {error}") from None
 
 

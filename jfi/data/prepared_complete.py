@@ -37,7 +37,7 @@ from jfi.data.samples import choose_samples
 from jfi.data.schema import DataSchema, Entity
 from jfi.data.source import column_settings
 from jfi.data.splits import SPLITS
-from jfi.files import sync
+from jfi.files import is_storage_fault, sync
 
 #: From this number of events on, their order in time is computed outside of memory.
 _LARGE = 1 << 22
@@ -113,6 +113,8 @@ def _parts(folder: Path, name: str) -> Iterator[tuple[str, pa.RecordBatch]]:
                         (shown, b.slice(first)[: last - first]) for b in batches for first, last in blocks(len(b))
                     )
         except (OSError, pa.ArrowInvalid) as error:
+            if is_storage_fault(error):
+                raise
             raise DataError(f"{path}: damaged: {error}") from error
 
 

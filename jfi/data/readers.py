@@ -2,8 +2,7 @@
 
 import codecs
 import contextlib
-from collections.abc import Container, Iterator
-from contextlib import contextmanager
+from collections.abc import Container
 from dataclasses import replace
 
 import pyarrow as pa
@@ -16,6 +15,7 @@ from jfi.data.read_json import read_json
 from jfi.data.read_parquet import read_parquet
 from jfi.data.read_text import read_text
 from jfi.data.table import Table
+from jfi.files import reading_file
 
 
 def read_table(
@@ -37,6 +37,7 @@ def read_table(
     Raises:
         DataError: a file cannot be read, its name has no known layout, a row is malformed, or the files differ in the
             columns that are in use.
+        OSError: the storage gives no rights, or fails.
     """
     files = find_files(paths, setting)
     tables = [read_file(file, wanted, encoding, quoting) for file in files]
@@ -50,21 +51,12 @@ def read_file(file: File, wanted: Container[str], encoding: str, quoting: bool) 
         layout = replace(layout, encodings=(encoding,))
     if not quoting:
         layout = replace(layout, quote=None)
-    with reading(path):
+    with reading_file(path, DataError):
         if layout.format == "parquet":
             table = read_parquet(path, wanted)
         else:
             table = (read_json if layout.format == "json" else read_text)(path, layout, wanted)
     return add_partitions(table, file, wanted)
-
-
-@contextmanager
-def reading(path: str) -> Iterator[None]:
-    """Turns an OSError within into a DataError that names the file."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{path}: {(error.strerror or 'cannot be read').lower()}") from error
 
 
 def add_partitions(table: Table, file: File, wanted: Container[str]) -> Table:

@@ -19,7 +19,7 @@ import pyarrow.parquet
 from jfi.data.checked_json import checked_json, read_checked_json
 from jfi.data.errors import DataError
 from jfi.encoding import HashBuckets, Vocabulary
-from jfi.files import sha256_of, writing_folder
+from jfi.files import reading_file, sha256_of, writing_folder
 
 Role = Literal["user", "item", "history", "bucket"]
 Entity = Literal["user", "item", "event"]
@@ -223,12 +223,10 @@ class DataSchema:
 
 
 def _read_large(path: Path, content: dict) -> dict[str, Strings]:
-    try:
+    with reading_file(path, DataError):
         if sha256_of(path) != content["sha256"]:
             raise DataError(f"{path}: damaged, it does not match the SHA-256 in {_SMALL}")
         values = pyarrow.parquet.read_table(path, columns=["value"]).column("value")
-    except OSError as error:
-        raise DataError(f"{path}: {(error.strerror or 'cannot be read').lower()}") from None
     columns, start = {}, 0
     for name, count in content["values"].items():
         columns[name] = Strings(values.slice(start, count).combine_chunks())

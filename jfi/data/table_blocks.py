@@ -13,8 +13,9 @@ from jfi.data.decode import UTF8
 from jfi.data.errors import DataError
 from jfi.data.paths import File, find_files
 from jfi.data.read_parquet import iterate_parquet
-from jfi.data.readers import add_partitions, read_file, reading
+from jfi.data.readers import add_partitions, read_file
 from jfi.data.table import Table
+from jfi.files import reading_file
 
 #: Rows that are read at a time.
 BLOCK = 1 << 18
@@ -46,7 +47,7 @@ def _file_blocks(file: File, wanted: Container[str], encoding: str, quoting: boo
         yield from cut_table(read_file(file, wanted, encoding, quoting), size)
         return
     start = 0
-    with reading(file.path):
+    with reading_file(file.path, DataError):
         for table in iterate_parquet(file.path, wanted, size):
             yield _shifted(add_partitions(table, file, wanted), start)
             start += len(table)

@@ -20,7 +20,7 @@ import yaml
 
 from jfi.data import DataError
 from jfi.exit_codes import EXIT_CODES, run_command, shorten
-from jfi.files import write_file
+from jfi.files import is_storage_fault, write_file
 from jfi.suggest import suggest
 from jfi.training.config import Config, ConfigError
 
@@ -114,6 +114,8 @@ def _check_file(path: str) -> None:
         _check_size(text, path)
         tree = yaml.safe_load(text)
     except OSError as error:
+        if is_storage_fault(error):
+            raise
         raise ConfigError(f"--config {path}: {error.strerror or error}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from jfi.data import DataSchema
 from jfi.data.schema import as_array
+from jfi.files import is_storage_fault, naming
 from jfi.training.config import ConfigError, PretrainedConfig
 
 
@@ -101,6 +102,9 @@ def _read_parquet(key: str, config: PretrainedConfig) -> tuple[pa.Array, np.ndar
 
 
 def _fault(error: Exception, path: str) -> str:
+    if is_storage_fault(error):
+        with naming(Path(path)):
+            raise error
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or path}: {error.strerror.lower()}"
     return f"{path}: {str(error).splitlines()[0]}"
