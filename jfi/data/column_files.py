@@ -1,6 +1,7 @@
 """Columns that grow on disk: a raw file each, appended to in blocks and read as a map of the file."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -60,6 +61,18 @@ def remove_columns(folder: Path) -> None:
 def file_name(number: int | str) -> str:
     """The name of a column's file; names of columns may hold any character."""
     return f"{number}.bin"
+
+
+def new_map(path: Path, kind: np.dtype | type, count: int) -> np.ndarray:
+    """`[count]` values to be written, as the map of a new `.npy` file.
+
+    Raises:
+        OSError: the storage has not enough space. Without this check a write to the map would end the process.
+    """
+    values = np.lib.format.open_memmap(path, "w+", kind, (count,))
+    with open(path, "r+b") as file:
+        os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    return values
 
 
 def write_arrow(path: Path, columns: Mapping[str, np.ndarray | pa.Array]) -> None:

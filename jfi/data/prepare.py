@@ -20,7 +20,7 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from jfi.data.arrange import Rows
-from jfi.data.column_files import ColumnWriter, read_columns, remove_columns
+from jfi.data.column_files import ColumnWriter, new_map, read_columns, remove_columns
 from jfi.data.columns import Categorical
 from jfi.data.config import DataConfig
 from jfi.data.dataset import InteractionDataset
@@ -40,7 +40,7 @@ from jfi.data.schema import DataSchema, FeatureSpec, as_array
 from jfi.data.source import column_settings
 from jfi.data.splits import SPLITS
 from jfi.data.table_blocks import count_rows, input_files
-from jfi.files import sync
+from jfi.files import naming, sync
 
 Advance = Callable[[int], None]
 _SCRATCH = "scratch"
@@ -84,7 +84,7 @@ def prepare_dataset(
         raise FileExistsError(17, "file exists", str(out))
     if schema is not None:
         check_fits(schema, column_settings(config))
-    with _locked(work, config, schema):
+    with naming(work), _locked(work, config, schema):
         stages = _Stages(work, None if show is None else not show)
         if config.source != "synthetic":
             _read_and_sort(config, work, stages, memory)
@@ -129,7 +129,7 @@ def _encode(config: DataConfig, schema: DataSchema | None, work: Path, folder: P
         schema = learn_schema(source, rows, config)
 
     def encode_event(spec: FeatureSpec) -> Categorical:
-        out = _new_map(folder / f"key-{schema.features.index(spec)}.npy", id_type(spec.num_embeddings), len(order))
+        out = new_map(folder / f"key-{schema.features.index(spec)}.npy", id_type(spec.num_embeddings), len(order))
         return encode_events(source, spec, schema, out)
 
     encoded = encode_features(source, schema, encode_event)
@@ -144,7 +144,7 @@ def _encode(config: DataConfig, schema: DataSchema | None, work: Path, folder: P
     samples = {name: read_columns(folder / name)["event"] for name in SPLITS}
     negatives = None
     if config.label is None:
-        by_item = order_by_item(events, _new_map(folder / "by_item.npy", index_type(len(order)), len(order)))
+        by_item = order_by_item(events, new_map(folder / "by_item.npy", index_type(len(order)), len(order)))
         negatives = NegativeSampler(events, by_item, items, config.negatives)
     dense = encode_dense(source, schema, config)
     return InteractionDataset(events, schema, encoded, dense, samples, negatives)
@@ -153,10 +153,6 @@ def _encode(config: DataConfig, schema: DataSchema | None, work: Path, folder: P
 def _split_writer(folder: Path, name: str, count: int) -> ColumnWriter:
     (folder / name).mkdir()
     return ColumnWriter(folder / name, {"event": index_type(count)})
-
-
-def _new_map(path: Path, kind: type[np.signedinteger], count: int) -> np.ndarray:
-    return np.lib.format.open_memmap(path, "w+", kind, (count,))
 
 
 class _Stages:

@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from jfi.data import splits
 from jfi.data.coded import blocks
-from jfi.data.column_files import ColumnWriter, map_arrow, read_columns, write_arrow
+from jfi.data.column_files import ColumnWriter, map_arrow, new_map, read_columns, write_arrow
 from jfi.data.columns import sort_ids
 from jfi.data.config import DataConfig
 from jfi.data.events import Events, index_type, user_blocks
@@ -108,7 +108,7 @@ def order_and_split(
             advance(end - begin)
 
     writer = ColumnWriter(folder, {"order": index_type(count)})
-    split = np.lib.format.open_memmap(folder / "split.npy", "w+", np.int8, (count,))
+    split = new_map(folder / "split.npy", np.int8, count)
     if config.split in ("column", "files"):
         split[:] = columns["split"]
     if config.split == "user":

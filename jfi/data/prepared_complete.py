@@ -11,7 +11,7 @@ import pyarrow.parquet
 from tqdm import tqdm
 
 from jfi.data.coded import BLOCK, blocks
-from jfi.data.column_files import ColumnWriter, map_arrow, read_columns, write_arrow
+from jfi.data.column_files import ColumnWriter, map_arrow, new_map, read_columns, write_arrow
 from jfi.data.config import DataConfig
 from jfi.data.dataset import InteractionDataset
 from jfi.data.errors import DataError
@@ -37,7 +37,7 @@ from jfi.data.samples import choose_samples
 from jfi.data.schema import DataSchema, Entity
 from jfi.data.source import column_settings
 from jfi.data.splits import SPLITS
-from jfi.files import is_storage_fault, sync
+from jfi.files import is_storage_fault, naming, sync
 
 #: From this number of events on, their order in time is computed outside of memory.
 _LARGE = 1 << 22
@@ -68,6 +68,11 @@ def complete_dataset(folder: str | Path, memory: str = "1GB", show: bool | None 
     check_held(manifest.data)
     schema, work = DataSchema.load(folder), folder / ".completing"
     check_fits(replace(schema, max_history=manifest.data.max_history), column_settings(manifest.data))
+    with naming(folder):
+        _complete(manifest, schema, folder, work, memory, show)
+
+
+def _complete(manifest: Manifest, schema: DataSchema, folder: Path, work: Path, memory: str, show: bool | None) -> None:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     try:
@@ -238,7 +243,7 @@ def _derive(
     samples = {name: read_columns(work / name)["event"] for name in SPLITS}
     negatives = None
     if config.label is None:
-        out = np.lib.format.open_memmap(work / "by_item.npy", "w+", kind, (len(events),))
+        out = new_map(work / "by_item.npy", kind, len(events))
         negatives = NegativeSampler(events, order_by_item(events, out), items, config.negatives)
     dense = tuple(read_dense(tables[of], names) for of, names in dense_names(config).items())
     return InteractionDataset(events, schema, columns, dense, samples, negatives)

@@ -15,8 +15,9 @@ import torch
 from tqdm import tqdm
 
 from jfi.data import DataConfig, DataError, DataSchema
+from jfi.data.column_files import new_map
 from jfi.data.scoring import ScoringParts, Sources
-from jfi.files import writing_file
+from jfi.files import naming, writing_file
 from jfi.models import SequenceDLRM
 from jfi.training.config import ConfigError
 from jfi.training.metrics import Predictions
@@ -97,9 +98,10 @@ def scored(
             raise DataError(f"column '{name}' has the name of a result; rename it")
     device = next(model.parameters()).device
     with tempfile.TemporaryDirectory(prefix=".jfi-", dir=folder) as name:
-        parts = ScoringParts(sources, Path(name), schema, config, by)
-        score = np.lib.format.open_memmap(f"{name}/score.npy", "w+", np.float32, (parts.num_rows,))
-        user = np.lib.format.open_memmap(f"{name}/user.npy", "w+", np.int64, (parts.num_rows,))
+        with naming(Path(name).parent):
+            parts = ScoringParts(sources, Path(name), schema, config, by)
+            score = new_map(Path(name) / "score.npy", np.float32, parts.num_rows)
+            user = new_map(Path(name) / "user.npy", np.int64, parts.num_rows)
         users = 0
         with tqdm(
             total=parts.num_rows, desc="predict", unit=" rows", unit_scale=True, disable=None, leave=False

@@ -10,6 +10,7 @@ from jfi.data.prepared import absent_setting, open_prepared
 from jfi.data.prepared_write import write_prepared
 from jfi.data.source import column_settings
 from jfi.data.summary import Summary
+from jfi.files import naming
 from jfi.training.distributed import World
 
 
@@ -45,7 +46,8 @@ def _write(config: DataConfig, schema: DataSchema | None) -> tuple[str, Summary]
     folder = tempfile.mkdtemp(prefix="jfi-dataset-")
     try:
         dataset = load_dataset(config, schema)
-        write_prepared(dataset, config, Path(folder), with_fingerprint=False)
+        with naming(Path(folder)):
+            write_prepared(dataset, config, Path(folder), with_fingerprint=False)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
