@@ -23,6 +23,7 @@ from jfi.data.samples import choose_samples
 from jfi.data.schema import DataSchema
 from jfi.data.source import Columns, column_settings, read_tables
 from jfi.data.summary import summarize
+from jfi.display import Display
 from jfi.encoding import UNKNOWN
 
 
@@ -64,13 +65,15 @@ def load_dataset(config: DataConfig, schema: DataSchema | None = None) -> Intera
     config.check()
     if schema is not None:
         check_fits(schema, column_settings(config))
-    tables = read_tables(config)
+    with Display("read the tables", None, ticking=True):
+        tables = read_tables(config)
     config = column_settings(config)
-    rows = sort_and_split(tables.interactions, config, tables.given_split)
-    columns = Columns(tables, rows, config)
-    if schema is None:
-        schema = learn_schema(columns, rows, config)
-    dataset = build_dataset(columns, rows, schema, config)
+    with Display("sort and encode the rows", None, ticking=True):
+        rows = sort_and_split(tables.interactions, config, tables.given_split)
+        columns = Columns(tables, rows, config)
+        if schema is None:
+            schema = learn_schema(columns, rows, config)
+        dataset = build_dataset(columns, rows, schema, config)
     dataset.summary.warnings.extend(warn_of_absent_values(tables.interactions, config.label, config.history))
     return dataset
 

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from tqdm import tqdm
 
 from jfi.data.arrange import Rows
 from jfi.data.column_files import ColumnWriter, new_map, read_columns, remove_columns
@@ -40,6 +39,7 @@ from jfi.data.schema import DataSchema, FeatureSpec, as_array
 from jfi.data.source import column_settings
 from jfi.data.splits import SPLITS
 from jfi.data.table_blocks import count_rows, input_files
+from jfi.display import Display
 from jfi.files import naming, sync
 
 Advance = Callable[[int], None]
@@ -47,7 +47,7 @@ _SCRATCH = "scratch"
 
 
 def prepare_dataset(
-    config: DataConfig, out: str | Path, memory: str = "1GB", schema: DataSchema | None = None, show: bool | None = None
+    config: DataConfig, out: str | Path, memory: str = "1GB", schema: DataSchema | None = None, show: bool = True
 ) -> None:
     """Writes the tables of a config as a prepared dataset, from which `data.prepared` trains.
 
@@ -60,7 +60,7 @@ def prepare_dataset(
         out: folder to write, must not exist. Beside it the folder `.<name>.preparing` holds up to five times its size.
         memory: most that the sorting engine holds in memory, such as "4GB".
         schema: of a run with these columns, to encode the tables with; None learns one.
-        show: whether to show a progress bar; None shows one if stderr is a terminal.
+        show: whether to show the progress on stderr: a bar on a terminal, and elsewhere a line every 30 seconds.
 
     Raises:
         DataError: a fault in the config or the tables, or another process is preparing the same folder.
@@ -85,7 +85,7 @@ def prepare_dataset(
     if schema is not None:
         check_fits(schema, column_settings(config))
     with naming(work), _locked(work, config, schema):
-        stages = _Stages(work, None if show is None else not show)
+        stages = _Stages(work, show)
         if config.source != "synthetic":
             _read_and_sort(config, work, stages, memory)
         with stages.run("result", None, "encode and write") as advance:
@@ -158,8 +158,8 @@ def _split_writer(folder: Path, name: str, count: int) -> ColumnWriter:
 class _Stages:
     """The stages that are finished, in a folder each."""
 
-    def __init__(self, work: Path, hidden: bool | None) -> None:
-        self._work, self._hidden = work, hidden
+    def __init__(self, work: Path, show: bool) -> None:
+        self._work, self._show = work, show
 
     def is_done(self, name: str) -> bool:
         return (self._work / f"{name}.done").exists()
@@ -173,7 +173,7 @@ class _Stages:
         Args:
             name: of the stage.
             total: the number of rows to expect, if known.
-            label: of the progress bar.
+            label: what the progress is of; the name if it is None.
         """
         if self.is_done(name):
             yield None
@@ -182,8 +182,8 @@ class _Stages:
         for left in (folder, self._work / _SCRATCH):
             shutil.rmtree(left, ignore_errors=True)
             left.mkdir()
-        with tqdm(total=total, desc=label or name, unit=" rows", unit_scale=True, disable=self._hidden) as bar:
-            yield bar.update
+        with Display(label or name, total, unit="rows", silent=not self._show, ticking=True) as display:
+            yield display.update
         pa.default_memory_pool().release_unused()
         sync(folder)
         (self._work / f"{name}.done").touch()

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
-from tqdm import tqdm
 
 from jfi.data.coded import BLOCK, blocks
 from jfi.data.column_files import ColumnWriter, map_arrow, new_map, read_columns, write_arrow
@@ -37,13 +36,14 @@ from jfi.data.samples import choose_samples
 from jfi.data.schema import DataSchema, Entity
 from jfi.data.source import column_settings
 from jfi.data.splits import SPLITS
+from jfi.display import Display
 from jfi.files import is_storage_fault, naming, sync
 
 #: From this number of events on, their order in time is computed outside of memory.
 _LARGE = 1 << 22
 
 
-def complete_dataset(folder: str | Path, memory: str = "1GB", show: bool | None = None) -> None:
+def complete_dataset(folder: str | Path, memory: str = "1GB", show: bool = True) -> None:
     """Makes a folder that another program has written a complete prepared dataset; one that is complete is left alone.
 
     `events`, `users` and `items` may each be a file of Arrow or a folder of parts, Parquet or Arrow, whose rows follow
@@ -53,7 +53,7 @@ def complete_dataset(folder: str | Path, memory: str = "1GB", show: bool | None 
     Args:
         folder: with manifest.json, the schema, events, users and items, see docs/prepared-data.md.
         memory: most that the sorting engine holds in memory.
-        show: whether to show a progress bar; None shows one if stderr is a terminal.
+        show: whether to show the progress on stderr: a bar on a terminal, and elsewhere a line every 30 seconds.
 
     Raises:
         DataError: a file is missing, or breaks a rule of the layout; the message names the file and the row.
@@ -72,20 +72,21 @@ def complete_dataset(folder: str | Path, memory: str = "1GB", show: bool | None 
         _complete(manifest, schema, folder, work, memory, show)
 
 
-def _complete(manifest: Manifest, schema: DataSchema, folder: Path, work: Path, memory: str, show: bool | None) -> None:
+def _complete(manifest: Manifest, schema: DataSchema, folder: Path, work: Path, memory: str, show: bool) -> None:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     try:
         tables = {of: _join_small(folder, of, schema, manifest.data) for of in ("user", "item")}
-        with tqdm(desc="events", unit=" rows", unit_scale=True, disable=None if show is None else not show) as bar:
+        with Display("events", None, unit="rows", silent=not show, ticking=True) as display:
             counts = {of: len(next(iter(table.values()))) for of, table in tables.items()}
-            columns = _join_events(folder, work, schema, counts, manifest.data.label is None, bar)
+            columns = _join_events(folder, work, schema, counts, manifest.data.label is None, display)
         write_arrow(work / "events.arrow", columns)
         for of, table in tables.items():
             write_arrow(work / f"{of}s.arrow", table)
         tables = {of: map_arrow(work / f"{of}s.arrow") for of in ("event", "user", "item")}
         events = Events(*(as_numpy(tables["event"][name]) for name in COLUMNS))
-        dataset = _derive(events, tables, schema, manifest.data, work, memory)
+        with Display("sort and derive", None, silent=not show, ticking=True):
+            dataset = _derive(events, tables, schema, manifest.data, work, memory)
         write_derived(dataset.arrays(), work)
         Fingerprint.of(dataset, manifest.data).save(work / FINGERPRINT)
         for path in [path for path in work.iterdir() if path.suffix in (".arrow", ".json")]:
@@ -153,7 +154,7 @@ def _join_small(folder: Path, of: Entity, schema: DataSchema, config: DataConfig
 
 
 def _join_events(
-    folder: Path, work: Path, schema: DataSchema, counts: dict[Entity, int], is_implicit: bool, bar: tqdm
+    folder: Path, work: Path, schema: DataSchema, counts: dict[Entity, int], is_implicit: bool, display: Display
 ) -> dict:
     """The columns of events as maps of files in `work`, checked."""
     ids = {spec.key: spec.num_embeddings for spec in schema.features[:-1] if spec.of == "event"}
@@ -177,7 +178,7 @@ def _join_events(
             _check_ids(column, count, file, name, start)
             writer.append(name, column.to_numpy())
         start += len(batch)
-        bar.update(len(batch))
+        display.update(len(batch))
     check.finish(start)
     writer.close()
     return read_columns(work)

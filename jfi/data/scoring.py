@@ -29,6 +29,7 @@ from jfi.data.schema import DataSchema
 from jfi.data.source import Columns, Tables
 from jfi.data.table import Table
 from jfi.data.table_blocks import cut_table, read_blocks
+from jfi.display import Display
 
 #: About the number of rows of a file.
 _PART = 1 << 19
@@ -103,11 +104,14 @@ class ScoringParts:
         self._writers: list = [None] * min(_MAX_PARTS, 1 + count // _PART)
         self._keys = None
         try:
-            if sources.history is not None:
-                for table in _tables(sources.history, wanted, config, "history"):
-                    self._write(table, scored=False)
-            for table in _tables(sources.interactions, wanted | set(self._by), config, "interactions"):
-                self._write(table, scored=True)
+            with Display("read", None, unit="rows", ticking=True) as display:
+                if sources.history is not None:
+                    for table in _tables(sources.history, wanted, config, "history"):
+                        self._write(table, scored=False)
+                        display.update(len(table))
+                for table in _tables(sources.interactions, wanted | set(self._by), config, "interactions"):
+                    self._write(table, scored=True)
+                    display.update(len(table))
         finally:
             for writer in (*self._writers, self._keys):
                 if writer is not None:

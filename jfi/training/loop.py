@@ -26,6 +26,7 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from tqdm import tqdm
 
 from jfi.data import Batch, InteractionDataset
+from jfi.display import Display
 from jfi.training.build import build_model, build_optimizer, draw_tables, table_configs
 from jfi.training.checkpoint import (
     DamagedCheckpointError,
@@ -36,7 +37,6 @@ from jfi.training.checkpoint import (
     verify_checkpoint,
 )
 from jfi.training.config import Config, ConfigError
-from jfi.training.display import Display
 from jfi.training.distributed import World
 from jfi.training.interrupt import Interrupted, StopRequest, stop_on_signals
 from jfi.training.metrics import Predictions, normalized_entropy

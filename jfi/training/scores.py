@@ -12,11 +12,11 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 import torch
-from tqdm import tqdm
 
 from jfi.data import DataConfig, DataError, DataSchema
 from jfi.data.column_files import new_map
 from jfi.data.scoring import ScoringParts, Sources
+from jfi.display import Display
 from jfi.files import naming, writing_file
 from jfi.models import SequenceDLRM
 from jfi.training.config import ConfigError
@@ -103,9 +103,7 @@ def scored(
             score = new_map(Path(name) / "score.npy", np.float32, parts.num_rows)
             user = new_map(Path(name) / "user.npy", np.int64, parts.num_rows)
         users = 0
-        with tqdm(
-            total=parts.num_rows, desc="predict", unit=" rows", unit_scale=True, disable=None, leave=False
-        ) as bar:
+        with Display("predict", parts.num_rows, unit="rows") as display:
             for part in parts:
                 start, last = 0, 0
                 for batch in part.dataset.batches("rows", batch_size):
@@ -116,7 +114,7 @@ def scored(
                         score[rows] = model(here.dense_features, here.sparse_features).squeeze(-1).float().cpu().numpy()
                     user[rows] = users + batch.users.numpy()
                     last = max(last, int(batch.users.max()) + 1)
-                    bar.update(len(rows))
+                    display.update(len(rows))
                 users += last
         yield Scores(parts, score, user)
 

@@ -2,16 +2,24 @@
 
 import io
 import itertools
+import time
+from collections.abc import Callable
 
 import pytest
+from own_table import config_of, row, write_table
 from test_run import tiny
 
-from jfi.data import load_dataset
-from jfi.training.display import Display
+from jfi.data import load, load_dataset
+from jfi.data.prepare import prepare_dataset
+from jfi.data.prepared_complete import complete_dataset
+from jfi.data.scoring import Sources
+from jfi.display import Display
+from jfi.training.build import build_model
 from jfi.training.distributed import World
 from jfi.training.loop import Trainer
 from jfi.training.recorder import SPEED, read_metrics
 from jfi.training.run_folder import RunFolder
+from jfi.training.scores import scored
 
 
 class Terminal(io.StringIO):
@@ -47,6 +55,64 @@ def test_a_terminal_gets_a_bar_and_no_lines():
         display.update(5)
         display.bar.refresh()
     assert "epoch 1:  50%" in out.getvalue() and "left" not in out.getvalue()
+
+
+def test_a_task_of_unknown_length_shows_what_is_done_and_the_time():
+    out, seconds = io.StringIO(), itertools.count(0.0, 40.0)
+    with Display("read", None, clock=lambda: next(seconds), stream=out, unit="rows") as display:
+        display.update(0)
+        display.update(8000)
+    assert out.getvalue().splitlines() == ["read: 0:40 so far", "read: 8,000 rows, 100 rows/s, 1:20 so far"]
+
+
+def test_a_ticking_task_writes_lines_while_nothing_is_done():
+    out = io.StringIO()
+    with Display("read the tables", None, stream=out, interval=0.02, ticking=True):
+        time.sleep(0.3)
+    lines = out.getvalue().splitlines()
+    assert len(lines) >= 2 and set(lines) == {"read the tables: 0:00 so far"}
+    time.sleep(0.05)
+    assert len(out.getvalue().splitlines()) == len(lines)
+
+
+@pytest.fixture
+def shown(monkeypatch, capsys) -> Callable[[], list[str]]:
+    """Gives the lines written to stderr since the last call, where a line is due at any time."""
+    monkeypatch.setitem(Display.__init__.__kwdefaults__, "interval", 0.0)
+    return lambda: capsys.readouterr().err.splitlines()
+
+
+def test_loading_writes_lines_to_a_log_while_a_file_is_read_and_while_rows_are_sorted(tmp_path, shown, monkeypatch):
+    write_table(tmp_path / "table.csv", [row(i) for i in range(200)])
+    for name in ("read_tables", "sort_and_split"):
+        slow = getattr(load, name)
+
+        def slower(*arguments: object, slow: Callable = slow) -> object:
+            time.sleep(0.1)
+            return slow(*arguments)
+
+        monkeypatch.setattr(load, name, slower)
+    load_dataset(config_of(tmp_path / "table.csv", tmp_path / "run").data)
+    tasks = {line.split(":")[0] for line in shown()}
+    assert tasks == {"read the tables", "sort and encode the rows"}
+
+
+def test_prediction_and_preparation_write_lines_to_a_log(tmp_path, shown):
+    write_table(tmp_path / "table.csv", [row(i) for i in range(200)])
+    config = config_of(tmp_path / "table.csv", tmp_path / "run")
+    prepare_dataset(config.data, tmp_path / "out")
+    schema = load_dataset(config.data).schema
+    model = build_model(config.model, config.encoder, schema)
+    with scored(model, Sources(str(tmp_path / "table.csv")), schema, config.data):
+        pass
+    tasks = {line.split(":")[0] for line in shown()}
+    assert {"read", "sort", "split", "predict"} <= tasks
+    manifest = tmp_path / "out/manifest.json"
+    manifest.write_text(manifest.read_text().replace('"complete": true', '"complete": false'))
+    complete_dataset(tmp_path / "out")
+    assert any(line.startswith("events: 200 rows, ") for line in shown())
+    prepare_dataset(config.data, tmp_path / "silent", show=False)
+    assert shown() == []
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Shows how far a long task is: a bar on a terminal, and elsewhere a line every 30 seconds."""
 
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import TextIO
@@ -19,13 +20,14 @@ class Display:
 
     Args:
         task: what it does, such as "epoch 3".
-        total: samples of the whole task.
+        total: samples of the whole task, or None if nobody knows.
         done: samples that were done before, by a run that is resumed.
         clock: seconds that only grow; another one in tests.
         stream: where to write; stderr by default.
         interval: seconds between two lines.
         unit: what is counted.
         silent: True shows nothing, for all processes but the first.
+        ticking: also writes lines while no `update` comes, for a task with long steps such as reading a file.
 
     Example:
         >>> seconds = iter([0.0, 20.0, 40.0])
@@ -38,7 +40,7 @@ class Display:
     def __init__(
         self,
         task: str,
-        total: int,
+        total: int | None,
         done: int = 0,
         *,
         clock: Callable[[], float] = time.perf_counter,
@@ -46,6 +48,7 @@ class Display:
         interval: float = INTERVAL,
         unit: str = "samples",
         silent: bool = False,
+        ticking: bool = False,
     ) -> None:
         self.stream = sys.stderr if stream is None else stream
         self.task, self.total, self.done, self.unit, self.interval = task, total, done, unit, interval
@@ -63,11 +66,18 @@ class Display:
             )
         self._first, self._begin = done, clock()
         self._shown = self._begin
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._ticker = threading.Thread(target=self._tick, daemon=True) if ticking and not silent else None
 
     def __enter__(self) -> "Display":
+        if self._ticker is not None:
+            self._ticker.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._ticker is not None:
+            self._ticker.join()
         if self.bar is not None:
             self.bar.close()
 
@@ -78,29 +88,40 @@ class Display:
             count: samples done since the last call.
             details: gives numbers to show; called only for a line, since a loss on a GPU has to be waited for.
         """
-        self.done += count
-        if self.bar is not None:
-            self.bar.update(count)
-        if self.silent or self.bar is not None:
-            return
-        now = self.clock()
-        if now - self._shown >= self.interval:
-            self._shown = now
-            print(self._line(now, {} if details is None else details()), file=self.stream, flush=True)
+        with self._lock:
+            self.done += count
+            if self.bar is not None:
+                self.bar.update(count)
+            if self.silent or self.bar is not None:
+                return
+            now = self.clock()
+            if now - self._shown >= self.interval:
+                self._shown = now
+                print(self._line(now, {} if details is None else details()), file=self.stream, flush=True)
+
+    def _tick(self) -> None:
+        while not self._ended.wait(min(1.0, max(0.01, self.interval / 4))):
+            self.update(0)
+            if self.bar is not None:
+                self.bar.refresh()
 
     def _line(self, now: float, details: dict[str, int | float]) -> str:
         speed = (self.done - self._first) / max(now - self._begin, 1e-9)
-        # Every rank's part of a batch is counted alike, so the sum may pass the total by a few samples.
-        parts = [
-            f"{self.task}: {min(1.0, self.done / max(1, self.total)):.0%} of {self.total:,} {self.unit}",
-            f"{speed:{',.0f' if speed >= 100 else '.1f'}} {self.unit}/s",
-        ]
+        if self.total is None:
+            parts = [f"{self.done:,} {self.unit}"] if self.done else []
+        else:
+            # Every rank's part of a batch is counted alike, so the sum may pass the total by a few samples.
+            parts = [f"{min(1.0, self.done / max(1, self.total)):.0%} of {self.total:,} {self.unit}"]
+        if self.total is not None or self.done:
+            parts.append(f"{speed:{',.0f' if speed >= 100 else '.1f'}} {self.unit}/s")
         parts += [
             f"{name} {value:,}" if type(value) is int else f"{name} {value:.4f}" for name, value in details.items()
         ]
-        if speed > 0:
+        if self.total is None:
+            parts.append(f"{duration(now - self._begin)} so far")
+        elif speed > 0:
             parts.append(f"{duration((self.total - self.done) / speed)} left")
-        return ", ".join(parts)
+        return f"{self.task}: {', '.join(parts)}"
 
 
 def duration(seconds: float) -> str:
