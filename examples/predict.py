@@ -82,7 +82,9 @@ def main() -> None:
             options.interactions, **tables, by=options.by, out=options.out, batch_size=options.batch_size
         )
         with writing_file(Path(options.evaluate)) as unfinished:
-            unfinished.write_text(json.dumps(metrics, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            unfinished.write_text(
+                json.dumps(metrics, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8"
+            )
         print(table(metrics))
     for path in (options.out, options.evaluate):
         if path is not None:

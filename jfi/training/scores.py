@@ -173,16 +173,16 @@ def metrics_of(scores: Scores, config: DataConfig, by: Sequence[str] = ()) -> di
 
 
 def _metrics(logits: torch.Tensor, labels: torch.Tensor, users: torch.Tensor) -> dict:
-    metrics = Predictions([logits], [labels], [users]).metrics()
-    finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-    return {**_means(logits, labels), **finite}
+    return {**_means(logits, labels), **_finite(Predictions([logits], [labels], [users]).metrics())}
 
 
 def _means(logits: torch.Tensor, labels: torch.Tensor) -> dict:
     prediction, label = logits.sigmoid().mean().item(), labels.mean().item()
-    return {
-        "samples": len(labels),
-        "mean_prediction": prediction,
-        "mean_label": label,
-        "calibration": prediction / label if label > 0 else None,
-    }
+    calibration = prediction / label if label > 0 else math.nan
+    means = {"mean_prediction": prediction, "mean_label": label, "calibration": calibration}
+    return {"samples": len(labels), **_finite(means)}
+
+
+def _finite(metrics: dict[str, float]) -> dict[str, float | None]:
+    """JSON has neither NaN nor infinity."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}

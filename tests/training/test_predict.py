@@ -346,6 +346,36 @@ def test_without_a_label_there_is_nothing_to_evaluate(tmp_path):
         run.evaluate(tmp_path / "table.csv")
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_a_number_too_large_for_the_model_counts_as_missing(run, tmp_path):
+    """A finite one, which the item's later rows share with its first."""
+
+    def scores(price: str) -> list[float]:
+        first = row(0)
+        first[HEADER.split(",").index("price")] = price
+        write_table(tmp_path / "table.csv", [first, *(row(i) for i in range(1, 50))])
+        return run.predict(tmp_path / "table.csv").column("score").to_pylist()
+
+    assert scores("1e300") == scores("3.4e38") == scores("") != scores("7")
+    scores("1e300")
+    metrics = run.evaluate(tmp_path / "table.csv", by=["user_id"])
+    assert np.isfinite(metrics["overall"]["mean_prediction"])
+    json.dumps(metrics, allow_nan=False)
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_a_number_too_large_is_missing_in_training_too(tmp_path):
+    rows = [row(i) for i in range(200)]
+    write_table(tmp_path / "table.csv", rows)
+    without = load_dataset(config_of(tmp_path / "table.csv", tmp_path / "run").data).schema.encodings.moments
+    rows[0][5] = "1e300"  # the first row of item 0, whose price is 0 in all others
+    write_table(tmp_path / "table.csv", rows)
+    mean, deviation = load_dataset(config_of(tmp_path / "table.csv", tmp_path / "run").data).schema.encodings.moments[
+        "price"
+    ]
+    assert 2 < without["price"][0] < mean < 4 and 1 < deviation < 2
+
+
 def small_table(folder: Path, **changes: object):
     """A log of 8 users and 13 items with numeric ids, and items of a table of their own; the config of a run on it."""
     rows = [[f"u{i % 8}", 5 + i * 7 % 13, 1_600_000_000_000 + i * 7_000_000, i % 2, i % 5] for i in range(200)]
