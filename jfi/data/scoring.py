@@ -5,6 +5,7 @@ a fault names its line in the table. Where the items' columns are in the interac
 kept in memory.
 """
 
+import logging
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -29,6 +30,8 @@ from jfi.data.schema import DataSchema
 from jfi.data.source import Columns, Tables
 from jfi.data.table import Table
 from jfi.data.table_blocks import cut_table, read_blocks
+
+_log = logging.getLogger(__name__)
 
 #: About the number of rows of a file.
 _PART = 1 << 19
@@ -166,6 +169,7 @@ class ScoringParts:
             for name in self._by:
                 if pa.types.is_nested(table.column(name).type):
                     raise DataError(f"{table.name}: column '{name}' has lists; groups need one value a row")
+                table.strings(name)  # before any row is scored: groups are named by their text
             self._write_keys(table.name, pa.table({name: table.column(name) for name in names}))
             self._labels.append(self._read_labels(table))
             place = np.arange(self.num_rows, self.num_rows + len(table))

@@ -249,6 +249,17 @@ def test_evaluate_by_group_and_calibration(run, folder):
     assert deciles[0]["mean_label"] == pytest.approx(labels[lowest].mean().item())
 
 
+def test_a_group_without_text_is_refused_before_rows_are_scored(run, folder, monkeypatch):
+    table = pa.csv.read_csv(folder / "table.csv")
+    names = pa.array([b"a", b"\xff", *[b"b"] * 298])
+    monkeypatch.setattr(run.model, "forward", None)
+    with pytest.raises(DataError, match=r"the table:2: 'name' has type binary, and this value is not UTF-8 text"):
+        run.evaluate(table.append_column("name", names), by="name")
+    monkeypatch.undo()
+    groups = run.evaluate(table.append_column("name", names.slice(2).take([0] * 300)), by="name")["by"]["name"]
+    assert [(group["value"], group["samples"]) for group in groups] == [("b", 300)]
+
+
 def command(monkeypatch, capsys, *arguments: object) -> tuple[int, str, str]:
     monkeypatch.setattr(sys, "argv", ["predict.py", *map(str, arguments)])
     code = run_cli(runpy.run_path(str(ROOT / "examples/predict.py"))["main"])
