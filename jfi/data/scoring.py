@@ -99,6 +99,7 @@ class ScoringParts:
         self._items = None if sources.items is None else read_table(sources.items, wanted, *how, "items")
         self._item_columns = [*config.item_categorical, *config.item_dense] if sources.items is None else []
         self._first_rows: pa.Table | None = None
+        self._warned: set[str] = set()
         self._labels: list[np.ndarray] = []
         self.num_rows = 0
         named = {"interactions": sources.interactions, "history": sources.history}
@@ -163,7 +164,8 @@ class ScoringParts:
     def _write(self, table: Table, scored: bool) -> None:
         if not len(table):
             return
-        data = self._parse(table)
+        whole = self._fill(table, scored)
+        data = self._parse(whole)
         if scored:
             names = list(dict.fromkeys([self._config.user, self._config.item, self._config.timestamp, *self._by]))
             for name in self._by:
@@ -181,7 +183,7 @@ class ScoringParts:
             data = data.drop_columns(self._item_columns)
         data = data.append_column(_ROW, pa.array(place))
         if self._config.history is not None:
-            data = data.append_column(_EVENT, pa.array(self._is_event(table)))
+            data = data.append_column(_EVENT, pa.array(self._is_event(whole)))
         part = _hashes(data.column(self._config.user).combine_chunks()) % len(self._writers)
         order = np.argsort(part, kind="stable")
         ends = np.cumsum(np.bincount(part, minlength=len(self._writers)))
@@ -193,13 +195,30 @@ class ScoringParts:
                 self._writers[number].write_table(data.take(pa.array(order[start:end])))
 
     def _is_event(self, table: Table) -> np.ndarray:
-        """`[N]` bool: the rows that enter histories. A table without labels has none where a label decides."""
-        rule, labels = parse_rule(self._config.history), self._label_columns
-        for name in rule.columns:
-            if name in labels and name not in table.known:
-                empty = table.data.append_column(name, pa.nulls(len(table), pa.string()))
-                table = replace(table, data=empty, known=[*table.known, name])
-        return rule.holds(table) == 1
+        """`[N]` bool: the rows that enter histories. Without labels there are none where a label decides."""
+        return parse_rule(self._config.history).holds(table) == 1
+
+    def _fill(self, table: Table, scored: bool) -> Table:
+        """The table with empty columns in place of those that it may lack.
+
+        They are the label's, and in a table to score all that tell what happened: it is an input of later rows alone.
+        """
+        config, optional = self._config, set(self._label_columns)
+        of_users = [*config.user_categorical, *config.user_dense] if self._users is None else []
+        needed = {config.user, config.item, config.timestamp, *of_users, *self._item_columns}
+        if scored:
+            rule = [] if config.history is None else parse_rule(config.history).columns
+            happened = {*config.event_categorical, *config.event_dense, *rule} - needed - optional
+            optional |= happened
+            if lacking := sorted(happened - set(table.known) - self._warned):
+                self._warned.update(lacking)
+                names = ", ".join(f"'{name}'" for name in lacking)
+                _log.warning("%s: no column %s; it counts as missing in the rows' events", table.name, names)
+        lacking = sorted(optional - needed - set(table.known))
+        data = table.data
+        for name in lacking:
+            data = data.append_column(name, pa.nulls(len(table), self._kind(name)))
+        return replace(table, data=data, known=[*table.known, *lacking])
 
     @property
     def _label_columns(self) -> list[str]:
@@ -217,14 +236,10 @@ class ScoringParts:
             _TIME: pa.array(table.times(config.timestamp, config.timestamp_unit)),
         }
         of_users = [*config.user_categorical, *config.user_dense] if self._users is None else []
-        labels = self._label_columns
         for name in (*of_users, *self._item_columns, *config.event_categorical, *config.event_dense):
             if name in data:
                 continue
-            if name in labels and name not in table.known:
-                # A table without labels: what happened in its events is unknown.
-                data[name] = pa.nulls(len(table), self._kind(name))
-            elif pa.types.is_floating(self._kind(name)):
+            if pa.types.is_floating(self._kind(name)):
                 data[name] = pa.array(table.numbers(name))
             else:
                 column = table.categories(name, config.separators)

@@ -182,6 +182,25 @@ def test_the_label_may_be_missing_where_histories_show_it(tmp_path):
     assert_scores(run.predict(tmp_path / "new.csv", history=tmp_path / "log.csv"), full)
 
 
+def test_candidates_need_no_columns_of_events(run, tmp_path, wanted, caplog):
+    """What will happen is unknown; in the log it is known, and must be."""
+    lines = [",".join(map(str, line[:3] + line[4:6])) for line in map(row, range(294, 300))]  # one of each user
+    (tmp_path / "new.csv").write_text("\n".join(["user_id,item_id,timestamp,genre,price", *lines]) + "\n")
+    write_table(tmp_path / "log.csv", [row(i) for i in range(294)])
+    assert_scores(run.predict(tmp_path / "new.csv", history=tmp_path / "log.csv"), wanted)
+    assert caplog.messages == [
+        f"{tmp_path}/new.csv: no column 'seconds', 'tags'; it counts as missing in the rows' events"
+    ]
+    with pytest.raises(DataError, match=r"new\.csv: no column 'tags'"):
+        run.predict(tmp_path / "log.csv", history=tmp_path / "new.csv")
+    # An event without the columns has the values of one whose fields are empty.
+    lines = [",".join(map(str, line[:3] + line[4:6])) for line in map(row, range(200, 300))]
+    (tmp_path / "new.csv").write_text("\n".join(["user_id,item_id,timestamp,genre,price", *lines]) + "\n")
+    write_table(tmp_path / "empty.csv", [[*line[:6], "", ""] for line in map(row, range(200, 300))])
+    scores = [run.predict(tmp_path / name).column("score").to_pylist() for name in ("new.csv", "empty.csv")]
+    assert scores[0] == scores[1]
+
+
 def test_users_and_items_never_seen_are_scored(run, folder, tmp_path, wanted):
     write_table(tmp_path / "new.csv", [row(i) for i in range(300)] + [new_row(i) for i in range(3)])
     scores = run.predict(tmp_path / "new.csv")
@@ -436,6 +455,10 @@ def test_what_training_takes_prediction_takes(tmp_path):
     # Without labels `clicked == 1` holds in no row.
     with (tmp_path / "bare.csv").open("w", newline="") as file:
         csv.writer(file).writerows([[*header[:3], "place"], *([*row[:3], row[4]] for row in rows[180:])])
+    assert run.predict(tmp_path / "bare.csv").num_rows == 20
+    # Nor does the rule need its other columns.
+    with (tmp_path / "bare.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([header[:3], *(row[:3] for row in rows[180:])])
     assert run.predict(tmp_path / "bare.csv").num_rows == 20
 
 
