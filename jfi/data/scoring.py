@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from jfi.data.arrange import sort_and_split
+from jfi.data.arrange import Rows, sort_and_split
 from jfi.data.columns import sort_ids
 from jfi.data.config import DataConfig
 from jfi.data.dataset import InteractionDataset
@@ -101,7 +101,7 @@ class ScoringParts:
         self._first_rows: pa.Table | None = None
         self._warned: set[str] = set()
         self._labels: list[np.ndarray] = []
-        self.num_rows = 0
+        self.num_rows = self.num_repeated = 0
         named = {"interactions": sources.interactions, "history": sources.history}
         count = sum(_estimate_rows(source, name) for name, source in named.items() if source is not None)
         self._writers: list = [None] * min(_MAX_PARTS, 1 + count // _PART)
@@ -140,6 +140,9 @@ class ScoringParts:
                 data = reader.read_all()
             yield from self._part(data)
             path.unlink()
+        if self.num_repeated:
+            what = "rows to score are in the history too; each counts as one event"
+            _log.warning("%s %s", f"{self.num_repeated:,}", what)
 
     def _part(self, data: pa.Table) -> Iterator[Part]:
         place = data.column(_ROW).to_numpy()
@@ -153,10 +156,14 @@ class ScoringParts:
             items = Table("items", self._first_rows.select(columns), columns, line=lambda row: row + 1)
         interactions = Table("interactions", data, data.column_names, line=lambda row: row + 1)
         rows = sort_and_split(interactions, config)
-        if self._config.history is not None:
-            rows = replace(rows, event=data.column(_EVENT).to_numpy()[rows.order])
-        columns = Columns(Tables(interactions, self._users, items), rows, config, few=True)
         place = place[rows.order]
+        event = None if self._config.history is None else data.column(_EVENT).to_numpy()[rows.order]
+        if (place < 0).any():
+            repeated = _repeated(rows, place < 0)
+            self.num_repeated += int(repeated.sum())
+            event = ~repeated if event is None else event & ~repeated
+        rows = replace(rows, event=event)
+        columns = Columns(Tables(interactions, self._users, items), rows, config, few=True)
         chosen = np.flatnonzero(place >= 0)
         dataset = build_scoring(columns, rows, chosen, self._schema, config)
         yield Part(dataset, place[chosen])
@@ -292,6 +299,26 @@ def _estimate_rows(source: Source, setting: str) -> int:
         except (pa.ArrowException, OSError):
             continue  # the reader says what is wrong
     return rows
+
+
+def _repeated(rows: Rows, history: np.ndarray) -> np.ndarray:
+    """`[E]` bool: the rows to score that the history has too, with the same user, item and time; one for each of its.
+
+    The row of the history stays an event, since it may tell what happened where the row to score does not.
+
+    Args:
+        rows: sorted rows.
+        history: `[E]` bool, whether the row is of the history.
+    """
+    order = np.lexsort((history, rows.item, rows.time, rows.user))
+    keys = [column[order] for column in (rows.user, rows.time, rows.item)]
+    first = np.append(True, np.any([key[1:] != key[:-1] for key in keys], axis=0))
+    group = np.cumsum(first) - 1
+    place = np.arange(len(order)) - np.flatnonzero(first)[group]
+    again = ~history[order] & (place < np.bincount(group, history[order])[group])
+    repeated = np.zeros(len(order), bool)
+    repeated[order[again]] = True
+    return repeated
 
 
 def _hashes(ids: pa.Array) -> np.ndarray:

@@ -96,6 +96,23 @@ def test_histories_come_from_the_log_before_the_table(run, folder, tmp_path, wan
     assert max(abs(score - wanted[key]) for key, score in alone.items()) > 100 * ROUNDING
 
 
+def test_rows_that_the_history_has_too_are_one_event(run, folder, tmp_path, wanted, caplog, monkeypatch):
+    """They keep what the history knows of them; the same event twice in the history alone is two."""
+    assert_scores(run.predict(folder / "table.csv", history=folder / "table.csv"), wanted)
+    message = "300 rows to score are in the history too; each counts as one event"
+    assert caplog.messages == [message]
+    write_table(tmp_path / "bare.csv", [[*row(i)[:6], "", ""] for i in range(300)])
+    monkeypatch.setattr(scoring, "_PART", 100)
+    assert_scores(run.predict(tmp_path / "bare.csv", history=folder / "table.csv"), wanted)
+    assert caplog.messages == [message, message]
+    write_table(tmp_path / "log.csv", [row(i) for i in range(200)] * 2)
+    write_table(tmp_path / "new.csv", [row(i) for i in range(190, 300)])
+    write_table(tmp_path / "rest.csv", [row(i) for i in range(200, 300)])
+    twice = [run.predict(tmp_path / name, history=tmp_path / "log.csv") for name in ("rest.csv", "new.csv")]
+    assert_scores(twice[0], by_key(twice[1]))
+    assert caplog.messages[2:] == ["10 rows to score are in the history too; each counts as one event"]
+
+
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 def test_parts_and_blocks_of_any_size_give_the_same(run, folder, tmp_path, wanted, monkeypatch, kind):
     """The rows are read 7 at a time, and spread over as many files as there can be."""
