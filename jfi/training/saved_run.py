@@ -24,7 +24,7 @@ from jfi.training.checkpoint import (
 from jfi.training.config import Config, ConfigError
 from jfi.training.run_data import load_schema
 from jfi.training.run_folder import RunFolder
-from jfi.training.scores import Scores, check_out, metrics_of, scored
+from jfi.training.scores import Scores, check_out, check_results, metrics_of, scored
 
 #: Files, folders or globs, as the config names them.
 Paths = str | Path | Sequence[str | Path]
@@ -134,7 +134,7 @@ class SavedRun:
             time, `score` (float32, the logit) and `probability`.
 
         Raises:
-            ConfigError: a wrong `out`.
+            ConfigError: a wrong `out`, or one that is a file of a table that is read.
             DataError: a table is missing or malformed, as one line that names the place.
 
         Example::
@@ -202,6 +202,7 @@ class SavedRun:
         ]
         folder = None if out is None else out.parent
         sources = Sources(*paths, *tables)
+        check_results({"--out": out}, {f"--{name}": source for name, source in vars(sources).items()})
         return scored(self.model, sources, self.schema, config, by=by, batch_size=batch_size, folder=folder)
 
 

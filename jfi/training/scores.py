@@ -1,8 +1,9 @@
 """Scores of the rows of a table, and their metrics, in bounded memory."""
 
 import math
+import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,8 @@ import torch
 from tqdm import tqdm
 
 from jfi.data import DataConfig, DataError, DataSchema
-from jfi.data.scoring import ScoringParts, Sources
+from jfi.data.paths import find_files
+from jfi.data.scoring import ScoringParts, Source, Sources
 from jfi.files import writing_file
 from jfi.models import SequenceDLRM
 from jfi.training.config import ConfigError
@@ -133,6 +135,29 @@ def check_out(out: str | Path | None) -> Path | None:
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
     return out
+
+
+def check_results(written: Mapping[str, str | Path | None], read: Mapping[str, Source | None]) -> None:
+    """Checks that no file to write is another one, or a file of a table that is read.
+
+    Args:
+        written: by option the file to write.
+        read: by option the files of a table, or a table in memory.
+
+    Raises:
+        ConfigError: it is, as one line that names both.
+        DataError: a table is missing.
+    """
+    names: dict[str, str] = {}
+    for option, source in read.items():
+        if source is not None and not isinstance(source, pa.Table):
+            names |= {os.path.realpath(file.path): option for file in find_files(source, option)}
+    for option, path in written.items():
+        if path is None:
+            continue
+        other = names.setdefault(os.path.realpath(path), option)
+        if other != option:
+            raise ConfigError(f"{option} {path}: {other} names this file too; name a new one")
 
 
 def metrics_of(scores: Scores, config: DataConfig, by: Sequence[str] = ()) -> dict:

@@ -344,6 +344,40 @@ def test_wrong_options_are_refused_in_one_line_and_write_nothing(
 
 
 @pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--out", "in.csv"], "--out in.csv: --interactions names this file too"),
+        (["--out", "link.csv"], "--out link.csv: --interactions names this file too"),
+        (["--evaluate", "./in.csv"], "--evaluate ./in.csv: --interactions names this file too"),
+        (["--out", "same.csv", "--evaluate", "same.csv"], "--evaluate same.csv: --out names this file too"),
+        (["--out", "log/0.csv", "--history", "log"], "--out log/0.csv: --history names this file too"),
+    ],
+)
+def test_no_result_replaces_a_table_or_another_result(folder, tmp_path, monkeypatch, capsys, options, message):
+    monkeypatch.chdir(tmp_path)
+    Path("log").mkdir()
+    for name in ("in.csv", "log/0.csv"):
+        write_table(Path(name), [row(i) for i in range(20)])
+    Path("link.csv").symlink_to("in.csv")
+    before = Path("in.csv").read_bytes()
+    code, _, errors = command(monkeypatch, capsys, "--run", folder / "run", "--interactions", "in.csv", *options)
+    assert (code, errors) == (2, f"error: {message}; name a new one\n")
+    assert Path("in.csv").read_bytes() == Path("log/0.csv").read_bytes() == before and not Path("same.csv").exists()
+
+
+def test_a_result_of_predict_in_python_replaces_no_table(tmp_path):
+    config = small_table(tmp_path)
+    with without_pictures():
+        train(config)
+    run = jfi.load_run(tmp_path / "run")
+    for name, option in (("log.csv", "--interactions"), ("items.csv", "--items")):
+        before = (tmp_path / name).read_bytes()
+        with pytest.raises(ConfigError, match=f"{option} names this file too"):
+            run.predict(tmp_path / "log.csv", out=tmp_path / name)
+        assert (tmp_path / name).read_bytes() == before
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         (
