@@ -18,7 +18,7 @@ from tqdm import tqdm
 from jfi.data import DataConfig, DataError, DataSchema
 from jfi.data.paths import find_files
 from jfi.data.scoring import ScoringParts, Source, Sources
-from jfi.files import writing_file
+from jfi.files import naming, writing_file
 from jfi.models import SequenceDLRM
 from jfi.training.config import ConfigError
 from jfi.training.metrics import Predictions
@@ -99,9 +99,10 @@ def scored(
             raise DataError(f"column '{name}' has the name of a result; rename it")
     device = next(model.parameters()).device
     with tempfile.TemporaryDirectory(prefix=".jfi-", dir=folder) as name:
-        parts = ScoringParts(sources, Path(name), schema, config, by)
-        score = np.lib.format.open_memmap(f"{name}/score.npy", "w+", np.float32, (parts.num_rows,))
-        user = np.lib.format.open_memmap(f"{name}/user.npy", "w+", np.int64, (parts.num_rows,))
+        with naming(Path(name)):
+            parts = ScoringParts(sources, Path(name), schema, config, by)
+            score = _map_file(Path(name) / "score.npy", np.float32, parts.num_rows)
+            user = _map_file(Path(name) / "user.npy", np.int64, parts.num_rows)
         users = 0
         with tqdm(
             total=parts.num_rows, desc="predict", unit=" rows", unit_scale=True, disable=None, leave=False
@@ -119,6 +120,18 @@ def scored(
                     bar.update(len(rows))
                 users += last
         yield Scores(parts, score, user)
+
+
+def _map_file(path: Path, dtype: type, size: int) -> np.ndarray:
+    """The map of a new file, `[size]`; all of its space is taken now, as a write without space would end the process.
+
+    Raises:
+        OSError: there is no space.
+    """
+    mapped = np.lib.format.open_memmap(path, "w+", dtype, (size,))
+    with path.open("rb+") as file:
+        os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    return mapped
 
 
 def check_out(out: str | Path | None) -> Path | None:

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import os
+import resource
 import runpy
 import sys
 from pathlib import Path
@@ -413,6 +415,31 @@ def test_out_is_written_whole_or_not_at_all(run, folder, tmp_path, monkeypatch):
     assert out.read_bytes() == b"before" and len(list(tmp_path.iterdir())) == 1
     with pytest.raises(ConfigError):
         run.predict(folder / "table.csv", out=tmp_path / "scores")
+
+
+@pytest.mark.parametrize("size", [100, 5000, 35_000])
+def test_a_full_disk_names_the_file_in_one_line(run, folder, tmp_path, monkeypatch, capsys, size):
+    """The files of the parts, the map of the scores, and the result itself; nothing is left."""
+    write_table(tmp_path / "table.csv", [row(i) for i in range(9000 if size > 5000 else 300)])
+    arguments = ["--run", folder / "run", "--interactions", tmp_path / "table.csv", "--out", tmp_path / "out.csv"]
+    monkeypatch.setattr(scoring, "_PART", 100)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        code, _, errors = command(monkeypatch, capsys, *arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert code == 3 and errors.count("\n") == 1 and "File too large" in errors
+    assert errors.startswith(f"error: {tmp_path}/"), errors
+    assert [path.name for path in tmp_path.iterdir()] == ["table.csv"]
+
+
+def test_scores_take_their_space_before_rows_are_scored(run, folder, tmp_path, monkeypatch):
+    """A write to the map of a file that has no space would end the process with SIGBUS."""
+    taken = []
+    monkeypatch.setattr(os, "posix_fallocate", lambda descriptor, start, size: taken.append((start, size)))
+    run.predict(folder / "table.csv", out=tmp_path / "out.csv")
+    assert taken == [(0, 128 + 4 * 300), (0, 128 + 8 * 300)]
 
 
 def test_without_a_label_there_is_nothing_to_evaluate(tmp_path):
