@@ -19,7 +19,7 @@ from jfi.files import writing_file
 from jfi.training import ConfigError
 from jfi.training.cli import run_cli
 from jfi.training.saved_run import load_run
-from jfi.training.scores import check_out
+from jfi.training.scores import check_out, check_results
 
 SHOWN = ("samples", "loss", "ne", "auc", "user_auc", "mean_label", "mean_prediction", "calibration")
 GROUPS = 20
@@ -73,8 +73,12 @@ def main() -> None:
         raise ConfigError(f"--evaluate {options.evaluate}: there is no folder {Path(options.evaluate).parent}")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: there is no GPU here")
-    run = load_run(options.run, options.device)
     tables = {"history": options.history, "users": options.users, "items": options.items}
+    check_results(
+        {"--out": options.out, "--evaluate": options.evaluate},
+        {f"--{name}": paths for name, paths in {"interactions": options.interactions, **tables}.items()},
+    )
+    run = load_run(options.run, options.device)
     if options.evaluate is None:
         run.predict(options.interactions, **tables, out=options.out, batch_size=options.batch_size)
     else:
@@ -82,7 +86,9 @@ def main() -> None:
             options.interactions, **tables, by=options.by, out=options.out, batch_size=options.batch_size
         )
         with writing_file(Path(options.evaluate)) as unfinished:
-            unfinished.write_text(json.dumps(metrics, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            unfinished.write_text(
+                json.dumps(metrics, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8"
+            )
         print(table(metrics))
     for path in (options.out, options.evaluate):
         if path is not None:

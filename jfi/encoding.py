@@ -13,6 +13,10 @@ import numpy as np
 
 #: Id of a value that is missing or that the training rows do not have.
 UNKNOWN = 0
+#: Of float32. A dense feature further from 0 counts as missing, so that no mean or deviation leaves float64's range.
+LARGEST_NUMBER = float(np.finfo(np.float32).max)
+#: Standard deviations. A number further from the mean counts as missing: the model's sums would leave float32's range.
+_FURTHEST = 1e18
 
 
 class Vocabulary:
@@ -102,9 +106,17 @@ def quantile_ids(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
 def standardize(values: np.ndarray, mean: float, deviation: float) -> np.ndarray:
     """`[N]` float32 of numbers `[N]` float64, less the mean and over the standard deviation of the training rows.
 
-    A missing value (NaN or infinite) becomes 0, the mean.
+    A missing value becomes 0, the mean. So does one that no model can use: an infinite number, one beyond float32's
+    range, and one that is more than 1e18 deviations from the mean.
+
+    Example:
+        >>> standardize(np.array([3.0, np.nan, 1e300]), mean=1.0, deviation=2.0).tolist()
+        [1.0, 0.0, 0.0]
     """
-    return np.nan_to_num((values - mean) / deviation, posinf=0.0, neginf=0.0).astype(np.float32)
+    usable = np.abs(values) <= LARGEST_NUMBER
+    with np.errstate(over="ignore"):
+        scaled = (np.where(usable, values, mean) - mean) / deviation
+    return np.where(np.abs(scaled) <= _FURTHEST, scaled, 0.0).astype(np.float32)
 
 
 def age_buckets(seconds: np.ndarray, num_buckets: int) -> np.ndarray:

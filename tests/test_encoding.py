@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jfi.data.columns import cut, encode, learn_edges, learn_vocabulary
+from jfi.data.columns import cut, encode, learn_edges, learn_vocabulary, moments
 from jfi.encoding import UNKNOWN, Vocabulary, age_buckets, quantile_ids, standardize
 from jfi.suggest import suggest
 
@@ -47,6 +47,23 @@ def test_ages_fall_in_the_bucket_of_their_logarithm(ages, num_buckets):
 
 def test_missing_numbers_become_the_mean():
     assert standardize(np.array([np.nan, np.inf, -np.inf, 3.0]), 1.0, 2.0).tolist() == [0.0, 0.0, 0.0, 1.0]
+
+
+@given(st.lists(st.floats(), min_size=1), st.data())
+def test_numbers_of_any_size_are_standardized_to_finite_ones_without_a_warning(values, data):
+    values = np.array(values)
+    weights = np.array(data.draw(st.lists(st.integers(0, 3), min_size=len(values), max_size=len(values))))
+    with np.errstate(all="raise", under="ignore"):
+        mean, deviation = moments(values, weights)
+        scaled = standardize(values, mean, deviation)
+    assert math.isfinite(mean) and 0 < deviation < math.inf
+    assert np.isfinite(scaled).all() and np.square(scaled).max() < np.inf
+
+
+def test_a_number_beyond_float32_is_missing_in_training_and_prediction():
+    values, weights = np.array([1.0, 3.0, 1e300, -1e39]), np.ones(4, np.int64)
+    assert moments(values, weights) == (2.0, 1.0)
+    assert standardize(values, 2.0, 1.0).tolist() == [-1.0, 1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(

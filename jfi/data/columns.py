@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 from jfi.data.arrays import is_list
 from jfi.data.coded import BLOCK, CodedColumn, blocks, quantiles
 from jfi.data.schema import Strings, as_array
-from jfi.encoding import UNKNOWN, HashBuckets, Vocabulary, quantile_ids
+from jfi.encoding import LARGEST_NUMBER, UNKNOWN, HashBuckets, Vocabulary, quantile_ids
 
 
 @dataclass(frozen=True)
@@ -158,13 +158,13 @@ def cut(values: np.ndarray, edges: np.ndarray) -> Categorical:
 
 
 def moments(values: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
-    """Mean and standard deviation of the finite values; a deviation of 0 becomes 1.
+    """Mean and standard deviation of the finite values in float32's range; a deviation of 0 becomes 1.
 
     Args:
         values: `[N]` float64.
         weights: `[N]` integers, how often each value counts.
     """
-    chosen = np.isfinite(values) & (weights > 0)
+    chosen = (np.abs(values) <= LARGEST_NUMBER) & (weights > 0)
     values, weights = values[chosen], weights[chosen]
     if not len(values):
         return 0.0, 1.0

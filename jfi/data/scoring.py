@@ -5,6 +5,7 @@ a fault names its line in the table. Where the items' columns are in the interac
 kept in memory.
 """
 
+import logging
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from jfi.data.arrange import sort_and_split
+from jfi.data.arrange import Rows, sort_and_split
 from jfi.data.columns import sort_ids
 from jfi.data.config import DataConfig
 from jfi.data.dataset import InteractionDataset
@@ -30,6 +31,8 @@ from jfi.data.source import Columns, Tables
 from jfi.data.table import Table
 from jfi.data.table_blocks import cut_table, read_blocks
 from jfi.display import Display
+
+_log = logging.getLogger(__name__)
 
 #: About the number of rows of a file.
 _PART = 1 << 19
@@ -97,8 +100,9 @@ class ScoringParts:
         self._items = None if sources.items is None else read_table(sources.items, wanted, *how, "items")
         self._item_columns = [*config.item_categorical, *config.item_dense] if sources.items is None else []
         self._first_rows: pa.Table | None = None
+        self._warned: set[str] = set()
         self._labels: list[np.ndarray] = []
-        self.num_rows = 0
+        self.num_rows = self.num_repeated = 0
         named = {"interactions": sources.interactions, "history": sources.history}
         count = sum(_estimate_rows(source, name) for name, source in named.items() if source is not None)
         self._writers: list = [None] * min(_MAX_PARTS, 1 + count // _PART)
@@ -140,6 +144,9 @@ class ScoringParts:
                 data = reader.read_all()
             yield from self._part(data)
             path.unlink()
+        if self.num_repeated:
+            what = "rows to score are in the history too; each counts as one event"
+            _log.warning("%s %s", f"{self.num_repeated:,}", what)
 
     def _part(self, data: pa.Table) -> Iterator[Part]:
         place = data.column(_ROW).to_numpy()
@@ -153,10 +160,14 @@ class ScoringParts:
             items = Table("items", self._first_rows.select(columns), columns, line=lambda row: row + 1)
         interactions = Table("interactions", data, data.column_names, line=lambda row: row + 1)
         rows = sort_and_split(interactions, config)
-        if self._config.history is not None:
-            rows = replace(rows, event=data.column(_EVENT).to_numpy()[rows.order])
-        columns = Columns(Tables(interactions, self._users, items), rows, config, few=True)
         place = place[rows.order]
+        event = None if self._config.history is None else data.column(_EVENT).to_numpy()[rows.order]
+        if (place < 0).any():
+            repeated = _repeated(rows, place < 0)
+            self.num_repeated += int(repeated.sum())
+            event = ~repeated if event is None else event & ~repeated
+        rows = replace(rows, event=event)
+        columns = Columns(Tables(interactions, self._users, items), rows, config, few=True)
         chosen = np.flatnonzero(place >= 0)
         dataset = build_scoring(columns, rows, chosen, self._schema, config)
         yield Part(dataset, place[chosen])
@@ -164,12 +175,14 @@ class ScoringParts:
     def _write(self, table: Table, scored: bool) -> None:
         if not len(table):
             return
-        data = self._parse(table)
+        whole = self._fill(table, scored)
+        data = self._parse(whole)
         if scored:
             names = list(dict.fromkeys([self._config.user, self._config.item, self._config.timestamp, *self._by]))
             for name in self._by:
                 if pa.types.is_nested(table.column(name).type):
                     raise DataError(f"{table.name}: column '{name}' has lists; groups need one value a row")
+                table.strings(name)  # before any row is scored: groups are named by their text
             self._write_keys(table.name, pa.table({name: table.column(name) for name in names}))
             self._labels.append(self._read_labels(table))
             place = np.arange(self.num_rows, self.num_rows + len(table))
@@ -181,7 +194,7 @@ class ScoringParts:
             data = data.drop_columns(self._item_columns)
         data = data.append_column(_ROW, pa.array(place))
         if self._config.history is not None:
-            data = data.append_column(_EVENT, pa.array(self._is_event(table)))
+            data = data.append_column(_EVENT, pa.array(self._is_event(whole)))
         part = _hashes(data.column(self._config.user).combine_chunks()) % len(self._writers)
         order = np.argsort(part, kind="stable")
         ends = np.cumsum(np.bincount(part, minlength=len(self._writers)))
@@ -193,13 +206,30 @@ class ScoringParts:
                 self._writers[number].write_table(data.take(pa.array(order[start:end])))
 
     def _is_event(self, table: Table) -> np.ndarray:
-        """`[N]` bool: the rows that enter histories. A table without labels has none where a label decides."""
-        rule, labels = parse_rule(self._config.history), self._label_columns
-        for name in rule.columns:
-            if name in labels and name not in table.known:
-                empty = table.data.append_column(name, pa.nulls(len(table), pa.string()))
-                table = replace(table, data=empty, known=[*table.known, name])
-        return rule.holds(table) == 1
+        """`[N]` bool: the rows that enter histories. Without labels there are none where a label decides."""
+        return parse_rule(self._config.history).holds(table) == 1
+
+    def _fill(self, table: Table, scored: bool) -> Table:
+        """The table with empty columns in place of those that it may lack.
+
+        They are the label's, and in a table to score all that tell what happened: it is an input of later rows alone.
+        """
+        config, optional = self._config, set(self._label_columns)
+        of_users = [*config.user_categorical, *config.user_dense] if self._users is None else []
+        needed = {config.user, config.item, config.timestamp, *of_users, *self._item_columns}
+        if scored:
+            rule = [] if config.history is None else parse_rule(config.history).columns
+            happened = {*config.event_categorical, *config.event_dense, *rule} - needed - optional
+            optional |= happened
+            if lacking := sorted(happened - set(table.known) - self._warned):
+                self._warned.update(lacking)
+                names = ", ".join(f"'{name}'" for name in lacking)
+                _log.warning("%s: no column %s; it counts as missing in the rows' events", table.name, names)
+        lacking = sorted(optional - needed - set(table.known))
+        data = table.data
+        for name in lacking:
+            data = data.append_column(name, pa.nulls(len(table), self._kind(name)))
+        return replace(table, data=data, known=[*table.known, *lacking])
 
     @property
     def _label_columns(self) -> list[str]:
@@ -217,14 +247,10 @@ class ScoringParts:
             _TIME: pa.array(table.times(config.timestamp, config.timestamp_unit)),
         }
         of_users = [*config.user_categorical, *config.user_dense] if self._users is None else []
-        labels = self._label_columns
         for name in (*of_users, *self._item_columns, *config.event_categorical, *config.event_dense):
             if name in data:
                 continue
-            if name in labels and name not in table.known:
-                # A table without labels: what happened in its events is unknown.
-                data[name] = pa.nulls(len(table), self._kind(name))
-            elif pa.types.is_floating(self._kind(name)):
+            if pa.types.is_floating(self._kind(name)):
                 data[name] = pa.array(table.numbers(name))
             else:
                 column = table.categories(name, config.separators)
@@ -277,6 +303,26 @@ def _estimate_rows(source: Source, setting: str) -> int:
         except (pa.ArrowException, OSError):
             continue  # the reader says what is wrong
     return rows
+
+
+def _repeated(rows: Rows, history: np.ndarray) -> np.ndarray:
+    """`[E]` bool: the rows to score that the history has too, with the same user, item and time; one for each of its.
+
+    The row of the history stays an event, since it may tell what happened where the row to score does not.
+
+    Args:
+        rows: sorted rows.
+        history: `[E]` bool, whether the row is of the history.
+    """
+    order = np.lexsort((history, rows.item, rows.time, rows.user))
+    keys = [column[order] for column in (rows.user, rows.time, rows.item)]
+    first = np.append(True, np.any([key[1:] != key[:-1] for key in keys], axis=0))
+    group = np.cumsum(first) - 1
+    place = np.arange(len(order)) - np.flatnonzero(first)[group]
+    again = ~history[order] & (place < np.bincount(group, history[order])[group])
+    repeated = np.zeros(len(order), bool)
+    repeated[order[again]] = True
+    return repeated
 
 
 def _hashes(ids: pa.Array) -> np.ndarray:

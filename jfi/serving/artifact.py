@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from jfi.files import naming
+
 FORMAT = 2
 INFO, VOCABULARIES, TABLES, MODEL = "artifact.json", "vocabularies.json", "tables.pt", "model.pt2"
 _CHECKSUMS = "checksums.json"
@@ -68,7 +70,8 @@ def read(path: Path) -> dict:
 
 
 def write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, ensure_ascii=False))
+    with naming(path):
+        path.write_text(json.dumps(value, ensure_ascii=False))
 
 
 def read_json(path: Path) -> dict:

@@ -1,6 +1,9 @@
 """Writes an artifact: the dense part of a model, compiled by AOTInductor, the embedding tables, and the schema."""
 
 import dataclasses
+import errno
+import io
+import os
 import warnings
 from pathlib import Path
 
@@ -8,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._inductor import aoti_compile_and_package
-from torch._inductor.exc import InductorError
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.export import Dim
 
 import jfi
+from jfi.files import naming
 from jfi.models import SequenceDLRM
 from jfi.serving import artifact
 from jfi.serving.artifact import ArtifactError
@@ -24,6 +28,9 @@ from jfi.serving.tables import FLOAT, FloatTables, save_tables
 _PARTS = ("user", "candidate", "event")
 #: Sizes of the example. They are distinct and not 1, so that torch.export does not identify or specialize them.
 _EXAMPLE = ((5, 4), (3, 6), (8, 2))  # (events, candidates) of each request
+#: What says in the output of a compiler that the storage failed, and the error number.
+_STORAGE = {os.strerror(number): number for number in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS)}
+_STORAGE["File size limit exceeded"] = errno.EFBIG
 #: Autotuning at compile time would run the kernels on generated inputs, whose offsets and indices are not valid.
 _OPTIONS = {"triton.autotune_at_compile_time": False}
 
@@ -130,11 +137,29 @@ def _compile(scoring: ScoringModel, example: tuple, path: Path) -> None:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         program = torch.export.export(scoring, example, dynamic_shapes=tuple(map(dynamic, example)))
+        # torch ends the process where it can't write a package to its path.
+        package = io.BytesIO()
         try:
-            aoti_compile_and_package(program, package_path=str(path), inductor_configs=_OPTIONS)
-        except InductorError as error:
+            aoti_compile_and_package(program, package_path=package, inductor_configs=_OPTIONS)
+        except Exception as error:
+            if (full := _storage_error(error)) is not None:
+                raise full from None
             if "No working C++ compiler" not in str(error):
                 raise
             raise ArtifactError(
                 "AOTInductor needs a C++ compiler, and none was found: install g++, or set CXX"
             ) from error
+    with naming(path):
+        path.write_bytes(package.getbuffer())
+
+
+def _storage_error(error: BaseException | None) -> OSError | None:
+    """The storage's error behind one of the compiler, which writes its files to a cache; None if there is none."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.EACCES, *_STORAGE.values()):
+            return OSError(error.errno, os.strerror(error.errno), error.filename or cache_dir())
+        number = next((number for text, number in _STORAGE.items() if text in str(error)), None)
+        if number is not None:
+            return OSError(number, os.strerror(number), cache_dir())
+        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+    return None

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from jfi.files import reporting_file
 from jfi.serving.artifact import ArtifactError
 
 FLOAT, INT8 = "float32", "int8"
@@ -84,7 +85,9 @@ Tables = FloatTables | Int8Tables
 def save_tables(path: Path, kind: str, weights: dict[str, Tensor], table_of: dict[str, str]) -> None:
     """Writes float32 tables from any device, as they are or quantized."""
     weights = {table: weight.detach().cpu().float() for table, weight in weights.items()}
-    torch.save(weights if kind == FLOAT else _quantize(weights, table_of), path)
+    weights = weights if kind == FLOAT else _quantize(weights, table_of)
+    with reporting_file(path) as file:
+        torch.save(weights, file)
 
 
 def load_tables(

@@ -98,7 +98,7 @@ def check_config(run: RunFolder, config: Config) -> None:
     path, progress = last_progress(run)
     if path is None:
         return
-    changes = list(_changes(progress.config, config))
+    changes = [change for _, change in config_changes(progress.config, config)]
     if changes:
         raise ConfigError(
             f"--resume {run.path}: {run.config} has changed since the checkpoint: {', '.join(changes)}; restore it, or "
@@ -106,16 +106,19 @@ def check_config(run: RunFolder, config: Config) -> None:
         )
 
 
-def _changes(old: dict, section: object, prefix: str = "") -> Iterator[str]:
-    """The fields of the dataclass `section` that differ from `old`, which may be of another version of jfi."""
+def config_changes(old: dict, section: object, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The fields of the dataclass `section` that differ from `old`, each with both values.
+
+    `old` may be of another version of jfi.
+    """
     for name in [item.name for item in dataclasses.fields(section) if item.name in old]:
         value, key = getattr(section, name), f"{prefix}{name}"
         if dataclasses.is_dataclass(value):
-            yield from _changes(old[name], value, f"{key}.")
+            yield from config_changes(old[name], value, f"{key}.")
         elif key != "training.run_dir":
             was, now = json.dumps(old[name]), json.dumps(dataclasses.asdict(section)[name])
             if was != now:
-                yield f"{key} was {was} and is {now}"
+                yield key, f"{key} was {was} and is {now}"
 
 
 def _parse(path: Path, values: dict) -> Progress:

@@ -22,10 +22,14 @@ from jfi.training.checkpoint import (
     read_progress,
 )
 from jfi.training.config import Config, ConfigError
+from jfi.training.progress import config_changes
 from jfi.training.run_data import load_schema
 from jfi.training.run_folder import RunFolder
-from jfi.training.scores import Scores, check_out, metrics_of, scored
+from jfi.training.scores import Scores, check_out, check_results, metrics_of, scored
 
+#: Sections and fields of the config that the scores of a run depend on, and those that do not matter: tables may move.
+_SCORES = ("data.", "model.", "encoder", "optimizer.average")
+_TABLES = ("data.interactions", "data.validation", "data.test", "data.prepared")
 #: Files, folders or globs, as the config names them.
 Paths = str | Path | Sequence[str | Path]
 
@@ -53,7 +57,7 @@ class BestEpoch:
         """The best epoch of the run in the folder `path`; no table of the run is read.
 
         Raises:
-            ConfigError: not a run folder, or no epoch is finished.
+            ConfigError: not a run folder, no epoch is finished, or its config has changed since.
             DataError: the schema is missing or damaged.
         """
         if not RunFolder(Path(path)).config.is_file():
@@ -63,13 +67,18 @@ class BestEpoch:
         if last is None:
             raise ConfigError(f"run {path}: the run has no checkpoint yet")
         try:
-            best = run.checkpoints / checkpoint_name(int(read_progress(last)["best_epoch"]), 0)
+            progress = read_progress(last)
+            best = run.checkpoints / checkpoint_name(int(progress["best_epoch"]), 0)
+            changes = [text for name, text in config_changes(dict(progress["config"]), config) if _matters(name)]
         except DamagedCheckpointError as fault:
             raise ConfigError(f"run {path}: {fault}") from None
         except (KeyError, TypeError, ValueError):
             raise ConfigError(f"run {path}: {last / 'progress.json'} is damaged") from None
         if not best.is_dir():
             raise ConfigError(f"run {path}: the run has not finished an epoch yet")
+        if changes:
+            what = f"{run.config.name} has changed since the checkpoint: {', '.join(changes)}"
+            raise ConfigError(f"run {path}: {what}; restore it")
         module, prefix = ("model", "") if config.optimizer.average is None else ("average", "module.")
         schema = load_schema(run)
         try:
@@ -134,7 +143,7 @@ class SavedRun:
             time, `score` (float32, the logit) and `probability`.
 
         Raises:
-            ConfigError: a wrong `out`.
+            ConfigError: a wrong `out`, or one that is a file of a table that is read.
             DataError: a table is missing or malformed, as one line that names the place.
 
         Example::
@@ -202,7 +211,12 @@ class SavedRun:
         ]
         folder = None if out is None else out.parent
         sources = Sources(*paths, *tables)
+        check_results({"--out": out}, {f"--{name}": source for name, source in vars(sources).items()})
         return scored(self.model, sources, self.schema, config, by=by, batch_size=batch_size, folder=folder)
+
+
+def _matters(name: str) -> bool:
+    return name.startswith(_SCORES) and name not in _TABLES
 
 
 def _text(paths: Paths) -> str | list[str]:

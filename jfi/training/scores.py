@@ -1,8 +1,9 @@
 """Scores of the rows of a table, and their metrics, in bounded memory."""
 
 import math
+import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,8 @@ import torch
 
 from jfi.data import DataConfig, DataError, DataSchema
 from jfi.data.column_files import new_map
-from jfi.data.scoring import ScoringParts, Sources
+from jfi.data.paths import find_files
+from jfi.data.scoring import ScoringParts, Source, Sources
 from jfi.display import Display
 from jfi.files import naming, writing_file
 from jfi.models import SequenceDLRM
@@ -135,6 +137,29 @@ def check_out(out: str | Path | None) -> Path | None:
     return out
 
 
+def check_results(written: Mapping[str, str | Path | None], read: Mapping[str, Source | None]) -> None:
+    """Checks that no file to write is another one, or a file of a table that is read.
+
+    Args:
+        written: by option the file to write.
+        read: by option the files of a table, or a table in memory.
+
+    Raises:
+        ConfigError: it is, as one line that names both.
+        DataError: a table is missing.
+    """
+    names: dict[str, str] = {}
+    for option, source in read.items():
+        if source is not None and not isinstance(source, pa.Table):
+            names |= {os.path.realpath(file.path): option for file in find_files(source, option)}
+    for option, path in written.items():
+        if path is None:
+            continue
+        other = names.setdefault(os.path.realpath(path), option)
+        if other != option:
+            raise ConfigError(f"{option} {path}: {other} names this file too; name a new one")
+
+
 def metrics_of(scores: Scores, config: DataConfig, by: Sequence[str] = ()) -> dict:
     """Metrics of the labeled rows: overall, by the values of each column of `by`, and the calibration.
 
@@ -173,16 +198,16 @@ def metrics_of(scores: Scores, config: DataConfig, by: Sequence[str] = ()) -> di
 
 
 def _metrics(logits: torch.Tensor, labels: torch.Tensor, users: torch.Tensor) -> dict:
-    metrics = Predictions([logits], [labels], [users]).metrics()
-    finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-    return {**_means(logits, labels), **finite}
+    return {**_means(logits, labels), **_finite(Predictions([logits], [labels], [users]).metrics())}
 
 
 def _means(logits: torch.Tensor, labels: torch.Tensor) -> dict:
     prediction, label = logits.sigmoid().mean().item(), labels.mean().item()
-    return {
-        "samples": len(labels),
-        "mean_prediction": prediction,
-        "mean_label": label,
-        "calibration": prediction / label if label > 0 else None,
-    }
+    calibration = prediction / label if label > 0 else math.nan
+    means = {"mean_prediction": prediction, "mean_label": label, "calibration": calibration}
+    return {"samples": len(labels), **_finite(means)}
+
+
+def _finite(metrics: dict[str, float]) -> dict[str, float | None]:
+    """JSON has neither NaN nor infinity."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}

@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -18,6 +19,7 @@ from functools import partial
 import pytest
 import torch
 from torch._inductor.cpp_builder import cpp_compiler_search
+from torch._inductor.exc import CppCompileError, InductorError
 
 from jfi.serving.artifact import ArtifactError, read, writing
 from jfi.training.cli import run_cli
@@ -167,6 +169,44 @@ def test_what_cannot_be_exported_is_refused_by_one_line(exported, tmp_path, monk
     cpp_compiler_search.cache_clear()
     assert code == 2 and text.startswith("error: AOTInductor needs a C++ compiler") and text.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+@contextmanager
+def largest_file(size: int):
+    """No file of this process may grow beyond `size` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_an_export_without_space_is_one_line_and_leaves_nothing(exported, tmp_path, monkeypatch, capsys):
+    """In the compiler's cache, in what the compiler says, in the package and in the tables."""
+    out = tmp_path / "out"
+
+    def compiler(program, *, package_path, inductor_configs):
+        fault = CppCompileError(["g++"], "g++: fatal error: cannot write x.o: No space left on device")
+        raise InductorError(fault, None) from fault
+
+    def package(program, *, package_path, inductor_configs):
+        package_path.write(bytes(100_000))
+
+    for compile_with, size, message in (
+        (None, 2000, "File too large"),
+        (compiler, 1 << 30, "No space left on device"),
+        (package, 90_000, ".out.[^/]*/model.pt2: File too large"),
+        (lambda program, **_: None, 100, ".out.[^/]*/tables.pt: File too large"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / f"cache-{size}"))
+            if compile_with is not None:
+                patch.setattr("jfi.serving.export.aoti_compile_and_package", compile_with)
+            with largest_file(size):
+                code, text = said("export", patch, capsys, "--run", exported.run, "--out", out)
+        assert code == 3 and text.count("\n") == 1 and re.fullmatch(rf"error: /.*{message}\n", text), text
+        assert not [path for path in tmp_path.iterdir() if "out" in path.name]
 
 
 def test_what_cannot_be_served_is_refused_by_one_line(exported, tmp_path, monkeypatch, capsys):

@@ -4,16 +4,19 @@ import json
 import random
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from test_run import assert_same_run, killed_after, tiny
 
+from jfi.data.load import check_equal
 from jfi.files import SUMS, sha256_of, write_sums
 from jfi.training import resume, train
 from jfi.training.checkpoint import latest_checkpoint
 from jfi.training.cli import run_cli
-from jfi.training.saved_run import load_run
+from jfi.training.saved_run import SavedRun, load_run
 
 #: Damages in CI, and with the slow tests.
 FEW, MANY = 21, 280
@@ -99,6 +102,70 @@ def test_a_damaged_run_is_refused_in_one_line_or_ends_with_the_same_bits(runs, t
         shutil.rmtree(run)
     print(dict(ends))
     assert sum(count for end, count in ends.items() if end.endswith("refused")) > len(seeds) // 3
+
+
+def assert_same_scores(one: SavedRun, other: SavedRun) -> None:
+    """Both encode and score alike, whatever tables they have."""
+    ours, theirs = one.model.state_dict(), other.model.state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert repr(one.model) == repr(other.model)
+    check_equal(one.schema, other.schema, "the damaged run")
+    configs = [
+        [replace(run.config.data, interactions=None, validation=None, test=None, prepared=None), run.config.model]
+        for run in (one, other)
+    ]
+    assert configs[0] == configs[1] and one.config.encoder == other.config.encoder
+
+
+@pytest.mark.parametrize("seeds", [range(FEW), pytest.param(range(FEW, FEW + MANY), marks=pytest.mark.slow)], ids=len)
+def test_a_damaged_run_predicts_as_before_or_is_refused_in_one_line(runs, tmp_path, capfd, seeds):
+    whole, loaded, ends = load_run(runs[0]), [], Counter()
+    for seed in seeds:
+        run = tmp_path / f"{seed}"
+        shutil.copytree(runs[0], run)
+        if seed % 3 == 0:  # most files are not read
+            what = damage(run / "data", seed)
+        elif seed % 3 == 1:
+            flip(run / "config.yaml", random.Random(seed))
+            what = "flip config.yaml"
+        else:
+            what = damage(run, seed)
+        capfd.readouterr()
+        code = run_cli(lambda run=run: loaded.append(load_run(run)))
+        errors = capfd.readouterr().err.splitlines()
+        if code == 0:
+            assert_same_scores(loaded.pop(), whole)
+        else:
+            assert code == 2 and len(errors) == 1 and errors[0].startswith("error: "), (what, code, errors)
+        ends[code] += 1
+        shutil.rmtree(run)
+    assert min(ends[0], ends[2]) > len(seeds) // 5, ends
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "changes"),
+    [
+        ("separators: {}", "separators: {category: g}", ['data.separators was {} and is {"category": "g"}']),
+        ("history: null", "history: rating > 1", ['data.history was null and is "rating > 1"']),
+        ("average: 0.9", "average: null", ["optimizer.average was 0.9 and is null"]),
+        ("pooling: attention", "pooling: mean", ['model.pooling was "attention" and is "mean"']),
+        ("epochs: 3", "epochs: 4", []),
+        ("interactions: null", "interactions: moved.csv", []),
+    ],
+)
+def test_a_run_whose_scores_would_change_with_its_config_is_refused_with_the_fields(
+    runs, tmp_path, capfd, old, new, changes
+):
+    run = tmp_path / "run"
+    shutil.copytree(runs[0], run)
+    text = (run / "config.yaml").read_text()
+    assert text.count(f" {old}\n") == 1
+    (run / "config.yaml").write_text(text.replace(f" {old}\n", f" {new}\n"))
+    assert run_cli(lambda: load_run(run) and None) == (2 if changes else 0)
+    lines = [
+        f"error: run {run}: config.yaml has changed since the checkpoint: {change}; restore it" for change in changes
+    ]
+    assert capfd.readouterr().err.splitlines() == lines
 
 
 def flip_bit(path: Path, bit: int) -> None:

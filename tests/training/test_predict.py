@@ -2,6 +2,8 @@
 
 import csv
 import json
+import os
+import resource
 import runpy
 import sys
 from pathlib import Path
@@ -96,6 +98,23 @@ def test_histories_come_from_the_log_before_the_table(run, folder, tmp_path, wan
     assert max(abs(score - wanted[key]) for key, score in alone.items()) > 100 * ROUNDING
 
 
+def test_rows_that_the_history_has_too_are_one_event(run, folder, tmp_path, wanted, caplog, monkeypatch):
+    """They keep what the history knows of them; the same event twice in the history alone is two."""
+    assert_scores(run.predict(folder / "table.csv", history=folder / "table.csv"), wanted)
+    message = "300 rows to score are in the history too; each counts as one event"
+    assert caplog.messages == [message]
+    write_table(tmp_path / "bare.csv", [[*row(i)[:6], "", ""] for i in range(300)])
+    monkeypatch.setattr(scoring, "_PART", 100)
+    assert_scores(run.predict(tmp_path / "bare.csv", history=folder / "table.csv"), wanted)
+    assert caplog.messages == [message, message]
+    write_table(tmp_path / "log.csv", [row(i) for i in range(200)] * 2)
+    write_table(tmp_path / "new.csv", [row(i) for i in range(190, 300)])
+    write_table(tmp_path / "rest.csv", [row(i) for i in range(200, 300)])
+    twice = [run.predict(tmp_path / name, history=tmp_path / "log.csv") for name in ("rest.csv", "new.csv")]
+    assert_scores(twice[0], by_key(twice[1]))
+    assert caplog.messages[2:] == ["10 rows to score are in the history too; each counts as one event"]
+
+
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 def test_parts_and_blocks_of_any_size_give_the_same(run, folder, tmp_path, wanted, monkeypatch, kind):
     """The rows are read 7 at a time, and spread over as many files as there can be."""
@@ -182,6 +201,25 @@ def test_the_label_may_be_missing_where_histories_show_it(tmp_path):
     assert_scores(run.predict(tmp_path / "new.csv", history=tmp_path / "log.csv"), full)
 
 
+def test_candidates_need_no_columns_of_events(run, tmp_path, wanted, caplog):
+    """What will happen is unknown; in the log it is known, and must be."""
+    lines = [",".join(map(str, line[:3] + line[4:6])) for line in map(row, range(294, 300))]  # one of each user
+    (tmp_path / "new.csv").write_text("\n".join(["user_id,item_id,timestamp,genre,price", *lines]) + "\n")
+    write_table(tmp_path / "log.csv", [row(i) for i in range(294)])
+    assert_scores(run.predict(tmp_path / "new.csv", history=tmp_path / "log.csv"), wanted)
+    assert caplog.messages == [
+        f"{tmp_path}/new.csv: no column 'seconds', 'tags'; it counts as missing in the rows' events"
+    ]
+    with pytest.raises(DataError, match=r"new\.csv: no column 'tags'"):
+        run.predict(tmp_path / "log.csv", history=tmp_path / "new.csv")
+    # An event without the columns has the values of one whose fields are empty.
+    lines = [",".join(map(str, line[:3] + line[4:6])) for line in map(row, range(200, 300))]
+    (tmp_path / "new.csv").write_text("\n".join(["user_id,item_id,timestamp,genre,price", *lines]) + "\n")
+    write_table(tmp_path / "empty.csv", [[*line[:6], "", ""] for line in map(row, range(200, 300))])
+    scores = [run.predict(tmp_path / name).column("score").to_pylist() for name in ("new.csv", "empty.csv")]
+    assert scores[0] == scores[1]
+
+
 def test_users_and_items_never_seen_are_scored(run, folder, tmp_path, wanted):
     write_table(tmp_path / "new.csv", [row(i) for i in range(300)] + [new_row(i) for i in range(3)])
     scores = run.predict(tmp_path / "new.csv")
@@ -249,6 +287,17 @@ def test_evaluate_by_group_and_calibration(run, folder):
     assert deciles[0]["mean_label"] == pytest.approx(labels[lowest].mean().item())
 
 
+def test_a_group_without_text_is_refused_before_rows_are_scored(run, folder, monkeypatch):
+    table = pa.csv.read_csv(folder / "table.csv")
+    names = pa.array([b"a", b"\xff", *[b"b"] * 298])
+    monkeypatch.setattr(run.model, "forward", None)
+    with pytest.raises(DataError, match=r"the table:2: 'name' has type binary, and this value is not UTF-8 text"):
+        run.evaluate(table.append_column("name", names), by="name")
+    monkeypatch.undo()
+    groups = run.evaluate(table.append_column("name", names.slice(2).take([0] * 300)), by="name")["by"]["name"]
+    assert [(group["value"], group["samples"]) for group in groups] == [("b", 300)]
+
+
 def command(monkeypatch, capsys, *arguments: object) -> tuple[int, str, str]:
     monkeypatch.setattr(sys, "argv", ["predict.py", *map(str, arguments)])
     code = run_cli(runpy.run_path(str(ROOT / "examples/predict.py"))["main"])
@@ -297,6 +346,40 @@ def test_wrong_options_are_refused_in_one_line_and_write_nothing(
 
 
 @pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--out", "in.csv"], "--out in.csv: --interactions names this file too"),
+        (["--out", "link.csv"], "--out link.csv: --interactions names this file too"),
+        (["--evaluate", "./in.csv"], "--evaluate ./in.csv: --interactions names this file too"),
+        (["--out", "same.csv", "--evaluate", "same.csv"], "--evaluate same.csv: --out names this file too"),
+        (["--out", "log/0.csv", "--history", "log"], "--out log/0.csv: --history names this file too"),
+    ],
+)
+def test_no_result_replaces_a_table_or_another_result(folder, tmp_path, monkeypatch, capsys, options, message):
+    monkeypatch.chdir(tmp_path)
+    Path("log").mkdir()
+    for name in ("in.csv", "log/0.csv"):
+        write_table(Path(name), [row(i) for i in range(20)])
+    Path("link.csv").symlink_to("in.csv")
+    before = Path("in.csv").read_bytes()
+    code, _, errors = command(monkeypatch, capsys, "--run", folder / "run", "--interactions", "in.csv", *options)
+    assert (code, errors) == (2, f"error: {message}; name a new one\n")
+    assert Path("in.csv").read_bytes() == Path("log/0.csv").read_bytes() == before and not Path("same.csv").exists()
+
+
+def test_a_result_of_predict_in_python_replaces_no_table(tmp_path):
+    config = small_table(tmp_path)
+    with without_pictures():
+        train(config)
+    run = jfi.load_run(tmp_path / "run")
+    for name, option in (("log.csv", "--interactions"), ("items.csv", "--items")):
+        before = (tmp_path / name).read_bytes()
+        with pytest.raises(ConfigError, match=f"{option} names this file too"):
+            run.predict(tmp_path / "log.csv", out=tmp_path / name)
+        assert (tmp_path / name).read_bytes() == before
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         (
@@ -334,6 +417,31 @@ def test_out_is_written_whole_or_not_at_all(run, folder, tmp_path, monkeypatch):
         run.predict(folder / "table.csv", out=tmp_path / "scores")
 
 
+@pytest.mark.parametrize("size", [100, 5000, 35_000])
+def test_a_full_disk_names_the_file_in_one_line(run, folder, tmp_path, monkeypatch, capsys, size):
+    """The files of the parts, the map of the scores, and the result itself; nothing is left."""
+    write_table(tmp_path / "table.csv", [row(i) for i in range(9000 if size > 5000 else 300)])
+    arguments = ["--run", folder / "run", "--interactions", tmp_path / "table.csv", "--out", tmp_path / "out.csv"]
+    monkeypatch.setattr(scoring, "_PART", 100)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        code, _, errors = command(monkeypatch, capsys, *arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert code == 3 and errors.count("\n") == 1 and "File too large" in errors
+    assert errors.startswith(f"error: {tmp_path}/"), errors
+    assert [path.name for path in tmp_path.iterdir()] == ["table.csv"]
+
+
+def test_scores_take_their_space_before_rows_are_scored(run, folder, tmp_path, monkeypatch):
+    """A write to the map of a file that has no space would end the process with SIGBUS."""
+    taken = []
+    monkeypatch.setattr(os, "posix_fallocate", lambda descriptor, start, size: taken.append((start, size)))
+    run.predict(folder / "table.csv", out=tmp_path / "out.csv")
+    assert taken == [(0, 128 + 4 * 300), (0, 128 + 8 * 300)]
+
+
 def test_without_a_label_there_is_nothing_to_evaluate(tmp_path):
     write_table(tmp_path / "table.csv", [row(i) for i in range(200)])
     config = config_of(tmp_path / "table.csv", tmp_path / "run", epochs=1)
@@ -344,6 +452,36 @@ def test_without_a_label_there_is_nothing_to_evaluate(tmp_path):
     assert run.predict(tmp_path / "table.csv").num_rows == 200
     with pytest.raises(DataError, match="every row is a positive"):
         run.evaluate(tmp_path / "table.csv")
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_a_number_too_large_for_the_model_counts_as_missing(run, tmp_path):
+    """A finite one, which the item's later rows share with its first."""
+
+    def scores(price: str) -> list[float]:
+        first = row(0)
+        first[HEADER.split(",").index("price")] = price
+        write_table(tmp_path / "table.csv", [first, *(row(i) for i in range(1, 50))])
+        return run.predict(tmp_path / "table.csv").column("score").to_pylist()
+
+    assert scores("1e300") == scores("3.4e38") == scores("") != scores("7")
+    scores("1e300")
+    metrics = run.evaluate(tmp_path / "table.csv", by=["user_id"])
+    assert np.isfinite(metrics["overall"]["mean_prediction"])
+    json.dumps(metrics, allow_nan=False)
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_a_number_too_large_is_missing_in_training_too(tmp_path):
+    rows = [row(i) for i in range(200)]
+    write_table(tmp_path / "table.csv", rows)
+    without = load_dataset(config_of(tmp_path / "table.csv", tmp_path / "run").data).schema.encodings.moments
+    rows[0][5] = "1e300"  # the first row of item 0, whose price is 0 in all others
+    write_table(tmp_path / "table.csv", rows)
+    mean, deviation = load_dataset(config_of(tmp_path / "table.csv", tmp_path / "run").data).schema.encodings.moments[
+        "price"
+    ]
+    assert 2 < without["price"][0] < mean < 4 and 1 < deviation < 2
 
 
 def small_table(folder: Path, **changes: object):
@@ -395,6 +533,10 @@ def test_what_training_takes_prediction_takes(tmp_path):
     # Without labels `clicked == 1` holds in no row.
     with (tmp_path / "bare.csv").open("w", newline="") as file:
         csv.writer(file).writerows([[*header[:3], "place"], *([*row[:3], row[4]] for row in rows[180:])])
+    assert run.predict(tmp_path / "bare.csv").num_rows == 20
+    # Nor does the rule need its other columns.
+    with (tmp_path / "bare.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([header[:3], *(row[:3] for row in rows[180:])])
     assert run.predict(tmp_path / "bare.csv").num_rows == 20
 
 
