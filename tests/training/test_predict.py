@@ -1,6 +1,7 @@
 """Scores of the rows of a table by a run, and their metrics."""
 
 import csv
+import dataclasses
 import json
 import runpy
 import sys
@@ -408,3 +409,21 @@ def test_faults_of_the_table_to_score_are_one_line(run, tmp_path):
     )
     with pytest.raises(DataError, match=r"1\.parquet: the types of columns \(user_id string"):
         run.predict([tmp_path / "0.parquet", tmp_path / "1.parquet"])
+
+
+def test_a_table_whose_lists_are_all_empty_is_scored(tmp_path):
+    """JSON Lines with null alone do not show that a column has lists."""
+    rows = [
+        {"user_id": i % 5, "item_id": i % 7, "timestamp": i, "clicked": i % 2, "tags": ["a", "b"]} for i in range(99)
+    ]
+    for name, tags in (("log", ["a", "b"]), ("new", None), ("none", [])):
+        lines = [json.dumps({**line, "tags": tags}) for line in rows]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    config = config_of(tmp_path / "log.jsonl", tmp_path / "run", epochs=1)
+    data = DataConfig(interactions=config.data.interactions, label="clicked", item_categorical=["tags"])
+    with without_pictures():
+        train(dataclasses.replace(config, data=data))
+    run = jfi.load_run(tmp_path / "run")
+    nulls, empty = (run.predict(tmp_path / f"{name}.jsonl").column("score").to_numpy() for name in ("new", "none"))
+    assert (nulls == empty).all()
+    assert (nulls != run.predict(tmp_path / "log.jsonl").column("score").to_numpy()).all()
