@@ -45,10 +45,7 @@ def warm_start(
         ConfigError: not a run folder, or its model has other keys, names or shapes, as one line.
         DataError: its schema is damaged.
     """
-    try:
-        best = BestEpoch.of(path)
-    except ConfigError as fault:
-        raise ConfigError(f"training.warm_start: {fault}") from fault
+    best = BestEpoch.of(path, "training.warm_start: run")
     _check_keys(path, schema, best.schema)
     with torch.device("meta"):
         model = build_model(best.config.model, best.config.encoder, best.schema, torch.device("meta"))
