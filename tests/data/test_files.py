@@ -171,7 +171,7 @@ def test_files_of_one_table_have_the_columns_in_use(parts):
 def test_paths_that_name_no_table(parts, tmp_path):
     (tmp_path / "empty").mkdir()
     assert message(str(tmp_path / "empty")).startswith(f"{tmp_path / 'empty'}: the folder holds no files; known names")
-    assert message(str(tmp_path / "gone")).startswith(f"{tmp_path / 'gone'}: unknown file type; known names")
+    assert message(str(tmp_path / "gone")) == f"{tmp_path / 'gone'}: no such file or directory"
     assert message(str(tmp_path / "gone.csv")) == f"{tmp_path / 'gone.csv'}: no such file or directory"
     assert message(str(tmp_path / "*.parquet")).startswith(f"{tmp_path / '*.parquet'}: no file matches; ")
     assert message("") == "data.interactions is ''; it must name a file, a folder or a glob"

@@ -76,7 +76,7 @@ def test_the_command_writes_scores_and_metrics(folder, run, tmp_path, monkeypatc
         (["--out", "s.csv", "--interactions", "*.parq"], "*.parq: no file matches; --interactions is read as a glob"),
         (["--out", "s.csv", "--history", "no-*"], "no-*: no file matches; --history is read as a glob"),
         (["--out", "s.csv", "--users", ""], "--users is ''"),
-        (["--out", "s.csv", "--items", "items"], "items: unknown file type"),
+        (["--out", "s.csv", "--items", "items"], "items: no such file or directory"),
         (["--out", "folder.csv"], "--out folder.csv: is a folder; name a file"),
         (["--evaluate", "folder.csv"], "--evaluate folder.csv: is a folder; name a file"),
         (["--out", "s.csv", "--batch-size", "many"], "--batch-size: got 'many', must be a whole number of at least 1"),
