@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from jfi.exit_codes import EXIT_CODES
+from jfi.exit_codes import EXIT_CODES, raise_on_sigterm
+from jfi.options import OptionParser, at_least_one
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import export
@@ -21,9 +22,7 @@ from jfi.training.saved_run import load_run
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OptionParser(description=__doc__, epilog=EXIT_CODES)
     parser.add_argument("--run", type=Path, required=True, help="folder of a run of examples/train_dlrm.py")
     parser.add_argument("--out", type=Path, help="folder to write, must not exist (default: RUN/artifact)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device to serve on (default: cpu)")
@@ -34,7 +33,7 @@ def arguments() -> argparse.Namespace:
         help="format of the embedding tables (default: float32)",
     )
     parser.add_argument("--impl", choices=["triton", "torch"], help="kind of attention (default: triton on a GPU)")
-    parser.add_argument("--max-candidates", type=int, default=1000, help="limit per request (default: 1000)")
+    parser.add_argument("--max-candidates", type=at_least_one, default=1000, help="limit per request (default: 1000)")
     return parser.parse_args()
 
 
@@ -43,19 +42,20 @@ def main() -> None:
     out = options.out or options.run / "artifact"
     # Check the options before loading the run, which takes seconds.
     if out.exists():
-        raise ConfigError(f"{out} exists already; name a new folder")
+        raise ConfigError(f"--out {out}: exists already; name a new folder")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: there is no GPU here")
     if options.device == "cpu" and options.impl == "triton":
         raise ConfigError("--impl triton needs --device cuda")
-    run = load_run(options.run)
+    run = load_run(options.run, setting="--run")
     model, config = run.model, run.config
     reads_history = config.model.pooling != "none"
     reads_age = any(feature.bias_key is not None for feature in model.sequence_arch.features)
     schema = schema_of(config.data, run.schema, reads_history, reads_age)
     limits = Limits(options.max_candidates, run.schema.max_history)
     try:
-        export(out, model, schema, limits, device=options.device, tables=options.tables, impl=options.impl)
+        with raise_on_sigterm():
+            export(out, model, schema, limits, device=options.device, tables=options.tables, impl=options.impl)
     except (ArtifactError, ValueError) as error:
         raise ConfigError(str(error)) from error
     print(f"wrote {out} ({options.tables} tables, for {options.device})")

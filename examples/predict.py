@@ -15,24 +15,20 @@ from pathlib import Path
 
 import torch
 
+from jfi.exit_codes import EXIT_CODES, raise_on_sigterm
 from jfi.files import writing_file
+from jfi.options import OptionParser, at_least_one
 from jfi.training import ConfigError
 from jfi.training.cli import run_cli
 from jfi.training.saved_run import load_run
-from jfi.training.scores import check_out, check_results
+from jfi.training.scores import check_out, check_place, check_results
 
 SHOWN = ("samples", "loss", "ne", "auc", "user_auc", "mean_label", "mean_prediction", "calibration")
 GROUPS = 20
 
 
-def positive(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return int(text)
-
-
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OptionParser(description=__doc__, epilog=EXIT_CODES)
     parser.add_argument("--run", required=True, help="folder of a run of examples/train_dlrm.py")
     parser.add_argument("--interactions", required=True, help="the rows to score, with the columns of training")
     parser.add_argument("--history", help="rows before them, which are only part of histories")
@@ -42,7 +38,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--evaluate", metavar="FILE", help="print the labeled rows' metrics, and write them as JSON")
     parser.add_argument("--by", nargs="+", default=[], metavar="COLUMN", help="with --evaluate: also by these columns")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device of the model (default: cpu)")
-    parser.add_argument("--batch-size", type=positive, default=4096, help="rows per call of the model (default: 4096)")
+    parser.add_argument(
+        "--batch-size", type=at_least_one, default=4096, help="rows per call of the model (default: 4096)"
+    )
     return parser.parse_args()
 
 
@@ -69,16 +67,24 @@ def main() -> None:
         raise ConfigError("name a file to write: --out for the scores, --evaluate for their metrics")
     if options.by and options.evaluate is None:
         raise ConfigError("--by belongs to --evaluate")
-    if options.evaluate is not None and not Path(options.evaluate).parent.is_dir():
-        raise ConfigError(f"--evaluate {options.evaluate}: there is no folder {Path(options.evaluate).parent}")
+    if options.evaluate is not None:
+        check_place("--evaluate", Path(options.evaluate))
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: there is no GPU here")
+    with raise_on_sigterm():
+        score(options)
+    for path in (options.out, options.evaluate):
+        if path is not None:
+            print(f"wrote {path}")
+
+
+def score(options: argparse.Namespace) -> None:
     tables = {"history": options.history, "users": options.users, "items": options.items}
     check_results(
         {"--out": options.out, "--evaluate": options.evaluate},
         {f"--{name}": paths for name, paths in {"interactions": options.interactions, **tables}.items()},
     )
-    run = load_run(options.run, options.device)
+    run = load_run(options.run, options.device, "--run")
     if options.evaluate is None:
         run.predict(options.interactions, **tables, out=options.out, batch_size=options.batch_size)
     else:
@@ -90,9 +96,6 @@ def main() -> None:
                 json.dumps(metrics, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8"
             )
         print(table(metrics))
-    for path in (options.out, options.evaluate):
-        if path is not None:
-            print(f"wrote {path}")
 
 
 if __name__ == "__main__":

@@ -12,21 +12,14 @@ import sys
 from pathlib import Path
 
 from jfi.exit_codes import EXIT_CODES, run_command
+from jfi.options import OptionParser, at_least_one
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.json_lines import answer_lines
 from jfi.serving.scorer import Scorer
 
 
-def positive(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return int(text)
-
-
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OptionParser(description=__doc__, epilog=EXIT_CODES)
     parser.add_argument("--artifact", type=Path, required=True, help="folder written by examples/export.py")
     parser.add_argument(
         "--jsonl", action="store_true", help="read requests from stdin and write answers to stdout, one per line"
@@ -36,11 +29,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--tables-device", choices=["cpu", "cuda"], help="device of the embedding tables (default: the model's)"
     )
-    parser.add_argument("--max-candidates", type=positive, help="limit per request (default: the artifact's)")
-    parser.add_argument("--max-history", type=positive, help="newest events to keep (default: the artifact's)")
-    parser.add_argument("--max-body-mb", type=positive, default=8, help="limit of a request's body (default: 8)")
-    parser.add_argument("--queue", type=positive, default=64, help="concurrent requests, more get a 503 (default: 64)")
-    parser.add_argument("--max-batch", type=positive, default=4096, help="candidates per batch (default: 4096)")
+    parser.add_argument("--max-candidates", type=at_least_one, help="limit per request (default: the artifact's)")
+    parser.add_argument("--max-history", type=at_least_one, help="newest events to keep (default: the artifact's)")
+    parser.add_argument("--max-body-mb", type=at_least_one, default=8, help="limit of a request's body (default: 8)")
+    parser.add_argument(
+        "--queue", type=at_least_one, default=64, help="concurrent requests, more get a 503 (default: 64)"
+    )
+    parser.add_argument("--max-batch", type=at_least_one, default=4096, help="candidates per batch (default: 4096)")
     parser.add_argument(
         "--max-wait-ms", type=float, default=0.0, help="time that a batch waits for more requests (default: 0)"
     )

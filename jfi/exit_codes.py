@@ -3,10 +3,14 @@
 import errno
 import os
 import re
+import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
+
+from jfi.options import OptionError
 
 
 class ExitCode(IntEnum):
@@ -27,13 +31,31 @@ exit codes:
   2: wrong input or config;
   3: storage is full, read-only, out of reach or without rights;
   4: out of memory;
-  128 + n: stopped by signal n, the state is saved"""
+  128 + n: stopped by signal n; a run's state is saved, and any other file is written whole or not at all"""
 #: What torch, CUDA and NCCL say in a plain RuntimeError.
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|can't allocate memory|cannot allocate memory|not enough memory|bad_alloc|ALLOC_FAILED",
     re.IGNORECASE,
 )
 _LONGEST = 500
+
+
+class Terminated(BaseException):
+    """SIGTERM, where a command has asked for it with `raise_on_sigterm`; no `except Exception` stops it."""
+
+
+@contextmanager
+def raise_on_sigterm() -> Iterator[None]:
+    """Makes SIGTERM raise Terminated, so that unfinished files are removed as after any other error."""
+
+    def stop(signum: int, frame: object) -> None:
+        raise Terminated
+
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def run_command(main: Callable[[], int | None], wrong_input: tuple[type[Exception], ...] = ()) -> int:
@@ -52,10 +74,11 @@ def run_command(main: Callable[[], int | None], wrong_input: tuple[type[Exceptio
     threading.excepthook = _report_thread
     try:
         return int(main() or ExitCode.SUCCESS)
-    except KeyboardInterrupt:
-        line, code = "stopped", 128 + 2
+    except (KeyboardInterrupt, Terminated) as stop:
+        signum = signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT
+        line, code = f"stopped by {signum.name}", 128 + signum
     except Exception as error:
-        if isinstance(error, wrong_input):
+        if isinstance(error, (OptionError, *wrong_input)):
             line, code = f"error: {error}", ExitCode.WRONG_INPUT
         elif isinstance(error, FloatingPointError):
             line, code = f"error: {error}", ExitCode.DIVERGED

@@ -6,6 +6,9 @@ import io
 import os
 import re
 import shutil
+import signal
+import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -105,6 +108,41 @@ def reporting_file(path: Path) -> Iterator[io.BufferedWriter]:
                 file.close()
             else:  # what is left in the buffer cannot be written either
                 file.raw.close()
+
+
+@contextmanager
+def temporary_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
+    """Yields an empty folder in `parent` (None: the system's folder for such files); it is removed after the block.
+
+    Signals whose handlers raise, such as Ctrl-C, do not leave it behind.
+    """
+    folder = None
+    try:
+        with _postponed_signals():
+            folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        yield folder
+    finally:
+        with _postponed_signals():
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _postponed_signals() -> Iterator[None]:
+    """Handles SIGINT and SIGTERM after the block. Python handles signals in the main thread alone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    caught: list[int] = []
+    numbers = signal.SIGINT, signal.SIGTERM
+    previous = [signal.signal(number, lambda signum, _: caught.append(signum)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, previous, strict=True):
+            signal.signal(number, handler)
+        for number in caught:
+            signal.raise_signal(number)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from benchmarks import readme
+from jfi.options import OptionParser
 from jfi.training import cli
 
 ROOT = Path(__file__).parents[1]
@@ -72,7 +73,8 @@ def then_stop(parse):
 def run_python_command(words: list[str], monkeypatch) -> None:
     """Runs the script or module until it has parsed its arguments."""
     monkeypatch.setattr(cli, "parse_config", then_stop(cli.parse_config))
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", then_stop(argparse.ArgumentParser.parse_args))
+    for parser in (argparse.ArgumentParser, OptionParser):
+        monkeypatch.setattr(parser, "parse_args", then_stop(parser.parse_args))
     name, *arguments = words[1:] if words[0] == "-m" else words
     monkeypatch.setattr("sys.argv", [name, *arguments])
     with pytest.raises(Parsed):

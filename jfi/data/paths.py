@@ -78,6 +78,8 @@ def _expand(path: str, setting: str) -> list[File]:
 
 def _file(path: str, partitions: dict[str, str | None] | None = None) -> File:
     layout = find_layout(path)
+    if layout is None and not os.path.exists(path) and not os.path.splitext(path)[1]:  # meant as a folder
+        raise DataError(f"{path}: no such file or directory")
     if layout is None:
         raise DataError(f"{path}: unknown file type; known names and suffixes: {KNOWN_NAMES}")
     if os.path.exists(path) and not os.path.isfile(path):

@@ -96,7 +96,9 @@ def join_tables(tables: list[Table], wanted: Container[str]) -> Table:
 
 def _concat(columns: list[tuple[str, pa.ChunkedArray]], name: str) -> pa.ChunkedArray:
     """The column `name` of several files; `columns` holds each file's name and column."""
-    types = {column.type: file for file, column in columns if not pa.types.is_null(column.type)}
+    # A file whose fields are all empty says nothing of the type: JSON Lines with null alone read as text.
+    filled = [one for one in columns if one[1].null_count < len(one[1])] or columns
+    types = {column.type: file for file, column in filled if not pa.types.is_null(column.type)}
     to = _common_type(list(types)) if types else pa.null()
     chunks = []
     for file, column in columns:
@@ -110,6 +112,8 @@ def _concat(columns: list[tuple[str, pa.ChunkedArray]], name: str) -> pa.Chunked
 
 
 def _cast(column: pa.ChunkedArray, to: pa.DataType) -> pa.Array:
+    if column.null_count == len(column):
+        return pa.nulls(len(column), to)
     flat = flatten(column)
     return (as_text(flat) if is_text(to) else flat).cast(to)
 

@@ -254,6 +254,8 @@ class ScoringParts:
                 data[name] = pa.array(table.numbers(name))
             else:
                 column = table.categories(name, config.separators)
+                if column.null_count == len(column):  # of JSON Lines, empty lists without a list among them are text
+                    column = pa.nulls(len(column), self._kind(name))
                 check_kind(self._schema, name, column)
                 data[name] = column.cast(self._kind(name))
         return pa.table(data)

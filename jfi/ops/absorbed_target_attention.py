@@ -18,6 +18,8 @@ host's time dominates, and autograd's bookkeeping for a dozen small products and
 a tracer or a functorch transform sees the composition of operators instead.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -95,24 +97,24 @@ def absorbed_target_attention(
         torch.Size([1, 3, 8])
     """
     fields = history if isinstance(history, tuple) else (history,)
-    arguments = (weights, offsets, num_heads, key_bias, key_bias_index, value_scale, scale, max_seqlen, impl)
-    num_queries, key_bias, key_bias_index, scale, impl, in_kernel, traced = _prepare(target, fields, *arguments)
+    events = _Events(offsets, key_bias, key_bias_index, value_scale)
+    prepared = _prepare(target, fields, weights, events, _Options(num_heads, scale, max_seqlen, impl))
+    num_queries, events, options, in_kernel, traced = prepared
     first = fields[0]
     device = first.device.type
     autocast = not first.is_meta and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else weights[0].dtype
-    events = (offsets, key_bias, key_bias_index, value_scale)
-    tensors = (target, *fields, key_bias, *weights)
-    if not traced and _are_plain(tensors) and _fits_one_node(tensors, value_scale, impl, in_kernel):
+    tensors = (target, *fields, events.key_bias, *weights)
+    if not traced and _are_plain(tensors) and _fits_one_node(tensors, value_scale, options.impl, in_kernel):
         if not (len(fields) == 1 or (in_kernel and _are_halves(fields))):
             fields = (torch.cat(fields, dim=1),)
         history, second = (*fields, None)[:2]
         tensors = [None if x is None else x.contiguous() for x in (history, second, *events)]
-        options = (num_heads, scale, max_seqlen, impl, dtype)
+        settings = (*options, dtype)
         if autocast:  # the node chooses every dtype itself
             with torch.autocast(device, enabled=False):
-                return _AbsorbedTargetAttention.apply(target, *tensors, *weights, options)
-        return _AbsorbedTargetAttention.apply(target, *tensors, *weights, options)
+                return _AbsorbedTargetAttention.apply(target, *tensors, *weights, settings)
+        return _AbsorbedTargetAttention.apply(target, *tensors, *weights, settings)
     history = first if len(fields) == 1 else torch.cat(fields, dim=1)
     w_qk, b_qk, w_vo = absorb_weights(weights[:5], num_heads, dtype)
     query = affine(b_qk, target, w_qk).to(history.dtype).view(-1, num_queries, num_heads, history.shape[1])
@@ -120,35 +122,55 @@ def absorbed_target_attention(
         query,
         history.unsqueeze(1),
         offsets=offsets,
-        key_bias=key_bias,
-        key_bias_index=key_bias_index,
+        key_bias=events.key_bias,
+        key_bias_index=events.key_bias_index,
         value_scale=value_scale,
-        scale=scale,
+        scale=options.scale,
         max_seqlen=max_seqlen,
-        impl=impl,
+        impl=options.impl,
     )
     return affine(weights[5], attended.view(target.shape[0], -1, w_vo.shape[1]), w_vo.mT)
 
 
-def _prepare(
-    target: Tensor,
-    fields: tuple[Tensor, ...],
-    weights: tuple[Tensor, ...],
-    offsets: Tensor,
-    num_heads: int,
-    key_bias: Tensor | None,
-    key_bias_index: Tensor | None,
-    value_scale: Tensor | None,
-    scale: float | None,
-    max_seqlen: int | None,
-    impl: str,
-) -> tuple[int, Tensor | None, Tensor | None, float, str, bool, bool]:
-    """Check the arguments.
+class _Events(NamedTuple):
+    """What an event has beside its row: the operator's arguments of these names."""
 
-    Returns:
-        (T, key_bias and key_bias_index as the attention takes them, scale, "triton" or "torch", whether the attention's
-        kernels read a bias by its index and a value scale, whether a tracer or a transform is at work).
+    offsets: Tensor
+    key_bias: Tensor | None
+    key_bias_index: Tensor | None
+    value_scale: Tensor | None
+
+
+class _Options(NamedTuple):
+    """The operator's arguments of these names."""
+
+    num_heads: int
+    scale: float | None
+    max_seqlen: int | None
+    impl: str
+
+
+class _Prepared(NamedTuple):
+    """Checked arguments.
+
+    `events` are as the attention takes them, the scale in `options` is a number and its impl "triton" or "torch".
+    `in_kernel` says whether the attention's kernels read a bias by its index and a value scale, and `traced` whether a
+    tracer or a transform is at work.
     """
+
+    num_queries: int
+    events: _Events
+    options: _Options
+    in_kernel: bool
+    traced: bool
+
+
+def _prepare(
+    target: Tensor, fields: tuple[Tensor, ...], weights: tuple[Tensor, ...], events: _Events, options: _Options
+) -> _Prepared:
+    """Checks the arguments."""
+    offsets, key_bias, key_bias_index, value_scale = events
+    num_heads, scale, max_seqlen, impl = options
     num_queries, first = _check_shapes(target, fields, weights, num_heads), fields[0]
     traced = is_traced()
     samples = target.shape[0] * target.shape[1]
@@ -166,7 +188,8 @@ def _prepare(
     in_kernel = impl == "triton" and takes_events(num_queries * num_heads)
     if key_bias_index is not None and not in_kernel:
         key_bias, key_bias_index = F.embedding(key_bias_index, key_bias).to(first.dtype), None
-    return num_queries, key_bias, key_bias_index, scale, impl, in_kernel, traced
+    events = _Events(offsets, key_bias, key_bias_index, value_scale)
+    return _Prepared(num_queries, events, _Options(num_heads, scale, max_seqlen, impl), in_kernel, traced)
 
 
 def _check_shapes(target: Tensor, fields: tuple[Tensor, ...], weights: tuple[Tensor, ...], num_heads: int) -> int:
@@ -306,14 +329,14 @@ def _prepare_plan(
 ) -> tuple[tuple[TargetAttentionInputs, bool], str]:
     """For `explain`: the operands of the attention, and whether kernels absorb the weights; "triton" or "torch"."""
     fields = history if isinstance(history, tuple) else (history,)
-    num_queries, key_bias, key_bias_index, scale, impl, in_kernel, _ = _prepare(target, fields, weights, **options)
+    given = (kind(**{name: options[name] for name in kind._fields}) for kind in (_Events, _Options))
+    num_queries, events, (num_heads, scale, max_seqlen, impl), in_kernel, _ = _prepare(target, fields, weights, *given)
     key = fields[0] if len(fields) == 1 else torch.cat(fields, dim=1)
-    query = key.new_empty(target.shape[0] * target.shape[1], num_queries, options["num_heads"], key.shape[1])
-    events = {"key_bias": key_bias, "key_bias_index": key_bias_index, "scale": scale, "impl": impl}
-    events |= {name: options[name] for name in ("offsets", "value_scale", "max_seqlen")}
-    inputs, _ = prepare_target_attention(query, key.unsqueeze(1), None, **events)
-    tensors = (target, *fields, key_bias, *weights)
-    absorbs = impl == "triton" and _fits_one_node(tensors, options["value_scale"], impl, in_kernel)
+    query = key.new_empty(target.shape[0] * target.shape[1], num_queries, num_heads, key.shape[1])
+    settings = {"scale": scale, "max_seqlen": max_seqlen, "impl": impl}
+    inputs, _ = prepare_target_attention(query, key.unsqueeze(1), None, **events._asdict(), **settings)
+    tensors = (target, *fields, events.key_bias, *weights)
+    absorbs = impl == "triton" and _fits_one_node(tensors, events.value_scale, impl, in_kernel)
     if absorbs and in_kernel and _are_halves(fields):
         inputs = inputs._replace(key=fields[0].unsqueeze(1), second=fields[1])
     return (inputs, absorbs), impl

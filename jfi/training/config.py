@@ -201,7 +201,8 @@ class TrainingConfig:
         epochs: maximum number of epochs.
         batch_size: samples per step, over all processes under torchrun.
         eval_batch_size: samples per batch of evaluation, over all processes under torchrun.
-        monitor: validation metric that selects the best epoch: `auc` (highest) or `ne` (lowest).
+        monitor: validation metric that selects the best epoch: `auc` (highest), `ne` (lowest), or one of those that
+            `ranking` computes, such as `hr@10`, `ndcg@10` or `ndcg@10_full` (highest).
         patience: training stops after this number of epochs without a better `monitor`; null never stops early.
         seed: seed of parameters, dropout, sample order and sampled negatives; in [0, 2**32).
         device: `auto` means cuda if there is a GPU, else cpu.
@@ -222,7 +223,7 @@ class TrainingConfig:
     epochs: int = 10
     batch_size: int = 1024
     eval_batch_size: int = 4096
-    monitor: Literal["auc", "ne"] = "auc"
+    monitor: str = "auc"
     patience: int | None = 2
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -241,6 +242,11 @@ class TrainingConfig:
         limit = self.ranking_positives
         _require(limit is None or limit >= 1, "training.ranking_positives", limit, "at least 1, or null")
         _require(self.patience is None or self.patience >= 1, "training.patience", self.patience, "at least 1, or null")
+
+    def ranking_metrics(self) -> list[str]:
+        """The names of the metrics that `ranking` computes for implicit feedback."""
+        suffixes = {"none": (), "sampled": ("",), "full": ("", "_full")}[self.ranking]
+        return [f"{name}@{self.ranking_k}{suffix}" for suffix in suffixes for name in ("hr", "ndcg")]
 
 
 @dataclass
@@ -264,7 +270,23 @@ class Config:
         width = self.sharding.min_partition
         fits = self.sharding.type != "column_wise" or self.model.embedding_dim % width == 0
         _require(fits, "sharding.min_partition", width, "a divisor of model.embedding_dim under column_wise")
+        self._check_monitor()
 
     def with_training(self, **changes: object) -> "Config":
         """A copy with some fields of `training` changed."""
         return dataclasses.replace(self, training=dataclasses.replace(self.training, **changes))
+
+    def _check_monitor(self) -> None:
+        monitor, ranked = self.training.monitor, self.training.ranking_metrics()
+        # A prepared dataset may have a label that the config does not name; it is in the config of the run.
+        labeled = self.data.source != "table" or self.data.label is not None
+        known = ["auc", "ne", *([] if labeled else ranked)]
+        why = ""
+        if "@" in monitor and labeled:
+            why = "; hr@k and ndcg@k are metrics of implicit feedback, and the data has labels"
+        elif "@" in monitor and not ranked:
+            why = "; set training.ranking for hr@k and ndcg@k"
+        elif "@" in monitor:
+            why = "; see training.ranking and training.ranking_k"
+        must = f"{', '.join(known[:-1])} or {known[-1]}{why}"
+        _require(monitor in known, "training.monitor", monitor, must)

@@ -30,6 +30,8 @@ _SPANS = (("years", 31_557_600), ("days", 86_400), ("hours", 3_600), ("minutes",
 def draw_curves(log: list[dict], monitor: str, path: Path) -> None:
     """Plots loss, NE, AUC and AUC per user over the epochs, with the best epoch and its test metrics, as a PNG.
 
+    Where another metric selects the best epoch, it takes the place of AUC per user.
+
     Args:
         log: the lines of metrics.jsonl.
         monitor: the metric that selected the best epoch.
@@ -38,6 +40,9 @@ def draw_curves(log: list[dict], monitor: str, path: Path) -> None:
     last, test = [record for record in log if record["split"] == "validation"][-1], log[-1]
     steps_per_epoch = last["step"] / last["epoch"]
     titles = {"loss": "loss (nats)", "ne": "normalized entropy", "auc": "AUC", "user_auc": "AUC per user"}
+    if monitor not in titles:
+        del titles["user_auc"]
+        titles[monitor] = monitor.replace("ndcg", "NDCG").replace("hr", "HR")
     figure = Figure(figsize=(11, 7), layout="constrained")
     for axes, (metric, title) in zip(figure.subplots(2, 2).flat, titles.items(), strict=True):
         for split, marker in (("train", ""), ("validation", "o")):

@@ -1,5 +1,7 @@
 """Embeddings from a file as the initial values of a table."""
 
+import shutil
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -8,11 +10,14 @@ import pyarrow.compute as pc
 import pyarrow.parquet
 import torch
 from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from jfi.data import DataSchema
 from jfi.data.schema import as_array
 from jfi.files import is_storage_fault, naming
+from jfi.training.build import shards_of
 from jfi.training.config import ConfigError, PretrainedConfig
+from jfi.training.distributed import World
 
 
 def read_pretrained(column: str, config: PretrainedConfig, schema: DataSchema, width: int) -> tuple[Tensor, Tensor]:
@@ -110,14 +115,40 @@ def _fault(error: Exception, path: str) -> str:
     return f"{path}: {str(error).splitlines()[0]}"
 
 
-def keep_rows(weight: torch.nn.Parameter, frozen: Tensor) -> None:
-    """Makes the gradient of the rows where `frozen [N]` is true zero, in each backward pass from now on."""
+def load_pretrained(
+    column: str, config: PretrainedConfig, schema: DataSchema, width: int, world: World
+) -> tuple[Tensor, Tensor]:
+    """`read_pretrained`, which one process of each host calls for all: the others map what it has written.
 
-    def mask(grad: Tensor) -> Tensor:
-        if not grad.is_sparse:
-            return grad.masked_fill(frozen[:, None], 0.0)
-        rows, values = grad._indices(), grad._values()
-        values = values.masked_fill(frozen[rows[0], None], 0.0)
-        return torch.sparse_coo_tensor(rows, values, grad.shape, check_invariants=False)
+    That process writes to the folder for temporary files (`TMPDIR`), from which the files are removed at once.
+    """
+    if not world.launched:
+        return read_pretrained(column, config, schema, width)
 
-    weight.register_hook(mask)
+    def write() -> str:
+        rows, vectors = read_pretrained(column, config, schema, width)
+        folder = tempfile.mkdtemp(prefix="jfi-pretrained-")
+        try:
+            np.save(f"{folder}/rows.npy", rows.numpy())
+            np.save(f"{folder}/vectors.npy", vectors.numpy())
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return folder
+
+    folder = world.on_each_host(write)
+    try:
+        # "c": torch would warn of an array that is not writable.
+        rows, vectors = (np.load(f"{folder}/{name}.npy", mmap_mode="c") for name in ("rows", "vectors"))
+        world.max(0)  # all have mapped it
+    finally:
+        world.on_each_host(lambda: shutil.rmtree(folder, ignore_errors=True))
+    return torch.from_numpy(rows), torch.from_numpy(vectors)
+
+
+def fill_rows(weight: Tensor | ShardedTensor, rows: Tensor, vectors: Tensor) -> None:
+    """Writes `vectors [M, width]` to the rows `[M]` of a table, those of them that this process has."""
+    for shard, row, column in shards_of(weight):
+        here = (rows >= row) & (rows < row + len(shard))
+        values = vectors[here, column : column + shard.shape[1]]
+        shard[(rows[here] - row).to(shard.device)] = values.to(shard.device, shard.dtype)

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from jfi.data import Batch, InteractionDataset
 from jfi.data.candidates import Candidates
+from jfi.training.config import Config
+from jfi.display import Display
 from jfi.training.distributed import World
 
 #: Scores batches: logits `[B]` of each.
@@ -30,6 +32,39 @@ def ranking_metrics(ranks: Tensor, k: int, suffix: str = "") -> dict[str, float]
     hit = ranks <= k
     gain = torch.where(hit, 1 / torch.log2(ranks.double() + 1), 0.0)
     return {f"hr@{k}{suffix}": hit.double().mean().item(), f"ndcg@{k}{suffix}": gain.mean().item()}
+
+
+def rank_split(
+    dataset: InteractionDataset,
+    split: str,
+    config: Config,
+    score: Score,
+    world: World,
+    display: Callable[[str, int, int], Display],
+) -> dict[str, float]:
+    """HR@k and NDCG@k of a split of implicit feedback, those that `training.ranking` asks for.
+
+    Args:
+        dataset: of implicit feedback.
+        split: "validation" or "test".
+        config: the whole config.
+        score: gives the logits of batches.
+        world: the processes; each scores its part of every batch.
+        display: by label, total and what is done, shows how far the scoring is.
+    """
+    training, metrics = config.training, {}
+    for kind in {"none": (), "sampled": ("sampled",), "full": ("sampled", "full")}[training.ranking]:
+        candidates = dataset.candidates(split, kind, training.ranking_positives, config.data.eval_negatives)
+        with display(f"{split}, ranking ({kind})", len(candidates.rows) + len(candidates), 0) as bar:
+
+            def shown(batches: Iterable[Batch], bar: Display = bar) -> Iterator[Tensor]:
+                for logits in score(batches):
+                    yield logits
+                    bar.update(len(logits) * world.size)
+
+            ranks = rank_positives(dataset, candidates, training.eval_batch_size, shown, world)
+        metrics |= ranking_metrics(ranks, training.ranking_k, "_full" if kind == "full" else "")
+    return metrics
 
 
 def rank_positives(

@@ -44,6 +44,7 @@ class BestEpoch:
             average where the run has one.
         config: of the run.
         schema: of the run's data.
+        name: of the run, for messages.
     """
 
     path: Path
@@ -51,41 +52,47 @@ class BestEpoch:
     prefix: str
     config: Config
     schema: DataSchema
+    name: str
 
     @classmethod
-    def of(cls, path: str | Path) -> "BestEpoch":
+    def of(cls, path: str | Path, setting: str = "run") -> "BestEpoch":
         """The best epoch of the run in the folder `path`; no table of the run is read.
+
+        Args:
+            path: the folder.
+            setting: what gave the path, for messages.
 
         Raises:
             ConfigError: not a run folder, no epoch is finished, or its config has changed since.
             DataError: the schema is missing or damaged.
         """
+        name = f"{setting} {path}"
         if not RunFolder(Path(path)).config.is_file():
-            raise ConfigError(f"run {path}: not a run folder, config.yaml is missing")
+            raise ConfigError(f"{name}: not a run folder, config.yaml is missing")
         run, config = RunFolder.open(path)
         last = latest_checkpoint(run.checkpoints)
         if last is None:
-            raise ConfigError(f"run {path}: the run has no checkpoint yet")
+            raise ConfigError(f"{name}: the run has no checkpoint yet")
         try:
             progress = read_progress(last)
             best = run.checkpoints / checkpoint_name(int(progress["best_epoch"]), 0)
             changes = [text for name, text in config_changes(dict(progress["config"]), config) if _matters(name)]
         except DamagedCheckpointError as fault:
-            raise ConfigError(f"run {path}: {fault}") from None
+            raise ConfigError(f"{name}: {fault}") from None
         except (KeyError, TypeError, ValueError):
-            raise ConfigError(f"run {path}: {last / 'progress.json'} is damaged") from None
+            raise ConfigError(f"{name}: {last / 'progress.json'} is damaged") from None
         if not best.is_dir():
-            raise ConfigError(f"run {path}: the run has not finished an epoch yet")
+            raise ConfigError(f"{name}: the run has not finished an epoch yet")
         if changes:
             what = f"{run.config.name} has changed since the checkpoint: {', '.join(changes)}"
-            raise ConfigError(f"run {path}: {what}; restore it")
+            raise ConfigError(f"{name}: {what}; restore it")
         module, prefix = ("model", "") if config.optimizer.average is None else ("average", "module.")
         schema = load_schema(run)
         try:
             check_fits(schema, column_settings(config.data))
         except DataError as fault:
-            raise ConfigError(f"run {path}: {run.config.name}: {fault}") from fault
-        return cls(best, module, prefix, config, schema)
+            raise ConfigError(f"{name}: {run.config.name}: {fault}") from fault
+        return cls(best, module, prefix, config, schema, name)
 
     def read(self, parameters: dict[str, torch.Tensor]) -> None:
         """Fills tensors with the parameters of their names, in place.
@@ -96,7 +103,7 @@ class BestEpoch:
         try:
             load_checkpoint(self.path, {self.module: {self.prefix + name: p for name, p in parameters.items()}})
         except DamagedCheckpointError as fault:
-            raise ConfigError(f"run {self.path.parents[1]}: {fault}") from fault
+            raise ConfigError(f"{self.name}: {fault}") from fault
 
 
 @dataclass(frozen=True)
@@ -152,7 +159,7 @@ class SavedRun:
             run.predict("today.parquet", history="clicks.parquet", out="scores.parquet")
         """
         out = check_out(out)
-        with self._scored(interactions, history, users, items, (), batch_size, out) as scores:
+        with self._scored(interactions, history, users, items, (), False, batch_size, out) as scores:
             if out is None:
                 return pa.Table.from_batches(list(scores.batches()))
             scores.write(out)
@@ -187,7 +194,7 @@ class SavedRun:
             ConfigError, DataError: as `predict`; also if no row has a label.
         """
         out, by = check_out(out), [by] if isinstance(by, str) else by
-        with self._scored(interactions, history, users, items, by, batch_size, out) as scores:
+        with self._scored(interactions, history, users, items, by, True, batch_size, out) as scores:
             metrics = metrics_of(scores, self.config.data, by)
             if out is not None:
                 scores.write(out)
@@ -200,6 +207,7 @@ class SavedRun:
         users: Paths | None,
         items: Paths | None,
         by: Sequence[str],
+        labeled: bool,
         batch_size: int,
         out: Path | None,
     ) -> AbstractContextManager[Scores]:
@@ -212,7 +220,8 @@ class SavedRun:
         folder = None if out is None else out.parent
         sources = Sources(*paths, *tables)
         check_results({"--out": out}, {f"--{name}": source for name, source in vars(sources).items()})
-        return scored(self.model, sources, self.schema, config, by=by, batch_size=batch_size, folder=folder)
+        options = {"by": by, "labeled": labeled, "batch_size": batch_size, "folder": folder}
+        return scored(self.model, sources, self.schema, config, **options)
 
 
 def _matters(name: str) -> bool:
@@ -223,7 +232,7 @@ def _text(paths: Paths) -> str | list[str]:
     return [str(one) for one in paths] if isinstance(paths, (list, tuple)) else str(paths)
 
 
-def load_run(path: str | Path, device: str | torch.device = "cpu") -> SavedRun:
+def load_run(path: str | Path, device: str | torch.device = "cpu", setting: str = "run") -> SavedRun:
     """The model of the best epoch of a run, and what the run has learnt from its data.
 
     It reads the run folder alone. The run's tables may have grown, moved or vanished.
@@ -231,6 +240,7 @@ def load_run(path: str | Path, device: str | torch.device = "cpu") -> SavedRun:
     Args:
         path: the folder of a run.
         device: of the model.
+        setting: what gave the path, for messages, such as an option of a command.
 
     Raises:
         ConfigError, DataError: not a run folder, no epoch is finished, or a file is damaged.
@@ -240,7 +250,7 @@ def load_run(path: str | Path, device: str | torch.device = "cpu") -> SavedRun:
         run = jfi.load_run("runs/20250101-120000")
         scores = run.predict("new.parquet")
     """
-    best = BestEpoch.of(path)
+    best = BestEpoch.of(path, setting)
     model = build_model(best.config.model, best.config.encoder, best.schema)
     best.read(model.state_dict())
     return SavedRun(Path(path), best.config, best.schema, model.to(device).eval())

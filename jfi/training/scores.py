@@ -2,7 +2,6 @@
 
 import math
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,13 +18,14 @@ from jfi.data.column_files import new_map
 from jfi.data.paths import find_files
 from jfi.data.scoring import ScoringParts, Source, Sources
 from jfi.display import Display
-from jfi.files import naming, writing_file
+from jfi.files import naming, temporary_folder, writing_file
 from jfi.models import SequenceDLRM
 from jfi.training.config import ConfigError
 from jfi.training.metrics import Predictions
 
 SCORE, PROBABILITY = "score", "probability"
 SUFFIXES = (".parquet", ".csv")
+_NO_LABEL = "no row to evaluate has a label"
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,7 @@ def scored(
     config: DataConfig,
     *,
     by: Sequence[str] = (),
+    labeled: bool = False,
     batch_size: int = 4096,
     folder: Path | None = None,
 ) -> Iterator[Scores]:
@@ -89,21 +90,26 @@ def scored(
         schema: of the run.
         config: the section `data` of the run.
         by: further columns of the interactions to keep, for groups.
+        labeled: whether some rows must have a label, which is checked before any is scored.
         batch_size: rows per call of the model.
         folder: where temporary files go; None for the system's folder.
 
     Raises:
-        DataError: a table is missing or malformed.
+        DataError: a table is missing or malformed, or has no label where one is needed.
     """
     for name in (config.user, config.item, config.timestamp, *by):
         if name in (SCORE, PROBABILITY):
             raise DataError(f"column '{name}' has the name of a result; rename it")
     device = next(model.parameters()).device
-    with tempfile.TemporaryDirectory(prefix=".jfi-", dir=folder) as name:
-        with naming(Path(name).parent):
-            parts = ScoringParts(sources, Path(name), schema, config, by)
-            score = new_map(Path(name) / "score.npy", np.float32, parts.num_rows)
-            user = new_map(Path(name) / "user.npy", np.int64, parts.num_rows)
+    if labeled and config.label is None:
+        raise DataError(f"{_NO_LABEL}: every row is a positive (data.label is null)")
+    with temporary_folder(".jfi-", folder) as files:
+        with naming(files):
+            parts = ScoringParts(sources, files, schema, config, by)
+            if labeled:
+                labeled_rows(parts, config)  # before the model runs, which takes longest
+            score = new_map(files / "score.npy", np.float32, parts.num_rows)
+            user = new_map(files / "user.npy", np.int64, parts.num_rows)
         users = 0
         with Display("predict", parts.num_rows, unit="rows") as display:
             for part in parts:
@@ -125,15 +131,14 @@ def check_out(out: str | Path | None) -> Path | None:
     """The path of a file to write.
 
     Raises:
-        ConfigError: its suffix is neither .parquet nor .csv, or its folder is missing.
+        ConfigError: its suffix is neither .parquet nor .csv, its folder is missing, or it is a folder.
     """
     if out is None:
         return None
     out = Path(out)
     if out.suffix not in SUFFIXES:
         raise ConfigError(f"--out {out}: the name must end in {' or '.join(SUFFIXES)}")
-    if not out.parent.is_dir():
-        raise ConfigError(f"--out {out}: there is no folder {out.parent}")
+    check_place("--out", out)
     return out
 
 
@@ -160,6 +165,26 @@ def check_results(written: Mapping[str, str | Path | None], read: Mapping[str, S
             raise ConfigError(f"{option} {path}: {other} names this file too; name a new one")
 
 
+def check_place(option: str, path: Path) -> None:
+    """Raises ConfigError unless a file can be written at `path`, which `option` names."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"{option} {path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise ConfigError(f"{option} {path}: is a folder; name a file")
+
+
+def labeled_rows(parts: ScoringParts, config: DataConfig) -> np.ndarray:
+    """`[M]` int64, the rows that have a label.
+
+    Raises:
+        DataError: none has.
+    """
+    rows = np.flatnonzero(~np.isnan(parts.labels))
+    if not len(rows):
+        raise DataError(f"{_NO_LABEL}: label '{config.label}'")
+    return rows
+
+
 def metrics_of(scores: Scores, config: DataConfig, by: Sequence[str] = ()) -> dict:
     """Metrics of the labeled rows: overall, by the values of each column of `by`, and the calibration.
 
@@ -173,10 +198,7 @@ def metrics_of(scores: Scores, config: DataConfig, by: Sequence[str] = ()) -> di
         DataError: no row has a label.
     """
     labels = scores.parts.labels
-    rows = np.flatnonzero(~np.isnan(labels))
-    if not len(rows):
-        why = "every row is a positive (data.label is null)" if config.label is None else f"label '{config.label}'"
-        raise DataError(f"no row to evaluate has a label: {why}")
+    rows = labeled_rows(scores.parts, config)
     logits = torch.from_numpy(np.array(scores.score[rows])).double()
     label, user = torch.from_numpy(labels[rows]).double(), torch.from_numpy(np.array(scores.user[rows]))
     result = {"rows": len(labels), "labeled": len(rows), "overall": _metrics(logits, label, user)}

@@ -51,8 +51,6 @@ def check_sharded(config: Config, device: torch.device) -> None:
     optimizer, kernel = config.optimizer, config.sharding.compute_kernel
     if config.training.run_dir is None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
         raise ConfigError("training.run_dir must be set when torchrun runs with --max_restarts")
-    if config.model.pretrained:
-        raise ConfigError("model.pretrained: got files, must be empty under torchrun")
     if optimizer.average is not None:
         raise ConfigError(f"optimizer.average: got {optimizer.average}, must be null under torchrun")
     if optimizer.embeddings.name not in _FUSED:

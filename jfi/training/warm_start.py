@@ -25,7 +25,7 @@ def warm_start(
     state: Mapping[str, Tensor | ShardedTensor],
     tables: dict[str, BaseEmbeddingConfig],
     schema: DataSchema,
-) -> dict[str, int]:
+) -> dict[str, Tensor]:
     """Copies the parameters of the best epoch of a run into those of a new model.
 
     A table's row is copied where the other run knows its value. A table without a vocabulary, such as that of
@@ -39,16 +39,13 @@ def warm_start(
         schema: of the new run's data.
 
     Returns:
-        By table the number of copied rows.
+        By table `[rows]` bool, the rows that are copied.
 
     Raises:
         ConfigError: not a run folder, or its model has other keys, names or shapes, as one line.
         DataError: its schema is damaged.
     """
-    try:
-        best = BestEpoch.of(path)
-    except ConfigError as fault:
-        raise ConfigError(f"training.warm_start: {fault}") from fault
+    best = BestEpoch.of(path, "training.warm_start: run")
     _check_keys(path, schema, best.schema)
     with torch.device("meta"):
         model = build_model(best.config.model, best.config.encoder, best.schema, torch.device("meta"))
@@ -63,8 +60,8 @@ def warm_start(
     copied = {}
     for name, table in tables.items():
         source = _sources(table, schema, best.schema) if table.name in there else np.full(table.num_embeddings, FRESH)
-        copied[table.name] = int((source != FRESH).sum())
-        if not copied[table.name]:
+        copied[table.name] = torch.from_numpy(source != FRESH)
+        if not copied[table.name].any():
             continue
         # One whole table at a time: any number of processes may have written it.
         values = torch.empty(shapes[there[table.name]])

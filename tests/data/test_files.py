@@ -91,6 +91,21 @@ def test_types_of_files_are_joined_without_a_change_of_values(tmp_path, first, s
         assert table.strings("x").to_pylist() == expected
 
 
+@pytest.mark.parametrize("order", ["ab", "ba"])
+@pytest.mark.parametrize("value", ["null", None, '""'], ids=["null", "missing", "empty"])
+def test_a_file_of_json_lines_without_a_list_goes_with_files_that_have_them(write, order, value):
+    empty = '{"user": 1}' if value is None else f'{{"user": 1, "x": {value}}}'
+    paths = {
+        "a": write("a.jsonl", empty, empty, '{"user": 1, "x": null}'),
+        "b": write("b.jsonl", '{"user": 2, "x": ["p", "q"]}', '{"user": 2}'),
+    }
+    read = read_table([paths[name] for name in order], ["x", "user"]).categories("x", {}).to_pylist()
+    assert read == ([None] * 3 + [["p", "q"], None] if order == "ab" else [["p", "q"], None] + [None] * 3)
+    # Nowhere a value: text, as in a single file.
+    nowhere = [paths["a"], write("c.jsonl", '{"user": 1, "x": null}')]
+    assert read_table(nowhere, ["x", "user"]).categories("x", {}).to_pylist() == [None] * 4
+
+
 def test_types_that_do_not_go_together_name_both_files(tmp_path):
     for name, column in (("a", ["x"]), ("b", [["x"]])):
         pa.parquet.write_table(pa.table({"x": column}), tmp_path / f"{name}.parquet")
@@ -156,7 +171,7 @@ def test_files_of_one_table_have_the_columns_in_use(parts):
 def test_paths_that_name_no_table(parts, tmp_path):
     (tmp_path / "empty").mkdir()
     assert message(str(tmp_path / "empty")).startswith(f"{tmp_path / 'empty'}: the folder holds no files; known names")
-    assert message(str(tmp_path / "gone")).startswith(f"{tmp_path / 'gone'}: unknown file type; known names")
+    assert message(str(tmp_path / "gone")) == f"{tmp_path / 'gone'}: no such file or directory"
     assert message(str(tmp_path / "gone.csv")) == f"{tmp_path / 'gone.csv'}: no such file or directory"
     assert message(str(tmp_path / "*.parquet")).startswith(f"{tmp_path / '*.parquet'}: no file matches; ")
     assert message("") == "data.interactions is ''; it must name a file, a folder or a glob"

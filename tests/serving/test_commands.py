@@ -158,8 +158,8 @@ def said(name: str, monkeypatch, capsys, *arguments: object) -> tuple[int, str]:
 
 def test_what_cannot_be_exported_is_refused_by_one_line(exported, tmp_path, monkeypatch, capsys):
     say = partial(said, "export", monkeypatch, capsys)
-    assert say("--run", exported.run) == (2, f"error: {exported.path} exists already; name a new folder\n")
-    assert say("--run", tmp_path) == (2, f"error: run {tmp_path}: not a run folder, config.yaml is missing\n")
+    assert say("--run", exported.run) == (2, f"error: --out {exported.path}: exists already; name a new folder\n")
+    assert say("--run", tmp_path) == (2, f"error: --run {tmp_path}: not a run folder, config.yaml is missing\n")
     if not torch.cuda.is_available():
         code, text = say("--run", exported.run, "--out", tmp_path / "new", "--device", "cuda")
         assert code == 2 and text == "error: --device cuda: there is no GPU here\n"

@@ -13,6 +13,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 import torch
 from torchrec import EmbeddingCollection, EmbeddingConfig
@@ -32,6 +35,7 @@ from jfi.training import (
 )
 from jfi.training.checkpoint import latest_checkpoint, load_checkpoint
 from jfi.training.cli import load_config, save_config
+from jfi.training.config import PretrainedConfig
 from jfi.training.distributed import World, join_world
 from jfi.training.loop import Trainer
 from jfi.training.metrics import METRICS
@@ -169,6 +173,20 @@ def warm(folder: Path, name: str, old: Path, optimizer: str, sharding: str = "au
     return config
 
 
+def given(folder: Path, name: str, old: Path, optimizer: str, sharding: str = "auto") -> Config:
+    """As `warm`, with vectors of a file: for 25 items, of which -1 is new, that stay, and for countries that do not."""
+    draw = np.random.default_rng(0)
+    for column, ids in (("item_id", [-1, *range(12, 36)]), ("country", ["A", "c"])):
+        vectors = pa.table({"id": list(map(str, ids)), "vector": list(draw.normal(size=(len(ids), 8)))})
+        pa.parquet.write_table(vectors, folder / f"{column}.parquet")
+    config = warm(folder, name, old, optimizer, sharding)
+    config.model.pretrained = {
+        column: PretrainedConfig(str(folder / f"{column}.parquet"), frozen=column == "item_id")
+        for column in ("item_id", "country")
+    }
+    return config
+
+
 @pytest.fixture(scope="module")
 def launched(folder, alone):
     """Outcomes by rank of what two processes did, and of the one that ends what they began."""
@@ -180,6 +198,10 @@ def launched(folder, alone):
     jobs = [job(folder, tiny(folder, kind, optimizer, kind)) for kind, optimizer in KINDS.items()]
     jobs += [job(folder, warm(folder, f"warm-{kind}", alone[name], name, kind)) for kind, name in KINDS.items()]
     jobs += [two_then_one, {"port": free_port(), "resume": str(folder / "1to2")}]
+    files = {kind: given(folder, f"given-{kind}", alone[name], name, kind) for kind, name in KINDS.items()}
+    stops = {"row_wise": {"stop_at": STOP_AT}}  # a run that goes on keeps the frozen rows too
+    jobs += [job(folder, config, **stops.get(kind, {})) for kind, config in files.items()]
+    jobs.append({"port": free_port(), "resume": str(folder / "given-row_wise")})
     outcomes = in_two_processes(folder, jobs)
     with mock.patch.dict(os.environ, environment(0, 1)):
         return [*outcomes, do({"port": free_port(), "resume": str(folder / "2to1")})]
@@ -215,6 +237,35 @@ def test_sharded_tables_start_warm_as_whole_ones(folder, alone, launched, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_sharded_tables_are_filled_from_a_file_and_keep_frozen_rows(folder, alone, launched, kind):
+    optimizer, run = KINDS[kind], folder / f"given-{kind}"
+    with without_pictures():
+        if not (folder / f"given-{optimizer}").exists():
+            train(given(folder, f"given-{optimizer}", alone[optimizer], optimizer))
+    assert_same_metrics(run, folder / f"given-{optimizer}", steps=21)
+    found, before = (rows_of(path, "item_id") for path in (run, alone[optimizer]))
+    vectors = vectors_of(folder / "item_id.parquet")
+    assert "-1" in found and "-1" not in before
+    for item, row in found.items():
+        # What the old run knew begins as it was there, and stays so where the file has it.
+        start = before.get(item, vectors.get(item))
+        assert torch.equal(row, start) == (item in vectors), item
+    new, start = rows_of(run, "country")["A"], vectors_of(folder / "country.parquet")["A"]
+    assert 0 < (new - start).abs().max() < 1
+
+
+def rows_of(run: Path, column: str) -> dict[str, torch.Tensor]:
+    """By value its row in the table of a run."""
+    saved = load_run(run)
+    (table,) = (table for name, table in saved.model.state_dict().items() if f".{column}.weight" in name)
+    return dict(zip(saved.schema.encodings.vocabularies[column].values, table[1:], strict=True))
+
+
+def vectors_of(path: Path) -> dict[str, torch.Tensor]:
+    return {line["id"]: torch.tensor(line["vector"]) for line in pa.parquet.read_table(path).to_pylist()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_tables_are_sharded_as_the_config_says(launched, kind):
     bags = "table_wise" if kind == "row_wise" else kind  # gloo has no collective that sums bags over ranks
     for outcomes in launched[:2]:
@@ -224,8 +275,8 @@ def test_tables_are_sharded_as_the_config_says(launched, kind):
 
 def test_one_process_of_a_host_reads_the_tables_and_all_map_the_result(folder, launched):
     for rank, outcomes in enumerate(launched[:2]):
-        assert [(outcome["reads"], outcome["mapped"]) for outcome in outcomes] == [(1 - rank, True)] * 8
-    assert not list((folder / "scratch").glob("jfi-dataset-*"))
+        assert [(outcome["reads"], outcome["mapped"]) for outcome in outcomes] == [(1 - rank, True)] * 12
+    assert not list((folder / "scratch").glob("jfi-*"))
 
 
 @pytest.mark.parametrize(
@@ -266,18 +317,18 @@ def test_two_gpus_have_the_losses_of_one(folder):
 
 
 def test_a_signal_to_one_process_stops_all(folder, launched):
-    stopped = f"stopped by SIGTERM; continue with --resume {folder / '2to1'}"
+    line = "stopped by SIGTERM; continue with --resume"
     *ranks, last = launched
-    assert [[outcome["end"] for outcome in rank] for rank in ranks] == [
-        ["done"] * 2 * len(KINDS) + [stopped, "done"]
-    ] * 2
+    ends = ["done"] * 2 * len(KINDS) + [f"{line} {folder / '2to1'}", "done"]
+    ends += ["done", f"{line} {folder / 'given-row_wise'}", "done", "done"]
+    assert [[outcome["end"] for outcome in rank] for rank in ranks] == [ends] * 2
     assert last["end"] == "done"
 
 
 @pytest.mark.parametrize("name", ["1to2", "2to1"])
 def test_a_checkpoint_is_read_by_another_number_of_processes(folder, alone, launched, name):
     *ranks, last = launched
-    resumed = [last] if name == "2to1" else [rank[-1] for rank in ranks]
+    resumed = [last] if name == "2to1" else [rank[2 * len(KINDS) + 1] for rank in ranks]
     assert {outcome["begun_at"] for outcome in resumed} == {STOP_AT}  # one that began again would end with the same
     assert_same_metrics(folder / name, alone["rowwise_adagrad"])
 

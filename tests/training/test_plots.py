@@ -121,3 +121,13 @@ def test_the_axis_of_a_single_epoch_spans_more_than_its_noise(tmp_path, monkeypa
     spans = [axes.get_ylim()[1] - axes.get_ylim()[0] for axes in figures[0].axes]
     assert min(spans) >= 0.02
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("monitor", "last"), [("auc", "AUC per user"), ("ndcg@10", "NDCG@10")])
+def test_the_curves_show_the_metric_that_selects(tmp_path, monkeypatch, monitor, last):
+    figures = []
+    monkeypatch.setattr("jfi.training.plots.Figure", lambda **k: figures.append(Figure(**k)) or figures[-1])
+    metrics = {name: 0.5 for name in ("loss", "ne", "auc", "user_auc", "ndcg@10")}
+    log = [{"split": split, "epoch": 1, "step": 9, **metrics} for split in ("validation", "test")]
+    draw_curves(log, monitor, tmp_path / "curves.png")
+    assert [axes.get_title() for axes in figures[0].axes][1:] == ["normalized entropy", "AUC", last]

@@ -1,11 +1,9 @@
 """Scores of the rows of a table by a run, and their metrics."""
 
 import csv
+import dataclasses
 import json
 import os
-import resource
-import runpy
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +18,8 @@ from worker import without_pictures
 import jfi
 from jfi.data import DataConfig, DataError, load_dataset, scoring, table_blocks
 from jfi.training import Config, ConfigError, ModelConfig, TrainingConfig, train
-from jfi.training.cli import run_cli
 from jfi.training.metrics import Predictions
 
-ROOT = Path(__file__).parents[2]
 KEYS = ["user_id", "item_id", "timestamp"]
 #: Of logits around 1 in batches of other sizes.
 ROUNDING = 2e-6
@@ -180,8 +176,9 @@ def test_a_table_without_labels_is_scored(run, folder, tmp_path, wanted):
     lines = [HEADER.replace("clicked,", ""), *(",".join(map(str, line)) for line in rows)]
     path.write_text("\n".join(lines) + "\n")
     assert_scores(run.predict(path), wanted)
+    unscored = dataclasses.replace(run, model=torch.nn.Linear(1, 1))  # the labels are looked at before the model runs
     with pytest.raises(DataError, match="no row to evaluate has a label: label 'clicked'"):
-        run.evaluate(path)
+        unscored.evaluate(path)
 
 
 def test_the_label_may_be_missing_where_histories_show_it(tmp_path):
@@ -298,75 +295,6 @@ def test_a_group_without_text_is_refused_before_rows_are_scored(run, folder, mon
     assert [(group["value"], group["samples"]) for group in groups] == [("b", 300)]
 
 
-def command(monkeypatch, capsys, *arguments: object) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["predict.py", *map(str, arguments)])
-    code = run_cli(runpy.run_path(str(ROOT / "examples/predict.py"))["main"])
-    return code, *capsys.readouterr()
-
-
-def test_the_command_writes_scores_and_metrics(folder, run, tmp_path, monkeypatch, capsys):
-    common = ["--run", folder / "run", "--interactions", folder / "table.csv"]
-    out, metrics = tmp_path / "scores.csv", tmp_path / "metrics.json"
-    code, text, _ = command(monkeypatch, capsys, *common, "--out", out, "--evaluate", metrics, "--by", "genre")
-    assert code == 0
-    with open(out, newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert list(rows[0]) == [*KEYS, "genre", "score", "probability"] and len(rows) == 300
-    wanted = run.predict(folder / "table.csv").column("score").to_numpy()
-    np.testing.assert_allclose([float(line["score"]) for line in rows], wanted, rtol=1e-6)
-    assert json.loads(metrics.read_text())["overall"] == run.evaluate(folder / "table.csv")["overall"]
-    assert [line.split()[0] for line in text.splitlines()[1:]] == ["all", "genre", "genre", "genre", "wrote", "wrote"]
-    code, text, _ = command(monkeypatch, capsys, *common, "--out", tmp_path / "again.parquet")
-    assert (code, text) == (0, f"wrote {tmp_path / 'again.parquet'}\n")
-    assert pa.parquet.read_table(tmp_path / "again.parquet").column_names == [*KEYS, "score", "probability"]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--out", "scores.txt"], "--out scores.txt: the name must end in .parquet or .csv"),
-        (["--out", "no/scores.csv"], "--out no/scores.csv: there is no folder no"),
-        ([], "name a file to write: --out for the scores, --evaluate for their metrics"),
-        (["--out", "s.csv", "--by", "genre"], "--by belongs to --evaluate"),
-        (["--evaluate", "no/m.json"], "--evaluate no/m.json: there is no folder no"),
-        (["--out", "s.csv", "--run", "nowhere"], "run nowhere: not a run folder, config.yaml is missing"),
-        (["--out", "s.csv", "--interactions", "no.csv"], "no.csv: no such file or directory"),
-        (["--out", "s.csv", "--history", "no.csv"], "no.csv: no such file or directory"),
-        (["--evaluate", "m.json", "--by", "gendre"], "no column 'gendre'; did you mean 'genre'?"),
-    ],
-)
-def test_wrong_options_are_refused_in_one_line_and_write_nothing(
-    folder, tmp_path, monkeypatch, capsys, options, message
-):
-    monkeypatch.chdir(tmp_path)
-    common = ["--run", folder / "run", "--interactions", folder / "table.csv"]
-    code, _, errors = command(monkeypatch, capsys, *common, *options)
-    assert code == 2 and errors.startswith("error: ") and message in errors and errors.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--out", "in.csv"], "--out in.csv: --interactions names this file too"),
-        (["--out", "link.csv"], "--out link.csv: --interactions names this file too"),
-        (["--evaluate", "./in.csv"], "--evaluate ./in.csv: --interactions names this file too"),
-        (["--out", "same.csv", "--evaluate", "same.csv"], "--evaluate same.csv: --out names this file too"),
-        (["--out", "log/0.csv", "--history", "log"], "--out log/0.csv: --history names this file too"),
-    ],
-)
-def test_no_result_replaces_a_table_or_another_result(folder, tmp_path, monkeypatch, capsys, options, message):
-    monkeypatch.chdir(tmp_path)
-    Path("log").mkdir()
-    for name in ("in.csv", "log/0.csv"):
-        write_table(Path(name), [row(i) for i in range(20)])
-    Path("link.csv").symlink_to("in.csv")
-    before = Path("in.csv").read_bytes()
-    code, _, errors = command(monkeypatch, capsys, "--run", folder / "run", "--interactions", "in.csv", *options)
-    assert (code, errors) == (2, f"error: {message}; name a new one\n")
-    assert Path("in.csv").read_bytes() == Path("log/0.csv").read_bytes() == before and not Path("same.csv").exists()
-
-
 def test_a_result_of_predict_in_python_replaces_no_table(tmp_path):
     config = small_table(tmp_path)
     with without_pictures():
@@ -417,23 +345,6 @@ def test_out_is_written_whole_or_not_at_all(run, folder, tmp_path, monkeypatch):
         run.predict(folder / "table.csv", out=tmp_path / "scores")
 
 
-@pytest.mark.parametrize("size", [100, 5000, 35_000])
-def test_a_full_disk_names_the_file_in_one_line(run, folder, tmp_path, monkeypatch, capsys, size):
-    """The files of the parts, the map of the scores, and the result itself; nothing is left."""
-    write_table(tmp_path / "table.csv", [row(i) for i in range(9000 if size > 5000 else 300)])
-    arguments = ["--run", folder / "run", "--interactions", tmp_path / "table.csv", "--out", tmp_path / "out.csv"]
-    monkeypatch.setattr(scoring, "_PART", 100)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        code, _, errors = command(monkeypatch, capsys, *arguments)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert code == 3 and errors.count("\n") == 1 and "File too large" in errors
-    assert errors.startswith(f"error: {tmp_path}/"), errors
-    assert [path.name for path in tmp_path.iterdir()] == ["table.csv"]
-
-
 def test_scores_take_their_space_before_rows_are_scored(run, folder, tmp_path, monkeypatch):
     """A write to the map of a file that has no space would end the process with SIGBUS."""
     taken = []
@@ -451,7 +362,7 @@ def test_without_a_label_there_is_nothing_to_evaluate(tmp_path):
     run = jfi.load_run(tmp_path / "run")
     assert run.predict(tmp_path / "table.csv").num_rows == 200
     with pytest.raises(DataError, match="every row is a positive"):
-        run.evaluate(tmp_path / "table.csv")
+        dataclasses.replace(run, model=torch.nn.Linear(1, 1)).evaluate(tmp_path / "table.csv")
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
@@ -550,3 +461,21 @@ def test_faults_of_the_table_to_score_are_one_line(run, tmp_path):
     )
     with pytest.raises(DataError, match=r"1\.parquet: the types of columns \(user_id string"):
         run.predict([tmp_path / "0.parquet", tmp_path / "1.parquet"])
+
+
+def test_a_table_whose_lists_are_all_empty_is_scored(tmp_path):
+    """JSON Lines with null alone do not show that a column has lists."""
+    rows = [
+        {"user_id": i % 5, "item_id": i % 7, "timestamp": i, "clicked": i % 2, "tags": ["a", "b"]} for i in range(99)
+    ]
+    for name, tags in (("log", ["a", "b"]), ("new", None), ("none", [])):
+        lines = [json.dumps({**line, "tags": tags}) for line in rows]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    config = config_of(tmp_path / "log.jsonl", tmp_path / "run", epochs=1)
+    data = DataConfig(interactions=config.data.interactions, label="clicked", item_categorical=["tags"])
+    with without_pictures():
+        train(dataclasses.replace(config, data=data))
+    run = jfi.load_run(tmp_path / "run")
+    nulls, empty = (run.predict(tmp_path / f"{name}.jsonl").column("score").to_numpy() for name in ("new", "none"))
+    assert (nulls == empty).all()
+    assert (nulls != run.predict(tmp_path / "log.jsonl").column("score").to_numpy()).all()

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import numpy as np
+import own_table
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -40,11 +41,11 @@ def config_of(folder: Path, name: str, path: str, frozen: bool = True, **trainin
     return dataclasses.replace(config, model=model)
 
 
-def item_rows(run: Path) -> tuple[torch.Tensor, list[str]]:
+def item_rows(run: Path, column: str = "item") -> tuple[torch.Tensor, list[str]]:
     """The trained table of the items, without row 0, and the value of each row."""
     saved = load_run(run)
-    (name,) = (name for name in saved.model.state_dict() if ".item." in name)
-    return saved.model.state_dict()[name][1:], list(saved.schema.encodings.vocabularies["item"].values)
+    (name,) = (name for name in saved.model.state_dict() if f".{column}." in name)
+    return saved.model.state_dict()[name][1:], list(saved.schema.encodings.vocabularies[column].values)
 
 
 @pytest.mark.parametrize("sparse", [False, True])
@@ -60,7 +61,7 @@ def test_frozen_rows_stay_and_others_are_trained(tmp_path, monkeypatch, sparse):
         fresh(state, tables, seed)
         drawn.update({name: value.clone() for name, value in state.items() if ".item." in name})
 
-    monkeypatch.setattr("jfi.training.loop.draw_tables", noting)
+    monkeypatch.setattr("jfi.training.state.draw_tables", noting)
     train(config)
     rows, values = item_rows(tmp_path / "run")
     (initial,) = (value[1:] for value in drawn.values())
@@ -80,6 +81,29 @@ def test_rows_that_are_not_frozen_are_trained_from_the_file_on(tmp_path):
     trained = rows[[v in IDS for v in values]]
     assert not torch.equal(trained, given)
     assert torch.nn.functional.cosine_similarity(trained, given).mean() > 0.9
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_what_a_warm_run_knew_keeps_its_row_and_the_file_fills_the_new_ones(tmp_path, frozen):
+    rows = [own_table.row(i) for i in range(200)]
+    own_table.write_table(tmp_path / "old.csv", [row for row in rows if row[1] not in ("i3", "i7")])
+    own_table.write_table(tmp_path / "new.csv", rows)
+    train(own_table.config_of(tmp_path / "old.csv", tmp_path / "old", epochs=1))
+    config = own_table.config_of(tmp_path / "new.csv", tmp_path / "run", epochs=1, warm_start=str(tmp_path / "old"))
+    given = {item: torch.randn(8) for item in ("i3", "i2", "i9", "other")}  # i7 is new too, but not in the file
+    path = parquet(tmp_path, np.stack([x.numpy() for x in given.values()]), list(given))
+    config.model.pretrained = {"item_id": PretrainedConfig(path, frozen=frozen)}
+    train(config)
+    (before, known), (after, values) = (item_rows(tmp_path / name, "item_id") for name in ("old", "run"))
+    before = dict(zip(known, before, strict=True))
+    assert set(values) - set(known) == {"i3", "i7"}
+    for row, value in zip(after, values, strict=True):
+        start = before.get(value, given.get(value))
+        # Frozen are the rows of all values of the file, wherever they come from.
+        kept = frozen and value in given
+        assert start is None or torch.equal(row, start) == kept, value
+        if value == "i3":
+            assert (row - start).abs().max() < 0.5  # an unfrozen row begins at the file's
 
 
 def test_a_run_goes_on_to_the_same_bits_without_the_file(tmp_path, monkeypatch):

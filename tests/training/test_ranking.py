@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
+import re
 
 import pytest
 import torch
 
 from jfi.data import DataConfig, load_dataset
-from jfi.training import Config, ModelConfig, TrainingConfig, train
+from jfi.training import Config, ConfigError, ModelConfig, TrainingConfig, train
 from jfi.training.distributed import World
 from jfi.training.ranking import _parts, rank_positives, ranking_metrics
 from jfi.training.recorder import read_metrics
@@ -106,3 +107,38 @@ def test_two_processes_share_every_batch(dataset):
     parts = [list(_parts(len(candidates), 16, World(rank=rank, size=2))()) for rank in range(2)]
     joined = [number for both in zip(*parts, strict=True) for part in both for number in part.tolist()]
     assert joined == list(range(len(candidates)))
+
+
+@pytest.mark.parametrize(("monitor", "best"), [("ndcg@3", 2), ("hr@3_full", 1), ("auc", 3)])
+def test_the_best_epoch_has_the_highest_ranking_metric(tmp_path, monkeypatch, monitor, best):
+    for name in ("draw_curves", "draw_attention"):
+        monkeypatch.setattr(f"jfi.training.loop.{name}", lambda *_: None)
+    given = {"ndcg@3": iter([0.1, 0.3, 0.2, 0]), "hr@3_full": iter([0.5, 0.5, 0.4, 0])}
+    monkeypatch.setattr("jfi.training.loop.rank_split", lambda *_: {name: next(one) for name, one in given.items()})
+    areas = iter([0.5, 0.6, 0.7, 0])
+    monkeypatch.setattr("jfi.training.metrics.auc", lambda *_: next(areas))
+    rows = [f"{t % 9},{(t // 9 + t % 9) % 40},{t}" for t in range(300)]
+    (tmp_path / "r.csv").write_text("\n".join(["user_id,item_id,timestamp", *rows]) + "\n")
+    config = config_of(str(tmp_path / "r.csv"), tmp_path / "run", ranking="full", ranking_k=3)
+    config = config.with_training(monitor=monitor, epochs=3, patience=None)
+    assert train(config).best_epoch == best
+
+
+@pytest.mark.parametrize(
+    ("label", "training", "expected"),
+    [
+        (
+            None,
+            {"monitor": "hr@10_full"},
+            "must be auc, ne, hr@10 or ndcg@10; see training.ranking and training.ranking_k",
+        ),
+        (None, {"monitor": "ndcg@5"}, "must be auc, ne, hr@10 or ndcg@10; see training.ranking and training.ranking_k"),
+        (None, {"monitor": "hr@10", "ranking": "none"}, "must be auc or ne; set training.ranking for hr@k and ndcg@k"),
+        ("clicked", {"monitor": "hr@10"}, "metrics of implicit feedback, and the data has labels"),
+        (None, {"monitor": "acc"}, "training.monitor: got 'acc', must be auc, ne, hr@10 or ndcg@10"),
+    ],
+)
+def test_a_metric_that_is_not_computed_is_no_monitor(label, training, expected):
+    with pytest.raises(ConfigError, match=re.escape(expected) + "$"):
+        Config(data=DataConfig(interactions="r.csv", label=label), training=TrainingConfig(**training))
+    Config(data=DataConfig(interactions="r.csv"), training=TrainingConfig(monitor="ndcg@5", ranking_k=5))

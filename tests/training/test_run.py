@@ -162,7 +162,7 @@ def killing_after(step: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return optimizer
 
     with monkeypatch.context() as patched:
-        patched.setattr("jfi.training.loop.build_optimizer", counting)
+        patched.setattr("jfi.training.state.build_optimizer", counting)
         with pytest.raises(RuntimeError, match="killed"):
             yield
 
@@ -405,7 +405,7 @@ def test_training_says_that_sparse_gradients_are_not_checked(tmp_path, monkeypat
         return optimizer
 
     monkeypatch.setattr("jfi.training.build._SPARSE_ROWS", 1)
-    monkeypatch.setattr("jfi.training.loop.build_optimizer", noting)
+    monkeypatch.setattr("jfi.training.state.build_optimizer", noting)
     with torch.sparse.check_sparse_tensor_invariants():
         train(tiny(tmp_path / "run", epochs=1, checkpoint_every=0))
     assert set(seen) == {(True, False)}

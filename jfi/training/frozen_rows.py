@@ -1,0 +1,83 @@
+"""Rows of embedding tables that no step changes."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torchrec.optim.keyed import KeyedOptimizer
+
+from jfi.training.build import shards_of
+from jfi.training.distributed import World
+
+
+class FrozenRows:
+    """Rows of tables that keep their values.
+
+    Where autograd gives a table's gradient, a hook makes that of these rows zero. Under torchrun the backward pass
+    updates the tables itself, always by an Adagrad, which divides by the root of a sum of squared gradients. There the
+    sums of these rows are infinite, so that their steps are exactly zero. In checkpoints these sums are zero.
+
+    Args:
+        model: of the run.
+        optimizer: of the run.
+        tables: by column the name of its table's parameter and the number of rows.
+        world: the processes of the run.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: KeyedOptimizer, tables: dict[str, tuple[str, int]], world: World):
+        self._model, self._optimizer, self._launched = model, optimizer, world.launched
+        self._names = {column: name for column, (name, _) in tables.items()}
+        #: By column which rows are frozen, `[rows]` bool, the same in every process.
+        self.rows = {
+            column: torch.zeros(rows, dtype=torch.bool, device=world.device) for column, (_, rows) in tables.items()
+        }
+        if not world.launched:
+            parameters = dict(model.named_parameters())
+            for column, name in self._names.items():
+                _mask_gradient(parameters[name], self.rows[column])
+
+    def add(self, column: str, rows: Tensor) -> None:
+        """Freezes the rows `[M]` of a column's table, if the column is one of `tables`."""
+        if column in self.rows:
+            self.rows[column][rows.to(self.rows[column].device)] = True
+            self.hold()
+
+    def hold(self) -> None:
+        """Keeps the rows from now on, after the optimizer's state was loaded."""
+        self._set_sums(math.inf)
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """The optimizer's state within is that of rows without gradients."""
+        self._set_sums(0.0)
+        try:
+            yield
+        finally:
+            self.hold()
+
+    def _set_sums(self, value: float) -> None:
+        if not self._launched or not self.rows:
+            return
+        parameters, state = self._model.state_dict(), self._optimizer.state_dict()["state"]
+        for column, name in self._names.items():
+            shards = shards_of(parameters[name])
+            if shards:
+                (sums,) = state[name].values()  # Adagrad's only state
+                # Its shards are those of the table, in the same order.
+                for (_, row, _), shard in zip(shards, sums.local_shards(), strict=True):
+                    shard.tensor[self.rows[column][row : row + len(shard.tensor)]] = value
+
+
+def _mask_gradient(weight: nn.Parameter, frozen: Tensor) -> None:
+    """Makes the gradient of the rows where `frozen [N]` is true zero, in each backward pass from now on."""
+
+    def mask(grad: Tensor) -> Tensor:
+        if not grad.is_sparse:
+            return grad.masked_fill(frozen[:, None], 0.0)
+        rows, values = grad._indices(), grad._values()
+        values = values.masked_fill(frozen[rows[0], None], 0.0)
+        return torch.sparse_coo_tensor(rows, values, grad.shape, check_invariants=False)
+
+    weight.register_hook(mask)

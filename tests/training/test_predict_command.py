@@ -1,0 +1,190 @@
+"""The command that scores a table: what it writes, what it refuses, and what it leaves when it is stopped."""
+
+import csv
+import json
+import resource
+import runpy
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from own_table import config_of, row, write_table
+from worker import without_pictures
+
+import jfi
+from jfi.data import InteractionDataset, scoring
+from jfi.files import temporary_folder
+from jfi.training import train
+from jfi.training.cli import run_cli
+
+ROOT = Path(__file__).parents[2]
+KEYS = ["user_id", "item_id", "timestamp"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("command")
+    write_table(path / "table.csv", [row(i) for i in range(300)])
+    with without_pictures():
+        train(config_of(path / "table.csv", path / "run"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    return jfi.load_run(folder / "run")
+
+
+def command(monkeypatch, capsys, *arguments: object) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["predict.py", *map(str, arguments)])
+    code = run_cli(runpy.run_path(str(ROOT / "examples/predict.py"))["main"])
+    return code, *capsys.readouterr()
+
+
+def test_the_command_writes_scores_and_metrics(folder, run, tmp_path, monkeypatch, capsys):
+    common = ["--run", folder / "run", "--interactions", folder / "table.csv"]
+    out, metrics = tmp_path / "scores.csv", tmp_path / "metrics.json"
+    code, text, _ = command(monkeypatch, capsys, *common, "--out", out, "--evaluate", metrics, "--by", "genre")
+    assert code == 0
+    with open(out, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == [*KEYS, "genre", "score", "probability"] and len(rows) == 300
+    wanted = run.predict(folder / "table.csv").column("score").to_numpy()
+    np.testing.assert_allclose([float(line["score"]) for line in rows], wanted, rtol=1e-6)
+    assert json.loads(metrics.read_text())["overall"] == run.evaluate(folder / "table.csv")["overall"]
+    assert [line.split()[0] for line in text.splitlines()[1:]] == ["all", "genre", "genre", "genre", "wrote", "wrote"]
+    code, text, _ = command(monkeypatch, capsys, *common, "--out", tmp_path / "again.parquet")
+    assert (code, text) == (0, f"wrote {tmp_path / 'again.parquet'}\n")
+    assert pa.parquet.read_table(tmp_path / "again.parquet").column_names == [*KEYS, "score", "probability"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--out", "scores.txt"], "--out scores.txt: the name must end in .parquet or .csv"),
+        (["--out", "no/scores.csv"], "--out no/scores.csv: there is no folder no"),
+        ([], "name a file to write: --out for the scores, --evaluate for their metrics"),
+        (["--out", "s.csv", "--by", "genre"], "--by belongs to --evaluate"),
+        (["--evaluate", "no/m.json"], "--evaluate no/m.json: there is no folder no"),
+        (["--out", "s.csv", "--run", "nowhere"], "error: --run nowhere: not a run folder, config.yaml is missing"),
+        (["--out", "s.csv", "--interactions", "no.csv"], "no.csv: no such file or directory"),
+        (["--out", "s.csv", "--history", "no.csv"], "no.csv: no such file or directory"),
+        (["--out", "s.csv", "--interactions", ""], "--interactions is ''; it must name a file, a folder or a glob"),
+        (["--out", "s.csv", "--interactions", "*.parq"], "*.parq: no file matches; --interactions is read as a glob"),
+        (["--out", "s.csv", "--history", "no-*"], "no-*: no file matches; --history is read as a glob"),
+        (["--out", "s.csv", "--users", ""], "--users is ''"),
+        (["--out", "s.csv", "--items", "items"], "items: no such file or directory"),
+        (["--out", "folder.csv"], "--out folder.csv: is a folder; name a file"),
+        (["--evaluate", "folder.csv"], "--evaluate folder.csv: is a folder; name a file"),
+        (["--out", "s.csv", "--batch-size", "many"], "--batch-size: got 'many', must be a whole number of at least 1"),
+        (["--out", "s.csv", "--batch", "1"], "unknown option --batch; did you mean '--batch-size'?"),
+        (["--out", "s.csv", "--device", "tpu"], "--device: invalid choice: 'tpu'"),
+        (["--out", "s.csv", "new.csv"], "unknown argument new.csv"),
+        (["--out"], "--out: expected one argument"),
+        (["--evaluate", "m.json", "--by", "gendre"], "no column 'gendre'; did you mean 'genre'?"),
+    ],
+)
+def test_wrong_options_are_refused_in_one_line_and_write_nothing(
+    folder, tmp_path, monkeypatch, capsys, options, message
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.csv").mkdir()
+    common = ["--run", folder / "run", "--interactions", folder / "table.csv"]
+    code, _, errors = command(monkeypatch, capsys, *common, *options)
+    assert code == 2 and errors.startswith("error: ") and message in errors and errors.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.csv"]
+
+
+@pytest.mark.parametrize("target", ["score", "write"])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=lambda signum: signum.name)
+def test_a_signal_leaves_nothing_behind(folder, tmp_path, monkeypatch, capsys, target, signum):
+    """It comes where the third batch is scored, or after the first rows are written."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scores.parquet").write_bytes(b"before")
+    seen, read, write = [], InteractionDataset.batches, pa.parquet.ParquetWriter.write_batch
+
+    def stop() -> None:
+        seen.append({path.name[:5] for path in tmp_path.iterdir()})
+        signal.raise_signal(signum)
+
+    def batches(*arguments: object):
+        for number, batch in enumerate(read(*arguments)):
+            if number == 2:
+                stop()
+            yield batch
+
+    def write_batch(*arguments: object) -> None:
+        write(*arguments)
+        stop()
+
+    if target == "score":
+        monkeypatch.setattr(InteractionDataset, "batches", batches)
+    else:
+        monkeypatch.setattr(pa.parquet.ParquetWriter, "write_batch", write_batch)
+    options = ["--run", folder / "run", "--interactions", folder / "table.csv", "--batch-size", 8]
+    code, text, errors = command(monkeypatch, capsys, *options, "--out", "scores.parquet")
+    assert (code, text, errors) == (128 + signum, "", f"stopped by {signum.name}\n")
+    assert seen == [{"score", ".jfi-"} | ({".scor"} if target == "write" else set())]  # something to leave behind
+    assert [path.name for path in tmp_path.iterdir()] == ["scores.parquet"]
+    assert (tmp_path / "scores.parquet").read_bytes() == b"before"
+
+
+def test_a_signal_while_the_temporary_folder_is_made_or_removed_waits(tmp_path, monkeypatch):
+    for name in ("tempfile.mkdtemp", "shutil.rmtree"):
+        module, _, function = name.partition(".")
+        original = getattr(sys.modules[module], function)
+
+        def signalled(*arguments: object, original=original, **options: object):
+            signal.raise_signal(signal.SIGINT)
+            result = original(*arguments, **options)
+            signal.raise_signal(signal.SIGINT)
+            return result
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(f"jfi.files.{name}", signalled)
+            with temporary_folder(".jfi-", tmp_path) as folder:
+                (folder / "file").touch()
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--out", "in.csv"], "--out in.csv: --interactions names this file too"),
+        (["--out", "link.csv"], "--out link.csv: --interactions names this file too"),
+        (["--evaluate", "./in.csv"], "--evaluate ./in.csv: --interactions names this file too"),
+        (["--out", "same.csv", "--evaluate", "same.csv"], "--evaluate same.csv: --out names this file too"),
+        (["--out", "log/0.csv", "--history", "log"], "--out log/0.csv: --history names this file too"),
+    ],
+)
+def test_no_result_replaces_a_table_or_another_result(folder, tmp_path, monkeypatch, capsys, options, message):
+    monkeypatch.chdir(tmp_path)
+    Path("log").mkdir()
+    for name in ("in.csv", "log/0.csv"):
+        write_table(Path(name), [row(i) for i in range(20)])
+    Path("link.csv").symlink_to("in.csv")
+    before = Path("in.csv").read_bytes()
+    code, _, errors = command(monkeypatch, capsys, "--run", folder / "run", "--interactions", "in.csv", *options)
+    assert (code, errors) == (2, f"error: {message}; name a new one\n")
+    assert Path("in.csv").read_bytes() == Path("log/0.csv").read_bytes() == before and not Path("same.csv").exists()
+
+
+@pytest.mark.parametrize("size", [100, 5000, 35_000])
+def test_a_full_disk_names_the_file_in_one_line(run, folder, tmp_path, monkeypatch, capsys, size):
+    """The files of the parts, the map of the scores, and the result itself; nothing is left."""
+    write_table(tmp_path / "table.csv", [row(i) for i in range(9000 if size > 5000 else 300)])
+    arguments = ["--run", folder / "run", "--interactions", tmp_path / "table.csv", "--out", tmp_path / "out.csv"]
+    monkeypatch.setattr(scoring, "_PART", 100)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        code, _, errors = command(monkeypatch, capsys, *arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert code == 3 and errors.count("\n") == 1 and "File too large" in errors
+    assert errors.startswith(f"error: {tmp_path}/"), errors
+    assert [path.name for path in tmp_path.iterdir()] == ["table.csv"]
