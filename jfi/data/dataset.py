@@ -199,7 +199,7 @@ class InteractionDataset:
         start, history_lengths = table.histories(events, self.schema.max_history)
         history = ranges(start, history_lengths)
         if table.rows is not None:
-            history = table.rows[history]
+            history = table.rows[history].astype(np.int64, copy=False)
         history_item = table.item[history].astype(np.int64, copy=False)  # once for all of its columns
         rows = {
             ("user", "user"): user,

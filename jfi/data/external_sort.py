@@ -46,10 +46,14 @@ def sort_batches(
     except (duckdb.InvalidInputException, duckdb.ParserException, duckdb.CatalogException) as error:
         raise DataError(f"--memory {memory}: not an amount of memory such as 1GB") from error
     with connection:
-        connection.register("rows", pa.RecordBatchReader.from_batches(schema, batches))
-        order = ", ".join(_quoted(name) for name in by)
+        # DuckDB's names make no difference between upper and lower case, so columns have numbers there.
+        numbered = pa.schema([field.with_name(f"c{i}") for i, field in enumerate(schema)])
+        given = (pa.RecordBatch.from_arrays(batch.columns, schema=numbered) for batch in batches)
+        connection.register("rows", pa.RecordBatchReader.from_batches(numbered, given))
+        order = ", ".join(f"c{schema.get_field_index(name)}" for name in by)
         try:
-            yield from connection.sql(f"SELECT * FROM rows ORDER BY {order}").to_arrow_reader(BLOCK)
+            for batch in connection.sql(f"SELECT * FROM rows ORDER BY {order}").to_arrow_reader(BLOCK):
+                yield pa.RecordBatch.from_arrays(batch.columns, names=schema.names)
         except duckdb.IOException as error:
             raise OSError(28, f"sorting needs more space in {folder}: {error}") from error
         except duckdb.OutOfMemoryException as error:
@@ -60,7 +64,3 @@ def record_batch(columns: Mapping[str, np.ndarray | pa.Array]) -> pa.RecordBatch
     """A record batch of columns of equal length."""
     arrays = [column if isinstance(column, pa.Array) else pa.array(column) for column in columns.values()]
     return pa.RecordBatch.from_arrays(arrays, names=list(columns))
-
-
-def _quoted(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'

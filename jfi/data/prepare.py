@@ -20,6 +20,7 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from jfi.data.arrange import Rows
+from jfi.data.coded import blocks
 from jfi.data.column_files import ColumnWriter, read_columns, remove_columns
 from jfi.data.columns import Categorical
 from jfi.data.config import DataConfig
@@ -33,7 +34,7 @@ from jfi.data.negatives import NegativeSampler
 from jfi.data.prepare_columns import SortedColumns, encode_events
 from jfi.data.prepare_read import read_rows
 from jfi.data.prepare_sort import order_and_split, read_ids, read_order_and_split, sort_rows
-from jfi.data.prepared import check_held, known_items
+from jfi.data.prepared import known_items
 from jfi.data.prepared_write import id_type, write_prepared
 from jfi.data.samples import choose_samples
 from jfi.data.schema import DataSchema, FeatureSpec, as_array
@@ -73,7 +74,6 @@ def prepare_dataset(
     """
     out, config = Path(out), config.with_absolute_paths()
     config.check()
-    check_held(config)
     if config.prepared is not None:
         raise DataError(f"data.prepared is {config.prepared}; to prepare tables, leave it unset")
     work = out.parent / f".{out.name}.preparing"
@@ -124,7 +124,7 @@ def _encode(config: DataConfig, schema: DataSchema | None, work: Path, folder: P
     order, split = read_order_and_split(work / "order")
     ids = [read_ids(work / "rows", name) for name in ("user", "item")]
     rows = Rows(*ids, columns["user"], columns["item"], columns["time"], columns["label"], split, order)
-    source = SortedColumns(work / "read", work / "rows", rows, config)
+    source = SortedColumns(work / "read", work / "rows", rows, config, folder)
     if schema is None:
         schema = learn_schema(source, rows, config)
 
@@ -133,7 +133,8 @@ def _encode(config: DataConfig, schema: DataSchema | None, work: Path, folder: P
         return encode_events(source, spec, schema, out)
 
     encoded = encode_features(source, schema, encode_event)
-    events = Events(rows.user, rows.item, rows.time, rows.label, split)
+    histories = None if config.history is None else _true_rows(columns["event"], folder)
+    events = Events(rows.user, rows.item, rows.time, rows.label, split, histories)
     items = known_items(schema, encoded, events)
     known = np.zeros(len(rows.item_ids), bool)
     known[items] = True
@@ -148,6 +149,15 @@ def _encode(config: DataConfig, schema: DataSchema | None, work: Path, folder: P
         negatives = NegativeSampler(events, by_item, items, config.negatives)
     dense = encode_dense(source, schema, config)
     return InteractionDataset(events, schema, encoded, dense, samples, negatives)
+
+
+def _true_rows(event: np.ndarray, folder: Path) -> np.ndarray:
+    """The rows where `event` is not 0, as the map of a file."""
+    writer = _split_writer(folder, "histories", len(event))
+    for begin, end in blocks(len(event)):
+        writer.append("event", begin + np.flatnonzero(event[begin:end]))
+    writer.close()
+    return read_columns(folder / "histories")["event"]
 
 
 def _split_writer(folder: Path, name: str, count: int) -> ColumnWriter:

@@ -3,6 +3,7 @@
 The folder of the stage has the columns in the table's order, and a file of distinct values for each column of text.
 """
 
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from jfi.data.arrange import given_splits
 from jfi.data.codes import Codes
@@ -18,6 +20,7 @@ from jfi.data.columns import is_multi_valued
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.data.labels import read_labels
+from jfi.data.rules import only_column, parse_rule
 from jfi.data.table import Table
 from jfi.data.table_blocks import fault_of_no_rows, iterate_tables, same_kind
 
@@ -101,6 +104,10 @@ class _Stage:
         types: dict[str, type] = {"user": np.int32, "item": np.int32, "time": np.float64, "label": np.float32}
         if config.split in ("column", "files"):
             types["split"] = np.int8
+        if config.history is not None:
+            types["event"] = np.int8
+        if config.group is not None:
+            types["group"] = np.int64
         for column in self._columns:
             types[column.file] = np.float64 if column.kind == "number" else np.int32
             if column.name in self._lists and column.kind == "category":
@@ -114,6 +121,7 @@ class _Stage:
     def append(self, table: Table, setting: int) -> None:
         """Appends rows of the setting of that number, which is also the number of their split with `split: files`."""
         config, put = self._config, self._writer.append
+        self._check_text(table)
         put("user", self._codes["user"].encode(table.ids(config.user)))
         put("item", self._codes["item"].encode(table.ids(config.item)))
         put("time", self._times(table))
@@ -122,7 +130,10 @@ class _Stage:
             put("split", given_splits(table, config.split_column))
         elif config.split == "files":
             put("split", np.full(len(table), setting, np.int8))
-        self._check_text(table)
+        if config.history is not None:
+            put("event", parse_rule(config.history).holds(table) == 1)
+        if config.group is not None:
+            put("group", self._groups(table))
         for column in self._columns:
             if column.kind == "number":
                 put(column.file, table.numbers(column.name))
@@ -139,6 +150,18 @@ class _Stage:
                 put(column.file, self._codes[column.file].encode(values))
         self.rows += len(table)
 
+    def _groups(self, table: Table) -> np.ndarray:
+        """`[N]` int64, a hash of each row's group, at least 0; a row without one has a negative number of its own."""
+        encoded = table.strings(self._config.group).dictionary_encode()
+        # 63 bits: two groups of one user share a hash about once in 10^13 users with a thousand groups each.
+        hashes = [
+            int.from_bytes(hashlib.blake2b(value.encode(), digest_size=8).digest(), "big") >> 1
+            for value in encoded.dictionary.to_pylist()
+        ]
+        codes = pc.fill_null(encoded.indices, -1).to_numpy()
+        alone = -1 - (self.rows + np.arange(len(table)))
+        return np.where(codes < 0, alone, np.array([*hashes, 0], np.int64)[codes])
+
     def _times(self, table: Table) -> np.ndarray:
         config, first = self._config, self._first_time
         if self.rows == 0 or first is None:
@@ -150,8 +173,12 @@ class _Stage:
 
         Where all are whole they are written like integers, else those from 10^10 on with an exponent, and -0 as such.
         """
+        config = self._config
         text = [column.name for column in self._columns if column.kind != "number"]
-        for name in (self._config.user, self._config.item, *text):
+        text += [name for name in (config.group, config.split_column) if name is not None]
+        rules = [config.history, None if config.label is None or only_column(config.label) else config.label]
+        text += [name for rule in rules if rule is not None for name in parse_rule(rule).text_columns()]
+        for name in dict.fromkeys((config.user, config.item, *text)):
             if name not in table.known or not pa.types.is_floating(table.data.schema.field(name).type):
                 continue
             values = table.numbers(name)

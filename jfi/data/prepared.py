@@ -5,6 +5,7 @@ schema.json, vocabularies.parquet        the schema, see `jfi.data.schema`
 events.arrow                             user, item, time, label, split, and a column for each history key of events
 users.arrow, items.arrow                 a row for each user and item: ids, or lists of ids, and dense features
 train.arrow, validation.arrow, test.arrow  the events that are samples, in the order of time
+histories.arrow                          with `data.history`: the events that histories consist of
 by_item.arrow                            without a label: the events in the order (user, item, timestamp)
 fingerprint.json                         see `jfi.data.fingerprint`
 """
@@ -34,8 +35,8 @@ FORMAT = "jfi prepared dataset 1"
 MANIFEST = "manifest.json"
 #: Settings that a run may choose, since they change no file of a prepared dataset.
 CHOICES = ("max_history", "negatives", "eval_negatives", "unknown_share")
-#: Settings that a prepared dataset does not hold yet.
-_ABSENT = ("group", "history", "event_crosses")
+#: The column of events that says which are part of histories, if `data.history` is set.
+IN_HISTORY = "in_history"
 COLUMNS = {"user": pa.types.is_integer, "item": pa.types.is_integer, "time": pa.types.is_float64}
 COLUMNS |= {"label": pa.types.is_float32, "split": pa.types.is_int8}
 
@@ -84,17 +85,6 @@ class Manifest:
             raise DataError(f"{path}: not a manifest of this version of jfi: {error}") from None
 
 
-def absent_setting(config: DataConfig) -> str | None:
-    """The name of a setting in use that a prepared dataset does not hold, or None if it holds all."""
-    return next((name for name in _ABSENT if getattr(config, name)), None)
-
-
-def check_held(config: DataConfig) -> None:
-    """Raises DataError for a setting that a prepared dataset does not hold."""
-    if (name := absent_setting(config)) is not None:
-        raise DataError(f"data.{name}: a prepared dataset does not hold it yet; train from the tables")
-
-
 def resolve(config: DataConfig) -> DataConfig:
     """The config of a run: with `config.prepared`, the settings that the dataset was prepared with.
 
@@ -106,9 +96,7 @@ def resolve(config: DataConfig) -> DataConfig:
     """
     if config.prepared is None:
         return config
-    check_held(config)
     made = Manifest.load(config.prepared).data
-    check_held(made)
     settings, default = {}, DataConfig()
     for one in dataclasses.fields(DataConfig):
         name, own, theirs = one.name, getattr(config, one.name), getattr(made, one.name)
@@ -143,7 +131,8 @@ def open_prepared(config: DataConfig) -> InteractionDataset:
             raise DataError(f"{folder}: damaged, {name} {what}")
     schema = dataclasses.replace(DataSchema.load(folder), max_history=config.max_history)
     tables = {of: read_arrow(folder / f"{of}s.arrow") for of in ("event", "user", "item")}
-    events = Events(*(as_numpy(tables["event"][name]) for name in COLUMNS))
+    histories = None if config.history is None else as_numpy(read_arrow(folder / "histories.arrow")["event"])
+    events = Events(*(as_numpy(tables["event"][name]) for name in COLUMNS), histories)
     columns = read_features(schema, tables)
     samples = {name: as_numpy(read_arrow(folder / f"{name}.arrow")["event"]) for name in SPLITS}
     negatives = None

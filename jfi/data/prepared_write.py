@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from jfi.data.arrange import members
 from jfi.data.column_files import write_arrow
 from jfi.data.columns import Categorical
 from jfi.data.config import DataConfig
@@ -12,7 +13,7 @@ from jfi.data.dataset import Arrays, InteractionDataset
 from jfi.data.events import index_type
 from jfi.data.fingerprint import NAME as FINGERPRINT
 from jfi.data.fingerprint import Fingerprint
-from jfi.data.prepared import MANIFEST, Manifest, column_name, dense_names
+from jfi.data.prepared import IN_HISTORY, MANIFEST, Manifest, column_name, dense_names
 from jfi.data.schema import Entity
 from jfi.data.source import column_settings
 from jfi.files import sync
@@ -44,6 +45,8 @@ def write_derived(arrays: Arrays, folder: Path) -> None:
     kind = index_type(len(arrays.events))
     for name, rows in arrays.samples.items():
         write_arrow(folder / f"{name}.arrow", {"event": rows.astype(kind, copy=False)})
+    if arrays.events.rows is not None:
+        write_arrow(folder / "histories.arrow", {"event": arrays.events.rows.astype(kind, copy=False)})
     if arrays.negatives is not None:
         write_arrow(folder / "by_item.arrow", {"event": arrays.negatives.by_item.astype(kind, copy=False)})
 
@@ -75,6 +78,8 @@ def _table(
         columns["user"] = events.user.astype(index_type(len(events)), copy=False)
         columns["item"] = events.item.astype(index_type(len(events)), copy=False)
         columns |= {"time": events.time, "label": events.label, "split": events.split}
+        if events.rows is not None:
+            columns[IN_HISTORY] = members(events.rows, len(events)).view(np.int8)
     for spec, ids in zip(dataset.features, arrays.columns, strict=False):
         if spec.of == of and (of == "event" or spec.slot is None):
             columns[column_name(spec)] = _ids(ids, id_type(spec.num_embeddings))

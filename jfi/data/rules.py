@@ -74,6 +74,10 @@ class Rule:
         """
         return self.root.holds(table)
 
+    def text_columns(self) -> list[str]:
+        """The columns whose text the rule compares."""
+        return list(dict.fromkeys(self.root.columns(numeric=False)))
+
 
 @dataclass(frozen=True)
 class _Test:
@@ -82,8 +86,10 @@ class _Test:
     values: list[str]
     numeric: bool
 
-    def columns(self) -> Iterator[str]:
-        yield self.column
+    def columns(self, numeric: bool = True) -> Iterator[str]:
+        """The columns that it reads; without `numeric` only those whose text it compares."""
+        if numeric or not self.numeric:
+            yield self.column
 
     def holds(self, table: _Columns) -> np.ndarray:
         if self.numeric:
@@ -108,9 +114,9 @@ class _Joined:
     word: str
     parts: list["_Test | _Joined"]
 
-    def columns(self) -> Iterator[str]:
+    def columns(self, numeric: bool = True) -> Iterator[str]:
         for part in self.parts:
-            yield from part.columns()
+            yield from part.columns(numeric)
 
     def holds(self, table: _Columns) -> np.ndarray:
         # fmin and fmax skip a NaN, which remains where it can still decide.

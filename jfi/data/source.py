@@ -9,6 +9,7 @@ import pyarrow.compute as pc
 from jfi.data import synthetic
 from jfi.data.arrange import Rows
 from jfi.data.arrays import is_list, text_lists
+from jfi.data.coded import CodedColumn
 from jfi.data.columns import is_multi_valued
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
@@ -104,8 +105,7 @@ class Columns:
         for part in self._crosses[name]:
             of_item = part in self._items
             column = self.categories(part, "item" if of_item else "event")
-            if is_multi_valued(column):
-                raise DataError(f"data.event_crosses has '{part}', whose rows are lists; a cross needs single values")
+            check_crossed(part, column)
             column = column.take(pa.array(self._rows.item)) if of_item else column
             parts.append(column.cast(pa.large_string()))
         return pc.binary_join_element_wise(*parts, pa.scalar(CROSSED, pa.large_string()))
@@ -126,6 +126,12 @@ class Columns:
         The first is 0 where the column comes from a table of users (items). Training uses a user's first value.
         """
         return self._entities[of].count_changing(name), self.count(of)
+
+
+def check_crossed(name: str, column: pa.Array | CodedColumn) -> None:
+    """Raises DataError if a column of a cross has lists."""
+    if is_multi_valued(column):
+        raise DataError(f"data.event_crosses has '{name}', whose rows are lists; a cross needs single values")
 
 
 class EntityTable:

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from jfi.data import DataConfig, DataSchema, InteractionDataset, load_dataset
-from jfi.data.prepared import absent_setting, open_prepared
+from jfi.data.prepared import open_prepared
 from jfi.data.prepared_write import write_prepared
 from jfi.data.source import column_settings
 from jfi.data.summary import Summary
@@ -20,8 +20,7 @@ def load_shared(config: DataConfig, world: World, schema: DataSchema | None = No
     processes have mapped it: the files' memory lives as long as the maps.
 
     Args:
-        config: the tables, or a prepared dataset, which is mapped as it is. With a setting that a prepared dataset does
-            not hold, every process reads the tables.
+        config: the tables, or a prepared dataset, which is mapped as it is.
         world: the processes that call this together.
         schema: of a run that goes on.
 
@@ -29,7 +28,7 @@ def load_shared(config: DataConfig, world: World, schema: DataSchema | None = No
         DataError: as `load_dataset`, on every process.
         OSError: the temporary files cannot be written.
     """
-    if not world.launched or config.prepared is not None or absent_setting(config) is not None:
+    if not world.launched or config.prepared is not None:
         return load_dataset(config, schema)
     folder, summary = world.on_each_host(lambda: _write(config, schema))
     try:

@@ -49,6 +49,8 @@ def write_table(folder: Path, rng: np.random.Generator, count: int = 300) -> str
         "years": rng.normal(40, 9, count),
         "genre": [f"g{i % 4}|g{i % 3}" for i in item],
         "part": rng.choice(["train", "train", "val", "Test"], count),
+        "request": np.where(rng.random(count) < 0.2, None, rng.choice(list("abcdefg"), count)).tolist(),
+        "whole": [None] * count,
         "price": np.where(rng.random(count) < 0.2, np.nan, rng.lognormal(2, 1, count)),
         "title": np.where(rng.random(count) < 0.2, None, [f"Title {i}" for i in item]).tolist(),
     }
@@ -115,6 +117,21 @@ def assert_same_batches(left: InteractionDataset, right: InteractionDataset) -> 
         {"min_count": {"item_id": 8, "tags": 60, "action": 40, "city": 3}},
         {"hash_buckets": {"item_id": 7, "tags": 3, "genre": 5}, "title": None},
         {"hash_buckets": {"item_id": 7}, "label": None, "unknown_share": 0.2},
+        {"history": "action in [buy, '10'] or seconds > 8"},
+        {"history": "action == view", "label": None, "split": "leave_one_out"},
+        {"group": "request"},
+        {"group": "request", "split": "leave_one_out"},
+        {"group": "request", "split": "leave_one_out", "label": None, "history": "action == buy"},
+        {"group": "request", "split": "user"},
+        {"group": "whole", "split": "column", "split_column": "part"},
+        {"event_crosses": [["item_id", "action"], ["genre", "action", "item_id"]], "separators": {}},
+        {
+            "event_crosses": [["action", "item_id"]],
+            "hash_buckets": {"action_x_item_id": 9},
+            "history": "action != buy",
+            "group": "request",
+        },
+        {"event_crosses": [["action", "item_id"]], "min_count": {"action_x_item_id": 4}},
     ],
 )
 def test_a_prepared_dataset_is_the_loaded_one_bit_for_bit(tmp_path, monkeypatch, settings):
@@ -195,19 +212,19 @@ def test_numbers_whose_text_depends_on_the_block_are_refused(tmp_path):
         prepare_dataset(DataConfig(interactions=str(tmp_path / "rows.parquet")), tmp_path / "prepared")
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"group": "action"}, {"history": "action == buy"}, {"event_crosses": [["item_id", "action"]]}],
-    ids=lambda settings: next(iter(settings)),
-)
-def test_a_setting_that_a_prepared_dataset_does_not_hold_is_refused(tmp_path, table, settings):
-    line = f"^data.{next(iter(settings))}: a prepared dataset does not hold it yet; train from the tables$"
-    with pytest.raises(DataError, match=line):
-        prepare_dataset(config_of(table, **settings), tmp_path / "prepared")
-    assert not (tmp_path / "prepared").exists()
-    prepare_dataset(config_of(table), tmp_path / "prepared")
-    with pytest.raises(DataError, match=line):
-        load_dataset(DataConfig(prepared=str(tmp_path / "prepared"), **settings))
+def test_a_group_that_a_given_split_cuts_is_refused_with_the_line(tmp_path, table, monkeypatch):
+    config = config_of(table, split="column", split_column="part", group="request")
+    with pytest.raises(DataError) as expected:
+        load_dataset(config)
+    with pytest.raises(DataError) as found:
+        prepare_in_small_blocks(config, tmp_path / "prepared", monkeypatch)
+    assert str(found.value) == str(expected.value)
+    assert "are in more than one split" in str(found.value)
+
+
+def test_a_cross_of_lists_is_refused(tmp_path, table):
+    with pytest.raises(DataError, match=r"data\.event_crosses has 'tags', whose rows are lists"):
+        prepare_dataset(config_of(table, event_crosses=[["item_id", "tags"]]), tmp_path / "prepared")
 
 
 @pytest.fixture
