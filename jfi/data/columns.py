@@ -90,7 +90,7 @@ def learn_vocabulary(column: pa.Array | CodedColumn, count: np.ndarray, min_coun
         return Vocabulary(Strings(sort_ids(column.seen(count, min_count))[0]))
     column, count = column.filter(pa.array(count > 0)), count[count > 0]
     if is_multi_valued(column):
-        column, offsets = _present(column)
+        column, offsets = present(column)
         count = np.repeat(count, np.diff(offsets))
     known = column.is_valid()
     values, index = sort_ids(column.filter(known))
@@ -104,7 +104,7 @@ def count_slots(column: pa.Array | CodedColumn, train: np.ndarray, max_slots: in
     """The largest number of values of a row where `train [N]` is true, from 1 to `max_slots`."""
     if isinstance(column, CodedColumn):
         return min(max_slots, column.longest(train))
-    counts = np.diff(_present(column)[1])[train]
+    counts = np.diff(present(column)[1])[train]
     return int(min(max_slots, counts.max(initial=1)))
 
 
@@ -112,7 +112,7 @@ def encode(column: pa.Array, known: Vocabulary | HashBuckets) -> Categorical:
     """Ids of a column of strings, or of lists of strings; a value that a vocabulary lacks gets id 0."""
     offsets = None
     if is_multi_valued(column):
-        column, offsets = _present(column)
+        column, offsets = present(column)
     # Each distinct value is looked up once; nulls, which are not in the dictionary, read the id that is appended.
     encoded = column.dictionary_encode()
     if isinstance(known, HashBuckets):
@@ -123,7 +123,7 @@ def encode(column: pa.Array, known: Vocabulary | HashBuckets) -> Categorical:
     return Categorical(ids[pc.fill_null(encoded.indices, -1).to_numpy()], offsets)
 
 
-def _present(column: pa.Array) -> tuple[pa.Array, np.ndarray]:
+def present(column: pa.Array) -> tuple[pa.Array, np.ndarray]:
     """The values of a column of lists without the empty ones, and the `[N + 1]` offsets of the rows."""
     counts = pc.fill_null(pc.list_value_length(column), 0).to_numpy()
     values = column.flatten()

@@ -1,5 +1,7 @@
 """The label column, or a rule such as `rating >= 4` -> labels of 0 and 1."""
 
+from collections.abc import Callable, Iterable
+
 import numpy as np
 
 from jfi.data.errors import DataError
@@ -46,11 +48,28 @@ def check_labels(table: Table, label: str | None, values: np.ndarray) -> None:
     Args:
         values: `[N]`, the labels that `read_labels` gave.
     """
-    if label is None or only_column(label) is not None:
+    check_counts(table.name, label, *count_labels(values), lambda: [table])
+
+
+def count_labels(values: np.ndarray) -> np.ndarray:
+    """`[2]` int64, the number of rows with label 0 and with label 1."""
+    return np.bincount(values[~np.isnan(values)].astype(np.int64), minlength=2)
+
+
+def check_counts(
+    name: str, label: str | None, negatives: int, positives: int, tables: Callable[[], Iterable[Table]]
+) -> None:
+    """`check_labels` of a table in parts.
+
+    Args:
+        name: of the whole table, for messages.
+        label: the config's label.
+        negatives, positives: the number of rows with each label.
+        tables: gives the parts, which are read again to show the values.
+    """
+    if label is None or only_column(label) is not None or bool(negatives) == bool(positives):
         return
-    labels = values[~np.isnan(values)]
-    if not len(labels) or labels.min() != labels.max():
-        return
-    how = f"every one of the {len(labels)} rows is" if labels[0] else f"none of the {len(labels)} rows is"
-    known = "; ".join(f"values of '{name}': {describe_values(table, name)}" for name in label_columns(label))
-    raise DataError(f"{table.name}: label '{label}': {how} positive; {known}")
+    count = negatives + positives
+    how = f"every one of the {count} rows is" if positives else f"none of the {count} rows is"
+    known = "; ".join(f"values of '{column}': {describe_values(tables(), column)}" for column in label_columns(label))
+    raise DataError(f"{name}: label '{label}': {how} positive; {known}")

@@ -21,7 +21,7 @@ from jfi.data.prepared import open_prepared, resolve
 from jfi.data.samples import choose_samples
 from jfi.data.schema import DataSchema
 from jfi.data.source import Columns, column_settings, read_tables
-from jfi.data.summary import summarize
+from jfi.data.summarize import summarize
 from jfi.encoding import UNKNOWN
 
 
@@ -85,8 +85,7 @@ def build_dataset(columns: Columns, rows: Rows, schema: DataSchema, config: Data
         known_items = members(rows.item[rows.train], len(rows.item_ids))
     events = _events(rows)
     samples = _samples(events, known_items, config)
-    histories = events.histories(np.concatenate(list(samples.values())), schema.max_history)
-    return InteractionDataset(
+    dataset = InteractionDataset(
         events=events,
         schema=schema,
         columns=ids,
@@ -96,8 +95,9 @@ def build_dataset(columns: Columns, rows: Rows, schema: DataSchema, config: Data
         if config.label is not None
         else NegativeSampler(events, order_by_item(events), np.flatnonzero(known_items), config.negatives),
         unknown_share=config.unknown_share,
-        summary=summarize(columns, rows, schema, ids, samples, histories[1], config),
     )
+    dataset.summary = summarize(dataset, config, columns)
+    return dataset
 
 
 def build_scoring(

@@ -40,6 +40,7 @@ from jfi.data.samples import choose_samples
 from jfi.data.schema import DataSchema, FeatureSpec, as_array
 from jfi.data.source import column_settings
 from jfi.data.splits import SPLITS
+from jfi.data.summarize import summarize
 from jfi.data.table_blocks import count_rows, input_files
 from jfi.files import sync
 
@@ -148,7 +149,9 @@ def _encode(config: DataConfig, schema: DataSchema | None, work: Path, folder: P
         by_item = order_by_item(events, _new_map(folder / "by_item.npy", index_type(len(order)), len(order)))
         negatives = NegativeSampler(events, by_item, items, config.negatives)
     dense = encode_dense(source, schema, config)
-    return InteractionDataset(events, schema, encoded, dense, samples, negatives)
+    dataset = InteractionDataset(events, schema, encoded, dense, samples, negatives)
+    dataset.summary = summarize(dataset, config, source)
+    return dataset
 
 
 def _true_rows(event: np.ndarray, folder: Path) -> np.ndarray:

@@ -49,7 +49,7 @@ class SortedColumns:
             else:
                 how = (config.encoding, config.quoting, f"data.{of}s")
                 table = read_table(path, config.columns(), *how)
-                self._tables[of] = EntityTable(table, key, ids, name_of(config.interactions))
+                self._tables[of] = EntityTable(table, key, ids, name_of(config))
 
     def count(self, of: Entity) -> int:
         """The number of rows."""
@@ -81,6 +81,20 @@ class SortedColumns:
         if of in self._tables:
             return self._tables[of].strings(name)
         return self._coded(RawColumn(name, "text")).take(self._first[of])
+
+    def count_changing(self, name: str, of: Entity, numeric: bool) -> int:
+        """As `Columns.count_changing`."""
+        if of in self._tables or name == self._ids[of][0]:
+            return 0
+        column = self._columns[RawColumn(name, "number").file] if numeric else self._coded(RawColumn(name, "category"))
+        read = column.__getitem__ if numeric else column.numbers
+        index, first = {"user": self._rows.user, "item": self._rows.item}[of], read(self._first[of])
+        changing = np.zeros(len(first), bool)
+        for begin, end in blocks(len(index)):
+            who = index[begin:end]
+            now, before = read(np.arange(begin, end)), first[who]
+            changing[who[(now != before) & ~((now != now) & (before != before))]] = True  # NaN is missing in both
+        return int(changing.sum())
 
     def _cross(self, name: str) -> CodedColumn:
         parts = []

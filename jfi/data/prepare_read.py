@@ -19,10 +19,10 @@ from jfi.data.column_files import ColumnWriter, map_arrow, write_arrow
 from jfi.data.columns import is_multi_valued
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
-from jfi.data.labels import read_labels
+from jfi.data.labels import check_counts, count_labels, read_labels
 from jfi.data.rules import only_column, parse_rule
 from jfi.data.table import Table
-from jfi.data.table_blocks import fault_of_no_rows, iterate_tables, same_kind
+from jfi.data.table_blocks import fault_of_no_rows, iterate_tables, name_of, same_kind
 
 _VALUES = "values.json"
 
@@ -83,6 +83,8 @@ def read_rows(config: DataConfig, folder: Path, advance: Callable[[int], None]) 
         advance(len(table))
     if stage is None or not stage.rows:
         raise fault_of_no_rows(config)
+    name = name_of(config)
+    check_counts(name, config.label, *stage.labels, lambda: (table for _, table in iterate_tables(config)))
     stage.close()
 
 
@@ -95,6 +97,7 @@ def read_values(folder: Path, column: str) -> pa.Array:
 class _Stage:
     def __init__(self, config: DataConfig, first: Table, folder: Path) -> None:
         self._config, self._folder, self.rows = config, folder, 0
+        self.labels = np.zeros(2, np.int64)
         self._columns = raw_columns(config)
         self._lists = {
             column.name
@@ -125,7 +128,9 @@ class _Stage:
         put("user", self._codes["user"].encode(table.ids(config.user)))
         put("item", self._codes["item"].encode(table.ids(config.item)))
         put("time", self._times(table))
-        put("label", read_labels(table, config.label))
+        labels = read_labels(table, config.label)
+        put("label", labels)
+        self.labels += count_labels(labels)
         if config.split == "column":
             put("split", given_splits(table, config.split_column))
         elif config.split == "files":

@@ -7,6 +7,8 @@ users.arrow, items.arrow                 a row for each user and item: ids, or l
 train.arrow, validation.arrow, test.arrow  the events that are samples, in the order of time
 histories.arrow                          with `data.history`: the events that histories consist of
 by_item.arrow                            without a label: the events in the order (user, item, timestamp)
+summary.json                             see `jfi.data.summary`
+history_lengths.arrow                    the lengths of the samples' histories without a limit, and the samples of each
 fingerprint.json                         see `jfi.data.fingerprint`
 """
 
@@ -29,10 +31,11 @@ from jfi.data.events import Events
 from jfi.data.negatives import NegativeSampler
 from jfi.data.schema import DataSchema, Entity, FeatureSpec
 from jfi.data.splits import SPLITS
+from jfi.data.summary import Summary, describe_lengths
 from jfi.encoding import UNKNOWN
 
 FORMAT = "jfi prepared dataset 1"
-MANIFEST = "manifest.json"
+MANIFEST, SUMMARY, LENGTHS = "manifest.json", "summary.json", "history_lengths.arrow"
 #: Settings that a run may choose, since they change no file of a prepared dataset.
 CHOICES = ("max_history", "negatives", "eval_negatives", "unknown_share")
 #: The column of events that says which are part of histories, if `data.history` is set.
@@ -141,8 +144,15 @@ def open_prepared(config: DataConfig) -> InteractionDataset:
         negatives = NegativeSampler(events, by_item, known_items(schema, columns, events), config.negatives)
     dense = tuple(read_dense(tables[of], names) for of, names in dense_names(config).items())
     dataset = InteractionDataset(events, schema, columns, dense, samples, negatives, config.unknown_share)
-    dataset.folder = folder
+    dataset.folder, dataset.summary = folder, _summary(folder, config)
     return dataset
+
+
+def _summary(folder: Path, config: DataConfig) -> Summary:
+    """The summary of the dataset, with the lengths of histories that the config gives."""
+    lengths, counts = (as_numpy(column) for column in read_arrow(folder / LENGTHS).values())
+    lengths = describe_lengths(lengths, counts, config.max_history)
+    return dataclasses.replace(Summary.load(folder / SUMMARY), history_lengths=lengths)
 
 
 def read_features(schema: DataSchema, tables: dict[Entity, dict[str, pa.Array]]) -> list[Categorical]:

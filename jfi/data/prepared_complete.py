@@ -36,6 +36,7 @@ from jfi.data.samples import choose_samples
 from jfi.data.schema import DataSchema, Entity
 from jfi.data.source import column_settings
 from jfi.data.splits import SPLITS
+from jfi.data.summarize import summarize
 from jfi.files import sync
 
 #: From this number of events on, their order in time is computed outside of memory.
@@ -80,7 +81,7 @@ def complete_dataset(folder: str | Path, memory: str = "1GB", show: bool | None 
         histories = None if manifest.data.history is None else _histories(tables["event"][IN_HISTORY], work)
         events = Events(*(as_numpy(tables["event"][name]) for name in COLUMNS), histories)
         dataset = _derive(events, tables, schema, manifest.data, work, memory)
-        write_derived(dataset.arrays(), work)
+        write_derived(dataset, work)
         Fingerprint.of(dataset, manifest.data).save(work / FINGERPRINT)
         for path in [path for path in work.iterdir() if path.suffix in (".arrow", ".json")]:
             sync(path)
@@ -115,7 +116,9 @@ def _derive(
         out = np.lib.format.open_memmap(work / "by_item.npy", "w+", kind, (len(events),))
         negatives = NegativeSampler(events, order_by_item(events, out), items, config.negatives)
     dense = tuple(read_dense(tables[of], names) for of, names in dense_names(config).items())
-    return InteractionDataset(events, schema, columns, dense, samples, negatives)
+    dataset = InteractionDataset(events, schema, columns, dense, samples, negatives)
+    dataset.summary = summarize(dataset, config)
+    return dataset
 
 
 def _histories(column: pa.Array, work: Path) -> np.ndarray:

@@ -13,9 +13,10 @@ from jfi.data.dataset import Arrays, InteractionDataset
 from jfi.data.events import index_type
 from jfi.data.fingerprint import NAME as FINGERPRINT
 from jfi.data.fingerprint import Fingerprint
-from jfi.data.prepared import IN_HISTORY, MANIFEST, Manifest, column_name, dense_names
+from jfi.data.prepared import IN_HISTORY, LENGTHS, MANIFEST, SUMMARY, Manifest, column_name, dense_names
 from jfi.data.schema import Entity
 from jfi.data.source import column_settings
+from jfi.data.summarize import count_lengths
 from jfi.files import sync
 
 
@@ -31,7 +32,7 @@ def write_prepared(
         with_fingerprint: whether to compute the fingerprint, which takes about a second per million events.
     """
     arrays = dataset.arrays()
-    write_derived(arrays, folder)
+    write_derived(dataset, folder)
     for of in ("event", "user", "item"):
         write_arrow(folder / f"{of}s.arrow", _table(dataset, arrays, column_settings(config), of))
     dataset.schema.write(folder)
@@ -40,9 +41,13 @@ def write_prepared(
     write_manifest(config, folder)
 
 
-def write_derived(arrays: Arrays, folder: Path) -> None:
-    """Writes the files that follow from the others: the samples of each split, and the events by item."""
+def write_derived(dataset: InteractionDataset, folder: Path) -> None:
+    """Writes the files that follow from the others: the samples of each split, the summary and what batches need."""
+    arrays = dataset.arrays()
     kind = index_type(len(arrays.events))
+    lengths, counts = count_lengths(arrays.events, arrays.samples)
+    write_arrow(folder / LENGTHS, {"length": lengths, "samples": counts})
+    dataset.summary.save(folder / SUMMARY)
     for name, rows in arrays.samples.items():
         write_arrow(folder / f"{name}.arrow", {"event": rows.astype(kind, copy=False)})
     if arrays.events.rows is not None:

@@ -147,10 +147,10 @@ def same_kind(table: Table, name: str, first: pa.Array) -> Table:
 
 def fault_of_no_rows(config: DataConfig) -> DataError:
     """The error for a table without rows."""
-    return DataError(f"{name_of(config.interactions)}: no rows")
+    return DataError(f"{name_of(config)}: no rows")
 
 
-def name_of(paths: str | list[str]) -> str:
-    """How messages name a table: its file, or the first and the last one."""
-    files = find_files(paths)
+def name_of(config: DataConfig) -> str:
+    """How messages name the table of interactions: its file, or the first and the last one."""
+    files = [file for setting, paths in _interactions(config) for file in find_files(paths, setting)]
     return files[0].path if len(files) == 1 else f"{files[0].path} to {files[-1].path}"

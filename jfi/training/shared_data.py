@@ -9,7 +9,6 @@ from jfi.data import DataConfig, DataSchema, InteractionDataset, load_dataset
 from jfi.data.prepared import open_prepared
 from jfi.data.prepared_write import write_prepared
 from jfi.data.source import column_settings
-from jfi.data.summary import Summary
 from jfi.training.distributed import World
 
 
@@ -30,17 +29,17 @@ def load_shared(config: DataConfig, world: World, schema: DataSchema | None = No
     """
     if not world.launched or config.prepared is not None:
         return load_dataset(config, schema)
-    folder, summary = world.on_each_host(lambda: _write(config, schema))
+    folder = world.on_each_host(lambda: _write(config, schema))
     try:
         dataset = open_prepared(dataclasses.replace(column_settings(config), prepared=folder))
         world.max(0)  # all have mapped it
     finally:
         world.on_each_host(lambda: shutil.rmtree(folder, ignore_errors=True))
-    dataset.folder, dataset.summary = None, summary
+    dataset.folder = None
     return dataset
 
 
-def _write(config: DataConfig, schema: DataSchema | None) -> tuple[str, Summary]:
+def _write(config: DataConfig, schema: DataSchema | None) -> str:
     folder = tempfile.mkdtemp(prefix="jfi-dataset-")
     try:
         dataset = load_dataset(config, schema)
@@ -48,4 +47,4 @@ def _write(config: DataConfig, schema: DataSchema | None) -> tuple[str, Summary]
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    return folder, dataset.summary
+    return folder

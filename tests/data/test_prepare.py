@@ -167,7 +167,9 @@ def check_same(config: DataConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
     loaded, before = load_dataset(config), {path.name for path in folder.iterdir()}
     prepare_in_small_blocks(config, folder / "prepared", monkeypatch)
     assert {path.name for path in folder.iterdir()} - before == {"prepared"}
-    assert_same_batches(loaded, load_dataset(DataConfig(prepared=str(folder / "prepared"))))
+    prepared = load_dataset(DataConfig(prepared=str(folder / "prepared")))
+    assert_same_batches(loaded, prepared)
+    assert prepared.summary == loaded.summary
     (folder / "written").mkdir()
     write_prepared(loaded, config.with_absolute_paths(), folder / "written")
     assert files_of(folder / "prepared") == files_of(folder / "written")
@@ -220,6 +222,29 @@ def test_a_group_that_a_given_split_cuts_is_refused_with_the_line(tmp_path, tabl
         prepare_in_small_blocks(config, tmp_path / "prepared", monkeypatch)
     assert str(found.value) == str(expected.value)
     assert "are in more than one split" in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("rule", "how"), [("action == bye", "none of the 267 rows"), ("years > -100", "every one of the 300")]
+)
+def test_a_label_rule_that_is_constant_is_refused_with_the_values_of_its_columns(
+    tmp_path, table, monkeypatch, rule, how
+):
+    config = config_of(table, label=rule, user_dense=[])
+    with pytest.raises(DataError) as expected:
+        load_dataset(config)
+    with pytest.raises(DataError) as found:
+        prepare_in_small_blocks(config, tmp_path / "prepared", monkeypatch)
+    assert str(found.value) == str(expected.value)
+    assert f"label '{rule}': {how}" in str(found.value)
+
+
+def test_columns_whose_names_differ_only_in_case(tmp_path, monkeypatch):
+    rng = np.random.default_rng(3)
+    columns = {name: rng.integers(0, 4, 90) for name in ("user_id", "item_id", "timestamp", "A", "a", "ROW", "User")}
+    pa.parquet.write_table(pa.table(columns | {"clicked": np.arange(90) % 2}), tmp_path / "rows.parquet")
+    config = DataConfig(interactions=str(tmp_path / "rows.parquet"), label="clicked", event_categorical=["A", "a"])
+    check_same(replace(config, event_dense=["ROW", "User"]), tmp_path, monkeypatch)
 
 
 def test_a_cross_of_lists_is_refused(tmp_path, table):
@@ -323,7 +348,10 @@ def test_a_run_may_choose_what_changes_no_file(tmp_path, table):
     prepare_dataset(config, tmp_path / "prepared")
     prepared = str(tmp_path / "prepared")
     other = load_dataset(DataConfig(prepared=prepared, max_history=2, negatives=3))
-    assert_same_batches(load_dataset(replace(config, max_history=2, negatives=3)), other)
+    own = load_dataset(replace(config, max_history=2, negatives=3))
+    assert_same_batches(own, other)
+    assert own.summary == other.summary
+    assert own.summary.history_lengths["max"] == 2
     unknown = load_dataset(DataConfig(prepared=prepared, unknown_share=0.5))
     assert_same_batches(load_dataset(replace(config, unknown_share=0.5)), unknown)
     ranked = [

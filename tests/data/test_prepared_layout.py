@@ -151,7 +151,7 @@ def test_only_the_events_that_the_layout_says_are_in_histories(tmp_path, rows, k
     assert batch.sparse_features["history_action"].lengths().tolist() == earlier
 
 
-def test_it_trains(tmp_path, rows):
+def test_it_trains_and_the_run_has_a_summary(tmp_path, rows, capsys):
     folder = write(tmp_path / "prepared", rows)
     complete_dataset(folder)
     config = Config(
@@ -160,6 +160,13 @@ def test_it_trains(tmp_path, rows):
         training=TrainingConfig(run_dir=str(tmp_path / "run"), epochs=1, batch_size=64, device="cpu"),
     )
     assert train(config).epochs == 1
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["rows"], summary["users"], summary["items"]) == (COUNT, USERS, ITEMS)
+    assert summary["samples"]["train"] == (rows["split"] == 0).sum()
+    assert summary["label_shares"]["test"] == pytest.approx(rows["label"][rows["split"] == 2].mean())
+    assert summary["unseen"]["test"].keys() == {"user", "item"}
+    assert summary["vocabulary_sizes"] == {"city": 2, "item_id": ITEMS, "genres": 3, "action": 2}
+    assert "warning: 'timestamp' lies around the year 1970" in capsys.readouterr().out
 
 
 def test_positives_without_a_label_have_negatives(tmp_path, rows, monkeypatch):
