@@ -158,6 +158,18 @@ class DataConfig:
             columns.update(parse_rule(self.history).columns)
         return columns
 
+    def interaction_columns(self) -> set[str]:
+        """The names of the columns in use that the interactions have, and not the tables of users or items."""
+        columns = self.columns()
+        if self.users is not None:
+            columns -= {*self.user_categorical, *self.user_dense} - {self.user}
+        if self.items is not None:
+            columns -= {*self.item_categorical, *self.item_dense, *([] if self.title is None else [self.title])}
+        columns |= {self.user, self.item, self.timestamp, *self.event_categorical, *self.event_dense}
+        for rule in (self.label, self.history):
+            columns.update([] if rule is None else label_columns(rule))
+        return columns | {name for name in (self.group, self.split_column) if name is not None}
+
     def with_absolute_paths(self) -> "DataConfig":
         """A copy whose files are named by absolute paths, so that it can be read in any working directory."""
         names = ("interactions", "users", "items", "validation", "test", "prepared")

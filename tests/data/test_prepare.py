@@ -22,6 +22,8 @@ def prepare_in_small_blocks(config: DataConfig, out: Path, monkeypatch: pytest.M
     monkeypatch.setattr(events.user_blocks, "__defaults__", (7,))
     monkeypatch.setattr(events.order_by_item, "__defaults__", (None, 7))
     monkeypatch.setattr(table_blocks.iterate_tables, "__defaults__", (7,))
+    for reader in ("jfi.data.read_text", "jfi.data.read_json"):
+        monkeypatch.setattr(f"{reader}._PART", 100)
     monkeypatch.setattr("jfi.data.columns.BLOCK", 7)
     prepare_dataset(config, out)
     monkeypatch.undo()
