@@ -16,8 +16,9 @@ from jfi.data.encode import encode_dense, encode_features
 from jfi.data.errors import DataError
 from jfi.data.events import Events, order_by_item
 from jfi.data.learn import learn_schema
+from jfi.data.manifest import resolve
 from jfi.data.negatives import NegativeSampler
-from jfi.data.prepared import open_prepared, resolve
+from jfi.data.prepared import open_prepared
 from jfi.data.samples import choose_samples
 from jfi.data.schema import DataSchema
 from jfi.data.source import Columns, column_settings, read_tables

@@ -6,11 +6,10 @@ folder gets the dataset's name when all is written.
 """
 
 import dataclasses
-import fcntl
 import hashlib
 import json
-import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +27,7 @@ from jfi.data.dataset import InteractionDataset
 from jfi.data.encode import encode_dense, encode_features
 from jfi.data.errors import DataError
 from jfi.data.events import Events, index_type, order_by_item
+from jfi.data.external_sort import MemoryLimitError, check_memory
 from jfi.data.learn import learn_schema
 from jfi.data.load import check_fits, load_dataset
 from jfi.data.negatives import NegativeSampler
@@ -43,6 +43,7 @@ from jfi.data.splits import SPLITS
 from jfi.data.summarize import summarize
 from jfi.data.table_blocks import count_rows, input_files
 from jfi.files import sync
+from jfi.lock import locking_folder
 
 Advance = Callable[[int], None]
 _SCRATCH = "scratch"
@@ -83,9 +84,10 @@ def prepare_dataset(
         return
     if out.exists():
         raise FileExistsError(17, "file exists", str(out))
+    check_memory(memory)
     if schema is not None:
         check_fits(schema, column_settings(config))
-    with _locked(work, config, schema):
+    with _locked(work, config, schema), _keeping(work):
         stages = _Stages(work, None if show is None else not show)
         if config.source != "synthetic":
             _read_and_sort(config, work, stages, memory)
@@ -212,12 +214,9 @@ def _locked(work: Path, config: DataConfig, schema: DataSchema | None) -> Iterat
     """Locks the folder of the stages, empties it if it is of another config or other files, removes it at the end."""
     state = {"config": dataclasses.asdict(config), "inputs": _state_of_files(config), "schema": _digest(schema)}
     work.mkdir(parents=True, exist_ok=True)
-    lock = os.open(work, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(f"{work}: another process is preparing this dataset") from None
+    with locking_folder(work) as is_first:
+        if not is_first:
+            raise DataError(f"{work}: another process is preparing this dataset")
         path, text = work / "state.json", json.dumps(state, sort_keys=True)
         if not path.exists() or path.read_text() != text:
             for left in work.iterdir():
@@ -225,8 +224,26 @@ def _locked(work: Path, config: DataConfig, schema: DataSchema | None) -> Iterat
             path.write_text(text)
         yield
         shutil.rmtree(work)
-    finally:
-        os.close(lock)
+
+
+@contextmanager
+def _keeping(work: Path) -> Iterator[None]:
+    """Removes the stages after an error that another call would meet again, and says of others that they are kept."""
+    kept = f"{work} keeps what is done; call again to continue, or remove it"
+    try:
+        yield
+    except MemoryLimitError as error:
+        raise MemoryLimitError(f"{error}; {kept}") from error
+    except DataError:
+        # The tables or the config must change, and then everything starts over.
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    except OSError as error:
+        error.strerror = f"{error.strerror or 'failed'}; {kept}"
+        raise
+    except KeyboardInterrupt:
+        print(kept, file=sys.stderr)
+        raise
 
 
 def _state_of_files(config: DataConfig) -> list[tuple[str, int, int]]:

@@ -10,12 +10,11 @@ by_item.arrow                            without a label: the events in the orde
 summary.json                             see `jfi.data.summary`
 history_lengths.arrow                    the lengths of the samples' histories without a limit, and the samples of each
 fingerprint.json                         see `jfi.data.fingerprint`
+SHA256SUMS                               the checksums of these files
 """
 
 import dataclasses
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -24,114 +23,39 @@ import pyarrow as pa
 from jfi.data.coded import blocks
 from jfi.data.column_files import map_arrow
 from jfi.data.columns import Categorical
-from jfi.data.config import DataConfig, SyntheticConfig
+from jfi.data.config import DataConfig
 from jfi.data.dataset import InteractionDataset
 from jfi.data.errors import DataError
 from jfi.data.events import Events
+from jfi.data.manifest import MANIFEST, Manifest
 from jfi.data.negatives import NegativeSampler
 from jfi.data.schema import DataSchema, Entity, FeatureSpec
 from jfi.data.splits import SPLITS
 from jfi.data.summary import Summary, describe_lengths
 from jfi.encoding import UNKNOWN
+from jfi.files import DamagedFileError, check_sum, read_sums
 
-FORMAT = "jfi prepared dataset 1"
-MANIFEST, SUMMARY, LENGTHS = "manifest.json", "summary.json", "history_lengths.arrow"
-#: Settings that a run may choose, since they change no file of a prepared dataset.
-CHOICES = ("max_history", "negatives", "eval_negatives", "unknown_share")
+SUMMARY, LENGTHS = "summary.json", "history_lengths.arrow"
+#: Files up to this size are verified whenever a dataset is opened.
+_SMALL = 1 << 24
 #: The column of events that says which are part of histories, if `data.history` is set.
 IN_HISTORY = "in_history"
 COLUMNS = {"user": pa.types.is_integer, "item": pa.types.is_integer, "time": pa.types.is_float64}
 COLUMNS |= {"label": pa.types.is_float32, "split": pa.types.is_int8}
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """What manifest.json says.
-
-    Args:
-        data: the settings of the tables, columns, labels and splits.
-        complete: whether the files that jfi derives are there, and all have been checked.
-        sizes: of a complete dataset, the bytes of each file.
-    """
-
-    data: DataConfig
-    complete: bool = False
-    sizes: dict[str, int] = dataclasses.field(default_factory=dict)
-
-    def text(self) -> str:
-        """As a JSON file's text."""
-        data = {name: value for name, value in dataclasses.asdict(self.data).items() if name != "prepared"}
-        tree = {"format": FORMAT, "complete": self.complete, "sizes": self.sizes, "data": data}
-        return json.dumps(tree, indent=1, ensure_ascii=False) + "\n"
-
-    @classmethod
-    def load(cls, folder: str | Path) -> "Manifest":
-        """The manifest of a prepared dataset.
-
-        Raises:
-            DataError: `folder` is none, or one of another version.
-        """
-        path = Path(folder) / MANIFEST
-        try:
-            tree = json.loads(path.read_bytes())
-            if tree["format"] != FORMAT:
-                raise DataError(f"{path}: the format is '{tree['format']}', this version of jfi reads '{FORMAT}'")
-            data = dict(tree["data"])
-            if "synthetic" in data:
-                data["synthetic"] = SyntheticConfig(**data["synthetic"])
-            return cls(DataConfig(**data), tree.get("complete", False), tree.get("sizes", {}))
-        except FileNotFoundError:
-            raise DataError(f"{folder}: not a prepared dataset, {MANIFEST} is missing") from None
-        except OSError as error:
-            raise DataError(f"{path}: {(error.strerror or 'cannot be read').lower()}") from None
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise DataError(f"{path}: not a manifest of this version of jfi: {error}") from None
-
-
-def resolve(config: DataConfig) -> DataConfig:
-    """The config of a run: with `config.prepared`, the settings that the dataset was prepared with.
-
-    A field with its default counts as not set, so that the dataset's own holds.
-
-    Raises:
-        DataError: there is no prepared dataset, or the config sets a field otherwise, those of `CHOICES` aside, which
-            a run may choose.
-    """
-    if config.prepared is None:
-        return config
-    made = Manifest.load(config.prepared).data
-    settings, default = {}, DataConfig()
-    for one in dataclasses.fields(DataConfig):
-        name, own, theirs = one.name, getattr(config, one.name), getattr(made, one.name)
-        if name == "prepared" or (name in CHOICES and own != getattr(default, name)):
-            settings[name] = own
-        elif own in (getattr(default, name), theirs):
-            settings[name] = theirs
-        else:
-            raise DataError(f"data.{name} is {own!r}, but {config.prepared} was prepared with {theirs!r}")
-    return DataConfig(**settings)
-
-
-def open_prepared(config: DataConfig) -> InteractionDataset:
+def open_prepared(config: DataConfig, verify: bool = True) -> InteractionDataset:
     """The dataset in the folder `config.prepared`, whose arrays are maps of its files.
 
     Args:
         config: the result of `resolve`.
+        verify: whether to verify the checksums of files up to 16 MiB.
 
     Raises:
         DataError: the folder is not a complete prepared dataset, or is damaged.
     """
     folder = Path(config.prepared)
-    manifest = Manifest.load(folder)
-    if not manifest.complete:
-        raise DataError(
-            f"{folder}: files that jfi derives are missing; run examples/prepare_data.py --complete {folder}"
-        )
-    for name, size in manifest.sizes.items():
-        found = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if found != size:
-            what = "is missing" if found is None else f"has {found} bytes instead of {size}"
-            raise DataError(f"{folder}: damaged, {name} {what}")
+    _check_files(folder, _SMALL if verify else 0)
     schema = dataclasses.replace(DataSchema.load(folder), max_history=config.max_history)
     tables = {of: read_arrow(folder / f"{of}s.arrow") for of in ("event", "user", "item")}
     histories = None if config.history is None else as_numpy(read_arrow(folder / "histories.arrow")["event"])
@@ -146,6 +70,40 @@ def open_prepared(config: DataConfig) -> InteractionDataset:
     dataset = InteractionDataset(events, schema, columns, dense, samples, negatives, config.unknown_share)
     dataset.folder, dataset.summary = folder, _summary(folder, config)
     return dataset
+
+
+def verify_dataset(folder: Path) -> None:
+    """Verifies the SHA-256 of all files of a complete dataset, as `sha256sum -c SHA256SUMS` does.
+
+    Raises:
+        DataError: the folder is not a complete prepared dataset, or a file of it is missing or damaged.
+    """
+    _check_files(folder, None)
+
+
+def _check_files(folder: Path, limit: int | None) -> None:
+    """Checks the sizes of all files, and the checksums of those that are no longer than `limit` bytes."""
+    manifest = Manifest.load(folder)
+    if not manifest.complete:
+        raise DataError(
+            f"{folder}: files that jfi derives are missing; run examples/prepare_data.py --complete {folder}"
+        )
+    for name, size in manifest.sizes.items():
+        found = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if found != size:
+            what = "is missing" if found is None else f"has {found} bytes instead of {size}"
+            raise DataError(f"{folder}: damaged, {name} {what}")
+    if limit == 0:
+        return
+    try:
+        sums = read_sums(folder)
+        for name in (MANIFEST, *manifest.sizes):
+            if limit is None or manifest.sizes.get(name, 0) <= limit:
+                check_sum(folder, name, sums)
+    except DamagedFileError as error:
+        raise DataError(str(error)) from None
+    except OSError as error:
+        raise DataError(f"{error.filename}: {(error.strerror or 'cannot be read').lower()}") from None
 
 
 def _summary(folder: Path, config: DataConfig) -> Summary:

@@ -14,16 +14,17 @@ from jfi.data.coded import blocks
 from jfi.data.column_files import ColumnWriter, map_arrow, read_columns, write_arrow
 from jfi.data.config import DataConfig
 from jfi.data.dataset import InteractionDataset
+from jfi.data.errors import DataError
 from jfi.data.events import Events, index_type, order_by_item
-from jfi.data.external_sort import record_batch, sort_batches
+from jfi.data.external_sort import check_memory, record_batch, sort_batches
 from jfi.data.fingerprint import NAME as FINGERPRINT
 from jfi.data.fingerprint import Fingerprint
 from jfi.data.load import check_fits
+from jfi.data.manifest import Manifest
 from jfi.data.negatives import NegativeSampler
 from jfi.data.prepared import (
     COLUMNS,
     IN_HISTORY,
-    Manifest,
     as_numpy,
     dense_names,
     known_items,
@@ -38,6 +39,7 @@ from jfi.data.source import column_settings
 from jfi.data.splits import SPLITS
 from jfi.data.summarize import summarize
 from jfi.files import sync
+from jfi.lock import locking_folder
 
 #: From this number of events on, their order in time is computed outside of memory.
 _LARGE = 1 << 22
@@ -56,13 +58,22 @@ def complete_dataset(folder: str | Path, memory: str = "1GB", show: bool | None 
         show: whether to show a progress bar; None shows one if stderr is a terminal.
 
     Raises:
-        DataError: a file is missing, or breaks a rule of the layout; the message names the file and the row.
+        DataError: a file is missing, or breaks a rule of the layout; the message names the file and the row. Or another
+            process is completing the folder.
         OSError: the disk is full, or the folder cannot be written.
     """
     folder = Path(folder)
-    manifest = Manifest.load(folder)
-    if manifest.complete:
-        return
+    Manifest.load(folder)
+    check_memory(memory)
+    with locking_folder(folder) as is_first:
+        if not is_first:
+            raise DataError(f"{folder}: another process is completing this dataset")
+        manifest = Manifest.load(folder)
+        if not manifest.complete:
+            _complete(folder, manifest, memory, show)
+
+
+def _complete(folder: Path, manifest: Manifest, memory: str, show: bool | None) -> None:
     # The tables that it was made of need no names here.
     replace(manifest.data, prepared=str(folder)).check()
     schema, work = DataSchema.load(folder), folder / ".completing"

@@ -13,32 +13,37 @@ from jfi.data.dataset import Arrays, InteractionDataset
 from jfi.data.events import index_type
 from jfi.data.fingerprint import NAME as FINGERPRINT
 from jfi.data.fingerprint import Fingerprint
-from jfi.data.prepared import IN_HISTORY, LENGTHS, MANIFEST, SUMMARY, Manifest, column_name, dense_names
+from jfi.data.manifest import MANIFEST, Manifest
+from jfi.data.prepared import IN_HISTORY, LENGTHS, SUMMARY, column_name, dense_names
 from jfi.data.schema import Entity
 from jfi.data.source import column_settings
+from jfi.data.splits import SPLITS
 from jfi.data.summarize import count_lengths
-from jfi.files import sync
+from jfi.files import sha256_of, sync, write_sums
+
+_FILES = [
+    *(f"{name}.arrow" for name in ("events", "users", "items", *SPLITS, "histories", "by_item")),
+    *(LENGTHS, SUMMARY, FINGERPRINT, "schema.json", "vocabularies.parquet"),
+]
 
 
-def write_prepared(
-    dataset: InteractionDataset, config: DataConfig, folder: Path, with_fingerprint: bool = True
-) -> None:
+def write_prepared(dataset: InteractionDataset, config: DataConfig, folder: Path, temporary: bool = False) -> None:
     """Writes all files of a prepared dataset into an existing folder, the manifest last.
 
     Args:
         dataset: the dataset.
         config: that it was made with.
         folder: to write to; the caller renames it when all files are there.
-        with_fingerprint: whether to compute the fingerprint, which takes about a second per million events.
+        temporary: leaves out the fingerprint, which takes about a second per million events, and the checksums.
     """
     arrays = dataset.arrays()
     write_derived(dataset, folder)
     for of in ("event", "user", "item"):
         write_arrow(folder / f"{of}s.arrow", _table(dataset, arrays, column_settings(config), of))
     dataset.schema.write(folder)
-    if with_fingerprint:
+    if not temporary:
         Fingerprint.of(dataset, config).save(folder / FINGERPRINT)
-    write_manifest(config, folder)
+    write_manifest(config, folder, temporary)
 
 
 def write_derived(dataset: InteractionDataset, folder: Path) -> None:
@@ -56,15 +61,17 @@ def write_derived(dataset: InteractionDataset, folder: Path) -> None:
         write_arrow(folder / "by_item.arrow", {"event": arrays.negatives.by_item.astype(kind, copy=False)})
 
 
-def write_manifest(config: DataConfig, folder: Path) -> None:
-    """Flushes the folder's files and writes the manifest of a complete dataset."""
-    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST)
+def write_manifest(config: DataConfig, folder: Path, temporary: bool = False) -> None:
+    """Flushes the files of a complete dataset and writes the manifest and, unless it is temporary, the checksums."""
+    files = [path for name in _FILES if (path := folder / name).is_file()]
     for path in files:
         sync(path)
     sizes = {path.name: path.stat().st_size for path in files}
     unfinished = folder / f".{MANIFEST}"
     unfinished.write_text(Manifest(column_settings(config), True, sizes).text(), encoding="utf-8")
     sync(unfinished)
+    if not temporary:
+        write_sums(folder, {path.name: sha256_of(path) for path in files} | {MANIFEST: sha256_of(unfinished)})
     unfinished.replace(folder / MANIFEST)
     sync(folder)
 

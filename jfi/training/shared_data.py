@@ -31,7 +31,7 @@ def load_shared(config: DataConfig, world: World, schema: DataSchema | None = No
         return load_dataset(config, schema)
     folder = world.on_each_host(lambda: _write(config, schema))
     try:
-        dataset = open_prepared(dataclasses.replace(column_settings(config), prepared=folder))
+        dataset = open_prepared(dataclasses.replace(column_settings(config), prepared=folder), verify=False)
         world.max(0)  # all have mapped it
     finally:
         world.on_each_host(lambda: shutil.rmtree(folder, ignore_errors=True))
@@ -43,7 +43,7 @@ def _write(config: DataConfig, schema: DataSchema | None) -> str:
     folder = tempfile.mkdtemp(prefix="jfi-dataset-")
     try:
         dataset = load_dataset(config, schema)
-        write_prepared(dataset, config, Path(folder), with_fingerprint=False)
+        write_prepared(dataset, config, Path(folder), temporary=True)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise

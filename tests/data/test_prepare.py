@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from jfi.data import DataConfig, DataError, InteractionDataset, coded, events, load_dataset, prepare, table_blocks
+from jfi.data.manifest import prepared_config
 from jfi.data.prepare import prepare_dataset
 from jfi.data.prepared_write import write_prepared
 
@@ -169,7 +170,7 @@ def check_same(config: DataConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
     loaded, before = load_dataset(config), {path.name for path in folder.iterdir()}
     prepare_in_small_blocks(config, folder / "prepared", monkeypatch)
     assert {path.name for path in folder.iterdir()} - before == {"prepared"}
-    prepared = load_dataset(DataConfig(prepared=str(folder / "prepared")))
+    prepared = load_dataset(prepared_config(folder / "prepared"))
     assert_same_batches(loaded, prepared)
     assert prepared.summary == loaded.summary
     (folder / "written").mkdir()
@@ -264,7 +265,7 @@ def test_a_dataset_is_encoded_with_the_schema_of_a_run(tmp_path, table):
     schema = load_dataset(config_of(table)).schema
     new = config_of(write_table(tmp_path / "new", np.random.default_rng(6)))
     prepare_dataset(new, tmp_path / "prepared", schema=schema)
-    prepared = DataConfig(prepared=str(tmp_path / "prepared"))
+    prepared = prepared_config(tmp_path / "prepared")
     assert_same_batches(load_dataset(new, schema), load_dataset(prepared, schema))
     with pytest.raises(DataError, match=r"prepared was prepared with other .* than the run was started with"):
         load_dataset(prepared, load_dataset(new).schema)
@@ -333,7 +334,7 @@ def test_it_starts_over_where_the_config_or_a_file_has_changed(tmp_path, table, 
     write_table(tmp_path, np.random.default_rng(77), 301)
     config = config_of(table, max_history=3)
     prepare_dataset(config, tmp_path / "prepared")
-    assert_same_batches(load_dataset(config), load_dataset(DataConfig(prepared=str(tmp_path / "prepared"))))
+    assert_same_batches(load_dataset(config), load_dataset(prepared_config(tmp_path / "prepared")))
 
 
 def test_one_process_at_a_time_prepares_a_folder(tmp_path, table, monkeypatch):
@@ -349,16 +350,16 @@ def test_a_run_may_choose_what_changes_no_file(tmp_path, table):
     config = config_of(table, label=None, negatives=2)
     prepare_dataset(config, tmp_path / "prepared")
     prepared = str(tmp_path / "prepared")
-    other = load_dataset(DataConfig(prepared=prepared, max_history=2, negatives=3))
+    other = load_dataset(prepared_config(prepared, max_history=2, negatives=3))
     own = load_dataset(replace(config, max_history=2, negatives=3))
     assert_same_batches(own, other)
     assert own.summary == other.summary
     assert own.summary.history_lengths["max"] == 2
-    unknown = load_dataset(DataConfig(prepared=prepared, unknown_share=0.5))
+    unknown = load_dataset(prepared_config(prepared, unknown_share=0.5))
     assert_same_batches(load_dataset(replace(config, unknown_share=0.5)), unknown)
     ranked = [
         dataset.candidates("test", "sampled", None, 9)
-        for dataset in (load_dataset(config), load_dataset(DataConfig(prepared=prepared, eval_negatives=9)))
+        for dataset in (load_dataset(config), load_dataset(prepared_config(prepared, eval_negatives=9)))
     ]
     left, right = (candidates.pairs(np.arange(len(candidates))) for candidates in ranked)
     assert all(np.array_equal(a, b) for a, b in zip(left, right, strict=True))
