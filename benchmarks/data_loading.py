@@ -1,17 +1,20 @@
 """Samples per second assembled into KeyedJaggedTensors on one core, with histories of 100 events on average.
 
-    python benchmarks/data_loading.py [--json out.json]
+    python benchmarks/data_loading.py [--prepared] [--json out.json]
 
 Every user has 203 events and trains on all but the last two, so history lengths are uniform in [0, 200]. A history has
 the item, a rating, up to six genres and the age of each event: nine aligned keys.
+With --prepared the same is measured for the dataset prepared from the table, each in a process of its own.
 """
 
 import argparse
 import json
+import multiprocessing
 import platform
 import statistics
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +23,8 @@ import pyarrow.parquet
 import torch
 
 from jfi.data import DataConfig, InteractionDataset, load_dataset
+from jfi.data.manifest import prepared_config
+from jfi.data.prepare import prepare_dataset
 
 EVENTS_PER_USER, MAX_HISTORY = 203, 200
 NUM_USERS, NUM_ITEMS = 5_000, 20_000
@@ -69,27 +74,59 @@ def measure(dataset: InteractionDataset, batch_size: int) -> dict[str, float]:
     }
 
 
+def private_mb() -> float:
+    """Memory of this process that no other one shares, pages of files that others could map left out."""
+    fields = dict(line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+    return int(fields["Private_Dirty"].split()[0]) / 1024
+
+
+def load_and_measure(config: DataConfig) -> dict:
+    """Seconds until the first batch, samples per second, and the memory that the dataset and its batches add."""
+    torch.set_num_threads(1)
+    before, start = private_mb(), time.perf_counter()
+    dataset = load_dataset(config)
+    load_seconds = time.perf_counter() - start
+    next(dataset.batches("train", BATCH_SIZES[0], shuffle=True))
+    first = time.perf_counter() - start
+    results = [measure(dataset, batch_size) for batch_size in BATCH_SIZES]
+    found = {"load_seconds": load_seconds, "first_batch_seconds": first, "private_mb": private_mb() - before}
+    return found | {"keys": [spec.key for spec in dataset.features], "results": results}
+
+
+def in_a_process(config: DataConfig) -> dict:
+    """`load_and_measure` in a fresh process."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(load_and_measure, config).result()
+
+
+def show(name: str, found: dict) -> None:
+    print(f"{name}: loaded in {found['load_seconds']:.1f} s, {found['private_mb']:,.0f} MB of its own")
+    for row in found["results"]:
+        print(f"  batch {row['batch_size']:5d}  mean history {row['mean_history']:5.1f}", end="")
+        print(f"  {row['samples_per_second']:10,.0f} samples/s")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the result there")
-    path = parser.parse_args().json
-    torch.set_num_threads(1)
+    parser.add_argument("--prepared", action="store_true", help="compare the table with the dataset prepared from it")
+    arguments = parser.parse_args()
 
     with tempfile.TemporaryDirectory() as folder:
         config = write_tables(Path(folder))
-        start = time.perf_counter()
-        dataset = load_dataset(config)
-        load_seconds = time.perf_counter() - start
-    print(f"{NUM_USERS * EVENTS_PER_USER:,} events loaded in {load_seconds:.1f} s; keys: ", end="")
-    print(", ".join(spec.key for spec in dataset.features))
-    results = [measure(dataset, batch_size) for batch_size in BATCH_SIZES]
-    for row in results:
-        print(f"batch {row['batch_size']:5d}  mean history {row['mean_history']:5.1f}", end="")
-        print(f"  {row['samples_per_second']:10,.0f} samples/s")
-    if path is not None:
-        machine = {"processor": platform.processor() or platform.machine(), "torch": torch.__version__}
-        report = machine | {"load_seconds": load_seconds, "results": results}
-        path.write_text(json.dumps(report, indent=2) + "\n")
+        report = {"processor": platform.processor() or platform.machine(), "torch": torch.__version__}
+        found = in_a_process(config)
+        print(f"{NUM_USERS * EVENTS_PER_USER:,} events; keys: {', '.join(found['keys'])}")
+        show("table", found)
+        if arguments.prepared:
+            prepare_dataset(config, Path(folder) / "prepared")
+            prepared = in_a_process(prepared_config(Path(folder) / "prepared"))
+            show("prepared", prepared)
+            report |= {"table": found, "prepared": prepared}
+        else:
+            report |= {"load_seconds": found["load_seconds"], "results": found["results"]}
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":
