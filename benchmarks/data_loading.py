@@ -57,20 +57,20 @@ def write_tables(folder: Path) -> DataConfig:
     return config
 
 
-def measure(dataset: InteractionDataset, batch_size: int) -> dict[str, float]:
-    rates = []
-    for epoch in range(REPEATS + 1):
-        batches = dataset.batches("train", batch_size, shuffle=True, epoch=epoch)
-        next(batches)  # draws the order of the epoch
-        num_batches, num_events = SAMPLES // batch_size, 0
-        start = time.perf_counter()
-        for _ in range(num_batches):
-            num_events += next(batches).sparse_features.length_per_key()[-1]
-        rates.append(num_batches * batch_size / (time.perf_counter() - start))
+def measure(dataset: InteractionDataset, batch_size: int, epoch: int) -> dict[str, float]:
+    """Samples of an epoch per second, and per second of CPU time, which other processes do not disturb."""
+    batches = dataset.batches("train", batch_size, shuffle=True, epoch=epoch)
+    next(batches)  # draws the order of the epoch
+    num_batches, num_events = SAMPLES // batch_size, 0
+    start, cpu_start = time.perf_counter(), time.process_time()
+    for _ in range(num_batches):
+        num_events += next(batches).sparse_features.length_per_key()[-1]
+    samples = num_batches * batch_size
     return {
         "batch_size": batch_size,
-        "mean_history": num_events / (num_batches * batch_size),
-        "samples_per_second": statistics.median(rates[1:]),  # the first warms the allocator
+        "mean_history": num_events / samples,
+        "samples_per_second": samples / (time.perf_counter() - start),
+        "samples_per_cpu_second": samples / (time.process_time() - cpu_start),
     }
 
 
@@ -80,30 +80,60 @@ def private_mb() -> float:
     return int(fields["Private_Dirty"].split()[0]) / 1024
 
 
-def load_and_measure(config: DataConfig) -> dict:
-    """Seconds until the first batch, samples per second, and the memory that the dataset and its batches add."""
+class Loaded:
+    """A dataset in a process of its own.
+
+    Args:
+        config: of the dataset.
+    """
+
+    def __init__(self, config: DataConfig) -> None:
+        self._pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+        self.opened = self._pool.submit(_load, config).result()
+
+    def measure(self, batch_size: int, epoch: int) -> dict[str, float]:
+        """As the function `measure`."""
+        return self._pool.submit(_measure, batch_size, epoch).result()
+
+    def close(self) -> float:
+        """Ends the process; MB of memory of its own that the dataset and its batches have added."""
+        private = self._pool.submit(private_mb).result()
+        self._pool.shutdown()
+        return private - self.opened["private_mb_before"]
+
+
+def _load(config: DataConfig) -> dict:
+    global _dataset
     torch.set_num_threads(1)
     before, start = private_mb(), time.perf_counter()
-    dataset = load_dataset(config)
+    _dataset = load_dataset(config)
     load_seconds = time.perf_counter() - start
-    next(dataset.batches("train", BATCH_SIZES[0], shuffle=True))
+    next(_dataset.batches("train", BATCH_SIZES[0], shuffle=True))
     first = time.perf_counter() - start
-    results = [measure(dataset, batch_size) for batch_size in BATCH_SIZES]
-    found = {"load_seconds": load_seconds, "first_batch_seconds": first, "private_mb": private_mb() - before}
-    return found | {"keys": [spec.key for spec in dataset.features], "results": results}
+    keys = [spec.key for spec in _dataset.features]
+    return {"load_seconds": load_seconds, "first_batch_seconds": first, "private_mb_before": before, "keys": keys}
 
 
-def in_a_process(config: DataConfig) -> dict:
-    """`load_and_measure` in a fresh process."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(load_and_measure, config).result()
+def _measure(batch_size: int, epoch: int) -> dict[str, float]:
+    return measure(_dataset, batch_size, epoch)
 
 
-def show(name: str, found: dict) -> None:
-    print(f"{name}: loaded in {found['load_seconds']:.1f} s, {found['private_mb']:,.0f} MB of its own")
-    for row in found["results"]:
-        print(f"  batch {row['batch_size']:5d}  mean history {row['mean_history']:5.1f}", end="")
-        print(f"  {row['samples_per_second']:10,.0f} samples/s")
+def compare(configs: dict[str, DataConfig]) -> dict[str, dict]:
+    """The datasets in turn, epoch by epoch, so that what else the machine does disturbs all of them."""
+    datasets = {name: Loaded(config) for name, config in configs.items()}
+    report = {name: {**dataset.opened, "results": []} for name, dataset in datasets.items()}
+    for batch_size in BATCH_SIZES:
+        rows = {name: [] for name in datasets}
+        for epoch in range(REPEATS + 1):  # the first warms the allocator
+            for name, dataset in datasets.items():
+                rows[name].append(dataset.measure(batch_size, epoch))
+        for name, measured in rows.items():
+            report[name]["results"].append(
+                {key: statistics.median(row[key] for row in measured[1:]) for key in measured[0]}
+            )
+    for name, dataset in datasets.items():
+        report[name]["private_mb"] = dataset.close()
+    return report
 
 
 def main() -> None:
@@ -113,20 +143,21 @@ def main() -> None:
     arguments = parser.parse_args()
 
     with tempfile.TemporaryDirectory() as folder:
-        config = write_tables(Path(folder))
-        report = {"processor": platform.processor() or platform.machine(), "torch": torch.__version__}
-        found = in_a_process(config)
-        print(f"{NUM_USERS * EVENTS_PER_USER:,} events; keys: {', '.join(found['keys'])}")
-        show("table", found)
+        configs = {"table": write_tables(Path(folder))}
         if arguments.prepared:
-            prepare_dataset(config, Path(folder) / "prepared")
-            prepared = in_a_process(prepared_config(Path(folder) / "prepared"))
-            show("prepared", prepared)
-            report |= {"table": found, "prepared": prepared}
-        else:
-            report |= {"load_seconds": found["load_seconds"], "results": found["results"]}
+            prepare_dataset(configs["table"], Path(folder) / "prepared")
+            configs["prepared"] = prepared_config(Path(folder) / "prepared")
+        report = compare(configs)
+    print(f"{NUM_USERS * EVENTS_PER_USER:,} events; keys: {', '.join(report['table']['keys'])}")
+    for name, found in report.items():
+        print(f"{name}: loaded in {found['load_seconds']:.2f} s, {found['private_mb']:,.0f} MB of its own")
+        for row in found["results"]:
+            print(f"  batch {row['batch_size']:5d}  mean history {row['mean_history']:5.1f}", end="")
+            print(f"  {row['samples_per_second']:10,.0f} samples/s", end="")
+            print(f"  {row['samples_per_cpu_second']:10,.0f} per second of CPU time")
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+        machine = {"processor": platform.processor() or platform.machine(), "torch": torch.__version__}
+        arguments.json.write_text(json.dumps(machine | report, indent=2) + "\n")
 
 
 if __name__ == "__main__":
