@@ -2,16 +2,21 @@
 
 python examples/prepare_data.py --config configs/own.yaml --data.interactions clicks.parquet --out clicks.prepared
 python examples/train_dlrm.py --config configs/own.yaml --data.prepared clicks.prepared
+python examples/prepare_data.py --run runs/first --data.interactions more_clicks.parquet --out more_clicks.prepared
 python examples/prepare_data.py --complete written_by_spark
+python examples/prepare_data.py --verify clicks.prepared
 
 Killed at any point and called again, it continues. See docs/prepared-data.md.
 """
 
+import dataclasses
 import sys
 from pathlib import Path
 
 from jfi.data.prepare import prepare_dataset
+from jfi.data.prepared import verify_dataset
 from jfi.data.prepared_complete import complete_dataset
+from jfi.data.summary import Summary
 from jfi.training import ConfigError
 from jfi.training.cli import parse_config, run_cli
 from jfi.training.run_data import load_schema
@@ -22,24 +27,33 @@ OPTIONS = {
     "--memory": {"default": "1GB", "help": "most that sorting holds in memory (default: 1GB)"},
     "--run": {
         "type": Path,
-        "help": "encode with the vocabularies of this run, so that it can go on with the dataset, instead of new ones",
+        "help": "prepare with the config and the vocabularies of this run, so that it can go on with the dataset",
     },
     "--complete": {
         "type": Path,
         "metavar": "FOLDER",
         "help": "check and complete a dataset that another program has written; takes only --memory beside it",
     },
+    "--verify": {
+        "type": Path,
+        "metavar": "FOLDER",
+        "help": "verify the checksums of a dataset; takes no other option",
+    },
 }
 
 
 def main() -> None:
-    config, options = parse_config(sys.argv[1:], "Turn tables of any length into a prepared dataset.", OPTIONS)
+    arguments, description = sys.argv[1:], "Turn tables of any length into a prepared dataset."
+    config, options = parse_config(arguments, description, OPTIONS)
+    if options.verify is not None:
+        _takes_only(arguments, "--verify")
+        verify_dataset(options.verify)
+        print(f"{options.verify} is whole")
+        return
     if options.complete is not None:
-        named = [argument.split("=")[0] for argument in sys.argv[1:] if argument.startswith("--")]
-        if others := [name for name in named if name not in ("--complete", "--memory")]:
-            raise ConfigError(f"--complete takes only --memory beside it, not {others[0]}")
+        _takes_only(arguments, "--complete", "--memory")
         complete_dataset(options.complete, options.memory)
-        print(f"{options.complete} is complete; train with --data.prepared {options.complete}")
+        _show(options.complete, "is complete")
         return
     if options.out is None:
         raise ConfigError("--out is not set; it must name the folder to write")
@@ -48,12 +62,28 @@ def main() -> None:
         raise ConfigError(f"--out {options.out}: exists already; name a new folder")
     schema = None
     if options.run is not None:
-        if not RunFolder(options.run).config.is_file():
+        run = RunFolder(options.run)
+        if not run.config.is_file():
             raise ConfigError(f"--run {options.run}: not a run folder, config.yaml is missing")
-        run, _ = RunFolder.open(options.run)
+        if not any(argument.split("=")[0] == "--config" for argument in arguments):
+            config, _ = parse_config(["--config", str(run.config), *arguments], description, OPTIONS)
+            # The run may have been trained on a prepared dataset; this one is made of the tables.
+            config = dataclasses.replace(config, data=dataclasses.replace(config.data, prepared=None))
         schema = load_schema(run)
     prepare_dataset(config.data, options.out, options.memory, schema)
-    print(f"wrote {options.out}; train with --data.prepared {options.out}")
+    _show(options.out, "is written")
+
+
+def _takes_only(arguments: list[str], option: str, *others: str) -> None:
+    named = [argument.split("=")[0] for argument in arguments if argument.startswith("--")]
+    if wrong := [name for name in named if name not in (option, *others)]:
+        beside = f"takes only {others[0]} beside it" if others else "takes no other option"
+        raise ConfigError(f"{option} {beside}, not {wrong[0]}")
+
+
+def _show(folder: Path, what: str) -> None:
+    print(Summary.load(folder / "summary.json"))
+    print(f"{folder} {what}; train with --data.prepared {folder}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,10 @@ from jfi.training.cli import parse_config, run_cli
 
 CHANGED = {"choices": ["refuse", "accept"], "default": "refuse"}
 OPTIONS = {
-    "--resume": {"metavar": "RUN", "help": "continue the run in this folder, with its config"},
+    "--resume": {
+        "metavar": "RUN",
+        "help": "continue the run in this folder, with its config; --data.prepared gives it another dataset",
+    },
     "--data-changed": CHANGED
     | {"help": "with --resume: what to do if the data is not what the run was started with (default: refuse)"},
     "--config-changed": CHANGED
@@ -33,10 +36,11 @@ def main() -> None:
                 raise ConfigError(f"{name} belongs to --resume")
         result = train(config)
     else:
-        others = [name for name in named if name not in OPTIONS]
+        others = [name for name in named if name not in (*OPTIONS, "--data.prepared")]
         if others:
             raise ConfigError(f"--resume uses the config of its run; it takes no other option such as {others[0]}")
-        result = resume(options.resume, data_changed=options.data_changed, config_changed=options.config_changed)
+        changed = {"data_changed": options.data_changed, "config_changed": options.config_changed}
+        result = resume(options.resume, prepared=config.data.prepared, **changed)
     if os.environ.get("RANK", "0") != "0":  # under torchrun one process prints the result, which all have
         return
     print(f"best epoch {result.best_epoch} of {result.epochs}, {result.train_seconds:.0f} s of training")

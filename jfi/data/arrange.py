@@ -12,7 +12,7 @@ from jfi.data.coded import blocks
 from jfi.data.columns import sort_ids
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
-from jfi.data.labels import check_labels, read_history, read_labels
+from jfi.data.labels import check_history, check_labels, read_history, read_labels
 from jfi.data.table import Table
 
 
@@ -78,7 +78,10 @@ def sort_and_split(interactions: Table, config: DataConfig, given: np.ndarray | 
     group = None if config.group is None else _groups(interactions, config.group, user)
     if given is not None and group is not None:
         _check_groups(interactions, given, group, config.group)
-    event = None if config.history is None else read_history(interactions, config.history)
+    event = None
+    if config.history is not None:
+        event = read_history(interactions, config.history)
+        check_history(interactions.name, config.history, len(event), int(event.sum()), lambda: [interactions])
 
     order = np.lexsort((item, time, user))
     user, item, time, label = user[order], item[order], time[order], label[order]
@@ -109,14 +112,7 @@ def _cut(
         if group is not None:
             order = splits.time_order(user, time, item)
         return split if group is None else splits.keep_groups_whole(split, group, order)
-    if group is None:
-        return splits.leave_one_out(user, labeled)
-    # A group counts as its first labeled row; those rows are first in the order, so that the others follow them.
-    rows = np.flatnonzero(labeled)
-    first = np.zeros(len(user), bool)
-    first[rows[np.unique(group[rows], return_index=True)[1]]] = True
-    split = splits.leave_one_out(user, first)
-    return splits.keep_groups_whole(split, group, np.argsort(~first, kind="stable"))
+    return splits.leave_one_out(user, labeled) if group is None else splits.leave_one_out_groups(user, labeled, group)
 
 
 def given_splits(interactions: Table, name: str) -> np.ndarray:
@@ -147,8 +143,14 @@ def _check_groups(interactions: Table, split: np.ndarray, group: np.ndarray, nam
     """Raises DataError for a group that the given split cuts."""
     cut = np.flatnonzero(splits.keep_groups_whole(split, group, np.arange(len(group))) != split)
     if len(cut):
-        value = interactions.strings(name)[int(cut[0])].as_py()
-        raise interactions.fault(int(cut[0]), f"the rows of '{name}' {value} are in more than one split")
+        raise fault_of_group(interactions, int(cut[0]), name)
+
+
+def fault_of_group(interactions: Table, row: int, name: str) -> DataError:
+    """The error for a row whose group the given split cuts."""
+    return interactions.fault(
+        row, f"the rows of '{name}' {interactions.strings(name)[row].as_py()} are in more than one split"
+    )
 
 
 def members(index: np.ndarray, count: int) -> np.ndarray:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
+from jfi.encoding import mix
+
 #: Rows that are in memory together.
 BLOCK = 1 << 20
 
@@ -62,16 +64,37 @@ class CodedColumn:
         codes[start < stop] = self.codes[start[start < stop]]
         return codes
 
+    def counts(self, rows: np.ndarray) -> np.ndarray:
+        """`[B]` int64: the number of values of each of `rows [B]`, 0 where it is missing."""
+        if self.offsets is None:
+            return (self.codes[rows] >= 0).astype(np.int64)
+        return self.offsets[rows + 1] - self.offsets[rows]
+
+    def numbers(self, rows: np.ndarray) -> np.ndarray:
+        """`[B]` a number for each of `rows [B]`, equal for equal values: a row's code, or a hash of its codes."""
+        if self.offsets is None:
+            return self.codes[rows]
+        codes, counts = self._lists(rows)
+        ends = np.cumsum(counts)
+        within = (np.arange(len(codes)) - np.repeat(ends - counts, counts)).astype(np.uint64)
+        hashes = np.append(np.uint64(0), np.cumsum(mix(mix(codes.astype(np.uint64)) + within)))
+        return hashes[ends] - hashes[ends - counts]
+
+    def _lists(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The codes of a few rows, concatenated, and `[B]` the number of each."""
+        start, counts = self.offsets[rows], self.offsets[rows + 1] - self.offsets[rows]
+        ends = np.cumsum(counts)
+        within = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+        return self.codes[np.repeat(start, counts) + within], counts
+
     def take(self, rows: np.ndarray) -> pa.Array:
         """The strings, or lists of strings, of a few rows."""
         if self.offsets is None:
             codes = self.codes[rows]
             return self.values.take(pa.array(codes, mask=codes < 0))
-        start, counts = self.offsets[rows], self.offsets[rows + 1] - self.offsets[rows]
-        ends = np.cumsum(counts)
-        within = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
-        values = self.values.take(pa.array(self.codes[np.repeat(start, counts) + within]))
-        return pa.ListArray.from_arrays(pa.array(np.append(0, ends), pa.int32()), values.cast(pa.string()))
+        codes, counts = self._lists(rows)
+        values, ends = self.values.take(pa.array(codes)), np.append(0, np.cumsum(counts))
+        return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), values.cast(pa.string()))
 
 
 def blocks(count: int, size: int = BLOCK) -> Iterator[tuple[int, int]]:

@@ -30,10 +30,12 @@ class Categorical:
 
     def known_counts(self, rows: np.ndarray) -> np.ndarray:
         """The number of ids of each of `rows` that are not that of an unknown value."""
-        if self.offsets is None:
-            return (self.ids[rows] != UNKNOWN).astype(np.int64)
-        before = np.append(0, np.cumsum(self.ids != UNKNOWN))
-        return before[self.offsets[rows + 1]] - before[self.offsets[rows]]
+        counts = self.counts(rows)
+        ends = np.cumsum(counts)
+        ids = np.empty(ends[-1] if len(ends) else 0, self.ids.dtype)
+        self.fill(rows, ids)
+        known = np.append(0, np.cumsum(ids != UNKNOWN))
+        return known[ends] - known[ends - counts]
 
     def fill(self, rows: np.ndarray, out: np.ndarray) -> None:
         """Writes the ids of `rows`, concatenated, to `out [sum of counts]`."""

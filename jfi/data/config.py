@@ -14,6 +14,8 @@ from jfi.suggest import suggest
 
 AGE = "age"
 HISTORY = "history_"
+#: The settings that name tables.
+FILES = ("interactions", "users", "items", "validation", "test")
 _MAX_COUNT = 2**31 - 1
 
 
@@ -98,9 +100,9 @@ class DataConfig:
             whose values together become one `history_` key of the events, named like item_id_x_action.
         history: a rule such as `action == click`, of the form of a label's: only rows where it holds are events of
             histories. Other rows are samples, if they have a label. None means that every row is an event.
-        prepared: folder that `examples/prepare_data.py` wrote. It replaces the tables, and all settings of this section
-            are those that it was prepared with; a run may choose `max_history`, `negatives`, `eval_negatives` and
-            `unknown_share`.
+        prepared: folder that `examples/prepare_data.py` wrote. It replaces the tables, and the settings of this section
+            are those that it was prepared with, but for `max_history`, `negatives`, `eval_negatives` and
+            `unknown_share`, which are the run's own.
     """
 
     source: Literal["table", "synthetic"] = "table"
@@ -158,9 +160,21 @@ class DataConfig:
             columns.update(parse_rule(self.history).columns)
         return columns
 
+    def interaction_columns(self) -> set[str]:
+        """The names of the columns in use that the interactions have, and not the tables of users or items."""
+        columns = self.columns()
+        if self.users is not None:
+            columns -= {*self.user_categorical, *self.user_dense} - {self.user}
+        if self.items is not None:
+            columns -= {*self.item_categorical, *self.item_dense, *([] if self.title is None else [self.title])}
+        columns |= {self.user, self.item, self.timestamp, *self.event_categorical, *self.event_dense}
+        for rule in (self.label, self.history):
+            columns.update([] if rule is None else label_columns(rule))
+        return columns | {name for name in (self.group, self.split_column) if name is not None}
+
     def with_absolute_paths(self) -> "DataConfig":
         """A copy whose files are named by absolute paths, so that it can be read in any working directory."""
-        names = ("interactions", "users", "items", "validation", "test", "prepared")
+        names = (*FILES, "prepared")
         paths = {name: getattr(self, name) for name in names}
         return dataclasses.replace(self, **{name: _absolute(path) for name, path in paths.items()})
 
@@ -288,4 +302,4 @@ class DataConfig:
 def _absolute(path: str | list[str] | None) -> str | list[str] | None:
     if isinstance(path, list):
         return [absolute_path(part) for part in path]
-    return None if path is None else absolute_path(path)
+    return path if path is None or "://" in path else absolute_path(path)

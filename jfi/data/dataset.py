@@ -43,7 +43,6 @@ class InteractionDataset:
         samples: by split the events that are its samples, ordered by (timestamp, user, item).
         negatives: draws the negatives of implicit feedback; None for a table with labels.
         unknown_share: share of the known ids of a training batch that become 0.
-        summary: the dataset in numbers, or None.
     """
 
     def __init__(
@@ -55,12 +54,12 @@ class InteractionDataset:
         samples: dict[str, np.ndarray],
         negatives: NegativeSampler | None,
         unknown_share: float = 0.0,
-        summary: Summary | None = None,
     ) -> None:
         #: Of a prepared dataset, its folder.
         self.folder: Path | None = None
+        #: The dataset in numbers, if they have been computed.
+        self.summary: Summary | None = None
         self.schema = schema
-        self.summary = summary
         self.features = schema.features
         self._events = events
         self._columns = columns
@@ -199,7 +198,7 @@ class InteractionDataset:
         start, history_lengths = table.histories(events, self.schema.max_history)
         history = ranges(start, history_lengths)
         if table.rows is not None:
-            history = table.rows[history]
+            history = table.rows[history].astype(np.int64, copy=False)
         history_item = table.item[history].astype(np.int64, copy=False)  # once for all of its columns
         rows = {
             ("user", "user"): user,

@@ -3,7 +3,8 @@
 import codecs
 import gzip
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 import pyarrow as pa
@@ -48,12 +49,15 @@ def read_utf8(path: str, encodings: Sequence[str]) -> bytearray:
         DataError: the file is in none of the encodings, or its content is another format's.
     """
     raw = _read(path)
-    for magic, what in _MAGIC.items():
-        if raw.startswith(magic):
-            raise DataError(f"{path}: this is no text, but {what}")
+    _check_magic(path, raw)
     for encoding in encodings:
         try:
-            text = raw if codecs.lookup(encoding).name == UTF8 and _is_utf8(raw) else _decode(path, raw, encoding)
+            if codecs.lookup(encoding).name == UTF8 and _is_utf8(raw):
+                text = raw
+            else:
+                view, text = memoryview(raw), bytearray()
+                for part in _decode(path, (bytes(view[i : i + _BLOCK]) for i in range(0, len(raw), _BLOCK)), encoding):
+                    text += part
             break
         except DataError:
             if encoding == encodings[-1]:
@@ -61,6 +65,27 @@ def read_utf8(path: str, encodings: Sequence[str]) -> bytearray:
     if text.startswith(_BOM):
         del text[: len(_BOM)]
     return text
+
+
+def stream_utf8(path: str, encodings: Sequence[str], size: int) -> Iterator[bytes]:
+    """`read_utf8` in parts of about `size` bytes, so that a file may be longer than memory.
+
+    Where several encodings are allowed, the file is read twice.
+    """
+    for encoding in encodings[:-1]:
+        try:
+            for _ in _decode(path, _raw_parts(path, size), encoding):
+                pass
+            break
+        except UndecodableError:
+            pass
+    else:
+        encoding = encodings[-1]
+    begins = True
+    for part in _decode(path, _raw_parts(path, size), encoding):
+        if part:
+            yield part.removeprefix(_BOM) if begins else part
+            begins = False
 
 
 def count_lines(text: bytes | bytearray) -> int:
@@ -71,22 +96,53 @@ def count_lines(text: bytes | bytearray) -> int:
     return feeds + (text.count(b"\r") - text.count(b"\r\n") if b"\r" in text else 0)
 
 
+class UndecodableError(DataError):
+    """A file is not in an encoding."""
+
+
 def _read(path: str) -> bytearray:
-    with open(path, "rb") as file:
-        if not path.lower().endswith(".gz"):
+    if not path.lower().endswith(".gz"):
+        with open(path, "rb") as file:
             raw = bytearray(file.seek(0, 2))
             file.seek(0)
             size = file.readinto(raw)
             del raw[size:]
             return raw
-        raw = bytearray()
-        try:
-            with gzip.open(file) as unpacked:
-                while block := unpacked.read(_BLOCK):
-                    raw += block
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise DataError(f"{path}: not a whole gzip file: {str(error).lower()}") from error
-        return raw
+    raw = bytearray()
+    for part in _unpack(path, _BLOCK):
+        raw += part
+    return raw
+
+
+def _unpack(path: str, size: int) -> Iterator[bytes]:
+    try:
+        with gzip.open(path) as unpacked:
+            while part := unpacked.read(size):
+                yield part
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: not a whole gzip file: {str(error).lower()}") from error
+
+
+def _raw_parts(path: str, size: int) -> Iterator[bytes]:
+    if path.lower().endswith(".gz"):
+        parts = _unpack(path, size)
+    else:
+        with open(path, "rb") as file:
+            yield from _checked(path, iter(lambda: file.read(size), b""))
+        return
+    yield from _checked(path, parts)
+
+
+def _checked(path: str, parts: Iterator[bytes]) -> Iterator[bytes]:
+    first = next(parts, b"")
+    _check_magic(path, first)
+    yield from chain([first], parts)
+
+
+def _check_magic(path: str, raw: bytes | bytearray) -> None:
+    for magic, what in _MAGIC.items():
+        if raw.startswith(magic):
+            raise DataError(f"{path}: this is no text, but {what}")
 
 
 def _is_utf8(text: bytearray) -> bool:
@@ -99,23 +155,30 @@ def _is_utf8(text: bytearray) -> bool:
     return True
 
 
-def _decode(path: str, raw: bytearray, encoding: str) -> bytearray:
-    decoder, text = codecs.getincrementaldecoder(encoding)(), bytearray()
-    view = memoryview(raw)
-    for end in range(_BLOCK, len(raw) + _BLOCK, _BLOCK):
+def _decode(path: str, parts: Iterable[bytes], encoding: str) -> Iterator[bytes]:
+    """The text of the parts of a file as UTF-8."""
+    decoder, begin, offset, lines, last = codecs.getincrementaldecoder(encoding)(), b"", 0, 0, b""
+    for part in chain(parts, [b""]):
+        begin, offset = begin or part[:4], offset + len(part)
         try:
-            text += decoder.decode(bytes(view[end - _BLOCK : end]), final=end >= len(raw)).encode(UTF8)
+            text = decoder.decode(part, final=not part).encode(UTF8)
         except UnicodeDecodeError as error:
-            # The decoder may have kept the first bytes of a character from the block before.
-            offset = min(end, len(raw)) - len(error.object) + error.start
+            # The decoder may have kept the first bytes of a character from the part before.
+            place = offset - len(error.object) + error.start
             before = error.object[: error.start].decode(encoding, errors="ignore").encode(UTF8, errors="ignore")
-            line = count_lines(text + before) + 1
             name = "UTF-8" if codecs.lookup(encoding).name == UTF8 else encoding
             advice = _ADVICE
-            if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            if begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                 advice = "it starts like UTF-16: set data.encoding: utf-16"
-            what = f"the byte 0x{error.object[error.start]:02X} at offset {offset} is not {name}"
-            raise DataError(f"{path}:{line}: {what}; {advice}") from error
+            what = f"the byte 0x{error.object[error.start]:02X} at offset {place} is not {name}"
+            line = lines + more_lines(last, before) + 1
+            raise UndecodableError(f"{path}:{line}: {what}; {advice}") from error
         except UnicodeError as error:
-            raise DataError(f"{path}:{count_lines(text) + 1}: not {encoding}: {error}; {_ADVICE}") from error
-    return text
+            raise UndecodableError(f"{path}:{lines + 1}: not {encoding}: {error}; {_ADVICE}") from error
+        lines, last = lines + more_lines(last, text), text[-1:] or last
+        yield text
+
+
+def more_lines(last: bytes, text: bytes | bytearray) -> int:
+    """The line ends that `text` adds after a text that ends with the byte `last`."""
+    return count_lines(text) - (last == b"\r" and text.startswith(b"\n"))

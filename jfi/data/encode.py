@@ -10,12 +10,12 @@ from jfi.data.columns import Categorical, cut, encode, is_multi_valued
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.data.schema import DataSchema, Entity, FeatureSpec
-from jfi.data.source import Columns
+from jfi.data.source import RawColumns
 from jfi.encoding import standardize
 
 
 def encode_features(
-    columns: Columns, schema: DataSchema, encode_event: Callable[[FeatureSpec], Categorical] | None = None
+    columns: RawColumns, schema: DataSchema, encode_event: Callable[[FeatureSpec], Categorical] | None = None
 ) -> list[Categorical]:
     """The ids of each key of `schema.features` but the age, a row for each user, item or event.
 
@@ -46,7 +46,7 @@ def encode_features(
     return ids
 
 
-def encode_dense(columns: Columns, schema: DataSchema, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
+def encode_dense(columns: RawColumns, schema: DataSchema, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
     """`[U, Du]` and `[N, Di]` float32, the dense features of users and of items."""
     user = [standardize(columns.numbers(name, "user"), *schema.encodings.moments[name]) for name in config.user_dense]
     item = [standardize(columns.numbers(name, "item"), *schema.encodings.moments[name]) for name in config.item_dense]
@@ -57,7 +57,7 @@ def encode_dense(columns: Columns, schema: DataSchema, config: DataConfig) -> tu
     )
 
 
-def _encode(columns: Columns, schema: DataSchema, name: str, of: Entity) -> Categorical:
+def _encode(columns: RawColumns, schema: DataSchema, name: str, of: Entity) -> Categorical:
     if name in schema.encodings.edges:
         return cut(columns.numbers(name, of), schema.encodings.edges[name])
     column = columns.categories(name, of)

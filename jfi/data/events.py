@@ -15,7 +15,7 @@ class Events:
         time: `[E]` float64 seconds.
         label: `[E]` float32, 0 or 1, or NaN for a row that is only part of histories.
         split: `[E]` int8, the index in `splits.SPLITS`.
-        rows: `[H]` int64, ascending, the rows that histories consist of; None if all are.
+        rows: `[H]` integers, ascending, the rows that histories consist of; None if all are.
 
     Example:
         >>> user, time = np.array([0, 0, 0, 1]), np.array([5.0, 7.0, 7.0, 9.0])
@@ -37,9 +37,7 @@ class Events:
     @cached_property
     def first(self) -> np.ndarray:
         """`[U + 1]` int64: the events of user u are the rows `first[u]:first[u + 1]`."""
-        # The type of the sought values must be that of the array, which would be converted otherwise.
-        users = np.arange(int(self.user[-1]) + 2 if len(self) else 1, dtype=self.user.dtype)
-        return np.searchsorted(self.user, users)
+        return first_rows(self.user)
 
     def histories(self, rows: np.ndarray, max_history: int) -> tuple[np.ndarray, np.ndarray]:
         """`start, length [B]` int64: the newest `max_history` events of each row's user strictly before the row.
@@ -53,7 +51,10 @@ class Events:
         start = self.first[self.user[rows]]
         end = self._first_of_the_moment(start, rows)
         if self.rows is not None:
-            start, end = np.searchsorted(self.rows, start), np.searchsorted(self.rows, end)
+            # Values of another type would convert all of the array.
+            kind = self.rows.dtype
+            start = np.searchsorted(self.rows, start.astype(kind, copy=False))
+            end = np.searchsorted(self.rows, end.astype(kind, copy=False))
         start = np.maximum(start, end - max_history)
         return start, end - start
 
@@ -71,6 +72,13 @@ class Events:
                 low, high = np.where(older, middle + 1, low), np.where(older, high, middle)
             end[tied] = low
         return end
+
+
+def first_rows(user: np.ndarray) -> np.ndarray:
+    """`[U + 1]` int64: the rows of user u are `first[u]:first[u + 1]`, of `user [E]` ascending without a gap."""
+    # The type of the sought values must be that of the array, which would be converted otherwise.
+    users = np.arange(int(user[-1]) + 2 if len(user) else 1, dtype=user.dtype)
+    return np.searchsorted(user, users)
 
 
 def order_by_item(events: Events, out: np.ndarray | None = None, rows_at_once: int = 1 << 20) -> np.ndarray:

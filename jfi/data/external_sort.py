@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -10,8 +11,20 @@ import pyarrow as pa
 from jfi.data.coded import BLOCK
 from jfi.data.errors import DataError
 
+if TYPE_CHECKING:
+    import duckdb
+
 #: More threads want more memory, and two of them sort a million rows in half a second.
 _MAX_THREADS = 8
+
+
+class MemoryLimitError(DataError):
+    """The engine needs more memory than it may hold."""
+
+
+def check_memory(memory: str) -> None:
+    """Raises DataError if `memory` is not an amount that `sort_batches` takes, or DuckDB is not installed."""
+    _connect({"memory_limit": memory}).close()
 
 
 def sort_batches(
@@ -27,13 +40,9 @@ def sort_batches(
         folder: for temporary files.
 
     Raises:
-        DataError: DuckDB is not installed, or `memory` is malformed.
+        DataError: DuckDB is not installed, `memory` is malformed, or it is too little (`MemoryLimitError`).
         OSError: the disk is full.
     """
-    try:
-        import duckdb
-    except ImportError:
-        raise DataError("preparing a table needs DuckDB: pip install duckdb") from None
     settings = {
         "memory_limit": memory,
         "temp_directory": str(folder),
@@ -41,26 +50,37 @@ def sort_batches(
         # The rows' own number is a column, so the engine need not keep their order.
         "preserve_insertion_order": False,
     }
-    try:
-        connection = duckdb.connect(config=settings)
-    except (duckdb.InvalidInputException, duckdb.ParserException, duckdb.CatalogException) as error:
-        raise DataError(f"--memory {memory}: not an amount of memory such as 1GB") from error
-    with connection:
-        connection.register("rows", pa.RecordBatchReader.from_batches(schema, batches))
-        order = ", ".join(_quoted(name) for name in by)
+    with _connect(settings) as connection:
+        # DuckDB's names make no difference between upper and lower case, so columns have numbers there.
+        numbered = pa.schema([field.with_name(f"c{i}") for i, field in enumerate(schema)])
+        given = (pa.RecordBatch.from_arrays(batch.columns, schema=numbered) for batch in batches)
+        connection.register("rows", pa.RecordBatchReader.from_batches(numbered, given))
+        order = ", ".join(f"c{schema.get_field_index(name)}" for name in by)
         try:
-            yield from connection.sql(f"SELECT * FROM rows ORDER BY {order}").to_arrow_reader(BLOCK)
-        except duckdb.IOException as error:
-            raise OSError(28, f"sorting needs more space in {folder}: {error}") from error
-        except duckdb.OutOfMemoryException as error:
-            raise DataError(f"--memory {memory} is too little to sort the table; name more") from error
+            for batch in connection.sql(f"SELECT * FROM rows ORDER BY {order}").to_arrow_reader(BLOCK):
+                yield pa.RecordBatch.from_arrays(batch.columns, names=schema.names)
+        except Exception as error:
+            import duckdb
+
+            if isinstance(error, duckdb.IOException):
+                raise OSError(28, f"sorting needs more space in {folder}: {error}") from error
+            if isinstance(error, duckdb.OutOfMemoryException):
+                raise MemoryLimitError(f"--memory {memory} is too little to sort the table; name more") from error
+            raise
+
+
+def _connect(settings: dict) -> "duckdb.DuckDBPyConnection":
+    try:
+        import duckdb
+    except ImportError:
+        raise DataError("preparing a table needs DuckDB: pip install duckdb") from None
+    try:
+        return duckdb.connect(config=settings)
+    except (duckdb.InvalidInputException, duckdb.ParserException, duckdb.CatalogException) as error:
+        raise DataError(f"--memory {settings['memory_limit']}: not an amount of memory such as 1GB") from error
 
 
 def record_batch(columns: Mapping[str, np.ndarray | pa.Array]) -> pa.RecordBatch:
     """A record batch of columns of equal length."""
     arrays = [column if isinstance(column, pa.Array) else pa.array(column) for column in columns.values()]
     return pa.RecordBatch.from_arrays(arrays, names=list(columns))
-
-
-def _quoted(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'

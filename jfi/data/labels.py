@@ -1,5 +1,8 @@
 """The label column, or a rule such as `rating >= 4` -> labels of 0 and 1."""
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
 import numpy as np
 
 from jfi.data.errors import DataError
@@ -46,13 +49,30 @@ def check_labels(table: Table, label: str | None, values: np.ndarray) -> None:
     Args:
         values: `[N]`, the labels that `read_labels` gave.
     """
-    if label is None or only_column(label) is not None:
+    check_counts(table.name, label, *count_labels(values), lambda: [table])
+
+
+def count_labels(values: np.ndarray) -> np.ndarray:
+    """`[2]` int64, the number of rows with label 0 and with label 1."""
+    return np.bincount(values[~np.isnan(values)].astype(np.int64), minlength=2)
+
+
+def check_counts(
+    name: str, label: str | None, negatives: int, positives: int, tables: Callable[[], Iterable[Table]]
+) -> None:
+    """`check_labels` of a table in parts.
+
+    Args:
+        name: of the whole table, for messages.
+        label: the config's label.
+        negatives, positives: the number of rows with each label.
+        tables: gives the parts, which are read again to show the values.
+    """
+    if label is None or only_column(label) is not None or bool(negatives) == bool(positives):
         return
-    labels = values[~np.isnan(values)]
-    if not len(labels) or labels.min() != labels.max():
-        return
-    how = f"every one of the {len(labels)} rows is" if labels[0] else f"none of the {len(labels)} rows is"
-    raise DataError(f"{table.name}: label '{label}': {how} positive; {_describe(table, label_columns(label))}")
+    count = negatives + positives
+    how = f"every one of the {count} rows is" if positives else f"none of the {count} rows is"
+    raise DataError(f"{name}: label '{label}': {how} positive; {_describe(tables, label_columns(label))}")
 
 
 def read_history(table: Table, rule: str) -> np.ndarray:
@@ -63,26 +83,50 @@ def read_history(table: Table, rule: str) -> np.ndarray:
         rule: `data.history`.
 
     Raises:
-        DataError: a wrong rule, an absent column, or a rule that holds in no row, with the values of its columns.
+        DataError: a wrong rule, or an absent column.
     """
-    parsed = parse_rule(rule)
-    events = parsed.holds(table) == 1
-    if not events.any():
-        known = _describe(table, parsed.columns)
-        raise DataError(f"{table.name}: history '{rule}': none of the {len(table)} rows is an event; {known}")
-    return events
+    return parse_rule(rule).holds(table) == 1
 
 
-def warn_of_absent_values(table: Table, label: str | None, history: str | None) -> list[str]:
-    """A line for each value that `data.label` or `data.history` compares a column with and that no row has."""
+def check_history(name: str, rule: str, rows: int, events: int, tables: Callable[[], Iterable[Table]]) -> None:
+    """Raises DataError for a rule that holds in no row, with the values of its columns.
+
+    Args:
+        name: of the table, for messages.
+        rule: `data.history`.
+        rows, events: the number of rows, and of those where the rule holds.
+        tables: as of `check_counts`.
+    """
+    if rows and not events:
+        known = _describe(tables, parse_rule(rule).columns)
+        raise DataError(f"{name}: history '{rule}': none of the {rows} rows is an event; {known}")
+
+
+@dataclass(frozen=True)
+class AbsentValue:
+    """A value that a setting's rule compares a column with and that no row has: probably misspelt."""
+
+    setting: str
+    rule: str
+    column: str
+    value: str
+
+    def describe(self, tables: Callable[[], Iterable[Table]]) -> str:
+        """A line for the summary."""
+        known = _describe(tables, [self.column])
+        return f"{self.setting} '{self.rule}': no row has the value '{self.value}'; {known}"
+
+
+def absent_values(table: Table, label: str | None, history: str | None) -> list[AbsentValue]:
+    """Of `data.label` and `data.history` the values that no row of the table has."""
     rules = {"label": None if label is None or only_column(label) is not None else label, "history": history}
     return [
-        f"{name} '{rule}': no row has the value '{value}'; {_describe(table, [column])}"
-        for name, rule in rules.items()
+        AbsentValue(setting, rule, column, value)
+        for setting, rule in rules.items()
         if rule is not None
         for column, value in parse_rule(rule).absent_values(table)
     ]
 
 
-def _describe(table: Table, columns: list[str]) -> str:
-    return "; ".join(f"values of '{name}': {describe_values(table, name)}" for name in columns)
+def _describe(tables: Callable[[], Iterable[Table]], columns: list[str]) -> str:
+    return "; ".join(f"values of '{name}': {describe_values(tables(), name)}" for name in columns)

@@ -9,11 +9,11 @@ from jfi.data.columns import count_slots, encode, is_multi_valued, learn_edges, 
 from jfi.data.config import AGE, HISTORY, DataConfig
 from jfi.data.errors import DataError
 from jfi.data.schema import DataSchema, Encodings, Entity, FeatureSpec, Strings
-from jfi.data.source import Columns
+from jfi.data.source import RawColumns
 from jfi.encoding import UNKNOWN, HashBuckets
 
 
-def learn_schema(columns: Columns, rows: Rows, config: DataConfig) -> DataSchema:
+def learn_schema(columns: RawColumns, rows: Rows, config: DataConfig) -> DataSchema:
     """The keys of the batches, and vocabularies, quantiles, means and titles of the training rows alone.
 
     A user (an item) counts as training's if it has a row there. A multi-valued column of events has as many slots as
@@ -55,7 +55,7 @@ def learn_schema(columns: Columns, rows: Rows, config: DataConfig) -> DataSchema
 
 
 def _learn_keys(
-    columns: Columns,
+    columns: RawColumns,
     name: str,
     of: Entity,
     train: dict[str, np.ndarray],
@@ -80,7 +80,7 @@ def _learn_keys(
     return own, history
 
 
-def _titles(columns: Columns, config: DataConfig, encodings: Encodings) -> Strings | None:
+def _titles(columns: RawColumns, config: DataConfig, encodings: Encodings) -> Strings | None:
     if config.item in encodings.buckets:
         return None  # items that share a bucket have no one title
     ids = encode(columns.categories(config.item, "item"), encodings.vocabularies[config.item]).ids

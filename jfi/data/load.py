@@ -15,14 +15,15 @@ from jfi.data.dataset import InteractionDataset
 from jfi.data.encode import encode_dense, encode_features
 from jfi.data.errors import DataError
 from jfi.data.events import Events, order_by_item
-from jfi.data.labels import warn_of_absent_values
+from jfi.data.labels import absent_values
 from jfi.data.learn import learn_schema
+from jfi.data.manifest import resolve
 from jfi.data.negatives import NegativeSampler
-from jfi.data.prepared import open_prepared, resolve
+from jfi.data.prepared import open_prepared
 from jfi.data.samples import choose_samples
 from jfi.data.schema import DataSchema
 from jfi.data.source import Columns, column_settings, read_tables
-from jfi.data.summary import summarize
+from jfi.data.summarize import summarize
 from jfi.display import Display
 from jfi.encoding import UNKNOWN
 
@@ -74,7 +75,8 @@ def load_dataset(config: DataConfig, schema: DataSchema | None = None) -> Intera
         if schema is None:
             schema = learn_schema(columns, rows, config)
         dataset = build_dataset(columns, rows, schema, config)
-    dataset.summary.warnings.extend(warn_of_absent_values(tables.interactions, config.label, config.history))
+    absent = absent_values(tables.interactions, config.label, config.history)
+    dataset.summary.warnings.extend(one.describe(lambda: [tables.interactions]) for one in absent)
     return dataset
 
 
@@ -91,8 +93,7 @@ def build_dataset(columns: Columns, rows: Rows, schema: DataSchema, config: Data
         known_items = members(rows.item[rows.train], len(rows.item_ids))
     events = _events(rows)
     samples = _samples(events, known_items, config)
-    histories = events.histories(np.concatenate(list(samples.values())), schema.max_history)
-    return InteractionDataset(
+    dataset = InteractionDataset(
         events=events,
         schema=schema,
         columns=ids,
@@ -102,8 +103,9 @@ def build_dataset(columns: Columns, rows: Rows, schema: DataSchema, config: Data
         if config.label is not None
         else NegativeSampler(events, order_by_item(events), np.flatnonzero(known_items), config.negatives),
         unknown_share=config.unknown_share,
-        summary=summarize(columns, rows, schema, ids, samples, histories[1], config),
     )
+    dataset.summary = summarize(dataset, config, columns)
+    return dataset
 
 
 def build_scoring(

@@ -6,11 +6,10 @@ folder gets the dataset's name when all is written.
 """
 
 import dataclasses
-import fcntl
 import hashlib
 import json
-import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from jfi.data.arrange import Rows
+from jfi.data.coded import blocks
 from jfi.data.column_files import ColumnWriter, new_map, read_columns, remove_columns
 from jfi.data.columns import Categorical
 from jfi.data.config import DataConfig
@@ -26,21 +26,24 @@ from jfi.data.dataset import InteractionDataset
 from jfi.data.encode import encode_dense, encode_features
 from jfi.data.errors import DataError
 from jfi.data.events import Events, index_type, order_by_item
+from jfi.data.external_sort import MemoryLimitError, check_memory
 from jfi.data.learn import learn_schema
 from jfi.data.load import check_fits, load_dataset
 from jfi.data.negatives import NegativeSampler
 from jfi.data.prepare_columns import SortedColumns, encode_events
-from jfi.data.prepare_read import read_rows
+from jfi.data.prepare_read import read_rows, read_warnings
 from jfi.data.prepare_sort import order_and_split, read_ids, read_order_and_split, sort_rows
-from jfi.data.prepared import check_held, known_items
+from jfi.data.prepared import known_items
 from jfi.data.prepared_write import id_type, write_prepared
 from jfi.data.samples import choose_samples
 from jfi.data.schema import DataSchema, FeatureSpec, as_array
 from jfi.data.source import column_settings
 from jfi.data.splits import SPLITS
+from jfi.data.summarize import summarize
 from jfi.data.table_blocks import count_rows, input_files
 from jfi.display import Display
 from jfi.files import naming, sync
+from jfi.lock import locking_folder
 
 Advance = Callable[[int], None]
 _SCRATCH = "scratch"
@@ -73,7 +76,6 @@ def prepare_dataset(
     """
     out, config = Path(out), config.with_absolute_paths()
     config.check()
-    check_held(config)
     if config.prepared is not None:
         raise DataError(f"data.prepared is {config.prepared}; to prepare tables, leave it unset")
     work = out.parent / f".{out.name}.preparing"
@@ -82,9 +84,10 @@ def prepare_dataset(
         return
     if out.exists():
         raise FileExistsError(17, "file exists", str(out))
+    check_memory(memory)
     if schema is not None:
         check_fits(schema, column_settings(config))
-    with naming(work), _locked(work, config, schema):
+    with naming(work), _locked(work, config, schema), _keeping(work):
         stages = _Stages(work, show)
         if config.source != "synthetic":
             _read_and_sort(config, work, stages, memory)
@@ -124,7 +127,7 @@ def _encode(config: DataConfig, schema: DataSchema | None, work: Path, folder: P
     order, split = read_order_and_split(work / "order")
     ids = [read_ids(work / "rows", name) for name in ("user", "item")]
     rows = Rows(*ids, columns["user"], columns["item"], columns["time"], columns["label"], split, order)
-    source = SortedColumns(work / "read", work / "rows", rows, config)
+    source = SortedColumns(work / "read", work / "rows", rows, config, folder)
     if schema is None:
         schema = learn_schema(source, rows, config)
 
@@ -133,7 +136,8 @@ def _encode(config: DataConfig, schema: DataSchema | None, work: Path, folder: P
         return encode_events(source, spec, schema, out)
 
     encoded = encode_features(source, schema, encode_event)
-    events = Events(rows.user, rows.item, rows.time, rows.label, split)
+    histories = None if config.history is None else _true_rows(columns["event"], folder)
+    events = Events(rows.user, rows.item, rows.time, rows.label, split, histories)
     items = known_items(schema, encoded, events)
     known = np.zeros(len(rows.item_ids), bool)
     known[items] = True
@@ -147,7 +151,19 @@ def _encode(config: DataConfig, schema: DataSchema | None, work: Path, folder: P
         by_item = order_by_item(events, new_map(folder / "by_item.npy", index_type(len(order)), len(order)))
         negatives = NegativeSampler(events, by_item, items, config.negatives)
     dense = encode_dense(source, schema, config)
-    return InteractionDataset(events, schema, encoded, dense, samples, negatives)
+    dataset = InteractionDataset(events, schema, encoded, dense, samples, negatives)
+    dataset.summary = summarize(dataset, config, source)
+    dataset.summary.warnings.extend(read_warnings(work / "read"))
+    return dataset
+
+
+def _true_rows(event: np.ndarray, folder: Path) -> np.ndarray:
+    """The rows where `event` is not 0, as the map of a file."""
+    writer = _split_writer(folder, "histories", len(event))
+    for begin, end in blocks(len(event)):
+        writer.append("event", begin + np.flatnonzero(event[begin:end]))
+    writer.close()
+    return read_columns(folder / "histories")["event"]
 
 
 def _split_writer(folder: Path, name: str, count: int) -> ColumnWriter:
@@ -195,12 +211,9 @@ def _locked(work: Path, config: DataConfig, schema: DataSchema | None) -> Iterat
     """Locks the folder of the stages, empties it if it is of another config or other files, removes it at the end."""
     state = {"config": dataclasses.asdict(config), "inputs": _state_of_files(config), "schema": _digest(schema)}
     work.mkdir(parents=True, exist_ok=True)
-    lock = os.open(work, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(f"{work}: another process is preparing this dataset") from None
+    with locking_folder(work) as is_first:
+        if not is_first:
+            raise DataError(f"{work}: another process is preparing this dataset")
         path, text = work / "state.json", json.dumps(state, sort_keys=True)
         if not path.exists() or path.read_text() != text:
             for left in work.iterdir():
@@ -208,8 +221,26 @@ def _locked(work: Path, config: DataConfig, schema: DataSchema | None) -> Iterat
             path.write_text(text)
         yield
         shutil.rmtree(work)
-    finally:
-        os.close(lock)
+
+
+@contextmanager
+def _keeping(work: Path) -> Iterator[None]:
+    """Removes the stages after an error that another call would meet again, and says of others that they are kept."""
+    kept = f"{work} keeps what is done; call again to continue, or remove it"
+    try:
+        yield
+    except MemoryLimitError as error:
+        raise MemoryLimitError(f"{error}; {kept}") from error
+    except DataError:
+        # The tables or the config must change, and then everything starts over.
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    except OSError as error:
+        error.strerror = f"{error.strerror or 'failed'}; {kept}"
+        raise
+    except KeyboardInterrupt:
+        print(kept, file=sys.stderr)
+        raise
 
 
 def _state_of_files(config: DataConfig) -> list[tuple[str, int, int]]:

@@ -11,11 +11,12 @@ from jfi.data.column_files import read_columns
 from jfi.data.columns import Categorical, cut, encode
 from jfi.data.config import DataConfig
 from jfi.data.encode import check_kind
+from jfi.data.prepare_crosses import cross_columns
 from jfi.data.prepare_read import RawColumn, read_values
 from jfi.data.prepare_sort import offsets_name
 from jfi.data.readers import read_table
 from jfi.data.schema import DataSchema, Entity, FeatureSpec
-from jfi.data.source import EntityTable
+from jfi.data.source import EntityTable, check_crossed
 from jfi.data.table_blocks import name_of
 from jfi.encoding import HashBuckets, Vocabulary
 
@@ -31,10 +32,13 @@ class SortedColumns:
         folder: folder of the second stage, with the sorted columns.
         rows: the sorted rows.
         config: the meaning of the columns.
+        scratch: folder for the codes of crosses.
     """
 
-    def __init__(self, values: Path, folder: Path, rows: Rows, config: DataConfig) -> None:
-        self._values, self._columns, self._rows = values, read_columns(folder), rows
+    def __init__(self, values: Path, folder: Path, rows: Rows, config: DataConfig, scratch: Path) -> None:
+        self._values, self._columns, self._rows, self._scratch = values, read_columns(folder), rows, scratch
+        self._crosses, self._items = config.crosses(), [config.item, *config.item_categorical]
+        self._crossed: dict[str, CodedColumn] = {}
         self._ids = {"user": (config.user, rows.user_ids), "item": (config.item, rows.item_ids)}
         self._separators = config.separators
         self._tables, self._first = {}, {}
@@ -45,7 +49,7 @@ class SortedColumns:
             else:
                 how = (config.encoding, config.quoting, f"data.{of}s")
                 table = read_table(path, config.columns(), *how)
-                self._tables[of] = EntityTable(table, key, ids, name_of(config.interactions))
+                self._tables[of] = EntityTable(table, key, ids, name_of(config))
 
     def count(self, of: Entity) -> int:
         """The number of rows."""
@@ -53,6 +57,10 @@ class SortedColumns:
 
     def categories(self, name: str, of: Entity) -> pa.Array | CodedColumn:
         """The column as strings, or as lists of strings; null where it is missing."""
+        if name in self._crosses:
+            if name not in self._crossed:
+                self._crossed[name] = self._cross(name)
+            return self._crossed[name]
         if of == "event":
             return self._coded(RawColumn(name, "category"))
         if name == self._ids[of][0]:
@@ -73,6 +81,29 @@ class SortedColumns:
         if of in self._tables:
             return self._tables[of].strings(name)
         return self._coded(RawColumn(name, "text")).take(self._first[of])
+
+    def count_changing(self, name: str, of: Entity, numeric: bool) -> int:
+        """As `Columns.count_changing`."""
+        if of in self._tables or name == self._ids[of][0]:
+            return 0
+        column = self._columns[RawColumn(name, "number").file] if numeric else self._coded(RawColumn(name, "category"))
+        read = column.__getitem__ if numeric else column.numbers
+        index, first = {"user": self._rows.user, "item": self._rows.item}[of], read(self._first[of])
+        changing = np.zeros(len(first), bool)
+        for begin, end in blocks(len(index)):
+            who = index[begin:end]
+            now, before = read(np.arange(begin, end)), first[who]
+            changing[who[(now != before) & ~((now != now) & (before != before))]] = True  # NaN is missing in both
+        return int(changing.sum())
+
+    def _cross(self, name: str) -> CodedColumn:
+        parts = []
+        for part in self._crosses[name]:
+            of_item = part in self._items
+            column = self.categories(part, "item" if of_item else "event")
+            check_crossed(part, column)
+            parts.append((column, self._rows.item if of_item else None))
+        return cross_columns(parts, self._scratch / f"cross-{len(self._crossed)}")
 
     def _coded(self, column: RawColumn) -> CodedColumn:
         values, codes = read_values(self._values, column.file), self._columns[column.file]

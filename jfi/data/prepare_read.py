@@ -3,13 +3,15 @@
 The folder of the stage has the columns in the table's order, and a file of distinct values for each column of text.
 """
 
+import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from jfi.data.arrange import given_splits
 from jfi.data.codes import Codes
@@ -17,11 +19,20 @@ from jfi.data.column_files import ColumnWriter, map_arrow, write_arrow
 from jfi.data.columns import is_multi_valued
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
-from jfi.data.labels import read_labels
+from jfi.data.labels import (
+    AbsentValue,
+    absent_values,
+    check_counts,
+    check_history,
+    count_labels,
+    read_history,
+    read_labels,
+)
+from jfi.data.rules import only_column, parse_rule
 from jfi.data.table import Table
-from jfi.data.table_blocks import fault_of_no_rows, iterate_tables, same_kind
+from jfi.data.table_blocks import fault_of_no_rows, iterate_tables, name_of, same_kind
 
-_VALUES = "values.json"
+_VALUES, _WARNINGS = "values.json", "warnings.json"
 
 
 @dataclass(frozen=True)
@@ -80,7 +91,21 @@ def read_rows(config: DataConfig, folder: Path, advance: Callable[[int], None]) 
         advance(len(table))
     if stage is None or not stage.rows:
         raise fault_of_no_rows(config)
+    name = name_of(config)
+
+    def tables() -> Iterator[Table]:
+        return (table for _, table in iterate_tables(config))
+
+    check_counts(name, config.label, *stage.labels, tables)
+    if config.history is not None:
+        check_history(name, config.history, stage.rows, stage.events, tables)
+    (folder / _WARNINGS).write_text(json.dumps([one.describe(tables) for one in stage.absent or []]))
     stage.close()
+
+
+def read_warnings(folder: Path) -> list[str]:
+    """Warnings of the rows that `read_rows` has read, a line each."""
+    return json.loads((folder / _WARNINGS).read_text())
 
 
 def read_values(folder: Path, column: str) -> pa.Array:
@@ -92,6 +117,8 @@ def read_values(folder: Path, column: str) -> pa.Array:
 class _Stage:
     def __init__(self, config: DataConfig, first: Table, folder: Path) -> None:
         self._config, self._folder, self.rows = config, folder, 0
+        self.labels, self.events = np.zeros(2, np.int64), 0
+        self.absent: list[AbsentValue] | None = None
         self._columns = raw_columns(config)
         self._lists = {
             column.name
@@ -101,6 +128,10 @@ class _Stage:
         types: dict[str, type] = {"user": np.int32, "item": np.int32, "time": np.float64, "label": np.float32}
         if config.split in ("column", "files"):
             types["split"] = np.int8
+        if config.history is not None:
+            types["event"] = np.int8
+        if config.group is not None:
+            types["group"] = np.int64
         for column in self._columns:
             types[column.file] = np.float64 if column.kind == "number" else np.int32
             if column.name in self._lists and column.kind == "category":
@@ -114,15 +145,26 @@ class _Stage:
     def append(self, table: Table, setting: int) -> None:
         """Appends rows of the setting of that number, which is also the number of their split with `split: files`."""
         config, put = self._config, self._writer.append
+        self._check_text(table)
         put("user", self._codes["user"].encode(table.ids(config.user)))
         put("item", self._codes["item"].encode(table.ids(config.item)))
         put("time", self._times(table))
-        put("label", read_labels(table, config.label))
+        labels = read_labels(table, config.label)
+        put("label", labels)
+        self.labels += count_labels(labels)
         if config.split == "column":
             put("split", given_splits(table, config.split_column))
         elif config.split == "files":
             put("split", np.full(len(table), setting, np.int8))
-        self._check_text(table)
+        if config.history is not None:
+            event = read_history(table, config.history)
+            self.events += int(event.sum())
+            put("event", event)
+        if self.absent != []:
+            absent = absent_values(table, config.label, config.history)
+            self.absent = absent if self.absent is None else [one for one in self.absent if one in absent]
+        if config.group is not None:
+            put("group", self._groups(table))
         for column in self._columns:
             if column.kind == "number":
                 put(column.file, table.numbers(column.name))
@@ -139,6 +181,18 @@ class _Stage:
                 put(column.file, self._codes[column.file].encode(values))
         self.rows += len(table)
 
+    def _groups(self, table: Table) -> np.ndarray:
+        """`[N]` int64, a hash of each row's group, at least 0; a row without one has a negative number of its own."""
+        encoded = table.strings(self._config.group).dictionary_encode()
+        # 63 bits: two groups of one user share a hash about once in 10^13 users with a thousand groups each.
+        hashes = [
+            int.from_bytes(hashlib.blake2b(value.encode(), digest_size=8).digest(), "big") >> 1
+            for value in encoded.dictionary.to_pylist()
+        ]
+        codes = pc.fill_null(encoded.indices, -1).to_numpy()
+        alone = -1 - (self.rows + np.arange(len(table)))
+        return np.where(codes < 0, alone, np.array([*hashes, 0], np.int64)[codes])
+
     def _times(self, table: Table) -> np.ndarray:
         config, first = self._config, self._first_time
         if self.rows == 0 or first is None:
@@ -150,8 +204,12 @@ class _Stage:
 
         Where all are whole they are written like integers, else those from 10^10 on with an exponent, and -0 as such.
         """
+        config = self._config
         text = [column.name for column in self._columns if column.kind != "number"]
-        for name in (self._config.user, self._config.item, *text):
+        text += [name for name in (config.group, config.split_column) if name is not None]
+        rules = [config.history, None if config.label is None or only_column(config.label) else config.label]
+        text += [name for rule in rules if rule is not None for name in parse_rule(rule).text_columns()]
+        for name in dict.fromkeys((config.user, config.item, *text)):
             if name not in table.known or not pa.types.is_floating(table.data.schema.field(name).type):
                 continue
             values = table.numbers(name)

@@ -7,15 +7,17 @@ import numpy as np
 import pyarrow as pa
 
 from jfi.data import splits
+from jfi.data.arrange import fault_of_group
 from jfi.data.coded import blocks
 from jfi.data.column_files import ColumnWriter, map_arrow, new_map, read_columns, write_arrow
 from jfi.data.columns import sort_ids
 from jfi.data.config import DataConfig
-from jfi.data.events import Events, index_type, user_blocks
+from jfi.data.events import first_rows, index_type, user_blocks
 from jfi.data.external_sort import record_batch, sort_batches
 from jfi.data.prepare_read import RawColumn, raw_columns, read_values
+from jfi.data.table_blocks import iterate_tables
 
-#: Lists have their offsets in a file of their own.
+#: A row's place in the table.
 _ROW = "row"
 
 
@@ -44,6 +46,8 @@ def sort_rows(
     counts = {column.counts for column in lists}
     plain = [name for name in columns if name not in counts and name not in {column.file for column in lists}]
     types = {name: columns[name].dtype for name in plain}
+    if checks_groups(config):
+        types[_ROW] = np.dtype(np.int64)
     types |= {column.file: np.dtype(np.int32) for column in lists}
     types |= {offsets_name(column): np.dtype(np.int64) for column in lists}
 
@@ -71,7 +75,7 @@ def sort_rows(
     for column in lists:
         writer.append(offsets_name(column), np.zeros(1, np.int64))
     for batch in sort_batches(given(), schema, ["user", "time", "item", _ROW], memory, scratch):
-        for name in plain:
+        for name in types.keys() & {*plain, _ROW}:
             writer.append(name, batch.column(name).to_numpy())
         for column in lists:
             values = batch.column(column.file)
@@ -83,8 +87,13 @@ def sort_rows(
     writer.close()
 
 
+def checks_groups(config: DataConfig) -> bool:
+    """Whether a given split may cut a group, which is a fault."""
+    return config.group is not None and config.split in ("column", "files")
+
+
 def offsets_name(column: RawColumn) -> str:
-    """The name of the offsets of a multi-valued column among the sorted column files."""
+    """The name of the offsets of a multi-valued column among the sorted column files, which are a file of their own."""
     return f"offsets {column.name}"
 
 
@@ -111,16 +120,20 @@ def order_and_split(
     split = new_map(folder / "split.npy", np.int8, count)
     if config.split in ("column", "files"):
         split[:] = columns["split"]
+        if checks_groups(config):
+            _check_groups(columns, split, config)
     if config.split == "user":
         of_users = splits.split_users(read_ids(source, "user").to_pylist(), config.fractions, config.split_seed)
         for begin, end in blocks(count):
             split[begin:end] = of_users[columns["user"][begin:end]]
     if config.split == "leave_one_out":
-        label, user = columns["label"], columns["user"]
-        events = Events(user, columns["item"], time, label, split)
-        for begin, end in user_blocks(events.first):
-            of_block = user[begin:end] - user[begin]
-            split[begin:end] = splits.leave_one_out(of_block, ~np.isnan(label[begin:end]))
+        for begin, end, group in _users(columns):
+            of_block = columns["user"][begin:end] - columns["user"][begin]
+            labeled = ~np.isnan(columns["label"][begin:end])
+            if group is None:
+                split[begin:end] = splits.leave_one_out(of_block, labeled)
+            else:
+                split[begin:end] = splits.leave_one_out_groups(of_block, labeled, group)
     labeled = sum(int((~np.isnan(columns["label"][begin:end])).sum()) for begin, end in blocks(count))
     cuts, place = splits.time_cuts(labeled, config.fractions), 0
     # The rows are sorted by user and item, so among equal times their number gives this order.
@@ -133,8 +146,39 @@ def order_and_split(
             split[rows] = np.searchsorted(cuts, place + np.cumsum(counted) - counted, side="right")
             place += int(counted.sum())
         advance(len(rows))
+    if config.split == "time" and config.group is not None:
+        for begin, end, group in _users(columns):
+            # A user's rows are in the order of time.
+            split[begin:end] = splits.keep_groups_whole(split[begin:end], group, np.arange(end - begin))
     split.flush()
     writer.close()
+
+
+def _users(columns: dict[str, np.ndarray]) -> Iterator[tuple[int, int, np.ndarray | None]]:
+    """Ranges of rows that hold whole users, with a number for each group in them, or None without groups."""
+    user = columns["user"]
+    for begin, end in user_blocks(first_rows(user)):
+        group = None
+        if "group" in columns:
+            _, group = np.unique(columns["group"][begin:end], return_inverse=True)
+            group = (user[begin:end] - user[begin]) * (group.max() + 1) + group
+        yield begin, end, group
+
+
+def _check_groups(columns: dict[str, np.ndarray], split: np.ndarray, config: DataConfig) -> None:
+    """Raises DataError for the first row of the table whose group the given split cuts."""
+    cut = []
+    for begin, end, group in _users(columns):
+        row, given = columns[_ROW][begin:end], split[begin:end]
+        cut.append(row[splits.keep_groups_whole(given, group, np.argsort(row)) != given])
+    rows = np.concatenate(cut)
+    if not len(rows):
+        return
+    row = int(rows.min())
+    for _, table in iterate_tables(config):
+        if row < len(table):
+            raise fault_of_group(table, row, config.group)
+        row -= len(table)
 
 
 def read_order_and_split(folder: Path) -> tuple[np.ndarray, np.ndarray]:

@@ -5,14 +5,16 @@ schema.json, vocabularies.parquet        the schema, see `jfi.data.schema`
 events.arrow                             user, item, time, label, split, and a column for each history key of events
 users.arrow, items.arrow                 a row for each user and item: ids, or lists of ids, and dense features
 train.arrow, validation.arrow, test.arrow  the events that are samples, in the order of time
+histories.arrow                          with `data.history`: the events that histories consist of
 by_item.arrow                            without a label: the events in the order (user, item, timestamp)
+summary.json                             see `jfi.data.summary`
+history_lengths.arrow                    the lengths of the samples' histories without a limit, and the samples of each
 fingerprint.json                         see `jfi.data.fingerprint`
+SHA256SUMS                               the checksums of these files
 """
 
 import dataclasses
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,119 +23,66 @@ import pyarrow as pa
 from jfi.data.coded import blocks
 from jfi.data.column_files import map_arrow
 from jfi.data.columns import Categorical
-from jfi.data.config import DataConfig, SyntheticConfig
+from jfi.data.config import DataConfig
 from jfi.data.dataset import InteractionDataset
 from jfi.data.errors import DataError
 from jfi.data.events import Events
+from jfi.data.manifest import MANIFEST, Manifest
 from jfi.data.negatives import NegativeSampler
 from jfi.data.schema import DataSchema, Entity, FeatureSpec
 from jfi.data.splits import SPLITS
+from jfi.data.summary import Summary, describe_lengths
 from jfi.encoding import UNKNOWN
-from jfi.files import is_storage_fault, naming
+from jfi.files import DamagedFileError, check_sum, is_storage_fault, naming, read_sums
 
-FORMAT = "jfi prepared dataset 1"
-MANIFEST = "manifest.json"
-#: Settings that a run may choose, since they change no file of a prepared dataset.
-CHOICES = ("max_history", "negatives", "eval_negatives", "unknown_share")
-#: Settings that a prepared dataset does not hold yet.
-_ABSENT = ("group", "history", "event_crosses")
+SUMMARY, LENGTHS = "summary.json", "history_lengths.arrow"
+#: Files up to this size are verified whenever a dataset is opened.
+_SMALL = 1 << 24
+#: The column of events that says which are part of histories, if `data.history` is set.
+IN_HISTORY = "in_history"
 COLUMNS = {"user": pa.types.is_integer, "item": pa.types.is_integer, "time": pa.types.is_float64}
 COLUMNS |= {"label": pa.types.is_float32, "split": pa.types.is_int8}
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """What manifest.json says.
-
-    Args:
-        data: the settings of the tables, columns, labels and splits.
-        complete: whether the files that jfi derives are there, and all have been checked.
-        sizes: of a complete dataset, the bytes of each file.
-    """
-
-    data: DataConfig
-    complete: bool = False
-    sizes: dict[str, int] = dataclasses.field(default_factory=dict)
-
-    def text(self) -> str:
-        """As a JSON file's text."""
-        data = {name: value for name, value in dataclasses.asdict(self.data).items() if name != "prepared"}
-        tree = {"format": FORMAT, "complete": self.complete, "sizes": self.sizes, "data": data}
-        return json.dumps(tree, indent=1, ensure_ascii=False) + "\n"
-
-    @classmethod
-    def load(cls, folder: str | Path) -> "Manifest":
-        """The manifest of a prepared dataset.
-
-        Raises:
-            DataError: `folder` is none, or one of another version.
-        """
-        path = Path(folder) / MANIFEST
-        try:
-            tree = json.loads(path.read_bytes())
-            if tree["format"] != FORMAT:
-                raise DataError(f"{path}: the format is '{tree['format']}', this version of jfi reads '{FORMAT}'")
-            data = dict(tree["data"])
-            if "synthetic" in data:
-                data["synthetic"] = SyntheticConfig(**data["synthetic"])
-            return cls(DataConfig(**data), tree.get("complete", False), tree.get("sizes", {}))
-        except FileNotFoundError:
-            raise DataError(f"{folder}: not a prepared dataset, {MANIFEST} is missing") from None
-        except OSError as error:
-            if is_storage_fault(error):
-                raise
-            raise DataError(f"{path}: {(error.strerror or 'cannot be read').lower()}") from None
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise DataError(f"{path}: not a manifest of this version of jfi: {error}") from None
-
-
-def absent_setting(config: DataConfig) -> str | None:
-    """The name of a setting in use that a prepared dataset does not hold, or None if it holds all."""
-    return next((name for name in _ABSENT if getattr(config, name)), None)
-
-
-def check_held(config: DataConfig) -> None:
-    """Raises DataError for a setting that a prepared dataset does not hold."""
-    if (name := absent_setting(config)) is not None:
-        raise DataError(f"data.{name}: a prepared dataset does not hold it yet; train from the tables")
-
-
-def resolve(config: DataConfig) -> DataConfig:
-    """The config of a run: with `config.prepared`, the settings that the dataset was prepared with.
-
-    A field with its default counts as not set, so that the dataset's own holds.
-
-    Raises:
-        DataError: there is no prepared dataset, or the config sets a field otherwise, those of `CHOICES` aside, which
-            a run may choose.
-    """
-    if config.prepared is None:
-        return config
-    check_held(config)
-    made = Manifest.load(config.prepared).data
-    check_held(made)
-    settings, default = {}, DataConfig()
-    for one in dataclasses.fields(DataConfig):
-        name, own, theirs = one.name, getattr(config, one.name), getattr(made, one.name)
-        if name == "prepared" or (name in CHOICES and own != getattr(default, name)):
-            settings[name] = own
-        elif own in (getattr(default, name), theirs):
-            settings[name] = theirs
-        else:
-            raise DataError(f"data.{name} is {own!r}, but {config.prepared} was prepared with {theirs!r}")
-    return DataConfig(**settings)
-
-
-def open_prepared(config: DataConfig) -> InteractionDataset:
+def open_prepared(config: DataConfig, verify: bool = True) -> InteractionDataset:
     """The dataset in the folder `config.prepared`, whose arrays are maps of its files.
 
     Args:
         config: the result of `resolve`.
+        verify: whether to verify the checksums of files up to 16 MiB.
 
     Raises:
         DataError: the folder is not a complete prepared dataset, or is damaged.
     """
     folder = Path(config.prepared)
+    _check_files(folder, _SMALL if verify else 0)
+    schema = dataclasses.replace(DataSchema.load(folder), max_history=config.max_history)
+    tables = {of: read_arrow(folder / f"{of}s.arrow") for of in ("event", "user", "item")}
+    histories = None if config.history is None else as_numpy(read_arrow(folder / "histories.arrow")["event"])
+    events = Events(*(as_numpy(tables["event"][name]) for name in COLUMNS), histories)
+    columns = read_features(schema, tables)
+    samples = {name: as_numpy(read_arrow(folder / f"{name}.arrow")["event"]) for name in SPLITS}
+    negatives = None
+    if config.label is None:
+        by_item = as_numpy(read_arrow(folder / "by_item.arrow")["event"])
+        negatives = NegativeSampler(events, by_item, known_items(schema, columns, events), config.negatives)
+    dense = tuple(read_dense(tables[of], names) for of, names in dense_names(config).items())
+    dataset = InteractionDataset(events, schema, columns, dense, samples, negatives, config.unknown_share)
+    dataset.folder, dataset.summary = folder, _summary(folder, config)
+    return dataset
+
+
+def verify_dataset(folder: Path) -> None:
+    """Verifies the SHA-256 of all files of a complete dataset, as `sha256sum -c SHA256SUMS` does.
+
+    Raises:
+        DataError: the folder is not a complete prepared dataset, or a file of it is missing or damaged.
+    """
+    _check_files(folder, None)
+
+
+def _check_files(folder: Path, limit: int | None) -> None:
+    """Checks the sizes of all files, and the checksums of those that are no longer than `limit` bytes."""
     manifest = Manifest.load(folder)
     if not manifest.complete:
         raise DataError(
@@ -144,19 +93,24 @@ def open_prepared(config: DataConfig) -> InteractionDataset:
         if found != size:
             what = "is missing" if found is None else f"has {found} bytes instead of {size}"
             raise DataError(f"{folder}: damaged, {name} {what}")
-    schema = dataclasses.replace(DataSchema.load(folder), max_history=config.max_history)
-    tables = {of: read_arrow(folder / f"{of}s.arrow") for of in ("event", "user", "item")}
-    events = Events(*(as_numpy(tables["event"][name]) for name in COLUMNS))
-    columns = read_features(schema, tables)
-    samples = {name: as_numpy(read_arrow(folder / f"{name}.arrow")["event"]) for name in SPLITS}
-    negatives = None
-    if config.label is None:
-        by_item = as_numpy(read_arrow(folder / "by_item.arrow")["event"])
-        negatives = NegativeSampler(events, by_item, known_items(schema, columns, events), config.negatives)
-    dense = tuple(read_dense(tables[of], names) for of, names in dense_names(config).items())
-    dataset = InteractionDataset(events, schema, columns, dense, samples, negatives, config.unknown_share)
-    dataset.folder = folder
-    return dataset
+    if limit == 0:
+        return
+    try:
+        sums = read_sums(folder)
+        for name in (MANIFEST, *manifest.sizes):
+            if limit is None or manifest.sizes.get(name, 0) <= limit:
+                check_sum(folder, name, sums)
+    except DamagedFileError as error:
+        raise DataError(str(error)) from None
+    except OSError as error:
+        raise DataError(f"{error.filename}: {(error.strerror or 'cannot be read').lower()}") from None
+
+
+def _summary(folder: Path, config: DataConfig) -> Summary:
+    """The summary of the dataset, with the lengths of histories that the config gives."""
+    lengths, counts = (as_numpy(column) for column in read_arrow(folder / LENGTHS).values())
+    lengths = describe_lengths(lengths, counts, config.max_history)
+    return dataclasses.replace(Summary.load(folder / SUMMARY), history_lengths=lengths)
 
 
 def read_features(schema: DataSchema, tables: dict[Entity, dict[str, pa.Array]]) -> list[Categorical]:

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from jfi.data.arrange import members
 from jfi.data.column_files import write_arrow
 from jfi.data.columns import Categorical
 from jfi.data.config import DataConfig
@@ -12,51 +13,65 @@ from jfi.data.dataset import Arrays, InteractionDataset
 from jfi.data.events import index_type
 from jfi.data.fingerprint import NAME as FINGERPRINT
 from jfi.data.fingerprint import Fingerprint
-from jfi.data.prepared import MANIFEST, Manifest, column_name, dense_names
+from jfi.data.manifest import MANIFEST, Manifest
+from jfi.data.prepared import IN_HISTORY, LENGTHS, SUMMARY, column_name, dense_names
 from jfi.data.schema import Entity
 from jfi.data.source import column_settings
-from jfi.files import sync
+from jfi.data.splits import SPLITS
+from jfi.data.summarize import count_lengths
+from jfi.files import sha256_of, sync, write_sums
+
+_FILES = [
+    *(f"{name}.arrow" for name in ("events", "users", "items", *SPLITS, "histories", "by_item")),
+    *(LENGTHS, SUMMARY, FINGERPRINT, "schema.json", "vocabularies.parquet"),
+]
 
 
-def write_prepared(
-    dataset: InteractionDataset, config: DataConfig, folder: Path, with_fingerprint: bool = True
-) -> None:
+def write_prepared(dataset: InteractionDataset, config: DataConfig, folder: Path, temporary: bool = False) -> None:
     """Writes all files of a prepared dataset into an existing folder, the manifest last.
 
     Args:
         dataset: the dataset.
         config: that it was made with.
         folder: to write to; the caller renames it when all files are there.
-        with_fingerprint: whether to compute the fingerprint, which takes about a second per million events.
+        temporary: leaves out the fingerprint, which takes about a second per million events, and the checksums.
     """
     arrays = dataset.arrays()
-    write_derived(arrays, folder)
+    write_derived(dataset, folder)
     for of in ("event", "user", "item"):
         write_arrow(folder / f"{of}s.arrow", _table(dataset, arrays, column_settings(config), of))
     dataset.schema.write(folder)
-    if with_fingerprint:
+    if not temporary:
         Fingerprint.of(dataset, config).save(folder / FINGERPRINT)
-    write_manifest(config, folder)
+    write_manifest(config, folder, temporary)
 
 
-def write_derived(arrays: Arrays, folder: Path) -> None:
-    """Writes the files that follow from the others: the samples of each split, and the events by item."""
+def write_derived(dataset: InteractionDataset, folder: Path) -> None:
+    """Writes the files that follow from the others: the samples of each split, the summary and what batches need."""
+    arrays = dataset.arrays()
     kind = index_type(len(arrays.events))
+    lengths, counts = count_lengths(arrays.events, arrays.samples)
+    write_arrow(folder / LENGTHS, {"length": lengths, "samples": counts})
+    dataset.summary.save(folder / SUMMARY)
     for name, rows in arrays.samples.items():
         write_arrow(folder / f"{name}.arrow", {"event": rows.astype(kind, copy=False)})
+    if arrays.events.rows is not None:
+        write_arrow(folder / "histories.arrow", {"event": arrays.events.rows.astype(kind, copy=False)})
     if arrays.negatives is not None:
         write_arrow(folder / "by_item.arrow", {"event": arrays.negatives.by_item.astype(kind, copy=False)})
 
 
-def write_manifest(config: DataConfig, folder: Path) -> None:
-    """Flushes the folder's files and writes the manifest of a complete dataset."""
-    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST)
+def write_manifest(config: DataConfig, folder: Path, temporary: bool = False) -> None:
+    """Flushes the files of a complete dataset and writes the manifest and, unless it is temporary, the checksums."""
+    files = [path for name in _FILES if (path := folder / name).is_file()]
     for path in files:
         sync(path)
     sizes = {path.name: path.stat().st_size for path in files}
     unfinished = folder / f".{MANIFEST}"
     unfinished.write_text(Manifest(column_settings(config), True, sizes).text(), encoding="utf-8")
     sync(unfinished)
+    if not temporary:
+        write_sums(folder, {path.name: sha256_of(path) for path in files} | {MANIFEST: sha256_of(unfinished)})
     unfinished.replace(folder / MANIFEST)
     sync(folder)
 
@@ -75,6 +90,8 @@ def _table(
         columns["user"] = events.user.astype(index_type(len(events)), copy=False)
         columns["item"] = events.item.astype(index_type(len(events)), copy=False)
         columns |= {"time": events.time, "label": events.label, "split": events.split}
+        if events.rows is not None:
+            columns[IN_HISTORY] = members(events.rows, len(events)).view(np.int8)
     for spec, ids in zip(dataset.features, arrays.columns, strict=False):
         if spec.of == of and (of == "event" or spec.slot is None):
             columns[column_name(spec)] = _ids(ids, id_type(spec.num_embeddings))

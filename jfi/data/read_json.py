@@ -2,19 +2,21 @@
 
 import io
 import json
-from collections.abc import Container
+from collections.abc import Collection, Container, Iterator
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import pyarrow as pa
 
-from jfi.data.decode import read_utf8
+from jfi.data.decode import read_utf8, stream_utf8
 from jfi.data.errors import DataError
 from jfi.data.layouts import Layout
 from jfi.data.table import Table
 
 _BLOCK = 1 << 16
+# Bytes of a part of a file that is read in parts.
+_PART = 1 << 24
 _STRINGS = pa.list_(pa.string())
 
 
@@ -29,7 +31,8 @@ def read_json(path: str, layout: Layout, wanted: Container[str]) -> Table:
     chunks: dict[str, list[pa.Array]] = {}
     start, rows = 0, 0
     while block := list(islice(lines, _BLOCK)):
-        records = [_parse(path, start + i, line) for i, line in enumerate(block) if not line.isspace()]
+        numbers = [start + i for i, line in enumerate(block, 1) if not line.isspace()]
+        records = [_parse(path, number, block[number - start - 1]) for number in numbers]
         for record in records:
             # A file has few sets of names, and one look-up a row is cheaper than one a field.
             if not record.keys() <= known.keys():
@@ -37,11 +40,79 @@ def read_json(path: str, layout: Layout, wanted: Container[str]) -> Table:
         for name in known:
             if name in wanted:
                 column = chunks.setdefault(name, [pa.nulls(rows)] if rows else [])
-                column.append(_column(path, start, block, name, [record.get(name) for record in records]))
+                column.append(_column(path, numbers, name, [record.get(name) for record in records]))
         start, rows = start + len(block), rows + len(records)
     data = {name: _join(path, name, column) for name, column in chunks.items()}
     # Without a column the number of rows would be lost.
     return Table(path, pa.table(data or {"": pa.nulls(rows)}), list(known), partial(_line, path, layout))
+
+
+def iterate_json(path: str, layout: Layout, wanted: Container[str], size: int) -> Iterator[Table]:
+    """`read_json` as tables of at most `size` rows; memory does not grow with the file.
+
+    A column's type is that of its first values, so that one of true and false must not have texts further down.
+    """
+    known, kinds = _kinds(path, layout, wanted, size)
+    for numbers, records in _blocks(path, layout, size):
+        data = {}
+        for name, kind in kinds.items():
+            values = [record.get(name) for record in records]
+            data[name] = _as_kind(path, numbers, name, values, kind)
+        # Without a column the number of rows would be lost.
+        yield Table(path, pa.table(data or {"": pa.nulls(len(records))}), known, numbers.__getitem__)
+
+
+def _as_kind(path: str, lines: list[int], name: str, values: list[Any], kind: pa.DataType) -> pa.Array:
+    """`_column` of a part of a file whose values before had the type `kind`."""
+    column = _column(path, lines, name, values)
+    if column.null_count == len(column):
+        return pa.nulls(len(column), kind)
+    if column.type == kind or (column.type == pa.bool_() and kind == pa.string()):
+        return column.cast(kind)
+    kept = {pa.bool_(): bool, _STRINGS: list}.get(kind)
+    is_other = (lambda value: isinstance(value, list)) if kept is None else (lambda value: not isinstance(value, kept))
+    row = next(i for i, value in enumerate(values) if value not in (None, "") and is_other(value))
+    shown = {bool: "true or false", list: "a list"}
+    here, before = shown.get(type(values[row]), "a text or a number"), shown.get(kept, "a text or a number")
+    raise DataError(f"{path}:{lines[row]}: '{name}' is {here} here and {before} in rows before; it must be of one kind")
+
+
+def _kinds(path: str, layout: Layout, wanted: Container[str], size: int) -> tuple[list[str], dict[str, pa.DataType]]:
+    """The names of the columns, and the types of those in `wanted`; reads on until each of these has a value."""
+    known: dict[str, None] = {}
+    kinds: dict[str, pa.DataType] = {}
+    for numbers, records in _blocks(path, layout, size):
+        for record in records:
+            if not record.keys() <= known.keys():
+                known.update(dict.fromkeys(record))
+        for name in known:
+            if name in wanted and name not in kinds:
+                column = _column(path, numbers, name, [record.get(name) for record in records])
+                if column.null_count < len(column):
+                    kinds[name] = column.type
+        if isinstance(wanted, Collection) and len(kinds) == len(set(wanted)):
+            break
+    return list(known), {name: kinds.get(name, pa.string()) for name in known if name in wanted}
+
+
+def _blocks(path: str, layout: Layout, size: int) -> Iterator[tuple[list[int], list[dict[str, Any]]]]:
+    """Up to `size` rows at a time: the numbers of their lines, and the objects."""
+    lines = ((number, line) for number, line in enumerate(_lines(path, layout), 1) if not line.isspace())
+    while block := list(islice(lines, size)):
+        yield [number for number, _ in block], [_parse(path, number, line) for number, line in block]
+
+
+def _lines(path: str, layout: Layout) -> Iterator[bytes]:
+    rest = []  # of a line that goes on
+    for part in stream_utf8(path, layout.encodings, _PART):
+        first, *lines = part.split(b"\n")
+        rest.append(first)
+        if lines:
+            yield b"".join(rest) + b"\n"
+            *lines, last = lines
+            yield from (line + b"\n" for line in lines)
+            rest = [last]
+    yield b"".join(rest) or b"\n"
 
 
 def _text(constant: str) -> str:
@@ -56,15 +127,15 @@ def _parse(path: str, line: int, text: bytes) -> dict[str, Any]:
     try:
         record = _DECODER.decode(text.decode())
     except json.JSONDecodeError as error:
-        raise DataError(f"{path}:{line + 1}: not JSON: {error.msg.lower()} at column {error.colno}") from error
+        raise DataError(f"{path}:{line}: not JSON: {error.msg.lower()} at column {error.colno}") from error
     except RecursionError as error:
-        raise DataError(f"{path}:{line + 1}: nested too deeply") from error
+        raise DataError(f"{path}:{line}: nested too deeply") from error
     if not isinstance(record, dict):
-        raise DataError(f'{path}:{line + 1}: must be an object such as {{"user_id": 1}}, one a line')
+        raise DataError(f'{path}:{line}: must be an object such as {{"user_id": 1}}, one a line')
     return record
 
 
-def _column(path: str, start: int, block: list[bytes], name: str, values: list[Any]) -> pa.Array:
+def _column(path: str, lines: list[int], name: str, values: list[Any]) -> pa.Array:
     types = set(map(type, values)) - {type(None)}
     try:
         if types == {bool}:
@@ -75,7 +146,6 @@ def _column(path: str, start: int, block: list[bytes], name: str, values: list[A
             return pa.array([value or None for value in values], pa.string())
     except (UnicodeEncodeError, pa.ArrowException):
         pass  # The loop below finds the row.
-    lines = [start + i + 1 for i, line in enumerate(block) if not line.isspace()]
     result, is_list = [], types == {list}
     for line, value in zip(lines, values, strict=True):
         try:

@@ -10,6 +10,7 @@ import pyarrow as pa
 from jfi.data.arrays import as_text, flatten, is_list, is_text
 from jfi.data.decode import UTF8
 from jfi.data.errors import DataError
+from jfi.data.layouts import Layout
 from jfi.data.paths import File, find_files
 from jfi.data.read_json import read_json
 from jfi.data.read_parquet import read_parquet
@@ -46,17 +47,21 @@ def read_table(
 
 def read_file(file: File, wanted: Container[str], encoding: str, quoting: bool) -> Table:
     """`read_table` of one file."""
-    path, layout = file.path, file.layout
-    if codecs.lookup(encoding).name != UTF8:
-        layout = replace(layout, encodings=(encoding,))
-    if not quoting:
-        layout = replace(layout, quote=None)
+    path, layout = file.path, file_layout(file, encoding, quoting)
     with reading_file(path, DataError):
         if layout.format == "parquet":
             table = read_parquet(path, wanted)
         else:
             table = (read_json if layout.format == "json" else read_text)(path, layout, wanted)
     return add_partitions(table, file, wanted)
+
+
+def file_layout(file: File, encoding: str, quoting: bool) -> Layout:
+    """The layout of a file with the config's settings of text files."""
+    layout = file.layout
+    if codecs.lookup(encoding).name != UTF8:
+        layout = replace(layout, encodings=(encoding,))
+    return layout if quoting else replace(layout, quote=None)
 
 
 def add_partitions(table: Table, file: File, wanted: Container[str]) -> Table:

@@ -11,7 +11,7 @@ the column's numbers, every other one with its text. Rules are parsed here and n
 
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from jfi.data.codes import Codes
 from jfi.data.errors import DataError
 
 OPERATORS = "==, !=, >=, <=, >, <, in [...], not in [...], and, or"
@@ -78,6 +79,10 @@ class Rule:
         """The columns and values that ==, !=, in and not in compare where no row has the value: probably misspelt."""
         return list(dict.fromkeys(self.root.absent_values(table)))
 
+    def text_columns(self) -> list[str]:
+        """The columns whose text the rule compares."""
+        return list(dict.fromkeys(self.root.columns(numeric=False)))
+
 
 @dataclass(frozen=True)
 class _Test:
@@ -86,8 +91,10 @@ class _Test:
     values: list[str]
     numeric: bool
 
-    def columns(self) -> Iterator[str]:
-        yield self.column
+    def columns(self, numeric: bool = True) -> Iterator[str]:
+        """The columns that it reads; without `numeric` only those whose text it compares."""
+        if numeric or not self.numeric:
+            yield self.column
 
     def holds(self, table: _Columns) -> np.ndarray:
         if self.numeric:
@@ -122,9 +129,9 @@ class _Joined:
     word: str
     parts: list["_Test | _Joined"]
 
-    def columns(self) -> Iterator[str]:
+    def columns(self, numeric: bool = True) -> Iterator[str]:
         for part in self.parts:
-            yield from part.columns()
+            yield from part.columns(numeric)
 
     def holds(self, table: _Columns) -> np.ndarray:
         # fmin and fmax skip a NaN, which remains where it can still decide.
@@ -171,10 +178,15 @@ def only_column(text: str) -> str | None:
     return name.text if parser.token is None else None
 
 
-def describe_values(table: _Columns, column: str, most: int = 10) -> str:
-    """The most frequent values of a column with their counts, for messages: `view (90), buy (7) and 3 more`."""
-    counts = pc.value_counts(table.strings(column).drop_null())
-    values, counts = counts.field("values"), counts.field("counts").to_numpy()
+def describe_values(tables: Iterable[_Columns], column: str, most: int = 10) -> str:
+    """The most frequent values of a column of tables, with counts, for messages: `view (90), buy (7) and 3 more`."""
+    codes, counts = Codes(), np.zeros(0, np.int64)
+    for table in tables:
+        found = codes.encode(table.strings(column).drop_null())
+        more = np.bincount(found, minlength=len(codes.values))
+        more[: len(counts)] += counts
+        counts = more
+    values = codes.values
     order = np.argsort(-counts, kind="stable")
     shown = ", ".join(f"{values[int(i)].as_py()[:40]} ({counts[i]})" for i in order[:most])
     return f"{shown or 'none'}{f' and {len(order) - most} more' if len(order) > most else ''}"

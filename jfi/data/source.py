@@ -1,6 +1,7 @@
 """The columns of a config's tables, by user, by item and by event."""
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -8,8 +9,8 @@ import pyarrow.compute as pc
 
 from jfi.data import synthetic
 from jfi.data.arrange import Rows
-from jfi.data.arrays import is_list, text_lists
-from jfi.data.columns import is_multi_valued
+from jfi.data.coded import CodedColumn
+from jfi.data.columns import is_multi_valued, present
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.data.readers import join_tables, read_table
@@ -63,6 +64,16 @@ def column_settings(config: DataConfig) -> DataConfig:
     return replace(config, **synthetic.COLUMNS) if config.source == "synthetic" else config
 
 
+class RawColumns(Protocol):
+    """The raw columns of users, items and events, in memory or, where there are many events, in files."""
+
+    def count(self, of: Entity) -> int: ...
+    def categories(self, name: str, of: Entity) -> pa.Array | CodedColumn: ...
+    def numbers(self, name: str, of: Entity) -> np.ndarray: ...
+    def strings(self, name: str, of: Entity) -> pa.Array: ...
+    def count_changing(self, name: str, of: Entity, numeric: bool) -> int: ...
+
+
 class Columns:
     """The raw columns of the tables in the order of `Rows`: a row for each user, each item or each event.
 
@@ -104,8 +115,7 @@ class Columns:
         for part in self._crosses[name]:
             of_item = part in self._items
             column = self.categories(part, "item" if of_item else "event")
-            if is_multi_valued(column):
-                raise DataError(f"data.event_crosses has '{part}', whose rows are lists; a cross needs single values")
+            check_crossed(part, column)
             column = column.take(pa.array(self._rows.item)) if of_item else column
             parts.append(column.cast(pa.large_string()))
         return pc.binary_join_element_wise(*parts, pa.scalar(CROSSED, pa.large_string()))
@@ -120,12 +130,18 @@ class Columns:
         """The column of users or items as strings; null where it is missing."""
         return self._entities[of].strings(name)
 
-    def count_changing(self, name: str, of: Entity) -> tuple[int, int]:
-        """The number of users (items) whose value of a column changes between their rows, and the number of all.
+    def count_changing(self, name: str, of: Entity, numeric: bool) -> int:
+        """The number of users (items) whose value of a column, categorical or numeric, changes between their rows.
 
-        The first is 0 where the column comes from a table of users (items). Training uses a user's first value.
+        It is 0 where the column comes from a table of users (items). Training uses a user's first value.
         """
-        return self._entities[of].count_changing(name), self.count(of)
+        return self._entities[of].count_changing(name, self._separators, numeric)
+
+
+def check_crossed(name: str, column: pa.Array | CodedColumn) -> None:
+    """Raises DataError if a column of a cross has lists."""
+    if is_multi_valued(column):
+        raise DataError(f"data.event_crosses has '{name}', whose rows are lists; a cross needs single values")
 
 
 class EntityTable:
@@ -170,7 +186,7 @@ class EntityTable:
         """The column as strings; null where it is missing."""
         return self._table.strings(name).take(self._places)
 
-    def count_changing(self, name: str) -> int:
+    def count_changing(self, name: str, separators: dict[str, str], numeric: bool) -> int:
         """The number of users (items) whose rows differ in a column: 0 in a table with one row for each."""
         return 0
 
@@ -185,12 +201,18 @@ class _FirstRows(EntityTable):
         first = np.unique(index[by_time], return_index=True)[1]
         self._places = pa.array(rows.order[by_time[first]])
 
-    def count_changing(self, name: str) -> int:
+    def count_changing(self, name: str, separators: dict[str, str], numeric: bool) -> int:
         if name == self._key:
             return 0
-        column = self._table.column(name)
-        if is_list(column.type):
-            column = pc.binary_join(text_lists(column), "\x1f")
+        column = (
+            pa.array(self._table.numbers(name), from_pandas=True)
+            if numeric
+            else self._table.categories(name, separators)
+        )
+        if is_multi_valued(column):
+            values, offsets = present(column)
+            lists = pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), values.cast(pa.large_string()))
+            column = pc.binary_join(lists, pa.scalar(CROSSED, pa.large_string()))
         codes = pc.fill_null(column.dictionary_encode().indices, -1).to_numpy()
         changed = codes[self._order] != codes[self._places.to_numpy()][self._index]
         return len(np.unique(self._index[changed]))

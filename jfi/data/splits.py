@@ -57,6 +57,21 @@ def leave_one_out(user: np.ndarray, labeled: np.ndarray) -> np.ndarray:
     return np.where(counts >= 3, split, _TRAIN).astype(np.int8)
 
 
+def leave_one_out_groups(user: np.ndarray, labeled: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """`leave_one_out` of groups as a whole: each counts as its first labeled row.
+
+    Args:
+        user: `[N]`, sorted.
+        labeled: `[N]` bool.
+        group: `[N]` int64, a number for each group; those of two users differ.
+    """
+    rows = np.flatnonzero(labeled)
+    first = np.zeros(len(user), bool)
+    first[rows[np.unique(group[rows], return_index=True)[1]]] = True
+    # The first rows come first in the order, so that the others follow them.
+    return keep_groups_whole(leave_one_out(user, first), group, np.argsort(~first, kind="stable"))
+
+
 def split_users(ids: Sequence[str], fractions: list[float], seed: int) -> np.ndarray:
     """`[U]` int8, the index in SPLITS of each user, by a hash of the id and the seed.
 

@@ -3,28 +3,13 @@
 import dataclasses
 import json
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 
-from jfi.data.arrange import Rows, members
-from jfi.data.columns import Categorical, is_multi_valued, present
-from jfi.data.config import DataConfig
-from jfi.data.schema import DataSchema
-from jfi.data.source import Columns
-from jfi.data.splits import SPLITS
-from jfi.files import write_file
+from jfi.data.errors import DataError
+from jfi.files import is_storage_fault, write_file
 
-#: Times outside of these years are probably of another unit.
-_YEARS = (1980, 2100)
-#: A label that fewer of a split's rows have, or all but fewer, is nearly constant.
-_RARE = 1e-3
-_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-_YEAR = 365.2425 * 86_400
-#: After the name of a multi-valued column: some values of a row are unknown.
-_PARTLY = "(in part)"
 _QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 
 
@@ -61,6 +46,22 @@ class Summary:
     vocabulary_sizes: dict[str, int]
     warnings: list[str] = field(default_factory=list)
 
+    @classmethod
+    def load(cls, path: Path) -> "Summary":
+        """The summary that `save` wrote.
+
+        Raises:
+            DataError: the file is missing or damaged.
+        """
+        try:
+            return cls(**json.loads(path.read_bytes()))
+        except OSError as error:
+            if is_storage_fault(error):
+                raise
+            raise DataError(f"{path}: {(error.strerror or 'cannot be read').lower()}") from None
+        except (ValueError, TypeError) as error:
+            raise DataError(f"{path}: damaged, not a summary of this version of jfi") from error
+
     def save(self, path: Path) -> None:
         """Writes all fields as JSON, whole or not at all."""
         write_file(path, json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n")
@@ -83,151 +84,26 @@ class Summary:
         return "\n".join(lines + [f"warning: {warning}" for warning in self.warnings])
 
 
-def summarize(
-    columns: Columns,
-    rows: Rows,
-    schema: DataSchema,
-    ids: list[Categorical],
-    samples: dict[str, np.ndarray],
-    history_lengths: np.ndarray,
-    config: DataConfig,
-) -> Summary:
-    """The summary of a dataset.
+def describe_lengths(lengths: np.ndarray, counts: np.ndarray, max_history: int) -> dict[str, float]:
+    """Mean, share of 0, and quantiles of the lengths of histories, cut at `max_history`.
 
     Args:
-        columns: the raw columns.
-        rows: the interactions.
-        schema: of the dataset.
-        ids: of each key of `schema.features` but the age.
-        samples: by split the rows that are its samples.
-        history_lengths: `[S]`, of the samples of all splits, one split after another.
-        config: the section `data`.
+        lengths: `[L]` integers, ascending.
+        counts: `[L]` integers, the number of samples with a history of each length.
+        max_history: no history is longer.
+
+    Example:
+        >>> found = describe_lengths(np.array([0, 4, 9]), np.array([1, 2, 1]), max_history=8)
+        >>> found["mean"], found["empty"], found["p50"], found["p90"], found["max"]
+        (4.0, 0.25, 4.0, 6.8, 8.0)
     """
-    lengths = history_lengths
-    shares = {name: float(rows.label[chosen].mean()) for name, chosen in samples.items()}
-    missing, unseen = _gaps(columns, rows, schema, ids, samples, config)
-    return Summary(
-        rows=len(rows.user),
-        users=len(rows.user_ids),
-        items=len(rows.item_ids),
-        first_time=_date(rows.time.min()),
-        last_time=_date(rows.time.max()),
-        samples={name: len(chosen) for name, chosen in samples.items()},
-        label_shares=shares,
-        history_lengths={
-            "mean": float(lengths.mean()),
-            "empty": float((lengths == 0).mean()),
-            **{name: float(np.quantile(lengths, q)) for name, q in _QUANTILES.items()},
-        },
-        missing={name: share for name, share in missing.items() if share},
-        unseen=unseen,
-        vocabulary_sizes={name: len(known.values) for name, known in schema.encodings.vocabularies.items()}
-        | {name: known.num_buckets for name, known in schema.encodings.buckets.items()},
-        warnings=[
-            *_warn_of_time(rows.time, config),
-            *_warn_of_changes(columns, config),
-            *([] if config.label is None else _warn_of_labels(shares, samples, config.label)),
-        ],
-    )
-
-
-def _gaps(
-    columns: Columns,
-    rows: Rows,
-    schema: DataSchema,
-    ids: list[Categorical],
-    samples: dict[str, np.ndarray],
-    config: DataConfig,
-) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Shares of missing values by column, and of unseen ones by split and column."""
-    index = {"user": rows.user, "item": rows.item, "event": np.arange(len(rows.user))}
-    held_out = [name for name in SPLITS if name != "train"]
-    missing: dict[str, float] = {}
-    unseen: dict[str, dict[str, float]] = {name: {} for name in held_out}
-    for key, of, count in (("user", rows.user, len(rows.user_ids)), ("item", rows.item, len(rows.item_ids))):
-        known = members(of[rows.train], count)
-        for name in held_out:
-            unseen[name][key] = float((~known[of[samples[name]]]).mean())
-    done = {schema.item_key}
-    for spec, encoded in zip(schema.features, ids, strict=False):
-        if spec.column in done:
-            continue
-        done.add(spec.column)
-        if spec.column in schema.encodings.edges:
-            count = np.isfinite(columns.numbers(spec.column, spec.of)).astype(np.int64)
-        else:
-            count = _count_values(columns.categories(spec.column, spec.of))
-        missing[spec.column] = float((count == 0).mean()) if len(count) else 0.0
-        keys = [encoded]
-        if spec.slot is not None:  # a key for each of the first values of a row
-            slots = zip(schema.features, ids, strict=False)
-            keys = [key for other, key in slots if other.column == spec.column and other.slot is not None]
-            count = np.minimum(count, len(keys))
-        for name in held_out:
-            chosen = index[spec.of][samples[name]]
-            known = sum(key.known_counts(chosen) for key in keys)
-            shares = {
-                spec.column: float(((known == 0) & (count[chosen] > 0)).mean()),
-                f"{spec.column} {_PARTLY}": float(((known > 0) & (known < count[chosen])).mean()),
-            }
-            unseen[name] |= {column: share for column, share in shares.items() if share}
-    for names, entity in ((config.user_dense, "user"), (config.item_dense, "item")):
-        for name in names:
-            missing[name] = float((~np.isfinite(columns.numbers(name, entity))).mean())
-    return missing, unseen
-
-
-def _count_values(column: pa.Array) -> np.ndarray:
-    """`[N]` int64: the number of values of each row, 0 where it is missing or an empty list."""
-    if is_multi_valued(column):
-        return np.diff(present(column)[1])
-    return column.is_valid().to_numpy(zero_copy_only=False).astype(np.int64)
-
-
-def _date(seconds: float) -> str | None:
-    try:
-        return datetime.fromtimestamp(float(seconds), UTC).isoformat()
-    except (OverflowError, ValueError, OSError):
-        return None
-
-
-def _warn_of_time(time: np.ndarray, config: DataConfig) -> list[str]:
-    def year(unit: float) -> float:
-        return 1970 + float(np.median(time)) / _UNITS[config.timestamp_unit] * unit / _YEAR
-
-    now = year(_UNITS[config.timestamp_unit])
-    if config.source == "synthetic" or _YEARS[0] <= now <= _YEARS[1]:
-        return []
-    text = f"'{config.timestamp}' lies around the year {now:.0f}"
-    for unit, seconds in _UNITS.items():
-        if _YEARS[0] <= year(seconds) <= _YEARS[1]:
-            return [f"{text}; with data.timestamp_unit: {unit} it would be {year(seconds):.0f}"]
-    return [f"{text}; ages of events are powers of two seconds, so set data.timestamp_unit if it is not seconds"]
-
-
-def _warn_of_changes(columns: Columns, config: DataConfig) -> list[str]:
-    warnings = []
-    for of, names in (
-        ("user", [*config.user_categorical, *config.user_dense]),
-        ("item", [*config.item_categorical, *config.item_dense]),
-    ):
-        for name in names:
-            changing, count = columns.count_changing(name, of)
-            if changing:
-                warnings.append(
-                    f"'{name}' changes for {changing:,} of {count:,} {of}s from row to row; every sample has the value "
-                    f"of the {of}'s first row. If it describes the event, list it in data.event_categorical or "
-                    "data.event_dense"
-                )
-    return warnings
-
-
-def _warn_of_labels(shares: dict[str, float], samples: dict[str, np.ndarray], label: str) -> list[str]:
-    return [
-        f"label '{label}' is nearly constant: {share:.2%} of the {len(samples[name]):,} labels of {name} are 1"
-        for name, share in shares.items()
-        if not _RARE <= share <= 1 - _RARE
-    ]
+    lengths, ends = np.minimum(lengths, max_history), np.cumsum(counts)
+    described = {"mean": float(lengths @ counts / ends[-1]), "empty": float(counts[lengths == 0].sum() / ends[-1])}
+    for name, quantile in _QUANTILES.items():
+        place = (ends[-1] - 1) * quantile
+        low, high = lengths[np.searchsorted(ends, [np.floor(place), np.ceil(place)], side="right")]
+        described[name] = float(low + (high - low) * (place - np.floor(place)))
+    return described
 
 
 def _shares(shares: dict[str, float]) -> str:

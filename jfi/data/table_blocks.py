@@ -12,8 +12,10 @@ from jfi.data.config import DataConfig
 from jfi.data.decode import UTF8
 from jfi.data.errors import DataError
 from jfi.data.paths import File, find_files
+from jfi.data.read_json import iterate_json
 from jfi.data.read_parquet import iterate_parquet
-from jfi.data.readers import add_partitions, read_file
+from jfi.data.read_text import iterate_text
+from jfi.data.readers import add_partitions, file_layout
 from jfi.data.table import Table
 from jfi.files import reading_file
 
@@ -31,11 +33,11 @@ def read_blocks(
 ) -> Iterator[Table]:
     """The rows that `read_table` reads, as tables of some rows of one file, each with its place in the file.
 
-    `size` is the number of rows at a time, `BLOCK` if it is None. A Parquet file is read by the block, a text file
-    whole.
+    `size` is the number of rows at a time, `BLOCK` if it is None. Memory does not grow with the files.
 
     Raises:
-        DataError: as `read_table`.
+        DataError: as `read_table`; also if a column of JSON Lines has true and false first and texts further down. Of
+            several faults an earlier one may be named.
     """
     size = BLOCK if size is None else size
     for file in find_files(paths, setting):
@@ -43,14 +45,18 @@ def read_blocks(
 
 
 def _file_blocks(file: File, wanted: Container[str], encoding: str, quoting: bool, size: int) -> Iterator[Table]:
-    if file.layout.format != "parquet":
-        yield from cut_table(read_file(file, wanted, encoding, quoting), size)
-        return
-    start = 0
+    start, layout = 0, file_layout(file, encoding, quoting)
     with reading_file(file.path, DataError):
-        for table in iterate_parquet(file.path, wanted, size):
-            yield _shifted(add_partitions(table, file, wanted), start)
-            start += len(table)
+        if layout.format == "parquet":
+            for table in iterate_parquet(file.path, wanted, size):
+                yield _shifted(add_partitions(table, file, wanted), start)
+                start += len(table)
+        elif layout.format == "json":
+            for table in iterate_json(file.path, layout, wanted, size):
+                yield add_partitions(table, file, wanted)
+        else:
+            for table in iterate_text(file.path, layout, wanted):
+                yield from cut_table(add_partitions(table, file, wanted), size)
 
 
 def cut_table(table: Table, size: int | None = None) -> Iterator[Table]:
@@ -100,7 +106,7 @@ def iterate_tables(config: DataConfig, size: int | None = None) -> Iterator[tupl
     Raises:
         DataError: as `read_table`; also if files differ in the type of a column, which a whole table would be cast to.
     """
-    wanted, first = config.columns(), None
+    wanted, first = config.interaction_columns(), None
     for number, (setting, paths) in enumerate(_interactions(config)):
         for table in read_blocks(paths, wanted, config.encoding, config.quoting, setting, size):
             first = table if first is None else first
@@ -148,10 +154,10 @@ def same_kind(table: Table, name: str, first: pa.Array) -> Table:
 
 def fault_of_no_rows(config: DataConfig) -> DataError:
     """The error for a table without rows."""
-    return DataError(f"{name_of(config.interactions)}: no rows")
+    return DataError(f"{name_of(config)}: no rows")
 
 
-def name_of(paths: str | list[str]) -> str:
-    """How messages name a table: its file, or the first and the last one."""
-    files = find_files(paths)
+def name_of(config: DataConfig) -> str:
+    """How messages name the table of interactions: its file, or the first and the last one."""
+    files = [file for setting, paths in _interactions(config) for file in find_files(paths, setting)]
     return files[0].path if len(files) == 1 else f"{files[0].path} to {files[-1].path}"

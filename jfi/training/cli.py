@@ -19,6 +19,7 @@ import jsonargparse
 import yaml
 
 from jfi.data import DataError
+from jfi.data.manifest import CHOICES, prepared_config
 from jfi.exit_codes import EXIT_CODES, run_command, shorten
 from jfi.files import is_storage_fault, write_file
 from jfi.suggest import suggest
@@ -53,15 +54,6 @@ def parse_config(
         (8, 3)
     """
     options = options or {}
-    parser = jsonargparse.ArgumentParser(
-        description=description, epilog=EXIT_CODES, exit_on_error=False, allow_abbrev=False
-    )
-    parser.add_argument("--config", action="config", help="YAML file with any of the fields below")
-    for name, settings in options.items():
-        parser.add_argument(name, **settings)
-    for name, section in _SECTIONS.items():
-        parser.add_argument(f"--{name}", type=section, default=section())
-
     file_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     file_parser.add_argument("--config")
     try:
@@ -81,7 +73,12 @@ def parse_config(
             overrides = ["--config", file.config, *overrides]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            parsed = parser.instantiate(parser.parse_args(overrides))
+            parsed = _parse(overrides, description, options, {})
+            if parsed.data.prepared is not None:
+                # What the arguments leave open is as the dataset was prepared; one that cannot be read is named later.
+                with suppress(DataError):
+                    made = dataclasses.asdict(prepared_config(parsed.data.prepared))
+                    parsed = _parse(overrides, description, options, {name: made[name] for name in CHOICES})
     except (argparse.ArgumentError, TypeError, ValueError) as error:
         causes = (error, error.__cause__, error.__context__)
         fault = next((cause for cause in causes if isinstance(cause, (ConfigError, DataError))), None)
@@ -89,6 +86,19 @@ def parse_config(
     config = Config(**{name: getattr(parsed, name) for name in _SECTIONS})
     own = {name.removeprefix("--").replace("-", "_") for name in options}
     return config, SimpleNamespace(**{name: getattr(parsed, name) for name in own})
+
+
+def _parse(arguments: list[str], description: str, options: Mapping[str, dict], data: dict) -> jsonargparse.Namespace:
+    """The sections and options of a command line; `data` are other defaults of the section `data`."""
+    parser = jsonargparse.ArgumentParser(
+        description=description, epilog=EXIT_CODES, exit_on_error=False, allow_abbrev=False
+    )
+    parser.add_argument("--config", action="config", help="YAML file with any of the fields below")
+    for name, settings in options.items():
+        parser.add_argument(name, **settings)
+    for name, section in _SECTIONS.items():
+        parser.add_argument(f"--{name}", type=section, default=section(**data) if name == "data" else section())
+    return parser.instantiate(parser.parse_args(arguments))
 
 
 def load_config(path: str | Path) -> Config:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from jfi.data.config import FILES
 from jfi.training.checkpoint import (
     PROGRESS,
     DamagedCheckpointError,
@@ -90,10 +91,14 @@ def last_progress(run: RunFolder) -> tuple[Path | None, Progress]:
     return path, progress
 
 
+#: Where the run and its data are.
+_PLACES = {"training.run_dir", "data.prepared", *(f"data.{name}" for name in FILES)}
+
+
 def check_config(run: RunFolder, config: Config) -> None:
     """Raises ConfigError if the config of the run's config.yaml has changed since the last checkpoint.
 
-    The run folder may have moved.
+    The run folder and the data may have moved; whether the data itself has changed is checked by its fingerprint.
     """
     path, progress = last_progress(run)
     if path is None:
@@ -115,7 +120,7 @@ def config_changes(old: dict, section: object, prefix: str = "") -> Iterator[tup
         value, key = getattr(section, name), f"{prefix}{name}"
         if dataclasses.is_dataclass(value):
             yield from config_changes(old[name], value, f"{key}.")
-        elif key != "training.run_dir":
+        elif key not in _PLACES:
             was, now = json.dumps(old[name]), json.dumps(dataclasses.asdict(section)[name])
             if was != now:
                 yield key, f"{key} was {was} and is {now}"

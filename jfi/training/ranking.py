@@ -15,8 +15,8 @@ from torch import Tensor
 
 from jfi.data import Batch, InteractionDataset
 from jfi.data.candidates import Candidates
-from jfi.training.config import Config
 from jfi.display import Display
+from jfi.training.config import Config
 from jfi.training.distributed import World
 
 #: Scores batches: logits `[B]` of each.

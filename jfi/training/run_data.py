@@ -8,8 +8,9 @@ import dataclasses
 from typing import Literal
 
 from jfi.data import DataError, DataSchema, InteractionDataset
+from jfi.data.config import FILES
 from jfi.data.fingerprint import NAME, Fingerprint
-from jfi.data.prepared import resolve
+from jfi.data.manifest import resolve
 from jfi.files import writing_folder
 from jfi.training.checkpoint import latest_checkpoint
 from jfi.training.config import Config, ConfigError
@@ -88,7 +89,7 @@ def _check_prepared(run: RunFolder, config: Config) -> None:
     now = resolve(config.data)
     for one in dataclasses.fields(now):
         was, name = getattr(config.data, one.name), one.name
-        if getattr(now, name) != was:
+        if name not in FILES and getattr(now, name) != was:
             raise ConfigError(
                 f"--resume {run.path}: data.{name} was {was!r}, but {config.data.prepared} was prepared again with "
                 f"{getattr(now, name)!r}; prepare it as it was"

@@ -1,22 +1,18 @@
 """One process at a time writes a run."""
 
-import errno
-import fcntl
 import os
 import socket
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from jfi.lock import lock
 from jfi.training.config import ConfigError
 from jfi.training.distributed import World
 
 LOCK = ".lock"
 #: Seconds that a restarted process waits for the one that it replaces to be gone.
 _PATIENCE = 30.0
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextmanager
@@ -55,18 +51,6 @@ def _acquire(path: Path) -> int:
 
 def _wait(path: Path, descriptor: int) -> None:
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    deadline = time.monotonic() + (_PATIENCE if restarted else 0.0)
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
-                raise ConfigError(f"{path}: {holder} is writing this run") from None
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            print(f"warning: {path} is on a file system without locks; start no other process on it", file=sys.stderr)
-            return
-        time.sleep(0.1)
+    if not lock(descriptor, path, _PATIENCE if restarted else 0.0):
+        holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
+        raise ConfigError(f"{path}: {holder} is writing this run")

@@ -6,10 +6,9 @@ import tempfile
 from pathlib import Path
 
 from jfi.data import DataConfig, DataSchema, InteractionDataset, load_dataset
-from jfi.data.prepared import absent_setting, open_prepared
+from jfi.data.prepared import open_prepared
 from jfi.data.prepared_write import write_prepared
 from jfi.data.source import column_settings
-from jfi.data.summary import Summary
 from jfi.files import naming
 from jfi.training.distributed import World
 
@@ -21,8 +20,7 @@ def load_shared(config: DataConfig, world: World, schema: DataSchema | None = No
     processes have mapped it: the files' memory lives as long as the maps.
 
     Args:
-        config: the tables, or a prepared dataset, which is mapped as it is. With a setting that a prepared dataset does
-            not hold, every process reads the tables.
+        config: the tables, or a prepared dataset, which is mapped as it is.
         world: the processes that call this together.
         schema: of a run that goes on.
 
@@ -30,25 +28,25 @@ def load_shared(config: DataConfig, world: World, schema: DataSchema | None = No
         DataError: as `load_dataset`, on every process.
         OSError: the temporary files cannot be written.
     """
-    if not world.launched or config.prepared is not None or absent_setting(config) is not None:
+    if not world.launched or config.prepared is not None:
         return load_dataset(config, schema)
-    folder, summary = world.on_each_host(lambda: _write(config, schema))
+    folder = world.on_each_host(lambda: _write(config, schema))
     try:
-        dataset = open_prepared(dataclasses.replace(column_settings(config), prepared=folder))
+        dataset = open_prepared(dataclasses.replace(column_settings(config), prepared=folder), verify=False)
         world.max(0)  # all have mapped it
     finally:
         world.on_each_host(lambda: shutil.rmtree(folder, ignore_errors=True))
-    dataset.folder, dataset.summary = None, summary
+    dataset.folder = None
     return dataset
 
 
-def _write(config: DataConfig, schema: DataSchema | None) -> tuple[str, Summary]:
+def _write(config: DataConfig, schema: DataSchema | None) -> str:
     folder = tempfile.mkdtemp(prefix="jfi-dataset-")
     try:
         dataset = load_dataset(config, schema)
         with naming(Path(folder)):
-            write_prepared(dataset, config, Path(folder), with_fingerprint=False)
+            write_prepared(dataset, config, Path(folder), temporary=True)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    return folder, dataset.summary
+    return folder

@@ -4,10 +4,12 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-from jfi.data import InteractionDataset
-from jfi.data.prepared import resolve
+from jfi.data import DataError, InteractionDataset
+from jfi.data.config import FILES
+from jfi.data.manifest import prepared_config, resolve
 from jfi.files import absolute_path
 from jfi.training.checkpoint import latest_checkpoint
+from jfi.training.cli import save_config
 from jfi.training.config import Config
 from jfi.training.distributed import World, join_world
 from jfi.training.loop import Result, Trainer
@@ -59,6 +61,7 @@ def train(config: Config, dataset: InteractionDataset | None = None) -> Result:
 def resume(
     run_dir: str | Path,
     *,
+    prepared: str | Path | None = None,
     data_changed: DataChanged = "refuse",
     config_changed: Literal["refuse", "accept"] = "refuse",
 ) -> Result:
@@ -70,6 +73,8 @@ def resume(
 
     Args:
         run_dir: the run folder.
+        prepared: a prepared dataset to go on with from now on, or None for the data of config.yaml. Of other rows it
+            must have been prepared with the run's schema (`examples/prepare_data.py --run`).
         data_changed: "refuse" raises an error if rows, values or splits are not those that the run was started with;
             "accept" goes on with the data as it is now. A value that the run does not know counts as unknown.
         config_changed: whether to go on if config.yaml was changed since the checkpoint, with what it says now.
@@ -83,7 +88,12 @@ def resume(
     with join_world(config.training.device) as world, writing_run(run.path, world):
         if config_changed != "accept":
             world.on_first(lambda: check_config(run, config))
-        return _continue(run, config, world, data_changed)
+        if prepared is None:
+            return _continue(run, config, world, data_changed)
+        config = _with_prepared(run, config, prepared)
+        dataset = load_data(run, config, world, data_changed)
+        world.on_first(lambda: save_config(config, run.config))
+        return _continue(run, config, world, data_changed, dataset)
 
 
 def _create(config: Config, path: Path, dataset: InteractionDataset) -> RunFolder:
@@ -94,8 +104,25 @@ def _create(config: Config, path: Path, dataset: InteractionDataset) -> RunFolde
     return run
 
 
-def _continue(run: RunFolder, config: Config, world: World, data_changed: DataChanged) -> Result:
-    dataset = load_data(run, config, world, data_changed)
+def _with_prepared(run: RunFolder, config: Config, prepared: str | Path) -> Config:
+    """The config with another dataset; `load_data` checks that it was prepared with the same settings."""
+    prepared = absolute_path(str(prepared))
+    try:
+        made = prepared_config(prepared)
+    except DataError as fault:
+        raise DataError(f"--resume {run.path}: {fault}") from fault
+    data = dataclasses.replace(config.data, prepared=prepared, **{name: getattr(made, name) for name in FILES})
+    return dataclasses.replace(config, data=data)
+
+
+def _continue(
+    run: RunFolder,
+    config: Config,
+    world: World,
+    data_changed: DataChanged,
+    dataset: InteractionDataset | None = None,
+) -> Result:
+    dataset = dataset or load_data(run, config, world, data_changed)
     # A run that was killed before its first checkpoint begins as a new one does.
     begins = world.on_first(lambda: latest_checkpoint(run.checkpoints) is None)
     trainer = Trainer(config, dataset, world, config.training.warm_start if begins else None)

@@ -11,6 +11,7 @@ from data.mutations import COLUMNS, FILES, harmful, harmless, read_again
 
 from jfi.data import DataConfig, DataError, load_dataset
 from jfi.data.readers import read_table
+from jfi.data.table_blocks import read_blocks
 
 SECONDS = 20
 
@@ -102,3 +103,33 @@ def test_much_damage_is_read_or_refused(tmp_path):
                 counts[name, outcome(tmp_path, name, change, seed)] += 1
     print(dict(counts))
     assert counts.total() >= 400
+
+
+def read_in_parts(path: str, monkeypatch) -> dict[str, list]:
+    """The columns as `read_blocks` gives them, in parts of some bytes and blocks of a few rows."""
+    with monkeypatch.context() as patch:
+        patch.setattr("jfi.data.read_text._PART", 50)
+        patch.setattr("jfi.data.read_json._PART", 50)
+        tables = list(read_blocks(path, COLUMNS, size=7))
+    return {column: [x for table in tables for x in table.strings(column).to_pylist()] for column in COLUMNS}
+
+
+@pytest.mark.parametrize(("name", "edit"), [pair for pair in edits(harmful) if pair[0] != "r.parquet"])
+def test_damaged_text_in_parts_is_read_as_the_whole_or_refused(tmp_path, monkeypatch, name, edit):
+    for seed in range(3):
+        random = np.random.default_rng([seed, zlib.crc32(f"{name} {edit}".encode())])
+        path = tmp_path / name
+        path.write_bytes(harmful(name)[edit](FILES[name], random))
+        with limit(SECONDS):
+            try:
+                table = read_table(str(path), COLUMNS)
+                if not len(table):
+                    assert not any(map(len, read_blocks(str(path), COLUMNS)))
+                    continue
+                whole = {column: table.strings(column).to_pylist() for column in COLUMNS}
+            except DataError as error:
+                with pytest.raises(DataError) as caught:
+                    read_in_parts(str(path), monkeypatch)
+                assert str(caught.value) == str(error)
+            else:
+                assert read_in_parts(str(path), monkeypatch) == whole

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from jfi.data import DataConfig, DataError, InteractionDataset, coded, events, load_dataset, prepare, table_blocks
+from jfi.data.manifest import prepared_config
 from jfi.data.prepare import prepare_dataset
 from jfi.data.prepared_write import write_prepared
 
@@ -22,6 +23,8 @@ def prepare_in_small_blocks(config: DataConfig, out: Path, monkeypatch: pytest.M
     monkeypatch.setattr(events.user_blocks, "__defaults__", (7,))
     monkeypatch.setattr(events.order_by_item, "__defaults__", (None, 7))
     monkeypatch.setattr(table_blocks.iterate_tables, "__defaults__", (7,))
+    for reader in ("jfi.data.read_text", "jfi.data.read_json"):
+        monkeypatch.setattr(f"{reader}._PART", 100)
     monkeypatch.setattr("jfi.data.columns.BLOCK", 7)
     prepare_dataset(config, out)
     monkeypatch.undo()
@@ -49,6 +52,8 @@ def write_table(folder: Path, rng: np.random.Generator, count: int = 300) -> str
         "years": rng.normal(40, 9, count),
         "genre": [f"g{i % 4}|g{i % 3}" for i in item],
         "part": rng.choice(["train", "train", "val", "Test"], count),
+        "request": np.where(rng.random(count) < 0.2, None, rng.choice(list("abcdefg"), count)).tolist(),
+        "whole": [None] * count,
         "price": np.where(rng.random(count) < 0.2, np.nan, rng.lognormal(2, 1, count)),
         "title": np.where(rng.random(count) < 0.2, None, [f"Title {i}" for i in item]).tolist(),
     }
@@ -115,6 +120,21 @@ def assert_same_batches(left: InteractionDataset, right: InteractionDataset) -> 
         {"min_count": {"item_id": 8, "tags": 60, "action": 40, "city": 3}},
         {"hash_buckets": {"item_id": 7, "tags": 3, "genre": 5}, "title": None},
         {"hash_buckets": {"item_id": 7}, "label": None, "unknown_share": 0.2},
+        {"history": "action in [buy, '10'] or seconds > 8"},
+        {"history": "action == view", "label": None, "split": "leave_one_out"},
+        {"group": "request"},
+        {"group": "request", "split": "leave_one_out"},
+        {"group": "request", "split": "leave_one_out", "label": None, "history": "action == buy"},
+        {"group": "request", "split": "user"},
+        {"group": "whole", "split": "column", "split_column": "part"},
+        {"event_crosses": [["item_id", "action"], ["genre", "action", "item_id"]], "separators": {}},
+        {
+            "event_crosses": [["action", "item_id"]],
+            "hash_buckets": {"action_x_item_id": 9},
+            "history": "action != buy",
+            "group": "request",
+        },
+        {"event_crosses": [["action", "item_id"]], "min_count": {"action_x_item_id": 4}},
     ],
 )
 def test_a_prepared_dataset_is_the_loaded_one_bit_for_bit(tmp_path, monkeypatch, settings):
@@ -150,7 +170,9 @@ def check_same(config: DataConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
     loaded, before = load_dataset(config), {path.name for path in folder.iterdir()}
     prepare_in_small_blocks(config, folder / "prepared", monkeypatch)
     assert {path.name for path in folder.iterdir()} - before == {"prepared"}
-    assert_same_batches(loaded, load_dataset(DataConfig(prepared=str(folder / "prepared"))))
+    prepared = load_dataset(prepared_config(folder / "prepared"))
+    assert_same_batches(loaded, prepared)
+    assert prepared.summary == loaded.summary
     (folder / "written").mkdir()
     write_prepared(loaded, config.with_absolute_paths(), folder / "written")
     assert files_of(folder / "prepared") == files_of(folder / "written")
@@ -195,19 +217,42 @@ def test_numbers_whose_text_depends_on_the_block_are_refused(tmp_path):
         prepare_dataset(DataConfig(interactions=str(tmp_path / "rows.parquet")), tmp_path / "prepared")
 
 
+def test_a_group_that_a_given_split_cuts_is_refused_with_the_line(tmp_path, table, monkeypatch):
+    config = config_of(table, split="column", split_column="part", group="request")
+    with pytest.raises(DataError) as expected:
+        load_dataset(config)
+    with pytest.raises(DataError) as found:
+        prepare_in_small_blocks(config, tmp_path / "prepared", monkeypatch)
+    assert str(found.value) == str(expected.value)
+    assert "are in more than one split" in str(found.value)
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [{"group": "action"}, {"history": "action == buy"}, {"event_crosses": [["item_id", "action"]]}],
-    ids=lambda settings: next(iter(settings)),
+    ("rule", "how"), [("action == bye", "none of the 267 rows"), ("years > -100", "every one of the 300")]
 )
-def test_a_setting_that_a_prepared_dataset_does_not_hold_is_refused(tmp_path, table, settings):
-    line = f"^data.{next(iter(settings))}: a prepared dataset does not hold it yet; train from the tables$"
-    with pytest.raises(DataError, match=line):
-        prepare_dataset(config_of(table, **settings), tmp_path / "prepared")
-    assert not (tmp_path / "prepared").exists()
-    prepare_dataset(config_of(table), tmp_path / "prepared")
-    with pytest.raises(DataError, match=line):
-        load_dataset(DataConfig(prepared=str(tmp_path / "prepared"), **settings))
+def test_a_label_rule_that_is_constant_is_refused_with_the_values_of_its_columns(
+    tmp_path, table, monkeypatch, rule, how
+):
+    config = config_of(table, label=rule, user_dense=[])
+    with pytest.raises(DataError) as expected:
+        load_dataset(config)
+    with pytest.raises(DataError) as found:
+        prepare_in_small_blocks(config, tmp_path / "prepared", monkeypatch)
+    assert str(found.value) == str(expected.value)
+    assert f"label '{rule}': {how}" in str(found.value)
+
+
+def test_columns_whose_names_differ_only_in_case(tmp_path, monkeypatch):
+    rng = np.random.default_rng(3)
+    columns = {name: rng.integers(0, 4, 90) for name in ("user_id", "item_id", "timestamp", "A", "a", "ROW", "User")}
+    pa.parquet.write_table(pa.table(columns | {"clicked": np.arange(90) % 2}), tmp_path / "rows.parquet")
+    config = DataConfig(interactions=str(tmp_path / "rows.parquet"), label="clicked", event_categorical=["A", "a"])
+    check_same(replace(config, event_dense=["ROW", "User"]), tmp_path, monkeypatch)
+
+
+def test_a_cross_of_lists_is_refused(tmp_path, table):
+    with pytest.raises(DataError, match=r"data\.event_crosses has 'tags', whose rows are lists"):
+        prepare_dataset(config_of(table, event_crosses=[["item_id", "tags"]]), tmp_path / "prepared")
 
 
 @pytest.fixture
@@ -220,7 +265,7 @@ def test_a_dataset_is_encoded_with_the_schema_of_a_run(tmp_path, table):
     schema = load_dataset(config_of(table)).schema
     new = config_of(write_table(tmp_path / "new", np.random.default_rng(6)))
     prepare_dataset(new, tmp_path / "prepared", schema=schema)
-    prepared = DataConfig(prepared=str(tmp_path / "prepared"))
+    prepared = prepared_config(tmp_path / "prepared")
     assert_same_batches(load_dataset(new, schema), load_dataset(prepared, schema))
     with pytest.raises(DataError, match=r"prepared was prepared with other .* than the run was started with"):
         load_dataset(prepared, load_dataset(new).schema)
@@ -289,7 +334,7 @@ def test_it_starts_over_where_the_config_or_a_file_has_changed(tmp_path, table, 
     write_table(tmp_path, np.random.default_rng(77), 301)
     config = config_of(table, max_history=3)
     prepare_dataset(config, tmp_path / "prepared")
-    assert_same_batches(load_dataset(config), load_dataset(DataConfig(prepared=str(tmp_path / "prepared"))))
+    assert_same_batches(load_dataset(config), load_dataset(prepared_config(tmp_path / "prepared")))
 
 
 def test_one_process_at_a_time_prepares_a_folder(tmp_path, table, monkeypatch):
@@ -305,13 +350,16 @@ def test_a_run_may_choose_what_changes_no_file(tmp_path, table):
     config = config_of(table, label=None, negatives=2)
     prepare_dataset(config, tmp_path / "prepared")
     prepared = str(tmp_path / "prepared")
-    other = load_dataset(DataConfig(prepared=prepared, max_history=2, negatives=3))
-    assert_same_batches(load_dataset(replace(config, max_history=2, negatives=3)), other)
-    unknown = load_dataset(DataConfig(prepared=prepared, unknown_share=0.5))
+    other = load_dataset(prepared_config(prepared, max_history=2, negatives=3))
+    own = load_dataset(replace(config, max_history=2, negatives=3))
+    assert_same_batches(own, other)
+    assert own.summary == other.summary
+    assert own.summary.history_lengths["max"] == 2
+    unknown = load_dataset(prepared_config(prepared, unknown_share=0.5))
     assert_same_batches(load_dataset(replace(config, unknown_share=0.5)), unknown)
     ranked = [
         dataset.candidates("test", "sampled", None, 9)
-        for dataset in (load_dataset(config), load_dataset(DataConfig(prepared=prepared, eval_negatives=9)))
+        for dataset in (load_dataset(config), load_dataset(prepared_config(prepared, eval_negatives=9)))
     ]
     left, right = (candidates.pairs(np.arange(len(candidates))) for candidates in ranked)
     assert all(np.array_equal(a, b) for a, b in zip(left, right, strict=True))

@@ -56,13 +56,14 @@ def write(
 ) -> str:
     """Writes the dataset as a cluster would: events in parts, users and items in one part each."""
     folder.mkdir()
+    rows = dict(rows)
+    price = rows.pop("price", np.linspace(-1, 1, ITEMS, dtype=np.float32))
     for name in ("events", "users", "items"):
         (folder / name).mkdir()
     for i, part in enumerate(np.array_split(np.arange(COUNT), 3)):
         write_part(folder / f"events/part-{i:05d}.{suffix}", {name: values[part] for name, values in rows.items()})
     write_part(folder / f"users/part-0.{suffix}", {"city": np.arange(USERS) % 3})
     genres = [[1 + i % 3] * (i % 3) for i in range(ITEMS)]
-    price = np.linspace(-1, 1, ITEMS, dtype=np.float32)
     write_part(
         folder / f"items/part-0.{suffix}", {"item_id": np.arange(1, ITEMS + 1), "genres": genres, "price": price}
     )
@@ -132,7 +133,25 @@ def test_a_dataset_that_pyarrow_wrote_loads(tmp_path, rows, suffix):
             assert genres.tolist() == [1 + i % 3 if i % 3 == 2 else 0 for i in rows["item"][before].tolist()]
 
 
-def test_it_trains(tmp_path, rows):
+@pytest.mark.parametrize("kind", [bool, np.int8])
+def test_only_the_events_that_the_layout_says_are_in_histories(tmp_path, rows, kind):
+    chosen = rows["history_action"] == 2
+    folder = Path(write(tmp_path / "prepared", rows | {"in_history": chosen.astype(kind)}))
+    tree = json.loads((folder / "manifest.json").read_text())
+    tree["data"]["history"] = "action == view"
+    (folder / "manifest.json").write_text(json.dumps(tree))
+    complete_dataset(folder)
+    batch = next(load_dataset(DataConfig(prepared=str(folder))).batches("test", COUNT))
+    assert set(batch.sparse_features["history_action"].values().tolist()) == {2}
+    order = np.lexsort((rows["item"], rows["user"], rows["time"]))
+    order = order[rows["split"][order] == 2]
+    earlier = [
+        int((chosen & (rows["user"] == rows["user"][row]) & (rows["time"] < rows["time"][row])).sum()) for row in order
+    ]
+    assert batch.sparse_features["history_action"].lengths().tolist() == earlier
+
+
+def test_it_trains_and_the_run_has_a_summary(tmp_path, rows, capsys):
     folder = write(tmp_path / "prepared", rows)
     complete_dataset(folder)
     config = Config(
@@ -141,6 +160,13 @@ def test_it_trains(tmp_path, rows):
         training=TrainingConfig(run_dir=str(tmp_path / "run"), epochs=1, batch_size=64, device="cpu"),
     )
     assert train(config).epochs == 1
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["rows"], summary["users"], summary["items"]) == (COUNT, USERS, ITEMS)
+    assert summary["samples"]["train"] == (rows["split"] == 0).sum()
+    assert summary["label_shares"]["test"] == pytest.approx(rows["label"][rows["split"] == 2].mean())
+    assert summary["unseen"]["test"].keys() == {"user", "item"}
+    assert summary["vocabulary_sizes"] == {"city": 2, "item_id": ITEMS, "genres": 3, "action": 2}
+    assert "warning: 'timestamp' lies around the year 1970" in capsys.readouterr().out
 
 
 def test_positives_without_a_label_have_negatives(tmp_path, rows, monkeypatch):
@@ -179,6 +205,11 @@ def skip_a_user(rows: dict) -> None:
         (change("label", 5, 2), r"row 5 of the events: 'label' is not 0, 1 or missing$"),
         (change("split", 5, 3), r"row 5 of the events: 'split' is not 0, 1 or 2$"),
         (change("history_action", 9, 3), r"'history_action' is 3 in row 9; ids are from 0 to 2$"),
+        (
+            lambda rows: rows.update(price=np.array([1.0, np.nan] * 6, np.float32)),
+            r"'price' is nan in row 1, not finite",
+        ),
+        (lambda rows: rows.update(price=np.full(12, np.inf)), r"items: 'price' is inf in row 0, not finite"),
         (lambda rows: rows.pop("history_action"), r"no column 'history_action', see docs/prepared-data.md$"),
         (lambda rows: rows.update(time=rows["time"].astype(int)), r"column 'time' has type int64, see docs/prep"),
     ],

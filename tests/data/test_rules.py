@@ -114,8 +114,8 @@ def test_a_wrong_rule_names_the_operators(rule, expected):
 
 
 def test_values_are_described_with_their_counts():
-    assert describe_values(table(), "action") == "buy (2), view (1), add to cart (1)"
+    assert describe_values([table()], "action") == "buy (2), view (1), add to cart (1)"
     data = pa.table({"n": [str(i % 12) for i in range(50)]})
-    text = describe_values(Table("t", data, ["n"], lambda row: row), "n")
+    text = describe_values([Table("t", data, ["n"], lambda row: row)], "n")
     assert text.startswith("0 (5), 1 (5), 2 (4)")
     assert text.endswith(" and 2 more")

@@ -1,12 +1,16 @@
 """Encodings, quotes, line ends and sizes of text files."""
 
+import gzip
+import json
 import time
 
 import numpy as np
 import pytest
 
 from jfi.data import DataConfig, DataError, load_dataset
+from jfi.data.prepare import prepare_dataset
 from jfi.data.readers import read_table
+from jfi.data.table_blocks import read_blocks
 
 HEADER = "user,title,time"
 
@@ -164,6 +168,7 @@ def test_rows_longer_than_a_block_are_read(write, quoting):
 
 def test_rows_longer_than_the_largest_block_are_refused(write, monkeypatch):
     monkeypatch.setattr("jfi.data.read_text._BLOCKS", (1 << 10, 1 << 12))
+    monkeypatch.setattr("jfi.data.read_text.LONGEST_ROW", 1 << 12)
     path = write("r.csv", HEADER, *["u1,a,1"] * 1000, f"u2,{'x' * 10_000},2", "u3,b,3")
     assert message(path).startswith("r.csv:1002: a row longer than ")
 
@@ -205,7 +210,7 @@ def test_a_wrong_time_is_called_what_it_is(write, value, expected):
 
 
 def test_quoted_line_breaks_beside_quotes_that_are_characters(write, monkeypatch):
-    monkeypatch.setattr("jfi.data.read_text._SCAN", 5)
+    monkeypatch.setattr("jfi.data.text_rows._SCAN", 5)
     titles = ["two\nlines", 'a "b" c', "", '"', "\n", '""\n', "x"]
     rows = ['u,"' + title.replace('"', '""') + '",1' for title in titles]
     table = read_table(write("r.csv", HEADER, *rows, 'u,5" disc,1', 'u,a"b"c,1'), ["title"])
@@ -225,3 +230,81 @@ def test_counts_that_no_memory_holds_are_refused(write, name):
     config = DataConfig(interactions=write("r.csv", HEADER), **{name: 10**30})
     with pytest.raises(DataError, match=rf"^data.{name} is 10{{30}}; it must be at most 2147483647$"):
         load_dataset(config)
+
+
+FIELDS = [
+    "a",
+    "",
+    "用户",
+    "x y",
+    '"quoted"',
+    '"with, comma"',
+    '"two\nlines"',
+    '"a ""word"" here"',
+    '5" disc',
+    '"',
+    '""',
+]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_text_in_parts_is_the_text_as_a_whole(tmp_path, monkeypatch, end):
+    """Also where parts end within characters, line ends and quotes."""
+    random, path = np.random.default_rng(0), tmp_path / "r.csv.gz"
+    outcomes = {"read": 0, "refused": 0}
+    for trial in range(120):
+        fields = FIELDS[: 8 if trial % 2 else 10]
+        rows = [f"u{i},{fields[random.integers(len(fields))]},{i}" for i in range(9)]
+        path.write_bytes(gzip.compress(end.join([HEADER, *rows]).replace("two\nlines", f"two{end}lines").encode()))
+        monkeypatch.setattr("jfi.data.read_text._PART", int(random.integers(4, 60)))
+        try:
+            whole = read_table(str(path), HEADER.split(","))
+        except DataError as error:
+            with pytest.raises(DataError) as caught:
+                list(read_blocks(str(path), HEADER.split(","), size=4))
+            # Of several faults an earlier one may be named.
+            found, of_whole = (str(one).split(": ")[0].split(":") for one in (caught.value, error))
+            assert found[0] == of_whole[0] == str(path)
+            assert 1 < int(found[1]) <= int(of_whole[1])
+            outcomes["refused"] += 1
+            continue
+        parts = list(read_blocks(str(path), HEADER.split(","), size=4))
+        assert [x for part in parts for x in part.strings("title").to_pylist()] == whole.strings("title").to_pylist()
+        lines = [part.line(row) for part in parts for row in range(len(part))]
+        assert lines == [whole.line(row) for row in range(len(whole))]
+        outcomes["read"] += 1
+    assert min(outcomes.values()) > 10
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([None, None, True, False, None], None),
+        ([None, "a", True, 3, None], None),
+        ([None, None, ["a"], None, ["b", "c"]], None),
+        ([None, True, True, True, "yes"], "r.jsonl:6: 'x' is a text or a number here and true or false in rows before"),
+        (["a", None, None, None, ["b"]], "r.jsonl:6: 'x' is a list here and a text or a number in rows before"),
+        ([["a"], None, None, None, 7], "r.jsonl:6: 'x' is a text or a number here and a list in rows before"),
+    ],
+)
+def test_a_column_of_json_lines_in_parts_has_one_kind(tmp_path, monkeypatch, values, message):
+    monkeypatch.setattr("jfi.data.read_json._PART", 10)
+    path = tmp_path / "r.jsonl"
+    rows = [json.dumps({"x": value} | ({"y": i} if i > 2 else {})) for i, value in enumerate(values)]
+    path.write_text("\n".join(["", *rows]))
+    if message is not None:
+        with pytest.raises(DataError, match=f"{message}; it must be of one kind$"):
+            list(read_blocks(str(path), ["x", "y"], size=2))
+        return
+    whole, parts = read_table(str(path), ["x", "y"]), list(read_blocks(str(path), ["x", "y"], size=2))
+    assert [x for part in parts for x in part.column("x").to_pylist()] == whole.column("x").to_pylist()
+    assert [x for part in parts for x in part.strings("y").to_pylist()] == [None, None, None, "3", "4"]
+    assert {part.column("x").type for part in parts} == {whole.column("x").type}
+    assert parts[1].line(0) == whole.line(2) == 4
+
+
+def test_text_is_prepared_without_reading_a_file_whole(tmp_path, write, monkeypatch):
+    rows = [f"{i % 7},{i % 5},{i % 2},{i}" for i in range(50)]
+    path = write("r.csv", "user_id,item_id,clicked,timestamp", *rows)
+    monkeypatch.delattr("jfi.data.read_text.read_utf8")
+    prepare_dataset(DataConfig(interactions=path, label="clicked"), tmp_path / "prepared")

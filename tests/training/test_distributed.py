@@ -284,11 +284,11 @@ def test_one_process_of_a_host_reads_the_tables_and_all_map_the_result(folder, l
     [{"group": "timestamp"}, {"history": "rating == 1"}, {"event_crosses": [["item_id", "rating"]]}],
     ids=lambda settings: next(iter(settings)),
 )
-def test_every_process_reads_tables_that_a_prepared_dataset_does_not_hold(folder, one_launched, settings):
-    config = dataclasses.replace(tiny(folder, "unheld").data, **settings)
+def test_groups_histories_and_crosses_are_shared_too(folder, one_launched, settings):
+    config = dataclasses.replace(tiny(folder, "shared").data, **settings)
     with join_world("cpu") as world:
         dataset = load_shared(config, world)
-    assert dataset.arrays().events.time.flags.owndata
+    assert not dataset.arrays().events.time.flags.owndata
     ours, theirs = (next(one.batches("test", 50)).sparse_features for one in (dataset, load_dataset(config)))
     assert torch.equal(ours.values(), theirs.values())
     assert torch.equal(ours.lengths(), theirs.lengths())

@@ -278,7 +278,7 @@ def test_what_is_no_run_is_not_loaded(copied, tmp_path):
     with pytest.raises(ConfigError, match=r"^run \S+: not a run folder, config\.yaml is missing$"):
         load_run(tmp_path)
     edit_config(item_categorical=[])(copied)
-    with pytest.raises(ConfigError, match=r"^run \S+: config\.yaml: data\.item_categorical: got \[\], but"):
+    with pytest.raises(ConfigError, match=r"^run \S+: config\.yaml has changed since .*: data\.item_categorical was"):
         load_run(copied / "run")
     shutil.rmtree(copied / "run/checkpoints")
     with pytest.raises(ConfigError, match="no checkpoint yet"):
@@ -342,6 +342,44 @@ def test_resume_refuses_a_dataset_that_was_prepared_again_with_other_settings(tr
     prepare_dataset(own.data, tmp_path / "prepared")
     train(dataclasses.replace(own, data=DataConfig(prepared=str(tmp_path / "prepared"))))
     shutil.rmtree(tmp_path / "prepared")
-    prepare_dataset(dataclasses.replace(own.data, max_history=3), tmp_path / "prepared")
-    with pytest.raises(ConfigError, match=r"data\.max_history was \d+, but .* was prepared again with 3"):
+    prepare_dataset(dataclasses.replace(own.data, max_slots=3), tmp_path / "prepared")
+    with pytest.raises(ConfigError, match=r"data\.max_slots was \d+, but .* was prepared again with 3"):
         resume(tmp_path / "run")
+
+
+def run_example(monkeypatch, name: str, *arguments: object) -> int:
+    """The exit code of an example, in this process."""
+    main = runpy.run_path(str(ROOT / f"examples/{name}.py"))["main"]
+    monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+    return run_cli(main)
+
+
+def test_a_run_goes_on_with_a_table_that_has_grown_and_is_prepared_again(trained, tmp_path, monkeypatch, capsys):
+    own, run = config_of(trained / "table.csv", tmp_path / "run", epochs=1), tmp_path / "run"
+    prepare_dataset(own.data, tmp_path / "first")
+    train(dataclasses.replace(own, data=DataConfig(prepared=str(tmp_path / "first"))))
+    config = load_config(run / "config.yaml")
+    save_config(config.with_training(epochs=2), run / "config.yaml")
+    write_table(tmp_path / "grown.csv", [row(i) for i in range(230)])
+    grown = ["--data.interactions", tmp_path / "grown.csv"]
+    assert run_example(monkeypatch, "prepare_data", "--run", run, *grown, "--out", tmp_path / "grown") == 0
+    out = capsys.readouterr().out
+    assert "data: 230 rows" in out
+    assert "grown is written; train with --data.prepared" in out
+
+    resumed = ["--resume", run, "--config-changed", "accept", "--data.prepared", tmp_path / "grown"]
+    assert run_example(monkeypatch, "train_dlrm", *resumed) == 2
+    assert "it has 230 rows, 30 more than the run was started with" in capsys.readouterr().err
+    assert load_config(run / "config.yaml").data.prepared == str(tmp_path / "first")
+    assert run_example(monkeypatch, "train_dlrm", *resumed, "--data-changed", "accept") == 0
+    data = load_config(run / "config.yaml").data
+    assert (data.prepared, data.interactions) == (str(tmp_path / "grown"), str(tmp_path / "grown.csv"))
+    assert resume(run).epochs == 2  # it is the run's data from now on
+
+    # A dataset with other vocabularies, or settings, is none that the run can go on with.
+    prepare_dataset(dataclasses.replace(own.data, interactions=str(tmp_path / "grown.csv")), tmp_path / "new")
+    with pytest.raises(DataError, match=r"was prepared with other .* prepare the tables again with \S+ --run$"):
+        resume(run, prepared=tmp_path / "new", data_changed="accept")
+    prepare_dataset(dataclasses.replace(own.data, max_slots=3), tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"data\.max_slots was 8, but .* was prepared again with 3"):
+        resume(run, prepared=tmp_path / "other", data_changed="accept")

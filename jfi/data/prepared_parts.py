@@ -1,0 +1,178 @@
+"""The events, users and items of a prepared dataset that another program has written: read, checked and joined."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+
+from jfi.data.coded import BLOCK, blocks
+from jfi.data.column_files import ColumnWriter, read_columns
+from jfi.data.config import DataConfig
+from jfi.data.errors import DataError
+from jfi.data.events import index_type
+from jfi.data.prepared import COLUMNS, IN_HISTORY, column_name, dense_names
+from jfi.data.prepared_write import id_type
+from jfi.data.schema import DataSchema, Entity
+from jfi.data.splits import SPLITS
+from jfi.display import Display
+from jfi.files import is_storage_fault
+
+
+def _parts(folder: Path, name: str) -> Iterator[tuple[str, pa.RecordBatch]]:
+    """The record batches of a file or of a folder of parts, each with its file's name."""
+    whole, parts = folder / f"{name}.arrow", folder / name
+    # The parts first: they may have been written again since they were joined.
+    files = sorted(path for path in parts.glob("*") if path.suffix in (".arrow", ".parquet"))
+    files = files or [path for path in (whole,) if path.is_file()]
+    if not files:
+        raise DataError(f"{folder}: neither {name}.arrow nor a folder {name} with parts in Parquet or Arrow")
+    for path in files:
+        shown = str(path.relative_to(folder))
+        try:
+            if path.suffix == ".parquet":
+                with pyarrow.parquet.ParquetFile(path) as file:
+                    yield from ((shown, batch) for batch in file.iter_batches(BLOCK))
+            else:
+                with pa.memory_map(str(path)) as source:
+                    file = pa.ipc.open_file(source)
+                    batches = (file.get_batch(i) for i in range(file.num_record_batches))
+                    yield from (
+                        (shown, b.slice(first)[: last - first]) for b in batches for first, last in blocks(len(b))
+                    )
+        except (OSError, pa.ArrowInvalid) as error:
+            if is_storage_fault(error):
+                raise
+            raise DataError(f"{path}: damaged: {error}") from error
+
+
+def join_small(folder: Path, of: Entity, schema: DataSchema, config: DataConfig) -> dict[str, pa.Array]:
+    """The columns of users or items, checked."""
+    batches = [batch for _, batch in _parts(folder, f"{of}s")]
+    if not sum(len(batch) for batch in batches):
+        raise DataError(f"{folder}: {of}s has no rows")
+    table = pa.Table.from_batches(batches).combine_chunks()
+    columns: dict[str, pa.Array] = {}
+    for spec in schema.features[:-1]:
+        name = column_name(spec)
+        if spec.of != of or name in columns:
+            continue
+        many = any(s.column == spec.column and (s.multi_valued or s.slot is not None) for s in schema.features)
+        column = _column(table, name, f"{of}s")
+        kind = pa.from_numpy_dtype(id_type(spec.num_embeddings))
+        values = column
+        if many:
+            if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
+                raise DataError(f"{of}s: column '{name}' has type {column.type}, but the schema has lists of ids")
+            values = column.flatten()
+        _check_ids(values, spec.num_embeddings, f"{of}s", name, 0)
+        columns[name] = _copied(column, pa.large_list(kind) if many else kind)
+    for name in dense_names(config)[of]:
+        column = _column(table, name, f"{of}s")
+        if column.null_count or not pa.types.is_floating(column.type):
+            what = "nulls" if column.null_count else str(column.type)
+            raise DataError(f"{of}s: column '{name}' must be float32 without nulls, got {what}")
+        columns[name] = column.cast(pa.float32(), safe=False)
+        finite = np.isfinite(columns[name].to_numpy())
+        if not finite.all():
+            row = int(finite.argmin())
+            raise DataError(f"{of}s: '{name}' is {column[row].as_py()} in row {row}, not finite; a missing value is 0")
+    return columns or {"": pa.nulls(table.num_rows)}
+
+
+def join_events(
+    folder: Path, work: Path, schema: DataSchema, counts: dict[Entity, int], config: DataConfig, display: Display
+) -> dict:
+    """The columns of events as maps of files in `work`, checked."""
+    ids = {spec.key: spec.num_embeddings for spec in schema.features[:-1] if spec.of == "event"}
+    index = index_type(max(counts.values()))
+    types = {"user": index, "item": index, "time": np.float64, "label": np.float32, "split": np.int8}
+    types |= {name: id_type(count) for name, count in ids.items()}
+    if config.history is not None:
+        ids[IN_HISTORY], types[IN_HISTORY] = 2, np.int8
+    writer = ColumnWriter(work, types)
+    check, start = _OrderCheck(counts, config.label is None), 0
+    for file, batch in _parts(folder, "events"):
+        for name, is_right in COLUMNS.items():
+            column = _column(batch, name, file)
+            if not is_right(column.type):
+                raise DataError(f"{file}: column '{name}' has type {column.type}, see docs/prepared-data.md")
+            if column.null_count and name != "label":
+                raise DataError(f"{file}: column '{name}' has nulls")
+        values = {name: batch.column(name).to_numpy(zero_copy_only=False) for name in COLUMNS}
+        check.add(file, start, values)
+        for name, column in values.items():
+            writer.append(name, column)
+        for name, count in ids.items():
+            column = _column(batch, name, file)
+            if name == IN_HISTORY and pa.types.is_boolean(column.type):
+                column = column.cast(pa.int8())
+            _check_ids(column, count, file, name, start)
+            writer.append(name, column.to_numpy())
+        start += len(batch)
+        display.update(len(batch))
+    check.finish(start)
+    writer.close()
+    return read_columns(work)
+
+
+class _OrderCheck:
+    """Checks that rows are sorted by (user, time, item), and that their values are possible."""
+
+    def __init__(self, counts: dict[Entity, int], is_implicit: bool) -> None:
+        self._counts, self._is_implicit = counts, is_implicit
+        self._last: dict[str, np.ndarray] = {"user": np.array([-1]), "time": np.array([0.0]), "item": np.array([0])}
+
+    def add(self, file: str, start: int, values: dict[str, np.ndarray]) -> None:
+        if not len(values["user"]):
+            return
+        user, time, item = (np.append(last, values[name]) for name, last in self._last.items())
+        step = np.diff(user)
+        later = (time[1:] > time[:-1]) | ((time[1:] == time[:-1]) & (item[1:] >= item[:-1]))
+        label, split = values["label"], values["split"]
+        for wrong, what in (
+            ((step < 0) | ((step == 0) & ~later), "rows are not sorted by (user, time, item)"),
+            (step > 1, "a user before this one has no event"),
+            (user[1:] >= self._counts["user"], "'user' is not a row of users"),
+            ((item[1:] < 0) | (item[1:] >= self._counts["item"]), "'item' is not a row of items"),
+            (~np.isfinite(time[1:]), "'time' is not finite"),
+            (~((label == 0) | (label == 1) | np.isnan(label)), "'label' is not 0, 1 or missing"),
+            (
+                self._is_implicit & (label != 1),
+                "'label' is not 1, but the manifest has no label: every row is a positive",
+            ),
+            ((split < 0) | (split >= len(SPLITS)), "'split' is not 0, 1 or 2"),
+        ):
+            if wrong.any():
+                raise DataError(f"{file}: row {start + int(wrong.argmax())} of the events: {what}")
+        self._last = {name: values[name][-1:].copy() for name in self._last}
+
+    def finish(self, rows: int) -> None:
+        if not rows:
+            raise DataError("events: no rows")
+        if self._last["user"][0] + 1 != self._counts["user"]:
+            raise DataError(f"users has {self._counts['user']} rows, but only {self._last['user'][0] + 1} have events")
+
+
+def _column(table: pa.Table | pa.RecordBatch, name: str, file: str) -> pa.Array:
+    if name not in table.schema.names:
+        raise DataError(f"{file}: no column '{name}', see docs/prepared-data.md")
+    column = table.column(name)
+    return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+
+
+def _check_ids(column: pa.Array, count: int, file: str, name: str, start: int) -> None:
+    if not pa.types.is_integer(column.type) or column.null_count:
+        raise DataError(f"{file}: column '{name}' must be of integers without nulls, got {column.type}")
+    values = column.to_numpy()
+    wrong = (values < 0) | (values >= count)
+    if wrong.any():
+        row = int(wrong.argmax())
+        raise DataError(f"{file}: '{name}' is {values[row]} in row {start + row}; ids are from 0 to {count - 1}")
+
+
+def _copied(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    """The column in another type, and from its first row on, so that its offsets start at 0."""
+    column = column.cast(kind)
+    return pa.concat_arrays([column]) if column.offset else column

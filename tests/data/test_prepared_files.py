@@ -1,0 +1,200 @@
+"""The files of a prepared dataset: what a manifest may say, damage that is noticed, what a failure leaves."""
+
+import errno
+import json
+import re
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jfi.data import DataConfig, DataError, load_dataset, prepare
+from jfi.data.external_sort import MemoryLimitError
+from jfi.data.manifest import Manifest, prepared_config, resolve
+from jfi.data.prepare import prepare_dataset
+from jfi.data.prepared import verify_dataset
+from jfi.data.prepared_complete import complete_dataset
+from jfi.training.cli import parse_config
+
+
+@pytest.fixture
+def config(write) -> DataConfig:
+    rng = np.random.default_rng(0)
+    rows = [f"{rng.integers(6)},{rng.integers(9)},{rng.integers(2)},{i}" for i in range(80)]
+    path = write("rows.csv", "user_id,item_id,clicked,timestamp", *rows)
+    return DataConfig(interactions=path, label="clicked", max_history=7, fractions=[0.5, 0.25, 0.25])
+
+
+@pytest.fixture
+def folder(config, tmp_path) -> Path:
+    prepare_dataset(config, tmp_path / "prepared")
+    return tmp_path / "prepared"
+
+
+def edit(folder: Path, **changes: object) -> None:
+    tree = json.loads((folder / "manifest.json").read_text())
+    tree["data"] |= changes
+    (folder / "manifest.json").write_text(json.dumps(tree | {"complete": False}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_history": "50"}, 'data.max_history is "50", must be an integer'),
+        ({"max_history": True}, "data.max_history is true, must be an integer"),
+        ({"label": 3}, "data.label is 3, must be str | None"),
+        ({"fractions": [0.8, "x"]}, 'data.fractions is [0.8, "x"], must be list[float]'),
+        ({"event_categorical": "action"}, 'data.event_categorical is "action", must be list[str]'),
+        ({"min_count": {"item_id": None}}, 'data.min_count is {"item_id": null}, must be dict[str, int]'),
+        ({"split": "tme"}, 'data.split is "tme", must be one of time, leave_one_out, user, column, files'),
+        ({"synthetic": {"num_users": "9"}}, 'data.synthetic.num_users is "9", must be an integer'),
+        ({"synthetic": 3}, "data.synthetic is 3, must be an object"),
+        ({"lable": "clicked"}, "data has no field 'lable'; did you mean 'label'?"),
+        ({"prepared": "x"}, "data has no field 'prepared'"),
+        ({"event_crosses": [["a", 1]]}, 'data.event_crosses is [["a", 1]], must be list[list[str]]'),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_named(folder, change, message):
+    edit(folder, **change)
+    for attempt in (lambda: complete_dataset(folder), lambda: load_dataset(DataConfig(prepared=str(folder)))):
+        with pytest.raises(DataError, match=f"^{re.escape(str(folder))}/manifest.json: {re.escape(message)}"):
+            attempt()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1]", "'format' is None"),
+        ('{"format": "jfi prepared dataset 1"}', "data is null, must be an object"),
+        ('{"format": "jfi prepared dataset 1", "data": {}, "complete": 1}', "complete is 1, must be true or false"),
+        ('{"format": "jfi prepared dataset 1", "data": {}, "sizes": {"a": "b"}}', 'sizes is {"a": "b"}, must be dict'),
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+    ],
+)
+def test_what_is_no_manifest_is_one_line(folder, text, message):
+    (folder / "manifest.json").write_text(text)
+    with pytest.raises(DataError, match=re.escape(message)) as caught:
+        Manifest.load(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_tables_of_a_manifest_are_relative_to_its_folder_and_urls_are_kept(folder, config):
+    edit(folder, interactions=["../rows.csv", "s3://bucket/rows"], users="/abs/u.csv", items=None)
+    data = Manifest.load(folder).data
+    assert data.interactions == [f"{folder}/../rows.csv", "s3://bucket/rows"]
+    assert (data.users, data.items) == ("/abs/u.csv", None)
+    assert DataConfig(interactions="s3://bucket/rows").with_absolute_paths().interactions == "s3://bucket/rows"
+    # The run's own names of tables make no difference.
+    given = DataConfig(prepared=str(folder), interactions="elsewhere.csv", label="clicked")
+    assert resolve(given).interactions == data.interactions
+
+
+def test_an_argument_that_is_the_default_counts_and_an_absent_one_is_as_prepared(folder):
+    arguments = ["--data.prepared", str(folder)]
+    assert parse_config(arguments, "")[0].data.max_history == 7
+    config = parse_config([*arguments, "--data.max_history", "200"], "")[0].data
+    assert resolve(config).max_history == 200
+    assert load_dataset(config).schema.max_history == 200
+    assert load_dataset(prepared_config(folder)).schema.max_history == 7
+    parse_config(["--data.prepared", f"{folder}/absent"], "")  # training says that it is no dataset
+
+
+def test_a_malformed_memory_is_refused_before_anything_is_read(config, folder, tmp_path):
+    edit(folder)
+    for attempt in (
+        lambda: prepare_dataset(config, tmp_path / "other", "many"),
+        lambda: complete_dataset(folder, "many"),
+    ):
+        with pytest.raises(DataError, match=r"^--memory many: not an amount of memory such as 1GB$"):
+            attempt()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["prepared", "rows.csv"]
+
+
+def fail(error: BaseException):
+    def call(*_: object, **__: object) -> None:
+        raise error
+
+    return call
+
+
+def test_a_failed_preparation_keeps_what_another_call_can_use_and_says_so(config, tmp_path, monkeypatch, capsys):
+    out, work = tmp_path / "out", tmp_path / ".out.preparing"
+    kept = f"{work} keeps what is done; call again to continue, or remove it"
+    for error in (OSError(errno.ENOSPC, "no space left", "x.bin"), MemoryLimitError("too little")):
+        with monkeypatch.context() as patch:
+            patch.setattr(prepare, "order_and_split", fail(error))
+            with pytest.raises(type(error)) as caught:
+                prepare_dataset(config, out)
+        assert kept in str(caught.value)
+        assert (work / "rows.done").exists()
+    monkeypatch.setattr(prepare, "order_and_split", fail(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        prepare_dataset(config, out)
+    assert kept in capsys.readouterr().err
+    # A fault of the table comes again until the table changes.
+    monkeypatch.setattr(prepare, "order_and_split", fail(DataError("the test split is empty")))
+    with pytest.raises(DataError, match=r"^the test split is empty$"):
+        prepare_dataset(config, out)
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]
+
+
+def test_every_bit_that_changes_is_noticed(folder):
+    assert verify_dataset(folder) is None
+    names = sorted(path.name for path in folder.iterdir() if path.name != "SHA256SUMS")
+    assert len(names) == 12
+    for name in [*names, "SHA256SUMS"]:
+        path, content = folder / name, (folder / name).read_bytes()
+        for place in np.random.default_rng(len(name)).integers(0, len(content), 3):
+            damaged = bytearray(content)
+            damaged[place] ^= 4
+            path.write_bytes(damaged)
+            for attempt in (lambda: verify_dataset(folder), lambda: load_dataset(prepared_config(folder))):
+                with pytest.raises(DataError):
+                    attempt()
+        path.write_bytes(content)
+    (folder / "SHA256SUMS").unlink()
+    with pytest.raises(DataError, match=r"SHA256SUMS is missing$"):
+        load_dataset(prepared_config(folder))
+
+
+def test_large_files_are_verified_only_when_asked(folder, monkeypatch):
+    monkeypatch.setattr("jfi.data.prepared._SMALL", 1000)
+    path = folder / "events.arrow"
+    content = bytearray(path.read_bytes())
+    assert len(content) > 1000
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    load_dataset(prepared_config(folder))
+    with pytest.raises(DataError, match=r"events\.arrow is damaged: its SHA-256 is not the one in SHA256SUMS$"):
+        verify_dataset(folder)
+
+
+def test_files_of_others_are_no_part_of_a_dataset(folder):
+    edit(folder)
+    (folder / "_SUCCESS").write_text("")
+    complete_dataset(folder)
+    (folder / "_SUCCESS").unlink()
+    assert load_dataset(prepared_config(folder)).num_samples("train") == 40
+    verify_dataset(folder)
+
+
+def test_one_process_at_a_time_completes_a_folder(folder, monkeypatch):
+    edit(folder)
+    entered, go = threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:
+        entered.set()
+        go.wait(20)
+
+    monkeypatch.setattr("jfi.data.prepared_complete._complete", wait)
+    thread = threading.Thread(target=complete_dataset, args=(folder,))
+    thread.start()
+    entered.wait(20)
+    try:
+        with pytest.raises(DataError, match=r"another process is completing this dataset$"):
+            complete_dataset(folder)
+    finally:
+        go.set()
+        thread.join()
