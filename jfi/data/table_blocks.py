@@ -9,7 +9,6 @@ import pyarrow.parquet
 
 from jfi.data.arrays import is_text
 from jfi.data.config import DataConfig
-from jfi.data.decode import UTF8
 from jfi.data.errors import DataError
 from jfi.data.paths import File, find_files
 from jfi.data.read_parquet import iterate_parquet
@@ -23,9 +22,9 @@ BLOCK = 1 << 18
 def read_blocks(
     paths: str | list[str],
     wanted: Container[str],
-    encoding: str = UTF8,
-    quoting: bool = True,
-    setting: str = "data.interactions",
+    encoding: str,
+    quoting: bool,
+    setting: str,
     size: int | None = None,
 ) -> Iterator[Table]:
     """The rows that `read_table` reads, as tables of some rows of one file, each with its place in the file.

@@ -132,7 +132,7 @@ def test_a_dataset_that_pyarrow_wrote_loads(tmp_path, rows, suffix):
             assert genres.tolist() == [1 + i % 3 if i % 3 == 2 else 0 for i in rows["item"][before].tolist()]
 
 
-def test_it_trains(tmp_path, rows):
+def test_it_trains(tmp_path, rows, capsys):
     folder = write(tmp_path / "prepared", rows)
     complete_dataset(folder)
     config = Config(
@@ -141,6 +141,7 @@ def test_it_trains(tmp_path, rows):
         training=TrainingConfig(run_dir=str(tmp_path / "run"), epochs=1, batch_size=64, device="cpu"),
     )
     assert train(config).epochs == 1
+    assert "None" not in capsys.readouterr().out  # a prepared dataset has no summary
 
 
 def test_positives_without_a_label_have_negatives(tmp_path, rows, monkeypatch):
@@ -191,6 +192,14 @@ def test_a_broken_rule_is_named_and_nothing_is_left(tmp_path, rows, spoil, messa
     assert sorted(path.name for path in Path(folder).iterdir()) == [
         *("events", "items", "manifest.json", "schema.json", "users", "vocabularies.parquet")
     ]
+
+
+def test_a_user_beyond_the_table_of_users_is_named_where_a_part_holds_one_row(tmp_path, rows):
+    folder = Path(write(tmp_path / "prepared", rows))
+    last = {name: values[-1:] for name, values in rows.items()}
+    write_part(folder / "events/part-00003.parquet", last | {"user": np.array([USERS])})
+    with pytest.raises(DataError, match=r"part-00003.parquet: row 400 of the events: 'user' is not a row of users$"):
+        complete_dataset(folder)
 
 
 def test_a_part_that_is_missing_or_damaged_is_named(tmp_path, rows):
