@@ -174,6 +174,8 @@ def _decode(path: str, parts: Iterable[bytes], encoding: str) -> Iterator[bytes]
             line = lines + more_lines(last, before) + 1
             raise UndecodableError(f"{path}:{line}: {what}; {advice}") from error
         except UnicodeError as error:
+            if isinstance(error, UnicodeEncodeError):  # half of a surrogate pair
+                lines += more_lines(last, error.object[: error.start].encode(UTF8, errors="ignore"))
             raise UndecodableError(f"{path}:{lines + 1}: not {encoding}: {error}; {_ADVICE}") from error
         lines, last = lines + more_lines(last, text), text[-1:] or last
         yield text

@@ -103,6 +103,8 @@ def _check_files(folder: Path, limit: int | None) -> None:
     except DamagedFileError as error:
         raise DataError(str(error)) from None
     except OSError as error:
+        if is_storage_fault(error):
+            raise
         raise DataError(f"{error.filename}: {(error.strerror or 'cannot be read').lower()}") from None
 
 

@@ -132,4 +132,4 @@ def _common_type(types: list[pa.DataType]) -> pa.DataType:
             with contextlib.suppress(pa.ArrowException):
                 schemas = [pa.schema([("", one)]) for one in types]
                 return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
-    return pa.large_string() if any(map(pa.types.is_large_string, types)) else pa.string()
+    return pa.large_string()

@@ -27,7 +27,7 @@ def require_keys(argument: str, present: Collection[str], needed: Iterable[str])
 
 
 @torch.fx.wrap
-def check_ids(argument: str, ids: KeyedJaggedTensor, needed: list[str], sharded: bool = False) -> None:
+def check_ids(argument: str, ids: KeyedJaggedTensor, needed: list[str], sharded: bool) -> None:
     """Checks the ids that embedding collections are about to read, where these would fail less clearly."""
     if not isinstance(ids, KeyedJaggedTensor):
         raise TypeError(f"{argument} must be a KeyedJaggedTensor of ids, got {type(ids).__name__}")

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -212,8 +212,6 @@ class TensorReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         files: dict[str, Tensor] = {}
         for item in plan.items:
-            if item.type == LoadItemType.BYTE_IO:
-                raise TypeError(f"a checkpoint holds tensors only; {item.dest_index.fqn} is none")
             place, kind, sizes = self.metadata.storage_data[item.storage_index]
             if place.file not in files:  # mapped, so that only the pages in use are read
                 files[place.file] = torch.from_numpy(np.memmap(self.folder / place.file, np.uint8, "r"))

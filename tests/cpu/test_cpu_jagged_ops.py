@@ -18,6 +18,7 @@ CPU = torch.device("cpu")
 CASES = LENGTHS | {
     "runs_of_equal_lengths": [3, 3, 3, 0, 3, 1, 1],
     "scattered_equal_lengths": [2, 5, 1] * 8,
+    "two_of_equal_lengths_apart": [3, 5, 3],
     "large_samples_of_equal_lengths": [130, 1, 130, 1, 130, 1, 130, 1, 130, 1],
 }
 

@@ -128,6 +128,19 @@ def test_target_and_history_share_a_table(labeled):
     assert tables["history_age"][0] == ""
 
 
+def test_a_pinned_batch_holds_the_same(labeled, monkeypatch):
+    pinned = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor)
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)  # which needs a GPU
+    batch = next(labeled.batches("test", 10))
+    assert same(batch.pin_memory(), batch)
+    assert {id(batch.dense_features), id(batch.labels), id(batch.users)} <= set(map(id, pinned))
+
+
 def test_batch_moves_to_a_device(labeled):
     batch = next(labeled.batches("test", 10)).to(torch.device("meta"), non_blocking=True)
     tensors = (batch.dense_features, batch.sparse_features.values(), batch.labels, batch.users)

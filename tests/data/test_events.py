@@ -68,3 +68,9 @@ def test_an_order_computed_in_slices_mixes_all_distances():
     # Each tenth of the places gets each tenth of the samples equally often, up to five deviations of a count.
     counts = np.histogram2d(order, np.arange(100_000), bins=10)[0]
     assert np.abs(counts - 1000).max() < 5 * 1000**0.5
+
+
+def test_no_events_have_no_users():
+    ids = np.zeros(0, np.int32)
+    events = Events(ids, ids, np.zeros(0), np.zeros(0, np.float32), np.zeros(0, np.int8))
+    assert events.first.tolist() == [0]

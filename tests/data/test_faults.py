@@ -131,6 +131,12 @@ def test_settings(write, settings, expected):
     assert fault(write("r.csv", HEADER, *ROWS), **settings).startswith(expected)
 
 
+def test_a_message_of_any_length_keeps_its_start_and_its_end():
+    text = str(DataError(f"start{'-' * 9000}end"))
+    assert text == f"start{'-' * 995} ... {'-' * 997}end"
+    assert str(DataError("x" * 2000)) == "x" * 2000
+
+
 def test_a_label_is_not_a_fraction(write):
     rows = ["1,1,,10", "1,1,0,20", "1,1,1.0,30", "1,1,0.9,40"]
     expected = "r.csv:5: label 'rating' is 0.9, not 0 or 1; did you mean a rule such as 'rating >= 0.9'?"

@@ -97,6 +97,10 @@ def test_json_lines_of_more_than_a_block(write, monkeypatch):
         ('{"user": [1]}', "r.jsonl:3: 'user' is a list here and a single value in other rows; it must have one value"),
         ('{"user": "\\ud800"}', "r.jsonl:3: 'user' holds half of a surrogate pair, which is no character"),
         ('{"tags": [["a"]]}', "r.jsonl:3: 'tags' is a list of lists or objects; it must be a list of texts or numbers"),
+        (
+            '{"tags": ["a", ["b"]]}',
+            "r.jsonl:3: 'tags' is a list of lists or objects; it must be a list of texts or num",
+        ),
         ("[" * 100_000, "r.jsonl:3: nested too deeply"),
     ],
 )

@@ -41,6 +41,7 @@ def test_counts_shares_and_lengths(write):
     assert summary.history_lengths["p50"] == np.quantile(lengths, 0.5)
     assert summary.history_lengths["max"] == 9 and summary.history_lengths["empty"] == pytest.approx(5 / 39)
     assert summary.missing == {"tag": 0.25}
+    assert summary.unseen.keys() == {"validation", "test"}
     assert summary.unseen["validation"] == {"user": 0.0, "item": 0.0}
     assert summary.unseen["test"] == {
         "user": 0.25,
@@ -83,6 +84,9 @@ def test_columns_that_change_from_row_to_row_are_warned_of(write):
     assert warning.startswith("'city' changes for 1 of 4 users from row to row; every sample has the value of the user")
     (warning,) = load(write, table, item_categorical=["tag"], separators={"tag": "t"}).warnings
     assert warning.startswith("'tag' changes for 5 of 5 items from row to row")
+    table[20][5], table[21][5] = "a", ""  # a missing value is another one too
+    (warning,) = load(write, table, user_categorical=["city"]).warnings
+    assert warning.startswith("'city' changes for 1 of 4 users")
     # With a table of users there is one value.
     users = write("u.csv", "user_id,city", *(f"{i},a" for i in range(4)))
     assert load(write, table, user_categorical=["city", "user_id"], users=users).warnings == []

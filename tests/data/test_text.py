@@ -84,6 +84,12 @@ def test_a_byte_of_another_encoding_deep_in_a_large_file_is_placed(tmp_path):
     assert message(str(path)).startswith(f"r.csv:300002: the byte 0xFC at offset {len(rows) + 2} is not UTF-8; ")
 
 
+def test_half_of_a_surrogate_pair_is_placed(tmp_path):
+    (tmp_path / "r.csv").write_bytes(b"user,title\nu1,\\ud800\nu2,x")
+    with pytest.raises(DataError, match=r"r\.csv:2: not unicode_escape: .* surrogates not allowed"):
+        read_table(str(tmp_path / "r.csv"), ["title"], encoding="unicode_escape")
+
+
 def test_the_encoding_must_be_known(write):
     for encoding in ("utf9", "rot13", "base64", "", "\0", "undefined"):
         config = DataConfig(interactions=write("r.csv", HEADER), encoding=encoding)

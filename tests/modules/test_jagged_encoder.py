@@ -464,3 +464,15 @@ def test_compiles_to_one_graph_for_every_number_of_events():
         arguments = torch.randn(count, EMBEDDING_DIM), torch.tensor([0, 1, 1, 3, count])
         torch.testing.assert_close(compiled(*arguments), encode(*arguments))
     assert compilations.frame_count == 1
+
+
+def test_the_sizes_that_are_not_given_are_the_documented_ones():
+    encoder = JaggedEncoder([taste()], EMBEDDING_DIM)
+    assert (encoder.num_heads, encoder.num_layers, encoder.causal) == (1, 1, False)
+    (block,) = encoder.stacks["taste"].blocks
+    widths = [one.out_features for one in block.feedforward if isinstance(one, nn.Linear)]
+    assert widths == [4 * EMBEDDING_DIM, EMBEDDING_DIM]
+    assert {one.p for one in block.modules() if isinstance(one, nn.Dropout)} == {0.0}
+    layer = JaggedFeatureInteraction([taste()], EMBEDDING_DIM)
+    assert (layer.num_heads, layer.num_queries) == (1, 1)
+    assert PositionBias().num_buckets == KeyBias("age").num_buckets == 32

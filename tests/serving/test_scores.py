@@ -14,7 +14,7 @@ from jfi.data.synthetic import make_tables
 from jfi.serving import artifact
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.requests import Request
-from jfi.serving.scorer import Scorer, group_by_size
+from jfi.serving.scorer import Scorer, _check_environment, group_by_size
 from jfi.serving.tables import load_tables, save_tables
 from jfi.training.cli import run_cli
 from jfi.training.saved_run import load_run
@@ -82,7 +82,8 @@ def test_an_answer_does_not_depend_on_the_batch(scorer, samples):
 def test_a_long_history_is_cut_to_the_newest_events_as_in_training(scorer, samples):
     request = max(samples[0], key=lambda request: len(request["history"]))
     longer = dict(request, history=[{"item": 1, "category": 1, "rating": 1, "age": 9e9}] * 40 + request["history"])
-    assert len(request["history"]) == scorer.reader.limits.max_history
+    assert len(request["history"]) == scorer.reader.limits.max_history == scorer.info["limits"]["max_history"]
+    assert scorer.reader.limits.max_candidates == scorer.info["limits"]["max_candidates"] != len(request["history"])
     np.testing.assert_array_equal(scored(scorer, [longer]), scored(scorer, [request]))
 
 
@@ -119,6 +120,18 @@ def test_int8_rows_are_within_half_a_step(tmp_path):
     rows = load_tables(*load)({"history_item": ids})["history_item"]
     step = (weight.amax(1) - weight.amin(1)) / 255
     assert ((rows - weight).abs().amax(1) <= 0.51 * step + 1e-6).all()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_an_artifact_that_this_machine_cannot_run_is_refused(tmp_path):
+    info = {"versions": {"torch": torch.__version__}, "device": "cuda", "gpu": "H100"}
+    with pytest.raises(ArtifactError, match="was exported for a GPU, but there is none here"):
+        _check_environment(tmp_path, info, None)
+    with pytest.raises(ArtifactError, match="there is no GPU here"):
+        _check_environment(tmp_path, info | {"device": "cpu"}, "cuda")
+    with pytest.raises(ArtifactError, match=r"was exported with torch 1\.0\.0"):
+        _check_environment(tmp_path, info | {"versions": {"torch": "1.0.0"}, "device": "cpu"}, None)
+    _check_environment(tmp_path, info | {"device": "cpu"}, None)
 
 
 def test_int8_tables_without_torchrec_are_refused_by_one_line(int8, monkeypatch):

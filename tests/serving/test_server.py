@@ -1,6 +1,7 @@
 """The server in this process: faults, storms, and what is batched with what."""
 
 import asyncio
+import inspect
 import io
 import json
 import threading
@@ -15,6 +16,14 @@ from aiohttp.test_utils import TestClient, TestServer
 from jfi.serving.batcher import Batcher
 from jfi.serving.json_lines import answer_lines
 from jfi.serving.server import make_app
+
+
+def test_both_servers_have_the_limits_of_the_command():
+    """As `examples/serve.py --help` says."""
+    for function in (make_app, answer_lines):
+        given = inspect.signature(function).parameters
+        assert (given["max_body"].default, given["queue"].default) == (8 * 2**20, 64)
+        assert given["max_wait"].default == inspect.signature(Batcher).parameters["max_wait"].default == 0
 
 
 def serve(scorer, talk, **how):

@@ -1,11 +1,13 @@
 """The model that is built from a config, and the initial values of its tables."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torchrec import EmbeddingConfig
 
 from jfi.data import DataConfig, SyntheticConfig, load_dataset
-from jfi.modules import stacked_attention
+from jfi.modules import KeyBias, PositionBias, WeightBias, stacked_attention
 from jfi.training import EncoderConfig, ModelConfig, OptimizerConfig, OptimizerGroup, build
 
 
@@ -27,6 +29,39 @@ def test_the_longest_history_of_the_data_is_the_max_seqlen_of_the_features(num_l
     )
     model(batch.dense_features, batch.sparse_features)
     assert seen == [7]
+
+
+def test_every_option_of_the_model_reaches_it():
+    synthetic = SyntheticConfig(num_users=20, num_items=10)
+    schema = load_dataset(DataConfig(source="synthetic", synthetic=synthetic)).schema
+    ages = next(spec.num_embeddings for spec in schema.features if spec.key == "history_age")
+    for bias, expected in (
+        (None, None),
+        ("position", PositionBias(5)),
+        ("weights", WeightBias()),
+        ("history_age", KeyBias("history_age", ages)),
+    ):
+        options = {"num_heads": 2, "num_queries": 3, "bias": bias, "num_buckets": 5, "combine": "concat"}
+        config = ModelConfig(8, dense_arch=[7, 6], over_arch=[5], dropout=0.25, **options)
+        model = build.build_model(config, EncoderConfig(), schema)
+        pooling = model.sequence_arch.pooling
+        assert (pooling.num_heads, pooling.num_queries, pooling.embedding_dim) == (2, 3, 8)
+        assert (pooling.features[0].bias, pooling.features[0].combine) == (expected, "concat")
+        assert (model.dropout.p, model.sequence_arch.encoder) == (0.25, None)
+        sizes = [
+            [one.out_features for one in part.modules() if isinstance(one, torch.nn.Linear)]
+            for part in (model.dense_arch, model.over_arch)
+        ]
+        assert sizes == [[7, 6, 8], [5, 1]]
+        encoder = EncoderConfig(2, 4, 3, 0.5, True, bias)
+        stack = build.build_model(replace(config, bias=None), encoder, schema).sequence_arch.encoder
+        assert (stack.num_layers, stack.num_heads, stack.causal, stack.features[0].bias) == (2, 4, True, expected)
+        block = stack.stacks["history"].blocks[0]
+        assert 24 in {one.out_features for one in block.feedforward if isinstance(one, torch.nn.Linear)}
+        assert 0.5 in {one.p for one in block.modules() if isinstance(one, torch.nn.Dropout)}
+    for pooling in ("mean", "none"):
+        model = build.build_model(ModelConfig(pooling=pooling), EncoderConfig(), schema)
+        assert model.sequence_arch.pooling is None or not hasattr(model.sequence_arch.pooling, "num_heads")
 
 
 @pytest.mark.parametrize(("row", "column"), [(0, 0), (3, 0), (4, 4), (7, 4), (10, 0), (11, 0)])

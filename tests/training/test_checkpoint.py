@@ -2,6 +2,7 @@ import json
 import math
 import os
 import pickle
+import warnings
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,31 @@ def test_round_trip(tmp_path):
     load_checkpoint(path, filled)
     assert torch.equal(filled["model"]["weight"], torch.full((3, 2), 4.0))
     assert read_progress(path) == {"epoch": 1}
+
+
+def test_one_process_of_a_distributed_program_saves_and_loads_alone(tmp_path, monkeypatch):
+    """It does not wait for the others."""
+
+    def wait(*_, **__):
+        raise AssertionError("a collective")
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        for name in ("gather_object", "scatter_object_list", "all_gather_object", "broadcast_object_list"):
+            monkeypatch.setattr(torch.distributed, name, wait)
+        save_checkpoint(tmp_path, checkpoint_name(1, 0), state(4.0), {})
+        filled = state(0.0)
+        load_checkpoint(latest_checkpoint(tmp_path), filled)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert torch.equal(filled["model"]["weight"], torch.full((3, 2), 4.0))
+
+
+def test_saving_and_loading_warn_of_nothing(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save_checkpoint(tmp_path, checkpoint_name(1, 0), state(4.0), {})
+        load_checkpoint(latest_checkpoint(tmp_path), state(0.0))
 
 
 def test_latest_is_the_furthest(tmp_path):

@@ -457,6 +457,19 @@ def test_restarts_over_several_hosts_need_a_store_for_each(one_launched, monkeyp
         pass
 
 
+@pytest.mark.parametrize("restarts", [None, "0", "1"])
+def test_a_run_that_torchrun_restarts_needs_a_name(monkeypatch, restarts):
+    monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
+    if restarts is not None:
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    if restarts == "1":
+        with pytest.raises(ConfigError, match=r"^training\.run_dir must be set"):
+            check_sharded(Config(), torch.device("cpu"))
+        check_sharded(Config().with_training(run_dir="run"), torch.device("cpu"))
+    else:
+        check_sharded(Config(), torch.device("cpu"))
+
+
 def test_tables_that_do_not_fit_are_reported_in_one_line(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     table = EmbeddingConfig(name="item", num_embeddings=10**11, embedding_dim=64, feature_names=["item"])

@@ -43,7 +43,7 @@ def assert_full(run: Callable[[], None], size: int, place: Path, capsys: pytest.
     with no_file_beyond(size):
         assert run_cli(run) == 3
     line = capsys.readouterr().err
-    assert line.startswith(f"error: {place}") and line.endswith(": File too large\n") and line.count("\n") == 1, line
+    assert line.startswith(f"error: {place}") and ": File too large" in line and line.count("\n") == 1, line
 
 
 @pytest.mark.parametrize("size", [0, 100, 2000])

@@ -26,6 +26,16 @@ def test_a_second_process_is_refused_with_the_name_of_the_first(tmp_path):
     enter(tmp_path / "run")
 
 
+def test_anybody_may_read_the_lock_and_nobody_runs_it(tmp_path):
+    before = os.umask(0)
+    try:
+        enter(tmp_path)
+    finally:
+        os.umask(before)
+    (lock,) = tmp_path.iterdir()
+    assert lock.stat().st_mode & 0o777 == 0o644
+
+
 def enter(path) -> None:
     with writing_run(path, World()):
         pass

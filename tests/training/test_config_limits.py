@@ -1,0 +1,131 @@
+"""The least and the greatest value of every number of a config: both are accepted, and the next ones are refused."""
+
+import math
+
+import pytest
+
+from jfi.data import DataConfig, DataError, SyntheticConfig
+from jfi.training import Config, ConfigError
+from jfi.training.cli import parse_config
+from jfi.training.config import EncoderConfig, ModelConfig, OptimizerConfig, OptimizerGroup, ShardingConfig
+from jfi.training.config import TrainingConfig as Training
+
+ABOVE = math.nextafter(1.0, 2.0)
+BELOW = math.nextafter(1.0, 0.0)
+TINY = 5e-324
+MANY = 2**31 - 1
+#: Option, accepted values, refused values.
+LIMITS = [
+    *((f"model.{name}", [1], [0, -1]) for name in ("num_queries", "num_buckets")),
+    ("model.embedding_dim", [4, 8], [0, -4]),
+    ("model.num_heads", [1, 32], [0, -1, 3, 64]),
+    ("model.dense_arch", [[], [1], [2, 1]], [[0], [2, 0], [-1, 2]]),
+    ("model.over_arch", [[1], [2, 1]], [[], [0], [2, 0]]),
+    *((f"{section}.dropout", [0.0, BELOW], [-TINY, 1.0, math.nan]) for section in ("model", "encoder")),
+    ("encoder.num_layers", [0, 1], [-1]),
+    ("encoder.num_heads", [1, 3], [0]),
+    ("encoder.feedforward_ratio", [1], [0]),
+    ("optimizer.average", [None, TINY, BELOW], [0.0, 1.0]),
+    ("sharding.min_partition", [4, 8], [0, 3, 5, 6, -4]),
+    ("sharding.cache_load_factor", [TINY, 1.0], [0.0, ABOVE]),
+    *((f"training.{name}", [1], [0]) for name in ("epochs", "batch_size", "eval_batch_size", "log_every", "ranking_k")),
+    *((f"training.{name}", [None, 1], [0]) for name in ("patience", "ranking_positives")),
+    ("training.checkpoint_every", [0, 1], [-1]),
+    ("training.seed", [0, 2**32 - 1], [-1, 2**32]),
+]
+SECTIONS = {"model": ModelConfig, "encoder": EncoderConfig, "optimizer": OptimizerConfig}
+SECTIONS |= {"sharding": ShardingConfig, "training": Training}
+
+
+@pytest.mark.parametrize(("option", "accepted", "refused"), LIMITS, ids=[option for option, *_ in LIMITS])
+def test_limits_of_training(option, accepted, refused):
+    section, name = option.split(".")
+    for value in accepted:
+        assert getattr(SECTIONS[section](**{name: value}), name) == value
+    for value in refused:
+        with pytest.raises(ConfigError, match=rf"^{option}: got "):
+            SECTIONS[section](**{name: value})
+
+
+@pytest.mark.parametrize("group", ["dense", "embeddings"])
+def test_limits_of_the_optimizers(group):
+    for changes in ({"learning_rate": TINY}, {"weight_decay": 0.0}, {"learning_rate": 1e300, "weight_decay": 1e300}):
+        OptimizerConfig(**{group: OptimizerGroup(**changes)})
+    for name, values in (("learning_rate", (0.0, -1.0, math.inf, math.nan)), ("weight_decay", (-TINY, math.inf))):
+        for value in values:
+            with pytest.raises(ConfigError, match=rf"^optimizer\.{group}\.{name}: got "):
+                OptimizerConfig(**{group: OptimizerGroup(**{name: value})})
+
+
+def test_without_options_nothing_unusual_is_on():
+    """Each is described as `none`, `off` or `null` where it is documented."""
+    config = Config()
+    assert (config.training.checkpoint_every, config.training.warm_start, config.training.run_dir) == (0, None, None)
+    assert (config.encoder.num_layers, config.encoder.causal, config.encoder.bias) == (0, False, None)
+    assert (config.model.dropout, config.encoder.dropout, config.model.bias, config.model.pretrained) == (
+        0,
+        0,
+        None,
+        {},
+    )
+    assert (config.optimizer.average, config.optimizer.dense.weight_decay) == (None, 0)
+    assert config.optimizer.embeddings.weight_decay == 0
+
+
+def test_options_that_must_go_together():
+    Config(encoder=EncoderConfig(num_layers=0, num_heads=3))  # without an encoder its heads do not matter
+    Config(encoder=EncoderConfig(num_layers=1, num_heads=32))
+    with pytest.raises(ConfigError, match=r"^encoder\.num_heads: got 3, must be a divisor of model\.embedding_dim$"):
+        Config(encoder=EncoderConfig(num_layers=1, num_heads=3))
+    Config(sharding=ShardingConfig(min_partition=64))
+    Config(sharding=ShardingConfig(type="column_wise", min_partition=32))
+    with pytest.raises(ConfigError, match=r"^sharding\.min_partition: got 64, must be a divisor"):
+        Config(sharding=ShardingConfig(type="column_wise", min_partition=64))
+
+
+#: Option of `data` with the settings that it needs, accepted values, refused values.
+DATA_LIMITS = [
+    *((name, {}, [1, MANY], [0, MANY + 1]) for name in ("max_history", "max_slots", "num_quantiles")),
+    ("num_age_buckets", {}, [1, MANY], [0, MANY + 1]),
+    ("negatives", {"label": None}, [1, MANY], [0, MANY + 1]),
+    ("negatives", {"label": "liked"}, [0], [MANY + 1]),
+    ("fractions", {}, [[0.5, 0.3, 0.2], [0.5, 0.3, 0.2 + 9e-7]], [[0.5, 0.5, 0.0], [0.5, 0.5], [0.5, 0.3, 0.2 + 2e-6]]),
+    ("fractions", {}, [], [[0.5, 0.3, 0.1, 0.1], [1.2, 0.3, -0.5]]),
+    ("eval_negatives", {}, [1], [0]),
+    ("unknown_share", {}, [0.0, BELOW], [-TINY, 1.0]),
+    ("min_count", {}, [{"item_id": 1}], [{"item_id": 0}, {"other": 2}]),
+    ("hash_buckets", {}, [{"item_id": 1}], [{"item_id": 0}, {"other": 2}]),
+    ("event_crosses", {"event_categorical": ["a"]}, [[["item_id", "a"]]], [[["a"]], [[]], [["a", "b"]]]),
+]
+
+
+@pytest.mark.parametrize(
+    ("option", "settings", "accepted", "refused"),
+    DATA_LIMITS,
+    ids=[f"{i}-{one[0]}" for i, one in enumerate(DATA_LIMITS)],
+)
+def test_limits_of_data(option, settings, accepted, refused):
+    for value in accepted:
+        DataConfig(interactions="r.csv", **settings, **{option: value}).check()
+    for value in refused:
+        with pytest.raises(DataError, match=rf"^data\.{option}"):
+            DataConfig(interactions="r.csv", **settings, **{option: value}).check()
+
+
+@pytest.mark.parametrize("name", ["num_users", "num_items", "num_categories", "mean_length"])
+def test_limits_of_synthetic_data(name):
+    for value in (1, MANY):
+        DataConfig(source="synthetic", synthetic=SyntheticConfig(**{name: value})).check()
+    for value in (0, MANY + 1):
+        with pytest.raises(DataError, match=rf"^data\.synthetic\.{name} is "):
+            DataConfig(source="synthetic", synthetic=SyntheticConfig(**{name: value})).check()
+    DataConfig(source="synthetic", synthetic=SyntheticConfig(seed=0)).check()
+
+
+def test_a_value_or_a_section_of_a_config_may_be_an_alias(tmp_path):
+    (tmp_path / "config.yaml").write_text("training:\n  epochs: &few 3\n  patience: *few\n")
+    config = parse_config(["--config", str(tmp_path / "config.yaml")], "")[0]
+    assert (config.training.epochs, config.training.patience) == (3, 3)
+    (tmp_path / "config.yaml").write_text("optimizer:\n  dense: &same {learning_rate: 0.5}\n  embeddings: *same\n")
+    config = parse_config(["--config", str(tmp_path / "config.yaml")], "")[0]
+    assert config.optimizer.embeddings.learning_rate == config.optimizer.dense.learning_rate == 0.5
