@@ -1,4 +1,4 @@
-"""Scores every row of a table with a trained run, and evaluates the scores where the rows have labels.
+"""Scores every row of a table with a trained run, and evaluates the scores where the rows have labels or are positives.
 
 python examples/predict.py --run runs/20250101-120000 --interactions new.parquet --out scores.parquet
 python examples/predict.py --run runs/20250101-120000 --interactions today.csv --history log.parquet --out scores.csv
@@ -35,7 +35,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--users", help="table of users (default: the run's data.users)")
     parser.add_argument("--items", help="table of items (default: the run's data.items)")
     parser.add_argument("--out", help="file to write, .parquet or .csv: ids, time, score (logit) and probability")
-    parser.add_argument("--evaluate", metavar="FILE", help="print the labeled rows' metrics, and write them as JSON")
+    parser.add_argument("--evaluate", metavar="FILE", help="print the rows' metrics, and write them as JSON")
     parser.add_argument("--by", nargs="+", default=[], metavar="COLUMN", help="with --evaluate: also by these columns")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device of the model (default: cpu)")
     parser.add_argument(
@@ -47,11 +47,13 @@ def arguments() -> argparse.Namespace:
 def table(metrics: dict) -> str:
     """The metrics as text, one line overall and one for each of the largest groups."""
 
+    shown = [*SHOWN, *(name for name in metrics["overall"] if "@" in name)]
+
     def line(name: str, record: dict) -> str:
-        cells = ["-" if record[key] is None else f"{record[key]:.4f}" for key in SHOWN[1:]]
+        cells = ["-" if record[key] is None else f"{record[key]:.4f}" for key in shown[1:]]
         return f"{name[:30]:30s}{record['samples']:>12,d}" + "".join(f"{cell:>12s}" for cell in cells)
 
-    lines = [" " * 30 + "".join(f"{name[:11]:>12s}" for name in SHOWN), line("all", metrics["overall"])]
+    lines = [" " * 30 + "".join(f"{name[:11]:>12s}" for name in shown), line("all", metrics["overall"])]
     for name, groups in metrics["by"].items():
         lines += [line(f"{name} {group['value']}", group) for group in groups[:GROUPS]]
         if len(groups) > GROUPS:

@@ -21,6 +21,7 @@ class Candidates:
         sampler: of the negatives.
         kind: "sampled" or "full".
         num_sampled: C of sampled candidates. They are the same in every call.
+        numbers: `[P]` int64, distinct numbers that the draws follow from; `rows` if None.
     """
 
     def __init__(
@@ -32,9 +33,11 @@ class Candidates:
         sampler: NegativeSampler,
         kind: Kind,
         num_sampled: int,
+        numbers: np.ndarray | None = None,
     ) -> None:
         self.rows, self.items = rows, item
         self._user, self._time = user, time
+        self._numbers = rows if numbers is None else numbers
         self._sampler, self._kind = sampler, kind
         self.per_positive = num_sampled if kind == "sampled" else len(sampler.candidates)
 
@@ -48,7 +51,7 @@ class Candidates:
         user, time = self._user[positive], self._time[positive]
         if self._kind == "sampled":
             # Epoch 1, since training's negatives of epoch 0 and seed 0 would be those of AUC.
-            drawn = self._sampler.draw(user, time, self.rows[positive] * self.per_positive + place, seed=0, epoch=1)
+            drawn = self._sampler.draw(user, time, self._numbers[positive] * self.per_positive + place, seed=0, epoch=1)
             return positive, drawn, drawn != self.items[positive]
         item = self._sampler.candidates[place]
         return positive, item, (item != self.items[positive]) & ~self._sampler.knows(user, item, time)

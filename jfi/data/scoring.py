@@ -6,27 +6,27 @@ kept in memory.
 """
 
 import logging
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet
 
-from jfi.data.arrange import Rows, sort_and_split
-from jfi.data.columns import sort_ids
+from jfi.data.arrange import sort_and_split
 from jfi.data.config import DataConfig
 from jfi.data.dataset import InteractionDataset
 from jfi.data.encode import check_kind, has_lists
 from jfi.data.errors import DataError
+from jfi.data.events import order_by_item
+from jfi.data.known_items import KnownItems
 from jfi.data.labels import label_columns, read_labels
 from jfi.data.load import build_scoring
-from jfi.data.paths import find_files
+from jfi.data.negatives import NegativeSampler
 from jfi.data.readers import read_table
 from jfi.data.rules import parse_rule
 from jfi.data.schema import DataSchema
+from jfi.data.scoring_rows import estimate_rows, find_repeated, hash_ids, take_first_rows
 from jfi.data.source import Columns, Tables
 from jfi.data.table import Table
 from jfi.data.table_blocks import cut_table, read_blocks
@@ -37,8 +37,6 @@ _log = logging.getLogger(__name__)
 #: About the number of rows of a file.
 _PART = 1 << 19
 _MAX_PARTS = 256
-#: A text file's row is rarely shorter.
-_BYTES_PER_ROW = 30
 #: Columns of the files that no table can have.
 _ROW, _EVENT, _TIME = "\0row", "\0event", "\0time"
 
@@ -70,10 +68,12 @@ class Part:
     Args:
         dataset: its split "rows" has the rows to score.
         rows: `[B]` int64, the number of each sample's row in the table of interactions.
+        negatives: draws negatives, where the rows are positives to evaluate.
     """
 
     dataset: InteractionDataset
     rows: np.ndarray
+    negatives: NegativeSampler | None = None
 
 
 class ScoringParts:
@@ -85,13 +85,21 @@ class ScoringParts:
         schema: of the run.
         config: the section `data` of the run.
         by: further columns of the interactions to keep, for groups.
+        positives: whether the rows are positives to evaluate: the parts can draw negatives then, the same however the
+            rows are spread over parts.
 
     Raises:
         DataError: a table is missing or malformed, as one line that names the place.
     """
 
     def __init__(
-        self, sources: Sources, folder: Path, schema: DataSchema, config: DataConfig, by: Iterable[str] = ()
+        self,
+        sources: Sources,
+        folder: Path,
+        schema: DataSchema,
+        config: DataConfig,
+        by: Iterable[str] = (),
+        positives: bool = False,
     ) -> None:
         self._folder, self._schema, self._by = folder, schema, list(dict.fromkeys(by))
         self._config = config
@@ -100,11 +108,12 @@ class ScoringParts:
         self._items = None if sources.items is None else read_table(sources.items, wanted, *how, "items")
         self._item_columns = [*config.item_categorical, *config.item_dense] if sources.items is None else []
         self._first_rows: pa.Table | None = None
+        self.known_items = KnownItems(schema, seen_only=bool(self._item_columns)) if positives else None
         self._warned: set[str] = set()
         self._labels: list[np.ndarray] = []
         self.num_rows = self.num_repeated = 0
         named = {"interactions": sources.interactions, "history": sources.history}
-        count = sum(_estimate_rows(source, name) for name, source in named.items() if source is not None)
+        count = sum(estimate_rows(source, name) for name, source in named.items() if source is not None)
         self._writers: list = [None] * min(_MAX_PARTS, 1 + count // _PART)
         self._keys = None
         try:
@@ -126,7 +135,7 @@ class ScoringParts:
 
     @property
     def labels(self) -> np.ndarray:
-        """`[N]` float32, the labels of the rows to score; NaN where there is none."""
+        """`[N]` float32, the labels of the rows; NaN where there is none, and for a positive of an unknown item."""
         return np.concatenate(self._labels)
 
     def key_batches(self) -> Iterator[pa.RecordBatch]:
@@ -163,20 +172,26 @@ class ScoringParts:
         place = place[rows.order]
         event = None if self._config.history is None else data.column(_EVENT).to_numpy()[rows.order]
         if (place < 0).any():
-            repeated = _repeated(rows, place < 0)
+            repeated = find_repeated(rows, place < 0)
             self.num_repeated += int(repeated.sum())
             event = ~repeated if event is None else event & ~repeated
         rows = replace(rows, event=event)
+        if self.known_items is not None:
+            rows, candidates = self.known_items.append_to(rows)
         columns = Columns(Tables(interactions, self._users, items), rows, config, few=True)
         chosen = np.flatnonzero(place >= 0)
-        dataset = build_scoring(columns, rows, chosen, self._schema, config)
-        yield Part(dataset, place[chosen])
+        dataset, negatives = build_scoring(columns, rows, chosen, self._schema, config), None
+        if self.known_items is not None:
+            events = dataset.arrays().events
+            negatives = NegativeSampler(events, order_by_item(events), candidates, config.negatives)
+        yield Part(dataset, place[chosen], negatives)
 
     def _write(self, table: Table, scored: bool) -> None:
         if not len(table):
             return
         whole = self._fill(table, scored)
         data = self._parse(whole)
+        known = None if self.known_items is None else self.known_items.add(data.column(self._config.item))
         if scored:
             names = list(dict.fromkeys([self._config.user, self._config.item, self._config.timestamp, *self._by]))
             for name in self._by:
@@ -184,18 +199,21 @@ class ScoringParts:
                     raise DataError(f"{table.name}: column '{name}' has lists; groups need one value a row")
                 table.strings(name)  # before any row is scored: groups are named by their text
             self._write_keys(table.name, pa.table({name: table.column(name) for name in names}))
-            self._labels.append(self._read_labels(table))
+            labels = self._read_labels(table) if known is None else np.where(known, 1, np.nan).astype(np.float32)
+            self._labels.append(labels)
             place = np.arange(self.num_rows, self.num_rows + len(table))
             self.num_rows += len(table)
         else:
             place = np.full(len(table), -1)
         if self._item_columns:
-            self._first_rows = _first_rows([self._first_rows, data.select(self._columns_of_items())], self._config)
+            names = [self._config.item, self._config.user, _TIME]
+            of_items = data.select([*names, *self._item_columns])
+            self._first_rows = take_first_rows([self._first_rows, of_items], *names)
             data = data.drop_columns(self._item_columns)
         data = data.append_column(_ROW, pa.array(place))
         if self._config.history is not None:
             data = data.append_column(_EVENT, pa.array(self._is_event(whole)))
-        part = _hashes(data.column(self._config.user).combine_chunks()) % len(self._writers)
+        part = hash_ids(data.column(self._config.user).combine_chunks()) % len(self._writers)
         order = np.argsort(part, kind="stable")
         ends = np.cumsum(np.bincount(part, minlength=len(self._writers)))
         for number, end in enumerate(ends):
@@ -234,9 +252,6 @@ class ScoringParts:
     @property
     def _label_columns(self) -> list[str]:
         return [] if self._config.label is None else label_columns(self._config.label)
-
-    def _columns_of_items(self) -> list[str]:
-        return [self._config.item, self._config.user, _TIME, *self._item_columns]
 
     def _parse(self, table: Table) -> pa.Table:
         """The columns in use as the types that the schema encodes: strings, lists of strings, or float64."""
@@ -288,56 +303,3 @@ def _tables(source: Source, wanted: set[str], config: DataConfig, setting: str) 
     if isinstance(source, pa.Table):
         return cut_table(Table("the table", source, source.column_names, line=lambda row: row + 1))
     return read_blocks(source, wanted, config.encoding, config.quoting, setting)
-
-
-def _estimate_rows(source: Source, setting: str) -> int:
-    if isinstance(source, pa.Table):
-        return len(source)
-    rows = 0
-    for file in find_files(source, setting):
-        path = Path(file.path)
-        if file.layout.format != "parquet":
-            rows += path.stat().st_size // _BYTES_PER_ROW if path.is_file() else 0
-            continue
-        try:
-            with pa.parquet.ParquetFile(path) as parquet:
-                rows += parquet.metadata.num_rows
-        except (pa.ArrowException, OSError):
-            continue  # the reader says what is wrong
-    return rows
-
-
-def _repeated(rows: Rows, history: np.ndarray) -> np.ndarray:
-    """`[E]` bool: the rows to score that the history has too, with the same user, item and time; one for each of its.
-
-    The row of the history stays an event, since it may tell what happened where the row to score does not.
-
-    Args:
-        rows: sorted rows.
-        history: `[E]` bool, whether the row is of the history.
-    """
-    order = np.lexsort((history, rows.item, rows.time, rows.user))
-    keys = [column[order] for column in (rows.user, rows.time, rows.item)]
-    first = np.append(True, np.any([key[1:] != key[:-1] for key in keys], axis=0))
-    group = np.cumsum(first) - 1
-    place = np.arange(len(order)) - np.flatnonzero(first)[group]
-    again = ~history[order] & (place < np.bincount(group, history[order])[group])
-    repeated = np.zeros(len(order), bool)
-    repeated[order[again]] = True
-    return repeated
-
-
-def _hashes(ids: pa.Array) -> np.ndarray:
-    """`[N]` int64, a hash of each string that is the same in every process."""
-    encoded = ids.dictionary_encode()
-    hashes = [zlib.crc32(value.encode()) for value in encoded.dictionary.to_pylist()]
-    return np.array(hashes, np.int64)[encoded.indices.to_numpy()]
-
-
-def _first_rows(tables: list[pa.Table | None], config: DataConfig) -> pa.Table:
-    """Each item's first row in time of all tables, as in training; among rows of one time that of the first user."""
-    data = pa.concat_tables([table for table in tables if table is not None]).combine_chunks()
-    item = data.column(config.item).combine_chunks().dictionary_encode().indices.to_numpy()
-    user = sort_ids(data.column(config.user).combine_chunks())[1]
-    by_time = np.lexsort((user, data.column(_TIME).to_numpy()))
-    return data.take(pa.array(by_time[np.unique(item[by_time], return_index=True)[1]]))

@@ -243,9 +243,13 @@ class TrainingConfig:
         _require(limit is None or limit >= 1, "training.ranking_positives", limit, "at least 1, or null")
         _require(self.patience is None or self.patience >= 1, "training.patience", self.patience, "at least 1, or null")
 
+    def ranking_kinds(self) -> dict[Literal["sampled", "full"], str]:
+        """By kind of candidates that `ranking` asks for, how the names of its metrics end."""
+        return {"none": {}, "sampled": {"sampled": ""}, "full": {"sampled": "", "full": "_full"}}[self.ranking]
+
     def ranking_metrics(self) -> list[str]:
         """The names of the metrics that `ranking` computes for implicit feedback."""
-        suffixes = {"none": (), "sampled": ("",), "full": ("", "_full")}[self.ranking]
+        suffixes = self.ranking_kinds().values()
         return [f"{name}@{self.ranking_k}{suffix}" for suffix in suffixes for name in ("hr", "ndcg")]
 
 

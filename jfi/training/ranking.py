@@ -53,7 +53,7 @@ def rank_split(
         display: by label, total and what is done, shows how far the scoring is.
     """
     training, metrics = config.training, {}
-    for kind in {"none": (), "sampled": ("sampled",), "full": ("sampled", "full")}[training.ranking]:
+    for kind, suffix in training.ranking_kinds().items():
         candidates = dataset.candidates(split, kind, training.ranking_positives, config.data.eval_negatives)
         with display(f"{split}, ranking ({kind})", len(candidates.rows) + len(candidates), 0) as bar:
 
@@ -63,7 +63,7 @@ def rank_split(
                     bar.update(len(logits) * world.size)
 
             ranks = rank_positives(dataset, candidates, training.eval_batch_size, shown, world)
-        metrics |= ranking_metrics(ranks, training.ranking_k, "_full" if kind == "full" else "")
+        metrics |= ranking_metrics(ranks, training.ranking_k, suffix)
     return metrics
 
 
@@ -85,14 +85,14 @@ def rank_positives(
     count = len(candidates.rows)
     device = world.device
     own = torch.zeros(count, dtype=torch.float64, device=device)
-    numbers = _parts(count, batch_size, world)
+    numbers = own_numbers(count, batch_size, world)
     batches = (dataset.batch_of(candidates.rows[part], candidates.items[part]) for part in numbers())
     for part, logits in zip(numbers(), score(batches), strict=True):
         own[torch.from_numpy(part).to(device)] = logits.double()
     own = world.sum(own)
 
     better = torch.zeros(count, dtype=torch.float64, device=device)
-    numbers = _parts(len(candidates), batch_size, world)
+    numbers = own_numbers(len(candidates), batch_size, world)
 
     def pair_batches() -> Iterator[Batch]:
         for part in numbers():
@@ -108,7 +108,7 @@ def rank_positives(
     return 1 + world.sum(better).cpu()
 
 
-def _parts(count: int, batch_size: int, world: World) -> Callable[[], Iterator[np.ndarray]]:
+def own_numbers(count: int, batch_size: int, world: World) -> Callable[[], Iterator[np.ndarray]]:
     """This rank's numbers below `count`, a batch at a time, as often as it is called."""
 
     def parts() -> Iterator[np.ndarray]:

@@ -21,7 +21,7 @@ from jfi.training.checkpoint import (
     load_checkpoint,
     read_progress,
 )
-from jfi.training.config import Config, ConfigError
+from jfi.training.config import Config, ConfigError, TrainingConfig
 from jfi.training.progress import config_changes
 from jfi.training.run_data import load_schema
 from jfi.training.run_folder import RunFolder
@@ -159,7 +159,7 @@ class SavedRun:
             run.predict("today.parquet", history="clicks.parquet", out="scores.parquet")
         """
         out = check_out(out)
-        with self._scored(interactions, history, users, items, (), False, batch_size, out) as scores:
+        with self._scored(interactions, history, users, items, (), None, batch_size, out) as scores:
             if out is None:
                 return pa.Table.from_batches(list(scores.batches()))
             scores.write(out)
@@ -178,6 +178,10 @@ class SavedRun:
     ) -> dict:
         """Metrics of the labeled rows of a table: overall, by group, and the calibration.
 
+        A run of implicit feedback needs no label: every row is a positive, its negatives are sampled as in training,
+        and HR@k and NDCG@k are those that the run's `training.ranking` asks for. Rows whose item training does not know
+        are left out, and a warning counts them.
+
         Args:
             interactions: the rows, as of `predict`.
             history: the log before them, as of `predict`.
@@ -191,10 +195,10 @@ class SavedRun:
             As `jfi.training.scores.metrics_of`.
 
         Raises:
-            ConfigError, DataError: as `predict`; also if no row has a label.
+            ConfigError, DataError: as `predict`; also if no row has a label, or training knows no row's item.
         """
         out, by = check_out(out), [by] if isinstance(by, str) else by
-        with self._scored(interactions, history, users, items, by, True, batch_size, out) as scores:
+        with self._scored(interactions, history, users, items, by, self.config.training, batch_size, out) as scores:
             metrics = metrics_of(scores, self.config.data, by)
             if out is not None:
                 scores.write(out)
@@ -207,7 +211,7 @@ class SavedRun:
         users: Paths | None,
         items: Paths | None,
         by: Sequence[str],
-        labeled: bool,
+        evaluate: TrainingConfig | None,
         batch_size: int,
         out: Path | None,
     ) -> AbstractContextManager[Scores]:
@@ -220,7 +224,7 @@ class SavedRun:
         folder = None if out is None else out.parent
         sources = Sources(*paths, *tables)
         check_results({"--out": out}, {f"--{name}": source for name, source in vars(sources).items()})
-        options = {"by": by, "labeled": labeled, "batch_size": batch_size, "folder": folder}
+        options = {"by": by, "evaluate": evaluate, "batch_size": batch_size, "folder": folder}
         return scored(self.model, sources, self.schema, config, **options)
 
 

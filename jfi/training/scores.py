@@ -1,8 +1,9 @@
 """Scores of the rows of a table, and their metrics, in bounded memory."""
 
+import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,19 +14,21 @@ import pyarrow.csv
 import pyarrow.parquet
 import torch
 
-from jfi.data import DataConfig, DataError, DataSchema
+from jfi.data import Batch, DataConfig, DataError, DataSchema
 from jfi.data.column_files import new_map
 from jfi.data.paths import find_files
 from jfi.data.scoring import ScoringParts, Source, Sources
 from jfi.display import Display
 from jfi.files import naming, temporary_folder, writing_file
 from jfi.models import SequenceDLRM
-from jfi.training.config import ConfigError
+from jfi.training.config import ConfigError, TrainingConfig
 from jfi.training.metrics import Predictions
+from jfi.training.positives import Positives
+
+_log = logging.getLogger(__name__)
 
 SCORE, PROBABILITY = "score", "probability"
 SUFFIXES = (".parquet", ".csv")
-_NO_LABEL = "no row to evaluate has a label"
 
 
 @dataclass(frozen=True)
@@ -36,11 +39,13 @@ class Scores:
         parts: the rows; their keys are read from disk.
         score: `[N]` float32, the logits, in the order of the table; the map of a file.
         user: `[N]` int64, equal for rows of one user; the map of a file.
+        positives: against sampled negatives, where implicit feedback is evaluated.
     """
 
     parts: ScoringParts
     score: np.ndarray
     user: np.ndarray
+    positives: Positives | None = None
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """The key columns, `score` (the logit) and `probability`, in the order of the table."""
@@ -75,14 +80,15 @@ def scored(
     config: DataConfig,
     *,
     by: Sequence[str] = (),
-    labeled: bool = False,
+    evaluate: TrainingConfig | None = None,
     batch_size: int = 4096,
     folder: Path | None = None,
 ) -> Iterator[Scores]:
     """Scores every row of `sources.interactions`.
 
-    Memory is bounded by the rows of some 500,000 interactions, the tables of users and items, and 12 bytes a row of
-    file cache; a file of text is read whole. Temporary files in `folder` are about as large as the tables.
+    Memory is bounded by the rows of some 500,000 interactions, the tables of users and items, and 12 bytes a row and
+    4 a negative of file cache; a file of text is read whole. Temporary files in `folder` are about as large as the
+    tables.
 
     Args:
         model: in evaluation mode.
@@ -90,7 +96,8 @@ def scored(
         schema: of the run.
         config: the section `data` of the run.
         by: further columns of the interactions to keep, for groups.
-        labeled: whether some rows must have a label, which is checked before any is scored.
+        evaluate: the section `training` of the run, if the rows are to be evaluated: some must have a label then, which
+            is checked before any is scored. Without `config.label` they are positives, and negatives are scored too.
         batch_size: rows per call of the model.
         folder: where temporary files go; None for the system's folder.
 
@@ -101,30 +108,41 @@ def scored(
         if name in (SCORE, PROBABILITY):
             raise DataError(f"column '{name}' has the name of a result; rename it")
     device = next(model.parameters()).device
-    if labeled and config.label is None:
-        raise DataError(f"{_NO_LABEL}: every row is a positive (data.label is null)")
+    implicit = evaluate is not None and config.label is None
     with temporary_folder(".jfi-", folder) as files:
         with naming(files):
-            parts = ScoringParts(sources, files, schema, config, by)
-            if labeled:
-                labeled_rows(parts, config)  # before the model runs, which takes longest
+            parts = ScoringParts(sources, files, schema, config, by, implicit)
+            if evaluate is not None:
+                count = len(labeled_rows(parts, config))  # before the model runs, which takes longest
+                if implicit and count < parts.num_rows:
+                    left_out = f"{parts.num_rows - count:,} of {parts.num_rows:,} rows"
+                    _log.warning("left out %s, whose items training does not know", left_out)
             score = new_map(files / "score.npy", np.float32, parts.num_rows)
             user = new_map(files / "user.npy", np.int64, parts.num_rows)
-        users = 0
-        with Display("predict", parts.num_rows, unit="rows") as display:
-            for part in parts:
-                start, last = 0, 0
-                for batch in part.dataset.batches("rows", batch_size):
-                    rows = part.rows[start : start + len(batch.users)]
-                    start += len(rows)
+            positives = Positives(parts, files, config, evaluate) if implicit else None
+        users, total = 0, parts.num_rows + (0 if positives is None else positives.num_samples)
+        with Display("predict", total, unit="rows" if positives is None else "samples") as display:
+
+            def run(batches: Iterable[Batch]) -> Iterator[torch.Tensor]:
+                for batch in batches:
                     here = batch.to(device)
                     with torch.inference_mode():
-                        score[rows] = model(here.dense_features, here.sparse_features).squeeze(-1).float().cpu().numpy()
-                    user[rows] = users + batch.users.numpy()
-                    last = max(last, int(batch.users.max()) + 1)
-                    display.update(len(rows))
-                users += last
-        yield Scores(parts, score, user)
+                        logits = model(here.dense_features, here.sparse_features).squeeze(-1).float()
+                    display.update(len(logits))
+                    yield logits
+
+            for part in parts:
+                start = 0
+                for logits in run(part.dataset.batches("rows", batch_size)):
+                    score[part.rows[start : start + len(logits)]] = logits.cpu().numpy()
+                    start += len(logits)
+                arrays = part.dataset.arrays()
+                own = arrays.events.user[arrays.samples["rows"]]
+                user[part.rows] = users + own
+                users += int(own.max()) + 1
+                if positives is not None:
+                    positives.add(part, run, batch_size, device)
+        yield Scores(parts, score, user, positives)
 
 
 def check_out(out: str | Path | None) -> Path | None:
@@ -174,34 +192,52 @@ def check_place(option: str, path: Path) -> None:
 
 
 def labeled_rows(parts: ScoringParts, config: DataConfig) -> np.ndarray:
-    """`[M]` int64, the rows that have a label.
+    """`[M]` int64, the rows that have a label; of implicit feedback, the positives whose item training knows.
 
     Raises:
-        DataError: none has.
+        DataError: none has; of implicit feedback, training knows no row's item.
     """
     rows = np.flatnonzero(~np.isnan(parts.labels))
+    if not len(rows) and config.label is None:
+        raise DataError("no row to evaluate has an item that training knows")
     if not len(rows):
-        raise DataError(f"{_NO_LABEL}: label '{config.label}'")
+        raise DataError(f"no row to evaluate has a label: label '{config.label}'")
     return rows
 
 
 def metrics_of(scores: Scores, config: DataConfig, by: Sequence[str] = ()) -> dict:
     """Metrics of the labeled rows: overall, by the values of each column of `by`, and the calibration.
 
+    Of implicit feedback they are of the positives whose item training knows and of their sampled negatives, which are
+    in the group of their positive; the ranks are those of positives spread evenly over the table.
+
     Returns:
         `rows`, `labeled`, `overall` (the metrics of `jfi.training.metrics` with `samples`, `mean_label`,
-        `mean_prediction` and `calibration`, the mean prediction over the mean label), `deciles` (the same but the
-        metrics, by tenth of the prediction), and `by`, by column a list of the overall metrics of each `value`, most
-        samples first. A metric that is not defined, such as the AUC of equal labels, is None.
+        `mean_prediction` and `calibration`, the mean prediction over the mean label; of implicit feedback also
+        `ranked`, the number of positives that are ranked, and the metrics that `training.ranking` asks for), `deciles`
+        (the same but the metrics, by tenth of the prediction), and `by`, by column a list of the overall metrics of
+        each `value`, most samples first. A metric that is not defined, such as the AUC of equal labels, is None.
 
     Raises:
         DataError: no row has a label.
     """
-    labels = scores.parts.labels
+    labels, positives = scores.parts.labels, scores.positives
     rows = labeled_rows(scores.parts, config)
     logits = torch.from_numpy(np.array(scores.score[rows])).double()
     label, user = torch.from_numpy(labels[rows]).double(), torch.from_numpy(np.array(scores.user[rows]))
-    result = {"rows": len(labels), "labeled": len(rows), "overall": _metrics(logits, label, user)}
+    of, ranked = torch.arange(len(rows)), torch.empty(0, dtype=torch.int64)  # each sample's and ranked positive's row
+    if positives is not None:
+        negatives, ranked = torch.from_numpy(np.array(positives.negatives)), torch.from_numpy(positives.ranked)
+        of = torch.cat([of, of.repeat_interleave(positives.per_positive)])
+        logits, label = torch.cat([logits, negatives.double()]), torch.cat([label, torch.zeros(len(negatives))])
+        user = user[of]
+
+    def metrics(chosen: torch.Tensor | slice, places: torch.Tensor | slice) -> dict:
+        found = _metrics(logits[chosen], label[chosen], user[chosen])
+        return found if positives is None else found | _finite(positives.ranking(places))
+
+    everything = slice(None)
+    result = {"rows": len(labels), "labeled": len(rows), "overall": metrics(everything, everything)}
     order = torch.argsort(logits, stable=True)
     result["deciles"] = [_means(logits[tenth], label[tenth]) for tenth in order.tensor_split(10) if len(tenth)]
     result["by"] = {}
@@ -209,14 +245,20 @@ def metrics_of(scores: Scores, config: DataConfig, by: Sequence[str] = ()) -> di
         values = pa.chunked_array([batch.column(name) for batch in scores.parts.key_batches()])
         groups = values.cast(pa.string()).combine_chunks().take(pa.array(rows)).dictionary_encode("encode")
         group = torch.from_numpy(groups.indices.to_numpy().astype(np.int64))
-        order = torch.argsort(group, stable=True)
-        sizes = torch.bincount(group, minlength=len(groups.dictionary)).tolist()
+        count = len(groups.dictionary)
         records = [
-            {"value": value, **_metrics(logits[chosen], label[chosen], user[chosen])}
-            for value, chosen in zip(groups.dictionary.to_pylist(), order.split(sizes), strict=True)
+            {"value": value, **metrics(chosen, places)}
+            for value, chosen, places in zip(
+                groups.dictionary.to_pylist(), _members(group[of], count), _members(group[ranked], count), strict=True
+            )
         ]
         result["by"][name] = sorted(records, key=lambda record: -record["samples"])
     return result
+
+
+def _members(group: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    """The members of each of `count` groups, ascending."""
+    return torch.argsort(group, stable=True).split(torch.bincount(group, minlength=count).tolist())
 
 
 def _metrics(logits: torch.Tensor, labels: torch.Tensor, users: torch.Tensor) -> dict:

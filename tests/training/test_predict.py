@@ -353,18 +353,6 @@ def test_scores_take_their_space_before_rows_are_scored(run, folder, tmp_path, m
     assert taken == [(0, 128 + 4 * 300), (0, 128 + 8 * 300)]
 
 
-def test_without_a_label_there_is_nothing_to_evaluate(tmp_path):
-    write_table(tmp_path / "table.csv", [row(i) for i in range(200)])
-    config = config_of(tmp_path / "table.csv", tmp_path / "run", epochs=1)
-    config.data.label = None
-    with without_pictures():
-        train(config)
-    run = jfi.load_run(tmp_path / "run")
-    assert run.predict(tmp_path / "table.csv").num_rows == 200
-    with pytest.raises(DataError, match="every row is a positive"):
-        dataclasses.replace(run, model=torch.nn.Linear(1, 1)).evaluate(tmp_path / "table.csv")
-
-
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_a_number_too_large_for_the_model_counts_as_missing(run, tmp_path):
     """A finite one, which the item's later rows share with its first."""

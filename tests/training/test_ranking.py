@@ -10,7 +10,7 @@ import torch
 from jfi.data import DataConfig, load_dataset
 from jfi.training import Config, ConfigError, ModelConfig, TrainingConfig, train
 from jfi.training.distributed import World
-from jfi.training.ranking import _parts, rank_positives, ranking_metrics
+from jfi.training.ranking import own_numbers, rank_positives, ranking_metrics
 from jfi.training.recorder import read_metrics
 
 ITEMS = 23
@@ -104,7 +104,7 @@ def test_metrics_are_those_of_the_definition():
 
 def test_two_processes_share_every_batch(dataset):
     candidates = dataset.candidates("test", "full", 7, 5)
-    parts = [list(_parts(len(candidates), 16, World(rank=rank, size=2))()) for rank in range(2)]
+    parts = [list(own_numbers(len(candidates), 16, World(rank=rank, size=2))()) for rank in range(2)]
     joined = [number for both in zip(*parts, strict=True) for part in both for number in part.tolist()]
     assert joined == list(range(len(candidates)))
 
