@@ -210,4 +210,5 @@ def _leaves(section: type, prefix: str = "") -> Iterator[str]:
 
 
 def _tidy(message: str) -> str:
-    return shorten(re.sub(r"<class '(\w+)'>", r"\1", message).replace("Parser key ", "").replace("typing.", ""))
+    message = re.sub(r"<class '(\w+)'>", r"\1", message).replace("Parser key ", "").replace("typing.", "")
+    return shorten(re.sub(r"^argument (--\S+):", r"\1:", message))
