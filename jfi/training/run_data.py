@@ -103,7 +103,8 @@ def _compare(run: RunFolder, config: Config, dataset: InteractionDataset, change
     if changes is None:
         return
     if changed != "accept":
-        data = "the data" if config.data.source != "table" else f"the data {config.data.interactions}"
+        named = config.data.prepared or (config.data.interactions if config.data.source == "table" else None)
+        data = f"the data {named}" if named else "the data"
         advice = "restore it, or go on with --data-changed accept"
         raise ConfigError(f"--resume {run.path}: {data} has changed: {changes}; {advice}")
     now.save(path)

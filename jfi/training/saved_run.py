@@ -27,9 +27,8 @@ from jfi.training.run_data import load_schema
 from jfi.training.run_folder import RunFolder
 from jfi.training.scores import Scores, check_out, check_results, metrics_of, scored
 
-#: Sections and fields of the config that the scores of a run depend on, and those that do not matter: tables may move.
+#: Sections and fields of the config that the scores of a run depend on.
 _SCORES = ("data.", "model.", "encoder", "optimizer.average")
-_TABLES = ("data.interactions", "data.validation", "data.test", "data.prepared")
 #: Files, folders or globs, as the config names them.
 Paths = str | Path | Sequence[str | Path]
 
@@ -76,7 +75,8 @@ class BestEpoch:
         try:
             progress = read_progress(last)
             best = run.checkpoints / checkpoint_name(int(progress["best_epoch"]), 0)
-            changes = [text for name, text in config_changes(dict(progress["config"]), config) if _matters(name)]
+            changed = config_changes(dict(progress["config"]), config)
+            changes = [text for name, text in changed if name.startswith(_SCORES)]
         except DamagedCheckpointError as fault:
             raise ConfigError(f"{name}: {fault}") from None
         except (KeyError, TypeError, ValueError):
@@ -222,10 +222,6 @@ class SavedRun:
         check_results({"--out": out}, {f"--{name}": source for name, source in vars(sources).items()})
         options = {"by": by, "labeled": labeled, "batch_size": batch_size, "folder": folder}
         return scored(self.model, sources, self.schema, config, **options)
-
-
-def _matters(name: str) -> bool:
-    return name.startswith(_SCORES) and name not in _TABLES
 
 
 def _text(paths: Paths) -> str | list[str]:

@@ -369,7 +369,8 @@ def test_a_run_goes_on_with_a_table_that_has_grown_and_is_prepared_again(trained
 
     resumed = ["--resume", run, "--config-changed", "accept", "--data.prepared", tmp_path / "grown"]
     assert run_example(monkeypatch, "train_dlrm", *resumed) == 2
-    assert "it has 230 rows, 30 more than the run was started with" in capsys.readouterr().err
+    refused = f"the data {tmp_path / 'grown'} has changed: it has 230 rows, 30 more than the run was started with"
+    assert refused in capsys.readouterr().err
     assert load_config(run / "config.yaml").data.prepared == str(tmp_path / "first")
     assert run_example(monkeypatch, "train_dlrm", *resumed, "--data-changed", "accept") == 0
     data = load_config(run / "config.yaml").data
