@@ -54,7 +54,11 @@ def main() -> int:
     options = arguments()
     # TorchRec, which int8 tables need, makes torch.fx of torch 2.13 log a warning.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-    scorer = Scorer(options.artifact, options.tables_device, options.max_candidates, options.max_history)
+    try:
+        scorer = Scorer(options.artifact, options.tables_device, options.max_candidates, options.max_history)
+    except ArtifactError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     limits = {
         "max_batch": options.max_batch,
         "max_wait": options.max_wait_ms / 1e3,

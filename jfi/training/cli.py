@@ -135,7 +135,7 @@ def _check_file(path: str) -> None:
 
 
 def _check_size(text: str, place: str) -> None:
-    """Raises ConfigError for YAML that is too deep or too large to be a config, before anybody builds objects of it.
+    """Raises ConfigError for YAML that is too deep or too large to be a config, before objects are built of it.
 
     The parser's events are counted, which takes no recursion; an alias counts as all that it stands for.
     """

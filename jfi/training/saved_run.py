@@ -184,7 +184,7 @@ class SavedRun:
             users: table of users, as of `predict`.
             items: table of items, as of `predict`.
             by: columns of the interactions; each of their values gets metrics of its own.
-            out: file to write the scores to, as of `predict`.
+            out: file to write the scores to, as of `predict`, with the columns `by` too.
             batch_size: rows per call of the model.
 
         Returns:
