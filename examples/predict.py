@@ -34,7 +34,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--history", help="rows before them, which are only part of histories")
     parser.add_argument("--users", help="table of users (default: the run's data.users)")
     parser.add_argument("--items", help="table of items (default: the run's data.items)")
-    parser.add_argument("--out", help="file to write, .parquet or .csv: ids, time, score (logit) and probability")
+    parser.add_argument("--out", help="file to write, .parquet or .csv: ids, time, --by, score (logit) and probability")
     parser.add_argument("--evaluate", metavar="FILE", help="print the rows' metrics, and write them as JSON")
     parser.add_argument("--by", nargs="+", default=[], metavar="COLUMN", help="with --evaluate: also by these columns")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device of the model (default: cpu)")

@@ -18,8 +18,8 @@ from jfi.data.prepared import verify_dataset
 from jfi.data.prepared_complete import complete_dataset
 from jfi.data.summary import Summary
 from jfi.training import ConfigError
-from jfi.training.cli import parse_config, run_cli
-from jfi.training.run_data import load_schema
+from jfi.training.cli import load_config, parse_config, run_cli
+from jfi.training.run_data import check_settings, load_schema
 from jfi.training.run_folder import RunFolder
 
 OPTIONS = {
@@ -69,6 +69,7 @@ def main() -> None:
             config, _ = parse_config(["--config", str(run.config), *arguments], description, OPTIONS)
             # The run may have been trained on a prepared dataset; this one is made of the tables.
             config = dataclasses.replace(config, data=dataclasses.replace(config.data, prepared=None))
+        check_settings(run, load_config(run.config).data, config.data)
         schema = load_schema(run)
     prepare_dataset(config.data, options.out, options.memory, schema)
     _show(options.out, "is written")

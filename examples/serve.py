@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from jfi.exit_codes import EXIT_CODES, run_command
-from jfi.options import OptionParser, at_least_one
+from jfi.options import OptionParser, at_least_one, at_least_zero
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.json_lines import answer_lines
 from jfi.serving.scorer import Scorer
@@ -37,7 +37,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--max-batch", type=at_least_one, default=4096, help="candidates per batch (default: 4096)")
     parser.add_argument(
-        "--max-wait-ms", type=float, default=0.0, help="time that a batch waits for more requests (default: 0)"
+        "--max-wait-ms", type=at_least_zero, default=0.0, help="time that a batch waits for more requests (default: 0)"
     )
     return parser.parse_args()
 

@@ -57,7 +57,7 @@ def writing_folder(folder: Path) -> Iterator[Path]:
         FileExistsError: `folder` exists.
     """
     if folder.exists():
-        raise FileExistsError(17, "file exists", str(folder))
+        raise FileExistsError(errno.EEXIST, "file exists", str(folder))
     unfinished = unfinished_name(folder)
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)

@@ -1,6 +1,7 @@
 """Options of the commands that have no config; a fault is one line, as everywhere."""
 
 import argparse
+import math
 import re
 from collections.abc import Sequence
 
@@ -54,4 +55,15 @@ def at_least_one(text: str) -> int:
         number = 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, must be a whole number of at least 1")
+    return number
+
+
+def at_least_zero(text: str) -> float:
+    """A type of options: a finite number of at least 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text!r}, must be a number of at least 0")
     return number

@@ -269,7 +269,7 @@ def find_mutants(path: str, source: str) -> list[Mutant]:
 
 
 def draw(root: Path, count: int, seed: int, least: int) -> list[Mutant]:
-    """`count` faults, shared out to `FOLDERS` by lines, at least `least` each, no two on one line."""
+    """`count` faults, shared among `FOLDERS` by their lines, at least `least` each, no two on one line."""
     generator = random.Random(seed)
     files = {folder: sorted((root / "jfi" / folder).rglob("*.py")) for folder in FOLDERS}
     lines = {folder: sum(len(file.read_text().splitlines()) for file in files[folder]) for folder in FOLDERS}

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from jfi.data.coded import blocks
+from jfi.data.events import index_type
 from jfi.files import sync
 
 _INDEX = "columns.json"
@@ -49,6 +51,16 @@ def read_columns(folder: Path) -> dict[str, np.ndarray]:
         name: np.memmap(folder / file_name(i), kind, "r", shape=(length,)) if length else np.empty(0, kind)
         for i, (name, (kind, length)) in enumerate(index.items())
     }
+
+
+def write_true_rows(folder: Path, column: np.ndarray) -> np.ndarray:
+    """The rows where `column [N]` is not 0, as the map of a file in `folder`, which must not exist."""
+    folder.mkdir()
+    writer = ColumnWriter(folder, {"row": index_type(len(column))})
+    for begin, end in blocks(len(column)):
+        writer.append("row", begin + np.flatnonzero(column[begin:end]))
+    writer.close()
+    return read_columns(folder)["row"]
 
 
 def remove_columns(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """Sorts columns that are too long for memory, with DuckDB, which spills to a folder."""
 
+import errno
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -63,7 +64,7 @@ def sort_batches(
             import duckdb
 
             if isinstance(error, duckdb.IOException):
-                raise OSError(28, f"sorting needs more space in {folder}: {error}") from error
+                raise OSError(errno.ENOSPC, f"sorting needs more space in {folder}: {error}") from error
             if isinstance(error, duckdb.OutOfMemoryException):
                 raise MemoryLimitError(f"--memory {memory} is too little to sort the table; name more") from error
             raise

@@ -19,13 +19,12 @@ from jfi.data.labels import absent_values
 from jfi.data.learn import learn_schema
 from jfi.data.manifest import resolve
 from jfi.data.negatives import NegativeSampler
-from jfi.data.prepared import open_prepared
+from jfi.data.prepared import known_items, open_prepared
 from jfi.data.samples import choose_samples
 from jfi.data.schema import DataSchema
 from jfi.data.source import Columns, column_settings, read_tables
 from jfi.data.summarize import summarize
 from jfi.display import Display
-from jfi.encoding import UNKNOWN
 
 
 def load_dataset(config: DataConfig, schema: DataSchema | None = None) -> InteractionDataset:
@@ -86,13 +85,9 @@ def build_dataset(columns: Columns, rows: Rows, schema: DataSchema, config: Data
     Raises:
         DataError: a split is empty, or all its labels are equal.
     """
-    ids = encode_features(columns, schema)
-    items = next(i for spec, i in zip(schema.features, ids, strict=False) if spec.key == schema.item_key)
-    known_items = items.ids != UNKNOWN
-    if schema.item_key in schema.encodings.buckets:  # any value has a bucket
-        known_items = members(rows.item[rows.train], len(rows.item_ids))
-    events = _events(rows)
-    samples = _samples(events, known_items, config)
+    ids, events = encode_features(columns, schema), _events(rows)
+    items = known_items(schema, ids, events)
+    samples = _samples(events, members(items, len(rows.item_ids)), config)
     dataset = InteractionDataset(
         events=events,
         schema=schema,
@@ -101,7 +96,7 @@ def build_dataset(columns: Columns, rows: Rows, schema: DataSchema, config: Data
         samples=samples,
         negatives=None
         if config.label is not None
-        else NegativeSampler(events, order_by_item(events), np.flatnonzero(known_items), config.negatives),
+        else NegativeSampler(events, order_by_item(events), items, config.negatives),
         unknown_share=config.unknown_share,
     )
     dataset.summary = summarize(dataset, config, columns)
@@ -181,8 +176,8 @@ def _pairs(schema: DataSchema, prepared: DataSchema) -> Iterator[tuple[str, obje
     yield "means and deviations", ours.moments, theirs.moments
 
 
-def _samples(events: Events, known_items: np.ndarray, config: DataConfig) -> dict[str, np.ndarray]:
+def _samples(events: Events, known: np.ndarray, config: DataConfig) -> dict[str, np.ndarray]:
     parts: dict[str, list[np.ndarray]] = {name: [] for name in splits.SPLITS}
     order = splits.time_order(events.user, events.time, events.item)
-    choose_samples(events, order, known_items, config, lambda name, rows: parts[name].append(rows))
+    choose_samples(events, order, known, config, lambda name, rows: parts[name].append(rows))
     return {name: np.concatenate(rows) for name, rows in parts.items()}

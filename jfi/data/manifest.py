@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jfi.data.config import FILES, DataConfig, SyntheticConfig
 from jfi.data.errors import DataError
-from jfi.files import is_storage_fault
+from jfi.files import reading_file
 from jfi.suggest import suggest
 
 FORMAT = "jfi prepared dataset 1"
@@ -47,14 +47,13 @@ class Manifest:
             DataError: `folder` is none, or one of another version, or a value is of a wrong type.
         """
         path = Path(folder) / MANIFEST
+        if not path.is_file():
+            what = "it is no folder" if Path(folder).is_file() else f"{MANIFEST} is missing"
+            raise DataError(f"{folder}: not a prepared dataset, {what}")
+        with reading_file(path, DataError):
+            content = path.read_bytes()
         try:
-            tree = json.loads(path.read_bytes())
-        except FileNotFoundError:
-            raise DataError(f"{folder}: not a prepared dataset, {MANIFEST} is missing") from None
-        except OSError as error:
-            if is_storage_fault(error):
-                raise
-            raise DataError(f"{path}: {(error.strerror or 'cannot be read').lower()}") from None
+            tree = json.loads(content)
         except (ValueError, RecursionError):
             raise DataError(f"{path}: not JSON") from None
         if not isinstance(tree, dict) or tree.get("format") != FORMAT:

@@ -9,6 +9,8 @@ from jfi.data.errors import DataError
 from jfi.data.layouts import KNOWN_NAMES, Layout, find_layout
 from jfi.files import reading_file
 
+#: Files of a prepared dataset.
+_PREPARED = ("manifest.json", "schema.json")
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
@@ -92,6 +94,8 @@ def _folder(folder: str) -> list[File]:
         with reading_file(error.filename, DataError):
             raise error
 
+    if all(os.path.isfile(os.path.join(folder, name)) for name in _PREPARED):
+        raise DataError(f"{folder}: a prepared dataset, not a table; train on it with data.prepared")
     found = []
     for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith((".", "_"))]

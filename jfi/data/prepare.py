@@ -6,6 +6,7 @@ folder gets the dataset's name when all is written.
 """
 
 import dataclasses
+import errno
 import hashlib
 import json
 import shutil
@@ -14,12 +15,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 
-from jfi.data.arrange import Rows
-from jfi.data.coded import blocks
-from jfi.data.column_files import ColumnWriter, new_map, read_columns, remove_columns
+from jfi.data.arrange import Rows, members
+from jfi.data.column_files import ColumnWriter, new_map, read_columns, remove_columns, write_true_rows
 from jfi.data.columns import Categorical
 from jfi.data.config import DataConfig
 from jfi.data.dataset import InteractionDataset
@@ -83,7 +82,7 @@ def prepare_dataset(
         shutil.rmtree(work)  # killed when all was done
         return
     if out.exists():
-        raise FileExistsError(17, "file exists", str(out))
+        raise FileExistsError(errno.EEXIST, "file exists", str(out))
     check_memory(memory)
     if schema is not None:
         check_fits(schema, column_settings(config))
@@ -136,11 +135,10 @@ def _encode(config: DataConfig, schema: DataSchema | None, work: Path, folder: P
         return encode_events(source, spec, schema, out)
 
     encoded = encode_features(source, schema, encode_event)
-    histories = None if config.history is None else _true_rows(columns["event"], folder)
+    histories = None if config.history is None else write_true_rows(folder / "histories", columns["event"])
     events = Events(rows.user, rows.item, rows.time, rows.label, split, histories)
     items = known_items(schema, encoded, events)
-    known = np.zeros(len(rows.item_ids), bool)
-    known[items] = True
+    known = members(items, len(rows.item_ids))
     writers = {name: _split_writer(folder, name, len(order)) for name in SPLITS}
     choose_samples(events, order, known, config, lambda name, chosen: writers[name].append("event", chosen))
     for writer in writers.values():
@@ -155,15 +153,6 @@ def _encode(config: DataConfig, schema: DataSchema | None, work: Path, folder: P
     dataset.summary = summarize(dataset, config, source)
     dataset.summary.warnings.extend(read_warnings(work / "read"))
     return dataset
-
-
-def _true_rows(event: np.ndarray, folder: Path) -> np.ndarray:
-    """The rows where `event` is not 0, as the map of a file."""
-    writer = _split_writer(folder, "histories", len(event))
-    for begin, end in blocks(len(event)):
-        writer.append("event", begin + np.flatnonzero(event[begin:end]))
-    writer.close()
-    return read_columns(folder / "histories")["event"]
 
 
 def _split_writer(folder: Path, name: str, count: int) -> ColumnWriter:

@@ -21,7 +21,7 @@ def cross_columns(parts: list[tuple[CodedColumn | pa.Array, np.ndarray | None]],
         parts: each a column of the events and None, or strings of the items and the item `[E]` of each event.
         path: the codes are maps of files whose names begin with it.
     """
-    (values, codes), *others = (_Codes.of(*part) for part in parts)
+    (values, codes), *others = (_EventCodes.of(*part) for part in parts)
     for number, (other, its_codes) in enumerate(others):
         pairs = _distinct_pairs(codes, its_codes, len(other))
         crossed = new_map(Path(f"{path}-{number}.npy"), np.int32, len(codes))
@@ -30,7 +30,7 @@ def cross_columns(parts: list[tuple[CodedColumn | pa.Array, np.ndarray | None]],
             crossed[begin:end] = np.where(key < 0, -1, np.searchsorted(pairs, key))
         left, right = values.take(pa.array(pairs // len(other))), other.take(pa.array(pairs % len(other)))
         values = pc.binary_join_element_wise(left, right, pa.scalar(CROSSED, pa.large_string()))
-        codes = _Codes(crossed, None)
+        codes = _EventCodes(crossed, None)
     # Values that hold the separator themselves can give one text in two ways.
     distinct = values.dictionary_encode()
     if len(distinct.dictionary) < len(values):
@@ -40,14 +40,14 @@ def cross_columns(parts: list[tuple[CodedColumn | pa.Array, np.ndarray | None]],
     return CodedColumn(distinct.dictionary, crossed)
 
 
-class _Codes:
+class _EventCodes:
     """The codes of a column of events, -1 where it is missing; of an item's column by the item of each event."""
 
     def __init__(self, codes: np.ndarray, index: np.ndarray | None) -> None:
         self._codes, self._index = codes, index
 
     @classmethod
-    def of(cls, column: CodedColumn | pa.Array, index: np.ndarray | None) -> tuple[pa.Array, "_Codes"]:
+    def of(cls, column: CodedColumn | pa.Array, index: np.ndarray | None) -> tuple[pa.Array, "_EventCodes"]:
         """The distinct values of a column, and its codes."""
         if isinstance(column, CodedColumn):
             return column.values.cast(pa.large_string()), cls(column.codes, None)
@@ -63,13 +63,13 @@ class _Codes:
         return codes.astype(np.int64)
 
 
-def _pair(left: _Codes, right: _Codes, count: int, begin: int, end: int) -> np.ndarray:
+def _pair(left: _EventCodes, right: _EventCodes, count: int, begin: int, end: int) -> np.ndarray:
     """`[end - begin]` int64, a number for each pair of codes, -1 where one is missing."""
     a, b = left.read(begin, end), right.read(begin, end)
     return np.where((a < 0) | (b < 0), -1, a * count + b)
 
 
-def _distinct_pairs(left: _Codes, right: _Codes, count: int) -> np.ndarray:
+def _distinct_pairs(left: _EventCodes, right: _EventCodes, count: int) -> np.ndarray:
     """The numbers of all pairs that occur, ascending."""
 
     def merged(parts: list[np.ndarray]) -> np.ndarray:

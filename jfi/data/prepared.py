@@ -33,7 +33,7 @@ from jfi.data.schema import DataSchema, Entity, FeatureSpec
 from jfi.data.splits import SPLITS
 from jfi.data.summary import Summary, describe_lengths
 from jfi.encoding import UNKNOWN
-from jfi.files import DamagedFileError, check_sum, is_storage_fault, naming, read_sums
+from jfi.files import DamagedFileError, check_sum, is_storage_fault, naming, read_sums, reading_file
 
 SUMMARY, LENGTHS = "summary.json", "history_lengths.arrow"
 #: Files up to this size are verified whenever a dataset is opened.
@@ -99,13 +99,10 @@ def _check_files(folder: Path, limit: int | None) -> None:
         sums = read_sums(folder)
         for name in (MANIFEST, *manifest.sizes):
             if limit is None or manifest.sizes.get(name, 0) <= limit:
-                check_sum(folder, name, sums)
+                with reading_file(folder / name, DataError):
+                    check_sum(folder, name, sums)
     except DamagedFileError as error:
         raise DataError(str(error)) from None
-    except OSError as error:
-        if is_storage_fault(error):
-            raise
-        raise DataError(f"{error.filename}: {(error.strerror or 'cannot be read').lower()}") from None
 
 
 def _summary(folder: Path, config: DataConfig) -> Summary:

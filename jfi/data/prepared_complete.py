@@ -9,8 +9,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
+from jfi.data.arrange import members
 from jfi.data.coded import blocks
-from jfi.data.column_files import ColumnWriter, map_arrow, new_map, read_columns, write_arrow
+from jfi.data.column_files import ColumnWriter, map_arrow, new_map, read_columns, write_arrow, write_true_rows
 from jfi.data.config import DataConfig
 from jfi.data.dataset import InteractionDataset
 from jfi.data.errors import DataError
@@ -90,7 +91,9 @@ def _complete(folder: Path, manifest: Manifest, memory: str, show: bool) -> None
         for of, table in tables.items():
             write_arrow(work / f"{of}s.arrow", table)
         tables = {of: map_arrow(work / f"{of}s.arrow") for of in ("event", "user", "item")}
-        histories = None if manifest.data.history is None else _histories(tables["event"][IN_HISTORY], work)
+        histories = None
+        if manifest.data.history is not None:
+            histories = write_true_rows(work / "histories", as_numpy(tables["event"][IN_HISTORY]))
         events = Events(*(as_numpy(tables["event"][name]) for name in COLUMNS), histories)
         with Display("sort and derive", None, silent=not show, ticking=True):
             dataset = _derive(events, tables, schema, manifest.data, work, memory)
@@ -109,8 +112,7 @@ def _derive(
 ) -> InteractionDataset:
     columns = read_features(schema, tables)
     items = known_items(schema, columns, events)
-    known = np.zeros(len(next(iter(tables["item"].values()))), bool)
-    known[items] = True
+    known = members(items, len(next(iter(tables["item"].values()))))
     kind = index_type(len(events))
     writers = {}
     for name in ("order", *SPLITS):
@@ -132,16 +134,6 @@ def _derive(
     dataset = InteractionDataset(events, schema, columns, dense, samples, negatives)
     dataset.summary = summarize(dataset, config)
     return dataset
-
-
-def _histories(column: pa.Array, work: Path) -> np.ndarray:
-    """The rows that histories consist of, as the map of a file."""
-    (work / "histories").mkdir()
-    writer = ColumnWriter(work / "histories", {"event": index_type(len(column))})
-    for begin, end in blocks(len(column)):
-        writer.append("event", begin + np.flatnonzero(as_numpy(column[begin:end])))
-    writer.close()
-    return read_columns(work / "histories")["event"]
 
 
 def _time_order(events: Events, memory: str, work: Path) -> Iterator[np.ndarray]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from jfi.data.errors import DataError
-from jfi.files import is_storage_fault, write_file
+from jfi.files import reading_file, write_file
 
 _QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 
@@ -53,12 +53,10 @@ class Summary:
         Raises:
             DataError: the file is missing or damaged.
         """
+        with reading_file(path, DataError):
+            content = path.read_bytes()
         try:
-            return cls(**json.loads(path.read_bytes()))
-        except OSError as error:
-            if is_storage_fault(error):
-                raise
-            raise DataError(f"{path}: {(error.strerror or 'cannot be read').lower()}") from None
+            return cls(**json.loads(content))
         except (ValueError, TypeError) as error:
             raise DataError(f"{path}: damaged, not a summary of this version of jfi") from error
 

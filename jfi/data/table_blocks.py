@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from jfi.data.arrays import is_text
-from jfi.data.config import DataConfig
+from jfi.data.config import FILES, DataConfig
 from jfi.data.decode import UTF8
 from jfi.data.errors import DataError
 from jfi.data.paths import File, find_files
@@ -73,13 +73,12 @@ def _shifted(table: Table, start: int) -> Table:
 
 
 def input_files(config: DataConfig) -> list[Path]:
-    """The files that a config names, in the order in which they are read.
+    """The files of all tables that a config names.
 
     Raises:
         DataError: nothing is there, or a file's kind is unknown.
     """
-    names = ("interactions", "validation", "test", "users", "items")
-    found = [find_files(paths, f"data.{name}") for name in names if (paths := getattr(config, name)) is not None]
+    found = [find_files(paths, f"data.{name}") for name in FILES if (paths := getattr(config, name)) is not None]
     return [Path(file.path) for files in found for file in files]
 
 

@@ -135,7 +135,7 @@ def _check_file(path: str) -> None:
 
 
 def _check_size(text: str, place: str) -> None:
-    """Raises ConfigError for YAML that is too deep or too large to be a config, before anybody builds objects of it.
+    """Raises ConfigError for YAML that is too deep or too large to be a config, before objects are built of it.
 
     The parser's events are counted, which takes no recursion; an alias counts as all that it stands for.
     """
@@ -210,4 +210,5 @@ def _leaves(section: type, prefix: str = "") -> Iterator[str]:
 
 
 def _tidy(message: str) -> str:
-    return shorten(re.sub(r"<class '(\w+)'>", r"\1", message).replace("Parser key ", "").replace("typing.", ""))
+    message = re.sub(r"<class '(\w+)'>", r"\1", message).replace("Parser key ", "").replace("typing.", "")
+    return shorten(re.sub(r"^argument (--\S+):", r"\1:", message))

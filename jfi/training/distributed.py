@@ -5,9 +5,12 @@ objects and flags are always exchanged with gloo, which does not synchronize wit
 """
 
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -100,6 +103,36 @@ class World:
         flag = torch.tensor(number)
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.control)
         return int(flag)
+
+
+@contextmanager
+def shared_folder(world: World, prefix: str, write: Callable[[Path], None]) -> Iterator[Path]:
+    """Yields a folder that one process of each host has written for all of them, to map its files.
+
+    It is in the folder for temporary files (`TMPDIR`), and is removed as soon as all processes have left the block: the
+    files' memory lives as long as the maps.
+
+    Args:
+        world: the processes that call this together.
+        prefix: of the folder's name.
+        write: fills the empty folder.
+    """
+
+    def make() -> str:
+        folder = tempfile.mkdtemp(prefix=prefix)
+        try:
+            write(Path(folder))
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return folder
+
+    folder = world.on_each_host(make)
+    try:
+        yield Path(folder)
+        world.max(0)  # all have mapped it
+    finally:
+        world.on_each_host(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def launched() -> bool:

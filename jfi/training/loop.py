@@ -87,8 +87,8 @@ class Trainer(RunState):
             self._recorder(run) as recorder,
             stop_on_signals() as stop,
             torch.autograd.set_multithreading_enabled(False),
-            # torch's Adagrad makes a sparse tensor of a sparse gradient. Its indices are valid, so they are not
-            # checked; said here, since torch warns where nobody says it.
+            # torch's Adagrad makes a sparse tensor of a sparse gradient. Its indices are valid and need no check;
+            # without a setting torch warns.
             torch.sparse.check_sparse_tensor_invariants(enable=False),
         ):
             try:

@@ -1,7 +1,5 @@
 """Embeddings from a file as the initial values of a table."""
 
-import shutil
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +15,7 @@ from jfi.data.schema import as_array
 from jfi.files import is_storage_fault, naming
 from jfi.training.build import shards_of
 from jfi.training.config import ConfigError, PretrainedConfig
-from jfi.training.distributed import World
+from jfi.training.distributed import World, shared_folder
 
 
 def read_pretrained(column: str, config: PretrainedConfig, schema: DataSchema, width: int) -> tuple[Tensor, Tensor]:
@@ -118,31 +116,19 @@ def _fault(error: Exception, path: str) -> str:
 def load_pretrained(
     column: str, config: PretrainedConfig, schema: DataSchema, width: int, world: World
 ) -> tuple[Tensor, Tensor]:
-    """`read_pretrained`, which one process of each host calls for all: the others map what it has written.
-
-    That process writes to the folder for temporary files (`TMPDIR`), from which the files are removed at once.
-    """
+    """`read_pretrained`, which one process of each host calls for all: the others map what it has written."""
     if not world.launched:
         return read_pretrained(column, config, schema, width)
 
-    def write() -> str:
+    def write(folder: Path) -> None:
         rows, vectors = read_pretrained(column, config, schema, width)
-        folder = tempfile.mkdtemp(prefix="jfi-pretrained-")
-        try:
-            np.save(f"{folder}/rows.npy", rows.numpy())
-            np.save(f"{folder}/vectors.npy", vectors.numpy())
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        return folder
+        with naming(folder):
+            np.save(folder / "rows.npy", rows.numpy())
+            np.save(folder / "vectors.npy", vectors.numpy())
 
-    folder = world.on_each_host(write)
-    try:
+    with shared_folder(world, "jfi-pretrained-", write) as folder:
         # "c": torch would warn of an array that is not writable.
-        rows, vectors = (np.load(f"{folder}/{name}.npy", mmap_mode="c") for name in ("rows", "vectors"))
-        world.max(0)  # all have mapped it
-    finally:
-        world.on_each_host(lambda: shutil.rmtree(folder, ignore_errors=True))
+        rows, vectors = (np.load(folder / f"{name}.npy", mmap_mode="c") for name in ("rows", "vectors"))
     return torch.from_numpy(rows), torch.from_numpy(vectors)
 
 

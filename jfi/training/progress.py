@@ -112,7 +112,7 @@ def check_config(run: RunFolder, config: Config) -> None:
 
 
 def config_changes(old: dict, section: object, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The fields of the dataclass `section` that differ from `old`, each with both values.
+    """The fields of the dataclass `section` that differ from `old`, each with both values; but for paths of tables.
 
     `old` may be of another version of jfi.
     """

@@ -5,12 +5,13 @@ fingerprint.json                     the fingerprint of the data and of its spli
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Literal
 
-from jfi.data import DataError, DataSchema, InteractionDataset
+from jfi.data import DataConfig, DataError, DataSchema, InteractionDataset
 from jfi.data.config import FILES
 from jfi.data.fingerprint import NAME, Fingerprint
-from jfi.data.manifest import resolve
+from jfi.data.manifest import CHOICES, resolve
 from jfi.files import writing_folder
 from jfi.training.checkpoint import latest_checkpoint
 from jfi.training.config import Config, ConfigError
@@ -86,14 +87,28 @@ def describe_batches(run: RunFolder, config: Config) -> dict[str, object]:
 
 def _check_prepared(run: RunFolder, config: Config) -> None:
     """Raises ConfigError if a prepared dataset was made again with other settings than the run has."""
-    now = resolve(config.data)
-    for one in dataclasses.fields(now):
-        was, name = getattr(config.data, one.name), one.name
-        if name not in FILES and getattr(now, name) != was:
-            raise ConfigError(
-                f"--resume {run.path}: data.{name} was {was!r}, but {config.data.prepared} was prepared again with "
-                f"{getattr(now, name)!r}; prepare it as it was"
-            )
+    for name, was, now in _differences(config.data, resolve(config.data)):
+        raise ConfigError(
+            f"--resume {run.path}: data.{name} was {was!r}, but {config.data.prepared} was prepared again with "
+            f"{now!r}; prepare it as it was"
+        )
+
+
+def check_settings(run: RunFolder, was: DataConfig, now: DataConfig) -> None:
+    """Checks that a run with the settings `was` could go on with a dataset that is prepared with `now`.
+
+    Raises:
+        ConfigError: it could not, as one line that names the setting.
+    """
+    for name, old, new in _differences(was, now):
+        raise ConfigError(f"--run {run.path}: data.{name} is {new!r}, but the run was started with {old!r}")
+
+
+def _differences(was: DataConfig, now: DataConfig) -> Iterator[tuple[str, object, object]]:
+    """The settings with two values, but for names of tables and those that are a run's own."""
+    for name in [one.name for one in dataclasses.fields(now) if one.name not in (*FILES, *CHOICES, "prepared")]:
+        if getattr(was, name) != getattr(now, name):
+            yield name, getattr(was, name), getattr(now, name)
 
 
 def _compare(run: RunFolder, config: Config, dataset: InteractionDataset, changed: DataChanged) -> None:
@@ -103,7 +118,8 @@ def _compare(run: RunFolder, config: Config, dataset: InteractionDataset, change
     if changes is None:
         return
     if changed != "accept":
-        data = "the data" if config.data.source != "table" else f"the data {config.data.interactions}"
+        named = config.data.prepared or (config.data.interactions if config.data.source == "table" else None)
+        data = f"the data {named}" if named else "the data"
         advice = "restore it, or go on with --data-changed accept"
         raise ConfigError(f"--resume {run.path}: {data} has changed: {changes}; {advice}")
     now.save(path)

@@ -27,9 +27,8 @@ from jfi.training.run_data import load_schema
 from jfi.training.run_folder import RunFolder
 from jfi.training.scores import Scores, check_out, check_results, metrics_of, scored
 
-#: Sections and fields of the config that the scores of a run depend on, and those that do not matter: tables may move.
+#: Sections and fields of the config that the scores of a run depend on.
 _SCORES = ("data.", "model.", "encoder", "optimizer.average")
-_TABLES = ("data.interactions", "data.validation", "data.test", "data.prepared")
 #: Files, folders or globs, as the config names them.
 Paths = str | Path | Sequence[str | Path]
 
@@ -76,7 +75,8 @@ class BestEpoch:
         try:
             progress = read_progress(last)
             best = run.checkpoints / checkpoint_name(int(progress["best_epoch"]), 0)
-            changes = [text for name, text in config_changes(dict(progress["config"]), config) if _matters(name)]
+            changed = config_changes(dict(progress["config"]), config)
+            changes = [text for name, text in changed if name.startswith(_SCORES)]
         except DamagedCheckpointError as fault:
             raise ConfigError(f"{name}: {fault}") from None
         except (KeyError, TypeError, ValueError):
@@ -188,7 +188,7 @@ class SavedRun:
             users: table of users, as of `predict`.
             items: table of items, as of `predict`.
             by: columns of the interactions; each of their values gets metrics of its own.
-            out: file to write the scores to, as of `predict`.
+            out: file to write the scores to, as of `predict`, with the columns `by` too.
             batch_size: rows per call of the model.
 
         Returns:
@@ -226,10 +226,6 @@ class SavedRun:
         check_results({"--out": out}, {f"--{name}": source for name, source in vars(sources).items()})
         options = {"by": by, "evaluate": evaluate, "batch_size": batch_size, "folder": folder}
         return scored(self.model, sources, self.schema, config, **options)
-
-
-def _matters(name: str) -> bool:
-    return name.startswith(_SCORES) and name not in _TABLES
 
 
 def _text(paths: Paths) -> str | list[str]:

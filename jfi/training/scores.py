@@ -87,8 +87,7 @@ def scored(
     """Scores every row of `sources.interactions`.
 
     Memory is bounded by the rows of some 500,000 interactions, the tables of users and items, and 12 bytes a row and
-    4 a negative of file cache; a file of text is read whole. Temporary files in `folder` are about as large as the
-    tables.
+    4 a negative of file cache. Temporary files in `folder` are about as large as the tables.
 
     Args:
         model: in evaluation mode.

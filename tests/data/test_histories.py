@@ -71,7 +71,7 @@ def test_histories_are_what_the_user_did_strictly_before(rows, max_history, spli
     assume(all(parts.values()))
     dataset = load(rows, max_history=max_history, split=split, max_slots=2, negatives=1)
     rating_ids = ids_of([row[3] for row in parts["train"] if row[3]])
-    slots = min(2, max(1, max(len(GENRES[item]) for _, item, _, _ in rows)))
+    slots = min(2, max(1, max(len(GENRES[item]) for item in item_ids)))  # of training, as the vocabularies
 
     for name, part in parts.items():
         assert dataset.num_samples(name) == 2 * len(part)

@@ -80,6 +80,23 @@ def test_what_is_no_manifest_is_one_line(folder, text, message):
     assert "\n" not in str(caught.value)
 
 
+def test_what_is_no_prepared_dataset_is_named_without_a_file_below_it(folder, tmp_path):
+    for path, what in (
+        (folder / "schema.json", "it is no folder"),
+        (tmp_path, "manifest.json is missing"),
+        (tmp_path / "absent", "manifest.json is missing"),
+    ):
+        with pytest.raises(DataError) as caught:
+            Manifest.load(path)
+        assert str(caught.value) == f"{path}: not a prepared dataset, {what}"
+
+
+def test_a_prepared_dataset_that_is_named_as_a_table_is_said_to_be_one(folder):
+    with pytest.raises(DataError) as caught:
+        load_dataset(DataConfig(interactions=str(folder)))
+    assert str(caught.value) == f"{folder}: a prepared dataset, not a table; train on it with data.prepared"
+
+
 def test_tables_of_a_manifest_are_relative_to_its_folder_and_urls_are_kept(folder, config):
     edit(folder, interactions=["../rows.csv", "s3://bucket/rows"], users="/abs/u.csv", items=None)
     data = Manifest.load(folder).data

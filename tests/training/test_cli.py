@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from jfi.options import OptionError, OptionParser, at_least_zero
 from jfi.training import Config, ConfigError
 from jfi.training.cli import load_config, parse_config, run_cli, save_config
 
@@ -143,6 +144,27 @@ def test_unknown_key_names_the_nearest(yaml_file, text, unknown, nearest):
 def test_wrong_value_names_its_key(arguments, parts):
     message = fault(*arguments)
     assert all(part in message for part in parts), message
+
+
+def test_an_option_without_a_value_is_named_as_the_commands_without_a_config_do():
+    assert fault("--config") == "--config: expected one argument"
+    with pytest.raises(ConfigError) as caught:
+        parse_config(["--out"], "", {"--out": {"type": str}})
+    with pytest.raises(OptionError) as other:
+        parser = OptionParser()
+        parser.add_argument("--out")
+        parser.parse_args(["--out"])
+    assert str(caught.value) == str(other.value) == "--out: expected one argument"
+
+
+@pytest.mark.parametrize("text", ["-1", "nan", "inf", "soon", ""])
+def test_a_time_is_a_finite_number_of_at_least_zero(text):
+    parser = OptionParser()
+    parser.add_argument("--wait", type=at_least_zero)
+    assert parser.parse_args(["--wait", "0.5"]).wait == 0.5
+    with pytest.raises(OptionError) as caught:
+        parser.parse_args([f"--wait={text}"])
+    assert str(caught.value) == f"--wait: got {text!r}, must be a number of at least 0"
 
 
 @pytest.mark.parametrize(

@@ -362,6 +362,10 @@ def test_a_run_goes_on_with_a_table_that_has_grown_and_is_prepared_again(trained
     save_config(config.with_training(epochs=2), run / "config.yaml")
     write_table(tmp_path / "grown.csv", [row(i) for i in range(230)])
     grown = ["--data.interactions", tmp_path / "grown.csv"]
+    refused = ["--data.max_slots", 3, "--out", tmp_path / "grown"]
+    assert run_example(monkeypatch, "prepare_data", "--run", run, *grown, *refused) == 2
+    message = f"error: --run {run}: data.max_slots is 3, but the run was started with 8"
+    assert capsys.readouterr().err.splitlines()[-1] == message and not (tmp_path / "grown").exists()
     assert run_example(monkeypatch, "prepare_data", "--run", run, *grown, "--out", tmp_path / "grown") == 0
     out = capsys.readouterr().out
     assert "data: 230 rows" in out
@@ -369,7 +373,8 @@ def test_a_run_goes_on_with_a_table_that_has_grown_and_is_prepared_again(trained
 
     resumed = ["--resume", run, "--config-changed", "accept", "--data.prepared", tmp_path / "grown"]
     assert run_example(monkeypatch, "train_dlrm", *resumed) == 2
-    assert "it has 230 rows, 30 more than the run was started with" in capsys.readouterr().err
+    refused = f"the data {tmp_path / 'grown'} has changed: it has 230 rows, 30 more than the run was started with"
+    assert refused in capsys.readouterr().err
     assert load_config(run / "config.yaml").data.prepared == str(tmp_path / "first")
     assert run_example(monkeypatch, "train_dlrm", *resumed, "--data-changed", "accept") == 0
     data = load_config(run / "config.yaml").data
