@@ -675,7 +675,7 @@ def plan_jagged_attention(x: JaggedAttentionInputs, impl: str, device: Device | 
     if refusal is None and x.bias is not None and x.edges is not None:
         refusal = "a bias by key beside times"
     if refusal is None and JAGGED_FAMILY != "jagged_triton":
-        return _plan_sm90(problem, _is_short(problem, key_offsets.shape[0] - 1, num_keys))
+        return _plan_sm90(problem, _is_short(problem, key_offsets.shape[0] - 1, num_keys), x.table is not None)
     return _plan_jagged_triton(problem, refusal or "overridden by JAGGED_FAMILY")
 
 
@@ -780,19 +780,20 @@ def _sm90(kernel: str, block_m: int, block_n: int, stages: int, programs: int, *
 
 
 @cached
-def _plan_sm90(problem: AttentionProblem, short: bool) -> AttentionPlan:
+def _plan_sm90(problem: AttentionProblem, short: bool, has_table: bool) -> AttentionPlan:
     """Short histories: smaller tiles of keys, and more programs to hide the start and end of each work tile."""
     forward, dquery, dkey = (f"jagged_attention_sm90_{name}" for name in ("fwd", "dquery", "dkey"))
     if problem.head_dim > 64:
         kernels = (
             _sm90(forward, 64, 64, 2, 2) if short else _sm90(forward, 128, 128, 2, 1, consumers=2),
             _sm90(dquery, 128, 64, 4, 1, consumers=2),
-            _sm90(dkey, 64, 128, 2, 1, consumers=2),
+            # Biases by bucket take registers, which a smaller tile of queries leaves.
+            _sm90(dkey, 32 if has_table else 64, 128, 4 if has_table else 2, 1, consumers=2),
         )
     else:
         kernels = (
             _sm90(forward, 64, 64, 2, 3) if short else _sm90(forward, 64, 128, 2, 2),
-            _sm90(dquery, 64, 64, 3, 3),
+            _sm90(dquery, 64, 64, 3, 2 if has_table else 3),
             _sm90(dkey, 64, 64, 2, 2),
         )
     return AttentionPlan("jagged_sm90", kernels[:1], kernels[1:], "Hopper, half precision, width 64 or 128", problem)

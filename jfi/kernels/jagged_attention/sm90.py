@@ -106,7 +106,7 @@ def backward(
     qheads_per_kvhead, rows = problem.qheads_per_kvhead, x.query.shape[0]
     dquery, dkey, dvalue, dbias = empty_like(x.query, x.key, x.value, x.bias)
     stats = torch.empty(2, problem.num_kv_heads, rows * qheads_per_kvhead, dtype=torch.float32, device=x.query.device)
-    # All tiles have 64 rows, so both kernels have the same descriptors.
+    # Tiles have 64 rows but for the queries of dkey, so both kernels have the same descriptors.
     key = tensor_descriptor(x.key, ROWS.value)
     value = key if x.value is None else tensor_descriptor(x.value, ROWS.value)
     descriptors = (
@@ -129,5 +129,8 @@ def backward(
     if not same_tiles:
         tiles = schedule_tiles(x.key_offsets, x.query_offsets, x.key.shape[0], 1, block_n)
     tensors = (tiles, biases, times, stats, (dkey, dvalue, dbias))
+    if dkey_plan.block_m != ROWS.value:
+        queries = (tensor_descriptor(y, dkey_plan.block_m, qheads_per_kvhead) for y in (x.query, grad))
+        descriptors = (*queries, key, value)
     _launch(dkey_plan, problem, x, block_n, descriptors, tensors, numbers)
     return dquery, dkey, dvalue, dbias, None if sums is None else sums.sum(0).T.to(x.table.dtype)

@@ -124,15 +124,15 @@ def _consume(own, other, bias_smem, saved, results, schedule, SPEC: gl.constexpr
             s, dp = warpgroup_mma_wait(0, [s, dp])
             bias = bias_smem.index(stage % BIASES)
             if SPEC.has_table:
-                passed, passed_edge, passed_top = bucket, edge, top
+                passed, passed_edge = bucket, edge
                 s = s * scale2 + bucket_bias[:, None]
-                s, bucket, bucket_bias, edge, next_bias, next_edge, top = tile.add_bucket_bias(
+                s, bucket, bucket_bias, edge, next_bias, next_edge, top, passes = tile.add_bucket_bias(
                     s, n, biases, rows, bucket, bucket_bias, edge, next_bias, next_edge, top, SPEC
                 )
             ds = _scores_gradient(s, dp, lse, delta, n, visible, scale_left, bias, SPEC)
             if SPEC.has_table:
                 bucket_sum = tile.add_bucket_sums(
-                    ds, n, biases, rows, sums_ptr, mask, passed, passed_edge, passed_top, bucket_sum, SPEC
+                    ds, n, biases, rows, sums_ptr, mask, passed, passed_edge, passes, bucket_sum, SPEC
                 )
             ds = gl.convert_layout(ds.to(k_smem.dtype), DS_LAYOUT)
             pipeline.wait_full(other.ring, num_k_tiles + 1, steps > 1)
@@ -147,15 +147,15 @@ def _consume(own, other, bias_smem, saved, results, schedule, SPEC: gl.constexpr
                 s, dp = warpgroup_mma_wait(1, [s, dp])
                 bias = bias_smem.index(stage % BIASES)
                 if SPEC.has_table:
-                    passed, passed_edge, passed_top = bucket, edge, top
+                    passed, passed_edge = bucket, edge
                     s = s * scale2 + bucket_bias[:, None]
-                    s, bucket, bucket_bias, edge, next_bias, next_edge, top = tile.add_bucket_bias(
+                    s, bucket, bucket_bias, edge, next_bias, next_edge, top, passes = tile.add_bucket_bias(
                         s, n, biases, rows, bucket, bucket_bias, edge, next_bias, next_edge, top, SPEC
                     )
                 next_ds = _scores_gradient(s, dp, lse, delta, n, visible, scale_left, bias, SPEC)
                 if SPEC.has_table:
                     bucket_sum = tile.add_bucket_sums(
-                        next_ds, n, biases, rows, sums_ptr, mask, passed, passed_edge, passed_top, bucket_sum, SPEC
+                        next_ds, n, biases, rows, sums_ptr, mask, passed, passed_edge, passes, bucket_sum, SPEC
                     )
                 # Converted before the one wait and named in the other, as in the forward.  The next tile is waited for
                 # while two are held, so there must be three stages.

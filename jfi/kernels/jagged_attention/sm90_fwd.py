@@ -176,7 +176,7 @@ def _consume(shared, results, schedule, SPEC: gl.constexpr, OWN: gl.constexpr):
             bias = shared.bias.index(stage % BIASES)
             if SPEC.has_table:
                 s = s * scale2 + bucket_bias[:, None]
-                s, bucket, bucket_bias, edge, next_bias, next_edge, top = tile.add_bucket_bias(
+                s, bucket, bucket_bias, edge, next_bias, next_edge, top, _passes = tile.add_bucket_bias(
                     s, n, biases, rows, bucket, bucket_bias, edge, next_bias, next_edge, top, SPEC
                 )
             p, maximum, total, _factor = _softmax_update(s, maximum, total, n, visible, scale_left, bias, SPEC)
@@ -197,7 +197,7 @@ def _consume(shared, results, schedule, SPEC: gl.constexpr, OWN: gl.constexpr):
                 bias = shared.bias.index(stage % BIASES)
                 if SPEC.has_table:
                     s = s * scale2 + bucket_bias[:, None]
-                    s, bucket, bucket_bias, edge, next_bias, next_edge, top = tile.add_bucket_bias(
+                    s, bucket, bucket_bias, edge, next_bias, next_edge, top, _passes = tile.add_bucket_bias(
                         s, n, biases, rows, bucket, bucket_bias, edge, next_bias, next_edge, top, SPEC
                     )
                 next_p, maximum, total, factor = _softmax_update(s, maximum, total, n, visible, scale_left, bias, SPEC)

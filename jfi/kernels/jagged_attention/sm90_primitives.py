@@ -110,13 +110,15 @@ def pass_buckets(biases, rows, n, bucket, bias, edge, next_bias, next_edge, SPEC
 
 @gluon.jit
 def add_bucket_bias(scores, n, biases, rows, bucket, bias, edge, next_bias, next_edge, top, SPEC: gl.constexpr):
-    """(scores [M, N] with the bias of the keys from n on, and the state of the rows behind them).
+    """(scores [M, N] with the bias of the keys from n on, the state of the rows behind them, how often rows passed on).
 
     The scores have the bias of each row's present bucket.  A row that passes to the next changes the bias of all keys
     that remain, so nothing but the difference is added; the scores of keys that are hidden are any finite numbers.
     biases: pointers to the edges and to the table.
     """
+    passes = n * 0
     while top > n:
+        passes += 1
         key = n + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
         first = edge // MOST_BUCKETS
         change = gl.where(first > n, next_bias - bias, 0.0)
@@ -124,17 +126,17 @@ def add_bucket_bias(scores, n, biases, rows, bucket, bias, edge, next_bias, next
         bucket, bias, edge, next_bias, next_edge, top = pass_buckets(
             biases, rows, n, bucket, bias, edge, next_bias, next_edge, SPEC
         )
-    return scores, bucket, bias, edge, next_bias, next_edge, top
+    return scores, bucket, bias, edge, next_bias, next_edge, top, passes
 
 
 @gluon.jit
-def add_bucket_sums(ds, n, biases, rows, sums_ptr, mask, bucket, edge, top, total, SPEC: gl.constexpr):
+def add_bucket_sums(ds, n, biases, rows, sums_ptr, mask, bucket, edge, passes, total, SPEC: gl.constexpr):
     """Each row's sum of dS [M, N] over its present bucket; stores those of the buckets that end from key n on.
 
-    bucket, edge, top: before the tile.  sums_ptr: [R, H, num_buckets].
+    bucket, edge: before the tile.  passes: of `add_bucket_bias`.  sums_ptr: [R, H, num_buckets].
     """
     to = sums_ptr + (rows.query * (SPEC.num_kv_heads * SPEC.qheads_per_kvhead) + rows.head) * SPEC.num_buckets
-    while top > n:
+    for _ in range(passes):
         key = n + gl.arange(0, ds.shape[1], gl.SliceLayout(0, ds.type.layout))
         first = edge // MOST_BUCKETS
         leaves = first > n
@@ -145,7 +147,6 @@ def add_bucket_sums(ds, n, biases, rows, sums_ptr, mask, bucket, edge, top, tota
         bucket = gl.where(leaves, edge % MOST_BUCKETS, bucket)
         _bias, next_edge = load_bucket(biases, rows.query, rows.head, bucket, leaves, SPEC)
         edge = gl.where(leaves, next_edge, edge)
-        top = gl.max(edge, 0) // MOST_BUCKETS
     return total + gl.sum(ds, 1)
 
 
