@@ -457,7 +457,7 @@ def plan_target_attention(x: TargetAttentionInputs, impl: str, device: Device | 
     aligned = (query.data_ptr() | key.data_ptr() | (0 if value is None else value.data_ptr())) % 16 == 0
     refusal = _jagged_refusal(problem, batch, query_rows, num_keys, scale, aligned)
     if refusal is None:
-        return _plan_sm90(problem, _is_short(problem, batch, num_keys))
+        return _plan_sm90(problem, _is_short(problem, batch, num_keys), False)
     forced = "TARGET_FAMILY is not target_few" if query_rows <= FEW_QUERY_ROWS else None
     reason = forced or f"more than {FEW_QUERY_ROWS} query rows per key head"
     return _plan_many(problem, aligned and 0 < num_keys < 2**31, f"{reason}, and not jagged attention: {refusal}")

@@ -133,4 +133,4 @@ def backward(
         queries = (tensor_descriptor(y, dkey_plan.block_m, qheads_per_kvhead) for y in (x.query, grad))
         descriptors = (*queries, key, value)
     _launch(dkey_plan, problem, x, block_n, descriptors, tensors, numbers)
-    return dquery, dkey, dvalue, dbias, None if sums is None else sums.sum(0).T.to(x.table.dtype)
+    return dquery, dkey, dvalue, dbias, None if sums is None else sums.sum(0).T.contiguous().to(x.table.dtype)

@@ -293,4 +293,4 @@ def backward(
     tiles = schedule_tiles(x.key_offsets, x.query_offsets, x.key.shape[0], 1, dkey_plan.block_n)
     total = tiles.shape[0] * num_kv_heads
     launch_dkey((total, 1, 1), (*inputs, (x.query_time, x.key_time), tiles, (dkey, dvalue, dbias)), (total, *numbers))
-    return dquery, dkey, dvalue, dbias, None if sums is None else sums.sum(0).T.to(x.table.dtype)
+    return dquery, dkey, dvalue, dbias, None if sums is None else sums.sum(0).T.contiguous().to(x.table.dtype)
