@@ -73,6 +73,8 @@ SM90_WIDTHS = (64, 128)
 SM90_LEAST_SCALE = 1e-30
 #: Rows times heads that 32-bit row numbers count, a tile past the end included.
 SM90_MOST_ROWS = 2**31 - 256
+#: Rows of a table of biases by bucket: ages of 64 bits have no more buckets.
+MOST_BUCKETS = 64
 #: Elements of a tile of the kernel that computes log-sum-exp and Δ for the generic backward.
 STATISTICS_ELEMENTS = 2048
 
@@ -147,9 +149,19 @@ class JaggedAttentionInputs(NamedTuple):
     query_offsets: Tensor  # [B+1]
     key_offsets: Tensor  # [B+1]
     bias: Tensor | None  # [S, H]
+    edges: Tensor | None  # [R, num_buckets + 1], as `bucket_edges` makes them; a window then has no bounds of its own
+    table: Tensor | None  # [num_buckets, H], added to the scores of a bucket's keys
+    query_time: Tensor | None  # [R], of buckets by age; None of those by distance
+    key_time: Tensor | None  # [S]
     scale: float
     left: int | None
     right: int | None
+    is_causal: bool  # with edges: a query sees its own position
+
+    @property
+    def num_buckets(self) -> int:
+        """Buckets that the keys of a query are divided into; 0 without edges."""
+        return 0 if self.edges is None else self.edges.shape[1] - 1
 
 
 @dataclass(frozen=True)
@@ -650,7 +662,7 @@ def _many_dhistory(problem: AttentionProblem, by_tma: bool, block_h: int) -> Ker
 # --- Jagged attention -------------------------------------------------------------------------------------------------
 def plan_jagged_attention(x: JaggedAttentionInputs, impl: str, device: Device | None = None) -> AttentionPlan:
     """The plan of `jfi.ops.jagged_attention`; arguments as those of `plan_target_attention`."""
-    query, key, value, _, key_offsets, _, scale, _, _ = x
+    query, key, value, key_offsets, scale = x.query, x.key, x.value, x.key_offsets, x.scale
     device = device_of(query.device) if device is None else device
     if impl == "torch":
         if device.type == "cpu":
@@ -660,6 +672,8 @@ def plan_jagged_attention(x: JaggedAttentionInputs, impl: str, device: Device | 
     query_rows, num_keys = query.shape[0] * query.shape[1], key.shape[0]
     aligned = (query.data_ptr() | key.data_ptr() | (0 if value is None else value.data_ptr())) % 16 == 0
     refusal = sm90_refusal(problem, query_rows, num_keys, scale, aligned)
+    if refusal is None and x.bias is not None and x.edges is not None:
+        refusal = "a bias by key beside times"
     if refusal is None and JAGGED_FAMILY != "jagged_triton":
         return _plan_sm90(problem, _is_short(problem, key_offsets.shape[0] - 1, num_keys))
     return _plan_jagged_triton(problem, refusal or "overridden by JAGGED_FAMILY")
@@ -679,8 +693,10 @@ def cpu_flash_refusal(x: JaggedAttentionInputs) -> str | None:
     Of causal attention the offsets are read: flash attention aligns the first query with the first key.  Offsets on the
     meta device are taken for those of self-attention.
     """
-    if x.bias is not None:
+    if x.bias is not None or x.table is not None:
         return "it has no gradient for a bias"
+    if x.edges is not None:
+        return "it takes no times"
     if x.value is not None and x.value.shape[2] != x.key.shape[2]:
         return "keys and values differ in width"
     if not CPU_FLASH_LEAST_SCALE < x.scale <= CPU_FLASH_MOST_SCALE:

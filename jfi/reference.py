@@ -202,10 +202,15 @@ def jagged_attention(
     window: tuple[int | None, int | None] | None,
     bias: Tensor | None,
     scale: float,
+    times: tuple[Tensor, Tensor] | None = None,
+    max_visible: int | None = None,
+    time_bias: Tensor | None = None,
+    position_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """[R, H, D], [S, G, D], [S, G, E] -> [R, H, E] and the log-sum-exp of the scores [R, H].
 
-    Computes every pair, masked or not: Σ L·M of them.
+    Computes every pair, masked or not: Σ L·M of them.  times: of the queries [R] and of the keys [S]; a query that is
+    not causal sees the keys that are strictly older.
     """
     num_heads, rows = query.shape[1], query.shape[0]
     pairs = Pairs(query_offsets, key_offsets, None)
@@ -226,6 +231,21 @@ def jagged_attention(
     if right is not None:
         hidden = hidden | (ahead > right)
     row_offsets = pairs.row_offsets(rows)
+    age = None if times is None else times[0][pairs.left] - times[1][pairs.right]
+    # How many events lie between a query and a key, which counts: 0 is a query's own position, 1 the newest older key.
+    distance = -ahead
+    if age is not None and not causal:
+        hidden = age <= 0
+        older = segment_sum((~hidden).double(), row_offsets).long()
+        place = pairs.right - segment_expand(key_offsets[:-1].long(), query_offsets, rows)[pairs.left]
+        distance = older[pairs.left] - place
+    if max_visible is not None:
+        hidden = hidden | (distance >= max_visible + (age is not None and not causal))
+    for table, count in ((time_bias, age), (position_bias, distance)):
+        if table is not None:
+            # frexp's exponent is floor(log2) + 1, exactly.
+            buckets = torch.frexp(count.double()).exponent.clamp(0, table.shape[0] - 1).long()
+            scores = scores + _widen(table)[buckets]
     scores = scores.masked_fill(hidden[:, None], -torch.inf)
     weights = jagged_softmax(scores, row_offsets)
     out = segment_sum(weights[..., None] * values[pairs.right], row_offsets).to(query.dtype)

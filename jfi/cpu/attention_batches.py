@@ -71,12 +71,18 @@ class Problem:
         query_offsets: Tensor,
         key_offsets: Tensor,
         bias: Tensor | None,
+        edges: Tensor | None,
+        table: Tensor | None,
+        _query_time: Tensor | None,
+        _key_time: Tensor | None,
         scale: float,
         left: int | None,
         right: int | None,
+        _is_causal: bool,
     ):
         self.num_heads, self.num_kv_heads = query.shape[1], key.shape[1]
         self.query, self.key, self.value, self.bias = query, key, value, bias
+        self.edges, self.table = edges, table
         self.scale, self.left, self.right = scale, left, right
         self.offsets = query_offsets.long(), key_offsets.long()
         self.query_heads = torch.arange(self.num_heads).view(self.num_kv_heads, -1)

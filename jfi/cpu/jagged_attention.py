@@ -69,7 +69,7 @@ def _flash_backward(
     lse: Tensor,
     results: list[Tensor | None],
 ) -> None:
-    dquery, dkey, dvalue, _ = results
+    dquery, dkey, dvalue, _, _ = results
     grads = take(grad, queries.place)
     if queries.padding is not None:
         grads.masked_fill_(queries.padding[..., None, None], 0.0)
@@ -103,18 +103,26 @@ def backward(
     query_offsets: Tensor,
     key_offsets: Tensor,
     bias: Tensor | None,
+    edges: Tensor | None,
+    table: Tensor | None,
+    query_time: Tensor | None,
+    key_time: Tensor | None,
     out: Tensor,
     lse: Tensor,
     *rest,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor | None, ...]:
     """Arguments and results as those of the launcher in jfi/kernels/jagged_attention."""
-    inputs = JaggedAttentionInputs(query, key, value, query_offsets, key_offsets, bias, *rest)
+    tensors = (query, key, value, query_offsets, key_offsets, bias, edges, table, query_time, key_time)
+    inputs = JaggedAttentionInputs(*tensors, *rest)
     problem = Problem(*inputs)
     results = [None if x is None else torch.zeros_like(x) for x in (query, key, value, bias)]
+    results.append(None if table is None else torch.zeros_like(table, dtype=lse.dtype))  # a sum over all batches
     is_flash = dlse is None and cpu_flash_refusal(inputs) is None
     for queries, keys in problem.batches(is_flash):
         if is_flash:
             _flash_backward(problem, queries, keys, grad, out, lse, results)
         else:
             bmm_backward(problem, queries, keys, grad, dlse, out, lse, results)
+    if table is not None:
+        results[-1] = results[-1].to(table.dtype)
     return tuple(results)

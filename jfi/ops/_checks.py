@@ -196,6 +196,45 @@ def check_offsets(
         )
 
 
+def check_times(
+    query_time: Tensor | None,
+    key_time: Tensor | None,
+    query_offsets: Tensor,
+    key_offsets: Tensor,
+    rows: int,
+    key: Tensor,
+) -> None:
+    """Times come one to a query [R] and one to a key [S]; where they may be read, they do not decrease in a sample."""
+    sides = {
+        "query_time": (query_time, rows, "R", query_offsets),
+        "key_time": (key_time, key.shape[0], "S", key_offsets),
+    }
+    for name, (time, count, what, offsets) in sides.items():
+        if not isinstance(time, Tensor):
+            raise TypeError(
+                f"query_time and key_time must both be tensors or None, got {name} of {type(time).__name__}"
+            )
+        if time.dtype not in (torch.int32, torch.int64, torch.float64):
+            raise TypeError(f"{name} must be int32, int64 or float64, got {time.dtype}")
+        check_dim(name, time, f"[{what}]")
+        check_size(name, time.shape[0], count, what)
+        if time.device != key.device:
+            raise ValueError(f"{name} must be on the device of key, {key.device}, got {time.device}")
+        if not _may_read(time) or time.numel() == 0:
+            continue
+        if time.is_floating_point() and not bool(time.isfinite().all()):
+            raise ValueError(f"{name} must be finite, got {float(time[~time.isfinite()][0])}")
+        falls = time[1:] < time[:-1]
+        inner = offsets[1:-1].long()
+        falls[inner[(inner > 0) & (inner < time.shape[0])] - 1] = False  # between samples
+        if bool(falls.any()):
+            at = int(falls.nonzero()[0])
+            got = f"{time[at].item()} then {time[at + 1].item()} at entry {at + 1}"
+            raise ValueError(f"{name} must not decrease within a sample, got {got}")
+    if query_time.dtype != key_time.dtype:
+        raise TypeError(f"key_time must have the dtype of query_time, {query_time.dtype}, got {key_time.dtype}")
+
+
 def check_impl(impl: str, like: Tensor) -> str:
     """Resolve "auto": Triton for CUDA tensors, plain PyTorch otherwise.  An explicit choice never falls back."""
     if impl not in IMPLEMENTATIONS:

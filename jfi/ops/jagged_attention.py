@@ -8,6 +8,10 @@ and Scalability of Large-Scale Recommendation Systems with Jagged Flash Attentio
 log-sum-exp L; with Δ = Σ_e dO·O - dL, the backward recomputes the weights:
 
     dv = Σ_i P dO      dS = P (dO·v - Δ)      dk = scale Σ_i dS q      dq = scale Σ_j dS k      dbias = Σ_i dS
+
+With times a query sees the keys that are strictly older than itself, so that all labelled rows of a user can share one
+timeline; a bias by the pair's age or distance is that of Raffel et al., 'Exploring the Limits of Transfer Learning'
+(2020), in powers of two as in Zhai et al., 'Actions Speak Louder than Words' (HSTU, 2024).
 """
 
 from collections.abc import Callable
@@ -17,10 +21,23 @@ import torch
 from torch import Tensor
 
 from jfi import reference
-from jfi.ops._checks import check_dim, check_floating, check_history, check_impl, check_offsets, check_scale
+from jfi.ops._bucket_edges import bucket_edges
+from jfi.ops._checks import (
+    check_dim,
+    check_floating,
+    check_history,
+    check_impl,
+    check_offsets,
+    check_scale,
+    check_size,
+    check_times,
+)
 from jfi.ops._dispatch import aligned, operator, public
 from jfi.ops.explain import explains
-from jfi.plan import JaggedAttentionInputs, plan_jagged_attention
+from jfi.plan import MOST_BUCKETS, JaggedAttentionInputs, plan_jagged_attention
+
+#: Keys whose numbers fit 32 bits beside that of a bucket.
+MOST_KEYS = 2**31 // MOST_BUCKETS
 
 
 def _forward(
@@ -30,12 +47,18 @@ def _forward(
     query_offsets: Tensor,
     key_offsets: Tensor,
     bias: Tensor | None,
+    edges: Tensor | None,
+    table: Tensor | None,
+    query_time: Tensor | None,
+    key_time: Tensor | None,
     scale: float,
     left: int | None,
     right: int | None,
+    is_causal: bool,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
-    inputs = (query, key, value, query_offsets, key_offsets, bias, scale, left, right)
+    tensors = (query, key, value, query_offsets, key_offsets, bias, edges, table, query_time, key_time)
+    inputs = (*tensors, scale, left, right, is_causal)
     if impl == "torch":
         from jfi.cpu import jagged_attention
 
@@ -61,15 +84,21 @@ def _backward(
     query_offsets: Tensor,
     key_offsets: Tensor,
     bias: Tensor | None,
+    edges: Tensor | None,
+    table: Tensor | None,
+    query_time: Tensor | None,
+    key_time: Tensor | None,
     out: Tensor,
     lse: Tensor,
     scale: float,
     left: int | None,
     right: int | None,
+    is_causal: bool,
     impl: str,
 ) -> list[Tensor]:
     grad, dlse = aligned(grad), None if dlse is None else dlse.contiguous()
-    tensors, window = (query, key, value, query_offsets, key_offsets, bias), (left, right)
+    tensors = (query, key, value, query_offsets, key_offsets, bias, edges, table, query_time, key_time)
+    window = (left, right, is_causal)
     if impl == "torch":
         from jfi.cpu import jagged_attention
 
@@ -82,28 +111,29 @@ def _backward(
     return [x for x in grads if x is not None]
 
 
-def _backward_fake(grad, dlse, query, key, value, query_offsets, key_offsets, bias, *_):
-    return [torch.empty_like(x) for x in (query, key, value, bias) if x is not None]
+def _backward_fake(grad, dlse, query, key, value, query_offsets, key_offsets, bias, edges, table, *_):
+    return [torch.empty_like(x) for x in (query, key, value, bias, table) if x is not None]
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, scale, left, right, impl = inputs
-    ctx.rest = scale, left, right, impl
+    *tensors, scale, left, right, is_causal, impl = inputs
+    ctx.rest = scale, left, right, is_causal, impl
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, grad, dlse):
     if grad is None and dlse is None:
-        return (None,) * 10
+        return (None,) * 15
     saved = ctx.saved_tensors
-    _, _, value, _, _, bias, out, _ = saved
+    _, _, value, _, _, bias, _, table, _, _, out, _ = saved
     grad = torch.zeros_like(out) if grad is None else grad
     grads = iter(_jagged_attention_bwd(grad, dlse, *saved, *ctx.rest))
     dquery, dkey = next(grads), next(grads)
     dvalue = None if value is None else next(grads)
     dbias = None if bias is None else next(grads)
-    return dquery, dkey, dvalue, None, None, dbias, None, None, None, None
+    dtable = None if table is None else next(grads)
+    return dquery, dkey, dvalue, None, None, dbias, None, dtable, *(None,) * 7
 
 
 _jagged_attention_bwd = operator("jagged_attention_bwd", _backward, _backward_fake)
@@ -142,7 +172,12 @@ def jagged_attention(
     key_offsets: Tensor | None = None,
     causal: bool = False,
     window_size: tuple[int | None, int | None] | None = None,
+    max_visible: int | None = None,
     key_bias: Tensor | None = None,
+    query_time: Tensor | None = None,
+    key_time: Tensor | None = None,
+    time_bias: Tensor | None = None,
+    position_bias: Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     impl: str = "auto",
@@ -158,7 +193,18 @@ def jagged_attention(
         causal: hide keys after the query.  The last query of a sample is at the position of its last key.
         window_size: (left, right), how many keys before and after its own position a query sees; None, not -1, for no
             bound.
+        max_visible: a query sees at most this many of the newest keys that ``causal`` or the times leave it; None for
+            all.
         key_bias: [S, H], added to the scores; -inf hides an event.
+        query_time: [R], int32, int64 or float64 in any unit, not decreasing within a sample.  With times and without
+            ``causal``, a query sees the keys that are strictly older than itself, never those of its own time.  Ages
+            count exactly below 2^53.
+        key_time: [S], of the same dtype, not decreasing within a sample; given with query_time.
+        time_bias: [N, H] with 1 <= N <= 64, added to a pair's score: row floor(log2(age)) + 1, at most N - 1, where age
+            = query_time - key_time; row 0 for ages below 1.
+        position_bias: [N, H], the same by a pair's distance: how many of the keys that the query sees are from this key
+            on, the newest of them having 1; in causal attention how many places the query lies behind the key, its own
+            having 0.  Needs ``causal`` or times.
         scale: factor of the scores; None means 1/sqrt(D).
         return_lse: also return the log-sum-exp of each query's scores, which is needed to combine the attention to
             parts of a history; it is differentiable like the output.
@@ -179,13 +225,25 @@ def jagged_attention(
         >>> offsets = torch.tensor([0, 2, 2, 5])
         >>> jfi.ops.jagged_attention(x, x, x, query_offsets=offsets, causal=True).shape
         torch.Size([5, 2, 8])
+
+        Two targets of one user, at times 20 and 90, attend to the user's timeline; the second sees all three events:
+
+        >>> events, targets = torch.randn(3, 1, 8), torch.randn(2, 2, 8)
+        >>> jfi.ops.jagged_attention(
+        ...     targets, events, query_offsets=torch.tensor([0, 2]), key_offsets=torch.tensor([0, 3]),
+        ...     query_time=torch.tensor([20, 90]), key_time=torch.tensor([10, 20, 80]), time_bias=torch.zeros(32, 2),
+        ... ).shape
+        torch.Size([2, 2, 8])
     """
-    options = {"causal": causal, "window_size": window_size, "key_bias": key_bias, "scale": scale, "impl": impl}
-    inputs, impl = _prepare(query, key, value, query_offsets=query_offsets, key_offsets=key_offsets, **options)
+    options = {"causal": causal, "window_size": window_size, "max_visible": max_visible, "key_bias": key_bias}
+    options |= {"query_time": query_time, "key_time": key_time, "time_bias": time_bias, "position_bias": position_bias}
+    offsets = {"query_offsets": query_offsets, "key_offsets": key_offsets}
+    inputs, impl = _prepare(query, key, value, **offsets, **options, scale=scale, impl=impl)
     if impl == "torch" and query.is_cuda:
-        query, key, value, query_offsets, key_offsets, key_bias, scale, *window = inputs
-        offsets = (query_offsets, key_offsets)
-        out, lse = reference.jagged_attention(query, key, value, *offsets, False, tuple(window), key_bias, scale)
+        times = None if query_time is None else (query_time, key_time)
+        relative = (times, max_visible, time_bias, position_bias)
+        window = (causal, window_size, key_bias, inputs.scale)
+        out, lse = reference.jagged_attention(*inputs[:5], *window, *relative)
     else:
         # Dynamo takes is_exporting() for true in torch 2.11, also where nothing is exported.
         exports = impl == "triton" and torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
@@ -203,14 +261,21 @@ def _prepare(
     key_offsets: Tensor | None,
     causal: bool,
     window_size: tuple[int | None, int | None] | None,
+    max_visible: int | None,
     key_bias: Tensor | None,
+    query_time: Tensor | None,
+    key_time: Tensor | None,
+    time_bias: Tensor | None,
+    position_bias: Tensor | None,
     scale: float | None,
     return_lse: bool = False,
     impl: str,
 ) -> tuple[JaggedAttentionInputs, str]:
     """Check the arguments; returns what the kernels take, contiguous, and "triton" or "torch"."""
     key_offsets = query_offsets if key_offsets is None else key_offsets
-    check_floating(query=query, key=key, value=value, key_bias=key_bias)
+    check_floating(
+        query=query, key=key, value=value, key_bias=key_bias, time_bias=time_bias, position_bias=position_bias
+    )
     check_dim("query", query, "[R, H, D]")
     rows, num_heads, width = query.shape
     check_history(key, value, key_bias, num_heads, width)
@@ -219,9 +284,68 @@ def _prepare(
     check_offsets("key_offsets", key_offsets, key.shape[0], "key", query, query_offsets.shape[0] - 1)
     impl = check_impl(impl, query)
     scale = check_scale(scale, width)
-    tensors = (query, key, value, query_offsets, key_offsets, key_bias)
+    table = _relative_bias(time_bias, position_bias, num_heads)
+    has_times = query_time is not None or key_time is not None
+    if has_times:
+        check_times(query_time, key_time, query_offsets, key_offsets, rows, key)
+    _check_relative(causal, window_size, max_visible, has_times, time_bias, position_bias)
+    edges = None
+    if has_times or table is not None:
+        if isinstance(key.shape[0], int) and key.shape[0] >= MOST_KEYS:
+            raise ValueError(
+                f"key must have fewer than {MOST_KEYS} rows with times or a bias by bucket, got {key.shape[0]}"
+            )
+        if max_visible is None and window[0] is not None:
+            max_visible = window[0] + 1
+        num_buckets = 1 if table is None else table.shape[0]
+        offsets, times = (query_offsets.contiguous(), key_offsets.contiguous()), (query_time, key_time)
+        times = (None if x is None else x.contiguous() for x in times)
+        finds = "triton" if impl == "triton" else "torch"
+        edges = bucket_edges(*offsets, *times, rows, causal, max_visible, num_buckets, position_bias is None, finds)
+        window = (None, None)
+    elif max_visible is not None:
+        window = (max_visible - 1, 0)
+    tensors = (query, key, value, query_offsets, key_offsets, key_bias, edges, table)
+    tensors += (None, None) if time_bias is None else (query_time, key_time)
     tensors = (None if x is None else x.contiguous() for x in tensors)
-    return JaggedAttentionInputs(*tensors, scale, *window), impl
+    return JaggedAttentionInputs(*tensors, scale, *window, causal and edges is not None), impl
+
+
+def _relative_bias(time_bias: Tensor | None, position_bias: Tensor | None, num_heads: int) -> Tensor | None:
+    if time_bias is not None and position_bias is not None:
+        raise ValueError("time_bias and position_bias must not both be given")
+    for name, table in (("time_bias", time_bias), ("position_bias", position_bias)):
+        if table is not None:
+            check_dim(name, table, "[N, H]")
+            check_size(name, table.shape[1], num_heads, "H")
+            if not 1 <= table.shape[0] <= MOST_BUCKETS:
+                raise ValueError(f"{name} must have 1 to {MOST_BUCKETS} rows, got {table.shape[0]}")
+    return position_bias if time_bias is None else time_bias
+
+
+def _check_relative(
+    causal: bool,
+    window_size: tuple[int | None, int | None] | None,
+    max_visible: int | None,
+    has_times: bool,
+    time_bias: Tensor | None,
+    position_bias: Tensor | None,
+) -> None:
+    if max_visible is not None:
+        if isinstance(max_visible, bool) or not isinstance(max_visible, int):
+            raise TypeError(f"max_visible must be an int or None, got {max_visible!r}")
+        if max_visible < 1:
+            raise ValueError(f"max_visible must be at least 1, got {max_visible}")
+        if window_size is not None:
+            raise ValueError("max_visible and window_size must not both be given")
+        if not (causal or has_times):
+            raise ValueError("max_visible needs causal=True or times, which say what lies before a query")
+    if has_times and not causal and window_size is not None:
+        raise ValueError("window_size counts positions: with times give max_visible")
+    if time_bias is not None and not has_times:
+        raise ValueError("time_bias needs query_time and key_time, got None")
+    if position_bias is not None and not (causal or has_times):
+        raise ValueError("position_bias needs causal=True or times, which say what lies before a query")
 
 
 explains(jagged_attention, _prepare, plan_jagged_attention)

@@ -16,9 +16,12 @@ from jfi.kernels.absorbed_weights import bwd as absorbed_weights_bwd
 from jfi.kernels.absorbed_weights import fwd as absorbed_weights
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.jagged_attention import launch as jagged_attention
+from jfi.kernels.jagged_attention.bucket_edges import bucket_edges
 from jfi.kernels.target_attention import launch as target_attention
 from jfi.plan import (
+    A100,
     H200,
+    Device,
     JaggedAttentionInputs,
     TargetAttentionInputs,
     plan_jagged_attention,
@@ -34,12 +37,29 @@ def tensors(rows: int, num_kv_heads: int, width: int) -> tuple[torch.Tensor, ...
 def attend(query, key, value, bias=None, window=(None, None)) -> None:
     """Forward and backward of two samples."""
     offsets = torch.tensor([0, query.shape[0] // 2, query.shape[0]])
-    x = JaggedAttentionInputs(query, key, value, offsets, offsets, bias, 0.125, *window)
+    x = JaggedAttentionInputs(query, key, value, offsets, offsets, bias, None, None, None, None, 0.125, *window, False)
     plan = plan_jagged_attention(x, "triton", H200)
     assert plan.family == "jagged_sm90", plan
     out, lse = jagged_attention.forward(x, plan)
     dlse = None if bias is None else torch.randn_like(lse)
     jagged_attention.backward(torch.randn_like(out), dlse, x, out, lse, plan)
+
+
+def attend_by_time(query, key, value, kind: str, device: Device) -> None:
+    """Forward and backward of two timelines: what is older, by ages, or by distances in causal attention."""
+    offsets = torch.tensor([0, query.shape[0] // 2, query.shape[0]])
+    times = torch.arange(query.shape[0])
+    times = times.double() if kind == "float64" else times
+    table = None if kind == "older" else torch.randn(32, query.shape[1]).half()
+    edges = torch.zeros(query.shape[0], 33 if table is not None else 2, dtype=torch.int32)
+    by_age = (times, times) if kind in ("ages", "float64") else (None, None)
+    tensors = (query, key, value, offsets, offsets, None, edges, table, *by_age)
+    x = JaggedAttentionInputs(*tensors, 0.125, None, None, kind == "distances")
+    plan = plan_jagged_attention(x, "triton", device)
+    assert plan.family == ("jagged_sm90" if device is H200 else "jagged_triton"), plan
+    out, lse = jagged_attention.forward(x, plan)
+    jagged_attention.backward(torch.randn_like(out), None, x, out, lse, plan)
+    bucket_edges(offsets, offsets, times, times, len(times), kind == "distances", 5, 32, kind != "distances")
 
 
 def attend_by_bucket(width: int, rows: int, longest: int | None, halves: bool) -> None:
@@ -75,7 +95,13 @@ def type_of(x: object) -> str | tuple:
     if isinstance(x, TensorDescriptor):
         return f"tensordesc<fp16{x.block_shape},{x.layout!r}>"
     if isinstance(x, torch.Tensor):
-        return {torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}[x.dtype]
+        return {
+            torch.float16: "*fp16",
+            torch.float32: "*fp32",
+            torch.int32: "*i32",
+            torch.int64: "*i64",
+            torch.float64: "*fp64",
+        }[x.dtype]
     return {int: "i32", float: "fp32", type(None): "constexpr"}[type(x)]
 
 
@@ -114,6 +140,13 @@ def main() -> None:
             attend(*tensors(rows, num_kv_heads, width), torch.randn(rows, 4).half() if biased else None, window)
     gluon = [launcher.kernel for launcher in launches if isinstance(launcher.kernel, GluonJITFunction)]
     assert (len(gluon), len(set(gluon))) == (12, 3), gluon  # short and long share the backward's
+    for num_kv_heads, kind, device in (
+        (1, "ages", H200),
+        (4, "distances", H200),
+        (1, "older", H200),
+        (1, "float64", A100),
+    ):
+        attend_by_time(*tensors(300, num_kv_heads, 128 if kind == "ages" else 64), kind, device)
     for rows in (32, 100):
         for longest in (None, 100, 400):
             attend_by_bucket(64, rows, longest, halves=rows == 100)

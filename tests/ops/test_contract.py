@@ -83,6 +83,23 @@ def calls(device: torch.device, impl: str, factor: int = 1) -> dict:
             ),
             (half(s, 2, 64), half(s, 2, 64), half(s, 2, 64), x_offsets, x_offsets),
         ),
+        "jagged_attention, by time": (
+            lambda *inputs: ops.jagged_attention(
+                *inputs[:2],
+                query_offsets=inputs[2],
+                key_offsets=inputs[3],
+                query_time=inputs[4],
+                key_time=inputs[5],
+                time_bias=inputs[6],
+                max_visible=30,
+                impl=impl,
+            ),
+            (
+                *(random(r, 4, 16), random(s, 1, 16), y_offsets, x_offsets),
+                *(torch.arange(rows, device=device) for rows in (r, s)),
+                random(8, 4),
+            ),
+        ),
     }
 
 
@@ -130,20 +147,37 @@ SCHEMAS = {
         ),
     ],
     "jagged_attention": [
-        (torch.ops.jfi.jagged_attention_fwd, lambda *i: (*i, 0.3, None, 0, "triton")),
+        (torch.ops.jfi.jagged_attention_fwd, lambda *i: (*i, *(None,) * 4, 0.3, None, 0, False, "triton")),
     ],
     "jagged_attention, half precision": [
-        (torch.ops.jfi.jagged_attention_fwd, lambda *i: (*i, None, 0.3, 9, None, "triton")),
-        (torch.ops.jfi.jagged_attention_fwd, lambda q, k, v, *o: (q, k, None, *o, None, 0.3, None, 0, "triton")),
+        (torch.ops.jfi.jagged_attention_fwd, lambda *i: (*i, *(None,) * 5, 0.3, 9, None, False, "triton")),
+        (
+            torch.ops.jfi.jagged_attention_fwd,
+            lambda q, k, v, *o: (q, k, None, *o, *(None,) * 5, 0.3, None, 0, False, "triton"),
+        ),
         (
             torch.ops.jfi.jagged_attention_bwd,
             lambda q, k, v, *o: (
                 *(x.detach() for x in (q, q[..., 0].float(), q, k, v)),
                 *o,
-                None,
+                *(None,) * 5,
                 q.detach(),
                 q[..., 0].detach().float() + 50,  # a log-sum-exp below the scores would overflow
-                *(0.3, None, 0, "triton"),
+                *(0.3, None, 0, False, "triton"),
+            ),
+        ),
+    ],
+    "jagged_attention, by time": [
+        (
+            torch.ops.jfi.bucket_edges,
+            lambda q, k, y, x, t, u, b: (y, x, t, u, q.shape[0], False, 30, 8, True, "triton"),
+        ),
+        (
+            torch.ops.jfi.jagged_attention_fwd,
+            lambda q, k, y, x, t, u, b: (
+                *(q, k, None, y, x, None),
+                torch.ops.jfi.bucket_edges(y, x, t, u, q.shape[0], False, 30, 8, True, "triton"),
+                *(b, t, u, 0.3, None, None, False, "triton"),
             ),
         ),
     ],
@@ -163,7 +197,9 @@ def test_opcheck_on_the_cpu_path():
         torch.ops.jfi.target_attention_fwd.default, (q, k, v, offsets, bias, None, None, None, 0.3, None, "torch")
     )
     inputs = calls(torch.device("cpu"), "torch")["jagged_attention"][1]
-    torch.library.opcheck(torch.ops.jfi.jagged_attention_fwd.default, (*inputs, 0.3, None, 0, "torch"))
+    torch.library.opcheck(
+        torch.ops.jfi.jagged_attention_fwd.default, (*inputs, *(None,) * 4, 0.3, None, 0, False, "torch")
+    )
 
 
 @pytest.mark.parametrize("impl", ["triton", "torch"])

@@ -52,9 +52,9 @@ def test_one_schedule_serves_both_kernels_of_self_attention(monkeypatch):
     assert launches == [*forward, dquery, "_schedule_kernel", dkey]
 
 
-def plan_of(query, key, value=None, key_bias=None, scale=None, device=H200):
+def plan_of(query, key, value=None, key_bias=None, scale=None, device=H200, **times):
     offsets = torch.tensor([0, query.shape[0]])
-    rest = {"query_offsets": offsets, "key_bias": key_bias, "scale": scale, "device": device}
+    rest = {"query_offsets": offsets, "key_bias": key_bias, "scale": scale, "device": device} | times
     return jfi.ops.explain(jfi.ops.jagged_attention, query, key, value, **rest)
 
 
@@ -71,6 +71,8 @@ def plan_of(query, key, value=None, key_bias=None, scale=None, device=H200):
         ("width 96", "keys and values are not both 64 or 128 wide"),
         ("narrow value", "keys and values are not both 64 or 128 wide"),
         ("scale 0", "scale is at most 1e-30"),
+        ("times", None),
+        ("times and a bias by key", "a bias by key beside times"),
         ("scale -1", "scale is at most 1e-30"),
         ("A100", "no Hopper GPU or no Gluon"),
     ],
@@ -78,6 +80,7 @@ def plan_of(query, key, value=None, key_bias=None, scale=None, device=H200):
 def test_when_the_hopper_kernels_run(case, reason):
     query, key, value = tensors(10, 4, 64)
     one, bias = key[:, :1].contiguous(), torch.zeros(10, 4).half()
+    times = dict.fromkeys(("query_time", "key_time"), torch.arange(10)) | {"time_bias": torch.zeros(8, 4).half()}
     plan = {
         "value": lambda: plan_of(query, key, value),
         "value = key": lambda: plan_of(query, key),
@@ -89,6 +92,8 @@ def test_when_the_hopper_kernels_run(case, reason):
         "width 96": lambda: plan_of(*tensors(10, 4, 96)),
         "narrow value": lambda: plan_of(query, key, value[..., :32]),
         "scale 0": lambda: plan_of(query, key, value, scale=0.0),
+        "times": lambda: plan_of(query, key, value, **times),
+        "times and a bias by key": lambda: plan_of(query, key, value, bias, **times),
         "scale -1": lambda: plan_of(query, key, value, scale=-1.0),
         "A100": lambda: plan_of(query, key, value, device=A100),
     }[case]()
@@ -101,7 +106,7 @@ def test_tensors_that_tma_cannot_load():
     unaligned = torch.zeros(10 * 256 + 1).half()[1:].view(10, 4, 64)
     offsets = torch.tensor([0, 10])
     for inputs in ((unaligned, key, key), (query, unaligned, key), (query, key, unaligned)):
-        x = JaggedAttentionInputs(*inputs, offsets, offsets, None, 0.125, None, None)
+        x = JaggedAttentionInputs(*inputs, offsets, offsets, *(None,) * 5, 0.125, None, None, False)
         plan = plan_jagged_attention(x, "triton", H200)
         assert plan.family == "jagged_triton" and "16 bytes" in plan.reason
 

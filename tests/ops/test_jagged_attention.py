@@ -349,11 +349,13 @@ def test_the_exported_forward(case, device):
     if case == "candidates":
         query, queries = torch.randn(30, 4, 24, device=device), offsets_of([7, 2, 1, 20], device)
         inputs = (query, torch.randn(40, 1, 24, device=device), None, queries, offsets)
-        found, _ = export.forward(*inputs, torch.ones(40, 4, device=device), 0.3, None, None, "triton")
+        found, _ = export.forward(
+            *inputs, torch.ones(40, 4, device=device), None, None, None, None, 0.3, None, None, False, "triton"
+        )
         plain = reference.jagged_attention(*inputs, False, None, torch.ones(40, 4, device=device), 0.3)[0]
     else:
         inputs = (*torch.randn(3, 40, 4, 24, device=device), offsets, offsets)
-        found, _ = export.forward(*inputs, None, 0.3, None, 0, "triton")
+        found, _ = export.forward(*inputs, None, None, None, None, None, 0.3, None, 0, False, "triton")
         plain = reference.jagged_attention(*inputs, True, None, None, 0.3)[0]
     torch.testing.assert_close(found, plain, atol=1e-5, rtol=1e-4)
 

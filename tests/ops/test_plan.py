@@ -240,9 +240,13 @@ def specs_of(kind: str) -> list[tuple]:
         return [spec.of(chosen.problem, 16, block_n) for block_n in (64, 64, 32)]
     if kind == "jagged":
         spec = pytest.importorskip("jfi.kernels.jagged_attention.tiles").JaggedSpec
-        return [spec.of(chosen.problem, chosen.forward[0], True, right) for right in (True, True, False)]
+        return [
+            spec.of(chosen.problem, chosen.forward[0], (True, right, 0, False, False)) for right in (True, True, False)
+        ]
     spec = pytest.importorskip("jfi.kernels.jagged_attention.sm90").Sm90Spec
-    return [spec.of(chosen.problem, chosen.forward[0], 64, True, right) for right in (True, True, False)]
+    return [
+        spec.of(chosen.problem, chosen.forward[0], 64, (True, right, 0, False, False)) for right in (True, True, False)
+    ]
 
 
 @pytest.mark.parametrize("kind", ["target", "jagged", "sm90"])

@@ -62,7 +62,9 @@ def compile_generated(launcher: Launcher, arguments: tuple, folder: Path) -> Non
 def main() -> None:
     launches = []
     offsets, query = torch.tensor([0, 3, 3, 8]), torch.randn(8, 4, 24)
-    x = JaggedAttentionInputs(query, query[:, :1].clone(), None, offsets, offsets, torch.randn(8, 4), 0.3, None, 0)
+    x = JaggedAttentionInputs(
+        query, query[:, :1].clone(), None, offsets, offsets, torch.randn(8, 4), *(None,) * 4, 0.3, None, 0, False
+    )
 
     def launch(launcher, grid, tensors, numbers):
         launches.append((launcher, (*tensors, *numbers)))

@@ -26,11 +26,17 @@ def forward(
     query_offsets: Tensor,
     key_offsets: Tensor,
     bias: Tensor | None,
+    edges: Tensor | None,
+    table: Tensor | None,
+    query_time: Tensor | None,
+    key_time: Tensor | None,
     scale: float,
     left: int | None,
     right: int | None,
+    is_causal: bool,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
     """As `launch.forward`, of queries and keys that may not be empty; arguments as of the operator itself."""
-    x = JaggedAttentionInputs(query, key, value, query_offsets, key_offsets, bias, scale, left, right)
+    tensors = (query, key, value, query_offsets, key_offsets, bias, edges, table, query_time, key_time)
+    x = JaggedAttentionInputs(*tensors, scale, left, right, is_causal)
     return triton_fwd.forward(x, plan_exported_jagged_attention(x), _launch)

@@ -21,8 +21,8 @@ def forward(x: JaggedAttentionInputs, plan: AttentionPlan) -> tuple[Tensor, Tens
 
 def backward(
     grad: Tensor, dlse: Tensor | None, x: JaggedAttentionInputs, out: Tensor, lse: Tensor, plan: AttentionPlan
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The gradients of query, key (with that of value if value = key), value and bias, None for those not given.
+) -> tuple[Tensor | None, ...]:
+    """The gradients of query, key (with that of value if value = key), value, bias and table, None for those not given.
 
     Args:
         out, lse: what ``forward`` returned.
@@ -30,7 +30,7 @@ def backward(
         dlse: the gradient of lse, contiguous; None if lse was not used.
     """
     if not (x.query.shape[0] and x.key.shape[0]):
-        return tuple(None if y is None else torch.zeros_like(y) for y in (x.query, x.key, x.value, x.bias))
+        return tuple(None if y is None else torch.zeros_like(y) for y in (x.query, x.key, x.value, x.bias, x.table))
     if plan.family == "jagged_sm90":
         from jfi.kernels.jagged_attention import sm90
 

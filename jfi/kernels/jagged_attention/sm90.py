@@ -16,7 +16,7 @@ from jfi.kernels.jagged_attention.sm90_dquery import jagged_attention_sm90_dquer
 from jfi.kernels.jagged_attention.sm90_fwd import jagged_attention_sm90_fwd_kernel
 from jfi.kernels.jagged_attention.sm90_pipeline import ROWS
 from jfi.kernels.jagged_attention.sm90_primitives import tensor_descriptor
-from jfi.kernels.jagged_attention.tiles import bounds
+from jfi.kernels.jagged_attention.tiles import Visibility, bounds
 from jfi.plan import AttentionPlan, AttentionProblem, JaggedAttentionInputs, KernelPlan, cached
 
 
@@ -34,20 +34,21 @@ class Sm90Spec(NamedTuple):
     has_bias: gl.constexpr
     has_left: gl.constexpr
     has_right: gl.constexpr
+    num_buckets: gl.constexpr  # 0: no edges
+    has_table: gl.constexpr
+    is_causal: gl.constexpr
     warp_groups: gl.constexpr
     stages: gl.constexpr
     q_stages: gl.constexpr
 
     @classmethod
-    def of(
-        cls, problem: AttentionProblem, kernel: KernelPlan, rows: int, has_left: bool, has_right: bool
-    ) -> "Sm90Spec":
+    def of(cls, problem: AttentionProblem, kernel: KernelPlan, rows: int, visibility: Visibility) -> "Sm90Spec":
         """rows: of a program's own tile."""
         fields = [getattr(problem, name) for name in cls._fields[:4]]
         warp_groups = rows // ROWS.value
         # Two tiles of queries let the next work tile start early; two consumers leave no shared memory for it.
         pipeline = (warp_groups, kernel.num_stages, 3 - warp_groups)
-        return cls(*map(Constant, (*fields, has_left, has_right, *pipeline)))
+        return cls(*map(Constant, (*fields, *visibility, *pipeline)))
 
 
 #: By the name in a plan.
@@ -59,9 +60,9 @@ _KERNELS = {
 
 
 @cached
-def _launcher(plan: KernelPlan, problem: AttentionProblem, rows: int, has_left: bool, has_right: bool) -> Launcher:
+def _launcher(plan: KernelPlan, problem: AttentionProblem, rows: int, visibility: Visibility) -> Launcher:
     """rows: of a program's own tile."""
-    spec = Sm90Spec.of(problem, plan, rows, has_left, has_right)
+    spec = Sm90Spec.of(problem, plan, rows, visibility)
     return Launcher(_KERNELS[plan.kernel], SPEC=spec, num_warps=plan.num_warps, maxnreg=plan.max_registers)
 
 
@@ -75,7 +76,7 @@ def _launch(
     numbers: tuple[int | float, ...],
 ) -> None:
     """Persistent programs: as many as run at once, or as there are work tiles."""
-    launcher = _launcher(plan, problem, rows, x.left is not None, x.right is not None)
+    launcher = _launcher(plan, problem, rows, Visibility.of(x))
     total = tensors[0].shape[0] * problem.num_kv_heads
     programs = min(total, problem.device.num_sms * plan.programs_per_sm)
     launcher((programs, 1, 1), tensors, (total, *numbers), descriptors)
@@ -92,14 +93,14 @@ def forward(x: JaggedAttentionInputs, plan: AttentionPlan) -> tuple[Tensor, Tens
     value = key if x.value is None else tensor_descriptor(x.value, kernel.block_n)
     descriptors = (tensor_descriptor(x.query, ROWS.value, qheads_per_kvhead), key, value)
     numbers = (*bounds(x.left, x.right), x.scale * LOG2E.value)
-    tensors = (tiles, x.bias, out, lse)
+    tensors = (tiles, (x.bias, x.edges, x.table), out, lse)
     _launch(kernel, problem, x, kernel.block_m, descriptors, tensors, numbers)
     return out, lse
 
 
 def backward(
     grad: Tensor, dlse: Tensor | None, x: JaggedAttentionInputs, out: Tensor, lse: Tensor, plan: AttentionPlan
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor | None, ...]:
     """As `launch.backward`."""
     (dquery_plan, dkey_plan), problem = plan.backward, plan.problem
     qheads_per_kvhead, rows = problem.qheads_per_kvhead, x.query.shape[0]
@@ -117,7 +118,9 @@ def backward(
     numbers = (rows * qheads_per_kvhead, *bounds(x.left, x.right), x.scale, x.scale * LOG2E.value)
     block_m, block_n = dquery_plan.block_m, dkey_plan.block_n
     tiles = schedule_tiles(x.query_offsets, x.key_offsets, rows, qheads_per_kvhead, block_m)
-    tensors = (tiles, x.bias, (out, lse, dlse), (stats, dquery))
+    biases, times = (x.bias, x.edges, x.table), (x.query_time, x.key_time)
+    sums = None if x.table is None else lse.new_zeros(*lse.shape, x.num_buckets)
+    tensors = (tiles, biases, (out, lse, dlse), (stats, dquery, sums))
     _launch(dquery_plan, problem, x, block_m, descriptors, tensors, numbers)
     # In self-attention with a key head per query head, both sides are cut into the same tiles.
     same_tiles = (
@@ -125,6 +128,6 @@ def backward(
     )
     if not same_tiles:
         tiles = schedule_tiles(x.key_offsets, x.query_offsets, x.key.shape[0], 1, block_n)
-    tensors = (tiles, x.bias, stats, (dkey, dvalue, dbias))
+    tensors = (tiles, biases, times, stats, (dkey, dvalue, dbias))
     _launch(dkey_plan, problem, x, block_n, descriptors, tensors, numbers)
-    return dquery, dkey, dvalue, dbias
+    return dquery, dkey, dvalue, dbias, None if sums is None else sums.sum(0).T.to(x.table.dtype)

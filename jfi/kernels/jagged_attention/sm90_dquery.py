@@ -19,14 +19,12 @@ from jfi.kernels.jagged_attention.sm90_primitives import INF
 def _locate(work_tile, schedule, WARP_GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, SPEC: gl.constexpr):
     """The rows of a work tile, as `produce_pairs` asks for."""
     _tile, q_start, _num_queries, k_start, num_keys = work_tile
-    first, _shift, begin, steps = tile.visible_keys(
-        work_tile, schedule.left, schedule.right, WARP_GROUPS * ROWS, BLOCK_N, SPEC
-    )
+    first, _shift, begin, steps = tile.visible_keys(work_tile, schedule.window, WARP_GROUPS * ROWS, BLOCK_N, SPEC)
     return q_start * SPEC.qheads_per_kvhead + first, k_start, num_keys, begin, steps
 
 
 @gluon.jit
-def _load_bias(more, stage, row, end, kv_head, SPEC: gl.constexpr):
+def _load_bias(more, stage, row, end, _own_row, _work_tile, kv_head, SPEC: gl.constexpr):
     bias_ptr, bias_smem = more
     tile.load_bias(bias_ptr, row, end, kv_head, bias_smem.index(stage), SPEC)
 
@@ -60,7 +58,8 @@ def _consume(own, other, bias_smem, saved, results, schedule, SPEC: gl.constexpr
     q_smem, grad_smem = own.smems
     k_smem, v_smem = other.smems
     out_ptr, lse_ptr, dlse_ptr = saved
-    stats_ptr, dq_ptr, rows, scale, scale2 = results
+    stats_ptr, dq_ptr, sums_ptr, table_ptr, num_rows, scale, scale2 = results
+    biases = (schedule.window[2], table_ptr)
     WARP_GROUPS: gl.constexpr = q_smem.shape[0]
     STAGES: gl.constexpr = k_smem.shape[0]
     BLOCK_N: gl.constexpr = k_smem.shape[1]
@@ -70,6 +69,9 @@ def _consume(own, other, bias_smem, saved, results, schedule, SPEC: gl.constexpr
     Q_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     DS_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, Q_LAYOUT, 2)
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
+    scale_left = scale2
+    if SPEC.has_table:
+        scale_left = 1.0  # the bias is added to scaled scores
     q = q_smem.index(OWN // ROWS)
     grad = grad_smem.index(OWN // ROWS)
     num_k_tiles = 0
@@ -81,12 +83,9 @@ def _consume(own, other, bias_smem, saved, results, schedule, SPEC: gl.constexpr
         num_taken += 1
         kv_head = number % SPEC.num_kv_heads
         _tile, q_start, num_queries, _k_start, num_keys = work_tile
-        first, shift, begin, steps = tile.visible_keys(
-            work_tile, schedule.left, schedule.right, WARP_GROUPS * ROWS, BLOCK_N, SPEC
-        )
+        first, shift, begin, steps = tile.visible_keys(work_tile, schedule.window, WARP_GROUPS * ROWS, BLOCK_N, SPEC)
         first += OWN
         own_row = first + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
-        position = own_row // SPEC.qheads_per_kvhead + shift
         row = q_start * SPEC.qheads_per_kvhead + first
         end = (q_start + num_queries) * SPEC.qheads_per_kvhead
         mask = own_row < num_queries * SPEC.qheads_per_kvhead
@@ -95,9 +94,19 @@ def _consume(own, other, bias_smem, saved, results, schedule, SPEC: gl.constexpr
         lse = gl.load(lse_ptr + at, mask=mask, other=-INF)
         sees_none = lse == -INF
         lse = gl.where(sees_none, INF, lse * LOG2E)
-        visible = tile.visible_to(position, first, shift, num_keys, schedule, SPEC)
+        if SPEC.num_buckets:
+            rows = tile.rows_of(own_row, q_start, num_queries, kv_head, SPEC)
+            visible, newest = tile.visible_by_edges(rows, mask, first, q_start, num_queries, num_keys, schedule, SPEC)
+            if SPEC.has_table:
+                bucket, bucket_bias, edge, next_bias, next_edge, top = tile.begin_buckets(
+                    biases, rows, newest, mask, SPEC
+                )
+                bucket_sum = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S_LAYOUT))
+        else:
+            position = own_row // SPEC.qheads_per_kvhead + shift
+            visible = tile.visible_to(position, first, shift, num_keys, schedule, SPEC)
         dq = gl.zeros([ROWS, D], gl.float32, Q_LAYOUT)
-        stats = stats_ptr + kv_head.to(gl.int64) * rows + q_start * SPEC.qheads_per_kvhead + own_row
+        stats = stats_ptr + kv_head.to(gl.int64) * num_rows + q_start * SPEC.qheads_per_kvhead + own_row
         gl.store(stats, lse, mask=mask)
         if steps > 0:
             n = begin + (steps - 1) * BLOCK_N
@@ -108,13 +117,23 @@ def _consume(own, other, bias_smem, saved, results, schedule, SPEC: gl.constexpr
                 delta -= gl.load(dlse_ptr + at, mask=mask, other=0.0)
             # Combining empty parts makes a dL of NaN, which weights of 0 would not stop.
             delta = gl.where(sees_none, 0.0, delta)
-            gl.store(stats + rows.to(gl.int64) * SPEC.num_kv_heads, delta, mask=mask)
+            gl.store(stats + num_rows.to(gl.int64) * SPEC.num_kv_heads, delta, mask=mask)
             pipeline.wait_full(other.ring, num_k_tiles)
             s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
             dp = warpgroup_mma(grad, v_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
             s, dp = warpgroup_mma_wait(0, [s, dp])
             bias = bias_smem.index(stage % BIASES)
-            ds = _scores_gradient(s, dp, lse, delta, n, visible, scale2, bias, SPEC)
+            if SPEC.has_table:
+                passed, passed_edge, passed_top = bucket, edge, top
+                s = s * scale2 + bucket_bias[:, None]
+                s, bucket, bucket_bias, edge, next_bias, next_edge, top = tile.add_bucket_bias(
+                    s, n, biases, rows, bucket, bucket_bias, edge, next_bias, next_edge, top, SPEC
+                )
+            ds = _scores_gradient(s, dp, lse, delta, n, visible, scale_left, bias, SPEC)
+            if SPEC.has_table:
+                bucket_sum = tile.add_bucket_sums(
+                    ds, n, biases, rows, sums_ptr, mask, passed, passed_edge, passed_top, bucket_sum, SPEC
+                )
             ds = gl.convert_layout(ds.to(k_smem.dtype), DS_LAYOUT)
             pipeline.wait_full(other.ring, num_k_tiles + 1, steps > 1)
             for step in range(1, steps):
@@ -127,7 +146,17 @@ def _consume(own, other, bias_smem, saved, results, schedule, SPEC: gl.constexpr
                 dq = warpgroup_mma(ds, k_smem.index(last % STAGES), dq, is_async=True)
                 s, dp = warpgroup_mma_wait(1, [s, dp])
                 bias = bias_smem.index(stage % BIASES)
-                next_ds = _scores_gradient(s, dp, lse, delta, n, visible, scale2, bias, SPEC)
+                if SPEC.has_table:
+                    passed, passed_edge, passed_top = bucket, edge, top
+                    s = s * scale2 + bucket_bias[:, None]
+                    s, bucket, bucket_bias, edge, next_bias, next_edge, top = tile.add_bucket_bias(
+                        s, n, biases, rows, bucket, bucket_bias, edge, next_bias, next_edge, top, SPEC
+                    )
+                next_ds = _scores_gradient(s, dp, lse, delta, n, visible, scale_left, bias, SPEC)
+                if SPEC.has_table:
+                    bucket_sum = tile.add_bucket_sums(
+                        next_ds, n, biases, rows, sums_ptr, mask, passed, passed_edge, passed_top, bucket_sum, SPEC
+                    )
                 # Converted before the one wait and named in the other, as in the forward.  The next tile is waited for
                 # while two are held, so there must be three stages.
                 next_ds = gl.convert_layout(next_ds.to(k_smem.dtype), DS_LAYOUT)
@@ -142,7 +171,10 @@ def _consume(own, other, bias_smem, saved, results, schedule, SPEC: gl.constexpr
             num_k_tiles += 1
             num_q_tiles += 1
         else:
-            gl.store(stats + rows.to(gl.int64) * SPEC.num_kv_heads, gl.zeros_like(lse), mask=mask)
+            gl.store(stats + num_rows.to(gl.int64) * SPEC.num_kv_heads, gl.zeros_like(lse), mask=mask)
+        if SPEC.has_table:
+            to = sums_ptr + (rows.query * (SPEC.num_kv_heads * SPEC.qheads_per_kvhead) + rows.head) * SPEC.num_buckets
+            gl.store(to + bucket, bucket_sum, mask=mask)
         tile.store_rows(dq_ptr, dq * scale, row, end, kv_head, SPEC)
         number = next_number
         work_tile = next_work_tile
@@ -155,7 +187,7 @@ def jagged_attention_sm90_dquery_kernel(
     k_desc,
     v_desc,
     tiles_ptr,
-    bias_ptr,
+    biases,
     saved,
     results,
     total,
@@ -170,8 +202,10 @@ def jagged_attention_sm90_dquery_kernel(
 
     Args:
         saved: pointers to the output, its log-sum-exp, and the latter's gradient or None.
-        results: pointers to the statistics and to dq.
+        biases: pointers to the bias by key, the edges and the table of biases by bucket.
+        results: pointers to the statistics, to dq and to the sums of the gradient by bucket.
     """
+    bias_ptr, edges_ptr, table_ptr = biases
     WARP_GROUPS: gl.constexpr = SPEC.warp_groups
     STAGES: gl.constexpr = SPEC.stages
     gl.static_assert(STAGES >= 3)
@@ -183,11 +217,12 @@ def jagged_attention_sm90_dquery_kernel(
     other = pipeline.Side((k_desc, v_desc), other_smems, pipeline.ring(STAGES, 2 if SPEC.has_bias else 1, WARP_GROUPS))
     tail_bar = pipeline.barriers(1, 1)
     fence_async_shared()
-    schedule = pipeline.Schedule(tiles_ptr, pipeline.tile_queue(WARP_GROUPS), total, left, right)
-    stats_ptr, dq_ptr = results
+    schedule = pipeline.Schedule(tiles_ptr, pipeline.tile_queue(WARP_GROUPS), total, (left, right, edges_ptr))
+    stats_ptr, dq_ptr, sums_ptr = results
+    results = (stats_ptr, dq_ptr, sums_ptr, table_ptr, rows, scale, scale2)
     pipeline.specialize(
         _consume,
-        (own, other, bias_smem, saved, (stats_ptr, dq_ptr, rows, scale, scale2), schedule, SPEC),
+        (own, other, bias_smem, saved, results, schedule, SPEC),
         _produce,
         (own, other, (bias_ptr, bias_smem), tail_bar, schedule, SPEC),
         WARP_GROUPS,

@@ -59,9 +59,7 @@ def _produce(descs, shared, tail_bar, bias_ptr, schedule, SPEC: gl.constexpr):
         num_taken += 1
         kv_head = number % SPEC.num_kv_heads
         _tile, q_start, _num_queries, k_start, num_keys = work_tile
-        first, _shift, begin, steps = tile.visible_keys(
-            work_tile, schedule.left, schedule.right, WARP_GROUPS * ROWS, BLOCK_N, SPEC
-        )
+        first, _shift, begin, steps = tile.visible_keys(work_tile, schedule.window, WARP_GROUPS * ROWS, BLOCK_N, SPEC)
         # Rows of the first tile loaded that are the sample's.
         tail = num_keys - begin - (steps - 1) * BLOCK_N
         if steps > 0:
@@ -124,7 +122,8 @@ def _softmax_update(scores, maximum, total, n, visible, scale2, bias_smem, SPEC:
 def _consume(shared, results, schedule, SPEC: gl.constexpr, OWN: gl.constexpr):
     """The query rows from OWN on of each work tile."""
     q_ring, k_ring, v_ring = shared.q_ring, shared.k_ring, shared.v_ring
-    out_ptr, lse_ptr, scale2 = results
+    out_ptr, lse_ptr, table_ptr, scale2 = results
+    biases = (schedule.window[2], table_ptr)
     Q_STAGES: gl.constexpr = q_ring.full.shape[0]
     WARP_GROUPS: gl.constexpr = shared.q.shape[0] // Q_STAGES
     STAGES: gl.constexpr = shared.k.shape[0]
@@ -137,6 +136,9 @@ def _consume(shared, results, schedule, SPEC: gl.constexpr, OWN: gl.constexpr):
     S_ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
+    scale_left = scale2
+    if SPEC.has_table:
+        scale_left = 1.0  # the bias is added to scaled scores
     num_k_tiles = 0
     num_q_tiles = 0
     num_taken = 0
@@ -146,12 +148,20 @@ def _consume(shared, results, schedule, SPEC: gl.constexpr, OWN: gl.constexpr):
         num_taken += 1
         kv_head = number % SPEC.num_kv_heads
         _tile, q_start, num_queries, _k_start, num_keys = work_tile
-        first, shift, begin, steps = tile.visible_keys(
-            work_tile, schedule.left, schedule.right, WARP_GROUPS * ROWS, BLOCK_N, SPEC
-        )
+        first, shift, begin, steps = tile.visible_keys(work_tile, schedule.window, WARP_GROUPS * ROWS, BLOCK_N, SPEC)
         first += OWN
-        position = (first + gl.arange(0, ROWS, S_ROW)) // SPEC.qheads_per_kvhead + shift
-        visible = tile.visible_to(position, first, shift, num_keys, schedule, SPEC)
+        own_row = first + gl.arange(0, ROWS, S_ROW)
+        if SPEC.num_buckets:
+            mask = own_row < num_queries * SPEC.qheads_per_kvhead
+            rows = tile.rows_of(own_row, q_start, num_queries, kv_head, SPEC)
+            visible, newest = tile.visible_by_edges(rows, mask, first, q_start, num_queries, num_keys, schedule, SPEC)
+            if SPEC.has_table:
+                bucket, bucket_bias, edge, next_bias, next_edge, top = tile.begin_buckets(
+                    biases, rows, newest, mask, SPEC
+                )
+        else:
+            position = own_row // SPEC.qheads_per_kvhead + shift
+            visible = tile.visible_to(position, first, shift, num_keys, schedule, SPEC)
         acc = gl.zeros([ROWS, E], gl.float32, O_LAYOUT)
         maximum = gl.full([ROWS], -INF, gl.float32, S_ROW)
         total = gl.zeros([ROWS], gl.float32, S_ROW)
@@ -164,7 +174,12 @@ def _consume(shared, results, schedule, SPEC: gl.constexpr, OWN: gl.constexpr):
             s = warpgroup_mma(q, shared.k.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, [s])
             bias = shared.bias.index(stage % BIASES)
-            p, maximum, total, _factor = _softmax_update(s, maximum, total, n, visible, scale2, bias, SPEC)
+            if SPEC.has_table:
+                s = s * scale2 + bucket_bias[:, None]
+                s, bucket, bucket_bias, edge, next_bias, next_edge, top = tile.add_bucket_bias(
+                    s, n, biases, rows, bucket, bucket_bias, edge, next_bias, next_edge, top, SPEC
+                )
+            p, maximum, total, _factor = _softmax_update(s, maximum, total, n, visible, scale_left, bias, SPEC)
             pipeline.release(k_ring, num_k_tiles)
             p = gl.convert_layout(p.to(shared.v.dtype), P_LAYOUT)
             pipeline.wait_full(k_ring, num_k_tiles + 1, steps > 1)
@@ -180,7 +195,12 @@ def _consume(shared, results, schedule, SPEC: gl.constexpr, OWN: gl.constexpr):
                 if not SPEC.has_bias:
                     pipeline.release(k_ring, num_k_tiles)
                 bias = shared.bias.index(stage % BIASES)
-                next_p, maximum, total, factor = _softmax_update(s, maximum, total, n, visible, scale2, bias, SPEC)
+                if SPEC.has_table:
+                    s = s * scale2 + bucket_bias[:, None]
+                    s, bucket, bucket_bias, edge, next_bias, next_edge, top = tile.add_bucket_bias(
+                        s, n, biases, rows, bucket, bucket_bias, edge, next_bias, next_edge, top, SPEC
+                    )
+                next_p, maximum, total, factor = _softmax_update(s, maximum, total, n, visible, scale_left, bias, SPEC)
                 if SPEC.has_bias:
                     pipeline.release(k_ring, num_k_tiles)
                 # Converted before the first wait and named in the second, or the assembler moves it before the softmax.
@@ -215,7 +235,7 @@ def jagged_attention_sm90_fwd_kernel(
     k_desc,
     v_desc,
     tiles_ptr,
-    bias_ptr,
+    biases,
     out_ptr,
     lse_ptr,
     total,
@@ -224,7 +244,8 @@ def jagged_attention_sm90_fwd_kernel(
     scale2,
     SPEC: gl.constexpr,
 ):
-    """scale2 > 0 is the scale in base 2."""
+    """scale2 > 0 is the scale in base 2; biases: pointers to the bias by key, the edges and the biases by bucket."""
+    bias_ptr, edges_ptr, table_ptr = biases
     WARP_GROUPS: gl.constexpr = SPEC.warp_groups
     STAGES: gl.constexpr = SPEC.stages
     bias_smem = pipeline.allocate_rows(STAGES if SPEC.has_bias else 1, k_desc.block_type.shape[0])
@@ -237,10 +258,10 @@ def jagged_attention_sm90_fwd_kernel(
     tail_bar = pipeline.barriers(1, 1)
     fence_async_shared()
     shared = Shared(q_smem, k_smem, v_smem, bias_smem, q_ring, k_ring, v_ring)
-    schedule = pipeline.Schedule(tiles_ptr, pipeline.tile_queue(WARP_GROUPS), total, left, right)
+    schedule = pipeline.Schedule(tiles_ptr, pipeline.tile_queue(WARP_GROUPS), total, (left, right, edges_ptr))
     pipeline.specialize(
         _consume,
-        (shared, (out_ptr, lse_ptr, scale2), schedule, SPEC),
+        (shared, (out_ptr, lse_ptr, table_ptr, scale2), schedule, SPEC),
         _produce,
         ((q_desc, k_desc, v_desc), shared, tail_bar, bias_ptr, schedule, SPEC),
         WARP_GROUPS,

@@ -42,8 +42,7 @@ class Schedule(NamedTuple):
     tiles_ptr: object
     queue: TileQueue
     total: object
-    left: object
-    right: object
+    window: object  # (left, right, edges), as `visible_keys` takes them
 
 
 @gluon.jit
@@ -90,15 +89,26 @@ def allocate_tiles(desc, number: gl.constexpr):
 
 
 @gluon.jit
-def allocate_rows(number: gl.constexpr, length: gl.constexpr):
-    """[number, length] float32 in shared memory."""
-    return gl.allocate_shared_memory(gl.float32, [number, length], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+def allocate_rows(number: gl.constexpr, length: gl.constexpr, dtype: gl.constexpr = gl.float32):
+    """[number, length] in shared memory."""
+    return gl.allocate_shared_memory(dtype, [number, length], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def store_integer(smem, number):
+    """By the producer."""
+    smem.store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def load_integer(smem):
+    """By a consumer."""
+    return gl.max(smem.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
 def tile_queue(consumers: gl.constexpr):
-    numbers = gl.allocate_shared_memory(gl.int32, [_QUEUE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return TileQueue(numbers, ring(_QUEUE, 1, consumers))
+    return TileQueue(allocate_rows(_QUEUE, 1, gl.int32), ring(_QUEUE, 1, consumers))
 
 
 @gluon.jit
@@ -118,7 +128,7 @@ def produce_tile(schedule, n, COUNTER: gl.constexpr, SPEC: gl.constexpr):
     number = gl.num_programs(0) + gl.atomic_add(schedule.tiles_ptr + COUNTER, 1, sem="relaxed")
     wait_free(queue.ring, n)
     stage = n % _QUEUE
-    queue.numbers.index(stage).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    store_integer(queue.numbers.index(stage), number)
     mbarrier.arrive(queue.ring.full.index(stage))
     return number, load_work_tile(schedule.tiles_ptr, number, schedule.total, SPEC.num_kv_heads)
 
@@ -128,7 +138,7 @@ def consume_tile(schedule, n, SPEC: gl.constexpr):
     """Consumer: the work tile that the producer took as the n-th."""
     queue = schedule.queue
     wait_full(queue.ring, n)
-    number = gl.max(queue.numbers.index(n % _QUEUE).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    number = load_integer(queue.numbers.index(n % _QUEUE))
     release(queue.ring, n)
     return number, load_work_tile(schedule.tiles_ptr, number, schedule.total, SPEC.num_kv_heads)
 
@@ -142,10 +152,14 @@ def _run(role, args, OWN: gl.constexpr):
 
 
 @gluon.jit
-def specialize(consumer, consumer_args, producer, producer_args, WARP_GROUPS: gl.constexpr):
-    """Run the roles; a consumer's last argument is the first of its 64 rows in a tile."""
+def specialize(
+    consumer, consumer_args, producer, producer_args, WARP_GROUPS: gl.constexpr, REGISTERS: gl.constexpr = 24
+):
+    """Run the roles; a consumer's last argument is the first of its 64 rows in a tile.  REGISTERS: of the producer."""
     if WARP_GROUPS == 1:
-        gl.warp_specialize([(_run, (consumer, consumer_args, 0)), (_run, (producer, producer_args, None))], [1], [24])
+        gl.warp_specialize(
+            [(_run, (consumer, consumer_args, 0)), (_run, (producer, producer_args, None))], [1], [REGISTERS]
+        )
     else:
         gl.warp_specialize(
             [
@@ -154,7 +168,7 @@ def specialize(consumer, consumer_args, producer, producer_args, WARP_GROUPS: gl
                 (_run, (producer, producer_args, None)),
             ],
             [4, 1],
-            [240, 24],
+            [252 - REGISTERS // 2, REGISTERS],
         )
 
 
@@ -218,7 +232,7 @@ def produce_pairs(
         more: what ``load_more`` loads for each of the other tiles, by its own stores: (pointers and shared memory).
         locate: (first row of the own tile, sample's first row on the other side, rows there, first of them to be
             loaded, number of tiles) of a work tile.
-        load_more: a function of (more, stage, row, end of the sample's rows, key head, SPEC).
+        load_more: a function of (more, stage, row, end of the sample's rows, own row, work tile, key head, SPEC).
         ZEROED: of the tile that is cut off the first so many tensors are zeroed behind the sample's rows.
     """
     WARP_GROUPS: gl.constexpr = own.smems[0].shape[0]
@@ -259,7 +273,7 @@ def produce_pairs(
                     mbarrier.expect(full, BYTES)
                     _load_pair(other, row, kv_head, full, n % STAGES)
                 if load_more is not None:
-                    load_more(more, n % STAGES, row, start + rows, kv_head, SPEC)
+                    load_more(more, n % STAGES, row, start + rows, own_row, work_tile, kv_head, SPEC)
                     mbarrier.arrive(full)
             if (step == 1) & (tail < BLOCK):
                 mbarrier.wait(tail_bar.index(0), num_tails & 1)

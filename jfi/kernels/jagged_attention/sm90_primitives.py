@@ -11,12 +11,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from jfi.kernels.common import online_softmax
 from jfi.kernels.common.primitives import LOG2E
-from jfi.kernels.jagged_attention import tiles
+from jfi.kernels.jagged_attention import buckets, tiles
+from jfi.kernels.jagged_attention.buckets import MOST_BUCKETS
 from jfi.kernels.jagged_attention.sm90_pipeline import ROWS
 
 visible_keys = gluon.jit(tiles.visible_keys.fn)
 seeing_queries = gluon.jit(tiles.seeing_queries.fn)
 is_visible = gluon.jit(tiles.is_visible.fn)
+exponent_bucket = gluon.jit(buckets.exponent_bucket.fn)
+load_bucket = gluon.jit(buckets.load_bucket.fn)
+visible_range = gluon.jit(buckets.visible_range.fn)
 reference_of = gluon.jit(online_softmax.reference_of.fn)
 nonzero = gluon.jit(online_softmax.nonzero.fn)
 scores_gradient = gluon.jit(online_softmax.scores_gradient.fn)
@@ -27,7 +31,7 @@ INF = gl.constexpr(float("inf"))
 class Visible(NamedTuple):
     """What the query rows of a consumer see."""
 
-    position: object  # [M], of each query among the keys
+    position: object  # [M], of each query among the keys; with edges (first key, end of the keys) that it sees
     num_keys: object  # of the sample
     begin: object  # from here to ``end`` all of them see the keys
     end: object
@@ -38,13 +42,111 @@ class Visible(NamedTuple):
 @gluon.jit
 def visible_to(position, first, shift, num_keys, schedule, SPEC: gl.constexpr):
     """first: the consumer's first query row within the sample."""
+    left, right, _edges = schedule.window
     begin = num_keys * 0
     end = num_keys
     if SPEC.has_left:
-        begin = (first + ROWS - 1) // SPEC.qheads_per_kvhead + shift - schedule.left
+        begin = (first + ROWS - 1) // SPEC.qheads_per_kvhead + shift - left
     if SPEC.has_right:
-        end = gl.minimum(end, first // SPEC.qheads_per_kvhead + shift + schedule.right + 1)
-    return Visible(position, num_keys, begin, end, schedule.left, schedule.right)
+        end = gl.minimum(end, first // SPEC.qheads_per_kvhead + shift + right + 1)
+    return Visible(position, num_keys, begin, end, left, right)
+
+
+class Rows(NamedTuple):
+    """The query rows of a consumer."""
+
+    query: object  # [M] int64
+    head: object  # [M]
+
+
+@gluon.jit
+def rows_of(own_row, q_start, num_queries, kv_head, SPEC: gl.constexpr):
+    """own_row: [M], within the sample; rows behind its last stand for the last."""
+    query = q_start + gl.minimum(own_row // SPEC.qheads_per_kvhead, gl.maximum(num_queries - 1, 0))
+    head = kv_head * SPEC.qheads_per_kvhead + own_row % SPEC.qheads_per_kvhead
+    return Rows(query.to(gl.int64), head)
+
+
+@gluon.jit
+def visible_by_edges(rows, mask, first, q_start, num_queries, num_keys, schedule, SPEC: gl.constexpr):
+    """(`visible_to` with edges, which ascend with the queries; the buckets of the newest keys)."""
+    EDGES: gl.constexpr = SPEC.num_buckets + 1
+    left, right, edges_ptr = schedule.window
+    begin, end, bucket = visible_range(edges_ptr, rows.query, mask, SPEC)
+    oldest = q_start + gl.minimum(first // SPEC.qheads_per_kvhead, num_queries - 1)
+    newest = q_start + gl.minimum((first + ROWS - 1) // SPEC.qheads_per_kvhead, num_queries - 1)
+    is_any = num_queries > 0
+    all_from = gl.load(edges_ptr + newest.to(gl.int64) * EDGES + SPEC.num_buckets, mask=is_any, other=0)
+    all_to = gl.load(edges_ptr + oldest.to(gl.int64) * EDGES, mask=is_any, other=0) // MOST_BUCKETS
+    return Visible((begin, end), num_keys, all_from, all_to, left, right), bucket
+
+
+@gluon.jit
+def begin_buckets(biases, rows, bucket, mask, SPEC: gl.constexpr):
+    """The state of rows whose newest key is in ``bucket``.
+
+    It is, of each row [M], the bucket of the newest key that it has not passed, that bucket's bias and edge, and the
+    bias and edge of the bucket before it, loaded ahead; last the greatest first key of the present buckets.
+    """
+    bias, edge = load_bucket(biases, rows.query, rows.head, bucket, mask, SPEC)
+    next_bias, next_edge = load_bucket(biases, rows.query, rows.head, edge % MOST_BUCKETS, edge > 0, SPEC)
+    return bucket, bias, edge, next_bias, next_edge, gl.max(edge, 0) // MOST_BUCKETS
+
+
+@gluon.jit
+def pass_buckets(biases, rows, n, bucket, bias, edge, next_bias, next_edge, SPEC: gl.constexpr):
+    """The state after the rows whose bucket ends behind key n have entered the next."""
+    leaves = edge // MOST_BUCKETS > n
+    bucket = gl.where(leaves, edge % MOST_BUCKETS, bucket)
+    bias = gl.where(leaves, next_bias, bias)
+    edge = gl.where(leaves, next_edge, edge)
+    loaded_bias, loaded_edge = load_bucket(
+        biases, rows.query, rows.head, edge % MOST_BUCKETS, leaves & (edge > 0), SPEC
+    )
+    next_bias = gl.where(leaves, loaded_bias, next_bias)
+    next_edge = gl.where(leaves, loaded_edge, next_edge)
+    return bucket, bias, edge, next_bias, next_edge, gl.max(edge, 0) // MOST_BUCKETS
+
+
+@gluon.jit
+def add_bucket_bias(scores, n, biases, rows, bucket, bias, edge, next_bias, next_edge, top, SPEC: gl.constexpr):
+    """(scores [M, N] with the bias of the keys from n on, and the state of the rows behind them).
+
+    The scores have the bias of each row's present bucket.  A row that passes to the next changes the bias of all keys
+    that remain, so nothing but the difference is added; the scores of keys that are hidden are any finite numbers.
+    biases: pointers to the edges and to the table.
+    """
+    while top > n:
+        key = n + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
+        first = edge // MOST_BUCKETS
+        change = gl.where(first > n, next_bias - bias, 0.0)
+        scores += gl.where(key[None, :] < first[:, None], change[:, None], 0.0)
+        bucket, bias, edge, next_bias, next_edge, top = pass_buckets(
+            biases, rows, n, bucket, bias, edge, next_bias, next_edge, SPEC
+        )
+    return scores, bucket, bias, edge, next_bias, next_edge, top
+
+
+@gluon.jit
+def add_bucket_sums(ds, n, biases, rows, sums_ptr, mask, bucket, edge, top, total, SPEC: gl.constexpr):
+    """Each row's sum of dS [M, N] over its present bucket; stores those of the buckets that end from key n on.
+
+    bucket, edge, top: before the tile.  sums_ptr: [R, H, num_buckets].
+    """
+    to = sums_ptr + (rows.query * (SPEC.num_kv_heads * SPEC.qheads_per_kvhead) + rows.head) * SPEC.num_buckets
+    while top > n:
+        key = n + gl.arange(0, ds.shape[1], gl.SliceLayout(0, ds.type.layout))
+        first = edge // MOST_BUCKETS
+        leaves = first > n
+        own = gl.where(leaves[:, None] & (key[None, :] >= first[:, None]), ds, 0.0)
+        ds -= own
+        gl.store(to + bucket, total + gl.sum(own, 1), mask=leaves & mask)
+        total = gl.where(leaves, 0.0, total)
+        bucket = gl.where(leaves, edge % MOST_BUCKETS, bucket)
+        _bias, next_edge = load_bucket(biases, rows.query, rows.head, bucket, leaves, SPEC)
+        edge = gl.where(leaves, next_edge, edge)
+        top = gl.max(edge, 0) // MOST_BUCKETS
+    return total + gl.sum(ds, 1)
 
 
 @gluon.jit
@@ -53,8 +155,13 @@ def hide(x, n, visible, other: gl.constexpr, SPEC: gl.constexpr):
     BLOCK_N: gl.constexpr = x.shape[1]
     if (n < visible.begin) | (n + BLOCK_N > visible.end):
         key = n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, x.type.layout))
-        seen = is_visible(key[None, :], visible.position[:, None], visible.left, visible.right, SPEC)
-        x = gl.where(seen & (key < visible.num_keys)[None, :], x, other)
+        if SPEC.num_buckets:
+            first, end = visible.position
+            seen = (key[None, :] >= first[:, None]) & (key[None, :] < end[:, None])
+        else:
+            seen = is_visible(key[None, :], visible.position[:, None], visible.left, visible.right, SPEC)
+            seen = seen & (key < visible.num_keys)[None, :]
+        x = gl.where(seen, x, other)
     return x
 
 

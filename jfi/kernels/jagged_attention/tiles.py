@@ -3,6 +3,8 @@
 Query heads that share a key head are packed into one tile: its rows are (query, head) pairs, H/G per query.  Query i of
 a sample has position i + shift among its keys, where shift = num_keys - num_queries puts the last query at the last
 key.  It sees the keys from position - left to position + right.
+
+With edges (see jfi/ops/_bucket_edges.py) each query says itself which keys it sees.
 """
 
 from typing import NamedTuple
@@ -12,7 +14,22 @@ import triton.language as tl
 
 from jfi.kernels.common.spec import Constant
 from jfi.kernels.common.tiles import load_rows
-from jfi.plan import AttentionProblem, KernelPlan
+from jfi.kernels.jagged_attention.buckets import MOST_BUCKETS
+from jfi.plan import AttentionProblem, JaggedAttentionInputs, KernelPlan
+
+
+class Visibility(NamedTuple):
+    """What kernels are compiled for of what queries see: whether a window has bounds, and the edges."""
+
+    has_left: bool
+    has_right: bool
+    num_buckets: int
+    has_table: bool
+    is_causal: bool
+
+    @classmethod
+    def of(cls, x: JaggedAttentionInputs) -> "Visibility":
+        return cls(x.left is not None, x.right is not None, x.num_buckets, x.table is not None, x.is_causal)
 
 
 class JaggedSpec(NamedTuple):
@@ -27,16 +44,19 @@ class JaggedSpec(NamedTuple):
     precision: tl.constexpr
     has_left: tl.constexpr
     has_right: tl.constexpr
+    num_buckets: tl.constexpr  # 0: no edges
+    has_table: tl.constexpr
+    is_causal: tl.constexpr  # with edges: a query sees its own position
     block_m: tl.constexpr
     block_n: tl.constexpr
     block_d: tl.constexpr
     block_e: tl.constexpr
 
     @classmethod
-    def of(cls, problem: AttentionProblem, kernel: KernelPlan, has_left: bool, has_right: bool) -> "JaggedSpec":
+    def of(cls, problem: AttentionProblem, kernel: KernelPlan, visibility: "Visibility") -> "JaggedSpec":
         fields = [getattr(problem, name) for name in cls._fields[:7]]
         blocks = (kernel.block_m, kernel.block_n, problem.block_d, problem.block_e)
-        return cls.of_values(*fields, has_left, has_right, *blocks)
+        return cls.of_values(*fields, *visibility, *blocks)
 
     @classmethod
     def of_values(cls, *values: object) -> "JaggedSpec":
@@ -55,12 +75,13 @@ def bounds(left: int | None, right: int | None) -> tuple[int, int]:
 
 
 @triton.jit
-def visible_keys(work_tile, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPEC: tl.constexpr):
+def visible_keys(work_tile, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPEC: tl.constexpr):
     """For a tile of query rows: (its first row within the sample, shift, first key, number of tiles of keys)."""
-    tile, _start, num_queries, _k_start, num_keys = work_tile
+    left, right, edges_ptr = window
+    tile, start, num_queries, _k_start, num_keys = work_tile
     QHEADS_PER_KVHEAD: tl.constexpr = SPEC.qheads_per_kvhead
     shift = num_keys - num_queries
-    if SPEC.has_right:
+    if SPEC.has_right or SPEC.num_buckets:
         # The last queries see the most keys: they go first.
         tile = tl.maximum((num_queries * QHEADS_PER_KVHEAD + BLOCK_M - 1) // BLOCK_M - 1 - tile, 0)
     first = tile * BLOCK_M
@@ -70,6 +91,13 @@ def visible_keys(work_tile, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.cons
         end = tl.minimum(end, (first + BLOCK_M - 1) // QHEADS_PER_KVHEAD + shift + right + 1)
     if SPEC.has_left:
         begin = tl.maximum(begin, first // QHEADS_PER_KVHEAD + shift - left) // BLOCK_N * BLOCK_N
+    if SPEC.num_buckets:
+        EDGES: tl.constexpr = SPEC.num_buckets + 1
+        last = tl.minimum((first + BLOCK_M - 1) // QHEADS_PER_KVHEAD, num_queries - 1)
+        edges = edges_ptr + start.to(tl.int64) * EDGES
+        begin = tl.load(edges + first // QHEADS_PER_KVHEAD * EDGES + SPEC.num_buckets, mask=num_queries > 0, other=0)
+        begin = begin // BLOCK_N * BLOCK_N
+        end = tl.load(edges + last * EDGES, mask=num_queries > 0, other=0) // MOST_BUCKETS
     steps = tl.maximum(end - begin + BLOCK_N - 1, 0) // BLOCK_N
     if num_queries == 0:
         steps = 0
@@ -77,9 +105,24 @@ def visible_keys(work_tile, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.cons
 
 
 @triton.jit
-def seeing_queries(work_tile, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPEC: tl.constexpr):
+def _count_up_to(ptr, count, bound, STRIDE: tl.constexpr):
+    """How many of ``count`` ascending numbers are at most ``bound``."""
+    low = count * 0
+    high = count
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(ptr + middle * STRIDE) <= bound:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def seeing_queries(work_tile, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPEC: tl.constexpr):
     """For a tile of keys: (its first key within the sample, shift, first query row, number of tiles of query rows)."""
-    tile, _start, num_keys, _q_start, num_queries = work_tile
+    left, right, edges_ptr = window
+    tile, _start, num_keys, q_start, num_queries = work_tile
     QHEADS_PER_KVHEAD: tl.constexpr = SPEC.qheads_per_kvhead
     shift = num_keys - num_queries
     first = tile * BLOCK_N
@@ -89,6 +132,12 @@ def seeing_queries(work_tile, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.co
         begin = tl.maximum(begin, first - shift - right)
     if SPEC.has_left:
         end = tl.maximum(tl.minimum(end, first + BLOCK_N - shift + left), 0)
+    if SPEC.num_buckets:
+        # Both edges ascend with the queries, whose times do.
+        EDGES: tl.constexpr = SPEC.num_buckets + 1
+        edges = edges_ptr + q_start.to(tl.int64) * EDGES
+        begin = _count_up_to(edges, num_queries, first * MOST_BUCKETS + MOST_BUCKETS - 1, EDGES)
+        end = _count_up_to(edges + SPEC.num_buckets, num_queries, first + BLOCK_N - 1, EDGES)
     begin = begin * QHEADS_PER_KVHEAD // BLOCK_M * BLOCK_M
     steps = tl.maximum(end * QHEADS_PER_KVHEAD - begin + BLOCK_M - 1, 0) // BLOCK_M
     if num_keys == 0:

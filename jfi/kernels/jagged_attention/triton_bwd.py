@@ -16,8 +16,16 @@ from jfi.kernels.common.online_softmax import hide_empty, scores_gradient
 from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.tile_scheduler import load_work_tile, schedule_tiles
 from jfi.kernels.common.tiles import load_bias_tile, load_rows, query_rows, row_products, store_rows
+from jfi.kernels.jagged_attention.buckets import (
+    add_bucket_sums,
+    bucket_bias,
+    bucket_of,
+    load_bucket,
+    visible_range,
+)
 from jfi.kernels.jagged_attention.tiles import (
     JaggedSpec,
+    Visibility,
     bounds,
     is_visible,
     load_keys,
@@ -57,26 +65,29 @@ def _statistics_kernel(grad_ptr, out_ptr, lse_ptr, dlse_ptr, stats_ptr, rows, SP
 
 
 @triton.jit
-def _weights_and_gradient(queries, keys, bias_ptr, kv_head, left, right, scale, SPEC: tl.constexpr):
+def _weights_and_gradient(queries, keys, visible, relative, bias_ptr, kv_head, scale, SPEC: tl.constexpr):
     """P [M, N] and dS, the gradient of the scores; both are 0 where a key is hidden.
 
     Args:
-        queries: (q, dO, L in base 2, Δ, their rows in the sample, their positions among the keys).
-        keys: (k, v, row of the first, numbers from it, numbers in the sample, which of them are the sample's).
+        queries: (q, dO, L in base 2, Δ, their rows in the sample).
+        keys: (k, v, row of the first, numbers from it, which of them are the sample's).
+        visible: [M, N], which keys the queries see.
+        relative: [M, N], the bias by buckets in base 2; read if there is a table.
     """
-    q, grad, lse, delta, row, position = queries
-    k, v, n, key_at, key, mask = keys
+    q, grad, lse, delta, row = queries
+    k, v, n, key_at, mask = keys
     s = tl.dot(q, tl.trans(k), input_precision=SPEC.precision) * (scale * LOG2E)
     if SPEC.has_bias:
         s += load_bias_tile(bias_ptr, n, key_at, mask, row, kv_head, SPEC)
-    visible = is_visible(key[None, :], position[:, None], left, right, SPEC) & mask[None, :]
+    if SPEC.has_table:
+        s += relative
     p = tl.where(visible, tl.exp2(s - lse[:, None]), 0.0)
     dp = tl.dot(grad, tl.trans(v), input_precision=SPEC.precision)
     return p, scores_gradient(p, dp, delta[:, None])
 
 
 @triton.jit
-def _load_queries(queries, base, at, mask, kv_head, rows, q_start, shift, SPEC: tl.constexpr):
+def _load_queries(queries, base, at, mask, kv_head, rows, q_start, SPEC: tl.constexpr):
     """What `_weights_and_gradient` takes of the query rows ``at`` of a sample."""
     q_ptr, grad_ptr, stats_ptr = queries
     QHEADS_PER_KVHEAD: tl.constexpr = SPEC.qheads_per_kvhead
@@ -88,34 +99,86 @@ def _load_queries(queries, base, at, mask, kv_head, rows, q_start, shift, SPEC: 
     stats = stats_ptr + kv_head.to(tl.int64) * rows + q_start * QHEADS_PER_KVHEAD + at
     lse = tl.load(stats, mask=mask, other=float("inf"))
     delta = tl.load(stats + rows.to(tl.int64) * SPEC.num_kv_heads, mask=mask, other=0.0)
-    return q, grad, lse, delta, at, at // QHEADS_PER_KVHEAD + shift
+    return q, grad, lse, delta, at
+
+
+@triton.jit
+def _visible(edges_ptr, query, q_mask, position, key, mask, left, right, SPEC: tl.constexpr):
+    """[M, N]: the keys that queries see."""
+    if SPEC.num_buckets:
+        begin, end, _bucket = visible_range(edges_ptr, query, q_mask, SPEC)
+        visible = (key[None, :] >= begin[:, None]) & (key[None, :] < end[:, None])
+    else:
+        visible = is_visible(key[None, :], position[:, None], left, right, SPEC) & mask[None, :]
+    return visible
+
+
+@triton.jit
+def _query_and_head(row, q_start, num_queries, kv_head, SPEC: tl.constexpr):
+    """Of the query rows of a tile: their queries, the last for rows behind it, and their heads."""
+    query = tl.minimum(q_start + row // SPEC.qheads_per_kvhead, q_start + tl.maximum(num_queries - 1, 0))
+    return query.to(tl.int64), kv_head * SPEC.qheads_per_kvhead + row % SPEC.qheads_per_kvhead
 
 
 @triton.jit(do_not_specialize=["total", "rows", "left", "right"])
 def jagged_attention_dquery_kernel(
-    queries, keys, bias_ptr, tiles_ptr, dq_ptr, total, rows, left, right, scale, SPEC: tl.constexpr
+    queries, keys, biases, tiles_ptr, results, total, rows, left, right, scale, SPEC: tl.constexpr
 ):
-    """queries: pointers to query, dO and statistics; keys: to key and value; rows: R · H/G."""
+    """dq, and of a table of biases each row's sums by bucket; ``results`` points to these.
+
+    Args:
+        queries: pointers to query, dO and statistics.
+        keys: pointers to key and value.
+        biases: pointers to the bias by key, the edges and the table of biases by bucket.
+        rows: R · H/G.
+    """
     k_ptr, v_ptr = keys
+    bias_ptr, edges_ptr, table_ptr = biases
+    by_bucket = (edges_ptr, table_ptr)
+    dq_ptr, sums_ptr = results
     QHEADS_PER_KVHEAD: tl.constexpr = SPEC.qheads_per_kvhead
     D: tl.constexpr = SPEC.head_dim
     kv_head = tl.program_id(0) % SPEC.num_kv_heads
     work_tile = load_work_tile(tiles_ptr, tl.program_id(0), total, SPEC.num_kv_heads)
-    first, shift, begin, steps = visible_keys(work_tile, left, right, SPEC.block_m, SPEC.block_n, SPEC)
+    window = (left, right, edges_ptr)
+    first, shift, begin, steps = visible_keys(work_tile, window, SPEC.block_m, SPEC.block_n, SPEC)
     _tile, q_start, num_queries, k_start, num_keys = work_tile
     row = first + tl.arange(0, SPEC.block_m)
     q_mask = row < num_queries * QHEADS_PER_KVHEAD
     q_base = q_start.to(tl.int64) * (SPEC.num_kv_heads * QHEADS_PER_KVHEAD)
     key_at = tl.arange(0, SPEC.block_n)
-    query = _load_queries(queries, q_base, row, q_mask, kv_head, rows, q_start, shift, SPEC)
+    operands = _load_queries(queries, q_base, row, q_mask, kv_head, rows, q_start, SPEC)
+    query, head = _query_and_head(row, q_start, num_queries, kv_head, SPEC)
+    relative = tl.zeros((SPEC.block_m, SPEC.block_n) if SPEC.has_table else (1, 1), tl.float32)
+    if SPEC.has_table:
+        _begin, _end, bucket = visible_range(edges_ptr, query, q_mask, SPEC)
+        bucket_value, bucket_edge = load_bucket(by_bucket, query, head, bucket, q_mask, SPEC)
+        bucket_sum = tl.zeros((SPEC.block_m,), tl.float32)
     dq = tl.zeros((SPEC.block_m, SPEC.block_d), tl.float32)
     for step in range(0, steps):
-        key = begin + step * SPEC.block_n + key_at
+        first_key = begin + (steps - 1 - step) * SPEC.block_n
+        key = first_key + key_at
         mask = key < num_keys
-        n = (k_start + begin + step * SPEC.block_n).to(tl.int64)
+        n = (k_start + first_key).to(tl.int64)
         k, v = load_keys(k_ptr, v_ptr, n, key_at, mask, kv_head, SPEC)
-        _p, ds = _weights_and_gradient(query, (k, v, n, key_at, key, mask), bias_ptr, kv_head, left, right, scale, SPEC)
+        position = row // QHEADS_PER_KVHEAD + shift
+        visible = _visible(edges_ptr, query, q_mask, position, key, mask, left, right, SPEC)
+        if SPEC.has_table:
+            passed, passed_edge = bucket, bucket_edge
+            state = (bucket, bucket_value, bucket_edge)
+            relative, bucket, bucket_value, bucket_edge = bucket_bias(
+                by_bucket, (query, head), state, key, first_key, SPEC
+            )
+        _p, ds = _weights_and_gradient(
+            operands, (k, v, n, key_at, mask), visible, relative, bias_ptr, kv_head, scale, SPEC
+        )
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=SPEC.precision)
+        if SPEC.has_table:
+            state = (passed, passed_edge, bucket_sum)
+            bucket_sum = add_bucket_sums(by_bucket, sums_ptr, (query, head), state, ds, key, first_key, q_mask, SPEC)
+    if SPEC.has_table:
+        sums = sums_ptr + (query * (SPEC.num_kv_heads * QHEADS_PER_KVHEAD) + head) * SPEC.num_buckets
+        tl.store(sums + bucket, bucket_sum, mask=q_mask)
     q_at = query_rows(row.to(tl.int64), kv_head, SPEC)
     store_rows(dq_ptr + q_base * D, dq * scale, q_at, q_mask, D, D, SPEC.block_d)
 
@@ -124,7 +187,8 @@ def jagged_attention_dquery_kernel(
 def jagged_attention_dkey_kernel(
     queries,
     keys,
-    bias_ptr,
+    biases,
+    times,
     tiles_ptr,
     results,
     total,
@@ -135,8 +199,13 @@ def jagged_attention_dkey_kernel(
     SPEC: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """dk (if value = key with dv added), dv and dbias, to which ``results`` points; the rest as of dq's kernel."""
+    """dk (if value = key with dv added), dv and dbias, to which ``results`` points; the rest as of dq's kernel.
+
+    times: pointers to the times of queries and keys, None where buckets go by distance.
+    """
     k_ptr, v_ptr = keys
+    bias_ptr, edges_ptr, table_ptr = biases
+    by_bucket = (edges_ptr, table_ptr)
     dk_ptr, dv_ptr, dbias_ptr = results
     QHEADS_PER_KVHEAD: tl.constexpr = SPEC.qheads_per_kvhead
     G: tl.constexpr = SPEC.num_kv_heads
@@ -144,7 +213,8 @@ def jagged_attention_dkey_kernel(
     E: tl.constexpr = SPEC.value_dim
     kv_head = tl.program_id(0) % G
     work_tile = load_work_tile(tiles_ptr, tl.program_id(0), total, G)
-    first, shift, begin, steps = seeing_queries(work_tile, left, right, SPEC.block_m, SPEC.block_n, SPEC)
+    window = (left, right, edges_ptr)
+    first, shift, begin, steps = seeing_queries(work_tile, window, SPEC.block_m, SPEC.block_n, SPEC)
     _tile, k_start, num_keys, q_start, num_queries = work_tile
     key_at = tl.arange(0, SPEC.block_n)
     key = first + key_at
@@ -155,12 +225,26 @@ def jagged_attention_dkey_kernel(
     dk = tl.zeros((SPEC.block_n, SPEC.block_d), tl.float32)
     dv = tl.zeros((SPEC.block_n, SPEC.block_e), tl.float32)
     dbias = tl.zeros((SPEC.block_n, BLOCK_H), tl.float32)
+    relative = tl.zeros((SPEC.block_m, SPEC.block_n) if SPEC.has_table else (1, 1), tl.float32)
     for step in range(0, steps):
         row = begin + step * SPEC.block_m + tl.arange(0, SPEC.block_m)
         q_mask = row < num_queries * QHEADS_PER_KVHEAD
-        query = _load_queries(queries, q_base, row, q_mask, kv_head, rows, q_start, shift, SPEC)
-        q, grad, _lse, _delta, _row, _position = query
-        p, ds = _weights_and_gradient(query, (k, v, n, key_at, key, mask), bias_ptr, kv_head, left, right, scale, SPEC)
+        operands = _load_queries(queries, q_base, row, q_mask, kv_head, rows, q_start, SPEC)
+        q, grad, _lse, _delta, _row = operands
+        query, head = _query_and_head(row, q_start, num_queries, kv_head, SPEC)
+        position = row // QHEADS_PER_KVHEAD + shift
+        visible = _visible(edges_ptr, query, q_mask, position, key, mask, left, right, SPEC)
+        if SPEC.has_table:
+            _begin, range_end, _bucket = visible_range(edges_ptr, query, q_mask, SPEC)
+            newest = tl.minimum(first + SPEC.block_n, num_keys) - 1 + tl.zeros((SPEC.block_m,), tl.int32)
+            bucket = bucket_of(times, query, range_end, k_start, newest, q_mask, SPEC.num_buckets, SPEC.is_causal)
+            value, edge = load_bucket(by_bucket, query, head, bucket, q_mask, SPEC)
+            relative, _bucket, _value, _edge = bucket_bias(
+                by_bucket, (query, head), (bucket, value, edge), key, first, SPEC
+            )
+        p, ds = _weights_and_gradient(
+            operands, (k, v, n, key_at, mask), visible, relative, bias_ptr, kv_head, scale, SPEC
+        )
         dv = tl.dot(tl.trans(p.to(grad.dtype)), grad, dv, input_precision=SPEC.precision)
         dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision=SPEC.precision)
         if SPEC.has_bias:
@@ -179,34 +263,34 @@ def jagged_attention_dkey_kernel(
 
 @cached
 def _launchers(
-    problem: AttentionProblem, plans: tuple[KernelPlan, ...], has_left: bool, has_right: bool
+    problem: AttentionProblem, plans: tuple[KernelPlan, ...], visibility: Visibility
 ) -> tuple[Launcher, ...]:
     kernels = (_statistics_kernel, jagged_attention_dquery_kernel, jagged_attention_dkey_kernel)
-    constants = [{"SPEC": JaggedSpec.of(problem, plan, has_left, has_right), **plan.constants} for plan in plans]
+    constants = [{"SPEC": JaggedSpec.of(problem, plan, visibility), **plan.constants} for plan in plans]
     constants[2]["BLOCK_H"] = power_of_two(problem.qheads_per_kvhead)
     return tuple(Launcher(kernel, **more) for kernel, more in zip(kernels, constants, strict=True))
 
 
 def backward(
     grad: Tensor, dlse: Tensor | None, x: JaggedAttentionInputs, out: Tensor, lse: Tensor, plan: AttentionPlan
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor | None, ...]:
     """As `launch.backward`."""
     problem, (statistics, dquery_plan, dkey_plan) = plan.problem, plan.backward
     num_kv_heads, qheads_per_kvhead = problem.num_kv_heads, problem.qheads_per_kvhead
     rows = x.query.shape[0] * qheads_per_kvhead
     dquery, dkey, dvalue, dbias = empty_like(x.query, x.key, x.value, x.bias)
+    sums = None if x.table is None else lse.new_zeros(*lse.shape, x.num_buckets)
     stats = lse.new_empty(2, num_kv_heads, rows)
-    launch_statistics, launch_dquery, launch_dkey = _launchers(
-        problem, plan.backward, x.left is not None, x.right is not None
-    )
+    launch_statistics, launch_dquery, launch_dkey = _launchers(problem, plan.backward, Visibility.of(x))
     total = rows * num_kv_heads
     launch_statistics((ceil_div(total, statistics.block_m), 1, 1), (grad, out, lse, dlse, stats), (total,))
-    inputs = ((x.query, grad, stats), (x.key, x.key if x.value is None else x.value), x.bias)
+    keys, biases = (x.key, x.key if x.value is None else x.value), (x.bias, x.edges, x.table)
+    inputs = ((x.query, grad, stats), keys, biases)
     numbers = (rows, *bounds(x.left, x.right), x.scale)
     tiles = schedule_tiles(x.query_offsets, x.key_offsets, x.query.shape[0], qheads_per_kvhead, dquery_plan.block_m)
     total = tiles.shape[0] * num_kv_heads
-    launch_dquery((total, 1, 1), (*inputs, tiles, dquery), (total, *numbers))
+    launch_dquery((total, 1, 1), (*inputs, tiles, (dquery, sums)), (total, *numbers))
     tiles = schedule_tiles(x.key_offsets, x.query_offsets, x.key.shape[0], 1, dkey_plan.block_n)
     total = tiles.shape[0] * num_kv_heads
-    launch_dkey((total, 1, 1), (*inputs, tiles, (dkey, dvalue, dbias)), (total, *numbers))
-    return dquery, dkey, dvalue, dbias
+    launch_dkey((total, 1, 1), (*inputs, (x.query_time, x.key_time), tiles, (dkey, dvalue, dbias)), (total, *numbers))
+    return dquery, dkey, dvalue, dbias, None if sums is None else sums.sum(0).T.to(x.table.dtype)

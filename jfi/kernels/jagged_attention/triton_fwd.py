@@ -16,13 +16,27 @@ from jfi.kernels.common.online_softmax import log_sum_exp, nonzero, online_softm
 from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.tile_scheduler import load_work_tile, schedule_tiles
 from jfi.kernels.common.tiles import load_bias_tile, load_rows, query_rows, store_rows
-from jfi.kernels.jagged_attention.tiles import JaggedSpec, bounds, is_visible, load_keys, visible_keys
+from jfi.kernels.jagged_attention.buckets import bucket_bias, load_bucket, visible_range
+from jfi.kernels.jagged_attention.tiles import JaggedSpec, Visibility, bounds, is_visible, load_keys, visible_keys
 from jfi.plan import AttentionPlan, AttentionProblem, JaggedAttentionInputs, KernelPlan, cached
 
 
 @triton.jit(do_not_specialize=["total", "left", "right"])
 def jagged_attention_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptr, tiles_ptr, out_ptr, lse_ptr, total, left, right, scale, SPEC: tl.constexpr
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    bias_ptr,
+    edges_ptr,
+    table_ptr,
+    tiles_ptr,
+    out_ptr,
+    lse_ptr,
+    total,
+    left,
+    right,
+    scale,
+    SPEC: tl.constexpr,
 ):
     """Pointers are parameters of their own, not tuples, which Inductor does not take."""
     QHEADS_PER_KVHEAD: tl.constexpr = SPEC.qheads_per_kvhead
@@ -30,7 +44,7 @@ def jagged_attention_fwd_kernel(
     E: tl.constexpr = SPEC.value_dim
     kv_head = tl.program_id(0) % SPEC.num_kv_heads
     work_tile = load_work_tile(tiles_ptr, tl.program_id(0), total, SPEC.num_kv_heads)
-    first, shift, begin, steps = visible_keys(work_tile, left, right, SPEC.block_m, SPEC.block_n, SPEC)
+    first, shift, begin, steps = visible_keys(work_tile, (left, right, edges_ptr), SPEC.block_m, SPEC.block_n, SPEC)
     _tile, q_start, num_queries, k_start, num_keys = work_tile
     row = first + tl.arange(0, SPEC.block_m)
     q_mask = row < num_queries * QHEADS_PER_KVHEAD
@@ -38,6 +52,13 @@ def jagged_attention_fwd_kernel(
     q_base = q_start.to(tl.int64) * (SPEC.num_kv_heads * QHEADS_PER_KVHEAD)
     position = row // QHEADS_PER_KVHEAD + shift
     key_at = tl.arange(0, SPEC.block_n)
+    if SPEC.num_buckets:
+        query = tl.minimum(q_start + row // QHEADS_PER_KVHEAD, q_start + num_queries - 1).to(tl.int64)
+        head = kv_head * QHEADS_PER_KVHEAD + row % QHEADS_PER_KVHEAD
+        range_begin, range_end, bucket = visible_range(edges_ptr, query, q_mask, SPEC)
+        if SPEC.has_table:
+            biases, rows = (edges_ptr, table_ptr), (query, head)
+            bucket_value, bucket_edge = load_bucket(biases, query, head, bucket, q_mask, SPEC)
     q = load_rows(q_ptr + q_base * D, q_at, q_mask, D, D, SPEC.block_d)
     maximum = tl.full((SPEC.block_m,), -float("inf"), tl.float32)
     weight = tl.zeros((SPEC.block_m,), tl.float32)
@@ -45,14 +66,22 @@ def jagged_attention_fwd_kernel(
     # AOTInductor passes the scale in float64.
     scale2 = tl.full((), scale * LOG2E, tl.float32)
     for step in range(0, steps):
-        key = begin + step * SPEC.block_n + key_at
+        first_key = begin + (steps - 1 - step) * SPEC.block_n
+        key = first_key + key_at
         mask = key < num_keys
-        n = (k_start + begin + step * SPEC.block_n).to(tl.int64)
+        n = (k_start + first_key).to(tl.int64)
         k, v = load_keys(k_ptr, v_ptr, n, key_at, mask, kv_head, SPEC)
         s = tl.dot(q, tl.trans(k), input_precision=SPEC.precision) * scale2
         if SPEC.has_bias:
             s += load_bias_tile(bias_ptr, n, key_at, mask, row, kv_head, SPEC)
-        visible = is_visible(key[None, :], position[:, None], left, right, SPEC) & mask[None, :]
+        if SPEC.num_buckets:
+            visible = (key[None, :] >= range_begin[:, None]) & (key[None, :] < range_end[:, None])
+            if SPEC.has_table:
+                state = (bucket, bucket_value, bucket_edge)
+                relative, bucket, bucket_value, bucket_edge = bucket_bias(biases, rows, state, key, first_key, SPEC)
+                s += relative
+        else:
+            visible = is_visible(key[None, :], position[:, None], left, right, SPEC) & mask[None, :]
         p, maximum, factor = online_softmax_update(tl.where(visible, s, -float("inf")), maximum)
         weight = weight * factor + tl.sum(p, 1)
         acc = tl.dot(p.to(v.dtype), v, acc * factor[:, None], input_precision=SPEC.precision)
@@ -61,8 +90,8 @@ def jagged_attention_fwd_kernel(
 
 
 @cached
-def _launcher(problem: AttentionProblem, kernel: KernelPlan, has_left: bool, has_right: bool) -> Launcher:
-    spec = JaggedSpec.of(problem, kernel, has_left, has_right)
+def _launcher(problem: AttentionProblem, kernel: KernelPlan, visibility: Visibility) -> Launcher:
+    spec = JaggedSpec.of(problem, kernel, visibility)
     return Launcher(jagged_attention_fwd_kernel, SPEC=spec, **kernel.constants)
 
 
@@ -76,7 +105,7 @@ def forward(
     lse = x.query.new_empty(rows, num_heads, dtype=torch.float32)
     tiles = schedule_tiles(x.query_offsets, x.key_offsets, rows, problem.qheads_per_kvhead, kernel.block_m, launch)
     total = tiles.shape[0] * problem.num_kv_heads
-    tensors = (x.query, x.key, x.key if x.value is None else x.value, x.bias, tiles, out, lse)
-    launcher = _launcher(problem, kernel, x.left is not None, x.right is not None)
+    tensors = (x.query, x.key, x.key if x.value is None else x.value, x.bias, x.edges, x.table, tiles, out, lse)
+    launcher = _launcher(problem, kernel, Visibility.of(x))
     launch(launcher, (total, 1, 1), tensors, (total, *bounds(x.left, x.right), x.scale))
     return out, lse

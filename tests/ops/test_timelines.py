@@ -1,0 +1,254 @@
+"""Jagged attention by time: what a query sees, the bias by age or distance, and their gradients, on every path."""
+
+import pytest
+import torch
+from ops.budget import compare
+from ops.ragged import ON_HOPPER, offsets_of
+
+import jfi.ops
+from jfi import reference
+from jfi.plan import override
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+IMPLS = ["triton", "torch"]
+
+
+def sorted_times(lengths, most, dtype, device):
+    """Times with ties: integers below ``most``, halves of them for float64."""
+    parts = [torch.randint(0, most, (n,)).sort().values for n in lengths]
+    times = torch.cat([*parts, torch.empty(0, dtype=torch.int64)])
+    return (times.double() / 2 if dtype == torch.float64 else times.to(dtype)).to(device)
+
+
+def check(
+    queries,
+    keys,
+    device,
+    impl,
+    dtype=torch.float32,
+    num_heads=2,
+    num_kv_heads=1,
+    width=16,
+    value_width=None,  # None: value = key
+    most=1000,  # times are below it
+    time_dtype=torch.int64,
+    bias="time",  # or "position" or None
+    num_buckets=8,
+    max_visible=None,
+    key_bias=False,
+    causal=False,
+):
+    index = torch.int32 if len(keys) % 2 else torch.int64
+    key_offsets = offsets_of(keys, device, index)
+    query_offsets = key_offsets if queries is None else offsets_of(queries, device, index)
+    rows, events = sum(keys if queries is None else queries), sum(keys)
+    key_time = sorted_times(keys, most, time_dtype, device)
+    query_time = key_time if queries is None else sorted_times(queries, most, time_dtype, device)
+    scale = 1.3 * width**-0.5
+
+    def random(*shape):
+        return torch.randn(shape, device=device).to(dtype)
+
+    inputs = {"query": random(rows, num_heads, width), "key": random(events, num_kv_heads, width)}
+    if value_width is not None:
+        inputs["value"] = random(events, num_kv_heads, value_width)
+    if key_bias:
+        inputs["key_bias"] = random(events, num_heads)
+    if bias is not None:
+        inputs[f"{bias}_bias"] = random(num_buckets, num_heads)
+
+    def public(*tensors):
+        given = dict(zip(inputs, tensors, strict=True))
+        return jfi.ops.jagged_attention(
+            **given,
+            query_offsets=query_offsets,
+            key_offsets=key_offsets,
+            query_time=query_time,
+            key_time=key_time,
+            max_visible=max_visible,
+            causal=causal,
+            scale=scale,
+            impl=impl,
+        )
+
+    def plain(*tensors):
+        given = {"value": None, "key_bias": None} | dict(zip(inputs, tensors, strict=True))
+        return reference.jagged_attention(
+            given["query"],
+            given["key"],
+            given["value"],
+            query_offsets,
+            key_offsets,
+            causal,
+            None,
+            given["key_bias"],
+            scale,
+            (query_time, key_time),
+            max_visible,
+            given.get("time_bias"),
+            given.get("position_bias"),
+        )[0]
+
+    compare(public, plain, list(inputs.values()))
+
+
+CASES = {
+    "timelines": ([5, 0, 3, 17, 1, 40], [70, 4, 0, 1, 64, 130]),
+    "one_user": ([33], [150]),
+    "no_event": ([3, 1], [0, 0]),
+    "no_query": ([0, 0], [5, 0]),
+    "no_samples": ([], []),
+}
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("bias", ["time", "position", None])
+@pytest.mark.parametrize("case", CASES)
+def test_queries_of_a_timeline(case, bias, impl, device):
+    check(*CASES[case], device, impl, bias=bias)
+    check(*CASES[case], device, impl, bias=bias, max_visible=9, most=40)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("bias", ["time", "position"])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 4), (6, 2), (3, 1)])
+def test_heads(num_heads, num_kv_heads, bias, impl, device):
+    check([40, 2], [90, 70], device, impl, num_heads=num_heads, num_kv_heads=num_kv_heads, value_width=24, bias=bias)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("bias", ["time", "position"])
+@pytest.mark.parametrize("max_visible", [None, 20])
+def test_self_attention_with_a_relative_bias(max_visible, bias, impl, device):
+    check(None, [5, 0, 140, 1], device, impl, bias=bias, causal=True, num_kv_heads=2, value_width=16)
+    check(None, [5, 0, 140, 1], device, impl, bias=bias, causal=True, max_visible=max_visible)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("time_dtype", [torch.int32, torch.int64, torch.float64])
+@pytest.mark.parametrize("num_buckets", [1, 2, 31, 64])
+def test_times_and_buckets(num_buckets, time_dtype, impl, device):
+    most = 2**31 - 1 if time_dtype == torch.int32 else 2**50
+    check([9, 12], [80, 30], device, impl, time_dtype=time_dtype, num_buckets=num_buckets, most=most)
+    check([9, 12], [80, 30], device, impl, time_dtype=time_dtype, num_buckets=num_buckets, most=60, key_bias=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "short"),
+    [("jagged_sm90", 0), ("jagged_sm90", 2**30), ("jagged_triton", 0)] if ON_HOPPER else [("jagged_triton", 0)],
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16] if torch.cuda.is_available() else [torch.float16])
+@pytest.mark.parametrize("bias", ["time", "position", None])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (4, 1), (3, 1)])
+@pytest.mark.parametrize(("width", "value_width"), [(64, 64), (64, None), (128, None)])
+def test_half_precision(width, value_width, num_heads, num_kv_heads, bias, dtype, family, short, device):
+    """The shapes of the Hopper kernels, with so few programs that each takes many tiles."""
+    options = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "width": width, "value_width": value_width}
+    queries, keys = [0, 1, 64, 130, 5, 40], [7, 400, 64, 300, 0, 1]
+    if not torch.cuda.is_available():
+        queries, keys = queries[1:3], keys[1:3]
+    with override(NUM_SMS=2, SM90_SHORT_KEYS={64: short, 128: short}, JAGGED_FAMILY=family):
+        for most, max_visible in ((10**6, None), (300, 70)):
+            limits = {"most": most, "max_visible": max_visible}
+            check(queries, keys, device, "triton", dtype, bias=bias, num_buckets=32, **limits, **options)
+        if bias is not None:
+            check(None, keys, device, "triton", dtype, bias=bias, num_buckets=32, causal=True, **options)
+
+
+def attend(**changes):
+    given = {
+        "query": torch.zeros(3, 2, 8),
+        "key": torch.zeros(5, 1, 8),
+        "query_offsets": torch.tensor([0, 1, 3]),
+        "key_offsets": torch.tensor([0, 3, 5]),
+        "query_time": torch.tensor([9, 4, 6]),
+        "key_time": torch.tensor([1, 1, 8, 2, 6]),
+        "time_bias": torch.zeros(4, 2),
+    } | changes
+    return jfi.ops.jagged_attention(given.pop("query"), given.pop("key"), **given)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"query_time": torch.tensor([9, 6, 4])},
+            "query_time must not decrease within a sample, got 6 then 4 at entry 2",
+        ),
+        (
+            {"key_time": torch.tensor([1, 8, 1, 2, 6])},
+            "key_time must not decrease within a sample, got 8 then 1 at entry 2",
+        ),
+        ({"key_time": torch.tensor([1, 1, 8, 2])}, "key_time must have S = 5, got 4"),
+        ({"query_time": torch.zeros(3, 1).long()}, r"query_time must be \[R\], got a tensor of shape \[3, 1\]"),
+        ({"query_time": None}, "query_time and key_time must both be tensors or None, got query_time of NoneType"),
+        ({"query_time": torch.zeros(3)}, "query_time must be int32, int64 or float64, got torch.float32"),
+        (
+            {"key_time": torch.zeros(5).double()},
+            "key_time must have the dtype of query_time, torch.int64, got torch.float64",
+        ),
+        (
+            {"query_time": torch.zeros(3).double(), "key_time": torch.tensor([0, 0, torch.nan, 0, 0]).double()},
+            "key_time must be finite, got nan",
+        ),
+        ({"time_bias": torch.zeros(4, 3)}, "time_bias must have H = 2, got 3"),
+        ({"time_bias": torch.zeros(65, 2)}, "time_bias must have 1 to 64 rows, got 65"),
+        ({"time_bias": torch.zeros(4, 2).half()}, "time_bias must have the dtype of query, torch.float32, got"),
+        ({"position_bias": torch.zeros(4, 2)}, "time_bias and position_bias must not both be given"),
+        ({"query_time": None, "key_time": None}, "time_bias needs query_time and key_time, got None"),
+        (
+            {"query_time": None, "key_time": None, "time_bias": None, "position_bias": torch.zeros(4, 2)},
+            "position_bias needs causal=True or times",
+        ),
+        ({"max_visible": 0}, "max_visible must be at least 1, got 0"),
+        ({"max_visible": 2.0}, "max_visible must be an int or None, got 2.0"),
+        ({"window_size": (3, None)}, "window_size counts positions: with times give max_visible"),
+        (
+            {"causal": True, "window_size": (3, None), "max_visible": 2},
+            "max_visible and window_size must not both be given",
+        ),
+        (
+            {"query_time": None, "key_time": None, "time_bias": None, "max_visible": 2},
+            "max_visible needs causal=True or times",
+        ),
+    ],
+)
+def test_wrong_arguments(changes, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        attend(**changes)
+
+
+def test_targets_older_than_every_event_see_nothing():
+    out = attend(query_time=torch.tensor([1, 2, 3]), key=torch.ones(5, 1, 8))
+    assert out[0].eq(0).all() and out[1].eq(0).all() and out[2].eq(1).all()
+
+
+def test_at_most_the_newest_are_seen_by_position_alone(device):
+    """max_visible without times is a causal window."""
+    x, offsets = torch.randn(9, 1, 8, device=device), offsets_of([9], device)
+    got = jfi.ops.jagged_attention(x, x, query_offsets=offsets, causal=True, max_visible=3)
+    torch.testing.assert_close(
+        got, jfi.ops.jagged_attention(x, x, query_offsets=offsets, causal=True, window_size=(2, 0))
+    )
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_the_same_inputs_give_the_same_bits(impl, device):
+    offsets, times = offsets_of([150, 0, 40], device), sorted_times([150, 0, 40], 10**5, torch.int64, device)
+    leaves = [
+        torch.randn(190, 2, 16, device=device).requires_grad_(),
+        torch.randn(12, 2, device=device).requires_grad_(),
+    ]
+    runs = []
+    for _ in range(2):
+        out = jfi.ops.jagged_attention(
+            leaves[0],
+            leaves[0],
+            query_offsets=offsets,
+            query_time=times,
+            key_time=times,
+            time_bias=leaves[1],
+            impl=impl,
+        )
+        runs.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
