@@ -13,6 +13,8 @@ _LAZY = {
     "JaggedFeatureInteraction": "jfi.modules",
     "KeyBias": "jfi.modules",
     "PositionBias": "jfi.modules",
+    "RelativePositionBias": "jfi.modules",
+    "RelativeTimeBias": "jfi.modules",
     "SequenceFeatureConfig": "jfi.modules",
     "WeightBias": "jfi.modules",
     "SequenceDLRM": "jfi.models",

@@ -198,7 +198,7 @@ class SequenceDLRM(nn.Module):
         self.embedding_bag_collection = embedding_bag_collection
         self.embedding_collection = embedding_collection
         self._id_keys = _id_keys(embedding_bag_collection) + _id_keys(embedding_collection)
-        self._id_keys += [feature.bias_key for feature in features + encoder_features if feature.bias_key is not None]
+        self._id_keys += [key for feature in features + encoder_features for key in feature.input_keys]
         self.sequence_arch = SequenceArch(features, single_keys, embedding_dim, layer, encoder)
         self.dropout = nn.Dropout(dropout)
         self.dense_arch = DenseArch(dense_in_features, dense_arch_layer_sizes, device=dense_device)

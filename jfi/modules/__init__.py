@@ -4,7 +4,14 @@ from jfi import lockstep  # noqa: F401  # before TorchRec: a wrong pair of torch
 from jfi.modules.jagged_encoder import JaggedEncoder
 from jfi.modules.jagged_feature_interaction import JaggedFeatureInteraction
 from jfi.modules.jagged_mean_pooling import JaggedMeanPooling
-from jfi.modules.sequence_configs import KeyBias, PositionBias, SequenceFeatureConfig, WeightBias
+from jfi.modules.sequence_configs import (
+    KeyBias,
+    PositionBias,
+    RelativePositionBias,
+    RelativeTimeBias,
+    SequenceFeatureConfig,
+    WeightBias,
+)
 
 __all__ = [
     "JaggedEncoder",
@@ -12,6 +19,8 @@ __all__ = [
     "JaggedMeanPooling",
     "KeyBias",
     "PositionBias",
+    "RelativePositionBias",
+    "RelativeTimeBias",
     "SequenceFeatureConfig",
     "WeightBias",
 ]

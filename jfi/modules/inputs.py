@@ -30,6 +30,7 @@ class GroupInputs(NamedTuple):
     bias_index: Tensor | None  # [S], integer: rows of the learned tables [F * num_buckets, H], one below the other
     value_scale: Tensor | None  # [S]
     events: list[int]  # how many of the S are each feature's
+    times: Tensor | None = None  # [S]
 
     @property
     def history(self) -> Tensor:
@@ -52,12 +53,12 @@ def allow_no_samples(ids: KeyedJaggedTensor) -> None:
 def with_event_inputs(
     embeddings: dict[str, JaggedTensor], ids: KeyedJaggedTensor, features: list[SequenceFeatureConfig]
 ) -> dict[str, JaggedTensor]:
-    """Adds to an EmbeddingCollection's output what only its input has: weights and bucket ids of the events."""
+    """Adds to an EmbeddingCollection's output what only its input has: weights, bucket ids and times of the events."""
     sequences = as_dict(embeddings)
     for feature in features:
-        if feature.bias_key is not None:
-            require_keys("sequences", ids.keys(), [feature.bias_key])
-            sequences[feature.bias_key] = ids[feature.bias_key]
+        for key in feature.input_keys:
+            require_keys("sequences", ids.keys(), [key])
+            sequences[key] = ids[key]
         if feature.reads_weights:
             key = feature.sequence_keys[0]
             events = sequences[key]
@@ -93,7 +94,7 @@ def read_inputs(
     """Checks, reads and concatenates the tensors of every group.
 
     Args:
-        sequences: embeddings [S, embedding_dim] by sequence key, and bucket ids [S] by the keys of biases.
+        sequences: embeddings [S, embedding_dim] by sequence key, and bucket ids and times [S] by the keys of biases.
         groups: what to read.
         targets: embeddings [B, embedding_dim] by target key; None where no target is read.
     """
@@ -136,7 +137,7 @@ def _read_groups(
         firsts = [sequences[key] for key in group.sequence_keys[0]]
         offsets, count = join_offsets(firsts), fields[0].size(0)
 
-        weights = score_bias = bias_index = None
+        weights = score_bias = bias_index = times = None
         if group.reads_weights:
             weights = join([events.weights() for events in firsts])
         bias = feature.bias
@@ -148,9 +149,11 @@ def _read_groups(
             bias_index = join([sequences[one.bias.key].values() for one in group.features])
         if bias_index is not None and len(firsts) > 1:
             bias_index = bias_index + _first_rows(offsets, count, len(firsts), bias.num_buckets)
+        if feature.relative_bias is not None and feature.time_key is not None:
+            times = join([sequences[one.time_key].values() for one in group.features])
         value_scale = weights if feature.weighted_values else None
         events = [count] if len(firsts) == 1 else [one.values().size(0) for one in firsts]
-        read.append(GroupInputs(target, tuple(fields), offsets, score_bias, bias_index, value_scale, events))
+        read.append(GroupInputs(target, tuple(fields), offsets, score_bias, bias_index, value_scale, events, times))
     return read
 
 

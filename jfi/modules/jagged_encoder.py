@@ -9,6 +9,12 @@ and a LayerNorm follows the last block, since the residual stream is never norma
 only the attention reads offsets. Keys and values are projected without a bias: a key bias would add the same to all
 scores of a query and cancel in the softmax; a value bias would be weighted by probabilities that sum to one, and so be
 part of b_o.
+
+A causal encoder may add a learned bias to the score of each pair of events, by their distance or the time between them,
+as in Raffel et al., "Exploring the Limits of Transfer Learning" (2020), with buckets in powers of two as in Zhai et
+al., "Actions Speak Louder than Words" (HSTU, ICML 2024):
+
+    score_ij = q_i k_j / sqrt(D/H) + bias_j + relative_bias[floor(log2(distance or time from j to i)) + 1]
 """
 
 from collections.abc import Callable
@@ -21,14 +27,22 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jfi.modules import inputs
 from jfi.modules.feature_modules import FeatureModules
-from jfi.modules.sequence_configs import FeatureGroup, SequenceFeatureConfig, check_features, check_sizes, describe
+from jfi.modules.sequence_configs import (
+    FeatureGroup,
+    RelativeTimeBias,
+    SequenceFeatureConfig,
+    check_features,
+    check_sizes,
+    describe,
+)
 from jfi.ops import jagged_attention
 from jfi.scripting import not_scriptable
 
 torch.fx.wrap("jagged_attention")
 
 #: Attention among each sample's events, as `jagged_attention` with its offsets bound: called with query, key and value
-#: [S, H, D/H], and `causal` and `key_bias` by keyword. An argument, since serving exports the blocks with its own.
+#: [S, H, D/H], and `causal`, `key_bias` and what a relative bias needs by keyword. An argument, since serving exports
+#: the blocks with its own.
 Attention = Callable[..., Tensor]
 
 
@@ -42,20 +56,20 @@ class JaggedEncoder(nn.Module):
 
     Each feature has its own blocks; state_dict() names them by feature, `stacks.taste.blocks.0...`. A learned bias has
     a table in every block, of `num_buckets * num_heads` numbers that start at zero, so that each block learns how far
-    it looks back.
+    it looks back: `bucket_bias` by the attended event, `relative_bias` by the pair of events.
 
     Attention compares all pairs of a sample's events: time grows with the sum of the squared lengths.
 
     Args:
         features: the sequence features to encode, with distinct names. Their `bias` is added to the scores of the
-            self-attention, by head and by attended event; their targets and `weighted_values`, which belong to the
-            pooling, are not read.
+            self-attention, by head and by attended event, their `relative_bias` by head and by pair of events; their
+            targets and `weighted_values`, which belong to the pooling, are not read.
         embedding_dim: width of every input embedding and of an encoded event.
         num_heads: heads, a divisor of `embedding_dim`.
         num_layers: blocks per feature.
         feedforward_ratio: width of the hidden layer of a block's feed-forward part, in `embedding_dim`.
         dropout: probability with which an element is zeroed in training, after both layers of the feed-forward part.
-        causal: whether an event attends only to itself and to those before it.
+        causal: whether an event attends only to itself and to those before it; True for a `relative_bias`.
         device: device of the parameters; after "meta" call `to_empty()` and `reset_parameters()`.
 
     Raises:
@@ -86,6 +100,18 @@ class JaggedEncoder(nn.Module):
         >>> layer = JaggedFeatureInteraction([taste.encoded()], embedding_dim=8, num_heads=2)
         >>> layer(encoded, {"item": torch.randn(3, 8)})["taste"].shape
         torch.Size([3, 8])
+
+        With a bias by the time between two events:
+
+        >>> from jfi import RelativeTimeBias
+        >>> from torchrec import JaggedTensor
+        >>> clicks = SequenceFeatureConfig("clicks", ["click"], ["item"], relative_bias=RelativeTimeBias("click_time"))
+        >>> encoder = JaggedEncoder([clicks], embedding_dim=8, num_heads=2, causal=True)
+        >>> lengths = torch.tensor([2, 0, 3])
+        >>> events = JaggedTensor(torch.randn(5, 8), lengths=lengths)
+        >>> times = JaggedTensor(torch.tensor([10, 70, 5, 5, 900]), lengths=lengths)
+        >>> encoder({"click": events, "click_time": times})["clicks"].values().shape
+        torch.Size([5, 8])
     """
 
     def __init__(
@@ -105,6 +131,10 @@ class JaggedEncoder(nn.Module):
         check_sizes(embedding_dim, num_heads, num_layers=num_layers, feedforward_ratio=feedforward_ratio)
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+        for feature in features:
+            if feature.relative_bias is not None and not causal:
+                because = f"since feature '{feature.name}' has relative_bias={feature.relative_bias!r}"
+                raise ValueError(f"causal must be True, {because}, got {causal!r}")
         self.features = features
         self.embedding_dim, self.num_heads, self.num_layers, self.causal = embedding_dim, num_heads, num_layers, causal
         self._groups = [FeatureGroup([replace(feature, weighted_values=False)], embedding_dim) for feature in features]
@@ -121,8 +151,10 @@ class JaggedEncoder(nn.Module):
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.LayerNorm):
                 module.reset_parameters()
-            elif isinstance(module, EncoderBlock) and module.bucket_bias is not None:
-                nn.init.zeros_(module.bucket_bias)
+            elif isinstance(module, EncoderBlock):
+                for table in (module.bucket_bias, module.relative_bias):
+                    if table is not None:
+                        nn.init.zeros_(table)
 
     __prepare_scriptable__ = not_scriptable("JaggedEncoder")
 
@@ -131,8 +163,9 @@ class JaggedEncoder(nn.Module):
 
         Args:
             sequences: embeddings [S, embedding_dim] by sequence key, float32, bfloat16 or float16, aligned ones of the
-                same dtype, with the inputs of the features' biases as in `JaggedFeatureInteraction.forward`; or one
-                JaggedTensor, if the only feature reads a single key. Lengths and offsets are int32 or int64.
+                same dtype, with the inputs of the features' biases as in `JaggedFeatureInteraction.forward` and times
+                [S] under the key of a RelativeTimeBias; or one JaggedTensor, if the only feature reads a single key.
+                Lengths and offsets are int32 or int64.
 
         Returns:
             The input, and under each feature's name its encoded events [S, embedding_dim] in the parameters' dtype,
@@ -140,7 +173,8 @@ class JaggedEncoder(nn.Module):
 
         Raises:
             ValueError, TypeError: a missing key, a wrong width or dtype, fields that are not aligned, a bucket id out
-                of range. The contents of lengths and ids are checked on the CPU only; on a GPU that would synchronize.
+                of range, times that decrease. The contents of lengths, ids and times are checked on the CPU only; on a
+                GPU that would synchronize.
         """
         by_key = _by_key(sequences, self.features)
         events = inputs.read_inputs(by_key, self._groups)
@@ -214,6 +248,10 @@ class EncoderBlock(nn.Module):
         self.output = nn.Linear(width, width, device=device)
         table = torch.empty(feature.num_buckets, num_heads, device=device)
         self.register_parameter("bucket_bias", nn.Parameter(table) if feature.num_buckets else None)
+        relative = feature.relative_bias
+        self.by_time = isinstance(relative, RelativeTimeBias)
+        table = None if relative is None else torch.empty(relative.num_buckets, num_heads, device=device)
+        self.register_parameter("relative_bias", None if table is None else nn.Parameter(table))
         self.feedforward_norm = nn.LayerNorm(width, device=device)
         self.feedforward = nn.Sequential(
             nn.Linear(width, feedforward_ratio * width, device=device),
@@ -228,9 +266,19 @@ class EncoderBlock(nn.Module):
         normed = self.attention_norm(x)
         query, key, value = self._by_head(self.query(normed)), self.key(normed), self.value(normed)
         bias = inputs.key_bias(events, self.bucket_bias, self.num_heads, query.dtype)
-        attended = attention(query, self._by_head(key), self._by_head(value), causal=self.causal, key_bias=bias)
+        options = {"causal": self.causal, "key_bias": bias, **self._relative(events, query.dtype)}
+        attended = attention(query, self._by_head(key), self._by_head(value), **options)
         x = x + self.output(attended.flatten(1))
         return x + self.feedforward(self.feedforward_norm(x))
+
+    def _relative(self, events: inputs.GroupInputs, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The arguments of the attention for the relative bias; none without one."""
+        if self.relative_bias is None:
+            return {}
+        table = self.relative_bias.to(dtype)
+        if not self.by_time:
+            return {"position_bias": table}
+        return {"time_bias": table, "query_time": events.times, "key_time": events.times}
 
     def _by_head(self, rows: Tensor) -> Tensor:
         """[S, D] -> [S, H, D/H]."""
@@ -243,7 +291,7 @@ def _by_key(
 ) -> dict[str, JaggedTensor]:
     if not isinstance(sequences, JaggedTensor):
         return inputs.as_dict(sequences, "a JaggedTensor or a dict of them, an embedding a row")
-    read = {key for feature in features for key in (*feature.sequence_keys, feature.bias_key) if key is not None}
+    read = {key for feature in features for key in (*feature.sequence_keys, *feature.input_keys)}
     if len(features) > 1 or len(read) > 1:
         raise TypeError(f"sequences must be a dict of JaggedTensor, since features read {sorted(read)}, got one alone")
     return {features[0].sequence_keys[0]: sequences}

@@ -104,6 +104,13 @@ class JaggedFeatureInteraction(nn.Module):
         super().__init__()
         check_features(features)
         check_sizes(embedding_dim, num_heads, num_queries=num_queries)
+        for feature in features:
+            if feature.relative_bias is not None:
+                what = f"relative_bias of feature '{feature.name}'"
+                raise ValueError(
+                    f"{what} must be None in this layer, got {feature.relative_bias!r}: it belongs to a JaggedEncoder, "
+                    "and feature.encoded() is the feature behind it"
+                )
         if project_history is not None and not isinstance(project_history, bool):
             raise TypeError(f"project_history must be a bool or None, got {project_history!r}")
         self._id_keys: list[str] = []

@@ -36,7 +36,7 @@ class JaggedMeanPooling(nn.Module):
         check_features(features)
         self.features = features
         self.embedding_dim = embedding_dim
-        plain = [replace(feature, bias=None, weighted_values=False) for feature in features]
+        plain = [replace(feature, bias=None, weighted_values=False, relative_bias=None) for feature in features]
         self._groups = [FeatureGroup([feature], embedding_dim) for feature in plain]
 
     @property

@@ -4,6 +4,8 @@ from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Literal
 
+from jfi.plan import MOST_BUCKETS
+
 
 @dataclass(frozen=True)
 class PositionBias:
@@ -42,14 +44,48 @@ class KeyBias:
     num_buckets: int = 32
 
     def __post_init__(self) -> None:
-        if not isinstance(self.key, str):
-            raise TypeError(f"key of KeyBias must be a str, got {self.key!r}")
-        if not self.key or self.key != self.key.strip():
-            raise ValueError(f"key of KeyBias must be a key without spaces around it, got {self.key!r}")
+        _check_key("key of KeyBias", self.key)
         _check_positive("num_buckets of KeyBias", self.num_buckets)
 
 
 Bias = PositionBias | WeightBias | KeyBias
+
+
+@dataclass(frozen=True)
+class RelativePositionBias:
+    """A learned bias of a pair of events in a causal JaggedEncoder, by how many events one lies behind the other.
+
+    Attributes:
+        num_buckets: rows of the learned table, at most 64. An event itself is in bucket 0, the event d before it in
+            bucket floor(log2(d)) + 1; farther events share the last one.
+    """
+
+    num_buckets: int = 32
+
+    def __post_init__(self) -> None:
+        _check_num_buckets("num_buckets of RelativePositionBias", self.num_buckets)
+
+
+@dataclass(frozen=True)
+class RelativeTimeBias:
+    """A learned bias of a pair of events in a causal JaggedEncoder, by the time between them.
+
+    Attributes:
+        key: the key of the events' times, which are aligned with the sequence keys and do not decrease in a sample;
+            int32, int64 or float64, in any unit.
+        num_buckets: rows of the learned table, at most 64. Times less than one unit apart are in bucket 0, those t
+            apart in bucket floor(log2(t)) + 1; longer times share the last one.
+    """
+
+    key: str
+    num_buckets: int = 32
+
+    def __post_init__(self) -> None:
+        _check_key("key of RelativeTimeBias", self.key)
+        _check_num_buckets("num_buckets of RelativeTimeBias", self.num_buckets)
+
+
+RelativeBias = RelativePositionBias | RelativeTimeBias
 
 
 @dataclass
@@ -73,6 +109,9 @@ class SequenceFeatureConfig:
             gradient. With WeightBias as well, a weight does both.
         max_seqlen: the longest history, if it is known, such as the length at which the data is cut. A hint: even a
             wrong one changes nothing but speed and rounding.
+        relative_bias: added to the scores of pairs of events in a causal JaggedEncoder, which alone reads it, beside
+            `bias`: `RelativePositionBias`, `RelativeTimeBias`, or None for none. Each block learns a value for each
+            bucket and head.
 
     Raises:
         ValueError, TypeError: an argument of a wrong value or type; the message names it.
@@ -81,7 +120,8 @@ class SequenceFeatureConfig:
         >>> from jfi import KeyBias, SequenceFeatureConfig
         >>> SequenceFeatureConfig("taste", ["history_item", "history_rating"], ["item"], bias=KeyBias("history_age"))
         SequenceFeatureConfig(name='taste', sequence_keys=['history_item', 'history_rating'], target_keys=['item'], \
-combine='sum', bias=KeyBias(key='history_age', num_buckets=32), weighted_values=False, max_seqlen=None)
+combine='sum', bias=KeyBias(key='history_age', num_buckets=32), weighted_values=False, max_seqlen=None, \
+relative_bias=None)
     """
 
     name: str
@@ -91,6 +131,7 @@ combine='sum', bias=KeyBias(key='history_age', num_buckets=32), weighted_values=
     bias: Bias | None = None
     weighted_values: bool = False
     max_seqlen: int | None = None
+    relative_bias: RelativeBias | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -115,15 +156,31 @@ combine='sum', bias=KeyBias(key='history_age', num_buckets=32), weighted_values=
             raise TypeError(f"weighted_values {of_feature} must be a bool, got {self.weighted_values!r}")
         if self.max_seqlen is not None:
             _check_positive(f"max_seqlen {of_feature}", self.max_seqlen)
+        relative = self.relative_bias
+        if relative is not None and not isinstance(relative, RelativeBias):
+            kinds = "RelativePositionBias, RelativeTimeBias or None"
+            raise TypeError(f"relative_bias {of_feature} must be a {kinds}, got {relative!r}")
+        if self.time_key is not None and self.time_key in (*self.sequence_keys, self.bias_key):
+            raise ValueError(f"relative_bias {of_feature} must read a key of its own, got {relative!r}")
 
     def encoded(self) -> "SequenceFeatureConfig":
         """This feature after a JaggedEncoder, which returns the encoded events under the feature's name."""
-        return replace(self, sequence_keys=[self.name])
+        return replace(self, sequence_keys=[self.name], relative_bias=None)
 
     @property
     def bias_key(self) -> str | None:
         """Key of the bucket ids, if the bias reads any."""
         return self.bias.key if isinstance(self.bias, KeyBias) else None
+
+    @property
+    def time_key(self) -> str | None:
+        """Key of the events' times, if the relative bias reads them."""
+        return self.relative_bias.key if isinstance(self.relative_bias, RelativeTimeBias) else None
+
+    @property
+    def input_keys(self) -> list[str]:
+        """Keys of what is read beside embeddings: bucket ids and times."""
+        return [key for key in (self.bias_key, self.time_key) if key is not None]
 
     @property
     def num_buckets(self) -> int:
@@ -194,6 +251,7 @@ def describe(features: list[SequenceFeatureConfig], **options: object) -> str:
         extras = [f"combine={one.combine!r}"] if one.combine != "sum" else []
         extras += [f"bias={one.bias!r}"] if one.bias is not None else []
         extras += ["weighted_values=True"] if one.weighted_values else []
+        extras += [f"relative_bias={one.relative_bias!r}"] if one.relative_bias is not None else []
         lines.append(", ".join([what, *extras]))
     return "\n".join([*lines, ", ".join(f"{name}={value}" for name, value in options.items())])
 
@@ -216,6 +274,20 @@ def check_sizes(embedding_dim: int, num_heads: int, **others: int) -> None:
         _check_positive(argument, size)
     if embedding_dim % num_heads:
         raise ValueError(f"num_heads must divide embedding_dim={embedding_dim}, got {num_heads}")
+
+
+def _check_key(argument: str, key: str) -> None:
+    if not isinstance(key, str):
+        raise TypeError(f"{argument} must be a str, got {key!r}")
+    if not key or key != key.strip():
+        raise ValueError(f"{argument} must be a key without spaces around it, got {key!r}")
+
+
+def _check_num_buckets(argument: str, num_buckets: int) -> None:
+    """Of a relative bias, whose buckets the operator limits."""
+    _check_positive(argument, num_buckets)
+    if num_buckets > MOST_BUCKETS:
+        raise ValueError(f"{argument} must be at most {MOST_BUCKETS}, got {num_buckets}")
 
 
 def _check_positive(argument: str, size: int) -> None:

@@ -122,6 +122,8 @@ def _check_events(
         _check_weights(feature, first)
     if isinstance(feature.bias, KeyBias):
         _check_bucket_ids(sequences, feature, first)
+    if feature.relative_bias is not None and feature.time_key is not None:
+        _check_times(sequences, feature, first)
     return first
 
 
@@ -177,6 +179,33 @@ def _check_bucket_ids(sequences: dict[str, JaggedTensor], feature: SequenceFeatu
                 f"sequences['{key}'] must hold bucket ids from 0 to {num_buckets - 1} "
                 f"(num_buckets={num_buckets} in feature '{feature.name}'), got {low if low < 0 else high}"
             )
+
+
+def _check_times(sequences: dict[str, JaggedTensor], feature: SequenceFeatureConfig, first: JaggedTensor) -> None:
+    key, times = feature.time_key, sequences.get(feature.time_key)
+    if not isinstance(times, JaggedTensor):
+        _refuse_type(sequences, key)
+    values = times.values()
+    if values.dtype not in (torch.int32, torch.int64, torch.float64) or values.dim() != 1:
+        raise TypeError(
+            f"sequences['{key}'] must hold times of shape [S], int32, int64 or float64, since feature "
+            f"'{feature.name}' has a RelativeTimeBias, got {values.dtype} of shape {list(values.shape)}"
+        )
+    reads_contents = contents_are_free(values)
+    _check_aligned(key, times, feature.sequence_keys[0], first, reads_contents)
+    if not reads_contents or not values.numel():
+        return
+    if values.is_floating_point() and not values.isfinite().all():
+        raise ValueError(f"sequences['{key}'] must be finite, got {values[~values.isfinite()][0].item()}")
+    falls = values[1:] < values[:-1]
+    starts = first.offsets()[1:-1].long()
+    falls[starts[(starts > 0) & (starts < values.size(0))] - 1] = False  # between samples
+    if falls.any():
+        at = int(falls.nonzero()[0])
+        raise ValueError(
+            f"sequences['{key}'] must not decrease within a sample, "
+            f"got {values[at].item()} then {values[at + 1].item()} at event {at + 1}"
+        )
 
 
 def _check_aligned(key: str, events: JaggedTensor, first_key: str, first: JaggedTensor, reads_contents: bool) -> None:

@@ -245,11 +245,15 @@ def jagged_attention(
         window = (causal, window_size, key_bias, inputs.scale)
         out, lse = reference.jagged_attention(*inputs[:5], *window, *relative)
     else:
-        # Dynamo takes is_exporting() for true in torch 2.11, also where nothing is exported.
-        exports = impl == "triton" and torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
-        exports = exports and query.is_cuda
-        out, lse = (_exported_fwd() if exports else _jagged_attention_fwd)(*inputs, impl)
+        out, lse = (_exported_fwd() if _is_exported(query, impl) else _jagged_attention_fwd)(*inputs, impl)
     return (out, lse) if return_lse else out
+
+
+def _is_exported(query: Tensor, impl: str) -> bool:
+    """Whether the kernels become part of a package, where no operator of jfi exists."""
+    # Dynamo takes is_exporting() for true in torch 2.11, also where nothing is exported.
+    exports = impl == "triton" and torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+    return exports and query.is_cuda
 
 
 def _prepare(
@@ -301,7 +305,13 @@ def _prepare(
         offsets, times = (query_offsets.contiguous(), key_offsets.contiguous()), (query_time, key_time)
         times = (None if x is None else x.contiguous() for x in times)
         finds = "triton" if impl == "triton" else "torch"
-        edges = bucket_edges(*offsets, *times, rows, causal, max_visible, num_buckets, position_bias is None, finds)
+        arguments = (*offsets, *times, rows, causal, max_visible, num_buckets, position_bias is None)
+        if not has_times and _is_exported(query, impl):
+            from jfi.cpu import bucket_edges as plain  # without times a few operations of PyTorch
+
+            edges = plain.bucket_edges(*arguments)
+        else:
+            edges = bucket_edges(*arguments, finds)
         window = (None, None)
     elif max_visible is not None:
         window = (max_visible - 1, 0)

@@ -8,8 +8,10 @@ on padded rows.
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from jfi.modules import inputs
 from jfi.ops import jagged_attention
 
 
@@ -30,6 +32,7 @@ def attend(
     keys: Segments,
     causal: bool = False,
     key_bias: Tensor | None = None,
+    position_bias: Tensor | None = None,
     scale: float | None = None,
     impl: str,
 ) -> Tensor:
@@ -42,6 +45,7 @@ def attend(
         queries, keys: the users of the rows; the same for a causal attention.
         causal: hides the keys after a query's own position.
         key_bias: [S, H], added to the scores, or None.
+        position_bias: [N, H], added to the scores of a causal attention by the distance of query and key, or None.
         scale: factor of the scores; None means 1/sqrt(D).
         impl: "triton" or "torch".
 
@@ -50,8 +54,9 @@ def attend(
     """
     if impl == "triton":
         offsets = {"query_offsets": queries.offsets, "key_offsets": keys.offsets}
-        return jagged_attention(query, key, value, **offsets, causal=causal, key_bias=key_bias, scale=scale, impl=impl)
-    return _padded_attention(query, key, value, queries, keys, causal, key_bias, scale)
+        options = {"causal": causal, "key_bias": key_bias, "position_bias": position_bias, "scale": scale}
+        return jagged_attention(query, key, value, **offsets, **options, impl=impl)
+    return _padded_attention(query, key, value, queries, keys, causal, key_bias, position_bias, scale)
 
 
 def _padded_attention(
@@ -62,6 +67,7 @@ def _padded_attention(
     keys: Segments,
     causal: bool,
     key_bias: Tensor | None,
+    position_bias: Tensor | None,
     scale: float | None,
 ) -> Tensor:
     (rows, num_heads, width), num_kv_heads = query.shape, key.shape[1]
@@ -76,6 +82,11 @@ def _padded_attention(
     scores = scores.view(users, num_heads, longest, events)
     if key_bias is not None:
         scores = scores + padded(key_bias, keys)[0].transpose(1, 2).unsqueeze(2)
+    if position_bias is not None:
+        distance = (queries.positions.unsqueeze(1) - keys.positions).clamp(min=0)
+        # Distances 0, 1, 2 to 3, 4 to 7, ... are in buckets 0, 1, 2, 3, ...
+        bucket = inputs.floor_log2(2 * distance, position_bias.size(0))
+        scores = scores + F.embedding(bucket, position_bias).permute(2, 0, 1)
     present = present[:, None, None]
     visible = present & (keys.positions <= queries.positions.unsqueeze(1)) if causal else present
     weights = scores.masked_fill(~visible, -torch.inf).softmax(-1).masked_fill(~visible, 0)

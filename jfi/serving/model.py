@@ -29,7 +29,8 @@ class ScoringModel(nn.Module):
     """The dense part of a SequenceDLRM, with its current parameters.
 
     Args:
-        model: a trained model with at most one sequence feature, which must not read weights: requests have none.
+        model: a trained model with at most one sequence feature, which must not read weights or times of events:
+            requests have none.
         user_keys: keys that describe the user. The other keys, except those of the history, describe the candidate.
         impl: of the attention, "torch" or "triton".
 
@@ -46,6 +47,8 @@ class ScoringModel(nn.Module):
         for feature in arch.features:
             if feature.reads_weights:
                 raise ValueError(f"feature '{feature.name}' reads weights of events, which requests do not have")
+            if feature.time_key is not None:
+                raise ValueError(f"feature '{feature.name}' reads times of events, which requests do not have")
         bags = model.embedding_bag_collection
         tables = [] if bags is None else bags.embedding_bag_configs()
         if others := [table.name for table in tables if table.pooling != PoolingType.SUM]:

@@ -21,7 +21,14 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from jfi.data import DataSchema, FeatureSpec
 from jfi.models import SequenceDLRM
-from jfi.modules import JaggedEncoder, KeyBias, PositionBias, SequenceFeatureConfig, WeightBias
+from jfi.modules import (
+    JaggedEncoder,
+    KeyBias,
+    PositionBias,
+    RelativePositionBias,
+    SequenceFeatureConfig,
+    WeightBias,
+)
 from jfi.training.config import ConfigError, EncoderConfig, ModelConfig, OptimizerConfig, OptimizerGroup
 
 #: Number of rows from which a sparse update of the batch's rows is faster than an update of the whole table.
@@ -185,8 +192,9 @@ def _encoder(
     bias = _bias("encoder.bias", encoder.bias, config, features)
     if not sequences or not encoder.num_layers:
         return None
+    relative = None if encoder.relative_bias is None else RelativePositionBias(config.num_buckets)
     return JaggedEncoder(
-        [replace(sequence, bias=bias) for sequence in sequences],
+        [replace(sequence, bias=bias, relative_bias=relative) for sequence in sequences],
         config.embedding_dim,
         encoder.num_heads,
         encoder.num_layers,

@@ -11,6 +11,7 @@ from typing import Literal
 
 from jfi.data import DataConfig
 from jfi.files import absolute_path
+from jfi.plan import MOST_BUCKETS
 
 
 class ConfigError(ValueError):
@@ -52,7 +53,8 @@ class ModelConfig:
         num_queries: queries per target.
         bias: learned score bias per head, by the bucket under a key such as `history_age`, or by `position` (counted
             from the newest event); or `weights` of the events; or null. An unknown bucket key is refused.
-        num_buckets: rows of a bias table for `position`, also the encoder's; the data determines those of a bucket key.
+        num_buckets: rows of a bias table for `position`, also the encoder's, and for `encoder.relative_bias`, with
+            which it is at most 64; the data determines those of a bucket key.
         combine: how the aligned fields of an event are combined into one row: `sum` or `concat`.
         dense_arch: hidden layer sizes of the MLP of the dense features; its output layer (embedding_dim) is added.
         over_arch: hidden layer sizes of the MLP that ends in the logit, at least one; its output layer is added.
@@ -107,6 +109,8 @@ class EncoderConfig:
         dropout: probability with which an element of the feed-forward part is zeroed in training.
         causal: whether an event attends only to itself and to earlier events.
         bias: learned score bias per block and head, of the event that is attended to; as `model.bias`.
+        relative_bias: learned score bias per block and head, of the pair of events: `distance`, by how many events one
+            lies behind the other, for which `causal` is true; or null.
     """
 
     num_layers: int = 0
@@ -115,12 +119,15 @@ class EncoderConfig:
     dropout: float = 0.0
     causal: bool = False
     bias: str | None = None
+    relative_bias: Literal["distance"] | None = None
 
     def __post_init__(self) -> None:
         _require(self.num_layers >= 0, "encoder.num_layers", self.num_layers, "0 or more")
         for name in ("num_heads", "feedforward_ratio"):
             _require(getattr(self, name) >= 1, f"encoder.{name}", getattr(self, name), "at least 1")
         _require(0 <= self.dropout < 1, "encoder.dropout", self.dropout, "in [0, 1)")
+        is_causal = self.relative_bias is None or self.causal
+        _require(is_causal, "encoder.causal", self.causal, "true with encoder.relative_bias")
 
 
 @dataclass
@@ -267,6 +274,9 @@ class Config:
     def __post_init__(self) -> None:
         fits = self.encoder.num_layers == 0 or self.model.embedding_dim % self.encoder.num_heads == 0
         _require(fits, "encoder.num_heads", self.encoder.num_heads, "a divisor of model.embedding_dim")
+        rows, limited = self.model.num_buckets, self.encoder.relative_bias is not None
+        why = f"at most {MOST_BUCKETS} with encoder.relative_bias"
+        _require(not limited or rows <= MOST_BUCKETS, "model.num_buckets", rows, why)
         frozen = [name for name, one in self.model.pretrained.items() if one.frozen]
         decay = self.optimizer.embeddings.weight_decay
         why = f"0 with model.pretrained.{frozen[0]}.frozen" if frozen else ""

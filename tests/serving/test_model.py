@@ -12,8 +12,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torchrec import EmbeddingCollection, EmbeddingConfig
 
 from jfi.data import DataConfig, load_dataset
+from jfi.models import SequenceDLRM
+from jfi.modules import JaggedEncoder, RelativeTimeBias, SequenceFeatureConfig
 from jfi.ops import jagged_attention
 from jfi.serving.attention import Segments, attend
 from jfi.serving.dataset_schema import schema_of
@@ -141,6 +144,7 @@ def raw_requests(table: SimpleNamespace) -> tuple[list[dict], np.ndarray]:
     [
         ({"num_queries": 3, "bias": "history_age"}, {"num_layers": 1, "bias": "position", "causal": True}),
         ({"combine": "concat", "bias": "position"}, {}),
+        ({"num_buckets": 3}, {"num_layers": 2, "causal": True, "relative_bias": "distance", "bias": "history_age"}),
         ({}, {"num_layers": 2, "bias": "history_age"}),
         ({"pooling": "mean", "combine": "concat"}, {}),
         ({"pooling": "mean"}, {"num_layers": 1}),
@@ -183,6 +187,22 @@ def test_a_model_with_weights_is_refused(table):
         ScoringModel(build_model(model, EncoderConfig(), table.dataset.schema), [])
 
 
+def test_a_model_with_times_is_refused():
+    table = EmbeddingConfig(name="item", embedding_dim=8, num_embeddings=9, feature_names=["item", "history"])
+    timed = SequenceFeatureConfig("taste", ["history"], ["item"], relative_bias=RelativeTimeBias("time"))
+    model = SequenceDLRM(
+        None,
+        EmbeddingCollection(tables=[table]),
+        [SequenceFeatureConfig("taste", ["history"], ["item"])],
+        dense_in_features=1,
+        dense_arch_layer_sizes=[8],
+        over_arch_layer_sizes=[8, 1],
+        encoder=JaggedEncoder([timed], 8, causal=True),
+    )
+    with pytest.raises(ValueError, match="feature 'taste' reads times of events, which requests do not have"):
+        ScoringModel(model, [])
+
+
 def segments(offsets: list[int], device: torch.device) -> Segments:
     lengths = torch.tensor(offsets).diff()
     owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
@@ -190,7 +210,7 @@ def segments(offsets: list[int], device: torch.device) -> Segments:
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
-@pytest.mark.parametrize("case", ["candidates", "causal"])
+@pytest.mark.parametrize("case", ["candidates", "causal", "distance"])
 def test_attention_is_that_of_the_operator(case, impl, device):
     if impl == "triton":
         pytest.importorskip("triton")
@@ -202,18 +222,21 @@ def test_attention_is_that_of_the_operator(case, impl, device):
         wanted = jagged_attention(query, key, query_offsets=rows.offsets, key_offsets=events.offsets, **options)
     else:
         query, key, value = torch.randn(3, 40, 4, 24, device=device)
-        found = attend(query, key, value, queries=events, keys=events, causal=True, impl=impl)
-        wanted = jagged_attention(query, key, value, query_offsets=events.offsets, causal=True)
+        options = {"position_bias": torch.randn(5, 4, device=device), "key_bias": bias} if case == "distance" else {}
+        found = attend(query, key, value, queries=events, keys=events, causal=True, impl=impl, **options)
+        wanted = jagged_attention(query, key, value, query_offsets=events.offsets, causal=True, **options)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
 
 
-def test_offsets_are_not_taken_for_written_to():
+def test_offsets_are_not_taken_for_written_to_and_a_package_has_no_operator_of_python():
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("written_tensors.py")
     found = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
-    assert found.stdout.splitlines() == ["schedule_ptr", "tiles_ptr out_ptr lse_ptr"]
+    # The edges of a relative bias are made inside of the package, no slice of an input.
+    written = ["schedule_ptr", "tiles_ptr out_ptr lse_ptr", "schedule_ptr", "edges_ptr tiles_ptr out_ptr lse_ptr"]
+    assert found.stdout.splitlines() == [*written, "jfi.jagged_attention_exported_fwd.default"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -223,8 +246,10 @@ def test_a_package_for_a_gpu(table, tmp_path, impl):
     from jfi.serving.scorer import Scorer
 
     model = ModelConfig(embedding_dim=8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8])
-    encoder = EncoderConfig(num_layers=1, num_heads=2, bias="position", causal=True)
+    encoder = EncoderConfig(num_layers=1, num_heads=2, bias="position", causal=True, relative_bias="distance")
     trained = build_model(model, encoder, table.dataset.schema).eval()
+    for parameter in trained.parameters():  # those that begin as zeros too
+        torch.nn.init.normal_(parameter, std=0.5)
     schema = schema_of(table.config, table.dataset.schema, True, True)
     export(tmp_path / "artifact", trained, schema, Limits(9, 12), device="cuda", impl=impl)
     scorer = Scorer(tmp_path / "artifact")

@@ -1,10 +1,13 @@
-"""Print which tensors Inductor takes the exported kernels to write, and compile what it generates of their sources.
+"""Print which tensors Inductor takes the exported kernels to write and which operators of jfi are in a package, and
+compile what Inductor generates of the kernels' sources.
 
 A script, since it must not be interpreted. A package for a GPU is compiled with these kernels inside. Offsets that they
 seemed to write would be copied first, by code that AOTInductor cannot generate for slices of one tensor, as requests'
-inputs are. Inductor writes each kernel's source and constants into a module of its own: they must be whole there.
+inputs are. Inductor writes each kernel's source and constants into a module of its own: they must be whole there. A
+package runs without Python, where only the operators that are made of kernel launches exist.
 """
 
+import sys
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -17,10 +20,15 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 from triton.runtime import driver
 
+import jfi.ops
+from jfi import plan
+from jfi.cpu.bucket_edges import bucket_edges
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.jagged_attention import triton_fwd
-from jfi.plan import A100, JaggedAttentionInputs, plan_jagged_attention
+from jfi.plan import A100, Device, JaggedAttentionInputs, plan_jagged_attention
+from jfi.serving.attention import Segments, attend
 
+operator = sys.modules[jfi.ops.jagged_attention.__module__]
 TARGET = GPUTarget("cuda", 90, 32)
 OPTIONS = ("num_warps", "num_stages")
 
@@ -59,22 +67,54 @@ def compile_generated(launcher: Launcher, arguments: tuple, folder: Path) -> Non
     compile_kernel(ASTSource(kernel, signature, places, {}), target=TARGET, options={"num_warps": 4})
 
 
+def a100(device: torch.device) -> Device:
+    return A100
+
+
+def as_given(impl: str, like: torch.Tensor) -> str:
+    return impl
+
+
+def always(query: torch.Tensor, impl: str) -> bool:
+    return True
+
+
+class Encoding(torch.nn.Module):
+    def forward(self, x: torch.Tensor, offsets: torch.Tensor, position_bias: torch.Tensor) -> torch.Tensor:
+        events = Segments(offsets, None, None)
+        return attend(x, x, x, queries=events, keys=events, causal=True, position_bias=position_bias, impl="triton")
+
+
+def exported_operators() -> list[str]:
+    """Of an encoder's attention with a relative bias, as if these were tensors on a GPU."""
+    # Patched by functions with names: torch looks for Triton kernels in the sources of all functions it reaches.
+    plan.device_of, operator.check_impl, operator._is_exported = a100, as_given, always
+    arguments = torch.randn(8, 4, 24), torch.tensor([0, 3, 3, 8]), torch.randn(5, 4)
+    dynamic = {0: torch.export.Dim.DYNAMIC}
+    with torch.no_grad():
+        program = torch.export.export(Encoding(), arguments, dynamic_shapes=(dynamic, dynamic, {}))
+    return sorted({str(node.target) for node in program.graph.nodes if str(node.target).startswith("jfi")})
+
+
 def main() -> None:
     launches = []
     offsets, query = torch.tensor([0, 3, 3, 8]), torch.randn(8, 4, 24)
-    x = JaggedAttentionInputs(
-        query, query[:, :1].clone(), None, offsets, offsets, torch.randn(8, 4), *(None,) * 4, 0.3, None, 0, False
-    )
+    tensors = (query, query[:, :1].clone(), None, offsets, offsets, torch.randn(8, 4))
+    window = JaggedAttentionInputs(*tensors, *(None,) * 4, 0.3, None, 0, False)
+    edges = bucket_edges(offsets, offsets, None, None, 8, True, None, 5, False)
+    distance = JaggedAttentionInputs(*tensors, edges, torch.randn(5, 4), None, None, 0.3, None, None, True)
 
     def launch(launcher, grid, tensors, numbers):
         launches.append((launcher, (*tensors, *numbers)))
 
-    triton_fwd.forward(x, plan_jagged_attention(x, "triton", A100), launch)
+    for x in (window, distance):
+        triton_fwd.forward(x, plan_jagged_attention(x, "triton", A100), launch)
     for launcher, arguments in launches:
         print(*written(launcher, arguments))
     with tempfile.TemporaryDirectory() as folder:
         for launcher, arguments in launches:
             compile_generated(launcher, arguments, Path(folder))
+    print(*exported_operators())
 
 
 if __name__ == "__main__":

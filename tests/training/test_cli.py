@@ -122,6 +122,8 @@ def test_unknown_key_names_the_nearest(yaml_file, text, unknown, nearest):
         (["--encoder.feedforward_ratio", "0"], ["encoder.feedforward_ratio", "0", "at least 1"]),
         (["--encoder.dropout", "1"], ["encoder.dropout", "[0, 1)"]),
         (["--encoder.causal", "maybe"], ["encoder.causal", "bool", "maybe"]),
+        (["--encoder.relative_bias", "distanc"], ["encoder.relative_bias", "distanc", "distance"]),
+        (["--encoder.relative_bias", "distance"], ["encoder.causal", "true with encoder.relative_bias"]),
         (["--optimizer.dense.learning_rate", "-1"], ["optimizer.dense.learning_rate", "-1", "positive"]),
         (["--optimizer.embeddings.learning_rate", ".nan"], ["optimizer.embeddings.learning_rate", "nan", "positive"]),
         (["--optimizer.embeddings.weight_decay", "-1"], ["optimizer.embeddings.weight_decay", "-1", "0 or more"]),

@@ -62,6 +62,7 @@ def test_without_options_nothing_unusual_is_on():
     config = Config()
     assert (config.training.checkpoint_every, config.training.warm_start, config.training.run_dir) == (0, None, None)
     assert (config.encoder.num_layers, config.encoder.causal, config.encoder.bias) == (0, False, None)
+    assert config.encoder.relative_bias is None
     assert (config.model.dropout, config.encoder.dropout, config.model.bias, config.model.pretrained) == (
         0,
         0,
@@ -75,6 +76,12 @@ def test_without_options_nothing_unusual_is_on():
 def test_options_that_must_go_together():
     Config(encoder=EncoderConfig(num_layers=0, num_heads=3))  # without an encoder its heads do not matter
     Config(encoder=EncoderConfig(num_layers=1, num_heads=32))
+    Config(model=ModelConfig(num_buckets=64), encoder=EncoderConfig(causal=True, relative_bias="distance"))
+    Config(model=ModelConfig(num_buckets=65))
+    with pytest.raises(ConfigError, match=r"^model\.num_buckets: got 65, must be at most 64 with encoder\."):
+        Config(model=ModelConfig(num_buckets=65), encoder=EncoderConfig(causal=True, relative_bias="distance"))
+    with pytest.raises(ConfigError, match=r"^encoder\.causal: got False, must be true with encoder.relative_bias$"):
+        EncoderConfig(relative_bias="distance")
     with pytest.raises(ConfigError, match=r"^encoder\.num_heads: got 3, must be a divisor of model\.embedding_dim$"):
         Config(encoder=EncoderConfig(num_layers=1, num_heads=3))
     Config(sharding=ShardingConfig(min_partition=64))

@@ -169,7 +169,9 @@ def killing_after(step: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_an_encoder_learns_and_resumes_to_the_same_bits(tmp_path, monkeypatch):
     def encoded(name: str) -> Config:
-        encoder = EncoderConfig(num_layers=2, num_heads=2, dropout=0.1, causal=True, bias="position")
+        encoder = EncoderConfig(
+            num_layers=2, num_heads=2, dropout=0.1, causal=True, bias="position", relative_bias="distance"
+        )
         config = tiny(tmp_path / name, epochs=2, batch_size=32, checkpoint_every=10)
         config = dataclasses.replace(config, encoder=encoder)
         config.data.synthetic.num_users = 30
@@ -179,7 +181,8 @@ def test_an_encoder_learns_and_resumes_to_the_same_bits(tmp_path, monkeypatch):
     losses = [r["loss"] for r in read_metrics(tmp_path / "whole" / "metrics.jsonl") if r["split"] == "train"]
     assert losses[-1] < losses[0] - 0.02, losses
     names = saved_tensors(tmp_path / "whole")
-    assert {f"model.sequence_arch.encoder.stacks.history.blocks.{i}.bucket_bias" for i in range(2)} <= names.keys()
+    tables = {f"blocks.{i}.{table}" for i in range(2) for table in ("bucket_bias", "relative_bias")}
+    assert {f"model.sequence_arch.encoder.stacks.history.{table}" for table in tables} <= names.keys()
     killed_after(14, encoded("run"), monkeypatch)
     resume(tmp_path / "run")
     assert_same_run(tmp_path / "whole", tmp_path / "run")
