@@ -16,6 +16,7 @@ _LAZY = {
     "RelativePositionBias": "jfi.modules",
     "RelativeTimeBias": "jfi.modules",
     "SequenceFeatureConfig": "jfi.modules",
+    "TimeBias": "jfi.modules",
     "WeightBias": "jfi.modules",
     "SequenceDLRM": "jfi.models",
     "load_run": "jfi.training.saved_run",

@@ -10,6 +10,7 @@ from jfi.modules.sequence_configs import (
     RelativePositionBias,
     RelativeTimeBias,
     SequenceFeatureConfig,
+    TimeBias,
     WeightBias,
 )
 
@@ -22,5 +23,6 @@ __all__ = [
     "RelativePositionBias",
     "RelativeTimeBias",
     "SequenceFeatureConfig",
+    "TimeBias",
     "WeightBias",
 ]

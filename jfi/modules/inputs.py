@@ -15,15 +15,23 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from jfi.context import is_traced
-from jfi.modules.sequence_configs import FeatureGroup, KeyBias, PositionBias, SequenceFeatureConfig, WeightBias
+from jfi.modules.adjacent import join
+from jfi.modules.ragged_targets import Candidates, RaggedTargets, is_by_pair, read_ragged_targets
+from jfi.modules.sequence_configs import (
+    FeatureGroup,
+    KeyBias,
+    PositionBias,
+    SequenceFeatureConfig,
+    TimeBias,
+    WeightBias,
+)
 from jfi.modules.validation import check_inputs, require_keys
 
 
 class GroupInputs(NamedTuple):
     """The F features of a group as plain tensors."""
 
-    target: Tensor | None  # [F, B, target_width]
+    target: Tensor | None  # [F, B, target_width]; of ragged targets [F, R, target_width]
     fields: tuple[Tensor, ...]  # [S, ...]: side by side they are the events, sequence_width in all
     offsets: Tensor  # [F * B + 1]
     score_bias: Tensor | None  # [S], floating, the same for all heads
@@ -31,6 +39,7 @@ class GroupInputs(NamedTuple):
     value_scale: Tensor | None  # [S]
     events: list[int]  # how many of the S are each feature's
     times: Tensor | None = None  # [S]
+    candidates: Candidates | None = None  # of ragged targets
 
     @property
     def history(self) -> Tensor:
@@ -54,10 +63,13 @@ def with_event_inputs(
     embeddings: dict[str, JaggedTensor], ids: KeyedJaggedTensor, features: list[SequenceFeatureConfig]
 ) -> dict[str, JaggedTensor]:
     """Adds to an EmbeddingCollection's output what only its input has: weights, bucket ids and times of the events."""
-    sequences = as_dict(embeddings)
+    sequences, present = as_dict(embeddings), ids.keys()
     for feature in features:
         for key in feature.input_keys:
-            require_keys("sequences", ids.keys(), [key])
+            # For targets with times TimeBias reads no ids; without times `check_inputs` asks for these.
+            if isinstance(feature.bias, TimeBias) and key == feature.bias_key and key not in present:
+                continue
+            require_keys("sequences", present, [key])
             sequences[key] = ids[key]
         if feature.reads_weights:
             key = feature.sequence_keys[0]
@@ -89,14 +101,20 @@ def as_dict(
 def read_inputs(
     sequences: dict[str, JaggedTensor],
     groups: list[FeatureGroup],
-    targets: KeyedTensor | dict[str, Tensor] | None = None,
+    targets: KeyedTensor | dict[str, Tensor] | dict[str, JaggedTensor] | None = None,
+    target_times: JaggedTensor | None = None,
+    event_times: JaggedTensor | dict[str, JaggedTensor] | None = None,
+    max_events: int | None = None,
 ) -> list[GroupInputs]:
     """Checks, reads and concatenates the tensors of every group.
 
     Args:
         sequences: embeddings [S, embedding_dim] by sequence key, and bucket ids and times [S] by the keys of biases.
         groups: what to read.
-        targets: embeddings [B, embedding_dim] by target key; None where no target is read.
+        targets: embeddings [B, embedding_dim] by target key, or ragged ones; None where no target is read.
+        target_times: of ragged targets, as `JaggedFeatureInteraction.forward` takes them.
+        event_times: given with target_times.
+        max_events: the most events that a candidate sees.
     """
     if isinstance(sequences, KeyedJaggedTensor):
         raise TypeError(
@@ -105,22 +123,36 @@ def read_inputs(
         )
     sequences = as_dict(sequences)
     if targets is not None and not isinstance(targets, dict):
-        if not hasattr(targets, "to_dict"):  # which the awaitable of a sharded collection has too
+        # The awaitables of sharded collections have these too.
+        if hasattr(targets, "to_dict"):
+            targets = targets.to_dict()
+        elif hasattr(targets, "items"):
+            targets = dict(targets.items())
+        else:
             raise TypeError(
                 "targets must be a KeyedTensor or a dict of Tensor by target key, such as "
                 f"{{'{groups[0].target_keys[0][0]}': target}}, got {type(targets).__name__}"
             )
-        targets = targets.to_dict()
-    check_inputs(sequences, groups, targets)
+    ragged = None
+    if targets is not None:
+        options = (target_times, event_times, max_events)
+        first = targets.get(groups[0].target_keys[0][0])
+        if isinstance(first, JaggedTensor) or any([option is not None for option in options]):
+            ragged = read_ragged_targets(targets, groups, sequences, *options)
+            targets = ragged.values
+    check_inputs(sequences, groups, targets, ragged)
     device = sequences[groups[0].sequence_keys[0][0]].values().device
     if device.type != "meta" and torch.is_autocast_enabled(device.type):  # under which cat refuses some dtypes
         with torch.autocast(device.type, enabled=False):
-            return _read_groups(sequences, groups, targets)
-    return _read_groups(sequences, groups, targets)
+            return _read_groups(sequences, groups, targets, ragged)
+    return _read_groups(sequences, groups, targets, ragged)
 
 
 def _read_groups(
-    sequences: dict[str, JaggedTensor], groups: list[FeatureGroup], targets: dict[str, Tensor] | None
+    sequences: dict[str, JaggedTensor],
+    groups: list[FeatureGroup],
+    targets: dict[str, Tensor] | None,
+    ragged: RaggedTargets | None,
 ) -> list[GroupInputs]:
     """Reads and concatenates; field by field, so that adding or concatenating fields is one kernel for all features."""
     read = []
@@ -141,7 +173,10 @@ def _read_groups(
         if group.reads_weights:
             weights = join([events.weights() for events in firsts])
         bias = feature.bias
-        if isinstance(bias, WeightBias):
+        candidates = None if ragged is None else ragged.of(group)
+        if candidates is not None and is_by_pair(bias, candidates.times is not None):
+            pass  # the operator finds the buckets of each pair
+        elif isinstance(bias, WeightBias):
             score_bias = _log_weights(weights)
         elif isinstance(bias, PositionBias):
             bias_index = position_buckets(offsets, count, bias.num_buckets)
@@ -153,7 +188,8 @@ def _read_groups(
             times = join([sequences[one.time_key].values() for one in group.features])
         value_scale = weights if feature.weighted_values else None
         events = [count] if len(firsts) == 1 else [one.values().size(0) for one in firsts]
-        read.append(GroupInputs(target, tuple(fields), offsets, score_bias, bias_index, value_scale, events, times))
+        own = (score_bias, bias_index, value_scale, events, times, candidates)
+        read.append(GroupInputs(target, tuple(fields), offsets, *own))
     return read
 
 
@@ -227,62 +263,6 @@ def join_offsets(tensors: list[JaggedTensor]) -> Tensor:
     else:
         joined = join(lengths)
     return F.pad(joined.cumsum(0), (1, 0))
-
-
-def join(tensors: list[Tensor]) -> Tensor:
-    """Concatenates the rows of contiguous tensors; without a copy if they are adjacent in memory already.
-
-    Example:
-        >>> rows = torch.arange(6.0).view(3, 2)
-        >>> join(list(rows.split([1, 2]))).data_ptr() == rows.data_ptr()
-        True
-    """
-    if len(tensors) == 1:
-        return tensors[0]
-    if is_traced() or not _are_adjacent(tensors):
-        return torch.cat(tensors)
-    if not (torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors])):
-        return _span(tensors)
-    return _Adjacent.apply(*tensors)
-
-
-class _Adjacent(torch.autograd.Function):
-    """`_span`, whose gradient is cut into views."""
-
-    @staticmethod
-    def forward(ctx, *tensors: Tensor) -> Tensor:
-        ctx.sizes = [tensor.size(0) for tensor in tensors]
-        return _span(tensors)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:
-        return grad.split(ctx.sizes)
-
-
-def _are_adjacent(tensors: list[Tensor]) -> bool:
-    """Whether the tensors, those without an element aside, directly follow one another in one storage."""
-    end = None
-    for tensor in tensors:
-        if type(tensor) is not Tensor:
-            return False
-        if tensor.numel() == 0:
-            continue
-        if end is None:
-            first, end, dtype, width = tensor, tensor.data_ptr(), tensor.dtype, tensor.shape[1:]
-        if tensor.data_ptr() != end or tensor.dtype != dtype or tensor.shape[1:] != width or not tensor.is_contiguous():
-            return False
-        end += tensor.nbytes
-    if end is None:
-        return False
-    # Storages of their own may be neighbours too: the first one must hold all.
-    storage = first.untyped_storage()
-    return end <= storage.data_ptr() + storage.nbytes()
-
-
-def _span(tensors: list[Tensor]) -> Tensor:
-    """One tensor over the memory of adjacent tensors."""
-    first = next(tensor for tensor in tensors if tensor.numel())
-    return first.detach().as_strided((sum([tensor.numel() for tensor in tensors]),), (1,)).view(-1, *first.shape[1:])
 
 
 @torch.fx.wrap

@@ -29,9 +29,10 @@ class JaggedFeatureInteraction(nn.Module):
 
     Features of the same kind form a group, and each kernel serves a whole group: the same number of sequence keys and
     of target keys, of the same widths, the same kind of bias with the same number of buckets, and all or none with
-    weighted values. The number of kernels does not depend on the number of features in a group. Their histories are
-    concatenated (a shared history once for each feature), without a copy if they are adjacent in memory already, as in
-    the output of a sharded EmbeddingCollection.
+    weighted values. The number of kernels does not depend on the number of features in a group, unless targets are
+    ragged and have times: then each feature with a bias by position or age takes a call of its own. The histories of a
+    group are concatenated (a shared history once for each feature), without a copy if they are adjacent in memory
+    already, as in the output of a sharded EmbeddingCollection.
 
     state_dict() names the weights by feature, `attention.taste.query_weight`, so that a layer with one more feature
     loads those of a layer without it (strict=False); `layer.attention.taste.query_weight` reads them. The parameters,
@@ -88,6 +89,20 @@ class JaggedFeatureInteraction(nn.Module):
         >>> weights = layer.attention_weights(sequences, targets)["taste"]
         >>> weights.values().shape
         torch.Size([5, 1, 2])
+
+        Several targets of a user can share their history, which is then read once. With times each of them sees what
+        is strictly older: here the second of user 2 sees one event more than the first.
+
+        >>> from torchrec import JaggedTensor
+        >>> counts, lengths = torch.tensor([1, 0, 2]), torch.tensor([2, 0, 3])
+        >>> candidates = {"item": JaggedTensor(torch.randn(3, 8), lengths=counts)}
+        >>> target_times = JaggedTensor(torch.tensor([50, 30, 40]), lengths=counts)
+        >>> event_times = JaggedTensor(torch.tensor([10, 20, 10, 20, 30]), lengths=lengths)
+        >>> layer(sequences, candidates, target_times, event_times)["taste"].shape
+        torch.Size([3, 8])
+        >>> weights = layer.attention_weights(sequences, candidates, target_times, event_times)["taste"]
+        >>> weights.lengths(), weights.values()[:, 0, 0] > 0
+        (tensor([2, 3, 3]), tensor([ True,  True,  True,  True, False,  True,  True,  True]))
     """
 
     def __init__(
@@ -148,7 +163,10 @@ class JaggedFeatureInteraction(nn.Module):
     def forward(
         self,
         sequences: KeyedJaggedTensor | dict[str, JaggedTensor],
-        targets: KeyedTensor | dict[str, Tensor],
+        targets: KeyedTensor | dict[str, Tensor] | dict[str, JaggedTensor],
+        target_times: JaggedTensor | None = None,
+        event_times: JaggedTensor | dict[str, JaggedTensor] | None = None,
+        max_events: int | None = None,
     ) -> KeyedTensor:
         """Pools the histories by their targets.
 
@@ -157,10 +175,21 @@ class JaggedFeatureInteraction(nn.Module):
                 [S, embedding_dim] by sequence key, float32, bfloat16 or float16, the aligned ones of one dtype. A
                 feature with a KeyBias reads bucket ids [S] under its key; one with a WeightBias or weighted values
                 reads the weights of its first sequence key. Lengths and offsets are int32 or int64.
-            targets: embeddings [B, embedding_dim] by target key.
+            targets: embeddings by target key, either dense, [B, embedding_dim], or ragged: JaggedTensors of as many
+                users as the histories, whose values [R, embedding_dim] are the users' candidates, in the same number
+                for all keys.
+            target_times: of ragged targets the times [R], int32, int64 or float64 in any unit, not decreasing within a
+                user. A candidate then sees the events that are strictly older than itself, never those of its own time,
+                and its biases by position and age are those of a history cut to these events. Without times it sees
+                all events of its user.
+            event_times: given with `target_times`: times [S] of the same dtype, not decreasing within a user, by the
+                features' first sequence keys, or one JaggedTensor for all.
+            max_events: given with times: a candidate sees at most this many of the newest events; None for all.
 
         Returns:
-            An entry [B, embedding_dim] for each feature, keyed by its name, as EmbeddingBagCollection returns.
+            An entry [B, embedding_dim] for each feature, keyed by its name, as EmbeddingBagCollection returns; of
+            ragged targets [R, embedding_dim], in the order of the packed candidates. Without an event to see it is the
+            output projection's bias.
 
         Raises:
             ValueError, TypeError: a missing key, a wrong width or dtype, histories of several dtypes in one group of
@@ -170,7 +199,7 @@ class JaggedFeatureInteraction(nn.Module):
         """
         if self.embedding_collection is not None:
             sequences = self._embed(sequences)
-        tensors = inputs.read_inputs(sequences, self._groups, targets)
+        tensors = inputs.read_inputs(sequences, self._groups, targets, target_times, event_times, max_events)
         outputs = []
         for place, group in enumerate(self.attention):
             outputs.append(group(tensors[place]))
@@ -182,23 +211,25 @@ class JaggedFeatureInteraction(nn.Module):
     def attention_weights(
         self,
         sequences: KeyedJaggedTensor | dict[str, JaggedTensor],
-        targets: KeyedTensor | dict[str, Tensor],
+        targets: KeyedTensor | dict[str, Tensor] | dict[str, JaggedTensor],
+        target_times: JaggedTensor | None = None,
+        event_times: JaggedTensor | dict[str, JaggedTensor] | None = None,
+        max_events: int | None = None,
     ) -> dict[str, JaggedTensor]:
         """How much each target attends to each event, for inspection and plots; takes what `forward` takes.
 
         Returns:
             For each feature, by name, the weights [S, num_queries, num_heads] of its events, which sum to one over the
-            events of a sample.
+            events of a sample. Of ragged targets [P, num_queries, num_heads], by candidate: each has a weight for every
+            event of its user, 0 for those that it does not see.
         """
         weights = {}
         if self.embedding_collection is not None:
             sequences = self._embed(sequences)
-        tensors = inputs.read_inputs(sequences, self._groups, targets)
+        tensors = inputs.read_inputs(sequences, self._groups, targets, target_times, event_times, max_events)
         for group, one in zip(self.attention, tensors, strict=True):
-            values = group.attention_weights(one).split(one.events)
-            lengths = one.offsets.diff().view(group.num_features, -1)
-            for feature, rows, counts in zip(group.features, values, lengths, strict=True):
-                weights[feature.name] = JaggedTensor(rows, lengths=counts)
+            for feature, of_feature in zip(group.features, group.attention_weights(one), strict=True):
+                weights[feature.name] = of_feature
         return {name: weights[name] for name in self._names}
 
     def load_multihead_attention(self, name: str, attention: nn.MultiheadAttention) -> None:

@@ -44,8 +44,26 @@ class KeyBias:
     num_buckets: int = 32
 
     def __post_init__(self) -> None:
-        _check_key("key of KeyBias", self.key)
-        _check_positive("num_buckets of KeyBias", self.num_buckets)
+        _check_key(f"key of {type(self).__name__}", self.key)
+        _check_positive(f"num_buckets of {type(self).__name__}", self.num_buckets)
+
+
+@dataclass(frozen=True)
+class TimeBias(KeyBias):
+    """A learned score bias by an event's age at the time of the target.
+
+    An age below 1 is in bucket 0, any other in bucket 1 + floor(log2(age)); older events share the last one. Where
+    `JaggedFeatureInteraction.forward` is given times, the age of each pair of candidate and event is computed from
+    them, in their unit, and no ids are read; elsewhere the buckets are ids under `key`, as with KeyBias.
+
+    Attributes:
+        key: the key of the bucket ids for batches without times.
+        num_buckets: rows of the learned table, at most 64.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_num_buckets("num_buckets of TimeBias", self.num_buckets)
 
 
 Bias = PositionBias | WeightBias | KeyBias
@@ -102,8 +120,8 @@ class SequenceFeatureConfig:
         target_keys: keys of the target's embeddings, each `embedding_dim` wide.
         combine: "sum" keeps the width; "concat" makes an event `len(sequence_keys) * embedding_dim` wide and the
             target `len(target_keys) * embedding_dim`.
-        bias: added to an event's attention scores: `PositionBias`, `WeightBias`, `KeyBias`, or None for none. The
-            learned ones have a value for each head.
+        bias: added to an event's attention scores: `PositionBias`, `WeightBias`, `KeyBias`, `TimeBias`, or None for
+            none. The learned ones have a value for each head.
         weighted_values: whether each event's value is multiplied by the event's weight, that of the first sequence key;
             the softmax does not read it. As with TorchRec's `is_weighted`, weights may have either sign and get a
             gradient. With WeightBias as well, a weight does both.

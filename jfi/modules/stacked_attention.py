@@ -24,15 +24,17 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jfi.modules import inputs as group_inputs
+from jfi.modules import ragged_attention
 from jfi.modules.inputs import GroupInputs
-from jfi.modules.sequence_configs import FeatureGroup
+from jfi.modules.projections import linear, project_events
+from jfi.modules.sequence_configs import Bias, FeatureGroup
 from jfi.ops import absorb_weights, absorbed_target_attention, jagged_softmax, target_attention
 
-torch.fx.wrap("target_attention")
-torch.fx.wrap("absorbed_target_attention")
-torch.fx.wrap("_linear")
+# Whether targets are ragged is known only where there are tensors.
+torch.fx.wrap("_attend")
 
 
 class StackedTargetAttention(nn.Module):
@@ -94,54 +96,33 @@ class StackedTargetAttention(nn.Module):
                 nn.init.zeros_(bias)
 
     def forward(self, inputs: GroupInputs) -> Tensor:
-        """The features' outputs [F, B, embedding_dim], in the parameters' dtype or autocast's.
+        """The features' outputs [F, B, embedding_dim], in the parameters' dtype or autocast's; [F, R, ..] if ragged.
 
         The attention itself runs in the dtype of the history, which is never cast, or of its projections.
         """
-        if self.project_history:
-            return self._project_history(inputs)
-        table = self.bucket_bias
-        if table is None and self.features[0].bias is not None:
-            table = group_inputs.key_bias(inputs, None, self.num_heads, inputs.fields[0].dtype)
-        return absorbed_target_attention(
-            inputs.target,
-            inputs.fields,
-            self.weights,
-            offsets=inputs.offsets,
-            num_heads=self.num_heads,
-            key_bias=table,
-            key_bias_index=inputs.bias_index,
-            value_scale=inputs.value_scale,
-            max_seqlen=self.max_seqlen,
-        )
-
-    def _project_history(self, inputs: GroupInputs) -> Tensor:
-        """`forward` on the history's side."""
-        query = _linear(inputs.target, self.query_weight, self.query_bias)
-        rows = inputs.history.split(inputs.events)
-        key, value = self._projected(rows, self.key_weight), self._projected(rows, self.value_weight)
-        table = self.bucket_bias
-        if table is None:
-            table = group_inputs.key_bias(inputs, None, self.num_heads, key.dtype)
-        attended = target_attention(
-            query.view(-1, self.num_queries, self.num_heads, key.size(2)).to(key.dtype),
-            key,
-            value,
-            offsets=inputs.offsets,
-            key_bias=table,
-            key_bias_index=inputs.bias_index,
-            value_scale=inputs.value_scale,
-            max_seqlen=self.max_seqlen,
-        )
-        attended = attended.reshape(self.num_features, -1, self.output_weight.size(2))
-        return _linear(attended, self.output_weight, self.output_bias)
+        options = (self.features[0].bias, self.num_heads, self.project_history, self.max_seqlen)
+        return _attend(inputs, self.weights, self.bucket_bias, *options)
 
     @torch.no_grad()
-    def attention_weights(self, inputs: GroupInputs) -> Tensor:
-        """The probabilities p [S, T, H] of all features' events, which sum to one over the events of a sample."""
+    def attention_weights(self, inputs: GroupInputs) -> list[JaggedTensor]:
+        """By feature the probabilities p [.., T, H] of the events, which sum to one over the events of a target."""
+        if inputs.candidates is not None:
+            bias = self.features[0].bias
+            values, lengths = ragged_attention.attention_weights(
+                inputs, self.weights, self.bucket_bias, bias, self.num_heads
+            )
+            lengths = lengths.view(self.num_features, -1)
+            values = values.split(lengths.sum(1).tolist())
+        else:
+            lengths = inputs.offsets.diff().view(self.num_features, -1)
+            values = self._event_weights(inputs).split(inputs.events)
+        return [JaggedTensor(rows, lengths=counts) for rows, counts in zip(values, lengths, strict=True)]
+
+    def _event_weights(self, inputs: GroupInputs) -> Tensor:
+        """[S, T, H] of dense targets."""
         history, offsets, num_heads = inputs.history, inputs.offsets, self.num_heads
         w_qk, b_qk, _ = absorb_weights(self.weights[:5], num_heads)
-        query = _linear(inputs.target, w_qk, b_qk).view(-1, self.num_queries * num_heads, history.size(1))
+        query = linear(inputs.target, w_qk, b_qk).view(-1, self.num_queries * num_heads, history.size(1))
         query = query.to(history.dtype) / math.sqrt(self.key_weight.size(1) // num_heads)  # [F * B, T * H, D_x]
         sample = torch.arange(query.size(0), device=history.device)
         sample = torch.repeat_interleave(sample, offsets.diff(), output_size=history.size(0))
@@ -182,14 +163,60 @@ class StackedTargetAttention(nn.Module):
         query, output = (self.query_weight, self.query_bias), (self.output_weight, self.output_bias)
         return (*query, self.key_weight, self.value_weight, *output)
 
-    def _projected(self, rows: tuple[Tensor, ...], weight: Tensor) -> Tensor:
-        """Each feature's events [.., D_x] times its weight, concatenated: [S, H, d]."""
-        weight = weight.to(rows[0].dtype)
-        projected = [nn.functional.linear(rows[f], weight[f]) for f in range(self.num_features)]
-        projected = projected[0] if self.num_features == 1 else torch.cat(projected)
-        return projected.view(-1, self.num_heads, weight.size(1) // self.num_heads)
+
+def _attend(
+    inputs: GroupInputs,
+    weights: tuple[Tensor, ...],
+    bucket_bias: Tensor | None,
+    bias: Bias | None,
+    num_heads: int,
+    project_history: bool,
+    max_seqlen: int | None,
+) -> Tensor:
+    """`StackedTargetAttention.forward`; the bias is that of the features."""
+    if inputs.candidates is not None:
+        return ragged_attention.attend(inputs, weights, bucket_bias, bias, num_heads, project_history)
+    if project_history:
+        return _project_history(inputs, weights, bucket_bias, num_heads, max_seqlen)
+    table = bucket_bias
+    if table is None and bias is not None:
+        table = group_inputs.key_bias(inputs, None, num_heads, inputs.fields[0].dtype)
+    return absorbed_target_attention(
+        inputs.target,
+        inputs.fields,
+        weights,
+        offsets=inputs.offsets,
+        num_heads=num_heads,
+        key_bias=table,
+        key_bias_index=inputs.bias_index,
+        value_scale=inputs.value_scale,
+        max_seqlen=max_seqlen,
+    )
 
 
-def _linear(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """[F, B, M], [F, N, M] and [F, N] -> [F, B, N], in the dtype of the weight."""
-    return torch.baddbmm(bias.unsqueeze(1), rows.to(weight.dtype), weight.mT)
+def _project_history(
+    inputs: GroupInputs,
+    weights: tuple[Tensor, ...],
+    bucket_bias: Tensor | None,
+    num_heads: int,
+    max_seqlen: int | None,
+) -> Tensor:
+    """`_attend` on the history's side."""
+    query_weight, query_bias, key_weight, value_weight, output_weight, output_bias = weights
+    query = linear(inputs.target, query_weight, query_bias)
+    rows = inputs.history.split(inputs.events)
+    key, value = (project_events(rows, weight, num_heads) for weight in (key_weight, value_weight))
+    table = bucket_bias
+    if table is None:
+        table = group_inputs.key_bias(inputs, None, num_heads, key.dtype)
+    attended = target_attention(
+        query.view(-1, query_weight.size(1) // key_weight.size(1), num_heads, key.size(2)).to(key.dtype),
+        key,
+        value,
+        offsets=inputs.offsets,
+        key_bias=table,
+        key_bias_index=inputs.bias_index,
+        value_scale=inputs.value_scale,
+        max_seqlen=max_seqlen,
+    )
+    return linear(attended.reshape(output_bias.size(0), -1, output_weight.size(2)), output_weight, output_bias)

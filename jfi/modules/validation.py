@@ -5,6 +5,7 @@ Types, shapes and dtypes are always checked; contents only on the CPU, since on 
 
 import difflib
 from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,7 +13,10 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from jfi.modules.sequence_configs import FeatureGroup, KeyBias, SequenceFeatureConfig, WeightBias
+from jfi.modules.sequence_configs import FeatureGroup, KeyBias, SequenceFeatureConfig, TimeBias, WeightBias
+
+if TYPE_CHECKING:
+    from jfi.modules.ragged_targets import RaggedTargets
 
 Collections = EmbeddingCollection | ManagedCollisionEmbeddingCollection
 
@@ -56,18 +60,22 @@ def check_collection(collection: Collections, features: list[SequenceFeatureConf
 
 
 def check_inputs(
-    sequences: dict[str, JaggedTensor], groups: list[FeatureGroup], targets: dict[str, Tensor] | None = None
+    sequences: dict[str, JaggedTensor],
+    groups: list[FeatureGroup],
+    targets: dict[str, Tensor] | None = None,
+    ragged: "RaggedTargets | None" = None,
 ) -> None:
-    """Checks all that the features of all groups read; `targets` only if they are given.
+    """Checks all that the features of all groups read; `targets` only if they are given: those of `ragged`, if any.
 
     Raises:
         ValueError, TypeError: the first fault.
     """
     batch_size = first_key = None
+    has_times = ragged is not None and ragged.times is not None
     for group in groups:
         dtype = None
         for feature in group.features:
-            events = _check_events(sequences, feature, group.embedding_dim)
+            events = _check_events(sequences, feature, group.embedding_dim, has_times)
             values = events.values()
             if dtype is None:
                 dtype = values.dtype
@@ -81,7 +89,14 @@ def check_inputs(
             lengths = events.lengths_or_none()
             samples = events.offsets().size(0) - 1 if lengths is None else lengths.size(0)
             if batch_size is None:
-                batch_size, first_key = samples, feature.sequence_keys[0]
+                batch_size, first_key, rows = samples, feature.sequence_keys[0], samples
+                if ragged is not None:
+                    rows = targets[ragged.first_key].size(0)
+                    if ragged.offsets.size(0) != samples + 1:
+                        raise ValueError(
+                            f"targets['{ragged.first_key}'] must have {samples} users like sequences['{first_key}'], "
+                            f"got {ragged.offsets.size(0) - 1}"
+                        )
             elif samples != batch_size:
                 raise ValueError(
                     f"sequences['{feature.sequence_keys[0]}'] must have {batch_size} samples like '{first_key}', "
@@ -89,12 +104,12 @@ def check_inputs(
                 )
             for key in feature.target_keys:
                 target = targets.get(key)
-                if not isinstance(target, Tensor) or target.shape != (batch_size, group.embedding_dim):
-                    _refuse_target(targets, key, batch_size, group.embedding_dim)
+                if not isinstance(target, Tensor) or target.shape != (rows, group.embedding_dim):
+                    _refuse_target(targets, key, rows, group.embedding_dim, "samples" if ragged is None else "rows")
 
 
 def _check_events(
-    sequences: dict[str, JaggedTensor], feature: SequenceFeatureConfig, embedding_dim: int
+    sequences: dict[str, JaggedTensor], feature: SequenceFeatureConfig, embedding_dim: int, has_times: bool
 ) -> JaggedTensor:
     """Checks the events of a feature with what its bias and its values read, and returns the first field."""
     first = None
@@ -115,12 +130,12 @@ def _check_events(
             raise ValueError(
                 f"sequences['{key}'] must be {dtype} like '{feature.sequence_keys[0]}', got {values.dtype}"
             )
-        _check_aligned(key, events, feature.sequence_keys[0], first, reads_contents)
+        check_aligned(f"sequences['{key}']", events, feature.sequence_keys[0], first, reads_contents)
     if reads_contents:
-        _check_offsets(feature.sequence_keys[0], first)
+        check_lengths(f"sequences['{feature.sequence_keys[0]}']", first)
     if feature.weighted_values or isinstance(feature.bias, WeightBias):
         _check_weights(feature, first)
-    if isinstance(feature.bias, KeyBias):
+    if isinstance(feature.bias, KeyBias) and not (has_times and isinstance(feature.bias, TimeBias)):
         _check_bucket_ids(sequences, feature, first)
     if feature.relative_bias is not None and feature.time_key is not None:
         _check_times(sequences, feature, first)
@@ -132,14 +147,13 @@ def _refuse_type(sequences: dict[str, JaggedTensor], key: str) -> None:
     raise TypeError(f"sequences['{key}'] must be a JaggedTensor, got {type(sequences[key]).__name__}")
 
 
-def _refuse_target(targets: dict[str, Tensor], key: str, batch_size: int, embedding_dim: int) -> None:
+def _refuse_target(targets: dict[str, Tensor], key: str, count: int, embedding_dim: int, rows: str) -> None:
     require_keys("targets", targets, [key])
     target = targets[key]
     if not isinstance(target, Tensor):
         raise TypeError(f"targets['{key}'] must be a Tensor, got {type(target).__name__}")
     raise ValueError(
-        f"targets['{key}'] must have shape [{batch_size}, {embedding_dim}] (samples, embedding_dim), "
-        f"got {list(target.shape)}"
+        f"targets['{key}'] must have shape [{count}, {embedding_dim}] ({rows}, embedding_dim), got {list(target.shape)}"
     )
 
 
@@ -171,7 +185,7 @@ def _check_bucket_ids(sequences: dict[str, JaggedTensor], feature: SequenceFeatu
             f"'{feature.name}', got {values.dtype} of shape {list(values.shape)}"
         )
     reads_contents = contents_are_free(values)
-    _check_aligned(key, ids, feature.sequence_keys[0], first, reads_contents)
+    check_aligned(f"sequences['{key}']", ids, feature.sequence_keys[0], first, reads_contents)
     if reads_contents and values.numel():
         low, high = values.min().item(), values.max().item()
         if low < 0 or high >= num_buckets:
@@ -185,58 +199,60 @@ def _check_times(sequences: dict[str, JaggedTensor], feature: SequenceFeatureCon
     key, times = feature.time_key, sequences.get(feature.time_key)
     if not isinstance(times, JaggedTensor):
         _refuse_type(sequences, key)
+    check_aligned(f"sequences['{key}']", times, feature.sequence_keys[0], first, contents_are_free(times.values()))
+    check_times(f"sequences['{key}']", times, first, because=f", since feature '{feature.name}' has a RelativeTimeBias")
+
+
+def check_times(name: str, times: JaggedTensor, first: JaggedTensor, rows: str = "events", because: str = "") -> None:
+    """Checks the times of this name, which are aligned with `first`: where they may be read, they never decrease."""
     values = times.values()
     if values.dtype not in (torch.int32, torch.int64, torch.float64) or values.dim() != 1:
         raise TypeError(
-            f"sequences['{key}'] must hold times of shape [S], int32, int64 or float64, since feature "
-            f"'{feature.name}' has a RelativeTimeBias, got {values.dtype} of shape {list(values.shape)}"
+            f"{name} must hold times of shape [{'S' if rows == 'events' else 'R'}], int32, int64 or float64{because}, "
+            f"got {values.dtype} of shape {list(values.shape)}"
         )
-    reads_contents = contents_are_free(values)
-    _check_aligned(key, times, feature.sequence_keys[0], first, reads_contents)
-    if not reads_contents or not values.numel():
+    if not contents_are_free(values) or not values.numel():
         return
     if values.is_floating_point() and not values.isfinite().all():
-        raise ValueError(f"sequences['{key}'] must be finite, got {values[~values.isfinite()][0].item()}")
+        raise ValueError(f"{name} must be finite, got {values[~values.isfinite()][0].item()}")
     falls = values[1:] < values[:-1]
     starts = first.offsets()[1:-1].long()
     falls[starts[(starts > 0) & (starts < values.size(0))] - 1] = False  # between samples
     if falls.any():
         at = int(falls.nonzero()[0])
         raise ValueError(
-            f"sequences['{key}'] must not decrease within a sample, "
-            f"got {values[at].item()} then {values[at + 1].item()} at event {at + 1}"
+            f"{name} must not decrease within a sample, "
+            f"got {values[at].item()} then {values[at + 1].item()} at {rows[:-1]} {at + 1}"
         )
 
 
-def _check_aligned(key: str, events: JaggedTensor, first_key: str, first: JaggedTensor, reads_contents: bool) -> None:
-    count, first_count = events.values().size(0), first.values().size(0)
+def check_aligned(
+    name: str, tensor: JaggedTensor, first_key: str, first: JaggedTensor, reads_contents: bool, rows: str = "events"
+) -> None:
+    """Checks that the jagged tensor of this name, whose rows are `rows`, has the lengths of another one."""
+    count, first_count = tensor.values().size(0), first.values().size(0)
     if torch.compiler.is_compiling():
         # Both counts may come from the data, where a compiler cannot branch on them.
         torch._check(count == first_count)
     elif count != first_count:
-        raise ValueError(
-            f"sequences['{key}'] must be aligned with '{first_key}', which has {first_count} events, got {count}"
-        )
+        raise ValueError(f"{name} must be aligned with '{first_key}', which has {first_count} {rows}, got {count}")
     if reads_contents:
-        lengths, first_lengths = events.lengths(), first.lengths()
+        lengths, first_lengths = tensor.lengths(), first.lengths()
         if lengths.shape != first_lengths.shape or not torch.equal(lengths.long(), first_lengths.long()):
-            raise ValueError(
-                f"sequences['{key}'] must be aligned with '{first_key}', got other lengths in at least one sample"
-            )
+            raise ValueError(f"{name} must be aligned with '{first_key}', got other lengths in at least one sample")
 
 
-def _check_offsets(key: str, events: JaggedTensor) -> None:
-    offsets, count = events.offsets(), events.values().size(0)
+def check_lengths(name: str, tensor: JaggedTensor, rows: str = "events") -> None:
+    """Checks that the offsets of the jagged tensor of this name go from 0 to the number of rows, never down."""
+    offsets, count = tensor.offsets(), tensor.values().size(0)
     if offsets.numel() == 0:
         return
     first, last = offsets[0].item(), offsets[-1].item()
     if (first, last) != (0, count):
-        raise ValueError(
-            f"sequences['{key}'] must have offsets from 0 to {count}, the number of its events, got {first} to {last}"
-        )
+        raise ValueError(f"{name} must have offsets from 0 to {count}, the number of its {rows}, got {first} to {last}")
     lengths = offsets.diff()
     if (lengths < 0).any():
-        raise ValueError(f"sequences['{key}'] must have lengths of at least 0, got {lengths.min().item()}")
+        raise ValueError(f"{name} must have lengths of at least 0, got {lengths.min().item()}")
 
 
 def contents_are_free(tensor: Tensor) -> bool:

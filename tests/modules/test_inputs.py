@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
 from jfi import JaggedFeatureInteraction, KeyBias, PositionBias, SequenceFeatureConfig, WeightBias, compat
-from jfi.modules import inputs, validation
+from jfi.modules import adjacent, inputs, validation
 from jfi.modules.sequence_configs import FeatureGroup
 
 from .conftest import EMBEDDING_DIM, LENGTHS
@@ -50,7 +50,7 @@ def contents_are_not_read(monkeypatch):
 @pytest.fixture(autouse=True)
 def counting_is_no_tracing(monkeypatch):
     """What is counted is the eager call, though a dispatch mode looks on."""
-    for module in (inputs, sys.modules["jfi.ops.absorbed_target_attention"]):
+    for module in (adjacent, sys.modules["jfi.ops.absorbed_target_attention"]):
         monkeypatch.setattr(module, "is_traced", lambda: False)
     monkeypatch.setattr(compat, "profiler_enabled", lambda: True)  # the attention is counted by its name
 
@@ -247,7 +247,7 @@ def test_join_is_cat_with_its_gradient(name):
     make, in_place = JOINS[name]
     rows = torch.randn(5, 3, requires_grad=True)
     parts = make(rows)
-    got = inputs.join(parts)
+    got = adjacent.join(parts)
     want = torch.cat(parts)
     torch.testing.assert_close(got, want, rtol=0, atol=0)
     first = next((part for part in parts if part.numel()), parts[0])
@@ -267,14 +267,14 @@ def test_a_part_that_somebody_looks_at_gets_its_gradient():
     parts = list(whole.split([2, 3]))
     parts[0].retain_grad()
     parts[1].register_hook(seen.append)
-    got = inputs.join(parts)
+    got = adjacent.join(parts)
     assert got.data_ptr() == whole.data_ptr()
     got.sum().backward()
     assert parts[0].grad is not None and len(seen) == 1
 
     with torch.no_grad():
         leaves = [part.requires_grad_() for part in torch.randn(5, 3).requires_grad_()[:].chunk(2)]
-    inputs.join(leaves).sum().backward()
+    adjacent.join(leaves).sum().backward()
     assert all(leaf.grad is not None for leaf in leaves)
 
 
@@ -282,7 +282,7 @@ def test_join_under_no_grad_and_inference():
     for context in (torch.no_grad, torch.inference_mode):
         with context():
             rows = torch.randn(5, 3)
-            got = inputs.join(split(rows))
+            got = adjacent.join(split(rows))
             assert torch.equal(got, rows) and got.data_ptr() == rows.data_ptr()
 
 
@@ -341,9 +341,9 @@ def test_neighbours_in_a_keyed_jagged_tensor():
     lengths = torch.tensor(LENGTHS * 4)
     ids = KeyedJaggedTensor(keys, torch.arange(36), lengths=lengths, weights=torch.rand(36))
     parts = [ids[key] for key in keys]
-    assert inputs.join([part.values() for part in parts[2:]]).data_ptr() == parts[2].values().data_ptr()
-    assert inputs.join([part.weights() for part in parts[:2]]).data_ptr() == parts[0].weights().data_ptr()
-    assert inputs.join([part.lengths() for part in parts[:2]]).data_ptr() == lengths.data_ptr()
+    assert adjacent.join([part.values() for part in parts[2:]]).data_ptr() == parts[2].values().data_ptr()
+    assert adjacent.join([part.weights() for part in parts[:2]]).data_ptr() == parts[0].weights().data_ptr()
+    assert adjacent.join([part.lengths() for part in parts[:2]]).data_ptr() == lengths.data_ptr()
     assert inputs.join_offsets(parts[:2]).tolist() == [0, 3, 3, 4, 9, 12, 12, 13, 18]
 
 

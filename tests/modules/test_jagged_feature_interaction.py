@@ -12,7 +12,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJa
 from torchrec.models.dlrm import InteractionArch
 
 from jfi import JaggedFeatureInteraction, KeyBias, PositionBias, SequenceFeatureConfig, WeightBias
-from jfi.modules import inputs, stacked_attention
+from jfi.modules import adjacent, stacked_attention
 from jfi.ops._dispatch import operators
 
 from .conftest import EMBEDDING_DIM, LENGTHS
@@ -443,7 +443,10 @@ def calls(monkeypatch):
 
 @pytest.mark.parametrize("bias", [None, PositionBias()])
 def test_autocast_projects_in_bfloat16_and_leaves_the_history_alone(bias, events, target, calls, monkeypatch):
-    for module in (inputs, sys.modules["jfi.ops.absorbed_target_attention"]):  # the eager call, though a mode looks on
+    for module in (
+        adjacent,
+        sys.modules["jfi.ops.absorbed_target_attention"],
+    ):  # the eager call, though a mode looks on
         monkeypatch.setattr(module, "is_traced", lambda: False)
     layer = JaggedFeatureInteraction([taste(bias=bias)], EMBEDDING_DIM, 2)
     history = events([2000, 7], dtype=torch.float32)
