@@ -206,6 +206,20 @@ def test_a_batch_without_candidates(counts, has_times):
     assert layer.attention_weights(sequences, targets, *times)["taste"].values().shape == (0, 1, 1)
 
 
+class Awaitable:
+    """What a sharded EmbeddingCollection returns has a mapping's methods and is no dict."""
+
+    def __init__(self, tensors):
+        self.items = tensors.items
+
+
+def test_candidates_may_be_looked_up_by_a_sharded_collection():
+    sequences, _, targets, target_times, event_times = batch()
+    layer = JaggedFeatureInteraction(kinds(True), EMBEDDING_DIM).double()
+    got, want = (layer(sequences, x, target_times, event_times).values() for x in (Awaitable(targets), targets))
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
 def with_collection(features):
     tables = [
         EmbeddingConfig(name=f"table_{key}", embedding_dim=EMBEDDING_DIM, num_embeddings=50, feature_names=[key])
