@@ -181,7 +181,7 @@ def test_a_table_without_labels_is_scored(run, folder, tmp_path, wanted):
     with pytest.raises(DataError, match=f"^{re.escape(str(path))}: no column 'clicked', which the label needs$"):
         unscored.evaluate(path)
     write_table(path, [["" if i == 3 else value for i, value in enumerate(row(j))] for j in range(300)])
-    with pytest.raises(DataError, match="^no row to evaluate has a label: label 'clicked'$"):
+    with pytest.raises(DataError, match="no row to evaluate has a label: label 'clicked'"):
         unscored.evaluate(path)
 
 
