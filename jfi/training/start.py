@@ -98,8 +98,6 @@ def resume(
 
 def _create(config: Config, path: Path, dataset: InteractionDataset) -> RunFolder:
     run = RunFolder.create(config, path)
-    if dataset.summary is not None:
-        dataset.summary.save(run.summary)
     save_data(run, dataset, config)
     return run
 

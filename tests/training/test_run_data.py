@@ -15,6 +15,7 @@ from worker import without_pictures
 
 from jfi.data import DataConfig, DataError, load_dataset
 from jfi.data.prepare import prepare_dataset
+from jfi.data.summary import Summary
 from jfi.training import ConfigError, OptimizerConfig, resume, train
 from jfi.training.cli import load_config, run_cli, save_config
 from jfi.training.recorder import read_metrics
@@ -169,6 +170,9 @@ def test_resume_goes_on_with_changed_data_where_it_is_accepted(copied, monkeypat
         command = ["train_dlrm.py", "--resume", str(copied / "run"), "--config-changed", "accept", *options]
         monkeypatch.setattr(sys, "argv", command)
         assert run_cli(script) == code, capsys.readouterr().err
+    out = capsys.readouterr().out
+    summary = Summary.load(copied / "run/summary.json")
+    assert out.count("data: 300 rows, 7 users") == 1 and str(summary) in out and summary.rows == 300
     # The third epoch was on the new rows, with the old vocabulary; what is accepted once is not refused again.
     assert [r["epoch"] for r in read_metrics(copied / "run/metrics.jsonl") if r["split"] == "validation"] == [1, 2, 3]
     assert (copied / "run/data/vocabularies.parquet").read_bytes() == vocabularies
