@@ -1,7 +1,7 @@
 """Plots of a run: the curves of its metrics, and the attention of a few test samples."""
 
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from jfi.data.config import HISTORY
 from jfi.files import writing_file
 from jfi.models import SequenceDLRM
 from jfi.training.fonts import DEFAULT, Fonts, find_fonts
+from jfi.training.recorder import DATA
 
 _SPLIT_COLORS = {"train": "#9ab3c9", "validation": "#0b5394", "test": "#cc4125"}
 _PANELS = 4
@@ -31,7 +32,8 @@ _SPANS = (("years", 31_557_600), ("days", 86_400), ("hours", 3_600), ("minutes",
 def draw_curves(log: list[dict], monitor: str, path: Path) -> None:
     """Plots loss, NE, AUC and AUC per user over the epochs, with the best epoch and its test metrics, as a PNG.
 
-    Where another metric selects the best epoch, it takes the place of AUC per user.
+    Where another metric selects the best epoch, it takes the place of AUC per user. A dotted line is where the data has
+    changed.
 
     Args:
         log: the lines of metrics.jsonl.
@@ -41,6 +43,7 @@ def draw_curves(log: list[dict], monitor: str, path: Path) -> None:
     ends, test = [record for record in log if record["split"] == "validation"], log[-1]
     # Each epoch has its own number of steps: data that has grown, or another batch size, changes it.
     steps, epochs = ([0, *(end[key] for end in ends)] for key in ("step", "epoch"))
+    changed = [a["epoch"] for a, b in pairwise(ends) if a.get(DATA, b.get(DATA)) != b.get(DATA)]
     titles = {"loss": "loss (nats)", "ne": "normalized entropy", "auc": "AUC", "user_auc": "AUC per user"}
     if monitor not in titles:
         del titles["user_auc"]
@@ -54,6 +57,8 @@ def draw_curves(log: list[dict], monitor: str, path: Path) -> None:
                 marker = marker or ("." if len(x) == 1 else "")  # a line needs two points
                 axes.plot(x, y, color=_SPLIT_COLORS[split], marker=marker, markersize=5, label=split)
         axes.axvline(test["epoch"], color="0.8", linestyle="--", zorder=0)
+        for number, epoch in enumerate(changed):
+            axes.axvline(epoch, color="0.5", linestyle=":", zorder=0, label="" if number else "data changed")
         if test[metric] is not None:
             label = f"test {test[metric]:.4f}"
             star = {"color": _SPLIT_COLORS["test"], "markersize": 14, "label": label, "zorder": 1.5}  # behind the lines

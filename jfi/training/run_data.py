@@ -5,6 +5,7 @@ fingerprint.json                     the fingerprint of the data and of its spli
 """
 
 import dataclasses
+import hashlib
 from collections.abc import Iterator
 from typing import Literal
 
@@ -84,6 +85,11 @@ def describe_batches(run: RunFolder, config: Config) -> dict[str, object]:
         "training.batch_size": training.batch_size,
         "training.seed": training.seed,
     }
+
+
+def name_data(run: RunFolder) -> str:
+    """A short name of the data that the run goes on with: other data has another name."""
+    return hashlib.sha256((run.data / NAME).read_bytes()).hexdigest()[:8]
 
 
 def _check_prepared(run: RunFolder, config: Config) -> None:

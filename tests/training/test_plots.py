@@ -144,3 +144,14 @@ def test_the_points_of_epochs_with_different_numbers_of_steps_are_at_their_epoch
     x = {line.get_label(): list(line.get_xdata()) for line in figures[0].axes[0].lines}
     assert x["validation"] == [1, 2]
     assert x["train"] == pytest.approx([0.5, 1, 1 + 1 / 3, 2])
+
+
+def test_a_dotted_line_is_where_the_data_has_changed(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr("jfi.training.plots.Figure", lambda **k: figures.append(Figure(**k)) or figures[-1])
+    metrics = {name: 0.5 for name in ("loss", "ne", "auc", "user_auc")}
+    lines = [("validation", 1, "a"), ("validation", 2, "a"), ("validation", 3, "b"), ("test", 3, "b")]
+    log = [{"split": split, "epoch": epoch, "step": epoch, "data": data, **metrics} for split, epoch, data in lines]
+    draw_curves(log, "auc", tmp_path / "curves.png")
+    (line,) = [line for line in figures[0].axes[0].lines if line.get_label() == "data changed"]
+    assert list(line.get_xdata()) == [2, 2]
