@@ -4,6 +4,11 @@ python examples/serve.py --artifact ARTIFACT --port 8000
 python examples/serve.py --artifact ARTIFACT --jsonl < requests.jsonl > answers.jsonl
 """
 
+from jfi.exit_codes import begin_command
+
+if __name__ == "__main__":  # before the other imports
+    begin_command()
+
 import argparse
 import asyncio
 import logging
