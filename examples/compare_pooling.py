@@ -5,6 +5,11 @@ python examples/compare_pooling.py --config configs/quickstart.yaml --seeds 0 1 
 Each run has its own folder under training.run_dir; the table is printed and written there as comparison.json.
 """
 
+from jfi.exit_codes import begin_command
+
+if __name__ == "__main__":  # before the other imports
+    begin_command()
+
 import dataclasses
 import json
 import statistics

@@ -8,6 +8,11 @@ A row's history is what its user did before it, in --history and in --interactio
 may have users and items that training has not seen.
 """
 
+from jfi.exit_codes import begin_command
+
+if __name__ == "__main__":  # before the other imports
+    begin_command()
+
 import argparse
 import json
 import sys

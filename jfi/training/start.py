@@ -109,8 +109,6 @@ def _check_before_reading(config: Config) -> None:
 
 def _create(config: Config, path: Path, dataset: InteractionDataset) -> RunFolder:
     run = RunFolder.create(config, path)
-    if dataset.summary is not None:
-        dataset.summary.save(run.summary)
     save_data(run, dataset, config)
     return run
 
