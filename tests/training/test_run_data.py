@@ -193,6 +193,16 @@ def test_a_finished_run_says_that_there_is_nothing_to_train_and_which_metrics_ar
     assert log[-1]["data"] != log[0]["data"]
 
 
+def test_a_run_that_patience_has_ended_names_it(trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("jfi.training.metrics.auc", lambda *_: 0.5)
+    train(config_of(trained / "table.csv", tmp_path / "run", epochs=5, patience=1))
+    assert "nothing to train" not in capsys.readouterr().out
+    assert resume(tmp_path / "run").epochs == 2
+    assert "nothing to train: training.patience has ended the run after epoch 2; for more, raise it in " in (
+        capsys.readouterr().out
+    )
+
+
 @pytest.fixture
 def begun(copied, monkeypatch) -> Path:
     """The table, and a run of it that was killed behind 4 of the 5 batches of its first epoch, of which it saved 3."""
