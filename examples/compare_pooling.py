@@ -5,6 +5,11 @@ python examples/compare_pooling.py --config configs/quickstart.yaml --seeds 0 1 
 Each run has its own folder under training.run_dir; the table is printed and written there as comparison.json.
 """
 
+from jfi.exit_codes import begin_command
+
+if __name__ == "__main__":  # before the other imports
+    begin_command()
+
 import dataclasses
 import json
 import statistics
@@ -16,7 +21,7 @@ from jfi.files import write_file
 from jfi.training import Config, ConfigError, Result, train
 from jfi.training.cli import parse_config, run_cli
 from jfi.training.distributed import launched
-from jfi.training.run_folder import check_new, new_run_dir
+from jfi.training.run_folder import check_new, check_writable, new_run_dir
 
 POOLINGS = ("none", "mean", "attention")
 COLUMNS = {"auc": "AUC", "ne": "NE", "user_auc": "AUC per user"}
@@ -49,6 +54,7 @@ def compare(config: Config, seeds: list[int]) -> dict[str, dict]:
         config.with_training(seed=seed)  # refuses a wrong seed before the first training
     folder = Path(config.training.run_dir or new_run_dir("compare-"))
     check_new(folder)
+    check_writable(folder)
     dataset = load_dataset(config.data)
     print(dataset.summary, flush=True)
     results: dict[str, list[Result]] = {pooling: [] for pooling in POOLINGS}

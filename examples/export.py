@@ -4,6 +4,11 @@ python examples/export.py --run runs/20250101-120000
 python examples/export.py --run runs/20250101-120000 --out artifacts/clicks --tables int8 --device cuda
 """
 
+from jfi.exit_codes import begin_command
+
+if __name__ == "__main__":  # before the other imports
+    begin_command()
+
 import argparse
 import sys
 from pathlib import Path

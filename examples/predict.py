@@ -8,6 +8,11 @@ A row's history is what its user did before it, in --history and in --interactio
 may have users and items that training has not seen.
 """
 
+from jfi.exit_codes import begin_command
+
+if __name__ == "__main__":  # before the other imports
+    begin_command()
+
 import argparse
 import json
 import sys
@@ -15,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from jfi.display import fit_cells
 from jfi.exit_codes import EXIT_CODES, raise_on_sigterm
 from jfi.files import writing_file
 from jfi.options import OptionParser, at_least_one
@@ -25,6 +31,8 @@ from jfi.training.scores import check_out, check_place, check_results
 
 SHOWN = ("samples", "loss", "ne", "auc", "user_auc", "mean_label", "mean_prediction", "calibration")
 GROUPS = 20
+#: Cells of a terminal for the name of a group.
+NAMES = 30
 
 
 def arguments() -> argparse.Namespace:
@@ -48,14 +56,18 @@ def table(metrics: dict) -> str:
     """The metrics as text, one line overall and one for each of the largest groups."""
 
     shown = [*SHOWN, *(name for name in metrics["overall"] if "@" in name)]
+    widths = [max(10, len(name) + 2) for name in shown]
 
-    def line(name: str, record: dict) -> str:
+    def line(name: str, cells: list[str]) -> str:
+        return fit_cells(name, NAMES) + "".join(f"{cell:>{width}s}" for cell, width in zip(cells, widths, strict=True))
+
+    def row(name: str, record: dict) -> str:
         cells = ["-" if record[key] is None else f"{record[key]:.4f}" for key in shown[1:]]
-        return f"{name[:30]:30s}{record['samples']:>12,d}" + "".join(f"{cell:>12s}" for cell in cells)
+        return line(name, [f"{record['samples']:,d}", *cells])
 
-    lines = [" " * 30 + "".join(f"{name[:11]:>12s}" for name in shown), line("all", metrics["overall"])]
+    lines = [line("", shown), row("all", metrics["overall"])]
     for name, groups in metrics["by"].items():
-        lines += [line(f"{name} {group['value']}", group) for group in groups[:GROUPS]]
+        lines += [row(f"{name} {group['value']}", group) for group in groups[:GROUPS]]
         if len(groups) > GROUPS:
             lines.append(f"{name}: {len(groups) - GROUPS} smaller groups are in the JSON file")
     return "\n".join(lines)

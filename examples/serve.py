@@ -4,9 +4,13 @@ python examples/serve.py --artifact ARTIFACT --port 8000
 python examples/serve.py --artifact ARTIFACT --jsonl < requests.jsonl > answers.jsonl
 """
 
+from jfi.exit_codes import begin_command
+
+if __name__ == "__main__":  # before the other imports
+    begin_command()
+
 import argparse
 import asyncio
-import logging
 import signal
 import sys
 from pathlib import Path
@@ -52,8 +56,6 @@ async def answer_stdin(scorer: Scorer, limits: dict) -> None:
 
 def main() -> int:
     options = arguments()
-    # TorchRec, which int8 tables need, makes torch.fx of torch 2.13 log a warning.
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     try:
         scorer = Scorer(options.artifact, options.tables_device, options.max_candidates, options.max_history)
     except ArtifactError as error:

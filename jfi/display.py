@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+import unicodedata
 from collections.abc import Callable
 from typing import TextIO
 
@@ -133,3 +134,24 @@ def duration(seconds: float) -> str:
     seconds = max(0, round(seconds))
     hours, minutes = seconds // 3600, seconds // 60 % 60
     return f"{hours}:{minutes:02d}:{seconds % 60:02d}" if hours else f"{minutes}:{seconds % 60:02d}"
+
+
+def fit_cells(text: str, cells: int) -> str:
+    """The text on one line, cut or filled up to a number of a terminal's cells; a Chinese character takes two.
+
+    >>> fit_cells("tea", 5), fit_cells("tea\u8336", 4)
+    ('tea  ', 'tea ')
+    """
+    shown = ""
+    for character in " ".join(text.split()):
+        width = _cells_of(character)
+        if width > cells:
+            break
+        shown, cells = shown + character, cells - width
+    return shown + " " * cells
+
+
+def _cells_of(character: str) -> int:
+    if unicodedata.category(character) in ("Mn", "Me", "Cf"):  # marks on the character before, and invisible ones
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1

@@ -58,6 +58,25 @@ def raise_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
+def begin_command() -> None:
+    """Prepares a command's process; to be called before torch and other packages are imported, which takes seconds.
+
+    Until `run_command` takes over, Ctrl-C ends the process at once with the line and the code of `run_command`. Threads
+    of OpenMP that wait will sleep, unless the user has set OMP_WAIT_POLICY: spinning ones keep two jobs on the same
+    cores from getting on.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where the shell ignores it for a job
+        signal.signal(signal.SIGINT, _exit_at_once)
+
+
+def _exit_at_once(signum: int, frame: object) -> None:
+    # No exception: an import that is interrupted may catch it, or report another error.
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        os.write(2, f"stopped by {signal.Signals(signum).name}\n".encode())
+    os._exit(128 + signum)
+
+
 def run_command(main: Callable[[], int | None], wrong_input: tuple[type[Exception], ...] = ()) -> int:
     """Runs `main`; reports errors that a user can cause as one line on stderr, and returns the exit code.
 
@@ -73,6 +92,8 @@ def run_command(main: Callable[[], int | None], wrong_input: tuple[type[Exceptio
     """
     threading.excepthook = _report_thread
     try:
+        if signal.getsignal(signal.SIGINT) is _exit_at_once:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         return int(main() or ExitCode.SUCCESS)
     except (KeyboardInterrupt, Terminated) as stop:
         signum = signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT

@@ -2,13 +2,28 @@
 
 import errno
 import os
+import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from jfi.exit_codes import EXIT_CODES, ExitCode, run_command
+
+ROOT = Path(__file__).parents[1]
+#: Stands in for torch: says that its import has begun, takes long, and catches what interrupts it.
+SLOW_TORCH = """
+import os, time
+print(os.environ["OMP_WAIT_POLICY"], flush=True)
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    raise ImportError("torch is broken")
+"""
 
 
 def allocate_numpy() -> None:
@@ -92,3 +107,37 @@ def test_a_thread_that_cannot_write_prints_no_traceback(capsys):
 
 def test_the_help_lists_every_code():
     assert all(f"  {code.value}: " in EXIT_CODES for code in ExitCode)
+
+
+@pytest.mark.parametrize(
+    ("example", "policy"),
+    [*((path.name, None) for path in sorted((ROOT / "examples").glob("*.py"))), ("predict.py", "ACTIVE")],
+)
+def test_ctrl_c_while_a_command_imports_is_one_line_and_waiting_threads_sleep(tmp_path, example, policy):
+    (tmp_path / "torch.py").write_text(SLOW_TORCH)
+    kept = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "LOCAL_RANK")}
+    env = {**kept, "PYTHONPATH": f"{tmp_path}:{ROOT}", **({} if policy is None else {"OMP_WAIT_POLICY": policy})}
+    command = [sys.executable, ROOT / "examples" / example, "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stdout.readline().strip() == (policy or "PASSIVE")
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (130, "stopped by SIGINT\n")
+
+
+def test_ctrl_c_in_a_command_that_has_begun_lets_it_clean_up():
+    script = """
+import signal, sys
+from jfi.exit_codes import begin_command, run_command
+
+def main():
+    try:
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        print("cleaned up")
+
+begin_command()
+sys.exit(run_command(main))
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (run.returncode, run.stdout, run.stderr) == (130, "cleaned up\n", "stopped by SIGINT\n")

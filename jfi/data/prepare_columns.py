@@ -87,13 +87,18 @@ class SortedColumns:
         if of in self._tables or name == self._ids[of][0]:
             return 0
         column = self._columns[RawColumn(name, "number").file] if numeric else self._coded(RawColumn(name, "category"))
-        read = column.__getitem__ if numeric else column.numbers
-        index, first = {"user": self._rows.user, "item": self._rows.item}[of], read(self._first[of])
-        changing = np.zeros(len(first), bool)
+        index = {"user": self._rows.user, "item": self._rows.item}[of]
+        # Of each user (item) whether a row with a value is known, the value there, and whether another row differs.
+        known, changing = np.zeros((2, self.count(of)), bool)
+        one: np.ndarray | None = None
         for begin, end in blocks(len(index)):
-            who = index[begin:end]
-            now, before = read(np.arange(begin, end)), first[who]
-            changing[who[(now != before) & ~((now != now) & (before != before))]] = True  # NaN is missing in both
+            rows = np.arange(begin, end)
+            rows = rows[~np.isnan(column[rows]) if numeric else column.counts(rows) > 0]
+            who, values = index[rows], column[rows] if numeric else column.numbers(rows)
+            one = np.zeros(len(known), values.dtype) if one is None else one
+            new = ~known[who]
+            one[who[new]], known[who] = values[new], True
+            changing[who[values != one[who]]] = True
         return int(changing.sum())
 
     def _cross(self, name: str) -> CodedColumn:

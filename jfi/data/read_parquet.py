@@ -1,5 +1,6 @@
 """Parquet files -> tables with the types that the files declare."""
 
+import os
 from collections.abc import Callable, Container, Iterator
 from typing import TypeVar
 
@@ -11,6 +12,8 @@ from jfi.data.errors import DataError
 from jfi.data.table import Table
 
 _T = TypeVar("_T")
+#: The first and the last bytes of a Parquet file.
+_MAGIC = b"PAR1"
 
 
 def read_parquet(path: str, wanted: Container[str]) -> Table:
@@ -33,8 +36,13 @@ def iterate_parquet(path: str, wanted: Container[str], size: int) -> Iterator[Ta
 def _open(path: str) -> pyarrow.parquet.ParquetFile:
     # A damaged file makes pyarrow raise errors of many kinds: those of Arrow, OSError, ValueError, UnicodeDecodeError.
     with open(path, "rb") as stream:
-        if not stream.read(1):
+        begin = stream.read(len(_MAGIC))
+        if not begin:
             raise DataError(f"{path}: not a Parquet file: it is empty")
+        stream.seek(-len(begin), os.SEEK_END)
+        end = stream.read()
+    if begin == _MAGIC != end:
+        raise DataError(f"{path}: an incomplete Parquet file: its end is missing")
     return _try(path, lambda: pyarrow.parquet.ParquetFile(path, page_checksum_verification=True))
 
 

@@ -111,6 +111,8 @@ class ScoringParts:
         self.known_items = KnownItems(schema, seen_only=bool(self._item_columns)) if positives else None
         self._warned: set[str] = set()
         self._labels: list[np.ndarray] = []
+        #: Why rows have no label, where a file lacks a column of it.
+        self.no_label: str | None = None
         self.num_rows = self.num_repeated = 0
         named = {"interactions": sources.interactions, "history": sources.history}
         count = sum(estimate_rows(source, name) for name, source in named.items() if source is not None)
@@ -282,7 +284,10 @@ class ScoringParts:
 
     def _read_labels(self, table: Table) -> np.ndarray:
         label = self._config.label
-        if label is None or any(name not in table.known for name in label_columns(label)):
+        lacking = next((name for name in self._label_columns if name not in table.known), None)
+        if lacking is not None:
+            self.no_label = self.no_label or f"{table.name}: no column '{lacking}', which the label needs"
+        if label is None or lacking is not None:
             return np.full(len(table), np.nan, np.float32)
         return read_labels(table, label)
 

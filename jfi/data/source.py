@@ -131,9 +131,10 @@ class Columns:
         return self._entities[of].strings(name)
 
     def count_changing(self, name: str, of: Entity, numeric: bool) -> int:
-        """The number of users (items) whose value of a column, categorical or numeric, changes between their rows.
+        """The number of users (items) whose rows have different values in a column, categorical or numeric.
 
-        It is 0 where the column comes from a table of users (items). Training uses a user's first value.
+        A missing value differs from none. It is 0 where the column comes from a table of users (items). Training uses
+        the value of a user's first row.
         """
         return self._entities[of].count_changing(name, self._separators, numeric)
 
@@ -213,6 +214,9 @@ class _FirstRows(EntityTable):
             values, offsets = present(column)
             lists = pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), values.cast(pa.large_string()))
             column = pc.binary_join(lists, pa.scalar(CROSSED, pa.large_string()))
-        codes = pc.fill_null(column.dictionary_encode().indices, -1).to_numpy()
-        changed = codes[self._order] != codes[self._places.to_numpy()][self._index]
-        return len(np.unique(self._index[changed]))
+            column = pc.if_else(pa.array(np.diff(offsets) > 0), column, None)
+        codes = pc.fill_null(column.dictionary_encode().indices, -1).to_numpy()[self._order]
+        index, codes = self._index[codes >= 0], codes[codes >= 0]
+        one = np.empty(len(self._ids), codes.dtype)  # any of the values of each user (item)
+        one[index] = codes
+        return len(np.unique(index[codes != one[index]]))

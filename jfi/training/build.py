@@ -29,7 +29,7 @@ from jfi.modules import (
     SequenceFeatureConfig,
     WeightBias,
 )
-from jfi.training.config import ConfigError, EncoderConfig, ModelConfig, OptimizerConfig, OptimizerGroup
+from jfi.training.config import EncoderConfig, ModelConfig, OptimizerConfig, OptimizerGroup, check_bias
 
 #: Number of rows from which a sparse update of the batch's rows is faster than an update of the whole table.
 _SPARSE_ROWS = 50_000
@@ -58,7 +58,7 @@ def build_model(
         table_device: device of the embedding tables; "meta" if `draw_tables` follows.
 
     Raises:
-        ConfigError: `model.bias` or `encoder.bias` is not a bucket key of the schema.
+        ConfigError: `model.bias` or `encoder.bias` is not known.
     """
     features = schema.features
     history = [f for f in features if f.role == "history"] if config.pooling != "none" else []
@@ -214,8 +214,5 @@ def _bias(
         return PositionBias(config.num_buckets)
     if bias == "weights":
         return WeightBias()
-    buckets = {f.key: f.num_embeddings for f in features if f.role == "bucket"}
-    if bias not in buckets:
-        known = ", ".join(["position", "weights", *buckets])
-        raise ConfigError(f"{key}: got {bias!r}, must be null or one of {known}")
-    return KeyBias(bias, buckets[bias])
+    check_bias(key, bias)
+    return KeyBias(bias, next(f.num_embeddings for f in features if f.key == bias))

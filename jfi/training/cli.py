@@ -5,7 +5,6 @@
 
 import argparse
 import dataclasses
-import logging
 import re
 import types
 import typing
@@ -113,8 +112,6 @@ def save_config(config: Config, path: str | Path) -> None:
 
 def run_cli(main: Callable[[], int | None]) -> int:
     """`run_command` for a command with a config and data."""
-    # TorchRec makes torch.fx of torch 2.13 log a warning, once per process.
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     return run_command(main, (ConfigError, DataError))
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jfi.data import DataConfig
+from jfi.data.config import AGE, HISTORY
 from jfi.files import absolute_path
 from jfi.plan import MOST_BUCKETS
 
@@ -21,6 +22,15 @@ class ConfigError(ValueError):
 def _require(condition: bool, key: str, got: object, must: str) -> None:
     if not condition:
         raise ConfigError(f"{key}: got {got!r}, must be {must}")
+
+
+#: Values of a bias, beside null; the last one is the bucket key that every data schema has.
+_BIASES = ("position", "weights", HISTORY + AGE)
+
+
+def check_bias(key: str, bias: str | None) -> None:
+    """Raises ConfigError unless `bias`, the value of the option `key`, is known."""
+    _require(bias is None or bias in _BIASES, key, bias, f"null or one of {', '.join(_BIASES)}")
 
 
 @dataclass
@@ -77,6 +87,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("embedding_dim", "num_heads", "num_queries", "num_buckets"):
             _require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "at least 1")
+        check_bias("model.bias", self.bias)
         for name in ("dense_arch", "over_arch"):
             sizes = getattr(self, name)
             _require(all(size >= 1 for size in sizes), f"model.{name}", sizes, "a list of positive sizes")
@@ -122,6 +133,7 @@ class EncoderConfig:
     relative_bias: Literal["distance"] | None = None
 
     def __post_init__(self) -> None:
+        check_bias("encoder.bias", self.bias)
         _require(self.num_layers >= 0, "encoder.num_layers", self.num_layers, "0 or more")
         for name in ("num_heads", "feedforward_ratio"):
             _require(getattr(self, name) >= 1, f"encoder.{name}", getattr(self, name), "at least 1")

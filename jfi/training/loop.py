@@ -28,7 +28,8 @@ from jfi.training.interrupt import Interrupted, StopRequest, stop_on_signals
 from jfi.training.metrics import Predictions, normalized_entropy
 from jfi.training.plots import draw_attention, draw_curves
 from jfi.training.ranking import rank_split
-from jfi.training.recorder import Recorder, SilentRecorder, read_metrics
+from jfi.training.recorder import Recorder, SilentRecorder, describe_earlier, parse_metrics, read_metrics
+from jfi.training.run_data import name_data
 from jfi.training.run_folder import RunFolder
 from jfi.training.state import RunState
 
@@ -81,10 +82,15 @@ class Trainer(RunState):
     def fit(self, run: RunFolder) -> Result:
         """Trains to the end, tests the best epoch and draws the plots."""
         progress, world = self.progress, self.world
+        data = world.on_first(lambda: name_data(run))
+        if finished := self._finished():
+            self._say(f"nothing to train: {finished} in {run.config} and use --config-changed accept")
+        else:
+            self._say(describe_earlier(world.on_first(lambda: self._log_so_far(run)), data))
         # Run the backward on this thread. Waking autograd's thread and waiting for it in every step costs the host more
         # than launching the kernels for short histories.
         with (
-            self._recorder(run) as recorder,
+            self._recorder(run, data) as recorder,
             stop_on_signals() as stop,
             torch.autograd.set_multithreading_enabled(False),
             # torch's Adagrad makes a sparse tensor of a sparse gradient. Its indices are valid and need no check;
@@ -103,6 +109,7 @@ class Trainer(RunState):
             test, speed = self._evaluate("test", run, stop)
             recorder.metrics("test", progress.best_epoch, progress.step, test, speed)
         log = world.on_first(lambda: read_metrics(run.metrics))
+        self._say(describe_earlier(log, data))
         world.on_first(lambda: draw_curves(log, self.config.training.monitor, run.curves))
         if self.config.model.pooling == "attention":
             if self.pipeline is not None:
@@ -113,18 +120,32 @@ class Trainer(RunState):
         validation = {name: math.nan if validation[name] is None else validation[name] for name in test}
         return Result(str(run.path), progress.best_epoch, progress.epoch, validation, test, progress.train_seconds)
 
-    def _recorder(self, run: RunFolder) -> Recorder | SilentRecorder:
+    def _recorder(self, run: RunFolder, data: str) -> Recorder | SilentRecorder:
         if not self.world.is_first:
             return SilentRecorder()
-        return Recorder(run, self.progress.log_length, self.progress.step)
+        return Recorder(run, self.progress.log_length, self.progress.step, data)
+
+    def _log_so_far(self, run: RunFolder) -> list[dict]:
+        """The lines of metrics.jsonl that belong to the progress."""
+        if not self.progress.log_length:
+            return []
+        return parse_metrics(run.metrics, run.metrics.read_bytes()[: self.progress.log_length])
+
+    def _say(self, line: str | None) -> None:
+        if line is not None and self.world.is_first:
+            print(line, flush=True)
 
     def _make_pipeline(self) -> TrainPipelineSparseDist:
         return TrainPipelineSparseDist(self.model, self.optimizer, self.device, custom_model_fwd=self._forward)
 
-    def _finished(self) -> bool:
+    def _finished(self) -> str | None:
+        """Why there is nothing to train, and which field to change; None if there is."""
         progress, training = self.progress, self.config.training
-        stale = progress.epoch - progress.best_epoch
-        return progress.epoch >= training.epochs or (training.patience is not None and stale >= training.patience)
+        if progress.epoch >= training.epochs:
+            return f"epoch {progress.epoch} was the last one; for more, raise training.epochs"
+        if training.patience is not None and progress.epoch - progress.best_epoch >= training.patience:
+            return f"training.patience has ended the run after epoch {progress.epoch}; for more, raise it"
+        return None
 
     def _train_epoch(self, run: RunFolder, recorder: Recorder, stop: StopRequest) -> None:
         progress, training = self.progress, self.config.training

@@ -1,9 +1,10 @@
 """Plots of a run: the curves of its metrics, and the attention of a few test samples."""
 
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 
+import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -16,6 +17,7 @@ from jfi.data.config import HISTORY
 from jfi.files import writing_file
 from jfi.models import SequenceDLRM
 from jfi.training.fonts import DEFAULT, Fonts, find_fonts
+from jfi.training.recorder import DATA
 
 _SPLIT_COLORS = {"train": "#9ab3c9", "validation": "#0b5394", "test": "#cc4125"}
 _PANELS = 4
@@ -30,15 +32,18 @@ _SPANS = (("years", 31_557_600), ("days", 86_400), ("hours", 3_600), ("minutes",
 def draw_curves(log: list[dict], monitor: str, path: Path) -> None:
     """Plots loss, NE, AUC and AUC per user over the epochs, with the best epoch and its test metrics, as a PNG.
 
-    Where another metric selects the best epoch, it takes the place of AUC per user.
+    Where another metric selects the best epoch, it takes the place of AUC per user. A dotted line is where the data has
+    changed.
 
     Args:
         log: the lines of metrics.jsonl.
         monitor: the metric that selected the best epoch.
         path: the file to write.
     """
-    last, test = [record for record in log if record["split"] == "validation"][-1], log[-1]
-    steps_per_epoch = last["step"] / last["epoch"]
+    ends, test = [record for record in log if record["split"] == "validation"], log[-1]
+    # Each epoch has its own number of steps: data that has grown, or another batch size, changes it.
+    steps, epochs = ([0, *(end[key] for end in ends)] for key in ("step", "epoch"))
+    changed = [a["epoch"] for a, b in pairwise(ends) if a.get(DATA, b.get(DATA)) != b.get(DATA)]
     titles = {"loss": "loss (nats)", "ne": "normalized entropy", "auc": "AUC", "user_auc": "AUC per user"}
     if monitor not in titles:
         del titles["user_auc"]
@@ -48,16 +53,18 @@ def draw_curves(log: list[dict], monitor: str, path: Path) -> None:
         for split, marker in (("train", ""), ("validation", "o")):
             records = [r for r in log if r["split"] == split and r.get(metric) is not None]
             if records:
-                x, y = [r["step"] / steps_per_epoch for r in records], [r[metric] for r in records]
+                x, y = np.interp([r["step"] for r in records], steps, epochs), [r[metric] for r in records]
                 marker = marker or ("." if len(x) == 1 else "")  # a line needs two points
                 axes.plot(x, y, color=_SPLIT_COLORS[split], marker=marker, markersize=5, label=split)
         axes.axvline(test["epoch"], color="0.8", linestyle="--", zorder=0)
+        for number, epoch in enumerate(changed):
+            axes.axvline(epoch, color="0.5", linestyle=":", zorder=0, label="" if number else "data changed")
         if test[metric] is not None:
             label = f"test {test[metric]:.4f}"
             star = {"color": _SPLIT_COLORS["test"], "markersize": 14, "label": label, "zorder": 1.5}  # behind the lines
             axes.plot(test["epoch"], test[metric], "*", **star)
         axes.set(title=title, xlabel="epoch")
-        axes.set_xlim(0, last["epoch"] * 1.03)
+        axes.set_xlim(0, epochs[-1] * 1.03)
         low, high = axes.get_ylim()
         if high - low < _LEAST_SPAN:
             axes.set_ylim((low + high - _LEAST_SPAN) / 2, (low + high + _LEAST_SPAN) / 2)

@@ -12,6 +12,8 @@ from jfi.training.run_folder import RunFolder
 
 #: The key of a line's speed; all other values of a line are the same in every repetition of a run.
 SPEED = "samples_per_second"
+#: The key that names a line's data, see `jfi.training.run_data.name_data`.
+DATA = "data"
 
 
 class Recorder:
@@ -23,13 +25,14 @@ class Recorder:
         run: the run folder.
         length: bytes of metrics.jsonl to keep.
         step: TensorBoard's events from this step on are discarded.
+        data: names the data that the metrics are of; each line has it.
     """
 
-    def __init__(self, run: RunFolder, length: int, step: int):
+    def __init__(self, run: RunFolder, length: int, step: int, data: str):
         # Imported here: it takes seconds, and faults in the input should be reported before.
         from torch.utils.tensorboard import SummaryWriter
 
-        self._path = run.metrics
+        self._path, self._data = run.metrics, data
         run.metrics.touch()
         self._file = run.metrics.open("r+b")
         self._digest = hashlib.sha256(self._file.read(length))
@@ -47,7 +50,7 @@ class Recorder:
     def metrics(self, split: str, epoch: int, step: int, metrics: dict[str, float], speed: float) -> None:
         """Appends a line; a metric that is not finite becomes null. `speed` is in samples a second."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        record = {"split": split, "epoch": epoch, "step": step, **finite, SPEED: round(speed, 1)}
+        record = {"split": split, "epoch": epoch, "step": step, **finite, SPEED: round(speed, 1), DATA: self._data}
         line = (json.dumps(record) + "\n").encode()
         with naming(self._path):
             self._file.write(line)
@@ -108,3 +111,18 @@ def parse_metrics(path: Path, content: bytes) -> list[dict]:
             raise ConfigError(f"{path}:{number}: damaged, not a line of metrics")
         records.append(record)
     return records
+
+
+def describe_earlier(log: list[dict], data: str) -> str | None:
+    """A line about the epochs that were validated on other data than `data`, None if there are none.
+
+    Example:
+        >>> log = [{"split": "validation", "epoch": epoch, "data": name} for epoch, name in enumerate("aab", 1)]
+        >>> print(describe_earlier(log, "b"))
+        the data has changed: the metrics of epochs 1, 2 are of the data before, not comparable with others or a test
+    """
+    epochs = [str(line["epoch"]) for line in log if line["split"] == "validation" and line.get(DATA, data) != data]
+    if not epochs:
+        return None
+    which = f"epoch{'s' * (len(epochs) > 1)} {', '.join(epochs)}"
+    return f"the data has changed: the metrics of {which} are of the data before, not comparable with others or a test"

@@ -5,6 +5,7 @@ fingerprint.json                     the fingerprint of the data and of its spli
 """
 
 import dataclasses
+import hashlib
 from collections.abc import Iterator
 from typing import Literal
 
@@ -24,7 +25,8 @@ DataChanged = Literal["refuse", "accept"]
 
 
 def save_data(run: RunFolder, dataset: InteractionDataset, config: Config) -> None:
-    """Writes the folder, completely or not at all."""
+    """Writes the summary and the folder, each completely or not at all."""
+    _save_summary(run, dataset)
     fingerprint = Fingerprint.of(dataset, config.data).text()
     with writing_folder(run.data) as unfinished:
         dataset.schema.write(unfinished)
@@ -50,7 +52,7 @@ def load_data(run: RunFolder, config: Config, world: World, changed: DataChanged
         config: its config.
         world: the processes that call this together.
         changed: "refuse" raises an error if the data is not the data that the run was started with; "accept" goes on
-            with it, and remembers it.
+            with it, prints its summary, and remembers both.
 
     Raises:
         ConfigError: the data has changed.
@@ -83,6 +85,11 @@ def describe_batches(run: RunFolder, config: Config) -> dict[str, object]:
         "training.batch_size": training.batch_size,
         "training.seed": training.seed,
     }
+
+
+def name_data(run: RunFolder) -> str:
+    """A short name of the data that the run goes on with: other data has another name."""
+    return hashlib.sha256((run.data / NAME).read_bytes()).hexdigest()[:8]
 
 
 def _check_prepared(run: RunFolder, config: Config) -> None:
@@ -122,4 +129,13 @@ def _compare(run: RunFolder, config: Config, dataset: InteractionDataset, change
         data = f"the data {named}" if named else "the data"
         advice = "restore it, or go on with --data-changed accept"
         raise ConfigError(f"--resume {run.path}: {data} has changed: {changes}; {advice}")
+    # The fingerprint last: killed before, the run asks again.
+    _save_summary(run, dataset)
     now.save(path)
+    if dataset.summary is not None:
+        print(dataset.summary, flush=True)
+
+
+def _save_summary(run: RunFolder, dataset: InteractionDataset) -> None:
+    if dataset.summary is not None:
+        dataset.summary.save(run.summary)

@@ -11,6 +11,7 @@ attention.png   the attention of a few test samples, unless none of them has a h
 .lock           held by the process that writes the run, see `jfi.training.run_lock`
 """
 
+import tempfile
 from datetime import datetime
 from pathlib import Path
 
@@ -80,3 +81,13 @@ def check_new(path: Path) -> None:
     begun = {LOCK, unfinished_name(RunFolder(path).config).name}
     if path.exists() and (not path.is_dir() or any(entry.name not in begun for entry in path.iterdir())):
         raise ConfigError(f"training.run_dir: {path} is not empty; name a new folder, or continue with --resume {path}")
+
+
+def check_writable(path: Path) -> None:
+    """Raises OSError, which names the folder, if `path`, or the folder to make it in, takes no file."""
+    folder = next(one for one in (path, *path.absolute().parents) if one.is_dir())
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(folder)) from error

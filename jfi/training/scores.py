@@ -200,7 +200,7 @@ def labeled_rows(parts: ScoringParts, config: DataConfig) -> np.ndarray:
     if not len(rows) and config.label is None:
         raise DataError("no row to evaluate has an item that training knows")
     if not len(rows):
-        raise DataError(f"no row to evaluate has a label: label '{config.label}'")
+        raise DataError(parts.no_label or f"no row to evaluate has a label: label '{config.label}'")
     return rows
 
 

@@ -15,9 +15,10 @@ from jfi.training.distributed import World, join_world
 from jfi.training.loop import Result, Trainer
 from jfi.training.progress import check_config
 from jfi.training.run_data import DataChanged, describe_batches, load_data, save_data
-from jfi.training.run_folder import RunFolder, check_new, new_run_dir
+from jfi.training.run_folder import RunFolder, check_new, check_writable, new_run_dir
 from jfi.training.run_lock import writing_run
 from jfi.training.shared_data import load_shared
+from jfi.training.warm_start import check_warm_start
 
 
 def train(config: Config, dataset: InteractionDataset | None = None) -> Result:
@@ -31,6 +32,7 @@ def train(config: Config, dataset: InteractionDataset | None = None) -> Result:
 
     Raises:
         ConfigError, DataError: a fault in the config or the data; nothing has been written.
+        OSError: the folder cannot be written.
         FloatingPointError: the loss is not finite.
         Interrupted: SIGINT or SIGTERM; the state has been saved.
     """
@@ -41,8 +43,8 @@ def train(config: Config, dataset: InteractionDataset | None = None) -> Result:
     run_dir = config.training.run_dir
     with join_world(config.training.device) as world:
         begun = world.launched and world.on_first(lambda: RunFolder.holds(config))
-        if not begun and run_dir is not None:
-            world.on_first(lambda: check_new(Path(run_dir)))
+        if not begun:
+            world.on_first(lambda: _check_before_reading(config))
         if begun:
             run = RunFolder(Path(run_dir))
             with writing_run(run.path, world):
@@ -96,10 +98,17 @@ def resume(
         return _continue(run, config, world, data_changed, dataset)
 
 
+def _check_before_reading(config: Config) -> None:
+    """Checks what can be checked of a new run before the tables are read, which may take long."""
+    if config.training.run_dir is not None:
+        check_new(Path(config.training.run_dir))
+    check_writable(Path(config.training.run_dir or new_run_dir()))
+    if config.training.warm_start is not None:
+        check_warm_start(config.training.warm_start, config)
+
+
 def _create(config: Config, path: Path, dataset: InteractionDataset) -> RunFolder:
     run = RunFolder.create(config, path)
-    if dataset.summary is not None:
-        dataset.summary.save(run.summary)
     save_data(run, dataset, config)
     return run
 

@@ -12,8 +12,9 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from jfi.data import DataSchema
 from jfi.data.schema import as_array
+from jfi.models import SequenceDLRM
 from jfi.training.build import build_model, shards_of, table_configs
-from jfi.training.config import ConfigError
+from jfi.training.config import Config, ConfigError
 from jfi.training.saved_run import BestEpoch
 
 #: Where a row of a table has no row in the other run.
@@ -47,10 +48,7 @@ def warm_start(
     """
     best = BestEpoch.of(path, "training.warm_start: run")
     _check_keys(path, schema, best.schema)
-    with torch.device("meta"):
-        model = build_model(best.config.model, best.config.encoder, best.schema, torch.device("meta"))
-    there = {config.name: name for name, config in table_configs(model).items()}
-    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    _, shapes, there = _meta_model(best.config, best.schema)
     _check_shapes(path, state, tables, shapes, there)
 
     dense = {name: torch.empty(shapes[name]) for name in state if name not in tables}
@@ -72,6 +70,27 @@ def warm_start(
             found = values[rows[known], column : column + shard.shape[1]]
             shard[known.to(shard.device)] = found.to(shard.device, shard.dtype)
     return copied
+
+
+def check_warm_start(path: str | Path, config: Config) -> None:
+    """Checks what the config alone tells of a warm start, before any table is read; `warm_start` checks the rest.
+
+    Raises:
+        ConfigError, DataError: as `warm_start`.
+    """
+    best = BestEpoch.of(path, "training.warm_start: run")
+    _, shapes, there = _meta_model(best.config, best.schema)
+    # With the schema of the other run the models differ where the sections `model` and `encoder` do.
+    model, _, _ = _meta_model(config, best.schema)
+    _check_shapes(path, model.state_dict(), table_configs(model), shapes, there)
+
+
+def _meta_model(config: Config, schema: DataSchema) -> tuple[SequenceDLRM, dict[str, tuple[int, ...]], dict[str, str]]:
+    """The model of a config without memory, the shapes of its parameters, and by table the name of its parameter."""
+    with torch.device("meta"):
+        model = build_model(config.model, config.encoder, schema, torch.device("meta"))
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    return model, shapes, {table.name: name for name, table in table_configs(model).items()}
 
 
 def _sources(table: BaseEmbeddingConfig, schema: DataSchema, other: DataSchema) -> np.ndarray:

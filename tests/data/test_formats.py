@@ -199,6 +199,10 @@ def test_damaged_parquet(tmp_path):
     table = pa.table({"x": [str(i) for i in range(1000)]})
     pa.parquet.write_table(table, path, write_page_checksum=True, compression="none")
     content = bytearray(path.read_bytes())
+    for size in (4, 5, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:size])
+        kind = "a damaged Parquet file, or one that " if size == 4 else "an incomplete Parquet file: its end is missing"
+        assert fault(lambda: read_table(str(path), ["x"])).startswith(f"r.parquet: {kind}")
     content[len(content) // 3] ^= 1
     path.write_bytes(content)
     assert fault(lambda: read_table(str(path), ["x"])).startswith("r.parquet: a damaged Parquet file, or one that ")

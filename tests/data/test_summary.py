@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jfi.data import DataConfig, load_dataset
+from jfi.data.prepare import prepare_dataset
 
 DAY = 86_400
 
@@ -84,12 +85,36 @@ def test_columns_that_change_from_row_to_row_are_warned_of(write):
     assert warning.startswith("'city' changes for 1 of 4 users from row to row; every sample has the value of the user")
     (warning,) = load(write, table, item_categorical=["tag"], separators={"tag": "t"}).warnings
     assert warning.startswith("'tag' changes for 5 of 5 items from row to row")
-    table[20][5], table[21][5] = "a", ""  # a missing value is another one too
+    table[0][5], table[4][5], table[20][5] = "", "b", "a"  # the first row of user 0 has no city, the others have two
     (warning,) = load(write, table, user_categorical=["city"]).warnings
     assert warning.startswith("'city' changes for 1 of 4 users")
     # With a table of users there is one value.
     users = write("u.csv", "user_id,city", *(f"{i},a" for i in range(4)))
     assert load(write, table, user_categorical=["city", "user_id"], users=users).warnings == []
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_missing_value_is_no_change(write, tmp_path, prepared):
+    table = [[*row, "x|y", str(i % 4)] for i, row in enumerate(rows())]
+    names = ["city", "tags", "price"]
+    for i, column in ((0, 5), (5, 5), (1, 6), (6, 6), (2, 7), (7, 7)):  # first rows of users, and later ones
+        table[i][column] = ""
+    path = tmp_path / "r.csv"
+
+    def warnings() -> list[str]:
+        columns = "user_id,item_id,timestamp,liked,tag,city,tags,price"
+        path.write_text("\n".join([columns, *(",".join(row) for row in table)]) + "\n")
+        fields = {"user_categorical": names[:2], "user_dense": names[2:], "separators": {"tags": "|"}}
+        config = DataConfig(interactions=str(path), label="liked", **fields)
+        if prepared:
+            folder = tmp_path / f"prepared{len(list(tmp_path.iterdir()))}"
+            prepare_dataset(config, folder)
+            config = DataConfig(prepared=str(folder))
+        return [one.split(" from")[0] for one in load_dataset(config).summary.warnings]
+
+    assert warnings() == []
+    table[8][5], table[9][6], table[10][7] = "b", "x", "7"
+    assert warnings() == [f"'{name}' changes for 1 of 4 users" for name in names]
 
 
 def test_labels_that_are_nearly_constant_are_warned_of(write):

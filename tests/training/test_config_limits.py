@@ -119,6 +119,15 @@ def test_limits_of_data(option, settings, accepted, refused):
             DataConfig(interactions="r.csv", **settings, **{option: value}).check()
 
 
+@pytest.mark.parametrize(("kind", "section"), [(ModelConfig, "model"), (EncoderConfig, "encoder")])
+def test_an_unknown_bias_is_refused(kind, section):
+    known = "null or one of position, weights, history_age"
+    with pytest.raises(ConfigError, match=rf"^{section}\.bias: got 'history_ago', must be {known}$"):
+        kind(bias="history_ago")
+    for bias in (None, "position", "weights", "history_age"):
+        assert kind(bias=bias).bias == bias
+
+
 @pytest.mark.parametrize("name", ["num_users", "num_items", "num_categories", "mean_length"])
 def test_limits_of_synthetic_data(name):
     for value in (1, MANY):

@@ -18,6 +18,7 @@ from jfi.training.build import build_model
 from jfi.training.distributed import World
 from jfi.training.loop import Trainer
 from jfi.training.recorder import SPEED, read_metrics
+from jfi.training.run_data import save_data
 from jfi.training.run_folder import RunFolder
 from jfi.training.scores import scored
 
@@ -125,8 +126,10 @@ def slow_run(tmp_path_factory):
         patched.setattr("sys.stderr", err)
         for name in ("draw_curves", "draw_attention"):
             patched.setattr(f"jfi.training.loop.{name}", lambda *_: None)
-        trainer = Trainer(config, load_dataset(config.data), World(), clock=lambda: next(seconds))
-        trainer.fit(RunFolder.create(config))
+        dataset, run = load_dataset(config.data), RunFolder.create(config)
+        save_data(run, dataset, config)
+        trainer = Trainer(config, dataset, World(), clock=lambda: next(seconds))
+        trainer.fit(run)
     return path, err.getvalue()
 
 

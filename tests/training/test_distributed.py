@@ -40,6 +40,7 @@ from jfi.training.distributed import World, join_world
 from jfi.training.loop import Trainer
 from jfi.training.metrics import METRICS
 from jfi.training.recorder import read_metrics
+from jfi.training.run_data import save_data
 from jfi.training.run_folder import RunFolder
 from jfi.training.saved_run import load_run
 from jfi.training.sharding import _plan, check_sharded
@@ -366,10 +367,12 @@ def test_both_collections_are_pipelined_and_the_losses_stay(folder, alone, one_l
     monkeypatch.setattr(Batch, "pin_memory", lambda batch: batch)
     config = tiny(folder, "pipelined")
     with join_world("cpu") as world:
-        trainer = Trainer(config, load_dataset(config.data), world)
+        dataset, run = load_dataset(config.data), RunFolder.create(config)
+        save_data(run, dataset, config)
+        trainer = Trainer(config, dataset, world)
         trainer.pipeline = trainer._make_pipeline()
         with without_pictures():
-            trainer.fit(RunFolder.create(config))
+            trainer.fit(run)
         names = {id(module): name for name, module in trainer.model.module.named_modules()}
         pipelined = {names[id(module)] for module in trainer.pipeline._pipelined_modules}
     assert pipelined == {"embedding_bag_collection", "embedding_collection"}

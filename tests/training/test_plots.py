@@ -131,3 +131,27 @@ def test_the_curves_show_the_metric_that_selects(tmp_path, monkeypatch, monitor,
     log = [{"split": split, "epoch": 1, "step": 9, **metrics} for split in ("validation", "test")]
     draw_curves(log, monitor, tmp_path / "curves.png")
     assert [axes.get_title() for axes in figures[0].axes][1:] == ["normalized entropy", "AUC", last]
+
+
+def test_the_points_of_epochs_with_different_numbers_of_steps_are_at_their_epochs(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr("jfi.training.plots.Figure", lambda **k: figures.append(Figure(**k)) or figures[-1])
+    metrics = {name: 0.5 for name in ("loss", "ne", "auc", "user_auc")}
+    steps = [("train", 1, 5), ("train", 1, 10), ("validation", 1, 10), ("train", 2, 20), ("train", 2, 40)]
+    steps += [("validation", 2, 40), ("test", 2, 40)]
+    log = [{"split": split, "epoch": epoch, "step": step, **metrics} for split, epoch, step in steps]
+    draw_curves(log, "auc", tmp_path / "curves.png")
+    x = {line.get_label(): list(line.get_xdata()) for line in figures[0].axes[0].lines}
+    assert x["validation"] == [1, 2]
+    assert x["train"] == pytest.approx([0.5, 1, 1 + 1 / 3, 2])
+
+
+def test_a_dotted_line_is_where_the_data_has_changed(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr("jfi.training.plots.Figure", lambda **k: figures.append(Figure(**k)) or figures[-1])
+    metrics = {name: 0.5 for name in ("loss", "ne", "auc", "user_auc")}
+    lines = [("validation", 1, "a"), ("validation", 2, "a"), ("validation", 3, "b"), ("test", 3, "b")]
+    log = [{"split": split, "epoch": epoch, "step": epoch, "data": data, **metrics} for split, epoch, data in lines]
+    draw_curves(log, "auc", tmp_path / "curves.png")
+    (line,) = [line for line in figures[0].axes[0].lines if line.get_label() == "data changed"]
+    assert list(line.get_xdata()) == [2, 2]

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -177,6 +178,9 @@ def test_a_table_without_labels_is_scored(run, folder, tmp_path, wanted):
     path.write_text("\n".join(lines) + "\n")
     assert_scores(run.predict(path), wanted)
     unscored = dataclasses.replace(run, model=torch.nn.Linear(1, 1))  # the labels are looked at before the model runs
+    with pytest.raises(DataError, match=f"^{re.escape(str(path))}: no column 'clicked', which the label needs$"):
+        unscored.evaluate(path)
+    write_table(path, [["" if i == 3 else value for i, value in enumerate(row(j))] for j in range(300)])
     with pytest.raises(DataError, match="no row to evaluate has a label: label 'clicked'"):
         unscored.evaluate(path)
 

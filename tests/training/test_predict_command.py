@@ -62,6 +62,20 @@ def test_the_command_writes_scores_and_metrics(folder, run, tmp_path, monkeypatc
     assert pa.parquet.read_table(tmp_path / "again.parquet").column_names == [*KEYS, "score", "probability"]
 
 
+def test_the_table_is_straight_in_a_terminal_and_its_heads_are_whole():
+    names = ["loss", "ne", "auc", "user_auc", "mean_label", "mean_prediction", "calibration", "ndcg@10_full"]
+    record = {"samples": 1_234_567, **dict.fromkeys(names, 0.5), "auc": None}
+    values = ["phone", "手机", "カナ", "e\u0301te\u0301", "平板电脑" * 9, "two\nlines", None]
+    groups = [{"value": value, **record} for value in values]
+    table = runpy.run_path(str(ROOT / "examples/predict.py"))["table"]
+    head, *lines = table({"overall": record, "by": {"设备": groups}}).splitlines()
+    assert head.split() == ["samples", *names] and len(lines) == 1 + len(values)
+    wide = "设备手机カナ平板电脑"
+    for line in lines:
+        cells = sum(0 if c == "\u0301" else 2 if c in wide else 1 for c in line)
+        assert (cells, line.split()[-9:]) == (len(head), ["1,234,567", "0.5000", "0.5000", "-", *["0.5000"] * 5])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -15,6 +15,7 @@ from worker import without_pictures
 
 from jfi.data import DataConfig, DataError, load_dataset
 from jfi.data.prepare import prepare_dataset
+from jfi.data.summary import Summary
 from jfi.training import ConfigError, OptimizerConfig, resume, train
 from jfi.training.cli import load_config, run_cli, save_config
 from jfi.training.recorder import read_metrics
@@ -169,9 +170,37 @@ def test_resume_goes_on_with_changed_data_where_it_is_accepted(copied, monkeypat
         command = ["train_dlrm.py", "--resume", str(copied / "run"), "--config-changed", "accept", *options]
         monkeypatch.setattr(sys, "argv", command)
         assert run_cli(script) == code, capsys.readouterr().err
+    out = capsys.readouterr().out
+    summary = Summary.load(copied / "run/summary.json")
+    assert out.count("data: 300 rows, 7 users") == 1 and str(summary) in out and summary.rows == 300
+    # Once before the training on the new data, and at the end of this and of any later resume.
+    assert out.count("the metrics of epochs 1, 2 are of the data before") == 3
     # The third epoch was on the new rows, with the old vocabulary; what is accepted once is not refused again.
     assert [r["epoch"] for r in read_metrics(copied / "run/metrics.jsonl") if r["split"] == "validation"] == [1, 2, 3]
     assert (copied / "run/data/vocabularies.parquet").read_bytes() == vocabularies
+
+
+def test_a_finished_run_says_that_there_is_nothing_to_train_and_which_metrics_are_of_earlier_data(copied, capsys):
+    resume(copied / "run")
+    out = capsys.readouterr().out
+    assert "nothing to train: epoch 2 was the last one; for more, raise training.epochs in " in out
+    assert "the data before" not in out
+    edit_rows(lambda rows: rows[:150])(copied)
+    resume(copied / "run", data_changed="accept")
+    out = capsys.readouterr().out
+    assert out.count("nothing to train") == out.count("the metrics of epochs 1, 2 are of the data before") == 1
+    log = read_metrics(copied / "run/metrics.jsonl")
+    assert log[-1]["data"] != log[0]["data"]
+
+
+def test_a_run_that_patience_has_ended_names_it(trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("jfi.training.metrics.auc", lambda *_: 0.5)
+    train(config_of(trained / "table.csv", tmp_path / "run", epochs=5, patience=1))
+    assert "nothing to train" not in capsys.readouterr().out
+    assert resume(tmp_path / "run").epochs == 2
+    assert "nothing to train: training.patience has ended the run after epoch 2; for more, raise it in " in (
+        capsys.readouterr().out
+    )
 
 
 @pytest.fixture

@@ -1,9 +1,11 @@
 """What a saved run writes besides its results."""
 
+import logging
 import tempfile
 
 import pyarrow.parquet
 import pytest
+import torch.fx._symbolic_trace
 from own_table import config_of, row, write_table
 from worker import without_pictures
 
@@ -37,3 +39,11 @@ def test_one_row_is_scored(folder, tmp_path):
     whole = run.predict(folder / "table.csv")
     one = run.predict(tmp_path / "one.csv")
     assert one.column("score").to_pylist() == pytest.approx(whole.column("score").to_pylist()[:1], abs=1e-6)
+
+
+def test_torch_warns_in_python_of_nothing_that_users_cannot_change(folder, caplog):
+    torch.fx._symbolic_trace.is_fx_tracing_warning.cache_clear()  # it is logged once per process
+    load_run(folder / "run").predict(folder / "table.csv")
+    torch.fx._symbolic_trace.is_fx_tracing_warning()
+    logging.getLogger("torch.fx._symbolic_trace").warning("another")
+    assert [record.message for record in caplog.records if record.name.startswith("torch.fx")] == ["another"]

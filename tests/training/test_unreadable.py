@@ -14,6 +14,7 @@ from jfi.data import DataConfig, DataSchema, SyntheticConfig, load_dataset
 from jfi.data.prepare import prepare_dataset
 from jfi.data.readers import read_table
 from jfi.data.table_blocks import read_blocks
+from jfi.training import train
 from jfi.training.cli import load_config, run_cli, save_config
 from jfi.training.config import Config
 
@@ -117,6 +118,19 @@ def test_a_file_that_may_not_be_read_is_a_fault_of_the_storage(case, tmp_path, c
 def test_a_file_that_does_not_exist_is_wrong_input(name, tmp_path, capsys):
     assert run_cli(lambda: read(tmp_path / name)) == 2
     assert capsys.readouterr().err == f"error: {tmp_path / name}: no such file or directory\n"
+
+
+@pytest.mark.parametrize("name", ["", "runs/new"])
+def test_a_place_for_a_run_that_may_not_be_written_is_named_before_the_tables_are_read(name, tmp_path, capsys):
+    folder = tmp_path / "read-only"
+    folder.mkdir(mode=0o500)
+    config = Config(DataConfig(interactions="no table")).with_training(run_dir=str(folder / name))
+    with without_override():
+        assert run_cli(lambda: train(config)) == 3
+    assert capsys.readouterr().err == f"error: {folder}: Permission denied\n"
+    config = config.with_training(run_dir=str(tmp_path / "other"))
+    assert run_cli(lambda: train(config)) == 2
+    assert not (tmp_path / "other").exists()
 
 
 def test_an_io_error_is_a_fault_of_the_storage(tmp_path, capsys):

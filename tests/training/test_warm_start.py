@@ -127,6 +127,14 @@ def test_a_run_that_does_not_fit_is_refused_in_one_line_and_nothing_is_written(o
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(("section", "name", "value"), [("model", "embedding_dim", 16), ("encoder", "num_layers", 1)])
+def test_another_model_is_refused_before_the_tables_are_read(old, tmp_path, section, name, value):
+    config = config_of(tmp_path / "no table", tmp_path / "run", warm_start=str(old))
+    setattr(getattr(config, section), name, value)
+    with pytest.raises(ConfigError, match=r"^training\.warm_start: "):
+        train(config)
+
+
 def test_a_warm_run_that_died_before_its_first_checkpoint_begins_warm(old, tmp_path, monkeypatch):
     config = config_of(old.parent / "table.csv", tmp_path / "run", epochs=1, warm_start=str(old))
     begun = []
