@@ -124,9 +124,9 @@ def test_scores_are_never_held_as_a_whole(right):
         offsets = offsets_of(lengths, CPU)
         query = torch.randn(sum(lengths), 1, 8)
         with LargestTensor() as largest:
-            inputs = query, query, None, offsets, offsets, None
-            out, lse = jagged_attention.forward(*inputs, 0.3, None, right)
-            jagged_attention.backward(out, None, *inputs, out, lse, 0.3, None, right)
+            inputs = query, query, None, offsets, offsets, *(None,) * 5
+            out, lse = jagged_attention.forward(*inputs, 0.3, None, right, False)
+            jagged_attention.backward(out, None, *inputs, out, lse, 0.3, None, right, False)
         assert largest.elements <= 2**20
 
 

@@ -123,7 +123,9 @@ def _load_stats(more, stage, row, end, own_row, work_tile, kv_head, SPEC: gl.con
 
 @gluon.jit
 def _produce(own, other, statistics, tail_bar, schedule, SPEC: gl.constexpr):
-    pipeline.produce_pairs(own, other, tail_bar, statistics, schedule, SECOND_COUNTER, _locate, _load_stats, 2, SPEC)
+    pipeline.produce_pairs(
+        own, other, tail_bar, statistics, schedule, SECOND_COUNTER, _locate, _load_stats, True, 2, SPEC
+    )
 
 
 @gluon.jit
