@@ -192,6 +192,15 @@ def target_attention(
     return segment_sum(weights[..., None] * values[:, None], offsets).to(query.dtype)
 
 
+def ages(query_time: Tensor, key_time: Tensor) -> Tensor:
+    """Ages of keys, 0 for those not older than the query: int64, which ends at 2^63 - 1, or float64."""
+    if query_time.is_floating_point():
+        return (query_time - key_time).clamp(min=0)
+    age = query_time.long() - key_time.long()
+    overflows = (age < 0) & (query_time > key_time)
+    return age.masked_fill(overflows, torch.iinfo(torch.int64).max).clamp(min=0)
+
+
 def jagged_attention(
     query: Tensor,
     key: Tensor,
@@ -231,7 +240,7 @@ def jagged_attention(
     if right is not None:
         hidden = hidden | (ahead > right)
     row_offsets = pairs.row_offsets(rows)
-    age = None if times is None else times[0][pairs.left] - times[1][pairs.right]
+    age = None if times is None else ages(times[0][pairs.left], times[1][pairs.right])
     # How many events lie between a query and a key, which counts: 0 is a query's own position, 1 the newest older key.
     distance = -ahead
     if age is not None and not causal:

@@ -33,8 +33,7 @@ def bucket_edges(
     begin = torch.zeros_like(end) if max_visible is None else (end - max_visible).clamp(min=0)
     least = torch.ones((), dtype=torch.int64, device=device) << torch.arange(num_buckets - 1, device=device)
     if by_time:
-        limit = query_time[:, None] - least.to(query_time.dtype if query_time.is_floating_point() else torch.int64)
-        inner = _count(key_time, start, count, lambda times: times <= limit, rows, num_buckets - 1)
+        inner = _count(key_time, start, count, lambda times: _is_aged(query_time, times, least), rows, num_buckets - 1)
     else:
         inner = newest[:, None] - least + 1
     inner = torch.minimum(inner.clamp(min=0), end[:, None])
@@ -44,6 +43,13 @@ def bucket_edges(
     buckets = torch.searchsorted(descending, edges.neg().contiguous(), right=True)
     edges = edges * MOST_BUCKETS + torch.where(edges > 0, buckets, 0)
     return torch.cat([edges, begin[:, None]], 1).int()
+
+
+def _is_aged(query_time: Tensor, times: Tensor, least: Tensor) -> Tensor:
+    """Whether the ages of times [R, N - 1] are at least ``least`` [N - 1]."""
+    if times.is_floating_point():
+        return query_time[:, None] - times >= least  # the age itself, rounded as wherever a bucket is computed
+    return times <= query_time[:, None] - least  # where an age may exceed 64 bits
 
 
 def _count(key_time: Tensor, start: Tensor, count: Tensor, is_before, rows: int, width: int) -> Tensor:

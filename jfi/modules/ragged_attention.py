@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from jfi import reference
 from jfi.modules import inputs as group_inputs
 from jfi.modules.inputs import GroupInputs
 from jfi.modules.projections import linear, project_events
@@ -153,8 +154,7 @@ def attention_weights(
     added = group_inputs.key_bias(inputs, None if is_relative else bucket_bias, num_heads, history.dtype)
     added = None if added is None else added[event]
     if candidates.times is not None:
-        times = [x if x.is_floating_point() else x.long() for x in (candidates.times, candidates.event_times)]
-        age = times[0][candidate] - times[1][event]
+        age = reference.ages(candidates.times[candidate], candidates.event_times[event])
         visible = age > 0
         seen = torch.zeros_like(lengths).index_add_(0, candidate, visible.to(lengths.dtype))
         distance = seen[candidate] - place

@@ -304,14 +304,13 @@ def _prepare(
         num_buckets = 1 if table is None else table.shape[0]
         offsets, times = (query_offsets.contiguous(), key_offsets.contiguous()), (query_time, key_time)
         times = (None if x is None else x.contiguous() for x in times)
-        finds = "triton" if impl == "triton" else "torch"
         arguments = (*offsets, *times, rows, causal, max_visible, num_buckets, position_bias is None)
         if not has_times and _is_exported(query, impl):
             from jfi.cpu import bucket_edges as plain  # without times a few operations of PyTorch
 
             edges = plain.bucket_edges(*arguments)
         else:
-            edges = bucket_edges(*arguments, finds)
+            edges = bucket_edges(*arguments, impl)
         window = (None, None)
     elif max_visible is not None:
         window = (max_visible - 1, 0)

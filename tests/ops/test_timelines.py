@@ -1,5 +1,7 @@
 """Jagged attention by time: what a query sees, the bias by age or distance, and their gradients, on every path."""
 
+import math
+
 import pytest
 import torch
 from ops.budget import compare
@@ -252,3 +254,58 @@ def test_the_same_inputs_give_the_same_bits(impl, device):
         )
         runs.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(
+    ("dtype", "query_time", "key_time"),
+    [
+        # In float64 -0.9 - 1 is -1.9, but -0.9 + 1.9 is less than 1.
+        (torch.float64, [-0.9, 3.1], [-5.0, -1.9, -1.1, 2.1]),
+        (torch.int32, [-5, 2**31 - 5], [-(2**31), -6, 2**31 - 9]),
+        # The oldest integer, by which other libraries mark a time that is missing.
+        (torch.int64, [1_700_000_000, 1_700_000_001], [-(2**63), 1_600_000_000, 1_700_000_000]),
+    ],
+)
+def test_ages_that_round_or_overflow(dtype, query_time, key_time, impl, device):
+    query_time, key_time = (torch.tensor(x, dtype=dtype, device=device) for x in (query_time, key_time))
+    query = torch.randn(len(query_time), 2, 16, device=device)
+    key = torch.randn(len(key_time), 1, 16, device=device)
+    time_bias = torch.randn(64, 2, device=device)
+    offsets = [torch.tensor([0, len(x)], device=device) for x in (query, key)]
+
+    # The plain formula in the integers and floats of Python.
+    bucket = [
+        [min(max(math.frexp(t - k)[1] if t > k else 0, 0), 63) for k in key_time.tolist()] for t in query_time.tolist()
+    ]
+    scores = torch.einsum("qhd,kd->qhk", query, key[:, 0]) / 4 + time_bias[torch.tensor(bucket)].transpose(1, 2)
+    scores = scores.masked_fill((key_time >= query_time[:, None])[:, None], -torch.inf)
+    expected = torch.einsum("qhk,kd->qhd", scores.softmax(2), key[:, 0])
+
+    times = {"query_time": query_time, "key_time": key_time, "time_bias": time_bias}
+    out = jfi.ops.jagged_attention(query, key, query_offsets=offsets[0], key_offsets=offsets[1], impl=impl, **times)
+    plain, _ = reference.jagged_attention(
+        query, key, None, *offsets, False, None, None, 0.25, (query_time, key_time), time_bias=time_bias
+    )
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(plain, expected)
+
+
+def test_a_key_that_is_younger_than_a_causal_query_has_the_first_bucket():
+    query, key, time_bias = torch.randn(2, 1, 8), torch.randn(3, 1, 8), torch.randn(8, 1)
+    offsets, times = (torch.tensor([0, 2]), torch.tensor([0, 3])), (torch.tensor([10, 20]), torch.tensor([5, 90, 95]))
+    out = jfi.ops.jagged_attention(
+        query,
+        key,
+        query_offsets=offsets[0],
+        key_offsets=offsets[1],
+        causal=True,
+        query_time=times[0],
+        key_time=times[1],
+        time_bias=time_bias,
+        scale=1.0,
+    )
+    plain, _ = reference.jagged_attention(query, key, None, *offsets, True, None, None, 1.0, times, time_bias=time_bias)
+    scores = query[0, 0] @ key[:2, 0].T + time_bias[torch.tensor([3, 0]), 0]
+    torch.testing.assert_close(out[0, 0], scores.softmax(0) @ key[:2, 0])
+    torch.testing.assert_close(plain, out)

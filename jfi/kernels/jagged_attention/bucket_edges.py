@@ -49,14 +49,17 @@ def bucket_edges_kernel(
         time = tl.load(query_time_ptr + query, mask=mask, other=0)
         if time.dtype.is_int():
             time = time.to(tl.int64)
-        limit = time[:, None] - least[None, :].to(time.dtype)
         top = found + count[:, None]
         while tl.max(tl.max(top - found, 1)) > 0:
             middle = (found + top) // 2
             searches = found < top
             at = key_time_ptr + start[:, None] + middle
             key_time = tl.load(at, mask=searches, other=0).to(time.dtype)
-            before = tl.where((column == 0)[None, :], key_time < time[:, None], key_time <= limit) & searches
+            if time.dtype.is_int():  # an age may exceed 64 bits
+                is_aged = key_time <= time[:, None] - least[None, :]
+            else:  # the age itself, rounded as in `bucket_of`
+                is_aged = time[:, None] - key_time >= least[None, :].to(time.dtype)
+            before = tl.where((column == 0)[None, :], key_time < time[:, None], is_aged) & searches
             found, top = tl.where(before, middle + 1, found), tl.where(before | (found >= top), top, middle)
     if IS_CAUSAL:
         end = (query - tl.load(query_offsets_ptr + low + 1, mask=mask, other=0)).to(tl.int32) + 1 + count
@@ -74,6 +77,8 @@ def bucket_edges_kernel(
     times = (query_time_ptr if BY_TIME else None, key_time_ptr if BY_TIME else None)
     before = mask[:, None] & (found > 0)
     bucket = bucket_of(times, query[:, None], end[:, None], start[:, None], found - 1, before, NUM_BUCKETS, IS_CAUSAL)
+    # Never a bucket behind the edge, whatever the times: loops over buckets end because each edge leads to a later one.
+    bucket = tl.maximum(bucket, column[None, :])
     found = found * MOST_BUCKETS + tl.where(before, bucket, 0)
     found = tl.where((column == NUM_BUCKETS)[None, :], begin[:, None], found)
     to = edges_ptr + query[:, None] * (NUM_BUCKETS + 1) + column[None, :]
