@@ -50,13 +50,22 @@ class Statistics(NamedTuple):
 
 
 @gluon.jit
+def _wide(time):
+    """Integers in 64 bits, so that a difference of two of 32 bits does not overflow."""
+    if time.dtype.is_int():
+        return time.to(gl.int64)
+    else:
+        return time
+
+
+@gluon.jit
 def _key_clock(times, k_start, num_keys, key, newest):
     """The clock of keys of a sample; of those behind its last, the last's.  newest: of the work tile."""
     _query_time_ptr, key_time_ptr = times
     key = gl.minimum(key, num_keys - 1)
     if key_time_ptr is not None:
         start = key_time_ptr + k_start.to(gl.int64)
-        return (gl.load(start + key) - gl.load(start + newest)).to(gl.float64)
+        return (_wide(gl.load(start + key)) - _wide(gl.load(start + newest))).to(gl.float64)
     else:
         return (key - newest).to(gl.float64)
 
@@ -66,7 +75,7 @@ def _query_clock(times, query, end, k_start, newest, mask, SPEC: gl.constexpr):
     query_time_ptr, key_time_ptr = times
     if query_time_ptr is not None:
         time = gl.load(query_time_ptr + query, mask=mask, other=0)
-        return (time - gl.load(key_time_ptr + k_start.to(gl.int64) + newest)).to(gl.float64)
+        return (_wide(time) - _wide(gl.load(key_time_ptr + k_start.to(gl.int64) + newest))).to(gl.float64)
     else:
         return (end - SPEC.is_causal - newest).to(gl.float64)
 
