@@ -1,6 +1,7 @@
 """Kernels run on the GPU where there is one, else through Triton's interpreter, chosen before they are defined."""
 
 import os
+import signal
 
 import torch
 
@@ -8,6 +9,10 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
+
+# A shell starts what runs in the background with Ctrl-C ignored, which tests of it and their processes would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
