@@ -673,7 +673,7 @@ def plan_jagged_attention(x: JaggedAttentionInputs, impl: str, device: Device | 
     aligned = (query.data_ptr() | key.data_ptr() | (0 if value is None else value.data_ptr())) % 16 == 0
     refusal = sm90_refusal(problem, query_rows, num_keys, scale, aligned)
     if refusal is None and x.bias is not None and x.edges is not None:
-        refusal = "a bias by key beside times"
+        refusal = "a bias by key beside times or a bias by bucket"
     if refusal is None and JAGGED_FAMILY != "jagged_triton":
         return _plan_sm90(problem, _is_short(problem, key_offsets.shape[0] - 1, num_keys), x.table is not None)
     return _plan_jagged_triton(problem, refusal or "overridden by JAGGED_FAMILY")

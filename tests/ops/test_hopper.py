@@ -17,7 +17,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 import jfi.ops
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.jagged_attention import sm90_primitives
-from jfi.plan import A100, H200, JaggedAttentionInputs, plan_jagged_attention
+from jfi.kernels.target_attention import launch as target_attention
+from jfi.plan import (
+    A100,
+    H200,
+    JaggedAttentionInputs,
+    TargetAttentionInputs,
+    plan_jagged_attention,
+    plan_target_attention,
+)
 
 
 def test_the_kernels_compile():
@@ -52,6 +60,25 @@ def test_one_schedule_serves_both_kernels_of_self_attention(monkeypatch):
     assert launches == [*forward, dquery, "_schedule_kernel", dkey]
 
 
+@pytest.mark.parametrize("value", ["own", "shared"])
+def test_target_attention_hands_many_queries_to_them(monkeypatch, value):
+    """Each gradient comes back in its place; the kernels themselves do not run."""
+    launches = []
+    monkeypatch.setattr(Launcher, "__call__", lambda self, *args: launches.append(self.kernel.fn.__name__))
+    query, key = torch.randn(600, 256, 2, 64).half(), torch.randn(1200, 2, 64).half()
+    own = torch.randn(1200, 2, 64).half() if value == "own" else None
+    bias = torch.randn(1200, 2).half()
+    x = TargetAttentionInputs(query, key, own, torch.arange(601) * 2, bias, None, None, None, 0.125, None)
+    plan = plan_target_attention(x, "triton", H200)
+    assert plan.family == "jagged_sm90", plan
+    out, lse = target_attention.forward(x, plan)
+    assert (out.shape, lse.shape) == (query.shape, query.shape[:3])
+    grads = target_attention.backward(torch.randn_like(out), x, out, lse, plan)
+    shapes = [None if grad is None else grad.shape for grad in grads]
+    assert shapes == [query.shape, key.shape, None if own is None else own.shape, bias.shape, None]
+    assert sum("sm90" in name for name in launches) == 3
+
+
 def plan_of(query, key, value=None, key_bias=None, scale=None, device=H200, **times):
     offsets = torch.tensor([0, query.shape[0]])
     rest = {"query_offsets": offsets, "key_bias": key_bias, "scale": scale, "device": device} | times
@@ -72,7 +99,7 @@ def plan_of(query, key, value=None, key_bias=None, scale=None, device=H200, **ti
         ("narrow value", "keys and values are not both 64 or 128 wide"),
         ("scale 0", "scale is at most 1e-30"),
         ("times", None),
-        ("times and a bias by key", "a bias by key beside times"),
+        ("times and a bias by key", "a bias by key beside times or a bias by bucket"),
         ("scale -1", "scale is at most 1e-30"),
         ("A100", "no Hopper GPU or no Gluon"),
     ],

@@ -43,8 +43,8 @@ def backward(
         from jfi.kernels.jagged_attention import launch as jagged_attention
 
         grad, out, lse = (y.flatten(0, 1) for y in (grad, out, lse))
-        dquery, *others = jagged_attention.backward(grad, None, _as_jagged(x), out, lse, chosen)
-        return dquery.view_as(x.query), *others, None
+        dquery, dkey, dvalue, dbias, _ = jagged_attention.backward(grad, None, _as_jagged(x), out, lse, chosen)
+        return dquery.view_as(x.query), dkey, dvalue, dbias, None
     return (few_bwd if chosen.family == "target_few" else many_bwd).backward(grad, x, out, lse, chosen)
 
 
@@ -53,4 +53,6 @@ def _as_jagged(x: TargetAttentionInputs) -> JaggedAttentionInputs:
     batch, num_queries = x.query.shape[:2]
     query_offsets = torch.arange(0, (batch + 1) * num_queries, num_queries, device=x.query.device)
     rows = x.query.flatten(0, 1)
-    return JaggedAttentionInputs(rows, x.key, x.value, query_offsets, x.offsets, x.bias, x.scale, None, None)
+    tensors = (rows, x.key, x.value, query_offsets, x.offsets, x.bias)
+    no_edges = dict.fromkeys(("edges", "table", "query_time", "key_time"))
+    return JaggedAttentionInputs(*tensors, **no_edges, scale=x.scale, left=None, right=None, is_causal=False)
