@@ -241,7 +241,7 @@ def jagged_attention(
         hidden = hidden | (ahead > right)
     row_offsets = pairs.row_offsets(rows)
     age = None if times is None else ages(times[0][pairs.left], times[1][pairs.right])
-    # How many events lie between a query and a key, which counts: 0 is a query's own position, 1 the newest older key.
+    # 0 for the key at a causal query's own position; without causal, 1 for the newest key that is older than the query.
     distance = -ahead
     if age is not None and not causal:
         hidden = age <= 0

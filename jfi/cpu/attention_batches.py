@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from jfi.cpu.blocks import Shapes, widen
+from jfi.plan import JaggedAttentionInputs
 
 #: The most elements of a batch of samples, operands and scores: 1 MB of float32, so that it stays in the L2 cache.
 BATCH_ELEMENTS = 2**18
@@ -63,28 +64,12 @@ def take(x: Tensor, index: Tensor) -> Tensor:
 
 
 class Problem:
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor | None,
-        query_offsets: Tensor,
-        key_offsets: Tensor,
-        bias: Tensor | None,
-        edges: Tensor | None,
-        table: Tensor | None,
-        _query_time: Tensor | None,
-        _key_time: Tensor | None,
-        scale: float,
-        left: int | None,
-        right: int | None,
-        _is_causal: bool,
-    ):
-        self.num_heads, self.num_kv_heads = query.shape[1], key.shape[1]
-        self.query, self.key, self.value, self.bias = query, key, value, bias
-        self.edges, self.table = edges, table
-        self.scale, self.left, self.right = scale, left, right
-        self.offsets = query_offsets.long(), key_offsets.long()
+    def __init__(self, x: JaggedAttentionInputs):
+        self.num_heads, self.num_kv_heads = x.query.shape[1], x.key.shape[1]
+        self.query, self.key, self.value, self.bias = x.query, x.key, x.value, x.bias
+        self.edges, self.table = x.edges, x.table
+        self.scale, self.left, self.right = x.scale, x.left, x.right
+        self.offsets = x.query_offsets.long(), x.key_offsets.long()
         self.query_heads = torch.arange(self.num_heads).view(self.num_kv_heads, -1)
         self.key_heads = torch.arange(self.num_kv_heads)[:, None]
 

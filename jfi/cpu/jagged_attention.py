@@ -82,12 +82,12 @@ def _flash_backward(
 
 
 @torch.autocast("cpu", enabled=False)
-def forward(query: Tensor, key: Tensor, value: Tensor | None, *rest) -> tuple[Tensor, Tensor]:
-    """Arguments and results as those of the launcher in jfi/kernels/jagged_attention."""
-    problem = Problem(query, key, value, *rest)
-    out = query.new_zeros(*query.shape[:2], (key if value is None else value).shape[2])
-    lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32))
-    is_flash = cpu_flash_refusal(JaggedAttentionInputs(query, key, value, *rest)) is None
+def forward(x: JaggedAttentionInputs) -> tuple[Tensor, Tensor]:
+    """Results as those of the launcher in jfi/kernels/jagged_attention."""
+    problem = Problem(x)
+    out = x.query.new_zeros(*x.query.shape[:2], (x.key if x.value is None else x.value).shape[2])
+    lse = x.query.new_full(x.query.shape[:2], -torch.inf, dtype=torch.promote_types(x.query.dtype, torch.float32))
+    is_flash = cpu_flash_refusal(x) is None
     for queries, keys in problem.batches(is_flash):
         (_flash_forward if is_flash else bmm_forward)(problem, queries, keys, out, lse)
     return out, lse
@@ -95,34 +95,18 @@ def forward(query: Tensor, key: Tensor, value: Tensor | None, *rest) -> tuple[Te
 
 @torch.autocast("cpu", enabled=False)
 def backward(
-    grad: Tensor,
-    dlse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    query_offsets: Tensor,
-    key_offsets: Tensor,
-    bias: Tensor | None,
-    edges: Tensor | None,
-    table: Tensor | None,
-    query_time: Tensor | None,
-    key_time: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    *rest,
+    grad: Tensor, dlse: Tensor | None, x: JaggedAttentionInputs, out: Tensor, lse: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Arguments and results as those of the launcher in jfi/kernels/jagged_attention."""
-    tensors = (query, key, value, query_offsets, key_offsets, bias, edges, table, query_time, key_time)
-    inputs = JaggedAttentionInputs(*tensors, *rest)
-    problem = Problem(*inputs)
-    results = [None if x is None else torch.zeros_like(x) for x in (query, key, value, bias)]
-    results.append(None if table is None else torch.zeros_like(table, dtype=lse.dtype))  # a sum over all batches
-    is_flash = dlse is None and cpu_flash_refusal(inputs) is None
+    problem = Problem(x)
+    results = [None if y is None else torch.zeros_like(y) for y in (x.query, x.key, x.value, x.bias)]
+    results.append(None if x.table is None else torch.zeros_like(x.table, dtype=lse.dtype))  # a sum over all batches
+    is_flash = dlse is None and cpu_flash_refusal(x) is None
     for queries, keys in problem.batches(is_flash):
         if is_flash:
             _flash_backward(problem, queries, keys, grad, out, lse, results)
         else:
             bmm_backward(problem, queries, keys, grad, dlse, out, lse, results)
-    if table is not None:
-        results[-1] = results[-1].to(table.dtype)
+    if x.table is not None:
+        results[-1] = results[-1].to(x.table.dtype)
     return tuple(results)

@@ -14,6 +14,7 @@ from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingColle
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jfi.modules.sequence_configs import FeatureGroup, KeyBias, SequenceFeatureConfig, TimeBias, WeightBias
+from jfi.times import check_ascending
 
 if TYPE_CHECKING:
     from jfi.modules.ragged_targets import RaggedTargets
@@ -211,19 +212,8 @@ def check_times(name: str, times: JaggedTensor, first: JaggedTensor, rows: str =
             f"{name} must hold times of shape [{'S' if rows == 'events' else 'R'}], int32, int64 or float64{because}, "
             f"got {values.dtype} of shape {list(values.shape)}"
         )
-    if not contents_are_free(values) or not values.numel():
-        return
-    if values.is_floating_point() and not values.isfinite().all():
-        raise ValueError(f"{name} must be finite, got {values[~values.isfinite()][0].item()}")
-    falls = values[1:] < values[:-1]
-    starts = first.offsets()[1:-1].long()
-    falls[starts[(starts > 0) & (starts < values.size(0))] - 1] = False  # between samples
-    if falls.any():
-        at = int(falls.nonzero()[0])
-        raise ValueError(
-            f"{name} must not decrease within a sample, "
-            f"got {values[at].item()} then {values[at + 1].item()} at {rows[:-1]} {at + 1}"
-        )
+    if contents_are_free(values) and values.numel():
+        check_ascending(name, values, first.offsets(), rows[:-1])
 
 
 def check_aligned(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from jfi.context import is_traced
 from jfi.plan import interprets
+from jfi.times import check_ascending
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 IMPLEMENTATIONS = ("auto", "triton", "torch")
@@ -220,17 +221,8 @@ def check_times(
         check_size(name, time.shape[0], count, what)
         if time.device != key.device:
             raise ValueError(f"{name} must be on the device of key, {key.device}, got {time.device}")
-        if not _may_read(time) or time.numel() == 0:
-            continue
-        if time.is_floating_point() and not bool(time.isfinite().all()):
-            raise ValueError(f"{name} must be finite, got {float(time[~time.isfinite()][0])}")
-        falls = time[1:] < time[:-1]
-        inner = offsets[1:-1].long()
-        falls[inner[(inner > 0) & (inner < time.shape[0])] - 1] = False  # between samples
-        if bool(falls.any()):
-            at = int(falls.nonzero()[0])
-            got = f"{time[at].item()} then {time[at + 1].item()} at entry {at + 1}"
-            raise ValueError(f"{name} must not decrease within a sample, got {got}")
+        if _may_read(time) and time.numel():
+            check_ascending(name, time, offsets, "entry")
     if query_time.dtype != key_time.dtype:
         raise TypeError(f"key_time must have the dtype of query_time, {query_time.dtype}, got {key_time.dtype}")
 

@@ -58,14 +58,13 @@ def _forward(
     impl: str,
 ) -> tuple[Tensor, Tensor]:
     tensors = (query, key, value, query_offsets, key_offsets, bias, edges, table, query_time, key_time)
-    inputs = (*tensors, scale, left, right, is_causal)
+    x = JaggedAttentionInputs(*tensors, scale, left, right, is_causal)
     if impl == "torch":
         from jfi.cpu import jagged_attention
 
-        return jagged_attention.forward(*inputs)
+        return jagged_attention.forward(x)
     from jfi.kernels.jagged_attention import launch
 
-    x = JaggedAttentionInputs(*inputs)
     return launch.forward(x, plan_jagged_attention(x, impl))
 
 
@@ -98,15 +97,14 @@ def _backward(
 ) -> list[Tensor]:
     grad, dlse = aligned(grad), None if dlse is None else dlse.contiguous()
     tensors = (query, key, value, query_offsets, key_offsets, bias, edges, table, query_time, key_time)
-    window = (left, right, is_causal)
+    x = JaggedAttentionInputs(*tensors, scale, left, right, is_causal)
     if impl == "torch":
         from jfi.cpu import jagged_attention
 
-        grads = jagged_attention.backward(grad, dlse, *tensors, out, lse, scale, *window)
+        grads = jagged_attention.backward(grad, dlse, x, out, lse)
     else:
         from jfi.kernels.jagged_attention import launch
 
-        x = JaggedAttentionInputs(*tensors, scale, *window)
         grads = launch.backward(grad, dlse, x, out, lse, plan_jagged_attention(x, impl))
     return [x for x in grads if x is not None]
 
@@ -294,7 +292,7 @@ def _prepare(
         check_times(query_time, key_time, query_offsets, key_offsets, rows, key)
     _check_relative(causal, window_size, max_visible, has_times, time_bias, position_bias)
     edges = None
-    if has_times or table is not None:
+    if (has_times or table is not None) and not (impl == "torch" and query.is_cuda):  # the plain formula needs none
         if isinstance(key.shape[0], int) and key.shape[0] >= MOST_KEYS:
             raise ValueError(
                 f"key must have fewer than {MOST_KEYS} rows with times or a bias by bucket, got {key.shape[0]}"

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import jfi.ops
 from jfi import reference
+from jfi.plan import JaggedAttentionInputs
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -124,9 +125,9 @@ def test_scores_are_never_held_as_a_whole(right):
         offsets = offsets_of(lengths, CPU)
         query = torch.randn(sum(lengths), 1, 8)
         with LargestTensor() as largest:
-            inputs = query, query, None, offsets, offsets, *(None,) * 5
-            out, lse = jagged_attention.forward(*inputs, 0.3, None, right, False)
-            jagged_attention.backward(out, None, *inputs, out, lse, 0.3, None, right, False)
+            x = JaggedAttentionInputs(query, query, None, offsets, offsets, *(None,) * 5, 0.3, None, right, False)
+            out, lse = jagged_attention.forward(x)
+            jagged_attention.backward(out, None, x, out, lse)
         assert largest.elements <= 2**20
 
 

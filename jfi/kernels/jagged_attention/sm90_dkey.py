@@ -30,7 +30,8 @@ def _locate(work_tile, schedule, WARP_GROUPS: gl.constexpr, BLOCK_M: gl.constexp
 class Statistics(NamedTuple):
     """What consumers need of each tile of query rows, in shared memory, and where it comes from.
 
-    Buckets follow from clocks, float64: times, or places among the keys, less that of the work tile's newest key.
+    Buckets follow from clocks in float64: floating times as they are, integer times less that of the work tile's newest
+    key, or places among the keys less that key's.
     """
 
     stats_ptr: object
@@ -50,10 +51,10 @@ class Statistics(NamedTuple):
 
 
 @gluon.jit
-def _wide(time):
-    """Integers in 64 bits, so that a difference of two of 32 bits does not overflow."""
+def _since(time, start):
+    """The clock of a time: an integer less ``start``, a difference that float64 holds up to 2^53."""
     if time.dtype.is_int():
-        return time.to(gl.int64)
+        return (time.to(gl.int64) - start).to(gl.float64)
     else:
         return time
 
@@ -64,8 +65,8 @@ def _key_clock(times, k_start, num_keys, key, newest):
     _query_time_ptr, key_time_ptr = times
     key = gl.minimum(key, num_keys - 1)
     if key_time_ptr is not None:
-        start = key_time_ptr + k_start.to(gl.int64)
-        return (_wide(gl.load(start + key)) - _wide(gl.load(start + newest))).to(gl.float64)
+        first = key_time_ptr + k_start.to(gl.int64)
+        return _since(gl.load(first + key), gl.load(first + newest))
     else:
         return (key - newest).to(gl.float64)
 
@@ -74,8 +75,8 @@ def _key_clock(times, k_start, num_keys, key, newest):
 def _query_clock(times, query, end, k_start, newest, mask, SPEC: gl.constexpr):
     query_time_ptr, key_time_ptr = times
     if query_time_ptr is not None:
-        time = gl.load(query_time_ptr + query, mask=mask, other=0)
-        return (_wide(time) - _wide(gl.load(key_time_ptr + k_start.to(gl.int64) + newest))).to(gl.float64)
+        start = gl.load(key_time_ptr + k_start.to(gl.int64) + newest)
+        return _since(gl.load(query_time_ptr + query, mask=mask, other=0), start)
     else:
         return (end - SPEC.is_causal - newest).to(gl.float64)
 
