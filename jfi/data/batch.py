@@ -1,5 +1,6 @@
 """A batch of samples in the form that TorchRec's models and train pipelines take."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -7,6 +8,8 @@ from torch import Tensor, nn
 from torch.fx._symbolic_trace import PHWithMeta
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
+
+from jfi.timelines import Timelines
 
 
 @dataclass
@@ -20,6 +23,9 @@ class Batch(Pipelineable):
             keys. These are aligned: they have the same lengths, and the oldest event comes first.
         labels: `[B]` float32, 0 or 1.
         users: `[B]` int64, the sample's user, for metrics by user; not an input of the model.
+        samples: `[B]` int64, the samples by their place in the split.
+        total: samples of the batch on all ranks.
+        timelines: None for a batch by sample. By user the samples of a timeline are neighbours, in the order of time.
 
     For two samples, one with a history of two events and one without events::
 
@@ -31,26 +37,41 @@ class Batch(Pipelineable):
         # "history_genres_1"  [4, 0]     []
         # "history_rating"    [5, 1]     []
         # "history_age"       [17, 9]    []         buckets of ages from 2**16 s and from 2**8 s on
+
+    By user the U timelines come first in the user and `history_*` keys, whose places U to B stay empty, and ages follow
+    from the times of `timelines`. For two samples of a user, of which the second also sees event 3::
+
+        # "item"              [3]        [8]
+        # "history_item"      [5, 2, 3]  []
     """
 
     dense_features: Tensor
     sparse_features: KeyedJaggedTensor
     labels: Tensor
     users: Tensor
+    samples: Tensor
+    total: int
+    timelines: Timelines | None = None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
-        return Batch(
-            dense_features=self.dense_features.to(device, non_blocking=non_blocking),
-            sparse_features=self.sparse_features.to(device, non_blocking=non_blocking),
-            labels=self.labels.to(device, non_blocking=non_blocking),
-            users=self.users.to(device, non_blocking=non_blocking),
-        )
+        return self._map(lambda one: one.to(device, non_blocking=non_blocking))
 
     def record_stream(self, stream: torch.Stream) -> None:
-        self.dense_features.record_stream(stream)
-        self.sparse_features.record_stream(stream)
-        self.labels.record_stream(stream)
-        self.users.record_stream(stream)
+        for one in self._tensors():
+            one.record_stream(stream)
+
+    def pin_memory(self) -> "Batch":
+        return self._map(lambda one: one.pin_memory())
+
+    def _tensors(self) -> list[Tensor | KeyedJaggedTensor]:
+        times = self.timelines
+        of_times = [] if times is None else [times.row_offsets, times.row_times, times.event_times]
+        return [self.dense_features, self.sparse_features, self.labels, self.users, self.samples, *of_times]
+
+    def _map(self, change: Callable) -> "Batch":
+        dense, sparse, labels, users, samples, *of_times = map(change, self._tensors())
+        times = self.timelines and Timelines(*of_times, self.timelines.max_events)
+        return Batch(dense, sparse, labels, users, samples, self.total, times)
 
     def to_proxy_tuple(self, model: nn.Module) -> dict[str, PHWithMeta]:
         """Tells TorchRec's train pipelines which field a model's argument of the same name comes from.
@@ -58,13 +79,5 @@ class Batch(Pipelineable):
         A pipeline traces the model's forward and reads the ids of the next batch from it. It assumes one argument, the
         batch, unless the batch has this method. A forward(batch) ignores the names.
         """
-        names = ("dense_features", "sparse_features")
+        names = ("dense_features", "sparse_features", "timelines")
         return {name: PHWithMeta(ph_key=name) for name in names}
-
-    def pin_memory(self) -> "Batch":
-        return Batch(
-            dense_features=self.dense_features.pin_memory(),
-            sparse_features=self.sparse_features.pin_memory(),
-            labels=self.labels.pin_memory(),
-            users=self.users.pin_memory(),
-        )

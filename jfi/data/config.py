@@ -14,6 +14,7 @@ from jfi.suggest import suggest
 
 AGE = "age"
 HISTORY = "history_"
+Batching = Literal["sample", "user"]
 #: The settings that name tables.
 FILES = ("interactions", "users", "items", "validation", "test")
 _MAX_COUNT = 2**31 - 1
@@ -79,6 +80,11 @@ class DataConfig:
         fractions: for training, validation and test: of the labeled rows with `split: time`, of the users with
             `split: user`.
         max_history: the number of newest events that a history keeps. The model's features get it as `max_seqlen`.
+        batching: "sample" gives every sample of a batch a history of its own. With "user" the samples of a user share
+            one timeline, which is looked up and moved once for all of them, and each sample sees of it what its own
+            history would have: the same predictions, in a fraction of the time where users have many samples.
+        max_timeline: with `batching: user`, the most events of a user in a batch, at least `max_history`; a user with
+            more continues in another batch. None means 4 times `max_history`.
         max_slots: values of a multi-valued column that an event keeps, under the keys `history_<column>_0`, `_1`, ...
         num_quantiles: number of quantiles of an `event_dense` column.
         num_age_buckets: number of ids of `history_age`, which is 1 + floor(log2(age of the event in seconds)).
@@ -101,8 +107,8 @@ class DataConfig:
         history: a rule such as `action == click`, of the form of a label's: only rows where it holds are events of
             histories. Other rows are samples, if they have a label. None means that every row is an event.
         prepared: folder that `examples/prepare_data.py` wrote. It replaces the tables, and the settings of this section
-            are those that it was prepared with, but for `max_history`, `negatives`, `eval_negatives` and
-            `unknown_share`, which are the run's own.
+            are those that it was prepared with, but for `max_history`, `max_timeline`, `batching`, `negatives`,
+            `eval_negatives` and `unknown_share`, which are the run's own.
     """
 
     source: Literal["table", "synthetic"] = "table"
@@ -126,6 +132,8 @@ class DataConfig:
     split: Literal["time", "leave_one_out", "user", "column", "files"] = "time"
     fractions: list[float] = field(default_factory=lambda: [0.8, 0.1, 0.1])
     max_history: int = 200
+    batching: Batching = "sample"
+    max_timeline: int | None = None
     max_slots: int = 8
     num_quantiles: int = 16
     num_age_buckets: int = 32
@@ -144,6 +152,11 @@ class DataConfig:
     event_crosses: list[list[str]] = field(default_factory=list)
     eval_negatives: int = 100
     prepared: str | None = None
+
+    @property
+    def timeline(self) -> int:
+        """The most events of a timeline in a batch by user."""
+        return 4 * self.max_history if self.max_timeline is None else self.max_timeline
 
     def crosses(self) -> dict[str, list[str]]:
         """The columns of each cross of events, by the name of the cross."""
@@ -184,6 +197,9 @@ class DataConfig:
             if not 1 <= getattr(self, name) <= _MAX_COUNT:
                 bound = "at least 1" if getattr(self, name) < 1 else f"at most {_MAX_COUNT}"
                 raise DataError(f"data.{name} is {getattr(self, name)}; it must be {bound}")
+        if self.max_timeline is not None and not self.max_history <= self.max_timeline <= _MAX_COUNT:
+            bounds = f"from data.max_history, {self.max_history}, to {_MAX_COUNT}"
+            raise DataError(f"data.max_timeline is {self.max_timeline}; it must be {bounds}, or null")
         check_encoding(self.encoding)
         for name in ("num_users", "num_items", "num_categories", "mean_length"):
             if not 1 <= getattr(self.synthetic, name) <= _MAX_COUNT:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,15 +11,18 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jfi.data.batch import Batch
 from jfi.data.candidates import Candidates, Kind
+from jfi.data.chunks import ChunkOrder, Chunks, cut, timelines
 from jfi.data.columns import Categorical, ranges
+from jfi.data.config import Batching
 from jfi.data.events import Events
 from jfi.data.negatives import NegativeSampler
-from jfi.data.order import Shuffled
+from jfi.data.order import Part, SampleOrder, Shuffled
 from jfi.data.schema import DataSchema
 from jfi.data.summary import Summary
 from jfi.data.unknown import UnknownIds
 from jfi.encoding import UNKNOWN, age_buckets
 from jfi.suggest import suggest
+from jfi.timelines import Timelines
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,8 @@ class InteractionDataset:
         samples: by split the events that are its samples, ordered by (timestamp, user, item).
         negatives: draws the negatives of implicit feedback; None for a table with labels.
         unknown_share: share of the known ids of a training batch that become 0.
+        batching: whether each sample of a batch has its own history, or the samples of a user share a timeline.
+        max_timeline: the most events of a timeline, at least `schema.max_history`.
     """
 
     def __init__(
@@ -54,6 +60,8 @@ class InteractionDataset:
         samples: dict[str, np.ndarray],
         negatives: NegativeSampler | None,
         unknown_share: float = 0.0,
+        batching: Batching = "sample",
+        max_timeline: int | None = None,
     ) -> None:
         #: Of a prepared dataset, its folder.
         self.folder: Path | None = None
@@ -67,6 +75,8 @@ class InteractionDataset:
         self._samples = samples
         self._negatives = negatives
         self._unknown_share = unknown_share
+        self.batching, self._max_timeline = batching, max_timeline or schema.max_history
+        self._chunks: dict[str, Chunks] = {}
 
     def arrays(self) -> Arrays:
         """The arrays that the batches are made of; not copies."""
@@ -78,9 +88,27 @@ class InteractionDataset:
         """Number of samples of a split, sampled negatives included."""
         return len(self._rows(split)) * self._samples_per_row
 
-    def num_batches(self, split: str, batch_size: int) -> int:
-        """Number of batches of an epoch, the same on every rank."""
-        return -(-self.num_samples(split) // batch_size)
+    def order(
+        self,
+        split: str,
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        epoch: int = 0,
+        batching: Batching | None = None,
+    ) -> SampleOrder | ChunkOrder:
+        """Which samples are in which batch of an epoch; the arguments are those of `batches`."""
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
+        rows = self._rows(split)
+        if (batching or self.batching) == "sample":
+            count = self.num_samples(split)
+            return SampleOrder(count, batch_size, Shuffled(count, seed, epoch) if shuffle else None)
+        if split not in self._chunks:
+            self._chunks[split] = cut(self._events, rows, self.schema.max_history, self._max_timeline)
+        shuffled = partial(Shuffled, seed=seed, epoch=epoch) if shuffle else None
+        return ChunkOrder(self._chunks[split], self._samples_per_row, batch_size, shuffled)
 
     def batches(
         self,
@@ -93,23 +121,26 @@ class InteractionDataset:
         start_batch: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        batching: Batching | None = None,
     ) -> Iterator[Batch]:
         """The batches of one epoch, a pure function of the arguments.
 
         The order and the sampled negatives depend on `seed` and `epoch` only, so `start_batch=n` continues an epoch
-        after n batches. A batch has the same samples for any number of ranks. Each rank gets a contiguous part of it,
-        and the sizes of the parts differ by at most one; with fewer samples than ranks some parts are empty, so that
-        all ranks make the same number of steps.
+        after n batches. A batch has the same samples for any number of ranks. Each rank gets a part of it: of a batch
+        by sample a contiguous one, and their sizes differ by at most one; of a batch by user whole timelines, so that
+        the ranks have about as many events and samples. Some parts may be empty, so that all ranks make the same number
+        of steps.
 
         Args:
             split: "train", "validation" or "test".
-            batch_size: samples per batch, summed over all ranks.
-            shuffle: False gives the order (timestamp, user, item).
+            batch_size: samples per batch, summed over all ranks. By user it is a mean, since timelines are whole.
+            shuffle: False gives the order (timestamp, user, item); by user (user, timestamp, item).
             seed: seed of the order and of the sampled negatives, together with `epoch`.
             epoch: number of the epoch.
             start_batch: number of batches to skip.
             rank: of this process.
             world_size: number of ranks.
+            batching: "sample" or "user"; None means that of the dataset.
 
         Raises:
             ValueError: an unknown split, a batch size below 1, or a rank outside of the world.
@@ -124,20 +155,15 @@ class InteractionDataset:
         """
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}; it must be in [0, world_size = {world_size})")
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
-        count = self.num_samples(split)
-        shuffled = Shuffled(count, seed, epoch) if shuffle else None
-
-        def assemble(first: int) -> Batch:
-            last = min(first + batch_size, count)
-            shared = np.arange(first, last) if shuffled is None else shuffled[first:last]
-            mine = shared[len(shared) * rank // world_size : len(shared) * (rank + 1) // world_size]
-            return self._assemble(*self._draw(split, mine, seed, epoch), mine, unknown)
-
+        order = self.order(split, batch_size, shuffle=shuffle, seed=seed, epoch=epoch, batching=batching)
         unknown = UnknownIds(self._unknown_share, seed, epoch) if split == "train" and self._unknown_share else None
+
+        def assemble(number: int) -> Batch:
+            part = order.part(number, rank, world_size)
+            return self._assemble(part, *self._draw(split, part.samples, seed, epoch), unknown)
+
         # Not a generator function, so that this call reports wrong arguments, and not the first batch.
-        return map(assemble, range(start_batch * batch_size, count, batch_size))
+        return map(assemble, range(start_batch, order.num_batches))
 
     @property
     def is_implicit(self) -> bool:
@@ -162,8 +188,15 @@ class InteractionDataset:
         return Candidates(*positives, self._negatives, kind, num_sampled)
 
     def batch_of(self, rows: np.ndarray, item: np.ndarray) -> Batch:
-        """The interactions `rows [B]` with other targets, `item [B]`; their labels are 0."""
-        return self._assemble(rows, item, np.zeros(len(rows), np.float32))
+        """The interactions `rows [B]` with other targets, `item [B]`; their labels are 0.
+
+        By user, neighbours of the same interaction share its history.
+        """
+        offsets = None
+        if self.batching == "user":
+            offsets = np.append(np.flatnonzero(np.diff(rows, prepend=-1)), len(rows))
+        part = Part(np.arange(len(rows)), len(rows), offsets)
+        return self._assemble(part, rows, item, np.zeros(len(rows), np.float32))
 
     @property
     def _samples_per_row(self) -> int:
@@ -176,7 +209,7 @@ class InteractionDataset:
 
     def _draw(self, split: str, samples: np.ndarray, seed: int, epoch: int) -> tuple[np.ndarray, ...]:
         """The events, the target items and the labels of samples of a split, `[B]` each."""
-        events = self._rows(split)[samples // self._samples_per_row]
+        events = self._rows(split)[samples // self._samples_per_row].astype(np.int64, copy=False)
         item, label = self._events.item[events].astype(np.int64, copy=False), self._events.label[events]
         if self._negatives is not None:
             drawn = np.flatnonzero(samples % self._samples_per_row)
@@ -187,45 +220,63 @@ class InteractionDataset:
 
     def _assemble(
         self,
+        part: Part,
         events: np.ndarray,
         item: np.ndarray,
         label: np.ndarray,
-        samples: np.ndarray | None = None,
         unknown: UnknownIds | None = None,
     ) -> Batch:
-        table = self._events
-        user = table.user[events].astype(np.int64, copy=False)
-        start, history_lengths = table.histories(events, self.schema.max_history)
+        table, max_history = self._events, self.schema.max_history
+        samples, offsets = part.samples, part.offsets
+        if offsets is None:
+            owners, (start, history_lengths) = events, table.histories(events, max_history)
+        else:
+            owners = events[offsets[:-1]]
+            start, history_lengths = timelines(table, owners, events[offsets[1:] - 1], max_history)
         history = ranges(start, history_lengths)
         if table.rows is not None:
             history = table.rows[history].astype(np.int64, copy=False)
         history_item = table.item[history].astype(np.int64, copy=False)  # once for all of its columns
+        user = table.user[events].astype(np.int64, copy=False)
         rows = {
-            ("user", "user"): user,
+            ("user", "user"): user if offsets is None else user[offsets[:-1]],
             ("item", "item"): item,
             ("history", "item"): history_item,
             ("history", "event"): history,
         }
 
-        lengths = np.empty((len(self.features), len(events)), np.int64)
-        for i, (spec, ids) in enumerate(zip(self.features, self._columns, strict=False)):
-            is_history = spec.role == "history"
-            lengths[i] = history_lengths if is_history else ids.counts(rows[spec.role, spec.of])
-        lengths[-1] = history_lengths
+        # A timeline has at least one sample, so its keys have room for as many as there are samples.
+        specs = self.features if offsets is None else self.features[:-1]
+        lengths = np.zeros((len(specs), len(events)), np.int64)
+        for i, (spec, ids) in enumerate(zip(specs, self._columns, strict=False)):
+            of = rows[spec.role, spec.of]
+            counts = history_lengths if spec.role == "history" else ids.counts(of)
+            lengths[i, : len(counts)] = counts
+        if offsets is None:
+            lengths[-1] = history_lengths
         length_per_key = lengths.sum(axis=1)
         ends = np.cumsum(length_per_key)
         values = np.empty(ends[-1], np.int64)
-        for i, (spec, ids) in enumerate(zip(self.features, self._columns, strict=False)):
-            part = values[ends[i] - length_per_key[i] : ends[i]]
-            ids.fill(rows[spec.role, spec.of], part)
+        for i, (spec, ids) in enumerate(zip(specs, self._columns, strict=False)):
+            values_of = values[ends[i] - length_per_key[i] : ends[i]]
+            ids.fill(rows[spec.role, spec.of], values_of)
             if unknown is not None and spec.column in self.schema.encodings.vocabularies:
-                # An event is unknown to all samples of the epoch, and another value of the sample to this one.
-                part[unknown(i, history if spec.role == "history" else np.repeat(samples, lengths[i]))] = UNKNOWN
-        now = np.repeat(table.time[events], history_lengths)
-        values[ends[-1] - length_per_key[-1] :] = age_buckets(now - table.time[history], self.schema.num_age_buckets)
+                # An event is unknown to all samples of the epoch, another value of a sample to this one, and by user a
+                # value of the user to those who share a timeline.
+                own = samples[offsets[:-1]] if offsets is not None and spec.role == "user" else samples
+                place = history if spec.role == "history" else np.repeat(own, lengths[i, : len(own)])
+                values_of[unknown(i, place)] = UNKNOWN
+        times = None
+        if offsets is None:
+            now = np.repeat(table.time[events], history_lengths)
+            ages = age_buckets(now - table.time[history], self.schema.num_age_buckets)
+            values[ends[-1] - length_per_key[-1] :] = ages
+        else:
+            row_times, event_times = (torch.from_numpy(table.time[one]) for one in (events, history))
+            times = Timelines(torch.from_numpy(offsets), row_times, event_times, max_history)
 
         sparse = KeyedJaggedTensor(
-            keys=[spec.key for spec in self.features],
+            keys=[spec.key for spec in specs],
             values=torch.from_numpy(values),
             lengths=torch.from_numpy(lengths.ravel()),
             stride=len(events),
@@ -235,4 +286,5 @@ class InteractionDataset:
         dense = np.concatenate([self._dense_users[user], self._dense_items[item]], axis=1)
         if not self.schema.dense_names:
             dense = np.zeros((len(events), 1), np.float32)
-        return Batch(torch.from_numpy(dense), sparse, torch.from_numpy(label), torch.from_numpy(user))
+        arrays = (label, user, samples)
+        return Batch(torch.from_numpy(dense), sparse, *map(torch.from_numpy, arrays), part.total, times)

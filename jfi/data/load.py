@@ -98,6 +98,8 @@ def build_dataset(columns: Columns, rows: Rows, schema: DataSchema, config: Data
         if config.label is not None
         else NegativeSampler(events, order_by_item(events), items, config.negatives),
         unknown_share=config.unknown_share,
+        batching=config.batching,
+        max_timeline=config.timeline,
     )
     dataset.summary = summarize(dataset, config, columns)
     return dataset
@@ -114,6 +116,8 @@ def build_scoring(
         dense=encode_dense(columns, schema, config),
         samples={"rows": chosen},
         negatives=None,
+        batching=config.batching,
+        max_timeline=config.timeline,
     )
 
 

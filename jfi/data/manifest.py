@@ -16,7 +16,7 @@ from jfi.suggest import suggest
 FORMAT = "jfi prepared dataset 1"
 MANIFEST = "manifest.json"
 #: Settings that are a run's own, since they change no file of a prepared dataset.
-CHOICES = ("max_history", "negatives", "eval_negatives", "unknown_share")
+CHOICES = ("max_history", "max_timeline", "batching", "negatives", "eval_negatives", "unknown_share")
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def prepared_config(folder: str | Path, **choices: float) -> DataConfig:
 
     Args:
         folder: of the dataset.
-        choices: other values of `max_history`, `negatives`, `eval_negatives` and `unknown_share`.
+        choices: other values of `CHOICES`.
 
     Raises:
         DataError: there is no prepared dataset.

@@ -1,4 +1,6 @@
-"""The order of an epoch's samples."""
+"""The order of an epoch's samples, and its batches."""
+
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -50,3 +52,47 @@ class Shuffled:
         for key in self._keys:
             left, right = right, left ^ (mix(right + key) & low)
         return (left << self._half) | right
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rank's part of a batch.
+
+    Args:
+        samples: `[B]` int64, the samples by their place in the split.
+        total: samples of the batch, on all ranks.
+        offsets: `[U + 1]` int64, of a batch by user: the samples of timeline u are `offsets[u]:offsets[u + 1]`.
+    """
+
+    samples: np.ndarray
+    total: int
+    offsets: np.ndarray | None = None
+
+
+class SampleOrder:
+    """An epoch's samples in batches of equal size, but for the last.
+
+    Args:
+        count: number of samples.
+        batch_size: samples of a batch.
+        shuffled: the order of the samples; None for that of the split.
+    """
+
+    def __init__(self, count: int, batch_size: int, shuffled: Shuffled | None) -> None:
+        self._count, self._batch_size, self._shuffled = count, batch_size, shuffled
+
+    @property
+    def num_batches(self) -> int:
+        """Number of batches, the same on every rank."""
+        return -(-self._count // self._batch_size)
+
+    def samples_before(self, batch: int) -> int:
+        """Number of samples of the batches before this one."""
+        return min(batch * self._batch_size, self._count)
+
+    def part(self, batch: int, rank: int, world_size: int) -> Part:
+        """A contiguous part of the batch; the sizes of the ranks' parts differ by at most one."""
+        first, last = self.samples_before(batch), self.samples_before(batch + 1)
+        shared = np.arange(first, last) if self._shuffled is None else self._shuffled[first:last]
+        mine = shared[len(shared) * rank // world_size : len(shared) * (rank + 1) // world_size]
+        return Part(mine, len(shared))

@@ -67,7 +67,8 @@ def open_prepared(config: DataConfig, verify: bool = True) -> InteractionDataset
         by_item = as_numpy(read_arrow(folder / "by_item.arrow")["event"])
         negatives = NegativeSampler(events, by_item, known_items(schema, columns, events), config.negatives)
     dense = tuple(read_dense(tables[of], names) for of, names in dense_names(config).items())
-    dataset = InteractionDataset(events, schema, columns, dense, samples, negatives, config.unknown_share)
+    choices = (config.unknown_share, config.batching, config.timeline)
+    dataset = InteractionDataset(events, schema, columns, dense, samples, negatives, *choices)
     dataset.folder, dataset.summary = folder, _summary(folder, config)
     return dataset
 

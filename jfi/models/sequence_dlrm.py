@@ -13,69 +13,21 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from jfi.models.sequence_arch import SequenceArch
 from jfi.modules import (
     JaggedEncoder,
     JaggedFeatureInteraction,
     JaggedMeanPooling,
     SequenceFeatureConfig,
+    TimeBias,
     inputs,
     validation,
 )
 from jfi.modules.sequence_configs import check_features
-from jfi.ops import jagged_jagged_bmm
 from jfi.scripting import not_scriptable
+from jfi.timelines import Timelines
 
 Pooling = Literal["attention", "mean", "none"]
-
-
-class SequenceArch(nn.Module):
-    """Turns the embeddings that were looked up into the F entries [B, F, embedding_dim] that InteractionArch takes.
-
-    It is a module of its own because TorchRec's train pipelines trace only modules that contain a collection: this one
-    is a leaf of their graph.
-
-    Args:
-        features: the sequence features; empty where histories are not used.
-        single_keys: keys of the EmbeddingCollection's output that become an entry each.
-        embedding_dim: width of every entry.
-        pooling: pools each history to an entry; after an encoder its features are the configs' `encoded()`.
-        encoder: encodes every feature's events before they are pooled, or None.
-    """
-
-    def __init__(
-        self,
-        features: list[SequenceFeatureConfig],
-        single_keys: list[str],
-        embedding_dim: int,
-        pooling: JaggedFeatureInteraction | JaggedMeanPooling | None,
-        encoder: JaggedEncoder | None = None,
-    ) -> None:
-        super().__init__()
-        self.single_keys, self.embedding_dim = single_keys, embedding_dim
-        self.pooling, self.encoder = pooling, encoder
-        # Features whose bias inputs come from the batch's ids.
-        self.features = features if encoder is None else features + encoder.features
-
-    def forward(
-        self, ids: KeyedJaggedTensor, bags: KeyedTensor | None, embeddings: dict[str, JaggedTensor] | None
-    ) -> Tensor:
-        """Entries [B, F, embedding_dim]: those of `bags`, of the single keys of `embeddings`, of the histories."""
-        singles = _single_entries(bags, embeddings, self.single_keys)
-        histories = None
-        if self.pooling is not None:
-            histories = self.pooling(self._sequences(ids, embeddings), singles)
-        return _stack_entries(singles, histories, self.embedding_dim)
-
-    def attention_weights(
-        self, ids: KeyedJaggedTensor, bags: KeyedTensor | None, embeddings: dict[str, JaggedTensor] | None
-    ) -> dict[str, JaggedTensor]:
-        """By sequence feature the attention weights of its events; the arguments are those of `forward`."""
-        singles = _single_entries(bags, embeddings, self.single_keys)
-        return self.pooling.attention_weights(self._sequences(ids, embeddings), singles)
-
-    def _sequences(self, ids: KeyedJaggedTensor, embeddings: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
-        sequences = inputs.with_event_inputs(embeddings, ids, self.features)
-        return sequences if self.encoder is None else self.encoder(sequences)
 
 
 class SequenceDLRM(nn.Module):
@@ -108,6 +60,7 @@ class SequenceDLRM(nn.Module):
         encoder: self-attention among the events of every sequence feature before they are pooled, or None. Its features
             have the names and the sequence keys of `sequence_features`, and their own biases.
         dropout: probability with which an element of an entry is zeroed in training.
+        user_keys: keys of the collections that describe the user, of batches with timelines: see `forward`.
         dense_device: device of all parameters outside the two collections and the encoder.
 
     Raises:
@@ -154,6 +107,7 @@ class SequenceDLRM(nn.Module):
         num_queries: int = 1,
         encoder: JaggedEncoder | None = None,
         dropout: float = 0.0,
+        user_keys: list[str] | None = None,
         dense_device: torch.device | None = None,
     ) -> None:
         super().__init__()
@@ -178,6 +132,8 @@ class SequenceDLRM(nn.Module):
         if not bag_keys and not single_keys:
             raise ValueError("the collections must have a feature that is not a history, got none")
 
+        validation.require_keys("the collections", bag_keys + single_keys, user_keys or [])
+
         features = sequence_features if pooling != "none" else []
         encoder_features = [] if encoder is None else encoder.features
         for feature in features + encoder_features:
@@ -198,8 +154,11 @@ class SequenceDLRM(nn.Module):
         self.embedding_bag_collection = embedding_bag_collection
         self.embedding_collection = embedding_collection
         self._id_keys = _id_keys(embedding_bag_collection) + _id_keys(embedding_collection)
-        self._id_keys += [key for feature in features + encoder_features for key in feature.input_keys]
-        self.sequence_arch = SequenceArch(features, single_keys, embedding_dim, layer, encoder)
+        biased = features + encoder_features
+        self._id_keys += [key for feature in biased for key in feature.input_keys]
+        #: Keys that a batch with timelines lacks.
+        self._from_times = [feature.bias_key for feature in biased if isinstance(feature.bias, TimeBias)]
+        self.sequence_arch = SequenceArch(features, single_keys, embedding_dim, layer, encoder, user_keys)
         self.dropout = nn.Dropout(dropout)
         self.dense_arch = DenseArch(dense_in_features, dense_arch_layer_sizes, device=dense_device)
         self.inter_arch = InteractionArch(num_entries)
@@ -209,41 +168,55 @@ class SequenceDLRM(nn.Module):
 
     __prepare_scriptable__ = not_scriptable("SequenceDLRM")
 
-    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
+    def forward(
+        self, dense_features: Tensor, sparse_features: KeyedJaggedTensor, timelines: Timelines | None = None
+    ) -> Tensor:
         """Scores a batch.
+
+        With `timelines` the B samples are rows of U <= B timelines: a user's events and `user_keys` are looked up once
+        for all rows of a timeline, which see the events that are strictly older than themselves. TorchRec's collections
+        take one number of samples for all keys, so the U timelines come first in the keys of events and in `user_keys`,
+        whose places U to B are empty. An encoder must be causal then, without a `bias`, which would be that of the
+        newest row; it encodes an event with all that precede it in the timeline.
 
         Args:
             dense_features: [B, dense_in_features].
-            sparse_features: ids with the keys of both collections and of the biases.
+            sparse_features: ids with the keys of both collections and of the biases; with `timelines` without the
+                bucket ids of a TimeBias.
+            timelines: whose rows share events; None if each sample has its own.
 
         Returns:
             Logits [B, 1], as `torchrec.models.dlrm.DLRM` returns them.
 
         Raises:
-            ValueError: a key is absent from `sparse_features`, or a history does not fit its feature's config.
+            ValueError: a key is absent from `sparse_features`, or a history does not fit its feature's config; with
+                `timelines` a bias or an encoder whose numbers are not the same for all rows of a timeline.
         """
-        entries = self.dropout(self.sequence_arch(*self._look_up(sparse_features)))
+        entries = self.dropout(self.sequence_arch(*self._look_up(sparse_features, timelines), timelines))
         return self.over_arch(self.inter_arch(self.dense_arch(dense_features), entries))
 
     @torch.no_grad()
-    def attention_weights(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """By sequence feature the weights [S, num_queries, num_heads] of its events.
+    def attention_weights(
+        self, dense_features: Tensor, sparse_features: KeyedJaggedTensor, timelines: Timelines | None = None
+    ) -> dict[str, JaggedTensor]:
+        """By sequence feature the weights [S, num_queries, num_heads] of its events, or of ragged targets' pairs.
 
         Args:
             dense_features: not read; the arguments are those of `forward`.
             sparse_features: as in `forward`.
+            timelines: as in `forward`; the weights are then those of `JaggedFeatureInteraction.attention_weights`.
 
         Raises:
             ValueError: the model has another pooling than "attention", or no sequence feature.
         """
         if not isinstance(self.sequence_arch.pooling, JaggedFeatureInteraction):
             raise ValueError("attention_weights needs a model with pooling='attention' and a sequence feature")
-        return self.sequence_arch.attention_weights(*self._look_up(sparse_features))
+        return self.sequence_arch.attention_weights(*self._look_up(sparse_features, timelines), timelines)
 
     def _look_up(
-        self, ids: KeyedJaggedTensor
+        self, ids: KeyedJaggedTensor, timelines: Timelines | None
     ) -> tuple[KeyedJaggedTensor, KeyedTensor | None, dict[str, JaggedTensor] | None]:
-        validation.check_ids("sparse_features", ids, self._id_keys, self._sharded())
+        _check_ids(ids, self._id_keys, self._from_times, self._sharded(), timelines)
         inputs.allow_no_samples(ids)
         bags = None if self.embedding_bag_collection is None else self.embedding_bag_collection(ids)
         embeddings = None if self.embedding_collection is None else self.embedding_collection(ids)
@@ -300,18 +273,10 @@ def _output_keys(
 
 
 @torch.fx.wrap
-def _single_entries(
-    bags: KeyedTensor | None, embeddings: dict[str, JaggedTensor] | None, single_keys: list[str]
-) -> dict[str, Tensor]:
-    """The entries [B, embedding_dim] that are not histories, by key: bags and sums of a sample's embeddings."""
-    entries = {} if bags is None else dict(bags.to_dict())
-    for key in single_keys:
-        values, offsets = embeddings[key].values(), embeddings[key].offsets()
-        entries[key] = jagged_jagged_bmm(values, values.new_ones(values.size(0), 1), offsets).squeeze(-1)
-    return entries
-
-
-@torch.fx.wrap
-def _stack_entries(singles: dict[str, Tensor], histories: KeyedTensor | None, embedding_dim: int) -> Tensor:
-    entries = list(singles.values()) + ([] if histories is None else [histories.values()])
-    return torch.cat(entries, dim=1).unflatten(1, (-1, embedding_dim))
+def _check_ids(
+    ids: KeyedJaggedTensor, keys: list[str], from_times: list[str], sharded: bool, timelines: Timelines | None
+) -> None:
+    needed = keys if timelines is None else [key for key in keys if key not in from_times]
+    validation.check_ids("sparse_features", ids, needed, sharded)
+    if timelines is not None and timelines.count > ids.stride():
+        raise ValueError(f"timelines must have at most {ids.stride()} rows of sparse_features, got {timelines.count}")

@@ -8,7 +8,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 from jfi.modules import inputs
 from jfi.modules.sequence_configs import FeatureGroup, SequenceFeatureConfig, check_features
-from jfi.ops import target_attention
+from jfi.ops import jagged_attention, target_attention
 
 
 class JaggedMeanPooling(nn.Module):
@@ -45,13 +45,22 @@ class JaggedMeanPooling(nn.Module):
         return sum(feature.sequence_width(self.embedding_dim) for feature in self.features)
 
     def forward(
-        self, sequences: dict[str, JaggedTensor], targets: KeyedTensor | dict[str, Tensor] | None = None
+        self,
+        sequences: dict[str, JaggedTensor],
+        targets: KeyedTensor | dict[str, Tensor] | dict[str, JaggedTensor] | None = None,
+        target_times: JaggedTensor | None = None,
+        event_times: JaggedTensor | dict[str, JaggedTensor] | None = None,
+        max_events: int | None = None,
     ) -> KeyedTensor:
         """Means of the histories.
 
         Args:
             sequences: embeddings [S, embedding_dim] by sequence key.
-            targets: not read.
+            targets: not read unless they are ragged, and then only for the number of each user's candidates.
+            target_times: of ragged targets, as `event_times` and `max_events` as in `JaggedFeatureInteraction.forward`:
+                the mean is that of the events that a candidate sees.
+            event_times: given with `target_times`.
+            max_events: given with times.
 
         Returns:
             An entry for each feature, `embedding_dim` wide; with "concat" `len(sequence_keys) * embedding_dim`.
@@ -59,8 +68,20 @@ class JaggedMeanPooling(nn.Module):
         return KeyedTensor(
             keys=[feature.name for feature in self.features],
             length_per_key=[feature.sequence_width(self.embedding_dim) for feature in self.features],
-            values=_means(inputs.read_inputs(sequences, self._groups)),
+            values=_means(_read(sequences, self._groups, targets, target_times, event_times, max_events)),
         )
+
+
+@torch.fx.wrap
+def _read(
+    sequences: dict[str, JaggedTensor],
+    groups: list[FeatureGroup],
+    targets: KeyedTensor | dict[str, Tensor] | dict[str, JaggedTensor] | None,
+    *times: JaggedTensor | dict[str, JaggedTensor] | int | None,
+) -> list[inputs.GroupInputs]:
+    """The tensors of every group, with the targets only if they are ragged."""
+    is_ragged = isinstance(targets, dict) and isinstance(targets.get(groups[0].target_keys[0][0]), JaggedTensor)
+    return inputs.read_inputs(sequences, groups, targets if is_ragged else None, *times)
 
 
 @torch.fx.wrap
@@ -69,6 +90,19 @@ def _means(groups: list[inputs.GroupInputs]) -> Tensor:
     means = []
     for group in groups:
         # A query of zeros scores every event alike, and the attention is the mean.
+        if group.candidates is not None:
+            key, candidates = group.history.unsqueeze(1), group.candidates
+            mean = jagged_attention(
+                key.new_zeros(group.target.size(1), 1, key.size(2)),
+                key,
+                query_offsets=candidates.offsets,
+                key_offsets=group.offsets,
+                query_time=candidates.times,
+                key_time=candidates.event_times,
+                max_visible=candidates.max_events,
+            )
+            means.append(mean.flatten(1))
+            continue
         query = group.history.new_zeros(group.offsets.size(0) - 1, 1, 1, group.history.size(1))
         means.append(target_attention(query, group.history.unsqueeze(1), offsets=group.offsets).flatten(1))
     return torch.cat(means, dim=1)

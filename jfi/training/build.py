@@ -27,8 +27,10 @@ from jfi.modules import (
     PositionBias,
     RelativePositionBias,
     SequenceFeatureConfig,
+    TimeBias,
     WeightBias,
 )
+from jfi.plan import MOST_BUCKETS
 from jfi.training.config import EncoderConfig, ModelConfig, OptimizerConfig, OptimizerGroup, check_bias
 
 #: Number of rows from which a sparse update of the batch's rows is faster than an update of the whole table.
@@ -94,6 +96,7 @@ def build_model(
         num_queries=config.num_queries,
         encoder=_encoder(encoder, sequences, config, features),
         dropout=config.dropout,
+        user_keys=[f.key for f in embedded if f.role == "user"],
     )
 
 
@@ -215,4 +218,6 @@ def _bias(
     if bias == "weights":
         return WeightBias()
     check_bias(key, bias)
-    return KeyBias(bias, next(f.num_embeddings for f in features if f.key == bias))
+    buckets = next(f.num_embeddings for f in features if f.key == bias)
+    # By user the ages follow from times, of which the operator knows no more buckets.
+    return TimeBias(bias, buckets) if buckets <= MOST_BUCKETS else KeyBias(bias, buckets)

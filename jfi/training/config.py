@@ -289,6 +289,8 @@ class Config:
         rows, limited = self.model.num_buckets, self.encoder.relative_bias is not None
         why = f"at most {MOST_BUCKETS} with encoder.relative_bias"
         _require(not limited or rows <= MOST_BUCKETS, "model.num_buckets", rows, why)
+        if self.data.batching == "user":
+            self._check_shared()
         frozen = [name for name, one in self.model.pretrained.items() if one.frozen]
         decay = self.optimizer.embeddings.weight_decay
         why = f"0 with model.pretrained.{frozen[0]}.frozen" if frozen else ""
@@ -316,3 +318,13 @@ class Config:
             why = "; see training.ranking and training.ranking_k"
         must = f"{', '.join(known[:-1])} or {known[-1]}{why}"
         _require(monitor in known, "training.monitor", monitor, must)
+
+    def _check_shared(self) -> None:
+        """Checks that the samples of a user can share one timeline."""
+        if self.encoder.num_layers and self.model.pooling != "none":
+            why = "with data.batching: user, where encoded events are the same for all samples of a user"
+            _require(self.encoder.causal, "encoder.causal", self.encoder.causal, f"true {why}")
+            _require(self.encoder.bias is None, "encoder.bias", self.encoder.bias, f"null {why}; see relative_bias")
+        if self.model.bias == HISTORY + AGE:
+            buckets, most = self.data.num_age_buckets, f"at most {MOST_BUCKETS} with data.batching: user"
+            _require(buckets <= MOST_BUCKETS, "data.num_age_buckets", buckets, most)

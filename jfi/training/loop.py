@@ -21,6 +21,8 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from tqdm import tqdm
 
 from jfi.data import Batch, InteractionDataset
+from jfi.data.chunks import ChunkOrder
+from jfi.data.order import SampleOrder
 from jfi.display import Display
 from jfi.training.config import Config
 from jfi.training.distributed import World
@@ -149,33 +151,42 @@ class Trainer(RunState):
 
     def _train_epoch(self, run: RunFolder, recorder: Recorder, stop: StopRequest) -> None:
         progress, training = self.progress, self.config.training
-        batches = self.dataset.num_batches("train", training.batch_size)
+        order = self._order("train", training.batch_size)
+        if self.world.size > 1 and isinstance(order, ChunkOrder) and not progress.position:
+            busiest = order.imbalance(self.world.size)
+            self._say(f"the busiest of {self.world.size} processes has {busiest:.3f} times the mean work of a batch")
         self.model.train()
-        seconds, first = progress.train_seconds, self._samples_done()
+        seconds, first = progress.train_seconds, order.samples_before(progress.position)
         started = logged = self.clock()
-        logged_samples = first
+        logged_samples = done = first
         for _ in self._outputs("train", training.batch_size, progress.position, f"epoch {progress.epoch + 1}"):
             if "average" in self.modules:
                 self.modules["average"].update_parameters(self.model)
             progress.batch += 1
             progress.step += 1
+            done = order.samples_before(progress.position)
             now = self.clock()
             progress.train_seconds += now - started
             started = now
-            if progress.step % training.log_every == 0 or progress.position == batches:
-                self._log_window(recorder, (self._samples_done() - logged_samples) / max(now - logged, 1e-9))
-                logged, logged_samples = now, self._samples_done()
+            if progress.step % training.log_every == 0 or progress.position == order.num_batches:
+                self._log_window(recorder, (done - logged_samples) / max(now - logged, 1e-9))
+                logged, logged_samples = now, done
             due = training.checkpoint_every and progress.step % training.checkpoint_every == 0
-            if due and progress.position < batches:
+            if due and progress.position < order.num_batches:
                 self.save(run, recorder)
                 saved = self.clock()
                 started, logged = saved, logged + saved - started
             stop.check(run.path, self.world)
-        self.speed = (self._samples_done() - first) / max(progress.train_seconds - seconds, 1e-9)
+        self.speed = (done - first) / max(progress.train_seconds - seconds, 1e-9)
 
-    def _samples_done(self) -> int:
-        """Samples of the epoch that the steps so far have seen, on all ranks."""
-        return min(self.progress.position * self.config.training.batch_size, self.dataset.num_samples("train"))
+    def _order(self, split: str, size: int) -> SampleOrder | ChunkOrder:
+        return self.dataset.order(split, size, **self._shuffling(split))
+
+    def _shuffling(self, split: str) -> dict[str, int]:
+        """Held-out splits have the same order and the same sampled negatives in every run."""
+        if split != "train":
+            return {}
+        return {"shuffle": True, "seed": self.config.training.seed, "epoch": self.progress.epoch}
 
     def _outputs(self, split: str, size: int, start: int, label: str) -> Iterator[Output]:
         """Runs the model on the batches of a split; in training mode an optimizer step follows each."""
@@ -200,18 +211,15 @@ class Trainer(RunState):
         """The loss in training, else None, and the output. Train pipelines call it as well."""
         training, labels = self.model.training, batch.labels
         model = self.model if training else self._evaluated
-        logits = model(batch.dense_features, batch.sparse_features).squeeze(-1)
+        logits = model(batch.dense_features, batch.sparse_features, batch.timelines).squeeze(-1)
         output = logits.detach(), labels, batch.users
         if not training:
             return None, output
         size = labels.new_full((), labels.numel())
         if self.world.launched:
-            # DDP averages gradients over the ranks, so a rank divides the sum over its samples by batch size / ranks.
-            batch_size = self.config.training.batch_size
-            rest = self.dataset.num_samples("train") - self.progress.position * batch_size
-            mean_part = min(batch_size, rest) / self.world.size
+            # DDP averages gradients over the ranks, so a rank divides its sum by the mean of their parts.
             total = binary_cross_entropy_with_logits(logits, labels, reduction="sum")
-            loss = total / mean_part
+            loss = total * (self.world.size / batch.total)
         else:
             loss = binary_cross_entropy_with_logits(logits, labels)
             total = loss * size
@@ -265,14 +273,13 @@ class Trainer(RunState):
         self.save(run, recorder)
 
     def _batches(self, split: str, size: int, start: int, label: str) -> Iterator[Batch]:
-        order = {"rank": self.world.rank, "world_size": self.world.size}
-        if split == "train":  # held-out splits have the same order and the same sampled negatives in every run
-            order |= {"shuffle": True, "seed": self.config.training.seed, "epoch": self.progress.epoch}
-        batches = self.dataset.batches(split, size, start_batch=start, **order)
-        with self._display(label, self.dataset.num_samples(split), start * size) as display:
+        options = {"rank": self.world.rank, "world_size": self.world.size, **self._shuffling(split)}
+        batches = self.dataset.batches(split, size, start_batch=start, **options)
+        done = self._order(split, size).samples_before(start) if start else 0
+        with self._display(label, self.dataset.num_samples(split), done) as display:
             for batch in batches:
                 yield self._ready(batch)
-                display.update(batch.labels.numel() * self.world.size, self._details if split == "train" else None)
+                display.update(batch.total, self._details if split == "train" else None)
 
     def _display(self, label: str, total: int, done: int) -> Display:
         return Display(label, total, done, clock=self.clock, silent=not self.world.is_first)

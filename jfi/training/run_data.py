@@ -83,6 +83,8 @@ def describe_batches(run: RunFolder, config: Config) -> dict[str, object]:
         "the number of training samples": known.samples["train"],
         "the SHA-256 of the training samples": known.splits["train"],
         "training.batch_size": training.batch_size,
+        "data.batching": config.data.batching,
+        **({"data.max_timeline": config.data.timeline} if config.data.batching == "user" else {}),
         "training.seed": training.seed,
     }
 

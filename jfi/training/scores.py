@@ -126,16 +126,15 @@ def scored(
                 for batch in batches:
                     here = batch.to(device)
                     with torch.inference_mode():
-                        logits = model(here.dense_features, here.sparse_features).squeeze(-1).float()
+                        logits = model(here.dense_features, here.sparse_features, here.timelines).squeeze(-1).float()
                     display.update(len(logits))
                     yield logits
 
             for part in parts:
-                start = 0
-                for logits in run(part.dataset.batches("rows", batch_size)):
-                    score[part.rows[start : start + len(logits)]] = logits.cpu().numpy()
-                    start += len(logits)
                 arrays = part.dataset.arrays()
+                for batch in part.dataset.batches("rows", batch_size):
+                    (logits,) = run([batch])
+                    score[part.rows[batch.samples.numpy()]] = logits.cpu().numpy()
                 own = arrays.events.user[arrays.samples["rows"]]
                 user[part.rows] = users + own
                 users += int(own.max()) + 1

@@ -70,7 +70,9 @@ def test_an_epoch_continues_where_it_stopped(dataset, start):
 
 def test_num_batches(dataset):
     for batch_size in (1, 7, 16, 10_000):
-        assert len(list(dataset.batches("validation", batch_size))) == dataset.num_batches("validation", batch_size)
+        assert (
+            len(list(dataset.batches("validation", batch_size))) == dataset.order("validation", batch_size).num_batches
+        )
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 50])
@@ -81,7 +83,7 @@ def test_ranks_share_each_global_batch(dataset, world_size, shuffle):
         list(dataset.batches("train", size, shuffle=shuffle, rank=rank, world_size=world_size))
         for rank in range(world_size)
     ]
-    assert {len(batches) for batches in ranks} == {dataset.num_batches("train", size)}
+    assert {len(batches) for batches in ranks} == {dataset.order("train", size).num_batches}
     alone = list(dataset.batches("train", size, shuffle=shuffle))
     for step, batch in enumerate(alone):
         parts = [ranks[rank][step] for rank in range(world_size)]

@@ -1,0 +1,177 @@
+"""From embeddings that were looked up to the entries of DLRM's interaction, a row for each sample.
+
+The samples of a batch by user share timelines: what belongs to the user is computed once a timeline, U in all, and
+given to the R samples that are its rows.
+"""
+
+import torch
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from jfi.modules import (
+    JaggedEncoder,
+    JaggedFeatureInteraction,
+    JaggedMeanPooling,
+    SequenceFeatureConfig,
+    inputs,
+)
+from jfi.ops import jagged_dense_bmm, jagged_jagged_bmm
+from jfi.timelines import Timelines
+
+
+class SequenceArch(nn.Module):
+    """Turns the embeddings that were looked up into the F entries [B, F, embedding_dim] that InteractionArch takes.
+
+    It is a module of its own because TorchRec's train pipelines trace only modules that contain a collection: this one
+    is a leaf of their graph.
+
+    Args:
+        features: the sequence features; empty where histories are not used.
+        single_keys: keys of the EmbeddingCollection's output that become an entry each.
+        embedding_dim: width of every entry.
+        pooling: pools each history to an entry; after an encoder its features are the configs' `encoded()`.
+        encoder: encodes every feature's events before they are pooled, or None.
+        user_keys: keys of entries that the rows of a timeline share.
+    """
+
+    def __init__(
+        self,
+        features: list[SequenceFeatureConfig],
+        single_keys: list[str],
+        embedding_dim: int,
+        pooling: JaggedFeatureInteraction | JaggedMeanPooling | None,
+        encoder: JaggedEncoder | None = None,
+        user_keys: list[str] | None = None,
+    ) -> None:
+        super().__init__()
+        self.single_keys, self.embedding_dim = single_keys, embedding_dim
+        self.pooling, self.encoder = pooling, encoder
+        self.user_keys = user_keys or []
+        # Features whose bias inputs come from the batch's ids.
+        self.features = features if encoder is None else features + encoder.features
+        self._not_shared = None if encoder is None else _why_not_shared(encoder)
+
+    def forward(
+        self,
+        ids: KeyedJaggedTensor,
+        bags: KeyedTensor | None,
+        embeddings: dict[str, JaggedTensor] | None,
+        timelines: Timelines | None = None,
+    ) -> Tensor:
+        """Entries [B, F, embedding_dim]: those of `bags`, of the single keys of `embeddings`, of the histories."""
+        singles = _single_entries(bags, embeddings, self.single_keys, self.user_keys, timelines)
+        histories = None
+        if self.pooling is not None:
+            sequences = _sequences(embeddings, ids, self.features, self._not_shared, timelines)
+            if self.encoder is not None:
+                sequences = self.encoder(sequences)
+            targets, row_times, event_times, max_events = _targets(singles, sequences, self.features, timelines)
+            histories = self.pooling(sequences, targets, row_times, event_times, max_events)
+        return _stack_entries(singles, histories, self.embedding_dim)
+
+    def attention_weights(
+        self,
+        ids: KeyedJaggedTensor,
+        bags: KeyedTensor | None,
+        embeddings: dict[str, JaggedTensor] | None,
+        timelines: Timelines | None = None,
+    ) -> dict[str, JaggedTensor]:
+        """By sequence feature the attention weights of its events; the arguments are those of `forward`."""
+        singles = _single_entries(bags, embeddings, self.single_keys, self.user_keys, timelines)
+        sequences = _sequences(embeddings, ids, self.features, self._not_shared, timelines)
+        if self.encoder is not None:
+            sequences = self.encoder(sequences)
+        return self.pooling.attention_weights(sequences, *_targets(singles, sequences, self.features, timelines))
+
+
+@torch.fx.wrap
+def _single_entries(
+    bags: KeyedTensor | None,
+    embeddings: dict[str, JaggedTensor] | None,
+    single_keys: list[str],
+    user_keys: list[str],
+    timelines: Timelines | None,
+) -> dict[str, Tensor]:
+    """The entries [B, embedding_dim] that are not histories, by key: bags and sums of a sample's embeddings."""
+    entries = {} if bags is None else dict(bags.to_dict())
+    for key in single_keys:
+        values, offsets = embeddings[key].values(), embeddings[key].offsets()
+        entries[key] = jagged_jagged_bmm(values, values.new_ones(values.size(0), 1), offsets).squeeze(-1)
+    return entries if timelines is None else broadcast(entries, user_keys, timelines.row_offsets)
+
+
+def broadcast(entries: dict[str, Tensor], user_keys: list[str], row_offsets: Tensor) -> dict[str, Tensor]:
+    """The entries of R rows, those of `user_keys` from the U timelines that come first in theirs.
+
+    Args:
+        entries: [R, embedding_dim] by key.
+        user_keys: keys whose first U rows are those of timelines.
+        row_offsets: [U + 1].
+    """
+    shared = [entries[key][: row_offsets.size(0) - 1] for key in user_keys]
+    if not shared:
+        return entries
+    # A product with ones rather than an index, whose gradient would add up with atomics.
+    users = torch.stack(shared, 1).flatten(1)
+    ones = users.new_ones(entries[user_keys[0]].size(0), 1)
+    rows = jagged_dense_bmm(ones, row_offsets, users.unsqueeze(1)).unflatten(1, (len(shared), -1))
+    return entries | dict(zip(user_keys, rows.unbind(1), strict=True))
+
+
+@torch.fx.wrap
+def _sequences(
+    embeddings: dict[str, JaggedTensor],
+    ids: KeyedJaggedTensor,
+    features: list[SequenceFeatureConfig],
+    not_shared: str | None,
+    timelines: Timelines | None,
+) -> dict[str, JaggedTensor]:
+    """The events with what the biases read; of timelines the U that are not empty by construction."""
+    sequences = inputs.with_event_inputs(embeddings, ids, features)
+    if timelines is None:
+        return sequences
+    if not_shared is not None:
+        raise ValueError(not_shared)
+    count = timelines.count
+    for key in {key for feature in features for key in (*feature.sequence_keys, *feature.input_keys)}:
+        if key in sequences:
+            whole = sequences[key]
+            parts = {"lengths": whole.lengths()[:count], "offsets": whole.offsets()[: count + 1]}
+            sequences[key] = JaggedTensor(whole.values(), **parts, weights=whole.weights_or_none())
+    return sequences
+
+
+def _why_not_shared(encoder: JaggedEncoder) -> str | None:
+    """Why the rows of a timeline cannot share encoded events; None if they can."""
+    if not encoder.causal:
+        return "timelines need a causal encoder: with causal=False a row would see events after itself"
+    for feature in encoder.features:
+        if feature.bias is not None:
+            return (
+                f"timelines need an encoder whose features have no bias, got {feature.bias!r} in '{feature.name}': it "
+                "belongs to one row; relative_bias is the same for all"
+            )
+    return None
+
+
+@torch.fx.wrap
+def _targets(
+    singles: dict[str, Tensor],
+    sequences: dict[str, JaggedTensor],
+    features: list[SequenceFeatureConfig],
+    timelines: Timelines | None,
+) -> tuple[dict[str, Tensor] | dict[str, JaggedTensor], JaggedTensor | None, JaggedTensor | None, int | None]:
+    """The arguments of the pooling after its sequences: ragged targets if rows share timelines."""
+    if timelines is None:
+        return singles, None, None, None
+    rows = {"lengths": timelines.row_offsets.diff(), "offsets": timelines.row_offsets}
+    targets = {key: JaggedTensor(one, **rows) for key, one in singles.items()}
+    events = sequences[features[0].sequence_keys[0]]
+    event_times = JaggedTensor(timelines.event_times, lengths=events.lengths(), offsets=events.offsets())
+    return targets, JaggedTensor(timelines.row_times, **rows), event_times, timelines.max_events
+
+
+@torch.fx.wrap
+def _stack_entries(singles: dict[str, Tensor], histories: KeyedTensor | None, embedding_dim: int) -> Tensor:
+    entries = list(singles.values()) + ([] if histories is None else [histories.values()])
+    return torch.cat(entries, dim=1).unflatten(1, (-1, embedding_dim))

@@ -1,0 +1,167 @@
+"""Batches by user and by sample: the same predictions and the same gradients, row by row."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from jfi.data import DataConfig, InteractionDataset, load_dataset
+from jfi.data.chunks import cut
+from jfi.training.build import build_model, draw_tables, table_configs
+from jfi.training.config import EncoderConfig, ModelConfig
+
+WIDTH = 8
+
+
+def write_table(path, seed: int = 0) -> str:
+    """Users of many, few and single rows, ties, rows without a label and rows that are no history."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for user, count in enumerate([1, 2, 3, 17, 40, 75, 5, 120]):
+        times = np.sort(rng.integers(0, count, count)) * 100.0  # about a third are ties
+        for time in times:
+            item, rating, kind = rng.integers(0, 12), rng.integers(1, 6), rng.choice(["view", "buy"])
+            shown = "" if rng.random() < 0.2 else rating
+            rows.append((user, "fm"[user % 2], item, "abc"[item % 3], time, shown, kind, rng.random()))
+    header = "user_id,gender,item_id,genre,timestamp,rating,kind,price"
+    path.write_text("\n".join([header, *(",".join(map(str, row)) for row in rows)]))
+    return str(path)
+
+
+@pytest.fixture
+def config(tmp_path) -> DataConfig:
+    return DataConfig(
+        interactions=write_table(tmp_path / "rows.csv"),
+        label="rating >= 3",
+        user_categorical=["gender"],
+        item_categorical=["genre"],
+        item_dense=["price"],
+        event_categorical=["kind"],
+        max_history=10,
+        max_timeline=25,
+        fractions=[0.6, 0.2, 0.2],
+    )
+
+
+def model_of(dataset: InteractionDataset, encoder: EncoderConfig | None = None, **options) -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = ModelConfig(embedding_dim=WIDTH, num_heads=2, dense_arch=[8], over_arch=[16, 8], **options)
+    model = build_model(config, encoder or EncoderConfig(), dataset.schema)
+    draw_tables(model.state_dict(), table_configs(model), seed=1)
+    for parameter in model.parameters():
+        if parameter.abs().sum() == 0:  # biases, which begin at zero, would hide a wrong bucket
+            torch.nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+def run(model, dataset: InteractionDataset, split: str, batching: str, batch_size: int, **order):
+    """Logits and labels by sample, users, and the gradients of the sum of squares."""
+    logits, users = torch.full((dataset.num_samples(split),), torch.nan), {}
+    model.zero_grad()
+    for batch in dataset.batches(split, batch_size, batching=batching, **order):
+        out = model(batch.dense_features, batch.sparse_features, batch.timelines).squeeze(-1)
+        out.square().sum().backward()
+        assert logits[batch.samples].isnan().all()
+        logits[batch.samples] = out.detach()
+        users |= zip(batch.samples.tolist(), zip(batch.users.tolist(), batch.labels.tolist(), strict=True), strict=True)
+    assert not logits.isnan().any()
+    return logits, users, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def check_equal(model, dataset: InteractionDataset, splits=("train", "validation", "test")) -> None:
+    for split in splits:
+        logits, users, grads = run(model, dataset, split, "sample", 64, seed=3)
+        shared, same_users, shared_grads = run(model, dataset, split, "user", 23, shuffle=True, seed=3)
+        assert users == same_users
+        torch.testing.assert_close(shared, logits, rtol=1e-5, atol=1e-5)
+        assert grads.keys() == shared_grads.keys()
+        for name, grad in grads.items():
+            torch.testing.assert_close(shared_grads[name], grad, rtol=1e-4, atol=1e-4 * grad.abs().max().item())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bias": "history_age"},
+        {"bias": "position", "num_buckets": 4, "combine": "concat"},
+        {"num_queries": 2},
+        {"pooling": "mean"},
+        {"pooling": "none"},
+    ],
+    ids=str,
+)
+def test_both_ways_give_the_same(config, options):
+    dataset = load_dataset(config)
+    check_equal(model_of(dataset, **options), dataset)
+
+
+def test_rows_that_are_only_samples_or_only_history(config):
+    dataset = load_dataset(replace(config, history="kind == buy"))
+    check_equal(model_of(dataset, bias="history_age"), dataset)
+
+
+def test_implicit_feedback(config):
+    dataset = load_dataset(replace(config, label=None, negatives=3))
+    check_equal(model_of(dataset, bias="history_age"), dataset)
+
+
+def test_an_encoder_where_no_window_cuts(config):
+    dataset = load_dataset(replace(config, max_history=200, max_timeline=None))
+    encoder = EncoderConfig(num_layers=2, num_heads=2, causal=True, relative_bias="distance")
+    check_equal(model_of(dataset, encoder, bias="history_age"), dataset)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "message"),
+    [
+        (EncoderConfig(num_layers=1), "causal"),
+        (EncoderConfig(num_layers=1, causal=True, bias="position"), "have no bias, got PositionBias"),
+    ],
+)
+def test_an_encoder_that_rows_cannot_share_is_refused(config, encoder, message):
+    dataset = load_dataset(config)
+    model = model_of(dataset, encoder)
+    with pytest.raises(ValueError, match=message):
+        run(model, dataset, "test", "user", 64)
+
+
+def test_attention_weights_of_timelines(config):
+    dataset = load_dataset(config)
+    model = model_of(dataset, bias="history_age")
+    (shared,) = dataset.batches("test", 10_000, batching="user")
+    weights = model.attention_weights(shared.dense_features, shared.sparse_features, shared.timelines)["history"]
+    for row, sample in zip(weights.to_dense(), shared.samples.tolist(), strict=True):
+        alone = next(dataset.batches("test", 1, batching="sample", start_batch=sample))
+        expected = model.attention_weights(alone.dense_features, alone.sparse_features)["history"].values()
+        seen = row[row.sum(dim=(1, 2)) > 0]
+        torch.testing.assert_close(seen, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_timeline_is_looked_up_once(config):
+    dataset = load_dataset(replace(config, max_history=200, max_timeline=None))
+    (shared,), (alone,) = (dataset.batches("train", 10_000, batching=way) for way in ("user", "sample"))
+    assert len(shared.labels) == len(alone.labels)
+    events = [one.sparse_features["history_item_id"].values().numel() for one in (shared, alone)]
+    assert events[0] < sum([1, 2, 3, 17, 40, 75, 5, 120])
+    assert 10 * events[0] < events[1]
+    genders = [one.sparse_features["gender"].values().numel() for one in (shared, alone)]
+    assert genders == [shared.timelines.count, len(alone.labels)]
+
+
+@pytest.mark.parametrize("max_timeline", [10, 11, 25, 1000])
+def test_chunks_hold_what_their_rows_see(config, max_timeline):
+    dataset = load_dataset(config)
+    arrays = dataset.arrays()
+    events, rows = arrays.events, arrays.samples["train"]
+    chunks = cut(events, rows, 10, max_timeline).with_at_most(7)
+    start, length = chunks.timelines(np.arange(len(chunks)))
+    assert length.max() <= max_timeline
+    assert sorted(chunks.order.tolist()) == list(range(len(rows)))
+    for number, (first, last) in enumerate(zip(chunks.first[:-1], chunks.first[1:], strict=True)):
+        own = rows[chunks.order[first:last]].astype(np.int64)
+        assert 0 < len(own) <= 7
+        assert len(set(events.user[own])) == 1
+        begin, count = events.histories(own, 10)
+        assert begin.min() == start[number]
+        assert (begin + count).max() == start[number] + length[number]
