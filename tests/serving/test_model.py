@@ -176,7 +176,7 @@ def test_it_gives_the_logits_of_the_model(table, model, encoder):
     with torch.no_grad():
         found = scoring(*arguments)
         # The second candidate of every user is item i3 at the price of 2, so the first is the sample itself.
-        wanted = logits(trained, dataset._assemble(samples, events.item[samples], events.label[samples]))
+        wanted = logits(trained, dataset.batch_of(samples, events.item[samples]))
     assert len(wanted) > 300 and wanted.std() > 0.05
     torch.testing.assert_close(found[::2], wanted, atol=1e-4, rtol=1e-4)
 
@@ -257,6 +257,6 @@ def test_a_package_for_a_gpu(table, tmp_path, impl):
     scores = scorer.score([scorer.reader(json.loads(json.dumps(request))) for request in requests])
     events = table.dataset._events
     with torch.no_grad():
-        batch = table.dataset._assemble(samples, events.item[samples], events.label[samples])
+        batch = table.dataset.batch_of(samples, events.item[samples])
         wanted = logits(trained.cpu(), batch)
     torch.testing.assert_close(torch.tensor(scores)[:, 0], wanted, atol=1e-3, rtol=1e-3)

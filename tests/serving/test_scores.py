@@ -57,7 +57,7 @@ def samples(exported):
             }
         )
     with torch.no_grad():
-        wanted = logits(model.eval(), dataset._assemble(rows, events.item[rows], events.label[rows]))
+        wanted = logits(model.eval(), dataset.batch_of(rows, events.item[rows]))
     return requests, wanted.numpy()
 
 

@@ -7,7 +7,7 @@ import torch
 from torchrec import EmbeddingConfig
 
 from jfi.data import DataConfig, SyntheticConfig, load_dataset
-from jfi.modules import KeyBias, PositionBias, RelativePositionBias, WeightBias, stacked_attention
+from jfi.modules import PositionBias, RelativePositionBias, TimeBias, WeightBias, stacked_attention
 from jfi.training import EncoderConfig, ModelConfig, OptimizerConfig, OptimizerGroup, build
 
 
@@ -39,7 +39,7 @@ def test_every_option_of_the_model_reaches_it():
         (None, None),
         ("position", PositionBias(5)),
         ("weights", WeightBias()),
-        ("history_age", KeyBias("history_age", ages)),
+        ("history_age", TimeBias("history_age", ages)),
     ):
         options = {"num_heads": 2, "num_queries": 3, "bias": bias, "num_buckets": 5, "combine": "concat"}
         config = ModelConfig(8, dense_arch=[7, 6], over_arch=[5], dropout=0.25, **options)
