@@ -227,7 +227,10 @@ class InteractionDataset:
         unknown: UnknownIds | None = None,
     ) -> Batch:
         table, max_history = self._events, self.schema.max_history
-        samples, offsets = part.samples, part.offsets
+        samples, offsets, count = part.samples, part.offsets, len(events)
+        if not count:
+            events = samples = np.zeros(1, np.int64)
+            item, offsets = table.item[:1].astype(np.int64), None if offsets is None else np.array([0, 1])
         if offsets is None:
             owners, (start, history_lengths) = events, table.histories(events, max_history)
         else:
@@ -286,5 +289,5 @@ class InteractionDataset:
         dense = np.concatenate([self._dense_users[user], self._dense_items[item]], axis=1)
         if not self.schema.dense_names:
             dense = np.zeros((len(events), 1), np.float32)
-        arrays = (label, user, samples)
+        arrays = (label, user[:count], samples[:count])
         return Batch(torch.from_numpy(dense), sparse, *map(torch.from_numpy, arrays), part.total, times)

@@ -89,6 +89,10 @@ class Trainer(RunState):
             self._say(f"nothing to train: {finished} in {run.config} and use --config-changed accept")
         else:
             self._say(describe_earlier(world.on_first(lambda: self._log_so_far(run)), data))
+            order = self._order("train", self.config.training.batch_size)
+            if isinstance(order, ChunkOrder) and world.size > 1:
+                busiest = order.imbalance(world.size)
+                self._say(f"the busiest of {world.size} processes has {busiest:.3f} times the mean events and samples")
         # Run the backward on this thread. Waking autograd's thread and waiting for it in every step costs the host more
         # than launching the kernels for short histories.
         with (
@@ -152,9 +156,6 @@ class Trainer(RunState):
     def _train_epoch(self, run: RunFolder, recorder: Recorder, stop: StopRequest) -> None:
         progress, training = self.progress, self.config.training
         order = self._order("train", training.batch_size)
-        if self.world.size > 1 and isinstance(order, ChunkOrder) and not progress.position:
-            busiest = order.imbalance(self.world.size)
-            self._say(f"the busiest of {self.world.size} processes has {busiest:.3f} times the mean work of a batch")
         self.model.train()
         seconds, first = progress.train_seconds, order.samples_before(progress.position)
         started = logged = self.clock()
@@ -211,7 +212,7 @@ class Trainer(RunState):
         """The loss in training, else None, and the output. Train pipelines call it as well."""
         training, labels = self.model.training, batch.labels
         model = self.model if training else self._evaluated
-        logits = model(batch.dense_features, batch.sparse_features, batch.timelines).squeeze(-1)
+        logits = model(batch.dense_features, batch.sparse_features, batch.timelines).squeeze(-1)[: labels.numel()]
         output = logits.detach(), labels, batch.users
         if not training:
             return None, output

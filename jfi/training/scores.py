@@ -127,6 +127,7 @@ def scored(
                     here = batch.to(device)
                     with torch.inference_mode():
                         logits = model(here.dense_features, here.sparse_features, here.timelines).squeeze(-1).float()
+                    logits = logits[: len(here.labels)]
                     display.update(len(logits))
                     yield logits
 

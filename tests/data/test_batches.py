@@ -34,7 +34,8 @@ def dataset(request) -> InteractionDataset:
 def rows_of(batch: Batch) -> list[tuple]:
     """Each sample as a tuple that tells it from the others."""
     keys = [batch.sparse_features[key] for key in batch.sparse_features.keys()]  # noqa: SIM118
-    fields = [[tuple(ids.tolist()) for ids in key.to_dense()] for key in keys]
+    count = len(batch.labels)  # an empty part has the features of one sample
+    fields = [[tuple(ids.tolist()) for ids in key.to_dense()[:count]] for key in keys]
     return list(zip(batch.users.tolist(), batch.labels.tolist(), *fields, strict=True))
 
 

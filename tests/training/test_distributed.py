@@ -66,11 +66,11 @@ def folder(tmp_path_factory):
             item = draw.randrange(40)
             like = int(draw.random() < (0.8 if (item + user) % 3 == 0 else 0.3))
             rows.append(f"{user},{item},{like},{event * 100 + user},{country},{age}")
-    (path / "table.csv").write_text("\n".join(rows[:1003]) + "\n")
+    (path / "table.csv").write_text("\n".join(rows[:1002]) + "\n")
     # Ids move: of an item and a country that sort before the others, and of an item that is gone.
     new = [f"{i % 80},-1,{i // 2 % 2},{i * 37},A,30" for i in range(100)]
     kept = [row for row in rows[1:1003] if row.split(",")[1] != "7"]
-    (path / "grown.csv").write_text("\n".join([rows[0], *new, *kept][:1003]) + "\n")
+    (path / "grown.csv").write_text("\n".join([rows[0], *new, *kept][:1002]) + "\n")
     return path
 
 
@@ -164,6 +164,14 @@ def alone(folder):
     return {optimizer: folder / f"alone-{optimizer}" for optimizer in ("adagrad", "rowwise_adagrad")}
 
 
+def by_user(folder: Path, name: str, **training: object) -> Config:
+    """With timelines, cut at eight events, whose batches are about as large."""
+    config = tiny(folder, name, "rowwise_adagrad", "row_wise", **training)
+    return dataclasses.replace(
+        config, data=dataclasses.replace(config.data, batching="user", max_history=6, max_timeline=8)
+    )
+
+
 KINDS = {"table_wise": "rowwise_adagrad", "row_wise": "rowwise_adagrad", "column_wise": "adagrad"}
 
 
@@ -203,6 +211,7 @@ def launched(folder, alone):
     stops = {"row_wise": {"stop_at": STOP_AT}}  # a run that goes on keeps the frozen rows too
     jobs += [job(folder, config, **stops.get(kind, {})) for kind, config in files.items()]
     jobs.append({"port": free_port(), "resume": str(folder / "given-row_wise")})
+    jobs.append(job(folder, by_user(folder, "by_user")))
     outcomes = in_two_processes(folder, jobs)
     with mock.patch.dict(os.environ, environment(0, 1)):
         return [*outcomes, do({"port": free_port(), "resume": str(folder / "2to1")})]
@@ -223,6 +232,13 @@ def assert_same_metrics(run: Path, other: Path, rounding: float = ROUNDING, step
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_processes_have_the_losses_of_one(folder, alone, launched, kind):
     assert_same_metrics(folder / kind, alone[KINDS[kind]])
+
+
+def test_two_processes_share_timelines_as_one_does(folder, launched):
+    with without_pictures():
+        train(by_user(folder, "by_user-alone"))
+    steps = read_metrics(folder / "by_user-alone" / "metrics.jsonl")[-1]["step"]
+    assert_same_metrics(folder / "by_user", folder / "by_user-alone", steps=steps)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -276,7 +292,7 @@ def test_tables_are_sharded_as_the_config_says(launched, kind):
 
 def test_one_process_of_a_host_reads_the_tables_and_all_map_the_result(folder, launched):
     for rank, outcomes in enumerate(launched[:2]):
-        assert [(outcome["reads"], outcome["mapped"]) for outcome in outcomes] == [(1 - rank, True)] * 12
+        assert [(outcome["reads"], outcome["mapped"]) for outcome in outcomes] == [(1 - rank, True)] * 13
     assert not list((folder / "scratch").glob("jfi-*"))
 
 
@@ -321,7 +337,7 @@ def test_a_signal_to_one_process_stops_all(folder, launched):
     line = "stopped by SIGTERM; continue with --resume"
     *ranks, last = launched
     ends = ["done"] * 2 * len(KINDS) + [f"{line} {folder / '2to1'}", "done"]
-    ends += ["done", f"{line} {folder / 'given-row_wise'}", "done", "done"]
+    ends += ["done", f"{line} {folder / 'given-row_wise'}", "done", "done", "done"]
     assert [[outcome["end"] for outcome in rank] for rank in ranks] == [ends] * 2
     assert last["end"] == "done"
 
@@ -414,6 +430,23 @@ def test_a_launched_run_does_not_take_up_another(alone, one_launched):
     with pytest.raises(ConfigError, match="is not empty"):
         train(config.with_training(seed=7))
     torch.distributed.destroy_process_group()
+
+
+def test_timelines_are_pipelined_and_the_losses_stay(folder, launched, one_launched, monkeypatch):
+    monkeypatch.setattr(Batch, "pin_memory", lambda batch: batch)
+    config = by_user(folder, "by_user-pipelined", epochs=1)
+    with join_world("cpu") as world:
+        dataset, run = load_dataset(config.data), RunFolder.create(config)
+        save_data(run, dataset, config)
+        trainer = Trainer(config, dataset, world)
+        trainer.pipeline = trainer._make_pipeline()
+        with without_pictures():
+            trainer.fit(run)
+    ours, theirs = (
+        [r for r in read_metrics(folder / name / "metrics.jsonl") if r["split"] == "train"]
+        for name in ("by_user-pipelined", "by_user")
+    )
+    assert [r["loss"] for r in ours] == pytest.approx([r["loss"] for r in theirs[: len(ours)]], abs=ROUNDING)
 
 
 def test_a_run_that_may_be_restarted_needs_a_folder(monkeypatch):

@@ -32,8 +32,10 @@ from jfi.training.build import build_model, build_optimizer
 from jfi.training.checkpoint import latest_checkpoint, load_checkpoint
 from jfi.training.cli import load_config, save_config
 from jfi.training.distributed import World
+from jfi.training.interrupt import stop_on_signals
 from jfi.training.loop import Trainer
 from jfi.training.recorder import SPEED, read_metrics
+from jfi.training.run_folder import RunFolder
 from jfi.training.tensor_files import TensorReader
 
 ROOT = Path(__file__).parents[2]
@@ -133,6 +135,31 @@ def test_resume_after_an_interruption_is_bit_exact(finished, tmp_path, monkeypat
     killed_after(step, tiny(tmp_path / "run"), monkeypatch)
     resume(tmp_path / "run")
     assert_same_run(finished[0], tmp_path / "run")
+
+
+def by_user(config: Config) -> Config:
+    data = dataclasses.replace(config.data, batching="user", max_history=15, max_timeline=20)
+    return dataclasses.replace(config, data=data)
+
+
+def test_a_run_by_user_resumes_to_the_same_bits(tmp_path, monkeypatch):
+    train(by_user(tiny(tmp_path / "whole", epochs=2)))
+    killed_after(8, by_user(tiny(tmp_path / "killed", epochs=2)), monkeypatch)
+    resume(tmp_path / "killed")
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+def test_a_run_is_evaluated_alike_by_user_and_by_sample(tmp_path):
+    """The first epoch's weights, evaluated both ways."""
+    config = by_user(tiny(tmp_path / "run", epochs=1))
+    result = train(config)
+    other = dataclasses.replace(config, data=dataclasses.replace(config.data, batching="sample"))
+    trainer = Trainer(other, load_dataset(other.data), World())
+    run = RunFolder.open(tmp_path / "run")[0]
+    trainer.restore(run)
+    with stop_on_signals() as stop:
+        metrics, _ = trainer._evaluate("test", run, stop)
+    assert metrics == pytest.approx(result.test, abs=1e-6)
 
 
 def killed_after(step: int, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
