@@ -65,6 +65,19 @@ def assert_scores(found: pa.Table, wanted: dict[tuple, float]) -> None:
     np.testing.assert_allclose([found[key] for key in keys], [wanted[key] for key in keys], atol=ROUNDING, rtol=0)
 
 
+def test_rows_of_a_user_share_a_timeline(run, folder, wanted):
+    """A run by user scores by user: shuffled rows, a part of them history, a few to a batch."""
+    config = dataclasses.replace(run.config, data=dataclasses.replace(run.config.data, batching="user", max_timeline=9))
+    run = dataclasses.replace(run, config=config)
+    table = pa.csv.read_csv(folder / "table.csv")
+    order = np.random.default_rng(0).permutation(300)
+    for chosen in (order, order[:1], np.flatnonzero(np.arange(300) > 200)):
+        rest = np.setdiff1d(np.arange(300), chosen)
+        found = run.predict(table.take(chosen), history=table.take(rest) if len(rest) else None, batch_size=7)
+        assert found.column("timestamp").to_pylist() == table.take(chosen).column("timestamp").to_pylist()
+        assert_scores(found, wanted)
+
+
 def test_predict_gives_the_logits_of_the_trainer(run, folder, wanted):
     scores = run.predict(folder / "table.csv")
     assert scores.column_names == [*KEYS, "score", "probability"]

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from jfi.data import DataConfig, load_dataset
-from jfi.training import Config, ConfigError, ModelConfig, TrainingConfig, train
+from jfi.training import Config, ConfigError, EncoderConfig, ModelConfig, TrainingConfig, train
+from jfi.training.build import build_model
 from jfi.training.distributed import World
 from jfi.training.ranking import own_numbers, rank_positives, ranking_metrics
 from jfi.training.recorder import read_metrics
@@ -68,6 +69,27 @@ def test_ranks_are_those_of_a_loop(dataset, kind, sampled, limit):
         ranks = rank_positives(dataset, candidates, batch_size, toy_model, World())
         assert ranks.tolist() == expected
     assert len(expected) == min(limit, dataset.num_samples("test") // 5)
+
+
+@pytest.mark.parametrize("kind", ["full", "sampled"])
+def test_candidates_share_the_history_of_their_positive(dataset, kind, monkeypatch):
+    """By user a model gives the same ranks, and each positive's history is read once for all its candidates."""
+    torch.manual_seed(0)
+    config = ModelConfig(embedding_dim=8, num_heads=2, dense_arch=[8], over_arch=[8], bias="history_age")
+    model, events = build_model(config, EncoderConfig(), dataset.schema), dict.fromkeys(("sample", "user"), 0)
+
+    def score(batches):
+        for batch in batches:
+            events[dataset.batching] += batch.sparse_features["history_item_id"].values().numel()
+            yield model(batch.dense_features, batch.sparse_features, batch.timelines).detach().squeeze(-1)
+
+    ranks = {}
+    for batching in events:
+        monkeypatch.setattr(dataset, "batching", batching)
+        ranks[batching] = rank_positives(dataset, dataset.candidates("test", kind, 7, 5), 1000, score, World())
+    assert ranks["user"].tolist() == ranks["sample"].tolist()
+    count = 1 + dataset.candidates("test", kind, 7, 5).per_positive
+    assert events["user"] * count == events["sample"] * 2  # the positives alone, and with their candidates
 
 
 def config_of(dataset_path: str, run_dir, **training: object) -> Config:
