@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from jfi.cpu.attention_batches import BATCH_ELEMENTS, Problem, Rows, take
-from jfi.cpu.blocks import LEAST_TOTAL, MOST_TOTAL, is_exact, widen
-from jfi.plan import MOST_BUCKETS
+from jfi.cpu.blocks import LEAST_TOTAL, MOST_TOTAL, is_exact
 
 #: The fewest queries of a block: fewer make narrow matrix products.
 BLOCK_QUERIES = 64
@@ -35,7 +34,6 @@ class _Batch:
         self.query = self.take_queries(problem.query).mul_(problem.scale)
         self.key = self.take_keys(problem.key)
         self.value = self.key if problem.value is None else self.take_keys(problem.value)
-        self.edges = None if problem.edges is None else problem.edges[queries.place]  # [K, L, num_buckets + 1]
         self.bias = None
         if problem.bias is not None:
             self.bias_index = keys.index(problem.query_heads)
@@ -61,7 +59,7 @@ class _Batch:
     def blocks(self) -> Iterator[tuple[slice, slice]]:
         """Slices of the queries, and of the keys that they may see."""
         problem, queries, keys = self.problem, self.num_queries, self.num_keys
-        is_windowed = problem.left is not None or problem.right is not None or problem.edges is not None
+        is_windowed = problem.left is not None or problem.right is not None
         narrows = is_windowed and self.queries.padding is None and self.keys.padding is None
         step = BATCH_ELEMENTS // (len(self.queries.place) * problem.num_heads * keys)
         step = max(BLOCK_QUERIES, min(step, 2 * BLOCK_QUERIES if narrows else step))
@@ -72,8 +70,6 @@ class _Batch:
                 low = min(max(start + keys - queries - problem.left, 0), keys)
             if narrows and problem.right is not None:
                 high = min(max(stop + keys - queries + problem.right, 0), keys)
-            if narrows and problem.edges is not None:
-                low, high = int(self.edges[:, start, -1].min()), int(self.edges[:, stop - 1, 0].max() // MOST_BUCKETS)
             if low < high:
                 yield slice(start, stop), slice(low, high)
 
@@ -81,25 +77,15 @@ class _Batch:
         """[K · G, L · H/G, M] of a block, -inf where a key is not seen."""
         scores = torch.bmm(self.query[:, queries].flatten(1, 2), self.key[:, keys].mT)
         hidden = self.hidden(queries, keys)
-        if self.bias is not None or hidden is not None or self.problem.table is not None:
+        if self.bias is not None or hidden is not None:
             split = scores.view(
                 -1, self.problem.num_kv_heads, queries.stop - queries.start, *self.query.shape[2:3], scores.shape[2]
             )
             if self.bias is not None:
                 split += self.bias[..., keys]
-            if self.problem.table is not None:
-                table = widen(self.problem.table).T.unflatten(0, (self.problem.num_kv_heads, -1))
-                split += table[:, :, self.buckets(queries, keys)].permute(2, 0, 3, 1, 4)
             if hidden is not None:
                 split.masked_fill_(hidden[:, None, :, None], -torch.inf)
         return scores
-
-    def buckets(self, queries: slice, keys: slice) -> Tensor:
-        """[K, L, M]: the bucket of each pair of a block; any for a key that is not seen."""
-        inner = (self.edges[:, queries, 1:-1] // MOST_BUCKETS).flip(2).contiguous()  # ascending
-        key = torch.arange(keys.start, keys.stop, dtype=torch.int32)
-        at = torch.searchsorted(inner, key.expand(*inner.shape[:2], -1).contiguous(), right=True)
-        return inner.shape[2] - at
 
     def hidden(self, queries: slice, keys: slice) -> Tensor | None:
         """[K or 1, L, M] of a block: the keys outside of each query's window, and padding."""
@@ -115,9 +101,6 @@ class _Batch:
                 hidden = ahead > right
             if left is not None:
                 hidden = ahead < -left if hidden is None else hidden.logical_or_(ahead < -left)
-        if self.edges is not None:
-            key, edges = torch.arange(keys.start, keys.stop), self.edges[:, queries]
-            hidden = (key < edges[..., -1:]) | (key >= edges[..., :1] // MOST_BUCKETS)
         if self.keys.padding is not None:
             padding = self.keys.padding[:, None, keys]
             hidden = padding if hidden is None else hidden | padding
@@ -166,8 +149,8 @@ def bmm_backward(
     lse: Tensor,
     results: list[Tensor | None],
 ) -> None:
-    """Write the rows of the gradients of query, key, value and bias, and add to that of the table."""
-    dquery, dkey, dvalue, dbias, dtable = results
+    """Write the rows of the gradients of query, key, value and bias."""
+    dquery, dkey, dvalue, dbias, _ = results
     batch = _Batch(problem, queries, keys)
     grads, lses = batch.take_queries(grad), batch.take_queries(lse)
     deltas = (grads * batch.take_queries(out)).sum(-1)
@@ -193,21 +176,9 @@ def bmm_backward(
         if dbiases is not None:
             split = dscores.view(*dbiases.shape[:2], rows.stop - rows.start, dbiases.shape[2], -1)
             dbiases[..., columns] += split.sum(2)
-        if dtable is not None:
-            _add_buckets(dtable, dscores, batch, rows, columns)
     batch.put_queries(dquery, dqueries.mul_(problem.scale))
     batch.put_keys(dkey, dkeys)
     if dvalue is not None:
         batch.put_keys(dvalue, dvalues)
     if dbias is not None:
         keys.put(dbias.flatten(), batch.bias_index, dbiases.mT)
-
-
-def _add_buckets(dtable: Tensor, dscores: Tensor, batch: _Batch, queries: slice, keys: slice) -> None:
-    """Add up the scores' gradients [K · G, L · H/G, M] of a block by bucket and head."""
-    num_buckets, num_heads = dtable.shape
-    buckets = batch.buckets(queries, keys)
-    split = dscores.view(len(buckets), batch.problem.num_kv_heads, buckets.shape[1], -1, buckets.shape[2])
-    by_head = split.permute(1, 3, 0, 2, 4).reshape(num_heads, -1)
-    found = [torch.bincount(buckets.flatten(), weights=x, minlength=num_buckets) for x in by_head]
-    dtable += torch.stack(found, 1).to(dtable.dtype)

@@ -3,7 +3,14 @@
 import torch
 from torch import Tensor
 
+from jfi.cpu.attention_batches import Rows
+from jfi.cpu.blocks import Shapes
 from jfi.plan import MOST_BUCKETS
+
+#: Padding a batch of samples up to this many pairs of query and key costs less than another batch.
+PADDED_PAIRS = 2**13
+#: Below this, differences of whole numbers are exact in float64.
+MOST_EXACT = 2**52
 
 
 def bucket_edges(
@@ -22,20 +29,18 @@ def bucket_edges(
     query_offsets, key_offsets = query_offsets.long(), key_offsets.long()
     query = torch.arange(rows, device=device)
     sample = torch.searchsorted(query_offsets, query, right=True) - 1
-    start = key_offsets[sample]
-    count = key_offsets[sample + 1] - start
+    count = key_offsets.diff()[sample]
+    least = torch.ones((), dtype=torch.int64, device=device) << torch.arange(num_buckets - 1, device=device)
+    if query_time is not None:
+        older, aged = _search(query_offsets, key_offsets, query_time, key_time, least if by_time else least[:0])
     if is_causal:
         end = query - query_offsets[sample + 1] + 1 + count
         newest = end - 1
     else:
-        end = newest = _count(key_time, start, count, lambda times: times < query_time[:, None], rows, 1)[:, 0]
+        end = newest = older
     end = torch.minimum(end.clamp(min=0), count)
     begin = torch.zeros_like(end) if max_visible is None else (end - max_visible).clamp(min=0)
-    least = torch.ones((), dtype=torch.int64, device=device) << torch.arange(num_buckets - 1, device=device)
-    if by_time:
-        inner = _count(key_time, start, count, lambda times: _is_aged(query_time, times, least), rows, num_buckets - 1)
-    else:
-        inner = newest[:, None] - least + 1
+    inner = aged if by_time and query_time is not None else newest[:, None] - least + 1
     inner = torch.minimum(inner.clamp(min=0), end[:, None])
     edges = torch.cat([end[:, None], inner], 1)
     # The bucket of the key before an edge: as many as there are inner edges not before that.
@@ -45,22 +50,46 @@ def bucket_edges(
     return torch.cat([edges, begin[:, None]], 1).int()
 
 
-def _is_aged(query_time: Tensor, times: Tensor, least: Tensor) -> Tensor:
-    """Whether the ages of times [R, N - 1] are at least ``least`` [N - 1]."""
-    if times.is_floating_point():
-        return query_time[:, None] - times >= least  # the age itself, rounded as wherever a bucket is computed
-    return times <= query_time[:, None] - least  # where an age may exceed 64 bits
+def _search(
+    query_offsets: Tensor, key_offsets: Tensor, query_time: Tensor, key_time: Tensor, least: Tensor
+) -> tuple[Tensor, Tensor]:
+    """How many of its sample's keys are older than each query, [R], and how many have at least each age, [R, n]."""
+    is_exact = all(not x.is_floating_point() or _is_whole(x) for x in (query_time, key_time))
+    if is_exact:
+        query_time, key_time = query_time.long(), key_time.long()
+    older = query_offsets.new_zeros(len(query_time), 1)
+    aged = query_offsets.new_zeros(len(query_time), len(least))
+    lengths = query_offsets.diff(), key_offsets.diff()
+    for samples, longest, is_full in Shapes.of(*lengths).padded(PADDED_PAIRS):
+        queries, keys = (
+            Rows.of(offsets[samples], length[samples], most, is_full)
+            for offsets, length, most in zip((query_offsets, key_offsets), lengths, longest, strict=True)
+        )
+        times, own = key_time[keys.place], query_time[queries.place]
+        found = torch.searchsorted(times, own)
+        queries.put(older, queries.place, torch.minimum(found, keys.lengths[:, None])[..., None])
+        if len(least):
+            if is_exact:  # where an age may exceed 64 bits
+                found = torch.searchsorted(times, (own[..., None] - least).flatten(1), right=True)
+                found = found.view(*own.shape, -1)
+            else:
+                found = _bisect(times, own, least)
+            queries.put(aged, queries.place, torch.minimum(found, keys.lengths[:, None, None]))
+    return older[:, 0], aged
 
 
-def _count(key_time: Tensor, start: Tensor, count: Tensor, is_before, rows: int, width: int) -> Tensor:
-    """[R, width]: how many of a sample's keys lie before each limit; is_before takes times [R, width]."""
-    low = count.new_zeros(rows, width)
-    if rows == 0 or key_time.shape[0] == 0:
-        return low
-    high = count[:, None].expand(rows, width)
-    for _ in range(int(count.max()).bit_length()):
+def _is_whole(times: Tensor) -> bool:
+    return bool(((times == times.trunc()) & (times.abs() < MOST_EXACT)).all())
+
+
+def _bisect(times: Tensor, own: Tensor, least: Tensor) -> Tensor:
+    """[K, M], [K, L] and [n] -> [K, L, n]: how many times have at least each age, which is rounded."""
+    low = torch.zeros(*own.shape, len(least), dtype=torch.int64)
+    high = torch.full_like(low, times.shape[1])
+    for _ in range(times.shape[1].bit_length()):
         middle = (low + high) // 2
-        at = (start[:, None] + middle).clamp(max=key_time.shape[0] - 1)
-        before = is_before(key_time[at]) & (middle < high)
-        low, high = torch.where(before, middle + 1, low), torch.where(before, high, torch.minimum(middle, high))
+        at = middle.clamp(max=times.shape[1] - 1)
+        ages = own[..., None] - times.gather(1, at.flatten(1)).view_as(at)
+        before = (ages >= least) & (middle < high)
+        low, high = torch.where(before, middle + 1, low), torch.where(before, high, middle)
     return low

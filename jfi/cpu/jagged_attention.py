@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from jfi.compat import flash_attention_for_cpu, flash_attention_for_cpu_backward
+from jfi.cpu import attention_edges
 from jfi.cpu.attention_batches import Problem, Rows, take
 from jfi.cpu.attention_bmm import bmm_backward, bmm_forward
 from jfi.plan import JaggedAttentionInputs, cpu_flash_refusal
@@ -87,6 +88,9 @@ def forward(x: JaggedAttentionInputs) -> tuple[Tensor, Tensor]:
     problem = Problem(x)
     out = x.query.new_zeros(*x.query.shape[:2], (x.key if x.value is None else x.value).shape[2])
     lse = x.query.new_full(x.query.shape[:2], -torch.inf, dtype=torch.promote_types(x.query.dtype, torch.float32))
+    if x.edges is not None:
+        attention_edges.forward(problem, out, lse)
+        return out, lse
     is_flash = cpu_flash_refusal(x) is None
     for queries, keys in problem.batches(is_flash):
         (_flash_forward if is_flash else bmm_forward)(problem, queries, keys, out, lse)
@@ -99,14 +103,16 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """Arguments and results as those of the launcher in jfi/kernels/jagged_attention."""
     problem = Problem(x)
-    results = [None if y is None else torch.zeros_like(y) for y in (x.query, x.key, x.value, x.bias)]
-    results.append(None if x.table is None else torch.zeros_like(x.table, dtype=lse.dtype))  # a sum over all batches
+    inputs = x.query, x.key, x.value, x.bias, x.table
+    if x.edges is not None:  # sums over batches
+        results = [None if y is None else torch.zeros_like(y, dtype=lse.dtype) for y in inputs]
+        attention_edges.backward(problem, grad, dlse, out, lse, results)
+        return tuple(None if y is None else found.to(y.dtype) for found, y in zip(results, inputs, strict=True))
+    results = [None if y is None else torch.zeros_like(y) for y in inputs]
     is_flash = dlse is None and cpu_flash_refusal(x) is None
     for queries, keys in problem.batches(is_flash):
         if is_flash:
             _flash_backward(problem, queries, keys, grad, out, lse, results)
         else:
             bmm_backward(problem, queries, keys, grad, dlse, out, lse, results)
-    if x.table is not None:
-        results[-1] = results[-1].to(x.table.dtype)
     return tuple(results)

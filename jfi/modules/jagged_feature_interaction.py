@@ -50,7 +50,8 @@ class JaggedFeatureInteraction(nn.Module):
             projections are absorbed on the target's side: the same numbers up to rounding, from the same parameters.
             With T queries of H heads and events of width D = embedding_dim, projecting takes 2 D^2 + 2 T D
             multiply-adds per event and two tensors of the history's size, absorbing 2 T H D and none. None projects
-            where T H > D. Projected events are in the history's dtype or autocast's.
+            where T H > D, and on a CPU also for so many ragged targets a user that it takes less time.
+            Projected events are in the history's dtype or autocast's.
         device: device of the parameters; after "meta" call `to_empty()` and `reset_parameters()`.
 
     Raises:
@@ -134,13 +135,14 @@ class JaggedFeatureInteraction(nn.Module):
         self.features = features
         self.embedding_dim, self.num_heads, self.num_queries = embedding_dim, num_heads, num_queries
         self.embedding_collection = embedding_collection
-        if project_history is None:
+        is_given = project_history is not None
+        if not is_given:
             project_history = num_queries * num_heads > embedding_dim
         self.project_history = project_history
 
         self._groups = group_features(features, embedding_dim)
         self.attention = AttentionGroups(
-            StackedTargetAttention(group, embedding_dim, num_heads, num_queries, project_history, device)
+            StackedTargetAttention(group, embedding_dim, num_heads, num_queries, project_history, not is_given, device)
             for group in self._groups
         )
         names = [feature.name for feature in features]

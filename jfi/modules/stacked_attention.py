@@ -17,7 +17,8 @@ of b_o. Hence neither exists. Keys and values can be projected on either side:
 The numbers are the same to rounding, and the parameters are the same. On the targets' side the S rows of the history
 are never projected, and every head reads the same raw rows: scores and sums take 2 T H D_x multiply-adds an event. On
 the history's side they take 2 T D, but the projections 2 D D_x: with D_x = D that is less only if T H > D + T, and it
-writes two more tensors of the history's size. Hence the targets' side, unless T H > D.
+writes two more tensors of the history's size. Hence the targets' side, unless T H > D.  Where many ragged targets share
+an event, it is projected once for all of them: `jfi.modules.ragged_attention.pays_to_project`.
 """
 
 import math
@@ -46,6 +47,7 @@ class StackedTargetAttention(nn.Module):
         num_heads: H, a divisor of `embedding_dim`.
         num_queries: T.
         project_history: whether keys and values are projected on the history's side.
+        project_for_ragged: whether they also are for ragged targets where that pays.
         device: where the parameters live, "meta" included.
 
     Parameters:
@@ -62,11 +64,13 @@ class StackedTargetAttention(nn.Module):
         num_heads: int,
         num_queries: int,
         project_history: bool = False,
+        project_for_ragged: bool = False,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
         self.group, self.features, self.num_features = group, group.features, len(group.features)
-        self.num_heads, self.num_queries, self.project_history = num_heads, num_queries, project_history
+        self.num_heads, self.num_queries = num_heads, num_queries
+        self.project_history, self.project_for_ragged = project_history, project_for_ragged
         self.max_seqlen = group.max_seqlen
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -100,7 +104,8 @@ class StackedTargetAttention(nn.Module):
 
         The attention itself runs in the dtype of the history, which is never cast, or of its projections.
         """
-        options = (self.features[0].bias, self.num_heads, self.project_history, self.max_seqlen)
+        projects = self.project_history, self.project_for_ragged
+        options = (self.features[0].bias, self.num_heads, *projects, self.max_seqlen)
         return _attend(inputs, self.weights, self.bucket_bias, *options)
 
     @torch.no_grad()
@@ -171,10 +176,13 @@ def _attend(
     bias: Bias | None,
     num_heads: int,
     project_history: bool,
+    project_for_ragged: bool,
     max_seqlen: int | None,
 ) -> Tensor:
     """`StackedTargetAttention.forward`; the bias is that of the features."""
     if inputs.candidates is not None:
+        if project_for_ragged and not project_history:
+            project_history = ragged_attention.pays_to_project(inputs, weights, num_heads)
         return ragged_attention.attend(inputs, weights, bucket_bias, bias, num_heads, project_history)
     if project_history:
         return _project_history(inputs, weights, bucket_bias, num_heads, max_seqlen)

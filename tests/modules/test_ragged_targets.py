@@ -432,3 +432,28 @@ def test_time_bias_has_as_many_buckets_as_the_operator():
         TimeBias("age", 65)
     with pytest.raises(TypeError, match="key of TimeBias must be a str, got 32"):
         TimeBias(32)
+
+
+@pytest.mark.parametrize(
+    ("count", "options", "projects"),
+    [
+        (1, {}, False),
+        (20, {}, True),
+        (20, {"project_history": False}, False),
+        (1, {"project_history": True}, True),
+    ],
+)
+def test_many_candidates_of_a_user_share_projected_events(count, options, projects, monkeypatch):
+    key_heads = []
+    attend = operators.jagged_attention_fwd
+    module = __import__("sys").modules["jfi.ops.jagged_attention"]
+    monkeypatch.setattr(module, "_jagged_attention_fwd", lambda *x: key_heads.append(x[1].shape[1]) or attend(*x))
+    layer = randomise(JaggedFeatureInteraction([taste()], EMBEDDING_DIM, 2, **options).double())
+    history = torch.randn(7, EMBEDDING_DIM, dtype=torch.float64)
+    target = torch.randn(2 * count, EMBEDDING_DIM, dtype=torch.float64)
+    sequences = {"history": jagged(history, [3, 4])}
+    got = layer(sequences, {"item": jagged(target, [count, count])}).values()
+    assert key_heads == [2 if projects else 1]
+    copies = [history[:3]] * count + [history[3:]] * count
+    expanded = {"history": jagged(torch.cat(copies), [3] * count + [4] * count)}
+    torch.testing.assert_close(got, layer(expanded, {"item": target}).values())
