@@ -22,8 +22,8 @@ class Batch(Pipelineable):
     Args:
         dense_features: `[B, max(1, num_dense)]` float32, standardized; one column of zeros where the table has no
             dense column.
-        sparse_features: every categorical key, with stride B: user keys and item (target) keys, then the `history_*`
-            keys. These are aligned: they have the same lengths, and the oldest event comes first.
+        sparse_features: every categorical key, with stride B: user keys, item (target) keys and impression keys, then
+            the `history_*` keys. These are aligned: they have the same lengths, and the oldest event comes first.
         labels: `[B]` float32, 0 or 1.
         users: `[B]` int64, the sample's user, for metrics by user; not an input of the model.
         samples: `[B]` int64, the samples by their place in the split.

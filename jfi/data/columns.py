@@ -1,5 +1,6 @@
 """Columns -> what the training rows determine (vocabularies, quantiles, means), and with it columns -> ids."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -159,19 +160,26 @@ def cut(values: np.ndarray, edges: np.ndarray) -> Categorical:
     return Categorical(quantile_ids(values, edges))
 
 
-def moments(values: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
+def moments(values: np.ndarray, weights: np.ndarray, size: int = BLOCK) -> tuple[float, float]:
     """Mean and standard deviation of the finite values in float32's range; a deviation of 0 becomes 1.
 
     Args:
-        values: `[N]` float64.
-        weights: `[N]` integers, how often each value counts.
+        values: `[N]` float64; may be the map of a file.
+        weights: `[N]` integers or bool, how often each value counts.
+        size: of the blocks that are summed one after another. Another size gives other roundings.
     """
-    chosen = (np.abs(values) <= LARGEST_NUMBER) & (weights > 0)
-    values, weights = values[chosen], weights[chosen]
-    if not len(values):
+
+    def parts() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for begin, end in blocks(len(values), size):
+            part, weight = np.asarray(values[begin:end]), weights[begin:end]
+            chosen = (np.abs(part) <= LARGEST_NUMBER) & (weight > 0)
+            yield part[chosen], weight[chosen]
+
+    count = sum(int(weight.sum()) for _, weight in parts())
+    if not count:
         return 0.0, 1.0
-    mean = (values * weights).sum() / weights.sum()
-    deviation = np.sqrt(((values - mean) ** 2 * weights).sum() / weights.sum())
+    mean = sum((part * weight).sum() for part, weight in parts()) / count
+    deviation = np.sqrt(sum(((part - mean) ** 2 * weight).sum() for part, weight in parts()) / count)
     return float(mean), float(deviation) or 1.0
 
 

@@ -68,8 +68,14 @@ class DataConfig:
         user_dense: numeric columns of the user that become dense features.
         item_categorical: columns of the item that become a key of the target and a `history_` key of the events.
         item_dense: numeric columns of the target that become dense features.
-        event_categorical: columns of the event that become `history_` keys. A sample's own values are not an input.
+        event_categorical: columns of the event that become `history_` keys. A sample's own values are not an input,
+            unless `impression_categorical` lists the column too.
         event_dense: numeric columns of the event that become `history_` keys, cut at quantiles of the training rows.
+        impression_categorical: columns of the interaction that are known when the item is shown, such as the device or
+            the position; they become keys of the sample. One that `event_categorical` lists too has a key of the
+            sample and a `history_` key of the events, which share a table.
+        impression_dense: numeric columns of the interaction that are known when the item is shown, such as the price;
+            they become dense features of the sample.
         separators: by multi-valued categorical column the separator of its values. RecBole's `token_seq` and the genres
             of MovieLens need no entry.
         title: column of the item that is shown to people, or None.
@@ -127,6 +133,8 @@ class DataConfig:
     item_dense: list[str] = field(default_factory=list)
     event_categorical: list[str] = field(default_factory=list)
     event_dense: list[str] = field(default_factory=list)
+    impression_categorical: list[str] = field(default_factory=list)
+    impression_dense: list[str] = field(default_factory=list)
     separators: dict[str, str] = field(default_factory=dict)
     title: str | None = None
     split: Literal["time", "leave_one_out", "user", "column", "files"] = "time"
@@ -166,6 +174,7 @@ class DataConfig:
         """The names of all columns in use."""
         columns = {self.user, self.item, self.timestamp, *self.user_categorical, *self.user_dense}
         columns |= {*self.item_categorical, *self.item_dense, *self.event_categorical, *self.event_dense}
+        columns |= {*self.impression_categorical, *self.impression_dense}
         if self.label is not None:
             columns.update(label_columns(self.label))
         columns |= {name for name in (self.title, self.group, self.split_column) if name is not None}
@@ -181,6 +190,7 @@ class DataConfig:
         if self.items is not None:
             columns -= {*self.item_categorical, *self.item_dense, *([] if self.title is None else [self.title])}
         columns |= {self.user, self.item, self.timestamp, *self.event_categorical, *self.event_dense}
+        columns |= {*self.impression_categorical, *self.impression_dense}
         for rule in (self.label, self.history):
             columns.update([] if rule is None else label_columns(rule))
         return columns | {name for name in (self.group, self.split_column) if name is not None}
@@ -227,9 +237,12 @@ class DataConfig:
             *self.item_dense,
             *self.event_categorical,
             *self.event_dense,
+            *self.impression_categorical,
+            *self.impression_dense,
         ]
+        shared = {*self.event_categorical} & {*self.impression_categorical}
         for name in keys:
-            if keys.count(name) > 1:
+            if keys.count(name) > 1 + (name in shared):
                 raise DataError(f"data lists the column '{name}' twice; a column can have one role only")
         self._check_leak()
         self._check_split()
@@ -242,12 +255,21 @@ class DataConfig:
         for name, separator in self.separators.items():
             if not separator:
                 raise DataError(f"data.separators.{name} is ''; it must be the separator of the values")
-            if name not in (*self.user_categorical, *self.item_categorical, *self.event_categorical):
+            if name not in (
+                *self.user_categorical,
+                *self.item_categorical,
+                *self.event_categorical,
+                *self.impression_categorical,
+            ):
                 raise DataError(f"data.separators has '{name}', which is not a categorical column of this config")
 
     def _check_roles(self) -> None:
         """Raises DataError if one column is to be two of the user, the item, the time, the split and the label."""
         roles = {"user": self.user, "item": self.item, "timestamp": self.timestamp, "split_column": self.split_column}
+        for setting in ("impression_categorical", "impression_dense"):
+            for role, name in roles.items():
+                if name in getattr(self, setting):
+                    raise DataError(f"data.{setting} lists '{name}', which is data.{role}; it must list other columns")
         roles["label"] = None if self.label is None else only_column(self.label)
         seen: dict[str, str] = {}
         for role, name in roles.items():
@@ -269,6 +291,7 @@ class DataConfig:
                     known = suggest(name, [*items, *self.event_categorical])
                     raise DataError(f"data.event_crosses has '{name}', which is no such column of this config; {known}")
         known = [*self.user_categorical, *items, *self.event_categorical, *self.crosses()]
+        known += [name for name in self.impression_categorical if name not in known]
         for setting in ("min_count", "hash_buckets"):
             for name, number in getattr(self, setting).items():
                 if name not in known:
@@ -302,6 +325,13 @@ class DataConfig:
         if self.label is None:
             return
         defining = label_columns(self.label)
+        for setting in ("impression_categorical", "impression_dense"):
+            leak = next((name for name in defining if name in getattr(self, setting)), None)
+            if leak is not None:
+                raise DataError(
+                    f"column '{leak}' defines the label, so data.{setting} must not list it; event_categorical and "
+                    "event_dense show it in the history only"
+                )
         for entity, table, names in (
             ("user", self.users, [*self.user_categorical, *self.user_dense]),
             ("item", self.items, [*self.item_categorical, *self.item_dense]),

@@ -24,6 +24,10 @@ from jfi.encoding import UNKNOWN, age_buckets
 from jfi.suggest import suggest
 from jfi.timelines import Timelines
 
+#: `[U, Du]` and `[N, Di]` float32, the dense features of users and of items, and those of impressions, `[E]` float32
+#: each. The arrays of events stay apart, since each may be the map of a file.
+Dense = tuple[np.ndarray, np.ndarray, list[np.ndarray]]
+
 
 @dataclass(frozen=True)
 class Arrays:
@@ -31,7 +35,7 @@ class Arrays:
 
     events: Events
     columns: list[Categorical]
-    dense: tuple[np.ndarray, np.ndarray]
+    dense: Dense
     samples: dict[str, np.ndarray]
     negatives: NegativeSampler | None
 
@@ -43,7 +47,7 @@ class InteractionDataset:
         events: all events; every history is a range of them.
         schema: the keys of the batches and the encodings of their values.
         columns: by key of `schema.features`, except the age, the ids of each user, item or event.
-        dense: `[U, Du]` and `[N, Di]` float32, the dense features of users and of items.
+        dense: the dense features of users, of items and of impressions.
         samples: by split the events that are its samples, ordered by (timestamp, user, item).
         negatives: draws the negatives of implicit feedback; None for a table with labels.
         unknown_share: share of the known ids of a training batch that become 0.
@@ -56,7 +60,7 @@ class InteractionDataset:
         events: Events,
         schema: DataSchema,
         columns: list[Categorical],
-        dense: tuple[np.ndarray, np.ndarray],
+        dense: Dense,
         samples: dict[str, np.ndarray],
         negatives: NegativeSampler | None,
         unknown_share: float = 0.0,
@@ -71,7 +75,7 @@ class InteractionDataset:
         self.features = schema.features
         self._events = events
         self._columns = columns
-        self._dense_users, self._dense_items = dense
+        self._dense_users, self._dense_items, self._dense_impressions = dense
         self._samples = samples
         self._negatives = negatives
         self._unknown_share = unknown_share
@@ -80,9 +84,8 @@ class InteractionDataset:
 
     def arrays(self) -> Arrays:
         """The arrays that the batches are made of; not copies."""
-        return Arrays(
-            self._events, self._columns, (self._dense_users, self._dense_items), self._samples, self._negatives
-        )
+        dense = self._dense_users, self._dense_items, self._dense_impressions
+        return Arrays(self._events, self._columns, dense, self._samples, self._negatives)
 
     def num_samples(self, split: str) -> int:
         """Number of samples of a split, sampled negatives included."""
@@ -244,6 +247,7 @@ class InteractionDataset:
         rows = {
             ("user", "user"): user if offsets is None else user[offsets[:-1]],
             ("item", "item"): item,
+            ("impression", "event"): events,
             ("history", "item"): history_item,
             ("history", "event"): history,
         }
@@ -286,7 +290,8 @@ class InteractionDataset:
             # Without it the first split of the tensor would synchronize with the device to compute it.
             length_per_key=length_per_key.tolist(),
         )
-        dense = np.concatenate([self._dense_users[user], self._dense_items[item]], axis=1)
+        impressions = [column[events, None] for column in self._dense_impressions]
+        dense = np.concatenate([self._dense_users[user], self._dense_items[item], *impressions], axis=1)
         if not self.schema.dense_names:
             dense = np.zeros((len(events), 1), np.float32)
         arrays = (label, user[:count], samples[:count])

@@ -5,9 +5,10 @@ from collections.abc import Callable
 import numpy as np
 import pyarrow as pa
 
-from jfi.data.coded import CodedColumn
+from jfi.data.coded import CodedColumn, blocks
 from jfi.data.columns import Categorical, cut, encode, is_multi_valued
 from jfi.data.config import DataConfig
+from jfi.data.dataset import Dense
 from jfi.data.errors import DataError
 from jfi.data.schema import DataSchema, Entity, FeatureSpec
 from jfi.data.source import RawColumns
@@ -46,14 +47,31 @@ def encode_features(
     return ids
 
 
-def encode_dense(columns: RawColumns, schema: DataSchema, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
-    """`[U, Du]` and `[N, Di]` float32, the dense features of users and of items."""
+def encode_dense(
+    columns: RawColumns, schema: DataSchema, config: DataConfig, new_column: Callable[[int], np.ndarray] | None = None
+) -> Dense:
+    """The dense features of users, of items and of impressions.
+
+    Args:
+        columns: the raw columns.
+        schema: the means and deviations.
+        config: the section `data`.
+        new_column: by the number of a column of impressions `[E]` float32 to write to, where these are too long for
+            memory.
+    """
     user = [standardize(columns.numbers(name, "user"), *schema.encodings.moments[name]) for name in config.user_dense]
     item = [standardize(columns.numbers(name, "item"), *schema.encodings.moments[name]) for name in config.item_dense]
     users, items = columns.count("user"), columns.count("item")
+    impressions = []
+    for i, name in enumerate(config.impression_dense):
+        numbers = columns.numbers(name, "event")
+        impressions.append(np.empty(len(numbers), np.float32) if new_column is None else new_column(i))
+        for begin, end in blocks(len(numbers)):
+            impressions[i][begin:end] = standardize(np.asarray(numbers[begin:end]), *schema.encodings.moments[name])
     return (
         np.stack(user, axis=1) if user else np.zeros((users, 0), np.float32),
         np.stack(item, axis=1) if item else np.zeros((items, 0), np.float32),
+        impressions,
     )
 
 

@@ -56,7 +56,7 @@ class Fingerprint:
             return dataclasses.replace(known, samples={name: dataset.num_samples(name) for name in SPLITS})
         config = column_settings(config)
         arrays = dataset.arrays()
-        events, names = arrays.events, [*config.user_dense, *config.item_dense]
+        events, names = arrays.events, [*config.user_dense, *config.item_dense, *config.impression_dense]
         # A user's or item's values are taken for each event, since the order of the items depends on their names.
         index = {"user": events.user, "item": events.item, "event": None}
         values: dict[str, list[Iterable[np.ndarray]]] = {
@@ -73,13 +73,14 @@ class Fingerprint:
         for spec, column in zip(dataset.features, arrays.columns, strict=False):
             parts = values.setdefault(spec.column, [])
             parts.append(_id_blocks(column, index[spec.of], len(events.user)))
+        users, items, impressions = arrays.dense
         dense = [
-            (column, rows)
-            for table, rows in zip(arrays.dense, (events.user, events.item), strict=True)
-            for column in table.T
+            *(map(column.take, _blocks(events.user)) for column in users.T),
+            *(map(column.take, _blocks(events.item)) for column in items.T),
+            *(_blocks(column) for column in impressions),
         ]
-        for name, (column, rows) in zip(names, dense, strict=True):
-            values.setdefault(name, []).append(map(column.take, _blocks(rows)))
+        for name, blocks in zip(names, dense, strict=True):
+            values.setdefault(name, []).append(blocks)
         return cls(
             rows=len(events.user),
             columns={name: _digest(itertools.chain(*parts)) for name, parts in values.items()},

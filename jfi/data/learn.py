@@ -16,23 +16,32 @@ from jfi.encoding import UNKNOWN, HashBuckets
 def learn_schema(columns: RawColumns, rows: Rows, config: DataConfig) -> DataSchema:
     """The keys of the batches, and vocabularies, quantiles, means and titles of the training rows alone.
 
-    A user (an item) counts as training's if it has a row there. A multi-valued column of events has as many slots as
-    the longest list in training, at most `max_slots`.
+    A user (an item) counts as training's if it has a row there. Of a column that describes impressions alone the
+    labelled rows count. A multi-valued column of events has as many slots as the longest list in training, at most
+    `max_slots`.
 
     Raises:
         DataError: a column is missing or malformed, or two columns need the same key.
     """
     counts = {"user": rows.count_training("user"), "item": rows.count_training("item")}
-    train = counts | {"event": rows.train}
+    samples = rows.train & ~np.isnan(rows.label)
     encodings = Encodings()
-    users, items, history = [], [], []
+    users, items, impressions, history = [], [], [], []
     for name in config.user_categorical:
-        users += _learn_keys(columns, name, "user", train, encodings, config)[0]
+        users += _learn_keys(columns, name, "user", counts["user"], encodings, config)[0]
     for name in (config.item, *config.item_categorical):
-        targets, events = _learn_keys(columns, name, "item", train, encodings, config)
+        targets, events = _learn_keys(columns, name, "item", counts["item"], encodings, config)
         items, history = items + targets, history + events
-    for name in (*config.event_categorical, *config.crosses()):
-        history += _learn_keys(columns, name, "event", train, encodings, config)[1]
+    of_events = [*config.event_categorical, *config.crosses()]
+    for name in config.impression_categorical:
+        if name not in of_events:
+            impressions += _learn_keys(columns, name, "event", samples, encodings, config)[0]
+    for name in of_events:
+        shown, events = _learn_keys(columns, name, "event", rows.train, encodings, config)
+        history += events
+        if name in config.impression_categorical:
+            impressions += shown
+    impressions.sort(key=lambda spec: config.impression_categorical.index(spec.column))
     for name in config.event_dense:
         edges = learn_edges(columns.numbers(name, "event"), rows.train, config.num_quantiles)
         encodings.edges[name] = edges
@@ -41,12 +50,14 @@ def learn_schema(columns: RawColumns, rows: Rows, config: DataConfig) -> DataSch
         for name in names:
             # Users and items count as often as they have a row in training.
             encodings.moments[name] = moments(columns.numbers(name, of), counts[of])
+    for name in config.impression_dense:
+        encodings.moments[name] = moments(columns.numbers(name, "event"), samples)
     age = FeatureSpec(HISTORY + AGE, "bucket", config.timestamp, "", config.num_age_buckets)
-    features = [*users, *items, *history, age]
+    features = [*users, *items, *impressions, *history, age]
     _check_keys(features)
     return DataSchema(
         features=features,
-        dense_names=[*config.user_dense, *config.item_dense],
+        dense_names=[*config.user_dense, *config.item_dense, *config.impression_dense],
         item_key=config.item,
         max_history=config.max_history,
         encodings=encodings,
@@ -58,21 +69,31 @@ def _learn_keys(
     columns: RawColumns,
     name: str,
     of: Entity,
-    train: dict[str, np.ndarray],
+    train: np.ndarray,
     encodings: Encodings,
     config: DataConfig,
 ) -> tuple[list[FeatureSpec], list[FeatureSpec]]:
-    """The keys of a categorical column of the user or the target, and those of the events."""
+    """The keys of the sample that a categorical column has, and those of the events.
+
+    Args:
+        columns: the raw columns.
+        name: of the column.
+        of: what has the column.
+        train: `[U]`, `[N]` or `[E]`, in how many rows of training each user, item or event is.
+        encodings: gets those of the column.
+        config: the section `data`.
+    """
     column = columns.categories(name, of)
     if name in config.hash_buckets:
         encodings.buckets[name] = HashBuckets(config.hash_buckets[name])
     else:
-        encodings.vocabularies[name] = learn_vocabulary(column, train[of], config.min_count.get(name, 1))
+        encodings.vocabularies[name] = learn_vocabulary(column, train, config.min_count.get(name, 1))
     num_ids = encodings.ids_of(name).num_ids
     many = is_multi_valued(column)
-    own = [] if of == "event" else [FeatureSpec(name, of, name, name, num_ids, many, of)]
+    role = "impression" if of == "event" else of
+    own = [FeatureSpec(name, role, name, name, num_ids, many, of)]
     if many:
-        slots = range(count_slots(column, train[of] > 0, config.max_slots))
+        slots = range(count_slots(column, train > 0, config.max_slots))
         keys = [(f"{HISTORY}{name}_{slot}", slot) for slot in slots]
     else:
         keys = [(HISTORY + name, None)]

@@ -132,9 +132,10 @@ def check_fits(schema: DataSchema, config: DataConfig) -> None:
     Raises:
         DataError: it has not, as one line that names the setting.
     """
-    keys = {role: {s.column for s in schema.features if s.role == role} for role in ("user", "item", "history")}
+    roles = ("user", "item", "impression", "history")
+    keys = {role: {s.column for s in schema.features if s.role == role} for role in roles}
     items = {config.item, *config.item_categorical}
-    moments = [*config.user_dense, *config.item_dense]
+    moments = [*config.user_dense, *config.item_dense, *config.impression_dense]
     events = {*config.event_categorical, *config.event_dense}
     buckets = {name: known.num_buckets for name, known in schema.encodings.buckets.items()}
     for name, learnt, wanted in (
@@ -144,7 +145,8 @@ def check_fits(schema: DataSchema, config: DataConfig) -> None:
         ("event_categorical and event_dense", keys["history"] - keys["item"] - set(config.crosses()), events),
         ("event_crosses", sorted(set(config.crosses()) & keys["history"]), sorted(config.crosses())),
         ("event_dense", set(schema.encodings.edges), set(config.event_dense)),
-        ("user_dense and item_dense", schema.dense_names, moments),
+        ("impression_categorical", keys["impression"], set(config.impression_categorical)),
+        ("user_dense, item_dense and impression_dense", schema.dense_names, moments),
         ("hash_buckets", buckets, config.hash_buckets),
         ("max_history", schema.max_history, config.max_history),
         ("num_age_buckets", schema.num_age_buckets, config.num_age_buckets),

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 
 from jfi.data.arrange import Rows, members
@@ -131,8 +132,8 @@ def _encode(config: DataConfig, schema: DataSchema | None, work: Path, folder: P
         schema = learn_schema(source, rows, config)
 
     def encode_event(spec: FeatureSpec) -> Categorical:
-        out = new_map(folder / f"key-{schema.features.index(spec)}.npy", id_type(spec.num_embeddings), len(order))
-        return encode_events(source, spec, schema, out)
+        path, kind = folder / f"key-{schema.features.index(spec)}.npy", id_type(spec.num_embeddings)
+        return encode_events(source, spec, schema, lambda count: new_map(path, kind, count))
 
     encoded = encode_features(source, schema, encode_event)
     histories = None if config.history is None else write_true_rows(folder / "histories", columns["event"])
@@ -148,7 +149,9 @@ def _encode(config: DataConfig, schema: DataSchema | None, work: Path, folder: P
     if config.label is None:
         by_item = order_by_item(events, new_map(folder / "by_item.npy", index_type(len(order)), len(order)))
         negatives = NegativeSampler(events, by_item, items, config.negatives)
-    dense = encode_dense(source, schema, config)
+    dense = encode_dense(
+        source, schema, config, lambda number: new_map(folder / f"dense-{number}.npy", np.float32, len(order))
+    )
     dataset = InteractionDataset(events, schema, encoded, dense, samples, negatives)
     dataset.summary = summarize(dataset, config, source)
     dataset.summary.warnings.extend(read_warnings(work / "read"))

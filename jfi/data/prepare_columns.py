@@ -1,5 +1,6 @@
 """The sorted columns of a prepared dataset, in the form in which a schema is learnt from them and encodes them."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -117,21 +118,32 @@ class SortedColumns:
         )
 
 
-def encode_events(columns: SortedColumns, spec: FeatureSpec, schema: DataSchema, out: np.ndarray) -> Categorical:
-    """The ids of a key of events, written to `out [E]` a block at a time."""
+def encode_events(
+    columns: SortedColumns, spec: FeatureSpec, schema: DataSchema, new_map: Callable[[int], np.ndarray]
+) -> Categorical:
+    """The ids of a key of events, written a block at a time.
+
+    Args:
+        columns: the raw columns.
+        spec: the key.
+        schema: the encodings.
+        new_map: gives integers to write to, as many as it is told: E, or all values of a multi-valued key.
+    """
     name = spec.column
     if name in schema.encodings.edges:
         numbers = columns.numbers(name, "event")
+        out = new_map(len(numbers))
         for begin, end in blocks(len(out)):
             out[begin:end] = cut(np.array(numbers[begin:end]), schema.encodings.edges[name]).ids
         return Categorical(out)
     column = columns.categories(name, "event")
     check_kind(schema, name, column)
+    out = new_map(len(column.codes) if spec.multi_valued else len(column))
     ids = _ids_of_values(column.values, schema.encodings.ids_of(name)).astype(out.dtype)
     for begin, end in blocks(len(out)):
         codes = column.codes[begin:end] if spec.slot is None else column.slot(spec.slot, begin, end)
         out[begin:end] = ids[codes]
-    return Categorical(out)
+    return Categorical(out, column.offsets if spec.multi_valued else None)
 
 
 def _ids_of_values(values: pa.Array, known: Vocabulary | HashBuckets) -> np.ndarray:

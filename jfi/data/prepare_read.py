@@ -60,8 +60,9 @@ class RawColumn:
 
 def raw_columns(config: DataConfig) -> list[RawColumn]:
     """The columns that are read from the interactions, whether of events or, without tables, of users and items."""
-    columns = [RawColumn(name, "category") for name in config.event_categorical]
-    columns += [RawColumn(name, "number") for name in config.event_dense]
+    of_events = dict.fromkeys([*config.event_categorical, *config.impression_categorical])
+    columns = [RawColumn(name, "category") for name in of_events]
+    columns += [RawColumn(name, "number") for name in (*config.event_dense, *config.impression_dense)]
     if config.users is None:
         columns += [RawColumn(name, "category") for name in config.user_categorical if name != config.user]
         columns += [RawColumn(name, "number") for name in config.user_dense]

@@ -2,7 +2,8 @@
 
 manifest.json                            the format and the section `data` of the config that made it
 schema.json, vocabularies.parquet        the schema, see `jfi.data.schema`
-events.arrow                             user, item, time, label, split, and a column for each history key of events
+events.arrow                             user, item, time, label, split, a column for each key of impressions and each
+                                         history key of events, and dense features
 users.arrow, items.arrow                 a row for each user and item: ids, or lists of ids, and dense features
 train.arrow, validation.arrow, test.arrow  the events that are samples, in the order of time
 histories.arrow                          with `data.history`: the events that histories consist of
@@ -24,7 +25,7 @@ from jfi.data.coded import blocks
 from jfi.data.column_files import map_arrow
 from jfi.data.columns import Categorical
 from jfi.data.config import DataConfig
-from jfi.data.dataset import InteractionDataset
+from jfi.data.dataset import Dense, InteractionDataset
 from jfi.data.errors import DataError
 from jfi.data.events import Events
 from jfi.data.manifest import MANIFEST, Manifest
@@ -40,6 +41,8 @@ SUMMARY, LENGTHS = "summary.json", "history_lengths.arrow"
 _SMALL = 1 << 24
 #: The column of events that says which are part of histories, if `data.history` is set.
 IN_HISTORY = "in_history"
+#: Before the names of the columns of impressions, which could be those of other columns of events.
+IMPRESSION = "impression_"
 COLUMNS = {"user": pa.types.is_integer, "item": pa.types.is_integer, "time": pa.types.is_float64}
 COLUMNS |= {"label": pa.types.is_float32, "split": pa.types.is_int8}
 
@@ -66,7 +69,7 @@ def open_prepared(config: DataConfig, verify: bool = True) -> InteractionDataset
     if config.label is None:
         by_item = as_numpy(read_arrow(folder / "by_item.arrow")["event"])
         negatives = NegativeSampler(events, by_item, known_items(schema, columns, events), config.negatives)
-    dense = tuple(read_dense(tables[of], names) for of, names in dense_names(config).items())
+    dense = read_dense(tables, config)
     choices = (config.unknown_share, config.batching, config.timeline)
     dataset = InteractionDataset(events, schema, columns, dense, samples, negatives, *choices)
     dataset.folder, dataset.summary = folder, _summary(folder, config)
@@ -135,7 +138,9 @@ def read_features(schema: DataSchema, tables: dict[Entity, dict[str, pa.Array]])
 
 
 def column_name(spec: FeatureSpec) -> str:
-    """The column of a key: its own for events, else one for all keys of the user's or item's column."""
+    """The column of a key: its own for events and impressions, else one for all keys of the user's or item's column."""
+    if spec.role == "impression":
+        return IMPRESSION + spec.column
     return spec.key if spec.of == "event" else spec.column
 
 
@@ -152,15 +157,29 @@ def known_items(schema: DataSchema, columns: Sequence[Categorical], events: Even
 
 
 def dense_names(config: DataConfig) -> dict[Entity, list[str]]:
-    """The dense columns of users and of items."""
-    return {"user": config.user_dense, "item": config.item_dense}
+    """The dense columns in the file of users, of items and of events."""
+    impressions = [IMPRESSION + name for name in config.impression_dense]
+    return {"user": config.user_dense, "item": config.item_dense, "event": impressions}
 
 
-def read_dense(table: dict[str, pa.Array], names: list[str]) -> np.ndarray:
-    """`[U, D]` float32 of dense columns."""
-    if not names:
-        return np.zeros((len(next(iter(table.values()))), 0), np.float32)
-    return np.stack([as_numpy(table[name]) for name in names], axis=1)
+def read_dense(tables: dict[Entity, dict[str, pa.Array]], config: DataConfig) -> Dense:
+    """The dense features; those of impressions are not copied.
+
+    Raises:
+        DataError: a column is missing.
+    """
+    columns: dict[Entity, list[np.ndarray]] = {}
+    for of, names in dense_names(config).items():
+        for name in names:
+            if name not in tables[of]:
+                raise DataError(f"{of}s.arrow: no column '{name}'")
+        columns[of] = [as_numpy(tables[of][name]) for name in names]
+
+    def stack(of: Entity) -> np.ndarray:
+        count = len(next(iter(tables[of].values())))
+        return np.stack(columns[of], axis=1) if columns[of] else np.zeros((count, 0), np.float32)
+
+    return stack("user"), stack("item"), columns["event"]
 
 
 def read_arrow(path: Path) -> dict[str, pa.Array]:

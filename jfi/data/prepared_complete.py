@@ -26,7 +26,6 @@ from jfi.data.prepared import (
     COLUMNS,
     IN_HISTORY,
     as_numpy,
-    dense_names,
     known_items,
     read_dense,
     read_features,
@@ -130,8 +129,7 @@ def _derive(
     if config.label is None:
         out = new_map(work / "by_item.npy", kind, len(events))
         negatives = NegativeSampler(events, order_by_item(events, out), items, config.negatives)
-    dense = tuple(read_dense(tables[of], names) for of, names in dense_names(config).items())
-    dataset = InteractionDataset(events, schema, columns, dense, samples, negatives)
+    dataset = InteractionDataset(events, schema, columns, read_dense(tables, config), samples, negatives)
     dataset.summary = summarize(dataset, config)
     return dataset
 

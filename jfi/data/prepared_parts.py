@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet
 
 from jfi.data.coded import BLOCK, blocks
@@ -61,23 +62,10 @@ def join_small(folder: Path, of: Entity, schema: DataSchema, config: DataConfig)
         many = any(s.column == spec.column and (s.multi_valued or s.slot is not None) for s in schema.features)
         column = _column(table, name, f"{of}s")
         kind = pa.from_numpy_dtype(id_type(spec.num_embeddings))
-        values = column
-        if many:
-            if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
-                raise DataError(f"{of}s: column '{name}' has type {column.type}, but the schema has lists of ids")
-            values = column.flatten()
-        _check_ids(values, spec.num_embeddings, f"{of}s", name, 0)
+        (_check_lists if many else _check_ids)(column, spec.num_embeddings, f"{of}s", name, 0)
         columns[name] = _copied(column, pa.large_list(kind) if many else kind)
     for name in dense_names(config)[of]:
-        column = _column(table, name, f"{of}s")
-        if column.null_count or not pa.types.is_floating(column.type):
-            what = "nulls" if column.null_count else str(column.type)
-            raise DataError(f"{of}s: column '{name}' must be float32 without nulls, got {what}")
-        columns[name] = column.cast(pa.float32(), safe=False)
-        finite = np.isfinite(columns[name].to_numpy())
-        if not finite.all():
-            row = int(finite.argmin())
-            raise DataError(f"{of}s: '{name}' is {column[row].as_py()} in row {row}, not finite; a missing value is 0")
+        columns[name] = _checked_numbers(_column(table, name, f"{of}s"), f"{of}s", name, 0)
     return columns or {"": pa.nulls(table.num_rows)}
 
 
@@ -85,13 +73,19 @@ def join_events(
     folder: Path, work: Path, schema: DataSchema, counts: dict[Entity, int], config: DataConfig, display: Display
 ) -> dict:
     """The columns of events as maps of files in `work`, checked."""
-    ids = {spec.key: spec.num_embeddings for spec in schema.features[:-1] if spec.of == "event"}
+    specs = {column_name(spec): spec for spec in schema.features[:-1] if spec.of == "event"}
+    ids = {name: spec.num_embeddings for name, spec in specs.items()}
+    lists = {name: 0 for name, spec in specs.items() if spec.multi_valued}  # the number of values so far
+    dense = dense_names(config)["event"]
     index = index_type(max(counts.values()))
     types = {"user": index, "item": index, "time": np.float64, "label": np.float32, "split": np.int8}
-    types |= {name: id_type(count) for name, count in ids.items()}
+    types |= {name: id_type(count) for name, count in ids.items()} | dict.fromkeys(dense, np.float32)
+    types |= {_offsets(name): np.int64 for name in lists}
     if config.history is not None:
         ids[IN_HISTORY], types[IN_HISTORY] = 2, np.int8
     writer = ColumnWriter(work, types)
+    for name in lists:
+        writer.append(_offsets(name), np.zeros(1, np.int64))
     check, start = _OrderCheck(counts, config.label is None), 0
     for file, batch in _parts(folder, "events"):
         for name, is_right in COLUMNS.items():
@@ -108,13 +102,30 @@ def join_events(
             column = _column(batch, name, file)
             if name == IN_HISTORY and pa.types.is_boolean(column.type):
                 column = column.cast(pa.int8())
-            _check_ids(column, count, file, name, start)
+            if name in lists:
+                counts = _check_lists(column, count, file, name, start)
+                writer.append(_offsets(name), lists[name] + np.cumsum(counts))
+                lists[name] += int(counts.sum())
+                column = column.flatten()
+            else:
+                _check_ids(column, count, file, name, start)
             writer.append(name, column.to_numpy())
+        for name in dense:
+            writer.append(name, _checked_numbers(_column(batch, name, file), file, name, start).to_numpy())
         start += len(batch)
         display.update(len(batch))
     check.finish(start)
     writer.close()
-    return read_columns(work)
+    columns = read_columns(work)
+    for name in lists:
+        offsets = pa.array(columns.pop(_offsets(name)))
+        columns[name] = pa.LargeListArray.from_arrays(offsets, pa.array(columns[name]))
+    return columns
+
+
+def _offsets(name: str) -> str:
+    """The name of the offsets of a column of lists among the files of columns."""
+    return f"offsets {name}"
 
 
 class _OrderCheck:
@@ -162,14 +173,41 @@ def _column(table: pa.Table | pa.RecordBatch, name: str, file: str) -> pa.Array:
     return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
 
 
-def _check_ids(column: pa.Array, count: int, file: str, name: str, start: int) -> None:
+def _check_ids(column: pa.Array, count: int, file: str, name: str, start: int | np.ndarray) -> None:
+    """Checks ids, whose rows count from `start`, or are given."""
     if not pa.types.is_integer(column.type) or column.null_count:
         raise DataError(f"{file}: column '{name}' must be of integers without nulls, got {column.type}")
     values = column.to_numpy()
     wrong = (values < 0) | (values >= count)
     if wrong.any():
-        row = int(wrong.argmax())
-        raise DataError(f"{file}: '{name}' is {values[row]} in row {start + row}; ids are from 0 to {count - 1}")
+        first = int(wrong.argmax())
+        row = start[first] if isinstance(start, np.ndarray) else start + first
+        raise DataError(f"{file}: '{name}' is {values[first]} in row {row}; ids are from 0 to {count - 1}")
+
+
+def _check_lists(column: pa.Array, count: int, file: str, name: str, start: int) -> np.ndarray:
+    """The number of ids of each row of a column of lists, which are checked."""
+    if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
+        raise DataError(f"{file}: column '{name}' has type {column.type}, but the schema has lists of ids")
+    if column.null_count:
+        raise DataError(f"{file}: column '{name}' has nulls; a row without values has an empty list")
+    counts = pc.list_value_length(column).to_numpy()
+    _check_ids(column.flatten(), count, file, name, start + np.repeat(np.arange(len(column)), counts))
+    return counts
+
+
+def _checked_numbers(column: pa.Array, file: str, name: str, start: int) -> pa.Array:
+    """A column of dense features as float32."""
+    if column.null_count or not pa.types.is_floating(column.type):
+        what = "nulls" if column.null_count else str(column.type)
+        raise DataError(f"{file}: column '{name}' must be float32 without nulls, got {what}")
+    numbers = column.cast(pa.float32(), safe=False)
+    finite = np.isfinite(numbers.to_numpy())
+    if not finite.all():
+        row = int(finite.argmin())
+        place = f"row {start + row}"
+        raise DataError(f"{file}: '{name}' is {column[row].as_py()} in {place}, not finite; a missing value is 0")
+    return numbers
 
 
 def _copied(column: pa.Array, kind: pa.DataType) -> pa.Array:

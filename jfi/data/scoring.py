@@ -232,12 +232,15 @@ class ScoringParts:
     def _fill(self, table: Table, scored: bool) -> Table:
         """The table with empty columns in place of those that it may lack.
 
-        They are the label's, and in a table to score all that tell what happened: it is an input of later rows alone.
+        They are the label's; in a table to score all that tell what happened, which is an input of later rows alone;
+        and in the history those of impressions, which are inputs of the rows to score alone.
         """
         config, optional = self._config, set(self._label_columns)
         of_users = [*config.user_categorical, *config.user_dense] if self._users is None else []
         needed = {config.user, config.item, config.timestamp, *of_users, *self._item_columns}
+        of_impressions = {*config.impression_categorical, *config.impression_dense}
         if scored:
+            needed |= of_impressions
             rule = [] if config.history is None else parse_rule(config.history).columns
             happened = {*config.event_categorical, *config.event_dense, *rule} - needed - optional
             optional |= happened
@@ -245,6 +248,8 @@ class ScoringParts:
                 self._warned.update(lacking)
                 names = ", ".join(f"'{name}'" for name in lacking)
                 _log.warning("%s: no column %s; it counts as missing in the rows' events", table.name, names)
+        else:
+            optional |= of_impressions - {*config.event_categorical}
         lacking = sorted(optional - needed - set(table.known))
         data = table.data
         for name in lacking:
@@ -264,7 +269,9 @@ class ScoringParts:
             _TIME: pa.array(table.times(config.timestamp, config.timestamp_unit)),
         }
         of_users = [*config.user_categorical, *config.user_dense] if self._users is None else []
-        for name in (*of_users, *self._item_columns, *config.event_categorical, *config.event_dense):
+        of_events = [*config.event_categorical, *config.event_dense]
+        of_events += [*config.impression_categorical, *config.impression_dense]
+        for name in (*of_users, *self._item_columns, *of_events):
             if name in data:
                 continue
             if pa.types.is_floating(self._kind(name)):

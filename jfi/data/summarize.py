@@ -41,7 +41,7 @@ def summarize(dataset: InteractionDataset, config: DataConfig, columns: RawColum
     arrays, encodings = dataset.arrays(), dataset.schema.encodings
     events, samples = arrays.events, arrays.samples
     shares = {name: _share_of_ones(events.label, rows) for name, rows in samples.items()}
-    users, items = (len(table) for table in arrays.dense)
+    users, items = (len(table) for table in arrays.dense[:2])
     unseen = {name: {} for name in _HELD_OUT}
     for of, index, count in (("user", events.user, users), ("item", events.item, items)):
         known = _in_training(index, events.split, count)
@@ -125,7 +125,8 @@ def _gaps(
             none, part = _unseen(arrays.samples[name], index[spec.of], keys, counts, spec.slot is not None)
             shares = {spec.column: none, f"{spec.column} {_PARTLY}": part}
             unseen[name] |= {column: share for column, share in shares.items() if share}
-    for names, entity in ((config.user_dense, "user"), (config.item_dense, "item")):
+    dense = ((config.user_dense, "user"), (config.item_dense, "item"), (config.impression_dense, "event"))
+    for names, entity in dense:
         for name in names:
             missing[name] = _share_of_empty(columns, entity, _counts(columns.numbers(name, entity)))
     return missing
@@ -212,7 +213,8 @@ def _warn_of_changes(columns: RawColumns, config: DataConfig) -> list[str]:
                 warnings.append(
                     f"'{name}' changes for {changing:,} of {count:,} {of}s from row to row; every sample has the value "
                     f"of the {of}'s first row. If it describes the event, list it in data.event_categorical or "
-                    "data.event_dense"
+                    "data.event_dense, and if it is known when the item is shown, in data.impression_categorical or "
+                    "data.impression_dense"
                 )
     return warnings
 

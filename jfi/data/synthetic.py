@@ -29,6 +29,8 @@ COLUMNS = {
     "item_dense": [],
     "event_categorical": ["rating"],
     "event_dense": [],
+    "impression_categorical": [],
+    "impression_dense": [],
     "separators": {},
     "title": "title",
     "group": None,

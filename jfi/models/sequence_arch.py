@@ -27,6 +27,7 @@ class SequenceArch(nn.Module):
 
     Args:
         features: the sequence features; empty where histories are not used.
+        bag_keys: keys of the EmbeddingBagCollection's output, an entry each, in the order of the entries.
         single_keys: keys of the EmbeddingCollection's output that become an entry each.
         embedding_dim: width of every entry.
         pooling: pools each history to an entry; after an encoder its features are the configs' `encoded()`.
@@ -37,6 +38,7 @@ class SequenceArch(nn.Module):
     def __init__(
         self,
         features: list[SequenceFeatureConfig],
+        bag_keys: list[str],
         single_keys: list[str],
         embedding_dim: int,
         pooling: JaggedFeatureInteraction | JaggedMeanPooling | None,
@@ -44,7 +46,7 @@ class SequenceArch(nn.Module):
         user_keys: list[str] | None = None,
     ) -> None:
         super().__init__()
-        self.single_keys, self.embedding_dim = single_keys, embedding_dim
+        self.bag_keys, self.single_keys, self.embedding_dim = bag_keys, single_keys, embedding_dim
         self.pooling, self.encoder = pooling, encoder
         self.user_keys = user_keys or []
         # Features whose bias inputs come from the batch's ids.
@@ -59,7 +61,7 @@ class SequenceArch(nn.Module):
         timelines: Timelines | None = None,
     ) -> Tensor:
         """Entries [B, F, embedding_dim]: those of `bags`, of the single keys of `embeddings`, of the histories."""
-        singles = _single_entries(bags, embeddings, self.single_keys, self.user_keys, timelines)
+        singles = _single_entries(bags, embeddings, self.bag_keys, self.single_keys, self.user_keys, timelines)
         histories = None
         if self.pooling is not None:
             sequences = _sequences(embeddings, ids, self.features, self._not_shared, timelines)
@@ -77,7 +79,7 @@ class SequenceArch(nn.Module):
         timelines: Timelines | None = None,
     ) -> dict[str, JaggedTensor]:
         """By sequence feature the attention weights of its events; the arguments are those of `forward`."""
-        singles = _single_entries(bags, embeddings, self.single_keys, self.user_keys, timelines)
+        singles = _single_entries(bags, embeddings, self.bag_keys, self.single_keys, self.user_keys, timelines)
         sequences = _sequences(embeddings, ids, self.features, self._not_shared, timelines)
         if self.encoder is not None:
             sequences = self.encoder(sequences)
@@ -88,12 +90,15 @@ class SequenceArch(nn.Module):
 def _single_entries(
     bags: KeyedTensor | None,
     embeddings: dict[str, JaggedTensor] | None,
+    bag_keys: list[str],
     single_keys: list[str],
     user_keys: list[str],
     timelines: Timelines | None,
 ) -> dict[str, Tensor]:
     """The entries [B, embedding_dim] that are not histories, by key: bags and sums of a sample's embeddings."""
-    entries = {} if bags is None else dict(bags.to_dict())
+    # A sharded collection returns its keys in the order of the sharding.
+    found = {} if bags is None else bags.to_dict()
+    entries = {key: found[key] for key in bag_keys}
     for key in single_keys:
         values, offsets = embeddings[key].values(), embeddings[key].offsets()
         entries[key] = jagged_jagged_bmm(values, values.new_ones(values.size(0), 1), offsets).squeeze(-1)

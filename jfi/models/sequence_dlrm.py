@@ -158,7 +158,7 @@ class SequenceDLRM(nn.Module):
         self._id_keys += [key for feature in biased for key in feature.input_keys]
         #: Keys that a batch with timelines lacks.
         self._from_times = [feature.bias_key for feature in biased if isinstance(feature.bias, TimeBias)]
-        self.sequence_arch = SequenceArch(features, single_keys, embedding_dim, layer, encoder, user_keys)
+        self.sequence_arch = SequenceArch(features, bag_keys, single_keys, embedding_dim, layer, encoder, user_keys)
         self.dropout = nn.Dropout(dropout)
         self.dense_arch = DenseArch(dense_in_features, dense_arch_layer_sizes, device=dense_device)
         self.inter_arch = InteractionArch(num_entries)

@@ -16,7 +16,7 @@ def schema_of(config: DataConfig, data: DataSchema, reads_history: bool, reads_a
         reads_history: whether the model reads events.
         reads_age: whether the model reads the bucket of the events' age.
     """
-    events = []
+    events, shown = [], config.impression_categorical
     if reads_history:
         crosses = config.crosses()
         events = [
@@ -30,12 +30,14 @@ def schema_of(config: DataConfig, data: DataSchema, reads_history: bool, reads_a
             events.append(Field(AGE, "age", num_buckets=data.num_age_buckets))
     return Schema(
         _categories(data, "user") + _numbers(data, config.user_dense),
-        _categories(data, "item") + _numbers(data, config.item_dense),
+        _categories(data, "item")
+        + _categories(data, "impression")
+        + _numbers(data, config.item_dense + config.impression_dense),
         events,
         {
             name: list(vocabulary.values)
             for name, vocabulary in data.encodings.vocabularies.items()
-            if reads_history or name not in (*config.event_categorical, *config.crosses())
+            if reads_history or name not in {*config.event_categorical, *config.crosses()} - {*shown}
         },
     )
 

@@ -1,8 +1,8 @@
 """Builds the model and its optimizer for the keys of a data schema.
 
 The EmbeddingCollection, which returns an embedding per event, has the tables of the history keys, and with them the
-user and item keys that share these tables, so that a target has the embedding of its own events. All other tables are
-in the EmbeddingBagCollection.
+user, item and impression keys that share these tables, so that a target has the embedding of its own events. All other
+tables are in the EmbeddingBagCollection.
 """
 
 import zlib
@@ -65,7 +65,7 @@ def build_model(
     features = schema.features
     history = [f for f in features if f.role == "history"] if config.pooling != "none" else []
     event_tables = {f.table for f in history}
-    embedded = [f for f in features if f.role in ("user", "item") or f in history]
+    embedded = [f for f in features if f.role in ("user", "item", "impression") or f in history]
     in_collection = [f for f in embedded if f.table in event_tables]
     in_bags = [f for f in embedded if f.table not in event_tables]
     sequences = (

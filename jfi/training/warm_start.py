@@ -109,7 +109,7 @@ def _sources(table: BaseEmbeddingConfig, schema: DataSchema, other: DataSchema) 
 
 def _check_keys(path: str | Path, schema: DataSchema, other: DataSchema) -> None:
     def keys(one: DataSchema) -> list[str]:
-        own = [spec.key for spec in one.features if spec.role in ("user", "item")]
+        own = [spec.key for spec in one.features if spec.role in ("user", "item", "impression")]
         events = dict.fromkeys(spec.column for spec in one.features if spec.role == "history")
         return [*own, *(f"history of {name}" for name in events), *(f"number {name}" for name in one.dense_names)]
 

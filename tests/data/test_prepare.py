@@ -56,6 +56,7 @@ def write_table(folder: Path, rng: np.random.Generator, count: int = 300) -> str
         "whole": [None] * count,
         "price": np.where(rng.random(count) < 0.2, np.nan, rng.lognormal(2, 1, count)),
         "title": np.where(rng.random(count) < 0.2, None, [f"Title {i}" for i in item]).tolist(),
+        "shown": np.where(rng.random(count) < 0.1, np.nan, rng.normal(3, 1, count)),
     }
     path = str(folder / "rows.parquet")
     pa.parquet.write_table(pa.table(columns), path, row_group_size=50)
@@ -135,6 +136,17 @@ def assert_same_batches(left: InteractionDataset, right: InteractionDataset) -> 
             "group": "request",
         },
         {"event_crosses": [["action", "item_id"]], "min_count": {"action_x_item_id": 4}},
+        {"impression_categorical": ["part", "tags", "whole"], "impression_dense": ["shown"]},
+        {
+            "impression_categorical": ["hobbies", "action", "request"],
+            "impression_dense": ["shown", "seconds"],
+            "event_dense": [],
+            "user_categorical": [],
+            "min_count": {"request": 20},
+            "hash_buckets": {"hobbies": 4},
+            "history": "action == view",
+        },
+        {"impression_categorical": ["action"], "impression_dense": ["shown"], "label": None, "unknown_share": 0.3},
     ],
 )
 def test_a_prepared_dataset_is_the_loaded_one_bit_for_bit(tmp_path, monkeypatch, settings):
@@ -176,6 +188,25 @@ def check_same(config: DataConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
     (folder / "written").mkdir()
     write_prepared(loaded, config.with_absolute_paths(), folder / "written")
     assert files_of(folder / "prepared") == files_of(folder / "written")
+
+
+def test_columns_of_impressions_may_have_the_names_of_columns_of_the_layout(tmp_path, monkeypatch):
+    rng = np.random.default_rng(4)
+    names = ("user_id", "item_id", "timestamp", "user", "label", "time", "item", "split", "in_history")
+    columns = {name: rng.integers(0, 5, 90) for name in names} | {"clicked": np.arange(90) % 2}
+    pa.parquet.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    config = DataConfig(interactions=str(tmp_path / "rows.parquet"), label="clicked", history="item != 2")
+    config = replace(config, impression_categorical=["user", "label", "split"])
+    check_same(replace(config, impression_dense=["time", "item", "in_history"]), tmp_path, monkeypatch)
+
+
+def test_a_column_of_impressions_without_any_value(tmp_path, monkeypatch):
+    empty = pa.array([[] for _ in range(20)], pa.list_(pa.string()))
+    columns = {name: pa.array(range(20)) for name in ("user_id", "item_id", "timestamp")}
+    columns |= {"clicked": pa.array([i % 2 for i in range(20)]), "tags": empty}
+    pa.parquet.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    config = DataConfig(interactions=str(tmp_path / "rows.parquet"), label="clicked", impression_categorical=["tags"])
+    check_same(config, tmp_path, monkeypatch)
 
 
 def test_splits_of_files_of_their_own(tmp_path, monkeypatch):

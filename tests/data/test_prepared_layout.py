@@ -19,7 +19,11 @@ USERS, ITEMS, COUNT = 20, 12, 400
 
 
 def features() -> list[dict]:
-    """The keys of the schema: city of the user, item and genres of the target, item, genres and action of events."""
+    """The keys of the schema.
+
+    They are the city of the user, item and genres of the target, place and tags of the impression, and item, genres,
+    action and place of events.
+    """
 
     def spec(key: str, role: str, column: str, of: str, num: int, many: bool = False, slot: int | None = None) -> dict:
         names = {"key": key, "role": role, "column": column, "table": column, "num_embeddings": num}
@@ -29,10 +33,13 @@ def features() -> list[dict]:
         spec("city", "user", "city", "user", 3),
         spec("item_id", "item", "item_id", "item", ITEMS + 1),
         spec("genres", "item", "genres", "item", 4, many=True),
+        spec("place", "impression", "place", "event", 4),
+        spec("tags", "impression", "tags", "event", 3, many=True),
         spec("history_item_id", "history", "item_id", "item", ITEMS + 1),
         spec("history_genres_0", "history", "genres", "item", 4, slot=0),
         spec("history_genres_1", "history", "genres", "item", 4, slot=1),
         spec("history_action", "history", "action", "event", 3),
+        spec("history_place", "history", "place", "event", 4),
         spec("history_age", "bucket", "timestamp", "event", 32) | {"table": ""},
     ]
 
@@ -48,7 +55,19 @@ def rows() -> dict[str, np.ndarray]:
     split = np.searchsorted(np.quantile(time, [0.6, 0.8]), time).astype(np.int8)
     action = rng.integers(0, 3, COUNT)
     label = (action == 1).astype(np.float32)
-    return {"user": user, "item": item, "time": time, "label": label, "split": split, "history_action": action}
+    place = rng.integers(0, 4, COUNT)
+    return {
+        "user": user,
+        "item": item,
+        "time": time,
+        "label": label,
+        "split": split,
+        "history_action": action,
+        "history_place": place,
+        "impression_place": place,
+        "impression_tags": [rng.integers(0, 3, n).tolist() for n in rng.integers(0, 3, COUNT)],
+        "impression_hour": rng.normal(size=COUNT).astype(np.float32),
+    }
 
 
 def write(
@@ -61,7 +80,9 @@ def write(
     for name in ("events", "users", "items"):
         (folder / name).mkdir()
     for i, part in enumerate(np.array_split(np.arange(COUNT), 3)):
-        write_part(folder / f"events/part-{i:05d}.{suffix}", {name: values[part] for name, values in rows.items()})
+        columns = {name: [values[row] for row in part] for name, values in rows.items() if isinstance(values, list)}
+        columns |= {name: values[part] for name, values in rows.items() if not isinstance(values, list)}
+        write_part(folder / f"events/part-{i:05d}.{suffix}", columns)
     write_part(folder / f"users/part-0.{suffix}", {"city": np.arange(USERS) % 3})
     genres = [[1 + i % 3] * (i % 3) for i in range(ITEMS)]
     write_part(
@@ -69,18 +90,18 @@ def write(
     )
 
     values = {"city": ["Oslo", "Rome"], "item_id": [f"i{i:02d}" for i in range(ITEMS)]}
-    values |= {"genres": ["a", "b", "c"], "action": ["buy", "view"]}
+    values |= {"genres": ["a", "b", "c"], "action": ["buy", "view"], "place": ["p", "q", "r"], "tags": ["x", "y"]}
     pairs = [(column, value) for column, known in values.items() for value in known]
     kind = pa.schema([("column", pa.string()), ("value", pa.large_string())])
     table = pa.table([[pair[0] for pair in pairs], [pair[1] for pair in pairs]], schema=kind)
     pa.parquet.write_table(table, folder / "vocabularies.parquet")
     content = {
         "features": features(),
-        "dense_names": ["price"],
+        "dense_names": ["price", "hour"],
         "item_key": "item_id",
         "max_history": 50,
         "edges": {},
-        "moments": {"price": [10.0, 2.0]},
+        "moments": {"price": [10.0, 2.0], "hour": [12.0, 3.0]},
         "buckets": {},
         "values": {name: len(known) for name, known in values.items()},
         "sha256": hashlib.sha256((folder / "vocabularies.parquet").read_bytes()).hexdigest(),
@@ -89,7 +110,8 @@ def write(
     schema = {"format": "jfi data schema 1", "sha256": digest, "content": content}
     (folder / "schema.json").write_text(json.dumps(schema))
     data = {"label": label, "max_history": 50, "user_categorical": ["city"]}
-    data |= {"item_categorical": ["genres"], "item_dense": ["price"], "event_categorical": ["action"]}
+    data |= {"item_categorical": ["genres"], "item_dense": ["price"], "event_categorical": ["action", "place"]}
+    data |= {"impression_categorical": ["place", "tags"], "impression_dense": ["hour"]}
     (folder / "manifest.json").write_text(json.dumps({"format": "jfi prepared dataset 1", "data": data}))
     return str(folder)
 
@@ -120,6 +142,9 @@ def test_a_dataset_that_pyarrow_wrote_loads(tmp_path, rows, suffix):
         assert sparse["item_id"].values().tolist() == (rows["item"][chosen] + 1).tolist()
         assert sparse["city"].values().tolist() == (rows["user"][chosen] % 3).tolist()
         assert np.allclose(batch.dense_features[:, 0], np.linspace(-1, 1, ITEMS)[rows["item"][chosen]])
+        assert batch.dense_features[:, 1].tolist() == rows["impression_hour"][chosen].tolist()
+        assert sparse["place"].values().tolist() == rows["impression_place"][chosen].tolist()
+        assert [ids.tolist() for ids in sparse["tags"].to_dense()] == [rows["impression_tags"][row] for row in chosen]
         for row, items, actions, genres in zip(
             chosen,
             sparse["history_item_id"].to_dense(),
@@ -165,7 +190,8 @@ def test_it_trains_and_the_run_has_a_summary(tmp_path, rows, capsys):
     assert summary["samples"]["train"] == (rows["split"] == 0).sum()
     assert summary["label_shares"]["test"] == pytest.approx(rows["label"][rows["split"] == 2].mean())
     assert summary["unseen"]["test"].keys() == {"user", "item"}
-    assert summary["vocabulary_sizes"] == {"city": 2, "item_id": ITEMS, "genres": 3, "action": 2}
+    sizes = {"city": 2, "item_id": ITEMS, "genres": 3, "action": 2, "place": 3, "tags": 2}
+    assert summary["vocabulary_sizes"] == sizes
     assert "warning: 'timestamp' lies around the year 1970" in capsys.readouterr().out
 
 
@@ -183,7 +209,7 @@ def test_positives_without_a_label_have_negatives(tmp_path, rows, monkeypatch):
     assert all(fresh[: len(fresh) // 2])  # later on a user may know all twelve items
 
 
-def change(name: str, row: int, value: int) -> Callable[[dict], None]:
+def change(name: str, row: int, value: object) -> Callable[[dict], None]:
     """Sets one value."""
     return lambda rows: rows[name].__setitem__(row, value)
 
@@ -211,6 +237,18 @@ def skip_a_user(rows: dict) -> None:
         ),
         (lambda rows: rows.update(price=np.full(12, np.inf)), r"items: 'price' is inf in row 0, not finite"),
         (lambda rows: rows.pop("history_action"), r"no column 'history_action', see docs/prepared-data.md$"),
+        (change("impression_place", 300, 4), r"'impression_place' is 4 in row 300; ids are from 0 to 3$"),
+        (change("impression_tags", 301, [0, 5]), r"'impression_tags' is 5 in row 301; ids are from 0 to 2$"),
+        (change("impression_tags", 301, None), r"'impression_tags' has nulls; a row without values has an empty list"),
+        (
+            lambda rows: rows.update(impression_tags=rows["impression_place"]),
+            r"'impression_tags' has type int64, but the schema has lists of ids$",
+        ),
+        (
+            change("impression_hour", 399, np.inf),
+            r"part-00002.parquet: 'impression_hour' is inf in row 399, not finite; a missing value is 0$",
+        ),
+        (lambda rows: rows.pop("impression_hour"), r"no column 'impression_hour', see docs/prepared-data.md$"),
         (lambda rows: rows.update(time=rows["time"].astype(int)), r"column 'time' has type int64, see docs/prep"),
     ],
 )

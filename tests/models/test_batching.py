@@ -26,8 +26,10 @@ def write_table(path, seed: int = 0) -> str:
         for time in times:
             item, rating, kind = rng.integers(0, 12), rng.integers(1, 6), rng.choice(["view", "buy"])
             shown = "" if rng.random() < 0.2 else rating
-            rows.append((user, "fm"[user % 2], item, "abc"[item % 3], time, shown, kind, rng.random()))
-    header = "user_id,gender,item_id,genre,timestamp,rating,kind,price"
+            place, tags = rng.choice(["top", "side", ""]), "|".join(rng.choice(["x", "y", "z"], rng.integers(0, 4)))
+            known = (place, tags, rng.choice(["", rng.integers(0, 24)]))
+            rows.append((user, "fm"[user % 2], item, "abc"[item % 3], time, shown, kind, rng.random(), *known))
+    header = "user_id,gender,item_id,genre,timestamp,rating,kind,price,place,tags,hour"
     path.write_text("\n".join([header, *(",".join(map(str, row)) for row in rows)]))
     return str(path)
 
@@ -40,7 +42,10 @@ def config(tmp_path) -> DataConfig:
         user_categorical=["gender"],
         item_categorical=["genre"],
         item_dense=["price"],
-        event_categorical=["kind"],
+        event_categorical=["kind", "place"],
+        impression_categorical=["place", "tags"],
+        impression_dense=["hour"],
+        separators={"tags": "|"},
         max_history=10,
         max_timeline=25,
         fractions=[0.6, 0.2, 0.2],
@@ -111,6 +116,20 @@ def test_rows_that_are_only_samples_or_only_history(config):
 def test_implicit_feedback(config):
     dataset = load_dataset(replace(config, label=None, negatives=3))
     check_equal(model_of(dataset, bias="history_age"), dataset)
+
+
+def test_impressions_are_of_the_row_in_both_ways(config):
+    dataset = load_dataset(replace(config, label=None, negatives=2, unknown_share=0.3))
+    found = []
+    for batching in ("sample", "user"):
+        values: dict[int, list] = {}
+        for batch in dataset.batches("train", 50, batching=batching, epoch=1):
+            keys = [batch.sparse_features[key].to_dense() for key in ("place", "tags")]
+            columns = zip(batch.samples.tolist(), *keys, batch.dense_features[:, -1].tolist(), strict=True)
+            values |= {sample: (place.tolist(), tags.tolist(), hour) for sample, place, tags, hour in columns}
+        found.append(values)
+    assert found[0] == found[1]
+    assert len({str(one) for one in found[0].values()}) > 50
 
 
 def test_an_encoder_where_no_window_cuts(config):

@@ -71,6 +71,9 @@ def table(tmp_path_factory) -> SimpleNamespace:
             "like": draw.randint(0, 1),
             "device": draw.choice(["tv", "phone", ""]),
             "seconds": draw.choice(["", draw.randint(1, 99)]),
+            "place": draw.choice(["top", "side", ""]),
+            "labels": "|".join(draw.sample(["new", "sale", "last"], draw.randint(0, 3))),
+            "discount": draw.choice(["", draw.randint(0, 50)]),
         }
         for t in range(500)
     ]
@@ -88,7 +91,9 @@ def table(tmp_path_factory) -> SimpleNamespace:
         item_dense=["price"],
         event_categorical=["device"],
         event_dense=["seconds"],
-        separators={"genres": "|", "hobbies": "|"},
+        impression_categorical=["place", "device", "labels"],
+        impression_dense=["discount"],
+        separators={"genres": "|", "hobbies": "|", "labels": "|"},
         max_history=12,
         max_slots=2,
     )
@@ -131,8 +136,11 @@ def raw_requests(table: SimpleNamespace) -> tuple[list[dict], np.ndarray]:
                     for event in order[start:end]
                 ],
                 "candidates": [
-                    item(now["item"]) | {"price": number(table.items[int(now["item"][1:])]["price"])},
-                    item("i3") | {"price": 2},
+                    item(now["item"])
+                    | {"price": number(table.items[int(now["item"][1:])]["price"])}
+                    | {name: number(now[name]) for name in ("place", "device", "discount")}
+                    | {"labels": split(now["labels"])},
+                    item("i3") | {"price": 2, "place": None, "device": "tv", "labels": ["new"], "discount": 7},
                 ],
             }
         )
@@ -168,6 +176,9 @@ def test_it_gives_the_logits_of_the_model(table, model, encoder):
             del request["history"]
         elif not reads_age:
             request["history"] = [{k: v for k, v in event.items() if k != "age"} for event in request["history"]]
+    assert list(read.describe()["candidates"]) == [
+        *("item", "genres", "place", "device", "labels", "price", "discount")
+    ]
     scoring = ScoringModel(trained, [key for one in schema.user for key in one.keys])
     inputs = inputs_of(scoring)
     encoded = [read(json.loads(json.dumps(request))) for request in requests]
@@ -175,7 +186,7 @@ def test_it_gives_the_logits_of_the_model(table, model, encoder):
     events = dataset._events
     with torch.no_grad():
         found = scoring(*arguments)
-        # The second candidate of every user is item i3 at the price of 2, so the first is the sample itself.
+        # The second candidate of every user is item i3 with other values, so the first is the sample itself.
         wanted = logits(trained, dataset.batch_of(samples, events.item[samples]))
     assert len(wanted) > 300 and wanted.std() > 0.05
     torch.testing.assert_close(found[::2], wanted, atol=1e-4, rtol=1e-4)

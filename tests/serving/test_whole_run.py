@@ -1,4 +1,4 @@
-"""A run with crosses of event columns, hash buckets and groups, from the table to the server."""
+"""A run with crosses of event columns, hash buckets, groups and impressions, from the table to the server."""
 
 import asyncio
 import io
@@ -34,6 +34,9 @@ def row(i: int) -> dict:
         "action": ["view", "buy", "cart"][i % 3],
         "genre": f"g{item % 4}",
         "region": f"land {user % 3}",
+        "device": ["tv", "web", None][i * i % 7 % 3],
+        "slot": f"s{i % 4}",
+        "price": None if i % 5 == 0 else i * 13 % 30,
     }
 
 
@@ -55,9 +58,11 @@ def run(rows, tmp_path_factory):
         group="impression",
         user_categorical=["region"],
         item_categorical=["genre"],
-        event_categorical=["action"],
+        event_categorical=["action", "device"],
+        impression_categorical=["slot", "device"],
+        impression_dense=["price"],
         event_crosses=[["item", "action"]],
-        hash_buckets={"genre": 3, "region": 50, "item_x_action": 9},
+        hash_buckets={"genre": 3, "region": 50, "item_x_action": 9, "slot": 6},
         max_history=MAX_HISTORY,
     )
     model = ModelConfig(8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8])
@@ -72,10 +77,10 @@ def request_of(rows: list[dict], target: dict) -> dict | None:
     """The request for a row of the table, or None where it has no history."""
     before = [one for one in rows if one["user"] == target["user"] and one["time"] < target["time"]]
     history = [
-        {**{name: one[name] for name in ("item", "genre", "action")}, "age": target["time"] - one["time"]}
+        {**{name: one[name] for name in ("item", "genre", "action", "device")}, "age": target["time"] - one["time"]}
         for one in sorted(before, key=lambda one: (one["time"], one["item"]))
     ]
-    candidate = {name: target[name] for name in ("item", "genre")}
+    candidate = {name: target[name] for name in ("item", "genre", "slot", "device", "price")}
     return {"user": {"region": target["region"]}, "history": history, "candidates": [candidate]} if history else None
 
 
@@ -87,13 +92,14 @@ def test_the_server_scores_rows_as_predict_does(run, rows, tmp_path):
     export(tmp_path / "artifact", run.model, schema, Limits(10, MAX_HISTORY))
     scorer = Scorer(tmp_path / "artifact")
     fields = list(scorer.reader.describe()["history"])
-    assert fields == ["item", "genre", "action", "age"]  # not the cross, not the group
+    assert fields == ["item", "genre", "action", "device", "age"]  # not the cross, not the group
+    assert list(scorer.reader.describe()["candidates"]) == ["item", "genre", "slot", "device", "price"]
     found = answers(scorer, [request for one in rows if (request := request_of(rows, one))])
     has_history = np.array([request_of(rows, one) is not None for one in rows])
     assert has_history.sum() > 200 and np.std(wanted) > 0.01
     np.testing.assert_allclose(found, wanted[has_history], atol=1e-5)
     # Values that training has not seen, in the target and in the events, have buckets or are unknown.
-    new = [{**rows[200], "action": "gift", "item": "i new", "genre": "g new", "region": "nowhere"}]
+    new = [{**rows[200], "action": "gift", "item": "i new", "genre": "g new", "region": "nowhere", "device": "car"}]
     history = [{**one, "action": "gift", "region": "nowhere"} for one in rows]
     scores = run.predict(pa.Table.from_pylist(new), history=pa.Table.from_pylist(history)).column("score").to_numpy()
     np.testing.assert_allclose(answers(scorer, [request_of(history, new[0])]), scores, atol=1e-5)

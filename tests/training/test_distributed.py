@@ -80,7 +80,7 @@ def tiny(folder: Path, name: str, optimizer: str = "adagrad", sharding: str = "a
             interactions=str(folder / "table.csv"),
             label="rating >= 1",
             event_categorical=["rating"],
-            user_categorical=["country"],
+            user_categorical=["country", "user_id"],
             user_dense=["age"],
         ),
         model=ModelConfig(embedding_dim=8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8]),
@@ -287,7 +287,7 @@ def test_tables_are_sharded_as_the_config_says(launched, kind):
     bags = "table_wise" if kind == "row_wise" else kind  # gloo has no collective that sums bags over ranks
     for outcomes in launched[:2]:
         types = outcomes[list(KINDS).index(kind)]["types"]
-        assert types == {"item_id": kind, "rating": kind, "country": bags}
+        assert types == {"item_id": kind, "rating": kind, "country": bags, "user_id": bags}
 
 
 def test_one_process_of_a_host_reads_the_tables_and_all_map_the_result(folder, launched):
