@@ -14,6 +14,7 @@ from jfi.modules import (
     JaggedMeanPooling,
     SequenceFeatureConfig,
     inputs,
+    validation,
 )
 from jfi.ops import jagged_dense_bmm, jagged_jagged_bmm
 from jfi.timelines import Timelines
@@ -101,7 +102,11 @@ def _single_entries(
     entries = {key: found[key] for key in bag_keys}
     for key in single_keys:
         values, offsets = embeddings[key].values(), embeddings[key].offsets()
-        entries[key] = jagged_jagged_bmm(values, values.new_ones(values.size(0), 1), offsets).squeeze(-1)
+        one_each = len(offsets) == len(values) + 1
+        if one_each and validation.contents_are_free(values) and bool((embeddings[key].lengths() == 1).all()):
+            entries[key] = values
+        else:
+            entries[key] = jagged_jagged_bmm(values, values.new_ones(values.size(0), 1), offsets).squeeze(-1)
     return entries if timelines is None else broadcast(entries, user_keys, timelines.row_offsets)
 
 
