@@ -10,6 +10,8 @@ same numbers: the newest event that a candidate sees has distance 1 in the opera
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -61,38 +63,61 @@ def attend(
     query_weight, query_bias, key_weight, value_weight, output_weight, output_bias = weights
     num_features, embedding_dim = output_bias.shape
     num_queries, head_width = query_weight.size(1) // embedding_dim, embedding_dim // num_heads
-    if projects_history:
-        rows = inputs.history.split(inputs.events)
-        key, value = (project_events(rows, weight, num_heads) for weight in (key_weight, value_weight))
-        query = linear(inputs.target, query_weight, query_bias)
-        # The T query heads of a key head are neighbours.
-        query = query.view(-1, num_queries, num_heads, head_width).transpose(1, 2).flatten(1, 2)
-        table = None if bucket_bias is None else bucket_bias.repeat_interleave(num_queries, 1)
-    else:
-        w_qk, b_qk, w_vo = absorb_weights(weights[:5], num_heads)
-        key, value = inputs.history.unsqueeze(1), None
-        query = linear(inputs.target, w_qk, b_qk).view(-1, num_queries * num_heads, key.size(2))
+    options = {"inputs": inputs, "bias": bias, "scale": 1 / math.sqrt(head_width)}
+    if not projects_history:
+        absorbed = absorb_weights(weights[:5], num_heads)
         table = None if bucket_bias is None else bucket_bias.repeat(1, num_queries)
-    if inputs.value_scale is not None:
-        value = (key if value is None else value) * inputs.value_scale.to(key.dtype)[:, None, None]
-    attended = _attend(inputs, query.to(key.dtype), key, value, table, bias, 1 / math.sqrt(head_width))
-    if projects_history:
-        attended = attended.view(-1, num_heads, num_queries, head_width).transpose(1, 2)
-        return linear(attended.reshape(num_features, -1, query_weight.size(1)), output_weight, output_bias)
-    return linear(attended.reshape(num_features, -1, w_vo.size(1)), w_vo.mT, output_bias)
+        attention = partial(_attend, table=table, **options)
+        return attend_to_raw_events(inputs.target, inputs.history, absorbed, output_bias, attention)
+    rows = inputs.history.split(inputs.events)
+    key, value = (project_events(rows, weight, num_heads) for weight in (key_weight, value_weight))
+    query = linear(inputs.target, query_weight, query_bias)
+    # The T query heads of a key head are neighbours.
+    query = query.view(-1, num_queries, num_heads, head_width).transpose(1, 2).flatten(1, 2)
+    table = None if bucket_bias is None else bucket_bias.repeat_interleave(num_queries, 1)
+    attended = _attend(query.to(key.dtype), key, value, table=table, **options)
+    attended = attended.view(-1, num_heads, num_queries, head_width).transpose(1, 2)
+    return linear(attended.reshape(num_features, -1, query_weight.size(1)), output_weight, output_bias)
+
+
+def attend_to_raw_events(
+    target: Tensor,
+    history: Tensor,
+    absorbed: tuple[Tensor, Tensor, Tensor],
+    output_bias: Tensor,
+    attention: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """The outputs [F, R, embedding_dim] of R candidates with absorbed projections, in training and in serving.
+
+    Args:
+        target: [F, R, D_e].
+        history: [S, D_x].
+        absorbed: W_qk [F, T * H * D_x, D_e], b_qk [F, T * H * D_x] and W_vo [F, T * H * D_x, embedding_dim], the result
+            of `jfi.ops.absorb_weights`.
+        output_bias: [F, embedding_dim].
+        attention: of query rows [F * R, T * H, D_x] over the key [S, 1, D_x] of their user.
+    """
+    w_qk, b_qk, w_vo = absorbed
+    key = history.unsqueeze(1)
+    query = linear(target, w_qk, b_qk).reshape(-1, w_qk.size(1) // key.size(2), key.size(2))
+    attended = attention(query.to(key.dtype), key)
+    return linear(attended.reshape(target.size(0), -1, w_vo.size(1)), w_vo.mT, output_bias)
 
 
 def _attend(
-    inputs: GroupInputs,
     query: Tensor,
     key: Tensor,
-    value: Tensor | None,
+    value: Tensor | None = None,
+    *,
+    inputs: GroupInputs,
     table: Tensor | None,
     bias: Bias | None,
     scale: float,
 ) -> Tensor:
     """[F * R, T * H, D] -> [F * R, T * H, E]; the bias tables [F * num_buckets, T * H] are as wide as the query."""
     candidates = inputs.candidates
+    if inputs.value_scale is not None:
+        value = (key if value is None else value) * inputs.value_scale.to(key.dtype)[:, None, None]
     options = {"scale": scale, "max_visible": candidates.max_events}
     if not is_by_pair(bias, candidates.times is not None):
         return jagged_attention(

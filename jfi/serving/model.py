@@ -1,9 +1,9 @@
 """The dense part of a SequenceDLRM for U users and R candidates, in the form that is exported.
 
-In training each sample has its own history. In serving all candidates of a user attend to one history, so a user's
-events are encoded once, and the candidates are that many queries on them: `jagged_attention` takes the place of
-`target_attention`. The weights are constant, so the projections of keys and values, which training absorbs into those
-of the query and the output in every step, are absorbed once, together with the scale of the scores:
+All candidates of a user attend to one history, as the rows of a timeline do in training, and the same code computes
+both (`jfi.modules.ragged_attention`, `EncoderStack`). The weights are constant here, so the projections of keys and
+values, which training absorbs into those of the query and the output in every step, are absorbed once, together with
+the scale of the scores:
 
     q' = W_qk e + b_qk          a_th = attention(q'_th, x, x)          o = W_vo concat_th(a_th) + b_o
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import PoolingType
 
 from jfi.models import SequenceDLRM
-from jfi.modules import JaggedFeatureInteraction, PositionBias, SequenceFeatureConfig, inputs
+from jfi.modules import JaggedFeatureInteraction, PositionBias, SequenceFeatureConfig, inputs, ragged_attention
 from jfi.ops import absorb_weights
 from jfi.serving.attention import Segments, attend, padded
 
@@ -139,17 +139,16 @@ class CandidateAttention(nn.Module):
         super().__init__()
         group = layer.attention[0]
         self.feature = layer.features[0]
-        self.num_heads = layer.num_queries * layer.num_heads
         self.num_queries, self.impl = layer.num_queries, impl
 
         # In float64, so that an absorbed weight is rounded once.
         weights = tuple(weight.detach() for weight in group.weights[:5])
         w_qk, b_qk, w_vo = absorb_weights(weights, layer.num_heads, torch.float64)
         scale = 1 / math.sqrt(layer.embedding_dim // layer.num_heads)
-        self._hold("query_weight", w_qk[0] * scale)
-        self._hold("query_bias", b_qk[0] * scale)
-        self._hold("output_weight", w_vo[0].T)
-        self._hold("output_bias", group.output_bias[0].detach())
+        self._hold("query_weight", w_qk * scale)
+        self._hold("query_bias", b_qk * scale)
+        self._hold("output_weight", w_vo)
+        self._hold("output_bias", group.output_bias.detach())
         self._hold("bucket_bias", None if group.bucket_bias is None else group.bucket_bias.detach())
 
     def _hold(self, name: str, value: Tensor | None) -> None:
@@ -159,14 +158,14 @@ class CandidateAttention(nn.Module):
         self, target: Tensor, history: Tensor, rows: Segments, events: Segments, buckets: dict[str, Tensor]
     ) -> Tensor:
         """[R, D_e], [S, D_x] -> [R, embedding_dim]."""
-        query = F.linear(target, self.query_weight, self.query_bias).unflatten(1, (self.num_heads, -1))
         bias = None
         if self.bucket_bias is not None:
             bias = F.embedding(_bias_rows(self.feature, events, buckets), self.bucket_bias).repeat(1, self.num_queries)
-        attended = attend(
-            query, history.unsqueeze(1), queries=rows, keys=events, key_bias=bias, scale=1.0, impl=self.impl
-        )
-        return F.linear(attended.flatten(1), self.output_weight, self.output_bias)
+        attention = partial(attend, queries=rows, keys=events, key_bias=bias, scale=1.0, impl=self.impl)
+        absorbed = self.query_weight, self.query_bias, self.output_weight
+        return ragged_attention.attend_to_raw_events(
+            target.unsqueeze(0), history, absorbed, self.output_bias, attention
+        ).squeeze(0)
 
 
 class Mean(nn.Module):
