@@ -4,13 +4,14 @@ import argparse
 import importlib
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
 from benchmarks import figures, measure, report
-from benchmarks.run import Rates, run
+from benchmarks.run import Case, Rates, run
 
 #: The module of each suite, imported when its turn comes: some need TorchRec, and the others do without.
 GPU_SUITES = {
@@ -21,11 +22,22 @@ GPU_SUITES = {
     "self_lengths": "self_lengths",
     "layer": "layer",
     "step": "training_step",
+    "timeline": "timeline",
 }
-SUITES = GPU_SUITES | {"cpu": "cpu"}
+CPU_SUITES = {"cpu": "cpu", "timeline": "timeline"}
+SUITES = GPU_SUITES | CPU_SUITES
 SECONDS, QUICK_SECONDS = 0.25, 0.06  # on one figure of a GPU
-SUITE_SECONDS = {"self": 0.1, "self_lengths": 0.1, "layer": 0.1, "step": 0.6}  # of calls that take milliseconds
+SUITE_SECONDS = {
+    "self": 0.1,
+    "self_lengths": 0.1,
+    "layer": 0.1,
+    "step": 0.6,
+    "timeline": 0.1,
+}  # of calls that take milliseconds
 CPU_SECONDS, QUICK_CPU_SECONDS = 2.0, 0.2  # on one column of a case, all implementations together
+
+
+CPU_THREADS = {"cpu": measure.CPU_THREADS, "timeline": 2}
 
 
 def suites_of(text: str) -> list[str]:
@@ -36,6 +48,13 @@ def suites_of(text: str) -> list[str]:
     return names
 
 
+def movielens(text: str) -> Path:
+    for name in ("ml-100k.inter", "ml-100k.item"):
+        if not (Path(text) / name).is_file():
+            raise argparse.ArgumentTypeError(f"{text} has no file {name}")
+    return Path(text)
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
     parser.add_argument("--only", type=suites_of, metavar="SUITE,...", help=f"of {', '.join(SUITES)}")
@@ -44,12 +63,21 @@ def arguments() -> argparse.Namespace:
         "--out", type=Path, help="folder of the results (default: benchmarks/results/<device>, with -quick)"
     )
     parser.add_argument("--list", action="store_true", help="name the cases and stop")
+    parser.add_argument(
+        "--movielens", type=movielens, metavar="FOLDER", help="of ml-100k.inter and ml-100k.item, for timeline on a CPU"
+    )
     parser.add_argument("--commit", help="to record where the checkout is no git repository")
     return parser.parse_args()
 
 
 def load(name: str) -> ModuleType:
     return importlib.import_module(f"benchmarks.{SUITES[name]}")
+
+
+def cases_of(name: str, options: argparse.Namespace) -> Sequence:
+    """The cases of a suite: a `Case` of an operator, or one that the suite's own `run` takes."""
+    own = {"movielens": options.movielens} if name == "timeline" else {}
+    return load(name).cases(options.quick, **own)
 
 
 def importable(names: list[str]) -> list[str]:
@@ -79,9 +107,11 @@ def run_suite(name: str, device: torch.device, rates: Rates, where: dict, option
         seconds = QUICK_SECONDS if options.quick else SUITE_SECONDS.get(name, SECONDS)
     else:
         seconds = QUICK_CPU_SECONDS if options.quick else CPU_SECONDS
-    suite = load(name)
-    for case in suite.cases(options.quick):
-        measured = suite.run(case, device, seconds) if name == "step" else run(case, device, rates, seconds)
+    for case in cases_of(name, options):
+        if isinstance(case, Case):
+            measured = run(case, device, rates, seconds)
+        else:
+            measured = load(name).run(case, device, seconds)
         for i, row in enumerate(measured):
             rows.append({"suite": name} | row)
             if i == 0:
@@ -97,21 +127,21 @@ def run_suite(name: str, device: torch.device, rates: Rates, where: dict, option
 def main() -> int:
     options = arguments()
     gpu = torch.cuda.is_available()
-    names = options.only or (list(GPU_SUITES) if gpu else ["cpu"])
+    names = options.only or list(GPU_SUITES if gpu else CPU_SUITES)
     if options.list:
         for name in importable(names):
-            print(*(f"{name}: {case.name}" for case in load(name).cases(options.quick)), sep="\n")
+            print(*(f"{name}: {case.name}" for case in cases_of(name, options)), sep="\n")
         return 0
     if not gpu:
-        if needy := [name for name in names if name != "cpu"]:
-            print(f"error: no GPU here, for {', '.join(needy)}; --only cpu measures the CPU")
+        if needy := [name for name in names if name not in CPU_SUITES]:
+            print(f"error: no GPU here, for {', '.join(needy)}; --only {','.join(CPU_SUITES)} measures the CPU")
             return 2
         print("No GPU here: measuring the CPU implementations.")
     torch.set_float32_matmul_precision("high")  # TF32 on a GPU, for everyone
     for name in importable(names):
-        device = torch.device("cuda" if gpu and name != "cpu" else "cpu")
+        device = torch.device("cuda" if gpu and name in GPU_SUITES else "cpu")
         if device.type == "cpu":
-            torch.set_num_threads(measure.CPU_THREADS)
+            torch.set_num_threads(CPU_THREADS[name])
         rates = measured_rates(device)
         where = report.environment(device, rates, options.commit)
         folder = report.folder_name(device) + ("-quick" if options.quick else "")  # beside whole results, not over them

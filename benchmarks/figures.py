@@ -154,6 +154,48 @@ def table1(results: dict, folder: Path) -> list[Path]:
     return [path]
 
 
+def timeline(results: dict, folder: Path) -> list[Path]:
+    """timeline.png: by batches and max_history samples a second, and events looked up for a sample."""
+    cases: dict[str, list[dict]] = {}
+    for row in results["rows"]:
+        if "samples_per_second" in row:
+            cases.setdefault(row["case"], []).append(row)
+    if not cases:
+        return []
+    heights = [len(rows) + 0.8 for rows in cases.values()]
+    size = (11, 1.1 + 0.36 * sum(heights))
+    figure, grid = plt.subplots(
+        len(cases), 2, figsize=size, height_ratios=heights, sharey="row", squeeze=False, layout="constrained"
+    )
+    columns = {"samples_per_second": "samples a second", "events_per_sample": "events looked up a sample, logarithmic"}
+    for line, (case, rows) in zip(grid, cases.items(), strict=True):
+        for axes, column in zip(line, columns, strict=True):
+            values = [row[column] for row in rows]
+            colours = [OURS if row["ours"] else PAPER for row in rows]
+            axes.barh(range(len(rows)), values, color=colours)
+            for place, value in enumerate(values):
+                shown = f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+                axes.annotate(shown, (value, place), (4, 0), textcoords="offset points", va="center", fontsize=9)
+            axes.margins(x=0.18)
+            axes.tick_params(axis="x", labelsize=8)
+            axes.tick_params(axis="y", length=0)
+            axes.spines[["top", "right"]].set_visible(False)
+        line[0].xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        line[0].set_yticks(range(len(rows)), [row["implementation"] for row in rows], fontsize=9)
+        line[0].invert_yaxis()
+        line[1].set_xscale("log")
+        line[1].xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+        line[1].set_xlim(0.1, max(row["events_per_sample"] for row in rows) * 8)
+        line[0].set_title(case, fontsize=10, loc="left", fontweight="bold")
+    for axes, title in zip(grid[-1], columns.values(), strict=True):
+        axes.set_xlabel(title, fontsize=9)
+    figure.suptitle(f"Training with batches by sample and by user\n{caption(results)}", fontsize=10)
+    path = folder / "timeline.png"
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return [path]
+
+
 def against_peers(panels: Sequence[tuple[str, list[dict]]], where: str, path: Path, description: str) -> None:
     """Bars of forward and backward time, a panel per (title, rows of a case): jfi, then its fastest peers.
 
@@ -190,4 +232,5 @@ DRAW: dict[str, Callable[[dict, Path], list[Path]]] = {
     "lengths": lengths,
     "self_lengths": self_lengths,
     "table1": table1,
+    "timeline": timeline,
 }

@@ -4,6 +4,7 @@ As in ``peers``, each peer gets its inputs in its own layout, padding and a scal
 """
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,16 +21,17 @@ from benchmarks.run import Implementation, Missing, Prepared
 
 @dataclass(frozen=True)
 class JaggedShape(Shape):
-    """T is the most candidates of a sample, which has one at least; 0 means self-attention."""
+    """T is the most candidates of a sample, which has one at least, or T where lengths are full; 0: self-attention."""
 
     T: int = 0
     causal: bool = False
 
     @property
     def name(self) -> str:
-        queries = f" T=1..{self.T}" if self.T else ""
+        queries = f" T={'' if self.lengths == 'full' else '1..'}{self.T}" if self.T else ""
         lengths = "" if self.lengths == "uniform" else f", {self.lengths}"
-        text = f"B={self.B} N={self.N} D={self.D} H={self.H}{queries} {self.dtype}"
+        heads = f"H={self.H}" + (f" G={self.G}" if self.G != self.H else "")
+        text = f"B={self.B} N={self.N} D={self.D} {heads}{queries} {self.dtype}{', one read' if self.shared else ''}"
         return f"{text}{', causal' if self.causal else ''}{lengths}"
 
     @property
@@ -38,9 +40,11 @@ class JaggedShape(Shape):
 
 
 def draw_candidates(shape: JaggedShape, seed: int) -> Tensor | None:
-    """[B] on the CPU: uniform in [1, T], in the order of the lengths that are drawn with the same seed."""
+    """[B] on the CPU: T, or uniform in [1, T], in the order of the lengths that are drawn with the same seed."""
     if not shape.T:
         return None
+    if shape.lengths == "full":
+        return torch.full((shape.B,), shape.T)
     generator = torch.Generator().manual_seed(1)
     return torch.randint(1, shape.T + 1, (shape.B,), generator=generator)[order(shape.B, seed)]
 
@@ -52,9 +56,8 @@ def jagged_problem(shape: JaggedShape, seed: int, device: torch.device) -> Probl
     seen = (lengths + 1) / 2 if shape.causal else lengths
     rows = {QUERIES: int(queries.sum()), ROWS: int(lengths.sum())}
     layouts = {"query": QUERIES, "key": ROWS, "value": ROWS, "out": QUERIES}
-    inputs = {
-        name: random((rows[layouts[name]], shape.H, shape.D), shape.dtype, device) for name in ("query", "key", "value")
-    }
+    heads = {"query": shape.H, "key": shape.G} | ({} if shape.shared else {"value": shape.G})
+    inputs = {name: random((rows[layouts[name]], count, shape.D), shape.dtype, device) for name, count in heads.items()}
     # Two products forward; backward the scores again and four products more.
     product = 2.0 * float((queries * seen).sum()) * shape.H * shape.D
     return Problem(
@@ -87,6 +90,10 @@ def varlen(problem: Problem) -> Prepared:
     shape, attention = problem.shape, varlen_attn(problem.shape)
     bounds = problem.query_offsets.int(), problem.offsets.int(), shape.most_queries, shape.N
     options = {"window_size": (-1, 0)} if shape.causal else {}
+    if shape.G != shape.H:
+        if "enable_gqa" not in inspect.signature(attention).parameters:
+            raise Missing(f"as many key heads as query heads only, in torch {torch.__version__}")
+        options["enable_gqa"] = True
     return Prepared(
         list(problem.inputs.values()),
         lambda query, key, value: attention(query, key, value, *bounds, **options),

@@ -9,6 +9,8 @@ from torch import Tensor
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SIGMA = 1.5  # of the log-normal lengths
+#: Uniform lengths by name: the shortest, as a share of N.
+SHORTEST = {"uniform": 0.0, "nearly full": 0.9, "full": 1.0}
 
 #: What the first dimension of a tensor counts: samples, packed rows, the L·L pairs of each sample's rows, or packed
 #: queries.
@@ -44,13 +46,14 @@ def order(samples: int, seed: int) -> Tensor:
 
 
 def draw_lengths(shape: Shape, seed: int) -> Tensor:
-    """[B] on the CPU: uniform in [0, N], or log-normal, cut at N, with the sum of the uniform ones.
+    """[B] on the CPU: uniform up to N (see SHORTEST), or log-normal, cut at N, with the sum of those uniform in [0, N].
 
     Another seed gives the same lengths in another order.
     """
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(0, shape.N + 1, (shape.B,), generator=generator)
-    if shape.lengths != "uniform":
+    shortest = int(SHORTEST.get(shape.lengths, 0.0) * shape.N)
+    lengths = torch.randint(shortest, shape.N + 1, (shape.B,), generator=generator)
+    if shape.lengths not in SHORTEST:
         lengths = log_normal(shape.B, shape.N, int(lengths.sum()), generator)
     return lengths[order(shape.B, seed)]
 

@@ -111,6 +111,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "table1": lambda: table.markdown(read("h200/table1"), brief=True),
     "cpu": lambda: table.markdown(read("cpu/cpu")),
     "movielens": movielens,
+    "timeline h200": lambda: table.markdown(read("h200/timeline")),
+    "timeline cpu": lambda: table.markdown(read("cpu/timeline")),
     "scaling": scaling,
     "serving h200": lambda: serving("h200/serving"),
     "serving cpu": lambda: serving("cpu/serving"),

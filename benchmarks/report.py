@@ -101,6 +101,8 @@ def line(row: dict) -> str:
     text = f"  {row['implementation']:24s}"
     if row["status"] not in ("ok", "forward only", "wrong gradient"):
         return f"{text}{row['status']}: {row['note']}"
+    if "samples_per_second" in row:
+        return text + from_the_table(row)
     if "step_us" in row:
         return text + step(row)
     text += f"{microseconds(row.get('forward_us')):>10s} |{microseconds(row.get('forward_backward_us')):>10s}"
@@ -132,6 +134,18 @@ def step(row: dict) -> str:
             text += f"   against {peer} {row[f'speed_over_{peer}']:.2f}x, memory {row[f'memory_over_{peer}']:.2f}x"
     for kernel in row.get("kernels", []):
         text += f"\n      {kernel['us']:8.0f} us {kernel['calls']:6.1f} calls  {kernel['name'][:100]}"
+    return text
+
+
+def from_the_table(row: dict) -> str:
+    """Training from the table on: speed, and what a sample costs."""
+    text = f"{row['samples_per_second']:12,.0f} samples/s, {row['loading_share']:4.0%} loading"
+    if row.get("speed_over_sample"):
+        text += f", {row['speed_over_sample']:.2f}x by sample"
+    text += f"   a sample: {row['events_per_sample']:,.1f} events, {row['ids_per_sample']:,.1f} ids"
+    text += f", {row['copied_bytes_per_sample']:,.0f} bytes copied"
+    if row["peak_mb"] is not None:
+        text += f"   {row['peak_mb']:,.0f} MB, {row['step_us'] / 1e3:.2f} ms a step without loading"
     return text
 
 

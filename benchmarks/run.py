@@ -218,10 +218,10 @@ def _run_gpu(implementation: Implementation, problems: list[Problem], row: dict,
         if count and f"{column}_us" in row:
             row[f"{column}_tflops"] = count / row[f"{column}_us"] / 1e6
     if implementation.graph:
-        _run_graphs(sets, row)
+        _run_graphs(sets, row, problems[0].flops)
 
 
-def _run_graphs(sets: list[Prepared], row: dict) -> None:
+def _run_graphs(sets: list[Prepared], row: dict, flops: tuple[float, float]) -> None:
     def backwards() -> list[measure.Call]:
         tracked = [(prepared, *prepared.tracked()) for prepared in sets]
         return [
@@ -235,19 +235,21 @@ def _run_graphs(sets: list[Prepared], row: dict) -> None:
 
     forward, backward = row["floor_forward_us"], row["floor_backward_us"]
     try:
-        _replay(row, "forward", lambda: [p.forward for p in sets], forward)
+        _replay(row, "forward", lambda: [p.forward for p in sets], forward, flops[0])
         if row["status"] != "ok":
             return
         if isinstance(sets[0], PreparedModule):
-            _replay(row, "forward_backward", both, forward + backward)
+            _replay(row, "forward_backward", both, forward + backward, sum(flops))
         else:
-            _replay(row, "backward", backwards, backward)
+            _replay(row, "backward", backwards, backward, flops[1])
     except Exception as error:
         row["note"] = f"no graph: {summary(error)}"
 
 
-def _replay(row: dict, column: str, build: Callable[[], list[measure.Call]], floor: float) -> None:
+def _replay(row: dict, column: str, build: Callable[[], list[measure.Call]], floor: float, flops: float) -> None:
     row[f"kernel_{column}_us"] = measure.kernel_us(build)
+    if flops:
+        row[f"kernel_{column}_tflops"] = flops / row[f"kernel_{column}_us"] / 1e6
     row[f"efficiency_{column}"] = floor / row[f"kernel_{column}_us"]
 
 

@@ -44,9 +44,9 @@ def gains(rows: dict[str, dict], mine: dict, named: str = "") -> str:
     return " \\| ".join(gain(rows, mine, column, named) for column in COLUMNS)
 
 
-def rates(mine: dict) -> str:
-    """Useful TFLOP/s, forward and both passes."""
-    parts = [mine.get("forward_tflops"), mine.get("forward_backward_tflops")]
+def rates(mine: dict, *columns: str) -> str:
+    """Useful TFLOP/s."""
+    parts = [mine.get(column) for column in columns]
     return " \\| ".join("-" if part is None else f"{part:.0f}" for part in parts)
 
 
@@ -103,6 +103,61 @@ def step_lines(cases: dict[str, dict[str, dict]]) -> list[list[str]]:
     return lines
 
 
+def training_lines(cases: dict[str, dict[str, dict]]) -> list[list[str]]:
+    """A line for each way of making batches."""
+    costs = [f"{what} a sample" for what in ("events", "ids", "bytes copied")]
+    lines = [["case", "batches", "samples/s", "against by sample", "loading", *costs, "MB", "ms, loaded"]]
+    for case, rows in cases.items():
+        for name, row in rows.items():
+            if row["status"] != "ok":
+                lines.append([case, name, row["status"], *["-"] * 7])
+                continue
+            speed, step = row.get("speed_over_sample"), row.get("step_us")
+            cells = [f"{row['samples_per_second']:,.0f}", f"{speed:.2f}x" if speed else "-"]
+            cells += [f"{row['loading_share']:.0%}", f"{row['events_per_sample']:,.1f}"]
+            cells += [f"{row['ids_per_sample']:,.1f}", f"{row['copied_bytes_per_sample']:,.0f}"]
+            cells += ["-" if row["peak_mb"] is None else f"{row['peak_mb']:,.0f}", f"{step / 1e3:.2f}" if step else "-"]
+            lines.append([case, name, *cells])
+    return lines
+
+
+def kernels(row: dict) -> list[tuple[float, float] | None]:
+    """Microseconds and useful TFLOP/s of the kernels, forward and both passes; None where they were not measured."""
+    found: dict[str, tuple[float, float]] = {}
+    for column in ("forward", "backward", "forward_backward"):
+        if f"kernel_{column}_us" in row:
+            found[column] = row[f"kernel_{column}_us"], row[f"kernel_{column}_tflops"]
+    if {"forward", "backward"} <= found.keys():
+        (forward, rate), (backward, other) = found["forward"], found["backward"]
+        whole = forward + backward
+        found["forward_backward"] = whole, (forward * rate + backward * other) / whole
+    return [found.get("forward"), found.get("forward_backward")]
+
+
+def timed_lines(cases: dict[str, dict[str, dict]]) -> list[list[str]]:
+    """Jagged attention by time: a line for what targets see, beside the same shape with times and without a bias."""
+    rows = {case: next(iter(found.values())) for case, found in cases.items()}
+    older = {case.removesuffix(row["kind"]): kernels(row) for case, row in rows.items() if row["kind"] == "older"}
+    lines = [["case", "kernels", "useful TFLOP/s", "time over older without bias"]]
+    for case, row in rows.items():
+        own, plain = kernels(row), older.get(case.removesuffix(row["kind"]), [None, None])
+        cells = [
+            [report.microseconds(one[0] if one else None) for one in own],
+            [f"{one[1]:.0f}" if one else "-" for one in own],
+            [f"{one[0] / other[0]:.2f}" if one and other else "-" for one, other in zip(own, plain, strict=True)],
+        ]
+        note = "" if row["status"] == "ok" else f" ({row['status']})"
+        lines.append([case + note, *(" \\| ".join(pair) for pair in cells)])
+    return lines
+
+
+def timeline_tables(cases: dict[str, dict[str, dict]]) -> list[list[list[str]]]:
+    """Training and attention, those of the two that were measured."""
+    is_training = {case: any("batching" in row for row in rows.values()) for case, rows in cases.items()}
+    training, timed = ({case: cases[case] for case in cases if is_training[case] == one} for one in (True, False))
+    return [*([training_lines(training)] if training else []), *([timed_lines(timed)] if timed else [])]
+
+
 def operator_lines(cases: dict[str, dict[str, dict]], brief: bool) -> list[list[str]]:
     """Every implementation, or in brief jfi and the best peer."""
     names = list(dict.fromkeys(name for rows in cases.values() for name in rows))
@@ -120,11 +175,20 @@ def operator_lines(cases: dict[str, dict[str, dict]], brief: bool) -> list[list[
 
 
 def peer_lines(cases: dict[str, dict[str, dict]]) -> list[list[str]]:
-    """Self-attention against each kind of peer, its useful operations and its memory."""
-    lines = [["case", *(f"against {peer}" for peer in SELF_PEERS), "useful TFLOP/s", "MB, forward"]]
+    """Self-attention against each kind of peer, its useful operations, also of the kernels alone, and its memory."""
+    timed = any("kernel_forward_tflops" in row for rows in cases.values() for row in rows.values())
+    titles = [
+        *(f"against {peer}" for peer in SELF_PEERS),
+        "useful TFLOP/s",
+        *(["kernels, forward \\| backward"] * timed),
+    ]
+    lines = [["case", *titles, "MB, forward"]]
     for case, rows in cases.items():
         mine = next(row for row in rows.values() if row["ours"])
-        lines.append([case, *(gains(rows, mine, named) for named in SELF_PEERS.values()), rates(mine), memory(mine)])
+        cells = [*(gains(rows, mine, named) for named in SELF_PEERS.values())]
+        cells.append(rates(mine, "forward_tflops", "forward_backward_tflops"))
+        cells += [rates(mine, "kernel_forward_tflops", "kernel_backward_tflops")] * timed
+        lines.append([case, *cells, memory(mine)])
     return lines
 
 
@@ -153,11 +217,16 @@ def measured(results: dict) -> str:
 
 
 def markdown(results: dict, brief: bool = False) -> str:
-    """A line per case, or in suite "step" a line per model; "layer" and "step" have one form."""
+    """A line per case, in suites "step" and "timeline" a line per row; these and "layer" have one form."""
     cases, suite = by_case(results), results["rows"][0].get("suite")
     unit = "Microseconds, eager, forward \\| forward + backward"
     if suite == "step":
         tables, unit = [step_lines(cases)], "MB above model and optimizer"
+    elif suite == "timeline":
+        tables = timeline_tables(cases)
+        unit = "MB above model and optimizer; ms, loaded: a step whose batch is on the device"
+        if any("kind" in row for row in results["rows"]):
+            unit += "; kernels: microseconds, forward \\| forward + backward"
     elif suite == "layer":
         tables = [layer_lines(cases)]
         unit += "; gains in both passes; MB above the inputs, in brackets its ratio to the history's gradient"

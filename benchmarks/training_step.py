@@ -98,6 +98,8 @@ def make_batch(shape: StepShape, seed: int, device: torch.device) -> Batch:
         ),
         torch.randint(2, (shape.B,), generator=generator).float().to(device),
         users.to(device),
+        torch.arange(shape.B, device=device),
+        total=shape.B,
     )
 
 
@@ -108,7 +110,8 @@ class PaddedAttention(Projections):
         super().__init__(embedding_dim, num_heads, 1, device)
         self.feature, self.embedding_dim = feature, embedding_dim
 
-    def forward(self, sequences: dict[str, JaggedTensor], targets: dict[str, Tensor]) -> KeyedTensor:
+    def forward(self, sequences: dict[str, JaggedTensor], targets: dict[str, Tensor], *times: None) -> KeyedTensor:
+        """`times`: what a JaggedFeatureInteraction gets for batches by user, in others None."""
         events = sequences[self.feature.sequence_keys[0]]
         history = events.to_padded_dense()
         query = self.query(targets[self.feature.target_keys[0]]).unflatten(1, (1, *self.heads))

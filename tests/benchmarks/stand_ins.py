@@ -14,8 +14,11 @@ ENVIRONMENT = {
 }
 
 
-def looped_varlen(query, key, value, query_offsets, offsets, most_queries, longest, window_size=(-1, -1)):
+def looped_varlen(
+    query, key, value, query_offsets, offsets, most_queries, longest, window_size=(-1, -1), enable_gqa=False
+):
     """What torch's varlen_attn computes, which needs a GPU."""
+    assert enable_gqa or query.shape[1] == key.shape[1]
     out = []
     for sample in range(offsets.shape[0] - 1):
         of_sample = [slice(*bounds[sample : sample + 2].tolist()) for bounds in (query_offsets, offsets, offsets)]
