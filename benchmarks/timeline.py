@@ -117,7 +117,7 @@ def batch_bytes(batch: Batch) -> int:
     tensors = [batch.dense_features, batch.labels, batch.users, batch.samples]
     tensors += [batch.sparse_features.values(), batch.sparse_features.lengths()]
     if batch.timelines is not None:
-        tensors += [batch.timelines.row_offsets, batch.timelines.row_times, batch.timelines.event_times]
+        tensors += [batch.timelines.row_offsets, batch.timelines.target_times, batch.timelines.event_times]
     return sum(x.nbytes for x in tensors)
 
 

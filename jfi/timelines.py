@@ -11,13 +11,13 @@ class Timelines:
 
     Args:
         row_offsets: `[U + 1]` int64, from 0 to R: the rows of timeline u are `row_offsets[u]:row_offsets[u + 1]`.
-        row_times: `[R]`, not decreasing within a timeline.
+        target_times: `[R]`, not decreasing within a timeline.
         event_times: `[S]` of the same dtype, the times of the packed events, not decreasing within a timeline.
         max_events: a row sees at most this many of the newest events; None for all.
     """
 
     row_offsets: Tensor
-    row_times: Tensor
+    target_times: Tensor
     event_times: Tensor
     max_events: int | None = None
 

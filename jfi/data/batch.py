@@ -68,7 +68,7 @@ class Batch(Pipelineable):
 
     def _tensors(self) -> list[Tensor | KeyedJaggedTensor]:
         times = self.timelines
-        of_times = [] if times is None else [times.row_offsets, times.row_times, times.event_times]
+        of_times = [] if times is None else [times.row_offsets, times.target_times, times.event_times]
         return [self.dense_features, self.sparse_features, self.labels, self.users, self.samples, *of_times]
 
     def _map(self, change: Callable) -> "Batch":

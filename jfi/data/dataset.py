@@ -279,8 +279,8 @@ class InteractionDataset:
             ages = age_buckets(now - table.time[history], self.schema.num_age_buckets)
             values[ends[-1] - length_per_key[-1] :] = ages
         else:
-            row_times, event_times = (torch.from_numpy(table.time[one]) for one in (events, history))
-            times = Timelines(torch.from_numpy(offsets), row_times, event_times, max_history)
+            target_times, event_times = (torch.from_numpy(table.time[one]) for one in (events, history))
+            times = Timelines(torch.from_numpy(offsets), target_times, event_times, max_history)
 
         sparse = KeyedJaggedTensor(
             keys=[spec.key for spec in specs],

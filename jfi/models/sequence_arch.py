@@ -68,8 +68,8 @@ class SequenceArch(nn.Module):
             sequences = _sequences(embeddings, ids, self.features, self._not_shared, timelines)
             if self.encoder is not None:
                 sequences = self.encoder(sequences)
-            targets, row_times, event_times, max_events = _targets(singles, sequences, self.features, timelines)
-            histories = self.pooling(sequences, targets, row_times, event_times, max_events)
+            targets, target_times, event_times, max_events = _targets(singles, sequences, self.features, timelines)
+            histories = self.pooling(sequences, targets, target_times, event_times, max_events)
         return _stack_entries(singles, histories, self.embedding_dim)
 
     def attention_weights(
@@ -178,7 +178,7 @@ def _targets(
     targets = {key: JaggedTensor(one, **rows) for key, one in singles.items()}
     events = sequences[features[0].sequence_keys[0]]
     event_times = JaggedTensor(timelines.event_times, lengths=events.lengths(), offsets=events.offsets())
-    return targets, JaggedTensor(timelines.row_times, **rows), event_times, timelines.max_events
+    return targets, JaggedTensor(timelines.target_times, **rows), event_times, timelines.max_events
 
 
 @torch.fx.wrap
