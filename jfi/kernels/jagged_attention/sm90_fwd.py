@@ -4,6 +4,10 @@ Each consumer owns 64 query rows (Shah et al., 'FlashAttention-3', 2024).  It st
 and the product of the present weights with their values, and computes the softmax of the former during the latter;
 while it waits, the other consumer or program has the tensor cores.  Programs are persistent: the first tiles of the
 next work tile arrive while the results of the present one are stored.
+
+With splits (flash-decoding) the tiles of keys that a tile of queries sees are cut into equal parts, a work tile each:
+few queries on long timelines then fill the GPU.  Partial results go to memory of their own, where the splits of a row
+lie like further key heads, and `jfi.kernels.common.combine` combines them.
 """
 
 from typing import NamedTuple
@@ -38,6 +42,18 @@ class Shared(NamedTuple):
 
 
 @gluon.jit
+def _keys_of_split(work_tile, number, schedule, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SPEC: gl.constexpr):
+    """`visible_keys` of a work tile's split; work tile ``number`` is that of split number // G % num_splits."""
+    first, shift, begin, steps = tile.visible_keys(work_tile, schedule.window, BLOCK_M, BLOCK_N, SPEC)
+    if SPEC.num_splits > 1:
+        split = number // SPEC.num_kv_heads % SPEC.num_splits
+        skipped = steps * split // SPEC.num_splits
+        begin += skipped * BLOCK_N
+        steps = steps * (split + 1) // SPEC.num_splits - skipped
+    return first, shift, begin, steps
+
+
+@gluon.jit
 def _produce(descs, shared, tail_bar, bias_ptr, schedule, SPEC: gl.constexpr):
     """The last tile of keys comes first, since it is the one that may be cut off."""
     q_desc, k_desc, v_desc = descs
@@ -59,7 +75,7 @@ def _produce(descs, shared, tail_bar, bias_ptr, schedule, SPEC: gl.constexpr):
         num_taken += 1
         kv_head = number % SPEC.num_kv_heads
         _tile, q_start, _num_queries, k_start, num_keys = work_tile
-        first, _shift, begin, steps = tile.visible_keys(work_tile, schedule.window, WARP_GROUPS * ROWS, BLOCK_N, SPEC)
+        first, _shift, begin, steps = _keys_of_split(work_tile, number, schedule, WARP_GROUPS * ROWS, BLOCK_N, SPEC)
         # Rows of the first tile loaded that are the sample's.
         tail = num_keys - begin - (steps - 1) * BLOCK_N
         if steps > 0:
@@ -148,7 +164,7 @@ def _consume(shared, results, schedule, SPEC: gl.constexpr, OWN: gl.constexpr):
         num_taken += 1
         kv_head = number % SPEC.num_kv_heads
         _tile, q_start, num_queries, _k_start, num_keys = work_tile
-        first, shift, begin, steps = tile.visible_keys(work_tile, schedule.window, WARP_GROUPS * ROWS, BLOCK_N, SPEC)
+        first, shift, begin, steps = _keys_of_split(work_tile, number, schedule, WARP_GROUPS * ROWS, BLOCK_N, SPEC)
         first += OWN
         own_row = first + gl.arange(0, ROWS, S_ROW)
         if SPEC.num_buckets:
@@ -156,6 +172,9 @@ def _consume(shared, results, schedule, SPEC: gl.constexpr, OWN: gl.constexpr):
             rows = tile.rows_of(own_row, q_start, num_queries, kv_head, SPEC)
             visible, newest = tile.visible_by_edges(rows, mask, first, q_start, num_queries, num_keys, schedule, SPEC)
             if SPEC.has_table:
+                if SPEC.num_splits > 1:
+                    end_key = begin + steps * BLOCK_N
+                    newest = tile.bucket_behind(schedule.window[2], rows, newest, mask, end_key, SPEC)
                 bucket, bucket_bias, edge, next_bias, next_edge, top = tile.begin_buckets(
                     biases, rows, newest, mask, SPEC
                 )
@@ -222,9 +241,13 @@ def _consume(shared, results, schedule, SPEC: gl.constexpr, OWN: gl.constexpr):
         row = q_start * SPEC.qheads_per_kvhead + first
         end = (q_start + num_queries) * SPEC.qheads_per_kvhead
         own = row + gl.arange(0, ROWS, S_ROW)
-        gl.store(lse_ptr + own.to(gl.int64) * SPEC.num_kv_heads + kv_head, lse, mask=own < end)
+        OUT_HEADS: gl.constexpr = SPEC.num_kv_heads * SPEC.num_splits
+        out_head = kv_head
+        if SPEC.num_splits > 1:
+            out_head = number % OUT_HEADS
+        gl.store(lse_ptr + own.to(gl.int64) * OUT_HEADS + out_head, lse, mask=own < end)
         acc = acc * gl.convert_layout(1.0 / divisor, O_ROW)[:, None]
-        tile.store_rows(out_ptr, acc, row, end, kv_head, SPEC)
+        tile.store_rows(out_ptr, acc, row, end, out_head, OUT_HEADS)
         number = next_number
         work_tile = next_work_tile
 
@@ -244,7 +267,10 @@ def jagged_attention_sm90_fwd_kernel(
     scale2,
     SPEC: gl.constexpr,
 ):
-    """scale2 > 0 is the scale in base 2; biases: pointers to the bias by key, the edges and the biases by bucket."""
+    """Store the output and its log-sum-exp, or with splits those of each: [rows, splits, G, E] and [rows, splits, G].
+
+    scale2 > 0 is the scale in base 2; biases: pointers to the bias by key, the edges and the biases by bucket.
+    """
     bias_ptr, edges_ptr, table_ptr = biases
     WARP_GROUPS: gl.constexpr = SPEC.warp_groups
     STAGES: gl.constexpr = SPEC.stages
