@@ -69,9 +69,12 @@ JAGGED_QUERY_ROWS_SHARED: dict[int, int] = {64: 256, 128: 256}
 SM90_SHORT_KEYS = {64: 768, 128: 384}
 #: Widths that the sm90 kernels are written for.
 SM90_WIDTHS = (64, 128)
-#: Work tiles per SM (and program that runs at once there) that the keys of a tile are split for: where the tiles of a
-#: sample see unequal numbers of keys, short work tiles even out what the SMs do; else it is enough that each has one.
-SM90_UNEQUAL_TILES, SM90_EQUAL_TILES = 4, 1
+#: Work tiles for each program that runs at once, up to which the keys of a tile are split: where later tiles of a
+#: sample see more keys than earlier ones, short work tiles even out what the SMs do; else one for each is enough.
+SM90_TAPERING_SPLITS, SM90_EQUAL_SPLITS = 4, 1
+#: The same, up to which the tiles that see the most keys come first, and not all tiles of a sample one after the other,
+#: which read the same keys: with more tiles the end of the kernel costs less than reading them again.
+SM90_TAPERING_TILES = 8
 #: Mean keys of a split from which it costs less than it gains, and the most splits.
 SM90_SPLIT_KEYS, SM90_MOST_SPLITS = 1024, 8
 #: The greatest score is found before it is scaled, so the scale must be positive, in float32.
@@ -169,6 +172,11 @@ class JaggedAttentionInputs(NamedTuple):
     def num_buckets(self) -> int:
         """Buckets that the keys of a query are divided into; 0 without edges."""
         return 0 if self.edges is None else self.edges.shape[1] - 1
+
+    @property
+    def tapers(self) -> bool:
+        """Whether later queries of a sample see more keys, and its later keys are seen by fewer queries."""
+        return self.edges is not None or self.right is not None
 
 
 @dataclass(frozen=True)
@@ -320,6 +328,7 @@ class Split(StrEnum):
     CHUNKS = "chunks of long samples, then combine"
     TILES = "one program per tile"
     TILE_SCHEDULER = "tiles of the longest samples first"
+    TAPERING = "tiles that see the most keys first"
     PYTORCH = "as PyTorch's operators do"
 
 
@@ -467,7 +476,7 @@ def plan_target_attention(x: TargetAttentionInputs, impl: str, device: Device | 
     aligned = (query.data_ptr() | key.data_ptr() | (0 if value is None else value.data_ptr())) % 16 == 0
     refusal = _jagged_refusal(problem, batch, query_rows, num_keys, scale, aligned)
     if refusal is None:
-        return _plan_sm90(problem, _is_short(problem, batch, num_keys), False, 1)
+        return _plan_sm90(problem, _is_short(problem, batch, num_keys), False, Split.TILE_SCHEDULER, 1)
     forced = "TARGET_FAMILY is not target_few" if query_rows <= FEW_QUERY_ROWS else None
     reason = forced or f"more than {FEW_QUERY_ROWS} query rows per key head"
     return _plan_many(problem, aligned and 0 < num_keys < 2**31, f"{reason}, and not jagged attention: {refusal}")
@@ -687,9 +696,9 @@ def plan_jagged_attention(x: JaggedAttentionInputs, impl: str, device: Device | 
     if refusal is None and JAGGED_FAMILY != "jagged_triton":
         batch = key_offsets.shape[0] - 1
         short = _is_short(problem, batch, num_keys)
-        is_unequal = x.edges is not None or x.left is not None or x.right is not None
-        num_splits = _sm90_splits(problem, _sm90_forward(problem, short, 1), batch, query_rows, num_keys, is_unequal)
-        return _plan_sm90(problem, short, x.table is not None, num_splits)
+        unsplit = _sm90_forward(problem, short, Split.TILE_SCHEDULER, 1)
+        work = _sm90_work(problem, unsplit, batch, query_rows, num_keys, x.tapers)
+        return _plan_sm90(problem, short, x.table is not None, *work)
     return _plan_jagged_triton(problem, refusal or "overridden by JAGGED_FAMILY")
 
 
@@ -783,26 +792,33 @@ def _is_short(problem: AttentionProblem, batch: int, num_keys: int) -> bool:
     return num_keys <= SM90_SHORT_KEYS[problem.head_dim] * batch
 
 
-def _sm90_splits(
-    problem: AttentionProblem, kernel: KernelPlan, batch: int, query_rows: int, num_keys: int, is_unequal: bool
-) -> int:
-    """Into how many splits the keys of each tile of queries are cut: a power of two, so that few kernels are compiled.
+def _sm90_work(
+    problem: AttentionProblem, kernel: KernelPlan, batch: int, query_rows: int, num_keys: int, tapers: bool
+) -> tuple[Split, int]:
+    """(order of the tiles of queries, splits of each one's keys): a power of two, so that few kernels are compiled.
 
-    query_rows counts all (query, head) pairs; is_unequal: tiles of a sample may see unequal numbers of keys.
+    query_rows counts all (query, head) pairs; tapers: the tiles of a sample see unequal numbers of keys.
     """
-    if SM90_SPLITS is not None:
-        return SM90_SPLITS
-    if batch == 0:
-        return 1
-    rows = ceil_div(query_rows, batch * problem.num_kv_heads)  # of a sample and key head, on average
-    tiles = max(1, batch * problem.num_kv_heads * ceil_div(rows, kernel.block_m))
-    aim = (SM90_UNEQUAL_TILES if is_unequal else SM90_EQUAL_TILES) * problem.device.num_sms * kernel.programs_per_sm
-    most = min(aim // tiles, num_keys // (batch * SM90_SPLIT_KEYS), SM90_MOST_SPLITS)
-    return 1 << max(most, 1).bit_length() - 1
+    samples = max(batch * problem.num_kv_heads, 1)
+    tiles = max(ceil_div(ceil_div(query_rows, samples), kernel.block_m), 1)  # of a mean sample and key head
+    programs = problem.device.num_sms * kernel.programs_per_sm
+    by_tile = tapers and tiles > 1 and samples * tiles <= SM90_TAPERING_TILES * programs
+    aim = (SM90_TAPERING_SPLITS if tapers else SM90_EQUAL_SPLITS) * programs
+    most = min(aim // (samples * tiles), num_keys // (max(batch, 1) * SM90_SPLIT_KEYS), SM90_MOST_SPLITS)
+    num_splits = 1 << max(most, 1).bit_length() - 1 if SM90_SPLITS is None else SM90_SPLITS
+    return Split.TAPERING if by_tile else Split.TILE_SCHEDULER, num_splits
 
 
 def _sm90(
-    kernel: str, block_m: int, block_n: int, stages: int, programs: int, *, consumers: int = 1, num_splits: int = 1
+    kernel: str,
+    block_m: int,
+    block_n: int,
+    stages: int,
+    programs: int,
+    *,
+    consumers: int = 1,
+    split: Split = Split.TILE_SCHEDULER,
+    num_splits: int = 1,
 ) -> KernelPlan:
     """Persistent programs of one producing warp group and one or two consuming ones, of 64 rows each.
 
@@ -810,26 +826,26 @@ def _sm90(
     """
     registers = 65536 // (programs * 128 * (consumers + 1)) // 8 * 8
     tiles = (block_m, block_n, 4, stages, None if programs == 1 else registers, programs)
-    return _kernel(kernel, Split.TILE_SCHEDULER, *tiles, num_splits=num_splits)
+    return _kernel(kernel, split, *tiles, num_splits=num_splits)
 
 
 @cached
-def _sm90_forward(problem: AttentionProblem, short: bool, num_splits: int) -> KernelPlan:
+def _sm90_forward(problem: AttentionProblem, short: bool, split: Split, num_splits: int) -> KernelPlan:
     """Short histories: smaller tiles of keys, and more programs to hide the start and end of each work tile."""
-    kernel = "jagged_attention_sm90_fwd"
+    kernel, work = "jagged_attention_sm90_fwd", {"split": split, "num_splits": num_splits}
     if problem.head_dim > 64:
         if short:
-            return _sm90(kernel, 64, 64, 2, 2, num_splits=num_splits)
-        return _sm90(kernel, 128, 128, 2, 1, consumers=2, num_splits=num_splits)
+            return _sm90(kernel, 64, 64, 2, 2, **work)
+        return _sm90(kernel, 128, 128, 2, 1, consumers=2, **work)
     if short:
-        return _sm90(kernel, 64, 64, 2, 3, num_splits=num_splits)
-    return _sm90(kernel, 64, 128, 2, 2, num_splits=num_splits)
+        return _sm90(kernel, 64, 64, 2, 3, **work)
+    return _sm90(kernel, 64, 128, 2, 2, **work)
 
 
 @cached
-def _plan_sm90(problem: AttentionProblem, short: bool, has_table: bool, num_splits: int) -> AttentionPlan:
+def _plan_sm90(problem: AttentionProblem, short: bool, has_table: bool, split: Split, num_splits: int) -> AttentionPlan:
     dquery, dkey = "jagged_attention_sm90_dquery", "jagged_attention_sm90_dkey"
-    forward = _sm90_forward(problem, short, num_splits)
+    forward = _sm90_forward(problem, short, split, num_splits)
     if problem.head_dim > 64:
         kernels = (
             forward,

@@ -142,7 +142,8 @@ def main() -> None:
     assert (len(gluon), len(set(gluon))) == (12, 3), gluon  # short and long share the backward's
     with plan.override(SM90_SPLITS=4):
         attend(*tensors(300, 4, 64), torch.randn(300, 4).half(), (5, 0))
-        attend_by_time(*tensors(300, 1, 128), "ages", H200)
+        query, key, _ = tensors(300, 1, 128)
+        attend_by_time(query, key, None, "ages", H200)  # value = key
     for num_kv_heads, kind, device in (
         (1, "ages", H200),
         (4, "distances", H200),

@@ -18,7 +18,7 @@ from jfi.kernels.jagged_attention.sm90_fwd import jagged_attention_sm90_fwd_kern
 from jfi.kernels.jagged_attention.sm90_pipeline import ROWS
 from jfi.kernels.jagged_attention.sm90_primitives import tensor_descriptor
 from jfi.kernels.jagged_attention.tiles import Visibility, bounds
-from jfi.plan import AttentionPlan, AttentionProblem, JaggedAttentionInputs, KernelPlan, cached
+from jfi.plan import AttentionPlan, AttentionProblem, JaggedAttentionInputs, KernelPlan, Split, cached
 
 
 class Sm90Spec(NamedTuple):
@@ -91,7 +91,8 @@ def forward(x: JaggedAttentionInputs, plan: AttentionPlan) -> tuple[Tensor, Tens
     qheads_per_kvhead = problem.qheads_per_kvhead
     out = torch.empty_like(x.query)
     lse = x.query.new_empty(x.query.shape[:2], dtype=torch.float32)
-    tiles = schedule_tiles(x.query_offsets, x.key_offsets, x.query.shape[0], qheads_per_kvhead, kernel.block_m)
+    rows, tapers = x.query.shape[0], kernel.split is Split.TAPERING
+    tiles = schedule_tiles(x.query_offsets, x.key_offsets, rows, qheads_per_kvhead, kernel.block_m, tapers=tapers)
     key = tensor_descriptor(x.key, kernel.block_n)
     value = key if x.value is None else tensor_descriptor(x.value, kernel.block_n)
     descriptors = (tensor_descriptor(x.query, ROWS.value, qheads_per_kvhead), key, value)
