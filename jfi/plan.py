@@ -69,6 +69,14 @@ JAGGED_QUERY_ROWS_SHARED: dict[int, int] = {64: 256, 128: 256}
 SM90_SHORT_KEYS = {64: 768, 128: 384}
 #: Widths that the sm90 kernels are written for.
 SM90_WIDTHS = (64, 128)
+#: Work tiles for each program that runs at once, up to which the keys of a tile are split: where later tiles of a
+#: sample see more keys than earlier ones, short work tiles even out what the SMs do; else one for each is enough.
+SM90_TAPERING_SPLITS, SM90_EQUAL_SPLITS = 4, 1
+#: The same, up to which the tiles that see the most keys come first, and not all tiles of a sample one after the other,
+#: which read the same keys: with more tiles the end of the kernel costs less than reading them again.
+SM90_TAPERING_TILES = 8
+#: Mean keys of a split from which it costs less than it gains, and the most splits.
+SM90_SPLIT_KEYS, SM90_MOST_SPLITS = 1024, 8
 #: The greatest score is found before it is scaled, so the scale must be positive, in float32.
 SM90_LEAST_SCALE = 1e-30
 #: Rows times heads that 32-bit row numbers count, a tile past the end included.
@@ -84,6 +92,8 @@ NUM_SMS: int | None = None
 #: Kernel family of target attention and of jagged attention instead of the fastest; for `override`.
 TARGET_FAMILY: str | None = None
 JAGGED_FAMILY: str | None = None
+#: Splits of the keys in the sm90 forward of jagged attention, whatever the sizes; for `override`.
+SM90_SPLITS: int | None = None
 
 _caches: list[Callable] = []
 
@@ -162,6 +172,11 @@ class JaggedAttentionInputs(NamedTuple):
     def num_buckets(self) -> int:
         """Buckets that the keys of a query are divided into; 0 without edges."""
         return 0 if self.edges is None else self.edges.shape[1] - 1
+
+    @property
+    def tapers(self) -> bool:
+        """Whether later queries of a sample see more keys, and its later keys are seen by fewer queries."""
+        return self.edges is not None or self.right is not None
 
 
 @dataclass(frozen=True)
@@ -313,6 +328,7 @@ class Split(StrEnum):
     CHUNKS = "chunks of long samples, then combine"
     TILES = "one program per tile"
     TILE_SCHEDULER = "tiles of the longest samples first"
+    TAPERING = "tiles that see the most keys first"
     PYTORCH = "as PyTorch's operators do"
 
 
@@ -328,6 +344,7 @@ class KernelPlan:
         num_warps, num_stages, max_registers: Triton's options.
         programs_per_sm: programs per SM that ranges or chunks are cut for, or that run at once.
         options: further compile-time constants of the kernel, by name.
+        num_splits: work tiles that the history rows of a tile are split into; their results are combined.
     """
 
     kernel: str
@@ -339,6 +356,7 @@ class KernelPlan:
     max_registers: int | None = None
     programs_per_sm: int = 0
     options: tuple[tuple[str, object], ...] = ()
+    num_splits: int = 1
 
     @cached_property
     def constants(self) -> dict[str, object]:
@@ -354,6 +372,7 @@ class KernelPlan:
         size = f"{self.block_m} x {self.block_n} tiles, {self.num_warps} warps, {self.num_stages} stages"
         more = f", {self.programs_per_sm} programs per SM" if self.programs_per_sm else ""
         more += f", {self.max_registers} registers" if self.max_registers else ""
+        more += f", {self.num_splits} splits of the history rows, then combine" if self.num_splits > 1 else ""
         more += "".join(f", {name}={value}" for name, value in self.options)
         return f"{self.kernel}: {size}{more}; {self.split}"
 
@@ -457,7 +476,7 @@ def plan_target_attention(x: TargetAttentionInputs, impl: str, device: Device | 
     aligned = (query.data_ptr() | key.data_ptr() | (0 if value is None else value.data_ptr())) % 16 == 0
     refusal = _jagged_refusal(problem, batch, query_rows, num_keys, scale, aligned)
     if refusal is None:
-        return _plan_sm90(problem, _is_short(problem, batch, num_keys), False)
+        return _plan_sm90(problem, _is_short(problem, batch, num_keys), False, Split.TILE_SCHEDULER, 1)
     forced = "TARGET_FAMILY is not target_few" if query_rows <= FEW_QUERY_ROWS else None
     reason = forced or f"more than {FEW_QUERY_ROWS} query rows per key head"
     return _plan_many(problem, aligned and 0 < num_keys < 2**31, f"{reason}, and not jagged attention: {refusal}")
@@ -675,7 +694,11 @@ def plan_jagged_attention(x: JaggedAttentionInputs, impl: str, device: Device | 
     if refusal is None and x.bias is not None and x.edges is not None:
         refusal = "a bias by key beside times or a bias by bucket"
     if refusal is None and JAGGED_FAMILY != "jagged_triton":
-        return _plan_sm90(problem, _is_short(problem, key_offsets.shape[0] - 1, num_keys), x.table is not None)
+        batch = key_offsets.shape[0] - 1
+        short = _is_short(problem, batch, num_keys)
+        unsplit = _sm90_forward(problem, short, Split.TILE_SCHEDULER, 1)
+        work = _sm90_work(problem, unsplit, batch, query_rows, num_keys, x.tapers)
+        return _plan_sm90(problem, short, x.table is not None, *work)
     return _plan_jagged_triton(problem, refusal or "overridden by JAGGED_FAMILY")
 
 
@@ -769,30 +792,70 @@ def _is_short(problem: AttentionProblem, batch: int, num_keys: int) -> bool:
     return num_keys <= SM90_SHORT_KEYS[problem.head_dim] * batch
 
 
-def _sm90(kernel: str, block_m: int, block_n: int, stages: int, programs: int, *, consumers: int = 1) -> KernelPlan:
+def _sm90_work(
+    problem: AttentionProblem, kernel: KernelPlan, batch: int, query_rows: int, num_keys: int, tapers: bool
+) -> tuple[Split, int]:
+    """(order of the tiles of queries, splits of each one's keys): a power of two, so that few kernels are compiled.
+
+    query_rows counts all (query, head) pairs; tapers: the tiles of a sample see unequal numbers of keys.
+    """
+    samples = max(batch * problem.num_kv_heads, 1)
+    tiles = max(ceil_div(ceil_div(query_rows, samples), kernel.block_m), 1)  # of a mean sample and key head
+    programs = problem.device.num_sms * kernel.programs_per_sm
+    by_tile = tapers and tiles > 1 and samples * tiles <= SM90_TAPERING_TILES * programs
+    aim = (SM90_TAPERING_SPLITS if tapers else SM90_EQUAL_SPLITS) * programs
+    most = min(aim // (samples * tiles), num_keys // (max(batch, 1) * SM90_SPLIT_KEYS), SM90_MOST_SPLITS)
+    num_splits = 1 << max(most, 1).bit_length() - 1 if SM90_SPLITS is None else SM90_SPLITS
+    return Split.TAPERING if by_tile else Split.TILE_SCHEDULER, num_splits
+
+
+def _sm90(
+    kernel: str,
+    block_m: int,
+    block_n: int,
+    stages: int,
+    programs: int,
+    *,
+    consumers: int = 1,
+    split: Split = Split.TILE_SCHEDULER,
+    num_splits: int = 1,
+) -> KernelPlan:
     """Persistent programs of one producing warp group and one or two consuming ones, of 64 rows each.
 
     Registers are divided evenly among the programs of an SM; the compiler then moves them to the consumers.
     """
     registers = 65536 // (programs * 128 * (consumers + 1)) // 8 * 8
     tiles = (block_m, block_n, 4, stages, None if programs == 1 else registers, programs)
-    return _kernel(kernel, Split.TILE_SCHEDULER, *tiles)
+    return _kernel(kernel, split, *tiles, num_splits=num_splits)
 
 
 @cached
-def _plan_sm90(problem: AttentionProblem, short: bool, has_table: bool) -> AttentionPlan:
+def _sm90_forward(problem: AttentionProblem, short: bool, split: Split, num_splits: int) -> KernelPlan:
     """Short histories: smaller tiles of keys, and more programs to hide the start and end of each work tile."""
-    forward, dquery, dkey = (f"jagged_attention_sm90_{name}" for name in ("fwd", "dquery", "dkey"))
+    kernel, work = "jagged_attention_sm90_fwd", {"split": split, "num_splits": num_splits}
+    if problem.head_dim > 64:
+        if short:
+            return _sm90(kernel, 64, 64, 2, 2, **work)
+        return _sm90(kernel, 128, 128, 2, 1, consumers=2, **work)
+    if short:
+        return _sm90(kernel, 64, 64, 2, 3, **work)
+    return _sm90(kernel, 64, 128, 2, 2, **work)
+
+
+@cached
+def _plan_sm90(problem: AttentionProblem, short: bool, has_table: bool, split: Split, num_splits: int) -> AttentionPlan:
+    dquery, dkey = "jagged_attention_sm90_dquery", "jagged_attention_sm90_dkey"
+    forward = _sm90_forward(problem, short, split, num_splits)
     if problem.head_dim > 64:
         kernels = (
-            _sm90(forward, 64, 64, 2, 2) if short else _sm90(forward, 128, 128, 2, 1, consumers=2),
+            forward,
             _sm90(dquery, 128, 64, 4, 1, consumers=2),
             # Biases by bucket take registers, which a smaller tile of queries leaves.
             _sm90(dkey, 32 if has_table else 64, 128, 4 if has_table else 2, 1, consumers=2),
         )
     else:
         kernels = (
-            _sm90(forward, 64, 64, 2, 3) if short else _sm90(forward, 64, 128, 2, 2),
+            forward,
             _sm90(dquery, 64, 64, 3, 2 if has_table else 3),
             _sm90(dkey, 64, 64, 2, 2),
         )

@@ -140,6 +140,10 @@ def main() -> None:
             attend(*tensors(rows, num_kv_heads, width), torch.randn(rows, 4).half() if biased else None, window)
     gluon = [launcher.kernel for launcher in launches if isinstance(launcher.kernel, GluonJITFunction)]
     assert (len(gluon), len(set(gluon))) == (12, 3), gluon  # short and long share the backward's
+    with plan.override(SM90_SPLITS=4):
+        attend(*tensors(300, 4, 64), torch.randn(300, 4).half(), (5, 0))
+        query, key, _ = tensors(300, 1, 128)
+        attend_by_time(query, key, None, "ages", H200)  # value = key
     for num_kv_heads, kind, device in (
         (1, "ages", H200),
         (4, "distances", H200),

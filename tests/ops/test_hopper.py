@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import jfi.ops
+from jfi.kernels.common.combine import SplitPartials
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.jagged_attention import sm90_primitives
 from jfi.kernels.target_attention import launch as target_attention
@@ -23,6 +24,7 @@ from jfi.plan import (
     H200,
     JaggedAttentionInputs,
     TargetAttentionInputs,
+    override,
     plan_jagged_attention,
     plan_target_attention,
 )
@@ -58,6 +60,47 @@ def test_one_schedule_serves_both_kernels_of_self_attention(monkeypatch):
     launches.clear()
     attend(*tensors(300, 1, 64))
     assert launches == [*forward, dquery, "_schedule_kernel", dkey]
+
+
+def test_splits_are_combined_after_the_forward(monkeypatch):
+    """Each of a tile's splits is a work tile; the kernels themselves do not run."""
+    launches = []
+
+    def record(self, grid, given, numbers=(), descriptors=()):
+        launches.append((self.kernel.fn.__name__, given, numbers))
+
+    monkeypatch.setattr(Launcher, "__call__", record)
+    for num_kv_heads in (1, 4):
+        launches.clear()
+        with override(SM90_SPLITS=3):
+            attend(*tensors(300, num_kv_heads, 64))
+        names = [name for name, _, _ in launches]
+        assert names[:3] == ["_schedule_kernel", "jagged_attention_sm90_fwd_kernel", "_combine_splits_kernel"]
+        (_, given, numbers), (_, combined, _) = launches[1:3]
+        assert numbers[0] == 3 * num_kv_heads * given[0].shape[0]
+        values, lse, out, out_lse = combined
+        assert values.shape == (300 * 4 // num_kv_heads, 3, num_kv_heads, 64) and lse.shape == values.shape[:3]
+        assert given[2] is values and given[3] is lse
+        assert (out.shape, out_lse.shape) == ((300, 4, 64), (300, 4))
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 1), (3, 3)])
+@pytest.mark.parametrize("num_splits", [2, 3, 8])
+def test_combining_splits(num_splits, num_heads, num_kv_heads, device):
+    """Softmax over the splits' log-sum-exps; of an empty split no value is read, and without any the output is 0."""
+    out = torch.full((37, num_heads, 64), torch.nan, device=device).half()
+    lse = torch.full((37, num_heads), torch.nan, device=device)
+    partials = SplitPartials(out, num_kv_heads, num_splits)
+    partials.values.normal_()
+    partials.lse.normal_().mul_(30)
+    empty = torch.rand_like(partials.lse) < 0.3
+    empty[5] = True
+    partials.lse[empty], partials.values[empty] = -torch.inf, torch.nan
+    partials.combine(out, lse)
+    weight = partials.lse.double().softmax(1).nan_to_num().unsqueeze(3)
+    expected = (weight * partials.values.double().nan_to_num()).sum(1).view(out.shape)
+    torch.testing.assert_close(out.double(), expected, atol=2e-3, rtol=1e-3)
+    torch.testing.assert_close(lse, partials.lse.double().logsumexp(1).view(lse.shape).float())
 
 
 @pytest.mark.parametrize("value", ["own", "shared"])

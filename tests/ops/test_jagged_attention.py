@@ -319,16 +319,17 @@ def test_tensors_off_their_borders(which, device):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3)
 
 
+@pytest.mark.parametrize("tapers", [False, True])
 @pytest.mark.parametrize("num_heads", [1, 3])
 @pytest.mark.parametrize("batch", [1, 5, 200])
-def test_the_schedule_has_every_tile_once_and_the_long_first(batch, num_heads, device):
+def test_the_schedule_has_every_tile_once_and_the_long_first(batch, num_heads, tapers, device):
     from jfi.kernels.common.tile_scheduler import schedule_tiles
 
     lengths = torch.randint(0, 700, (batch,)) * (torch.rand(batch) > 0.2)
     other_lengths = torch.randint(0, 700, (batch,))
     offsets = offsets_of(lengths.tolist(), device)
     other_offsets = offsets_of(other_lengths.tolist(), device, torch.int32)
-    schedule = schedule_tiles(offsets, other_offsets, int(lengths.sum()), num_heads, 64)[:, :5].tolist()
+    schedule = schedule_tiles(offsets, other_offsets, int(lengths.sum()), num_heads, 64, tapers=tapers)[:, :5].tolist()
     tiles = [
         (tile, int(offsets[b]), int(lengths[b]), int(other_offsets[b]), int(other_lengths[b]))
         for b in range(batch)
@@ -336,7 +337,9 @@ def test_the_schedule_has_every_tile_once_and_the_long_first(batch, num_heads, d
     ]
     assert sorted(tuple(x) for x in schedule[: len(tiles)]) == sorted(tiles)
     assert all(x == [0] * 5 for x in schedule[len(tiles) :])
-    work = [x[4] + 1 for x in schedule[: len(tiles)]]
+    counts = [-(-x[2] * num_heads // 64) for x in schedule[: len(tiles)]]
+    seen = [(count - x[0]) / count if tapers else 1 for x, count in zip(schedule, counts, strict=False)]
+    work = [share * x[4] + 1 for x, share in zip(schedule, seen, strict=False)]
     assert all(later < earlier * 2**0.5 + 1 for earlier, later in pairwise(work))
 
 

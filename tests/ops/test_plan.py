@@ -222,6 +222,63 @@ def test_an_override_ends_with_its_context_and_takes_thresholds_alone():
             pass
 
 
+def explain_jagged(batch, queries, keys, num_heads=4, *, num_kv_heads=1, width=128, **options):
+    """The plan of so many samples with as many queries and keys each; times=True: of timelines."""
+
+    def empty(*shape, dtype=HALF):
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    rows, events = batch * queries, batch * keys
+    if options.pop("times", True):
+        options |= {"query_time": empty(rows, dtype=torch.int64), "key_time": empty(events, dtype=torch.int64)}
+    offsets = {f"{name}_offsets": empty(batch + 1, dtype=torch.int64) for name in ("query", "key")}
+    inputs = empty(rows, num_heads, width), empty(events, num_kv_heads, width)
+    return jfi.ops.explain(jfi.ops.jagged_attention, *inputs, **offsets, device=H200, **options)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "num_splits"),
+    [
+        ((64, 64, 16384), {}, 4),
+        ((64, 128, 16384), {}, 2),
+        ((64, 512, 16384), {}, 1),  # enough tiles
+        ((64, 64, 16384), {"times": False}, 1),  # a tile for each SM, all of them equal
+        ((64, 32, 16384), {"times": False}, 2),
+        ((64, 64, 16384), {"times": False, "causal": True}, 4),
+        ((64, 64, 4096), {}, 4),  # no split of fewer than 1,024 keys
+        ((64, 64, 1500), {}, 1),
+        ((1024, 32, 4096, 2), {}, 1),
+        ((1, 1, 10**6), {}, 8),
+        ((1, 8192, 8192), {"num_kv_heads": 4, "times": False}, 1),
+    ],
+)
+def test_keys_are_split_where_few_queries_leave_sms_idle(shape, options, num_splits):
+    chosen = explain_jagged(*shape, **options)
+    assert chosen.family == "jagged_sm90" and chosen.forward[0].num_splits == num_splits
+    assert (f"{num_splits} splits of the history rows, then combine" in repr(chosen)) == (num_splits > 1)
+    assert all(kernel.num_splits == 1 for kernel in chosen.backward)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "split"),
+    [
+        ((64, 512, 16384), {}, Split.TAPERING),
+        ((64, 512, 16384), {"times": False, "causal": True}, Split.TAPERING),
+        ((64, 512, 16384), {"times": False}, Split.TILE_SCHEDULER),  # all tiles see all keys
+        ((1024, 32, 4096, 2), {}, Split.TILE_SCHEDULER),  # a tile a sample
+        ((1024, 128, 4096, 2), {}, Split.TILE_SCHEDULER),  # too many tiles
+    ],
+)
+def test_few_tiles_are_ordered_by_the_keys_that_they_see(shape, options, split):
+    assert explain_jagged(*shape, **options).forward[0].split is split
+
+
+def test_the_number_of_splits_can_be_forced_and_an_empty_batch_has_none():
+    with plan.override(SM90_SPLITS=3):
+        assert explain_jagged(4, 10, 10).forward[0].num_splits == 3
+    assert explain_jagged(0, 0, 0).forward[0].num_splits == 1
+
+
 @pytest.mark.parametrize(
     ("rows", "batch", "num_sms", "programs"), [(0, 1, 132, 8), (10**6, 64, 132, 4), (5, 10**5, 2, 1)]
 )

@@ -135,6 +135,23 @@ def test_times_and_buckets(num_buckets, time_dtype, impl, device):
     check([9, 12], [80, 30], device, impl, time_dtype=time_dtype, num_buckets=num_buckets, most=60, key_bias=True)
 
 
+@pytest.mark.skipif(not ON_HOPPER, reason="the splits are those of the Hopper kernels")
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 8])
+@pytest.mark.parametrize("bias", ["time", "position", None])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (4, 1)])
+@pytest.mark.parametrize(("width", "value_width"), [(64, 64), (128, None)])
+def test_splits_of_the_keys(width, value_width, num_heads, num_kv_heads, bias, num_splits, device):
+    """A split begins in the midst of a query's buckets; splits of short samples and of what is hidden are empty."""
+    options = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "width": width, "value_width": value_width}
+    queries, keys = [0, 1, 64, 130, 5, 40], [7, 1400, 64, 900, 0, 1]
+    with override(NUM_SMS=2, SM90_SPLITS=num_splits):
+        for most, max_visible in ((10**6, None), (300, 250)):
+            limits = {"most": most, "max_visible": max_visible, "num_buckets": 32}
+            check(queries, keys, device, "triton", torch.bfloat16, bias=bias, **limits, **options)
+        if bias is not None:
+            check(None, keys, device, "triton", torch.bfloat16, bias=bias, num_buckets=32, causal=True, **options)
+
+
 @pytest.mark.parametrize(
     ("family", "short"),
     [("jagged_sm90", 0), ("jagged_sm90", 2**30), ("jagged_triton", 0)] if ON_HOPPER else [("jagged_triton", 0)],

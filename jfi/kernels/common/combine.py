@@ -2,12 +2,13 @@
 
     weighted:  out = Σ_i exp(lse_i - lse) out_i,  lse = log Σ_i exp(lse_i)        else:  out = Σ_i out_i
 
-Two ways of splitting leave them:
+Three ways of splitting leave them:
 
 * stream-K ranges (`jfi.kernels.common.stream_k`): program p leaves that of the sample which began in an earlier range
   at place 2p, and that of the sample which goes on into a later range at 2p + 1;
 * chunks of a sample's rows: the sample that holds row i · chunk - 1 and goes on from there leaves that of its next
-  chunk at place 2i, and that of a first chunk which begins after row i · chunk at 2i + 1.
+  chunk at place 2i, and that of a first chunk which begins after row i · chunk at 2i + 1;
+* splits of the rows that each tile of queries sees, as many of every tile.
 """
 
 from functools import cache
@@ -18,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.common.online_softmax import combine_weights, nonzero
-from jfi.kernels.common.primitives import LN2
+from jfi.kernels.common.online_softmax import combine_weights, finish, nonzero
+from jfi.kernels.common.primitives import LN2, LOG2E
 from jfi.kernels.common.stream_k import WEIGHT
 from jfi.kernels.common.tiles import load_rows, store_rows
 from jfi.plan import UNSPLIT, ceil_div, power_of_two
@@ -184,3 +185,64 @@ class ChunkPartials:
             launch = _combine_chunks(width, lse is not None)
             grid = (out.shape[0] * ceil_div(sample_rows, _COMBINED_ROWS), 1, 1)
             launch(grid, (offsets, self.values, self.lse, out, lse), (sample_rows, self.chunk))
+
+
+# --- Splits -----------------------------------------------------------------------------------------------------------
+@triton.jit(do_not_specialize=["rows"])
+def _combine_splits_kernel(
+    partial_ptr,
+    partial_lse_ptr,
+    out_ptr,
+    lse_ptr,
+    rows,
+    NUM_SPLITS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """A program per tile of query rows."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    mask = row < rows
+    first = row // NUM_KV_HEADS * (NUM_KV_HEADS * NUM_SPLITS) + row % NUM_KV_HEADS
+    maximum = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for split in tl.static_range(NUM_SPLITS):
+        at = first + split * NUM_KV_HEADS
+        lse = tl.load(partial_lse_ptr + at, mask=mask, other=-float("inf"))
+        # The values of an empty split are not read.
+        partial = load_rows(partial_ptr, at, lse > -float("inf"), WIDTH, WIDTH, BLOCK_D)
+        new_maximum = tl.maximum(maximum, lse)
+        weight, factor = combine_weights(lse, maximum, new_maximum)
+        acc = acc * factor[:, None] + partial * weight[:, None]
+        total = total * factor + weight
+        maximum = new_maximum
+    out, lse = finish(maximum * LOG2E, total, acc)
+    tl.store(lse_ptr + row, lse, mask=mask)
+    store_rows(out_ptr, out, row, mask, WIDTH, WIDTH, BLOCK_D)
+
+
+@cache
+def _combine_splits(num_splits: int, num_kv_heads: int, width: int) -> Launcher:
+    constants = {"NUM_SPLITS": num_splits, "NUM_KV_HEADS": num_kv_heads, "WIDTH": width}
+    sizes = {"BLOCK_M": _COMBINED_ROWS, "BLOCK_D": power_of_two(width)}
+    return Launcher(_combine_splits_kernel, **constants, **sizes, num_warps=4)
+
+
+class SplitPartials:
+    """Room for the partial results of splits, [R · H/G, num_splits, G, E], and their log-sum-exps."""
+
+    def __init__(self, out: Tensor, num_kv_heads: int, num_splits: int):
+        """out: [R, H, E]."""
+        rows, num_heads, width = out.shape
+        shape = (rows * (num_heads // num_kv_heads), num_splits, num_kv_heads, width)
+        self.values = out.new_empty(shape, dtype=torch.float32)
+        self.lse = self.values.new_empty(shape[:3])
+
+    def combine(self, out: Tensor, lse: Tensor) -> None:
+        """Fill in the results, [R, H, E] and [R, H]; one key head or one per query head."""
+        _, num_splits, num_kv_heads, width = self.values.shape
+        launch = _combine_splits(num_splits, num_kv_heads, width)
+        rows = lse.numel()
+        launch((ceil_div(rows, _COMBINED_ROWS), 1, 1), (self.values, self.lse, out, lse), (rows,))

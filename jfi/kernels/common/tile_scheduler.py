@@ -4,8 +4,10 @@ The host knows the total number of rows and of samples, but no length.  So a ker
 has, and which rows of the other side its sample has.  There are at least as many entries as tiles; those left over come
 last and are empty.  Programs take tiles in order, so they start with the long ones and end with the short ones, which
 fill the gaps: longest processing time first (Graham, 'Bounds on Multiprocessing Timing Anomalies', 1969), here up to
-the width of a bucket of similar work.  A persistent kernel's programs take a further tile whenever they are free, with
-an atomic counter; the schedule holds two counters, so that two kernels can use it.
+the width of a bucket of similar work.  Where the tiles of a sample taper, as in
+causal attention, tile i of n is taken to see (n - i) / n of the other side's rows.  A persistent kernel's programs take
+a further tile whenever they are free, with an atomic counter; the schedule holds two counters, so that two kernels can
+use it.
 """
 
 import operator
@@ -34,10 +36,30 @@ SECOND_COUNTER = tl.constexpr(6)
 
 
 @triton.jit
-def _tiles_and_bucket(rows, other_rows, rows_factor, BLOCK: tl.constexpr):
-    """(number of tiles, bucket) of each sample; the work of a tile is proportional to the rows of the other side."""
-    bucket = (2.0 * tl.log2(other_rows.to(tl.float32) + 1.0)).to(tl.int32)
-    return (rows * rows_factor + BLOCK - 1) // BLOCK, tl.minimum(bucket, BUCKETS - 1)
+def _bucket_bounds(tiles, other_rows, TAPERS: tl.constexpr):
+    """[samples, BUCKETS] twice: tile i of n is in the bucket where n - i is at least the first and below the second.
+
+    The work of a tile is that of the rows of the other side that it sees; bucket b has the work from 2^(b/2) - 1 on.
+    """
+    bucket = tl.arange(0, BUCKETS)
+    return _least_left(tiles, other_rows, bucket, TAPERS), _least_left(tiles, other_rows, bucket + 1, TAPERS)
+
+
+@triton.jit
+def _least_left(tiles, other_rows, bucket, TAPERS: tl.constexpr):
+    """The least n - i, from 1 to n, of the tiles in the bucket or in one of more work; n + 1 if there is none."""
+    none = tiles[:, None] + 1
+    if TAPERS:
+        work = tl.exp2(bucket.to(tl.float32) * 0.5) - 1.0
+        share = tiles.to(tl.float32) / tl.maximum(other_rows, 1).to(tl.float32)
+        least = tl.minimum(tl.ceil(work[None, :] * share[:, None]), none.to(tl.float32)).to(tl.int32)
+        least = tl.where((other_rows == 0)[:, None] & (bucket > 0)[None, :], none, least)
+    else:
+        own = (2.0 * tl.log2(other_rows.to(tl.float32) + 1.0)).to(tl.int32)
+        least = tl.where(bucket[None, :] <= own[:, None], 1, none)
+    least = tl.minimum(tl.maximum(least, 1), none)
+    # All work beyond that of the last bucket is in it.
+    return tl.where((bucket == BUCKETS)[None, :], none, least)
 
 
 @triton.jit(do_not_specialize=["batch", "rows_factor", "num_entries"])
@@ -49,6 +71,7 @@ def _schedule_kernel(
     rows_factor,
     num_entries,
     BLOCK: tl.constexpr,
+    TAPERS: tl.constexpr,
     SAMPLES: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -58,7 +81,6 @@ def _schedule_kernel(
     are loaded inline.
     """
     first = tl.program_id(0) * SAMPLES
-    buckets = tl.arange(0, BUCKETS)
     count = tl.zeros((BUCKETS,), tl.int32)
     before = tl.zeros((BUCKETS,), tl.int32)
     for chunk in range(0, batch, CHUNK):
@@ -68,8 +90,9 @@ def _schedule_kernel(
         other_rows = tl.load(other_offsets_ptr + at + 1, mask=mask, other=0) - tl.load(
             other_offsets_ptr + at, mask=mask, other=0
         )
-        tiles, bucket = _tiles_and_bucket(rows.to(tl.int32), other_rows.to(tl.int32), rows_factor, BLOCK)
-        by_bucket = tl.where(bucket[:, None] == buckets[None, :], tiles[:, None], 0)
+        tiles = (rows.to(tl.int32) * rows_factor + BLOCK - 1) // BLOCK
+        least, most = _bucket_bounds(tiles, other_rows.to(tl.int32), TAPERS)
+        by_bucket = most - least
         count += tl.sum(by_bucket, 0)
         before += tl.sum(tl.where((at < first)[:, None], by_bucket, 0), 0)
     total = tl.sum(count, 0)
@@ -80,13 +103,16 @@ def _schedule_kernel(
     rows = (tl.load(offsets_ptr + own + 1, mask=mask, other=0) - start).to(tl.int32)
     other_start = tl.load(other_offsets_ptr + own, mask=mask, other=0)
     other_rows = (tl.load(other_offsets_ptr + own + 1, mask=mask, other=0) - other_start).to(tl.int32)
-    tiles, bucket = _tiles_and_bucket(rows, other_rows, rows_factor, BLOCK)
-    own_bucket = bucket[:, None] == buckets[None, :]
+    tiles = (rows * rows_factor + BLOCK - 1) // BLOCK
+    least, most = _bucket_bounds(tiles, other_rows, TAPERS)
     # Within a bucket, in the order of the samples.
-    earlier = tl.cumsum(tl.where(own_bucket, tiles[:, None], 0), 0) - tiles[:, None] + before[None, :]
-    index = tl.sum(tl.where(own_bucket, earlier, 0), 1)
+    place = tl.cumsum(most - least, 0) - (most - least) + before[None, :] + most - 1
+    index = tl.sum(tl.where(least < most, place, 0), 1) - tiles
     zero = tl.zeros((SAMPLES,), tl.int32)
     for tile in range(0, tl.max(tiles, 0)):
+        if TAPERS:
+            left = (tiles - tile)[:, None]
+            index = tl.sum(tl.where((least <= left) & (left < most), place - left, 0), 1) - tile
         entry = schedule_ptr + (index + tile).to(tl.int64) * ENTRY
         mask = tile < tiles
         tl.store(entry, zero + tile, mask=mask)
@@ -121,8 +147,8 @@ def load_work_tile(schedule_ptr, index, total, NUM_KV_HEADS: tl.constexpr):
 
 
 @cache
-def _launcher(block: int) -> Launcher:
-    return Launcher(_schedule_kernel, BLOCK=block, SAMPLES=SAMPLES, CHUNK=CHUNK, num_warps=4)
+def _launcher(block: int, tapers: bool) -> Launcher:
+    return Launcher(_schedule_kernel, BLOCK=block, TAPERS=tapers, SAMPLES=SAMPLES, CHUNK=CHUNK, num_warps=4)
 
 
 def schedule_tiles(
@@ -132,8 +158,9 @@ def schedule_tiles(
     rows_factor: int,
     block: int,
     launch: Callable[..., None] = operator.call,
+    tapers: bool = False,
 ) -> Tensor:
-    """Cut each sample's rows into tiles, and order the tiles by the sample's rows on the other side, most first.
+    """Cut each sample's rows into tiles, and order the tiles by the rows that they see on the other side, most first.
 
     Args:
         offsets: [B+1] of the rows to be cut.
@@ -142,6 +169,7 @@ def schedule_tiles(
         rows_factor: rows of a tile per row of ``offsets``: H/G if query heads are packed into the query rows, or 1.
         block: rows of a tile.
         launch: calls a launcher with its arguments.
+        tapers: a sample's first tile sees all rows of the other side, and each further one fewer; else all see all.
 
     Returns:
         [entries, 8] int32, which ``load_work_tile`` reads; the counters are 0.
@@ -155,7 +183,7 @@ def schedule_tiles(
     entries = rows * rows_factor // block + batch
     schedule = offsets.new_empty(entries, ENTRY.value, dtype=torch.int32)
     launch(
-        _launcher(block),
+        _launcher(block, tapers),
         (ceil_div(batch, SAMPLES), 1, 1),
         (offsets, other_offsets, schedule),
         (batch, rows_factor, entries),

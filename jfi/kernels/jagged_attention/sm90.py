@@ -7,6 +7,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from jfi.kernels.common.combine import SplitPartials
 from jfi.kernels.common.launch import Launcher, empty_like
 from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.spec import Constant
@@ -17,7 +18,7 @@ from jfi.kernels.jagged_attention.sm90_fwd import jagged_attention_sm90_fwd_kern
 from jfi.kernels.jagged_attention.sm90_pipeline import ROWS
 from jfi.kernels.jagged_attention.sm90_primitives import tensor_descriptor
 from jfi.kernels.jagged_attention.tiles import Visibility, bounds
-from jfi.plan import AttentionPlan, AttentionProblem, JaggedAttentionInputs, KernelPlan, cached
+from jfi.plan import AttentionPlan, AttentionProblem, JaggedAttentionInputs, KernelPlan, Split, cached
 
 
 class Sm90Spec(NamedTuple):
@@ -26,6 +27,7 @@ class Sm90Spec(NamedTuple):
     Attributes:
         warp_groups: consumers of a program.
         stages: tiles of the other side in shared memory; q_stages: tiles of queries, in the forward.
+        num_splits: work tiles of each tile and key head.
     """
 
     num_kv_heads: gl.constexpr
@@ -40,6 +42,7 @@ class Sm90Spec(NamedTuple):
     warp_groups: gl.constexpr
     stages: gl.constexpr
     q_stages: gl.constexpr
+    num_splits: gl.constexpr
 
     @classmethod
     def of(cls, problem: AttentionProblem, kernel: KernelPlan, rows: int, visibility: Visibility) -> "Sm90Spec":
@@ -47,7 +50,7 @@ class Sm90Spec(NamedTuple):
         fields = [getattr(problem, name) for name in cls._fields[:4]]
         warp_groups = rows // ROWS.value
         # Two tiles of queries let the next work tile start early; two consumers leave no shared memory for it.
-        pipeline = (warp_groups, kernel.num_stages, 3 - warp_groups)
+        pipeline = (warp_groups, kernel.num_stages, 3 - warp_groups, kernel.num_splits)
         return cls(*map(Constant, (*fields, *visibility, *pipeline)))
 
 
@@ -77,7 +80,7 @@ def _launch(
 ) -> None:
     """Persistent programs: as many as run at once, or as there are work tiles."""
     launcher = _launcher(plan, problem, rows, Visibility.of(x))
-    total = tensors[0].shape[0] * problem.num_kv_heads
+    total = tensors[0].shape[0] * problem.num_kv_heads * plan.num_splits
     programs = min(total, problem.device.num_sms * plan.programs_per_sm)
     launcher((programs, 1, 1), tensors, (total, *numbers), descriptors)
 
@@ -88,13 +91,18 @@ def forward(x: JaggedAttentionInputs, plan: AttentionPlan) -> tuple[Tensor, Tens
     qheads_per_kvhead = problem.qheads_per_kvhead
     out = torch.empty_like(x.query)
     lse = x.query.new_empty(x.query.shape[:2], dtype=torch.float32)
-    tiles = schedule_tiles(x.query_offsets, x.key_offsets, x.query.shape[0], qheads_per_kvhead, kernel.block_m)
+    rows, tapers = x.query.shape[0], kernel.split is Split.TAPERING
+    tiles = schedule_tiles(x.query_offsets, x.key_offsets, rows, qheads_per_kvhead, kernel.block_m, tapers=tapers)
     key = tensor_descriptor(x.key, kernel.block_n)
     value = key if x.value is None else tensor_descriptor(x.value, kernel.block_n)
     descriptors = (tensor_descriptor(x.query, ROWS.value, qheads_per_kvhead), key, value)
     numbers = (*bounds(x.left, x.right), x.scale * LOG2E.value)
-    tensors = (tiles, (x.bias, x.edges, x.table), out, lse)
+    partials = SplitPartials(out, problem.num_kv_heads, kernel.num_splits) if kernel.num_splits > 1 else None
+    results = (out, lse) if partials is None else (partials.values, partials.lse)
+    tensors = (tiles, (x.bias, x.edges, x.table), *results)
     _launch(kernel, problem, x, kernel.block_m, descriptors, tensors, numbers)
+    if partials is not None:
+        partials.combine(out, lse)
     return out, lse
 
 

@@ -246,8 +246,8 @@ def _consume(own, other, statistics, bias_ptr, results, schedule, SPEC: gl.const
         if SPEC.shared_kv:
             dk = dk + dv
         else:
-            tile.store_rows(dv_ptr, dv, k_start + first, k_start + num_keys, kv_head, SPEC)
-        tile.store_rows(dk_ptr, dk, k_start + first, k_start + num_keys, kv_head, SPEC)
+            tile.store_rows(dv_ptr, dv, k_start + first, k_start + num_keys, kv_head, SPEC.num_kv_heads)
+        tile.store_rows(dk_ptr, dk, k_start + first, k_start + num_keys, kv_head, SPEC.num_kv_heads)
         number = next_number
         work_tile = next_work_tile
 

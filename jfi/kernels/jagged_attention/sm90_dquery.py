@@ -46,7 +46,7 @@ def _scores_gradient(s, dp, lse, delta, n, visible, scale2, bias_smem, SPEC: gl.
 @gluon.jit
 def _delta(grad, out_ptr, row, end, kv_head, SPEC: gl.constexpr):
     """Σ_e dO · O of a tile's rows in shared memory, from row on in [rows, G, width]."""
-    at_out, at = tile.head_rows(out_ptr, row, kv_head, grad.shape[1], SPEC)
+    at_out, at = tile.head_rows(out_ptr, row, kv_head, grad.shape[1], SPEC.num_kv_heads)
     out = gl.load(at_out, mask=(at < end)[:, None], other=0.0).to(gl.float32)
     # Fused with 0, since threads that hold the same row must agree on its sum: see `row_products`.
     return gl.sum(gl.fma(grad.load(out.type.layout).to(gl.float32), out, gl.zeros_like(out)), 1)
@@ -175,7 +175,7 @@ def _consume(own, other, bias_smem, saved, results, schedule, SPEC: gl.constexpr
         if SPEC.has_table:
             to = sums_ptr + (rows.query * (SPEC.num_kv_heads * SPEC.qheads_per_kvhead) + rows.head) * SPEC.num_buckets
             gl.store(to + bucket, bucket_sum, mask=mask)
-        tile.store_rows(dq_ptr, dq * scale, row, end, kv_head, SPEC)
+        tile.store_rows(dq_ptr, dq * scale, row, end, kv_head, SPEC.num_kv_heads)
         number = next_number
         work_tile = next_work_tile
 

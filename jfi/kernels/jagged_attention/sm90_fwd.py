@@ -3,7 +3,12 @@
 Each consumer owns 64 query rows (Shah et al., 'FlashAttention-3', 2024).  It starts the scores of the next tile of keys
 and the product of the present weights with their values, and computes the softmax of the former during the latter;
 while it waits, the other consumer or program has the tensor cores.  Programs are persistent: the first tiles of the
-next work tile arrive while the results of the present one are stored.
+next work tile arrive while the results of the present one are stored.  Where value = key one tile in shared memory is
+both, in a ring of as many stages as the two would have.
+
+With splits (flash-decoding) the tiles of keys that a tile of queries sees are cut into equal parts, a work tile each:
+few queries on long timelines then fill the GPU.  Partial results go to memory of their own, where the splits of a row
+lie like further key heads, and `jfi.kernels.common.combine` combines them.
 """
 
 from typing import NamedTuple
@@ -21,6 +26,7 @@ from jfi.kernels.common.primitives import LN2
 from jfi.kernels.common.tile_scheduler import COUNTER
 from jfi.kernels.jagged_attention import sm90_pipeline as pipeline
 from jfi.kernels.jagged_attention import sm90_primitives as tile
+from jfi.kernels.jagged_attention.buckets import MOST_BUCKETS
 from jfi.kernels.jagged_attention.sm90_pipeline import ROWS
 from jfi.kernels.jagged_attention.sm90_primitives import INF
 
@@ -38,6 +44,30 @@ class Shared(NamedTuple):
 
 
 @gluon.jit
+def _keys_of_split(work_tile, number, schedule, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SPEC: gl.constexpr):
+    """`visible_keys` of a work tile's split; work tile ``number`` is that of split number // G % num_splits."""
+    first, shift, begin, steps = tile.visible_keys(work_tile, schedule.window, BLOCK_M, BLOCK_N, SPEC)
+    if SPEC.num_splits > 1:
+        split = number // SPEC.num_kv_heads % SPEC.num_splits
+        skipped = steps * split // SPEC.num_splits
+        begin += skipped * BLOCK_N
+        steps = steps * (split + 1) // SPEC.num_splits - skipped
+    return first, shift, begin, steps
+
+
+@gluon.jit
+def _load_values(desc, row, kv_head, step, tail, tail_bar, full, smem):
+    """Start to load a tile; if it is cut off the barrier for that gets its bytes, since rows must be zeroed."""
+    BLOCK_N: gl.constexpr = smem.shape[0]
+    if (step == 0) & (tail < BLOCK_N):
+        mbarrier.expect(tail_bar.index(0), BLOCK_N * smem.shape[1] * 2)
+        pipeline.load_tile(desc, row, kv_head, tail_bar.index(0), smem)
+    else:
+        mbarrier.expect(full, BLOCK_N * smem.shape[1] * 2)
+        pipeline.load_tile(desc, row, kv_head, full, smem)
+
+
+@gluon.jit
 def _produce(descs, shared, tail_bar, bias_ptr, schedule, SPEC: gl.constexpr):
     """The last tile of keys comes first, since it is the one that may be cut off."""
     q_desc, k_desc, v_desc = descs
@@ -48,7 +78,6 @@ def _produce(descs, shared, tail_bar, bias_ptr, schedule, SPEC: gl.constexpr):
     BLOCK_N: gl.constexpr = shared.k.shape[1]
     Q_BYTES: gl.constexpr = WARP_GROUPS * ROWS * shared.q.shape[2] * 2
     K_BYTES: gl.constexpr = BLOCK_N * shared.k.shape[2] * 2
-    V_BYTES: gl.constexpr = BLOCK_N * shared.v.shape[2] * 2
     num_k_tiles = 0
     num_q_tiles = 0
     num_tails = 0
@@ -59,7 +88,7 @@ def _produce(descs, shared, tail_bar, bias_ptr, schedule, SPEC: gl.constexpr):
         num_taken += 1
         kv_head = number % SPEC.num_kv_heads
         _tile, q_start, _num_queries, k_start, num_keys = work_tile
-        first, _shift, begin, steps = tile.visible_keys(work_tile, schedule.window, WARP_GROUPS * ROWS, BLOCK_N, SPEC)
+        first, _shift, begin, steps = _keys_of_split(work_tile, number, schedule, WARP_GROUPS * ROWS, BLOCK_N, SPEC)
         # Rows of the first tile loaded that are the sample's.
         tail = num_keys - begin - (steps - 1) * BLOCK_N
         if steps > 0:
@@ -79,8 +108,11 @@ def _produce(descs, shared, tail_bar, bias_ptr, schedule, SPEC: gl.constexpr):
             if step < steps:
                 full = k_ring.full.index(stage)
                 pipeline.wait_free(k_ring, n)
-                mbarrier.expect(full, K_BYTES)
-                pipeline.load_tile(k_desc, row, kv_head, full, shared.k.index(stage))
+                if SPEC.shared_kv:
+                    _load_values(k_desc, row, kv_head, step, tail, tail_bar, full, shared.k.index(stage))
+                else:
+                    mbarrier.expect(full, K_BYTES)
+                    pipeline.load_tile(k_desc, row, kv_head, full, shared.k.index(stage))
                 if SPEC.has_bias:
                     tile.load_bias(bias_ptr, row, k_start + num_keys, kv_head, shared.bias.index(stage), SPEC)
                     mbarrier.arrive(full)
@@ -90,14 +122,11 @@ def _produce(descs, shared, tail_bar, bias_ptr, schedule, SPEC: gl.constexpr):
                 num_tails += 1
                 pipeline.zero_tail(shared.v.index(tail_stage), tail)
                 mbarrier.arrive(v_ring.full.index(tail_stage))
-            if step < steps:
-                pipeline.wait_free(v_ring, n)
-                if (step == 0) & (tail < BLOCK_N):
-                    mbarrier.expect(tail_bar.index(0), V_BYTES)
-                    pipeline.load_tile(v_desc, row, kv_head, tail_bar.index(0), shared.v.index(stage))
-                else:
-                    mbarrier.expect(v_ring.full.index(stage), V_BYTES)
-                    pipeline.load_tile(v_desc, row, kv_head, v_ring.full.index(stage), shared.v.index(stage))
+            if not SPEC.shared_kv:  # noqa: SIM102, at compile time
+                if step < steps:
+                    pipeline.wait_free(v_ring, n)
+                    full = v_ring.full.index(stage)
+                    _load_values(v_desc, row, kv_head, step, tail, tail_bar, full, shared.v.index(stage))
         num_k_tiles += steps
         number = next_number
         work_tile = next_work_tile
@@ -148,14 +177,35 @@ def _consume(shared, results, schedule, SPEC: gl.constexpr, OWN: gl.constexpr):
         num_taken += 1
         kv_head = number % SPEC.num_kv_heads
         _tile, q_start, num_queries, _k_start, num_keys = work_tile
-        first, shift, begin, steps = tile.visible_keys(work_tile, schedule.window, WARP_GROUPS * ROWS, BLOCK_N, SPEC)
+        first, shift, begin, steps = _keys_of_split(work_tile, number, schedule, WARP_GROUPS * ROWS, BLOCK_N, SPEC)
         first += OWN
         own_row = first + gl.arange(0, ROWS, S_ROW)
         if SPEC.num_buckets:
             mask = own_row < num_queries * SPEC.qheads_per_kvhead
             rows = tile.rows_of(own_row, q_start, num_queries, kv_head, SPEC)
             visible, newest = tile.visible_by_edges(rows, mask, first, q_start, num_queries, num_keys, schedule, SPEC)
+            # Tiles may be visible to the rows of the other consumer only.
+            last = q_start + gl.minimum((first + ROWS - 1) // SPEC.qheads_per_kvhead, num_queries - 1)
+            end = gl.load(schedule.window[2] + last.to(gl.int64) * (SPEC.num_buckets + 1), mask=steps > 0, other=0)
+            own_steps = gl.minimum(gl.maximum(end // MOST_BUCKETS - begin + BLOCK_N - 1, 0) // BLOCK_N, steps)
+            if first >= num_queries * SPEC.qheads_per_kvhead:
+                own_steps = steps * 0
+            for _ in range(own_steps, steps):
+                pipeline.wait_full(k_ring, num_k_tiles)
+                pipeline.release(k_ring, num_k_tiles)
+                if not SPEC.shared_kv:
+                    pipeline.wait_full(v_ring, num_k_tiles)
+                    pipeline.release(v_ring, num_k_tiles)
+                num_k_tiles += 1
+            if (own_steps == 0) & (steps > 0):
+                pipeline.wait_full(q_ring, num_q_tiles)
+                pipeline.release(q_ring, num_q_tiles)
+                num_q_tiles += 1
+            steps = own_steps
             if SPEC.has_table:
+                if SPEC.num_splits > 1:
+                    end_key = begin + steps * BLOCK_N
+                    newest = tile.bucket_behind(schedule.window[2], rows, newest, mask, end_key, SPEC)
                 bucket, bucket_bias, edge, next_bias, next_edge, top = tile.begin_buckets(
                     biases, rows, newest, mask, SPEC
                 )
@@ -180,7 +230,8 @@ def _consume(shared, results, schedule, SPEC: gl.constexpr, OWN: gl.constexpr):
                     s, n, biases, rows, bucket, bucket_bias, edge, next_bias, next_edge, top, SPEC
                 )
             p, maximum, total, _factor = _softmax_update(s, maximum, total, n, visible, scale_left, bias, SPEC)
-            pipeline.release(k_ring, num_k_tiles)
+            if not SPEC.shared_kv:
+                pipeline.release(k_ring, num_k_tiles)
             p = gl.convert_layout(p.to(shared.v.dtype), P_LAYOUT)
             pipeline.wait_full(k_ring, num_k_tiles + 1, steps > 1)
             for step in range(1, steps):
@@ -189,10 +240,11 @@ def _consume(shared, results, schedule, SPEC: gl.constexpr, OWN: gl.constexpr):
                 num_k_tiles += 1
                 stage = num_k_tiles % STAGES
                 s = warpgroup_mma(q, shared.k.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-                pipeline.wait_full(v_ring, last)
+                if not SPEC.shared_kv:
+                    pipeline.wait_full(v_ring, last)
                 acc = warpgroup_mma(p, shared.v.index(last % STAGES), acc, is_async=True)
                 s = warpgroup_mma_wait(1, [s])
-                if not SPEC.has_bias:
+                if not SPEC.shared_kv and not SPEC.has_bias:
                     pipeline.release(k_ring, num_k_tiles)
                 bias = shared.bias.index(stage % BIASES)
                 if SPEC.has_table:
@@ -201,7 +253,7 @@ def _consume(shared, results, schedule, SPEC: gl.constexpr, OWN: gl.constexpr):
                         s, n, biases, rows, bucket, bucket_bias, edge, next_bias, next_edge, top, SPEC
                     )
                 next_p, maximum, total, factor = _softmax_update(s, maximum, total, n, visible, scale_left, bias, SPEC)
-                if SPEC.has_bias:
+                if not SPEC.shared_kv and SPEC.has_bias:
                     pipeline.release(k_ring, num_k_tiles)
                 # Converted before the first wait and named in the second, or the assembler moves it before the softmax.
                 next_p = gl.convert_layout(next_p.to(shared.v.dtype), P_LAYOUT)
@@ -211,7 +263,8 @@ def _consume(shared, results, schedule, SPEC: gl.constexpr, OWN: gl.constexpr):
                 acc = acc * gl.convert_layout(factor, O_ROW)[:, None]
                 p = next_p
             pipeline.release(q_ring, num_q_tiles)
-            pipeline.wait_full(v_ring, num_k_tiles)
+            if not SPEC.shared_kv:
+                pipeline.wait_full(v_ring, num_k_tiles)
             acc = warpgroup_mma(p, shared.v.index(num_k_tiles % STAGES), acc, is_async=True)
             acc = warpgroup_mma_wait(0, [acc])
             pipeline.release(v_ring, num_k_tiles)
@@ -222,9 +275,13 @@ def _consume(shared, results, schedule, SPEC: gl.constexpr, OWN: gl.constexpr):
         row = q_start * SPEC.qheads_per_kvhead + first
         end = (q_start + num_queries) * SPEC.qheads_per_kvhead
         own = row + gl.arange(0, ROWS, S_ROW)
-        gl.store(lse_ptr + own.to(gl.int64) * SPEC.num_kv_heads + kv_head, lse, mask=own < end)
+        OUT_HEADS: gl.constexpr = SPEC.num_kv_heads * SPEC.num_splits
+        out_head = kv_head
+        if SPEC.num_splits > 1:
+            out_head = number % OUT_HEADS
+        gl.store(lse_ptr + own.to(gl.int64) * OUT_HEADS + out_head, lse, mask=own < end)
         acc = acc * gl.convert_layout(1.0 / divisor, O_ROW)[:, None]
-        tile.store_rows(out_ptr, acc, row, end, kv_head, SPEC)
+        tile.store_rows(out_ptr, acc, row, end, out_head, OUT_HEADS)
         number = next_number
         work_tile = next_work_tile
 
@@ -244,17 +301,21 @@ def jagged_attention_sm90_fwd_kernel(
     scale2,
     SPEC: gl.constexpr,
 ):
-    """scale2 > 0 is the scale in base 2; biases: pointers to the bias by key, the edges and the biases by bucket."""
+    """Store the output and its log-sum-exp, or with splits those of each: [rows, splits, G, E] and [rows, splits, G].
+
+    scale2 > 0 is the scale in base 2; biases: pointers to the bias by key, the edges and the biases by bucket.
+    """
     bias_ptr, edges_ptr, table_ptr = biases
     WARP_GROUPS: gl.constexpr = SPEC.warp_groups
-    STAGES: gl.constexpr = SPEC.stages
+    STAGES: gl.constexpr = SPEC.stages * (2 if SPEC.shared_kv else 1)
     bias_smem = pipeline.allocate_rows(STAGES if SPEC.has_bias else 1, k_desc.block_type.shape[0])
     q_smem = pipeline.allocate_tiles(q_desc, SPEC.q_stages * WARP_GROUPS)
-    k_smem, v_smem = pipeline.allocate_tiles(k_desc, STAGES), pipeline.allocate_tiles(v_desc, STAGES)
+    k_smem = pipeline.allocate_tiles(k_desc, STAGES)
+    v_smem = k_smem if SPEC.shared_kv else pipeline.allocate_tiles(v_desc, STAGES)
     q_ring = pipeline.ring(SPEC.q_stages, 1, WARP_GROUPS)
     # A stage of keys is full with the bytes of its tile and with its bias.
     k_ring = pipeline.ring(STAGES, 2 if SPEC.has_bias else 1, WARP_GROUPS)
-    v_ring = pipeline.ring(STAGES, 1, WARP_GROUPS)
+    v_ring = k_ring if SPEC.shared_kv else pipeline.ring(STAGES, 1, WARP_GROUPS)
     tail_bar = pipeline.barriers(1, 1)
     fence_async_shared()
     shared = Shared(q_smem, k_smem, v_smem, bias_smem, q_ring, k_ring, v_ring)

@@ -115,7 +115,7 @@ def tile_queue(consumers: gl.constexpr):
 def first_tile(schedule, SPEC: gl.constexpr):
     """(number, work tile) that the program begins with."""
     number = gl.program_id(0)
-    return number, load_work_tile(schedule.tiles_ptr, number, schedule.total, SPEC.num_kv_heads)
+    return number, load_work_tile(schedule.tiles_ptr, number, schedule.total, SPEC.num_kv_heads * SPEC.num_splits)
 
 
 @gluon.jit
@@ -130,7 +130,7 @@ def produce_tile(schedule, n, COUNTER: gl.constexpr, SPEC: gl.constexpr):
     stage = n % _QUEUE
     store_integer(queue.numbers.index(stage), number)
     mbarrier.arrive(queue.ring.full.index(stage))
-    return number, load_work_tile(schedule.tiles_ptr, number, schedule.total, SPEC.num_kv_heads)
+    return number, load_work_tile(schedule.tiles_ptr, number, schedule.total, SPEC.num_kv_heads * SPEC.num_splits)
 
 
 @gluon.jit
@@ -140,7 +140,7 @@ def consume_tile(schedule, n, SPEC: gl.constexpr):
     wait_full(queue.ring, n)
     number = load_integer(queue.numbers.index(n % _QUEUE))
     release(queue.ring, n)
-    return number, load_work_tile(schedule.tiles_ptr, number, schedule.total, SPEC.num_kv_heads)
+    return number, load_work_tile(schedule.tiles_ptr, number, schedule.total, SPEC.num_kv_heads * SPEC.num_splits)
 
 
 @gluon.jit

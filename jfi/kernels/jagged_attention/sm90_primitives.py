@@ -82,6 +82,18 @@ def visible_by_edges(rows, mask, first, q_start, num_queries, num_keys, schedule
 
 
 @gluon.jit
+def bucket_behind(edges_ptr, rows, bucket, mask, end, SPEC: gl.constexpr):
+    """The bucket of the newest key before ``end`` of rows whose newest key is in ``bucket``, which it is if that is."""
+    for i in gl.static_range(6):
+        later = bucket + (MOST_BUCKETS >> (i + 1))
+        edge = gl.load(
+            edges_ptr + rows.query * (SPEC.num_buckets + 1) + later, mask=mask & (later < SPEC.num_buckets), other=0
+        )
+        bucket = gl.where(edge // MOST_BUCKETS >= end, later, bucket)
+    return bucket
+
+
+@gluon.jit
 def begin_buckets(biases, rows, bucket, mask, SPEC: gl.constexpr):
     """The state of rows whose newest key is in ``bucket``.
 
@@ -185,19 +197,19 @@ def add_bias(scores, scale2, bias_smem, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def head_rows(ptr, row, kv_head, WIDTH: gl.constexpr, SPEC: gl.constexpr):
-    """(pointers [64, width] to a head's rows from ``row`` on in [rows, G, width], those rows' numbers [64])."""
+def head_rows(ptr, row, head, WIDTH: gl.constexpr, NUM_HEADS: gl.constexpr):
+    """(pointers [64, width] to a head's rows from ``row`` on in [rows, heads, width], those rows' numbers [64])."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     at = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     col = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    start = (at.to(gl.int64) * (SPEC.num_kv_heads * WIDTH) + kv_head * WIDTH)[:, None]
+    start = (at.to(gl.int64) * (NUM_HEADS * WIDTH) + head * WIDTH)[:, None]
     return ptr + start + col[None, :], at
 
 
 @gluon.jit
-def store_rows(ptr, x, row, end, kv_head, SPEC: gl.constexpr):
-    """Store a head's [64, width] to the rows from ``row`` on, up to ``end``, of [rows, G, width]."""
-    to, at = head_rows(ptr, row, kv_head, x.shape[1], SPEC)
+def store_rows(ptr, x, row, end, head, NUM_HEADS: gl.constexpr):
+    """Store a head's [64, width] to the rows from ``row`` on, up to ``end``, of [rows, heads, width]."""
+    to, at = head_rows(ptr, row, head, x.shape[1], NUM_HEADS)
     x = gl.convert_layout(x.to(ptr.dtype.element_ty), to.type.layout)
     gl.store(to, x, mask=(at < end)[:, None])
 
