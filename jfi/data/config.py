@@ -290,6 +290,9 @@ class DataConfig:
                 if name not in (*items, *self.event_categorical):
                     known = suggest(name, [*items, *self.event_categorical])
                     raise DataError(f"data.event_crosses has '{name}', which is no such column of this config; {known}")
+        for cross in self.crosses():
+            if cross in self.columns():
+                raise DataError(f"data.event_crosses makes '{cross}', which is a column of this config; rename the column")
         known = [*self.user_categorical, *items, *self.event_categorical, *self.crosses()]
         known += [name for name in self.impression_categorical if name not in known]
         for setting in ("min_count", "hash_buckets"):

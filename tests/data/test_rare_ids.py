@@ -159,6 +159,10 @@ def test_unknown_ids_depend_on_seed_and_epoch_alone(write):
         ({"event_crosses": [["made"]]}, "a cross needs at least two columns"),
         ({"event_crosses": [["made", "user_id"]]}, "data.event_crosses has 'user_id', which is no such column"),
         ({"event_crosses": [["made", "tags"]]}, "data.event_crosses has 'tags', whose rows are lists"),
+        (
+            {"event_crosses": [["made", "item_id"]], "impression_categorical": ["made_x_item_id"]},
+            "data.event_crosses makes 'made_x_item_id', which is a column of this config; rename the column",
+        ),
         ({"unknown_share": 1.0}, r"data.unknown_share is 1.0; it must be in \[0, 1\)"),
     ],
 )
