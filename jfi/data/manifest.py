@@ -70,7 +70,7 @@ class Manifest:
         return cls(DataConfig(**data), tree.get("complete", False), tree.get("sizes", {}))
 
 
-def prepared_config(folder: str | Path, **choices: float) -> DataConfig:
+def prepared_config(folder: str | Path, **choices: float | str | None) -> DataConfig:
     """The config of a run on a prepared dataset, with the settings that it was prepared with.
 
     Args:

@@ -103,9 +103,9 @@ def join_events(
             if name == IN_HISTORY and pa.types.is_boolean(column.type):
                 column = column.cast(pa.int8())
             if name in lists:
-                counts = _check_lists(column, count, file, name, start)
-                writer.append(_offsets(name), lists[name] + np.cumsum(counts))
-                lists[name] += int(counts.sum())
+                lengths = _check_lists(column, count, file, name, start)
+                writer.append(_offsets(name), lists[name] + np.cumsum(lengths))
+                lists[name] += int(lengths.sum())
                 column = column.flatten()
             else:
                 _check_ids(column, count, file, name, start)
@@ -191,9 +191,9 @@ def _check_lists(column: pa.Array, count: int, file: str, name: str, start: int)
         raise DataError(f"{file}: column '{name}' has type {column.type}, but the schema has lists of ids")
     if column.null_count:
         raise DataError(f"{file}: column '{name}' has nulls; a row without values has an empty list")
-    counts = pc.list_value_length(column).to_numpy()
-    _check_ids(column.flatten(), count, file, name, start + np.repeat(np.arange(len(column)), counts))
-    return counts
+    lengths = pc.list_value_length(column).to_numpy()
+    _check_ids(column.flatten(), count, file, name, start + np.repeat(np.arange(len(column)), lengths))
+    return lengths
 
 
 def _checked_numbers(column: pa.Array, file: str, name: str, start: int) -> pa.Array:
