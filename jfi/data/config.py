@@ -89,8 +89,8 @@ class DataConfig:
         batching: "sample" gives every sample of a batch a history of its own. With "user" the samples of a user share
             one timeline, which is looked up and moved once for all of them, and each sample sees of it what its own
             history would have: the same predictions, in a fraction of the time where users have many samples.
-        max_timeline: with `batching: user`, the most events of a user in a batch, at least `max_history`; a user with
-            more continues in another batch. None means 4 times `max_history`.
+        max_timeline: with `batching: user`, the most events of a timeline, at least `max_history`; the samples of a
+            user with more have several timelines. None means 4 times `max_history`.
         max_slots: values of a multi-valued column that an event keeps, under the keys `history_<column>_0`, `_1`, ...
         num_quantiles: number of quantiles of an `event_dense` column.
         num_age_buckets: number of ids of `history_age`, which is 1 + floor(log2(age of the event in seconds)).
@@ -292,7 +292,9 @@ class DataConfig:
                     raise DataError(f"data.event_crosses has '{name}', which is no such column of this config; {known}")
         for cross in self.crosses():
             if cross in self.columns():
-                raise DataError(f"data.event_crosses makes '{cross}', which is a column of this config; rename the column")
+                raise DataError(
+                    f"data.event_crosses makes '{cross}', which is a column of this config; rename the column"
+                )
         known = [*self.user_categorical, *items, *self.event_categorical, *self.crosses()]
         known += [name for name in self.impression_categorical if name not in known]
         for setting in ("min_count", "hash_buckets"):

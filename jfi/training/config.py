@@ -325,6 +325,6 @@ class Config:
             why = "with data.batching: user, where encoded events are the same for all samples of a user"
             _require(self.encoder.causal, "encoder.causal", self.encoder.causal, f"true {why}")
             _require(self.encoder.bias is None, "encoder.bias", self.encoder.bias, f"null {why}; see relative_bias")
-        if self.model.bias == HISTORY + AGE:
+        if self.model.bias == HISTORY + AGE and self.model.pooling == "attention":
             buckets, most = self.data.num_age_buckets, f"at most {MOST_BUCKETS} with data.batching: user"
             _require(buckets <= MOST_BUCKETS, "data.num_age_buckets", buckets, most)

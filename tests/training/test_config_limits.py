@@ -47,6 +47,38 @@ def test_limits_of_training(option, accepted, refused):
             SECTIONS[section](**{name: value})
 
 
+@pytest.mark.parametrize(
+    ("option", "accepted", "refused"),
+    [
+        (
+            "encoder.causal",
+            [
+                {"encoder": EncoderConfig(2, causal=True)},
+                {"encoder": EncoderConfig(2), "model": ModelConfig(pooling="none")},
+            ],
+            {"encoder": EncoderConfig(2)},
+        ),
+        (
+            "encoder.bias",
+            [{"encoder": EncoderConfig(2, causal=True, relative_bias="distance")}],
+            {"encoder": EncoderConfig(2, causal=True, bias="history_age")},
+        ),
+        (
+            "data.num_age_buckets",
+            [{"model": ModelConfig(bias="position")}, {"model": ModelConfig(bias="history_age", pooling="mean")}],
+            {"model": ModelConfig(bias="history_age")},
+        ),
+    ],
+)
+def test_what_samples_that_share_a_timeline_cannot_have(option, accepted, refused):
+    buckets = 65 if option == "data.num_age_buckets" else 64
+    for sections in accepted:
+        Config(DataConfig(batching="user", num_age_buckets=buckets), **sections)
+    with pytest.raises(ConfigError, match=rf"^{option}: got .* with data\.batching: user"):
+        Config(DataConfig(batching="user", num_age_buckets=buckets), **refused)
+    Config(DataConfig(num_age_buckets=buckets), **refused)
+
+
 @pytest.mark.parametrize("group", ["dense", "embeddings"])
 def test_limits_of_the_optimizers(group):
     for changes in ({"learning_rate": TINY}, {"weight_decay": 0.0}, {"learning_rate": 1e300, "weight_decay": 1e300}):
@@ -94,6 +126,7 @@ def test_options_that_must_go_together():
 DATA_LIMITS = [
     *((name, {}, [1, MANY], [0, MANY + 1]) for name in ("max_history", "max_slots", "num_quantiles")),
     ("num_age_buckets", {}, [1, MANY], [0, MANY + 1]),
+    ("max_timeline", {"max_history": 9}, [None, 9, MANY], [8, MANY + 1]),
     ("negatives", {"label": None}, [1, MANY], [0, MANY + 1]),
     ("negatives", {"label": "liked"}, [0], [MANY + 1]),
     ("fractions", {}, [[0.5, 0.3, 0.2], [0.5, 0.3, 0.2 + 9e-7]], [[0.5, 0.5, 0.0], [0.5, 0.5], [0.5, 0.3, 0.2 + 2e-6]]),
