@@ -158,6 +158,7 @@ class SequenceDLRM(nn.Module):
         self._id_keys += [key for feature in biased for key in feature.input_keys]
         #: Keys that a batch with timelines lacks.
         self._from_times = [feature.bias_key for feature in biased if isinstance(feature.bias, TimeBias)]
+        self._user_keys = user_keys or []
         self.sequence_arch = SequenceArch(features, bag_keys, single_keys, embedding_dim, layer, encoder, user_keys)
         self.dropout = nn.Dropout(dropout)
         self.dense_arch = DenseArch(dense_in_features, dense_arch_layer_sizes, device=dense_device)
@@ -216,7 +217,7 @@ class SequenceDLRM(nn.Module):
     def _look_up(
         self, ids: KeyedJaggedTensor, timelines: Timelines | None
     ) -> tuple[KeyedJaggedTensor, KeyedTensor | None, dict[str, JaggedTensor] | None]:
-        _check_ids(ids, self._id_keys, self._from_times, self._sharded(), timelines)
+        _check_ids(ids, self._id_keys, self._from_times, self._user_keys, self._sharded(), timelines)
         inputs.allow_no_samples(ids)
         bags = None if self.embedding_bag_collection is None else self.embedding_bag_collection(ids)
         embeddings = None if self.embedding_collection is None else self.embedding_collection(ids)
@@ -274,9 +275,30 @@ def _output_keys(
 
 @torch.fx.wrap
 def _check_ids(
-    ids: KeyedJaggedTensor, keys: list[str], from_times: list[str], sharded: bool, timelines: Timelines | None
+    ids: KeyedJaggedTensor,
+    keys: list[str],
+    from_times: list[str],
+    user_keys: list[str],
+    sharded: bool,
+    timelines: Timelines | None,
 ) -> None:
     needed = keys if timelines is None else [key for key in keys if key not in from_times]
     validation.check_ids("sparse_features", ids, needed, sharded)
-    if timelines is not None and timelines.count > ids.stride():
-        raise ValueError(f"timelines must have at most {ids.stride()} rows of sparse_features, got {timelines.count}")
+    if timelines is None:
+        return
+    if not isinstance(timelines, Timelines):
+        raise TypeError(f"timelines must be Timelines or None, got {type(timelines).__name__}")
+    rows, count = ids.stride(), timelines.count
+    if count > rows:
+        raise ValueError(f"timelines must be at most {rows}, the samples of sparse_features, got {count}")
+    if not validation.contents_are_free(timelines.row_offsets):
+        return
+    last = int(timelines.row_offsets[-1])
+    if last != rows:
+        raise ValueError(f"timelines.row_offsets must end at {rows}, the samples of sparse_features, got {last}")
+    for key in sorted({*ids.keys()} & {*user_keys}):
+        if ids[key].lengths()[count:].any():
+            raise ValueError(
+                f"sparse_features['{key}'] must be empty after the first {count} samples, which are those of the "
+                "timelines: it describes the user"
+            )

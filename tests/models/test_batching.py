@@ -152,6 +152,40 @@ def test_an_encoder_that_rows_cannot_share_is_refused(config, encoder, message):
         run(model, dataset, "test", "user", 64)
 
 
+@pytest.mark.parametrize("pooling", ["attention", "none"])
+def test_timelines_that_do_not_fit_the_samples_are_refused(config, pooling):
+    dataset = load_dataset(config)
+    model = model_of(dataset, pooling=pooling).cpu()
+    shared, alone = (next(dataset.batches("train", 50, batching=way)) for way in ("user", "sample"))
+    count, rows = shared.timelines.count, len(shared.labels)
+    offsets = shared.timelines.row_offsets
+    wrong = [
+        (shared.sparse_features, {"row_offsets": offsets}, TypeError, "timelines must be Timelines or None, got dict"),
+        (
+            shared.sparse_features,
+            replace(shared.timelines, row_offsets=offsets[:-1]),
+            ValueError,
+            "row_offsets must end",
+        ),
+        (
+            shared.sparse_features,
+            replace(shared.timelines, row_offsets=torch.arange(rows + 2)),
+            ValueError,
+            f"timelines must be at most {rows}, the samples of sparse_features, got {rows + 1}",
+        ),
+        (
+            alone.sparse_features,  # each sample with a gender of its own
+            replace(shared.timelines, row_offsets=torch.tensor([0, len(alone.labels)])),
+            ValueError,
+            r"sparse_features\['gender'\] must be empty after the first 1 samples",
+        ),
+    ]
+    assert 1 < count < rows
+    for ids, timelines, error, message in wrong:
+        with pytest.raises(error, match=message):
+            model(torch.zeros(ids.stride(), shared.dense_features.size(1)), ids, timelines)
+
+
 def test_attention_weights_of_timelines(config):
     dataset = load_dataset(config)
     model = model_of(dataset, bias="history_age")
