@@ -13,6 +13,8 @@ from jfi.data import DataConfig, DataError, DataSchema, InteractionDataset
 from jfi.data.config import FILES
 from jfi.data.fingerprint import NAME, Fingerprint
 from jfi.data.manifest import CHOICES, resolve
+from jfi.data.rules import parse_rule
+from jfi.data.source import column_settings
 from jfi.files import writing_folder
 from jfi.training.checkpoint import latest_checkpoint
 from jfi.training.config import Config, ConfigError
@@ -84,9 +86,18 @@ def describe_batches(run: RunFolder, config: Config) -> dict[str, object]:
         "the SHA-256 of the training samples": known.splits["train"],
         "training.batch_size": training.batch_size,
         "data.batching": config.data.batching,
-        **({"data.max_timeline": config.data.timeline} if config.data.batching == "user" else {}),
+        **(_describe_timelines(known, config.data) if config.data.batching == "user" else {}),
         "training.seed": training.seed,
     }
+
+
+def _describe_timelines(known: Fingerprint, config: DataConfig) -> dict[str, object]:
+    """What a user's events are cut into timelines by, those that are no samples included."""
+    settings = column_settings(config)
+    rule = [] if settings.history is None else parse_rule(settings.history).columns
+    names = sorted({settings.user, settings.timestamp, *rule})
+    digest = hashlib.sha256("".join(known.columns[name] for name in names).encode()).hexdigest()
+    return {"data.max_timeline": config.timeline, "the SHA-256 of the events' users and times": digest}
 
 
 def name_data(run: RunFolder) -> str:

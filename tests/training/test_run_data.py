@@ -246,6 +246,20 @@ def test_an_epoch_that_started_anew_is_resumed_to_the_same_bits(begun, tmp_path,
     assert_same_run(begun / "run", tmp_path / "whole")
 
 
+def test_an_epoch_by_user_starts_anew_where_other_events_cut_its_timelines(copied, monkeypatch, capsys):
+    """The samples of training stay, and rows without a label come before them."""
+    shutil.rmtree(copied / "run")
+    config = config_of(copied / "table.csv", copied / "run", epochs=1, checkpoint_every=3)
+    data = dataclasses.replace(config.data, batching="user", max_history=5, max_timeline=8)
+    killed_after(4, dataclasses.replace(config, data=data), monkeypatch)
+    rows = [row(i) for i in range(200)]
+    write_table(copied / "table.csv", [*([*line[:3], "", *line[4:]] for line in rows[:30]), *rows])
+    resume(copied / "run", data_changed="accept")
+    lines = [line for line in capsys.readouterr().out.splitlines() if "anew" in line]
+    assert len(lines) == 1 and "the number of training samples" not in lines[0]
+    assert "the SHA-256 of the events' users and times was" in lines[0]
+
+
 def test_an_accepted_change_that_leaves_the_batches_alone_continues_the_epoch(begun, capsys):
     edit_training(begun, patience=3)
     edit_rows(lambda rows: [[*line[:5], 2 * line[5], *line[6:]] for line in rows])(begun)
