@@ -41,6 +41,8 @@ class Chunks:
     def with_at_most(self, max_rows: int) -> "Chunks":
         """The same, chunks of more than `max_rows` rows cut into parts of `max_rows` and a rest."""
         sizes = np.diff(self.first)
+        if sizes.max(initial=0) <= max_rows:
+            return self
         parts = -(-sizes // max_rows)
         place = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
         first = np.repeat(self.first[:-1], parts) + place * max_rows
