@@ -11,8 +11,6 @@ from jfi.plan import cached, ceil_div, power_of_two
 
 #: Elements of a program's tile of searches.
 ELEMENTS = 1024
-#: With fewer programs their tiles are smaller: the loads of a search depend on one another, so few rows wait for memory.
-PROGRAMS = 128
 
 
 @triton.jit(do_not_specialize=["batch", "rows", "max_visible"])
@@ -88,18 +86,11 @@ def bucket_edges_kernel(
 
 
 @cached
-def _launcher(num_buckets: int, is_causal: bool, by_time: bool, rows: int) -> Launcher:
+def _launcher(num_buckets: int, is_causal: bool, by_time: bool) -> Launcher:
     columns = power_of_two(num_buckets + 1, 1)
     constants = {"NUM_BUCKETS": num_buckets, "IS_CAUSAL": is_causal, "BY_TIME": by_time}
-    num_warps = min(max(rows * columns // 32, 1), 4)
-    return Launcher(bucket_edges_kernel, **constants, ROWS=rows, COLUMNS=columns, num_warps=num_warps)
-
-
-def _rows_of_program(rows: int, num_buckets: int) -> int:
-    most = max(ELEMENTS // power_of_two(num_buckets + 1, 1), 1)
-    if rows >= most * PROGRAMS:
-        return most
-    return min(power_of_two(ceil_div(rows, PROGRAMS), 1), most)
+    rows = max(ELEMENTS // columns, 1)
+    return Launcher(bucket_edges_kernel, **constants, ROWS=rows, COLUMNS=columns, num_warps=4)
 
 
 def bucket_edges(
@@ -116,7 +107,7 @@ def bucket_edges(
     """Arguments and result as those of the operator in jfi/ops/_bucket_edges.py."""
     edges = torch.empty(rows, num_buckets + 1, dtype=torch.int32, device=query_offsets.device)
     if rows:
-        launcher = _launcher(num_buckets, is_causal, by_time, _rows_of_program(rows, num_buckets))
+        launcher = _launcher(num_buckets, is_causal, by_time)
         programs = ceil_div(rows, launcher.constants["ROWS"])
         tensors = (query_offsets, key_offsets, query_time, key_time, edges)
         most = 2**30 if max_visible is None else min(max_visible, 2**30)
