@@ -27,8 +27,9 @@ from jfi.training.run_data import load_schema
 from jfi.training.run_folder import RunFolder
 from jfi.training.scores import Scores, check_out, check_results, metrics_of, scored
 
-#: Sections and fields of the config that the scores of a run depend on.
+#: Sections and fields of the config that the scores of a run depend on, and those fields that they do not depend on.
 _SCORES = ("data.", "model.", "encoder", "optimizer.average")
+_NOT_SCORES = ("data.batching", "data.max_timeline")
 #: Files, folders or globs, as the config names them.
 Paths = str | Path | Sequence[str | Path]
 
@@ -76,7 +77,7 @@ class BestEpoch:
             progress = read_progress(last)
             best = run.checkpoints / checkpoint_name(int(progress["best_epoch"]), 0)
             changed = config_changes(dict(progress["config"]), config)
-            changes = [text for name, text in changed if name.startswith(_SCORES)]
+            changes = [text for name, text in changed if name.startswith(_SCORES) and name not in _NOT_SCORES]
         except DamagedCheckpointError as fault:
             raise ConfigError(f"{name}: {fault}") from None
         except (KeyError, TypeError, ValueError):

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from worker import without_pictures
 import jfi
 from jfi.data import DataConfig, DataError, load_dataset, scoring, table_blocks
 from jfi.training import Config, ConfigError, ModelConfig, TrainingConfig, train
+from jfi.training.cli import save_config
 from jfi.training.metrics import Predictions
 
 KEYS = ["user_id", "item_id", "timestamp"]
@@ -65,10 +67,13 @@ def assert_scores(found: pa.Table, wanted: dict[tuple, float]) -> None:
     np.testing.assert_allclose([found[key] for key in keys], [wanted[key] for key in keys], atol=ROUNDING, rtol=0)
 
 
-def test_rows_of_a_user_share_a_timeline(run, folder, wanted):
+def test_rows_of_a_user_share_a_timeline(run, folder, wanted, tmp_path):
     """A run by user scores by user: shuffled rows, a part of them history, a few to a batch."""
     config = dataclasses.replace(run.config, data=dataclasses.replace(run.config.data, batching="user", max_timeline=9))
-    run = dataclasses.replace(run, config=config)
+    shutil.copytree(folder / "run", tmp_path / "run")
+    save_config(config, tmp_path / "run" / "config.yaml")  # scores do not depend on it, so the change is no fault
+    run = jfi.load_run(tmp_path / "run")
+    assert run.config.data.batching == "user"
     table = pa.csv.read_csv(folder / "table.csv")
     order = np.random.default_rng(0).permutation(300)
     for chosen in (order, order[:1], np.flatnonzero(np.arange(300) > 200)):
