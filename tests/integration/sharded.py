@@ -78,7 +78,7 @@ def make_batch(seed: int = 0, rank: int = 0, size: int = 1, samples: int = SAMPL
         values=torch.cat([user[part], item[part], rows[0], rows[1]]),
         lengths=torch.cat([ones, ones, lengths, lengths]),
     )
-    return Batch(dense[part], ids, (item[part] % 2).float(), user[part])
+    return Batch(dense[part], ids, (item[part] % 2).float(), user[part], torch.arange(samples)[part], samples)
 
 
 def shard(model: nn.Module, kind: str = "table_wise") -> tuple[DistributedModelParallel, CombinedOptimizer]:
