@@ -158,8 +158,20 @@ def test_splits_of_the_keys(width, value_width, num_heads, num_kv_heads, bias, n
 )
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16] if torch.cuda.is_available() else [torch.float16])
 @pytest.mark.parametrize("bias", ["time", "position", None])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (4, 1), (3, 1)])
-@pytest.mark.parametrize(("width", "value_width"), [(64, 64), (64, None), (128, None)])
+@pytest.mark.parametrize(
+    ("width", "value_width", "num_heads", "num_kv_heads"),
+    [
+        (64, 64, 2, 2),
+        (64, None, 3, 1),
+        *(
+            # The interpreter takes minutes for them.
+            pytest.param(*widths, *heads, marks=[] if torch.cuda.is_available() else [pytest.mark.slow])
+            for widths in ((64, 64), (64, None), (128, None))
+            for heads in ((2, 2), (4, 1), (3, 1))
+            if (*widths, *heads) not in ((64, 64, 2, 2), (64, None, 3, 1))
+        ),
+    ],
+)
 def test_half_precision(width, value_width, num_heads, num_kv_heads, bias, dtype, family, short, device):
     """The shapes of the Hopper kernels, with so few programs that each takes many tiles."""
     options = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "width": width, "value_width": value_width}
