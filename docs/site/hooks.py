@@ -10,7 +10,8 @@ from pathlib import Path
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
-ADDED = ["CONTRIBUTING.md", "benchmarks/README.md", "benchmarks/NOTES.md", "benchmarks/results/h200/*.png"]
+ADDED = ["CONTRIBUTING.md", "benchmarks/README.md", "benchmarks/NOTES.md", "benchmarks/results/*/*.png"]
+ADDED += ["benchmarks/results/cpu/mutation.json"]
 
 
 def on_files(files, config):
