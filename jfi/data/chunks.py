@@ -9,7 +9,7 @@ import numpy as np
 from jfi.data.coded import blocks
 from jfi.data.columns import ranges
 from jfi.data.events import Events, index_type
-from jfi.data.order import Part, Shuffled
+from jfi.data.order import BatchPart, Shuffled
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Chunks:
     def timelines(self, chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """`start, length` of the events that the rows of chunks see, ranges as those of `Events.histories`."""
         ends = (self.rows[self.order[self.first[chunks + i] - i]] for i in (0, 1))
-        return timelines(self.events, *ends, self.max_history)
+        return timeline_ranges(self.events, *ends, self.max_history)
 
     def with_at_most(self, max_rows: int) -> "Chunks":
         """The same, chunks of more than `max_rows` rows cut into parts of `max_rows` and a rest."""
@@ -49,14 +49,16 @@ class Chunks:
         return replace(self, first=np.append(first, self.first[-1]))
 
 
-def timelines(events: Events, first: np.ndarray, last: np.ndarray, max_history: int) -> tuple[np.ndarray, np.ndarray]:
+def timeline_ranges(
+    events: Events, first: np.ndarray, last: np.ndarray, max_history: int
+) -> tuple[np.ndarray, np.ndarray]:
     """`start, length [U]` of the events that the rows from `first` to `last` see, `[U]` each and of one user."""
     start, _ = events.histories(first.astype(np.int64, copy=False), max_history)
     end, length = events.histories(last.astype(np.int64, copy=False), max_history)
     return start, end + length - start
 
 
-def cut(events: Events, rows: np.ndarray, max_history: int, max_timeline: int) -> Chunks:
+def cut_chunks(events: Events, rows: np.ndarray, max_history: int, max_timeline: int) -> Chunks:
     """Chunks whose rows see at most `max_timeline` events together.
 
     A user's events are cut into windows of equal length, and the rows whose history ends in one window are a chunk: its
@@ -71,7 +73,7 @@ def cut(events: Events, rows: np.ndarray, max_history: int, max_timeline: int) -
     Example:
         >>> user, time = np.array([0, 0, 0, 0, 1]), np.array([1.0, 2.0, 2.0, 3.0, 1.0])
         >>> events = Events(user, np.zeros(5, int), time, np.ones(5), np.zeros(5, np.int8))
-        >>> chunks = cut(events, np.array([4, 3, 1, 2]), max_history=2, max_timeline=2)
+        >>> chunks = cut_chunks(events, np.array([4, 3, 1, 2]), max_history=2, max_timeline=2)
         >>> chunks.order.tolist(), chunks.first
         ([2, 3, 1, 0], array([0, 2, 3, 4]))
         >>> chunks.timelines(np.arange(3))
@@ -120,7 +122,7 @@ class ChunkOrder:
         first = self._bounds[min(batch, self.num_batches)]
         return int(self._ends[first - 1]) if first else 0
 
-    def part(self, batch: int, rank: int, world_size: int) -> Part:
+    def part(self, batch: int, rank: int, world_size: int) -> BatchPart:
         """The chunks of a batch that are this rank's, so that all ranks have about as many events and samples."""
         chunks = self._order[self._bounds[batch] : self._bounds[batch + 1]]
         total = self.samples_before(batch + 1) - self.samples_before(batch)
@@ -130,7 +132,7 @@ class ChunkOrder:
         sizes = self._chunks.first[chunks + 1] - first
         places = self._chunks.order[ranges(first, sizes)].astype(np.int64, copy=False)
         samples = ranges(places * self._per_row, np.full(len(places), self._per_row))
-        return Part(samples, total, np.append(0, np.cumsum(sizes * self._per_row)))
+        return BatchPart(samples, total, np.append(0, np.cumsum(sizes * self._per_row)))
 
     def imbalance(self, world_size: int, num_batches: int = 100) -> float:
         """The work of a batch's busiest rank over that of the mean rank, a mean over the first batches."""

@@ -162,7 +162,7 @@ class DataConfig:
     prepared: str | None = None
 
     @property
-    def timeline(self) -> int:
+    def longest_timeline(self) -> int:
         """The most events of a timeline in a batch by user."""
         return 4 * self.max_history if self.max_timeline is None else self.max_timeline
 

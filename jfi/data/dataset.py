@@ -12,12 +12,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jfi.data.batch import Batch
 from jfi.data.candidates import Candidates, Kind
-from jfi.data.chunks import ChunkOrder, Chunks, cut, timelines
+from jfi.data.chunks import ChunkOrder, Chunks, cut_chunks, timeline_ranges
 from jfi.data.columns import Categorical, ranges
 from jfi.data.config import Batching
 from jfi.data.events import Events
 from jfi.data.negatives import NegativeSampler
-from jfi.data.order import Part, SampleOrder, Shuffled
+from jfi.data.order import BatchPart, SampleOrder, Shuffled
 from jfi.data.schema import DataSchema
 from jfi.data.summary import Summary
 from jfi.data.unknown import UnknownIds
@@ -82,6 +82,8 @@ class InteractionDataset:
         self._unknown_share = unknown_share
         self.batching, self._max_timeline = batching, max_timeline or schema.max_history
         self._chunks: dict[str, Chunks] = {}
+        #: The order that was asked for last, which a loop reads beside its batches, and its arguments.
+        self._order: tuple[tuple, SampleOrder | ChunkOrder] | None = None
 
     def arrays(self) -> Arrays:
         """The arrays that the batches are made of; not copies."""
@@ -105,12 +107,20 @@ class InteractionDataset:
         """Which samples are in which batch of an epoch; the arguments are those of `batches`."""
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
+        asked = split, batch_size, shuffle, seed, epoch, batching or self.batching
+        if self._order is None or self._order[0] != asked:
+            self._order = asked, self._new_order(*asked)
+        return self._order[1]
+
+    def _new_order(
+        self, split: str, batch_size: int, shuffle: bool, seed: int, epoch: int, batching: Batching
+    ) -> SampleOrder | ChunkOrder:
         rows = self._rows(split)
-        if (batching or self.batching) == "sample":
+        if batching == "sample":
             count = self.num_samples(split)
             return SampleOrder(count, batch_size, Shuffled(count, seed, epoch) if shuffle else None)
         if split not in self._chunks:
-            self._chunks[split] = cut(self._events, rows, self.schema.max_history, self._max_timeline)
+            self._chunks[split] = cut_chunks(self._events, rows, self.schema.max_history, self._max_timeline)
         # All chunks are ordered at once, for which a permutation in memory is the smallest and the fastest.
         shuffled = partial(Shuffled, seed=seed, epoch=epoch, large=sys.maxsize) if shuffle else None
         return ChunkOrder(self._chunks[split], self._samples_per_row, batch_size, shuffled)
@@ -200,7 +210,7 @@ class InteractionDataset:
         offsets = None
         if self.batching == "user":
             offsets = np.append(np.flatnonzero(np.diff(rows, prepend=-1)), len(rows))
-        part = Part(np.arange(len(rows)), len(rows), offsets)
+        part = BatchPart(np.arange(len(rows)), len(rows), offsets)
         return self._assemble(part, rows, item, np.zeros(len(rows), np.float32))
 
     @property
@@ -225,7 +235,7 @@ class InteractionDataset:
 
     def _assemble(
         self,
-        part: Part,
+        part: BatchPart,
         events: np.ndarray,
         item: np.ndarray,
         label: np.ndarray,
@@ -240,7 +250,7 @@ class InteractionDataset:
             owners, (start, history_lengths) = events, table.histories(events, max_history)
         else:
             owners = events[offsets[:-1]]
-            start, history_lengths = timelines(table, owners, events[offsets[1:] - 1], max_history)
+            start, history_lengths = timeline_ranges(table, owners, events[offsets[1:] - 1], max_history)
         history = ranges(start, history_lengths)
         if table.rows is not None:
             history = table.rows[history].astype(np.int64, copy=False)

@@ -99,7 +99,7 @@ def build_dataset(columns: Columns, rows: Rows, schema: DataSchema, config: Data
         else NegativeSampler(events, order_by_item(events), items, config.negatives),
         unknown_share=config.unknown_share,
         batching=config.batching,
-        max_timeline=config.timeline,
+        max_timeline=config.longest_timeline,
     )
     dataset.summary = summarize(dataset, config, columns)
     return dataset
@@ -117,7 +117,7 @@ def build_scoring(
         samples={"rows": chosen},
         negatives=None,
         batching=config.batching,
-        max_timeline=config.timeline,
+        max_timeline=config.longest_timeline,
     )
 
 

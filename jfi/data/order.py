@@ -55,7 +55,7 @@ class Shuffled:
 
 
 @dataclass(frozen=True)
-class Part:
+class BatchPart:
     """A rank's part of a batch.
 
     Args:
@@ -90,9 +90,9 @@ class SampleOrder:
         """Number of samples of the batches before this one."""
         return min(batch * self._batch_size, self._count)
 
-    def part(self, batch: int, rank: int, world_size: int) -> Part:
+    def part(self, batch: int, rank: int, world_size: int) -> BatchPart:
         """A contiguous part of the batch; the sizes of the ranks' parts differ by at most one."""
         first, last = self.samples_before(batch), self.samples_before(batch + 1)
         shared = np.arange(first, last) if self._shuffled is None else self._shuffled[first:last]
         mine = shared[len(shared) * rank // world_size : len(shared) * (rank + 1) // world_size]
-        return Part(mine, len(shared))
+        return BatchPart(mine, len(shared))

@@ -70,7 +70,7 @@ def open_prepared(config: DataConfig, verify: bool = True) -> InteractionDataset
         by_item = as_numpy(read_arrow(folder / "by_item.arrow")["event"])
         negatives = NegativeSampler(events, by_item, known_items(schema, columns, events), config.negatives)
     dense = read_dense(tables, config)
-    choices = (config.unknown_share, config.batching, config.timeline)
+    choices = (config.unknown_share, config.batching, config.longest_timeline)
     dataset = InteractionDataset(events, schema, columns, dense, samples, negatives, *choices)
     dataset.folder, dataset.summary = folder, _summary(folder, config)
     return dataset

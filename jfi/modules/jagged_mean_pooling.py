@@ -81,7 +81,9 @@ def _read(
 ) -> list[inputs.GroupInputs]:
     """The tensors of every group, with the targets only if they are ragged."""
     is_ragged = isinstance(targets, dict) and isinstance(targets.get(groups[0].target_keys[0][0]), JaggedTensor)
-    return inputs.read_inputs(sequences, groups, targets if is_ragged else None, *times)
+    if any([one is not None for one in times]):  # refused unless the targets are ragged
+        return inputs.read_inputs(sequences, groups, targets or {}, *times)
+    return inputs.read_inputs(sequences, groups, targets if is_ragged else None)
 
 
 @torch.fx.wrap
@@ -90,8 +92,11 @@ def _means(groups: list[inputs.GroupInputs]) -> Tensor:
     means = []
     for group in groups:
         # A query of zeros scores every event alike, and the attention is the mean.
-        if group.candidates is not None:
-            key, candidates = group.history.unsqueeze(1), group.candidates
+        key, candidates = group.history.unsqueeze(1), group.candidates
+        if candidates is None:
+            query = key.new_zeros(group.offsets.size(0) - 1, 1, 1, key.size(2))
+            mean = target_attention(query, key, offsets=group.offsets)
+        else:
             mean = jagged_attention(
                 key.new_zeros(group.target.size(1), 1, key.size(2)),
                 key,
@@ -101,8 +106,5 @@ def _means(groups: list[inputs.GroupInputs]) -> Tensor:
                 key_time=candidates.event_times,
                 max_visible=candidates.max_events,
             )
-            means.append(mean.flatten(1))
-            continue
-        query = group.history.new_zeros(group.offsets.size(0) - 1, 1, 1, group.history.size(1))
-        means.append(target_attention(query, group.history.unsqueeze(1), offsets=group.offsets).flatten(1))
+        means.append(mean.flatten(1))
     return torch.cat(means, dim=1)

@@ -17,7 +17,7 @@ of b_o. Hence neither exists. Keys and values can be projected on either side:
 The numbers are the same to rounding, and the parameters are the same. On the targets' side the S rows of the history
 are never projected, and every head reads the same raw rows: scores and sums take 2 T H D_x multiply-adds an event. On
 the history's side they take 2 T D, but the projections 2 D D_x: with D_x = D that is less only if T H > D + T, and it
-writes two more tensors of the history's size. Hence the targets' side, unless T H > D.  Where many ragged targets share
+writes two more tensors of the history's size. Hence the targets' side, unless T H > D. Where many ragged targets share
 an event, it is projected once for all of them: `jfi.modules.ragged_attention.pays_to_project`.
 """
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from jfi.data import DataConfig, InteractionDataset, load_dataset
-from jfi.data.chunks import cut
+from jfi.data.chunks import cut_chunks
 from jfi.training.build import build_model, draw_tables, table_configs
 from jfi.training.config import EncoderConfig, ModelConfig
 
@@ -214,7 +214,7 @@ def test_chunks_hold_what_their_rows_see(config, max_timeline):
     dataset = load_dataset(config)
     arrays = dataset.arrays()
     events, rows = arrays.events, arrays.samples["train"]
-    chunks = cut(events, rows, 10, max_timeline).with_at_most(7)
+    chunks = cut_chunks(events, rows, 10, max_timeline).with_at_most(7)
     start, length = chunks.timelines(np.arange(len(chunks)))
     assert length.max() <= max_timeline
     assert sorted(chunks.order.tolist()) == list(range(len(rows)))
@@ -225,3 +225,11 @@ def test_chunks_hold_what_their_rows_see(config, max_timeline):
         begin, count = events.histories(own, 10)
         assert begin.min() == start[number]
         assert (begin + count).max() == start[number] + length[number]
+
+
+def test_an_order_is_made_once_for_a_loop_and_its_batches(config):
+    dataset = load_dataset(config)
+    options = {"shuffle": True, "epoch": 2, "batching": "user"}
+    order = dataset.order("train", 16, **options)
+    assert dataset.order("train", 16, **options) is order
+    assert dataset.order("train", 17, **options) is not order

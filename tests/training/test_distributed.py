@@ -378,10 +378,8 @@ def test_a_run_is_not_resumed_under_torchrun(alone, one_launched):
     torch.distributed.destroy_process_group()
 
 
-def test_both_collections_are_pipelined_and_the_losses_stay(folder, alone, one_launched, monkeypatch):
-    """The train pipeline of GPUs, which runs on a CPU too, without its streams."""
-    monkeypatch.setattr(Batch, "pin_memory", lambda batch: batch)
-    config = tiny(folder, "pipelined")
+def train_pipelined(config: Config) -> set[str]:
+    """The names of the modules that the train pipeline has found."""
     with join_world("cpu") as world:
         dataset, run = load_dataset(config.data), RunFolder.create(config)
         save_data(run, dataset, config)
@@ -390,8 +388,13 @@ def test_both_collections_are_pipelined_and_the_losses_stay(folder, alone, one_l
         with without_pictures():
             trainer.fit(run)
         names = {id(module): name for name, module in trainer.model.module.named_modules()}
-        pipelined = {names[id(module)] for module in trainer.pipeline._pipelined_modules}
-    assert pipelined == {"embedding_bag_collection", "embedding_collection"}
+        return {names[id(module)] for module in trainer.pipeline._pipelined_modules}
+
+
+def test_both_collections_are_pipelined_and_the_losses_stay(folder, alone, one_launched, monkeypatch):
+    """The train pipeline of GPUs, which runs on a CPU too, without its streams."""
+    monkeypatch.setattr(Batch, "pin_memory", lambda batch: batch)
+    assert train_pipelined(tiny(folder, "pipelined")) == {"embedding_bag_collection", "embedding_collection"}
     assert_same_metrics(folder / "pipelined", alone["adagrad"])
 
 
@@ -434,14 +437,8 @@ def test_a_launched_run_does_not_take_up_another(alone, one_launched):
 
 def test_timelines_are_pipelined_and_the_losses_stay(folder, launched, one_launched, monkeypatch):
     monkeypatch.setattr(Batch, "pin_memory", lambda batch: batch)
-    config = by_user(folder, "by_user-pipelined", epochs=1)
-    with join_world("cpu") as world:
-        dataset, run = load_dataset(config.data), RunFolder.create(config)
-        save_data(run, dataset, config)
-        trainer = Trainer(config, dataset, world)
-        trainer.pipeline = trainer._make_pipeline()
-        with without_pictures():
-            trainer.fit(run)
+    pipelined = train_pipelined(by_user(folder, "by_user-pipelined", epochs=1))
+    assert pipelined == {"embedding_bag_collection", "embedding_collection"}
     ours, theirs = (
         [r for r in read_metrics(folder / name / "metrics.jsonl") if r["split"] == "train"]
         for name in ("by_user-pipelined", "by_user")

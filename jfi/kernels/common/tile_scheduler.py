@@ -4,10 +4,9 @@ The host knows the total number of rows and of samples, but no length.  So a ker
 has, and which rows of the other side its sample has.  There are at least as many entries as tiles; those left over come
 last and are empty.  Programs take tiles in order, so they start with the long ones and end with the short ones, which
 fill the gaps: longest processing time first (Graham, 'Bounds on Multiprocessing Timing Anomalies', 1969), here up to
-the width of a bucket of similar work.  Where the tiles of a sample taper, as in
-causal attention, tile i of n is taken to see (n - i) / n of the other side's rows.  A persistent kernel's programs take
-a further tile whenever they are free, with an atomic counter; the schedule holds two counters, so that two kernels can
-use it.
+the width of a bucket of similar work.  Where the tiles of a sample taper, as in causal attention, tile i of n is taken
+to see (n - i) / n of the other side's rows.  A persistent kernel's programs take a further tile whenever they are free,
+with an atomic counter; the schedule holds two counters, so that two kernels can use it.
 """
 
 import operator
