@@ -10,6 +10,8 @@ import logging
 __version__ = "0.1.0"
 
 _LAZY = {
+    "FusedEmbeddingBagCollection": "jfi.modules",
+    "FusedEmbeddingCollection": "jfi.modules",
     "JaggedEncoder": "jfi.modules",
     "JaggedFeatureInteraction": "jfi.modules",
     "KeyBias": "jfi.modules",
@@ -17,6 +19,7 @@ _LAZY = {
     "RelativePositionBias": "jfi.modules",
     "RelativeTimeBias": "jfi.modules",
     "SequenceFeatureConfig": "jfi.modules",
+    "TableRows": "jfi.modules",
     "TimeBias": "jfi.modules",
     "WeightBias": "jfi.modules",
     "SequenceDLRM": "jfi.models",

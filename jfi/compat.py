@@ -4,6 +4,8 @@ Torch:
     torch._C._are_functorch_transforms_active      no public way to see vmap or grad at work
     torch._C._functorch.peek_interpreter_stack, .TransformType    which of them is innermost
     torch.autograd.forward_ad._current_level       no public way to see forward mode at work (jfi/ops/_dispatch.py)
+    torch._C._current_graph_task_id                which backward pass is running (jfi/modules/fused_tables.py)
+    torch.autograd.Variable._execution_engine.queue_callback    a call at the end of that pass
     torch._softmax_backward_data                   the gradient of a softmax from its output alone
     aten._scaled_dot_product_flash_attention_for_cpu, .._backward    no public way to the log-sum-exp
     torch.fx._symbolic_trace.PHWithMeta            placeholders of TorchRec's train pipelines (jfi/data/batch.py)
@@ -34,12 +36,18 @@ functorch_transforms_active: Callable[[], bool] = torch._C._are_functorch_transf
 profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled
 #: How many dual_level() of forward-mode differentiation are entered, less one; a partial has no Python frame.
 forward_mode_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")
+#: A number of the backward pass that is running, another one for each.
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+#: Registers a call without arguments for the end of the backward pass that is running.
+call_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 softmax_backward: Callable[..., torch.Tensor] = torch._softmax_backward_data
 flash_attention_for_cpu: Callable = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_attention_for_cpu_backward: Callable = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 __all__ = [
     "alignment_free",
+    "call_after_backward",
+    "current_backward",
     "flash_attention_for_cpu",
     "flash_attention_for_cpu_backward",
     "forward_mode_level",

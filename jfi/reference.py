@@ -192,6 +192,20 @@ def target_attention(
     return segment_sum(weights[..., None] * values[:, None], offsets).to(query.dtype)
 
 
+def gather_rows(tables: tuple[Tensor, ...], indices: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    """[N, D] and [S] a table -> [S, D], the sum; an index of -1 gives zeros."""
+    rows = []
+    for table, index in zip(tables, indices, strict=True):
+        if table.shape[0] == 0:  # all is padding
+            rows.append(table.new_zeros(index.shape[0], table.shape[1]))
+            continue
+        row = torch.nn.functional.embedding(index.clamp(min=0), table)
+        rows.append(row.masked_fill((index < 0).unsqueeze(1), 0))
+    if len(rows) == 1:
+        return rows[0].to(dtype)
+    return sum(_widen(row) for row in rows).to(dtype)
+
+
 def ages(query_time: Tensor, key_time: Tensor) -> Tensor:
     """Ages of keys, 0 for those not older than the query: int64, which ends at 2^63 - 1, or float64."""
     if query_time.is_floating_point():

@@ -39,6 +39,23 @@ def test_torch_tells_which_transform_and_whether_forward_mode():
     assert seen == [(False, False), (True, False), (False, False), (False, True)]
 
 
+def test_torch_calls_back_at_the_end_of_a_backward_pass():
+    seen = []
+
+    def note(grad):
+        seen.append(compat.current_backward())
+        compat.call_after_backward(lambda: seen.append("end"))
+
+    x = torch.ones(2, requires_grad=True)
+    y, z = x * 2, x * 3
+    for one in (y, z):
+        one.register_hook(note)
+    (y + z).sum().backward(retain_graph=True)
+    y.sum().backward()
+    first, again, *ends, second, last = seen
+    assert first == again >= 0 and ends == ["end", "end"] and second != first and last == "end"
+
+
 def test_atens_private_operators_have_the_arguments_that_are_passed():
     flash = "_scaled_dot_product_flash_attention_for_cpu"
     schemas = {

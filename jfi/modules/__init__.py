@@ -1,6 +1,7 @@
 """Layers over TorchRec's jagged tensors."""
 
 from jfi import lockstep  # noqa: F401  # before TorchRec: a wrong pair of torch and fbgemm is said in one line
+from jfi.modules.fused_embedding_collections import FusedEmbeddingBagCollection, FusedEmbeddingCollection
 from jfi.modules.jagged_encoder import JaggedEncoder
 from jfi.modules.jagged_feature_interaction import JaggedFeatureInteraction
 from jfi.modules.jagged_mean_pooling import JaggedMeanPooling
@@ -13,8 +14,11 @@ from jfi.modules.sequence_configs import (
     TimeBias,
     WeightBias,
 )
+from jfi.modules.table_rows import TableRows
 
 __all__ = [
+    "FusedEmbeddingBagCollection",
+    "FusedEmbeddingCollection",
     "JaggedEncoder",
     "JaggedFeatureInteraction",
     "JaggedMeanPooling",
@@ -23,6 +27,7 @@ __all__ = [
     "RelativePositionBias",
     "RelativeTimeBias",
     "SequenceFeatureConfig",
+    "TableRows",
     "TimeBias",
     "WeightBias",
 ]

@@ -5,6 +5,7 @@ from jfi.ops.absorb_weights import absorb_weights
 from jfi.ops.absorbed_target_attention import absorbed_target_attention
 from jfi.ops.array_jagged_bmm_jagged_out import array_jagged_bmm_jagged_out
 from jfi.ops.explain import explain
+from jfi.ops.gather_rows import gather_rows
 from jfi.ops.jagged2_softmax import jagged2_softmax
 from jfi.ops.jagged_attention import jagged_attention
 from jfi.ops.jagged_dense_bmm import jagged_dense_bmm
@@ -18,6 +19,7 @@ __all__ = [
     "absorbed_target_attention",
     "array_jagged_bmm_jagged_out",
     "explain",
+    "gather_rows",
     "jagged2_softmax",
     "jagged_attention",
     "jagged_dense_bmm",

@@ -41,7 +41,7 @@ def validation() -> Iterator[None]:
         _validates_on_gpu.reset(token)
 
 
-def _may_read(offsets: Tensor, traced: bool | None = None) -> bool:
+def may_read(offsets: Tensor, traced: bool | None = None) -> bool:
     """Whether the contents of offsets exist and reading them stalls no device or is asked for.
 
     ``traced`` is what is_traced() has returned, if the caller knows.
@@ -137,7 +137,7 @@ def check_events(
     check_floating(key_bias=table)
     check_dim("key_bias", table, "[N, H]")
     check_size("key_bias", table.shape[1], num_heads, "H")
-    if _may_read(buckets, traced) and buckets.numel():
+    if may_read(buckets, traced) and buckets.numel():
         low, high = int(buckets.min()), int(buckets.max())
         if low < 0 or high >= table.shape[0]:
             raise ValueError(
@@ -183,7 +183,7 @@ def check_offsets(
         raise ValueError(f"{name} must be on {like.device} like the values, got {offsets.device}")
     if batch_size is not None and offsets.shape[0] != batch_size + 1:
         raise ValueError(f"{name} must have B+1 = {batch_size + 1} entries, got {offsets.shape[0]}")
-    if not _may_read(offsets, traced):
+    if not may_read(offsets, traced):
         return
     first, last = int(offsets[0]), int(offsets[-1])
     if first != 0:
@@ -221,7 +221,7 @@ def check_times(
         check_size(name, time.shape[0], count, what)
         if time.device != key.device:
             raise ValueError(f"{name} must be on the device of key, {key.device}, got {time.device}")
-        if _may_read(time) and time.numel():
+        if may_read(time) and time.numel():
             check_ascending(name, time, offsets, "entry")
     if query_time.dtype != key_time.dtype:
         raise TypeError(f"key_time must have the dtype of query_time, {query_time.dtype}, got {key_time.dtype}")
@@ -242,7 +242,7 @@ def check_impl(impl: str, like: Tensor) -> str:
 
 def check_pairs(name: str, count: int, x_offsets: Tensor, y_offsets: Tensor) -> None:
     """There are Σ L·M pairs, where offsets may be read."""
-    if _may_read(x_offsets):
+    if may_read(x_offsets):
         check_size(name, count, count_pairs(x_offsets, y_offsets), "Σ L·M")
 
 

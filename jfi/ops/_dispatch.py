@@ -105,7 +105,7 @@ def _for_torch_func(name: str, function: Callable, save: Callable | None, differ
     return type(name, (torch.autograd.Function,), {key: staticmethod(method) for key, method in methods.items()})
 
 
-def public(function: Callable) -> Callable:
+def public(function: Callable, tensors: Callable[..., tuple] | None = None) -> Callable:
     """Decorate a public operator: it accepts whatever implements ``__torch_function__``, and refuses forward mode.
 
     A ``torch.fx.Proxy`` implements it, so that the tracers of torch.fx and TorchRec record one call of the public
@@ -116,10 +116,11 @@ def public(function: Callable) -> Callable:
     def call(*args, **kwargs):
         if torch.compiler.is_compiling():  # a compiler traces the function itself
             return function(*args, **kwargs)
-        if has_torch_function_variadic(*args, *kwargs.values()):
-            return handle_torch_function(call, (*args, *kwargs.values()), *args, **kwargs)
+        found = (*args, *kwargs.values()) if tensors is None else tensors(*args, **kwargs)
+        if has_torch_function_variadic(*found):
+            return handle_torch_function(call, found, *args, **kwargs)
         if compat.forward_mode_level() >= 0:
-            _refuse_tangents(function.__name__, *args, *kwargs.values())
+            _refuse_tangents(function.__name__, *found)
         return function(*args, **kwargs)
 
     call.__prepare_scriptable__ = not_scriptable(f"jfi.ops.{function.__name__}")

@@ -1,0 +1,103 @@
+"""The step of rows on a CPU: only rows of the batch are read and written, so the tables' sizes do not matter.
+
+A row's gradients are summed one after another in the order of the batch. `embedding_bag` does it, with the gradients
+as its table and the sorted places as its ids: [n, D] is never copied into the sorted order.
+"""
+
+import math
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from jfi.ops.step_rows import RowOptimizer, SortedRows
+
+
+def step_rows(
+    tables: list[Tensor],
+    states: list[tuple[Tensor, ...]],
+    sorted_rows: "SortedRows",
+    grads: list[Tensor | None],
+    sizes: list[int],
+    optimizer: "RowOptimizer",
+    learning_rate: Tensor,
+    step: Tensor,
+) -> None:
+    """As `jfi.ops.step_rows.step_rows`."""
+    first = [0, *accumulate(table.shape[0] for table in tables)]
+    bounds = torch.tensor(first, dtype=sorted_rows.rows.dtype, device=sorted_rows.rows.device)
+    used = int(torch.searchsorted(sorted_rows.rows, bounds[-1]))  # padding lies behind
+    if not used:
+        return
+    rows, counts = torch.unique_consecutive(sorted_rows.rows[:used], return_counts=True)
+    sums = _sum_rows(sorted_rows.order[:used], counts, grads, sizes, tables[0])
+    places = torch.searchsorted(rows, bounds).tolist()
+    lr, count = float(learning_rate), int(step)
+    for t, (table, state) in enumerate(zip(tables, states, strict=True)):
+        own = slice(places[t], places[t + 1])
+        if own.start < own.stop:
+            _step(table, state, rows[own].long() - first[t], sums[own], optimizer, lr, count)
+
+
+def _sum_rows(order: Tensor, counts: Tensor, grads: list[Tensor | None], sizes: list[int], table: Tensor) -> Tensor:
+    """[U, D]: the sum of each row's gradients, in float32 or float64."""
+    dtype = torch.float64 if table.dtype == torch.float64 else torch.float32
+    width = table.shape[1]
+    parts = [
+        table.new_zeros(size, width, dtype=dtype) if grad is None else grad.to(dtype)
+        for grad, size in zip(grads, sizes, strict=True)
+    ]
+    joined = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
+    starts = (counts.cumsum(0) - counts).to(order.dtype)
+    return F.embedding_bag(order, joined, starts, mode="sum")
+
+
+def _step(
+    table: Tensor, state: tuple[Tensor, ...], rows: Tensor, g: Tensor, optimizer: "RowOptimizer", lr: float, t: int
+) -> None:
+    """Steps rows [U] of one table by the gradient g [U, D], which may be overwritten."""
+    name, decay, average, eps = optimizer.name, optimizer.weight_decay, optimizer.average, optimizer.eps
+    w = table.index_select(0, rows).to(g.dtype)
+    before = w.clone() if average is not None else w
+    if name == "adamw":
+        w.mul_(1 - lr * decay)
+    elif decay:
+        g.add_(w, alpha=decay)
+    if name == "sgd":
+        w.add_(g, alpha=-lr)
+    elif name in ("adagrad", "rowwise_adagrad"):
+        total = state[0].index_select(0, rows)
+        total = total.addcmul_(g, g) if name == "adagrad" else total.add_(g.square().mean(1))
+        state[0].index_copy_(0, rows, total)
+        root = total.sqrt_().add_(eps)
+        w.addcdiv_(g, root if name == "adagrad" else root.unsqueeze(1), value=-lr)
+    else:
+        mean, square = (one.index_select(0, rows) for one in state[:2])
+        mean.lerp_(g, 1 - optimizer.beta1)
+        square.mul_(optimizer.beta2).addcmul_(g, g, value=1 - optimizer.beta2)
+        state[0].index_copy_(0, rows, mean)
+        state[1].index_copy_(0, rows, square)
+        root = square.sqrt_().div_(math.sqrt(1 - optimizer.beta2**t)).add_(eps)
+        w.addcdiv_(mean, root, value=-lr / (1 - optimizer.beta1**t))
+    stored = w.to(table.dtype)
+    table.index_copy_(0, rows, stored)
+    if average is not None:
+        _average(*state[-2:], rows, before, stored.to(g.dtype), average, t)
+
+
+def _average(
+    average: Tensor, averaged_at: Tensor, rows: Tensor, before: Tensor, after: Tensor, decay: float, t: int
+) -> None:
+    """Moves the averages of rows [U] over the steps since they were last stepped, and over this one."""
+    if t == 1:
+        moved = after.to(average.dtype)
+    else:
+        kept = decay ** (t - 1 - averaged_at.index_select(0, rows)).to(before.dtype)
+        # lerp with a weight of exactly 1 gives the average itself.
+        moved = torch.lerp(before, average.index_select(0, rows).to(before.dtype), kept.unsqueeze(1))
+        moved = moved.lerp_(after, 1 - decay).to(average.dtype)
+    average.index_copy_(0, rows, moved)
+    averaged_at.index_fill_(0, rows, t)

@@ -1,0 +1,321 @@
+"""TorchRec's embedding collections with an optimizer of their own, which steps only the rows that a batch has read."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType, EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    get_embedding_names_by_table,
+    process_pooled_embeddings,
+    reorder_inverse_indices,
+)
+from torchrec.optim.fused import FusedOptimizerModule
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from jfi.modules import inputs
+from jfi.modules.fused_tables import FusedTables, FusedTablesOptimizer
+from jfi.modules.table_rows import TableRows
+from jfi.modules.validation import require_keys
+from jfi.ops import jagged_jagged_bmm
+from jfi.ops.gather_rows import check_indices
+
+_DATA_TYPES = (DataType.FP32, DataType.FP16, DataType.BF16)
+
+
+class _FusedCollection(FusedOptimizerModule, nn.Module):
+    """What both collections share; a subclass has its TorchRec class as the next base."""
+
+    #: Of the modules of the tables, as TorchRec names it.
+    _attribute: str
+
+    def _fuse(
+        self,
+        tables: list[BaseEmbeddingConfig],
+        optimizer_type: type[torch.optim.Optimizer],
+        optimizer_kwargs: dict[str, Any],
+        output_dtype: torch.dtype | None,
+        average: float | None,
+    ) -> None:
+        for config in tables:
+            # TorchRec makes a table of float16 of every type but FP32.
+            if config.data_type == DataType.BF16:
+                self._tables[config.name].to(torch.bfloat16)
+        self._output_dtype = torch.float32 if output_dtype is None else output_dtype
+        self._lookups = [
+            (embedding, key, config.name)
+            for config, embeddings in zip(tables, get_embedding_names_by_table(tables), strict=True)
+            for embedding, key in zip(embeddings, config.feature_names, strict=True)
+        ]
+        self._fused = FusedTables(self._tables, optimizer_type, optimizer_kwargs, average)
+
+    @property
+    def _tables(self) -> nn.ModuleDict:
+        return getattr(self, self._attribute)
+
+    @property
+    def device(self) -> torch.device:
+        """The tables' device; TorchRec's classes give the one of the construction."""
+        return next(iter(self._tables.values())).weight.device
+
+    @property
+    def fused_optimizer(self) -> FusedTablesOptimizer:
+        """The optimizer's states and its learning rate, by parameter name; its `step()` does nothing."""
+        return FusedTablesOptimizer(self._fused, self._attribute)
+
+    def freeze_rows(self, table: str, rows: Tensor) -> None:
+        """Keeps rows of a table from being stepped, from the next look-up on.
+
+        Args:
+            table: its name.
+            rows: [N] bool, True for rows that stay as they are; the tensor is kept and may be changed in place.
+        """
+        require_keys("tables", self._fused.weights, [table])
+        weight = self._fused.weights[table]
+        if rows.dtype != torch.bool or rows.shape != weight.shape[:1] or rows.device != weight.device:
+            raise ValueError(
+                f"rows must be bool of shape [{weight.shape[0]}] on {weight.device}, got {rows.dtype} of shape "
+                f"{list(rows.shape)} on {rows.device}"
+            )
+        self._fused.frozen[table] = rows
+
+    def averages(self) -> dict[str, Tensor]:
+        """By table the moving average [N, D] of its weight, brought to the present; later steps change these tensors.
+
+        Raises:
+            ValueError: the collection was made without `average`.
+        """
+        if self._fused.optimizer.average is None:
+            raise ValueError("average must be given at construction for averages, got None")
+        self._fused.flush_averages()
+        return self._fused.averages()
+
+    def reset_parameters(self) -> None:
+        """Draws the tables anew, with the optimizer's states at their beginning."""
+        super().reset_parameters()
+        if "_fused" in self.__dict__:  # TorchRec's constructor calls it too
+            self._fused.reset()
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> "_FusedCollection":
+        super()._apply(fn, recurse)
+        self._fused.follow()
+        return self
+
+    def _look_up(self, features: KeyedJaggedTensor) -> list[tuple[str, JaggedTensor, TableRows]]:
+        """By embedding its name, its ids and its rows."""
+        if not isinstance(features, KeyedJaggedTensor):
+            raise TypeError(f"features must be a KeyedJaggedTensor of ids, got {type(features).__name__}")
+        inputs.allow_no_samples(features)
+        by_key = features.to_dict()
+        require_keys("features", by_key, [key for _, key, _ in self._lookups])
+        weights = self._fused.weights
+        for _, key, table in self._lookups:
+            ids = by_key[key].values()
+            if ids.dtype not in (torch.int32, torch.int64):
+                raise TypeError(f"features['{key}'] must be int32 or int64, got {ids.dtype}")
+            rows, lengths = weights[table].shape[0], by_key[key].lengths()
+            check_indices(f"features['{key}']", ids, rows, f"table '{table}'", lengths)
+        ids = [(table, by_key[key].values()) for _, key, table in self._lookups]
+        rows = self._fused.look_up(ids, self._output_dtype)
+        found = []
+        for (embedding, key, table), one in zip(self._lookups, rows, strict=True):
+            jagged = by_key[key]
+            parts = jagged.lengths_or_none(), jagged.offsets_or_none()
+            found.append((embedding, jagged, TableRows(weights[table].detach(), jagged.values(), one, *parts)))
+        return found
+
+    def extra_repr(self) -> str:
+        optimizer = self._fused.optimizer
+        average = "" if optimizer.average is None else f", average={optimizer.average}"
+        return f"optimizer={optimizer.name}, lr={self._fused.group['lr']}{average}"
+
+
+class FusedEmbeddingCollection(_FusedCollection, EmbeddingCollection):
+    """An EmbeddingCollection whose backward pass steps the rows that the batch has read.
+
+    A step's time and memory do not depend on the tables' sizes, and nothing of the size of a gradient [N, D] is made.
+    It has TorchRec's EmbeddingCollection as base: the same configs, the same names in `state_dict()`, and its
+    optimizer's states have the names of `optimizer_type`, so that checkpoints load in both directions. It runs on a CPU
+    and on a GPU.
+
+    At the end of `loss.backward()` the rows are stepped; `.grad` of the tables stays None, and an optimizer of the
+    other parameters must leave the tables out. As with TorchRec's fused optimizers, weight decay and moments act only
+    on rows of the batch, and two calls of `backward()` make two steps. All look-ups of one backward pass, such as those
+    of several calls of the collection, make one step: a row gets one step with the sum of its gradients, also as target
+    and as history, or under several keys. A forward pass without a backward pass changes nothing, and
+    `torch.no_grad()` spares it the sorting of ids; whether the module is in training or evaluation mode does not
+    matter. A table whose weight does not require a gradient is not stepped.
+
+    The rows of the output are read where they are first needed, see `TableRows`.
+
+    Args:
+        tables: as of EmbeddingCollection; of `data_type` FP32, FP16 or BF16. Sums, states and steps are computed in
+            float32, and the new rows are rounded to the table's dtype.
+        optimizer_type: torch.optim.SGD, Adagrad, Adam or AdamW, or torchrec.optim.RowWiseAdagrad.
+        optimizer_kwargs: `lr`, `eps`, `betas`, `weight_decay`, those that the optimizer has, with its defaults. Adam's
+            bias correction counts the steps of the collection.
+        output_dtype: of the embeddings; None means float32, as of EmbeddingCollection.
+        average: decay of a moving average of the tables, such as 0.999, which `averages()` returns; None for none.
+        device: of the tables; after "meta" call `to_empty()` and `reset_parameters()`.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong value or type; the message names it.
+
+    Example:
+
+        >>> import torch
+        >>> from jfi import FusedEmbeddingCollection
+        >>> from torchrec import EmbeddingConfig, KeyedJaggedTensor
+        >>> items = EmbeddingConfig(
+        ...     name="item", embedding_dim=4, num_embeddings=10, feature_names=["item", "history_item"]
+        ... )
+        >>> tables = FusedEmbeddingCollection([items], torch.optim.Adagrad, {"lr": 0.1})
+        >>> #                  sample 0    1
+        >>> # "item"             [4]      [1]
+        >>> # "history_item"    [1, 3]    []
+        >>> ids = KeyedJaggedTensor(
+        ...     keys=["item", "history_item"],
+        ...     values=torch.tensor([4, 1, 1, 3]),
+        ...     lengths=torch.tensor([1, 1, 2, 0]),
+        ... )
+        >>> before = tables.embeddings["item"].weight.detach().clone()
+        >>> embeddings = tables(ids)
+        >>> embeddings["history_item"].values().shape
+        torch.Size([2, 4])
+        >>> loss = embeddings["item"].values().sum() + embeddings["history_item"].values().sum()
+        >>> loss.backward()
+        >>> (tables.embeddings["item"].weight != before).any(dim=1).nonzero().flatten()
+        tensor([1, 3, 4])
+
+        The learning rate, as a scheduler sets it:
+
+        >>> tables.fused_optimizer.param_groups[0]["lr"] = 0.05
+    """
+
+    _attribute = "embeddings"
+
+    def __init__(
+        self,
+        tables: list[EmbeddingConfig],
+        optimizer_type: type[torch.optim.Optimizer],
+        optimizer_kwargs: dict[str, Any],
+        *,
+        output_dtype: torch.dtype | None = None,
+        average: float | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        _check(tables, output_dtype)
+        EmbeddingCollection.__init__(self, tables=tables, device=device)
+        self._fuse(tables, optimizer_type, optimizer_kwargs, output_dtype, average)
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, TableRows]:
+        """Looks the ids up.
+
+        Args:
+            features: ids, int32 or int64. On a GPU it may have room for more ids than its lengths count, with
+                `length_per_key` the room of each key: ids in the room must be -1, padding.
+
+        Returns:
+            By key the embeddings [S, D] with the key's lengths; a key that two tables have is named `key@table`.
+
+        Raises:
+            ValueError: an id below 0 or beyond its table, an id of -1 that the lengths count included. It is found on
+                the CPU, and on a GPU under `jfi.ops.validation()`, since reading ids there waits for the device.
+        """
+        return {embedding: rows for embedding, _, rows in self._look_up(features)}
+
+
+class FusedEmbeddingBagCollection(_FusedCollection, EmbeddingBagCollection):
+    """An EmbeddingBagCollection whose backward pass steps the rows that the batch has read.
+
+    It is to EmbeddingBagCollection what `FusedEmbeddingCollection` is to EmbeddingCollection; see there.
+
+    Args:
+        tables: as of EmbeddingBagCollection, pooled by sum or mean.
+        optimizer_type, optimizer_kwargs: as of FusedEmbeddingCollection.
+        is_weighted: whether an embedding is multiplied by its id's weight. A weighted mean divides by the number of
+            ids, as in fbgemm.
+        output_dtype: of the pooled embeddings; None means float32.
+        average, device: as of FusedEmbeddingCollection.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong value or type; the message names it.
+
+    Example:
+
+        >>> import torch
+        >>> from jfi import FusedEmbeddingBagCollection
+        >>> from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
+        >>> tags = EmbeddingBagConfig(name="tag", embedding_dim=4, num_embeddings=10, feature_names=["tags"])
+        >>> bags = FusedEmbeddingBagCollection([tags], torch.optim.Adam, {"lr": 0.01})
+        >>> ids = KeyedJaggedTensor(["tags"], torch.tensor([3, 5, 5]), lengths=torch.tensor([2, 0, 1]))
+        >>> pooled = bags(ids)
+        >>> pooled["tags"].shape
+        torch.Size([3, 4])
+        >>> pooled.values().sum().backward()
+    """
+
+    _attribute = "embedding_bags"
+
+    def __init__(
+        self,
+        tables: list[EmbeddingBagConfig],
+        optimizer_type: type[torch.optim.Optimizer],
+        optimizer_kwargs: dict[str, Any],
+        *,
+        is_weighted: bool = False,
+        output_dtype: torch.dtype | None = None,
+        average: float | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        _check(tables, output_dtype)
+        EmbeddingBagCollection.__init__(self, tables=tables, is_weighted=is_weighted, device=device)
+        self._fuse(tables, optimizer_type, optimizer_kwargs, output_dtype, average)
+        self._by_mean = {c.name for c in tables if self.embedding_bags[c.name].mode == "mean"}
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Looks the ids up and pools them.
+
+        Args:
+            features: as of `FusedEmbeddingCollection.forward`, with weights if the collection is weighted.
+
+        Returns:
+            [B, D] by key; a bag without ids gives zeros. A key that two tables have is named `key@table`.
+
+        Raises:
+            ValueError: as `FusedEmbeddingCollection.forward`.
+        """
+        pooled = []
+        for (_, ids, rows), (_, _, table) in zip(self._look_up(features), self._lookups, strict=True):
+            weights = ids.weights() if self._is_weighted else None
+            pooled.append(_pool(rows, weights, table in self._by_mean).to(self._output_dtype))
+        keys = [key for _, key, _ in self._lookups]
+        return KeyedTensor(
+            keys=self._embedding_names,
+            length_per_key=self._lengths_per_embedding,
+            values=process_pooled_embeddings(pooled, reorder_inverse_indices(features.inverse_indices_or_none(), keys)),
+        )
+
+
+def _pool(rows: TableRows, weights: Tensor | None, mean: bool) -> Tensor:
+    """[B, D]: the sums or means of each sample's rows [S, D]."""
+    values, offsets, lengths = rows.values(), rows.offsets(), rows.lengths()
+    one_each = offsets.size(0) == values.size(0) + 1
+    if one_each and values.device.type == "cpu" and bool((lengths == 1).all()):
+        return values if weights is None else values * weights.unsqueeze(1).to(values.dtype)
+    factors = values.new_ones(values.size(0)) if weights is None else weights.to(values.dtype)
+    pooled = jagged_jagged_bmm(values, factors.unsqueeze(1), offsets).squeeze(-1)
+    return pooled / lengths.clamp(min=1).unsqueeze(1) if mean else pooled
+
+
+def _check(tables: list[BaseEmbeddingConfig], output_dtype: torch.dtype | None) -> None:
+    if not tables:
+        raise ValueError("tables must have at least one config, got none")
+    for config in tables:
+        if config.data_type not in _DATA_TYPES:
+            raise ValueError(f"table '{config.name}' must have data_type FP32, FP16 or BF16, got {config.data_type}")
+    if output_dtype is not None and (not isinstance(output_dtype, torch.dtype) or not output_dtype.is_floating_point):
+        raise TypeError(f"output_dtype must be a floating torch.dtype or None, got {output_dtype!r}")

@@ -1,0 +1,187 @@
+"""Rows of embedding tables by id, and the sum over several aligned tables.
+
+    Y[s] = Σ_k table_k[indices_k[s]]        dtable_k[r] = Σ_{s: indices_k[s] = r} dY[s]
+
+An index of -1 is padding: its row is zero and it has no gradient. The gradient to a table is dense, [N, D], summed in a
+fixed order; `jfi.FusedEmbeddingCollection` steps the rows of large tables instead.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from jfi import compat, reference
+from jfi.context import is_traced
+from jfi.ops._checks import FLOATING, check_dim, check_impl, check_size, may_read
+from jfi.ops._dispatch import PLAIN, public
+
+
+def _forward(tables: list[Tensor], indices: list[Tensor], dtype: torch.dtype, impl: str) -> Tensor:
+    if impl == "triton":
+        from jfi.kernels.tables.gather import gather_rows
+    elif tables[0].device.type == "cpu":
+        from jfi.cpu.gather_rows import gather_rows
+    else:
+        from jfi.reference import gather_rows
+
+    return gather_rows(tuple(tables), tuple(indices), dtype)
+
+
+_registered = torch.library.custom_op("jfi::gather_rows", _forward, mutates_args=())
+
+
+@_registered.register_fake
+def _(tables: list[Tensor], indices: list[Tensor], dtype: torch.dtype, impl: str) -> Tensor:
+    return tables[0].new_empty(indices[0].shape[0], tables[0].shape[1], dtype=dtype)
+
+
+def _gradient(grad: Tensor, indices: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    """[N, D], summed in float32 or float64; a row behind the last takes the gradients of padding."""
+    wide = grad if grad.dtype == torch.float64 else grad.float()
+    places = torch.where(indices < 0, rows, indices)
+    return torch.ops.aten.embedding_dense_backward(wide, places, rows + 1, -1, False)[:rows].to(dtype)
+
+
+def _save(ctx, inputs, output) -> None:
+    tables, indices, _, _ = inputs
+    ctx.tables = [(table.shape[0], table.dtype) for table in tables]
+    ctx.save_for_backward(*indices)
+
+
+def _differentiate(ctx, grad):
+    wanted = ctx.needs_input_grad[0]
+    gradients = [
+        _gradient(grad, one, *table) if needed else None
+        for one, table, needed in zip(ctx.saved_tensors, ctx.tables, wanted, strict=True)
+    ]
+    return gradients, [None] * len(gradients), None, None
+
+
+_registered.register_autograd(_differentiate, setup_context=_save)
+
+
+class _Gather(torch.autograd.Function):
+    """The operator for eager calls on plain tensors, at a quarter of the host's time."""
+
+    @staticmethod
+    def forward(ctx, indices: list[Tensor], dtype: torch.dtype, impl: str, *tables: Tensor) -> Tensor:
+        _save(ctx, (tables, indices, dtype, impl), None)
+        return _forward(list(tables), indices, dtype, impl)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = (None, None, None)
+        for one, table, needed in zip(ctx.saved_tensors, ctx.tables, ctx.needs_input_grad[3:], strict=True):
+            gradients += (_gradient(grad, one, *table) if needed else None,)
+        return gradients
+
+
+def check_indices(name: str, indices: Tensor, num_rows: int, rows_of: str, lengths: Tensor | None = None) -> None:
+    """Checks indices of a table's rows where they may be read: on the CPU, and on a GPU under `validation`.
+
+    Args:
+        name: of the indices, for the message.
+        indices: [S].
+        num_rows: N; an index is from 0 to N - 1.
+        rows_of: what has the rows, for the message.
+        lengths: their sum says how many of the indices must be rows; those behind are padding and must be -1. None
+            allows -1 anywhere.
+
+    Raises:
+        ValueError: an index is out of range.
+    """
+    if not indices.numel() or not may_read(indices):
+        return
+    least, count = -1, indices.shape[0]
+    if lengths is not None:
+        least, count = 0, min(count, int(lengths.sum()))
+        padding, indices = indices[count:], indices[:count]
+        if padding.numel() and bool((padding != -1).any()):
+            got = int(padding[padding != -1][0])
+            raise ValueError(f"{name} must be -1 behind the {count} that its lengths count, got {got}")
+    if not count:
+        return
+    low, high = (int(bound) for bound in torch.aminmax(indices))
+    if low < least or high >= num_rows:
+        got = low if low < least else high
+        raise ValueError(f"{name} must be from 0 to {num_rows - 1}, rows of {rows_of}, got {got}")
+
+
+def _tensors(*args: object, **kwargs: object) -> tuple:
+    given = (*args, *kwargs.values())
+    return tuple([x for one in given for x in (one if isinstance(one, tuple | list) else (one,))])
+
+
+@partial(public, tensors=_tensors)
+def gather_rows(
+    tables: tuple[Tensor, ...], indices: tuple[Tensor, ...], *, dtype: torch.dtype | None = None, impl: str = "auto"
+) -> Tensor:
+    """Read rows of tables by id; of several tables the sum of their aligned rows.
+
+    Args:
+        tables: [N, D] each, floating, all of one width D; N and the dtype may differ. A table that requires a gradient
+            gets a dense one, [N, D].
+        indices: [S] for each table, int32 or int64, from 0 to N - 1; -1 is padding, which gives a row of zeros.
+        dtype: of the result; None means that of the first table. Several tables are summed in float32 (float64 for
+            float64) and rounded once.
+        impl: "triton", "torch" (on a GPU the plain formula), or "auto": Triton for CUDA tensors except float64, PyTorch
+            otherwise.
+
+    Returns:
+        [S, D].
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong value or type, or an index out of range (on a GPU only under
+            `validation`); the message names it.
+
+    Example:
+        >>> import torch, jfi
+        >>> items, ratings = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[10.0, 20.0]])
+        >>> jfi.ops.gather_rows((items, ratings), (torch.tensor([1, 0, -1]), torch.tensor([0, 0, -1])))
+        tensor([[13., 24.],
+                [11., 22.],
+                [ 0.,  0.]])
+    """
+    _check(tables, indices)
+    dtype = tables[0].dtype if dtype is None else dtype
+    if dtype not in FLOATING:
+        raise TypeError(f"dtype must be float32, bfloat16, float16 or float64, got {dtype}")
+    for k, (table, one) in enumerate(zip(tables, indices, strict=True)):
+        check_indices(f"indices[{k}]", one, table.shape[0], f"tables[{k}]")
+    impls = {check_impl(impl, table) for table in tables}
+    impl = "torch" if "torch" in impls else "triton"
+    tables, indices = list(tables), [one.contiguous() for one in indices]
+    if compat.is_torch_func_grad():
+        return reference.gather_rows(tuple(tables), tuple(indices), dtype)
+    plain = all([type(x) in PLAIN and not x.is_meta for x in tables + indices])
+    if not plain or is_traced() or compat.profiler_enabled():
+        return _registered(tables, indices, dtype, impl)
+    if torch.is_grad_enabled() and any([table.requires_grad for table in tables]):
+        return _Gather.apply(indices, dtype, impl, *tables)
+    return _forward(tables, indices, dtype, impl)
+
+
+def _check(tables: tuple[Tensor, ...], indices: tuple[Tensor, ...]) -> None:
+    for name, given in {"tables": tables, "indices": indices}.items():
+        if not isinstance(given, tuple | list):
+            raise TypeError(f"{name} must be a tuple of tensors, got {type(given).__name__}")
+    if not tables or len(tables) != len(indices):
+        raise ValueError(
+            f"tables and indices must have one tensor for each other, at least one, got {len(tables)} and "
+            f"{len(indices)}"
+        )
+    for k, (table, one) in enumerate(zip(tables, indices, strict=True)):
+        for name, x in {f"tables[{k}]": table, f"indices[{k}]": one}.items():
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
+            if x.device != tables[0].device:
+                raise ValueError(f"{name} must be on the device of tables[0], {tables[0].device}, got {x.device}")
+        if table.dtype not in FLOATING:
+            raise TypeError(f"tables[{k}] must be float32, bfloat16, float16 or float64, got {table.dtype}")
+        if one.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"indices[{k}] must be int32 or int64, got {one.dtype}")
+        check_dim(f"tables[{k}]", table, "[N, D]")
+        check_dim(f"indices[{k}]", one, "[S]")
+        check_size(f"tables[{k}]", table.shape[1], tables[0].shape[1], "D")
+        check_size(f"indices[{k}]", one.shape[0], indices[0].shape[0], "S")

@@ -1,0 +1,132 @@
+"""An optimizer's step of the rows of embedding tables that a batch has read, from the gradients of what it read.
+
+    G[r] = Σ_{s: rows[s] = r} dY[s]          summed in a fixed order, each row once
+    w[r], state[r] = step(w[r], state[r], G[r])
+
+Rows that the batch has not read keep their values and states, so weight decay and moments act only on rows of the
+batch, and the time does not depend on the tables' sizes. The formulas are those of torch.optim and of TorchRec's
+RowWiseAdagrad, with t the number of steps, this one included:
+
+    sgd               w -= lr g
+    adagrad           v += g²                w -= lr g / (√v + eps)
+    rowwise_adagrad   v += mean(g²)          w -= lr g / (√v + eps)            one v a row
+    adam              m += (1 - β₁)(g - m)   v += (1 - β₂)(g² - v)             w -= lr m̂ / (√v̂ + eps)
+    adamw             the same after w *= 1 - lr weight_decay;  the others add weight_decay w to g
+
+with m̂ = m / (1 - β₁ᵗ) and v̂ = v / (1 - β₂ᵗ). A moving average of the weights, a += (1 - d)(w - a) at every step, takes
+the k steps since a row was last stepped at once, since w was the same in all of them: a = w + dᵏ (a - w). The first
+step sets a = w, as torch's AveragedModel does.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from jfi.ops._checks import check_impl
+
+#: Rows that `flush_average` reads at a time.
+_FLUSHED = 65_536
+
+
+class RowOptimizer(NamedTuple):
+    """The optimizer of the rows of tables, without what changes from step to step."""
+
+    name: str  # "sgd", "adagrad", "rowwise_adagrad", "adam" or "adamw"
+    eps: float = 1e-10
+    beta1: float = 0.9
+    beta2: float = 0.999
+    weight_decay: float = 0.0
+    average: float | None = None  # decay of the moving average; None for none
+
+
+class SortedRows(NamedTuple):
+    """The rows that a batch has read, in ascending order; equal rows in the order of the batch."""
+
+    rows: Tensor  # [n] int32 if their number is below 2**31, else int64; padding, the number of rows, comes last
+    order: Tensor  # [n] int32, the place of each in the batch
+
+
+def sort_rows(rows: Tensor, num_rows: int) -> SortedRows:
+    """Sort the rows that a batch has read.
+
+    Args:
+        rows: [n], int32 or int64, from 0 to num_rows; num_rows is padding.
+        num_rows: number of rows of all tables.
+
+    Example:
+        >>> import torch
+        >>> sort_rows(torch.tensor([7, 2, 9, 2]), num_rows=9)
+        SortedRows(rows=tensor([2, 2, 7, 9], dtype=torch.int32), order=tensor([1, 3, 0, 2], dtype=torch.int32))
+    """
+    rows, order = torch.sort(rows.to(torch.int32 if num_rows < 2**31 - 1 else torch.int64), stable=True)
+    return SortedRows(rows, order.to(torch.int32))
+
+
+@torch.no_grad()
+def step_rows(
+    tables: list[Tensor],
+    states: list[tuple[Tensor, ...]],
+    sorted_rows: SortedRows,
+    grads: list[Tensor | None],
+    sizes: list[int],
+    optimizer: RowOptimizer,
+    learning_rate: Tensor,
+    step: Tensor,
+    impl: str = "auto",
+) -> None:
+    """Step the rows that a batch has read, in place. Nothing synchronizes with a GPU.
+
+    Rows are numbered through all tables: row r of table t is first[t] + r, where first are the cumulative sums of N_t.
+
+    Args:
+        tables: [N_t, D] each, of one dtype.
+        states: by table the optimizer's tensors: () for sgd; ([N, D],) for adagrad; ([N],) for rowwise_adagrad;
+            ([N, D], [N, D]), the moments, for adam and adamw. With `optimizer.average` two more: the average [N, D] and
+            the step [N], int32, at which a row's average was last computed.
+        sorted_rows: the rows that were read.
+        grads: [n_k, D] each, floating: the gradients of what was read, part by part; None for zeros.
+        sizes: n_k of each part, n in all.
+        optimizer: what to compute.
+        learning_rate: [], floating, on the tables' device.
+        step: [], int64, on the tables' device: number of steps, this one included.
+        impl: "triton", "torch" (on a GPU with synchronizations), or "auto": Triton for CUDA tensors except float64,
+            PyTorch otherwise.
+
+    Example:
+        >>> import torch
+        >>> table = torch.zeros(4, 2)
+        >>> batch = sort_rows(torch.tensor([3, 1, 3]), num_rows=4)
+        >>> lr, step = torch.tensor(0.5), torch.tensor(1)
+        >>> step_rows([table], [()], batch, [torch.ones(3, 2)], [3], RowOptimizer("sgd"), lr, step)
+        >>> table
+        tensor([[ 0.0000,  0.0000],
+                [-0.5000, -0.5000],
+                [ 0.0000,  0.0000],
+                [-1.0000, -1.0000]])
+    """
+    if check_impl(impl, tables[0]) == "triton":
+        from jfi.kernels.tables.step import step_rows as run
+    else:
+        from jfi.cpu.step_rows import step_rows as run
+
+    run(tables, states, sorted_rows, grads, sizes, optimizer, learning_rate, step)
+
+
+@torch.no_grad()
+def flush_average(table: Tensor, average: Tensor, averaged_at: Tensor, decay: float, step: Tensor) -> None:
+    """Bring the moving average of every row of a table to a step, in place.
+
+    Args:
+        table: [N, D].
+        average: [N, D].
+        averaged_at: [N], int32, the step of each row's average.
+        decay: d.
+        step: [], int64, number of steps so far.
+    """
+    for first in range(0, table.shape[0], _FLUSHED):
+        rows = slice(first, first + _FLUSHED)
+        kept = decay ** (step - averaged_at[rows]).to(average.dtype)
+        # lerp with a weight of exactly 1 gives the average itself.
+        average[rows] = torch.lerp(table[rows].to(average.dtype), average[rows], kept.unsqueeze(1))
+        averaged_at[rows] = step.to(averaged_at.dtype)
