@@ -86,6 +86,12 @@ MOST_BUCKETS = 64
 #: Elements of a tile of the kernel that computes log-sum-exp and Δ for the generic backward.
 STATISTICS_ELEMENTS = 2048
 
+# --- Thresholds: rows by id -------------------------------------------------------------------------------------------
+#: Tables whose rows a kernel sums, one for each aligned field.
+MOST_TABLES = 4
+#: Elements of a tile of rows by id, and the warps that load it.
+GATHERED_ELEMENTS, GATHER_WARPS = 2048, 4
+
 # --- Overrides --------------------------------------------------------------------------------------------------------
 #: Number of SMs instead of the device's own; for `override`.
 NUM_SMS: int | None = None
@@ -146,6 +152,10 @@ class TargetAttentionInputs(NamedTuple):
     bias_index: Tensor | None  # [S]: the row of the table
     value_scale: Tensor | None  # [S]
     second: Tensor | None  # [S, D / 2]: the right half of each row of key
+    tables: list[
+        Tensor
+    ]  # [N, G, D], uint8 [N, D + 8] if quantized: key is the sum of their rows, itself without memory
+    indices: list[Tensor]  # [S] of each table
     scale: float
     max_seqlen: int | None
 
@@ -236,7 +246,7 @@ def ceil_div(number: int, size: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class AttentionProblem:
-    """What is known of a call whatever its lengths: the first ten fields are those of AttentionSpec.
+    """What is known of a call whatever its lengths: the first twelve fields are those of AttentionSpec.
 
     One object per set of values, so that what follows from it is cached by identity.
     """
@@ -250,9 +260,12 @@ class AttentionProblem:
     bias_by_index: bool
     has_value_scale: bool
     num_fields: int
+    num_tables: int
+    is_quantized: bool
     precision: str
     padded_queries: int  # the power of two that covers the query rows of a key head, T · H/G; 0 where T varies
     dtype: torch.dtype
+    table_dtype: torch.dtype | None  # of rows by id
     device: Device
 
     @cached_property
@@ -266,7 +279,8 @@ class AttentionProblem:
     @cached_property
     def width_bytes(self) -> int:
         """Bytes of the wider of a key and a value row, padded to a tile's width."""
-        return self.dtype.itemsize * max(self.block_d, self.block_e)
+        itemsize = self.dtype.itemsize if self.table_dtype is None else max(self.table_dtype.itemsize, 2)
+        return itemsize * max(self.block_d, self.block_e)
 
     @cached_property
     def row_bytes(self) -> int:
@@ -432,6 +446,15 @@ def chunk_rows(rows: int, batch: int, num_sms: int, programs_per_chunk: int, max
     return chunk if chunk < (rows if max_seqlen is None else max_seqlen) else UNSPLIT
 
 
+def step_tiles(width: int) -> KernelPlan:
+    """The optimizer's step of the rows of a batch, of that padded width: block_n sorted places at a time.
+
+    A warp takes whole rows.  At 16 of them, and of fewer registers, the compiler's code is half as fast.
+    """
+    block, programs = (32, 8) if width <= 64 else (8, 16)
+    return _kernel("step_rows", Split.TILES, width, block, 1, 1, None, programs)
+
+
 # --- Target attention -------------------------------------------------------------------------------------------------
 def plan_target_attention(x: TargetAttentionInputs, impl: str, device: Device | None = None) -> AttentionPlan:
     """The plan of `jfi.ops.target_attention`.
@@ -441,7 +464,7 @@ def plan_target_attention(x: TargetAttentionInputs, impl: str, device: Device | 
         impl: "triton" or "torch".
         device: where it would run; None means on x's device.
     """
-    query, key, value, _, bias, bias_index, value_scale, second, scale, max_seqlen = x
+    query, key, value, _, bias, bias_index, value_scale, second, tables, _, scale, max_seqlen = x
     device = device_of(query.device) if device is None else device
     batch, num_queries, num_heads, head_dim = query.shape
     num_keys, num_kv_heads, _ = key.shape
@@ -461,9 +484,12 @@ def plan_target_attention(x: TargetAttentionInputs, impl: str, device: Device | 
         bias_index is not None,
         value_scale is not None,
         1 if second is None else 2,
+        len(tables),
+        bool(tables) and tables[0].dtype == torch.uint8,
         precision_of(key.dtype),
         1 << (query_rows - 1).bit_length(),
         key.dtype,
+        tables[0].dtype if tables else None,
         device,
     )
     if takes_events(query_rows):
@@ -564,6 +590,8 @@ def _few_forward(problem: AttentionProblem) -> KernelPlan:
         return plan(16, 8, 1, 1)
     if problem.row_bytes > 1024:
         return plan(16, 4, 1, 1)
+    if problem.num_tables and problem.block_d <= 128:
+        return plan(64, 1, 3, 8) if problem.block_d <= 64 else plan(64, 2, 3, 4)
     if problem.row_bytes <= 128:
         return plan(64, 1, 3, 8)
     if problem.row_bytes <= 256:
@@ -594,6 +622,8 @@ def _few_backward(
         tiles = (FEW_TILE, block_n, warps, stages)
         return _kernel("target_attention_few_bwd", how, *tiles, None, 0 if whole else programs, options)
 
+    if problem.num_tables and problem.block_d <= 128:
+        return plan(32, 1, 3, 8) if problem.block_d <= 64 else plan(32, 2, 3, 4)
     if whole and problem.width_bytes == 512:
         return plan(16, 2, 3, 0)
     if whole and problem.width_bytes <= 256:
@@ -751,9 +781,12 @@ def _jagged_problem(x: JaggedAttentionInputs, device: Device) -> AttentionProble
         False,
         False,
         1,
+        0,
+        False,
         precision_of(x.key.dtype),
         0,
         x.key.dtype,
+        None,
         device,
     )
 

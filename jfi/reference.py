@@ -192,14 +192,21 @@ def target_attention(
     return segment_sum(weights[..., None] * values[:, None], offsets).to(query.dtype)
 
 
+def _dequantize(rows: Tensor) -> Tensor:
+    """[S, D + 8] bytes as fbgemm packs a row, D numbers and their scale and bias in float32 -> [S, D] float32."""
+    scale, bias = rows[:, -8:].contiguous().view(torch.float32).unsqueeze(2).unbind(1)
+    return rows[:, :-8].float() * scale + bias
+
+
 def gather_rows(tables: tuple[Tensor, ...], indices: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
     """[N, D] and [S] a table -> [S, D], the sum; an index of -1 gives zeros."""
     rows = []
     for table, index in zip(tables, indices, strict=True):
         if table.shape[0] == 0:  # all is padding
-            rows.append(table.new_zeros(index.shape[0], table.shape[1]))
-            continue
-        row = torch.nn.functional.embedding(index.clamp(min=0), table)
+            row = table.new_zeros(index.shape[0], table.shape[1])
+        else:
+            row = table.index_select(0, index.clamp(min=0))
+        row = _dequantize(row) if table.dtype == torch.uint8 else row
         rows.append(row.masked_fill((index < 0).unsqueeze(1), 0))
     if len(rows) == 1:
         return rows[0].to(dtype)

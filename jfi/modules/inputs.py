@@ -12,9 +12,11 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from jfi.context import is_traced
 from jfi.modules.adjacent import join
 from jfi.modules.ragged_targets import Candidates, RaggedTargets, is_by_pair, read_ragged_targets
 from jfi.modules.sequence_configs import (
@@ -25,14 +27,16 @@ from jfi.modules.sequence_configs import (
     TimeBias,
     WeightBias,
 )
+from jfi.modules.table_rows import TableRows, unread, with_weights
 from jfi.modules.validation import check_inputs, require_keys
+from jfi.ops.rows_by_id import RowsById, join_rows, read_rows, rows_by_id, sum_rows
 
 
 class GroupInputs(NamedTuple):
     """The F features of a group as plain tensors."""
 
     target: Tensor | None  # [F, B, target_width]; of ragged targets [F, R, target_width]
-    fields: tuple[Tensor, ...]  # [S, ...]: side by side they are the events, sequence_width in all
+    fields: tuple[Tensor, ...]  # [S, ...]: side by side they are the events, sequence_width in all; or one, by_id.rows
     offsets: Tensor  # [F * B + 1]
     score_bias: Tensor | None  # [S], floating, the same for all heads
     bias_index: Tensor | None  # [S], integer: rows of the learned tables [F * num_buckets, H], one below the other
@@ -40,10 +44,13 @@ class GroupInputs(NamedTuple):
     events: list[int]  # how many of the S are each feature's
     times: Tensor | None = None  # [S]
     candidates: Candidates | None = None  # of ragged targets
+    by_id: RowsById | None = None  # events whose rows the attention reads itself
 
     @property
     def history(self) -> Tensor:
-        """[S, sequence_width], an event a row; a copy if there are several fields."""
+        """[S, sequence_width], an event a row; a copy if there are several fields or the rows are in tables."""
+        if self.by_id is not None:
+            return read_rows(self.by_id)
         return self.fields[0] if len(self.fields) == 1 else torch.cat(self.fields, dim=1)
 
 
@@ -56,6 +63,29 @@ def allow_no_samples(ids: KeyedJaggedTensor) -> None:
     if ids.stride() == 0:
         keys = ids.keys()
         ids._jt_dict = {key: ids[key] for key in keys}
+
+
+def is_read_by_id(collection: nn.Module, ids: KeyedJaggedTensor) -> bool:
+    """Whether `look_up` serves in place of the collection: TorchRec's own, with dense gradients, on a GPU, untraced."""
+    if type(collection) is not EmbeddingCollection or not isinstance(ids, KeyedJaggedTensor) or is_traced():
+        return False
+    tables = collection.embeddings.values()
+    return all([type(one.weight) is nn.Parameter and one.weight.is_cuda and not one.sparse for one in tables])
+
+
+def look_up(collection: EmbeddingCollection, ids: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+    """The collection's output as rows that are not read yet, with the same gradients."""
+    found, by_key = {}, ids.to_dict()
+    names = collection.embedding_names_by_table()
+    for table, embeddings in zip(collection.embedding_configs(), names, strict=True):
+        weight = collection.embeddings[table.name].weight
+        for embedding, key in zip(embeddings, table.feature_names, strict=True):
+            events = by_key[key]
+            parts = events.lengths_or_none(), events.offsets_or_none()
+            # As the collection converts them, whatever the table's dtype.
+            by_id = rows_by_id(weight, events.values(), torch.float32, f"table '{table.name}'", "[N, D]")
+            found[embedding] = TableRows(by_id.tables[0], by_id.indices[0], by_id.rows, *parts)
+    return found
 
 
 @torch.fx.wrap
@@ -73,13 +103,7 @@ def with_event_inputs(
             sequences[key] = ids[key]
         if feature.reads_weights:
             key = feature.sequence_keys[0]
-            events = sequences[key]
-            sequences[key] = JaggedTensor(
-                values=events.values(),
-                lengths=events.lengths_or_none(),
-                offsets=events.offsets_or_none(),
-                weights=ids[key].weights_or_none(),
-            )
+            sequences[key] = with_weights(sequences[key], ids[key].weights_or_none())
     return sequences
 
 
@@ -141,7 +165,7 @@ def read_inputs(
             ragged = read_ragged_targets(targets, groups, sequences, *options)
             targets = ragged.values
     check_inputs(sequences, groups, targets, ragged)
-    device = sequences[groups[0].sequence_keys[0][0]].values().device
+    device = unread(sequences[groups[0].sequence_keys[0][0]]).device
     if device.type != "meta" and torch.is_autocast_enabled(device.type):  # under which cat refuses some dtypes
         with torch.autocast(device.type, enabled=False):
             return _read_groups(sequences, groups, targets, ragged)
@@ -160,10 +184,14 @@ def _read_groups(
         feature, target, fields = group.features[0], None, []
         if targets is not None:
             target = combine(_stacked(targets, group.target_keys), feature)
-        for keys in group.sequence_keys:
-            fields.append(
-                sequences[keys[0]].values() if len(keys) == 1 else join([sequences[k].values() for k in keys])
-            )
+        by_id = _rows_by_id(sequences, group)
+        if by_id is not None:
+            fields = [by_id.rows]
+        else:
+            for keys in group.sequence_keys:
+                fields.append(
+                    sequences[keys[0]].values() if len(keys) == 1 else join([sequences[k].values() for k in keys])
+                )
         if feature.combine == "sum" and len(fields) > 1:
             fields = [combine(fields, feature)]
         firsts = [sequences[key] for key in group.sequence_keys[0]]
@@ -187,10 +215,26 @@ def _read_groups(
         if feature.relative_bias is not None and feature.time_key is not None:
             times = join([sequences[one.time_key].values() for one in group.features])
         value_scale = weights if feature.weighted_values else None
-        events = [count] if len(firsts) == 1 else [one.values().size(0) for one in firsts]
-        own = (score_bias, bias_index, value_scale, events, times, candidates)
+        events = [count] if len(firsts) == 1 else [unread(one).size(0) for one in firsts]
+        own = (score_bias, bias_index, value_scale, events, times, candidates, by_id)
         read.append(GroupInputs(target, tuple(fields), offsets, *own))
     return read
+
+
+def _rows_by_id(sequences: dict[str, JaggedTensor], group: FeatureGroup) -> RowsById | None:
+    """The events of a group whose rows lie in tables: field by field in one for all features, and fields are added."""
+    if len(group.sequence_keys) > 1 and group.features[0].combine != "sum":
+        return None
+    fields = []
+    for keys in group.sequence_keys:
+        events = [sequences[key] for key in keys]
+        tables = {one.table.data_ptr() for one in events if isinstance(one, TableRows)}
+        if len(tables) != 1 or not all([isinstance(one, TableRows) for one in events]):
+            return None
+        first = events[0]
+        rows = first.rows if len(events) == 1 else join_rows([one.rows for one in events])
+        fields.append(RowsById(rows, (first.table,), (join([one.ids for one in events]),)))
+    return sum_rows(fields)
 
 
 def _stacked(targets: dict[str, Tensor], fields: list[tuple[str, ...]]) -> list[Tensor]:

@@ -296,7 +296,11 @@ class JaggedFeatureInteraction(nn.Module):
         sharded = not isinstance(self.embedding_collection, validation.Collections)
         validation.check_ids("sequences", ids, self._id_keys, sharded)
         inputs.allow_no_samples(ids)
-        return inputs.with_event_inputs(self.embedding_collection(ids), ids, self.features)
+        if inputs.is_read_by_id(self.embedding_collection, ids):
+            embeddings = inputs.look_up(self.embedding_collection, ids)
+        else:
+            embeddings = self.embedding_collection(ids)
+        return inputs.with_event_inputs(embeddings, ids, self.features)
 
     def extra_repr(self) -> str:
         return describe(self.features, num_heads=self.num_heads, num_queries=self.num_queries)

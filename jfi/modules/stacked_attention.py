@@ -191,7 +191,7 @@ def _attend(
         table = group_inputs.key_bias(inputs, None, num_heads, inputs.fields[0].dtype)
     return absorbed_target_attention(
         inputs.target,
-        inputs.fields,
+        inputs.fields if inputs.by_id is None else inputs.by_id,
         weights,
         offsets=inputs.offsets,
         num_heads=num_heads,

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from jfi.ops import gather_rows
+from jfi.ops.rows_by_id import RowsById, read_rows
 
 
 class TableRows(JaggedTensor):
@@ -20,6 +20,7 @@ class TableRows(JaggedTensor):
             embeddings.
         lengths: [B]; None if offsets are given.
         offsets: [B + 1].
+        weights: [S], of the events.
 
     Example:
         >>> table, ids = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1, 0, 1])
@@ -37,17 +38,23 @@ class TableRows(JaggedTensor):
         rows: Tensor,
         lengths: Tensor | None = None,
         offsets: Tensor | None = None,
+        weights: Tensor | None = None,
     ) -> None:
         self.table, self.ids, self.rows = table, ids, rows
-        super().__init__(rows, lengths=lengths, offsets=offsets)
+        super().__init__(rows, lengths=lengths, offsets=offsets, weights=weights)
         self._read: Tensor | None = None
+
+    @property
+    def by_id(self) -> RowsById:
+        """The rows as the attention operators take them."""
+        return RowsById(self.rows, (self.table,), (self.ids,))
 
     @property
     def _values(self) -> Tensor:
         # What JaggedTensor's own methods read.
         wants_grad = torch.is_grad_enabled() and self.rows.requires_grad
         if self._read is None or (wants_grad and not self._read.requires_grad):
-            self._read = _Read.apply(self.rows, self.table, self.ids)
+            self._read = read_rows(self.by_id)
         return self._read
 
     @_values.setter
@@ -58,13 +65,14 @@ class TableRows(JaggedTensor):
         return self.table.device
 
 
-class _Read(torch.autograd.Function):
-    """Reads the rows, and hands their gradient to the look-up."""
+def unread(events: JaggedTensor) -> Tensor:
+    """The values of events, for their shape, dtype and device alone: of rows not read yet a tensor without memory."""
+    return events.rows if isinstance(events, TableRows) else events.values()
 
-    @staticmethod
-    def forward(ctx, rows: Tensor, table: Tensor, ids: Tensor) -> Tensor:
-        return gather_rows((table,), (ids,), dtype=rows.dtype)
 
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad, None, None
+def with_weights(events: JaggedTensor, weights: Tensor | None) -> JaggedTensor:
+    """The events with weights of their own."""
+    parts = {"lengths": events.lengths_or_none(), "offsets": events.offsets_or_none(), "weights": weights}
+    if isinstance(events, TableRows):
+        return TableRows(events.table, events.ids, events.rows, **parts)
+    return JaggedTensor(values=events.values(), **parts)

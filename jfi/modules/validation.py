@@ -14,6 +14,7 @@ from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingColle
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jfi.modules.sequence_configs import FeatureGroup, KeyBias, SequenceFeatureConfig, TimeBias, WeightBias
+from jfi.modules.table_rows import unread
 from jfi.times import check_ascending
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def check_inputs(
         dtype = None
         for feature in group.features:
             events = _check_events(sequences, feature, group.embedding_dim, has_times)
-            values = events.values()
+            values = unread(events)
             if dtype is None:
                 dtype = values.dtype
             elif values.dtype != dtype:
@@ -118,7 +119,7 @@ def _check_events(
         events = sequences.get(key)
         if not isinstance(events, JaggedTensor):
             _refuse_type(sequences, key)
-        values = events.values()
+        values = unread(events)
         if values.dim() != 2 or values.size(1) != embedding_dim or not values.is_floating_point():
             raise ValueError(
                 f"sequences['{key}'] must hold embeddings of shape [S, {embedding_dim}] (events, embedding_dim), "
@@ -159,7 +160,7 @@ def _refuse_target(targets: dict[str, Tensor], key: str, count: int, embedding_d
 
 
 def _check_weights(feature: SequenceFeatureConfig, events: JaggedTensor) -> None:
-    key, weights, count = feature.sequence_keys[0], events.weights_or_none(), events.values().size(0)
+    key, weights, count = feature.sequence_keys[0], events.weights_or_none(), unread(events).size(0)
     is_bias = isinstance(feature.bias, WeightBias)
     reason = f"since feature '{feature.name}' has " + ("a WeightBias" if is_bias else "weighted_values=True")
     if weights is None or not weights.is_floating_point() or weights.shape != (count,):
@@ -220,7 +221,7 @@ def check_aligned(
     name: str, tensor: JaggedTensor, first_key: str, first: JaggedTensor, reads_contents: bool, rows: str = "events"
 ) -> None:
     """Checks that the jagged tensor of this name, whose rows are `rows`, has the lengths of another one."""
-    count, first_count = tensor.values().size(0), first.values().size(0)
+    count, first_count = unread(tensor).size(0), unread(first).size(0)
     if torch.compiler.is_compiling():
         # Both counts may come from the data, where a compiler cannot branch on them.
         torch._check(count == first_count)
@@ -234,7 +235,7 @@ def check_aligned(
 
 def check_lengths(name: str, tensor: JaggedTensor, rows: str = "events") -> None:
     """Checks that the offsets of the jagged tensor of this name go from 0 to the number of rows, never down."""
-    offsets, count = tensor.offsets(), tensor.values().size(0)
+    offsets, count = tensor.offsets(), unread(tensor).size(0)
     if offsets.numel() == 0:
         return
     first, last = offsets[0].item(), offsets[-1].item()

@@ -41,6 +41,7 @@ from jfi.ops._checks import (
 from jfi.ops._dispatch import PLAIN, operators, public
 from jfi.ops.absorb_weights import absorb_in_kernel, absorb_weights, affine, weight_gradients
 from jfi.ops.explain import explains
+from jfi.ops.rows_by_id import RowsById, fits_kernel, padded, read_rows, rows_by_id
 from jfi.ops.target_attention import prepare_target_attention, takes_events, target_attention
 from jfi.plan import TargetAttentionInputs, plan_absorbed_target_attention
 
@@ -50,11 +51,12 @@ _WEIGHTS = ("query_weight", "query_bias", "key_weight", "value_weight", "output_
 @public
 def absorbed_target_attention(
     target: Tensor,
-    history: Tensor | tuple[Tensor, ...],
+    history: Tensor | tuple[Tensor, ...] | RowsById,
     weights: tuple[Tensor, ...],
     *,
     offsets: Tensor,
     num_heads: int,
+    indices: Tensor | tuple[Tensor, ...] | None = None,
     key_bias: Tensor | None = None,
     key_bias_index: Tensor | None = None,
     value_scale: Tensor | None = None,
@@ -74,6 +76,9 @@ def absorbed_target_attention(
             ``torch.nn.MultiheadAttention``.
         offsets: [F · B + 1], int32 or int64, from 0 to S.
         num_heads: H, which divides D.
+        indices: [S]: history is then a table [N, D_x], and event s is its row indices[s]; with a tuple of tables the
+            sum of its rows, not their concatenation. As in `target_attention`; the rows are converted to the dtype of
+            the weights.
         key_bias: [S, H], or with key_bias_index a table [N, H]; as in `target_attention`.
         key_bias_index: [S], the row of the table for each event.
         value_scale: [S], a factor of each event's value.
@@ -96,10 +101,19 @@ def absorbed_target_attention(
         >>> jfi.ops.absorbed_target_attention(target, history, weights, offsets=offsets, num_heads=2).shape
         torch.Size([1, 3, 8])
     """
-    fields = history if isinstance(history, tuple) else (history,)
+    if indices is not None:
+        _check_weights(weights)
+        history = rows_by_id(history, indices, weights[0].dtype, "history", "[N, D_x]")
+    by_id = history if isinstance(history, RowsById) else None
+    if by_id is not None:
+        fields = (by_id.rows,)
+    else:
+        fields = history if isinstance(history, tuple) else (history,)
     events = _Events(offsets, key_bias, key_bias_index, value_scale)
     prepared = _prepare(target, fields, weights, events, _Options(num_heads, scale, max_seqlen, impl))
     num_queries, events, options, in_kernel, traced = prepared
+    if by_id is not None and not (in_kernel and fits_kernel(by_id)):
+        fields, by_id = (read_rows(by_id),), None
     first = fields[0]
     device = first.device.type
     autocast = not first.is_meta and torch.is_autocast_enabled(device)
@@ -109,18 +123,25 @@ def absorbed_target_attention(
         if not (len(fields) == 1 or (in_kernel and _are_halves(fields))):
             fields = (torch.cat(fields, dim=1),)
         history, second = (*fields, None)[:2]
-        tensors = [None if x is None else x.contiguous() for x in (history, second, *events)]
-        settings = (*options, dtype)
+        tensors = [None if x is None else x.contiguous() for x in (second, *events)]
+        tables, indices = ((), ()) if by_id is None else by_id[1:]
+        # Rows by id have no memory to be contiguous in.
+        tensors = [history.contiguous() if by_id is None else history, *tensors]
+        settings = (*options, dtype, *padded(tables), *padded(indices))
         if autocast:  # the node chooses every dtype itself
             with torch.autocast(device, enabled=False):
                 return _AbsorbedTargetAttention.apply(target, *tensors, *weights, settings)
         return _AbsorbedTargetAttention.apply(target, *tensors, *weights, settings)
     history = first if len(fields) == 1 else torch.cat(fields, dim=1)
+    if by_id is not None:
+        key = by_id
+    else:
+        key = history.unsqueeze(1)
     w_qk, b_qk, w_vo = absorb_weights(weights[:5], num_heads, dtype)
     query = affine(b_qk, target, w_qk).to(history.dtype).view(-1, num_queries, num_heads, history.shape[1])
     attended = target_attention(
         query,
-        history.unsqueeze(1),
+        key,
         offsets=offsets,
         key_bias=events.key_bias,
         key_bias_index=events.key_bias_index,
@@ -194,8 +215,7 @@ def _prepare(
 
 def _check_shapes(target: Tensor, fields: tuple[Tensor, ...], weights: tuple[Tensor, ...], num_heads: int) -> int:
     """The number of queries, T, of arguments that fit each other."""
-    if len(weights) != len(_WEIGHTS):
-        raise ValueError(f"weights must be the six tensors {', '.join(_WEIGHTS)}, got {len(weights)}")
+    _check_weights(weights)
     if not fields:
         raise ValueError("history must be a tensor or a tuple of at least one, got ()")
     for i, x in enumerate((target, *weights, *fields)):
@@ -236,6 +256,11 @@ def _check_shapes(target: Tensor, fields: tuple[Tensor, ...], weights: tuple[Ten
     return queries // dim
 
 
+def _check_weights(weights: tuple[Tensor, ...]) -> None:
+    if len(weights) != len(_WEIGHTS):
+        raise ValueError(f"weights must be the six tensors {', '.join(_WEIGHTS)}, got {len(weights)}")
+
+
 def _are_plain(tensors: tuple[Tensor | None, ...]) -> bool:
     """Whether none of these tensors is a subclass or meta."""
     return all([x is None or (type(x) in PLAIN and not x.is_meta) for x in tensors])
@@ -268,7 +293,7 @@ class _AbsorbedTargetAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, target, history, second, offsets, bias, index, value_scale, *weights_and_options):
         *weights, output_bias, options = weights_and_options
-        num_heads, scale, max_seqlen, impl, dtype = options
+        num_heads, scale, max_seqlen, impl, dtype, *by_id = options
         w_qk, b_qk, w_vo = absorb_in_kernel(weights, num_heads, dtype, impl)
         query = affine(b_qk, target, w_qk)
         if query.dtype != history.dtype:
@@ -278,7 +303,7 @@ class _AbsorbedTargetAttention(torch.autograd.Function):
         attend = operators.target_attention_fwd
         if not compat.profiler_enabled():  # a profile shows the operator's name; nothing else can be at work here
             attend = attend.eager
-        attended, lse = attend(query, history.unsqueeze(1), None, *events, scale, max_seqlen, impl)
+        attended, lse = attend(query, history.unsqueeze(1), None, *events, *by_id, scale, max_seqlen, impl)
         ctx.options, ctx.bias_dtype = options, output_bias.dtype
         ctx.save_for_backward(target, history, *events, query, attended, lse, w_qk, w_vo, *weights)
         return affine(output_bias, attended.view(target.shape[0], -1, w_vo.shape[1]), w_vo.mT, by_sample=True)
@@ -294,7 +319,7 @@ def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
     target, history, *rest = ctx.saved_tensors
     events, (query, attended, lse, w_qk, w_vo), weights = rest[:5], rest[5:10], rest[10:]
     _, bias, _, _, second = events
-    num_heads, scale, max_seqlen, impl, _ = ctx.options
+    num_heads, scale, max_seqlen, impl, _, *by_id = ctx.options
     shape = (*target.shape[:2], w_qk.shape[1])
     dtarget, dweights = None, (None,) * 6
     with without_autocast(history.device.type):
@@ -304,6 +329,7 @@ def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
             history.unsqueeze(1),
             None,
             *events,
+            *by_id,
             attended,
             lse,
             scale,
@@ -328,13 +354,18 @@ def _prepare_plan(
     target: Tensor, history: Tensor | tuple[Tensor, ...], weights: tuple[Tensor, ...], **options
 ) -> tuple[tuple[TargetAttentionInputs, bool], str]:
     """For `explain`: the operands of the attention, and whether kernels absorb the weights; "triton" or "torch"."""
-    fields = history if isinstance(history, tuple) else (history,)
+    indices, by_id = options["indices"], None
+    if indices is not None:
+        _check_weights(weights)
+        by_id = rows_by_id(history, indices, weights[0].dtype, "history", "[N, D_x]")
+    fields = (by_id.rows,) if by_id is not None else history if isinstance(history, tuple) else (history,)
     given = (kind(**{name: options[name] for name in kind._fields}) for kind in (_Events, _Options))
     num_queries, events, (num_heads, scale, max_seqlen, impl), in_kernel, _ = _prepare(target, fields, weights, *given)
     key = fields[0] if len(fields) == 1 else torch.cat(fields, dim=1)
     query = key.new_empty(target.shape[0] * target.shape[1], num_queries, num_heads, key.shape[1])
     settings = {"scale": scale, "max_seqlen": max_seqlen, "impl": impl}
-    inputs, _ = prepare_target_attention(query, key.unsqueeze(1), None, **events._asdict(), **settings)
+    operand = key.unsqueeze(1) if by_id is None else by_id
+    inputs, _ = prepare_target_attention(query, operand, None, **events._asdict(), **settings)
     tensors = (target, *fields, events.key_bias, *weights)
     absorbs = impl == "triton" and _fits_one_node(tensors, events.value_scale, impl, in_kernel)
     if absorbs and in_kernel and _are_halves(fields):

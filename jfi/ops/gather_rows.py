@@ -15,6 +15,7 @@ from jfi import compat, reference
 from jfi.context import is_traced
 from jfi.ops._checks import FLOATING, check_dim, check_impl, check_size, may_read
 from jfi.ops._dispatch import PLAIN, public
+from jfi.ops.step_rows import sort_rows
 
 
 def _forward(tables: list[Tensor], indices: list[Tensor], dtype: torch.dtype, impl: str) -> Tensor:
@@ -33,11 +34,16 @@ _registered = torch.library.custom_op("jfi::gather_rows", _forward, mutates_args
 
 @_registered.register_fake
 def _(tables: list[Tensor], indices: list[Tensor], dtype: torch.dtype, impl: str) -> Tensor:
-    return tables[0].new_empty(indices[0].shape[0], tables[0].shape[1], dtype=dtype)
+    width = tables[0].shape[1] - (8 if tables[0].dtype == torch.uint8 else 0)
+    return tables[0].new_empty(indices[0].shape[0], width, dtype=dtype)
 
 
-def _gradient(grad: Tensor, indices: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """[N, D], summed in float32 or float64; a row behind the last takes the gradients of padding."""
+def table_gradient(grad: Tensor, indices: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    """[N, D], of events' gradients [S, D]: each row's are summed in a fixed order, in float32 or float64."""
+    if grad.is_cuda and grad.dtype != torch.float64:
+        from jfi.kernels.tables.step import sum_rows
+
+        return sum_rows(grad, sort_rows(torch.where(indices < 0, rows, indices), rows), rows, dtype)
     wide = grad if grad.dtype == torch.float64 else grad.float()
     places = torch.where(indices < 0, rows, indices)
     return torch.ops.aten.embedding_dense_backward(wide, places, rows + 1, -1, False)[:rows].to(dtype)
@@ -52,7 +58,7 @@ def _save(ctx, inputs, output) -> None:
 def _differentiate(ctx, grad):
     wanted = ctx.needs_input_grad[0]
     gradients = [
-        _gradient(grad, one, *table) if needed else None
+        table_gradient(grad, one, *table) if needed else None
         for one, table, needed in zip(ctx.saved_tensors, ctx.tables, wanted, strict=True)
     ]
     return gradients, [None] * len(gradients), None, None
@@ -73,7 +79,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         gradients = (None, None, None)
         for one, table, needed in zip(ctx.saved_tensors, ctx.tables, ctx.needs_input_grad[3:], strict=True):
-            gradients += (_gradient(grad, one, *table) if needed else None,)
+            gradients += (table_gradient(grad, one, *table) if needed else None,)
         return gradients
 
 
@@ -121,10 +127,11 @@ def gather_rows(
 
     Args:
         tables: [N, D] each, floating, all of one width D; N and the dtype may differ. A table that requires a gradient
-            gets a dense one, [N, D].
+            gets a dense one, [N, D]. Or uint8 [N, D + 8], rows as fbgemm packs them in 8 bits: D numbers, then their
+            scale and bias in float32.
         indices: [S] for each table, int32 or int64, from 0 to N - 1; -1 is padding, which gives a row of zeros.
-        dtype: of the result; None means that of the first table. Several tables are summed in float32 (float64 for
-            float64) and rounded once.
+        dtype: of the result; None means that of the first table, float32 for rows of 8 bits. Several tables are summed
+            in float32 (float64 for float64) and rounded once.
         impl: "triton", "torch" (on a GPU the plain formula), or "auto": Triton for CUDA tensors except float64, PyTorch
             otherwise.
 
@@ -144,7 +151,8 @@ def gather_rows(
                 [ 0.,  0.]])
     """
     _check(tables, indices)
-    dtype = tables[0].dtype if dtype is None else dtype
+    if dtype is None:
+        dtype = torch.float32 if tables[0].dtype == torch.uint8 else tables[0].dtype
     if dtype not in FLOATING:
         raise TypeError(f"dtype must be float32, bfloat16, float16 or float64, got {dtype}")
     for k, (table, one) in enumerate(zip(tables, indices, strict=True)):
@@ -177,8 +185,11 @@ def _check(tables: tuple[Tensor, ...], indices: tuple[Tensor, ...]) -> None:
                 raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
             if x.device != tables[0].device:
                 raise ValueError(f"{name} must be on the device of tables[0], {tables[0].device}, got {x.device}")
-        if table.dtype not in FLOATING:
-            raise TypeError(f"tables[{k}] must be float32, bfloat16, float16 or float64, got {table.dtype}")
+        same_kind = (table.dtype == torch.uint8) == (tables[0].dtype == torch.uint8)
+        if table.dtype not in (*FLOATING, torch.uint8) or not same_kind:
+            raise TypeError(
+                f"tables[{k}] must be float32, bfloat16, float16 or float64, or all uint8, got {table.dtype}"
+            )
         if one.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"indices[{k}] must be int32 or int64, got {one.dtype}")
         check_dim(f"tables[{k}]", table, "[N, D]")

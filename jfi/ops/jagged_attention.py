@@ -34,6 +34,7 @@ from jfi.ops._checks import (
 )
 from jfi.ops._dispatch import aligned, operator, public
 from jfi.ops.explain import explains
+from jfi.ops.rows_by_id import RowsById, read_rows, rows_by_head, rows_by_id
 from jfi.plan import MOST_BUCKETS, JaggedAttentionInputs, plan_jagged_attention
 
 #: Keys whose numbers fit 32 bits beside that of a bucket.
@@ -163,11 +164,12 @@ def _window(causal: bool, window_size: tuple[int | None, int | None] | None) -> 
 @public
 def jagged_attention(
     query: Tensor,
-    key: Tensor,
+    key: Tensor | tuple[Tensor, ...] | RowsById,
     value: Tensor | None = None,
     *,
     query_offsets: Tensor,
     key_offsets: Tensor | None = None,
+    indices: Tensor | tuple[Tensor, ...] | None = None,
     causal: bool = False,
     window_size: tuple[int | None, int | None] | None = None,
     max_visible: int | None = None,
@@ -188,6 +190,9 @@ def jagged_attention(
         value: [S, G, E]; None means value = key, which then gets both gradients.
         query_offsets: [B+1], int32 or int64, from 0 to R.
         key_offsets: [B+1], from 0 to S; None means query_offsets: self-attention.
+        indices: [S]: key is then a table [N, G, D], and event s is its row indices[s]; or a tuple for a tuple of
+            tables, whose rows are summed; as in `target_attention`. The rows are read and converted once, by one
+            kernel, since several tiles of queries read them.
         causal: hide keys after the query.  The last query of a sample is at the position of its last key.
         window_size: (left, right), how many keys before and after its own position a query sees; None, not -1, for no
             bound.
@@ -235,7 +240,7 @@ def jagged_attention(
     """
     options = {"causal": causal, "window_size": window_size, "max_visible": max_visible, "key_bias": key_bias}
     options |= {"query_time": query_time, "key_time": key_time, "time_bias": time_bias, "position_bias": position_bias}
-    offsets = {"query_offsets": query_offsets, "key_offsets": key_offsets}
+    offsets = {"query_offsets": query_offsets, "key_offsets": key_offsets, "indices": indices}
     inputs, impl = _prepare(query, key, value, **offsets, **options, scale=scale, impl=impl)
     if impl == "torch" and query.is_cuda:
         times = None if query_time is None else (query_time, key_time)
@@ -256,11 +261,12 @@ def _is_exported(query: Tensor, impl: str) -> bool:
 
 def _prepare(
     query: Tensor,
-    key: Tensor,
+    key: Tensor | tuple[Tensor, ...] | RowsById,
     value: Tensor | None,
     *,
     query_offsets: Tensor,
     key_offsets: Tensor | None,
+    indices: Tensor | tuple[Tensor, ...] | None,
     causal: bool,
     window_size: tuple[int | None, int | None] | None,
     max_visible: int | None,
@@ -275,6 +281,13 @@ def _prepare(
 ) -> tuple[JaggedAttentionInputs, str]:
     """Check the arguments; returns what the kernels take, contiguous, and "triton" or "torch"."""
     key_offsets = query_offsets if key_offsets is None else key_offsets
+    if indices is not None:
+        check_floating(query=query)
+        key = rows_by_id(key, indices, query.dtype)
+    elif isinstance(key, tuple) and not isinstance(key, RowsById):
+        raise TypeError("key must be a Tensor where indices is None, got a tuple")
+    if isinstance(key, RowsById):
+        key = rows_by_head(read_rows(key), query.shape[-1])
     check_floating(
         query=query, key=key, value=value, key_bias=key_bias, time_bias=time_bias, position_bias=position_bias
     )

@@ -30,6 +30,7 @@ from jfi.ops._checks import (
 )
 from jfi.ops._dispatch import aligned, operator, public
 from jfi.ops.explain import explains
+from jfi.ops.rows_by_id import RowsById, fits_kernel, padded, present, read_rows, rows_by_head, rows_by_id
 from jfi.plan import TargetAttentionInputs, takes_events
 
 
@@ -50,6 +51,14 @@ def _forward(
     buckets: Tensor | None,
     value_scale: Tensor | None,
     second: Tensor | None,
+    table_0: Tensor | None,
+    table_1: Tensor | None,
+    table_2: Tensor | None,
+    table_3: Tensor | None,
+    index_0: Tensor | None,
+    index_1: Tensor | None,
+    index_2: Tensor | None,
+    index_3: Tensor | None,
     scale: float,
     max_seqlen: int | None,
     impl: str,
@@ -57,7 +66,8 @@ def _forward(
     if impl == "triton":
         from jfi.kernels.target_attention import launch
 
-        inputs = (query, key, value, offsets, bias, buckets, value_scale, second, scale, max_seqlen)
+        by_id = present(table_0, table_1, table_2, table_3), present(index_0, index_1, index_2, index_3)
+        inputs = (query, key, value, offsets, bias, buckets, value_scale, second, *by_id, scale, max_seqlen)
         return launch.forward(TargetAttentionInputs(*inputs))
     from jfi.cpu import target_attention
 
@@ -80,6 +90,14 @@ def _backward(
     buckets: Tensor | None,
     value_scale: Tensor | None,
     second: Tensor | None,
+    table_0: Tensor | None,
+    table_1: Tensor | None,
+    table_2: Tensor | None,
+    table_3: Tensor | None,
+    index_0: Tensor | None,
+    index_1: Tensor | None,
+    index_2: Tensor | None,
+    index_3: Tensor | None,
     out: Tensor,
     lse: Tensor,
     scale: float,
@@ -89,7 +107,8 @@ def _backward(
     if impl == "triton":
         from jfi.kernels.target_attention import launch
 
-        inputs = (query, key, value, offsets, bias, buckets, value_scale, second, scale, max_seqlen)
+        by_id = present(table_0, table_1, table_2, table_3), present(index_0, index_1, index_2, index_3)
+        inputs = (query, key, value, offsets, bias, buckets, value_scale, second, *by_id, scale, max_seqlen)
         grads = launch.backward(aligned(grad), TargetAttentionInputs(*inputs), out, lse)
     else:
         from jfi.cpu import target_attention
@@ -100,28 +119,31 @@ def _backward(
 
 
 def _backward_fake(grad, query, key, value, offsets, bias, buckets, value_scale, second, *_):
-    return [torch.empty_like(x) for x in (query, key, value, bias, second) if x is not None]
+    given = [x for x in (query, key, value, bias, second) if x is not None]
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given]
 
 
 def _save(ctx, inputs, output) -> None:
     *tensors, scale, max_seqlen, impl = inputs
     ctx.rest = scale, max_seqlen, impl
-    ctx.save_for_backward(*tensors, *output)
+    # Tables and indices are not saved tensors: an optimizer may step the tables before another backward pass.
+    ctx.by_id = tensors[8:]
+    ctx.save_for_backward(*tensors[:8], *output)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, grad, _):
     if grad is None:
-        return (None,) * 11
-    saved = ctx.saved_tensors
+        return (None,) * 19
+    *saved, out, lse = ctx.saved_tensors
     value, bias, second = saved[2], saved[4], saved[7]
-    grads = iter(_target_attention_bwd(grad, *saved, *ctx.rest))
+    grads = iter(_target_attention_bwd(grad, *saved, *ctx.by_id, out, lse, *ctx.rest))
     dquery, dkey = next(grads), next(grads)
     dvalue = None if value is None else next(grads)
     dbias = None if bias is None else next(grads)
     dsecond = None if second is None else next(grads)
-    return dquery, dkey, dvalue, None, dbias, None, None, dsecond, None, None, None
+    return dquery, dkey, dvalue, None, dbias, None, None, dsecond, *(None,) * 11
 
 
 _target_attention_bwd = operator("target_attention_bwd", _backward, _backward_fake)
@@ -131,10 +153,11 @@ _target_attention_fwd = operator("target_attention_fwd", _forward, _forward_fake
 @public
 def target_attention(
     query: Tensor,
-    key: Tensor,
+    key: Tensor | tuple[Tensor, ...] | RowsById,
     value: Tensor | None = None,
     *,
     offsets: Tensor,
+    indices: Tensor | tuple[Tensor, ...] | None = None,
     key_bias: Tensor | None = None,
     key_bias_index: Tensor | None = None,
     value_scale: Tensor | None = None,
@@ -149,6 +172,12 @@ def target_attention(
         key: [S, G, D]; G divides H, and H/G query heads share a key head.
         value: [S, G, E]; None means value = key, which is read once and gets one gradient.
         offsets: [B+1], int32 or int64, from 0 to S: sample b owns rows offsets[b] to offsets[b+1].
+        indices: [S], int32 or int64: key is then a table [N, G, D], and event s is its row indices[s]. With a tuple of
+            tables and one of as many indices an event is the sum of its rows. Tables may have another floating dtype
+            than the query, to which their rows are converted, or be uint8 [N, D + 8], rows as fbgemm packs them in 8
+            bits. Where few queries share a key head, the Triton kernels read the rows themselves and [S, G, D] is never
+            made. A table that requires a gradient gets a dense one, summed in a fixed order. An index outside the table
+            is an error on the CPU; on a GPU its behavior is undefined, and ``with jfi.ops.validation():`` checks it.
         key_bias: [S, H], added to the scores; -inf hides an event.  With key_bias_index a table [N, H] of any floating
             dtype.
         key_bias_index: [S], int32 or int64: the row of the table for each event.  The Triton kernels read the table
@@ -173,12 +202,19 @@ def target_attention(
         >>> query, history = torch.randn(3, 1, 4, 32), torch.randn(5, 1, 32)
         >>> jfi.ops.target_attention(query, history, offsets=torch.tensor([0, 2, 2, 5])).shape
         torch.Size([3, 1, 4, 32])
+
+        The same with rows of a table by id:
+
+        >>> table, ids = torch.randn(100, 1, 32), torch.tensor([7, 99, 3, 7, 0])
+        >>> jfi.ops.target_attention(query, table, indices=ids, offsets=torch.tensor([0, 2, 2, 5])).shape
+        torch.Size([3, 1, 4, 32])
     """
     inputs, impl = prepare_target_attention(
         query,
         key,
         value,
         offsets=offsets,
+        indices=indices,
         key_bias=key_bias,
         key_bias_index=key_bias_index,
         value_scale=value_scale,
@@ -189,15 +225,17 @@ def target_attention(
     if impl == "torch" and query.is_cuda:
         query, key, value, offsets, key_bias, *_, scale, _ = inputs
         return reference.target_attention(query, key, value, offsets, key_bias, scale)
-    return _target_attention_fwd(*inputs, impl)[0]
+    *tensors, tables, indices, scale, max_seqlen = inputs
+    return _target_attention_fwd(*tensors, *padded(tables), *padded(indices), scale, max_seqlen, impl)[0]
 
 
 def prepare_target_attention(
     query: Tensor,
-    key: Tensor,
+    key: Tensor | tuple[Tensor, ...] | RowsById,
     value: Tensor | None,
     *,
     offsets: Tensor,
+    indices: Tensor | tuple[Tensor, ...] | None = None,
     key_bias: Tensor | None,
     key_bias_index: Tensor | None,
     value_scale: Tensor | None,
@@ -206,6 +244,14 @@ def prepare_target_attention(
     impl: str,
 ) -> tuple[TargetAttentionInputs, str]:
     """Check the arguments; returns what the kernels take, contiguous, and "triton" or "torch"."""
+    by_id = key if isinstance(key, RowsById) else None
+    if indices is not None:
+        check_floating(query=query)
+        by_id = rows_by_id(key, indices, query.dtype)
+    elif by_id is None and isinstance(key, tuple):
+        raise TypeError("key must be a Tensor where indices is None, got a tuple")
+    if by_id is not None:
+        key = rows_by_head(by_id.rows, query.shape[-1])
     check_floating(query=query, key=key, value=value, key_bias=key_bias if key_bias_index is None else None)
     check_dim("query", query, "[B, T, H, D]")
     batch, _, num_heads, width = query.shape
@@ -219,12 +265,18 @@ def prepare_target_attention(
     in_kernel = impl == "triton" and takes_events(query.shape[1] * num_heads // key.shape[1])
     if key_bias_index is not None and not in_kernel:
         key_bias, key_bias_index = F.embedding(key_bias_index, key_bias).to(query.dtype), None
+    if by_id is not None and not (in_kernel and fits_kernel(by_id) and impl == "triton"):
+        key, by_id = read_rows(by_id).view(key.shape), None
     learned = value_scale is not None and value_scale.requires_grad and torch.is_grad_enabled()
     if value_scale is not None and (learned or not in_kernel):
+        if by_id is not None and value is None:
+            value = read_rows(by_id).view(key.shape)
         value, value_scale = (key if value is None else value) * value_scale[:, None, None].to(key.dtype), None
     tensors = (query, key, value, offsets, key_bias, key_bias_index, value_scale)
-    tensors = [None if x is None else x.contiguous() for x in tensors]
-    return TargetAttentionInputs(*tensors, None, scale, max_seqlen), impl
+    # Rows by id have no memory to be contiguous in.
+    tensors = [x if x is None or (by_id is not None and x is key) else x.contiguous() for x in tensors]
+    tables, indices = ([], []) if by_id is None else (list(by_id.tables), list(by_id.indices))
+    return TargetAttentionInputs(*tensors, None, tables, indices, scale, max_seqlen), impl
 
 
 explains(target_attention, prepare_target_attention, plan.plan_target_attention)

@@ -67,7 +67,7 @@ def attend_by_bucket(width: int, rows: int, longest: int | None, halves: bool) -
     query, key = torch.randn(8, 1, 4, width).half(), torch.randn(800, 1, width // (2 if halves else 1)).half()
     offsets, table = torch.arange(0, 801, 100), torch.randn(rows, 4)
     events = (table, torch.zeros(800, dtype=torch.int64), torch.rand(800), key[:, 0].clone() if halves else None)
-    x = TargetAttentionInputs(query, key, None, offsets, *events, 0.125, longest)
+    x = TargetAttentionInputs(query, key, None, offsets, *events, [], [], 0.125, longest)
     plan = plan_target_attention(x, "triton", H200)
     out, lse = target_attention.forward(x, plan)
     target_attention.backward(out, x, out, lse, plan)

@@ -104,6 +104,8 @@ def calls(device: torch.device, impl: str, factor: int = 1) -> dict:
 
 
 NAMES = list(calls(torch.device("cpu"), "torch"))
+#: Four tables and their indices, of rows by id.
+NO_ROWS = (None,) * 8
 SCHEMAS = {
     "jagged_dense_bmm": [(torch.ops.jfi.jagged_dense_bmm, lambda x, o, d: (x, o, d, False, "triton"))],
     "jagged_jagged_bmm": [(torch.ops.jfi.jagged_jagged_bmm, lambda *i: (*i, "triton"))],
@@ -120,30 +122,39 @@ SCHEMAS = {
     "target_attention": [
         (
             torch.ops.jfi.target_attention_fwd,
-            lambda q, k, v, o, b: (q, k, v, o, b, None, None, None, 0.3, 20, "triton"),
+            lambda q, k, v, o, b: (q, k, v, o, b, None, None, None, *NO_ROWS, 0.3, 20, "triton"),
         ),
         (
             torch.ops.jfi.target_attention_fwd,
-            lambda q, k, v, o, b: (q, k, None, o, None, None, None, None, 0.3, None, "triton"),
+            lambda q, k, v, o, b: (q, k, None, o, None, None, None, None, *NO_ROWS, 0.3, None, "triton"),
         ),
     ],
     "target_attention, longest known": [
         (
             torch.ops.jfi.target_attention_fwd,
-            lambda q, k, v, o: (q, k, v, o, None, None, None, None, 0.3, 64, "triton"),
+            lambda q, k, v, o: (q, k, v, o, None, None, None, None, *NO_ROWS, 0.3, 64, "triton"),
         ),
     ],
     "target_attention, by bucket": [
-        (torch.ops.jfi.target_attention_fwd, lambda *i: (*i, None, 0.3, None, "triton")),
+        (torch.ops.jfi.target_attention_fwd, lambda *i: (*i, None, *NO_ROWS, 0.3, None, "triton")),
         (
             torch.ops.jfi.target_attention_fwd,
-            lambda q, k, *i: (torch.cat([q, q], 3), k[:, :1] + 1, *i, k[:, 1] + 1, 0.3, 64, "triton"),  # halves
+            lambda q, k, *i: (
+                torch.cat([q, q], 3),
+                k[:, :1] + 1,
+                *i,
+                k[:, 1] + 1,
+                *NO_ROWS,
+                0.3,
+                64,
+                "triton",
+            ),  # halves
         ),
     ],
     "target_attention, many queries": [
         (
             torch.ops.jfi.target_attention_fwd,
-            lambda q, k, v, o: (q, k, v, o, None, None, None, None, 0.3, None, "triton"),
+            lambda q, k, v, o: (q, k, v, o, None, None, None, None, *NO_ROWS, 0.3, None, "triton"),
         ),
     ],
     "jagged_attention": [
@@ -194,7 +205,8 @@ def test_opcheck(name, device):
 def test_opcheck_on_the_cpu_path():
     q, k, v, offsets, bias = calls(torch.device("cpu"), "torch")["target_attention"][1]
     torch.library.opcheck(
-        torch.ops.jfi.target_attention_fwd.default, (q, k, v, offsets, bias, None, None, None, 0.3, None, "torch")
+        torch.ops.jfi.target_attention_fwd.default,
+        (q, k, v, offsets, bias, None, None, None, *NO_ROWS, 0.3, None, "torch"),
     )
     inputs = calls(torch.device("cpu"), "torch")["jagged_attention"][1]
     torch.library.opcheck(

@@ -111,7 +111,7 @@ def test_target_attention_hands_many_queries_to_them(monkeypatch, value):
     query, key = torch.randn(600, 256, 2, 64).half(), torch.randn(1200, 2, 64).half()
     own = torch.randn(1200, 2, 64).half() if value == "own" else None
     bias = torch.randn(1200, 2).half()
-    x = TargetAttentionInputs(query, key, own, torch.arange(601) * 2, bias, None, None, None, 0.125, None)
+    x = TargetAttentionInputs(query, key, own, torch.arange(601) * 2, bias, None, None, None, [], [], 0.125, None)
     plan = plan_target_attention(x, "triton", H200)
     assert plan.family == "jagged_sm90", plan
     out, lse = target_attention.forward(x, plan)

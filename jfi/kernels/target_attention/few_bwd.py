@@ -21,6 +21,8 @@ from jfi.kernels.common.tiles import load_rows, load_statistics, query_rows, sto
 from jfi.kernels.target_attention.few_tiles import (
     EVENTS,
     field_columns,
+    gathered_pointers,
+    history_pointers,
     load_bias,
     load_bias_index,
     load_history,
@@ -36,6 +38,11 @@ def target_attention_few_bwd_kernel(
     history,
     bias_index_ptr,
     value_scale_ptr,
+    tables,
+    index_0,
+    index_1,
+    index_2,
+    index_3,
     grads,
     batch,
     num_rows,
@@ -64,6 +71,7 @@ def target_attention_few_bwd_kernel(
     q_at, q_mask = query_rows(at, kv_head, SPEC), at < num_rows
     k_at = tl.arange(0, SPEC.block_n)
     cols = field_columns(history[0], history[3], SPEC)
+    gathered = (tables, (index_0, index_1, index_2, index_3))
     dk_cols = field_columns(dk_ptr, dsecond_ptr, SPEC)
     K_STRIDE: tl.constexpr = SPEC.num_kv_heads * D // SPEC.num_fields
     V_STRIDE: tl.constexpr = SPEC.num_kv_heads * E
@@ -101,7 +109,7 @@ def target_attention_few_bwd_kernel(
         dq = tl.zeros((SPEC.block_m, SPEC.block_d), tl.float32)
         for first in range(n, last, SPEC.block_n):
             mask = k_at < (last - first).to(tl.int32)
-            k, v = load_history(history, cols, first, k_at, mask, kv_head, SPEC)
+            k, v = load_history(history, gathered, cols, first, k_at, mask, kv_head, q.dtype, SPEC)
             bias = 0.0
             index = load_bias_index(bias_index_ptr, first, k_at, mask, SPEC)
             if SPEC.has_bias:
@@ -176,11 +184,11 @@ def backward(
         dtype = torch.float32 if table_rows else x.bias.dtype
         dbias = torch.empty(num_keys, num_heads, dtype=dtype, device=device)
     queries = (x.query, grad, out, lse)
-    history = (x.key, x.value, x.bias, x.second, x.offsets)
+    inputs = (history_pointers(x), x.bias_index, x.value_scale, *gathered_pointers(x))
     grads = (dquery, dkey, dvalue, dbias, dsecond, None if partials is None else partials.memory)
     numbers = (batch, num_queries * problem.qheads_per_kvhead, chunk, table_rows, x.scale)
     grid = (programs, problem.num_kv_heads, 1)
-    _launcher(problem, kernel)(grid, (queries, history, x.bias_index, x.value_scale, grads), numbers)
+    _launcher(problem, kernel)(grid, (queries, *inputs, grads), numbers)
     if partials is not None:
         partials.combine(x.offsets, dquery, None)
     if sums_table:

@@ -20,6 +20,8 @@ from jfi.kernels.common.tiles import load_rows, query_rows, store_rows
 from jfi.kernels.target_attention.few_tiles import (
     EVENTS,
     field_columns,
+    gathered_pointers,
+    history_pointers,
     load_bias,
     load_bias_index,
     load_history,
@@ -29,12 +31,12 @@ from jfi.plan import AttentionPlan, AttentionProblem, KernelPlan, Split, TargetA
 
 
 @triton.jit
-def _attend(q, history, events, cols, n, mask, kv_head, state, scale, SPEC: tl.constexpr):
+def _attend(q, history, gathered, events, cols, n, mask, kv_head, state, scale, SPEC: tl.constexpr):
     """The running maximum (base 2), sums by column and weighted sum after the history rows from n on."""
     maximum, total, acc = state
     bias_index_ptr, value_scale_ptr = events
     at = tl.arange(0, SPEC.block_n)
-    k, v = load_history(history, cols, n, at, mask, kv_head, SPEC)
+    k, v = load_history(history, gathered, cols, n, at, mask, kv_head, q.dtype, SPEC)
     value_scale = load_value_scale(value_scale_ptr, n, at, mask, SPEC)
     if SPEC.has_bias:
         index = load_bias_index(bias_index_ptr, n, at, mask, SPEC)
@@ -61,7 +63,19 @@ def _nothing(SPEC: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=EVENTS)
 def target_attention_few_fwd_whole_kernel(
-    q_ptr, history, bias_index_ptr, value_scale_ptr, outputs, num_rows, scale, SPEC: tl.constexpr
+    q_ptr,
+    history,
+    bias_index_ptr,
+    value_scale_ptr,
+    tables,
+    index_0,
+    index_1,
+    index_2,
+    index_3,
+    outputs,
+    num_rows,
+    scale,
+    SPEC: tl.constexpr,
 ):
     """One program per sample: no partition to search, nothing to combine."""
     D: tl.constexpr = SPEC.head_dim
@@ -77,11 +91,14 @@ def target_attention_few_fwd_whole_kernel(
     row = sample * (num_rows * SPEC.num_kv_heads)
     q = load_rows(q_ptr + row * D, q_at, q_mask, D, D, SPEC.block_d)
     events = (bias_index_ptr, value_scale_ptr)
+    gathered = (tables, (index_0, index_1, index_2, index_3))
     maximum, total, acc = _nothing(SPEC)
     for first in range(0, length, SPEC.block_n):
         mask = tl.arange(0, SPEC.block_n) < length - first
         state = (maximum, total, acc)
-        maximum, total, acc = _attend(q, history, events, cols, low + first, mask, kv_head, state, scale, SPEC)
+        maximum, total, acc = _attend(
+            q, history, gathered, events, cols, low + first, mask, kv_head, state, scale, SPEC
+        )
     out, lse = finish(maximum, tl.sum(total, 1), acc)
     store_rows(out_ptr + row * E, out, q_at, q_mask, E, E, SPEC.block_e)
     tl.store(lse_ptr + row + q_at, lse, mask=q_mask)
@@ -93,6 +110,11 @@ def target_attention_few_fwd_kernel(
     history,
     bias_index_ptr,
     value_scale_ptr,
+    tables,
+    index_0,
+    index_1,
+    index_2,
+    index_3,
     outputs,
     batch,
     num_rows,
@@ -114,6 +136,7 @@ def target_attention_few_fwd_kernel(
     sample_rows = (num_rows * SPEC.num_kv_heads).to(tl.int64)
     partial_lse_ptr, split_ptr = behind_partials(partial_ptr, tl.num_programs(0), num_rows * SPEC.num_kv_heads, E)
     events = (bias_index_ptr, value_scale_ptr)
+    gathered = (tables, (index_0, index_1, index_2, index_3))
     split = tl.full((), -1, tl.int64)
     maximum, total, acc = _nothing(SPEC)
     sample, low, high, n, tiles = find_range(offsets_ptr, batch, start, end, SPEC.block_n)
@@ -125,7 +148,7 @@ def target_attention_few_fwd_kernel(
         mask = tl.arange(0, SPEC.block_n) < left
         q = load_rows(q_ptr + sample * sample_rows * D, q_at, q_mask, D, D, SPEC.block_d)
         state = (maximum, total, acc)
-        maximum, total, acc = _attend(q, history, events, cols, n, mask, kv_head, state, scale, SPEC)
+        maximum, total, acc = _attend(q, history, gathered, events, cols, n, mask, kv_head, state, scale, SPEC)
         done = left <= SPEC.block_n
         if done:
             out, lse = finish(maximum, tl.sum(total, 1), acc)
@@ -159,14 +182,14 @@ def forward(x: TargetAttentionInputs, chosen: AttentionPlan, out: Tensor, lse: T
     batch, num_queries, num_heads, _ = x.query.shape
     problem, kernel = chosen.problem, chosen.forward[0]
     launch = _launcher(problem, kernel)
-    history = (x.key, x.value, x.bias, x.second, x.offsets)
+    inputs = (history_pointers(x), x.bias_index, x.value_scale, *gathered_pointers(x))
     num_rows = num_queries * problem.qheads_per_kvhead
     if kernel.split is Split.SAMPLE:
-        tensors = (x.query, history, x.bias_index, x.value_scale, (out, lse))
+        tensors = (x.query, *inputs, (out, lse))
         launch((batch, problem.num_kv_heads, 1), tensors, (num_rows, x.scale))
         return
     chunk, programs = plan.stream_k(x.key.shape[0], batch, problem.device.num_sms, kernel.programs_per_sm)
     partials = RangePartials(programs, chunk, num_queries * num_heads, problem.value_dim, x.query.device)
-    tensors = (x.query, history, x.bias_index, x.value_scale, (out, lse, partials.memory))
+    tensors = (x.query, *inputs, (out, lse, partials.memory))
     launch((programs, problem.num_kv_heads, 1), tensors, (batch, num_rows, chunk, x.scale))
     partials.combine(x.offsets, out, lse)

@@ -1,18 +1,33 @@
 """What the kernels for few query rows share: history rows in one tensor or two, and what comes with each event.
 
 ``history`` is (k_ptr, v_ptr, bias_ptr, second_ptr, offsets_ptr): v_ptr is None where value = key, second_ptr holds the
-right half of each row of key where num_fields is 2.
+right half of each row of key where num_fields is 2.  With num_tables the keys are sums of rows by id instead, and
+``gathered`` is (tables, indices), a pointer to each.
 """
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from jfi.kernels.common.online_softmax import scores_gradient
 from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.tiles import load_columns, load_rows
+from jfi.kernels.tables import gather
+from jfi.kernels.tables.rows import gather_rows
+from jfi.plan import MOST_TABLES, TargetAttentionInputs
 
 #: Parameters with a number per event: features' events are packed, so theirs begin anywhere.
-EVENTS = ["bias_index_ptr", "value_scale_ptr"]
+EVENTS = ["bias_index_ptr", "value_scale_ptr", *gather.INDICES]
+
+
+def history_pointers(x: TargetAttentionInputs) -> tuple[Tensor | None, ...]:
+    """``history``; the keys have no memory where they are rows by id."""
+    return (None if x.tables else x.key, x.value, x.bias, x.second, x.offsets)
+
+
+def gathered_pointers(x: TargetAttentionInputs) -> tuple:
+    """``tables``, and an index for each of MOST_TABLES."""
+    return (tuple(x.tables) if x.tables else None, *x.indices, *[None] * (MOST_TABLES - len(x.indices)))
 
 
 @triton.jit
@@ -30,13 +45,24 @@ def field_columns(ptr, second_ptr, SPEC: tl.constexpr):
 
 
 @triton.jit
-def load_history(history, cols, n, at, mask, kv_head, SPEC: tl.constexpr):
-    """Keys [N, D] and values [N, E] of the rows from n on, 0 outside the mask; one load where they are shared."""
+def load_history(history, gathered, cols, n, at, mask, kv_head, dtype, SPEC: tl.constexpr):
+    """Keys [N, D] and values [N, E] of the rows from n on, 0 outside the mask; one load where they are shared.
+
+    Rows by id are converted to dtype, that of the queries.
+    """
     k_ptr, v_ptr, _bias_ptr, _second_ptr, _offsets_ptr = history
     D: tl.constexpr = SPEC.head_dim
     E: tl.constexpr = SPEC.value_dim
     STRIDE: tl.constexpr = SPEC.num_kv_heads * D // SPEC.num_fields
-    k = load_columns(k_ptr + n * STRIDE + kv_head * D, at, cols, mask, STRIDE, D, SPEC.block_d)
+    if SPEC.num_tables > 0:
+        tables, indices = gathered
+        of_head = cols + kv_head * D
+        TABLES: tl.constexpr = SPEC.num_tables
+        k = gather_rows(
+            tables, indices, n, at, of_head, mask, dtype, STRIDE, D, SPEC.block_d, TABLES, SPEC.is_quantized
+        )
+    else:
+        k = load_columns(k_ptr + n * STRIDE + kv_head * D, at, cols, mask, STRIDE, D, SPEC.block_d)
     v = k
     if not SPEC.shared_kv:
         V_STRIDE: tl.constexpr = SPEC.num_kv_heads * E

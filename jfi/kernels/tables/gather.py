@@ -1,0 +1,77 @@
+"""Rows of embedding tables by id, summed over aligned fields: [S, D] from K tables, one kernel."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jfi import plan
+from jfi.kernels.common.launch import Launcher
+from jfi.kernels.tables import rows
+from jfi.plan import cached, ceil_div
+
+#: Parameters that begin anywhere: features' ids are packed.
+INDICES = ["index_0", "index_1", "index_2", "index_3"]
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=INDICES)
+def gather_rows_kernel(
+    tables,
+    index_0,
+    index_1,
+    index_2,
+    index_3,
+    out_ptr,
+    count,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    NUM_TABLES: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    ADDS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """A program per BLOCK_S events; with ADDS the sum is added to what ``out`` holds."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK_S
+    at = tl.arange(0, BLOCK_S)
+    mask = at < count - first
+    cols = tl.arange(0, BLOCK_D)
+    indices = (index_0, index_1, index_2, index_3)
+    dtype = tl.float32 if ADDS else out_ptr.dtype.element_ty
+    x = rows.gather_rows(tables, indices, first, at, cols, mask, dtype, D, D, BLOCK_D, NUM_TABLES, QUANTIZED)
+    to = out_ptr + first * D + at[:, None] * D + cols[None, :]
+    keep = mask[:, None]
+    if BLOCK_D != D:
+        keep = keep & (cols < D)[None, :]
+    if ADDS:
+        x += tl.load(to, mask=keep, other=0.0).to(tl.float32)
+    tl.store(to, x.to(out_ptr.dtype.element_ty), mask=keep)
+
+
+@cached
+def _launcher(width: int, num_tables: int, quantized: bool, adds: bool) -> Launcher:
+    block_d = plan.power_of_two(width, 1)
+    constants = {"D": width, "BLOCK_D": block_d, "NUM_TABLES": num_tables, "QUANTIZED": quantized, "ADDS": adds}
+    block_s = max(plan.GATHERED_ELEMENTS // block_d, 1)
+    return Launcher(gather_rows_kernel, **constants, BLOCK_S=block_s, num_warps=plan.GATHER_WARPS)
+
+
+def gather_rows(tables: tuple[Tensor, ...], indices: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    """[S, D] in dtype: the sum over K tables [N_k, D] of the row indices[k][s]; a negative index gives zeros.
+
+    Args:
+        tables: contiguous, of one dtype; uint8 [N_k, D + 8] of quantized rows.
+        indices: contiguous, int32 or int64.
+        dtype: of the result.
+    """
+    quantized = tables[0].dtype == torch.uint8
+    width = tables[0].shape[1] - (rows.QUANTIZED_TAIL.value if quantized else 0)
+    out = torch.empty(indices[0].shape[0], width, dtype=dtype, device=tables[0].device)
+    if not out.numel():
+        return out
+    for first in range(0, len(tables), plan.MOST_TABLES):
+        some, ids = tables[first : first + plan.MOST_TABLES], list(indices[first : first + plan.MOST_TABLES])
+        ids += [None] * (plan.MOST_TABLES - len(ids))
+        launcher = _launcher(width, len(some), quantized, first > 0)
+        grid = (ceil_div(out.shape[0], launcher.constants["BLOCK_S"]), 1, 1)
+        launcher(grid, (tuple(some), *ids, out), (out.shape[0],))
+    return out

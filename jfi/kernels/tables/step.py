@@ -1,0 +1,377 @@
+"""The optimizer's step of the rows of a batch: each row's gradient is summed in a fixed order, then the row is stepped.
+
+Ids are sorted by row beforehand, so that the events of a row are neighbours.  A program takes a chunk of the sorted
+places, a block at a time, adds up along each row and steps the rows that end there.  Rows that begin in an earlier
+chunk or go on into a later one leave partial sums, which a second kernel adds up in order.  So a popular row costs no
+more than as many rare ones, and no sum depends on timing.
+
+A warp takes whole rows of a block, so each thread adds up its own columns without another thread's help.
+
+The optimizers are those of `jfi.ops.RowOptimizer`.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jfi import plan
+from jfi.kernels.common.launch import Launcher
+from jfi.kernels.common.primitives import widen
+from jfi.kernels.common.spec import Constant
+from jfi.plan import cached, ceil_div, power_of_two
+
+#: Gradients that a launch takes; more are concatenated before.
+MOST_GRADS = 8
+#: Tables that a launch takes; the rows of more are stepped by several launches.
+MOST_STEPPED_TABLES = 32
+
+
+class _Sum(NamedTuple):
+    """The place of an optimizer where the sums themselves are wanted."""
+
+    name: str = "sum"
+    eps: float = 0.0
+    beta1: float = 0.0
+    beta2: float = 0.0
+    weight_decay: float = 0.0
+    average: float | None = None
+
+
+_SUM = _Sum()
+
+
+class StepSpec(NamedTuple):
+    """What a step is compiled for; ``firsts`` are the numbers of the tables' first rows, and behind them the end."""
+
+    name: tl.constexpr
+    eps: tl.constexpr
+    beta1: tl.constexpr
+    beta2: tl.constexpr
+    weight_decay: tl.constexpr
+    average: tl.constexpr
+    firsts: tl.constexpr
+    num_tables: tl.constexpr
+    width: tl.constexpr
+    block_d: tl.constexpr
+    block: tl.constexpr
+
+
+@triton.jit
+def _columns(mask, SPEC: tl.constexpr):
+    keep = mask[:, None]
+    if SPEC.block_d != SPEC.width:
+        keep = keep & (tl.arange(0, SPEC.block_d) < SPEC.width)[None, :]
+    return keep
+
+
+@triton.jit
+def _cols(SPEC: tl.constexpr):
+    """The columns, of which each thread takes so many that a warp takes a row."""
+    cols = tl.arange(0, SPEC.block_d)
+    if SPEC.block_d > 32:
+        cols = tl.max_contiguous(cols, SPEC.block_d // 32)
+    return cols
+
+
+@triton.jit
+def _places(pointers, row, STRIDE: tl.constexpr, SPEC: tl.constexpr):
+    """Where each row lies, in elements from the first table's pointer."""
+    BYTES: tl.constexpr = pointers[0].dtype.element_ty.primitive_bitwidth // 8
+    FIRSTS: tl.constexpr = SPEC.firsts
+    place = (row - FIRSTS[0]) * STRIDE
+    for i in tl.static_range(1, SPEC.num_tables):
+        distance = (pointers[i].to(tl.int64) - pointers[0].to(tl.int64)) // BYTES
+        place = tl.where(row >= FIRSTS[i], distance + (row - FIRSTS[i]) * STRIDE, place)
+    if (STRIDE * BYTES) % 16 == 0:
+        place = tl.multiple_of(place, 16 // BYTES)
+    return place
+
+
+@triton.jit
+def _load_states(row, mask, tables, SPEC: tl.constexpr):
+    """What a step of these rows reads, ahead of their gradients, each with where it lies."""
+    weights, first_states, second_states, averages, averaged_at = tables
+    cols = _cols(SPEC)[None, :]
+    keep = _columns(mask, SPEC)
+    row = row.to(tl.int64)
+    at = _places(weights, row, SPEC.width, SPEC)[:, None] + cols
+    old = 0.0
+    first_at, first, second_at, second, average_at, average, when_at, when = at, 0.0, at, 0.0, at, 0.0, at, 0
+    if SPEC.name != "sum":
+        old = tl.load(weights[0] + at, mask=keep, other=0.0).to(tl.float32)
+    if SPEC.name == "rowwise_adagrad":
+        first_at = _places(first_states, row, 1, SPEC)
+        first = tl.load(first_states[0] + first_at, mask=mask, other=0.0)
+    elif SPEC.name != "sum" and SPEC.name != "sgd":
+        first_at = _places(first_states, row, SPEC.width, SPEC)[:, None] + cols
+        first = tl.load(first_states[0] + first_at, mask=keep, other=0.0)
+    if SPEC.name == "adam" or SPEC.name == "adamw":
+        second_at = _places(second_states, row, SPEC.width, SPEC)[:, None] + cols
+        second = tl.load(second_states[0] + second_at, mask=keep, other=0.0)
+    if SPEC.average > 0:
+        average_at = _places(averages, row, SPEC.width, SPEC)[:, None] + cols
+        average = tl.load(averages[0] + average_at, mask=keep, other=0.0)
+        when_at = _places(averaged_at, row, 1, SPEC)
+        when = tl.load(averaged_at[0] + when_at, mask=mask, other=0)
+    return at, old, first_at, first, second_at, second, average_at, average, when_at, when
+
+
+@triton.jit
+def _step_rows(mask, g, states, tables, learning_rate_ptr, step_ptr, SPEC: tl.constexpr):
+    """Steps the rows of the mask by their gradients g [rows, BLOCK_D], 0 from column D on."""
+    weights, first_states, second_states, averages, averaged_at = tables
+    at, old, first_at, first, second_at, second, average_at, average, when_at, when = states
+    keep = _columns(mask, SPEC)
+    if SPEC.name == "sum":
+        tl.store(weights[0] + at, g.to(weights[0].dtype.element_ty), mask=keep)
+    else:
+        lr = tl.load(learning_rate_ptr)
+        new = old
+        if SPEC.name == "adamw":
+            new = new * (1.0 - lr * SPEC.weight_decay)
+        elif SPEC.weight_decay > 0:
+            g += SPEC.weight_decay * old
+        if SPEC.name == "sgd":
+            new -= lr * g
+        elif SPEC.name == "rowwise_adagrad":
+            first += tl.sum(g * g, 1) / SPEC.width
+            tl.store(first_states[0] + first_at, first, mask=mask)
+            new -= g * (lr / (tl.sqrt(first) + SPEC.eps))[:, None]
+        elif SPEC.name == "adagrad":
+            first += g * g
+            tl.store(first_states[0] + first_at, first, mask=keep)
+            new -= lr * g / (tl.sqrt(first) + SPEC.eps)
+        else:
+            first += (g - first) * (1.0 - SPEC.beta1)
+            tl.store(first_states[0] + first_at, first, mask=keep)
+            second = second * SPEC.beta2 + (1.0 - SPEC.beta2) * g * g
+            tl.store(second_states[0] + second_at, second, mask=keep)
+            # In float64: 1 - beta of the first steps has few digits.
+            step = tl.load(step_ptr).to(tl.float64)
+            bias1 = (1.0 - tl.exp2(step * tl.log2(tl.full((), SPEC.beta1, tl.float64)))).to(tl.float32)
+            bias2 = (1.0 - tl.exp2(step * tl.log2(tl.full((), SPEC.beta2, tl.float64)))).to(tl.float32)
+            new -= (lr / bias1) * first / (tl.sqrt(second) / tl.sqrt(bias2) + SPEC.eps)
+        new = new.to(weights[0].dtype.element_ty)
+        tl.store(weights[0] + at, new, mask=keep)
+        if SPEC.average > 0:
+            new = new.to(tl.float32)
+            step = tl.load(step_ptr)
+            missed = (step - 1 - when).to(tl.float32)
+            decay = tl.exp2(missed * tl.log2(tl.full((), SPEC.average, tl.float32)))
+            average = old + decay[:, None] * (average - old)
+            average = tl.where(step == 1, new, average + (1.0 - SPEC.average) * (new - average))
+            tl.store(averages[0] + average_at, average, mask=keep)
+            tl.store(averaged_at[0] + when_at, tl.zeros(when_at.shape, tl.int32) + step.to(tl.int32), mask=mask)
+
+
+@triton.jit
+def _load_gradients(grads, starts, place, mask, SPEC: tl.constexpr, NUM_GRADS: tl.constexpr):
+    """[places, BLOCK_D]: the gradients of unsorted places; gradient k has those from starts[k] on."""
+    BYTES: tl.constexpr = grads[0].dtype.element_ty.primitive_bitwidth // 8
+    D: tl.constexpr = SPEC.width
+    place = place.to(tl.int64)
+    at = place * D
+    for i in tl.static_range(1, NUM_GRADS):
+        # How far the rows of this gradient lie from the first one's: one load for all.
+        distance = (grads[i].to(tl.int64) - grads[0].to(tl.int64)) // BYTES
+        at = tl.where(place >= starts[i - 1], distance + (place - starts[i - 1]) * D, at)
+    if (D * BYTES) % 16 == 0:
+        at = tl.multiple_of(at, 16 // BYTES)
+    cols = _cols(SPEC)
+    return widen(tl.load(grads[0] + at[:, None] + cols[None, :], mask=_columns(mask, SPEC), other=0.0))
+
+
+@triton.jit
+def _add_in_row(x, x_row, y, y_row):
+    """Of a scan over places in the order of their rows: the sums restart where a row does."""
+    return tl.where(x_row == y_row, x, 0.0) + y, y_row
+
+
+@triton.jit(do_not_specialize=["count", "chunk", *[f"start_{i}" for i in range(1, 8)]])
+def step_rows_kernel(
+    rows_ptr,
+    order_ptr,
+    grads,
+    weights,
+    first_states,
+    second_states,
+    averages,
+    averaged_at,
+    learning_rate_ptr,
+    step_ptr,
+    partial_ptr,
+    count,
+    chunk,
+    start_1,
+    start_2,
+    start_3,
+    start_4,
+    start_5,
+    start_6,
+    start_7,
+    SPEC: tl.constexpr,
+    NUM_GRADS: tl.constexpr,
+):
+    """A program per chunk of sorted places: it steps the rows that lie in it wholly, and leaves the others' sums."""
+    LOW: tl.constexpr = SPEC.firsts[0]
+    HIGH: tl.constexpr = SPEC.firsts[SPEC.num_tables]
+    BLOCK: tl.constexpr = SPEC.block
+    at = tl.arange(0, BLOCK)
+    tables = (weights, first_states, second_states, averages, averaged_at)
+    starts = (start_1, start_2, start_3, start_4, start_5, start_6, start_7)
+    program = tl.program_id(0).to(tl.int64)
+    begin = program * chunk
+    end = tl.minimum(begin + chunk, count)
+    # The row that began in an earlier chunk, and the one that goes on from the last block with its sum so far.
+    head = tl.load(rows_ptr + begin - 1, mask=program > 0, other=-1)
+    open_row = head
+    to = partial_ptr + 2 * program * SPEC.block_d + _cols(SPEC)
+    total = tl.zeros((SPEC.block_d,), tl.float32)
+    for first in range(begin, end, BLOCK):
+        mask = first + at < end
+        row = tl.load(rows_ptr + first + at, mask=mask, other=HIGH)
+        following = tl.load(rows_ptr + first + at + 1, mask=first + at + 1 < count, other=-1)
+        place = tl.load(order_ptr + first + at, mask=mask, other=0)
+        valid = mask & (row >= LOW) & (row < HIGH)
+        ends = valid & (row != following)
+        states = _load_states(row, ends & (row != head), tables, SPEC)
+        g = _load_gradients(grads, starts, place, valid, SPEC, NUM_GRADS).to(tl.float32)
+        goes_on = (at == 0) & (row == open_row)
+        g = tl.where(goes_on[:, None], g + total[None, :], g)
+        rows = tl.broadcast_to(row[:, None], g.shape)
+        sums, _ = tl.associative_scan((g, rows), 0, _add_in_row)
+        is_last = at == BLOCK - 1
+        total = tl.sum(tl.where(is_last[:, None], sums, 0.0), 0)
+        open_row = tl.sum(tl.where(is_last, row, 0), 0)
+        _step_rows(ends & (row != head), sums, states, tables, learning_rate_ptr, step_ptr, SPEC)
+        is_head = ends & (row == head)
+        tl.store(to[None, :] + at[:, None] * 0, sums, mask=is_head[:, None])
+    after = tl.load(rows_ptr + end, mask=end < count, other=-1)
+    if (after == open_row) & (open_row >= LOW) & (open_row < HIGH):
+        tl.store(to + tl.where(open_row == head, 0, SPEC.block_d), total)
+
+
+@triton.jit(do_not_specialize=["count", "chunk"])
+def step_split_rows_kernel(
+    rows_ptr,
+    partial_ptr,
+    weights,
+    first_states,
+    second_states,
+    averages,
+    averaged_at,
+    learning_rate_ptr,
+    step_ptr,
+    count,
+    chunk,
+    SPEC: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """A program per chunk: a row that begins in it and goes on is summed over its chunks and stepped."""
+    LOW: tl.constexpr = SPEC.firsts[0]
+    HIGH: tl.constexpr = SPEC.firsts[SPEC.num_tables]
+    program = tl.program_id(0).to(tl.int64)
+    begin = program * chunk
+    end = begin + chunk
+    if end >= count:
+        return
+    row = tl.load(rows_ptr + end)
+    before = tl.load(rows_ptr + begin - 1, mask=program > 0, other=-1)
+    if (tl.load(rows_ptr + end - 1) != row) | (row == before) | (row < LOW) | (row >= HIGH):
+        return
+    cols = tl.arange(0, SPEC.block_d)
+    total = tl.load(partial_ptr + (2 * program + 1) * SPEC.block_d + cols)
+    at = program + 1 + tl.arange(0, CHUNKS)
+    goes_on = True
+    while goes_on:
+        mask = at * chunk < count
+        mask = mask & (tl.load(rows_ptr + at * chunk, mask=mask, other=-1) == row)
+        places = (2 * at * SPEC.block_d)[:, None] + cols[None, :]
+        total += tl.sum(tl.load(partial_ptr + places, mask=mask[:, None], other=0.0), 0)
+        goes_on = tl.min(mask.to(tl.int32), 0) > 0
+        at += CHUNKS
+    # One row of a tile.
+    one = tl.arange(0, 1)
+    tables = (weights, first_states, second_states, averages, averaged_at)
+    states = _load_states(one + row, one == 0, tables, SPEC)
+    _step_rows(one == 0, total[None, :], states, tables, learning_rate_ptr, step_ptr, SPEC)
+
+
+@cached
+def _launchers(optimizer: tuple, firsts: tuple[int, ...], width: int, num_grads: int) -> tuple[Launcher, Launcher]:
+    block_d = power_of_two(width)
+    tiles = plan.step_tiles(block_d)
+    values = {**optimizer._asdict(), "average": optimizer.average or 0.0, "firsts": firsts}
+    values |= {"num_tables": len(firsts) - 1, "width": width, "block_d": block_d, "block": tiles.block_n}
+    spec = StepSpec(**{name: Constant(x) for name, x in values.items()})
+    chunks = max(plan.GATHERED_ELEMENTS // block_d, 1)
+    return (
+        Launcher(step_rows_kernel, SPEC=spec, NUM_GRADS=num_grads, **tiles.constants),
+        Launcher(step_split_rows_kernel, SPEC=spec, CHUNKS=chunks, num_warps=4),
+    )
+
+
+def step_rows(
+    tables: list[Tensor],
+    states: list[tuple[Tensor, ...]],
+    sorted_rows: tuple[Tensor, Tensor],
+    grads: list[Tensor | None],
+    sizes: list[int],
+    optimizer: tuple,
+    learning_rate: Tensor | None,
+    step: Tensor | None,
+) -> None:
+    """As `jfi.ops.step_rows`; the optimizer "sum" writes the sums themselves to the rows that the places name."""
+    rows, order = sorted_rows
+    count, width = rows.shape[0], tables[0].shape[1]
+    if not count:
+        return
+    grads, starts = _join(grads, sizes, width, tables[0])
+    first, block_d = 0, power_of_two(width)
+    tiles = plan.step_tiles(block_d)
+    programs = plan.device_of(rows.device).num_sms * tiles.programs_per_sm
+    chunk = ceil_div(ceil_div(count, programs), tiles.block_n) * tiles.block_n
+    programs = ceil_div(count, chunk)
+    partial = torch.empty(2 * programs, block_d, device=rows.device)
+    for some in range(0, len(tables), MOST_STEPPED_TABLES):
+        own = slice(some, some + MOST_STEPPED_TABLES)
+        firsts = [first]
+        for table in tables[own]:
+            firsts.append(firsts[-1] + table.shape[0])
+        first = firsts[-1]
+        step_launch, split_launch = _launchers(optimizer, tuple(firsts), width, len(grads))
+        kinds = [tuple(kind) for kind in zip(*states[own], strict=True)]
+        averages = [None, None] if not optimizer.average else [kinds.pop(-2), kinds.pop(-1)]
+        kinds += [None] * (2 - len(kinds))
+        arrays = (tuple(tables[own]), *kinds, *averages, learning_rate, step)
+        step_launch((programs, 1, 1), (rows, order, tuple(grads), *arrays, partial), (count, chunk, *starts))
+        split_launch((programs, 1, 1), (rows, partial, *arrays), (count, chunk))
+
+
+def _join(grads: list[Tensor | None], sizes: list[int], width: int, like: Tensor) -> tuple[list[Tensor], list[int]]:
+    """At most MOST_GRADS gradients, and where in the list of all places those after the first begin."""
+    dtype = next((grad.dtype for grad in grads if grad is not None), torch.float32)
+    pairs = [
+        (size, torch.zeros(size, width, dtype=dtype, device=like.device) if grad is None else grad.contiguous())
+        for size, grad in zip(sizes, grads, strict=True)
+        if size
+    ]
+    while len(pairs) > MOST_GRADS:  # the two neighbours with the fewest rows
+        at = min(range(len(pairs) - 1), key=lambda i: pairs[i][0] + pairs[i + 1][0])
+        joined = torch.cat([pairs[at][1], pairs[at + 1][1]])
+        pairs[at : at + 2] = [(joined.shape[0], joined)]
+    starts, end = [], 0
+    for size, _ in pairs:
+        end += size
+        starts.append(end)
+    return [grad for _, grad in pairs], (starts[:-1] + [0] * MOST_GRADS)[: MOST_GRADS - 1]
+
+
+def sum_rows(grad: Tensor, sorted_rows: tuple[Tensor, Tensor], num_rows: int, dtype: torch.dtype) -> Tensor:
+    """The dense gradient [num_rows, D] of a table, of the gradients [n, D] of the places that were sorted."""
+    out = torch.zeros(num_rows, grad.shape[1], dtype=dtype, device=grad.device)
+    step_rows([out], [()], sorted_rows, [grad], [grad.shape[0]], _SUM, None, None)
+    return out

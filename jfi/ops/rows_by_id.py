@@ -1,0 +1,187 @@
+"""History rows that attention reads from embedding tables by id: the [S, G, D] history is never made.
+
+    x[s] = Σ_k table_k[indices_k[s]]
+
+In autograd such a history is a tensor without memory, `RowsById.rows`, whose gradient is the gradient of the events'
+rows. That of a table is dense, each row's events summed in a fixed order; `jfi.FusedEmbeddingCollection` gets the
+events' gradients instead and steps the rows.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from jfi.ops._checks import FLOATING, check_dim, check_size
+from jfi.ops.gather_rows import check_indices, gather_rows, table_gradient
+from jfi.plan import MOST_TABLES
+
+
+class RowsById(NamedTuple):
+    """Rows of tables by id, in the place of a history.
+
+    Attributes:
+        rows: [S, W] of the dtype that the rows are converted to. Its values are never read and take no memory.
+        tables: [N_k, W] each, floating, contiguous; or uint8 [N_k, W + 8] of fbgemm's 8-bit rows.
+        indices: [S] each, int32 or int64.
+    """
+
+    rows: Tensor
+    tables: tuple[Tensor, ...]
+    indices: tuple[Tensor, ...]
+
+
+def rows_by_id(
+    tables: Tensor | tuple[Tensor, ...],
+    indices: Tensor | tuple[Tensor, ...],
+    dtype: torch.dtype,
+    name: str = "key",
+    layout: str = "[N, G, D]",
+) -> RowsById:
+    """The checked rows of tables that an operator was given, a gradient to each table that requires one.
+
+    Args:
+        tables: the argument ``name``: one or several of ``layout``.
+        indices: the argument ``indices``: as many, of one length.
+        dtype: that the rows are converted to.
+        name, layout: for messages.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong value or type; an index out of range, where it may be read.
+    """
+    tables = tables if isinstance(tables, tuple) else (tables,)
+    indices = indices if isinstance(indices, tuple) else (indices,)
+    if not tables or len(tables) != len(indices):
+        raise ValueError(f"indices must come one to a table of {name}, got {len(indices)} for {len(tables)}")
+    first, quantized = tables[0], False
+    for k, (table, index) in enumerate(zip(tables, indices, strict=True)):
+        own = name if len(tables) == 1 else f"{name}[{k}]"
+        of = "indices" if len(tables) == 1 else f"indices[{k}]"
+        for what, x in ((own, table), (of, index)):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{what} must be a Tensor, got {type(x).__name__}")
+        quantized = table.dtype == torch.uint8
+        if table.dtype not in (*FLOATING, torch.uint8):
+            raise TypeError(f"{own} must be floating or uint8, fbgemm's 8-bit rows, got {table.dtype}")
+        if quantized and (table.dim() != 2 or table.shape[1] <= 8 or table.shape[1] % 4):
+            raise ValueError(
+                f"{own} of uint8 must be [N, D + 8] with a D that 4 divides, numbers then scale and bias in float32, "
+                f"got shape {list(table.shape)}"
+            )
+        if not quantized:
+            check_dim(own, table, layout)
+        if table.shape[1:] != first.shape[1:] or table.dtype != first.dtype:
+            raise ValueError(
+                f"{own} must be like {name}[0], {first.dtype} with rows of {list(first.shape[1:])}, got {table.dtype} "
+                f"with rows of {list(table.shape[1:])}"
+            )
+        if table.device != first.device or index.device != first.device:
+            raise ValueError(
+                f"{of} and {own} must be on the device of {name}, {first.device}, got {index.device} and {table.device}"
+            )
+        check_dim(of, index, "[S]")
+        if index.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{of} must be int32 or int64, got {index.dtype}")
+        check_size(of, index.shape[0], indices[0].shape[0], "S")
+        # None of them is padding.
+        check_indices(of, index, table.shape[0], own, torch.tensor(index.shape[0]))
+    indices = tuple([index.contiguous() for index in indices])
+    flat = tuple([table if quantized else table.flatten(1) for table in tables])
+    rows = _Rows.apply(dtype, indices, *flat)
+    return RowsById(rows, tuple([table.detach().contiguous() for table in flat]), indices)
+
+
+def sum_rows(histories: list[RowsById]) -> RowsById:
+    """Aligned rows by id as one history, the sum of theirs."""
+    if len(histories) == 1:
+        return histories[0]
+    tables = tuple([table for one in histories for table in one.tables])
+    indices = tuple([index for one in histories for index in one.indices])
+    return RowsById(_Sum.apply(*[one.rows for one in histories]), tables, indices)
+
+
+def join_rows(rows: list[Tensor]) -> Tensor:
+    """Rows without memory, one after the other."""
+    return _Join.apply(*rows)
+
+
+def read_rows(history: RowsById) -> Tensor:
+    """[S, W], the rows themselves; their gradient is that of ``history.rows``."""
+    return _Read.apply(history.rows, history.tables, history.indices)
+
+
+def rows_by_head(rows: Tensor, width: int) -> Tensor:
+    """[S, G, width], of rows [S, G · width]; as they are where that does not divide: then the checks refuse them."""
+    return rows.unflatten(1, (-1, width)) if rows.shape[1] % width == 0 else rows
+
+
+def fits_kernel(history: RowsById) -> bool:
+    """Whether attention kernels take so many tables, of one dtype that they convert."""
+    dtypes = {table.dtype for table in history.tables}
+    return len(history.tables) <= MOST_TABLES and len(dtypes) == 1 and torch.float64 not in dtypes
+
+
+def padded(tensors: list[Tensor]) -> list[Tensor | None]:
+    """MOST_TABLES arguments of an operator: one that took a list could not be vmapped."""
+    return [*tensors, *[None] * (MOST_TABLES - len(tensors))]
+
+
+def present(*tensors: Tensor | None) -> list[Tensor]:
+    """What was padded."""
+    return [x for x in tensors if x is not None]
+
+
+class _Rows(torch.autograd.Function):
+    """From tables to rows without memory; back to dense gradients."""
+
+    @staticmethod
+    def forward(ctx, dtype: torch.dtype, indices: tuple[Tensor, ...], *tables: Tensor) -> Tensor:
+        ctx.tables = [(table.shape[0], table.dtype) for table in tables]
+        ctx.save_for_backward(*indices)
+        width = tables[0].shape[1] - (8 if tables[0].dtype == torch.uint8 else 0)
+        return tables[0].new_zeros((), dtype=dtype).expand(indices[0].shape[0], width)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = (None, None)
+        for index, table, needed in zip(ctx.saved_tensors, ctx.tables, ctx.needs_input_grad[2:], strict=True):
+            gradients += (table_gradient(grad, index, *table) if needed else None,)
+        return gradients
+
+
+class _Sum(torch.autograd.Function):
+    """Rows without memory of several fields as one; each gets the same gradient."""
+
+    @staticmethod
+    def forward(ctx, *rows: Tensor) -> Tensor:
+        ctx.count = len(rows)
+        return rows[0].new_zeros(()).expand(rows[0].shape)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:
+        return (grad,) * ctx.count
+
+
+class _Join(torch.autograd.Function):
+    """Rows without memory of several histories as those of one."""
+
+    @staticmethod
+    def forward(ctx, *rows: Tensor) -> Tensor:
+        ctx.sizes = [one.shape[0] for one in rows]
+        return rows[0].new_zeros(()).expand(sum(ctx.sizes), rows[0].shape[1])
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:
+        return grad.split(ctx.sizes)
+
+
+class _Read(torch.autograd.Function):
+    """Reads the rows, and hands their gradient on."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, tables: tuple[Tensor, ...], indices: tuple[Tensor, ...]) -> Tensor:
+        return gather_rows(tables, indices, dtype=rows.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
