@@ -24,9 +24,10 @@ from jfi.data import Batch, InteractionDataset
 from jfi.data.chunks import ChunkOrder
 from jfi.data.order import SampleOrder
 from jfi.display import Display
-from jfi.training.config import Config
+from jfi.training.config import Config, ConfigError
 from jfi.training.distributed import World
 from jfi.training.interrupt import Interrupted, StopRequest, stop_on_signals
+from jfi.training.learning_rates import LearningRates
 from jfi.training.metrics import Predictions, normalized_entropy
 from jfi.training.plots import draw_attention, draw_curves
 from jfi.training.ranking import rank_split
@@ -75,6 +76,8 @@ class Trainer(RunState):
     ):
         super().__init__(config, dataset, world, warm)
         self.clock = clock
+        self._rates, self._num_steps = LearningRates(config.optimizer, self.optimizer), 0
+        self._check_warmup()
         self.pipeline: TrainPipelineSparseDist | None = None
         if world.launched and self.device.type == "cuda":
             self.pipeline = self._make_pipeline()
@@ -153,9 +156,18 @@ class Trainer(RunState):
             return f"training.patience has ended the run after epoch {progress.epoch}; for more, raise it"
         return None
 
+    def _check_warmup(self) -> None:
+        warmup, training = self.config.optimizer.warmup_steps, self.config.training
+        num_steps = training.epochs * -(-self.dataset.num_samples("train") // training.batch_size)
+        if warmup and warmup >= num_steps:
+            got = f"optimizer.warmup_steps: got {warmup}"
+            raise ConfigError(f"{got}, must be below the run's {num_steps} steps (training.epochs, batch_size)")
+
     def _train_epoch(self, run: RunFolder, recorder: Recorder, stop: StopRequest) -> None:
         progress, training = self.progress, self.config.training
         order = self._order("train", training.batch_size)
+        # The end of the run, as if all epochs to come had as many batches as this one: by user some have one fewer.
+        self._num_steps = progress.step - progress.position + (training.epochs - progress.epoch) * order.num_batches
         self.model.train()
         seconds, first = progress.train_seconds, order.samples_before(progress.position)
         started = logged = self.clock()
@@ -198,21 +210,31 @@ class Trainer(RunState):
         if self.pipeline is not None:
             with suppress(StopIteration):
                 while True:
+                    self._set_rates()
                     yield self.pipeline.progress(batches)
             return
         for batch in batches:
+            self._set_rates()
+            if self.model.training:
+                # Before the forward pass, in which fbgemm's fused optimizers read the rate that this hands on.
+                self.optimizer.zero_grad()
             loss, output = self._forward(batch)
             if self.model.training:
-                self.optimizer.zero_grad()
                 loss.backward()
                 self.optimizer.step()
             yield output
+
+    def _set_rates(self) -> None:
+        if self.model.training:
+            self._rates.set(self.progress.step, self._num_steps)
 
     def _forward(self, batch: Batch) -> tuple[Tensor | None, Output]:
         """The loss in training, else None, and the output. Train pipelines call it as well."""
         training, labels = self.model.training, batch.labels
         model = self.model if training else self._evaluated
-        logits = model(batch.dense_features, batch.sparse_features, batch.timelines).squeeze(-1)[: labels.numel()]
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.training.precision == "bfloat16"):
+            logits = model(batch.dense_features, batch.sparse_features, batch.timelines)
+        logits = logits.float().squeeze(-1)[: labels.numel()]
         output = logits.detach(), labels, batch.users
         if not training:
             return None, output
