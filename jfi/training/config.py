@@ -237,6 +237,9 @@ class TrainingConfig:
         max_grad_norm: gradients of all parameters outside of the embedding tables are scaled down so that their norm,
             taken over all of them, is at most this; null leaves them as they are. Rows of tables are not clipped:
             where the backward pass steps them, their gradients never exist together.
+        cuda_graph: `auto` launches training steps on a GPU as CUDA graphs where that is possible: batches by sample, no
+            encoder, not under torchrun. A line names the reason where it is not, and the line of an epoch how many
+            steps ran so. `off` never does.
         log_every: steps between two lines of training metrics.
         checkpoint_every: steps between checkpoints within an epoch, in addition to the one after each epoch; 0 for
             none.
@@ -260,6 +263,7 @@ class TrainingConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["float32", "bfloat16"] = "float32"
     max_grad_norm: float | None = None
+    cuda_graph: Literal["auto", "off"] = "auto"
     log_every: int = 50
     checkpoint_every: int = 0
     warm_start: str | None = None

@@ -12,7 +12,7 @@ import math
 from torch import Tensor
 from torchrec.optim.keyed import KeyedOptimizer
 
-from jfi.training.config import OptimizerConfig
+from jfi.training.config import ConfigError, OptimizerConfig
 
 
 class LearningRates:
@@ -23,9 +23,16 @@ class LearningRates:
     Args:
         config: the section `optimizer`.
         optimizer: whose groups have the base rates now.
+        num_steps: about the steps of the run.
+
+    Raises:
+        ConfigError: the run is over before the warm-up is.
     """
 
-    def __init__(self, config: OptimizerConfig, optimizer: KeyedOptimizer) -> None:
+    def __init__(self, config: OptimizerConfig, optimizer: KeyedOptimizer, num_steps: int) -> None:
+        if config.warmup_steps and config.warmup_steps >= num_steps:
+            got = f"optimizer.warmup_steps: got {config.warmup_steps}"
+            raise ConfigError(f"{got}, must be below the run's {num_steps} steps (training.epochs, batch_size)")
         self._config = config
         self._groups = [(group, float(group["lr"])) for group in optimizer.param_groups]
         self._factor = 1.0

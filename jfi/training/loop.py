@@ -20,11 +20,13 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from tqdm import tqdm
 
+from jfi.captured_step import CapturedStep
 from jfi.data import Batch, InteractionDataset
 from jfi.data.chunks import ChunkOrder
 from jfi.data.order import SampleOrder
 from jfi.display import Display
-from jfi.training.config import Config, ConfigError
+from jfi.training.capture import capture
+from jfi.training.config import Config
 from jfi.training.distributed import World
 from jfi.training.interrupt import Interrupted, StopRequest, stop_on_signals
 from jfi.training.learning_rates import LearningRates
@@ -76,11 +78,12 @@ class Trainer(RunState):
     ):
         super().__init__(config, dataset, world, warm)
         self.clock = clock
-        self._rates, self._num_steps = LearningRates(config.optimizer, self.optimizer), 0
-        self._check_warmup()
+        self._num_steps = config.training.epochs * -(-dataset.num_samples("train") // config.training.batch_size)
+        self._rates = LearningRates(config.optimizer, self.optimizer, self._num_steps)
         self.pipeline: TrainPipelineSparseDist | None = None
         if world.launched and self.device.type == "cuda":
             self.pipeline = self._make_pipeline()
+        self._captured: CapturedStep | None = None
         # Of the last line of the log, and samples a second of the last epoch, to be shown.
         self.loss = self.speed = math.nan
 
@@ -96,6 +99,12 @@ class Trainer(RunState):
             if isinstance(order, ChunkOrder) and world.size > 1:
                 busiest = order.imbalance(world.size)
                 self._say(f"the busiest of {world.size} processes has {busiest:.3f} times the mean events and samples")
+            if self.device.type == "cuda" and self.config.training.cuda_graph == "auto":
+                found = capture(self._step, self.model, self.optimizer, self.config, self.dataset, world)
+                if isinstance(found, CapturedStep):
+                    self._captured = found
+                else:
+                    self._say(f"training steps run eagerly, not as CUDA graphs: {found}")
         # Run the backward on this thread. Waking autograd's thread and waiting for it in every step costs the host more
         # than launching the kernels for short histories.
         with (
@@ -156,13 +165,6 @@ class Trainer(RunState):
             return f"training.patience has ended the run after epoch {progress.epoch}; for more, raise it"
         return None
 
-    def _check_warmup(self) -> None:
-        warmup, training = self.config.optimizer.warmup_steps, self.config.training
-        num_steps = training.epochs * -(-self.dataset.num_samples("train") // training.batch_size)
-        if warmup and warmup >= num_steps:
-            got = f"optimizer.warmup_steps: got {warmup}"
-            raise ConfigError(f"{got}, must be below the run's {num_steps} steps (training.epochs, batch_size)")
-
     def _train_epoch(self, run: RunFolder, recorder: Recorder, stop: StopRequest) -> None:
         progress, training = self.progress, self.config.training
         order = self._order("train", training.batch_size)
@@ -206,7 +208,7 @@ class Trainer(RunState):
         yield from self._run(self._batches(split, size, start, label))
 
     def _run(self, batches: Iterator[Batch]) -> Iterator[Output]:
-        """Runs the model on batches that are on the device, or pinned for a pipeline."""
+        """Runs the model on batches that are on the device, but for those that a pipeline or a graph copies there."""
         if self.pipeline is not None:
             with suppress(StopIteration):
                 while True:
@@ -216,13 +218,17 @@ class Trainer(RunState):
         for batch in batches:
             self._set_rates()
             if self.model.training:
-                # Before the forward pass, in which fbgemm's fused optimizers read the rate that this hands on.
-                self.optimizer.zero_grad()
-            loss, output = self._forward(batch)
-            if self.model.training:
-                loss.backward()
-                self.optimizer.step()
-            yield output
+                yield self._step(batch) if self._captured is None else self._captured(batch)
+            else:
+                yield self._forward(batch)[1]
+
+    def _step(self, batch: Batch) -> Output:
+        # Before the forward pass, in which fbgemm's fused optimizers read the rate that this hands on.
+        self.optimizer.zero_grad()
+        loss, output = self._forward(batch)
+        loss.backward()
+        self.optimizer.step()
+        return output
 
     def _set_rates(self) -> None:
         if self.model.training:
@@ -291,7 +297,8 @@ class Trainer(RunState):
         recorder.metrics("validation", progress.epoch, progress.step, metrics, speed)
         if self.world.is_first:
             shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-            tqdm.write(f"epoch {progress.epoch}: validation {shown}; trained {self.speed:,.0f} samples/s")
+            captured = "" if self._captured is None else f"; {self._captured.summary()}"
+            tqdm.write(f"epoch {progress.epoch}: validation {shown}; trained {self.speed:,.0f} samples/s{captured}")
             sys.stdout.flush()
         self.save(run, recorder)
 
@@ -308,6 +315,8 @@ class Trainer(RunState):
         return Display(label, total, done, clock=self.clock, silent=not self.world.is_first)
 
     def _ready(self, batch: Batch) -> Batch:
+        if self._captured is not None and self.model.training:
+            return batch  # copied into the buffers that the graph reads
         # A pipeline copies batches to the device itself, concurrently if the memory is pinned.
         return batch.pin_memory() if self.pipeline is not None else batch.to(self.device, non_blocking=True)
 
