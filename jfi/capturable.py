@@ -14,9 +14,8 @@ from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
 )
-from torchrec.optim.fused import FusedOptimizerModule
 
-from jfi.modules import JaggedEncoder
+from jfi.modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection, JaggedEncoder
 from jfi.modules.stacked_attention import StackedTargetAttention
 from jfi.plan import FEW_QUERY_ROWS, TABLE_ROWS
 from jfi.static_batch import UnsupportedBatch, describe
@@ -61,7 +60,7 @@ def _why_not(module: nn.Module, keys: set[str]) -> str | None:
     if isinstance(module, EmbeddingCollectionInterface | EmbeddingBagCollectionInterface):
         if not isinstance(module, EmbeddingCollection | EmbeddingBagCollection):
             return f"a {kind} reads all keys at once, without room between them" if keys else None
-        is_bag = isinstance(module, EmbeddingBagCollection) and not isinstance(module, FusedOptimizerModule)
+        is_bag = isinstance(module, EmbeddingBagCollection) and not isinstance(module, FusedEmbeddingBagCollection)
         read = [key for table in module.embedding_bag_configs() for key in table.feature_names] if is_bag else []
         key = next((key for key in read if key in keys), None)
         return key and f"an {kind} reads '{key}' without room; use jfi.FusedEmbeddingBagCollection"
@@ -84,8 +83,10 @@ def padding_ids(model: nn.Module) -> dict[str, int]:
     """By key the id that fills the room: -1 where a collection skips it; other keys have 0, whose row gets zeros."""
     padding = {}
     for module in model.modules():
-        if isinstance(module, FusedOptimizerModule) and isinstance(module, EmbeddingCollection):
-            padding |= {key: -1 for table in module.embedding_configs() for key in table.feature_names}
-        elif isinstance(module, FusedOptimizerModule) and isinstance(module, EmbeddingBagCollection):
-            padding |= {key: -1 for table in module.embedding_bag_configs() for key in table.feature_names}
+        tables = []
+        if isinstance(module, FusedEmbeddingCollection):
+            tables = module.embedding_configs()
+        elif isinstance(module, FusedEmbeddingBagCollection):
+            tables = module.embedding_bag_configs()
+        padding |= {key: -1 for table in tables for key in table.feature_names}
     return padding

@@ -19,6 +19,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from jfi import compat
 from jfi.data import DataSchema, FeatureSpec
 from jfi.models import SequenceDLRM
 from jfi.modules import (
@@ -197,8 +198,7 @@ def keyed_optimizer(
             return OPTIMIZERS[group.name](values, lr=rate, weight_decay=group.weight_decay)
         options = {"lr": torch.tensor(rate, device=device), "fused": True, "capturable": True}
         optimizer = OPTIMIZERS[group.name](values, weight_decay=group.weight_decay, **options)
-        # torch warns at a step outside of a graph, which the first ones are.
-        optimizer._warned_capturable_if_run_uncaptured = True
+        compat.expect_capture(optimizer)  # the first steps are not captured
         return optimizer
 
     return ClippingOptimizer(parameters, make, max_norm)

@@ -35,9 +35,11 @@ def capture(
         return "the run is under torchrun"
     if dataset.batching == "user":
         return "data.batching is user, whose batches have any number of timelines"
-    for section, (_, one) in zip(("embeddings", "dense"), optimizer.optimizers, strict=True):
+    last = len(optimizer.optimizers) - 1
+    for place, (_, one) in enumerate(optimizer.optimizers):
         # Other optimizers step in the backward pass.
         if isinstance(one, KeyedOptimizerWrapper) and not all(group.get("capturable") for group in one.param_groups):
+            section = "dense" if place == last else "embeddings"
             name = getattr(config.optimizer, section).name
             return f"optimizer.{section}.name is {name}; of torch.optim only adam and adamw can be captured"
     training = config.training

@@ -92,10 +92,10 @@ def assert_alike(run: Path, other: Path, losses: float, metrics: float) -> None:
 @pytest.mark.parametrize(
     ("model", "training", "losses"),
     [
-        ({}, {}, 1e-4),
-        ({"bias": "position", "combine": "concat"}, {"max_grad_norm": 0.05}, 1e-4),
-        ({"pooling": "mean"}, {}, 1e-4),
-        ({"pooling": "none"}, {}, 1e-4),
+        ({}, {}, 5e-4),
+        ({"bias": "position", "combine": "concat"}, {"max_grad_norm": 0.05}, 5e-4),
+        ({"pooling": "mean"}, {}, 5e-4),
+        ({"pooling": "none"}, {}, 5e-4),
         ({}, {"precision": "bfloat16"}, 5e-3),
     ],
     ids=["attention", "clipped", "mean", "none", "bfloat16"],
@@ -117,7 +117,7 @@ def test_losses_equal_those_of_eager_steps(tmp_path, capsys, model, training, lo
 def test_dropout_draws_what_eager_steps_draw(tmp_path):
     for name, mode in (("eager", "off"), ("graphs", "auto")):
         train(graphed(tmp_path / name, mode, {"dropout": 0.2}))
-    assert_alike(tmp_path / "eager", tmp_path / "graphs", 1e-4, 0.02)
+    assert_alike(tmp_path / "eager", tmp_path / "graphs", 5e-4, 0.02)
 
 
 @on_gpu
