@@ -73,9 +73,10 @@ def _why_not(module: nn.Module, keys: set[str]) -> str | None:
         if module.num_features > 1:
             return f"the features {names} are read in one launch, without room between them"
         rows = module.num_queries * module.num_heads
-        if module.bucket_bias is not None and (rows > FEW_QUERY_ROWS or len(module.bucket_bias) > TABLE_ROWS):
-            limits = f"at most {FEW_QUERY_ROWS} query rows and {TABLE_ROWS} buckets"
-            return f"the bias of '{names}' has a gradient by event; with {limits} it has none"
+        if rows > FEW_QUERY_ROWS:
+            return f"'{names}' has {rows} query rows; kernels for more than {FEW_QUERY_ROWS} take no room"
+        if module.bucket_bias is not None and len(module.bucket_bias) > TABLE_ROWS:
+            return f"the bias of '{names}' has more than {TABLE_ROWS} buckets, and then a gradient by event"
     return None
 
 

@@ -165,10 +165,7 @@ class CapturedStep:
                 level.eager_steps += 1
                 self.eager[f"beyond {self._most_graphs} graphs" if is_warm else "as warm-up"] += 1
                 return self._graphs.run(step)
-            try:
-                level.replay, level.outputs = self._graphs.capture(step)
-            except RuntimeError as error:
-                raise RuntimeError(f"the step cannot be captured in a CUDA graph: {_first_line(error)}") from error
+            level.replay, level.outputs = self._graphs.capture(step)
         level.replay()
         self.captured += 1
         return level.outputs
@@ -243,20 +240,25 @@ class _CudaGraphs:
 
     def capture(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """The replay of a step, and its outputs, which each replay overwrites."""
-        graph = torch.cuda.CUDAGraph()
+        graph, fault = torch.cuda.CUDAGraph(), None
         # Only calls of this thread: others may pin memory meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            outputs = step()
+        options = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
+        try:
+            with torch.cuda.graph(graph, **options):
+                try:
+                    outputs = step()
+                except Exception as error:
+                    fault = error  # ending the capture raises another one
+                    raise
+        except Exception as error:
+            fault = error if fault is None else fault
+            if isinstance(fault, torch.OutOfMemoryError):
+                raise fault from None
+            line = (str(fault).splitlines() or [type(fault).__name__])[0]
+            raise RuntimeError(f"the step cannot be captured in a CUDA graph: {line}") from fault
         return graph.replay, outputs
 
 
 def _pin(part: Any) -> Any:
     values = part if isinstance(part, Tensor) else part.values()
     return part if values.is_pinned() else part.pin_memory()
-
-
-def _first_line(error: BaseException) -> str:
-    """Of the error that came first: ending a capture after it raises another one."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -302,7 +302,7 @@ FEATURES = [SequenceFeatureConfig(name, ["history_item"], ["item"]) for name in 
         (layer, None),
         (lambda: layer(project_history=True), "project_history of 'taste'"),
         (lambda: layer(num_heads=4, num_queries=4, bias=PositionBias(8), project_history=False), None),
-        (lambda: layer(num_heads=4, num_queries=5, bias=PositionBias(8), project_history=False), "20 query|bias of"),
+        (lambda: layer(num_heads=4, num_queries=5, project_history=False), "'taste' has 20 query rows"),
         (lambda: layer(bias=PositionBias(65)), "bias of 'taste'"),
         (lambda: layer(bias=WeightBias()), None),
         (lambda: JaggedFeatureInteraction(FEATURES, D), "features taste, mood"),
