@@ -1,6 +1,7 @@
 """Captured steps: buffers, capacities and eager fallbacks anywhere; graphs themselves on a GPU."""
 
 import dataclasses
+import importlib
 import math
 import subprocess
 import sys
@@ -325,7 +326,6 @@ def test_without_room_nothing_prevents_it():
     assert why_not_captured(nn.Sequential(bags("history_item"), layer(project_history=True)), batch([1] * B)) is None
 
 
-# --- On a GPU ---------------------------------------------------------------------------------------------------------
 class Attended(nn.Module):
     """A model with the layer and TorchRec's collections; the history has two fields."""
 
@@ -345,6 +345,32 @@ class Attended(nn.Module):
         return self.over(self.drop(torch.cat(entries, dim=1))).squeeze(1)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the tests on a GPU cover it")
+@pytest.mark.parametrize("combine", ["sum", "concat"])
+@pytest.mark.parametrize("bias", [None, PositionBias(8), WeightBias()], ids=["plain", "position", "weights"])
+def test_kernels_leave_padding_alone(bias, combine, poisoned, monkeypatch):
+    """The layer on padded batches as on a GPU: kernels in the interpreter, memory that nobody wrote is NaN."""
+    for name in ("absorbed_target_attention", "jagged_jagged_bmm", "absorb_weights"):
+        module_of = importlib.import_module(f"jfi.ops.{name}")
+        if hasattr(module_of, "check_impl"):
+            monkeypatch.setattr(module_of, "check_impl", lambda *_: "triton")
+    monkeypatch.setattr("jfi.ops._checks.may_read", lambda *_: False)
+    monkeypatch.setattr("jfi.modules.validation.contents_are_free", lambda _: False)
+    batches = [batch(histories(seed, 6), seed, isinstance(bias, WeightBias)) for seed in range(6)]
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Attended(bias, combine))
+    want = losses_of(stepper(models[0]), batches)
+    captured = CapturedStep(stepper(models[1]), models[1])
+    captured._graphs = FakeGraphs()
+    assert losses_of(captured, batches) == pytest.approx(want, rel=1e-6) and captured.captured >= 3
+    for name, value in models[0].state_dict().items():
+        torch.testing.assert_close(models[1].state_dict()[name], value, msg=name)
+
+
+# --- On a GPU ---------------------------------------------------------------------------------------------------------
 def pair_of_models(make: Callable[[], nn.Module]) -> list[nn.Module]:
     models = []
     for _ in range(2):

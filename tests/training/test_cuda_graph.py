@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_run import assert_same_run, by_user, read_results, saved_tensors, tiny
 
-from jfi.captured_step import CapturedStep
+from jfi.captured_step import CapturedStep, _Level
 from jfi.data import load_dataset
 from jfi.training import Config, EncoderConfig, OptimizerConfig, OptimizerGroup, resume, train
 from jfi.training.capture import capture
@@ -29,9 +29,8 @@ def graphed(run_dir: Path | None, cuda_graph: str = "auto", model: dict | None =
     config = tiny(run_dir, cuda_graph=cuda_graph, **options)
     groups = OptimizerGroup("adam", 3e-3), OptimizerGroup("adam", 3e-3)
     optimizer = OptimizerConfig(*groups, average=0.9, schedule="cosine", warmup_steps=5)
-    return dataclasses.replace(
-        config, optimizer=optimizer, model=dataclasses.replace(config.model, dropout=0.0, **model or {})
-    )
+    model = dataclasses.replace(config.model, **{"dropout": 0.0, **(model or {})})
+    return dataclasses.replace(config, optimizer=optimizer, model=model)
 
 
 def decided(config: Config, world: World | None = None, capturable: bool = True) -> CapturedStep | str:
@@ -75,6 +74,41 @@ def test_a_cpu_runs_eagerly_and_says_nothing(tmp_path, capsys, monkeypatch):
     train(graphed(tmp_path / "run", epochs=1, device="cpu"))
     said = capsys.readouterr()
     assert "captured" not in said.out + said.err and "CUDA" not in said.out + said.err
+
+
+class StandInGraphs:
+    """Runs the step on the buffers, at a replay as before it."""
+
+    def level(self, buffers):
+        return _Level(buffers, staging=0)
+
+    def load(self, level, batch):
+        level.buffers.fill(level.block, batch)
+
+    def run(self, step):
+        return step()
+
+    def capture(self, step):
+        return step, None
+
+
+def test_the_loop_is_the_same_with_steps_from_buffers(tmp_path, monkeypatch, capsys):
+    """Without histories a CPU's layers take buffers with room, and every number is the same."""
+    options = {"device": "cpu", "model": {"pooling": "none", "dropout": 0.1}, "max_grad_norm": 0.1}
+    train(graphed(tmp_path / "plain", **options))
+    fit = Trainer.fit
+
+    def buffered(trainer, run):
+        trainer._captured = CapturedStep(trainer._step, trainer.model)
+        trainer._captured._graphs = StandInGraphs()
+        return fit(trainer, run)
+
+    monkeypatch.setattr(Trainer, "fit", buffered)
+    train(graphed(tmp_path / "buffers", **options))
+    assert_same_run(tmp_path / "plain", tmp_path / "buffers")
+    lines = [line for line in capsys.readouterr().out.splitlines() if "steps ran captured" in line]
+    assert len(lines) == 2 and "of 36 steps ran captured" in lines[1]
+    assert "as warm-up, 2 another number of samples, or another structure" in lines[1]
 
 
 # --- On a GPU ---------------------------------------------------------------------------------------------------------
