@@ -10,6 +10,7 @@ import logging
 __version__ = "0.1.0"
 
 _LAZY = {
+    "CapturedStep": "jfi.captured_step",
     "FusedEmbeddingBagCollection": "jfi.modules",
     "FusedEmbeddingCollection": "jfi.modules",
     "JaggedEncoder": "jfi.modules",

@@ -10,6 +10,7 @@ Torch:
     aten._scaled_dot_product_flash_attention_for_cpu, .._backward    no public way to the log-sum-exp
     torch.fx._symbolic_trace.PHWithMeta            placeholders of TorchRec's train pipelines (jfi/data/batch.py)
     torch.autograd._profiler_enabled               no public way to see a profiler at work
+    Optimizer._warned_capturable_if_run_uncaptured    silences a warning for steps before a capture (build.py)
     torch.utils._python_dispatch                   is_in_torch_dispatch_mode: fake tensors, make_fx
     nn.Module._load_state_dict_pre_hooks           called by a module that loads weights itself (attention_groups.py)
 
@@ -48,6 +49,7 @@ __all__ = [
     "alignment_free",
     "call_after_backward",
     "current_backward",
+    "expect_capture",
     "flash_attention_for_cpu",
     "flash_attention_for_cpu_backward",
     "forward_mode_level",
@@ -69,6 +71,11 @@ def is_torch_func_grad() -> bool:
     if torch.compiler.is_compiling() or not functorch_transforms_active():
         return False
     return torch._C._functorch.peek_interpreter_stack().key() == torch._C._functorch.TransformType.Grad
+
+
+def expect_capture(optimizer: torch.optim.Optimizer) -> None:
+    """Silences the warning of an optimizer with capturable=True that a step of it is not captured."""
+    optimizer._warned_capturable_if_run_uncaptured = True
 
 
 def load_state_dict_pre_hooks(module: torch.nn.Module) -> tuple[Callable[..., None], ...]:

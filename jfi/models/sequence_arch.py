@@ -106,6 +106,7 @@ def _single_entries(
         if one_each and validation.contents_are_free(values) and bool((embeddings[key].lengths() == 1).all()):
             entries[key] = values
         else:
+            values = inputs.own_rows(values, offsets, embeddings[key])
             entries[key] = jagged_jagged_bmm(values, values.new_ones(values.size(0), 1), offsets).squeeze(-1)
     return entries if timelines is None else broadcast(entries, user_keys, timelines.row_offsets)
 

@@ -30,6 +30,7 @@ from jfi.modules.sequence_configs import (
 from jfi.modules.table_rows import TableRows, unread, with_weights
 from jfi.modules.validation import check_inputs, require_keys
 from jfi.ops.rows_by_id import RowsById, join_rows, read_rows, rows_by_id, sum_rows
+from jfi.room import has_room
 
 
 class GroupInputs(NamedTuple):
@@ -67,7 +68,10 @@ def allow_no_samples(ids: KeyedJaggedTensor) -> None:
 
 def is_read_by_id(collection: nn.Module, ids: KeyedJaggedTensor) -> bool:
     """Whether `look_up` serves in place of the collection: TorchRec's own, with dense gradients, on a GPU, untraced."""
-    if type(collection) is not EmbeddingCollection or not isinstance(ids, KeyedJaggedTensor) or is_traced():
+    # With room ids behind the last sample are 0, not padding.
+    if type(collection) is not EmbeddingCollection or not isinstance(ids, KeyedJaggedTensor):
+        return False
+    if is_traced() or has_room():
         return False
     tables = collection.embeddings.values()
     return all([type(one.weight) is nn.Parameter and one.weight.is_cuda and not one.sparse for one in tables])
@@ -196,6 +200,7 @@ def _read_groups(
             fields = [combine(fields, feature)]
         firsts = [sequences[key] for key in group.sequence_keys[0]]
         offsets, count = join_offsets(firsts), fields[0].size(0)
+        fields = [own_rows(rows, offsets, firsts[0]) for rows in fields]
 
         weights = score_bias = bias_index = times = None
         if group.reads_weights:
@@ -237,6 +242,31 @@ def _rows_by_id(sequences: dict[str, JaggedTensor], group: FeatureGroup) -> Rows
     return sum_rows(fields)
 
 
+def own_rows(rows: Tensor, offsets: Tensor, source: JaggedTensor) -> Tensor:
+    """Rows [S, D] as they are; if jagged tensors have room, with a gradient of zero behind the last sample.
+
+    Kernels leave the gradient of these rows unwritten, and an nn.Embedding adds up what it gets. A subclass of
+    JaggedTensor has rows by id, and the step of its table leaves padding out.
+    """
+    if not has_room() or type(source) is not JaggedTensor or not rows.requires_grad:
+        return rows
+    return _OwnRows.apply(rows, offsets)
+
+
+class _OwnRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(offsets)
+        return rows.view_as(rows)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        (offsets,) = ctx.saved_tensors
+        behind = torch.arange(grad.size(0), device=grad.device) >= offsets[-1]
+        return grad.masked_fill(behind.unsqueeze(1), 0.0), None
+
+
 def _stacked(targets: dict[str, Tensor], fields: list[tuple[str, ...]]) -> list[Tensor]:
     """Field by field the targets of all features [F, B, embedding_dim]."""
     stacked = []
@@ -276,7 +306,10 @@ def position_buckets(offsets: Tensor, num_events: int, num_buckets: int) -> Tens
     """
     place = torch.arange(num_events, device=offsets.device, dtype=offsets.dtype)
     # An event's sample ends at the first offset beyond it.
-    ends = offsets.index_select(0, torch.searchsorted(offsets, place, right=True, out_int32=True))
+    ends = torch.searchsorted(offsets, place, right=True, out_int32=True)
+    if has_room():  # rows behind the last sample, which nobody reads
+        ends = ends.clamp_(max=offsets.size(0) - 1)
+    ends = offsets.index_select(0, ends)
     return floor_log2(ends - place, num_buckets)
 
 

@@ -6,7 +6,7 @@ tables are in the EmbeddingBagCollection.
 """
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +19,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from jfi import compat
 from jfi.data import DataSchema, FeatureSpec
 from jfi.models import SequenceDLRM
 from jfi.modules import (
@@ -134,12 +135,37 @@ def shards_of(weight: Tensor | ShardedTensor) -> list[tuple[Tensor, int, int]]:
     return [(weight, 0, 0)]
 
 
-def build_optimizer(config: OptimizerConfig, model: nn.Module) -> KeyedOptimizer:
+class ClippingOptimizer(KeyedOptimizerWrapper):
+    """Scales the gradients of its parameters down to a norm before each step.
+
+    Args:
+        parameters: by name; all on one device, and the same in every process.
+        make: makes the optimizer of a list of parameters.
+        max_norm: the largest norm, over all gradients; None for no limit.
+    """
+
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        make: Callable[[list[nn.Parameter]], Optimizer],
+        max_norm: float | None = None,
+    ) -> None:
+        super().__init__(parameters, make)
+        self._clipped, self._max_norm = list(parameters.values()), max_norm
+
+    def step(self, closure: object = None) -> None:
+        if self._max_norm is not None:
+            nn.utils.clip_grad_norm_(self._clipped, self._max_norm)
+        super().step(closure)
+
+
+def build_optimizer(config: OptimizerConfig, model: nn.Module, max_grad_norm: float | None = None) -> KeyedOptimizer:
     """An optimizer of the embedding tables and one of all other parameters, with state keyed by parameter name.
 
     Args:
         config: the two groups.
         model: a model with its tables in TorchRec's collections.
+        max_grad_norm: the largest norm of the gradients of the other parameters; None for no limit.
     """
     names = table_configs(model)
     tables = {name: p for name, p in model.named_parameters() if name in names}
@@ -148,17 +174,34 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> KeyedOptimizer
         for module in model.modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.num_embeddings >= _SPARSE_ROWS:
                 module.sparse = True
-    groups = [(tables, config.embeddings), (dense, config.dense)]
-    return CombinedOptimizer([keyed_optimizer(group, parameters) for parameters, group in groups])
+    both = keyed_optimizer(config.embeddings, tables), keyed_optimizer(config.dense, dense, max_grad_norm)
+    return CombinedOptimizer(list(both))
 
 
-def keyed_optimizer(group: OptimizerGroup, parameters: dict[str, nn.Parameter]) -> KeyedOptimizer:
-    """The optimizer of a group of parameters, with state keyed by parameter name."""
+def keyed_optimizer(
+    group: OptimizerGroup, parameters: dict[str, nn.Parameter], max_norm: float | None = None
+) -> KeyedOptimizer:
+    """The optimizer of a group of parameters, with state keyed by parameter name.
+
+    On a GPU Adam and AdamW keep their learning rate and their step in tensors there, so that a CUDA graph can hold
+    their step. Adagrad has no such form in torch.
+
+    Args:
+        group: which optimizer, and its settings.
+        parameters: by name.
+        max_norm: the largest norm of their gradients; None for no limit.
+    """
 
     def make(values: list[nn.Parameter]) -> Optimizer:
-        return OPTIMIZERS[group.name](values, lr=group.learning_rate, weight_decay=group.weight_decay)
+        rate, device = group.learning_rate, values[0].device
+        if group.name not in ("adam", "adamw") or device.type != "cuda":
+            return OPTIMIZERS[group.name](values, lr=rate, weight_decay=group.weight_decay)
+        options = {"lr": torch.tensor(rate, device=device), "fused": True, "capturable": True}
+        optimizer = OPTIMIZERS[group.name](values, weight_decay=group.weight_decay, **options)
+        compat.expect_capture(optimizer)  # the first steps are not captured
+        return optimizer
 
-    return KeyedOptimizerWrapper(parameters, make)
+    return ClippingOptimizer(parameters, make, max_norm)
 
 
 def _draw_shard(shard: Tensor, row: int, column: int, table: BaseEmbeddingConfig, seed: int) -> None:

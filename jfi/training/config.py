@@ -170,11 +170,16 @@ class OptimizerConfig:
         average: decay of an exponential moving average of all parameters, such as 0.99; evaluation then uses the
             average. Every step updates the average of all tables, so leave it null for large ones. It must be null
             under torchrun.
+        schedule: how the learning rates of both groups go on after the warm-up: `constant`, or `cosine`, which falls to
+            zero at the last step of the last of `training.epochs`.
+        warmup_steps: number of steps in which the learning rates rise linearly to their values.
     """
 
     dense: OptimizerGroup = field(default_factory=OptimizerGroup)
     embeddings: OptimizerGroup = field(default_factory=lambda: OptimizerGroup(name="adagrad", learning_rate=0.02))
     average: float | None = None
+    schedule: Literal["constant", "cosine"] = "constant"
+    warmup_steps: int = 0
 
     def __post_init__(self) -> None:
         for name, group in (("dense", self.dense), ("embeddings", self.embeddings)):
@@ -185,6 +190,7 @@ class OptimizerConfig:
         _require(dense != "rowwise_adagrad", "optimizer.dense.name", dense, "adagrad, adam or adamw")
         in_range = self.average is None or 0 < self.average < 1
         _require(in_range, "optimizer.average", self.average, "between 0 and 1, or null")
+        _require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "0 or more")
 
 
 @dataclass
@@ -225,6 +231,15 @@ class TrainingConfig:
         patience: training stops after this number of epochs without a better `monitor`; null never stops early.
         seed: seed of parameters, dropout, sample order and sampled negatives; in [0, 2**32).
         device: `auto` means cuda if there is a GPU, else cpu.
+        precision: of the matrix products in training and in the run's own evaluation: `float32`, or `bfloat16`, under
+            torch.autocast. Parameters, the rows of histories, the loss and the optimizers' state are float32 in both.
+            A run is exported, and scores tables, in float32.
+        max_grad_norm: gradients of all parameters outside of the embedding tables are scaled down so that their norm,
+            taken over all of them, is at most this; null leaves them as they are. Rows of tables are not clipped:
+            where the backward pass steps them, their gradients never exist together.
+        cuda_graph: `auto` launches training steps on a GPU as CUDA graphs where that is possible: batches by sample, no
+            encoder, not under torchrun. A line names the reason where it is not, and the line of an epoch how many
+            steps ran so. `off` never does.
         log_every: steps between two lines of training metrics.
         checkpoint_every: steps between checkpoints within an epoch, in addition to the one after each epoch; 0 for
             none.
@@ -246,6 +261,9 @@ class TrainingConfig:
     patience: int | None = 2
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Literal["float32", "bfloat16"] = "float32"
+    max_grad_norm: float | None = None
+    cuda_graph: Literal["auto", "off"] = "auto"
     log_every: int = 50
     checkpoint_every: int = 0
     warm_start: str | None = None
@@ -258,6 +276,8 @@ class TrainingConfig:
             _require(getattr(self, name) >= 1, f"training.{name}", getattr(self, name), "at least 1")
         _require(0 <= self.seed < 2**32, "training.seed", self.seed, "in [0, 2**32)")
         _require(self.checkpoint_every >= 0, "training.checkpoint_every", self.checkpoint_every, "0 or more")
+        norm = self.max_grad_norm
+        _require(norm is None or 0 < norm < math.inf, "training.max_grad_norm", norm, "positive and finite, or null")
         limit = self.ranking_positives
         _require(limit is None or limit >= 1, "training.ranking_positives", limit, "at least 1, or null")
         _require(self.patience is None or self.patience >= 1, "training.patience", self.patience, "at least 1, or null")

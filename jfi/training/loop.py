@@ -20,13 +20,16 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from tqdm import tqdm
 
+from jfi.captured_step import CapturedStep
 from jfi.data import Batch, InteractionDataset
 from jfi.data.chunks import ChunkOrder
 from jfi.data.order import SampleOrder
 from jfi.display import Display
+from jfi.training.capture import capture
 from jfi.training.config import Config
 from jfi.training.distributed import World
 from jfi.training.interrupt import Interrupted, StopRequest, stop_on_signals
+from jfi.training.learning_rates import LearningRates
 from jfi.training.metrics import Predictions, normalized_entropy
 from jfi.training.plots import draw_attention, draw_curves
 from jfi.training.ranking import rank_split
@@ -75,9 +78,12 @@ class Trainer(RunState):
     ):
         super().__init__(config, dataset, world, warm)
         self.clock = clock
+        self._num_steps = config.training.epochs * -(-dataset.num_samples("train") // config.training.batch_size)
+        self._rates = LearningRates(config.optimizer, self.optimizer, self._num_steps)
         self.pipeline: TrainPipelineSparseDist | None = None
         if world.launched and self.device.type == "cuda":
             self.pipeline = self._make_pipeline()
+        self._captured: CapturedStep | None = None
         # Of the last line of the log, and samples a second of the last epoch, to be shown.
         self.loss = self.speed = math.nan
 
@@ -93,6 +99,12 @@ class Trainer(RunState):
             if isinstance(order, ChunkOrder) and world.size > 1:
                 busiest = order.imbalance(world.size)
                 self._say(f"the busiest of {world.size} processes has {busiest:.3f} times the mean events and samples")
+            if self.device.type == "cuda" and self.config.training.cuda_graph == "auto":
+                found = capture(self._step, self.model, self.optimizer, self.config, self.dataset, world)
+                if isinstance(found, CapturedStep):
+                    self._captured = found
+                else:
+                    self._say(f"training steps run eagerly, not as CUDA graphs: {found}")
         # Run the backward on this thread. Waking autograd's thread and waiting for it in every step costs the host more
         # than launching the kernels for short histories.
         with (
@@ -156,6 +168,8 @@ class Trainer(RunState):
     def _train_epoch(self, run: RunFolder, recorder: Recorder, stop: StopRequest) -> None:
         progress, training = self.progress, self.config.training
         order = self._order("train", training.batch_size)
+        # The end of the run, as if all epochs to come had as many batches as this one: by user some have one fewer.
+        self._num_steps = progress.step - progress.position + (training.epochs - progress.epoch) * order.num_batches
         self.model.train()
         seconds, first = progress.train_seconds, order.samples_before(progress.position)
         started = logged = self.clock()
@@ -194,25 +208,39 @@ class Trainer(RunState):
         yield from self._run(self._batches(split, size, start, label))
 
     def _run(self, batches: Iterator[Batch]) -> Iterator[Output]:
-        """Runs the model on batches that are on the device, or pinned for a pipeline."""
+        """Runs the model on batches that are on the device, but for those that a pipeline or a graph copies there."""
         if self.pipeline is not None:
             with suppress(StopIteration):
                 while True:
+                    self._set_rates()
                     yield self.pipeline.progress(batches)
             return
         for batch in batches:
-            loss, output = self._forward(batch)
+            self._set_rates()
             if self.model.training:
-                self.optimizer.zero_grad()
-                loss.backward()
-                self.optimizer.step()
-            yield output
+                yield self._step(batch) if self._captured is None else self._captured(batch)
+            else:
+                yield self._forward(batch)[1]
+
+    def _step(self, batch: Batch) -> Output:
+        # Before the forward pass, in which fbgemm's fused optimizers read the rate that this hands on.
+        self.optimizer.zero_grad()
+        loss, output = self._forward(batch)
+        loss.backward()
+        self.optimizer.step()
+        return output
+
+    def _set_rates(self) -> None:
+        if self.model.training:
+            self._rates.set(self.progress.step, self._num_steps)
 
     def _forward(self, batch: Batch) -> tuple[Tensor | None, Output]:
         """The loss in training, else None, and the output. Train pipelines call it as well."""
         training, labels = self.model.training, batch.labels
         model = self.model if training else self._evaluated
-        logits = model(batch.dense_features, batch.sparse_features, batch.timelines).squeeze(-1)[: labels.numel()]
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.training.precision == "bfloat16"):
+            logits = model(batch.dense_features, batch.sparse_features, batch.timelines)
+        logits = logits.float().squeeze(-1)[: labels.numel()]
         output = logits.detach(), labels, batch.users
         if not training:
             return None, output
@@ -269,7 +297,8 @@ class Trainer(RunState):
         recorder.metrics("validation", progress.epoch, progress.step, metrics, speed)
         if self.world.is_first:
             shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-            tqdm.write(f"epoch {progress.epoch}: validation {shown}; trained {self.speed:,.0f} samples/s")
+            captured = "" if self._captured is None else f"; {self._captured.summary()}"
+            tqdm.write(f"epoch {progress.epoch}: validation {shown}; trained {self.speed:,.0f} samples/s{captured}")
             sys.stdout.flush()
         self.save(run, recorder)
 
@@ -286,6 +315,8 @@ class Trainer(RunState):
         return Display(label, total, done, clock=self.clock, silent=not self.world.is_first)
 
     def _ready(self, batch: Batch) -> Batch:
+        if self._captured is not None and self.model.training:
+            return batch  # copied into the buffers that the graph reads
         # A pipeline copies batches to the device itself, concurrently if the memory is pinned.
         return batch.pin_memory() if self.pipeline is not None else batch.to(self.device, non_blocking=True)
 

@@ -86,7 +86,8 @@ def shard_model(
         warnings.simplefilter("ignore", FutureWarning)  # TorchRec passes DDP an argument that torch 2.13 deprecates
         sharded = DistributedModelParallel(model, device=world.device, plan=plan, sharders=_sharders())
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
-    return sharded, CombinedOptimizer([sharded.fused_optimizer, keyed_optimizer(config.optimizer.dense, dense)])
+    others = keyed_optimizer(config.optimizer.dense, dense, config.training.max_grad_norm)
+    return sharded, CombinedOptimizer([sharded.fused_optimizer, others])
 
 
 def _sharders() -> list:

@@ -68,7 +68,7 @@ class RunState:
                 if module is not None:
                     module.to_empty(device=self.device)
             self.model = model.to(self.device)
-            self.optimizer = build_optimizer(config.optimizer, self.model)
+            self.optimizer = build_optimizer(config.optimizer, self.model, config.training.max_grad_norm)
         draw_tables(self.model.state_dict(), tables, config.training.seed)
         # By table the rows that come from another run, `[rows]` bool.
         self._warm: dict[str, Tensor] = {}

@@ -172,6 +172,13 @@ def by_user(folder: Path, name: str, **training: object) -> Config:
     )
 
 
+def scheduled(folder: Path, name: str) -> Config:
+    """With a warm-up, a cosine and clipped gradients, for an epoch."""
+    config = tiny(folder, name, "rowwise_adagrad", "row_wise", epochs=1, max_grad_norm=0.05)
+    config.optimizer = dataclasses.replace(config.optimizer, schedule="cosine", warmup_steps=7)
+    return config
+
+
 KINDS = {"table_wise": "rowwise_adagrad", "row_wise": "rowwise_adagrad", "column_wise": "adagrad"}
 
 
@@ -212,6 +219,7 @@ def launched(folder, alone):
     jobs += [job(folder, config, **stops.get(kind, {})) for kind, config in files.items()]
     jobs.append({"port": free_port(), "resume": str(folder / "given-row_wise")})
     jobs.append(job(folder, by_user(folder, "by_user")))
+    jobs.append(job(folder, scheduled(folder, "scheduled")))
     outcomes = in_two_processes(folder, jobs)
     with mock.patch.dict(os.environ, environment(0, 1)):
         return [*outcomes, do({"port": free_port(), "resume": str(folder / "2to1")})]
@@ -239,6 +247,14 @@ def test_two_processes_share_timelines_as_one_does(folder, launched):
         train(by_user(folder, "by_user-alone"))
     steps = read_metrics(folder / "by_user-alone" / "metrics.jsonl")[-1]["step"]
     assert_same_metrics(folder / "by_user", folder / "by_user-alone", steps=steps)
+
+
+def test_rates_and_clipping_are_those_of_one_process(folder, alone, launched):
+    with without_pictures():
+        train(scheduled(folder, "scheduled-alone"))
+    assert_same_metrics(folder / "scheduled", folder / "scheduled-alone", steps=21)
+    plain, other = (read_metrics(run / "metrics.jsonl") for run in (alone["rowwise_adagrad"], folder / "scheduled"))
+    assert abs(plain[20]["loss"] - other[20]["loss"]) > 100 * ROUNDING
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -292,7 +308,7 @@ def test_tables_are_sharded_as_the_config_says(launched, kind):
 
 def test_one_process_of_a_host_reads_the_tables_and_all_map_the_result(folder, launched):
     for rank, outcomes in enumerate(launched[:2]):
-        assert [(outcome["reads"], outcome["mapped"]) for outcome in outcomes] == [(1 - rank, True)] * 13
+        assert [(outcome["reads"], outcome["mapped"]) for outcome in outcomes] == [(1 - rank, True)] * 14
     assert not list((folder / "scratch").glob("jfi-*"))
 
 
@@ -337,7 +353,7 @@ def test_a_signal_to_one_process_stops_all(folder, launched):
     line = "stopped by SIGTERM; continue with --resume"
     *ranks, last = launched
     ends = ["done"] * 2 * len(KINDS) + [f"{line} {folder / '2to1'}", "done"]
-    ends += ["done", f"{line} {folder / 'given-row_wise'}", "done", "done", "done"]
+    ends += ["done", f"{line} {folder / 'given-row_wise'}", "done", "done", "done", "done"]
     assert [[outcome["end"] for outcome in rank] for rank in ranks] == [ends] * 2
     assert last["end"] == "done"
 

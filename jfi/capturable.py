@@ -1,0 +1,93 @@
+"""What in a model prevents that its training step is captured in a CUDA graph, and which ids fill its buffers."""
+
+from typing import Any
+
+from torch import nn
+from torchrec.distributed.types import ShardedModule
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollection,
+    EmbeddingCollectionInterface,
+)
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+
+from jfi.modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection, JaggedEncoder
+from jfi.modules.stacked_attention import StackedTargetAttention
+from jfi.plan import FEW_QUERY_ROWS, TABLE_ROWS
+from jfi.static_batch import UnsupportedBatch, describe
+
+_MANAGED = ManagedCollisionEmbeddingCollection, ManagedCollisionEmbeddingBagCollection
+
+
+def why_not_captured(model: nn.Module, batch: Any) -> str | None:
+    """Why a training step of a model cannot be captured with batches like this one; None if nothing is known.
+
+    A key with one value a sample is as it is; the other ones have room behind their values, which not every layer
+    leaves alone.
+
+    Args:
+        model: with its tables, not sharded.
+        batch: as `CapturedStep` takes it.
+
+    Example:
+        >>> import torch
+        >>> from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+        >>> config = EmbeddingBagConfig(name="tag", embedding_dim=4, num_embeddings=10, feature_names=["tags"])
+        >>> bags = EmbeddingBagCollection(tables=[config])
+        >>> ids = KeyedJaggedTensor(["tags"], torch.tensor([3, 5, 5]), lengths=torch.tensor([2, 1]))
+        >>> why_not_captured(bags, ids)
+        "an EmbeddingBagCollection reads 'tags' without room; use jfi.FusedEmbeddingBagCollection"
+    """
+    try:
+        described = describe(batch)
+    except UnsupportedBatch as unsupported:
+        return str(unsupported)
+    with_room = {key for key, single in zip(described.keys, described.single(), strict=True) if not single}
+    return next(filter(None, (_why_not(module, with_room) for module in model.modules())), None)
+
+
+def _why_not(module: nn.Module, keys: set[str]) -> str | None:
+    """What in one module prevents it; `keys` have room."""
+    kind = type(module).__name__
+    if isinstance(module, ShardedModule):
+        return f"the tables of a {kind} are sharded"
+    if isinstance(module, _MANAGED):
+        return f"a {kind} waits for the device"
+    if isinstance(module, EmbeddingCollectionInterface | EmbeddingBagCollectionInterface):
+        if not isinstance(module, EmbeddingCollection | EmbeddingBagCollection):
+            return f"a {kind} reads all keys at once, without room between them" if keys else None
+        is_bag = isinstance(module, EmbeddingBagCollection) and not isinstance(module, FusedEmbeddingBagCollection)
+        read = [key for table in module.embedding_bag_configs() for key in table.feature_names] if is_bag else []
+        key = next((key for key in read if key in keys), None)
+        return key and f"an {kind} reads '{key}' without room; use jfi.FusedEmbeddingBagCollection"
+    if isinstance(module, JaggedEncoder) and keys:
+        return "a JaggedEncoder has linear layers, whose gradients sum over all rows of a history"
+    if isinstance(module, StackedTargetAttention) and keys:
+        names = ", ".join(feature.name for feature in module.features)
+        if module.project_history:
+            return f"project_history of '{names}': the gradients of a projection sum over all rows of a history"
+        if module.num_features > 1:
+            return f"the features {names} are read in one launch, without room between them"
+        rows = module.num_queries * module.num_heads
+        if rows > FEW_QUERY_ROWS:
+            return f"'{names}' has {rows} query rows; kernels for more than {FEW_QUERY_ROWS} take no room"
+        if module.bucket_bias is not None and len(module.bucket_bias) > TABLE_ROWS:
+            return f"the bias of '{names}' has more than {TABLE_ROWS} buckets, and then a gradient by event"
+    return None
+
+
+def padding_ids(model: nn.Module) -> dict[str, int]:
+    """By key the id that fills the room: -1 where a collection skips it; other keys have 0, whose row gets zeros."""
+    padding = {}
+    for module in model.modules():
+        tables = []
+        if isinstance(module, FusedEmbeddingCollection):
+            tables = module.embedding_configs()
+        elif isinstance(module, FusedEmbeddingBagCollection):
+            tables = module.embedding_bag_configs()
+        padding |= {key: -1 for table in tables for key in table.feature_names}
+    return padding

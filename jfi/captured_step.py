@@ -1,0 +1,264 @@
+"""A training step as one CUDA graph: look-ups, forward, backward and optimizers are launched at once.
+
+A graph has fixed addresses and shapes, while a batch has any number of events. So each batch is copied into buffers
+(`jfi.static_batch`) whose jagged keys have room: the lengths are the batch's, the capacities are a few sizes, and a
+graph is captured for each capacity that comes up. The first steps with a capacity run eagerly on the same buffers, as
+warm-up and as real steps; capturing executes nothing, and the batch of that call is the first one to be replayed.
+
+A batch in pinned memory is copied to the device on a stream of its own while the step before it runs, into one of two
+staging blocks; one copy within the device then brings it to where the graph reads it. Nothing waits for the device.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from jfi.capturable import padding_ids, why_not_captured
+from jfi.room import with_room
+from jfi.static_batch import Buffers, Described, Ladder, UnsupportedBatch, describe, moved
+
+
+class CapturedStep:
+    """Runs a training step as CUDA graphs, one for each of a few capacities of the batches.
+
+    Call it with a batch in the place of `step`. The numbers are those of the step called on the batch itself, up to
+    rounding: kernels may split longer tensors differently. They depend on the batch and on the reference alone, not on
+    which graphs exist, so that a run which is continued has the same bits.
+
+    Batches are trees of dataclasses (such as `jfi.data.Batch`), tuples, lists and dicts with tensors and
+    KeyedJaggedTensors. Every batch with the shapes of the reference batch is captured; a key that has one value a
+    sample there must have one in each batch, other keys may have 0.3 to 4 times as many values as there. The rest runs
+    eagerly and is counted: the last batch of an epoch with fewer samples, a larger one, one beyond `most_graphs`.
+
+    What the step must keep to, beside what `why_not_captured` finds in the model:
+
+    - all it changes are tensors that stay where they are: parameters, an optimizer's state, sums;
+    - the host reads no number from the device (`.item()`, `.tolist()`, `print`, `if tensor:`), and no number that the
+      host changes goes in: a learning rate is a tensor, as `torch.optim.Adam(.., capturable=True)` takes it;
+    - values of a key behind those that its lengths count are padding: sum over samples by offsets, not over all rows.
+
+    On a CPU every step runs eagerly.
+
+    Args:
+        step: takes a batch on the device and returns a tree of tensors.
+        model: whose collections read the batch, and whose device is that of the step.
+        reference: the batch that shapes and capacities follow from; None for the first one.
+        warmup_steps: steps with each capacity before it is captured, at least 1.
+        most_graphs: the most graphs; at least 1.
+
+    Raises:
+        ValueError: at a call, the model cannot be captured with such batches; the message says why.
+        RuntimeError: at a call, CUDA refused to capture the step, most often since it waits for the device.
+
+    Example:
+
+        >>> import torch
+        >>> from jfi import CapturedStep
+        >>> device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        >>> model = torch.nn.Linear(4, 1).to(device)
+        >>> rate = torch.tensor(0.1, device=device)
+        >>> optimizer = torch.optim.Adam(model.parameters(), lr=rate, capturable=device.type == "cuda")
+        >>> def step(batch):
+        ...     optimizer.zero_grad()
+        ...     loss = torch.nn.functional.mse_loss(model(batch["x"]).squeeze(1), batch["y"])
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     return loss.detach()
+        >>> captured = CapturedStep(step, model)
+        >>> for _ in range(5):
+        ...     loss = captured({"x": torch.rand(32, 4), "y": torch.rand(32)})
+        >>> captured.steps
+        5
+    """
+
+    def __init__(
+        self,
+        step: Callable[[Any], Any],
+        model: nn.Module,
+        *,
+        reference: Any = None,
+        warmup_steps: int = 2,
+        most_graphs: int = 4,
+    ) -> None:
+        for name, count in (("warmup_steps", warmup_steps), ("most_graphs", most_graphs)):
+            if not isinstance(count, int) or count < 1:
+                raise ValueError(f"{name} must be an int of at least 1, got {count!r}")
+        self._step, self._model, self._reference = step, model, reference
+        self._warmup_steps, self._most_graphs = warmup_steps, most_graphs
+        self._device = next(model.parameters()).device
+        self._graphs = _CudaGraphs(self._device) if self._device.type == "cuda" else None
+        self._ladder: Ladder | None = None
+        self._padding: dict[str, int] = {}
+        self._levels: dict[tuple[int, ...], _Level] = {}
+        #: Steps that were replayed from a graph.
+        self.captured = 0
+        #: Steps that ran eagerly, by the reason.
+        self.eager: Counter[str] = Counter()
+
+    @property
+    def steps(self) -> int:
+        """All steps so far."""
+        return self.captured + self.eager.total()
+
+    def summary(self) -> str:
+        """One line: how many steps ran captured, how many eagerly, and why."""
+        graphs = sum(level.replay is not None for level in self._levels.values())
+        line = f"{self.captured} of {self.steps} steps ran captured, in {graphs} CUDA graph{'s' * (graphs != 1)}"
+        reasons = ", ".join(f"{count} {reason}" for reason, count in self.eager.items())
+        return f"{line}; eagerly: {reasons}" if reasons else line
+
+    def __call__(self, batch: Any) -> Any:
+        """Makes a step.
+
+        Args:
+            batch: in any memory; pinned memory is copied while the step before it runs. A KeyedJaggedTensor on the GPU
+                should have its `length_per_key`, since computing it waits for the device.
+
+        Returns:
+            What the step returned. Its tensors are valid until the next call, which may overwrite them: clone those
+            that are kept.
+        """
+        if self._graphs is None:
+            return self._run_eagerly(batch, "without a GPU")
+        try:
+            described = describe(batch)
+            if self._ladder is None:
+                self._begin(batch, described)
+        except UnsupportedBatch as unsupported:
+            return self._run_eagerly(batch, str(unsupported))
+        capacities = self._ladder.fit(described)
+        if isinstance(capacities, str):
+            return self._run_eagerly(batch, capacities)
+        level = self._level(capacities)
+        self._graphs.load(level, described)
+        return self._run(level)
+
+    def _begin(self, batch: Any, described: Described) -> None:
+        if self._reference is not None:
+            batch, self._reference = self._reference, None
+            described = describe(batch)
+        reason = why_not_captured(self._model, batch)
+        if reason is not None:
+            raise ValueError(f"the step cannot be captured: {reason}")
+        self._ladder, self._padding = Ladder(described), padding_ids(self._model)
+
+    def _level(self, capacities: tuple[int, ...]) -> "_Level":
+        if capacities not in self._levels:
+            buffers = Buffers(self._ladder.structure, capacities, self._padding, self._device)
+            self._levels[capacities] = self._graphs.level(buffers)
+        return self._levels[capacities]
+
+    def _run(self, level: "_Level") -> Any:
+        """A step on the batch that a level's buffers hold."""
+
+        def step() -> Any:
+            with with_room():
+                return self._step(level.buffers.batch(level.block))
+
+        if level.replay is None:
+            graphs = sum(other.replay is not None for other in self._levels.values())
+            if level.eager_steps < self._warmup_steps or graphs == self._most_graphs:
+                is_warm = level.eager_steps >= self._warmup_steps
+                level.eager_steps += 1
+                self.eager[f"beyond {self._most_graphs} graphs" if is_warm else "as warm-up"] += 1
+                return self._graphs.run(step)
+            level.replay, level.outputs = self._graphs.capture(step)
+        level.replay()
+        self.captured += 1
+        return level.outputs
+
+    def _run_eagerly(self, batch: Any, reason: str) -> Any:
+        self.eager[reason] += 1
+
+        def move(part: Any) -> Any:
+            return part.to(self._device, non_blocking=True)
+
+        def step() -> Any:
+            return self._step(move(batch) if hasattr(batch, "to") else moved(batch, move))
+
+        return step() if self._graphs is None else self._graphs.run(step)
+
+
+class _Level:
+    """The buffers of one capacity, and its graph once it is captured."""
+
+    def __init__(self, buffers: Buffers, staging: int) -> None:
+        self.buffers, self.block = buffers, buffers.new_block()
+        self.staging = [buffers.new_block() for _ in range(staging)]
+        self.loads = self.eager_steps = 0
+        self.replay: Callable[[], None] | None = None
+        self.outputs: Any = None
+
+
+class _CudaGraphs:
+    """Everything that needs a GPU: streams, copies, graphs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # Autograd accumulates gradients on the stream of the first forward pass, so all steps run on the one that the
+        # graphs are captured on.
+        self._stream, self._copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        #: By block of staging memory: it is filled; it was copied away.
+        self._events: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
+
+    def level(self, buffers: Buffers) -> _Level:
+        level = _Level(buffers, staging=2)
+        self._events |= {id(block): (torch.cuda.Event(), torch.cuda.Event()) for block in level.staging}
+        self._copies.wait_stream(torch.cuda.current_stream(self._device))
+        return level
+
+    def load(self, level: _Level, batch: Described) -> None:
+        """Brings a batch into a level's buffers."""
+        current = torch.cuda.current_stream(self._device)
+        parts = [*batch.tensors, *(one.values() for one in batch.jagged)]
+        if any(part.is_cuda for part in parts):
+            level.buffers.fill(level.block, batch)
+            return
+        pinned = Described(batch.structure, [_pin(x) for x in batch.tensors], [_pin(x) for x in batch.jagged])
+        staging = level.staging[level.loads % len(level.staging)]
+        level.loads += 1
+        filled, copied = self._events[id(staging)]
+        with torch.cuda.stream(self._copies):
+            self._copies.wait_event(copied)
+            level.buffers.fill(staging, pinned)
+            filled.record(self._copies)
+        current.wait_event(filled)
+        level.block.copy_(staging)
+        copied.record(current)
+
+    def run(self, step: Callable[[], Any]) -> Any:
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            outputs = step()
+        current.wait_stream(self._stream)
+        return outputs
+
+    def capture(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """The replay of a step, and its outputs, which each replay overwrites."""
+        graph, fault = torch.cuda.CUDAGraph(), None
+        # Only calls of this thread: others may pin memory meanwhile.
+        options = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
+        try:
+            with torch.cuda.graph(graph, **options):
+                try:
+                    outputs = step()
+                except Exception as error:
+                    fault = error  # ending the capture raises another one
+                    raise
+        except Exception as error:
+            fault = error if fault is None else fault
+            if isinstance(fault, torch.OutOfMemoryError):
+                raise fault from None
+            line = (str(fault).splitlines() or [type(fault).__name__])[0]
+            raise RuntimeError(f"the step cannot be captured in a CUDA graph: {line}") from fault
+        return graph.replay, outputs
+
+
+def _pin(part: Any) -> Any:
+    values = part if isinstance(part, Tensor) else part.values()
+    return part if values.is_pinned() else part.pin_memory()

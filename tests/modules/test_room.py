@@ -1,0 +1,106 @@
+"""Jagged tensors with room, as a captured step has them: what lies behind the last sample changes nothing."""
+
+import pytest
+import torch
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+import jfi
+from jfi.modules import inputs
+from jfi.room import with_room
+
+#: In an order that has empty samples in front, behind and between.
+LENGTHS, ROOM, D = [0, 3, 0, 17, 64, 1, 0], 30, 16
+
+
+@pytest.fixture
+def unread(monkeypatch):
+    """On a CPU as on a GPU: nobody reads the contents of offsets to check them."""
+    monkeypatch.setattr("jfi.ops._checks.may_read", lambda *_: False)
+
+
+def behind(rows: torch.Tensor) -> torch.Tensor:
+    """The rows and room behind them, which nothing may read."""
+    room = rows.new_full((ROOM, *rows.shape[1:]), torch.nan if rows.is_floating_point() else 0)
+    return torch.cat([rows, room])
+
+
+def attend(events: dict, weights: list, target: torch.Tensor, offsets: torch.Tensor) -> tuple:
+    """The output and the gradients, those of events for the rows that they have."""
+    max_seqlen = events.pop("max_seqlen")
+    leaves = {name: x.clone().requires_grad_(x.is_floating_point()) for name, x in events.items()}
+    fields = tuple(x for name, x in leaves.items() if name.startswith("field"))
+    history = tuple(inputs.own_rows(x, offsets, JaggedTensor(x, offsets=offsets)) for x in fields)
+    parameters = [x.clone().requires_grad_() for x in (target, *weights)]
+    options = {name: x for name, x in leaves.items() if not name.startswith("field")}
+    if "table" in options:
+        options["key_bias"] = options.pop("table")
+    out = jfi.ops.absorbed_target_attention(
+        parameters[0],
+        history,
+        tuple(parameters[1:]),
+        offsets=offsets,
+        num_heads=2,
+        max_seqlen=max_seqlen,
+        impl="triton",
+        **options,
+    )
+    out.backward(torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out))
+    return out, [x.grad for x in parameters], {name: x.grad for name, x in leaves.items() if x.grad is not None}
+
+
+@pytest.mark.parametrize("queries", [1, 8])
+@pytest.mark.parametrize("max_seqlen", [None, 64], ids=["split", "whole"])
+@pytest.mark.parametrize("kind", ["plain", "two fields", "bias by event", "bias by index"])
+def test_attention_leaves_the_room_alone(kind, max_seqlen, queries, unread, poisoned, device):
+    torch.manual_seed(0)
+    size, count = sum(LENGTHS), len(LENGTHS)
+    fields = 2 if kind == "two fields" else 1
+    events = {f"field {i}": torch.randn(size, D, device=device) for i in range(fields)}
+    if kind == "bias by event":
+        events["key_bias"] = torch.randn(size, 2, device=device)
+    if kind == "bias by index":
+        events["key_bias_index"] = torch.randint(5, (size,), device=device)
+    table = {"table": torch.randn(5, 2, device=device)} if kind == "bias by index" else {}
+    shapes = (queries * D, D), (queries * D,), (D, D * fields), (D, D * fields), (D, queries * D), (D,)
+    weights = [torch.randn(1, *shape, device=device) / 4 for shape in shapes]
+    target = torch.randn(1, count, D, device=device)
+    offsets = torch.tensor([0, *LENGTHS], device=device).cumsum(0)
+    table["max_seqlen"] = max_seqlen
+    want, want_parameters, want_events = attend({**events, **table}, weights, target, offsets)
+    with with_room():
+        padded = {name: behind(x) for name, x in events.items()}
+        got, got_parameters, got_events = attend({**padded, **table}, weights, target, offsets)
+    torch.testing.assert_close(got, want)
+    for a, b in zip(got_parameters, want_parameters, strict=True):
+        torch.testing.assert_close(a, b)
+    for name, gradient in want_events.items():
+        torch.testing.assert_close(got_events[name][: len(gradient)], gradient)
+        if name.startswith("field"):
+            assert got_events[name].shape[0] == size + ROOM and not got_events[name][size:].any()
+
+
+def test_sums_over_samples_leave_the_room_alone(unread, poisoned, device):
+    offsets = torch.tensor([0, *LENGTHS], device=device).cumsum(0)
+    rows = torch.randn(sum(LENGTHS), D, device=device)
+    sums = []
+    for values in (rows, behind(rows)):
+        values.requires_grad_()
+        with with_room():
+            own = inputs.own_rows(values, offsets, JaggedTensor(values, offsets=offsets))
+        ones = own.new_ones(len(own), 1)
+        sums.append(jfi.ops.jagged_jagged_bmm(own, ones, offsets, impl="triton").squeeze(-1))
+        sums[-1].square().sum().backward()
+        assert values.grad.isfinite().all() and not values.grad[len(rows) :].any()
+    torch.testing.assert_close(*sums)
+
+
+def test_without_room_gradients_are_handed_on():
+    rows, offsets = torch.randn(5, 2, requires_grad=True), torch.tensor([0, 5])
+    assert inputs.own_rows(rows, offsets, JaggedTensor(rows, offsets=offsets)) is rows
+
+
+def test_buckets_by_position_of_the_events_alone():
+    offsets = torch.tensor([0, 3, 3, 8])
+    want = inputs.position_buckets(offsets, 8, 32)
+    with with_room():
+        assert torch.equal(inputs.position_buckets(offsets, 12, 32)[:8], want)
