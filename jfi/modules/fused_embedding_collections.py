@@ -93,6 +93,12 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
         self._fused.flush_averages()
         return self._fused.averages()
 
+    def _over_averages(self, plain: nn.Module) -> nn.Module:
+        """TorchRec's collection, with the averages as its weights."""
+        for name, average in self.averages().items():
+            getattr(plain, self._attribute)[name].weight = nn.Parameter(average, requires_grad=False)
+        return plain
+
     def reset_parameters(self) -> None:
         """Draws the tables anew, with the optimizer's states at their beginning."""
         super().reset_parameters()
@@ -227,6 +233,13 @@ class FusedEmbeddingCollection(_FusedCollection, EmbeddingCollection):
         """
         return {embedding: rows for embedding, _, rows in self._look_up(features)}
 
+    def averaged(self) -> EmbeddingCollection:
+        """TorchRec's collection of the same names whose weights are `averages()`, for evaluation.
+
+        It shares their memory: `averages()` brings it to the present.
+        """
+        return self._over_averages(EmbeddingCollection(self.embedding_configs(), device=torch.device("meta")))
+
 
 class FusedEmbeddingBagCollection(_FusedCollection, EmbeddingBagCollection):
     """An EmbeddingBagCollection whose backward pass steps the rows that the batch has read.
@@ -298,6 +311,11 @@ class FusedEmbeddingBagCollection(_FusedCollection, EmbeddingBagCollection):
             length_per_key=self._lengths_per_embedding,
             values=process_pooled_embeddings(pooled, reorder_inverse_indices(features.inverse_indices_or_none(), keys)),
         )
+
+    def averaged(self) -> EmbeddingBagCollection:
+        """As `FusedEmbeddingCollection.averaged`."""
+        configs, weighted = self.embedding_bag_configs(), self.is_weighted()
+        return self._over_averages(EmbeddingBagCollection(configs, weighted, device=torch.device("meta")))
 
 
 def _pool(rows: TableRows, weights: Tensor | None, mean: bool) -> Tensor:

@@ -8,6 +8,7 @@ tables are in the EmbeddingBagCollection.
 import zlib
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,6 +23,8 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from jfi.data import DataSchema, FeatureSpec
 from jfi.models import SequenceDLRM
 from jfi.modules import (
+    FusedEmbeddingBagCollection,
+    FusedEmbeddingCollection,
     JaggedEncoder,
     KeyBias,
     PositionBias,
@@ -33,8 +36,6 @@ from jfi.modules import (
 from jfi.plan import MOST_BUCKETS
 from jfi.training.config import EncoderConfig, ModelConfig, OptimizerConfig, OptimizerGroup, check_bias
 
-#: Number of rows from which a sparse update of the batch's rows is faster than an update of the whole table.
-_SPARSE_ROWS = 50_000
 #: Rows that are drawn with one generator. Another number gives other initial values.
 _ROWS_DRAWN = 65_536
 OPTIMIZERS = {
@@ -46,7 +47,11 @@ OPTIMIZERS = {
 
 
 def build_model(
-    config: ModelConfig, encoder: EncoderConfig, schema: DataSchema, table_device: torch.device | None = None
+    config: ModelConfig,
+    encoder: EncoderConfig,
+    schema: DataSchema,
+    table_device: torch.device | None = None,
+    optimizer: OptimizerConfig | None = None,
 ) -> SequenceDLRM:
     """The SequenceDLRM of `config` for the keys of `schema`.
 
@@ -58,6 +63,8 @@ def build_model(
         encoder: the section `encoder`.
         schema: of the batches that the model reads.
         table_device: device of the embedding tables; "meta" if `draw_tables` follows.
+        optimizer: steps the tables in the backward pass, for the training of a model that is not sharded; None gives
+            TorchRec's collections.
 
     Raises:
         ConfigError: `model.bias` or `encoder.bias` is not known.
@@ -84,9 +91,23 @@ def build_model(
     )
     bag_tables = _tables(EmbeddingBagConfig, in_bags, config.embedding_dim)
     tables = _tables(EmbeddingConfig, in_collection, config.embedding_dim)
+    if optimizer is None:
+        make_bags = partial(EmbeddingBagCollection, device=table_device)
+        make_embeddings = partial(EmbeddingCollection, device=table_device)
+    else:
+        group = optimizer.embeddings
+        fused = {
+            "optimizer_type": OPTIMIZERS[group.name],
+            "optimizer_kwargs": {"lr": group.learning_rate, "weight_decay": group.weight_decay},
+            "average": optimizer.average,
+            "device": table_device,
+        }
+        make_bags, make_embeddings = (
+            partial(kind, **fused) for kind in (FusedEmbeddingBagCollection, FusedEmbeddingCollection)
+        )
     return SequenceDLRM(
-        EmbeddingBagCollection(bag_tables, device=table_device) if bag_tables else None,
-        EmbeddingCollection(tables, device=table_device) if tables else None,
+        make_bags(bag_tables) if bag_tables else None,
+        make_embeddings(tables) if tables else None,
         sequences,
         dense_in_features=max(1, len(schema.dense_names)),
         dense_arch_layer_sizes=[*config.dense_arch, config.embedding_dim],
@@ -135,21 +156,20 @@ def shards_of(weight: Tensor | ShardedTensor) -> list[tuple[Tensor, int, int]]:
 
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> KeyedOptimizer:
-    """An optimizer of the embedding tables and one of all other parameters, with state keyed by parameter name.
+    """The optimizers of the embedding tables and one of all other parameters, with state keyed by parameter name.
 
     Args:
-        config: the two groups.
-        model: a model with its tables in TorchRec's collections.
+        config: of the two groups; that of the tables is in their collections already.
+        model: built with this config, so that its collections step their tables themselves.
     """
     names = table_configs(model)
-    tables = {name: p for name, p in model.named_parameters() if name in names}
+    tables = [
+        (name, module.fused_optimizer)
+        for name, module in model.named_modules()
+        if isinstance(module, FusedEmbeddingBagCollection | FusedEmbeddingCollection)
+    ]
     dense = {name: p for name, p in model.named_parameters() if name not in names}
-    if config.embeddings.name == "adagrad" and config.embeddings.weight_decay == 0:
-        for module in model.modules():
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.num_embeddings >= _SPARSE_ROWS:
-                module.sparse = True
-    groups = [(tables, config.embeddings), (dense, config.dense)]
-    return CombinedOptimizer([keyed_optimizer(group, parameters) for parameters, group in groups])
+    return CombinedOptimizer([*tables, ("", keyed_optimizer(config.dense, dense))])
 
 
 def keyed_optimizer(group: OptimizerGroup, parameters: dict[str, nn.Parameter]) -> KeyedOptimizer:

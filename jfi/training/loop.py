@@ -99,9 +99,6 @@ class Trainer(RunState):
             self._recorder(run, data) as recorder,
             stop_on_signals() as stop,
             torch.autograd.set_multithreading_enabled(False),
-            # torch's Adagrad makes a sparse tensor of a sparse gradient. Its indices are valid and need no check;
-            # without a setting torch warns.
-            torch.sparse.check_sparse_tensor_invariants(enable=False),
         ):
             try:
                 while not self._finished():
@@ -156,13 +153,14 @@ class Trainer(RunState):
     def _train_epoch(self, run: RunFolder, recorder: Recorder, stop: StopRequest) -> None:
         progress, training = self.progress, self.config.training
         order = self._order("train", training.batch_size)
+        average = self.modules.get("average")
         self.model.train()
         seconds, first = progress.train_seconds, order.samples_before(progress.position)
         started = logged = self.clock()
         logged_samples = done = first
         for _ in self._outputs("train", training.batch_size, progress.position, f"epoch {progress.epoch + 1}"):
-            if "average" in self.modules:
-                self.modules["average"].update_parameters(self.model)
+            if average is not None:
+                average.update()
             progress.batch += 1
             progress.step += 1
             done = order.samples_before(progress.position)
@@ -178,6 +176,8 @@ class Trainer(RunState):
                 saved = self.clock()
                 started, logged = saved, logged + saved - started
             stop.check(run.path, self.world)
+        if average is not None:
+            average.flush()
         self.speed = (done - first) / max(progress.train_seconds - seconds, 1e-9)
 
     def _order(self, split: str, size: int) -> SampleOrder | ChunkOrder:
