@@ -142,7 +142,7 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
 class FusedEmbeddingCollection(_FusedCollection, EmbeddingCollection):
     """An EmbeddingCollection whose backward pass steps the rows that the batch has read.
 
-    A step's time and memory do not depend on the tables' sizes, and nothing of the size of a gradient [N, D] is made.
+    A step reads and writes the batch's distinct rows alone; nothing of the size of a gradient [N, D] is made.
     It has TorchRec's EmbeddingCollection as base: the same configs, the same names in `state_dict()`, and its
     optimizer's states have the names of `optimizer_type`, so that checkpoints load in both directions. It runs on a CPU
     and on a GPU.
@@ -248,11 +248,13 @@ class FusedEmbeddingBagCollection(_FusedCollection, EmbeddingBagCollection):
 
     Args:
         tables: as of EmbeddingBagCollection, pooled by sum or mean.
-        optimizer_type, optimizer_kwargs: as of FusedEmbeddingCollection.
+        optimizer_type: as of FusedEmbeddingCollection.
+        optimizer_kwargs: as of FusedEmbeddingCollection.
         is_weighted: whether an embedding is multiplied by its id's weight. A weighted mean divides by the number of
             ids, as in fbgemm.
         output_dtype: of the pooled embeddings; None means float32.
-        average, device: as of FusedEmbeddingCollection.
+        average: as of FusedEmbeddingCollection.
+        device: as of FusedEmbeddingCollection.
 
     Raises:
         ValueError, TypeError: an argument of a wrong value or type; the message names it.

@@ -15,8 +15,7 @@ class ModelAverage(nn.Module):
     """torch's AveragedModel of a model whose tables are in fused collections, which keep the averages of their rows.
 
     `module` is a copy of the model, with TorchRec's collections over those averages. A step averages the parameters
-    outside of the tables here and rows of the batch with their step, so that its time does not depend on the tables'
-    sizes; `flush()` brings the other rows to the present.
+    outside of the tables here and rows of the batch with their step; `flush()` brings the other rows to the present.
 
     Args:
         model: its collections have an `average` of the same decay.
