@@ -24,7 +24,7 @@ GPU_SUITES = {
     "step": "training_step",
     "timeline": "timeline",
 }
-CPU_SUITES = {"cpu": "cpu", "timeline": "timeline"}
+CPU_SUITES = {"cpu": "cpu", "timeline": "timeline", "table_size": "table_size"}
 SUITES = GPU_SUITES | CPU_SUITES
 SECONDS, QUICK_SECONDS = 0.25, 0.06  # on one figure of a GPU
 SUITE_SECONDS = {
@@ -37,7 +37,7 @@ SUITE_SECONDS = {
 CPU_SECONDS, QUICK_CPU_SECONDS = 2.0, 0.2  # on one column of a case, all implementations together
 
 
-CPU_THREADS = {"cpu": measure.CPU_THREADS, "timeline": 2}
+CPU_THREADS = {"cpu": measure.CPU_THREADS, "timeline": 2, "table_size": 1}
 
 
 def suites_of(text: str) -> list[str]:

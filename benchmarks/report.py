@@ -103,6 +103,9 @@ def line(row: dict) -> str:
         return f"{text}{row['status']}: {row['note']}"
     if "samples_per_second" in row:
         return text + from_the_table(row)
+    if "table_step_us" in row:
+        times = f"{row['table_step_us'] / 1e3:8.1f} ms a step, {row['over_smallest']:.2f}x the smallest table's"
+        return f"{text}{times}, {row['distinct_rows']:,} distinct rows"
     if "step_us" in row:
         return text + step(row)
     text += f"{microseconds(row.get('forward_us')):>10s} |{microseconds(row.get('forward_backward_us')):>10s}"

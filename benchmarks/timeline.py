@@ -84,7 +84,7 @@ class StepTrainer(Trainer):
         self.model.train()
         for _ in self._run(batches):
             if "average" in self.modules:
-                self.modules["average"].update_parameters(self.model)
+                self.modules["average"].update()
 
     def on_device(self, batch: Batch) -> Batch:
         return self._ready(batch)
@@ -92,6 +92,8 @@ class StepTrainer(Trainer):
     @torch.no_grad()
     def predictions(self, batching: Batching, batch_size: int) -> Tensor:
         """`[N]`: the logits of the validation split, by the places of the samples."""
+        if "average" in self.modules:
+            self.modules["average"].flush()
         self._evaluated.eval()
         out = torch.full((self.dataset.num_samples("validation"),), torch.nan)
         for batch in self.dataset.batches("validation", batch_size, batching=batching):

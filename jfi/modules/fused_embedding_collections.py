@@ -93,6 +93,12 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
         self._fused.flush_averages()
         return self._fused.averages()
 
+    def _over_averages(self, plain: nn.Module) -> nn.Module:
+        """TorchRec's collection, with the averages as its weights."""
+        for name, average in self.averages().items():
+            getattr(plain, self._attribute)[name].weight = nn.Parameter(average, requires_grad=False)
+        return plain
+
     def reset_parameters(self) -> None:
         """Draws the tables anew, with the optimizer's states at their beginning."""
         super().reset_parameters()
@@ -136,7 +142,7 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
 class FusedEmbeddingCollection(_FusedCollection, EmbeddingCollection):
     """An EmbeddingCollection whose backward pass steps the rows that the batch has read.
 
-    A step's time and memory do not depend on the tables' sizes, and nothing of the size of a gradient [N, D] is made.
+    A step reads and writes the batch's distinct rows alone; nothing of the size of a gradient [N, D] is made.
     It has TorchRec's EmbeddingCollection as base: the same configs, the same names in `state_dict()`, and its
     optimizer's states have the names of `optimizer_type`, so that checkpoints load in both directions. It runs on a CPU
     and on a GPU.
@@ -227,6 +233,13 @@ class FusedEmbeddingCollection(_FusedCollection, EmbeddingCollection):
         """
         return {embedding: rows for embedding, _, rows in self._look_up(features)}
 
+    def averaged(self) -> EmbeddingCollection:
+        """TorchRec's collection of the same names whose weights are `averages()`, for evaluation.
+
+        It shares their memory: `averages()` brings it to the present.
+        """
+        return self._over_averages(EmbeddingCollection(self.embedding_configs(), device=torch.device("meta")))
+
 
 class FusedEmbeddingBagCollection(_FusedCollection, EmbeddingBagCollection):
     """An EmbeddingBagCollection whose backward pass steps the rows that the batch has read.
@@ -235,11 +248,13 @@ class FusedEmbeddingBagCollection(_FusedCollection, EmbeddingBagCollection):
 
     Args:
         tables: as of EmbeddingBagCollection, pooled by sum or mean.
-        optimizer_type, optimizer_kwargs: as of FusedEmbeddingCollection.
+        optimizer_type: as of FusedEmbeddingCollection.
+        optimizer_kwargs: as of FusedEmbeddingCollection.
         is_weighted: whether an embedding is multiplied by its id's weight. A weighted mean divides by the number of
             ids, as in fbgemm.
         output_dtype: of the pooled embeddings; None means float32.
-        average, device: as of FusedEmbeddingCollection.
+        average: as of FusedEmbeddingCollection.
+        device: as of FusedEmbeddingCollection.
 
     Raises:
         ValueError, TypeError: an argument of a wrong value or type; the message names it.
@@ -298,6 +313,11 @@ class FusedEmbeddingBagCollection(_FusedCollection, EmbeddingBagCollection):
             length_per_key=self._lengths_per_embedding,
             values=process_pooled_embeddings(pooled, reorder_inverse_indices(features.inverse_indices_or_none(), keys)),
         )
+
+    def averaged(self) -> EmbeddingBagCollection:
+        """As `FusedEmbeddingCollection.averaged`."""
+        configs, weighted = self.embedding_bag_configs(), self.is_weighted()
+        return self._over_averages(EmbeddingBagCollection(configs, weighted, device=torch.device("meta")))
 
 
 def _pool(rows: TableRows, weights: Tensor | None, mean: bool) -> Tensor:

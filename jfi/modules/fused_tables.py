@@ -120,8 +120,6 @@ class FusedTables:
         states = dict(zip(names, self._states[table], strict=True))
         if self.optimizer.name == "rowwise_adagrad":
             states["sum"] = states["sum"].view(-1, 1)
-        if self.optimizer.average is not None:
-            self._begin_averages()
         return {"step": self.step, **states}
 
     def averages(self) -> dict[str, Tensor]:
@@ -140,7 +138,7 @@ class FusedTables:
 
     def loaded(self) -> None:
         """Called after the states were loaded."""
-        self._averages_begun = True
+        self._averages_begun = int(self.step) > 0
 
     def _begin_averages(self) -> None:
         """An average begins as the weight, which may have been drawn or loaded after the construction."""

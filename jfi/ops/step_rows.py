@@ -4,7 +4,7 @@
     w[r], state[r] = step(w[r], state[r], G[r])
 
 Rows that the batch has not read keep their values and states, so weight decay and moments act only on rows of the
-batch, and the time does not depend on the tables' sizes. The formulas are those of torch.optim and of TorchRec's
+batch, and rows that the batch lacks cost no time. The formulas are those of torch.optim and of TorchRec's
 RowWiseAdagrad, with t the number of steps, this one included:
 
     sgd               w -= lr g

@@ -8,6 +8,7 @@ tables are in the EmbeddingBagCollection.
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -23,6 +24,8 @@ from jfi import compat
 from jfi.data import DataSchema, FeatureSpec
 from jfi.models import SequenceDLRM
 from jfi.modules import (
+    FusedEmbeddingBagCollection,
+    FusedEmbeddingCollection,
     JaggedEncoder,
     KeyBias,
     PositionBias,
@@ -34,8 +37,6 @@ from jfi.modules import (
 from jfi.plan import MOST_BUCKETS
 from jfi.training.config import EncoderConfig, ModelConfig, OptimizerConfig, OptimizerGroup, check_bias
 
-#: Number of rows from which a sparse update of the batch's rows is faster than an update of the whole table.
-_SPARSE_ROWS = 50_000
 #: Rows that are drawn with one generator. Another number gives other initial values.
 _ROWS_DRAWN = 65_536
 OPTIMIZERS = {
@@ -47,7 +48,12 @@ OPTIMIZERS = {
 
 
 def build_model(
-    config: ModelConfig, encoder: EncoderConfig, schema: DataSchema, table_device: torch.device | None = None
+    config: ModelConfig,
+    encoder: EncoderConfig,
+    schema: DataSchema,
+    table_device: torch.device | None = None,
+    optimizer: OptimizerConfig | None = None,
+    output_dtype: torch.dtype | None = None,
 ) -> SequenceDLRM:
     """The SequenceDLRM of `config` for the keys of `schema`.
 
@@ -59,6 +65,9 @@ def build_model(
         encoder: the section `encoder`.
         schema: of the batches that the model reads.
         table_device: device of the embedding tables; "meta" if `draw_tables` follows.
+        optimizer: steps the tables in the backward pass, for the training of a model that is not sharded; None gives
+            TorchRec's collections.
+        output_dtype: in which the rows of the tables enter the model, where `optimizer` is given; None means float32.
 
     Raises:
         ConfigError: `model.bias` or `encoder.bias` is not known.
@@ -85,9 +94,24 @@ def build_model(
     )
     bag_tables = _tables(EmbeddingBagConfig, in_bags, config.embedding_dim)
     tables = _tables(EmbeddingConfig, in_collection, config.embedding_dim)
+    if optimizer is None:
+        make_bags = partial(EmbeddingBagCollection, device=table_device)
+        make_embeddings = partial(EmbeddingCollection, device=table_device)
+    else:
+        group = optimizer.embeddings
+        fused = {
+            "optimizer_type": OPTIMIZERS[group.name],
+            "optimizer_kwargs": {"lr": group.learning_rate, "weight_decay": group.weight_decay},
+            "average": optimizer.average,
+            "output_dtype": output_dtype,
+            "device": table_device,
+        }
+        make_bags, make_embeddings = (
+            partial(kind, **fused) for kind in (FusedEmbeddingBagCollection, FusedEmbeddingCollection)
+        )
     return SequenceDLRM(
-        EmbeddingBagCollection(bag_tables, device=table_device) if bag_tables else None,
-        EmbeddingCollection(tables, device=table_device) if tables else None,
+        make_bags(bag_tables) if bag_tables else None,
+        make_embeddings(tables) if tables else None,
         sequences,
         dense_in_features=max(1, len(schema.dense_names)),
         dense_arch_layer_sizes=[*config.dense_arch, config.embedding_dim],
@@ -160,22 +184,21 @@ class ClippingOptimizer(KeyedOptimizerWrapper):
 
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module, max_grad_norm: float | None = None) -> KeyedOptimizer:
-    """An optimizer of the embedding tables and one of all other parameters, with state keyed by parameter name.
+    """The optimizers of the embedding tables and one of all other parameters, with state keyed by parameter name.
 
     Args:
-        config: the two groups.
-        model: a model with its tables in TorchRec's collections.
+        config: of the two groups; that of the tables is in their collections already.
+        model: built with this config, so that its collections step their tables themselves.
         max_grad_norm: the largest norm of the gradients of the other parameters; None for no limit.
     """
     names = table_configs(model)
-    tables = {name: p for name, p in model.named_parameters() if name in names}
+    tables = [
+        (name, module.fused_optimizer)
+        for name, module in model.named_modules()
+        if isinstance(module, FusedEmbeddingBagCollection | FusedEmbeddingCollection)
+    ]
     dense = {name: p for name, p in model.named_parameters() if name not in names}
-    if config.embeddings.name == "adagrad" and config.embeddings.weight_decay == 0:
-        for module in model.modules():
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.num_embeddings >= _SPARSE_ROWS:
-                module.sparse = True
-    both = keyed_optimizer(config.embeddings, tables), keyed_optimizer(config.dense, dense, max_grad_norm)
-    return CombinedOptimizer(list(both))
+    return CombinedOptimizer([*tables, ("", keyed_optimizer(config.dense, dense, max_grad_norm))])
 
 
 def keyed_optimizer(

@@ -148,11 +148,12 @@ class OptimizerGroup:
 
     Args:
         name: `adagrad`, `adam` or `adamw` of torch.optim; for embedding tables also TorchRec's `rowwise_adagrad`, with
-            one accumulator per row. Adagrad without weight decay uses sparse gradients for large embedding tables, so
-            that a step touches only the rows of the batch. Under torchrun the backward pass updates the tables, with
-            `adagrad` or `rowwise_adagrad`, and touches only the rows of the batch.
+            one accumulator per row. The backward pass steps the tables, and only their rows in the batch: rows that
+            it lacks cost nothing, and their moments (of Adam) stay. Under torchrun tables have `adagrad` or
+            `rowwise_adagrad`.
         learning_rate: step size.
-        weight_decay: as in torch.optim: decoupled for adamw, an L2 penalty for the others.
+        weight_decay: as in torch.optim: decoupled for adamw, an L2 penalty for the others. Of a table it acts on the
+            rows of the batch only.
     """
 
     name: Literal["adagrad", "adam", "adamw", "rowwise_adagrad"] = "adam"
@@ -168,8 +169,8 @@ class OptimizerConfig:
         dense: for the MLPs, the attention and the encoder.
         embeddings: for the embedding tables.
         average: decay of an exponential moving average of all parameters, such as 0.99; evaluation then uses the
-            average. Every step updates the average of all tables, so leave it null for large ones. It must be null
-            under torchrun.
+            average. Of a table a step averages the rows of the batch, and the end of an epoch all rows. It takes as
+            much memory as the parameters, and must be null under torchrun.
         schedule: how the learning rates of both groups go on after the warm-up: `constant`, or `cosine`, which falls to
             zero at the last step of the last of `training.epochs`.
         warmup_steps: number of steps in which the learning rates rise linearly to their values.

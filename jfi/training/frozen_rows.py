@@ -15,9 +15,9 @@ from jfi.training.distributed import World
 class FrozenRows:
     """Rows of tables that keep their values.
 
-    Where autograd gives a table's gradient, a hook makes that of these rows zero. Under torchrun the backward pass
-    updates the tables itself, always by an Adagrad, which divides by the root of a sum of squared gradients. There the
-    sums of these rows are infinite, so that their steps are exactly zero. In checkpoints these sums are zero.
+    In a single process the collections leave these rows out of their steps. Under torchrun the tables have always an
+    Adagrad, which divides by the root of a sum of squared gradients. There the sums of these rows are infinite, so that
+    their steps are exactly zero. In checkpoints these sums are zero.
 
     Args:
         model: of the run.
@@ -34,9 +34,9 @@ class FrozenRows:
             column: torch.zeros(rows, dtype=torch.bool, device=world.device) for column, (_, rows) in tables.items()
         }
         if not world.launched:
-            parameters = dict(model.named_parameters())
             for column, name in self._names.items():
-                _mask_gradient(parameters[name], self.rows[column])
+                collection, _, table, _ = name.rsplit(".", 3)
+                model.get_submodule(collection).freeze_rows(table, self.rows[column])
 
     def add(self, column: str, rows: Tensor) -> None:
         """Freezes the rows `[M]` of a column's table, if the column is one of `tables`."""
@@ -68,16 +68,3 @@ class FrozenRows:
                 # Its shards are those of the table, in the same order.
                 for (_, row, _), shard in zip(shards, sums.local_shards(), strict=True):
                     shard.tensor[self.rows[column][row : row + len(shard.tensor)]] = value
-
-
-def _mask_gradient(weight: nn.Parameter, frozen: Tensor) -> None:
-    """Makes the gradient of the rows where `frozen [N]` is true zero, in each backward pass from now on."""
-
-    def mask(grad: Tensor) -> Tensor:
-        if not grad.is_sparse:
-            return grad.masked_fill(frozen[:, None], 0.0)
-        rows, values = grad._indices(), grad._values()
-        values = values.masked_fill(frozen[rows[0], None], 0.0)
-        return torch.sparse_coo_tensor(rows, values, grad.shape, check_invariants=False)
-
-    weight.register_hook(mask)

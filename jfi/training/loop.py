@@ -111,9 +111,6 @@ class Trainer(RunState):
             self._recorder(run, data) as recorder,
             stop_on_signals() as stop,
             torch.autograd.set_multithreading_enabled(False),
-            # torch's Adagrad makes a sparse tensor of a sparse gradient. Its indices are valid and need no check;
-            # without a setting torch warns.
-            torch.sparse.check_sparse_tensor_invariants(enable=False),
         ):
             try:
                 while not self._finished():
@@ -170,13 +167,14 @@ class Trainer(RunState):
         order = self._order("train", training.batch_size)
         # The end of the run, as if all epochs to come had as many batches as this one: by user some have one fewer.
         self._num_steps = progress.step - progress.position + (training.epochs - progress.epoch) * order.num_batches
+        average = self.modules.get("average")
         self.model.train()
         seconds, first = progress.train_seconds, order.samples_before(progress.position)
         started = logged = self.clock()
         logged_samples = done = first
         for _ in self._outputs("train", training.batch_size, progress.position, f"epoch {progress.epoch + 1}"):
-            if "average" in self.modules:
-                self.modules["average"].update_parameters(self.model)
+            if average is not None:
+                average.update()
             progress.batch += 1
             progress.step += 1
             done = order.samples_before(progress.position)
@@ -192,6 +190,8 @@ class Trainer(RunState):
                 saved = self.clock()
                 started, logged = saved, logged + saved - started
             stop.check(run.path, self.world)
+        if average is not None:
+            average.flush()
         self.speed = (done - first) / max(progress.train_seconds - seconds, 1e-9)
 
     def _order(self, split: str, size: int) -> SampleOrder | ChunkOrder:

@@ -12,11 +12,11 @@ from dataclasses import asdict
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from tqdm import tqdm
 
 from jfi.data import InteractionDataset
+from jfi.training.average import ModelAverage
 from jfi.training.build import build_model, build_optimizer, draw_tables, table_configs
 from jfi.training.checkpoint import (
     DamagedCheckpointError,
@@ -57,7 +57,11 @@ class RunState:
         self.device = world.device
         self.progress = Progress(world_size=world.size if world.launched else 0)
         torch.manual_seed(config.training.seed)
-        model = build_model(config.model, config.encoder, dataset.schema, table_device=torch.device("meta"))
+        fused = None if world.launched else config.optimizer
+        # Attention runs in the dtype of the rows. A CPU has no faster products of bfloat16.
+        halves = config.training.precision == "bfloat16" and self.device.type == "cuda"
+        rows = torch.bfloat16 if halves else None
+        model = build_model(config.model, config.encoder, dataset.schema, torch.device("meta"), fused, rows)
         tables = table_configs(model)
         if world.launched:
             check_sharded(config, self.device)
@@ -86,8 +90,7 @@ class RunState:
         self._frozen = FrozenRows(self.model, self.optimizer, frozen, world)
         self.modules: dict[str, nn.Module] = {"model": self.model}
         if config.optimizer.average is not None:
-            average = get_ema_multi_avg_fn(config.optimizer.average)
-            self.modules["average"] = AveragedModel(self.model, multi_avg_fn=average)
+            self.modules["average"] = ModelAverage(self.model, config.optimizer.average)
         # Summed loss, summed label and number of the samples since the last line of the log.
         self.window = torch.zeros(3, dtype=torch.float64, device=self.device)
 
@@ -120,7 +123,7 @@ class RunState:
             how = "with" if progress.world_size else "without"
             raise ConfigError(f"--resume {run.path}: the run was started {how} torchrun; resume it {how} torchrun")
         for _, optimizer in self.optimizer.optimizers:
-            if isinstance(optimizer, KeyedOptimizerWrapper):  # the fused optimizer always has its state
+            if isinstance(optimizer, KeyedOptimizerWrapper):  # fused optimizers always have their states
                 optimizer.init_state()  # a step with zero gradients, which allocates the state
                 optimizer.zero_grad(set_to_none=True)
         same_world = progress.world_size == self.progress.world_size
@@ -136,7 +139,10 @@ class RunState:
         if progress.best_epoch and best != path:
             verify_checkpoint(best, self.world)  # now, rather than at the end of the training
         self._load_modules(state)
-        self.optimizer.load_state_dict(state["optimizer"])
+        whole = self.optimizer.state_dict()
+        for name, loaded in state["optimizer"]["state"].items():
+            whole["state"][name] |= loaded
+        self.optimizer.load_state_dict(whole)
         self._frozen.hold()
         if self.world.is_first:
             self.window = state["window"]
@@ -198,13 +204,19 @@ class RunState:
         for name, module in self.modules.items():
             module.load_state_dict(state[name])
 
+    def _optimizer_state(self) -> dict:
+        state = self.optimizer.state_dict()
+        for one in state["state"].values():
+            one.pop("average", None)  # in the state of the module "average"
+        return state
+
     def _state(self) -> dict:
         random = {"cpu": torch.get_rng_state()}  # of this rank; other tensors are shards or equal on all ranks
         if self.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self.device)
         return {
             **self._module_state(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self._optimizer_state(),
             "random": {str(self.world.rank): random},
             "window": self.world.sum(self.window),
             **({"frozen": self._frozen.rows} if self._frozen.rows else {}),

@@ -293,7 +293,7 @@ def test_meta_then_empty_then_reset():
     fused.reset_parameters()
     state = fused.fused_optimizer.state_dict()["state"]["embeddings.item.weight"]
     assert int(state["step"]) == 0 and not state["exp_avg"].any()
-    torch.testing.assert_close(state["average"], fused.embeddings["item"].weight.detach())
+    torch.testing.assert_close(fused.averages()["item"], fused.embeddings["item"].weight.detach())
 
 
 def test_tables_without_a_gradient_and_frozen_rows_stay():
@@ -566,10 +566,22 @@ def test_an_interrupted_average_goes_on_with_the_same_bits():
     run(first, range(4))
     second = fused_events("adam", average=0.8)
     second.load_state_dict(first.state_dict())
-    second.fused_optimizer.load_state_dict(copy.deepcopy(first.fused_optimizer.state_dict()))
+    state = second.fused_optimizer.state_dict()  # filled in place, as torch.distributed.checkpoint does
+    for name, saved in first.fused_optimizer.state_dict()["state"].items():
+        for key, value in saved.items():
+            state["state"][name][key].copy_(value)
+    second.fused_optimizer.load_state_dict(state)
     run(second, range(4, 10))
     torch.testing.assert_close(second.averages(), whole.averages(), rtol=0, atol=0)
     torch.testing.assert_close(second.state_dict(), whole.state_dict(), rtol=0, atol=0)
+
+
+def test_an_average_loaded_before_the_first_step_begins_as_the_weight():
+    saved, fused = fused_events(average=0.8), fused_events(average=0.8)
+    fused.fused_optimizer.load_state_dict(copy.deepcopy(saved.fused_optimizer.state_dict()))
+    torch.testing.assert_close(fused.averages()["item"], fused.embeddings["item"].weight.detach(), rtol=0, atol=0)
+    fused(batch())["history_brand"].values().sum().backward()
+    torch.testing.assert_close(fused.averages()["item"], fused.embeddings["item"].weight.detach(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -48,10 +48,7 @@ def item_rows(run: Path, column: str = "item") -> tuple[torch.Tensor, list[str]]
     return saved.model.state_dict()[name][1:], list(saved.schema.encodings.vocabularies[column].values)
 
 
-@pytest.mark.parametrize("sparse", [False, True])
-def test_frozen_rows_stay_and_others_are_trained(tmp_path, monkeypatch, sparse):
-    if sparse:
-        monkeypatch.setattr(jfi.training.build, "_SPARSE_ROWS", 1)
+def test_frozen_rows_stay_and_others_are_trained(tmp_path, monkeypatch):
     config = config_of(tmp_path, "run", parquet(tmp_path), epochs=1)
     config.optimizer.average = None
     fresh = jfi.training.build.draw_tables

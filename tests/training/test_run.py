@@ -1,6 +1,7 @@
 """Whole runs on a tiny synthetic table: what a run leaves behind, stopping, and continuing to the same bits."""
 
 import dataclasses
+import itertools
 import json
 import os
 import random
@@ -402,71 +403,52 @@ def test_other_poolings_train(tmp_path, monkeypatch, pooling):
 
 def test_every_parameter_is_optimized_once():
     dataset = load_dataset(tiny(None).data)
-    model = build_model(tiny(None).model, EncoderConfig(num_layers=2, num_heads=2), dataset.schema)
-    optimizer = build_optimizer(OptimizerConfig(), model)
+    config = OptimizerConfig()
+    model = build_model(tiny(None).model, EncoderConfig(num_layers=2, num_heads=2), dataset.schema, optimizer=config)
+    optimizer = build_optimizer(config, model)
     assert set(optimizer.params) == {name for name, _ in model.named_parameters()}
-    tables, dense = (group["params"] for group in optimizer.param_groups)
+    *groups, dense = (group["params"] for group in optimizer.param_groups)
+    tables = [p for group in groups for p in group]
     assert {id(p) for p in tables}.isdisjoint(id(p) for p in dense)
     assert len(tables) == 3  # item and category, shared with the history, and rating
-
-
-def test_sparse_gradients_give_the_same_numbers(tmp_path, monkeypatch):
-    dense = train(tiny(tmp_path / "dense", epochs=1))
-    monkeypatch.setattr("jfi.training.build._SPARSE_ROWS", 1)
-    sparse = train(tiny(tmp_path / "sparse", epochs=1))
-    assert sparse.validation["loss"] == pytest.approx(dense.validation["loss"], rel=1e-4)
-    resume(tmp_path / "sparse")
-
-
-def test_training_says_that_sparse_gradients_are_not_checked(tmp_path, monkeypatch):
-    """torch warns in the first process that does not say it; here checks are on, so that the loop has to say it."""
-    seen, build = [], build_optimizer
-
-    def noting(*arguments):
-        optimizer = build(*arguments)
-        step = optimizer.step
-
-        def noting_step(*a, **k):
-            sparse = any(p.grad.is_sparse for p in optimizer.params.values() if p.grad is not None)
-            seen.append((sparse, torch.sparse.check_sparse_tensor_invariants.is_enabled()))
-            step(*a, **k)
-
-        optimizer.step = noting_step
-        return optimizer
-
-    monkeypatch.setattr("jfi.training.build._SPARSE_ROWS", 1)
-    monkeypatch.setattr("jfi.training.state.build_optimizer", noting)
-    with torch.sparse.check_sparse_tensor_invariants():
-        train(tiny(tmp_path / "run", epochs=1, checkpoint_every=0))
-    assert set(seen) == {(True, False)}
-
-
-@pytest.mark.slow
-def test_sparse_gradients_train_without_a_warning_of_torch(tmp_path):
-    save_config(tiny(tmp_path / "run", epochs=1), tmp_path / "config.yaml")
-    code = f"""
-import jfi.training.build
-jfi.training.build._SPARSE_ROWS = 1
-from jfi.training import train
-from jfi.training.cli import load_config
-train(load_config({str(tmp_path / "config.yaml")!r}))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "Sparse invariant" not in done.stderr, done.stderr
 
 
 def test_the_average_is_what_is_evaluated(tmp_path):
     config = tiny(None)
     config.optimizer.average = 0.75
     trainer = Trainer(config.with_training(device="cpu"), load_dataset(config.data), World())
-    name, parameter = next(iter(trainer.model.named_parameters()))
+    average = trainer.modules["average"]
+    name, parameter = list(trainer.model.named_parameters())[-1]
     values = []
     for value in (0.0, 1.0, 1.0):
         torch.nn.init.constant_(parameter, value)
-        trainer.modules["average"].update_parameters(trainer.model)
-        values.append(dict(trainer.modules["average"].module.named_parameters())[name].mean().item())
+        average.update()
+        values.append(dict(average.module.named_parameters())[name].mean().item())
     assert values == pytest.approx([0.0, 0.25, 0.4375])
-    assert trainer._evaluated is trainer.modules["average"].module
+    assert trainer._evaluated is average.module
+
+
+def test_the_average_of_a_table_is_that_of_all_its_steps():
+    """Rows that a batch has not read are averaged too, at the end of the epoch."""
+    config = tiny(None)
+    config.optimizer.average = 0.75
+    trainer = Trainer(config.with_training(device="cpu"), load_dataset(config.data), World())
+    trainer.load_pretrained()
+    expected = None
+    for batch in itertools.islice(trainer.dataset.batches("train", 16), 8):
+        loss, _ = trainer._forward(batch)
+        trainer.optimizer.zero_grad()
+        loss.backward()
+        trainer.optimizer.step()
+        trainer.modules["average"].update()
+        now = {name: p.detach().double() for name, p in trainer.model.named_parameters()}
+        expected = expected or now
+        expected = {name: 0.75 * average + 0.25 * now[name] for name, average in expected.items()}
+    trainer.modules["average"].flush()
+    names = {name.removeprefix("module.") for name in trainer.modules["average"].state_dict()}
+    assert names == {"n_averaged", *trainer.model.state_dict()}
+    for name, average in trainer.modules["average"].module.named_parameters():
+        torch.testing.assert_close(average.double(), expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_without_histories_there_is_no_picture_of_attention(tmp_path, monkeypatch):
