@@ -35,13 +35,11 @@ def capture(
         return "the run is under torchrun"
     if dataset.batching == "user":
         return "data.batching is user, whose batches have any number of timelines"
-    last = len(optimizer.optimizers) - 1
-    for place, (_, one) in enumerate(optimizer.optimizers):
-        # Other optimizers step in the backward pass.
-        if isinstance(one, KeyedOptimizerWrapper) and not all(group.get("capturable") for group in one.param_groups):
-            section = "dense" if place == last else "embeddings"
-            name = getattr(config.optimizer, section).name
-            return f"optimizer.{section}.name is {name}; of torch.optim only adam and adamw can be captured"
+    # Those of the tables step in the backward pass.
+    dense = [one for _, one in optimizer.optimizers if isinstance(one, KeyedOptimizerWrapper)]
+    if not all(group.get("capturable") for one in dense for group in one.param_groups):
+        name = config.optimizer.dense.name
+        return f"optimizer.dense.name is {name}; of torch.optim only adam and adamw can be captured"
     training = config.training
     first = next(dataset.batches("train", training.batch_size, shuffle=True, seed=training.seed))
     reason = why_not_captured(model, first)

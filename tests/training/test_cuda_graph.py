@@ -51,7 +51,7 @@ def test_what_is_captured():
     [
         (lambda c: c, {"world": World(launched=True)}, "the run is under torchrun"),
         (by_user, {}, "data.batching is user"),
-        (lambda c: c, {"capturable": False}, "optimizer.embeddings.name is adam"),
+        (lambda c: c, {"capturable": False}, "optimizer.dense.name is adam"),
         (
             lambda c: dataclasses.replace(c, encoder=EncoderConfig(num_layers=1, num_heads=2)),
             {},
