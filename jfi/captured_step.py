@@ -115,7 +115,8 @@ class CapturedStep:
 
         Args:
             batch: in any memory; pinned memory is copied while the step before it runs. A KeyedJaggedTensor on the GPU
-                should have its `length_per_key`, since computing it waits for the device.
+                should have its `length_per_key`, since computing it waits for the device. If the first batch is on
+                the host, a later one on the GPU runs eagerly: nobody checks there which keys have one value a sample.
 
         Returns:
             What the step returned. Its tensors are valid until the next call, which may overwrite them: clone those
@@ -155,7 +156,7 @@ class CapturedStep:
         """A step on the batch that a level's buffers hold."""
 
         def step() -> Any:
-            with with_room():
+            with with_room(self._ladder.singles):
                 return self._step(level.buffers.batch(level.block))
 
         if level.replay is None:

@@ -288,6 +288,11 @@ class AttentionProblem:
         return self.width_bytes * (1 if self.shared_kv else 2)
 
     @cached_property
+    def reads_halves_by_id(self) -> bool:
+        """Whether rows are read by id for products of half precision, of a width that has tiles of its own."""
+        return self.num_tables > 0 and self.dtype.itemsize == 2 and self.block_d <= 128
+
+    @cached_property
     def most_whole_rows(self) -> int:
         """Longest history that one program handles."""
         return min(WHOLE_ROWS, WHOLE_BYTES // self.row_bytes)
@@ -590,7 +595,7 @@ def _few_forward(problem: AttentionProblem) -> KernelPlan:
         return plan(16, 8, 1, 1)
     if problem.row_bytes > 1024:
         return plan(16, 4, 1, 1)
-    if problem.num_tables and problem.block_d <= 128:
+    if problem.reads_halves_by_id:
         return plan(64, 1, 3, 8) if problem.block_d <= 64 else plan(64, 2, 3, 4)
     if problem.row_bytes <= 128:
         return plan(64, 1, 3, 8)
@@ -622,7 +627,7 @@ def _few_backward(
         tiles = (FEW_TILE, block_n, warps, stages)
         return _kernel("target_attention_few_bwd", how, *tiles, None, 0 if whole else programs, options)
 
-    if problem.num_tables and problem.block_d <= 128:
+    if problem.reads_halves_by_id:
         return plan(32, 1, 3, 8) if problem.block_d <= 64 else plan(32, 2, 3, 4)
     if whole and problem.width_bytes == 512:
         return plan(16, 2, 3, 0)

@@ -3,20 +3,25 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_depth = 0
+#: Of each block that is entered, the keys that have one value a sample.
+_entered: list[frozenset[str]] = []
 
 
 def has_room() -> bool:
     """Whether the code that runs now must expect room behind a jagged tensor's last sample."""
-    return _depth > 0
+    return bool(_entered)
+
+
+def is_single(key: str) -> bool:
+    """Whether each sample is known to have one value of this key, though its lengths are not read."""
+    return bool(_entered) and key in _entered[-1]
 
 
 @contextmanager
-def with_room() -> Iterator[None]:
-    """Jagged tensors may have room within the block."""
-    global _depth
-    _depth += 1
+def with_room(singles: frozenset[str] = frozenset()) -> Iterator[None]:
+    """Jagged tensors may have room within the block; the keys ``singles`` have one value a sample, and no room."""
+    _entered.append(singles)
     try:
         yield
     finally:
-        _depth -= 1
+        _entered.pop()

@@ -73,6 +73,10 @@ class Described(NamedTuple):
         """Beside `lengths`."""
         return [key for one in self.jagged for key in [*one.keys()]]
 
+    def is_on_host(self) -> bool:
+        """Whether reading the lengths waits for no device."""
+        return all(one.lengths().device.type == "cpu" for one in self.jagged)
+
     def single(self) -> list[bool]:
         """Beside `lengths`: whether the key has one value a sample. Reads the lengths."""
         return [
@@ -163,6 +167,10 @@ class Ladder:
     def __init__(self, reference: Described) -> None:
         self.structure, self._keys = reference.structure, reference.keys
         self._reference, self._fixed = reference.lengths, reference.single()
+        #: Keys with one value a sample in all batches that fit; none if that would have to be read from a device.
+        self.singles = frozenset(
+            key for key, fixed in zip(self._keys, self._fixed, strict=True) if fixed and reference.is_on_host()
+        )
         self._levels = [tuple(self._capacity(i, level) for i in range(len(self._keys))) for level in _LEVELS]
 
     def _capacity(self, key: int, level: int) -> int:
@@ -175,8 +183,13 @@ class Ladder:
         if batch.structure != self.structure:
             return "another number of samples, or another structure"
         lengths = batch.lengths
-        for length, fixed, own, key in zip(lengths, self._fixed, self._reference, self._keys, strict=True):
-            if fixed and length != own:
+        if self.singles and not batch.is_on_host():
+            return "lengths on the device, unlike those of the first batch"
+        singles = batch.single() if self.singles else [True] * len(lengths)
+        for length, fixed, own, key, single in zip(
+            lengths, self._fixed, self._reference, self._keys, singles, strict=True
+        ):
+            if fixed and (length != own or not single):
                 return f"not one value a sample in '{key}', as the first batch has"
         for capacities in self._levels:
             if all(length <= capacity for length, capacity in zip(lengths, capacities, strict=True)):

@@ -17,6 +17,7 @@ from jfi.modules import (
     validation,
 )
 from jfi.ops import jagged_dense_bmm, jagged_jagged_bmm
+from jfi.room import is_single
 from jfi.timelines import Timelines
 
 
@@ -103,12 +104,18 @@ def _single_entries(
     for key in single_keys:
         values, offsets = embeddings[key].values(), embeddings[key].offsets()
         one_each = len(offsets) == len(values) + 1
-        if one_each and validation.contents_are_free(values) and bool((embeddings[key].lengths() == 1).all()):
+        if one_each and (is_single(key) or _are_single(embeddings[key])):
             entries[key] = values
         else:
             values = inputs.own_rows(values, offsets, embeddings[key])
             entries[key] = jagged_jagged_bmm(values, values.new_ones(values.size(0), 1), offsets).squeeze(-1)
     return entries if timelines is None else broadcast(entries, user_keys, timelines.row_offsets)
+
+
+def _are_single(events: JaggedTensor) -> bool:
+    """Whether each sample has one event, where that may be read."""
+    lengths = events.lengths()
+    return validation.contents_are_free(lengths) and bool((lengths == 1).all())
 
 
 def broadcast(entries: dict[str, Tensor], user_keys: list[str], row_offsets: Tensor) -> dict[str, Tensor]:

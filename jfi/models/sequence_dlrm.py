@@ -162,7 +162,8 @@ class SequenceDLRM(nn.Module):
         self.sequence_arch = SequenceArch(features, bag_keys, single_keys, embedding_dim, layer, encoder, user_keys)
         self.dropout = nn.Dropout(dropout)
         self.dense_arch = DenseArch(dense_in_features, dense_arch_layer_sizes, device=dense_device)
-        self.inter_arch = InteractionArch(num_entries)
+        # It has a buffer of indices, which it would copy to the device in every step.
+        self.inter_arch = InteractionArch(num_entries).to(dense_device)
         self.over_arch = OverArch(
             embedding_dim + num_entries + math.comb(num_entries, 2), over_arch_layer_sizes, device=dense_device
         )

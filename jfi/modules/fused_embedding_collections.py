@@ -22,6 +22,7 @@ from jfi.modules.table_rows import TableRows
 from jfi.modules.validation import require_keys
 from jfi.ops import jagged_jagged_bmm
 from jfi.ops.gather_rows import check_indices
+from jfi.room import is_single
 
 _DATA_TYPES = (DataType.FP32, DataType.FP16, DataType.BF16)
 
@@ -304,9 +305,9 @@ class FusedEmbeddingBagCollection(_FusedCollection, EmbeddingBagCollection):
             ValueError: as `FusedEmbeddingCollection.forward`.
         """
         pooled = []
-        for (_, ids, rows), (_, _, table) in zip(self._look_up(features), self._lookups, strict=True):
+        for (_, ids, rows), (_, key, table) in zip(self._look_up(features), self._lookups, strict=True):
             weights = ids.weights() if self._is_weighted else None
-            pooled.append(_pool(rows, weights, table in self._by_mean).to(self._output_dtype))
+            pooled.append(_pool(key, rows, weights, table in self._by_mean).to(self._output_dtype))
         keys = [key for _, key, _ in self._lookups]
         return KeyedTensor(
             keys=self._embedding_names,
@@ -320,11 +321,11 @@ class FusedEmbeddingBagCollection(_FusedCollection, EmbeddingBagCollection):
         return self._over_averages(EmbeddingBagCollection(configs, weighted, device=torch.device("meta")))
 
 
-def _pool(rows: TableRows, weights: Tensor | None, mean: bool) -> Tensor:
+def _pool(key: str, rows: TableRows, weights: Tensor | None, mean: bool) -> Tensor:
     """[B, D]: the sums or means of each sample's rows [S, D]."""
     values, offsets, lengths = rows.values(), rows.offsets(), rows.lengths()
     one_each = offsets.size(0) == values.size(0) + 1
-    if one_each and values.device.type == "cpu" and bool((lengths == 1).all()):
+    if one_each and (is_single(key) or (values.device.type == "cpu" and bool((lengths == 1).all()))):
         return values if weights is None else values * weights.unsqueeze(1).to(values.dtype)
     factors = values.new_ones(values.size(0)) if weights is None else weights.to(values.dtype)
     pooled = jagged_jagged_bmm(values, factors.unsqueeze(1), offsets).squeeze(-1)

@@ -74,7 +74,13 @@ class FusedTables:
         #: By table the rows that no step changes, [N] bool.
         self.frozen: dict[str, Tensor] = {}
         self._averages_begun = False
+        #: On a GPU, the stream on which ids are sorted, and when it has sorted those of the last look-up.
+        self._beside: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         self.follow()
+
+    def __getstate__(self) -> dict[str, object]:
+        """For copies, which get a stream of their own."""
+        return self.__dict__ | {"_beside": None}
 
     @property
     def weights(self) -> dict[str, nn.Parameter]:
@@ -157,7 +163,7 @@ class FusedTables:
                 places = [place for place, (table, _) in enumerate(ids) if table in tables]
                 if not places:
                     continue
-                rows = self._number([ids[place] for place in places], tables, weights)
+                rows = self._sorted([ids[place] for place in places], tables, weights)
                 sizes = [shapes[place][0] for place in places]
                 own = _LookUp.apply(self, tables, rows, sizes, dtype, *[weights[name] for name in tables])
                 for place, one in zip(places, own, strict=True):
@@ -174,6 +180,24 @@ class FusedTables:
             if weight.requires_grad:
                 groups.setdefault((weight.shape[1], weight.dtype), []).append(name)
         return [tuple(group) for group in groups.values()]
+
+    def _sorted(self, ids: list[tuple[str, Tensor]], tables: tuple[str, ...], weights: dict) -> SortedRows:
+        """`_number`, on a GPU beside the forward pass: nobody needs the rows before the backward pass is over."""
+        first = ids[0][1]
+        if not first.is_cuda:
+            return self._number(ids, tables, weights)
+        current = torch.cuda.current_stream(first.device)
+        if self._beside is None:
+            self._beside = torch.cuda.Stream(first.device), torch.cuda.Event()
+        stream, done = self._beside
+        stream.wait_stream(current)
+        for _, rows in ids:
+            rows.record_stream(stream)
+        with torch.cuda.stream(stream):
+            found = self._number(ids, tables, weights)
+            done.record(stream)
+        # This memory is the stream's own: it waits for the step that reads it, as for all else, when it is used again.
+        return found
 
     def _number(self, ids: list[tuple[str, Tensor]], tables: tuple[str, ...], weights: dict) -> SortedRows:
         """The ids as rows of all `tables`, one below the other, sorted; padding and frozen rows come last."""
@@ -207,6 +231,8 @@ class FusedTables:
             self._begin_averages()
             self._averages_begun = True
         self.step += 1
+        if self._beside is not None:
+            torch.cuda.current_stream(self.step.device).wait_event(self._beside[1])
         weights = self.weights
         by_tables: dict[tuple[str, ...], list[_Batch]] = {}
         for batch in batches:
