@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from jfi import compat, reference
-from jfi.context import is_traced
+from jfi.context import is_traced, is_transformed
 from jfi.ops._checks import FLOATING, check_dim, check_impl, check_size, may_read
 from jfi.ops._dispatch import PLAIN, public
 from jfi.ops.step_rows import sort_rows
@@ -160,7 +160,7 @@ def gather_rows(
     impls = {check_impl(impl, table) for table in tables}
     impl = "torch" if "torch" in impls else "triton"
     tables, indices = list(tables), [one.contiguous() for one in indices]
-    if compat.is_torch_func_grad():
+    if is_transformed():
         return reference.gather_rows(tuple(tables), tuple(indices), dtype)
     plain = all([type(x) in PLAIN and not x.is_meta for x in tables + indices])
     if not plain or is_traced() or compat.profiler_enabled():

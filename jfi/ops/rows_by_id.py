@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from jfi.context import is_transformed
 from jfi.ops._checks import FLOATING, check_dim, check_size
 from jfi.ops.gather_rows import check_indices, gather_rows, table_gradient
 from jfi.plan import MOST_TABLES
@@ -22,7 +23,8 @@ class RowsById(NamedTuple):
 
     Attributes:
         rows: [S, W] of the dtype that the rows are converted to. Its values are never read and take no memory.
-        tables: [N_k, W] each, floating, contiguous; or uint8 [N_k, W + 8] of fbgemm's 8-bit rows.
+        tables: [N_k, W] each, floating, contiguous; or uint8 [N_k, W + 8] of fbgemm's 8-bit rows. None if functorch
+            transforms the call: then ``rows`` holds what was read, by operations that it knows.
         indices: [S] each, int32 or int64.
     """
 
@@ -87,6 +89,8 @@ def rows_by_id(
         check_indices(of, index, table.shape[0], own, torch.tensor(index.shape[0]))
     indices = tuple([index.contiguous() for index in indices])
     flat = tuple([table if quantized else table.flatten(1) for table in tables])
+    if is_transformed():
+        return RowsById(gather_rows(flat, indices, dtype=dtype), (), ())
     rows = _Rows.apply(dtype, indices, *flat)
     return RowsById(rows, tuple([table.detach().contiguous() for table in flat]), indices)
 
@@ -107,7 +111,7 @@ def join_rows(rows: list[Tensor]) -> Tensor:
 
 def read_rows(history: RowsById) -> Tensor:
     """[S, W], the rows themselves; their gradient is that of ``history.rows``."""
-    return _Read.apply(history.rows, history.tables, history.indices)
+    return _Read.apply(*history) if history.tables else history.rows
 
 
 def rows_by_head(rows: Tensor, width: int) -> Tensor:
@@ -118,7 +122,7 @@ def rows_by_head(rows: Tensor, width: int) -> Tensor:
 def fits_kernel(history: RowsById) -> bool:
     """Whether attention kernels take so many tables, of one dtype that they convert."""
     dtypes = {table.dtype for table in history.tables}
-    return len(history.tables) <= MOST_TABLES and len(dtypes) == 1 and torch.float64 not in dtypes
+    return 0 < len(history.tables) <= MOST_TABLES and len(dtypes) == 1 and torch.float64 not in dtypes
 
 
 def padded(tensors: list[Tensor]) -> list[Tensor | None]:
