@@ -38,15 +38,16 @@ def rows_by_id(
     indices: Tensor | tuple[Tensor, ...],
     dtype: torch.dtype,
     name: str = "key",
-    layout: str = "[N, G, D]",
+    width: int | None = None,
 ) -> RowsById:
     """The checked rows of tables that an operator was given, a gradient to each table that requires one.
 
     Args:
-        tables: the argument ``name``: one or several of ``layout``.
+        tables: the argument ``name``: one or several of [N, W]; with ``width`` of [N, G, D].
         indices: the argument ``indices``: as many, of one length.
         dtype: that the rows are converted to.
-        name, layout: for messages.
+        name: for messages.
+        width: D, of a head; None where rows have no heads.
 
     Raises:
         ValueError, TypeError: an argument of a wrong value or type; an index out of range, where it may be read.
@@ -70,13 +71,18 @@ def rows_by_id(
                 f"{own} of uint8 must be [N, D + 8] with a D that 4 divides, numbers then scale and bias in float32, "
                 f"got shape {list(table.shape)}"
             )
-        if not quantized:
-            check_dim(own, table, layout)
+        if quantized:
+            if width is not None and (table.shape[1] - 8) % width:
+                raise ValueError(f"{own} of uint8 must have rows of heads of D = {width}, got {table.shape[1] - 8}")
+        else:
+            check_dim(own, table, "[N, D_x]" if width is None else "[N, G, D]")
         if table.shape[1:] != first.shape[1:] or table.dtype != first.dtype:
             raise ValueError(
                 f"{own} must be like {name}[0], {first.dtype} with rows of {list(first.shape[1:])}, got {table.dtype} "
                 f"with rows of {list(table.shape[1:])}"
             )
+        if width is not None and not quantized:
+            check_size(own, table.shape[2], width, "D")
         if table.device != first.device or index.device != first.device:
             raise ValueError(
                 f"{of} and {own} must be on the device of {name}, {first.device}, got {index.device} and {table.device}"
