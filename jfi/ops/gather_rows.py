@@ -16,6 +16,7 @@ from jfi.context import is_traced, is_transformed
 from jfi.ops._checks import FLOATING, check_dim, check_impl, check_size, may_read
 from jfi.ops._dispatch import PLAIN, public
 from jfi.ops.step_rows import sort_rows
+from jfi.plan import MOST_STEPPED_WIDTH
 
 
 def _forward(tables: list[Tensor], indices: list[Tensor], dtype: torch.dtype, impl: str) -> Tensor:
@@ -40,7 +41,7 @@ def _(tables: list[Tensor], indices: list[Tensor], dtype: torch.dtype, impl: str
 
 def table_gradient(grad: Tensor, indices: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
     """[N, D], of events' gradients [S, D]: each row's are summed in a fixed order, in float32 or float64."""
-    if grad.is_cuda and grad.dtype != torch.float64:
+    if grad.is_cuda and grad.dtype != torch.float64 and grad.shape[1] <= MOST_STEPPED_WIDTH:
         from jfi.kernels.tables.step import sum_rows
 
         return sum_rows(grad, sort_rows(torch.where(indices < 0, rows, indices), rows), rows, dtype)
