@@ -580,6 +580,8 @@ def _plan_few(
     options |= {"WHOLE": whole_backward, "ORDERED": whole_backward and ordered}
     backward = _few_backward(problem, whole_backward, ordered, tuple(options.items()))
     reason = f"at most {FEW_QUERY_ROWS} query rows per key head: the history is read once"
+    if problem.num_tables:
+        reason += f", by id from {problem.num_tables} table{'s' if problem.num_tables > 1 else ''}"
     return AttentionPlan("target_few", (forward,), (backward,), reason, problem)
 
 

@@ -279,7 +279,9 @@ def test_few_queries_never_make_the_history(shape, reads, device, monkeypatch):
     ops.target_attention(query, tables, indices=indices, offsets=offsets, impl="triton")
     assert len(calls) == (0 if reads else 1)
     made = ops.explain(ops.target_attention, query, tables, indices=indices, offsets=offsets, device=H200)
-    assert made.problem.num_tables == (len(tables) if isinstance(tables, tuple) else 1) * reads
+    count = len(tables) if isinstance(tables, tuple) else 1
+    assert made.problem.num_tables == count * reads
+    assert (f"by id from {count} table" in made.reason) == reads
 
 
 @pytest.mark.parametrize("impl", IMPLS)
