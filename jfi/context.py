@@ -19,6 +19,11 @@ def is_traced() -> bool:
     )
 
 
+def is_transformed() -> bool:
+    """Whether a functorch transform (torch.vmap, torch.func.grad) is active, and no compiler traces it."""
+    return not torch.compiler.is_compiling() and compat.functorch_transforms_active()
+
+
 def without_autocast(device_type: str) -> AbstractContextManager:
     """`torch.autocast(device_type, enabled=False)`, whose 3 µs are spent only where autocast is enabled."""
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):

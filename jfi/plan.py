@@ -91,6 +91,8 @@ STATISTICS_ELEMENTS = 2048
 MOST_TABLES = 4
 #: Elements of a tile of rows by id, and the warps that load it.
 GATHERED_ELEMENTS, GATHER_WARPS = 2048, 4
+#: Widest row that the optimizer's step takes: a warp holds several at once.
+MOST_STEPPED_WIDTH = 2048
 
 # --- Overrides --------------------------------------------------------------------------------------------------------
 #: Number of SMs instead of the device's own; for `override`.

@@ -69,7 +69,7 @@ def _read(table: Tensor, rows: Tensor) -> Tensor:
     if table.dim() == 1 or table.dtype != torch.float32:
         return table.index_select(0, rows)
     # It fetches the rows ahead of their turn, which index_select leaves to the CPU.
-    return F.embedding_bag(rows, table, torch.arange(rows.shape[0]), mode="sum")
+    return F.embedding_bag(rows, table, torch.arange(rows.shape[0], device=rows.device), mode="sum")
 
 
 def _step(

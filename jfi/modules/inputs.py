@@ -87,7 +87,7 @@ def look_up(collection: EmbeddingCollection, ids: KeyedJaggedTensor) -> dict[str
             events = by_key[key]
             parts = events.lengths_or_none(), events.offsets_or_none()
             # As the collection converts them, whatever the table's dtype.
-            by_id = rows_by_id(weight, events.values(), torch.float32, f"table '{table.name}'", "[N, D]")
+            by_id = rows_by_id(weight, events.values(), torch.float32, f"table '{table.name}'")
             found[embedding] = TableRows(by_id.tables[0], by_id.indices[0], by_id.rows, *parts)
     return found
 

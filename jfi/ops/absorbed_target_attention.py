@@ -103,7 +103,7 @@ def absorbed_target_attention(
     """
     if indices is not None:
         _check_weights(weights)
-        history = rows_by_id(history, indices, weights[0].dtype, "history", "[N, D_x]")
+        history = rows_by_id(history, indices, weights[0].dtype, "history")
     by_id = history if isinstance(history, RowsById) else None
     if by_id is not None:
         fields = (by_id.rows,)
@@ -357,7 +357,7 @@ def _prepare_plan(
     indices, by_id = options["indices"], None
     if indices is not None:
         _check_weights(weights)
-        by_id = rows_by_id(history, indices, weights[0].dtype, "history", "[N, D_x]")
+        by_id = rows_by_id(history, indices, weights[0].dtype, "history")
     fields = (by_id.rows,) if by_id is not None else history if isinstance(history, tuple) else (history,)
     given = (kind(**{name: options[name] for name in kind._fields}) for kind in (_Events, _Options))
     num_queries, events, (num_heads, scale, max_seqlen, impl), in_kernel, _ = _prepare(target, fields, weights, *given)

@@ -78,9 +78,9 @@ def explain(operator: Callable, /, *args: object, device: Device | None = None, 
 
 
 def _on_meta(x: object) -> object:
-    """An argument with its tensors on the meta device, those of a tuple too."""
+    """An argument with its tensors on the meta device, those of a tuple or a NamedTuple too."""
     if isinstance(x, tuple):
-        return tuple(map(_on_meta, x))
+        return type(x)(*map(_on_meta, x)) if hasattr(x, "_fields") else tuple(map(_on_meta, x))
     if not isinstance(x, Tensor):
         return x
     return torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from jfi import compat, reference
-from jfi.context import is_traced
+from jfi.context import is_traced, is_transformed
 from jfi.ops._checks import FLOATING, check_dim, check_impl, check_size, may_read
 from jfi.ops._dispatch import PLAIN, public
 from jfi.ops.step_rows import sort_rows
+from jfi.plan import MOST_STEPPED_WIDTH
 
 
 def _forward(tables: list[Tensor], indices: list[Tensor], dtype: torch.dtype, impl: str) -> Tensor:
@@ -40,7 +41,7 @@ def _(tables: list[Tensor], indices: list[Tensor], dtype: torch.dtype, impl: str
 
 def table_gradient(grad: Tensor, indices: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
     """[N, D], of events' gradients [S, D]: each row's are summed in a fixed order, in float32 or float64."""
-    if grad.is_cuda and grad.dtype != torch.float64:
+    if grad.is_cuda and grad.dtype != torch.float64 and grad.shape[1] <= MOST_STEPPED_WIDTH:
         from jfi.kernels.tables.step import sum_rows
 
         return sum_rows(grad, sort_rows(torch.where(indices < 0, rows, indices), rows), rows, dtype)
@@ -160,7 +161,7 @@ def gather_rows(
     impls = {check_impl(impl, table) for table in tables}
     impl = "torch" if "torch" in impls else "triton"
     tables, indices = list(tables), [one.contiguous() for one in indices]
-    if compat.is_torch_func_grad():
+    if is_transformed():
         return reference.gather_rows(tuple(tables), tuple(indices), dtype)
     plain = all([type(x) in PLAIN and not x.is_meta for x in tables + indices])
     if not plain or is_traced() or compat.profiler_enabled():

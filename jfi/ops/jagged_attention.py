@@ -283,7 +283,8 @@ def _prepare(
     key_offsets = query_offsets if key_offsets is None else key_offsets
     if indices is not None:
         check_floating(query=query)
-        key = rows_by_id(key, indices, query.dtype)
+        check_dim("query", query, "[R, H, D]")
+        key = rows_by_id(key, indices, query.dtype, width=query.shape[2])
     elif isinstance(key, tuple) and not isinstance(key, RowsById):
         raise TypeError("key must be a Tensor where indices is None, got a tuple")
     if isinstance(key, RowsById):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from jfi.context import is_transformed
 from jfi.ops._checks import FLOATING, check_dim, check_size
 from jfi.ops.gather_rows import check_indices, gather_rows, table_gradient
 from jfi.plan import MOST_TABLES
@@ -22,7 +23,8 @@ class RowsById(NamedTuple):
 
     Attributes:
         rows: [S, W] of the dtype that the rows are converted to. Its values are never read and take no memory.
-        tables: [N_k, W] each, floating, contiguous; or uint8 [N_k, W + 8] of fbgemm's 8-bit rows.
+        tables: [N_k, W] each, floating, contiguous; or uint8 [N_k, W + 8] of fbgemm's 8-bit rows. None if functorch
+            transforms the call: then ``rows`` holds what was read, by operations that it knows.
         indices: [S] each, int32 or int64.
     """
 
@@ -36,15 +38,16 @@ def rows_by_id(
     indices: Tensor | tuple[Tensor, ...],
     dtype: torch.dtype,
     name: str = "key",
-    layout: str = "[N, G, D]",
+    width: int | None = None,
 ) -> RowsById:
     """The checked rows of tables that an operator was given, a gradient to each table that requires one.
 
     Args:
-        tables: the argument ``name``: one or several of ``layout``.
+        tables: the argument ``name``: one or several of [N, W]; with ``width`` of [N, G, D].
         indices: the argument ``indices``: as many, of one length.
         dtype: that the rows are converted to.
-        name, layout: for messages.
+        name: for messages.
+        width: D, of a head; None where rows have no heads.
 
     Raises:
         ValueError, TypeError: an argument of a wrong value or type; an index out of range, where it may be read.
@@ -68,13 +71,18 @@ def rows_by_id(
                 f"{own} of uint8 must be [N, D + 8] with a D that 4 divides, numbers then scale and bias in float32, "
                 f"got shape {list(table.shape)}"
             )
-        if not quantized:
-            check_dim(own, table, layout)
+        if quantized:
+            if width is not None and (table.shape[1] - 8) % width:
+                raise ValueError(f"{own} of uint8 must have rows of heads of D = {width}, got {table.shape[1] - 8}")
+        else:
+            check_dim(own, table, "[N, D_x]" if width is None else "[N, G, D]")
         if table.shape[1:] != first.shape[1:] or table.dtype != first.dtype:
             raise ValueError(
                 f"{own} must be like {name}[0], {first.dtype} with rows of {list(first.shape[1:])}, got {table.dtype} "
                 f"with rows of {list(table.shape[1:])}"
             )
+        if width is not None and not quantized:
+            check_size(own, table.shape[2], width, "D")
         if table.device != first.device or index.device != first.device:
             raise ValueError(
                 f"{of} and {own} must be on the device of {name}, {first.device}, got {index.device} and {table.device}"
@@ -87,6 +95,8 @@ def rows_by_id(
         check_indices(of, index, table.shape[0], own, torch.tensor(index.shape[0]))
     indices = tuple([index.contiguous() for index in indices])
     flat = tuple([table if quantized else table.flatten(1) for table in tables])
+    if is_transformed():
+        return RowsById(gather_rows(flat, indices, dtype=dtype), (), ())
     rows = _Rows.apply(dtype, indices, *flat)
     return RowsById(rows, tuple([table.detach().contiguous() for table in flat]), indices)
 
@@ -107,7 +117,7 @@ def join_rows(rows: list[Tensor]) -> Tensor:
 
 def read_rows(history: RowsById) -> Tensor:
     """[S, W], the rows themselves; their gradient is that of ``history.rows``."""
-    return _Read.apply(history.rows, history.tables, history.indices)
+    return _Read.apply(*history) if history.tables else history.rows
 
 
 def rows_by_head(rows: Tensor, width: int) -> Tensor:
@@ -118,7 +128,7 @@ def rows_by_head(rows: Tensor, width: int) -> Tensor:
 def fits_kernel(history: RowsById) -> bool:
     """Whether attention kernels take so many tables, of one dtype that they convert."""
     dtypes = {table.dtype for table in history.tables}
-    return len(history.tables) <= MOST_TABLES and len(dtypes) == 1 and torch.float64 not in dtypes
+    return 0 < len(history.tables) <= MOST_TABLES and len(dtypes) == 1 and torch.float64 not in dtypes
 
 
 def padded(tensors: list[Tensor]) -> list[Tensor | None]:

@@ -90,8 +90,8 @@ def step_rows(
         optimizer: what to compute.
         learning_rate: [], floating, on the tables' device.
         step: [], int64, on the tables' device: number of steps, this one included.
-        impl: "triton", "torch" (on a GPU with synchronizations), or "auto": Triton for CUDA tensors except float64,
-            PyTorch otherwise.
+        impl: "triton" (tables of at most 2,048 columns), "torch" (on a GPU with synchronizations), or "auto": Triton
+            for CUDA tensors except float64, PyTorch otherwise.
 
     Example:
         >>> import torch

@@ -247,7 +247,8 @@ def prepare_target_attention(
     by_id = key if isinstance(key, RowsById) else None
     if indices is not None:
         check_floating(query=query)
-        by_id = rows_by_id(key, indices, query.dtype)
+        check_dim("query", query, "[B, T, H, D]")
+        by_id = rows_by_id(key, indices, query.dtype, width=query.shape[3])
     elif by_id is None and isinstance(key, tuple):
         raise TypeError("key must be a Tensor where indices is None, got a tuple")
     if by_id is not None:

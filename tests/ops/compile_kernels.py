@@ -5,6 +5,7 @@ a compiler may not.
 """
 
 import torch
+from row_optimizers import CLASSES, states_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
@@ -17,7 +18,10 @@ from jfi.kernels.absorbed_weights import fwd as absorbed_weights
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.jagged_attention import launch as jagged_attention
 from jfi.kernels.jagged_attention.bucket_edges import bucket_edges
+from jfi.kernels.tables import step as tables_step
+from jfi.kernels.tables.gather import gather_rows
 from jfi.kernels.target_attention import launch as target_attention
+from jfi.ops.step_rows import RowOptimizer, sort_rows
 from jfi.plan import (
     A100,
     H200,
@@ -73,6 +77,30 @@ def attend_by_bucket(width: int, rows: int, longest: int | None, halves: bool) -
     target_attention.backward(out, x, out, lse, plan)
 
 
+def attend_by_id(dtype: torch.dtype, table_dtype: torch.dtype, width: int, count: int, longest: int | None) -> None:
+    """Forward and backward of few queries over rows of so many tables; forward alone over rows of 8 bits."""
+    quantized = table_dtype == torch.uint8
+    table = torch.zeros(50, width + 8 * quantized, dtype=table_dtype)
+    query, key = torch.randn(8, 1, 4, width).to(dtype), torch.zeros((), dtype=dtype).expand(800, 1, width)
+    offsets, indices = torch.arange(0, 801, 100), [torch.zeros(800, dtype=torch.int32)] * count
+    x = TargetAttentionInputs(query, key, None, offsets, *(None,) * 4, [table] * count, indices, 0.125, longest)
+    plan = plan_target_attention(x, "triton", H200)
+    out, lse = target_attention.forward(x, plan)
+    target_attention.backward(out, x, out, lse, plan)
+
+
+def step_tables(name: str, width: int, dtype: torch.dtype, grad_dtype: torch.dtype, average: float | None) -> None:
+    """The step of two tables by two gradients, and the rows that they are read from."""
+    optimizer = RowOptimizer(name, weight_decay=0.1, average=average)
+    tables = [torch.zeros(50, width, dtype=dtype) for _ in range(2)]
+    states = [states_of(name, table, average is not None) for table in tables]
+    grads = [torch.zeros(1000, width, dtype=grad_dtype) for _ in range(2)]
+    batch, one = sort_rows(torch.randint(0, 101, (2000,)), 100), torch.tensor(1)
+    tables_step.step_rows(tables, states, batch, grads, [1000, 1000], optimizer, one.float(), one)
+    tables_step.sum_rows(grads[0], sort_rows(torch.randint(0, 50, (1000,)), 50), 50, dtype)
+    gather_rows(tuple(tables), (torch.zeros(1000, dtype=torch.int64),) * 2, grad_dtype)
+
+
 def multiply_weights(num_queries: int, width: int, dtype: torch.dtype) -> None:
     shapes = (
         (num_queries * width, width),
@@ -97,6 +125,8 @@ def type_of(x: object) -> str | tuple:
     if isinstance(x, torch.Tensor):
         return {
             torch.float16: "*fp16",
+            torch.bfloat16: "*bf16",
+            torch.uint8: "*u8",
             torch.float32: "*fp32",
             torch.int32: "*i32",
             torch.int64: "*i64",
@@ -154,6 +184,20 @@ def main() -> None:
     for rows in (32, 100):
         for longest in (None, 100, 400):
             attend_by_bucket(64, rows, longest, halves=rows == 100)
+    half = torch.bfloat16
+    for dtype, table_dtype in (
+        (half, half),
+        (half, torch.float32),
+        (torch.float32, torch.float32),
+        (half, torch.uint8),
+    ):
+        for width, count, longest in ((64, 1, None), (128, 2, 100)):
+            attend_by_id(dtype, table_dtype, width, count, longest)
+    for name in CLASSES:
+        step_tables(name, 64, torch.float32, half, 0.999)
+        step_tables(name, 100, half, half, None)
+    for name, width, average in (("adam", 1, 0.999), ("adam", 256, 0.999), ("sgd", plan.MOST_STEPPED_WIDTH, None)):
+        step_tables(name, width, torch.float32, torch.float32, average)
     for num_queries, dtype in ((1, torch.float16), (32, torch.float16), (2, torch.float32)):
         with plan.override(NUM_SMS=132):
             multiply_weights(num_queries, 128, dtype)

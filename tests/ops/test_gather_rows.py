@@ -1,12 +1,15 @@
 """Rows of tables by id: against float64 loops, with dense gradients, under tracers and with bad ids."""
 
+import fbgemm_gpu  # noqa: F401  registers the operators of 8-bit rows
 import pytest
 import torch
 
 import jfi.ops
+from jfi import plan
 from jfi.ops import gather_rows
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+IMPLS = [("torch", x) for x in DTYPES] + [("triton", x) for x in DTYPES[1:]]
 SIZES, IDS = (5, 3, 40), ([4, 0, 0, -1, 2], [2, 2, -1, -1, 0], [39, 7, 0, 7, -1])
 
 
@@ -21,20 +24,49 @@ def loop(tables, indices):
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_and_dense_gradients(count, dtype, index_dtype):
-    tables = tuple(torch.randn(n, 6, dtype=torch.float64).to(dtype).requires_grad_() for n in SIZES[:count])
-    indices = tuple(torch.tensor(ids, dtype=index_dtype) for ids in IDS[:count])
-    out = gather_rows(tables, indices, impl="torch")
+@pytest.mark.parametrize(("impl", "dtype"), IMPLS)
+def test_rows_and_dense_gradients(count, impl, dtype, index_dtype, device):
+    tables = tuple(torch.randn(n, 6, dtype=torch.float64).to(device, dtype).requires_grad_() for n in SIZES[:count])
+    indices = tuple(torch.tensor(ids, dtype=index_dtype, device=device) for ids in IDS[:count])
+    out = gather_rows(tables, indices, impl=impl)
     eps = torch.finfo(dtype).eps
     assert out.dtype == dtype
-    torch.testing.assert_close(out.double(), loop(tables, indices), rtol=eps, atol=eps / 4)
-    weight = torch.randn(5, 6, dtype=dtype)
+    torch.testing.assert_close(out.cpu().double(), loop(tables, indices), rtol=eps, atol=eps / 4)
+    weight = torch.randn(5, 6, dtype=dtype, device=device)
     for table, index, grad in zip(tables, indices, torch.autograd.grad(out, tables, weight), strict=True):
-        expected = torch.zeros(len(table) + 1, 6, dtype=torch.float64)
+        expected = torch.zeros(len(table) + 1, 6, dtype=torch.float64, device=device)
         expected.index_add_(0, torch.where(index < 0, len(table), index).long(), weight.double())
         assert grad.dtype == dtype
         torch.testing.assert_close(grad.double(), expected[:-1], rtol=eps, atol=eps / 4)
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("width", [1, 17, 64, 256, 3000])
+def test_more_tables_than_a_launch_takes(width, impl, device):
+    """Indices from an address that 16 bytes do not divide, among them padding; the result in another dtype."""
+    tables = tuple(torch.randn(9, width, device=device).half() for _ in range(plan.MOST_TABLES + 2))
+    indices = tuple(torch.randint(-1, 9, (40,), device=device)[1:] for _ in tables)
+    out = gather_rows(tables, indices, dtype=torch.float32, impl=impl)
+    torch.testing.assert_close(out.cpu().double(), loop(tables, indices), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("width", [4, 64, 100])
+def test_rows_of_8_bits(width, impl, device):
+    packed = [torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(torch.randn(9, width)) for _ in range(2)]
+    tables = [torch.ops.fbgemm.Fused8BitRowwiseQuantizedToFloat(table) for table in packed]
+    indices = tuple(torch.randint(-1, 9, (20,), device=device) for _ in packed)
+    out = gather_rows(tuple(table.to(device) for table in packed), indices, impl=impl)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out.cpu().double(), loop(tables, indices), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_under_vmap(impl, device):
+    tables, ids = torch.randn(3, 9, 4, device=device), torch.tensor([8, -1, 0, 0], device=device)
+    got = torch.vmap(lambda table: gather_rows((table, table), (ids, ids), impl=impl))(tables)
+    expected = torch.stack([gather_rows((table, table), (ids, ids), impl=impl) for table in tables])
+    torch.testing.assert_close(got, expected)
 
 
 def test_gradcheck_of_some_tables():

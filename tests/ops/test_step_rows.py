@@ -4,14 +4,19 @@ import pytest
 import torch
 from ops.row_optimizers import CLASSES, states_of, torch_step
 
+from jfi import plan
+from jfi.kernels.tables import step as kernels
 from jfi.ops.step_rows import RowOptimizer, flush_average, sort_rows, step_rows
 
 SIZES = [7, 1, 40]
+IMPLS = ["triton", "torch"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("name", CLASSES)
-def test_steps_are_those_of_torch_of_the_rows_of_the_batch(name, decay, device):
+def test_steps_are_those_of_torch_of_the_rows_of_the_batch(name, decay, impl, device):
     optimizer = RowOptimizer(name, 1e-8, 0.8, 0.95, decay)
     tables = [torch.randn(size, 6, device=device) for size in SIZES]
     expected = [table.double().cpu() for table in tables]
@@ -25,7 +30,7 @@ def test_steps_are_those_of_torch_of_the_rows_of_the_batch(name, decay, device):
         lr = torch.tensor(0.3 / t, device=device)
         own = [grad if grad is None else grad.to(device) for grad in grads]
         batch = sort_rows(rows.to(device), 48)
-        step_rows(tables, states, batch, own, [10, 3, 12], optimizer, lr, torch.tensor(t, device=device))
+        step_rows(tables, states, batch, own, [10, 3, 12], optimizer, lr, torch.tensor(t, device=device), impl)
 
         joined = torch.cat([grads[0], torch.zeros(3, 6), grads[2]]).double()
         total = torch.zeros(49, 6, dtype=torch.float64).index_add_(0, rows, joined)
@@ -38,47 +43,55 @@ def test_steps_are_those_of_torch_of_the_rows_of_the_batch(name, decay, device):
             torch.testing.assert_close(state.cpu().double(), other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_half_precision_sums_in_float32_and_rounds_once(dtype):
-    table = torch.randn(5, 4).to(dtype)
+@pytest.mark.parametrize(
+    ("impl", "dtype"),
+    [("torch", torch.float64), *((impl, half) for impl in IMPLS for half in (torch.bfloat16, torch.float16))],
+)
+def test_half_precision_sums_in_float32_and_rounds_once(impl, dtype, device):
+    table = torch.randn(5, 4, device=device).to(dtype)
     expected = table.double()
-    grad = torch.rand(3000, 4).to(dtype)  # a sum in half precision would stop growing
-    batch = sort_rows(torch.full((3000,), 2), 5)
-    optimizer, lr = RowOptimizer("sgd"), torch.tensor(2.0**-10)
-    step_rows([table], [()], batch, [grad], [3000], optimizer, lr, torch.tensor(1))
+    grad = torch.rand(1000, 4, device=device).to(dtype)  # a sum in half precision would stop growing
+    batch = sort_rows(torch.full((1000,), 2, device=device), 5)
+    optimizer, lr, one = RowOptimizer("sgd"), torch.tensor(2.0**-10, device=device), torch.tensor(1, device=device)
+    step_rows([table], [()], batch, [grad], [1000], optimizer, lr, one, impl)
     expected[2] -= 2.0**-10 * grad.double().sum(0)
     eps = 1e-12 if dtype == torch.float64 else torch.finfo(dtype).eps
     torch.testing.assert_close(table.double(), expected, rtol=eps, atol=1e-5)
 
 
-def test_the_same_batch_gives_the_same_bits_and_untouched_rows_keep_theirs():
-    rows = (torch.rand(5000) ** 4 * 1000).long()
-    grad, before = torch.randn(5000, 16), torch.randn(1000, 16)
-    runs = []
+@pytest.mark.parametrize("impl", IMPLS)
+def test_the_same_batch_gives_the_same_bits_and_untouched_rows_keep_theirs(impl, device):
+    count = 5000 if impl == "torch" or device.type == "cuda" else 500
+    rows = (torch.rand(count, device=device) ** 4 * 1000).long()
+    grad, before = torch.randn(count, 16, device=device), torch.randn(1000, 16, device=device)
+    runs, optimizer = [], RowOptimizer("adam")
     for _ in range(2):
         table, states = before.clone(), states_of("adam", before)
         for t in (1, 2):
-            one = torch.tensor(t)
-            step_rows([table], [states], sort_rows(rows, 1000), [grad], [5000], RowOptimizer("adam"), one * 0.1, one)
+            one = torch.tensor(t, device=device)
+            step_rows([table], [states], sort_rows(rows, 1000), [grad], [count], optimizer, one * 0.1, one, impl)
         runs.append(table)
     assert torch.equal(*runs)
-    untouched = torch.ones(1000, dtype=torch.bool).index_fill(0, rows, False)
+    untouched = torch.ones(1000, dtype=torch.bool, device=device).index_fill(0, rows, False)
     assert untouched.any() and torch.equal(runs[0][untouched], before[untouched])
 
 
-def test_a_batch_of_nothing_or_of_padding_changes_nothing():
-    table = torch.randn(4, 3)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_batch_of_nothing_or_of_padding_changes_nothing(impl, device):
+    table = torch.randn(4, 3, device=device)
     before, states = table.clone(), states_of("adamw", table)
-    for rows in (torch.zeros(0, dtype=torch.int64), torch.full((3,), 4)):
+    for rows in (torch.zeros(0, dtype=torch.int64, device=device), torch.full((3,), 4, device=device)):
         n = len(rows)
         step_rows(
-            *([table], [states], sort_rows(rows, 4), [torch.full((n, 3), torch.nan)], [n]),
-            *(RowOptimizer("adamw", weight_decay=0.1), torch.tensor(0.1), torch.tensor(1)),
+            *([table], [states], sort_rows(rows, 4), [torch.full((n, 3), torch.nan, device=device)], [n]),
+            *(RowOptimizer("adamw", weight_decay=0.1), torch.tensor(0.1, device=device)),
+            *(torch.tensor(1, device=device), impl),
         )
     assert torch.equal(table, before) and not states[0].any()
 
 
-def test_the_average_is_that_of_all_steps_of_all_rows(device):
+@pytest.mark.parametrize("impl", IMPLS)
+def test_the_average_is_that_of_all_steps_of_all_rows(impl, device):
     decay, optimizer = 0.9, RowOptimizer("adagrad", average=0.9)
     table = torch.randn(12, 3, device=device)
     states = states_of("adagrad", table, average=True)
@@ -87,7 +100,8 @@ def test_the_average_is_that_of_all_steps_of_all_rows(device):
         rows = torch.randint(0, 3 if t % 4 else 12, (5,), device=device)  # some rows wait for long
         step = torch.tensor(t, device=device)
         lr = torch.tensor(0.1, device=device)
-        step_rows([table], [states], sort_rows(rows, 12), [torch.randn(5, 3).to(device)], [5], optimizer, lr, step)
+        grads = [torch.randn(5, 3).to(device)]
+        step_rows([table], [states], sort_rows(rows, 12), grads, [5], optimizer, lr, step, impl)
         now = table.double()
         expected = now if expected is None else decay * expected + (1 - decay) * now
         if t in (1, 17):
@@ -99,6 +113,106 @@ def test_the_average_is_that_of_all_steps_of_all_rows(device):
             assert torch.equal(again, states[-2])
     flush_average(table, states[-2], states[-1], decay, step)
     torch.testing.assert_close(states[-2].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def step_beside_torch(optimizer, sizes, parts, rows, width, dtype, device, grad_dtype=torch.float32, tolerance=1e-5):
+    """Two steps of tables of these sizes by the kernels, and by plain PyTorch in float64; None is a part of zeros."""
+    tables = [torch.randn(size, width).to(dtype).to(device) for size in sizes]
+    wide = [table.double().cpu() for table in tables]
+    average = optimizer.average is not None
+    states = [states_of(optimizer.name, table, average) for table in tables]
+    expected = [states_of(optimizer.name, table, average) for table in wide]
+    counts = [abs(part) for part in parts]
+    for t in (1, 2):
+        grads = [None if part < 0 else torch.randn(part, width).to(grad_dtype) for part in parts]
+        own = [None if grad is None else grad.to(device) for grad in grads]
+        batch = sort_rows(rows.to(device), sum(sizes))
+        lr, step = torch.tensor(0.3, device=device), torch.tensor(t, device=device)
+        step_rows(tables, states, batch, own, counts, optimizer, lr, step, "triton")
+
+        grads = [None if grad is None else grad.double() for grad in grads]
+        lr, step = torch.tensor(0.3, dtype=torch.float64), torch.tensor(t)
+        step_rows(wide, expected, sort_rows(rows, sum(sizes)), grads, counts, optimizer, lr, step, "torch")
+    for table, other in zip(tables, wide, strict=True):
+        torch.testing.assert_close(table.cpu().double(), other, rtol=tolerance, atol=tolerance)
+    for some, others in zip(states, expected, strict=True):
+        for state, other in zip(some, others, strict=True):
+            torch.testing.assert_close(state.cpu().double(), other.double(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["rowwise_adagrad", "adam"])
+@pytest.mark.parametrize("width", [1, 17, 64, 256])
+def test_widths(width, name, device):
+    """Popular rows fill chunks of their own, and others lie across the border of two; the last places are padding."""
+    block = plan.step_tiles(plan.power_of_two(width)).block_n
+    rows = torch.cat([torch.full((5 * block,), 3), torch.full((block // 2,), 5), torch.randint(0, 49, (4 * block,))])
+    rows = rows[torch.randperm(len(rows))]
+    with plan.override(NUM_SMS=2):
+        optimizer = RowOptimizer(name, weight_decay=0.1, average=0.9)
+        step_beside_torch(optimizer, SIZES, [len(rows)], rows, width, torch.float32, device)
+
+
+@pytest.mark.parametrize("num_sms", [1, 64])
+@pytest.mark.parametrize("of", ["one row", "its first place", "its last place", "all but one"])
+def test_rows_of_many_chunks(of, num_sms, device):
+    """One row fills all chunks, or begins or ends where a chunk does; the row after and before it have their own."""
+    chunk = plan.step_tiles(16).block_n
+    count = {"one row": 700, "its first place": 3 * chunk, "its last place": 3 * chunk - 1, "all but one": 699}[of]
+    rows = torch.full((700,), 4)
+    rows[count:] = 5
+    rows[:chunk] = torch.tensor(3 if of == "its first place" else 4)
+    with plan.override(NUM_SMS=num_sms):
+        step_beside_torch(RowOptimizer("adagrad"), [10], [700], rows, 3, torch.float32, device)
+
+
+def test_many_gradients_and_many_tables(device, monkeypatch):
+    """More than a launch takes of either: neighbours are concatenated, tables stepped by several launches."""
+    monkeypatch.setattr(kernels, "MOST_STEPPED_TABLES", 2)
+    parts = [3, 1, -4, 5, 0, 2, 7, 1, -2, 3, 4, 6]
+    rows = torch.randint(0, 54, (sum(map(abs, parts)),))
+    assert len(parts) > kernels.MOST_GRADS
+    step_beside_torch(RowOptimizer("adagrad", average=0.5), [*SIZES, 2, 3], parts, rows, 6, torch.float32, device)
+    step_beside_torch(RowOptimizer("sgd"), [*SIZES, 2, 3], [-40, 0], rows[:40] // 2, 6, torch.float32, device)
+
+
+def test_gradients_of_several_dtypes(device):
+    rows, parts = torch.randint(0, 9, (30,)), [10, 8, 12]
+    grads = [torch.randn(n, 4, device=device).to(x) for n, x in zip(parts, DTYPES, strict=True)]
+    table = torch.zeros(9, 4, device=device)
+    one = torch.tensor(1, device=device)
+    step_rows(
+        [table], [()], sort_rows(rows.to(device), 9), grads, parts, RowOptimizer("sgd"), one.float(), one, "triton"
+    )
+    expected = torch.zeros(9, 4, dtype=torch.float64).index_add_(0, rows, torch.cat(grads).double().cpu())
+    torch.testing.assert_close(table.cpu().double(), -expected, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_and_tables_that_begin_anywhere(device):
+    rows, places = torch.randint(0, 9, (30,), device=device), torch.randn(30 * 4 + 9 * 4 + 2, device=device)
+    grad, table = places[1:121].view(30, 4), places[121:157].view(9, 4)
+    expected = table.double().index_add_(0, rows, grad.double(), alpha=-1)
+    one = torch.tensor(1, device=device)
+    other = torch.zeros(2, 4, device=device)
+    batch = sort_rows(rows + 2, 11)
+    step_rows([other, table], [(), ()], batch, [grad], [30], RowOptimizer("sgd"), one.float(), one, "triton")
+    torch.testing.assert_close(table.double(), expected, rtol=1e-5, atol=1e-5)
+    assert not other.any()
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_tables_and_gradients_in_half_precision(dtype, name, device):
+    rows = torch.randint(0, 48, (100,))
+    tolerance = 4 * torch.finfo(dtype).eps
+    step_beside_torch(RowOptimizer(name, 1e-8), SIZES, [100], rows, 8, dtype, device, dtype, tolerance)
+
+
+def test_rows_wider_than_a_tile_are_refused(device):
+    table = torch.zeros(2, plan.MOST_STEPPED_WIDTH + 1, device=device)
+    rows = sort_rows(torch.tensor([1], device=device), 2)
+    one = torch.tensor(1, device=device)
+    with pytest.raises(ValueError, match=r"tables must be at most 2048 wide for impl='triton', got 2049"):
+        step_rows([table], [()], rows, [table[:1]], [1], RowOptimizer("sgd"), one.float(), one, "triton")
 
 
 @pytest.mark.parametrize("num_rows, dtype", [(2**31 - 2, torch.int32), (2**31 - 1, torch.int64), (2**40, torch.int64)])

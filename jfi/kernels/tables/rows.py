@@ -22,9 +22,9 @@ def _load(
     if BLOCK_D != D:
         keep = keep & (tl.arange(0, BLOCK_D) < D)[None, :]
     if QUANTIZED:
-        base = row * (D + QUANTIZED_TAIL)
+        base = row * (STRIDE + QUANTIZED_TAIL)
         x = tl.load(table + base[:, None] + cols[None, :], mask=keep, other=0).to(tl.float32)
-        tail = (table + base + D).to(tl.pointer_type(tl.float32), bitcast=True)
+        tail = (table + base + STRIDE).to(tl.pointer_type(tl.float32), bitcast=True)
         scale = tl.load(tail, mask=mask, other=0.0)
         bias = tl.load(tail + 1, mask=mask, other=0.0)
         return tl.where(keep, x * scale[:, None] + bias[:, None], 0.0)

@@ -10,6 +10,7 @@ A warp takes whole rows of a block, so each thread adds up its own columns witho
 The optimizers are those of `jfi.ops.RowOptimizer`.
 """
 
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -44,7 +45,11 @@ _SUM = _Sum()
 
 
 class StepSpec(NamedTuple):
-    """What a step is compiled for; ``firsts`` are the numbers of the tables' first rows, and behind them the end."""
+    """What a step is compiled for.
+
+    ``firsts`` are the numbers of the tables' first rows, and behind them the end. ``aligned`` says whether all tables
+    and states begin at multiples of 16 bytes.
+    """
 
     name: tl.constexpr
     eps: tl.constexpr
@@ -57,6 +62,7 @@ class StepSpec(NamedTuple):
     width: tl.constexpr
     block_d: tl.constexpr
     block: tl.constexpr
+    aligned: tl.constexpr
 
 
 @triton.jit
@@ -85,7 +91,7 @@ def _places(pointers, row, STRIDE: tl.constexpr, SPEC: tl.constexpr):
     for i in tl.static_range(1, SPEC.num_tables):
         distance = (pointers[i].to(tl.int64) - pointers[0].to(tl.int64)) // BYTES
         place = tl.where(row >= FIRSTS[i], distance + (row - FIRSTS[i]) * STRIDE, place)
-    if (STRIDE * BYTES) % 16 == 0:
+    if SPEC.aligned and (STRIDE * BYTES) % 16 == 0:
         place = tl.multiple_of(place, 16 // BYTES)
     return place
 
@@ -301,11 +307,14 @@ def step_split_rows_kernel(
 
 
 @cached
-def _launchers(optimizer: tuple, firsts: tuple[int, ...], width: int, num_grads: int) -> tuple[Launcher, Launcher]:
+def _launchers(
+    optimizer: tuple, firsts: tuple[int, ...], width: int, num_grads: int, aligned: bool
+) -> tuple[Launcher, Launcher]:
     block_d = power_of_two(width)
     tiles = plan.step_tiles(block_d)
     values = {**optimizer._asdict(), "average": optimizer.average or 0.0, "firsts": firsts}
     values |= {"num_tables": len(firsts) - 1, "width": width, "block_d": block_d, "block": tiles.block_n}
+    values["aligned"] = aligned
     spec = StepSpec(**{name: Constant(x) for name, x in values.items()})
     chunks = max(plan.GATHERED_ELEMENTS // block_d, 1)
     return (
@@ -327,6 +336,10 @@ def step_rows(
     """As `jfi.ops.step_rows`; the optimizer "sum" writes the sums themselves to the rows that the places name."""
     rows, order = sorted_rows
     count, width = rows.shape[0], tables[0].shape[1]
+    if width > plan.MOST_STEPPED_WIDTH:
+        raise ValueError(
+            f"tables must be at most {plan.MOST_STEPPED_WIDTH} wide for impl='triton', got {width}: use impl='torch'"
+        )
     if not count:
         return
     grads, starts = _join(grads, sizes, width, tables[0])
@@ -342,7 +355,8 @@ def step_rows(
         for table in tables[own]:
             firsts.append(firsts[-1] + table.shape[0])
         first = firsts[-1]
-        step_launch, split_launch = _launchers(optimizer, tuple(firsts), width, len(grads))
+        aligned = all([x.data_ptr() % 16 == 0 for x in chain(tables[own], *states[own])])
+        step_launch, split_launch = _launchers(optimizer, tuple(firsts), width, len(grads), aligned)
         kinds = [tuple(kind) for kind in zip(*states[own], strict=True)]
         averages = [None, None] if not optimizer.average else [kinds.pop(-2), kinds.pop(-1)]
         kinds += [None] * (2 - len(kinds))
@@ -352,10 +366,13 @@ def step_rows(
 
 
 def _join(grads: list[Tensor | None], sizes: list[int], width: int, like: Tensor) -> tuple[list[Tensor], list[int]]:
-    """At most MOST_GRADS gradients, and where in the list of all places those after the first begin."""
-    dtype = next((grad.dtype for grad in grads if grad is not None), torch.float32)
+    """At most MOST_GRADS gradients of one dtype, and where in the list of all places those after the first begin."""
+    dtypes = {grad.dtype for grad in grads if grad is not None}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    if dtype == torch.float64:
+        dtype = torch.float32
     pairs = [
-        (size, torch.zeros(size, width, dtype=dtype, device=like.device) if grad is None else grad.contiguous())
+        (size, torch.zeros(size, width, dtype=dtype, device=like.device) if grad is None else _aligned(grad.to(dtype)))
         for size, grad in zip(sizes, grads, strict=True)
         if size
     ]
@@ -368,6 +385,12 @@ def _join(grads: list[Tensor | None], sizes: list[int], width: int, like: Tensor
         end += size
         starts.append(end)
     return [grad for _, grad in pairs], (starts[:-1] + [0] * MOST_GRADS)[: MOST_GRADS - 1]
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Contiguous, from a multiple of 16 bytes on: a thread loads so many of a row at once."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
 
 
 def sum_rows(grad: Tensor, sorted_rows: tuple[Tensor, Tensor], num_rows: int, dtype: torch.dtype) -> Tensor:
