@@ -106,6 +106,8 @@ def line(row: dict) -> str:
     if "table_step_us" in row:
         times = f"{row['table_step_us'] / 1e3:8.1f} ms a step, {row['over_smallest']:.2f}x the smallest table's"
         return f"{text}{times}, {row['distinct_rows']:,} distinct rows"
+    if "distinct_rows" in row:
+        return text + read_by_id(row)
     if "step_us" in row:
         return text + step(row)
     text += f"{microseconds(row.get('forward_us')):>10s} |{microseconds(row.get('forward_backward_us')):>10s}"
@@ -140,6 +142,20 @@ def step(row: dict) -> str:
     return text
 
 
+def read_by_id(row: dict) -> str:
+    """Kernels of look-up and attention, and of a whole step, each with the share that the least bytes would take."""
+    text = f"{microseconds(row['kernel_forward_us'])} ({row['efficiency_forward']:.2f})"
+    if "over_float16" in row:
+        return f"{text}   {row['over_float16']:.2f} of float16's time"
+    both = f"{microseconds(row['kernel_forward_backward_us'])} ({row['efficiency_forward_backward']:.2f})"
+    text += f" | {both}   {row['peak_mb']:.0f} MB"
+    for peer in ("fbgemm", "fbgemm_bfloat16"):
+        if f"memory_over_{peer}" in row:
+            speed = row[f"forward_backward_speed_over_{peer}"]
+            text += f"   against {peer} {speed:.2f}x, memory {row[f'memory_over_{peer}']:.2f}x"
+    return text
+
+
 def from_the_table(row: dict) -> str:
     """Training from the table on: speed, and what a sample costs."""
     text = f"{row['samples_per_second']:12,.0f} samples/s, {row['loading_share']:4.0%} loading"
@@ -155,6 +171,6 @@ def from_the_table(row: dict) -> str:
 def heading(row: dict) -> str:
     text = f"{row['suite']}: {row['case']}"
     if row.get("floor_forward_us") is not None:
-        forward, backward = row["floor_forward_us"], row["floor_backward_us"]
-        text += f"   (floors {microseconds(forward)} + {microseconds(backward)} us)"
+        floors = [row[name] for name in ("floor_forward_us", "floor_backward_us") if name in row]
+        text += f"   (floors {' + '.join(map(microseconds, floors))} us)"
     return text
