@@ -134,9 +134,14 @@ def line(row: dict) -> str:
 def step(row: dict) -> str:
     """A training step: speed and memory, and the kernels that take most of it."""
     text = f"{row['step_us'] / 1e3:8.2f} ms {row['queries_per_second']:12,.0f} queries/s {row['peak_mb']:8.0f} MB"
-    for peer in ("padded", "mean"):
+    if "kernel_count" in row:
+        text += f"   {row['kernel_count']:.0f} kernels of {row['kernels_us'] / 1e3:.2f} ms"
+        text += f", the step {row['step_over_kernels']:.2f} times that"
+    for peer in ("padded", "mean", "jfi", "padded_captured"):
         if f"speed_over_{peer}" in row:
             text += f"   against {peer} {row[f'speed_over_{peer}']:.2f}x, memory {row[f'memory_over_{peer}']:.2f}x"
+    if "summary" in row:
+        text += f"\n      {row['summary']}"
     for kernel in row.get("kernels", []):
         text += f"\n      {kernel['us']:8.0f} us {kernel['calls']:6.1f} calls  {kernel['name'][:100]}"
     return text

@@ -87,16 +87,28 @@ def layer_lines(cases: dict[str, dict[str, dict]]) -> list[list[str]]:
     return lines
 
 
+#: What a model of suite "step" is compared with, by the name in the columns.
+STEP_PEERS = {"padded": "padded", "mean": "mean", "jfi": "jfi", "padded_captured": "captured padded"}
+
+
 def step_lines(cases: dict[str, dict[str, dict]]) -> list[list[str]]:
-    """A line a model."""
-    lines = [["case", "model", "ms", "queries/s", "MB", "against padded: speed, MB", "against mean: speed, MB"]]
+    """A line a model; peers and kernels that no model of the file has are left out."""
+    everything = [row for rows in cases.values() for row in rows.values()]
+    peers = [peer for peer in STEP_PEERS if any(f"speed_over_{peer}" in row for row in everything)]
+    profiled = any("kernel_count" in row for row in everything)
+    titles = [*["kernels", "ms of kernels", "step / kernels"] * profiled]
+    titles += [f"against {STEP_PEERS[peer]}: speed, MB" for peer in peers]
+    lines = [["case", "model", "ms", "queries/s", "MB", *titles]]
     for case, rows in cases.items():
         for name, row in rows.items():
             if row["status"] != "ok":
-                lines.append([case, name, row["status"], "-", "-", "-", "-"])
+                lines.append([case, name, row["status"], *["-"] * (2 + len(titles))])
                 continue
             cells = [f"{row['step_us'] / 1e3:.2f}", f"{row['queries_per_second']:,.0f}", f"{row['peak_mb']:.0f}"]
-            for peer in ("padded", "mean"):
+            if profiled:
+                cells += [f"{row['kernel_count']:.0f}", f"{row['kernels_us'] / 1e3:.2f}"]
+                cells.append(f"{row['step_over_kernels']:.2f}")
+            for peer in peers:
                 speed, memory = row.get(f"speed_over_{peer}"), row.get(f"memory_over_{peer}")
                 cells.append(f"{speed:.2f}x, {memory:.2f}x" if speed else "-")
             lines.append([case, name, *cells])
