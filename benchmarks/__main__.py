@@ -21,6 +21,7 @@ GPU_SUITES = {
     "self": "self_attention",
     "self_lengths": "self_lengths",
     "layer": "layer",
+    "rows": "rows",
     "step": "training_step",
     "timeline": "timeline",
 }
@@ -111,7 +112,8 @@ def run_suite(name: str, device: torch.device, rates: Rates, where: dict, option
         if isinstance(case, Case):
             measured = run(case, device, rates, seconds)
         else:
-            measured = load(name).run(case, device, seconds)
+            own = {"rates": rates} if name == "rows" else {}
+            measured = load(name).run(case, device, seconds, **own)
         for i, row in enumerate(measured):
             rows.append({"suite": name} | row)
             if i == 0:

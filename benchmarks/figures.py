@@ -196,6 +196,65 @@ def timeline(results: dict, folder: Path) -> list[Path]:
     return [path]
 
 
+def rows(results: dict, folder: Path) -> list[Path]:
+    """rows.png: kernels of a step by case, rows by id beside fbgemm's look-up, and the least time."""
+    cases: dict[str, list[dict]] = {}
+    for row in results["rows"]:
+        if "kernel_forward_backward_us" in row:
+            cases.setdefault(row["case"], []).append(row)
+    if not cases:
+        return []
+    heights = [len(found) + 0.8 for found in cases.values()]
+    size = (9, 1.1 + 0.27 * sum(heights))
+    figure, grid = plt.subplots(len(cases), 1, figsize=size, height_ratios=heights, squeeze=False, layout="constrained")
+    for axes, (case, found) in zip(grid[:, 0], cases.items(), strict=True):
+        bars(axes, found, "kernel_forward_backward_us", 1e-3, "{:.2f} ms")
+        axes.axvline(found[0]["floor_forward_backward_us"] / 1e3, color="black", linewidth=1, linestyle="--")
+        axes.set_title(case, fontsize=9, loc="left", fontweight="bold")
+    grid[-1, 0].set_xlabel("ms of kernels, look-up to update; dashed: the least bytes at copy speed", fontsize=9)
+    figure.suptitle(f"History rows read by id, and written by a look-up\n{caption(results)}", fontsize=10)
+    path = folder / "rows.png"
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return [path]
+
+
+def step(results: dict, folder: Path) -> list[Path]:
+    """step.png: queries a second by model and case."""
+    cases: dict[str, list[dict]] = {}
+    for row in results["rows"]:
+        if row["status"] == "ok":
+            cases.setdefault(row["case"], []).append(row)
+    if not cases:
+        return []
+    heights = [len(found) + 0.8 for found in cases.values()]
+    size = (9, 1.1 + 0.3 * sum(heights))
+    figure, grid = plt.subplots(len(cases), 1, figsize=size, height_ratios=heights, squeeze=False, layout="constrained")
+    for axes, (case, found) in zip(grid[:, 0], cases.items(), strict=True):
+        bars(axes, found, "queries_per_second", 1e-6, "{:.2f}")
+        axes.set_title(case, fontsize=9, loc="left", fontweight="bold")
+    grid[-1, 0].set_xlabel("million queries a second", fontsize=9)
+    figure.suptitle(f"A training step\n{caption(results)}", fontsize=10)
+    path = folder / "step.png"
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return [path]
+
+
+def bars(axes: Axes, found: list[dict], column: str, scale: float, text: str) -> None:
+    """A bar a row."""
+    values = [row[column] * scale for row in found]
+    axes.barh(range(len(found)), values, color=[OURS if row["ours"] else PAPER for row in found])
+    for place, value in enumerate(values):
+        axes.text(value, place, f"  {text.format(value)}", va="center", fontsize=8)
+    axes.set_yticks(range(len(found)), [row["implementation"] for row in found], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.15 * max(values))
+    axes.tick_params(axis="x", labelsize=8)
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
 def against_peers(panels: Sequence[tuple[str, list[dict]]], where: str, path: Path, description: str) -> None:
     """Bars of forward and backward time, a panel per (title, rows of a case): jfi, then its fastest peers.
 
@@ -232,5 +291,7 @@ DRAW: dict[str, Callable[[dict, Path], list[Path]]] = {
     "lengths": lengths,
     "self_lengths": self_lengths,
     "table1": table1,
+    "rows": rows,
+    "step": step,
     "timeline": timeline,
 }

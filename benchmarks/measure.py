@@ -21,6 +21,7 @@ LEAST_SETS, SETS = 2, 8
 EAGER_CALLS = (8, 60)  # at least, at most
 REPLAYS = 12
 HOST_CALLS = 40
+WALL_REPEATS, WALL_CALLS = 5, 20  # calls of a repeat, at least
 CPU_CALLS = 5  # at least
 CPU_THREADS = 1
 
@@ -95,6 +96,37 @@ def host_us(calls: Sequence[Call], seconds: float) -> float:
         times.append(time.perf_counter() - start)
     torch.cuda.synchronize()
     return statistics.median(times) * 1e6
+
+
+def wall_us(calls: Sequence[Call], seconds: float) -> float:
+    """Median wall time of a call among calls that follow each other, of which only the last is waited for."""
+
+    def rounds(count: int) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            for call in calls:
+                call()
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    rounds(2)
+    count = max(-(-WALL_CALLS // len(calls)), int(seconds / WALL_REPEATS / rounds(1)))
+    return statistics.median(rounds(count) for _ in range(WALL_REPEATS)) / count / len(calls) * 1e6
+
+
+def first_peak_mb(call: Call, kept_bytes: Callable[[], int]) -> float:
+    """As `peak_mb`, of a call that is made once: without what it keeps for good, which `kept_bytes` counts after it.
+
+    While a CUDA graph is captured the allocator counts what its replays will hold; of a replay itself it knows nothing.
+    """
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before - kept_bytes()) / 1e6
 
 
 def peak_mb(call: Call) -> float:

@@ -106,6 +106,8 @@ def line(row: dict) -> str:
     if "table_step_us" in row:
         times = f"{row['table_step_us'] / 1e3:8.1f} ms a step, {row['over_smallest']:.2f}x the smallest table's"
         return f"{text}{times}, {row['distinct_rows']:,} distinct rows"
+    if "distinct_rows" in row:
+        return text + read_by_id(row)
     if "step_us" in row:
         return text + step(row)
     text += f"{microseconds(row.get('forward_us')):>10s} |{microseconds(row.get('forward_backward_us')):>10s}"
@@ -132,11 +134,30 @@ def line(row: dict) -> str:
 def step(row: dict) -> str:
     """A training step: speed and memory, and the kernels that take most of it."""
     text = f"{row['step_us'] / 1e3:8.2f} ms {row['queries_per_second']:12,.0f} queries/s {row['peak_mb']:8.0f} MB"
-    for peer in ("padded", "mean"):
+    if "kernel_count" in row:
+        text += f"   {row['kernel_count']:.0f} kernels of {row['kernels_us'] / 1e3:.2f} ms"
+        text += f", the step {row['step_over_kernels']:.2f} times that"
+    for peer in ("padded", "mean", "jfi", "padded_captured"):
         if f"speed_over_{peer}" in row:
             text += f"   against {peer} {row[f'speed_over_{peer}']:.2f}x, memory {row[f'memory_over_{peer}']:.2f}x"
+    if "summary" in row:
+        text += f"\n      {row['summary']}"
     for kernel in row.get("kernels", []):
         text += f"\n      {kernel['us']:8.0f} us {kernel['calls']:6.1f} calls  {kernel['name'][:100]}"
+    return text
+
+
+def read_by_id(row: dict) -> str:
+    """Kernels of look-up and attention, and of a whole step, each with the share that the least bytes would take."""
+    text = f"{microseconds(row['kernel_forward_us'])} ({row['efficiency_forward']:.2f})"
+    if "over_float16" in row:
+        return f"{text}   {row['over_float16']:.2f} of float16's time"
+    both = f"{microseconds(row['kernel_forward_backward_us'])} ({row['efficiency_forward_backward']:.2f})"
+    text += f" | {both}   {row['peak_mb']:.0f} MB"
+    for peer in ("fbgemm", "fbgemm_bfloat16"):
+        if f"memory_over_{peer}" in row:
+            speed = row[f"forward_backward_speed_over_{peer}"]
+            text += f"   against {peer} {speed:.2f}x, memory {row[f'memory_over_{peer}']:.2f}x"
     return text
 
 
@@ -155,6 +176,6 @@ def from_the_table(row: dict) -> str:
 def heading(row: dict) -> str:
     text = f"{row['suite']}: {row['case']}"
     if row.get("floor_forward_us") is not None:
-        forward, backward = row["floor_forward_us"], row["floor_backward_us"]
-        text += f"   (floors {microseconds(forward)} + {microseconds(backward)} us)"
+        floors = [row[name] for name in ("floor_forward_us", "floor_backward_us") if name in row]
+        text += f"   (floors {' + '.join(map(microseconds, floors))} us)"
     return text

@@ -87,20 +87,60 @@ def layer_lines(cases: dict[str, dict[str, dict]]) -> list[list[str]]:
     return lines
 
 
+#: What a model of suite "step" is compared with, by the name in the columns.
+STEP_PEERS = {"padded": "padded", "mean": "mean", "jfi": "jfi", "padded_captured": "captured padded"}
+
+
 def step_lines(cases: dict[str, dict[str, dict]]) -> list[list[str]]:
-    """A line a model."""
-    lines = [["case", "model", "ms", "queries/s", "MB", "against padded: speed, MB", "against mean: speed, MB"]]
+    """A line a model; peers and kernels that no model of the file has are left out."""
+    everything = [row for rows in cases.values() for row in rows.values()]
+    peers = [peer for peer in STEP_PEERS if any(f"speed_over_{peer}" in row for row in everything)]
+    profiled = any("kernel_count" in row for row in everything)
+    titles = [*["kernels", "ms of kernels", "step / kernels"] * profiled]
+    titles += [f"against {STEP_PEERS[peer]}: speed, MB" for peer in peers]
+    lines = [["case", "model", "ms", "queries/s", "MB", *titles]]
     for case, rows in cases.items():
         for name, row in rows.items():
             if row["status"] != "ok":
-                lines.append([case, name, row["status"], "-", "-", "-", "-"])
+                lines.append([case, name, row["status"], *["-"] * (2 + len(titles))])
                 continue
             cells = [f"{row['step_us'] / 1e3:.2f}", f"{row['queries_per_second']:,.0f}", f"{row['peak_mb']:.0f}"]
-            for peer in ("padded", "mean"):
+            if profiled:
+                cells += [f"{row['kernel_count']:.0f}", f"{row['kernels_us'] / 1e3:.2f}"]
+                cells.append(f"{row['step_over_kernels']:.2f}")
+            for peer in peers:
                 speed, memory = row.get(f"speed_over_{peer}"), row.get(f"memory_over_{peer}")
                 cells.append(f"{speed:.2f}x, {memory:.2f}x" if speed else "-")
             lines.append([case, name, *cells])
     return lines
+
+
+def rows_tables(cases: dict[str, dict[str, dict]]) -> list[list[list[str]]]:
+    """Rows by id beside fbgemm's, and 8-bit rows beside float16's; those of the two that were measured."""
+    title = "B, mean events, D; table; ids"
+    trained = [[title, "way", "floor", "kernels", "floor / kernels", "MB", "against float32: speed, MB", "bfloat16"]]
+    quantized = [[title, "way", "floor", "kernels", "floor / kernels", "over float16"]]
+    for case, rows in cases.items():
+        eight_bit = any(row["table"] == "int8" for row in rows.values())
+        columns = ("forward",) if eight_bit else ("forward", "forward_backward")
+        lines = quantized if eight_bit else trained
+        for name, row in rows.items():
+            cells = [case, name, " \\| ".join(report.microseconds(row[f"floor_{column}_us"]) for column in columns)]
+            if row["status"] != "ok":
+                lines.append([*cells, row["status"], *["-"] * (len(lines[0]) - 4)])
+                continue
+            cells.append(" \\| ".join(report.microseconds(row[f"kernel_{column}_us"]) for column in columns))
+            cells.append(" \\| ".join(f"{row[f'efficiency_{column}']:.2f}" for column in columns))
+            if eight_bit:
+                lines.append([*cells, f"{row['over_float16']:.2f}" if "over_float16" in row else "-"])
+                continue
+            cells.append(f"{row['peak_mb']:.0f}")
+            for peer in ("fbgemm", "fbgemm_bfloat16"):
+                speeds = [row.get(f"{column}_speed_over_{peer}") for column in columns]
+                text = " \\| ".join(f"{speed:.2f}x" for speed in speeds if speed)
+                cells.append(f"{text}, {row[f'memory_over_{peer}']:.2f}x" if text else "-")
+            lines.append(cells)
+    return [lines for lines in (trained, quantized) if len(lines) > 1]
 
 
 def training_lines(cases: dict[str, dict[str, dict]]) -> list[list[str]]:
@@ -217,11 +257,14 @@ def measured(results: dict) -> str:
 
 
 def markdown(results: dict, brief: bool = False) -> str:
-    """A line per case, in suites "step" and "timeline" a line per row; these and "layer" have one form."""
+    """A line per case, in suites "rows", "step" and "timeline" a line per row; these and "layer" have one form."""
     cases, suite = by_case(results), results["rows"][0].get("suite")
     unit = "Microseconds, eager, forward \\| forward + backward"
     if suite == "step":
         tables, unit = [step_lines(cases)], "MB above model and optimizer"
+    elif suite == "rows":
+        tables = rows_tables(cases)
+        unit = "Microseconds of kernels, forward \\| forward + backward + update; MB above model and optimizer"
     elif suite == "timeline":
         tables = timeline_tables(cases)
         unit = "MB above model and optimizer; ms, loaded: a step whose batch is on the device"

@@ -84,8 +84,8 @@ class Steps:
         config = Config(
             data=DataConfig(source="synthetic"), model=ModelConfig(embedding_dim=case.width), optimizer=optimizer
         ).with_training(device="cpu")
-        # A trainer reads the schema of a dataset alone, until it is asked for batches.
-        of_items = SimpleNamespace(schema=replace(dataset.schema, features=features))
+        # Until it is asked for batches a trainer reads the schema of a dataset and counts its samples.
+        of_items = SimpleNamespace(schema=replace(dataset.schema, features=features), num_samples=dataset.num_samples)
         self.trainer = StepTrainer(config, of_items, World())
         self.items, self.seconds = items, []
         batch = next(dataset.batches("train", case.batch_size, shuffle=True))

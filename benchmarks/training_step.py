@@ -1,15 +1,23 @@
 """A training step of SequenceDLRM whose histories are pooled by the layer, by padded attention, or by their mean.
 
-Look-up, pooling, dense parts, backward and both optimizers.  Tables are where TorchRec puts them on a single GPU:
-DistributedModelParallel with one process, fused row-wise Adagrad in the backward, which runs on the calling thread as
-`jfi.training` has it.  Ids are uniform, labels random.
+Look-up, pooling, dense parts, backward and both optimizers: row-wise Adagrad for the tables, in the backward, which
+runs on the calling thread as `jfi.training` has it, and Adam.  Ids are uniform, labels random.  A model is trained
+
+- eagerly, with its tables where TorchRec puts them on a single GPU: DistributedModelParallel with one process;
+- eagerly, with jfi's fused collections, from which attention reads its rows by id, and torch's fused Adam;
+- the same captured by `jfi.CapturedStep`.  Padded attention then has jfi's fused collections too, and pads to N, the
+  longest history that there may be: finding the longest of a batch would wait for the device.  (Every batch here has
+  one of N events, so that it pads as much eagerly.)
+
+Eager steps find their batches on the device, between events.  Captured steps are given batches in pinned memory, and
+the time is the wall time of steps that follow each other, copies included.
 """
 
 import contextlib
 import gc
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -37,9 +45,15 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from benchmarks import measure
 from benchmarks.layer import Projections
-from benchmarks.problem import Shape, log_normal, order, valid
+from benchmarks.problem import DTYPES, Shape, log_normal, order, valid
 from benchmarks.run import TOLERANCE, summary
-from jfi import JaggedFeatureInteraction, SequenceFeatureConfig
+from jfi import (
+    CapturedStep,
+    FusedEmbeddingBagCollection,
+    FusedEmbeddingCollection,
+    JaggedFeatureInteraction,
+    SequenceFeatureConfig,
+)
 from jfi.data import Batch
 from jfi.models import SequenceDLRM
 
@@ -48,7 +62,38 @@ PROFILED_STEPS, HEAVIEST = 5, 10
 #: How the profiler's entries end that are waiting, not kernels.
 WAITING = (" Sync", " Wait Event")
 JFI, PADDED, MEAN = "jfi", "padded SDPA", "mean pooling"
-MODELS = (JFI, PADDED, MEAN)
+POOLINGS = (JFI, PADDED, MEAN)
+#: Of the tables, as `jfi.training` has them; fbgemm's own eps is that.
+TABLE_OPTIONS = {"lr": 0.01, "eps": 1e-8}
+CHECKED_STEPS = 4  # of which the first two are the warm-up of a captured step
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model is trained.
+
+    Args:
+        pooling: one of POOLINGS.
+        by_id: with jfi's fused collections in the place of TorchRec's sharded ones.
+        captured: as CUDA graphs.
+    """
+
+    pooling: str
+    by_id: bool = False
+    captured: bool = False
+
+    @property
+    def name(self) -> str:
+        if self.captured and self.pooling != JFI:
+            return f"{self.pooling}, captured"
+        return self.pooling + ", tables by id" * self.by_id + ", captured" * self.captured
+
+
+EAGER = tuple(Way(pooling) for pooling in POOLINGS)
+BY_ID, CAPTURED, PADDED_CAPTURED = Way(JFI, True), Way(JFI, True, True), Way(PADDED, True, True)
+WAYS = (*EAGER, BY_ID, CAPTURED, PADDED_CAPTURED)
+#: What every way is compared with, by the name in the columns.
+PEERS = {"padded": PADDED, "mean": MEAN, "jfi": JFI, "padded_captured": PADDED_CAPTURED.name}
 
 
 @dataclass(frozen=True)
@@ -104,16 +149,26 @@ def make_batch(shape: StepShape, seed: int, device: torch.device) -> Batch:
 
 
 class PaddedAttention(Projections):
-    """Stands in for a JaggedFeatureInteraction of one feature: pads to the batch's longest history, then SDPA."""
+    """Stands in for a JaggedFeatureInteraction of one feature: pads, then SDPA.
 
-    def __init__(self, feature: SequenceFeatureConfig, embedding_dim: int, num_heads: int, device: torch.device):
+    It pads to the batch's longest history, or to `longest`, which needs no number from the device.
+    """
+
+    def __init__(
+        self,
+        feature: SequenceFeatureConfig,
+        embedding_dim: int,
+        num_heads: int,
+        device: torch.device,
+        longest: int | None = None,
+    ) -> None:
         super().__init__(embedding_dim, num_heads, 1, device)
-        self.feature, self.embedding_dim = feature, embedding_dim
+        self.feature, self.embedding_dim, self.longest = feature, embedding_dim, longest
 
     def forward(self, sequences: dict[str, JaggedTensor], targets: dict[str, Tensor], *times: None) -> KeyedTensor:
         """`times`: what a JaggedFeatureInteraction gets for batches by user, in others None."""
         events = sequences[self.feature.sequence_keys[0]]
-        history = events.to_padded_dense()
+        history = events.to_padded_dense(self.longest)
         query = self.query(targets[self.feature.target_keys[0]]).unflatten(1, (1, *self.heads))
         key, value = (projection(history).unflatten(2, self.heads) for projection in (self.key, self.value))
         # An empty sample sees one row of padding, whose value is 0.
@@ -126,8 +181,10 @@ def feature_of(shape: StepShape) -> SequenceFeatureConfig:
     return SequenceFeatureConfig("taste", ["history_item"], ["item"], max_seqlen=shape.N)
 
 
-def build_model(name: str, shape: StepShape, device: torch.device, tables: torch.device) -> SequenceDLRM:
-    """One of MODELS, with its tables on a device of their own."""
+def build_model(
+    pooling: str, shape: StepShape, device: torch.device, tables: torch.device, by_id: bool = False
+) -> SequenceDLRM:
+    """A model with one of POOLINGS, with its tables on a device of their own; by_id: in jfi's fused collections."""
     bags = [
         EmbeddingBagConfig(name=key, embedding_dim=shape.D, num_embeddings=size, feature_names=[key])
         for key, size in {"category": shape.categories, "user": shape.users}.items()
@@ -135,19 +192,30 @@ def build_model(name: str, shape: StepShape, device: torch.device, tables: torch
     items = EmbeddingConfig(
         name="item", embedding_dim=shape.D, num_embeddings=shape.items, feature_names=["item", "history_item"]
     )
+    if by_id:
+        own = {"output_dtype": DTYPES[shape.dtype], "device": tables}
+        collections = (
+            FusedEmbeddingBagCollection(bags, RowWiseAdagrad, TABLE_OPTIONS, **own),
+            FusedEmbeddingCollection([items], RowWiseAdagrad, TABLE_OPTIONS, **own),
+        )
+    else:
+        collections = (
+            EmbeddingBagCollection(tables=bags, device=tables),
+            EmbeddingCollection(tables=[items], device=tables),
+        )
     model = SequenceDLRM(
-        EmbeddingBagCollection(tables=bags, device=tables),
-        EmbeddingCollection(tables=[items], device=tables),
+        *collections,
         [feature_of(shape)],
         shape.dense_features,
         [*shape.dense_layers, shape.D],
         [*shape.over_layers, 1],
-        pooling="mean" if name == MEAN else "attention",
+        pooling="mean" if pooling == MEAN else "attention",
         num_heads=shape.H,
         dense_device=device,
     )
-    if name == PADDED:
-        model.sequence_arch.pooling = PaddedAttention(feature_of(shape), shape.D, shape.H, device)
+    if pooling == PADDED:
+        longest = shape.N if by_id else None
+        model.sequence_arch.pooling = PaddedAttention(feature_of(shape), shape.D, shape.H, device, longest)
     return model
 
 
@@ -165,7 +233,7 @@ def shard(
         ("embedding_collection", ("item",), sharder),
     ):
         collection = model.get_submodule(key)
-        apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": 0.01})
+        apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), dict(TABLE_OPTIONS))
         plan[key] = construct_module_sharding_plan(
             collection, dict.fromkeys(tables, placement), its_sharder, size, size, device.type
         )
@@ -185,9 +253,9 @@ def one_process(device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def train_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> Tensor:
+def train_step(model: nn.Module, optimizer: Optimizer, batch: Batch, autocast: bool = True) -> Tensor:
     """Returns the loss.  Gradients are dropped at the end, so that none is held between steps."""
-    with torch.autocast(batch.labels.device.type, torch.bfloat16):
+    with torch.autocast(batch.labels.device.type, torch.bfloat16, enabled=autocast):
         logits = model(batch.dense_features, batch.sparse_features).squeeze(-1)
     loss = F.binary_cross_entropy_with_logits(logits.float(), batch.labels)
     loss.backward()
@@ -214,8 +282,8 @@ def disagreement(shape: StepShape, batch: Batch, device: torch.device) -> float:
     return max(wrong, key=lambda x: (x != x, x))  # a NaN is greater than nothing, so it is looked for first
 
 
-def heaviest_kernels(step: Callable[[], object], device: torch.device) -> list[dict]:
-    """What takes most of a step; on a CPU, operators instead of kernels."""
+def profiled_kernels(step: Callable[[], object], device: torch.device) -> list[dict]:
+    """The kernels of a step by their names, those that take most first; on a CPU, operators instead of kernels."""
     gpu = device.type == "cuda"
     step()
     with profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as profiler:
@@ -231,33 +299,149 @@ def heaviest_kernels(step: Callable[[], object], device: torch.device) -> list[d
     ]
     spent.sort(key=lambda pair: -pair[0])
     return [
-        {"name": event.key, "us": time / PROFILED_STEPS, "calls": event.count / PROFILED_STEPS}
-        for time, event in spent[:HEAVIEST]
+        {"name": event.key, "us": time / PROFILED_STEPS, "calls": event.count / PROFILED_STEPS} for time, event in spent
     ]
 
 
-def measure_model(row: dict, shape: StepShape, batches: list[Batch], device: torch.device, seconds: float) -> None:
-    if row["implementation"] != MEAN:
-        row["error"] = disagreement(shape, batches[0], device)
+def heaviest_kernels(step: Callable[[], object], device: torch.device) -> list[dict]:
+    """What takes most of a step."""
+    return profiled_kernels(step, device)[:HEAVIEST]
+
+
+class Training:
+    """A model that is trained in some way.
+
+    Attributes:
+        model, optimizer: the optimizer of everything that the backward does not step.
+        step: makes a step on a batch; of a captured way the `CapturedStep`.
+
+    Args:
+        way: how.
+        shape: of the model and the batches.
+        device: of the model.
+        reference: the batch that capacities follow from.
+        autocast: whether the dense parts are bfloat16.
+    """
+
+    def __init__(
+        self, way: Way, shape: StepShape, device: torch.device, reference: Batch, autocast: bool = True
+    ) -> None:
+        torch.manual_seed(0)
+        if way.by_id:
+            self.model = build_model(way.pooling, shape, device, device, by_id=True)
+            dense = [x for name, x in self.model.named_parameters() if not name.startswith("embedding_")]
+            # What a graph reads is on its device, the learning rate too.
+            rate = torch.tensor(1e-3, device=device)
+            self.optimizer = Adam(dense, lr=rate, fused=True, capturable=device.type == "cuda")
+        else:
+            model = build_model(way.pooling, shape, device, torch.device("meta"))
+            self.model, self.optimizer = shard(model, shape, device)
+        self.step: Callable[[Batch], Tensor] = lambda batch: train_step(self.model, self.optimizer, batch, autocast)
+        if way.captured:
+            self.step = CapturedStep(self.step, self.model, reference=reference)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Copies of all parameters by name."""
+        return {name: _local(x).detach().clone() for name, x in self.model.state_dict().items()}
+
+    def load(self, weights: dict[str, Tensor]) -> None:
+        for name, x in self.model.state_dict().items():
+            _local(x).detach().copy_(weights[name])
+
+    def state_bytes(self) -> int:
+        """Of the optimizer of the dense parts, which its first step makes."""
+        states = self.optimizer.state.values()
+        return sum(x.nbytes for state in states for x in state.values() if isinstance(x, Tensor))
+
+    def replay(self) -> Callable[[], None] | None:
+        """Of the graph of a captured way: its kernels without the copies of the batch."""
+        found = [level.replay for level in self.step._levels.values() if level.replay is not None]
+        return found[0] if found else None
+
+
+def _local(x: Tensor) -> Tensor:
+    """This process's part, the whole here, of what `state_dict` has for a sharded table."""
+    return x.local_shards()[0].tensor if hasattr(x, "local_shards") else x
+
+
+def changes(training: Training, weights: dict[str, Tensor], batches: list[Batch]) -> dict[str, Tensor]:
+    """How the tables differ from `weights`, the model's first ones, after CHECKED_STEPS, and the losses."""
+    training.load(weights)
+    losses = [training.step(batches[i % len(batches)]).float().clone() for i in range(CHECKED_STEPS)]
+    tables = {name: x - weights[name] for name, x in training.weights().items() if name.startswith("embedding_")}
+    return tables | {"losses": torch.stack(losses)}
+
+
+def training_error(way: Way, shape: StepShape, batches: list[Batch], device: torch.device) -> float:
+    """Relative error of what a way's steps change, against those of TorchRec's tables with the same pooling.
+
+    In float32 without TF32, since a rounding that turns a ReLU's unit on changes gradients by more than itself.
+    """
+    shape, found, weights = replace(shape, dtype="float32"), [], None
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        for one in (Way(way.pooling), way):
+            training = Training(one, shape, device, batches[0], autocast=False)
+            weights = training.weights() if weights is None else weights
+            found.append(changes(training, weights, batches))
+            if one.captured and device.type == "cuda" and training.replay() is None:
+                raise RuntimeError(f"nothing was captured: {training.step.summary()}")
+            del training
+            release(device)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    truth, own = found
+    wrong = [float((own[name] - x).norm() / x.norm()) for name, x in truth.items()]
+    return max(wrong, key=lambda x: (x != x, x))
+
+
+def release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def measure_model(
+    row: dict, way: Way, shape: StepShape, batches: list[Batch], device: torch.device, seconds: float
+) -> None:
+    """Fills in a row; `batches` are on the device."""
+    if way.pooling != MEAN:
+        check = training_error(way, shape, batches, device) if way.by_id else disagreement(shape, batches[0], device)
+        row["error"] = check
         if not row["error"] <= TOLERANCE["float32"]:
-            row |= {"status": "wrong", "note": f"jfi and padded differ by {row['error']:.1e}"}
+            others = "TorchRec's tables" if way.by_id else "jfi and padded"
+            row |= {"status": "wrong", "note": f"{others} differ by {row['error']:.1e}"}
             return
-    torch.manual_seed(0)
-    model, optimizer = shard(build_model(row["implementation"], shape, device, torch.device("meta")), shape, device)
-    steps = [lambda batch=batch: train_step(model, optimizer, batch) for batch in batches]
-    step_us = measure.eager_us(steps, seconds)
-    row["peak_mb"] = measure.peak_mb(steps[0])
+    gpu = device.type == "cuda"
+    if way.captured:
+        batches = [batch.to(torch.device("cpu")) for batch in batches]
+        batches = [batch.pin_memory() for batch in batches] if gpu else batches
+    training = Training(way, shape, device, batches[0])
+    steps = [lambda batch=batch: training.step(batch) for batch in batches]
+    if way.captured:
+        row["peak_mb"] = measure.first_peak_mb(lambda: [step() for step in steps], training.state_bytes)
+        step_us = measure.wall_us(steps, seconds)
+        row["summary"] = training.step.summary()
+        if gpu and training.replay() is None:
+            raise RuntimeError(f"nothing was captured: {row['summary']}")
+    else:
+        step_us = measure.eager_us(steps, seconds)
+        row["peak_mb"] = measure.peak_mb(steps[0])
     row["loss"] = float(steps[0]())
     if not math.isfinite(row["loss"]):
         row |= {"status": "wrong", "note": f"a loss of {row['loss']}"}
         return
     row |= {"status": "ok", "step_us": step_us, "queries_per_second": shape.B / step_us * 1e6}
+    kernels = profiled_kernels((way.captured and training.replay()) or steps[0], device)
+    row["kernel_count"], row["kernels_us"] = (sum(kernel[key] for kernel in kernels) for key in ("calls", "us"))
+    row["step_over_kernels"] = step_us / row["kernels_us"]
     if row["ours"]:
-        row["kernels"] = heaviest_kernels(steps[0], device)
+        row["kernels"] = kernels[:HEAVIEST]
 
 
 def run(case: StepCase, device: torch.device, seconds: float) -> Iterator[dict]:
-    """One row a model, with its ratios to the others."""
+    """One row a way, with its ratios to the others."""
     shape, rows = case.shape, {}
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())  # as TorchRec names it
@@ -265,18 +449,17 @@ def run(case: StepCase, device: torch.device, seconds: float) -> Iterator[dict]:
     columns = {"B": shape.B, "N": shape.N, "D": shape.D, "H": shape.H, "dtype": shape.dtype, "mean": shape.mean}
     columns["S"] = batches[0].sparse_features["history_item"].values().shape[0]
     with one_process(device), torch.autograd.set_multithreading_enabled(False):
-        for name in MODELS:
-            row = {"case": case.name, "implementation": name, "ours": name == JFI, "headline": True, **columns}
-            rows[name] = row
+        for way in WAYS:
+            row = {"case": case.name, "implementation": way.name, "ours": way.pooling == JFI, "headline": True}
+            row |= columns
+            rows[way.name] = row
             try:
-                measure_model(row, shape, batches, device, seconds)
+                measure_model(row, way, shape, batches, device, seconds)
             except Exception as error:
                 row |= {"status": "failed", "note": summary(error)}
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+            release(device)
     for row in rows.values():
-        for peer, name in {"padded": PADDED, "mean": MEAN}.items():
+        for peer, name in PEERS.items():
             if row["status"] == rows[name]["status"] == "ok":
                 row[f"speed_over_{peer}"] = rows[name]["step_us"] / row["step_us"]
                 row[f"memory_over_{peer}"] = row["peak_mb"] / rows[name]["peak_mb"]
