@@ -84,7 +84,9 @@ class _Gather(torch.autograd.Function):
         return gradients
 
 
-def check_indices(name: str, indices: Tensor, num_rows: int, rows_of: str, lengths: Tensor | None = None) -> None:
+def check_indices(
+    name: str, indices: Tensor, num_rows: int, rows_of: str, lengths: Tensor | None = None, padded: bool = True
+) -> None:
     """Checks indices of a table's rows where they may be read: on the CPU, and on a GPU under `validation`.
 
     Args:
@@ -92,15 +94,15 @@ def check_indices(name: str, indices: Tensor, num_rows: int, rows_of: str, lengt
         indices: [S].
         num_rows: N; an index is from 0 to N - 1.
         rows_of: what has the rows, for the message.
-        lengths: their sum says how many of the indices must be rows; those behind are padding and must be -1. None
-            allows -1 anywhere.
+        lengths: their sum says how many of the indices must be rows; those behind are padding and must be -1.
+        padded: whether -1 is allowed anywhere without lengths.
 
     Raises:
         ValueError: an index is out of range.
     """
     if not indices.numel() or not may_read(indices):
         return
-    least, count = -1, indices.shape[0]
+    least, count = -1 if padded else 0, indices.shape[0]
     if lengths is not None:
         least, count = 0, min(count, int(lengths.sum()))
         padding, indices = indices[count:], indices[:count]

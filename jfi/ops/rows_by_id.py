@@ -91,8 +91,7 @@ def rows_by_id(
         if index.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{of} must be int32 or int64, got {index.dtype}")
         check_size(of, index.shape[0], indices[0].shape[0], "S")
-        # None of them is padding.
-        check_indices(of, index, table.shape[0], own, torch.tensor(index.shape[0]))
+        check_indices(of, index, table.shape[0], own, padded=False)
     indices = tuple([index.contiguous() for index in indices])
     flat = tuple([table if quantized else table.flatten(1) for table in tables])
     if is_transformed():
