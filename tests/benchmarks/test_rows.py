@@ -7,7 +7,7 @@ import pytest
 import torch
 from stand_ins import ENVIRONMENT
 
-from benchmarks import figures, measure, report, rows, table
+from benchmarks import figures, measure, readme, report, rows, table
 from benchmarks.rows import BFLOAT16, FLOAT16, FLOAT32, INT8, JFI, ById, RowsCase, RowsShape, draw_ids, make_inputs
 from benchmarks.run import Rates
 
@@ -120,6 +120,14 @@ def test_sets_are_the_same_work():
     lengths = [inputs.offsets.diff() for inputs in (first, second)]
     assert sorted(lengths[0].tolist()) == sorted(lengths[1].tolist()) and not torch.equal(*lengths)
     assert not torch.equal(first.ids, second.ids)
+
+
+def test_a_page_says_where_results_are_missing(monkeypatch, tmp_path):
+    page = "<!-- table: rows -->\nold\n<!-- end -->"
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    assert readme.with_tables(page) == "<!-- table: rows -->\nNot measured yet.\n<!-- end -->"
+    report.write(tmp_path / "h200", "rows", ENVIRONMENT, measured(TINY))
+    assert f"| {TINY.name} | {JFI} | " in readme.with_tables(page)
 
 
 def test_the_cases_are_those_of_the_issue_and_more():
