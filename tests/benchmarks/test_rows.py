@@ -1,5 +1,6 @@
 """The suite of rows by id on tiny tables: its ways agree, and one that differs gets no speed."""
 
+import argparse
 import csv
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from stand_ins import ENVIRONMENT
 
+from benchmarks import __main__ as main
 from benchmarks import figures, measure, readme, report, rows, table
 from benchmarks.rows import BFLOAT16, FLOAT16, FLOAT32, INT8, JFI, ById, RowsCase, RowsShape, draw_ids, make_inputs
 from benchmarks.run import Rates
@@ -50,6 +52,15 @@ def test_all_ways_make_the_same_step(shape, tmp_path):
     assert f"| {shape.name} | {JFI} | " in printed and "| 100 \\| 100 |" in printed
     (path,) = figures.rows({"environment": ENVIRONMENT, "rows": found}, tmp_path)
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_suite_is_run_with_the_rates_of_the_machine(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(rows, "cases", lambda quick: [RowsCase(TINY)])
+    main.run_suite("rows", CPU, RATES, ENVIRONMENT, argparse.Namespace(out=tmp_path, quick=True, movielens=None))
+    (jfi, *_) = report.read(tmp_path / "rows.json")["rows"]
+    inputs = make_inputs(TINY, 0, CPU)
+    assert jfi["suite"] == "rows" and jfi["floor_forward_us"] == rows.floor_bytes(TINY, inputs)[0] / 4e6
+    assert "rows.png" in capsys.readouterr().out and (tmp_path / "rows.png").exists()
 
 
 def test_rows_of_8_bits_are_beside_those_of_float16(tmp_path):
