@@ -124,8 +124,8 @@ def made(name: str) -> str:
     """The table of that name; a line where its results are not there."""
     try:
         return TABLES[name]()
-    except FileNotFoundError as error:
-        return f"No results yet in benchmarks/results/{Path(error.filename).relative_to(RESULTS)}."
+    except FileNotFoundError:
+        return "Not measured yet."
 
 
 def with_tables(text: str) -> str:

@@ -1,5 +1,6 @@
 """The suite of rows by id on tiny tables: its ways agree, and one that differs gets no speed."""
 
+import argparse
 import csv
 from dataclasses import replace
 
@@ -7,7 +8,8 @@ import pytest
 import torch
 from stand_ins import ENVIRONMENT
 
-from benchmarks import figures, measure, report, rows, table
+from benchmarks import __main__ as main
+from benchmarks import figures, measure, readme, report, rows, table
 from benchmarks.rows import BFLOAT16, FLOAT16, FLOAT32, INT8, JFI, ById, RowsCase, RowsShape, draw_ids, make_inputs
 from benchmarks.run import Rates
 
@@ -50,6 +52,15 @@ def test_all_ways_make_the_same_step(shape, tmp_path):
     assert f"| {shape.name} | {JFI} | " in printed and "| 100 \\| 100 |" in printed
     (path,) = figures.rows({"environment": ENVIRONMENT, "rows": found}, tmp_path)
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_suite_is_run_with_the_rates_of_the_machine(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(rows, "cases", lambda quick: [RowsCase(TINY)])
+    main.run_suite("rows", CPU, RATES, ENVIRONMENT, argparse.Namespace(out=tmp_path, quick=True, movielens=None))
+    (jfi, *_) = report.read(tmp_path / "rows.json")["rows"]
+    inputs = make_inputs(TINY, 0, CPU)
+    assert jfi["suite"] == "rows" and jfi["floor_forward_us"] == rows.floor_bytes(TINY, inputs)[0] / 4e6
+    assert "rows.png" in capsys.readouterr().out and (tmp_path / "rows.png").exists()
 
 
 def test_rows_of_8_bits_are_beside_those_of_float16(tmp_path):
@@ -120,6 +131,14 @@ def test_sets_are_the_same_work():
     lengths = [inputs.offsets.diff() for inputs in (first, second)]
     assert sorted(lengths[0].tolist()) == sorted(lengths[1].tolist()) and not torch.equal(*lengths)
     assert not torch.equal(first.ids, second.ids)
+
+
+def test_a_page_says_where_results_are_missing(monkeypatch, tmp_path):
+    page = "<!-- table: rows -->\nold\n<!-- end -->"
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    assert readme.with_tables(page) == "<!-- table: rows -->\nNot measured yet.\n<!-- end -->"
+    report.write(tmp_path / "h200", "rows", ENVIRONMENT, measured(TINY))
+    assert f"| {TINY.name} | {JFI} | " in readme.with_tables(page)
 
 
 def test_the_cases_are_those_of_the_issue_and_more():
