@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from jfi.capturable import padding_ids, why_not_captured
+from jfi.modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection
 from jfi.room import with_room
 from jfi.static_batch import Buffers, Described, Ladder, UnsupportedBatch, describe, moved
 
@@ -146,18 +147,32 @@ class CapturedStep:
             raise ValueError(f"the step cannot be captured: {reason}")
         self._ladder, self._padding = Ladder(described), padding_ids(self._model)
 
+    def reset(self) -> None:
+        """Forgets all graphs: the next steps with each capacity warm up and are captured again.
+
+        Needed after anything that a graph holds was put elsewhere: a model moved with `.to()`, or an optimizer's
+        `load_state_dict()`, which makes new tensors.
+        """
+        self._levels.clear()
+
     def _level(self, capacities: tuple[int, ...]) -> "_Level":
-        if capacities not in self._levels:
+        # Dropout and the like are part of a graph.
+        key = self._model.training, *capacities
+        if key not in self._levels:
             buffers = Buffers(self._ladder.structure, capacities, self._padding, self._device)
-            self._levels[capacities] = self._graphs.level(buffers)
-        return self._levels[capacities]
+            self._levels[key] = self._graphs.level(buffers)
+        return self._levels[key]
 
     def _run(self, level: "_Level") -> Any:
         """A step on the batch that a level's buffers hold."""
 
         def step() -> Any:
             with with_room(self._ladder.singles):
-                return self._step(level.buffers.batch(level.block))
+                outputs = self._step(level.buffers.batch(level.block))
+            for module in self._model.modules():
+                if isinstance(module, FusedEmbeddingCollection | FusedEmbeddingBagCollection):
+                    module.wait_sorted()  # of look-ups without a backward pass: no stream may be left in a capture
+            return outputs
 
         if level.replay is None:
             graphs = sum(other.replay is not None for other in self._levels.values())

@@ -2,26 +2,30 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
-#: Of each block that is entered, the keys that have one value a sample.
-_entered: list[frozenset[str]] = []
+import torch
+
+#: The keys that have one value a sample, within a block with room; None outside.
+_singles: ContextVar[frozenset[str] | None] = ContextVar("_singles", default=None)
 
 
 def has_room() -> bool:
-    """Whether the code that runs now must expect room behind a jagged tensor's last sample."""
-    return bool(_entered)
+    """Whether the code that runs now, in this thread, must expect room behind a jagged tensor's last sample."""
+    # A compiler cannot trace ContextVar.get, and a captured step is not compiled as a whole.
+    return not torch.compiler.is_compiling() and _singles.get() is not None
 
 
 def is_single(key: str) -> bool:
     """Whether each sample is known to have one value of this key, though its lengths are not read."""
-    return bool(_entered) and key in _entered[-1]
+    return has_room() and key in _singles.get()
 
 
 @contextmanager
 def with_room(singles: frozenset[str] = frozenset()) -> Iterator[None]:
     """Jagged tensors may have room within the block; the keys ``singles`` have one value a sample, and no room."""
-    _entered.append(singles)
+    token = _singles.set(singles)
     try:
         yield
     finally:
-        _entered.pop()
+        _singles.reset(token)

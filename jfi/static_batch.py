@@ -168,9 +168,10 @@ class Ladder:
         self.structure, self._keys = reference.structure, reference.keys
         self._reference, self._fixed = reference.lengths, reference.single()
         #: Keys with one value a sample in all batches that fit; none if that would have to be read from a device.
-        self.singles = frozenset(
-            key for key, fixed in zip(self._keys, self._fixed, strict=True) if fixed and reference.is_on_host()
-        )
+        self.singles: frozenset[str] = frozenset()
+        if reference.is_on_host():
+            others = {key for key, fixed in zip(self._keys, self._fixed, strict=True) if not fixed}
+            self.singles = frozenset(self._keys) - others
         self._levels = [tuple(self._capacity(i, level) for i in range(len(self._keys))) for level in _LEVELS]
 
     def _capacity(self, key: int, level: int) -> int:

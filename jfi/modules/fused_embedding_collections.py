@@ -67,6 +67,10 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
         """The optimizer's states and its learning rate, by parameter name; its `step()` does nothing."""
         return FusedTablesOptimizer(self._fused, self._attribute)
 
+    def wait_sorted(self) -> None:
+        """The current stream waits for the ids that look-ups sort beside the forward pass on a GPU."""
+        self._fused.wait_sorted()
+
     def freeze_rows(self, table: str, rows: Tensor) -> None:
         """Keeps rows of a table from being stepped, from the next look-up on.
 
@@ -155,6 +159,10 @@ class FusedEmbeddingCollection(_FusedCollection, EmbeddingCollection):
     and as history, or under several keys. A forward pass without a backward pass changes nothing, and
     `torch.no_grad()` spares it the sorting of ids; whether the module is in training or evaluation mode does not
     matter. A table whose weight does not require a gradient is not stepped.
+
+    It is for one process: under DistributedDataParallel each process would step its own copy, which raises an error, and
+    DistributedModelParallel shards TorchRec's own collections. Gradients that a GradScaler has scaled are taken as
+    they are: train in bfloat16. `fused_optimizer.state_dict()` has no learning rate, which belongs to a scheduler.
 
     The rows of the output are read where they are first needed, see `TableRows`.
 

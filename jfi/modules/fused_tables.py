@@ -37,6 +37,10 @@ _STATES = {
 _AVERAGE = ("average", "averaged_at")
 
 
+#: Backward passes within each other, as of reentrant checkpoints, whose look-ups are kept apart.
+_NESTED = 8
+
+
 class _Batch(NamedTuple):
     """What a look-up leaves for the end of the backward pass."""
 
@@ -70,17 +74,19 @@ class FusedTables:
         self.step = torch.zeros((), dtype=torch.int64)
         self._tables = tables
         self._states: dict[str, tuple[Tensor, ...]] = {}
-        self._pending: tuple[int, list[_Batch]] | None = None
+        #: By backward pass what its look-ups have left.
+        self._pending: dict[int, list[_Batch]] = {}
         #: By table the rows that no step changes, [N] bool.
         self.frozen: dict[str, Tensor] = {}
         self._averages_begun = False
         #: On a GPU, the stream on which ids are sorted, and when it has sorted those of the last look-up.
         self._beside: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
+        self._sorting = False
         self.follow()
 
     def __getstate__(self) -> dict[str, object]:
         """For copies, which get a stream of their own."""
-        return self.__dict__ | {"_beside": None}
+        return self.__dict__ | {"_beside": None, "_sorting": False, "_pending": {}}
 
     @property
     def weights(self) -> dict[str, nn.Parameter]:
@@ -100,6 +106,7 @@ class FusedTables:
                 self._states[name] = tuple(torch.zeros(s, dtype=d, device=weight.device) for s, d in kinds)
             elif states and not weight.is_meta:
                 self._states[name] = tuple(x.to(weight.device, d) for x, (_, d) in zip(states, kinds, strict=True))
+        self.frozen = {name: rows.to(self.weights[name].device) for name, rows in self.frozen.items()}
         if self._tables:
             weight = next(iter(self.weights.values()))
             if not weight.is_meta:
@@ -196,8 +203,15 @@ class FusedTables:
         with torch.cuda.stream(stream):
             found = self._number(ids, tables, weights)
             done.record(stream)
+        self._sorting = True
         # This memory is the stream's own: it waits for the step that reads it, as for all else, when it is used again.
         return found
+
+    def wait_sorted(self) -> None:
+        """The current stream waits for the ids of all look-ups, if they are sorted on another one."""
+        if self._sorting:
+            torch.cuda.current_stream(self.step.device).wait_event(self._beside[1])
+            self._sorting = False
 
     def _number(self, ids: list[tuple[str, Tensor]], tables: tuple[str, ...], weights: dict) -> SortedRows:
         """The ids as rows of all `tables`, one below the other, sorted; padding and frozen rows come last."""
@@ -219,21 +233,26 @@ class FusedTables:
     def after_backward(self, batch: _Batch) -> None:
         """Leaves a look-up's gradients for one step at the end of the backward pass that is running."""
         task = compat.current_backward()
-        if self._pending is None or self._pending[0] != task:
-            batches: list[_Batch] = []
-            compat.call_after_backward(partial(self._finish, batches))
-            self._pending = task, batches
-        self._pending[1].append(batch)
+        if task not in self._pending:
+            for stale in sorted(self._pending)[: -_NESTED + 1]:  # of passes that raised
+                del self._pending[stale]
+            self._pending[task] = []
+            compat.call_after_backward(partial(self._finish, task))
+        self._pending[task].append(batch)
 
-    def _finish(self, batches: list[_Batch]) -> None:
-        self._pending = None
+    def _finish(self, task: int) -> None:
+        batches = self._pending.pop(task)
+        weights = self.weights
+        if any([weight.grad is not None for weight in weights.values()]):
+            raise RuntimeError(
+                "the tables of a fused collection have a gradient, which nobody but DistributedDataParallel gives them: "
+                "each process would step its own copy; use TorchRec's collections and DistributedModelParallel there"
+            )
         if self.optimizer.average is not None:
             self._begin_averages()
             self._averages_begun = True
         self.step += 1
-        if self._beside is not None:
-            torch.cuda.current_stream(self.step.device).wait_event(self._beside[1])
-        weights = self.weights
+        self.wait_sorted()
         by_tables: dict[tuple[str, ...], list[_Batch]] = {}
         for batch in batches:
             by_tables.setdefault(batch.tables, []).append(batch)
@@ -249,6 +268,7 @@ class FusedTables:
                 self.group.learning_rate,
                 self.step,
             )
+            torch.autograd.graph.increment_version([weights[name] for name in tables])
 
 
 class _LookUp(torch.autograd.Function):
@@ -287,13 +307,24 @@ class ParameterGroup(dict):
         super().__init__(options)
 
     def __setitem__(self, key: str, value: object) -> None:
+        if key in ("weight_decay", "eps", "betas") and value != self[key]:
+            raise ValueError(f"{key} of a fused collection is given at its construction, {self[key]}; got {value}")
         super().__setitem__(key, value)
         if key == "lr":
             self.learning_rate.fill_(float(value))
 
+    def __reduce__(self) -> tuple:
+        return _restored_group, (dict(self), self.learning_rate)
+
     def update(self, *args: object, **kwargs: object) -> None:
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
+
+
+def _restored_group(options: dict[str, Any], learning_rate: Tensor) -> ParameterGroup:
+    group = ParameterGroup(options)
+    group.learning_rate = learning_rate
+    return group
 
 
 class FusedTablesOptimizer(FusedOptimizer):

@@ -73,6 +73,9 @@ def is_read_by_id(collection: nn.Module, ids: KeyedJaggedTensor) -> bool:
         return False
     if is_traced() or has_room():
         return False
+    modules = [collection, *collection.embeddings.values()]
+    if any([module._forward_hooks or module._forward_pre_hooks for module in modules]):
+        return False
     tables = collection.embeddings.values()
     return all([type(one.weight) is nn.Parameter and one.weight.is_cuda and not one.sparse for one in tables])
 
@@ -200,7 +203,11 @@ def _read_groups(
             fields = [combine(fields, feature)]
         firsts = [sequences[key] for key in group.sequence_keys[0]]
         offsets, count = join_offsets(firsts), fields[0].size(0)
-        fields = [own_rows(rows, offsets, firsts[0]) for rows in fields]
+        if has_room():
+            sources = [[sequences[key] for key in keys] for keys in group.sequence_keys]
+            if len(fields) < len(sources):
+                sources = [sum(sources, [])]
+            fields = [own_rows(rows, offsets, own) for rows, own in zip(fields, sources, strict=True)]
 
         weights = score_bias = bias_index = times = None
         if group.reads_weights:
@@ -242,13 +249,13 @@ def _rows_by_id(sequences: dict[str, JaggedTensor], group: FeatureGroup) -> Rows
     return sum_rows(fields)
 
 
-def own_rows(rows: Tensor, offsets: Tensor, source: JaggedTensor) -> Tensor:
-    """Rows [S, D] as they are; if jagged tensors have room, with a gradient of zero behind the last sample.
+def own_rows(rows: Tensor, offsets: Tensor, sources: list[JaggedTensor]) -> Tensor:
+    """Rows [S, D] of these sources as they are, in a batch with room with a gradient of zero behind the last sample.
 
     Kernels leave the gradient of these rows unwritten, and an nn.Embedding adds up what it gets. A subclass of
     JaggedTensor has rows by id, and the step of its table leaves padding out.
     """
-    if not has_room() or type(source) is not JaggedTensor or not rows.requires_grad:
+    if all([isinstance(one, TableRows) for one in sources]) or not rows.requires_grad:
         return rows
     return _OwnRows.apply(rows, offsets)
 

@@ -25,6 +25,7 @@ from jfi.modules.ragged_targets import is_by_pair
 from jfi.modules.sequence_configs import Bias, TimeBias
 from jfi.ops import absorb_weights, jagged_attention, jagged_softmax
 from jfi.plan import MOST_BUCKETS
+from jfi.room import has_room
 
 
 def pays_to_project(inputs: GroupInputs, weights: tuple[Tensor, ...], num_heads: int) -> bool:
@@ -60,6 +61,10 @@ def attend(
         num_heads: H.
         projects_history: whether keys and values are projected.
     """
+    if has_room():
+        raise ValueError(
+            "ragged targets have no room in captured steps: rows behind the last candidate are not written"
+        )
     query_weight, query_bias, key_weight, value_weight, output_weight, output_bias = weights
     num_features, embedding_dim = output_bias.shape
     num_queries, head_width = query_weight.size(1) // embedding_dim, embedding_dim // num_heads

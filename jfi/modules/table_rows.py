@@ -47,7 +47,7 @@ class TableRows(JaggedTensor):
     @property
     def by_id(self) -> RowsById:
         """The rows as the attention operators take them."""
-        return RowsById(self.rows, (self.table,), (self.ids,))
+        return RowsById(self.rows, (self.table.contiguous(),), (self.ids.contiguous(),))
 
     @property
     def _values(self) -> Tensor:

@@ -294,6 +294,7 @@ class _AbsorbedTargetAttention(torch.autograd.Function):
     def forward(ctx, target, history, second, offsets, bias, index, value_scale, *weights_and_options):
         *weights, output_bias, options = weights_and_options
         num_heads, scale, max_seqlen, impl, dtype, *by_id = options
+        options = options[:5]
         w_qk, b_qk, w_vo = absorb_in_kernel(weights, num_heads, dtype, impl)
         query = affine(b_qk, target, w_qk)
         if query.dtype != history.dtype:
@@ -305,7 +306,7 @@ class _AbsorbedTargetAttention(torch.autograd.Function):
             attend = attend.eager
         attended, lse = attend(query, history.unsqueeze(1), None, *events, *by_id, scale, max_seqlen, impl)
         ctx.options, ctx.bias_dtype = options, output_bias.dtype
-        ctx.save_for_backward(target, history, *events, query, attended, lse, w_qk, w_vo, *weights)
+        ctx.save_for_backward(target, history, *events, query, attended, lse, w_qk, w_vo, *by_id, *weights)
         return affine(output_bias, attended.view(target.shape[0], -1, w_vo.shape[1]), w_vo.mT, by_sample=True)
 
     @staticmethod
@@ -317,9 +318,9 @@ class _AbsorbedTargetAttention(torch.autograd.Function):
 def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients of the node's inputs."""
     target, history, *rest = ctx.saved_tensors
-    events, (query, attended, lse, w_qk, w_vo), weights = rest[:5], rest[5:10], rest[10:]
+    events, (query, attended, lse, w_qk, w_vo), by_id, weights = rest[:5], rest[5:10], rest[10:18], rest[18:]
     _, bias, _, _, second = events
-    num_heads, scale, max_seqlen, impl, _, *by_id = ctx.options
+    num_heads, scale, max_seqlen, impl, _ = ctx.options
     shape = (*target.shape[:2], w_qk.shape[1])
     dtarget, dweights = None, (None,) * 6
     with without_autocast(history.device.type):

@@ -162,7 +162,7 @@ def gather_rows(
         check_indices(f"indices[{k}]", one, table.shape[0], f"tables[{k}]")
     impls = {check_impl(impl, table) for table in tables}
     impl = "torch" if "torch" in impls else "triton"
-    tables, indices = list(tables), [one.contiguous() for one in indices]
+    tables, indices = [table.contiguous() for table in tables], [one.contiguous() for one in indices]
     if is_transformed():
         return reference.gather_rows(tuple(tables), tuple(indices), dtype)
     plain = all([type(x) in PLAIN and not x.is_meta for x in tables + indices])
@@ -188,6 +188,10 @@ def _check(tables: tuple[Tensor, ...], indices: tuple[Tensor, ...]) -> None:
                 raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
             if x.device != tables[0].device:
                 raise ValueError(f"{name} must be on the device of tables[0], {tables[0].device}, got {x.device}")
+        if table.dtype == torch.uint8 and (table.dim() != 2 or table.shape[1] <= 8 or table.shape[1] % 4):
+            raise ValueError(
+                f"tables[{k}] of uint8 must be [N, D + 8] with a D that 4 divides, got shape {list(table.shape)}"
+            )
         same_kind = (table.dtype == torch.uint8) == (tables[0].dtype == torch.uint8)
         if table.dtype not in (*FLOATING, torch.uint8) or not same_kind:
             raise TypeError(

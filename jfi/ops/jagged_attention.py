@@ -266,7 +266,7 @@ def _prepare(
     *,
     query_offsets: Tensor,
     key_offsets: Tensor | None,
-    indices: Tensor | tuple[Tensor, ...] | None,
+    indices: Tensor | tuple[Tensor, ...] | None = None,
     causal: bool,
     window_size: tuple[int | None, int | None] | None,
     max_visible: int | None,

@@ -126,9 +126,8 @@ def _backward_fake(grad, query, key, value, offsets, bias, buckets, value_scale,
 def _save(ctx, inputs, output) -> None:
     *tensors, scale, max_seqlen, impl = inputs
     ctx.rest = scale, max_seqlen, impl
-    # Tables and indices are not saved tensors: an optimizer may step the tables before another backward pass.
-    ctx.by_id = tensors[8:]
-    ctx.save_for_backward(*tensors[:8], *output)
+    # The tables too: autograd refuses a backward pass that would read rows which were stepped since.
+    ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
@@ -136,9 +135,9 @@ def _save(ctx, inputs, output) -> None:
 def _differentiate(ctx, grad, _):
     if grad is None:
         return (None,) * 19
-    *saved, out, lse = ctx.saved_tensors
+    saved = ctx.saved_tensors
     value, bias, second = saved[2], saved[4], saved[7]
-    grads = iter(_target_attention_bwd(grad, *saved, *ctx.by_id, out, lse, *ctx.rest))
+    grads = iter(_target_attention_bwd(grad, *saved, *ctx.rest))
     dquery, dkey = next(grads), next(grads)
     dvalue = None if value is None else next(grads)
     dbias = None if bias is None else next(grads)

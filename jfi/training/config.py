@@ -233,8 +233,8 @@ class TrainingConfig:
         seed: seed of parameters, dropout, sample order and sampled negatives; in [0, 2**32).
         device: `auto` means cuda if there is a GPU, else cpu.
         precision: of the matrix products in training and in the run's own evaluation: `float32`, or `bfloat16`, under
-            torch.autocast. Parameters, the rows of histories, the loss and the optimizers' state are float32 in both.
-            A run is exported, and scores tables, in float32.
+            torch.autocast. Parameters, the loss and the optimizers' state are float32 in both; rows that are looked up
+            are rounded to bfloat16 on a GPU. A run is exported, and scores tables, in float32.
         max_grad_norm: gradients of all parameters outside of the embedding tables are scaled down so that their norm,
             taken over all of them, is at most this; null leaves them as they are. Rows of tables are not clipped:
             where the backward pass steps them, their gradients never exist together.

@@ -59,7 +59,7 @@ def gather_rows(tables: tuple[Tensor, ...], indices: tuple[Tensor, ...], dtype: 
     """[S, D] in dtype: the sum over K tables [N_k, D] of the row indices[k][s]; a negative index gives zeros.
 
     Args:
-        tables: contiguous, of one dtype; uint8 [N_k, D + 8] of quantized rows.
+        tables: contiguous, of floating dtypes, or all uint8 [N_k, D + 8] of quantized rows.
         indices: contiguous, int32 or int64.
         dtype: of the result.
     """
