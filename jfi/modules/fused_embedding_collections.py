@@ -160,7 +160,7 @@ class FusedEmbeddingCollection(_FusedCollection, EmbeddingCollection):
     `torch.no_grad()` spares it the sorting of ids; whether the module is in training or evaluation mode does not
     matter. A table whose weight does not require a gradient is not stepped.
 
-    It is for one process: under DistributedDataParallel each process would step its own copy, which raises an error, and
+    It is for one process: under DistributedDataParallel each process would step its own copy, which raises an error;
     DistributedModelParallel shards TorchRec's own collections. Gradients that a GradScaler has scaled are taken as
     they are: train in bfloat16. `fused_optimizer.state_dict()` has no learning rate, which belongs to a scheduler.
 

@@ -27,8 +27,8 @@ from jfi.modules.sequence_configs import (
     TimeBias,
     WeightBias,
 )
-from jfi.modules.table_rows import TableRows, unread, with_weights
-from jfi.modules.validation import check_inputs, require_keys
+from jfi.modules.table_rows import TableRows, with_weights
+from jfi.modules.validation import check_inputs, require_keys, unread
 from jfi.ops.rows_by_id import RowsById, join_rows, read_rows, rows_by_id, sum_rows
 from jfi.room import has_room
 
@@ -172,7 +172,7 @@ def read_inputs(
             ragged = read_ragged_targets(targets, groups, sequences, *options)
             targets = ragged.values
     check_inputs(sequences, groups, targets, ragged)
-    device = unread(sequences[groups[0].sequence_keys[0][0]]).device
+    device = sequences[groups[0].sequence_keys[0][0]].device()
     if device.type != "meta" and torch.is_autocast_enabled(device.type):  # under which cat refuses some dtypes
         with torch.autocast(device.type, enabled=False):
             return _read_groups(sequences, groups, targets, ragged)
@@ -203,10 +203,11 @@ def _read_groups(
             fields = [combine(fields, feature)]
         firsts = [sequences[key] for key in group.sequence_keys[0]]
         offsets, count = join_offsets(firsts), fields[0].size(0)
-        if has_room():
+        room = has_room()
+        if room:
             sources = [[sequences[key] for key in keys] for keys in group.sequence_keys]
             if len(fields) < len(sources):
-                sources = [sum(sources, [])]
+                sources = [[one for field in sources for one in field]]
             fields = [own_rows(rows, offsets, own) for rows, own in zip(fields, sources, strict=True)]
 
         weights = score_bias = bias_index = times = None
@@ -219,7 +220,7 @@ def _read_groups(
         elif isinstance(bias, WeightBias):
             score_bias = _log_weights(weights)
         elif isinstance(bias, PositionBias):
-            bias_index = position_buckets(offsets, count, bias.num_buckets)
+            bias_index = position_buckets(offsets, count, bias.num_buckets, room)
         elif isinstance(bias, KeyBias):
             bias_index = join([sequences[one.bias.key].values() for one in group.features])
         if bias_index is not None and len(firsts) > 1:
@@ -235,6 +236,8 @@ def _read_groups(
 
 def _rows_by_id(sequences: dict[str, JaggedTensor], group: FeatureGroup) -> RowsById | None:
     """The events of a group whose rows lie in tables: field by field in one for all features, and fields are added."""
+    if not isinstance(sequences[group.sequence_keys[0][0]], TableRows):
+        return None
     if len(group.sequence_keys) > 1 and group.features[0].combine != "sum":
         return None
     fields = []
@@ -304,7 +307,7 @@ def _log_weights(weights: Tensor) -> Tensor:
     return weights.masked_fill(left_out, 1).log().masked_fill(left_out, -torch.inf)
 
 
-def position_buckets(offsets: Tensor, num_events: int, num_buckets: int) -> Tensor:
+def position_buckets(offsets: Tensor, num_events: int, num_buckets: int, room: bool = False) -> Tensor:
     """Bucket floor(log2(d + 1)) of each event [S], where d counts the events after it in its sample.
 
     Example:
@@ -314,7 +317,7 @@ def position_buckets(offsets: Tensor, num_events: int, num_buckets: int) -> Tens
     place = torch.arange(num_events, device=offsets.device, dtype=offsets.dtype)
     # An event's sample ends at the first offset beyond it.
     ends = torch.searchsorted(offsets, place, right=True, out_int32=True)
-    if has_room():  # rows behind the last sample, which nobody reads
+    if room:  # rows behind the last sample, which nobody reads
         ends = ends.clamp_(max=offsets.size(0) - 1)
     ends = offsets.index_select(0, ends)
     return floor_log2(ends - place, num_buckets)

@@ -65,11 +65,6 @@ class TableRows(JaggedTensor):
         return self.table.device
 
 
-def unread(events: JaggedTensor) -> Tensor:
-    """The values of events, for their shape, dtype and device alone: of rows not read yet a tensor without memory."""
-    return events.rows if isinstance(events, TableRows) else events.values()
-
-
 def with_weights(events: JaggedTensor, weights: Tensor | None) -> JaggedTensor:
     """The events with weights of their own."""
     parts = {"lengths": events.lengths_or_none(), "offsets": events.offsets_or_none(), "weights": weights}

@@ -14,7 +14,7 @@ from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingColle
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jfi.modules.sequence_configs import FeatureGroup, KeyBias, SequenceFeatureConfig, TimeBias, WeightBias
-from jfi.modules.table_rows import unread
+from jfi.modules.table_rows import TableRows
 from jfi.times import check_ascending
 
 if TYPE_CHECKING:
@@ -249,3 +249,8 @@ def check_lengths(name: str, tensor: JaggedTensor, rows: str = "events") -> None
 def contents_are_free(tensor: Tensor) -> bool:
     """Whether reading values stalls nothing: on the CPU, outside of a compiled graph."""
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def unread(events: JaggedTensor) -> Tensor:
+    """The values of events, for their shape, dtype and device alone: of rows not read yet a tensor without memory."""
+    return events.rows if isinstance(events, TableRows) else events.values()

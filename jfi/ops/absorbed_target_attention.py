@@ -41,7 +41,7 @@ from jfi.ops._checks import (
 from jfi.ops._dispatch import PLAIN, operators, public
 from jfi.ops.absorb_weights import absorb_in_kernel, absorb_weights, affine, weight_gradients
 from jfi.ops.explain import explains
-from jfi.ops.rows_by_id import RowsById, fits_kernel, padded, read_rows, rows_by_id
+from jfi.ops.rows_by_id import NO_ROWS, RowsById, fits_kernel, padded, read_rows, rows_by_id
 from jfi.ops.target_attention import prepare_target_attention, takes_events, target_attention
 from jfi.plan import TargetAttentionInputs, plan_absorbed_target_attention
 
@@ -124,10 +124,10 @@ def absorbed_target_attention(
             fields = (torch.cat(fields, dim=1),)
         history, second = (*fields, None)[:2]
         tensors = [None if x is None else x.contiguous() for x in (second, *events)]
-        tables, indices = ((), ()) if by_id is None else by_id[1:]
+        by_id_arguments = NO_ROWS if by_id is None else (*padded(by_id.tables), *padded(by_id.indices))
         # Rows by id have no memory to be contiguous in.
         tensors = [history.contiguous() if by_id is None else history, *tensors]
-        settings = (*options, dtype, *padded(tables), *padded(indices))
+        settings = (*options, dtype, *by_id_arguments)
         if autocast:  # the node chooses every dtype itself
             with torch.autocast(device, enabled=False):
                 return _AbsorbedTargetAttention.apply(target, *tensors, *weights, settings)

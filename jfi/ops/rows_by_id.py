@@ -130,6 +130,10 @@ def fits_kernel(history: RowsById) -> bool:
     return 0 < len(history.tables) <= MOST_TABLES and len(dtypes) == 1 and torch.float64 not in dtypes
 
 
+#: Arguments of an operator without rows by id.
+NO_ROWS = (None,) * (2 * MOST_TABLES)
+
+
 def padded(tensors: list[Tensor]) -> list[Tensor | None]:
     """MOST_TABLES arguments of an operator: one that took a list could not be vmapped."""
     return [*tensors, *[None] * (MOST_TABLES - len(tensors))]

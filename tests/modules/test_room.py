@@ -29,7 +29,7 @@ def attend(events: dict, weights: list, target: torch.Tensor, offsets: torch.Ten
     max_seqlen = events.pop("max_seqlen")
     leaves = {name: x.clone().requires_grad_(x.is_floating_point()) for name, x in events.items()}
     fields = tuple(x for name, x in leaves.items() if name.startswith("field"))
-    history = tuple(inputs.own_rows(x, offsets, JaggedTensor(x, offsets=offsets)) for x in fields)
+    history = tuple(inputs.own_rows(x, offsets, [JaggedTensor(x, offsets=offsets)]) for x in fields)
     parameters = [x.clone().requires_grad_() for x in (target, *weights)]
     options = {name: x for name, x in leaves.items() if not name.startswith("field")}
     if "table" in options:
@@ -86,7 +86,7 @@ def test_sums_over_samples_leave_the_room_alone(unread, poisoned, device):
     for values in (rows, behind(rows)):
         values.requires_grad_()
         with with_room():
-            own = inputs.own_rows(values, offsets, JaggedTensor(values, offsets=offsets))
+            own = inputs.own_rows(values, offsets, [JaggedTensor(values, offsets=offsets)])
         ones = own.new_ones(len(own), 1)
         sums.append(jfi.ops.jagged_jagged_bmm(own, ones, offsets, impl="triton").squeeze(-1))
         sums[-1].square().sum().backward()
@@ -94,13 +94,7 @@ def test_sums_over_samples_leave_the_room_alone(unread, poisoned, device):
     torch.testing.assert_close(*sums)
 
 
-def test_without_room_gradients_are_handed_on():
-    rows, offsets = torch.randn(5, 2, requires_grad=True), torch.tensor([0, 5])
-    assert inputs.own_rows(rows, offsets, JaggedTensor(rows, offsets=offsets)) is rows
-
-
 def test_buckets_by_position_of_the_events_alone():
     offsets = torch.tensor([0, 3, 3, 8])
     want = inputs.position_buckets(offsets, 8, 32)
-    with with_room():
-        assert torch.equal(inputs.position_buckets(offsets, 12, 32)[:8], want)
+    assert torch.equal(inputs.position_buckets(offsets, 12, 32, room=True)[:8], want)
