@@ -20,7 +20,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from jfi import CapturedStep, JaggedEncoder, JaggedFeatureInteraction, PositionBias, SequenceFeatureConfig, WeightBias
 from jfi import captured_step as module
 from jfi.capturable import why_not_captured
-from jfi.room import has_room
+from jfi.room import here
 from jfi.static_batch import Buffers, Ladder, UnsupportedBatch, describe, moved
 
 ROOT = Path(__file__).parents[1]
@@ -252,11 +252,11 @@ def test_losses_and_counts_through_stand_in_graphs():
 
 def test_room_is_known_within_a_padded_step_alone():
     seen = []
-    captured = CapturedStep(lambda one: seen.append(has_room()) or {}, nn.Linear(1, 1))
+    captured = CapturedStep(lambda one: seen.append(here.singles is not None) or {}, nn.Linear(1, 1))
     captured._graphs = FakeGraphs()
     for one in (batch([5] * B), batch([900] * B)):
         captured(one)
-    assert seen == [True, False] and not has_room()
+    assert seen == [True, False] and not (here.singles is not None)
 
 
 def test_no_more_graphs_than_asked_for():

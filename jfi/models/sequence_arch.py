@@ -17,7 +17,7 @@ from jfi.modules import (
     validation,
 )
 from jfi.ops import jagged_dense_bmm, jagged_jagged_bmm
-from jfi.room import has_room, is_single
+from jfi.room import here, is_single
 from jfi.timelines import Timelines
 
 
@@ -107,7 +107,7 @@ def _single_entries(
         if one_each and (is_single(key) or _are_single(embeddings[key])):
             entries[key] = values
         else:
-            if has_room():
+            if here.singles is not None:
                 values = inputs.own_rows(values, offsets, [embeddings[key]])
             entries[key] = jagged_jagged_bmm(values, values.new_ones(values.size(0), 1), offsets).squeeze(-1)
     return entries if timelines is None else broadcast(entries, user_keys, timelines.row_offsets)

@@ -30,7 +30,7 @@ from jfi.modules.sequence_configs import (
 from jfi.modules.table_rows import TableRows, with_weights
 from jfi.modules.validation import check_inputs, require_keys, unread
 from jfi.ops.rows_by_id import RowsById, join_rows, read_rows, rows_by_id, sum_rows
-from jfi.room import has_room
+from jfi.room import here
 
 
 class GroupInputs(NamedTuple):
@@ -71,7 +71,7 @@ def is_read_by_id(collection: nn.Module, ids: KeyedJaggedTensor) -> bool:
     # With room ids behind the last sample are 0, not padding.
     if type(collection) is not EmbeddingCollection or not isinstance(ids, KeyedJaggedTensor):
         return False
-    if is_traced() or has_room():
+    if is_traced() or here.singles is not None:
         return False
     modules = [collection, *collection.embeddings.values()]
     if any([module._forward_hooks or module._forward_pre_hooks for module in modules]):
@@ -203,7 +203,7 @@ def _read_groups(
             fields = [combine(fields, feature)]
         firsts = [sequences[key] for key in group.sequence_keys[0]]
         offsets, count = join_offsets(firsts), fields[0].size(0)
-        room = has_room()
+        room = here.singles is not None
         if room:
             sources = [[sequences[key] for key in keys] for keys in group.sequence_keys]
             if len(fields) < len(sources):

@@ -25,7 +25,7 @@ from jfi.modules.ragged_targets import is_by_pair
 from jfi.modules.sequence_configs import Bias, TimeBias
 from jfi.ops import absorb_weights, jagged_attention, jagged_softmax
 from jfi.plan import MOST_BUCKETS
-from jfi.room import has_room
+from jfi.room import here
 
 
 def pays_to_project(inputs: GroupInputs, weights: tuple[Tensor, ...], num_heads: int) -> bool:
@@ -61,7 +61,7 @@ def attend(
         num_heads: H.
         projects_history: whether keys and values are projected.
     """
-    if has_room():
+    if here.singles is not None:
         raise ValueError(
             "ragged targets have no room in captured steps: rows behind the last candidate are not written"
         )
