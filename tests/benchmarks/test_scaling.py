@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_two_processes_measure_a_step_beside_one(tmp_path):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # there may be one GPU alone
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]

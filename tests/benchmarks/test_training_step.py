@@ -130,7 +130,11 @@ def test_tables_by_id_train_as_those_of_torchrec(way):
         assert training_step.training_error(way, replace(TINY, dtype="bfloat16"), batches, CPU) < 1e-5
 
 
-@pytest.mark.parametrize("options", [{"lr": 0.011, "eps": 1e-8}, {"lr": 0.01, "eps": 1e-5}], ids=["rate", "eps"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({"lr": 0.011, "eps": 1e-8}, marks=pytest.mark.slow), {"lr": 0.01, "eps": 1e-5}],
+    ids=["rate", "eps"],
+)
 def test_tables_that_are_stepped_otherwise_get_no_speed(monkeypatch, options):
     own = training_step.FusedEmbeddingBagCollection
     monkeypatch.setattr(

@@ -48,7 +48,7 @@ def attend(events: dict, weights: list, target: torch.Tensor, offsets: torch.Ten
     return out, [x.grad for x in parameters], {name: x.grad for name, x in leaves.items() if x.grad is not None}
 
 
-@pytest.mark.parametrize("queries", [1, 8])
+@pytest.mark.parametrize("queries", [1, pytest.param(8, marks=[] if torch.cuda.is_available() else [pytest.mark.slow])])
 @pytest.mark.parametrize("max_seqlen", [None, 64], ids=["split", "whole"])
 @pytest.mark.parametrize("kind", ["plain", "two fields", "bias by event", "bias by index"])
 def test_attention_leaves_the_room_alone(kind, max_seqlen, queries, unread, poisoned, device):
