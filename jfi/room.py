@@ -6,25 +6,23 @@ from contextlib import contextmanager
 
 
 class _Here(threading.local):
-    """What holds for the code that runs now in this thread."""
+    """What holds for the code that runs now in this thread: attributes, since a call would cost every forward more."""
 
-    #: The keys that have one value a sample, within a block with room; None outside, where no jagged tensor has room.
-    singles: frozenset[str] | None = None
+    #: Whether jagged tensors may have room behind their last sample.
+    has_room: bool = False
+    #: The keys that have one value a sample, though their lengths are not read; they have no room.
+    singles: frozenset[str] = frozenset()
 
 
 here = _Here()
 
 
-def is_single(key: str) -> bool:
-    """Whether each sample is known to have one value of this key, though its lengths are not read."""
-    return here.singles is not None and key in here.singles
-
-
 @contextmanager
 def with_room(singles: frozenset[str] = frozenset()) -> Iterator[None]:
-    """Jagged tensors may have room within the block; the keys ``singles`` have one value a sample, and no room."""
-    outer, here.singles = here.singles, singles
+    """Jagged tensors may have room within the block, but for the keys ``singles``, which have one value a sample."""
+    outer = here.has_room, here.singles
+    here.has_room, here.singles = True, singles
     try:
         yield
     finally:
-        here.singles = outer
+        here.has_room, here.singles = outer

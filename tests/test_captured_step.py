@@ -252,11 +252,11 @@ def test_losses_and_counts_through_stand_in_graphs():
 
 def test_room_is_known_within_a_padded_step_alone():
     seen = []
-    captured = CapturedStep(lambda one: seen.append(here.singles is not None) or {}, nn.Linear(1, 1))
+    captured = CapturedStep(lambda one: seen.append(here.has_room) or {}, nn.Linear(1, 1))
     captured._graphs = FakeGraphs()
     for one in (batch([5] * B), batch([900] * B)):
         captured(one)
-    assert seen == [True, False] and not (here.singles is not None)
+    assert seen == [True, False] and not here.has_room
 
 
 def test_no_more_graphs_than_asked_for():

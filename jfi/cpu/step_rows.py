@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from jfi.plan import RowOptimizer
+
 if TYPE_CHECKING:
-    from jfi.ops.step_rows import RowOptimizer, SortedRows
+    from jfi.ops.step_rows import SortedRows
 
 #: Elements of a table that are stepped together.
 _BLOCK = 2**17
@@ -27,7 +29,7 @@ def step_rows(
     sorted_rows: "SortedRows",
     grads: list[Tensor | None],
     sizes: list[int],
-    optimizer: "RowOptimizer",
+    optimizer: RowOptimizer,
     learning_rate: Tensor,
     step: Tensor,
 ) -> None:
@@ -73,7 +75,7 @@ def _read(table: Tensor, rows: Tensor) -> Tensor:
 
 
 def _step(
-    table: Tensor, state: tuple[Tensor, ...], rows: Tensor, g: Tensor, optimizer: "RowOptimizer", lr: float, t: int
+    table: Tensor, state: tuple[Tensor, ...], rows: Tensor, g: Tensor, optimizer: RowOptimizer, lr: float, t: int
 ) -> None:
     """Steps rows [U] of one table by the gradient g [U, D], which may be overwritten."""
     name, decay, average, eps = optimizer.name, optimizer.weight_decay, optimizer.average, optimizer.eps

@@ -17,7 +17,7 @@ from jfi.modules import (
     validation,
 )
 from jfi.ops import jagged_dense_bmm, jagged_jagged_bmm
-from jfi.room import here, is_single
+from jfi.room import here
 from jfi.timelines import Timelines
 
 
@@ -104,10 +104,10 @@ def _single_entries(
     for key in single_keys:
         values, offsets = embeddings[key].values(), embeddings[key].offsets()
         one_each = len(offsets) == len(values) + 1
-        if one_each and (is_single(key) or _are_single(embeddings[key])):
+        if one_each and (key in here.singles or _are_single(embeddings[key])):
             entries[key] = values
         else:
-            if here.singles is not None:
+            if here.has_room:
                 values = inputs.own_rows(values, offsets, [embeddings[key]])
             entries[key] = jagged_jagged_bmm(values, values.new_ones(values.size(0), 1), offsets).squeeze(-1)
     return entries if timelines is None else broadcast(entries, user_keys, timelines.row_offsets)

@@ -22,7 +22,7 @@ from jfi.modules.table_rows import TableRows
 from jfi.modules.validation import require_keys
 from jfi.ops import jagged_jagged_bmm
 from jfi.ops.gather_rows import check_indices
-from jfi.room import is_single
+from jfi.room import here
 
 _DATA_TYPES = (DataType.FP32, DataType.FP16, DataType.BF16)
 
@@ -333,7 +333,7 @@ def _pool(key: str, rows: TableRows, weights: Tensor | None, mean: bool) -> Tens
     """[B, D]: the sums or means of each sample's rows [S, D]."""
     values, offsets, lengths = rows.values(), rows.offsets(), rows.lengths()
     one_each = offsets.size(0) == values.size(0) + 1
-    if one_each and (is_single(key) or (values.device.type == "cpu" and bool((lengths == 1).all()))):
+    if one_each and (key in here.singles or (values.device.type == "cpu" and bool((lengths == 1).all()))):
         return values if weights is None else values * weights.unsqueeze(1).to(values.dtype)
     factors = values.new_ones(values.size(0)) if weights is None else weights.to(values.dtype)
     pooled = jagged_jagged_bmm(values, factors.unsqueeze(1), offsets).squeeze(-1)

@@ -35,8 +35,6 @@ _STATES = {
     "adamw": ("exp_avg", "exp_avg_sq"),
 }
 _AVERAGE = ("average", "averaged_at")
-
-
 #: Backward passes within each other, as of reentrant checkpoints, whose look-ups are kept apart.
 _NESTED = 8
 

@@ -71,7 +71,7 @@ def is_read_by_id(collection: nn.Module, ids: KeyedJaggedTensor) -> bool:
     # With room ids behind the last sample are 0, not padding.
     if type(collection) is not EmbeddingCollection or not isinstance(ids, KeyedJaggedTensor):
         return False
-    if is_traced() or here.singles is not None:
+    if is_traced() or here.has_room:
         return False
     modules = [collection, *collection.embeddings.values()]
     if any([module._forward_hooks or module._forward_pre_hooks for module in modules]):
@@ -203,8 +203,7 @@ def _read_groups(
             fields = [combine(fields, feature)]
         firsts = [sequences[key] for key in group.sequence_keys[0]]
         offsets, count = join_offsets(firsts), fields[0].size(0)
-        room = here.singles is not None
-        if room:
+        if here.has_room:
             sources = [[sequences[key] for key in keys] for keys in group.sequence_keys]
             if len(fields) < len(sources):
                 sources = [[one for field in sources for one in field]]
@@ -220,7 +219,7 @@ def _read_groups(
         elif isinstance(bias, WeightBias):
             score_bias = _log_weights(weights)
         elif isinstance(bias, PositionBias):
-            bias_index = position_buckets(offsets, count, bias.num_buckets, room)
+            bias_index = position_buckets(offsets, count, bias.num_buckets, here.has_room)
         elif isinstance(bias, KeyBias):
             bias_index = join([sequences[one.bias.key].values() for one in group.features])
         if bias_index is not None and len(firsts) > 1:

@@ -61,7 +61,7 @@ def attend(
         num_heads: H.
         projects_history: whether keys and values are projected.
     """
-    if here.singles is not None:
+    if here.has_room:
         raise ValueError(
             "ragged targets have no room in captured steps: rows behind the last candidate are not written"
         )

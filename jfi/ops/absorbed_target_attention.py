@@ -133,10 +133,7 @@ def absorbed_target_attention(
                 return _AbsorbedTargetAttention.apply(target, *tensors, *weights, settings)
         return _AbsorbedTargetAttention.apply(target, *tensors, *weights, settings)
     history = first if len(fields) == 1 else torch.cat(fields, dim=1)
-    if by_id is not None:
-        key = by_id
-    else:
-        key = history.unsqueeze(1)
+    key = history.unsqueeze(1) if by_id is None else by_id
     w_qk, b_qk, w_vo = absorb_weights(weights[:5], num_heads, dtype)
     query = affine(b_qk, target, w_qk).to(history.dtype).view(-1, num_queries, num_heads, history.shape[1])
     attended = target_attention(

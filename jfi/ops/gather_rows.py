@@ -35,8 +35,21 @@ _registered = torch.library.custom_op("jfi::gather_rows", _forward, mutates_args
 
 @_registered.register_fake
 def _(tables: list[Tensor], indices: list[Tensor], dtype: torch.dtype, impl: str) -> Tensor:
-    width = tables[0].shape[1] - (8 if tables[0].dtype == torch.uint8 else 0)
-    return tables[0].new_empty(indices[0].shape[0], width, dtype=dtype)
+    return tables[0].new_empty(indices[0].shape[0], row_width(tables[0]), dtype=dtype)
+
+
+def row_width(table: Tensor) -> int:
+    """Numbers of a row; those of 8 bits are followed by their scale and bias in float32."""
+    return table.shape[1] - (8 if table.dtype == torch.uint8 else 0)
+
+
+def check_quantized(name: str, table: Tensor) -> None:
+    """A table of uint8 has rows as fbgemm packs them."""
+    if table.dtype == torch.uint8 and (table.dim() != 2 or table.shape[1] <= 8 or table.shape[1] % 4):
+        raise ValueError(
+            f"{name} of uint8 must be [N, D + 8] with a D that 4 divides, numbers then scale and bias in float32, "
+            f"got shape {list(table.shape)}"
+        )
 
 
 def table_gradient(grad: Tensor, indices: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
@@ -188,10 +201,7 @@ def _check(tables: tuple[Tensor, ...], indices: tuple[Tensor, ...]) -> None:
                 raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
             if x.device != tables[0].device:
                 raise ValueError(f"{name} must be on the device of tables[0], {tables[0].device}, got {x.device}")
-        if table.dtype == torch.uint8 and (table.dim() != 2 or table.shape[1] <= 8 or table.shape[1] % 4):
-            raise ValueError(
-                f"tables[{k}] of uint8 must be [N, D + 8] with a D that 4 divides, got shape {list(table.shape)}"
-            )
+        check_quantized(f"tables[{k}]", table)
         same_kind = (table.dtype == torch.uint8) == (tables[0].dtype == torch.uint8)
         if table.dtype not in (*FLOATING, torch.uint8) or not same_kind:
             raise TypeError(

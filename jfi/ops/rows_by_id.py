@@ -14,7 +14,7 @@ from torch import Tensor
 
 from jfi.context import is_transformed
 from jfi.ops._checks import FLOATING, check_dim, check_size
-from jfi.ops.gather_rows import check_indices, gather_rows, table_gradient
+from jfi.ops.gather_rows import check_indices, check_quantized, gather_rows, row_width, table_gradient
 from jfi.plan import MOST_TABLES
 
 
@@ -66,14 +66,10 @@ def rows_by_id(
         quantized = table.dtype == torch.uint8
         if table.dtype not in (*FLOATING, torch.uint8):
             raise TypeError(f"{own} must be floating or uint8, fbgemm's 8-bit rows, got {table.dtype}")
-        if quantized and (table.dim() != 2 or table.shape[1] <= 8 or table.shape[1] % 4):
-            raise ValueError(
-                f"{own} of uint8 must be [N, D + 8] with a D that 4 divides, numbers then scale and bias in float32, "
-                f"got shape {list(table.shape)}"
-            )
+        check_quantized(own, table)
         if quantized:
-            if width is not None and (table.shape[1] - 8) % width:
-                raise ValueError(f"{own} of uint8 must have rows of heads of D = {width}, got {table.shape[1] - 8}")
+            if width is not None and row_width(table) % width:
+                raise ValueError(f"{own} of uint8 must have rows of heads of D = {width}, got {row_width(table)}")
         else:
             check_dim(own, table, "[N, D_x]" if width is None else "[N, G, D]")
         if table.shape[1:] != first.shape[1:] or table.dtype != first.dtype:
@@ -151,8 +147,7 @@ class _Rows(torch.autograd.Function):
     def forward(ctx, dtype: torch.dtype, indices: tuple[Tensor, ...], *tables: Tensor) -> Tensor:
         ctx.tables = [(table.shape[0], table.dtype) for table in tables]
         ctx.save_for_backward(*indices)
-        width = tables[0].shape[1] - (8 if tables[0].dtype == torch.uint8 else 0)
-        return tables[0].new_zeros((), dtype=dtype).expand(indices[0].shape[0], width)
+        return tables[0].new_zeros((), dtype=dtype).expand(indices[0].shape[0], row_width(tables[0]))
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -24,20 +24,10 @@ import torch
 from torch import Tensor
 
 from jfi.ops._checks import check_impl
+from jfi.plan import RowOptimizer
 
 #: Rows that `flush_average` reads at a time.
 _FLUSHED = 65_536
-
-
-class RowOptimizer(NamedTuple):
-    """The optimizer of the rows of tables, without what changes from step to step."""
-
-    name: str  # "sgd", "adagrad", "rowwise_adagrad", "adam" or "adamw"
-    eps: float = 1e-10
-    beta1: float = 0.9
-    beta2: float = 0.999
-    weight_decay: float = 0.0
-    average: float | None = None  # decay of the moving average; None for none
 
 
 class SortedRows(NamedTuple):

@@ -265,7 +265,7 @@ def prepare_target_attention(
     in_kernel = impl == "triton" and takes_events(query.shape[1] * num_heads // key.shape[1])
     if key_bias_index is not None and not in_kernel:
         key_bias, key_bias_index = F.embedding(key_bias_index, key_bias).to(query.dtype), None
-    if by_id is not None and not (in_kernel and fits_kernel(by_id) and impl == "triton"):
+    if by_id is not None and not (in_kernel and fits_kernel(by_id)):
         key, by_id = read_rows(by_id).view(key.shape), None
     learned = value_scale is not None and value_scale.requires_grad and torch.is_grad_enabled()
     if value_scale is not None and (learned or not in_kernel):

@@ -59,9 +59,9 @@ class RunState:
         torch.manual_seed(config.training.seed)
         fused = None if world.launched else config.optimizer
         # Attention runs in the dtype of the rows. A CPU has no faster products of bfloat16.
-        halves = config.training.precision == "bfloat16" and self.device.type == "cuda"
-        rows = torch.bfloat16 if halves else None
-        model = build_model(config.model, config.encoder, dataset.schema, torch.device("meta"), fused, rows)
+        in_halves = config.training.precision == "bfloat16" and self.device.type == "cuda"
+        output_dtype = torch.bfloat16 if in_halves else None
+        model = build_model(config.model, config.encoder, dataset.schema, torch.device("meta"), fused, output_dtype)
         tables = table_configs(model)
         if world.launched:
             check_sharded(config, self.device)

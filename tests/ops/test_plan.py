@@ -26,6 +26,17 @@ def explain(
     return jfi.ops.explain(jfi.ops.target_attention, *inputs, offsets=offsets, device=device, **options)
 
 
+@pytest.mark.parametrize("table", [torch.float32, HALF, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_tiles_of_rows_by_id_hold_them_as_stored_and_as_they_are_multiplied(dtype, table):
+    query = torch.empty(64, 1, 4, 512, dtype=dtype, device="meta")
+    tail = 8 if table == torch.uint8 else 0
+    rows = torch.empty(100, *([] if tail else [1]), 512 + tail, dtype=table, device="meta")
+    ids, offsets = (torch.empty(n, dtype=torch.int64, device="meta") for n in (5000, 65))
+    chosen = jfi.ops.explain(jfi.ops.target_attention, query, rows, indices=ids, offsets=offsets, device=H200)
+    assert chosen.problem.width_bytes == 512 * max(dtype.itemsize, table.itemsize)
+
+
 def test_few_query_rows_split_long_histories_and_not_short_ones():
     long = explain(1024, 2_000_000, 128, 1)
     assert long.family == "target_few"

@@ -37,7 +37,7 @@ def gather_rows_kernel(
     cols = tl.arange(0, BLOCK_D)
     indices = (index_0, index_1, index_2, index_3)
     dtype = tl.float32 if ADDS else out_ptr.dtype.element_ty
-    x = rows.gather_rows(tables, indices, first, at, cols, mask, dtype, D, D, BLOCK_D, NUM_TABLES, QUANTIZED)
+    x = rows.load_rows_by_id(tables, indices, first, at, cols, mask, dtype, D, D, BLOCK_D, NUM_TABLES, QUANTIZED)
     to = out_ptr + first * D + at[:, None] * D + cols[None, :]
     keep = mask[:, None]
     if BLOCK_D != D:

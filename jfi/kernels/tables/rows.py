@@ -33,7 +33,7 @@ def _load(
 
 
 @triton.jit
-def gather_rows(
+def load_rows_by_id(
     tables,
     indices,
     n,

@@ -7,7 +7,7 @@ more than as many rare ones, and no sum depends on timing.
 
 A warp takes whole rows of a block, so each thread adds up its own columns without another thread's help.
 
-The optimizers are those of `jfi.ops.RowOptimizer`.
+The optimizers are those of `jfi.plan.RowOptimizer`.
 """
 
 from itertools import chain
@@ -22,7 +22,7 @@ from jfi import plan
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.primitives import widen
 from jfi.kernels.common.spec import Constant
-from jfi.plan import cached, ceil_div, power_of_two
+from jfi.plan import RowOptimizer, cached, ceil_div, power_of_two
 
 #: Gradients that a launch takes; more are concatenated before.
 MOST_GRADS = 8
@@ -30,18 +30,8 @@ MOST_GRADS = 8
 MOST_STEPPED_TABLES = 32
 
 
-class _Sum(NamedTuple):
-    """The place of an optimizer where the sums themselves are wanted."""
-
-    name: str = "sum"
-    eps: float = 0.0
-    beta1: float = 0.0
-    beta2: float = 0.0
-    weight_decay: float = 0.0
-    average: float | None = None
-
-
-_SUM = _Sum()
+#: In the place of an optimizer where the sums themselves are wanted.
+_SUM = RowOptimizer("sum")
 
 
 class StepSpec(NamedTuple):
@@ -308,7 +298,7 @@ def step_split_rows_kernel(
 
 @cached
 def _launchers(
-    optimizer: tuple, firsts: tuple[int, ...], width: int, num_grads: int, aligned: bool
+    optimizer: RowOptimizer, firsts: tuple[int, ...], width: int, num_grads: int, aligned: bool
 ) -> tuple[Launcher, Launcher]:
     block_d = power_of_two(width)
     tiles = plan.step_tiles(block_d)
@@ -329,11 +319,11 @@ def step_rows(
     sorted_rows: tuple[Tensor, Tensor],
     grads: list[Tensor | None],
     sizes: list[int],
-    optimizer: tuple,
+    optimizer: RowOptimizer,
     learning_rate: Tensor | None,
     step: Tensor | None,
 ) -> None:
-    """As `jfi.ops.step_rows`; the optimizer "sum" writes the sums themselves to the rows that the places name."""
+    """As `jfi.ops.step_rows.step_rows`; "sum" writes the sums themselves to the rows that the places name."""
     rows, order = sorted_rows
     count, width = rows.shape[0], tables[0].shape[1]
     if width > plan.MOST_STEPPED_WIDTH:

@@ -13,7 +13,7 @@ from jfi.kernels.common.online_softmax import scores_gradient
 from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.tiles import load_columns, load_rows
 from jfi.kernels.tables import gather
-from jfi.kernels.tables.rows import gather_rows
+from jfi.kernels.tables.rows import load_rows_by_id
 from jfi.plan import MOST_TABLES, TargetAttentionInputs
 
 #: Parameters with a number per event: features' events are packed, so theirs begin anywhere.
@@ -58,7 +58,7 @@ def load_history(history, gathered, cols, n, at, mask, kv_head, dtype, SPEC: tl.
         tables, indices = gathered
         of_head = cols + kv_head * D
         TABLES: tl.constexpr = SPEC.num_tables
-        k = gather_rows(
+        k = load_rows_by_id(
             tables, indices, n, at, of_head, mask, dtype, STRIDE, D, SPEC.block_d, TABLES, SPEC.is_quantized
         )
     else:
