@@ -14,7 +14,7 @@ from torch import Tensor
 from jfi import compat, reference
 from jfi.context import is_traced, is_transformed
 from jfi.ops._checks import FLOATING, check_dim, check_impl, check_size, may_read
-from jfi.ops._dispatch import PLAIN, public
+from jfi.ops._dispatch import PLAIN, operator, public
 from jfi.ops.step_rows import sort_rows
 from jfi.plan import MOST_STEPPED_WIDTH
 
@@ -52,14 +52,25 @@ def check_quantized(name: str, table: Tensor) -> None:
         )
 
 
+def _sum_on_gpu(grad: Tensor, rows: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
+    from jfi.kernels.tables.step import sum_rows
+
+    return sum_rows(grad, sort_rows(rows, num_rows), num_rows, dtype)
+
+
+def _gradient_like(grad: Tensor, rows: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
+    return grad.new_empty(num_rows, grad.shape[1], dtype=dtype)
+
+
+_sum_rows = operator("table_gradient", _sum_on_gpu, _gradient_like)
+
+
 def table_gradient(grad: Tensor, indices: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
     """[N, D], of events' gradients [S, D]: each row's are summed in a fixed order, in float32 or float64."""
-    if grad.is_cuda and grad.dtype != torch.float64 and grad.shape[1] <= MOST_STEPPED_WIDTH:
-        from jfi.kernels.tables.step import sum_rows
-
-        return sum_rows(grad, sort_rows(torch.where(indices < 0, rows, indices), rows), rows, dtype)
-    wide = grad if grad.dtype == torch.float64 else grad.float()
     places = torch.where(indices < 0, rows, indices)
+    if grad.is_cuda and grad.dtype != torch.float64 and grad.shape[1] <= MOST_STEPPED_WIDTH:
+        return _sum_rows(grad, places, rows, dtype)
+    wide = grad if grad.dtype == torch.float64 else grad.float()
     return torch.ops.aten.embedding_dense_backward(wide, places, rows + 1, -1, False)[:rows].to(dtype)
 
 
