@@ -21,6 +21,51 @@ from jfi.room import here
 from jfi.timelines import Timelines
 
 
+class RefinedAttention(nn.Module):
+    """Further layers of target attention over the same histories, each with a refined target.
+
+    The query of a layer is the target plus a linear map of all that the layers before have found.
+
+    Args:
+        layers: the second layer and those behind it, of the same features as the first.
+        device: device of the linear maps.
+    """
+
+    def __init__(self, layers: list[JaggedFeatureInteraction], device: torch.device | None = None) -> None:
+        super().__init__()
+        first = layers[0]
+        self.layers = nn.ModuleList(layers)
+        #: The first target of each feature is refined.
+        self.keys = list(dict.fromkeys(feature.target_keys[0] for feature in first.features))
+        width = len(self.keys) * first.embedding_dim
+        self.refine = nn.ModuleList(nn.Linear(first.output_width, width, device=device) for _ in layers)
+
+    def forward(
+        self,
+        found: Tensor,
+        singles: dict[str, Tensor],
+        sequences: dict[str, JaggedTensor],
+        features: list[SequenceFeatureConfig],
+        timelines: Timelines | None,
+    ) -> Tensor:
+        """The sum [B, output_width] of what all layers find.
+
+        Args:
+            found: [B, output_width], what the first layer has found.
+            singles: entries by key, the targets among them.
+            sequences: the histories, as the first layer has them.
+            features: as `SequenceArch.features`.
+            timelines: as in `SequenceArch.forward`.
+        """
+        total = found
+        for layer, refine in zip(self.layers, self.refine, strict=True):
+            singles = refined(singles, self.keys, refine(found))
+            targets, target_times, event_times, max_events = _targets(singles, sequences, features, timelines)
+            found = layer(sequences, targets, target_times, event_times, max_events).values()
+            total = total + found
+        return total
+
+
 class SequenceArch(nn.Module):
     """Turns the embeddings that were looked up into the F entries [B, F, embedding_dim] that InteractionArch takes.
 
@@ -35,6 +80,7 @@ class SequenceArch(nn.Module):
         pooling: pools each history to an entry; after an encoder its features are the configs' `encoded()`.
         encoder: encodes every feature's events before they are pooled, or None.
         user_keys: keys of entries that the rows of a timeline share.
+        further: layers of attention behind `pooling`; their sum is one more entry for each feature.
     """
 
     def __init__(
@@ -46,10 +92,11 @@ class SequenceArch(nn.Module):
         pooling: JaggedFeatureInteraction | JaggedMeanPooling | None,
         encoder: JaggedEncoder | None = None,
         user_keys: list[str] | None = None,
+        further: RefinedAttention | None = None,
     ) -> None:
         super().__init__()
         self.bag_keys, self.single_keys, self.embedding_dim = bag_keys, single_keys, embedding_dim
-        self.pooling, self.encoder = pooling, encoder
+        self.pooling, self.encoder, self.further = pooling, encoder, further
         self.user_keys = user_keys or []
         # Features whose bias inputs come from the batch's ids.
         self.features = features if encoder is None else features + encoder.features
@@ -64,14 +111,16 @@ class SequenceArch(nn.Module):
     ) -> Tensor:
         """Entries [B, F, embedding_dim]: those of `bags`, of the single keys of `embeddings`, of the histories."""
         singles = _single_entries(bags, embeddings, self.bag_keys, self.single_keys, self.user_keys, timelines)
-        histories = None
+        pooled = []
         if self.pooling is not None:
             sequences = _sequences(embeddings, ids, self.features, self._not_shared, timelines)
             if self.encoder is not None:
                 sequences = self.encoder(sequences)
             targets, target_times, event_times, max_events = _targets(singles, sequences, self.features, timelines)
-            histories = self.pooling(sequences, targets, target_times, event_times, max_events)
-        return _stack_entries(singles, histories, self.embedding_dim)
+            pooled.append(self.pooling(sequences, targets, target_times, event_times, max_events).values())
+            if self.further is not None:
+                pooled.append(self.further(pooled[0], singles, sequences, self.features, timelines))
+        return _stack_entries(singles, pooled, self.embedding_dim)
 
     def attention_weights(
         self,
@@ -86,6 +135,13 @@ class SequenceArch(nn.Module):
         if self.encoder is not None:
             sequences = self.encoder(sequences)
         return self.pooling.attention_weights(sequences, *_targets(singles, sequences, self.features, timelines))
+
+
+@torch.fx.wrap
+def refined(entries: dict[str, Tensor], keys: list[str], changes: Tensor) -> dict[str, Tensor]:
+    """The entries, those of `keys` plus their part of `changes [B, len(keys) * embedding_dim]`."""
+    parts = changes.chunk(len(keys), dim=1)
+    return entries | {key: entries[key] + part for key, part in zip(keys, parts, strict=True)}
 
 
 @torch.fx.wrap
@@ -191,6 +247,5 @@ def _targets(
 
 
 @torch.fx.wrap
-def _stack_entries(singles: dict[str, Tensor], histories: KeyedTensor | None, embedding_dim: int) -> Tensor:
-    entries = list(singles.values()) + ([] if histories is None else [histories.values()])
-    return torch.cat(entries, dim=1).unflatten(1, (-1, embedding_dim))
+def _stack_entries(singles: dict[str, Tensor], pooled: list[Tensor], embedding_dim: int) -> Tensor:
+    return torch.cat([*singles.values(), *pooled], dim=1).unflatten(1, (-1, embedding_dim))

@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torchrec.models.dlrm import DenseArch, InteractionArch, OverArch
+from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
     EmbeddingCollection,
@@ -13,7 +14,7 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from jfi.models.sequence_arch import SequenceArch
+from jfi.models.sequence_arch import RefinedAttention, SequenceArch
 from jfi.modules import (
     JaggedEncoder,
     JaggedFeatureInteraction,
@@ -36,8 +37,9 @@ class SequenceDLRM(nn.Module):
     DenseArch maps the dense features to a vector of embedding_dim. Sparse features become entries of that width: one
     for each feature of the EmbeddingBagCollection, one for each feature of the EmbeddingCollection that is not a
     history (the sum of its embeddings), and one for each sequence feature. InteractionArch computes the dot products
-    of all pairs, OverArch the logit. See Naumov et al., "Deep Learning Recommendation Model for Personalization and
-    Recommendation Systems" (2019).
+    of all pairs, OverArch the logit. With `cross_layers` OverArch also reads the output of a cross network over all
+    entries, which multiplies single elements of them with one another. See Naumov et al., "Deep Learning Recommendation
+    Model for Personalization and Recommendation Systems" (2019), and Wang et al., "DCN V2" (2021).
 
     A target and its history share a table if one EmbeddingConfig lists both, such as
     `feature_names=["item", "history_item"]`. The target then has the same embedding as its own events.
@@ -60,6 +62,10 @@ class SequenceDLRM(nn.Module):
         encoder: self-attention among the events of every sequence feature before they are pooled, or None. Its features
             have the names and the sequence keys of `sequence_features`, and their own biases.
         dropout: probability with which an element of an entry is zeroed in training.
+        attention_layers: with pooling="attention" how often a target attends to its histories. From the second time on
+            its query is the target plus a linear map of what it has found, and the results are summed to one more
+            entry for each sequence feature (Guan et al., "Make It Long, Keep It Fast", 2025).
+        cross_layers: layers of the cross network, of rank embedding_dim; 0 for none.
         user_keys: keys of the collections that describe the user, of batches with timelines: see `forward`.
         dense_device: device of all parameters outside the two collections and the encoder.
 
@@ -107,6 +113,8 @@ class SequenceDLRM(nn.Module):
         num_queries: int = 1,
         encoder: JaggedEncoder | None = None,
         dropout: float = 0.0,
+        attention_layers: int = 1,
+        cross_layers: int = 0,
         user_keys: list[str] | None = None,
         dense_device: torch.device | None = None,
     ) -> None:
@@ -115,6 +123,11 @@ class SequenceDLRM(nn.Module):
             raise ValueError(f"pooling must be 'attention', 'mean' or 'none', got {pooling!r}")
         if sequence_features != []:
             check_features(sequence_features, "sequence_features")
+        if attention_layers < 1 or (attention_layers > 1 and pooling != "attention"):
+            must = "at least 1" if attention_layers < 1 else "1 unless pooling='attention'"
+            raise ValueError(f"attention_layers must be {must}, got {attention_layers}")
+        if cross_layers < 0:
+            raise ValueError(f"cross_layers must be at least 0, got {cross_layers}")
         if not dense_arch_layer_sizes:
             raise ValueError(f"dense_arch_layer_sizes must hold at least one size, got {dense_arch_layer_sizes}")
         if len(over_arch_layer_sizes) < 2 or over_arch_layer_sizes[-1] != 1:
@@ -143,12 +156,16 @@ class SequenceDLRM(nn.Module):
         if encoder is not None:
             _check_encoder(encoder, features, embedding_dim)
         rows = features if encoder is None else [feature.encoded() for feature in features]
-        layer: JaggedFeatureInteraction | JaggedMeanPooling | None = None
+        layers: list[JaggedFeatureInteraction | JaggedMeanPooling] = []
         if features and pooling == "attention":
-            layer = JaggedFeatureInteraction(rows, embedding_dim, num_heads, num_queries, device=dense_device)
+            sizes = embedding_dim, num_heads, num_queries
+            layers = [JaggedFeatureInteraction(rows, *sizes, device=dense_device) for _ in range(attention_layers)]
         elif features:
-            layer = JaggedMeanPooling(rows, embedding_dim)
-        pooled_width = 0 if layer is None else layer.output_width
+            layers = [JaggedMeanPooling(rows, embedding_dim)]
+        further = None
+        if len(layers) > 1:
+            further = RefinedAttention(layers[1:], dense_device)
+        pooled_width = sum(one.output_width for one in layers[:2])
         num_entries = len(bag_keys) + len(single_keys) + pooled_width // embedding_dim
 
         self.embedding_bag_collection = embedding_bag_collection
@@ -159,14 +176,19 @@ class SequenceDLRM(nn.Module):
         #: Keys that a batch with timelines lacks.
         self._from_times = [feature.bias_key for feature in biased if isinstance(feature.bias, TimeBias)]
         self._user_keys = user_keys or []
-        self.sequence_arch = SequenceArch(features, bag_keys, single_keys, embedding_dim, layer, encoder, user_keys)
+        self.sequence_arch = SequenceArch(
+            features, bag_keys, single_keys, embedding_dim, layers[0] if layers else None, encoder, user_keys, further
+        )
         self.dropout = nn.Dropout(dropout)
         self.dense_arch = DenseArch(dense_in_features, dense_arch_layer_sizes, device=dense_device)
         # It has a buffer of indices, which it would copy to the device in every step.
         self.inter_arch = InteractionArch(num_entries).to(dense_device)
-        self.over_arch = OverArch(
-            embedding_dim + num_entries + math.comb(num_entries, 2), over_arch_layer_sizes, device=dense_device
-        )
+        width, self.cross_net = embedding_dim + num_entries + math.comb(num_entries, 2), None
+        if cross_layers:
+            crossed = (1 + num_entries) * embedding_dim
+            self.cross_net = LowRankCrossNet(crossed, cross_layers, low_rank=embedding_dim).to(dense_device)
+            width += crossed
+        self.over_arch = OverArch(width, over_arch_layer_sizes, device=dense_device)
 
     __prepare_scriptable__ = not_scriptable("SequenceDLRM")
 
@@ -195,7 +217,12 @@ class SequenceDLRM(nn.Module):
                 `timelines` a bias or an encoder whose numbers are not the same for all rows of a timeline.
         """
         entries = self.dropout(self.sequence_arch(*self._look_up(sparse_features, timelines), timelines))
-        return self.over_arch(self.inter_arch(self.dense_arch(dense_features), entries))
+        dense = self.dense_arch(dense_features)
+        interactions = self.inter_arch(dense, entries)
+        if self.cross_net is not None:
+            crossed = self.cross_net(torch.cat([dense.unsqueeze(1), entries], dim=1).flatten(1))
+            interactions = torch.cat([interactions, crossed], dim=1)
+        return self.over_arch(interactions)
 
     @torch.no_grad()
     def attention_weights(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import PoolingType
 
 from jfi.models import SequenceDLRM
+from jfi.models.sequence_arch import refined
 from jfi.modules import JaggedFeatureInteraction, PositionBias, SequenceFeatureConfig, inputs, ragged_attention
 from jfi.ops import absorb_weights
 from jfi.serving.attention import Segments, attend, padded
@@ -29,8 +30,8 @@ class ScoringModel(nn.Module):
     """The dense part of a SequenceDLRM, with its current parameters.
 
     Args:
-        model: a trained model with at most one sequence feature, which must not read weights or times of events:
-            requests have none.
+        model: a trained model whose sequence features are of the same events, and do not read weights or times of
+            them: requests have none.
         user_keys: keys that describe the user. The other keys, except those of the history, describe the candidate.
         impl: of the attention, "torch" or "triton".
 
@@ -42,8 +43,12 @@ class ScoringModel(nn.Module):
         super().__init__()
         arch = model.sequence_arch
         features = arch.pooling.features if arch.pooling is not None else []
-        if len(features) > 1:
-            raise ValueError(f"a model to serve must have one sequence feature, got {len(features)}")
+        for feature in features[1:]:
+            if (feature.sequence_keys, feature.combine) != (features[0].sequence_keys, features[0].combine):
+                raise ValueError(
+                    f"the sequence features of a model to serve must have the same events, got '{features[0].name}' of "
+                    f"{features[0].sequence_keys} and '{feature.name}' of {feature.sequence_keys}"
+                )
         for feature in arch.features:
             if feature.reads_weights:
                 raise ValueError(f"feature '{feature.name}' reads weights of events, which requests do not have")
@@ -56,20 +61,27 @@ class ScoringModel(nn.Module):
         self.keys = [key for table in tables for key in table.feature_names] + arch.single_keys
         self.user_keys = [key for key in self.keys if key in user_keys]
         self.candidate_keys = [key for key in self.keys if key not in user_keys]
-        self.feature: SequenceFeatureConfig | None = arch.features[0] if features else None
+        #: As they were before an encoder.
+        self.features: list[SequenceFeatureConfig] = arch.features[: len(features)]
         self.impl = impl
         self.encoder: nn.Module | None = None
         self.encoder_feature: SequenceFeatureConfig | None = None
         if arch.encoder is not None:
             self.encoder = copy.deepcopy(arch.encoder.stacks[arch.encoder.features[0].name])
             self.encoder_feature = arch.encoder.features[0]
-        self.pooling: nn.Module | None = None
-        if isinstance(arch.pooling, JaggedFeatureInteraction):
-            self.pooling = CandidateAttention(arch.pooling, impl)
-        elif features:
-            self.pooling = Mean()
-        archs = (model.dense_arch, model.inter_arch, model.over_arch)
-        self.dense_arch, self.inter_arch, self.over_arch = map(copy.deepcopy, archs)
+        self.attends = isinstance(arch.pooling, JaggedFeatureInteraction)
+        further = arch.further
+        layers = [arch.pooling, *(further.layers if further is not None else [])] if self.attends else []
+        #: By layer of attention and feature.
+        self.pooling = nn.ModuleList(
+            nn.ModuleList(CandidateAttention(layer, feature.name, impl) for feature in layer.features)
+            for layer in layers
+        )
+        self.refined_keys = [] if further is None else further.keys
+        self.refine = None if further is None else copy.deepcopy(further.refine)
+        self.mean = Mean() if features and not self.attends else None
+        archs = (model.dense_arch, model.inter_arch, model.cross_net, model.over_arch)
+        self.dense_arch, self.inter_arch, self.cross_net, self.over_arch = map(copy.deepcopy, archs)
         self.embedding_dim = arch.embedding_dim
         self.pads = impl == "torch"  # each user to the longest in the batch
         self.eval().requires_grad_(False)
@@ -77,13 +89,13 @@ class ScoringModel(nn.Module):
     @property
     def history_keys(self) -> list[str]:
         """Keys of the events."""
-        return [] if self.feature is None else self.feature.sequence_keys
+        return self.features[0].sequence_keys if self.features else []
 
     @property
     def bucket_keys(self) -> list[str]:
         """Keys of the bucket ids that learned biases read."""
-        biased = [self.feature] if isinstance(self.pooling, CandidateAttention) else []
-        biased += [] if self.encoder_feature is None else [self.encoder_feature]
+        biased = self.features if self.attends else []
+        biased = biased + ([] if self.encoder_feature is None else [self.encoder_feature])
         return sorted({feature.bias_key for feature in biased if feature.bias_key is not None})
 
     def forward(
@@ -115,41 +127,64 @@ class ScoringModel(nn.Module):
         rows = Segments(candidate_offsets, candidate_owner, candidate_positions)
         entries = {key: users[key][rows.owner] if key in self.user_keys else candidates[key] for key in self.keys}
         stacked = [entries[key] for key in self.keys]
-        if self.feature is not None:
-            x = inputs.combine([history[key] for key in self.feature.sequence_keys], self.feature)
+        if self.features:
+            x = inputs.combine([history[key] for key in self.history_keys], self.features[0])
             if self.encoder is not None:
                 attention = partial(attend, queries=events, keys=events, impl=self.impl)
                 index = _bias_rows(self.encoder_feature, events, buckets)
                 x = self.encoder(inputs.GroupInputs(None, (x,), events.offsets, None, index, None, []), attention)
-            target = inputs.combine([entries[key] for key in self.feature.target_keys], self.feature)
-            stacked.append(self.pooling(target, x, rows, events, buckets))
-        sparse = torch.cat(stacked, dim=1).unflatten(1, (-1, self.embedding_dim))
-        return self.over_arch(self.inter_arch(self.dense_arch(dense), sparse)).squeeze(-1)
+            stacked += self._pool(entries, x, rows, events, buckets)
+        sparse, dense = torch.cat(stacked, dim=1).unflatten(1, (-1, self.embedding_dim)), self.dense_arch(dense)
+        interactions = self.inter_arch(dense, sparse)
+        if self.cross_net is not None:
+            crossed = self.cross_net(torch.cat([dense.unsqueeze(1), sparse], dim=1).flatten(1))
+            interactions = torch.cat([interactions, crossed], dim=1)
+        return self.over_arch(interactions).squeeze(-1)
+
+    def _pool(
+        self, entries: dict[str, Tensor], x: Tensor, rows: Segments, events: Segments, buckets: dict[str, Tensor]
+    ) -> list[Tensor]:
+        """The entries of the histories, as `SequenceArch` has them."""
+        if self.mean is not None:
+            return [self.mean(x, rows, events)]
+        found: list[Tensor] = []
+        for number, layer in enumerate(self.pooling):
+            if number:
+                entries = refined(entries, self.refined_keys, self.refine[number - 1](found[-1]))
+            of_features = []
+            for attention in layer:
+                target = inputs.combine([entries[key] for key in attention.feature.target_keys], attention.feature)
+                of_features.append(attention(target, x, rows, events, buckets))
+            found.append(torch.cat(of_features, dim=1))
+        return found[:1] if len(found) == 1 else [found[0], torch.stack(found).sum(0)]
 
 
 class CandidateAttention(nn.Module):
-    """A JaggedFeatureInteraction of one feature for R candidates, with absorbed key and value projections.
+    """A feature of a JaggedFeatureInteraction for R candidates, with absorbed key and value projections.
 
     Args:
         layer: the trained layer.
+        name: the feature.
         impl: of the attention, "torch" or "triton".
     """
 
-    def __init__(self, layer: JaggedFeatureInteraction, impl: str) -> None:
+    def __init__(self, layer: JaggedFeatureInteraction, name: str, impl: str) -> None:
         super().__init__()
-        group = layer.attention[0]
-        self.feature = layer.features[0]
+        own = layer.attention.of(name)
+        self.feature = next(feature for feature in layer.features if feature.name == name)
         self.num_queries, self.impl = layer.num_queries, impl
 
         # In float64, so that an absorbed weight is rounded once.
-        weights = tuple(weight.detach() for weight in group.weights[:5])
+        names = ("query_weight", "query_bias", "key_weight", "value_weight", "output_weight")
+        weights = tuple(getattr(own, one).detach().unsqueeze(0) for one in names)
         w_qk, b_qk, w_vo = absorb_weights(weights, layer.num_heads, torch.float64)
         scale = 1 / math.sqrt(layer.embedding_dim // layer.num_heads)
         self._hold("query_weight", w_qk * scale)
         self._hold("query_bias", b_qk * scale)
         self._hold("output_weight", w_vo)
-        self._hold("output_bias", group.output_bias.detach())
-        self._hold("bucket_bias", None if group.bucket_bias is None else group.bucket_bias.detach())
+        self._hold("output_bias", own.output_bias.detach().unsqueeze(0))
+        bucket_bias = getattr(own, "bucket_bias", None)
+        self._hold("bucket_bias", None if bucket_bias is None else bucket_bias.detach())
 
     def _hold(self, name: str, value: Tensor | None) -> None:
         self.register_buffer(name, None if value is None else value.float().contiguous())
@@ -171,9 +206,7 @@ class CandidateAttention(nn.Module):
 class Mean(nn.Module):
     """The mean of a user's events, for each of the user's candidates; zeros without events."""
 
-    def forward(
-        self, target: Tensor, history: Tensor, rows: Segments, events: Segments, buckets: dict[str, Tensor]
-    ) -> Tensor:
+    def forward(self, history: Tensor, rows: Segments, events: Segments) -> Tensor:
         """[S, D_x] -> [R, D_x]; the arguments are those of CandidateAttention."""
         values, present = padded(history, events)
         total = values.masked_fill(~present.unsqueeze(2), 0).sum(1)

@@ -57,8 +57,8 @@ def build_model(
 ) -> SequenceDLRM:
     """The SequenceDLRM of `config` for the keys of `schema`.
 
-    It has one sequence feature, `history`: an event combines all history keys, the target all item keys, and
-    `max_seqlen` is the schema's `max_history`.
+    Its sequence feature is `history`: an event combines all history keys, the target all item keys, and `max_seqlen` is
+    the schema's `max_history`. There is one more, of the same events, for each further bias of `model.bias`.
 
     Args:
         config: the section `model`.
@@ -78,20 +78,19 @@ def build_model(
     embedded = [f for f in features if f.role in ("user", "item", "impression") or f in history]
     in_collection = [f for f in embedded if f.table in event_tables]
     in_bags = [f for f in embedded if f.table not in event_tables]
-    sequences = (
-        [
-            SequenceFeatureConfig(
-                name="history",
-                sequence_keys=[f.key for f in history],
-                target_keys=[f.key for f in features if f.role == "item"],
-                combine=config.combine,
-                bias=_bias("model.bias", config.bias, config, features),
-                max_seqlen=schema.max_history,
-            )
-        ]
-        if history
-        else []
-    )
+    biases = config.biases() if config.pooling == "attention" else [None]
+    # A sequence feature for each bias: heads that go by the age of an event beside others that go by its position.
+    sequences = [
+        SequenceFeatureConfig(
+            name="history" if place == 0 else f"history_by_{bias}",
+            sequence_keys=[f.key for f in history],
+            target_keys=[f.key for f in features if f.role == "item"],
+            combine=config.combine,
+            bias=_bias("model.bias", bias, config, features),
+            max_seqlen=schema.max_history,
+        )
+        for place, bias in enumerate(biases if history else [])
+    ]
     bag_tables = _tables(EmbeddingBagConfig, in_bags, config.embedding_dim)
     tables = _tables(EmbeddingConfig, in_collection, config.embedding_dim)
     if optimizer is None:
@@ -121,6 +120,8 @@ def build_model(
         num_queries=config.num_queries,
         encoder=_encoder(encoder, sequences, config, features),
         dropout=config.dropout,
+        attention_layers=config.attention_layers if config.pooling == "attention" else 1,
+        cross_layers=config.cross_layers,
         user_keys=[f.key for f in embedded if f.role == "user"],
     )
 

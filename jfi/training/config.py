@@ -61,12 +61,17 @@ class ModelConfig:
         pooling: pooling of histories: `attention` (the target attends to the events), `mean`, or `none` (no histories).
         num_heads: heads of the target attention, a divisor of `embedding_dim`.
         num_queries: queries per target.
+        attention_layers: how often the target attends to the events: from the second time on it asks with what it has
+            found, and the results are summed to an entry of their own.
         bias: learned score bias per head, by the bucket under a key such as `history_age`, or by `position` (counted
-            from the newest event); or `weights` of the events; or null. An unknown bucket key is refused.
+            from the newest event); or `weights` of the events; or null. An unknown bucket key is refused. A list of
+            biases gives each heads of its own, whose result is an entry of its own.
         num_buckets: rows of a bias table for `position`, also the encoder's, and for `encoder.relative_bias`, with
             which it is at most 64; the data determines those of a bucket key.
         combine: how the aligned fields of an event are combined into one row: `sum` or `concat`.
         dense_arch: hidden layer sizes of the MLP of the dense features; its output layer (embedding_dim) is added.
+        cross_layers: layers of a cross network (DCNv2) over the elements of all embeddings that DLRM's interaction
+            takes, whose output enters `over_arch` beside the dot products; 0 for none.
         over_arch: hidden layer sizes of the MLP that ends in the logit, at least one; its output layer is added.
         dropout: probability with which an element of the interaction's input is zeroed in training.
         pretrained: by categorical column the file of its initial embeddings, read once, at the start of a run.
@@ -76,18 +81,26 @@ class ModelConfig:
     pooling: Literal["attention", "mean", "none"] = "attention"
     num_heads: int = 4
     num_queries: int = 1
-    bias: str | None = None
+    attention_layers: int = 1
+    bias: str | list[str] | None = None
     num_buckets: int = 32
     combine: Literal["sum", "concat"] = "sum"
     dense_arch: list[int] = field(default_factory=lambda: [64])
+    cross_layers: int = 0
     over_arch: list[int] = field(default_factory=lambda: [128, 64])
     dropout: float = 0.0
     pretrained: dict[str, PretrainedConfig] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("embedding_dim", "num_heads", "num_queries", "num_buckets"):
+        for name in ("embedding_dim", "num_heads", "num_queries", "num_buckets", "attention_layers"):
             _require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "at least 1")
-        check_bias("model.bias", self.bias)
+        _require(self.cross_layers >= 0, "model.cross_layers", self.cross_layers, "0 or more")
+        biases = self.biases()
+        for bias in biases:
+            check_bias("model.bias", bias)
+        _require(
+            len(set(biases)) == len(biases) > 0, "model.bias", self.bias, "null, a bias, or a list of distinct ones"
+        )
         for name in ("dense_arch", "over_arch"):
             sizes = getattr(self, name)
             _require(all(size >= 1 for size in sizes), f"model.{name}", sizes, "a list of positive sizes")
@@ -96,6 +109,10 @@ class ModelConfig:
             self.embedding_dim % self.num_heads == 0, "model.num_heads", self.num_heads, "a divisor of embedding_dim"
         )
         _require(0 <= self.dropout < 1, "model.dropout", self.dropout, "in [0, 1)")
+
+    def biases(self) -> list[str | None]:
+        """The biases, of which each has attention heads of its own."""
+        return self.bias if isinstance(self.bias, list) else [self.bias]
 
     def with_absolute_paths(self) -> "ModelConfig":
         """A copy whose files are named by absolute paths."""
@@ -305,6 +322,8 @@ class Config:
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
     def __post_init__(self) -> None:
+        several = isinstance(self.model.bias, list) and self.encoder.num_layers > 0 and self.model.pooling != "none"
+        _require(not several, "model.bias", self.model.bias, "one bias or null with encoder.num_layers")
         fits = self.encoder.num_layers == 0 or self.model.embedding_dim % self.encoder.num_heads == 0
         _require(fits, "encoder.num_heads", self.encoder.num_heads, "a divisor of model.embedding_dim")
         rows, limited = self.model.num_buckets, self.encoder.relative_bias is not None
@@ -346,6 +365,6 @@ class Config:
             why = "with data.batching: user, where encoded events are the same for all samples of a user"
             _require(self.encoder.causal, "encoder.causal", self.encoder.causal, f"true {why}")
             _require(self.encoder.bias is None, "encoder.bias", self.encoder.bias, f"null {why}; see relative_bias")
-        if self.model.bias == HISTORY + AGE and self.model.pooling == "attention":
+        if HISTORY + AGE in self.model.biases() and self.model.pooling == "attention":
             buckets, most = self.data.num_age_buckets, f"at most {MOST_BUCKETS} with data.batching: user"
             _require(buckets <= MOST_BUCKETS, "data.num_age_buckets", buckets, most)

@@ -100,6 +100,19 @@ def encoder(width=DIM, heads=2, **changes):
     return JaggedEncoder([replace(FEATURE, **changes)], width, heads, num_layers=2)
 
 
+KINDS = ["attention", "mean", "none", "encoded", "deep"]
+
+
+def of_kind(kind):
+    """A model of a kind of pooling; "deep" has two features, two layers of attention and a cross network."""
+    if kind == "encoded":
+        return build(encoder=encoder())
+    if kind == "deep":
+        recent = replace(FEATURE, name="recent", bias=PositionBias(4))
+        return build(features=[FEATURE, recent], attention_layers=2, cross_layers=2)
+    return build(pooling=kind)
+
+
 def entries(model, inputs):
     """What enters InteractionArch beside the dense features, [B, F, D]."""
     seen = []
@@ -125,6 +138,30 @@ def test_entries_of_the_interaction():
     sequences = dict(model.embedding_collection(inputs.sparse_features))
     sequences["history_age"] = inputs.sparse_features["history_age"]
     torch.testing.assert_close(taste, layer(sequences, {"item": item, "genre": genre})["taste"])
+
+
+def test_a_further_layer_asks_with_what_the_first_has_found():
+    model, inputs = build(attention_layers=2), batch()
+    _, item, genre, taste, total = entries(model, inputs).unbind(1)
+    arch = model.sequence_arch
+    sequences = dict(model.embedding_collection(inputs.sparse_features))
+    sequences["history_age"] = inputs.sparse_features["history_age"]
+    second, refine = arch.further.layers[0], arch.further.refine[0]
+    found = second(sequences, {"item": item + refine(taste), "genre": genre})["taste"]
+    torch.testing.assert_close(total, taste + found)
+    assert not torch.allclose(found, second(sequences, {"item": item, "genre": genre})["taste"], atol=1e-3)
+
+
+def test_the_cross_network_multiplies_elements_of_all_entries():
+    model, inputs = build(cross_layers=1), batch()
+    seen = []
+    model.over_arch.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    flat = entries(model, inputs).flatten(1)
+    x = torch.cat([model.dense_arch(inputs.dense_features), flat], dim=1)
+    down, up = model.cross_net.V_kernels[0], model.cross_net.W_kernels[0]
+    crossed = x * (x @ down.T @ up.T + model.cross_net.bias[0]) + x
+    torch.testing.assert_close(seen[0][:, -x.shape[1] :], crossed)
+    assert down.shape == (DIM, x.shape[1])
 
 
 @pytest.mark.parametrize("pooling", ["attention", "mean"])
@@ -230,19 +267,19 @@ def test_attention_weights_are_those_of_the_forward_pass():
     torch.testing.assert_close(first, torch.ones_like(first))
 
 
-@pytest.mark.parametrize("encoded", [False, True], ids=["plain", "encoded"])
+@pytest.mark.parametrize("kind", ["attention", "encoded", "deep"])
 @pytest.mark.parametrize("lengths", [LENGTHS, {key: [0] * 4 for key in LENGTHS}], ids=["events", "all empty"])
-def test_every_parameter_gets_a_finite_gradient(lengths, encoded):
-    model, inputs = build(encoder=encoder() if encoded else None), batch(lengths)
+def test_every_parameter_gets_a_finite_gradient(lengths, kind):
+    model, inputs = of_kind(kind), batch(lengths)
     torch.nn.functional.binary_cross_entropy_with_logits(model(*inputs).squeeze(-1), LABELS).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all(), name
 
 
-@pytest.mark.parametrize("pooling", ["attention", "mean", "none", "encoded"])
-def test_a_batch_of_no_samples(pooling):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_of_no_samples(kind):
     """What a rank gets where samples are fewer than ranks: it must still take part in the gradients' all-reduce."""
-    model = build(encoder=encoder()) if pooling == "encoded" else build(pooling=pooling)
+    model = of_kind(kind)
     none = torch.empty(0, dtype=torch.long)
     ids = KeyedJaggedTensor(keys=list(LENGTHS), values=none, lengths=none)
     logits = model(torch.empty(0, 3), ids)
@@ -260,9 +297,9 @@ def test_dropout_acts_in_training_alone():
     torch.testing.assert_close(model(*inputs), model(*inputs), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("pooling", ["attention", "mean", "none", "encoded"])
-def test_a_few_steps_lower_the_loss(pooling):
-    model, inputs = build(encoder=encoder()) if pooling == "encoded" else build(pooling=pooling), batch()
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_few_steps_lower_the_loss(kind):
+    model, inputs = of_kind(kind), batch()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
     losses = []
     for _ in range(40):
@@ -305,15 +342,15 @@ def test_attention_finds_the_target_in_the_history_where_the_mean_cannot():
     assert losses["attention"] < 0.2 * losses["mean"], losses
 
 
-@pytest.mark.parametrize("pooling", ["attention", "mean", "none", "encoded"])
-def test_torchrecs_tracer_goes_all_the_way_through(pooling):
-    model, inputs = build(encoder=encoder()) if pooling == "encoded" else build(pooling=pooling), batch()
+@pytest.mark.parametrize("kind", KINDS)
+def test_torchrecs_tracer_goes_all_the_way_through(kind):
+    model, inputs = of_kind(kind), batch()
     torch.testing.assert_close(symbolic_trace(model)(*inputs), model(*inputs), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("encoded", [False, True], ids=["plain", "encoded"])
-def test_the_train_pipelines_tracer_finds_both_collections_fed_by_the_ids_alone(encoded):
-    model = build(encoder=encoder() if encoded else None)
+@pytest.mark.parametrize("kind", ["attention", "encoded", "deep"])
+def test_the_train_pipelines_tracer_finds_both_collections_fed_by_the_ids_alone(kind):
+    model = of_kind(kind)
     leaves = [name for name, _ in model.named_children()]
     graph = PipelineTracer(leaf_modules=leaves).trace(model)
     calls = {node.target: node for node in graph.nodes if node.op == "call_module"}
@@ -339,6 +376,9 @@ def test_names_in_state_dict():
     ("arguments", "message"),
     [
         ({"pooling": "max"}, "pooling must be 'attention', 'mean' or 'none', got 'max'"),
+        ({"attention_layers": 0}, "attention_layers must be at least 1, got 0"),
+        ({"attention_layers": 2, "pooling": "mean"}, "attention_layers must be 1 unless pooling='attention', got 2"),
+        ({"cross_layers": -1}, "cross_layers must be at least 0, got -1"),
         ({"over_arch_layer_sizes": [6, 2]}, "at least two sizes and end in 1, the logit, got [6, 2]"),
         ({"over_arch_layer_sizes": [1]}, "over_arch_layer_sizes must hold at least two sizes and end in 1"),
         ({"over_arch_layer_sizes": []}, "over_arch_layer_sizes must hold at least two sizes and end in 1"),

@@ -16,7 +16,9 @@ TINY = 5e-324
 MANY = 2**31 - 1
 #: Option, accepted values, refused values.
 LIMITS = [
-    *((f"model.{name}", [1], [0, -1]) for name in ("num_queries", "num_buckets")),
+    *((f"model.{name}", [1], [0, -1]) for name in ("num_queries", "num_buckets", "attention_layers")),
+    ("model.cross_layers", [0, 3], [-1]),
+    ("model.bias", [None, "position", ["position", "history_age"]], ["age", [], ["position", "position"], ["age"]]),
     ("model.embedding_dim", [4, 8], [0, -4]),
     ("model.num_heads", [1, 32], [0, -1, 3, 64]),
     ("model.dense_arch", [[], [1], [2, 1]], [[0], [2, 0], [-1, 2]]),
