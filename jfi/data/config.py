@@ -15,6 +15,12 @@ from jfi.suggest import suggest
 AGE = "age"
 HISTORY = "history_"
 Batching = Literal["sample", "user"]
+#: By value of `data.statistics` the dense features that it makes; see `jfi.data.statistics`.
+STATISTICS = {
+    "item": ["past_item_rate", "past_item_count"],
+    "user": ["past_user_rate", "past_user_count", *(f"past_user_newest_{most}" for most in (3, 10, 30))],
+    "user_item": ["past_user_item_rate", "past_user_item_count", "past_user_item_newest_3"],
+}
 #: The settings that name tables.
 FILES = ("interactions", "users", "items", "validation", "test")
 _MAX_COUNT = 2**31 - 1
@@ -76,6 +82,8 @@ class DataConfig:
             sample and a `history_` key of the events, which share a table.
         impression_dense: numeric columns of the interaction that are known when the item is shown, such as the price;
             they become dense features of the sample.
+        statistics: which rates and counts of strictly older labeled rows become dense features of the sample: of the
+            `item`, of the `user`, or of the user's events of the same item (`user_item`). Needs a label.
         separators: by multi-valued categorical column the separator of its values. RecBole's `token_seq` and the genres
             of MovieLens need no entry.
         title: column of the item that is shown to people, or None.
@@ -135,6 +143,7 @@ class DataConfig:
     event_dense: list[str] = field(default_factory=list)
     impression_categorical: list[str] = field(default_factory=list)
     impression_dense: list[str] = field(default_factory=list)
+    statistics: list[Literal["item", "user", "user_item"]] = field(default_factory=list)
     separators: dict[str, str] = field(default_factory=dict)
     title: str | None = None
     split: Literal["time", "leave_one_out", "user", "column", "files"] = "time"
@@ -165,6 +174,10 @@ class DataConfig:
     def longest_timeline(self) -> int:
         """The most events of a timeline in a batch by user."""
         return 4 * self.max_history if self.max_timeline is None else self.max_timeline
+
+    def statistics_columns(self) -> list[str]:
+        """The names of the dense features that `statistics` makes."""
+        return [column for name in STATISTICS if name in self.statistics for column in STATISTICS[name]]
 
     def crosses(self) -> dict[str, list[str]]:
         """The columns of each cross of events, by the name of the cross."""
@@ -228,6 +241,7 @@ class DataConfig:
             raise DataError(
                 "data.interactions is not set; it must name the file of interactions (or set data.source: synthetic)"
             )
+        self._check_statistics()
         self._check_roles()
         keys = [
             *self.user_categorical,
@@ -309,6 +323,13 @@ class DataConfig:
             raise DataError(f"data.eval_negatives is {self.eval_negatives}; it must be at least 1")
         if not 0 <= self.unknown_share < 1:
             raise DataError(f"data.unknown_share is {self.unknown_share}; it must be in [0, 1)")
+
+    def _check_statistics(self) -> None:
+        for name in self.statistics:
+            if name not in STATISTICS:
+                raise DataError(f"data.statistics has '{name}'; {suggest(name, STATISTICS)}")
+        if self.statistics and self.label is None and self.source == "table" and self.prepared is None:
+            raise DataError("data.statistics counts positives, so that it needs data.label")
 
     def _check_split(self) -> None:
         """Raises DataError for a given split that is not given whole."""

@@ -5,6 +5,7 @@ it, and `dataset` makes batches.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from jfi.data.prepared import known_items, open_prepared
 from jfi.data.samples import choose_samples
 from jfi.data.schema import DataSchema
 from jfi.data.source import Columns, column_settings, read_tables
+from jfi.data.statistics import with_statistics
 from jfi.data.summarize import summarize
 from jfi.display import Display
 
@@ -70,6 +72,8 @@ def load_dataset(config: DataConfig, schema: DataSchema | None = None) -> Intera
     config = column_settings(config)
     with Display("sort and encode the rows", None, ticking=True):
         rows = sort_and_split(tables.interactions, config, tables.given_split)
+        if config.statistics:
+            tables = replace(tables, interactions=with_statistics(tables.interactions, rows, config))
         columns = Columns(tables, rows, config)
         if schema is None:
             schema = learn_schema(columns, rows, config)

@@ -78,6 +78,11 @@ def prepare_dataset(
     config.check()
     if config.prepared is not None:
         raise DataError(f"data.prepared is {config.prepared}; to prepare tables, leave it unset")
+    if config.statistics:
+        raise DataError(
+            "data.statistics is not made for a prepared dataset; add the columns with examples/add_statistics.py and "
+            "list them in data.impression_dense"
+        )
     work = out.parent / f".{out.name}.preparing"
     if out.exists() and (work / "result.done").exists() and not (work / "result").exists():
         shutil.rmtree(work)  # killed when all was done

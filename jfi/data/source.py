@@ -60,8 +60,14 @@ def read_tables(config: DataConfig) -> Tables:
 
 
 def column_settings(config: DataConfig) -> DataConfig:
-    """The config with the meaning of the columns that the tables have: those of the synthetic ones are fixed."""
-    return replace(config, **synthetic.COLUMNS) if config.source == "synthetic" else config
+    """The config with the meaning of the columns that the tables have.
+
+    Those of the synthetic tables are fixed. The statistics are columns of impressions once they are made.
+    """
+    if config.source == "synthetic":
+        config = replace(config, **synthetic.COLUMNS)
+    made = [name for name in config.statistics_columns() if name not in config.impression_dense]
+    return replace(config, impression_dense=[*config.impression_dense, *made]) if made else config
 
 
 class RawColumns(Protocol):

@@ -1,0 +1,42 @@
+"""Writes the interactions of a config with the columns of `data.statistics`, to prepare or to score them.
+
+python examples/add_statistics.py --config configs/own.yaml --data.statistics '[item, user]' --out with_statistics.parquet
+
+The columns are those that a run with this config makes for itself. A table to score needs them too: give the past and
+the new rows in one table, with empty labels where they are not known, and score the new rows of the result.
+"""
+
+from jfi.exit_codes import begin_command
+
+if __name__ == "__main__":  # before the other imports
+    begin_command()
+
+import sys
+from pathlib import Path
+
+import pyarrow.parquet
+
+from jfi.data.source import read_tables
+from jfi.data.statistics import add_statistics
+from jfi.files import writing_file
+from jfi.training import ConfigError
+from jfi.training.cli import parse_config, run_cli
+
+OPTIONS = {
+    "--out": {"type": Path, "required": True, "metavar": "FILE", "help": "Parquet file to write, must not exist"}
+}
+
+
+def main() -> None:
+    config, options = parse_config(sys.argv[1:], "Add statistics of the past to a table of interactions.", OPTIONS)
+    config.data.check()
+    if options.out.exists():
+        raise ConfigError(f"--out: {options.out} exists")
+    table = add_statistics(read_tables(config.data).interactions.data, config.data)
+    with writing_file(options.out) as unfinished:
+        pyarrow.parquet.write_table(table, unfinished)
+    print(f"{table.num_rows:,} rows with {', '.join(config.data.statistics_columns())} in {options.out}")
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))

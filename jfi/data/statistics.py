@@ -1,0 +1,121 @@
+"""Running counts and rates of the past as dense features of the sample: `data.statistics`.
+
+What a sample of user u, item i and time t gets is made of labeled rows that are strictly older than t, of any split,
+since they are known by then; rows of its own time are not among them. A rate is that of positives, as if there were
+some more rows of the rate that is expected anyway:
+
+    item        of the item's rows: their rate, and log(1 + n) of their number
+    user        of the user's events: the same; and of the newest 3, 10 and 30 how far labels lay above the rates that
+                their items had then, which follows the user's mood
+    user_item   of the user's events of the same item: the same as of the item, and the rate of the newest 3
+
+They enter the model like columns of `data.impression_dense`, under the names of `columns_of`.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+
+from jfi.data.arrange import Rows, sort_and_split
+from jfi.data.config import STATISTICS, DataConfig
+from jfi.data.errors import DataError
+from jfi.data.past import Older, Past
+from jfi.data.table import Table
+
+#: Rows of the expected rate that a rate is smoothed with: of items and users, and of one user's events of one item.
+_SMOOTHING, _OF_FEW = 10.0, 2.0
+
+
+def add_statistics(table: pa.Table, config: DataConfig) -> pa.Table:
+    """The table of interactions with the columns of `config.statistics`, for `data.impression_dense` or for scoring.
+
+    Args:
+        table: with the columns that `config` names for the user, the item, the time, the label and the history.
+        config: the section `data`.
+
+    Raises:
+        DataError: a column is missing or malformed, `config.statistics` is empty, or there is such a column already.
+
+    Example:
+        >>> config = DataConfig(label="liked", statistics=["item"])
+        >>> rows = {"user_id": [1, 2, 3], "item_id": [7, 7, 7], "timestamp": [0, 5, 5], "liked": [1, 0, 1]}
+        >>> add_statistics(pa.table(rows), config)["past_item_count"].to_pylist() == [0.0, np.log(2), np.log(2)]
+        True
+    """
+    if not config.statistics:
+        raise DataError("data.statistics is empty; it must name statistics to add")
+    interactions = Table("the table", table, table.column_names, line=lambda row: row + 1)
+    rows = sort_and_split(interactions, replace(config, split="time", group=None))
+    return with_statistics(interactions, rows, config).data
+
+
+def with_statistics(interactions: Table, rows: Rows, config: DataConfig) -> Table:
+    """The interactions with a column for each of `config.statistics`; `rows` are they, sorted."""
+    data, known = interactions.data, interactions.known
+    for name, values in make_statistics(rows, config.statistics).items():
+        if name in known:
+            raise DataError(f"{interactions.name}: has a column '{name}', which data.statistics makes; rename it")
+        column = np.empty(len(values))
+        column[rows.order] = values
+        data, known = data.append_column(name, pa.array(column)), [*known, name]
+    return replace(interactions, data=data, known=known)
+
+
+def make_statistics(rows: Rows, names: list[str]) -> dict[str, np.ndarray]:
+    """By column the statistics `[E]` float64 of all rows, in their order."""
+    made = _Statistics(rows)
+    columns = {}
+    for name in STATISTICS:
+        if name in names:
+            columns |= getattr(made, name)()
+    return columns
+
+
+class _Statistics:
+    def __init__(self, rows: Rows) -> None:
+        self._item, self._user = rows.item.astype(np.int64), rows.user.astype(np.int64)
+        self._moment = np.unique(rows.time, return_inverse=True)[1]
+        self._label, self._labeled = np.nan_to_num(rows.label), ~np.isnan(rows.label)
+        self._events = self._labeled if rows.event is None else self._labeled & rows.event
+        everything = np.zeros(len(rows.item), np.int64)
+        of_all, _past, older = self._tally(everything, self._labeled)
+        self._overall = _rate(of_all, older.count, 0.5, 1.0)
+        of_item, _, older = self._tally(self._item, self._labeled)
+        self._item_count = older.count
+        self._item_rate = _rate(of_item, older.count, self._overall, _SMOOTHING)
+
+    def item(self) -> dict[str, np.ndarray]:
+        return {"past_item_rate": self._item_rate, "past_item_count": np.log1p(self._item_count)}
+
+    def user(self) -> dict[str, np.ndarray]:
+        positives, past, older = self._tally(self._user, self._events)
+        rate = _rate(positives, older.count, self._overall, _SMOOTHING)
+        columns = {"past_user_rate": rate, "past_user_count": np.log1p(older.count)}
+        surprise = (self._label - self._item_rate)[self._events]
+        for most in (3, 10, 30):
+            newest = older.newest(most)
+            columns[f"past_user_newest_{most}"] = past.sum(surprise, newest) / (newest.count + 1)
+        return columns
+
+    def user_item(self) -> dict[str, np.ndarray]:
+        both = self._user * (int(self._item.max()) + 1) + self._item
+        positives, past, older = self._tally(both, self._events)
+        rate = _rate(positives, older.count, self._item_rate, _OF_FEW)
+        newest = older.newest(3)
+        of_newest = _rate(past.sum(self._label[self._events], newest), newest.count, rate, 1.0)
+        return {
+            "past_user_item_rate": rate,
+            "past_user_item_count": np.log1p(older.count),
+            "past_user_item_newest_3": of_newest,
+        }
+
+    def _tally(self, key: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, Past, Older]:
+        """Of all rows the number of positives among the `chosen` ones that share their key and are older."""
+        past = Past(key[chosen], self._moment[chosen])
+        older = past.older(key, self._moment)
+        return past.sum(self._label[chosen], older), past, older
+
+
+def _rate(positives: np.ndarray, count: np.ndarray, expected: np.ndarray | float, smoothing: float) -> np.ndarray:
+    return (positives + smoothing * expected) / (count + smoothing)

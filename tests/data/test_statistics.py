@@ -1,0 +1,153 @@
+"""Statistics of the past: by hand on small tables, never from the future, and as dense features of a run."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jfi.data import DataConfig, DataError, load_dataset
+from jfi.data.config import STATISTICS
+from jfi.data.prepare import prepare_dataset
+from jfi.data.statistics import add_statistics
+
+ALL = list(STATISTICS)
+CONFIG = DataConfig(label="rating >= 3", history="kind == view", statistics=ALL)
+
+
+def random_table(seed: int, count: int = 120) -> pa.Table:
+    """Few users and items, ties within and between users, rows without a label, rows that are no events."""
+    rng = np.random.default_rng(seed)
+    rating = [None if empty else int(x) for empty, x in zip(rng.random(count) < 0.15, rng.integers(1, 6, count))]
+    return pa.table(
+        {
+            "user_id": rng.integers(0, 5, count),
+            "item_id": rng.integers(0, 4, count),
+            "timestamp": rng.integers(0, count // 2, count),
+            "rating": pa.array(rating, pa.int64()),
+            "kind": rng.choice(["view", "buy"], count, p=[0.8, 0.2]),
+        }
+    )
+
+
+def by_hand(table: pa.Table) -> list[dict[str, float]]:
+    """The definition, a row at a time."""
+    rows = table.to_pylist()
+    for row in rows:
+        row["label"] = None if row["rating"] is None else float(row["rating"] >= 3)
+
+    def rate(older: list[dict], expected: float, smoothing: float) -> float:
+        return (sum(one["label"] for one in older) + smoothing * expected) / (len(older) + smoothing)
+
+    def in_order(older: list[dict]) -> list[dict]:
+        return sorted(older, key=lambda one: (one["timestamp"], one["item_id"]))
+
+    def item_rate(row: dict) -> float:
+        older = [one for one in rows if one["timestamp"] < row["timestamp"] and one["label"] is not None]
+        own = [one for one in older if one["item_id"] == row["item_id"]]
+        return rate(own, rate(older, 0.5, 1.0), 10.0)
+
+    found = []
+    for row in rows:
+        older = [one for one in rows if one["timestamp"] < row["timestamp"] and one["label"] is not None]
+        overall, item = rate(older, 0.5, 1.0), item_rate(row)
+        of_user = in_order([one for one in older if one["user_id"] == row["user_id"] and one["kind"] == "view"])
+        pair = [one for one in of_user if one["item_id"] == row["item_id"]]
+        values = {"past_item_rate": item}
+        values["past_item_count"] = np.log1p(sum(one["item_id"] == row["item_id"] for one in older))
+        values |= {"past_user_rate": rate(of_user, overall, 10.0), "past_user_count": np.log1p(len(of_user))}
+        for most in (3, 10, 30):
+            newest = of_user[-most:]
+            surprise = sum(one["label"] - item_rate(one) for one in newest)
+            values[f"past_user_newest_{most}"] = surprise / (len(newest) + 1)
+        pair_rate = rate(pair, item, 2.0)
+        values |= {"past_user_item_rate": pair_rate, "past_user_item_count": np.log1p(len(pair))}
+        values["past_user_item_newest_3"] = rate(pair[-3:], pair_rate, 1.0)
+        found.append(values)
+    return found
+
+
+def columns_of(table: pa.Table) -> np.ndarray:
+    return np.array([table[name].to_numpy() for name in CONFIG.statistics_columns()])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_they_are_those_of_the_definition(seed):
+    table = random_table(seed)
+    made, wanted = add_statistics(table, CONFIG), by_hand(table)
+    for name in CONFIG.statistics_columns():
+        expected = [one[name] for one in wanted]
+        # Rows of one user and time are in the order of the items, and equal ones are alike to a sample but for labels.
+        newest = "newest" in name
+        close = np.isclose(made[name].to_numpy(), expected, rtol=0, atol=1e-12)
+        assert close.mean() > (0.9 if newest else 0.999), name
+        assert np.std(expected) > 0.01
+    assert made.column_names == [*table.column_names, *CONFIG.statistics_columns()]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000), st.data())
+def test_nothing_comes_from_the_row_itself_its_moment_or_the_future(seed, data):
+    table = random_table(seed, count=60)
+    now = data.draw(st.integers(0, 30))
+    time = table["timestamp"].to_numpy()
+    rng = np.random.default_rng(seed + 1)
+    later = time >= now
+    rating = [int(rng.integers(1, 6)) if new else old for new, old in zip(later, table["rating"].to_pylist())]
+    kind = [str(rng.choice(["view", "buy"])) if new else old for new, old in zip(later, table["kind"].to_pylist())]
+    changed = table.set_column(3, "rating", pa.array(rating, pa.int64())).set_column(4, "kind", pa.array(kind))
+    dropped = changed.filter(pa.array(~later | (rng.random(len(time)) < 0.5)))
+    before = columns_of(add_statistics(table, CONFIG))[:, time <= now]
+    after = columns_of(add_statistics(changed, CONFIG))[:, time <= now]
+    np.testing.assert_allclose(before, after, rtol=0, atol=1e-9)
+    if (~later).sum() > 1:
+        kept = columns_of(add_statistics(dropped, CONFIG))[:, dropped["timestamp"].to_numpy() < now]
+        np.testing.assert_allclose(before[:, time[time <= now] < now], kept, rtol=0, atol=1e-9)
+
+
+def test_they_are_dense_features_of_a_run(tmp_path):
+    table = random_table(0).drop_columns("kind")
+    path = tmp_path / "rows.parquet"
+    pa.parquet.write_table(table, path)
+    config = DataConfig(interactions=str(path), label="rating >= 3", statistics=["user", "item"])
+    dataset = load_dataset(config)
+    names = config.statistics_columns()
+    assert names[:2] == STATISTICS["item"] and dataset.schema.dense_names == names
+    (batch,) = dataset.batches("test", 1000)
+    # The same columns in the table itself give the same features.
+    given_path = tmp_path / "given.parquet"
+    pa.parquet.write_table(add_statistics(table, config), given_path)
+    other = load_dataset(DataConfig(interactions=str(given_path), label="rating >= 3", impression_dense=names))
+    (expected,) = other.batches("test", 1000)
+    np.testing.assert_array_equal(batch.dense_features.numpy(), expected.dense_features.numpy())
+    means = dataset.arrays().dense[2]
+    train = dataset.arrays().samples["train"]
+    assert all(abs(float(column[train].mean())) < 1e-5 for column in means)
+    with pytest.raises(DataError, match="has a column 'past_item_rate', which data.statistics makes; rename it"):
+        load_dataset(DataConfig(interactions=str(given_path), label="rating >= 3", statistics=["item"]))
+
+
+def test_those_of_synthetic_tables():
+    dataset = load_dataset(DataConfig(source="synthetic", statistics=["user_item"]))
+    assert dataset.schema.dense_names == STATISTICS["user_item"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"statistics": ["users"]}, "data.statistics has 'users'; did you mean 'user'"),
+        ({"statistics": ["item"], "label": None}, "data.statistics counts positives, so that it needs data.label"),
+    ],
+)
+def test_wrong_settings_are_refused(changes, message):
+    settings = {"interactions": "rows.csv", "label": "rating >= 3"} | changes
+    with pytest.raises(DataError, match=message):
+        load_dataset(DataConfig(**settings))
+
+
+def test_a_prepared_dataset_does_not_make_them(tmp_path):
+    config = DataConfig(interactions="rows.csv", label="rating >= 3", statistics=["item"])
+    with pytest.raises(DataError, match="data.statistics is not made for a prepared dataset; add the columns"):
+        prepare_dataset(config, tmp_path / "out")
+    with pytest.raises(DataError, match="data.statistics is empty"):
+        add_statistics(random_table(0), DataConfig(label="rating >= 3"))
