@@ -175,10 +175,32 @@ class InteractionDataset:
 
         def assemble(number: int) -> Batch:
             part = order.part(number, rank, world_size)
-            return self._assemble(part, *self._draw(split, part.samples, seed, epoch), unknown)
+            return self._assemble(part, *self.draw(split, part.samples, seed, epoch), unknown)
 
         # Not a generator function, so that this call reports wrong arguments, and not the first batch.
         return map(assemble, range(start_batch, order.num_batches))
+
+    def draw(
+        self, split: str, samples: np.ndarray, seed: int = 0, epoch: int = 0
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The events, the target items and the labels of samples, `[B]` each, as `batches` has them.
+
+        A sampled negative has the event of its positive, and another item.
+
+        Args:
+            split: "train", "validation" or "test".
+            samples: `[B]` int64, the samples by their place in the split.
+            seed: of the sampled negatives, together with `epoch`.
+            epoch: number of the epoch.
+        """
+        events = self._rows(split)[samples // self._samples_per_row].astype(np.int64, copy=False)
+        item, label = self._events.item[events].astype(np.int64, copy=False), self._events.label[events]
+        if self._negatives is not None:
+            drawn = np.flatnonzero(samples % self._samples_per_row)
+            user, time = self._events.user[events[drawn]].astype(np.int64), self._events.time[events[drawn]]
+            item[drawn] = self._negatives.draw(user, time, samples[drawn], seed, epoch)
+            label[drawn] = 0.0
+        return events, item, label
 
     @property
     def is_implicit(self) -> bool:
@@ -221,17 +243,6 @@ class InteractionDataset:
         if split not in self._samples:
             raise ValueError(f"split is '{split}'; {suggest(split, self._samples)}")
         return self._samples[split]
-
-    def _draw(self, split: str, samples: np.ndarray, seed: int, epoch: int) -> tuple[np.ndarray, ...]:
-        """The events, the target items and the labels of samples of a split, `[B]` each."""
-        events = self._rows(split)[samples // self._samples_per_row].astype(np.int64, copy=False)
-        item, label = self._events.item[events].astype(np.int64, copy=False), self._events.label[events]
-        if self._negatives is not None:
-            drawn = np.flatnonzero(samples % self._samples_per_row)
-            user, time = self._events.user[events[drawn]].astype(np.int64), self._events.time[events[drawn]]
-            item[drawn] = self._negatives.draw(user, time, samples[drawn], seed, epoch)
-            label[drawn] = 0.0
-        return events, item, label
 
     def _assemble(
         self,
