@@ -1,0 +1,37 @@
+"""Results of several models on the same splits as a table."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+COLUMNS = {"auc": "AUC", "ne": "NE", "user_auc": "AUC per user"}
+
+
+class Compared(Protocol):
+    """What a model is compared by: metrics of both held-out splits, and the time of training."""
+
+    validation: dict[str, float]
+    test: dict[str, float]
+    train_seconds: float
+
+
+def summarize(results: Sequence[Compared]) -> dict:
+    """Mean and population standard deviation over the seeds."""
+    summary: dict = {"train_seconds": statistics.fmean(r.train_seconds for r in results)}
+    for split in ("validation", "test"):
+        for metric in COLUMNS:
+            values = [getattr(r, split)[metric] for r in results]
+            summary[f"{split}_{metric}"] = {"mean": statistics.fmean(values), "std": statistics.pstdev(values)}
+    return summary
+
+
+def table(summaries: Mapping[str, dict], seeds: int) -> str:
+    """The comparison as text, one line for each model; `summaries` are results of `summarize`."""
+    width = 2 + max(map(len, ("test split", *summaries)))
+    lines = ["test split".ljust(width) + "".join(f"{title:>18s}" for title in COLUMNS.values()) + "   training"]
+    for name, summary in summaries.items():
+        cells = [summary[f"test_{metric}"] for metric in COLUMNS]
+        text = [f"{c['mean']:.4f}" + (f" ± {c['std']:.4f}" if seeds > 1 else "") for c in cells]
+        cells = "".join(f"{cell:>18s}" for cell in text)
+        lines.append(f"{name.ljust(width)}{cells}{summary['train_seconds']:9.0f} s")
+    return "\n".join(lines)
