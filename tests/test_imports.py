@@ -1,4 +1,6 @@
-"""Who may import whom, each in a fresh process: kernels <- ops <- modules <- models <- training; data beside models.
+"""Who may import whom, each in a fresh process.
+
+kernels <- ops <- modules <- models <- training <- baselines; data beside models.
 
 Serving has two sides: the export needs models and data, the server only its own package, jfi.encoding and jfi.suggest.
 """
@@ -32,7 +34,9 @@ FORBIDDEN = {
     },
     "jfi.modules": {"jfi.models", "jfi.data", "jfi.training"},
     "jfi.models": {"jfi.data", "jfi.training"},
-    "jfi.data": {"jfi.modules", "jfi.models", "jfi.training", "jfi.ops"},
+    "jfi.data": {"jfi.modules", "jfi.models", "jfi.training", "jfi.ops", "jfi.baselines"},
+    "jfi.training": {"jfi.baselines", "sklearn"},
+    "jfi.baselines": {"jfi.serving", "sklearn"},
     "jfi.serving.export": {"jfi.data", "jfi.training", "aiohttp"},
     "jfi.serving.dataset_schema": {"jfi.modules", "jfi.models", "jfi.training", "aiohttp"},
     "jfi.serving.scorer": {

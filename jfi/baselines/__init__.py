@@ -1,0 +1,5 @@
+"""Baselines of hand-made features, on the rows and with the metrics of a training run."""
+
+from jfi.baselines.run import BaselineResult, run_baselines
+
+__all__ = ["BaselineResult", "run_baselines"]

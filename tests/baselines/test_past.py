@@ -1,0 +1,42 @@
+"""Sums over the past against loops."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jfi.baselines.past import Past
+
+ROWS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6), st.integers(-3, 3)), max_size=30)
+ASKED = st.lists(st.tuples(st.integers(-1, 6), st.integers(0, 9)), min_size=1, max_size=10)
+
+
+@pytest.mark.parametrize("scale", [1, 10**9], ids=["small keys", "large keys"])
+@settings(max_examples=60, deadline=None)
+@given(rows=ROWS, asked=ASKED)
+def test_sums_are_those_of_strictly_older_rows_of_the_key(scale, rows, asked):
+    table, asked = np.array(rows, np.int64).reshape(-1, 3), np.array(asked, np.int64)
+    table[:, 0], asked[:, 0] = table[:, 0] * scale, asked[:, 0] * scale
+    key, moment, value = table.T
+    past = Past(key, moment)
+    older = past.older(*asked.T)
+    chosen = [[i for i in range(len(key)) if key[i] == k and moment[i] < m] for k, m in asked]
+    assert older.count.tolist() == [len(one) for one in chosen]
+    assert past.sum(value, older).tolist() == [value[one].sum() for one in chosen]
+    newest = [sorted(one, key=lambda i: moment[i])[-2:] for one in chosen]  # stable, as the order of equal moments is
+    assert past.sum(value, older.newest(2)).tolist() == [value[one].sum() for one in newest]
+
+    seconds, now = 1e9 + 60.0 * moment, 1e9 + 60.0 * asked[:, 1]
+    found = past.decayed_sum(value, seconds, 90.0, older, now)
+    expected = [
+        sum(value[i] * 0.5 ** ((n - seconds[i]) / 90.0) for i in one) for one, n in zip(chosen, now, strict=True)
+    ]
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_decayed_sum_over_many_half_lives_is_finite():
+    moment = np.arange(5000)
+    past = Past(np.zeros(5000, np.int64), moment)
+    older = past.older(np.zeros(1, np.int64), np.array([5000]))
+    found = past.decayed_sum(np.ones(5000), moment.astype(float), 1.0, older, np.array([5000.0]))
+    assert found == pytest.approx([1.0], rel=1e-12)  # 1/2 + 1/4 + ...
