@@ -1,4 +1,4 @@
-# make demo      train a DLRM without histories, with their mean, and with attention over them (2 minutes, 2 cores)
+# make demo      train a DLRM without histories, with their mean, and with attention; compare them with baselines
 # make test      ruff and the test suite; without a GPU the kernels run through Triton's interpreter
 # make test-all  the same with the slow tests
 # make docs      build the documentation as a site in site/; a warning fails
