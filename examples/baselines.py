@@ -12,16 +12,14 @@ if __name__ == "__main__":  # before the other imports
     begin_command()
 
 import dataclasses
-import json
 import sys
 from pathlib import Path
 
 from jfi.baselines import run_baselines
 from jfi.data import load_dataset
-from jfi.files import write_file
 from jfi.training import Config, ConfigError
 from jfi.training.cli import parse_config, run_cli
-from jfi.training.comparison import summarize, table
+from jfi.training.comparison import summarize, table, write_record
 from jfi.training.distributed import launched
 from jfi.training.run_folder import check_new, check_writable, new_run_dir
 
@@ -46,7 +44,7 @@ def run(config: Config, seeds: list[int]) -> dict[str, dict]:
         "runs": {name: [dataclasses.asdict(one) for one in runs] for name, runs in results.items()},
     }
     folder.mkdir(parents=True, exist_ok=True)
-    write_file(folder / "baselines.json", json.dumps(record, indent=1) + "\n")
+    write_record(folder / "baselines.json", record)
     print(f"\n{table(summaries, len(seeds))}\n\nwritten to {folder / 'baselines.json'}")
     return summaries
 

@@ -12,16 +12,14 @@ if __name__ == "__main__":  # before the other imports
     begin_command()
 
 import dataclasses
-import json
 import sys
 from pathlib import Path
 
 from jfi.baselines import BaselineResult, run_baselines
 from jfi.data import load_dataset
-from jfi.files import write_file
 from jfi.training import Config, ConfigError, Result, train
 from jfi.training.cli import parse_config, run_cli
-from jfi.training.comparison import summarize, table
+from jfi.training.comparison import summarize, table, write_record
 from jfi.training.distributed import launched
 from jfi.training.run_folder import check_new, check_writable, new_run_dir
 
@@ -57,7 +55,7 @@ def compare(config: Config, seeds: list[int], with_baselines: bool = True) -> di
         "runs": {pooling: [dataclasses.asdict(r) for r in runs] for pooling, runs in results.items()},
         "baselines": {name: [dataclasses.asdict(r) for r in runs] for name, runs in baselines.items()},
     }
-    write_file(folder / "comparison.json", json.dumps(record, indent=1) + "\n")
+    write_record(folder / "comparison.json", record)
     print(f"\n{table(summaries, len(seeds))}\n\nwritten to {folder / 'comparison.json'}")
     return summaries
 

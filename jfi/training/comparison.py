@@ -1,8 +1,13 @@
-"""Results of several models on the same splits as a table."""
+"""Results of several models on the same splits: a table, and a file."""
 
+import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
+
+from jfi.files import write_file
 
 COLUMNS = {"auc": "AUC", "ne": "NE", "user_auc": "AUC per user"}
 
@@ -16,12 +21,16 @@ class Compared(Protocol):
 
 
 def summarize(results: Sequence[Compared]) -> dict:
-    """Mean and population standard deviation over the seeds."""
+    """Mean and population standard deviation over the seeds; NaN where a metric is not defined.
+
+    The AUC per user is not where no user has both labels in a split, as with `split: leave_one_out`.
+    """
     summary: dict = {"train_seconds": statistics.fmean(r.train_seconds for r in results)}
     for split in ("validation", "test"):
         for metric in COLUMNS:
             values = [getattr(r, split)[metric] for r in results]
-            summary[f"{split}_{metric}"] = {"mean": statistics.fmean(values), "std": statistics.pstdev(values)}
+            deviation = statistics.pstdev(values) if all(map(math.isfinite, values)) else math.nan
+            summary[f"{split}_{metric}"] = {"mean": statistics.fmean(values), "std": deviation}
     return summary
 
 
@@ -35,3 +44,16 @@ def table(summaries: Mapping[str, dict], seeds: int) -> str:
         cells = "".join(f"{cell:>18s}" for cell in text)
         lines.append(f"{name.ljust(width)}{cells}{summary['train_seconds']:9.0f} s")
     return "\n".join(lines)
+
+
+def write_record(path: Path, record: dict) -> None:
+    """Writes JSON, whole or not at all; a number that is not finite becomes null."""
+    write_file(path, json.dumps(_finite(record), indent=1) + "\n")
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

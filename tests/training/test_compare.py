@@ -1,15 +1,24 @@
 """The comparison at its smallest, and the configs that the repository ships."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from jfi.training.cli import load_config
+from jfi.training.comparison import summarize, table, write_record
 
 ROOT = Path(__file__).parents[2]
+
+
+class Run(NamedTuple):
+    validation: dict[str, float]
+    test: dict[str, float]
+    train_seconds: float
 
 
 def test_compare_pooling(tmp_path):
@@ -41,6 +50,18 @@ def test_compare_pooling(tmp_path):
         assert mean == pytest.approx((runs[0]["test"]["auc"] + runs[1]["test"]["auc"]) / 2)
         assert (tmp_path / "out" / f"{pooling}-seed0" / "curves.png").exists()
     assert f"{record['summary']['attention']['test_auc']['mean']:.4f}" in lines[head + len(names)]
+
+
+def test_a_metric_that_is_not_defined_is_nan_in_the_table_and_null_in_the_file(tmp_path):
+    # With leave_one_out every user has one row in a split, so no user has both labels.
+    runs = [{"auc": 0.5 + seed / 10, "ne": 1.0, "user_auc": math.nan} for seed in range(2)]
+    summary = summarize([Run(metrics, metrics, 3.0) for metrics in runs])
+    assert summary["test_auc"] == {"mean": pytest.approx(0.55), "std": pytest.approx(0.05)}
+    line = table({"one": summary}, 2).splitlines()[1]
+    assert " ".join(line.split()) == "one 0.5500 ± 0.0500 1.0000 ± 0.0000 nan ± nan 3 s"
+    write_record(tmp_path / "record.json", {"summary": summary, "runs": [summary]})
+    record = json.loads((tmp_path / "record.json").read_text(), parse_constant=pytest.fail)
+    assert record["summary"]["test_user_auc"] == record["runs"][0]["test_user_auc"] == {"mean": None, "std": None}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
