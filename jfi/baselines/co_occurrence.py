@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jfi.baselines.past import Past
 from jfi.data.coded import blocks
 from jfi.data.columns import ranges
 from jfi.data.events import Events
+from jfi.data.past import Past
 
 #: Pairs that are in memory together beside the log of all pairs, and pairs that the log has, about.
 _AT_ONCE, _LARGEST_LOG = 1 << 22, 1 << 24

@@ -16,10 +16,10 @@ from functools import cached_property
 import numpy as np
 
 from jfi.baselines.co_occurrence import CoOccurrence, co_occurrence, window_of
-from jfi.baselines.past import Older, Past
 from jfi.baselines.samples import Samples
 from jfi.data import InteractionDataset
 from jfi.data.columns import Categorical
+from jfi.data.past import Older, Past
 from jfi.data.schema import FeatureSpec
 from jfi.encoding import UNKNOWN
 

@@ -86,3 +86,30 @@ class Past:
     def prefix(self, values: np.ndarray) -> np.ndarray:
         """`[N + 1]` float64: `prefix[end] - prefix[first]` is the sum over a range; for many questions in parts."""
         return np.append(0.0, np.cumsum(values[self.order], dtype=np.float64))
+
+    def decayed_sum(
+        self, values: np.ndarray, seconds: np.ndarray, half_life: float, older: Older, now: np.ndarray
+    ) -> np.ndarray:
+        """`[B]` float64, sums in which a row counts half for every half-life of its age.
+
+        Args:
+            values: `[N]`.
+            seconds: `[N]` float64, the times of the rows.
+            half_life: in seconds.
+            older: the result of `older`.
+            now: `[B]` float64, the times that ages are counted up to.
+        """
+        total, seconds = values[self.order].astype(np.float64), seconds[self.order]
+        starts = np.diff(self._places // self._moments, prepend=-1) != 0
+        # total[i] = value[i] + decay[i] * total[i - 1], by doubling: after a step a total covers twice as many rows.
+        decay = np.exp2(np.where(starts, -np.inf, -np.diff(seconds, prepend=0.0) / half_life))
+        longest = int(np.diff(np.append(np.flatnonzero(starts), len(starts))).max(initial=1))
+        step = 1
+        while step < longest:
+            total[step:] += decay[step:] * total[:-step]
+            decay[step:] *= decay[:-step]
+            step *= 2
+        result, some = np.zeros(len(now)), older.end > older.first
+        last = older.end[some] - 1
+        result[some] = total[last] * np.exp2((seconds[last] - now[some]) / half_life)
+        return result

@@ -167,8 +167,9 @@ def _describe(model: SequenceDLRM, schema: DataSchema, batch: Batch, row: int, d
     batch_there = batch.to(device)  # before to_dict, which caches tensors that `to` would not move
     ids = {key: values.to_dense()[row].tolist() for key, values in batch.sparse_features.to_dict().items()}
     inputs = batch_there.dense_features, batch_there.sparse_features
-    (weights,) = model.attention_weights(*inputs).values()
-    weights = weights.to_dense()[row].mean(1).float().cpu()
+    # The heads of all features, which have the same events.
+    of_features = [weights.to_dense()[row] for weights in model.attention_weights(*inputs).values()]
+    weights = torch.cat(of_features, dim=2).mean(1).float().cpu()
     item_columns = {spec.column for spec in schema.features if spec.role == "item"}
     fields = [spec for spec in schema.features if spec.role == "history" and spec.column not in item_columns]
     (age,) = (spec.key for spec in schema.features if spec.role == "bucket")

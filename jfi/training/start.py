@@ -10,9 +10,10 @@ from jfi.data.manifest import prepared_config, resolve
 from jfi.files import absolute_path
 from jfi.training.checkpoint import latest_checkpoint
 from jfi.training.cli import save_config
-from jfi.training.config import Config
+from jfi.training.config import Config, ConfigError
 from jfi.training.distributed import World, join_world
 from jfi.training.loop import Result, Trainer
+from jfi.training.preset import apply_preset
 from jfi.training.progress import check_config
 from jfi.training.run_data import DataChanged, describe_batches, load_data, save_data
 from jfi.training.run_folder import RunFolder, check_new, check_writable, new_run_dir
@@ -42,6 +43,8 @@ def train(config: Config, dataset: InteractionDataset | None = None) -> Result:
         config = config.with_training(warm_start=absolute_path(config.training.warm_start))
     run_dir = config.training.run_dir
     with join_world(config.training.device) as world:
+        if world.launched and config.training.preset is not None:
+            raise ConfigError("training.preset must be null under torchrun; give the settings themselves")
         begun = world.launched and world.on_first(lambda: RunFolder.holds(config))
         if not begun:
             world.on_first(lambda: _check_before_reading(config))
@@ -53,6 +56,9 @@ def train(config: Config, dataset: InteractionDataset | None = None) -> Result:
             dataset = load_shared(config.data, world)
             if world.is_first and dataset.summary is not None:
                 print(dataset.summary, flush=True)
+        config, chosen = apply_preset(config, dataset)
+        if chosen:
+            print(f"training.preset chose {', '.join(chosen)}", flush=True)
         trainer = Trainer(config, dataset, world, config.training.warm_start)
         trainer.load_pretrained()
         path = world.on_first(lambda: Path(run_dir or new_run_dir()))

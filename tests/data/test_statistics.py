@@ -18,7 +18,9 @@ CONFIG = DataConfig(label="rating >= 3", history="kind == view", statistics=ALL)
 def random_table(seed: int, count: int = 120) -> pa.Table:
     """Few users and items, ties within and between users, rows without a label, rows that are no events."""
     rng = np.random.default_rng(seed)
-    rating = [None if empty else int(x) for empty, x in zip(rng.random(count) < 0.15, rng.integers(1, 6, count))]
+    rating = [
+        None if empty else int(x) for empty, x in zip(rng.random(count) < 0.15, rng.integers(1, 6, count), strict=True)
+    ]
     return pa.table(
         {
             "user_id": rng.integers(0, 5, count),
@@ -93,8 +95,13 @@ def test_nothing_comes_from_the_row_itself_its_moment_or_the_future(seed, data):
     time = table["timestamp"].to_numpy()
     rng = np.random.default_rng(seed + 1)
     later = time >= now
-    rating = [int(rng.integers(1, 6)) if new else old for new, old in zip(later, table["rating"].to_pylist())]
-    kind = [str(rng.choice(["view", "buy"])) if new else old for new, old in zip(later, table["kind"].to_pylist())]
+    rating = [
+        int(rng.integers(1, 6)) if new else old for new, old in zip(later, table["rating"].to_pylist(), strict=True)
+    ]
+    kind = [
+        str(rng.choice(["view", "buy"])) if new else old
+        for new, old in zip(later, table["kind"].to_pylist(), strict=True)
+    ]
     changed = table.set_column(3, "rating", pa.array(rating, pa.int64())).set_column(4, "kind", pa.array(kind))
     dropped = changed.filter(pa.array(~later | (rng.random(len(time)) < 0.5)))
     before = columns_of(add_statistics(table, CONFIG))[:, time <= now]
@@ -123,7 +130,7 @@ def test_they_are_dense_features_of_a_run(tmp_path):
     means = dataset.arrays().dense[2]
     train = dataset.arrays().samples["train"]
     assert all(abs(float(column[train].mean())) < 1e-5 for column in means)
-    with pytest.raises(DataError, match="has a column 'past_item_rate', which data.statistics makes; rename it"):
+    with pytest.raises(DataError, match=r"has a column 'past_item_rate', which data.statistics makes; rename it"):
         load_dataset(DataConfig(interactions=str(given_path), label="rating >= 3", statistics=["item"]))
 
 
@@ -147,7 +154,7 @@ def test_wrong_settings_are_refused(changes, message):
 
 def test_a_prepared_dataset_does_not_make_them(tmp_path):
     config = DataConfig(interactions="rows.csv", label="rating >= 3", statistics=["item"])
-    with pytest.raises(DataError, match="data.statistics is not made for a prepared dataset; add the columns"):
+    with pytest.raises(DataError, match=r"data.statistics is not made for a prepared dataset; add the columns"):
         prepare_dataset(config, tmp_path / "out")
-    with pytest.raises(DataError, match="data.statistics is empty"):
+    with pytest.raises(DataError, match=r"data.statistics is empty"):
         add_statistics(random_table(0), DataConfig(label="rating >= 3"))

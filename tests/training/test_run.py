@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -399,6 +400,33 @@ def test_other_poolings_train(tmp_path, monkeypatch, pooling):
     monkeypatch.undo()
     assert 0 <= train(config).test["auc"] <= 1
     assert not (tmp_path / "run" / "attention.png").exists()
+
+
+def test_several_biases_layers_crosses_and_statistics(tmp_path):
+    config = tiny(tmp_path / "run", epochs=4, patience=None)
+    config.data = dataclasses.replace(config.data, statistics=["item", "user"], batching="user")
+    parts = {"bias": ["history_age", "position"], "attention_layers": 2, "cross_layers": 1}
+    config.model = dataclasses.replace(config.model, **parts)
+    train(config)
+    losses = [r["loss"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["split"] == "train"]
+    assert np.mean(losses[-5:]) < np.mean(losses[:5]), losses
+    names = saved_tensors(tmp_path / "run")
+    wanted = {"pooling.attention.history_by_position.bucket_bias", "further.layers.0.attention.history.query_weight"}
+    assert {f"model.sequence_arch.{name}" for name in wanted} <= names.keys()
+    assert (tmp_path / "run/attention.png").exists()
+
+
+def test_a_preset_chooses_what_is_at_its_default_and_is_written(tmp_path, capsys):
+    config = tiny(tmp_path / "run", epochs=1, preset="auto")
+    config.model = dataclasses.replace(config.model, dropout=0.0, bias=None)
+    train(config)
+    shown = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("training.preset chose"))
+    assert "model.bias: ['history_age', 'position']" in shown and "model.dropout: 0.1" in shown
+    assert "average" not in shown and "embedding_dim" not in shown  # given by the config
+    saved = RunFolder.open(tmp_path / "run")[1]
+    assert saved.training.preset is None and saved.model.cross_layers == 2 and saved.optimizer.average == 0.9
+    assert (saved.model.embedding_dim, saved.training.batch_size) == (8, 64)
+    resume(tmp_path / "run")
 
 
 def test_every_parameter_is_optimized_once():
