@@ -1,0 +1,1 @@
+"""Predictions beside the best of others: ``python -m benchmarks.quality --help``."""

@@ -1,0 +1,63 @@
+"""The tables that models are compared on: their config, the files of each fold, and published figures."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+#: Where configs name their files; `--data` replaces it.
+DATA = Path("data/quality")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table and its folds.
+
+    Args:
+        title: for people.
+        config: path of the config, from the repository's root.
+        folds: for each fold the files by their setting of the section `data`, relative to the folder of all tables.
+        published: test AUC that others report on the same folds, by the name of the model.
+        source: of the published figures.
+    """
+
+    title: str
+    config: str
+    folds: list[dict[str, str]]
+    published: dict[str, float] = field(default_factory=dict)
+    source: str = ""
+
+    def arguments(self, fold: int, data: Path) -> list[str]:
+        """The command line that `jfi.training.cli.parse_config` takes."""
+        files = [f"--data.{setting}={data / path}" for setting, path in self.folds[fold].items()]
+        return ["--config", str(ROOT / self.config), *files]
+
+
+def _assistments(fold: int) -> dict[str, str]:
+    names = {"interactions": f"train{fold}", "validation": f"valid{fold}", "test": "test"}
+    return {setting: f"assistments2009/{name}.csv" for setting, name in names.items()}
+
+
+TABLES = {
+    "movielens_100k": Table(
+        "MovieLens-100K",
+        "configs/movielens_100k.yaml",
+        [{"interactions": "ml-100k/ml-100k.inter", "items": "ml-100k/ml-100k.item"}],
+    ),
+    "ml_latest_small": Table(
+        "MovieLens latest-small",
+        "configs/quality/ml_latest_small.yaml",
+        [{"interactions": "ml-latest-small/ratings.csv", "items": "ml-latest-small/movies.csv"}],
+    ),
+    "assistments2009": Table(
+        "ASSISTments2009-updated",
+        "configs/quality/assistments2009.yaml",
+        [_assistments(fold) for fold in range(1, 6)],
+        {"DKT": 0.8181, "DKVMN": 0.7956, "NPA": 0.8182},
+        "as reported for these 5 folds",
+    ),
+    "amazon_office": Table(
+        "Amazon Office Products",
+        "configs/quality/amazon_office.yaml",
+        [{"interactions": "amazon_office/interactions.csv", "items": "amazon_office/items.csv"}],
+    ),
+}
