@@ -1,0 +1,76 @@
+"""The models that are compared, as data: settings that stay, and the trials that are tried for each.
+
+Every model has `TRIALS` trials; the one with the best AUC on the validation rows counts.
+"""
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal
+
+Kind = Literal["ours", "fuxictr"]
+TRIALS = 4
+#: Of the final trainings of a table; with several folds the first one is that of all of them.
+SEEDS = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model with its settings.
+
+    Args:
+        kind: which of `run.RUNNERS` trains it.
+        settings: fields of the config by their dotted name for ours, arguments of the class for FuxiCTR's.
+        trials: what is tried beside them.
+    """
+
+    kind: Kind
+    settings: dict[str, object]
+    trials: list[dict[str, object]]
+
+    def __post_init__(self) -> None:
+        if len(self.trials) != TRIALS:
+            raise ValueError(f"trials has {len(self.trials)} entries; every model must have {TRIALS}")
+
+
+def grid(**values: list) -> list[dict[str, object]]:
+    """All combinations of the values; `__` in a name stands for a dot.
+
+    >>> grid(a__b=[1, 2], c=[3])
+    [{'a.b': 1, 'c': 3}, {'a.b': 2, 'c': 3}]
+    """
+    names = [name.replace("__", ".") for name in values]
+    return [dict(zip(names, chosen, strict=True)) for chosen in product(*values.values())]
+
+
+#: Of FuxiCTR's trainings: the most epochs, the epochs without a better validation AUC after which one ends, and rows of
+#: a step. Ours are in the config of the table.
+PEER_TRAINING = {"epochs": 10, "patience": 2, "batch_size": 256}
+_OUR_TRIALS = grid(optimizer__dense__learning_rate=[0.003, 0.01], optimizer__embeddings__learning_rate=[0.05, 0.1])
+_PEER_TRIALS = grid(learning_rate=[5e-4, 1e-3], embedding_regularizer=[1e-5, 1e-4])
+
+#: Our models: what differs from the table's config.
+OURS: dict[str, dict[str, object]] = {
+    "no history": {"model.pooling": "none"},
+    "mean pooling": {"model.pooling": "mean"},
+    "target attention": {},
+}
+#: FuxiCTR's models: arguments beside those of all, with the values of its own configs for what is not tuned.
+PEERS: dict[str, dict[str, object]] = {
+    "DIN": {},
+    "DIEN": {"batch_norm": True},
+    "BST": {"num_heads": 4},
+    "DMIN": {"num_heads": 4, "neg_seq_field": None, "batch_norm": False},
+    "DMR": {"neg_seq_field": None, "context_field": None},
+    "SIM": {"num_heads": 2, "short_seq_len": 50, "topk": 50},
+    "ETA": {"num_heads": 2, "short_seq_len": 50, "topk": 50},
+    "SDIM": {"num_heads": 2, "num_hashes": 2, "hash_bits": 4, "short_seq_len": 50},
+    "TWIN": {"num_heads": 2, "short_seq_len": 50, "topk": 50},
+    "TransAct": {"dcn_hidden_units": [128, 64], "num_heads": 1, "dim_feedforward": 128},
+}
+#: Arguments of all of FuxiCTR's models.
+_PEER = {"embedding_dim": 16, "dnn_hidden_units": [128, 64]}
+
+MODELS: dict[str, Model] = {
+    **{name: Model("ours", settings, _OUR_TRIALS) for name, settings in OURS.items()},
+    **{name: Model("fuxictr", _PEER | settings, _PEER_TRIALS) for name, settings in PEERS.items()},
+}
