@@ -1,0 +1,51 @@
+"""Trains our models and the peers' on public tables, with the same rows and the same number of trials.
+
+python -m benchmarks.quality.fetch --out data/quality
+python -m benchmarks.quality --tables ml_latest_small --models "target attention" DIN
+
+Results go to benchmarks/results/quality/<table>.json after each training; another call goes on from there. `python -m
+benchmarks.readme` then writes the tables of docs/quality.md.
+"""
+
+from jfi.exit_codes import EXIT_CODES, begin_command
+
+if __name__ == "__main__":  # before the other imports
+    begin_command()
+
+import sys
+from pathlib import Path
+
+from benchmarks.quality.fuxictr import PeerError, Peers
+from benchmarks.quality.models import MODELS
+from benchmarks.quality.page import RESULTS
+from benchmarks.quality.results import Results
+from benchmarks.quality.run import run_table
+from benchmarks.quality.tables import DATA, TABLES
+from jfi.data import DataError
+from jfi.exit_codes import run_command
+from jfi.options import OptionError, OptionParser
+from jfi.suggest import suggest
+from jfi.training import ConfigError
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = OptionParser(prog="python -m benchmarks.quality", description=__doc__, epilog=EXIT_CODES)
+    parser.add_argument("--tables", nargs="+", default=list(TABLES), help=f"some of: {', '.join(TABLES)}")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), help=f"some of: {', '.join(MODELS)}")
+    parser.add_argument("--data", type=Path, default=DATA, help="folder that benchmarks.quality.fetch wrote")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--peers-python", type=Path, default=Peers.python, help="interpreter that has FuxiCTR")
+    options = parser.parse_args(arguments)
+    for name, known in (("tables", TABLES), ("models", MODELS)):
+        for one in getattr(options, name):
+            if one not in known:
+                raise OptionError(f"--{name}: unknown {one!r}; {suggest(one, known)}")
+    peers = Peers(options.peers_python.absolute(), options.data.absolute() / "fuxictr/model_zoo")
+    for name in options.tables:
+        print(f"-- {TABLES[name].title}", flush=True)
+        results = Results(options.out / f"{name}.json")
+        run_table(TABLES[name], results, options.models, options.data, peers)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main, (ConfigError, DataError, PeerError)))

@@ -1,0 +1,154 @@
+"""Trains what a table lacks: the trials of each model, then the settings of the best one with all seeds or folds."""
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+
+from benchmarks import report
+from benchmarks.quality.fuxictr import Peers, train_peer, write_rows
+from benchmarks.quality.models import MODELS, PEER_TRAINING, Model
+from benchmarks.quality.results import Results, chosen, final_runs, fingerprint, of_model
+from benchmarks.quality.tables import Table
+from jfi.data import InteractionDataset, load_dataset
+from jfi.data.config import FILES
+from jfi.training import Config, train
+from jfi.training.cli import parse_config
+from jfi.training.saved_run import load_run
+
+
+class Task:
+    """A fold of a table, with what is read or written once for all of its trainings.
+
+    Args:
+        table: the table.
+        fold: the number of the fold.
+        data: folder of all tables.
+        scratch: folder for what is not kept.
+        peers: where FuxiCTR is.
+    """
+
+    def __init__(self, table: Table, fold: int, data: Path, scratch: Path, peers: Peers) -> None:
+        self.table, self.fold, self.data, self.peers = table, fold, data, peers
+        self.folder = scratch / f"fold-{fold}"
+        self._datasets: dict[str, InteractionDataset] = {}
+        self._peer_rows: dict | None = None
+
+    def config(self, overrides: dict[str, object]) -> Config:
+        """The table's config with other fields, by their dotted name."""
+        text = {name: value if isinstance(value, str) else json.dumps(value) for name, value in overrides.items()}
+        more = [f"--{name}={value}" for name, value in text.items()]
+        return parse_config([*self.table.arguments(self.fold, self.data), *more], "")[0]
+
+    def dataset(self, config: Config) -> InteractionDataset:
+        """The dataset of the section `data`, read once."""
+        key = fingerprint(dataclasses.asdict(config.data))
+        if key not in self._datasets:
+            self._datasets = {key: load_dataset(config.data)}
+        return self._datasets[key]
+
+    def peer_rows(self) -> dict:
+        """The rows of all splits as FuxiCTR gets them, written once."""
+        if self._peer_rows is None:
+            self.peers.check()
+            self._peer_rows = write_rows(self.dataset(self.config({})), self.folder)
+        return self._peer_rows
+
+
+def run_ours(task: Task, name: str, settings: dict, seed: int) -> dict:
+    """Trains one of our models."""
+    config = task.config(settings)
+    with tempfile.TemporaryDirectory() as scratch, open(os.devnull, "w") as nowhere:
+        run_dir = f"{scratch}/run"
+        with contextlib.redirect_stdout(nowhere):
+            result = train(config.with_training(run_dir=run_dir, seed=seed), task.dataset(config))
+        model = load_run(run_dir).model
+    return {
+        "validation": result.validation,
+        "test": result.test,
+        "train_seconds": result.train_seconds,
+        "epochs": result.epochs,
+        "best_epoch": result.best_epoch,
+        "parameters": sum(one.numel() for one in model.parameters()),
+    }
+
+
+def run_peer(task: Task, name: str, settings: dict, seed: int) -> dict:
+    """Trains one of FuxiCTR's models."""
+    return train_peer(name, task.folder, task.peer_rows(), task.peers, PEER_TRAINING, seed, settings)
+
+
+#: By kind of model what trains it: called with the task, the name, the settings and the seed, it returns the metrics
+#: `validation` and `test`, `train_seconds`, `epochs`, `best_epoch` and `parameters`. Another kind of opponent, such as
+#: baselines on hand-made features, is an entry here and entries of `models.MODELS`.
+RUNNERS: dict[str, Callable[[Task, str, dict, int], dict]] = {"ours": run_ours, "fuxictr": run_peer}
+
+
+def protocol(task: Task, model: Model) -> str:
+    """Fingerprint of what a cell depends on beside its settings, fold and seed."""
+    config = task.config({})
+    no_files = dataclasses.replace(config.data, **dict.fromkeys(FILES))
+    if model.kind == "ours":
+        return fingerprint(dataclasses.asdict(dataclasses.replace(config, data=no_files)))
+    return fingerprint([dataclasses.asdict(no_files), PEER_TRAINING])
+
+
+def run_table(
+    table: Table,
+    results: Results,
+    names: Iterable[str],
+    data: Path,
+    peers: Peers,
+    runners: dict[str, Callable] = RUNNERS,
+    models: dict[str, Model] = MODELS,
+) -> None:
+    """Trains what is missing of the models `names`, and writes the results after each training.
+
+    Args:
+        table: the table.
+        results: of the table so far.
+        names: of the models.
+        data: folder of all tables.
+        peers: where FuxiCTR is.
+        runners: by kind of model what trains it.
+        models: by name.
+    """
+    runs, where = final_runs(table), environment()
+    with tempfile.TemporaryDirectory() as scratch:
+        tasks = {fold: Task(table, fold, data, Path(scratch), peers) for fold in {fold for fold, _ in runs}}
+
+        def ensure(name: str, settings: dict, fold: int, seed: int, made: dict) -> None:
+            settings = json.loads(json.dumps(settings))  # as the results read back
+            if (fold, seed) in of_model(results.cells, name, settings):
+                return
+            found = runners[models[name].kind](tasks[fold], name, settings, seed)
+            results.add({"model": name, "settings": settings, "fold": fold, "seed": seed} | made | found)
+            shown = f"validation AUC {found['validation']['auc']:.4f}, test AUC {found['test']['auc']:.4f}"
+            print(f"{name}, fold {fold}, seed {seed}, {settings}: {shown}, {found['train_seconds']:.0f} s", flush=True)
+
+        for name in names:
+            model = models[name]
+            made = {"protocol": protocol(tasks[runs[0][0]], model)} | where
+            results.keep(name, made["protocol"])
+            for trial in model.trials:
+                ensure(name, model.settings | trial, *runs[0], made)
+            settings = chosen(results.cells, name, model, runs)
+            for fold, seed in runs:
+                ensure(name, settings, fold, seed, made)
+
+
+def environment() -> dict[str, object]:
+    """Where trainings run."""
+    return {
+        "commit": report.commit(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else report.cpu_name(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }

@@ -1,0 +1,155 @@
+"""The comparison: which trainings are done, in what order, what is kept, and the table that comes of it."""
+
+import json
+
+import pytest
+import yaml
+
+from benchmarks.quality import __main__ as command
+from benchmarks.quality import page, run
+from benchmarks.quality.fuxictr import Peers
+from benchmarks.quality.models import MODELS, TRIALS, Model, grid
+from benchmarks.quality.results import METRICS, Results, chosen, final_runs, summary
+from benchmarks.quality.tables import TABLES, Table
+from jfi.options import OptionError
+
+#: The AUC of a stand-in's training, by its only setting; the third is best on the validation rows.
+VALIDATION = {1: 0.60, 2: 0.70, 3: 0.72, 4: 0.71}
+
+
+class StandIn:
+    """In place of a training: counts its calls, and stops as if by Ctrl-C after `lasts` of them."""
+
+    def __init__(self, lasts: int = 1000) -> None:
+        self.calls, self.lasts = [], lasts
+
+    def __call__(self, task, name, settings, seed) -> dict:
+        if len(self.calls) == self.lasts:
+            raise KeyboardInterrupt
+        self.calls.append((name, settings["a"], task.fold, seed))
+        auc = VALIDATION[settings["a"]]
+        test = dict.fromkeys(METRICS, 0.9 - auc / 10 + seed / 100 + task.fold / 1000) | {"loss": 0.5}
+        validation = dict.fromkeys(METRICS, auc)
+        took = {"train_seconds": 10.0 + seed, "epochs": 3, "best_epoch": 2, "parameters": 1234}
+        return {"validation": validation, "test": test} | took
+
+
+@pytest.fixture
+def models():
+    return {"first": Model("ours", {"b": 0}, grid(a=[1, 2, 3, 4])), "second": Model("ours", {}, grid(a=[1, 2, 3, 4]))}
+
+
+def run_table(table, path, stand_in, models, tmp_path, names=("first", "second")):
+    runners = {"ours": stand_in}
+    run.run_table(table, Results(path), names, tmp_path, Peers(), runners, models)
+
+
+def test_trials_then_the_chosen_settings_with_all_seeds(tmp_path, models):
+    path, stand_in = tmp_path / "out/t.json", StandIn()
+    run_table(TABLES["ml_latest_small"], path, stand_in, models, tmp_path, ["first"])
+    assert stand_in.calls == [("first", a, 0, 0) for a in (1, 2, 3, 4)] + [("first", 3, 0, 1), ("first", 3, 0, 2)]
+    cells = json.loads(path.read_text())["cells"]
+    runs = final_runs(TABLES["ml_latest_small"])
+    assert chosen(cells, "first", models["first"], runs) == {"b": 0, "a": 3}
+    found = summary(cells, "first", models["first"], runs)
+    assert found["runs"] == 3 and found["train_seconds"] == 11.0 and found["parameters"] == 1234
+    assert found["auc"]["mean"] == pytest.approx(0.838) and found["auc"]["std"] == pytest.approx(0.01 * (2 / 3) ** 0.5)
+
+
+def test_folds_are_trained_with_one_seed(tmp_path, models):
+    stand_in = StandIn()
+    run_table(TABLES["assistments2009"], tmp_path / "t.json", stand_in, models, tmp_path, ["first"])
+    assert stand_in.calls[:4] == [("first", a, 0, 0) for a in (1, 2, 3, 4)]
+    assert stand_in.calls[4:] == [("first", 3, fold, 0) for fold in range(1, 5)]
+
+
+@pytest.mark.parametrize("lasts", [0, 3, 5, 6, 11])
+def test_an_interrupted_comparison_goes_on(tmp_path, models, lasts):
+    path, first, second = tmp_path / "t.json", StandIn(lasts), StandIn()
+    table = TABLES["ml_latest_small"]
+    with pytest.raises(KeyboardInterrupt):
+        run_table(table, path, first, models, tmp_path)
+    assert len(Results(path).cells) == lasts
+    run_table(table, path, second, models, tmp_path)
+    uninterrupted = StandIn()
+    run_table(table, tmp_path / "whole.json", uninterrupted, models, tmp_path)
+    assert first.calls + second.calls == uninterrupted.calls and len(uninterrupted.calls) == 12
+    again = StandIn()
+    run_table(table, path, again, models, tmp_path)
+    assert again.calls == []
+
+
+def test_another_protocol_makes_the_cells_anew(tmp_path, models, monkeypatch):
+    path = tmp_path / "t.json"
+    run_table(TABLES["ml_latest_small"], path, StandIn(), models, tmp_path)
+    monkeypatch.setattr(run, "protocol", lambda task, model: "another")
+    stand_in = StandIn()
+    run_table(TABLES["ml_latest_small"], path, stand_in, models, tmp_path, ["first"])
+    assert len(stand_in.calls) == 6
+    assert {(cell["model"], cell["protocol"] == "another") for cell in Results(path).cells} == {
+        ("first", True),
+        ("second", False),
+    }
+
+
+def test_the_protocol_depends_on_rows_and_training_and_not_on_files(tmp_path):
+    def of(name: str, kind: str, fold: int = 0, data=tmp_path) -> str:
+        return run.protocol(
+            run.Task(TABLES[name], fold, data, tmp_path, Peers()), Model(kind, {}, grid(a=[1, 2, 3, 4]))
+        )
+
+    assert of("assistments2009", "ours") == of("assistments2009", "ours", 3, tmp_path / "elsewhere")
+    names = [of(name, kind) for name in TABLES for kind in ("ours", "fuxictr")]
+    assert len(set(names)) == len(names)
+
+
+def test_the_page_shows_finished_models_best_first(tmp_path, models):
+    path = tmp_path / "assistments2009.json"
+    run_table(TABLES["assistments2009"], path, StandIn(), models, tmp_path, ["first"])
+    with pytest.raises(KeyboardInterrupt):
+        run_table(TABLES["assistments2009"], path, StandIn(5), models, tmp_path, ["second"])
+    shown = page.quality("assistments2009", tmp_path, models).splitlines()
+    assert shown[0] == "| model | test AUC | test NE | AUC per user | training | parameters |"
+    assert shown[2] == "| jfi first | 0.8300 ± 0.0014 | 0.8300 ± 0.0014 | 0.8300 ± 0.0014 | 10 s | 1,234 |"
+    assert [line.split(" | ")[0] for line in shown[3:6]] == [
+        "| NPA (published)",
+        "| DKT (published)",
+        "| DKVMN (published)",
+    ]
+    assert "0.8182" in shown[3] and "over 5 folds" in shown[-1] and "4 trials" in shown[-1]
+    assert not any("second" in line for line in shown), "its final trainings are not all done"
+    with pytest.raises(FileNotFoundError):
+        page.quality("movielens_100k", tmp_path, models)
+
+
+def test_every_model_has_as_many_trials_and_a_runner():
+    assert all(len(model.trials) == TRIALS and model.kind in run.RUNNERS for model in MODELS.values())
+    with pytest.raises(ValueError, match="trials has 1 entries; every model must have 4"):
+        Model("ours", {}, [{}])
+
+
+def test_our_trials_are_fields_of_the_config(tmp_path):
+    task = run.Task(TABLES["movielens_100k"], 0, tmp_path, tmp_path, Peers())
+    for model in MODELS.values():
+        if model.kind == "ours":
+            for trial in model.trials:
+                task.config(model.settings | trial)
+    config = task.config({"model.pooling": "mean", "model.over_arch": [16], "optimizer.dense.learning_rate": 0.5})
+    assert (config.model.pooling, config.model.over_arch, config.optimizer.dense.learning_rate) == ("mean", [16], 0.5)
+
+
+def test_one_of_our_models_trains(tmp_path):
+    section = {"source": "synthetic", "label": "rating >= 4", "synthetic": {"num_users": 40, "num_items": 30}}
+    settings = {"data": section, "training": {"epochs": 2}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    task = run.Task(Table("Tiny", str(tmp_path / "config.yaml"), [{}]), 0, tmp_path, tmp_path, Peers())
+    found = run.run_ours(task, "ours", {"model.pooling": "mean"}, 1)
+    assert found["epochs"] == 2 and found["best_epoch"] in (1, 2) and 0 < found["test"]["ne"] < 2
+    assert found["parameters"] > 1000 and found["train_seconds"] > 0
+
+
+def test_unknown_names_are_refused(tmp_path):
+    with pytest.raises(OptionError, match="--models: unknown 'DINN'"):
+        command.main(["--models", "DINN", "--out", str(tmp_path)])
+    with pytest.raises(OptionError, match="--tables: unknown 'movielens'"):
+        command.main(["--tables", "movielens", "--out", str(tmp_path)])
