@@ -1,6 +1,6 @@
 """The models that are compared, as data: settings that stay, and the trials that are tried for each.
 
-Every model has `TRIALS` trials; the one with the best AUC on the validation rows counts.
+Every model that is tuned has `TRIALS` trials; the one with the best AUC on the validation rows counts.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Model:
     Args:
         kind: which of `run.RUNNERS` trains it.
         settings: fields of the config by their dotted name for ours, arguments of the class for FuxiCTR's.
-        trials: what is tried beside them.
+        trials: what is tried beside them, or `[{}]` for a model that has nothing to tune.
     """
 
     kind: Kind
@@ -28,8 +28,8 @@ class Model:
     trials: list[dict[str, object]]
 
     def __post_init__(self) -> None:
-        if len(self.trials) != TRIALS:
-            raise ValueError(f"trials has {len(self.trials)} entries; every model must have {TRIALS}")
+        if self.trials != [{}] and len(self.trials) != TRIALS:
+            raise ValueError(f"trials has {len(self.trials)} entries; it must have {TRIALS}, or one empty one")
 
 
 def grid(**values: list) -> list[dict[str, object]]:
@@ -57,10 +57,10 @@ OURS: dict[str, dict[str, object]] = {
 #: FuxiCTR's models: arguments beside those of all, with the values of its own configs for what is not tuned.
 PEERS: dict[str, dict[str, object]] = {
     "DIN": {},
-    "DIEN": {"batch_norm": True},
+    "DIEN": {"batch_norm": True, "dnn_activations": "Dice", "attention_activation": "ReLU"},
     "BST": {"num_heads": 4},
     "DMIN": {"num_heads": 4, "neg_seq_field": None, "batch_norm": False},
-    "DMR": {"neg_seq_field": None, "context_field": None},
+    "DMR": {"neg_seq_field": None, "context_field": None, "batch_norm": True, "dnn_activations": "PReLU"},
     "SIM": {"num_heads": 2, "short_seq_len": 50, "topk": 50},
     "ETA": {"num_heads": 2, "short_seq_len": 50, "topk": 50},
     "SDIM": {"num_heads": 2, "num_hashes": 2, "hash_bits": 4, "short_seq_len": 50},

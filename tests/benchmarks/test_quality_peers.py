@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from benchmarks.quality.models import PEER_TRAINING
 from jfi.data import DataConfig, DataError, load_dataset
 from jfi.training.metrics import Predictions
 
-PEERS = fuxictr.Peers(model_zoo=Path(os.environ.get("FUXICTR_MODEL_ZOO", fuxictr.Peers.model_zoo)))
+PEERS = fuxictr.Peers()
 needs_fuxictr = pytest.mark.skipif(not PEERS.python.exists(), reason=f"no FuxiCTR: {fuxictr.INSTALL}")
 
 
