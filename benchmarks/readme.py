@@ -7,13 +7,23 @@ import argparse
 import hashlib
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from benchmarks import figures, report, table
+from benchmarks.quality.page import quality
+from benchmarks.quality.tables import TABLES as QUALITY_TABLES
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
-PAGES = ("README.md", "docs/get-started.md", "docs/performance.md", "docs/scaling.md", "docs/serving.md")
+PAGES = (
+    "README.md",
+    "docs/get-started.md",
+    "docs/performance.md",
+    "docs/quality.md",
+    "docs/scaling.md",
+    "docs/serving.md",
+)
 FIGURE = RESULTS / "h200/speed.png"
 #: The README's four shapes: suite, case, and what they are.
 HEADLINES = (
@@ -117,6 +127,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "scaling": scaling,
     "serving h200": lambda: serving("h200/serving"),
     "serving cpu": lambda: serving("cpu/serving"),
+    **{f"quality {name}": partial(quality, name) for name in QUALITY_TABLES},
 }
 
 
