@@ -50,8 +50,9 @@ _OUR_TRIALS = grid(optimizer__dense__learning_rate=[0.003, 0.01], optimizer__emb
 
 def _peer_trials(name: str) -> list[dict[str, object]]:
     # At 1e-3 TransAct's first steps on MovieLens-100K saturate its sigmoid, and all predictions stay 1.
-    rates = [1e-4, 3e-4] if name == "TransAct" else [5e-4, 1e-3]
-    return grid(learning_rate=rates, embedding_regularizer=[1e-5, 1e-4])
+    rate = 2e-4 if name == "TransAct" else 1e-3
+    chosen = [(rate / 2, 1e-5), (rate, 1e-5), (2 * rate, 1e-5), (rate, 1e-4)]
+    return [{"learning_rate": one, "embedding_regularizer": penalty} for one, penalty in chosen]
 
 
 #: Our models: what differs from the table's config.
