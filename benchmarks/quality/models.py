@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
-Kind = Literal["ours", "fuxictr"]
+Kind = Literal["ours", "fuxictr", "baseline"]
 TRIALS = 4
 #: Of the final trainings of a table; with several folds the first one is that of all of them.
 SEEDS = (0, 1, 2)
@@ -77,7 +77,18 @@ PEERS: dict[str, dict[str, object]] = {
 #: Arguments of all of FuxiCTR's models.
 _PEER = {"embedding_dim": 16, "dnn_hidden_units": [128, 64]}
 
+#: `jfi.baselines`, each with settings that it chooses on the validation rows by itself.
+BASELINES = (
+    "item mean",
+    "item + user mean",
+    "popularity by time",
+    "co-occurrence",
+    "logistic regression",
+    "gradient boosting",
+)
+
 MODELS: dict[str, Model] = {
     **{name: Model("ours", settings, _OUR_TRIALS) for name, settings in OURS.items()},
     **{name: Model("fuxictr", _PEER | settings, _peer_trials(name)) for name, settings in PEERS.items()},
+    **{name: Model("baseline", {}, [{}]) for name in BASELINES},
 }

@@ -9,7 +9,7 @@ from benchmarks.quality.tables import TABLES, Table
 
 RESULTS = Path(__file__).parents[1] / "results/quality"
 TITLES = {"auc": "test AUC", "ne": "test NE", "user_auc": "AUC per user"}
-KINDS = {"ours": "jfi", "fuxictr": "FuxiCTR"}
+KINDS = {"ours": "jfi", "fuxictr": "FuxiCTR", "baseline": "hand-made features:"}
 
 
 def quality(name: str, folder: Path = RESULTS, models: dict[str, Model] = MODELS) -> str:
@@ -34,10 +34,9 @@ def render(table: Table, cells: list[dict], models: dict[str, Model]) -> str:
     for name in done:
         one = found[name]
         figures = [f"{one[metric]['mean']:.4f} ± {one[metric]['std']:.4f}" for metric in METRICS]
-        title = f"{KINDS.get(models[name].kind, models[name].kind)} {name}"
-        entries.append(
-            (one["auc"]["mean"], [title, *figures, f"{one['train_seconds']:.0f} s", f"{one['parameters']:,}"])
-        )
+        title = f"{KINDS[models[name].kind]} {name}"
+        parameters = "" if one["parameters"] is None else f"{one['parameters']:,}"
+        entries.append((one["auc"]["mean"], [title, *figures, f"{one['train_seconds']:.0f} s", parameters]))
     entries += [(auc, [f"{other} (published)", f"{auc:.4f}", "", "", "", ""]) for other, auc in table.published.items()]
     lines += [line for _, line in sorted(entries, key=lambda entry: -entry[0])]
     what = f"{len(runs)} folds" if len(table.folds) > 1 else f"{len(runs)} seeds"

@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
+import yaml
 
 from benchmarks import report
 from benchmarks.quality.fuxictr import Peers, train_peer, write_rows
 from benchmarks.quality.models import MODELS, PEER_TRAINING, Model
 from benchmarks.quality.results import Results, chosen, final_runs, fingerprint, of_model
-from benchmarks.quality.tables import Table
+from benchmarks.quality.tables import ROOT, Table
+from jfi.baselines import BaselineResult, run_baselines
 from jfi.data import InteractionDataset, load_dataset
 from jfi.data.config import FILES
 from jfi.training import Config, train
@@ -39,6 +41,7 @@ class Task:
         self.folder = scratch / f"fold-{fold}"
         self._datasets: dict[str, InteractionDataset] = {}
         self._peer_rows: dict | None = None
+        self._baselines: dict[str, list[BaselineResult]] = {}
 
     def config(self, overrides: dict[str, object]) -> Config:
         """The table's config with other fields, by their dotted name."""
@@ -59,6 +62,12 @@ class Task:
             self.peers.check()
             self._peer_rows = write_rows(self.dataset(self.config({})), self.folder)
         return self._peer_rows
+
+    def baselines(self) -> dict[str, list[BaselineResult]]:
+        """The results of all baselines, computed once."""
+        if not self._baselines:
+            self._baselines = run_baselines(self.dataset(self.config({})))
+        return self._baselines
 
 
 def run_ours(task: Task, name: str, settings: dict, seed: int) -> dict:
@@ -84,19 +93,32 @@ def run_peer(task: Task, name: str, settings: dict, seed: int) -> dict:
     return train_peer(name, task.folder, task.peer_rows(), task.peers, PEER_TRAINING, seed, settings)
 
 
+def run_baseline(task: Task, name: str, settings: dict, seed: int) -> dict:
+    """A baseline on hand-made features, which chooses its settings itself; no seed changes it."""
+    (found,) = task.baselines()[name]
+    shown = {"chosen": found.settings, "validation": found.validation, "test": found.test}
+    return shown | {"train_seconds": found.train_seconds, "epochs": None, "best_epoch": None, "parameters": None}
+
+
 #: By kind of model what trains it: called with the task, the name, the settings and the seed, it returns the metrics
-#: `validation` and `test`, `train_seconds`, `epochs`, `best_epoch` and `parameters`. Another kind of opponent, such as
-#: baselines on hand-made features, is an entry here and entries of `models.MODELS`.
-RUNNERS: dict[str, Callable[[Task, str, dict, int], dict]] = {"ours": run_ours, "fuxictr": run_peer}
+#: `validation` and `test`, `train_seconds`, and, where there are some, `epochs`, `best_epoch` and `parameters`.
+RUNNERS: dict[str, Callable[[Task, str, dict, int], dict]] = {
+    "ours": run_ours,
+    "fuxictr": run_peer,
+    "baseline": run_baseline,
+}
 
 
-def protocol(task: Task, model: Model) -> str:
-    """Fingerprint of what a cell depends on beside its settings, fold and seed."""
-    config = task.config({})
-    no_files = dataclasses.replace(config.data, **dict.fromkeys(FILES))
-    if model.kind == "ours":
-        return fingerprint(dataclasses.asdict(dataclasses.replace(config, data=no_files)))
-    return fingerprint([dataclasses.asdict(no_files), PEER_TRAINING])
+def protocol(table: Table, model: Model) -> str:
+    """Fingerprint of what a cell depends on beside its settings, fold and seed, as far as files say it.
+
+    It has the settings of the config file, but for the names of tables; of code and defaults the cell has the commit.
+    """
+    config = yaml.safe_load((ROOT / table.config).read_text())
+    data = {name: value for name, value in config["data"].items() if name not in FILES}
+    if model.kind == "fuxictr":
+        return fingerprint([data, PEER_TRAINING])
+    return fingerprint(data if model.kind == "baseline" else config | {"data": data})
 
 
 def run_table(
@@ -134,7 +156,7 @@ def run_table(
 
         for name in names:
             model = models[name]
-            made = {"protocol": protocol(tasks[runs[0][0]], model)} | where
+            made = {"protocol": protocol(table, model)} | where
             results.keep(name, made["protocol"])
             for trial in model.trials:
                 ensure(name, model.settings | trial, *runs[0], made)

@@ -11,7 +11,9 @@ from benchmarks.quality.fuxictr import Peers
 from benchmarks.quality.models import MODELS, TRIALS, Model, grid
 from benchmarks.quality.results import METRICS, Results, chosen, final_runs, summary
 from benchmarks.quality.tables import TABLES, Table
+from jfi.baselines import run_baselines
 from jfi.options import OptionError
+from jfi.training.cli import load_config
 
 #: The AUC of a stand-in's training, by its only setting; the third is best on the validation rows.
 VALIDATION = {1: 0.60, 2: 0.70, 3: 0.72, 4: 0.71}
@@ -82,7 +84,7 @@ def test_an_interrupted_comparison_goes_on(tmp_path, models, lasts):
 def test_another_protocol_makes_the_cells_anew(tmp_path, models, monkeypatch):
     path = tmp_path / "t.json"
     run_table(TABLES["ml_latest_small"], path, StandIn(), models, tmp_path)
-    monkeypatch.setattr(run, "protocol", lambda task, model: "another")
+    monkeypatch.setattr(run, "protocol", lambda table, model: "another")
     stand_in = StandIn()
     run_table(TABLES["ml_latest_small"], path, stand_in, models, tmp_path, ["first"])
     assert len(stand_in.calls) == 6
@@ -92,15 +94,12 @@ def test_another_protocol_makes_the_cells_anew(tmp_path, models, monkeypatch):
     }
 
 
-def test_the_protocol_depends_on_rows_and_training_and_not_on_files(tmp_path):
-    def of(name: str, kind: str, fold: int = 0, data=tmp_path) -> str:
-        return run.protocol(
-            run.Task(TABLES[name], fold, data, tmp_path, Peers()), Model(kind, {}, grid(a=[1, 2, 3, 4]))
-        )
+def test_the_protocol_depends_on_rows_and_training():
+    def of(name: str, kind: str) -> str:
+        return run.protocol(TABLES[name], Model(kind, {}, [{}]))
 
-    assert of("assistments2009", "ours") == of("assistments2009", "ours", 3, tmp_path / "elsewhere")
-    names = [of(name, kind) for name in TABLES for kind in ("ours", "fuxictr")]
-    assert len(set(names)) == len(names)
+    names = [of(name, kind) for name in TABLES for kind in run.RUNNERS]
+    assert len(set(names)) == len(names) and names == [of(name, kind) for name in TABLES for kind in run.RUNNERS]
 
 
 def test_the_page_shows_finished_models_best_first(tmp_path, models):
@@ -148,6 +147,22 @@ def test_one_of_our_models_trains(tmp_path):
     found = run.run_ours(task, "ours", {"model.pooling": "mean"}, 1)
     assert found["epochs"] == 2 and found["best_epoch"] in (1, 2) and 0 < found["test"]["ne"] < 2
     assert found["parameters"] > 1000 and found["train_seconds"] > 0
+
+
+def test_baselines_are_those_of_the_package(tmp_path):
+    section = {"source": "synthetic", "label": "rating >= 4", "synthetic": {"num_users": 40, "num_items": 30}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"data": section}))
+    table = Table("Tiny", str(tmp_path / "config.yaml"), [{}])
+    names = [name for name, model in MODELS.items() if model.kind == "baseline"]
+    results = Results(tmp_path / "tiny.json")
+    run.run_table(table, results, names, tmp_path, Peers())
+    expected = run_baselines(run.Task(table, 0, tmp_path, tmp_path, Peers()).dataset(load_config(table.config)))
+    assert set(names) == set(expected)
+    found = {name: summary(results.cells, name, MODELS[name], final_runs(table)) for name in names}
+    for name in names:
+        assert found[name]["auc"] == {"mean": pytest.approx(expected[name][0].test["auc"]), "std": pytest.approx(0)}
+    shown = page.render(table, results.cells, MODELS)
+    assert "| hand-made features: gradient boosting | " in shown and shown.splitlines()[2].endswith("s |  |")
 
 
 def test_unknown_names_are_refused(tmp_path):
