@@ -55,11 +55,18 @@ def _peer_trials(name: str) -> list[dict[str, object]]:
     return [{"learning_rate": one, "embedding_regularizer": penalty} for one, penalty in chosen]
 
 
-#: Our models: what differs from the table's config.
+_BIASES: dict[str, object] = {"model.bias": ["history_age", "position"]}
+_CROSSED = _BIASES | {"model.cross_layers": 2}
+#: Our models: what differs from the table's config. Each part after target attention is added to the one before, but for
+#: the last two, which are each beside the cross network.
 OURS: dict[str, dict[str, object]] = {
     "no history": {"model.pooling": "none"},
     "mean pooling": {"model.pooling": "mean"},
     "target attention": {},
+    "+ heads by position": _BIASES,
+    "+ cross network": _CROSSED,
+    "+ second layer": _CROSSED | {"model.attention_layers": 2},
+    "+ statistics": _CROSSED | {"data.statistics": ["user", "user_item"]},
 }
 #: FuxiCTR's models: arguments beside those of all, with the values of its own configs for what is not tuned.
 PEERS: dict[str, dict[str, object]] = {
