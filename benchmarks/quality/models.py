@@ -57,8 +57,8 @@ def _peer_trials(name: str) -> list[dict[str, object]]:
 
 _BIASES: dict[str, object] = {"model.bias": ["history_age", "position"]}
 _CROSSED = _BIASES | {"model.cross_layers": 2}
-#: Our models: what differs from the table's config. Each part after target attention is added to the one before, but for
-#: the last two, which are each beside the cross network.
+#: Our models: what differs from the table's config. Each part after target attention is added to the one before, but
+#: for the last two, which are each beside the cross network.
 OURS: dict[str, dict[str, object]] = {
     "no history": {"model.pooling": "none"},
     "mean pooling": {"model.pooling": "mean"},
