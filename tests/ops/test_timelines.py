@@ -119,8 +119,18 @@ def test_heads(num_heads, num_kv_heads, bias, impl, device):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("bias", ["time", "position"])
-@pytest.mark.parametrize("max_visible", [None, 20])
+@pytest.mark.parametrize(
+    ("bias", "max_visible"),
+    [
+        ("time", 20),
+        ("position", None),
+        # The interpreter takes long.
+        *(
+            pytest.param(*one, marks=[] if torch.cuda.is_available() else [pytest.mark.slow])
+            for one in (("time", None), ("position", 20))
+        ),
+    ],
+)
 def test_self_attention_with_a_relative_bias(max_visible, bias, impl, device):
     check(None, [5, 0, 140, 1], device, impl, bias=bias, causal=True, num_kv_heads=2, value_width=16)
     check(None, [5, 0, 140, 1], device, impl, bias=bias, causal=True, max_visible=max_visible)

@@ -13,6 +13,7 @@ from jfi.serving.model import ScoringModel
 from jfi.serving.requests import RequestReader, parse
 
 
+@pytest.mark.slow
 def test_it_measures_an_artifact(exported, tmp_path, monkeypatch):
     sizes = ["--large", 20, 10, "--small", 4, 3, "--clients", 3, "--seconds", 0.1]
     options = ["--artifact", exported.path, "--out", tmp_path, *sizes]
