@@ -240,10 +240,10 @@ class TrainingConfig:
     """The training loop.
 
     Args:
+        run_dir: folder of the run, new or empty. Null means `runs/<date>-<time>`.
         preset: `auto` chooses widths, biases, rates, averaging and the batch size from the number of training samples,
             wherever a setting is at its default, says what it chose, and writes it to the run's config.yaml; not under
             torchrun. Null leaves all settings as they are.
-        run_dir: folder of the run, new or empty. Null means `runs/<date>-<time>`.
         epochs: maximum number of epochs.
         batch_size: samples per step, over all processes under torchrun.
         eval_batch_size: samples per batch of evaluation, over all processes under torchrun.
@@ -274,8 +274,8 @@ class TrainingConfig:
             scored with the whole history, so `full` scores that many times the number of items.
     """
 
-    preset: Literal["auto"] | None = None
     run_dir: str | None = None
+    preset: Literal["auto"] | None = None
     epochs: int = 10
     batch_size: int = 1024
     eval_batch_size: int = 4096
