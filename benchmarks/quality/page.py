@@ -33,7 +33,7 @@ def render(table: Table, cells: list[dict], models: dict[str, Model]) -> str:
     entries = []
     for name in done:
         one = found[name]
-        figures = [f"{one[metric]['mean']:.4f} ± {one[metric]['std']:.4f}" for metric in METRICS]
+        figures = [_figure(one[metric]) for metric in METRICS]
         title = f"{KINDS[models[name].kind]} {name}"
         parameters = "" if one["parameters"] is None else f"{one['parameters']:,}"
         entries.append((one["auc"]["mean"], [title, *figures, f"{one['train_seconds']:.0f} s", parameters]))
@@ -42,6 +42,11 @@ def render(table: Table, cells: list[dict], models: dict[str, Model]) -> str:
     what = f"{len(runs)} folds" if len(table.folds) > 1 else f"{len(runs)} seeds"
     note = f"Mean and standard deviation over {what}; settings are the best of {TRIALS} trials on the validation rows."
     return f"{markdown.as_markdown(lines)}\n\n{note} {_where([c for c in cells if c['model'] in done])}".rstrip()
+
+
+def _figure(found: dict[str, float]) -> str:
+    """Mean and standard deviation; the mean alone of what no seed changes."""
+    return f"{found['mean']:.4f}" + (f" ± {found['std']:.4f}" if found["std"] > 1e-9 else "")
 
 
 def _where(cells: list[dict]) -> str:
