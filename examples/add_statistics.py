@@ -1,6 +1,6 @@
 """Writes the interactions of a config with the columns of `data.statistics`, to prepare or to score them.
 
-python examples/add_statistics.py --config configs/movielens_100k.yaml --data.statistics '[item, user]' --out out.parquet
+python examples/add_statistics.py --config configs/own.yaml --data.statistics '[item, user]' --out out.parquet
 
 The columns are those that a run with this config makes for itself. A table to score needs them too: give the past and
 the new rows in one table, with empty labels where they are not known, and score the new rows of the result.

@@ -15,9 +15,9 @@ from functools import cached_property
 
 import numpy as np
 
-from jfi.baselines.co_occurrence import CoOccurrence, co_occurrence, window_of
 from jfi.baselines.samples import Samples
 from jfi.data import InteractionDataset
+from jfi.data.co_occurrence import CoOccurrence, co_occurrence, window_of
 from jfi.data.columns import Categorical
 from jfi.data.past import Older, Past
 from jfi.data.schema import FeatureSpec

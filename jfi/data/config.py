@@ -20,6 +20,7 @@ STATISTICS = {
     "item": ["past_item_rate", "past_item_count"],
     "user": ["past_user_rate", "past_user_count", *(f"past_user_newest_{most}" for most in (3, 10, 30))],
     "user_item": ["past_user_item_rate", "past_user_item_count", "past_user_item_newest_3"],
+    "similar": ["past_similarity", "past_similar_rate", "past_agreement"],
 }
 #: The settings that name tables.
 FILES = ("interactions", "users", "items", "validation", "test")
@@ -83,7 +84,8 @@ class DataConfig:
         impression_dense: numeric columns of the interaction that are known when the item is shown, such as the price;
             they become dense features of the sample.
         statistics: which rates and counts of strictly older labeled rows become dense features of the sample: of the
-            `item`, of the `user`, or of the user's events of the same item (`user_item`). Needs a label.
+            `item`, of the `user`, of the user's events of the same item (`user_item`), or of the user's events of
+            items that the same users had (`similar`). Needs a label.
         separators: by multi-valued categorical column the separator of its values. RecBole's `token_seq` and the genres
             of MovieLens need no entry.
         title: column of the item that is shown to people, or None.
@@ -143,7 +145,7 @@ class DataConfig:
     event_dense: list[str] = field(default_factory=list)
     impression_categorical: list[str] = field(default_factory=list)
     impression_dense: list[str] = field(default_factory=list)
-    statistics: list[Literal["item", "user", "user_item"]] = field(default_factory=list)
+    statistics: list[Literal["item", "user", "user_item", "similar"]] = field(default_factory=list)
     separators: dict[str, str] = field(default_factory=dict)
     title: str | None = None
     split: Literal["time", "leave_one_out", "user", "column", "files"] = "time"

@@ -8,8 +8,11 @@ some more rows of the rate that is expected anyway:
     user        of the user's events: the same; and of the newest 3, 10 and 30 how far labels lay above the rates that
                 their items had then, which follows the user's mood
     user_item   of the user's events of the same item: the same as of the item, and the rate of the newest 3
+    similar     of the user's newest events, weighted by how many users had both items (`jfi.data.co_occurrence`): the
+                sum of the weights as a logarithm, the rate, and how far labels of both items go together
 
-They enter the model like columns of `data.impression_dense`, under the names of `columns_of`.
+`similar` looks at `window_of` newest events, so that it takes the most time: 24 seconds a million rows. They enter the
+model like columns of `data.impression_dense`, under the names of `columns_of`.
 """
 
 from dataclasses import replace
@@ -18,13 +21,17 @@ import numpy as np
 import pyarrow as pa
 
 from jfi.data.arrange import Rows, sort_and_split
+from jfi.data.co_occurrence import co_occurrence, window_of
 from jfi.data.config import STATISTICS, DataConfig
 from jfi.data.errors import DataError
+from jfi.data.events import Events
 from jfi.data.past import Older, Past
 from jfi.data.table import Table
 
 #: Rows of the expected rate that a rate is smoothed with: of items and users, and of one user's events of one item.
 _SMOOTHING, _OF_FEW = 10.0, 2.0
+#: Added to a sum of similarities before its logarithm is taken.
+_LEAST_SIMILARITY = 1e-3
 
 
 def add_statistics(table: pa.Table, config: DataConfig) -> pa.Table:
@@ -53,7 +60,7 @@ def add_statistics(table: pa.Table, config: DataConfig) -> pa.Table:
 def with_statistics(interactions: Table, rows: Rows, config: DataConfig) -> Table:
     """The interactions with a column for each of `config.statistics`; `rows` are they, sorted."""
     data, known = interactions.data, interactions.known
-    for name, values in make_statistics(rows, config.statistics).items():
+    for name, values in make_statistics(rows, config.statistics, config.max_history).items():
         if name in known:
             raise DataError(f"{interactions.name}: has a column '{name}', which data.statistics makes; rename it")
         column = np.empty(len(values))
@@ -62,10 +69,10 @@ def with_statistics(interactions: Table, rows: Rows, config: DataConfig) -> Tabl
     return replace(interactions, data=data, known=known)
 
 
-def make_statistics(rows: Rows, names: list[str]) -> dict[str, np.ndarray]:
+def make_statistics(rows: Rows, names: list[str], max_history: int) -> dict[str, np.ndarray]:
     """By column the statistics `[E]` float64 of all rows, in their order."""
-    made = _Statistics(rows)
-    columns = {}
+    made = _Statistics(rows, max_history)
+    columns: dict[str, np.ndarray] = {}
     for name in STATISTICS:
         if name in names:
             columns |= getattr(made, name)()
@@ -73,25 +80,27 @@ def make_statistics(rows: Rows, names: list[str]) -> dict[str, np.ndarray]:
 
 
 class _Statistics:
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Rows, max_history: int) -> None:
+        self._rows, self._window = rows, window_of(len(rows.item), max_history)
         self._item, self._user = rows.item.astype(np.int64), rows.user.astype(np.int64)
         self._moment = np.unique(rows.time, return_inverse=True)[1]
         self._label, self._labeled = np.nan_to_num(rows.label), ~np.isnan(rows.label)
         self._events = self._labeled if rows.event is None else self._labeled & rows.event
         everything = np.zeros(len(rows.item), np.int64)
-        of_all, _past, older = self._tally(everything, self._labeled)
+        of_all, _, older = self._tally(everything, self._labeled)
         self._overall = _rate(of_all, older.count, 0.5, 1.0)
         of_item, _, older = self._tally(self._item, self._labeled)
         self._item_count = older.count
         self._item_rate = _rate(of_item, older.count, self._overall, _SMOOTHING)
+        of_user, self._user_past, self._older_of_user = self._tally(self._user, self._events)
+        self._user_rate = _rate(of_user, self._older_of_user.count, self._overall, _SMOOTHING)
 
     def item(self) -> dict[str, np.ndarray]:
         return {"past_item_rate": self._item_rate, "past_item_count": np.log1p(self._item_count)}
 
     def user(self) -> dict[str, np.ndarray]:
-        positives, past, older = self._tally(self._user, self._events)
-        rate = _rate(positives, older.count, self._overall, _SMOOTHING)
-        columns = {"past_user_rate": rate, "past_user_count": np.log1p(older.count)}
+        past, older = self._user_past, self._older_of_user
+        columns = {"past_user_rate": self._user_rate, "past_user_count": np.log1p(older.count)}
         surprise = (self._label - self._item_rate)[self._events]
         for most in (3, 10, 30):
             newest = older.newest(most)
@@ -108,6 +117,20 @@ class _Statistics:
             "past_user_item_rate": rate,
             "past_user_item_count": np.log1p(older.count),
             "past_user_item_newest_3": of_newest,
+        }
+
+    def similar(self) -> dict[str, np.ndarray]:
+        rows = self._rows
+        history = None if rows.event is None else np.flatnonzero(rows.event)
+        events = Events(self._user, self._item, rows.time, rows.label, rows.split, history)
+        expected = np.clip(self._item_rate + self._user_rate - self._overall, 0.0, 1.0)
+        surprise = np.where(self._labeled, self._label - expected, 0.0)
+        everything = np.arange(len(self._item))
+        sums = co_occurrence(events, self._moment, surprise, self._window, everything, self._item)
+        return {
+            "past_similarity": np.log(sums.similarity + _LEAST_SIMILARITY),
+            "past_similar_rate": _rate(sums.liked, sums.labeled, self._user_rate, 1.0),
+            "past_agreement": sums.agreement,
         }
 
     def _tally(self, key: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, Past, Older]:

@@ -1,17 +1,21 @@
 """Statistics of the past: by hand on small tables, never from the future, and as dense features of a run."""
 
+from dataclasses import replace
+
 import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jfi.baselines.samples import Samples
+from jfi.baselines.tallies import Tallies
 from jfi.data import DataConfig, DataError, load_dataset
 from jfi.data.config import STATISTICS
 from jfi.data.prepare import prepare_dataset
 from jfi.data.statistics import add_statistics
 
-ALL = list(STATISTICS)
+BY_HAND, ALL = ["item", "user", "user_item"], list(STATISTICS)
 CONFIG = DataConfig(label="rating >= 3", history="kind == view", statistics=ALL)
 
 
@@ -69,6 +73,21 @@ def by_hand(table: pa.Table) -> list[dict[str, float]]:
     return found
 
 
+def test_similar_ones_are_those_of_the_baselines(tmp_path):
+    table = random_table(5).append_column("at", pa.array(np.arange(120.0)))
+    path = tmp_path / "rows.parquet"
+    pa.parquet.write_table(table, path)
+    config = replace(CONFIG, interactions=str(path), timestamp="at", statistics=["similar"], max_history=20)
+    made = add_statistics(table, config)
+    dataset = load_dataset(config)
+    samples = Samples.of(dataset)
+    sums = Tallies(dataset, samples).co_occurrence
+    place = dataset.arrays().events.time[samples.events].astype(int)  # the row in the table
+    np.testing.assert_allclose(made["past_similarity"].to_numpy()[place], np.log(sums.similarity + 1e-3))
+    np.testing.assert_allclose(made["past_agreement"].to_numpy()[place], sums.agreement, atol=1e-12)
+    assert np.ptp(sums.agreement) > 0.01 and np.ptp(sums.similarity) > 0.1
+
+
 def columns_of(table: pa.Table) -> np.ndarray:
     return np.array([table[name].to_numpy() for name in CONFIG.statistics_columns()])
 
@@ -77,7 +96,7 @@ def columns_of(table: pa.Table) -> np.ndarray:
 def test_they_are_those_of_the_definition(seed):
     table = random_table(seed)
     made, wanted = add_statistics(table, CONFIG), by_hand(table)
-    for name in CONFIG.statistics_columns():
+    for name in replace(CONFIG, statistics=BY_HAND).statistics_columns():
         expected = [one[name] for one in wanted]
         # Rows of one user and time are in the order of the items, and equal ones are alike to a sample but for labels.
         newest = "newest" in name
