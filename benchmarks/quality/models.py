@@ -58,7 +58,8 @@ def _peer_trials(name: str) -> list[dict[str, object]]:
 _BIASES: dict[str, object] = {"model.bias": ["history_age", "position"]}
 _CROSSED = _BIASES | {"model.cross_layers": 2}
 #: Our models: what differs from the table's config. Each part after target attention is added to the one before, but
-#: for the last two, which are each beside the cross network.
+#: for the last three, which are each beside the cross network: statistics of one's own past are those that do not read
+#: other users' rows.
 OURS: dict[str, dict[str, object]] = {
     "no history": {"model.pooling": "none"},
     "mean pooling": {"model.pooling": "mean"},
@@ -66,7 +67,8 @@ OURS: dict[str, dict[str, object]] = {
     "+ heads by position": _BIASES,
     "+ cross network": _CROSSED,
     "+ second layer": _CROSSED | {"model.attention_layers": 2},
-    "+ statistics": _CROSSED | {"data.statistics": ["user", "user_item"]},
+    "+ statistics": _CROSSED | {"data.statistics": ["item", "user", "similar"]},
+    "+ statistics of one's own past": _CROSSED | {"data.statistics": ["user", "user_item"]},
 }
 #: FuxiCTR's models: arguments beside those of all, with the values of its own configs for what is not tuned.
 PEERS: dict[str, dict[str, object]] = {
