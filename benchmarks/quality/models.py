@@ -70,6 +70,21 @@ OURS: dict[str, dict[str, object]] = {
     "+ statistics": _CROSSED | {"data.statistics": ["item", "user", "similar"]},
     "+ statistics of one's own past": _CROSSED | {"data.statistics": ["user", "user_item"]},
 }
+#: What the table's config sets beside its columns, at the library's defaults.
+_DEFAULTS: dict[str, object] = {
+    "model.bias": None,
+    "model.dropout": 0.0,
+    "optimizer.dense.learning_rate": 1e-3,
+    "optimizer.embeddings.learning_rate": 0.02,
+    "optimizer.average": None,
+    "training.batch_size": 1024,
+    "training.epochs": 10,
+}
+#: Ours without tuning.
+UNTUNED: dict[str, dict[str, object]] = {
+    "library defaults": _DEFAULTS,
+    "training.preset: auto": _DEFAULTS | {"training.preset": "auto"},
+}
 #: FuxiCTR's models: arguments beside those of all, with the values of its own configs for what is not tuned.
 PEERS: dict[str, dict[str, object]] = {
     "DIN": {},
@@ -98,6 +113,7 @@ BASELINES = (
 
 MODELS: dict[str, Model] = {
     **{name: Model("ours", settings, _OUR_TRIALS) for name, settings in OURS.items()},
+    **{name: Model("ours", settings, [{}]) for name, settings in UNTUNED.items()},
     **{name: Model("fuxictr", _PEER | settings, _peer_trials(name)) for name, settings in PEERS.items()},
     **{name: Model("baseline", {}, [{}]) for name in BASELINES},
 }
