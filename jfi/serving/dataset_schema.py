@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from jfi.data import DataConfig, DataSchema
 from jfi.data.config import AGE, HISTORY
+from jfi.data.source import column_settings
 from jfi.serving.schema import Field, Schema
 
 
@@ -16,6 +17,7 @@ def schema_of(config: DataConfig, data: DataSchema, reads_history: bool, reads_a
         reads_history: whether the model reads events.
         reads_age: whether the model reads the bucket of the events' age.
     """
+    config = column_settings(config)
     events, shown = [], config.impression_categorical
     if reads_history:
         crosses = config.crosses()

@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -192,6 +193,14 @@ def test_it_gives_the_logits_of_the_model(table, model, encoder):
         wanted = logits(trained, dataset.batch_of(samples, events.item[samples]))
     assert len(wanted) > 300 and wanted.std() > 0.05
     torch.testing.assert_close(found[::2], wanted, atol=1e-4 * max(1.0, wanted.abs().max().item() / 10), rtol=1e-4)
+
+
+def test_statistics_of_the_past_are_numbers_of_a_request(table):
+    config = replace(table.config, statistics=["item", "user_item"])
+    dataset = load_dataset(config)
+    schema = schema_of(config, dataset.schema, reads_history=True, reads_age=False)
+    numbers = [one.name for one in schema.user + schema.candidate if one.kind == "number"]
+    assert numbers == dataset.schema.dense_names and numbers[-1] == "past_user_item_newest_3"
 
 
 def test_a_model_with_weights_is_refused(table):
