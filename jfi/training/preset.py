@@ -11,6 +11,7 @@ from jfi.data import InteractionDataset
 from jfi.data.config import AGE, HISTORY
 from jfi.plan import MOST_BUCKETS
 from jfi.training.config import Config, ConfigError
+from jfi.training.saved_run import BestEpoch
 
 #: Training samples from which on the rates and the batch size stay as they are.
 LARGE = 1_000_000
@@ -21,20 +22,24 @@ _WIDE = 150_000
 def apply_preset(config: Config, dataset: InteractionDataset) -> tuple[Config, list[str]]:
     """The config with the settings that `training.preset` chooses, and those as text, such as `model.cross_layers: 2`.
 
-    A setting that is not at its default stays as it is.
+    A setting that is not at its default stays as it is. With `training.warm_start` those of the model are the other
+    run's, since the parameters must fit.
 
     Args:
         config: of a new run; the one that is returned has no preset, so that a resumed run has the same settings.
         dataset: of the run.
 
     Raises:
-        ConfigError: a chosen setting does not fit another one.
+        ConfigError: a chosen setting does not fit another one, or `training.warm_start` is not a finished run.
     """
     if config.training.preset is None:
         return config, []
     sections = {name: getattr(config, name) for name in ("data", "model", "encoder", "optimizer", "training")}
-    chosen = {}
-    for key, value in _choose(config, dataset.num_samples("train")).items():
+    settings, chosen = _choose(config, dataset.num_samples("train")), {}
+    if config.training.warm_start is not None:
+        other = BestEpoch.of(config.training.warm_start, "training.warm_start: run").config
+        settings |= {key: _get(other, key.split(".")) for key in settings if key.startswith("model.")}
+    for key, value in settings.items():
         section, *path = key.split(".")
         if _get(sections[section], path) == _get(getattr(_DEFAULT, section), path) != value:
             chosen[key] = value
@@ -58,12 +63,11 @@ def _choose(config: Config, samples: int) -> dict[str, Any]:
         biases = [*([HISTORY + AGE] if by_age else []), "position"]
         settings["model.bias"] = biases[0] if config.encoder.num_layers or len(biases) == 1 else biases
     if samples < LARGE:
-        settings |= {
-            "optimizer.dense.learning_rate": 0.01,
-            "optimizer.embeddings.learning_rate": 0.1,
-            "optimizer.average": 0.98,
-            "training.batch_size": 512 if samples < _WIDE else 1024,
-        }
+        settings |= {"optimizer.average": 0.98, "training.batch_size": 512 if samples < _WIDE else 1024}
+        for group, rate in (("dense", 0.01), ("embeddings", 0.1)):
+            # A rate suits one optimizer: Adam's for the tables is another than Adagrad's.
+            if getattr(config.optimizer, group).name == getattr(_DEFAULT.optimizer, group).name:
+                settings[f"optimizer.{group}.learning_rate"] = rate
     return settings
 
 

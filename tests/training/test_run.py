@@ -36,6 +36,7 @@ from jfi.training.cli import load_config, save_config
 from jfi.training.distributed import World
 from jfi.training.interrupt import stop_on_signals
 from jfi.training.loop import Trainer
+from jfi.training.preset import apply_preset
 from jfi.training.recorder import SPEED, read_metrics
 from jfi.training.run_folder import RunFolder
 from jfi.training.tensor_files import TensorReader
@@ -402,11 +403,12 @@ def test_other_poolings_train(tmp_path, monkeypatch, pooling):
     assert not (tmp_path / "run" / "attention.png").exists()
 
 
-def test_several_biases_layers_crosses_and_statistics(tmp_path):
+def test_several_biases_layers_crosses_and_statistics(tmp_path, monkeypatch):
     config = tiny(tmp_path / "run", epochs=4, patience=None)
     config.data = dataclasses.replace(config.data, statistics=["item", "user"], batching="user")
     parts = {"bias": ["history_age", "position"], "attention_layers": 2, "cross_layers": 1}
     config.model = dataclasses.replace(config.model, **parts)
+    monkeypatch.undo()
     train(config)
     losses = [r["loss"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["split"] == "train"]
     assert np.mean(losses[-5:]) < np.mean(losses[:5]), losses
@@ -427,6 +429,25 @@ def test_a_preset_chooses_what_is_at_its_default_and_is_written(tmp_path, capsys
     assert saved.training.preset is None and saved.model.cross_layers == 2 and saved.optimizer.average == 0.9
     assert (saved.model.embedding_dim, saved.training.batch_size) == (8, 64)
     resume(tmp_path / "run")
+
+
+def test_a_preset_takes_the_model_of_a_warm_start(tmp_path):
+    first = tiny(tmp_path / "first", epochs=1)
+    first.model = dataclasses.replace(first.model, cross_layers=1)
+    train(first)
+    second = tiny(tmp_path / "second", epochs=1, preset="auto", warm_start=str(tmp_path / "first"))
+    second.model = dataclasses.replace(second.model, bias=None, dropout=0.0)
+    train(second)
+    saved = RunFolder.open(tmp_path / "second")[1]
+    assert saved.model == first.model and saved.optimizer.embeddings.learning_rate == 0.1
+
+
+def test_a_preset_leaves_the_rate_of_another_optimizer():
+    config = tiny(None, preset="auto")
+    tables = OptimizerGroup("adam", learning_rate=OptimizerConfig().embeddings.learning_rate)
+    config.optimizer = OptimizerConfig(embeddings=tables)
+    found = apply_preset(config, load_dataset(config.data))[0].optimizer
+    assert (found.dense.learning_rate, found.embeddings) == (0.01, tables)
 
 
 def test_every_parameter_is_optimized_once():
