@@ -2,8 +2,9 @@
 
 python examples/add_statistics.py --config configs/own.yaml --data.statistics '[item, user]' --out out.parquet
 
-The columns are those that a run with this config makes for itself. A table to score needs them too: give the past and
-the new rows in one table, with empty labels where they are not known, and score the new rows of the result.
+The columns are those that a run with this config makes for itself; of the others it writes those that the config uses.
+A table to score needs them too: give the past and the new rows in one table, with empty labels where they are not
+known, and score the new rows of the result.
 """
 
 from jfi.exit_codes import begin_command
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import pyarrow.parquet
 
-from jfi.data.source import read_tables
+from jfi.data.source import column_settings, read_tables
 from jfi.data.statistics import add_statistics
 from jfi.files import writing_file
 from jfi.training import ConfigError
@@ -30,9 +31,11 @@ OPTIONS = {
 def main() -> None:
     config, options = parse_config(sys.argv[1:], "Add statistics of the past to a table of interactions.", OPTIONS)
     config.data.check()
+    if config.data.prepared is not None:
+        raise ConfigError("data.prepared must be null: the columns are added to the tables that it is prepared from")
     if options.out.exists():
         raise ConfigError(f"--out: {options.out} exists")
-    table = add_statistics(read_tables(config.data).interactions.data, config.data)
+    table = add_statistics(read_tables(config.data).interactions, column_settings(config.data))
     with writing_file(options.out) as unfinished:
         pyarrow.parquet.write_table(table, unfinished)
     print(f"{table.num_rows:,} rows with {', '.join(config.data.statistics_columns())} in {options.out}")

@@ -241,6 +241,11 @@ class ScoringParts:
         of_impressions = {*config.impression_categorical, *config.impression_dense}
         if scored:
             needed |= of_impressions
+            if made := next((name for name in config.statistics_columns() if name not in table.known), None):
+                raise DataError(
+                    f"{table.name}: no column '{made}' of data.statistics; make it with examples/add_statistics.py of "
+                    "a table with the past"
+                )
             rule = [] if config.history is None else parse_rule(config.history).columns
             happened = {*config.event_categorical, *config.event_dense, *rule} - needed - optional
             optional |= happened

@@ -34,15 +34,17 @@ _SMOOTHING, _OF_FEW = 10.0, 2.0
 _LEAST_SIMILARITY = 1e-3
 
 
-def add_statistics(table: pa.Table, config: DataConfig) -> pa.Table:
+def add_statistics(table: pa.Table | Table, config: DataConfig) -> pa.Table:
     """The table of interactions with the columns of `config.statistics`, for `data.impression_dense` or for scoring.
 
     Args:
-        table: with the columns that `config` names for the user, the item, the time, the label and the history.
+        table: with the columns that `config` names for the user, the item, the time, the label and the history; what
+            `read_tables` returns has the names of files and lines for messages.
         config: the section `data`.
 
     Raises:
-        DataError: a column is missing or malformed, `config.statistics` is empty, or there is such a column already.
+        DataError: a column is missing or malformed, `config.statistics` is empty, there is no label, or there is such a
+            column already.
 
     Example:
         >>> config = DataConfig(label="liked", statistics=["item"])
@@ -52,7 +54,11 @@ def add_statistics(table: pa.Table, config: DataConfig) -> pa.Table:
     """
     if not config.statistics:
         raise DataError("data.statistics is empty; it must name statistics to add")
-    interactions = Table("the table", table, table.column_names, line=lambda row: row + 1)
+    if config.label is None:
+        raise DataError("data.statistics counts positives, so that it needs data.label")
+    interactions = table
+    if not isinstance(table, Table):
+        interactions = Table("the table", table, table.column_names, line=lambda row: row + 1)
     rows = sort_and_split(interactions, replace(config, split="time", group=None))
     return with_statistics(interactions, rows, config).data
 

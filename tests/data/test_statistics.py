@@ -1,9 +1,13 @@
 """Statistics of the past: by hand on small tables, never from the future, and as dense features of a run."""
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,8 +17,11 @@ from jfi.baselines.tallies import Tallies
 from jfi.data import DataConfig, DataError, load_dataset
 from jfi.data.config import STATISTICS
 from jfi.data.prepare import prepare_dataset
+from jfi.data.scoring import ScoringParts, Sources
+from jfi.data.source import column_settings
 from jfi.data.statistics import add_statistics
 
+ROOT = Path(__file__).parents[2]
 BY_HAND, ALL = ["item", "user", "user_item"], list(STATISTICS)
 CONFIG = DataConfig(label="rating >= 3", history="kind == view", statistics=ALL)
 
@@ -158,6 +165,41 @@ def test_those_of_synthetic_tables():
     assert dataset.schema.dense_names == STATISTICS["user_item"]
 
 
+def test_a_table_to_score_needs_them(tmp_path):
+    table = random_table(0).drop_columns("kind")
+    pa.parquet.write_table(table, tmp_path / "rows.parquet")
+    config = DataConfig(interactions=str(tmp_path / "rows.parquet"), label="rating >= 3", statistics=["user"])
+    schema = load_dataset(config).schema
+
+    def parts(interactions: pa.Table) -> ScoringParts:
+        folder = tmp_path / str(len(interactions.column_names))
+        folder.mkdir()
+        return ScoringParts(Sources(interactions, history=table), folder, schema, column_settings(config))
+
+    with pytest.raises(DataError, match=r"no column 'past_user_rate' of data.statistics; make it with examples/"):
+        parts(table)
+    (part,) = parts(add_statistics(table, config))
+    (batch,) = part.dataset.batches("rows", 1000, shuffle=False)
+    assert batch.dense_features.shape == (len(table), 5)
+
+
+def test_the_script_writes_them_for_a_file_and_for_the_synthetic_table(tmp_path):
+    script = [sys.executable, str(ROOT / "examples/add_statistics.py")]
+    synthetic = ["--data.source", "synthetic", "--data.synthetic.num_users", "20", "--data.statistics", "[item]"]
+    out = tmp_path / "out.parquet"
+    done = subprocess.run([*script, *synthetic, "--out", out], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert pa.parquet.read_table(out).column_names[-2:] == STATISTICS["item"]
+    rows = tmp_path / "rows.csv"
+    rows.write_text("user_id,item_id,timestamp,liked\n1,7,0,1\n2,7,soon,0\n")
+    options = ["--data.interactions", rows, "--data.label", "liked", "--data.statistics", "[item]"]
+    done = subprocess.run([*script, *options, "--out", tmp_path / "no.parquet"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == f"error: {rows}:3: 'timestamp' is 'soon', neither a number nor a date\n"
+    done = subprocess.run([*script, *options, "--data.prepared", "x", "--out", out], capture_output=True, text=True)
+    assert done.returncode == 2 and "data.prepared must be null" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -177,3 +219,5 @@ def test_a_prepared_dataset_does_not_make_them(tmp_path):
         prepare_dataset(config, tmp_path / "out")
     with pytest.raises(DataError, match=r"data.statistics is empty"):
         add_statistics(random_table(0), DataConfig(label="rating >= 3"))
+    with pytest.raises(DataError, match=r"data.statistics counts positives, so that it needs data.label"):
+        add_statistics(random_table(0), DataConfig(statistics=["item"]))
