@@ -332,6 +332,9 @@ class DataConfig:
                 raise DataError(f"data.statistics has '{name}'; {suggest(name, STATISTICS)}")
         if self.statistics and self.label is None and self.source == "table" and self.prepared is None:
             raise DataError("data.statistics counts positives, so that it needs data.label")
+        for name in self.statistics_columns():
+            if name in (*self.user_dense, *self.item_dense):
+                raise DataError(f"data.statistics makes '{name}', which is a column of this config; rename the column")
 
     def _check_split(self) -> None:
         """Raises DataError for a given split that is not given whole."""

@@ -205,6 +205,10 @@ def test_the_script_writes_them_for_a_file_and_for_the_synthetic_table(tmp_path)
     [
         ({"statistics": ["users"]}, "data.statistics has 'users'; did you mean 'user'"),
         ({"statistics": ["item"], "label": None}, "data.statistics counts positives, so that it needs data.label"),
+        (
+            {"statistics": ["item"], "item_dense": ["past_item_rate"]},
+            "data.statistics makes 'past_item_rate', which is a column of this config; rename the column",
+        ),
     ],
 )
 def test_wrong_settings_are_refused(changes, message):
