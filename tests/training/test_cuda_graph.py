@@ -41,8 +41,13 @@ def decided(config: Config, world: World | None = None, capturable: bool = True)
     return capture(trainer._step, trainer.model, trainer.optimizer, config, trainer.dataset, world or World())
 
 
-def test_what_is_captured():
-    found = decided(graphed(None))
+@pytest.mark.parametrize(
+    "model",
+    [{}, {"bias": ["history_age", "position"], "attention_layers": 2, "cross_layers": 1}],
+    ids=["plain", "deep"],
+)
+def test_what_is_captured(model):
+    found = decided(graphed(None, model=model))
     assert isinstance(found, CapturedStep)
 
 
