@@ -11,8 +11,9 @@ some more rows of the rate that is expected anyway:
     similar     of the user's newest events, weighted by how many users had both items (`jfi.data.co_occurrence`): the
                 sum of the weights as a logarithm, the rate, and how far labels of both items go together
 
-`similar` looks at `window_of` newest events, so that it takes the most time: 24 seconds a million rows. They enter the
-model like columns of `data.impression_dense`, under the names of `columns_of`.
+`similar` looks at the 32 newest events, the same in every table, so that a table to score has the scale of training. It
+takes the most time. They enter the model like columns of `data.impression_dense`, under the names of `STATISTICS` in
+`jfi.data.config`.
 """
 
 from dataclasses import replace
@@ -21,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 
 from jfi.data.arrange import Rows, sort_and_split
-from jfi.data.co_occurrence import co_occurrence, window_of
+from jfi.data.co_occurrence import co_occurrence
 from jfi.data.config import STATISTICS, DataConfig
 from jfi.data.errors import DataError
 from jfi.data.events import Events
@@ -30,6 +31,8 @@ from jfi.data.table import Table
 
 #: Rows of the expected rate that a rate is smoothed with: of items and users, and of one user's events of one item.
 _SMOOTHING, _OF_FEW = 10.0, 2.0
+#: The newest events that `similar` compares a target with.
+_WINDOW = 32
 #: Added to a sum of similarities before its logarithm is taken.
 _LEAST_SIMILARITY = 1e-3
 
@@ -87,7 +90,7 @@ def make_statistics(rows: Rows, names: list[str], max_history: int) -> dict[str,
 
 class _Statistics:
     def __init__(self, rows: Rows, max_history: int) -> None:
-        self._rows, self._window = rows, window_of(len(rows.item), max_history)
+        self._rows, self._window = rows, min(_WINDOW, max_history)
         self._item, self._user = rows.item.astype(np.int64), rows.user.astype(np.int64)
         self._moment = np.unique(rows.time, return_inverse=True)[1]
         self._label, self._labeled = np.nan_to_num(rows.label), ~np.isnan(rows.label)
