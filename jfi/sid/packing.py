@@ -1,0 +1,175 @@
+"""Digits of a semantic ID (SID) to and from one int64.
+
+Ternary digits: byte k of the int64 holds digits 5k to 5k + 4 as Σ (d_j + 1) 3^j, at most 242, so 40 digits fit. The
+highest byte may make the number negative. Codes of codebooks: code l in bits l·b to (l + 1)·b - 1, at most 63 bits.
+Neither gives UNKNOWN_SID.
+"""
+
+import torch
+from torch import Tensor
+
+#: The ID of an item without content: no codec's digits give it, since each of its bytes is 255.
+UNKNOWN_SID = -1
+#: Most ternary digits of an int64.
+MAX_TRITS = 40
+_PER_BYTE = 5
+_BYTES = 8
+
+
+def pack_trits(digits: Tensor) -> Tensor:
+    """Packs ternary digits into int64s, five to a byte.
+
+    Args:
+        digits: `[N, L]` of an integer dtype, each -1, 0 or 1; L from 1 to 40.
+
+    Returns:
+        `[N]` int64.
+
+    Raises:
+        TypeError: the dtype is not one of integers.
+        ValueError: the shape is wrong, or a digit is out of range.
+
+    Example:
+        >>> digits = torch.tensor([[1, 0, -1], [0, 0, 0]])
+        >>> pack_trits(digits)
+        tensor([ 5, 13])
+        >>> unpack_trits(pack_trits(digits), 3)
+        tensor([[ 1,  0, -1],
+                [ 0,  0,  0]], dtype=torch.int8)
+    """
+    _check_integers("digits", digits, 2)
+    rows, length = digits.shape
+    check_num_digits(length)
+    _check_range("digits", digits, -1, 1)
+    # Digits that are not there count as -1, which adds nothing.
+    padded = torch.full((rows, MAX_TRITS), -1, dtype=torch.int64, device=digits.device)
+    padded[:, :length] = digits
+    powers = torch.tensor([3**j for j in range(_PER_BYTE)], device=digits.device)
+    values = ((padded + 1).view(rows, _BYTES, _PER_BYTE) * powers).sum(2)
+    return (values << _shifts(_BYTES, 8, digits.device)).sum(1)
+
+
+def unpack_trits(sids: Tensor, num_digits: int) -> Tensor:
+    """The ternary digits of packed SIDs; those of UNKNOWN_SID are all 0.
+
+    Args:
+        sids: `[N]` int64, from `pack_trits`, or UNKNOWN_SID.
+        num_digits: L, from 1 to 40.
+
+    Returns:
+        `[N, L]` int8, each -1, 0 or 1, on the device of `sids`.
+
+    Raises:
+        TypeError: `sids` is not int64.
+        ValueError: an ID is not one of L ternary digits; the message names the row.
+    """
+    check_sids(sids)
+    check_num_digits(num_digits)
+    unknown = sids == UNKNOWN_SID
+    values = (sids[:, None] >> _shifts(_BYTES, 8, sids.device)) & 255
+    lengths = [min(max(num_digits - _PER_BYTE * k, 0), _PER_BYTE) for k in range(_BYTES)]
+    largest = torch.tensor([3**length - 1 for length in lengths], device=sids.device)
+    _check_valid(sids, (values <= largest).all(1) | unknown, f"{num_digits} ternary digits")
+    every = torch.arange(256, device=sids.device)[:, None]
+    powers = torch.tensor([3**j for j in range(_PER_BYTE)], device=sids.device)
+    table = (every // powers % 3 - 1).to(torch.int8)
+    digits = table[values].flatten(1)[:, :num_digits]
+    return digits.masked_fill(unknown[:, None], 0)
+
+
+def pack_codes(codes: Tensor, codebook_size: int) -> Tensor:
+    """Packs the codes of several codebooks into int64s.
+
+    Args:
+        codes: `[N, L]` of an integer dtype, each from 0 to `codebook_size - 1`.
+        codebook_size: K, codes of each codebook; L times the bits of a code are at most 63.
+
+    Returns:
+        `[N]` int64, never negative.
+
+    Raises:
+        TypeError: the dtype is not one of integers.
+        ValueError: the shape is wrong, the bits do not fit, or a code is out of range.
+
+    Example:
+        >>> pack_codes(torch.tensor([[1, 2, 3]]), 256)
+        tensor([197121])
+        >>> unpack_codes(torch.tensor([197121, UNKNOWN_SID]), 3, 256)
+        tensor([[ 1,  2,  3],
+                [-1, -1, -1]])
+    """
+    _check_integers("codes", codes, 2)
+    bits = code_bits(codes.shape[1], codebook_size)
+    _check_range("codes", codes, 0, codebook_size - 1)
+    return (codes.long() << _shifts(codes.shape[1], bits, codes.device)).sum(1)
+
+
+def unpack_codes(sids: Tensor, num_levels: int, codebook_size: int) -> Tensor:
+    """The codes of SIDs from `pack_codes`, `[N, L]` int64; those of UNKNOWN_SID are all -1.
+
+    Args:
+        sids: `[N]` int64.
+        num_levels: L, the number of codebooks.
+        codebook_size: K, codes of each codebook.
+
+    Raises:
+        TypeError: `sids` is not int64.
+        ValueError: an ID is not one of such codes; the message names the row.
+    """
+    check_sids(sids)
+    bits = code_bits(num_levels, codebook_size)
+    unknown = sids == UNKNOWN_SID
+    codes = (sids[:, None] >> _shifts(num_levels, bits, sids.device)) & ((1 << bits) - 1)
+    valid = (codes < codebook_size).all(1) & (sids >> (num_levels * bits) == 0)
+    _check_valid(sids, valid | unknown, f"{num_levels} codes below {codebook_size}")
+    return codes.masked_fill(unknown[:, None], -1)
+
+
+def check_num_digits(num_digits: int) -> None:
+    """Raises ValueError unless so many ternary digits fit an int64."""
+    if not 1 <= num_digits <= MAX_TRITS:
+        raise ValueError(f"num_digits is {num_digits}, must be from 1 to {MAX_TRITS}, which fit an int64")
+
+
+def code_bits(num_levels: int, codebook_size: int) -> int:
+    """Bits of a code; raises ValueError unless the codes of all levels fit 63 bits."""
+    if num_levels < 1:
+        raise ValueError(f"num_levels is {num_levels}, must be at least 1")
+    if codebook_size < 2:
+        raise ValueError(f"codebook_size is {codebook_size}, must be at least 2")
+    bits = (codebook_size - 1).bit_length()
+    if num_levels * bits > 63:
+        raise ValueError(f"num_levels {num_levels} of codebook_size {codebook_size} take {num_levels * bits} bits > 63")
+    return bits
+
+
+def check_sids(sids: Tensor) -> None:
+    """Raises TypeError or ValueError unless `sids` is `[N]` int64."""
+    if not isinstance(sids, Tensor) or sids.dtype != torch.int64:
+        raise TypeError(f"sids must be an int64 tensor, got {getattr(sids, 'dtype', type(sids).__name__)}")
+    if sids.dim() != 1:
+        raise ValueError(f"sids must be [N], got the shape {list(sids.shape)}")
+
+
+def _check_integers(name: str, values: Tensor, dim: int) -> None:
+    if not isinstance(values, Tensor) or values.is_floating_point() or values.is_complex():
+        raise TypeError(f"{name} must be a tensor of integers, got {getattr(values, 'dtype', type(values).__name__)}")
+    if values.dim() != dim:
+        raise ValueError(f"{name} must be [N, L], got the shape {list(values.shape)}")
+
+
+def _check_range(name: str, values: Tensor, low: int, high: int) -> None:
+    wrong = (values < low) | (values > high)
+    if wrong.any():
+        row, column = wrong.nonzero()[0].tolist()
+        raise ValueError(f"{name}[{row}, {column}] is {values[row, column]}, must be from {low} to {high}")
+
+
+def _check_valid(sids: Tensor, valid: Tensor, what: str) -> None:
+    if not valid.all():
+        row = int((~valid).nonzero()[0])
+        raise ValueError(f"sids[{row}] is {sids[row]}, which is no ID of {what}; another codec may have made it")
+
+
+def _shifts(count: int, bits: int, device: torch.device) -> Tensor:
+    return torch.arange(count, device=device) * bits

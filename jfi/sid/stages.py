@@ -1,0 +1,114 @@
+"""Residual quantization in stages, over any alphabet of digits: what discrete PCA, PCA and residual k-means share.
+
+x is approximated by Σ_l s_l b_l. A stage takes the residual R `[N, D]`, finds a basis b `[m, D]`, gives every row the
+digits s `[N, m]` of its alphabet that minimise |r - s b|², and leaves R - s b to the next stage.
+
+    alphabet         s                          b                              the stages are
+    real numbers     [N, 1], r·b / |b|²         first eigenvector of RᵀR       PCA
+    -1, 0, 1         [N, 1], nearest of three   a · first eigenvector of RᵀR   discrete PCA (Ramasamy et al. 2025)
+    one-hot          [N, K], nearest centroid   K centroids of R               residual k-means
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_LLOYD_STEPS = 100
+
+
+class Alphabet(Protocol):
+    """What digits a stage has, and how its basis is found."""
+
+    def fit(self, residual: Tensor) -> Tensor:
+        """A basis `[m, D]` for a residual `[N, D]`."""
+
+    def digits(self, residual: Tensor, basis: Tensor) -> Tensor:
+        """The digits `[N, m]` of each row, in the residual's dtype."""
+
+
+def fit_stages(
+    x: Tensor, alphabets: Sequence[Alphabet], progress: Callable[[int, int], None] | None = None
+) -> list[Tensor]:
+    """Fits one stage after another to what those before have left.
+
+    Args:
+        x: `[N, D]`, centred.
+        alphabets: of each stage.
+        progress: called with the number of stages done and that of all.
+
+    Returns:
+        The basis of each stage, `[m, D]`.
+    """
+    residual, bases = x.clone(), []
+    for alphabet in alphabets:
+        bases.append(alphabet.fit(residual))
+        residual -= alphabet.digits(residual, bases[-1]) @ bases[-1]
+        if progress is not None:
+            progress(len(bases), len(alphabets))
+    return bases
+
+
+def stage_digits(x: Tensor, alphabets: Sequence[Alphabet], bases: Sequence[Tensor]) -> list[Tensor]:
+    """The digits `[N, m]` of each stage for centred rows `[N, D]`."""
+    residual, digits = x.clone(), []
+    for alphabet, basis in zip(alphabets, bases, strict=True):
+        digits.append(alphabet.digits(residual, basis))
+        residual -= digits[-1] @ basis
+    return digits
+
+
+class Real:
+    """Real digits along the direction of largest variance: the stages are the components of PCA."""
+
+    def fit(self, residual: Tensor) -> Tensor:
+        return _first_direction(residual)[None]
+
+    def digits(self, residual: Tensor, basis: Tensor) -> Tensor:
+        return residual @ basis.T / basis.square().sum()
+
+
+class Ternary:
+    """Digits -1, 0 and 1 along the direction of largest variance, in steps of a length found by Lloyd's algorithm."""
+
+    def fit(self, residual: Tensor) -> Tensor:
+        direction = _first_direction(residual)
+        sizes = (residual @ direction).abs()
+        return (_ternary_step(sizes) * direction)[None]
+
+    def digits(self, residual: Tensor, basis: Tensor) -> Tensor:
+        return nearest_trit(residual @ basis.T, basis.square().sum(1))
+
+
+def nearest_trit(products: Tensor, squares: Tensor) -> Tensor:
+    """The t in {-1, 0, 1} that minimises |r - t b|², from r·b and |b|², in the products' dtype.
+
+    Since |r - t b|² = |r|² - 2 t r·b + t² |b|², t is the sign of r·b where |r·b| exceeds half of |b|².
+    """
+    half = squares / 2
+    return (products > half).to(products.dtype) - (products < -half).to(products.dtype)
+
+
+def nearest_code(x: Tensor, centroids: Tensor) -> Tensor:
+    """`[N]` int64, the centroid `[K, D]` nearest to each row of `x [N, D]`; the first of those as near."""
+    return torch.addmm(centroids.square().sum(1), x, centroids.T, alpha=-2).argmin(1)
+
+
+def _first_direction(residual: Tensor) -> Tensor:
+    """The unit vector `[D]` along which the rows are largest; its largest entry is positive."""
+    direction = torch.linalg.eigh(residual.T @ residual).eigenvectors[:, -1]
+    largest = direction[direction.abs().argmax()]
+    return torch.where(largest < 0, -direction, direction)
+
+
+def _ternary_step(sizes: Tensor) -> Tensor:
+    """The a of the levels -a, 0 and a, by Lloyd's algorithm: the mean of the sizes above a / 2, until it is still."""
+    step = sizes.mean()
+    for _ in range(_LLOYD_STEPS):
+        above = sizes > step / 2
+        new = (sizes * above).sum() / above.sum().clamp(min=1)
+        if torch.equal(new, step):
+            break
+        step = new
+    return step
