@@ -61,12 +61,12 @@ class DiscretePCA(Codec):
     def _encode(self, x: Tensor) -> Tensor:
         # The residual's product with b_l is x·b_l - Σ_{j<l} t_j b_j·b_l: D is summed over once, not once a digit.
         basis = self.tensors["basis"]
-        products, gram = x @ basis.T, basis @ basis.T
-        digits = torch.empty_like(products)
+        products, gram = basis @ x.T, basis @ basis.T  # [L, N], so that a digit's products are adjacent
         for digit in range(self.num_digits):
-            digits[:, digit] = nearest_trit(products[:, digit], gram[digit, digit])
-            products[:, digit + 1 :] -= digits[:, digit, None] * gram[digit, digit + 1 :]
-        return pack_trits(digits.to(torch.int8))
+            trit = nearest_trit(products[digit], gram[digit, digit])
+            products[digit + 1 :].addr_(gram[digit + 1 :, digit], trit, alpha=-1)
+            products[digit] = trit
+        return pack_trits(products.T.to(torch.int8))
 
     def _decode(self, digits: Tensor) -> Tensor:
         basis = self.tensors["basis"]

@@ -27,7 +27,9 @@ class OneHot:
     def __init__(self, size: int, steps: int, generator: torch.Generator, start: Tensor | None = None) -> None:
         self.size, self.steps, self.generator, self.start = size, steps, generator, start
 
-    def fit(self, residual: Tensor) -> Tensor:
+    by_moments = False
+
+    def fit(self, residual: Tensor, moments: Tensor) -> Tensor:
         centroids = self._plus_plus(residual) if self.start is None else self.start.to(residual.dtype)
         for _ in range(self.steps):
             moved = self._step(residual, centroids)

@@ -21,8 +21,11 @@ _LLOYD_STEPS = 100
 class Alphabet(Protocol):
     """What digits a stage has, and how its basis is found."""
 
-    def fit(self, residual: Tensor) -> Tensor:
-        """A basis `[m, D]` for a residual `[N, D]`."""
+    #: Whether `fit` reads `moments`.
+    by_moments: bool
+
+    def fit(self, residual: Tensor, moments: Tensor) -> Tensor:
+        """A basis `[m, D]` for a residual R `[N, D]`, and RᵀR `[D, D]` where `by_moments`, else an empty tensor."""
 
     def digits(self, residual: Tensor, basis: Tensor) -> Tensor:
         """The digits `[N, m]` of each row, in the residual's dtype."""
@@ -42,9 +45,16 @@ def fit_stages(
         The basis of each stage, `[m, D]`.
     """
     residual, bases = x.clone(), []
+    by_moments = any(alphabet.by_moments for alphabet in alphabets)
+    moments = x.T @ x if by_moments else x.new_empty(0)
     for alphabet in alphabets:
-        bases.append(alphabet.fit(residual))
-        residual -= alphabet.digits(residual, bases[-1]) @ bases[-1]
+        basis = alphabet.fit(residual, moments)
+        digits = alphabet.digits(residual, basis)
+        if by_moments:  # (R - sb)ᵀ(R - sb), from sums over the rows of m columns instead of D
+            cross = (residual.T @ digits) @ basis
+            moments = moments - cross - cross.T + basis.T @ (digits.T @ digits) @ basis
+        residual -= digits @ basis
+        bases.append(basis)
         if progress is not None:
             progress(len(bases), len(alphabets))
     return bases
@@ -62,8 +72,10 @@ def stage_digits(x: Tensor, alphabets: Sequence[Alphabet], bases: Sequence[Tenso
 class Real:
     """Real digits along the direction of largest variance: the stages are the components of PCA."""
 
-    def fit(self, residual: Tensor) -> Tensor:
-        return _first_direction(residual)[None]
+    by_moments = True
+
+    def fit(self, residual: Tensor, moments: Tensor) -> Tensor:
+        return _first_direction(moments)[None]
 
     def digits(self, residual: Tensor, basis: Tensor) -> Tensor:
         return residual @ basis.T / basis.square().sum()
@@ -72,8 +84,10 @@ class Real:
 class Ternary:
     """Digits -1, 0 and 1 along the direction of largest variance, in steps of a length found by Lloyd's algorithm."""
 
-    def fit(self, residual: Tensor) -> Tensor:
-        direction = _first_direction(residual)
+    by_moments = True
+
+    def fit(self, residual: Tensor, moments: Tensor) -> Tensor:
+        direction = _first_direction(moments)
         sizes = (residual @ direction).abs()
         return (_ternary_step(sizes) * direction)[None]
 
@@ -95,9 +109,9 @@ def nearest_code(x: Tensor, centroids: Tensor) -> Tensor:
     return torch.addmm(centroids.square().sum(1), x, centroids.T, alpha=-2).argmin(1)
 
 
-def _first_direction(residual: Tensor) -> Tensor:
-    """The unit vector `[D]` along which the rows are largest; its largest entry is positive."""
-    direction = torch.linalg.eigh(residual.T @ residual).eigenvectors[:, -1]
+def _first_direction(moments: Tensor) -> Tensor:
+    """The unit vector `[D]` along which rows with these moments `[D, D]` are largest; its largest entry is positive."""
+    direction = torch.linalg.eigh(moments).eigenvectors[:, -1]
     largest = direction[direction.abs().argmax()]
     return torch.where(largest < 0, -direction, direction)
 

@@ -98,10 +98,8 @@ class VQFusion(Codec):
             if value < 1:
                 raise ValueError(f"{name} is {value}, must be at least 1")
         weights = {"learning_rate": learning_rate, "label_weight": label_weight, "commitment": commitment}
-        for name, value in {
-            **weights,
-            **{f"source_weights[{i}]": w for i, w in enumerate(source_weights or ())},
-        }.items():
+        by_source = {f"source_weights[{i}]": weight for i, weight in enumerate(source_weights or ())}
+        for name, value in {**weights, **by_source}.items():
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name} is {value}, must be finite and at least 0")
         chosen = {"kind": type(quantizer).__name__, "settings": quantizer.settings}

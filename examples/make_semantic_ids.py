@@ -1,0 +1,202 @@
+r"""Turns the content of a catalogue's items into semantic IDs, one int64 an item, and writes them once.
+
+python examples/make_semantic_ids.py --items items.parquet --text title,description --categorical brand \
+    --out sids.parquet
+python examples/make_semantic_ids.py --items items.parquet --embeddings image,text --out sids.parquet --codec rq
+
+The first run fits a codec, writes it to the folder sids.codec beside the IDs, and prints and draws how good the IDs
+are. The same command on a grown catalogue adds the items that are new; no ID that was written changes. An item without
+content gets the ID -1.
+"""
+
+from jfi.exit_codes import begin_command
+
+if __name__ == "__main__":  # before the other imports
+    begin_command()
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from jfi.data import DataError
+from jfi.data.readers import read_table
+from jfi.data.table import Table
+from jfi.display import Display
+from jfi.exit_codes import EXIT_CODES, raise_on_sigterm
+from jfi.files import check_sum, read_sums, sha256_of, write_file, write_sums, writing_folder
+from jfi.lock import locking_folder
+from jfi.options import OptionParser, at_least_one
+from jfi.sid import UNKNOWN_SID, Codec, DiscretePCA, ResidualKMeans, VQFusion, sid_quality
+from jfi.sid.catalogue import new_rows, read_sids, unique_items, write_sids
+from jfi.sid.content import Content
+from jfi.sid.plots import draw_quality
+from jfi.training import ConfigError
+from jfi.training.cli import run_cli
+from jfi.training.scores import check_place, check_results
+
+CODEC, CONTENT, OPTIONS = "codec.safetensors", "content.safetensors", "options.json"
+FIGURES, PICTURE = "quality.json", "quality.png"
+
+
+def names(text: str) -> list[str]:
+    found = [name.strip() for name in text.split(",")]
+    if not all(found) or len({*found}) < len(found):
+        raise argparse.ArgumentTypeError(f"got {text!r}, must be different names with commas between them")
+    return found
+
+
+def arguments() -> argparse.Namespace:
+    parser = OptionParser(description=__doc__, epilog=EXIT_CODES)
+    parser.add_argument("--items", required=True, help="table of the items: a file, a folder or a glob")
+    parser.add_argument("--item", default="item", metavar="COLUMN", help="column of the item (default: item)")
+    columns = {"type": names, "default": [], "metavar": "COLUMNS"}
+    parser.add_argument("--text", **columns, help="columns of text, each embedded by TF-IDF and SVD")
+    parser.add_argument("--embeddings", **columns, help="columns of lists of numbers, all of a column equally long")
+    parser.add_argument("--categorical", **columns, help="columns whose values the IDs of VQ fusion learn to tell")
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="Parquet file of the IDs")
+    kinds = ["vq", "dpca", "rq"]
+    help_kind = "VQ fusion, discrete PCA or residual k-means (default: vq)"
+    parser.add_argument("--codec", choices=kinds, default="vq", help=help_kind)
+    parser.add_argument("--digits", type=at_least_one, default=25, help="ternary digits of vq and dpca (default: 25)")
+    parser.add_argument("--levels", type=at_least_one, default=3, help="codebooks of rq (default: 3)")
+    parser.add_argument("--codebook-size", type=at_least_one, default=256, help="codes of each (default: 256)")
+    parser.add_argument("--steps", type=at_least_one, default=2000, help="of the training of vq (default: 2000)")
+    parser.add_argument("--text-width", type=at_least_one, default=64, help="of a text's embedding (default: 64)")
+    parser.add_argument("--seed", type=int, default=0, help="of everything random (default: 0)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to compute (default: cpu)")
+    return parser.parse_args()
+
+
+def new_codec(options: argparse.Namespace) -> Codec:
+    try:
+        if options.codec == "rq":
+            return ResidualKMeans(options.levels, options.codebook_size, seed=options.seed)
+        dpca = DiscretePCA(options.digits, seed=options.seed)
+        return dpca if options.codec == "dpca" else VQFusion(dpca, steps=options.steps, seed=options.seed)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+class Progress:
+    """Shows the progress of a codec's `fit` or `encode`."""
+
+    def __init__(self, task: str, unit: str) -> None:
+        self.task, self.unit, self.display = task, unit, None
+
+    def __call__(self, done: int, total: int) -> None:
+        if self.display is None:
+            self.display = Display(self.task, total, unit=self.unit)
+        self.display.update(done - self.display.done)
+        if done == total:
+            self.display.__exit__()
+
+
+def chosen(options: argparse.Namespace) -> dict:
+    """The options that determine the IDs."""
+    names = ["item", "text", "embeddings", "categorical", "codec", "text_width", "seed"]
+    names += ["levels", "codebook_size"] if options.codec == "rq" else ["digits"]
+    return {name: getattr(options, name) for name in [*names, *(["steps"] if options.codec == "vq" else [])]}
+
+
+def load(folder: Path, options: argparse.Namespace) -> tuple[Codec, Content]:
+    """The codec of an earlier run, which must have had the same options."""
+    sums = read_sums(folder)
+    for name in (OPTIONS, CODEC, CONTENT):
+        check_sum(folder, name, sums)
+    before = json.loads((folder / OPTIONS).read_text())
+    for name, value in chosen(options).items():
+        if before.get(name) != value:
+            option = "--" + name.replace("_", "-")
+            what = f"{folder} was made with {before.get(name)!r}, not {value!r}"
+            raise ConfigError(f"{option}: {what}; its IDs stay as they are, so name another --out")
+    return Codec.load(folder / CODEC).to(options.device), Content.load(folder / CONTENT)
+
+
+def make(folder: Path, options: argparse.Namespace, table: Table) -> tuple[Codec, Content]:
+    """Fits a codec to a catalogue, and writes it with its figures."""
+    content = Content(options.text, options.embeddings, options.categorical, options.text_width, options.seed)
+    content.learn(table)
+    sources = [source.to(options.device) for source in content.sources(table)]
+    labels = {name: values.to(options.device) for name, values in content.labels(table).items()}
+    try:
+        codec = new_codec(options).fit(sources, labels, Progress("fit", "steps"))
+    except ValueError as error:
+        raise DataError(f"{table.name}: {error}") from None
+    quality = sid_quality(codec, sources, codec.encode(sources), labels)
+    print(quality)
+    with writing_folder(folder) as unfinished:
+        codec.save(unfinished / CODEC)
+        content.save(unfinished / CONTENT)
+        write_file(unfinished / OPTIONS, json.dumps(chosen(options), indent=1) + "\n")
+        write_file(unfinished / FIGURES, json.dumps(quality.as_dict(), indent=1) + "\n")
+        draw_quality(quality, content.source_names, f"{type(codec).__name__} {options.out.stem}", unfinished / PICTURE)
+        written = (CODEC, CONTENT, OPTIONS, FIGURES, PICTURE)
+        write_sums(unfinished, {name: sha256_of(unfinished / name) for name in written})
+    print(f"wrote {folder}")
+    return codec, content
+
+
+def add(table: Table, options: argparse.Namespace, codec: Codec, content: Content) -> tuple[pa.Array, Tensor, int]:
+    """All items and IDs, those of the file first, and how many were there."""
+    items = table.column(options.item)
+    known, old = items[:0], torch.empty(0, dtype=torch.int64)
+    if options.out.exists():
+        known, old = read_sids(options.out, options.item, codec)
+    rows = new_rows(items, known)
+    try:
+        items = items.take(pa.array(rows)).cast(known.type)
+    except pa.ArrowException:
+        what = f"'{options.item}' has type {items.type}, which does not go with {known.type} of {options.out}"
+        raise DataError(f"{table.name}: {what}") from None
+    sources = [source[torch.from_numpy(rows)] for source in content.sources(table)]
+    sids = codec.encode(sources, Progress("encode", "items"))
+    return pa.concat_arrays([known, items]), torch.cat([old, sids]), len(known)
+
+
+def main() -> None:
+    options = arguments()
+    if not options.text and not options.embeddings:
+        raise ConfigError("name the content: --text, --embeddings or both")
+    if options.out.suffix != ".parquet":
+        raise ConfigError(f"--out {options.out}: the name must end in .parquet")
+    repeated = {name for name in options.text if name in options.embeddings}
+    if repeated:
+        raise ConfigError(f"--embeddings: '{min(repeated)}' is in --text too")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: there is no GPU here")
+    check_place("--out", options.out)
+    check_results({"--out": options.out}, {"--items": options.items})
+    new_codec(options)  # refuses wrong options before the table is read
+    with raise_on_sigterm(), locking_folder(options.out.parent) as alone:
+        if not alone:
+            raise ConfigError(f"--out {options.out}: another process is writing in its folder")
+        run(options)
+
+
+def run(options: argparse.Namespace) -> None:
+    folder = options.out.with_suffix(".codec")
+    if options.out.exists() and not folder.exists():
+        raise ConfigError(f"--out {options.out} exists, but its codec {folder} does not; name a new file")
+    columns = [*options.text, *options.embeddings, *options.categorical]
+    table = read_table(options.items, [options.item, *columns], setting="--items")
+    for name in (options.item, *columns):
+        table.column(name)  # refuses a column that is not there before the long work
+    unique_items(table, options.item)
+    codec, content = load(folder, options) if folder.exists() else make(folder, options, table)
+    items, sids, before = add(table, options, codec, content)
+    write_sids(options.out, options.item, items, sids, codec)
+    new = sids[before:]
+    unknown = int((new == UNKNOWN_SID).sum())
+    print(
+        f"wrote {options.out}: {before:,} items as they were, {len(new):,} new, "
+        f"of which {unknown:,} without content have the ID {UNKNOWN_SID}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))
