@@ -28,7 +28,7 @@ from jfi.data.readers import read_table
 from jfi.data.table import Table
 from jfi.display import Display
 from jfi.exit_codes import EXIT_CODES, raise_on_sigterm
-from jfi.files import check_sum, read_sums, sha256_of, write_file, write_sums, writing_folder
+from jfi.files import DamagedFileError, check_sum, read_sums, sha256_of, write_file, write_sums, writing_folder
 from jfi.lock import locking_folder
 from jfi.options import OptionParser, at_least_one
 from jfi.sid import UNKNOWN_SID, Codec, DiscretePCA, ResidualKMeans, VQFusion, sid_quality
@@ -105,9 +105,12 @@ def chosen(options: argparse.Namespace) -> dict:
 
 def load(folder: Path, options: argparse.Namespace) -> tuple[Codec, Content]:
     """The codec of an earlier run, which must have had the same options."""
-    sums = read_sums(folder)
-    for name in (OPTIONS, CODEC, CONTENT):
-        check_sum(folder, name, sums)
+    try:
+        sums = read_sums(folder)
+        for name in (OPTIONS, CODEC, CONTENT):
+            check_sum(folder, name, sums)
+    except DamagedFileError as error:
+        raise DataError(str(error)) from None
     before = json.loads((folder / OPTIONS).read_text())
     for name, value in chosen(options).items():
         if before.get(name) != value:

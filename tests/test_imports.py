@@ -1,6 +1,6 @@
 """Who may import whom, each in a fresh process.
 
-kernels <- ops <- modules <- models <- training <- baselines; data beside models.
+kernels <- ops <- modules <- models <- training <- baselines; data and sid beside models.
 
 Serving has two sides: the export needs models and data, the server only its own package, jfi.encoding and jfi.suggest.
 """
@@ -34,7 +34,22 @@ FORBIDDEN = {
     },
     "jfi.modules": {"jfi.models", "jfi.data", "jfi.training"},
     "jfi.models": {"jfi.data", "jfi.training"},
-    "jfi.data": {"jfi.modules", "jfi.models", "jfi.training", "jfi.ops", "jfi.baselines"},
+    "jfi.data": {"jfi.modules", "jfi.models", "jfi.training", "jfi.ops", "jfi.baselines", "jfi.sid"},
+    "jfi.sid": {
+        "torchrec",
+        "fbgemm_gpu",
+        "triton",
+        "pyarrow",
+        "sklearn",
+        "matplotlib",
+        "jfi.ops",
+        "jfi.modules",
+        "jfi.models",
+        "jfi.data",
+        "jfi.training",
+    },
+    "jfi.sid.catalogue": {"sklearn", "jfi.modules", "jfi.models", "jfi.training", "jfi.ops", "jfi.baselines"},
+    "jfi.sid.content": {"sklearn", "jfi.modules", "jfi.models", "jfi.training", "jfi.ops", "jfi.baselines"},
     "jfi.training": {"jfi.baselines", "sklearn"},
     "jfi.baselines": {"jfi.serving", "sklearn"},
     "jfi.serving.export": {"jfi.data", "jfi.training", "aiohttp"},

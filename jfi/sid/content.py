@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from jfi.data.arrays import is_list, text_lists
+from jfi.data.arrays import is_list, is_text, text_lists
 from jfi.data.errors import DataError
 from jfi.data.table import Table
 from jfi.files import reading_file, write_file
@@ -144,11 +144,8 @@ class Content:
 def _texts(table: Table, name: str) -> list[str]:
     """A column of texts, or of lists of texts, which are joined; "" where empty."""
     column = table.column(name)
-    if is_list(column.type):
-        try:
-            column = pc.binary_join(text_lists(column), " ")
-        except pa.ArrowException:
-            raise DataError(f"{table.name}: column '{name}' has type {column.type}, which is no text") from None
+    if is_list(column.type) and is_text(column.type.value_type):
+        column = pc.binary_join(text_lists(column), " ")
     else:
         column = table.strings(name)
     return column.fill_null("").to_pylist()

@@ -79,11 +79,11 @@ class VQFusion(Codec):
         hidden: int = 256,
         steps: int = 2000,
         batch_size: int = 1024,
-        learning_rate: float = 2e-3,
+        learning_rate: float = 5e-3,
         source_weights: Sequence[float] | None = None,
-        label_weight: float = 0.1,
-        commitment: float = 0.25,
-        refit_every: int = 100,
+        label_weight: float = 0.5,
+        commitment: float = 0.5,
+        refit_every: int = 25,
         seed: int = 0,
         max_rows: int = 2**20,
     ) -> None:
@@ -180,15 +180,13 @@ class VQFusion(Codec):
             rate.step()
             if progress is not None:
                 progress(step + 1, steps)
-        if not loss.isfinite():
-            raise FloatingPointError(f"VQFusion diverged; its learning_rate is {settings['learning_rate']}")
+        self._check_finite(loss)
 
     @torch.no_grad()
     def _refit(self, network: _Network, x: Tensor, generator: torch.Generator, first: bool) -> None:
         rows = torch.randperm(len(x), generator=generator)[:_REFIT_ROWS].to(x.device)
         z = network.encoder(x[rows])
-        if not z.isfinite().all():
-            raise FloatingPointError(f"VQFusion diverged; its learning_rate is {self.settings['learning_rate']}")
+        self._check_finite(z)
         if isinstance(self.quantizer, ResidualKMeans) and not first:
             self.quantizer.refit(z)
         else:
@@ -197,6 +195,7 @@ class VQFusion(Codec):
     def _loss(self, network: _Network, x: Tensor, weights: Tensor, labels: Mapping[str, Tensor]) -> Tensor:
         """The loss of rows `[B, D]`; `weights [B, number of sources]` is 0 where an item lacks a source."""
         z = network.encoder(x)
+        self._check_finite(z)
         quantized = self.quantizer.decode(self.quantizer.encode(z.detach()))
         straight = z + (quantized - z).detach()
         loss = self.settings["commitment"] * (z - quantized).square().sum(1).mean()
@@ -206,6 +205,10 @@ class VQFusion(Codec):
             entropy = nn.functional.cross_entropy(head(straight), y, ignore_index=-1, reduction="sum")
             loss = loss + self.settings["label_weight"] * entropy / (y >= 0).sum().clamp(min=1)
         return loss
+
+    def _check_finite(self, values: Tensor) -> None:
+        if not values.isfinite().all():
+            raise FloatingPointError(f"VQFusion diverged; its learning_rate is {self.settings['learning_rate']}")
 
     def _encode(self, x: Tensor) -> Tensor:
         return self.quantizer.encode(self.network.encoder(x))

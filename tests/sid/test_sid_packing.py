@@ -1,0 +1,76 @@
+"""Digits to int64 and back, whatever their number; what is no ID is refused by its row."""
+
+import pytest
+import torch
+
+from jfi.sid import UNKNOWN_SID, pack_codes, pack_trits, unpack_codes, unpack_trits
+
+
+@pytest.mark.parametrize("length", [1, 4, 5, 6, 25, 39, 40])
+def test_trits_come_back(length, device):
+    digits = torch.randint(-1, 2, (500, length), dtype=torch.int8, device=device)
+    digits[0], digits[1] = 1, -1
+    sids = pack_trits(digits)
+    assert sids.dtype == torch.int64 and sids.shape == (500,)
+    assert torch.equal(unpack_trits(sids, length), digits)
+    assert UNKNOWN_SID not in sids
+
+
+def test_five_trits_are_a_byte_in_base_three():
+    digits = torch.tensor([[0, 1, -1, 1, 1, -1, 0, 1]])
+    first = 1 + 2 * 3 + 0 * 9 + 2 * 27 + 2 * 81
+    second = 0 + 1 * 3 + 2 * 9
+    assert pack_trits(digits).item() == first + 256 * second
+
+
+@pytest.mark.parametrize(("levels", "size"), [(1, 2), (3, 256), (4, 300), (7, 512), (63, 2)])
+def test_codes_come_back(levels, size, device):
+    codes = torch.randint(0, size, (200, levels), device=device)
+    codes[0], codes[1] = size - 1, 0
+    sids = pack_codes(codes, size)
+    assert bool((sids >= 0).all())
+    assert torch.equal(unpack_codes(sids, levels, size), codes)
+
+
+def test_the_unknown_id_has_digits_of_its_own():
+    sids = torch.tensor([UNKNOWN_SID])
+    assert unpack_trits(sids, 7).tolist() == [[0] * 7]
+    assert unpack_codes(sids, 2, 16).tolist() == [[-1, -1]]
+    assert pack_trits(torch.zeros(1, 7, dtype=torch.int8)).item() != UNKNOWN_SID
+
+
+def test_empty():
+    assert unpack_trits(pack_trits(torch.empty(0, 25, dtype=torch.int8)), 25).shape == (0, 25)
+    assert unpack_codes(pack_codes(torch.empty(0, 3, dtype=torch.int64), 8), 3, 8).shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (lambda: pack_trits(torch.tensor([[0, 1], [0, 2]])), ValueError, r"digits\[1, 1\] is 2, must be from -1 to 1"),
+        (lambda: pack_trits(torch.zeros(2, 3)), TypeError, "digits must be a tensor of integers, got torch.float32"),
+        (
+            lambda: pack_trits(torch.zeros(2, 41, dtype=torch.int8)),
+            ValueError,
+            "num_digits is 41, must be from 1 to 40",
+        ),
+        (lambda: pack_trits(torch.zeros(3, dtype=torch.int8)), ValueError, r"digits must be \[N, L\]"),
+        (lambda: unpack_trits(torch.tensor([0, 9]), 2), ValueError, r"sids\[1\] is 9, which is no ID of 2 ternary"),
+        (lambda: unpack_trits(torch.tensor([243]), 25), ValueError, r"sids\[0\] is 243"),
+        (lambda: unpack_trits(torch.tensor([256]), 5), ValueError, r"sids\[0\] is 256"),
+        (lambda: unpack_trits(torch.tensor([1.0]), 5), TypeError, "sids must be an int64 tensor, got torch.float32"),
+        (lambda: unpack_trits(torch.zeros(1, 1, dtype=torch.int64), 5), ValueError, r"sids must be \[N\]"),
+        (lambda: pack_codes(torch.tensor([[0, 5]]), 5), ValueError, r"codes\[0, 1\] is 5, must be from 0 to 4"),
+        (
+            lambda: unpack_codes(torch.tensor([5]), 1, 5),
+            ValueError,
+            r"sids\[0\] is 5, which is no ID of 1 codes below 5",
+        ),
+        (lambda: unpack_codes(torch.tensor([64]), 2, 5), ValueError, r"sids\[0\] is 64"),
+        (lambda: unpack_codes(torch.tensor([-2]), 2, 5), ValueError, r"sids\[0\] is -2"),
+        (lambda: unpack_codes(torch.tensor([0]), 8, 256), ValueError, "num_levels 8 of codebook_size 256 take 64 bits"),
+    ],
+)
+def test_refused(call, kind, message):
+    with pytest.raises(kind, match=message):
+        call()
