@@ -20,6 +20,8 @@ _RIDGE = 1e-3
 class LabelAccuracy:
     """How well a label is read from the IDs, by a linear classifier fitted to every second item and tested on the rest.
 
+    A codec that was fitted with the labels has seen those of the tested items too.
+
     Args:
         probe: accuracy from the content that the IDs stand for.
         raw: accuracy from the content itself.

@@ -47,8 +47,8 @@ class OneHot:
         row = min(int(draws[0] * len(x)), len(x) - 1)
         chosen, distances = [x[row]], (x - x[row]).square().sum(1)
         for draw in draws[1:]:
-            ends = distances.double().cumsum(0)
-            row = int(torch.searchsorted(ends, (draw.to(ends.device) * ends[-1])[None]).clamp(max=len(x) - 1))
+            ends = distances.double().cpu().cumsum(0)  # on a GPU the sums would differ from call to call
+            row = int(torch.searchsorted(ends, (draw * ends[-1])[None]).clamp(max=len(x) - 1))
             chosen.append(x[row])
             distances = torch.minimum(distances, (x - x[row]).square().sum(1))
         return torch.stack(chosen)

@@ -85,7 +85,7 @@ class VQFusion(Codec):
         commitment: float = 0.5,
         refit_every: int = 25,
         seed: int = 0,
-        max_rows: int = 2**20,
+        max_rows: int = 2**18,
     ) -> None:
         if quantizer is None:
             quantizer = DiscretePCA(seed=seed)

@@ -212,6 +212,23 @@ def test_labels_are_read_from_the_ids(device):
     assert (codec.predict_labels(sids)["side"] == y).double().mean() > 0.75
 
 
+def test_a_source_without_weight_or_content_adds_no_loss(device):
+    sources, _ = content(device)
+
+    def error(codec: Codec, fitted_on: list[torch.Tensor]) -> float:
+        codec.fit(fitted_on)
+        return sid_quality(codec, sources, codec.encode(sources)).source_errors[1]
+
+    def fusion(weights: list[float]) -> Codec:
+        return VQFusion(DiscretePCA(12), latent=8, hidden=16, steps=100, source_weights=weights)
+
+    # Half of the items lack the second source; if they counted as its mean, its decoder would learn half of what is so.
+    half = [sources[0], sources[1].clone()]
+    half[1][::2] = float("nan")
+    assert error(fusion([1.0, 1.0]), half) < 0.4
+    assert error(fusion([1.0, 0.0]), sources) > 0.9
+
+
 def test_a_label_that_is_not_known_adds_nothing(device):
     sources, labels = content(device)
     y = labels["brand"].clone()
