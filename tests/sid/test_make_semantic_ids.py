@@ -64,7 +64,7 @@ DPCA = ["--items", "items.parquet", "--text", "title", "--out", "sids.parquet", 
 def test_the_command_writes_ids_codec_and_figures(command):
     pq.write_table(rows(60), "items.parquet")
     arguments = ["--items", "items.parquet", "--text", "title,description", "--embeddings", "image"]
-    code, out, error = command(*arguments, "--categorical", "brand", "--steps", "30", "--out", "sids.parquet")
+    code, out, error = command(*arguments, "--categorical", "brand", "--steps", "10", "--out", "sids.parquet")
     assert (code, error) == (0, "")
     table = pq.read_table("sids.parquet")
     codec = Codec.load("sids.codec/codec.safetensors")
@@ -100,7 +100,7 @@ def test_new_items_are_added_and_no_id_changes(command):
 
 def test_the_same_command_gives_the_same_ids(command):
     pq.write_table(rows(60), "items.parquet")
-    arguments = [*DPCA[:-4], "--codec", "vq", "--steps", "20", "--embeddings", "image"]
+    arguments = [*DPCA[:-4], "--codec", "vq", "--steps", "5", "--embeddings", "image"]
     for name in ("a", "b"):
         assert command(*arguments, "--out", f"{name}.parquet")[0] == 0
     assert Path("a.parquet").read_bytes() == Path("b.parquet").read_bytes()
