@@ -1,7 +1,7 @@
 """Settings that follow from a table's size: `training.preset: auto`.
 
-They are those that did best over all tables of docs/quality.md, of 80,000 to 180,000 training samples; larger
-tables were not measured, so above `LARGE` samples the rates and the batch stay as they are.
+They are those that did best over the three measured tables of docs/quality.md, of 80,000 to 180,000 training samples;
+larger tables were not measured, so above `LARGE` samples the rates and the batch stay as they are.
 """
 
 import dataclasses
