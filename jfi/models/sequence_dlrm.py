@@ -217,12 +217,7 @@ class SequenceDLRM(nn.Module):
                 `timelines` a bias or an encoder whose numbers are not the same for all rows of a timeline.
         """
         entries = self.dropout(self.sequence_arch(*self._look_up(sparse_features, timelines), timelines))
-        dense = self.dense_arch(dense_features)
-        interactions = self.inter_arch(dense, entries)
-        if self.cross_net is not None:
-            crossed = self.cross_net(torch.cat([dense.unsqueeze(1), entries], dim=1).flatten(1))
-            interactions = torch.cat([interactions, crossed], dim=1)
-        return self.over_arch(interactions)
+        return self.over_arch(interact(self.dense_arch(dense_features), entries, self.inter_arch, self.cross_net))
 
     @torch.no_grad()
     def attention_weights(
@@ -255,6 +250,15 @@ class SequenceDLRM(nn.Module):
         """Whether DistributedModelParallel has put its own modules in the place of the collections."""
         collections = (self.embedding_bag_collection, self.embedding_collection)
         return not any(isinstance(one, (EmbeddingBagCollection, EmbeddingCollection)) for one in collections)
+
+
+def interact(dense: Tensor, entries: Tensor, inter_arch: nn.Module, cross_net: nn.Module | None) -> Tensor:
+    """The input of OverArch, of `dense [B, embedding_dim]` and `entries [B, F, embedding_dim]`."""
+    interactions = inter_arch(dense, entries)
+    if cross_net is None:
+        return interactions
+    crossed = cross_net(torch.cat([dense.unsqueeze(1), entries], dim=1).flatten(1))
+    return torch.cat([interactions, crossed], dim=1)
 
 
 def _check_encoder(encoder: JaggedEncoder, features: list[SequenceFeatureConfig], embedding_dim: int) -> None:

@@ -21,6 +21,7 @@ from torchrec.modules.embedding_configs import PoolingType
 
 from jfi.models import SequenceDLRM
 from jfi.models.sequence_arch import refined
+from jfi.models.sequence_dlrm import interact
 from jfi.modules import JaggedFeatureInteraction, PositionBias, SequenceFeatureConfig, inputs, ragged_attention
 from jfi.ops import absorb_weights
 from jfi.serving.attention import Segments, attend, padded
@@ -94,8 +95,7 @@ class ScoringModel(nn.Module):
     @property
     def bucket_keys(self) -> list[str]:
         """Keys of the bucket ids that learned biases read."""
-        biased = self.features if self.attends else []
-        biased = biased + ([] if self.encoder_feature is None else [self.encoder_feature])
+        biased = [*(self.features if self.attends else []), *([self.encoder_feature] if self.encoder_feature else [])]
         return sorted({feature.bias_key for feature in biased if feature.bias_key is not None})
 
     def forward(
@@ -134,12 +134,8 @@ class ScoringModel(nn.Module):
                 index = _bias_rows(self.encoder_feature, events, buckets)
                 x = self.encoder(inputs.GroupInputs(None, (x,), events.offsets, None, index, None, []), attention)
             stacked += self._pool(entries, x, rows, events, buckets)
-        sparse, dense = torch.cat(stacked, dim=1).unflatten(1, (-1, self.embedding_dim)), self.dense_arch(dense)
-        interactions = self.inter_arch(dense, sparse)
-        if self.cross_net is not None:
-            crossed = self.cross_net(torch.cat([dense.unsqueeze(1), sparse], dim=1).flatten(1))
-            interactions = torch.cat([interactions, crossed], dim=1)
-        return self.over_arch(interactions).squeeze(-1)
+        sparse = torch.cat(stacked, dim=1).unflatten(1, (-1, self.embedding_dim))
+        return self.over_arch(interact(self.dense_arch(dense), sparse, self.inter_arch, self.cross_net)).squeeze(-1)
 
     def _pool(
         self, entries: dict[str, Tensor], x: Tensor, rows: Segments, events: Segments, buckets: dict[str, Tensor]

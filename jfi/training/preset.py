@@ -1,7 +1,7 @@
 """Settings that follow from a table's size: `training.preset: auto`.
 
-They are those that did best over the three measured tables of docs/quality.md, of 80,000 to 180,000 training samples;
-larger tables were not measured, so above `LARGE` samples the rates and the batch stay as they are.
+docs/quality.md compares them with tuned settings on three tables of 80,000 to 180,000 training samples. Larger tables
+were not measured, so that from `_LARGE` samples on the rates and the batch size stay as they are.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from jfi.training.config import Config, ConfigError
 from jfi.training.saved_run import BestEpoch
 
 #: Training samples from which on the rates and the batch size stay as they are.
-LARGE = 1_000_000
+_LARGE = 1_000_000
 #: Training samples from which on embeddings are 64 wide.
 _WIDE = 150_000
 
@@ -62,7 +62,7 @@ def _choose(config: Config, samples: int) -> dict[str, Any]:
         by_age = config.data.batching == "sample" or config.data.num_age_buckets <= MOST_BUCKETS
         biases = [*([HISTORY + AGE] if by_age else []), "position"]
         settings["model.bias"] = biases[0] if config.encoder.num_layers or len(biases) == 1 else biases
-    if samples < LARGE:
+    if samples < _LARGE:
         settings |= {"optimizer.average": 0.98, "training.batch_size": 512 if samples < _WIDE else 1024}
         for group, rate in (("dense", 0.01), ("embeddings", 0.1)):
             # A rate suits one optimizer: Adam's for the tables is another than Adagrad's.
