@@ -135,9 +135,10 @@ def assert_alike(run: Path, other: Path, losses: float, metrics: float) -> None:
         ({"bias": "position", "combine": "concat"}, {"max_grad_norm": 0.05}, 5e-4),
         ({"pooling": "mean"}, {}, 5e-4),
         ({"pooling": "none"}, {}, 5e-4),
+        ({"bias": ["history_age", "position"], "attention_layers": 2, "cross_layers": 1}, {}, 5e-4),
         ({}, {"precision": "bfloat16"}, 5e-3),
     ],
-    ids=["attention", "clipped", "mean", "none", "bfloat16"],
+    ids=["attention", "clipped", "mean", "none", "deep", "bfloat16"],
 )
 def test_losses_equal_those_of_eager_steps(tmp_path, capsys, model, training, losses):
     train(graphed(tmp_path / "eager", "off", model, **training))
