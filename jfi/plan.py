@@ -89,6 +89,10 @@ STATISTICS_ELEMENTS = 2048
 # --- Thresholds: rows by id -------------------------------------------------------------------------------------------
 #: Tables whose rows a kernel sums, one for each aligned field.
 MOST_TABLES = 4
+#: Most query rows per key head for which the forward on 8-bit rows takes one at a time, without tensor cores; the
+#: widest row that it takes; elements and most rows of its tile.
+NUMBERS_QUERY_ROWS, NUMBERS_WIDTH = 4, 128
+NUMBERS_ELEMENTS, NUMBERS_ROWS = 4096, 64
 #: Elements of a tile of rows by id, and the warps that load it.
 GATHERED_ELEMENTS, GATHER_WARPS = 2048, 4
 #: Widest row that the optimizer's step takes: a warp holds several at once.
@@ -304,6 +308,12 @@ class AttentionProblem:
     def reads_halves_by_id(self) -> bool:
         """Whether rows are read by id for products of half precision, of a width that has tiles of its own."""
         return self.num_tables > 0 and self.dtype.itemsize == 2 and self.block_d <= 128
+
+    @cached_property
+    def multiplies_numbers(self) -> bool:
+        """Whether the forward multiplies the numbers of 8-bit rows, read four at a time, by one query row at a time."""
+        one = self.is_quantized and self.num_tables == 1 and self.shared_kv and self.head_dim % 4 == 0
+        return one and self.padded_queries <= NUMBERS_QUERY_ROWS and self.block_d <= NUMBERS_WIDTH
 
     @cached_property
     def most_whole_rows(self) -> int:
@@ -591,7 +601,10 @@ def _plan_few(
     problem: AttentionProblem, whole: bool, short: bool, whole_backward: bool, ordered: bool, block_r: int
 ) -> AttentionPlan:
     """Few query rows: one tile of them; every history row is read once."""
-    forward = _few_forward_whole(problem, short) if whole else _few_forward(problem)
+    if problem.multiplies_numbers:
+        forward = _numbers_forward(problem)
+    else:
+        forward = _few_forward_whole(problem, short) if whole else _few_forward(problem)
     options = {"BLOCK_H": power_of_two(problem.qheads_per_kvhead), "BLOCK_R": block_r}
     options |= {"WHOLE": whole_backward, "ORDERED": whole_backward and ordered}
     backward = _few_backward(problem, whole_backward, ordered, tuple(options.items()))
@@ -599,6 +612,11 @@ def _plan_few(
     if problem.num_tables:
         reason += f", by id from {problem.num_tables} table{'s' * (problem.num_tables > 1)}"
     return AttentionPlan("target_few", (forward,), (backward,), reason, problem)
+
+
+def _numbers_forward(problem: AttentionProblem) -> KernelPlan:
+    block_n = min(NUMBERS_ROWS, NUMBERS_ELEMENTS // problem.block_d)
+    return _kernel("target_attention_numbers_fwd", Split.STREAM_K, 1, block_n, 1, 1, None, 8)
 
 
 def _few_forward(problem: AttentionProblem) -> KernelPlan:

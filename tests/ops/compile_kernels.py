@@ -77,11 +77,13 @@ def attend_by_bucket(width: int, rows: int, longest: int | None, halves: bool) -
     target_attention.backward(out, x, out, lse, plan)
 
 
-def attend_by_id(dtype: torch.dtype, table_dtype: torch.dtype, width: int, count: int, longest: int | None) -> None:
+def attend_by_id(
+    dtype: torch.dtype, table_dtype: torch.dtype, width: int, count: int, longest: int | None, num_heads: int = 4
+) -> None:
     """Forward and backward of few queries over rows of so many tables; forward alone over rows of 8 bits."""
     quantized = table_dtype == torch.uint8
     table = torch.zeros(50, width + 8 * quantized, dtype=table_dtype)
-    query, key = torch.randn(8, 1, 4, width).to(dtype), torch.zeros((), dtype=dtype).expand(800, 1, width)
+    query, key = torch.randn(8, 1, num_heads, width).to(dtype), torch.zeros((), dtype=dtype).expand(800, 1, width)
     offsets, indices = torch.arange(0, 801, 100), [torch.zeros(800, dtype=torch.int32)] * count
     x = TargetAttentionInputs(query, key, None, offsets, *(None,) * 4, [table] * count, indices, 0.125, longest)
     plan = plan_target_attention(x, "triton", H200)
@@ -193,6 +195,9 @@ def main() -> None:
     ):
         for width, count, longest in ((64, 1, None), (128, 2, 100)):
             attend_by_id(dtype, table_dtype, width, count, longest)
+    for width in (20, 64, 128):
+        for dtype in (half, torch.float32):
+            attend_by_id(dtype, torch.uint8, width, 1, None, num_heads=1)
     for name in CLASSES:
         step_tables(name, 64, torch.float32, half, 0.999)
         step_tables(name, 100, half, half, None)

@@ -11,6 +11,7 @@ from ops.test_absorbed_target_attention import problem
 
 import jfi.ops as ops
 from jfi import plan, reference
+from jfi.kernels.target_attention import launch
 from jfi.plan import H200, MOST_TABLES
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -220,10 +221,10 @@ def quantized(rows: int, width: int, device):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 @pytest.mark.parametrize(
     ("num_tables", "num_kv_heads", "width", "num_queries"),
-    [(1, 1, 64, 1), (2, 1, 20, 2), (1, 2, 16, 1), (1, 1, 16, 20)],
+    [(1, 1, 64, 1), (2, 1, 20, 2), (1, 2, 16, 1), (1, 1, 20, 1), (1, 1, 16, 2), (1, 1, 16, 20)],
 )
 def test_rows_of_8_bits(num_tables, num_kv_heads, width, num_queries, dtype, impl, device):
     offsets = offsets_of(LENGTHS, device)
@@ -240,6 +241,57 @@ def test_rows_of_8_bits(num_tables, num_kv_heads, width, num_queries, dtype, imp
         return reference.target_attention(query, key, None, offsets, None, width**-0.5)
 
     compare(public, plain, [query])
+
+
+@pytest.mark.parametrize("magnitude", [1e-12, 1.0, 1e12])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [None, "by event", "by index"])
+@pytest.mark.parametrize("value_scale", [False, True])
+def test_options_beside_rows_of_8_bits(value_scale, bias, dtype, magnitude, device):
+    """Rows of any magnitude."""
+    offsets = offsets_of(LENGTHS, device)
+    packed, table = quantized(9, 2 * 16, device)
+    packed[:, -8:] = (packed[:, -8:].contiguous().view(torch.float32) * magnitude).view(torch.uint8)
+    ids = popular(9, EVENTS, device)
+    query = (torch.randn(4, 1, 4, 16, device=device) / magnitude).to(dtype)
+    buckets = torch.randint(0, 7, (EVENTS,), device=device) if bias == "by index" else None
+    event_bias = None if bias is None else torch.randn(7 if bias == "by index" else EVENTS, 4, device=device).to(dtype)
+    scale = torch.rand(EVENTS, device=device) if value_scale else None
+    options = {"indices": ids, "offsets": offsets, "key_bias_index": buckets, "value_scale": scale}
+
+    def public(query):
+        return ops.target_attention(query, packed, key_bias=event_bias, **options, impl="triton")
+
+    def plain(query):
+        key = table.to(query.dtype if query.dtype == torch.float64 else torch.float32)[ids] * magnitude
+        key = key.to(query.dtype).unflatten(1, (2, 16))
+        value = key if scale is None else key * scale[:, None, None].to(key)
+        added = event_bias if buckets is None else event_bias[buckets]
+        return reference.target_attention(query, key, value, offsets, added, 0.25)
+
+    compare(public, plain, [query])
+
+
+def launch_8_bits(query, packed, ids, offsets) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernels themselves: the operator refuses ids below 0 on a CPU."""
+    rows = query.new_zeros(()).expand(len(ids), 1, query.shape[-1])
+    tensors = (query, rows, None, offsets, *(None,) * 4, [packed], [ids])
+    return launch.forward(plan.TargetAttentionInputs(*tensors, 0.25, None))
+
+
+@pytest.mark.parametrize("lengths", [[5, 0, 270, 1, 0, 130, 64, 33], [0, 0], [600]])
+def test_an_id_below_0_is_a_row_of_zeros_of_8_bits(lengths, device):
+    offsets, events = offsets_of(lengths, device), sum(lengths)
+    packed, table = quantized(9, 16, device)
+    ids = popular(9, events, device)
+    ids[torch.rand(events, device=device) < 0.3] = -1
+    query = torch.randn(len(lengths), 1, 2, 16, device=device)
+    out, lse = launch_8_bits(query, packed, ids, offsets)
+    key = table[ids.clamp(min=0)].masked_fill((ids < 0)[:, None], 0).unsqueeze(1)
+    torch.testing.assert_close(out, reference.target_attention(query, key, None, offsets, None, 0.25))
+    with plan.override(NUMBERS_QUERY_ROWS=0):
+        of_tiles = launch_8_bits(query, packed, ids, offsets)
+    torch.testing.assert_close((out, lse), of_tiles, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
