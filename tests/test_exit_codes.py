@@ -16,11 +16,13 @@ from jfi.exit_codes import EXIT_CODES, ExitCode, run_command
 
 ROOT = Path(__file__).parents[1]
 #: Stands in for torch: says that its import has begun, takes long, and catches what interrupts it.
+# Short sleeps: Python handles a signal that comes just before a sleep only when the sleep ends.
 SLOW_TORCH = """
 import os, time
 print(os.environ["OMP_WAIT_POLICY"], flush=True)
 try:
-    time.sleep(60)
+    for _ in range(600):
+        time.sleep(0.1)
 except KeyboardInterrupt:
     raise ImportError("torch is broken")
 """
