@@ -223,7 +223,7 @@ def train_peer(
         settings: arguments of the model.
 
     Raises:
-        PeerError: the process failed; the message has the end of its output.
+        PeerError: the process failed; the message has the last 400 characters of its output.
     """
     with tempfile.TemporaryDirectory() as scratch:
         names = {name: f"{scratch}/{name}" for name in ("job.json", "scores.npz", "result.json")}
@@ -240,7 +240,7 @@ def train_peer(
         command = [str(peers.python), "-m", "benchmarks.quality.fuxictr_training", names["job.json"]]
         done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True)
         if done.returncode:
-            raise PeerError(f"{model} failed: {(done.stderr or done.stdout)[-2000:]}")
+            raise PeerError(f"{model} failed: {(done.stderr or done.stdout)[-400:]}")
         found = json.loads(Path(names["result.json"]).read_text())
         with np.load(names["scores.npz"]) as scores:
             for split in ("validation", "test"):
