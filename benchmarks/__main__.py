@@ -24,8 +24,9 @@ GPU_SUITES = {
     "rows": "rows",
     "step": "training_step",
     "timeline": "timeline",
+    "parts": "model_parts",
 }
-CPU_SUITES = {"cpu": "cpu", "timeline": "timeline", "table_size": "table_size"}
+CPU_SUITES = {"cpu": "cpu", "timeline": "timeline", "table_size": "table_size", "parts": "model_parts"}
 SUITES = GPU_SUITES | CPU_SUITES
 SECONDS, QUICK_SECONDS = 0.25, 0.06  # on one figure of a GPU
 SUITE_SECONDS = {
@@ -38,7 +39,7 @@ SUITE_SECONDS = {
 CPU_SECONDS, QUICK_CPU_SECONDS = 2.0, 0.2  # on one column of a case, all implementations together
 
 
-CPU_THREADS = {"cpu": measure.CPU_THREADS, "timeline": 2, "table_size": 1}
+CPU_THREADS = {"cpu": measure.CPU_THREADS, "timeline": 2, "table_size": 1, "parts": 1}
 
 
 def suites_of(text: str) -> list[str]:

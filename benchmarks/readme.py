@@ -124,6 +124,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "movielens": movielens,
     "timeline h200": lambda: table.markdown(read("h200/timeline")),
     "timeline cpu": lambda: table.markdown(read("cpu/timeline")),
+    "parts h200": lambda: table.markdown(read("h200/parts")),
+    "parts cpu": lambda: table.markdown(read("cpu/parts")),
     "scaling": scaling,
     "serving h200": lambda: serving("h200/serving"),
     "serving cpu": lambda: serving("cpu/serving"),

@@ -106,6 +106,10 @@ def line(row: dict) -> str:
     if "table_step_us" in row:
         times = f"{row['table_step_us'] / 1e3:8.1f} ms a step, {row['over_smallest']:.2f}x the smallest table's"
         return f"{text}{times}, {row['distinct_rows']:,} distinct rows"
+    if "part_step_us" in row:
+        share = f", attention {row['attention_share']:.0%} of the kernels" if "attention_share" in row else ""
+        times = f"{row['part_step_us'] / 1e3:8.2f} ms a step, {row['over_target_attention']:.2f}x target attention's"
+        return f"{text}{times}, {row['rows_per_second']:,.0f} rows/s{share}"
     if "distinct_rows" in row:
         return text + read_by_id(row)
     if "step_us" in row:
