@@ -82,12 +82,14 @@ class Part:
         name: one of PARTS.
         case: the table and the batches.
         device: of the model.
+        datasets: those that are loaded, by their statistics; the part's own is added.
     """
 
-    def __init__(self, name: str, case: PartsCase, device: torch.device) -> None:
+    def __init__(self, name: str, case: PartsCase, device: torch.device, datasets: dict | None = None) -> None:
         settings, statistics = PARTS[name]
         data = DataConfig(source="synthetic", synthetic=case.table, max_history=case.max_history, statistics=statistics)
-        dataset = load_dataset(data)
+        datasets = {} if datasets is None else datasets
+        dataset = datasets.get(tuple(statistics)) or datasets.setdefault(tuple(statistics), load_dataset(data))
         model = ModelConfig(embedding_dim=case.width, num_heads=4, **settings)
         optimizer = OptimizerConfig(OptimizerGroup("adam", 1e-3), OptimizerGroup("adagrad", 0.02))
         config = Config(data=data, model=model, optimizer=optimizer)
@@ -140,9 +142,9 @@ def _events(part: Part) -> float:
 
 
 def _on_gpu(case: PartsCase, device: torch.device, seconds: float) -> dict[str, dict]:
-    measured = {}
+    measured, datasets = {}, {}
     for name in PARTS:
-        part = Part(name, case, device)
+        part = Part(name, case, device, datasets)
         found = {"events_per_sample": _events(part), "part_step_us": measure.wall_us(part.calls(), seconds)}
         kernels = part.kernels(device)
         found |= {"kernel_count": sum(one["calls"] for one in kernels), "kernels_us": sum(one["us"] for one in kernels)}
@@ -153,7 +155,8 @@ def _on_gpu(case: PartsCase, device: torch.device, seconds: float) -> dict[str, 
 
 
 def _on_cpu(case: PartsCase, device: torch.device, seconds: float) -> dict[str, dict]:
-    parts = {name: Part(name, case, device) for name in PARTS}
+    datasets: dict = {}
+    parts = {name: Part(name, case, device, datasets) for name in PARTS}
     begun = time.process_time()
     for turn in itertools.count():
         for part in parts.values():

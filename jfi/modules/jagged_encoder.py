@@ -34,6 +34,7 @@ from jfi.modules.sequence_configs import (
     check_features,
     check_sizes,
     describe,
+    initial_bias,
 )
 from jfi.ops import jagged_attention
 from jfi.scripting import not_scriptable
@@ -143,7 +144,7 @@ class JaggedEncoder(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws every projection anew as in Glorot & Bengio (2010), sets the biases to zero and the norms to one."""
+        """Draws every projection anew as in Glorot & Bengio (2010), resets the biases, and sets the norms to one."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -152,9 +153,11 @@ class JaggedEncoder(nn.Module):
             elif isinstance(module, nn.LayerNorm):
                 module.reset_parameters()
             elif isinstance(module, EncoderBlock):
-                for table in (module.bucket_bias, module.relative_bias):
-                    if table is not None:
-                        nn.init.zeros_(table)
+                if module.bucket_bias is not None:
+                    table = module.bucket_bias.detach()
+                    table.copy_(initial_bias(module.bias, *table.shape))
+                if module.relative_bias is not None:
+                    nn.init.zeros_(module.relative_bias)
 
     __prepare_scriptable__ = not_scriptable("JaggedEncoder")
 
@@ -240,7 +243,7 @@ class EncoderBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.num_heads, self.head_width = num_heads, width // num_heads
-        self.causal = causal
+        self.causal, self.bias = causal, feature.bias
         self.attention_norm = nn.LayerNorm(width, device=device)
         self.query = nn.Linear(width, width, device=device)
         self.key = nn.Linear(width, width, bias=False, device=device)

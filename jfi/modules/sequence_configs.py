@@ -1,8 +1,12 @@
 """Configuration of sequence features, in the manner of `torchrec.modules.embedding_configs`."""
 
+import math
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Literal
+
+import torch
+from torch import Tensor
 
 from jfi.plan import MOST_BUCKETS
 
@@ -14,12 +18,19 @@ class PositionBias:
     Attributes:
         num_buckets: rows of the learned table. The distance d falls in bucket floor(log2(d + 1)); farther events share
             the last one.
+        recency: how the table begins. By default at zero; if True so that heads weigh events by powers of their
+            distance, (d + 1)^-a: a is 0 for the first head, and from 1/2 to 2, evenly in log a, for the others. Heads
+            of recent events are then not diluted by a longer history. Slopes by head are those of ALiBi (Press et al.
+            2022), but of the logarithm of the distance, and learned from there.
     """
 
     num_buckets: int = 32
+    recency: bool = False
 
     def __post_init__(self) -> None:
         _check_positive("num_buckets of PositionBias", self.num_buckets)
+        if not isinstance(self.recency, bool):
+            raise TypeError(f"recency of PositionBias is {self.recency!r}; it must be a bool")
 
 
 @dataclass(frozen=True)
@@ -242,6 +253,15 @@ class FeatureGroup:
         """The longest history of all, if all are known."""
         longest = [feature.max_seqlen for feature in self.features]
         return None if None in longest else max(longest)
+
+
+def initial_bias(bias: Bias | None, num_buckets: int, num_heads: int) -> Tensor:
+    """[num_buckets, num_heads], float32: what the learned table of a bias begins at."""
+    table = torch.zeros(num_buckets, num_heads)
+    if isinstance(bias, PositionBias) and bias.recency:
+        table[:, 1:] = torch.logspace(-1, 1, num_heads - 1, 2.0)
+        table *= -math.log(2) * torch.arange(num_buckets)[:, None]
+    return table
 
 
 def group_features(features: list[SequenceFeatureConfig], embedding_dim: int) -> list[FeatureGroup]:

@@ -31,7 +31,7 @@ from jfi.modules import inputs as group_inputs
 from jfi.modules import ragged_attention
 from jfi.modules.inputs import GroupInputs
 from jfi.modules.projections import linear, project_events
-from jfi.modules.sequence_configs import Bias, FeatureGroup
+from jfi.modules.sequence_configs import Bias, FeatureGroup, initial_bias
 from jfi.ops import absorb_weights, absorbed_target_attention, jagged_softmax, target_attention
 
 # Whether targets are ragged is known only where there are tensors.
@@ -90,14 +90,17 @@ class StackedTargetAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws every projection anew as in Glorot & Bengio (2010), and sets the biases to zero."""
+        """Draws every projection anew as in Glorot & Bengio (2010), and resets the biases."""
         queries = self.query_weight.detach().unflatten(1, (self.num_queries, -1)).flatten(0, 1)
         for weight in (queries, self.key_weight, self.value_weight, self.output_weight):
             for matrix in weight.unbind():
                 nn.init.xavier_uniform_(matrix)
-        for bias in (self.query_bias, self.output_bias, self.bucket_bias):
-            if bias is not None:
-                nn.init.zeros_(bias)
+        nn.init.zeros_(self.query_bias)
+        nn.init.zeros_(self.output_bias)
+        if self.bucket_bias is not None:
+            tables = self.bucket_bias.detach().chunk(self.num_features)
+            for feature, table in zip(self.features, tables, strict=True):
+                table.copy_(initial_bias(feature.bias, *table.shape))
 
     def forward(self, inputs: GroupInputs) -> Tensor:
         """The features' outputs [F, B, embedding_dim], in the parameters' dtype or autocast's; [F, R, ..] if ragged.

@@ -280,8 +280,8 @@ def _bias(
     """The bias that the option `key` names."""
     if bias is None:
         return None
-    if bias == "position":
-        return PositionBias(config.num_buckets)
+    if bias in ("position", "recency"):
+        return PositionBias(config.num_buckets, bias == "recency")
     if bias == "weights":
         return WeightBias()
     check_bias(key, bias)

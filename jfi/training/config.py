@@ -25,7 +25,7 @@ def _require(condition: bool, key: str, got: object, must: str) -> None:
 
 
 #: Values of a bias, beside null; the last one is the bucket key that every data schema has.
-_BIASES = ("position", "weights", HISTORY + AGE)
+_BIASES = ("position", "recency", "weights", HISTORY + AGE)
 
 
 def check_bias(key: str, bias: str | None) -> None:
@@ -64,7 +64,8 @@ class ModelConfig:
         attention_layers: how often the target attends to the events: from the second time on it asks with what it has
             found, and the results are summed to an entry of their own.
         bias: learned score bias per head, by the bucket under a key such as `history_age`, or by `position` (counted
-            from the newest event); or `weights` of the events; or null. An unknown bucket key is refused. A list of
+            from the newest event); by `recency`, which is the position with a table that begins with heads for the
+            newest events; or `weights` of the events; or null. An unknown bucket key is refused. A list of
             biases gives each heads of its own, whose result is an entry of its own.
         num_buckets: rows of a bias table for `position`, also the encoder's, and for `encoder.relative_bias`, with
             which it is at most 64; the data determines those of a bucket key.

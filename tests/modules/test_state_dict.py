@@ -179,5 +179,5 @@ def keys_of(*names):
 
 def test_repr_shows_features_heads_queries_and_biases():
     text = repr(JaggedFeatureInteraction(OLD, EMBEDDING_DIM, 2, 3)) + repr(encoder_of(OLD))
-    assert "clicks: item -> clicks_item, bias=PositionBias(num_buckets=3)" in text
+    assert "clicks: item -> clicks_item, bias=PositionBias(num_buckets=3, recency=False)" in text
     assert "num_heads=2, num_queries=3" in text and "num_heads=2, num_layers=1, causal=False" in text
