@@ -94,13 +94,14 @@ class Part:
         optimizer = OptimizerConfig(OptimizerGroup("adam", 1e-3), OptimizerGroup("adagrad", 0.02))
         config = Config(data=data, model=model, optimizer=optimizer)
         config = config.with_training(device=device.type, batch_size=case.batch_size)
-        self.trainer = StepTrainer(config, dataset, World())
+        world = World(device)
+        self.trainer = StepTrainer(config, dataset, world)
         self.batches = list(itertools.islice(dataset.batches("train", case.batch_size, shuffle=True), HELD))
         self.seconds: list[float] = []
         self.step: Callable[[Batch], object] = self.trainer._step
         self.captured: CapturedStep | None = None
         if device.type == "cuda":
-            found = capture(self.trainer._step, self.trainer.model, self.trainer.optimizer, config, dataset, World())
+            found = capture(self.trainer._step, self.trainer.model, self.trainer.optimizer, config, dataset, world)
             if not isinstance(found, CapturedStep):
                 raise RuntimeError(f"{name} is not captured: {found}")
             self.step = self.captured = found
