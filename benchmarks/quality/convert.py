@@ -103,7 +103,8 @@ def _next_rows(text: str) -> Iterator[tuple[str, list[int], int]]:
 
 
 def office_items(items: str, codes: str) -> str:
-    """Titles, brands and the published semantic IDs of `amazon_office`, a row an item; `code_0` to `code_2`."""
+    """Content and the published semantic IDs of `amazon_office`, a row an item; the codes are `code_0` to `code_2`."""
     described, coded = json.loads(items), json.loads(codes)
-    rows = ((item, one["title"], one["brand"], *coded[item]) for item, one in described.items())
-    return table(("item", "title", "brand", "code_0", "code_1", "code_2"), rows)
+    columns = ("title", "description", "brand")
+    rows = ((item, *(one[name] for name in columns), *coded[item]) for item, one in described.items())
+    return table(("item", *columns, "code_0", "code_1", "code_2"), rows)

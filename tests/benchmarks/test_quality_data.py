@@ -155,12 +155,11 @@ def test_movielens_is_copied_from_the_users_folder(tmp_path):
     assert not fetch.copy_movielens(given, tmp_path / "tables")
 
 
-def test_office_items_have_titles_brands_and_codes():
-    items = json.dumps({"0": {"title": 'Pen, 12"', "brand": "HP"}})
+def test_office_items_have_content_and_codes():
+    items = json.dumps({"0": {"title": 'Pen, 12"', "description": "Blue.", "brand": "HP"}})
     rows = rows_of(convert.office_items(items, json.dumps({"0": ["<a_1>", "<b_2>", "<c_3>"]})))
-    assert rows == [
-        {"item": "0", "title": 'Pen, 12"', "brand": "HP", "code_0": "<a_1>", "code_1": "<b_2>", "code_2": "<c_3>"}
-    ]
+    content = {"title": 'Pen, 12"', "description": "Blue.", "brand": "HP"}
+    assert rows == [{"item": "0", **content, "code_0": "<a_1>", "code_1": "<b_2>", "code_2": "<c_3>"}]
 
 
 @pytest.mark.parametrize("name", TABLES)
