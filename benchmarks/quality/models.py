@@ -57,8 +57,11 @@ def _peer_trials(name: str) -> list[dict[str, object]]:
 
 _BIASES: dict[str, object] = {"model.bias": ["history_age", "position"]}
 _CROSSED = _BIASES | {"model.cross_layers": 2}
+#: With heads by recency in the place of those by position.
+_RECENT: dict[str, object] = {"model.bias": ["history_age", "recency"], "model.cross_layers": 2}
+_STATISTICS, _OWN = ({"data.statistics": names} for names in (["item", "user", "similar"], ["user", "user_item"]))
 #: Our models: what differs from the table's config. Each part after target attention is added to the one before, but
-#: for the last three, which are each beside the cross network: statistics of one's own past are those that do not read
+#: for those after the cross network, which are each beside it: statistics of one's own past are those that do not read
 #: other users' rows.
 OURS: dict[str, dict[str, object]] = {
     "no history": {"model.pooling": "none"},
@@ -67,8 +70,11 @@ OURS: dict[str, dict[str, object]] = {
     "+ heads by position": _BIASES,
     "+ cross network": _CROSSED,
     "+ second layer": _CROSSED | {"model.attention_layers": 2},
-    "+ statistics": _CROSSED | {"data.statistics": ["item", "user", "similar"]},
-    "+ statistics of one's own past": _CROSSED | {"data.statistics": ["user", "user_item"]},
+    "+ statistics": _CROSSED | _STATISTICS,
+    "+ statistics of one's own past": _CROSSED | _OWN,
+    "+ recency": _RECENT,
+    "+ recency, statistics": _RECENT | _STATISTICS,
+    "+ recency, statistics of one's own past": _RECENT | _OWN,
 }
 #: What the table's config sets beside its columns, at the library's defaults.
 _DEFAULTS: dict[str, object] = {
