@@ -1,0 +1,313 @@
+"""Logs -> a policy: segments of users, relevance by surface and dwell, and what a budget leaves of it."""
+
+from collections.abc import Mapping, Sequence
+from math import isfinite, log
+from typing import NamedTuple
+
+import numpy as np
+
+from jfi.history.log import EventLog, OrderedLog
+from jfi.history.policy import Policy, SegmentReport, SurfaceReport
+from jfi.history.relevance import bins_of, fit_logistic, information, learn_edges, log_odds
+from jfi.history.segments import Segments, learn_segments, statistics_of
+from jfi.suggest import suggest
+
+_MOST_SEGMENTS, _MOST_BINS = 8, 64
+
+
+def fit(
+    events: EventLog,
+    conversion: np.ndarray,
+    *,
+    num_segments: int | None = 2,
+    remove: float | Mapping[str, float] = 0.0,
+    threshold: float | None = None,
+    boost: Sequence[str] = (),
+    max_weight: float = 4.0,
+    caps: int | Mapping[str, int] | None = None,
+    newest: int = 10,
+    num_bins: int = 10,
+    pseudo_count: float = 50.0,
+    seed: int = 0,
+) -> Policy:
+    """Learns which events are worth computing; give it the training span alone.
+
+    Dwell is cut into bins at its quantiles on each surface. In each segment of users, the cells (surface, bin) of
+    lowest relevance are removed until the next one would exceed the budget.
+
+    Args:
+        events: N events.
+        conversion: `[N]` bool, or 0 and 1: whether the event has what the model is to predict, or leads to it. It is
+            needed here alone.
+        num_segments: 1 to 8, or None for the number of 2 to 8 with the largest silhouette.
+        remove: the largest share of events to remove, in [0, 1), for all segments or by name of segment ("passive" and
+            "active" of two). A segment that is not named loses none.
+        threshold: in place of `remove`: cells whose shrunk log-odds lie below it are removed.
+        boost: names of the segments whose events count as exp(log-odds), the others' as 1.
+        max_weight: weights lie in [1 / max_weight, max_weight].
+        caps: the longest history, for all segments or by name of segment; at least `newest`.
+        newest: how many of a history's newest events stay, whatever their cell.
+        num_bins: of dwell on each surface, 1 to 64; events without dwell have a bin of their own.
+        pseudo_count: events at the segment's rate that are added to each cell.
+        seed: of k-means.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong value or type; the message names it.
+
+    Example:
+        >>> import numpy as np
+        >>> from jfi.history import EventLog, fit
+        >>> rng = np.random.default_rng(0)
+        >>> user, dwell = np.repeat(np.arange(100), 50), rng.lognormal(3.0, 1.0, 5000)
+        >>> time, surface = np.tile(np.arange(50) * 600.0, 100), np.zeros(5000, np.int64)
+        >>> events = EventLog(user, time, surface, dwell, surfaces=["feed"])
+        >>> policy = fit(events, dwell > 60, num_segments=1, remove=0.3)
+        >>> policy.surface_reports[0].keep
+        (False, False, False, True, True, True, True, True, True, True, True)
+    """
+    conversion = _check(events, conversion, num_segments, threshold, max_weight, newest, num_bins, pseudo_count)
+    ordered, surfaces = events.ordered, tuple(events.surfaces)
+    first = ordered.first
+    statistics = statistics_of(ordered, len(surfaces), first[:-1], first[1:])
+    segments, silhouettes = learn_segments(statistics, num_segments, seed)
+    names = segments.names
+    budgets = _by_segment("remove", remove, names, 0.0)
+    for name, share in budgets.items():
+        if not 0 <= share < 1:
+            raise ValueError(f"remove must be in [0, 1), got {share} for segment '{name}'")
+    if threshold is not None and any(budgets.values()):
+        raise ValueError(f"threshold and remove both say what to remove, got {threshold} and {remove}")
+    most = _by_segment("caps", caps, names, None)
+    for name, cap in most.items():
+        if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int) or cap < max(1, newest)):
+            raise ValueError(f"caps must be whole numbers of at least newest = {newest}, got {cap!r} for '{name}'")
+    _check_names("boost", boost, names)
+
+    of_user = segments.assign(statistics)
+    counted = _count(ordered, conversion[ordered.order], of_user, len(names), len(surfaces), num_bins)
+    segment_reports, surface_reports, notes = [], [], _notes(events)
+    users = np.bincount(of_user, minlength=len(names))
+    for i, name in enumerate(names):
+        own, source = counted.of(i), counted.of(i)
+        is_global = not 0 < own.conversions.sum() < own.events.sum()
+        if is_global:
+            source = counted.of(len(names))
+            which = "no event of it has" if not own.conversions.sum() else "all of its events have"
+            notes.append(f"segment '{name}' has the relevance of all users: {which} a conversion")
+        rate = source.conversions.sum() / source.events.sum()
+        odds = log_odds(source.events, source.conversions, rate, pseudo_count)
+        removed = odds < threshold if threshold is not None else _cheapest(odds, own.events, budgets[name])
+        removed &= source.events > 0
+        weight = np.ones_like(odds)
+        if name in boost:
+            weight = np.exp(np.clip(odds, -log(max_weight), log(max_weight)))
+            # The tables are float32, which JSON and GPUs read alike.
+            weight = weight.astype(np.float32).astype(np.float64)
+        total = max(1, int(own.events.sum()))
+        share = float(own.events[removed].sum() / total)
+        numbers = int(users[i]), int(own.events.sum()), int(own.conversions.sum())
+        segment_reports.append(SegmentReport(name, *numbers, share, most[name], name in boost, is_global))
+        for g, surface in enumerate(surfaces):
+            # A surface may have fewer bins than others; that of unknown dwell comes last.
+            bins = [*range(len(counted.edges[g]) + 1), num_bins]
+            of_sessions = information(*source.sessions[:, g])
+            model = (None if np.isnan(x[g]) else float(x[g]) for x in source.models)
+            surface_reports.append(
+                SurfaceReport(
+                    name,
+                    surface,
+                    tuple(own.events[g, bins].tolist()),
+                    tuple(own.conversions[g, bins].tolist()),
+                    tuple(odds[g, bins].tolist()),
+                    tuple((~removed[g, bins]).tolist()),
+                    tuple(weight[g, bins].tolist()),
+                    *information(source.events[g], source.conversions[g]),
+                    *of_sessions,
+                    *model,
+                )
+            )
+    return Policy(
+        surfaces,
+        tuple(tuple(edges.tolist()) for edges in counted.edges),
+        newest,
+        segments,
+        tuple(segment_reports),
+        tuple(surface_reports),
+        silhouettes,
+        *_agreement(ordered, segments, len(surfaces)),
+        tuple(notes),
+    )
+
+
+class _Counts(NamedTuple):
+    """What one segment's relevance follows from, for G surfaces and as many bins as any has, unknown dwell last.
+
+    Args:
+        events, conversions: `[G, bins]`.
+        sessions: `[2, G, bins]`, sessions and those with a conversion, by their dwell on the surface.
+        models: intercepts and slopes, `[G]` each, NaN for none.
+    """
+
+    events: np.ndarray
+    conversions: np.ndarray
+    sessions: np.ndarray
+    models: tuple[np.ndarray, np.ndarray]
+
+
+class _AllCounts(NamedTuple):
+    """`_Counts` with a first axis of K segments and all users; and the edges by surface."""
+
+    edges: list[np.ndarray]
+    events: np.ndarray
+    conversions: np.ndarray
+    sessions: np.ndarray
+    intercepts: np.ndarray
+    slopes: np.ndarray
+
+    def of(self, segment: int) -> _Counts:
+        """Of a segment; K is all users."""
+        models = self.intercepts[segment], self.slopes[segment]
+        return _Counts(self.events[segment], self.conversions[segment], self.sessions[segment], models)
+
+
+def _count(
+    log: OrderedLog, conversion: np.ndarray, of_user: np.ndarray, num_segments: int, num_surfaces: int, num_bins: int
+) -> _AllCounts:
+    shape = num_segments, num_surfaces, num_bins + 1
+    segment = of_user[log.owner]
+    events, ones = np.zeros((2, *shape), np.int64)
+    sessions = np.zeros((num_segments, 2, num_surfaces, num_bins + 1), np.int64)
+    # Of each session: its user's segment, and whether any of its events has a conversion.
+    of_session = np.zeros(log.num_sessions, np.int64)
+    of_session[log.session] = segment
+    converts = np.bincount(log.session[conversion], minlength=log.num_sessions) > 0
+    edges = []
+    for g in range(num_surfaces):
+        rows = np.flatnonzero(log.surface == g)
+        dwell, one, of = log.dwell[rows], conversion[rows], segment[rows]
+        edges.append(learn_edges(dwell, num_bins))
+        for table, chosen in ((events, slice(None)), (ones, one)):
+            table[:, g] = _table(of[chosen], dwell[chosen], edges[g], num_segments, num_bins)
+        total = _session_dwell(log.session[rows], dwell, log.num_sessions)
+        borders = learn_edges(total, num_bins)
+        for k, chosen in enumerate((slice(None), converts)):
+            sessions[:, k, g] = _table(of_session[chosen], total[chosen], borders, num_segments, num_bins)
+    # Groups (segment, surface), then those of all users.
+    known = log.surface >= 0
+    surface, dwell, one = log.surface[known].astype(np.int64), log.dwell[known], conversion[known]
+    by_segment = fit_logistic(segment[known] * num_surfaces + surface, dwell, one, num_segments * num_surfaces)
+    overall = fit_logistic(surface, dwell, one, num_surfaces)
+    models = [
+        np.append(own.reshape(num_segments, num_surfaces), of_all[None], axis=0)
+        for own, of_all in zip(by_segment, overall, strict=True)
+    ]
+    with_all = [np.append(x, x.sum(0, keepdims=True), axis=0) for x in (events, ones, sessions)]
+    return _AllCounts(edges, *with_all, *models)
+
+
+def _table(segment: np.ndarray, dwell: np.ndarray, edges: np.ndarray, num_segments: int, num_bins: int) -> np.ndarray:
+    """`[num_segments, num_bins + 1]`, how many there are of each segment and bin."""
+    bins = bins_of(dwell, edges)
+    bins[bins == len(edges) + 1] = num_bins
+    size = num_segments * (num_bins + 1)
+    return np.bincount(segment.astype(np.int64) * (num_bins + 1) + bins, minlength=size).reshape(num_segments, -1)
+
+
+def _session_dwell(session: np.ndarray, dwell: np.ndarray, num_sessions: int) -> np.ndarray:
+    """`[num_sessions]` the sum of the known dwell of each, 0 without events, NaN where all dwell is missing."""
+    missing = np.isnan(dwell)
+    total = np.bincount(session, weights=np.where(missing, 0, dwell), minlength=num_sessions).astype(np.float32)
+    visits = np.bincount(session, minlength=num_sessions)
+    total[(visits > 0) & (visits == np.bincount(session[missing], minlength=num_sessions))] = np.nan
+    return total
+
+
+def _cheapest(odds: np.ndarray, events: np.ndarray, budget: float) -> np.ndarray:
+    """`[G, bins]` bool: cells by rising log-odds, as long as all of them have at most this share of the events."""
+    order = np.argsort(odds, axis=None, kind="stable")
+    order = order[events.ravel()[order] > 0]
+    fits = np.cumsum(events.ravel()[order]) <= budget * events.sum()
+    removed = np.zeros(odds.size, bool)
+    removed[order[fits]] = True
+    return removed.reshape(odds.shape)
+
+
+def _agreement(log: OrderedLog, segments: Segments, num_surfaces: int) -> tuple[float | None, float | None]:
+    """The share of users in the same segment by both halves of the time, and by chance; None without such users."""
+    middle = (log.time.min() + log.time.max()) / 2
+    older = np.append(0, np.cumsum(log.time <= middle))
+    first, end = log.first[:-1], log.first[1:]
+    border = first + older[end] - older[first]
+    both = (border > first) & (border < end)
+    if not both.any():
+        return None, None
+    ranges = ((first[both], border[both]), (border[both], end[both]))
+    halves = [segments.assign(statistics_of(log, num_surfaces, *one)) for one in ranges]
+    shares = [np.bincount(half, minlength=len(segments.names)) / len(half) for half in halves]
+    return float((halves[0] == halves[1]).mean()), float((shares[0] * shares[1]).sum())
+
+
+def _notes(events: EventLog) -> list[str]:
+    found = []
+    for count, what in (
+        (events.num_negative, "a dwell below 0, which counts as 0"),
+        (events.num_too_long, "a dwell of more than a day, which counts as a day"),
+        (int(np.isnan(events.dwell).sum()), "no dwell; they have a bin of their own"),
+        (int((events.surface < 0).sum()), "no surface; they always stay"),
+    ):
+        if count:
+            found.append(f"{count:,} of {len(events):,} events have {what}")
+    return found
+
+
+def _by_segment(argument: str, value: object, names: Sequence[str], default: object) -> dict:
+    """The value of each segment, given for all or by name."""
+    if not isinstance(value, Mapping):
+        return dict.fromkeys(names, default if value is None else value)
+    _check_names(argument, value, names)
+    return {name: value.get(name, default) for name in names}
+
+
+def _check_names(argument: str, given: Sequence[str] | Mapping[str, object], names: Sequence[str]) -> None:
+    if isinstance(given, str):
+        raise TypeError(f"{argument} must be a list of segments, got '{given}'")
+    for name in given:
+        if name not in names:
+            raise ValueError(f"{argument} names segment '{name}'; {suggest(str(name), names)}")
+
+
+def _check(
+    events: EventLog,
+    conversion: np.ndarray,
+    num_segments: int | None,
+    threshold: float | None,
+    max_weight: float,
+    newest: int,
+    num_bins: int,
+    pseudo_count: float,
+) -> np.ndarray:
+    """Checks what can be checked before the long work; returns the conversions as bool."""
+    if not isinstance(events, EventLog):
+        raise TypeError(f"events must be an EventLog, got {type(events).__name__}")
+    if not isinstance(conversion, np.ndarray) or conversion.shape != (len(events),):
+        got = list(conversion.shape) if isinstance(conversion, np.ndarray) else type(conversion).__name__
+        raise ValueError(f"conversion must be an array [{len(events)}] like the events, got {got}")
+    ones = conversion == 1
+    if not (ones | (conversion == 0)).all():
+        raise ValueError(f"conversion must be 0 or 1, got {conversion[~(ones | (conversion == 0))][0]}")
+    if not 0 < ones.sum() < len(ones):
+        kind = "a conversion" if len(ones) and ones.all() else "no conversion"
+        raise ValueError(f"conversion must be 0 for some events and 1 for others, but all {len(ones)} have {kind}")
+    if num_segments is not None and not 1 <= num_segments <= _MOST_SEGMENTS:
+        raise ValueError(f"num_segments must be 1 to {_MOST_SEGMENTS}, or None, got {num_segments}")
+    if threshold is not None and not isfinite(threshold):
+        raise ValueError(f"threshold must be finite, got {threshold}")
+    if not max_weight >= 1 or not isfinite(max_weight):
+        raise ValueError(f"max_weight must be at least 1, got {max_weight}")
+    if newest < 0:
+        raise ValueError(f"newest must be at least 0, got {newest}")
+    if not 1 <= num_bins <= _MOST_BINS:
+        raise ValueError(f"num_bins must be 1 to {_MOST_BINS}, got {num_bins}")
+    if not pseudo_count > 0 or not isfinite(pseudo_count):
+        raise ValueError(f"pseudo_count must be above 0, got {pseudo_count}")
+    return ones
