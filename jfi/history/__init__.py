@@ -4,7 +4,8 @@ from jfi import lockstep  # noqa: F401  # before TorchRec: a wrong pair of torch
 from jfi.history.apply import PolicyModule
 from jfi.history.fit import fit
 from jfi.history.log import EventLog
-from jfi.history.policy import Policy, SegmentReport, SurfaceReport
+from jfi.history.policy import Policy
+from jfi.history.reports import SegmentReport, SurfaceReport
 from jfi.history.segments import Segments
 from jfi.history.select import Selected
 

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from jfi.history.log import EventLog, OrderedLog
-from jfi.history.policy import Policy, SegmentReport, SurfaceReport
+from jfi.history.policy import Policy
 from jfi.history.relevance import bins_of, fit_logistic, information, learn_edges, log_odds
+from jfi.history.reports import SegmentReport, SurfaceReport
 from jfi.history.segments import Segments, learn_segments, statistics_of
 from jfi.suggest import suggest
 
@@ -295,9 +296,11 @@ def _check(
     ones = conversion == 1
     if not (ones | (conversion == 0)).all():
         raise ValueError(f"conversion must be 0 or 1, got {conversion[~(ones | (conversion == 0))][0]}")
-    if not 0 < ones.sum() < len(ones):
-        kind = "a conversion" if len(ones) and ones.all() else "no conversion"
-        raise ValueError(f"conversion must be 0 for some events and 1 for others, but all {len(ones)} have {kind}")
+    told = ones[events.surface >= 0]
+    if not 0 < told.sum() < len(told):
+        kind = "a conversion" if len(told) and told.all() else "no conversion"
+        what = f"but all {len(told)} events with a surface have {kind}"
+        raise ValueError(f"conversion must be 0 for some events and 1 for others, {what}")
     if num_segments is not None and not 1 <= num_segments <= _MOST_SEGMENTS:
         raise ValueError(f"num_segments must be 1 to {_MOST_SEGMENTS}, or None, got {num_segments}")
     if threshold is not None and not isfinite(threshold):

@@ -2,87 +2,26 @@
 
 import hashlib
 import json
-import re
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from jfi.files import DamagedFileError, reading_file, write_file
-from jfi.history.log import EventLog, check_surfaces
+from jfi.history.log import EventLog, check_range, check_surfaces
+from jfi.history.policy_file import as_tree, read_policy, write_policy
 from jfi.history.relevance import bins_of
+from jfi.history.reports import SegmentReport, SurfaceReport
 from jfi.history.segments import STATISTICS, Segments, statistics_of
 from jfi.history.select import Selected, Tables, select_events
 from jfi.suggest import suggest
 
-_FORMAT = "jfi history policy 1"
-#: The innermost lists of indented JSON, which read better on one line.
-_LIST = re.compile(r"\[\s+([^\[\]{}]*?)\s+\]")
-
-
-@dataclass(frozen=True)
-class SegmentReport:
-    """A segment of users and what was seen of it.
-
-    Args:
-        name: of the segment.
-        users, events, conversions: in the log that the policy was fitted to.
-        removed: share of the segment's events whose cells are not kept; the newest of a history stay all the same.
-        cap: the longest history, or None for no limit.
-        boosted: whether its events have weights.
-        is_global: whether the relevance is that of all users, since none or all of the segment's events have a
-            conversion.
-    """
-
-    name: str
-    users: int
-    events: int
-    conversions: int
-    removed: float
-    cap: int | None
-    boosted: bool
-    is_global: bool
-
-
-@dataclass(frozen=True)
-class SurfaceReport:
-    """The events of one segment on one surface: what dwell says of conversions, and what stays.
-
-    Lists are by bin of dwell; the last entry is that of events whose dwell is not known.
-
-    Args:
-        segment, surface: names.
-        events, conversions: counts by bin.
-        log_odds: relevance of each bin: its log-odds of a conversion less the segment's, shrunk towards 0.
-        keep: whether events stay.
-        weight: as how many events an event counts.
-        information, entropy: corrected mutual information of an event's bin and its conversion, and the entropy of the
-            conversion, in nats.
-        session_information, session_entropy: the same for the sessions: their dwell on this surface, 0 where they were
-            not there, and whether any of their events has a conversion.
-        intercept, slope: of logit P(conversion) = intercept + slope · log(1 + dwell); None where nothing could be
-            fitted.
-    """
-
-    segment: str
-    surface: str
-    events: tuple[int, ...]
-    conversions: tuple[int, ...]
-    log_odds: tuple[float, ...]
-    keep: tuple[bool, ...]
-    weight: tuple[float, ...]
-    information: float
-    entropy: float
-    session_information: float
-    session_entropy: float
-    intercept: float | None
-    slope: float | None
+#: Rows whose statistics are computed together.
+_ROWS = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -176,8 +115,9 @@ class Policy:
                 row = torch.tensor(values, dtype=table.dtype)
                 table[place][: len(values) - 1], table[place][-1] = row[:-1], row[-1]
         caps = [one.cap for one in self.segment_reports]
-        most = torch.iinfo(torch.int64).max
-        cap = None if caps == [None] * count else torch.tensor([most if one is None else one for one in caps])
+        most = torch.iinfo(torch.int32).max
+        numbers = [most if one is None else min(one, most) for one in caps]
+        cap = None if caps == [None] * count else torch.tensor(numbers, dtype=torch.int32)
         weighted = bool((weight != 1).any())
         return Tables(keep.flatten(1), weight.flatten(1) if weighted else None, cap, self.newest)
 
@@ -191,10 +131,8 @@ class Policy:
         found = []
         for name in names:
             if name not in place:
-                hint = suggest(name, self.surfaces)
-                raise ValueError(
-                    f"the policy was fitted to other surfaces than the data's: no surface '{name}'; {hint}"
-                )
+                what = f"the policy was fitted to other surfaces than the data's: it has no surface '{name}'"
+                raise ValueError(f"{what}; {suggest(str(name), self.surfaces)}")
             found.append(place[name])
         return np.array(found, np.int64)
 
@@ -208,9 +146,7 @@ class Policy:
         Raises:
             ValueError: an index that is no surface.
         """
-        if len(surface) and (surface.min() < -1 or surface.max() >= len(self.surfaces)):
-            wrong = surface[(surface < -1) | (surface >= len(self.surfaces))][0]
-            raise ValueError(f"surface must be from -1 to {len(self.surfaces) - 1}, got {wrong}")
+        check_range("surface", surface, -1, len(self.surfaces) - 1)
         bins = self.num_bins
         cells = np.full(len(surface), len(self.surfaces) * bins, np.int16)
         for place, edges in enumerate(self.edges):
@@ -294,31 +230,11 @@ class Policy:
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the policy, in hexadecimal: two runs with the same one remove and boost the same."""
-        return hashlib.sha256(json.dumps(self._tree(), sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(as_tree(self), sort_keys=True).encode()).hexdigest()
 
     def save(self, path: Path | str) -> None:
         """Writes the policy as JSON, whole or not at all."""
-        text = json.dumps(self._tree(), indent=1, ensure_ascii=False)
-        write_file(Path(path), _LIST.sub(lambda found: f"[{' '.join(found[1].split())}]", text) + "\n")
-
-    def _tree(self) -> dict[str, Any]:
-        return {
-            "format": _FORMAT,
-            "newest": self.newest,
-            "notes": list(self.notes),
-            "segments": {
-                "statistics": list(STATISTICS),
-                "mean": list(self.segments.mean),
-                "scale": list(self.segments.scale),
-                "centers": dict(zip(self.segments.names, map(list, self.segments.centers), strict=True)),
-                "silhouettes": {str(k): value for k, value in self.silhouettes.items()},
-                "agreement": self.agreement,
-                "agreement_by_chance": self.agreement_by_chance,
-                "reports": [asdict(one) for one in self.segment_reports],
-            },
-            "edges": dict(zip(self.surfaces, map(list, self.edges), strict=True)),
-            "surfaces": [asdict(one) for one in self.surface_reports],
-        }
+        write_policy(Path(path), self)
 
     @staticmethod
     def load(path: Path | str) -> "Policy":
@@ -327,24 +243,7 @@ class Policy:
         Raises:
             DamagedFileError: the file is missing, or is no policy; one line that names it.
         """
-        with reading_file(path, DamagedFileError):
-            content = Path(path).read_bytes()
-        try:
-            tree = json.loads(content, parse_constant=_no_constant)
-        except (ValueError, RecursionError) as error:
-            raise DamagedFileError(f"{path}: not JSON ({error})") from None
-        if not isinstance(tree, dict) or tree.get("format") != _FORMAT:
-            raise DamagedFileError(f"{path}: not a policy of this version of jfi (its 'format' must be '{_FORMAT}')")
-        try:
-            return _parse(tree)
-        except KeyError as error:
-            raise DamagedFileError(f"{path}: no {error}") from None
-        except (ValueError, TypeError, AttributeError, OverflowError) as error:
-            raise DamagedFileError(f"{path}: {error}") from None
-
-
-#: Rows whose statistics are computed together.
-_ROWS = 1 << 21
+        return read_policy(Path(path), Policy)
 
 
 def check_packed(policy: Policy, cells: Tensor, segments: Tensor, offsets: Tensor) -> None:
@@ -366,66 +265,3 @@ def check_packed(policy: Policy, cells: Tensor, segments: Tensor, offsets: Tenso
 def _must(holds: bool, what: str) -> None:
     if not holds:
         raise ValueError(what)
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number")
-
-
-def _parse(tree: dict) -> Policy:
-    segments = tree["segments"]
-    if segments["statistics"] != list(STATISTICS):
-        raise ValueError(f"statistics must be {list(STATISTICS)}, got {segments['statistics']}")
-    names = tuple(segments["centers"])
-    centers = tuple(_numbers(f"center of '{name}'", segments["centers"][name]) for name in names)
-    mean, scale = (_numbers(name, segments[name]) for name in ("mean", "scale"))
-    if not all(one > 0 for one in scale):
-        raise ValueError(f"scale must be above 0, got {list(scale)}")
-    return Policy(
-        surfaces=tuple(tree["edges"]),
-        edges=tuple(_numbers(f"edges of '{name}'", edges) for name, edges in tree["edges"].items()),
-        newest=_typed("newest", tree["newest"], int),
-        segments=Segments(names, mean, scale, centers),
-        segment_reports=tuple(_record(SegmentReport, one) for one in segments["reports"]),
-        surface_reports=tuple(_record(SurfaceReport, one) for one in tree["surfaces"]),
-        silhouettes={int(k): value for k, value in segments["silhouettes"].items()},
-        agreement=segments["agreement"],
-        agreement_by_chance=segments["agreement_by_chance"],
-        notes=tuple(_typed("notes", one, str) for one in tree["notes"]),
-    )
-
-
-def _record(kind: type, tree: dict) -> Any:
-    """A report of a JSON object; every field must be there with its type."""
-    parts = {}
-    for field in fields(kind):
-        value, what = tree[field.name], f"{field.name} in {kind.__name__}"
-        expected = str(field.type)
-        if "tuple" in expected:
-            inner = bool if "bool" in expected else int if "int" in expected else float
-            if not isinstance(value, list):
-                raise TypeError(f"{what} must be a list, got {value!r}")
-            parts[field.name] = tuple(_typed(what, one, inner) for one in value)
-        elif value is None and "None" in expected:
-            parts[field.name] = None
-        else:
-            plain = next(one for one in (bool, int, float, str) if one.__name__ in expected)
-            parts[field.name] = _typed(what, value, plain)
-    if unknown := [name for name in tree if name not in parts]:
-        raise ValueError(f"unknown '{unknown[0]}' in {kind.__name__}; {suggest(unknown[0], parts)}")
-    return kind(**parts)
-
-
-def _numbers(what: str, values: Sequence) -> tuple[float, ...]:
-    if not isinstance(values, list):
-        raise TypeError(f"{what} must be a list, got {values!r}")
-    return tuple(_typed(what, one, float) for one in values)
-
-
-def _typed(what: str, value: Any, kind: type) -> Any:
-    """The value, of this type; a whole number may stand for a float."""
-    if kind is float and type(value) is int:
-        value = float(value)
-    if type(value) is not kind:
-        raise TypeError(f"{what} must be {kind.__name__}, got {value!r}")
-    return value

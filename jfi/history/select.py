@@ -18,7 +18,7 @@ class Tables(NamedTuple):
     Args:
         keep: `[K, C]` bool.
         weight: `[K, C]` float32, or None where all weights are 1.
-        cap: `[K]` int64, the most events of a history, or None for no limit.
+        cap: `[K]` int32, the most events of a history, or None for no limit.
         newest: how many of a history's newest events stay whatever their cell.
     """
 
@@ -85,9 +85,12 @@ def select_events(
     if capacity is not None:
         keep &= history < count
     if tables.cap is not None and count:
-        before = _counted(keep)
-        end = spread(before[offsets[1:]]) if seen_by is None else before[seen_by]
-        keep &= end - before[:-1] <= spread(tables.cap.index_select(0, segments.to(torch.int64)))
+        before, cap = _counted(keep), tables.cap.index_select(0, segments.to(torch.int64))
+        # An event stays if from it to the end no more than the cap stay.
+        if seen_by is None:
+            keep &= before[:-1] >= spread(before[offsets[1:]] - cap)
+        else:
+            keep &= before[:-1] >= before[seen_by] - spread(cap)
     inside = left_out = None
     if capacity is None:
         rows = _places(keep)
