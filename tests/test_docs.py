@@ -192,7 +192,13 @@ def test_the_options_of_the_server_are_those_of_the_command(monkeypatch, capsys)
 
 @pytest.mark.parametrize(
     ("module", "page"),
-    [("jfi.ops", "operators"), ("jfi.modules", "modules"), ("jfi.models", "modules"), ("jfi.sid", "semantic_ids")],
+    [
+        ("jfi.ops", "operators"),
+        ("jfi.modules", "modules"),
+        ("jfi.models", "modules"),
+        ("jfi.sid", "semantic_ids"),
+        ("jfi.history", "dynamic_histories"),
+    ],
 )
 def test_every_public_name_is_on_its_page(module, page):
     shown = set(re.findall(r"^::: ([\w.]+)$", TEXTS[f"docs/{page}.md"], flags=re.MULTILINE))

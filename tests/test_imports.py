@@ -1,6 +1,6 @@
 """Who may import whom, each in a fresh process.
 
-kernels <- ops <- modules <- models <- training <- baselines; data and sid beside models.
+kernels <- ops <- modules <- models <- training <- baselines; data and sid beside models; history <- data.
 
 Serving has two sides: the export needs models and data, the server only its own package, jfi.encoding and jfi.suggest.
 """
@@ -39,6 +39,16 @@ FORBIDDEN = {
         "torchrec",
         "fbgemm_gpu",
         "triton",
+        "pyarrow",
+        "sklearn",
+        "matplotlib",
+        "jfi.ops",
+        "jfi.modules",
+        "jfi.models",
+        "jfi.data",
+        "jfi.training",
+    },
+    "jfi.history": {
         "pyarrow",
         "sklearn",
         "matplotlib",

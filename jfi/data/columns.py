@@ -11,6 +11,7 @@ from jfi.data.arrays import is_list
 from jfi.data.coded import BLOCK, CodedColumn, blocks, quantiles
 from jfi.data.schema import Strings, as_array
 from jfi.encoding import LARGEST_NUMBER, UNKNOWN, HashBuckets, Vocabulary, quantile_ids
+from jfi.ranges import ranges
 
 
 @dataclass(frozen=True)
@@ -57,18 +58,6 @@ class Categorical:
         kept = position < num_slots
         slots[position[kept], row[kept]] = self.ids[kept]
         return [Categorical(slot) for slot in slots]
-
-
-def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The integers of each range `[start, start + length)`, concatenated.
-
-    >>> ranges(np.array([7, 3]), np.array([2, 3]))
-    array([7, 8, 3, 4, 5])
-    """
-    ends = np.cumsum(lengths)
-    rows = np.repeat(starts - (ends - lengths), lengths)
-    rows += np.arange(len(rows))
-    return rows
 
 
 def sort_ids(column: pa.Array) -> tuple[pa.Array, np.ndarray]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jfi.history.policy import Policy, check_packed
-from jfi.history.select import Selected, Tables, first_seen, select_events
+from jfi.history.select import Selected, Tables, find_cells, first_seen, select_events
 from jfi.timelines import Timelines
 
 
@@ -80,16 +80,15 @@ class PolicyModule(nn.Module):
         return f"keys={self.keys}, capacity={self.capacity}, policy={self.policy.fingerprint[:12]}"
 
     def cells(self, surface: Tensor, dwell: Tensor) -> Tensor:
-        """`[S]` int64, as `Policy.cells`, on the device; contents are not checked.
+        """`[S]` integers, as `Policy.cells`, on the device, where contents are not checked.
 
         Args:
             surface: `[S]` integers, -1 for one that the policy does not know.
             dwell: `[S]` seconds, NaN where missing.
         """
-        surface = torch.where(surface < 0, len(self.policy.surfaces), surface.to(torch.int64))
-        dwell, bins = dwell.to(torch.float32), self.policy.num_bins
-        above = (dwell[:, None] >= self._edges[surface]) & self._edges[surface].isfinite()
-        return surface * bins + torch.where(dwell.isnan(), bins - 1, above.sum(1))
+        if surface.device.type == "cpu" and not torch.compiler.is_compiling():
+            return torch.from_numpy(self.policy.cells(surface.numpy(), dwell.numpy()))
+        return find_cells(self._edges, surface, dwell)
 
     def forward(
         self, features: KeyedJaggedTensor, surface: Tensor, dwell: Tensor, segments: Tensor
@@ -241,6 +240,5 @@ def shorten(features: KeyedJaggedTensor, keys: Sequence[str], selected: Selected
 
 def _taken(values: Tensor, selected: Selected) -> Tensor:
     """The values of the events that stay, 0 where there is no event."""
-    if selected.inside is None:
-        return values[selected.rows]
-    return torch.where(selected.inside, values[selected.rows], 0)
+    found = values.index_select(0, selected.rows)
+    return found if selected.inside is None else torch.where(selected.inside, found, 0)

@@ -134,8 +134,23 @@ def _keep_newest(keep: Tensor, offsets: Tensor, newest: int, seen_by: Tensor | N
     places = offsets[1:, None] - 1 - torch.arange(newest, device=keep.device)
     mine = places >= offsets[:-1, None]
     ones = torch.zeros(events + 1, dtype=torch.bool, device=keep.device)
-    ones[torch.where(mine, places, events)] = True
-    keep |= ones[:-1]
+    keep |= ones.index_fill_(0, torch.where(mine, places, events).flatten(), True)[:-1]
+
+
+def find_cells(edges: Tensor, surface: Tensor, dwell: Tensor) -> Tensor:
+    """`[S]` int64, the cell of each event, without a look at the contents.
+
+    Args:
+        edges: `[G + 1, E]` float32, by surface and for an unknown one, infinite behind the last edge of a surface.
+        surface: `[S]` integers in [-1, G).
+        dwell: `[S]`, NaN where missing.
+    """
+    surface = torch.where(surface < 0, edges.size(0) - 1, surface.to(torch.int64))
+    own, dwell = edges[surface], dwell.to(torch.float32)
+    bins = ((dwell[:, None] >= own) & own.isfinite()).sum(1)
+    unknown = edges.size(1) + 1
+    cells = surface * (unknown + 1) + torch.where(dwell.isnan(), unknown, bins)
+    return torch.where(surface == edges.size(0) - 1, surface * (unknown + 1), cells)
 
 
 def first_seen(offsets: Tensor, event_times: Tensor, row_offsets: Tensor, target_times: Tensor) -> Tensor:

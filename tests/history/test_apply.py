@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from jfi.history import EventLog, Policy, PolicyModule, fit
-from jfi.history.select import first_seen, select_events
+from jfi.history import EventLog, Policy, PolicyIndex, PolicyModule, fit
+from jfi.history.select import find_cells, first_seen, select_events
 from jfi.timelines import Timelines
 
 HISTORY = ["history_item", "history_rating"]
@@ -181,6 +181,31 @@ def fixed_to_exact(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(
         features.keys(), cut(features.values()), None if weights is None else cut(weights), lengths, stride=stride
     )
+
+
+@settings(max_examples=80, deadline=None)
+@given(policy=POLICIES, events=st.lists(st.tuples(st.integers(-1, 2), DWELL), max_size=30), data=st.data())
+def test_an_index_of_ranges_chooses_what_the_packed_histories_do(policy, events, data):
+    surface, dwell, _, _ = packed([(0, events)])
+    cells = policy.cells(surface, dwell)
+    place = st.integers(0, len(events))
+    drawn = data.draw(st.lists(st.tuples(place, place, st.integers(0, 1)), min_size=1, max_size=6))
+    start, end = np.sort(np.array(drawn)[:, :2], axis=1).T
+    segments = np.array(drawn)[:, 2].astype(np.int8)
+    rows, lengths, weights = PolicyIndex(policy, cells).select(start, end - start, segments)
+    history = np.concatenate([np.arange(a, b) for a, b in zip(start, end, strict=True)])
+    stay = policy.select(cells[history], segments, end - start)
+    assert rows.tolist() == history[stay.rows.numpy()].tolist() and lengths.tolist() == stay.lengths.tolist()
+    assert (weights is None and stay.weights is None) or weights.tolist() == stay.weights.tolist()
+
+
+@given(policy=POLICIES, events=st.lists(st.tuples(st.integers(-1, 2), DWELL), max_size=30))
+@settings(max_examples=40, deadline=None)
+def test_cells_on_a_device_are_those_on_the_host(policy, events):
+    surface, dwell, _, _ = packed([(0, events)])
+    edges = PolicyModule(policy, HISTORY).get_buffer("_edges")
+    found = find_cells(edges, torch.from_numpy(surface), torch.from_numpy(dwell))
+    assert found.tolist() == policy.cells(surface, dwell).tolist()
 
 
 def test_beyond_the_capacity_events_are_left_out_and_counted():

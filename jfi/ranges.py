@@ -1,0 +1,15 @@
+"""Ranges of rows, flattened; needs NumPy alone."""
+
+import numpy as np
+
+
+def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The integers of each range `[start, start + length)`, concatenated.
+
+    >>> ranges(np.array([7, 3]), np.array([2, 3]))
+    array([7, 8, 3, 4, 5])
+    """
+    ends = np.cumsum(lengths)
+    rows = np.repeat(starts - (ends - lengths), lengths)
+    rows += np.arange(len(rows))
+    return rows

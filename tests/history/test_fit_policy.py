@@ -1,0 +1,121 @@
+"""The command: what it writes, that it reads nothing after --until, and what it refuses, by name."""
+
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from history.logs import SURFACES, planted
+
+from benchmarks.online_shoppers import fit_sessions, read_sessions, share_of_entropy
+from jfi.history import EventLog, Policy, fit
+from jfi.training.cli import run_cli
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = shlex.split("--interactions log.parquet --surface tab --dwell ms --dwell-unit ms --conversion buys")
+
+
+@pytest.fixture(scope="module")
+def main():
+    return runpy.run_path(str(ROOT / "examples/fit_policy.py"))["main"]
+
+
+@pytest.fixture
+def command(main, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    events, conversion, _ = planted(60)
+    dwell = pa.array(events.dwell * 1000, mask=np.arange(len(events)) % 10 == 0)
+    tab = pa.array([SURFACES[one] for one in events.surface]).dictionary_encode()
+    user = [f"user {one}" for one in events.user]
+    table = {"user": user, "timestamp": events.time, "tab": tab, "ms": dwell, "buys": conversion.astype(int)}
+    pq.write_table(pa.table(table), "log.parquet")
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fit_policy.py", *map(str, arguments)])
+        return run_cli(main), *capsys.readouterr()
+
+    return call
+
+
+def test_it_fits_prints_and_draws(command):
+    options = "--remove passive=0.5 --boost active --caps 40 --newest 3 --segments 2 --out policy.json"
+    code, out, err = command(*OPTIONS, *shlex.split(options))
+    assert code == 0, err
+    events, conversion, _ = planted(60)
+    dwell = np.where(np.arange(len(events)) % 10 == 0, np.nan, events.dwell * 1000 * 1e-3)
+    place = {name: i for i, name in enumerate(sorted(SURFACES))}
+    surface = np.array([place[SURFACES[one]] for one in events.surface])
+    # Users by the order of their names, which k-means does not depend on in so clear a case.
+    user = np.unique([f"user {one}" for one in events.user], return_inverse=True)[1]
+    log = EventLog(user, events.time, surface, dwell, sorted(SURFACES))
+    expected = fit(log, conversion, remove={"passive": 0.5}, boost=["active"], caps=40, newest=3)
+    assert Policy.load("policy.json") == expected
+    assert Path("policy.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in Path().iterdir()) == ["log.parquet", "policy.json", "policy.png"]
+    assert "passive" in out and "active" in out and "feed: seconds from" in out and ", boosted" in out
+    assert f"{len(events) // 10:,} of {len(events):,} events have no dwell" in out
+
+
+def test_nothing_after_the_training_span_counts(command):
+    middle = 3 * 86400
+    assert command(*OPTIONS, "--until", middle, "--out", "whole.json")[0] == 0
+    table = pq.read_table("log.parquet")
+    before = pa.array(table["timestamp"].to_numpy() < middle)
+    pq.write_table(table.filter(before), "log.parquet")
+    assert command(*OPTIONS, "--out", "half.json")[0] == 0
+    assert Policy.load("half.json") == Policy.load("whole.json")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--out policy.txt", "--out policy.txt: the name must end in .json"),
+        ("--out gone/policy.json", "there is no folder gone"),
+        ("--out policy.json --remove 1.5", "remove must be in [0, 1), got 1.5"),
+        ("--out policy.json --remove much", "--remove: got 'much', must be a number for all segments"),
+        ("--out policy.json --remove lively=0.5", "remove names segment 'lively'"),
+        ("--out policy.json --caps 3", "caps must be whole numbers of at least newest = 10"),
+        ("--out policy.json --segments 9", "num_segments must be 1 to 8"),
+        ("--out policy.json --until -5", "--until -5: no event of log.parquet is older"),
+        ("--out policy.json --dwell seconds", "no column 'seconds'"),
+        ("--out policy.json --dwell tab", "'tab' is"),
+        ("--out policy.json --conversion ms", "label 'ms' is"),
+        ("--out policy.json --conversion 'buys == 7'", "no event has one"),
+        ("--out policy.json --user ms", "empty 'ms'"),
+        ("--out policy.json --interactions gone.csv", "gone.csv"),
+    ],
+)
+def test_faults_are_one_line_and_leave_nothing(command, options, message):
+    code, _, err = command(*OPTIONS, *shlex.split(options))
+    assert code == 2 and message in err and err.count("\n") == 1
+    assert [path.name for path in Path().iterdir()] == ["log.parquet"]
+
+
+def test_the_relevance_of_sessions_is_that_of_the_columns(tmp_path):
+    """On a table in the layout of Online Shoppers: by session, with the sessions that have no page of a kind."""
+    rng = np.random.default_rng(0)
+    pages = rng.integers(0, 3, (3, 4000))
+    pages[0] += 1
+    seconds = np.where(pages > 0, rng.lognormal(4, 1, pages.shape), 0)
+    purchase = rng.random(4000) < 1 / (1 + np.exp(3 - 0.5 * np.log1p(seconds[0])))
+    columns = {}
+    for kind, of_pages, of_seconds in zip(
+        ("ProductRelated", "Administrative", "Informational"), pages, seconds, strict=True
+    ):
+        columns |= {kind: of_pages, f"{kind}_Duration": of_seconds}
+    path = tmp_path / "shoppers.csv"
+    names = [*columns, "Revenue"]
+    lines = zip(*columns.values(), np.where(purchase, "TRUE", "FALSE"), strict=True)
+    path.write_text("\n".join([",".join(names), *(",".join(map(str, line)) for line in lines)]))
+    read = read_sessions(str(path))
+    policy = fit_sessions(*read)
+    for report, dwell in zip(policy.surface_reports, seconds, strict=True):
+        share = report.session_information / report.session_entropy
+        bias = 9 / (2 * 4000) / report.session_entropy  # the definition's, of 10 bins
+        assert share == pytest.approx(share_of_entropy(dwell, purchase) - bias, abs=0.002)
+    first, second, third = (one.session_information for one in policy.surface_reports)
+    assert first > 10 * max(abs(second), abs(third))
