@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jfi.history.policy import Policy, check_packed
-from jfi.history.select import Selected, Tables, find_cells, first_seen, select_events
+from jfi.history.select import Selected, Tables, find_cells, first_seen, select_events, take
 from jfi.timelines import Timelines
 
 
@@ -153,7 +153,7 @@ class PolicyModule(nn.Module):
         if timelines is None and segments.shape != (stride,):
             raise ValueError(f"segments must be [{stride}], the samples, got {list(segments.shape)}")
         place = features.keys().index(self.keys[0])
-        lengths = features.lengths().view(-1, stride)[place]
+        lengths = features.lengths().view(len(features.keys()), stride)[place]
         offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         seen_by = None
         if timelines is not None:
@@ -192,7 +192,7 @@ def check_events(
             got = counts[present.index(key)]
             raise ValueError(f"features['{key}'] must have {events} events like '{keys[0]}', got {got}")
     if features.lengths().device.type == "cpu":
-        lengths = features.lengths().view(-1, stride)
+        lengths = features.lengths().view(len(present), stride)
         for key in keys[1:]:
             if not torch.equal(lengths[present.index(key)], lengths[present.index(keys[0])]):
                 raise ValueError(f"features['{key}'] must be aligned with '{keys[0]}', got other lengths")
@@ -211,7 +211,7 @@ def shorten(features: KeyedJaggedTensor, keys: Sequence[str], selected: Selected
         selected: of the history.
     """
     stride, old_weights = features.stride(), features.weights_or_none()
-    lengths, values, weights, sizes = features.lengths().view(-1, stride).clone(), [], [], []
+    lengths, values, weights, sizes = features.lengths().view(len(features.keys()), stride).clone(), [], [], []
     parts = zip(features.keys(), features.offset_per_key(), features.length_per_key(), strict=False)
     for place, (key, start, count) in enumerate(parts):
         of = features.values()[start : start + count]
@@ -240,5 +240,5 @@ def shorten(features: KeyedJaggedTensor, keys: Sequence[str], selected: Selected
 
 def _taken(values: Tensor, selected: Selected) -> Tensor:
     """The values of the events that stay, 0 where there is no event."""
-    found = values.index_select(0, selected.rows)
+    found = take(values, selected.rows)
     return found if selected.inside is None else torch.where(selected.inside, found, 0)

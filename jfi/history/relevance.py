@@ -53,7 +53,7 @@ def information(events: np.ndarray, conversions: np.ndarray) -> tuple[float, flo
 
 def _entropy(counts: np.ndarray) -> float:
     share = counts[counts > 0] / counts.sum()
-    return float(-(share * np.log(share)).sum())
+    return float((share * -np.log(share)).sum())
 
 
 def log_odds(events: np.ndarray, conversions: np.ndarray, rate: float, pseudo_count: float) -> np.ndarray:

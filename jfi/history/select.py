@@ -106,9 +106,14 @@ def select_events(
         left_out = (counts[-1] - capacity).clamp(min=0)
     weights = None
     if tables.weight is not None:
-        weights = tables.weight.flatten().index_select(0, entry.index_select(0, rows))
+        weights = tables.weight.flatten().index_select(0, take(entry, rows))
         weights = weights if inside is None else torch.where(inside, weights, 0.0)
     return Selected(rows, lengths, weights, inside, left_out)
+
+
+def take(values: Tensor, rows: Tensor) -> Tensor:
+    """`values[rows]`; a capacity has rows where there are no values at all, which read 0."""
+    return values.index_select(0, rows) if values.size(0) else values.new_zeros(rows.shape)
 
 
 def _counted(keep: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ def loop_stays(policy: Policy, segment: int, events: list[tuple]) -> list[tuple[
     return found if cap is None else found[-cap:]
 
 
-DWELL = st.sampled_from([np.nan, -1.0, 0.0, 3.0, 8.0, 14.0, 20.0, 30.0, 50.0, 120.0, 1e9])
+DWELL = st.sampled_from([np.nan, -1.0, 0.0, 3.0, 8.0, 14.0, 20.0, 30.0, 50.0, 120.0, 1e9, np.inf])
 HISTORIES = st.lists(
     st.tuples(st.integers(0, 1), st.lists(st.tuples(st.integers(-1, 2), DWELL), max_size=12)), min_size=1, max_size=6
 )
@@ -150,22 +150,28 @@ def test_what_stays_is_that_of_a_loop(policy, histories, weights, room):
     if not capacity:
         return
     module = PolicyModule(policy, HISTORY, capacity)
+
+    def with_tail(of: str) -> torch.Tensor:
+        parts = [getattr(features[key], of)() for key in features.keys()]  # noqa: SIM118
+        return torch.cat([torch.nn.functional.pad(part, (0, room), value=-9) for part in parts])
+
     with_room = KeyedJaggedTensor(
         keys=features.keys(),
-        values=torch.cat([torch.nn.functional.pad(features[k].values(), (0, room)) for k in features.keys()]),  # noqa: SIM118
-        weights=torch.cat([torch.nn.functional.pad(features[k].weights(), (0, room)) for k in features.keys()])  # noqa: SIM118
-        if weights
-        else None,
+        values=with_tail("values"),
+        weights=with_tail("weights") if weights else None,
         lengths=features.lengths(),
         stride=features.stride(),
         length_per_key=[count + room for count in features.length_per_key()],
     )
-    padded = torch.nn.functional.pad(inputs[0], (0, room)), torch.nn.functional.pad(inputs[1], (0, room))
+    padded = [torch.nn.functional.pad(one, (0, room)) for one in inputs[:2]]
     fixed = module(with_room, *padded, inputs[2])
     check(policy, histories, features, fixed_to_exact(fixed))
     assert fixed.length_per_key()[1] == capacity and module.left_out == 0
     behind = fixed.values()[fixed.offset_per_key()[1] : fixed.offset_per_key()[2]][len(expected) :]
     assert not behind.any()
+    if fixed.weights_or_none() is not None:
+        weights_behind = fixed.weights()[fixed.offset_per_key()[1] : fixed.offset_per_key()[2]][len(expected) :]
+        assert not weights_behind.any()
 
 
 def fixed_to_exact(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -219,6 +225,16 @@ def test_beyond_the_capacity_events_are_left_out_and_counted():
     assert module.left_out == 3
     module(batch(lengths.numpy()), surface, dwell, segments)
     assert module.left_out == 6
+
+
+@pytest.mark.parametrize("capacity", [None, 4])
+def test_batches_without_samples_and_without_events(capacity):
+    policy = made(2, (4, 7), True)
+    for lengths in (np.zeros(0, np.int64), np.zeros(3, np.int64)):
+        nothing = torch.zeros(0), torch.zeros(0), torch.zeros(len(lengths), dtype=torch.int64)
+        found = PolicyModule(policy, HISTORY, capacity)(batch(lengths), nothing[0].long(), *nothing[1:])
+        assert found.stride() == len(lengths) and found.lengths().sum() == 2 * len(lengths)
+        assert found.length_per_key()[1] == (capacity or 0)
 
 
 def test_a_policy_that_keeps_all_changes_no_bit():

@@ -163,11 +163,20 @@ def test_the_planted_relevance_is_found(truth):
 
 def test_a_threshold_takes_the_place_of_a_budget():
     events, conversion, _ = planted()
-    policy = fit(events, conversion, threshold=-0.3)
+    policy = fit(events, conversion, threshold=0.05)
     for one in policy.surface_reports:
-        expected = [odds >= -0.3 or not events for odds, events in zip(one.log_odds, one.events, strict=True)]
+        expected = [odds >= 0.05 or not events for odds, events in zip(one.log_odds, one.events, strict=True)]
         assert list(one.keep) == expected
     assert not all(all(one.keep) for one in policy.surface_reports)
+
+
+def test_weights_are_clipped():
+    events, conversion, _ = planted()
+    free, clipped_ = (fit(events, conversion, boost=["active"], max_weight=most) for most in (1e6, 1.5))
+    for one, other in zip(free.surface_reports, clipped_.surface_reports, strict=True):
+        assert other.weight == pytest.approx(np.clip(one.weight, 1 / 1.5, 1.5), rel=1e-6)
+    weights = [weight for one in free.surface_reports for weight in one.weight]
+    assert min(weights) < 1 / 1.5 and max(weights) > 1.5
 
 
 def test_a_segment_without_conversions_has_the_relevance_of_all():

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jfi.history import EventLog, Policy, fit
-from jfi.history.segments import STATISTICS, learn_segments, silhouette, statistics_of
+from jfi.history.segments import STATISTICS, Segments, learn_segments, silhouette, statistics_of
 
 
 def loop_sessions(rows: list[tuple], session: list[int] | None) -> list:
@@ -76,6 +76,20 @@ def test_sessions_and_statistics_are_those_of_a_loop(rows, session):
         check_statistics(found[:, number], loop_statistics([rows[i] for i in own], [keys[i] for i in own]))
 
 
+@settings(max_examples=60, deadline=None)
+@given(rows=EVENTS, data=st.data())
+def test_a_range_may_begin_within_a_session(rows, data):
+    rows = [(0, *row[1:]) for row in rows]
+    ordered, keys = make_log(rows).ordered, loop_sessions(rows, None)
+    first, end = sorted(data.draw(st.tuples(st.integers(0, len(rows)), st.integers(0, len(rows)))))
+    found = statistics_of(ordered, 3, np.array([first]), np.array([end]))[:, 0]
+    if first == end:
+        assert np.isnan(found).all()
+    else:
+        own = ordered.order[first:end]
+        check_statistics(found, loop_statistics([rows[i] for i in own], [keys[i] for i in own]))
+
+
 @pytest.fixture(scope="module")
 def policy() -> Policy:
     events, conversion, _ = planted()
@@ -101,6 +115,14 @@ def test_a_row_has_the_segment_of_its_past(policy, rows, data):
     assert after[: len(kept)].tolist() == before[kept].tolist()
     of_now = {row[0]: after[len(kept) + i] for i, row in enumerate(changed[len(kept) :]) if row[1] == now}
     assert all(of_now[rows[i][0]] == before[i] for i in later)
+
+
+def test_who_has_no_event_is_in_the_first_segment():
+    six = (0.0,) * 6
+    segments = Segments(("passive", "active"), six, (1.0,) * 6, ((5.0,) * 6, six))
+    missing = np.full((6, 2), np.nan, np.float32)
+    missing[0, 1] = 0.1  # one event, of unknown dwell: what is missing counts as the mean
+    assert segments.assign(missing).tolist() == [0, 1]
 
 
 def test_only_events_count(policy):
