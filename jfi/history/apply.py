@@ -123,7 +123,9 @@ class PolicyModule(nn.Module):
         cap counts back from the first row that sees an event. `timelines.max_events` counts the events that stay.
 
         Args:
-            features, surface, dwell: as in `forward`.
+            features: as in `forward`.
+            surface: as in `forward`.
+            dwell: as in `forward`.
             segments: `[U]`, of each timeline: that of its first row, which knows the least.
             timelines: of the batch.
 

@@ -62,7 +62,8 @@ class PolicyIndex:
         """The rows that stay, as `Policy.select` of the same histories.
 
         Args:
-            start, lengths: `[B]` integers: history b has the events `start:start + length`.
+            start: `[B]` integers: history b has the events `start:start + length`.
+            lengths: `[B]` integers.
             segments: `[B]` integers, the segment of each history.
 
         Returns:

@@ -36,8 +36,9 @@ class Policy:
         segment_reports: beside the segments.
         surface_reports: K · G, surface by surface of the first segment, then of the next.
         silhouettes: by number of segments that was tried.
-        agreement, agreement_by_chance: share of users that both halves of the time put into the same segment, and the
-            share that would agree if the halves were independent; None where no user has events in both.
+        agreement: share of users that both halves of the time put into the same segment; None where no user has events
+            in both.
+        agreement_by_chance: the share that would agree if the halves were independent.
         notes: what was clipped and where the policy falls back, in sentences.
 
     Raises:

@@ -9,7 +9,9 @@ class SegmentReport:
 
     Args:
         name: of the segment.
-        users, events, conversions: in the log that the policy was fitted to.
+        users: in the log that the policy was fitted to.
+        events: of these users.
+        conversions: of these events.
         removed: share of the segment's events whose cells are not kept; the newest of a history stay all the same.
         cap: the longest history, or None for no limit.
         boosted: whether its events have weights.
@@ -34,17 +36,20 @@ class SurfaceReport:
     Lists are by bin of dwell; the last entry is that of events whose dwell is not known.
 
     Args:
-        segment, surface: names.
-        events, conversions: counts by bin.
+        segment: its name.
+        surface: its name.
+        events: counts by bin.
+        conversions: those of them with a conversion.
         log_odds: relevance of each bin: its log-odds of a conversion less the segment's, shrunk towards 0.
         keep: whether events stay.
         weight: as how many events an event counts.
-        information, entropy: corrected mutual information of an event's bin and its conversion, and the entropy of the
-            conversion, in nats.
-        session_information, session_entropy: the same for the sessions: their dwell on this surface, 0 where they were
+        information: corrected mutual information of an event's bin and its conversion, in nats.
+        entropy: of an event's conversion, in nats.
+        session_information: the same as `information` for the sessions: their dwell on this surface, 0 where they were
             not there, and whether any of their events has a conversion.
-        intercept, slope: of logit P(conversion) = intercept + slope · log(1 + dwell); None where nothing could be
-            fitted.
+        session_entropy: of that.
+        intercept: of logit P(conversion) = intercept + slope · log(1 + dwell); None where nothing could be fitted.
+        slope: of that.
     """
 
     segment: str

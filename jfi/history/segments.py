@@ -83,7 +83,8 @@ class Segments:
 
     Args:
         names: "all" of one segment, "passive" and "active" of two, else by activity.
-        mean, scale: of each of the 6 statistics; a missing one counts as the mean.
+        mean: of each of the 6 statistics; a missing one counts as the mean.
+        scale: their standard deviations, 1 where all users are alike.
         centers: `[K][6]`, of standardized statistics.
     """
 

@@ -31,7 +31,7 @@ class Tables(NamedTuple):
 class Selected(NamedTuple):
     """The M events that stay, in their order.
 
-    Args:
+    Attributes:
         rows: `[M]` int64, their places among the S events. With a capacity M is the capacity.
         lengths: `[B]` int64, how many stay of each history.
         weights: `[M]` float32, or None where all are 1.
