@@ -1,7 +1,7 @@
 """Which events of a user's history are worth computing, by surface, dwell and segment of users (DynamiX)."""
 
-from jfi import lockstep  # noqa: F401  # before TorchRec: a wrong pair of torch and fbgemm is said in one line
-from jfi.history.apply import PolicyModule
+from typing import TYPE_CHECKING
+
 from jfi.history.fit import fit
 from jfi.history.index import PolicyIndex
 from jfi.history.log import EventLog
@@ -9,6 +9,9 @@ from jfi.history.policy import Policy
 from jfi.history.reports import SegmentReport, SurfaceReport
 from jfi.history.segments import Segments
 from jfi.history.select import Selected
+
+if TYPE_CHECKING:
+    from jfi.history.apply import PolicyModule
 
 __all__ = [
     "EventLog",
@@ -21,3 +24,13 @@ __all__ = [
     "SurfaceReport",
     "fit",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name != "PolicyModule":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # A server does without TorchRec, so it is imported here, after a look at its version.
+    from jfi import lockstep  # noqa: F401
+    from jfi.history.apply import PolicyModule
+
+    return PolicyModule

@@ -4,6 +4,7 @@ Every statistic follows from counts, so the same function gives those of all of 
 events before a moment, for applying.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,6 +46,13 @@ def statistics_of(log: OrderedLog, num_surfaces: int, first: np.ndarray, end: np
         np.cumsum(chosen, out=sums[1:])
         return sums[end] - sums[first]
 
+    def counted_each(values: np.ndarray, number: int) -> Iterable[np.ndarray]:
+        """`counted(values == one)` for each integer below `number`, in parts `[any, R]`."""
+        if len(first) > 1:
+            return (counted(values == one)[None] for one in range(number))
+        own = values[first[0] : end[0]]  # one range, as of a request: all at once
+        return [np.bincount(own[(own >= 0) & (own < number)], minlength=number)[:, None]]
+
     count, some = end - first, end > first
     begin, last = np.where(some, first, 0), np.where(some, end - 1, 0)
     result = np.full((len(STATISTICS), len(first)), np.nan, np.float32)
@@ -58,19 +66,18 @@ def statistics_of(log: OrderedLog, num_surfaces: int, first: np.ndarray, end: np
     bins = np.searchsorted(_EDGES, log.dwell, side="right").astype(np.int8)
     bins[missing] = len(_EDGES) + 1
     places = np.zeros((2, len(first)), np.int8)
-    below = np.zeros_like(known)
-    for place in range(len(_EDGES)):
-        below += counted(bins == place)
+    below = np.zeros_like(known)[None]
+    for of in counted_each(bins, len(_EDGES)):
+        below = below[-1:] + of.cumsum(axis=0)
         for row, share in enumerate((0.5, 0.9)):
-            places[row] += below < share * known
+            places[row] += (below < share * known).sum(axis=0, dtype=np.int8)
     for row in range(2):
         result[2 + row] = np.where(known > 0, _MIDDLES[places[row]], np.nan)
     result[4] = np.where(known > 0, counted(log.dwell < SHORT) / np.maximum(known, 1), np.nan)
     total, information = np.zeros(len(first), np.int64), np.zeros(len(first))
-    for surface in range(num_surfaces):
-        of = counted(log.surface == surface)
-        total += of
-        information += of * np.log(np.maximum(of, 1))
+    for of in counted_each(log.surface, num_surfaces):
+        total += of.sum(axis=0)
+        information += (of * np.log(np.maximum(of, 1))).sum(axis=0)
     entropy = np.log(np.maximum(total, 1)) - information / np.maximum(total, 1)
     result[5] = np.maximum(entropy, 0)
     result[:, ~some] = np.nan
