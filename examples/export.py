@@ -60,7 +60,16 @@ def main() -> None:
     limits = Limits(options.max_candidates, run.schema.max_history)
     try:
         with raise_on_sigterm():
-            export(out, model, schema, limits, device=options.device, tables=options.tables, impl=options.impl)
+            export(
+                out,
+                model,
+                schema,
+                limits,
+                device=options.device,
+                tables=options.tables,
+                impl=options.impl,
+                policy=run.policy,
+            )
     except (ArtifactError, ValueError) as error:
         raise ConfigError(str(error)) from error
     print(f"wrote {out} ({options.tables} tables, for {options.device})")

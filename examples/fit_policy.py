@@ -3,8 +3,11 @@ r"""Fits a policy of which events of a history are worth computing to a log with
 python examples/fit_policy.py --interactions log.parquet --user user --time timestamp --surface tab --dwell seconds \
     --conversion purchase --remove 0.3 --out policy.json
 
+python examples/fit_policy.py --config configs/dwell.yaml --remove 0.5 --out policy.json
+
 Writes the policy as JSON, and a picture of relevance by surface and dwell for each segment of users beside it. Fit it
-to the training span alone: --until leaves out what comes later.
+to the training span alone: --until leaves out what comes later. With the config of a run, which names the columns
+(data.dwell, data.surface, data.session, data.conversion), the events are those of its training rows.
 """
 
 from jfi.exit_codes import begin_command
@@ -21,6 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from jfi.data import DataError
+from jfi.data.engagement import training_log
 from jfi.data.labels import label_columns, read_labels
 from jfi.data.readers import read_table
 from jfi.data.table import Table
@@ -30,7 +34,7 @@ from jfi.history.describe import describe
 from jfi.history.plots import draw_policy
 from jfi.options import OptionParser, at_least_one
 from jfi.training import ConfigError
-from jfi.training.cli import run_cli
+from jfi.training.cli import load_config, run_cli
 from jfi.training.scores import check_place, check_results
 
 SECONDS = {"s": 1.0, "ms": 1e-3}
@@ -60,18 +64,20 @@ def segments(text: str) -> int | None:
 
 def arguments() -> argparse.Namespace:
     parser = OptionParser(description=__doc__, epilog=EXIT_CODES)
-    parser.add_argument("--interactions", required=True, help="table of the events: a file, a folder or a glob")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--interactions", help="table of the events: a file, a folder or a glob")
+    source.add_argument("--config", metavar="FILE", help="config of a run; the options up to --until are not for it")
     parser.add_argument("--user", default="user", metavar="COLUMN", help="column of the user (default: user)")
     parser.add_argument("--time", default="timestamp", metavar="COLUMN", help="column of the time (default: timestamp)")
     units = {"choices": ["s", "ms"], "default": "s"}
     parser.add_argument("--time-unit", **units, help="of times that are numbers (default: s)")
     parser.add_argument("--surface", metavar="COLUMN", help="column of where an event happened (default: one surface)")
-    parser.add_argument("--dwell", required=True, metavar="COLUMN", help="column of how long the user stayed")
+    parser.add_argument("--dwell", metavar="COLUMN", help="column of how long the user stayed")
     parser.add_argument("--dwell-unit", **units, help="of the dwell (default: s)")
     help_session = "column of the session (default: a session ends after 30 minutes without an event)"
     parser.add_argument("--session", metavar="COLUMN", help=help_session)
     help_rule = "column of 0 and 1, or a rule such as 'is_like == 1 or is_forward == 1'"
-    parser.add_argument("--conversion", required=True, metavar="RULE", help=help_rule)
+    parser.add_argument("--conversion", metavar="RULE", help=help_rule)
     parser.add_argument("--until", type=float, metavar="SECONDS", help="leave out events from this time on")
     parser.add_argument("--segments", type=segments, default=2, help="1 to 8, or auto by silhouette (default: 2)")
     help_remove = "largest share of events to remove, such as 0.3 or passive=0.5,active=0.2 (default: 0)"
@@ -84,11 +90,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--bins", type=at_least_one, default=10, help="bins of dwell on each surface (default: 10)")
     parser.add_argument("--seed", type=int, default=0, help="of k-means (default: 0)")
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="JSON file of the policy")
-    return parser.parse_args()
+    options = parser.parse_args()
+    of_table = ("dwell", "conversion", "surface", "session", "until")
+    for name in of_table[:2] if options.config is None else of_table:
+        if (getattr(options, name) is None) == (options.config is None):
+            parser.error(f"--{name} {'is missing' if options.config is None else 'is not for --config'}")
+    return options
 
 
 def read_log(options: argparse.Namespace) -> tuple[EventLog, np.ndarray]:
-    """The events until --until, and whether each is a conversion."""
+    """The events until --until, or of the config's training rows, and whether each is a conversion."""
+    if options.config is not None:
+        return training_log(load_config(Path(options.config)).data)
     single = [options.user, options.time, options.dwell, options.surface, options.session]
     wanted = [name for name in [*single, *label_columns(options.conversion)] if name is not None]
     table = read_table(options.interactions, wanted, setting="--interactions")
@@ -138,7 +151,8 @@ def main() -> None:
     picture = options.out.with_suffix(".png")
     check_place("--out", options.out)
     check_place("--out", picture)
-    check_results({"--out": options.out, "--out's picture": picture}, {"--interactions": options.interactions})
+    read = {} if options.interactions is None else {"--interactions": options.interactions}
+    check_results({"--out": options.out, "--out's picture": picture}, read)
     with raise_on_sigterm():
         events, conversion = read_log(options)
         try:

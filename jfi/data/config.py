@@ -32,19 +32,28 @@ class SyntheticConfig:
     """The synthetic table: it has a pattern that attention over the history can find and the mean cannot.
 
     Args:
+        kind: "taste" is the table of `jfi.data.synthetic`; "dwell" is a log with dwell times, of which only the long
+            ones of active users count, see `jfi.data.synthetic_dwell`.
         num_users: number of users.
         num_items: number of items, drawn by Zipf's law.
         num_categories: number of item categories; a user likes or dislikes each one independently.
         mean_length: mean number of events per user; the numbers are log-normal, and every user starts without events.
-        taste: weight of the user's taste for the category in the logit of a like.
+        taste: weight of the user's taste for the category in the logit of a like; of "taste" alone.
+        active_share: probability with which a user is active; of "dwell" alone, as those below.
+        horizon: the number of events after which an event counts no more.
+        labeled: the number of newest events of each user that have a label.
         seed: seed of all random numbers.
     """
 
+    kind: Literal["taste", "dwell"] = "taste"
     num_users: int = 1000
     num_items: int = 500
     num_categories: int = 10
     mean_length: float = 60.0
     taste: float = 2.5
+    active_share: float = 0.5
+    horizon: int = 1000
+    labeled: int = 16
     seed: int = 0
 
 
@@ -122,9 +131,18 @@ class DataConfig:
             whose values together become one `history_` key of the events, named like item_id_x_action.
         history: a rule such as `action == click`, of the form of a label's: only rows where it holds are events of
             histories. Other rows are samples, if they have a label. None means that every row is an event.
+        dwell: column of how long the user stayed with the event, a number; or None. It is known after the event only,
+            and enters `policy` alone, unless `event_dense` lists it too.
+        dwell_unit: unit of `dwell`, "s" or "ms".
+        surface: column of where the event happened, such as a tab, a feed or a kind of page, or None; as `dwell`.
+        session: column of the session's id, or None: then a session ends where a user pauses for 30 minutes.
+        conversion: a column of 0 and 1 or a rule, as `label`, for the events that a policy is fitted to. Nothing else
+            reads it. None means `label`.
+        policy: file of a `jfi.history.Policy`: which of the newest `max_history` events of a history a model computes,
+            by their dwell and surface and the segment of the user, and their weights. None keeps all.
         prepared: folder that `examples/prepare_data.py` wrote. It replaces the tables, and the settings of this section
             are those that it was prepared with, but for `max_history`, `max_timeline`, `batching`, `negatives`,
-            `eval_negatives` and `unknown_share`, which are the run's own.
+            `eval_negatives`, `unknown_share` and `policy`, which are the run's own.
     """
 
     source: Literal["table", "synthetic"] = "table"
@@ -170,6 +188,12 @@ class DataConfig:
     unknown_share: float = 0.0
     event_crosses: list[list[str]] = field(default_factory=list)
     eval_negatives: int = 100
+    dwell: str | None = None
+    dwell_unit: Literal["s", "ms"] = "s"
+    surface: str | None = None
+    session: str | None = None
+    conversion: str | None = None
+    policy: str | None = None
     prepared: str | None = None
 
     @property
@@ -193,6 +217,7 @@ class DataConfig:
         if self.label is not None:
             columns.update(label_columns(self.label))
         columns |= {name for name in (self.title, self.group, self.split_column) if name is not None}
+        columns.update(self.engagement_columns())
         if self.history is not None:
             columns.update(parse_rule(self.history).columns)
         return columns
@@ -208,11 +233,16 @@ class DataConfig:
         columns |= {*self.impression_categorical, *self.impression_dense}
         for rule in (self.label, self.history):
             columns.update([] if rule is None else label_columns(rule))
-        return columns | {name for name in (self.group, self.split_column) if name is not None}
+        columns |= {name for name in (self.group, self.split_column) if name is not None}
+        return columns | {*self.engagement_columns()}
+
+    def engagement_columns(self) -> list[str]:
+        """The columns of `dwell`, `surface` and `session`, as far as they are set."""
+        return [name for name in (self.dwell, self.surface, self.session) if name is not None]
 
     def with_absolute_paths(self) -> "DataConfig":
         """A copy whose files are named by absolute paths, so that it can be read in any working directory."""
-        names = (*FILES, "prepared")
+        names = (*FILES, "policy", "prepared")
         paths = {name: getattr(self, name) for name in names}
         return dataclasses.replace(self, **{name: _absolute(path) for name, path in paths.items()})
 
@@ -263,6 +293,7 @@ class DataConfig:
         self._check_leak()
         self._check_split()
         self._check_ids()
+        self._check_engagement()
         for name in (self.item, *self.item_categorical, *self.event_categorical, *self.event_dense):
             if name == AGE:
                 raise DataError(
@@ -325,6 +356,29 @@ class DataConfig:
             raise DataError(f"data.eval_negatives is {self.eval_negatives}; it must be at least 1")
         if not 0 <= self.unknown_share < 1:
             raise DataError(f"data.unknown_share is {self.unknown_share}; it must be in [0, 1)")
+
+    def _check_engagement(self) -> None:
+        """Raises DataError for columns of dwell, surface and session that no table fits, or that would leak."""
+        given = {"dwell": self.dwell, "surface": self.surface, "session": self.session}
+        given = {setting: name for setting, name in given.items() if name is not None}
+        for setting, name in given.items():
+            for role in ("user", "item", "timestamp", "split_column"):
+                if getattr(self, role) == name:
+                    raise DataError(f"data.{setting} and data.{role} are both '{name}'; they must be different columns")
+            if list(given.values()).count(name) > 1:
+                raise DataError(f"data.{setting} is '{name}', which another of dwell, surface and session is too")
+        for setting in ("user_categorical", "user_dense", "item_categorical", "item_dense"):
+            if self.dwell in getattr(self, setting):
+                raise DataError(f"data.{setting} lists '{self.dwell}', which is data.dwell; it differs by event")
+        for setting in ("impression_categorical", "impression_dense"):
+            if self.dwell in getattr(self, setting):
+                why = "it is known only after the event; event_dense shows it in the history only"
+                raise DataError(f"data.{setting} lists '{self.dwell}', which is data.dwell; {why}")
+        if self.conversion is not None:
+            label_columns(self.conversion)
+        engaged = self.dwell is not None or self.surface is not None
+        if self.policy is not None and not engaged and self.source == "table" and self.prepared is None:
+            raise DataError("data.policy is set, but neither data.dwell nor data.surface; it goes by them")
 
     def _check_statistics(self) -> None:
         for name in self.statistics:

@@ -1,7 +1,7 @@
 """Samples with histories, assembled into batches."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,16 +12,19 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jfi.data.batch import Batch
 from jfi.data.candidates import Candidates, Kind
+from jfi.data.choose_events import EventChooser
 from jfi.data.chunks import ChunkOrder, Chunks, cut_chunks, timeline_ranges
 from jfi.data.columns import Categorical, ranges
 from jfi.data.config import Batching
+from jfi.data.engagement import Engagement
 from jfi.data.events import Events
 from jfi.data.negatives import NegativeSampler
 from jfi.data.order import BatchPart, SampleOrder, Shuffled
-from jfi.data.schema import DataSchema
+from jfi.data.schema import DataSchema, FeatureSpec
 from jfi.data.summary import Summary
 from jfi.data.unknown import UnknownIds
 from jfi.encoding import UNKNOWN, age_buckets
+from jfi.history import Policy
 from jfi.suggest import suggest
 from jfi.timelines import Timelines
 
@@ -39,6 +42,7 @@ class Arrays:
     dense: Dense
     samples: dict[str, np.ndarray]
     negatives: NegativeSampler | None
+    engagement: Engagement | None = None
 
 
 class InteractionDataset:
@@ -54,6 +58,11 @@ class InteractionDataset:
         unknown_share: share of the known ids of a training batch that become 0.
         batching: whether each sample of a batch has its own history, or the samples of a user share a timeline.
         max_timeline: the most events of a timeline, at least `schema.max_history`.
+        engagement: dwell and surface of the events, or None.
+        policy: which events of a history stay, by their engagement; None keeps all.
+
+    Raises:
+        DataError: a policy without engagement, or one of other surfaces.
     """
 
     def __init__(
@@ -67,6 +76,8 @@ class InteractionDataset:
         unknown_share: float = 0.0,
         batching: Batching = "sample",
         max_timeline: int | None = None,
+        engagement: Engagement | None = None,
+        policy: Policy | None = None,
     ) -> None:
         #: Of a prepared dataset, its folder.
         self.folder: Path | None = None
@@ -79,6 +90,11 @@ class InteractionDataset:
         self._dense_users, self._dense_items, self._dense_impressions = dense
         self._samples = samples
         self._negatives = negatives
+        self._engagement = engagement
+        #: Chooses among the events of a history; None keeps all.
+        self.chooser: EventChooser | None = None
+        if policy is not None:
+            self.chooser = EventChooser(policy, events, engagement, schema.max_history)
         self._unknown_share = unknown_share
         self.batching, self._max_timeline = batching, max_timeline or schema.max_history
         self._chunks: dict[str, Chunks] = {}
@@ -88,7 +104,12 @@ class InteractionDataset:
     def arrays(self) -> Arrays:
         """The arrays that the batches are made of; not copies."""
         dense = self._dense_users, self._dense_items, self._dense_impressions
-        return Arrays(self._events, self._columns, dense, self._samples, self._negatives)
+        return Arrays(self._events, self._columns, dense, self._samples, self._negatives, self._engagement)
+
+    @property
+    def policy(self) -> Policy | None:
+        """Which events of a history stay; None if all do."""
+        return None if self.chooser is None else self.chooser.policy
 
     def num_samples(self, split: str) -> int:
         """Number of samples of a split, sampled negatives included."""
@@ -244,6 +265,27 @@ class InteractionDataset:
             raise ValueError(f"split is '{split}'; {suggest(split, self._samples)}")
         return self._samples[split]
 
+    def _history(
+        self, events: np.ndarray, offsets: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """The events of the histories of samples, or of timelines, their numbers, and their weights, if any."""
+        table, max_history, chooser = self._events, self.schema.max_history, self.chooser
+        if offsets is None and chooser is not None:
+            return chooser.histories(events)
+        if offsets is None:
+            start, lengths = table.histories(events, max_history)
+        else:
+            owners = events[offsets[:-1]]
+            start, lengths = timeline_ranges(table, owners, events[offsets[1:] - 1], max_history)
+        history = ranges(start, lengths)
+        if table.rows is not None:
+            history = table.rows[history].astype(np.int64, copy=False)
+        return (
+            (history, lengths, None)
+            if chooser is None
+            else chooser.timelines(owners, history, lengths, events, offsets)
+        )
+
     def _assemble(
         self,
         part: BatchPart,
@@ -257,14 +299,7 @@ class InteractionDataset:
         if not count:
             events = samples = np.zeros(1, np.int64)
             item, offsets = table.item[:1].astype(np.int64), None if offsets is None else np.array([0, 1])
-        if offsets is None:
-            owners, (start, history_lengths) = events, table.histories(events, max_history)
-        else:
-            owners = events[offsets[:-1]]
-            start, history_lengths = timeline_ranges(table, owners, events[offsets[1:] - 1], max_history)
-        history = ranges(start, history_lengths)
-        if table.rows is not None:
-            history = table.rows[history].astype(np.int64, copy=False)
+        history, history_lengths, weights = self._history(events, offsets)
         history_item = table.item[history].astype(np.int64, copy=False)  # once for all of its columns
         user = table.user[events].astype(np.int64, copy=False)
         rows = {
@@ -308,6 +343,7 @@ class InteractionDataset:
         sparse = KeyedJaggedTensor(
             keys=[spec.key for spec in specs],
             values=torch.from_numpy(values),
+            weights=None if weights is None else _spread(weights, specs, length_per_key),
             lengths=torch.from_numpy(lengths.ravel()),
             stride=len(events),
             # Without it the first split of the tensor would synchronize with the device to compute it.
@@ -319,3 +355,12 @@ class InteractionDataset:
             dense = np.zeros((len(events), 1), np.float32)
         arrays = (label, user[:count], samples[:count])
         return Batch(torch.from_numpy(dense), sparse, *map(torch.from_numpy, arrays), part.total, times)
+
+
+def _spread(weights: np.ndarray, specs: Sequence[FeatureSpec], length_per_key: np.ndarray) -> torch.Tensor:
+    """The weights of the events for every history key and the age, and 1 for the other keys."""
+    parts = [
+        weights if spec.role in ("history", "bucket") else np.ones(count, np.float32)
+        for spec, count in zip(specs, length_per_key, strict=True)
+    ]
+    return torch.from_numpy(np.concatenate(parts))

@@ -37,12 +37,14 @@ class Fingerprint:
         columns: by column in use the SHA-256 of its values, in the order (user, timestamp, item).
         samples: by split the number of its samples, sampled negatives included.
         splits: by split the SHA-256 of its samples' (user, item, time, label), in their order.
+        policy: fingerprint of the policy that histories are chosen by, "" without one.
     """
 
     rows: int
     columns: dict[str, str]
     samples: dict[str, int]
     splits: dict[str, str]
+    policy: str = ""
 
     @classmethod
     def of(cls, dataset: InteractionDataset, config: DataConfig) -> "Fingerprint":
@@ -50,10 +52,12 @@ class Fingerprint:
 
         That of a prepared dataset was computed when it was prepared.
         """
+        policy = "" if dataset.policy is None else dataset.policy.fingerprint
         if dataset.folder is not None and (dataset.folder / NAME).is_file():
             known = cls.load(dataset.folder / NAME)
-            # The number of sampled negatives may be another.
-            return dataclasses.replace(known, samples={name: dataset.num_samples(name) for name in SPLITS})
+            # The number of sampled negatives and the policy may be others.
+            samples = {name: dataset.num_samples(name) for name in SPLITS}
+            return dataclasses.replace(known, samples=samples, policy=policy)
         config = column_settings(config)
         arrays = dataset.arrays()
         events, names = arrays.events, [*config.user_dense, *config.item_dense, *config.impression_dense]
@@ -70,6 +74,14 @@ class Fingerprint:
         if events.rows is not None:
             for name in parse_rule(config.history).columns:
                 values.setdefault(name, []).append(_blocks(events.rows))
+        if (fields := arrays.engagement) is not None:
+            for name, column in (
+                (config.dwell, fields.dwell),
+                (config.surface, fields.surface),
+                (config.session, fields.session),
+            ):
+                if name is not None:
+                    values.setdefault(name, []).append(_blocks(column))
         for spec, column in zip(dataset.features, arrays.columns, strict=False):
             parts = values.setdefault(spec.column, [])
             parts.append(_id_blocks(column, index[spec.of], len(events.user)))
@@ -93,6 +105,7 @@ class Fingerprint:
                 )
                 for name, rows in arrays.samples.items()
             },
+            policy=policy,
         )
 
     def changes(self, now: "Fingerprint") -> str | None:
@@ -106,6 +119,8 @@ class Fingerprint:
         >>> before.changes(dataclasses.replace(before, samples={"train": 4}, splits={"train": "d"}))
         'the split has changed: train has 4 samples instead of 5'
         """
+        if self.policy != now.policy:
+            return "the policy of its histories (data.policy) has changed"
         if self.rows != now.rows:
             difference = f"{abs(now.rows - self.rows)} {'more' if now.rows > self.rows else 'fewer'}"
             return f"it has {now.rows} rows, {difference} than the run was started with"

@@ -11,9 +11,11 @@ import numpy as np
 
 from jfi.data import splits
 from jfi.data.arrange import Rows, members, sort_and_split
+from jfi.data.choose_events import load_policy
 from jfi.data.config import DataConfig
 from jfi.data.dataset import InteractionDataset
 from jfi.data.encode import encode_dense, encode_features
+from jfi.data.engagement import read_engagement
 from jfi.data.errors import DataError
 from jfi.data.events import Events, order_by_item
 from jfi.data.labels import absent_values
@@ -27,6 +29,7 @@ from jfi.data.source import Columns, column_settings, read_tables
 from jfi.data.statistics import with_statistics
 from jfi.data.summarize import summarize
 from jfi.display import Display
+from jfi.history import Policy
 
 
 def load_dataset(config: DataConfig, schema: DataSchema | None = None) -> InteractionDataset:
@@ -104,15 +107,29 @@ def build_dataset(columns: Columns, rows: Rows, schema: DataSchema, config: Data
         unknown_share=config.unknown_share,
         batching=config.batching,
         max_timeline=config.longest_timeline,
+        engagement=read_engagement(columns, config),
+        policy=load_policy(config),
     )
     dataset.summary = summarize(dataset, config, columns)
     return dataset
 
 
 def build_scoring(
-    columns: Columns, rows: Rows, chosen: np.ndarray, schema: DataSchema, config: DataConfig
+    columns: Columns,
+    rows: Rows,
+    chosen: np.ndarray,
+    schema: DataSchema,
+    config: DataConfig,
+    policy: Policy | None = None,
 ) -> InteractionDataset:
-    """A dataset whose only split, "rows", has the rows `chosen [B]`, in their order, whatever their labels are."""
+    """A dataset whose only split, "rows", has the rows `chosen [B]`, in their order, whatever their labels are.
+
+    Of an event on a surface that the policy does not know, as of any value that training has not seen, nothing is
+    known: it stays.
+    """
+    engagement = None if policy is None else read_engagement(columns, config)
+    if engagement is not None:
+        engagement = engagement.on_surfaces(policy.surfaces)
     return InteractionDataset(
         events=_events(rows),
         schema=schema,
@@ -122,6 +139,8 @@ def build_scoring(
         negatives=None,
         batching=config.batching,
         max_timeline=config.longest_timeline,
+        engagement=engagement,
+        policy=policy,
     )
 
 

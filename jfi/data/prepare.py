@@ -24,6 +24,7 @@ from jfi.data.columns import Categorical
 from jfi.data.config import DataConfig
 from jfi.data.dataset import InteractionDataset
 from jfi.data.encode import encode_dense, encode_features
+from jfi.data.engagement import read_engagement
 from jfi.data.errors import DataError
 from jfi.data.events import Events, index_type, order_by_item
 from jfi.data.external_sort import MemoryLimitError, check_memory
@@ -78,6 +79,8 @@ def prepare_dataset(
     config.check()
     if config.prepared is not None:
         raise DataError(f"data.prepared is {config.prepared}; to prepare tables, leave it unset")
+    if config.policy is not None:
+        raise DataError("data.policy is a run's own; to prepare tables, leave it unset, and set it for the run")
     if config.statistics:
         raise DataError(
             "data.statistics is not made for a prepared dataset; add the columns with examples/add_statistics.py and "
@@ -157,7 +160,8 @@ def _encode(config: DataConfig, schema: DataSchema | None, work: Path, folder: P
     dense = encode_dense(
         source, schema, config, lambda number: new_map(folder / f"dense-{number}.npy", np.float32, len(order))
     )
-    dataset = InteractionDataset(events, schema, encoded, dense, samples, negatives)
+    engagement = read_engagement(source, config, lambda name, kind: new_map(folder / name, kind, len(order)))
+    dataset = InteractionDataset(events, schema, encoded, dense, samples, negatives, engagement=engagement)
     dataset.summary = summarize(dataset, config, source)
     dataset.summary.warnings.extend(read_warnings(work / "read"))
     return dataset

@@ -60,9 +60,12 @@ class RawColumn:
 
 def raw_columns(config: DataConfig) -> list[RawColumn]:
     """The columns that are read from the interactions, whether of events or, without tables, of users and items."""
-    of_events = dict.fromkeys([*config.event_categorical, *config.impression_categorical])
+    places = [name for name in (config.surface, config.session) if name is not None]
+    of_events = dict.fromkeys([*config.event_categorical, *config.impression_categorical, *places])
     columns = [RawColumn(name, "category") for name in of_events]
-    columns += [RawColumn(name, "number") for name in (*config.event_dense, *config.impression_dense)]
+    dwell = [] if config.dwell is None else [config.dwell]
+    numbers = dict.fromkeys([*config.event_dense, *config.impression_dense, *dwell])
+    columns += [RawColumn(name, "number") for name in numbers]
     if config.users is None:
         columns += [RawColumn(name, "category") for name in config.user_categorical if name != config.user]
         columns += [RawColumn(name, "number") for name in config.user_dense]

@@ -3,9 +3,11 @@
 manifest.json                            the format and the section `data` of the config that made it
 schema.json, vocabularies.parquet        the schema, see `jfi.data.schema`
 events.arrow                             user, item, time, label, split, a column for each key of impressions and each
-                                         history key of events, and dense features
+                                         history key of events, dense features, and dwell, surface and session
+                                         where the config has them
 users.arrow, items.arrow                 a row for each user and item: ids, or lists of ids, and dense features
 train.arrow, validation.arrow, test.arrow  the events that are samples, in the order of time
+surfaces.arrow                           with `data.dwell` or `data.surface`: the names of the events' surfaces
 histories.arrow                          with `data.history`: the events that histories consist of
 by_item.arrow                            without a label: the events in the order (user, item, timestamp)
 summary.json                             see `jfi.data.summary`
@@ -21,11 +23,13 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from jfi.data.choose_events import load_policy
 from jfi.data.coded import blocks
 from jfi.data.column_files import map_arrow
 from jfi.data.columns import Categorical
 from jfi.data.config import DataConfig
 from jfi.data.dataset import Dense, InteractionDataset
+from jfi.data.engagement import Engagement
 from jfi.data.errors import DataError
 from jfi.data.events import Events
 from jfi.data.manifest import MANIFEST, Manifest
@@ -36,7 +40,7 @@ from jfi.data.summary import Summary, describe_lengths
 from jfi.encoding import UNKNOWN
 from jfi.files import DamagedFileError, check_sum, is_storage_fault, naming, read_sums, reading_file
 
-SUMMARY, LENGTHS = "summary.json", "history_lengths.arrow"
+SUMMARY, LENGTHS, SURFACES = "summary.json", "history_lengths.arrow", "surfaces.arrow"
 #: Files up to this size are verified whenever a dataset is opened.
 _SMALL = 1 << 24
 #: The column of events that says which are part of histories, if `data.history` is set.
@@ -71,7 +75,8 @@ def open_prepared(config: DataConfig, verify: bool = True) -> InteractionDataset
         negatives = NegativeSampler(events, by_item, known_items(schema, columns, events), config.negatives)
     dense = read_dense(tables, config)
     choices = (config.unknown_share, config.batching, config.longest_timeline)
-    dataset = InteractionDataset(events, schema, columns, dense, samples, negatives, *choices)
+    fields = read_engagement_fields(folder, tables["event"], config), load_policy(config)
+    dataset = InteractionDataset(events, schema, columns, dense, samples, negatives, *choices, *fields)
     dataset.folder, dataset.summary = folder, _summary(folder, config)
     return dataset
 
@@ -107,6 +112,23 @@ def _check_files(folder: Path, limit: int | None) -> None:
                     check_sum(folder, name, sums)
     except DamagedFileError as error:
         raise DataError(str(error)) from None
+
+
+def read_engagement_fields(folder: Path, events: dict[str, pa.Array], config: DataConfig) -> Engagement | None:
+    """The dwell, surfaces and sessions of the events; not copied. None where the config names none.
+
+    Raises:
+        DataError: a file or a column is missing.
+    """
+    if config.dwell is None and config.surface is None:
+        return None
+    names = ["dwell", "surface", *(["session"] if config.session is not None else [])]
+    for name in names:
+        if name not in events:
+            raise DataError(f"events.arrow: no column '{name}'")
+    surfaces = read_arrow(folder / SURFACES)["surface"].to_pylist()
+    dwell, surface, *session = (as_numpy(events[name]) for name in names)
+    return Engagement(dwell, surface, surfaces, *session)
 
 
 def _summary(folder: Path, config: DataConfig) -> Summary:

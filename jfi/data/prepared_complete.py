@@ -77,6 +77,9 @@ def complete_dataset(folder: str | Path, memory: str = "1GB", show: bool = True)
 def _complete(folder: Path, manifest: Manifest, memory: str, show: bool) -> None:
     # The tables that it was made of need no names here.
     replace(manifest.data, prepared=str(folder)).check()
+    if manifest.data.engagement_columns():
+        what = "data.dwell, data.surface and data.session are only for datasets that examples/prepare_data.py makes"
+        raise DataError(f"{folder}: {what}")
     schema, work = DataSchema.load(folder), folder / ".completing"
     check_fits(replace(schema, max_history=manifest.data.max_history), column_settings(manifest.data))
     shutil.rmtree(work, ignore_errors=True)

@@ -14,7 +14,7 @@ from jfi.data.events import index_type
 from jfi.data.fingerprint import NAME as FINGERPRINT
 from jfi.data.fingerprint import Fingerprint
 from jfi.data.manifest import MANIFEST, Manifest
-from jfi.data.prepared import IN_HISTORY, LENGTHS, SUMMARY, column_name, dense_names
+from jfi.data.prepared import IN_HISTORY, LENGTHS, SUMMARY, SURFACES, column_name, dense_names
 from jfi.data.schema import Entity
 from jfi.data.source import column_settings
 from jfi.data.splits import SPLITS
@@ -23,7 +23,7 @@ from jfi.files import sha256_of, sync, write_sums
 
 _FILES = [
     *(f"{name}.arrow" for name in ("events", "users", "items", *SPLITS, "histories", "by_item")),
-    *(LENGTHS, SUMMARY, FINGERPRINT, "schema.json", "vocabularies.parquet"),
+    *(LENGTHS, SUMMARY, SURFACES, FINGERPRINT, "schema.json", "vocabularies.parquet"),
 ]
 
 
@@ -40,6 +40,8 @@ def write_prepared(dataset: InteractionDataset, config: DataConfig, folder: Path
     write_derived(dataset, folder)
     for of in ("event", "user", "item"):
         write_arrow(folder / f"{of}s.arrow", _table(dataset, arrays, column_settings(config), of))
+    if arrays.engagement is not None:
+        write_arrow(folder / SURFACES, {"surface": pa.array(arrays.engagement.surfaces, pa.string())})
     dataset.schema.write(folder)
     if not temporary:
         Fingerprint.of(dataset, config).save(folder / FINGERPRINT)
@@ -92,6 +94,9 @@ def _table(
         columns |= {"time": events.time, "label": events.label, "split": events.split}
         if events.rows is not None:
             columns[IN_HISTORY] = members(events.rows, len(events)).view(np.int8)
+        if (fields := arrays.engagement) is not None:
+            columns |= {"dwell": fields.dwell, "surface": fields.surface}
+            columns |= {} if fields.session is None else {"session": fields.session}
     for spec, ids in zip(dataset.features, arrays.columns, strict=False):
         if spec.of == of and (of == "event" or spec.slot is None):
             columns[column_name(spec)] = _ids(ids, id_type(spec.num_embeddings))

@@ -31,6 +31,7 @@ from jfi.data.source import Columns, Tables
 from jfi.data.table import Table
 from jfi.data.table_blocks import cut_table, read_blocks
 from jfi.display import Display
+from jfi.history import Policy
 
 _log = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ class ScoringParts:
         by: further columns of the interactions to keep, for groups.
         positives: whether the rows are positives to evaluate: the parts can draw negatives then, the same however the
             rows are spread over parts.
+        policy: of the run, or None.
 
     Raises:
         DataError: a table is missing or malformed, as one line that names the place.
@@ -100,9 +102,12 @@ class ScoringParts:
         config: DataConfig,
         by: Iterable[str] = (),
         positives: bool = False,
+        policy: Policy | None = None,
     ) -> None:
+        if policy is None:  # nothing else reads these columns
+            config = replace(config, dwell=None, surface=None, session=None)
         self._folder, self._schema, self._by = folder, schema, list(dict.fromkeys(by))
-        self._config = config
+        self._config, self._policy = config, policy
         wanted, how = config.columns(), (config.encoding, config.quoting)
         self._users = None if sources.users is None else read_table(sources.users, wanted, *how, "users")
         self._items = None if sources.items is None else read_table(sources.items, wanted, *how, "items")
@@ -182,7 +187,7 @@ class ScoringParts:
             rows, candidates = self.known_items.append_to(rows)
         columns = Columns(Tables(interactions, self._users, items), rows, config, few=True)
         chosen = np.flatnonzero(place >= 0)
-        dataset, negatives = build_scoring(columns, rows, chosen, self._schema, config), None
+        dataset, negatives = build_scoring(columns, rows, chosen, self._schema, config, self._policy), None
         if self.known_items is not None:
             events = dataset.arrays().events
             negatives = NegativeSampler(events, order_by_item(events), candidates, config.negatives)
@@ -247,7 +252,8 @@ class ScoringParts:
                     "a table with the past"
                 )
             rule = [] if config.history is None else parse_rule(config.history).columns
-            happened = {*config.event_categorical, *config.event_dense, *rule} - needed - optional
+            happened = {*config.event_categorical, *config.event_dense, *config.engagement_columns(), *rule}
+            happened -= needed | optional
             optional |= happened
             if lacking := sorted(happened - set(table.known) - self._warned):
                 self._warned.update(lacking)
@@ -274,7 +280,7 @@ class ScoringParts:
             _TIME: pa.array(table.times(config.timestamp, config.timestamp_unit)),
         }
         of_users = [*config.user_categorical, *config.user_dense] if self._users is None else []
-        of_events = [*config.event_categorical, *config.event_dense]
+        of_events = [*config.event_categorical, *config.event_dense, *config.engagement_columns()]
         of_events += [*config.impression_categorical, *config.impression_dense]
         for name in (*of_users, *self._item_columns, *of_events):
             if name in data:
@@ -290,7 +296,8 @@ class ScoringParts:
         return pa.table(data)
 
     def _kind(self, name: str) -> pa.DataType:
-        if name in self._schema.encodings.edges or name in self._schema.encodings.moments:
+        numeric = {self._config.dwell, *self._schema.encodings.edges, *self._schema.encodings.moments}
+        if name in numeric:
             return pa.float64()
         return pa.large_list(pa.large_string()) if has_lists(self._schema, name) else pa.large_string()
 

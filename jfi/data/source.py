@@ -1,5 +1,6 @@
 """The columns of a config's tables, by user, by item and by event."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -7,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jfi.data import synthetic
+from jfi.data import synthetic, synthetic_dwell
 from jfi.data.arrange import Rows
 from jfi.data.coded import CodedColumn
 from jfi.data.columns import is_multi_valued, present
@@ -17,6 +18,9 @@ from jfi.data.readers import join_tables, read_table
 from jfi.data.schema import Entity
 from jfi.data.table import Table
 from jfi.encoding import CROSSED
+
+#: By `data.synthetic.kind` what makes the tables.
+_SYNTHETIC = {"taste": synthetic, "dwell": synthetic_dwell}
 
 
 @dataclass(frozen=True)
@@ -35,16 +39,20 @@ class Tables:
     given_split: np.ndarray | None = None
 
 
-def read_tables(config: DataConfig) -> Tables:
+def read_tables(config: DataConfig, more: Iterable[str] = ()) -> Tables:
     """Reads the columns in use of the tables that a config names, or generates them.
+
+    Args:
+        config: the section `data`.
+        more: further columns of the interactions to read.
 
     Raises:
         DataError: a file cannot be read.
     """
     if config.source == "synthetic":
-        interactions, items = synthetic.make_tables(config.synthetic)
+        interactions, items = _SYNTHETIC[config.synthetic.kind].make_tables(config.synthetic)
         return Tables(interactions, None, items)
-    wanted, how = config.columns(), (config.encoding, config.quoting)
+    wanted, how = config.columns() | {*more}, (config.encoding, config.quoting)
     interactions, given = read_table(config.interactions, wanted, *how), None
     if config.split == "files":
         named = {"data.validation": config.validation, "data.test": config.test}
@@ -65,7 +73,7 @@ def column_settings(config: DataConfig) -> DataConfig:
     Those of the synthetic tables are fixed. The statistics are columns of impressions once they are made.
     """
     if config.source == "synthetic":
-        config = replace(config, **synthetic.COLUMNS)
+        config = replace(config, **_SYNTHETIC[config.synthetic.kind].COLUMNS)
     made = [name for name in config.statistics_columns() if name not in config.impression_dense]
     return replace(config, impression_dense=[*config.impression_dense, *made]) if made else config
 

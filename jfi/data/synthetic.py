@@ -38,6 +38,10 @@ COLUMNS = {
     "min_count": {},
     "hash_buckets": {},
     "event_crosses": [],
+    "dwell": None,
+    "surface": None,
+    "session": None,
+    "conversion": None,
 }
 
 _DAY = 86400.0

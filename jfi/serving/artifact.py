@@ -4,6 +4,7 @@ artifact.json       the schema of requests, the inputs of the model, limits and 
 vocabularies.json   by column the known values; their ids count from 1 in this order
 tables.pt           the embedding tables
 model.pt2           the dense part of the model, an AOTInductor package
+policy.json         of a run with `data.policy`, which events of a history are scored
 checksums.json      SHA-256 of each of the other files
 """
 
@@ -19,6 +20,7 @@ from jfi.files import naming
 
 FORMAT = 2
 INFO, VOCABULARIES, TABLES, MODEL = "artifact.json", "vocabularies.json", "tables.pt", "model.pt2"
+POLICY = "policy.json"
 _CHECKSUMS = "checksums.json"
 
 
@@ -57,7 +59,7 @@ def read(path: Path) -> dict:
     if not (path / _CHECKSUMS).is_file():
         raise ArtifactError(f"{path} is not an artifact: {_CHECKSUMS} is missing")
     expected = read_json(path / _CHECKSUMS)
-    for name in (INFO, VOCABULARIES, TABLES, MODEL):
+    for name in (INFO, VOCABULARIES, TABLES, MODEL, *([POLICY] if POLICY in expected else [])):
         file = path / name
         if not file.is_file():
             raise ArtifactError(f"{path} is damaged: {name} is missing")

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 from jfi.data import DataConfig, DataSchema
 from jfi.data.config import AGE, HISTORY
+from jfi.data.engagement import SECONDS
 from jfi.data.source import column_settings
-from jfi.serving.schema import Field, Schema
+from jfi.serving.schema import Field, PolicyFields, Schema
 
 
 def schema_of(config: DataConfig, data: DataSchema, reads_history: bool, reads_age: bool) -> Schema:
@@ -17,7 +18,9 @@ def schema_of(config: DataConfig, data: DataSchema, reads_history: bool, reads_a
         reads_history: whether the model reads events.
         reads_age: whether the model reads the bucket of the events' age.
     """
-    config = column_settings(config)
+    config, policy = column_settings(config), None
+    if config.policy is not None and reads_history:
+        policy = PolicyFields(config.dwell, config.surface, config.session, SECONDS[config.dwell_unit])
     events, shown = [], config.impression_categorical
     if reads_history:
         crosses = config.crosses()
@@ -28,7 +31,7 @@ def schema_of(config: DataConfig, data: DataSchema, reads_history: bool, reads_a
         for name in config.event_dense:
             keys = [spec.key for spec in data.features if spec.role == "history" and spec.column == name]
             events.append(Field(name, "quantile", keys, edges=data.encodings.edges[name].tolist()))
-        if reads_age:
+        if reads_age or policy is not None:
             events.append(Field(AGE, "age", num_buckets=data.num_age_buckets))
     return Schema(
         _categories(data, "user") + _numbers(data, config.user_dense),
@@ -41,6 +44,7 @@ def schema_of(config: DataConfig, data: DataSchema, reads_history: bool, reads_a
             for name, vocabulary in data.encodings.vocabularies.items()
             if reads_history or name not in {*config.event_categorical, *config.crosses()} - {*shown}
         },
+        policy,
     )
 
 

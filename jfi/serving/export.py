@@ -16,9 +16,11 @@ from torch.export import Dim
 
 import jfi
 from jfi.files import naming
+from jfi.history.policy import Policy
 from jfi.models import SequenceDLRM
 from jfi.serving import artifact
 from jfi.serving.artifact import ArtifactError
+from jfi.serving.history_policy import RequestPolicy
 from jfi.serving.model import ScoringModel
 from jfi.serving.requests import Request
 from jfi.serving.schema import Limits, Schema
@@ -44,6 +46,7 @@ def export(
     device: str = "cpu",
     tables: str = FLOAT,
     impl: str | None = None,
+    policy: Policy | None = None,
 ) -> None:
     """Writes the artifact `path`, completely or not at all.
 
@@ -55,6 +58,7 @@ def export(
         device: "cpu", or "cuda" for GPUs of the same kind as the one here.
         tables: "float32" or "int8".
         impl: of the attention, "triton" or "torch"; None means "triton" on a GPU.
+        policy: which events of a request the model reads, with `schema.policy`; None for all.
 
     Raises:
         ArtifactError: `path` exists, the device is missing, or there is no C++ compiler.
@@ -62,6 +66,8 @@ def export(
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise ArtifactError("device is cuda, but there is no GPU here; export with --device cpu")
+    if policy is not None:
+        RequestPolicy(policy, schema.policy)  # refuses what it cannot serve
     user_keys = [key for one in schema.user for key in one.keys]
     scoring = ScoringModel(model, user_keys, impl or ("triton" if device == "cuda" else "torch")).to(device)
     inputs = inputs_of(scoring)
@@ -75,6 +81,8 @@ def export(
     )
     with artifact.writing(path) as folder:
         _compile(scoring, example, folder / artifact.MODEL)
+        if policy is not None:
+            policy.save(folder / artifact.POLICY)
         save_tables(folder / artifact.TABLES, tables, weights, table_of)
         artifact.write_json(folder / artifact.VOCABULARIES, schema.vocabularies)
         info = {
@@ -89,6 +97,7 @@ def export(
             "embedding_dim": scoring.embedding_dim,
             "inputs": dataclasses.asdict(inputs),
             "limits": dataclasses.asdict(limits),
+            "policy": None if policy is None else dataclasses.asdict(schema.policy),
             "schema": {part: list(map(dataclasses.asdict, getattr(schema, part))) for part in _PARTS},
         }
         artifact.write_json(folder / artifact.INFO, info)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jfi.encoding import HashBuckets, Vocabulary, age_buckets, cross, quantile_ids, standardize
+from jfi.serving.history_policy import RequestPolicy
 from jfi.serving.schema import MAX_VALUES, TYPES, Field, Limits, Schema
 from jfi.suggest import suggest
 
@@ -65,10 +66,13 @@ class RequestReader:
     Args:
         schema: the fields of a request.
         limits: the limits of a request.
+        policy: chooses among the events, with `schema.policy`.
     """
 
-    def __init__(self, schema: Schema, limits: Limits) -> None:
-        self.schema, self.limits = schema, limits
+    def __init__(self, schema: Schema, limits: Limits, policy: RequestPolicy | None = None) -> None:
+        self.schema, self.limits, self._policy = schema, limits, policy
+        #: Fields of an event that no model reads.
+        self._of_policy = [] if schema.policy is None else schema.policy.fields()
         self._known: dict[str, Vocabulary | HashBuckets] = {
             column: Vocabulary(values) for column, values in schema.vocabularies.items()
         }
@@ -78,7 +82,8 @@ class RequestReader:
 
     def describe(self) -> dict:
         """The fields and limits, for people and clients."""
-        parts = {"user": self.schema.user, "history": self.schema.event, "candidates": self.schema.candidate}
+        events = self.schema.event + self._of_policy
+        parts = {"user": self.schema.user, "history": events, "candidates": self.schema.candidate}
         return {
             part: {one.name: TYPES[one.kind] for one in fields if one.kind != "cross"} for part, fields in parts.items()
         } | {
@@ -106,21 +111,39 @@ class RequestReader:
 
         user = self._encode(self.schema.user, [request["user"]], lambda _: "user")
         candidate = self._encode(self.schema.candidate, candidates, lambda i: f"candidates[{i}]")
-        event = self._encode(self.schema.event, history, lambda i: f"history[{i + dropped}]")
+        stay = self._choose(history, lambda i: f"history[{i + dropped}]")
+        history = [history[i] for i in stay]
+        more = [one.name for one in self._of_policy]
+        event = self._encode(self.schema.event, history, lambda i: f"history[{stay[i] + dropped}]", more)
         columns = [column.repeat(len(candidates)) for column in user.dense] + candidate.dense
         # As in training, a model without dense features reads a column of zeros.
         dense = np.stack(columns, axis=1) if columns else np.zeros((len(candidates), 1), np.float32)
         ids, counts = user.ids | candidate.ids | event.ids, user.counts | candidate.counts
         return Request(ids, counts, event.ages, dense, len(history), len(candidates))
 
-    def _encode(self, fields: list[Field], rows: list, place: Place) -> "_Encoded":
-        """Encodes the user, the candidates or the events."""
-        names = {one.name for one in fields if one.kind != "cross"}
-        for i, row in enumerate(rows):
-            if not isinstance(row, dict):
-                raise BadRequestError(f"{place(i)} must be an object, got {_shown(row)}")
-            if row.keys() != names:
-                _check_names(place(i), row, names)
+    def _choose(self, history: list, place: Place) -> Sequence[int]:
+        """The places of the events that the policy keeps."""
+        if self._policy is None or not history:
+            return range(len(history))
+        events = [one for one in self.schema.event if one.kind != "cross"] + self._of_policy
+        _check_rows(history, {one.name for one in events}, place)
+        fields = self.schema.policy
+        age = next(one for one in events if one.kind == "age")
+        values = {one.name: [row[one.name] for row in history] for one in (age, *self._of_policy)}
+        dwell, named = None, {}
+        for one in self._of_policy:
+            if one.kind == "number":
+                dwell = _numbers(one, values[one.name], place)
+            else:
+                named[one.name] = _texts(one, values[one.name], place)
+        chosen = self._policy(
+            _numbers(age, values[age.name], place), dwell, named.get(fields.surface), named.get(fields.session)
+        )
+        return chosen.tolist()
+
+    def _encode(self, fields: list[Field], rows: list, place: Place, more: Sequence[str] = ()) -> "_Encoded":
+        """Encodes the user, the candidates or the events, which have the fields `more` too."""
+        _check_rows(rows, {one.name for one in fields if one.kind != "cross"} | {*more}, place)
         encoded = _Encoded()
         for one in fields:
             if one.kind == "cross":  # of fields that are checked before, since they come first
@@ -137,12 +160,7 @@ class RequestReader:
         return encoded
 
     def _category(self, one: Field, values: list, place: Place) -> np.ndarray:
-        types = {str, int, type(None)}
-        if not set(map(type, values)) <= types:
-            _refuse(one, values, place, [type(value) in types for value in values])
-        if int in map(type, values):  # JSON's 5 and "5" are the same value of a column
-            values = [str(value) if type(value) is int else value for value in values]
-        return self._known[one.name].ids(values)
+        return self._known[one.name].ids(_texts(one, values, place))
 
     def _lists(self, encoded: "_Encoded", one: Field, values: list, place: Place) -> None:
         valid = [type(value) is list and set(map(type, value)) <= {str, int} for value in values]
@@ -172,7 +190,27 @@ class _Encoded:
     dense: list[np.ndarray] = field(default_factory=list)
 
 
-def _add_numbers(encoded: _Encoded, one: Field, values: list, place: Place) -> None:
+def _check_rows(rows: list, names: set[str], place: Place) -> None:
+    """Checks that each row is an object with these fields."""
+    for i, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise BadRequestError(f"{place(i)} must be an object, got {_shown(row)}")
+        if row.keys() != names:
+            _check_names(place(i), row, names)
+
+
+def _texts(one: Field, values: list, place: Place) -> list[str | None]:
+    """The values of a category as texts."""
+    types = {str, int, type(None)}
+    if not set(map(type, values)) <= types:
+        _refuse(one, values, place, [type(value) in types for value in values])
+    if int in map(type, values):  # JSON's 5 and "5" are the same value of a column
+        values = [str(value) if type(value) is int else value for value in values]
+    return values
+
+
+def _numbers(one: Field, values: list, place: Place) -> np.ndarray:
+    """`[N]` float64, NaN where missing."""
     types = {int, float} if one.kind == "age" else {int, float, type(None)}
     if not set(map(type, values)) <= types:
         _refuse(one, values, place, [type(value) in types for value in values])
@@ -185,6 +223,11 @@ def _add_numbers(encoded: _Encoded, one: Field, values: list, place: Place) -> N
     valid = (np.isfinite(numbers) & ((numbers >= 0) | (one.kind != "age"))) | missing
     if not valid.all():
         _refuse(one, values, place, valid)
+    return numbers
+
+
+def _add_numbers(encoded: _Encoded, one: Field, values: list, place: Place) -> None:
+    numbers = _numbers(one, values, place)
     if one.kind == "age":
         encoded.ages = age_buckets(numbers, one.num_buckets)
     elif one.kind == "quantile":

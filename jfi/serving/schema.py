@@ -44,18 +44,40 @@ class Field:
 
 
 @dataclass(frozen=True)
+class PolicyFields:
+    """The fields of an event, beside its age, that a history policy reads.
+
+    Args:
+        dwell, surface, session: their names in the request, each None if the policy was fitted without it.
+        dwell_seconds: seconds of a dwell of 1.
+    """
+
+    dwell: str | None
+    surface: str | None
+    session: str | None
+    dwell_seconds: float = 1.0
+
+    def fields(self) -> "list[Field]":
+        """As fields of the request."""
+        dwell = [] if self.dwell is None else [Field(self.dwell, "number")]
+        return dwell + [Field(name, "category") for name in (self.surface, self.session) if name is not None]
+
+
+@dataclass(frozen=True)
 class Schema:
     """All fields of a request.
 
     Args:
         user, candidate, event: the fields of each; no event field for a model that reads no history.
         vocabularies: by column the known values; their ids count from 1 in this order.
+        policy: what a history policy reads of an event, or None without one.
     """
 
     user: list[Field]
     candidate: list[Field]
     event: list[Field]
     vocabularies: dict[str, list[str]]
+    policy: PolicyFields | None = None
 
 
 @dataclass(frozen=True)

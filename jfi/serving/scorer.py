@@ -1,6 +1,6 @@
 """Scores requests with an artifact: looks up their embeddings and runs the package of the dense part."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 from torch._inductor import aoti_load_package
 
+from jfi.history.policy import Policy
 from jfi.serving import artifact
 from jfi.serving.artifact import ArtifactError
+from jfi.serving.history_policy import RequestPolicy
 from jfi.serving.requests import Request, RequestReader
-from jfi.serving.schema import Field, Limits, Schema
+from jfi.serving.schema import Field, Limits, PolicyFields, Schema
 from jfi.serving.tables import Tables, load_tables
 
 #: Slices of the one tensor that is copied begin at multiples of it: kernels are compiled for 16-byte alignment.
@@ -67,7 +69,11 @@ class Scorer:
         limits = Limits(
             max_candidates or info["limits"]["max_candidates"], max_history or info["limits"]["max_history"]
         )
-        self.reader = RequestReader(Schema(**fields, vocabularies=vocabularies), limits)
+        schema, policy = Schema(**fields, vocabularies=vocabularies), None
+        if info.get("policy") is not None:
+            schema = replace(schema, policy=PolicyFields(**info["policy"]))
+            policy = RequestPolicy(Policy.load(path / artifact.POLICY), schema.policy)
+        self.reader = RequestReader(schema, limits, policy)
         self.inputs = Inputs(**info["inputs"])
         self.tables = load_tables(
             path / artifact.TABLES,

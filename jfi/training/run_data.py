@@ -2,6 +2,7 @@
 
 schema.json, vocabularies.parquet    the schema, see `jfi.data.schema`
 fingerprint.json                     the fingerprint of the data and of its split, see `jfi.data.fingerprint`
+policy.json                          with `data.policy` a copy of that file, which the run goes on with
 """
 
 import dataclasses
@@ -22,6 +23,7 @@ from jfi.training.distributed import World
 from jfi.training.run_folder import RunFolder
 from jfi.training.shared_data import load_shared
 
+_POLICY = "policy.json"
 #: What to do where the data of a run has changed.
 DataChanged = Literal["refuse", "accept"]
 
@@ -33,6 +35,15 @@ def save_data(run: RunFolder, dataset: InteractionDataset, config: Config) -> No
     with writing_folder(run.data) as unfinished:
         dataset.schema.write(unfinished)
         (unfinished / NAME).write_text(fingerprint, encoding="utf-8")
+        if dataset.policy is not None:
+            dataset.policy.save(unfinished / _POLICY)
+
+
+def own_policy(run: RunFolder, config: Config) -> Config:
+    """The config with the run's own copy of its policy, whatever became of the file that `data.policy` names."""
+    if config.data.policy is None:
+        return config
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, policy=str(run.data / _POLICY)))
 
 
 def load_schema(run: RunFolder) -> DataSchema:
@@ -67,7 +78,7 @@ def load_data(run: RunFolder, config: Config, world: World, changed: DataChanged
     schema = load_schema(run)
     try:
         world.on_first(lambda: _check_prepared(run, config))
-        dataset = load_shared(config.data, world, schema)
+        dataset = load_shared(own_policy(run, config).data, world, schema)
     except DataError as fault:
         raise DataError(f"--resume {run.path}: {fault}") from fault
     world.on_first(lambda: _compare(run, config, dataset, changed))
@@ -88,6 +99,7 @@ def describe_batches(run: RunFolder, config: Config) -> dict[str, object]:
         "data.batching": config.data.batching,
         **(_describe_timelines(known, config.data) if config.data.batching == "user" else {}),
         "training.seed": training.seed,
+        **({"the fingerprint of data.policy": known.policy} if known.policy else {}),
     }
 
 

@@ -9,9 +9,11 @@ import pyarrow as pa
 import torch
 
 from jfi.data import DataError, DataSchema
+from jfi.data.choose_events import load_policy
 from jfi.data.load import check_fits
 from jfi.data.scoring import Sources
 from jfi.data.source import column_settings
+from jfi.history import Policy
 from jfi.models import SequenceDLRM
 from jfi.training.build import build_model
 from jfi.training.checkpoint import (
@@ -23,7 +25,7 @@ from jfi.training.checkpoint import (
 )
 from jfi.training.config import Config, ConfigError, TrainingConfig
 from jfi.training.progress import config_changes
-from jfi.training.run_data import load_schema
+from jfi.training.run_data import load_schema, own_policy
 from jfi.training.run_folder import RunFolder
 from jfi.training.scores import Scores, check_out, check_results, metrics_of, scored
 
@@ -116,12 +118,14 @@ class SavedRun:
         config: the whole config, with absolute paths.
         schema: the keys of the model's batches and the encodings of their values.
         model: with the parameters of the best epoch, those that the run's test metrics are of; in evaluation mode.
+        policy: which events of a history the model reads, or None for all.
     """
 
     path: Path
     config: Config
     schema: DataSchema
     model: SequenceDLRM
+    policy: Policy | None = None
 
     def predict(
         self,
@@ -225,7 +229,7 @@ class SavedRun:
         folder = None if out is None else out.parent
         sources = Sources(*paths, *tables)
         check_results({"--out": out}, {f"--{name}": source for name, source in vars(sources).items()})
-        options = {"by": by, "evaluate": evaluate, "batch_size": batch_size, "folder": folder}
+        options = {"by": by, "evaluate": evaluate, "batch_size": batch_size, "folder": folder, "policy": self.policy}
         return scored(self.model, sources, self.schema, config, **options)
 
 
@@ -254,4 +258,5 @@ def load_run(path: str | Path, device: str | torch.device = "cpu", setting: str 
     best = BestEpoch.of(path, setting)
     model = build_model(best.config.model, best.config.encoder, best.schema)
     best.read(model.state_dict())
-    return SavedRun(Path(path), best.config, best.schema, model.to(device).eval())
+    policy = load_policy(own_policy(RunFolder(Path(path)), best.config).data)
+    return SavedRun(Path(path), best.config, best.schema, model.to(device).eval(), policy)

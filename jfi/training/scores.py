@@ -20,6 +20,7 @@ from jfi.data.paths import find_files
 from jfi.data.scoring import ScoringParts, Source, Sources
 from jfi.display import Display
 from jfi.files import naming, temporary_folder, writing_file
+from jfi.history import Policy
 from jfi.models import SequenceDLRM
 from jfi.training.config import ConfigError, TrainingConfig
 from jfi.training.metrics import Predictions
@@ -83,6 +84,7 @@ def scored(
     evaluate: TrainingConfig | None = None,
     batch_size: int = 4096,
     folder: Path | None = None,
+    policy: Policy | None = None,
 ) -> Iterator[Scores]:
     """Scores every row of `sources.interactions`.
 
@@ -99,6 +101,7 @@ def scored(
             is checked before any is scored. Without `config.label` they are positives, and negatives are scored too.
         batch_size: rows per call of the model.
         folder: where temporary files go; None for the system's folder.
+        policy: which events of a history stay, or None for all.
 
     Raises:
         DataError: a table is missing or malformed, or has no label where one is needed.
@@ -110,7 +113,7 @@ def scored(
     implicit = evaluate is not None and config.label is None
     with temporary_folder(".jfi-", folder) as files:
         with naming(files):
-            parts = ScoringParts(sources, files, schema, config, by, implicit)
+            parts = ScoringParts(sources, files, schema, config, by, implicit, policy)
             if evaluate is not None:
                 count = len(labeled_rows(parts, config))  # before the model runs, which takes longest
                 if implicit and count < parts.num_rows:

@@ -57,6 +57,7 @@ def train(config: Config, dataset: InteractionDataset | None = None) -> Result:
             if world.is_first and dataset.summary is not None:
                 print(dataset.summary, flush=True)
         config, chosen = apply_preset(config, dataset)
+        _check_weights(config, dataset)
         if chosen:
             print(f"training.preset chose {', '.join(chosen)}", flush=True)
         trainer = Trainer(config, dataset, world, config.training.warm_start)
@@ -112,6 +113,16 @@ def _check_before_reading(config: Config) -> None:
     # A preset takes settings from that run; the model is then compared when it is built.
     if config.training.warm_start is not None and config.training.preset is None:
         check_warm_start(config.training.warm_start, config)
+
+
+def _check_weights(config: Config, dataset: InteractionDataset) -> None:
+    """Checks that the model reads the weights of events if the policy has some, and only then."""
+    given = dataset.policy is not None and dataset.policy.is_weighted
+    read = "weights" in config.model.biases() and config.model.pooling == "attention"
+    if given and not read:
+        raise ConfigError("data.policy has weights of events; set model.bias: weights, or fit it without boost")
+    if read and not given:
+        raise ConfigError("model.bias: weights are those of data.policy, which gives none; fit one with boost")
 
 
 def _create(config: Config, path: Path, dataset: InteractionDataset) -> RunFolder:

@@ -9,9 +9,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from history.logs import SURFACES, planted
 
 from benchmarks.online_shoppers import fit_sessions, read_sessions, share_of_entropy
+from jfi.data import DataConfig
+from jfi.data.engagement import training_log
 from jfi.history import EventLog, Policy, fit
 from jfi.training.cli import run_cli
 
@@ -119,3 +122,23 @@ def test_the_relevance_of_sessions_is_that_of_the_columns(tmp_path):
         assert share == pytest.approx(share_of_entropy(dwell, purchase) - bias, abs=0.002)
     first, second, third = (one.session_information for one in policy.surface_reports)
     assert first > 10 * max(abs(second), abs(third))
+
+
+def test_a_config_names_the_columns_and_its_training_rows_are_fitted(command, tmp_path):
+    table = pq.read_table("log.parquet")
+    pq.write_table(table.append_column("item", pa.array(np.arange(len(table)) % 9)), "log.parquet")
+    columns = {"item": "item", "label": "buys", "dwell": "ms", "dwell_unit": "ms", "surface": "tab"}
+    data = {"interactions": "log.parquet", "user": "user", **columns}
+    Path("run.yaml").write_text(yaml.safe_dump({"data": data}))
+    code, _, err = command("--config", "run.yaml", "--remove", "0.3", "--out", "policy.json")
+    assert code == 0, err
+    log, conversion = training_log(DataConfig(**data))
+    assert Policy.load("policy.json") == fit(log, conversion, remove=0.3)
+    assert len(log) == pytest.approx(0.8 * pq.read_metadata("log.parquet").num_rows, rel=0.01)
+    for options, message in (
+        (["--config", "run.yaml", "--dwell", "ms"], "--dwell is not for --config"),
+        (["--interactions", "log.parquet", "--dwell", "ms"], "--conversion is missing"),
+    ):
+        code, _, err = command(*options, "--out", "other.json")
+        assert (code, message in err) == (2, True), err
+    assert not Path("other.json").exists()

@@ -1,0 +1,122 @@
+"""A history policy where batches are assembled: which events of a history stay, before any field of them is read.
+
+The policy chooses among the newest `max_history` events strictly before a sample, and these alone decide the segment of
+its user. A request to a server holds the same events, so that training and serving choose the same, and nothing comes
+from a sample's future. Neither the sample's own dwell nor any conversion is read.
+
+In a batch by user the samples of a timeline share its events, so the policy is applied once: the segment is that of the
+timeline's first sample, which knows the least. An event that is among the newest ones of any of the samples stays for
+all of them; the later ones see no more of their future by it, since it is older than they are. A cap counts back from
+the first sample that sees an event.
+"""
+
+import numpy as np
+import torch
+
+from jfi.data.coded import blocks
+from jfi.data.config import DataConfig
+from jfi.data.engagement import Engagement
+from jfi.data.errors import DataError
+from jfi.data.events import Events, user_blocks
+from jfi.files import DamagedFileError
+from jfi.history import Policy, PolicyIndex
+from jfi.history.segments import statistics_of
+from jfi.history.select import first_seen, select_events
+
+
+class EventChooser:
+    """Applies a policy to packed histories; the same events stay as with `Policy.select`.
+
+    By sample it is `PolicyIndex`, which reads no event that goes.
+
+    Args:
+        policy: what stays.
+        events: all events of a dataset.
+        engagement: of these events.
+        max_history: the newest events of a history that the policy chooses among.
+
+    Raises:
+        DataError: there is no engagement, or it has surfaces that the policy does not know.
+    """
+
+    def __init__(self, policy: Policy, events: Events, engagement: Engagement | None, max_history: int) -> None:
+        if engagement is None:
+            raise DataError("data.policy is set, but the data has neither data.dwell nor data.surface")
+        self.policy, self._tables, self._max_history, self._events = policy, policy.tables, max_history, events
+        try:
+            policy.surface_ids(engagement.surfaces)
+        except ValueError as error:
+            raise DataError(f"data.policy: {error}") from None
+        known = engagement.on_surfaces(policy.surfaces)
+        #: `[E]` int16 and int8.
+        self._cells, self._segments = np.empty(len(events), np.int16), np.zeros(len(events), np.int8)
+        for begin, end in blocks(len(events)):
+            self._cells[begin:end] = policy.cells(known.surface[begin:end], np.asarray(known.dwell[begin:end]))
+        if len(policy.segments.names) > 1:
+            self._segments = _segments(policy, events, known, max_history)
+        self._index = PolicyIndex(policy, self._cells if events.rows is None else self._cells[events.rows])
+
+    def histories(self, owners: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """What stays of the histories of samples: the events `[M]`, their numbers `[B]` and, if any, weights `[M]`.
+
+        Args:
+            owners: `[B]` int64, the samples.
+        """
+        start, length = self._events.histories(owners, self._max_history)
+        places, counts, weights = self._index.select(start, length, self._segments[owners])
+        rows = places if self._events.rows is None else self._events.rows[places]
+        return rows.astype(np.int64, copy=False), counts, weights
+
+    def timelines(
+        self, owners: np.ndarray, history: np.ndarray, lengths: np.ndarray, rows: np.ndarray, offsets: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """What stays of the events of U timelines, as `histories`.
+
+        Args:
+            owners: `[U]` int64, the first sample of each.
+            history: `[S]`, the events of the timelines, the oldest first.
+            lengths: `[U]`, their numbers.
+            rows: `[R]`, the samples, by timeline and time.
+            offsets: `[U + 1]` int64, the samples of each timeline.
+        """
+        if self.policy.keeps_all:
+            return history, lengths, None
+        time, segment = self._events.time, self._segments[owners]
+        of_events = torch.from_numpy(np.append(0, np.cumsum(lengths)))
+        parts = (torch.from_numpy(one) for one in (time[history], offsets, time[rows]))
+        seen_by = first_seen(of_events, *parts)
+        cells, segments = torch.from_numpy(self._cells[history]), torch.from_numpy(segment)
+        stay = select_events(self._tables, cells, segments, of_events, seen_by)
+        weights = None if stay.weights is None else stay.weights.numpy()
+        return history[stay.rows.numpy()], stay.lengths.numpy(), weights
+
+
+def load_policy(config: DataConfig) -> Policy | None:
+    """The policy that a config names.
+
+    Raises:
+        DataError: the file is missing or damaged.
+    """
+    if config.policy is None:
+        return None
+    try:
+        return Policy.load(config.policy)
+    except DamagedFileError as error:
+        raise DataError(f"data.policy: {error}") from None
+
+
+def _segments(policy: Policy, events: Events, engagement: Engagement, max_history: int) -> np.ndarray:
+    """`[E]` int8, the segment of each row's user by the newest `max_history` events strictly before the row."""
+    segments = np.zeros(len(events), np.int8)
+    if len(policy.segments.names) == 1:
+        return segments
+    for begin, end in user_blocks(events.first):
+        low, rows = begin, np.arange(begin, end)
+        if events.rows is not None:
+            low, high = np.searchsorted(events.rows, np.array([begin, end], events.rows.dtype))
+            rows = events.rows[low:high]
+        log = engagement.log(events.user, events.time, rows).ordered  # in this order already
+        first, length = events.histories(np.arange(begin, end), max_history)
+        found = statistics_of(log, len(policy.surfaces), first - low, first - low + length)
+        segments[begin:end] = policy.segments.assign(found)
+    return segments

@@ -1,0 +1,161 @@
+"""A run with a policy of its histories: training, prediction and requests read the same events."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import torch
+
+import jfi
+from jfi.data import DataConfig, SyntheticConfig, load_dataset, synthetic_dwell
+from jfi.data.engagement import training_log
+from jfi.history import Policy, fit
+from jfi.serving.dataset_schema import schema_of
+from jfi.serving.history_policy import RequestPolicy
+from jfi.serving.requests import BadRequestError, RequestReader
+from jfi.serving.schema import Limits
+from jfi.training import Config, ConfigError, ModelConfig, TrainingConfig, resume, train
+
+MAX_HISTORY = 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The tables of the synthetic log as files, and a run on them; its policy's file is gone."""
+    folder = tmp_path_factory.mktemp("policy")
+    kind = SyntheticConfig(kind="dwell", num_users=30, num_items=12, num_categories=3, mean_length=40, labeled=10)
+    log, items = (table.data for table in synthetic_dwell.make_tables(kind))
+    milliseconds = pa.compute.multiply(log["dwell"], 1000.0)
+    log = log.set_column(log.column_names.index("dwell"), "dwell", milliseconds)
+    pa.parquet.write_table(log, folder / "log.parquet")
+    pa.parquet.write_table(items, folder / "items.parquet")
+    columns = {**synthetic_dwell.COLUMNS, "dwell_unit": "ms", "event_dense": []}
+    data = DataConfig(
+        interactions=str(folder / "log.parquet"),
+        items=str(folder / "items.parquet"),
+        max_history=MAX_HISTORY,
+        **columns,
+    )
+    policy = fit(*training_log(data), remove=0.5, newest=2, caps={"active": 15})
+    policy.save(folder / "policy.json")
+    data = replace(data, policy=str(folder / "policy.json"))
+    model = ModelConfig(8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8])
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("draw_curves", "draw_attention"):
+            patch.setattr(f"jfi.training.loop.{name}", lambda *_: None)
+        train(Config(data, model, training=TrainingConfig(str(folder / "run"), epochs=1, device="cpu", batch_size=64)))
+    (folder / "policy.json").rename(folder / "moved.json")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    return jfi.load_run(folder / "run")
+
+
+@pytest.fixture(scope="module")
+def dataset(folder, run):
+    return load_dataset(replace(run.config.data, policy=str(folder / "moved.json")), run.schema)
+
+
+def test_a_run_keeps_its_policy(folder, run):
+    assert run.policy == Policy.load(folder / "moved.json")
+    assert not run.policy.keeps_all
+    assert json.loads((folder / "run/data/fingerprint.json").read_text())["content"]["policy"] == run.policy.fingerprint
+
+
+def test_prediction_reads_the_events_that_training_reads(folder, run, dataset):
+    scores = run.predict(str(folder / "log.parquet"))["score"].to_numpy()
+    arrays = dataset.arrays()
+    order = np.lexsort((arrays.events.item, arrays.events.time, arrays.events.user))
+    assert np.array_equal(order, np.arange(len(order)))
+    log = pa.parquet.read_table(folder / "log.parquet")
+    place = np.lexsort((log["item"].to_numpy(), log["timestamp"].to_numpy(), log["user"].to_numpy()))
+    batch = next(dataset.batches("test", 10_000))
+    with torch.no_grad():
+        wanted = run.model(batch.dense_features, batch.sparse_features).squeeze(-1).numpy()
+    np.testing.assert_allclose(scores[place[arrays.samples["test"]]], wanted, atol=1e-5)
+    plain = replace(run, policy=None).predict(str(folder / "log.parquet"))["score"].to_numpy()
+    assert np.abs(plain - scores).max() > 1e-3
+
+
+def request_of(log: list[dict], target: dict) -> dict:
+    """The request for a row of the table, with the events that training chooses among."""
+    before = [one for one in log if one["user"] == target["user"] and one["timestamp"] < target["timestamp"]]
+    before.sort(key=lambda one: (one["timestamp"], one["item"]))
+    names = ("item", "category", "surface", "dwell", "session")
+    history = [{name: one[name] for name in names} | {"age": target["timestamp"] - one["timestamp"]} for one in before]
+    return {"user": {}, "history": history, "candidates": [{name: target[name] for name in ("item", "category")}]}
+
+
+@pytest.fixture(scope="module")
+def reader(run):
+    schema = schema_of(run.config.data, run.schema, reads_history=True, reads_age=False)
+    return RequestReader(schema, Limits(3, MAX_HISTORY), RequestPolicy(run.policy, schema.policy))
+
+
+def test_a_request_reads_the_events_that_training_reads(folder, dataset, reader):
+    items = pa.parquet.read_table(folder / "items.parquet").to_pylist()
+    categories = {one["item"]: one["category"] for one in items}
+    log = pa.parquet.read_table(folder / "log.parquet").to_pylist()
+    log = [one | {"category": categories[one["item"]]} for one in log]
+    log.sort(key=lambda one: (one["user"], one["timestamp"], one["item"]))
+    batch = next(dataset.batches("test", 10_000))
+    sparse, rows = batch.sparse_features, dataset.arrays().samples["test"]
+    for key in ("history_item", "history_category", "history_surface", "history_age"):
+        parts = sparse[key].values().split(sparse[key].lengths().tolist())
+        removed = 0
+        for row, part in zip(rows, parts, strict=True):
+            request = request_of(log, log[row])
+            found = reader(request)
+            ids = found.ages if key == "history_age" else found.ids[key]
+            assert ids.tolist() == part.tolist()
+            removed += min(MAX_HISTORY, len(request["history"])) - found.num_events
+        assert removed > 100
+
+
+def test_a_request_names_what_the_policy_reads(reader):
+    fields = ["item", "category", "surface", "age", "dwell", "session"]
+    assert list(reader.describe()["history"]) == fields
+    event = {"item": 1, "category": 1, "surface": "feed", "age": 5.0, "dwell": 3000, "session": 1}
+    request = {"user": {}, "history": [event], "candidates": [{"item": 1, "category": 1}]}
+    assert reader(request).num_events == 1
+    for change, message in (
+        ({"dwell": "long"}, r"^history\[0\]\.dwell must be a finite number, or null, got 'long'"),
+        ({"surface": 1.5}, r"^history\[0\]\.surface must be a string"),
+        ({"age": -1}, r"^history\[0\]\.age must be"),
+    ):
+        with pytest.raises(BadRequestError, match=message):
+            reader({**request, "history": [event | change]})
+    with pytest.raises(BadRequestError, match=r"^history\[0\] lacks the field 'dwell'"):
+        reader({**request, "history": [{name: event[name] for name in event if name != "dwell"}]})
+    unseen = event | {"surface": "a new one", "dwell": None, "session": None}
+    assert reader({**request, "history": [unseen]}).num_events == 1
+
+
+def test_a_policy_that_was_edited_is_noticed(folder, run, tmp_path):
+    shutil.copytree(folder / "run", tmp_path / "run")
+    assert resume(tmp_path / "run").test is not None
+    replace(run.policy, newest=3).save(tmp_path / "run/data/policy.json")
+    with pytest.raises(ConfigError, match=r"the policy of its histories \(data\.policy\) has changed"):
+        resume(tmp_path / "run")
+
+
+def test_weights_need_a_model_that_reads_them_and_cannot_be_served(folder, run, tmp_path):
+    data = replace(run.config.data, policy=str(tmp_path / "p.json"))
+    fit(*training_log(data), boost=["active"]).save(tmp_path / "p.json")
+    boosted = Config(data, replace(run.config.model, bias="weights"), training=TrainingConfig(str(tmp_path / "run")))
+    with pytest.raises(ConfigError, match=r"^data\.policy has weights of events; set model\.bias: weights"):
+        train(replace(boosted, model=run.config.model))
+    with pytest.raises(ConfigError, match=r"^model\.bias: weights are those of data\.policy"):
+        train(replace(boosted, data=replace(data, policy=None)))
+    assert not (tmp_path / "run").exists()
+    fields = schema_of(data, run.schema, True, True).policy
+    with pytest.raises(ValueError, match=r"^data\.policy has weights of events"):
+        RequestPolicy(Policy.load(tmp_path / "p.json"), fields)
+    with pytest.raises(ValueError, match=r"^data\.policy has newest 0"):
+        RequestPolicy(replace(run.policy, newest=0), fields)
