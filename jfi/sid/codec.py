@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from jfi.files import DamagedFileError, reading_file, write_file
-from jfi.sid.packing import UNKNOWN_SID, check_sids
+from jfi.sid.decoders import Decoder
+from jfi.sid.packing import UNKNOWN_SID, Layout, check_sids
 from jfi.sid.sources import Sources, as_sources, learn_scales, normalize, present_rows, spread
 from jfi.sid.tensor_file import tensors_from_bytes, tensors_to_bytes
 
@@ -116,7 +117,6 @@ class Codec(ABC):
                 progress(min(begin + _BLOCK, len(sids)), len(sids))
         return sids
 
-    @abstractmethod
     def digits(self, sids: Tensor) -> Tensor:
         """The digits of each SID, on its device.
 
@@ -131,6 +131,7 @@ class Codec(ABC):
             TypeError: `sids` is not int64.
             ValueError: an ID is none that this codec could give; the message names the row.
         """
+        return self.layout.unpack(sids)
 
     @torch.no_grad()
     def decode(self, sids: Tensor) -> Tensor:
@@ -157,7 +158,7 @@ class Codec(ABC):
 
     def restore(self, digits: Tensor) -> Tensor:
         """The content of digits `[N, L]` that `digits` gave: `[N, sum of D_i]` float64, for SIDs that are known."""
-        return self._decode(digits) * spread(self.tensors["scale"], self.widths) + self.tensors["mean"]
+        return self.decoder(torch.float64)(digits) * spread(self.tensors["scale"], self.widths) + self.tensors["mean"]
 
     def save(self, path: str | Path) -> None:
         """Writes the codec to one file of the layout of safetensors, with JSON in its header; whole or not at all."""
@@ -204,8 +205,20 @@ class Codec(ABC):
 
     @property
     @abstractmethod
+    def layout(self) -> Layout:
+        """Where the digits are in an ID."""
+
+    @property
     def digit_values(self) -> int:
         """How many values a digit has: 3 of ternary digits, else the size of a codebook."""
+        return self.layout.codebook_size or 3
+
+    @abstractmethod
+    def decoder(self, dtype: torch.dtype = torch.float32) -> Decoder:
+        """The frozen part of the codec that turns digits into content, as a module of this dtype.
+
+        It gives the content as the codec was fitted to it: with a mean of 0, and the mean square of a source's rows 1.
+        """
 
     @property
     def device(self) -> torch.device:
@@ -251,10 +264,6 @@ class Codec(ABC):
     @abstractmethod
     def _encode(self, x: Tensor) -> Tensor:
         """SIDs of normalized sources, `[N, D]` float64."""
-
-    @abstractmethod
-    def _decode(self, digits: Tensor) -> Tensor:
-        """Normalized sources `[N, D]` float64 of digits; of an unknown item any finite row."""
 
     def _bytes(self, metadata: Mapping[str, str]) -> bytes:
         description = json.dumps(self.describe(), sort_keys=True)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from jfi.sid.codec import Codec, Progress
-from jfi.sid.packing import check_num_digits, pack_trits, unpack_trits
+from jfi.sid.decoders import SumOfDirections
+from jfi.sid.packing import Layout, check_num_digits, pack_trits
 from jfi.sid.stages import Ternary, fit_stages, nearest_trit
 
 
@@ -42,11 +43,11 @@ class DiscretePCA(Codec):
         self.num_digits = num_digits
 
     @property
-    def digit_values(self) -> int:
-        return 3
+    def layout(self) -> Layout:
+        return Layout(self.num_digits)
 
-    def digits(self, sids: Tensor) -> Tensor:
-        return unpack_trits(sids, self.num_digits)
+    def decoder(self, dtype: torch.dtype = torch.float32) -> SumOfDirections:
+        return SumOfDirections(self.tensors["basis"].to(dtype))
 
     def _fit(
         self,
@@ -67,7 +68,3 @@ class DiscretePCA(Codec):
             products[digit + 1 :].addr_(gram[digit + 1 :, digit], trit, alpha=-1)
             products[digit] = trit
         return pack_trits(products.T.to(torch.int8))
-
-    def _decode(self, digits: Tensor) -> Tensor:
-        basis = self.tensors["basis"]
-        return digits.to(basis.dtype) @ basis

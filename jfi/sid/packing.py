@@ -5,6 +5,8 @@ highest byte may make the number negative. Codes of codebooks: code l in bits lÂ
 Neither gives UNKNOWN_SID.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -63,18 +65,10 @@ def unpack_trits(sids: Tensor, num_digits: int) -> Tensor:
         TypeError: `sids` is not int64.
         ValueError: an ID is not one of L ternary digits; the message names the row.
     """
-    check_sids(sids)
-    check_num_digits(num_digits)
-    unknown = sids == UNKNOWN_SID
-    values = (sids[:, None] >> _shifts(_BYTES, 8, sids.device)) & 255
-    lengths = [min(max(num_digits - _PER_BYTE * k, 0), _PER_BYTE) for k in range(_BYTES)]
-    largest = torch.tensor([3**length - 1 for length in lengths], device=sids.device)
-    _check_valid(sids, (values <= largest).all(1) | unknown, f"{num_digits} ternary digits")
-    every = torch.arange(256, device=sids.device)[:, None]
-    powers = torch.tensor([3**j for j in range(_PER_BYTE)], device=sids.device)
-    table = (every // powers % 3 - 1).to(torch.int8)
-    digits = table[values].flatten(1)[:, :num_digits]
-    return digits.masked_fill(unknown[:, None], 0)
+    layout = Layout(num_digits)
+    layout.check(sids)
+    digits = trits_of_bytes().to(sids.device)[layout.pieces(sids)].flatten(1)[:, :num_digits]
+    return digits.masked_fill((sids == UNKNOWN_SID)[:, None], 0)
 
 
 def pack_codes(codes: Tensor, codebook_size: int) -> Tensor:
@@ -116,13 +110,90 @@ def unpack_codes(sids: Tensor, num_levels: int, codebook_size: int) -> Tensor:
         TypeError: `sids` is not int64.
         ValueError: an ID is not one of such codes; the message names the row.
     """
-    check_sids(sids)
-    bits = code_bits(num_levels, codebook_size)
-    unknown = sids == UNKNOWN_SID
-    codes = (sids[:, None] >> _shifts(num_levels, bits, sids.device)) & ((1 << bits) - 1)
-    valid = (codes < codebook_size).all(1) & (sids >> (num_levels * bits) == 0)
-    _check_valid(sids, valid | unknown, f"{num_levels} codes below {codebook_size}")
-    return codes.masked_fill(unknown[:, None], -1)
+    layout = Layout(num_levels, codebook_size)
+    layout.check(sids)
+    return layout.pieces(sids).masked_fill((sids == UNKNOWN_SID)[:, None], -1)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the digits of a semantic ID are in its int64: all that a model or a server must know to read them.
+
+    Args:
+        num_digits: L, ternary digits or codes.
+        codebook_size: K, codes of each codebook; 0 for ternary digits.
+
+    Raises:
+        ValueError: so many digits do not fit an int64.
+
+    Example:
+        >>> Layout(3, 256).unpack(torch.tensor([197121]))
+        tensor([[1, 2, 3]])
+        >>> Layout(2).valid(torch.tensor([5, 99, UNKNOWN_SID]))
+        tensor([ True, False,  True])
+    """
+
+    num_digits: int
+    codebook_size: int = 0
+
+    def __post_init__(self) -> None:
+        if self.codebook_size:
+            code_bits(self.num_digits, self.codebook_size)
+        else:
+            check_num_digits(self.num_digits)
+
+    @property
+    def piece_bits(self) -> int:
+        """Bits of a piece: of a byte of five ternary digits, or of a code."""
+        return code_bits(self.num_digits, self.codebook_size) if self.codebook_size else 8
+
+    @property
+    def num_pieces(self) -> int:
+        """Bytes or codes of an ID."""
+        return self.num_digits if self.codebook_size else -(-self.num_digits // _PER_BYTE)
+
+    def pieces(self, sids: Tensor) -> Tensor:
+        """`[N, num_pieces]` int64 of SIDs `[N]`, which are not checked; of UNKNOWN_SID all bits are set."""
+        return (sids[:, None] >> _shifts(self.num_pieces, self.piece_bits, sids.device)) & ((1 << self.piece_bits) - 1)
+
+    def unpack(self, sids: Tensor) -> Tensor:
+        """`[N, L]`, what `unpack_trits` or `unpack_codes` gives."""
+        if self.codebook_size:
+            return unpack_codes(sids, self.num_digits, self.codebook_size)
+        return unpack_trits(sids, self.num_digits)
+
+    def valid(self, sids: Tensor) -> Tensor:
+        """`[N]` bool: which of the SIDs `[N]` have such digits, or are UNKNOWN_SID."""
+        if self.codebook_size:
+            largest = [self.codebook_size - 1] * self.num_pieces
+        else:
+            last = self.num_digits - _PER_BYTE * (self.num_pieces - 1)
+            largest = [3**_PER_BYTE - 1] * (self.num_pieces - 1) + [3**last - 1]
+        valid = (self.pieces(sids) <= torch.tensor(largest, device=sids.device)).all(1)
+        bits = self.num_pieces * self.piece_bits
+        if bits < 64:
+            valid &= sids >> bits == 0
+        return valid | (sids == UNKNOWN_SID)
+
+    def check(self, sids: Tensor) -> None:
+        """Raises TypeError or ValueError unless `sids` is `[N]` int64, each with such digits or UNKNOWN_SID."""
+        check_sids(sids)
+        valid = self.valid(sids)
+        if not valid.all():
+            row = int((~valid).nonzero()[0])
+            raise ValueError(f"sids[{row}] is {sids[row]}, which is no ID of {self}; another codec may have made it")
+
+    def __str__(self) -> str:
+        if self.codebook_size:
+            return f"{self.num_digits} codes below {self.codebook_size}"
+        return f"{self.num_digits} ternary digits"
+
+
+def trits_of_bytes() -> Tensor:
+    """`[256, 5]` int8, on the CPU: by byte of a packed SID the five ternary digits that it holds."""
+    every = torch.arange(256, device="cpu")[:, None]
+    powers = torch.tensor([3**j for j in range(_PER_BYTE)], device="cpu")
+    return (every // powers % 3 - 1).to(torch.int8)
 
 
 def check_num_digits(num_digits: int) -> None:
@@ -163,12 +234,6 @@ def _check_range(name: str, values: Tensor, low: int, high: int) -> None:
     if wrong.any():
         row, column = wrong.nonzero()[0].tolist()
         raise ValueError(f"{name}[{row}, {column}] is {values[row, column]}, must be from {low} to {high}")
-
-
-def _check_valid(sids: Tensor, valid: Tensor, what: str) -> None:
-    if not valid.all():
-        row = int((~valid).nonzero()[0])
-        raise ValueError(f"sids[{row}] is {sids[row]}, which is no ID of {what}; another codec may have made it")
 
 
 def _shifts(count: int, bits: int, device: torch.device) -> Tensor:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from jfi.sid.codec import Codec, Progress
-from jfi.sid.packing import code_bits, pack_codes, unpack_codes
+from jfi.sid.decoders import SumOfCentroids
+from jfi.sid.packing import Layout, code_bits, pack_codes
 from jfi.sid.stages import fit_stages, nearest_code
 
 #: Lloyd steps from codebooks that were fitted to nearly the same rows.
@@ -109,11 +110,11 @@ class ResidualKMeans(Codec):
         self.num_levels, self.codebook_size, self.steps = num_levels, codebook_size, steps
 
     @property
-    def digit_values(self) -> int:
-        return self.codebook_size
+    def layout(self) -> Layout:
+        return Layout(self.num_levels, self.codebook_size)
 
-    def digits(self, sids: Tensor) -> Tensor:
-        return unpack_codes(sids, self.num_levels, self.codebook_size)
+    def decoder(self, dtype: torch.dtype = torch.float32) -> SumOfCentroids:
+        return SumOfCentroids(self.tensors["codebooks"].to(dtype))
 
     def _fit(
         self,
@@ -143,7 +144,3 @@ class ResidualKMeans(Codec):
             codes.append(nearest_code(residual, codebook))
             residual -= codebook[codes[-1]]
         return pack_codes(torch.stack(codes, 1), self.codebook_size)
-
-    def _decode(self, digits: Tensor) -> Tensor:
-        codes = digits.clamp(min=0)
-        return sum(codebook[codes[:, level]] for level, codebook in enumerate(self.tensors["codebooks"]))

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from jfi.sid.codec import Codec, Progress
+from jfi.sid.decoders import FusionDecoder
 from jfi.sid.discrete_pca import DiscretePCA
+from jfi.sid.packing import Layout
 from jfi.sid.residual_kmeans import ResidualKMeans
+from jfi.sid.sources import spread
 
 #: Most latents to which the quantizer is fitted while the network learns.
 _REFIT_ROWS = 2**14
@@ -111,11 +114,17 @@ class VQFusion(Codec):
         self.categories: dict[str, int] = {}
 
     @property
-    def digit_values(self) -> int:
-        return self.quantizer.digit_values
+    def layout(self) -> Layout:
+        return self.quantizer.layout
 
-    def digits(self, sids: Tensor) -> Tensor:
-        return self.quantizer.digits(sids)
+    def decoder(self, dtype: torch.dtype = torch.float32) -> FusionDecoder:
+        own = self.quantizer
+        scale = spread(own.tensors["scale"], own.widths).to(dtype)
+        weights = [
+            tuple(tensor.detach().to(dtype) for layer in (decoder[0], decoder[2]) for tensor in layer.parameters())
+            for decoder in self.network.decoders
+        ]
+        return FusionDecoder(own.decoder(dtype), own.tensors["mean"].to(dtype), scale, weights)
 
     @torch.no_grad()
     def predict_labels(self, sids: Tensor) -> dict[str, Tensor]:
@@ -212,10 +221,6 @@ class VQFusion(Codec):
 
     def _encode(self, x: Tensor) -> Tensor:
         return self.quantizer.encode(self.network.encoder(x))
-
-    def _decode(self, digits: Tensor) -> Tensor:
-        z = self.quantizer.restore(digits)
-        return torch.cat([decoder(z) for decoder in self.network.decoders], 1)
 
     def to(self, device: torch.device | str) -> Self:
         self.quantizer.to(device)
