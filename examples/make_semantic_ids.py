@@ -25,6 +25,8 @@ from torch import Tensor
 
 from jfi.data import DataError
 from jfi.data.readers import read_table
+from jfi.data.schema import CODEC
+from jfi.data.semantic_ids import codec_folder, new_rows, read_sids, unique_items, write_sids
 from jfi.data.table import Table
 from jfi.display import Display
 from jfi.exit_codes import EXIT_CODES, raise_on_sigterm
@@ -32,14 +34,13 @@ from jfi.files import DamagedFileError, check_sum, read_sums, sha256_of, write_f
 from jfi.lock import locking_folder
 from jfi.options import OptionParser, at_least_one
 from jfi.sid import UNKNOWN_SID, Codec, DiscretePCA, ResidualKMeans, VQFusion, sid_quality
-from jfi.sid.catalogue import new_rows, read_sids, unique_items, write_sids
 from jfi.sid.content import Content
 from jfi.sid.plots import draw_quality
 from jfi.training import ConfigError
 from jfi.training.cli import run_cli
 from jfi.training.scores import check_place, check_results
 
-CODEC, CONTENT, OPTIONS = "codec.safetensors", "content.safetensors", "options.json"
+CONTENT, OPTIONS = "content.safetensors", "options.json"
 FIGURES, PICTURE = "quality.json", "quality.png"
 
 
@@ -182,7 +183,7 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    folder = options.out.with_suffix(".codec")
+    folder = codec_folder(options.out)
     if options.out.exists() and not folder.exists():
         raise ConfigError(f"--out {options.out} exists, but its codec {folder} does not; name a new file")
     columns = [*options.text, *options.embeddings, *options.categorical]

@@ -42,6 +42,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--history", help="rows before them, which are only part of histories")
     parser.add_argument("--users", help="table of users (default: the run's data.users)")
     parser.add_argument("--items", help="table of items (default: the run's data.items)")
+    sids = "file of semantic IDs of the run's codec (default: the run's data.semantic_ids)"
+    parser.add_argument("--semantic-ids", metavar="FILE", help=sids)
     parser.add_argument("--out", help="file to write, .parquet or .csv: ids, time, --by, score (logit) and probability")
     parser.add_argument("--evaluate", metavar="FILE", help="print the rows' metrics, and write them as JSON")
     parser.add_argument("--by", nargs="+", default=[], metavar="COLUMN", help="with --evaluate: also by these columns")
@@ -93,10 +95,13 @@ def main() -> None:
 
 
 def score(options: argparse.Namespace) -> None:
-    tables = {"history": options.history, "users": options.users, "items": options.items}
+    tables = {name: getattr(options, name) for name in ("history", "users", "items", "semantic_ids")}
     check_results(
         {"--out": options.out, "--evaluate": options.evaluate},
-        {f"--{name}": paths for name, paths in {"interactions": options.interactions, **tables}.items()},
+        {
+            f"--{name.replace('_', '-')}": paths
+            for name, paths in {"interactions": options.interactions, **tables}.items()
+        },
     )
     run = load_run(options.run, options.device, "--run")
     if options.evaluate is None:

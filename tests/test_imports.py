@@ -1,6 +1,7 @@
 """Who may import whom, each in a fresh process.
 
-kernels <- ops <- modules <- models <- training <- baselines; data and sid beside models; history <- data.
+kernels <- ops <- modules <- models <- training <- baselines; data beside models; history <- data; codecs of sid below modules
+and data.
 
 Serving has two sides: the export needs models and data, the server only its own package, jfi.encoding and jfi.suggest.
 """
@@ -34,7 +35,7 @@ FORBIDDEN = {
     },
     "jfi.modules": {"jfi.models", "jfi.data", "jfi.training"},
     "jfi.models": {"jfi.data", "jfi.training"},
-    "jfi.data": {"jfi.modules", "jfi.models", "jfi.training", "jfi.ops", "jfi.baselines", "jfi.sid"},
+    "jfi.data": {"jfi.modules", "jfi.models", "jfi.training", "jfi.ops", "jfi.baselines", "sklearn"},
     "jfi.sid": {
         "torchrec",
         "fbgemm_gpu",
@@ -58,7 +59,6 @@ FORBIDDEN = {
         "jfi.data",
         "jfi.training",
     },
-    "jfi.sid.catalogue": {"sklearn", "jfi.modules", "jfi.models", "jfi.training", "jfi.ops", "jfi.baselines"},
     "jfi.sid.content": {"sklearn", "jfi.modules", "jfi.models", "jfi.training", "jfi.ops", "jfi.baselines"},
     "jfi.training": {"jfi.baselines", "sklearn"},
     "jfi.baselines": {"jfi.serving", "sklearn"},

@@ -265,7 +265,7 @@ class Tallies:
 
 
 def _is_item_column(spec: FeatureSpec) -> bool:
-    return spec.role == "history" and spec.of == "item"
+    return spec.role == "history" and spec.of == "item" and not spec.semantic
 
 
 def _matrix(columns: list[Categorical]) -> np.ndarray:

@@ -23,7 +23,7 @@ STATISTICS = {
     "similar": ["past_similarity", "past_similar_rate", "past_agreement"],
 }
 #: The settings that name tables.
-FILES = ("interactions", "users", "items", "validation", "test")
+FILES = ("interactions", "users", "items", "semantic_ids", "validation", "test")
 _MAX_COUNT = 2**31 - 1
 
 
@@ -71,6 +71,9 @@ class DataConfig:
             MovieLens' `ratings.dat` (`::`) and `u.data`; text also with `.gz`.
         users: the same of users, or None; also RecBole's `.user`, MovieLens' `users.dat` and `u.user`.
         items: the same of items, or None; also RecBole's `.item`, MovieLens' `movies.dat` and `u.item`.
+        semantic_ids: file of the items' semantic IDs that examples/make_semantic_ids.py wrote, with its codec beside
+            it, or None. It names the items in a column `item`, as the table of items does. Events get the key
+            `history_sid`, and the target `item_sid`, with the ID -1 for an item that the file lacks.
         user: column of the user's id.
         item: column of the item's id, which is also the key of the target.
         timestamp: column of the time: a number, or a date and time.
@@ -149,6 +152,7 @@ class DataConfig:
     interactions: str | list[str] | None = None
     users: str | list[str] | None = None
     items: str | list[str] | None = None
+    semantic_ids: str | None = None
     user: str = "user_id"
     item: str = "item_id"
     timestamp: str = "timestamp"

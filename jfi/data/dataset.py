@@ -325,7 +325,8 @@ class InteractionDataset:
         for i, (spec, ids) in enumerate(zip(specs, self._columns, strict=False)):
             values_of = values[ends[i] - length_per_key[i] : ends[i]]
             ids.fill(rows[spec.role, spec.of], values_of)
-            if unknown is not None and spec.column in self.schema.encodings.vocabularies:
+            is_known = spec.column in self.schema.encodings.vocabularies and not spec.semantic
+            if unknown is not None and is_known:
                 # An event is unknown to all samples of the epoch, another value of a sample to this one, and by user a
                 # value of the user to those who share a timeline.
                 own = samples[offsets[:-1]] if offsets is not None and spec.role == "user" else samples

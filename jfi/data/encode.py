@@ -33,6 +33,9 @@ def encode_features(
     ids = []
     for spec in schema.features[:-1]:
         name = spec.column
+        if spec.semantic:
+            ids.append(Categorical(columns.item_sids()))
+            continue
         if spec.of == "event" and encode_event is not None:
             ids.append(encode_event(spec))
             continue

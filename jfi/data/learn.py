@@ -9,6 +9,7 @@ from jfi.data.columns import count_slots, encode, is_multi_valued, learn_edges, 
 from jfi.data.config import AGE, HISTORY, DataConfig
 from jfi.data.errors import DataError
 from jfi.data.schema import DataSchema, Encodings, Entity, FeatureSpec, Strings
+from jfi.data.semantic_ids import SID
 from jfi.data.source import RawColumns
 from jfi.encoding import UNKNOWN, HashBuckets
 
@@ -46,6 +47,10 @@ def learn_schema(columns: RawColumns, rows: Rows, config: DataConfig) -> DataSch
         edges = learn_edges(columns.numbers(name, "event"), rows.train, config.num_quantiles)
         encodings.edges[name] = edges
         history.append(FeatureSpec(HISTORY + name, "history", name, name, len(edges) + 2, of="event"))
+    if columns.sids is not None:
+        whole = {"num_embeddings": 2**63, "of": "item", "semantic": True}
+        items.append(FeatureSpec(f"item_{SID}", "item", SID, "", **whole))
+        history.append(FeatureSpec(HISTORY + SID, "history", SID, "", **whole))
     for names, of in ((config.user_dense, "user"), (config.item_dense, "item")):
         for name in names:
             # Users and items count as often as they have a row in training.
@@ -62,6 +67,7 @@ def learn_schema(columns: RawColumns, rows: Rows, config: DataConfig) -> DataSch
         max_history=config.max_history,
         encodings=encodings,
         titles=None if config.title is None else _titles(columns, config, encodings),
+        codec=None if columns.sids is None else columns.sids.codec,
     )
 
 

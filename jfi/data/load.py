@@ -73,6 +73,8 @@ def load_dataset(config: DataConfig, schema: DataSchema | None = None) -> Intera
     with Display("read the tables", None, ticking=True):
         tables = read_tables(config)
     config = column_settings(config)
+    if schema is not None and tables.sids is not None:
+        tables.sids.check_codec(schema.codec, "the run")
     with Display("sort and encode the rows", None, ticking=True):
         rows = sort_and_split(tables.interactions, config, tables.given_split)
         if config.statistics:
@@ -156,11 +158,14 @@ def check_fits(schema: DataSchema, config: DataConfig) -> None:
         DataError: it has not, as one line that names the setting.
     """
     roles = ("user", "item", "impression", "history")
-    keys = {role: {s.column for s in schema.features if s.role == role} for role in roles}
+    keys = {role: {s.column for s in schema.features if s.role == role and not s.semantic} for role in roles}
     items = {config.item, *config.item_categorical}
     moments = [*config.user_dense, *config.item_dense, *config.impression_dense]
     events = {*config.event_categorical, *config.event_dense}
     buckets = {name: known.num_buckets for name, known in schema.encodings.buckets.items()}
+    if (schema.codec is None) != (config.semantic_ids is None):
+        which = "without" if schema.codec is None else "with"
+        raise DataError(f"data.semantic_ids: got {config.semantic_ids!r}, but the run was started {which} semantic IDs")
     for name, learnt, wanted in (
         ("item", schema.item_key, config.item),
         ("user_categorical", keys["user"], set(config.user_categorical)),
@@ -193,6 +198,7 @@ def check_equal(schema: DataSchema, prepared: DataSchema, folder: str) -> None:
 
 def _pairs(schema: DataSchema, prepared: DataSchema) -> Iterator[tuple[str, object, object]]:
     """What is compared, and both values of it; each only makes sense where those before are equal."""
+    yield "semantic IDs", *(None if one.codec is None else one.codec.fingerprint for one in (schema, prepared))
     ours, theirs = schema.encodings, prepared.encodings
     yield "keys", schema.features, prepared.features
     yield "dense columns", schema.dense_names, prepared.dense_names

@@ -138,6 +138,8 @@ def _encode(config: DataConfig, schema: DataSchema | None, work: Path, folder: P
     source = SortedColumns(work / "read", work / "rows", rows, config, folder)
     if schema is None:
         schema = learn_schema(source, rows, config)
+    elif source.sids is not None:
+        source.sids.check_codec(schema.codec, "the run")
 
     def encode_event(spec: FeatureSpec) -> Categorical:
         path, kind = folder / f"key-{schema.features.index(spec)}.npy", id_type(spec.num_embeddings)
@@ -256,6 +258,7 @@ def _digest(schema: DataSchema | None) -> str | None:
         return None
     digest, encodings = hashlib.sha256(), schema.encodings
     digest.update(repr((schema.features, schema.dense_names, encodings.moments)).encode())
+    digest.update(b"" if schema.codec is None else schema.codec.fingerprint.encode())
     digest.update(repr({name: edges.tolist() for name, edges in encodings.edges.items()}).encode())
     digest.update(repr({name: known.num_buckets for name, known in encodings.buckets.items()}).encode())
     for vocabulary in encodings.vocabularies.values():

@@ -17,6 +17,7 @@ from jfi.data.prepare_read import RawColumn, read_values
 from jfi.data.prepare_sort import offsets_name
 from jfi.data.readers import read_table
 from jfi.data.schema import DataSchema, Entity, FeatureSpec
+from jfi.data.semantic_ids import SemanticIDs
 from jfi.data.source import EntityTable, check_crossed
 from jfi.data.table_blocks import name_of
 from jfi.encoding import HashBuckets, Vocabulary
@@ -42,6 +43,7 @@ class SortedColumns:
         self._crossed: dict[str, CodedColumn] = {}
         self._ids = {"user": (config.user, rows.user_ids), "item": (config.item, rows.item_ids)}
         self._separators = config.separators
+        self.sids = None if config.semantic_ids is None else SemanticIDs.read(config.semantic_ids, config.item)
         self._tables, self._first = {}, {}
         for of, path, index in (("user", config.users, rows.user), ("item", config.items, rows.item)):
             key, ids = self._ids[of]
@@ -82,6 +84,10 @@ class SortedColumns:
         if of in self._tables:
             return self._tables[of].strings(name)
         return self._coded(RawColumn(name, "text")).take(self._first[of])
+
+    def item_sids(self) -> np.ndarray:
+        """As `Columns.item_sids`."""
+        return self.sids.of(self._rows.item_ids)
 
     def count_changing(self, name: str, of: Entity, numeric: bool) -> int:
         """As `Columns.count_changing`."""

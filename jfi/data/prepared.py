@@ -2,6 +2,7 @@
 
 manifest.json                            the format and the section `data` of the config that made it
 schema.json, vocabularies.parquet        the schema, see `jfi.data.schema`
+codec.safetensors                        of the schema, with semantic IDs
 events.arrow                             user, item, time, label, split, a column for each key of impressions and each
                                          history key of events, dense features, and dwell, surface and session
                                          where the config has them

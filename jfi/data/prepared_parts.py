@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet
+import torch
 
 from jfi.data.coded import BLOCK, blocks
 from jfi.data.column_files import ColumnWriter, read_columns
@@ -19,6 +20,7 @@ from jfi.data.schema import DataSchema, Entity
 from jfi.data.splits import SPLITS
 from jfi.display import Display
 from jfi.files import is_storage_fault
+from jfi.sid.codec import Codec
 
 
 def _parts(folder: Path, name: str) -> Iterator[tuple[str, pa.RecordBatch]]:
@@ -62,7 +64,10 @@ def join_small(folder: Path, of: Entity, schema: DataSchema, config: DataConfig)
         many = any(s.column == spec.column and (s.multi_valued or s.slot is not None) for s in schema.features)
         column = _column(table, name, f"{of}s")
         kind = pa.from_numpy_dtype(id_type(spec.num_embeddings))
-        (_check_lists if many else _check_ids)(column, spec.num_embeddings, f"{of}s", name, 0)
+        if spec.semantic:
+            _check_sids(column, schema.codec, f"{of}s", name)
+        else:
+            (_check_lists if many else _check_ids)(column, spec.num_embeddings, f"{of}s", name, 0)
         columns[name] = _copied(column, pa.large_list(kind) if many else kind)
     for name in dense_names(config)[of]:
         columns[name] = _checked_numbers(_column(table, name, f"{of}s"), f"{of}s", name, 0)
@@ -183,6 +188,15 @@ def _check_ids(column: pa.Array, count: int, file: str, name: str, start: int | 
         first = int(wrong.argmax())
         row = start[first] if isinstance(start, np.ndarray) else start + first
         raise DataError(f"{file}: '{name}' is {values[first]} in row {row}; ids are from 0 to {count - 1}")
+
+
+def _check_sids(column: pa.Array, codec: Codec, file: str, name: str) -> None:
+    if column.type != pa.int64() or column.null_count:
+        raise DataError(f"{file}: column '{name}' must be int64 without nulls, got {column.type}")
+    try:
+        codec.layout.check(torch.from_numpy(column.to_numpy().copy()))
+    except ValueError as error:
+        raise DataError(f"{file}: column '{name}': {error}") from None
 
 
 def _check_lists(column: pa.Array, count: int, file: str, name: str, start: int) -> np.ndarray:

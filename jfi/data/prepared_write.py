@@ -15,7 +15,7 @@ from jfi.data.fingerprint import NAME as FINGERPRINT
 from jfi.data.fingerprint import Fingerprint
 from jfi.data.manifest import MANIFEST, Manifest
 from jfi.data.prepared import IN_HISTORY, LENGTHS, SUMMARY, SURFACES, column_name, dense_names
-from jfi.data.schema import Entity
+from jfi.data.schema import CODEC, Entity
 from jfi.data.source import column_settings
 from jfi.data.splits import SPLITS
 from jfi.data.summarize import count_lengths
@@ -23,7 +23,7 @@ from jfi.files import sha256_of, sync, write_sums
 
 _FILES = [
     *(f"{name}.arrow" for name in ("events", "users", "items", *SPLITS, "histories", "by_item")),
-    *(LENGTHS, SUMMARY, SURFACES, FINGERPRINT, "schema.json", "vocabularies.parquet"),
+    *(LENGTHS, SUMMARY, SURFACES, FINGERPRINT, "schema.json", "vocabularies.parquet", CODEC),
 ]
 
 

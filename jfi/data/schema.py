@@ -4,6 +4,7 @@ A folder of a schema holds
 
 schema.json          keys, quantile edges, means and deviations, and the SHA-256 of both files' contents
 vocabularies.parquet the known values of all columns and the items' titles: `column` and `value`, in the order of ids
+codec.safetensors    with semantic IDs, the codec that gave them
 """
 
 import dataclasses
@@ -19,13 +20,16 @@ import pyarrow.parquet
 from jfi.data.checked_json import checked_json, read_checked_json
 from jfi.data.errors import DataError
 from jfi.encoding import HashBuckets, Vocabulary
-from jfi.files import reading_file, sha256_of, writing_folder
+from jfi.files import DamagedFileError, reading_file, sha256_of, writing_folder
+from jfi.sid.codec import Codec
 
 Role = Literal["user", "item", "impression", "history", "bucket"]
 Entity = Literal["user", "item", "event"]
 
 _FORMAT = "jfi data schema 1"
 _SMALL, _LARGE = "schema.json", "vocabularies.parquet"
+#: The codec of semantic IDs in the folder of a schema, and in that beside a file of IDs.
+CODEC = "codec.safetensors"
 #: The name of the titles among the columns of the Parquet file; no table's column has an empty name.
 _TITLES = ""
 
@@ -46,6 +50,8 @@ class FeatureSpec:
             sample, and history keys one per event.
         of: what has the column: a user, an item or an event.
         slot: of a history key of a multi-valued column, the number of the value that it has; else None.
+        semantic: the values are semantic IDs of the schema's codec, which index no table: `table` is "", and
+            `num_embeddings` that of all int64s.
     """
 
     key: str
@@ -56,6 +62,7 @@ class FeatureSpec:
     multi_valued: bool = False
     of: Entity = "event"
     slot: int | None = None
+    semantic: bool = False
 
 
 class Strings(Sequence[str]):
@@ -140,6 +147,7 @@ class DataSchema:
         max_history: no history is longer.
         encodings: the vocabularies, quantiles and moments of the training rows.
         titles: titles of the items, by their id under `item_key`, or None.
+        codec: of the semantic IDs, or None without.
 
     Example::
 
@@ -158,6 +166,7 @@ class DataSchema:
     max_history: int
     encodings: Encodings
     titles: Sequence[str] | None = None
+    codec: Codec | None = None
 
     @property
     def num_age_buckets(self) -> int:
@@ -175,7 +184,7 @@ class DataSchema:
             self.write(unfinished)
 
     def write(self, folder: Path) -> None:
-        """Writes the two files into an existing folder, to be renamed by the caller when all its files are there."""
+        """Writes the files into an existing folder, to be renamed by the caller when all its files are there."""
         columns = {name: vocabulary.values for name, vocabulary in self.encodings.vocabularies.items()}
         if self.titles is not None:
             columns[_TITLES] = self.titles
@@ -195,6 +204,9 @@ class DataSchema:
             "values": {name: len(values) for name, values in columns.items()},
             "sha256": sha256_of(folder / _LARGE),
         }
+        if self.codec is not None:
+            self.codec.save(folder / CODEC)
+            content["codec"] = self.codec.fingerprint
         (folder / _SMALL).write_text(checked_json(_FORMAT, content), encoding="utf-8")
 
     @classmethod
@@ -220,7 +232,18 @@ class DataSchema:
                 {name: HashBuckets(count) for name, count in content["buckets"].items()},
             ),
             titles=titles,
+            codec=_read_codec(Path(folder) / CODEC, content["codec"]) if "codec" in content else None,
         )
+
+
+def _read_codec(path: Path, fingerprint: str) -> Codec:
+    try:
+        codec = Codec.load(path)
+    except DamagedFileError as fault:
+        raise DataError(str(fault)) from None
+    if codec.fingerprint != fingerprint:
+        raise DataError(f"{path}: the codec {codec.fingerprint[:12]}, but {_SMALL} names {fingerprint[:12]}")
+    return codec
 
 
 def _read_large(path: Path, content: dict) -> dict[str, Strings]:

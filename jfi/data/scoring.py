@@ -27,11 +27,13 @@ from jfi.data.readers import read_table
 from jfi.data.rules import parse_rule
 from jfi.data.schema import DataSchema
 from jfi.data.scoring_rows import estimate_rows, find_repeated, hash_ids, take_first_rows
+from jfi.data.semantic_ids import SemanticIDs
 from jfi.data.source import Columns, Tables
 from jfi.data.table import Table
 from jfi.data.table_blocks import cut_table, read_blocks
 from jfi.display import Display
 from jfi.history import Policy
+from jfi.sid.packing import UNKNOWN_SID
 
 _log = logging.getLogger(__name__)
 
@@ -54,12 +56,14 @@ class Sources:
         interactions: the rows to score: a file, or an Arrow table.
         history: rows before them, which are only part of histories, or None.
         users, items: tables of users and of items, or None.
+        semantic_ids: file of the items' semantic IDs, or None.
     """
 
     interactions: Source
     history: Source | None = None
     users: str | list[str] | None = None
     items: str | list[str] | None = None
+    semantic_ids: str | None = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,10 @@ class ScoringParts:
         wanted, how = config.columns(), (config.encoding, config.quoting)
         self._users = None if sources.users is None else read_table(sources.users, wanted, *how, "users")
         self._items = None if sources.items is None else read_table(sources.items, wanted, *how, "items")
+        self._sids: SemanticIDs | None = None
+        if schema.codec is not None:
+            self._sids = SemanticIDs.read(sources.semantic_ids, config.item, "semantic_ids")
+            self._sids.check_codec(schema.codec, "the run", "semantic_ids")
         self._item_columns = [*config.item_categorical, *config.item_dense] if sources.items is None else []
         self._first_rows: pa.Table | None = None
         self.known_items = KnownItems(schema, seen_only=bool(self._item_columns)) if positives else None
@@ -118,7 +126,7 @@ class ScoringParts:
         self._labels: list[np.ndarray] = []
         #: Why rows have no label, where a file lacks a column of it.
         self.no_label: str | None = None
-        self.num_rows = self.num_repeated = 0
+        self.num_rows = self.num_repeated = self.num_without_sid = 0
         named = {"interactions": sources.interactions, "history": sources.history}
         count = sum(estimate_rows(source, name) for name, source in named.items() if source is not None)
         self._writers: list = [None] * min(_MAX_PARTS, 1 + count // _PART)
@@ -163,6 +171,9 @@ class ScoringParts:
         if self.num_repeated:
             what = "rows to score are in the history too; each counts as one event"
             _log.warning("%s %s", f"{self.num_repeated:,}", what)
+        if self.num_without_sid:
+            what = f"have an item without a semantic ID in {self._sids.path}, which counts as unknown"
+            _log.warning("%s rows to score %s", f"{self.num_without_sid:,}", what)
 
     def _part(self, data: pa.Table) -> Iterator[Part]:
         place = data.column(_ROW).to_numpy()
@@ -185,8 +196,10 @@ class ScoringParts:
         rows = replace(rows, event=event)
         if self.known_items is not None:
             rows, candidates = self.known_items.append_to(rows)
-        columns = Columns(Tables(interactions, self._users, items), rows, config, few=True)
+        columns = Columns(Tables(interactions, self._users, items, sids=self._sids), rows, config, few=True)
         chosen = np.flatnonzero(place >= 0)
+        if self._sids is not None:
+            self.num_without_sid += int((columns.item_sids()[rows.item[chosen]] == UNKNOWN_SID).sum())
         dataset, negatives = build_scoring(columns, rows, chosen, self._schema, config, self._policy), None
         if self.known_items is not None:
             events = dataset.arrays().events

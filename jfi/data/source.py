@@ -16,6 +16,7 @@ from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.data.readers import join_tables, read_table
 from jfi.data.schema import Entity
+from jfi.data.semantic_ids import SemanticIDs
 from jfi.data.table import Table
 from jfi.encoding import CROSSED
 
@@ -31,12 +32,14 @@ class Tables:
         interactions: with the rows for validation and test, if they have files of their own.
         users, items: None where their columns are in `interactions`.
         given_split: `[E]` int8, the index in `splits.SPLITS` of each interaction, or None without files for the splits.
+        sids: the semantic IDs of the items, or None.
     """
 
     interactions: Table
     users: Table | None
     items: Table | None
     given_split: np.ndarray | None = None
+    sids: SemanticIDs | None = None
 
 
 def read_tables(config: DataConfig, more: Iterable[str] = ()) -> Tables:
@@ -49,9 +52,10 @@ def read_tables(config: DataConfig, more: Iterable[str] = ()) -> Tables:
     Raises:
         DataError: a file cannot be read.
     """
+    sids = None if config.semantic_ids is None else SemanticIDs.read(config.semantic_ids, column_settings(config).item)
     if config.source == "synthetic":
         interactions, items = _SYNTHETIC[config.synthetic.kind].make_tables(config.synthetic)
-        return Tables(interactions, None, items)
+        return Tables(interactions, None, items, sids=sids)
     wanted, how = config.columns() | {*more}, (config.encoding, config.quoting)
     interactions, given = read_table(config.interactions, wanted, *how), None
     if config.split == "files":
@@ -64,6 +68,7 @@ def read_tables(config: DataConfig, more: Iterable[str] = ()) -> Tables:
         None if config.users is None else read_table(config.users, wanted, *how, "data.users"),
         None if config.items is None else read_table(config.items, wanted, *how, "data.items"),
         given,
+        sids,
     )
 
 
@@ -81,10 +86,14 @@ def column_settings(config: DataConfig) -> DataConfig:
 class RawColumns(Protocol):
     """The raw columns of users, items and events, in memory or, where there are many events, in files."""
 
+    #: The catalogue's semantic IDs, or None.
+    sids: SemanticIDs | None
+
     def count(self, of: Entity) -> int: ...
     def categories(self, name: str, of: Entity) -> pa.Array | CodedColumn: ...
     def numbers(self, name: str, of: Entity) -> np.ndarray: ...
     def strings(self, name: str, of: Entity) -> pa.Array: ...
+    def item_sids(self) -> np.ndarray: ...
     def count_changing(self, name: str, of: Entity, numeric: bool) -> int: ...
 
 
@@ -95,12 +104,14 @@ class Columns:
         tables: the tables.
         rows: their interactions, sorted.
         config: the meaning of the columns.
-        few: whether the table of users or of items may have none of the rows' ids; it may always lack some.
+        few: whether the table of users or of items, or the semantic IDs, may have none of the rows' ids; each may
+            always lack some.
     """
 
     def __init__(self, tables: Tables, rows: Rows, config: DataConfig, few: bool = False) -> None:
         self._crosses, self._items = config.crosses(), [config.item, *config.item_categorical]
         self._interactions, self._rows, self._separators = tables.interactions, rows, config.separators
+        self.sids, self._few = tables.sids, few
         self._entities = {
             of: _FirstRows(tables.interactions, key, ids, index, rows)
             if table is None
@@ -143,6 +154,10 @@ class Columns:
     def strings(self, name: str, of: Entity) -> pa.Array:
         """The column of users or items as strings; null where it is missing."""
         return self._entities[of].strings(name)
+
+    def item_sids(self) -> np.ndarray:
+        """The semantic ID of each item, int64."""
+        return self.sids.of(self._rows.item_ids, self._few)
 
     def count_changing(self, name: str, of: Entity, numeric: bool) -> int:
         """The number of users (items) whose rows have different values in a column, categorical or numeric.

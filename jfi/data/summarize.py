@@ -15,6 +15,7 @@ from jfi.data.schema import DataSchema, Entity
 from jfi.data.source import RawColumns
 from jfi.data.splits import SPLITS
 from jfi.data.summary import Summary, describe_lengths
+from jfi.sid.packing import UNKNOWN_SID
 
 #: Times outside of these years are probably of another unit.
 _YEARS = (1980, 2100)
@@ -113,6 +114,9 @@ def _gaps(
         if spec.column in done:
             continue
         done.add(spec.column)
+        if spec.semantic:
+            missing[spec.column] = float(np.mean(encoded.ids == UNKNOWN_SID))
+            continue
         is_number = spec.column in schema.encodings.edges
         column = (columns.numbers if is_number else columns.categories)(spec.column, spec.of)
         counts = _counts(column)

@@ -134,6 +134,7 @@ class SavedRun:
         history: Paths | pa.Table | None = None,
         users: Paths | None = None,
         items: Paths | None = None,
+        semantic_ids: str | Path | None = None,
         out: str | Path | None = None,
         batch_size: int = 4096,
     ) -> pa.Table | None:
@@ -147,6 +148,7 @@ class SavedRun:
             history: the log before them; its rows are only part of histories.
             users: table of users; by default that of the run's config.
             items: table of items; by default that of the run's config.
+            semantic_ids: file of the items' semantic IDs, of the run's codec; by default that of the run's config.
             out: file to write, .parquet or .csv, whole or not at all; memory stays bounded then.
             batch_size: rows per call of the model.
 
@@ -164,7 +166,8 @@ class SavedRun:
             run.predict("today.parquet", history="clicks.parquet", out="scores.parquet")
         """
         out = check_out(out)
-        with self._scored(interactions, history, users, items, (), None, batch_size, out) as scores:
+        tables = (interactions, history, users, items, semantic_ids)
+        with self._scored(tables, (), None, batch_size, out) as scores:
             if out is None:
                 return pa.Table.from_batches(list(scores.batches()))
             scores.write(out)
@@ -177,6 +180,7 @@ class SavedRun:
         history: Paths | pa.Table | None = None,
         users: Paths | None = None,
         items: Paths | None = None,
+        semantic_ids: str | Path | None = None,
         by: Sequence[str] = (),
         out: str | Path | None = None,
         batch_size: int = 4096,
@@ -192,6 +196,7 @@ class SavedRun:
             history: the log before them, as of `predict`.
             users: table of users, as of `predict`.
             items: table of items, as of `predict`.
+            semantic_ids: file of the items' semantic IDs, as of `predict`.
             by: columns of the interactions; each of their values gets metrics of its own.
             out: file to write the scores to, as of `predict`, with the columns `by` too.
             batch_size: rows per call of the model.
@@ -203,7 +208,8 @@ class SavedRun:
             ConfigError, DataError: as `predict`; also if no row has a label, or training knows no row's item.
         """
         out, by = check_out(out), [by] if isinstance(by, str) else by
-        with self._scored(interactions, history, users, items, by, self.config.training, batch_size, out) as scores:
+        tables = (interactions, history, users, items, semantic_ids)
+        with self._scored(tables, by, self.config.training, batch_size, out) as scores:
             metrics = metrics_of(scores, self.config.data, by)
             if out is not None:
                 scores.write(out)
@@ -211,24 +217,23 @@ class SavedRun:
 
     def _scored(
         self,
-        interactions: Paths | pa.Table,
-        history: Paths | pa.Table | None,
-        users: Paths | None,
-        items: Paths | None,
+        tables: tuple[Paths | pa.Table | None, ...],
         by: Sequence[str],
         evaluate: TrainingConfig | None,
         batch_size: int,
         out: Path | None,
     ) -> AbstractContextManager[Scores]:
+        """The scores of `tables`, which are in the order of the fields of `Sources`."""
         config = column_settings(self.config.data)
-        paths = [one if one is None or isinstance(one, pa.Table) else _text(one) for one in (interactions, history)]
-        tables = [
-            _text(given or named) if given or named else None
-            for given, named in ((users, config.users), (items, config.items))
+        named = (None, None, config.users, config.items, config.semantic_ids)
+        paths = [
+            given if isinstance(given, pa.Table) else given or own for given, own in zip(tables, named, strict=True)
         ]
+        paths = [one if one is None or isinstance(one, pa.Table) else _text(one) for one in paths]
         folder = None if out is None else out.parent
-        sources = Sources(*paths, *tables)
-        check_results({"--out": out}, {f"--{name}": source for name, source in vars(sources).items()})
+        sources = Sources(*paths)
+        read = {f"--{name.replace('_', '-')}": source for name, source in vars(sources).items()}
+        check_results({"--out": out}, read)
         options = {"by": by, "evaluate": evaluate, "batch_size": batch_size, "folder": folder, "policy": self.policy}
         return scored(self.model, sources, self.schema, config, **options)
 

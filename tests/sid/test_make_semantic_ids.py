@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from jfi.data.semantic_ids import write_sids
 from jfi.sid import UNKNOWN_SID, Codec, DiscretePCA
-from jfi.sid.catalogue import write_sids
 from jfi.training.cli import run_cli
 
 ROOT = Path(__file__).parents[2]

@@ -1,0 +1,164 @@
+"""The file of a catalogue's semantic IDs: an item and its ID a row, and the fingerprint of the codec that gave them.
+
+The codec is in a folder beside it: that of `sids.parquet` is `sids.codec/codec.safetensors`.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet
+import torch
+from torch import Tensor
+
+from jfi.data.arrays import as_text
+from jfi.data.errors import DataError
+from jfi.data.paths import find_files
+from jfi.data.readers import read_table
+from jfi.data.schema import CODEC
+from jfi.data.table import Table
+from jfi.files import DamagedFileError, writing_file
+from jfi.sid.codec import Codec
+from jfi.sid.packing import UNKNOWN_SID
+
+#: The column of the IDs.
+SID = "sid"
+_FINGERPRINT, _KIND = b"jfi.sid.fingerprint", b"jfi.sid.codec"
+
+
+@dataclass(frozen=True)
+class SemanticIDs:
+    """The semantic IDs of a catalogue.
+
+    Args:
+        path: the file.
+        items: `[N]` distinct strings.
+        sids: `[N]` int64.
+        codec: that gave them.
+    """
+
+    path: str
+    items: pa.Array
+    sids: np.ndarray
+    codec: Codec
+
+    @classmethod
+    def read(cls, path: str, column: str, setting: str = "data.semantic_ids") -> "SemanticIDs":
+        """The IDs of a file, and the codec beside it.
+
+        Args:
+            path: the file.
+            column: its column of the items.
+            setting: what gave the path, for messages.
+
+        Raises:
+            DataError: as `read_sids`, or the codec is missing or damaged; the message names the setting and the file.
+        """
+        find_files(path, setting)  # says first if the file is not there
+        try:
+            codec = Codec.load(codec_folder(Path(path)) / CODEC)
+            items, sids = read_sids(Path(path), column, codec, setting)
+        except (DataError, DamagedFileError) as fault:
+            text = str(fault)
+            raise DataError(text if text.startswith(setting) else f"{setting}: {text}") from None
+        return cls(str(path), as_text(items).cast(pa.large_string()), sids.numpy(), codec)
+
+    def of(self, items: pa.Array, few: bool = False) -> np.ndarray:
+        """The IDs `[M]` int64 of items `[M]`, UNKNOWN_SID where the file has none.
+
+        Raises:
+            DataError: the file has none of the items, and `few` is false.
+        """
+        places = pc.index_in(items.cast(pa.large_string()), value_set=self.items)
+        if not few and len(items) and places.null_count == len(items):
+            raise DataError(f"data.semantic_ids: {self.path} has none of the items of the interactions")
+        # An item that the file lacks reads the ID that is appended.
+        return np.append(self.sids, UNKNOWN_SID)[pc.fill_null(places, -1).to_numpy(zero_copy_only=False)]
+
+    def check_codec(self, codec: Codec, of: str, setting: str = "data.semantic_ids") -> None:
+        """Raises DataError unless these IDs are of `codec`, which `of` has."""
+        check_codec(f"{setting}: the IDs of {self.path}", self.codec, of, codec)
+
+
+def check_codec(what: str, codec: Codec, of: str, other: Codec) -> None:
+    """Raises DataError unless two codecs are the same one."""
+    if codec.fingerprint != other.fingerprint:
+        here, there = codec.fingerprint[:12], other.fingerprint[:12]
+        raise DataError(f"{what} are of the codec {here}, those of {of} are of the codec {there}")
+
+
+def codec_folder(path: Path) -> Path:
+    """The folder of the codec of a file of IDs."""
+    return path.with_suffix(".codec")
+
+
+def unique_items(table: Table, column: str) -> pa.Array:
+    """The items of a table as strings.
+
+    Raises:
+        DataError: the column is not there, an item is empty, or appears twice; the message has the row.
+    """
+    items = table.ids(column)
+    first = pc.index_in(items, value_set=items).to_numpy(zero_copy_only=False)
+    again = first != np.arange(len(items))
+    if again.any():
+        row = int(again.argmax())
+        raise table.fault(row, f"'{column}' is '{items[row]}' again, as in {table.place(int(first[row]), row)}")
+    return items
+
+
+def write_sids(path: Path, column: str, items: pa.Array, sids: Tensor, codec: Codec) -> None:
+    """Writes items and their SIDs to a Parquet file, whole or not at all.
+
+    Args:
+        path: the file.
+        column: its column of the items.
+        items: `[N]`, of any type.
+        sids: `[N]` int64.
+        codec: that gave the SIDs; its fingerprint becomes part of the file's metadata.
+    """
+    metadata = {_FINGERPRINT: codec.fingerprint.encode(), _KIND: type(codec).__name__.encode()}
+    data = pa.table({column: items, SID: pa.array(sids.cpu().numpy())}).replace_schema_metadata(metadata)
+    with writing_file(path) as unfinished:
+        pyarrow.parquet.write_table(data, unfinished)
+
+
+def read_sids(path: Path, column: str, codec: Codec, setting: str = "--out") -> tuple[pa.Array, Tensor]:
+    """The items and their SIDs `[N]` int64 of a file that `write_sids` wrote.
+
+    Args:
+        path: the file.
+        column: its column of the items.
+        codec: that must have given the SIDs.
+        setting: what gave the path, for messages.
+
+    Raises:
+        DataError: the file cannot be read, lacks a column, holds an item twice, is of another codec, or holds an ID
+            whose digits are out of the codec's range.
+    """
+    table = read_table(str(path), [column, SID], setting=setting)
+    unique_items(table, column)
+    sids = table.column(SID)
+    given = (table.data.schema.metadata or {}).get(_FINGERPRINT, b"").decode()
+    if not given:
+        raise DataError(f"{path}: no fingerprint of a codec, so it is no file of semantic IDs")
+    if given != codec.fingerprint:
+        raise DataError(
+            f"{path}: its IDs are of the codec {given[:12]}, but the codec here is {codec.fingerprint[:12]}"
+        )
+    if sids.type != pa.int64() or sids.null_count:
+        raise DataError(f"{path}: column '{SID}' must be int64 without gaps")
+    ids = torch.from_numpy(sids.to_numpy().copy())
+    try:
+        codec.digits(ids)
+    except ValueError as error:
+        raise DataError(f"{path}: {error}") from None
+    return table.column(column), ids
+
+
+def new_rows(items: pa.Array, known: pa.Array) -> np.ndarray:
+    """`[M]` int64, the rows of `items` that `known` lacks; a number is the same item as its text."""
+    lacks = pc.invert(pc.is_in(as_text(items).cast(pa.large_string()), as_text(known).cast(pa.large_string())))
+    return np.flatnonzero(lacks.to_numpy(zero_copy_only=False))
