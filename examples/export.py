@@ -56,7 +56,7 @@ def main() -> None:
     model, config = run.model, run.config
     reads_history = config.model.pooling != "none"
     reads_age = any(feature.bias_key is not None for feature in model.sequence_arch.features)
-    schema = schema_of(config.data, run.schema, reads_history, reads_age)
+    schema = schema_of(config.data, run.schema, reads_history, reads_age, config.model.item_id)
     limits = Limits(options.max_candidates, run.schema.max_history)
     try:
         with raise_on_sigterm():

@@ -19,6 +19,7 @@ _LAZY = {
     "PositionBias": "jfi.modules",
     "RelativePositionBias": "jfi.modules",
     "RelativeTimeBias": "jfi.modules",
+    "SemanticIDEmbedding": "jfi.modules",
     "SequenceFeatureConfig": "jfi.modules",
     "TableRows": "jfi.modules",
     "TimeBias": "jfi.modules",

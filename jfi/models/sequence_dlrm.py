@@ -19,6 +19,7 @@ from jfi.modules import (
     JaggedEncoder,
     JaggedFeatureInteraction,
     JaggedMeanPooling,
+    SemanticIDEmbedding,
     SequenceFeatureConfig,
     TimeBias,
     inputs,
@@ -67,6 +68,8 @@ class SequenceDLRM(nn.Module):
             entry for each sequence feature (Guan et al., "Make It Long, Keep It Fast", 2025).
         cross_layers: layers of the cross network, of rank embedding_dim; 0 for none.
         user_keys: keys of the collections that describe the user, of batches with timelines: see `forward`.
+        semantic_ids: embeddings of semantic IDs, or None. Its keys are sequence keys, target keys or entries, as those
+            of `embedding_collection` are.
         dense_device: device of all parameters outside the two collections and the encoder.
 
     Raises:
@@ -116,6 +119,7 @@ class SequenceDLRM(nn.Module):
         attention_layers: int = 1,
         cross_layers: int = 0,
         user_keys: list[str] | None = None,
+        semantic_ids: SemanticIDEmbedding | None = None,
         dense_device: torch.device | None = None,
     ) -> None:
         super().__init__()
@@ -138,6 +142,15 @@ class SequenceDLRM(nn.Module):
         embedding_dim = dense_arch_layer_sizes[-1]
         bag_keys = _output_keys("embedding_bag_collection", embedding_bag_collection, embedding_dim)
         keys = _output_keys("embedding_collection", embedding_collection, embedding_dim)
+        if semantic_ids is not None:
+            if semantic_ids.embedding_dim != embedding_dim:
+                raise ValueError(
+                    f"semantic_ids must be as wide as the last of dense_arch_layer_sizes, {embedding_dim}, got "
+                    f"{semantic_ids.embedding_dim}"
+                )
+            if shared := sorted(set(keys) & set(semantic_ids.feature_names)):
+                raise ValueError(f"semantic_ids must have keys of its own, got {shared} of embedding_collection")
+            keys = [*keys, *semantic_ids.feature_names]
         if shared := sorted(set(bag_keys) & set(keys)):
             raise ValueError(f"a feature must belong to one collection, got {shared} in both")
         history_keys = {key for feature in sequence_features for key in feature.sequence_keys}
@@ -170,7 +183,9 @@ class SequenceDLRM(nn.Module):
 
         self.embedding_bag_collection = embedding_bag_collection
         self.embedding_collection = embedding_collection
+        self.semantic_ids = semantic_ids
         self._id_keys = _id_keys(embedding_bag_collection) + _id_keys(embedding_collection)
+        self._id_keys += [] if semantic_ids is None else semantic_ids.feature_names
         biased = features + encoder_features
         self._id_keys += [key for feature in biased for key in feature.input_keys]
         #: Keys that a batch with timelines lacks.
@@ -244,12 +259,15 @@ class SequenceDLRM(nn.Module):
         inputs.allow_no_samples(ids)
         bags = None if self.embedding_bag_collection is None else self.embedding_bag_collection(ids)
         embeddings = None if self.embedding_collection is None else self.embedding_collection(ids)
+        if self.semantic_ids is not None:
+            embeddings = _merged(embeddings, self.semantic_ids(ids))
         return ids, bags, embeddings
 
     def _sharded(self) -> bool:
         """Whether DistributedModelParallel has put its own modules in the place of the collections."""
         collections = (self.embedding_bag_collection, self.embedding_collection)
-        return not any(isinstance(one, (EmbeddingBagCollection, EmbeddingCollection)) for one in collections)
+        given = [one for one in collections if one is not None]
+        return bool(given) and not any(isinstance(one, (EmbeddingBagCollection, EmbeddingCollection)) for one in given)
 
 
 def interact(dense: Tensor, entries: Tensor, inter_arch: nn.Module, cross_net: nn.Module | None) -> Tensor:
@@ -259,6 +277,20 @@ def interact(dense: Tensor, entries: Tensor, inter_arch: nn.Module, cross_net: n
         return interactions
     crossed = cross_net(torch.cat([dense.unsqueeze(1), entries], dim=1).flatten(1))
     return torch.cat([interactions, crossed], dim=1)
+
+
+@torch.fx.wrap
+def _merged(embeddings: dict[str, JaggedTensor] | None, others: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
+    """The output of a collection and `others`, which take its dtype."""
+    if embeddings is None:
+        return others
+    together = inputs.as_dict(embeddings)
+    dtype = next((validation.unread(one).dtype for one in together.values()), None)
+    for key, one in others.items():
+        values = one.values() if dtype is None else one.values().to(dtype)
+        parts = {"lengths": one.lengths_or_none(), "offsets": one.offsets_or_none()}
+        together[key] = JaggedTensor(values, **parts, weights=one.weights_or_none())
+    return together
 
 
 def _check_encoder(encoder: JaggedEncoder, features: list[SequenceFeatureConfig], embedding_dim: int) -> None:

@@ -5,6 +5,7 @@ from jfi.modules.fused_embedding_collections import FusedEmbeddingBagCollection,
 from jfi.modules.jagged_encoder import JaggedEncoder
 from jfi.modules.jagged_feature_interaction import JaggedFeatureInteraction
 from jfi.modules.jagged_mean_pooling import JaggedMeanPooling
+from jfi.modules.semantic_id_embedding import SemanticIDEmbedding
 from jfi.modules.sequence_configs import (
     KeyBias,
     PositionBias,
@@ -26,6 +27,7 @@ __all__ = [
     "PositionBias",
     "RelativePositionBias",
     "RelativeTimeBias",
+    "SemanticIDEmbedding",
     "SequenceFeatureConfig",
     "TableRows",
     "TimeBias",

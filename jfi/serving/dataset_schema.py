@@ -1,6 +1,6 @@
 """The schema of requests to a model, from that of the data that it was trained on."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from jfi.data import DataConfig, DataSchema
 from jfi.data.config import AGE, HISTORY
@@ -9,7 +9,9 @@ from jfi.data.source import column_settings
 from jfi.serving.schema import Field, PolicyFields, Schema
 
 
-def schema_of(config: DataConfig, data: DataSchema, reads_history: bool, reads_age: bool) -> Schema:
+def schema_of(
+    config: DataConfig, data: DataSchema, reads_history: bool, reads_age: bool, reads_item: bool = True
+) -> Schema:
     """The fields of requests to a model of `data`.
 
     Args:
@@ -17,10 +19,13 @@ def schema_of(config: DataConfig, data: DataSchema, reads_history: bool, reads_a
         data: the schema whose keys the fields fill.
         reads_history: whether the model reads events.
         reads_age: whether the model reads the bucket of the events' age.
+        reads_item: whether the model reads the ids of items.
     """
     config, policy = column_settings(config), None
     if config.policy is not None and reads_history:
         policy = PolicyFields(config.dwell, config.surface, config.session, SECONDS[config.dwell_unit])
+    if not reads_item:
+        data = replace(data, features=[spec for spec in data.features if spec.column != data.item_key])
     events, shown = [], config.impression_categorical
     if reads_history:
         crosses = config.crosses()
@@ -42,20 +47,25 @@ def schema_of(config: DataConfig, data: DataSchema, reads_history: bool, reads_a
         {
             name: list(vocabulary.values)
             for name, vocabulary in data.encodings.vocabularies.items()
-            if reads_history or name not in {*config.event_categorical, *config.crosses()} - {*shown}
+            if (reads_history or name not in {*config.event_categorical, *config.crosses()} - {*shown})
+            and (reads_item or name != data.item_key)
         },
         policy,
+        None if data.codec is None else data.codec.fingerprint,
     )
 
 
 def _categories(data: DataSchema, role: str) -> list[Field]:
-    """The fields of a role's columns that have a vocabulary."""
+    """The fields of a role's columns that have a vocabulary, and of semantic IDs."""
     by_column: dict[str, list] = {}
+    fields = []
     for spec in data.features:
+        if spec.role == role and spec.semantic:
+            fields.append(Field(spec.column, "sid", [spec.key], layout=asdict(data.codec.layout)))
+            continue
         is_quantile = role == "history" and spec.column in data.encodings.edges
         if spec.role == role and not is_quantile:
             by_column.setdefault(spec.column, []).append(spec)
-    fields = []
     for column, specs in by_column.items():
         # The slots of a multi-valued column of events have numbered keys.
         if role == "history" and specs[0].key != HISTORY + column:

@@ -72,6 +72,8 @@ def export(
     scoring = ScoringModel(model, user_keys, impl or ("triton" if device == "cuda" else "torch")).to(device)
     inputs = inputs_of(scoring)
     weights, table_of = tables_of(model, inputs.keys)
+    if not weights and tables != FLOAT:
+        raise ValueError(f"tables must be {FLOAT} for a model without embedding tables, got {tables}")
     example = batch_inputs(
         [_example_request(schema, inputs, *sizes) for sizes in _EXAMPLE],
         inputs,
@@ -98,6 +100,7 @@ def export(
             "inputs": dataclasses.asdict(inputs),
             "limits": dataclasses.asdict(limits),
             "policy": None if policy is None else dataclasses.asdict(schema.policy),
+            "codec": schema.codec,
             "schema": {part: list(map(dataclasses.asdict, getattr(schema, part))) for part in _PARTS},
         }
         artifact.write_json(folder / artifact.INFO, info)
@@ -105,7 +108,8 @@ def export(
 
 def inputs_of(scoring: ScoringModel) -> Inputs:
     """The inputs of a scoring model."""
-    return Inputs(scoring.history_keys, scoring.user_keys, scoring.candidate_keys, scoring.bucket_keys)
+    own = scoring.history_keys, scoring.user_keys, scoring.candidate_keys, scoring.bucket_keys
+    return Inputs(*own, scoring.semantic_keys)
 
 
 def tables_of(model: SequenceDLRM, keys: list[str]) -> tuple[dict[str, Tensor], dict[str, str]]:

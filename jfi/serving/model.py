@@ -81,6 +81,7 @@ class ScoringModel(nn.Module):
         self.refined_keys = [] if further is None else further.keys
         self.refine = None if further is None else copy.deepcopy(further.refine)
         self.mean = Mean() if features and not self.attends else None
+        self.semantic_ids = copy.deepcopy(model.semantic_ids)
         archs = (model.dense_arch, model.inter_arch, model.cross_net, model.over_arch)
         self.dense_arch, self.inter_arch, self.cross_net, self.over_arch = map(copy.deepcopy, archs)
         self.embedding_dim = arch.embedding_dim
@@ -91,6 +92,12 @@ class ScoringModel(nn.Module):
     def history_keys(self) -> list[str]:
         """Keys of the events."""
         return self.features[0].sequence_keys if self.features else []
+
+    @property
+    def semantic_keys(self) -> list[str]:
+        """Keys of semantic IDs, which come as they are."""
+        names = [] if self.semantic_ids is None else self.semantic_ids.feature_names
+        return [key for key in (*self.history_keys, *self.keys) if key in names]
 
     @property
     def bucket_keys(self) -> list[str]:
@@ -117,7 +124,7 @@ class ScoringModel(nn.Module):
         Args:
             history: embeddings [S, D] by sequence key; empty for a model that reads no history.
             users: embeddings [U, D] by key.
-            candidates: embeddings [R, D] by key.
+            candidates: embeddings [R, D] by key. Of `semantic_keys` they and the history are IDs, [R] and [S] int64.
             dense: [R, dense_in_features], the features of the user and of the candidate.
             buckets: [S] int64 by key of `bucket_keys`.
             history_offsets, history_owner, history_positions: the `Segments` of the S events.
@@ -125,6 +132,7 @@ class ScoringModel(nn.Module):
         """
         events = Segments(history_offsets, history_owner, history_positions)
         rows = Segments(candidate_offsets, candidate_owner, candidate_positions)
+        history, candidates = self._read_sids(history), self._read_sids(candidates)
         entries = {key: users[key][rows.owner] if key in self.user_keys else candidates[key] for key in self.keys}
         stacked = [entries[key] for key in self.keys]
         if self.features:
@@ -136,6 +144,10 @@ class ScoringModel(nn.Module):
             stacked += self._pool(entries, x, rows, events, buckets)
         sparse = torch.cat(stacked, dim=1).unflatten(1, (-1, self.embedding_dim))
         return self.over_arch(interact(self.dense_arch(dense), sparse, self.inter_arch, self.cross_net)).squeeze(-1)
+
+    def _read_sids(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        names = self.semantic_keys
+        return {key: self.semantic_ids.embed(one) if key in names else one for key, one in values.items()}
 
     def _pool(
         self, entries: dict[str, Tensor], x: Tensor, rows: Segments, events: Segments, buckets: dict[str, Tensor]

@@ -5,15 +5,22 @@ other fault is refused with its place: an unknown or missing field, a value of a
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from jfi.encoding import HashBuckets, Vocabulary, age_buckets, cross, quantile_ids, standardize
 from jfi.serving.history_policy import RequestPolicy
 from jfi.serving.schema import MAX_VALUES, TYPES, Field, Limits, Schema
+from jfi.sid.packing import UNKNOWN_SID, Layout
 from jfi.suggest import suggest
+
+#: The field of a request that names the codec of its semantic IDs.
+CODEC = "codec"
+_INTEGER = re.compile(r"-?[0-9]{1,19}")
 
 #: From the index of a row to its place in the request, for messages.
 Place = Callable[[int], str]
@@ -79,18 +86,25 @@ class RequestReader:
         for one in schema.user + schema.candidate + schema.event:
             if one.kind in ("category", "categories", "slots", "cross") and one.num_buckets:
                 self._known[one.name] = HashBuckets(one.num_buckets)
+        self._parts = ["user", "history", "candidates"] if schema.event else ["user", "candidates"]
+        self._parts += [] if schema.codec is None else [CODEC]
 
     def describe(self) -> dict:
         """The fields and limits, for people and clients."""
         events = self.schema.event + self._of_policy
         parts = {"user": self.schema.user, "history": events, "candidates": self.schema.candidate}
-        return {
+        described = {
             part: {one.name: TYPES[one.kind] for one in fields if one.kind != "cross"} for part, fields in parts.items()
-        } | {
-            "max_candidates": self.limits.max_candidates,
-            "max_history": self.limits.max_history,
-            "answer": {"scores": "a logit for each candidate, in the order of the request"},
         }
+        return (
+            described
+            | ({} if self.schema.codec is None else {CODEC: self.schema.codec})
+            | {
+                "max_candidates": self.limits.max_candidates,
+                "max_history": self.limits.max_history,
+                "answer": {"scores": "a logit for each candidate, in the order of the request"},
+            }
+        )
 
     def __call__(self, request: object) -> Request:
         """Encodes a parsed request.
@@ -100,8 +114,12 @@ class RequestReader:
         """
         if not isinstance(request, dict):
             raise BadRequestError(f"the request must be an object, got {_shown(request)}")
-        parts = ["user", "history", "candidates"] if self.schema.event else ["user", "candidates"]
-        _check_names("the request", request, parts)
+        _check_names("the request", request, self._parts)
+        if self.schema.codec is not None and request[CODEC] != self.schema.codec:
+            got = _shown(request[CODEC])
+            raise BadRequestError(
+                f"{CODEC} must be '{self.schema.codec}', whose semantic IDs the model reads, got {got}"
+            )
         candidates = _rows("candidates", request["candidates"])
         if len(candidates) > self.limits.max_candidates:
             raise BadRequestError(f"candidates must be at most {self.limits.max_candidates}, got {len(candidates)}")
@@ -153,6 +171,8 @@ class RequestReader:
             values = [row[one.name] for row in rows]
             if one.kind == "category":
                 encoded.ids[one.keys[0]] = self._category(one, values, place)
+            elif one.kind == "sid":
+                encoded.ids[one.keys[0]] = _sids(one, values, place)
             elif one.kind in ("categories", "slots"):
                 self._lists(encoded, one, values, place)
             else:
@@ -188,6 +208,28 @@ class _Encoded:
     counts: dict[str, np.ndarray] = field(default_factory=dict)
     ages: np.ndarray | None = None
     dense: list[np.ndarray] = field(default_factory=list)
+
+
+def _sids(one: Field, values: list, place: Place) -> np.ndarray:
+    """Semantic IDs, -1 for null; their digits must be in the range of the codec's."""
+    found = [_as_int64(value) for value in values]
+    if None in found:
+        _refuse(one, values, place, [sid is not None for sid in found])
+    sids, layout = torch.tensor(found, dtype=torch.int64), Layout(**one.layout)
+    valid = layout.valid(sids).tolist()
+    if not all(valid):
+        i = valid.index(False)
+        raise BadRequestError(f"{place(i)}.{one.name} is {found[i]}, which is no ID of {layout}; another codec's?")
+    return sids.numpy()
+
+
+def _as_int64(value: object) -> int | None:
+    """A semantic ID of JSON, -1 for null; None if it is none. As text, since JavaScript rounds integers over 2^53."""
+    if value is None:
+        return UNKNOWN_SID
+    if type(value) is str and _INTEGER.fullmatch(value):
+        value = int(value)
+    return value if type(value) is int and -(2**63) <= value < 2**63 else None
 
 
 def _check_rows(rows: list, names: set[str], place: Place) -> None:

@@ -13,6 +13,7 @@ TYPES = {
     "number": "a finite number, or null",
     "quantile": "a finite number, or null",
     "age": "a number of seconds, at least 0",
+    "sid": "a semantic ID: an integer or its text, or null",
 }
 
 
@@ -25,22 +26,25 @@ class Field:
         kind: "category" has one id; "categories" has any number of ids under one key; "slots" has an id for each of its
             keys, from its first values; "number" is a dense feature; "quantile" is a number that `edges` turn into an
             id; "age" is the number of seconds since the event, which becomes a bucket; "cross" is not in the request,
-            but made of the values of other fields of the event, `columns`.
+            but made of the values of other fields of the event, `columns`; "sid" is a semantic ID, which is an input as
+            it is, and -1 where it is null.
         keys: of the model's inputs that get its ids.
         edges: of a quantile.
         mean, deviation: of a number in training.
         num_buckets: of an age; of a category or categories, of a hash of the values in place of a vocabulary, or 0.
         columns: of a cross.
+        layout: of a semantic ID, the arguments of `jfi.sid.packing.Layout`.
     """
 
     name: str
-    kind: Literal["category", "categories", "slots", "number", "quantile", "age", "cross"]
+    kind: Literal["category", "categories", "slots", "number", "quantile", "age", "cross", "sid"]
     keys: list[str] = field(default_factory=list)
     edges: list[float] = field(default_factory=list)
     mean: float = 0.0
     deviation: float = 1.0
     num_buckets: int = 0
     columns: list[str] = field(default_factory=list)
+    layout: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class Schema:
         user, candidate, event: the fields of each; no event field for a model that reads no history.
         vocabularies: by column the known values; their ids count from 1 in this order.
         policy: what a history policy reads of an event, or None without one.
+        codec: fingerprint of the codec of semantic IDs, which a request names too, or None without such IDs.
     """
 
     user: list[Field]
@@ -78,6 +83,7 @@ class Schema:
     event: list[Field]
     vocabularies: dict[str, list[str]]
     policy: PolicyFields | None = None
+    codec: str | None = None
 
 
 @dataclass(frozen=True)

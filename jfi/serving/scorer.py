@@ -1,6 +1,6 @@
 """Scores requests with an artifact: looks up their embeddings and runs the package of the dense part."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -30,12 +30,14 @@ class Inputs:
     Args:
         history, users, candidates: keys of embeddings.
         buckets: keys of the buckets of the events' ages that learned biases read.
+        semantic: those of the keys whose values are semantic IDs, which the dense part reads itself.
     """
 
     history: list[str]
     users: list[str]
     candidates: list[str]
     buckets: list[str]
+    semantic: list[str] = field(default_factory=list)
 
     @property
     def keys(self) -> list[str]:
@@ -69,7 +71,7 @@ class Scorer:
         limits = Limits(
             max_candidates or info["limits"]["max_candidates"], max_history or info["limits"]["max_history"]
         )
-        schema, policy = Schema(**fields, vocabularies=vocabularies), None
+        schema, policy = Schema(**fields, vocabularies=vocabularies, codec=info.get("codec")), None
         if info.get("policy") is not None:
             schema = replace(schema, policy=PolicyFields(**info["policy"]))
             policy = RequestPolicy(Policy.load(path / artifact.POLICY), schema.policy)
@@ -135,7 +137,9 @@ def batch_inputs(requests: list[Request], inputs: Inputs, tables: Tables, device
         numbers[f"{name}/positions"] = np.arange(lengths.max())
     on_device = _move(numbers, device)
 
-    embeddings = tables({key: on_device[f"ids/{key}"] for key in inputs.keys})
+    ids = {key: on_device[f"ids/{key}"] for key in inputs.keys}
+    embeddings = tables({key: own for key, own in ids.items() if key not in inputs.semantic})
+    embeddings |= {key: ids[key] for key in inputs.semantic}
     for key in requests[0].counts:
         counts = on_device[f"counts/{key}"]
         embeddings[key] = torch.segment_reduce(embeddings[key], "sum", lengths=counts, unsafe=True, initial=0)

@@ -27,8 +27,11 @@ class FloatTables:
         self.weights = {key: weights[table] for key, table in table_of.items()}
 
     def __call__(self, ids: dict[str, Tensor]) -> dict[str, Tensor]:
-        device = next(iter(self.weights.values())).device
-        return {key: F.embedding(values.to(device), self.weights[key]).to(values.device) for key, values in ids.items()}
+        found = {}
+        for key, values in ids.items():
+            weight = self.weights[key]
+            found[key] = F.embedding(values.to(weight.device), weight).to(values.device)
+        return found
 
 
 class Int8Tables:

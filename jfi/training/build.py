@@ -30,15 +30,18 @@ from jfi.modules import (
     KeyBias,
     PositionBias,
     RelativePositionBias,
+    SemanticIDEmbedding,
     SequenceFeatureConfig,
     TimeBias,
     WeightBias,
 )
 from jfi.plan import MOST_BUCKETS
-from jfi.training.config import EncoderConfig, ModelConfig, OptimizerConfig, OptimizerGroup, check_bias
+from jfi.training.config import ConfigError, EncoderConfig, ModelConfig, OptimizerConfig, OptimizerGroup, check_bias
 
 #: Rows that are drawn with one generator. Another number gives other initial values.
 _ROWS_DRAWN = 65_536
+#: How the names of the learned tables of semantic IDs begin.
+_SID_TABLES = "semantic_ids.reader."
 OPTIMIZERS = {
     "adagrad": torch.optim.Adagrad,
     "adam": torch.optim.Adam,
@@ -57,8 +60,9 @@ def build_model(
 ) -> SequenceDLRM:
     """The SequenceDLRM of `config` for the keys of `schema`.
 
-    Its sequence feature is `history`: an event combines all history keys, the target all item keys, and `max_seqlen` is
-    the schema's `max_history`. There is one more, of the same events, for each further bias of `model.bias`.
+    Its sequence feature is `history`: an event combines all history keys, the target all item keys (semantic IDs among
+    them), and `max_seqlen` is the schema's `max_history`. There is one more, of the same events, for each further bias
+    of `model.bias`.
 
     Args:
         config: the section `model`.
@@ -70,14 +74,18 @@ def build_model(
         output_dtype: in which the rows of the tables enter the model, where `optimizer` is given; None means float32.
 
     Raises:
-        ConfigError: `model.bias` or `encoder.bias` is not known.
+        ConfigError: `model.bias` or `encoder.bias` is not known, `model.semantic_ids` does not go with the codec, or
+            nothing describes the item.
     """
-    features = schema.features
+    features = [f for f in schema.features if config.item_id or f.column != schema.item_key]
+    if not any(f.role == "item" for f in features):
+        raise ConfigError("model.item_id: got False, but nothing else describes the item; see data.semantic_ids")
     history = [f for f in features if f.role == "history"] if config.pooling != "none" else []
     event_tables = {f.table for f in history}
     embedded = [f for f in features if f.role in ("user", "item", "impression") or f in history]
-    in_collection = [f for f in embedded if f.table in event_tables]
-    in_bags = [f for f in embedded if f.table not in event_tables]
+    in_tables = [f for f in embedded if not f.semantic]
+    in_collection = [f for f in in_tables if f.table in event_tables]
+    in_bags = [f for f in in_tables if f.table not in event_tables]
     biases = config.biases() if config.pooling == "attention" else [None]
     # A sequence feature for each bias: heads that go by the age of an event beside others that go by its position.
     sequences = [
@@ -123,7 +131,25 @@ def build_model(
         attention_layers=config.attention_layers if config.pooling == "attention" else 1,
         cross_layers=config.cross_layers,
         user_keys=[f.key for f in embedded if f.role == "user"],
+        semantic_ids=_semantic_ids(config, schema, [f.key for f in embedded if f.semantic]),
     )
+
+
+def _semantic_ids(config: ModelConfig, schema: DataSchema, keys: list[str]) -> SemanticIDEmbedding | None:
+    if schema.codec is None:
+        return None
+    options = {"init": config.semantic_id_init, "spread": config.semantic_id_spread}
+    try:
+        return SemanticIDEmbedding(
+            schema.codec,
+            config.embedding_dim,
+            keys,
+            config.semantic_ids,
+            **options,
+            num_buckets=config.semantic_id_buckets,
+        )
+    except ValueError as fault:
+        raise ConfigError(f"model.semantic_ids: {fault}") from None
 
 
 def table_configs(model: nn.Module) -> dict[str, BaseEmbeddingConfig]:
@@ -185,10 +211,10 @@ class ClippingOptimizer(KeyedOptimizerWrapper):
 
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module, max_grad_norm: float | None = None) -> KeyedOptimizer:
-    """The optimizers of the embedding tables and one of all other parameters, with state keyed by parameter name.
+    """The optimizers of the embedding tables and of all other parameters, with state keyed by parameter name.
 
     Args:
-        config: of the two groups; that of the tables is in their collections already.
+        config: of the two groups; that of the collections' tables is in them already.
         model: built with this config, so that its collections step their tables themselves.
         max_grad_norm: the largest norm of the gradients of the other parameters; None for no limit.
     """
@@ -199,7 +225,21 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module, max_grad_norm: fl
         if isinstance(module, FusedEmbeddingBagCollection | FusedEmbeddingCollection)
     ]
     dense = {name: p for name, p in model.named_parameters() if name not in names}
-    return CombinedOptimizer([*tables, ("", keyed_optimizer(config.dense, dense, max_grad_norm))])
+    return CombinedOptimizer([*tables, *(("", one) for one in dense_optimizers(config, dense, max_grad_norm))])
+
+
+def dense_optimizers(
+    config: OptimizerConfig, parameters: dict[str, nn.Parameter], max_grad_norm: float | None = None
+) -> list[KeyedOptimizer]:
+    """The optimizers of the parameters outside of the collections.
+
+    The first is that of `config.dense`. Learned tables of semantic IDs, if there are any, have a second one, that of
+    `config.embeddings`.
+    """
+    tables = {name: p for name, p in parameters.items() if name.startswith(_SID_TABLES)}
+    others = {name: p for name, p in parameters.items() if name not in tables}
+    found = [keyed_optimizer(config.dense, others, max_grad_norm)]
+    return [*found, keyed_optimizer(config.embeddings, tables)] if tables else found
 
 
 def keyed_optimizer(

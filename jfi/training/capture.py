@@ -37,9 +37,11 @@ def capture(
         return "data.batching is user, whose batches have any number of timelines"
     # Those of the tables step in the backward pass.
     dense = [one for _, one in optimizer.optimizers if isinstance(one, KeyedOptimizerWrapper)]
-    if not all(group.get("capturable") for one in dense for group in one.param_groups):
-        name = config.optimizer.dense.name
-        return f"optimizer.dense.name is {name}; of torch.optim only adam and adamw can be captured"
+    # The second is that of learned tables of semantic IDs.
+    for key, one in zip(("dense", "embeddings"), dense, strict=False):
+        if not all(group.get("capturable") for group in one.param_groups):
+            name = getattr(config.optimizer, key).name
+            return f"optimizer.{key}.name is {name}; of torch.optim only adam and adamw can be captured"
     training = config.training
     first = next(dataset.batches("train", training.batch_size, shuffle=True, seed=training.seed))
     reason = why_not_captured(model, first)

@@ -75,6 +75,14 @@ class ModelConfig:
             takes, whose output enters `over_arch` beside the dot products; 0 for none.
         over_arch: hidden layer sizes of the MLP that ends in the logit, at least one; its output layer is added.
         dropout: probability with which an element of the interaction's input is zeroed in training.
+        semantic_ids: how the IDs of `data.semantic_ids` are read: `digits` (ternary digits, no table), `decode` (the
+            content that they stand for), `tables` (a learned vector for each place and value of a digit, the
+            traditional way) or `prefix_tables` (one for each prefix, by hash). `optimizer.embeddings` steps these.
+        semantic_id_init: of `tables`, `random` or `centroids`, the principal components of the codec's vectors.
+        semantic_id_spread: root mean square of the elements of these tables at the start.
+        semantic_id_buckets: most rows of a table of prefixes.
+        item_id: whether the id of the item is an input. Without it the model knows an item by its other columns and
+            its semantic ID alone, so that one never seen in training is scored as any other.
         pretrained: by categorical column the file of its initial embeddings, read once, at the start of a run.
     """
 
@@ -90,11 +98,21 @@ class ModelConfig:
     cross_layers: int = 0
     over_arch: list[int] = field(default_factory=lambda: [128, 64])
     dropout: float = 0.0
+    semantic_ids: Literal["digits", "decode", "tables", "prefix_tables"] = "digits"
+    semantic_id_init: Literal["random", "centroids"] = "random"
+    semantic_id_spread: float = 0.1
+    semantic_id_buckets: int = 65536
+    item_id: bool = True
     pretrained: dict[str, PretrainedConfig] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("embedding_dim", "num_heads", "num_queries", "num_buckets", "attention_layers"):
+        counts = ("embedding_dim", "num_heads", "num_queries", "num_buckets", "attention_layers", "semantic_id_buckets")
+        for name in counts:
             _require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "at least 1")
+        spread, init = self.semantic_id_spread, self.semantic_id_init
+        _require(0 < spread < math.inf, "model.semantic_id_spread", spread, "positive and finite")
+        fits = init == "random" or self.semantic_ids == "tables"
+        _require(fits, "model.semantic_id_init", init, "random unless model.semantic_ids is tables")
         _require(self.cross_layers >= 0, "model.cross_layers", self.cross_layers, "0 or more")
         biases = self.biases()
         for bias in biases:
@@ -341,6 +359,12 @@ class Config:
         decay = self.optimizer.embeddings.weight_decay
         why = f"0 with model.pretrained.{frozen[0]}.frozen" if frozen else ""
         _require(not frozen or decay == 0, "optimizer.embeddings.weight_decay", decay, why)
+        has_sids = self.data.semantic_ids is not None or self.data.prepared is not None
+        how = self.model.semantic_ids
+        _require(has_sids or how == "digits", "model.semantic_ids", how, "digits without data.semantic_ids")
+        crossed = next((cross for cross in self.data.event_crosses if self.data.item in cross), None)
+        why = f"true with data.event_crosses of '{self.data.item}'"
+        _require(self.model.item_id or crossed is None, "model.item_id", self.model.item_id, why)
         width = self.sharding.min_partition
         fits = self.sharding.type != "column_wise" or self.model.embedding_dim % width == 0
         _require(fits, "sharding.min_partition", width, "a divisor of model.embedding_dim under column_wise")

@@ -29,7 +29,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from jfi.models import SequenceDLRM
-from jfi.training.build import OPTIMIZERS, keyed_optimizer, table_configs
+from jfi.training.build import OPTIMIZERS, dense_optimizers, table_configs
 from jfi.training.config import Config, ConfigError, ShardingConfig
 from jfi.training.distributed import World
 
@@ -86,8 +86,8 @@ def shard_model(
         warnings.simplefilter("ignore", FutureWarning)  # TorchRec passes DDP an argument that torch 2.13 deprecates
         sharded = DistributedModelParallel(model, device=world.device, plan=plan, sharders=_sharders())
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
-    others = keyed_optimizer(config.optimizer.dense, dense, config.training.max_grad_norm)
-    return sharded, CombinedOptimizer([sharded.fused_optimizer, others])
+    others = dense_optimizers(config.optimizer, dense, config.training.max_grad_norm)
+    return sharded, CombinedOptimizer([sharded.fused_optimizer, *others])
 
 
 def _sharders() -> list:

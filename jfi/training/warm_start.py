@@ -51,7 +51,7 @@ def warm_start(
     _, shapes, there = _meta_model(best.config, best.schema)
     _check_shapes(path, state, tables, shapes, there)
 
-    dense = {name: torch.empty(shapes[name]) for name in state if name not in tables}
+    dense = {name: torch.empty(shapes[name], dtype=state[name].dtype) for name in state if name not in tables}
     best.read(dense)
     for name, values in dense.items():
         state[name].copy_(values)
@@ -113,6 +113,12 @@ def _check_keys(path: str | Path, schema: DataSchema, other: DataSchema) -> None
         events = dict.fromkeys(spec.column for spec in one.features if spec.role == "history")
         return [*own, *(f"history of {name}" for name in events), *(f"number {name}" for name in one.dense_names)]
 
+    if schema.codec is not None and other.codec is not None and schema.codec.fingerprint != other.codec.fingerprint:
+        codecs = [one.codec.fingerprint[:12] for one in (schema, other)]
+        raise ConfigError(
+            f"training.warm_start: the semantic IDs of this run are of the codec {codecs[0]}, those of {path} of "
+            f"{codecs[1]}"
+        )
     here, there = keys(schema), keys(other)
     for name in here + there:
         if (name in here) != (name in there):

@@ -1,0 +1,312 @@
+"""Embeddings of semantic IDs: from their digits, from the content that they stand for, or from learned tables."""
+
+import math
+import struct
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from jfi.modules import inputs
+from jfi.modules.validation import contents_are_free, require_keys
+from jfi.sid.codec import Codec
+from jfi.sid.packing import UNKNOWN_SID, Layout, trits_of_bytes
+
+Read = Literal["digits", "decode", "tables", "prefix_tables"]
+Init = Literal["random", "centroids"]
+
+
+class SemanticIDEmbedding(nn.Module):
+    """Turns semantic IDs of a codec into embeddings; it stands where an EmbeddingCollection stands.
+
+    The keys of a batch's KeyedJaggedTensor hold the IDs themselves, int64, so a history of n events is 8n bytes:
+
+        #                  sample 0       1       2
+        # "item_sid"       [58656]      [-1]   [6455]     <- -1: an item without content
+        # "history_sid"    [6455, 31]    []    [58656]
+
+    How they are read:
+
+    - "digits": ternary digits as floats, then a linear map. No table, so an item that training has never seen has an
+      embedding as good as any other's.
+    - "decode": the content that the codec's frozen decoder gives, as it was fitted (mean 0) and of elements whose mean
+      square is about 1, then a linear map. For ternary digits without VQ fusion that is "digits" with another start.
+    - "tables": the sum of a learned vector for each place and value of a digit, the traditional way.
+    - "prefix_tables": the sum of a learned vector for each prefix of the codes, in tables of hash buckets (Zheng et al.
+      2025, arXiv 2504.02137). Of ternary digits a prefix ends after every fifth one.
+
+    The ID -1, of an item without content, has a learned vector, which begins as zeros. The state_dict holds the tensors
+    of the codec that are read and its fingerprint; that of another codec is refused.
+
+    Args:
+        codec: a fitted codec.
+        embedding_dim: width of the embeddings.
+        feature_names: keys of the IDs, which share all weights.
+        read: how they are read; "digits" needs ternary digits, since codes of codebooks are names, not numbers.
+        init: of "tables": "random", or "centroids", the principal components of the vectors that the codec's quantizer
+            adds for a digit.
+        spread: root mean square of the elements of the tables at the start.
+        num_buckets: most rows of a table of prefixes. Prefixes that need no more have a row each.
+        device: of parameters and buffers; after "meta" call `to_empty()` and `reset_parameters()`.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong value or type; the message names it.
+        RuntimeError: the codec is not fitted.
+
+    Example:
+
+        >>> import torch
+        >>> from jfi import SemanticIDEmbedding
+        >>> from jfi.sid import DiscretePCA
+        >>> from torchrec import KeyedJaggedTensor
+        >>> content = torch.randn(100, 8)
+        >>> codec = DiscretePCA(num_digits=10).fit(content)
+        >>> catalogue = codec.encode(content)
+        >>> ids = KeyedJaggedTensor(
+        ...     keys=["item_sid", "history_sid"],
+        ...     values=torch.cat([catalogue[:1], torch.tensor([-1]), catalogue[5:9]]),
+        ...     lengths=torch.tensor([1, 1, 3, 1]),
+        ... )
+        >>> embedding = SemanticIDEmbedding(codec, 4, ["item_sid", "history_sid"])
+        >>> embedding(ids)["history_sid"].values().shape
+        torch.Size([4, 4])
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        embedding_dim: int,
+        feature_names: list[str],
+        read: Read = "digits",
+        *,
+        init: Init = "random",
+        spread: float = 0.1,
+        num_buckets: int = 2**16,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        _check(codec, embedding_dim, feature_names, read, init, spread, num_buckets)
+        self.embedding_dim, self.feature_names, self.read = embedding_dim, list(feature_names), read
+        self.layout = codec.layout
+        self.reader: nn.Module
+        if read == "digits":
+            self.reader = _Digits(self.layout)
+        elif read == "decode":
+            self.reader = _Decoder(codec)
+        elif read == "tables":
+            self.reader = _Tables(codec, embedding_dim, init, spread, device)
+        else:
+            self.reader = _PrefixTables(self.layout, embedding_dim, spread, num_buckets, device)
+        self.projection = None
+        if read in ("digits", "decode"):
+            self.projection = nn.Linear(self.reader.width, embedding_dim, device=device)
+        self.unknown = nn.Parameter(torch.empty(embedding_dim, device=device))
+        self.register_buffer("fingerprint", torch.tensor(_words(codec.fingerprint), device="cpu"))
+        #: What buffers hold, to be written again where they were on the meta device.
+        self._constants = {name: buffer.detach().cpu() for name, buffer in self.named_buffers()}
+        if device is not None:
+            self.to(device)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws the parameters anew."""
+        for name, buffer in self.named_buffers():
+            buffer.copy_(self._constants[name])
+        if self.projection is not None:
+            self.projection.reset_parameters()
+        else:
+            self.reader.reset_parameters()
+        nn.init.zeros_(self.unknown)
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """Looks the IDs up.
+
+        Args:
+            features: the IDs, int64.
+
+        Returns:
+            By key the embeddings [S, embedding_dim] with the key's lengths and weights, as of an EmbeddingCollection.
+
+        Raises:
+            ValueError, TypeError: a key is absent, not int64, or holds an ID that the codec cannot have given; the last
+                is found on the CPU alone, since reading IDs on a GPU would wait for the device.
+        """
+        if not isinstance(features, KeyedJaggedTensor):
+            raise TypeError(f"features must be a KeyedJaggedTensor of IDs, got {type(features).__name__}")
+        inputs.allow_no_samples(features)
+        by_key, found = features.to_dict(), {}
+        require_keys("features", by_key, self.feature_names)
+        for key in self.feature_names:
+            jagged = by_key[key]
+            sids = jagged.values()
+            if sids.dtype != torch.int64:
+                raise TypeError(f"features['{key}'] must be int64 semantic IDs, got {sids.dtype}")
+            if contents_are_free(sids):
+                try:
+                    self.layout.check(sids)
+                except ValueError as fault:
+                    raise ValueError(f"features['{key}']: {fault}") from None
+            parts = {"lengths": jagged.lengths_or_none(), "offsets": jagged.offsets_or_none()}
+            found[key] = JaggedTensor(self.embed(sids), **parts, weights=jagged.weights_or_none())
+        return found
+
+    def embed(self, sids: Tensor) -> Tensor:
+        """The embeddings [S, embedding_dim] of IDs [S], which are not checked."""
+        unknown = sids == UNKNOWN_SID
+        rows = self.reader(sids.masked_fill(unknown, 0))
+        if self.projection is not None:
+            rows = self.projection(rows)
+        return torch.where(unknown.unsqueeze(1), self.unknown.to(rows.dtype), rows)
+
+    @property
+    def codec_fingerprint(self) -> str:
+        """The fingerprint of the codec whose tensors the state_dict holds."""
+        return _text(self.fingerprint)
+
+    def extra_repr(self) -> str:
+        return f"{', '.join(self.feature_names)}: {self.layout}, read={self.read!r}"
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
+        given = state_dict.get(f"{prefix}fingerprint")
+        if given is not None and given.tolist() != self._constants["fingerprint"].tolist():
+            errors = args[-1]
+            own, other = (_text(one)[:12] for one in (self._constants["fingerprint"], given))
+            errors.append(f"{prefix}fingerprint is of the codec {other}, but this model reads IDs of the codec {own}")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _text(words: Tensor) -> str:
+    return struct.pack(">4q", *words.tolist()).hex()
+
+
+def _words(fingerprint: str) -> tuple[int, ...]:
+    return struct.unpack(">4q", bytes.fromhex(fingerprint))
+
+
+class _Digits(nn.Module):
+    """Digits of IDs: as floats -1, 0 and 1 [S, L], or codes [S, L] int64."""
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__()
+        self.layout, self.width = layout, layout.num_digits
+        if not layout.codebook_size:
+            self.register_buffer("trits", trits_of_bytes().float(), persistent=False)
+
+    def forward(self, sids: Tensor) -> Tensor:
+        pieces = self.layout.pieces(sids)
+        if self.layout.codebook_size:
+            return pieces
+        return F.embedding(pieces, self.trits).flatten(1)[:, : self.width]
+
+
+class _Decoder(nn.Module):
+    """The content of IDs, [S, D], of elements whose mean square is about 1."""
+
+    def __init__(self, codec: Codec) -> None:
+        super().__init__()
+        self.digits, self.decoder = _Digits(codec.layout), codec.decoder().cpu()
+        self.width = self.decoder.width
+        scales = [math.sqrt(width) for width in codec.widths for _ in range(width)]
+        self.register_buffer("scale", torch.tensor(scales, device="cpu"))
+
+    def forward(self, sids: Tensor) -> Tensor:
+        return self.decoder(self.digits(sids)) * self.scale
+
+
+class _Tables(nn.Module):
+    """The sum of a learned vector for each digit, [S, D]."""
+
+    def __init__(self, codec: Codec, width: int, init: Init, spread: float, device: torch.device | None) -> None:
+        super().__init__()
+        self.layout, self.spread = codec.layout, spread
+        self.digits = _Digits(codec.layout)
+        self._begin = _components(codec.decoder().vectors().cpu(), width) if init == "centroids" else None
+        #: One table below the other.
+        self.num_rows = codec.layout.codebook_size or 3
+        self.weight = nn.Parameter(torch.empty(codec.layout.num_digits * self.num_rows, width, device=device))
+
+    def reset_parameters(self) -> None:
+        if self._begin is None:
+            nn.init.normal_(self.weight, std=self.spread)
+        else:
+            self.weight.copy_(self._begin.flatten(0, 1) * self.spread)
+
+    def forward(self, sids: Tensor) -> Tensor:
+        rows = self.digits(sids)
+        if not self.layout.codebook_size:
+            rows = rows.long() + 1
+        tables = self.weight.split(self.num_rows)
+        return sum(F.embedding(rows[:, place], table) for place, table in enumerate(tables))
+
+
+class _PrefixTables(nn.Module):
+    """The sum of a learned vector for each prefix of an ID's pieces, [S, D]."""
+
+    def __init__(
+        self, layout: Layout, width: int, spread: float, num_buckets: int, device: torch.device | None
+    ) -> None:
+        super().__init__()
+        self.spread = spread
+        #: By prefix its bits, and the rows of its table.
+        self.bits = [layout.piece_bits * (piece + 1) for piece in range(layout.num_pieces)]
+        self.rows = [2**bits if 2**bits <= num_buckets else num_buckets for bits in self.bits]
+        self.weights = nn.ParameterList(nn.Parameter(torch.empty(rows, width, device=device)) for rows in self.rows)
+
+    def reset_parameters(self) -> None:
+        for weight in self.weights:
+            nn.init.normal_(weight, std=self.spread)
+
+    def forward(self, sids: Tensor) -> Tensor:
+        found = []
+        for bits, rows, weight in zip(self.bits, self.rows, self.weights, strict=True):
+            prefix = sids & ((1 << bits) - 1) if bits < 64 else sids
+            found.append(F.embedding(prefix if rows == 2**bits else _mix(prefix) % rows, weight))
+        return sum(found)
+
+
+def _mix(numbers: Tensor) -> Tensor:
+    """A hash of int64s, from 0 on: the finalizer of SplitMix64, whose products wrap around."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        numbers = (numbers ^ _shifted(numbers, shift)) * (factor - 2**64)
+    return (numbers ^ _shifted(numbers, 31)) & (2**63 - 1)
+
+
+def _shifted(numbers: Tensor, bits: int) -> Tensor:
+    """A logical shift to the right; that of torch repeats the sign."""
+    return (numbers >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _components(vectors: Tensor, width: int) -> Tensor:
+    """The first principal components [L, K, width] of vectors [L, K, d], around 0, of elements of mean square 1."""
+    rows = vectors.flatten(0, 1).double()
+    components = torch.linalg.eigh(rows.T @ rows).eigenvectors.flip(1)[:, :width]
+    found = F.pad(rows @ components, (0, max(0, width - components.shape[1])))
+    found = found / found.square().mean().sqrt().clamp(min=1e-30)
+    return found.float().view(*vectors.shape[:2], width)
+
+
+def _check(
+    codec: Codec, embedding_dim: int, feature_names: list[str], read: str, init: str, spread: float, num_buckets: int
+) -> None:
+    if not isinstance(codec, Codec):
+        raise TypeError(f"codec must be a jfi.sid.Codec, got {type(codec).__name__}")
+    if not isinstance(feature_names, list) or not feature_names or len({*feature_names}) < len(feature_names):
+        raise ValueError(f"feature_names must be a list of distinct keys, at least one, got {feature_names!r}")
+    for argument, value, known in (("read", read, Read), ("init", init, Init)):
+        if value not in get_args(known):
+            raise ValueError(f"{argument} must be one of {', '.join(get_args(known))}, got {value!r}")
+    for argument, value in (("embedding_dim", embedding_dim), ("num_buckets", num_buckets)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{argument} must be an int of at least 1, got {value!r}")
+    if not 0 < spread < math.inf:
+        raise ValueError(f"spread must be positive and finite, got {spread!r}")
+    if init != "random" and read != "tables":
+        raise ValueError(f"init must be 'random' with read={read!r}, got {init!r}")
+    if read == "digits" and codec.layout.codebook_size:
+        raise ValueError(
+            f"read must not be 'digits' for a codec of {codec.layout}: codes are names, not numbers; use 'decode', "
+            "'tables' or 'prefix_tables'"
+        )
