@@ -31,8 +31,9 @@ class SemanticIDEmbedding(nn.Module):
 
     - "digits": ternary digits as floats, then a linear map. No table, so an item that training has never seen has an
       embedding as good as any other's.
-    - "decode": the content that the codec's frozen decoder gives, as it was fitted (mean 0) and of elements whose mean
-      square is about 1, then a linear map. For ternary digits without VQ fusion that is "digits" with another start.
+    - "decode": the content that the codec's frozen decoder gives, as it was fitted, less the mean, each source scaled
+      so that the mean square of its elements was 1, then a linear map. For ternary digits without VQ fusion that is
+      "digits" with another start.
     - "tables": the sum of a learned vector for each place and value of a digit, the traditional way.
     - "prefix_tables": the sum of a learned vector for each prefix of the codes, in tables of hash buckets (Zheng et al.
       2025, arXiv 2504.02137). Of ternary digits a prefix ends after every fifth one.
@@ -203,7 +204,7 @@ class _Digits(nn.Module):
 
 
 class _Decoder(nn.Module):
-    """The content of IDs, [S, D], of elements whose mean square is about 1."""
+    """The content of IDs, [S, D], scaled so that the mean square of each source's elements was 1 before encoding."""
 
     def __init__(self, codec: Codec) -> None:
         super().__init__()
