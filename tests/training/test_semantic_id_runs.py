@@ -1,0 +1,455 @@
+"""A table, its semantic IDs by the command, a run, its scores by predict and by serving; and what each step refuses."""
+
+import dataclasses
+import json
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+import torch
+from own_table import config_of, row, write_table
+from worker import without_pictures
+
+import jfi
+from jfi.data import DataError, load_dataset
+from jfi.data.semantic_ids import codec_folder, write_sids
+from jfi.serving.dataset_schema import schema_of
+from jfi.serving.export import inputs_of, tables_of
+from jfi.serving.model import ScoringModel
+from jfi.serving.requests import BadRequestError, RequestReader
+from jfi.serving.schema import Limits
+from jfi.serving.scorer import batch_inputs
+from jfi.serving.tables import FloatTables
+from jfi.sid import UNKNOWN_SID, Codec, DiscretePCA
+from jfi.training import Config, ConfigError, OptimizerConfig, resume, train
+from jfi.training.build import build_model
+from jfi.training.cli import load_config, run_cli, save_config
+
+ROOT = Path(__file__).parents[2]
+WORDS = ["red pen", "blue pen", "paper clip", "green folder", "desk lamp"]
+
+
+@pytest.fixture(autouse=True)
+def _no_pictures():
+    with without_pictures():
+        yield
+
+
+def items(folder: Path, count: int) -> None:
+    """A table of items: the last has no text, and the command knows one that the interactions lack."""
+    titles = [f"{WORDS[i % 5]} number {i % 3}" for i in range(count - 1)] + [""]
+    pq.write_table(pa.table({"item_id": [f"i{i}" for i in range(count)], "title": titles}), folder / "items.parquet")
+
+
+def make_ids(folder: Path, out: str = "sids.parquet", *more: str) -> None:
+    arguments = ["--items", folder / "items.parquet", "--item", "item_id", "--text", "title", "--out", folder / out]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["make_semantic_ids.py", *map(str, [*arguments, *(more or DPCA)])])
+        assert run_cli(runpy.run_path(str(ROOT / "examples/make_semantic_ids.py"))["main"]) == 0
+
+
+DPCA = ("--codec", "dpca", "--digits", "8")
+
+
+def config(folder: Path, run: str | Path, model: dict | None = None, **training: object) -> Config:
+    made = config_of(folder / "table.csv", folder / run, **training)
+    return dataclasses.replace(
+        made,
+        data=dataclasses.replace(made.data, semantic_ids=str(folder / "sids.parquet"), max_history=12),
+        model=dataclasses.replace(made.model, **(model or {})),
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """The table, the IDs of i0 to i9, of which i9 has no content, and a finished run; i10 has no ID at all."""
+    path = tmp_path_factory.mktemp("semantic")
+    write_table(path / "table.csv", [row(i) for i in range(300)])
+    items(path, 10)
+    make_ids(path)
+    with without_pictures():
+        train(config(path, "run"))
+    return path
+
+
+@pytest.fixture
+def copied(folder, tmp_path) -> Path:
+    shutil.copytree(folder, tmp_path / "all")
+    return tmp_path / "all"
+
+
+def table(rows: list[list]) -> pa.Table:
+    names = ["user_id", "item_id", "timestamp", "clicked", "genre", "price", "tags", "seconds"]
+    columns = dict(zip(names, zip(*rows, strict=True), strict=True))
+    return pa.table({name: pa.array(map(str, values)) for name, values in columns.items()})
+
+
+def rebuild_ids(folder: Path, digits: str = "9") -> None:
+    """The same file with IDs of another codec."""
+    shutil.rmtree(folder / "sids.codec")
+    (folder / "sids.parquet").unlink()
+    make_ids(folder, "sids.parquet", "--codec", "dpca", "--digits", digits)
+
+
+# The data
+
+
+def test_keys_of_a_batch(folder):
+    dataset = load_dataset(config(folder, "x").data)
+    known = dict(
+        zip(*(pq.read_table(folder / "sids.parquet")[name].to_pylist() for name in ("item_id", "sid")), strict=True)
+    )
+    assert known["i9"] == UNKNOWN_SID and "i10" not in known
+    values = dataset.schema.encodings.vocabularies["item_id"].values
+    for batching in ("sample", "user"):
+        batch = next(dataset.batches("train", 64, shuffle=True, batching=batching)).sparse_features.to_dict()
+        for key in ("item", "history"):
+            ids = batch["item_id" if key == "item" else "history_item_id"]
+            sids = batch[f"{key}_sid"]
+            assert torch.equal(ids.lengths(), sids.lengths())
+            wanted = [known.get(values[i - 1], UNKNOWN_SID) for i in ids.values().tolist()]
+            assert sids.values().tolist() == wanted and UNKNOWN_SID in wanted
+    assert dataset.summary.missing["sid"] == pytest.approx(2 / 11)
+    assert dataset.schema.codec.fingerprint == Codec.load(folder / "sids.codec/codec.safetensors").fingerprint
+
+
+def test_unknown_share_leaves_semantic_ids(folder):
+    """An item that is taken for unknown in training keeps its content: so the model learns to do without the id."""
+    data = dataclasses.replace(config(folder, "x").data, unknown_share=0.5)
+    batch = next(load_dataset(data).batches("train", 64)).sparse_features.to_dict()
+    plain = next(load_dataset(config(folder, "x").data).batches("train", 64)).sparse_features.to_dict()
+    assert (batch["item_id"].values() == 0).any()
+    assert torch.equal(batch["item_sid"].values(), plain["item_sid"].values())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: (f / "sids.parquet").unlink(), r"data.semantic_ids: .*sids.parquet: no such file"),
+        (lambda f: (f / "sids.codec/codec.safetensors").unlink(), r"data.semantic_ids: .*codec.safetensors.*no such"),
+        (
+            lambda f: pq.write_table(
+                pq.read_table(f / "sids.parquet").rename_columns(["item", "sid"]), f / "sids.parquet"
+            ),
+            "data.semantic_ids: .*sids.parquet: no column 'item_id'; did you mean 'item'",
+        ),
+        (
+            lambda f: pq.write_table(
+                pq.read_table(f / "sids.parquet").rename_columns(["item_id", "s"]), f / "sids.parquet"
+            ),
+            "data.semantic_ids: .*sids.parquet: no column 'sid'",
+        ),
+        (
+            lambda f: pq.write_table(pq.read_table(f / "sids.parquet").replace_schema_metadata({}), f / "sids.parquet"),
+            "data.semantic_ids: .*: no fingerprint of a codec, so it is no file of semantic IDs",
+        ),
+        (
+            lambda f: other_codec(f),
+            "data.semantic_ids: .*: its IDs are of the codec .{12}, but the codec here is .{12}",
+        ),
+        (lambda f: out_of_range(f), r"data.semantic_ids: .*: sids\[0\] is 999999, which is no ID of 8 ternary digits"),
+        (lambda f: other_items(f), "data.semantic_ids: .*sids.parquet has none of the items of the interactions"),
+    ],
+)
+def test_wrong_files_are_refused_by_name(copied, change, message):
+    change(copied)
+    with pytest.raises(DataError, match=message) as fault:
+        load_dataset(config(copied, "x").data)
+    assert "\n" not in str(fault.value)
+
+
+def other_codec(folder: Path) -> None:
+    DiscretePCA(8).fit(torch.randn(20, 3)).save(codec_folder(folder / "sids.parquet") / "codec.safetensors")
+
+
+def out_of_range(folder: Path) -> None:
+    codec = Codec.load(folder / "sids.codec/codec.safetensors")
+    write_sids(folder / "sids.parquet", "item_id", pa.array(["i1"]), torch.tensor([999_999]), codec)
+
+
+def other_items(folder: Path) -> None:
+    codec = Codec.load(folder / "sids.codec/codec.safetensors")
+    write_sids(folder / "sids.parquet", "item_id", pa.array(["x1"]), torch.tensor([0]), codec)
+
+
+# Training
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        {"combine": "concat", "semantic_ids": "decode"},
+        {"semantic_ids": "tables", "semantic_id_init": "centroids"},
+        {"semantic_ids": "prefix_tables", "pooling": "mean", "bias": None},
+        {"item_id": False, "bias": ["position", "history_age"], "attention_layers": 2},
+        {"pooling": "none", "bias": None},
+    ],
+    ids=str,
+)
+def test_batches_by_user_give_the_logits_of_batches_by_sample(folder, model):
+    made = config(folder, "x", model)
+    dataset = load_dataset(dataclasses.replace(made.data, max_timeline=40))
+    trained = build_model(made.model, made.encoder, dataset.schema).eval()
+    for parameter in trained.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    found = {}
+    for batching in ("sample", "user"):
+        for batch in dataset.batches("train", 50, batching=batching):
+            with torch.no_grad():
+                logits = trained(batch.dense_features, batch.sparse_features, batch.timelines).squeeze(-1)
+            found.setdefault(batching, {}).update(zip(batch.samples.tolist(), logits.tolist(), strict=True))
+    samples = sorted(found["sample"])
+    one, other = (np.array([found[name][sample] for sample in samples]) for name in ("sample", "user"))
+    assert np.std(one) > 0.05
+    np.testing.assert_allclose(one, other, atol=1e-4, rtol=1e-4)
+
+
+def test_tables_are_stepped_by_the_optimizer_of_the_tables(folder, tmp_path):
+    made = config(folder, tmp_path / "run", {"semantic_ids": "tables"}, epochs=1)
+    made.optimizer = OptimizerConfig(average=0.9)
+    rate = made.optimizer.embeddings.learning_rate
+    train(made)
+    start = build_model(made.model, made.encoder, load_dataset(made.data).schema)
+    torch.manual_seed(made.training.seed)
+    name = "semantic_ids.reader.weight"
+    again = build_model(made.model, made.encoder, load_dataset(made.data).schema, torch.device("meta"))
+    moved = (jfi.load_run(tmp_path / "run").model.state_dict()[name] - again.state_dict()[name]).abs().max()
+    assert start.state_dict()[name].shape == (24, 8)
+    # Adagrad's first steps are of its rate, Adam's of a tenth as large a one.
+    assert rate < moved < 10 * rate
+
+
+def test_a_run_goes_on_where_it_was_killed(folder, tmp_path):
+    whole, parts = (config(folder, tmp_path / name, {"semantic_ids": "tables"}) for name in ("whole", "parts"))
+    train(whole)
+    train(parts.with_training(epochs=1))
+    save_config(parts, tmp_path / "parts/config.yaml")
+    resume(tmp_path / "parts", config_changed="accept")
+    one, other = (jfi.load_run(tmp_path / name).model.state_dict() for name in ("whole", "parts"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_resume_refuses_ids_of_another_codec(copied):
+    rebuild_ids(copied)
+    run = load_config(copied / "run/config.yaml")
+    save_config(dataclasses.replace(run, data=config(copied, "run").data), copied / "run/config.yaml")
+    message = r"--resume .*: data.semantic_ids: the IDs of .*sids.parquet are of the codec .*, those of the run are"
+    with pytest.raises(DataError, match=message):
+        resume(copied / "run")
+    data = dataclasses.replace(config(copied, "run").data, semantic_ids=None)
+    save_config(dataclasses.replace(run, data=data), copied / "run/config.yaml")
+    with pytest.raises(DataError, match=r"data.semantic_ids: got None, but the run was started with semantic IDs"):
+        resume(copied / "run")
+
+
+def test_resume_notices_other_ids_of_the_same_codec(copied):
+    codec = Codec.load(copied / "sids.codec/codec.safetensors")
+    known = pq.read_table(copied / "sids.parquet")
+    sids = torch.tensor(known["sid"].to_pylist()).roll(1)
+    write_sids(copied / "sids.parquet", "item_id", known["item_id"].combine_chunks(), sids, codec)
+    run = load_config(copied / "run/config.yaml")
+    save_config(dataclasses.replace(run, data=config(copied, "run").data), copied / "run/config.yaml")
+    with pytest.raises(ConfigError, match="the values of column 'sid' have changed"):
+        resume(copied / "run")
+
+
+def test_a_warm_start_takes_the_same_codec(folder, copied):
+    made = config(folder, copied / "warm", epochs=1, warm_start=str(folder / "run"))
+    train(made)
+    old, new = (jfi.load_run(path).model.state_dict() for path in (folder / "run", copied / "warm"))
+    assert torch.equal(old["semantic_ids.fingerprint"], new["semantic_ids.fingerprint"])
+    rebuild_ids(copied, "9")
+    with pytest.raises(
+        ConfigError, match=r"training.warm_start: the semantic IDs of this run are of the codec .*, those"
+    ):
+        train(config(copied, "warm again", epochs=1, warm_start=str(folder / "run")))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"semantic_ids": "digit"}, "semantic_ids"),
+        ({"semantic_id_spread": 0.0}, "model.semantic_id_spread: got 0.0, must be positive and finite"),
+        ({"semantic_id_init": "centroids"}, "model.semantic_id_init: got 'centroids', must be random unless"),
+        ({"semantic_id_buckets": 0}, "model.semantic_id_buckets: got 0, must be at least 1"),
+    ],
+)
+def test_wrong_settings_are_refused_by_key(folder, model, message):
+    with pytest.raises((ConfigError, ValueError), match=message):
+        made = config(folder, "x", model)
+        build_model(made.model, made.encoder, load_dataset(made.data).schema)
+
+
+def test_settings_that_do_not_go_together(folder, copied):
+    made = config(folder, "x")
+    with pytest.raises(
+        ConfigError, match=r"model.semantic_ids: got 'decode', must be digits without data.semantic_ids"
+    ):
+        plain = dataclasses.replace(made.data, semantic_ids=None)
+        dataclasses.replace(made, data=plain, model=dataclasses.replace(made.model, semantic_ids="decode"))
+    with pytest.raises(
+        ConfigError, match=r"model.item_id: got False, must be true with data.event_crosses of 'item_id'"
+    ):
+        crossed = dataclasses.replace(made.data, event_crosses=[["item_id", "tags"]])
+        dataclasses.replace(made, data=crossed, model=dataclasses.replace(made.model, item_id=False))
+    rebuild_ids_by_codes(copied)
+    made = config(copied, "x")
+    with pytest.raises(
+        ConfigError, match=r"model.semantic_ids: read must not be 'digits' for a codec of 2 codes below 4"
+    ):
+        build_model(made.model, made.encoder, load_dataset(made.data).schema)
+
+
+def rebuild_ids_by_codes(folder: Path) -> None:
+    shutil.rmtree(folder / "sids.codec")
+    (folder / "sids.parquet").unlink()
+    make_ids(folder, "sids.parquet", "--codec", "rq", "--levels", "2", "--codebook-size", "4")
+
+
+# Predict
+
+
+def test_predict_gives_the_logits_of_the_trainer(folder):
+    run = jfi.load_run(folder / "run")
+    wanted = {}
+    dataset = load_dataset(run.config.data, run.schema)
+    rows = [row(i) for i in range(300)]  # times are unique, and the splits are in their order
+    logits = []
+    for split in ("train", "validation", "test"):
+        for batch in dataset.batches(split, 32):
+            with torch.no_grad():
+                logits += run.model(batch.dense_features, batch.sparse_features).squeeze(-1).tolist()
+    wanted = np.array(logits)
+    found = run.predict(table(rows)).column("score").to_numpy()
+    assert np.std(wanted) > 0.01
+    np.testing.assert_allclose(found, wanted, atol=2e-6)
+
+
+def test_predict_reads_the_ids_that_it_is_given(folder, copied, caplog):
+    run = jfi.load_run(folder / "run")
+    with pytest.raises(DataError, match=r"semantic_ids: the IDs of .* are of the codec .*, those of the run are"):
+        rebuild_ids(copied)
+        run.predict(table([row(5)]), semantic_ids=copied / "sids.parquet")
+    # A grown catalogue: i10 has an ID now, and other scores with it; rows of other items keep theirs.
+    grown = copied / "grown"
+    grown.mkdir()
+    shutil.copytree(folder / "sids.codec", grown / "sids.codec")
+    shutil.copy(folder / "sids.parquet", grown / "sids.parquet")
+    items(grown, 13)
+    make_ids(grown)
+    rows = [[*row(i)[:1], item, *row(i)[2:]] for i, item in enumerate(("i10", "i3", "i12"))]
+    before = run.predict(table(rows)).column("score").to_numpy()
+    assert "2 rows to score have an item without a semantic ID in" in caplog.text
+    after = run.predict(table(rows), semantic_ids=grown / "sids.parquet").column("score").to_numpy()
+    assert before[0] != after[0] and before[1] == after[1] and before[2] == after[2]  # i12 has no content
+
+
+def test_an_item_that_training_never_saw_is_scored_by_its_content(folder, tmp_path):
+    """Without item ids a new item with an old one's content gets the old one's score, and others other ones."""
+    for name in ("table.csv", "items.parquet", "sids.parquet"):
+        shutil.copy(folder / name, tmp_path / name)
+    shutil.copytree(folder / "sids.codec", tmp_path / "sids.codec")
+    model = {"item_id": False, "bias": None}
+    made = config(tmp_path, "run", model, epochs=1)
+    made.data.item_categorical, made.data.item_dense = [], []
+    train(made)
+    run = jfi.load_run(tmp_path / "run")
+    assert not any("item_id" in name for name in run.model.state_dict())
+    titles = pq.read_table(tmp_path / "items.parquet")["title"].to_pylist()
+    more = pa.table({"item_id": ["new a", "new b"], "title": [titles[3], "paper pen number 1 lamp"]})
+    pq.write_table(pa.concat_tables([pq.read_table(tmp_path / "items.parquet"), more]), tmp_path / "items.parquet")
+    make_ids(tmp_path)
+    rows = [["u1", item, 90_000, 1, "g1", 1, "a", 5] for item in ("i3", "new a", "new b", "i9", "never heard of")]
+    history = table([row(i) for i in range(300)])
+    scores = [run.predict(table([one]), history=history).column("score")[0].as_py() for one in rows]
+    assert scores[0] == scores[1] != scores[2]
+    assert scores[3] == scores[4] not in scores[:3]
+
+
+# Serving
+
+
+@pytest.mark.parametrize(
+    "model", [{}, {"item_id": False, "semantic_ids": "decode"}, {"pooling": "none", "bias": None}], ids=str
+)
+def test_requests_give_the_scores_of_predict(folder, tmp_path, model):
+    run = jfi.load_run(folder / "run")
+    if model:
+        train(config(folder, tmp_path / "run", model, epochs=1))
+        run = jfi.load_run(tmp_path / "run")
+    known = dict(
+        zip(*(pq.read_table(folder / "sids.parquet")[name].to_pylist() for name in ("item_id", "sid")), strict=True)
+    )
+    reads_history, reads_item = run.config.model.pooling != "none", run.config.model.item_id
+    schema = schema_of(run.config.data, run.schema, reads_history, reads_history, reads_item)
+    read = RequestReader(schema, Limits(10, 12))
+    rows = [row(i) for i in range(300)]
+
+    def item(one: list, *more: str) -> dict:
+        own = {"item_id": one[1], "genre": one[4], "sid": known.get(one[1]), "price": one[5]}
+        own |= {"tags": one[6].split(";"), "seconds": one[7]}
+        return {name: own[name] for name in ("genre", "sid", *(["item_id"] if reads_item else []), *more)}
+
+    requests, chosen = [], []
+    for number, now in enumerate(rows):
+        before = [one for one in rows[:number] if one[0] == now[0]]
+        if not before:
+            continue
+        chosen.append(number)
+        request = {
+            "user": {"user_id": now[0]},
+            "candidates": [item(now, "price")],
+            "codec": run.schema.codec.fingerprint,
+        }
+        if reads_history:
+            request["history"] = [item(one, "tags", "seconds") | {"age": now[2] - one[2]} for one in before]
+        requests.append(request)
+    described = read.describe()
+    assert described["codec"] == run.schema.codec.fingerprint
+    assert described["candidates"]["sid"] == "a semantic ID: an integer or its text, or null"
+    scoring = ScoringModel(run.model, [key for one in schema.user for key in one.keys])
+    inputs = inputs_of(scoring)
+    assert inputs.semantic == (["history_sid", "item_sid"] if reads_history else ["item_sid"])
+    tables = FloatTables(*tables_of(run.model, inputs.keys))
+    arguments = batch_inputs(
+        [read(json.loads(json.dumps(one))) for one in requests], inputs, tables, torch.device("cpu")
+    )
+    with torch.no_grad():
+        found = scoring(*arguments).numpy()
+    wanted = run.predict(table(rows)).column("score").to_numpy()[chosen]
+    assert len(wanted) > 250 and np.std(wanted) > 0.01
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    exported = torch.export.export(scoring, arguments)
+    torch.testing.assert_close(exported.module()(*arguments), torch.from_numpy(found))
+
+
+def test_requests_are_checked(folder):
+    run = jfi.load_run(folder / "run")
+    read = RequestReader(schema_of(run.config.data, run.schema, True, True), Limits(10, 12))
+    candidate = {"item_id": "i1", "genre": "g1", "sid": None, "price": 1}
+    codec = run.schema.codec.fingerprint
+
+    def request(sid: object, **changes: object) -> dict:
+        event = {"item_id": "i1", "genre": "g1", "sid": sid, "tags": [], "seconds": 1, "age": 5}
+        return {"user": {"user_id": "u"}, "history": [event], "candidates": [candidate], "codec": codec, **changes}
+
+    def refused(sid: object, message: str, **changes: object) -> None:
+        with pytest.raises(BadRequestError, match=message):
+            read(request(sid, **changes))
+
+    sid = run.schema.codec.encode(torch.ones(1, run.schema.codec.widths[0])).item()
+    for given, wanted in ((sid, sid), (str(sid), sid), (-1, UNKNOWN_SID), (None, UNKNOWN_SID)):
+        assert read(request(given)).ids["history_sid"].tolist() == [wanted]
+    refused(sid, f"codec must be '{codec}', whose semantic IDs the model reads, got 'abc'", codec="abc")
+    refused(10**9, r"history\[0\].sid is 1000000000, which is no ID of 8 ternary digits; another codec's\?")
+    for wrong in (1.5, "1.5", True, [], 2**63, "x"):
+        refused(wrong, r"history\[0\].sid must be a semantic ID: an integer or its text, or null, got")
+    with pytest.raises(BadRequestError, match="the request lacks the field 'codec'"):
+        read({name: value for name, value in request(sid).items() if name != "codec"})
