@@ -17,7 +17,9 @@ from own_table import config_of, row, write_table
 from worker import without_pictures
 
 import jfi
-from jfi.data import DataError, load_dataset
+from jfi.data import DataConfig, DataError, load_dataset
+from jfi.data.prepare import prepare_dataset
+from jfi.data.prepared_complete import complete_dataset
 from jfi.data.semantic_ids import codec_folder, write_sids
 from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import inputs_of, tables_of
@@ -176,6 +178,36 @@ def out_of_range(folder: Path) -> None:
 def other_items(folder: Path) -> None:
     codec = Codec.load(folder / "sids.codec/codec.safetensors")
     write_sids(folder / "sids.parquet", "item_id", pa.array(["x1"]), torch.tensor([0]), codec)
+
+
+def test_a_prepared_dataset_has_the_same_batches(folder, tmp_path):
+    config_of_run = config(folder, tmp_path / "run")
+    data, prepared = config_of_run.data, tmp_path / "prepared"
+    prepare_dataset(data, prepared, show=False)
+    choices = {"max_history": data.max_history, "num_quantiles": data.num_quantiles}
+    here, there = load_dataset(data), load_dataset(DataConfig(prepared=str(prepared), **choices))
+    assert there.schema.codec.fingerprint == here.schema.codec.fingerprint
+    for split in ("train", "test"):
+        for one, other in zip(here.batches(split, 40), there.batches(split, 40), strict=True):
+            assert one.sparse_features.keys() == other.sparse_features.keys()
+            assert torch.equal(one.sparse_features.values(), other.sparse_features.values())
+    # Another program's files are checked: the digits of its IDs too.
+    manifest = json.loads((prepared / "manifest.json").read_text()) | {"complete": False}
+    (prepared / "manifest.json").write_text(json.dumps(manifest))
+    complete_dataset(prepared, show=False)
+    dataset = load_dataset(DataConfig(prepared=str(prepared), **choices))
+    assert torch.equal(
+        next(dataset.batches("test", 9)).sparse_features.values(),
+        next(here.batches("test", 9)).sparse_features.values(),
+    )
+    with pa.ipc.open_file(str(prepared / "items.arrow")) as file:
+        table = file.read_all()
+    (prepared / "manifest.json").write_text(json.dumps(manifest))
+    wrong = table.set_column(table.column_names.index("sid"), "sid", pa.array([10**12] * len(table)))
+    with pa.ipc.new_file(str(prepared / "items.arrow"), wrong.schema) as writer:
+        writer.write_table(wrong)
+    with pytest.raises(DataError, match=r"items: column 'sid': sids\[0\] is 1000000000000, which is no ID of 8"):
+        complete_dataset(prepared, show=False)
 
 
 # Training
