@@ -198,7 +198,9 @@ def _lists(table: Table, name: str, width: int | None) -> np.ndarray:
     """
     column = table.column(name)
     if not is_list(column.type):
-        raise DataError(f"{table.name}: column '{name}' has type {column.type}, but must hold lists of numbers")
+        what = f"has type {column.type}, but must hold lists of numbers"
+        hint = "; text files have none, so give Parquet or JSON Lines" if is_text(column.type) else ""
+        raise DataError(f"{table.name}: column '{name}' {what}{hint}")
     if pa.types.is_fixed_size_list(column.type):
         column = column.cast(pa.list_(column.type.value_type))
     counts = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)

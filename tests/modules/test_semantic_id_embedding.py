@@ -7,6 +7,7 @@ import torch
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 from jfi import JaggedFeatureInteraction, SemanticIDEmbedding, SequenceFeatureConfig
+from jfi.capturable import why_not_captured
 from jfi.models import SequenceDLRM
 from jfi.modules.semantic_id_embedding import _mix
 from jfi.sid import UNKNOWN_SID, DiscretePCA, ResidualKMeans, VQFusion
@@ -202,6 +203,14 @@ def test_it_stands_beside_a_collection(dpca, combine):
     torch.testing.assert_close(model(dense, ids), wanted)
     alone = SequenceFeatureConfig("taste", ["history_sid"], ["item_sid"])
     assert SequenceDLRM(None, None, [alone], **sizes, semantic_ids=embedding)(dense, ids).shape == (3, 1)
+
+
+def test_learned_tables_are_not_captured(dpca):
+    codec, sids = dpca
+    reasons = [
+        why_not_captured(SemanticIDEmbedding(codec, 4, KEYS, read), batch(sids)) for read in ("digits", "tables")
+    ]
+    assert reasons[0] is None and reasons[1].startswith("a SemanticIDEmbedding with read='tables' has learned tables")
 
 
 def test_refused(dpca):

@@ -144,7 +144,11 @@ def image(values: list, kind: pa.DataType | None = None) -> pa.Table:
         (rows(60), [*DPCA, "--text", "titel"], "items.parquet: no column 'titel'; did you mean 'title'?"),
         (rows(60), [*DPCA, "--item", "id"], "items.parquet: no column 'id'"),
         (rows(60), [*DPCA, "--text", "image"], "column 'image' has type"),
-        (rows(60), [*IMAGE, "--embeddings", "title"], "column 'title' has type string, but must hold lists of numbers"),
+        (
+            rows(60),
+            [*IMAGE, "--embeddings", "title"],
+            "column 'title' has type string, but must hold lists of numbers; text files have none",
+        ),
         (image([[1.0, 2.0]]), IMAGE, "items.parquet:60: 'image' has 2 numbers, and that of line 1 has 4"),
         (image([[1.0, 2.0, None, 3.0]]), IMAGE, "items.parquet:60: 'image' holds a number that is missing or not"),
         (image([[1.0, 2.0, float("inf"), 3.0]]), IMAGE, "items.parquet:60: 'image' holds a number that is missing or"),
