@@ -33,7 +33,7 @@ from jfi.exit_codes import EXIT_CODES, raise_on_sigterm
 from jfi.files import DamagedFileError, check_sum, read_sums, sha256_of, write_file, write_sums, writing_folder
 from jfi.lock import locking_folder
 from jfi.options import OptionParser, at_least_one
-from jfi.sid import UNKNOWN_SID, Codec, DiscretePCA, ResidualKMeans, VQFusion, sid_quality
+from jfi.sid import UNKNOWN_SID, Codec, DiscretePCA, FiniteScalar, ResidualKMeans, VQFusion, sid_quality
 from jfi.sid.content import Content
 from jfi.sid.plots import draw_quality
 from jfi.training import ConfigError
@@ -60,13 +60,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--embeddings", **columns, help="columns of lists of numbers, all of a column equally long")
     parser.add_argument("--categorical", **columns, help="columns whose values the IDs of VQ fusion learn to tell")
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="Parquet file of the IDs")
-    kinds = ["vq", "dpca", "rq"]
-    help_kind = "VQ fusion, discrete PCA or residual k-means (default: vq)"
+    kinds = ["vq", "fsq", "dpca", "rq"]
+    help_kind = "VQ fusion by discrete PCA or by finite scalars, discrete PCA or residual k-means (default: vq)"
     parser.add_argument("--codec", choices=kinds, default="vq", help=help_kind)
-    parser.add_argument("--digits", type=at_least_one, default=25, help="ternary digits of vq and dpca (default: 25)")
+    parser.add_argument("--digits", type=at_least_one, default=25, help="ternary digits, but for rq (default: 25)")
     parser.add_argument("--levels", type=at_least_one, default=3, help="codebooks of rq (default: 3)")
     parser.add_argument("--codebook-size", type=at_least_one, default=256, help="codes of each (default: 256)")
-    parser.add_argument("--steps", type=at_least_one, default=2000, help="of the training of vq (default: 2000)")
+    parser.add_argument(
+        "--steps", type=at_least_one, default=2000, help="of the training of vq and fsq (default: 2000)"
+    )
     parser.add_argument("--text-width", type=at_least_one, default=64, help="of a text's embedding (default: 64)")
     parser.add_argument("--seed", type=int, default=0, help="of everything random (default: 0)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to compute (default: cpu)")
@@ -77,6 +79,9 @@ def new_codec(options: argparse.Namespace) -> Codec:
     try:
         if options.codec == "rq":
             return ResidualKMeans(options.levels, options.codebook_size, seed=options.seed)
+        if options.codec == "fsq":
+            digits = FiniteScalar(options.digits, seed=options.seed)
+            return VQFusion(digits, latent=options.digits, steps=options.steps, seed=options.seed)
         dpca = DiscretePCA(options.digits, seed=options.seed)
         return dpca if options.codec == "dpca" else VQFusion(dpca, steps=options.steps, seed=options.seed)
     except ValueError as error:
@@ -101,7 +106,7 @@ def chosen(options: argparse.Namespace) -> dict:
     """The options that determine the IDs."""
     names = ["item", "text", "embeddings", "categorical", "codec", "text_width", "seed"]
     names += ["levels", "codebook_size"] if options.codec == "rq" else ["digits"]
-    return {name: getattr(options, name) for name in [*names, *(["steps"] if options.codec == "vq" else [])]}
+    return {name: getattr(options, name) for name in [*names, *(["steps"] if options.codec in ("vq", "fsq") else [])]}
 
 
 def load(folder: Path, options: argparse.Namespace) -> tuple[Codec, Content]:

@@ -2,6 +2,7 @@
 
 from jfi.sid.codec import Codec
 from jfi.sid.discrete_pca import DiscretePCA
+from jfi.sid.finite_scalar import FiniteScalar
 from jfi.sid.packing import UNKNOWN_SID, pack_codes, pack_trits, unpack_codes, unpack_trits
 from jfi.sid.quality import LabelAccuracy, SIDQuality, sid_quality
 from jfi.sid.residual_kmeans import ResidualKMeans
@@ -11,6 +12,7 @@ __all__ = [
     "UNKNOWN_SID",
     "Codec",
     "DiscretePCA",
+    "FiniteScalar",
     "LabelAccuracy",
     "ResidualKMeans",
     "SIDQuality",

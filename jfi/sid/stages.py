@@ -89,7 +89,7 @@ class Ternary:
     def fit(self, residual: Tensor, moments: Tensor) -> Tensor:
         direction = _first_direction(moments)
         sizes = (residual @ direction).abs()
-        return (_ternary_step(sizes) * direction)[None]
+        return (ternary_step(sizes) * direction)[None]
 
     def digits(self, residual: Tensor, basis: Tensor) -> Tensor:
         return nearest_trit(residual @ basis.T, basis.square().sum(1))
@@ -116,7 +116,7 @@ def _first_direction(moments: Tensor) -> Tensor:
     return torch.where(largest < 0, -direction, direction)
 
 
-def _ternary_step(sizes: Tensor) -> Tensor:
+def ternary_step(sizes: Tensor) -> Tensor:
     """The a of the levels -a, 0 and a, by Lloyd's algorithm: the mean of the sizes above a / 2, until it is still."""
     step = sizes.mean()
     for _ in range(_LLOYD_STEPS):

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from jfi.files import DamagedFileError
-from jfi.sid import UNKNOWN_SID, Codec, DiscretePCA, ResidualKMeans, VQFusion, sid_quality
+from jfi.sid import UNKNOWN_SID, Codec, DiscretePCA, FiniteScalar, ResidualKMeans, VQFusion, sid_quality
 from jfi.sid.codec import _BLOCK
 
 CODECS = {
     "dpca": lambda seed=0: DiscretePCA(num_digits=12, seed=seed),
     "rq": lambda seed=0: ResidualKMeans(num_levels=2, codebook_size=16, steps=8, seed=seed),
     "vq": lambda seed=0: VQFusion(DiscretePCA(12), latent=8, hidden=16, steps=60, batch_size=128, seed=seed),
+    "vq_fsq": lambda seed=0: VQFusion(FiniteScalar(12), latent=12, hidden=16, steps=150, batch_size=128, seed=seed),
     "vq_rq": lambda seed=0: VQFusion(ResidualKMeans(2, 16), latent=8, hidden=16, steps=60, refit_every=20, seed=seed),
 }
 
@@ -277,7 +278,13 @@ NAN, INF = float("nan"), float("inf")
         (lambda c: ResidualKMeans(codebook_size=1), ValueError, "codebook_size is 1, must be at least 2"),
         (lambda c: ResidualKMeans(steps=0), ValueError, "steps is 0"),
         (lambda c: ResidualKMeans(1, 8).fit(torch.randn(7, 2)), ValueError, "codebook_size is 8, but only 7 rows"),
-        (lambda c: VQFusion(quantizer=3), TypeError, "quantizer must be a DiscretePCA or a ResidualKMeans, got int"),
+        (
+            lambda c: VQFusion(quantizer=3),
+            TypeError,
+            "quantizer must be a DiscretePCA, a FiniteScalar or a .*, got int",
+        ),
+        (lambda c: VQFusion(FiniteScalar(9), latent=8), ValueError, "latent is 8, must be the 9 digits of the Finite"),
+        (lambda c: FiniteScalar(3).fit(torch.randn(9, 2)), ValueError, "num_digits is 3, but the content is 2 wide"),
         (lambda c: VQFusion(latent=0), ValueError, "latent is 0, must be at least 1"),
         (lambda c: VQFusion(commitment=NAN), ValueError, "commitment is nan"),
         (lambda c: VQFusion(source_weights=[1.0, -1.0]), ValueError, r"source_weights\[1\] is -1.0"),

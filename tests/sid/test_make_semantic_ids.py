@@ -106,6 +106,15 @@ def test_the_same_command_gives_the_same_ids(command):
     assert Path("a.parquet").read_bytes() == Path("b.parquet").read_bytes()
 
 
+def test_finite_scalars_of_a_learned_latent(command):
+    pq.write_table(rows(60), "items.parquet")
+    arguments = [*DPCA[:-4], "--codec", "fsq", "--digits", "6", "--steps", "5"]
+    assert command(*arguments)[0] == 0
+    codec = Codec.load("sids.codec/codec.safetensors")
+    assert type(codec.quantizer).__name__ == "FiniteScalar" and codec.layout.num_digits == 6
+    assert command(*arguments)[1].startswith("wrote")  # goes on with the codec that is there
+
+
 def test_an_item_without_content_is_counted(command):
     titles = ["", None, "  ", *rows(60)["title"].to_pylist()[3:]]
     pq.write_table(with_column(rows(60), "title", titles), "items.parquet")
