@@ -24,6 +24,7 @@ class Batch(Pipelineable):
             dense column.
         sparse_features: every categorical key, with stride B: user keys, item (target) keys and impression keys, then
             the `history_*` keys. These are aligned: they have the same lengths, and the oldest event comes first.
+            `item_sid` and `history_sid` hold semantic IDs, all others ids from 0 on.
         labels: `[B]` float32, 0 or 1.
         users: `[B]` int64, the sample's user, for metrics by user; not an input of the model.
         samples: `[B]` int64, the samples by their place in the split.

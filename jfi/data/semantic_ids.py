@@ -15,7 +15,6 @@ from torch import Tensor
 
 from jfi.data.arrays import as_text
 from jfi.data.errors import DataError
-from jfi.data.paths import find_files
 from jfi.data.readers import read_table
 from jfi.data.schema import CODEC
 from jfi.data.table import Table
@@ -56,7 +55,8 @@ class SemanticIDs:
         Raises:
             DataError: as `read_sids`, or the codec is missing or damaged; the message names the setting and the file.
         """
-        find_files(path, setting)  # says first if the file is not there
+        if not Path(path).is_file():  # before its codec, which is not there either
+            raise DataError(f"{setting}: {path}: no such file")
         try:
             codec = Codec.load(codec_folder(Path(path)) / CODEC)
             items, sids = read_sids(Path(path), column, codec, setting)

@@ -106,7 +106,7 @@ class SemanticIDEmbedding(nn.Module):
         self.unknown = nn.Parameter(torch.empty(embedding_dim, device=device))
         self.register_buffer("fingerprint", torch.tensor(_words(codec.fingerprint), device="cpu"))
         #: What buffers hold, to be written again where they were on the meta device.
-        self._constants = {name: buffer.detach().cpu() for name, buffer in self.named_buffers()}
+        self._constants = {name: buffer.detach().cpu().clone() for name, buffer in self.named_buffers()}
         if device is not None:
             self.to(device)
         self.reset_parameters()

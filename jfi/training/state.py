@@ -138,7 +138,10 @@ class RunState:
         best = run.checkpoints / checkpoint_name(progress.best_epoch, 0)
         if progress.best_epoch and best != path:
             verify_checkpoint(best, self.world)  # now, rather than at the end of the training
-        self._load_modules(state)
+        try:
+            self._load_modules(state)
+        except RuntimeError as fault:  # of several lines, of which the last one names the tensor
+            raise ConfigError(f"--resume {run.path}: {str(fault).splitlines()[-1].strip()}") from None
         whole = self.optimizer.state_dict()
         for name, loaded in state["optimizer"]["state"].items():
             whole["state"][name] |= loaded

@@ -162,6 +162,10 @@ def test_a_state_dict_is_complete(dpca, read):
     for key in KEYS:
         assert torch.equal(loaded(ids)[key].values(), saved(ids)[key].values())
     assert loaded.codec_fingerprint == codec.fingerprint
+    with torch.no_grad():  # as a checkpoint is loaded, in place
+        loaded.fingerprint.zero_()
+    with pytest.raises(RuntimeError, match="fingerprint is of the codec 000000000000, but"):
+        loaded.load_state_dict(loaded.state_dict())
     other = DiscretePCA(12).fit(torch.randn(50, 6))
     with pytest.raises(RuntimeError, match=f"of the codec {codec.fingerprint[:12]}, but .* {other.fingerprint[:12]}"):
         SemanticIDEmbedding(other, WIDTH, KEYS, read).load_state_dict(saved.state_dict())

@@ -22,11 +22,11 @@ from jfi.data.prepare import prepare_dataset
 from jfi.data.prepared_complete import complete_dataset
 from jfi.data.semantic_ids import codec_folder, write_sids
 from jfi.serving.dataset_schema import schema_of
-from jfi.serving.export import inputs_of, tables_of
+from jfi.serving.export import export, inputs_of, tables_of
 from jfi.serving.model import ScoringModel
 from jfi.serving.requests import BadRequestError, RequestReader
 from jfi.serving.schema import Limits
-from jfi.serving.scorer import batch_inputs
+from jfi.serving.scorer import Scorer, batch_inputs
 from jfi.serving.tables import FloatTables
 from jfi.sid import UNKNOWN_SID, Codec, DiscretePCA
 from jfi.training import Config, ConfigError, OptimizerConfig, resume, train
@@ -92,11 +92,11 @@ def table(rows: list[list]) -> pa.Table:
     return pa.table({name: pa.array(map(str, values)) for name, values in columns.items()})
 
 
-def rebuild_ids(folder: Path, digits: str = "9") -> None:
+def rebuild_ids(folder: Path, digits: str = "9", seed: str = "0") -> None:
     """The same file with IDs of another codec."""
     shutil.rmtree(folder / "sids.codec")
     (folder / "sids.parquet").unlink()
-    make_ids(folder, "sids.parquet", "--codec", "dpca", "--digits", digits)
+    make_ids(folder, "sids.parquet", "--codec", "dpca", "--digits", digits, "--seed", seed)
 
 
 # The data
@@ -134,6 +134,10 @@ def test_unknown_share_leaves_semantic_ids(folder):
     ("change", "message"),
     [
         (lambda f: (f / "sids.parquet").unlink(), r"data.semantic_ids: .*sids.parquet: no such file"),
+        (
+            lambda f: (shutil.rmtree(f / "sids.codec"), (f / "sids.parquet").unlink()),
+            r"data.semantic_ids: .*sids.parquet: no such file",
+        ),
         (lambda f: (f / "sids.codec/codec.safetensors").unlink(), r"data.semantic_ids: .*codec.safetensors.*no such"),
         (
             lambda f: pq.write_table(
@@ -290,6 +294,23 @@ def test_resume_notices_other_ids_of_the_same_codec(copied):
     save_config(dataclasses.replace(run, data=config(copied, "run").data), copied / "run/config.yaml")
     with pytest.raises(ConfigError, match="the values of column 'sid' have changed"):
         resume(copied / "run")
+
+
+def test_a_run_whose_codec_was_replaced_is_refused(copied):
+    """Its schema and its data agree, but the parameters are of the codec before."""
+    rebuild_ids(copied, "8", seed="1")
+    schema = load_dataset(config(copied, "run").data).schema
+    shutil.copy(copied / "run/data/fingerprint.json", copied)
+    shutil.rmtree(copied / "run/data")
+    schema.save(copied / "run/data")
+    shutil.copy(copied / "fingerprint.json", copied / "run/data")
+    with pytest.raises(ConfigError, match=r"run .*: its parameters are of the codec .{12}, its schema has the codec"):
+        jfi.load_run(copied / "run")
+    run = load_config(copied / "run/config.yaml")
+    save_config(dataclasses.replace(run, data=config(copied, "run").data), copied / "run/config.yaml")
+    with pytest.raises(ConfigError, match=r"--resume .*: semantic_ids.fingerprint is of the codec .*") as fault:
+        resume(copied / "run", data_changed="accept")
+    assert "\n" not in str(fault.value)
 
 
 def test_a_warm_start_takes_the_same_codec(folder, copied):
@@ -460,6 +481,27 @@ def test_requests_give_the_scores_of_predict(folder, tmp_path, model):
     np.testing.assert_allclose(found, wanted, atol=1e-5)
     exported = torch.export.export(scoring, arguments)
     torch.testing.assert_close(exported.module()(*arguments), torch.from_numpy(found))
+
+
+@pytest.mark.slow  # compiling takes half a minute
+def test_an_artifact_gives_the_scores_of_the_dense_part(folder, tmp_path):
+    run = jfi.load_run(folder / "run")
+    schema = schema_of(run.config.data, run.schema, True, True)
+    export(tmp_path / "artifact", run.model, schema, Limits(10, 12))
+    scorer, codec = Scorer(tmp_path / "artifact"), run.schema.codec
+    sids = codec.encode(torch.randn(9, codec.widths[0])).tolist()
+    item = {"item_id": "i1", "genre": "g1"}
+    history = [item | {"sid": sid, "tags": [], "seconds": 1, "age": 5} for sid in (*sids[:6], None)]
+    candidates = [item | {"sid": sid, "price": 1} for sid in (*sids[6:], None)]
+    body = {"user": {"user_id": "u1"}, "history": history, "candidates": candidates, "codec": codec.fingerprint}
+    request = scorer.reader(json.loads(json.dumps(body)))
+    scoring = ScoringModel(run.model, ["user_id"])
+    arguments = batch_inputs([request], scorer.inputs, scorer.tables, torch.device("cpu"))
+    wanted = scoring(*arguments)
+    assert len({*wanted.tolist()}) == len(candidates)
+    torch.testing.assert_close(torch.tensor(scorer.score([request])[0]), wanted)
+    with pytest.raises(BadRequestError, match=f"codec must be '{codec.fingerprint}'"):
+        scorer.reader(body | {"codec": "f" * 64})
 
 
 def test_requests_are_checked(folder):
