@@ -22,6 +22,9 @@ from torchrec import EmbeddingCollection, EmbeddingConfig
 from worker import do, without_pictures
 
 from jfi.data import Batch, DataConfig, load_dataset
+from jfi.data.schema import CODEC
+from jfi.data.semantic_ids import codec_folder, write_sids
+from jfi.sid import DiscretePCA
 from jfi.training import (
     Config,
     ConfigError,
@@ -179,6 +182,20 @@ def scheduled(folder: Path, name: str) -> Config:
     return config
 
 
+def semantic(folder: Path, name: str) -> Config:
+    """With semantic IDs of items 0 to 35 beside their ids, in learned tables, for an epoch."""
+    path = folder / "sids.parquet"
+    if not path.exists():
+        content = torch.randn(36, 5, generator=torch.Generator().manual_seed(0))
+        codec = DiscretePCA(6).fit(content)
+        codec_folder(path).mkdir()
+        codec.save(codec_folder(path) / CODEC)
+        write_sids(path, "item_id", pa.array(map(str, range(36))), codec.encode(content), codec)
+    config = tiny(folder, name, "rowwise_adagrad", "row_wise", epochs=1)
+    config.data.semantic_ids, config.model.semantic_ids = str(path), "tables"
+    return config
+
+
 KINDS = {"table_wise": "rowwise_adagrad", "row_wise": "rowwise_adagrad", "column_wise": "adagrad"}
 
 
@@ -220,6 +237,7 @@ def launched(folder, alone):
     jobs.append({"port": free_port(), "resume": str(folder / "given-row_wise")})
     jobs.append(job(folder, by_user(folder, "by_user")))
     jobs.append(job(folder, scheduled(folder, "scheduled")))
+    jobs.append(job(folder, semantic(folder, "semantic")))
     outcomes = in_two_processes(folder, jobs)
     with mock.patch.dict(os.environ, environment(0, 1)):
         return [*outcomes, do({"port": free_port(), "resume": str(folder / "2to1")})]
@@ -247,6 +265,17 @@ def test_two_processes_share_timelines_as_one_does(folder, launched):
         train(by_user(folder, "by_user-alone"))
     steps = read_metrics(folder / "by_user-alone" / "metrics.jsonl")[-1]["step"]
     assert_same_metrics(folder / "by_user", folder / "by_user-alone", steps=steps)
+
+
+def test_semantic_ids_have_the_losses_of_one_process(folder, launched, one_launched, monkeypatch):
+    with without_pictures(), pytest.MonkeyPatch.context() as patch:
+        patch.delenv("WORLD_SIZE")
+        train(semantic(folder, "semantic-alone"))
+    assert_same_metrics(folder / "semantic", folder / "semantic-alone", steps=21)
+    monkeypatch.setattr(Batch, "pin_memory", lambda batch: batch)
+    pipelined = train_pipelined(semantic(folder, "semantic-pipelined"))
+    assert pipelined == {"embedding_bag_collection", "embedding_collection"}
+    assert_same_metrics(folder / "semantic-pipelined", folder / "semantic-alone", steps=21)
 
 
 def test_rates_and_clipping_are_those_of_one_process(folder, alone, launched):
