@@ -214,7 +214,11 @@ class _Decoder(nn.Module):
         self.register_buffer("scale", torch.tensor(scales, device="cpu"))
 
     def forward(self, sids: Tensor) -> Tensor:
-        return self.decoder(self.digits(sids)) * self.scale
+        if not contents_are_free(sids):
+            return self.decoder(self.digits(sids)) * self.scale
+        # Histories repeat items, and a network decodes each of them once.
+        distinct, place = torch.unique(sids, return_inverse=True)
+        return (self.decoder(self.digits(distinct)) * self.scale).index_select(0, place)
 
 
 class _Tables(nn.Module):
