@@ -1,7 +1,6 @@
 """Who may import whom, each in a fresh process.
 
-kernels <- ops <- modules <- models <- training <- baselines; data beside models; history <- data; codecs of sid below modules
-and data.
+kernels <- ops <- modules <- models <- training <- baselines; data beside models; history <- data; sid <- modules, data.
 
 Serving has two sides: the export needs models and data, the server only its own package, jfi.encoding and jfi.suggest.
 """

@@ -139,15 +139,9 @@ def _semantic_ids(config: ModelConfig, schema: DataSchema, keys: list[str]) -> S
     if schema.codec is None:
         return None
     options = {"init": config.semantic_id_init, "spread": config.semantic_id_spread}
+    options["num_buckets"] = config.semantic_id_buckets
     try:
-        return SemanticIDEmbedding(
-            schema.codec,
-            config.embedding_dim,
-            keys,
-            config.semantic_ids,
-            **options,
-            num_buckets=config.semantic_id_buckets,
-        )
+        return SemanticIDEmbedding(schema.codec, config.embedding_dim, keys, config.semantic_ids, **options)
     except ValueError as fault:
         raise ConfigError(f"model.semantic_ids: {fault}") from None
 
