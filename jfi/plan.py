@@ -55,6 +55,12 @@ CPU_DENSE_SCORES = 2048
 #: its exponentials, exact to 20 bits, lose digits of large scores.
 CPU_FLASH_LEAST_SCALE, CPU_FLASH_MOST_SCALE = 1e-30, 1.0
 
+# --- Thresholds: attention over digits --------------------------------------------------------------------------------
+#: Digits of 2 bits in an int32 word.
+DIGITS_PER_WORD = 16
+#: Most digits of an event that fit a tile, and the registers of a warp.
+MOST_DIGITS, MOST_REGISTER_DIGITS = 512, 128
+
 # --- Thresholds: target attention as jagged attention -----------------------------------------------------------------
 #: Tiles of 64 query rows per SM from which every SM has work though no history is split.
 FILLING_TILES_PER_SM = 2
@@ -104,6 +110,8 @@ NUM_SMS: int | None = None
 #: Kernel family of target attention and of jagged attention instead of the fastest; for `override`.
 TARGET_FAMILY: str | None = None
 JAGGED_FAMILY: str | None = None
+#: "digits_triton" or "digits_registers" instead of the faster; for `override`.
+DIGIT_FAMILY: str | None = None
 #: Splits of the keys in the sm90 forward of jagged attention, whatever the sizes; for `override`.
 SM90_SPLITS: int | None = None
 
@@ -202,6 +210,24 @@ class JaggedAttentionInputs(NamedTuple):
     def tapers(self) -> bool:
         """Whether later queries of a sample see more keys, and its later keys are seen by fewer queries."""
         return self.edges is not None or self.right is not None
+
+
+class DigitAttentionInputs(NamedTuple):
+    """The operands of `jfi.ops.digit_attention` as its kernels take them."""
+
+    query: Tensor  # [B, T, H, L]
+    digits: Tensor  # [S, W] int32, or a table [N, W]
+    offsets: Tensor  # [B+1]
+    indices: Tensor | None  # [S]: the row of the table of digits
+    bias: Tensor | None  # [S, H], or a table [R, H]
+    bias_index: Tensor | None  # [S]: the row of the table of biases
+    value_scale: Tensor | None  # [S]
+    scale: float
+
+    @property
+    def num_events(self) -> int:
+        """S."""
+        return (self.digits if self.indices is None else self.indices).shape[0]
 
 
 @dataclass(frozen=True)
@@ -428,7 +454,8 @@ class AttentionPlan:
     """What runs a call and why.  Equal decisions are one object.
 
     Attributes:
-        family: "target_few", "target_many", "jagged_sm90", "jagged_triton", "cpu" or "reference".
+        family: "target_few", "target_many", "jagged_sm90", "jagged_triton", "digits_triton",
+            "digits_registers", "cpu" or "reference".
         forward, backward: the kernels, in the order of their launches.
         reason: why this family.
         problem: what the kernels are compiled for; None where none is.
@@ -438,7 +465,7 @@ class AttentionPlan:
     forward: tuple[KernelPlan, ...]
     backward: tuple[KernelPlan, ...]
     reason: str
-    problem: AttentionProblem | None = None
+    problem: "AttentionProblem | DigitProblem | None" = None
 
     def __repr__(self) -> str:
         lines = [f"{self.family}: {self.reason}"]
@@ -744,6 +771,103 @@ def _many_dhistory(problem: AttentionProblem, by_tma: bool, block_h: int) -> Ker
     if problem.width_bytes > 256:
         return plan(32, 64, 4, 2) if problem.shared_kv else plan(32, 64, 8, 2)
     return plan(32, 64, 4, 3) if problem.shared_kv else plan(64, 64, 4, 2)
+
+
+# --- Attention over digits --------------------------------------------------------------------------------------------
+@dataclass(frozen=True, eq=False)
+class DigitProblem:
+    """What is known of a call of `jfi.ops.digit_attention` whatever its lengths: first the fields of DigitSpec."""
+
+    num_heads: int
+    num_digits: int
+    num_words: int
+    by_id: bool
+    has_bias: bool
+    bias_by_index: bool
+    has_value_scale: bool
+    precision: str
+    dtype: torch.dtype
+    device: Device
+
+    @cached_property
+    def block_l(self) -> int:
+        return power_of_two(self.num_digits)
+
+
+_digit_problem = cached(DigitProblem)
+
+
+def plan_digit_attention(x: DigitAttentionInputs, impl: str, device: Device | None = None) -> AttentionPlan:
+    """The plan of `jfi.ops.digit_attention`; arguments as those of `plan_target_attention`."""
+    device = device_of(x.query.device) if device is None else device
+    if impl == "torch":
+        if device.type == "cpu":
+            return _torch_plan("cpu", "digits decoded by blocks of samples", "[S, L] is never made")
+        return _torch_plan("reference", "jfi.reference.digit_attention", "impl='torch' on a GPU: the plain formula")
+    _, _, num_heads, num_digits = x.query.shape
+    problem = _digit_problem(
+        num_heads,
+        num_digits,
+        x.digits.shape[1],
+        x.indices is not None,
+        x.bias is not None,
+        x.bias_index is not None,
+        x.value_scale is not None,
+        precision_of(x.query.dtype),
+        x.query.dtype,
+        device,
+    )
+    table_rows = 0 if x.bias_index is None else x.bias.shape[0]
+    block_r = power_of_two(table_rows) if 0 < table_rows <= TABLE_ROWS else 0
+    return _plan_digits(problem, block_r, x.query.shape[1] == 1, x.scale > SM90_LEAST_SCALE)
+
+
+@cached
+def _plan_digits(problem: DigitProblem, block_r: int, one_query: bool, scale_is_positive: bool) -> AttentionPlan:
+    refusal = _registers_refusal(problem, scale_is_positive)
+    by_element, of_table = _element_tiles(problem), (("BLOCK_R", block_r),)
+    forward = _kernel("digit_attention_fwd", Split.STREAM_K, *by_element)
+    options = (("BLOCK_H", power_of_two(problem.num_heads)), *of_table)
+    backward = _kernel("digit_attention_bwd", Split.STREAM_K, *by_element, options)
+    if refusal is None:
+        in_registers = _register_tiles(problem)
+        forward = _kernel("digit_attention_registers_fwd", Split.STREAM_K, *in_registers)
+        # By event the gradient of a bias there is by query row, not summed over the queries.
+        if one_query or block_r > 0 or not problem.has_bias:
+            backward = _kernel("digit_attention_registers_bwd", Split.STREAM_K, *in_registers, of_table)
+    kernels = (forward,), (backward,)
+    if refusal is None:
+        return AttentionPlan("digits_registers", *kernels, "half precision: decoded in registers", problem)
+    return AttentionPlan("digits_triton", *kernels, f"decoded element by element: {refusal}", problem)
+
+
+def _element_tiles(problem: DigitProblem) -> tuple[int | None, ...]:
+    """block_m, block_n, warps, stages, registers, programs per SM."""
+    if problem.block_l * problem.dtype.itemsize <= 128:
+        return (FEW_TILE, 64, 1, 2, None, 8)
+    return (FEW_TILE, 32 if problem.block_l <= 128 else 16, 1 if problem.block_l <= 64 else 4, 2, None, 8)
+
+
+def _register_tiles(problem: DigitProblem) -> tuple[int | None, ...]:
+    """As `_element_tiles`: as many programs of one warp as find registers at once."""
+    if problem.num_words > 4:
+        return (FEW_TILE, 32, 1, 1, None, 8)
+    if problem.num_words > 2 or problem.has_bias or problem.has_value_scale or problem.by_id:
+        return (FEW_TILE, 64, 1, 1, None, 8)
+    return (FEW_TILE, 64, 1, 1, 168, 12)
+
+
+def _registers_refusal(problem: DigitProblem, scale_is_positive: bool) -> str | None:
+    """Why the kernels that decode digits into tensor cores' operands do not take a call; None if they do."""
+    if DIGIT_FAMILY not in (None, "digits_registers"):
+        return f"DIGIT_FAMILY is {DIGIT_FAMILY}"
+    if not problem.device.has_gluon:
+        return "no Hopper GPU or no Gluon"
+    if problem.dtype.itemsize != 2:
+        return f"{problem.dtype} is not half precision"
+    if problem.num_digits > MOST_REGISTER_DIGITS:
+        return f"more than {MOST_REGISTER_DIGITS} digits"
+    return None if scale_is_positive else f"scale is at most {SM90_LEAST_SCALE}"
 
 
 # --- Jagged attention -------------------------------------------------------------------------------------------------

@@ -192,6 +192,28 @@ def target_attention(
     return segment_sum(weights[..., None] * values[:, None], offsets).to(query.dtype)
 
 
+def unpack_digits(words: Tensor, num_digits: int) -> Tensor:
+    """[.., W] int32 -> [.., L] int8: digit l is bits 2 (l % 16) and 2 (l % 16) + 1 of word l // 16, signed."""
+    shifts = torch.arange(30, -1, -2, device=words.device, dtype=torch.int32)
+    return (words[..., None] << shifts >> 30).to(torch.int8).flatten(-2)[..., :num_digits]
+
+
+def digit_attention(
+    query: Tensor,
+    digits: Tensor,
+    offsets: Tensor,
+    indices: Tensor | None,
+    bias: Tensor | None,
+    value_scale: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """[B, T, H, L], [S, W] -> [B, T, H, L]."""
+    words = digits if indices is None else digits[indices]
+    key = unpack_digits(words, query.shape[3])[:, None].to(query.dtype)
+    value = None if value_scale is None else key * value_scale[:, None, None].to(key.dtype)
+    return target_attention(query, key, value, offsets, bias, scale)
+
+
 def _dequantize(rows: Tensor) -> Tensor:
     """[S, D + 8] bytes as fbgemm packs a row, D numbers and their scale and bias in float32 -> [S, D] float32."""
     scale, bias = rows[:, -8:].contiguous().view(torch.float32).unsqueeze(2).unbind(1)

@@ -4,6 +4,7 @@ from jfi.ops._checks import validation
 from jfi.ops.absorb_weights import absorb_weights
 from jfi.ops.absorbed_target_attention import absorbed_target_attention
 from jfi.ops.array_jagged_bmm_jagged_out import array_jagged_bmm_jagged_out
+from jfi.ops.digit_attention import digit_attention
 from jfi.ops.explain import explain
 from jfi.ops.gather_rows import gather_rows
 from jfi.ops.jagged2_softmax import jagged2_softmax
@@ -18,6 +19,7 @@ __all__ = [
     "absorb_weights",
     "absorbed_target_attention",
     "array_jagged_bmm_jagged_out",
+    "digit_attention",
     "explain",
     "gather_rows",
     "jagged2_softmax",

@@ -28,7 +28,8 @@ def explain(operator: Callable, /, *args: object, device: Device | None = None, 
     """The plan of a call: which kernels would run it, and why.  Nothing is run.
 
     Args:
-        operator: `jfi.ops.target_attention`, `jfi.ops.absorbed_target_attention` or `jfi.ops.jagged_attention`.
+        operator: `jfi.ops.target_attention`, `jfi.ops.absorbed_target_attention`, `jfi.ops.digit_attention` or
+            `jfi.ops.jagged_attention`.
         *args: its arguments; tensors may be real, fake or on the meta device.
         **kwargs: its arguments by name.
         device: the kind of device to plan for, which this host need not have, such as ``H200``, ``A100`` or ``CPU`` of

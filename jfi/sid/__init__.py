@@ -3,7 +3,7 @@
 from jfi.sid.codec import Codec
 from jfi.sid.discrete_pca import DiscretePCA
 from jfi.sid.finite_scalar import FiniteScalar
-from jfi.sid.packing import UNKNOWN_SID, pack_codes, pack_trits, unpack_codes, unpack_trits
+from jfi.sid.packing import UNKNOWN_SID, pack_codes, pack_trits, pack_words, sid_words, unpack_codes, unpack_trits
 from jfi.sid.quality import LabelAccuracy, SIDQuality, sid_quality
 from jfi.sid.residual_kmeans import ResidualKMeans
 from jfi.sid.vq_fusion import VQFusion
@@ -19,7 +19,9 @@ __all__ = [
     "VQFusion",
     "pack_codes",
     "pack_trits",
+    "pack_words",
     "sid_quality",
+    "sid_words",
     "unpack_codes",
     "unpack_trits",
 ]

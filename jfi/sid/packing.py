@@ -1,8 +1,11 @@
-"""Digits of a semantic ID (SID) to and from one int64.
+"""Digits of a semantic ID (SID) to and from one int64, and to the words that `jfi.ops.digit_attention` reads.
 
 Ternary digits: byte k of the int64 holds digits 5k to 5k + 4 as Σ (d_j + 1) 3^j, at most 242, so 40 digits fit. The
 highest byte may make the number negative. Codes of codebooks: code l in bits l·b to (l + 1)·b - 1, at most 63 bits.
 Neither gives UNKNOWN_SID.
+
+Words: int32s of 16 ternary digits. Digit l is bits 2 (l % 16) and 2 (l % 16) + 1 of word l // 16, as a signed number of
+2 bits, so that shifts alone decode it.
 """
 
 from dataclasses import dataclass
@@ -14,6 +17,8 @@ from torch import Tensor
 UNKNOWN_SID = -1
 #: Most ternary digits of an int64.
 MAX_TRITS = 40
+#: Ternary digits of a word.
+DIGITS_PER_WORD = 16
 _PER_BYTE = 5
 _BYTES = 8
 
@@ -69,6 +74,61 @@ def unpack_trits(sids: Tensor, num_digits: int) -> Tensor:
     layout.check(sids)
     digits = trits_of_bytes().to(sids.device)[layout.pieces(sids)].flatten(1)[:, :num_digits]
     return digits.masked_fill((sids == UNKNOWN_SID)[:, None], 0)
+
+
+def pack_words(digits: Tensor) -> Tensor:
+    """Packs ternary digits into int32 words, 16 to a word: what `jfi.ops.digit_attention` reads.
+
+    Args:
+        digits: `[N, L]` of an integer dtype, each -1, 0 or 1; any L from 1 on.
+
+    Returns:
+        `[N, ceil(L / 16)]` int32; bits behind the last digit are 0.
+
+    Raises:
+        TypeError: the dtype is not one of integers.
+        ValueError: the shape is wrong, or a digit is out of range.
+
+    Example:
+        >>> pack_words(torch.tensor([[1, 0, -1], [0, 0, 0]]))
+        tensor([[49],
+                [ 0]], dtype=torch.int32)
+    """
+    _check_integers("digits", digits, 2)
+    if digits.shape[1] == 0:
+        raise ValueError(f"digits must have at least one column, got the shape {list(digits.shape)}")
+    _check_range("digits", digits, -1, 1)
+    return _words(digits)
+
+
+def sid_words(sids: Tensor, num_digits: int) -> Tensor:
+    """The int32 words of packed SIDs of ternary digits, as `pack_words` would make them of the digits.
+
+    Args:
+        sids: `[N]` int64, from `pack_trits`, or UNKNOWN_SID, whose digits are all 0.
+        num_digits: L, from 1 to 40.
+
+    Returns:
+        `[N, ceil(L / 16)]` int32, on the device of `sids`.
+
+    Raises:
+        TypeError: `sids` is not int64.
+        ValueError: an ID is not one of L ternary digits; the message names the row.
+
+    Example:
+        >>> digits = torch.randint(-1, 2, (3, 25))
+        >>> torch.equal(sid_words(pack_trits(digits), 25), pack_words(digits))
+        True
+    """
+    return _words(unpack_trits(sids, num_digits))
+
+
+def _words(digits: Tensor) -> Tensor:
+    padded = torch.nn.functional.pad(digits, (0, -digits.shape[1] % DIGITS_PER_WORD)).unflatten(
+        1, (-1, DIGITS_PER_WORD)
+    )
+    # The sum of 32 bits is below 2^32; int32 keeps its lowest 32.
+    return ((padded.long() & 3) << _shifts(DIGITS_PER_WORD, 2, digits.device)).sum(2).to(torch.int32)
 
 
 def pack_codes(codes: Tensor, codebook_size: int) -> Tensor:

@@ -16,6 +16,7 @@ from jfi import plan
 from jfi.kernels.absorbed_weights import bwd as absorbed_weights_bwd
 from jfi.kernels.absorbed_weights import fwd as absorbed_weights
 from jfi.kernels.common.launch import Launcher
+from jfi.kernels.digit_attention import launch as digit_attention
 from jfi.kernels.jagged_attention import launch as jagged_attention
 from jfi.kernels.jagged_attention.bucket_edges import bucket_edges
 from jfi.kernels.tables import step as tables_step
@@ -26,8 +27,10 @@ from jfi.plan import (
     A100,
     H200,
     Device,
+    DigitAttentionInputs,
     JaggedAttentionInputs,
     TargetAttentionInputs,
+    plan_digit_attention,
     plan_jagged_attention,
     plan_target_attention,
 )
@@ -89,6 +92,19 @@ def attend_by_id(
     plan = plan_target_attention(x, "triton", H200)
     out, lse = target_attention.forward(x, plan)
     target_attention.backward(out, x, out, lse, plan)
+
+
+def attend_to_digits(dtype: torch.dtype, num_digits: int, biased: bool, device: Device) -> None:
+    """Forward and backward over digits by event, or by id with a table of biases and a scale of values."""
+    query, offsets = torch.randn(8, 2, 4, num_digits).to(dtype), torch.arange(0, 801, 100)
+    digits, of_events = torch.zeros(800, -(-num_digits // 16), dtype=torch.int32), torch.zeros(800, dtype=torch.int64)
+    events = (of_events, torch.randn(32, 4), of_events, torch.rand(800)) if biased else (None,) * 4
+    x = DigitAttentionInputs(query, digits, offsets, *events, 0.125)
+    plan = plan_digit_attention(x, "triton", device)
+    in_registers = device is H200 and dtype != torch.float32
+    assert plan.family == ("digits_registers" if in_registers else "digits_triton"), plan
+    out, lse = digit_attention.forward(x, plan)
+    digit_attention.backward(out, x, out, lse, plan)
 
 
 def step_tables(name: str, width: int, dtype: torch.dtype, grad_dtype: torch.dtype, average: float | None) -> None:
@@ -198,6 +214,10 @@ def main() -> None:
     for width in (20, 64, 128):
         for dtype in (half, torch.float32):
             attend_by_id(dtype, torch.uint8, width, 1, None, num_heads=1)
+    for num_digits, biased in ((25, True), (64, False), (100, True)):
+        attend_to_digits(half, num_digits, biased, H200)
+    attend_to_digits(torch.float32, 40, True, H200)
+    attend_to_digits(half, 40, True, A100)
     for name in CLASSES:
         step_tables(name, 64, torch.float32, half, 0.999)
         step_tables(name, 100, half, half, None)

@@ -61,6 +61,34 @@ def calls(device: torch.device, impl: str, factor: int = 1) -> dict:
                 *(torch.randint(0, 5, (s,), device=device), torch.rand(s, device=device)),
             ),
         ),
+        "digit_attention": (
+            lambda *inputs: ops.digit_attention(*inputs[:2], offsets=inputs[2], key_bias=inputs[3], impl=impl),
+            (
+                random(b, 2, 4, 20),
+                torch.tensor([1, 3, 12, 0], dtype=torch.int32, device=device)[torch.randint(0, 4, (s, 2))],
+                *(x_offsets, random(s, 4)),
+            ),
+        ),
+        "digit_attention, by id and bucket": (
+            lambda *inputs: ops.digit_attention(
+                *inputs[:2],
+                offsets=inputs[2],
+                indices=inputs[3],
+                key_bias=inputs[4],
+                key_bias_index=inputs[5],
+                value_scale=inputs[6],
+                impl=impl,
+            ),
+            (
+                *(random(b, 1, 4, 40), torch.ones(7, 3, dtype=torch.int32, device=device), x_offsets),
+                *(torch.randint(0, 7, (s,), device=device), random(5, 4)),
+                *(torch.randint(0, 5, (s,), device=device), torch.rand(s, device=device)),
+            ),
+        ),
+        "digit_attention, half precision": (
+            lambda *inputs: ops.digit_attention(*inputs[:2], offsets=inputs[2], impl=impl),
+            (half(b, 1, 4, 40), torch.ones(s, 3, dtype=torch.int32, device=device), x_offsets),
+        ),
         "target_attention, many queries": (
             lambda *inputs: ops.target_attention(*inputs[:3], offsets=inputs[3], impl=impl),
             (random(b, 20, 2, 16), random(s, 2, 16), None, x_offsets),
@@ -150,6 +178,25 @@ SCHEMAS = {
                 "triton",
             ),  # halves
         ),
+    ],
+    "digit_attention": [
+        (
+            torch.ops.jfi.digit_attention_fwd,
+            lambda q, d, o, b: (q, d, o, None, b, None, None, 0.3, "triton"),
+        ),
+        (
+            torch.ops.jfi.digit_attention_bwd,
+            lambda q, d, o, b: (
+                *(q.detach(), q.detach(), d, o, None, b.detach(), None, None, q.detach()),
+                *(q[..., 0].detach() + 50, 0.3, "triton"),  # a log-sum-exp below the scores would overflow
+            ),
+        ),
+    ],
+    "digit_attention, by id and bucket": [
+        (torch.ops.jfi.digit_attention_fwd, lambda q, d, o, *i: (q, d, o, *i, 0.3, "triton")),
+    ],
+    "digit_attention, half precision": [
+        (torch.ops.jfi.digit_attention_fwd, lambda q, d, o: (q, d, o, None, None, None, None, 0.3, "triton")),
     ],
     "target_attention, many queries": [
         (
@@ -282,9 +329,15 @@ def test_a_hundred_thousand_samples_fit_the_grid(name, device, monkeypatch):
         "jagged2_softmax": (a, offsets),
         "array_jagged_bmm_jagged_out": (a, x, offsets),
         "target_attention": (x[:, None, None], x[:, None]),
+        "digit_attention": (x[:, None, None], torch.zeros(batch, 1, dtype=torch.int32, device=device)),
         "jagged_attention": (x[:, None], x[:, None]),
     }[name]
-    by_name = {"target_attention": {"offsets": offsets}, "jagged_attention": {"query_offsets": offsets}}.get(name, {})
+    of_attention = {"offsets": offsets}
+    by_name = {
+        "target_attention": of_attention,
+        "digit_attention": of_attention,
+        "jagged_attention": {"query_offsets": offsets},
+    }.get(name, {})
     getattr(ops, name)(*inputs, **by_name, impl="triton")
     assert grids and all(size <= 65_535 for grid in grids for size in grid[1:])
 

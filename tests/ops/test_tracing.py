@@ -31,6 +31,10 @@ def example(name: str) -> tuple[list[torch.Tensor], dict]:
         "jagged2_softmax": ([pairs], {"x_offsets": OFFSETS}),
         "array_jagged_bmm_jagged_out": ([pairs, x], {"x_offsets": OFFSETS}),
         "target_attention": ([query, key], {"offsets": OFFSETS, "key_bias": torch.randn(S, 2), "scale": 0.3}),
+        "digit_attention": (
+            [query],
+            {"digits": torch.ones(S, 1, dtype=torch.int32), "offsets": OFFSETS, "key_bias": torch.randn(S, 2)},
+        ),
         "absorbed_target_attention": (
             [torch.randn(1, B, D), torch.randn(S, 16)],
             {"weights": WEIGHTS, "offsets": OFFSETS, "num_heads": 2},

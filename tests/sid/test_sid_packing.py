@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from jfi.sid import UNKNOWN_SID, pack_codes, pack_trits, unpack_codes, unpack_trits
+from jfi.sid import UNKNOWN_SID, pack_codes, pack_trits, pack_words, sid_words, unpack_codes, unpack_trits
 
 
 @pytest.mark.parametrize("length", [1, 4, 5, 6, 25, 39, 40])
@@ -74,3 +74,24 @@ def test_empty():
 def test_refused(call, kind, message):
     with pytest.raises(kind, match=message):
         call()
+
+
+@pytest.mark.parametrize("num_digits", [1, 16, 17, 25, 40])
+def test_words_are_those_of_the_digits(num_digits):
+    digits = torch.randint(-1, 2, (50, num_digits))
+    words = pack_words(digits)
+    assert words.dtype == torch.int32 and words.shape == (50, -(-num_digits // 16))
+    for column in range(num_digits):
+        bits = words[:, column // 16] >> 2 * (column % 16) & 3
+        assert torch.equal(bits, digits[:, column] & 3)
+    sids = torch.cat([pack_trits(digits), torch.tensor([UNKNOWN_SID])])
+    assert torch.equal(sid_words(sids, num_digits)[:-1], words) and (sid_words(sids, num_digits)[-1] == 0).all()
+
+
+def test_words_take_ternary_digits_alone():
+    with pytest.raises(ValueError, match=r"digits\[0, 1\] is 2, must be from -1 to 1"):
+        pack_words(torch.tensor([[0, 2]]))
+    with pytest.raises(TypeError, match="digits must be a tensor of integers"):
+        pack_words(torch.zeros(1, 2))
+    with pytest.raises(ValueError, match="which is no ID of 3 ternary digits"):
+        sid_words(torch.tensor([27]), 3)

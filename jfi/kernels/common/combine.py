@@ -25,6 +25,9 @@ from jfi.kernels.common.stream_k import WEIGHT
 from jfi.kernels.common.tiles import load_rows, store_rows
 from jfi.plan import UNSPLIT, ceil_div, power_of_two
 
+#: Query rows of a tile.
+_COMBINED_ROWS = 16
+
 
 # --- Stream-K ranges --------------------------------------------------------------------------------------------------
 @triton.jit
@@ -85,6 +88,56 @@ def _combine_ranges_kernel(
     tl.store(out_ptr + (sample * sample_rows + row) * WIDTH + cols, acc.to(out_ptr.dtype.element_ty), mask=cols < WIDTH)
 
 
+@triton.jit(do_not_specialize=["chunk", "sample_rows"])
+def _combine_range_tiles_kernel(
+    offsets_ptr,
+    partial_ptr,
+    out_ptr,
+    lse_ptr,
+    chunk,
+    sample_rows,
+    WIDTH: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """As `_combine_ranges_kernel` with a program per range and tile of query rows: fewer programs of more work each."""
+    program = tl.program_id(1).to(tl.int64)
+    partial_lse_ptr, split_ptr = behind_partials(partial_ptr, tl.num_programs(1), sample_rows, WIDTH)
+    sample = tl.load(split_ptr + program).to(tl.int64)
+    if sample < 0:
+        return
+    end = tl.load(offsets_ptr + sample + 1).to(tl.int64) + sample * WEIGHT
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    mask = row < sample_rows
+    maximum = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for member in range(program, (end - 1) // chunk + 1):
+        at = (2 * member + (member == program).to(tl.int64)) * sample_rows
+        partial = load_rows(partial_ptr + at * WIDTH, row, mask, WIDTH, WIDTH, BLOCK_D)
+        if WEIGHTED:
+            lse = tl.load(partial_lse_ptr + at + row, mask=mask, other=-float("inf"))
+            new_maximum = tl.maximum(maximum, lse)
+            weight, factor = combine_weights(lse, maximum, new_maximum)
+            acc = acc * factor[:, None] + partial * weight[:, None]
+            total = total * factor + weight
+            maximum = new_maximum
+        else:
+            acc += partial
+    if WEIGHTED:
+        acc = acc / nonzero(total)[:, None]
+        lse = tl.where(total == 0.0, -float("inf"), maximum + tl.log(nonzero(total)))
+        tl.store(lse_ptr + sample * sample_rows + row, lse, mask=mask)
+    store_rows(out_ptr + sample * sample_rows * WIDTH, acc, row, mask, WIDTH, WIDTH, BLOCK_D)
+
+
+@cache
+def _combine_range_tiles(width: int, weighted: bool) -> Launcher:
+    constants = {"WIDTH": width, "WEIGHTED": weighted, "BLOCK_M": _COMBINED_ROWS, "BLOCK_D": power_of_two(width)}
+    return Launcher(_combine_range_tiles_kernel, **constants, num_warps=4)
+
+
 @cache
 def _combine_ranges(width: int, weighted: bool) -> Launcher:
     block_d = power_of_two(width, least=1)
@@ -104,6 +157,12 @@ class RangePartials:
         """Fill in the results of split samples, weighted by their log-sum-exps if lse is given."""
         launch = _combine_ranges(self.width, lse is not None)
         grid = (self.sample_rows, self.programs, 1)
+        launch(grid, (offsets, self.memory, out, lse), (self.chunk, self.sample_rows))
+
+    def combine_tiles(self, offsets: Tensor, out: Tensor, lse: Tensor | None) -> None:
+        """The same by tiles of query rows."""
+        launch = _combine_range_tiles(self.width, lse is not None)
+        grid = (ceil_div(self.sample_rows, _COMBINED_ROWS), self.programs, 1)
         launch(grid, (offsets, self.memory, out, lse), (self.chunk, self.sample_rows))
 
 
@@ -157,9 +216,6 @@ def _combine_chunks_kernel(
         lse = tl.where(total == 0.0, -float("inf"), maximum + tl.log2(nonzero(total)) * LN2)
         tl.store(lse_ptr + sample * sample_rows + at, lse, mask=mask)
     store_rows(out_ptr + sample * sample_rows * WIDTH, acc, at, mask, WIDTH, WIDTH, BLOCK_D)
-
-
-_COMBINED_ROWS = 16
 
 
 @cache

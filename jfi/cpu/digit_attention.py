@@ -1,0 +1,53 @@
+"""Attention over digits on a CPU: blocks of samples are decoded, then attended to as rows of numbers.
+
+A block has as many samples as hold some 2^15 events, at least one, so [S, L] is never made.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from jfi.cpu import target_attention
+from jfi.plan import DigitAttentionInputs
+from jfi.reference import unpack_digits
+
+_EVENTS = 2**15
+
+
+def _blocks(x: DigitAttentionInputs) -> Iterator[tuple[slice, slice, tuple]]:
+    """(samples, events, the arguments key to bias of `target_attention`) of each block."""
+    ends, first = x.offsets.tolist(), 0
+    while first < len(ends) - 1:
+        last = first + 1
+        while last < len(ends) - 1 and ends[last + 1] - ends[first] <= _EVENTS:
+            last += 1
+        samples, events = slice(first, last), slice(ends[first], ends[last])
+        words = x.digits[events] if x.indices is None else x.digits.index_select(0, x.indices[events])
+        dtype = torch.promote_types(x.query.dtype, torch.float32)
+        key = unpack_digits(words, x.query.shape[3])[:, None].to(dtype)
+        value = None if x.value_scale is None else key * x.value_scale[events, None, None].to(dtype)
+        bias = None if x.bias is None else x.bias[events]
+        yield samples, events, (key, value, x.offsets[first : last + 1] - ends[first], bias)
+        first = last
+
+
+def forward(x: DigitAttentionInputs) -> tuple[Tensor, Tensor]:
+    """Returns the output [B, T, H, L] and the log-sum-exp of the scores [B, T, H], -inf for an empty history."""
+    out = torch.empty_like(x.query)
+    lse = x.query.new_empty(x.query.shape[:3], dtype=torch.promote_types(x.query.dtype, torch.float32))
+    for samples, _, history in _blocks(x):
+        out[samples], lse[samples] = target_attention.forward(x.query[samples], *history, x.scale)
+    return out, lse
+
+
+def backward(grad: Tensor, x: DigitAttentionInputs, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Returns the gradients of query and bias."""
+    dquery = torch.empty_like(x.query)
+    dbias = None if x.bias is None else torch.empty_like(x.bias)
+    for samples, events, history in _blocks(x):
+        saved = (out[samples], lse[samples], x.scale)
+        dquery[samples], _, _, part = target_attention.backward(grad[samples], x.query[samples], *history, *saved)
+        if dbias is not None:
+            dbias[events] = part
+    return dquery, dbias

@@ -1,0 +1,1 @@
+"""Attention over histories of packed ternary digits, which are decoded in registers."""

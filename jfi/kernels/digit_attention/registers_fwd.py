@@ -1,0 +1,108 @@
+"""Attention over digits, forward, in half precision: digits are decoded into tensor cores' operands in registers.
+
+A program is one warp and takes one stream-K range; scores, weights and sums stay in its registers.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from jfi.kernels.common.combine import behind_partials
+from jfi.kernels.common.primitives import LOG2E
+from jfi.kernels.common.stream_k import WEIGHT
+from jfi.kernels.digit_attention import registers as tile
+from jfi.kernels.digit_attention.registers import COLS, LEFT, MMA, ROWS, UNIT
+from jfi.kernels.digit_attention.tiles import EVENTS
+
+behind_partials = gluon.jit(behind_partials.fn)
+
+
+@gluon.jit
+def _attend(q, units, bias_ptrs, value_scale_ptr, n, left, rows, state, scale, SPEC: gl.constexpr):
+    """The running maximum (base 2), sum and weighted sum after the events from n on, at most ``left`` of them."""
+    along_k, along_n = units
+    maximum, total, acc = state
+    s = mma_v2(q, tile.keys_of(along_k, q.dtype, SPEC), gl.zeros([SPEC.block_m, SPEC.block_n], gl.float32, MMA))
+    factor = scale * (LOG2E / UNIT)
+    if SPEC.has_bias:
+        s = s * factor + tile.load_bias(bias_ptrs, n, left, rows, SPEC) * LOG2E
+        factor = 1.0
+    elif left < SPEC.block_n:
+        s = gl.where((gl.arange(0, SPEC.block_n, layout=COLS) < left)[None, :], s, -float("inf"))
+    # The greatest score is found before scores are scaled, so the scale must be positive.
+    new_maximum = gl.maximum(maximum, gl.max(s, 1) * factor)
+    base = tile.reference_of(new_maximum)
+    p = gl.exp2(s * factor - base[:, None])
+    decay = gl.exp2(maximum - base)
+    total = total * decay + gl.sum(p, 1)
+    if SPEC.has_value_scale:
+        p = p * tile.load_scale(value_scale_ptr, n, left, SPEC)
+    weights = gl.convert_layout(p.to(q.dtype), LEFT, assert_trivial=True)
+    acc = mma_v2(weights, tile.values_of(along_n, q.dtype, SPEC), acc * decay[:, None])
+    return new_maximum, total, acc
+
+
+@gluon.jit(do_not_specialize=["batch", "num_rows", "chunk"], do_not_specialize_on_alignment=EVENTS)
+def digit_attention_registers_fwd_kernel(
+    q_ptr,
+    events,
+    index_ptr,
+    bias_index_ptr,
+    value_scale_ptr,
+    outputs,
+    batch,
+    num_rows,
+    chunk,
+    scale,
+    SPEC: gl.constexpr,
+):
+    """While a tile is attended to, the events of the next are under way, be it of the next sample."""
+    COLUMNS: gl.constexpr = tile.units_of(SPEC.num_words) * tile.digits_of_unit(SPEC.num_words)
+    L: gl.constexpr = SPEC.num_digits
+    offsets_ptr = events[2]
+    bias_ptrs = (events[1], bias_index_ptr)
+    out_ptr, lse_ptr, partial_ptr = outputs
+    program = gl.program_id(0)
+    start = program.to(gl.int64) * chunk
+    end = start + chunk
+    row = gl.program_id(1) * SPEC.block_m
+    rows = (row, num_rows - row)
+    own_row = gl.arange(0, SPEC.block_m, layout=ROWS)
+    row_mask = own_row < rows[1]
+    partial_lse_ptr, split_ptr = behind_partials(partial_ptr, gl.num_programs(0), num_rows, L)
+    split = start * 0 - 1
+    num_events = gl.load(offsets_ptr + batch).to(gl.int64)
+    sample, low, high, n = tile.find_range(offsets_ptr, batch, start)
+    next_high = gl.load(offsets_ptr + sample + 2, mask=sample + 1 < batch, other=0).to(gl.int64)
+    units = tile.load_events(events, index_ptr, n, num_events, SPEC)
+    while (sample < batch) & (low + sample * WEIGHT < end):
+        first_row = sample * num_rows + row
+        q = tile.by_column(tile.load_rows(q_ptr + first_row * L, rows[1], SPEC))
+        maximum = gl.full([SPEC.block_m], -float("inf"), gl.float32, ROWS)
+        total = gl.zeros([SPEC.block_m], gl.float32, ROWS)
+        acc = gl.zeros([SPEC.block_m, COLUMNS], gl.float32, MMA)
+        last = gl.minimum(high, end - sample * WEIGHT)
+        for first in range(n, last, SPEC.block_n):
+            ahead = gl.minimum(first + SPEC.block_n, last)
+            next_units = tile.load_events(events, index_ptr, ahead, num_events, SPEC)
+            left = gl.minimum(last - first, SPEC.block_n).to(gl.int32)
+            state = (maximum, total, acc)
+            maximum, total, acc = _attend(q, units, bias_ptrs, value_scale_ptr, first, left, rows, state, scale, SPEC)
+            units = next_units
+        lse = tile.log_sum_exp(maximum, total)
+        out = acc * (1.0 / (UNIT * tile.nonzero(total)))[:, None]
+        begins = low + sample * WEIGHT >= start
+        if begins & (last == high):
+            tile.store_sums(out_ptr + first_row * L, out, rows[1], SPEC)
+            gl.store(lse_ptr + first_row + own_row, lse, mask=row_mask)
+        else:
+            place = (2 * program + begins.to(gl.int32)).to(gl.int64) * num_rows + row
+            tile.store_sums(partial_ptr + place * L, out, rows[1], SPEC)
+            gl.store(partial_lse_ptr + place + own_row, lse, mask=row_mask)
+        split = gl.where(begins & (last < high), sample, split)
+        sample += 1
+        low = high
+        n = high
+        high = next_high
+        next_high = gl.load(offsets_ptr + sample + 2, mask=sample + 1 < batch, other=0).to(gl.int64)
+    gl.store(split_ptr + program, split.to(gl.int32))
