@@ -22,6 +22,7 @@ GPU_SUITES = {
     "self_lengths": "self_lengths",
     "layer": "layer",
     "rows": "rows",
+    "digits": "digits",
     "step": "training_step",
     "timeline": "timeline",
     "parts": "model_parts",
@@ -113,7 +114,7 @@ def run_suite(name: str, device: torch.device, rates: Rates, where: dict, option
         if isinstance(case, Case):
             measured = run(case, device, rates, seconds)
         else:
-            own = {"rates": rates} if name == "rows" else {}
+            own = {"rates": rates} if name in ("rows", "digits") else {}
             measured = load(name).run(case, device, seconds, **own)
         for i, row in enumerate(measured):
             rows.append({"suite": name} | row)
