@@ -18,7 +18,6 @@ from jfi.kernels.common import online_softmax
 from jfi.kernels.common.stream_k import WEIGHT
 
 reference_of = gluon.jit(online_softmax.reference_of.fn)
-finish = gluon.jit(online_softmax.finish.fn)
 log_sum_exp = gluon.jit(online_softmax.log_sum_exp.fn)
 nonzero = gluon.jit(online_softmax.nonzero.fn)
 hide_empty = gluon.jit(online_softmax.hide_empty.fn)
@@ -34,15 +33,14 @@ COLS = gl.constexpr(gl.SliceLayout(0, MMA))
 _LINE = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))
 
 
-def _asm(digits: int, first: int) -> gl.constexpr:
-    """From a register of two units of so many digits, whose last digit is ``first`` bits below the top: all digits."""
+def _asm(digits: int, first: int) -> str:
+    """From a register of two units of so many digits, each ``first`` bits below the top of its half: all digits."""
     shifts = [first + 2 * (digits - 1 - i) for i in range(digits)]
     lines = [f"shl.b32 t, ${digits}, {shift}; and.b32 ${i}, t, 0xC000C000;" for i, shift in enumerate(shifts)]
-    return gl.constexpr("{ .reg .b32 t; " + " ".join(lines) + " }")
+    return "{ .reg .b32 t; " + " ".join(lines) + " }"
 
 
-_ASM = {8: _asm(8, 0), 4: _asm(4, 8)}
-_ASM_8, _ASM_4 = gl.constexpr(_ASM[8].value), gl.constexpr(_ASM[4].value)
+_ASM_8, _ASM_4 = gl.constexpr(_asm(8, 0)), gl.constexpr(_asm(4, 8))
 _CONSTRAINTS_8, _CONSTRAINTS_4 = gl.constexpr("=r," * 8 + "r"), gl.constexpr("=r," * 4 + "r")
 
 
