@@ -64,10 +64,10 @@ class PartsCase:
 
 def cases(quick: bool) -> list[PartsCase]:
     if quick:
-        return [PartsCase(256, 50, 32, SyntheticConfig(100, 500, mean_length=80.0))]
+        return [PartsCase(256, 50, 32, SyntheticConfig(num_users=100, num_items=500, mean_length=80.0))]
     if torch.cuda.is_available():
-        return [PartsCase(4096, 500, 64, SyntheticConfig(3000, 100_000, mean_length=400.0))]
-    return [PartsCase(512, 100, 32, SyntheticConfig(1000, 2000, mean_length=200.0))]
+        return [PartsCase(4096, 500, 64, SyntheticConfig(num_users=3000, num_items=100_000, mean_length=400.0))]
+    return [PartsCase(512, 100, 32, SyntheticConfig(num_users=1000, num_items=2000, mean_length=200.0))]
 
 
 class Part:
