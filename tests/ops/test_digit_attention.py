@@ -130,6 +130,7 @@ def test_offsets_and_indices_of_32_bits(device, poisoned):
     check(query, digits, words, given, "triton")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", [None, 7], ids=str)
 @pytest.mark.parametrize("num_digits", [32, 64])
 def test_long_histories_in_half_precision(num_digits, bias, device, poisoned):
