@@ -60,7 +60,7 @@ def _choose(config: Config, samples: int) -> dict[str, Any]:
     settings["model.embedding_dim"] = 64 if samples >= _WIDE else 32
     if config.model.pooling == "attention":
         by_age = config.data.batching == "sample" or config.data.num_age_buckets <= MOST_BUCKETS
-        biases = [*([HISTORY + AGE] if by_age else []), "recency"]
+        biases = [*([HISTORY + AGE] if by_age else []), "position"]
         settings["model.bias"] = biases[0] if config.encoder.num_layers or len(biases) == 1 else biases
     if samples < _LARGE:
         settings |= {"optimizer.average": 0.98, "training.batch_size": 512 if samples < _WIDE else 1024}
