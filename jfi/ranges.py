@@ -9,7 +9,6 @@ def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     >>> ranges(np.array([7, 3]), np.array([2, 3]))
     array([7, 8, 3, 4, 5])
     """
-    ends = np.cumsum(lengths)
-    rows = np.repeat(starts - (ends - lengths), lengths)
+    rows = (starts - (lengths.cumsum() - lengths)).repeat(lengths)
     rows += np.arange(len(rows))
     return rows

@@ -10,24 +10,24 @@ all of them; the later ones see no more of their future by it, since it is older
 the first sample that sees an event.
 """
 
+from functools import cached_property
+
 import numpy as np
-import torch
 
 from jfi.data.coded import blocks
 from jfi.data.config import DataConfig
 from jfi.data.engagement import Engagement
 from jfi.data.errors import DataError
-from jfi.data.events import Events, user_blocks
+from jfi.data.events import Events, index_type, user_blocks
 from jfi.files import DamagedFileError
 from jfi.history import Policy, PolicyIndex
 from jfi.history.segments import statistics_of
-from jfi.history.select import first_seen, select_events
 
 
 class EventChooser:
     """Applies a policy to packed histories; the same events stay as with `Policy.select`.
 
-    By sample it is `PolicyIndex`, which reads no event that goes.
+    It is `PolicyIndex`, which reads no event that goes.
 
     Args:
         policy: what stays.
@@ -42,7 +42,7 @@ class EventChooser:
     def __init__(self, policy: Policy, events: Events, engagement: Engagement | None, max_history: int) -> None:
         if engagement is None:
             raise DataError("data.policy is set, but the data has neither data.dwell nor data.surface")
-        self.policy, self._tables, self._max_history, self._events = policy, policy.tables, max_history, events
+        self.policy, self._max_history, self._events = policy, max_history, events
         try:
             policy.surface_ids(engagement.surfaces)
         except ValueError as error:
@@ -64,31 +64,47 @@ class EventChooser:
         """
         start, length = self._events.histories(owners, self._max_history)
         places, counts, weights = self._index.select(start, length, self._segments[owners])
-        rows = places if self._events.rows is None else self._events.rows[places]
-        return rows.astype(np.int64, copy=False), counts, weights
+        return self._rows_of(places), counts, weights
 
-    def timelines(
-        self, owners: np.ndarray, history: np.ndarray, lengths: np.ndarray, rows: np.ndarray, offsets: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    def timelines(self, rows: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """What stays of the events of U timelines, as `histories`.
 
         Args:
-            owners: `[U]` int64, the first sample of each.
-            history: `[S]`, the events of the timelines, the oldest first.
-            lengths: `[U]`, their numbers.
-            rows: `[R]`, the samples, by timeline and time.
-            offsets: `[U + 1]` int64, the samples of each timeline.
+            rows: `[R]` int64, the samples, by timeline and time.
+            offsets: `[U + 1]` int64, the samples of each timeline, at least one.
         """
-        if self.policy.keeps_all:
-            return history, lengths, None
-        time, segment = self._events.time, self._segments[owners]
-        of_events = torch.from_numpy(np.append(0, np.cumsum(lengths)))
-        parts = (torch.from_numpy(one) for one in (time[history], offsets, time[rows]))
-        seen_by = first_seen(of_events, *parts)
-        cells, segments = torch.from_numpy(self._cells[history]), torch.from_numpy(segment)
-        stay = select_events(self._tables, cells, segments, of_events, seen_by)
-        weights = None if stay.weights is None else stay.weights.numpy()
-        return history[stay.rows.numpy()], stay.lengths.numpy(), weights
+        owners, (firsts, ends) = offsets[:-1], self._ends
+        end = ends.take(rows)
+        # Each sample adds the events that it sees and those before it do not. The newest of them stay, since those of
+        # later samples are no older, and a cap counts back from their end. Where no more than these are added all stay:
+        # only the others, and the first of a timeline, are histories to choose from, with what follows them.
+        chooses = np.empty(len(rows), bool)
+        np.greater(end[1:] - end[:-1], self.policy.newest, out=chooses[1:])
+        chooses[owners] = True
+        (at,) = chooses.nonzero()
+        first = at.searchsorted(owners)  # of each timeline
+        last = np.empty(len(at), np.int64)
+        last[:-1], last[-1] = at[1:] - 1, len(rows) - 1
+        start, stop, end, of = end.take(at - 1, mode="wrap"), end.take(last), end.take(at), rows.take(owners)
+        start[first] = np.maximum(end.take(first) - self._max_history, firsts.take(self._events.user.take(of)))
+        count = np.empty(len(of), np.int64)  # of histories to choose from
+        count[:-1], count[-1] = first[1:] - first[:-1], len(at) - first[-1]
+        segments = self._segments.take(of).repeat(count)
+        places, counts, weights = self._index.select(start, end - start, segments, stop - end)
+        return self._rows_of(places), np.add.reduceat(counts, first), weights
+
+    @cached_property
+    def _ends(self) -> tuple[np.ndarray, np.ndarray]:
+        """`[U]` and `[E]` integers, where among the events of histories a user's begin and a row's history ends."""
+        events, ends = self._events, np.empty(len(self._events), index_type(len(self._events)))
+        for begin, end in blocks(len(ends)):
+            ends[begin:end] = np.add(*events.histories(np.arange(begin, end), 1))
+        firsts = events.first[:-1]
+        return firsts if events.rows is None else np.searchsorted(events.rows, firsts.astype(events.rows.dtype)), ends
+
+    def _rows_of(self, places: np.ndarray) -> np.ndarray:
+        """`[M]` int64, the events at places among those of histories."""
+        return places if self._events.rows is None else self._events.rows[places].astype(np.int64, copy=False)
 
 
 def load_policy(config: DataConfig) -> Policy | None:

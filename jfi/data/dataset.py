@@ -269,22 +269,17 @@ class InteractionDataset:
         self, events: np.ndarray, offsets: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """The events of the histories of samples, or of timelines, their numbers, and their weights, if any."""
-        table, max_history, chooser = self._events, self.schema.max_history, self.chooser
-        if offsets is None and chooser is not None:
-            return chooser.histories(events)
+        table, max_history = self._events, self.schema.max_history
+        if self.chooser is not None:
+            return self.chooser.histories(events) if offsets is None else self.chooser.timelines(events, offsets)
         if offsets is None:
             start, lengths = table.histories(events, max_history)
         else:
-            owners = events[offsets[:-1]]
-            start, lengths = timeline_ranges(table, owners, events[offsets[1:] - 1], max_history)
+            start, lengths = timeline_ranges(table, events[offsets[:-1]], events[offsets[1:] - 1], max_history)
         history = ranges(start, lengths)
         if table.rows is not None:
             history = table.rows[history].astype(np.int64, copy=False)
-        return (
-            (history, lengths, None)
-            if chooser is None
-            else chooser.timelines(owners, history, lengths, events, offsets)
-        )
+        return history, lengths, None
 
     def _assemble(
         self,
@@ -360,8 +355,8 @@ class InteractionDataset:
 
 def _spread(weights: np.ndarray, specs: Sequence[FeatureSpec], length_per_key: np.ndarray) -> torch.Tensor:
     """The weights of the events for every history key and the age, and 1 for the other keys."""
-    parts = [
-        weights if spec.role in ("history", "bucket") else np.ones(count, np.float32)
-        for spec, count in zip(specs, length_per_key, strict=True)
-    ]
-    return torch.from_numpy(np.concatenate(parts))
+    found, ends = np.ones(length_per_key.sum(), np.float32), np.cumsum(length_per_key)
+    for spec, count, end in zip(specs, length_per_key, ends, strict=True):
+        if spec.role in ("history", "bucket"):
+            found[end - count : end] = weights
+    return torch.from_numpy(found)

@@ -14,7 +14,8 @@ from jfi.ranges import ranges
 class PolicyIndex:
     """Chooses among histories that are ranges of E events.
 
-    Takes 4 bytes an event and segment, and for those that the segment keeps 4 more, or 8 with weights.
+    Takes 4 bytes an event, 4 an event and segment, and for those that the segment keeps 4 more. With weights it takes
+    12 an event and segment, and for those that the segment keeps 8 more.
 
     Args:
         policy: what stays.
@@ -46,18 +47,22 @@ class PolicyIndex:
             places += begin
             rows.append(np.flatnonzero(kept).astype(kind))
             begin += len(rows[-1])
-        self._rows = np.concatenate(rows)
-        self._weight = self._weights = None
-        if weight is not None:
-            self._weight, self._cells = weight.numpy(), cells
-            parts = [own[cells[of]] for own, of in zip(self._weight, rows, strict=True)]
+        # Behind them all events, with weights once for each segment, so that the newest of a history are a range too.
+        every, self._weights = np.arange(len(cells), dtype=kind), None
+        self._all = np.full(segments, begin, np.int64)
+        if weight is None:
+            self._rows = np.concatenate([*rows, every])
+        else:
+            self._all += np.arange(segments) * len(cells)
+            self._rows = np.concatenate([*rows, *[every] * segments])
+            parts = [own[cells[of]] for own, of in zip(weight.numpy(), rows, strict=True)]
             #: Beside the rows.
-            self._weights = np.concatenate(parts)
+            self._weights = np.concatenate([*parts, *(own[cells] for own in weight.numpy())])
         cap = policy.tables.cap
         self._cap = None if cap is None else cap.numpy().astype(np.int64)
 
     def select(
-        self, start: np.ndarray, lengths: np.ndarray, segments: np.ndarray
+        self, start: np.ndarray, lengths: np.ndarray, segments: np.ndarray, more: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """The rows that stay, as `Policy.select` of the same histories.
 
@@ -65,6 +70,7 @@ class PolicyIndex:
             start: `[B]` integers: history b has the events `start:start + length`.
             lengths: `[B]` integers.
             segments: `[B]` integers, the segment of each history.
+            more: `[B]` integers, how many events behind each history stay too, whatever they are; None for none.
 
         Returns:
             `[M]` int64 rows, history by history, `[B]` int64, how many of each, and `[M]` float32 weights, or None
@@ -72,21 +78,19 @@ class PolicyIndex:
         """
         start, lengths = start.astype(np.int64, copy=False), lengths.astype(np.int64, copy=False)
         newest = np.minimum(lengths, self.policy.newest)
-        border = start + lengths - newest
+        border = start + lengths
+        border -= newest
         begin = segments * np.int64(self._count + 1)
-        low, high = self._places.take(begin + start).astype(np.int64), self._places.take(begin + border)
+        low, high = self._places.take(begin + start), self._places.take(begin + border)
         if self._cap is not None:
             low = np.maximum(low, high - (self._cap[segments] - newest))
-        older = high - low
-        stay = older + newest
-        # Places among the rows, with room for the newest, whose rows are no such place but themselves.
-        places = ranges(low, stay)
-        rows = self._rows.take(places, mode="clip").astype(np.int64, copy=False) if len(self._rows) else places
-        ends = np.cumsum(stay)
-        to, new = ranges(ends - newest, newest), ranges(border, newest)
-        rows[to] = new
-        weights = None
-        if self._weights is not None:
-            weights = self._weights.take(places, mode="clip") if len(self._rows) else np.empty(len(places), np.float32)
-            weights[to] = self._weight[np.repeat(segments, newest), self._cells[new]]
+        if more is not None:
+            newest = newest + more
+        # Of each history, what stays of its older events, and then the newest ones.
+        parts, sizes = np.empty((2, len(start), 2), np.int64)
+        parts[:, 0], parts[:, 1] = low, border + self._all.take(segments)
+        sizes[:, 0], sizes[:, 1] = high - low, newest
+        places, stay = ranges(parts.ravel(), sizes.ravel()), sizes[:, 0] + newest
+        rows = self._rows.take(places).astype(np.int64, copy=False)
+        weights = None if self._weights is None else self._weights.take(places)
         return rows, stay, weights

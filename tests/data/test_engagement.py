@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from jfi.data import Batch, DataConfig, DataError, InteractionDataset, load_dataset
+from jfi.data.chunks import timeline_ranges
 from jfi.data.engagement import training_log
 from jfi.data.prepare import prepare_dataset
 from jfi.data.prepared_complete import complete_dataset
 from jfi.history import EventLog, Policy, fit
+from jfi.history.select import first_seen, select_events
+from jfi.ranges import ranges
 
 SURFACES = ["feed", "search", "story"]
 FIELDS = {"dwell": "seconds", "surface": "tab"}
@@ -186,6 +189,51 @@ def test_a_timeline_keeps_what_any_of_its_samples_keeps_newest_and_the_first_dec
             older = [events.time[e] for e in mine if events.time[e] < time]
             assert {*older[-2:]} <= stays
     assert sum(lengths) < len(events) and cells.max() > 0
+
+
+@pytest.mark.parametrize("history", [None, "buys == 0 or seconds > 5"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"remove": 0.5, "newest": 2},
+        {"remove": 0.5, "newest": 0, "caps": 3},
+        {"remove": 0.3, "newest": 3, "caps": {"active": 4}, "boost": ["active"]},
+        {"num_segments": 1, "boost": ["all"], "newest": 1},
+    ],
+)
+def test_timelines_are_those_of_a_look_at_all_of_their_events(config, tmp_path, history, options):
+    given = replace(config, history=history, batching="user", max_timeline=20)
+    dataset = load_dataset(fitted(given, tmp_path / "p.json", **options))
+    events, fields, policy = dataset.arrays().events, dataset.arrays().engagement, dataset.policy
+    places = np.append([SURFACES.index(name) for name in fields.surfaces], -1)
+    cells = policy.cells(places[fields.surface], fields.dwell)
+    log = EventLog(events.user, events.time, places[fields.surface], fields.dwell, policy.surfaces)
+    order = dataset.order("train", 64, shuffle=True)
+    kept = total = 0
+    for number in range(order.num_batches):
+        part = order.part(number, 0, 1)
+        rows, offsets = dataset.draw("train", part.samples)[0], part.offsets
+        start, lengths = timeline_ranges(events, rows[offsets[:-1]], rows[offsets[1:] - 1], 16)
+        history_rows = ranges(start, lengths) if events.rows is None else events.rows[ranges(start, lengths)]
+        segments = []
+        for row in rows[offsets[:-1]]:
+            first, length = (int(one[0]) for one in events.histories(np.array([row]), 16))
+            seen = np.arange(first, first + length) if events.rows is None else events.rows[first : first + length]
+            parts = (one[seen] for one in (log.user, log.time, log.surface, log.dwell))
+            segments.append(policy.segments_of(EventLog(*parts, log.surfaces))[1][0] if length else 0)
+        of = torch.from_numpy(np.append(0, np.cumsum(lengths)))
+        times = (torch.from_numpy(one) for one in (events.time[history_rows], offsets, events.time[rows]))
+        seen_by = first_seen(of, *times)
+        packed = torch.from_numpy(cells[history_rows]), torch.tensor(segments)
+        wanted = select_events(policy.tables, *packed, of, seen_by)
+        found, counts, weights = dataset.chooser.timelines(rows, offsets)
+        assert np.array_equal(found, history_rows[wanted.rows.numpy()])
+        assert np.array_equal(counts, wanted.lengths.numpy())
+        assert (weights is None) == (wanted.weights is None)
+        assert weights is None or np.array_equal(weights, wanted.weights.numpy())
+        kept, total = kept + len(found), total + len(history_rows)
+    assert order.num_batches > 2
+    assert kept < total or options["newest"] == 1
 
 
 def test_a_prepared_dataset_has_the_same_batches_with_a_policy_of_the_runs_own(config, tmp_path):
