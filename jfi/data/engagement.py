@@ -16,6 +16,7 @@ from jfi.data.labels import label_columns, read_labels
 from jfi.data.source import Columns, RawColumns, column_settings, read_tables
 from jfi.encoding import LARGEST_NUMBER
 from jfi.history import EventLog
+from jfi.history.log import MOST_SURFACES
 
 #: Gives an array for a name and a type.
 NewColumn = Callable[[str, type], np.ndarray]
@@ -128,6 +129,9 @@ def training_log(config: DataConfig) -> tuple[EventLog, np.ndarray]:
     rows = sort_and_split(tables.interactions, config, tables.given_split)
     engagement = read_engagement(Columns(tables, rows, config), config)
     chosen = np.flatnonzero(rows.train if rows.event is None else rows.train & rows.event)
+    if not 1 <= len(engagement.surfaces) <= MOST_SURFACES:
+        count = f"has {len(engagement.surfaces):,} values; it must have 1 to {MOST_SURFACES}"
+        raise DataError(f"data.surface is '{config.surface}', which {count}, so put rare ones together")
     conversion = read_labels(tables.interactions, rule)[rows.order[chosen]] == 1
     return engagement.log(rows.user, rows.time, chosen), conversion
 

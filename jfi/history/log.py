@@ -101,7 +101,8 @@ class OrderedLog:
         surface: `[N]` integers.
         dwell: `[N]` float32, clipped, NaN where missing.
         session: `[N]`, the number of each event's session, from 0.
-        starts: `[N]` bool, whether the event is the first of its session.
+        starts: `[N]` bool, whether the session is another than that of the user's event before. A session that
+            another one interrupts starts again, so that the starts within any range of events tell its sessions.
     """
 
     order: np.ndarray
@@ -125,13 +126,14 @@ class OrderedLog:
         owner = np.cumsum(other) - 1
         first = np.append(np.flatnonzero(other), len(user))
         if log.session is None:
-            starts = other
-            starts[1:] |= np.diff(time) > SESSION_GAP
-            session = np.cumsum(starts) - 1
+            other[1:] |= np.diff(time) > SESSION_GAP
+            session = np.cumsum(other) - 1
         else:
-            session, starts = _number(owner, log.session[order])
+            named = log.session[order]
+            session = _number(owner, named)
+            other[1:] |= named[1:] != named[:-1]
         dwell = np.clip(log.dwell[order].astype(np.float32), 0, LONGEST_DWELL)  # NaN stays
-        return OrderedLog(order, first, owner, time, log.surface[order], dwell, session, starts)
+        return OrderedLog(order, first, owner, time, log.surface[order], dwell, session, other)
 
     @property
     def num_sessions(self) -> int:
@@ -145,16 +147,15 @@ class OrderedLog:
         return np.flatnonzero(begins)[np.cumsum(begins) - 1]
 
 
-def _number(owner: np.ndarray, session: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sessions as numbers from 0, by user, and whether an event is the first of its session; events are in order."""
-    order = np.lexsort((session, owner))  # stable: the events of a session stay in the order of time
+def _number(owner: np.ndarray, session: np.ndarray) -> np.ndarray:
+    """`[N]`, the sessions as numbers from 0, by user."""
+    order = np.lexsort((session, owner))
     one, of = owner[order], session[order]
     begins = np.ones(len(order), bool)
     begins[1:] = (one[1:] != one[:-1]) | (of[1:] != of[:-1])
-    number, starts = np.empty(len(order), np.int64), np.zeros(len(order), bool)
+    number = np.empty(len(order), np.int64)
     number[order] = np.cumsum(begins) - 1
-    starts[order[begins]] = True
-    return number, starts
+    return number
 
 
 def check_surfaces(surfaces: Sequence[str]) -> None:

@@ -314,8 +314,15 @@ def test_a_policy_of_other_surfaces_is_refused_by_name(config, tmp_path):
         ({"dwell": None, "surface": None}, "neither data.dwell nor data.surface is set"),
         ({"label": None}, "data.conversion is not set"),
         ({"conversion": "bought"}, "no column 'bought'"),
+        ({"surface": "many"}, "^data.surface is 'many', which has 480 values; it must have 1 to 256"),
+        ({"surface": "none"}, "^data.surface is 'none', which has 0 values; it must have 1 to 256"),
     ],
 )
 def test_a_log_that_no_policy_can_be_fitted_to(config, changes, message):
+    data = table()
+    more = {"many": [f"page {i}" for i in range(len(data))], "none": pa.nulls(len(data), pa.string())}
+    for name, values in more.items():
+        data = data.append_column(name, pa.array(values) if isinstance(values, list) else values)
+    pyarrow.parquet.write_table(data, config.interactions)
     with pytest.raises(DataError, match=message):
         training_log(replace(config, **changes))
