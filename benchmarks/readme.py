@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from benchmarks import figures, report, table
+from benchmarks import dwell_page, figures, report, table
 from benchmarks.quality.page import quality
 from benchmarks.quality.tables import TABLES as QUALITY_TABLES
 
@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
 PAGES = (
     "README.md",
+    "docs/dynamic_histories.md",
     "docs/get-started.md",
     "docs/performance.md",
     "docs/quality.md",
@@ -129,6 +130,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "scaling": scaling,
     "serving h200": lambda: serving("h200/serving"),
     "serving cpu": lambda: serving("cpu/serving"),
+    "dwell": lambda: dwell_page.table(dwell_page.read()),
     **{f"quality {name}": partial(quality, name) for name in QUALITY_TABLES},
 }
 
@@ -171,6 +173,9 @@ def main() -> None:
         print(f"updated {page}")
     draw(FIGURE)
     print(f"drew {FIGURE.relative_to(ROOT)}")
+    if dwell_page.RESULTS.exists():
+        dwell_page.draw(dwell_page.read())
+        print(f"drew {dwell_page.PICTURE.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

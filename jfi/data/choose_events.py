@@ -7,7 +7,8 @@ from a sample's future. Neither the sample's own dwell nor any conversion is rea
 In a batch by user the samples of a timeline share its events, so the policy is applied once: the segment is that of the
 timeline's first sample, which knows the least. An event that is among the newest ones of any of the samples stays for
 all of them; the later ones see no more of their future by it, since it is older than they are. A cap counts back from
-the first sample that sees an event.
+the first sample that sees an event. A sample reads the newest `max_history` of what stays of its timeline, which may be
+older than what it would choose among by itself.
 """
 
 from functools import cached_property
