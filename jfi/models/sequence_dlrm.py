@@ -26,6 +26,7 @@ from jfi.modules import (
     validation,
 )
 from jfi.modules.sequence_configs import check_features
+from jfi.modules.table_rows import DigitRows
 from jfi.scripting import not_scriptable
 from jfi.timelines import Timelines
 
@@ -287,6 +288,9 @@ def _merged(embeddings: dict[str, JaggedTensor] | None, others: dict[str, Jagged
     together = inputs.as_dict(embeddings)
     dtype = next((validation.unread(one).dtype for one in together.values()), None)
     for key, one in others.items():
+        if isinstance(one, DigitRows):
+            together[key] = one if dtype in (None, one.rows.dtype) else one.to_dtype(dtype)
+            continue
         values = one.values() if dtype is None else one.values().to(dtype)
         parts = {"lengths": one.lengths_or_none(), "offsets": one.offsets_or_none()}
         together[key] = JaggedTensor(values, **parts, weights=one.weights_or_none())

@@ -27,7 +27,7 @@ from jfi.modules.sequence_configs import (
     TimeBias,
     WeightBias,
 )
-from jfi.modules.table_rows import TableRows, with_weights
+from jfi.modules.table_rows import DigitRows, TableRows, with_weights
 from jfi.modules.validation import check_inputs, require_keys, unread
 from jfi.ops.rows_by_id import RowsById, join_rows, read_rows, rows_by_id, sum_rows
 from jfi.room import here
@@ -37,7 +37,9 @@ class GroupInputs(NamedTuple):
     """The F features of a group as plain tensors."""
 
     target: Tensor | None  # [F, B, target_width]; of ragged targets [F, R, target_width]
-    fields: tuple[Tensor, ...]  # [S, ...]: side by side they are the events, sequence_width in all; or one, by_id.rows
+    fields: tuple[
+        Tensor, ...
+    ]  # [S, ...]: side by side they are the events, sequence_width in all; or one that is not read
     offsets: Tensor  # [F * B + 1]
     score_bias: Tensor | None  # [S], floating, the same for all heads
     bias_index: Tensor | None  # [S], integer: rows of the learned tables [F * num_buckets, H], one below the other
@@ -46,10 +48,13 @@ class GroupInputs(NamedTuple):
     times: Tensor | None = None  # [S]
     candidates: Candidates | None = None  # of ragged targets
     by_id: RowsById | None = None  # events whose rows the attention reads itself
+    digits: tuple[DigitRows, ...] = ()  # events whose digits it reads itself, feature by feature
 
     @property
     def history(self) -> Tensor:
-        """[S, sequence_width], an event a row; a copy if there are several fields or the rows are in tables."""
+        """[S, sequence_width], an event a row; a copy if there are several fields or the rows were not read."""
+        if self.digits:
+            return join([one.values() for one in self.digits])
         if self.by_id is not None:
             return read_rows(self.by_id)
         return self.fields[0] if len(self.fields) == 1 else torch.cat(self.fields, dim=1)
@@ -192,8 +197,12 @@ def _read_groups(
         if targets is not None:
             target = combine(_stacked(targets, group.target_keys), feature)
         by_id = _rows_by_id(sequences, group)
+        digits = () if targets is None or ragged is not None else _digits(sequences, group)
         if by_id is not None:
             fields = [by_id.rows]
+        elif digits:
+            count = sum([one.rows.size(0) for one in digits])
+            fields = [digits[0].rows.new_zeros(()).expand(count, group.embedding_dim)]
         else:
             for keys in group.sequence_keys:
                 fields.append(
@@ -228,7 +237,7 @@ def _read_groups(
             times = join([sequences[one.time_key].values() for one in group.features])
         value_scale = weights if feature.weighted_values else None
         events = [count] if len(firsts) == 1 else [unread(one).size(0) for one in firsts]
-        own = (score_bias, bias_index, value_scale, events, times, candidates, by_id)
+        own = (score_bias, bias_index, value_scale, events, times, candidates, by_id, digits)
         read.append(GroupInputs(target, tuple(fields), offsets, *own))
     return read
 
@@ -249,6 +258,21 @@ def _rows_by_id(sequences: dict[str, JaggedTensor], group: FeatureGroup) -> Rows
         rows = first.rows if len(events) == 1 else join_rows([one.rows for one in events])
         fields.append(RowsById(rows, (first.table,), (join([one.ids for one in events]),)))
     return sum_rows(fields)
+
+
+def _digits(sequences: dict[str, JaggedTensor], group: FeatureGroup) -> tuple[DigitRows, ...]:
+    """The events of a group, feature by feature, if they are semantic IDs alone and `digit_attention` takes them."""
+    events = [sequences[key] for key in group.sequence_keys[0]]
+    if len(group.sequence_keys) > 1 or not all([isinstance(one, DigitRows) for one in events]):
+        return ()
+    first = events[0]
+    if any([one.embedding is not first.embedding for one in events]):
+        return ()
+    if first.rows.is_cuda and first.rows.dtype == torch.float64:  # kernels take none
+        return ()
+    if group.features[0].weighted_values and any([one.weights().requires_grad for one in events]):
+        return ()
+    return tuple(events)
 
 
 def own_rows(rows: Tensor, offsets: Tensor, sources: list[JaggedTensor]) -> Tensor:

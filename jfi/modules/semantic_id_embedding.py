@@ -9,10 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from jfi.context import is_traced
 from jfi.modules import inputs
+from jfi.modules.table_rows import DigitRows
 from jfi.modules.validation import contents_are_free, require_keys
 from jfi.sid.codec import Codec
-from jfi.sid.packing import UNKNOWN_SID, Layout, trits_of_bytes
+from jfi.sid.packing import DIGITS_PER_WORD, UNKNOWN_SID, Layout, pack_words, trits_of_bytes
 
 Read = Literal["digits", "decode", "tables", "prefix_tables"]
 Init = Literal["random", "centroids"]
@@ -37,6 +39,9 @@ class SemanticIDEmbedding(nn.Module):
     - "tables": the sum of a learned vector for each place and value of a digit, the traditional way.
     - "prefix_tables": the sum of a learned vector for each prefix of the codes, in tables of hash buckets (Zheng et al.
       2025, arXiv 2504.02137). Of ternary digits a prefix ends after every fifth one.
+
+    Embeddings of "digits" are not made before somebody reads them. A JaggedFeatureInteraction whose sequence feature
+    has no other key reads the digits themselves: 4 bytes for 16 of them in the place of `embedding_dim` numbers.
 
     The ID -1, of an item without content, has a learned vector, which begins as zeros. The state_dict holds the tensors
     of the codec that are read and its fingerprint; that of another codec is refused.
@@ -129,7 +134,8 @@ class SemanticIDEmbedding(nn.Module):
             features: the IDs, int64.
 
         Returns:
-            By key the embeddings [S, embedding_dim] with the key's lengths and weights, as of an EmbeddingCollection.
+            By key the embeddings [S, embedding_dim] with the key's lengths and weights, as of an EmbeddingCollection;
+            of read="digits" made where they are first read, unless a compiler or a tracer is at work.
 
         Raises:
             ValueError, TypeError: a key is absent, not int64, or holds an ID that the codec cannot have given; the last
@@ -150,8 +156,12 @@ class SemanticIDEmbedding(nn.Module):
                     self.layout.check(sids)
                 except ValueError as fault:
                     raise ValueError(f"features['{key}']: {fault}") from None
-            parts = {"lengths": jagged.lengths_or_none(), "offsets": jagged.offsets_or_none()}
-            found[key] = JaggedTensor(self.embed(sids), **parts, weights=jagged.weights_or_none())
+            parts = jagged.lengths_or_none(), jagged.offsets_or_none(), jagged.weights_or_none()
+            if self.read == "digits" and not is_traced():
+                found[key] = DigitRows(sids, self, self._dtype(sids.device.type), *parts)
+            else:
+                lengths, offsets, weights = parts
+                found[key] = JaggedTensor(self.embed(sids), lengths=lengths, offsets=offsets, weights=weights)
         return found
 
     def embed(self, sids: Tensor) -> Tensor:
@@ -161,6 +171,24 @@ class SemanticIDEmbedding(nn.Module):
         if self.projection is not None:
             rows = self.projection(rows)
         return torch.where(unknown.unsqueeze(1), self.unknown.to(rows.dtype), rows)
+
+    def words(self, sids: Tensor) -> Tensor:
+        """With read="digits" the L + 2 digits of IDs [S] as words [S, ceil((L + 2) / 16)] int32 of `digit_attention`.
+
+        The first L are the ID's, the last two 1 and 0. Of UNKNOWN_SID the last is 1 and all others are 0.
+        """
+        return self.reader.words(sids)
+
+    def digit_weight(self) -> Tensor:
+        """With read="digits" P [embedding_dim, L + 2]: the embedding of an ID is P times its L + 2 digits."""
+        columns = self.projection.bias, self.unknown
+        return torch.cat([self.projection.weight, *[column.unsqueeze(1) for column in columns]], dim=1)
+
+    def _dtype(self, device_type: str) -> torch.dtype:
+        """Of `embed`."""
+        if device_type != "meta" and torch.is_autocast_enabled(device_type):
+            return torch.get_autocast_dtype(device_type)
+        return self.projection.weight.dtype
 
     @property
     def codec_fingerprint(self) -> str:
@@ -194,13 +222,39 @@ class _Digits(nn.Module):
         super().__init__()
         self.layout, self.width = layout, layout.num_digits
         if not layout.codebook_size:
-            self.register_buffer("trits", trits_of_bytes().float(), persistent=False)
+            trits = trits_of_bytes()
+            self.register_buffer("trits", trits.float(), persistent=False)
+            # Of a byte its digits in 10 bits; UNKNOWN_SID has bytes of 255 alone, which no other ID has.
+            bits = pack_words(trits)[:, 0]
+            bits[255] = 0
+            self.register_buffer("bits", bits, persistent=False)
 
     def forward(self, sids: Tensor) -> Tensor:
         pieces = self.layout.pieces(sids)
         if self.layout.codebook_size:
             return pieces
         return F.embedding(pieces, self.trits).flatten(1)[:, : self.width]
+
+    def words(self, sids: Tensor) -> Tensor:
+        """`SemanticIDEmbedding.words`: byte by byte, so that nothing larger than [S] int64 is made besides."""
+        length, per_word = self.width, DIGITS_PER_WORD
+        words = [0] * -(-(length + 2) // per_word)
+        for place in range(self.layout.num_pieces):
+            bits = self.bits[sids >> 8 * place & 255]
+            word, first = divmod(10 * place, 32)
+            words[word] = words[word] | bits << first
+            if first > 22:  # the byte's digits go on in the next word
+                words[word + 1] = words[word + 1] | bits >> 32 - first
+        # Behind digit L - 1 a byte has digits of -1.
+        whole, rest = divmod(length, per_word)
+        if rest:
+            words[whole] = words[whole] & (1 << 2 * rest) - 1
+        words[whole + bool(rest) :] = [0] * (len(words) - whole - bool(rest))
+        unknown = sids == UNKNOWN_SID
+        for digit, flag in ((length, ~unknown), (length + 1, unknown)):
+            word, place = divmod(digit, per_word)
+            words[word] = words[word] | flag.int() << 2 * place
+        return torch.stack(words, dim=1)
 
 
 class _Decoder(nn.Module):

@@ -19,6 +19,9 @@ are never projected, and every head reads the same raw rows: scores and sums tak
 the history's side they take 2 T D, but the projections 2 D D_x: with D_x = D that is less only if T H > D + T, and it
 writes two more tensors of the history's size. Hence the targets' side, unless T H > D. Where many ragged targets share
 an event, it is projected once for all of them: `jfi.modules.ragged_attention.pays_to_project`.
+
+Events that are semantic IDs are x = P d, d their digits: on the targets' side W_k P and W_v P take the places of W_k
+and W_v, and kernels read the digits (`jfi.ops.digit_attention`).
 """
 
 import math
@@ -27,12 +30,14 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from jfi.context import without_autocast
 from jfi.modules import inputs as group_inputs
 from jfi.modules import ragged_attention
+from jfi.modules.adjacent import join
 from jfi.modules.inputs import GroupInputs
 from jfi.modules.projections import linear, project_events
 from jfi.modules.sequence_configs import Bias, FeatureGroup, initial_bias
-from jfi.ops import absorb_weights, absorbed_target_attention, jagged_softmax, target_attention
+from jfi.ops import absorb_weights, absorbed_target_attention, digit_attention, jagged_softmax, target_attention
 
 # Whether targets are ragged is known only where there are tensors.
 torch.fx.wrap("_attend")
@@ -192,6 +197,8 @@ def _attend(
     table = bucket_bias
     if table is None and bias is not None:
         table = group_inputs.key_bias(inputs, None, num_heads, inputs.fields[0].dtype)
+    if inputs.digits:
+        return _attend_to_digits(inputs, weights, table, num_heads)
     return absorbed_target_attention(
         inputs.target,
         inputs.fields if inputs.by_id is None else inputs.by_id,
@@ -203,6 +210,30 @@ def _attend(
         value_scale=inputs.value_scale,
         max_seqlen=max_seqlen,
     )
+
+
+def _attend_to_digits(inputs: GroupInputs, weights: tuple[Tensor, ...], table: Tensor | None, num_heads: int) -> Tensor:
+    """`_attend` to events x = P d of L + 2 digits d: W_k P and W_v P are the weights of keys and values d."""
+    *projections, output_bias = weights
+    rows, first = inputs.fields[0], inputs.digits[0]
+    device = rows.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else projections[0].dtype
+    with without_autocast(device):
+        digit_weight = first.embedding.digit_weight().to(projections[2].dtype)
+        projections[2], projections[3] = (torch.matmul(x, digit_weight) for x in projections[2:4])
+        w_qk, b_qk, w_vo = absorb_weights(tuple(projections), num_heads, dtype)
+        num_queries = projections[0].size(1) // projections[2].size(1)
+        query = linear(inputs.target, w_qk, b_qk).view(-1, num_queries, num_heads, digit_weight.size(1))
+        attended = digit_attention(
+            query.to(rows.dtype),
+            join([one.words for one in inputs.digits]),
+            offsets=inputs.offsets,
+            key_bias=table,
+            key_bias_index=inputs.bias_index,
+            value_scale=inputs.value_scale,
+            scale=1 / math.sqrt(projections[2].size(1) // num_heads),
+        )
+        return linear(attended.view(output_bias.size(0), -1, w_vo.size(1)), w_vo.mT, output_bias.to(dtype))
 
 
 def _project_history(

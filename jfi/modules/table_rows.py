@@ -1,13 +1,63 @@
-"""Rows of an embedding table that have been looked up and not read yet."""
+"""Embeddings of events that have not been read yet: rows of a table, and digits of semantic IDs."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jfi.ops.rows_by_id import RowsById, read_rows
 
 
-class TableRows(JaggedTensor):
+class UnreadRows(JaggedTensor):
+    """A JaggedTensor of embeddings that `values()` reads at first use; attention may do without them.
+
+    Attributes:
+        rows: [S, D] of the embeddings' dtype and device. Its values are never read and take no memory.
+    """
+
+    rows: Tensor
+
+    def __init__(
+        self, rows: Tensor, lengths: Tensor | None, offsets: Tensor | None, weights: Tensor | None = None
+    ) -> None:
+        self.rows = rows
+        super().__init__(rows, lengths=lengths, offsets=offsets, weights=weights)
+        self._read: Tensor | None = None
+
+    def read(self) -> Tensor:
+        """The embeddings [S, D]; their gradient too."""
+        raise NotImplementedError
+
+    def with_parts(self, lengths: Tensor | None, offsets: Tensor | None, weights: Tensor | None) -> "UnreadRows":
+        """The same embeddings with these lengths, offsets and weights."""
+        raise NotImplementedError
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the embeddings have a gradient."""
+        raise NotImplementedError
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the embeddings [S, D] have been made."""
+        return self._read is not None
+
+    @property
+    def _values(self) -> Tensor:
+        # What JaggedTensor's own methods read.
+        wants_grad = torch.is_grad_enabled() and self.is_trained
+        if self._read is None or (wants_grad and not self._read.requires_grad):
+            self._read = self.read()
+        return self._read
+
+    @_values.setter
+    def _values(self, values: Tensor) -> None:
+        self._read = None
+
+    def device(self) -> torch.device:
+        return self.rows.device
+
+
+class TableRows(UnreadRows):
     """A JaggedTensor of embeddings, given by the table and the rows' ids; `values()` reads them at first use.
 
     A kernel that gathers the rows itself takes `table` and `ids`, and `rows` for autograd. Everything else takes
@@ -40,34 +90,79 @@ class TableRows(JaggedTensor):
         offsets: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> None:
-        self.table, self.ids, self.rows = table, ids, rows
-        super().__init__(rows, lengths=lengths, offsets=offsets, weights=weights)
-        self._read: Tensor | None = None
+        self.table, self.ids = table, ids
+        super().__init__(rows, lengths, offsets, weights)
 
     @property
     def by_id(self) -> RowsById:
         """The rows as the attention operators take them."""
         return RowsById(self.rows, (self.table.contiguous(),), (self.ids.contiguous(),))
 
+    def read(self) -> Tensor:
+        return read_rows(self.by_id)
+
+    def with_parts(self, lengths: Tensor | None, offsets: Tensor | None, weights: Tensor | None) -> "TableRows":
+        return TableRows(self.table, self.ids, self.rows, lengths, offsets, weights)
+
     @property
-    def _values(self) -> Tensor:
-        # What JaggedTensor's own methods read.
-        wants_grad = torch.is_grad_enabled() and self.rows.requires_grad
-        if self._read is None or (wants_grad and not self._read.requires_grad):
-            self._read = read_rows(self.by_id)
-        return self._read
+    def is_trained(self) -> bool:
+        return self.rows.requires_grad
 
-    @_values.setter
-    def _values(self, values: Tensor) -> None:
-        self._read = None
 
-    def device(self) -> torch.device:
-        return self.table.device
+class DigitRows(UnreadRows):
+    """A JaggedTensor of embeddings of semantic IDs, given by the IDs; `values()` makes them at first use.
+
+    The embedding of an ID is a linear map of its digits d: P [d, 1, 0], and P [0, 0, 1] of UNKNOWN_SID. Attention takes
+    `embedding.words(sids)`, which are these L + 2 digits, and P, `embedding.digit_weight()`.
+
+    Args:
+        sids: [S] int64.
+        embedding: the SemanticIDEmbedding, with read="digits".
+        dtype: of the embeddings.
+        lengths: [B]; None if offsets are given.
+        offsets: [B + 1].
+        weights: [S], of the events.
+    """
+
+    def __init__(
+        self,
+        sids: Tensor,
+        embedding: nn.Module,
+        dtype: torch.dtype,
+        lengths: Tensor | None = None,
+        offsets: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> None:
+        self.sids, self.embedding, self._words = sids, embedding, None
+        rows = torch.zeros((), dtype=dtype, device=sids.device).expand(sids.size(0), embedding.embedding_dim)
+        super().__init__(rows, lengths, offsets, weights)
+
+    @property
+    def words(self) -> Tensor:
+        """[S, ceil((L + 2) / 16)] int32, made once however many layers read them."""
+        if self._words is None:
+            self._words = self.embedding.words(self.sids)
+        return self._words
+
+    def read(self) -> Tensor:
+        return self.embedding.embed(self.sids).to(self.rows.dtype)
+
+    def with_parts(self, lengths: Tensor | None, offsets: Tensor | None, weights: Tensor | None) -> "DigitRows":
+        return DigitRows(self.sids, self.embedding, self.rows.dtype, lengths, offsets, weights)
+
+    def to_dtype(self, dtype: torch.dtype) -> "DigitRows":
+        """The same embeddings of another dtype."""
+        parts = self.lengths_or_none(), self.offsets_or_none(), self.weights_or_none()
+        return DigitRows(self.sids, self.embedding, dtype, *parts)
+
+    @property
+    def is_trained(self) -> bool:
+        return any([one.requires_grad for one in self.embedding.parameters()])
 
 
 def with_weights(events: JaggedTensor, weights: Tensor | None) -> JaggedTensor:
     """The events with weights of their own."""
     parts = {"lengths": events.lengths_or_none(), "offsets": events.offsets_or_none(), "weights": weights}
-    if isinstance(events, TableRows):
-        return TableRows(events.table, events.ids, events.rows, **parts)
+    if isinstance(events, UnreadRows):
+        return events.with_parts(**parts)
     return JaggedTensor(values=events.values(), **parts)

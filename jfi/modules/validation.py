@@ -14,7 +14,7 @@ from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingColle
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jfi.modules.sequence_configs import FeatureGroup, KeyBias, SequenceFeatureConfig, TimeBias, WeightBias
-from jfi.modules.table_rows import TableRows
+from jfi.modules.table_rows import UnreadRows
 from jfi.times import check_ascending
 
 if TYPE_CHECKING:
@@ -253,4 +253,4 @@ def contents_are_free(tensor: Tensor) -> bool:
 
 def unread(events: JaggedTensor) -> Tensor:
     """The values of events, for their shape, dtype and device alone: of rows not read yet a tensor without memory."""
-    return events.rows if isinstance(events, TableRows) else events.values()
+    return events.rows if isinstance(events, UnreadRows) else events.values()

@@ -1,0 +1,270 @@
+"""The layer on digits of semantic IDs that attention reads itself, against the same layer on their embeddings."""
+
+import contextlib
+import importlib
+
+import pytest
+import torch
+from torch import nn
+from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
+
+from jfi import KeyBias, PositionBias, SemanticIDEmbedding, SequenceFeatureConfig, WeightBias
+from jfi.capturable import why_not_captured
+from jfi.models import SequenceDLRM
+from jfi.modules import JaggedFeatureInteraction, JaggedMeanPooling
+from jfi.modules.table_rows import DigitRows
+from jfi.room import with_room
+from jfi.sid import UNKNOWN_SID, DiscretePCA, pack_words
+from jfi.sid.packing import Layout, pack_trits
+
+WIDTH, ROOM = 8, 30
+LENGTHS = [3, 0, 17, 1]
+KEYS = ["seen", "seen_too", "bought"]
+
+
+@pytest.fixture(params=["torch", "triton"])
+def impl(request, device, monkeypatch) -> str:
+    """On a CPU the kernels run too, through Triton's interpreter."""
+    if device.type == "cpu" and request.param == "triton":
+        module = importlib.import_module("jfi.ops.digit_attention")
+        check = module.check_impl
+        monkeypatch.setattr(module, "check_impl", lambda impl, like: check("triton", like))
+    return request.param
+
+
+def codec_of(num_digits: int) -> DiscretePCA:
+    return DiscretePCA(num_digits).fit(torch.randn(60, 6))
+
+
+def embedding_of(num_digits: int, device: torch.device, keys: list[str] = KEYS) -> SemanticIDEmbedding:
+    embedding = SemanticIDEmbedding(codec_of(num_digits), WIDTH, keys, device=device)
+    with torch.no_grad():
+        for parameter in embedding.parameters():
+            parameter.normal_(std=0.5)
+    return embedding
+
+
+def batch(num_digits: int, device: torch.device, weighted: bool = False) -> KeyedJaggedTensor:
+    """IDs of which a third are unknown; all events of the last sample of `seen` are. Buckets belong to seen."""
+    lengths = {"seen": LENGTHS, "seen_too": LENGTHS, "bought": LENGTHS[::-1], "bucket": LENGTHS}
+    values = []
+    for key in lengths:
+        sids = pack_trits(torch.randint(-1, 2, (sum(LENGTHS), num_digits)))
+        sids[torch.rand(len(sids)) < 1 / 3] = UNKNOWN_SID
+        sids[-1] = UNKNOWN_SID
+        values.append(torch.randint(4, (len(sids),)) if key == "bucket" else sids)
+    weights = torch.rand(4 * sum(LENGTHS)).add(0.1).to(device) if weighted else None
+    counts = torch.tensor(list(lengths.values())).flatten().to(device)
+    return KeyedJaggedTensor(list(lengths), torch.cat(values).to(device), weights, counts)
+
+
+def dense(found: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
+    """Embeddings that were made before the layer sees them."""
+    return {
+        key: JaggedTensor(one.values(), lengths=one.lengths(), weights=one.weights_or_none())
+        for key, one in found.items()
+    }
+
+
+def run(layer: nn.Module, embedding: SemanticIDEmbedding, sequences: dict, targets: dict) -> dict:
+    """The output and the gradients of all parameters and of the targets."""
+    targets = {name: x.clone().requires_grad_() for name, x in targets.items()}
+    out = layer(sequences, targets).values()
+    leaves = {**targets, **dict(layer.named_parameters()), **dict(embedding.named_parameters())}
+    grad = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)
+    grads = torch.autograd.grad(out, list(leaves.values()), grad, allow_unused=True)
+    return {"out": out.detach(), **dict(zip(leaves, grads, strict=True))}
+
+
+def feature(name: str = "taste", keys: tuple[str, ...] = ("seen",), **options) -> SequenceFeatureConfig:
+    return SequenceFeatureConfig(name, list(keys), ["target"], **options)
+
+
+#: By name: digits, features, options of the layer, whether events have weights, and the keys whose embeddings are made.
+CASES = {
+    "one head": (12, [feature()], {}, False, set()),
+    "31 digits": (31, [feature()], {"num_heads": 2}, False, set()),
+    "40 digits, several queries": (40, [feature()], {"num_heads": 2, "num_queries": 3}, False, set()),
+    "two targets": (25, [SequenceFeatureConfig("a", ["seen"], ["target", "other"], "concat")], {}, False, set()),
+    "features in a group": (12, [feature(), feature("b", ["bought"])], {"num_heads": 4}, False, set()),
+    "two groups": (12, [feature(), feature("b", ["bought"], bias=PositionBias())], {}, False, set()),
+    "positions": (12, [feature(bias=PositionBias()), feature("b", ["bought"], bias=PositionBias())], {}, False, set()),
+    "weights": (12, [feature(bias=WeightBias(), weighted_values=True)], {"num_heads": 2}, True, set()),
+    "buckets": (12, [feature(bias=KeyBias("bucket", 4), weighted_values=True)], {"num_heads": 2}, True, set()),
+    "two fields": (12, [feature(keys=("seen", "seen_too"))], {}, False, {"seen", "seen_too"}),
+    "projected": (12, [feature()], {"project_history": True}, False, {"seen"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_layer_on_digits_is_that_on_embeddings(case, impl, device):
+    num_digits, features, options, weighted, read = CASES[case]
+    layer = JaggedFeatureInteraction(features, WIDTH, **options).to(device)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(std=0.5)
+    embedding, ids = embedding_of(num_digits, device), batch(num_digits, device, weighted)
+    targets = {name: torch.randn(len(LENGTHS), WIDTH, device=device) for name in features[0].target_keys}
+    buckets = {"bucket": ids["bucket"]}
+    found = embedding(ids)
+    want = run(layer, embedding, {**dense(embedding(ids)), **buckets}, targets)
+    got = run(layer, embedding, {**found, **buckets}, targets)
+    assert {key for key, one in found.items() if one.is_read} == read
+    assert want["unknown"].ne(0).all() and want["projection.bias"].ne(0).any()
+    torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-5)
+    weights = layer.attention_weights({**embedding(ids), **buckets}, targets)
+    for name, one in layer.attention_weights({**dense(embedding(ids)), **buckets}, targets).items():
+        torch.testing.assert_close(weights[name].values(), one.values())
+
+
+def test_in_double_precision(device):
+    layer = JaggedFeatureInteraction([feature(bias=PositionBias())], WIDTH, 2).to(device).double()
+    embedding, ids = embedding_of(25, device).double(), batch(25, device)
+    targets = {"target": torch.randn(len(LENGTHS), WIDTH, device=device).double()}
+    found = embedding(ids)
+    got = run(layer, embedding, found, targets)
+    assert found["seen"].is_read == (device.type == "cuda")  # no kernel takes float64
+    torch.testing.assert_close(got, run(layer, embedding, dense(embedding(ids)), targets), rtol=1e-12, atol=1e-12)
+
+
+def test_under_autocast_it_runs_in_half_precision(device):
+    layer, embedding = JaggedFeatureInteraction([feature()], WIDTH, 2).to(device), embedding_of(25, device)
+    ids, targets = batch(25, device), {"target": torch.randn(len(LENGTHS), WIDTH, device=device)}
+    exact = layer(embedding(ids), targets).values()
+    with torch.autocast(device.type, torch.bfloat16):
+        found = embedding(ids)
+        out = layer(found, targets).values()
+        assert out.dtype == layer(dense(embedding(ids)), targets).values().dtype == torch.bfloat16
+    assert found["seen"].rows.dtype == torch.bfloat16 and not found["seen"].is_read
+    torch.testing.assert_close(out.float(), exact, rtol=0.05, atol=0.05)
+    out.float().sum().backward()
+    assert embedding.projection.weight.grad.isfinite().all() and embedding.projection.weight.grad.ne(0).any()
+
+
+def test_an_empty_history_gives_the_bias_of_the_output(device):
+    layer, embedding = JaggedFeatureInteraction([feature()], WIDTH).to(device), embedding_of(12, device)
+    nn.init.normal_(layer.attention[0].output_bias)
+    pooled = layer(embedding(batch(12, device)), {"target": torch.randn(len(LENGTHS), WIDTH, device=device)})
+    torch.testing.assert_close(pooled["taste"][1], layer.attention.taste.output_bias)
+
+
+def test_words_hold_the_digits_and_whether_the_item_is_known(device):
+    for num_digits in range(1, 41):
+        codec = DiscretePCA(num_digits)
+        assert codec.layout == Layout(num_digits)
+        digits = torch.randint(-1, 2, (40, num_digits))
+        digits[-1] = 0
+        sids = pack_trits(digits)
+        sids[-1] = UNKNOWN_SID
+        unknown = (sids == UNKNOWN_SID).long()[:, None]
+        reader = importlib.import_module("jfi.modules.semantic_id_embedding")._Digits(codec.layout).to(device)
+        want = pack_words(torch.cat([digits, 1 - unknown, unknown], 1))
+        assert torch.equal(reader.words(sids.to(device)).cpu(), want)
+
+
+def test_the_embedding_is_the_digits_times_their_weight(device):
+    embedding, sids = embedding_of(12, device), batch(12, device)["seen"].values()
+    digits = torch.zeros(len(sids), 14, device=device)
+    unknown = sids == UNKNOWN_SID
+    digits[:, :12] = embedding.layout.unpack(sids.cpu()).to(device).float()
+    digits[unknown, :12] = 0
+    digits[:, 12], digits[:, 13] = ~unknown, unknown
+    torch.testing.assert_close(digits @ embedding.digit_weight().T, embedding.embed(sids))
+
+
+def test_two_embeddings_are_not_read_in_one_launch(device):
+    features = [feature(), feature("b", ["bought"])]
+    layer = JaggedFeatureInteraction(features, WIDTH).to(device)
+    one, other = embedding_of(12, device, ["seen"]), embedding_of(12, device, ["bought"])
+    ids, targets = batch(12, device), {"target": torch.randn(len(LENGTHS), WIDTH, device=device)}
+    found = {**one(ids), **other(ids)}
+    torch.testing.assert_close(layer(found, targets).values(), layer(dense(found), targets).values())
+    assert found["seen"].is_read and found["bought"].is_read
+
+
+def test_ragged_targets_and_means_read_the_embeddings(device):
+    embedding, ids = embedding_of(12, device), batch(12, device)
+    candidates = {"target": JaggedTensor(torch.randn(5, WIDTH, device=device), lengths=torch.tensor([2, 0, 3, 0]))}
+    candidates["target"] = candidates["target"].to(device)
+    for layer in (JaggedFeatureInteraction([feature()], WIDTH), JaggedMeanPooling([feature()], WIDTH)):
+        found = embedding(ids)
+        got = layer.to(device)(found, candidates).values()
+        torch.testing.assert_close(got, layer(dense(embedding(ids)), candidates).values())
+        assert found["seen"].is_read
+
+
+def test_room_behind_the_last_sample(impl, device, poisoned, monkeypatch):
+    """As a captured step has it: IDs of 0, and events that no sample has."""
+    for name in ("ops._checks.may_read", "ops.digit_attention.may_read", "modules.validation.contents_are_free"):
+        module = importlib.import_module("jfi." + name.rpartition(".")[0])
+        monkeypatch.setattr(module, name.rpartition(".")[2], lambda *_: False)
+    layer, embedding = JaggedFeatureInteraction([feature()], WIDTH, 2).to(device), embedding_of(25, device)
+    events, targets = batch(25, device)["seen"], {"target": torch.randn(len(LENGTHS), WIDTH, device=device)}
+    found, room = [], events.values().new_zeros(ROOM)
+    for sids in (events.values(), torch.cat([events.values(), room])):
+        rows = DigitRows(sids, embedding, torch.float32, events.lengths(), events.offsets())
+        with with_room() if found else contextlib.nullcontext():
+            found.append(run(layer, embedding, {"seen": rows}, targets))
+        assert not rows.is_read
+    torch.testing.assert_close(*found)
+
+
+def test_a_step_on_digits_is_captured(device):
+    layer, embedding = JaggedFeatureInteraction([feature()], WIDTH, 2), embedding_of(25, torch.device("cpu"))
+    assert why_not_captured(nn.ModuleList([layer, embedding]), batch(25, torch.device("cpu"))) is None
+
+
+@pytest.mark.parametrize("beside", [None, "tags"])
+def test_a_model_with_semantic_ids_alone_attends_to_digits(beside, device, monkeypatch):
+    """The same logits, gradients and state_dict as with embeddings that are made first."""
+    keys = ["item_sid", "history_sid"]
+    tables = None
+    if beside:
+        tables = EmbeddingCollection(
+            tables=[EmbeddingConfig(name="t", embedding_dim=WIDTH, num_embeddings=5, feature_names=[beside])],
+            device=device,
+        )
+    embedding = embedding_of(25, device, keys)
+    sizes = {"dense_in_features": 2, "dense_arch_layer_sizes": [WIDTH], "over_arch_layer_sizes": [4, 1]}
+    model = SequenceDLRM(
+        None,
+        tables,
+        [SequenceFeatureConfig("taste", ["history_sid"], ["item_sid"], bias=PositionBias())],
+        **sizes,
+        num_heads=2,
+        attention_layers=2,
+        semantic_ids=embedding,
+        dense_device=device,
+    )
+    sids, counts = batch(25, device)["seen"].values(), [1, 1, 1, 1, *LENGTHS]
+    values = [sids[:4], sids]
+    if beside:
+        keys, counts, values = [*keys, beside], [*counts, 1, 1, 1, 1], [*values, torch.arange(4, device=device)]
+    ids = KeyedJaggedTensor(keys, torch.cat(values), lengths=torch.tensor(counts, device=device))
+    features, found, made = torch.randn(4, 2, device=device), [], []
+    embed = SemanticIDEmbedding.embed
+    monkeypatch.setattr(SemanticIDEmbedding, "embed", lambda own, one: made.append(len(one)) or embed(own, one))
+    for traced in (False, True):  # a tracer gets dense embeddings
+        monkeypatch.setattr("jfi.modules.semantic_id_embedding.is_traced", lambda traced=traced: traced)
+        model.zero_grad()
+        out = model(features, ids)
+        out.square().sum().backward()
+        found.append({"out": out.detach(), **{name: x.grad for name, x in model.named_parameters()}})
+    assert made == [4, 4, len(sids)]  # the targets alone, then both
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    own = {name for name in model.state_dict() if name.startswith("semantic_ids.")}
+    assert own == {
+        f"semantic_ids.{name}" for name in ("projection.weight", "projection.bias", "unknown", "fingerprint")
+    }
+
+
+def test_a_compiler_gets_dense_embeddings(device):
+    layer, embedding = JaggedFeatureInteraction([feature()], WIDTH, 2).to(device), embedding_of(12, device)
+    ids, targets = batch(12, device), {"target": torch.randn(len(LENGTHS), WIDTH, device=device)}
+    values, lengths = ids["seen"].values(), ids["seen"].lengths()
+
+    def pool(sids: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return layer({"seen": JaggedTensor(embedding.embed(sids), lengths=lengths)}, {"target": target}).values()
+
+    found = torch.compile(pool, backend="aot_eager")(values, targets["target"])
+    torch.testing.assert_close(found, layer(embedding(ids), targets).values())
