@@ -259,12 +259,14 @@ def test_a_model_with_semantic_ids_alone_attends_to_digits(beside, device, monke
 
 
 def test_a_compiler_gets_dense_embeddings(device):
-    layer, embedding = JaggedFeatureInteraction([feature()], WIDTH, 2).to(device), embedding_of(12, device)
-    ids, targets = batch(12, device), {"target": torch.randn(len(LENGTHS), WIDTH, device=device)}
-    values, lengths = ids["seen"].values(), ids["seen"].lengths()
+    layer = JaggedFeatureInteraction([feature()], WIDTH, 2).to(device)
+    embedding, events = embedding_of(12, device, ["seen"]), batch(12, device)["seen"]
+    target = torch.randn(len(LENGTHS), WIDTH, device=device)
 
-    def pool(sids: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return layer({"seen": JaggedTensor(embedding.embed(sids), lengths=lengths)}, {"target": target}).values()
+    def pool(sids: torch.Tensor, lengths: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        ids = KeyedJaggedTensor(["seen"], sids, lengths=lengths)
+        return layer(embedding(ids), {"target": target}).values()
 
-    found = torch.compile(pool, backend="aot_eager")(values, targets["target"])
-    torch.testing.assert_close(found, layer(embedding(ids), targets).values())
+    arguments = events.values(), events.lengths(), target
+    found = torch.compile(pool, backend="aot_eager")(*arguments)
+    torch.testing.assert_close(found, pool(*arguments))

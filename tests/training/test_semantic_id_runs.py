@@ -17,6 +17,7 @@ from own_table import config_of, row, write_table
 from worker import without_pictures
 
 import jfi
+from jfi import SemanticIDEmbedding
 from jfi.data import DataConfig, DataError, load_dataset
 from jfi.data.prepare import prepare_dataset
 from jfi.data.prepared_complete import complete_dataset
@@ -32,6 +33,7 @@ from jfi.sid import UNKNOWN_SID, Codec, DiscretePCA
 from jfi.training import Config, ConfigError, OptimizerConfig, resume, train
 from jfi.training.build import build_model
 from jfi.training.cli import load_config, run_cli, save_config
+from jfi.training.recorder import read_metrics
 
 ROOT = Path(__file__).parents[2]
 WORDS = ["red pen", "blue pen", "paper clip", "green folder", "desk lamp"]
@@ -245,6 +247,24 @@ def test_batches_by_user_give_the_logits_of_batches_by_sample(folder, model):
     one, other = (np.array([found[name][sample] for sample in samples]) for name in ("sample", "user"))
     assert np.std(one) > 0.05
     np.testing.assert_allclose(one, other, atol=1e-4, rtol=1e-4)
+
+
+def test_a_run_on_semantic_ids_alone_learns_from_their_digits(folder, tmp_path, monkeypatch):
+    """Events that are IDs and nothing else: the losses of attention to digits are those of attention to embeddings."""
+    made, losses = [], {}
+    embed = SemanticIDEmbedding.embed
+    monkeypatch.setattr(SemanticIDEmbedding, "embed", lambda own, sids: made.append(len(sids)) or embed(own, sids))
+    for name in ("digits", "embeddings"):
+        alone = config(folder, tmp_path / name, {"item_id": False, "bias": "position"})
+        alone.data.item_categorical, alone.data.item_dense = [], []
+        alone.data.event_categorical, alone.data.event_dense, alone.data.separators = [], [], {}
+        if name == "embeddings":  # as a tracer gets them
+            assert max(made) <= 32  # the targets of a batch: no history
+            monkeypatch.setattr("jfi.modules.semantic_id_embedding.is_traced", lambda: True)
+        train(alone)
+        losses[name] = [one["loss"] for one in read_metrics(tmp_path / name / "metrics.jsonl") if "loss" in one]
+    assert max(made) > 32 and len(losses["digits"]) > 2
+    np.testing.assert_allclose(losses["digits"], losses["embeddings"], rtol=1e-5)
 
 
 def test_tables_are_stepped_by_the_optimizer_of_the_tables(folder, tmp_path):
