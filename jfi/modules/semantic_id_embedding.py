@@ -13,8 +13,9 @@ from jfi.context import is_traced
 from jfi.modules import inputs
 from jfi.modules.table_rows import DigitRows
 from jfi.modules.validation import contents_are_free, require_keys
+from jfi.ops.sid_words import sid_words
 from jfi.sid.codec import Codec
-from jfi.sid.packing import DIGITS_PER_WORD, UNKNOWN_SID, Layout, pack_words, trits_of_bytes
+from jfi.sid.packing import UNKNOWN_SID, Layout, trits_of_bytes
 
 Read = Literal["digits", "decode", "tables", "prefix_tables"]
 Init = Literal["random", "centroids"]
@@ -177,7 +178,7 @@ class SemanticIDEmbedding(nn.Module):
 
         The first L are the ID's, the last two 1 and 0. Of UNKNOWN_SID the last is 1 and all others are 0.
         """
-        return self.reader.words(sids)
+        return sid_words(sids, self.layout.num_digits)
 
     def digit_weight(self) -> Tensor:
         """With read="digits" P [embedding_dim, L + 2]: the embedding of an ID is P times its L + 2 digits."""
@@ -222,39 +223,13 @@ class _Digits(nn.Module):
         super().__init__()
         self.layout, self.width = layout, layout.num_digits
         if not layout.codebook_size:
-            trits = trits_of_bytes()
-            self.register_buffer("trits", trits.float(), persistent=False)
-            # Of a byte its digits in 10 bits; UNKNOWN_SID has bytes of 255 alone, which no other ID has.
-            bits = pack_words(trits)[:, 0]
-            bits[255] = 0
-            self.register_buffer("bits", bits, persistent=False)
+            self.register_buffer("trits", trits_of_bytes().float(), persistent=False)
 
     def forward(self, sids: Tensor) -> Tensor:
         pieces = self.layout.pieces(sids)
         if self.layout.codebook_size:
             return pieces
         return F.embedding(pieces, self.trits).flatten(1)[:, : self.width]
-
-    def words(self, sids: Tensor) -> Tensor:
-        """`SemanticIDEmbedding.words`: byte by byte, so that nothing larger than [S] int64 is made besides."""
-        length, per_word = self.width, DIGITS_PER_WORD
-        words = [0] * -(-(length + 2) // per_word)
-        for place in range(self.layout.num_pieces):
-            bits = self.bits[sids >> 8 * place & 255]
-            word, first = divmod(10 * place, 32)
-            words[word] = words[word] | bits << first
-            if first > 22:  # the byte's digits go on in the next word
-                words[word + 1] = words[word + 1] | bits >> 32 - first
-        # Behind digit L - 1 a byte has digits of -1.
-        whole, rest = divmod(length, per_word)
-        if rest:
-            words[whole] = words[whole] & (1 << 2 * rest) - 1
-        words[whole + bool(rest) :] = [0] * (len(words) - whole - bool(rest))
-        unknown = sids == UNKNOWN_SID
-        for digit, flag in ((length, ~unknown), (length + 1, unknown)):
-            word, place = divmod(digit, per_word)
-            words[word] = words[word] | flag.int() << 2 * place
-        return torch.stack(words, dim=1)
 
 
 class _Decoder(nn.Module):

@@ -14,8 +14,8 @@ from jfi.models import SequenceDLRM
 from jfi.modules import JaggedFeatureInteraction, JaggedMeanPooling
 from jfi.modules.table_rows import DigitRows
 from jfi.room import with_room
-from jfi.sid import UNKNOWN_SID, DiscretePCA, pack_words
-from jfi.sid.packing import Layout, pack_trits
+from jfi.sid import UNKNOWN_SID, DiscretePCA
+from jfi.sid.packing import pack_trits
 
 WIDTH, ROOM = 8, 30
 LENGTHS = [3, 0, 17, 1]
@@ -146,20 +146,6 @@ def test_an_empty_history_gives_the_bias_of_the_output(device):
     nn.init.normal_(layer.attention[0].output_bias)
     pooled = layer(embedding(batch(12, device)), {"target": torch.randn(len(LENGTHS), WIDTH, device=device)})
     torch.testing.assert_close(pooled["taste"][1], layer.attention.taste.output_bias)
-
-
-def test_words_hold_the_digits_and_whether_the_item_is_known(device):
-    for num_digits in range(1, 41):
-        codec = DiscretePCA(num_digits)
-        assert codec.layout == Layout(num_digits)
-        digits = torch.randint(-1, 2, (40, num_digits))
-        digits[-1] = 0
-        sids = pack_trits(digits)
-        sids[-1] = UNKNOWN_SID
-        unknown = (sids == UNKNOWN_SID).long()[:, None]
-        reader = importlib.import_module("jfi.modules.semantic_id_embedding")._Digits(codec.layout).to(device)
-        want = pack_words(torch.cat([digits, 1 - unknown, unknown], 1))
-        assert torch.equal(reader.words(sids.to(device)).cpu(), want)
 
 
 def test_the_embedding_is_the_digits_times_their_weight(device):
