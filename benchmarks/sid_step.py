@@ -218,7 +218,7 @@ def run(shapes: tuple[SidShape, ...], out: Path, seconds: float, limit: float, d
     for shape in shapes:
         print(shape.name, flush=True)
         digits = torch.randint(-1, 2, (shape.items, shape.digits), generator=torch.Generator().manual_seed(1))
-        catalogue = pack_trits(digits).to(device)
+        catalogue = pack_trits(digits.to(device))
         for way in WAYS:
             if time.monotonic() - began > limit:
                 row = {"case": shape.name, "implementation": way, "status": "skipped", "note": f"after {limit:.0f} s"}
