@@ -89,7 +89,11 @@ class Codec(ABC):
         self.widths = [source.shape[1] for source in listed]
         mean, scale = learn_scales(listed, present)
         self.tensors = {"mean": mean, "scale": scale}
-        self._fit(normalize(listed, present, mean.float(), scale.float()), present, labels, generator, progress)
+        try:
+            self._fit(normalize(listed, present, mean.float(), scale.float()), present, labels, generator, progress)
+        except BaseException:
+            self.tensors = {}  # not fitted: `encode` says so
+            raise
         return self
 
     @torch.no_grad()

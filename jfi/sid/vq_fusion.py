@@ -113,7 +113,8 @@ class VQFusion(Codec):
         settings = {**sizes, **weights, "quantizer": chosen, "refit_every": refit_every, "seed": seed}
         settings["source_weights"] = None if source_weights is None else list(source_weights)
         super().__init__({**settings, "max_rows": max_rows}, seed, max_rows)
-        self.quantizer, self.network = quantizer, nn.Module()
+        # A quantizer of its own: another VQFusion with the same argument must not fit this one anew.
+        self.quantizer, self.network = type(quantizer)(**quantizer.settings), nn.Module()
         #: By label the number of its categories; empty before `fit`.
         self.categories: dict[str, int] = {}
 
@@ -157,8 +158,9 @@ class VQFusion(Codec):
         for name, values in labels.items():
             if values.max() < 0:
                 raise ValueError(f"labels[{name!r}] is -1, not known, for every item with content")
+        # By name, as in the file, where the heads have no other order.
+        labels = {name: labels[name].to(x.device) for name in sorted(labels)}
         self.categories = {name: int(values.max()) + 1 for name, values in labels.items()}
-        labels = {name: values.to(x.device) for name, values in labels.items()}
         network = self._new_network(x.device)
         self._train(network, x, present.to(x.dtype) * x.new_tensor(given), labels, generator, progress)
         self.network = network.double().requires_grad_(False)

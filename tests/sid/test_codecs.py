@@ -91,6 +91,40 @@ def test_files(fitted, tmp_path):
     assert safetensors.load_file(tmp_path / "codec.safetensors").keys() == codec.state().keys()
 
 
+@pytest.mark.parametrize("categories", [(3, 5), (4, 4)])
+def test_labels_in_any_order_come_back_from_a_file(categories, tmp_path, device):
+    sources, _ = content(device)
+    row = torch.arange(300, device=device)
+    labels = {"type": row % categories[0], "brand": row // 7 % categories[1]}
+    codec = VQFusion(DiscretePCA(10), latent=8, hidden=16, steps=60).fit(sources, labels)
+    predicted = codec.predict_labels(sids := codec.encode(sources))
+    codec.save(tmp_path / "codec")
+    loaded = Codec.load(tmp_path / "codec").to(device).predict_labels(sids)
+    assert predicted.keys() == labels.keys() == loaded.keys()
+    assert all(torch.equal(predicted[name], loaded[name]) for name in labels)
+    in_order = VQFusion(DiscretePCA(10), latent=8, hidden=16, steps=60).fit(sources, dict(sorted(labels.items())))
+    assert codec.fingerprint == in_order.fingerprint
+
+
+def test_codecs_with_the_same_quantizer_are_fitted_apart(device):
+    sources, _ = content(device)
+    quantizer = DiscretePCA(10)
+    first = VQFusion(quantizer, latent=8, hidden=16, steps=30).fit(sources)
+    before = first.encode(sources)
+    VQFusion(quantizer, latent=8, hidden=16, steps=30, seed=1).fit(sources)
+    assert torch.equal(first.encode(sources), before)
+    with pytest.raises(RuntimeError, match="not fitted"):
+        quantizer.encode(sources)
+
+
+def test_a_codec_whose_fit_has_failed_is_not_fitted(device):
+    codec = ResidualKMeans(2, 16).fit(torch.randn(20, 4, device=device))
+    with pytest.raises(ValueError, match="only 5 rows have content"):
+        codec.fit(torch.randn(5, 4, device=device))
+    with pytest.raises(RuntimeError, match="ResidualKMeans is not fitted"):
+        codec.encode(torch.randn(5, 4, device=device))
+
+
 def test_the_file_has_the_layout_of_safetensors(tmp_path, device):
     codec = CODECS["dpca"]().fit(content(device)[0])
     codec.save(tmp_path / "codec")
