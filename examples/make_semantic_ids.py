@@ -26,7 +26,7 @@ from torch import Tensor
 from jfi.data import DataError
 from jfi.data.readers import read_table
 from jfi.data.schema import CODEC
-from jfi.data.semantic_ids import codec_folder, new_rows, read_sids, unique_items, write_sids
+from jfi.data.semantic_ids import SID, codec_folder, new_items, read_sids, unique_items, write_sids
 from jfi.data.table import Table
 from jfi.display import Display
 from jfi.exit_codes import EXIT_CODES, raise_on_sigterm
@@ -115,6 +115,7 @@ def load(folder: Path, options: argparse.Namespace) -> tuple[Codec, Content]:
         sums = read_sums(folder)
         for name in (OPTIONS, CODEC, CONTENT):
             check_sum(folder, name, sums)
+        codec = Codec.load(folder / CODEC)
     except DamagedFileError as error:
         raise DataError(str(error)) from None
     before = json.loads((folder / OPTIONS).read_text())
@@ -123,7 +124,7 @@ def load(folder: Path, options: argparse.Namespace) -> tuple[Codec, Content]:
             option = "--" + name.replace("_", "-")
             what = f"{folder} was made with {before.get(name)!r}, not {value!r}"
             raise ConfigError(f"{option}: {what}; its IDs stay as they are, so name another --out")
-    return Codec.load(folder / CODEC).to(options.device), Content.load(folder / CONTENT)
+    return codec.to(options.device), Content.load(folder / CONTENT)
 
 
 def make(folder: Path, options: argparse.Namespace, table: Table) -> tuple[Codec, Content]:
@@ -152,16 +153,10 @@ def make(folder: Path, options: argparse.Namespace, table: Table) -> tuple[Codec
 
 def add(table: Table, options: argparse.Namespace, codec: Codec, content: Content) -> tuple[pa.Array, Tensor, int]:
     """All items and IDs, those of the file first, and how many were there."""
-    items = table.column(options.item)
-    known, old = items[:0], torch.empty(0, dtype=torch.int64)
+    known, old = table.column(options.item)[:0], torch.empty(0, dtype=torch.int64)
     if options.out.exists():
         known, old = read_sids(options.out, options.item, codec)
-    rows = new_rows(items, known)
-    try:
-        items = items.take(pa.array(rows)).cast(known.type)
-    except pa.ArrowException:
-        what = f"'{options.item}' has type {items.type}, which does not go with {known.type} of {options.out}"
-        raise DataError(f"{table.name}: {what}") from None
+    rows, items = new_items(table, options.item, known, options.out)
     sources = [source[torch.from_numpy(rows)] for source in content.sources(table)]
     sids = codec.encode(sources, Progress("encode", "items"))
     return pa.concat_arrays([known, items]), torch.cat([old, sids]), len(known)
@@ -171,6 +166,8 @@ def main() -> None:
     options = arguments()
     if not options.text and not options.embeddings:
         raise ConfigError("name the content: --text, --embeddings or both")
+    if options.item == SID:
+        raise ConfigError(f"--item {SID}: the file of IDs has a column of this name; rename the items' column")
     if options.out.suffix != ".parquet":
         raise ConfigError(f"--out {options.out}: the name must end in .parquet")
     repeated = {name for name in options.text if name in options.embeddings}

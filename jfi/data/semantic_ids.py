@@ -158,7 +158,32 @@ def read_sids(path: Path, column: str, codec: Codec, setting: str = "--out") -> 
     return table.column(column), ids
 
 
-def new_rows(items: pa.Array, known: pa.Array) -> np.ndarray:
-    """`[M]` int64, the rows of `items` that `known` lacks; a number is the same item as its text."""
-    lacks = pc.invert(pc.is_in(as_text(items).cast(pa.large_string()), as_text(known).cast(pa.large_string())))
-    return np.flatnonzero(lacks.to_numpy(zero_copy_only=False))
+def new_items(table: Table, column: str, known: pa.Array, path: Path) -> tuple[np.ndarray, pa.Array]:
+    """The rows `[M]` int64 of a table whose items `known` lacks, and these items `[M]` in the type of `known`.
+
+    A number is the same item as its text.
+
+    Args:
+        table: of the items.
+        column: its column of the items.
+        known: items of a file of IDs.
+        path: of that file, for messages.
+
+    Raises:
+        DataError: an item has no value of that type with the same text, such as "007" beside integers.
+    """
+    items = table.column(column)
+    texts = as_text(items).cast(pa.large_string())
+    rows = np.flatnonzero(pc.invert(pc.is_in(texts, as_text(known).cast(pa.large_string()))).to_numpy(False))
+    items, texts = items.take(pa.array(rows)), texts.take(pa.array(rows))
+    try:
+        found = items.cast(known.type)
+    except pa.ArrowException:
+        what = f"'{column}' has type {items.type}, which does not go with {known.type} of {path}"
+        raise DataError(f"{table.name}: {what}") from None
+    changed = pc.not_equal(as_text(found).cast(pa.large_string()), texts).to_numpy(False)
+    if changed.any():
+        i = int(changed.argmax())
+        what = f"'{column}' is '{texts[i]}', which as {known.type}, the type of {path}, is '{as_text(found)[i]}'"
+        raise table.fault(int(rows[i]), what)
+    return rows, found

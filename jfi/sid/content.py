@@ -145,10 +145,8 @@ def _texts(table: Table, name: str) -> list[str]:
     """A column of texts, or of lists of texts, which are joined; "" where empty."""
     column = table.column(name)
     if is_list(column.type) and is_text(column.type.value_type):
-        column = pc.binary_join(text_lists(column), " ")
-    else:
-        column = table.strings(name)
-    return column.fill_null("").to_pylist()
+        return [" ".join(filter(None, texts or ())) for texts in text_lists(column).to_pylist()]
+    return table.strings(name).fill_null("").to_pylist()
 
 
 def _vectorizer(**settings: object):
@@ -168,7 +166,8 @@ def _learn_text(table: Table, name: str, width: int, seed: int) -> TextEmbedding
         raise DataError(f"{table.name}: column '{name}' has no words") from None
     from sklearn.decomposition import TruncatedSVD
 
-    svd = TruncatedSVD(min(width, min(matrix.shape)), random_state=seed).fit(matrix)
+    with np.errstate(divide="ignore", invalid="ignore"):  # texts that are all the same have no variance to divide by
+        svd = TruncatedSVD(min(width, min(matrix.shape)), random_state=seed).fit(matrix)
     words = vectorizer.get_feature_names_out().tolist()
     return TextEmbedding(words, torch.from_numpy(vectorizer.idf_), torch.from_numpy(svd.components_))
 
@@ -215,7 +214,8 @@ def _lists(table: Table, name: str, width: int | None) -> np.ndarray:
         values = column.flatten().cast(pa.float64())
     except pa.ArrowException:
         raise DataError(f"{table.name}: column '{name}' has type {column.type}, but must hold numbers") from None
-    numbers = values.to_numpy(zero_copy_only=False).astype(np.float32).reshape(-1, expected)
+    with np.errstate(over="ignore"):  # a number beyond float32's range is refused below
+        numbers = values.to_numpy(zero_copy_only=False).astype(np.float32).reshape(-1, expected)
     wrong = ~np.isfinite(numbers).all(1)
     if wrong.any():
         raise table.fault(int(filled[wrong.argmax()]), f"'{name}' holds a number that is missing or not finite")

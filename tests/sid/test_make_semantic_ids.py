@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from jfi.data.semantic_ids import write_sids
+from jfi.files import read_sums, sha256_of, write_sums
 from jfi.sid import UNKNOWN_SID, Codec, DiscretePCA
 from jfi.training.cli import run_cli
 
@@ -128,6 +129,30 @@ def test_an_item_without_content_is_counted(command):
     assert "1 new, of which 1 without content" in command(*DPCA)[1]
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("kind", [pa.list_(pa.string()), pa.large_list(pa.large_string())])
+def test_lists_of_texts_count_as_one_text(command, kind):
+    """A gap in a list leaves its other texts."""
+    table = rows(60)
+    titles = table["title"].to_pylist()
+    pq.write_table(table, "items.parquet")
+    assert command(*DPCA)[0] == 0
+    lists = [[*title.split(), None, ""] for title in titles[:58]] + [[None], None]
+    pq.write_table(with_column(table, "title", lists, kind), "items.parquet")
+    assert command(*DPCA, "--out", "lists.parquet")[0] == 0
+    sids, of_lists = items_and_sids("sids.parquet"), items_and_sids("lists.parquet")
+    assert [item for item, sid in of_lists.items() if sid == UNKNOWN_SID] == [58, 59]
+    pairs = {(sids[item], of_lists[item]) for item in range(58)}  # the same texts have the same ID
+    assert len(pairs) == len({one for one, _ in pairs}) == len({other for _, other in pairs}) == len(WORDS)
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_texts_that_are_all_the_same(command):
+    pq.write_table(with_column(rows(60), "title", ["the same"] * 60), "items.parquet")
+    code, _, _ = command(*DPCA)
+    assert code == 0 and len({*items_and_sids("sids.parquet").values()}) == 1
+
+
 def test_csv_and_residual_kmeans(command):
     table = rows(60)
     lines = [f"{i},{title}" for i, title in zip(table["item"].to_pylist(), table["title"].to_pylist(), strict=True)]
@@ -160,6 +185,7 @@ def image(values: list, kind: pa.DataType | None = None) -> pa.Table:
         ),
         (image([[1.0, 2.0]]), IMAGE, "items.parquet:60: 'image' has 2 numbers, and that of line 1 has 4"),
         (image([[1.0, 2.0, None, 3.0]]), IMAGE, "items.parquet:60: 'image' holds a number that is missing or not"),
+        (image([[1.0, 2.0, 1e300, 3.0]]), IMAGE, "items.parquet:60: 'image' holds a number that is missing or not"),
         (image([[1.0, 2.0, float("inf"), 3.0]]), IMAGE, "items.parquet:60: 'image' holds a number that is missing or"),
         (with_column(rows(60), "item", [*range(59), 7]), DPCA, "items.parquet:60: 'item' is '7' again, as in line 8"),
         (with_column(rows(60), "item", [*range(59), None]), DPCA, "items.parquet:60: empty 'item'"),
@@ -172,9 +198,11 @@ def image(values: list, kind: pa.DataType | None = None) -> pa.Table:
         (rows(60), [*DPCA, "--out", "sids.csv"], "--out sids.csv: the name must end in .parquet"),
         (rows(60), [*DPCA, "--out", "gone/sids.parquet"], "--out gone/sids.parquet: there is no folder gone"),
         (rows(60), [*DPCA, "--out", "items.parquet"], "--out items.parquet: --items names this file too"),
+        (rows(60), [*DPCA, "--item", "sid"], "--item sid: the file of IDs has a column of this name"),
         (rows(60), DPCA[:2] + DPCA[4:], "name the content: --text, --embeddings or both"),
     ],
 )
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_refused(command, table, arguments, message):
     pq.write_table(table, "items.parquet")
     code, _, error = command(*arguments)
@@ -185,6 +213,13 @@ def test_refused(command, table, arguments, message):
 def damaged_codec() -> None:
     path = Path("sids.codec/codec.safetensors")
     path.write_bytes(path.read_bytes()[:-1] + b"\0")
+
+
+def codec_of_another_version() -> None:
+    folder = Path("sids.codec")
+    path = folder / "codec.safetensors"
+    path.write_bytes(path.read_bytes().replace(b"jfi.sid codec 1", b"jfi.sid codec 9"))
+    write_sums(folder, {name: sha256_of(folder / name) for name in read_sums(folder)})
 
 
 def other_codec(sids: list[int] | None = None, codec: Codec | None = None) -> None:
@@ -226,6 +261,12 @@ def made(main, tmp_path_factory) -> Path:
             [],
             "'item' has type string, which does not go with int64 of sids.parquet",
         ),
+        (
+            lambda: pq.write_table(with_column(rows(60), "item", [f"{i:02d}" for i in range(60)]), "items.parquet"),
+            [],
+            "items.parquet:1: 'item' is '00', which as int64, the type of sids.parquet, is '0'",
+        ),
+        (codec_of_another_version, [], "codec.safetensors is no codec of this version of jfi"),
     ],
 )
 def test_refused_beside_ids_that_are_there(command, made, damage, arguments, message):
