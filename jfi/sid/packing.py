@@ -290,7 +290,8 @@ def _check_integers(name: str, values: Tensor, dim: int) -> None:
 
 
 def _check_range(name: str, values: Tensor, low: int, high: int) -> None:
-    wrong = (values < low) | (values > high)
+    wide = values.long() if values.dtype.itemsize < 4 else values  # a bound that the dtype lacks would wrap around
+    wrong = (wide < low) | (wide > high)
     if wrong.any():
         row, column = wrong.nonzero()[0].tolist()
         raise ValueError(f"{name}[{row}, {column}] is {values[row, column]}, must be from {low} to {high}")

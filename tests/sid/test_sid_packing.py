@@ -76,6 +76,18 @@ def test_refused(call, kind, message):
         call()
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+def test_any_integer_dtype(dtype):
+    """The bounds are compared as numbers: uint8 has no -1, and no 999."""
+    digits = torch.tensor([[1, 0, 1], [0, 0, 1]])
+    assert torch.equal(pack_trits(digits.to(dtype)), pack_trits(digits))
+    assert torch.equal(pack_words(digits.to(dtype)), pack_words(digits))
+    codes = torch.tensor([[100, 2], [3, 120]])
+    assert torch.equal(pack_codes(codes.to(dtype), 1000), pack_codes(codes, 1000))
+    with pytest.raises(ValueError, match=r"digits\[0, 0\] is 100"):
+        pack_trits(codes.to(dtype))
+
+
 @pytest.mark.parametrize("num_digits", [1, 16, 17, 25, 40])
 def test_words_are_those_of_the_digits(num_digits):
     digits = torch.randint(-1, 2, (50, num_digits))
