@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from jfi.data import DataError
+from jfi.data.config import SID
 from jfi.data.readers import read_table
 from jfi.data.schema import CODEC
-from jfi.data.semantic_ids import SID, codec_folder, new_items, read_sids, unique_items, write_sids
+from jfi.data.semantic_ids import codec_folder, new_items, read_sids, unique_items, write_sids
 from jfi.data.table import Table
 from jfi.display import Display
 from jfi.exit_codes import EXIT_CODES, raise_on_sigterm

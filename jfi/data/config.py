@@ -14,6 +14,8 @@ from jfi.suggest import suggest
 
 AGE = "age"
 HISTORY = "history_"
+#: The column of semantic IDs in their file, and in the names of their keys.
+SID = "sid"
 Batching = Literal["sample", "user"]
 #: By value of `data.statistics` the dense features that it makes; see `jfi.data.statistics`.
 STATISTICS = {
@@ -294,6 +296,8 @@ class DataConfig:
         for name in keys:
             if keys.count(name) > 1 + (name in shared):
                 raise DataError(f"data lists the column '{name}' twice; a column can have one role only")
+        if self.semantic_ids is not None and SID in keys:
+            raise DataError(f"data lists the column '{SID}', which is that of data.semantic_ids; rename the column")
         self._check_leak()
         self._check_split()
         self._check_ids()

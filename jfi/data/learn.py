@@ -6,10 +6,9 @@ import pyarrow.compute as pc
 
 from jfi.data.arrange import Rows
 from jfi.data.columns import count_slots, encode, is_multi_valued, learn_edges, learn_vocabulary, moments
-from jfi.data.config import AGE, HISTORY, DataConfig
+from jfi.data.config import AGE, HISTORY, SID, DataConfig
 from jfi.data.errors import DataError
 from jfi.data.schema import DataSchema, Encodings, Entity, FeatureSpec, Strings
-from jfi.data.semantic_ids import SID
 from jfi.data.source import RawColumns
 from jfi.encoding import UNKNOWN, HashBuckets
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from jfi.data.arrays import as_text
+from jfi.data.config import SID
 from jfi.data.errors import DataError
 from jfi.data.readers import read_table
 from jfi.data.schema import CODEC
@@ -22,8 +23,6 @@ from jfi.files import DamagedFileError, writing_file
 from jfi.sid.codec import Codec
 from jfi.sid.packing import UNKNOWN_SID
 
-#: The column of the IDs.
-SID = "sid"
 _FINGERPRINT, _KIND = b"jfi.sid.fingerprint", b"jfi.sid.codec"
 
 

@@ -196,7 +196,8 @@ class Codec(ABC):
             if codec.fingerprint != metadata["fingerprint"]:
                 raise ValueError("its content does not match its fingerprint")
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise DamagedFileError(f"{path} is no codec of this version of jfi, or damaged: {error}") from None
+            fault = " ".join(str(error).split())  # that of a state_dict has several lines
+            raise DamagedFileError(f"{path} is no codec of this version of jfi, or damaged: {fault}") from None
         if not isinstance(codec, cls):
             raise ValueError(f"{path} holds a {type(codec).__name__}, not a {cls.__name__}")
         return codec

@@ -158,6 +158,12 @@ def test_damaged_files_are_refused(tmp_path, device):
         path.write_bytes(damaged)
         with pytest.raises(DamagedFileError, match=f"{path} is no codec of this version"):
             Codec.load(path)
+    fusion = VQFusion(DiscretePCA(4), latent=4, hidden=8, steps=2).fit(torch.randn(20, 5))
+    fusion.save(path)
+    path.write_bytes(path.read_bytes().replace(b"network.encoder", b"network.encodes"))
+    with pytest.raises(DamagedFileError, match="no codec of this version") as fault:
+        Codec.load(path)
+    assert "\n" not in str(fault.value)
     with pytest.raises(DamagedFileError, match="no such file"):
         Codec.load(tmp_path / "gone")
     path.write_bytes(data)

@@ -172,6 +172,15 @@ def test_wrong_files_are_refused_by_name(copied, change, message):
     assert "\n" not in str(fault.value)
 
 
+@pytest.mark.parametrize("field", ["item_dense", "item_categorical", "event_categorical", "user_categorical"])
+def test_a_column_with_the_name_of_the_ids_is_refused(folder, field):
+    data = config(folder, "x").data
+    data = dataclasses.replace(data, **{field: [*getattr(data, field), "sid"]})
+    with pytest.raises(DataError, match=r"data lists the column 'sid', which is that of data.semantic_ids; rename"):
+        data.check()
+    dataclasses.replace(data, semantic_ids=None).check()
+
+
 def other_codec(folder: Path) -> None:
     DiscretePCA(8).fit(torch.randn(20, 3)).save(codec_folder(folder / "sids.parquet") / "codec.safetensors")
 
