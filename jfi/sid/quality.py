@@ -12,6 +12,8 @@ from jfi.sid.packing import UNKNOWN_SID
 from jfi.sid.sources import Sources, as_sources, normalize, present_rows, spread
 
 _BLOCK = 2**14
+#: Scores of items by categories that are held at a time: a label may have very many categories.
+_SCORES = 2**24
 #: Of the probe, relative to the mean squared size of a feature.
 _RIDGE = 1e-3
 
@@ -203,5 +205,5 @@ def _probe(features: Tensor, labels: Tensor, train: Tensor, test: Tensor) -> flo
     gram = x[train].T @ x[train]
     ridge = _RIDGE * gram.diagonal().mean().clamp(min=1e-12)
     weights = torch.linalg.solve(gram + ridge * torch.eye(len(gram), dtype=x.dtype, device=x.device), sums.T)
-    right = sum(int((classes[(x[rows] @ weights).argmax(1)] == labels[rows]).sum()) for rows in test.split(_BLOCK))
-    return right / len(test)
+    parts = test.split(max(1, _SCORES // len(classes)))
+    return sum(int((classes[(x[rows] @ weights).argmax(1)] == labels[rows]).sum()) for rows in parts) / len(test)

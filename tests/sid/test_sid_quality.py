@@ -49,7 +49,7 @@ def test_the_error_is_a_part_of_the_variance_by_source():
     assert quality.reconstruction_error == pytest.approx(sum(errors) / 2, rel=1e-4)
 
 
-def test_labels_are_read_from_ids_that_hold_them():
+def test_labels_are_read_from_ids_that_hold_them(monkeypatch):
     y = torch.arange(400) % 4
     x = torch.nn.functional.one_hot(y, 4).float() + torch.randn(400, 4) * 0.02
     y[::5] = -1
@@ -59,6 +59,8 @@ def test_labels_are_read_from_ids_that_hold_them():
     assert told.probe > 0.95 and told.raw > 0.95 and told.majority < 0.35 and told.items == 160
     shuffled = sid_quality(codec, x, sids[torch.randperm(400)], {"kind": y}).labels["kind"]
     assert shuffled.probe < 0.5
+    monkeypatch.setattr("jfi.sid.quality._SCORES", 30)  # of 4 categories, 7 items at a time
+    assert sid_quality(codec, x, sids, {"kind": y}).labels["kind"] == told
     text = str(sid_quality(codec, x, sids, {"kind": y}))
     assert "kind accuracy" in text and "400, of which 0 (0.0%) without content" in text
 
