@@ -119,6 +119,8 @@ class ScoringParts:
         if schema.codec is not None:
             self._sids = SemanticIDs.read(sources.semantic_ids, config.item, "semantic_ids")
             self._sids.check_codec(schema.codec, "the run", "semantic_ids")
+        elif sources.semantic_ids is not None:
+            raise DataError(f"semantic_ids: got {sources.semantic_ids!r}, but the run has no semantic IDs")
         self._item_columns = [*config.item_categorical, *config.item_dense] if sources.items is None else []
         self._first_rows: pa.Table | None = None
         self.known_items = KnownItems(schema, seen_only=bool(self._item_columns)) if positives else None

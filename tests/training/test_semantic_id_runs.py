@@ -433,6 +433,14 @@ def test_predict_reads_the_ids_that_it_is_given(folder, copied, caplog):
     assert before[0] != after[0] and before[1] == after[1] and before[2] == after[2]  # i12 has no content
 
 
+def test_a_run_without_semantic_ids_takes_none(folder, tmp_path):
+    made = config(folder, tmp_path / "run")
+    train(dataclasses.replace(made, data=dataclasses.replace(made.data, semantic_ids=None)))
+    run = jfi.load_run(tmp_path / "run")
+    with pytest.raises(DataError, match=r"semantic_ids: got '.*sids.parquet', but the run has no semantic IDs"):
+        run.predict(table([row(5)]), semantic_ids=folder / "sids.parquet")
+
+
 def test_an_item_that_training_never_saw_is_scored_by_its_content(folder, tmp_path):
     """Without item ids a new item with an old one's content gets the old one's score, and others other ones."""
     for name in ("table.csv", "items.parquet", "sids.parquet"):
