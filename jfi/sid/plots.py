@@ -24,7 +24,8 @@ def draw_quality(quality: SIDQuality, source_names: list[str], title: str, path:
     errors, rates, digits, labels = figure.subplots(2, 2).flat
     names = ["all", *source_names]
     _bars(errors, names, [[quality.reconstruction_error, *quality.source_errors]], [_COLOR], [""])
-    errors.set(title="reconstruction error (part of the variance)")
+    highest = max(1.0, quality.reconstruction_error, *quality.source_errors)
+    errors.set(title="reconstruction error (part of the variance)", ylim=(0, 1.1 * highest))
     shown = {
         "distinct IDs\nby items": quality.no_collision_rate,
         "items with\nown ID": quality.single_rate,
@@ -32,13 +33,15 @@ def draw_quality(quality: SIDQuality, source_names: list[str], title: str, path:
         "items with\ncontent": 1 - quality.unknown / quality.items,
     }
     _bars(rates, list(shown), [list(shown.values())], [_COLOR], [""])
-    rates.set(title=f"{quality.items:,} items, {quality.distinct:,} distinct IDs", ylim=(0, 1.1))
+    known = quality.items - quality.unknown
+    rates.set(title=f"{known:,} items with content, {quality.distinct:,} distinct IDs", ylim=(0, 1.1))
     numbers = range(1, len(quality.perplexity) + 1)
     digits.bar(numbers, quality.perplexity, color=_COLOR, label="perplexity")
     digits.bar(numbers, quality.dead_codes, color=_OTHER, width=0.4, label="values that no item has")
-    digits.set(title="use of each digit's values", xlabel="digit")
+    top = max(*quality.perplexity, *quality.dead_codes)
+    digits.set(title="use of each digit's values", xlabel="digit", ylim=(0, 1.25 * top))  # the legend is above the bars
     digits.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    digits.legend(loc="lower right")
+    digits.legend(loc="upper right", ncols=2)
     if quality.labels:
         columns = [[getattr(one, kind) for one in quality.labels.values()] for kind in ("majority", "probe", "raw")]
         _bars(labels, list(quality.labels), columns, [_LIGHT, _COLOR, _OTHER], ["most frequent", "IDs", "content"])
