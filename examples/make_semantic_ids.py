@@ -43,6 +43,8 @@ from jfi.training.scores import check_place, check_results
 
 CONTENT, OPTIONS = "content.safetensors", "options.json"
 FIGURES, PICTURE = "quality.json", "quality.png"
+#: Of scikit-learn.
+MOST_SEED = 2**32 - 1
 
 
 def names(text: str) -> list[str]:
@@ -176,7 +178,11 @@ def main() -> None:
         raise ConfigError(f"--embeddings: '{min(repeated)}' is in --text too")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: there is no GPU here")
+    if not 0 <= options.seed <= MOST_SEED:
+        raise ConfigError(f"--seed: got {options.seed}, must be from 0 to {MOST_SEED}")
     check_place("--out", options.out)
+    if Path(options.items).is_dir() and options.out.resolve().is_relative_to(Path(options.items).resolve()):
+        raise ConfigError(f"--out {options.out}: is in the folder {options.items} of --items, which would read it next")
     check_results({"--out": options.out}, {"--items": options.items})
     new_codec(options)  # refuses wrong options before the table is read
     with raise_on_sigterm(), locking_folder(options.out.parent) as alone:

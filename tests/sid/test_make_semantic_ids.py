@@ -198,6 +198,8 @@ def image(values: list, kind: pa.DataType | None = None) -> pa.Table:
         (rows(60), [*DPCA, "--out", "sids.csv"], "--out sids.csv: the name must end in .parquet"),
         (rows(60), [*DPCA, "--out", "gone/sids.parquet"], "--out gone/sids.parquet: there is no folder gone"),
         (rows(60), [*DPCA, "--out", "items.parquet"], "--out items.parquet: --items names this file too"),
+        (rows(60), [*DPCA, "--seed", "-1"], "--seed: got -1, must be from 0 to 4294967295"),
+        (rows(60), [*DPCA, "--items", "."], "--out sids.parquet: is in the folder . of --items, which would read it"),
         (rows(60), [*DPCA, "--item", "sid"], "--item sid: the file of IDs has a column of this name"),
         (rows(60), DPCA[:2] + DPCA[4:], "name the content: --text, --embeddings or both"),
     ],
