@@ -80,7 +80,7 @@ class Content:
         for name in self.embeddings:
             self.widths[name] = _lists(table, name, None).shape[1]
         for name in self.categorical:
-            counts = table.strings(name).drop_null().value_counts()
+            counts = _values(table, name).drop_null().value_counts()
             # A value of one item says nothing of another.
             self.categories[name] = sorted(one["values"].as_py() for one in counts if one["counts"].as_py() > 1)
             if not self.categories[name]:
@@ -101,7 +101,7 @@ class Content:
         """The labels, `[N]` int64 each; -1 where a value is missing, or `learn` has not found it twice."""
         found = {}
         for name, values in self.categories.items():
-            codes = pc.index_in(table.strings(name).cast(pa.string()), value_set=pa.array(values, pa.string()))
+            codes = pc.index_in(_values(table, name).cast(pa.string()), value_set=pa.array(values, pa.string()))
             found[name] = torch.from_numpy(codes.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64))
         return found
 
@@ -139,6 +139,12 @@ class Content:
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"{path}: not the content of a codec, or damaged: {error}") from None
         return made
+
+
+def _values(table: Table, name: str) -> pa.Array:
+    """A column of categories as strings, null where empty: "" of Parquet and JSON Lines too, as in text files."""
+    column = table.strings(name)
+    return pc.if_else(pc.equal(column, ""), None, column)
 
 
 def _texts(table: Table, name: str) -> list[str]:

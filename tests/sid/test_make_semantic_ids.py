@@ -146,6 +146,21 @@ def test_lists_of_texts_count_as_one_text(command, kind):
     assert len(pairs) == len({one for one, _ in pairs}) == len({other for _, other in pairs}) == len(WORDS)
 
 
+def test_an_empty_category_is_not_known(command):
+    brands = ["" if i % 2 else f"brand {i % 3}" for i in range(60)]
+    table = with_column(rows(60), "brand", brands)
+    pq.write_table(table, "items.parquet")
+    lines = [
+        f"{i},{title},{brand}" for i, (title, brand) in enumerate(zip(table["title"].to_pylist(), brands, strict=True))
+    ]
+    Path("items.csv").write_text("\n".join(["item,title,brand", *lines]))
+    for name in ("items.parquet", "items.csv"):
+        arguments = [*DPCA, "--items", name, "--categorical", "brand", "--out", f"{Path(name).suffix[1:]}.parquet"]
+        assert command(*arguments)[0] == 0
+    found = [json.loads(Path(f"{kind}.codec/quality.json").read_text())["labels"] for kind in ("parquet", "csv")]
+    assert found[0] == found[1] and found[0]["brand"]["items"] == 15
+
+
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_texts_that_are_all_the_same(command):
     pq.write_table(with_column(rows(60), "title", ["the same"] * 60), "items.parquet")
