@@ -118,14 +118,14 @@ def step_lines(cases: dict[str, dict[str, dict]]) -> list[list[str]]:
 def part_lines(cases: dict[str, dict[str, dict]]) -> list[list[str]]:
     """A line a part of the model; on a GPU with its kernels."""
     everything = [row for rows in cases.values() for row in rows.values()]
-    profiled = any("kernel_count" in row for row in everything)
-    lines = [["part", "ms", "rows/s", "step / target attention's", *["kernels", "attention's share"] * profiled]]
+    profiled = any("attention_share" in row for row in everything)
+    lines = [["part", "ms", "rows/s", "step / target attention's", *["attention, of the kernels' time"] * profiled]]
     for rows in cases.values():
         for name, row in rows.items():
             cells = [f"{row['part_step_us'] / 1e3:.2f}", f"{row['rows_per_second']:,.0f}"]
             cells.append(f"{row['over_target_attention']:.2f}")
             if profiled:
-                cells += [f"{row['kernel_count']:.0f}", f"{row['attention_share']:.0%}"]
+                cells.append(f"{row['attention_share']:.0%}")
             lines.append([name, *cells])
     return lines
 
@@ -279,8 +279,7 @@ def markdown(results: dict, brief: bool = False) -> str:
         tables, unit = [step_lines(cases)], "MB above model and optimizer"
     elif suite == "parts":
         tables = [part_lines(cases)]
-        events = results["rows"][0]["events_per_sample"]
-        unit = f"{results['rows'][0]['case']}, {events:.0f} events a sample on average"
+        unit = results["rows"][0]["case"]
     elif suite == "rows":
         tables = rows_tables(cases)
         unit = "Microseconds of kernels, forward \\| forward + backward + update; MB above model and optimizer"
