@@ -10,7 +10,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from benchmarks import dwell_page, figures, report, table
+from benchmarks import dwell_page, figures, report, sid_tables, table
+from benchmarks.quality import semantic_ids
 from benchmarks.quality.page import quality
 from benchmarks.quality.tables import TABLES as QUALITY_TABLES
 
@@ -23,6 +24,7 @@ PAGES = (
     "docs/performance.md",
     "docs/quality.md",
     "docs/scaling.md",
+    "docs/semantic_ids.md",
     "docs/serving.md",
 )
 FIGURE = RESULTS / "h200/speed.png"
@@ -127,6 +129,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "timeline cpu": lambda: table.markdown(read("cpu/timeline")),
     "parts h200": lambda: table.markdown(read("h200/parts")),
     "parts cpu": lambda: table.markdown(read("cpu/parts")),
+    "digits": lambda: sid_tables.digits(read("h200/digits")),
+    "sid_step": lambda: sid_tables.steps(read("h200/sid_step")),
+    "semantic ids": semantic_ids.page,
     "scaling": scaling,
     "serving h200": lambda: serving("h200/serving"),
     "serving cpu": lambda: serving("cpu/serving"),

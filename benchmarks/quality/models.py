@@ -1,6 +1,6 @@
 """The models that are compared, as data: settings that stay, and the trials that are tried for each.
 
-Every model that is tuned has `TRIALS` trials; the one with the best AUC on the validation rows counts.
+Every model that is tuned has `TRIALS` trials; the best one on the validation rows counts.
 """
 
 from dataclasses import dataclass
@@ -21,11 +21,13 @@ class Model:
         kind: which of `run.RUNNERS` trains it.
         settings: fields of the config by their dotted name for ours, arguments of the class for FuxiCTR's.
         trials: what is tried beside them, or `[{}]` for a model that has nothing to tune.
+        chosen_by: metric on the validation rows of the trial that counts, `auc` or `ne`.
     """
 
     kind: Kind
     settings: dict[str, object]
     trials: list[dict[str, object]]
+    chosen_by: Literal["auc", "ne"] = "auc"
 
     def __post_init__(self) -> None:
         if self.trials != [{}] and len(self.trials) != TRIALS:
@@ -45,7 +47,7 @@ def grid(**values: list) -> list[dict[str, object]]:
 #: Of FuxiCTR's trainings: the most epochs, the epochs without a better validation AUC after which one ends, and rows of
 #: a step. Ours are in the config of the table.
 PEER_TRAINING = {"epochs": 10, "patience": 2, "batch_size": 256}
-_OUR_TRIALS = grid(optimizer__dense__learning_rate=[0.003, 0.01], optimizer__embeddings__learning_rate=[0.05, 0.1])
+OUR_TRIALS = grid(optimizer__dense__learning_rate=[0.003, 0.01], optimizer__embeddings__learning_rate=[0.05, 0.1])
 
 
 def _peer_trials(name: str) -> list[dict[str, object]]:
@@ -118,7 +120,7 @@ BASELINES = (
 )
 
 MODELS: dict[str, Model] = {
-    **{name: Model("ours", settings, _OUR_TRIALS) for name, settings in OURS.items()},
+    **{name: Model("ours", settings, OUR_TRIALS) for name, settings in OURS.items()},
     **{name: Model("ours", settings, [{}]) for name, settings in UNTUNED.items()},
     **{name: Model("fuxictr", _PEER | settings, _peer_trials(name)) for name, settings in PEERS.items()},
     **{name: Model("baseline", {}, [{}]) for name in BASELINES},

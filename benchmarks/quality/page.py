@@ -41,7 +41,7 @@ def render(table: Table, cells: list[dict], models: dict[str, Model]) -> str:
     lines += [line for _, line in sorted(entries, key=lambda entry: -entry[0])]
     what = f"{len(runs)} folds" if len(table.folds) > 1 else f"{len(runs)} seeds"
     note = f"Mean and standard deviation over {what}; settings are the best of {TRIALS} trials on the validation rows."
-    return f"{markdown.as_markdown(lines)}\n\n{note} {_where([c for c in cells if c['model'] in done])}".rstrip()
+    return f"{markdown.as_markdown(lines)}\n\n{note} {where([c for c in cells if c['model'] in done])}".rstrip()
 
 
 def _figure(found: dict[str, float]) -> str:
@@ -49,7 +49,7 @@ def _figure(found: dict[str, float]) -> str:
     return f"{found['mean']:.4f}" + (f" ± {found['std']:.4f}" if found["std"] > 1e-9 else "")
 
 
-def _where(cells: list[dict]) -> str:
+def where(cells: list[dict]) -> str:
     def listed(key: str) -> str:
         return ", ".join(dict.fromkeys(str(cell[key]) for cell in cells))
 

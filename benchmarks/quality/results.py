@@ -58,12 +58,13 @@ def of_model(cells: list[dict], name: str, settings: dict) -> dict[tuple[int, in
 
 
 def chosen(cells: list[dict], name: str, model: Model, runs: list[tuple[int, int]]) -> dict | None:
-    """The settings of the trial with the best validation AUC in the first of `runs`; None while a trial is missing."""
+    """The settings of the trial that is best on validation rows in the first of `runs`; None while one is missing."""
     trials = [model.settings | trial for trial in model.trials]
     found = [of_model(cells, name, settings).get(runs[0]) for settings in trials]
     if None in found:
         return None
-    return max(found, key=lambda cell: cell["validation"]["auc"])["settings"]
+    sign = 1 if model.chosen_by == "auc" else -1
+    return max(found, key=lambda cell: sign * cell["validation"][model.chosen_by])["settings"]
 
 
 def summary(cells: list[dict], name: str, model: Model, runs: list[tuple[int, int]]) -> dict | None:

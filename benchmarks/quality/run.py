@@ -44,7 +44,9 @@ class Task:
         self._baselines: dict[str, list[BaselineResult]] = {}
 
     def config(self, overrides: dict[str, object]) -> Config:
-        """The table's config with other fields, by their dotted name."""
+        """The table's config with other fields, by their dotted name; files are named from the folder of all tables."""
+        files = {f"data.{name}" for name in FILES}
+        overrides = {name: str(self.data / value) if name in files else value for name, value in overrides.items()}
         text = {name: value if isinstance(value, str) else json.dumps(value) for name, value in overrides.items()}
         more = [f"--{name}={value}" for name, value in text.items()]
         return parse_config([*self.table.arguments(self.fold, self.data), *more], "")[0]

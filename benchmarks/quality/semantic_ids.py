@@ -1,0 +1,241 @@
+"""What semantic IDs bring on Amazon Office: an item's id alone, and beside it its content in several forms.
+
+python -m benchmarks.quality.fetch --out data/quality amazon_office
+python -m benchmarks.quality.semantic_ids
+
+The codecs are fitted and the IDs written by examples/make_semantic_ids.py, to data/quality/semantic_ids. Users are
+split 8 : 1 : 1, and a tenth of the items is in no row of the training users, so that test rows have new items. Every
+form has four trials of learning rates; the one with the best NE on the validation rows is trained with three seeds.
+Results go to benchmarks/results/quality/semantic_ids.json after each training; another call goes on from there.
+"""
+
+from jfi.exit_codes import EXIT_CODES, begin_command
+
+if __name__ == "__main__":  # before the other imports
+    begin_command()
+
+import contextlib
+import csv
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import zlib
+from pathlib import Path
+
+import torch
+
+from benchmarks import table as markdown
+from benchmarks.quality.fuxictr import Peers
+from benchmarks.quality.models import Model, grid
+from benchmarks.quality.page import RESULTS, where
+from benchmarks.quality.results import Results, chosen, final_runs, of_model
+from benchmarks.quality.run import Task, run_table
+from benchmarks.quality.tables import DATA, ROOT, TABLES, Table
+from jfi.data import DataError, InteractionDataset
+from jfi.exit_codes import run_command
+from jfi.options import OptionError, OptionParser
+from jfi.suggest import suggest
+from jfi.training import ConfigError, train
+from jfi.training.metrics import Predictions
+from jfi.training.saved_run import load_run
+
+NAME = "semantic_ids"
+_OFFICE = TABLES["amazon_office"]
+SPLITS = ("interactions", "validation", "test")
+_FILES = {setting: f"{NAME}/{setting}.csv" for setting in SPLITS} | {"items": _OFFICE.folds[0]["items"]}
+TABLE = Table(_OFFICE.title, _OFFICE.config, [_FILES])
+#: Users 0 of 10 test, 1 validate; items 0 of 10 are new: by CRC-32.
+_PARTS = 10
+_BOTH = ["--text", "title,description"]
+#: By the name of their file, the options of examples/make_semantic_ids.py.
+CODECS: dict[str, list[str]] = {
+    "rq": [*_BOTH, "--codec", "rq"],
+    "dpca": [*_BOTH, "--codec", "dpca"],
+    "vq_title": ["--text", "title"],
+    "vq": _BOTH,
+    "vq_brand": [*_BOTH, "--categorical", "brand"],
+}
+
+
+def _sids(codec: str, read: str, **model: object) -> dict[str, object]:
+    more = {f"model.{name}": value for name, value in model.items()}
+    return {"data.semantic_ids": f"{NAME}/{codec}.parquet", "model.semantic_ids": read} | more
+
+
+def _tables(init: str = "random", spread: float = 0.1) -> dict[str, object]:
+    return _sids("rq", "tables", semantic_id_init=init, semantic_id_spread=spread)
+
+
+#: By name what differs from the table's config, and the bytes of an event's fields in a batch.
+FORMS: dict[str, tuple[dict[str, object], int]] = {
+    "id alone": ({}, 8),
+    "brand": ({"data.item_categorical": ["brand"]}, 16),
+    "published RQ-VAE, tables": ({"data.item_categorical": ["code_0", "code_1", "code_2"]}, 32),
+    "RQ, tables": (_tables(), 16),
+    "RQ, tables, spread 0.02": (_tables(spread=0.02), 16),
+    "RQ, tables, spread 0.3": (_tables(spread=0.3), 16),
+    "RQ, tables from centroids": (_tables("centroids"), 16),
+    "RQ, tables from centroids, spread 0.3": (_tables("centroids", 0.3), 16),
+    "RQ, prefix tables": (_sids("rq", "prefix_tables"), 16),
+    "RQ, decoded": (_sids("rq", "decode"), 16),
+    "discrete PCA, digits": (_sids("dpca", "digits"), 16),
+    "VQ fusion of titles, digits": (_sids("vq_title", "digits"), 16),
+    "VQ fusion, digits": (_sids("vq", "digits"), 16),
+    "VQ fusion with brands, digits": (_sids("vq_brand", "digits"), 16),
+    "VQ fusion with brands, decoded": (_sids("vq_brand", "decode"), 16),
+    "VQ fusion with brands, digits, no id": (_sids("vq_brand", "digits", item_id=False), 8),
+}
+BASE = "id alone"
+#: The traditional way, as it is without tuning, and its variants among which validation chooses.
+UNTUNED = "RQ, tables"
+TRADITIONAL = [name for name in FORMS if "tables" in name]
+#: Of all forms. Ids are made unknown in training, so that the embedding of an unknown item is trained.
+_SETTINGS = {"data.item_categorical": [], "data.split": "files", "data.unknown_share": 0.02, "training.monitor": "ne"}
+_TRIALS = grid(optimizer__dense__learning_rate=[0.001, 0.003], optimizer__embeddings__learning_rate=[0.02, 0.1])
+MODELS = {name: Model("ours", _SETTINGS | settings, _TRIALS, "ne") for name, (settings, _) in FORMS.items()}
+
+
+def part(text: str) -> int:
+    """A number below `_PARTS` that depends on the text alone."""
+    return zlib.crc32(text.encode()) % _PARTS
+
+
+def split_rows(data: Path) -> None:
+    """Writes the rows of training, validation and test users, the first without the new items, if they are missing."""
+    paths = [data / _FILES[setting] for setting in SPLITS]
+    if all(path.exists() for path in paths):
+        return
+    with open(data / _OFFICE.folds[0]["interactions"], newline="") as file:
+        names, *rows = csv.reader(file)
+    user, item = names.index("user"), names.index("item")
+    kept: dict[str, list] = {setting: [names] for setting in SPLITS}
+    for row in rows:
+        split = {0: "test", 1: "validation"}.get(part(row[user]), "interactions")
+        if split != "interactions" or part(f"item {row[item]}"):
+            kept[split].append(row)
+    for setting, path in zip(SPLITS, paths, strict=True):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows(kept[setting])
+
+
+def make_ids(data: Path) -> None:
+    """Writes the IDs that are missing, by the command."""
+    folder = data / NAME
+    for name, options in CODECS.items():
+        out = folder / f"{name}.parquet"
+        if out.exists():
+            continue
+        items = data / TABLE.folds[0]["items"]
+        command = [sys.executable, ROOT / "examples/make_semantic_ids.py", "--items", items, *options, "--out", out]
+        done = subprocess.run([str(one) for one in command], capture_output=True, text=True)
+        if done.returncode:
+            raise DataError(f"{out}: {done.stderr.strip()[-400:]}")
+        print(f"wrote {out}", flush=True)
+
+
+def run_form(task: Task, name: str, settings: dict, seed: int) -> dict:
+    """Trains a form."""
+    config = task.config(settings)
+    with tempfile.TemporaryDirectory() as scratch, open(os.devnull, "w") as nowhere:
+        run_dir, dataset = f"{scratch}/run", task.dataset(config)
+        with contextlib.redirect_stdout(nowhere):
+            result = train(config.with_training(run_dir=run_dir, seed=seed), dataset)
+        run = load_run(run_dir)
+        return {
+            "validation": result.validation,
+            "test": result.test,
+            "slices": slices(run.model, dataset),
+            "train_seconds": result.train_seconds,
+            "epochs": result.epochs,
+            "best_epoch": result.best_epoch,
+            "parameters": sum(one.numel() for one in run.model.parameters()),
+        }
+
+
+@torch.no_grad()
+def slices(model: torch.nn.Module, dataset: InteractionDataset) -> dict[str, dict[str, float]]:
+    """Metrics of the test rows whose item has been in a training row, `warm`, and of the others, `cold`."""
+    model.eval()
+    found = {True: Predictions(), False: Predictions()}
+    for batch in dataset.batches("test", 4096):
+        logits = model(batch.dense_features, batch.sparse_features, batch.timelines).squeeze(-1)
+        known = batch.sparse_features[dataset.schema.item_key].values() > 0
+        for warm, predictions in found.items():
+            rows = known == warm
+            predictions.add(logits[rows], batch.labels[rows], batch.users[rows])
+    return {name: found[warm].metrics() for name, warm in (("warm", True), ("cold", False))}
+
+
+def finals(cells: list[dict], name: str) -> list[dict]:
+    """The trainings of a form that count; none while one is missing."""
+    runs = final_runs(TABLE)
+    settings = chosen(cells, name, MODELS[name], runs)
+    found = {} if settings is None else of_model(cells, name, settings)
+    return [found[run] for run in runs] if all(run in found for run in runs) else []
+
+
+def figures(cells: list[dict]) -> dict[str, dict]:
+    """By form that is done its NE gains over the id alone, in percent by seed, and the cells that count."""
+    done = {name: found for name in FORMS if (found := finals(cells, name))}
+    base = statistics.fmean(cell["test"]["ne"] for cell in done[BASE])
+    gains = {name: [100 * (1 - cell["test"]["ne"] / base) for cell in found] for name, found in done.items()}
+    return {name: {"gains": gains[name], "cells": found} for name, found in done.items()}
+
+
+def tuned(found: dict[str, dict]) -> str:
+    """The traditional form with the best mean NE on the validation rows."""
+    return min(
+        (name for name in TRADITIONAL if name in found),
+        key=lambda name: statistics.fmean(cell["validation"]["ne"] for cell in found[name]["cells"]),
+    )
+
+
+def page(folder: Path = RESULTS) -> str:
+    """The table of docs/semantic_ids.md.
+
+    Raises:
+        FileNotFoundError: there are no results.
+    """
+    path = folder / f"{NAME}.json"
+    if not path.exists():
+        raise FileNotFoundError(path)
+    found = figures(Results(path).cells)
+    untuned, best = (statistics.fmean(found[name]["gains"]) for name in (UNTUNED, tuned(found)))
+    titles = ["beside the id", "NE gain, %", "of tuned", "of untuned tables", "test NE", "AUC", "AUC of new items"]
+    lines = [[*titles, "bytes an event", "parameters"]]
+    for name, one in sorted(found.items(), key=lambda pair: -statistics.fmean(pair[1]["gains"])):
+        gain = statistics.fmean(one["gains"])
+        cells = one["cells"]
+        auc, cold = (
+            statistics.fmean(cell[part]["auc"] for cell in flat)
+            for part, flat in (("test", cells), ("cold", [cell["slices"] for cell in cells]))
+        )
+        ne = statistics.fmean(cell["test"]["ne"] for cell in cells)
+        ratios = ["", ""] if name == BASE else [f"{gain / best:.2f}x", f"{gain / untuned:.2f}x"]
+        spread = f"{gain:.1f} ± {statistics.pstdev(one['gains']):.1f}"
+        size = f"{cells[0]['parameters']:,}"
+        lines.append([name, spread, *ratios, f"{ne:.4f}", f"{auc:.4f}", f"{cold:.4f}", str(FORMS[name][1]), size])
+    note = f"Mean and standard deviation over {len(found[BASE]['cells'])} seeds; tuned tables: {tuned(found)}."
+    return f"{markdown.as_markdown(lines)}\n\n{note} {where([cell for one in found.values() for cell in one['cells']])}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = OptionParser(prog=f"python -m benchmarks.quality.{NAME}", description=__doc__, epilog=EXIT_CODES)
+    parser.add_argument("--forms", nargs="+", default=list(FORMS), help=f"some of: {', '.join(FORMS)}")
+    parser.add_argument("--data", type=Path, default=DATA, help="folder that benchmarks.quality.fetch wrote")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    options = parser.parse_args(arguments)
+    for name in options.forms:
+        if name not in FORMS:
+            raise OptionError(f"--forms: unknown {name!r}; {suggest(name, FORMS)}")
+    split_rows(options.data)
+    make_ids(options.data)
+    results = Results(options.out / f"{NAME}.json")
+    run_table(TABLE, results, options.forms, options.data, Peers(), {"ours": run_form}, MODELS)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main, (ConfigError, DataError)))

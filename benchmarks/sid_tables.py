@@ -1,0 +1,34 @@
+"""The tables of docs/semantic_ids.md, from the results of the suites `digits` and `sid_step`."""
+
+from benchmarks import report
+from benchmarks.table import as_markdown, by_case, measured
+from jfi.plan import ceil_div
+
+
+def digits(results: dict) -> str:
+    """Kernels of attention over packed digits beside those over rows, and what training takes."""
+    lines = [["case", "words", "digits, us", "rows, us", "MB of training: digits", "rows"]]
+    for case, rows in by_case(results).items():
+        cells = [case, str(ceil_div(rows["jfi, digits"]["D"], 16))]
+        for row in rows.values():
+            times = (row[f"kernel_{way}_us"] for way in ("forward", "backward"))
+            cells.append(" \\| ".join(map(report.microseconds, times)))
+        lines.append(cells + [f"{row['memory_training_mb']:.0f}" for row in rows.values()])
+    return f"{as_markdown(lines)}\n\nKernels, forward \\| backward; MB above the inputs. {measured(results)}."
+
+
+def steps(results: dict) -> str:
+    """Training steps on long histories: semantic IDs beside rows by id."""
+    cases: dict[str, dict[str, dict]] = {}
+    for row in results["rows"]:
+        cases.setdefault(row["case"], {})[row["implementation"]] = row
+    lines = [["case", "history", "ms, captured", "ms, eager", "MB above the inputs", "MB of a batch"]]
+    for case, rows in cases.items():
+        for name, row in rows.items():
+            if row["status"] != "ok":
+                lines.append([case, name, row["status"], *["-"] * 3])
+                continue
+            captured = "-" if row["graph_us"] is None else f"{row['graph_us'] / 1e3:.2f}"
+            sizes = [f"{row['memory_mb']:,.0f}", f"{row['batch_bytes'] / 1e6:.1f}"]
+            lines.append([case, name, captured, f"{row['eager_us'] / 1e3:.2f}", *sizes])
+    return f"{as_markdown(lines)}\n\n{measured(results)}."
