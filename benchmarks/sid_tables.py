@@ -1,4 +1,9 @@
-"""The tables of docs/semantic_ids.md, from the results of the suites `digits` and `sid_step`."""
+"""The tables and the picture of docs/semantic_ids.md, from results."""
+
+import statistics
+from pathlib import Path
+
+import matplotlib.pyplot as plt
 
 from benchmarks import report
 from benchmarks.table import as_markdown, by_case, measured
@@ -32,3 +37,26 @@ def steps(results: dict) -> str:
             sizes = [f"{row['memory_mb']:,.0f}", f"{row['batch_bytes'] / 1e6:.1f}"]
             lines.append([case, name, captured, f"{row['eager_us'] / 1e3:.2f}", *sizes])
     return f"{as_markdown(lines)}\n\n{measured(results)}."
+
+
+def draw_gains(found: dict[str, dict], base: str, path: Path) -> None:
+    """NE gain of each form over the id alone, with its spread over the seeds.
+
+    Args:
+        found: what `benchmarks.quality.semantic_ids.figures` returns.
+        base: name of the form with the id alone.
+        path: of the PNG.
+    """
+    shown = {name: one for name, one in found.items() if name != base}
+    names = sorted(shown, key=lambda name: statistics.fmean(shown[name]["gains"]))
+    gains = [shown[name]["gains"] for name in names]
+    colours = ["tab:red" if "no id" in name else "tab:blue" for name in names]
+    figure, axes = plt.subplots(figsize=(7, 0.27 * len(names) + 1), layout="constrained")
+    spread = [statistics.pstdev(one) for one in gains]
+    axes.barh(names, [statistics.fmean(one) for one in gains], xerr=spread, color=colours, capsize=2)
+    axes.set_xlabel("NE gain over the item's id alone, %; red: in the place of the id, blue: beside it")
+    axes.grid(True, axis="x", alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(axis="y", labelsize=8)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

@@ -33,6 +33,7 @@ from benchmarks.quality.page import RESULTS, where
 from benchmarks.quality.results import Results, chosen, final_runs, of_model
 from benchmarks.quality.run import Task, run_table
 from benchmarks.quality.tables import DATA, ROOT, TABLES, Table
+from benchmarks.sid_tables import draw_gains
 from jfi.data import DataError, InteractionDataset
 from jfi.exit_codes import run_command
 from jfi.options import OptionError, OptionParser
@@ -64,8 +65,8 @@ def _sids(codec: str, read: str, **model: object) -> dict[str, object]:
     return {"data.semantic_ids": f"{NAME}/{codec}.parquet", "model.semantic_ids": read} | more
 
 
-def _tables(init: str = "random", spread: float = 0.1) -> dict[str, object]:
-    return _sids("rq", "tables", semantic_id_init=init, semantic_id_spread=spread)
+def _tables(init: str = "random", spread: float = 0.1, **model: object) -> dict[str, object]:
+    return _sids("rq", "tables", semantic_id_init=init, semantic_id_spread=spread, **model)
 
 
 #: By name what differs from the table's config, and the bytes of an event's fields in a batch.
@@ -85,6 +86,11 @@ FORMS: dict[str, tuple[dict[str, object], int]] = {
     "VQ fusion, digits": (_sids("vq", "digits"), 16),
     "VQ fusion with brands, digits": (_sids("vq_brand", "digits"), 16),
     "VQ fusion with brands, decoded": (_sids("vq_brand", "decode"), 16),
+    "RQ, tables, no id": (_tables(item_id=False), 8),
+    "RQ, tables from centroids, no id": (_tables("centroids", item_id=False), 8),
+    "RQ, decoded, no id": (_sids("rq", "decode", item_id=False), 8),
+    "discrete PCA, digits, no id": (_sids("dpca", "digits", item_id=False), 8),
+    "VQ fusion, digits, no id": (_sids("vq", "digits", item_id=False), 8),
     "VQ fusion with brands, digits, no id": (_sids("vq_brand", "digits", item_id=False), 8),
 }
 BASE = "id alone"
@@ -194,7 +200,7 @@ def tuned(found: dict[str, dict]) -> str:
 
 
 def page(folder: Path = RESULTS) -> str:
-    """The table of docs/semantic_ids.md.
+    """The table of docs/semantic_ids.md; draws the picture beside the results.
 
     Raises:
         FileNotFoundError: there are no results.
@@ -203,6 +209,7 @@ def page(folder: Path = RESULTS) -> str:
     if not path.exists():
         raise FileNotFoundError(path)
     found = figures(Results(path).cells)
+    draw_gains(found, BASE, path.with_suffix(".png"))
     untuned, best = (statistics.fmean(found[name]["gains"]) for name in (UNTUNED, tuned(found)))
     titles = ["beside the id", "NE gain, %", "of tuned", "of untuned tables", "test NE", "AUC", "AUC of new items"]
     lines = [[*titles, "bytes an event", "parameters"]]
