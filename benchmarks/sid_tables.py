@@ -54,7 +54,7 @@ def draw_gains(found: dict[str, dict], base: str, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 0.27 * len(names) + 1), layout="constrained")
     spread = [statistics.pstdev(one) for one in gains]
     axes.barh(names, [statistics.fmean(one) for one in gains], xerr=spread, color=colours, capsize=2)
-    axes.set_xlabel("NE gain over the item's id alone, %; red: in the place of the id, blue: beside it")
+    axes.set_xlabel("NE gain over the id alone, %; red: without the id")
     axes.grid(True, axis="x", alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(axis="y", labelsize=8)
