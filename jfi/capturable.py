@@ -69,7 +69,7 @@ def _why_not(module: nn.Module, keys: set[str]) -> str | None:
         read = [key for table in module.embedding_bag_configs() for key in table.feature_names] if is_bag else []
         key = next((key for key in read if key in keys), None)
         return key and f"an {kind} reads '{key}' without room; use jfi.FusedEmbeddingBagCollection"
-    if isinstance(module, SemanticIDEmbedding) and module.projection is None and keys:
+    if isinstance(module, SemanticIDEmbedding) and module.projection is None and keys & {*module.feature_names}:
         return f"a SemanticIDEmbedding with read='{module.read}' has learned tables, which have not been captured yet"
     if isinstance(module, JaggedEncoder) and keys:
         return "a JaggedEncoder has linear layers, whose gradients sum over all rows of a history"

@@ -44,7 +44,8 @@ def main(arguments: list[str] | None = None) -> None:
     for name in options.tables:
         print(f"-- {TABLES[name].title}", flush=True)
         results = Results(options.out / f"{name}.json")
-        run_table(TABLES[name], results, options.models, options.data, peers)
+        models = [one for one in options.models if MODELS[one].tables is None or name in MODELS[one].tables]
+        run_table(TABLES[name], results, models, options.data, peers)
 
 
 if __name__ == "__main__":

@@ -22,12 +22,14 @@ class Model:
         settings: fields of the config by their dotted name for ours, arguments of the class for FuxiCTR's.
         trials: what is tried beside them, or `[{}]` for a model that has nothing to tune.
         chosen_by: metric on the validation rows of the trial that counts, `auc` or `ne`.
+        tables: names of the tables that have what it reads; None for all.
     """
 
     kind: Kind
     settings: dict[str, object]
     trials: list[dict[str, object]]
     chosen_by: Literal["auc", "ne"] = "auc"
+    tables: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.trials != [{}] and len(self.trials) != TRIALS:
@@ -78,6 +80,12 @@ OURS: dict[str, dict[str, object]] = {
     "+ recency, statistics": _RECENT | _STATISTICS,
     "+ recency, statistics of one's own past": _RECENT | _OWN,
 }
+#: Content in the place of ids, where items have texts; benchmarks.quality.semantic_ids makes the semantic IDs.
+_CONTENT = {"data.semantic_ids": "semantic_ids/vq_brand.parquet", "model.item_id": False}
+WITH_CONTENT: dict[str, dict[str, object]] = {
+    "+ semantic IDs, no id": _CROSSED | _CONTENT,
+    "+ semantic IDs, no id, statistics": _CROSSED | _CONTENT | _STATISTICS,
+}
 #: What the table's config sets beside its columns, at the library's defaults.
 _DEFAULTS: dict[str, object] = {
     "model.bias": None,
@@ -121,6 +129,7 @@ BASELINES = (
 
 MODELS: dict[str, Model] = {
     **{name: Model("ours", settings, OUR_TRIALS) for name, settings in OURS.items()},
+    **{name: Model("ours", settings, OUR_TRIALS, tables=("amazon_office",)) for name, settings in WITH_CONTENT.items()},
     **{name: Model("ours", settings, [{}]) for name, settings in UNTUNED.items()},
     **{name: Model("fuxictr", _PEER | settings, _peer_trials(name)) for name, settings in PEERS.items()},
     **{name: Model("baseline", {}, [{}]) for name in BASELINES},

@@ -158,12 +158,20 @@ class SemanticIDEmbedding(nn.Module):
                 except ValueError as fault:
                     raise ValueError(f"features['{key}']: {fault}") from None
             parts = jagged.lengths_or_none(), jagged.offsets_or_none(), jagged.weights_or_none()
-            if self.read == "digits" and not is_traced():
+            if self._stays_digits() and not is_traced():
                 found[key] = DigitRows(sids, self, self._dtype(sids.device.type), *parts)
             else:
                 lengths, offsets, weights = parts
                 found[key] = JaggedTensor(self.embed(sids), lengths=lengths, offsets=offsets, weights=weights)
         return found
+
+    def _stays_digits(self) -> bool:
+        """Whether the projection is a plain linear map, whose weights can be read in the place of a call."""
+        projection = self.projection
+        if self.read != "digits" or type(projection) is not nn.Linear:
+            return False
+        plain = all([type(one) is nn.Parameter for one in (projection.weight, projection.bias)])
+        return plain and not (projection._forward_hooks or projection._forward_pre_hooks)
 
     def embed(self, sids: Tensor) -> Tensor:
         """The embeddings [S, embedding_dim] of IDs [S], which are not checked."""

@@ -19,9 +19,10 @@ class PositionBias:
         num_buckets: rows of the learned table. The distance d falls in bucket floor(log2(d + 1)); farther events share
             the last one.
         recency: how the table begins. By default at zero; if True so that heads weigh events by powers of their
-            distance, (d + 1)^-a: a is 0 for the first head, and from 1/2 to 2, evenly in log a, for the others. Heads
-            of recent events are then not diluted by a longer history. Slopes by head are those of ALiBi (Press et al.
-            2022), but of the logarithm of the distance, and learned from there.
+            distance, (d + 1)^-a: a is 0 for the first head, and from 1/2 to 2, evenly in log a, for the others (1/2
+            where there is one other), so a single head begins at zero. Heads of recent events are then less diluted by
+            a longer history. Slopes by head are those of ALiBi (Press et al. 2022), but of the logarithm of the
+            distance, and learned from there.
     """
 
     num_buckets: int = 32

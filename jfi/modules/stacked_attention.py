@@ -217,7 +217,8 @@ def _attend_to_digits(inputs: GroupInputs, weights: tuple[Tensor, ...], table: T
     *projections, output_bias = weights
     rows, first = inputs.fields[0], inputs.digits[0]
     device = rows.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else projections[0].dtype
+    autocast = device != "meta" and torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if autocast else projections[0].dtype
     with without_autocast(device):
         digit_weight = first.embedding.digit_weight().to(projections[2].dtype)
         projections[2], projections[3] = (torch.matmul(x, digit_weight) for x in projections[2:4])

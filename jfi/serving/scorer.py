@@ -75,6 +75,8 @@ class Scorer:
         if info.get("policy") is not None:
             schema = replace(schema, policy=PolicyFields(**info["policy"]))
             policy = RequestPolicy(Policy.load(path / artifact.POLICY), schema.policy)
+            # The newest events of training decide the segment, so a request may not name more.
+            limits = replace(limits, max_history=min(limits.max_history, info["limits"]["max_history"]))
         self.reader = RequestReader(schema, limits, policy)
         self.inputs = Inputs(**info["inputs"])
         self.tables = load_tables(

@@ -256,3 +256,26 @@ def test_a_compiler_gets_dense_embeddings(device):
     arguments = events.values(), events.lengths(), target
     found = torch.compile(pool, backend="aot_eager")(*arguments)
     torch.testing.assert_close(found, pool(*arguments))
+
+
+def test_a_projection_that_is_more_than_its_weight_is_called(device):
+    ids = batch(5, device)
+    embedding = embedding_of(5, device)
+    assert isinstance(embedding(ids)["seen"], DigitRows)
+    handle = embedding.projection.register_forward_hook(lambda _, __, out: 2 * out)
+    hooked = embedding(ids)["seen"]
+    assert not isinstance(hooked, DigitRows)
+    handle.remove()
+    known = ids["seen"].values() != UNKNOWN_SID
+    torch.testing.assert_close(hooked.values()[known], 2 * embedding(ids)["seen"].values()[known])
+
+
+def test_shapes_on_the_meta_device():
+    meta = torch.device("meta")
+    embedding, ids = embedding_of(5, meta), batch(5, torch.device("cpu"))
+    rows = DigitRows(
+        ids["seen"].values().to(meta), embedding, torch.float32, ids["seen"].lengths().to(meta), None, None
+    )
+    layer = JaggedFeatureInteraction([feature()], WIDTH, 2, device=meta)
+    targets = {"target": torch.empty(len(LENGTHS), WIDTH, device=meta)}
+    assert layer({"seen": rows}, targets).values().shape == (len(LENGTHS), WIDTH)

@@ -156,10 +156,10 @@ def test_limits_of_data(option, settings, accepted, refused):
 
 @pytest.mark.parametrize(("kind", "section"), [(ModelConfig, "model"), (EncoderConfig, "encoder")])
 def test_an_unknown_bias_is_refused(kind, section):
-    known = "null or one of position, weights, history_age"
+    known = "null or one of position, recency, weights, history_age"
     with pytest.raises(ConfigError, match=rf"^{section}\.bias: got 'history_ago', must be {known}$"):
         kind(bias="history_ago")
-    for bias in (None, "position", "weights", "history_age"):
+    for bias in (None, "position", "recency", "weights", "history_age"):
         assert kind(bias=bias).bias == bias
 
 
