@@ -34,6 +34,7 @@ def measured(shape: RowsShape) -> list[dict]:
     return [{"suite": "rows"} | row for row in rows.run(RowsCase(shape), CPU, 0.0, RATES)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_all_ways_make_the_same_step(shape, tmp_path):
     found = measured(shape)
@@ -54,6 +55,7 @@ def test_all_ways_make_the_same_step(shape, tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_suite_is_run_with_the_rates_of_the_machine(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(rows, "cases", lambda quick: [RowsCase(TINY)])
     main.run_suite("rows", CPU, RATES, ENVIRONMENT, argparse.Namespace(out=tmp_path, quick=True, movielens=None))
@@ -74,6 +76,7 @@ def test_rows_of_8_bits_are_beside_those_of_float16(tmp_path):
     assert figures.rows({"environment": ENVIRONMENT, "rows": found}, tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(3), ids=["output", "gradient of the queries", "table"])
 def test_a_way_that_differs_gets_no_speed(monkeypatch, part):
     own = rows.result
@@ -133,6 +136,7 @@ def test_sets_are_the_same_work():
     assert not torch.equal(first.ids, second.ids)
 
 
+@pytest.mark.slow
 def test_a_page_says_where_results_are_missing(monkeypatch, tmp_path):
     page = "<!-- table: rows -->\nold\n<!-- end -->"
     monkeypatch.setattr(readme, "RESULTS", tmp_path)

@@ -38,6 +38,7 @@ def test_registers_are_not_dense():
     assert made == {REGISTERS: False, DENSE: True}
 
 
+@pytest.mark.slow
 def test_a_failure_does_not_stop_the_others(tmp_path, monkeypatch):
     build = sid_step.build
     monkeypatch.setattr(sid_step, "build", lambda way, *more: 1 / 0 if way == DENSE else build(way, *more))
@@ -46,6 +47,7 @@ def test_a_failure_does_not_stop_the_others(tmp_path, monkeypatch):
     assert "ZeroDivisionError" in rows[1]["note"] and "eager_us" not in rows[1]
 
 
+@pytest.mark.slow
 def test_a_wrong_result_gets_no_time(tmp_path, monkeypatch):
     words = sid_step.SemanticIDEmbedding.words
     monkeypatch.setattr(
@@ -55,5 +57,6 @@ def test_a_wrong_result_gets_no_time(tmp_path, monkeypatch):
     assert rows[0]["status"] == "wrong" and "eager_us" not in rows[0] and rows[1]["status"] == "ok"
 
 
+@pytest.mark.slow
 def test_the_limit_skips(tmp_path):
     assert {row["status"] for row in run(tmp_path, limit=-1.0)} == {"skipped"}

@@ -114,6 +114,7 @@ def test_results_without_captured_steps_are_printed():
     assert "| old | jfi | 2.00 | 8,000 | 3 | 1.00x, 1.00x |" in printed and "kernels" not in printed
 
 
+@pytest.mark.slow
 def test_a_pooling_that_differs_gets_no_speed(monkeypatch):
     monkeypatch.setattr(Projections, "load", lambda *_: None)
     rows = list(training_step.run(StepCase(TINY), CPU, 0.0))
@@ -130,6 +131,7 @@ def test_tables_by_id_train_as_those_of_torchrec(way):
         assert training_step.training_error(way, replace(TINY, dtype="bfloat16"), batches, CPU) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [pytest.param({"lr": 0.011, "eps": 1e-8}, marks=pytest.mark.slow), {"lr": 0.01, "eps": 1e-5}],
@@ -157,6 +159,7 @@ def test_steps_that_were_not_captured_get_no_speed(monkeypatch):
     assert "step_us" not in row
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_gets_no_speed(monkeypatch):
     monkeypatch.setattr(training_step, "train_step", lambda *_: torch.tensor(torch.nan))
     assert {row["status"] for row in training_step.run(StepCase(TINY), CPU, 0.0)} == {"wrong"}

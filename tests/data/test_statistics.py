@@ -186,6 +186,7 @@ def test_a_table_to_score_needs_them(tmp_path):
     assert batch.dense_features.shape == (len(table), 5)
 
 
+@pytest.mark.slow
 def test_the_script_writes_them_for_a_file_and_for_the_synthetic_table(tmp_path):
     script = [sys.executable, str(ROOT / "examples/add_statistics.py")]
     synthetic = ["--data.source", "synthetic", "--data.synthetic.num_users", "20", "--data.statistics", "[item]"]
