@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from benchmarks import measure
+from benchmarks.quality.models import OURS
 from benchmarks.timeline import StepTrainer
 from benchmarks.training_step import HEAVIEST, profiled_kernels, release
 from jfi import CapturedStep
@@ -25,18 +26,16 @@ from jfi.training.distributed import World
 
 HELD = 4  # batches, whose steps rotate
 LEAST_STEPS = 3 * HELD
-_BIASES = ["history_age", "position"]
-_STATISTICS = ["item", "user", "similar"]
-#: By name, settings of `model` and the columns of `data.statistics`.
-PARTS: dict[str, tuple[dict[str, object], list[str]]] = {
-    "no history": ({"pooling": "none"}, []),
-    "mean pooling": ({"pooling": "mean"}, []),
-    "target attention": ({"bias": "history_age"}, []),
-    "+ heads by position": ({"bias": _BIASES}, []),
-    "+ cross network": ({"bias": _BIASES, "cross_layers": 2}, []),
-    "+ second layer": ({"bias": _BIASES, "cross_layers": 2, "attention_layers": 2}, []),
-    "+ statistics": ({"bias": _BIASES, "cross_layers": 2}, _STATISTICS),
-}
+#: Of `benchmarks.quality.models.OURS`.
+PARTS = (
+    "no history",
+    "mean pooling",
+    "target attention",
+    "+ heads by position",
+    "+ cross network",
+    "+ second layer",
+    "+ statistics",
+)
 #: What every part is compared with.
 REFERENCE = "target attention"
 
@@ -86,7 +85,9 @@ class Part:
     """
 
     def __init__(self, name: str, case: PartsCase, device: torch.device, datasets: dict | None = None) -> None:
-        settings, statistics = PARTS[name]
+        settings = {"model.bias": "history_age"} | OURS[name]
+        statistics = settings.pop("data.statistics", [])
+        settings = {key.removeprefix("model."): value for key, value in settings.items()}
         data = DataConfig(source="synthetic", synthetic=case.table, max_history=case.max_history, statistics=statistics)
         datasets = {} if datasets is None else datasets
         dataset = datasets.get(tuple(statistics)) or datasets.setdefault(tuple(statistics), load_dataset(data))

@@ -181,6 +181,8 @@ def main() -> None:
     if dwell_page.RESULTS.exists():
         dwell_page.draw(dwell_page.read())
         print(f"drew {dwell_page.PICTURE.relative_to(ROOT)}")
+    if (picture := semantic_ids.draw()) is not None:
+        print(f"drew {picture.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

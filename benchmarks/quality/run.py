@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import yaml
+from torch import nn
 
 from benchmarks import report
 from benchmarks.quality.fuxictr import Peers, train_peer, write_rows
@@ -72,15 +73,16 @@ class Task:
         return self._baselines
 
 
-def run_ours(task: Task, name: str, settings: dict, seed: int) -> dict:
-    """Trains one of our models."""
+def train_ours(task: Task, settings: dict, seed: int) -> tuple[dict, nn.Module, InteractionDataset]:
+    """Trains one of our models: what a cell says of it, the model of its best epoch, and the data."""
     config = task.config(settings)
+    dataset = task.dataset(config)
     with tempfile.TemporaryDirectory() as scratch, open(os.devnull, "w") as nowhere:
         run_dir = f"{scratch}/run"
         with contextlib.redirect_stdout(nowhere):
-            result = train(config.with_training(run_dir=run_dir, seed=seed), task.dataset(config))
+            result = train(config.with_training(run_dir=run_dir, seed=seed), dataset)
         model = load_run(run_dir).model
-    return {
+    found = {
         "validation": result.validation,
         "test": result.test,
         "train_seconds": result.train_seconds,
@@ -88,6 +90,12 @@ def run_ours(task: Task, name: str, settings: dict, seed: int) -> dict:
         "best_epoch": result.best_epoch,
         "parameters": sum(one.numel() for one in model.parameters()),
     }
+    return found, model, dataset
+
+
+def run_ours(task: Task, name: str, settings: dict, seed: int) -> dict:
+    """Trains one of our models."""
+    return train_ours(task, settings, seed)[0]
 
 
 def run_peer(task: Task, name: str, settings: dict, seed: int) -> dict:

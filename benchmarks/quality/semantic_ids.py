@@ -14,13 +14,10 @@ from jfi.exit_codes import EXIT_CODES, begin_command
 if __name__ == "__main__":  # before the other imports
     begin_command()
 
-import contextlib
 import csv
-import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import zlib
 from pathlib import Path
 
@@ -31,16 +28,15 @@ from benchmarks.quality.fuxictr import Peers
 from benchmarks.quality.models import Model, grid
 from benchmarks.quality.page import RESULTS, where
 from benchmarks.quality.results import Results, chosen, final_runs, of_model
-from benchmarks.quality.run import Task, run_table
+from benchmarks.quality.run import Task, run_table, train_ours
 from benchmarks.quality.tables import DATA, ROOT, TABLES, Table
 from benchmarks.sid_tables import draw_gains
 from jfi.data import DataError, InteractionDataset
 from jfi.exit_codes import run_command
 from jfi.options import OptionError, OptionParser
 from jfi.suggest import suggest
-from jfi.training import ConfigError, train
+from jfi.training import ConfigError
 from jfi.training.metrics import Predictions
-from jfi.training.saved_run import load_run
 
 NAME = "semantic_ids"
 _OFFICE = TABLES["amazon_office"]
@@ -144,21 +140,8 @@ def make_ids(data: Path) -> None:
 
 def run_form(task: Task, name: str, settings: dict, seed: int) -> dict:
     """Trains a form."""
-    config = task.config(settings)
-    with tempfile.TemporaryDirectory() as scratch, open(os.devnull, "w") as nowhere:
-        run_dir, dataset = f"{scratch}/run", task.dataset(config)
-        with contextlib.redirect_stdout(nowhere):
-            result = train(config.with_training(run_dir=run_dir, seed=seed), dataset)
-        run = load_run(run_dir)
-        return {
-            "validation": result.validation,
-            "test": result.test,
-            "slices": slices(run.model, dataset),
-            "train_seconds": result.train_seconds,
-            "epochs": result.epochs,
-            "best_epoch": result.best_epoch,
-            "parameters": sum(one.numel() for one in run.model.parameters()),
-        }
+    found, model, dataset = train_ours(task, settings, seed)
+    return found | {"slices": slices(model, dataset)}
 
 
 @torch.no_grad()
@@ -200,7 +183,7 @@ def tuned(found: dict[str, dict]) -> str:
 
 
 def page(folder: Path = RESULTS) -> str:
-    """The table of docs/semantic_ids.md; draws the picture beside the results.
+    """The table of docs/semantic_ids.md.
 
     Raises:
         FileNotFoundError: there are no results.
@@ -209,7 +192,6 @@ def page(folder: Path = RESULTS) -> str:
     if not path.exists():
         raise FileNotFoundError(path)
     found = figures(Results(path).cells)
-    draw_gains(found, BASE, path.with_suffix(".png"))
     untuned, best = (statistics.fmean(found[name]["gains"]) for name in (UNTUNED, tuned(found)))
     titles = ["beside the id", "NE gain, %", "of tuned", "of untuned tables", "test NE", "AUC", "AUC of new items"]
     lines = [[*titles, "bytes an event", "parameters"]]
@@ -227,6 +209,15 @@ def page(folder: Path = RESULTS) -> str:
         lines.append([name, spread, *ratios, f"{ne:.4f}", f"{auc:.4f}", f"{cold:.4f}", str(FORMS[name][1]), size])
     note = f"Mean and standard deviation over {len(found[BASE]['cells'])} seeds; tuned tables: {tuned(found)}."
     return f"{markdown.as_markdown(lines)}\n\n{note} {where([cell for one in found.values() for cell in one['cells']])}"
+
+
+def draw(folder: Path = RESULTS) -> Path | None:
+    """The picture of docs/semantic_ids.md, beside the results; None where there are none."""
+    path = folder / f"{NAME}.json"
+    if not path.exists():
+        return None
+    draw_gains(figures(Results(path).cells), BASE, path.with_suffix(".png"))
+    return path.with_suffix(".png")
 
 
 def main(arguments: list[str] | None = None) -> None:

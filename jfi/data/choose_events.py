@@ -50,11 +50,10 @@ class EventChooser:
             raise DataError(f"data.policy: {error}") from None
         known = engagement.on_surfaces(policy.surfaces)
         #: `[E]` int16 and int8.
-        self._cells, self._segments = np.empty(len(events), np.int16), np.zeros(len(events), np.int8)
+        self._cells = np.empty(len(events), np.int16)
         for begin, end in blocks(len(events)):
             self._cells[begin:end] = policy.cells(known.surface[begin:end], np.asarray(known.dwell[begin:end]))
-        if len(policy.segments.names) > 1:
-            self._segments = _segments(policy, events, known, max_history)
+        self._segments = _segments(policy, events, known, max_history)
         self._index = PolicyIndex(policy, self._cells if events.rows is None else self._cells[events.rows])
 
     def histories(self, owners: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:

@@ -37,9 +37,7 @@ class GroupInputs(NamedTuple):
     """The F features of a group as plain tensors."""
 
     target: Tensor | None  # [F, B, target_width]; of ragged targets [F, R, target_width]
-    fields: tuple[
-        Tensor, ...
-    ]  # [S, ...]: side by side they are the events, sequence_width in all; or one that is not read
+    fields: tuple[Tensor, ...]  # [S, ...]: side by side they are the events, sequence_width in all; or one, unread
     offsets: Tensor  # [F * B + 1]
     score_bias: Tensor | None  # [S], floating, the same for all heads
     bias_index: Tensor | None  # [S], integer: rows of the learned tables [F * num_buckets, H], one below the other

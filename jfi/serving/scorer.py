@@ -53,7 +53,8 @@ class Scorer:
         max_candidates, max_history: limits of a request; None means those of the artifact.
 
     Raises:
-        ArtifactError: the artifact is damaged, or cannot be used on this machine.
+        ArtifactError: the artifact is damaged, or cannot be used on this machine; or `max_history` is more than its
+            policy of histories was trained with.
     """
 
     def __init__(
@@ -68,15 +69,11 @@ class Scorer:
         self.device = torch.device(info["device"])
         fields = {part: [Field(**one) for one in of] for part, of in info["schema"].items()}
         vocabularies = artifact.read_json(path / artifact.VOCABULARIES)
-        limits = Limits(
-            max_candidates or info["limits"]["max_candidates"], max_history or info["limits"]["max_history"]
-        )
+        limits = _limits(path, info, max_candidates, max_history)
         schema, policy = Schema(**fields, vocabularies=vocabularies, codec=info.get("codec")), None
         if info.get("policy") is not None:
             schema = replace(schema, policy=PolicyFields(**info["policy"]))
             policy = RequestPolicy(Policy.load(path / artifact.POLICY), schema.policy)
-            # The newest events of training decide the segment, so a request may not name more.
-            limits = replace(limits, max_history=min(limits.max_history, info["limits"]["max_history"]))
         self.reader = RequestReader(schema, limits, policy)
         self.inputs = Inputs(**info["inputs"])
         self.tables = load_tables(
@@ -163,6 +160,16 @@ def _move(numbers: dict[str, np.ndarray], device: torch.device) -> dict[str, Ten
         joined[starts[name] : starts[name] + len(values)] = values
     moved = torch.from_numpy(joined).to(device)
     return {name: moved[starts[name] : starts[name] + len(values)] for name, values in numbers.items()}
+
+
+def _limits(path: Path, info: dict, max_candidates: int | None, max_history: int | None) -> Limits:
+    """The limits of a request, those of the artifact where None."""
+    own = info["limits"]
+    limits = Limits(max_candidates or own["max_candidates"], max_history or own["max_history"])
+    if info.get("policy") is not None and limits.max_history > own["max_history"]:
+        why = f"its policy goes by the newest {own['max_history']} events of a history, as in training"
+        raise ArtifactError(f"{path}: max_history is {limits.max_history}, must be at most {own['max_history']}; {why}")
+    return limits
 
 
 def _check_environment(path: Path, info: dict, tables_device: str | None) -> None:

@@ -9,6 +9,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -25,6 +26,25 @@ from jfi.sid.tensor_file import tensors_from_bytes, tensors_to_bytes
 Progress = Callable[[int, int], None]
 _FORMAT = "jfi.sid codec 1"
 _BLOCK = 4096
+
+
+@dataclass(frozen=True)
+class FitInputs:
+    """What a codec is fitted to: the items that have content.
+
+    Args:
+        x: `[N, D]` float32, the normalized sources side by side.
+        present: `[N, number of sources]` bool.
+        labels: by name, `[N]` int64, -1 where not known.
+        generator: of everything random.
+        progress: called with how much is done and how much there is, or None.
+    """
+
+    x: Tensor
+    present: Tensor
+    labels: Mapping[str, Tensor]
+    generator: torch.Generator
+    progress: Progress | None
 
 
 class Codec(ABC):
@@ -90,7 +110,8 @@ class Codec(ABC):
         mean, scale = learn_scales(listed, present)
         self.tensors = {"mean": mean, "scale": scale}
         try:
-            self._fit(normalize(listed, present, mean.float(), scale.float()), present, labels, generator, progress)
+            x = normalize(listed, present, mean.float(), scale.float())
+            self._fit(FitInputs(x, present, labels, generator, progress))
         except BaseException:
             self.tensors = {}  # not fitted: `encode` says so
             raise
@@ -256,15 +277,8 @@ class Codec(ABC):
         self.tensors = tensors
 
     @abstractmethod
-    def _fit(
-        self,
-        x: Tensor,
-        present: Tensor,
-        labels: Mapping[str, Tensor],
-        generator: torch.Generator,
-        progress: Progress | None,
-    ) -> None:
-        """Fits to normalized sources side by side, `[N, D]` float32; `present` is `[N, number of sources]`."""
+    def _fit(self, given: FitInputs) -> None:
+        """Fits to the items that have content."""
 
     @abstractmethod
     def _encode(self, x: Tensor) -> Tensor:

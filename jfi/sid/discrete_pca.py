@@ -1,11 +1,9 @@
 """Discrete PCA: content as a sum of directions, each taken once forward, once backward or not at all."""
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
-from jfi.sid.codec import Codec, Progress
+from jfi.sid.codec import Codec, FitInputs
 from jfi.sid.decoders import SumOfDirections
 from jfi.sid.packing import Layout, check_num_digits, pack_trits
 from jfi.sid.stages import Ternary, fit_stages, nearest_trit
@@ -49,15 +47,9 @@ class DiscretePCA(Codec):
     def decoder(self, dtype: torch.dtype = torch.float32) -> SumOfDirections:
         return SumOfDirections(self.tensors["basis"].to(dtype))
 
-    def _fit(
-        self,
-        x: Tensor,
-        present: Tensor,
-        labels: Mapping[str, Tensor],
-        generator: torch.Generator,
-        progress: Progress | None,
-    ) -> None:
-        self.tensors["basis"] = torch.cat(fit_stages(x.double(), [Ternary()] * self.num_digits, progress))
+    def _fit(self, given: FitInputs) -> None:
+        stages = fit_stages(given.x.double(), [Ternary()] * self.num_digits, given.progress)
+        self.tensors["basis"] = torch.cat(stages)
 
     def _encode(self, x: Tensor) -> Tensor:
         # The residual's product with b_l is x·b_l - Σ_{j<l} t_j b_j·b_l: D is summed over once, not once a digit.

@@ -1,11 +1,9 @@
 """Finite scalar quantization: each dimension of the content rounded to three levels."""
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
-from jfi.sid.codec import Codec, Progress
+from jfi.sid.codec import Codec, FitInputs
 from jfi.sid.decoders import SumOfDirections
 from jfi.sid.packing import Layout, check_num_digits, pack_trits
 from jfi.sid.stages import nearest_trit, ternary_step
@@ -45,17 +43,10 @@ class FiniteScalar(Codec):
     def decoder(self, dtype: torch.dtype = torch.float32) -> SumOfDirections:
         return SumOfDirections(torch.diag(self.tensors["steps"].to(dtype)))
 
-    def _fit(
-        self,
-        x: Tensor,
-        present: Tensor,
-        labels: Mapping[str, Tensor],
-        generator: torch.Generator,
-        progress: Progress | None,
-    ) -> None:
-        if x.shape[1] != self.num_digits:
-            raise ValueError(f"num_digits is {self.num_digits}, but the content is {x.shape[1]} wide")
-        self.tensors["steps"] = torch.stack([ternary_step(column.abs()) for column in x.double().T])
+    def _fit(self, given: FitInputs) -> None:
+        if given.x.shape[1] != self.num_digits:
+            raise ValueError(f"num_digits is {self.num_digits}, but the content is {given.x.shape[1]} wide")
+        self.tensors["steps"] = torch.stack([ternary_step(column.abs()) for column in given.x.double().T])
 
     def _encode(self, x: Tensor) -> Tensor:
         steps = self.tensors["steps"]

@@ -1,11 +1,9 @@
 """Residual k-means: the traditional way to semantic IDs, several codebooks one after another."""
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
-from jfi.sid.codec import Codec, Progress
+from jfi.sid.codec import Codec, FitInputs
 from jfi.sid.decoders import SumOfCentroids
 from jfi.sid.packing import Layout, code_bits, pack_codes
 from jfi.sid.stages import fit_stages, nearest_code
@@ -116,18 +114,11 @@ class ResidualKMeans(Codec):
     def decoder(self, dtype: torch.dtype = torch.float32) -> SumOfCentroids:
         return SumOfCentroids(self.tensors["codebooks"].to(dtype))
 
-    def _fit(
-        self,
-        x: Tensor,
-        present: Tensor,
-        labels: Mapping[str, Tensor],
-        generator: torch.Generator,
-        progress: Progress | None,
-    ) -> None:
-        if len(x) < self.codebook_size:
-            raise ValueError(f"codebook_size is {self.codebook_size}, but only {len(x)} rows have content")
-        levels = [OneHot(self.codebook_size, self.steps, generator) for _ in range(self.num_levels)]
-        self.tensors["codebooks"] = torch.stack(fit_stages(x, levels, progress)).double()
+    def _fit(self, given: FitInputs) -> None:
+        if len(given.x) < self.codebook_size:
+            raise ValueError(f"codebook_size is {self.codebook_size}, but only {len(given.x)} rows have content")
+        levels = [OneHot(self.codebook_size, self.steps, given.generator) for _ in range(self.num_levels)]
+        self.tensors["codebooks"] = torch.stack(fit_stages(given.x, levels, given.progress)).double()
 
     def refit(self, x: Tensor) -> None:
         """A few more steps of Lloyd's algorithm from the present centroids, on `[N, D]` float32 of one source."""

@@ -7,7 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from jfi.sid.codec import Codec, Progress
+from jfi.sid.codec import Codec, FitInputs, Progress
 from jfi.sid.decoders import FusionDecoder
 from jfi.sid.discrete_pca import DiscretePCA
 from jfi.sid.finite_scalar import FiniteScalar
@@ -144,17 +144,11 @@ class VQFusion(Codec):
         heads = zip(self.categories, self.network.heads, strict=True)
         return {name: torch.cat([head(z).argmax(1) for z in blocks]).to(sids.device) for name, head in heads}
 
-    def _fit(
-        self,
-        x: Tensor,
-        present: Tensor,
-        labels: Mapping[str, Tensor],
-        generator: torch.Generator,
-        progress: Progress | None,
-    ) -> None:
-        given = self.settings["source_weights"] or [1.0] * len(self.widths)
-        if len(given) != len(self.widths):
-            raise ValueError(f"source_weights has {len(given)} numbers for {len(self.widths)} sources")
+    def _fit(self, given: FitInputs) -> None:
+        x, labels = given.x, given.labels
+        weights = self.settings["source_weights"] or [1.0] * len(self.widths)
+        if len(weights) != len(self.widths):
+            raise ValueError(f"source_weights has {len(weights)} numbers for {len(self.widths)} sources")
         for name, values in labels.items():
             if values.max() < 0:
                 raise ValueError(f"labels[{name!r}] is -1, not known, for every item with content")
@@ -162,7 +156,8 @@ class VQFusion(Codec):
         labels = {name: labels[name].to(x.device) for name in sorted(labels)}
         self.categories = {name: int(values.max()) + 1 for name, values in labels.items()}
         network = self._new_network(x.device)
-        self._train(network, x, present.to(x.dtype) * x.new_tensor(given), labels, generator, progress)
+        weights = given.present.to(x.dtype) * x.new_tensor(weights)
+        self._train(network, x, weights, labels, given.generator, given.progress)
         self.network = network.double().requires_grad_(False)
 
     def _new_network(self, device: torch.device) -> _Network:

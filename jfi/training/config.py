@@ -128,6 +128,8 @@ class ModelConfig:
             self.embedding_dim % self.num_heads == 0, "model.num_heads", self.num_heads, "a divisor of embedding_dim"
         )
         _require(0 <= self.dropout < 1, "model.dropout", self.dropout, "in [0, 1)")
+        fits = "recency" not in biases or self.num_heads > 1
+        _require(fits, "model.num_heads", self.num_heads, "at least 2 with model.bias recency")
 
     def biases(self) -> list[str | None]:
         """The biases, of which each has attention heads of its own."""
@@ -174,6 +176,8 @@ class EncoderConfig:
         for name in ("num_heads", "feedforward_ratio"):
             _require(getattr(self, name) >= 1, f"encoder.{name}", getattr(self, name), "at least 1")
         _require(0 <= self.dropout < 1, "encoder.dropout", self.dropout, "in [0, 1)")
+        fits = self.bias != "recency" or self.num_heads > 1
+        _require(fits, "encoder.num_heads", self.num_heads, "at least 2 with encoder.bias recency")
         is_causal = self.relative_bias is None or self.causal
         _require(is_causal, "encoder.causal", self.causal, "true with encoder.relative_bias")
 

@@ -47,8 +47,10 @@ def test_gains_are_those_of_the_trial_with_the_best_ne(tmp_path):
     assert found["RQ, decoded"]["gains"] == pytest.approx([20.0] * 3)
     page = semantic_ids.page(tmp_path)
     assert "| RQ, decoded | 20.0 ± 0.0 |" in page and "0.5500" in page
+    assert semantic_ids.draw(tmp_path).stat().st_size > 1000
     with pytest.raises(FileNotFoundError):
         semantic_ids.page(tmp_path / "empty")
+    assert semantic_ids.draw(tmp_path / "empty") is None
 
 
 def test_new_items_are_in_no_row_of_a_training_user(tmp_path):

@@ -215,6 +215,8 @@ def test_learned_tables_are_not_captured(dpca):
         why_not_captured(SemanticIDEmbedding(codec, 4, KEYS, read), batch(sids)) for read in ("digits", "tables")
     ]
     assert reasons[0] is None and reasons[1].startswith("a SemanticIDEmbedding with read='tables' has learned tables")
+    # Room is behind keys of any number of events; that of the targets is theirs.
+    assert why_not_captured(SemanticIDEmbedding(codec, 4, ["item_sid"], "tables"), batch(sids)) is None
 
 
 def test_refused(dpca):

@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -14,10 +15,12 @@ import jfi
 from jfi.data import DataConfig, SyntheticConfig, load_dataset, synthetic_dwell
 from jfi.data.engagement import training_log
 from jfi.history import Policy, fit
+from jfi.serving.artifact import ArtifactError
 from jfi.serving.dataset_schema import schema_of
 from jfi.serving.history_policy import RequestPolicy
 from jfi.serving.requests import BadRequestError, RequestReader
 from jfi.serving.schema import Limits
+from jfi.serving.scorer import _limits
 from jfi.training import Config, ConfigError, ModelConfig, TrainingConfig, resume, train
 
 MAX_HISTORY = 24
@@ -159,3 +162,12 @@ def test_weights_need_a_model_that_reads_them_and_cannot_be_served(folder, run, 
         RequestPolicy(Policy.load(tmp_path / "p.json"), fields)
     with pytest.raises(ValueError, match=r"^data\.policy has newest 0"):
         RequestPolicy(replace(run.policy, newest=0), fields)
+
+
+def test_a_server_reads_no_longer_histories_than_training():
+    info = {"limits": {"max_candidates": 10, "max_history": 50}}
+    assert _limits(Path("artifact"), info, None, 80).max_history == 80
+    info["policy"] = {}
+    assert _limits(Path("artifact"), info, 5, 20) == Limits(5, 20)
+    with pytest.raises(ArtifactError, match=r"^artifact: max_history is 51, must be at most 50; its"):
+        _limits(Path("artifact"), info, None, 51)

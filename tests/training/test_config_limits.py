@@ -163,6 +163,14 @@ def test_an_unknown_bias_is_refused(kind, section):
         assert kind(bias=bias).bias == bias
 
 
+@pytest.mark.parametrize(("kind", "section"), [(ModelConfig, "model"), (EncoderConfig, "encoder")])
+def test_heads_by_recency_are_several(kind, section):
+    """A single one would begin as without recency."""
+    assert kind(bias="recency", num_heads=2).num_heads == 2
+    with pytest.raises(ConfigError, match=rf"^{section}\.num_heads: got 1, must be at least 2 with {section}\.bias"):
+        kind(bias="recency", num_heads=1)
+
+
 @pytest.mark.parametrize("name", ["num_users", "num_items", "num_categories", "mean_length"])
 def test_limits_of_synthetic_data(name):
     for value in (1, MANY):
