@@ -239,7 +239,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the JSON file")
     parser.add_argument("--seconds", type=float, default=0.4, help="on the eager steps of a way")
-    parser.add_argument("--limit", type=float, default=38.0, help="seconds after which no way begins")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds after which no way begins (default: 600)")
     parser.add_argument("--device", default="cuda")
     given = parser.parse_args(arguments)
     run(SHAPES, given.out, given.seconds, given.limit, torch.device(given.device))
