@@ -2,15 +2,18 @@
 
     torchrun --standalone --nproc_per_node 2 -m benchmarks.scaling --out benchmarks/results/h200
 
-Each number of processes adds its line to scaling.json; the efficiency is the queries a second and process over those of
-one process in the same file.
+Each number of processes adds its lines to scaling.json; the efficiency is the queries a second and process over those
+of one process in the same file. Bytes are those that leave a process through collectives that Python code calls: the
+all-reduce of the dense parameters is not among them.
 """
 
 import argparse
+import gc
 import json
 import os
 import time
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from itertools import cycle
 from pathlib import Path
 
@@ -18,18 +21,77 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.sharding_plan import row_wise
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from benchmarks import report
 from benchmarks.run import Rates
-from benchmarks.training_step import BATCHES, JFI, StepShape, build_model, heaviest_kernels, make_batch, shard
+from benchmarks.sent_bytes import SentBytes
+from benchmarks.training_step import (
+    BATCHES,
+    JFI,
+    StepShape,
+    build_model,
+    feature_of,
+    heaviest_kernels,
+    make_batch,
+    shard,
+)
 from jfi.data import Batch
+from jfi.sharded import AttentionCollectionSharder
 
-SHAPE = StepShape(B=4096, N=1024, D=64, H=4, dtype="float32", items=20_000_000)
-TINY = replace(SHAPE, B=16, N=20, mean=8, items=1000, users=100, categories=10)
-WARM_UP, STEPS = 10, 40
+SHORT = StepShape(B=4096, N=1024, D=64, H=4, dtype="float32", items=20_000_000)
+LONG = replace(SHORT, B=1024, N=8192, D=128, mean=1500)
+SHAPES = {"short": SHORT, "long": LONG}
+TINY = {
+    name: replace(
+        one,
+        B=16,
+        N=20,
+        mean=one.mean // 150,
+        items=1000,
+        users=100,
+        categories=10,
+        D=8,
+        dense_layers=(16,),
+        over_layers=(16,),
+    )
+    for name, one in SHAPES.items()
+}
+WARM_UP, STEPS, RUNS = 10, 40, 3
+#: The histories' rows as TorchRec exchanges them; unique rows in bfloat16; attention at the owners of the rows.
+ROWS, FEWER_BYTES, ATTENTION = "rows", "unique rows in bfloat16", "attention"
+EXCHANGES = (ROWS, FEWER_BYTES, ATTENTION)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of scaling.json; times in microseconds, bytes of one process a step and sample."""
+
+    case: str
+    exchange: str
+    processes: int
+    step_us: float
+    fastest_us: float
+    slowest_us: float
+    queries_per_second: float
+    sent_bytes: float
+    loss: float
+    kernels: list[dict]
+
+
+def sharder_of(exchange: str, shape: StepShape, fused_params: dict) -> EmbeddingCollectionSharder:
+    """Of the table of histories."""
+    if exchange == ATTENTION:
+        return AttentionCollectionSharder([feature_of(shape)], fused_params, replicate_below=0, dtype=torch.bfloat16)
+    if exchange == ROWS:
+        return EmbeddingCollectionSharder(fused_params)
+    codecs = get_qcomm_codecs_registry(QCommsConfig(forward_precision=CommType.BF16, backward_precision=CommType.BF16))
+    # fbgemm finds unique ids on GPUs alone.
+    return EmbeddingCollectionSharder(fused_params, codecs, use_index_dedup=torch.cuda.is_available())
 
 
 def forward(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -39,44 +101,69 @@ def forward(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     return loss, loss.detach()
 
 
-def measure_step(shape: StepShape, device: torch.device, steps: int) -> dict:
-    """Microseconds of a pipelined step, all ranks together, and the kernels that take most of it on this one."""
-    torch.manual_seed(0)
-    model = build_model(JFI, shape, device, torch.device("meta"))
-    model, optimizer = shard(model, shape, device, row_wise(compute_kernel=EmbeddingComputeKernel.FUSED.value))
-    # Every rank has other samples; batches come from the host's memory, as they would from a reader.
-    batches = [make_batch(shape, BATCHES * dist.get_rank() + i, torch.device("cpu")) for i in range(BATCHES)]
-    if device.type == "cuda":
-        batches = [batch.pin_memory() for batch in batches]  # else the pipeline would wait for its copies
-    pipeline = None
-    if device.type == "cuda":
-        pipeline = TrainPipelineSparseDist(
-            model, optimizer, device, custom_model_fwd=lambda batch: forward(model, batch)
-        )
-    source = cycle(batches)
+class ScaledTraining:
+    """A model sharded over all processes, and its steps, each on the next of this process's batches."""
 
-    def step() -> Tensor:
-        if pipeline is not None:
-            return pipeline.progress(source)
-        loss, value = forward(model, next(source))
-        optimizer.zero_grad()
+    def __init__(self, shape: StepShape, exchange: str, device: torch.device) -> None:
+        torch.manual_seed(0)
+        self.device = device
+        model = build_model(JFI, shape, device, torch.device("meta"), one_collection=exchange == ATTENTION)
+        placement = row_wise(compute_kernel=EmbeddingComputeKernel.FUSED.value)
+        self.model, self.optimizer = shard(model, shape, device, placement, sharder=sharder_of(exchange, shape, {}))
+        # Every rank has other samples; batches come from the host's memory, as they would from a reader.
+        batches = [make_batch(shape, BATCHES * dist.get_rank() + i, torch.device("cpu")) for i in range(BATCHES)]
+        self.pipeline = None
+        if device.type == "cuda":
+            batches = [batch.pin_memory() for batch in batches]  # else the pipeline would wait for its copies
+            self.pipeline = TrainPipelineSparseDist(
+                self.model, self.optimizer, device, custom_model_fwd=lambda batch: forward(self.model, batch)
+            )
+        self.batches: Iterator[Batch] = cycle(batches)
+
+    def step(self) -> Tensor:
+        if self.pipeline is not None:
+            return self.pipeline.progress(self.batches)
+        loss, value = forward(self.model, next(self.batches))
+        self.optimizer.zero_grad()
         loss.backward()
-        optimizer.step()
+        self.optimizer.step()
         return value
 
-    def run(count: int) -> float:
-        synchronize(device)
+    def seconds(self, steps: int) -> float:
+        """Of so many steps, all ranks together."""
+        synchronize(self.device)
         dist.barrier()
         start = time.perf_counter()
-        for _ in range(count):
-            step()
-        synchronize(device)
+        for _ in range(steps):
+            self.step()
+        synchronize(self.device)
         dist.barrier()
         return time.perf_counter() - start
 
-    run(min(WARM_UP, steps))
-    spent = run(steps)
-    return {"step_us": spent / steps * 1e6, "loss": float(step()), "kernels": heaviest_kernels(step, device)}
+
+def measure(shape: StepShape, exchange: str, device: torch.device, steps: int) -> Row:
+    """The median of RUNS runs of so many steps."""
+    training, size = ScaledTraining(shape, exchange, device), dist.get_world_size()
+    gc.collect()
+    gc.freeze()  # what the models before this one have left is not looked through in every collection
+    training.seconds(min(WARM_UP, steps))
+    with SentBytes() as counted:
+        training.seconds(BATCHES)
+    spent = sorted(training.seconds(steps) / steps * 1e6 for _ in range(RUNS))
+    middle = spent[RUNS // 2]
+    loss = float(training.step())
+    return Row(
+        shape.name,
+        exchange,
+        size,
+        middle,
+        spent[0],
+        spent[-1],
+        size * shape.B / middle * 1e6,
+        counted.total / BATCHES / shape.B,
+        loss,
+        heaviest_kernels(training.step, device),
+    )
 
 
 def synchronize(device: torch.device) -> None:
@@ -84,14 +171,19 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def record(path: Path, row: dict, environment: dict) -> list[dict]:
-    """Puts the row among those of other numbers of processes, with their efficiencies."""
+def record(path: Path, found: list[dict], environment: dict) -> list[dict]:
+    """Puts lines among those of other cases and numbers of processes, with their efficiencies."""
+
+    def key(row: dict) -> tuple:
+        return row["case"], row["exchange"], row["processes"]
+
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    rows = sorted([*(r for r in rows if r["processes"] != row["processes"]), row], key=lambda r: r["processes"])
-    alone = next((r for r in rows if r["processes"] == 1), None)
+    new = {key(row) for row in found}
+    rows = sorted([*(row for row in rows if key(row) not in new), *found], key=key)
+    alone = {key(row)[:2]: row["queries_per_second"] for row in rows if row["processes"] == 1}
     for one in rows:
-        rate = one["queries_per_second"] / one["processes"]
-        one["efficiency"] = rate / alone["queries_per_second"] if alone else None
+        rate, of_one = one["queries_per_second"] / one["processes"], alone.get(key(one)[:2])
+        one["efficiency"] = rate / of_one if of_one else None
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
     return rows
@@ -101,6 +193,8 @@ def main() -> None:
     parser = argparse.ArgumentParser("benchmarks.scaling", description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit", help="to record where the checkout is no git repository")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--exchanges", nargs="+", choices=EXCHANGES, default=list(EXCHANGES))
     parser.add_argument("--tiny", action="store_true", help="to see that it runs")
     options = parser.parse_args()
     device = torch.device("cpu")
@@ -108,19 +202,23 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    shape = TINY if options.tiny else SHAPE
-    with torch.autograd.set_multithreading_enabled(False):  # as `jfi.training` trains
-        measured = measure_step(shape, device, 4 if options.tiny else STEPS)
-    row = {"processes": dist.get_world_size(), **measured}
-    row["queries_per_second"] = row["processes"] * shape.B / row["step_us"] * 1e6
+    found = []
+    for shape in options.shapes:
+        for exchange in options.exchanges:
+            case = (TINY if options.tiny else SHAPES)[shape]
+            with torch.autograd.set_multithreading_enabled(False):  # as `jfi.training` trains
+                row = measure(case, exchange, device, 4 if options.tiny else STEPS)
+            found.append(asdict(row))
+            if dist.get_rank() == 0:
+                print(f"{shape}, {exchange}: {row.step_us / 1e3:.2f} ms a step ({row.fastest_us / 1e3:.2f} to ", end="")
+                print(f"{row.slowest_us / 1e3:.2f}), {row.queries_per_second:,.0f} queries/s, ", end="")
+                print(f"{row.sent_bytes:,.0f} bytes a sample, loss {row.loss:.4f}", flush=True)
+                for kernel in row.kernels[:5]:
+                    print(f"  {kernel['us']:8.0f} us {kernel['calls']:6.1f} calls  {kernel['name'][:90]}")
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
     if dist.get_rank() == 0:
-        environment = report.environment(device, Rates(), options.commit)
-        for one in record(options.out / "scaling.json", {**row, "case": shape.name}, environment):
-            efficiency = "-" if one["efficiency"] is None else f"{one['efficiency']:.2f}"
-            print(f"{one['processes']} processes: {one['step_us'] / 1e3:.2f} ms a step, ", end="")
-            print(f"{one['queries_per_second']:,.0f} queries/s, efficiency {efficiency}")
-        for kernel in row["kernels"]:
-            print(f"  {kernel['us']:8.0f} us {kernel['calls']:6.1f} calls  {kernel['name'][:100]}")
+        record(options.out / "scaling.json", found, report.environment(device, Rates(), options.commit))
     dist.destroy_process_group()
 
 

@@ -182,9 +182,17 @@ def feature_of(shape: StepShape) -> SequenceFeatureConfig:
 
 
 def build_model(
-    pooling: str, shape: StepShape, device: torch.device, tables: torch.device, by_id: bool = False
+    pooling: str,
+    shape: StepShape,
+    device: torch.device,
+    tables: torch.device,
+    by_id: bool = False,
+    one_collection: bool = False,
 ) -> SequenceDLRM:
-    """A model with one of POOLINGS, with its tables on a device of their own; by_id: in jfi's fused collections."""
+    """A model with one of POOLINGS, with its tables on a device of their own.
+
+    by_id: in jfi's fused collections. one_collection: all in one EmbeddingCollection; the model computes the same.
+    """
     bags = [
         EmbeddingBagConfig(name=key, embedding_dim=shape.D, num_embeddings=size, feature_names=[key])
         for key, size in {"category": shape.categories, "user": shape.users}.items()
@@ -198,6 +206,17 @@ def build_model(
             FusedEmbeddingBagCollection(bags, RowWiseAdagrad, TABLE_OPTIONS, **own),
             FusedEmbeddingCollection([items], RowWiseAdagrad, TABLE_OPTIONS, **own),
         )
+    elif one_collection:
+        singles = [
+            EmbeddingConfig(
+                name=bag.name,
+                embedding_dim=shape.D,
+                num_embeddings=bag.num_embeddings,
+                feature_names=bag.feature_names,
+            )
+            for bag in bags
+        ]
+        collections = None, EmbeddingCollection(tables=[items, *singles], device=tables)
     else:
         collections = (
             EmbeddingBagCollection(tables=bags, device=tables),
@@ -225,18 +244,22 @@ def shard(
     device: torch.device,
     placement: ParameterShardingGenerator | None = None,
     dense: type[Optimizer] = Adam,
+    sharder: EmbeddingCollectionSharder | None = None,
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
-    """The model as TorchRec trains it, and its optimizers; by default all tables are on the first rank."""
+    """The model as TorchRec trains it, and its optimizers; by default all tables are on the first rank.
+
+    `sharder` is that of the table of histories, if not TorchRec's.
+    """
     looked_up = {"output_dtype": DataType.BF16 if shape.dtype == "bfloat16" else DataType.FP32}
-    bag_sharder, sharder = EmbeddingBagCollectionSharder(looked_up), EmbeddingCollectionSharder(looked_up)
+    bag_sharder, sharder = EmbeddingBagCollectionSharder(looked_up), sharder or EmbeddingCollectionSharder(looked_up)
     placement = placement or table_wise(rank=0, compute_kernel=EmbeddingComputeKernel.FUSED.value)
     size = dist.get_world_size()
     plan = {}
-    for key, tables, its_sharder in (
-        ("embedding_bag_collection", ("category", "user"), bag_sharder),
-        ("embedding_collection", ("item",), sharder),
-    ):
-        collection = model.get_submodule(key)
+    for key, its_sharder in (("embedding_bag_collection", bag_sharder), ("embedding_collection", sharder)):
+        collection = getattr(model, key)
+        if collection is None:
+            continue
+        tables = [name.split(".")[1] for name, _ in collection.named_parameters()]
         apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), dict(TABLE_OPTIONS))
         plan[key] = construct_module_sharding_plan(
             collection, dict.fromkeys(tables, placement), its_sharder, size, size, device.type

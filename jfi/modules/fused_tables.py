@@ -56,13 +56,19 @@ class FusedTables:
         optimizer_type: torch.optim.SGD, Adagrad, Adam or AdamW, or TorchRec's RowWiseAdagrad.
         options: `lr`, `eps`, `betas`, `weight_decay`, those that the optimizer has.
         average: decay of a moving average of the weights, or None.
+        states: by table the optimizer's states, to use their memory; None makes them.
 
     Raises:
         ValueError, TypeError: another optimizer, or an option of a wrong name or value.
     """
 
     def __init__(
-        self, tables: nn.ModuleDict, optimizer_type: type, options: dict[str, Any], average: float | None
+        self,
+        tables: nn.ModuleDict,
+        optimizer_type: type,
+        options: dict[str, Any],
+        average: float | None,
+        states: dict[str, tuple[Tensor, ...]] | None = None,
     ) -> None:
         name, options = _checked(optimizer_type, options, average)
         beta1, beta2 = options.get("betas", (0.0, 0.0))
@@ -71,7 +77,7 @@ class FusedTables:
         self.group = ParameterGroup(options)
         self.step = torch.zeros((), dtype=torch.int64)
         self._tables = tables
-        self._states: dict[str, tuple[Tensor, ...]] = {}
+        self._states: dict[str, tuple[Tensor, ...]] = states or {}
         #: By backward pass what its look-ups have left.
         self._pending: dict[int, list[_Batch]] = {}
         #: By table the rows that no step changes, [N] bool.

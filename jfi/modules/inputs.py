@@ -27,7 +27,7 @@ from jfi.modules.sequence_configs import (
     TimeBias,
     WeightBias,
 )
-from jfi.modules.table_rows import DigitRows, TableRows, with_weights
+from jfi.modules.table_rows import DigitRows, SpreadEvents, SpreadRows, TableRows, with_weights
 from jfi.modules.validation import check_inputs, require_keys, unread
 from jfi.ops.rows_by_id import RowsById, join_rows, read_rows, rows_by_id, sum_rows
 from jfi.room import here
@@ -47,6 +47,7 @@ class GroupInputs(NamedTuple):
     candidates: Candidates | None = None  # of ragged targets
     by_id: RowsById | None = None  # events whose rows the attention reads itself
     digits: tuple[DigitRows, ...] = ()  # events whose digits it reads itself, feature by feature
+    spread: tuple[SpreadEvents, ...] = ()  # events on several ranks, those of each feature in one of these
 
     @property
     def history(self) -> Tensor:
@@ -196,11 +197,17 @@ def _read_groups(
             target = combine(_stacked(targets, group.target_keys), feature)
         by_id = _rows_by_id(sequences, group)
         digits = () if targets is None or ragged is not None else _digits(sequences, group)
+        spread = () if targets is None else _spread(sequences, group, ragged is not None)
         if by_id is not None:
             fields = [by_id.rows]
         elif digits:
             count = sum([one.rows.size(0) for one in digits])
             fields = [digits[0].rows.new_zeros(()).expand(count, group.embedding_dim)]
+        elif spread:  # whose bias and weights lie where the rows do
+            offsets = sequences[group.sequence_keys[0][0]].offsets()
+            fields = (target.new_zeros((), dtype=spread[0].dtype).expand(0, group.embedding_dim),)
+            read.append(GroupInputs(target, fields, offsets, None, None, None, [], spread=spread))
+            continue
         else:
             for keys in group.sequence_keys:
                 fields.append(
@@ -271,6 +278,24 @@ def _digits(sequences: dict[str, JaggedTensor], group: FeatureGroup) -> tuple[Di
     if group.features[0].weighted_values and any([one.weights().requires_grad for one in events]):
         return ()
     return tuple(events)
+
+
+def _spread(sequences: dict[str, JaggedTensor], group: FeatureGroup, ragged: bool) -> tuple[SpreadEvents, ...]:
+    """The events of a group, if they lie on several ranks and attention can go there."""
+    found = []
+    for feature in group.features:
+        fields = [sequences[key] for key in feature.sequence_keys]
+        events = [one.events.get(feature.name) for one in fields if isinstance(one, SpreadRows)]
+        if not events or events[0] is None:
+            return ()
+        if events[0] not in found:
+            found.append(events[0])
+    if ragged:
+        raise ValueError(
+            f"attention that goes to the rows of other ranks takes a target a sample, got ragged targets for feature "
+            f"'{group.features[0].name}': exchange rows instead"
+        )
+    return tuple(found)
 
 
 def own_rows(rows: Tensor, offsets: Tensor, sources: list[JaggedTensor]) -> Tensor:

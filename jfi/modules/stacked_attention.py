@@ -25,6 +25,7 @@ and W_v, and kernels read the digits (`jfi.ops.digit_attention`).
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -113,7 +114,8 @@ class StackedTargetAttention(nn.Module):
         The attention itself runs in the dtype of the history, which is never cast, or of its projections.
         """
         projects = self.project_history, self.project_for_ragged
-        options = (self.features[0].bias, self.num_heads, *projects, self.max_seqlen)
+        names = [feature.name for feature in self.features]
+        options = (self.features[0].bias, self.num_heads, *projects, self.max_seqlen, names)
         return _attend(inputs, self.weights, self.bucket_bias, *options)
 
     @torch.no_grad()
@@ -186,12 +188,15 @@ def _attend(
     project_history: bool,
     project_for_ragged: bool,
     max_seqlen: int | None,
+    features: list[str],
 ) -> Tensor:
-    """`StackedTargetAttention.forward`; the bias is that of the features."""
+    """`StackedTargetAttention.forward`; the bias is that of the features, which have these names."""
     if inputs.candidates is not None:
         if project_for_ragged and not project_history:
             project_history = ragged_attention.pays_to_project(inputs, weights, num_heads)
         return ragged_attention.attend(inputs, weights, bucket_bias, bias, num_heads, project_history)
+    if inputs.spread:
+        return _attend_to_spread(inputs, weights, bucket_bias, num_heads, features)
     if project_history:
         return _project_history(inputs, weights, bucket_bias, num_heads, max_seqlen)
     table = bucket_bias
@@ -214,27 +219,68 @@ def _attend(
 
 def _attend_to_digits(inputs: GroupInputs, weights: tuple[Tensor, ...], table: Tensor | None, num_heads: int) -> Tensor:
     """`_attend` to events x = P d of L + 2 digits d: W_k P and W_v P are the weights of keys and values d."""
-    *projections, output_bias = weights
-    rows, first = inputs.fields[0], inputs.digits[0]
-    device = rows.device.type
-    autocast = device != "meta" and torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if autocast else projections[0].dtype
-    with without_autocast(device):
+    first, projections = inputs.digits[0], list(weights)
+    with without_autocast(inputs.fields[0].device.type):
         digit_weight = first.embedding.digit_weight().to(projections[2].dtype)
         projections[2], projections[3] = (torch.matmul(x, digit_weight) for x in projections[2:4])
-        w_qk, b_qk, w_vo = absorb_weights(tuple(projections), num_heads, dtype)
-        num_queries = projections[0].size(1) // projections[2].size(1)
-        query = linear(inputs.target, w_qk, b_qk).view(-1, num_queries, num_heads, digit_weight.size(1))
-        attended = digit_attention(
-            query.to(rows.dtype),
+
+    def attend(query: Tensor, scale: float) -> Tensor:
+        return digit_attention(
+            query,
             join([one.words for one in inputs.digits]),
             offsets=inputs.offsets,
             key_bias=table,
             key_bias_index=inputs.bias_index,
             value_scale=inputs.value_scale,
-            scale=1 / math.sqrt(projections[2].size(1) // num_heads),
+            scale=scale,
         )
-        return linear(attended.view(output_bias.size(0), -1, w_vo.size(1)), w_vo.mT, output_bias.to(dtype))
+
+    return _absorbed(inputs, tuple(projections), num_heads, attend)
+
+
+def _attend_to_spread(
+    inputs: GroupInputs, weights: tuple[Tensor, ...], table: Tensor | None, num_heads: int, features: list[str]
+) -> Tensor:
+    """`_attend` to events whose rows lie on several ranks."""
+
+    def attend(query: Tensor, scale: float) -> Tensor:
+        if len(inputs.spread) == 1:
+            return inputs.spread[0].attend(query, table, scale)
+        by_feature, found = query.chunk(len(features)), {}
+        for events in inputs.spread:
+            own = torch.cat([by_feature[features.index(name)] for name in events.feature_names])
+            attended = events.attend(own, table, scale).chunk(len(events.feature_names))
+            found |= dict(zip(events.feature_names, attended, strict=True))
+        return torch.cat([found[name] for name in features])
+
+    return _absorbed(inputs, weights, num_heads, attend)
+
+
+def _absorbed(
+    inputs: GroupInputs,
+    weights: tuple[Tensor, ...],
+    num_heads: int,
+    attend: Callable[[Tensor, float], Tensor],
+) -> Tensor:
+    """[F, B, D]: the absorbed projections around an attention to raw events of the width of the key weights.
+
+    Args:
+        inputs: for the targets, and the dtype of the events.
+        weights: as of `absorbed_target_attention`.
+        num_heads: H.
+        attend: from queries [F * B, T, H, D_x] and the factor of the scores to outputs of this shape.
+    """
+    *projections, output_bias = weights
+    device = inputs.fields[0].device.type
+    autocast = device != "meta" and torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if autocast else projections[0].dtype
+    with without_autocast(device):
+        w_qk, b_qk, w_vo = absorb_weights(tuple(projections), num_heads, dtype)
+        num_queries = projections[0].size(1) // projections[2].size(1)
+        query = linear(inputs.target, w_qk, b_qk).view(-1, num_queries, num_heads, projections[2].size(2))
+        scale = 1 / math.sqrt(projections[2].size(1) // num_heads)
+        attended = attend(query.to(inputs.fields[0].dtype), scale)
+        return linear(attended.reshape(output_bias.size(0), -1, w_vo.size(1)), w_vo.mT, output_bias.to(dtype))
 
 
 def _project_history(

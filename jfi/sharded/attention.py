@@ -1,0 +1,124 @@
+"""Attention that goes to the ranks that own the rows of the events.
+
+Every rank sends its samples' absorbed queries to the owners of the history's table. An owner attends, for the samples
+of all ranks, to the events whose rows it has, and sends back a partial output and the log-sum-exp of its scores; the
+samples' rank merges them (`jfi.ops.partial_target_attention`). Backward, the gradient of the output, Δ and the
+log-sum-exp of the whole go out, and a part of the query's gradient comes back from every owner, which keeps the
+gradients of its own rows. No row travels, nor a gradient of one: what is sent does not grow with the history.
+
+It is the attention of context-parallel training (Liu et al., "Ring Attention with Blockwise Transformers", 2023) turned
+round: queries move, keys stay where the embedding table put them.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from jfi.modules import WeightBias
+from jfi.modules.table_rows import SpreadEvents
+from jfi.ops.partial_target_attention import attend_to_part, merge_parts, part_gradients
+from jfi.ops.rows_by_id import RowsById
+from jfi.ops.target_attention import prepare_target_attention
+from jfi.plan import TargetAttentionInputs
+from jfi.sharded.exchange import from_lanes, gradient_share, lanes, num_lanes
+from jfi.sharded.routes import Arrived
+
+
+class EventsAtOwners(SpreadEvents):
+    """The events of a route's features, which lie at the owners of their rows.
+
+    Args:
+        arrived: what this rank got as an owner.
+        by_id: the rows of these events.
+        fetch: sends all rows of the route to the samples' ranks.
+    """
+
+    def __init__(self, arrived: Arrived, by_id: RowsById, fetch: Callable[[], list[Tensor]]) -> None:
+        self._arrived, self._by_id, self._fetch = arrived, by_id, fetch
+        self._fetched: list[Tensor] | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._by_id.rows.dtype
+
+    @property
+    def feature_names(self) -> list[str]:
+        return [feature.name for feature in self._arrived.route.features]
+
+    def rows(self, feature: str) -> Tensor:
+        if self._fetched is None:
+            self._fetched = self._fetch()
+        return self._fetched[self.feature_names.index(feature)]
+
+    def attend(self, query: Tensor, table: Tensor | None, scale: float) -> Tensor:
+        arrived = self._arrived
+        shared = arrived.queries.send(_to_each(query.detach(), len(arrived.route.ranks)))
+        weights, index = arrived.weights, arrived.buckets
+        feature = arrived.route.features[0]
+        if isinstance(feature.bias, WeightBias):
+            table = weights.log().unsqueeze(1).expand(-1, query.size(2)).to(query.dtype)
+        inputs, impl = prepare_target_attention(
+            shared,
+            self._by_id,
+            None,
+            offsets=arrived.offsets,
+            key_bias=table,
+            key_bias_index=index,
+            value_scale=weights if feature.weighted_values else None,
+            scale=scale,
+            max_seqlen=None,
+            impl="auto",
+        )
+        return _Attend.apply(query, inputs.key, inputs.value, inputs.bias, inputs, impl, arrived)
+
+
+class _Attend(torch.autograd.Function):
+    """From queries [B, T, H, D] of this rank's samples to their outputs; `inputs` are those of the owner's part."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor | None,
+        bias: Tensor | None,
+        inputs: TargetAttentionInputs,
+        impl: str,
+        arrived: Arrived,
+    ) -> Tensor:
+        out, lse = attend_to_part(inputs, impl)
+        back = arrived.queries.back
+        parts = back.send(torch.cat([out, lanes(lse, out.dtype)], -1))
+        parts = parts.view(-1, *query.shape[:3], parts.size(-1))
+        outs, lses = parts.split([out.size(-1), num_lanes(out.dtype)], -1)
+        merged, total = merge_parts(outs, from_lanes(lses))
+        ctx.inputs, ctx.impl, ctx.exchange = inputs._replace(query=None, key=None, value=None, bias=None), impl, arrived
+        ctx.save_for_backward(inputs.query, key, value, bias, merged, total)
+        return merged
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        shared, key, value, bias, out, lse = ctx.saved_tensors
+        queries = ctx.exchange.queries
+        delta = (grad.float() * out.float()).sum(-1)
+        grad = grad.to(out.dtype)
+        shape, sent = grad.shape, torch.cat([grad, lanes(delta, grad.dtype), lanes(lse, grad.dtype)], -1)
+        owners = len(ctx.exchange.route.ranks)
+        heard = queries.send(_to_each(sent, owners))
+        width, bits = grad.size(-1), num_lanes(grad.dtype)
+        grad, delta, lse = heard.split([width, bits, bits], -1)
+        # A table's gradient is a mean over ranks; those of the query and the bias are sums, of which DDP takes means.
+        share = gradient_share(queries.group)
+        inputs = ctx.inputs._replace(query=shared, key=key, value=value, bias=bias)
+        delta, lse = from_lanes(delta) * share, from_lanes(lse)
+        dquery, dkey, dvalue, dbias = part_gradients((grad * share).contiguous(), delta, lse, inputs, ctx.impl)
+        parts = queries.back.send(dquery).view(owners, *shape)
+        dquery = (parts.float().sum(0) if owners > 1 else parts[0]) / share
+        return dquery.to(grad.dtype), dkey, dvalue, None if dbias is None else dbias / share, None, None, None
+
+
+def _to_each(rows: Tensor, owners: int) -> Tensor:
+    """The same rows once for each owner, one after the other."""
+    return rows if owners == 1 else rows.unsqueeze(0).expand(owners, *rows.shape).flatten(0, 1)

@@ -1,0 +1,256 @@
+"""The ids of a batch on their way to the ranks that own their rows, and what these ranks get.
+
+Sequences that are sent together form a route: the histories of sequence features alike, whose events bring along what
+the attention reads beside the row (ids of small tables, the bucket of a bias, a weight), or all other keys, which bring
+their ids alone. An event is a row of int32 columns, and all events of a route travel in one all-to-all,
+sorted by owner, of equal owners in the order of the batch. So an owner's events of a sample keep their order, and
+samples without an event there have a length of 0.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+from torchrec.distributed.types import Awaitable
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.streamable import Multistreamable
+
+from jfi.modules import KeyBias, PositionBias, SequenceFeatureConfig, inputs
+from jfi.ops.gather_rows import check_indices
+from jfi.sharded.exchange import Exchange
+from jfi.sharded.ownership import Owners
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """Sequences of ids that travel together.
+
+    Attributes:
+        keys: of each sequence the key of these ids.
+        tables: of each sequence the table of its rows.
+        owners: of each sequence those of its table; the same for all if attention reads them.
+        features: of each sequence its feature, if attention reads it; else empty.
+        places: of each feature its place in its group, where the learned bias tables lie one below the other.
+        fields: of each sequence the keys of ids that its events bring along.
+        field_tables: the tables of these ids, which every rank can read.
+    """
+
+    keys: tuple[str, ...]
+    tables: tuple[str, ...]
+    owners: tuple[Owners, ...]
+    features: tuple[SequenceFeatureConfig, ...] = ()
+    places: tuple[int, ...] = ()
+    fields: tuple[tuple[str, ...], ...] = ()
+    field_tables: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that queries of the features go to, ascending."""
+        return sorted(self.owners[0].ranks)
+
+    def to_owners(self, group: dist.ProcessGroup, samples: list[int]) -> Exchange:
+        """What every rank sends and receives of its features' samples, which go to all owners.
+
+        Args:
+            group: all ranks.
+            samples: batch size of each rank.
+        """
+        ranks, count = set(self.ranks), len(self.keys)
+        own = samples[group.rank()] * count
+        sent = [own if rank in ranks else 0 for rank in range(group.size())]
+        received = [count * one if group.rank() in ranks else 0 for one in samples]
+        return Exchange(group, sent, received)
+
+    @property
+    def brings_bucket(self) -> bool:
+        """Whether events bring a row of the learned bias tables."""
+        return bool(self.features) and isinstance(self.features[0].bias, PositionBias | KeyBias)
+
+    @property
+    def brings_weight(self) -> bool:
+        """Whether events bring a weight."""
+        return bool(self.features) and self.features[0].reads_weights
+
+
+class Sent(NamedTuple):
+    """A route's events of this rank, sorted by owner."""
+
+    columns: Tensor  # [S, K] int32: the row's place in the owner's memory, then what the events bring along
+    sums: Tensor  # [W] int64, events for each owner
+    counts: Tensor | None  # [W, sequences * B] int32, events of each sample for each owner, if attention reads them
+    order: Tensor | None  # [S] int64: where a sent event was in the batch; None: where it is
+    sizes: list[int]  # events of each sequence
+
+
+@dataclass
+class Arrived(Multistreamable):
+    """A route's events at their owner, and what this rank has to know of its own.
+
+    Attributes:
+        route: whose they are.
+        events: what was sent and received of events.
+        queries: what is sent and received of what samples have: every owner gets that of all samples of all ranks.
+        columns: [R, K] int32, what arrived, by rank, then sequence, then sample.
+        lengths: [n] int32, its events by rank, sequence and sample; None if attention does not read them.
+        order: as in `Sent`.
+        sizes: as in `Sent`.
+    """
+
+    route: Route
+    events: Exchange
+    queries: Exchange
+    columns: Tensor
+    lengths: Tensor | None
+    order: Tensor | None
+    sizes: list[int]
+
+    @property
+    def rows(self) -> Tensor:
+        """[R] int32: places of the rows in the owner's memory."""
+        return self.columns[:, 0].contiguous()
+
+    @property
+    def offsets(self) -> Tensor:
+        """[n + 1] int32, of the owner's events by rank, sequence and sample."""
+        return pad(self.lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+    def field_ids(self, place: int) -> Tensor:
+        """[R] int32: ids of the table `route.field_tables[place]`."""
+        return self.columns[:, 1 + place].contiguous()
+
+    @property
+    def buckets(self) -> Tensor | None:
+        """[R] int32: rows of the learned bias tables."""
+        return self.field_ids(len(self.route.field_tables)) if self.route.brings_bucket else None
+
+    @property
+    def weights(self) -> Tensor | None:
+        """[R] float32."""
+        return self.columns[:, -1].contiguous().view(torch.float32) if self.route.brings_weight else None
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        for tensor in (self.columns, self.lengths, self.order):
+            if tensor is not None:
+                tensor.record_stream(stream)
+
+
+@dataclass
+class ArrivedIds(Multistreamable):
+    """All routes of a batch, and the batch's own ids by key."""
+
+    routes: list[Arrived]
+    by_key: dict[str, JaggedTensor]
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        for one in (*self.routes, *self.by_key.values()):
+            one.record_stream(stream)
+
+
+class IdsRequest(Awaitable[Awaitable[ArrivedIds]]):
+    """Sorts the ids of a batch by owner and tells every owner how many it gets; waiting for it sends them."""
+
+    def __init__(self, routes: list[Route], ids: KeyedJaggedTensor, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        inputs.allow_no_samples(ids)
+        self._routes, self._group, self._by_key = routes, group, ids.to_dict()
+        size = group.size()
+        self._sent = [sort_by_owner(route, self._by_key, size) for route in routes]
+        batch = torch.full((size,), ids.stride(), device=ids.device())
+        self._told = torch.stack([batch, *[one.sums for one in self._sent]], 1)  # [W, 1 + routes]
+        self._heard, self._work = Exchange(group, [1] * size, [1] * size).start(self._told)
+
+    def _wait_impl(self) -> "_IdsOnTheirWay":
+        if self._work is not None:
+            self._work.wait()
+        # The one synchronization of a batch, while the batch before it computes.
+        told, heard = torch.stack([self._told, self._heard]).cpu().transpose(1, 2).tolist()
+        samples, arriving = heard[0], []
+        for route, sent, to, of in zip(self._routes, self._sent, told[1:], heard[1:], strict=True):
+            events, queries = Exchange(self._group, to, of), route.to_owners(self._group, samples)
+            lengths = None, None
+            if sent.counts is not None:
+                owners, counts = route.ranks, sent.counts
+                if len(owners) < len(to):
+                    counts = torch.stack([counts[rank] for rank in owners])
+                lengths = queries.start(counts.flatten())
+            arriving.append((route, events, queries, sent, events.start(sent.columns), lengths))
+        return _IdsOnTheirWay(arriving, self._by_key)
+
+
+class _IdsOnTheirWay(Awaitable[ArrivedIds]):
+    def __init__(self, arriving: list[tuple], by_key: dict[str, JaggedTensor]) -> None:
+        super().__init__()
+        self._arriving, self._by_key = arriving, by_key
+
+    def _wait_impl(self) -> ArrivedIds:
+        arrived = []
+        for route, events, queries, sent, (columns, first), (lengths, second) in self._arriving:
+            for work in (first, second):
+                if work is not None:
+                    work.wait()
+            arrived.append(Arrived(route, events, queries, columns, lengths, sent.order, sent.sizes))
+        return ArrivedIds(arrived, self._by_key)
+
+
+@torch.no_grad()
+def sort_by_owner(route: Route, by_key: dict[str, JaggedTensor], num_ranks: int) -> Sent:
+    """A route's events of this rank, sorted by the rank that owns their rows. Nothing synchronizes with a GPU.
+
+    Args:
+        route: what to send.
+        by_key: ids, bucket ids and weights.
+        num_ranks: W.
+    """
+    sequences = [by_key[key] for key in route.keys]
+    sizes, located = [one.values().size(0) for one in sequences], []
+    for key, table, owners, one in zip(route.keys, route.tables, route.owners, sequences, strict=True):
+        ids = one.values()
+        check_indices(f"features['{key}']", ids, owners.num_rows, f"table '{table}'", one.lengths())
+        located.append(owners.locate(ids))
+    ranks, rows = (_joined(list(parts)) for parts in zip(*located, strict=True))
+    columns = torch.stack([rows, *_brought(route, by_key, sequences)], 1)
+    lengths = _joined([one.lengths() for one in sequences]) if route.features else None
+    if num_ranks == 1:
+        sums = torch.full((1,), rows.size(0), device=rows.device)
+        return Sent(columns, sums, None if lengths is None else lengths.to(torch.int32).unsqueeze(0), None, sizes)
+    ranks, order = torch.sort(ranks, stable=True)
+    columns, ranks = columns.index_select(0, order), ranks.long()
+    if lengths is None:
+        return Sent(columns, _run_lengths(ranks, num_ranks), None, order, sizes)
+    # Ascending, since events are sorted by owner and come by sample.
+    samples = torch.arange(lengths.size(0), device=lengths.device)
+    samples = torch.repeat_interleave(samples, lengths, output_size=rows.size(0)).index_select(0, order)
+    counts = _run_lengths(ranks * lengths.size(0) + samples, num_ranks * lengths.size(0)).view(num_ranks, -1)
+    return Sent(columns, counts.sum(1), counts.to(torch.int32), order, sizes)
+
+
+def _run_lengths(ascending: Tensor, count: int) -> Tensor:
+    """[count]: how often each number from 0 to count - 1 occurs in ascending numbers."""
+    return torch.searchsorted(ascending, torch.arange(count + 1, device=ascending.device)).diff()
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _brought(route: Route, by_key: dict[str, JaggedTensor], sequences: list[JaggedTensor]) -> list[Tensor]:
+    """What a route's events bring along, [S] int32 each."""
+    brought = []
+    for place in range(len(route.field_tables)):
+        brought.append(_joined([by_key[keys[place]].values() for keys in route.fields]).to(torch.int32))
+    if route.brings_bucket:
+        buckets = []
+        for place, feature, one in zip(route.places, route.features, sequences, strict=True):
+            if isinstance(feature.bias, PositionBias):
+                own = inputs.position_buckets(one.offsets(), one.values().size(0), feature.num_buckets)
+            else:
+                own = by_key[feature.bias_key].values()
+            buckets.append(own + place * feature.num_buckets)
+        brought.append(_joined(buckets).to(torch.int32))
+    if route.brings_weight:
+        weights = _joined([one.weights() for one in sequences]).to(torch.float32)
+        brought.append(weights.view(torch.int32))
+    return brought

@@ -1,0 +1,80 @@
+"""Rows that owners send to the ranks whose samples asked for them, and small tables that every rank reads whole."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from jfi.ops.gather_rows import gather_rows
+from jfi.sharded.exchange import gradient_share
+from jfi.sharded.ownership import Owners
+from jfi.sharded.routes import Arrived
+
+
+def fetch_rows(handle: Tensor, memory: Tensor, arrived: Arrived) -> list[Tensor]:
+    """The rows [S, D] of each sequence of a route, on the rank of its samples; all ranks call it together.
+
+    Args:
+        handle: [R, D] without memory, of the dtype that is sent; its gradient is that of the owner's rows.
+        memory: [M, D], the owner's rows.
+        arrived: what the owner was asked for.
+    """
+    return list(_Fetch.apply(handle, memory, arrived).split(arrived.sizes))
+
+
+class _Fetch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, handle: Tensor, memory: Tensor, arrived: Arrived) -> Tensor:
+        ctx.arrived = arrived
+        rows = gather_rows((memory,), (arrived.rows,), dtype=handle.dtype)
+        rows = arrived.events.back.send(rows)
+        if arrived.order is None:
+            return rows
+        return torch.empty_like(rows).index_copy_(0, arrived.order, rows)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        arrived = ctx.arrived
+        grad = grad * gradient_share(arrived.events.group)
+        if arrived.order is not None:
+            grad = grad.index_select(0, arrived.order)
+        return arrived.events.send(grad), None, None
+
+
+class Replicate(torch.autograd.Function):
+    """Whole tables [N, D] on every rank, from the rows that each owns; back to sums of all ranks' gradients.
+
+    All tables travel in one all-reduce, whose order of summation is fixed, as is that of each rank's gradients.
+
+    Args:
+        handle: [r, D] without memory, of the tables' rows that this rank owns, table by table.
+        memory: [M, D], the rows that this rank owns.
+        group: all ranks.
+        owners: of the tables.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, handle: Tensor, memory: Tensor, group: dist.ProcessGroup, owners: list[Owners]
+    ) -> tuple[Tensor, ...]:
+        rank, sizes = group.rank(), [one.num_rows for one in owners]
+        ctx.group, ctx.own, ctx.sizes, ctx.dtype = group, [one.rows_of(rank) for one in owners], sizes, handle.dtype
+        ctx.set_materialize_grads(False)
+        whole = memory.new_zeros(sum(sizes), memory.size(1))
+        for rows, one in zip(whole.split(sizes), owners, strict=True):
+            to, of = one.rows_of(rank), one.memory_of(rank)
+            rows[to.start : to.stop] = memory[of.start : of.stop]
+        if group.size() > 1:
+            dist.all_reduce(whole, group=group)
+        return whole.split(sizes)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        given = next(grad for grad in grads if grad is not None)
+        whole = [given.new_zeros(n, given.size(1)) if g is None else g for g, n in zip(grads, ctx.sizes, strict=True)]
+        whole = torch.cat(whole).mul_(gradient_share(ctx.group))
+        if ctx.group.size() > 1:
+            dist.all_reduce(whole, group=ctx.group)
+        own = [rows[part.start : part.stop] for rows, part in zip(whole.split(ctx.sizes), ctx.own, strict=True)]
+        return torch.cat(own).to(ctx.dtype), None, None, None

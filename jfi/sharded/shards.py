@@ -1,0 +1,90 @@
+"""The rows that this rank owns, in TorchRec's memory, and their optimizer's steps."""
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from torch import Tensor, nn
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from jfi.modules.fused_tables import FusedTables
+
+_OPTIMIZERS = {
+    EmbOptimType.EXACT_SGD: torch.optim.SGD,
+    EmbOptimType.EXACT_ADAGRAD: torch.optim.Adagrad,
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: RowWiseAdagrad,
+}
+
+
+class OwnRows:
+    """All rows that this rank owns, one below the other, and the steps of those that a batch has read.
+
+    Their memory and that of the optimizer's states is fbgemm's, which TorchRec saves and loads; only the steps are
+    `jfi.ops.step_rows`.
+
+    Args:
+        batched: fbgemm's tables.
+
+    Raises:
+        ValueError: they have an optimizer that `jfi.ops.step_rows` has not.
+    """
+
+    def __init__(self, batched: SplitTableBatchedEmbeddingBagsCodegen) -> None:
+        if batched.optimizer not in _OPTIMIZERS:
+            known = ", ".join(kind.value for kind in _OPTIMIZERS)
+            raise ValueError(
+                f"the optimizer of tables that attention goes to must be one of {known}, got {batched.optimizer.value}"
+            )
+        self._batched = batched
+        weights = batched.split_embedding_weights()
+        states = [] if batched.optimizer is EmbOptimType.EXACT_SGD else batched.split_optimizer_states()
+        own = [_joined([of_table[0] for of_table in states])] if states else []
+        memory = _joined(weights)
+        if not memory.size(0):  # this rank owns nothing: a row that nobody asks for
+            memory = memory.new_zeros(1, memory.size(1))
+            own = [state.new_zeros(1, *state.shape[1:]) for state in own]
+        rows = nn.Module()
+        rows.weight = nn.Parameter(memory)
+        options = {"lr": batched.get_learning_rate()}
+        if batched.optimizer is not EmbOptimType.EXACT_SGD:
+            options["eps"] = batched.optimizer_args.eps
+        kind = _OPTIMIZERS[batched.optimizer]
+        self._tables = FusedTables(nn.ModuleDict({"rows": rows}), kind, options, None, {"rows": tuple(own)})
+        self.memory = memory.detach()
+
+    def look_up(self, asked: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
+        """Of rows [S] of `memory` a tensor [S, D] without memory each, whose gradient the step takes.
+
+        Args:
+            asked: places of rows.
+            dtype: of the gradients; None for that of the rows.
+        """
+        rate = self._batched.get_learning_rate()  # TorchRec's optimizer sets it
+        if rate != self._tables.group["lr"]:
+            self._tables.group["lr"] = rate
+        return self._tables.look_up([("rows", rows) for rows in asked], dtype)
+
+
+def own_rows(lookups: list[nn.Module]) -> OwnRows:
+    """The rows that a sharded collection, of TorchRec's lookups, owns on this rank.
+
+    Raises:
+        ValueError: tables of several data types, optimizers or learning rates.
+    """
+    kernels = [kernel for lookup in lookups for kernel in lookup._emb_modules]
+    if len(kernels) != 1:
+        names = [table.name for kernel in kernels for table in kernel.config.embedding_tables]
+        raise ValueError(
+            f"tables that attention goes to must have one data type and one optimizer, got those of {names}"
+        )
+    return OwnRows(kernels[0].emb_module)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """What lies one below the other in memory, as one tensor."""
+    whole = torch.as_strided(parts[0], (sum([x.size(0) for x in parts]), *parts[0].shape[1:]), parts[0].stride())
+    end = whole.data_ptr()
+    for part in parts:
+        if part.numel() and part.data_ptr() != end:
+            raise RuntimeError("fbgemm's tables do not lie one below the other in memory")
+        end += part.numel() * part.element_size()
+    return whole

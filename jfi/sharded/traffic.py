@@ -1,0 +1,97 @@
+"""What a step sends, reckoned from the shapes: which exchange pays, and what more ranks would send.
+
+Counted are bytes that leave a rank for another one, per sample of its batch, forward and backward.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SequenceShape:
+    """A sequence feature and how its model reads it.
+
+    Args:
+        events: mean length of a history.
+        width: D, of a row.
+        heads: H.
+        queries: T.
+        fields: tables whose rows an event sums.
+        columns: int32 numbers that an event brings to the owner of its row: its place, the ids of small tables, the
+            bucket of a bias, a weight.
+    """
+
+    events: float
+    width: int
+    heads: int = 1
+    queries: int = 1
+    fields: int = 1
+    columns: int = 1
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes a sample, and messages a step.
+
+    Attributes:
+        ids: of ids, and of what events bring along.
+        rows: of rows and their gradients.
+        queries: of queries, partial outputs and their gradients.
+        messages: to each other rank.
+    """
+
+    ids: float
+    rows: float
+    queries: float
+    messages: int
+
+    @property
+    def total(self) -> float:
+        """All bytes."""
+        return self.ids + self.rows + self.queries
+
+
+def by_rows(shape: SequenceShape, owners: int, itemsize: int = 4, unique: float = 1.0) -> Sent:
+    """What TorchRec's row-wise sharding sends: ids to the owners, rows back, their gradients out again.
+
+    Args:
+        shape: the feature.
+        owners: ranks that its rows are split over.
+        itemsize: bytes of an element of a row on the way.
+        unique: fraction of a batch's events that are left without repeated ids.
+
+    Example:
+        >>> round(by_rows(SequenceShape(events=200, width=64), owners=2).total)
+        52008
+    """
+    away, count = (owners - 1) / owners, shape.events * shape.fields * unique
+    ids = 8 * count * away + 8 * shape.fields * (owners - 1)
+    return Sent(ids, 2 * itemsize * shape.width * count * away, 0.0, 5)
+
+
+def by_attention(shape: SequenceShape, owners: int, itemsize: int = 2) -> Sent:
+    """What attention at the owners sends.
+
+    Args:
+        shape: the feature.
+        owners: ranks that its rows are split over.
+        itemsize: bytes of an element of a query on the way.
+
+    Example:
+        >>> round(by_attention(SequenceShape(events=200, width=64, heads=4), owners=2).total)
+        2500
+    """
+    lengths = 4 * (owners - 1)
+    ids = 4 * shape.columns * shape.events * (owners - 1) / owners
+    # Queries and their gradients, outputs with a log-sum-exp, their gradients with that and Δ.
+    vectors = shape.queries * shape.heads * (4 * itemsize * shape.width + 3 * 4)
+    return Sent(ids + lengths, 0.0, vectors * (owners - 1), 7)
+
+
+def pays(shape: SequenceShape, owners: int, rows_itemsize: int = 4, query_itemsize: int = 4) -> bool:
+    """Whether attention at the owners sends fewer bytes than the exchange of rows.
+
+    Example:
+        >>> pays(SequenceShape(events=200, width=64, heads=4), 8), pays(SequenceShape(events=5, width=64, heads=4), 8)
+        (True, False)
+    """
+    return by_attention(shape, owners, query_itemsize).total < by_rows(shape, owners, rows_itemsize).total
