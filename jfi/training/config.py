@@ -245,17 +245,31 @@ class ShardingConfig:
         compute_kernel: `fused` (tables in device memory), `fused_uvm_caching` (tables in host memory, with a cache on
             the GPU, for tables that exceed GPU memory), or `auto`: the planner chooses.
         cache_load_factor: fraction of a table's rows that the cache holds, in (0, 1].
+        dedup: whether a row that several events of a process' samples have is sent to it once, and its gradient is
+            summed before it is sent back.
+        communication: dtype in which embeddings and their gradients are sent.
+        group_size: null shards each table over all processes. A number, a divisor of that of the processes: each group
+            of so many has all tables and learns from its own samples.
+        sync_every: steps between two averages of the tables of all groups; an epoch ends with one too.
     """
 
     type: Literal["auto", "table_wise", "row_wise", "column_wise"] = "auto"
     min_partition: int = 16
     compute_kernel: Literal["auto", "fused", "fused_uvm_caching"] = "auto"
     cache_load_factor: float = 0.2
+    dedup: bool = False
+    communication: Literal["float32", "bfloat16"] = "float32"
+    group_size: int | None = None
+    sync_every: int = 1
 
     def __post_init__(self) -> None:
         width, fraction = self.min_partition, self.cache_load_factor
         _require(width >= 4 and width % 4 == 0, "sharding.min_partition", width, "a positive multiple of 4")
         _require(0 < fraction <= 1, "sharding.cache_load_factor", fraction, "in (0, 1]")
+        _require(self.group_size is None or self.group_size >= 1, "sharding.group_size", self.group_size, "positive")
+        _require(self.sync_every >= 1, "sharding.sync_every", self.sync_every, "positive")
+        alone = self.group_size is None and self.sync_every > 1
+        _require(not alone, "sharding.sync_every", self.sync_every, "1 unless sharding.group_size is given")
 
 
 @dataclass

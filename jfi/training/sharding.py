@@ -13,6 +13,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollec
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import (
@@ -22,7 +23,7 @@ from torchrec.distributed.planner.types import (
     TopologyFactory,
     TrainerConfig,
 )
-from torchrec.distributed.types import CacheParams, ShardingPlan
+from torchrec.distributed.types import CacheParams, CommOp, ShardingPlan
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer
@@ -32,6 +33,7 @@ from jfi.models import SequenceDLRM
 from jfi.training.build import OPTIMIZERS, dense_optimizers, table_configs
 from jfi.training.config import Config, ConfigError, ShardingConfig
 from jfi.training.distributed import World
+from jfi.training.unique_rows import UniqueEmbeddingCollectionSharder
 
 #: The epsilon of torch.optim's Adagrad and of TorchRec's RowWiseAdagrad; fbgemm has another default.
 _EPS = 1e-10
@@ -84,14 +86,20 @@ def shard_model(
     plan = world.on_first(lambda: _plan(model, list(tables.values()), config, world))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # TorchRec passes DDP an argument that torch 2.13 deprecates
-        sharded = DistributedModelParallel(model, device=world.device, plan=plan, sharders=_sharders())
+        sharded = DistributedModelParallel(model, device=world.device, plan=plan, sharders=_sharders(config.sharding))
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
     others = dense_optimizers(config.optimizer, dense, config.training.max_grad_norm)
     return sharded, CombinedOptimizer([sharded.fused_optimizer, *others])
 
 
-def _sharders() -> list:
-    return [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
+def _sharders(sharding: ShardingConfig) -> list:
+    codecs = None
+    if sharding.communication == "bfloat16":
+        # Not by TorchRec's get_qcomm_codecs_registry, which sends float16 in silence on CPUs.
+        half = QCommsConfig(forward_precision=CommType.BF16, backward_precision=CommType.BF16)
+        codecs = {operation.name: get_qcomm_codecs(half) for operation in CommOp}
+    collection = UniqueEmbeddingCollectionSharder if sharding.dedup else EmbeddingCollectionSharder
+    return [EmbeddingBagCollectionSharder(qcomm_codecs_registry=codecs), collection(qcomm_codecs_registry=codecs)]
 
 
 def _plan(model: SequenceDLRM, tables: list[BaseEmbeddingConfig], config: Config, world: World) -> ShardingPlan:
@@ -113,7 +121,7 @@ def _plan(model: SequenceDLRM, tables: list[BaseEmbeddingConfig], config: Config
         constraints={table.name: _constraints(table, config.sharding, on_gpu) for table in tables},
     )
     try:
-        return planner.plan(model, _sharders())
+        return planner.plan(model, _sharders(config.sharding))
     except PlannerError as error:
         raise ConfigError(f"sharding: TorchRec's planner found no plan: {str(error).splitlines()[0]}") from None
 
