@@ -1,6 +1,5 @@
 """The samples of a split by user: rows of a user that share a timeline are a chunk, and a batch consists of chunks."""
 
-import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -8,6 +7,7 @@ import numpy as np
 
 from jfi.data.coded import blocks
 from jfi.data.columns import ranges
+from jfi.data.dealing import contiguous, deal_timelines, imbalance
 from jfi.data.events import Events, index_type
 from jfi.data.order import BatchPart, Shuffled
 
@@ -123,43 +123,28 @@ class ChunkOrder:
         return int(self._ends[first - 1]) if first else 0
 
     def part(self, batch: int, rank: int, world_size: int) -> BatchPart:
-        """The chunks of a batch that are this rank's, so that all ranks have about as many events and samples."""
+        """The chunks of a batch that are this rank's, so that all ranks have about as much work of each kind."""
         chunks = self._order[self._bounds[batch] : self._bounds[batch + 1]]
         total = self.samples_before(batch + 1) - self.samples_before(batch)
         if world_size > 1:
-            chunks = chunks[share(self._work(chunks), world_size) == rank]
+            chunks = chunks[deal_timelines(self._work(chunks), world_size) == rank]
         first = self._chunks.first[chunks]
         sizes = self._chunks.first[chunks + 1] - first
         places = self._chunks.order[ranges(first, sizes)].astype(np.int64, copy=False)
         samples = ranges(places * self._per_row, np.full(len(places), self._per_row))
         return BatchPart(samples, total, np.append(0, np.cumsum(sizes * self._per_row)))
 
-    def imbalance(self, world_size: int, num_batches: int = 100) -> float:
-        """The work of a batch's busiest rank over that of the mean rank, a mean over the first batches."""
-        found = []
-        for batch in range(min(num_batches, self.num_batches)):
-            work = self._work(self._order[self._bounds[batch] : self._bounds[batch + 1]])
-            load = np.bincount(share(work, world_size), weights=work, minlength=world_size)
-            found.append(load.max() / max(load.mean(), 1))
-        return float(np.mean(found)) if found else 1.0
+    def imbalance(self, world_size: int, num_batches: int = 100) -> tuple[float, float]:
+        """Events times targets of the busiest ranks of the first batches over the mean; also of contiguous parts."""
+        batches = range(min(num_batches, self.num_batches))
+        work = [self._work(self._order[self._bounds[batch] : self._bounds[batch + 1]]) for batch in batches]
+        return imbalance(work, deal_timelines, world_size), imbalance(work, contiguous, world_size)
 
     def _work(self, chunks: np.ndarray) -> np.ndarray:
-        """Events and samples of chunks."""
-        sizes = self._chunks.first[chunks + 1] - self._chunks.first[chunks]
-        return self._chunks.timelines(chunks)[1] + sizes * self._per_row
-
-
-def share(work: np.ndarray, world_size: int) -> np.ndarray:
-    """`[C]` int64, the rank of each chunk: the chunk with the most work first, each to the rank with the least so far.
-
-    The greedy schedule of Graham, "Bounds on Multiprocessing Timing Anomalies" (1969), at most 4/3 of the best one.
-
-    >>> share(np.array([2, 5, 3, 3]), 2)
-    array([0, 0, 1, 1])
-    """
-    rank, load = np.empty(len(work), np.int64), [(0, one) for one in range(world_size)]
-    for chunk in np.argsort(-work, kind="stable"):
-        total, least = load[0]
-        rank[chunk] = least
-        heapq.heapreplace(load, (total + int(work[chunk]), least))
-    return rank
+        """`[C, 3]` int64: of chunks the events that their targets see, the events of their timelines, the samples."""
+        first = self._chunks.first[chunks]
+        sizes = self._chunks.first[chunks + 1] - first
+        rows = self._chunks.rows[self._chunks.order[ranges(first, sizes)]].astype(np.int64, copy=False)
+        seen = self._chunks.events.histories(rows, self._chunks.max_history)[1]
+        seen = np.add.reduceat(seen, np.cumsum(sizes) - sizes)  # a chunk has at least one row
+        return np.stack([seen * self._per_row, self._chunks.timelines(chunks)[1], sizes * self._per_row], axis=1)

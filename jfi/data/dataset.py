@@ -139,7 +139,8 @@ class InteractionDataset:
         rows = self._rows(split)
         if batching == "sample":
             count = self.num_samples(split)
-            return SampleOrder(count, batch_size, Shuffled(count, seed, epoch) if shuffle else None)
+            shuffled = Shuffled(count, seed, epoch) if shuffle else None
+            return SampleOrder(count, batch_size, shuffled, partial(self._num_events, rows))
         if split not in self._chunks:
             self._chunks[split] = cut_chunks(self._events, rows, self.schema.max_history, self._max_timeline)
         # All chunks are ordered at once, for which a permutation in memory is the smallest and the fastest.
@@ -162,10 +163,10 @@ class InteractionDataset:
         """The batches of one epoch, a pure function of the arguments.
 
         The order and the sampled negatives depend on `seed` and `epoch` only, so `start_batch=n` continues an epoch
-        after n batches. A batch has the same samples for any number of ranks. Each rank gets a part of it: of a batch
-        by sample a contiguous one, and their sizes differ by at most one; of a batch by user whole timelines, so that
-        the ranks have about as many events and samples. Some parts may be empty, so that all ranks make the same number
-        of steps.
+        after n batches. A batch has the same samples for any number of ranks. Each rank gets a part of it, in the same
+        order: of a batch by sample so that the parts have about as many events, and their sizes differ by at most one;
+        of a batch by user whole timelines, so that the parts have about as many events, events times targets, and
+        samples. Some parts may be empty, so that all ranks make the same number of steps.
 
         Args:
             split: "train", "validation" or "test".
@@ -264,6 +265,13 @@ class InteractionDataset:
         if split not in self._samples:
             raise ValueError(f"split is '{split}'; {suggest(split, self._samples)}")
         return self._samples[split]
+
+    def _num_events(self, rows: np.ndarray, samples: np.ndarray) -> np.ndarray:
+        """`[B]` int64, the events of the histories of samples of a split with these rows."""
+        events = rows[samples // self._samples_per_row].astype(np.int64, copy=False)
+        if self.chooser is None:
+            return self._events.histories(events, self.schema.max_history)[1]
+        return self.chooser.histories(events)[1]
 
     def _history(
         self, events: np.ndarray, offsets: np.ndarray | None

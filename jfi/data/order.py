@@ -1,9 +1,11 @@
 """The order of an epoch's samples, and its batches."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from jfi.data.dealing import contiguous, deal_samples, imbalance
 from jfi.encoding import mix
 
 #: From this number of samples on, the order is computed batch by batch: a permutation of them all would take 8 bytes a
@@ -76,10 +78,13 @@ class SampleOrder:
         count: number of samples.
         batch_size: samples of a batch.
         shuffled: the order of the samples; None for that of the split.
+        work: of samples `[B]` the events of their histories, `[B]` int64.
     """
 
-    def __init__(self, count: int, batch_size: int, shuffled: Shuffled | None) -> None:
-        self._count, self._batch_size, self._shuffled = count, batch_size, shuffled
+    def __init__(
+        self, count: int, batch_size: int, shuffled: Shuffled | None, work: Callable[[np.ndarray], np.ndarray]
+    ) -> None:
+        self._count, self._batch_size, self._shuffled, self._work = count, batch_size, shuffled, work
 
     @property
     def num_batches(self) -> int:
@@ -91,8 +96,16 @@ class SampleOrder:
         return min(batch * self._batch_size, self._count)
 
     def part(self, batch: int, rank: int, world_size: int) -> BatchPart:
-        """A contiguous part of the batch; the sizes of the ranks' parts differ by at most one."""
+        """This rank's part of a batch: the parts have about as many events, and their sizes differ by at most one."""
+        samples = self._samples(batch)
+        mine = samples if world_size == 1 else samples[deal_samples(self._work(samples), world_size) == rank]
+        return BatchPart(mine, len(samples))
+
+    def imbalance(self, world_size: int, num_batches: int = 100) -> tuple[float, float]:
+        """The events of the busiest ranks of the first batches over those of the mean ranks; also of contiguous parts."""
+        work = [self._work(self._samples(batch)) for batch in range(min(num_batches, self.num_batches))]
+        return imbalance(work, deal_samples, world_size), imbalance(work, contiguous, world_size)
+
+    def _samples(self, batch: int) -> np.ndarray:
         first, last = self.samples_before(batch), self.samples_before(batch + 1)
-        shared = np.arange(first, last) if self._shuffled is None else self._shuffled[first:last]
-        mine = shared[len(shared) * rank // world_size : len(shared) * (rank + 1) // world_size]
-        return BatchPart(mine, len(shared))
+        return np.arange(first, last) if self._shuffled is None else self._shuffled[first:last]

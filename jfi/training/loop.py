@@ -96,9 +96,12 @@ class Trainer(RunState):
         else:
             self._say(describe_earlier(world.on_first(lambda: self._log_so_far(run)), data))
             order = self._order("train", self.config.training.batch_size)
-            if isinstance(order, ChunkOrder) and world.size > 1:
-                busiest = order.imbalance(world.size)
-                self._say(f"the busiest of {world.size} processes has {busiest:.3f} times the mean events and samples")
+            if world.size > 1 and world.is_first:
+                dealt, cut = order.imbalance(world.size)
+                self._say(
+                    f"the busiest of {world.size} processes has {dealt:.3f} times the mean work (events x targets); "
+                    f"{cut:.3f} if batches were cut in order"
+                )
             if self.device.type == "cuda" and self.config.training.cuda_graph == "auto":
                 found = capture(self._step, self.model, self.optimizer, self.config, self.dataset, world)
                 if isinstance(found, CapturedStep):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from jfi.data import Batch, DataConfig, InteractionDataset, SyntheticConfig, load_dataset
+from jfi.data.dealing import deal_samples
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +89,53 @@ def test_ranks_share_each_global_batch(dataset, world_size, shuffle):
     alone = list(dataset.batches("train", size, shuffle=shuffle))
     for step, batch in enumerate(alone):
         parts = [ranks[rank][step] for rank in range(world_size)]
-        assert [row for part in parts for row in rows_of(part)] == rows_of(batch)
+        assert Counter(row for part in parts for row in rows_of(part)) == Counter(rows_of(batch))
         sizes = [len(part.labels) for part in parts]
         assert max(sizes) - min(sizes) <= 1
         assert step == len(alone) - 1 or sum(sizes) == size
+
+
+@pytest.fixture(scope="module")
+def skewed(tmp_path_factory) -> DataConfig:
+    """A few users with hundreds of events, many with a few; a batch of 200 samples has some of each."""
+    draw = np.random.default_rng(0)
+    counts = np.minimum(draw.pareto(1, 60) * 12 + 2, 400).astype(int)
+    users = np.repeat(np.arange(60), counts)
+    path = tmp_path_factory.mktemp("skewed") / "clicks.csv"
+    rows = [f"{user},{draw.integers(30)},{time}" for time, user in enumerate(users)]
+    path.write_text("\n".join(["user_id,item_id,timestamp", *rows]))
+    return DataConfig(interactions=str(path), negatives=1, max_history=400)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"batching": "user", "max_history": 60, "max_timeline": 80}], ids=["by sample", "by user"]
+)
+def test_ranks_have_about_as_much_work(skewed, settings):
+    dataset, size = load_dataset(replace(skewed, **settings)), 1000 if settings else 200
+    dealt, cut = dataset.order("train", size, shuffle=True, seed=3).imbalance(4)
+    assert cut > 1.1
+    assert dealt < 1.05
+    parts = [dataset.batches("train", size, shuffle=True, seed=3, rank=rank, world_size=4) for rank in range(4)]
+    rows, found = dataset.arrays().samples["train"], []
+    for batch in zip(*parts, strict=True):
+        work = [dataset._num_events(rows, part.samples.numpy()).sum() for part in batch]
+        samples = [len(part.labels) for part in batch]
+        assert sum(samples) == batch[0].total
+        assert max(samples) - min(samples) <= (0.1 * sum(samples) if settings else 1)
+        found.append([max(work), np.mean(work)])
+    busiest, mean = np.sum(found, axis=0)
+    assert busiest / mean == pytest.approx(dealt)
+
+
+def test_dealing_evens_out_a_few_large_samples():
+    work = np.array([900, *[100] * 3, *[10] * 60])  # four ranks: no part has less than 900, or more than 16 samples
+    rank = deal_samples(work, 4)
+    assert np.bincount(rank).tolist() == [16] * 4
+    load = np.bincount(rank, weights=work)
+    assert load.max() == 900 + 15 * 10
+    assert np.array_equal(rank, deal_samples(work, 4))
+    assert deal_samples(np.zeros(0, int), 3).tolist() == []
+    assert np.bincount(deal_samples(np.zeros(7, int), 3)).tolist() in ([3, 2, 2], [2, 3, 2], [2, 2, 3])
 
 
 def test_shuffling_keeps_every_sample(labeled):
