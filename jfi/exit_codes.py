@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
@@ -110,11 +111,34 @@ def run_command(main: Callable[[], int | None], wrong_input: tuple[type[Exceptio
         elif isinstance(error, OSError):
             line, code = f"error: {_storage(error)}", ExitCode.STORAGE
         else:
+            if _is_in_group():
+                traceback.print_exc()
+                _end_at_once(1)
             raise
     rank = os.environ.get("LOCAL_RANK", "0")
     if rank == "0" or code == ExitCode.MEMORY:
         print(shorten(line) + ("" if rank == "0" else f" (process {rank} of this host)"), file=sys.stderr)
+    if _is_in_group():
+        _end_at_once(code)
     return int(code)
+
+
+def _is_in_group() -> bool:
+    """Whether an error has left this process in a process group of torch.distributed."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+def _end_at_once(code: int) -> None:
+    """Ends the process without the interpreter's end.
+
+    Threads of the process group may hold tensors, and aborted the process when they released one during the
+    interpreter's end: "terminate called without an active exception". To destroy the group would join them, but they
+    may wait for other processes, which wait for this one.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def shorten(text: str) -> str:

@@ -51,7 +51,7 @@ def deal_samples(work: np.ndarray, world_size: int) -> np.ndarray:
 
 
 def _swap(work: np.ndarray, rank: np.ndarray, world_size: int) -> None:
-    """Swaps samples of the busiest and the idlest rank, in place, while that helps: a few samples may have most work."""
+    """Swaps samples of the busiest and the idlest rank, in place, while it helps: few samples may have most work."""
     load = np.bincount(rank, weights=work, minlength=world_size)
     for _ in range(_MOST_SWAPS):
         busiest, idlest = int(load.argmax()), int(load.argmin())

@@ -102,7 +102,7 @@ class SampleOrder:
         return BatchPart(mine, len(samples))
 
     def imbalance(self, world_size: int, num_batches: int = 100) -> tuple[float, float]:
-        """The events of the busiest ranks of the first batches over those of the mean ranks; also of contiguous parts."""
+        """The events of the busiest ranks of the first batches over the mean; also of contiguous parts."""
         work = [self._work(self._samples(batch)) for batch in range(min(num_batches, self.num_batches))]
         return imbalance(work, deal_samples, world_size), imbalance(work, contiguous, world_size)
 

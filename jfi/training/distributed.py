@@ -4,6 +4,8 @@ Each rank has one device and a part of every batch. Tensors are exchanged with N
 objects and flags are always exchanged with gloo, which does not synchronize with the GPU.
 """
 
+import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -89,6 +91,16 @@ class World:
         dist.gather_object(item, items, dst=0, group=self.control)
         return items or []
 
+    def compare_with_first(self, item: T, check: Callable[[T, T, int], None]) -> None:
+        """Calls `check(rank 0's item, another rank's item, its rank)` for every other rank; raises its error on all."""
+        items = self.gather(item)
+
+        def compare() -> None:
+            for rank, other in enumerate(items[1:], 1):
+                check(items[0], other, rank)
+
+        self.on_first(compare)
+
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum of `tensor`, which is on each rank's device, over the ranks; a new tensor."""
         total = tensor.clone()
@@ -170,6 +182,9 @@ def join_world(device_name: str) -> Iterator[World]:
     yield World(device, dist.get_rank(), dist.get_world_size(), launched=True, control=control)
     # Not after an error: other ranks may be in a collective, and torchrun stops them when this process exits.
     dist.destroy_process_group()
+    # A group ends with its last reference, such as that of a model in a cycle. Its threads must not outlive Python: one
+    # that releases a tensor during the interpreter's end aborts the process.
+    atexit.register(gc.collect)
 
 
 def _hosts() -> int:

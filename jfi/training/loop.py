@@ -180,6 +180,8 @@ class Trainer(RunState):
                 average.update()
             progress.batch += 1
             progress.step += 1
+            if progress.step % self.config.sharding.sync_every == 0 or progress.position == order.num_batches:
+                self.groups.average(progress.step)
             done = order.samples_before(progress.position)
             now = self.clock()
             progress.train_seconds += now - started

@@ -33,6 +33,7 @@ from jfi.models import SequenceDLRM
 from jfi.training.build import OPTIMIZERS, dense_optimizers, table_configs
 from jfi.training.config import Config, ConfigError, ShardingConfig
 from jfi.training.distributed import World
+from jfi.training.groups import Groups
 from jfi.training.unique_rows import UniqueEmbeddingCollectionSharder
 
 #: The epsilon of torch.optim's Adagrad and of TorchRec's RowWiseAdagrad; fbgemm has another default.
@@ -44,7 +45,7 @@ _RESERVED = 0.2
 _TYPES = ["table_wise", "row_wise", "column_wise"]
 
 
-def check_sharded(config: Config, device: torch.device) -> None:
+def check_sharded(config: Config, world: World) -> None:
     """Checks that a run under torchrun supports the config.
 
     Raises:
@@ -61,17 +62,22 @@ def check_sharded(config: Config, device: torch.device) -> None:
     if optimizer.embeddings.weight_decay != 0:
         got = optimizer.embeddings.weight_decay
         raise ConfigError(f"optimizer.embeddings.weight_decay: got {got}, must be 0 under torchrun")
-    if kernel == "fused_uvm_caching" and device.type != "cuda":
+    if kernel == "fused_uvm_caching" and world.device.type != "cuda":
         raise ConfigError(f"sharding.compute_kernel: got '{kernel}', must be auto or fused without a GPU")
+    size = config.sharding.group_size
+    if size is not None and world.size % size:
+        raise ConfigError(f"sharding.group_size: got {size}, must divide the number of processes, {world.size}")
+    if size is not None and kernel == "fused_uvm_caching":
+        raise ConfigError(f"sharding.compute_kernel: got '{kernel}', must be auto or fused with sharding.group_size")
 
 
 def shard_model(
     model: SequenceDLRM, config: Config, world: World
-) -> tuple[DistributedModelParallel, CombinedOptimizer]:
+) -> tuple[DistributedModelParallel, CombinedOptimizer, Groups]:
     """Shards `model`, which has its tables on the meta device; `draw_tables` sets their values afterwards.
 
     Returns:
-        The sharded model, and the optimizer of its tables and its other parameters.
+        The sharded model, the optimizer of its tables and its other parameters, and the groups that share its tables.
 
     Raises:
         ConfigError: the planner finds no plan, since the tables do not fit.
@@ -83,13 +89,17 @@ def shard_model(
     for module in model.children():
         if not isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
             module.to(world.device)
-    plan = world.on_first(lambda: _plan(model, list(tables.values()), config, world))
+    groups = Groups(world, config.sharding.group_size)
+    plan = groups.own_plan(world.on_first(lambda: _plan(model, list(tables.values()), config, world)))
+    environment = groups.environment()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # TorchRec passes DDP an argument that torch 2.13 deprecates
-        sharded = DistributedModelParallel(model, device=world.device, plan=plan, sharders=_sharders(config.sharding))
+        sharders = _sharders(config.sharding)
+        sharded = DistributedModelParallel(model, environment, world.device, plan, sharders)
+    groups.hold(sharded, list(tables))
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
     others = dense_optimizers(config.optimizer, dense, config.training.max_grad_norm)
-    return sharded, CombinedOptimizer([sharded.fused_optimizer, *others])
+    return sharded, CombinedOptimizer([sharded.fused_optimizer, *others]), groups
 
 
 def _sharders(sharding: ShardingConfig) -> list:
@@ -103,12 +113,12 @@ def _sharders(sharding: ShardingConfig) -> list:
 
 
 def _plan(model: SequenceDLRM, tables: list[BaseEmbeddingConfig], config: Config, world: World) -> ShardingPlan:
-    local = int(os.environ["LOCAL_WORLD_SIZE"])
+    local, size = int(os.environ["LOCAL_WORLD_SIZE"]), config.sharding.group_size or world.size
     on_gpu = world.device.type == "cuda"
     topology = TopologyFactory.create_topology(
         TrainerConfig(
-            world_size=world.size,
-            local_world_size=local,
+            world_size=size,
+            local_world_size=min(local, size),
             hbm_cap_bytes=torch.cuda.get_device_properties(world.device).total_memory if on_gpu else None,
             ddr_cap_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local,
         ),
@@ -132,7 +142,7 @@ def _constraints(table: BaseEmbeddingConfig, sharding: ShardingConfig, on_gpu: b
         types = ["table_wise"]  # gloo has no collective that sums bags over ranks
     kernels = [sharding.compute_kernel]
     if sharding.compute_kernel == "auto":
-        kernels = ["fused", "fused_uvm_caching"] if on_gpu else ["fused"]
+        kernels = ["fused", "fused_uvm_caching"] if on_gpu and sharding.group_size is None else ["fused"]
     return ParameterConstraints(
         sharding_types=types,
         compute_kernels=kernels,

@@ -14,10 +14,11 @@ from jfi.training.config import Config, ConfigError
 from jfi.training.distributed import World, join_world
 from jfi.training.loop import Result, Trainer
 from jfi.training.preset import apply_preset
-from jfi.training.progress import check_config
+from jfi.training.progress import check_config, config_changes
 from jfi.training.run_data import DataChanged, describe_batches, load_data, save_data
 from jfi.training.run_folder import RunFolder, check_new, check_writable, new_run_dir
 from jfi.training.run_lock import writing_run
+from jfi.training.sharding import check_sharded
 from jfi.training.shared_data import load_shared
 from jfi.training.warm_start import check_warm_start
 
@@ -43,6 +44,7 @@ def train(config: Config, dataset: InteractionDataset | None = None) -> Result:
         config = config.with_training(warm_start=absolute_path(config.training.warm_start))
     run_dir = config.training.run_dir
     with join_world(config.training.device) as world:
+        _check_processes(world, config, {"--resume": None})
         if world.launched and config.training.preset is not None:
             raise ConfigError("training.preset must be null under torchrun; give the settings themselves")
         begun = world.launched and world.on_first(lambda: RunFolder.holds(config))
@@ -94,15 +96,40 @@ def resume(
         FloatingPointError, Interrupted: as `train`.
     """
     run, config = RunFolder.open(run_dir)
-    with join_world(config.training.device) as world, writing_run(run.path, world):
-        if config_changed != "accept":
-            world.on_first(lambda: check_config(run, config))
-        if prepared is None:
-            return _continue(run, config, world, data_changed)
-        config = _with_prepared(run, config, prepared)
-        dataset = load_data(run, config, world, data_changed)
-        world.on_first(lambda: save_config(config, run.config))
-        return _continue(run, config, world, data_changed, dataset)
+    options = {"--resume": run.path, "--data.prepared": prepared}
+    options |= {"--data-changed": data_changed, "--config-changed": config_changed}
+    with join_world(config.training.device) as world:
+        _check_processes(world, config, options)
+        with writing_run(run.path, world):
+            if config_changed != "accept":
+                world.on_first(lambda: check_config(run, config))
+            if prepared is None:
+                return _continue(run, config, world, data_changed)
+            config = _with_prepared(run, config, prepared)
+            dataset = load_data(run, config, world, data_changed)
+            world.on_first(lambda: save_config(config, run.config))
+            return _continue(run, config, world, data_changed, dataset)
+
+
+def _check_processes(world: World, config: Config, options: dict[str, object]) -> None:
+    """Checks that all processes were started alike, and that so many can do what the config says.
+
+    Raises:
+        ConfigError: on every process, of the first difference or fault.
+    """
+    if not world.launched:
+        return
+
+    def refuse(first: tuple[Config, dict], other: tuple[Config, dict], rank: int) -> None:
+        names = first[1] | other[1]
+        differ = [(name, *(one[1].get(name) for one in (first, other))) for name in names]
+        changes = [f"{name} was {was} and is {now}" for name, was, now in differ if was != now]
+        changes += [line for _, line in config_changes(dataclasses.asdict(first[0]), other[0])]
+        if changes:
+            raise ConfigError(f"process {rank} was started with other settings than process 0: {', '.join(changes)}")
+
+    world.compare_with_first((config, options), refuse)
+    check_sharded(config, world)
 
 
 def _check_before_reading(config: Config) -> None:

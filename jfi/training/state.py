@@ -29,11 +29,12 @@ from jfi.training.checkpoint import (
 from jfi.training.config import Config, ConfigError
 from jfi.training.distributed import World
 from jfi.training.frozen_rows import FrozenRows
+from jfi.training.groups import Groups
 from jfi.training.pretrained import fill_rows, load_pretrained
 from jfi.training.progress import Progress, last_progress
 from jfi.training.recorder import Recorder, SilentRecorder
 from jfi.training.run_folder import RunFolder
-from jfi.training.sharding import check_sharded, shard_model
+from jfi.training.sharding import shard_model
 from jfi.training.warm_start import warm_start
 
 
@@ -56,6 +57,7 @@ class RunState:
         self.world = world
         self.device = world.device
         self.progress = Progress(world_size=world.size if world.launched else 0)
+        self.groups = Groups(world, None)
         torch.manual_seed(config.training.seed)
         fused = None if world.launched else config.optimizer
         # Attention runs in the dtype of the rows. A CPU has no faster products of bfloat16.
@@ -64,8 +66,7 @@ class RunState:
         model = build_model(config.model, config.encoder, dataset.schema, torch.device("meta"), fused, output_dtype)
         tables = table_configs(model)
         if world.launched:
-            check_sharded(config, self.device)
-            self.model, self.optimizer = shard_model(model, config, world)
+            self.model, self.optimizer, self.groups = shard_model(model, config, world)
             self._reseed()
         else:
             for module in (model.embedding_bag_collection, model.embedding_collection):
@@ -170,6 +171,7 @@ class RunState:
             FloatingPointError: training has diverged; nothing is written.
         """
         progress = self.progress
+        self.groups.average(progress.step)
         with self._frozen.released():
             state = self._state()
             self.check_finite(state["window"][0].item())

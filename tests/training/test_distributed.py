@@ -1,14 +1,7 @@
 """Launched runs with sharded tables: real processes over gloo, compared with one process that shards nothing."""
 
 import dataclasses
-import json
 import os
-import random
-import signal
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -18,30 +11,37 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
+from launched import (
+    ROUNDING,
+    assert_same_metrics,
+    environment,
+    free_port,
+    in_two_processes,
+    job,
+    tiny,
+    write_tables,
+)
 from torchrec import EmbeddingCollection, EmbeddingConfig
 from worker import do, without_pictures
 
-from jfi.data import Batch, DataConfig, load_dataset
+from jfi.data import Batch, load_dataset
 from jfi.data.schema import CODEC
 from jfi.data.semantic_ids import codec_folder, write_sids
 from jfi.sid import DiscretePCA
 from jfi.training import (
     Config,
     ConfigError,
-    ModelConfig,
     OptimizerConfig,
     OptimizerGroup,
     ShardingConfig,
-    TrainingConfig,
     resume,
     train,
 )
 from jfi.training.checkpoint import latest_checkpoint, load_checkpoint
-from jfi.training.cli import load_config, save_config
+from jfi.training.cli import load_config
 from jfi.training.config import PretrainedConfig
 from jfi.training.distributed import World, join_world
 from jfi.training.loop import Trainer
-from jfi.training.metrics import METRICS
 from jfi.training.recorder import read_metrics
 from jfi.training.run_data import save_data
 from jfi.training.run_folder import RunFolder
@@ -49,64 +49,16 @@ from jfi.training.saved_run import load_run
 from jfi.training.sharding import _plan, check_sharded
 from jfi.training.shared_data import load_shared
 
-ROOT = Path(__file__).parents[2]
 STOP_AT = 17
-#: Of a loss around 0.7 in float32 over some 60 steps.
-ROUNDING = 5e-6
 #: Where sums over a batch are taken in another order each time.
 GPU_ROUNDING = 5e-5
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Holds table.csv: tables for both collections, dense features, histories of very different lengths; 801 train."""
     path = tmp_path_factory.mktemp("distributed")
-    draw = random.Random(0)
-    rows = ["user_id,item_id,rating,timestamp,country,age"]
-    for user in range(80):
-        country, age = draw.choice("abcde"), draw.randint(20, 60)
-        for event in range(draw.randint(1, 40)):
-            item = draw.randrange(40)
-            like = int(draw.random() < (0.8 if (item + user) % 3 == 0 else 0.3))
-            rows.append(f"{user},{item},{like},{event * 100 + user},{country},{age}")
-    (path / "table.csv").write_text("\n".join(rows[:1002]) + "\n")
-    # Ids move: of an item and a country that sort before the others, and of an item that is gone.
-    new = [f"{i % 80},-1,{i // 2 % 2},{i * 37},A,30" for i in range(100)]
-    kept = [row for row in rows[1:1003] if row.split(",")[1] != "7"]
-    (path / "grown.csv").write_text("\n".join([rows[0], *new, *kept][:1002]) + "\n")
+    write_tables(path)
     return path
-
-
-def tiny(folder: Path, name: str, optimizer: str = "adagrad", sharding: str = "auto", **training: object) -> Config:
-    config = Config(
-        data=DataConfig(
-            interactions=str(folder / "table.csv"),
-            label="rating >= 1",
-            event_categorical=["rating"],
-            user_categorical=["country", "user_id"],
-            user_dense=["age"],
-        ),
-        model=ModelConfig(embedding_dim=8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[8]),
-        optimizer=OptimizerConfig(embeddings=OptimizerGroup(name=optimizer, learning_rate=0.1)),
-        sharding=ShardingConfig(type=sharding, min_partition=4),
-        training=TrainingConfig(
-            run_dir=str(folder / name),
-            epochs=3,
-            batch_size=40,  # the last batch has one sample: fewer than processes, so that one of them gets none
-            eval_batch_size=31,
-            patience=None,
-            device="cpu",
-            log_every=1,
-            checkpoint_every=5,
-        ),
-    )
-    return config.with_training(**training)
-
-
-def environment(rank: int, size: int) -> dict[str, str]:
-    """What torchrun would set, but for the port, which every job brings."""
-    values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    return {name: str(value) for name, value in values.items()} | {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 
 
 @pytest.fixture
@@ -115,47 +67,6 @@ def one_launched(monkeypatch):
     for name, value in environment(0, 1).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
-
-
-def in_two_processes(folder: Path, jobs: list[dict]) -> list[list[dict]]:
-    """The outcomes of the jobs, by rank."""
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    outcomes = [folder / f"outcomes-{rank}.json" for rank in range(2)]
-    scratch = folder / "scratch"
-    scratch.mkdir(exist_ok=True)
-    processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-X",
-                "faulthandler",
-                ROOT / "tests/training/worker.py",
-                folder / "jobs.json",
-                outcomes[rank],
-            ],
-            env={**os.environ, **environment(rank, 2), "OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    errors = [process.communicate(timeout=180)[1] for process in processes]
-    codes = [process.returncode for process in processes]
-    if codes != [0, 0]:
-        pytest.fail("\n".join([f"exit codes {codes}", *errors]), pytrace=False)  # whole: an assertion cuts it short
-    return [json.loads(path.read_text()) for path in outcomes]
-
-
-def job(folder: Path, config: Config, **options: object) -> dict:
-    path = folder / f"{Path(config.training.run_dir).name}.yaml"
-    save_config(config, path)
-    return {"port": free_port(), "config": str(path), **options}
 
 
 @pytest.fixture(scope="module")
@@ -241,18 +152,6 @@ def launched(folder, alone):
     outcomes = in_two_processes(folder, jobs)
     with mock.patch.dict(os.environ, environment(0, 1)):
         return [*outcomes, do({"port": free_port(), "resume": str(folder / "2to1")})]
-
-
-def assert_same_metrics(run: Path, other: Path, rounding: float = ROUNDING, steps: int = 63) -> None:
-    log, other_log = read_metrics(run / "metrics.jsonl"), read_metrics(other / "metrics.jsonl")
-    assert [(r["split"], r["step"]) for r in log] == [(r["split"], r["step"]) for r in other_log]
-    # An AUC goes by steps: a pair of samples that changes places is up to 0.0005 of auc and 0.016 of user_auc.
-    bounds = {"loss": rounding, "ne": 2 * rounding, "auc": 2e-3, "user_auc": 0.02}
-    for record, other_record in zip(log, other_log, strict=True):
-        names = ("loss", "ne") if record["split"] == "train" else METRICS
-        for name in names:
-            assert record[name] == pytest.approx(other_record[name], abs=bounds[name]), (name, record)
-    assert log[-1]["step"] == steps
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -443,36 +342,6 @@ def test_both_collections_are_pipelined_and_the_losses_stay(folder, alone, one_l
     assert_same_metrics(folder / "pipelined", alone["adagrad"])
 
 
-@pytest.mark.slow
-def test_a_killed_process_is_restarted_and_the_run_goes_on(folder, alone):
-    """kill -9 to one of torchrun's workers in the second epoch; the same command line ends the run."""
-    config = tiny(folder, "killed", "rowwise_adagrad", "row_wise")
-    save_config(config, folder / "killed.yaml")
-    process = subprocess.Popen(
-        [
-            *[sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max_restarts=2"],
-            *[ROOT / "examples/train_dlrm.py", "--config", folder / "killed.yaml"],
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    metrics, deadline = folder / "killed/metrics.jsonl", time.monotonic() + 90
-    while not (metrics.exists() and b'"epoch": 2' in metrics.read_bytes()):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.01)
-    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    (worker,) = (pid for pid in workers if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
-    os.kill(int(worker), signal.SIGKILL)
-    output, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    assert output.count("epoch 1: validation") == 1  # it went on, and did not begin again
-    assert output.count("best epoch") == 1
-    assert_same_metrics(folder / "killed", alone["rowwise_adagrad"])
-    assert all((folder / "killed" / name).exists() for name in ("curves.png", "attention.png"))
-
-
 def test_a_launched_run_does_not_take_up_another(alone, one_launched):
     config = load_config(alone["adagrad"] / "config.yaml")
     with pytest.raises(ConfigError, match="is not empty"):
@@ -494,7 +363,7 @@ def test_timelines_are_pipelined_and_the_losses_stay(folder, launched, one_launc
 def test_a_run_that_may_be_restarted_needs_a_folder(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     with pytest.raises(ConfigError, match=r"^training\.run_dir must be set when torchrun runs with --max_restarts$"):
-        check_sharded(Config(), torch.device("cpu"))
+        check_sharded(Config(), World())
 
 
 @pytest.mark.parametrize(
@@ -516,12 +385,13 @@ def test_a_run_that_may_be_restarted_needs_a_folder(monkeypatch):
             {"compute_kernel": "fused_uvm_caching"},
             r"sharding\.compute_kernel: got 'fused_uvm_caching', must be auto or fused without a GPU",
         ),
+        ({}, {"group_size": 3}, r"sharding\.group_size: got 3, must divide the number of processes, 4"),
     ],
 )
 def test_what_a_launched_run_cannot_do_is_refused(optimizer, sharding, message):
     config = Config(optimizer=OptimizerConfig(**optimizer), sharding=ShardingConfig(**sharding))
     with pytest.raises(ConfigError, match=f"^{message}$"):
-        check_sharded(config, torch.device("cpu"))
+        check_sharded(config, World(size=4))
 
 
 def test_restarts_over_several_hosts_need_a_store_for_each(one_launched, monkeypatch):
@@ -542,10 +412,10 @@ def test_a_run_that_torchrun_restarts_needs_a_name(monkeypatch, restarts):
         monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
     if restarts == "1":
         with pytest.raises(ConfigError, match=r"^training\.run_dir must be set"):
-            check_sharded(Config(), torch.device("cpu"))
-        check_sharded(Config().with_training(run_dir="run"), torch.device("cpu"))
+            check_sharded(Config(), World())
+        check_sharded(Config().with_training(run_dir="run"), World())
     else:
-        check_sharded(Config(), torch.device("cpu"))
+        check_sharded(Config(), World())
 
 
 def test_tables_that_do_not_fit_are_reported_in_one_line(monkeypatch):

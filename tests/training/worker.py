@@ -1,7 +1,8 @@
 """One process of a launched run, as torchrun would start it: python worker.py JOBS OUTCOMES.
 
 JOBS is a JSON list of {"port": ..., "config": FILE} or {"port": ..., "resume": FOLDER}, done one after another; with
-"stop_at": n the last rank sends itself SIGTERM in step n. Outcomes are written as a JSON list.
+"stop_at": n the last rank sends itself SIGTERM in step n, with "differ": {...} it has other fields of `training`.
+Outcomes are written as a JSON list.
 """
 
 import json
@@ -14,7 +15,8 @@ from unittest import mock
 import torch.distributed as dist
 
 from jfi.data import load_dataset
-from jfi.training import Interrupted, resume, train
+from jfi.training import ConfigError, Interrupted, resume, train
+from jfi.training.build import shards_of
 from jfi.training.cli import load_config
 from jfi.training.loop import Trainer
 
@@ -27,10 +29,17 @@ def without_pictures():
 def do(job: dict) -> dict:
     """How `job` ended, the steps done before its first one, by table the type of the sharding, and its reads.
 
-    "mapped" says whether the dataset's arrays belong to something else, such as the map of a file.
+    "sums" are those of this process' part of each table after the first epoch. "mapped" says whether the dataset's
+    arrays belong to something else, such as the map of a file.
     """
     outcome, reads = {}, []
-    forward = Trainer._forward
+    forward, end_epoch = Trainer._forward, Trainer._end_epoch
+
+    def summing_end(trainer: Trainer, *arguments) -> None:
+        state = trainer.model.state_dict()
+        parts = {name: shards_of(state[name]) for name in state if "embedding" in name}
+        outcome.setdefault("sums", {name: sum(part[0].sum().item() for part in parts[name]) for name in parts})
+        end_epoch(trainer, *arguments)
 
     def stopping_forward(trainer: Trainer, batch):
         if not outcome:
@@ -50,11 +59,17 @@ def do(job: dict) -> dict:
         return load_dataset(*arguments)
 
     counted = mock.patch("jfi.training.shared_data.load_dataset", read)
-    with mock.patch.object(Trainer, "_forward", stopping_forward), counted, without_pictures():
+    hooks = mock.patch.multiple(Trainer, _forward=stopping_forward, _end_epoch=summing_end)
+    with hooks, counted, without_pictures():
         try:
-            train(load_config(job["config"])) if "config" in job else resume(job["resume"])
+            if "config" in job:
+                config = load_config(job["config"])
+                differ = job.get("differ", {}) if os.environ["RANK"] == "1" else {}
+                train(config.with_training(**differ))
+            else:
+                resume(job["resume"])
             return {"end": "done", **outcome}
-        except Interrupted as stop:
+        except (ConfigError, Interrupted) as stop:
             dist.destroy_process_group()
             return {"end": str(stop), **outcome}
 

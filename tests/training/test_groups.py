@@ -1,0 +1,168 @@
+"""Launched runs whose processes exchange unique rows, send bfloat16, or are groups that average their tables."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from launched import assert_same_metrics, environment, free_port, in_two_processes, job, tiny, write_tables
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from worker import without_pictures
+
+from jfi.modules.table_rows import TableRows
+from jfi.training import Config, train
+from jfi.training.distributed import join_world
+from jfi.training.loop import Trainer
+from jfi.training.recorder import read_metrics
+from jfi.training.run_data import save_data
+from jfi.training.run_folder import RunFolder
+from jfi.training.saved_run import load_run
+from jfi.training.shared_data import load_shared
+from jfi.training.unique_rows import UniqueEmbeddingCollectionSharder
+
+STEPS, STOP_AT = 21, 7
+SETTINGS = {
+    "dedup": {"dedup": True},
+    "halves": {"dedup": True, "communication": "bfloat16"},
+    "groups": {"group_size": 1},
+    "groups-rarely": {"group_size": 1, "sync_every": 10},
+    "stopped": {"group_size": 1},
+}
+
+
+def configured(folder: Path, name: str, **sharding: object) -> Config:
+    config = tiny(folder, name, "rowwise_adagrad", "row_wise", epochs=1)
+    return dataclasses.replace(config, sharding=dataclasses.replace(config.sharding, **sharding))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("groups")
+    write_tables(path)
+    with without_pictures():
+        train(configured(path, "alone"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder):
+    """By job what both ranks say of it."""
+    jobs = {name: job(folder, configured(folder, name, **settings)) for name, settings in SETTINGS.items()}
+    jobs["stopped"]["stop_at"] = STOP_AT
+    jobs["resumed"] = {"port": free_port(), "resume": str(folder / "stopped")}
+    jobs["differ"] = job(folder, configured(folder, "differ"), differ={"batch_size": 41, "log_every": 2})
+    jobs["indivisible"] = job(folder, configured(folder, "indivisible", group_size=3))
+    return dict(zip(jobs, zip(*in_two_processes(folder, list(jobs.values())), strict=True), strict=True))
+
+
+def losses(folder: Path, name: str) -> list[float]:
+    return [line["loss"] for line in read_metrics(folder / name / "metrics.jsonl") if line["split"] == "train"]
+
+
+def test_unique_rows_have_the_losses_of_one_process(folder, outcomes):
+    assert_same_metrics(folder / "dedup", folder / "alone", steps=STEPS)
+
+
+def test_halves_round_what_is_sent(folder, outcomes):
+    plain, halves = losses(folder, "alone"), losses(folder, "halves")
+    assert 0 < abs(halves[0] - plain[0]) < 1e-4  # of values of 0.1 and 8 bits
+    assert halves == pytest.approx(plain, abs=0.02)
+
+
+@pytest.mark.parametrize("name", ["groups", "groups-rarely"])
+def test_groups_learn_apart_and_average(folder, outcomes, name):
+    plain, grouped = losses(folder, "alone"), losses(folder, name)
+    assert grouped[0] == pytest.approx(plain[0], abs=1e-6)
+    assert abs(grouped[1] - plain[1]) > 1e-4
+    assert grouped == pytest.approx(plain, abs=0.1)
+    first, second = (outcome["sums"] for outcome in outcomes[name])
+    assert first == second
+    assert all(value != 0 for value in first.values())
+    assert losses(folder, "groups")[:2] != losses(folder, "groups-rarely")[:2]
+
+
+def test_a_run_in_groups_goes_on_where_it_stopped(folder, outcomes):
+    assert [outcome["begun_at"] for outcome in outcomes["resumed"]] == [STOP_AT] * 2
+    assert [outcome["end"][:18] for outcome in outcomes["stopped"]] == ["stopped by SIGTERM"] * 2
+    assert_same_metrics(folder / "stopped", folder / "groups", steps=STEPS)
+
+
+def test_one_process_loads_a_run_in_groups(folder, outcomes):
+    state = load_run(folder / "groups").model.state_dict()
+    (_, sums) = outcomes["groups"]
+    for name, value in sums["sums"].items():
+        assert state[name].sum().item() == pytest.approx(value, abs=1e-4), name
+
+
+def test_processes_that_were_started_otherwise_are_refused(folder, outcomes):
+    changes = "training.batch_size was 40 and is 41, training.log_every was 1 and is 2"
+    line = f"process 1 was started with other settings than process 0: {changes}"
+    assert [outcome["end"] for outcome in outcomes["differ"]] == [line] * 2
+    assert not (folder / "differ").exists()
+
+
+def test_groups_of_another_size_are_refused(folder, outcomes):
+    line = "sharding.group_size: got 3, must divide the number of processes, 2"
+    assert [outcome["end"] for outcome in outcomes["indivisible"]] == [line] * 2
+    assert not (folder / "indivisible").exists()
+
+
+@pytest.fixture
+def one_launched(monkeypatch):
+    for name, value in environment(0, 1).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+
+
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise", "column_wise"])
+def test_unique_rows_are_those_of_every_event(one_launched, kind):
+    """Values and the tables after a step, beside TorchRec's collection; events are rows of their table by id."""
+    tables = [
+        EmbeddingConfig(name="item", num_embeddings=9, embedding_dim=8, feature_names=["item", "history"]),
+        EmbeddingConfig(name="rating", num_embeddings=4, embedding_dim=8, feature_names=["rating"]),
+    ]
+    ids = KeyedJaggedTensor(
+        ["user", "rating", "history", "item"],
+        torch.tensor([7, 7, 7, 1, 3, 1, 4, 4, 0, 4, 2, 8]),
+        lengths=torch.tensor([1, 1, 1, 0, 3, 0, 0, 3, 0, 1, 1, 1]),
+    )
+    found = {}
+    with join_world("cpu"):
+        for sharder in (EmbeddingCollectionSharder(), UniqueEmbeddingCollectionSharder()):
+            model = torch.nn.ModuleDict({"rows": EmbeddingCollection(tables, device=torch.device("meta"))})
+            planner = EmbeddingShardingPlanner(topology=Topology(world_size=1, compute_device="cpu"))
+            plan = planner.plan(model, [sharder])
+            sharded = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=[sharder])
+            state = sharded.state_dict()
+            for place, table in enumerate(state.values()):
+                weight = table.local_shards()[0].tensor
+                weight.copy_(torch.sin(torch.arange(weight.numel()).view_as(weight) + place))
+            rows = dict(sharded.module["rows"](ids).items())
+            by_id = [isinstance(one, TableRows) for one in rows.values()]
+            assert by_id == [isinstance(sharder, UniqueEmbeddingCollectionSharder)] * 3
+            values = {key: one.values() for key, one in rows.items()}
+            torch.cat([values[key] * (1 + place) for place, key in enumerate(sorted(values))]).square().sum().backward()
+            lengths = {key: one.lengths() for key, one in rows.items()}
+            found[type(sharder)] = values, lengths, [one.local_shards()[0].tensor for one in state.values()]
+    for ours, theirs in zip(*found.values(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_unique_rows_are_pipelined(folder, one_launched):
+    config = configured(folder, "pipelined", dedup=True)
+    with join_world("cpu") as world:
+        dataset = load_shared(config.data, world)
+        trainer = Trainer(config, dataset, world)
+        trainer.pipeline = trainer._make_pipeline()
+        with pytest.MonkeyPatch.context() as patch, without_pictures():
+            patch.setattr("jfi.data.Batch.pin_memory", lambda batch: batch)
+            run = RunFolder.create(config)
+            save_data(run, dataset, config)
+            trainer.fit(run)
+        names = {id(module): name for name, module in trainer.model.module.named_modules()}
+        pipelined = {names[id(module)] for module in trainer.pipeline._pipelined_modules}
+    assert pipelined == {"embedding_bag_collection", "embedding_collection"}
+    assert_same_metrics(folder / "pipelined", folder / "alone", steps=STEPS)
