@@ -23,7 +23,7 @@ from torchrec.distributed.planner.types import (
     TopologyFactory,
     TrainerConfig,
 )
-from torchrec.distributed.types import CacheParams, CommOp, ShardingPlan
+from torchrec.distributed.types import CacheParams, CommOp, ModuleSharder, ShardingPlan
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer
@@ -94,7 +94,7 @@ def shard_model(
     environment = groups.environment()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # TorchRec passes DDP an argument that torch 2.13 deprecates
-        sharders = _sharders(config.sharding)
+        sharders = sharders_of(config.sharding)
         sharded = DistributedModelParallel(model, environment, world.device, plan, sharders)
     groups.hold(sharded, list(tables))
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
@@ -102,14 +102,20 @@ def shard_model(
     return sharded, CombinedOptimizer([sharded.fused_optimizer, *others]), groups
 
 
-def _sharders(sharding: ShardingConfig) -> list:
+def sharders_of(sharding: ShardingConfig, fused_params: dict | None = None) -> list[ModuleSharder]:
+    """The sharders of both collections, which send rows as the config says.
+
+    Args:
+        sharding: the section `sharding`.
+        fused_params: of TorchRec's sharders.
+    """
     codecs = None
     if sharding.communication == "bfloat16":
         # Not by TorchRec's get_qcomm_codecs_registry, which sends float16 in silence on CPUs.
         half = QCommsConfig(forward_precision=CommType.BF16, backward_precision=CommType.BF16)
         codecs = {operation.name: get_qcomm_codecs(half) for operation in CommOp}
     collection = UniqueEmbeddingCollectionSharder if sharding.dedup else EmbeddingCollectionSharder
-    return [EmbeddingBagCollectionSharder(qcomm_codecs_registry=codecs), collection(qcomm_codecs_registry=codecs)]
+    return [EmbeddingBagCollectionSharder(fused_params, codecs), collection(fused_params, codecs)]
 
 
 def _plan(model: SequenceDLRM, tables: list[BaseEmbeddingConfig], config: Config, world: World) -> ShardingPlan:
@@ -131,7 +137,7 @@ def _plan(model: SequenceDLRM, tables: list[BaseEmbeddingConfig], config: Config
         constraints={table.name: _constraints(table, config.sharding, on_gpu) for table in tables},
     )
     try:
-        return planner.plan(model, _sharders(config.sharding))
+        return planner.plan(model, sharders_of(config.sharding))
     except PlannerError as error:
         raise ConfigError(f"sharding: TorchRec's planner found no plan: {str(error).splitlines()[0]}") from None
 

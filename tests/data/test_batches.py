@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from jfi.data import Batch, DataConfig, InteractionDataset, SyntheticConfig, load_dataset
+from jfi.data.columns import Categorical
 from jfi.data.dealing import deal_samples
 
 
@@ -125,6 +126,25 @@ def test_ranks_have_about_as_much_work(skewed, settings):
         found.append([max(work), np.mean(work)])
     busiest, mean = np.sum(found, axis=0)
     assert busiest / mean == pytest.approx(dealt)
+
+
+def test_a_rank_reads_the_columns_of_its_own_samples(labeled, monkeypatch):
+    read, fill = [], Categorical.fill
+
+    def counted(column: Categorical, rows: np.ndarray, out: np.ndarray) -> None:
+        read.append(len(rows))
+        fill(column, rows, out)
+
+    monkeypatch.setattr(Categorical, "fill", counted)
+
+    def rows_read(rank: int, world_size: int) -> int:
+        read.clear()
+        next(labeled.batches("train", 90, shuffle=True, rank=rank, world_size=world_size))
+        return sum(read)
+
+    alone, parts = rows_read(0, 1), [rows_read(rank, 3) for rank in range(3)]
+    assert sum(parts) == alone
+    assert max(parts) < 1.1 * alone / 3
 
 
 def test_dealing_evens_out_a_few_large_samples():

@@ -66,6 +66,22 @@ def test_unique_rows_have_the_losses_of_one_process(folder, outcomes):
     assert_same_metrics(folder / "dedup", folder / "alone", steps=STEPS)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_exchange_unique_rows_and_average(folder):
+    def on_gpu(name: str, **sharding: object) -> Config:
+        return configured(folder, f"gpu-{name}", **sharding).with_training(device="cuda")
+
+    train(on_gpu("alone"))
+    configs = {name: on_gpu(name, **settings) for name, settings in SETTINGS.items() if name != "stopped"}
+    outcomes = in_two_processes(folder, [job(folder, config) for config in configs.values()])
+    assert_same_metrics(folder / "gpu-dedup", folder / "gpu-alone", rounding=5e-5, steps=STEPS)
+    plain = losses(folder, "gpu-alone")
+    assert losses(folder, "gpu-halves") == pytest.approx(plain, abs=0.02)
+    assert losses(folder, "gpu-groups") == pytest.approx(plain, abs=0.1)
+    for place in (2, 3):
+        assert outcomes[0][place]["sums"] == outcomes[1][place]["sums"]
+
+
 def test_halves_round_what_is_sent(folder, outcomes):
     plain, halves = losses(folder, "alone"), losses(folder, "halves")
     assert 0 < abs(halves[0] - plain[0]) < 1e-4  # of values of 0.1 and 8 bits
