@@ -115,6 +115,13 @@ class InteractionDataset:
         """Number of samples of a split, sampled negatives included."""
         return len(self._rows(split)) * self._samples_per_row
 
+    def mean_events(self, split: str = "train", probed: int = 4096) -> float:
+        """Mean length of the histories of a split's samples, of at most so many of them."""
+        rows = self._rows(split)
+        count = len(rows) * self._samples_per_row
+        samples = np.unique(np.linspace(0, count - 1, min(probed, count)).astype(np.int64))
+        return float(self._num_events(rows, samples).mean()) if count else 0.0
+
     def order(
         self,
         split: str,

@@ -87,11 +87,12 @@ def by_attention(shape: SequenceShape, owners: int, itemsize: int = 2) -> Sent:
     return Sent(ids + lengths, 0.0, vectors * (owners - 1), 7)
 
 
-def pays(shape: SequenceShape, owners: int, rows_itemsize: int = 4, query_itemsize: int = 4) -> bool:
-    """Whether attention at the owners sends fewer bytes than the exchange of rows.
+def replicated(rows: int, width: int, owners: int) -> float:
+    """Bytes a step of one rank for small tables that every rank reads whole: two all-reduces of float32.
 
-    Example:
-        >>> pays(SequenceShape(events=200, width=64, heads=4), 8), pays(SequenceShape(events=5, width=64, heads=4), 8)
-        (True, False)
+    Args:
+        rows: of all these tables.
+        width: D.
+        owners: ranks.
     """
-    return by_attention(shape, owners, query_itemsize).total < by_rows(shape, owners, rows_itemsize).total
+    return 2 * 2 * 4 * rows * width * (owners - 1) / owners

@@ -240,11 +240,16 @@ class ShardingConfig:
 
     Args:
         type: `table_wise` (each table is in one process), `row_wise` or `column_wise` (each table is split by rows or
-            columns), or `auto`: TorchRec's planner chooses for each table.
+            columns), `table_row_wise` (by rows over the processes of one host, with `exchange: attention`), or `auto`:
+            TorchRec's planner chooses for each table.
         min_partition: columns per shard under `column_wise`; a multiple of 4 and a divisor of `model.embedding_dim`.
         compute_kernel: `fused` (tables in device memory), `fused_uvm_caching` (tables in host memory, with a cache on
             the GPU, for tables that exceed GPU memory), or `auto`: the planner chooses.
         cache_load_factor: fraction of a table's rows that the cache holds, in (0, 1].
+        exchange: `rows` sends the rows of histories to their samples' processes, and their gradients back; `attention`
+            sends queries to the processes that own the rows, and partial outputs back; `auto` takes what sends fewer
+            bytes, where attention is possible, and says so.
+        replicate_below: with `attention`, tables of at most so many rows are read whole by every process.
         dedup: whether a row that several events of a process' samples have is sent to it once, and its gradient is
             summed before it is sent back.
         communication: dtype in which embeddings and their gradients are sent.
@@ -253,10 +258,12 @@ class ShardingConfig:
         sync_every: steps between two averages of the tables of all groups; an epoch ends with one too.
     """
 
-    type: Literal["auto", "table_wise", "row_wise", "column_wise"] = "auto"
+    type: Literal["auto", "table_wise", "row_wise", "column_wise", "table_row_wise"] = "auto"
     min_partition: int = 16
     compute_kernel: Literal["auto", "fused", "fused_uvm_caching"] = "auto"
     cache_load_factor: float = 0.2
+    exchange: Literal["rows", "attention", "auto"] = "rows"
+    replicate_below: int = 100_000
     dedup: bool = False
     communication: Literal["float32", "bfloat16"] = "float32"
     group_size: int | None = None
@@ -266,6 +273,7 @@ class ShardingConfig:
         width, fraction = self.min_partition, self.cache_load_factor
         _require(width >= 4 and width % 4 == 0, "sharding.min_partition", width, "a positive multiple of 4")
         _require(0 < fraction <= 1, "sharding.cache_load_factor", fraction, "in (0, 1]")
+        _require(self.replicate_below >= 0, "sharding.replicate_below", self.replicate_below, "at least 0")
         _require(self.group_size is None or self.group_size >= 1, "sharding.group_size", self.group_size, "positive")
         _require(self.sync_every >= 1, "sharding.sync_every", self.sync_every, "positive")
         alone = self.group_size is None and self.sync_every > 1

@@ -30,11 +30,13 @@ from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from jfi.models import SequenceDLRM
+from jfi.sharded import AttentionCollectionSharder
+from jfi.sharded.unique_rows import UniqueEmbeddingCollectionSharder
 from jfi.training.build import OPTIMIZERS, dense_optimizers, table_configs
 from jfi.training.config import Config, ConfigError, ShardingConfig
 from jfi.training.distributed import World
+from jfi.training.exchange import choose_exchange, features_of, within_hosts
 from jfi.training.groups import Groups
-from jfi.training.unique_rows import UniqueEmbeddingCollectionSharder
 
 #: The epsilon of torch.optim's Adagrad and of TorchRec's RowWiseAdagrad; fbgemm has another default.
 _EPS = 1e-10
@@ -72,9 +74,15 @@ def check_sharded(config: Config, world: World) -> None:
 
 
 def shard_model(
-    model: SequenceDLRM, config: Config, world: World
+    model: SequenceDLRM, config: Config, world: World, mean_events: float = 0.0
 ) -> tuple[DistributedModelParallel, CombinedOptimizer, Groups]:
     """Shards `model`, which has its tables on the meta device; `draw_tables` sets their values afterwards.
+
+    Args:
+        model: with the settings of `config`.
+        config: of the run.
+        world: its processes.
+        mean_events: mean length of a history, by which `sharding.exchange: auto` decides.
 
     Returns:
         The sharded model, the optimizer of its tables and its other parameters, and the groups that share its tables.
@@ -90,11 +98,18 @@ def shard_model(
         if not isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
             module.to(world.device)
     groups = Groups(world, config.sharding.group_size)
-    plan = groups.own_plan(world.on_first(lambda: _plan(model, list(tables.values()), config, world)))
+    exchange, why = choose_exchange(model, config, config.sharding.group_size or world.size, mean_events)
+    if why and world.is_first:
+        print(why, flush=True)
+    sharders = sharders_of(config.sharding)
+    if exchange == "attention":
+        half = torch.bfloat16 if config.sharding.communication == "bfloat16" else None
+        options = {"replicate_below": config.sharding.replicate_below, "dtype": half}
+        sharders[1] = AttentionCollectionSharder(features_of(model), **options)
+    plan = groups.own_plan(world.on_first(lambda: _plan(model, list(tables.values()), config, world, sharders)))
     environment = groups.environment()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # TorchRec passes DDP an argument that torch 2.13 deprecates
-        sharders = sharders_of(config.sharding)
         sharded = DistributedModelParallel(model, environment, world.device, plan, sharders)
     groups.hold(sharded, list(tables))
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
@@ -118,9 +133,15 @@ def sharders_of(sharding: ShardingConfig, fused_params: dict | None = None) -> l
     return [EmbeddingBagCollectionSharder(fused_params, codecs), collection(fused_params, codecs)]
 
 
-def _plan(model: SequenceDLRM, tables: list[BaseEmbeddingConfig], config: Config, world: World) -> ShardingPlan:
+def _plan(
+    model: SequenceDLRM,
+    tables: list[BaseEmbeddingConfig],
+    config: Config,
+    world: World,
+    sharders: list[ModuleSharder],
+) -> ShardingPlan:
     local, size = int(os.environ["LOCAL_WORLD_SIZE"]), config.sharding.group_size or world.size
-    on_gpu = world.device.type == "cuda"
+    on_gpu, attention = world.device.type == "cuda", isinstance(sharders[1], AttentionCollectionSharder)
     topology = TopologyFactory.create_topology(
         TrainerConfig(
             world_size=size,
@@ -134,21 +155,32 @@ def _plan(model: SequenceDLRM, tables: list[BaseEmbeddingConfig], config: Config
         topology=topology,
         batch_size=-(-config.training.batch_size // world.size),
         storage_reservation=FixedPercentageStorageReservation(_RESERVED),
-        constraints={table.name: _constraints(table, config.sharding, on_gpu) for table in tables},
+        constraints={table.name: _constraints(table, config.sharding, on_gpu, attention) for table in tables},
     )
     try:
-        return planner.plan(model, sharders_of(config.sharding))
+        plan = planner.plan(model, sharders)
+        if config.sharding.type == "table_row_wise":
+            within_hosts(plan, min(local, size), size, world.device)
+        return plan
     except PlannerError as error:
         raise ConfigError(f"sharding: TorchRec's planner found no plan: {str(error).splitlines()[0]}") from None
 
 
-def _constraints(table: BaseEmbeddingConfig, sharding: ShardingConfig, on_gpu: bool) -> ParameterConstraints:
+def _constraints(
+    table: BaseEmbeddingConfig, sharding: ShardingConfig, on_gpu: bool, attention: bool
+) -> ParameterConstraints:
+    bags = isinstance(table, EmbeddingBagConfig)
     types = _TYPES if sharding.type == "auto" else [sharding.type]
-    if types == ["row_wise"] and isinstance(table, EmbeddingBagConfig) and not on_gpu:
+    if attention and not bags and sharding.type == "auto":
+        types = ["table_wise", "row_wise"]
+    if types == ["table_row_wise"] and (not bags or not on_gpu):
+        types = ["row_wise"]  # of histories: `within_hosts` keeps to one host what the planner splits over all
+    if types == ["row_wise"] and bags and not on_gpu:
         types = ["table_wise"]  # gloo has no collective that sums bags over ranks
     kernels = [sharding.compute_kernel]
     if sharding.compute_kernel == "auto":
-        kernels = ["fused", "fused_uvm_caching"] if on_gpu and sharding.group_size is None else ["fused"]
+        cached = on_gpu and sharding.group_size is None and (bags or not attention)
+        kernels = ["fused", "fused_uvm_caching"] if cached else ["fused"]
     return ParameterConstraints(
         sharding_types=types,
         compute_kernels=kernels,

@@ -66,7 +66,7 @@ class RunState:
         model = build_model(config.model, config.encoder, dataset.schema, torch.device("meta"), fused, output_dtype)
         tables = table_configs(model)
         if world.launched:
-            self.model, self.optimizer, self.groups = shard_model(model, config, world)
+            self.model, self.optimizer, self.groups = shard_model(model, config, world, dataset.mean_events())
             self._reseed()
         else:
             for module in (model.embedding_bag_collection, model.embedding_collection):

@@ -21,7 +21,7 @@ from jfi.training.run_data import save_data
 from jfi.training.run_folder import RunFolder
 from jfi.training.saved_run import load_run
 from jfi.training.shared_data import load_shared
-from jfi.training.unique_rows import UniqueEmbeddingCollectionSharder
+from jfi.sharded.unique_rows import UniqueEmbeddingCollectionSharder
 
 STEPS, STOP_AT = 21, 7
 SETTINGS = {

@@ -1,0 +1,139 @@
+"""How the processes of a run exchange histories: their rows, or attention to them.
+
+`jfi.sharded` has the second way. Where both work, the one that sends fewer bytes is chosen, as `jfi.sharded.traffic`
+reckons them.
+"""
+
+import torch
+from torchrec import EmbeddingCollection
+from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding, ShardingPlan, ShardMetadata
+
+from jfi.models import SequenceDLRM
+from jfi.modules import JaggedFeatureInteraction, SequenceFeatureConfig
+from jfi.sharded import traffic
+from jfi.sharded.planning import spread_field
+from jfi.training.config import Config, ConfigError, ShardingConfig
+
+#: Name of the model's collection of histories.
+COLLECTION = "embedding_collection"
+
+
+def choose_exchange(model: SequenceDLRM, config: Config, owners: int, mean_events: float) -> tuple[str, str]:
+    """The exchange of a run, "rows" or "attention", and what to say of the choice.
+
+    Args:
+        model: not sharded yet.
+        config: of the run.
+        owners: processes that a table is sharded over.
+        mean_events: mean length of a history.
+
+    Raises:
+        ConfigError: the config asks for attention where it cannot go to the rows.
+    """
+    wanted = config.sharding.exchange
+    if wanted == "rows":
+        if config.sharding.type == "table_row_wise":
+            raise ConfigError("sharding.type: got 'table_row_wise', which needs sharding.exchange: attention")
+        return "rows", ""
+    reason = _why_not(model, config)
+    if reason is not None:
+        if wanted == "attention" or config.sharding.type == "table_row_wise":
+            raise ConfigError(f"sharding.exchange: got '{wanted}', but {reason}")
+        return "rows", f"sharding.exchange auto: rows, since {reason}"
+    if wanted == "attention":
+        return "attention", ""
+    rows, attention = _reckoned(model, config, owners, mean_events)
+    chosen = "attention" if attention < rows or config.sharding.type == "table_row_wise" else "rows"
+    return chosen, (
+        f"sharding.exchange auto: {chosen}; a sample sends about {attention:,.0f} bytes a step where attention goes to "
+        f"the rows, {rows:,.0f} where rows travel"
+    )
+
+
+def _why_not(model: SequenceDLRM, config: Config) -> str | None:
+    """Why attention cannot go to the rows of this model; None if it can."""
+    sharding, arch = config.sharding, model.sequence_arch
+    if not isinstance(arch.pooling, JaggedFeatureInteraction):
+        return f"model.pooling is '{config.model.pooling}'"
+    if arch.encoder is not None:
+        return "encoder.layers is above 0, and an encoder reads whole histories"
+    if config.data.batching == "user":
+        return "data.batching is 'user', and several targets share a timeline"
+    if sharding.type == "column_wise":
+        return "sharding.type is 'column_wise'"
+    if sharding.compute_kernel == "fused_uvm_caching":
+        return "sharding.compute_kernel is 'fused_uvm_caching', and attention reads rows in device memory"
+    if sharding.dedup:
+        return "sharding.dedup is true, which is for rows that travel"
+    tables, replicated = _tables(model, sharding)
+    for feature in arch.features:
+        if unknown := [key for key in feature.sequence_keys if key not in tables]:
+            return f"'{unknown[0]}' of feature '{feature.name}' is no row of a table"
+        try:
+            spread_field(feature, tables, replicated)
+        except ValueError as error:
+            return str(error)
+    return None
+
+
+def _tables(model: SequenceDLRM, sharding: ShardingConfig) -> tuple[dict[str, str], list[str]]:
+    """By embedding of the collection its table, and the tables that every process reads whole."""
+    collection: EmbeddingCollection = model.embedding_collection
+    configs = collection.embedding_configs()
+    names = collection.embedding_names_by_table()
+    tables = {name: config.name for config, own in zip(configs, names, strict=True) for name in own}
+    return tables, [config.name for config in configs if config.num_embeddings <= sharding.replicate_below]
+
+
+def _reckoned(model: SequenceDLRM, config: Config, owners: int, mean_events: float) -> tuple[float, float]:
+    """Bytes a sample of either way: rows, and attention."""
+    arch, (tables, replicated) = model.sequence_arch, _tables(model, config.sharding)
+    itemsize = 2 if config.sharding.communication == "bfloat16" else 4
+    width, rows, attention = model.embedding_collection.embedding_dim(), 0.0, 0.0
+    for feature in arch.features:
+        fields = len(feature.sequence_keys)
+        columns = fields + (feature.bias is not None) + feature.weighted_values
+        shape = traffic.SequenceShape(
+            mean_events, width, arch.pooling.num_heads, arch.pooling.num_queries, fields, columns
+        )
+        rows += traffic.by_rows(shape, owners, itemsize).total
+        if spread_field(feature, tables, replicated) is not None:
+            attention += traffic.by_attention(shape, owners, itemsize).total
+    small = sum(c.num_embeddings for c in model.embedding_collection.embedding_configs() if c.name in replicated)
+    samples = max(1, config.training.batch_size // owners)
+    return rows, attention + traffic.replicated(small, width, owners) / samples
+
+
+def within_hosts(plan: ShardingPlan, local_size: int, world_size: int, device: torch.device) -> None:
+    """Splits each table of the collection of histories over the processes of one host: the host with the fewest rows.
+
+    Args:
+        plan: changed in place.
+        local_size: processes of a host.
+        world_size: all processes.
+        device: type of the processes' devices.
+    """
+    used = [0] * (world_size // local_size)
+    plans: dict[str, ParameterSharding] = plan.plan[COLLECTION]
+    for name, sharding in plans.items():
+        shards = sharding.sharding_spec.shards
+        num_rows, width = sum(shard.shard_sizes[0] for shard in shards), shards[0].shard_sizes[1]
+        host = used.index(min(used))
+        used[host] += num_rows
+        block, spread, first = -(-num_rows // local_size), [], 0
+        for rank in range(world_size):
+            rows = min(block, num_rows - first) if rank // local_size == host else 0
+            where = f"rank:{rank}/{device.type}" + (f":{rank % local_size}" if device.type == "cuda" else "")
+            spread.append(ShardMetadata(shard_offsets=[first, 0], shard_sizes=[rows, width], placement=where))
+            first += rows
+        plans[name] = ParameterSharding(
+            sharding.sharding_type,
+            sharding.compute_kernel,
+            list(range(world_size)),
+            EnumerableShardingSpec(spread),
+        )
+
+
+def features_of(model: SequenceDLRM) -> list[SequenceFeatureConfig]:
+    """The features whose histories the model's collection looks up."""
+    return list(model.sequence_arch.features)
