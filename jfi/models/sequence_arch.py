@@ -16,6 +16,7 @@ from jfi.modules import (
     inputs,
     validation,
 )
+from jfi.modules.table_rows import DigitRows
 from jfi.ops import jagged_dense_bmm, jagged_jagged_bmm
 from jfi.room import here
 from jfi.timelines import Timelines
@@ -212,7 +213,9 @@ def _sequences(
         if key in sequences:
             whole = sequences[key]
             parts = {"lengths": whole.lengths()[:count], "offsets": whole.offsets()[: count + 1]}
-            sequences[key] = JaggedTensor(whole.values(), **parts, weights=whole.weights_or_none())
+            parts["weights"] = whole.weights_or_none()
+            is_digits = isinstance(whole, DigitRows)
+            sequences[key] = whole.with_parts(**parts) if is_digits else JaggedTensor(whole.values(), **parts)
     return sequences
 
 

@@ -27,7 +27,8 @@ from jfi.modules.sequence_configs import (
     TimeBias,
     WeightBias,
 )
-from jfi.modules.table_rows import DigitRows, SpreadEvents, SpreadRows, TableRows, with_weights
+from jfi.modules.spread_rows import SpreadEvents, SpreadRows
+from jfi.modules.table_rows import DigitRows, TableRows, digit_numbers, with_weights
 from jfi.modules.validation import check_inputs, require_keys, unread
 from jfi.ops.rows_by_id import RowsById, join_rows, read_rows, rows_by_id, sum_rows
 from jfi.room import here
@@ -48,6 +49,11 @@ class GroupInputs(NamedTuple):
     by_id: RowsById | None = None  # events whose rows the attention reads itself
     digits: tuple[DigitRows, ...] = ()  # events whose digits it reads itself, feature by feature
     spread: tuple[SpreadEvents, ...] = ()  # events on several ranks, those of each feature in one of these
+
+    @property
+    def rows(self) -> Tensor:
+        """`history`; of events whose digits are read [S, L + 2], the digits."""
+        return digit_numbers(self.digits) if self.digits else self.history
 
     @property
     def history(self) -> Tensor:
@@ -196,7 +202,7 @@ def _read_groups(
         if targets is not None:
             target = combine(_stacked(targets, group.target_keys), feature)
         by_id = _rows_by_id(sequences, group)
-        digits = () if targets is None or ragged is not None else _digits(sequences, group)
+        digits = () if targets is None else _digits(sequences, group)
         spread = () if targets is None else _spread(sequences, group, ragged is not None)
         if by_id is not None:
             fields = [by_id.rows]

@@ -55,7 +55,8 @@ def attend(
 
     Args:
         inputs: with candidates.
-        weights: of the projections, as `jfi.ops.absorbed_target_attention` takes them.
+        weights: of the projections, as `jfi.ops.absorbed_target_attention` takes them; those of keys and values are of
+            `inputs.rows`.
         bucket_bias: [F * num_buckets, H], the learned bias tables.
         bias: of the features.
         num_heads: H.
@@ -73,8 +74,8 @@ def attend(
         absorbed = absorb_weights(weights[:5], num_heads)
         table = None if bucket_bias is None else bucket_bias.repeat(1, num_queries)
         attention = partial(_attend, table=table, **options)
-        return attend_to_raw_events(inputs.target, inputs.history, absorbed, output_bias, attention)
-    rows = inputs.history.split(inputs.events)
+        return attend_to_raw_events(inputs.target, inputs.rows, absorbed, output_bias, attention)
+    rows = inputs.rows.split(inputs.events)
     key, value = (project_events(rows, weight, num_heads) for weight in (key_weight, value_weight))
     query = linear(inputs.target, query_weight, query_bias)
     # The T query heads of a key head are neighbours.

@@ -2,23 +2,20 @@
 
 import math
 import struct
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jfi.context import is_traced
 from jfi.modules import inputs
+from jfi.modules.semantic_id_readers import Decoder, Digits, Init, PrefixTables, Read, Tables
 from jfi.modules.table_rows import DigitRows
 from jfi.modules.validation import contents_are_free, require_keys
 from jfi.ops.sid_words import sid_words
 from jfi.sid.codec import Codec
-from jfi.sid.packing import UNKNOWN_SID, Layout, trits_of_bytes
-
-Read = Literal["digits", "decode", "tables", "prefix_tables"]
-Init = Literal["random", "centroids"]
+from jfi.sid.packing import UNKNOWN_SID, Layout
 
 
 class SemanticIDEmbedding(nn.Module):
@@ -47,6 +44,10 @@ class SemanticIDEmbedding(nn.Module):
     The ID -1, of an item without content, has a learned vector, which begins as zeros. The state_dict holds the tensors
     of the codec that are read and its fingerprint; that of another codec is refused.
 
+    With a `catalogue`, the IDs of items 0 to N - 1, the keys hold items instead of IDs. Attention over "digits" then
+    reads the items' digits from a table [N, W] of words. The catalogue is not part of the state_dict: it may have grown
+    since training.
+
     Args:
         codec: a fitted codec.
         embedding_dim: width of the embeddings.
@@ -56,6 +57,8 @@ class SemanticIDEmbedding(nn.Module):
             adds for a digit.
         spread: root mean square of the elements of the tables at the start.
         num_buckets: most rows of a table of prefixes. Prefixes that need no more have a row each.
+        catalogue: [N] int64, the ID of each item, -1 without content; the keys then hold items from 0 to N - 1, int32
+            or int64.
         device: of parameters and buffers; after "meta" call `to_empty()` and `reset_parameters()`.
 
     Raises:
@@ -79,6 +82,15 @@ class SemanticIDEmbedding(nn.Module):
         >>> embedding = SemanticIDEmbedding(codec, 4, ["item_sid", "history_sid"])
         >>> embedding(ids)["history_sid"].values().shape
         torch.Size([4, 4])
+
+        By item:
+
+        >>> items = KeyedJaggedTensor(
+        ...     keys=["item", "history"], values=torch.tensor([7, 42, 1, 5, 5, 9]), lengths=torch.tensor([1, 1, 3, 1])
+        ... )
+        >>> embedding = SemanticIDEmbedding(codec, 4, ["item", "history"], catalogue=catalogue)
+        >>> embedding(items)["history"].values().shape
+        torch.Size([4, 4])
     """
 
     def __init__(
@@ -91,6 +103,7 @@ class SemanticIDEmbedding(nn.Module):
         init: Init = "random",
         spread: float = 0.1,
         num_buckets: int = 2**16,
+        catalogue: Tensor | None = None,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
@@ -99,18 +112,25 @@ class SemanticIDEmbedding(nn.Module):
         self.layout = codec.layout
         self.reader: nn.Module
         if read == "digits":
-            self.reader = _Digits(self.layout)
+            self.reader = Digits(self.layout)
         elif read == "decode":
-            self.reader = _Decoder(codec)
+            self.reader = Decoder(codec)
         elif read == "tables":
-            self.reader = _Tables(codec, embedding_dim, init, spread, device)
+            self.reader = Tables(codec, embedding_dim, init, spread, device)
         else:
-            self.reader = _PrefixTables(self.layout, embedding_dim, spread, num_buckets, device)
+            self.reader = PrefixTables(self.layout, embedding_dim, spread, num_buckets, device)
         self.projection = None
         if read in ("digits", "decode"):
             self.projection = nn.Linear(self.reader.width, embedding_dim, device=device)
         self.unknown = nn.Parameter(torch.empty(embedding_dim, device=device))
         self.register_buffer("fingerprint", torch.tensor(_words(codec.fingerprint), device="cpu"))
+        # Of a catalogue its IDs [N], and with read="digits" their words [N, W].
+        words = None
+        if catalogue is not None:
+            catalogue = _checked_catalogue(catalogue, self.layout)
+            words = sid_words(catalogue, self.layout.num_digits) if read == "digits" else None
+        self.register_buffer("catalogue", catalogue, persistent=False)
+        self.register_buffer("catalogue_words", words, persistent=False)
         #: What buffers hold, to be written again where they were on the meta device.
         self._constants = {name: buffer.detach().cpu().clone() for name, buffer in self.named_buffers()}
         if device is not None:
@@ -132,15 +152,16 @@ class SemanticIDEmbedding(nn.Module):
         """Looks the IDs up.
 
         Args:
-            features: the IDs, int64.
+            features: the IDs, int64; with a catalogue items, int32 or int64.
 
         Returns:
             By key the embeddings [S, embedding_dim] with the key's lengths and weights, as of an EmbeddingCollection;
             of read="digits" made where they are first read, unless a compiler or a tracer is at work.
 
         Raises:
-            ValueError, TypeError: a key is absent, not int64, or holds an ID that the codec cannot have given; the last
-                is found on the CPU alone, since reading IDs on a GPU would wait for the device.
+            ValueError, TypeError: a key is absent, of another dtype, or holds an ID that the codec cannot have given or
+                an item that the catalogue lacks; the last two are found on the CPU alone, since reading IDs on a GPU
+                would wait for the device.
         """
         if not isinstance(features, KeyedJaggedTensor):
             raise TypeError(f"features must be a KeyedJaggedTensor of IDs, got {type(features).__name__}")
@@ -149,20 +170,14 @@ class SemanticIDEmbedding(nn.Module):
         require_keys("features", by_key, self.feature_names)
         for key in self.feature_names:
             jagged = by_key[key]
-            sids = jagged.values()
-            if sids.dtype != torch.int64:
-                raise TypeError(f"features['{key}'] must be int64 semantic IDs, got {sids.dtype}")
-            if contents_are_free(sids):
-                try:
-                    self.layout.check(sids)
-                except ValueError as fault:
-                    raise ValueError(f"features['{key}']: {fault}") from None
+            ids = jagged.values()
+            self._check_ids(f"features['{key}']", ids)
             parts = jagged.lengths_or_none(), jagged.offsets_or_none(), jagged.weights_or_none()
             if self._stays_digits() and not is_traced():
-                found[key] = DigitRows(sids, self, self._dtype(sids.device.type), *parts)
+                found[key] = DigitRows(ids, self, self._dtype(ids.device.type), *parts)
             else:
                 lengths, offsets, weights = parts
-                found[key] = JaggedTensor(self.embed(sids), lengths=lengths, offsets=offsets, weights=weights)
+                found[key] = JaggedTensor(self.embed(ids), lengths=lengths, offsets=offsets, weights=weights)
         return found
 
     def _stays_digits(self) -> bool:
@@ -173,20 +188,41 @@ class SemanticIDEmbedding(nn.Module):
         plain = all([type(one) is nn.Parameter for one in (projection.weight, projection.bias)])
         return plain and not (projection._forward_hooks or projection._forward_pre_hooks)
 
-    def embed(self, sids: Tensor) -> Tensor:
-        """The embeddings [S, embedding_dim] of IDs [S], which are not checked."""
+    def _check_ids(self, name: str, ids: Tensor) -> None:
+        """Checks what a key of this name holds."""
+        if self.catalogue is None:
+            if ids.dtype != torch.int64:
+                raise TypeError(f"{name} must be int64 semantic IDs, got {ids.dtype}")
+            if contents_are_free(ids):
+                try:
+                    self.layout.check(ids)
+                except ValueError as fault:
+                    raise ValueError(f"{name}: {fault}") from None
+            return
+        if ids.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name} must be int32 or int64 items of the catalogue, got {ids.dtype}")
+        if contents_are_free(ids) and ids.numel():
+            low, high, count = int(ids.min()), int(ids.max()), self.catalogue.size(0)
+            if low < 0 or high >= count:
+                got = low if low < 0 else high
+                raise ValueError(f"{name} must hold items from 0 to {count - 1}, those of the catalogue, got {got}")
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """The embeddings [S, embedding_dim] of IDs [S], or of items with a catalogue; they are not checked."""
+        sids = ids if self.catalogue is None else self.catalogue.index_select(0, ids)
         unknown = sids == UNKNOWN_SID
         rows = self.reader(sids.masked_fill(unknown, 0))
         if self.projection is not None:
             rows = self.projection(rows)
         return torch.where(unknown.unsqueeze(1), self.unknown.to(rows.dtype), rows)
 
-    def words(self, sids: Tensor) -> Tensor:
+    def words(self, ids: Tensor) -> Tensor:
         """With read="digits" the L + 2 digits of IDs [S] as words [S, ceil((L + 2) / 16)] int32 of `digit_attention`.
 
-        The first L are the ID's, the last two 1 and 0. Of UNKNOWN_SID the last is 1 and all others are 0.
+        The first L are the ID's, the last two 1 and 0. Of UNKNOWN_SID the last is 1 and all others are 0. With a
+        catalogue they are those of its items, [N, ceil((L + 2) / 16)], and `ids` are its rows.
         """
-        return sid_words(sids, self.layout.num_digits)
+        return sid_words(ids, self.layout.num_digits) if self.catalogue is None else self.catalogue_words
 
     def digit_weight(self) -> Tensor:
         """With read="digits" P [embedding_dim, L + 2]: the embedding of an ID is P times its L + 2 digits."""
@@ -224,110 +260,18 @@ def _words(fingerprint: str) -> tuple[int, ...]:
     return struct.unpack(">4q", bytes.fromhex(fingerprint))
 
 
-class _Digits(nn.Module):
-    """Digits of IDs: as floats -1, 0 and 1 [S, L], or codes [S, L] int64."""
-
-    def __init__(self, layout: Layout) -> None:
-        super().__init__()
-        self.layout, self.width = layout, layout.num_digits
-        if not layout.codebook_size:
-            self.register_buffer("trits", trits_of_bytes().float(), persistent=False)
-
-    def forward(self, sids: Tensor) -> Tensor:
-        pieces = self.layout.pieces(sids)
-        if self.layout.codebook_size:
-            return pieces
-        return F.embedding(pieces, self.trits).flatten(1)[:, : self.width]
-
-
-class _Decoder(nn.Module):
-    """The content of IDs, [S, D], scaled so that the mean square of each source's elements was 1 before encoding."""
-
-    def __init__(self, codec: Codec) -> None:
-        super().__init__()
-        self.digits, self.decoder = _Digits(codec.layout), codec.decoder().cpu()
-        self.width = self.decoder.width
-        scales = [math.sqrt(width) for width in codec.widths for _ in range(width)]
-        self.register_buffer("scale", torch.tensor(scales, device="cpu"))
-
-    def forward(self, sids: Tensor) -> Tensor:
-        if not contents_are_free(sids):
-            return self.decoder(self.digits(sids)) * self.scale
-        # Histories repeat items, and a network decodes each of them once.
-        distinct, place = torch.unique(sids, return_inverse=True)
-        return (self.decoder(self.digits(distinct)) * self.scale).index_select(0, place)
-
-
-class _Tables(nn.Module):
-    """The sum of a learned vector for each digit, [S, D]."""
-
-    def __init__(self, codec: Codec, width: int, init: Init, spread: float, device: torch.device | None) -> None:
-        super().__init__()
-        self.layout, self.spread = codec.layout, spread
-        self.digits = _Digits(codec.layout)
-        self._begin = _components(codec.decoder().vectors().cpu(), width) if init == "centroids" else None
-        #: One table below the other.
-        self.num_rows = codec.layout.codebook_size or 3
-        self.weight = nn.Parameter(torch.empty(codec.layout.num_digits * self.num_rows, width, device=device))
-
-    def reset_parameters(self) -> None:
-        if self._begin is None:
-            nn.init.normal_(self.weight, std=self.spread)
-        else:
-            self.weight.copy_(self._begin.flatten(0, 1) * self.spread)
-
-    def forward(self, sids: Tensor) -> Tensor:
-        rows = self.digits(sids)
-        if not self.layout.codebook_size:
-            rows = rows.long() + 1
-        tables = self.weight.split(self.num_rows)
-        return sum(F.embedding(rows[:, place], table) for place, table in enumerate(tables))
-
-
-class _PrefixTables(nn.Module):
-    """The sum of a learned vector for each prefix of an ID's pieces, [S, D]."""
-
-    def __init__(
-        self, layout: Layout, width: int, spread: float, num_buckets: int, device: torch.device | None
-    ) -> None:
-        super().__init__()
-        self.spread = spread
-        #: By prefix its bits, and the rows of its table.
-        self.bits = [layout.piece_bits * (piece + 1) for piece in range(layout.num_pieces)]
-        self.rows = [2**bits if 2**bits <= num_buckets else num_buckets for bits in self.bits]
-        self.weights = nn.ParameterList(nn.Parameter(torch.empty(rows, width, device=device)) for rows in self.rows)
-
-    def reset_parameters(self) -> None:
-        for weight in self.weights:
-            nn.init.normal_(weight, std=self.spread)
-
-    def forward(self, sids: Tensor) -> Tensor:
-        found = []
-        for bits, rows, weight in zip(self.bits, self.rows, self.weights, strict=True):
-            prefix = sids & ((1 << bits) - 1) if bits < 64 else sids
-            found.append(F.embedding(prefix if rows == 2**bits else _mix(prefix) % rows, weight))
-        return sum(found)
-
-
-def _mix(numbers: Tensor) -> Tensor:
-    """A hash of int64s, from 0 on: the finalizer of SplitMix64, whose products wrap around."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        numbers = (numbers ^ _shifted(numbers, shift)) * (factor - 2**64)
-    return (numbers ^ _shifted(numbers, 31)) & (2**63 - 1)
-
-
-def _shifted(numbers: Tensor, bits: int) -> Tensor:
-    """A logical shift to the right; that of torch repeats the sign."""
-    return (numbers >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _components(vectors: Tensor, width: int) -> Tensor:
-    """The first principal components [L, K, width] of vectors [L, K, d], around 0, of elements of mean square 1."""
-    rows = vectors.flatten(0, 1).double()
-    components = torch.linalg.eigh(rows.T @ rows).eigenvectors.flip(1)[:, :width]
-    found = F.pad(rows @ components, (0, max(0, width - components.shape[1])))
-    found = found / found.square().mean().sqrt().clamp(min=1e-30)
-    return found.float().view(*vectors.shape[:2], width)
+def _checked_catalogue(catalogue: Tensor, layout: Layout) -> Tensor:
+    if not isinstance(catalogue, Tensor):
+        raise TypeError(f"catalogue must be a Tensor or None, got {type(catalogue).__name__}")
+    if catalogue.dtype != torch.int64 or catalogue.dim() != 1 or not len(catalogue):
+        got = f"{catalogue.dtype} of shape {list(catalogue.shape)}"
+        raise ValueError(f"catalogue must be [N] int64 semantic IDs, at least one, got {got}")
+    catalogue = catalogue.detach().cpu().contiguous()
+    try:
+        layout.check(catalogue)
+    except ValueError as fault:
+        raise ValueError(f"catalogue: {fault}") from None
+    return catalogue
 
 
 def _check(

@@ -34,10 +34,10 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from jfi.context import without_autocast
 from jfi.modules import inputs as group_inputs
 from jfi.modules import ragged_attention
-from jfi.modules.adjacent import join
 from jfi.modules.inputs import GroupInputs
 from jfi.modules.projections import linear, project_events
 from jfi.modules.sequence_configs import Bias, FeatureGroup, initial_bias
+from jfi.modules.table_rows import join_words
 from jfi.ops import absorb_weights, absorbed_target_attention, digit_attention, jagged_softmax, target_attention
 
 # Whether targets are ragged is known only where there are tensors.
@@ -191,6 +191,8 @@ def _attend(
     features: list[str],
 ) -> Tensor:
     """`StackedTargetAttention.forward`; the bias is that of the features, which have these names."""
+    if inputs.digits and not (project_history and inputs.candidates is None):
+        weights = _of_digits(inputs, weights)
     if inputs.candidates is not None:
         if project_for_ragged and not project_history:
             project_history = ragged_attention.pays_to_project(inputs, weights, num_heads)
@@ -217,25 +219,31 @@ def _attend(
     )
 
 
-def _attend_to_digits(inputs: GroupInputs, weights: tuple[Tensor, ...], table: Tensor | None, num_heads: int) -> Tensor:
-    """`_attend` to events x = P d of L + 2 digits d: W_k P and W_v P are the weights of keys and values d."""
-    first, projections = inputs.digits[0], list(weights)
+def _of_digits(inputs: GroupInputs, weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The weights with W_k P and W_v P in the places of W_k and W_v: those of the digits d of events x = P d."""
+    query, query_bias, key, value, *output = weights
     with without_autocast(inputs.fields[0].device.type):
-        digit_weight = first.embedding.digit_weight().to(projections[2].dtype)
-        projections[2], projections[3] = (torch.matmul(x, digit_weight) for x in projections[2:4])
+        digit_weight = inputs.digits[0].embedding.digit_weight().to(key.dtype)
+        return query, query_bias, torch.matmul(key, digit_weight), torch.matmul(value, digit_weight), *output
+
+
+def _attend_to_digits(inputs: GroupInputs, weights: tuple[Tensor, ...], table: Tensor | None, num_heads: int) -> Tensor:
+    """`_attend` to the digits of events, with the weights of `_of_digits`."""
+    words, indices = join_words(inputs.digits)
 
     def attend(query: Tensor, scale: float) -> Tensor:
         return digit_attention(
             query,
-            join([one.words for one in inputs.digits]),
+            words,
             offsets=inputs.offsets,
+            indices=indices,
             key_bias=table,
             key_bias_index=inputs.bias_index,
             value_scale=inputs.value_scale,
             scale=scale,
         )
 
-    return _absorbed(inputs, tuple(projections), num_heads, attend)
+    return _absorbed(inputs, weights, num_heads, attend)
 
 
 def _attend_to_spread(

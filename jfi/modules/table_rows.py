@@ -4,7 +4,9 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from jfi.modules.adjacent import join
 from jfi.ops.rows_by_id import RowsById, read_rows
+from jfi.reference import unpack_digits
 
 
 class UnreadRows(JaggedTensor):
@@ -113,10 +115,10 @@ class DigitRows(UnreadRows):
     """A JaggedTensor of embeddings of semantic IDs, given by the IDs; `values()` makes them at first use.
 
     The embedding of an ID is a linear map of its digits d: P [d, 1, 0], and P [0, 0, 1] of UNKNOWN_SID. Attention takes
-    `embedding.words(sids)`, which are these L + 2 digits, and P, `embedding.digit_weight()`.
+    `embedding.words(ids)`, which are these L + 2 digits, and P, `embedding.digit_weight()`.
 
     Args:
-        sids: [S] int64.
+        ids: [S] int64; of an embedding with a catalogue its items, int32 or int64.
         embedding: the SemanticIDEmbedding, with read="digits".
         dtype: of the embeddings.
         lengths: [B]; None if offsets are given.
@@ -126,103 +128,59 @@ class DigitRows(UnreadRows):
 
     def __init__(
         self,
-        sids: Tensor,
+        ids: Tensor,
         embedding: nn.Module,
         dtype: torch.dtype,
         lengths: Tensor | None = None,
         offsets: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> None:
-        self.sids, self.embedding, self._words = sids, embedding, None
-        rows = torch.zeros((), dtype=dtype, device=sids.device).expand(sids.size(0), embedding.embedding_dim)
+        self.ids, self.embedding, self._words = ids, embedding, None
+        rows = torch.zeros((), dtype=dtype, device=ids.device).expand(ids.size(0), embedding.embedding_dim)
         super().__init__(rows, lengths, offsets, weights)
 
     @property
     def words(self) -> Tensor:
-        """[S, ceil((L + 2) / 16)] int32, made once however many layers read them."""
+        """[S, ceil((L + 2) / 16)] int32, made once however many layers read them; or the catalogue's, of which
+        `indices` are the events'.
+        """
         if self._words is None:
-            self._words = self.embedding.words(self.sids)
+            self._words = self.embedding.words(self.ids)
         return self._words
 
+    @property
+    def indices(self) -> Tensor | None:
+        """[S], the rows of `words` if these are the catalogue's."""
+        return None if self.embedding.catalogue is None else self.ids
+
     def read(self) -> Tensor:
-        return self.embedding.embed(self.sids).to(self.rows.dtype)
+        return self.embedding.embed(self.ids).to(self.rows.dtype)
 
     def with_parts(self, lengths: Tensor | None, offsets: Tensor | None, weights: Tensor | None) -> "DigitRows":
-        return DigitRows(self.sids, self.embedding, self.rows.dtype, lengths, offsets, weights)
+        return DigitRows(self.ids, self.embedding, self.rows.dtype, lengths, offsets, weights)
 
     def to_dtype(self, dtype: torch.dtype) -> "DigitRows":
         """The same embeddings of another dtype."""
         parts = self.lengths_or_none(), self.offsets_or_none(), self.weights_or_none()
-        return DigitRows(self.sids, self.embedding, dtype, *parts)
+        return DigitRows(self.ids, self.embedding, dtype, *parts)
 
     @property
     def is_trained(self) -> bool:
         return any([one.requires_grad for one in self.embedding.parameters()])
 
 
-class SpreadEvents:
-    """Events of some features of a group, whose rows lie on several ranks: attention goes to them."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the rows as attention reads them, and of its queries."""
-        raise NotImplementedError
-
-    @property
-    def feature_names(self) -> list[str]:
-        """The features, in the order of the queries that `attend` takes."""
-        raise NotImplementedError
-
-    def rows(self, feature: str) -> Tensor:
-        """The rows [S, D] of a feature's events, fetched from their ranks."""
-        raise NotImplementedError
-
-    def attend(self, query: Tensor, table: Tensor | None, scale: float) -> Tensor:
-        """Attention to the events, as `jfi.ops.target_attention` computes it; all ranks call it together.
-
-        Args:
-            query: [F * B, T, H, D], absorbed, of the F features one after the other.
-            table: [R, H], the learned bias tables of the whole group, if the features have one.
-            scale: of the scores.
-
-        Returns:
-            [F * B, T, H, D].
-        """
-        raise NotImplementedError
+def join_words(events: tuple[DigitRows, ...]) -> tuple[Tensor, Tensor | None]:
+    """The words and the indices of events of one embedding, one after another, as `digit_attention` takes them."""
+    if events[0].indices is None:
+        return join([one.words for one in events]), None
+    return events[0].words, join([one.indices for one in events])
 
 
-class SpreadRows(UnreadRows):
-    """A JaggedTensor of embeddings whose rows lie on several ranks; `values()` fetches them at first use.
-
-    Args:
-        events: by feature whose history this is, its events.
-        rows: [S, D], without memory.
-        lengths: [B]; None if offsets are given.
-        offsets: [B + 1].
-        weights: [S], of the events.
-    """
-
-    def __init__(
-        self,
-        events: dict[str, SpreadEvents],
-        rows: Tensor,
-        lengths: Tensor | None = None,
-        offsets: Tensor | None = None,
-        weights: Tensor | None = None,
-    ) -> None:
-        self.events = events
-        super().__init__(rows, lengths, offsets, weights)
-
-    def read(self) -> Tensor:
-        feature, events = next(iter(self.events.items()))
-        return events.rows(feature)
-
-    def with_parts(self, lengths: Tensor | None, offsets: Tensor | None, weights: Tensor | None) -> "SpreadRows":
-        return SpreadRows(self.events, self.rows, lengths, offsets, weights)
-
-    @property
-    def is_trained(self) -> bool:
-        return True
+def digit_numbers(events: tuple[DigitRows, ...]) -> Tensor:
+    """[S, L + 2]: the digits of events of one embedding as numbers of the embeddings' dtype, without a gradient."""
+    words, indices = join_words(events)
+    words = words if indices is None else words.index_select(0, indices)
+    return unpack_digits(words, events[0].embedding.layout.num_digits + 2).to(events[0].rows.dtype)
 
 
 def with_weights(events: JaggedTensor, weights: Tensor | None) -> JaggedTensor:

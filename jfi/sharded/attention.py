@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from jfi.modules import WeightBias
-from jfi.modules.table_rows import SpreadEvents
+from jfi.modules.spread_rows import SpreadEvents
 from jfi.ops.partial_target_attention import attend_to_part, merge_parts, part_gradients
 from jfi.ops.rows_by_id import RowsById
 from jfi.ops.target_attention import prepare_target_attention

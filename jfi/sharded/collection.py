@@ -23,7 +23,8 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jfi.modules import SequenceFeatureConfig
-from jfi.modules.table_rows import SpreadRows, TableRows
+from jfi.modules.spread_rows import SpreadRows
+from jfi.modules.table_rows import TableRows
 from jfi.ops.rows_by_id import RowsById, rows_by_id, sum_rows
 from jfi.sharded.attention import EventsAtOwners
 from jfi.sharded.ownership import by_rows

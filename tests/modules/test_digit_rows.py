@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 
-from jfi import KeyBias, PositionBias, SemanticIDEmbedding, SequenceFeatureConfig, WeightBias
+from jfi import KeyBias, PositionBias, SemanticIDEmbedding, SequenceFeatureConfig, TimeBias, WeightBias
 from jfi.capturable import why_not_captured
 from jfi.models import SequenceDLRM
 from jfi.modules import JaggedFeatureInteraction, JaggedMeanPooling
@@ -16,6 +16,7 @@ from jfi.modules.table_rows import DigitRows
 from jfi.room import with_room
 from jfi.sid import UNKNOWN_SID, DiscretePCA
 from jfi.sid.packing import pack_trits
+from jfi.timelines import Timelines
 
 WIDTH, ROOM = 8, 30
 LENGTHS = [3, 0, 17, 1]
@@ -66,10 +67,15 @@ def dense(found: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
     }
 
 
-def run(layer: nn.Module, embedding: SemanticIDEmbedding, sequences: dict, targets: dict) -> dict:
-    """The output and the gradients of all parameters and of the targets."""
+def run(
+    layer: nn.Module, embedding: SemanticIDEmbedding, sequences: dict, targets: dict, counts=None, **times: object
+) -> dict:
+    """The output and the gradients of all parameters and of the targets, of which each sample has so many."""
     targets = {name: x.clone().requires_grad_() for name, x in targets.items()}
-    out = layer(sequences, targets).values()
+    given = targets
+    if counts is not None:
+        given = {name: JaggedTensor(x, lengths=counts) for name, x in targets.items()}
+    out = layer(sequences, given, **times).values()
     leaves = {**targets, **dict(layer.named_parameters()), **dict(embedding.named_parameters())}
     grad = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)
     grads = torch.autograd.grad(out, list(leaves.values()), grad, allow_unused=True)
@@ -168,15 +174,72 @@ def test_two_embeddings_are_not_read_in_one_launch(device):
     assert found["seen"].is_read and found["bought"].is_read
 
 
-def test_ragged_targets_and_means_read_the_embeddings(device):
-    embedding, ids = embedding_of(12, device), batch(12, device)
-    candidates = {"target": JaggedTensor(torch.randn(5, WIDTH, device=device), lengths=torch.tensor([2, 0, 3, 0]))}
-    candidates["target"] = candidates["target"].to(device)
-    for layer in (JaggedFeatureInteraction([feature()], WIDTH), JaggedMeanPooling([feature()], WIDTH)):
-        found = embedding(ids)
-        got = layer.to(device)(found, candidates).values()
-        torch.testing.assert_close(got, layer(dense(embedding(ids)), candidates).values())
-        assert found["seen"].is_read
+#: By name: features, options of the layer, whether events have weights, whether targets have times.
+RAGGED = {
+    "all events": ([feature()], {"num_heads": 2}, False, False),
+    "buckets": ([feature(bias=KeyBias("bucket", 4), weighted_values=True)], {}, True, False),
+    "older events": ([feature()], {"num_heads": 2, "num_queries": 2}, False, True),
+    "positions": ([feature(bias=PositionBias()), feature("b", ["bought"], bias=PositionBias())], {}, False, True),
+    "ages": ([feature(bias=TimeBias("age", 6)), feature("b", ["bought"], bias=WeightBias())], {}, True, True),
+    "projected": ([feature(bias=PositionBias())], {"num_heads": 2, "project_history": True}, False, True),
+}
+
+
+@pytest.mark.parametrize("case", RAGGED)
+def test_ragged_targets_share_a_history_of_digits(case, device):
+    """Its digits become numbers once, and the embeddings are not made."""
+    features, options, weighted, has_times = RAGGED[case]
+    layer = JaggedFeatureInteraction(features, WIDTH, **options).to(device)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(std=0.5)
+    embedding, ids = embedding_of(25, device), batch(25, device, weighted)
+    targets, counts = {"target": torch.randn(11, WIDTH, device=device)}, torch.tensor([2, 0, 8, 1], device=device)
+    times = {}
+    if has_times:
+        of_events = {key: torch.cat([torch.arange(n) // 2 for n in ids[key].lengths()]).to(device) for key in KEYS}
+        times["event_times"] = {key: JaggedTensor(of_events[key], lengths=ids[key].lengths()) for key in KEYS}
+        target_times = torch.tensor([0, 9, 0, 1, 2, 3, 3, 5, 8, 9, 4], device=device)
+        times |= {"target_times": JaggedTensor(target_times, lengths=counts), "max_events": 7}
+    buckets, found = {"bucket": ids["bucket"]}, embedding(ids)
+    got = run(layer, embedding, {**found, **buckets}, targets, counts, **times)
+    assert not any(found[key].is_read for key in KEYS)
+    want = run(layer, embedding, {**dense(embedding(ids)), **buckets}, targets, counts, **times)
+    assert want["unknown"].ne(0).any() and want["projection.bias"].ne(0).any()
+    torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-5)
+
+
+def test_the_mean_of_ragged_targets_reads_the_embeddings(device):
+    layer, embedding, ids = JaggedMeanPooling([feature()], WIDTH), embedding_of(12, device), batch(12, device)
+    candidates = {"target": JaggedTensor(torch.randn(5, WIDTH), lengths=torch.tensor([2, 0, 3, 0])).to(device)}
+    found = embedding(ids)
+    got = layer(found, candidates).values()
+    torch.testing.assert_close(got, layer(dense(embedding(ids)), candidates).values())
+    assert found["seen"].is_read
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_by_item_the_digits_are_those_of_the_catalogue(ragged, impl, device):
+    """The same numbers as of the items' IDs themselves, by int32 items of two features in a group."""
+    features = [feature(bias=PositionBias()), feature("b", ["bought"], bias=PositionBias())]
+    layer, by_id = JaggedFeatureInteraction(features, WIDTH, 2).to(device), embedding_of(25, device)
+    catalogue = pack_trits(torch.randint(-1, 2, (9, 25)))
+    catalogue[4] = UNKNOWN_SID
+    codec = codec_of(25)
+    by_item = SemanticIDEmbedding(codec, WIDTH, KEYS, catalogue=catalogue, device=device)
+    by_item.load_state_dict({**by_id.state_dict(), "fingerprint": by_item.fingerprint})
+    counts = torch.tensor([LENGTHS, LENGTHS, LENGTHS[::-1]], device=device).flatten()
+    items = torch.randint(9, (3 * sum(LENGTHS),)).int()
+    batches = (KeyedJaggedTensor(KEYS, x.to(device), lengths=counts) for x in (items, catalogue[items]))
+    found = [embedding(ids) for embedding, ids in zip((by_item, by_id), batches, strict=True)]
+    number = torch.tensor([3, 0, 4, 1], device=device) if ragged else None
+    targets = {"target": torch.randn(8 if ragged else len(LENGTHS), WIDTH, device=device)}
+    torch.testing.assert_close(
+        *[run(layer, embedding, one, targets, number) for embedding, one in zip((by_item, by_id), found, strict=True)]
+    )
+    assert not any(one[key].is_read for one in found for key in ("seen", "bought"))
+    assert found[0]["seen"].words.shape == (9, 2) and found[0]["seen"].indices.dtype == torch.int32
+    torch.testing.assert_close(found[0]["seen_too"].values(), found[1]["seen_too"].values())
 
 
 def test_room_behind_the_last_sample(impl, device, poisoned, monkeypatch):
@@ -242,6 +305,45 @@ def test_a_model_with_semantic_ids_alone_attends_to_digits(beside, device, monke
     assert own == {
         f"semantic_ids.{name}" for name in ("projection.weight", "projection.bias", "unknown", "fingerprint")
     }
+
+
+@pytest.mark.parametrize("by_item", [False, True])
+def test_a_model_with_timelines_attends_to_digits(by_item, device, monkeypatch):
+    """Of a batch by user, with the same logits and gradients as with embeddings that are made first."""
+    sids = batch(25, device)["seen"].values()
+    embedding = embedding_of(25, device, ["item", "history"])
+    if by_item:
+        embedding = SemanticIDEmbedding(codec_of(25), WIDTH, ["item", "history"], catalogue=sids, device=device)
+        nn.init.normal_(embedding.unknown)
+    model = SequenceDLRM(
+        None,
+        None,
+        [SequenceFeatureConfig("taste", ["history"], ["item"], bias=TimeBias("age", 6))],
+        2,
+        [WIDTH],
+        [4, 1],
+        num_heads=2,
+        attention_layers=2,
+        semantic_ids=embedding,
+        dense_device=device,
+    )
+    rows, events = [2, 0, 3, 1], sum(LENGTHS)
+    items = torch.randint(len(sids), (sum(rows) + events,), device=device)
+    lengths = torch.tensor([1] * sum(rows) + LENGTHS + [0, 0], device=device)
+    ids = KeyedJaggedTensor(["item", "history"], items if by_item else sids[items], lengths=lengths)
+    row_offsets = torch.tensor([0, 2, 2, 5, 6], device=device)
+    event_times = torch.cat([torch.arange(n) for n in LENGTHS]).to(device)
+    timelines = Timelines(row_offsets, torch.tensor([1, 9, 0, 4, 30, 2], device=device), event_times, max_events=9)
+    found, made, embed = [], [], SemanticIDEmbedding.embed
+    monkeypatch.setattr(SemanticIDEmbedding, "embed", lambda own, one: made.append(len(one)) or embed(own, one))
+    for traced in (False, True):
+        monkeypatch.setattr("jfi.modules.semantic_id_embedding.is_traced", lambda traced=traced: traced)
+        model.zero_grad()
+        out = model(torch.ones(sum(rows), 2, device=device), ids, timelines)
+        out.square().sum().backward()
+        found.append({"out": out.detach(), **{name: x.grad for name, x in model.named_parameters()}})
+    assert made == [sum(rows), sum(rows), events]  # the targets alone, then both
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 def test_a_compiler_gets_dense_embeddings(device):

@@ -9,7 +9,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from jfi import JaggedFeatureInteraction, SemanticIDEmbedding, SequenceFeatureConfig
 from jfi.capturable import why_not_captured
 from jfi.models import SequenceDLRM
-from jfi.modules.semantic_id_embedding import _mix
+from jfi.modules.semantic_id_readers import _mix
 from jfi.sid import UNKNOWN_SID, DiscretePCA, ResidualKMeans, VQFusion
 
 WIDTH = 5
@@ -217,6 +217,38 @@ def test_learned_tables_are_not_captured(dpca):
     assert reasons[0] is None and reasons[1].startswith("a SemanticIDEmbedding with read='tables' has learned tables")
     # Room is behind keys of any number of events; that of the targets is theirs.
     assert why_not_captured(SemanticIDEmbedding(codec, 4, ["item_sid"], "tables"), batch(sids)) is None
+
+
+@pytest.mark.parametrize("read", ["digits", "decode", "tables"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_catalogue_says_which_id_an_item_has(dpca, read, dtype):
+    codec, sids = dpca
+    by_id = SemanticIDEmbedding(codec, WIDTH, KEYS, read)
+    torch.nn.init.normal_(by_id.unknown)
+    catalogue = torch.cat([sids[:6], torch.tensor([UNKNOWN_SID])])
+    by_item = SemanticIDEmbedding(codec, WIDTH, KEYS, read, catalogue=catalogue, device="meta")
+    by_item.to_empty(device="cpu").reset_parameters()
+    by_item.load_state_dict(by_id.state_dict())  # which is the same whatever the catalogue
+    items, lengths = torch.tensor([0, 6, 1, 2, 3, 4, 6, 5], dtype=dtype), batch(sids).lengths()
+    found = by_item(KeyedJaggedTensor(KEYS, items, lengths=lengths))
+    for key, wanted in by_id(batch(sids)).items():
+        torch.testing.assert_close(found[key].values(), wanted.values())
+
+
+def test_items_and_catalogues_that_are_refused(dpca):
+    codec, sids = dpca
+    embedding = SemanticIDEmbedding(codec, WIDTH, ["item"], catalogue=sids[:7])
+    for item in (7, -1):
+        with pytest.raises(ValueError, match=rf"features\['item'\] must hold items from 0 to 6, .* got {item}"):
+            embedding(KeyedJaggedTensor(["item"], torch.tensor([0, item]), lengths=torch.tensor([2])))
+    with pytest.raises(TypeError, match=r"features\['item'\] must be int32 or int64 items .* got torch.float32"):
+        embedding(KeyedJaggedTensor(["item"], torch.rand(1), lengths=torch.tensor([1])))
+    with pytest.raises(TypeError, match="catalogue must be a Tensor or None, got list"):
+        SemanticIDEmbedding(codec, WIDTH, ["item"], catalogue=[1])
+    with pytest.raises(ValueError, match=r"catalogue must be \[N\] int64 semantic IDs, .* torch.int32 of shape \[3\]"):
+        SemanticIDEmbedding(codec, WIDTH, ["item"], catalogue=torch.zeros(3).int())
+    with pytest.raises(ValueError, match=r"catalogue: sids\[1\] is .* no ID of 12 ternary digits"):
+        SemanticIDEmbedding(codec, WIDTH, ["item"], catalogue=torch.tensor([-1, 2**60]))
 
 
 def test_refused(dpca):

@@ -1,0 +1,71 @@
+"""Embeddings of events whose rows lie on several ranks, as the layers see them; `jfi.sharded` makes them."""
+
+import torch
+from torch import Tensor
+
+from jfi.modules.table_rows import UnreadRows
+
+
+class SpreadEvents:
+    """Events of some features of a group, whose rows lie on several ranks: attention goes to them."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the rows as attention reads them, and of its queries."""
+        raise NotImplementedError
+
+    @property
+    def feature_names(self) -> list[str]:
+        """The features, in the order of the queries that `attend` takes."""
+        raise NotImplementedError
+
+    def rows(self, feature: str) -> Tensor:
+        """The rows [S, D] of a feature's events, fetched from their ranks."""
+        raise NotImplementedError
+
+    def attend(self, query: Tensor, table: Tensor | None, scale: float) -> Tensor:
+        """Attention to the events, as `jfi.ops.target_attention` computes it; all ranks call it together.
+
+        Args:
+            query: [F * B, T, H, D], absorbed, of the F features one after the other.
+            table: [R, H], the learned bias tables of the whole group, if the features have one.
+            scale: of the scores.
+
+        Returns:
+            [F * B, T, H, D].
+        """
+        raise NotImplementedError
+
+
+class SpreadRows(UnreadRows):
+    """A JaggedTensor of embeddings whose rows lie on several ranks; `values()` fetches them at first use.
+
+    Args:
+        events: by feature whose history this is, its events.
+        rows: [S, D], without memory.
+        lengths: [B]; None if offsets are given.
+        offsets: [B + 1].
+        weights: [S], of the events.
+    """
+
+    def __init__(
+        self,
+        events: dict[str, SpreadEvents],
+        rows: Tensor,
+        lengths: Tensor | None = None,
+        offsets: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> None:
+        self.events = events
+        super().__init__(rows, lengths, offsets, weights)
+
+    def read(self) -> Tensor:
+        feature, events = next(iter(self.events.items()))
+        return events.rows(feature)
+
+    def with_parts(self, lengths: Tensor | None, offsets: Tensor | None, weights: Tensor | None) -> "SpreadRows":
+        return SpreadRows(self.events, self.rows, lengths, offsets, weights)
+
+    @property
+    def is_trained(self) -> bool:
+        return True
