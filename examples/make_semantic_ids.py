@@ -6,7 +6,7 @@ python examples/make_semantic_ids.py --items items.parquet --embeddings image,te
 
 The first run fits a codec, writes it to the folder sids.codec beside the IDs, and prints and draws how good the IDs
 are. The same command on a grown catalogue adds the items that are new; no ID that was written changes. An item without
-content gets the ID -1.
+content gets the ID -1, and an ID of its own once the table has content of it.
 """
 
 from jfi.exit_codes import begin_command
@@ -19,6 +19,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from jfi.data import DataError
 from jfi.data.config import SID
 from jfi.data.readers import read_table
 from jfi.data.schema import CODEC
-from jfi.data.semantic_ids import codec_folder, new_items, read_sids, unique_items, write_sids
+from jfi.data.semantic_ids import codec_folder, new_items, read_sids, rows_of, unique_items, write_sids
 from jfi.data.table import Table
 from jfi.display import Display
 from jfi.exit_codes import EXIT_CODES, raise_on_sigterm
@@ -154,15 +155,19 @@ def make(folder: Path, options: argparse.Namespace, table: Table) -> tuple[Codec
     return codec, content
 
 
-def add(table: Table, options: argparse.Namespace, codec: Codec, content: Content) -> tuple[pa.Array, Tensor, int]:
-    """All items and IDs, those of the file first, and how many were there."""
+def add(table: Table, options: argparse.Namespace, codec: Codec, content: Content) -> tuple[pa.Array, Tensor, int, int]:
+    """All items and IDs, those of the file first, how many were there, and how many of these now have content."""
     known, old = table.column(options.item)[:0], torch.empty(0, dtype=torch.int64)
     if options.out.exists():
         known, old = read_sids(options.out, options.item, codec)
     rows, items = new_items(table, options.item, known, options.out)
-    sources = [source[torch.from_numpy(rows)] for source in content.sources(table)]
-    sids = codec.encode(sources, Progress("encode", "items"))
-    return pa.concat_arrays([known, items]), torch.cat([old, sids]), len(known)
+    unknown = (old == UNKNOWN_SID).nonzero()[:, 0]  # -1 is no ID of an item, so content that comes later gives one
+    again, places = rows_of(table, options.item, known.take(pa.array(unknown.numpy())))
+    chosen = torch.from_numpy(np.concatenate([again, rows]))
+    sids = codec.encode([source[chosen] for source in content.sources(table)], Progress("encode", "items"))
+    late, new = sids.split([len(again), len(rows)])
+    old[unknown[torch.from_numpy(places)]] = late
+    return pa.concat_arrays([known, items]), torch.cat([old, new]), len(known), int((late != UNKNOWN_SID).sum())
 
 
 def main() -> None:
@@ -201,12 +206,13 @@ def run(options: argparse.Namespace) -> None:
         table.column(name)  # refuses a column that is not there before the long work
     unique_items(table, options.item)
     codec, content = load(folder, options) if folder.exists() else make(folder, options, table)
-    items, sids, before = add(table, options, codec, content)
+    items, sids, before, found = add(table, options, codec, content)
     write_sids(options.out, options.item, items, sids, codec)
     new = sids[before:]
     unknown = int((new == UNKNOWN_SID).sum())
+    late = f"{found:,} that had no content and now have an ID, " if found else ""
     print(
-        f"wrote {options.out}: {before:,} items as they were, {len(new):,} new, "
+        f"wrote {options.out}: {before - found:,} items as they were, {late}{len(new):,} new, "
         f"of which {unknown:,} without content have the ID {UNKNOWN_SID}"
     )
 

@@ -157,6 +157,22 @@ def read_sids(path: Path, column: str, codec: Codec, setting: str = "--out") -> 
     return table.column(column), ids
 
 
+def rows_of(table: Table, column: str, items: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of a table that hold one of some items, and its place among these, `[M]` int64 each.
+
+    A number is the same item as its text.
+
+    Args:
+        table: of items.
+        column: its column of the items.
+        items: to look for, each once.
+    """
+    texts = as_text(table.column(column)).cast(pa.large_string())
+    places = pc.index_in(texts, value_set=as_text(items).cast(pa.large_string()))
+    rows = np.flatnonzero(places.is_valid().to_numpy(zero_copy_only=False))
+    return rows, places.take(pa.array(rows)).to_numpy().astype(np.int64)
+
+
 def new_items(table: Table, column: str, known: pa.Array, path: Path) -> tuple[np.ndarray, pa.Array]:
     """The rows `[M]` int64 of a table whose items `known` lacks, and these items `[M]` in the type of `known`.
 

@@ -151,6 +151,8 @@ def check_scale(scale: float | None, width: int) -> float:
         return 1 / math.sqrt(width)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"scale must be a float or None, got {type(scale).__name__}")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
     return float(scale)
 
 

@@ -52,8 +52,11 @@ def present_rows(sources: Sequence[Tensor], first: int = 0) -> Tensor:
         wrong = ~(finite | missing)
         if wrong.any():
             row = int(wrong.nonzero()[0])
+            column = int((~source[row].isfinite()).nonzero()[0])
             what = "must be finite, or all NaN where the item lacks this source"
-            raise ValueError(f"sources[{i}], row {first + row}: {what}")
+            raise ValueError(
+                f"sources[{i}], row {first + row}: {what}, got {float(source[row, column])} in column {column}"
+            )
         present.append(finite)
     return torch.stack(present, 1)
 

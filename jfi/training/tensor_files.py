@@ -40,22 +40,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from jfi.files import DamagedFileError, sha256_of
+from jfi.tensor_header import DTYPE_NAMES, DTYPES, tensor_header
 from jfi.training.config import ConfigError
 
 INDEX = "tensors.json"
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _FILE = re.compile(r"rank-\d+\.safetensors")
 #: Bytes that are hashed and written at a time: what is hashed is still in the cache when it is written.
 _BLOCK = 2**22
@@ -106,24 +94,12 @@ class TensorWriter(StorageWriter):
         for item in items:
             if item.type == WriteItemType.BYTE_IO:
                 raise TypeError(f"a checkpoint holds tensors only; {item.index.fqn} is none")
-        # The widest elements first, so that every tensor is aligned without gaps, which safetensors forbids.
-        items = sorted(items, key=lambda item: (-_dtype(item).itemsize, item.index.fqn, item.index.offset))
-        header, begins, end = {}, [], 0
-        for item in items:
-            begins.append(end)
-            end += math.prod(item.tensor_data.chunk.sizes) * _dtype(item).itemsize
-            header[_key(item)] = {
-                "dtype": _NAMES[_dtype(item)],
-                "shape": list(item.tensor_data.chunk.sizes),
-                "data_offsets": [begins[-1], end],
-            }
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        start, digest = 8 + len(text), hashlib.sha256()
+        by_key = {_key(item): item for item in sorted(items, key=lambda item: (item.index.fqn, item.index.offset))}
+        shapes = {key: (_dtype(item), item.tensor_data.chunk.sizes) for key, item in by_key.items()}
+        header, begins = tensor_header(shapes)
+        items, digest = [by_key[key] for key in begins], hashlib.sha256(header)
         with open(self.folder / name, "wb") as file:
-            for block in (len(text).to_bytes(8, "little"), text):
-                digest.update(block)
-                file.write(block)
+            file.write(header)
             for item in items:
                 data = _bytes(item.index.fqn, planner.resolve_data(item))
                 for at in range(0, len(data), _BLOCK):
@@ -132,8 +108,9 @@ class TensorWriter(StorageWriter):
             file.flush()
             os.fsync(file.fileno())
         self.sums[name] = digest.hexdigest()
-        places = [(_Place(name, start + begin), self.sums[name]) for begin in begins]
-        return [WriteResult(item.index, end, place) for item, place in zip(items, places, strict=True)]
+        places = [(_Place(name, len(header) + begin), self.sums[name]) for begin in begins.values()]
+        size = (self.folder / name).stat().st_size
+        return [WriteResult(item.index, size, place) for item, place in zip(items, places, strict=True)]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         places: dict[MetadataIndex, _Place] = {}
@@ -147,7 +124,7 @@ class TensorWriter(StorageWriter):
                 place = places[MetadataIndex(name, chunk.offsets)]
                 sizes = {"offsets": list(chunk.offsets), "shape": list(chunk.sizes)}
                 chunks.append({**sizes, "file": place.file, "begin": place.begin})
-            index[name] = {"dtype": _NAMES[tensor.properties.dtype], "shape": list(tensor.size), "chunks": chunks}
+            index[name] = {"dtype": DTYPE_NAMES[tensor.properties.dtype], "shape": list(tensor.size), "chunks": chunks}
         path = self.folder / INDEX
         with path.open("w") as file:
             json.dump(index, file, indent=1)
@@ -181,7 +158,7 @@ class TensorReader(StorageReader):
 
     def _add(self, name: str, dtype: str, shape: list[int], chunks: list[dict]) -> None:
         """Adds a tensor; raises ValueError, TypeError or KeyError if it can't be one."""
-        size, kind, found = _size(shape), _DTYPES[dtype], []
+        size, kind, found = _size(shape), DTYPES[dtype], []
         for chunk in chunks:
             offsets, sizes = _size(chunk["offsets"]), _size(chunk["shape"])
             place = _Place(chunk["file"], *_size([chunk["begin"]]))

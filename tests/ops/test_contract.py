@@ -1,5 +1,7 @@
 """What every operator promises beside its numbers: schemas, one graph for all sizes, no synchronisation, errors."""
 
+import itertools
+
 import pytest
 import torch
 from ops.ragged import offsets_of
@@ -451,6 +453,20 @@ def test_the_other_operators_name_wrong_arguments_too():
         ops.jagged_attention(x[:, None], x[:, None], query_offsets=offsets, window_size=5)
     with pytest.raises(TypeError, match="scale must be a float or None, got str"):
         ops.jagged_attention(x[:, None], x[:, None], query_offsets=offsets, scale="a")
+    query, words, weights = torch.randn(2, 1, 1, 4), torch.zeros(5, 1, dtype=torch.int32), [torch.randn(1, 4, 4)] * 3
+    weights = (weights[0], torch.randn(1, 4), *weights[1:], weights[0], torch.randn(1, 4))
+    calls = [
+        lambda scale: ops.target_attention(query, x[:, None], offsets=offsets, scale=scale),
+        lambda scale: ops.digit_attention(query, words, offsets=offsets, scale=scale),
+        lambda scale: ops.jagged_attention(x[:, None], x[:, None], query_offsets=offsets, scale=scale),
+        lambda scale: ops.absorbed_target_attention(
+            query[:, 0, 0][None], x, weights, offsets=offsets, num_heads=1, scale=scale
+        ),
+    ]
+    for call, scale in itertools.product(calls, (float("nan"), float("inf"))):
+        call(-0.5)
+        with pytest.raises(ValueError, match=f"scale must be finite, got {scale}"):
+            call(scale)
     with pytest.raises(ValueError, match="x_offsets must end at 4, the rows of the output, got 5"):
         ops.array_jagged_bmm_jagged_out(torch.randn(13), x, offsets, out_rows=4)
     with pytest.raises(ValueError, match=r"window_size must have a left of None \(unbounded\) or at least 0, got -1"):

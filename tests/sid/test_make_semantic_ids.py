@@ -124,6 +124,19 @@ def test_an_item_without_content_is_counted(command):
     sids = items_and_sids("sids.parquet")
     assert [item for item, sid in sids.items() if sid == UNKNOWN_SID] == [0, 1, 2]
     assert "60, of which 3 (5.0%) without content" in out
+    # Content that comes later gives an ID; other content of an item that has one does not.
+    titles = [None, *rows(60)["title"].to_pylist()[1:3], *["green folder"] * 57]
+    pq.write_table(with_column(rows(60), "title", titles).slice(0, 40), "items.parquet")
+    code, out, _ = command(*DPCA)
+    late = "58 items as they were, 2 that had no content and now have an ID, 0 new, of which 0 without"
+    assert code == 0 and late in out
+    after = items_and_sids("sids.parquet")
+    assert list(after) == list(sids) and after[0] == UNKNOWN_SID
+    assert {**after, 1: UNKNOWN_SID, 2: UNKNOWN_SID} == sids
+    pq.write_table(with_column(rows(3), "item", [100, 101, 102]), "items.parquet")  # the same content as a new item's
+    assert command(*DPCA)[0] == 0
+    both = items_and_sids("sids.parquet")
+    assert (both[1], both[2]) == (both[101], both[102]) and UNKNOWN_SID not in (both[1], both[2])
     # Words that the codec has never seen say nothing of an item either.
     pq.write_table(with_column(rows(1, 99), "title", ["xyzzy"]), "items.parquet")
     assert "1 new, of which 1 without content" in command(*DPCA)[1]
