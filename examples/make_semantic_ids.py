@@ -35,7 +35,16 @@ from jfi.exit_codes import EXIT_CODES, raise_on_sigterm
 from jfi.files import DamagedFileError, check_sum, read_sums, sha256_of, write_file, write_sums, writing_folder
 from jfi.lock import locking_folder
 from jfi.options import OptionParser, at_least_one
-from jfi.sid import UNKNOWN_SID, Codec, DiscretePCA, FiniteScalar, ResidualKMeans, VQFusion, sid_quality
+from jfi.sid import (
+    UNKNOWN_SID,
+    Codec,
+    DiscretePCA,
+    FiniteScalar,
+    RawEmbeddings,
+    ResidualKMeans,
+    VQFusion,
+    sid_quality,
+)
 from jfi.sid.content import Content
 from jfi.sid.plots import draw_quality
 from jfi.training import ConfigError
@@ -64,8 +73,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--embeddings", **columns, help="columns of lists of numbers, all of a column equally long")
     parser.add_argument("--categorical", **columns, help="columns whose values the IDs of VQ fusion learn to tell")
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="Parquet file of the IDs")
-    kinds = ["vq", "fsq", "dpca", "rq"]
-    help_kind = "VQ fusion by discrete PCA or by finite scalars, discrete PCA or residual k-means (default: vq)"
+    kinds = ["vq", "fsq", "dpca", "rq", "raw"]
+    help_kind = "VQ fusion by discrete PCA or by finite scalars, discrete PCA, residual k-means, or the content itself"
+    help_kind += " (default: vq)"
     parser.add_argument("--codec", choices=kinds, default="vq", help=help_kind)
     parser.add_argument("--digits", type=at_least_one, default=25, help="ternary digits, but for rq (default: 25)")
     parser.add_argument("--levels", type=at_least_one, default=3, help="codebooks of rq (default: 3)")
@@ -81,6 +91,8 @@ def arguments() -> argparse.Namespace:
 
 def new_codec(options: argparse.Namespace) -> Codec:
     try:
+        if options.codec == "raw":
+            return RawEmbeddings()
         if options.codec == "rq":
             return ResidualKMeans(options.levels, options.codebook_size, seed=options.seed)
         if options.codec == "fsq":
@@ -109,8 +121,8 @@ class Progress:
 def chosen(options: argparse.Namespace) -> dict:
     """The options that determine the IDs."""
     names = ["item", "text", "embeddings", "categorical", "codec", "text_width", "seed"]
-    names += ["levels", "codebook_size"] if options.codec == "rq" else ["digits"]
-    return {name: getattr(options, name) for name in [*names, *(["steps"] if options.codec in ("vq", "fsq") else [])]}
+    own = {"rq": ["levels", "codebook_size"], "dpca": ["digits"], "raw": []}
+    return {name: getattr(options, name) for name in [*names, *own.get(options.codec, ["digits", "steps"])]}
 
 
 def load(folder: Path, options: argparse.Namespace) -> tuple[Codec, Content]:

@@ -50,6 +50,7 @@ _BOTH = ["--text", "title,description"]
 CODECS: dict[str, list[str]] = {
     "rq": [*_BOTH, "--codec", "rq"],
     "dpca": [*_BOTH, "--codec", "dpca"],
+    "raw": [*_BOTH, "--codec", "raw"],
     "vq_title": ["--text", "title"],
     "vq": _BOTH,
     "vq_brand": [*_BOTH, "--categorical", "brand"],
@@ -77,6 +78,7 @@ FORMS: dict[str, tuple[dict[str, object], int]] = {
     "RQ, tables from centroids, spread 0.3": (_tables("centroids", 0.3), 16),
     "RQ, prefix tables": (_sids("rq", "prefix_tables"), 16),
     "RQ, decoded": (_sids("rq", "decode"), 16),
+    "raw embeddings": (_sids("raw", "decode"), 16),
     "discrete PCA, digits": (_sids("dpca", "digits"), 16),
     "VQ fusion of titles, digits": (_sids("vq_title", "digits"), 16),
     "VQ fusion, digits": (_sids("vq", "digits"), 16),
@@ -85,6 +87,7 @@ FORMS: dict[str, tuple[dict[str, object], int]] = {
     "RQ, tables, no id": (_tables(item_id=False), 8),
     "RQ, tables from centroids, no id": (_tables("centroids", item_id=False), 8),
     "RQ, decoded, no id": (_sids("rq", "decode", item_id=False), 8),
+    "raw embeddings, no id": (_sids("raw", "decode", item_id=False), 8),
     "discrete PCA, digits, no id": (_sids("dpca", "digits", item_id=False), 8),
     "VQ fusion, digits, no id": (_sids("vq", "digits", item_id=False), 8),
     "VQ fusion with brands, digits, no id": (_sids("vq_brand", "digits", item_id=False), 8),

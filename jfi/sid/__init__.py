@@ -5,6 +5,7 @@ from jfi.sid.discrete_pca import DiscretePCA
 from jfi.sid.finite_scalar import FiniteScalar
 from jfi.sid.packing import UNKNOWN_SID, pack_codes, pack_trits, pack_words, sid_words, unpack_codes, unpack_trits
 from jfi.sid.quality import LabelAccuracy, SIDQuality, sid_quality
+from jfi.sid.raw_embeddings import RawEmbeddings
 from jfi.sid.residual_kmeans import ResidualKMeans
 from jfi.sid.vq_fusion import VQFusion
 
@@ -14,6 +15,7 @@ __all__ = [
     "DiscretePCA",
     "FiniteScalar",
     "LabelAccuracy",
+    "RawEmbeddings",
     "ResidualKMeans",
     "SIDQuality",
     "VQFusion",

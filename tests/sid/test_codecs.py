@@ -294,8 +294,8 @@ NAN, INF = float("nan"), float("inf")
             ValueError,
             r"sources\[1\] has 4 rows and sources\[0\] has 3",
         ),
-        (lambda c: c.fit(torch.tensor([[1.0, 1], [NAN, 1]])), ValueError, r"row 1: must be finite.* got nan in column 0"),
-        (lambda c: c.fit(torch.tensor([[1.0, 1], [INF, 1]])), ValueError, r"row 1: must be finite.* got inf in column 0"),
+        (lambda c: c.fit(torch.tensor([[1.0, 1], [NAN, 1]])), ValueError, r"\[0\], row 1: must be finite.* got nan in"),
+        (lambda c: c.fit(torch.tensor([[1.0, 1], [INF, 1]])), ValueError, r"\[0\], row 1: must be finite.* got inf in"),
         (lambda c: c.fit(torch.full((3, 2), NAN)), ValueError, "no row of sources has content"),
         (
             lambda c: c.fit([torch.ones(3, 2), torch.full((3, 2), NAN)]),

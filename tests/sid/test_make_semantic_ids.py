@@ -116,6 +116,20 @@ def test_finite_scalars_of_a_learned_latent(command):
     assert command(*arguments)[1].startswith("wrote")  # goes on with the codec that is there
 
 
+def test_the_content_itself(command):
+    pq.write_table(rows(60), "items.parquet")
+    arguments = [*DPCA[:-4], "--codec", "raw", "--embeddings", "image"]
+    code, out, _ = command(*arguments)
+    assert code == 0 and "reconstruction error  0.000" in out
+    codec, before = Codec.load("sids.codec/codec.safetensors"), items_and_sids("sids.parquet")
+    images = codec.decode(torch.tensor(list(before.values())))[:, -4:]
+    torch.testing.assert_close(images, torch.tensor(rows(60)["image"].to_pylist()), atol=1e-5, rtol=1e-5)
+    pq.write_table(rows(62), "items.parquet")  # the images of these are others: new items have the nearest content
+    assert command(*arguments)[0] == 0
+    after = items_and_sids("sids.parquet")
+    assert {item: after[item] for item in before} == before and {after[60], after[61]} <= {*before.values()}
+
+
 def test_an_item_without_content_is_counted(command):
     titles = ["", None, "  ", *rows(60)["title"].to_pylist()[3:]]
     pq.write_table(with_column(rows(60), "title", titles), "items.parquet")

@@ -258,6 +258,14 @@ def test_batches_by_user_give_the_logits_of_batches_by_sample(folder, model):
     np.testing.assert_allclose(one, other, atol=1e-4, rtol=1e-4)
 
 
+def test_a_run_reads_the_content_itself(folder, tmp_path):
+    make_ids(folder, "raw.parquet", "--codec", "raw")
+    made = config(folder, tmp_path / "run", {"semantic_ids": "decode"}, epochs=1)
+    train(dataclasses.replace(made, data=dataclasses.replace(made.data, semantic_ids=str(folder / "raw.parquet"))))
+    assert [one for one in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in one]
+    assert type(Codec.load(tmp_path / "run" / "data" / "codec.safetensors")).__name__ == "RawEmbeddings"
+
+
 def test_a_run_on_semantic_ids_alone_learns_from_their_digits(folder, tmp_path, monkeypatch):
     """Events that are IDs and nothing else: the losses of attention to digits are those of attention to embeddings."""
     made, losses = [], {}
