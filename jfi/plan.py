@@ -60,6 +60,8 @@ CPU_FLASH_LEAST_SCALE, CPU_FLASH_MOST_SCALE = 1e-30, 1.0
 DIGITS_PER_WORD = 16
 #: Most digits of an event that fit a tile, and the registers of a warp.
 MOST_DIGITS, MOST_REGISTER_DIGITS = 512, 128
+#: Kernels in registers divide a table of biases by a scale above this, so that -inf stays far below all scores.
+DIGIT_TABLE_LEAST_SCALE = 2.0**-20
 
 # --- Thresholds: target attention as jagged attention -----------------------------------------------------------------
 #: Tiles of 64 query rows per SM from which every SM has work though no history is split.
@@ -819,22 +821,29 @@ def plan_digit_attention(x: DigitAttentionInputs, impl: str, device: Device | No
     )
     table_rows = 0 if x.bias_index is None else x.bias.shape[0]
     block_r = power_of_two(table_rows) if 0 < table_rows <= TABLE_ROWS else 0
-    return _plan_digits(problem, block_r, x.query.shape[1] == 1, x.scale > SM90_LEAST_SCALE)
+    least_scale = DIGIT_TABLE_LEAST_SCALE if block_r else SM90_LEAST_SCALE
+    return _plan_digits(problem, block_r, x.query.shape[1] == 1, None if x.scale > least_scale else least_scale)
 
 
 @cached
-def _plan_digits(problem: DigitProblem, block_r: int, one_query: bool, scale_is_positive: bool) -> AttentionPlan:
-    refusal = _registers_refusal(problem, scale_is_positive)
+def _plan_digits(problem: DigitProblem, block_r: int, one_query: bool, refused_scale: float | None) -> AttentionPlan:
+    """refused_scale: what the scale must be above for the kernels in registers, if it is not."""
+    refusal = _registers_refusal(problem, refused_scale)
     by_element, of_table = _element_tiles(problem), (("BLOCK_R", block_r),)
     forward = _kernel("digit_attention_fwd", Split.STREAM_K, *by_element)
     options = (("BLOCK_H", power_of_two(problem.num_heads)), *of_table)
     backward = _kernel("digit_attention_bwd", Split.STREAM_K, *by_element, options)
     if refusal is None:
         in_registers = _register_tiles(problem)
-        forward = _kernel("digit_attention_registers_fwd", Split.STREAM_K, *in_registers)
+        # One dimension of a product of tensor cores.
+        of_table = (("BLOCK_R", max(block_r, 16) if block_r else 0),)
+        forward = _kernel("digit_attention_registers_fwd", Split.STREAM_K, *in_registers, of_table)
         # By event the gradient of a bias there is by query row, not summed over the queries.
         if one_query or block_r > 0 or not problem.has_bias:
-            backward = _kernel("digit_attention_registers_bwd", Split.STREAM_K, *in_registers, of_table)
+            # The sums of a table's gradient leave registers for tiles of half as many events.
+            block_m, block_n, *rest = in_registers
+            tiles = (block_m, 32 if block_r else block_n, *rest)
+            backward = _kernel("digit_attention_registers_bwd", Split.STREAM_K, *tiles, of_table)
     kernels = (forward,), (backward,)
     if refusal is None:
         return AttentionPlan("digits_registers", *kernels, "half precision: decoded in registers", problem)
@@ -857,7 +866,7 @@ def _register_tiles(problem: DigitProblem) -> tuple[int | None, ...]:
     return (FEW_TILE, 64, 1, 1, 168, 12)
 
 
-def _registers_refusal(problem: DigitProblem, scale_is_positive: bool) -> str | None:
+def _registers_refusal(problem: DigitProblem, refused_scale: float | None) -> str | None:
     """Why the kernels that decode digits into tensor cores' operands do not take a call; None if they do."""
     if DIGIT_FAMILY not in (None, "digits_registers"):
         return f"DIGIT_FAMILY is {DIGIT_FAMILY}"
@@ -867,7 +876,7 @@ def _registers_refusal(problem: DigitProblem, scale_is_positive: bool) -> str | 
         return f"{problem.dtype} is not half precision"
     if problem.num_digits > MOST_REGISTER_DIGITS:
         return f"more than {MOST_REGISTER_DIGITS} digits"
-    return None if scale_is_positive else f"scale is at most {SM90_LEAST_SCALE}"
+    return None if refused_scale is None else f"scale is at most {refused_scale}"
 
 
 # --- Jagged attention -------------------------------------------------------------------------------------------------

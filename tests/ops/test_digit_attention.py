@@ -103,6 +103,7 @@ HALVES = {
     "three_words": (40, (2, 4), 7, True, 9),
     "four_words": (64, (1, 4), None, True, 9),
     "four_words_by_bucket": (64, (4, 4), 40, False, None),
+    "sixteen_heads_by_bucket": (64, (1, 16), 32, True, None),
     "seven_words": (100, (3, 5), None, False, None),
     "eight_words": (128, (1, 4), "event", True, None),
     "many_queries": (32, (5, 7), 7, False, 9),
@@ -157,6 +158,27 @@ def test_hidden_events(impl, device, poisoned):
     torch.testing.assert_close(out[1:], alone)
     grads = torch.autograd.grad(out.sum(), [query, given["key_bias"]])
     assert all(x.isfinite().all() for x in grads) and (grads[0][0] == 0).all() and (grads[1][:6] == 0).all()
+
+
+def test_hidden_rows_of_a_table_in_half_precision(device, poisoned):
+    """Events of these rows are as if they were not there, before, between and behind others, and alone."""
+    query, digits, words, given = make([40, 150, 3, 9], 40, dtype=torch.bfloat16, device=device, bias=7)
+    table, index = given["key_bias"], given["key_bias_index"]
+    with torch.no_grad():
+        table[2:5] = -torch.inf
+        table[5] = -3000.0  # far below others, and not hidden
+    index[:40], index[40:120], index[190:193] = 3, torch.arange(2, 6, device=device).repeat(20), 5
+    out = jfi_ops.digit_attention(query, words, **given, impl="triton")
+    found = out, *torch.autograd.grad(out, [query, table], gradient_of(out))
+    seen = (index < 2) | (index > 4)
+    assert (out[0] == 0).all() and (found[1][0] == 0).all() and (found[2][2:5] == 0).all()
+    samples = torch.repeat_interleave(torch.arange(4, device=device), given["offsets"].diff())
+    offsets = torch.cat([torch.zeros(1, device=device).long(), samples[seen].bincount(minlength=4).cumsum(0)])
+    alone = {"offsets": offsets, "key_bias": table, "key_bias_index": index[seen]}
+    assert (out[2] != 0).any()
+    for x, y in zip(found, plain(query, digits[seen], alone, torch.float64), strict=True):
+        assert x.isfinite().all()
+        torch.testing.assert_close(x.double()[y != 0], y[y != 0], atol=0.03, rtol=0.03)
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
@@ -251,6 +273,9 @@ def test_explain_names_the_kernels():
     assert kernels_of(bias="event", queries=(2, 4)) == (*IN_REGISTERS[:2], BY_ELEMENT[2])
     refused = [{"dtype": torch.float32}, {"num_digits": 130}, {"scale": -0.5}, {"scale": 0}, {"device": A100}]
     assert all(kernels_of(**arguments) == BY_ELEMENT for arguments in refused)
+    # A table of biases is divided by the scale.
+    small = {"bias": 7, "scale": 2.0**-20}
+    assert kernels_of(**small) == BY_ELEMENT and kernels_of(**small | {"scale": 2.0**-19}) == IN_REGISTERS
     assert kernels_of(device=plan.CPU)[0] == "cpu"
 
 

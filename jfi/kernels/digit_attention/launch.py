@@ -57,7 +57,10 @@ def forward(x: DigitAttentionInputs, chosen: AttentionPlan | None = None) -> tup
         kernel = chosen.forward[0]
         grid, partials = _ranges(x, chosen, kernel)
         tensors = (x.query, *event_pointers(x), (out, lse, partials.memory))
-        numbers = (batch, num_queries * num_heads, partials.chunk, x.scale)
+        table_rows = x.bias.shape[0] if x.bias_index is not None else 0
+        # The kernel for any GPU reads the table by event.
+        rows = () if kernel.kernel == "digit_attention_fwd" else (table_rows,)
+        numbers = (batch, num_queries * num_heads, partials.chunk, *rows, x.scale)
         _launcher(chosen.problem, kernel)(grid, tensors, numbers)
         partials.combine_tiles(x.offsets, out, lse)
     return out, lse

@@ -13,6 +13,7 @@ units, which they load themselves, and no element changes its thread or its regi
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from jfi.kernels.common import online_softmax
 from jfi.kernels.common.stream_k import WEIGHT
@@ -22,6 +23,8 @@ log_sum_exp = gluon.jit(online_softmax.log_sum_exp.fn)
 nonzero = gluon.jit(online_softmax.nonzero.fn)
 hide_empty = gluon.jit(online_softmax.hide_empty.fn)
 
+#: What a bias of -inf becomes as an operand, and scores (base 2) below which an event is hidden.
+LOWEST, LOWEST_SCORE = gl.constexpr(2.0**100), gl.constexpr(2.0**60)
 #: The value of a decoded digit 1.
 UNIT = gl.constexpr(2.0)
 #: Layout of tiles of query rows by events or digits; a program is one warp.
@@ -108,8 +111,18 @@ def load_units(events, index_ptr, n, left, ALONG_K: gl.constexpr, MASKED: gl.con
 
 
 @gluon.jit
-def load_events(events, index_ptr, n, num_events, SPEC: gl.constexpr):
-    """The units of the events from n on as scores and as weighted sums take them, of any samples; 0 behind the last."""
+def load_events(events, index_ptr, bias_index_ptr, n, num_events, BLOCK_R: gl.constexpr, SPEC: gl.constexpr):
+    """The units of the events from n on as scores and as weighted sums take them, of any samples; 0 behind the last.
+
+    With BLOCK_R the rows of the table of biases [N] too, else a number that nobody reads.
+    """
+    table_row = n.to(gl.int32)
+    if BLOCK_R > 0:
+        at = gl.arange(0, SPEC.block_n, layout=gl.SliceLayout(0, RIGHT))
+        # The low words: fewer registers, which would otherwise make loads wait for one another.
+        WORDS: gl.constexpr = bias_index_ptr.dtype.element_ty.primitive_bitwidth // 32
+        ptr = bias_index_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + n * WORDS
+        table_row = gl.load(ptr + at * WORDS, mask=at < num_events - n, other=0)
     if n + SPEC.block_n <= num_events:
         along_k = load_units(events, index_ptr, n, SPEC.block_n, True, False, SPEC)
         along_n = load_units(events, index_ptr, n, SPEC.block_n, False, False, SPEC)
@@ -117,7 +130,7 @@ def load_events(events, index_ptr, n, num_events, SPEC: gl.constexpr):
         left = (num_events - n).to(gl.int32)
         along_k = load_units(events, index_ptr, n, left, True, True, SPEC)
         along_n = load_units(events, index_ptr, n, left, False, True, SPEC)
-    return along_k, along_n
+    return along_k, along_n, table_row
 
 
 @gluon.jit
@@ -201,6 +214,41 @@ def store_sums(base, x, num_rows, SPEC: gl.constexpr):
     y = gl.convert_layout(y, row_layout(UNITS, DIGITS), assert_trivial=True)
     at, keep = _rows(num_rows, SPEC)
     gl.store(base + at, y.to(base.dtype.element_ty), mask=keep)
+
+
+@gluon.jit
+def load_table(bias_ptr, first_row, table_rows, factor, BLOCK_R: gl.constexpr, SPEC: gl.constexpr):
+    """A table of biases as left operands [M, BLOCK_R], by query row: times ``factor``, in two parts of bfloat16.
+
+    A product with 0 must be 0, so -inf is a finite number; `hide_lowest` makes it -inf again.
+    """
+    row = gl.arange(0, SPEC.block_m, layout=gl.SliceLayout(1, LEFT))
+    table_row = gl.arange(0, BLOCK_R, layout=gl.SliceLayout(0, LEFT))
+    where = (table_row * SPEC.num_heads)[None, :] + ((first_row + row) % SPEC.num_heads)[:, None]
+    keep = (table_row < table_rows)[None, :] & (row >= 0)[:, None]
+    table = gl.load(bias_ptr + where, mask=keep, other=0.0).to(gl.float32) * factor
+    table = gl.where(table < -LOWEST, -LOWEST, table)  # NaN stays
+    high = table.to(gl.bfloat16)
+    return high, (table - high.to(gl.float32)).to(gl.bfloat16)
+
+
+@gluon.jit
+def table_scores(table, table_row, BLOCK_R: gl.constexpr, SPEC: gl.constexpr):
+    """[M, N]: each event's bias, products of the table with columns that are 1 at the event's row and 0 elsewhere."""
+    high, low = table
+    row = gl.arange(0, BLOCK_R, layout=gl.SliceLayout(1, RIGHT))
+    # 1.0 in bfloat16, shifted to its half of a register of two neighbours, or out of it: shifts are clamped.
+    shift = (table_row[None, :] - (row & -2)[:, None]) * 16
+    ones = gl.inline_asm_elementwise("shl.b32 $0, 0x3F80, $1;", "=r,r,r", [shift], gl.int16, True, 2)
+    ones = ones.to(gl.bfloat16, bitcast=True)
+    s = mma_v2(low, ones, gl.zeros([SPEC.block_m, SPEC.block_n], gl.float32, MMA))
+    return mma_v2(high, ones, s)
+
+
+@gluon.jit
+def hide_lowest(maximum):
+    """A maximum (base 2) of hidden events alone as -inf: `log_sum_exp` and sums are then those of no event."""
+    return gl.where(maximum < -LOWEST_SCORE, -float("inf"), maximum)
 
 
 @gluon.jit

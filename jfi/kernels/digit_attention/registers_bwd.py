@@ -36,6 +36,7 @@ def _load_queries(queries, first_row, num_rows, SPEC: gl.constexpr):
 @gluon.jit
 def _gradients(
     operands,
+    table,
     units,
     bias_ptrs,
     value_scale_ptr,
@@ -50,13 +51,16 @@ def _gradients(
 ):
     """(dq, dtable) after the events from n on, at most ``left`` of them; dtable by query row."""
     q, grad, lse2, delta = operands
-    along_k, along_n = units
+    along_k, along_n, table_row = units
     dq, dtable = sums
     at = gl.arange(0, SPEC.block_n, layout=COLS)
     keys = tile.keys_of(along_k, q.dtype, SPEC)
     zero = gl.zeros([SPEC.block_m, SPEC.block_n], gl.float32, MMA)
-    s = mma_v2(q, keys, zero) * (scale * (LOG2E / UNIT)) - lse2[:, None]
-    if SPEC.has_bias:
+    s = zero
+    if BLOCK_R > 0:
+        s = tile.table_scores(table, table_row, BLOCK_R, SPEC)
+    s = mma_v2(q, keys, s) * (scale * (LOG2E / UNIT)) - lse2[:, None]
+    if SPEC.has_bias and BLOCK_R == 0:
         s += tile.load_bias(bias_ptrs, n, left, rows, SPEC) * LOG2E
     elif left < SPEC.block_n:
         s = gl.where((at < left)[None, :], s, -float("inf"))
@@ -70,6 +74,7 @@ def _gradients(
         # Which events have which row of the table: they are summed in their order.
         event = gl.arange(0, SPEC.block_n, layout=gl.SliceLayout(1, RIGHT))
         table_row = gl.arange(0, BLOCK_R, layout=gl.SliceLayout(0, RIGHT))
+        # From the nearest cache, where the tile's rows have been loaded ahead.
         index = gl.load(bias_ptrs[1] + n + event, mask=event < left, other=0).to(gl.int32)
         of_row = (index[:, None] == table_row[None, :]).to(q.dtype)
         dtable = mma_v2(weights, of_row, dtable)
@@ -116,7 +121,10 @@ def digit_attention_registers_bwd_kernel(
     split = start * 0 - 1
     sample, low, high, n = tile.find_range(offsets_ptr, batch, start)
     next_high = gl.load(offsets_ptr + sample + 2, mask=sample + 1 < batch, other=0).to(gl.int64)
-    units = tile.load_events(events, index_ptr, n, num_events, SPEC)
+    table = (scale, scale)
+    if BLOCK_R > 0:
+        table = tile.load_table(events[1], row, table_rows, UNIT / scale, BLOCK_R, SPEC)
+    units = tile.load_events(events, index_ptr, bias_index_ptr, n, num_events, BLOCK_R, SPEC)
     dtable = gl.zeros([SPEC.block_m, BLOCK_R if BLOCK_R > 0 else 8], gl.float32, MMA)
     while (sample < batch) & (low + sample * WEIGHT < end):
         first_row = sample * num_rows + row
@@ -125,11 +133,23 @@ def digit_attention_registers_bwd_kernel(
         last = gl.minimum(high, end - sample * WEIGHT)
         for first in range(n, last, SPEC.block_n):
             ahead = gl.minimum(first + SPEC.block_n, last)
-            next_units = tile.load_events(events, index_ptr, ahead, num_events, SPEC)
+            next_units = tile.load_events(events, index_ptr, bias_index_ptr, ahead, num_events, BLOCK_R, SPEC)
             left = gl.minimum(last - first, SPEC.block_n).to(gl.int32)
             sums = (dq, dtable)
             dq, dtable = _gradients(
-                operands, units, bias_ptrs, value_scale_ptr, dbias_ptr, first, left, rows, sums, scale, BLOCK_R, SPEC
+                operands,
+                table,
+                units,
+                bias_ptrs,
+                value_scale_ptr,
+                dbias_ptr,
+                first,
+                left,
+                rows,
+                sums,
+                scale,
+                BLOCK_R,
+                SPEC,
             )
             units = next_units
         dq = dq * (scale / (UNIT * UNIT))

@@ -18,13 +18,30 @@ behind_partials = gluon.jit(behind_partials.fn)
 
 
 @gluon.jit
-def _attend(q, units, bias_ptrs, value_scale_ptr, n, left, rows, state, scale, SPEC: gl.constexpr):
+def _attend(
+    q,
+    table,
+    units,
+    bias_ptrs,
+    value_scale_ptr,
+    n,
+    left,
+    rows,
+    state,
+    scale,
+    BLOCK_R: gl.constexpr,
+    SPEC: gl.constexpr,
+):
     """The running maximum (base 2), sum and weighted sum after the events from n on, at most ``left`` of them."""
-    along_k, along_n = units
+    along_k, along_n, table_row = units
     maximum, total, acc = state
-    s = mma_v2(q, tile.keys_of(along_k, q.dtype, SPEC), gl.zeros([SPEC.block_m, SPEC.block_n], gl.float32, MMA))
+    if BLOCK_R > 0:
+        s = tile.table_scores(table, table_row, BLOCK_R, SPEC)
+    else:
+        s = gl.zeros([SPEC.block_m, SPEC.block_n], gl.float32, MMA)
+    s = mma_v2(q, tile.keys_of(along_k, q.dtype, SPEC), s)
     factor = scale * (LOG2E / UNIT)
-    if SPEC.has_bias:
+    if SPEC.has_bias and BLOCK_R == 0:
         s = s * factor + tile.load_bias(bias_ptrs, n, left, rows, SPEC) * LOG2E
         factor = 1.0
     elif left < SPEC.block_n:
@@ -42,7 +59,7 @@ def _attend(q, units, bias_ptrs, value_scale_ptr, n, left, rows, state, scale, S
     return new_maximum, total, acc
 
 
-@gluon.jit(do_not_specialize=["batch", "num_rows", "chunk"], do_not_specialize_on_alignment=EVENTS)
+@gluon.jit(do_not_specialize=["batch", "num_rows", "chunk", "table_rows"], do_not_specialize_on_alignment=EVENTS)
 def digit_attention_registers_fwd_kernel(
     q_ptr,
     events,
@@ -53,10 +70,15 @@ def digit_attention_registers_fwd_kernel(
     batch,
     num_rows,
     chunk,
+    table_rows,
     scale,
     SPEC: gl.constexpr,
+    BLOCK_R: gl.constexpr,
 ):
-    """While a tile is attended to, the events of the next are under way, be it of the next sample."""
+    """While a tile is attended to, the events of the next are under way, be it of the next sample.
+
+    With BLOCK_R the bias is a table of at most so many rows, which the program keeps.
+    """
     COLUMNS: gl.constexpr = tile.units_of(SPEC.num_words) * tile.digits_of_unit(SPEC.num_words)
     L: gl.constexpr = SPEC.num_digits
     offsets_ptr = events[2]
@@ -74,7 +96,11 @@ def digit_attention_registers_fwd_kernel(
     num_events = gl.load(offsets_ptr + batch).to(gl.int64)
     sample, low, high, n = tile.find_range(offsets_ptr, batch, start)
     next_high = gl.load(offsets_ptr + sample + 2, mask=sample + 1 < batch, other=0).to(gl.int64)
-    units = tile.load_events(events, index_ptr, n, num_events, SPEC)
+    table = (scale, scale)
+    if BLOCK_R > 0:
+        # In the units of the products of queries and digits.
+        table = tile.load_table(events[1], row, table_rows, UNIT / scale, BLOCK_R, SPEC)
+    units = tile.load_events(events, index_ptr, bias_index_ptr, n, num_events, BLOCK_R, SPEC)
     while (sample < batch) & (low + sample * WEIGHT < end):
         first_row = sample * num_rows + row
         q = tile.by_column(tile.load_rows(q_ptr + first_row * L, rows[1], SPEC))
@@ -84,11 +110,17 @@ def digit_attention_registers_fwd_kernel(
         last = gl.minimum(high, end - sample * WEIGHT)
         for first in range(n, last, SPEC.block_n):
             ahead = gl.minimum(first + SPEC.block_n, last)
-            next_units = tile.load_events(events, index_ptr, ahead, num_events, SPEC)
+            next_units = tile.load_events(events, index_ptr, bias_index_ptr, ahead, num_events, BLOCK_R, SPEC)
             left = gl.minimum(last - first, SPEC.block_n).to(gl.int32)
             state = (maximum, total, acc)
-            maximum, total, acc = _attend(q, units, bias_ptrs, value_scale_ptr, first, left, rows, state, scale, SPEC)
+            maximum, total, acc = _attend(
+                q, table, units, bias_ptrs, value_scale_ptr, first, left, rows, state, scale, BLOCK_R, SPEC
+            )
             units = next_units
+        if BLOCK_R > 0:
+            maximum = tile.hide_lowest(maximum)
+            total = gl.where(maximum == -float("inf"), 0.0, total)
+            acc = gl.where((maximum == -float("inf"))[:, None], 0.0, acc)
         lse = tile.log_sum_exp(maximum, total)
         out = acc * (1.0 / (UNIT * tile.nonzero(total)))[:, None]
         begins = low + sample * WEIGHT >= start
