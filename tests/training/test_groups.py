@@ -13,6 +13,7 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from worker import without_pictures
 
 from jfi.modules.table_rows import TableRows
+from jfi.sharded.unique_rows import UniqueEmbeddingCollectionSharder
 from jfi.training import Config, train
 from jfi.training.distributed import join_world
 from jfi.training.loop import Trainer
@@ -21,7 +22,6 @@ from jfi.training.run_data import save_data
 from jfi.training.run_folder import RunFolder
 from jfi.training.saved_run import load_run
 from jfi.training.shared_data import load_shared
-from jfi.sharded.unique_rows import UniqueEmbeddingCollectionSharder
 
 STEPS, STOP_AT = 21, 7
 SETTINGS = {
