@@ -6,6 +6,8 @@ events before a moment, for applying.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,12 +26,34 @@ STATISTICS = (
 SHORT = 3.0
 _DAY = 86400.0
 #: Quantiles of dwell come from counts between these edges, in seconds, a factor of 1.33 apart.
-_EDGES = np.geomspace(0.5, 7200.0, 34).astype(np.float32)
+EDGES = np.geomspace(0.5, 7200.0, 34).astype(np.float32)
 #: The log dwell that stands for each of these bins.
-_MIDDLES = np.concatenate([np.log(_EDGES[:1]), np.log(_EDGES[:-1] * _EDGES[1:]) / 2, np.log(_EDGES[-1:])])
+_MIDDLES = np.concatenate([np.log(EDGES[:1]), np.log(EDGES[:-1] * EDGES[1:]) / 2, np.log(EDGES[-1:])])
 #: Users that centres are fitted to, and that silhouettes are computed of; more are sampled.
 _FITTED, _COMPARED = 50_000, 2_000
 _RESTARTS, _ITERATIONS = 5, 100
+
+
+class Counts(NamedTuple):
+    """What R ranges of events, each of one user, hold: the statistics follow from it.
+
+    Args:
+        events: `[R]`.
+        seconds: `[R]`, from the first event to the last.
+        sessions: `[R]`.
+        known: `[R]`, events whose dwell is known.
+        short: `[R]`, those of them that are short.
+        bins: by bin of `EDGES`, in their order, the events in it, in parts `[any, R]`.
+        surfaces: the same by surface.
+    """
+
+    events: np.ndarray
+    seconds: np.ndarray
+    sessions: np.ndarray
+    known: np.ndarray
+    short: np.ndarray
+    bins: Iterable[np.ndarray]
+    surfaces: Iterable[np.ndarray]
 
 
 def statistics_of(log: OrderedLog, num_surfaces: int, first: np.ndarray, end: np.ndarray) -> np.ndarray:
@@ -46,41 +70,47 @@ def statistics_of(log: OrderedLog, num_surfaces: int, first: np.ndarray, end: np
         np.cumsum(chosen, out=sums[1:])
         return sums[end] - sums[first]
 
-    def counted_each(values: np.ndarray, number: int) -> Iterable[np.ndarray]:
-        """`counted(values == one)` for each integer below `number`, in parts `[any, R]`."""
-        if len(first) > 1:
-            return (counted(values == one)[None] for one in range(number))
-        own = values[first[0] : end[0]]  # one range, as of a request: all at once
-        return [np.bincount(own[(own >= 0) & (own < number)], minlength=number)[:, None]]
-
-    count, some = end - first, end > first
-    begin, last = np.where(some, first, 0), np.where(some, end - 1, 0)
-    result = np.full((len(STATISTICS), len(first)), np.nan, np.float32)
+    some = end > first
     if not some.any():
-        return result
-    days = np.maximum((log.time[last] - log.time[begin]) / _DAY, 1.0)
-    sessions = counted(log.starts) + ~log.starts[begin]  # a range may begin within a session
-    result[0], result[1] = np.log1p(count / days), np.log1p(count / np.maximum(sessions, 1))
+        return np.full((len(STATISTICS), len(first)), np.nan, np.float32)
+    begin, last = np.where(some, first, 0), np.where(some, end - 1, 0)
     missing = np.isnan(log.dwell)
-    known = count - counted(missing)
-    bins = np.searchsorted(_EDGES, log.dwell, side="right").astype(np.int8)
-    bins[missing] = len(_EDGES) + 1
-    places = np.zeros((2, len(first)), np.int8)
-    below = np.zeros_like(known)[None]
-    for of in counted_each(bins, len(_EDGES)):
+    bins = np.searchsorted(EDGES, log.dwell, side="right").astype(np.int8)
+    bins[missing] = len(EDGES) + 1
+    counts = Counts(
+        events=end - first,
+        seconds=log.time[last] - log.time[begin],
+        sessions=counted(log.starts) + ~log.starts[begin],  # a range may begin within a session
+        known=end - first - counted(missing),
+        short=counted(log.dwell < SHORT),
+        bins=(counted(bins == one)[None] for one in range(len(EDGES))),
+        surfaces=(counted(log.surface == one)[None] for one in range(num_surfaces)),
+    )
+    result = statistics_from(counts)
+    result[:, ~some] = np.nan
+    return result
+
+
+def statistics_from(counts: Counts) -> np.ndarray:
+    """`[6, R]` float32, the statistics of ranges that have an event."""
+    known, result = counts.known, np.empty((len(STATISTICS), len(counts.events)), np.float32)
+    result[0] = np.log1p(counts.events / np.maximum(counts.seconds / _DAY, 1.0))
+    result[1] = np.log1p(counts.events / np.maximum(counts.sessions, 1))
+    places, below = np.zeros((2, len(known)), np.int8), np.zeros_like(known)[None]
+    for of in counts.bins:
         below = below[-1:] + of.cumsum(axis=0)
         for row, share in enumerate((0.5, 0.9)):
             places[row] += (below < share * known).sum(axis=0, dtype=np.int8)
-    for row in range(2):
-        result[2 + row] = np.where(known > 0, _MIDDLES[places[row]], np.nan)
-    result[4] = np.where(known > 0, counted(log.dwell < SHORT) / np.maximum(known, 1), np.nan)
-    total, information = np.zeros(len(first), np.int64), np.zeros(len(first))
-    for of in counted_each(log.surface, num_surfaces):
+    nothing = known == 0
+    result[2:4] = _MIDDLES[places]
+    result[4] = counts.short / np.maximum(known, 1)
+    result[2:5, nothing] = np.nan
+    total, information = np.zeros(len(known), np.int64), np.zeros(len(known))
+    for of in counts.surfaces:
         total += of.sum(axis=0)
         information += (of * np.log(np.maximum(of, 1))).sum(axis=0)
-    entropy = np.log(np.maximum(total, 1)) - information / np.maximum(total, 1)
-    result[5] = np.maximum(entropy, 0)
-    result[:, ~some] = np.nan
+    total = np.maximum(total, 1)
+    result[5] = np.maximum(np.log(total) - information / total, 0)
     return result
 
 
@@ -100,15 +130,23 @@ class Segments:
     scale: tuple[float, ...]
     centers: tuple[tuple[float, ...], ...]
 
+    @cached_property
+    def _arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Means and scales `[6, 1]` and centers `[K, 6]`."""
+        mean, scale, centers = (np.array(of, np.float32) for of in (self.mean, self.scale, self.centers))
+        return mean[:, None], scale[:, None], centers
+
     def standardize(self, statistics: np.ndarray) -> np.ndarray:
         """`[6, R]` of statistics `[6, R]`."""
-        z = (statistics - np.array(self.mean, np.float32)[:, None]) / np.array(self.scale, np.float32)[:, None]
-        return np.nan_to_num(z, copy=False, nan=0.0)
+        mean, scale, _ = self._arrays
+        z = (statistics - mean) / scale
+        z[np.isnan(z)] = 0
+        return z
 
     def assign(self, statistics: np.ndarray) -> np.ndarray:
         """`[R]` int8, the segment of each column of statistics `[6, R]`; 0 where there was no event."""
         nobody = np.isnan(statistics[0])
-        found = _nearest(self.standardize(statistics), np.array(self.centers, np.float32)).astype(np.int8)
+        found = _nearest(self.standardize(statistics), self._arrays[2]).astype(np.int8)
         found[nobody] = 0
         return found
 
@@ -184,6 +222,8 @@ def _sample(points: np.ndarray, most: int, rng: np.random.Generator) -> np.ndarr
 
 def _nearest(points: np.ndarray, centers: np.ndarray) -> np.ndarray:
     """`[R]`, the nearest of the centers `[K, D]` to each of the points `[D, R]`, the first of equally near ones."""
+    if points.shape[1] == 1:  # as of a request: all centers at once, added up in the same order
+        return ((points[:, 0] - centers) ** 2).cumsum(1)[:, -1].argmin(keepdims=True)
     best, found = np.full(points.shape[1], np.inf, np.float32), np.zeros(points.shape[1], np.int64)
     for number, center in enumerate(centers):
         distance = np.zeros(points.shape[1], np.float32)

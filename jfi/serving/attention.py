@@ -44,7 +44,7 @@ def attend(
         value: [S, G, E], or None for value = key.
         queries, keys: the users of the rows; the same for a causal attention.
         causal: hides the keys after a query's own position.
-        key_bias: [S, H], added to the scores, or None.
+        key_bias: [S, H], added to the scores, or None; -inf hides an event.
         position_bias: [N, H], added to the scores of a causal attention by the distance of query and key, or None.
         scale: factor of the scores; None means 1/sqrt(D).
         impl: "triton" or "torch".
@@ -80,14 +80,15 @@ def _padded_attention(
     padded_query = padded_query.transpose(1, 2).reshape(users, num_kv_heads, num_heads // num_kv_heads * longest, width)
     scores = padded_query @ padded_key.permute(0, 2, 3, 1) * (width**-0.5 if scale is None else scale)
     scores = scores.view(users, num_heads, longest, events)
+    present = present[:, None, None]
     if key_bias is not None:
-        scores = scores + padded(key_bias, keys)[0].transpose(1, 2).unsqueeze(2)
+        added = padded(key_bias, keys)[0].transpose(1, 2).unsqueeze(2)
+        scores, present = scores + added, present & (added != -torch.inf)  # an event of weight 0 is hidden
     if position_bias is not None:
         distance = (queries.positions.unsqueeze(1) - keys.positions).clamp(min=0)
         # Distances 0, 1, 2 to 3, 4 to 7, ... are in buckets 0, 1, 2, 3, ...
         bucket = inputs.floor_log2(2 * distance, position_bias.size(0))
         scores = scores + F.embedding(bucket, position_bias).permute(2, 0, 1)
-    present = present[:, None, None]
     visible = present & (keys.positions <= queries.positions.unsqueeze(1)) if causal else present
     weights = scores.masked_fill(~visible, -torch.inf).softmax(-1).masked_fill(~visible, 0)
     out = weights.view(users, num_kv_heads, num_heads // num_kv_heads * longest, events) @ padded_value.transpose(1, 2)

@@ -71,6 +71,7 @@ def export(
     user_keys = [key for one in schema.user for key in one.keys]
     scoring = ScoringModel(model, user_keys, impl or ("triton" if device == "cuda" else "torch")).to(device)
     inputs = inputs_of(scoring)
+    _check_weights(scoring, policy)
     weights, table_of = tables_of(model, inputs.keys)
     if not weights and tables != FLOAT:
         raise ValueError(f"tables must be {FLOAT} for a model without embedding tables, got {tables}")
@@ -109,7 +110,17 @@ def export(
 def inputs_of(scoring: ScoringModel) -> Inputs:
     """The inputs of a scoring model."""
     own = scoring.history_keys, scoring.user_keys, scoring.candidate_keys, scoring.bucket_keys
-    return Inputs(*own, scoring.semantic_keys)
+    return Inputs(*own, scoring.semantic_keys, bool(scoring.weighted_features))
+
+
+def _check_weights(scoring: ScoringModel, policy: Policy | None) -> None:
+    """Checks that the model reads the weights of the policy's events if there are any, and only then."""
+    given, read = policy is not None and policy.is_weighted, scoring.weighted_features
+    if read and not given:
+        why = "a policy of histories gives weights" if policy is None else "this policy has none"
+        raise ValueError(f"feature '{read[0]}' reads weights of events, which requests do not have: {why}")
+    if given and not read:
+        raise ValueError("the policy has weights of events, but no feature of the model reads weights")
 
 
 def tables_of(model: SequenceDLRM, keys: list[str]) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -13,6 +13,7 @@ for a candidate e and events x. T queries per candidate are T times as many head
 import copy
 import math
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,14 @@ from torchrec.modules.embedding_configs import PoolingType
 from jfi.models import SequenceDLRM
 from jfi.models.sequence_arch import refined
 from jfi.models.sequence_dlrm import interact
-from jfi.modules import JaggedFeatureInteraction, PositionBias, SequenceFeatureConfig, inputs, ragged_attention
+from jfi.modules import (
+    JaggedFeatureInteraction,
+    PositionBias,
+    SequenceFeatureConfig,
+    WeightBias,
+    inputs,
+    ragged_attention,
+)
 from jfi.ops import absorb_weights
 from jfi.serving.attention import Segments, attend, padded
 
@@ -31,8 +39,8 @@ class ScoringModel(nn.Module):
     """The dense part of a SequenceDLRM, with its current parameters.
 
     Args:
-        model: a trained model whose sequence features are of the same events, and do not read weights or times of
-            them: requests have none.
+        model: a trained model whose sequence features are of the same events, and do not read times of them: requests
+            have none. Weights are those of a history policy.
         user_keys: keys that describe the user. The other keys, except those of the history, describe the candidate.
         impl: of the attention, "torch" or "triton".
 
@@ -51,8 +59,6 @@ class ScoringModel(nn.Module):
                     f"{features[0].sequence_keys} and '{feature.name}' of {feature.sequence_keys}"
                 )
         for feature in arch.features:
-            if feature.reads_weights:
-                raise ValueError(f"feature '{feature.name}' reads weights of events, which requests do not have")
             if feature.time_key is not None:
                 raise ValueError(f"feature '{feature.name}' reads times of events, which requests do not have")
         bags = model.embedding_bag_collection
@@ -105,6 +111,13 @@ class ScoringModel(nn.Module):
         biased = [*(self.features if self.attends else []), *([self.encoder_feature] if self.encoder_feature else [])]
         return sorted({feature.bias_key for feature in biased if feature.bias_key is not None})
 
+    @property
+    def weighted_features(self) -> list[str]:
+        """Names of the features that read weights of the events."""
+        own = [feature.name for feature in self.features if self.attends and feature.reads_weights]
+        encoder = self.encoder_feature
+        return own + ([encoder.name] if encoder is not None and isinstance(encoder.bias, WeightBias) else [])
+
     def forward(
         self,
         history: dict[str, Tensor],
@@ -118,6 +131,7 @@ class ScoringModel(nn.Module):
         candidate_offsets: Tensor,
         candidate_owner: Tensor,
         candidate_positions: Tensor,
+        weights: Tensor | None = None,
     ) -> Tensor:
         """Logits [R].
 
@@ -129,8 +143,10 @@ class ScoringModel(nn.Module):
             buckets: [S] int64 by key of `bucket_keys`.
             history_offsets, history_owner, history_positions: the `Segments` of the S events.
             candidate_offsets, candidate_owner, candidate_positions: the `Segments` of the R candidates.
+            weights: [S] float32, of the events, where `weighted_features` are any.
         """
         events = Segments(history_offsets, history_owner, history_positions)
+        read = ByEvent(buckets, weights)
         rows = Segments(candidate_offsets, candidate_owner, candidate_positions)
         history, candidates = self._read_sids(history), self._read_sids(candidates)
         entries = {key: users[key][rows.owner] if key in self.user_keys else candidates[key] for key in self.keys}
@@ -139,9 +155,10 @@ class ScoringModel(nn.Module):
             x = inputs.combine([history[key] for key in self.history_keys], self.features[0])
             if self.encoder is not None:
                 attention = partial(attend, queries=events, keys=events, impl=self.impl)
-                index = _bias_rows(self.encoder_feature, events, buckets)
-                x = self.encoder(inputs.GroupInputs(None, (x,), events.offsets, None, index, None, []), attention)
-            stacked += self._pool(entries, x, rows, events, buckets)
+                index = _bias_rows(self.encoder_feature, events, read)
+                score = read.score_bias(self.encoder_feature)
+                x = self.encoder(inputs.GroupInputs(None, (x,), events.offsets, score, index, None, []), attention)
+            stacked += self._pool(entries, x, rows, events, read)
         sparse = torch.cat(stacked, dim=1).unflatten(1, (-1, self.embedding_dim))
         return self.over_arch(interact(self.dense_arch(dense), sparse, self.inter_arch, self.cross_net)).squeeze(-1)
 
@@ -150,7 +167,7 @@ class ScoringModel(nn.Module):
         return {key: self.semantic_ids.embed(one) if key in names else one for key, one in values.items()}
 
     def _pool(
-        self, entries: dict[str, Tensor], x: Tensor, rows: Segments, events: Segments, buckets: dict[str, Tensor]
+        self, entries: dict[str, Tensor], x: Tensor, rows: Segments, events: Segments, read: "ByEvent"
     ) -> list[Tensor]:
         """The entries of the histories, as `SequenceArch` has them."""
         if self.mean is not None:
@@ -162,9 +179,20 @@ class ScoringModel(nn.Module):
             of_features = []
             for attention in layer:
                 target = inputs.combine([entries[key] for key in attention.feature.target_keys], attention.feature)
-                of_features.append(attention(target, x, rows, events, buckets))
+                of_features.append(attention(target, x, rows, events, read))
             found.append(torch.cat(of_features, dim=1))
         return found[:1] if len(found) == 1 else [found[0], torch.stack(found).sum(0)]
+
+
+class ByEvent(NamedTuple):
+    """What attention reads of the S events beside their embeddings."""
+
+    buckets: dict[str, Tensor]  # [S] int64 by key
+    weights: Tensor | None  # [S] float32
+
+    def score_bias(self, feature: SequenceFeatureConfig) -> Tensor | None:
+        """[S], the logarithms of the weights for a feature with a WeightBias."""
+        return self.weights.log() if isinstance(feature.bias, WeightBias) else None
 
 
 class CandidateAttention(nn.Module):
@@ -197,14 +225,16 @@ class CandidateAttention(nn.Module):
     def _hold(self, name: str, value: Tensor | None) -> None:
         self.register_buffer(name, None if value is None else value.float().contiguous())
 
-    def forward(
-        self, target: Tensor, history: Tensor, rows: Segments, events: Segments, buckets: dict[str, Tensor]
-    ) -> Tensor:
+    def forward(self, target: Tensor, history: Tensor, rows: Segments, events: Segments, read: ByEvent) -> Tensor:
         """[R, D_e], [S, D_x] -> [R, embedding_dim]."""
-        bias = None
+        bias, value = None, None
         if self.bucket_bias is not None:
-            bias = F.embedding(_bias_rows(self.feature, events, buckets), self.bucket_bias).repeat(1, self.num_queries)
-        attention = partial(attend, queries=rows, keys=events, key_bias=bias, scale=1.0, impl=self.impl)
+            bias = F.embedding(_bias_rows(self.feature, events, read), self.bucket_bias).repeat(1, self.num_queries)
+        elif isinstance(self.feature.bias, WeightBias):
+            bias = read.score_bias(self.feature).unsqueeze(1).expand(-1, self.query_bias.size(1) // history.size(1))
+        if self.feature.weighted_values:
+            value = (history * read.weights.unsqueeze(1)).unsqueeze(1)
+        attention = partial(attend, value=value, queries=rows, keys=events, key_bias=bias, scale=1.0, impl=self.impl)
         absorbed = self.query_weight, self.query_bias, self.output_weight
         return ragged_attention.attend_to_raw_events(
             target.unsqueeze(0), history, absorbed, self.output_bias, attention
@@ -221,8 +251,8 @@ class Mean(nn.Module):
         return (total / present.sum(1, keepdim=True).clamp(min=1))[rows.owner]
 
 
-def _bias_rows(feature: SequenceFeatureConfig, events: Segments, buckets: dict[str, Tensor]) -> Tensor | None:
+def _bias_rows(feature: SequenceFeatureConfig, events: Segments, read: ByEvent) -> Tensor | None:
     """Row [S] of the feature's learned bias table for each event, or None for a feature without one."""
     if isinstance(feature.bias, PositionBias):
         return inputs.position_buckets(events.offsets, events.owner.size(0), feature.bias.num_buckets)
-    return None if feature.bias_key is None else buckets[feature.bias_key]
+    return None if feature.bias_key is None else read.buckets[feature.bias_key]

@@ -5,29 +5,30 @@ other fault is refused with its place: an unknown or missing field, a value of a
 """
 
 import json
-import re
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from jfi.encoding import HashBuckets, Vocabulary, age_buckets, cross, quantile_ids, standardize
 from jfi.serving.history_policy import RequestPolicy
 from jfi.serving.schema import MAX_VALUES, TYPES, Field, Limits, Schema
-from jfi.sid.packing import UNKNOWN_SID, Layout
-from jfi.suggest import suggest
+from jfi.serving.values import (
+    BadRequestError,
+    Place,
+    Values,
+    check_names,
+    check_rows,
+    columns_of,
+    numbers,
+    refuse,
+    shown,
+    sids,
+    take,
+    texts,
+)
 
 #: The field of a request that names the codec of its semantic IDs.
 CODEC = "codec"
-_INTEGER = re.compile(r"-?[0-9]{1,19}")
-
-#: From the index of a row to its place in the request, for messages.
-Place = Callable[[int], str]
-
-
-class BadRequestError(ValueError):
-    """A fault in a request, as one line that names the field."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Request:
         dense: [R, n] float32, the dense features of the user and of each candidate.
         num_events: S.
         num_candidates: R.
+        weights: [S] float32, of the events, or None where all are 1.
     """
 
     ids: dict[str, np.ndarray]
@@ -49,6 +51,7 @@ class Request:
     dense: np.ndarray
     num_events: int
     num_candidates: int
+    weights: np.ndarray | None = None
 
 
 def parse(body: bytes) -> object:
@@ -78,7 +81,7 @@ class RequestReader:
 
     def __init__(self, schema: Schema, limits: Limits, policy: RequestPolicy | None = None) -> None:
         self.schema, self.limits, self._policy = schema, limits, policy
-        #: Fields of an event that no model reads.
+        #: Fields of an event that the policy reads, beside its age; the model may read them too.
         self._of_policy = [] if schema.policy is None else schema.policy.fields()
         self._known: dict[str, Vocabulary | HashBuckets] = {
             column: Vocabulary(values) for column, values in schema.vocabularies.items()
@@ -86,15 +89,25 @@ class RequestReader:
         for one in schema.user + schema.candidate + schema.event:
             if one.kind in ("category", "categories", "slots", "cross") and one.num_buckets:
                 self._known[one.name] = HashBuckets(one.num_buckets)
+        #: By part the fields of a row; the policy may read fields that the model reads too.
+        self._names = {
+            part: list(dict.fromkeys(one.name for one in fields if one.kind != "cross"))
+            for part, fields in self._fields().items()
+        }
         self._parts = ["user", "history", "candidates"] if schema.event else ["user", "candidates"]
         self._parts += [] if schema.codec is None else [CODEC]
 
+    def _fields(self) -> dict[str, list[Field]]:
+        """By part of the schema the fields of a request, some of them twice."""
+        events = self.schema.event + self._of_policy
+        return {"user": self.schema.user, "event": events, "candidate": self.schema.candidate}
+
     def describe(self) -> dict:
         """The fields and limits, for people and clients."""
-        events = self.schema.event + self._of_policy
-        parts = {"user": self.schema.user, "history": events, "candidates": self.schema.candidate}
+        names = {"user": "user", "event": "history", "candidate": "candidates"}
         described = {
-            part: {one.name: TYPES[one.kind] for one in fields if one.kind != "cross"} for part, fields in parts.items()
+            names[part]: {one.name: TYPES[one.kind] for one in fields if one.kind != "cross"}
+            for part, fields in self._fields().items()
         }
         return (
             described
@@ -113,79 +126,80 @@ class RequestReader:
             BadRequestError: a fault, with its place.
         """
         if not isinstance(request, dict):
-            raise BadRequestError(f"the request must be an object, got {_shown(request)}")
-        _check_names("the request", request, self._parts)
+            raise BadRequestError(f"the request must be an object, got {shown(request)}")
+        check_names("the request", request, self._parts)
         if self.schema.codec is not None and request[CODEC] != self.schema.codec:
-            got = _shown(request[CODEC])
+            got = shown(request[CODEC])
             raise BadRequestError(
                 f"{CODEC} must be '{self.schema.codec}', whose semantic IDs the model reads, got {got}"
             )
-        candidates = _rows("candidates", request["candidates"])
+        candidates = check_rows("candidates", request["candidates"])
         if len(candidates) > self.limits.max_candidates:
             raise BadRequestError(f"candidates must be at most {self.limits.max_candidates}, got {len(candidates)}")
-        history = _rows("history", request["history"]) if self.schema.event else []
+        history = check_rows("history", request["history"]) if self.schema.event else []
         dropped = max(0, len(history) - self.limits.max_history)
         history = history[dropped:]
 
-        user = self._encode(self.schema.user, [request["user"]], lambda _: "user")
-        candidate = self._encode(self.schema.candidate, candidates, lambda i: f"candidates[{i}]")
-        stay = self._choose(history, lambda i: f"history[{i + dropped}]")
-        history = [history[i] for i in stay]
-        more = [one.name for one in self._of_policy]
-        event = self._encode(self.schema.event, history, lambda i: f"history[{stay[i] + dropped}]", more)
+        user = self._encode_rows("user", [request["user"]], lambda _: "user")
+        candidate = self._encode_rows("candidate", candidates, lambda i: f"candidates[{i}]")
+        event, num_events, weights = self._encode_history(history, dropped)
         columns = [column.repeat(len(candidates)) for column in user.dense] + candidate.dense
         # As in training, a model without dense features reads a column of zeros.
         dense = np.stack(columns, axis=1) if columns else np.zeros((len(candidates), 1), np.float32)
         ids, counts = user.ids | candidate.ids | event.ids, user.counts | candidate.counts
-        return Request(ids, counts, event.ages, dense, len(history), len(candidates))
+        return Request(ids, counts, event.ages, dense, num_events, len(candidates), weights)
 
-    def _choose(self, history: list, place: Place) -> Sequence[int]:
-        """The places of the events that the policy keeps."""
-        if self._policy is None or not history:
-            return range(len(history))
-        events = [one for one in self.schema.event if one.kind != "cross"] + self._of_policy
-        _check_rows(history, {one.name for one in events}, place)
-        fields = self.schema.policy
-        age = next(one for one in events if one.kind == "age")
-        values = {one.name: [row[one.name] for row in history] for one in (age, *self._of_policy)}
-        dwell, named = None, {}
-        for one in self._of_policy:
-            if one.kind == "number":
-                dwell = _numbers(one, values[one.name], place)
+    def _encode_rows(self, part: str, rows: list, place: Place) -> "_Encoded":
+        return self._encode(getattr(self.schema, part), columns_of(rows, self._names[part], place), place)
+
+    def _encode_history(self, history: list, dropped: int) -> "tuple[_Encoded, int, np.ndarray | None]":
+        """The events that the policy keeps, their number and their weights, if any."""
+        if not history:
+            return _Encoded(), 0, None
+
+        def place(i: int) -> str:
+            return f"history[{i + dropped}]"
+
+        columns, policy = columns_of(history, self._names["event"], place), self._policy
+        if policy is None:
+            return self._encode(self.schema.event, columns, place), len(history), None
+        fields, age = self.schema.policy, next(one for one in self.schema.event if one.kind == "age")
+        for one in (age, *self._of_policy):  # from here on these are checked
+            values = columns[one.name]
+            if one.kind == "category":
+                columns[one.name] = texts(one, values, place, only_equality=one.name == fields.session)
             else:
-                named[one.name] = _texts(one, values[one.name], place)
-        chosen = self._policy(
-            _numbers(age, values[age.name], place), dwell, named.get(fields.surface), named.get(fields.session)
-        )
-        return chosen.tolist()
+                columns[one.name] = numbers(one, values, place)
+        stay, weights = policy(columns[age.name], *map(columns.get, (fields.dwell, fields.surface, fields.session)))
+        kept = stay.tolist()
+        if len(kept) < len(history):
+            columns = {name: take(values, stay, kept) for name, values in columns.items()}
+        event = self._encode(self.schema.event, columns, lambda i: place(kept[i]))
+        return event, len(kept), weights
 
-    def _encode(self, fields: list[Field], rows: list, place: Place, more: Sequence[str] = ()) -> "_Encoded":
-        """Encodes the user, the candidates or the events, which have the fields `more` too."""
-        _check_rows(rows, {one.name for one in fields if one.kind != "cross"} | {*more}, place)
+    def _encode(self, fields: list[Field], columns: dict[str, Values], place: Place) -> "_Encoded":
+        """Encodes the user, the candidates or the events."""
         encoded = _Encoded()
         for one in fields:
             if one.kind == "cross":  # of fields that are checked before, since they come first
-                parts = [[None if row[name] is None else str(row[name]) for row in rows] for name in one.columns]
+                parts = [[None if value is None else str(value) for value in columns[name]] for name in one.columns]
                 encoded.ids[one.keys[0]] = self._known[one.name].ids(cross(*parts))
                 continue
-            values = [row[one.name] for row in rows]
+            values = columns[one.name]
             if one.kind == "category":
-                encoded.ids[one.keys[0]] = self._category(one, values, place)
+                encoded.ids[one.keys[0]] = self._known[one.name].ids(texts(one, values, place))
             elif one.kind == "sid":
-                encoded.ids[one.keys[0]] = _sids(one, values, place)
+                encoded.ids[one.keys[0]] = sids(one, values, place)
             elif one.kind in ("categories", "slots"):
                 self._lists(encoded, one, values, place)
             else:
                 _add_numbers(encoded, one, values, place)
         return encoded
 
-    def _category(self, one: Field, values: list, place: Place) -> np.ndarray:
-        return self._known[one.name].ids(_texts(one, values, place))
-
-    def _lists(self, encoded: "_Encoded", one: Field, values: list, place: Place) -> None:
+    def _lists(self, encoded: "_Encoded", one: Field, values: Values, place: Place) -> None:
         valid = [type(value) is list and set(map(type, value)) <= {str, int} for value in values]
         if not all(valid):
-            _refuse(one, values, place, valid)
+            refuse(one, values, place, valid)
         longest = max(values, key=len)
         if len(longest) > MAX_VALUES:
             at = place(values.index(longest))
@@ -210,99 +224,11 @@ class _Encoded:
     dense: list[np.ndarray] = field(default_factory=list)
 
 
-def _sids(one: Field, values: list, place: Place) -> np.ndarray:
-    """Semantic IDs, -1 for null; their digits must be in the range of the codec's."""
-    found = [_as_int64(value) for value in values]
-    if None in found:
-        _refuse(one, values, place, [sid is not None for sid in found])
-    sids, layout = torch.tensor(found, dtype=torch.int64), Layout(**one.layout)
-    valid = layout.valid(sids).tolist()
-    if not all(valid):
-        i = valid.index(False)
-        raise BadRequestError(f"{place(i)}.{one.name} is {found[i]}, which is no ID of {layout}; another codec's?")
-    return sids.numpy()
-
-
-def _as_int64(value: object) -> int | None:
-    """A semantic ID of JSON, -1 for null; None if it is none. As text, since JavaScript rounds integers over 2^53."""
-    if value is None:
-        return UNKNOWN_SID
-    if type(value) is str and _INTEGER.fullmatch(value):
-        value = int(value)
-    return value if type(value) is int and -(2**63) <= value < 2**63 else None
-
-
-def _check_rows(rows: list, names: set[str], place: Place) -> None:
-    """Checks that each row is an object with these fields."""
-    for i, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise BadRequestError(f"{place(i)} must be an object, got {_shown(row)}")
-        if row.keys() != names:
-            _check_names(place(i), row, names)
-
-
-def _texts(one: Field, values: list, place: Place) -> list[str | None]:
-    """The values of a category as texts."""
-    types = {str, int, type(None)}
-    if not set(map(type, values)) <= types:
-        _refuse(one, values, place, [type(value) in types for value in values])
-    if int in map(type, values):  # JSON's 5 and "5" are the same value of a column
-        values = [str(value) if type(value) is int else value for value in values]
-    return values
-
-
-def _numbers(one: Field, values: list, place: Place) -> np.ndarray:
-    """`[N]` float64, NaN where missing."""
-    types = {int, float} if one.kind == "age" else {int, float, type(None)}
-    if not set(map(type, values)) <= types:
-        _refuse(one, values, place, [type(value) in types for value in values])
-    missing = np.array([value is None for value in values], bool)
-    try:
-        numbers = np.array([np.nan if value is None else value for value in values], np.float64)
-    except OverflowError:  # an integer of hundreds of digits
-        numbers = np.array([np.inf if value is not None and abs(value) >= 1e300 else np.nan for value in values])
-        missing = np.isnan(numbers)
-    valid = (np.isfinite(numbers) & ((numbers >= 0) | (one.kind != "age"))) | missing
-    if not valid.all():
-        _refuse(one, values, place, valid)
-    return numbers
-
-
-def _add_numbers(encoded: _Encoded, one: Field, values: list, place: Place) -> None:
-    numbers = _numbers(one, values, place)
+def _add_numbers(encoded: _Encoded, one: Field, values: Values, place: Place) -> None:
+    found = numbers(one, values, place)
     if one.kind == "age":
-        encoded.ages = age_buckets(numbers, one.num_buckets)
+        encoded.ages = age_buckets(found, one.num_buckets)
     elif one.kind == "quantile":
-        encoded.ids[one.keys[0]] = quantile_ids(numbers, np.array(one.edges))
+        encoded.ids[one.keys[0]] = quantile_ids(found, np.array(one.edges))
     else:
-        encoded.dense.append(standardize(numbers, one.mean, one.deviation))
-
-
-def _rows(name: str, rows: object) -> list:
-    if not isinstance(rows, list):
-        raise BadRequestError(f"{name} must be a list of objects, got {_shown(rows)}")
-    if not rows:
-        raise BadRequestError(f"{name} must not be empty")
-    return rows
-
-
-def _check_names(place: str, given: dict, known: Iterable[str]) -> None:
-    known = sorted(known)
-    for name in given:
-        if name not in known:
-            raise BadRequestError(f"{place} has an unknown field {_shown(name)}; {suggest(name, known)}")
-    for name in known:
-        if name not in given:
-            raise BadRequestError(f"{place} lacks the field '{name}'")
-
-
-def _refuse(one: Field, values: list, place: Place, valid: Sequence[bool]) -> None:
-    """Raises BadRequestError for the first value that is not valid."""
-    i = list(valid).index(False)
-    raise BadRequestError(f"{place(i)}.{one.name} must be {TYPES[one.kind]}, got {_shown(values[i])}")
-
-
-def _shown(value: object) -> str:
-    """A value as a message shows it, shortened."""
-    text = repr(value) if isinstance(value, str | int | float | bool | None) else type(value).__name__
-    return text if len(text) <= 60 else f"{text[:57]}..."
+        encoded.dense.append(standardize(found, one.mean, one.deviation))

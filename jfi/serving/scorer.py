@@ -31,6 +31,7 @@ class Inputs:
         history, users, candidates: keys of embeddings.
         buckets: keys of the buckets of the events' ages that learned biases read.
         semantic: those of the keys whose values are semantic IDs, which the dense part reads itself.
+        weights: whether it reads weights of the events.
     """
 
     history: list[str]
@@ -38,6 +39,7 @@ class Inputs:
     candidates: list[str]
     buckets: list[str]
     semantic: list[str] = field(default_factory=list)
+    weights: bool = False
 
     @property
     def keys(self) -> list[str]:
@@ -146,7 +148,10 @@ def batch_inputs(requests: list[Request], inputs: Inputs, tables: Tables, device
     segments = (on_device[f"{name}/{part}"] for name in ("history", "candidates") for part in _SEGMENTS)
     groups = ({key: embeddings[key] for key in keys} for keys in (inputs.history, inputs.users, inputs.candidates))
     buckets = {key: on_device[f"buckets/{key}"] for key in inputs.buckets}
-    return *groups, dense, buckets, *segments
+    if not inputs.weights:
+        return *groups, dense, buckets, *segments
+    weights = [np.ones(one.num_events, np.float32) if one.weights is None else one.weights for one in requests]
+    return *groups, dense, buckets, *segments, torch.from_numpy(np.concatenate(weights)).to(device)
 
 
 def _move(numbers: dict[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:

@@ -203,12 +203,6 @@ def test_statistics_of_the_past_are_numbers_of_a_request(table):
     assert numbers == dataset.schema.dense_names and numbers[-1] == "past_user_item_newest_3"
 
 
-def test_a_model_with_weights_is_refused(table):
-    model = ModelConfig(embedding_dim=8, num_heads=2, bias="weights")
-    with pytest.raises(ValueError, match="weights"):
-        ScoringModel(build_model(model, EncoderConfig(), table.dataset.schema), [])
-
-
 def test_features_of_other_events_are_refused():
     tables = [
         EmbeddingConfig(name=name, embedding_dim=8, num_embeddings=9, feature_names=[name, f"history_{name}"])
@@ -250,6 +244,7 @@ def test_attention_is_that_of_the_operator(case, impl, device):
     if impl == "triton":
         pytest.importorskip("triton")
     events, bias = segments([0, 5, 5, 8, 40], device), torch.randn(40, 4, device=device)
+    bias[[1, 5, 6, 7, 20]] = -torch.inf  # hides events, and all of a user's
     if case == "candidates":
         query, key = torch.randn(30, 4, 24, device=device), torch.randn(40, 1, 24, device=device)
         rows, options = segments([0, 7, 9, 10, 30], device), {"key_bias": bias, "scale": 0.3}

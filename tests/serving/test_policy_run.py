@@ -3,7 +3,9 @@
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -15,13 +17,21 @@ import jfi
 from jfi.data import DataConfig, SyntheticConfig, load_dataset, synthetic_dwell
 from jfi.data.engagement import training_log
 from jfi.history import Policy, fit
-from jfi.serving.artifact import ArtifactError
+from jfi.models import SequenceDLRM
+from jfi.modules import SequenceFeatureConfig
+from jfi.serving.artifact import POLICY, ArtifactError
 from jfi.serving.dataset_schema import schema_of
+from jfi.serving.export import export, inputs_of, tables_of
 from jfi.serving.history_policy import RequestPolicy
+from jfi.serving.model import ScoringModel
 from jfi.serving.requests import BadRequestError, RequestReader
 from jfi.serving.schema import Limits
-from jfi.serving.scorer import _limits
-from jfi.training import Config, ConfigError, ModelConfig, TrainingConfig, resume, train
+from jfi.serving.scorer import Scorer, _limits, batch_inputs
+from jfi.serving.tables import FloatTables
+from jfi.training import Config, ConfigError, EncoderConfig, ModelConfig, TrainingConfig, resume, train
+from jfi.training.build import build_model
+
+from .conftest import logits
 
 MAX_HISTORY = 24
 
@@ -101,12 +111,17 @@ def reader(run):
     return RequestReader(schema, Limits(3, MAX_HISTORY), RequestPolicy(run.policy, schema.policy))
 
 
-def test_a_request_reads_the_events_that_training_reads(folder, dataset, reader):
+@pytest.fixture(scope="module")
+def log(folder) -> list[dict]:
+    """The rows of the table in the order of the dataset's, with the categories of their items."""
     items = pa.parquet.read_table(folder / "items.parquet").to_pylist()
     categories = {one["item"]: one["category"] for one in items}
     log = pa.parquet.read_table(folder / "log.parquet").to_pylist()
     log = [one | {"category": categories[one["item"]]} for one in log]
-    log.sort(key=lambda one: (one["user"], one["timestamp"], one["item"]))
+    return sorted(log, key=lambda one: (one["user"], one["timestamp"], one["item"]))
+
+
+def test_a_request_reads_the_events_that_training_reads(log, dataset, reader):
     batch = next(dataset.batches("test", 10_000))
     sparse, rows = batch.sparse_features, dataset.arrays().samples["test"]
     for key in ("history_item", "history_category", "history_surface", "history_age"):
@@ -148,20 +163,93 @@ def test_a_policy_that_was_edited_is_noticed(folder, run, tmp_path):
         resume(tmp_path / "run")
 
 
-def test_weights_need_a_model_that_reads_them_and_cannot_be_served(folder, run, tmp_path):
+def test_weights_need_a_model_that_reads_them(folder, run, tmp_path):
     data = replace(run.config.data, policy=str(tmp_path / "p.json"))
-    fit(*training_log(data), boost=["active"]).save(tmp_path / "p.json")
-    boosted = Config(data, replace(run.config.model, bias="weights"), training=TrainingConfig(str(tmp_path / "run")))
+    boosted = fit(*training_log(data), boost=["active"])
+    boosted.save(tmp_path / "p.json")
+    config = Config(data, replace(run.config.model, bias="weights"), training=TrainingConfig(str(tmp_path / "run")))
     with pytest.raises(ConfigError, match=r"^data\.policy has weights of events; set model\.bias: weights"):
-        train(replace(boosted, model=run.config.model))
+        train(replace(config, model=run.config.model))
     with pytest.raises(ConfigError, match=r"^model\.bias: weights are those of data\.policy"):
-        train(replace(boosted, data=replace(data, policy=None)))
+        train(replace(config, data=replace(data, policy=None)))
     assert not (tmp_path / "run").exists()
-    fields = schema_of(data, run.schema, True, True).policy
-    with pytest.raises(ValueError, match=r"^data\.policy has weights of events"):
-        RequestPolicy(Policy.load(tmp_path / "p.json"), fields)
-    with pytest.raises(ValueError, match=r"^data\.policy has newest 0"):
-        RequestPolicy(replace(run.policy, newest=0), fields)
+    schema, reads = schema_of(data, run.schema, True, False), build_model(config.model, EncoderConfig(), run.schema)
+    for model, policy, message in (
+        (run.model, boosted, r"^the policy has weights of events, but no feature of the model reads weights$"),
+        (reads, run.policy, r"^feature 'history' reads weights of events, .* have: this policy has none$"),
+        (reads, None, r"^feature 'history' reads weights of events, .* have: a policy of histories gives weights$"),
+        (run.model, replace(run.policy, newest=0), r"^data\.policy has newest 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            export(tmp_path / "artifact", model, schema, Limits(3, MAX_HISTORY), policy=policy)
+    assert not (tmp_path / "artifact").exists()
+
+
+@pytest.fixture(scope="module")
+def boosted(folder, run, log, tmp_path_factory) -> SimpleNamespace:
+    """A policy with weights, the batch of test samples that it makes, and the requests for them."""
+    path = tmp_path_factory.mktemp("boosted") / "policy.json"
+    policy = fit(*training_log(run.config.data), remove=0.5, newest=2, boost=["active", "passive"])
+    policy.save(path)
+    data = replace(run.config.data, policy=str(path))
+    dataset = load_dataset(data, run.schema)
+    batch, rows = next(dataset.batches("test", 10_000)), dataset.arrays().samples["test"]
+    weights = batch.sparse_features["history_item"].weights()
+    assert weights.min() < 0.8 and weights.max() > 1.2
+    schema = schema_of(data, run.schema, reads_history=True, reads_age=False)
+    requests = [request_of(log, log[row]) for row in rows]
+    return SimpleNamespace(policy=policy, batch=batch, schema=schema, requests=requests)
+
+
+def drawn_model(run, model: ModelConfig, encoder: EncoderConfig) -> SequenceDLRM:
+    """A model of the run's data with parameters that tell the order and the number of events."""
+    torch.manual_seed(0)
+    drawn = build_model(replace(run.config.model, **model), encoder, run.schema).eval()
+    for parameter in drawn.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return drawn
+
+
+@pytest.mark.parametrize(
+    ("model", "encoder", "weighted_values"),
+    [
+        ({"bias": "weights"}, {}, False),
+        ({"bias": ["weights", "history_age"], "attention_layers": 2, "num_queries": 2}, {}, False),
+        ({"bias": "weights"}, {"num_layers": 1, "num_heads": 2, "bias": "weights"}, False),
+        ({"bias": "position"}, {}, True),
+        ({"bias": "weights"}, {}, True),
+    ],
+    ids=str,
+)
+def test_a_request_has_the_weights_of_training(run, boosted, model, encoder, weighted_values, monkeypatch):
+    if weighted_values:  # no setting of a run
+        monkeypatch.setattr(
+            "jfi.training.build.SequenceFeatureConfig", partial(SequenceFeatureConfig, weighted_values=True)
+        )
+    trained = drawn_model(run, model, EncoderConfig(**encoder))
+    scoring = ScoringModel(trained, [])
+    inputs, schema = inputs_of(scoring), boosted.schema
+    read = RequestReader(schema, Limits(3, MAX_HISTORY), RequestPolicy(boosted.policy, schema.policy))
+    encoded = [read(one) for one in boosted.requests]
+    tables = FloatTables(*tables_of(trained, inputs.keys))
+    with torch.no_grad():
+        found = scoring(*batch_inputs(encoded, inputs, tables, torch.device("cpu")))
+        unweighted = scoring(*batch_inputs([replace(one, weights=None) for one in encoded], inputs, tables, "cpu"))
+        wanted = logits(trained, boosted.batch)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    assert (found - unweighted).abs().max() > 0.05
+
+
+@pytest.mark.slow
+def test_an_artifact_scores_with_the_weights_of_its_policy(run, boosted, tmp_path):
+    model = drawn_model(run, {"bias": "weights"}, EncoderConfig())
+    export(tmp_path / "artifact", model, boosted.schema, Limits(3, MAX_HISTORY), policy=boosted.policy)
+    scorer = Scorer(tmp_path / "artifact")
+    assert Policy.load(tmp_path / "artifact" / POLICY) == boosted.policy
+    with torch.no_grad():
+        wanted = logits(model, boosted.batch)
+    together = scorer.score([scorer.reader(json.loads(json.dumps(one))) for one in boosted.requests])
+    torch.testing.assert_close(torch.tensor(together)[:, 0], wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_a_server_reads_no_longer_histories_than_training():
