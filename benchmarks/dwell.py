@@ -50,7 +50,7 @@ from jfi.training.saved_run import SavedRun, load_run
 ROOT = Path(__file__).parents[1]
 #: Events of a short history, and of a long one.
 SHORT, LONG = 100, 200
-_CANDIDATES, _BODIES, _SECONDS = 50, 64, 3.0
+CANDIDATES, _BODIES, _SECONDS = 50, 64, 3.0
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ ARMS = {
     "weights for the active": Arm(fit={"boost": ["active"]}, bias="weights"),
 }
 #: Arms whose requests are measured: they have a policy, or none.
-SERVED = ("full", "policy-30", "policy-50", "short for all", "long for the active")
+SERVED = ("full", "policy-30", "policy-50", "short for all", "long for the active", "weights for the active")
 
 
 class OtherRemoval:
@@ -207,7 +207,7 @@ def measure_requests(run: SavedRun, config: Config, dataset: InteractionDataset,
     """Requests a second, one after the other, from JSON to scores, of users of the test split."""
     schema = schema_of(config.data, run.schema, reads_history=True, reads_age=False)
     device = "cuda" if config.training.device == "cuda" else "cpu"
-    limits = Limits(_CANDIDATES, run.schema.max_history)
+    limits = Limits(CANDIDATES, run.schema.max_history)
     export(folder / "artifact", run.model, schema, limits, device=device, policy=run.policy)
     scorer = Scorer(folder / "artifact")
     bodies = request_bodies(config, dataset, scorer)
@@ -237,7 +237,7 @@ def request_bodies(config: Config, dataset: InteractionDataset, scorer: Scorer) 
         history = [{name: row[name] for name in names if name != "age"} for row in rows]
         if "age" in names:
             history = [one | {"age": now - row["timestamp"]} for one, row in zip(history, rows, strict=True)]
-        candidates = [draw.choice(items) for _ in range(_CANDIDATES)]
+        candidates = [draw.choice(items) for _ in range(CANDIDATES)]
         bodies.append(json.dumps({"user": {}, "history": history, "candidates": candidates}).encode())
     return bodies
 

@@ -1,0 +1,113 @@
+"""Requests a second with and without a history policy, from JSON to scores, one after the other on one thread of a CPU.
+
+python -m benchmarks.policy_requests
+python -m benchmarks.policy_requests --data.max_history 400 --data.synthetic.mean_length 320 --encoder.num_layers 2
+
+The model is that of configs/dwell.yaml with what follows on the command line, untrained: its scores are noise, its time
+is not. Users, candidates and the events of their requests are the same for all, the arms take turns, and times are CPU
+seconds of the process. Beside each policy is what it could save at most: requests without a policy that hold only the
+events that stay, so that nothing has to be chosen, and removed events are not even sent.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+
+from benchmarks.dwell import ARMS, CANDIDATES, Seed, request_bodies
+from jfi.history import Policy
+from jfi.serving.dataset_schema import schema_of
+from jfi.serving.export import export
+from jfi.serving.history_policy import RequestPolicy
+from jfi.serving.requests import parse
+from jfi.serving.schema import Limits
+from jfi.serving.scorer import Scorer
+from jfi.training.build import build_model
+
+
+def export_arm(seed: Seed, policy: Policy | None, folder: Path) -> tuple[Scorer, list[bytes]]:
+    """The artifact of an untrained model, loaded, and requests to it."""
+    dataset, config = seed.dataset(ARMS["full"]), seed.config
+    if policy is not None:
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, policy="policy.json"))
+    torch.manual_seed(0)
+    model = build_model(config.model, config.encoder, dataset.schema).eval()
+    reads_age = any(feature.bias_key is not None for feature in model.sequence_arch.features)
+    schema = schema_of(config.data, dataset.schema, reads_history=True, reads_age=reads_age)
+    export(folder, model, schema, Limits(CANDIDATES, dataset.schema.max_history), policy=policy)
+    scorer = Scorer(folder)
+    return scorer, request_bodies(config, dataset, scorer)
+
+
+def only_what_stays(policy: Policy, scorer: Scorer, bodies: list[bytes], plain: list[bytes]) -> list[bytes]:
+    """The requests `plain`, each with the events alone that the policy keeps of the one in `bodies`."""
+    fields, found = scorer.reader.schema.policy, []
+    choose = RequestPolicy(policy, fields)
+    for body, own in zip(bodies, plain, strict=True):
+        rows, request = parse(body)["history"], parse(own)
+        ages, dwell = (np.array([row[name] for row in rows], np.float64) for name in ("age", fields.dwell))
+        texts = (name and [row[name] for row in rows] for name in (fields.surface, fields.session))
+        request["history"] = [request["history"][i] for i in choose(ages, dwell, *texts)[0]]
+        found.append(json.dumps(request).encode())
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks.policy_requests", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--arms", nargs="*", default=["policy-30", "policy-50"], choices=[n for n in ARMS if ARMS[n].fit]
+    )
+    parser.add_argument("--rounds", type=int, default=15, help="of all requests of all arms (default: 15)")
+    options, more = parser.parse_known_args()  # what is left overrides fields of the config
+    torch.set_num_threads(1)
+    seed = Seed(0, more)
+    with tempfile.TemporaryDirectory() as scratch:
+        scorer, plain = export_arm(seed, None, Path(scratch) / "full")
+        arms = {"full": (scorer, plain)}
+        for name in options.arms:
+            policy = seed.policy(ARMS[name])
+            arms[name] = export_arm(seed, policy, Path(scratch) / name)
+            arms[f"{name}, only what stays"] = scorer, only_what_stays(policy, *arms[name], plain)
+    steps = {"JSON": {}, "reading": {}, "scores": {}}
+    times = {name: {step: [] for step in steps} for name in arms}
+    for _ in range(options.rounds):
+        for name, (scorer, bodies) in arms.items():
+            spent = dict.fromkeys(steps, 0.0)
+            for body in bodies:
+                begin = time.process_time()
+                request = parse(body)
+                parsed = time.process_time()
+                request = scorer.reader(request)
+                read = time.process_time()
+                scorer.score([request])
+                for step, seconds in zip(
+                    steps, (parsed - begin, read - parsed, time.process_time() - read), strict=True
+                ):
+                    spent[step] += seconds
+            for step, seconds in spent.items():
+                times[name][step].append(1e6 * seconds / len(bodies))
+    totals = {name: [sum(of) for of in zip(*own.values(), strict=True)] for name, own in times.items()}
+    print(
+        f"{'':30}{'events':>8}{'JSON':>8}{'reading':>9}{'scores':>8}{'all, us':>9}{'requests/s':>12}{'beside full':>13}"
+    )
+    for name, (scorer, bodies) in arms.items():
+        events = sum(scorer.reader(parse(body)).num_events for body in bodies) / len(bodies)
+        parts = [median(times[name][step]) for step in steps]
+        # Round by round, since other processes slow some rounds down.
+        gain = median(full / own for full, own in zip(totals["full"], totals[name], strict=True)) - 1
+        whole = median(totals[name])
+        columns = f"{parts[0]:8.0f}{parts[1]:9.0f}{parts[2]:8.0f}{whole:9.0f}{1e6 / whole:12.0f}{gain:+13.1%}"
+        print(f"{name:30}{events:8.0f}{columns}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
