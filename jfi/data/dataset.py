@@ -370,8 +370,8 @@ class InteractionDataset:
 
 def _spread(weights: np.ndarray, specs: Sequence[FeatureSpec], length_per_key: np.ndarray) -> torch.Tensor:
     """The weights of the events for every history key and the age, and 1 for the other keys."""
-    found, ends = np.ones(length_per_key.sum(), np.float32), np.cumsum(length_per_key)
-    for spec, count, end in zip(specs, length_per_key, ends, strict=True):
-        if spec.role in ("history", "bucket"):
-            found[end - count : end] = weights
+    found, end = np.empty(length_per_key.sum(), np.float32), 0
+    for spec, count in zip(specs, length_per_key.tolist(), strict=True):
+        found[end : end + count] = weights if spec.role in ("history", "bucket") else 1
+        end += count
     return torch.from_numpy(found)

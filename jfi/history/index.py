@@ -48,16 +48,21 @@ class PolicyIndex:
             rows.append(np.flatnonzero(kept).astype(kind))
             begin += len(rows[-1])
         # Behind them all events, with weights once for each segment, so that the newest of a history are a range too.
-        every, self._weights = np.arange(len(cells), dtype=kind), None
+        every, self._is_weighted = np.arange(len(cells), dtype=kind), weight is not None
         self._all = np.full(segments, begin, np.int64)
         if weight is None:
             self._rows = np.concatenate([*rows, every])
         else:
+            if len(cells) >= 2**32:
+                raise ValueError(f"a policy with weights must have fewer than 2^32 cells, got {len(cells):,}")
             self._all += np.arange(segments) * len(cells)
-            self._rows = np.concatenate([*rows, *[every] * segments])
-            parts = [own[cells[of]] for own, of in zip(weight.numpy(), rows, strict=True)]
-            #: Beside the rows.
-            self._weights = np.concatenate([*parts, *(own[cells] for own in weight.numpy())])
+            # One look at memory for both: the row in the lower half, the weight in the upper one.
+            self._rows = np.empty(begin + segments * len(cells), np.int64)
+            halves, place = self._rows.view(np.uint32).reshape(-1, 2), 0
+            for own, of in zip([*weight.numpy(), *weight.numpy()], [*rows, *[every] * segments], strict=True):
+                part = halves[place : place + len(of)]
+                part[:, 0], part[:, 1] = of, own[cells[of]].view(np.uint32)
+                place += len(of)
         cap = policy.tables.cap
         self._cap = None if cap is None else cap.numpy().astype(np.int64)
 
@@ -91,6 +96,7 @@ class PolicyIndex:
         parts[:, 0], parts[:, 1] = low, border + self._all.take(segments)
         sizes[:, 0], sizes[:, 1] = high - low, newest
         places, stay = ranges(parts.ravel(), sizes.ravel()), sizes[:, 0] + newest
-        rows = self._rows.take(places).astype(np.int64, copy=False)
-        weights = None if self._weights is None else self._weights.take(places)
-        return rows, stay, weights
+        rows = self._rows.take(places)
+        if not self._is_weighted:
+            return rows.astype(np.int64, copy=False), stay, None
+        return rows & 0xFFFFFFFF, stay, rows.view(np.float32)[1::2]
