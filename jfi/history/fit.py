@@ -1,19 +1,17 @@
 """Logs -> a policy: segments of users, relevance by surface and dwell, and what a budget leaves of it."""
 
 from collections.abc import Mapping, Sequence
-from math import isfinite, log
+from math import log
 from typing import NamedTuple
 
 import numpy as np
 
+from jfi.history.fit_options import budgets_of, caps_of, check, check_names
 from jfi.history.log import EventLog, OrderedLog
 from jfi.history.policy import Policy
 from jfi.history.relevance import bins_of, fit_logistic, information, learn_edges, log_odds
 from jfi.history.reports import SegmentReport, SurfaceReport
 from jfi.history.segments import Segments, learn_segments, statistics_of
-from jfi.suggest import suggest
-
-_MOST_SEGMENTS, _MOST_BINS = 8, 64
 
 
 def fit(
@@ -66,67 +64,38 @@ def fit(
         >>> policy.surface_reports[0].keep
         (False, False, False, True, True, True, True, True, True, True, True)
     """
-    conversion = _check(events, conversion, num_segments, threshold, max_weight, newest, num_bins, pseudo_count)
+    conversion = check(events, conversion, num_segments, threshold, max_weight, newest, num_bins, pseudo_count)
     ordered, surfaces = events.ordered, tuple(events.surfaces)
     first = ordered.first
     statistics = statistics_of(ordered, len(surfaces), first[:-1], first[1:])
     segments, silhouettes = learn_segments(statistics, num_segments, seed)
     names = segments.names
-    budgets = _by_segment("remove", remove, names, 0.0)
-    for name, share in budgets.items():
-        if not 0 <= share < 1:
-            raise ValueError(f"remove must be in [0, 1), got {share} for segment '{name}'")
-    if threshold is not None and any(budgets.values()):
-        raise ValueError(f"threshold and remove both say what to remove, got {threshold} and {remove}")
-    most = _by_segment("caps", caps, names, None)
-    for name, cap in most.items():
-        if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int) or cap < max(1, newest)):
-            raise ValueError(f"caps must be whole numbers of at least newest = {newest}, got {cap!r} for '{name}'")
-    _check_names("boost", boost, names)
+    budgets, most = budgets_of(remove, threshold, names), caps_of(caps, newest, names)
+    check_names("boost", boost, names)
 
     of_user = segments.assign(statistics)
     counted = _count(ordered, conversion[ordered.order], of_user, len(names), len(surfaces), num_bins)
     segment_reports, surface_reports, notes = [], [], _notes(events)
-    users = np.bincount(of_user, minlength=len(names))
-    for i, name in enumerate(names):
+    for i, (name, users) in enumerate(zip(names, np.bincount(of_user, minlength=len(names)), strict=True)):
         own, source = counted.of(i), counted.of(i)
         is_global = not 0 < own.conversions.sum() < own.events.sum()
         if is_global:
             source = counted.of(len(names))
             which = "no event of it has" if not own.conversions.sum() else "all of its events have"
             notes.append(f"segment '{name}' has the relevance of all users: {which} a conversion")
-        rate = source.conversions.sum() / source.events.sum()
-        odds = log_odds(source.events, source.conversions, rate, pseudo_count)
+        odds = log_odds(source.events, source.conversions, source.rate, pseudo_count)
         removed = odds < threshold if threshold is not None else _cheapest(odds, own.events, budgets[name])
         removed &= source.events > 0
-        weight = np.ones_like(odds)
-        if name in boost:
-            weight = np.exp(np.clip(odds, -log(max_weight), log(max_weight)))
-            # The tables are float32, which JSON and GPUs read alike.
-            weight = weight.astype(np.float32).astype(np.float64)
-        total = max(1, int(own.events.sum()))
-        share = float(own.events[removed].sum() / total)
-        numbers = int(users[i]), int(own.events.sum()), int(own.conversions.sum())
+        weight = _weights(odds, max_weight) if name in boost else np.ones_like(odds)
+        share = float(own.events[removed].sum() / max(1, int(own.events.sum())))
+        numbers = int(users), int(own.events.sum()), int(own.conversions.sum())
         segment_reports.append(SegmentReport(name, *numbers, share, most[name], name in boost, is_global))
         for g, surface in enumerate(surfaces):
             # A surface may have fewer bins than others; that of unknown dwell comes last.
             bins = [*range(len(counted.edges[g]) + 1), num_bins]
-            of_sessions = information(*source.sessions[:, g])
-            model = (None if np.isnan(x[g]) else float(x[g]) for x in source.models)
-            surface_reports.append(
-                SurfaceReport(
-                    name,
-                    surface,
-                    tuple(own.events[g, bins].tolist()),
-                    tuple(own.conversions[g, bins].tolist()),
-                    tuple(odds[g, bins].tolist()),
-                    tuple((~removed[g, bins]).tolist()),
-                    tuple(weight[g, bins].tolist()),
-                    *information(source.events[g], source.conversions[g]),
-                    *of_sessions,
-                    *model,
-                )
-            )
+            columns = (own.events, own.conversions, odds, ~removed, weight)
+            columns = (tuple(column[g, bins].tolist()) for column in columns)
+            surface_reports.append(SurfaceReport(name, surface, *columns, *source.relevance(g)))
     return Policy(
         surfaces,
         tuple(tuple(edges.tolist()) for edges in counted.edges),
@@ -153,6 +122,16 @@ class _Counts(NamedTuple):
     conversions: np.ndarray
     sessions: np.ndarray
     models: tuple[np.ndarray, np.ndarray]
+
+    @property
+    def rate(self) -> float:
+        """The share of events with a conversion."""
+        return self.conversions.sum() / self.events.sum()
+
+    def relevance(self, g: int) -> tuple[float | None, ...]:
+        """Of a surface: information and entropy by events, the same by sessions, the model, None for none."""
+        model = (None if np.isnan(of[g]) else float(of[g]) for of in self.models)
+        return *information(self.events[g], self.conversions[g]), *information(*self.sessions[:, g]), *model
 
 
 class _AllCounts(NamedTuple):
@@ -223,6 +202,12 @@ def _session_dwell(session: np.ndarray, dwell: np.ndarray, num_sessions: int) ->
     return total
 
 
+def _weights(odds: np.ndarray, max_weight: float) -> np.ndarray:
+    """exp(log-odds), clipped; rounded to the float32 of the tables, which JSON and GPUs read alike."""
+    weight = np.exp(np.clip(odds, -log(max_weight), log(max_weight)))
+    return weight.astype(np.float32).astype(np.float64)
+
+
 def _cheapest(odds: np.ndarray, events: np.ndarray, budget: float) -> np.ndarray:
     """`[G, bins]` bool: cells by rising log-odds, as long as all of them have at most this share of the events."""
     order = np.argsort(odds, axis=None, kind="stable")
@@ -259,58 +244,3 @@ def _notes(events: EventLog) -> list[str]:
         if count:
             found.append(f"{count:,} of {len(events):,} events have {what}")
     return found
-
-
-def _by_segment(argument: str, value: object, names: Sequence[str], default: object) -> dict:
-    """The value of each segment, given for all or by name."""
-    if not isinstance(value, Mapping):
-        return dict.fromkeys(names, default if value is None else value)
-    _check_names(argument, value, names)
-    return {name: value.get(name, default) for name in names}
-
-
-def _check_names(argument: str, given: Sequence[str] | Mapping[str, object], names: Sequence[str]) -> None:
-    if isinstance(given, str):
-        raise TypeError(f"{argument} must be a list of segments, got '{given}'")
-    for name in given:
-        if name not in names:
-            raise ValueError(f"{argument} names segment '{name}'; {suggest(str(name), names)}")
-
-
-def _check(
-    events: EventLog,
-    conversion: np.ndarray,
-    num_segments: int | None,
-    threshold: float | None,
-    max_weight: float,
-    newest: int,
-    num_bins: int,
-    pseudo_count: float,
-) -> np.ndarray:
-    """Checks what can be checked before the long work; returns the conversions as bool."""
-    if not isinstance(events, EventLog):
-        raise TypeError(f"events must be an EventLog, got {type(events).__name__}")
-    if not isinstance(conversion, np.ndarray) or conversion.shape != (len(events),):
-        got = list(conversion.shape) if isinstance(conversion, np.ndarray) else type(conversion).__name__
-        raise ValueError(f"conversion must be an array [{len(events)}] like the events, got {got}")
-    ones = conversion == 1
-    if not (ones | (conversion == 0)).all():
-        raise ValueError(f"conversion must be 0 or 1, got {conversion[~(ones | (conversion == 0))][0]}")
-    told = ones[events.surface >= 0]
-    if not 0 < told.sum() < len(told):
-        kind = "a conversion" if len(told) and told.all() else "no conversion"
-        what = f"but all {len(told)} events with a surface have {kind}"
-        raise ValueError(f"conversion must be 0 for some events and 1 for others, {what}")
-    if num_segments is not None and not 1 <= num_segments <= _MOST_SEGMENTS:
-        raise ValueError(f"num_segments must be 1 to {_MOST_SEGMENTS}, or None, got {num_segments}")
-    if threshold is not None and not isfinite(threshold):
-        raise ValueError(f"threshold must be finite, got {threshold}")
-    if not max_weight >= 1 or not isfinite(max_weight):
-        raise ValueError(f"max_weight must be at least 1, got {max_weight}")
-    if newest < 0:
-        raise ValueError(f"newest must be at least 0, got {newest}")
-    if not 1 <= num_bins <= _MOST_BINS:
-        raise ValueError(f"num_bins must be 1 to {_MOST_BINS}, got {num_bins}")
-    if not pseudo_count > 0 or not isfinite(pseudo_count):
-        raise ValueError(f"pseudo_count must be above 0, got {pseudo_count}")
-    return ones
