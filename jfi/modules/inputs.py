@@ -138,6 +138,18 @@ def as_dict(
     return dict(sequences.items())
 
 
+def fetched(sequences: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
+    """The mapping with the rows that lie on several ranks, for what cannot go to them."""
+    if isinstance(sequences, KeyedJaggedTensor):
+        return sequences  # which `read_inputs` refuses
+    read = as_dict(sequences)
+    for key, events in read.items():
+        if isinstance(events, SpreadRows):
+            parts = {"lengths": events.lengths_or_none(), "offsets": events.offsets_or_none()}
+            read[key] = JaggedTensor(events.values(), weights=events.weights_or_none(), **parts)
+    return read
+
+
 @torch.fx.wrap
 def read_inputs(
     sequences: dict[str, JaggedTensor],

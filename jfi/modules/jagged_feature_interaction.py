@@ -228,6 +228,7 @@ class JaggedFeatureInteraction(nn.Module):
         weights = {}
         if self.embedding_collection is not None:
             sequences = self._embed(sequences)
+        sequences = inputs.fetched(sequences)
         tensors = inputs.read_inputs(sequences, self._groups, targets, target_times, event_times, max_events)
         for group, one in zip(self.attention, tensors, strict=True):
             for feature, of_feature in zip(group.features, group.attention_weights(one), strict=True):

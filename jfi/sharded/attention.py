@@ -90,7 +90,7 @@ class _Attend(torch.autograd.Function):
         out, lse = attend_to_part(inputs, impl)
         back = arrived.queries.back
         parts = back.send(torch.cat([out, lanes(lse, out.dtype)], -1))
-        parts = parts.view(-1, *query.shape[:3], parts.size(-1))
+        parts = parts.view(len(arrived.route.ranks), *query.shape[:3], parts.size(-1))
         outs, lses = parts.split([out.size(-1), num_lanes(out.dtype)], -1)
         merged, total = merge_parts(outs, from_lanes(lses))
         ctx.inputs, ctx.impl, ctx.exchange = inputs._replace(query=None, key=None, value=None, bias=None), impl, arrived

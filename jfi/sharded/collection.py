@@ -95,12 +95,10 @@ class ShardedAttentionCollection(ShardedEmbeddingCollection):
             if one.route.features:
                 self._spread(found, one, handle, whole, by_key)
                 continue
-            for embedding, key, rows in zip(
-                plan.embeddings[one.route], one.route.keys, fetch_rows(handle, memory, one), strict=True
-            ):
-                found[embedding] = JaggedTensor(
-                    rows, by_key[key].lengths_or_none(), offsets=by_key[key].offsets_or_none()
-                )
+            rows_by_key = zip(plan.embeddings[one.route], one.route.keys, fetch_rows(handle, memory, one), strict=True)
+            for embedding, key, rows in rows_by_key:
+                parts = {"lengths": by_key[key].lengths_or_none(), "offsets": by_key[key].offsets_or_none()}
+                found[embedding] = JaggedTensor(rows, **parts)
         for embedding, key, table in plan.local:
             ids = by_key[key]
             by_id = rows_by_id(whole[table], ids.values(), handles[0].dtype, f"table '{table}'")

@@ -1,6 +1,7 @@
 """Which rank owns which rows of which table, and where in its memory: read from a TorchRec sharding plan."""
 
 from collections.abc import Mapping
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -88,14 +89,29 @@ def by_rows(table: str, sharding: ParameterSharding, world_size: int) -> Paramet
         raise ValueError(
             f"the plan of table '{table}' must shard it by rows or leave it whole, got {sharding.sharding_type}"
         )
-    some = next(iter(shards.values()))
-    width, device = some.shard_sizes[1], str(some.placement.device())
-    first, spread = 0, []
-    for rank in range(world_size):
-        rows = shards[rank].shard_sizes[0] if rank in shards else 0
-        own = str(shards[rank].placement) if rank in shards else f"rank:{rank}/{device}"
-        spread.append(ShardMetadata(shard_offsets=[first, 0], shard_sizes=[rows, width], placement=own))
-        first += rows
-    return ParameterSharding(
-        ShardingType.ROW_WISE.value, sharding.compute_kernel, list(range(world_size)), EnumerableShardingSpec(spread)
+    device = next(iter(shards.values())).placement.device()
+    counts = [shards[rank].shard_sizes[0] if rank in shards else 0 for rank in range(world_size)]
+    width = next(iter(shards.values())).shard_sizes[1]
+    places = [str(shards[rank].placement) if rank in shards else f"rank:{rank}/{device}" for rank in range(world_size)]
+    return in_rows(counts, width, places, sharding.compute_kernel)
+
+
+def in_rows(counts: list[int], width: int, places: list[str], compute_kernel: str) -> ParameterSharding:
+    """TorchRec's row-wise sharding of a table, with so many rows for each rank, in the order of the ranks.
+
+    Args:
+        counts: rows of each rank.
+        width: of a row.
+        places: of each rank its device, as TorchRec writes it, such as "rank:0/cuda:0".
+        compute_kernel: of the table.
+    """
+    firsts, total = [0, *accumulate(counts)], sum(counts)
+    # An empty shard begins at the end: checkpoints take two shards that begin at one row for copies of each other.
+    offsets = [first if count else total for first, count in zip(firsts, counts, strict=False)]
+    spec = EnumerableShardingSpec(
+        [
+            ShardMetadata(shard_offsets=[offset, 0], shard_sizes=[count, width], placement=place)
+            for offset, count, place in zip(offsets, counts, places, strict=True)
+        ]
     )
+    return ParameterSharding(ShardingType.ROW_WISE.value, compute_kernel, list(range(len(counts))), spec)

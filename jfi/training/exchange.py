@@ -6,11 +6,12 @@ reckons them.
 
 import torch
 from torchrec import EmbeddingCollection
-from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding, ShardingPlan, ShardMetadata
+from torchrec.distributed.types import ParameterSharding, ShardingPlan
 
 from jfi.models import SequenceDLRM
 from jfi.modules import JaggedFeatureInteraction, SequenceFeatureConfig
 from jfi.sharded import traffic
+from jfi.sharded.ownership import in_rows
 from jfi.sharded.planning import spread_field
 from jfi.training.config import Config, ConfigError, ShardingConfig
 
@@ -56,7 +57,7 @@ def _why_not(model: SequenceDLRM, config: Config) -> str | None:
     if not isinstance(arch.pooling, JaggedFeatureInteraction):
         return f"model.pooling is '{config.model.pooling}'"
     if arch.encoder is not None:
-        return "encoder.layers is above 0, and an encoder reads whole histories"
+        return "encoder.num_layers is above 0, and an encoder reads whole histories"
     if config.data.batching == "user":
         return "data.batching is 'user', and several targets share a timeline"
     if sharding.type == "column_wise":
@@ -120,18 +121,13 @@ def within_hosts(plan: ShardingPlan, local_size: int, world_size: int, device: t
         num_rows, width = sum(shard.shard_sizes[0] for shard in shards), shards[0].shard_sizes[1]
         host = used.index(min(used))
         used[host] += num_rows
-        block, spread, first = -(-num_rows // local_size), [], 0
-        for rank in range(world_size):
-            rows = min(block, num_rows - first) if rank // local_size == host else 0
-            where = f"rank:{rank}/{device.type}" + (f":{rank % local_size}" if device.type == "cuda" else "")
-            spread.append(ShardMetadata(shard_offsets=[first, 0], shard_sizes=[rows, width], placement=where))
-            first += rows
-        plans[name] = ParameterSharding(
-            sharding.sharding_type,
-            sharding.compute_kernel,
-            list(range(world_size)),
-            EnumerableShardingSpec(spread),
-        )
+        block = -(-num_rows // local_size)
+        counts = [0] * world_size
+        for place in range(local_size):
+            counts[host * local_size + place] = max(0, min(block, num_rows - place * block))
+        index = [f":{rank % local_size}" if device.type == "cuda" else "" for rank in range(world_size)]
+        places = [f"rank:{rank}/{device.type}{index[rank]}" for rank in range(world_size)]
+        plans[name] = in_rows(counts, width, places, sharding.compute_kernel)
 
 
 def features_of(model: SequenceDLRM) -> list[SequenceFeatureConfig]:

@@ -1,0 +1,199 @@
+"""One process of several whose attention goes to the rows: python attention_worker.py RANK WORLD_SIZE STORE OUT.
+
+Each case is a model, a way to shard its tables and the parts of each batch; OUT gets the losses of its steps, what the
+processes sent, and their last gradients. `train_alone` does the same in one process.
+"""
+
+import json
+import sys
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+from torchrec.distributed.types import ShardingPlan
+from torchrec.optim import RowWiseAdagrad
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from benchmarks.sent_bytes import SentBytes
+from jfi import KeyBias, PositionBias, SequenceDLRM, SequenceFeatureConfig, WeightBias
+from jfi.sharded import AttentionCollectionSharder
+
+STEPS, SAMPLES, ITEMS, OTHERS = 4, 7, 50, 30
+RATE, EPS = 0.1, 1e-10
+ROWWISE = "rowwise_adagrad"
+OPTIMIZERS = {"adagrad": torch.optim.Adagrad, ROWWISE: RowWiseAdagrad, "sgd": torch.optim.SGD}
+#: First samples of each rank, and the end.
+UNEVEN, EMPTY = (0, 2, SAMPLES), (0, 0, SAMPLES)
+
+
+@dataclass
+class Case:
+    """What is trained.
+
+    Args:
+        features: by name their options; both read items and ratings, the second one `other` where it says so.
+        placement: of the table of items: "row_wise", or "table_wise" on the last rank.
+        replicate_below: rows of tables that every rank reads whole.
+        parts: first samples of each rank of two.
+        optimizer: of the tables.
+        ids: "any", or "low": all items lie in the first half of the table, on one rank.
+        num_queries: of the model.
+    """
+
+    features: dict[str, dict] = field(default_factory=lambda: {"taste": {}})
+    placement: str = "row_wise"
+    replicate_below: int = 10
+    parts: tuple[int, ...] = UNEVEN
+    optimizer: str = "adagrad"
+    ids: str = "any"
+    num_queries: int = 1
+
+
+CASES = {
+    "plain": Case(),
+    "position, two features": Case({"taste": {"bias": PositionBias(8)}, "recent": {"bias": PositionBias(8)}}),
+    "two tables, two queries": Case({"taste": {}, "recent": {"table": "other"}}, num_queries=2),
+    "weights": Case(
+        {"taste": {"bias": WeightBias()}, "recent": {"weighted_values": True}}, optimizer="rowwise_adagrad"
+    ),
+    "key bias, whole table": Case(
+        {"taste": {"bias": KeyBias("taste_age", 5)}}, placement="table_wise", optimizer="sgd"
+    ),
+    "a rank without samples": Case(parts=EMPTY),
+    "all rows on one rank": Case(ids="low"),
+    "small tables": Case(replicate_below=1000),
+}
+
+
+def features_of(case: Case) -> list[SequenceFeatureConfig]:
+    built = []
+    for name, options in case.features.items():
+        own = {key: value for key, value in options.items() if key != "table"}
+        built.append(SequenceFeatureConfig(name, [f"{name}_item", f"{name}_rating"], ["item"], **own))
+    return built
+
+
+def build(case: Case) -> SequenceDLRM:
+    torch.manual_seed(0)
+    keys = {"item": ["item"], "other": [], "rating": []}
+    for name, options in case.features.items():
+        keys[options.get("table", "item")].append(f"{name}_item")
+        keys["rating"].append(f"{name}_rating")
+    sizes = {"item": ITEMS, "other": OTHERS, "rating": 6}
+    tables = [EmbeddingConfig(sizes[name], 8, name=name, feature_names=own) for name, own in keys.items() if own]
+    return SequenceDLRM(
+        None,
+        EmbeddingCollection(tables=tables),
+        features_of(case),
+        dense_in_features=3,
+        dense_arch_layer_sizes=[8],
+        over_arch_layer_sizes=[8, 1],
+        num_heads=2,
+        num_queries=case.num_queries,
+    )
+
+
+def make_batch(case: Case, seed: int) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor, Tensor]], Tensor]:
+    """Dense features, by key ids, weights and lengths, and labels. The first sample has no events."""
+    draw = torch.Generator().manual_seed(seed)
+    highest = {"item": ITEMS // 2 if case.ids == "low" else ITEMS, "rating": 6, "age": 5}
+    sequences = {"item": torch.ones(SAMPLES, dtype=torch.int64)}
+    for name in case.features:
+        lengths = torch.randint(0, 9, (SAMPLES,), generator=draw)
+        lengths[0] = 0
+        sequences |= dict.fromkeys([f"{name}_item", f"{name}_rating", f"{name}_age"], lengths)
+    columns = {}
+    for key, lengths in sequences.items():
+        name, kind = key.rsplit("_", 1) if "_" in key else ("", key)
+        above = OTHERS if kind == "item" and case.features.get(name, {}).get("table") else highest[kind]
+        count = int(lengths.sum())
+        weights = torch.rand(count, generator=draw) + 0.5
+        columns[key] = torch.randint(above, (count,), generator=draw), weights, lengths
+    dense = torch.rand(SAMPLES, 3, generator=draw)
+    return dense, columns, torch.randint(2, (SAMPLES,), generator=draw).float()
+
+
+def part_of(batch: tuple, first: int, end: int) -> tuple[Tensor, KeyedJaggedTensor, Tensor]:
+    dense, columns, labels = batch
+    values, weights, lengths = [], [], []
+    for ids, own_weights, counts in columns.values():
+        rows = torch.arange(SAMPLES).repeat_interleave(counts)
+        kept = (rows >= first) & (rows < end)
+        values.append(ids[kept])
+        weights.append(own_weights[kept])
+        lengths.append(counts[first:end])
+    ids = KeyedJaggedTensor(list(columns), torch.cat(values), torch.cat(weights), lengths=torch.cat(lengths))
+    return dense[first:end], ids, labels[first:end]
+
+
+def options_of(case: Case) -> dict:
+    return {"lr": RATE} if case.optimizer == "sgd" else {"lr": RATE, "eps": EPS}
+
+
+def train_alone(case: Case) -> list[float]:
+    model, losses = build(case), []
+    tables = list(model.embedding_collection.parameters())
+    rest = [x for name, x in model.named_parameters() if not name.startswith("embedding_collection")]
+    steps = [OPTIMIZERS[case.optimizer](tables, **options_of(case)), torch.optim.SGD(rest, lr=RATE)]
+    for step in range(STEPS):
+        dense, ids, labels = part_of(make_batch(case, step), 0, SAMPLES)
+        loss = binary_cross_entropy_with_logits(model(dense, ids).squeeze(1), labels)
+        model.zero_grad()
+        loss.backward()
+        for optimizer in steps:
+            optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def shard(model: SequenceDLRM, case: Case) -> nn.Module:
+    """The model with its tables on all ranks, stepped in the backward pass."""
+    collection, size = model.embedding_collection, dist.get_world_size()
+    apply_optimizer_in_backward(OPTIMIZERS[case.optimizer], collection.parameters(), options_of(case))
+    sharder = AttentionCollectionSharder(features_of(case), replicate_below=case.replicate_below)
+    large = row_wise() if case.placement == "row_wise" else table_wise(rank=size - 1)
+    names = [config.name for config in collection.embedding_configs()]
+    kinds = {name: table_wise(rank=0) if name == "rating" else large for name in names}
+    plan = construct_module_sharding_plan(collection, kinds, sharder, size, size, "cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return DistributedModelParallel(
+            model, device=torch.device("cpu"), plan=ShardingPlan({"embedding_collection": plan}), sharders=[sharder]
+        )
+
+
+def train_together(case: Case) -> dict:
+    """The losses of all ranks' samples, and the bytes that this rank sent in a step."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, losses = shard(build(case), case), []
+    rest = torch.optim.SGD(dict(in_backward_optimizer_filter(model.named_parameters())).values(), lr=RATE)
+    for step in range(STEPS):
+        parts = case.parts if size == 2 else (0, SAMPLES)
+        dense, ids, labels = part_of(make_batch(case, step), parts[rank], parts[rank + 1])
+        with SentBytes() as sent:
+            loss = binary_cross_entropy_with_logits(model(dense, ids).squeeze(1), labels, reduction="sum")
+            loss = loss * size / SAMPLES
+            rest.zero_grad()
+            loss.backward()
+        rest.step()
+        loss = loss.detach() / size
+        dist.all_reduce(loss)
+        losses.append(loss.item())
+    weights = {name: type(value).__name__ for name, value in model.state_dict().items() if "embeddings" in name}
+    return {"losses": losses, "sent": dict(sent.sent), "calls": dict(sent.calls), "weights": weights}
+
+
+if __name__ == "__main__":
+    rank, size, store, out = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    found = {name: train_together(case) for name, case in CASES.items()}
+    Path(out).write_text(json.dumps(found))
+    dist.destroy_process_group()

@@ -1,0 +1,143 @@
+"""Attention that goes to the rows of other ranks, against one process; and what it sends, against the formulas."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from attention_worker import CASES, SAMPLES, Case, build, features_of, make_batch, part_of, shard, train_alone
+from torch.distributed._shard.metadata import ShardMetadata
+from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding
+
+from jfi import PositionBias, SequenceFeatureConfig
+from jfi.ops.partial_target_attention import merge_parts
+from jfi.sharded import AttentionCollectionSharder
+from jfi.sharded.ownership import all_owners, by_rows
+from jfi.sharded.planning import spread_field
+from jfi.sharded.traffic import SequenceShape, by_attention
+
+WORKER = Path(__file__).parent / "attention_worker.py"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> list[dict]:
+    """By rank what two processes found."""
+    folder = tmp_path_factory.mktemp("exchange")
+    outs = [folder / f"{rank}.json" for rank in range(2)]
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+    commands = [[sys.executable, WORKER, str(rank), "2", folder / "store", outs[rank]] for rank in range(2)]
+    processes = [subprocess.Popen(one, env=environment, stderr=subprocess.PIPE, text=True) for one in commands]
+    try:
+        errors = [process.communicate(timeout=240)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    if any(process.returncode for process in processes):
+        pytest.fail("\n".join(errors), pytrace=False)
+    return [json.loads(out.read_text()) for out in outs]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_have_the_losses_of_one(found, name):
+    assert found[0][name]["losses"] == found[1][name]["losses"]
+    assert found[0][name]["losses"] == pytest.approx(train_alone(CASES[name]), abs=2e-6)
+
+
+def test_names_in_the_state_are_those_of_the_collection(found):
+    assert found[0]["plain"]["weights"] == {
+        "embedding_collection.embeddings.item.weight": "ShardedTensor",
+        "embedding_collection.embeddings.rating.weight": "ShardedTensor",
+    }
+
+
+def test_no_row_of_a_history_is_sent(found):
+    """What leaves a rank for another one is what the formula says, and the rows of the targets."""
+    case, parts = CASES["plain"], CASES["plain"].parts
+    _, columns, _ = make_batch(case, 3)
+    own = parts[1] - parts[0]
+    ids, _, lengths = columns["taste_item"]
+    events = ids[: int(lengths[:own].sum())]
+    targets = columns["item"][0]
+    asked, given = int((targets[:own] >= 25).sum()), int((targets[own:] < 25).sum())
+    # Batch size and counts of both routes, lengths, two columns of each event, one of each target.
+    away = 8 * 3 + 4 * own + 8 * int((events >= 25).sum()) + 4 * asked
+    rows = 4 * 8 * (asked + given)  # gradients of what was asked for, rows that were given
+    shape = SequenceShape(0, 8, heads=2)
+    both = by_attention(shape, 2, itemsize=4).total - 4
+    heads = 2 * 4 * 8
+    sent = own * (2 * heads + 2 * 4 * 2) + (SAMPLES - own) * (2 * heads + 2 * 4)
+    assert 2 * heads * 2 + 3 * 4 * 2 == both
+    assert found[0]["plain"]["sent"]["all_to_all_single"] == away + rows + sent
+
+
+def test_one_process_is_its_own_owner():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        case = Case({"taste": {"bias": PositionBias(8)}})
+        torch.manual_seed(0)
+        whole, sharded = build(case), shard(build(case), case)
+        dense, ids, _ = part_of(make_batch(case, 1), 0, SAMPLES)
+        expected = whole(dense, ids)
+        torch.testing.assert_close(sharded(dense, ids), expected)
+        model = sharded.module
+        own, other = (one.attention_weights(dense, ids)["taste"].values() for one in (model, whole))
+        torch.testing.assert_close(own, other)
+        ids.values()[0] = 99
+        with pytest.raises(ValueError, match=r"features\['item'\].*99"):
+            sharded(dense, ids)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_parts_merge_to_the_whole():
+    torch.manual_seed(0)
+    scores, values = torch.randn(3, 9), torch.randn(3, 9, 4)
+    parts = [slice(0, 0), slice(0, 2), slice(2, 9)]
+    outs = torch.stack([torch.softmax(scores[:, p], 1).unsqueeze(1).bmm(values[:, p]).squeeze(1) for p in parts])
+    merged, lse = merge_parts(outs.nan_to_num(), torch.stack([scores[:, p].logsumexp(1) for p in parts]))
+    torch.testing.assert_close(merged, torch.softmax(scores, 1).unsqueeze(1).bmm(values).squeeze(1))
+    torch.testing.assert_close(lse, scores.logsumexp(1))
+    nobody = merge_parts(torch.zeros(2, 1, 4), torch.full((2, 1), -torch.inf))
+    assert (nobody[0] == 0).all() and (nobody[1] == -torch.inf).all()
+
+
+def sharding(*shards: tuple[int, int, int], columns: int = 0) -> ParameterSharding:
+    spec = [ShardMetadata([first, columns], [rows, 8], f"rank:{rank}/cpu") for first, rows, rank in shards]
+    return ParameterSharding("row_wise", "fused", [rank for *_, rank in shards], EnumerableShardingSpec(spec))
+
+
+def test_ids_are_located_whatever_the_shards():
+    plan = {"a": sharding((0, 4, 0), (4, 6, 1)), "b": by_rows("b", sharding((0, 5, 1)), 2)}
+    owners = all_owners({"a": 10, "b": 5}, plan)
+    ranks, places = owners["a"].locate(torch.tensor([0, 3, 4, 9]))
+    assert ranks.tolist() == [0, 0, 1, 1] and places.tolist() == [0, 3, 0, 5]
+    ranks, places = owners["b"].locate(torch.tensor([0, 4]))
+    assert ranks.tolist() == [1, 1] and places.tolist() == [6, 10]  # behind the six rows of a
+    assert owners["b"].rows_of(0) == range(0) and owners["b"].memory_of(1) == range(6, 11)
+
+
+def test_columns_of_a_table_are_not_divided():
+    with pytest.raises(ValueError, match="table 'a' must shard it by rows"):
+        by_rows("a", sharding((0, 4, 0), columns=8), 2)
+
+
+def test_features_that_attention_cannot_go_to_are_named():
+    tables = {"item": "items", "shop": "shops"}
+    feature = SequenceFeatureConfig("taste", ["item", "shop"], ["target"])
+    with pytest.raises(ValueError, match=r"'taste' lie in \['items', 'shops'\]"):
+        spread_field(feature, tables, [])
+    side = SequenceFeatureConfig("taste", ["item", "shop"], ["target"], combine="concat")
+    with pytest.raises(ValueError, match="combine='concat'"):
+        spread_field(side, tables, ["shops"])
+    assert spread_field(feature, tables, ["items"]) == 1 and spread_field(feature, tables, ["items", "shops"]) is None
+
+
+def test_the_sharder_says_what_it_can_do():
+    sharder = AttentionCollectionSharder(features_of(CASES["plain"]))
+    assert sharder.sharding_types("cpu") == ["table_wise", "row_wise"]
+    assert sharder.compute_kernels("row_wise", "cuda") == ["fused"]

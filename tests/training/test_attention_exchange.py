@@ -1,0 +1,123 @@
+"""Launched runs whose attention goes to the rows that each process owns, compared with one process."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from launched import assert_same_metrics, free_port, in_two_processes, job, tiny, write_tables
+from worker import without_pictures
+
+from jfi.data import DataSchema, load_dataset
+from jfi.training import Config, ConfigError, train
+from jfi.training.build import build_model
+from jfi.training.config import EncoderConfig
+from jfi.training.exchange import choose_exchange
+from jfi.training.recorder import read_metrics
+from jfi.training.saved_run import load_run
+
+STEPS, STOP_AT = 21, 7
+#: The items' table has some 40 rows and is spread, that of ratings has 2 and is read whole.
+SPREAD = {"exchange": "attention", "replicate_below": 10}
+RUNS = {
+    "row_wise": SPREAD,
+    "table_wise": SPREAD | {"type": "table_wise"},
+    "table_row_wise": SPREAD | {"type": "table_row_wise"},
+    "whole": {"exchange": "attention"},
+    "halves": SPREAD | {"communication": "bfloat16"},
+    "stopped": SPREAD,
+}
+
+
+def configured(folder: Path, name: str, **sharding: object) -> Config:
+    config = tiny(folder, name, "rowwise_adagrad", "row_wise", epochs=1)
+    return dataclasses.replace(config, sharding=dataclasses.replace(config.sharding, **sharding))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("exchange")
+    write_tables(path)
+    with without_pictures():
+        train(configured(path, "alone"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder):
+    """By job what both ranks say of it."""
+    jobs = {name: job(folder, configured(folder, name, **settings)) for name, settings in RUNS.items()}
+    jobs["stopped"]["stop_at"] = STOP_AT
+    jobs["resumed"] = {"port": free_port(), "resume": str(folder / "stopped")}
+    return dict(zip(jobs, zip(*in_two_processes(folder, list(jobs.values())), strict=True), strict=True))
+
+
+@pytest.mark.parametrize("name", ["row_wise", "table_wise", "table_row_wise", "whole"])
+def test_attention_at_the_rows_has_the_losses_of_one_process(folder, outcomes, name):
+    assert_same_metrics(folder / name, folder / "alone", steps=STEPS)
+
+
+def losses(folder: Path, name: str) -> list[float]:
+    return [line["loss"] for line in read_metrics(folder / name / "metrics.jsonl") if line["split"] == "train"]
+
+
+def test_queries_in_bfloat16(folder, outcomes):
+    plain, halves = losses(folder, "alone"), losses(folder, "halves")
+    assert 0 < max(abs(one - other) for one, other in zip(plain, halves, strict=True)) < 0.02
+
+
+def test_a_stopped_run_goes_on_and_two_runs_have_the_same_bits(folder, outcomes):
+    assert [outcome["begun_at"] for outcome in outcomes["resumed"]] == [STOP_AT] * 2
+    assert losses(folder, "stopped") == losses(folder, "row_wise")
+
+
+def test_one_process_reads_the_run(folder, outcomes):
+    own, other = (load_run(folder / name).model.state_dict() for name in ("row_wise", "alone"))
+    assert own.keys() == other.keys()
+    for name, value in own.items():
+        torch.testing.assert_close(value, other[name], atol=1e-4, rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def schema(folder) -> DataSchema:
+    return load_dataset(tiny(folder, "schema").data).schema
+
+
+def chosen(folder: Path, schema: DataSchema, config: Config, owners: int = 8, events: float = 200) -> tuple[str, str]:
+    model = build_model(config.model, config.encoder, schema, torch.device("meta"), None, None)
+    return choose_exchange(model, config, owners, events)
+
+
+def test_auto_takes_what_sends_fewer_bytes(folder, schema):
+    config = configured(folder, "auto", exchange="auto", replicate_below=10)
+    assert chosen(folder, schema, config)[0] == "attention"
+    assert chosen(folder, schema, config, events=3)[0] == "rows"
+    name, why = chosen(folder, schema, configured(folder, "dedup", exchange="auto", dedup=True))
+    assert name == "rows" and "sharding.dedup" in why
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"replicate_below": 0}, "events of feature"),
+        ({"type": "column_wise", "replicate_below": 10}, "sharding.type is 'column_wise'"),
+        ({"compute_kernel": "fused_uvm_caching"}, "device memory"),
+        ({"dedup": True}, "sharding.dedup is true"),
+        ({"exchange": "rows", "type": "table_row_wise"}, "needs sharding.exchange: attention"),
+    ],
+)
+def test_what_attention_cannot_do_is_refused_by_its_key(folder, schema, change, reason):
+    config = configured(folder, "refused", **{"exchange": "attention", **change})
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        chosen(folder, schema, config)
+
+
+def test_an_encoder_or_another_pooling_is_refused(folder, schema):
+    config = configured(folder, "refused", **SPREAD)
+    encoded = dataclasses.replace(config, encoder=EncoderConfig(num_layers=1))
+    with pytest.raises(ConfigError, match=re.escape("encoder.num_layers")):
+        chosen(folder, schema, encoded)
+    pooled = dataclasses.replace(config, model=dataclasses.replace(config.model, pooling="mean", bias=None))
+    with pytest.raises(ConfigError, match=re.escape("model.pooling is 'mean'")):
+        chosen(folder, schema, pooled)
