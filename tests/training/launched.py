@@ -118,8 +118,9 @@ def job(folder: Path, config: Config, **options: object) -> dict:
 def assert_same_metrics(run: Path, other: Path, rounding: float = ROUNDING, steps: int = 63) -> None:
     log, other_log = read_metrics(run / "metrics.jsonl"), read_metrics(other / "metrics.jsonl")
     assert [(r["split"], r["step"]) for r in log] == [(r["split"], r["step"]) for r in other_log]
-    # An AUC goes by steps: a pair of samples that changes places is up to 0.0005 of auc and 0.016 of user_auc.
-    bounds = {"loss": rounding, "ne": 2 * rounding, "auc": 2e-3, "user_auc": 0.02}
+    # An AUC goes by steps: a pair of samples that changes places is up to 0.0005 of auc and 0.016 of user_auc. Among
+    # 100 samples are 13 of equal inputs, which round differently in other batches, and are ties no longer.
+    bounds = {"loss": rounding, "ne": 2 * rounding, "auc": 4e-3, "user_auc": 0.02}
     for record, other_record in zip(log, other_log, strict=True):
         names = ("loss", "ne") if record["split"] == "train" else METRICS
         for name in names:
