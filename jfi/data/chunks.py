@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from jfi.data.balance import assign_timelines, contiguous, imbalance
 from jfi.data.coded import blocks
 from jfi.data.columns import ranges
-from jfi.data.dealing import contiguous, deal_timelines, imbalance
 from jfi.data.events import Events, index_type
 from jfi.data.order import BatchPart, Shuffled
 
@@ -127,7 +127,7 @@ class ChunkOrder:
         chunks = self._order[self._bounds[batch] : self._bounds[batch + 1]]
         total = self.samples_before(batch + 1) - self.samples_before(batch)
         if world_size > 1:
-            chunks = chunks[deal_timelines(self._work(chunks), world_size) == rank]
+            chunks = chunks[assign_timelines(self._work(chunks), world_size) == rank]
         first = self._chunks.first[chunks]
         sizes = self._chunks.first[chunks + 1] - first
         places = self._chunks.order[ranges(first, sizes)].astype(np.int64, copy=False)
@@ -138,7 +138,7 @@ class ChunkOrder:
         """Events times targets of the busiest ranks of the first batches over the mean; also of contiguous parts."""
         batches = range(min(num_batches, self.num_batches))
         work = [self._work(self._order[self._bounds[batch] : self._bounds[batch + 1]]) for batch in batches]
-        return imbalance(work, deal_timelines, world_size), imbalance(work, contiguous, world_size)
+        return imbalance(work, assign_timelines, world_size), imbalance(work, contiguous, world_size)
 
     def _work(self, chunks: np.ndarray) -> np.ndarray:
         """`[C, 3]` int64: of chunks the events that their targets see, the events of their timelines, the samples."""

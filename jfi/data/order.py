@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jfi.data.dealing import contiguous, deal_samples, imbalance
+from jfi.data.balance import assign_samples, contiguous, imbalance
 from jfi.encoding import mix
 
 #: From this number of samples on, the order is computed batch by batch: a permutation of them all would take 8 bytes a
@@ -98,13 +98,13 @@ class SampleOrder:
     def part(self, batch: int, rank: int, world_size: int) -> BatchPart:
         """This rank's part of a batch: the parts have about as many events, and their sizes differ by at most one."""
         samples = self._samples(batch)
-        mine = samples if world_size == 1 else samples[deal_samples(self._work(samples), world_size) == rank]
+        mine = samples if world_size == 1 else samples[assign_samples(self._work(samples), world_size) == rank]
         return BatchPart(mine, len(samples))
 
     def imbalance(self, world_size: int, num_batches: int = 100) -> tuple[float, float]:
         """The events of the busiest ranks of the first batches over the mean; also of contiguous parts."""
         work = [self._work(self._samples(batch)) for batch in range(min(num_batches, self.num_batches))]
-        return imbalance(work, deal_samples, world_size), imbalance(work, contiguous, world_size)
+        return imbalance(work, assign_samples, world_size), imbalance(work, contiguous, world_size)
 
     def _samples(self, batch: int) -> np.ndarray:
         first, last = self.samples_before(batch), self.samples_before(batch + 1)

@@ -97,9 +97,9 @@ class Trainer(RunState):
             self._say(describe_earlier(world.on_first(lambda: self._log_so_far(run)), data))
             order = self._order("train", self.config.training.batch_size)
             if world.size > 1 and world.is_first:
-                dealt, cut = order.imbalance(world.size)
+                balanced, cut = order.imbalance(world.size)
                 self._say(
-                    f"the busiest of {world.size} processes has {dealt:.3f} times the mean work (events x targets); "
+                    f"the busiest of {world.size} processes has {balanced:.3f} times the mean work (events x targets); "
                     f"{cut:.3f} if batches were cut in order"
                 )
             if self.device.type == "cuda" and self.config.training.cuda_graph == "auto":

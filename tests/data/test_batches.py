@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from jfi.data import Batch, DataConfig, InteractionDataset, SyntheticConfig, load_dataset
+from jfi.data.balance import assign_samples
 from jfi.data.columns import Categorical
-from jfi.data.dealing import deal_samples
 
 
 @pytest.fixture(scope="module")
@@ -113,9 +113,9 @@ def skewed(tmp_path_factory) -> DataConfig:
 )
 def test_ranks_have_about_as_much_work(skewed, settings):
     dataset, size = load_dataset(replace(skewed, **settings)), 1000 if settings else 200
-    dealt, cut = dataset.order("train", size, shuffle=True, seed=3).imbalance(4)
+    balanced, cut = dataset.order("train", size, shuffle=True, seed=3).imbalance(4)
     assert cut > 1.1
-    assert dealt < 1.05
+    assert balanced < 1.05
     parts = [dataset.batches("train", size, shuffle=True, seed=3, rank=rank, world_size=4) for rank in range(4)]
     rows, found = dataset.arrays().samples["train"], []
     for batch in zip(*parts, strict=True):
@@ -125,7 +125,7 @@ def test_ranks_have_about_as_much_work(skewed, settings):
         assert max(samples) - min(samples) <= (0.1 * sum(samples) if settings else 1)
         found.append([max(work), np.mean(work)])
     busiest, mean = np.sum(found, axis=0)
-    assert busiest / mean == pytest.approx(dealt)
+    assert busiest / mean == pytest.approx(balanced)
 
 
 def test_a_rank_reads_the_columns_of_its_own_samples(labeled, monkeypatch):
@@ -147,15 +147,15 @@ def test_a_rank_reads_the_columns_of_its_own_samples(labeled, monkeypatch):
     assert max(parts) < 1.1 * alone / 3
 
 
-def test_dealing_evens_out_a_few_large_samples():
+def test_a_few_large_samples_are_balanced():
     work = np.array([900, *[100] * 3, *[10] * 60])  # four ranks: no part has less than 900, or more than 16 samples
-    rank = deal_samples(work, 4)
+    rank = assign_samples(work, 4)
     assert np.bincount(rank).tolist() == [16] * 4
     load = np.bincount(rank, weights=work)
     assert load.max() == 900 + 15 * 10
-    assert np.array_equal(rank, deal_samples(work, 4))
-    assert deal_samples(np.zeros(0, int), 3).tolist() == []
-    assert np.bincount(deal_samples(np.zeros(7, int), 3)).tolist() in ([3, 2, 2], [2, 3, 2], [2, 2, 3])
+    assert np.array_equal(rank, assign_samples(work, 4))
+    assert assign_samples(np.zeros(0, int), 3).tolist() == []
+    assert np.bincount(assign_samples(np.zeros(7, int), 3)).tolist() in ([3, 2, 2], [2, 3, 2], [2, 2, 3])
 
 
 def test_shuffling_keeps_every_sample(labeled):

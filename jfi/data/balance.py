@@ -10,7 +10,7 @@ _BALANCED = 1.01
 _MOST_SWAPS = 64
 
 
-def deal_samples(work: np.ndarray, world_size: int) -> np.ndarray:
+def assign_samples(work: np.ndarray, world_size: int) -> np.ndarray:
     """`[B]` int64, the rank of each sample: their numbers differ by at most one, and their work by as little as it may.
 
     The differencing method of Karmarkar and Karp, "The differencing method of set partitioning" (1982), in its balanced
@@ -22,7 +22,7 @@ def deal_samples(work: np.ndarray, world_size: int) -> np.ndarray:
         world_size: number of ranks.
 
     Example:
-        >>> deal_samples(np.array([9, 1, 5, 5]), 2)
+        >>> assign_samples(np.array([9, 1, 5, 5]), 2)
         array([0, 0, 1, 1])
     """
     order = np.argsort(-work, kind="stable")
@@ -44,10 +44,10 @@ def deal_samples(work: np.ndarray, world_size: int) -> np.ndarray:
         np.put_along_axis(both, descending, rank, axis=1)
         rank = np.empty((2 * len(both), world_size), np.int64)
         rank[by_spread] = np.stack([both, both[:, ::-1]], axis=1).reshape(-1, world_size)
-    dealt = np.empty(len(work), np.int64)
-    dealt[order] = rank.ravel()[: len(work)]
-    _swap(work, dealt, world_size)
-    return dealt
+    assigned = np.empty(len(work), np.int64)
+    assigned[order] = rank.ravel()[: len(work)]
+    _swap(work, assigned, world_size)
+    return assigned
 
 
 def _swap(work: np.ndarray, rank: np.ndarray, world_size: int) -> None:
@@ -74,7 +74,7 @@ def _swap(work: np.ndarray, rank: np.ndarray, world_size: int) -> None:
         load[idlest] += moved[best]
 
 
-def deal_timelines(work: np.ndarray, world_size: int) -> np.ndarray:
+def assign_timelines(work: np.ndarray, world_size: int) -> np.ndarray:
     """`[C]` int64, the rank of each timeline, so that the ranks have about as much of each kind of work.
 
     The timeline with the largest part of any kind first, each to the rank whose largest part is the smallest with it:
@@ -85,7 +85,7 @@ def deal_timelines(work: np.ndarray, world_size: int) -> np.ndarray:
         world_size: number of ranks.
 
     Example:
-        >>> deal_timelines(np.array([[2], [5], [3], [3]]), 2)
+        >>> assign_timelines(np.array([[2], [5], [3], [3]]), 2)
         array([0, 0, 1, 1])
     """
     parts = work / np.maximum(work.sum(0), 1)
@@ -97,22 +97,22 @@ def deal_timelines(work: np.ndarray, world_size: int) -> np.ndarray:
     return rank
 
 
-def imbalance(batches: Iterable[np.ndarray], deal: Callable[[np.ndarray, int], np.ndarray], world_size: int) -> float:
+def imbalance(batches: Iterable[np.ndarray], assign: Callable[[np.ndarray, int], np.ndarray], world_size: int) -> float:
     """The work of all batches' busiest ranks over that of their mean ranks; 1 if there is none.
 
     Args:
         batches: of each `[B]` or `[B, K]`, the work of its samples or timelines; the first kind counts.
-        deal: gives the rank `[B]` of each.
+        assign: gives the rank `[B]` of each.
         world_size: number of ranks.
 
     Example:
         >>> batches = [np.array([3, 1, 2]), np.array([4])]
-        >>> imbalance(batches, contiguous, 2), imbalance(batches, deal_samples, 2)
+        >>> imbalance(batches, contiguous, 2), imbalance(batches, assign_samples, 2)
         (1.4, 1.4)
     """
     busiest = total = 0.0
     for work in batches:
-        load = np.bincount(deal(work, world_size), work if work.ndim == 1 else work[:, 0], world_size)
+        load = np.bincount(assign(work, world_size), work if work.ndim == 1 else work[:, 0], world_size)
         busiest, total = busiest + load.max(), total + load.sum()
     return float(busiest * world_size / total) if total else 1.0
 
