@@ -5,8 +5,6 @@ stay unique: each key gets `TableRows` of them, which attention reads through th
 and its gradient is summed by row before it is sent back. Keys of one table share its unique rows.
 """
 
-from dataclasses import dataclass, field
-
 import torch
 from torch import Tensor, nn
 from torchrec import EmbeddingCollection
@@ -24,17 +22,18 @@ from jfi.modules.table_rows import TableRows
 from jfi.ops.rows_by_id import rows_by_id
 
 
-@dataclass
 class UniqueContext(EmbeddingCollectionContext):
     """What a batch's ids leave for its embeddings.
 
-    Args:
+    Attributes:
         places: by key `[S]` int64, which of its table's unique rows each event has.
         lengths: by key `[B]`.
     """
 
-    places: dict[str, Tensor] = field(default_factory=dict)
-    lengths: dict[str, Tensor] = field(default_factory=dict)
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: dict[str, Tensor] = {}
+        self.lengths: dict[str, Tensor] = {}
 
     def record_stream(self, stream: torch.Stream) -> None:
         super().record_stream(stream)

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import runpy
 import subprocess
 import sys
@@ -278,6 +279,27 @@ def test_exit_codes(capsys):
     assert run_cli(stop) == 130
     assert run_cli(diverge) == 1
     assert run_cli(lambda: None) == 0
+
+
+def test_an_error_in_a_process_group_ends_at_once(capsys, monkeypatch):
+    """Its threads would run on during the interpreter's end."""
+
+    def fail(error: Exception) -> None:
+        raise error
+
+    def end(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr("os._exit", end)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    for error, code, line in [
+        (ConfigError("a fault"), 2, "error: a fault\n"),
+        (KeyError("a bug"), 1, "KeyError: 'a bug'\n"),
+    ]:
+        with pytest.raises(SystemExit) as ended:
+            run_cli(functools.partial(fail, error))
+        assert ended.value.code == code
+        assert capsys.readouterr().err.endswith(line)
 
 
 @pytest.mark.parametrize(

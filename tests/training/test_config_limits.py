@@ -30,6 +30,8 @@ LIMITS = [
     ("optimizer.average", [None, TINY, BELOW], [0.0, 1.0]),
     ("sharding.min_partition", [4, 8], [0, 3, 5, 6, -4]),
     ("sharding.cache_load_factor", [TINY, 1.0], [0.0, ABOVE]),
+    ("sharding.group_size", [None, 1], [0, -1]),
+    ("sharding.sync_every", [1], [0, 2]),  # more than 1 goes with groups
     *((f"training.{name}", [1], [0]) for name in ("epochs", "batch_size", "eval_batch_size", "log_every", "ranking_k")),
     *((f"training.{name}", [None, 1], [0]) for name in ("patience", "ranking_positives")),
     ("training.checkpoint_every", [0, 1], [-1]),
