@@ -81,7 +81,8 @@ OURS: dict[str, dict[str, object]] = {
     "+ recency, statistics of one's own past": _RECENT | _OWN,
 }
 #: Content in the place of ids, where items have texts; benchmarks.quality.semantic_ids makes the semantic IDs.
-_CONTENT = {"data.semantic_ids": "semantic_ids/vq_brand.parquet", "model.item_id": False}
+_SIDS = {"data.semantic_ids": "semantic_ids/vq_brand.parquet"}
+_CONTENT = _SIDS | {"model.item_id": False}
 WITH_CONTENT: dict[str, dict[str, object]] = {
     "+ semantic IDs, no id": _CROSSED | _CONTENT,
     "+ semantic IDs, no id, statistics": _CROSSED | _CONTENT | _STATISTICS,
@@ -96,11 +97,13 @@ _DEFAULTS: dict[str, object] = {
     "training.batch_size": 1024,
     "training.epochs": 10,
 }
+_AUTO = {"training.preset": "auto"}
 #: Ours without tuning.
 UNTUNED: dict[str, dict[str, object]] = {
     "library defaults": _DEFAULTS,
-    "training.preset: auto": _DEFAULTS | {"training.preset": "auto"},
+    "training.preset: auto": _DEFAULTS | _AUTO,
 }
+UNTUNED_WITH_CONTENT: dict[str, dict[str, object]] = {"training.preset: auto, semantic IDs": _DEFAULTS | _AUTO | _SIDS}
 #: FuxiCTR's models: arguments beside those of all, with the values of its own configs for what is not tuned.
 PEERS: dict[str, dict[str, object]] = {
     "DIN": {},
@@ -131,6 +134,10 @@ MODELS: dict[str, Model] = {
     **{name: Model("ours", settings, OUR_TRIALS) for name, settings in OURS.items()},
     **{name: Model("ours", settings, OUR_TRIALS, tables=("amazon_office",)) for name, settings in WITH_CONTENT.items()},
     **{name: Model("ours", settings, [{}]) for name, settings in UNTUNED.items()},
+    **{
+        name: Model("ours", settings, [{}], tables=("amazon_office",))
+        for name, settings in UNTUNED_WITH_CONTENT.items()
+    },
     **{name: Model("fuxictr", _PEER | settings, _peer_trials(name)) for name, settings in PEERS.items()},
     **{name: Model("baseline", {}, [{}]) for name in BASELINES},
 }

@@ -69,7 +69,9 @@ def add_statistics(table: pa.Table | Table, config: DataConfig) -> pa.Table:
 def with_statistics(interactions: Table, rows: Rows, config: DataConfig) -> Table:
     """The interactions with a column for each of `config.statistics`; `rows` are they, sorted."""
     data, known = interactions.data, interactions.known
-    for name, values in make_statistics(rows, config.statistics, config.max_history).items():
+    history = None if rows.event is None else np.flatnonzero(rows.event)
+    events = Events(rows.user, rows.item, rows.time, rows.label, rows.split, history)
+    for name, values in make_statistics(events, config.statistics, config.max_history).items():
         if name in known:
             raise DataError(f"{interactions.name}: has a column '{name}', which data.statistics makes; rename it")
         column = np.empty(len(values))
@@ -78,9 +80,9 @@ def with_statistics(interactions: Table, rows: Rows, config: DataConfig) -> Tabl
     return replace(interactions, data=data, known=known)
 
 
-def make_statistics(rows: Rows, names: list[str], max_history: int) -> dict[str, np.ndarray]:
-    """By column the statistics `[E]` float64 of all rows, in their order."""
-    made = _Statistics(rows, max_history)
+def make_statistics(events: Events, names: list[str], max_history: int) -> dict[str, np.ndarray]:
+    """By column the statistics `[E]` float64 of all events, in their order."""
+    made = _Statistics(events, max_history)
     columns: dict[str, np.ndarray] = {}
     for name in STATISTICS:
         if name in names:
@@ -89,13 +91,17 @@ def make_statistics(rows: Rows, names: list[str], max_history: int) -> dict[str,
 
 
 class _Statistics:
-    def __init__(self, rows: Rows, max_history: int) -> None:
-        self._rows, self._window = rows, min(_WINDOW, max_history)
-        self._item, self._user = rows.item.astype(np.int64), rows.user.astype(np.int64)
-        self._moment = np.unique(rows.time, return_inverse=True)[1]
-        self._label, self._labeled = np.nan_to_num(rows.label), ~np.isnan(rows.label)
-        self._events = self._labeled if rows.event is None else self._labeled & rows.event
-        everything = np.zeros(len(rows.item), np.int64)
+    def __init__(self, events: Events, max_history: int) -> None:
+        self._all, self._window = events, min(_WINDOW, max_history)
+        self._item, self._user = events.item.astype(np.int64), events.user.astype(np.int64)
+        self._moment = np.unique(events.time, return_inverse=True)[1]
+        self._label, self._labeled = np.nan_to_num(events.label), ~np.isnan(events.label)
+        in_history = np.ones(len(events), bool)
+        if events.rows is not None:
+            in_history[:] = False
+            in_history[events.rows] = True
+        self._events = self._labeled & in_history
+        everything = np.zeros(len(events), np.int64)
         of_all, _, older = self._tally(everything, self._labeled)
         self._overall = _rate(of_all, older.count, 0.5, 1.0)
         of_item, _, older = self._tally(self._item, self._labeled)
@@ -129,9 +135,7 @@ class _Statistics:
         }
 
     def similar(self) -> dict[str, np.ndarray]:
-        rows = self._rows
-        history = None if rows.event is None else np.flatnonzero(rows.event)
-        events = Events(self._user, self._item, rows.time, rows.label, rows.split, history)
+        events = replace(self._all, user=self._user, item=self._item)
         expected = np.clip(self._item_rate + self._user_rate - self._overall, 0.0, 1.0)
         surprise = np.where(self._labeled, self._label - expected, 0.0)
         everything = np.arange(len(self._item))

@@ -8,10 +8,11 @@ from jfi.training.distributed import World
 
 
 class Interrupted(Exception):
-    """A signal stopped training, and the state has been saved."""
+    """A signal stopped training; the state of a run has been saved."""
 
     def __init__(self, signum: int, run_dir: object):
-        super().__init__(f"stopped by {signal.Signals(signum).name}; continue with --resume {run_dir}")
+        how = "the run has not begun" if run_dir is None else f"continue with --resume {run_dir}"
+        super().__init__(f"stopped by {signal.Signals(signum).name}; {how}")
         self.exit_code = 128 + signum
 
 
@@ -21,7 +22,10 @@ class StopRequest:
     signum: int = 0
 
     def check(self, run_dir: object, world: World) -> None:
-        """Raises Interrupted on all processes of `world` if one got a signal; all must call it together."""
+        """Raises Interrupted on all processes of `world` if one got a signal; all must call it together.
+
+        `run_dir` is the folder of the run, or None before there is one.
+        """
         signum = world.max(self.signum)
         if signum:
             raise Interrupted(signum, run_dir)

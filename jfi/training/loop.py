@@ -165,7 +165,8 @@ class Trainer(RunState):
             return f"training.patience has ended the run after epoch {progress.epoch}; for more, raise it"
         return None
 
-    def _train_epoch(self, run: RunFolder, recorder: Recorder, stop: StopRequest) -> None:
+    def _train_epoch(self, run: RunFolder | None, recorder: Recorder | SilentRecorder, stop: StopRequest) -> None:
+        """Trains an epoch; without a run folder there must be no `training.checkpoint_every`."""
         progress, training = self.progress, self.config.training
         order = self._order("train", training.batch_size)
         # The end of the run, as if all epochs to come had as many batches as this one: by user some have one fewer.
@@ -194,7 +195,7 @@ class Trainer(RunState):
                 self.save(run, recorder)
                 saved = self.clock()
                 started, logged = saved, logged + saved - started
-            stop.check(run.path, self.world)
+            stop.check(run and run.path, self.world)
         if average is not None:
             average.flush()
         self.speed = (done - first) / max(progress.train_seconds - seconds, 1e-9)
@@ -274,13 +275,8 @@ class Trainer(RunState):
     @torch.no_grad()
     def _evaluate(self, split: str, run: RunFolder, stop: StopRequest) -> tuple[dict[str, float], float]:
         """The metrics of a split, and the samples a second."""
-        self.model.eval()
-        self._evaluated.eval()
-        predictions, begin = Predictions(), self.clock()
-        for output in self._outputs(split, self.config.training.eval_batch_size, 0, split):
-            predictions.add(*output)
-            stop.check(run.path, self.world)
-        parts = self.world.gather(predictions.on_cpu())
+        begin = self.clock()
+        parts = self.world.gather(self._predict(split, run, stop))
         speed = self.dataset.num_samples(split) / max(self.clock() - begin, 1e-9)
         metrics = self.world.on_first(lambda: Predictions.join(parts).metrics())
         if not self.dataset.is_implicit:
@@ -293,12 +289,20 @@ class Trainer(RunState):
 
         return metrics | rank_split(self.dataset, split, self.config, score, self.world, self._display), speed
 
+    @torch.no_grad()
+    def _predict(self, split: str, run: RunFolder | None, stop: StopRequest) -> Predictions:
+        """The predictions of this process's part of a split."""
+        self.model.eval()
+        self._evaluated.eval()
+        predictions = Predictions()
+        for output in self._outputs(split, self.config.training.eval_batch_size, 0, split):
+            predictions.add(*output)
+            stop.check(run and run.path, self.world)
+        return predictions.on_cpu()
+
     def _end_epoch(self, metrics: dict[str, float], speed: float, run: RunFolder, recorder: Recorder) -> None:
-        progress, monitor = self.progress, self.config.training.monitor
-        progress.epoch, progress.batch, progress.first_batch = progress.epoch + 1, 0, 0
-        score = -metrics[monitor] if monitor == "ne" else metrics[monitor]
-        if progress.epoch == 1 or score > progress.best:
-            progress.best, progress.best_epoch = score, progress.epoch
+        progress = self.progress
+        self._count_epoch(metrics)
         recorder.metrics("validation", progress.epoch, progress.step, metrics, speed)
         if self.world.is_first:
             shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
@@ -306,6 +310,16 @@ class Trainer(RunState):
             tqdm.write(f"epoch {progress.epoch}: validation {shown}; trained {self.speed:,.0f} samples/s{captured}")
             sys.stdout.flush()
         self.save(run, recorder)
+
+    def _count_epoch(self, metrics: dict[str, float]) -> bool:
+        """Goes on to the next epoch; whether the one that ends is the best so far."""
+        progress, monitor = self.progress, self.config.training.monitor
+        progress.epoch, progress.batch, progress.first_batch = progress.epoch + 1, 0, 0
+        score = -metrics[monitor] if monitor == "ne" else metrics[monitor]
+        is_best = progress.epoch == 1 or score > progress.best
+        if is_best:
+            progress.best, progress.best_epoch = score, progress.epoch
+        return is_best
 
     def _batches(self, split: str, size: int, start: int, label: str) -> Iterator[Batch]:
         options = {"rank": self.world.rank, "world_size": self.world.size, **self._shuffling(split)}

@@ -58,10 +58,8 @@ def train(config: Config, dataset: InteractionDataset | None = None) -> Result:
             dataset = load_shared(config.data, world)
             if world.is_first and dataset.summary is not None:
                 print(dataset.summary, flush=True)
-        config, chosen = apply_preset(config, dataset)
         _check_weights(config, dataset)
-        if chosen:
-            print(f"training.preset chose {', '.join(chosen)}", flush=True)
+        config, dataset = _apply_preset(config, dataset, world)
         trainer = Trainer(config, dataset, world, config.training.warm_start)
         trainer.load_pretrained()
         path = world.on_first(lambda: Path(run_dir or new_run_dir()))
@@ -150,6 +148,16 @@ def _check_weights(config: Config, dataset: InteractionDataset) -> None:
         raise ConfigError("data.policy has weights of events; set model.bias: weights, or fit it without boost")
     if read and not given:
         raise ConfigError("model.bias: weights are those of data.policy, which gives none; fit one with boost")
+
+
+def _apply_preset(config: Config, dataset: InteractionDataset, world: World) -> tuple[Config, InteractionDataset]:
+    """The config with what a preset chooses, which is printed, and its dataset."""
+    settled, lines = apply_preset(config, dataset, world)
+    for line in lines:
+        print(line, flush=True)
+    if settled.data != config.data:
+        dataset = load_shared(settled.data, world)
+    return settled, dataset
 
 
 def _create(config: Config, path: Path, dataset: InteractionDataset) -> RunFolder:
