@@ -3,9 +3,10 @@
 import contextlib
 import dataclasses
 import datetime
+import io
 import json
-import os
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -74,13 +75,19 @@ class Task:
 
 
 def train_ours(task: Task, settings: dict, seed: int) -> tuple[dict, nn.Module, InteractionDataset]:
-    """Trains one of our models: what a cell says of it, the model of its best epoch, and the data."""
+    """Trains one of our models: what a cell says of it, the model of its best epoch, and the data.
+
+    Of a training with a preset the cell also says what it chose, `preset`, and `seconds` with all of its pilots.
+    """
     config = task.config(settings)
     dataset = task.dataset(config)
-    with tempfile.TemporaryDirectory() as scratch, open(os.devnull, "w") as nowhere:
+    said = io.StringIO()
+    with tempfile.TemporaryDirectory() as scratch:
         run_dir = f"{scratch}/run"
-        with contextlib.redirect_stdout(nowhere):
+        with contextlib.redirect_stdout(said):
+            begin = time.perf_counter()
             result = train(config.with_training(run_dir=run_dir, seed=seed), dataset)
+            seconds = time.perf_counter() - begin
         model = load_run(run_dir).model
     found = {
         "validation": result.validation,
@@ -90,6 +97,9 @@ def train_ours(task: Task, settings: dict, seed: int) -> tuple[dict, nn.Module, 
         "best_epoch": result.best_epoch,
         "parameters": sum(one.numel() for one in model.parameters()),
     }
+    if config.training.preset is not None:
+        found["preset"] = [line for line in said.getvalue().splitlines() if line.startswith("training.preset")]
+        found["seconds"] = seconds
     return found, model, dataset
 
 
