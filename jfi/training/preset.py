@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from jfi.data import InteractionDataset
-from jfi.data.config import AGE, HISTORY
+from jfi.data.config import AGE, HISTORY, STATISTICS
 from jfi.plan import MOST_BUCKETS
 from jfi.training.config import Config, ConfigError
 from jfi.training.distributed import World
@@ -33,7 +33,7 @@ _LARGE = 1_000_000
 #: Training samples from which on embeddings are 64 wide.
 _WIDE = 150_000
 #: What `data.statistics` may become: of all rows, or of the user's own, where users meet items again.
-_STATISTICS = (["item", "user", "similar"], ["user", "user_item"])
+_CHOICES = (["item", "user", "similar"], ["user", "user_item"])
 
 
 def apply_preset(config: Config, dataset: InteractionDataset, world: World | None = None) -> tuple[Config, list[str]]:
@@ -147,13 +147,18 @@ class _Parts:
         data = self._config.data
         if data.statistics:
             return {}, None
-        why = "needs data.label" if self._dataset.is_implicit else "a prepared dataset makes none"
-        if self._dataset.is_implicit or data.prepared is not None:
-            return {}, f"data.statistics: none: {why}"
+        made = {column for names in STATISTICS.values() for column in names}
+        for reason, holds in (
+            ("they need data.label", self._dataset.is_implicit),
+            ("a prepared dataset makes none", data.prepared is not None),
+            ("the table has such columns", not made.isdisjoint(data.columns())),
+        ):
+            if holds:
+                return {}, f"data.statistics: none: {reason}"
         base, rows = self._base(), validation_rows(self._dataset, self._sized.training.eval_batch_size)
-        columns = statistics_of(self._dataset, sorted({name for names in _STATISTICS for name in names}), rows)
+        columns = statistics_of(self._dataset, sorted({name for names in _CHOICES for name in names}), rows)
         tried = []
-        for names in _STATISTICS:
+        for names in _CHOICES:
             made = np.column_stack(
                 [columns[name] for name in dataclasses.replace(data, statistics=names).statistics_columns()]
             )

@@ -127,7 +127,7 @@ def test_a_prepared_dataset_has_the_same_results(tmp_path, synthetic, results):
 
 def test_a_missing_package_is_named(synthetic, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.linear_model", None)
-    with pytest.raises(ConfigError, match="baselines need scikit-learn"):
+    with pytest.raises(ConfigError, match="need scikit-learn"):
         run_baselines(synthetic)
 
 
