@@ -1,6 +1,7 @@
 """What `training.preset: auto` decides by pilots, and by what: gains, pilots, statistics without test rows."""
 
 import dataclasses
+import signal
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ from jfi.data.source import column_settings
 from jfi.training import preset, resume, train
 from jfi.training.distributed import World
 from jfi.training.evidence import Gain, auc_gain, gain_of_columns
+from jfi.training.interrupt import Interrupted
+from jfi.training.loop import Trainer
 from jfi.training.metrics import Predictions
 from jfi.training.pilot import pilot_scores, statistics_of, validation_rows
 from jfi.training.recorder import read_metrics
@@ -132,6 +135,19 @@ def test_it_says_what_it_cannot_try(tmp_path, monkeypatch):
     monkeypatch.setattr(preset, "_LARGE", 100)
     lines = preset.apply_preset(config, load_dataset(config.data))[1]
     assert lines[0] == "training.preset tried no parts: 1,114 training samples, 100 or more"
+
+
+def test_a_signal_ends_a_pilot_with_nothing_written(tmp_path, monkeypatch):
+    predict = Trainer._predict
+
+    def interrupted(self, *arguments):
+        signal.raise_signal(signal.SIGTERM)
+        return predict(self, *arguments)
+
+    monkeypatch.setattr(Trainer, "_predict", interrupted)
+    with pytest.raises(Interrupted, match="stopped by SIGTERM; the run has not begun"):
+        train(tiny(tmp_path / "run", epochs=1, preset="auto"))
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("better", [False, True])
