@@ -35,7 +35,7 @@ def run(config: Config, seeds: list[int]) -> dict[str, dict]:
     check_writable(folder)
     dataset = load_dataset(config.data)
     print(dataset.summary, flush=True)
-    results = run_baselines(dataset, seeds, config.training.monitor)
+    results = run_baselines(dataset, seeds, config.monitor)
     summaries = {name: summarize(runs) for name, runs in results.items()}
     record = {
         "data": dataclasses.asdict(config.data.with_absolute_paths()),

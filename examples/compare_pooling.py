@@ -40,7 +40,7 @@ def compare(config: Config, seeds: list[int], with_baselines: bool = True) -> di
     baselines: dict[str, list[BaselineResult]] = {}
     if with_baselines:
         print("-- baselines", flush=True)
-        baselines = run_baselines(dataset, seeds, config.training.monitor)
+        baselines = run_baselines(dataset, seeds, config.monitor)
     results: dict[str, list[Result]] = {pooling: [] for pooling in POOLINGS}
     for seed in seeds:
         for pooling in POOLINGS:

@@ -44,7 +44,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--items", help="table of items (default: the run's data.items)")
     sids = "file of semantic IDs of the run's codec (default: the run's data.semantic_ids)"
     parser.add_argument("--semantic-ids", metavar="FILE", help=sids)
-    parser.add_argument("--out", help="file to write, .parquet or .csv: ids, time, --by, score (logit) and probability")
+    columns = "ids, time, --by, score (logit) and probability, or prediction of a regression"
+    parser.add_argument("--out", help=f"file to write, .parquet or .csv: {columns}")
     parser.add_argument("--evaluate", metavar="FILE", help="print the rows' metrics, and write them as JSON")
     parser.add_argument("--by", nargs="+", default=[], metavar="COLUMN", help="with --evaluate: also by these columns")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device of the model (default: cpu)")
@@ -57,7 +58,8 @@ def arguments() -> argparse.Namespace:
 def table(metrics: dict) -> str:
     """The metrics as text, one line overall and one for each of the largest groups."""
 
-    shown = [*SHOWN, *(name for name in metrics["overall"] if "@" in name)]
+    known = metrics["overall"]
+    shown = [name for name in (*SHOWN, *(name for name in known if name not in (*SHOWN, "ranked"))) if name in known]
     widths = [max(10, len(name) + 2) for name in shown]
 
     def line(name: str, cells: list[str]) -> str:

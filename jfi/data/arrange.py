@@ -1,6 +1,6 @@
 """The interactions in the order of the histories, and the split of each."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -14,6 +14,7 @@ from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.data.labels import check_history, check_labels, read_history, read_labels
 from jfi.data.table import Table
+from jfi.data.targets import labels_of, read_targets
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Rows:
         split: `[E]` int8, the index in `splits.SPLITS`.
         order: `[E]` int64, the row's place in the table.
         event: `[E]` bool, the rows that histories consist of; None means all.
+        targets: as in `Events`.
     """
 
     user_ids: pa.Array
@@ -39,6 +41,7 @@ class Rows:
     split: np.ndarray
     order: np.ndarray
     event: np.ndarray | None = None
+    targets: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def train(self) -> np.ndarray:
@@ -71,8 +74,10 @@ def sort_and_split(interactions: Table, config: DataConfig, given: np.ndarray | 
     user_ids, user = sort_ids(interactions.ids(config.user))
     item_ids, item = sort_ids(interactions.ids(config.item))
     time = interactions.times(config.timestamp, config.timestamp_unit)
-    label = read_labels(interactions, config.label)
-    check_labels(interactions, config.label, label)
+    label = read_labels(interactions, config.label, config.task)
+    targets = read_targets(interactions, config, label)
+    for one, values in zip(config.targets(), labels_of(config, label, targets), strict=True):
+        check_labels(interactions, one.label, values)
     if config.split == "column":
         given = given_splits(interactions, config.split_column)
     group = None if config.group is None else _groups(interactions, config.group, user)
@@ -95,7 +100,8 @@ def sort_and_split(interactions: Table, config: DataConfig, given: np.ndarray | 
         split = _cut(user, item, time, labeled, group, config)
     if event is not None:
         event = event[order]
-    return Rows(user_ids, item_ids, user, item, time, label, split, order, event)
+    targets = {name: column[order] for name, column in targets.items()}
+    return Rows(user_ids, item_ids, user, item, time, label, split, order, event, targets)
 
 
 def _cut(

@@ -25,10 +25,12 @@ class Batch(Pipelineable):
         sparse_features: every categorical key, with stride B: user keys, item (target) keys and impression keys, then
             the `history_*` keys. These are aligned: they have the same lengths, and the oldest event comes first.
             `item_sid` and `history_sid` hold semantic IDs, all others ids from 0 on.
-        labels: `[B]` float32, 0 or 1.
+        labels: `[B]` float32, 0 or 1, or any number of a regression. Of L labels `[B, L]`, NaN where a further one is
+            missing.
         users: `[B]` int64, the sample's user, for metrics by user; not an input of the model.
         samples: `[B]` int64, the samples by their place in the split.
         total: samples of the batch on all ranks.
+        weights: `[B]` float32, the samples' weights in the loss; None without `data.weight`.
         timelines: None for a batch by sample. By user the samples of a timeline are neighbours, in the order of time.
 
     For two samples, one with a history of two events and one without events::
@@ -56,6 +58,7 @@ class Batch(Pipelineable):
     samples: Tensor
     total: int
     timelines: Timelines | None = None
+    weights: Tensor | None = None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         return self._map(lambda one: one.to(device, non_blocking=non_blocking))
@@ -69,13 +72,15 @@ class Batch(Pipelineable):
 
     def _tensors(self) -> list[Tensor | KeyedJaggedTensor]:
         times = self.timelines
-        of_times = [] if times is None else [times.row_offsets, times.target_times, times.event_times]
-        return [self.dense_features, self.sparse_features, self.labels, self.users, self.samples, *of_times]
+        others = [] if self.weights is None else [self.weights]
+        others += [] if times is None else [times.row_offsets, times.target_times, times.event_times]
+        return [self.dense_features, self.sparse_features, self.labels, self.users, self.samples, *others]
 
     def _map(self, change: Callable) -> "Batch":
-        dense, sparse, labels, users, samples, *of_times = map(change, self._tensors())
-        times = self.timelines and Timelines(*of_times, self.timelines.max_events)
-        return Batch(dense, sparse, labels, users, samples, self.total, times)
+        dense, sparse, labels, users, samples, *others = map(change, self._tensors())
+        weights = None if self.weights is None else others.pop(0)
+        times = self.timelines and Timelines(*others, self.timelines.max_events)
+        return Batch(dense, sparse, labels, users, samples, self.total, times, weights)
 
     def to_proxy_tuple(self, model: nn.Module) -> dict[str, PHWithMeta]:
         """Tells TorchRec's train pipelines which field a model's argument of the same name comes from.

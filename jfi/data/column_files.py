@@ -75,13 +75,13 @@ def file_name(number: int | str) -> str:
     return f"{number}.bin"
 
 
-def new_map(path: Path, kind: np.dtype | type, count: int) -> np.ndarray:
-    """`[count]` values to be written, as the map of a new `.npy` file.
+def new_map(path: Path, kind: np.dtype | type, count: int | tuple[int, ...]) -> np.ndarray:
+    """`[count]` values to be written, or an array of that shape, as the map of a new `.npy` file.
 
     Raises:
         OSError: the storage has not enough space. Without this check a write to the map would end the process.
     """
-    values = np.lib.format.open_memmap(path, "w+", kind, (count,))
+    values = np.lib.format.open_memmap(path, "w+", kind, count if isinstance(count, tuple) else (count,))
     with open(path, "r+b") as file:
         os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
     return values

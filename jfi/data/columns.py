@@ -160,7 +160,7 @@ def moments(values: np.ndarray, weights: np.ndarray, size: int = BLOCK) -> tuple
 
     def parts() -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for begin, end in blocks(len(values), size):
-            part, weight = np.asarray(values[begin:end]), weights[begin:end]
+            part, weight = np.asarray(values[begin:end], np.float64), weights[begin:end]
             chosen = (np.abs(part) <= LARGEST_NUMBER) & (weight > 0)
             yield part[chosen], weight[chosen]
 

@@ -1,62 +1,16 @@
 """The `data` section of a config: the files, the meaning of their columns, and how rows become samples."""
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jfi.data.decode import check_encoding
-from jfi.data.errors import DataError
+from jfi.data.config_checks import check_settings
 from jfi.data.labels import label_columns
-from jfi.data.rules import only_column, parse_rule
+from jfi.data.rules import parse_rule
+from jfi.data.settings import AGE, FILES, HISTORY, SID, STATISTICS, Batching, LabelConfig, SyntheticConfig, Task
 from jfi.files import absolute_path
-from jfi.suggest import suggest
 
-AGE = "age"
-HISTORY = "history_"
-#: The column of semantic IDs in their file, and in the names of their keys.
-SID = "sid"
-Batching = Literal["sample", "user"]
-#: By value of `data.statistics` the dense features that it makes; see `jfi.data.statistics`.
-STATISTICS = {
-    "item": ["past_item_rate", "past_item_count"],
-    "user": ["past_user_rate", "past_user_count", *(f"past_user_newest_{most}" for most in (3, 10, 30))],
-    "user_item": ["past_user_item_rate", "past_user_item_count", "past_user_item_newest_3"],
-    "similar": ["past_similarity", "past_similar_rate", "past_agreement"],
-}
-#: The settings that name tables.
-FILES = ("interactions", "users", "items", "semantic_ids", "validation", "test")
-_MAX_COUNT = 2**31 - 1
-
-
-@dataclass
-class SyntheticConfig:
-    """The synthetic table: it has a pattern that attention over the history can find and the mean cannot.
-
-    Args:
-        kind: "taste" is the table of `jfi.data.synthetic`; "dwell" is a log with dwell times, of which only the long
-            ones of active users count, see `jfi.data.synthetic_dwell`.
-        num_users: number of users.
-        num_items: number of items, drawn by Zipf's law.
-        num_categories: number of item categories; a user likes or dislikes each one independently.
-        mean_length: mean number of events per user; the numbers are log-normal, and every user starts without events.
-        taste: weight of the user's taste for the category in the logit of a like; of "taste" alone.
-        active_share: probability with which a user is active; of "dwell" alone, as those below.
-        horizon: the number of events after which an event counts no more.
-        labeled: the number of newest events of each user that have a label.
-        seed: seed of all random numbers.
-    """
-
-    kind: Literal["taste", "dwell"] = "taste"
-    num_users: int = 1000
-    num_items: int = 500
-    num_categories: int = 10
-    mean_length: float = 60.0
-    taste: float = 2.5
-    active_share: float = 0.5
-    horizon: int = 1000
-    labeled: int = 16
-    seed: int = 0
+__all__ = ["AGE", "FILES", "HISTORY", "SID", "STATISTICS", "Batching", "DataConfig", "LabelConfig", "SyntheticConfig"]
 
 
 @dataclass
@@ -84,6 +38,12 @@ class DataConfig:
             operators ==, !=, >=, <=, >, <, in [...], not in [...], and, or, and parentheses. A row with an empty label
             is only part of histories. None means implicit feedback: every row is a positive. The label's columns can
             be user or item columns only if the table `users` or `items` has them.
+        task: of the label: "binary", or "regression" for a column of real numbers, which the model predicts by their
+            squared error.
+        labels: several labels that one model predicts at once, at least two; `label` and `task` are those of the first.
+            A row is a sample if it has the first one; where it lacks another, that one counts in no loss or metric.
+        weight: column of the weight of a row in the loss, a positive number, or None. A sampled negative has that of
+            its positive. Metrics do not read it.
         negatives: sampled negatives per positive, for implicit feedback only.
         user_categorical: columns of the user that become keys.
         user_dense: numeric columns of the user that become dense features.
@@ -160,6 +120,9 @@ class DataConfig:
     timestamp: str = "timestamp"
     timestamp_unit: Literal["s", "ms", "us", "ns"] = "s"
     label: str | None = None
+    task: Task = "binary"
+    labels: list[LabelConfig] = field(default_factory=list)
+    weight: str | None = None
     negatives: int = 4
     user_categorical: list[str] = field(default_factory=list)
     user_dense: list[str] = field(default_factory=list)
@@ -202,6 +165,19 @@ class DataConfig:
     policy: str | None = None
     prepared: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.labels and self.label is None:
+            self.label, self.task = self.labels[0].label, self.labels[0].task
+
+    def targets(self) -> list[LabelConfig]:
+        """`labels`, or the only label as one named "label"."""
+        return self.labels or [LabelConfig("label", self.label, self.task)]
+
+    def label_columns(self) -> list[str]:
+        """The columns of all labels."""
+        found = [] if self.label is None else [name for one in self.targets() for name in label_columns(one.label)]
+        return list(dict.fromkeys(found))
+
     @property
     def longest_timeline(self) -> int:
         """The most events of a timeline in a batch by user."""
@@ -220,9 +196,8 @@ class DataConfig:
         columns = {self.user, self.item, self.timestamp, *self.user_categorical, *self.user_dense}
         columns |= {*self.item_categorical, *self.item_dense, *self.event_categorical, *self.event_dense}
         columns |= {*self.impression_categorical, *self.impression_dense}
-        if self.label is not None:
-            columns.update(label_columns(self.label))
-        columns |= {name for name in (self.title, self.group, self.split_column) if name is not None}
+        columns.update(self.label_columns())
+        columns |= {name for name in (self.title, self.group, self.split_column, self.weight) if name is not None}
         columns.update(self.engagement_columns())
         if self.history is not None:
             columns.update(parse_rule(self.history).columns)
@@ -237,9 +212,9 @@ class DataConfig:
             columns -= {*self.item_categorical, *self.item_dense, *([] if self.title is None else [self.title])}
         columns |= {self.user, self.item, self.timestamp, *self.event_categorical, *self.event_dense}
         columns |= {*self.impression_categorical, *self.impression_dense}
-        for rule in (self.label, self.history):
-            columns.update([] if rule is None else label_columns(rule))
-        columns |= {name for name in (self.group, self.split_column) if name is not None}
+        columns.update(self.label_columns())
+        columns.update([] if self.history is None else label_columns(self.history))
+        columns |= {name for name in (self.group, self.split_column, self.weight) if name is not None}
         return columns | {*self.engagement_columns()}
 
     def engagement_columns(self) -> list[str]:
@@ -254,188 +229,7 @@ class DataConfig:
 
     def check(self) -> None:
         """Raises DataError for settings that are wrong for any table."""
-        for name in ("max_history", "max_slots", "num_quantiles", "num_age_buckets"):
-            if not 1 <= getattr(self, name) <= _MAX_COUNT:
-                bound = "at least 1" if getattr(self, name) < 1 else f"at most {_MAX_COUNT}"
-                raise DataError(f"data.{name} is {getattr(self, name)}; it must be {bound}")
-        if self.max_timeline is not None and not self.max_history <= self.max_timeline <= _MAX_COUNT:
-            bounds = f"from data.max_history, {self.max_history}, to {_MAX_COUNT}"
-            raise DataError(f"data.max_timeline is {self.max_timeline}; it must be {bounds}, or null")
-        check_encoding(self.encoding)
-        for name in ("num_users", "num_items", "num_categories", "mean_length"):
-            if not 1 <= getattr(self.synthetic, name) <= _MAX_COUNT:
-                bound = "at least 1" if getattr(self.synthetic, name) < 1 else f"at most {_MAX_COUNT}"
-                raise DataError(f"data.synthetic.{name} is {getattr(self.synthetic, name)}; it must be {bound}")
-        if self.synthetic.seed < 0:
-            raise DataError(f"data.synthetic.seed is {self.synthetic.seed}; it must be at least 0")
-        if self.label is None and self.negatives < 1:
-            raise DataError(f"data.negatives is {self.negatives}; without a label it must be at least 1")
-        if self.negatives > _MAX_COUNT:
-            raise DataError(f"data.negatives is {self.negatives}; it must be at most {_MAX_COUNT}")
-        whole = math.isclose(sum(self.fractions), 1.0, abs_tol=1e-6)
-        if len(self.fractions) != 3 or min(self.fractions) <= 0 or not whole:
-            raise DataError(f"data.fractions is {self.fractions}; it must hold three positive numbers that sum to 1")
-        if self.source == "table" and self.interactions is None and self.prepared is None:
-            raise DataError(
-                "data.interactions is not set; it must name the file of interactions (or set data.source: synthetic)"
-            )
-        self._check_statistics()
-        self._check_roles()
-        keys = [
-            *self.user_categorical,
-            *self.user_dense,
-            self.item,
-            *self.item_categorical,
-            *self.item_dense,
-            *self.event_categorical,
-            *self.event_dense,
-            *self.impression_categorical,
-            *self.impression_dense,
-        ]
-        shared = {*self.event_categorical} & {*self.impression_categorical}
-        for name in keys:
-            if keys.count(name) > 1 + (name in shared):
-                raise DataError(f"data lists the column '{name}' twice; a column can have one role only")
-        if self.semantic_ids is not None and SID in keys:
-            raise DataError(f"data lists the column '{SID}', which is that of data.semantic_ids; rename the column")
-        self._check_leak()
-        self._check_split()
-        self._check_ids()
-        self._check_engagement()
-        for name in (self.item, *self.item_categorical, *self.event_categorical, *self.event_dense):
-            if name == AGE:
-                raise DataError(
-                    f"column '{name}' needs the key '{HISTORY}{AGE}', which is the age of the events; rename the column"
-                )
-        for name, separator in self.separators.items():
-            if not separator:
-                raise DataError(f"data.separators.{name} is ''; it must be the separator of the values")
-            if name not in (
-                *self.user_categorical,
-                *self.item_categorical,
-                *self.event_categorical,
-                *self.impression_categorical,
-            ):
-                raise DataError(f"data.separators has '{name}', which is not a categorical column of this config")
-
-    def _check_roles(self) -> None:
-        """Raises DataError if one column is to be two of the user, the item, the time, the split and the label."""
-        roles = {"user": self.user, "item": self.item, "timestamp": self.timestamp, "split_column": self.split_column}
-        for setting in ("impression_categorical", "impression_dense"):
-            for role, name in roles.items():
-                if name in getattr(self, setting):
-                    raise DataError(f"data.{setting} lists '{name}', which is data.{role}; it must list other columns")
-        roles["label"] = None if self.label is None else only_column(self.label)
-        seen: dict[str, str] = {}
-        for role, name in roles.items():
-            if name in seen:
-                raise DataError(f"data.{seen[name]} and data.{role} are both '{name}'; they must be different columns")
-            if name is not None:
-                seen[name] = role
-        if self.items is None and self.user in (*self.item_categorical, *self.item_dense):
-            raise DataError(f"data.item_* lists '{self.user}', the column of the user; an item has many users")
-
-    def _check_ids(self) -> None:
-        """Raises DataError for settings of ids and crosses that no table fits."""
-        items = [self.item, *self.item_categorical]
-        for columns in self.event_crosses:
-            if len(columns) < 2:
-                raise DataError(f"data.event_crosses has {columns}; a cross needs at least two columns")
-            for name in columns:
-                if name not in (*items, *self.event_categorical):
-                    known = suggest(name, [*items, *self.event_categorical])
-                    raise DataError(f"data.event_crosses has '{name}', which is no such column of this config; {known}")
-        for cross in self.crosses():
-            if cross in self.columns():
-                raise DataError(
-                    f"data.event_crosses makes '{cross}', which is a column of this config; rename the column"
-                )
-        known = [*self.user_categorical, *items, *self.event_categorical, *self.crosses()]
-        known += [name for name in self.impression_categorical if name not in known]
-        for setting in ("min_count", "hash_buckets"):
-            for name, number in getattr(self, setting).items():
-                if name not in known:
-                    raise DataError(f"data.{setting} has '{name}', no categorical column; {suggest(name, known)}")
-                if number < 1:
-                    raise DataError(f"data.{setting}.{name} is {number}; it must be at least 1")
-        if both := self.min_count.keys() & self.hash_buckets.keys():
-            raise DataError(f"data.min_count and data.hash_buckets both have '{min(both)}'; buckets need no count")
-        if self.eval_negatives < 1:
-            raise DataError(f"data.eval_negatives is {self.eval_negatives}; it must be at least 1")
-        if not 0 <= self.unknown_share < 1:
-            raise DataError(f"data.unknown_share is {self.unknown_share}; it must be in [0, 1)")
-
-    def _check_engagement(self) -> None:
-        """Raises DataError for columns of dwell, surface and session that no table fits, or that would leak."""
-        given = {"dwell": self.dwell, "surface": self.surface, "session": self.session}
-        given = {setting: name for setting, name in given.items() if name is not None}
-        for setting, name in given.items():
-            for role in ("user", "item", "timestamp", "split_column"):
-                if getattr(self, role) == name:
-                    raise DataError(f"data.{setting} and data.{role} are both '{name}'; they must be different columns")
-            if list(given.values()).count(name) > 1:
-                raise DataError(f"data.{setting} is '{name}', which another of dwell, surface and session is too")
-        for setting in ("user_categorical", "user_dense", "item_categorical", "item_dense"):
-            if self.dwell in getattr(self, setting):
-                raise DataError(f"data.{setting} lists '{self.dwell}', which is data.dwell; it differs by event")
-        for setting in ("impression_categorical", "impression_dense"):
-            if self.dwell in getattr(self, setting):
-                why = "it is known only after the event; event_dense shows it in the history only"
-                raise DataError(f"data.{setting} lists '{self.dwell}', which is data.dwell; {why}")
-        if self.conversion is not None:
-            label_columns(self.conversion)
-        engaged = self.dwell is not None or self.surface is not None
-        if self.policy is not None and not engaged and self.source == "table" and self.prepared is None:
-            raise DataError("data.policy is set, but neither data.dwell nor data.surface; it goes by them")
-
-    def _check_statistics(self) -> None:
-        for name in self.statistics:
-            if name not in STATISTICS:
-                raise DataError(f"data.statistics has '{name}'; {suggest(name, STATISTICS)}")
-        if self.statistics and self.label is None and self.source == "table" and self.prepared is None:
-            raise DataError("data.statistics counts positives, so that it needs data.label")
-        for name in self.statistics_columns():
-            if name in (*self.user_dense, *self.item_dense):
-                raise DataError(f"data.statistics makes '{name}', which is a column of this config; rename the column")
-
-    def _check_split(self) -> None:
-        """Raises DataError for a given split that is not given whole."""
-        for name, split in (("split_column", "column"), ("validation", "files"), ("test", "files")):
-            if self.split == split and getattr(self, name) is None:
-                raise DataError(f"data.{name} is not set; data.split: {split} needs it")
-            if self.split != split and getattr(self, name) is not None:
-                raise DataError(
-                    f"data.{name} is set, but data.split is {self.split}; set data.split: {split} to use it"
-                )
-        if self.split in ("column", "files") and self.source == "synthetic":
-            raise DataError(f"data.split is {self.split}; the synthetic table has no given split")
-        if not 0 <= self.split_seed < 2**32:
-            raise DataError(f"data.split_seed is {self.split_seed}; it must be in [0, 2**32)")
-        if self.history is not None:
-            parse_rule(self.history)
-
-    def _check_leak(self) -> None:
-        if self.label is None:
-            return
-        defining = label_columns(self.label)
-        for setting in ("impression_categorical", "impression_dense"):
-            leak = next((name for name in defining if name in getattr(self, setting)), None)
-            if leak is not None:
-                raise DataError(
-                    f"column '{leak}' defines the label, so data.{setting} must not list it; event_categorical and "
-                    "event_dense show it in the history only"
-                )
-        for entity, table, names in (
-            ("user", self.users, [*self.user_categorical, *self.user_dense]),
-            ("item", self.items, [*self.item_categorical, *self.item_dense]),
-        ):
-            leak = next((name for name in defining if table is None and name in names), None)
-            if leak is not None:
-                raise DataError(
-                    f"column '{leak}' defines the label, so data.{entity}_* must not list it (unless "
-                    f"data.{entity}s is a table that has it); event_categorical and event_dense show it in the history "
-                    "only"
-                )
+        check_settings(self)
 
 
 def _absolute(path: str | list[str] | None) -> str | list[str] | None:

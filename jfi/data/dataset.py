@@ -22,6 +22,7 @@ from jfi.data.negatives import NegativeSampler
 from jfi.data.order import BatchPart, SampleOrder, Shuffled
 from jfi.data.schema import DataSchema, FeatureSpec
 from jfi.data.summary import Summary
+from jfi.data.targets import WEIGHT
 from jfi.data.unknown import UnknownIds
 from jfi.encoding import UNKNOWN, age_buckets
 from jfi.history import Policy
@@ -364,8 +365,12 @@ class InteractionDataset:
         dense = np.concatenate([self._dense_users[user], self._dense_items[item], *impressions], axis=1)
         if not self.schema.dense_names:
             dense = np.zeros((len(events), 1), np.float32)
+        further = [column[events[:count]] for name, column in table.targets.items() if name != WEIGHT]
+        if further:
+            label = np.stack([label, *further], axis=1)
+        weight = torch.from_numpy(table.targets[WEIGHT][events[:count]]) if WEIGHT in table.targets else None
         arrays = (label, user[:count], samples[:count])
-        return Batch(torch.from_numpy(dense), sparse, *map(torch.from_numpy, arrays), part.total, times)
+        return Batch(torch.from_numpy(dense), sparse, *map(torch.from_numpy, arrays), part.total, times, weight)
 
 
 def _spread(weights: np.ndarray, specs: Sequence[FeatureSpec], length_per_key: np.ndarray) -> torch.Tensor:

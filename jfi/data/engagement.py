@@ -122,7 +122,7 @@ def training_log(config: DataConfig) -> tuple[EventLog, np.ndarray]:
     config = column_settings(replace(config, statistics=[], policy=None))
     if config.dwell is None and config.surface is None:
         raise DataError("neither data.dwell nor data.surface is set; a policy needs one of them")
-    rule = config.conversion or config.label
+    rule = config.conversion or (config.label if config.task == "binary" else None)
     if rule is None:
         raise DataError("data.conversion is not set, and there is no data.label; it must say which events are to count")
     tables = read_tables(config, label_columns(rule))

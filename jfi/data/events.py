@@ -1,6 +1,6 @@
 """All events of a table, sorted so that every history is a range of them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -13,9 +13,10 @@ class Events:
     Args:
         user, item: `[E]` integers, indices of users and items. Every user in `[0, U)` has an event.
         time: `[E]` float64 seconds.
-        label: `[E]` float32, 0 or 1, or NaN for a row that is only part of histories.
+        label: `[E]` float32, 0 or 1 (of a regression any number), or NaN for a row that is only part of histories.
         split: `[E]` int8, the index in `splits.SPLITS`.
         rows: `[H]` integers, ascending, the rows that histories consist of; None if all are.
+        targets: what the loss reads beside the label, `[E]` float32 by the names of `jfi.data.targets`.
 
     Example:
         >>> user, time = np.array([0, 0, 0, 1]), np.array([5.0, 7.0, 7.0, 9.0])
@@ -30,6 +31,7 @@ class Events:
     label: np.ndarray
     split: np.ndarray
     rows: np.ndarray | None = None
+    targets: dict[str, np.ndarray] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.user)

@@ -17,6 +17,7 @@ from jfi.data.labels import label_columns
 from jfi.data.rules import parse_rule
 from jfi.data.source import column_settings
 from jfi.data.splits import SPLITS
+from jfi.data.targets import WEIGHT, labels_of
 from jfi.files import writing_file
 
 #: The file's name in a prepared dataset.
@@ -69,8 +70,11 @@ class Fingerprint:
             config.timestamp: [_blocks(events.time)],
         }
         if config.label is not None:
-            for name in label_columns(config.label):
-                values.setdefault(name, []).append(_blocks(events.label))
+            for one, column in zip(config.targets(), labels_of(config, events.label, events.targets), strict=True):
+                for name in label_columns(one.label):
+                    values.setdefault(name, []).append(_blocks(column))
+        if config.weight is not None:
+            values.setdefault(config.weight, []).append(_blocks(events.targets[WEIGHT]))
         if events.rows is not None:
             for name in parse_rule(config.history).columns:
                 values.setdefault(name, []).append(_blocks(events.rows))

@@ -2,12 +2,18 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jfi.data.errors import DataError
 from jfi.data.rules import describe_values, only_column, parse_rule
+from jfi.data.settings import Task
 from jfi.data.table import Table
+from jfi.encoding import LARGEST_NUMBER
+
+if TYPE_CHECKING:
+    from jfi.data.config import DataConfig
 
 
 def label_columns(label: str) -> list[str]:
@@ -20,14 +26,16 @@ def label_columns(label: str) -> list[str]:
     return parse_rule(label).columns if column is None else [column]
 
 
-def read_labels(table: Table, label: str | None) -> np.ndarray:
+def read_labels(table: Table, label: str | None, task: Task = "binary") -> np.ndarray:
     """`[N]` float32, 0 or 1, or NaN for a row that is history only.
 
     Args:
+        table: the interactions.
         label: None (every row is a positive), a column of 0 and 1, or a rule as `jfi.data.rules` defines it.
+        task: with "regression" the label is a column of finite numbers.
 
     Raises:
-        DataError: a wrong rule, an absent column, or a value that is not 0 or 1.
+        DataError: a wrong rule, an absent column, or a value that is not 0 or 1, or not finite.
     """
     if label is None:
         return np.ones(len(table), np.float32)
@@ -35,11 +43,18 @@ def read_labels(table: Table, label: str | None) -> np.ndarray:
     if column is None:
         return parse_rule(label).holds(table)
     values = table.numbers(column)
+    if task == "regression":
+        wrong = np.abs(values) > LARGEST_NUMBER
+        if wrong.any():
+            row = int(wrong.argmax())
+            raise table.fault(row, f"label '{label}' is {values[row]:g}, not a finite number of float32")
+        return values.astype(np.float32)
     outside = ~((values == 0) | (values == 1) | np.isnan(values))
     if outside.any():
         row = int(outside.argmax())
         rule = f"{label} >= {values[row]:g}"
-        raise table.fault(row, f"label '{label}' is {values[row]:g}, not 0 or 1; did you mean a rule such as '{rule}'?")
+        what = f"label '{label}' is {values[row]:g}, not 0 or 1"
+        raise table.fault(row, f"{what}; did you mean a rule such as '{rule}'? data.task: regression predicts numbers")
     return values.astype(np.float32)
 
 
@@ -54,7 +69,7 @@ def check_labels(table: Table, label: str | None, values: np.ndarray) -> None:
 
 def count_labels(values: np.ndarray) -> np.ndarray:
     """`[2]` int64, the number of rows with label 0 and with label 1."""
-    return np.bincount(values[~np.isnan(values)].astype(np.int64), minlength=2)
+    return np.array([np.count_nonzero(values == 0), np.count_nonzero(values == 1)])
 
 
 def check_counts(
@@ -117,13 +132,13 @@ class AbsentValue:
         return f"{self.setting} '{self.rule}': no row has the value '{self.value}'; {known}"
 
 
-def absent_values(table: Table, label: str | None, history: str | None) -> list[AbsentValue]:
-    """Of `data.label` and `data.history` the values that no row of the table has."""
-    rules = {"label": None if label is None or only_column(label) is not None else label, "history": history}
+def absent_values(table: Table, config: "DataConfig") -> list[AbsentValue]:
+    """Of the labels and `data.history` the values that no row of the table has."""
+    rules = [("label", one.label) for one in config.targets() if one.label and only_column(one.label) is None]
+    rules += [] if config.history is None else [("history", config.history)]
     return [
         AbsentValue(setting, rule, column, value)
-        for setting, rule in rules.items()
-        if rule is not None
+        for setting, rule in rules
         for column, value in parse_rule(rule).absent_values(table)
     ]
 

@@ -8,8 +8,9 @@ from jfi.data.arrange import Rows
 from jfi.data.columns import count_slots, encode, is_multi_valued, learn_edges, learn_vocabulary, moments
 from jfi.data.config import AGE, HISTORY, SID, DataConfig
 from jfi.data.errors import DataError
-from jfi.data.schema import DataSchema, Encodings, Entity, FeatureSpec, Strings
+from jfi.data.schema import DataSchema, Encodings, Entity, FeatureSpec, LabelSpec, Strings
 from jfi.data.source import RawColumns
+from jfi.data.targets import labels_of
 from jfi.encoding import UNKNOWN, HashBuckets
 
 
@@ -67,7 +68,16 @@ def learn_schema(columns: RawColumns, rows: Rows, config: DataConfig) -> DataSch
         encodings=encodings,
         titles=None if config.title is None else _titles(columns, config, encodings),
         codec=None if columns.sids is None else columns.sids.codec,
+        labels=_learn_labels(rows, samples, config),
     )
+
+
+def _learn_labels(rows: Rows, samples: np.ndarray, config: DataConfig) -> list[LabelSpec]:
+    found = []
+    for one, column in zip(config.targets(), labels_of(config, rows.label, rows.targets), strict=True):
+        scale = moments(column, samples) if one.task == "regression" else ()
+        found.append(LabelSpec(one.name, one.task, *scale))
+    return found
 
 
 def _learn_keys(

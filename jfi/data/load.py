@@ -83,7 +83,7 @@ def load_dataset(config: DataConfig, schema: DataSchema | None = None) -> Intera
         if schema is None:
             schema = learn_schema(columns, rows, config)
         dataset = build_dataset(columns, rows, schema, config)
-    absent = absent_values(tables.interactions, config.label, config.history)
+    absent = absent_values(tables.interactions, config)
     dataset.summary.warnings.extend(one.describe(lambda: [tables.interactions]) for one in absent)
     return dataset
 
@@ -148,7 +148,7 @@ def build_scoring(
 
 def _events(rows: Rows) -> Events:
     histories = None if rows.event is None else np.flatnonzero(rows.event)
-    return Events(rows.user, rows.item, rows.time, rows.label, rows.split, histories)
+    return Events(rows.user, rows.item, rows.time, rows.label, rows.split, histories, rows.targets)
 
 
 def check_fits(schema: DataSchema, config: DataConfig) -> None:
@@ -178,6 +178,7 @@ def check_fits(schema: DataSchema, config: DataConfig) -> None:
         ("hash_buckets", buckets, config.hash_buckets),
         ("max_history", schema.max_history, config.max_history),
         ("num_age_buckets", schema.num_age_buckets, config.num_age_buckets),
+        ("labels", [(one.name, one.task) for one in schema.labels], [(one.name, one.task) for one in config.targets()]),
     ):
         if learnt != wanted:
             learnt, wanted = (sorted(x) if isinstance(x, set) else x for x in (learnt, wanted))
@@ -209,6 +210,7 @@ def _pairs(schema: DataSchema, prepared: DataSchema) -> Iterator[tuple[str, obje
     for name, edges in ours.edges.items():
         yield f"quantiles of '{name}'", list(edges), list(theirs.edges.get(name, []))
     yield "means and deviations", ours.moments, theirs.moments
+    yield "labels", schema.labels, prepared.labels
 
 
 def _samples(events: Events, known: np.ndarray, config: DataConfig) -> dict[str, np.ndarray]:

@@ -8,7 +8,7 @@ import typing
 from dataclasses import dataclass
 from pathlib import Path
 
-from jfi.data.config import FILES, DataConfig, SyntheticConfig
+from jfi.data.config import FILES, DataConfig, LabelConfig, SyntheticConfig
 from jfi.data.errors import DataError
 from jfi.files import reading_file
 from jfi.suggest import suggest
@@ -66,6 +66,7 @@ class Manifest:
         _check_fields(path, "data", data, DataConfig)
         if "synthetic" in data:
             data["synthetic"] = SyntheticConfig(**data["synthetic"])
+        data["labels"] = [LabelConfig(**one) for one in data.get("labels", [])]
         data |= {name: _below(path.parent, data[name]) for name in FILES if name in data}
         return cls(DataConfig(**data), tree.get("complete", False), tree.get("sizes", {}))
 
@@ -117,7 +118,15 @@ def _check_fields(path: Path, prefix: str, values: dict, kind: type) -> None:
     for name, value in values.items():
         if name not in kinds or name == "prepared":
             raise DataError(f"{path}: {prefix} has no field '{name}'; {suggest(name, kinds)}")
-        if dataclasses.is_dataclass(kinds[name]):
+        inner = next(iter(typing.get_args(kinds[name])), None)
+        if dataclasses.is_dataclass(inner) and isinstance(value, list):
+            for place, one in enumerate(value):
+                key = f"{prefix}.{name}[{place}]"
+                _check(path, key, one, dict)
+                _check_fields(path, key, one, inner)
+                if lacking := {"name", "label"} - one.keys():
+                    raise DataError(f"{path}: {key} has no field '{min(lacking)}'")
+        elif dataclasses.is_dataclass(kinds[name]):
             _check(path, f"{prefix}.{name}", value, dict)
             _check_fields(path, f"{prefix}.{name}", value, kinds[name])
         else:

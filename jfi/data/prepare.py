@@ -42,6 +42,7 @@ from jfi.data.source import column_settings
 from jfi.data.splits import SPLITS
 from jfi.data.summarize import summarize
 from jfi.data.table_blocks import count_rows, input_files
+from jfi.data.targets import target_names
 from jfi.display import Display
 from jfi.files import naming, sync
 from jfi.lock import locking_folder
@@ -134,7 +135,9 @@ def _encode(config: DataConfig, schema: DataSchema | None, work: Path, folder: P
     columns = read_columns(work / "rows")
     order, split = read_order_and_split(work / "order")
     ids = [read_ids(work / "rows", name) for name in ("user", "item")]
-    rows = Rows(*ids, columns["user"], columns["item"], columns["time"], columns["label"], split, order)
+    targets = {name: columns[name] for name in target_names(config)}
+    own = [columns[name] for name in ("user", "item", "time", "label")]
+    rows = Rows(*ids, *own, split, order, targets=targets)
     source = SortedColumns(work / "read", work / "rows", rows, config, folder)
     if schema is None:
         schema = learn_schema(source, rows, config)
@@ -147,7 +150,7 @@ def _encode(config: DataConfig, schema: DataSchema | None, work: Path, folder: P
 
     encoded = encode_features(source, schema, encode_event)
     histories = None if config.history is None else write_true_rows(folder / "histories", columns["event"])
-    events = Events(rows.user, rows.item, rows.time, rows.label, split, histories)
+    events = Events(rows.user, rows.item, rows.time, rows.label, split, histories, targets)
     items = known_items(schema, encoded, events)
     known = members(items, len(rows.item_ids))
     writers = {name: _split_writer(folder, name, len(order)) for name in SPLITS}

@@ -31,6 +31,7 @@ from jfi.data.labels import (
 from jfi.data.rules import only_column, parse_rule
 from jfi.data.table import Table
 from jfi.data.table_blocks import fault_of_no_rows, iterate_tables, name_of, same_kind
+from jfi.data.targets import labels_of, read_targets, target_names
 
 _VALUES, _WARNINGS = "values.json", "warnings.json"
 
@@ -100,7 +101,8 @@ def read_rows(config: DataConfig, folder: Path, advance: Callable[[int], None]) 
     def tables() -> Iterator[Table]:
         return (table for _, table in iterate_tables(config))
 
-    check_counts(name, config.label, *stage.labels, tables)
+    for one, counts in zip(config.targets(), stage.labels, strict=True):
+        check_counts(name, one.label, *counts, tables)
     if config.history is not None:
         check_history(name, config.history, stage.rows, stage.events, tables)
     (folder / _WARNINGS).write_text(json.dumps([one.describe(tables) for one in stage.absent or []]))
@@ -121,7 +123,7 @@ def read_values(folder: Path, column: str) -> pa.Array:
 class _Stage:
     def __init__(self, config: DataConfig, first: Table, folder: Path) -> None:
         self._config, self._folder, self.rows = config, folder, 0
-        self.labels, self.events = np.zeros(2, np.int64), 0
+        self.labels, self.events = np.zeros((len(config.targets()), 2), np.int64), 0
         self.absent: list[AbsentValue] | None = None
         self._columns = raw_columns(config)
         self._lists = {
@@ -130,6 +132,7 @@ class _Stage:
             if column.kind == "category" and is_multi_valued(first.categories(column.name, config.separators))
         }
         types: dict[str, type] = {"user": np.int32, "item": np.int32, "time": np.float64, "label": np.float32}
+        types |= dict.fromkeys(target_names(config), np.float32)
         if config.split in ("column", "files"):
             types["split"] = np.int8
         if config.history is not None:
@@ -153,9 +156,12 @@ class _Stage:
         put("user", self._codes["user"].encode(table.ids(config.user)))
         put("item", self._codes["item"].encode(table.ids(config.item)))
         put("time", self._times(table))
-        labels = read_labels(table, config.label)
+        labels = read_labels(table, config.label, config.task)
         put("label", labels)
-        self.labels += count_labels(labels)
+        targets = read_targets(table, config, labels)
+        for name, column in targets.items():
+            put(name, column)
+        self.labels += [count_labels(column) for column in labels_of(config, labels, targets)]
         if config.split == "column":
             put("split", given_splits(table, config.split_column))
         elif config.split == "files":
@@ -165,7 +171,7 @@ class _Stage:
             self.events += int(event.sum())
             put("event", event)
         if self.absent != []:
-            absent = absent_values(table, config.label, config.history)
+            absent = absent_values(table, config)
             self.absent = absent if self.absent is None else [one for one in self.absent if one in absent]
         if config.group is not None:
             put("group", self._groups(table))
@@ -211,8 +217,10 @@ class _Stage:
         config = self._config
         text = [column.name for column in self._columns if column.kind != "number"]
         text += [name for name in (config.group, config.split_column) if name is not None]
-        rules = [config.history, None if config.label is None or only_column(config.label) else config.label]
-        text += [name for rule in rules if rule is not None for name in parse_rule(rule).text_columns()]
+        labels = [] if config.label is None else [one.label for one in config.targets()]
+        rules = [rule for rule in labels if only_column(rule) is None]
+        rules += [] if config.history is None else [config.history]
+        text += [name for rule in rules for name in parse_rule(rule).text_columns()]
         for name in dict.fromkeys((config.user, config.item, *text)):
             if name not in table.known or not pa.types.is_floating(table.data.schema.field(name).type):
                 continue

@@ -38,6 +38,7 @@ from jfi.data.negatives import NegativeSampler
 from jfi.data.schema import DataSchema, Entity, FeatureSpec
 from jfi.data.splits import SPLITS
 from jfi.data.summary import Summary, describe_lengths
+from jfi.data.targets import target_names
 from jfi.encoding import UNKNOWN
 from jfi.files import DamagedFileError, check_sum, is_storage_fault, naming, read_sums, reading_file
 
@@ -67,7 +68,7 @@ def open_prepared(config: DataConfig, verify: bool = True) -> InteractionDataset
     schema = dataclasses.replace(DataSchema.load(folder), max_history=config.max_history)
     tables = {of: read_arrow(folder / f"{of}s.arrow") for of in ("event", "user", "item")}
     histories = None if config.history is None else as_numpy(read_arrow(folder / "histories.arrow")["event"])
-    events = Events(*(as_numpy(tables["event"][name]) for name in COLUMNS), histories)
+    events = read_events(tables["event"], config, histories)
     columns = read_features(schema, tables)
     samples = {name: as_numpy(read_arrow(folder / f"{name}.arrow")["event"]) for name in SPLITS}
     negatives = None
@@ -80,6 +81,19 @@ def open_prepared(config: DataConfig, verify: bool = True) -> InteractionDataset
     dataset = InteractionDataset(events, schema, columns, dense, samples, negatives, *choices, *fields)
     dataset.folder, dataset.summary = folder, _summary(folder, config)
     return dataset
+
+
+def read_events(columns: dict[str, pa.Array], config: DataConfig, histories: np.ndarray | None) -> Events:
+    """The events, whose columns are not copied.
+
+    Raises:
+        DataError: a column is missing.
+    """
+    for name in (*COLUMNS, *target_names(config)):
+        if name not in columns:
+            raise DataError(f"events.arrow: no column '{name}'")
+    targets = {name: as_numpy(columns[name]) for name in target_names(config)}
+    return Events(*(as_numpy(columns[name]) for name in COLUMNS), histories, targets)
 
 
 def verify_dataset(folder: Path) -> None:

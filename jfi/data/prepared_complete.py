@@ -23,11 +23,11 @@ from jfi.data.load import check_fits
 from jfi.data.manifest import Manifest
 from jfi.data.negatives import NegativeSampler
 from jfi.data.prepared import (
-    COLUMNS,
     IN_HISTORY,
     as_numpy,
     known_items,
     read_dense,
+    read_events,
     read_features,
 )
 from jfi.data.prepared_parts import join_events, join_small
@@ -96,7 +96,7 @@ def _complete(folder: Path, manifest: Manifest, memory: str, show: bool) -> None
         histories = None
         if manifest.data.history is not None:
             histories = write_true_rows(work / "histories", as_numpy(tables["event"][IN_HISTORY]))
-        events = Events(*(as_numpy(tables["event"][name]) for name in COLUMNS), histories)
+        events = read_events(tables["event"], manifest.data, histories)
         with Display("sort and derive", None, silent=not show, ticking=True):
             dataset = _derive(events, tables, schema, manifest.data, work, memory)
         write_derived(dataset, work)

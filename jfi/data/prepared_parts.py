@@ -18,6 +18,7 @@ from jfi.data.prepared import COLUMNS, IN_HISTORY, column_name, dense_names
 from jfi.data.prepared_write import id_type
 from jfi.data.schema import DataSchema, Entity
 from jfi.data.splits import SPLITS
+from jfi.data.targets import check_target, target_names
 from jfi.display import Display
 from jfi.files import is_storage_fault
 from jfi.sid.codec import Codec
@@ -84,6 +85,8 @@ def join_events(
     dense = dense_names(config)["event"]
     index = index_type(max(counts.values()))
     types = {"user": index, "item": index, "time": np.float64, "label": np.float32, "split": np.int8}
+    targets = target_names(config)
+    types |= dict.fromkeys(targets, np.float32)
     types |= {name: id_type(count) for name, count in ids.items()} | dict.fromkeys(dense, np.float32)
     types |= {_offsets(name): np.int64 for name in lists}
     if config.history is not None:
@@ -101,6 +104,13 @@ def join_events(
                 raise DataError(f"{file}: column '{name}' has nulls")
         values = {name: batch.column(name).to_numpy(zero_copy_only=False) for name in COLUMNS}
         check.add(file, start, values)
+        for name in targets:
+            column = _column(batch, name, file)
+            if not pa.types.is_float32(column.type):
+                raise DataError(f"{file}: column '{name}' has type {column.type}, see docs/prepared-data.md")
+            values[name] = column.to_numpy(zero_copy_only=False)
+        for name in ("label", *targets):
+            check_target(name, values[name], config, file, start)
         for name, column in values.items():
             writer.append(name, column)
         for name, count in ids.items():
@@ -153,7 +163,6 @@ class _OrderCheck:
             (user[1:] >= self._counts["user"], "'user' is not a row of users"),
             ((item[1:] < 0) | (item[1:] >= self._counts["item"]), "'item' is not a row of items"),
             (~np.isfinite(time[1:]), "'time' is not finite"),
-            (~((label == 0) | (label == 1) | np.isnan(label)), "'label' is not 0, 1 or missing"),
             (
                 self._is_implicit & (label != 1),
                 "'label' is not 1, but the manifest has no label: every row is a positive",

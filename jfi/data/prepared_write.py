@@ -92,6 +92,7 @@ def _table(
         columns["user"] = events.user.astype(index_type(len(events)), copy=False)
         columns["item"] = events.item.astype(index_type(len(events)), copy=False)
         columns |= {"time": events.time, "label": events.label, "split": events.split}
+        columns |= events.targets
         if events.rows is not None:
             columns[IN_HISTORY] = members(events.rows, len(events)).view(np.int8)
         if (fields := arrays.engagement) is not None:

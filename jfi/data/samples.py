@@ -10,6 +10,7 @@ from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.data.events import Events
 from jfi.data.splits import SPLITS
+from jfi.data.targets import labels_of
 
 _log = logging.getLogger(__name__)
 
@@ -34,10 +35,11 @@ def choose_samples(
         put: called with the name of a split and its next samples.
 
     Raises:
-        DataError: a split is empty, or all its labels are equal.
+        DataError: a split is empty, or all its labels are equal, those of any label.
     """
     labeled, seen = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
-    low, high = dict.fromkeys(SPLITS, np.inf), dict.fromkeys(SPLITS, -np.inf)
+    columns = list(labels_of(config, events.label, events.targets))
+    low, high = ({name: np.full(len(columns), bound) for name in SPLITS} for bound in (np.inf, -np.inf))
     for begin, end in blocks(len(order)):
         rows = order[begin:end]
         label, split = events.label[rows], events.split[rows]
@@ -48,8 +50,9 @@ def choose_samples(
                 chosen = chosen[known_items[events.item[chosen]]]
             if len(chosen):
                 seen[name] += len(chosen)
-                labels = events.label[chosen]
-                low[name], high[name] = min(low[name], labels.min()), max(high[name], labels.max())
+                for number, column in enumerate(columns):
+                    low[name][number] = np.fmin.reduce(column[chosen], initial=low[name][number])
+                    high[name][number] = np.fmax.reduce(column[chosen], initial=high[name][number])
                 put(name, chosen)
     total = sum(labeled.values())
     if not total:
@@ -66,9 +69,11 @@ def choose_samples(
                 raise DataError(f"the {name} split is empty: {dropped}, {why}")
             if seen[name] < labeled[name]:
                 _log.warning("%s, %s", dropped, why)
-        elif low[name] == high[name]:
-            what = f"all {labeled[name]} labels of the {name} split are {low[name]:g}"
-            raise DataError(f"label '{config.label}': {what}")
+            continue
+        for one, least, most in zip(config.targets(), low[name], high[name], strict=True):
+            if least >= most:
+                what = f"are {least:g}" if least == most else "are empty"
+                raise DataError(f"label '{one.label}': all {labeled[name]} labels of the {name} split {what}")
 
 
 def _how(config: DataConfig) -> str:

@@ -19,6 +19,7 @@ import pyarrow.parquet
 
 from jfi.data.checked_json import checked_json, read_checked_json
 from jfi.data.errors import DataError
+from jfi.data.settings import Task
 from jfi.encoding import HashBuckets, Vocabulary
 from jfi.files import DamagedFileError, reading_file, sha256_of, writing_folder
 from jfi.sid.codec import Codec
@@ -63,6 +64,22 @@ class FeatureSpec:
     of: Entity = "event"
     slot: int | None = None
     semantic: bool = False
+
+
+@dataclass(frozen=True)
+class LabelSpec:
+    """A label that a model of the schema predicts.
+
+    Args:
+        name: "label" if it is the only one.
+        task: "binary" for a logit, "regression" for a number on the label's scale.
+        mean, deviation: of a regression's label in the training rows.
+    """
+
+    name: str = "label"
+    task: Task = "binary"
+    mean: float = 0.0
+    deviation: float = 1.0
 
 
 class Strings(Sequence[str]):
@@ -148,6 +165,7 @@ class DataSchema:
         encodings: the vocabularies, quantiles and moments of the training rows.
         titles: titles of the items, by their id under `item_key`, or None.
         codec: of the semantic IDs, or None without.
+        labels: what is predicted, in the order of a model's outputs.
 
     Example::
 
@@ -167,6 +185,7 @@ class DataSchema:
     encodings: Encodings
     titles: Sequence[str] | None = None
     codec: Codec | None = None
+    labels: list[LabelSpec] = field(default_factory=lambda: [LabelSpec()])
 
     @property
     def num_age_buckets(self) -> int:
@@ -204,6 +223,8 @@ class DataSchema:
             "values": {name: len(values) for name, values in columns.items()},
             "sha256": sha256_of(folder / _LARGE),
         }
+        if self.labels != [LabelSpec()]:
+            content["labels"] = [dataclasses.asdict(one) for one in self.labels]
         if self.codec is not None:
             self.codec.save(folder / CODEC)
             content["codec"] = self.codec.fingerprint
@@ -233,6 +254,7 @@ class DataSchema:
             ),
             titles=titles,
             codec=_read_codec(Path(folder) / CODEC, content["codec"]) if "codec" in content else None,
+            labels=[LabelSpec(**one) for one in content.get("labels", [{}])],
         )
 
 

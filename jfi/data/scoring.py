@@ -152,7 +152,7 @@ class ScoringParts:
 
     @property
     def labels(self) -> np.ndarray:
-        """`[N]` float32, the labels of the rows; NaN where there is none, and for a positive of an unknown item."""
+        """`[N]` float32, or `[N, L]` of L labels; NaN where there is none, and for a positive of an unknown item."""
         return np.concatenate(self._labels)
 
     def key_batches(self) -> Iterator[pa.RecordBatch]:
@@ -181,7 +181,8 @@ class ScoringParts:
         place = data.column(_ROW).to_numpy()
         if not (place >= 0).any():
             return
-        config = replace(self._config, label=None, split="time", timestamp=_TIME, timestamp_unit="s", title=None)
+        config = replace(self._config, label=None, task="binary", labels=[], weight=None)
+        config = replace(config, split="time", timestamp=_TIME, timestamp_unit="s", title=None)
         config = replace(config, group=None, history=None)
         items = self._items
         if items is None and self._first_rows is not None:
@@ -284,7 +285,7 @@ class ScoringParts:
 
     @property
     def _label_columns(self) -> list[str]:
-        return [] if self._config.label is None else label_columns(self._config.label)
+        return self._config.label_columns()
 
     def _parse(self, table: Table) -> pa.Table:
         """The columns in use as the types that the schema encodes: strings, lists of strings, or float64."""
@@ -317,13 +318,17 @@ class ScoringParts:
         return pa.large_list(pa.large_string()) if has_lists(self._schema, name) else pa.large_string()
 
     def _read_labels(self, table: Table) -> np.ndarray:
-        label = self._config.label
-        lacking = next((name for name in self._label_columns if name not in table.known), None)
-        if lacking is not None:
-            self.no_label = self.no_label or f"{table.name}: no column '{lacking}', which the label needs"
-        if label is None or lacking is not None:
-            return np.full(len(table), np.nan, np.float32)
-        return read_labels(table, label)
+        found, targets = [], self._config.targets()
+        for one in targets:
+            columns = [] if one.label is None else label_columns(one.label)
+            lacking = next((name for name in columns if name not in table.known), None)
+            if lacking is not None:
+                self.no_label = self.no_label or f"{table.name}: no column '{lacking}', which the label needs"
+            if one.label is None or lacking is not None:
+                found.append(np.full(len(table), np.nan, np.float32))
+            else:
+                found.append(read_labels(table, one.label, one.task))
+        return found[0] if len(targets) == 1 else np.stack(found, axis=1)
 
     def _write_keys(self, name: str, keys: pa.Table) -> None:
         if self._keys is None:

@@ -15,6 +15,7 @@ from jfi.data.schema import DataSchema, Entity
 from jfi.data.source import RawColumns
 from jfi.data.splits import SPLITS
 from jfi.data.summary import Summary, describe_lengths
+from jfi.data.targets import labels_of
 from jfi.sid.packing import UNKNOWN_SID
 
 #: Times outside of these years are probably of another unit.
@@ -41,7 +42,13 @@ def summarize(dataset: InteractionDataset, config: DataConfig, columns: RawColum
     """
     arrays, encodings = dataset.arrays(), dataset.schema.encodings
     events, samples = arrays.events, arrays.samples
-    shares = {name: _share_of_ones(events.label, rows) for name, rows in samples.items()}
+    columns_of = zip(config.targets(), labels_of(config, events.label, events.targets), strict=True)
+    shares_of = [
+        (one, {name: _share_of_ones(column, rows) for name, rows in samples.items()})
+        for one, column in columns_of
+        if one.task == "binary"
+    ]
+    shares = shares_of[0][1] if config.task == "binary" else {}
     users, items = (len(table) for table in arrays.dense[:2])
     unseen = {name: {} for name in _HELD_OUT}
     for of, index, count in (("user", events.user, users), ("item", events.item, items)):
@@ -65,7 +72,7 @@ def summarize(dataset: InteractionDataset, config: DataConfig, columns: RawColum
         warnings=[
             *_warn_of_time(events.time, config),
             *([] if columns is None else _warn_of_changes(columns, config)),
-            *([] if config.label is None else _warn_of_labels(shares, samples, config.label)),
+            *(line for one, own in shares_of if one.label for line in _warn_of_labels(own, samples, one.label)),
         ],
     )
 
@@ -92,7 +99,8 @@ def _share(rows: np.ndarray, holds: Callable[[np.ndarray], np.ndarray]) -> float
 
 
 def _share_of_ones(label: np.ndarray, rows: np.ndarray) -> float:
-    return _share(rows, lambda chosen: label[chosen] == 1)
+    ones = sum(int(np.count_nonzero(label[chosen] == 1)) for chosen in _chunks(rows))
+    return ones / max(1, sum(int(np.count_nonzero(~np.isnan(label[chosen]))) for chosen in _chunks(rows)))
 
 
 def _in_training(index: np.ndarray, split: np.ndarray, count: int) -> np.ndarray:

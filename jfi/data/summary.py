@@ -22,7 +22,7 @@ class Summary:
         users, items: distinct ids.
         first_time, last_time: in UTC, by ISO 8601; None if they are no dates of this calendar.
         samples: labeled rows by split; without a label the positives, before negatives are sampled.
-        label_shares: by split the share of label 1.
+        label_shares: by split the share of label 1, of the first label; {} for a regression.
         history_lengths: mean, quantiles and share of the empty ones over the samples of all splits, cut at
             `data.max_history`.
         missing: by column the share of its users, items or events without a value; columns without gaps are left out.
@@ -67,7 +67,8 @@ class Summary:
     def __str__(self) -> str:
         """The lines for a screen."""
         days = f", {self.first_time[:10]} to {self.last_time[:10]}" if self.first_time and self.last_time else ""
-        parts = [f"{name} {count:,} ({self.label_shares[name]:.1%} positive)" for name, count in self.samples.items()]
+        shares = {name: f" ({share:.1%} positive)" for name, share in self.label_shares.items()}
+        parts = [f"{name} {count:,}{shares.get(name, '')}" for name, count in self.samples.items()]
         lengths = self.history_lengths
         lines = [
             f"data: {self.rows:,} rows, {self.users:,} users, {self.items:,} items{days}",

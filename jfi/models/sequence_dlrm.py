@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torchrec.models.dlrm import DenseArch, InteractionArch, OverArch
+from torchrec.models.dlrm import DenseArch, InteractionArch
 from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
@@ -14,6 +14,7 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from jfi.models.heads import Heads
 from jfi.models.sequence_arch import RefinedAttention, SequenceArch
 from jfi.modules import (
     JaggedEncoder,
@@ -71,6 +72,8 @@ class SequenceDLRM(nn.Module):
         user_keys: keys of the collections that describe the user, of batches with timelines: see `forward`.
         semantic_ids: embeddings of semantic IDs, or None. Its keys are sequence keys, target keys or entries, as those
             of `embedding_collection` are.
+        heads: several outputs, or one on another scale than a logit's; see `Heads`. None for one logit. Of several, the
+            first layer of OverArch is shared, or a mixture of experts, and each output has the others for itself.
         dense_device: device of all parameters outside the two collections and the encoder.
 
     Raises:
@@ -121,6 +124,7 @@ class SequenceDLRM(nn.Module):
         cross_layers: int = 0,
         user_keys: list[str] | None = None,
         semantic_ids: SemanticIDEmbedding | None = None,
+        heads: Heads | None = None,
         dense_device: torch.device | None = None,
     ) -> None:
         super().__init__()
@@ -204,7 +208,7 @@ class SequenceDLRM(nn.Module):
             crossed = (1 + num_entries) * embedding_dim
             self.cross_net = LowRankCrossNet(crossed, cross_layers, low_rank=embedding_dim).to(dense_device)
             width += crossed
-        self.over_arch = OverArch(width, over_arch_layer_sizes, device=dense_device)
+        self.over_arch = (heads or Heads()).arch(width, over_arch_layer_sizes, dense_device)
 
     __prepare_scriptable__ = not_scriptable("SequenceDLRM")
 
@@ -226,7 +230,7 @@ class SequenceDLRM(nn.Module):
             timelines: whose rows share events; None if each sample has its own.
 
         Returns:
-            Logits [B, 1], as `torchrec.models.dlrm.DLRM` returns them.
+            Logits [B, 1] (of L outputs [B, L], see `heads`), as `torchrec.models.dlrm.DLRM` returns them.
 
         Raises:
             ValueError: a key is absent from `sparse_features`, or a history does not fit its feature's config; with

@@ -1,7 +1,11 @@
 """Layers over TorchRec's jagged tensors."""
 
 from jfi import lockstep  # noqa: F401  # before TorchRec: a wrong pair of torch and fbgemm is said in one line
-from jfi.modules.fused_embedding_collections import FusedEmbeddingBagCollection, FusedEmbeddingCollection
+from jfi.modules.fused_embedding_collections import (
+    FusedEmbeddingBagCollection,
+    FusedEmbeddingCollection,
+    defer_steps,
+)
 from jfi.modules.jagged_encoder import JaggedEncoder
 from jfi.modules.jagged_feature_interaction import JaggedFeatureInteraction
 from jfi.modules.jagged_mean_pooling import JaggedMeanPooling
@@ -32,4 +36,5 @@ __all__ = [
     "TableRows",
     "TimeBias",
     "WeightBias",
+    "defer_steps",
 ]

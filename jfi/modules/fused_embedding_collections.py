@@ -1,6 +1,7 @@
 """TorchRec's embedding collections with an optimizer of their own, which steps only the rows that a batch has read."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -70,6 +71,10 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
     def wait_sorted(self) -> None:
         """The current stream waits for the ids that look-ups sort beside the forward pass on a GPU."""
         self._fused.wait_sorted()
+
+    def deferring(self) -> AbstractContextManager[None]:
+        """See `defer_steps`."""
+        return self._fused.deferring()
 
     def freeze_rows(self, table: str, rows: Tensor) -> None:
         """Keeps rows of a table from being stepped, from the next look-up on.
@@ -327,6 +332,41 @@ class FusedEmbeddingBagCollection(_FusedCollection, EmbeddingBagCollection):
         """As `FusedEmbeddingCollection.averaged`."""
         configs, weighted = self.embedding_bag_configs(), self.is_weighted()
         return self._over_averages(EmbeddingBagCollection(configs, weighted, device=torch.device("meta")))
+
+
+@contextmanager
+def defer_steps(model: nn.Module) -> Iterator[None]:
+    """Accumulates gradients: backward passes within step no table of the model's fused collections.
+
+    The first backward pass after the block that reads a collection makes one step of its tables, by the gradients of
+    all passes, as one batch of all their samples would. Until then the gradients of the rows that were looked up stay
+    in memory; activations do not. An error within the block drops them.
+
+    Args:
+        model: with any number of fused collections, or none.
+
+    Example:
+
+        >>> import torch
+        >>> from torchrec import EmbeddingConfig, KeyedJaggedTensor
+        >>> from jfi.modules import FusedEmbeddingCollection, defer_steps
+        >>> tables = [EmbeddingConfig(name="t", embedding_dim=2, num_embeddings=3, feature_names=["item"])]
+        >>> model = FusedEmbeddingCollection(tables, torch.optim.SGD, {"lr": 1.0})
+        >>> def loss(ids):
+        ...     return model(KeyedJaggedTensor(["item"], torch.tensor(ids), lengths=torch.tensor([len(ids)])))[
+        ...         "item"].values().sum()
+        >>> before = model.embeddings["t"].weight.clone()
+        >>> with defer_steps(model):
+        ...     loss([0, 1]).backward()
+        >>> loss([1]).backward()
+        >>> (before - model.embeddings["t"].weight.detach()).round().tolist()
+        [[1.0, 1.0], [2.0, 2.0], [0.0, 0.0]]
+    """
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, _FusedCollection):
+                stack.enter_context(module.deferring())
+        yield
 
 
 def _pool(key: str, rows: TableRows, weights: Tensor | None, mean: bool) -> Tensor:

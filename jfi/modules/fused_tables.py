@@ -6,7 +6,8 @@ all look-ups of the collection make one step together: a row that several of the
 of its gradients.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -80,6 +81,8 @@ class FusedTables:
         self._states: dict[str, tuple[Tensor, ...]] = states or {}
         #: By backward pass what its look-ups have left.
         self._pending: dict[int, list[_Batch]] = {}
+        #: Whether the step waits for a later backward pass, and what those before it have left.
+        self._deferring, self._deferred = False, []
         #: By table the rows that no step changes, [N] bool.
         self.frozen: dict[str, Tensor] = {}
         self._averages_begun = False
@@ -90,7 +93,7 @@ class FusedTables:
 
     def __getstate__(self) -> dict[str, object]:
         """For copies, which get a stream of their own."""
-        return self.__dict__ | {"_beside": None, "_sorting": False, "_pending": {}}
+        return self.__dict__ | {"_beside": None, "_sorting": False, "_pending": {}, "_deferred": []}
 
     @property
     def weights(self) -> dict[str, nn.Parameter]:
@@ -244,8 +247,23 @@ class FusedTables:
             compat.call_after_backward(partial(self._finish, task))
         self._pending[task].append(batch)
 
+    @contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Backward passes within make no step: that of the first one afterwards is by all their gradients together."""
+        self._deferring = True
+        try:
+            yield
+        except BaseException:
+            self._deferred = []
+            raise
+        finally:
+            self._deferring = False
+
     def _finish(self, task: int) -> None:
-        batches = self._pending.pop(task)
+        batches = self._deferred + self._pending.pop(task)
+        self._deferred = batches if self._deferring else []
+        if self._deferring:
+            return
         weights = self.weights
         if any([weight.grad is not None for weight in weights.values()]):
             raise RuntimeError(

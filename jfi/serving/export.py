@@ -102,6 +102,7 @@ def export(
             "limits": dataclasses.asdict(limits),
             "policy": None if policy is None else dataclasses.asdict(schema.policy),
             "codec": schema.codec,
+            "labels": schema.labels,
             "schema": {part: list(map(dataclasses.asdict, getattr(schema, part))) for part in _PARTS},
         }
         artifact.write_json(folder / artifact.INFO, info)

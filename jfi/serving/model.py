@@ -133,7 +133,7 @@ class ScoringModel(nn.Module):
         candidate_positions: Tensor,
         weights: Tensor | None = None,
     ) -> Tensor:
-        """Logits [R].
+        """Logits [R], or the outputs [R, L] of a model with L of them.
 
         Args:
             history: embeddings [S, D] by sequence key; empty for a model that reads no history.

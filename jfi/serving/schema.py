@@ -76,6 +76,7 @@ class Schema:
         vocabularies: by column the known values; their ids count from 1 in this order.
         policy: what a history policy reads of an event, or None without one.
         codec: fingerprint of the codec of semantic IDs, which a request names too, or None without such IDs.
+        labels: names of the labels of a model with several, in the order of its outputs; [] for one.
     """
 
     user: list[Field]
@@ -84,6 +85,7 @@ class Schema:
     vocabularies: dict[str, list[str]]
     policy: PolicyFields | None = None
     codec: str | None = None
+    labels: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

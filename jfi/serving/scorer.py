@@ -16,6 +16,8 @@ from jfi.serving.requests import Request, RequestReader
 from jfi.serving.schema import Field, Limits, PolicyFields, Schema
 from jfi.serving.tables import Tables, load_tables
 
+#: The scores of a request's candidates, of several labels by their names.
+Answer = list[float] | dict[str, list[float]]
 #: Slices of the one tensor that is copied begin at multiples of it: kernels are compiled for 16-byte alignment.
 _ALIGNMENT = 2
 #: Pairs of events and rows that take no longer than the overhead of a call.
@@ -88,8 +90,8 @@ class Scorer:
         )
         self.package = aoti_load_package(str(path / artifact.MODEL))
 
-    def score(self, requests: list[Request]) -> list[list[float]]:
-        """The logits of each request's candidates."""
+    def score(self, requests: list[Request]) -> list[Answer]:
+        """The logits of each request's candidates (of a regression predictions), of several labels by name."""
         if not self.info["padded"]:
             return self._score(requests)
         answers = {}
@@ -98,11 +100,14 @@ class Scorer:
         return [answers[i] for i in range(len(requests))]
 
     @torch.no_grad()
-    def _score(self, requests: list[Request]) -> list[list[float]]:
+    def _score(self, requests: list[Request]) -> list[Answer]:
         inputs = batch_inputs(requests, self.inputs, self.tables, self.device)
         scores = self.package(*inputs).cpu().numpy()
         ends = np.cumsum([request.num_candidates for request in requests])
-        return [part.tolist() for part in np.split(scores, ends[:-1])]
+        parts, labels = np.split(scores, ends[:-1]), self.info.get("labels")
+        if not labels:
+            return [part.tolist() for part in parts]
+        return [dict(zip(labels, part.T.tolist(), strict=True)) for part in parts]
 
 
 def group_by_size(requests: list[Request]) -> list[list[int]]:

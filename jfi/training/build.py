@@ -22,7 +22,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from jfi import compat
 from jfi.data import DataSchema, FeatureSpec
-from jfi.models import SequenceDLRM
+from jfi.models import Heads, SequenceDLRM
 from jfi.modules import (
     FusedEmbeddingBagCollection,
     FusedEmbeddingCollection,
@@ -74,8 +74,8 @@ def build_model(
         output_dtype: in which the rows of the tables enter the model, where `optimizer` is given; None means float32.
 
     Raises:
-        ConfigError: `model.bias` or `encoder.bias` is not known, `model.semantic_ids` does not go with the codec, or
-            nothing describes the item.
+        ConfigError: `model.bias` or `encoder.bias` is not known, `model.semantic_ids` does not go with the codec,
+            `model.experts` with a single label, or nothing describes the item.
     """
     features = [f for f in schema.features if config.item_id or f.column != schema.item_key]
     if not any(f.role == "item" for f in features):
@@ -116,6 +116,7 @@ def build_model(
         make_bags, make_embeddings = (
             partial(kind, **fused) for kind in (FusedEmbeddingBagCollection, FusedEmbeddingCollection)
         )
+    heads = _heads(config, schema)
     return SequenceDLRM(
         make_bags(bag_tables) if bag_tables else None,
         make_embeddings(tables) if tables else None,
@@ -132,7 +133,17 @@ def build_model(
         cross_layers=config.cross_layers,
         user_keys=[f.key for f in embedded if f.role == "user"],
         semantic_ids=_semantic_ids(config, schema, [f.key for f in embedded if f.semantic]),
+        heads=heads,
     )
+
+
+def _heads(config: ModelConfig, schema: DataSchema) -> Heads:
+    """An output for each label."""
+    if config.experts and len(schema.labels) == 1:
+        raise ConfigError(f"model.experts: got {config.experts}, must be 0 with a single label; see data.labels")
+    is_scaled = any(label.task == "regression" for label in schema.labels)
+    moments = [(label.mean, label.deviation) for label in schema.labels] if is_scaled else None
+    return Heads(len(schema.labels), config.experts, moments)
 
 
 def _semantic_ids(config: ModelConfig, schema: DataSchema, keys: list[str]) -> SemanticIDEmbedding | None:

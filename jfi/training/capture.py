@@ -33,6 +33,8 @@ def capture(
     """
     if world.launched:
         return "the run is under torchrun"
+    if config.training.accumulate != 1:
+        return f"training.accumulate is {config.training.accumulate}, so that a step has several backward passes"
     if dataset.batching == "user":
         return "data.batching is user, whose batches have any number of timelines"
     # Those of the tables step in the backward pass.

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from tqdm import tqdm
 
@@ -25,12 +24,14 @@ from jfi.data import Batch, InteractionDataset
 from jfi.data.chunks import ChunkOrder
 from jfi.data.order import SampleOrder
 from jfi.display import Display
+from jfi.modules import defer_steps
 from jfi.training.capture import capture
 from jfi.training.config import Config
 from jfi.training.distributed import World
 from jfi.training.interrupt import Interrupted, StopRequest, stop_on_signals
 from jfi.training.learning_rates import LearningRates
-from jfi.training.metrics import Predictions, normalized_entropy
+from jfi.training.metrics import LESS_IS_BETTER, Predictions, normalized_entropy
+from jfi.training.objective import Objective
 from jfi.training.plots import draw_attention, draw_curves
 from jfi.training.ranking import rank_split
 from jfi.training.recorder import Recorder, SilentRecorder, describe_earlier, parse_metrics, read_metrics
@@ -38,7 +39,7 @@ from jfi.training.run_data import name_data
 from jfi.training.run_folder import RunFolder
 from jfi.training.state import RunState
 
-#: Logits, labels and users, [B] each, of a batch or of a rank's part of it.
+#: Outputs and labels, [B] or of L labels [B, L], and users [B], of a batch or of a rank's part of it.
 Output = tuple[Tensor, Tensor, Tensor]
 
 
@@ -80,6 +81,8 @@ class Trainer(RunState):
         self.clock = clock
         self._num_steps = config.training.epochs * -(-dataset.num_samples("train") // config.training.batch_size)
         self._rates = LearningRates(config.optimizer, self.optimizer, self._num_steps)
+        self._labels = dataset.schema.labels
+        self._objective = Objective.of(config.data, self._labels, config.training.positive_weight)
         self.pipeline: TrainPipelineSparseDist | None = None
         if world.launched and self.device.type == "cuda":
             self.pipeline = self._make_pipeline()
@@ -128,7 +131,7 @@ class Trainer(RunState):
             recorder.metrics("test", progress.best_epoch, progress.step, test, speed)
         log = world.on_first(lambda: read_metrics(run.metrics))
         self._say(describe_earlier(log, data))
-        world.on_first(lambda: draw_curves(log, self.config.training.monitor, run.curves))
+        world.on_first(lambda: draw_curves(log, self.config.monitor, run.curves))
         if self.config.model.pooling == "attention":
             if self.pipeline is not None:
                 self.pipeline.detach()
@@ -213,8 +216,11 @@ class Trainer(RunState):
         """Runs the model on the batches of a split; in training mode an optimizer step follows each."""
         yield from self._run(self._batches(split, size, start, label))
 
-    def _run(self, batches: Iterator[Batch]) -> Iterator[Output]:
-        """Runs the model on batches that are on the device, but for those that a pipeline or a graph copies there."""
+    def _run(self, batches: Iterator[Batch | list[Batch]]) -> Iterator[Output]:
+        """Runs the model on batches that are on the device, but for those that a pipeline or a graph copies there.
+
+        In training a list has the parts of a batch.
+        """
         if self.pipeline is not None:
             with suppress(StopIteration):
                 while True:
@@ -228,10 +234,15 @@ class Trainer(RunState):
             else:
                 yield self._forward(batch)[1]
 
-    def _step(self, batch: Batch) -> Output:
+    def _step(self, batch: Batch | list[Batch]) -> Output:
+        *parts, last = batch if isinstance(batch, list) else [batch]
         # Before the forward pass, in which fbgemm's fused optimizers read the rate that this hands on.
         self.optimizer.zero_grad()
-        loss, output = self._forward(batch)
+        if parts:
+            with defer_steps(self.model):
+                for part in parts:
+                    self._forward(part)[0].backward()
+        loss, output = self._forward(last)
         loss.backward()
         self.optimizer.step()
         return output
@@ -246,19 +257,16 @@ class Trainer(RunState):
         model = self.model if training else self._evaluated
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.training.precision == "bfloat16"):
             logits = model(batch.dense_features, batch.sparse_features, batch.timelines)
-        logits = logits.float().squeeze(-1)[: labels.numel()]
+        logits = logits.float()[: len(labels)]
+        logits = logits.squeeze(-1) if labels.dim() == 1 else logits
         output = logits.detach(), labels, batch.users
         if not training:
             return None, output
-        size = labels.new_full((), labels.numel())
-        if self.world.launched:
-            # DDP averages gradients over the ranks, so a rank divides its sum by the mean of their parts.
-            total = binary_cross_entropy_with_logits(logits, labels, reduction="sum")
-            loss = total * (self.world.size / batch.total)
-        else:
-            loss = binary_cross_entropy_with_logits(logits, labels)
-            total = loss * size
-        self.window += torch.stack([total.detach(), labels.sum(), size])
+        total, plain = self._objective(logits, labels, batch.weights)
+        # DDP averages gradients over the ranks, so a rank divides its sum by the mean of their parts.
+        loss = total * (self.world.size / batch.total)
+        first = labels if labels.dim() == 1 else labels[:, 0]
+        self.window += torch.stack([plain, first.sum(), labels.new_full((), len(labels))])
         return loss, output
 
     def _log_window(self, recorder: Recorder | SilentRecorder, speed: float) -> None:
@@ -268,7 +276,9 @@ class Trainer(RunState):
         loss, mean_label = loss / samples, labels / samples
         step = self.progress.step
         self.check_finite(loss)
-        metrics = {"loss": loss, "ne": normalized_entropy(loss, mean_label)}
+        metrics = {"loss": loss}
+        if [label.task for label in self._labels] == ["binary"]:
+            metrics["ne"] = normalized_entropy(loss, mean_label)
         self.loss = loss
         recorder.metrics("train", self.progress.epoch + 1, step, metrics, speed)
 
@@ -278,7 +288,8 @@ class Trainer(RunState):
         begin = self.clock()
         parts = self.world.gather(self._predict(split, run, stop))
         speed = self.dataset.num_samples(split) / max(self.clock() - begin, 1e-9)
-        metrics = self.world.on_first(lambda: Predictions.join(parts).metrics())
+        weights = [one.weight for one in self.config.data.targets()]
+        metrics = self.world.on_first(lambda: Predictions.join(parts).metrics(self._labels, weights))
         if not self.dataset.is_implicit:
             return metrics, speed
 
@@ -313,22 +324,34 @@ class Trainer(RunState):
 
     def _count_epoch(self, metrics: dict[str, float]) -> bool:
         """Goes on to the next epoch; whether the one that ends is the best so far."""
-        progress, monitor = self.progress, self.config.training.monitor
+        progress, monitor = self.progress, self.config.monitor
         progress.epoch, progress.batch, progress.first_batch = progress.epoch + 1, 0, 0
-        score = -metrics[monitor] if monitor == "ne" else metrics[monitor]
+        score = -metrics[monitor] if monitor.split("_")[0] in LESS_IS_BETTER else metrics[monitor]
         is_best = progress.epoch == 1 or score > progress.best
         if is_best:
             progress.best, progress.best_epoch = score, progress.epoch
         return is_best
 
-    def _batches(self, split: str, size: int, start: int, label: str) -> Iterator[Batch]:
-        options = {"rank": self.world.rank, "world_size": self.world.size, **self._shuffling(split)}
-        batches = self.dataset.batches(split, size, start_batch=start, **options)
+    def _batches(self, split: str, size: int, start: int, label: str) -> Iterator[Batch | list[Batch]]:
+        batches = self._parts(split, size, start)
         done = self._order(split, size).samples_before(start) if start else 0
         with self._display(label, self.dataset.num_samples(split), done) as display:
             for batch in batches:
-                yield self._ready(batch)
-                display.update(batch.total, self._details if split == "train" else None)
+                one = batch[0] if isinstance(batch, list) else batch
+                yield list(map(self._ready, batch)) if isinstance(batch, list) else self._ready(batch)
+                display.update(one.total, self._details if split == "train" else None)
+
+    def _parts(self, split: str, size: int, start: int) -> Iterator[Batch | list[Batch]]:
+        """This process's part of each batch; in training with `training.accumulate` a list of the parts with samples.
+
+        A batch is divided into parts as it is over processes.
+        """
+        options = {"start_batch": start, **self._shuffling(split)}
+        count = self.config.training.accumulate if split == "train" else 1
+        if count == 1:
+            return self.dataset.batches(split, size, rank=self.world.rank, world_size=self.world.size, **options)
+        parts = [self.dataset.batches(split, size, rank=rank, world_size=count, **options) for rank in range(count)]
+        return ([part for part in batch if len(part.labels)] for batch in zip(*parts, strict=True))
 
     def _display(self, label: str, total: int, done: int) -> Display:
         return Display(label, total, done, clock=self.clock, silent=not self.world.is_first)

@@ -6,9 +6,19 @@ ne        normalized entropy: the loss over that of always predicting the split'
 auc       probability that a positive is scored above a negative, where a tie counts one half
 user_auc  AUC of each user's samples, averaged over the users with both labels, weighted by their number of samples
           (GAUC of Zhou et al., "Deep Interest Network for Click-Through Rate Prediction", 2018)
+
+Of a regression:
+loss      mean squared error over the variance of training's labels
+rmse, mae root of the mean squared error, mean absolute error, on the label's scale
+r2        1 - squared error over that of always predicting the split's mean label, so that a constant reaches 0 at most
+
+Of several labels each metric ends in the label's name, such as auc_like, and is of the samples that have the label.
+Without a name, loss is the sum over the labels by their weights, and auc, ne, user_auc and r2 are means over the labels
+that have them. No metric reads the weights of samples or of positives.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +26,16 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchmetrics.functional.classification import binary_auroc
 
+from jfi.data.schema import LabelSpec
+from jfi.data.settings import Task
+
 METRICS = ("loss", "ne", "auc", "user_auc")
+#: Metrics of which less is better.
+LESS_IS_BETTER = ("loss", "ne", "rmse", "mae")
+#: Metrics of several labels that are averaged over them.
+_AVERAGED = ("ne", "auc", "user_auc", "r2")
+#: What may select the best epoch, by task; the first one does so by default.
+MONITORS: dict[Task, tuple[str, ...]] = {"binary": ("auc", "ne"), "regression": ("r2", "rmse", "mae")}
 
 
 def entropy(mean_label: float) -> float:
@@ -95,7 +114,7 @@ class Predictions:
     users: list[Tensor] = field(default_factory=list)
 
     def add(self, logits: Tensor, labels: Tensor, users: Tensor) -> None:
-        """Adds a batch: logits, labels and users, all [B]."""
+        """Adds a batch: outputs and labels, [B] or of L labels [B, L], and users [B]."""
         self.logits.append(logits.detach())
         self.labels.append(labels)
         self.users.append(users)
@@ -114,15 +133,59 @@ class Predictions:
             whole.users += part.users
         return whole
 
-    def metrics(self) -> dict[str, float]:
-        """Every metric of `METRICS` over all predictions."""
-        logits = torch.cat(self.logits).double().cpu()
-        labels = torch.cat(self.labels).double().cpu()
+    def metrics(
+        self, labels: Sequence[LabelSpec] = (LabelSpec(),), weights: Sequence[float] = (1.0,)
+    ) -> dict[str, float]:
+        """Every metric over all predictions.
+
+        Args:
+            labels: the L labels; one binary label by default, with the metrics `METRICS`.
+            weights: of their losses.
+        """
+        outputs, targets = torch.cat(self.logits).double().cpu(), torch.cat(self.labels).double().cpu()
         users = torch.cat(self.users).cpu()
-        loss = binary_cross_entropy_with_logits(logits, labels).item()
+        if len(labels) == 1:
+            return metrics_of_label(labels[0], outputs, targets, users)
+        found: dict[str, dict[str, float]] = {}
+        for place, label in enumerate(labels):
+            present = ~targets[:, place].isnan()
+            own = outputs[present, place], targets[present, place], users[present]
+            found[label.name] = metrics_of_label(label, *own)
+        whole = {"loss": sum(w * one["loss"] for w, one in zip(weights, found.values(), strict=True))}
+        for name in _AVERAGED:
+            if values := [one[name] for one in found.values() if name in one]:
+                whole[name] = sum(values) / len(values)
+        return whole | {f"{name}_{label}": value for label, one in found.items() for name, value in one.items()}
+
+
+def metrics_of_label(label: LabelSpec, outputs: Tensor, targets: Tensor, users: Tensor) -> dict[str, float]:
+    """The metrics of one label.
+
+    Args:
+        label: the label.
+        outputs: [N] float64, logits, or predictions of a regression.
+        targets: [N] float64, the labels.
+        users: [N] integer ids.
+
+    Example:
+        >>> number, users = LabelSpec("seconds", "regression", 2.0, 2.0), torch.zeros(3)
+        >>> metrics_of_label(number, torch.tensor([2.0, 3, 7]), torch.tensor([1.0, 3, 8]), users)["r2"] > 0.9
+        True
+    """
+    if label.task == "regression":
+        errors = outputs - targets
+        squared = errors.square().mean().item()
+        variance = (targets - targets.mean()).square().mean().item()
         return {
-            "loss": loss,
-            "ne": normalized_entropy(loss, labels.mean().item()),
-            "auc": auc(logits, labels),
-            "user_auc": user_auc(logits, labels, users),
+            "loss": squared / label.deviation**2,
+            "rmse": math.sqrt(squared),
+            "mae": errors.abs().mean().item(),
+            "r2": 1 - squared / variance if variance > 0 else math.nan,
         }
+    loss = binary_cross_entropy_with_logits(outputs, targets).item()
+    return {
+        "loss": loss,
+        "ne": normalized_entropy(loss, targets.mean().item()),
+        "auc": auc(outputs, targets),
+        "user_auc": user_auc(outputs, targets, users),
+    }

@@ -30,10 +30,10 @@ _SPANS = (("years", 31_557_600), ("days", 86_400), ("hours", 3_600), ("minutes",
 
 
 def draw_curves(log: list[dict], monitor: str, path: Path) -> None:
-    """Plots loss, NE, AUC and AUC per user over the epochs, with the best epoch and its test metrics, as a PNG.
+    """Plots four metrics over the epochs, with the best epoch and its test metrics, as a PNG.
 
-    Where another metric selects the best epoch, it takes the place of AUC per user. A dotted line is where the data has
-    changed.
+    They are loss, NE, AUC and AUC per user, or those of a regression. Where another metric selects the best epoch, it
+    takes the place of the last one. A dotted line is where the data has changed.
 
     Args:
         log: the lines of metrics.jsonl.
@@ -44,12 +44,15 @@ def draw_curves(log: list[dict], monitor: str, path: Path) -> None:
     # Each epoch has its own number of steps: data that has grown, or another batch size, changes it.
     steps, epochs = ([0, *(end[key] for end in ends)] for key in ("step", "epoch"))
     changed = [a["epoch"] for a, b in pairwise(ends) if a.get(DATA, b.get(DATA)) != b.get(DATA)]
-    titles = {"loss": "loss (nats)", "ne": "normalized entropy", "auc": "AUC", "user_auc": "AUC per user"}
+    known = {"loss": "loss (nats)", "ne": "normalized entropy", "auc": "AUC", "user_auc": "AUC per user"}
+    if not known.keys() <= test.keys():
+        known = {"loss": "loss", "rmse": "RMSE", "mae": "MAE", "r2": "R²"}
+    titles = {name: title for name, title in known.items() if name in test}
     if monitor not in titles:
-        del titles["user_auc"]
+        titles = dict(list(titles.items())[:3])
         titles[monitor] = monitor.replace("ndcg", "NDCG").replace("hr", "HR")
     figure = Figure(figsize=(11, 7), layout="constrained")
-    for axes, (metric, title) in zip(figure.subplots(2, 2).flat, titles.items(), strict=True):
+    for axes, (metric, title) in zip(figure.subplots(2, 2).flat, titles.items(), strict=False):
         for split, marker in (("train", ""), ("validation", "o")):
             records = [r for r in log if r["split"] == split and r.get(metric) is not None]
             if records:
@@ -182,10 +185,11 @@ def _describe(model: SequenceDLRM, schema: DataSchema, batch: Batch, row: int, d
             if ids[field.key][event] or field.key == HISTORY + field.column
         ]
         events.append((_title(schema, item), ", ".join([*shown, _age(ids[age][event])])))
+    label, score = batch.labels[row].flatten()[0].item(), model(*inputs)[row].flatten()[0]
     return _Sample(
         title=_title(schema, ids[schema.item_key][0]),
-        label=batch.labels[row].item(),
-        score=torch.sigmoid(model(*inputs)[row]).item(),
+        label=label,
+        score=(torch.sigmoid(score) if schema.labels[0].task == "binary" else score).item(),
         events=events,
         weights=weights,
     )

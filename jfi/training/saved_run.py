@@ -154,7 +154,8 @@ class SavedRun:
 
         Returns:
             Without `out` the table of the results, in the order of the rows: the columns of the user, the item and the
-            time, `score` (float32, the logit) and `probability`.
+            time, `score` (float32, the logit) and `probability`; of a regression `prediction`, on the label's scale. Of
+            several labels each has columns of its own, which end in its name, such as `score_like`.
 
         Raises:
             ConfigError: a wrong `out`, or one that is a file of a table that is read.

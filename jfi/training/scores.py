@@ -17,6 +17,7 @@ import torch
 from jfi.data import Batch, DataConfig, DataError, DataSchema
 from jfi.data.column_files import new_map
 from jfi.data.paths import find_files
+from jfi.data.schema import LabelSpec
 from jfi.data.scoring import ScoringParts, Source, Sources
 from jfi.display import Display
 from jfi.files import naming, temporary_folder, writing_file
@@ -28,7 +29,7 @@ from jfi.training.positives import Positives
 
 _log = logging.getLogger(__name__)
 
-SCORE, PROBABILITY = "score", "probability"
+SCORE, PROBABILITY, PREDICTION = "score", "probability", "prediction"
 SUFFIXES = (".parquet", ".csv")
 
 
@@ -38,25 +39,32 @@ class Scores:
 
     Args:
         parts: the rows; their keys are read from disk.
-        score: `[N]` float32, the logits, in the order of the table; the map of a file.
+        score: `[N]` float32, or of L labels `[N, L]`, the logits or predictions, in the order of the table; the map of
+            a file.
+        labels: the L labels.
         user: `[N]` int64, equal for rows of one user; the map of a file.
         positives: against sampled negatives, where implicit feedback is evaluated.
     """
 
     parts: ScoringParts
     score: np.ndarray
+    labels: list[LabelSpec]
     user: np.ndarray
     positives: Positives | None = None
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """The key columns, `score` (the logit) and `probability`, in the order of the table."""
+        """The key columns, and the columns `result_names` of each label, in the order of the table."""
         start = 0
         for keys in self.parts.key_batches():
             score = np.array(self.score[start : start + len(keys)])
             start += len(keys)
-            probability = torch.from_numpy(score).double().sigmoid().float().numpy()
-            columns = [*keys.columns, pa.array(score), pa.array(probability)]
-            yield pa.record_batch(columns, [*keys.schema.names, SCORE, PROBABILITY])
+            columns, names = list(keys.columns), list(keys.schema.names)
+            for label, own in zip(self.labels, score.reshape(len(score), -1).T, strict=True):
+                columns.append(pa.array(np.ascontiguousarray(own)))
+                if label.task == "binary":
+                    columns.append(pa.array(torch.from_numpy(own.copy()).double().sigmoid().float().numpy()))
+                names += result_names(label, len(self.labels) > 1)
+            yield pa.record_batch(columns, names)
 
     def write(self, out: Path) -> None:
         """Writes a Parquet or CSV file, whole or not at all."""
@@ -71,6 +79,16 @@ class Scores:
             finally:
                 if writer is not None:
                     writer.close()
+
+
+def result_names(label: LabelSpec, is_one_of_many: bool) -> list[str]:
+    """The columns that a table of results has of a label.
+
+    >>> result_names(LabelSpec("like"), True), result_names(LabelSpec("label", "regression"), False)
+    (['score_like', 'probability_like'], ['prediction'])
+    """
+    names = [SCORE, PROBABILITY] if label.task == "binary" else [PREDICTION]
+    return [f"{name}_{label.name}" for name in names] if is_one_of_many else names
 
 
 @contextmanager
@@ -107,7 +125,7 @@ def scored(
         DataError: a table is missing or malformed, or has no label where one is needed.
     """
     for name in (config.user, config.item, config.timestamp, *by):
-        if name in (SCORE, PROBABILITY):
+        if name in [own for label in schema.labels for own in result_names(label, len(schema.labels) > 1)]:
             raise DataError(f"column '{name}' has the name of a result; rename it")
     device = next(model.parameters()).device
     implicit = evaluate is not None and config.label is None
@@ -119,7 +137,8 @@ def scored(
                 if implicit and count < parts.num_rows:
                     left_out = f"{parts.num_rows - count:,} of {parts.num_rows:,} rows"
                     _log.warning("left out %s, whose items training does not know", left_out)
-            score = new_map(files / "score.npy", np.float32, parts.num_rows)
+            width = () if len(schema.labels) == 1 else (len(schema.labels),)
+            score = new_map(files / "score.npy", np.float32, (parts.num_rows, *width))
             user = new_map(files / "user.npy", np.int64, parts.num_rows)
             positives = Positives(parts, files, config, evaluate) if implicit else None
         users, total = 0, parts.num_rows + (0 if positives is None else positives.num_samples)
@@ -129,8 +148,8 @@ def scored(
                 for batch in batches:
                     here = batch.to(device)
                     with torch.inference_mode():
-                        logits = model(here.dense_features, here.sparse_features, here.timelines).squeeze(-1).float()
-                    logits = logits[: len(here.labels)]
+                        logits = model(here.dense_features, here.sparse_features, here.timelines).float()
+                    logits = logits.reshape(len(logits), *width)[: len(here.labels)]
                     display.update(len(logits))
                     yield logits
 
@@ -144,7 +163,7 @@ def scored(
                 users += int(own.max()) + 1
                 if positives is not None:
                     positives.add(part, run, batch_size, device)
-        yield Scores(parts, score, user, positives)
+        yield Scores(parts, score, schema.labels, user, positives)
 
 
 def check_out(out: str | Path | None) -> Path | None:
@@ -199,11 +218,15 @@ def labeled_rows(parts: ScoringParts, config: DataConfig) -> np.ndarray:
     Raises:
         DataError: none has; of implicit feedback, training knows no row's item.
     """
-    rows = np.flatnonzero(~np.isnan(parts.labels))
+    labels = parts.labels
+    rows = np.flatnonzero(~np.isnan(labels if labels.ndim == 1 else labels[:, 0]))
     if not len(rows) and config.label is None:
         raise DataError("no row to evaluate has an item that training knows")
     if not len(rows):
         raise DataError(parts.no_label or f"no row to evaluate has a label: label '{config.label}'")
+    for place, one in enumerate(config.targets()[1:], 1):
+        if np.isnan(labels[rows, place]).all():
+            raise DataError(parts.no_label or f"no row to evaluate has a label: label '{one.label}'")
     return rows
 
 
@@ -212,6 +235,9 @@ def metrics_of(scores: Scores, config: DataConfig, by: Sequence[str] = ()) -> di
 
     Of implicit feedback they are of the positives whose item training knows and of their sampled negatives, which are
     in the group of their positive; the ranks are those of positives spread evenly over the table.
+
+    Of several labels, a row is labeled if it has the first one. All that `overall` and `by` have of a label ends in its
+    name, as in `jfi.training.metrics`, and `deciles` are by label.
 
     Returns:
         `rows`, `labeled`, `overall` (the metrics of `jfi.training.metrics` with `samples`, `mean_label`,
@@ -224,6 +250,7 @@ def metrics_of(scores: Scores, config: DataConfig, by: Sequence[str] = ()) -> di
         DataError: no row has a label.
     """
     labels, positives = scores.parts.labels, scores.positives
+    weights = [one.weight for one in config.targets()]
     rows = labeled_rows(scores.parts, config)
     logits = torch.from_numpy(np.array(scores.score[rows])).double()
     label, user = torch.from_numpy(labels[rows]).double(), torch.from_numpy(np.array(scores.user[rows]))
@@ -235,13 +262,16 @@ def metrics_of(scores: Scores, config: DataConfig, by: Sequence[str] = ()) -> di
         user = user[of]
 
     def metrics(chosen: torch.Tensor | slice, places: torch.Tensor | slice) -> dict:
-        found = _metrics(logits[chosen], label[chosen], user[chosen])
+        found = _metrics(logits[chosen], label[chosen], user[chosen], scores.labels, weights)
         return found if positives is None else found | _finite(positives.ranking(places))
 
     everything = slice(None)
     result = {"rows": len(labels), "labeled": len(rows), "overall": metrics(everything, everything)}
-    order = torch.argsort(logits, stable=True)
-    result["deciles"] = [_means(logits[tenth], label[tenth]) for tenth in order.tensor_split(10) if len(tenth)]
+    deciles = {
+        one.name: _deciles(*(x if x.dim() == 1 else x[:, place] for x in (logits, label)), one)
+        for place, one in enumerate(scores.labels)
+    }
+    result["deciles"] = deciles if len(deciles) > 1 else deciles[scores.labels[0].name]
     result["by"] = {}
     for name in by:
         values = pa.chunked_array([batch.column(name) for batch in scores.parts.key_batches()])
@@ -263,14 +293,37 @@ def _members(group: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
     return torch.argsort(group, stable=True).split(torch.bincount(group, minlength=count).tolist())
 
 
-def _metrics(logits: torch.Tensor, labels: torch.Tensor, users: torch.Tensor) -> dict:
-    return {**_means(logits, labels), **_finite(Predictions([logits], [labels], [users]).metrics())}
+def _deciles(logits: torch.Tensor, labels: torch.Tensor, spec: LabelSpec) -> list[dict]:
+    present = ~labels.isnan()
+    logits, labels = logits[present], labels[present]
+    order = torch.argsort(logits, stable=True)
+    return [_means(logits[tenth], labels[tenth], spec) for tenth in order.tensor_split(10) if len(tenth)]
 
 
-def _means(logits: torch.Tensor, labels: torch.Tensor) -> dict:
-    prediction, label = logits.sigmoid().mean().item(), labels.mean().item()
-    calibration = prediction / label if label > 0 else math.nan
-    means = {"mean_prediction": prediction, "mean_label": label, "calibration": calibration}
+def _metrics(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    users: torch.Tensor,
+    specs: Sequence[LabelSpec],
+    weights: Sequence[float],
+) -> dict:
+    found = _finite(Predictions([logits], [labels], [users]).metrics(specs, weights))
+    if len(specs) == 1:
+        return {**_means(logits, labels, specs[0]), **found}
+    means = {"samples": len(labels)}
+    for place, spec in enumerate(specs):
+        present = ~labels[:, place].isnan()
+        own = _means(logits[present, place], labels[present, place], spec)
+        means |= {f"{name}_{spec.name}": value for name, value in own.items()}
+    return means | found
+
+
+def _means(logits: torch.Tensor, labels: torch.Tensor, spec: LabelSpec) -> dict:
+    predictions = logits.sigmoid() if spec.task == "binary" else logits
+    prediction, label = predictions.mean().item(), labels.mean().item()
+    means = {"mean_prediction": prediction, "mean_label": label}
+    if spec.task == "binary":
+        means["calibration"] = prediction / label if label > 0 else math.nan
     return {"samples": len(labels), **_finite(means)}
 
 

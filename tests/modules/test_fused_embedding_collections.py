@@ -676,3 +676,32 @@ def test_a_compiled_model_makes_the_same_steps():
             losses.append(loss)
         torch.testing.assert_close(*losses)
     torch.testing.assert_close(other.state_dict(), model.state_dict())
+
+
+def test_deferred_passes_are_one_step_and_a_failed_one_leaves_nothing_behind():
+    """As the step of both batches at once; then a pass that fails within the block counts for nothing."""
+    parts = [batch(size=5), batch(size=4)]
+    collection = fused_events("adam")
+    twin = copy.deepcopy(collection)
+
+    def total(one, ids):
+        return sum(part.values().square().sum() for part in one(ids).values())
+
+    with jfi.modules.defer_steps(collection):
+        total(collection, parts[0]).backward()
+    assert int(collection._fused.step) == 0
+    total(collection, parts[1]).backward()
+    (total(twin, parts[0]) + total(twin, parts[1])).backward()
+    before = {name: weight.detach().clone() for name, weight in collection.named_parameters()}
+    for name, weight in twin.named_parameters():
+        torch.testing.assert_close(before[name], weight.detach())
+    with pytest.raises(RuntimeError, match="stop"), jfi.modules.defer_steps(collection):
+        total(collection, parts[0]).backward()
+        raise RuntimeError("stop")
+    (0.0 * total(collection, parts[1])).backward()
+    assert int(collection._fused.step) == 2
+    moved = {name for name, weight in collection.named_parameters() if not torch.equal(weight, before[name])}
+    assert moved == set(before)  # by Adam's moments alone
+    total(twin, parts[1]).mul(0.0).backward()
+    for name, weight in twin.named_parameters():
+        torch.testing.assert_close(collection.get_parameter(name).detach(), weight.detach())

@@ -1,0 +1,102 @@
+"""What ends a SequenceDLRM with several outputs: a shared bottom or a mixture of experts, and a tower for each output.
+
+With the interaction's output x, the layer sizes h, ..., 1 of the over arch, and towers t_l of all sizes but the first:
+
+    shared bottom   y_l = t_l(b(x))                                b of size h
+    MMoE            y_l = t_l(sum_e softmax(W_l x)_e b_e(x))       experts b_1, ..., b_n of size h
+
+(Ma et al., "Modeling Task Relationships in Multi-task Learning with Multi-gate Mixture-of-Experts", KDD 2018)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torchrec.models.dlrm import OverArch
+from torchrec.modules.mlp import MLP
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The outputs of a model.
+
+    Args:
+        count: number of outputs.
+        experts: of a mixture, at least 2 and with at least 2 outputs; 0 for a shared bottom.
+        moments: by output a mean and a standard deviation that it is scaled to, such as those of a regression's label;
+            (0, 1) leaves it as it is. None for all as they are.
+
+    Raises:
+        ValueError: an argument is out of its range, or `moments` does not have an entry for each output.
+
+    Example:
+        >>> Heads(2, experts=4)
+        Heads(count=2, experts=4, moments=None)
+    """
+
+    count: int = 1
+    experts: int = 0
+    moments: Sequence[tuple[float, float]] | None = None
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ValueError(f"count must be at least 1, got {self.count}")
+        if self.experts < 0 or self.experts == 1 or (self.experts and self.count == 1):
+            raise ValueError(f"experts must be 0, or at least 2 with at least 2 outputs, got {self.experts}")
+        if self.moments is not None and len(self.moments) != self.count:
+            raise ValueError(f"moments must have {self.count} entries, one for each output, got {len(self.moments)}")
+
+    def arch(self, width: int, layer_sizes: list[int], device: torch.device | None = None) -> nn.Module:
+        """The module from [B, width] to [B, count]; `layer_sizes` end in 1."""
+        arch = OverArch if self.count == 1 else TaskArch
+        options = {} if self.count == 1 else {"heads": self}
+        made = arch(width, layer_sizes, device=device, **options)
+        return made if self.moments is None else nn.Sequential(made, OutputScale(self.moments, device))
+
+
+class TaskArch(nn.Module):
+    """[B, in_features] -> [B, heads.count].
+
+    Args:
+        in_features: width of the input.
+        layer_sizes: of the bottom (or of an expert), then of each tower, which ends in 1.
+        heads: the outputs.
+        device: of the parameters.
+    """
+
+    def __init__(
+        self, in_features: int, layer_sizes: list[int], *, heads: Heads, device: torch.device | None = None
+    ) -> None:
+        super().__init__()
+        first, *tower = layer_sizes
+        self.experts = nn.ModuleList(
+            MLP(in_features, [first], bias=True, activation="relu", device=device) for _ in range(heads.experts or 1)
+        )
+        gates = heads.count if heads.experts else 0
+        self.gates = nn.ModuleList(nn.Linear(in_features, heads.experts, device=device) for _ in range(gates))
+        self.towers = nn.ModuleList(
+            OverArch(first, tower, device=device) if len(tower) > 1 else nn.Linear(first, 1, device=device)
+            for _ in range(heads.count)
+        )
+
+    def forward(self, features: Tensor) -> Tensor:
+        found = [expert(features) for expert in self.experts]
+        if not self.gates:
+            return torch.cat([tower(found[0]) for tower in self.towers], dim=1)
+        stacked = torch.stack(found, dim=1)  # [B, experts, first]
+        mixed = [(gate(features).softmax(dim=1).unsqueeze(2) * stacked).sum(dim=1) for gate in self.gates]
+        return torch.cat([tower(one) for tower, one in zip(self.towers, mixed, strict=True)], dim=1)
+
+
+class OutputScale(nn.Module):
+    """Outputs [B, L] times a deviation plus a mean, which are buffers: a saved model has them."""
+
+    def __init__(self, moments: Sequence[tuple[float, float]], device: torch.device | None = None) -> None:
+        super().__init__()
+        mean, deviation = torch.tensor(moments, dtype=torch.float32, device=device).unbind(dim=1)
+        self.register_buffer("mean", mean.clone())
+        self.register_buffer("deviation", deviation.clone())
+
+    def forward(self, outputs: Tensor) -> Tensor:
+        return outputs * self.deviation + self.mean

@@ -1,0 +1,280 @@
+"""The sections of a run's config that say what is trained: `model`, `encoder`, `optimizer` and `sharding`."""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jfi.data.config import AGE, HISTORY
+from jfi.files import absolute_path
+
+
+class ConfigError(ValueError):
+    """A fault in the config that the user can fix, as one line that names the key."""
+
+
+def require(condition: bool, key: str, got: object, must: str) -> None:
+    """Raises ConfigError for the value `got` of a key, unless `condition`."""
+    if not condition:
+        raise ConfigError(f"{key}: got {got!r}, must be {must}")
+
+
+#: Values of a bias, beside null; the last one is the bucket key that every data schema has.
+_BIASES = ("position", "recency", "weights", HISTORY + AGE)
+
+
+def check_bias(key: str, bias: str | None) -> None:
+    """Raises ConfigError unless `bias`, the value of the option `key`, is known."""
+    require(bias is None or bias in _BIASES, key, bias, f"null or one of {', '.join(_BIASES)}")
+
+
+@dataclass
+class PretrainedConfig:
+    """Embeddings from a file, for the values of a categorical column.
+
+    Args:
+        path: a Parquet file, or a `.npy` file of `[rows, width]`.
+        id_column: of a Parquet file, the column with the values.
+        vector_column: of a Parquet file, the column with lists of numbers.
+        ids: of a `.npy` file, a UTF-8 text file with a value for each row, one a line.
+        frozen: whether these rows stay as they are. Values that the file lacks have rows that are drawn and trained.
+    """
+
+    path: str
+    id_column: str = "id"
+    vector_column: str = "vector"
+    ids: str | None = None
+    frozen: bool = True
+
+
+@dataclass
+class ModelConfig:
+    """The model.
+
+    Args:
+        embedding_dim: width of every embedding, of the sequence feature and of the dense arch's output.
+        pooling: pooling of histories: `attention` (the target attends to the events), `mean`, or `none` (no histories).
+        num_heads: heads of the target attention, a divisor of `embedding_dim`.
+        num_queries: queries per target.
+        attention_layers: how often the target attends to the events: from the second time on it asks with what it has
+            found, and the results are summed to an entry of their own.
+        bias: learned score bias per head, by the bucket under a key such as `history_age`, or by `position` (counted
+            from the newest event); by `recency`, which is the position with a table that begins with heads for the
+            newest events; or `weights` of the events; or null. An unknown bucket key is refused. A list of
+            biases gives each heads of its own, whose result is an entry of its own.
+        num_buckets: rows of a bias table for `position`, also the encoder's, and for `encoder.relative_bias`, with
+            which it is at most 64; the data determines those of a bucket key.
+        combine: how the aligned fields of an event are combined into one row: `sum` or `concat`.
+        dense_arch: hidden layer sizes of the MLP of the dense features; its output layer (embedding_dim) is added.
+        cross_layers: layers of a cross network (DCNv2) over the elements of all embeddings that DLRM's interaction
+            takes, whose output enters `over_arch` beside the dot products; 0 for none.
+        over_arch: hidden layer sizes of the MLP that ends in the logit, at least one; its output layer is added. With
+            `data.labels` the first layer is shared, and each label has the others, its tower, for itself.
+        experts: with `data.labels`, how many first layers of `over_arch` there are, of which each label has its own
+            mixture (MMoE), at least 2; 0 for one that all share.
+        dropout: probability with which an element of the interaction's input is zeroed in training.
+        semantic_ids: how the IDs of `data.semantic_ids` are read: `digits` (ternary digits, no table), `decode` (the
+            content that they stand for), `tables` (a learned vector for each place and value of a digit, the
+            traditional way) or `prefix_tables` (one for each prefix, by hash). `optimizer.embeddings` steps these.
+        semantic_id_init: of `tables`, `random` or `centroids`, the principal components of the codec's vectors.
+        semantic_id_spread: root mean square of the elements of these tables at the start.
+        semantic_id_buckets: most rows of a table of prefixes.
+        item_id: whether the id of the item is an input. Without it the model knows an item by its other columns and
+            its semantic ID alone, so that one never seen in training is scored as any other.
+        pretrained: by categorical column the file of its initial embeddings, read once, at the start of a run.
+    """
+
+    embedding_dim: int = 32
+    pooling: Literal["attention", "mean", "none"] = "attention"
+    num_heads: int = 4
+    num_queries: int = 1
+    attention_layers: int = 1
+    bias: str | list[str] | None = None
+    num_buckets: int = 32
+    combine: Literal["sum", "concat"] = "sum"
+    dense_arch: list[int] = field(default_factory=lambda: [64])
+    cross_layers: int = 0
+    over_arch: list[int] = field(default_factory=lambda: [128, 64])
+    experts: int = 0
+    dropout: float = 0.0
+    semantic_ids: Literal["digits", "decode", "tables", "prefix_tables"] = "digits"
+    semantic_id_init: Literal["random", "centroids"] = "random"
+    semantic_id_spread: float = 0.1
+    semantic_id_buckets: int = 65536
+    item_id: bool = True
+    pretrained: dict[str, PretrainedConfig] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        counts = ("embedding_dim", "num_heads", "num_queries", "num_buckets", "attention_layers", "semantic_id_buckets")
+        for name in counts:
+            require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "at least 1")
+        spread, init = self.semantic_id_spread, self.semantic_id_init
+        require(0 < spread < math.inf, "model.semantic_id_spread", spread, "positive and finite")
+        fits = init == "random" or self.semantic_ids == "tables"
+        require(fits, "model.semantic_id_init", init, "random unless model.semantic_ids is tables")
+        require(self.cross_layers >= 0, "model.cross_layers", self.cross_layers, "0 or more")
+        require(self.experts == 0 or self.experts >= 2, "model.experts", self.experts, "0, or at least 2")
+        biases = self.biases()
+        for bias in biases:
+            check_bias("model.bias", bias)
+        require(
+            len(set(biases)) == len(biases) > 0, "model.bias", self.bias, "null, a bias, or a list of distinct ones"
+        )
+        for name in ("dense_arch", "over_arch"):
+            sizes = getattr(self, name)
+            require(all(size >= 1 for size in sizes), f"model.{name}", sizes, "a list of positive sizes")
+        require(len(self.over_arch) >= 1, "model.over_arch", self.over_arch, "a list of at least one size")
+        require(
+            self.embedding_dim % self.num_heads == 0, "model.num_heads", self.num_heads, "a divisor of embedding_dim"
+        )
+        require(0 <= self.dropout < 1, "model.dropout", self.dropout, "in [0, 1)")
+        fits = "recency" not in biases or self.num_heads > 1
+        require(fits, "model.num_heads", self.num_heads, "at least 2 with model.bias recency")
+
+    def biases(self) -> list[str | None]:
+        """The biases, of which each has attention heads of its own."""
+        return self.bias if isinstance(self.bias, list) else [self.bias]
+
+    def with_absolute_paths(self) -> "ModelConfig":
+        """A copy whose files are named by absolute paths."""
+
+        def absolute(one: PretrainedConfig) -> PretrainedConfig:
+            ids = None if one.ids is None else absolute_path(one.ids)
+            return dataclasses.replace(one, path=absolute_path(one.path), ids=ids)
+
+        return dataclasses.replace(self, pretrained={name: absolute(one) for name, one in self.pretrained.items()})
+
+
+@dataclass
+class EncoderConfig:
+    """Self-attention among the events of a history before they are pooled: a stack of pre-norm Transformer blocks.
+
+    Args:
+        num_layers: number of blocks; 0 for no encoder. With `model.pooling: none` there is none either. Time grows with
+            the sum of the squared lengths: see `data.max_history`.
+        num_heads: heads of the self-attention, a divisor of `model.embedding_dim`.
+        feedforward_ratio: width of the hidden layer of a block's feed-forward part, as a multiple of
+            `model.embedding_dim`.
+        dropout: probability with which an element of the feed-forward part is zeroed in training.
+        causal: whether an event attends only to itself and to earlier events.
+        bias: learned score bias per block and head, of the event that is attended to; as `model.bias`.
+        relative_bias: learned score bias per block and head, of the pair of events: `distance`, by how many events one
+            lies behind the other, for which `causal` is true; or null.
+    """
+
+    num_layers: int = 0
+    num_heads: int = 4
+    feedforward_ratio: int = 4
+    dropout: float = 0.0
+    causal: bool = False
+    bias: str | None = None
+    relative_bias: Literal["distance"] | None = None
+
+    def __post_init__(self) -> None:
+        check_bias("encoder.bias", self.bias)
+        require(self.num_layers >= 0, "encoder.num_layers", self.num_layers, "0 or more")
+        for name in ("num_heads", "feedforward_ratio"):
+            require(getattr(self, name) >= 1, f"encoder.{name}", getattr(self, name), "at least 1")
+        require(0 <= self.dropout < 1, "encoder.dropout", self.dropout, "in [0, 1)")
+        fits = self.bias != "recency" or self.num_heads > 1
+        require(fits, "encoder.num_heads", self.num_heads, "at least 2 with encoder.bias recency")
+        is_causal = self.relative_bias is None or self.causal
+        require(is_causal, "encoder.causal", self.causal, "true with encoder.relative_bias")
+
+
+@dataclass
+class OptimizerGroup:
+    """The optimizer of one group of parameters.
+
+    Args:
+        name: `adagrad`, `adam` or `adamw` of torch.optim; for embedding tables also TorchRec's `rowwise_adagrad`, with
+            one accumulator per row. The backward pass steps the tables, and only their rows in the batch: rows that
+            it lacks cost nothing, and their moments (of Adam) stay. Under torchrun tables have `adagrad` or
+            `rowwise_adagrad`.
+        learning_rate: step size.
+        weight_decay: as in torch.optim: decoupled for adamw, an L2 penalty for the others. Of a table it acts on the
+            rows of the batch only.
+    """
+
+    name: Literal["adagrad", "adam", "adamw", "rowwise_adagrad"] = "adam"
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.0
+
+
+@dataclass
+class OptimizerConfig:
+    """The optimizers of the embedding tables and of all other parameters.
+
+    Args:
+        dense: for the MLPs, the attention and the encoder.
+        embeddings: for the embedding tables.
+        average: decay of an exponential moving average of all parameters, such as 0.99; evaluation then uses the
+            average. Of a table a step averages the rows of the batch, and the end of an epoch all rows. It takes as
+            much memory as the parameters, and must be null under torchrun.
+        schedule: how the learning rates of both groups go on after the warm-up: `constant`, or `cosine`, which falls to
+            zero at the last step of the last of `training.epochs`.
+        warmup_steps: number of steps in which the learning rates rise linearly to their values.
+    """
+
+    dense: OptimizerGroup = field(default_factory=OptimizerGroup)
+    embeddings: OptimizerGroup = field(default_factory=lambda: OptimizerGroup(name="adagrad", learning_rate=0.02))
+    average: float | None = None
+    schedule: Literal["constant", "cosine"] = "constant"
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        for name, group in (("dense", self.dense), ("embeddings", self.embeddings)):
+            key, rate, decay = f"optimizer.{name}", group.learning_rate, group.weight_decay
+            require(0 < rate < math.inf, f"{key}.learning_rate", rate, "positive and finite")
+            require(0 <= decay < math.inf, f"{key}.weight_decay", decay, "0 or more and finite")
+        dense = self.dense.name
+        require(dense != "rowwise_adagrad", "optimizer.dense.name", dense, "adagrad, adam or adamw")
+        in_range = self.average is None or 0 < self.average < 1
+        require(in_range, "optimizer.average", self.average, "between 0 and 1, or null")
+        require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "0 or more")
+
+
+@dataclass
+class ShardingConfig:
+    """Sharding of the embedding tables over the processes that torchrun launches; see docs/distributed.md.
+
+    Args:
+        type: `table_wise` (each table is in one process), `row_wise` or `column_wise` (each table is split by rows or
+            columns), `table_row_wise` (by rows over the processes of one host, with `exchange: attention`), or `auto`:
+            TorchRec's planner chooses for each table.
+        min_partition: columns per shard under `column_wise`; a multiple of 4 and a divisor of `model.embedding_dim`.
+        compute_kernel: `fused` (tables in device memory), `fused_uvm_caching` (tables in host memory, with a cache on
+            the GPU, for tables that exceed GPU memory), or `auto`: the planner chooses.
+        cache_load_factor: fraction of a table's rows that the cache holds, in (0, 1].
+        exchange: `rows` sends the rows of histories to their samples' processes, and their gradients back; `attention`
+            sends queries to the processes that own the rows, and partial outputs back; `auto` takes what sends fewer
+            bytes, where attention is possible, and says so.
+        replicate_below: with `attention`, tables of at most so many rows are read whole by every process.
+        dedup: whether a row that several events of a process' samples have is sent to it once, and its gradient is
+            summed before it is sent back.
+        communication: dtype in which embeddings and their gradients are sent.
+        group_size: null shards each table over all processes. A number, a divisor of that of the processes: each group
+            of so many has all tables and learns from its own samples.
+        sync_every: steps between two averages of the tables of all groups; an epoch ends with one too.
+    """
+
+    type: Literal["auto", "table_wise", "row_wise", "column_wise", "table_row_wise"] = "auto"
+    min_partition: int = 16
+    compute_kernel: Literal["auto", "fused", "fused_uvm_caching"] = "auto"
+    cache_load_factor: float = 0.2
+    exchange: Literal["rows", "attention", "auto"] = "rows"
+    replicate_below: int = 100_000
+    dedup: bool = False
+    communication: Literal["float32", "bfloat16"] = "float32"
+    group_size: int | None = None
+    sync_every: int = 1
+
+    def __post_init__(self) -> None:
+        width, fraction = self.min_partition, self.cache_load_factor
+        require(width >= 4 and width % 4 == 0, "sharding.min_partition", width, "a positive multiple of 4")
+        require(0 < fraction <= 1, "sharding.cache_load_factor", fraction, "in (0, 1]")
+        require(self.replicate_below >= 0, "sharding.replicate_below", self.replicate_below, "at least 0")
+        require(self.group_size is None or self.group_size >= 1, "sharding.group_size", self.group_size, "positive")
+        require(self.sync_every >= 1, "sharding.sync_every", self.sync_every, "positive")
+        alone = self.group_size is None and self.sync_every > 1
+        require(not alone, "sharding.sync_every", self.sync_every, "1 unless sharding.group_size is given")

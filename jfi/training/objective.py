@@ -1,0 +1,68 @@
+"""The loss of a run: the sum over its labels, by their weights, with those of samples and of positives."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from jfi.data import DataConfig
+from jfi.data.schema import LabelSpec
+
+
+class Objective:
+    """The loss of a batch.
+
+    With sample i's weight w_i, label l's weight v_l, and p_l the weight of positives (1 where y is 0), the loss of B
+    samples is
+
+        1/B  sum_i w_i  sum_l v_l L_l(z_il, y_il)
+
+        binary       L = p_l cross-entropy of the logit z and y
+        regression   L = (z - y)^2 / variance of y in training
+
+    where a label that is missing adds nothing.
+
+    Args:
+        labels: in the order of the model's outputs.
+        weights: of the labels.
+        positive_weight: of the samples with label 1, for every binary label.
+    """
+
+    def __init__(self, labels: Sequence[LabelSpec], weights: Sequence[float], positive_weight: float = 1.0) -> None:
+        self._labels, self._weights = list(zip(labels, weights, strict=True)), list(weights)
+        self._positive_weight = positive_weight
+
+    @classmethod
+    def of(cls, data: DataConfig, labels: Sequence[LabelSpec], positive_weight: float) -> "Objective":
+        """The loss of a run with the section `data` and the labels of its schema."""
+        return cls(labels, [one.weight for one in data.targets()], positive_weight)
+
+    def __call__(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The sums over samples of their losses, with all weights and with those of the labels alone.
+
+        Args:
+            outputs: of the model, [B] or [B, L] float32.
+            labels: of the same shape, NaN where one is missing.
+            weights: [B], or None for 1.
+        """
+        weighted, plain = [], []
+        for place, (label, weight) in enumerate(self._labels):
+            output, target = (outputs, labels) if outputs.dim() == 1 else (outputs[:, place], labels[:, place])
+            losses, scaled = self._losses(label, output, target, is_whole=place == 0)
+            scaled = scaled if weights is None else scaled * weights
+            plain.append(losses.detach().sum() * weight)
+            weighted.append(scaled.sum() * weight)
+        return torch.stack(weighted).sum(), torch.stack(plain).sum()
+
+    def _losses(self, label: LabelSpec, output: Tensor, target: Tensor, is_whole: bool) -> tuple[Tensor, Tensor]:
+        """Of each sample the loss, and that with the weight of positives."""
+        present = None if is_whole else ~target.isnan()
+        target = target if present is None else target.nan_to_num()
+        if label.task == "regression":
+            losses = scaled = ((output - target) / label.deviation).square()
+        else:
+            losses = scaled = binary_cross_entropy_with_logits(output, target, reduction="none")
+            if self._positive_weight != 1:
+                scaled = losses * torch.where(target > 0, self._positive_weight, 1.0)
+        return (losses, scaled) if present is None else (losses * present, scaled * present)
