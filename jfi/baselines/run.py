@@ -9,6 +9,7 @@ from jfi.baselines.models import LEAVES, PENALTIES, Fit, best, gradient_boosting
 from jfi.baselines.samples import Samples
 from jfi.data import InteractionDataset
 from jfi.display import Display
+from jfi.training.config import ConfigError
 
 #: Rows of smoothing, and half-lives as parts of the training split's time span.
 SMOOTHING, HALF_LIVES = (1.0, 3.0, 10.0, 30.0, 100.0), (1 / 64, 1 / 16, 1 / 4, 1.0)
@@ -43,6 +44,11 @@ def run_baselines(
         seeds: at least one.
         monitor: the validation metric that settings are chosen by: "ne", or AUC for any other.
 
+    Of several labels they predict the first one.
+
+    Raises:
+        ConfigError: that label is not binary.
+
     Example:
         >>> from jfi.data import DataConfig, SyntheticConfig, load_dataset
         >>> synthetic = SyntheticConfig(num_users=60)
@@ -51,6 +57,8 @@ def run_baselines(
         >>> list(results)[:3], list(results["item mean"][0].settings)
         (['item mean', 'item + user mean', 'popularity by time'], ['item_smoothing'])
     """
+    if dataset.schema.labels[0].task != "binary":
+        raise ConfigError("baselines predict a binary label, got data.task: regression")
     results: dict[str, list[BaselineResult]] = {}
     for seed in seeds if dataset.is_implicit else seeds[:1]:
         with Display("baselines", None, ticking=True):

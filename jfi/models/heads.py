@@ -94,9 +94,9 @@ class OutputScale(nn.Module):
 
     def __init__(self, moments: Sequence[tuple[float, float]], device: torch.device | None = None) -> None:
         super().__init__()
-        mean, deviation = torch.tensor(moments, dtype=torch.float32, device=device).unbind(dim=1)
-        self.register_buffer("mean", mean.clone())
-        self.register_buffer("deviation", deviation.clone())
+        means, deviations = zip(*moments, strict=True)
+        self.register_buffer("mean", torch.tensor(means, dtype=torch.float32, device=device))
+        self.register_buffer("deviation", torch.tensor(deviations, dtype=torch.float32, device=device))
 
     def forward(self, outputs: Tensor) -> Tensor:
         return outputs * self.deviation + self.mean

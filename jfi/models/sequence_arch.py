@@ -16,6 +16,7 @@ from jfi.modules import (
     inputs,
     validation,
 )
+from jfi.modules.feature_modules import FeatureModules
 from jfi.modules.table_rows import DigitRows
 from jfi.ops import jagged_dense_bmm, jagged_jagged_bmm
 from jfi.room import here
@@ -82,6 +83,9 @@ class SequenceArch(nn.Module):
         encoder: encodes every feature's events before they are pooled, or None.
         user_keys: keys of entries that the rows of a timeline share.
         further: layers of attention behind `pooling`; their sum is one more entry for each feature.
+        widths: by key of entries whose embeddings have another width than `embedding_dim`, theirs: they are projected.
+            "" stands for the entries of a mean.
+        device: of the projections.
     """
 
     def __init__(
@@ -94,11 +98,19 @@ class SequenceArch(nn.Module):
         encoder: JaggedEncoder | None = None,
         user_keys: list[str] | None = None,
         further: RefinedAttention | None = None,
+        widths: dict[str, int] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__()
         self.bag_keys, self.single_keys, self.embedding_dim = bag_keys, single_keys, embedding_dim
         self.pooling, self.encoder, self.further = pooling, encoder, further
         self.user_keys = user_keys or []
+        widths = dict(widths or {})
+        of_mean = widths.pop("", None)
+        self.projections = FeatureModules(
+            {key: nn.Linear(width, embedding_dim, device=device) for key, width in widths.items()}
+        )
+        self.mean_projection = None if of_mean is None else nn.Linear(of_mean, embedding_dim, device=device)
         # Features whose bias inputs come from the batch's ids.
         self.features = features if encoder is None else features + encoder.features
         self._not_shared = None if encoder is None else _why_not_shared(encoder)
@@ -111,14 +123,17 @@ class SequenceArch(nn.Module):
         timelines: Timelines | None = None,
     ) -> Tensor:
         """Entries [B, F, embedding_dim]: those of `bags`, of the single keys of `embeddings`, of the histories."""
-        singles = _single_entries(bags, embeddings, self.bag_keys, self.single_keys, self.user_keys, timelines)
+        singles = self._singles(bags, embeddings, timelines)
         pooled = []
         if self.pooling is not None:
             sequences = _sequences(embeddings, ids, self.features, self._not_shared, timelines)
             if self.encoder is not None:
                 sequences = self.encoder(sequences)
             targets, target_times, event_times, max_events = _targets(singles, sequences, self.features, timelines)
-            pooled.append(self.pooling(sequences, targets, target_times, event_times, max_events).values())
+            found = self.pooling(sequences, targets, target_times, event_times, max_events).values()
+            if self.mean_projection is not None:
+                found = self.mean_projection(found.unflatten(1, (-1, self.mean_projection.in_features))).flatten(1)
+            pooled.append(found)
             if self.further is not None:
                 pooled.append(self.further(pooled[0], singles, sequences, self.features, timelines))
         return _stack_entries(singles, pooled, self.embedding_dim)
@@ -131,11 +146,25 @@ class SequenceArch(nn.Module):
         timelines: Timelines | None = None,
     ) -> dict[str, JaggedTensor]:
         """By sequence feature the attention weights of its events; the arguments are those of `forward`."""
-        singles = _single_entries(bags, embeddings, self.bag_keys, self.single_keys, self.user_keys, timelines)
+        singles = self._singles(bags, embeddings, timelines)
         sequences = _sequences(embeddings, ids, self.features, self._not_shared, timelines)
         if self.encoder is not None:
             sequences = self.encoder(sequences)
         return self.pooling.attention_weights(sequences, *_targets(singles, sequences, self.features, timelines))
+
+    def _singles(
+        self, bags: KeyedTensor | None, embeddings: dict[str, JaggedTensor] | None, timelines: Timelines | None
+    ) -> dict[str, Tensor]:
+        """The entries that are not histories, all `embedding_dim` wide."""
+        keys = self.bag_keys, self.single_keys
+        if not len(self.projections):
+            return _single_entries(bags, embeddings, *keys, self.user_keys, timelines)
+        found = _single_entries(bags, embeddings, *keys, [], timelines)
+        projected = self.projections.feature_names()
+        entries = {
+            key: self.projections[key](found[key]) if key in projected else found[key] for own in keys for key in own
+        }
+        return _of_rows(entries, self.user_keys, timelines)
 
 
 @torch.fx.wrap
@@ -167,6 +196,11 @@ def _single_entries(
             if here.has_room:
                 values = inputs.own_rows(values, offsets, [embeddings[key]])
             entries[key] = jagged_jagged_bmm(values, values.new_ones(values.size(0), 1), offsets).squeeze(-1)
+    return entries if timelines is None else broadcast(entries, user_keys, timelines.row_offsets)
+
+
+@torch.fx.wrap
+def _of_rows(entries: dict[str, Tensor], user_keys: list[str], timelines: Timelines | None) -> dict[str, Tensor]:
     return entries if timelines is None else broadcast(entries, user_keys, timelines.row_offsets)
 
 

@@ -37,7 +37,8 @@ Pooling = Literal["attention", "mean", "none"]
 class SequenceDLRM(nn.Module):
     """TorchRec's DLRM with sequence features: each sample's target attends to its histories.
 
-    DenseArch maps the dense features to a vector of embedding_dim. Sparse features become entries of that width: one
+    DenseArch maps the dense features to a vector of embedding_dim. Sparse features become entries of that width, to
+    which embeddings of another width are projected (events of histories are not: attention reads them as they are): one
     for each feature of the EmbeddingBagCollection, one for each feature of the EmbeddingCollection that is not a
     history (the sum of its embeddings), and one for each sequence feature. InteractionArch computes the dot products
     of all pairs, OverArch the logit. With `cross_layers` OverArch also reads the output of a cross network over all
@@ -56,7 +57,7 @@ class SequenceDLRM(nn.Module):
         sequence_features: the sequence features. Sequence keys are features of `embedding_collection`, target keys are
             features of either collection.
         dense_in_features: width of the dense features.
-        dense_arch_layer_sizes: layer sizes of DenseArch; the last is embedding_dim, the width of every table.
+        dense_arch_layer_sizes: layer sizes of DenseArch; the last is embedding_dim, the width of every entry.
         over_arch_layer_sizes: layer sizes of OverArch, at least two; the last is 1.
         pooling: "attention" (JaggedFeatureInteraction); "mean" of the events' combined embeddings, one entry for each
             field if they are concatenated; or "none", which leaves the histories out.
@@ -145,17 +146,21 @@ class SequenceDLRM(nn.Module):
                 f"got {over_arch_layer_sizes}"
             )
         embedding_dim = dense_arch_layer_sizes[-1]
-        bag_keys = _output_keys("embedding_bag_collection", embedding_bag_collection, embedding_dim)
-        keys = _output_keys("embedding_collection", embedding_collection, embedding_dim)
+        widths = _output_widths(embedding_bag_collection) | _output_widths(embedding_collection)
+        bag_keys, keys = (list(_output_widths(one)) for one in (embedding_bag_collection, embedding_collection))
+        # TorchRec's collection has one width for all of its tables.
+        event_dim, events_of = embedding_dim, "the last of dense_arch_layer_sizes"
+        if keys:
+            event_dim, events_of = widths[keys[0]], "embedding_collection"
         if semantic_ids is not None:
-            if semantic_ids.embedding_dim != embedding_dim:
+            if semantic_ids.embedding_dim != event_dim:
                 raise ValueError(
-                    f"semantic_ids must be as wide as the last of dense_arch_layer_sizes, {embedding_dim}, got "
-                    f"{semantic_ids.embedding_dim}"
+                    f"semantic_ids must be as wide as {events_of}, {event_dim}, got {semantic_ids.embedding_dim}"
                 )
             if shared := sorted(set(keys) & set(semantic_ids.feature_names)):
                 raise ValueError(f"semantic_ids must have keys of its own, got {shared} of embedding_collection")
             keys = [*keys, *semantic_ids.feature_names]
+            widths |= dict.fromkeys(semantic_ids.feature_names, event_dim)
         if shared := sorted(set(bag_keys) & set(keys)):
             raise ValueError(f"a feature must belong to one collection, got {shared} in both")
         history_keys = {key for feature in sequence_features for key in feature.sequence_keys}
@@ -172,19 +177,23 @@ class SequenceDLRM(nn.Module):
         for feature in features:
             validation.require_keys("the collections", bag_keys + single_keys, feature.target_keys)
         if encoder is not None:
-            _check_encoder(encoder, features, embedding_dim)
+            _check_encoder(encoder, features, event_dim, events_of)
         rows = features if encoder is None else [feature.encoded() for feature in features]
         layers: list[JaggedFeatureInteraction | JaggedMeanPooling] = []
         if features and pooling == "attention":
             sizes = embedding_dim, num_heads, num_queries
-            layers = [JaggedFeatureInteraction(rows, *sizes, device=dense_device) for _ in range(attention_layers)]
+            options = {"sequence_dim": event_dim, "device": dense_device}
+            layers = [JaggedFeatureInteraction(rows, *sizes, **options) for _ in range(attention_layers)]
         elif features:
-            layers = [JaggedMeanPooling(rows, embedding_dim)]
+            layers = [JaggedMeanPooling(rows, event_dim)]
         further = None
         if len(layers) > 1:
             further = RefinedAttention(layers[1:], dense_device)
+        is_mean = bool(layers) and pooling == "mean"
         pooled_width = sum(one.output_width for one in layers[:2])
-        num_entries = len(bag_keys) + len(single_keys) + pooled_width // embedding_dim
+        num_entries = len(bag_keys) + len(single_keys) + pooled_width // (event_dim if is_mean else embedding_dim)
+        others = {key: widths[key] for key in bag_keys + single_keys if widths[key] != embedding_dim}
+        others |= {"": event_dim} if is_mean and event_dim != embedding_dim else {}
 
         self.embedding_bag_collection = embedding_bag_collection
         self.embedding_collection = embedding_collection
@@ -197,7 +206,16 @@ class SequenceDLRM(nn.Module):
         self._from_times = [feature.bias_key for feature in biased if isinstance(feature.bias, TimeBias)]
         self._user_keys = user_keys or []
         self.sequence_arch = SequenceArch(
-            features, bag_keys, single_keys, embedding_dim, layers[0] if layers else None, encoder, user_keys, further
+            features,
+            bag_keys,
+            single_keys,
+            embedding_dim,
+            layers[0] if layers else None,
+            encoder,
+            user_keys,
+            further,
+            others,
+            dense_device,
         )
         self.dropout = nn.Dropout(dropout)
         self.dense_arch = DenseArch(dense_in_features, dense_arch_layer_sizes, device=dense_device)
@@ -301,12 +319,9 @@ def _merged(embeddings: dict[str, JaggedTensor] | None, others: dict[str, Jagged
     return together
 
 
-def _check_encoder(encoder: JaggedEncoder, features: list[SequenceFeatureConfig], embedding_dim: int) -> None:
-    if encoder.embedding_dim != embedding_dim:
-        raise ValueError(
-            f"encoder must be as wide as the last of dense_arch_layer_sizes, {embedding_dim}, "
-            f"got {encoder.embedding_dim}"
-        )
+def _check_encoder(encoder: JaggedEncoder, features: list[SequenceFeatureConfig], width: int, of: str) -> None:
+    if encoder.embedding_dim != width:
+        raise ValueError(f"encoder must be as wide as {of}, {width}, got {encoder.embedding_dim}")
     names, given = [feature.name for feature in features], [feature.name for feature in encoder.features]
     if set(names) != set(given):
         raise ValueError(f"encoder must encode the sequence features that are pooled, {names}, got {given}")
@@ -331,18 +346,11 @@ def _id_keys(collection: EmbeddingBagCollection | EmbeddingCollection | None) ->
     return [key for table in _tables(collection) for key in table.feature_names]
 
 
-def _output_keys(
-    argument: str, collection: EmbeddingBagCollection | EmbeddingCollection | None, embedding_dim: int
-) -> list[str]:
-    """Keys of a collection's output; its tables must be embedding_dim wide."""
-    for table in _tables(collection):
-        if table.embedding_dim != embedding_dim:
-            raise ValueError(
-                f"{argument} must be as wide as the last of dense_arch_layer_sizes, {embedding_dim}, "
-                f"got {table.embedding_dim} in table '{table.name}'"
-            )
-    keys = get_embedding_names_by_table(_tables(collection))
-    return [key for table_keys in keys for key in table_keys]
+def _output_widths(collection: EmbeddingBagCollection | EmbeddingCollection | None) -> dict[str, int]:
+    """The width of each key of a collection's output."""
+    tables = _tables(collection)
+    names = get_embedding_names_by_table(tables)
+    return {key: table.embedding_dim for table, keys in zip(tables, names, strict=True) for key in keys}
 
 
 @torch.fx.wrap

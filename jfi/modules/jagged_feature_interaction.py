@@ -40,7 +40,7 @@ class JaggedFeatureInteraction(nn.Module):
 
     Args:
         features: the sequence features, with distinct names.
-        embedding_dim: width of every input embedding and of each feature's output.
+        embedding_dim: width of each feature's output, and of every input embedding whose width is not given.
         num_heads: heads, a divisor of `embedding_dim`.
         num_queries: queries per target (the paper's T), each with its own projection.
         embedding_collection: an EmbeddingCollection or ManagedCollisionEmbeddingCollection that looks up the histories.
@@ -52,6 +52,8 @@ class JaggedFeatureInteraction(nn.Module):
             multiply-adds per event and two tensors of the history's size, absorbing 2 T H D and none. None projects
             where T H > D, and on a CPU also for so many ragged targets a user that it takes less time.
             Projected events are in the history's dtype or autocast's.
+        sequence_dim: width of the embeddings of events; None for `embedding_dim`.
+        target_dim: width of the embeddings of targets; None for `embedding_dim`.
         device: device of the parameters; after "meta" call `to_empty()` and `reset_parameters()`.
 
     Raises:
@@ -115,11 +117,16 @@ class JaggedFeatureInteraction(nn.Module):
         *,
         embedding_collection: EmbeddingCollection | None = None,
         project_history: bool | None = None,
+        sequence_dim: int | None = None,
+        target_dim: int | None = None,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
         check_features(features)
-        check_sizes(embedding_dim, num_heads, num_queries=num_queries)
+        sequence_dim = embedding_dim if sequence_dim is None else sequence_dim
+        target_dim = embedding_dim if target_dim is None else target_dim
+        widths = {"sequence_dim": sequence_dim, "target_dim": target_dim}
+        check_sizes(embedding_dim, num_heads, num_queries=num_queries, **widths)
         for feature in features:
             if feature.relative_bias is not None:
                 what = f"relative_bias of feature '{feature.name}'"
@@ -131,7 +138,7 @@ class JaggedFeatureInteraction(nn.Module):
             raise TypeError(f"project_history must be a bool or None, got {project_history!r}")
         self._id_keys: list[str] = []
         if embedding_collection is not None:
-            self._id_keys = validation.check_collection(embedding_collection, features, embedding_dim)
+            self._id_keys = validation.check_collection(embedding_collection, features, sequence_dim)
         self.features = features
         self.embedding_dim, self.num_heads, self.num_queries = embedding_dim, num_heads, num_queries
         self.embedding_collection = embedding_collection
@@ -140,7 +147,8 @@ class JaggedFeatureInteraction(nn.Module):
             project_history = num_queries * num_heads > embedding_dim
         self.project_history = project_history
 
-        self._groups = group_features(features, embedding_dim)
+        self.sequence_dim, self.target_dim = sequence_dim, target_dim
+        self._groups = group_features(features, sequence_dim, target_dim)
         self.attention = AttentionGroups(
             StackedTargetAttention(group, embedding_dim, num_heads, num_queries, project_history, not is_given, device)
             for group in self._groups
@@ -174,11 +182,11 @@ class JaggedFeatureInteraction(nn.Module):
 
         Args:
             sequences: a KeyedJaggedTensor of ids where the layer has an `embedding_collection`, else embeddings
-                [S, embedding_dim] by sequence key, float32, bfloat16 or float16, the aligned ones of one dtype. A
+                [S, sequence_dim] by sequence key, float32, bfloat16 or float16, the aligned ones of one dtype. A
                 feature with a KeyBias reads bucket ids [S] under its key; one with a WeightBias or weighted values
                 reads the weights of its first sequence key. Lengths and offsets are int32 or int64.
-            targets: embeddings by target key, either dense, [B, embedding_dim], or ragged: JaggedTensors of as many
-                users as the histories, whose values [R, embedding_dim] are the users' candidates, in the same number
+            targets: embeddings by target key, either dense, [B, target_dim], or ragged: JaggedTensors of as many
+                users as the histories, whose values [R, target_dim] are the users' candidates, in the same number
                 for all keys.
             target_times: of ragged targets the times [R], int32, int64 or float64 in any unit, not decreasing within a
                 user. A candidate then sees the events that are strictly older than itself, never those of its own time,
@@ -262,7 +270,7 @@ class JaggedFeatureInteraction(nn.Module):
         feature = self.features[self._names.index(name)]
         if self.num_queries > 1:
             raise ValueError(f"num_queries must be 1 to load an nn.MultiheadAttention, got {self.num_queries}")
-        target_width, width = feature.target_width(self.embedding_dim), feature.sequence_width(self.embedding_dim)
+        target_width, width = feature.target_width(self.target_dim), feature.sequence_width(self.sequence_dim)
         if target_width != self.embedding_dim:
             raise ValueError(
                 f"feature '{name}' must have targets of embedding_dim={self.embedding_dim} to load an "
@@ -304,7 +312,9 @@ class JaggedFeatureInteraction(nn.Module):
         return inputs.with_event_inputs(embeddings, ids, self.features)
 
     def extra_repr(self) -> str:
-        return describe(self.features, num_heads=self.num_heads, num_queries=self.num_queries)
+        widths = {"sequence_dim": self.sequence_dim, "target_dim": self.target_dim}
+        widths = {name: width for name, width in widths.items() if width != self.embedding_dim}
+        return describe(self.features, num_heads=self.num_heads, num_queries=self.num_queries, **widths)
 
 
 def _load_multihead_attention(own: SimpleNamespace, attention: nn.MultiheadAttention) -> None:

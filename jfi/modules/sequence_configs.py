@@ -236,11 +236,18 @@ class FeatureGroup:
     """Features of the same kind, which one call of an operator serves, and what is known of them before any batch.
 
     They have the same number of sequence keys and of target keys, combined to the same widths, the same kind of bias
-    with the same number of buckets, and all or none have weighted values.
+    with the same number of buckets, and all or none have weighted values. A field of an event is `embedding_dim` wide,
+    a target `target_dim`, or as wide as the events where that is None.
     """
 
     features: list[SequenceFeatureConfig]
     embedding_dim: int
+    target_dim: int | None = None
+
+    @property
+    def width_of_targets(self) -> int:
+        """The width of the embedding of one target key."""
+        return self.embedding_dim if self.target_dim is None else self.target_dim
 
     def __post_init__(self) -> None:
         # The features' first keys, then their second ones, ... Not fields of the dataclass, from which torch.fx would
@@ -265,12 +272,14 @@ def initial_bias(bias: Bias | None, num_buckets: int, num_heads: int) -> Tensor:
     return table
 
 
-def group_features(features: list[SequenceFeatureConfig], embedding_dim: int) -> list[FeatureGroup]:
+def group_features(
+    features: list[SequenceFeatureConfig], embedding_dim: int, target_dim: int | None = None
+) -> list[FeatureGroup]:
     """The features grouped by kind, in the order of each group's first feature."""
     groups: dict[tuple, list[SequenceFeatureConfig]] = {}
     for feature in features:
         kind = (
-            feature.target_width(embedding_dim),
+            feature.target_width(1),
             feature.sequence_width(embedding_dim),
             len(feature.target_keys),
             len(feature.sequence_keys),
@@ -279,7 +288,7 @@ def group_features(features: list[SequenceFeatureConfig], embedding_dim: int) ->
             feature.weighted_values,
         )
         groups.setdefault(kind, []).append(feature)
-    return [FeatureGroup(alike, embedding_dim) for alike in groups.values()]
+    return [FeatureGroup(alike, embedding_dim, target_dim) for alike in groups.values()]
 
 
 def describe(features: list[SequenceFeatureConfig], **options: object) -> str:

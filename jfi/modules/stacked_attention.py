@@ -83,8 +83,8 @@ class StackedTargetAttention(nn.Module):
             return nn.Parameter(torch.empty(shape, device=device))
 
         queries = num_queries * embedding_dim
-        target_width = group.features[0].target_width(embedding_dim)
-        sequence_width = group.features[0].sequence_width(embedding_dim)
+        target_width = group.features[0].target_width(group.width_of_targets)
+        sequence_width = group.features[0].sequence_width(group.embedding_dim)
         bucket_rows = self.num_features * group.features[0].num_buckets
         self.query_weight = parameter(self.num_features, queries, target_width)
         self.query_bias = parameter(self.num_features, queries)

@@ -106,8 +106,9 @@ def check_inputs(
                 )
             for key in feature.target_keys:
                 target = targets.get(key)
-                if not isinstance(target, Tensor) or target.shape != (rows, group.embedding_dim):
-                    _refuse_target(targets, key, rows, group.embedding_dim, "samples" if ragged is None else "rows")
+                if not isinstance(target, Tensor) or target.shape != (rows, group.width_of_targets):
+                    what = "samples" if ragged is None else "rows"
+                    _refuse_target(targets, key, rows, group.width_of_targets, what)
 
 
 def _check_events(

@@ -76,8 +76,17 @@ def check_floating(**tensors: Tensor | None) -> None:
             raise ValueError(f"{name} must be on the device of {first_name}, {first.device}, got {tensor.device}")
 
 
+def _check_strided(name: str, tensor: Tensor) -> None:
+    """tensor is a Tensor in memory that strides describe, not a sparse or a nested one."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got one of layout {tensor.layout}")
+
+
 def check_dim(name: str, tensor: Tensor, layout: str) -> None:
     """tensor has as many dimensions as its layout, such as "[S, D]", and no empty width behind the first."""
+    _check_strided(name, tensor)
     dims = layout.count(",") + 1
     if tensor.dim() != dims:
         raise ValueError(f"{name} must be {layout}, got a tensor of shape {list(tensor.shape)}")
@@ -175,8 +184,7 @@ def check_offsets(
     traced: bool | None = None,
 ) -> None:
     """offsets is [B+1], int32 or int64, on the device of ``like``; where it may be read, from 0 to rows, ascending."""
-    if not isinstance(offsets, Tensor):
-        raise TypeError(f"{name} must be a Tensor, got {type(offsets).__name__}")
+    _check_strided(name, offsets)
     if offsets.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64, got {offsets.dtype}")
     if offsets.dim() != 1 or offsets.shape[0] == 0:

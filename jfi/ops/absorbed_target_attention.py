@@ -220,6 +220,9 @@ def _check_shapes(target: Tensor, fields: tuple[Tensor, ...], weights: tuple[Ten
             name = ("target", *_WEIGHTS)[i] if i < 7 else "history"
             got = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise TypeError(f"{name} must be a Tensor of float32, bfloat16, float16 or float64, got {got}")
+        if x.layout is not torch.strided:
+            name = ("target", *_WEIGHTS)[i] if i < 7 else "history"
+            raise TypeError(f"{name} must be a dense tensor, got one of layout {x.layout}")
     first, d_x = fields[0], 0
     for x in fields:
         if x.dim() != 2 or 0 in x.shape[1:]:

@@ -150,6 +150,8 @@ def _exported_fwd() -> Callable:
 
 def _window(causal: bool, window_size: tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
     """How many keys before and after its own position a query sees."""
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal must be True or False, got {causal!r}")
     if window_size is not None and not (isinstance(window_size, tuple) and len(window_size) == 2):
         raise TypeError(f"window_size must be a pair (left, right) or None, got {window_size!r}")
     left, right = window_size or (None, None)

@@ -51,6 +51,8 @@ class ScoringModel(nn.Module):
     def __init__(self, model: SequenceDLRM, user_keys: list[str], impl: str = "torch") -> None:
         super().__init__()
         arch = model.sequence_arch
+        if len(arch.projections) or arch.mean_projection is not None:
+            raise ValueError(f"the tables of a model to serve must be {arch.embedding_dim} wide like its entries")
         features = arch.pooling.features if arch.pooling is not None else []
         for feature in features[1:]:
             if (feature.sequence_keys, feature.combine) != (features[0].sequence_keys, features[0].combine):

@@ -161,3 +161,88 @@ def test_torch_func_has_no_second_derivative_of_attention_and_says_so():
 
     with pytest.raises(RuntimeError, match="jfi::target_attention_bwd has no derivative"):
         torch.func.grad(slope)(query)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_vmap_is_one_call_after_another(name):
+    (first, *others), keywords = example(name)
+    operator = getattr(ops, name)
+    several = torch.stack([first, first * 2, first - 1])
+    got = torch.vmap(lambda x: operator(x, *others, **keywords))(several)
+    want = torch.stack([operator(x, *others, **keywords) for x in several])
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_argument_that_is_no_dense_tensor_is_refused_by_name(name):
+    """None where a tensor is needed, a number, a list, and sparse tensors."""
+    inputs, keywords = example(name)
+    operator = getattr(ops, name)
+    arguments = dict(zip(inspect.signature(operator).parameters, inputs, strict=False)) | keywords
+    optional = {key for key, one in inspect.signature(operator).parameters.items() if one.default is None}
+    for key, value in arguments.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        wrong = [value.tolist(), 3, value.to_sparse(), *([] if key in optional else [None])]
+        for one in wrong:
+            with pytest.raises(TypeError, match=key):
+                operator(**{**arguments, key: one})
+
+
+def test_causal_is_a_bool():
+    x = torch.randn(S, 2, D)
+    for causal in ("no", 1, None, torch.tensor(True)):
+        with pytest.raises(TypeError, match="causal must be True or False, got"):
+            ops.jagged_attention(x, x, query_offsets=OFFSETS, causal=causal)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_autocast_changes_nothing_on_a_cpu(name):
+    """Forward and backward, within the block and after it, on sizes whose products would be rounded.
+
+    The projections of absorbed_target_attention are those of Linear layers, and follow autocast as these do.
+    """
+    inputs, keywords = large_example(name)
+    operator, found = getattr(ops, name), []
+    for inside, after in ((False, False), (True, False), (True, True)):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            out = operator(*leaves, **keywords)
+            if not after:
+                grads = torch.autograd.grad(out.double().sin().sum(), leaves)
+        if after:
+            grads = torch.autograd.grad(out.double().sin().sum(), leaves)
+        found.append((out, *grads))
+    want, *others = found
+    if name == "absorbed_target_attention":
+        assert all(other[0].dtype == torch.bfloat16 for other in others)
+        return
+    for other in others:
+        for got, expected in zip(other, want, strict=True):
+            torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def large_example(name: str) -> tuple[list[torch.Tensor], dict]:
+    """As `example`, with samples of 0 to 90 rows and widths of 64."""
+    offsets = torch.tensor([0, 90, 90, 97, 160])
+    x, y, rows = torch.randn(160, 64), torch.randn(160, 64), offsets.diff()
+    pairs = torch.randn(int((rows * rows).sum()))
+    query, key = torch.randn(4, 2, 2, 64), torch.randn(160, 1, 64)
+    weights = [
+        torch.randn(shape) / 8 for shape in ((1, 64, 64), (1, 64), (1, 64, 64), (1, 64, 64), (1, 64, 64), (1, 64))
+    ]
+    return {
+        "jagged_dense_bmm": ([x], {"offsets": offsets, "dense": torch.randn(4, 64, 16)}),
+        "jagged_jagged_bmm": ([x, y], {"offsets": offsets}),
+        "jagged_softmax": ([y], {"offsets": offsets}),
+        "jagged_jagged_bmm_jagged_out": ([x, y], {"x_offsets": offsets}),
+        "jagged2_softmax": ([pairs], {"x_offsets": offsets}),
+        "array_jagged_bmm_jagged_out": ([pairs, x], {"x_offsets": offsets}),
+        "target_attention": ([query, key], {"offsets": offsets, "key_bias": torch.randn(160, 2)}),
+        "digit_attention": ([query], {"digits": torch.full((160, 4), 0x51).int(), "offsets": offsets}),
+        "absorbed_target_attention": (
+            [torch.randn(1, 4, 64), torch.randn(160, 64)],
+            {"weights": tuple(weights), "offsets": offsets, "num_heads": 2},
+        ),
+        "jagged_attention": ([torch.randn(160, 2, 64), key], {"query_offsets": offsets, "causal": True}),
+    }[name]
