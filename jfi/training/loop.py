@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from jfi.training.config import Config
 from jfi.training.distributed import World
 from jfi.training.interrupt import Interrupted, StopRequest, stop_on_signals
 from jfi.training.learning_rates import LearningRates
+from jfi.training.logger import Tracker, find_logger
 from jfi.training.metrics import LESS_IS_BETTER, Predictions, normalized_entropy
 from jfi.training.objective import Objective
 from jfi.training.plots import draw_attention, draw_curves
@@ -144,7 +145,9 @@ class Trainer(RunState):
     def _recorder(self, run: RunFolder, data: str) -> Recorder | SilentRecorder:
         if not self.world.is_first:
             return SilentRecorder()
-        return Recorder(run, self.progress.log_length, self.progress.step, data)
+        training = self.config.training
+        tracker = Tracker(find_logger(training), training.logger_options, asdict(self.config))
+        return Recorder(run, self.progress.log_length, self.progress.step, data, tracker)
 
     def _log_so_far(self, run: RunFolder) -> list[dict]:
         """The lines of metrics.jsonl that belong to the progress."""

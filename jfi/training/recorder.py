@@ -8,6 +8,7 @@ from pathlib import Path
 
 from jfi.files import naming
 from jfi.training.config import ConfigError
+from jfi.training.logger import Tracker
 from jfi.training.run_folder import RunFolder
 
 #: The key of a line's speed; all other values of a line are the same in every repetition of a run.
@@ -26,13 +27,14 @@ class Recorder:
         length: bytes of metrics.jsonl to keep.
         step: TensorBoard's events from this step on are discarded.
         data: names the data that the metrics are of; each line has it.
+        tracker: gets the metrics too.
     """
 
-    def __init__(self, run: RunFolder, length: int, step: int, data: str):
+    def __init__(self, run: RunFolder, length: int, step: int, data: str, tracker: Tracker | None = None):
         # Imported here: it takes seconds, and faults in the input should be reported before.
         from torch.utils.tensorboard import SummaryWriter
 
-        self._path, self._data = run.metrics, data
+        self._path, self._data, self._tracker = run.metrics, data, tracker
         run.metrics.touch()
         self._file = run.metrics.open("r+b")
         self._digest = hashlib.sha256(self._file.read(length))
@@ -43,9 +45,11 @@ class Recorder:
     def __enter__(self) -> "Recorder":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, fault: object, *_: object) -> None:
         self._file.close()
         self._board.close()
+        if self._tracker is not None:
+            self._tracker.close(fault is not None)
 
     def metrics(self, split: str, epoch: int, step: int, metrics: dict[str, float], speed: float) -> None:
         """Appends a line; a metric that is not finite becomes null. `speed` is in samples a second."""
@@ -59,6 +63,8 @@ class Recorder:
         for name, value in metrics.items():
             self._board.add_scalar(f"{name}/{split}", value, step)
         self._board.add_scalar(f"{SPEED}/{split}", speed, step)
+        if self._tracker is not None:
+            self._tracker.metrics(split, {**metrics, SPEED: speed}, step)
 
     def length(self) -> int:
         """Flushes metrics.jsonl to the disk and returns its length in bytes."""

@@ -12,6 +12,7 @@ from jfi.training.checkpoint import latest_checkpoint
 from jfi.training.cli import save_config
 from jfi.training.config import Config, ConfigError
 from jfi.training.distributed import World, join_world
+from jfi.training.logger import find_logger
 from jfi.training.loop import Result, Trainer
 from jfi.training.preset import apply_preset
 from jfi.training.progress import check_config, config_changes
@@ -135,6 +136,7 @@ def _check_before_reading(config: Config) -> None:
     if config.training.run_dir is not None:
         check_new(Path(config.training.run_dir))
     check_writable(Path(config.training.run_dir or new_run_dir()))
+    find_logger(config.training)
     # A preset takes settings from that run; the model is then compared when it is built.
     if config.training.warm_start is not None and config.training.preset is None:
         check_warm_start(config.training.warm_start, config)
