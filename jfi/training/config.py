@@ -74,8 +74,8 @@ class TrainingConfig:
         cuda_graph: `auto` launches training steps on a GPU as CUDA graphs where that is possible: batches by sample, no
             encoder, not under torchrun. A line names the reason where it is not, and the line of an epoch how many
             steps ran so. `off` never does.
-        logger: where metrics go beside metrics.jsonl and TensorBoard: `wandb` or `mlflow` (by the loggers of Lightning),
-            or a class of this interface as `module:Class`; null for nowhere.
+        logger: where metrics go beside metrics.jsonl and TensorBoard: `wandb` or `mlflow`, by the loggers of Lightning,
+            or a class of their interface as `module:Class`; null for nowhere.
         logger_options: its keyword arguments, such as project or tracking_uri.
         log_every: steps between two lines of training metrics.
         checkpoint_every: steps between checkpoints within an epoch, in addition to the one after each epoch; 0 for
@@ -118,10 +118,8 @@ class TrainingConfig:
             require(getattr(self, name) >= 1, f"training.{name}", getattr(self, name), "at least 1")
         parts, must = self.accumulate, f"at most training.batch_size, {self.batch_size}"
         require(parts <= self.batch_size, "training.accumulate", parts, must)
-        options = self.logger_options
-        require(
-            self.logger is not None or not options, "training.logger_options", options, "{} without training.logger"
-        )
+        options, must = self.logger_options, "{} without training.logger"
+        require(self.logger is not None or not options, "training.logger_options", options, must)
         require(0 <= self.seed < 2**32, "training.seed", self.seed, "in [0, 2**32)")
         require(self.checkpoint_every >= 0, "training.checkpoint_every", self.checkpoint_every, "0 or more")
         norm = self.max_grad_norm

@@ -97,7 +97,7 @@ def test_what_cannot_be_used_is_refused_before_anything_is_written(run, tmp_path
             run(**training)
     assert not (tmp_path / "run").exists()
     with pytest.raises(
-        ConfigError, match="training.logger_options: the logger cannot be made: ValueError: no such project"
+        ConfigError, match=r"training.logger_options: the logger cannot be made: ValueError: no such project"
     ):
         run(logger="fake_tracker:Fake", logger_options={"project": "wrong"})
     with pytest.raises(ConfigError, match=r"training.logger_options: got .*, must be \{\} without training.logger"):
