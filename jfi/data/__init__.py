@@ -2,7 +2,7 @@
 
 from jfi import lockstep  # noqa: F401  # before TorchRec: a wrong pair of torch and fbgemm is said in one line
 from jfi.data.batch import Batch
-from jfi.data.config import DataConfig, SyntheticConfig
+from jfi.data.config import DataConfig, LabelConfig, SyntheticConfig
 from jfi.data.dataset import InteractionDataset
 from jfi.data.errors import DataError
 from jfi.data.load import load_dataset
@@ -15,6 +15,7 @@ __all__ = [
     "DataSchema",
     "FeatureSpec",
     "InteractionDataset",
+    "LabelConfig",
     "SyntheticConfig",
     "load_dataset",
 ]
