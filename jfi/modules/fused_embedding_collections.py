@@ -65,7 +65,7 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
 
     @property
     def fused_optimizer(self) -> FusedTablesOptimizer:
-        """The optimizer's states and its learning rate, by parameter name; its `step()` does nothing."""
+        """The optimizer's states and its learning rate, by parameter name; its `step()` makes one that waits."""
         return FusedTablesOptimizer(self._fused, self._attribute)
 
     def wait_sorted(self) -> None:
@@ -338,9 +338,9 @@ class FusedEmbeddingBagCollection(_FusedCollection, EmbeddingBagCollection):
 def defer_steps(model: nn.Module) -> Iterator[None]:
     """Accumulates gradients: backward passes within step no table of the model's fused collections.
 
-    The first backward pass after the block that reads a collection makes one step of its tables, by the gradients of
-    all passes, as one batch of all their samples would. Until then the gradients of the rows that were looked up stay
-    in memory; activations do not. An error within the block drops them.
+    The first backward pass after the block that reads a collection, or else `step()` of its `fused_optimizer`, makes
+    one step of its tables, by the gradients of all passes, as one batch of all their samples would. Until then the
+    gradients of the rows that were looked up stay in memory; activations do not. An error within the block drops them.
 
     Args:
         model: with any number of fused collections, or none.

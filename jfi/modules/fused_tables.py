@@ -262,8 +262,17 @@ class FusedTables:
     def _finish(self, task: int) -> None:
         batches = self._deferred + self._pending.pop(task)
         self._deferred = batches if self._deferring else []
-        if self._deferring:
-            return
+        if not self._deferring:
+            self._step(batches)
+
+    def step_deferred(self) -> None:
+        """Makes the step of backward passes whose step waits, if any does."""
+        batches, self._deferred = self._deferred, []
+        if batches:
+            self._step(batches)
+
+    @torch.no_grad()
+    def _step(self, batches: list[_Batch]) -> None:
         weights = self.weights
         if any([weight.grad is not None for weight in weights.values()]):
             raise RuntimeError(
@@ -352,8 +361,9 @@ def _restored_group(options: dict[str, Any], learning_rate: Tensor) -> Parameter
 class FusedTablesOptimizer(FusedOptimizer):
     """The states and the learning rate of a collection's tables by parameter name; a step is made in the backward pass.
 
-    `step()` and `zero_grad()` do nothing. `state_dict()` and `load_state_dict()` have the names and shapes of the
-    optimizer's class, and with `average` two more: `average` and `averaged_at`.
+    `zero_grad()` does nothing, and neither does `step()` unless the step of a backward pass waits, see `defer_steps`.
+    `state_dict()` and `load_state_dict()` have the names and shapes of the optimizer's class, and with `average` two
+    more: `average` and `averaged_at`.
 
     Args:
         tables: of the collection.
@@ -388,7 +398,8 @@ class FusedTablesOptimizer(FusedOptimizer):
     def param_groups(self, groups: object) -> None: ...
 
     def step(self, closure: Callable | None = None) -> None:
-        """Does nothing."""
+        """Makes the step that waits, if one does."""
+        self._fused.step_deferred()
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Does nothing."""

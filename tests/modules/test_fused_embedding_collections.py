@@ -695,11 +695,20 @@ def test_deferred_passes_are_one_step_and_a_failed_one_leaves_nothing_behind():
     before = {name: weight.detach().clone() for name, weight in collection.named_parameters()}
     for name, weight in twin.named_parameters():
         torch.testing.assert_close(before[name], weight.detach())
+    for part in parts:
+        with jfi.modules.defer_steps(collection):
+            total(collection, part).backward()
+    collection.fused_optimizer.step()
+    collection.fused_optimizer.step()  # nothing waits any more
+    (total(twin, parts[0]) + total(twin, parts[1])).backward()
+    for name, weight in twin.named_parameters():
+        torch.testing.assert_close(collection.get_parameter(name).detach(), weight.detach())
+    before = {name: weight.detach().clone() for name, weight in collection.named_parameters()}
     with pytest.raises(RuntimeError, match="stop"), jfi.modules.defer_steps(collection):
         total(collection, parts[0]).backward()
         raise RuntimeError("stop")
     (0.0 * total(collection, parts[1])).backward()
-    assert int(collection._fused.step) == 2
+    assert int(collection._fused.step) == 3
     moved = {name for name, weight in collection.named_parameters() if not torch.equal(weight, before[name])}
     assert moved == set(before)  # by Adam's moments alone
     total(twin, parts[1]).mul(0.0).backward()
