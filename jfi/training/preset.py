@@ -96,6 +96,9 @@ def _by_pilots(
     samples = dataset.num_samples("train")
     if samples >= _LARGE:
         return {}, [f"training.preset tried no parts: {samples:,} training samples, {_LARGE:,} or more"]
+    targets = config.data.targets()
+    if len(targets) > 1 or targets[0].task != "binary":
+        return {}, ["training.preset tried no parts: they are compared by the AUC of a single label"]
     parts, lines = _Parts(config, sized, dataset, world), []
     settings: dict[str, Any] = {}
     for part in (parts.content, parts.recency, parts.statistics):
