@@ -79,14 +79,28 @@ def movielens() -> str:
 
 def scaling() -> str:
     found = read("h200/scaling")
-    rows = sorted(found["rows"], key=lambda row: row["processes"])
     lines = [["GPUs", "ms per step", "samples/s", "efficiency"]]
+    rows = sorted(found["rows"], key=lambda row: row["processes"])
     for row in rows:
         rate = row["queries_per_second"]
         share = rate / row["processes"] / rows[0]["queries_per_second"]
         lines.append([str(row["processes"]), f"{row['step_us'] / 1e3:.2f}", f"{rate:,.0f}", f"{share:.2f}"])
     where = found["environment"]
     return f"{table.as_markdown(lines)}\n\n{where['device']}, commit {where['commit']}, {where['date'][:10]}."
+
+
+def scaling_bytes() -> str:
+    """Bytes that leave a process, a sample and step, by case and exchange."""
+    found = read("cpu/scaling_bytes")
+    lines = [["histories", "exchange", "bytes a sample", "of the exchange of rows"]]
+    for case in dict.fromkeys(row["case"] for row in found["rows"]):
+        rows = sorted((row for row in found["rows"] if row["case"] == case), key=lambda row: -row["sent_bytes"])
+        for row in rows:
+            length, width, sent = re.search(r"mean \d+", case)[0], re.search(r"D=\d+", case)[0], row["sent_bytes"]
+            share = f"1/{rows[0]['sent_bytes'] / sent:.3g}"
+            lines.append([f"{length}, {width}", row["exchange"], f"{sent:,.0f}", share])
+    where = found["environment"]
+    return f"{table.as_markdown(lines)}\n\nTwo processes over gloo, commit {where['commit']}, {where['date'][:10]}."
 
 
 def milliseconds(value: float) -> str:
@@ -133,6 +147,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sid_step": lambda: sid_tables.steps(read("h200/sid_step")),
     "semantic ids": semantic_ids.page,
     "scaling": scaling,
+    "scaling_bytes": scaling_bytes,
     "serving h200": lambda: serving("h200/serving"),
     "serving cpu": lambda: serving("cpu/serving"),
     "dwell": lambda: dwell_page.table(dwell_page.read()),

@@ -195,6 +195,8 @@ def main() -> None:
     parser.add_argument("--commit", help="to record where the checkout is no git repository")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--exchanges", nargs="+", choices=EXCHANGES, default=list(EXCHANGES))
+    parser.add_argument("--samples", type=int, help="of a process, to count bytes where a step would take too long")
+    parser.add_argument("--items", type=int, help="rows of the table of items, likewise")
     parser.add_argument("--tiny", action="store_true", help="to see that it runs")
     options = parser.parse_args()
     device = torch.device("cpu")
@@ -206,8 +208,9 @@ def main() -> None:
     for shape in options.shapes:
         for exchange in options.exchanges:
             case = (TINY if options.tiny else SHAPES)[shape]
+            case = replace(case, B=options.samples or case.B, items=options.items or case.items)
             with torch.autograd.set_multithreading_enabled(False):  # as `jfi.training` trains
-                row = measure(case, exchange, device, 4 if options.tiny else STEPS)
+                row = measure(case, exchange, device, STEPS if device.type == "cuda" else BATCHES)
             found.append(asdict(row))
             if dist.get_rank() == 0:
                 print(f"{shape}, {exchange}: {row.step_us / 1e3:.2f} ms a step ({row.fastest_us / 1e3:.2f} to ", end="")

@@ -132,8 +132,8 @@ def test_it_says_what_it_cannot_try(tmp_path, monkeypatch):
     given = dataclasses.replace(config.data, impression_dense=["past_item_rate"])
     lines = preset.apply_preset(dataclasses.replace(config, data=given), load_dataset(config.data))[1]
     assert lines[0] == "training.preset: data.statistics: none: the table has such columns"
-    real = dataclasses.replace(config.data, label="rating", task="regression")
-    lines = preset.apply_preset(dataclasses.replace(config, data=real), load_dataset(real))[1]
+    real = dataclasses.replace(config, data=dataclasses.replace(config.data, label="rating", task="regression"))
+    lines = preset._by_pilots(real, real, load_dataset(config.data), None)[1]
     assert lines[0] == "training.preset tried no parts: they are compared by the AUC of a single label"
     monkeypatch.setattr(preset, "_LARGE", 100)
     lines = preset.apply_preset(config, load_dataset(config.data))[1]
