@@ -30,7 +30,7 @@ from jfi.sharded.attention import EventsAtOwners
 from jfi.sharded.ownership import by_rows
 from jfi.sharded.planning import make_routes
 from jfi.sharded.routes import Arrived, ArrivedIds, IdsRequest
-from jfi.sharded.rows import Replicate, fetch_rows
+from jfi.sharded.rows import Replicate, Shared, fetch_rows
 from jfi.sharded.shards import OwnRows, own_rows
 
 
@@ -99,9 +99,10 @@ class ShardedAttentionCollection(ShardedEmbeddingCollection):
             for embedding, key, rows in rows_by_key:
                 parts = {"lengths": by_key[key].lengths_or_none(), "offsets": by_key[key].offsets_or_none()}
                 found[embedding] = JaggedTensor(rows, **parts)
+        shared = {table: Shared.apply(one, self._group) for table, one in whole.items()}
         for embedding, key, table in plan.local:
             ids = by_key[key]
-            by_id = rows_by_id(whole[table], ids.values(), handles[0].dtype, f"table '{table}'")
+            by_id = rows_by_id(shared[table], ids.values(), handles[0].dtype, f"table '{table}'")
             parts = ids.lengths_or_none(), ids.offsets_or_none()
             found[embedding] = TableRows(by_id.tables[0], by_id.indices[0], by_id.rows, *parts)
         return found

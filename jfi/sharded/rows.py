@@ -44,7 +44,8 @@ class _Fetch(torch.autograd.Function):
 class Replicate(torch.autograd.Function):
     """Whole tables [N, D] on every rank, from the rows that each owns; back to sums of all ranks' gradients.
 
-    All tables travel in one all-reduce, whose order of summation is fixed, as is that of each rank's gradients.
+    All tables travel in one all-reduce, whose order of summation is fixed, as is that of each rank's gradients. These
+    have their share (`gradient_share`) already: see `Shared`.
 
     Args:
         handle: [r, D] without memory, of the tables' rows that this rank owns, table by table.
@@ -73,8 +74,25 @@ class Replicate(torch.autograd.Function):
     def backward(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         given = next(grad for grad in grads if grad is not None)
         whole = [given.new_zeros(n, given.size(1)) if g is None else g for g, n in zip(grads, ctx.sizes, strict=True)]
-        whole = torch.cat(whole).mul_(gradient_share(ctx.group))
+        whole = torch.cat(whole)
         if ctx.group.size() > 1:
             dist.all_reduce(whole, group=ctx.group)
         own = [rows[part.start : part.stop] for rows, part in zip(whole.split(ctx.sizes), ctx.own, strict=True)]
         return torch.cat(own).to(ctx.dtype), None, None, None
+
+
+class Shared(torch.autograd.Function):
+    """A replicated table as this rank's own samples read it: their gradients get their share.
+
+    Owners read the table itself, since attention gives them gradients that have it.
+    """
+
+    @staticmethod
+    def forward(ctx, table: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.share = gradient_share(group)
+        return table.view_as(table)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.share, None

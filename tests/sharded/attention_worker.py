@@ -138,11 +138,13 @@ def options_of(case: Case) -> dict:
     return {"lr": RATE} if case.optimizer == "sgd" else {"lr": RATE, "eps": EPS}
 
 
-def train_alone(case: Case) -> list[float]:
+def train_alone(case: Case) -> tuple[list[float], dict[str, float]]:
+    """The losses, and by table the sum of its optimizer's state."""
     model, losses = build(case), []
-    tables = list(model.embedding_collection.parameters())
+    tables = dict(model.embedding_collection.named_parameters())
     rest = [x for name, x in model.named_parameters() if not name.startswith("embedding_collection")]
-    steps = [OPTIMIZERS[case.optimizer](tables, **options_of(case)), torch.optim.SGD(rest, lr=RATE)]
+    own = OPTIMIZERS[case.optimizer](list(tables.values()), **options_of(case))
+    steps = [own, torch.optim.SGD(rest, lr=RATE)]
     for step in range(STEPS):
         dense, ids, labels = part_of(make_batch(case, step), 0, SAMPLES)
         loss = binary_cross_entropy_with_logits(model(dense, ids).squeeze(1), labels)
@@ -151,7 +153,8 @@ def train_alone(case: Case) -> list[float]:
         for optimizer in steps:
             optimizer.step()
         losses.append(loss.item())
-    return losses
+    states = {name.split(".")[1]: own.state[table].get("sum") for name, table in tables.items()}
+    return losses, {name: state.sum().item() for name, state in states.items() if state is not None}
 
 
 def shard(model: SequenceDLRM, case: Case) -> nn.Module:
@@ -171,7 +174,7 @@ def shard(model: SequenceDLRM, case: Case) -> nn.Module:
 
 
 def train_together(case: Case) -> dict:
-    """The losses of all ranks' samples, and the bytes that this rank sent in a step."""
+    """The losses of all ranks' samples, sums of the optimizer's states, and what this rank sent in the last step."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model, losses = shard(build(case), case), []
     rest = torch.optim.SGD(dict(in_backward_optimizer_filter(model.named_parameters())).values(), lr=RATE)
@@ -187,8 +190,16 @@ def train_together(case: Case) -> dict:
         loss = loss.detach() / size
         dist.all_reduce(loss)
         losses.append(loss.item())
+    states = {}
+    for name, state in model.fused_optimizer.state_dict()["state"].items():
+        for value in state.values():
+            total = sum(
+                (shard.tensor.double().sum() for shard in value.local_shards()), torch.zeros((), dtype=torch.float64)
+            )
+            dist.all_reduce(total)
+            states[name.split(".")[-2]] = total.item()
     weights = {name: type(value).__name__ for name, value in model.state_dict().items() if "embeddings" in name}
-    return {"losses": losses, "sent": dict(sent.sent), "calls": dict(sent.calls), "weights": weights}
+    return {"losses": losses, "states": states, "sent": dict(sent.sent), "calls": dict(sent.calls), "weights": weights}
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ RUNS = {
     "whole": {"exchange": "attention"},
     "halves": SPREAD | {"communication": "bfloat16"},
     "stopped": SPREAD,
+    "switched": {"replicate_below": 10},
 }
 
 
@@ -48,8 +49,10 @@ def folder(tmp_path_factory):
 def outcomes(folder):
     """By job what both ranks say of it."""
     jobs = {name: job(folder, configured(folder, name, **settings)) for name, settings in RUNS.items()}
-    jobs["stopped"]["stop_at"] = STOP_AT
-    jobs["resumed"] = {"port": free_port(), "resume": str(folder / "stopped")}
+    for name in ("stopped", "switched"):
+        jobs[name]["stop_at"] = STOP_AT
+        jobs[f"{name}, resumed"] = {"port": free_port(), "resume": str(folder / name)}
+    jobs["switched, resumed"]["change"] = ["exchange: rows", "exchange: attention"]
     return dict(zip(jobs, zip(*in_two_processes(folder, list(jobs.values())), strict=True), strict=True))
 
 
@@ -68,8 +71,14 @@ def test_queries_in_bfloat16(folder, outcomes):
 
 
 def test_a_stopped_run_goes_on_and_two_runs_have_the_same_bits(folder, outcomes):
-    assert [outcome["begun_at"] for outcome in outcomes["resumed"]] == [STOP_AT] * 2
+    assert [outcome["begun_at"] for outcome in outcomes["stopped, resumed"]] == [STOP_AT] * 2
     assert losses(folder, "stopped") == losses(folder, "row_wise")
+
+
+def test_attention_goes_on_from_a_checkpoint_of_the_exchange_of_rows(folder, outcomes):
+    assert "exchange: attention" in (folder / "switched/config.yaml").read_text()
+    assert [outcome["begun_at"] for outcome in outcomes["switched, resumed"]] == [STOP_AT] * 2
+    assert_same_metrics(folder / "switched", folder / "alone", steps=STEPS)
 
 
 def test_one_process_reads_the_run(folder, outcomes):

@@ -66,12 +66,22 @@ def do(job: dict) -> dict:
                 config = load_config(job["config"])
                 differ = job.get("differ", {}) if os.environ["RANK"] == "1" else {}
                 train(config.with_training(**differ))
+            elif "change" in job:
+                change(Path(job["resume"]) / "config.yaml", *job["change"])
+                resume(job["resume"], config_changed="accept")
             else:
                 resume(job["resume"])
             return {"end": "done", **outcome}
         except (ConfigError, Interrupted) as stop:
             dist.destroy_process_group()
             return {"end": str(stop), **outcome}
+
+
+def change(config: Path, old: str, new: str) -> None:
+    """Writes another config, as every process does."""
+    own = config.with_suffix(f".{os.environ['RANK']}")
+    own.write_text(config.read_text().replace(old, new))
+    own.rename(config)
 
 
 if __name__ == "__main__":
