@@ -2,6 +2,8 @@
 
 python examples/serve.py --artifact ARTIFACT --port 8000
 python examples/serve.py --artifact ARTIFACT --jsonl < requests.jsonl > answers.jsonl
+
+On SIGHUP the HTTP server loads the folder again, without interrupting requests.
 """
 
 from jfi.exit_codes import begin_command
@@ -11,15 +13,18 @@ if __name__ == "__main__":  # before the other imports
 
 import argparse
 import asyncio
+import logging
 import signal
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from jfi.exit_codes import EXIT_CODES, run_command
 from jfi.options import OptionParser, at_least_one, at_least_zero
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.json_lines import answer_lines
-from jfi.serving.scorer import Scorer
+from jfi.serving.scorer import OUTPUTS, Scorer
 
 
 def arguments() -> argparse.Namespace:
@@ -39,10 +44,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--queue", type=at_least_one, default=64, help="concurrent requests, more get a 503 (default: 64)"
     )
+    parser.add_argument(
+        "--deadline-ms", type=at_least_one, default=5000, help="wait for the model, then a 503 (default: 5000)"
+    )
+    parser.add_argument("--bodies", type=at_least_one, default=256, help="bodies that are arriving (default: 256)")
+    parser.add_argument("--body-seconds", type=at_least_one, default=10, help="for a body to arrive (default: 10)")
     parser.add_argument("--max-batch", type=at_least_one, default=4096, help="candidates per batch (default: 4096)")
     parser.add_argument(
         "--max-wait-ms", type=at_least_zero, default=0.0, help="time that a batch waits for more requests (default: 0)"
     )
+    parser.add_argument(
+        "--output", choices=OUTPUTS, default=OUTPUTS[0], help="of a score: the logit or its sigmoid (default: logits)"
+    )
+    parser.add_argument("--log-requests", action="store_true", help="a line on stderr for each request")
     return parser.parse_args()
 
 
@@ -54,10 +68,43 @@ async def answer_stdin(scorer: Scorer, limits: dict) -> None:
     await answer_lines(scorer, lines, sys.stdout.buffer, stop=stop, **limits)
 
 
+def load_artifact(options: argparse.Namespace) -> Scorer:
+    """The artifact that the path names now; a link to it may point elsewhere later."""
+    limits = options.tables_device, options.max_candidates, options.max_history
+    return Scorer(options.artifact.resolve(), *limits, output=options.output)
+
+
+def serve(scorer: Scorer, load: Callable[[], Scorer], options: argparse.Namespace, limits: dict) -> None:
+    from aiohttp import web
+
+    from jfi.serving.server import LIVE, make_app, without_traceback
+
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("aiohttp.server").addFilter(without_traceback)
+    if options.log_requests:
+        logging.getLogger("jfi.serving").setLevel(logging.INFO)
+    sys.setswitchinterval(0.001)  # seconds that the event loop waits while another thread computes in Python
+    more = {"bodies": options.bodies, "body_seconds": options.body_seconds, "deadline": options.deadline_ms / 1e3}
+    app, swaps = make_app(scorer, **limits, **more, load=load), set()
+
+    def swap() -> None:
+        swaps.add(task := asyncio.ensure_future(app[LIVE].swap()))
+        task.add_done_callback(swaps.discard)
+
+    async def on_signal(_: web.Application) -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, swap)
+
+    app.on_startup.append(on_signal)
+    # On SIGTERM or Ctrl-C it stops accepting requests, answers those that it has accepted, and exits.
+    where = {"host": options.host, "port": options.port}
+    web.run_app(app, **where, handle_signals=True, handler_cancellation=True)
+
+
 def main() -> int:
     options = arguments()
+    load = partial(load_artifact, options)
     try:
-        scorer = Scorer(options.artifact, options.tables_device, options.max_candidates, options.max_history)
+        scorer = load()
     except ArtifactError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -71,15 +118,10 @@ def main() -> int:
         asyncio.run(answer_stdin(scorer, limits))
         return 0
     try:
-        from aiohttp import web
-
-        from jfi.serving.server import make_app
+        serve(scorer, load, options, limits)
     except ModuleNotFoundError as error:
         print(f"error: HTTP needs {error.name}: pip install -e '.[serve]', or use --jsonl", file=sys.stderr)
         return 2
-    try:
-        # On SIGTERM or Ctrl-C it stops accepting requests, answers those that it has accepted, and exits.
-        web.run_app(make_app(scorer, **limits), host=options.host, port=options.port, handle_signals=True)
     except (OSError, OverflowError) as error:  # OverflowError: the port is out of range
         reason = getattr(error, "strerror", None) or error
         print(f"error: {options.host}:{options.port}: {reason}", file=sys.stderr)

@@ -71,6 +71,11 @@ def read(path: Path) -> dict:
     return info
 
 
+def identity(path: Path) -> str:
+    """12 digits that are the same for artifacts of the same files, and for no others."""
+    return _checksum(path / _CHECKSUMS)[:12]
+
+
 def write_json(path: Path, value: object) -> None:
     with naming(path):
         path.write_text(json.dumps(value, ensure_ascii=False))

@@ -1,24 +1,30 @@
-"""Batches waiting requests into calls of the model, which run in their own thread, and limits concurrent requests.
+"""Batches waiting requests into calls of the model, which run in their own thread.
 
 While a call runs, requests queue up; the next call takes as many as fit, in the order of their arrival.
 """
 
 import asyncio
+import math
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from jfi.serving.requests import Request
+from jfi.serving.scorer import Answer
+from jfi.serving.values import BadRequestError
 
-Score = Callable[[list[Request]], list[list[float]]]
+Score = Callable[[list[Request]], list[Answer]]
+#: Gets the requests, the candidates and the seconds of each call.
+Observe = Callable[[int, int, float], None]
 
 
-class FullError(Exception):
-    """The server is at capacity."""
+class LateError(Exception):
+    """A request that has waited until its deadline."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Waiting:
     request: Request
     answer: asyncio.Future
@@ -31,28 +37,60 @@ class Batcher:
         score: scores a batch of requests; all calls run in one thread.
         max_batch: most candidates of a batch; a request with more is a batch of its own.
         max_wait: seconds that a call waits for more requests if its batch is not full.
+        observe: is told of each call that succeeded.
     """
 
-    def __init__(self, score: Score, max_batch: int, max_wait: float = 0.0) -> None:
-        self._score, self._max_batch, self._max_wait = score, max_batch, max_wait
+    def __init__(self, score: Score, max_batch: int, max_wait: float = 0.0, observe: Observe = lambda *_: None) -> None:
+        self._score, self._max_batch, self._max_wait, self._observe = score, max_batch, max_wait, observe
         self._waiting: deque[_Waiting] = deque()
         self._arrived = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "score")
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.create_task(self._run())
 
-    async def score(self, request: Request) -> list[float]:
-        """The scores of a request's candidates; raises the model's exception if the model fails on this request."""
+    def __len__(self) -> int:
+        """The requests that wait for a call."""
+        return len(self._waiting)
+
+    async def score(self, request: Request, deadline: float | None = None, first: bool = False) -> Answer:
+        """The scores of a request's candidates; raises the model's exception if the model fails on this request.
+
+        Args:
+            request: to score.
+            deadline: time of the event loop at which it is given up if it still waits.
+            first: puts it before all that wait.
+
+        Raises:
+            LateError: the deadline has passed.
+            BadRequestError: a score is not finite.
+        """
         waiting = _Waiting(request, self._loop.create_future())
-        self._waiting.append(waiting)
+        (self._waiting.appendleft if first else self._waiting.append)(waiting)
         self._arrived.set()
-        return await waiting.answer
+        alarm = None if deadline is None else self._loop.call_at(deadline, self._give_up, waiting)
+        try:
+            scores = await waiting.answer
+        finally:
+            if alarm is not None:
+                alarm.cancel()
+            if waiting in self._waiting:  # the client has left
+                self._waiting.remove(waiting)
+        lists = scores.values() if isinstance(scores, dict) else [scores]  # by label, of a model of several
+        if not all(all(map(math.isfinite, one)) for one in lists):
+            raise BadRequestError("the scores are not finite: a number of the request is too large for the model")
+        return scores
+
+    def _give_up(self, waiting: _Waiting) -> None:
+        if waiting in self._waiting:
+            self._waiting.remove(waiting)
+            waiting.answer.set_exception(LateError())
 
     async def close(self) -> None:
         """Stops the batcher; call it when no request is waiting."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        self._thread.shutdown()
+        # A call whose clients have all left may still run.
+        await asyncio.to_thread(self._thread.shutdown)
 
     async def _run(self) -> None:
         while True:
@@ -79,7 +117,7 @@ class Batcher:
             if batch and candidates > self._max_batch:
                 break
             self._waiting.popleft()
-            if first.answer.done():  # the client has disconnected
+            if first.answer.done():  # the client has just left
                 candidates -= first.request.num_candidates
             else:
                 batch.append(first)
@@ -87,32 +125,15 @@ class Batcher:
 
     async def _answer(self, batch: list[_Waiting]) -> bool:
         """Scores a batch; returns whether the call succeeded. A batch of one gets the exception as its answer."""
+        requests, start = [one.request for one in batch], time.perf_counter()
         try:
-            scores = await self._loop.run_in_executor(self._thread, self._score, [one.request for one in batch])
+            scores = await self._loop.run_in_executor(self._thread, self._score, requests)
         except Exception as error:
             if len(batch) == 1 and not batch[0].answer.done():
                 batch[0].answer.set_exception(error)
             return False
+        self._observe(len(batch), sum(one.num_candidates for one in requests), time.perf_counter() - start)
         for waiting, answer in zip(batch, scores, strict=True):
             if not waiting.answer.done():
                 waiting.answer.set_result(answer)
         return True
-
-
-class Admission:
-    """Admits at most `capacity` concurrent requests, each from the start of its body to the end of its answer.
-
-    Raises:
-        FullError: on entering, when `capacity` requests have been admitted.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity, self.inside = capacity, 0
-
-    def __enter__(self) -> None:
-        if self.inside >= self.capacity:
-            raise FullError
-        self.inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        self.inside -= 1

@@ -53,6 +53,7 @@ def schema_of(
         policy,
         None if data.codec is None else data.codec.fingerprint,
         [label.name for label in data.labels] if len(data.labels) > 1 else [],
+        [label.task for label in data.labels],
     )
 
 

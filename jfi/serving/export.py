@@ -7,12 +7,11 @@ import os
 import warnings
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch._inductor import aoti_compile_and_package
 from torch._inductor.runtime.cache_dir_utils import cache_dir
-from torch.export import Dim
+from torch.export import Dim, ExportedProgram
 
 import jfi
 from jfi.files import naming
@@ -22,9 +21,8 @@ from jfi.serving import artifact
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.history_policy import RequestPolicy
 from jfi.serving.model import ScoringModel
-from jfi.serving.requests import Request
 from jfi.serving.schema import Limits, Schema
-from jfi.serving.scorer import Inputs, batch_inputs
+from jfi.serving.scorer import Inputs, batch_inputs, example_request
 from jfi.serving.tables import FLOAT, FloatTables, save_tables
 
 _PARTS = ("user", "candidate", "event")
@@ -76,7 +74,7 @@ def export(
     if not weights and tables != FLOAT:
         raise ValueError(f"tables must be {FLOAT} for a model without embedding tables, got {tables}")
     example = batch_inputs(
-        [_example_request(schema, inputs, *sizes) for sizes in _EXAMPLE],
+        [example_request(schema, inputs, *sizes) for sizes in _EXAMPLE],
         inputs,
         # The ids of the example are 0, so one row of each table is enough.
         FloatTables({name: weight[:1].detach().float().to(device) for name, weight in weights.items()}, table_of),
@@ -103,6 +101,7 @@ def export(
             "policy": None if policy is None else dataclasses.asdict(schema.policy),
             "codec": schema.codec,
             "labels": schema.labels,
+            "tasks": schema.tasks,
             "schema": {part: list(map(dataclasses.asdict, getattr(schema, part))) for part in _PARTS},
         }
         artifact.write_json(folder / artifact.INFO, info)
@@ -139,20 +138,6 @@ def tables_of(model: SequenceDLRM, keys: list[str]) -> tuple[dict[str, Tensor], 
     return weights, table_of
 
 
-def _example_request(schema: Schema, inputs: Inputs, events: int, candidates: int) -> Request:
-    sizes = dict.fromkeys(inputs.history, events) | dict.fromkeys(inputs.users, 1)
-    sizes |= dict.fromkeys(inputs.candidates, candidates)
-    num_dense = sum(one.kind == "number" for one in schema.user + schema.candidate)
-    return Request(
-        ids={key: np.zeros(size, np.int64) for key, size in sizes.items()},
-        counts={},
-        ages=np.zeros(events, np.int64),
-        dense=np.zeros((candidates, max(1, num_dense)), np.float32),
-        num_events=events,
-        num_candidates=candidates,
-    )
-
-
 def _compile(scoring: ScoringModel, example: tuple, path: Path) -> None:
     def dynamic(argument: object) -> object:
         if isinstance(argument, dict):
@@ -162,6 +147,17 @@ def _compile(scoring: ScoringModel, example: tuple, path: Path) -> None:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         program = torch.export.export(scoring, example, dynamic_shapes=tuple(map(dynamic, example)))
+    write_package(program, path)
+
+
+def write_package(program: ExportedProgram, path: Path) -> None:
+    """Compiles a program and writes the AOTInductor package.
+
+    Raises:
+        ArtifactError: there is no C++ compiler.
+    """
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
         # torch ends the process where it can't write a package to its path.
         package = io.BytesIO()
         try:

@@ -5,12 +5,14 @@ other fault is refused with its place: an unknown or missing field, a value of a
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from jfi.encoding import HashBuckets, Vocabulary, age_buckets, cross, quantile_ids, standardize
 from jfi.serving.history_policy import RequestPolicy
+from jfi.serving.large_json import Cut
 from jfi.serving.schema import MAX_VALUES, TYPES, Field, Limits, Schema
 from jfi.serving.values import (
     BadRequestError,
@@ -54,8 +56,16 @@ class Request:
     weights: np.ndarray | None = None
 
 
-def parse(body: bytes) -> object:
+def _loads(body: bytes, parse_constant: Callable[[str], object]) -> object:
+    return json.loads(body, parse_constant=parse_constant)
+
+
+def parse(body: bytes, loads: Callable[[bytes, Callable[[str], object]], object] = _loads) -> object:
     """Parses JSON, but refuses the NaN and the infinities that Python's parser would accept.
+
+    Args:
+        body: the JSON.
+        loads: parses it; gets the function that refuses.
 
     Raises:
         BadRequestError: not JSON.
@@ -65,7 +75,7 @@ def parse(body: bytes) -> object:
         raise ValueError(f"{name} is not a JSON number")
 
     try:
-        return json.loads(body, parse_constant=refuse)
+        return loads(body, refuse)
     except (ValueError, RecursionError) as error:
         raise BadRequestError(f"the request is not JSON: {error}") from None
 
@@ -77,10 +87,13 @@ class RequestReader:
         schema: the fields of a request.
         limits: the limits of a request.
         policy: chooses among the events, with `schema.policy`.
+        answer: what a score is.
     """
 
-    def __init__(self, schema: Schema, limits: Limits, policy: RequestPolicy | None = None) -> None:
-        self.schema, self.limits, self._policy = schema, limits, policy
+    def __init__(
+        self, schema: Schema, limits: Limits, policy: RequestPolicy | None = None, answer: str = "logit"
+    ) -> None:
+        self.schema, self.limits, self._policy, self._answer = schema, limits, policy, answer
         #: Fields of an event that the policy reads, beside its age; the model may read them too.
         self._of_policy = [] if schema.policy is None else schema.policy.fields()
         self._known: dict[str, Vocabulary | HashBuckets] = {
@@ -102,22 +115,22 @@ class RequestReader:
         events = self.schema.event + self._of_policy
         return {"user": self.schema.user, "event": events, "candidate": self.schema.candidate}
 
-    def describe(self) -> dict:
-        """The fields and limits, for people and clients."""
+    def fields(self) -> dict:
+        """By part of a request its fields and their types."""
         names = {"user": "user", "event": "history", "candidate": "candidates"}
         described = {
             names[part]: {one.name: TYPES[one.kind] for one in fields if one.kind != "cross"}
             for part, fields in self._fields().items()
         }
-        return (
-            described
-            | ({} if self.schema.codec is None else {CODEC: self.schema.codec})
-            | {
-                "max_candidates": self.limits.max_candidates,
-                "max_history": self.limits.max_history,
-                "answer": {"scores": "a logit for each candidate, in the order of the request"},
-            }
-        )
+        return described | ({} if self.schema.codec is None else {CODEC: self.schema.codec})
+
+    def describe(self) -> dict:
+        """The fields and limits, for people and clients."""
+        return self.fields() | {
+            "max_candidates": self.limits.max_candidates,
+            "max_history": self.limits.max_history,
+            "answer": {"scores": f"a {self._answer} for each candidate, in the order of the request"},
+        }
 
     def __call__(self, request: object) -> Request:
         """Encodes a parsed request.
@@ -134,11 +147,13 @@ class RequestReader:
                 f"{CODEC} must be '{self.schema.codec}', whose semantic IDs the model reads, got {got}"
             )
         candidates = check_rows("candidates", request["candidates"])
-        if len(candidates) > self.limits.max_candidates:
-            raise BadRequestError(f"candidates must be at most {self.limits.max_candidates}, got {len(candidates)}")
+        if not candidates:
+            raise BadRequestError("candidates must not be empty")
+        if (count := len(candidates) + _dropped(candidates)) > self.limits.max_candidates:
+            raise BadRequestError(f"candidates must be at most {self.limits.max_candidates}, got {count}")
         history = check_rows("history", request["history"]) if self.schema.event else []
         dropped = max(0, len(history) - self.limits.max_history)
-        history = history[dropped:]
+        history, dropped = history[dropped:], dropped + _dropped(history)
 
         user = self._encode_rows("user", [request["user"]], lambda _: "user")
         candidate = self._encode_rows("candidate", candidates, lambda i: f"candidates[{i}]")
@@ -155,7 +170,9 @@ class RequestReader:
     def _encode_history(self, history: list, dropped: int) -> "tuple[_Encoded, int, np.ndarray | None]":
         """The events that the policy keeps, their number and their weights, if any."""
         if not history:
-            return _Encoded(), 0, None
+            none = np.zeros(0, np.int64)
+            ids = {key: none for one in self.schema.event for key in one.keys}
+            return _Encoded(ids, ages=none), 0, None
 
         def place(i: int) -> str:
             return f"history[{i + dropped}]"
@@ -212,6 +229,11 @@ class RequestReader:
         else:
             encoded.ids[one.keys[0]] = vocabulary.ids([v for value in lists for v in value])
             encoded.counts[one.keys[0]] = np.array([len(value) for value in lists], np.int64)
+
+
+def _dropped(rows: list) -> int:
+    """How many rows were before these in the request."""
+    return rows.dropped if isinstance(rows, Cut) else 0
 
 
 @dataclass

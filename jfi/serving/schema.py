@@ -10,7 +10,7 @@ TYPES = {
     "category": "a string or an integer, or null",
     "categories": f"a list of strings or integers, at most {MAX_VALUES}",
     "slots": f"a list of strings or integers, at most {MAX_VALUES}",
-    "number": "a finite number, or null",
+    "number": "a finite number of float32's range, or null",
     "quantile": "a finite number, or null",
     "age": "a number of seconds, at least 0",
     "sid": "a semantic ID: an integer or its text, or null",
@@ -77,6 +77,7 @@ class Schema:
         policy: what a history policy reads of an event, or None without one.
         codec: fingerprint of the codec of semantic IDs, which a request names too, or None without such IDs.
         labels: names of the labels of a model with several, in the order of its outputs; [] for one.
+        tasks: of each output, "binary" for a logit or "regression".
     """
 
     user: list[Field]
@@ -86,6 +87,7 @@ class Schema:
     policy: PolicyFields | None = None
     codec: str | None = None
     labels: list[str] = field(default_factory=list)
+    tasks: list[str] = field(default_factory=lambda: ["binary"])
 
 
 @dataclass(frozen=True)

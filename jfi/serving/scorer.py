@@ -22,6 +22,8 @@ Answer = list[float] | dict[str, list[float]]
 _ALIGNMENT = 2
 #: Pairs of events and rows that take no longer than the overhead of a call.
 _SMALL_WORK = 2**16
+#: What a score can be.
+OUTPUTS = ("logits", "probabilities")
 _SEGMENTS = ("offsets", "owner", "positions")
 
 
@@ -55,10 +57,13 @@ class Scorer:
         path: folder of the artifact.
         tables_device: device of the embedding tables; None means the device of the dense part.
         max_candidates, max_history: limits of a request; None means those of the artifact.
+        output: what a score of a binary label is, "logits" or "probabilities", their sigmoids. Those of a regression
+            are predictions either way.
 
     Raises:
         ArtifactError: the artifact is damaged, or cannot be used on this machine; or `max_history` is more than its
-            policy of histories was trained with.
+            policy of histories was trained with; or `output` is "probabilities" for a regression.
+        ValueError: another `output`.
     """
 
     def __init__(
@@ -67,7 +72,10 @@ class Scorer:
         tables_device: str | None = None,
         max_candidates: int | None = None,
         max_history: int | None = None,
+        output: str = OUTPUTS[0],
     ) -> None:
+        if output not in OUTPUTS:
+            raise ValueError(f"output is {output!r}, must be one of {', '.join(OUTPUTS)}")
         self.info = info = artifact.read(path)
         _check_environment(path, info, tables_device)
         self.device = torch.device(info["device"])
@@ -78,7 +86,7 @@ class Scorer:
         if info.get("policy") is not None:
             schema = replace(schema, policy=PolicyFields(**info["policy"]))
             policy = RequestPolicy(Policy.load(path / artifact.POLICY), schema.policy)
-        self.reader = RequestReader(schema, limits, policy)
+        self.reader = RequestReader(schema, limits, policy, "logit" if output == OUTPUTS[0] else "probability")
         self.inputs = Inputs(**info["inputs"])
         self.tables = load_tables(
             path / artifact.TABLES,
@@ -88,10 +96,22 @@ class Scorer:
             info["embedding_dim"],
             torch.device(tables_device or info["device"]),
         )
+        #: Which outputs are logits that become probabilities; None where none does.
+        self._to_probability = None
+        if output == "probabilities":
+            is_logit = [task == "binary" for task in info.get("tasks", ["binary"])]
+            if not any(is_logit):
+                raise ArtifactError(f"{path} predicts numbers, which have no probabilities; serve it with logits")
+            self._to_probability = torch.tensor(is_logit, device=self.device)
         self.package = aoti_load_package(str(path / artifact.MODEL))
+        self.identity = artifact.identity(path)
+
+    def example(self) -> Request:
+        """A request of one event and one candidate, both unknown."""
+        return example_request(self.reader.schema, self.inputs, 1, 1)
 
     def score(self, requests: list[Request]) -> list[Answer]:
-        """The logits of each request's candidates (of a regression predictions), of several labels by name."""
+        """The scores of each request's candidates, as `output` says; of several labels by name."""
         if not self.info["padded"]:
             return self._score(requests)
         answers = {}
@@ -101,13 +121,35 @@ class Scorer:
 
     @torch.no_grad()
     def _score(self, requests: list[Request]) -> list[Answer]:
+        count = len(requests)
+        if self.inputs.history and not any(request.num_events for request in requests):
+            requests = [*requests, self.example()]  # the package reads row 0 of the events, so there must be one
         inputs = batch_inputs(requests, self.inputs, self.tables, self.device)
-        scores = self.package(*inputs).cpu().numpy()
+        scores = self.package(*inputs)
+        if self._to_probability is not None:
+            scores = scores.sigmoid().where(self._to_probability, scores)
+        scores = scores.cpu().numpy()
         ends = np.cumsum([request.num_candidates for request in requests])
-        parts, labels = np.split(scores, ends[:-1]), self.info.get("labels")
+        parts, labels = np.split(scores, ends[:-1])[:count], self.info.get("labels")
         if not labels:
             return [part.tolist() for part in parts]
         return [dict(zip(labels, part.T.tolist(), strict=True)) for part in parts]
+
+
+def example_request(schema: Schema, inputs: Inputs, events: int, candidates: int) -> Request:
+    """A request whose ids, ages and dense features are all 0."""
+    sizes = dict.fromkeys(inputs.history, events) | dict.fromkeys(inputs.users, 1)
+    sizes |= dict.fromkeys(inputs.candidates, candidates)
+    rows = schema.user + schema.candidate
+    num_dense = sum(one.kind == "number" for one in rows)
+    return Request(
+        ids={key: np.zeros(size, np.int64) for key, size in sizes.items()},
+        counts={one.keys[0]: np.ones(sizes[one.keys[0]], np.int64) for one in rows if one.kind == "categories"},
+        ages=np.zeros(events, np.int64),
+        dense=np.zeros((candidates, max(1, num_dense)), np.float32),
+        num_events=events,
+        num_candidates=candidates,
+    )
 
 
 def group_by_size(requests: list[Request]) -> list[list[int]]:

@@ -1,92 +1,183 @@
 """The HTTP server, with aiohttp.
 
-POST /score     a request -> {"scores": [...]}
-GET  /schema    the fields and limits of a request
-GET  /health    {"status": "ok", ...}
+POST /score          a request -> {"scores": [...]}
+GET  /schema         the fields and limits of a request
+GET  /health         {"status": "ok", ...}: what serves, and how much of it is in use
+GET  /health/live    200 while the process answers at all
+GET  /health/ready   200 if the model scores now, otherwise 503
+GET  /metrics        counts and latencies for Prometheus
 
 A fault is answered by {"error": reason}: 400 for a request that does not match the schema, 404, 405, 408 for a body
 that does not arrive in time, 413 for one that is too large, 500 if the model fails, and 503 with Retry-After if the
-server is at capacity, before the body is read.
+server is at capacity or a request has waited until its deadline. Every answer has the header X-Request-ID, which is the
+request's own if it has one.
 """
 
 import asyncio
 import logging
+import re
+import time
+import uuid
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
-from jfi.serving.batcher import Admission, Batcher, FullError
-from jfi.serving.requests import BadRequestError, parse
+from jfi.serving.batcher import LateError
+from jfi.serving.limits import Admission, Bodies, FullError
+from jfi.serving.live import Live
+from jfi.serving.metrics import CONTENT_TYPE, Metrics
+from jfi.serving.requests import BadRequestError
 from jfi.serving.scorer import Scorer
 
-#: Seconds for a body to arrive.
-BODY_SECONDS = 10.0
 _RETRY_SECONDS = "1"
-_log = logging.getLogger(__name__)
+_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
+_REASONS = {400: "bad_request", 404: "not_found", 405: "method", 408: "slow_body", 413: "too_large"}
+_log = logging.getLogger("jfi.serving")
+_requests = logging.getLogger("jfi.serving.requests")
+
+LIVE = web.AppKey("live", Live)
+_METRICS = web.AppKey("metrics", Metrics)
 
 
 def make_app(
-    scorer: Scorer, *, max_batch: int, max_wait: float = 0.0, queue: int = 64, max_body: int = 2**23
+    scorer: Scorer,
+    *,
+    max_batch: int,
+    max_wait: float = 0.0,
+    queue: int = 64,
+    max_body: int = 2**23,
+    bodies: int = 256,
+    body_seconds: float = 10.0,
+    deadline: float = 5.0,
+    load: Callable[[], Scorer] | None = None,
 ) -> web.Application:
-    """The application.
+    """The application. Run it with `handler_cancellation=True`, so that who leaves is not scored.
 
     Args:
         scorer: scores the requests.
         max_batch, max_wait: as in Batcher.
-        queue: most concurrent requests, including those being read or scored; more get a 503.
+        queue: most requests that are read, wait or are scored; more get a 503.
         max_body: most bytes of a request's body.
+        bodies: most bodies that are arriving, which have at most `queue * max_body` bytes together.
+        body_seconds: for a body to arrive.
+        deadline: seconds that a request may wait until a call of the model begins.
+        load: gives the artifact that `app[LIVE].swap()` puts in place of the one that answers.
     """
-    admission = Admission(queue)
-    app = web.Application(client_max_size=max_body, middlewares=[_faults])
+    admission, metrics = Admission(queue), Metrics()
+    arriving = Bodies(bodies, queue * max_body, max_body, body_seconds)
+    app = web.Application(middlewares=[_answer])
+    app[_METRICS] = metrics
 
-    async def batching(app: web.Application):
-        app[_BATCHER] = Batcher(scorer.score, max_batch, max_wait)
+    async def running(app: web.Application):
+        batching = {"max_batch": max_batch, "max_wait": max_wait, "observe": metrics.called}
+        app[LIVE] = Live(scorer, load, metrics.swaps, **batching)
         yield
-        await app[_BATCHER].close()
+        await app[LIVE].close()
 
     async def score(request: web.Request) -> web.Response:
-        if (request.content_length or 0) > max_body:
-            raise web.HTTPRequestEntityTooLarge(max_body, request.content_length)
+        start = time.perf_counter()
+        admission.check()
+        body = await arriving.receive(request)
         with admission:
-            async with asyncio.timeout(BODY_SECONDS):
-                body = await request.read()
-            encoded = scorer.reader(parse(body))
-            return web.json_response({"scores": await request.app[_BATCHER].score(encoded)})
+            until = asyncio.get_running_loop().time() + deadline
+            answer = web.json_response({"scores": await app[LIVE].score(body, until)})
+        metrics.request_seconds.observe(time.perf_counter() - start)
+        return answer
 
     async def health(_: web.Request) -> web.Response:
-        return web.json_response({"status": "ok", "requests": admission.inside, "device": scorer.info["device"]})
+        now = app[LIVE].now.scorer
+        artifact = {"id": now.identity, "versions": now.info["versions"], "tables": now.info["tables"]}
+        inside = {"requests": admission.inside, "device": now.info["device"]}
+        return web.json_response({"status": "ok", "artifact": artifact, **inside})
+
+    async def live(_: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def ready(_: web.Request) -> web.Response:
+        try:
+            await app[LIVE].probe()
+        except Exception as error:
+            _log.warning("not ready: %r", error)
+            return _error(503, "the model does not answer; see the server's log")
+        return web.json_response({"status": "ok", "artifact": app[LIVE].now.scorer.identity})
 
     async def schema(_: web.Request) -> web.Response:
-        return web.json_response(scorer.reader.describe())
+        return web.json_response(app[LIVE].now.scorer.reader.describe())
 
-    app.cleanup_ctx.append(batching)
-    app.add_routes([web.post("/score", score), web.get("/health", health), web.get("/schema", schema)])
+    async def show_metrics(_: web.Request) -> web.Response:
+        gauges = {
+            "jfi_requests_inside": ("Requests that are read, wait or are scored.", admission.inside),
+            "jfi_queue_length": ("Requests that wait for a call of the model.", len(app[LIVE].now.batcher)),
+            "jfi_queue_capacity": ("Most requests inside.", queue),
+            "jfi_bodies_arriving": ("Bodies that are arriving.", arriving.arriving),
+        }
+        text = metrics.text(gauges, app[LIVE].now.scorer.identity)
+        return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
+
+    app.cleanup_ctx.append(running)
+    paths = {"health": health, "health/live": live, "health/ready": ready, "schema": schema, "metrics": show_metrics}
+    app.add_routes([web.post("/score", score), *(web.get(f"/{path}", handler) for path, handler in paths.items())])
     return app
 
 
-_BATCHER = web.AppKey("batcher", Batcher)
+def without_traceback(record: logging.LogRecord) -> bool:
+    """A filter for the logger "aiohttp.server": of what is not HTTP one line."""
+    if record.exc_info and isinstance(fault := record.exc_info[1], HttpProcessingError | web.RequestPayloadError):
+        record.msg, record.args = "a client's fault in HTTP: %s", (" ".join(str(fault).split())[:200],)
+        record.exc_info, record.levelno, record.levelname = None, logging.INFO, "INFO"
+        return logging.getLogger("jfi.serving").isEnabledFor(logging.INFO)
+    return True
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @web.middleware
-async def _faults(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
+async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answers a request, whatever happens, counts the answer, and logs it with the request's id."""
+    metrics, start = request.app[_METRICS], time.perf_counter()
+    given = request.headers.get("X-Request-ID", "")
+    name = given if _ID.fullmatch(given) else uuid.uuid4().hex
+    # Of what clients make up nothing may become a label: each value would be kept.
+    path = "other" if request.match_info.http_exception is not None else request.path
     try:
-        return await handler(request)
-    except BadRequestError as fault:
-        return _error(400, str(fault))
-    except web.RequestPayloadError:
-        return _error(400, "the body does not match the encoding in its headers")
-    except TimeoutError:
-        return _error(408, f"the body did not arrive within {BODY_SECONDS:g} s")
-    except FullError:
-        return _error(503, "the server is at capacity; try again", {"Retry-After": _RETRY_SECONDS})
-    except web.HTTPException as fault:
-        allow = {"Allow": fault.headers["Allow"]} if "Allow" in fault.headers else None
-        return _error(fault.status, fault.text or fault.reason, allow)
-    except Exception:
-        _log.exception("a request failed")
-        return _error(500, "the model failed on this request; see the server's log")
+        answer, refused = await handler(request), None
+    except (asyncio.CancelledError, ConnectionError):
+        metrics.left += 1
+        _requests.info("id=%s %s %s: the client has left", name, request.method, path)
+        raise
+    except Exception as error:
+        answer, refused = _fault(error, name)
+    if refused is not None:
+        metrics.refused[refused] += 1
+    metrics.requests[path, answer.status] += 1
+    answer.headers["X-Request-ID"] = name
+    spent = (time.perf_counter() - start) * 1e3
+    why = "" if refused is None else f" {refused}"
+    _requests.info("id=%s %s %s %d%s %.1f ms", name, request.method, path, answer.status, why, spent)
+    return answer
+
+
+def _fault(error: Exception, name: str) -> tuple[web.Response, str | None]:
+    """The answer to a request that failed, and why it was refused, if it was."""
+    retry = {"Retry-After": _RETRY_SECONDS}
+    match error:
+        case BadRequestError():
+            return _error(400, str(error)), _REASONS[400]
+        case web.RequestPayloadError():
+            answer = _error(400, "the body does not match the encoding in its headers")
+            answer.force_close()  # as aiohttp does: nobody knows where the next request begins
+            return answer, _REASONS[400]
+        case FullError():
+            return _error(503, "the server is at capacity; try again", retry), f"full_{error}"
+        case LateError():
+            return _error(503, "the request has waited until its deadline; try again", retry), "deadline"
+        case web.HTTPException():
+            allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
+            return _error(error.status, error.text or error.reason, allow), _REASONS.get(error.status, "other")
+    _log.error("request id=%s failed", name, exc_info=error)
+    return _error(500, "the model failed on this request; see the server's log"), None
 
 
 def _error(status: int, reason: str, headers: dict[str, str] | None = None) -> web.Response:

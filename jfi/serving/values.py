@@ -7,6 +7,7 @@ from operator import itemgetter
 import numpy as np
 import torch
 
+from jfi.encoding import LARGEST_NUMBER
 from jfi.serving.schema import TYPES, Field
 from jfi.sid.packing import UNKNOWN_SID, Layout
 from jfi.suggest import suggest
@@ -24,11 +25,9 @@ class BadRequestError(ValueError):
 
 
 def check_rows(name: str, rows: object) -> list:
-    """The candidates or the events, a list that is not empty."""
+    """The candidates or the events, a list."""
     if not isinstance(rows, list):
         raise BadRequestError(f"{name} must be a list of objects, got {shown(rows)}")
-    if not rows:
-        raise BadRequestError(f"{name} must not be empty")
     return rows
 
 
@@ -88,7 +87,9 @@ def numbers(one: Field, values: Values, place: Place) -> np.ndarray:
     except OverflowError:  # an integer of hundreds of digits
         found = np.array([np.inf if value is not None and abs(value) >= 1e300 else np.nan for value in values])
     valid = np.isfinite(found)
-    if one.kind == "age":
+    if one.kind == "number":
+        valid &= np.abs(found) <= LARGEST_NUMBER  # training would take it for missing
+    elif one.kind == "age":
         valid &= found >= 0
     if not valid.all():
         valid |= [value is None for value in values]

@@ -1,6 +1,7 @@
 """One tiny run, trained and exported once: compiling is what takes long."""
 
 import importlib.util
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,6 +82,17 @@ def export_tiny(folder: Path) -> None:
 @pytest.fixture(scope="session")
 def scorer(exported) -> Scorer:
     return Scorer(exported.path)
+
+
+@pytest.fixture
+def log(caplog):
+    """What the server logs, as one text, as examples/serve.py sets it up."""
+    server = pytest.importorskip("jfi.serving.server")
+    quiet = logging.getLogger("aiohttp.server")
+    quiet.addFilter(server.without_traceback)
+    with caplog.at_level(logging.INFO, "jfi.serving"):
+        yield lambda: caplog.text
+    quiet.removeFilter(server.without_traceback)
 
 
 @pytest.fixture

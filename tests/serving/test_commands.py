@@ -21,7 +21,7 @@ import torch
 from torch._inductor.cpp_builder import cpp_compiler_search
 from torch._inductor.exc import CppCompileError, InductorError
 
-from jfi.serving.artifact import ArtifactError, read, writing
+from jfi.serving.artifact import ArtifactError, identity, read, writing
 from jfi.training.cli import run_cli
 
 from .conftest import ROOT, load_script
@@ -66,6 +66,37 @@ def test_serve_listens_on_loopback_and_finishes_what_it_accepted(exported, score
         assert process.wait(60) == 0
 
 
+def test_a_signal_swaps_the_artifact_and_options_are_heard(exported, tmp_path, request_body):
+    link, other = tmp_path / "current", tmp_path / "other"
+    link.symlink_to(exported.path)
+    # Other files: the same artifact, written with a space more.
+    with writing(other) as folder:
+        shutil.copytree(exported.path, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("checksums.json"))
+        with (folder / "artifact.json").open("a") as file:
+            file.write(" ")
+    options = ["--output", "probabilities", "--log-requests", "--deadline-ms", 60_000, "--body-seconds", 1]
+
+    def identity_now() -> str:
+        return json.load(urllib.request.urlopen(f"{address}/health"))["artifact"]["id"]
+
+    with server("--artifact", link, *options) as (process, address):
+        assert identity_now() == identity(exported.path)
+        link.unlink()
+        link.symlink_to(other)
+        process.send_signal(signal.SIGHUP)
+        while identity_now() != identity(other):
+            time.sleep(0.01)
+        assert all(0 < score < 1 for score in post(address, request_body)["scores"])
+        with socket.create_connection(address.removeprefix("http://").split(":")) as half:
+            half.sendall(b"POST /score HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{")
+            assert half.recv(1000).startswith(b"HTTP/1.1 408 ")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        said = process.stderr.read()
+    assert f"the artifact {identity(other)} answers in place of {identity(exported.path)}" in said
+    assert re.search(r"id=\w+ POST /score 200 ", said) and "Traceback" not in said
+
+
 def test_the_limits_of_serve_are_those_of_its_options(exported, request_body):
     options = ["--queue", 1, "--max-wait-ms", 2000, "--max-batch", 3]
 
@@ -99,7 +130,7 @@ except SystemExit as end:
     assert not end.code, end.code
 print(sorted(name for name in sys.modules if name.startswith("jfi.")))
 """
-    bodies = [request_body, request_body | {"history": []}, request_body]
+    bodies = [request_body, request_body | {"candidates": []}, request_body]
     lines = "".join(json.dumps(body) + "\n" for body in bodies) + "x" * 2**20 + "\n" + json.dumps(request_body)
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, cwd=ROOT, input=lines, capture_output=True, text=True, check=True)
@@ -109,7 +140,7 @@ print(sorted(name for name in sys.modules if name.startswith("jfi.")))
     for i in (0, 2, 4):
         assert answers[i]["scores"] == pytest.approx(wanted, abs=1e-6)
     assert [answers[i]["error"] for i in (1, 3)] == [
-        "history must not be empty",
+        "candidates must not be empty",
         "a line must be at most 1048576 bytes",
     ]
     assert len(answers) == 5

@@ -72,6 +72,43 @@ def test_scores_are_those_of_the_model(scorer, samples):
     np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
+def test_a_user_without_events_gets_the_scores_of_the_model(exported, scorer, samples):
+    run = load_run(exported.run)
+    dataset = load_dataset(run.config.data, run.schema)
+    rows, events = dataset._samples["train"], dataset._events
+    rows = rows[events.histories(rows, dataset.schema.max_history)[1] == 0][:20]
+    batch = dataset.batch_of(rows, events.item[rows])
+    with torch.no_grad():
+        wanted = logits(run.model.eval(), batch).numpy()
+    ids = batch.sparse_features.to_dict()
+    known = scorer.reader.schema.vocabularies
+
+    def candidate(i: int) -> dict:
+        found = {name: int(ids[name].values()[i]) for name in ("item", "category")}
+        return {name: known[name][one - 1] if one else None for name, one in found.items()}
+
+    requests = [{"user": {}, "history": [], "candidates": [candidate(i)]} for i in range(len(rows))]
+    assert len(requests) == 20 and wanted.std() > 0.001
+    np.testing.assert_allclose(scored(scorer, requests), wanted, atol=1e-5)
+    # Among users with events, and in a batch of its own.
+    mixed = scored(scorer, [samples[0][0], *requests[:3], samples[0][1]])
+    np.testing.assert_allclose(mixed, [samples[1][0], *wanted[:3], samples[1][1]], atol=1e-5)
+    np.testing.assert_allclose(scored(scorer, requests[:1]), wanted[:1], atol=1e-5)
+
+
+def test_probabilities_are_the_sigmoids_of_logits(exported, scorer, samples, monkeypatch):
+    other = Scorer(exported.path, output="probabilities")
+    wanted = 1 / (1 + np.exp(-scored(scorer, samples[0][:20])))
+    np.testing.assert_allclose(scored(other, samples[0][:20]), wanted, atol=1e-6)
+    said = [one.reader.describe()["answer"]["scores"].split(" for")[0] for one in (scorer, other)]
+    assert said == ["a logit", "a probability"]
+    monkeypatch.setattr(artifact, "read", lambda path, read=artifact.read: read(path) | {"tasks": ["regression"]})
+    with pytest.raises(ArtifactError, match="predicts numbers, which have no probabilities"):
+        Scorer(exported.path, output="probabilities")
+    with pytest.raises(ValueError, match="output is 'odds', must be one of logits, probabilities"):
+        Scorer(exported.path, output="odds")
+
+
 def test_an_answer_does_not_depend_on_the_batch(scorer, samples):
     requests = samples[0][:40]
     wide = dict(requests[5], candidates=[requests[i]["candidates"][0] for i in range(40)])

@@ -4,8 +4,8 @@ import asyncio
 import inspect
 import io
 import json
+import re
 import threading
-import time
 
 import pytest
 
@@ -37,11 +37,22 @@ def serve(scorer, talk, **how):
     return asyncio.run(run())
 
 
+async def samples(client) -> dict[str, float]:
+    """The samples of /metrics by name and labels."""
+    answer = await client.get("/metrics")
+    assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+    lines = (await answer.text()).splitlines()
+    for line in lines:  # the whole grammar that is used
+        assert re.fullmatch(r'# (HELP|TYPE) \w+ .+|\w+(\{\w+="[^"\\]*"(,\w+="[^"\\]*")*\})? [0-9.e+-]+', line), line
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+
 class Slow:
     """A scorer that blocks until it is released, and records the sizes of its batches."""
 
     def __init__(self, scorer):
         self.reader, self.info, self._score = scorer.reader, scorer.info, scorer.score
+        self.identity, self.example = scorer.identity, scorer.example
         self.let_go, self.batches = threading.Event(), []
 
     def score(self, requests):
@@ -70,7 +81,7 @@ def test_faults_get_a_reason_and_disturb_nobody(scorer, request_body):
     bodies = {
         "the request is not JSON": b"{",
         "unknown field 'color'": json.dumps(request_body | {"color": 1}),
-        "history must not be empty": json.dumps(request_body | {"history": []}),
+        "candidates must not be empty": json.dumps(request_body | {"candidates": []}),
         "candidates must be at most 1000": json.dumps(request_body | {"candidates": [{}] * 1001}),
         "candidates[0].item must be a string": json.dumps(
             request_body | {"candidates": [{"item": 1.5, "category": 1}]}
@@ -186,22 +197,6 @@ def test_who_leaves_is_not_scored(scorer, request_body):
 
     asyncio.run(run())
     assert slow.batches == [1, 1]
-
-
-def test_a_body_that_does_not_come_gives_its_place_back(scorer, request_body, monkeypatch):
-    monkeypatch.setattr("jfi.serving.server.BODY_SECONDS", 0.2)
-
-    async def never():
-        yield b"{"
-        await asyncio.sleep(2)
-
-    async def talk(client):
-        start = time.perf_counter()
-        answer = await client.post("/score", data=never())
-        assert answer.status == 408 and time.perf_counter() - start < 2
-        return (await client.post("/score", json=request_body)).status
-
-    assert serve(scorer, talk, queue=1) == 200
 
 
 @pytest.mark.parametrize("max_wait", [0.0, 0.2])

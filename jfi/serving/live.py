@@ -1,0 +1,148 @@
+"""The artifact that answers requests, and how another takes its place without a restart."""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from jfi.serving.artifact import ArtifactError
+from jfi.serving.batcher import Batcher, LateError, Observe
+from jfi.serving.large_json import loads
+from jfi.serving.requests import Request, parse
+from jfi.serving.scorer import Answer, Scorer
+
+#: Bytes of a body that is read beside the event loop; a smaller one takes less than 5 ms.
+LARGE = 2**18
+#: Seconds for the model to score a request of one candidate, before the server says that it is not ready.
+PROBE_SECONDS = 5.0
+_log = logging.getLogger("jfi.serving")
+
+
+class Loaded:
+    """An artifact in use, from its first request to its last answer.
+
+    Args:
+        scorer: the artifact.
+        max_batch, max_wait, observe: as in Batcher.
+    """
+
+    def __init__(self, scorer: Scorer, max_batch: int, max_wait: float, observe: Observe) -> None:
+        self.scorer, self.batcher = scorer, Batcher(scorer.score, max_batch, max_wait, observe)
+        self._users, self._unused = 0, asyncio.Event()
+        self._unused.set()
+
+    def __enter__(self) -> "Loaded":
+        self._users += 1
+        self._unused.clear()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._users -= 1
+        if not self._users:
+            self._unused.set()
+
+    async def close(self) -> None:
+        """Waits for the last answer."""
+        await self._unused.wait()
+        await self.batcher.close()
+
+
+class Live:
+    """Scores bodies with the artifact that is loaded.
+
+    Args:
+        scorer: the first artifact.
+        load: gives the artifact that takes its place; None for a server that keeps the first.
+        swaps: counts them by "done" and "failed".
+        batching: `max_batch`, `max_wait` and `observe` of each Batcher.
+    """
+
+    def __init__(
+        self, scorer: Scorer, load: Callable[[], Scorer] | None, swaps: Counter[str], **batching: object
+    ) -> None:
+        self._load, self._swaps, self._batching = load, swaps, batching
+        self.now, self._swapping = Loaded(scorer, **batching), asyncio.Lock()
+        self._thread = ThreadPoolExecutor(1, "read")
+
+    async def score(self, body: bytes, deadline: float) -> Answer:
+        """The scores of a body.
+
+        Args:
+            body: of a request.
+            deadline: time of the event loop by which a call of the model must have begun.
+
+        Raises:
+            BadRequestError: a fault of the request.
+            LateError: the deadline has passed.
+        """
+        with self.now as loaded:
+            if len(body) < LARGE:
+                request = loaded.scorer.reader(parse(body))
+            else:
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        reading = asyncio.get_running_loop().run_in_executor
+                        request = await reading(self._thread, _read_large, loaded.scorer, body)
+                except TimeoutError:
+                    raise LateError from None
+            return await loaded.batcher.score(request, deadline)
+
+    async def probe(self) -> None:
+        """Scores a request of one candidate, before all that wait.
+
+        Raises:
+            Exception: the model fails; TimeoutError, if it does not answer in `PROBE_SECONDS`.
+        """
+        with self.now as loaded:
+            async with asyncio.timeout(PROBE_SECONDS):
+                await loaded.batcher.score(loaded.scorer.example(), first=True)
+
+    async def swap(self) -> bool:
+        """Loads an artifact and, if it can answer the same requests, lets it answer all that come from now on.
+
+        Returns:
+            whether it did. If not, the log says why, and the artifact stays that answers now.
+        """
+        async with self._swapping:
+            try:
+                scorer = await asyncio.to_thread(self._load)
+                await asyncio.to_thread(check, scorer, self.now.scorer)
+            except Exception as error:
+                why = error if isinstance(error, ArtifactError) else repr(error)
+                self._swaps["failed"] += 1
+                _log.error("the artifact was not swapped, %s answers as before: %s", self.now.scorer.identity, why)
+                return False
+            old, self.now = self.now, Loaded(scorer, **self._batching)
+            self._swaps["done"] += 1
+            _log.warning("the artifact %s answers in place of %s", scorer.identity, old.scorer.identity)
+        await old.close()
+        return True
+
+    async def close(self) -> None:
+        await self.now.close()
+        await asyncio.to_thread(self._thread.shutdown)
+
+
+def check(new: Scorer, old: Scorer) -> None:
+    """Checks that an artifact scores, and takes the requests of another.
+
+    Raises:
+        ArtifactError: it does not.
+    """
+    if (got := new.reader.fields()) != (want := old.reader.fields()):
+        raise ArtifactError(f"{new.identity} has other fields of requests, {got} and not {want}; start another server")
+    if (got := new.info.get("labels")) != (want := old.info.get("labels")):
+        raise ArtifactError(f"{new.identity} answers for other labels, {got} and not {want}; start another server")
+    (scores,) = new.score([new.example()])
+    lists = list(scores.values()) if isinstance(scores, dict) else scores  # by label, of a model of several
+    if not np.isfinite(lists).all():
+        raise ArtifactError(f"{new.identity} gives scores that are not finite")
+
+
+def _read_large(scorer: Scorer, body: bytes) -> Request:
+    limits = scorer.reader.limits
+    most = {"history": limits.max_history, "candidates": limits.max_candidates}
+    return scorer.reader(parse(body, lambda body, constant: loads(body, constant, most)))

@@ -1,0 +1,221 @@
+"""Clients that a server meets: hostile ones, slow ones, and one with very large histories."""
+
+import asyncio
+import gc
+import json
+import random
+import re
+import resource
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jfi.serving import live
+from jfi.serving.large_json import loads
+from jfi.serving.requests import BadRequestError, parse
+from jfi.serving.scorer import Scorer
+
+pytest.importorskip("aiohttp")
+
+from .test_server import samples, serve
+
+
+def test_half_sent_bodies_keep_nobody_waiting(scorer, request_body, log):
+    async def talk(client):
+        halves = [await asyncio.open_connection(client.host, client.port) for _ in range(64)]
+        for _, writer in halves:
+            writer.write(b'POST /score HTTP/1.1\r\nHost: a\r\nContent-Length: 100000\r\n\r\n{"user": ')
+        while (await samples(client))["jfi_bodies_arriving"] < 64:
+            await asyncio.sleep(0.01)
+        start = time.perf_counter()
+        for _ in range(10):
+            assert (await client.post("/score", json=request_body)).status == 200
+        waited = time.perf_counter() - start
+        # One more than fits is refused, the slow ones are told, and who leaves is no error.
+        halves[0][1].close()
+        more = await asyncio.gather(*(client.post("/score", data=never()) for _ in range(3)))
+        answers = [(await reader.read(1000)).split(b"\r\n")[0] for reader, _ in halves[1:]]
+        for _, writer in halves:
+            writer.close()
+        found = await samples(client)
+        assert found["jfi_bodies_arriving"] == 0 and found["jfi_clients_left_total"] == 1
+        return waited, sorted(answer.status for answer in more), set(answers)
+
+    async def never():
+        yield b"{"
+        await asyncio.sleep(3)
+
+    waited, refused, answers = serve(scorer, talk, queue=2, bodies=65, body_seconds=2)
+    assert waited < 1 and refused == [408, 408, 503] and answers == {b"HTTP/1.1 408 Request Timeout"}
+    assert "has left" in log() and "Traceback" not in log()
+
+
+def hostile(body: dict, draw: random.Random) -> tuple[str, str, bytes, dict]:
+    """Method, path, body and headers of a request that somebody should not send."""
+    text = json.dumps(body).encode()
+    odd = [None, True, -1, 1e300, 10**400, 2**63, "x" * 300, [], {}, [[[]]], "\ud800", -0.0, "NaN"]
+    changed = json.loads(text)
+    kind = draw.randrange(7)
+    if kind == 0:  # a value of another type
+        part = draw.choice([changed, changed["history"][0], changed["candidates"][1]])
+        part[draw.choice([*part, "color"])] = draw.choice(odd)
+    elif kind == 1:  # a field is missing
+        part = draw.choice([changed, changed["history"][2], changed["candidates"][0]])
+        del part[draw.choice(list(part))]
+    elif kind == 2:  # bytes are lost, or others
+        at = draw.randrange(len(text))
+        end = at + draw.randrange(9)
+        return "POST", "/score", text[:at] + draw.randbytes(draw.randrange(5)) + text[end:], {}
+    elif kind == 3:
+        junk = draw.choice([b"", b"\x00" * 50, b"[" * 9000, b"9" * 9000, b"[NaN]", b'{"user":' * 3000, b"\xff\xfe" * 9])
+        return "POST", "/score", junk, {}
+    elif kind == 4:
+        path = draw.choice(
+            ["/", "/scores", "/../etc/passwd", "/score/%00", "/health/x", "/%ff", "/score?a=" + "b" * 999]
+        )
+        return draw.choice(["GET", "POST", "PUT", "DELETE", "BREW"]), path, text, {}
+    elif kind == 5:
+        encoding = draw.choice(["gzip", "deflate", "br", "zstd", "none"])
+        return "POST", "/score", draw.choice([text, b"", draw.randbytes(50)]), {"Content-Encoding": encoding}
+    else:
+        size = draw.choice([30_000, 60_000])
+        return "POST", "/score", text + b" " * size, {"Content-Type": "image/png", "X-Request-ID": "\xe9" * 200}
+    return "POST", "/score", json.dumps(changed).encode(), {}
+
+
+def test_hostile_requests_get_an_answer_that_is_no_failure(scorer, request_body, log):
+    draw = random.Random(0)
+    requests = [hostile(request_body, draw) for _ in range(2000)]
+
+    async def talk(client):
+        statuses, left = [], iter(requests)
+
+        async def ask():
+            for method, path, body, headers in left:
+                async with client.session.request(method, client.make_url(path), data=body, headers=headers) as answer:
+                    statuses.append(answer.status)
+                    await answer.read()
+
+        await asyncio.gather(*(ask() for _ in range(8)))
+        # What is not HTTP at all.
+        for junk in (b"\x16\x03\x01\x02\x00", b"GET\r\n\r\n", b"POST /score HTTP/1.1\r\nContent-Length: x\r\n\r\n"):
+            reader, writer = await asyncio.open_connection(client.host, client.port)
+            writer.write(junk)
+            assert b" 400 " in (await reader.read(100))
+            writer.close()
+        assert (await client.post("/score", json=request_body)).status == 200
+        return statuses
+
+    statuses = serve(scorer, talk, max_body=40_000)
+    assert len(statuses) == 2000 and set(statuses) <= {200, 400, 404, 405, 413} and statuses.count(400) > 1000
+    assert "Traceback" not in log() and not re.search("ERROR|CRITICAL", log())
+
+
+def large_body(body: dict, size: int) -> bytes:
+    event = json.dumps(body["history"][0])
+    events = ",".join([event] * (size // (len(event) + 1)))
+    return json.dumps(body | {"history": []}).replace('"history": []', f'"history": [{events}]').encode()
+
+
+def test_a_client_with_large_histories_delays_the_others_little(scorer, request_body):
+    """The bound leaves room for a busy machine: JSON that is read on the event loop adds 60 ms and more."""
+    body = large_body(request_body, 7_500_000)
+
+    async def times(client, done) -> list[float]:
+        """Of a request every 20 ms, from when it should have been sent."""
+        loop, found, tasks = asyncio.get_running_loop(), [], []
+
+        async def ask(at: float) -> None:
+            assert (await client.post("/score", json=request_body)).status == 200
+            found.append(loop.time() - at)
+
+        at = loop.time()
+        while not done(found):
+            at += 0.02
+            await asyncio.sleep(at - loop.time())
+            tasks.append(asyncio.create_task(ask(at)))
+        await asyncio.gather(*tasks)
+        return found
+
+    async def talk(client):
+        alone, sent = await times(client, lambda found: len(found) > 60), 0
+
+        async def send() -> None:
+            nonlocal sent
+            for _ in range(5):
+                assert (await client.post("/score", data=body)).status == 200
+                sent += 1
+
+        before = resident()
+        sending = asyncio.create_task(send())
+        beside = await times(client, lambda _: sent == 5)
+        await sending
+        gc.collect()
+        return np.median(beside) - np.median(alone), resident() - before
+
+    delay, grown = serve(scorer, talk, deadline=60)
+    print(f"p50 {delay * 1e3:.1f} ms more, {grown / 2**20:.0f} MiB more")
+    assert delay < 0.02 and grown < 100 * 2**20
+
+
+def resident() -> int:
+    """Bytes of memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_large_json_is_read_as_json_is(request_body, monkeypatch):
+    monkeypatch.setattr("jfi.serving.large_json.PIECE", 12)
+    draw = random.Random(1)
+    whole = {
+        "user": {"a": [1.5, [], {}, [[{"b": 'ü\n"\\'}]]]},
+        "history": [request_body] * 3,
+        "candidates": [True, None],
+    }
+    texts = [json.dumps(whole, indent=indent).encode() for indent in (None, 1)] + [
+        b"",
+        b" ",
+        b'{"a":1}x',
+        b"[1,]",
+        b"3",
+    ]
+    texts += [json.dumps(whole).encode("utf-16"), b"[" * 9000, b'{"history":[1,2', b'{"history" 1}', b"[NaN]", b"{1:2}"]
+    for _ in range(1500):
+        text = bytearray(texts[0])
+        at = draw.randrange(len(text))
+        text[at : at + draw.randrange(3)] = draw.choice(b'{}[],:"1 x\\\xff').to_bytes() * draw.randrange(3)
+        texts.append(bytes(text))
+    accepted = 0
+    for text in texts:
+        found = []
+        for how in ({}, {"loads": lambda body, constant: loads(body, constant, {})}):
+            try:
+                found.append(parse(text, **how))
+            except BadRequestError:
+                found.append("refused")
+        assert found[0] == found[1], text
+        accepted += found[0] != "refused"
+    assert 100 < accepted < 1400
+
+
+def test_a_large_request_is_cut_and_refused_as_a_small_one(exported, scorer, request_body, monkeypatch):
+    small = Scorer(exported.path, max_history=2, max_candidates=2)
+    bodies = [
+        request_body,
+        dict(request_body, candidates=request_body["candidates"] * 3),
+        dict(request_body, history={}),
+    ]
+    bodies.append(
+        dict(request_body, history=[*request_body["history"], {"item": 1.5, "category": 1, "rating": 1, "age": 1}])
+    )
+
+    async def talk(client):
+        answers = [await client.post("/score", json=body) for body in bodies]
+        return [(answer.status, await answer.json()) for answer in answers]
+
+    plain = serve(small, talk)
+    monkeypatch.setattr(live, "LARGE", 1)
+    assert serve(small, talk) == plain
+    assert [status for status, _ in plain] == [200, 400, 400, 400]
+    assert "at most 2, got 6" in plain[1][1]["error"] and "history[3].item" in plain[3][1]["error"]

@@ -1,0 +1,168 @@
+"""The server as those who operate it meet it: probes, metrics, ids, deadlines, and artifacts that change."""
+
+import asyncio
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from jfi.serving import artifact, live
+from jfi.serving.scorer import Scorer
+
+pytest.importorskip("aiohttp")
+from jfi.serving.server import LIVE
+
+from .test_server import Slow, samples, serve
+
+
+def variant(path: Path, source: Path, factor: float = 2.0, **info: object) -> Path:
+    """A copy of an artifact with other tables and other contents of artifact.json, and right checksums."""
+    with artifact.writing(path) as folder:
+        shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("checksums.json"))
+        tables = torch.load(folder / artifact.TABLES)
+        torch.save({name: weight * factor for name, weight in tables.items()}, folder / artifact.TABLES)
+        artifact.write_json(folder / artifact.INFO, artifact.read_json(folder / artifact.INFO) | info)
+    return path
+
+
+def test_metrics_count_what_was_answered(scorer, request_body):
+    async def talk(client):
+        for body in (request_body, request_body, {}):
+            await client.post("/score", json=body)
+        await client.get("/nothing")
+        return await samples(client)
+
+    found = serve(scorer, talk)
+    assert found['jfi_requests_total{path="/score",status="200"}'] == 2
+    assert found['jfi_requests_total{path="other",status="404"}'] == 1
+    assert found['jfi_refused_total{reason="bad_request"}'] == found['jfi_refused_total{reason="not_found"}'] == 1
+    assert found["jfi_request_seconds_count"] == found['jfi_request_seconds_bucket{le="+Inf"}'] == 2
+    assert found["jfi_batch_requests_sum"] == 2 and found["jfi_batch_candidates_sum"] == 4
+    assert found["jfi_call_seconds_sum"] > 0 and found["jfi_queue_length"] == 0
+    assert found[f'jfi_artifact_info{{id="{scorer.identity}"}}'] == 1
+
+
+def test_it_is_ready_only_while_the_model_scores(scorer, request_body, monkeypatch, log):
+    monkeypatch.setattr(live, "PROBE_SECONDS", 0.2)
+    slow = Slow(scorer)
+
+    async def talk(client):
+        waiting = asyncio.create_task(client.post("/score", json=request_body))
+        paths = ("/health/live", "/health/ready", "/health")
+        stuck = [(await client.get(path)).status for path in paths]
+        slow.let_go.set()
+        assert (await waiting).status == 200
+        ready = await client.get("/health/ready")
+        assert await ready.json() == {"status": "ok", "artifact": scorer.identity}
+        health = await (await client.get("/health")).json()
+        assert health["artifact"]["id"] == scorer.identity and "torch" in health["artifact"]["versions"]
+        return stuck, ready.status
+
+    assert serve(slow, talk) == ([200, 503, 200], 200)
+    assert "not ready: TimeoutError" in log()
+
+
+def test_a_request_is_found_in_the_log_by_its_id(scorer, request_body, log):
+    async def talk(client):
+        bad = request_body | {"candidates": request_body["candidates"][:1] * 3}  # on which Slow fails
+        ids = [None, "a1-B:2", "new\tline", "x" * 129]
+        answers = [
+            await client.post("/score", json=body, headers={} if given is None else {"X-Request-ID": given})
+            for given, body in zip(ids, (request_body, bad, {}, request_body), strict=True)
+        ]
+        return [(answer.status, answer.headers["X-Request-ID"]) for answer in answers]
+
+    slow = Slow(scorer)
+    slow.let_go.set()
+    (made, kept, *replaced) = serve(slow, talk)
+    assert kept == (500, "a1-B:2") and [status for status, _ in (made, *replaced)] == [200, 400, 200]
+    assert all(re.fullmatch("[0-9a-f]{32}", name) for _, name in (made, *replaced))
+    assert f"id={made[1]} POST /score 200 " in log() and "id=a1-B:2 POST /score 500 " in log()
+    assert "request id=a1-B:2 failed" in log() and f"id={replaced[0][1]} POST /score 400 bad_request " in log()
+
+
+def test_who_waits_until_the_deadline_is_told(scorer, request_body):
+    slow = Slow(scorer)
+
+    async def talk(client):
+        first = asyncio.create_task(client.post("/score", json=request_body))
+        while not slow.batches:
+            await asyncio.sleep(0.01)
+        late = await client.post("/score", json=request_body)
+        assert late.status == 503 and late.headers["Retry-After"] and "deadline" in (await late.json())["error"]
+        found = await samples(client)
+        assert found['jfi_refused_total{reason="deadline"}'] == 1 and found["jfi_queue_length"] == 0
+        slow.let_go.set()
+        return (await first).status  # what has begun is finished
+
+    assert serve(slow, talk, deadline=0.2) == 200 and slow.batches == [1]
+
+
+def test_an_artifact_is_swapped_under_load_without_a_failed_request(exported, scorer, request_body, tmp_path, log):
+    other = variant(tmp_path / "other", exported.path)
+    wanted = {one.identity: one.score([one.reader(request_body)])[0] for one in (scorer, Scorer(other))}
+    assert len(wanted) == 2 and not np.allclose(*wanted.values(), atol=1e-3)
+    link = tmp_path / "current"
+    link.symlink_to(exported.path)
+
+    async def talk(client):
+        answers, over = [], asyncio.Event()
+
+        async def ask():
+            while not over.is_set():
+                answer = await client.post("/score", json=request_body)
+                answers.append((answer.status, (await answer.json()).get("scores")))
+
+        clients = [asyncio.create_task(ask()) for _ in range(8)]
+        for path in (other, exported.path, other):
+            link.unlink()
+            link.symlink_to(path)
+            count = len(answers)
+            assert await client.app[LIVE].swap()
+            while len(answers) < count + 20:
+                await asyncio.sleep(0.01)
+            now = (await (await client.get("/health")).json())["artifact"]["id"]
+            assert now == artifact.identity(path)
+        over.set()
+        await asyncio.gather(*clients)
+        found = await samples(client)
+        assert found['jfi_artifact_swaps_total{result="done"}'] == 3
+        return answers
+
+    answers = serve(scorer, talk, load=lambda: Scorer(link.resolve()))
+    assert {status for status, _ in answers} == {200}
+    by_artifact = [sum(np.allclose(scores, want, atol=1e-5) for _, scores in answers) for want in wanted.values()]
+    assert min(by_artifact) >= 20 and sum(by_artifact) == len(answers)
+
+
+def test_an_artifact_that_cannot_serve_is_not_swapped_in(exported, scorer, request_body, tmp_path, log):
+    fields = json.loads((exported.path / "artifact.json").read_text())["schema"]
+    damaged = variant(tmp_path / "damaged", exported.path)
+    (damaged / "tables.pt").write_bytes(b"")
+    paths = {
+        "is not an artifact": tmp_path / "nothing",
+        "does not match its checksum": damaged,
+        "other fields of requests": variant(
+            tmp_path / "fields", exported.path, schema=fields | {"user": [{"name": "city", "kind": "number"}]}
+        ),
+        "not finite": variant(tmp_path / "nan", exported.path, float("nan")),
+    }
+
+    async def talk(client):
+        for reason, path in paths.items():
+            load.path = path
+            assert not await client.app[LIVE].swap()
+            assert reason in log().splitlines()[-1]
+            assert (await client.post("/score", json=request_body)).status == 200
+        found = await samples(client)
+        assert found['jfi_artifact_swaps_total{result="failed"}'] == len(paths)
+        return found
+
+    def load() -> Scorer:
+        return Scorer(load.path)
+
+    assert serve(scorer, talk, load=load)[f'jfi_artifact_info{{id="{scorer.identity}"}}'] == 1
