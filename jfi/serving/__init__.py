@@ -2,5 +2,15 @@
 
 `dataset_schema`, `export`, `model` and `attention` write an artifact; they need the dataset or the model. `scorer`,
 `server`, `json_lines` and the modules that these import read one. They import neither models nor training code, and of
-jfi only this package, `jfi.encoding` and `jfi.suggest`.
+jfi only this package, `jfi.encoding` and `jfi.suggest`. `export_module` compiles a module of the user's own.
 """
+
+__all__ = ["export_module"]
+
+
+def __getattr__(name: str) -> object:
+    if name == "export_module":  # imported when it is asked for, since a server needs no exporter
+        from jfi.serving.own_module import export_module
+
+        return export_module
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
