@@ -52,6 +52,24 @@ def test_half_sent_bodies_keep_nobody_waiting(scorer, request_body, log):
     assert "has left" in log() and "Traceback" not in log()
 
 
+def test_bodies_that_arrive_have_a_bound_of_bytes_together(scorer, request_body):
+    body = json.dumps(request_body).encode() + b" " * 14_000
+
+    async def half():
+        yield body
+        await asyncio.sleep(1.5)
+
+    async def talk(client):
+        one_by_one = [(await client.post("/score", data=body)).status for _ in range(3)]
+        slow = asyncio.create_task(client.post("/score", data=half()))
+        await asyncio.sleep(0.3)
+        refused = await client.post("/score", data=body)
+        found = await samples(client)
+        return one_by_one, refused.status, found['jfi_refused_total{reason="full_bodies"}'], (await slow).status
+
+    assert serve(scorer, talk, queue=1, max_body=20_000, body_seconds=0.6) == ([200] * 3, 503, 1, 408)
+
+
 def hostile(body: dict, draw: random.Random) -> tuple[str, str, bytes, dict]:
     """Method, path, body and headers of a request that somebody should not send."""
     text = json.dumps(body).encode()

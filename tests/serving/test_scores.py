@@ -72,7 +72,7 @@ def test_scores_are_those_of_the_model(scorer, samples):
     np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
-def test_a_user_without_events_gets_the_scores_of_the_model(exported, scorer, samples):
+def test_a_user_without_events_gets_the_scores_of_the_model(exported, scorer, samples, monkeypatch):
     run = load_run(exported.run)
     dataset = load_dataset(run.config.data, run.schema)
     rows, events = dataset._samples["train"], dataset._events
@@ -90,10 +90,14 @@ def test_a_user_without_events_gets_the_scores_of_the_model(exported, scorer, sa
     requests = [{"user": {}, "history": [], "candidates": [candidate(i)]} for i in range(len(rows))]
     assert len(requests) == 20 and wanted.std() > 0.001
     np.testing.assert_allclose(scored(scorer, requests), wanted, atol=1e-5)
+    # Padding copies the first event, so the package must get one; without it memory outside would be read.
+    given, package = [], scorer.package
+    monkeypatch.setattr(scorer, "package", lambda *inputs: given.append(inputs) or package(*inputs))
     # Among users with events, and in a batch of its own.
     mixed = scored(scorer, [samples[0][0], *requests[:3], samples[0][1]])
     np.testing.assert_allclose(mixed, [samples[1][0], *wanted[:3], samples[1][1]], atol=1e-5)
     np.testing.assert_allclose(scored(scorer, requests[:1]), wanted[:1], atol=1e-5)
+    assert min(len(rows) for inputs in given for rows in inputs[0].values()) == 1
 
 
 def test_probabilities_are_the_sigmoids_of_logits(exported, scorer, samples, monkeypatch):
