@@ -12,7 +12,7 @@ import argparse
 from dataclasses import dataclass, replace
 
 from jfi.exit_codes import run_command
-from jfi.sharded.traffic import Sent, SequenceShape, by_attention, by_rows
+from jfi.sharded.traffic import SequenceShape, Traffic, by_attention, by_rows
 from jfi.training import ConfigError
 from jfi.training.cli import load_config
 
@@ -59,7 +59,7 @@ def lines(shape: SequenceShape, gpus: int, links: Links) -> dict[str, Line]:
     hosts, others = max(1, gpus // HOST), gpus - 1
     near = min(HOST, gpus) - 1
 
-    def over_all(sent: Sent) -> Line:
+    def over_all(sent: Traffic) -> Line:
         moved = (sent.rows + sent.queries) * links.samples
         return Line(moved * near / others, moved * (others - near) / others, sent.messages * others)
 

@@ -56,7 +56,7 @@ def part_gradients(
     return dquery, dkey, dvalue, None if inputs.bias is None else next(found)
 
 
-def merge_parts(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+def combine_parts(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """The whole's output [..., E], in the dtype of the parts', and log-sum-exp [...] float32.
 
     Args:
@@ -65,7 +65,7 @@ def merge_parts(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 
     Example:
         >>> outs, lses = torch.tensor([[1.0], [5.0]]).unsqueeze(-1), torch.tensor([[0.0], [-torch.inf]])
-        >>> merge_parts(outs, lses)
+        >>> combine_parts(outs, lses)
         (tensor([[1.]]), tensor([0.]))
     """
     lse = torch.logsumexp(lses, 0)

@@ -2,7 +2,7 @@
 
 Every rank sends its samples' absorbed queries to the owners of the history's table. An owner attends, for the samples
 of all ranks, to the events whose rows it has, and sends back a partial output and the log-sum-exp of its scores; the
-samples' rank merges them (`jfi.ops.partial_target_attention`). Backward, the gradient of the output, Δ and the
+samples' rank combines them (`jfi.ops.partial_target_attention`). Backward, the gradient of the output, Δ and the
 log-sum-exp of the whole go out, and a part of the query's gradient comes back from every owner, which keeps the
 gradients of its own rows. No row travels, nor a gradient of one: what is sent does not grow with the history.
 
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from jfi.modules import WeightBias
 from jfi.modules.spread_rows import SpreadEvents
-from jfi.ops.partial_target_attention import attend_to_part, merge_parts, part_gradients
+from jfi.ops.partial_target_attention import attend_to_part, combine_parts, part_gradients
 from jfi.ops.rows_by_id import RowsById
 from jfi.ops.target_attention import prepare_target_attention
 from jfi.plan import TargetAttentionInputs
-from jfi.sharded.exchange import from_lanes, gradient_share, lanes, num_lanes
+from jfi.sharded.exchange import from_lanes, gradient_scale, lanes, num_lanes
 from jfi.sharded.routes import Arrived
 
 
@@ -47,7 +47,7 @@ class EventsAtOwners(SpreadEvents):
         return [feature.name for feature in self._arrived.route.features]
 
     def rows(self, feature: str) -> Tensor:
-        if self._fetched is None:
+        if self._fetched is None or (torch.is_grad_enabled() and not self._fetched[0].requires_grad):
             self._fetched = self._fetch()
         return self._fetched[self.feature_names.index(feature)]
 
@@ -92,15 +92,16 @@ class _Attend(torch.autograd.Function):
         parts = back.send(torch.cat([out, lanes(lse, out.dtype)], -1))
         parts = parts.view(len(arrived.route.ranks), *query.shape[:3], parts.size(-1))
         outs, lses = parts.split([out.size(-1), num_lanes(out.dtype)], -1)
-        merged, total = merge_parts(outs, from_lanes(lses))
+        whole, total = combine_parts(outs, from_lanes(lses))
         ctx.inputs, ctx.impl, ctx.exchange = inputs._replace(query=None, key=None, value=None, bias=None), impl, arrived
-        ctx.save_for_backward(inputs.query, key, value, bias, merged, total)
-        return merged
+        # The tables too: autograd refuses a backward pass that would read rows which were stepped since.
+        ctx.save_for_backward(inputs.query, key, value, bias, whole, total, *inputs.tables, *inputs.indices)
+        return whole
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        shared, key, value, bias, out, lse = ctx.saved_tensors
+        shared, key, value, bias, out, lse, *_ = ctx.saved_tensors
         queries = ctx.exchange.queries
         delta = (grad.float() * out.float()).sum(-1)
         grad = grad.to(out.dtype)
@@ -110,13 +111,13 @@ class _Attend(torch.autograd.Function):
         width, bits = grad.size(-1), num_lanes(grad.dtype)
         grad, delta, lse = heard.split([width, bits, bits], -1)
         # A table's gradient is a mean over ranks; those of the query and the bias are sums, of which DDP takes means.
-        share = gradient_share(queries.group)
+        scale = gradient_scale(queries.group)
         inputs = ctx.inputs._replace(query=shared, key=key, value=value, bias=bias)
-        delta, lse = from_lanes(delta) * share, from_lanes(lse)
-        dquery, dkey, dvalue, dbias = part_gradients((grad * share).contiguous(), delta, lse, inputs, ctx.impl)
+        delta, lse = from_lanes(delta) * scale, from_lanes(lse)
+        dquery, dkey, dvalue, dbias = part_gradients((grad * scale).contiguous(), delta, lse, inputs, ctx.impl)
         parts = queries.back.send(dquery).view(owners, *shape)
-        dquery = (parts.float().sum(0) if owners > 1 else parts[0]) / share
-        return dquery.to(grad.dtype), dkey, dvalue, None if dbias is None else dbias / share, None, None, None
+        dquery = (parts.float().sum(0) if owners > 1 else parts[0]) / scale
+        return dquery.to(grad.dtype), dkey, dvalue, None if dbias is None else dbias / scale, None, None, None
 
 
 def _to_each(rows: Tensor, owners: int) -> Tensor:

@@ -3,7 +3,9 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.embedding import (
     EmbeddingCollectionContext,
     EmbeddingCollectionSharder,
@@ -27,11 +29,11 @@ from jfi.modules.spread_rows import SpreadRows
 from jfi.modules.table_rows import TableRows
 from jfi.ops.rows_by_id import RowsById, rows_by_id, sum_rows
 from jfi.sharded.attention import EventsAtOwners
-from jfi.sharded.ownership import by_rows
+from jfi.sharded.ownership import row_wise_shards
 from jfi.sharded.planning import make_routes
 from jfi.sharded.routes import Arrived, ArrivedIds, IdsRequest
-from jfi.sharded.rows import Replicate, Shared, fetch_rows
-from jfi.sharded.shards import OwnRows, own_rows
+from jfi.sharded.rows import Replicate, Scaled, fetch_rows
+from jfi.sharded.shards import RankRows, rank_rows
 
 
 class ShardedAttentionCollection(ShardedEmbeddingCollection):
@@ -59,11 +61,13 @@ class ShardedAttentionCollection(ShardedEmbeddingCollection):
         replicate_below: int,
         dtype: torch.dtype | None,
     ) -> None:
-        plan = {table: by_rows(table, sharding, env.world_size) for table, sharding in params.items()}
+        group = getattr(env, "sharding_pg", env.process_group)  # of ShardingEnv2D, which has several of them
+        where = group.size(), dist.get_global_rank(group, 0), get_local_size(env.world_size)
+        plan = {table: row_wise_shards(table, sharding, *where) for table, sharding in params.items()}
         super().__init__(module, plan, env, fused_params, device, module_fqn=module_fqn)
-        self._group, self._dtype = env.process_group, dtype
-        self._plan = make_routes(module, plan, features, replicate_below)
-        self._own: OwnRows | None = None
+        self._group, self._dtype = group, dtype
+        self._plan = make_routes(module, plan, features, replicate_below, where[1])
+        self._own: RankRows | None = None
         self._places: Tensor | None = None
         self._has_uninitialized_input_dist = False  # it has none of TorchRec's, which its pipelines look at
 
@@ -78,20 +82,17 @@ class ShardedAttentionCollection(ShardedEmbeddingCollection):
     def _embeddings(self, arrived: ArrivedIds) -> dict[str, JaggedTensor]:
         """By embedding what the collection looks up for this rank's samples."""
         if self._own is None:  # not at construction: TorchRec may move a module to another device after it
-            self._own = own_rows(self._lookups)
+            self._own = rank_rows(self._lookups, list(self._plan.owners))
         plan, memory, by_key = self._plan, self._own.memory, arrived.by_key
-        asked = [one.rows for one in arrived.routes]
+        handles = self._own.look_up([one.rows for one in arrived.routes], self._dtype)
         whole: dict[str, Tensor] = {}
         if plan.replicated:
-            asked.append(self._own_places(memory.device))
-        handles = self._own.look_up(asked, self._dtype)
-        if plan.replicated:
-            tables = Replicate.apply(
-                handles[-1], memory, self._group, [plan.owners[table] for table in plan.replicated]
-            )
+            # Their gradients are sums of all ranks', and are not rounded.
+            (handle,) = self._own.look_up([self._own_places(memory.device)], None)
+            tables = Replicate.apply(handle, memory, self._group, [plan.owners[table] for table in plan.replicated])
             whole = dict(zip(plan.replicated, tables, strict=True))
         found: dict[str, JaggedTensor] = {}
-        for one, handle in zip(arrived.routes, handles, strict=False):
+        for one, handle in zip(arrived.routes, handles, strict=True):
             if one.route.features:
                 self._spread(found, one, handle, whole, by_key)
                 continue
@@ -99,10 +100,10 @@ class ShardedAttentionCollection(ShardedEmbeddingCollection):
             for embedding, key, rows in rows_by_key:
                 parts = {"lengths": by_key[key].lengths_or_none(), "offsets": by_key[key].offsets_or_none()}
                 found[embedding] = JaggedTensor(rows, **parts)
-        shared = {table: Shared.apply(one, self._group) for table, one in whole.items()}
+        scaled = {table: Scaled.apply(one, self._group) for table, one in whole.items()}
         for embedding, key, table in plan.local:
             ids = by_key[key]
-            by_id = rows_by_id(shared[table], ids.values(), handles[0].dtype, f"table '{table}'")
+            by_id = rows_by_id(scaled[table], ids.values(), self._dtype or memory.dtype, f"table '{table}'")
             parts = ids.lengths_or_none(), ids.offsets_or_none()
             found[embedding] = TableRows(by_id.tables[0], by_id.indices[0], by_id.rows, *parts)
         return found

@@ -48,7 +48,7 @@ class Exchange(NamedTuple):
         return arrived
 
 
-def gradient_share(group: dist.ProcessGroup) -> float:
+def gradient_scale(group: dist.ProcessGroup) -> float:
     """The factor of a table's gradient, a sum over ranks: of the rest DistributedDataParallel takes means."""
     return 1 / group.size() if get_gradient_division() else 1.0
 

@@ -6,6 +6,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 from torch.distributed._shard.metadata import ShardMetadata
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding, ShardingType
 
 
@@ -30,6 +31,8 @@ class Owners:
 
     def __init__(self, num_rows: int, first_rows: list[int], ranks: list[int], places: list[int]) -> None:
         self.num_rows, self.first_rows, self.ranks, self.places = num_rows, first_rows, ranks, places
+        # Of few bits, by which sorting is fast.
+        self._kind = torch.uint8 if max(ranks, default=0) < 256 else torch.int16
         self._shifts = [place - first for place, first in zip(places, first_rows, strict=True)]
         #: By device the boundaries between shards, their ranks and shifts: no copy from the host in a step.
         self._tensors: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
@@ -48,29 +51,33 @@ class Owners:
         return range(first, first + len(rows))
 
     def locate(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The owners' ranks [S], uint8, and the places of the rows in their memories [S], int32, of ids [S]."""
+        """Of ids [S] the owners' ranks [S], uint8 or int16, and the rows' places in their memories [S], int32."""
         if len(self.ranks) == 1:
-            return torch.full_like(ids, self.ranks[0], dtype=torch.uint8), (ids + self._shifts[0]).to(torch.int32)
+            ranks = torch.full_like(ids, self.ranks[0], dtype=self._kind)
+            return ranks, (ids + self._shifts[0]).to(torch.int32)
         if ids.device not in self._tensors:
             boundaries = torch.tensor(self.first_rows[1:], device=ids.device)
-            ranks = torch.tensor(self.ranks, dtype=torch.uint8, device=ids.device)
+            ranks = torch.tensor(self.ranks, dtype=self._kind, device=ids.device)
             self._tensors[ids.device] = boundaries, ranks, torch.tensor(self._shifts, device=ids.device)
         boundaries, ranks, shifts = self._tensors[ids.device]
         shard = torch.bucketize(ids, boundaries, right=True, out_int32=True)
         return ranks[shard], (ids + shifts[shard]).to(torch.int32)
 
 
-def all_owners(sizes: Mapping[str, int], plan: Mapping[str, ParameterSharding]) -> dict[str, Owners]:
+def all_owners(
+    sizes: Mapping[str, int], plan: Mapping[str, ParameterSharding], first_rank: int = 0
+) -> dict[str, Owners]:
     """The owners of every table of a plan by rows, in whose order the tables lie in each rank's memory.
 
     Args:
         sizes: by table the number of its rows.
-        plan: by table its sharding, as `by_rows` gives it.
+        plan: by table its sharding, as `row_wise_shards` gives it.
+        first_rank: of all processes, the first one of the group that the plan is for.
     """
     owners, used = {}, {}
     for table, num_rows in sizes.items():
         held = [shard for shard in plan[table].sharding_spec.shards if shard.shard_sizes[0] > 0]
-        ranks = [shard.placement.rank() for shard in held]
+        ranks = [shard.placement.rank() - first_rank for shard in held]
         firsts, places = [shard.shard_offsets[0] for shard in held], [used.get(rank, 0) for rank in ranks]
         for shard, rank, place in zip(held, ranks, places, strict=True):
             used[rank] = place + shard.shard_sizes[0]
@@ -78,40 +85,60 @@ def all_owners(sizes: Mapping[str, int], plan: Mapping[str, ParameterSharding]) 
     return owners
 
 
-def by_rows(table: str, sharding: ParameterSharding, world_size: int) -> ParameterSharding:
+def row_wise_shards(
+    table: str, sharding: ParameterSharding, size: int, first_rank: int = 0, local_size: int = 1
+) -> ParameterSharding:
     """The same shards as TorchRec's row-wise sharding has them: one a rank, most of them empty for a whole table.
 
+    Args:
+        table: for messages.
+        sharding: of the table.
+        size: ranks of the group that shards it.
+        first_rank: of all processes, the first one of the group.
+        local_size: processes of a host.
+
     Raises:
-        ValueError: the plan divides the table's columns or replicates it.
+        ValueError: the plan divides the table's columns, replicates it, or keeps it elsewhere than in device memory.
     """
-    shards = {} if sharding.sharding_spec is None else {s.placement.rank(): s for s in sharding.sharding_spec.shards}
-    if not shards or any(shard.shard_offsets[1] != 0 for shard in sharding.sharding_spec.shards):
+    spec = [] if sharding.sharding_spec is None else sharding.sharding_spec.shards
+    if not spec or any(shard.shard_offsets[1] != 0 for shard in spec):
         raise ValueError(
             f"the plan of table '{table}' must shard it by rows or leave it whole, got {sharding.sharding_type}"
         )
-    device = next(iter(shards.values())).placement.device()
-    counts = [shards[rank].shard_sizes[0] if rank in shards else 0 for rank in range(world_size)]
-    width = next(iter(shards.values())).shard_sizes[1]
-    places = [str(shards[rank].placement) if rank in shards else f"rank:{rank}/{device}" for rank in range(world_size)]
-    return in_rows(counts, width, places, sharding.compute_kernel)
+    if sharding.compute_kernel != EmbeddingComputeKernel.FUSED.value:
+        raise ValueError(
+            f"the plan of table '{table}' must have compute_kernel 'fused', an optimizer in the backward pass and rows "
+            f"in device memory, got '{sharding.compute_kernel}'"
+        )
+    rows = {shard.placement.rank() - first_rank: shard.shard_sizes[0] for shard in spec}
+    counts = [rows.get(rank, 0) for rank in range(size)]
+    kind = spec[0].placement.device().type
+    return in_rows(counts, spec[0].shard_sizes[1], kind, sharding.compute_kernel, first_rank, local_size)
 
 
-def in_rows(counts: list[int], width: int, places: list[str], compute_kernel: str) -> ParameterSharding:
+def in_rows(
+    counts: list[int], width: int, device: str, compute_kernel: str, first_rank: int = 0, local_size: int = 1
+) -> ParameterSharding:
     """TorchRec's row-wise sharding of a table, with so many rows for each rank, in the order of the ranks.
 
     Args:
         counts: rows of each rank.
         width: of a row.
-        places: of each rank its device, as TorchRec writes it, such as "rank:0/cuda:0".
+        device: type of the ranks' devices.
         compute_kernel: of the table.
+        first_rank: of all processes, the first one of the group.
+        local_size: processes of a host, which have a GPU each.
     """
     firsts, total = [0, *accumulate(counts)], sum(counts)
+    ranks = [first_rank + rank for rank in range(len(counts))]
+    index = [f":{rank % local_size}" if device == "cuda" else "" for rank in ranks]
     # An empty shard begins at the end: checkpoints take two shards that begin at one row for copies of each other.
-    offsets = [first if count else total for first, count in zip(firsts, counts, strict=False)]
-    spec = EnumerableShardingSpec(
-        [
-            ShardMetadata(shard_offsets=[offset, 0], shard_sizes=[count, width], placement=place)
-            for offset, count, place in zip(offsets, counts, places, strict=True)
-        ]
-    )
-    return ParameterSharding(ShardingType.ROW_WISE.value, compute_kernel, list(range(len(counts))), spec)
+    shards = [
+        ShardMetadata(
+            shard_offsets=[first if count else total, 0],
+            shard_sizes=[count, width],
+            placement=f"rank:{rank}/{device}{own}",
+        )
+        for first, count, rank, own in zip(firsts, counts, ranks, index, strict=False)
+    ]
+    return ParameterSharding(ShardingType.ROW_WISE.value, compute_kernel, ranks, EnumerableShardingSpec(shards))

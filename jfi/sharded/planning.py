@@ -34,6 +34,7 @@ def make_routes(
     plan: dict[str, ParameterSharding],
     features: list[SequenceFeatureConfig],
     replicate_below: int,
+    first_rank: int = 0,
 ) -> RoutingPlan:
     """Decides it.
 
@@ -41,7 +42,7 @@ def make_routes(
         ValueError: a feature that attention cannot go to.
     """
     configs = {config.name: config for config in collection.embedding_configs()}
-    owners = all_owners({name: config.num_embeddings for name, config in configs.items()}, plan)
+    owners = all_owners({name: config.num_embeddings for name, config in configs.items()}, plan, first_rank)
     replicated = [name for name, config in configs.items() if config.num_embeddings <= replicate_below]
     #: By embedding the key of its ids and its table.
     sources = {

@@ -8,6 +8,7 @@ samples without an event there have a length of 0.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
 from jfi.modules import KeyBias, PositionBias, SequenceFeatureConfig, inputs
+from jfi.modules.validation import require_keys
 from jfi.ops.gather_rows import check_indices
 from jfi.sharded.exchange import Exchange
 from jfi.sharded.ownership import Owners
@@ -107,7 +109,7 @@ class Arrived(Multistreamable):
     order: Tensor | None
     sizes: list[int]
 
-    @property
+    @cached_property
     def rows(self) -> Tensor:
         """[R] int32: places of the rows in the owner's memory."""
         return self.columns[:, 0].contiguous()
@@ -157,6 +159,8 @@ class IdsRequest(Awaitable[Awaitable[ArrivedIds]]):
         inputs.allow_no_samples(ids)
         self._routes, self._group, self._by_key = routes, group, ids.to_dict()
         size = group.size()
+        for route in routes:
+            check_route(route, self._by_key)
         self._sent = [sort_by_owner(route, self._by_key, size) for route in routes]
         batch = torch.full((size,), ids.stride(), device=ids.device())
         self._told = torch.stack([batch, *[one.sums for one in self._sent]], 1)  # [W, 1 + routes]
@@ -165,7 +169,7 @@ class IdsRequest(Awaitable[Awaitable[ArrivedIds]]):
     def _wait_impl(self) -> "_IdsOnTheirWay":
         if self._work is not None:
             self._work.wait()
-        # The one synchronization of a batch, while the batch before it computes.
+        # One synchronization, while the batch before computes.
         told, heard = torch.stack([self._told, self._heard]).cpu().transpose(1, 2).tolist()
         samples, arriving = heard[0], []
         for route, sent, to, of in zip(self._routes, self._sent, told[1:], heard[1:], strict=True):
@@ -193,6 +197,21 @@ class _IdsOnTheirWay(Awaitable[ArrivedIds]):
                     work.wait()
             arrived.append(Arrived(route, events, queries, columns, lengths, sent.order, sent.sizes))
         return ArrivedIds(arrived, self._by_key)
+
+
+def check_route(route: Route, by_key: dict[str, JaggedTensor]) -> None:
+    """Raises a ValueError that names the key which a batch lacks or which does not fit."""
+    require_keys("features", by_key, route.keys)
+    for place, feature in enumerate(route.features):
+        key = route.keys[place]
+        aligned = list(route.fields[place]) + ([] if feature.bias_key is None else [feature.bias_key])
+        require_keys("features", by_key, aligned)
+        count = by_key[key].values().size(0)
+        for other in aligned:
+            if (got := by_key[other].values().size(0)) != count:
+                raise ValueError(f"features['{other}'] must have as many events as '{key}', {count}, got {got}")
+        if feature.reads_weights and by_key[key].weights_or_none() is None:
+            raise ValueError(f"features['{key}'] must have weights, which feature '{feature.name}' reads, got none")
 
 
 @torch.no_grad()

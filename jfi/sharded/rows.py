@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from jfi.ops.gather_rows import gather_rows
-from jfi.sharded.exchange import gradient_share
+from jfi.sharded.exchange import gradient_scale
 from jfi.sharded.ownership import Owners
 from jfi.sharded.routes import Arrived
 
@@ -35,7 +35,7 @@ class _Fetch(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
         arrived = ctx.arrived
-        grad = grad * gradient_share(arrived.events.group)
+        grad = grad * gradient_scale(arrived.events.group)
         if arrived.order is not None:
             grad = grad.index_select(0, arrived.order)
         return arrived.events.send(grad), None, None
@@ -45,7 +45,7 @@ class Replicate(torch.autograd.Function):
     """Whole tables [N, D] on every rank, from the rows that each owns; back to sums of all ranks' gradients.
 
     All tables travel in one all-reduce, whose order of summation is fixed, as is that of each rank's gradients. These
-    have their share (`gradient_share`) already: see `Shared`.
+    have the scale of tables already: see `Scaled`.
 
     Args:
         handle: [r, D] without memory, of the tables' rows that this rank owns, table by table.
@@ -81,18 +81,18 @@ class Replicate(torch.autograd.Function):
         return torch.cat(own).to(ctx.dtype), None, None, None
 
 
-class Shared(torch.autograd.Function):
-    """A replicated table as this rank's own samples read it: their gradients get their share.
+class Scaled(torch.autograd.Function):
+    """A replicated table as this rank's own samples read it: their gradients get the scale of tables.
 
-    Owners read the table itself, since attention gives them gradients that have it.
+    Owners read the table itself: attention gives them gradients that have it.
     """
 
     @staticmethod
     def forward(ctx, table: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.share = gradient_share(group)
+        ctx.scale = gradient_scale(group)
         return table.view_as(table)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.share, None
+        return grad * ctx.scale, None

@@ -15,7 +15,7 @@ _OPTIMIZERS = {
 }
 
 
-class OwnRows:
+class RankRows:
     """All rows that this rank owns, one below the other, and the steps of those that a batch has read.
 
     Their memory and that of the optimizer's states is fbgemm's, which TorchRec saves and loads; only the steps are
@@ -25,7 +25,7 @@ class OwnRows:
         batched: fbgemm's tables.
 
     Raises:
-        ValueError: they have an optimizer that `jfi.ops.step_rows` has not.
+        ValueError: they have an optimizer, or options of it, that `jfi.ops.step_rows` has not.
     """
 
     def __init__(self, batched: SplitTableBatchedEmbeddingBagsCodegen) -> None:
@@ -34,6 +34,11 @@ class OwnRows:
             raise ValueError(
                 f"the optimizer of tables that attention goes to must be one of {known}, got {batched.optimizer.value}"
             )
+        options = batched.optimizer_args
+        for name, neutral in (("weight_decay", 0.0), ("gradient_clipping", False), ("max_norm", 0.0)):
+            if getattr(options, name, neutral) != neutral:
+                got = getattr(options, name)
+                raise ValueError(f"{name} of tables that attention goes to must be {neutral}, got {got}")
         self._batched = batched
         weights = batched.split_embedding_weights()
         states = [] if batched.optimizer is EmbOptimType.EXACT_SGD else batched.split_optimizer_states()
@@ -44,11 +49,11 @@ class OwnRows:
             own = [state.new_zeros(1, *state.shape[1:]) for state in own]
         rows = nn.Module()
         rows.weight = nn.Parameter(memory)
-        options = {"lr": batched.get_learning_rate()}
+        own_options = {"lr": batched.get_learning_rate()}
         if batched.optimizer is not EmbOptimType.EXACT_SGD:
-            options["eps"] = batched.optimizer_args.eps
+            own_options["eps"] = options.eps
         kind = _OPTIMIZERS[batched.optimizer]
-        self._tables = FusedTables(nn.ModuleDict({"rows": rows}), kind, options, None, {"rows": tuple(own)})
+        self._tables = FusedTables(nn.ModuleDict({"rows": rows}), kind, own_options, None, {"rows": tuple(own)})
         self.memory = memory.detach()
 
     def look_up(self, asked: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
@@ -64,8 +69,12 @@ class OwnRows:
         return self._tables.look_up([("rows", rows) for rows in asked], dtype)
 
 
-def own_rows(lookups: list[nn.Module]) -> OwnRows:
-    """The rows that a sharded collection, of TorchRec's lookups, owns on this rank.
+def rank_rows(lookups: list[nn.Module], tables: list[str]) -> RankRows:
+    """The rows that a sharded collection owns on this rank.
+
+    Args:
+        lookups: TorchRec's.
+        tables: in the order in which `all_owners` places them in memory.
 
     Raises:
         ValueError: tables of several data types, optimizers or learning rates.
@@ -76,7 +85,13 @@ def own_rows(lookups: list[nn.Module]) -> OwnRows:
         raise ValueError(
             f"tables that attention goes to must have one data type and one optimizer, got those of {names}"
         )
-    return OwnRows(kernels[0].emb_module)
+    _check_order([table.name for table in kernels[0].config.embedding_tables], tables)
+    return RankRows(kernels[0].emb_module)
+
+
+def _check_order(found: list[str], tables: list[str]) -> None:
+    if found != tables:
+        raise RuntimeError(f"TorchRec's tables must lie in the order {tables}, got {found}")
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -29,7 +29,7 @@ class SequenceShape:
 
 
 @dataclass(frozen=True)
-class Sent:
+class Traffic:
     """Bytes a sample, and messages a step.
 
     Attributes:
@@ -50,7 +50,7 @@ class Sent:
         return self.ids + self.rows + self.queries
 
 
-def by_rows(shape: SequenceShape, owners: int, itemsize: int = 4, unique: float = 1.0) -> Sent:
+def by_rows(shape: SequenceShape, owners: int, itemsize: int = 4, unique: float = 1.0) -> Traffic:
     """What TorchRec's row-wise sharding sends: ids to the owners, rows back, their gradients out again.
 
     Args:
@@ -65,26 +65,28 @@ def by_rows(shape: SequenceShape, owners: int, itemsize: int = 4, unique: float 
     """
     away, count = (owners - 1) / owners, shape.events * shape.fields * unique
     ids = 8 * count * away + 8 * shape.fields * (owners - 1)
-    return Sent(ids, 2 * itemsize * shape.width * count * away, 0.0, 5)
+    return Traffic(ids, 2 * itemsize * shape.width * count * away, 0.0, 5)
 
 
-def by_attention(shape: SequenceShape, owners: int, itemsize: int = 2) -> Sent:
+def by_attention(shape: SequenceShape, owners: int, itemsize: int = 2, ranks: int | None = None) -> Traffic:
     """What attention at the owners sends.
 
     Args:
         shape: the feature.
         owners: ranks that its rows are split over.
         itemsize: bytes of an element of a query on the way.
+        ranks: all ranks, of which these are some; None means that there are no others.
 
     Example:
         >>> round(by_attention(SequenceShape(events=200, width=64, heads=4), owners=2).total)
         2500
     """
-    lengths = 4 * (owners - 1)
-    ids = 4 * shape.columns * shape.events * (owners - 1) / owners
+    ranks = owners if ranks is None else ranks
+    others = owners * (ranks - 1) / ranks  # owners that are not the sample's own rank, on average
+    ids = 4 * shape.columns * shape.events * (ranks - 1) / ranks + 4 * others
     # Queries and their gradients, outputs with a log-sum-exp, their gradients with that and Δ.
     vectors = shape.queries * shape.heads * (4 * itemsize * shape.width + 3 * 4)
-    return Sent(ids + lengths, 0.0, vectors * (owners - 1), 7)
+    return Traffic(ids, 0.0, vectors * others, 7)
 
 
 def replicated(rows: int, width: int, owners: int) -> float:

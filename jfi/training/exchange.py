@@ -4,6 +4,8 @@
 reckons them.
 """
 
+import os
+
 import torch
 from torchrec import EmbeddingCollection
 from torchrec.distributed.types import ParameterSharding, ShardingPlan
@@ -19,13 +21,13 @@ from jfi.training.config import Config, ConfigError, ShardingConfig
 COLLECTION = "embedding_collection"
 
 
-def choose_exchange(model: SequenceDLRM, config: Config, owners: int, mean_events: float) -> tuple[str, str]:
+def choose_exchange(model: SequenceDLRM, config: Config, ranks: int, mean_events: float) -> tuple[str, str]:
     """The exchange of a run, "rows" or "attention", and what to say of the choice.
 
     Args:
         model: not sharded yet.
         config: of the run.
-        owners: processes that a table is sharded over.
+        ranks: processes that shard the tables together.
         mean_events: mean length of a history.
 
     Raises:
@@ -43,7 +45,7 @@ def choose_exchange(model: SequenceDLRM, config: Config, owners: int, mean_event
         return "rows", f"sharding.exchange auto: rows, since {reason}"
     if wanted == "attention":
         return "attention", ""
-    rows, attention = _reckoned(model, config, owners, mean_events)
+    rows, attention = _reckoned(model, config, ranks, mean_events)
     chosen = "attention" if attention < rows or config.sharding.type == "table_row_wise" else "rows"
     return chosen, (
         f"sharding.exchange auto: {chosen}; a sample sends about {attention:,.0f} bytes a step where attention goes to "
@@ -86,23 +88,30 @@ def _tables(model: SequenceDLRM, sharding: ShardingConfig) -> tuple[dict[str, st
     return tables, [config.name for config in configs if config.num_embeddings <= sharding.replicate_below]
 
 
-def _reckoned(model: SequenceDLRM, config: Config, owners: int, mean_events: float) -> tuple[float, float]:
+def _reckoned(model: SequenceDLRM, config: Config, ranks: int, mean_events: float) -> tuple[float, float]:
     """Bytes a sample of either way: rows, and attention."""
     arch, (tables, replicated) = model.sequence_arch, _tables(model, config.sharding)
     itemsize = 2 if config.sharding.communication == "bfloat16" else 4
     width, rows, attention = model.embedding_collection.embedding_dim(), 0.0, 0.0
     for feature in arch.features:
         fields = len(feature.sequence_keys)
-        columns = fields + (feature.bias is not None) + feature.weighted_values
+        columns = fields + (feature.num_buckets > 0) + feature.reads_weights
         shape = traffic.SequenceShape(
             mean_events, width, arch.pooling.num_heads, arch.pooling.num_queries, fields, columns
         )
-        rows += traffic.by_rows(shape, owners, itemsize).total
+        rows += traffic.by_rows(shape, ranks, itemsize).total
         if spread_field(feature, tables, replicated) is not None:
-            attention += traffic.by_attention(shape, owners, itemsize).total
+            attention += traffic.by_attention(shape, _owners(config.sharding, ranks), itemsize, ranks).total
     small = sum(c.num_embeddings for c in model.embedding_collection.embedding_configs() if c.name in replicated)
-    samples = max(1, config.training.batch_size // owners)
-    return rows, attention + traffic.replicated(small, width, owners) / samples
+    samples = max(1, config.training.batch_size // ranks)
+    return rows, attention + traffic.replicated(small, width, ranks) / samples
+
+
+def _owners(sharding: ShardingConfig, ranks: int) -> int:
+    """Processes that a table of histories is split over; where the planner chooses, all."""
+    if sharding.type == "table_wise":
+        return 1
+    return min(int(os.environ.get("LOCAL_WORLD_SIZE", ranks)), ranks) if sharding.type == "table_row_wise" else ranks
 
 
 def within_hosts(plan: ShardingPlan, local_size: int, world_size: int, device: torch.device) -> None:
@@ -125,9 +134,7 @@ def within_hosts(plan: ShardingPlan, local_size: int, world_size: int, device: t
         counts = [0] * world_size
         for place in range(local_size):
             counts[host * local_size + place] = max(0, min(block, num_rows - place * block))
-        index = [f":{rank % local_size}" if device.type == "cuda" else "" for rank in range(world_size)]
-        places = [f"rank:{rank}/{device.type}{index[rank]}" for rank in range(world_size)]
-        plans[name] = in_rows(counts, width, places, sharding.compute_kernel)
+        plans[name] = in_rows(counts, width, device.type, sharding.compute_kernel, 0, local_size)
 
 
 def features_of(model: SequenceDLRM) -> list[SequenceFeatureConfig]:

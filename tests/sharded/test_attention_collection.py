@@ -12,12 +12,14 @@ import torch.distributed as dist
 from attention_worker import CASES, SAMPLES, Case, build, features_of, make_batch, part_of, shard, train_alone
 from torch.distributed._shard.metadata import ShardMetadata
 from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jfi import PositionBias, SequenceFeatureConfig
-from jfi.ops.partial_target_attention import merge_parts
+from jfi.ops.partial_target_attention import combine_parts
 from jfi.sharded import AttentionCollectionSharder
-from jfi.sharded.ownership import all_owners, by_rows
-from jfi.sharded.planning import spread_field
+from jfi.sharded.ownership import all_owners, row_wise_shards
+from jfi.sharded.planning import make_routes, spread_field
+from jfi.sharded.routes import Route, check_route
 from jfi.sharded.traffic import SequenceShape, by_attention
 
 WORKER = Path(__file__).parent / "attention_worker.py"
@@ -97,15 +99,15 @@ def test_one_process_is_its_own_owner():
         dist.destroy_process_group()
 
 
-def test_parts_merge_to_the_whole():
+def test_parts_combine_to_the_whole():
     torch.manual_seed(0)
     scores, values = torch.randn(3, 9), torch.randn(3, 9, 4)
     parts = [slice(0, 0), slice(0, 2), slice(2, 9)]
     outs = torch.stack([torch.softmax(scores[:, p], 1).unsqueeze(1).bmm(values[:, p]).squeeze(1) for p in parts])
-    merged, lse = merge_parts(outs.nan_to_num(), torch.stack([scores[:, p].logsumexp(1) for p in parts]))
+    merged, lse = combine_parts(outs.nan_to_num(), torch.stack([scores[:, p].logsumexp(1) for p in parts]))
     torch.testing.assert_close(merged, torch.softmax(scores, 1).unsqueeze(1).bmm(values).squeeze(1))
     torch.testing.assert_close(lse, scores.logsumexp(1))
-    nobody = merge_parts(torch.zeros(2, 1, 4), torch.full((2, 1), -torch.inf))
+    nobody = combine_parts(torch.zeros(2, 1, 4), torch.full((2, 1), -torch.inf))
     assert (nobody[0] == 0).all() and (nobody[1] == -torch.inf).all()
 
 
@@ -115,7 +117,7 @@ def sharding(*shards: tuple[int, int, int], columns: int = 0) -> ParameterShardi
 
 
 def test_ids_are_located_whatever_the_shards():
-    plan = {"a": sharding((0, 4, 0), (4, 6, 1)), "b": by_rows("b", sharding((0, 5, 1)), 2)}
+    plan = {"a": sharding((0, 4, 0), (4, 6, 1)), "b": row_wise_shards("b", sharding((0, 5, 1)), 2)}
     owners = all_owners({"a": 10, "b": 5}, plan)
     ranks, places = owners["a"].locate(torch.tensor([0, 3, 4, 9]))
     assert ranks.tolist() == [0, 0, 1, 1] and places.tolist() == [0, 3, 0, 5]
@@ -124,9 +126,40 @@ def test_ids_are_located_whatever_the_shards():
     assert owners["b"].rows_of(0) == range(0) and owners["b"].memory_of(1) == range(6, 11)
 
 
+def test_ranks_beyond_those_of_a_byte():
+    owners = all_owners({"a": 300}, {"a": sharding(*[(rank, 1, rank) for rank in range(300)])})
+    assert owners["a"].locate(torch.tensor([0, 299]))[0].tolist() == [0, 299]
+
+
+def test_other_kernels_are_refused():
+    dense = sharding((0, 4, 0))
+    dense.compute_kernel = "dense"
+    with pytest.raises(ValueError, match="table 'a' must have compute_kernel 'fused'"):
+        row_wise_shards("a", dense, 2)
+
+
+def test_a_key_that_does_not_fit_is_named():
+    route = make_routes_of(CASES["weights"])
+    lengths = torch.tensor([1, 2])
+    one = {"taste_item": JaggedTensor(torch.zeros(3).long(), lengths=lengths)}
+    with pytest.raises(ValueError, match="must hold the key 'taste_rating'"):
+        check_route(route, one)
+    with pytest.raises(
+        ValueError, match=r"features\['taste_rating'\] must have as many events as 'taste_item', 3, got 2"
+    ):
+        check_route(route, one | {"taste_rating": JaggedTensor(torch.zeros(2).long(), lengths=torch.tensor([1, 1]))})
+    with pytest.raises(ValueError, match=r"features\['taste_item'\] must have weights"):
+        check_route(route, one | {"taste_rating": JaggedTensor(torch.zeros(3).long(), lengths=lengths)})
+
+
+def make_routes_of(case: Case) -> Route:
+    plan = {"item": sharding((0, 50, 0)), "rating": sharding((0, 6, 0))}
+    return make_routes(build(case).embedding_collection, plan, features_of(case), 10).routes[0]
+
+
 def test_columns_of_a_table_are_not_divided():
     with pytest.raises(ValueError, match="table 'a' must shard it by rows"):
-        by_rows("a", sharding((0, 4, 0), columns=8), 2)
+        row_wise_shards("a", sharding((0, 4, 0), columns=8), 2)
 
 
 def test_features_that_attention_cannot_go_to_are_named():

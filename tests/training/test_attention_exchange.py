@@ -28,6 +28,7 @@ RUNS = {
     "halves": SPREAD | {"communication": "bfloat16"},
     "stopped": SPREAD,
     "switched": {"replicate_below": 10},
+    "groups": SPREAD | {"group_size": 1},
 }
 
 
@@ -68,6 +69,13 @@ def losses(folder: Path, name: str) -> list[float]:
 def test_queries_in_bfloat16(folder, outcomes):
     plain, halves = losses(folder, "alone"), losses(folder, "halves")
     assert 0 < max(abs(one - other) for one, other in zip(plain, halves, strict=True)) < 0.02
+
+
+def test_groups_send_queries_to_their_own_processes(folder, outcomes):
+    plain, grouped = losses(folder, "alone"), losses(folder, "groups")
+    assert grouped[0] == pytest.approx(plain[0], abs=1e-6) and grouped == pytest.approx(plain, abs=0.1)
+    first, second = (outcome["sums"] for outcome in outcomes["groups"])
+    assert first == second and all(value != 0 for value in first.values())
 
 
 def test_a_stopped_run_goes_on_and_two_runs_have_the_same_bits(folder, outcomes):
