@@ -189,8 +189,9 @@ def read_inputs(
     ragged = None
     if targets is not None:
         options = (target_times, event_times, max_events)
+        has_options = target_times is not None or event_times is not None or max_events is not None
         first = targets.get(groups[0].target_keys[0][0])
-        if isinstance(first, JaggedTensor) or any([option is not None for option in options]):
+        if isinstance(first, JaggedTensor) or has_options:
             ragged = read_ragged_targets(targets, groups, sequences, *options)
             targets = ragged.values
     check_inputs(sequences, groups, targets, ragged)
@@ -285,10 +286,12 @@ def _rows_by_id(sequences: dict[str, JaggedTensor], group: FeatureGroup) -> Rows
 
 def _digits(sequences: dict[str, JaggedTensor], group: FeatureGroup) -> tuple[DigitRows, ...]:
     """The events of a group, feature by feature, if they are semantic IDs alone and `digit_attention` takes them."""
-    events = [sequences[key] for key in group.sequence_keys[0]]
-    if len(group.sequence_keys) > 1 or not all([isinstance(one, DigitRows) for one in events]):
+    first = sequences[group.sequence_keys[0][0]]
+    if len(group.sequence_keys) > 1 or not isinstance(first, DigitRows):
         return ()
-    first = events[0]
+    events = [sequences[key] for key in group.sequence_keys[0]]
+    if not all([isinstance(one, DigitRows) for one in events]):
+        return ()
     if any([one.embedding is not first.embedding for one in events]):
         return ()
     if first.rows.is_cuda and first.rows.dtype == torch.float64:  # kernels take none
@@ -302,12 +305,15 @@ def _spread(sequences: dict[str, JaggedTensor], group: FeatureGroup, ragged: boo
     """The events of a group, if they lie on several ranks and attention can go there."""
     found = []
     for feature in group.features:
-        fields = [sequences[key] for key in feature.sequence_keys]
-        events = [one.events.get(feature.name) for one in fields if isinstance(one, SpreadRows)]
-        if not events or events[0] is None:
+        events = None
+        for key in feature.sequence_keys:
+            if isinstance(sequences[key], SpreadRows):
+                events = sequences[key].events.get(feature.name)
+                break
+        if events is None:
             return ()
-        if events[0] not in found:
-            found.append(events[0])
+        if events not in found:
+            found.append(events)
     if ragged:
         raise ValueError(
             f"attention that goes to the rows of other ranks takes a target a sample, got ragged targets for feature "

@@ -244,17 +244,14 @@ class FeatureGroup:
     embedding_dim: int
     target_dim: int | None = None
 
-    @property
-    def width_of_targets(self) -> int:
-        """The width of the embedding of one target key."""
-        return self.embedding_dim if self.target_dim is None else self.target_dim
-
     def __post_init__(self) -> None:
         # The features' first keys, then their second ones, ... Not fields of the dataclass, from which torch.fx would
         # build it again.
         self.sequence_keys = list(zip(*[feature.sequence_keys for feature in self.features], strict=True))
         self.reads_weights = self.features[0].reads_weights
         self.target_keys = list(zip(*[feature.target_keys for feature in self.features], strict=True))
+        # The width of the embedding of one target key.
+        self.width_of_targets = self.embedding_dim if self.target_dim is None else self.target_dim
 
     @property
     def max_seqlen(self) -> int | None:

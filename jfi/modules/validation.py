@@ -77,14 +77,13 @@ def check_inputs(
     for group in groups:
         dtype = None
         for feature in group.features:
-            events = _check_events(sequences, feature, group.embedding_dim, has_times)
-            values = unread(events)
+            events, own_dtype = _check_events(sequences, feature, group.embedding_dim, has_times)
             if dtype is None:
-                dtype = values.dtype
-            elif values.dtype != dtype:
+                dtype = own_dtype
+            elif own_dtype != dtype:
                 raise ValueError(
                     f"sequences['{feature.sequence_keys[0]}'] must be {dtype} like '{group.sequence_keys[0][0]}', "
-                    f"since both are read in one launch, got {values.dtype}"
+                    f"since both are read in one launch, got {own_dtype}"
                 )
             if targets is None:
                 continue
@@ -113,8 +112,8 @@ def check_inputs(
 
 def _check_events(
     sequences: dict[str, JaggedTensor], feature: SequenceFeatureConfig, embedding_dim: int, has_times: bool
-) -> JaggedTensor:
-    """Checks the events of a feature with what its bias and its values read, and returns the first field."""
+) -> tuple[JaggedTensor, torch.dtype]:
+    """Checks the events of a feature with what its bias and its values read, and returns the first field, its dtype."""
     first = None
     for key in feature.sequence_keys:
         events = sequences.get(key)
@@ -142,7 +141,7 @@ def _check_events(
         _check_bucket_ids(sequences, feature, first)
     if feature.relative_bias is not None and feature.time_key is not None:
         _check_times(sequences, feature, first)
-    return first
+    return first, dtype
 
 
 def _refuse_type(sequences: dict[str, JaggedTensor], key: str) -> None:

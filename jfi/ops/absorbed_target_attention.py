@@ -263,7 +263,10 @@ def _check_weights(weights: tuple[Tensor, ...]) -> None:
 
 def _are_plain(tensors: tuple[Tensor | None, ...]) -> bool:
     """Whether none of these tensors is a subclass or meta."""
-    return all([x is None or (type(x) in PLAIN and not x.is_meta) for x in tensors])
+    for x in tensors:  # noqa: SIM110 - a comprehension would be one more call
+        if x is not None and (type(x) not in PLAIN or x.is_meta):
+            return False
+    return True
 
 
 def _fits_one_node(tensors: tuple[Tensor | None, ...], value_scale: Tensor | None, impl: str, in_kernel: bool) -> bool:

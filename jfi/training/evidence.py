@@ -47,7 +47,7 @@ def auc_gain(before: np.ndarray, after: np.ndarray, labels: np.ndarray) -> Gain:
 
     >>> labels = np.array([0, 1, 0, 1])
     >>> auc_gain(np.array([1, 2, 3, 4]), np.array([1, 3, 2, 4]), labels)
-    Gain(before=0.75, after=1.0, error=0.3535533905932738)
+    Gain(before=0.75, after=1.0, error=0.25)
     """
     positive = labels > 0.5
     shares = [_won(scores, positive) for scores in (before, after)]

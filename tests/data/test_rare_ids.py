@@ -109,6 +109,13 @@ def test_requests_get_the_ids_of_training(write, hashed):
     assert missing.ids["history_item_id_x_right"].tolist() == [0]
 
 
+def ids_by_sample(batch, key: str) -> dict[int, list[int]]:
+    return {
+        sample: ids.tolist()
+        for sample, ids in zip(batch.samples.tolist(), batch.sparse_features[key].to_dense(), strict=True)
+    }
+
+
 def ids_and_unknown(dataset, plain, **order: object) -> tuple[int, int]:
     """The known ids of the training batches, and how many of them became 0; others must be as they are."""
     known = unknown = 0
@@ -142,12 +149,13 @@ def test_unknown_ids_depend_on_seed_and_epoch_alone(write):
     assert values(seed=1, epoch=2) == values(seed=1, epoch=2)
     assert values(seed=1, epoch=2)[3:] == values(seed=1, epoch=2, start_batch=3)
     assert values(seed=1, epoch=2) != values(seed=1, epoch=3) and values(seed=1, epoch=2) != values(seed=2, epoch=2)
-    # Two processes have the ids of one.
-    parts = [list(dataset.batches("train", 8, rank=rank, world_size=2)) for rank in range(2)]
-    for i, whole in enumerate(dataset.batches("train", 8)):
+    # Two processes, which have the samples of one in another order, have its ids.
+    parts = [dataset.batches("train", 8, rank=rank, world_size=2) for rank in range(2)]
+    for whole, *halves in zip(dataset.batches("train", 8), *parts, strict=True):
         for key in ("item_id", "history_made"):
-            joined = [part[i].sparse_features[key].values().tolist() for part in parts]
-            assert whole.sparse_features[key].values().tolist() == joined[0] + joined[1]
+            first, second = (ids_by_sample(half, key) for half in halves)
+            assert ids_by_sample(whole, key) == first | second
+            assert len(first) == len(second) == 4
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from launched import (
     write_tables,
 )
 from torchrec import EmbeddingCollection, EmbeddingConfig
+from torchrec.distributed.types import EmbeddingModuleShardingPlan
 from worker import do, without_pictures
 
 from jfi.data import Batch, load_dataset
@@ -46,7 +47,7 @@ from jfi.training.recorder import read_metrics
 from jfi.training.run_data import save_data
 from jfi.training.run_folder import RunFolder
 from jfi.training.saved_run import load_run
-from jfi.training.sharding import _plan, check_sharded
+from jfi.training.sharding import _plan, check_sharded, sharders_of
 from jfi.training.shared_data import load_shared
 
 STOP_AT = 17
@@ -423,7 +424,7 @@ def test_tables_that_do_not_fit_are_reported_in_one_line(monkeypatch):
     table = EmbeddingConfig(name="item", num_embeddings=10**11, embedding_dim=64, feature_names=["item"])
     model = torch.nn.ModuleDict({"tables": EmbeddingCollection([table], device=torch.device("meta"))})
     with pytest.raises(ConfigError, match=r"^sharding: TorchRec's planner found no plan: .*insufficient storage\.\s*$"):
-        _plan(model, [table], Config(), World(launched=True))
+        _plan(model, [table], Config(), World(launched=True), sharders_of(Config().sharding))
 
 
 @pytest.fixture
@@ -439,7 +440,12 @@ def plan_for_gpus(monkeypatch):
     ]
     model = torch.nn.ModuleDict({"tables": EmbeddingCollection(tables, device=torch.device("meta"))})
     world = World(torch.device("cuda", 0), size=2, launched=True)
-    return lambda **sharding: _plan(model, tables, Config(sharding=ShardingConfig(**sharding)), world).plan["tables"]
+
+    def plan(**sharding: object) -> EmbeddingModuleShardingPlan:
+        config = Config(sharding=ShardingConfig(**sharding))
+        return _plan(model, tables, config, world, sharders_of(config.sharding)).plan["tables"]
+
+    return plan
 
 
 @pytest.mark.parametrize("kind", ["auto", *KINDS])
