@@ -129,6 +129,7 @@ def test_every_model_has_as_many_trials_and_a_runner():
         Model("ours", {}, [{"a": 1}])
 
 
+@pytest.mark.slow
 def test_our_trials_are_fields_of_the_config(tmp_path):
     task = run.Task(TABLES["movielens_100k"], 0, tmp_path, tmp_path, Peers())
     for model in MODELS.values():

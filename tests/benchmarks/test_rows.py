@@ -65,6 +65,7 @@ def test_the_suite_is_run_with_the_rates_of_the_machine(monkeypatch, tmp_path, c
     assert "rows.png" in capsys.readouterr().out and (tmp_path / "rows.png").exists()
 
 
+@pytest.mark.slow
 def test_rows_of_8_bits_are_beside_those_of_float16(tmp_path):
     found = measured(replace(TINY, D=16, H=2, table="int8"))
     assert [(row["implementation"], row["status"]) for row in found] == [(INT8, "ok"), (FLOAT16, "ok")]

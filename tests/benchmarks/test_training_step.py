@@ -76,6 +76,7 @@ def test_padded_and_jagged_models_agree():
     torch.testing.assert_close(padded(*inputs), jagged(*inputs))
 
 
+@pytest.mark.slow
 def test_steps_are_measured_written_and_printed(tmp_path):
     rows = [{"suite": "step"} | row for row in training_step.run(StepCase(TINY), CPU, 0.0)]
     assert [(row["implementation"], row["status"]) for row in rows] == [(way.name, "ok") for way in WAYS], rows

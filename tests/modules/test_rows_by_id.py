@@ -120,7 +120,9 @@ def compare(case, collection, device, reads, step) -> None:
         torch.testing.assert_close(after[name], table.detach() - LR * gradient, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(one, marks=[pytest.mark.slow] if one == "many queries" else []) for one in CASES]
+)
 def test_tables_that_step_their_rows(case, device, reads):
     collection = FusedEmbeddingCollection(configs(), torch.optim.SGD, {"lr": LR}, device=device)
     compare(case, collection, device, reads, lambda own: {name: x.weight for name, x in own.embeddings.items()})

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+#: Marks of cases that take the interpreter long.
+SLOW_HERE = [] if torch.cuda.is_available() else [pytest.mark.slow]
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 LENGTHS = {

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ops.budget import compare
-from ops.ragged import CASES, LENGTHS, ON_HOPPER, offsets_of
+from ops.ragged import CASES, LENGTHS, ON_HOPPER, SLOW_HERE, offsets_of
 
 import jfi.ops
 from jfi import reference
@@ -18,7 +18,7 @@ from jfi.plan import override
 pytestmark = pytest.mark.usefixtures("poisoned")
 IMPLS = ["triton", "torch"]
 # The interpreter takes long for many heads and shapes.
-MANY_HEADS = pytest.param(70, 1, marks=[] if torch.cuda.is_available() else [pytest.mark.slow])
+MANY_HEADS = pytest.param(70, 1, marks=SLOW_HERE)
 EXAMPLES = 12 if torch.cuda.is_available() else 6
 WINDOWS = [(False, None), (True, None), (False, (7, 3)), (True, (20, None)), (False, (None, 5)), (False, (0, 0))]
 

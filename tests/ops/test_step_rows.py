@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ops.ragged import SLOW_HERE
 from ops.row_optimizers import CLASSES, states_of, torch_step
 
 from jfi import plan
@@ -10,8 +11,6 @@ from jfi.ops.step_rows import RowOptimizer, flush_average, sort_rows, step_rows
 
 SIZES = [7, 1, 40]
 IMPLS = ["triton", "torch"]
-#: What takes the interpreter long.
-SLOW_HERE = [] if torch.cuda.is_available() else [pytest.mark.slow]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
@@ -48,7 +47,12 @@ def test_steps_are_those_of_torch_of_the_rows_of_the_batch(name, decay, impl, de
 
 @pytest.mark.parametrize(
     ("impl", "dtype"),
-    [("torch", torch.float64), *((impl, half) for impl in IMPLS for half in (torch.bfloat16, torch.float16))],
+    [
+        ("torch", torch.float64),
+        *((impl, torch.bfloat16) for impl in IMPLS),
+        ("torch", torch.float16),
+        pytest.param("triton", torch.float16, marks=SLOW_HERE),
+    ],
 )
 def test_half_precision_sums_in_float32_and_rounds_once(impl, dtype, device):
     table = torch.randn(5, 4, device=device).to(dtype)

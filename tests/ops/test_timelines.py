@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from ops.budget import compare
-from ops.ragged import ON_HOPPER, offsets_of
+from ops.ragged import ON_HOPPER, SLOW_HERE, offsets_of
 
 import jfi.ops
 from jfi import reference
@@ -103,9 +103,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("bias", ["time", "position", None])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "bias", "impl"),
+    [
+        pytest.param(case, bias, impl, marks=SLOW_HERE if (case, bias, impl) == ("timelines", "time", "triton") else [])
+        for case in CASES
+        for bias in ("time", "position", None)
+        for impl in IMPLS
+    ],
+)
 def test_queries_of_a_timeline(case, bias, impl, device):
     check(*CASES[case], device, impl, bias=bias)
     check(*CASES[case], device, impl, bias=bias, max_visible=9, most=40)
@@ -113,7 +119,7 @@ def test_queries_of_a_timeline(case, bias, impl, device):
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("bias", ["time", "position"])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 4), pytest.param(6, 2, marks=SLOW_HERE), (3, 1)])
 def test_heads(num_heads, num_kv_heads, bias, impl, device):
     check([40, 2], [90, 70], device, impl, num_heads=num_heads, num_kv_heads=num_kv_heads, value_width=24, bias=bias)
 
@@ -125,10 +131,7 @@ def test_heads(num_heads, num_kv_heads, bias, impl, device):
         ("time", 20),
         ("position", None),
         # The interpreter takes long.
-        *(
-            pytest.param(*one, marks=[] if torch.cuda.is_available() else [pytest.mark.slow])
-            for one in (("time", None), ("position", 20))
-        ),
+        *(pytest.param(*one, marks=SLOW_HERE) for one in (("time", None), ("position", 20))),
     ],
 )
 def test_self_attention_with_a_relative_bias(max_visible, bias, impl, device):
@@ -170,9 +173,9 @@ def test_splits_of_the_keys(width, value_width, num_heads, num_kv_heads, bias, n
 @pytest.mark.parametrize(
     "bias",
     [
-        "time",
         # The interpreter takes long.
-        pytest.param("position", marks=[] if torch.cuda.is_available() else [pytest.mark.slow]),
+        pytest.param("time", marks=SLOW_HERE),
+        pytest.param("position", marks=SLOW_HERE),
         None,
     ],
 )
@@ -182,7 +185,7 @@ def test_splits_of_the_keys(width, value_width, num_heads, num_kv_heads, bias, n
         (64, None, 3, 1),
         *(
             # The interpreter takes minutes for them.
-            pytest.param(*widths, *heads, marks=[] if torch.cuda.is_available() else [pytest.mark.slow])
+            pytest.param(*widths, *heads, marks=SLOW_HERE)
             for widths in ((64, 64), (64, None), (128, None))
             for heads in ((2, 2), (4, 1), (3, 1))
             if (*widths, *heads) != (64, None, 3, 1)

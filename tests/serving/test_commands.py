@@ -187,6 +187,7 @@ def said(name: str, monkeypatch, capsys, *arguments: object) -> tuple[int, str]:
     return code, capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_cannot_be_exported_is_refused_by_one_line(exported, tmp_path, monkeypatch, capsys):
     say = partial(said, "export", monkeypatch, capsys)
     assert say("--run", exported.run) == (2, f"error: --out {exported.path}: exists already; name a new folder\n")
@@ -213,6 +214,7 @@ def largest_file(size: int):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.slow
 def test_an_export_without_space_is_one_line_and_leaves_nothing(exported, tmp_path, monkeypatch, capsys):
     """In the compiler's cache, in what the compiler says, in the package and in the tables."""
     out = tmp_path / "out"

@@ -42,14 +42,14 @@ def configured(folder: Path, name: str, **sharding: object) -> Config:
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("groups")
     write_tables(path)
-    with without_pictures():
-        train(configured(path, "alone"))
     return path
 
 
 @pytest.fixture(scope="module")
 def outcomes(folder):
-    """By job what both ranks say of it."""
+    """By job what both ranks say of it, beside the run of one process."""
+    with without_pictures():
+        train(configured(folder, "alone"))
     jobs = {name: job(folder, configured(folder, name, **settings)) for name, settings in SETTINGS.items()}
     jobs["stopped"]["stop_at"] = STOP_AT
     jobs["resumed"] = {"port": free_port(), "resume": str(folder / "stopped")}
@@ -62,6 +62,7 @@ def losses(folder: Path, name: str) -> list[float]:
     return [line["loss"] for line in read_metrics(folder / name / "metrics.jsonl") if line["split"] == "train"]
 
 
+@pytest.mark.slow
 def test_unique_rows_have_the_losses_of_one_process(folder, outcomes):
     assert_same_metrics(folder / "dedup", folder / "alone", steps=STEPS)
 
@@ -82,12 +83,14 @@ def test_two_gpus_exchange_unique_rows_and_average(folder):
         assert outcomes[0][place]["sums"] == outcomes[1][place]["sums"]
 
 
+@pytest.mark.slow
 def test_halves_round_what_is_sent(folder, outcomes):
     plain, halves = losses(folder, "alone"), losses(folder, "halves")
     assert 0 < abs(halves[0] - plain[0]) < 1e-4  # of values of 0.1 and 8 bits
     assert halves == pytest.approx(plain, abs=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["groups", "groups-rarely"])
 def test_groups_learn_apart_and_average(folder, outcomes, name):
     plain, grouped = losses(folder, "alone"), losses(folder, name)
@@ -100,12 +103,14 @@ def test_groups_learn_apart_and_average(folder, outcomes, name):
     assert losses(folder, "groups")[:2] != losses(folder, "groups-rarely")[:2]
 
 
+@pytest.mark.slow
 def test_a_run_in_groups_goes_on_where_it_stopped(folder, outcomes):
     assert [outcome["begun_at"] for outcome in outcomes["resumed"]] == [STOP_AT] * 2
     assert [outcome["end"][:18] for outcome in outcomes["stopped"]] == ["stopped by SIGTERM"] * 2
     assert_same_metrics(folder / "stopped", folder / "groups", steps=STEPS)
 
 
+@pytest.mark.slow
 def test_one_process_loads_a_run_in_groups(folder, outcomes):
     state = load_run(folder / "groups").model.state_dict()
     (_, sums) = outcomes["groups"]
@@ -113,6 +118,7 @@ def test_one_process_loads_a_run_in_groups(folder, outcomes):
         assert state[name].sum().item() == pytest.approx(value, abs=1e-4), name
 
 
+@pytest.mark.slow
 def test_processes_that_were_started_otherwise_are_refused(folder, outcomes):
     changes = "training.batch_size was 40 and is 41, training.log_every was 1 and is 2"
     line = f"process 1 was started with other settings than process 0: {changes}"
@@ -120,6 +126,7 @@ def test_processes_that_were_started_otherwise_are_refused(folder, outcomes):
     assert not (folder / "differ").exists()
 
 
+@pytest.mark.slow
 def test_groups_of_another_size_are_refused(folder, outcomes):
     line = "sharding.group_size: got 3, must divide the number of processes, 2"
     assert [outcome["end"] for outcome in outcomes["indivisible"]] == [line] * 2
