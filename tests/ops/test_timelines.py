@@ -117,9 +117,15 @@ def test_queries_of_a_timeline(case, bias, impl, device):
     check(*CASES[case], device, impl, bias=bias, max_visible=9, most=40)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("bias", ["time", "position"])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 4), pytest.param(6, 2, marks=SLOW_HERE), (3, 1)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "impl"),
+    [
+        pytest.param(*heads, impl, marks=SLOW_HERE if (*heads, impl) == (6, 2, "triton") else [])
+        for heads in ((1, 1), (4, 4), (6, 2), (3, 1))
+        for impl in IMPLS
+    ],
+)
 def test_heads(num_heads, num_kv_heads, bias, impl, device):
     check([40, 2], [90, 70], device, impl, num_heads=num_heads, num_kv_heads=num_kv_heads, value_width=24, bias=bias)
 
@@ -146,6 +152,11 @@ def test_times_and_buckets(num_buckets, time_dtype, impl, device):
     most = 2**31 - 1 if time_dtype == torch.int32 else 2**50
     check([9, 12], [80, 30], device, impl, time_dtype=time_dtype, num_buckets=num_buckets, most=most)
     check([9, 12], [80, 30], device, impl, time_dtype=time_dtype, num_buckets=num_buckets, most=60, key_bias=True)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_times_beside_half_precision(impl, device):
+    check([9, 12], [80, 30], device, impl, torch.float16, bias="time")
 
 
 @pytest.mark.skipif(not ON_HOPPER, reason="the splits are those of the Hopper kernels")
