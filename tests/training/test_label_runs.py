@@ -151,8 +151,13 @@ def test_a_served_model_names_its_labels(folder, several):
     requests = [SimpleNamespace(num_candidates=2), SimpleNamespace(num_candidates=3)]
     for labels, expected in ((schema.labels, outputs[2:].T.tolist()), ([], outputs[2:].tolist())):
         scorer = SimpleNamespace(
-            package=lambda: outputs, info={"labels": labels}, inputs=None, tables=None, device=torch.device("cpu")
+            package=lambda: outputs,
+            info={"labels": labels},
+            inputs=SimpleNamespace(history=[]),
+            tables=None,
+            device=torch.device("cpu"),
         )
+        scorer._to_probability = None
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("jfi.serving.scorer.batch_inputs", lambda *_: ())
             answers = Scorer._score(scorer, requests)
