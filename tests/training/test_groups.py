@@ -46,10 +46,16 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def outcomes(folder):
-    """By job what both ranks say of it, beside the run of one process."""
+def alone(folder):
+    """The folder of the run of one process."""
     with without_pictures():
         train(configured(folder, "alone"))
+    return folder / "alone"
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder, alone):
+    """By job what both ranks say of it, beside the run of one process."""
     jobs = {name: job(folder, configured(folder, name, **settings)) for name, settings in SETTINGS.items()}
     jobs["stopped"]["stop_at"] = STOP_AT
     jobs["resumed"] = {"port": free_port(), "resume": str(folder / "stopped")}
@@ -174,7 +180,7 @@ def test_unique_rows_are_those_of_every_event(one_launched, kind):
         torch.testing.assert_close(ours, theirs)
 
 
-def test_unique_rows_are_pipelined(folder, one_launched):
+def test_unique_rows_are_pipelined(folder, alone, one_launched):
     config = configured(folder, "pipelined", dedup=True)
     with join_world("cpu") as world:
         dataset = load_shared(config.data, world)
@@ -188,4 +194,4 @@ def test_unique_rows_are_pipelined(folder, one_launched):
         names = {id(module): name for name, module in trainer.model.module.named_modules()}
         pipelined = {names[id(module)] for module in trainer.pipeline._pipelined_modules}
     assert pipelined == {"embedding_bag_collection", "embedding_collection"}
-    assert_same_metrics(folder / "pipelined", folder / "alone", steps=STEPS)
+    assert_same_metrics(folder / "pipelined", alone, steps=STEPS)
