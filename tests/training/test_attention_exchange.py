@@ -62,6 +62,22 @@ def test_attention_at_the_rows_has_the_losses_of_one_process(folder, outcomes, n
     assert_same_metrics(folder / name, folder / "alone", steps=STEPS)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_attend_at_the_rows(folder):
+    """The losses of one GPU over 63 steps, and the same bits on two runs."""
+
+    def on_gpu(name: str, **sharding: object) -> Config:
+        return configured(folder, f"gpu-{name}", **sharding).with_training(device="cuda", epochs=3)
+
+    train(on_gpu("alone"))
+    names = ("row_wise", "table_wise", "table_row_wise", "whole")
+    configs = [on_gpu(name, **RUNS[name]) for name in names] + [on_gpu("again", **SPREAD)]
+    in_two_processes(folder, [job(folder, config) for config in configs])
+    for name in names:
+        assert_same_metrics(folder / f"gpu-{name}", folder / "gpu-alone", rounding=5e-5)
+    assert losses(folder, "gpu-again") == losses(folder, "gpu-row_wise")
+
+
 def losses(folder: Path, name: str) -> list[float]:
     return [line["loss"] for line in read_metrics(folder / name / "metrics.jsonl") if line["split"] == "train"]
 
