@@ -22,7 +22,95 @@ from jfi.room import with_room
 from jfi.static_batch import Buffers, Described, Ladder, UnsupportedBatch, describe, moved
 
 
-class CapturedStep:
+class StepGraphs:
+    """Steps on batches in buffers: the first ones with each capacity run eagerly, then as a CUDA graph.
+
+    Args:
+        step: takes a batch on the device and returns a tree of tensors.
+        model: whose device is that of the step.
+        warmup_steps: steps with each capacity before it is captured, at least 1.
+        most_graphs: the most graphs; at least 1.
+    """
+
+    def __init__(self, step: Callable[[Any], Any], model: nn.Module, warmup_steps: int, most_graphs: int) -> None:
+        for name, count in (("warmup_steps", warmup_steps), ("most_graphs", most_graphs)):
+            if not isinstance(count, int) or count < 1:
+                raise ValueError(f"{name} must be an int of at least 1, got {count!r}")
+        self._step, self._model = step, model
+        self._warmup_steps, self._most_graphs = warmup_steps, most_graphs
+        self._device = next(model.parameters()).device
+        self._graphs = _CudaGraphs(self._device) if self._device.type == "cuda" else None
+        self._singles: frozenset[str] = frozenset()
+        self._padding: dict[str, int] = {}
+        self._levels: dict[tuple[int, ...], _Level] = {}
+        #: Steps that were replayed from a graph.
+        self.captured = 0
+        #: Steps that ran eagerly, by the reason.
+        self.eager: Counter[str] = Counter()
+
+    @property
+    def steps(self) -> int:
+        """All steps so far."""
+        return self.captured + self.eager.total()
+
+    def summary(self) -> str:
+        """One line: how many steps ran captured, how many eagerly, and why."""
+        graphs = sum(level.replay is not None for level in self._levels.values())
+        line = f"{self.captured} of {self.steps} steps ran captured, in {graphs} CUDA graph{'s' * (graphs != 1)}"
+        reasons = ", ".join(f"{count} {reason}" for reason, count in self.eager.items())
+        return f"{line}; eagerly: {reasons}" if reasons else line
+
+    def reset(self) -> None:
+        """Forgets all graphs: the next steps with each capacity warm up and are captured again.
+
+        Needed after anything that a graph holds was put elsewhere: a model moved with `.to()`, or an optimizer's
+        `load_state_dict()`, which makes new tensors.
+        """
+        self._levels.clear()
+
+    def _run_in_buffers(self, batch: Described, capacities: tuple[int, ...]) -> Any:
+        """A step on a batch that the capacities hold."""
+        # Dropout and the like are part of a graph.
+        key = self._model.training, *capacities
+        if key not in self._levels:
+            buffers = Buffers(batch.structure, capacities, self._padding, self._device)
+            self._levels[key] = self._graphs.level(buffers)
+        level = self._levels[key]
+        self._graphs.load(level, batch)
+
+        def step() -> Any:
+            with with_room(self._singles):
+                outputs = self._step(level.buffers.batch(level.block))
+            for module in self._model.modules():
+                if isinstance(module, FusedEmbeddingCollection | FusedEmbeddingBagCollection):
+                    module.wait_sorted()  # of look-ups without a backward pass: no stream may be left in a capture
+            return outputs
+
+        if level.replay is None:
+            graphs = sum(other.replay is not None for other in self._levels.values())
+            if level.eager_steps < self._warmup_steps or graphs == self._most_graphs:
+                is_warm = level.eager_steps >= self._warmup_steps
+                level.eager_steps += 1
+                self.eager[f"beyond {self._most_graphs} graphs" if is_warm else "as warm-up"] += 1
+                return self._graphs.run(step)
+            level.replay, level.outputs = self._graphs.capture(step)
+        level.replay()
+        self.captured += 1
+        return level.outputs
+
+    def _run_eagerly(self, batch: Any, reason: str) -> Any:
+        self.eager[reason] += 1
+
+        def move(part: Any) -> Any:
+            return part.to(self._device, non_blocking=True)
+
+        def step() -> Any:
+            return self._step(move(batch) if hasattr(batch, "to") else moved(batch, move))
+
+        return step() if self._graphs is None else self._graphs.run(step)
+
+
+class CapturedStep(StepGraphs):
     """Runs a training step as CUDA graphs, one for each of a few capacities of the batches.
 
     Call it with a batch in the place of `step`. The numbers are those of the step called on the batch itself, up to
@@ -84,32 +172,9 @@ class CapturedStep:
         warmup_steps: int = 2,
         most_graphs: int = 4,
     ) -> None:
-        for name, count in (("warmup_steps", warmup_steps), ("most_graphs", most_graphs)):
-            if not isinstance(count, int) or count < 1:
-                raise ValueError(f"{name} must be an int of at least 1, got {count!r}")
-        self._step, self._model, self._reference = step, model, reference
-        self._warmup_steps, self._most_graphs = warmup_steps, most_graphs
-        self._device = next(model.parameters()).device
-        self._graphs = _CudaGraphs(self._device) if self._device.type == "cuda" else None
+        super().__init__(step, model, warmup_steps, most_graphs)
+        self._reference = reference
         self._ladder: Ladder | None = None
-        self._padding: dict[str, int] = {}
-        self._levels: dict[tuple[int, ...], _Level] = {}
-        #: Steps that were replayed from a graph.
-        self.captured = 0
-        #: Steps that ran eagerly, by the reason.
-        self.eager: Counter[str] = Counter()
-
-    @property
-    def steps(self) -> int:
-        """All steps so far."""
-        return self.captured + self.eager.total()
-
-    def summary(self) -> str:
-        """One line: how many steps ran captured, how many eagerly, and why."""
-        graphs = sum(level.replay is not None for level in self._levels.values())
-        line = f"{self.captured} of {self.steps} steps ran captured, in {graphs} CUDA graph{'s' * (graphs != 1)}"
-        reasons = ", ".join(f"{count} {reason}" for reason, count in self.eager.items())
-        return f"{line}; eagerly: {reasons}" if reasons else line
 
     def __call__(self, batch: Any) -> Any:
         """Makes a step.
@@ -134,9 +199,7 @@ class CapturedStep:
         capacities = self._ladder.fit(described)
         if isinstance(capacities, str):
             return self._run_eagerly(batch, capacities)
-        level = self._level(capacities)
-        self._graphs.load(level, described)
-        return self._run(level)
+        return self._run_in_buffers(described, capacities)
 
     def _begin(self, batch: Any, described: Described) -> None:
         if self._reference is not None:
@@ -145,57 +208,8 @@ class CapturedStep:
         reason = why_not_captured(self._model, batch)
         if reason is not None:
             raise ValueError(f"the step cannot be captured: {reason}")
-        self._ladder, self._padding = Ladder(described), padding_ids(self._model)
-
-    def reset(self) -> None:
-        """Forgets all graphs: the next steps with each capacity warm up and are captured again.
-
-        Needed after anything that a graph holds was put elsewhere: a model moved with `.to()`, or an optimizer's
-        `load_state_dict()`, which makes new tensors.
-        """
-        self._levels.clear()
-
-    def _level(self, capacities: tuple[int, ...]) -> "_Level":
-        # Dropout and the like are part of a graph.
-        key = self._model.training, *capacities
-        if key not in self._levels:
-            buffers = Buffers(self._ladder.structure, capacities, self._padding, self._device)
-            self._levels[key] = self._graphs.level(buffers)
-        return self._levels[key]
-
-    def _run(self, level: "_Level") -> Any:
-        """A step on the batch that a level's buffers hold."""
-
-        def step() -> Any:
-            with with_room(self._ladder.singles):
-                outputs = self._step(level.buffers.batch(level.block))
-            for module in self._model.modules():
-                if isinstance(module, FusedEmbeddingCollection | FusedEmbeddingBagCollection):
-                    module.wait_sorted()  # of look-ups without a backward pass: no stream may be left in a capture
-            return outputs
-
-        if level.replay is None:
-            graphs = sum(other.replay is not None for other in self._levels.values())
-            if level.eager_steps < self._warmup_steps or graphs == self._most_graphs:
-                is_warm = level.eager_steps >= self._warmup_steps
-                level.eager_steps += 1
-                self.eager[f"beyond {self._most_graphs} graphs" if is_warm else "as warm-up"] += 1
-                return self._graphs.run(step)
-            level.replay, level.outputs = self._graphs.capture(step)
-        level.replay()
-        self.captured += 1
-        return level.outputs
-
-    def _run_eagerly(self, batch: Any, reason: str) -> Any:
-        self.eager[reason] += 1
-
-        def move(part: Any) -> Any:
-            return part.to(self._device, non_blocking=True)
-
-        def step() -> Any:
-            return self._step(move(batch) if hasattr(batch, "to") else moved(batch, move))
-
-        return step() if self._graphs is None else self._graphs.run(step)
+        self._ladder, self._padding = Ladder.of(described), padding_ids(self._model)
+        self._singles = self._ladder.singles
 
 
 class _Level:

@@ -23,6 +23,8 @@ GROWTH, MARGIN = 1.25, 1.1
 #: How many steps of the ladder there are below the reference batch and above.
 _LEVELS = range(-6, 7)
 _MULTIPLE = 64
+#: Why a batch is no batch like the reference.
+OTHER_STRUCTURE = "another number of samples, or another structure"
 
 
 class UnsupportedBatch(TypeError):
@@ -161,18 +163,30 @@ class Ladder:
     reference · MARGIN · GROWTH^level, all keys on one level.
 
     Args:
-        reference: the batch that the capacities follow from.
+        structure: of the reference.
+        keys: of the reference.
+        lengths: its values, by key.
+        fixed: by key whether it has one value a sample.
+        singles: keys with one value a sample in all batches that fit; none if that would have to be read from a device.
     """
 
-    def __init__(self, reference: Described) -> None:
-        self.structure, self._keys = reference.structure, reference.keys
-        self._reference, self._fixed = reference.lengths, reference.single()
-        #: Keys with one value a sample in all batches that fit; none if that would have to be read from a device.
-        self.singles: frozenset[str] = frozenset()
-        if reference.is_on_host():
-            others = {key for key, fixed in zip(self._keys, self._fixed, strict=True) if not fixed}
-            self.singles = frozenset(self._keys) - others
+    def __init__(
+        self,
+        structure: Hashable,
+        keys: list[str],
+        lengths: tuple[int, ...],
+        fixed: list[bool],
+        singles: frozenset[str] = frozenset(),
+    ) -> None:
+        self.structure, self.singles = structure, singles
+        self._keys, self._reference, self._fixed = keys, lengths, fixed
         self._levels = [tuple(self._capacity(i, level) for i in range(len(self._keys))) for level in _LEVELS]
+
+    @classmethod
+    def of(cls, reference: Described) -> "Ladder":
+        """That of a reference batch."""
+        fixed = reference.single()
+        return cls(reference.structure, reference.keys, reference.lengths, fixed, single_keys(reference, fixed))
 
     def _capacity(self, key: int, level: int) -> int:
         if self._fixed[key]:
@@ -182,20 +196,35 @@ class Ladder:
     def fit(self, batch: Described) -> tuple[int, ...] | str:
         """The smallest capacities that hold a batch, or why there are none."""
         if batch.structure != self.structure:
-            return "another number of samples, or another structure"
-        lengths = batch.lengths
+            return OTHER_STRUCTURE
         if self.singles and not batch.is_on_host():
             return "lengths on the device, unlike those of the first batch"
-        singles = batch.single() if self.singles else [True] * len(lengths)
-        for length, fixed, own, key, single in zip(
-            lengths, self._fixed, self._reference, self._keys, singles, strict=True
-        ):
-            if fixed and (length != own or not single):
-                return f"not one value a sample in '{key}', as the first batch has"
+        singles = batch.single() if self.singles else [True] * len(batch.lengths)
+        for key, fixed, single in zip(self._keys, self._fixed, singles, strict=True):
+            if fixed and not single:
+                return _not_single(key)
+        return self.capacities(batch.lengths)
+
+    def capacities(self, lengths: tuple[int, ...]) -> tuple[int, ...] | str:
+        """The smallest capacities that hold so many values, or why there are none."""
+        for key, fixed, length, own in zip(self._keys, self._fixed, lengths, self._reference, strict=True):
+            if fixed and length != own:
+                return _not_single(key)
         for capacities in self._levels:
             if all(length <= capacity for length, capacity in zip(lengths, capacities, strict=True)):
                 return capacities
         return "more values than the largest capacity"
+
+
+def single_keys(batch: Described, single: list[bool]) -> frozenset[str]:
+    """The keys with one value a sample, if the batch is on the host; `single` as `Described.single` says it."""
+    if not batch.is_on_host():
+        return frozenset()
+    return frozenset(batch.keys) - {key for key, one in zip(batch.keys, single, strict=True) if not one}
+
+
+def _not_single(key: str) -> str:
+    return f"not one value a sample in '{key}', as the first batch has"
 
 
 class Buffers:

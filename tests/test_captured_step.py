@@ -110,7 +110,7 @@ def test_a_batch_over_a_block_shares_its_memory():
 
 @pytest.mark.parametrize("mean", [1, 40, 3000])
 def test_capacities_are_a_few_sizes_of_the_batch_and_the_reference_alone(mean):
-    ladder = Ladder(describe(batch(histories(0, mean))))
+    ladder = Ladder.of(describe(batch(histories(0, mean))))
     sizes = set()
     for seed in range(200):
         one = describe(batch(histories(seed, mean), seed))
@@ -118,12 +118,12 @@ def test_capacities_are_a_few_sizes_of_the_batch_and_the_reference_alone(mean):
         assert capacities[0] == B and capacities[1] == capacities[2]
         assert one.lengths[1] <= capacities[1] <= max(64, 1.25 * one.lengths[1] + 64)
         sizes.add(capacities)
-        assert capacities == Ladder(describe(batch(histories(0, mean)))).fit(one)
+        assert capacities == Ladder.of(describe(batch(histories(0, mean)))).fit(one)
     assert 1 <= len(sizes) <= 10
 
 
 def test_what_does_not_fit_is_said():
-    ladder = Ladder(describe(batch([5] * B)))
+    ladder = Ladder.of(describe(batch([5] * B)))
     assert ladder.fit(describe(batch([50] * B))) == "more values than the largest capacity"
     for other in (
         batch([5] * (B - 1)),

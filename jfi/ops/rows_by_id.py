@@ -16,6 +16,7 @@ from jfi.context import is_transformed
 from jfi.ops._checks import FLOATING, check_dim, check_size
 from jfi.ops.gather_rows import check_indices, check_quantized, gather_rows, row_width, table_gradient
 from jfi.plan import MOST_TABLES
+from jfi.room import here
 
 
 class RowsById(NamedTuple):
@@ -87,7 +88,7 @@ def rows_by_id(
         if index.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{of} must be int32 or int64, got {index.dtype}")
         check_size(of, index.shape[0], indices[0].shape[0], "S")
-        check_indices(of, index, table.shape[0], own, padded=False)
+        check_indices(of, index, table.shape[0], own, padded=here.has_room)
     indices = tuple([index.contiguous() for index in indices])
     flat = tuple([table if quantized else table.flatten(1) for table in tables])
     if is_transformed():

@@ -1,5 +1,7 @@
 """A sharded EmbeddingCollection to whose rows attention goes, and its sharder."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ from jfi.ops.rows_by_id import RowsById, rows_by_id, sum_rows
 from jfi.sharded.attention import EventsAtOwners
 from jfi.sharded.ownership import row_wise_shards
 from jfi.sharded.planning import make_routes
-from jfi.sharded.routes import Arrived, ArrivedIds, IdsRequest
+from jfi.sharded.routes import Arrived, ArrivedIds, IdsRequest, Route
 from jfi.sharded.rows import Replicate, Scaled, fetch_rows
 from jfi.sharded.shards import RankRows, rank_rows
 
@@ -68,8 +70,38 @@ class ShardedAttentionCollection(ShardedEmbeddingCollection):
         self._group, self._dtype = group, dtype
         self._plan = make_routes(module, plan, features, replicate_below, where[1])
         self._own: RankRows | None = None
+        self._given: ArrivedIds | None = None
         self._places: Tensor | None = None
         self._has_uninitialized_input_dist = False  # it has none of TorchRec's, which its pipelines look at
+
+    @property
+    def routes(self) -> list[Route]:
+        """The sequences of ids that travel together."""
+        return self._plan.routes
+
+    @property
+    def ranks(self) -> dist.ProcessGroup:
+        """The processes that share the rows."""
+        return self._group
+
+    def follow_rate(self) -> None:
+        """Takes the learning rate that the tables' optimizer has set, as each look-up does that is not replayed."""
+        if self._own is not None:
+            self._own.follow_rate()
+
+    @contextmanager
+    def given(self, arrived: ArrivedIds) -> Iterator[None]:
+        """Within the block a call takes these ids, which are at their owners, in the place of a batch's."""
+        self._given = arrived
+        try:
+            yield
+        finally:
+            self._given = None
+
+    def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        if self._given is None:
+            return super().forward(features)
+        return LazyNoWait(self._embeddings(self._given))
 
     def input_dist(self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
         return KJTListSplitsAwaitable([IdsRequest(self._plan.routes, features, self._group)], ctx)

@@ -8,7 +8,6 @@ samples without an event there have a length of 0.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -83,8 +82,24 @@ class Sent(NamedTuple):
     columns: Tensor  # [S, K] int32: the row's place in the owner's memory, then what the events bring along
     sums: Tensor  # [W] int64, events for each owner
     counts: Tensor | None  # [W, sequences * B] int32, events of each sample for each owner, if attention reads them
+    ranks: Tensor | None  # [S] int64: the owners, ascending; None if there is one rank alone
     order: Tensor | None  # [S] int64: where a sent event was in the batch; None: where it is
     sizes: list[int]  # events of each sequence
+
+    def counts_for(self, route: Route) -> Tensor:
+        """[owners * sequences * B] int32: events of each sample for each rank that owns rows of the route."""
+        owners = route.ranks
+        counts = (
+            self.counts if len(owners) == self.counts.size(0) else torch.stack([self.counts[rank] for rank in owners])
+        )
+        return counts.flatten()
+
+    def slots(self) -> Tensor | None:
+        """[S] int64: where an event of the batch is among those that are sent; None: where it is."""
+        if self.order is None:
+            return None
+        places = torch.arange(self.order.size(0), device=self.order.device)
+        return torch.empty_like(self.order).index_copy_(0, self.order, places)
 
 
 @dataclass
@@ -93,26 +108,27 @@ class Arrived(Multistreamable):
 
     Attributes:
         route: whose they are.
-        events: what was sent and received of events.
+        events: what was sent and received of events; None if their rows cannot be fetched.
         queries: what is sent and received of what samples have: every owner gets that of all samples of all ranks.
-        columns: [R, K] int32, what arrived, by rank, then sequence, then sample.
+        columns: [R] int32 each, what arrived, by rank, then sequence, then sample.
         lengths: [n] int32, its events by rank, sequence and sample; None if attention does not read them.
-        order: as in `Sent`.
-        sizes: as in `Sent`.
+        slots: [S] int64, where an event of the batch is among those that were sent; None: where it is. In a batch
+            with room -1 is padding.
+        sizes: events of each sequence.
     """
 
     route: Route
-    events: Exchange
+    events: Exchange | None
     queries: Exchange
-    columns: Tensor
+    columns: tuple[Tensor, ...]
     lengths: Tensor | None
-    order: Tensor | None
+    slots: Tensor | None
     sizes: list[int]
 
-    @cached_property
+    @property
     def rows(self) -> Tensor:
         """[R] int32: places of the rows in the owner's memory."""
-        return self.columns[:, 0].contiguous()
+        return self.columns[0]
 
     @property
     def offsets(self) -> Tensor:
@@ -121,7 +137,7 @@ class Arrived(Multistreamable):
 
     def field_ids(self, place: int) -> Tensor:
         """[R] int32: ids of the table `route.field_tables[place]`."""
-        return self.columns[:, 1 + place].contiguous()
+        return self.columns[1 + place]
 
     @property
     def buckets(self) -> Tensor | None:
@@ -131,10 +147,10 @@ class Arrived(Multistreamable):
     @property
     def weights(self) -> Tensor | None:
         """[R] float32."""
-        return self.columns[:, -1].contiguous().view(torch.float32) if self.route.brings_weight else None
+        return self.columns[-1].view(torch.float32) if self.route.brings_weight else None
 
     def record_stream(self, stream: torch.Stream) -> None:
-        for tensor in (self.columns, self.lengths, self.order):
+        for tensor in (*self.columns, self.lengths, self.slots):
             if tensor is not None:
                 tensor.record_stream(stream)
 
@@ -176,10 +192,7 @@ class IdsRequest(Awaitable[Awaitable[ArrivedIds]]):
             events, queries = Exchange(self._group, to, of), route.to_owners(self._group, samples)
             lengths = None, None
             if sent.counts is not None:
-                owners, counts = route.ranks, sent.counts
-                if len(owners) < len(to):
-                    counts = torch.stack([counts[rank] for rank in owners])
-                lengths = queries.start(counts.flatten())
+                lengths = queries.start(sent.counts_for(route))
             arriving.append((route, events, queries, sent, events.start(sent.columns), lengths))
         return _IdsOnTheirWay(arriving, self._by_key)
 
@@ -195,7 +208,8 @@ class _IdsOnTheirWay(Awaitable[ArrivedIds]):
             for work in (first, second):
                 if work is not None:
                     work.wait()
-            arrived.append(Arrived(route, events, queries, columns, lengths, sent.order, sent.sizes))
+            columns = tuple([columns[:, place].contiguous() for place in range(columns.size(1))])
+            arrived.append(Arrived(route, events, queries, columns, lengths, sent.slots(), sent.sizes))
         return ArrivedIds(arrived, self._by_key)
 
 
@@ -234,16 +248,16 @@ def sort_by_owner(route: Route, by_key: dict[str, JaggedTensor], num_ranks: int)
     lengths = _joined([one.lengths() for one in sequences]) if route.features else None
     if num_ranks == 1:
         sums = torch.full((1,), rows.size(0), device=rows.device)
-        return Sent(columns, sums, None if lengths is None else lengths.to(torch.int32).unsqueeze(0), None, sizes)
+        return Sent(columns, sums, None if lengths is None else lengths.to(torch.int32).unsqueeze(0), None, None, sizes)
     ranks, order = torch.sort(ranks, stable=True)
     columns, ranks = columns.index_select(0, order), ranks.long()
     if lengths is None:
-        return Sent(columns, _run_lengths(ranks, num_ranks), None, order, sizes)
+        return Sent(columns, _run_lengths(ranks, num_ranks), None, ranks, order, sizes)
     # Ascending, since events are sorted by owner and come by sample.
     samples = torch.arange(lengths.size(0), device=lengths.device)
     samples = torch.repeat_interleave(samples, lengths, output_size=rows.size(0)).index_select(0, order)
     counts = _run_lengths(ranks * lengths.size(0) + samples, num_ranks * lengths.size(0)).view(num_ranks, -1)
-    return Sent(columns, counts.sum(1), counts.to(torch.int32), order, sizes)
+    return Sent(columns, counts.sum(1), counts.to(torch.int32), ranks, order, sizes)
 
 
 def _run_lengths(ascending: Tensor, count: int) -> Tensor:

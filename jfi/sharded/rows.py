@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from jfi.ops.gather_rows import gather_rows
+from jfi.room import here
 from jfi.sharded.exchange import gradient_scale
 from jfi.sharded.ownership import Owners
 from jfi.sharded.routes import Arrived
@@ -24,21 +25,30 @@ def fetch_rows(handle: Tensor, memory: Tensor, arrived: Arrived) -> list[Tensor]
 class _Fetch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, handle: Tensor, memory: Tensor, arrived: Arrived) -> Tensor:
-        ctx.arrived = arrived
+        ctx.arrived, ctx.has_room = arrived, here.has_room  # of this thread; backward may run in another one
         rows = gather_rows((memory,), (arrived.rows,), dtype=handle.dtype)
         rows = arrived.events.back.send(rows)
-        if arrived.order is None:
+        if arrived.slots is None:
             return rows
-        return torch.empty_like(rows).index_copy_(0, arrived.order, rows)
+        return rows.index_select(0, arrived.slots.clamp(min=0) if here.has_room else arrived.slots)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
         arrived = ctx.arrived
         grad = grad * gradient_scale(arrived.events.group)
-        if arrived.order is not None:
-            grad = grad.index_select(0, arrived.order)
+        if arrived.slots is not None:
+            grad = _to_slots(grad, arrived.slots, sum(arrived.events.sent), ctx.has_room)
         return arrived.events.send(grad), None, None
+
+
+def _to_slots(grad: Tensor, slots: Tensor, count: int, has_room: bool) -> Tensor:
+    """[count, D]: gradients [S, D] in the order in which they are sent; 0 where nobody has asked."""
+    if not has_room:
+        return grad.new_zeros(count, grad.size(1)).index_copy_(0, slots, grad)
+    # The gradients of padding go to a row of their own, behind all.
+    sent = grad.new_zeros(count + 1, grad.size(1))
+    return sent.index_copy_(0, torch.where(slots < 0, count, slots), grad)[:count]
 
 
 class Replicate(torch.autograd.Function):

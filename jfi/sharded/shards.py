@@ -56,6 +56,12 @@ class RankRows:
         self._tables = FusedTables(nn.ModuleDict({"rows": rows}), kind, own_options, None, {"rows": tuple(own)})
         self.memory = memory.detach()
 
+    def follow_rate(self) -> None:
+        """Takes the learning rate that TorchRec's optimizer has set."""
+        rate = self._batched.get_learning_rate()
+        if rate != self._tables.group["lr"]:
+            self._tables.group["lr"] = rate
+
     def look_up(self, asked: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
         """Of rows [S] of `memory` a tensor [S, D] without memory each, whose gradient the step takes.
 
@@ -63,9 +69,7 @@ class RankRows:
             asked: places of rows.
             dtype: of the gradients; None for that of the rows.
         """
-        rate = self._batched.get_learning_rate()  # TorchRec's optimizer sets it
-        if rate != self._tables.group["lr"]:
-            self._tables.group["lr"] = rate
+        self.follow_rate()
         return self._tables.look_up([("rows", rows) for rows in asked], dtype)
 
 

@@ -7,13 +7,14 @@ processes sent, and their last gradients. `train_alone` does the same in one pro
 import json
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.nn.functional import binary_cross_entropy_with_logits, pad
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
@@ -24,9 +25,16 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from benchmarks.sent_bytes import SentBytes
 from jfi import KeyBias, PositionBias, SequenceDLRM, SequenceFeatureConfig, WeightBias
-from jfi.sharded import AttentionCollectionSharder
+from jfi.captured_step import _Level
+from jfi.modules import validation
+from jfi.ops import _checks
+from jfi.ops.partial_target_attention import attend_to_part, part_gradients
+from jfi.plan import TargetAttentionInputs
+from jfi.sharded import AttentionCollectionSharder, attention
+from jfi.sharded.captured import CapturedShardedStep, average_gradients
+from jfi.static_batch import Buffers, Described
 
-STEPS, SAMPLES, ITEMS, OTHERS = 4, 7, 50, 30
+STEPS, SAMPLES, ITEMS, OTHERS = 4, 8, 50, 30
 RATE, EPS = 0.1, 1e-10
 ROWWISE = "rowwise_adagrad"
 OPTIMIZERS = {"adagrad": torch.optim.Adagrad, ROWWISE: RowWiseAdagrad, "sgd": torch.optim.SGD}
@@ -57,6 +65,8 @@ class Case:
     num_queries: int = 1
 
 
+#: The case without anything spread, whose attention on a CPU takes no room.
+LOCAL = "small tables"
 CASES = {
     "plain": Case(),
     "position, two features": Case({"taste": {"bias": PositionBias(8)}, "recent": {"bias": PositionBias(8)}}),
@@ -69,7 +79,7 @@ CASES = {
     ),
     "a rank without samples": Case(parts=EMPTY),
     "all rows on one rank": Case(ids="low"),
-    "small tables": Case(replicate_below=1000),
+    LOCAL: Case(replicate_below=1000),
 }
 
 
@@ -173,21 +183,87 @@ def shard(model: SequenceDLRM, case: Case) -> nn.Module:
         )
 
 
-def train_together(case: Case) -> dict:
-    """The losses of all ranks' samples, sums of the optimizer's states, and what this rank sent in the last step."""
+class StandInGraphs:
+    """Runs the step on buffers with room, at a replay as before it."""
+
+    def level(self, buffers: Buffers) -> _Level:
+        return _Level(buffers, staging=0)
+
+    def load(self, level: _Level, batch: Described) -> None:
+        level.buffers.fill(level.block, batch)
+
+    def run(self, step: Callable) -> object:
+        return step()
+
+    def capture(self, step: Callable) -> tuple[Callable, object]:
+        outputs = []
+        return lambda: outputs.__setitem__(slice(None), [step()]), outputs
+
+
+def as_on_a_gpu() -> None:
+    """Nobody reads that there is room behind offsets[-1], and gradients of events there are anything."""
+    _checks._is_on_cpu = validation.contents_are_free = lambda x: False
+
+    def trimmed(inputs: TargetAttentionInputs) -> TargetAttentionInputs:
+        count = int(inputs.offsets[-1])
+
+        def cut(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[:count]
+
+        bias = inputs.bias if inputs.bias_index is not None else cut(inputs.bias)
+        own = {"key": cut(inputs.key), "value": cut(inputs.value), "bias": bias, "bias_index": cut(inputs.bias_index)}
+        indices = [cut(index) for index in inputs.indices]
+        return inputs._replace(**own, value_scale=cut(inputs.value_scale), indices=indices)
+
+    def gradients(grad: Tensor, delta: Tensor, lse: Tensor, inputs: TargetAttentionInputs, impl: str) -> list:
+        room = inputs.key.size(0)
+        found = part_gradients(grad, delta, lse, trimmed(inputs), impl)
+        # Beyond kernels a bias by bucket is one by event, whose gradients there are 0, as CapturedStep asks for.
+        by_event = [None, torch.nan, torch.nan, 0.0 if inputs.bias_index is None else None]
+        return [
+            x if x is None or value is None else pad(x, (0, 0) * (x.dim() - 1) + (0, room - x.size(0)), value=value)
+            for value, x in zip(by_event, found, strict=True)
+        ]
+
+    attention.attend_to_part = lambda inputs, impl: attend_to_part(trimmed(inputs), impl)
+    attention.part_gradients = gradients
+
+
+def train_together(case: Case, way: str = "eager") -> dict:
+    """The losses of all ranks' samples, sums of the optimizer's states, and what this rank sent in the last step.
+
+    `way` is "eager", "ahead" (ids are sent before the step) or "buffers" (and the step reads buffers with room).
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     model, losses = shard(build(case), case), []
-    rest = torch.optim.SGD(dict(in_backward_optimizer_filter(model.named_parameters())).values(), lr=RATE)
-    for step in range(STEPS):
-        parts = case.parts if size == 2 else (0, SAMPLES)
-        dense, ids, labels = part_of(make_batch(case, step), parts[rank], parts[rank + 1])
-        with SentBytes() as sent:
-            loss = binary_cross_entropy_with_logits(model(dense, ids).squeeze(1), labels, reduction="sum")
-            loss = loss * size / SAMPLES
-            rest.zero_grad()
-            loss.backward()
+    dense_parameters = list(dict(in_backward_optimizer_filter(model.named_parameters())).values())
+    rest = torch.optim.SGD(dense_parameters, lr=RATE)
+    parts = case.parts if size == 2 else (0, SAMPLES)
+    if way == "buffers":
+        parts = (0, SAMPLES // 2, SAMPLES)
+    batches = [part_of(make_batch(case, step), parts[rank], parts[rank + 1]) for step in range(STEPS)]
+
+    def step(batch: tuple) -> Tensor:
+        dense, ids, labels = batch
+        forward = model if way == "eager" else model.module
+        loss = binary_cross_entropy_with_logits(forward(dense, ids).squeeze(1), labels, reduction="sum")
+        rest.zero_grad()
+        (loss * size / SAMPLES).backward()
+        if way != "eager":
+            average_gradients(dense_parameters)
         rest.step()
-        loss = loss.detach() / size
+        return loss.detach() / SAMPLES
+
+    captured, given = None, iter(batches)
+    if way != "eager":
+        captured = CapturedShardedStep(step, model, warmup_steps=1)
+        if way == "buffers":
+            captured._graphs, captured._ahead._in_buffers = StandInGraphs(), True
+            as_on_a_gpu()
+    for number in range(STEPS):
+        with SentBytes() as sent:
+            loss = step(batches[number]) if captured is None else captured.progress(given)
+        loss = (loss[0] if isinstance(loss, list) else loss).clone()
         dist.all_reduce(loss)
         losses.append(loss.item())
     states = {}
@@ -199,12 +275,14 @@ def train_together(case: Case) -> dict:
             dist.all_reduce(total)
             states[name.split(".")[-2]] = total.item()
     weights = {name: type(value).__name__ for name, value in model.state_dict().items() if "embeddings" in name}
-    return {"losses": losses, "states": states, "sent": dict(sent.sent), "calls": dict(sent.calls), "weights": weights}
+    made = {"sent": dict(sent.sent), "calls": dict(sent.calls), "weights": weights}
+    return made | {"losses": losses, "states": states, "summary": captured and captured.summary()}
 
 
 if __name__ == "__main__":
     rank, size, store, out = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
-    found = {name: train_together(case) for name, case in CASES.items()}
+    found = {way: {name: train_together(case, way) for name, case in CASES.items()} for way in ("eager", "ahead")}
+    found["buffers"] = {name: train_together(case, "buffers") for name, case in CASES.items() if name != LOCAL}
     Path(out).write_text(json.dumps(found))
     dist.destroy_process_group()
