@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 
@@ -21,11 +22,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Adam
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.sharding_plan import row_wise
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from benchmarks import report
 from benchmarks.run import Rates
@@ -42,6 +45,7 @@ from benchmarks.training_step import (
 )
 from jfi.data import Batch
 from jfi.sharded import AttentionCollectionSharder
+from jfi.sharded.captured import CapturedShardedStep, average_gradients
 
 SHORT = StepShape(B=4096, N=1024, D=64, H=4, dtype="float32", items=20_000_000)
 LONG = replace(SHORT, B=1024, N=8192, D=128, mean=1500)
@@ -62,9 +66,10 @@ TINY = {
     for name, one in SHAPES.items()
 }
 WARM_UP, STEPS, RUNS = 10, 40, 3
-#: The histories' rows as TorchRec exchanges them; unique rows in bfloat16; attention at the owners of the rows.
-ROWS, FEWER_BYTES, ATTENTION = "rows", "unique rows in bfloat16", "attention"
-EXCHANGES = (ROWS, FEWER_BYTES, ATTENTION)
+#: The histories' rows as TorchRec exchanges them; unique rows in bfloat16; attention at the owners of the rows; the
+#: same with the step as a CUDA graph.
+ROWS, FEWER_BYTES, ATTENTION, CAPTURED = "rows", "unique rows in bfloat16", "attention", "attention, captured"
+EXCHANGES = (ROWS, FEWER_BYTES, ATTENTION, CAPTURED)
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,7 @@ class Row:
 
 def sharder_of(exchange: str, shape: StepShape, fused_params: dict) -> EmbeddingCollectionSharder:
     """Of the table of histories."""
-    if exchange == ATTENTION:
+    if exchange in (ATTENTION, CAPTURED):
         return AttentionCollectionSharder([feature_of(shape)], fused_params, replicate_below=0, dtype=torch.bfloat16)
     if exchange == ROWS:
         return EmbeddingCollectionSharder(fused_params)
@@ -106,21 +111,39 @@ class ScaledTraining:
 
     def __init__(self, shape: StepShape, exchange: str, device: torch.device) -> None:
         torch.manual_seed(0)
-        self.device = device
-        model = build_model(JFI, shape, device, torch.device("meta"), one_collection=exchange == ATTENTION)
+        self.device, one = device, exchange in (ATTENTION, CAPTURED)
+        model = build_model(JFI, shape, device, torch.device("meta"), one_collection=one)
         placement = row_wise(compute_kernel=EmbeddingComputeKernel.FUSED.value)
-        self.model, self.optimizer = shard(model, shape, device, placement, sharder=sharder_of(exchange, shape, {}))
+        options = {}
+        if exchange == CAPTURED and device.type == "cuda":
+            options = {"lr": torch.tensor(1e-3, device=device), "fused": True, "capturable": True}
+        sharder = sharder_of(exchange, shape, {})
+        self.model, self.optimizer = shard(model, shape, device, placement, partial(Adam, **options), sharder)
         # Every rank has other samples; batches come from the host's memory, as they would from a reader.
         batches = [make_batch(shape, BATCHES * dist.get_rank() + i, torch.device("cpu")) for i in range(BATCHES)]
-        self.pipeline = None
+        self.pipeline = self.captured = None
         if device.type == "cuda":
             batches = [batch.pin_memory() for batch in batches]  # else the pipeline would wait for its copies
+        if exchange == CAPTURED:
+            self.dense = list(dict(in_backward_optimizer_filter(self.model.named_parameters())).values())
+            self.captured = CapturedShardedStep(self._step_captured, self.model)
+        elif device.type == "cuda":
             self.pipeline = TrainPipelineSparseDist(
                 self.model, self.optimizer, device, custom_model_fwd=lambda batch: forward(self.model, batch)
             )
         self.batches: Iterator[Batch] = cycle(batches)
 
+    def _step_captured(self, batch: Batch) -> Tensor:
+        self.optimizer.zero_grad()
+        loss, value = forward(self.model.module, batch)
+        loss.backward()
+        average_gradients(self.dense)
+        self.optimizer.step()
+        return value
+
     def step(self) -> Tensor:
+        if self.captured is not None:
+            return self.captured.progress(self.batches)
         if self.pipeline is not None:
             return self.pipeline.progress(self.batches)
         loss, value = forward(self.model, next(self.batches))
@@ -128,6 +151,16 @@ class ScaledTraining:
         loss.backward()
         self.optimizer.step()
         return value
+
+    def sent_bytes(self) -> float:
+        """That this process sends in a step, the mean of some; a graph's are those of a step before it was captured."""
+        steps = BATCHES if self.captured is None else 1
+        if self.captured is not None:
+            self.seconds(1)  # which also sends the ids of the second batch
+        with SentBytes() as counted:
+            self.seconds(steps)
+        # The dense parameters' gradients, which DistributedDataParallel sends without Python.
+        return (counted.total - counted.sent.get("all_reduce", 0)) / steps
 
     def seconds(self, steps: int) -> float:
         """Of so many steps, all ranks together."""
@@ -146,9 +179,8 @@ def measure(shape: StepShape, exchange: str, device: torch.device, steps: int) -
     training, size = ScaledTraining(shape, exchange, device), dist.get_world_size()
     gc.collect()
     gc.freeze()  # what the models before this one have left is not looked through in every collection
+    sent = training.sent_bytes()
     training.seconds(min(WARM_UP, steps))
-    with SentBytes() as counted:
-        training.seconds(BATCHES)
     spent = sorted(training.seconds(steps) / steps * 1e6 for _ in range(RUNS))
     middle = spent[RUNS // 2]
     loss = float(training.step())
@@ -160,7 +192,7 @@ def measure(shape: StepShape, exchange: str, device: torch.device, steps: int) -
         spent[0],
         spent[-1],
         size * shape.B / middle * 1e6,
-        counted.total / BATCHES / shape.B,
+        sent / shape.B,
         loss,
         heaviest_kernels(training.step, device),
     )
