@@ -118,7 +118,9 @@ class ScaledTraining:
         if exchange == CAPTURED and device.type == "cuda":
             options = {"lr": torch.tensor(1e-3, device=device), "fused": True, "capturable": True}
         sharder = sharder_of(exchange, shape, {})
-        self.model, self.optimizer = shard(model, shape, device, placement, partial(Adam, **options), sharder)
+        self.model, self.optimizer = shard(
+            model, shape, device, placement, partial(Adam, **options), sharder, data_parallel=exchange != CAPTURED
+        )
         # Every rank has other samples; batches come from the host's memory, as they would from a reader.
         batches = [make_batch(shape, BATCHES * dist.get_rank() + i, torch.device("cpu")) for i in range(BATCHES)]
         self.pipeline = self.captured = None

@@ -245,10 +245,11 @@ def shard(
     placement: ParameterShardingGenerator | None = None,
     dense: type[Optimizer] = Adam,
     sharder: EmbeddingCollectionSharder | None = None,
+    data_parallel: bool = True,
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
     """The model as TorchRec trains it, and its optimizers; by default all tables are on the first rank.
 
-    `sharder` is that of the table of histories, if not TorchRec's.
+    `sharder` is that of the table of histories, if not TorchRec's. data_parallel: with DistributedDataParallel.
     """
     looked_up = {"output_dtype": DataType.BF16 if shape.dtype == "bfloat16" else DataType.FP32}
     bag_sharder, sharder = EmbeddingBagCollectionSharder(looked_up), sharder or EmbeddingCollectionSharder(looked_up)
@@ -264,7 +265,10 @@ def shard(
         plan[key] = construct_module_sharding_plan(
             collection, dict.fromkeys(tables, placement), its_sharder, size, size, device.type
         )
-    sharded = DistributedModelParallel(model, device=device, plan=ShardingPlan(plan), sharders=[bag_sharder, sharder])
+    sharders = [bag_sharder, sharder]
+    sharded = DistributedModelParallel(
+        model, device=device, plan=ShardingPlan(plan), sharders=sharders, init_data_parallel=data_parallel
+    )
     rest = KeyedOptimizerWrapper(dict(in_backward_optimizer_filter(sharded.named_parameters())), dense)
     return sharded, CombinedOptimizer([sharded.fused_optimizer, rest])
 

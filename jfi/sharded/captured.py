@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
 
@@ -23,19 +24,19 @@ class CapturedShardedStep(StepGraphs):
     decision for a batch: to replay a graph of the same capacities, or to run the step eagerly since the batch of one of
     them does not fit.
 
-    What the step must keep to is what `jfi.CapturedStep` says, and it calls `model.module`, not the
-    DistributedDataParallel around it, whose reduction has to see eleven steps before it is captured. So it averages the
-    gradients of the dense parameters itself, by `average_gradients`, before the optimizer's step.
+    What the step must keep to is what `jfi.CapturedStep` says, and it averages the gradients of the dense parameters
+    itself, by `average_gradients`, before the optimizer's step: DistributedDataParallel keeps to a stream of its own,
+    which cannot be captured.
 
     Args:
         step: takes a batch on the device and returns a tree of tensors.
-        model: with a ShardedAttentionCollection, which has all its tables.
+        model: with a ShardedAttentionCollection, which has all its tables, built with `init_data_parallel=False`.
         reference: the batch that capacities follow from; None for the first one.
         warmup_steps: steps with each capacity before it is captured, at least 1.
         most_graphs: the most graphs; at least 1.
 
     Raises:
-        ValueError: the model has another sharded module, or several.
+        ValueError: the model has another sharded module, or several, or is in a DistributedDataParallel.
     """
 
     def __init__(
@@ -48,6 +49,8 @@ class CapturedShardedStep(StepGraphs):
         most_graphs: int = 4,
     ) -> None:
         super().__init__(self._compute, model, warmup_steps, most_graphs)
+        if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+            raise ValueError("model must be a DistributedModelParallel with init_data_parallel=False")
         self._own_step, self._collection, self._reference = step, collection_of(model), reference
         own = dist.get_process_group_ranks(self._collection.ranks)
         self._ahead = SendAhead(self._collection.routes, dist.new_group(own), self._device, self._graphs is not None)

@@ -167,7 +167,7 @@ def train_alone(case: Case) -> tuple[list[float], dict[str, float]]:
     return losses, {name: state.sum().item() for name, state in states.items() if state is not None}
 
 
-def shard(model: SequenceDLRM, case: Case) -> nn.Module:
+def shard(model: SequenceDLRM, case: Case, data_parallel: bool = True) -> nn.Module:
     """The model with its tables on all ranks, stepped in the backward pass."""
     collection, size = model.embedding_collection, dist.get_world_size()
     apply_optimizer_in_backward(OPTIMIZERS[case.optimizer], collection.parameters(), options_of(case))
@@ -179,7 +179,11 @@ def shard(model: SequenceDLRM, case: Case) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return DistributedModelParallel(
-            model, device=torch.device("cpu"), plan=ShardingPlan({"embedding_collection": plan}), sharders=[sharder]
+            model,
+            device=torch.device("cpu"),
+            plan=ShardingPlan({"embedding_collection": plan}),
+            sharders=[sharder],
+            init_data_parallel=data_parallel,
         )
 
 
@@ -235,7 +239,7 @@ def train_together(case: Case, way: str = "eager") -> dict:
     `way` is "eager", "ahead" (ids are sent before the step) or "buffers" (and the step reads buffers with room).
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    model, losses = shard(build(case), case), []
+    model, losses = shard(build(case), case, way == "eager"), []
     dense_parameters = list(dict(in_backward_optimizer_filter(model.named_parameters())).values())
     rest = torch.optim.SGD(dense_parameters, lr=RATE)
     parts = case.parts if size == 2 else (0, SAMPLES)
@@ -245,8 +249,7 @@ def train_together(case: Case, way: str = "eager") -> dict:
 
     def step(batch: tuple) -> Tensor:
         dense, ids, labels = batch
-        forward = model if way == "eager" else model.module
-        loss = binary_cross_entropy_with_logits(forward(dense, ids).squeeze(1), labels, reduction="sum")
+        loss = binary_cross_entropy_with_logits(model(dense, ids).squeeze(1), labels, reduction="sum")
         rest.zero_grad()
         (loss * size / SAMPLES).backward()
         if way != "eager":
