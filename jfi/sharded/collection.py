@@ -1,7 +1,7 @@
 """A sharded EmbeddingCollection to whose rows attention goes, and its sharder."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -111,16 +111,24 @@ class ShardedAttentionCollection(ShardedEmbeddingCollection):
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
         return LazyNoWait(self._embeddings(input[0]))
 
-    def _embeddings(self, arrived: ArrivedIds) -> dict[str, JaggedTensor]:
-        """By embedding what the collection looks up for this rank's samples."""
+    def deferring(self) -> AbstractContextManager[None]:
+        """Backward passes within make one step of the tables together, at the end of the block."""
+        return self._own_rows().deferring()
+
+    def _own_rows(self) -> RankRows:
         if self._own is None:  # not at construction: TorchRec may move a module to another device after it
             self._own = rank_rows(self._lookups, list(self._plan.owners))
-        plan, memory, by_key = self._plan, self._own.memory, arrived.by_key
-        handles = self._own.look_up([one.rows for one in arrived.routes], self._dtype)
+        return self._own
+
+    def _embeddings(self, arrived: ArrivedIds) -> dict[str, JaggedTensor]:
+        """By embedding what the collection looks up for this rank's samples."""
+        own = self._own_rows()
+        plan, memory, by_key = self._plan, own.memory, arrived.by_key
+        handles = own.look_up([one.rows for one in arrived.routes], self._dtype)
         whole: dict[str, Tensor] = {}
         if plan.replicated:
             # Their gradients are sums of all ranks', and are not rounded.
-            (handle,) = self._own.look_up([self._own_places(memory.device)], None)
+            (handle,) = own.look_up([self._own_places(memory.device)], None)
             tables = Replicate.apply(handle, memory, self._group, [plan.owners[table] for table in plan.replicated])
             whole = dict(zip(plan.replicated, tables, strict=True))
         found: dict[str, JaggedTensor] = {}

@@ -1,5 +1,8 @@
 """The rows that this rank owns, in TorchRec's memory, and their optimizer's steps."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
@@ -61,6 +64,13 @@ class RankRows:
         rate = self._batched.get_learning_rate()
         if rate != self._tables.group["lr"]:
             self._tables.group["lr"] = rate
+
+    @contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Backward passes within make one step together, at the end of the block."""
+        with self._tables.deferring():
+            yield
+        self._tables.step_deferred()
 
     def look_up(self, asked: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
         """Of rows [S] of `memory` a tensor [S, D] without memory each, whose gradient the step takes.

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from jfi.data import Batch, InteractionDataset
 from jfi.data.chunks import ChunkOrder
 from jfi.data.order import SampleOrder
 from jfi.display import Display
-from jfi.modules import defer_steps
+from jfi.training.accumulation import NoSteps, run_parts
 from jfi.training.capture import capture
 from jfi.training.config import Config
 from jfi.training.distributed import World
@@ -160,7 +161,8 @@ class Trainer(RunState):
             print(line, flush=True)
 
     def _make_pipeline(self) -> TrainPipelineSparseDist:
-        return TrainPipelineSparseDist(self.model, self.optimizer, self.device, custom_model_fwd=self._forward)
+        optimizer = self.optimizer if self.config.training.accumulate == 1 else NoSteps()
+        return TrainPipelineSparseDist(self.model, optimizer, self.device, custom_model_fwd=self._forward)
 
     def _finished(self) -> str | None:
         """Why there is nothing to train, and which field to change; None if there is."""
@@ -225,10 +227,12 @@ class Trainer(RunState):
         In training a list has the parts of a batch.
         """
         if self.pipeline is not None:
+            in_parts = self.model.training and self.config.training.accumulate > 1
+            batches = chain.from_iterable(batches) if in_parts else batches
             with suppress(StopIteration):
                 while True:
                     self._set_rates()
-                    yield self.pipeline.progress(batches)
+                    yield self._step_in_parts(batches) if in_parts else self.pipeline.progress(batches)
             return
         for batch in batches:
             self._set_rates()
@@ -238,15 +242,25 @@ class Trainer(RunState):
                 yield self._forward(batch)[1]
 
     def _step(self, batch: Batch | list[Batch]) -> Output:
-        *parts, last = batch if isinstance(batch, list) else [batch]
         # Before the forward pass, in which fbgemm's fused optimizers read the rate that this hands on.
         self.optimizer.zero_grad()
-        if parts:
-            with defer_steps(self.model):
-                for part in parts:
-                    self._forward(part)[0].backward()
-        loss, output = self._forward(last)
+        if isinstance(batch, list):
+            parts = iter(batch)
+            output = run_parts(self.model, lambda: self._backward(next(parts)), len(batch))
+        else:
+            output = self._backward(batch)
+        self.optimizer.step()
+        return output
+
+    def _backward(self, batch: Batch) -> Output:
+        loss, output = self._forward(batch)
         loss.backward()
+        return output
+
+    def _step_in_parts(self, parts: Iterator[Batch]) -> Output:
+        """A step of the next parts, which the pipeline runs; StopIteration if there are none."""
+        self.optimizer.zero_grad()
+        output = run_parts(self.model, lambda: self.pipeline.progress(parts), self.config.training.accumulate)
         self.optimizer.step()
         return output
 
@@ -345,16 +359,19 @@ class Trainer(RunState):
                 display.update(one.total, self._details if split == "train" else None)
 
     def _parts(self, split: str, size: int, start: int) -> Iterator[Batch | list[Batch]]:
-        """This process's part of each batch; in training with `training.accumulate` a list of the parts with samples.
+        """This process's part of each batch; in training with `training.accumulate` a list of the parts of this.
 
-        A batch is divided into parts as it is over processes.
+        A batch is divided into parts as it is over processes. One process leaves out those without samples; several
+        make as many passes as each other.
         """
         options = {"start_batch": start, **self._shuffling(split)}
         count = self.config.training.accumulate if split == "train" else 1
+        rank, ranks = self.world.rank, self.world.size
+        places = [{"rank": rank + part * ranks, "world_size": count * ranks} for part in range(count)]
+        parts = [self.dataset.batches(split, size, **place, **options) for place in places]
         if count == 1:
-            return self.dataset.batches(split, size, rank=self.world.rank, world_size=self.world.size, **options)
-        parts = [self.dataset.batches(split, size, rank=rank, world_size=count, **options) for rank in range(count)]
-        return ([part for part in batch if len(part.labels)] for batch in zip(*parts, strict=True))
+            return parts[0]
+        return ([one for one in batch if len(one.labels) or self.world.launched] for batch in zip(*parts, strict=True))
 
     def _display(self, label: str, total: int, done: int) -> Display:
         return Display(label, total, done, clock=self.clock, silent=not self.world.is_first)

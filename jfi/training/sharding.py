@@ -56,9 +56,6 @@ def check_sharded(config: Config, world: World) -> None:
     optimizer, kernel = config.optimizer, config.sharding.compute_kernel
     if config.training.run_dir is None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
         raise ConfigError("training.run_dir must be set when torchrun runs with --max_restarts")
-    if config.training.accumulate != 1:
-        got = f"training.accumulate: got {config.training.accumulate}"
-        raise ConfigError(f"{got}, must be 1 under torchrun, where the tables step in every backward pass")
     if optimizer.average is not None:
         raise ConfigError(f"optimizer.average: got {optimizer.average}, must be null under torchrun")
     if optimizer.embeddings.name not in _FUSED:

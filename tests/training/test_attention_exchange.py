@@ -29,11 +29,15 @@ RUNS = {
     "stopped": SPREAD,
     "switched": {"replicate_below": 10},
     "groups": SPREAD | {"group_size": 1},
+    "attention in parts": SPREAD,
+    "rows in parts": {},
 }
+#: Of a batch of each run; the last batch has one sample.
+PARTS = {name: 3 for name in RUNS if name.endswith("in parts")}
 
 
 def configured(folder: Path, name: str, **sharding: object) -> Config:
-    config = tiny(folder, name, "rowwise_adagrad", "row_wise", epochs=1)
+    config = tiny(folder, name, "rowwise_adagrad", "row_wise", epochs=1, accumulate=PARTS.get(name, 1))
     return dataclasses.replace(config, sharding=dataclasses.replace(config.sharding, **sharding))
 
 
@@ -57,7 +61,7 @@ def outcomes(folder):
     return dict(zip(jobs, zip(*in_two_processes(folder, list(jobs.values())), strict=True), strict=True))
 
 
-@pytest.mark.parametrize("name", ["row_wise", "table_wise", "table_row_wise", "whole"])
+@pytest.mark.parametrize("name", ["row_wise", "table_wise", "table_row_wise", "whole", *PARTS])
 def test_attention_at_the_rows_has_the_losses_of_one_process(folder, outcomes, name):
     assert_same_metrics(folder / name, folder / "alone", steps=STEPS)
 
