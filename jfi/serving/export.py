@@ -95,6 +95,7 @@ def export(
             "tables": tables,
             "table_of": table_of,
             "table_sizes": {name: weight.size(0) for name, weight in weights.items()},
+            "table_widths": {name: weight.size(1) for name, weight in weights.items()},
             "embedding_dim": scoring.embedding_dim,
             "inputs": dataclasses.asdict(inputs),
             "limits": dataclasses.asdict(limits),

@@ -51,8 +51,6 @@ class ScoringModel(nn.Module):
     def __init__(self, model: SequenceDLRM, user_keys: list[str], impl: str = "torch") -> None:
         super().__init__()
         arch = model.sequence_arch
-        if len(arch.projections) or arch.mean_projection is not None:
-            raise ValueError(f"the tables of a model to serve must be {arch.embedding_dim} wide like its entries")
         features = arch.pooling.features if arch.pooling is not None else []
         for feature in features[1:]:
             if (feature.sequence_keys, feature.combine) != (features[0].sequence_keys, features[0].combine):
@@ -89,6 +87,8 @@ class ScoringModel(nn.Module):
         self.refined_keys = [] if further is None else further.keys
         self.refine = None if further is None else copy.deepcopy(further.refine)
         self.mean = Mean() if features and not self.attends else None
+        #: Of embeddings of another width than the entries.
+        self.projections, self.mean_projection = map(copy.deepcopy, (arch.projections, arch.mean_projection))
         self.semantic_ids = copy.deepcopy(model.semantic_ids)
         archs = (model.dense_arch, model.inter_arch, model.cross_net, model.over_arch)
         self.dense_arch, self.inter_arch, self.cross_net, self.over_arch = map(copy.deepcopy, archs)
@@ -139,7 +139,7 @@ class ScoringModel(nn.Module):
 
         Args:
             history: embeddings [S, D] by sequence key; empty for a model that reads no history.
-            users: embeddings [U, D] by key.
+            users: embeddings [U, D] by key, each with the width D of its own table.
             candidates: embeddings [R, D] by key. Of `semantic_keys` they and the history are IDs, [R] and [S] int64.
             dense: [R, dense_in_features], the features of the user and of the candidate.
             buckets: [S] int64 by key of `bucket_keys`.
@@ -150,7 +150,8 @@ class ScoringModel(nn.Module):
         events = Segments(history_offsets, history_owner, history_positions)
         read = ByEvent(buckets, weights)
         rows = Segments(candidate_offsets, candidate_owner, candidate_positions)
-        history, candidates = self._read_sids(history), self._read_sids(candidates)
+        history, candidates = self._read_sids(history), self._projected(self._read_sids(candidates))
+        users = self._projected(users)
         entries = {key: users[key][rows.owner] if key in self.user_keys else candidates[key] for key in self.keys}
         stacked = [entries[key] for key in self.keys]
         if self.features:
@@ -168,22 +169,29 @@ class ScoringModel(nn.Module):
         names = self.semantic_keys
         return {key: self.semantic_ids.embed(one) if key in names else one for key, one in values.items()}
 
+    def _projected(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        names = self.projections.feature_names()
+        return {key: self.projections[key](one) if key in names else one for key, one in values.items()}
+
     def _pool(
         self, entries: dict[str, Tensor], x: Tensor, rows: Segments, events: Segments, read: "ByEvent"
     ) -> list[Tensor]:
         """The entries of the histories, as `SequenceArch` has them."""
         if self.mean is not None:
-            return [self.mean(x, rows, events)]
-        found: list[Tensor] = []
+            found = self.mean(x, rows, events)
+            if self.mean_projection is not None:
+                found = self.mean_projection(found.unflatten(1, (-1, self.mean_projection.in_features))).flatten(1)
+            return [found]
+        layers: list[Tensor] = []
         for number, layer in enumerate(self.pooling):
             if number:
-                entries = refined(entries, self.refined_keys, self.refine[number - 1](found[-1]))
+                entries = refined(entries, self.refined_keys, self.refine[number - 1](layers[-1]))
             of_features = []
             for attention in layer:
                 target = inputs.combine([entries[key] for key in attention.feature.target_keys], attention.feature)
                 of_features.append(attention(target, x, rows, events, read))
-            found.append(torch.cat(of_features, dim=1))
-        return found[:1] if len(found) == 1 else [found[0], torch.stack(found).sum(0)]
+            layers.append(torch.cat(of_features, dim=1))
+        return layers if len(layers) == 1 else [layers[0], torch.stack(layers).sum(0)]
 
 
 class ByEvent(NamedTuple):

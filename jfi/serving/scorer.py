@@ -93,7 +93,8 @@ class Scorer:
             info["tables"],
             info["table_sizes"],
             info["table_of"],
-            info["embedding_dim"],
+            # Without widths all tables are as wide as the model's entries.
+            info.get("table_widths") or dict.fromkeys(info["table_sizes"], info["embedding_dim"]),
             torch.device(tables_device or info["device"]),
         )
         #: Which outputs are logits that become probabilities; None where none does.

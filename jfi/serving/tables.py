@@ -1,6 +1,6 @@
 """The embedding tables of an artifact: float32, or int8 in TorchRec's quantized EmbeddingCollection.
 
-Both are called with ids [n] by key and return embeddings [n, D] by key.
+Both are called with ids [n] by key and return embeddings [n, D] by key, D of the key's table.
 """
 
 from pathlib import Path
@@ -35,13 +35,13 @@ class FloatTables:
 
 
 class Int8Tables:
-    """A quantized EmbeddingCollection: one byte per element, a scale and an offset per row.
+    """Quantized EmbeddingCollections, one for each width: one byte per element, a scale and an offset per row.
 
     Args:
-        state: the collection's state_dict.
+        state: what the collections' state_dicts have, whose names are by table.
         sizes: by table its number of rows.
         table_of: by key the name of its table.
-        embedding_dim: D.
+        widths: by table the D of its rows.
         device: device of the tables.
     """
 
@@ -50,36 +50,40 @@ class Int8Tables:
         state: dict[str, Tensor],
         sizes: dict[str, int],
         table_of: dict[str, str],
-        embedding_dim: int,
+        widths: dict[str, int],
         device: torch.device,
     ) -> None:
         # Imported here, since float tables are served without TorchRec.
         from torchrec.modules.embedding_configs import DataType
         from torchrec.quant.embedding_modules import EmbeddingCollection
 
-        configs = _configs(sizes, table_of, embedding_dim)
-        for config in configs:
-            config.data_type = DataType.INT8
-        self.keys = [key for config in configs for key in config.feature_names]
-        self.collection = EmbeddingCollection(configs, device)
-        self.collection.load_state_dict(state)
+        #: And the keys of each.
+        self.collections: list[tuple[EmbeddingCollection, list[str]]] = []
+        for configs in _configs(sizes, table_of, widths):
+            for config in configs:
+                config.data_type = DataType.INT8
+            collection = EmbeddingCollection(configs, device)
+            collection.load_state_dict({name: state[name] for name in collection.state_dict()})
+            self.collections.append((collection, [key for config in configs for key in config.feature_names]))
         self.device = device
 
     def __call__(self, ids: dict[str, Tensor]) -> dict[str, Tensor]:
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-        # A batch of one sample, which has all the ids of a key.
-        lengths = [ids[key].numel() for key in self.keys]
-        values = torch.cat([ids[key] for key in self.keys]).to(self.device)
-        features = KeyedJaggedTensor(
-            self.keys,
-            values,
-            lengths=torch.tensor(lengths, dtype=values.dtype, device=self.device),
-            stride=1,
-            length_per_key=lengths,
-        )
-        device = next(iter(ids.values())).device
-        return {key: rows.values().to(device) for key, rows in self.collection(features).items()}
+        found = {}
+        for collection, keys in self.collections:
+            # A batch of one sample, which has all the ids of a key.
+            lengths = [ids[key].numel() for key in keys]
+            values = torch.cat([ids[key] for key in keys]).to(self.device)
+            features = KeyedJaggedTensor(
+                keys,
+                values,
+                lengths=torch.tensor(lengths, dtype=values.dtype, device=self.device),
+                stride=1,
+                length_per_key=lengths,
+            )
+            found |= {key: rows.values().to(ids[key].device) for key, rows in collection(features).items()}
+        return found
 
 
 Tables = FloatTables | Int8Tables
@@ -94,9 +98,9 @@ def save_tables(path: Path, kind: str, weights: dict[str, Tensor], table_of: dic
 
 
 def load_tables(
-    path: Path, kind: str, sizes: dict[str, int], table_of: dict[str, str], embedding_dim: int, device: torch.device
+    path: Path, kind: str, sizes: dict[str, int], table_of: dict[str, str], widths: dict[str, int], device: torch.device
 ) -> Tables:
-    """Reads the tables that `save_tables` wrote.
+    """Reads the tables that `save_tables` wrote; the arguments are those of `Int8Tables`.
 
     Raises:
         ArtifactError: int8 tables, but TorchRec is not installed.
@@ -105,7 +109,7 @@ def load_tables(
     if kind == FLOAT:
         return FloatTables(state, table_of)
     try:
-        return Int8Tables(state, sizes, table_of, embedding_dim, device)
+        return Int8Tables(state, sizes, table_of, widths, device)
     except ModuleNotFoundError as error:
         raise ArtifactError(
             f"{path.parent} has int8 tables, which need TorchRec, but {error.name} is missing; "
@@ -113,37 +117,37 @@ def load_tables(
         ) from error
 
 
-def _configs(sizes: dict[str, int], table_of: dict[str, str], embedding_dim: int) -> list:
+def _configs(sizes: dict[str, int], table_of: dict[str, str], widths: dict[str, int]) -> list[list]:
+    """The tables of each width: an EmbeddingCollection has one for all of its tables."""
     from torchrec import EmbeddingConfig
 
-    return [
-        EmbeddingConfig(
-            name=table,
-            embedding_dim=embedding_dim,
-            num_embeddings=rows,
-            feature_names=[key for key, of in table_of.items() if of == table],
-        )
-        for table, rows in sizes.items()
-    ]
+    by_width = {}
+    for table, rows in sizes.items():
+        keys = [key for key, of in table_of.items() if of == table]
+        config = EmbeddingConfig(name=table, embedding_dim=widths[table], num_embeddings=rows, feature_names=keys)
+        by_width.setdefault(widths[table], []).append(config)
+    return list(by_width.values())
 
 
 def _quantize(weights: dict[str, Tensor], table_of: dict[str, str]) -> dict[str, Tensor]:
-    """The state_dict of a quantized EmbeddingCollection of these tables."""
+    """What the state_dicts of quantized EmbeddingCollections of these tables have."""
     from torch import nn
     from torchrec import EmbeddingCollection
     from torchrec.inference.modules import quantize_embeddings
     from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddingCollection
 
-    width = next(iter(weights.values())).size(1)
-    sizes = {table: weight.size(0) for table, weight in weights.items()}
-    collection = EmbeddingCollection(tables=_configs(sizes, table_of, width), device=torch.device("meta"))
-    for table, weight in weights.items():
-        collection.embeddings[table].weight = nn.Parameter(weight)
-    quantized = quantize_embeddings(
-        nn.ModuleDict({"tables": collection}),
-        torch.qint8,
-        inplace=True,
-        additional_qconfig_spec_keys=[EmbeddingCollection],
-        additional_mapping={EmbeddingCollection: QuantEmbeddingCollection},
-    )
-    return quantized["tables"].state_dict()
+    sizes, widths = ({table: weight.size(axis) for table, weight in weights.items()} for axis in (0, 1))
+    state = {}
+    for configs in _configs(sizes, table_of, widths):
+        collection = EmbeddingCollection(tables=configs, device=torch.device("meta"))
+        for config in configs:
+            collection.embeddings[config.name].weight = nn.Parameter(weights[config.name])
+        quantized = quantize_embeddings(
+            nn.ModuleDict({"tables": collection}),
+            torch.qint8,
+            inplace=True,
+            additional_qconfig_spec_keys=[EmbeddingCollection],
+            additional_mapping={EmbeddingCollection: QuantEmbeddingCollection},
+        )
+        state |= quantized["tables"].state_dict()
+    return state

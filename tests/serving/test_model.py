@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,12 +14,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torchrec import EmbeddingCollection, EmbeddingConfig
+from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig
 
-from jfi.data import DataConfig, load_dataset
+from jfi.data import DataConfig, DataSchema, load_dataset
 from jfi.models import SequenceDLRM
 from jfi.modules import JaggedEncoder, RelativeTimeBias, SequenceFeatureConfig
 from jfi.ops import jagged_attention
+from jfi.serving import artifact
 from jfi.serving.attention import Segments, attend
 from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import inputs_of, tables_of
@@ -164,13 +166,17 @@ def raw_requests(table: SimpleNamespace) -> tuple[list[dict], np.ndarray]:
     ids=str,
 )
 def test_it_gives_the_logits_of_the_model(table, model, encoder):
-    dataset = table.dataset
     model = ModelConfig(embedding_dim=8, num_heads=2, dense_arch=[8], over_arch=[8], **model)
-    trained = build_model(model, EncoderConfig(num_heads=2, **encoder), dataset.schema).eval()
+    trained = build_model(model, EncoderConfig(num_heads=2, **encoder), table.dataset.schema)
+    reads_age = "history_age" in [*(model.biases() if model.pooling == "attention" else []), encoder.get("bias")]
+    assert_served(table, trained, model.pooling != "none", reads_age)
+
+
+def assert_served(table: SimpleNamespace, trained: SequenceDLRM, reads_history: bool, reads_age: bool) -> None:
+    """That requests get the logits of the model."""
+    dataset, trained = table.dataset, trained.eval()
     for parameter in trained.parameters():  # those that begin as zeros too
         torch.nn.init.normal_(parameter, std=0.5)
-    reads_history = model.pooling != "none"
-    reads_age = "history_age" in [*(model.biases() if model.pooling == "attention" else []), encoder.get("bias")]
     schema = schema_of(table.config, dataset.schema, reads_history, reads_age)
     read = RequestReader(schema, Limits(max_candidates=9, max_history=table.config.max_history))
     requests, samples = raw_requests(table)
@@ -193,6 +199,58 @@ def test_it_gives_the_logits_of_the_model(table, model, encoder):
         wanted = logits(trained, dataset.batch_of(samples, events.item[samples]))
     assert len(wanted) > 300 and wanted.std() > 0.05
     torch.testing.assert_close(found[::2], wanted, atol=1e-4 * max(1.0, wanted.abs().max().item() / 10), rtol=1e-4)
+
+
+def of_other_widths(schema: DataSchema, **options: object) -> SequenceDLRM:
+    """Entries of 8; tables of events are 12 wide, the others 4, 6, 8 and so on."""
+    made = build_model(ModelConfig(embedding_dim=8, combine="concat"), EncoderConfig(), schema)
+    bags, events = made.embedding_bag_collection, made.embedding_collection
+    bags = [replace(one, embedding_dim=4 + 2 * place) for place, one in enumerate(bags.embedding_bag_configs())]
+    events = [replace(table, embedding_dim=12) for table in events.embedding_configs()]
+    return SequenceDLRM(
+        EmbeddingBagCollection(tables=bags),
+        EmbeddingCollection(tables=events),
+        made.sequence_arch.features,
+        dense_in_features=len(schema.dense_names),
+        dense_arch_layer_sizes=[8],
+        over_arch_layer_sizes=[8, 1],
+        **options,
+    )
+
+
+@pytest.mark.parametrize("options", [{"num_heads": 2, "num_queries": 3, "attention_layers": 2}, {"pooling": "mean"}])
+def test_embeddings_of_other_widths_are_projected(table, options):
+    trained = of_other_widths(table.dataset.schema, **options)
+    assert len(trained.sequence_arch.projections) > 5
+    assert (trained.sequence_arch.mean_projection is None) == ("num_heads" in options)
+    assert_served(table, trained, reads_history=True, reads_age=False)
+
+
+@pytest.mark.slow
+def test_an_artifact_of_other_widths_in_float32_and_int8(table, tmp_path, monkeypatch):
+    from jfi.serving.export import export
+    from jfi.serving.scorer import Scorer
+
+    trained = of_other_widths(table.dataset.schema, num_heads=2).eval()
+    for parameter in trained.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    schema = schema_of(table.config, table.dataset.schema, True, False)
+    requests, samples = raw_requests(table)
+    for request in requests:
+        request["history"] = [{k: v for k, v in event.items() if k != "age"} for event in request["history"]]
+    paths = {kind: tmp_path / kind for kind in ("float32", "int8")}
+    export(paths["float32"], trained, schema, Limits(9, 12))
+    package = paths["float32"] / artifact.MODEL
+    monkeypatch.setattr("jfi.serving.export._compile", lambda scoring, example, path: shutil.copy(package, path))
+    export(paths["int8"], trained, schema, Limits(9, 12), tables="int8")
+    widths = artifact.read(paths["int8"])["table_widths"]
+    assert set(widths.values()) > {4, 6, 12} and len(widths) > 6
+    with torch.no_grad():
+        wanted = logits(trained, table.dataset.batch_of(samples, table.dataset._events.item[samples]))
+    for kind, tolerance in (("float32", 1e-4), ("int8", 0.1)):
+        scorer = Scorer(paths[kind])
+        scores = scorer.score([scorer.reader(json.loads(json.dumps(request))) for request in requests])
+        assert (torch.tensor(scores)[:, 0] - wanted).abs().max() < tolerance * wanted.std()
 
 
 def test_statistics_of_the_past_are_numbers_of_a_request(table):

@@ -155,12 +155,15 @@ def test_int8_scores_are_near(int8, exported, scorer, samples):
 
 
 def test_int8_rows_are_within_half_a_step(tmp_path):
-    weight, ids = torch.randn(50, 8), torch.arange(50)
-    save_tables(tmp_path / "tables.pt", "int8", {"item": weight}, {"history_item": "item"})
-    load = (tmp_path / "tables.pt", "int8", {"item": 50}, {"history_item": "item"}, 8, torch.device("cpu"))
-    rows = load_tables(*load)({"history_item": ids})["history_item"]
-    step = (weight.amax(1) - weight.amin(1)) / 255
-    assert ((rows - weight).abs().amax(1) <= 0.51 * step + 1e-6).all()
+    weights = {"item": torch.randn(50, 8), "city": torch.randn(9, 6), "genre": torch.randn(20, 8)}
+    sizes, widths = ({name: weight.size(axis) for name, weight in weights.items()} for axis in (0, 1))
+    table_of = {"history_item": "item", "city": "city", "genre": "genre"}
+    save_tables(tmp_path / "tables.pt", "int8", weights, table_of)
+    tables = load_tables(tmp_path / "tables.pt", "int8", sizes, table_of, widths, torch.device("cpu"))
+    found = tables({key: torch.arange(sizes[name]) for key, name in table_of.items()})
+    for key, name in table_of.items():
+        step = (weights[name].amax(1) - weights[name].amin(1)) / 255
+        assert ((found[key] - weights[name]).abs().amax(1) <= 0.51 * step + 1e-6).all()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
