@@ -320,7 +320,7 @@ class FusedEmbeddingBagCollection(_FusedCollection, EmbeddingBagCollection):
         pooled = []
         for (_, ids, rows), (_, key, table) in zip(self._look_up(features), self._lookups, strict=True):
             weights = ids.weights() if self._is_weighted else None
-            pooled.append(_pool(key, rows, weights, table in self._by_mean).to(self._output_dtype))
+            pooled.append(pool(key, rows, weights, table in self._by_mean).to(self._output_dtype))
         keys = [key for _, key, _ in self._lookups]
         return KeyedTensor(
             keys=self._embedding_names,
@@ -369,8 +369,11 @@ def defer_steps(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _pool(key: str, rows: TableRows, weights: Tensor | None, mean: bool) -> Tensor:
-    """[B, D]: the sums or means of each sample's rows [S, D]."""
+def pool(key: str, rows: JaggedTensor, weights: Tensor | None, mean: bool) -> Tensor:
+    """[B, D]: the sums or means of each sample's rows [S, D], with weights [S] if they are given.
+
+    Rows behind the last sample, if there is room, are padding, whose gradients may be anything.
+    """
     values, offsets, lengths = rows.values(), rows.offsets(), rows.lengths()
     one_each = offsets.size(0) == values.size(0) + 1
     if one_each and (key in here.singles or (values.device.type == "cpu" and bool((lengths == 1).all()))):

@@ -1,5 +1,14 @@
 """Tables sharded over ranks, to which attention goes."""
 
+from jfi.sharded.bags import FetchedBagsSharder, ShardedFetchedBags
+from jfi.sharded.captured import CapturedShardedStep, average_gradients
 from jfi.sharded.collection import AttentionCollectionSharder, ShardedAttentionCollection
 
-__all__ = ["AttentionCollectionSharder", "ShardedAttentionCollection"]
+__all__ = [
+    "AttentionCollectionSharder",
+    "CapturedShardedStep",
+    "FetchedBagsSharder",
+    "ShardedAttentionCollection",
+    "ShardedFetchedBags",
+    "average_gradients",
+]

@@ -1,6 +1,7 @@
 """Training steps of a sharded model as CUDA graphs, and the ids of the next batch on their way meanwhile."""
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
 
 from jfi.captured_step import StepGraphs
-from jfi.sharded.collection import ShardedAttentionCollection
+from jfi.sharded.routed import RoutedCollection
 from jfi.sharded.send_ahead import Ready, SendAhead, SentBatch
 from jfi.static_batch import describe
 
@@ -30,13 +31,14 @@ class CapturedShardedStep(StepGraphs):
 
     Args:
         step: takes a batch on the device and returns a tree of tensors.
-        model: with a ShardedAttentionCollection, which has all its tables, built with `init_data_parallel=False`.
+        model: whose sharded collections are of `AttentionCollectionSharder` and `FetchedBagsSharder`, built with
+            `init_data_parallel=False`.
         reference: the batch that capacities follow from; None for the first one.
         warmup_steps: steps with each capacity before it is captured, at least 1.
         most_graphs: the most graphs; at least 1.
 
     Raises:
-        ValueError: the model has another sharded module, or several, or is in a DistributedDataParallel.
+        ValueError: the model has another sharded module, or none, or is in a DistributedDataParallel.
     """
 
     def __init__(
@@ -51,9 +53,10 @@ class CapturedShardedStep(StepGraphs):
         super().__init__(self._compute, model, warmup_steps, most_graphs)
         if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
             raise ValueError("model must be a DistributedModelParallel with init_data_parallel=False")
-        self._own_step, self._collection, self._reference = step, collection_of(model), reference
-        own = dist.get_process_group_ranks(self._collection.ranks)
-        self._ahead = SendAhead(self._collection.routes, dist.new_group(own), self._device, self._graphs is not None)
+        self._own_step, self._collections, self._reference = step, routed_collections(model), reference
+        self._group = self._collections[0].ranks
+        own = dist.new_group(dist.get_process_group_ranks(self._group))
+        self._ahead = SendAhead(self._collections, own, self._device, self._graphs is not None)
         self._fused = model.fused_optimizer
         self._ready: Ready | None = None
 
@@ -77,7 +80,8 @@ class CapturedShardedStep(StepGraphs):
             self._singles, self._padding = self._ahead.singles, self._ahead.padding
         ready, self._ready = self._ready, None
         self._fused.zero_grad()  # hands its learning rate on to fbgemm
-        self._collection.follow_rate()
+        for collection in self._collections:
+            collection.follow_rate()
         self._ahead.wait(ready)
         if isinstance(ready.capacities, str):
             outputs = self._run_eagerly(ready.sent, ready.capacities)
@@ -89,21 +93,25 @@ class CapturedShardedStep(StepGraphs):
         return outputs
 
     def _compute(self, sent: SentBatch) -> Any:
-        with self._collection.given(sent.arrived(self._collection.routes, self._collection.ranks)):
+        with ExitStack() as stack:
+            for collection, arrived in zip(self._collections, self._ahead.arrived(sent, self._group), strict=True):
+                stack.enter_context(collection.given(arrived))
             return self._own_step(sent.batch)
 
 
-def collection_of(model: nn.Module) -> ShardedAttentionCollection:
-    """The sharded collection of a model.
+def routed_collections(model: nn.Module) -> list[RoutedCollection]:
+    """The sharded collections of a model.
 
     Raises:
         ValueError: it has none, or another sharded module.
     """
     sharded = [module for module in model.modules() if isinstance(module, ShardedModule)]
-    if len(sharded) != 1 or not isinstance(sharded[0], ShardedAttentionCollection):
+    if not sharded or not all(isinstance(module, RoutedCollection) for module in sharded):
         names = ", ".join(sorted({type(module).__name__ for module in sharded})) or "none"
-        raise ValueError(f"model must have one sharded module, a ShardedAttentionCollection, got {names}")
-    return sharded[0]
+        raise ValueError(
+            "the sharded modules of model must be of AttentionCollectionSharder and FetchedBagsSharder, got " + names
+        )
+    return sharded
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None) -> None:

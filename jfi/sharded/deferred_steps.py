@@ -17,7 +17,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBat
 from torch import Tensor, nn
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 
-from jfi.sharded.collection import ShardedAttentionCollection
+from jfi.sharded.routed import RoutedCollection
 
 #: What TorchRec's collections give fbgemm's tables, if all keys have one batch size.
 _IDS = ("indices", "offsets", "per_sample_weights")
@@ -39,7 +39,7 @@ def defer_sharded_steps(model: nn.Module) -> Iterator[None]:
     collections = [module for module in model.modules() if isinstance(module, ShardedEmbeddingModule)]
     with ExitStack() as stack:
         for module in collections:
-            if isinstance(module, ShardedAttentionCollection):
+            if isinstance(module, RoutedCollection):
                 stack.enter_context(module.deferring())
             else:
                 for tables in _batched(module):

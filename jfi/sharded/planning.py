@@ -3,7 +3,8 @@
 from typing import NamedTuple
 
 from torchrec.distributed.types import ParameterSharding
-from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
 
 from jfi.modules import SequenceFeatureConfig
 from jfi.modules.sequence_configs import group_features
@@ -30,7 +31,7 @@ class RoutingPlan(NamedTuple):
 
 
 def make_routes(
-    collection: EmbeddingCollection,
+    configs: list[EmbeddingConfig] | list[EmbeddingBagConfig],
     plan: dict[str, ParameterSharding],
     features: list[SequenceFeatureConfig],
     replicate_below: int,
@@ -38,20 +39,26 @@ def make_routes(
 ) -> RoutingPlan:
     """Decides it.
 
+    Args:
+        configs: of the collection's tables.
+        plan: by table its sharding, by rows.
+        features: sequence features whose histories the collection looks up.
+        replicate_below: tables of at most so many rows are read whole by every rank.
+        first_rank: of all processes, the first one of the group that the plan is for.
+
     Raises:
         ValueError: a feature that attention cannot go to.
     """
-    configs = {config.name: config for config in collection.embedding_configs()}
-    owners = all_owners({name: config.num_embeddings for name, config in configs.items()}, plan, first_rank)
-    replicated = [name for name, config in configs.items() if config.num_embeddings <= replicate_below]
+    owners = all_owners({config.name: config.num_embeddings for config in configs}, plan, first_rank)
+    replicated = [config.name for config in configs if config.num_embeddings <= replicate_below]
     #: By embedding the key of its ids and its table.
     sources = {
         embedding: (key, config.name)
-        for config, names in zip(collection.embedding_configs(), collection.embedding_names_by_table(), strict=True)
+        for config, names in zip(configs, get_embedding_names_by_table(configs), strict=True)
         for embedding, key in zip(names, config.feature_names, strict=True)
     }
     routes, embeddings, histories = [], {}, set()
-    for group in group_features(features, collection.embedding_dim()):
+    for group in group_features(features, configs[0].embedding_dim):
         alike: dict[tuple, list[int]] = {}
         for place, feature in enumerate(group.features):
             spread = spread_field(feature, {e: t for e, (_, t) in sources.items()}, replicated)

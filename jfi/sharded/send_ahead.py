@@ -23,6 +23,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jfi.modules import inputs
 from jfi.sharded.exchange import Exchange
+from jfi.sharded.routed import RoutedCollection
 from jfi.sharded.routes import Arrived, ArrivedIds, Route, Sent, check_route, sort_by_owner
 from jfi.static_batch import OTHER_STRUCTURE, Described, Ladder, UnsupportedBatch, describe, moved, single_keys
 
@@ -45,33 +46,6 @@ class SentBatch:
     events: list[KeyedJaggedTensor]
     asked: list[KeyedJaggedTensor]
     slots: list[KeyedJaggedTensor]
-
-    def arrived(self, routes: list[Route], group: dist.ProcessGroup) -> ArrivedIds:
-        """What a sharded collection reads.
-
-        Args:
-            routes: of the collection.
-            group: all ranks, for what the step sends.
-        """
-        ids = ids_of(describe(self.batch))
-        inputs.allow_no_samples(ids)
-        by_key, found = ids.to_dict(), []
-        events, asked, slots = iter(self.events), iter(self.asked), iter(self.slots)
-        for route in routes:
-            queries = route.to_owners(group, list(self.samples))
-            if route.features:
-                one = next(events)
-                columns = one.values().view(len(one.keys()), -1).unbind(0)
-                lengths = one.lengths()[: one.stride()]
-                sizes = [by_key[key].values().size(0) for key in route.keys]
-                found.append(Arrived(route, None, queries, columns, lengths, None, sizes))
-                continue
-            rows, where = next(asked).values(), next(slots)
-            places = [rows.size(0) // group.size()] * group.size()
-            exchange = Exchange(group, places, places)
-            own = where.length_per_key()
-            found.append(Arrived(route, exchange, queries, (rows[: sum(places)],), None, where.values(), own))
-        return ArrivedIds(found, by_key)
 
 
 def ids_of(batch: Described) -> KeyedJaggedTensor:
@@ -111,14 +85,21 @@ class SendAhead:
     """Sends batches ahead of their steps; all ranks call it with their parts of the same batch.
 
     Args:
-        routes: of the sharded collection.
+        collections: of the model.
         group: all ranks, for ids alone.
         device: of the step.
         in_buffers: whether steps run in buffers of fixed shapes; else each one runs eagerly.
     """
 
-    def __init__(self, routes: list[Route], group: dist.ProcessGroup, device: torch.device, in_buffers: bool) -> None:
-        self._routes, self._group, self._device, self._in_buffers = routes, group, device, in_buffers
+    def __init__(
+        self,
+        collections: list[RoutedCollection],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        in_buffers: bool,
+    ) -> None:
+        self._collections, self._group, self._device, self._in_buffers = collections, group, device, in_buffers
+        self._routes = [route for one in collections for route in one.routes]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._first: Described | None = None
         self._singles: list[bool] = []
@@ -132,7 +113,7 @@ class SendAhead:
     @property
     def padding(self) -> dict[str, int]:
         """By key of a `SentBatch` the id of the places that are left; 0 for others."""
-        found = {}
+        found = {key: -1 for one in self._collections for key in one.local_keys}
         for place, route in enumerate(self._routes):
             if route.features:
                 found |= dict.fromkeys(_columns(place, route)[: 1 + len(route.field_tables)], -1)
@@ -164,6 +145,33 @@ class SendAhead:
             current.wait_stream(self._stream)
             for one in ready.tensors():
                 one.record_stream(current)
+
+    def arrived(self, sent: SentBatch, group: dist.ProcessGroup) -> list[ArrivedIds]:
+        """What each collection reads.
+
+        Args:
+            sent: as it came, or in buffers with room.
+            group: all ranks, for what the step sends.
+        """
+        ids = ids_of(describe(sent.batch))
+        inputs.allow_no_samples(ids)
+        by_key, found = ids.to_dict(), []
+        events, asked, slots = iter(sent.events), iter(sent.asked), iter(sent.slots)
+        for route in self._routes:
+            queries = route.to_owners(group, list(sent.samples))
+            if route.features:
+                one = next(events)
+                columns = one.values().view(len(one.keys()), -1).unbind(0)
+                lengths = one.lengths()[: one.stride()]
+                sizes = [by_key[key].values().size(0) for key in route.keys]
+                found.append(Arrived(route, None, queries, columns, lengths, None, sizes))
+                continue
+            rows, where = next(asked).values(), next(slots)
+            places = [rows.size(0) // group.size()] * group.size()
+            exchange, sizes = Exchange(group, places, places), where.length_per_key()
+            found.append(Arrived(route, exchange, queries, (rows[: sum(places)],), None, where.values(), sizes))
+        rest = iter(found)
+        return [ArrivedIds([next(rest) for _ in one.routes], by_key) for one in self._collections]
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:

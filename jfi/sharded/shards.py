@@ -35,13 +35,13 @@ class RankRows:
         if batched.optimizer not in _OPTIMIZERS:
             known = ", ".join(kind.value for kind in _OPTIMIZERS)
             raise ValueError(
-                f"the optimizer of tables that attention goes to must be one of {known}, got {batched.optimizer.value}"
+                f"the optimizer of tables whose rows jfi steps must be one of {known}, got {batched.optimizer.value}"
             )
         options = batched.optimizer_args
         for name, neutral in (("weight_decay", 0.0), ("gradient_clipping", False), ("max_norm", 0.0)):
             if getattr(options, name, neutral) != neutral:
                 got = getattr(options, name)
-                raise ValueError(f"{name} of tables that attention goes to must be {neutral}, got {got}")
+                raise ValueError(f"{name} of tables whose rows jfi steps must be {neutral}, got {got}")
         self._batched = batched
         weights = batched.split_embedding_weights()
         states = [] if batched.optimizer is EmbOptimType.EXACT_SGD else batched.split_optimizer_states()
@@ -91,13 +91,13 @@ def rank_rows(lookups: list[nn.Module], tables: list[str]) -> RankRows:
         tables: in the order in which `all_owners` places them in memory.
 
     Raises:
-        ValueError: tables of several data types, optimizers or learning rates.
+        ValueError: tables of several data types, optimizers or poolings.
     """
     kernels = [kernel for lookup in lookups for kernel in lookup._emb_modules]
     if len(kernels) != 1:
         names = [table.name for kernel in kernels for table in kernel.config.embedding_tables]
         raise ValueError(
-            f"tables that attention goes to must have one data type and one optimizer, got those of {names}"
+            f"tables of a collection must have one data type, one optimizer and one pooling, got those of {names}"
         )
     _check_order([table.name for table in kernels[0].config.embedding_tables], tables)
     return RankRows(kernels[0].emb_module)

@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, pad
-from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
 from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import PoolingType
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -30,10 +31,17 @@ from jfi.modules import validation
 from jfi.ops import _checks
 from jfi.ops.partial_target_attention import attend_to_part, part_gradients
 from jfi.plan import TargetAttentionInputs
-from jfi.sharded import AttentionCollectionSharder, attention
-from jfi.sharded.captured import CapturedShardedStep, average_gradients
+from jfi.sharded import (
+    AttentionCollectionSharder,
+    CapturedShardedStep,
+    FetchedBagsSharder,
+    attention,
+    average_gradients,
+)
 from jfi.static_batch import Buffers, Described
 
+#: Rows of the tables of bags.
+BAGS = {"user": 40, "tag": 25, "city": 7}
 STEPS, SAMPLES, ITEMS, OTHERS = 4, 8, 50, 30
 RATE, EPS = 0.1, 1e-10
 ROWWISE = "rowwise_adagrad"
@@ -54,6 +62,7 @@ class Case:
         optimizer: of the tables.
         ids: "any", or "low": all items lie in the first half of the table, on one rank.
         num_queries: of the model.
+        bags: "sum" or "mean" of users, with one id a sample, tags, with any number, and cities, a small table, beside.
     """
 
     features: dict[str, dict] = field(default_factory=lambda: {"taste": {}})
@@ -63,6 +72,7 @@ class Case:
     optimizer: str = "adagrad"
     ids: str = "any"
     num_queries: int = 1
+    bags: str = ""
 
 
 #: The case without anything spread, whose attention on a CPU takes no room.
@@ -79,6 +89,8 @@ CASES = {
     ),
     "a rank without samples": Case(parts=EMPTY),
     "all rows on one rank": Case(ids="low"),
+    "bags": Case(bags="sum"),
+    "means, a rank without samples": Case(bags="mean", parts=EMPTY, optimizer="rowwise_adagrad"),
     LOCAL: Case(replicate_below=1000),
 }
 
@@ -99,8 +111,10 @@ def build(case: Case) -> SequenceDLRM:
         keys["rating"].append(f"{name}_rating")
     sizes = {"item": ITEMS, "other": OTHERS, "rating": 6}
     tables = [EmbeddingConfig(sizes[name], 8, name=name, feature_names=own) for name, own in keys.items() if own]
+    pooling = PoolingType.MEAN if case.bags == "mean" else PoolingType.SUM
+    bags = [EmbeddingBagConfig(size, 8, name=key, feature_names=[key], pooling=pooling) for key, size in BAGS.items()]
     return SequenceDLRM(
-        None,
+        EmbeddingBagCollection(bags) if case.bags else None,
         EmbeddingCollection(tables=tables),
         features_of(case),
         dense_in_features=3,
@@ -121,6 +135,10 @@ def make_batch(case: Case, seed: int) -> tuple[Tensor, dict[str, tuple[Tensor, T
         lengths[0] = 0
         sequences |= dict.fromkeys([f"{name}_item", f"{name}_rating", f"{name}_age"], lengths)
     columns = {}
+    if case.bags:
+        sequences |= {"user": sequences["item"], "tag": torch.randint(0, 4, (SAMPLES,), generator=draw)}
+        sequences["city"] = sequences["item"]
+        highest |= BAGS
     for key, lengths in sequences.items():
         name, kind = key.rsplit("_", 1) if "_" in key else ("", key)
         above = OTHERS if kind == "item" and case.features.get(name, {}).get("table") else highest[kind]
@@ -151,8 +169,8 @@ def options_of(case: Case) -> dict:
 def train_alone(case: Case) -> tuple[list[float], dict[str, float]]:
     """The losses, and by table the sum of its optimizer's state."""
     model, losses = build(case), []
-    tables = dict(model.embedding_collection.named_parameters())
-    rest = [x for name, x in model.named_parameters() if not name.startswith("embedding_collection")]
+    tables = {name: x for name, x in model.named_parameters() if name.startswith("embedding_")}
+    rest = [x for name, x in model.named_parameters() if name not in tables]
     own = OPTIMIZERS[case.optimizer](list(tables.values()), **options_of(case))
     steps = [own, torch.optim.SGD(rest, lr=RATE)]
     for step in range(STEPS):
@@ -163,28 +181,41 @@ def train_alone(case: Case) -> tuple[list[float], dict[str, float]]:
         for optimizer in steps:
             optimizer.step()
         losses.append(loss.item())
-    states = {name.split(".")[1]: own.state[table].get("sum") for name, table in tables.items()}
+    states = {name.split(".")[2]: own.state[table].get("sum") for name, table in tables.items()}
     return losses, {name: state.sum().item() for name, state in states.items() if state is not None}
 
 
 def shard(model: SequenceDLRM, case: Case, data_parallel: bool = True) -> nn.Module:
     """The model with its tables on all ranks, stepped in the backward pass."""
-    collection, size = model.embedding_collection, dist.get_world_size()
-    apply_optimizer_in_backward(OPTIMIZERS[case.optimizer], collection.parameters(), options_of(case))
-    sharder = AttentionCollectionSharder(features_of(case), replicate_below=case.replicate_below)
+    size, plan = dist.get_world_size(), {}
+    sharders = [
+        FetchedBagsSharder(replicate_below=case.replicate_below),
+        AttentionCollectionSharder(features_of(case), replicate_below=case.replicate_below),
+    ]
     large = row_wise() if case.placement == "row_wise" else table_wise(rank=size - 1)
-    names = [config.name for config in collection.embedding_configs()]
-    kinds = {name: table_wise(rank=0) if name == "rating" else large for name in names}
-    plan = construct_module_sharding_plan(collection, kinds, sharder, size, size, "cpu")
+    for name, sharder in zip(("embedding_bag_collection", "embedding_collection"), sharders, strict=True):
+        collection = getattr(model, name)
+        if collection is not None:
+            apply_optimizer_in_backward(OPTIMIZERS[case.optimizer], collection.parameters(), options_of(case))
+            tables = [parameter.split(".")[1] for parameter, _ in collection.named_parameters()]
+            kinds = {table: table_wise(rank=0) if table in ("rating", "city") else large for table in tables}
+            plan[name] = construct_module_sharding_plan(collection, kinds, sharder, size, size, "cpu")
+    weights = {name: x.detach().clone() for name, x in model.named_parameters() if name.startswith("embedding_")}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return DistributedModelParallel(
+        sharded = DistributedModelParallel(
             model,
             device=torch.device("cpu"),
-            plan=ShardingPlan({"embedding_collection": plan}),
-            sharders=[sharder],
+            plan=ShardingPlan(plan),
+            sharders=sharders,
             init_data_parallel=data_parallel,
         )
+    # On a CPU TorchRec does not take over those of bags.
+    for name, value in sharded.state_dict().items():
+        for part in value.local_shards() if name in weights else []:
+            first, count = part.metadata.shard_offsets[0], part.metadata.shard_sizes[0]
+            part.tensor.copy_(weights[name][first : first + count])
+    return sharded
 
 
 class StandInGraphs:

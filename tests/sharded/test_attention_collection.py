@@ -158,7 +158,7 @@ def test_a_key_that_does_not_fit_is_named():
 
 def make_routes_of(case: Case) -> Route:
     plan = {"item": sharding((0, 50, 0)), "rating": sharding((0, 6, 0))}
-    return make_routes(build(case).embedding_collection, plan, features_of(case), 10).routes[0]
+    return make_routes(build(case).embedding_collection.embedding_configs(), plan, features_of(case), 10).routes[0]
 
 
 def test_columns_of_a_table_are_not_divided():
