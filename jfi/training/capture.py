@@ -2,14 +2,28 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import nn
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from jfi.capturable import why_not_captured
 from jfi.captured_step import CapturedStep
 from jfi.data import Batch, InteractionDataset
-from jfi.training.config import Config
+from jfi.sharded import CapturedShardedStep
+from jfi.sharded.captured import routed_collections
+from jfi.training.config import Config, ConfigError
 from jfi.training.distributed import World
+
+
+def captures_shards(config: Config) -> bool:
+    """Whether the steps of a run under torchrun are to be captured."""
+    return config.training.cuda_graph == "on"
+
+
+def check_graphs(config: Config, device: torch.device) -> None:
+    """Raises a ConfigError if captured steps are asked for without a GPU."""
+    if config.training.cuda_graph == "on" and device.type != "cuda":
+        raise ConfigError("training.cuda_graph: got 'on', which needs a GPU; auto takes one if there is one")
 
 
 def capture(
@@ -19,20 +33,39 @@ def capture(
     config: Config,
     dataset: InteractionDataset,
     world: World,
-) -> CapturedStep | str:
+) -> CapturedStep | CapturedShardedStep | str:
     """A training step that is captured, or why it cannot be.
 
     Args:
-        step: the step.
+        step: the step; under torchrun it averages the gradients of the dense parameters itself.
         model: of the run.
         optimizer: of its tables, then of all other parameters.
         config: the whole config.
         dataset: whose first batch gives the capacities. After a resume it is the same batch, so that the capacities,
             and with them the rounding, stay as they were.
         world: the processes of the run.
+
+    Raises:
+        ConfigError: `training.cuda_graph` is on and the step cannot be captured.
     """
-    if world.launched:
-        return "the run is under torchrun"
+    found = _captured(step, model, optimizer, config, dataset, world)
+    if isinstance(found, str) and config.training.cuda_graph == "on":
+        raise ConfigError(f"training.cuda_graph: got 'on', but {found}")
+    return found
+
+
+def _captured(
+    step: Callable[[Batch], object],
+    model: nn.Module,
+    optimizer: CombinedOptimizer,
+    config: Config,
+    dataset: InteractionDataset,
+    world: World,
+) -> CapturedStep | CapturedShardedStep | str:
+    if world.launched and not captures_shards(config):
+        return "the run is under torchrun, where training.cuda_graph must be on"
+    if world.launched and config.sharding.group_size is not None:
+        return "sharding.group_size is set"
     if config.training.accumulate != 1:
         return f"training.accumulate is {config.training.accumulate}, so that a step has several backward passes"
     if dataset.batching == "user":
@@ -45,6 +78,16 @@ def capture(
             name = getattr(config.optimizer, key).name
             return f"optimizer.{key}.name is {name}; of torch.optim only adam and adamw can be captured"
     training = config.training
-    first = next(dataset.batches("train", training.batch_size, shuffle=True, seed=training.seed))
-    reason = why_not_captured(model, first)
-    return CapturedStep(step, model, reference=first) if reason is None else reason
+    options = {"shuffle": True, "seed": training.seed, "rank": world.rank, "world_size": world.size}
+    first = next(dataset.batches("train", training.batch_size, **options))
+    if not world.launched:
+        reason = why_not_captured(model, first)
+        return CapturedStep(step, model, reference=first) if reason is None else reason
+    try:
+        routed_collections(model)
+    except ValueError:
+        return "the run exchanges rows; sharding.exchange: attention can be captured"
+    # What reads the collections' output; ids do not get there.
+    parts = [part for part in model.module.children() if part not in list(routed_collections(model))]
+    reason = next(filter(None, (why_not_captured(part, first) for part in parts)), None)
+    return CapturedShardedStep(step, model, reference=first) if reason is None else reason

@@ -124,8 +124,8 @@ def within_hosts(plan: ShardingPlan, local_size: int, world_size: int, device: t
         device: type of the processes' devices.
     """
     used = [0] * (world_size // local_size)
-    plans: dict[str, ParameterSharding] = plan.plan[COLLECTION]
-    for name, sharding in plans.items():
+    for own, name in [(tables, name) for tables in plan.plan.values() for name in tables]:
+        sharding: ParameterSharding = own[name]
         shards = sharding.sharding_spec.shards
         num_rows, width = sum(shard.shard_sizes[0] for shard in shards), shards[0].shard_sizes[1]
         host = used.index(min(used))
@@ -134,7 +134,7 @@ def within_hosts(plan: ShardingPlan, local_size: int, world_size: int, device: t
         counts = [0] * world_size
         for place in range(local_size):
             counts[host * local_size + place] = max(0, min(block, num_rows - place * block))
-        plans[name] = in_rows(counts, width, device.type, sharding.compute_kernel, 0, local_size)
+        own[name] = in_rows(counts, width, device.type, sharding.compute_kernel, 0, local_size)
 
 
 def features_of(model: SequenceDLRM) -> list[SequenceFeatureConfig]:

@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 from tqdm import tqdm
 
 from jfi.captured_step import CapturedStep
@@ -25,8 +26,9 @@ from jfi.data import Batch, InteractionDataset
 from jfi.data.chunks import ChunkOrder
 from jfi.data.order import SampleOrder
 from jfi.display import Display
+from jfi.sharded import CapturedShardedStep, average_gradients
 from jfi.training.accumulation import NoSteps, run_parts
-from jfi.training.capture import capture
+from jfi.training.capture import capture, captures_shards, check_graphs
 from jfi.training.config import Config
 from jfi.training.distributed import World
 from jfi.training.interrupt import Interrupted, StopRequest, stop_on_signals
@@ -88,7 +90,11 @@ class Trainer(RunState):
         self.pipeline: TrainPipelineSparseDist | None = None
         if world.launched and self.device.type == "cuda":
             self.pipeline = self._make_pipeline()
-        self._captured: CapturedStep | None = None
+        self._captured: CapturedStep | CapturedShardedStep | None = None
+        #: Whose gradients a step averages over the processes itself.
+        self._averaged: list[nn.Parameter] = []
+        if world.launched and captures_shards(config):
+            self._averaged = list(dict(in_backward_optimizer_filter(self.model.named_parameters())).values())
         # Of the last line of the log, and samples a second of the last epoch, to be shown.
         self.loss = self.speed = math.nan
 
@@ -107,12 +113,16 @@ class Trainer(RunState):
                     f"the busiest of {world.size} processes has {balanced:.3f} times the mean work (events x targets); "
                     f"{cut:.3f} if batches were cut in order"
                 )
-            if self.device.type == "cuda" and self.config.training.cuda_graph == "auto":
+            check_graphs(self.config, self.device)
+            wanted = self.config.training.cuda_graph
+            if wanted == "on" or (wanted == "auto" and self.device.type == "cuda"):
                 found = capture(self._step, self.model, self.optimizer, self.config, self.dataset, world)
-                if isinstance(found, CapturedStep):
-                    self._captured = found
-                else:
+                if isinstance(found, str):
                     self._say(f"training steps run eagerly, not as CUDA graphs: {found}")
+                else:
+                    self._captured = found
+                if isinstance(found, CapturedShardedStep):
+                    self.pipeline = None  # it sends the next batch ahead itself
         # Run the backward on this thread. Waking autograd's thread and waiting for it in every step costs the host more
         # than launching the kernels for short histories.
         with (
@@ -234,6 +244,12 @@ class Trainer(RunState):
                     self._set_rates()
                     yield self._step_in_parts(batches) if in_parts else self.pipeline.progress(batches)
             return
+        if self.model.training and isinstance(self._captured, CapturedShardedStep):
+            with suppress(StopIteration):
+                while True:
+                    self._set_rates()
+                    yield self._captured.progress(batches)
+            return
         for batch in batches:
             self._set_rates()
             if self.model.training:
@@ -249,6 +265,8 @@ class Trainer(RunState):
             output = run_parts(self.model, lambda: self._backward(next(parts)), len(batch))
         else:
             output = self._backward(batch)
+        if self._averaged:
+            average_gradients(self._averaged)
         self.optimizer.step()
         return output
 
@@ -378,7 +396,9 @@ class Trainer(RunState):
 
     def _ready(self, batch: Batch) -> Batch:
         if self._captured is not None and self.model.training:
-            return batch  # copied into the buffers that the graph reads
+            # Copied into the buffers that the graph reads, or sent ahead.
+            pinned = isinstance(self._captured, CapturedShardedStep) and self.device.type == "cuda"
+            return batch.pin_memory() if pinned else batch
         # A pipeline copies batches to the device itself, concurrently if the memory is pinned.
         return batch.pin_memory() if self.pipeline is not None else batch.to(self.device, non_blocking=True)
 

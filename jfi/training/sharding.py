@@ -30,9 +30,10 @@ from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from jfi.models import SequenceDLRM
-from jfi.sharded import AttentionCollectionSharder
+from jfi.sharded import AttentionCollectionSharder, FetchedBagsSharder
 from jfi.sharded.unique_rows import UniqueEmbeddingCollectionSharder
 from jfi.training.build import OPTIMIZERS, dense_optimizers, table_configs
+from jfi.training.capture import captures_shards
 from jfi.training.config import Config, ConfigError, ShardingConfig
 from jfi.training.distributed import World
 from jfi.training.exchange import choose_exchange, features_of, within_hosts
@@ -105,12 +106,16 @@ def shard_model(
     if exchange == "attention":
         half = torch.bfloat16 if config.sharding.communication == "bfloat16" else None
         options = {"replicate_below": config.sharding.replicate_below, "dtype": half}
-        sharders[1] = AttentionCollectionSharder(features_of(model), **options)
+        sharders = [FetchedBagsSharder(**options), AttentionCollectionSharder(features_of(model), **options)]
     plan = groups.own_plan(world.on_first(lambda: _plan(model, list(tables.values()), config, world, sharders)))
     environment = groups.environment()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # TorchRec passes DDP an argument that torch 2.13 deprecates
-        sharded = DistributedModelParallel(model, environment, world.device, plan, sharders)
+        # Captured steps average gradients themselves.
+        replicates = not captures_shards(config)
+        sharded = DistributedModelParallel(
+            model, environment, world.device, plan, sharders, init_data_parallel=replicates
+        )
     groups.hold(sharded, list(tables))
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
     others = dense_optimizers(config.optimizer, dense, config.training.max_grad_norm)
@@ -171,15 +176,15 @@ def _constraints(
 ) -> ParameterConstraints:
     bags = isinstance(table, EmbeddingBagConfig)
     types = _TYPES if sharding.type == "auto" else [sharding.type]
-    if attention and not bags and sharding.type == "auto":
+    if attention and sharding.type == "auto":
         types = ["table_wise", "row_wise"]
-    if types == ["table_row_wise"] and (not bags or not on_gpu):
-        types = ["row_wise"]  # of histories: `within_hosts` keeps to one host what the planner splits over all
-    if types == ["row_wise"] and bags and not on_gpu:
+    if types == ["table_row_wise"] and (attention or not bags or not on_gpu):
+        types = ["row_wise"]  # `within_hosts` keeps to one host what the planner splits over all
+    if types == ["row_wise"] and bags and not on_gpu and not attention:
         types = ["table_wise"]  # gloo has no collective that sums bags over ranks
     kernels = [sharding.compute_kernel]
     if sharding.compute_kernel == "auto":
-        cached = on_gpu and sharding.group_size is None and (bags or not attention)
+        cached = on_gpu and sharding.group_size is None and not attention
         kernels = ["fused", "fused_uvm_caching"] if cached else ["fused"]
     return ParameterConstraints(
         sharding_types=types,

@@ -7,9 +7,11 @@ processes sent, and their last gradients. `train_alone` does the same in one pro
 import json
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -235,9 +237,9 @@ class StandInGraphs:
         return lambda: outputs.__setitem__(slice(None), [step()]), outputs
 
 
-def as_on_a_gpu() -> None:
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
     """Nobody reads that there is room behind offsets[-1], and gradients of events there are anything."""
-    _checks._is_on_cpu = validation.contents_are_free = lambda x: False
 
     def trimmed(inputs: TargetAttentionInputs) -> TargetAttentionInputs:
         count = int(inputs.offsets[-1])
@@ -260,8 +262,20 @@ def as_on_a_gpu() -> None:
             for value, x in zip(by_event, found, strict=True)
         ]
 
-    attention.attend_to_part = lambda inputs, impl: attend_to_part(trimmed(inputs), impl)
-    attention.part_gradients = gradients
+    def attend(inputs: TargetAttentionInputs, impl: str) -> tuple[Tensor, Tensor]:
+        return attend_to_part(trimmed(inputs), impl)
+
+    with (
+        mock.patch.object(_checks, "_is_on_cpu", lambda x: False),
+        mock.patch.object(validation, "contents_are_free", lambda x: False),
+        mock.patch.multiple(attention, attend_to_part=attend, part_gradients=gradients),
+    ):
+        yield
+
+
+def use_stand_ins(captured: CapturedShardedStep) -> None:
+    """Its steps run on buffers with room; needs `as_on_a_gpu`."""
+    captured._graphs, captured._ahead._in_buffers = StandInGraphs(), True
 
 
 def train_together(case: Case, way: str = "eager") -> dict:
@@ -292,10 +306,9 @@ def train_together(case: Case, way: str = "eager") -> dict:
     if way != "eager":
         captured = CapturedShardedStep(step, model, warmup_steps=1)
         if way == "buffers":
-            captured._graphs, captured._ahead._in_buffers = StandInGraphs(), True
-            as_on_a_gpu()
+            use_stand_ins(captured)
     for number in range(STEPS):
-        with SentBytes() as sent:
+        with SentBytes() as sent, as_on_a_gpu() if way == "buffers" else nullcontext():
             loss = step(batches[number]) if captured is None else captured.progress(given)
         loss = (loss[0] if isinstance(loss, list) else loss).clone()
         dist.all_reduce(loss)

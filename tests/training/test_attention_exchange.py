@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from worker import without_pictures
 from jfi.data import DataSchema, load_dataset
 from jfi.training import Config, ConfigError, train
 from jfi.training.build import build_model
+from jfi.training.capture import capture
 from jfi.training.config import EncoderConfig
 from jfi.training.exchange import choose_exchange
 from jfi.training.recorder import read_metrics
@@ -57,6 +59,8 @@ def outcomes(folder):
     for name in ("stopped", "switched"):
         jobs[name]["stop_at"] = STOP_AT
         jobs[f"{name}, resumed"] = {"port": free_port(), "resume": str(folder / name)}
+    captured = configured(folder, "captured", **SPREAD).with_training(cuda_graph="on")
+    jobs["captured"] = job(folder, captured, stand_in=True)
     jobs["switched, resumed"]["change"] = ["exchange: rows", "exchange: attention"]
     return dict(zip(jobs, zip(*in_two_processes(folder, list(jobs.values())), strict=True), strict=True))
 
@@ -80,6 +84,24 @@ def test_two_gpus_attend_at_the_rows(folder):
     for name in names:
         assert_same_metrics(folder / f"gpu-{name}", folder / "gpu-alone", rounding=5e-5)
     assert losses(folder, "gpu-again") == losses(folder, "gpu-row_wise")
+
+
+def test_captured_steps_have_the_losses_of_one_process(folder, outcomes):
+    assert_same_metrics(folder / "captured", folder / "alone", steps=STEPS)
+    line = "16 of 21 steps ran captured, in 2 CUDA graphs; eagerly: 4 as warm-up, 1 another number of samples"
+    for outcome in outcomes["captured"]:
+        assert outcome["end"] == "done" and outcome["captured"].startswith(line), outcome
+
+
+def test_captured_steps_are_refused_where_they_cannot_be(folder):
+    on = configured(folder, "refused").with_training(cuda_graph="on")
+    with pytest.raises(ConfigError, match=r"training\.cuda_graph: got 'on', which needs a GPU"):
+        train(on)
+    for change, reason in (({"group_size": 1}, "sharding.group_size is set"), ({}, "the run exchanges rows")):
+        config = configured(folder, "refused", **change).with_training(cuda_graph="on")
+        optimizer, world = SimpleNamespace(optimizers=[]), SimpleNamespace(launched=True, rank=0, size=2)
+        with pytest.raises(ConfigError, match=re.escape(reason)):
+            capture(None, torch.nn.Linear(1, 1), optimizer, config, load_dataset(config.data), world)
 
 
 def losses(folder: Path, name: str) -> list[float]:

@@ -1,20 +1,26 @@
 """One process of a launched run, as torchrun would start it: python worker.py JOBS OUTCOMES.
 
 JOBS is a JSON list of {"port": ..., "config": FILE} or {"port": ..., "resume": FOLDER}, done one after another; with
-"stop_at": n the last rank sends itself SIGTERM in step n, with "differ": {...} it has other fields of `training`.
-Outcomes are written as a JSON list.
+"stop_at": n the last rank sends itself SIGTERM in step n, with "differ": {...} it has other fields of `training`, with
+"stand_in" its captured steps run on buffers in a CPU's memory. Outcomes are written as a JSON list.
 """
 
 import json
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from unittest import mock
 
 import torch.distributed as dist
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "sharded"))
+from attention_worker import as_on_a_gpu, use_stand_ins
+
 from jfi.data import load_dataset
+from jfi.sharded import CapturedShardedStep
 from jfi.training import ConfigError, Interrupted, resume, train
 from jfi.training.build import shards_of
 from jfi.training.cli import load_config
@@ -59,8 +65,9 @@ def do(job: dict) -> dict:
         return load_dataset(*arguments)
 
     counted = mock.patch("jfi.training.shared_data.load_dataset", read)
+    stand_in = stand_in_graphs(outcome) if job.get("stand_in") else nullcontext()
     hooks = mock.patch.multiple(Trainer, _forward=stopping_forward, _end_epoch=summing_end)
-    with hooks, counted, without_pictures():
+    with hooks, counted, stand_in, without_pictures():
         try:
             if "config" in job:
                 config = load_config(job["config"])
@@ -75,6 +82,24 @@ def do(job: dict) -> dict:
         except (ConfigError, Interrupted) as stop:
             dist.destroy_process_group()
             return {"end": str(stop), **outcome}
+
+
+@contextmanager
+def stand_in_graphs(outcome: dict) -> Iterator[None]:
+    """Captured steps run on buffers; "captured" is what the last of them says."""
+
+    def make(*arguments, **options) -> CapturedShardedStep:
+        made = CapturedShardedStep(*arguments, **options)
+        use_stand_ins(made)
+        summary = made.summary
+        made.summary = lambda: outcome.setdefault("captured", summary())
+        return made
+
+    patches = mock.patch.multiple("jfi.training.loop", check_graphs=lambda *_: None)
+    # On a CPU no optimizer can be captured.
+    optimizers = mock.patch("jfi.training.capture.KeyedOptimizerWrapper", ())
+    with patches, optimizers, mock.patch("jfi.training.capture.CapturedShardedStep", make), as_on_a_gpu():
+        yield
 
 
 def change(config: Path, old: str, new: str) -> None:
