@@ -17,13 +17,13 @@ from jfi.training.distributed import World
 
 def captures_shards(config: Config) -> bool:
     """Whether the steps of a run under torchrun are to be captured."""
-    return config.training.cuda_graph == "on"
+    return config.training.cuda_graph == "always"
 
 
 def check_graphs(config: Config, device: torch.device) -> None:
     """Raises a ConfigError if captured steps are asked for without a GPU."""
-    if config.training.cuda_graph == "on" and device.type != "cuda":
-        raise ConfigError("training.cuda_graph: got 'on', which needs a GPU; auto takes one if there is one")
+    if config.training.cuda_graph == "always" and device.type != "cuda":
+        raise ConfigError("training.cuda_graph: got 'always', which needs a GPU; auto takes one if there is one")
 
 
 def capture(
@@ -46,11 +46,11 @@ def capture(
         world: the processes of the run.
 
     Raises:
-        ConfigError: `training.cuda_graph` is on and the step cannot be captured.
+        ConfigError: `training.cuda_graph` is always and the step cannot be captured.
     """
     found = _captured(step, model, optimizer, config, dataset, world)
-    if isinstance(found, str) and config.training.cuda_graph == "on":
-        raise ConfigError(f"training.cuda_graph: got 'on', but {found}")
+    if isinstance(found, str) and config.training.cuda_graph == "always":
+        raise ConfigError(f"training.cuda_graph: got 'always', but {found}")
     return found
 
 
@@ -63,7 +63,7 @@ def _captured(
     world: World,
 ) -> CapturedStep | CapturedShardedStep | str:
     if world.launched and not captures_shards(config):
-        return "the run is under torchrun, where training.cuda_graph must be on"
+        return "the run is under torchrun, where training.cuda_graph must be always"
     if world.launched and config.sharding.group_size is not None:
         return "sharding.group_size is set"
     if config.training.accumulate != 1:

@@ -73,8 +73,8 @@ class TrainingConfig:
             where the backward pass steps them, their gradients never exist together.
         cuda_graph: `auto` launches training steps on a GPU as CUDA graphs where that is possible: batches by sample, no
             encoder, not under torchrun. A line names the reason where it is not, and the line of an epoch how many
-            steps ran so. `off` never does. `on` also does under torchrun, with `sharding.exchange: attention`, and
-            refuses a run whose steps it cannot.
+            steps ran so. `always` also does under torchrun, with `sharding.exchange: attention`, and refuses a run
+            whose steps it cannot; `never` does not.
         logger: where metrics go beside metrics.jsonl and TensorBoard: `wandb` or `mlflow`, by the loggers of Lightning,
             or a class of their interface as `module:Class`; null for nowhere.
         logger_options: its keyword arguments, such as project or tracking_uri.
@@ -104,7 +104,7 @@ class TrainingConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["float32", "bfloat16"] = "float32"
     max_grad_norm: float | None = None
-    cuda_graph: Literal["auto", "on", "off"] = "auto"
+    cuda_graph: Literal["auto", "always", "never"] = "auto"
     logger: str | None = None
     logger_options: dict[str, bool | int | float | str] = field(default_factory=dict)
     log_every: int = 50

@@ -115,7 +115,7 @@ class Trainer(RunState):
                 )
             check_graphs(self.config, self.device)
             wanted = self.config.training.cuda_graph
-            if wanted == "on" or (wanted == "auto" and self.device.type == "cuda"):
+            if wanted == "always" or (wanted == "auto" and self.device.type == "cuda"):
                 found = capture(self._step, self.model, self.optimizer, self.config, self.dataset, world)
                 if isinstance(found, str):
                     self._say(f"training steps run eagerly, not as CUDA graphs: {found}")

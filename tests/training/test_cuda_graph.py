@@ -141,7 +141,7 @@ def assert_alike(run: Path, other: Path, losses: float, metrics: float) -> None:
     ids=["attention", "clipped", "mean", "none", "deep", "bfloat16"],
 )
 def test_losses_equal_those_of_eager_steps(tmp_path, capsys, model, training, losses):
-    train(graphed(tmp_path / "eager", "off", model, **training))
+    train(graphed(tmp_path / "eager", "never", model, **training))
     assert "CUDA" not in capsys.readouterr().out
     train(graphed(tmp_path / "graphs", "auto", model, **training))
     said = capsys.readouterr().out
@@ -155,7 +155,7 @@ def test_losses_equal_those_of_eager_steps(tmp_path, capsys, model, training, lo
 
 @on_gpu
 def test_dropout_draws_what_eager_steps_draw(tmp_path):
-    for name, mode in (("eager", "off"), ("graphs", "auto")):
+    for name, mode in (("eager", "never"), ("graphs", "auto")):
         train(graphed(tmp_path / name, mode, {"dropout": 0.2}))
     assert_alike(tmp_path / "eager", tmp_path / "graphs", 5e-4, 0.02)
 
