@@ -77,14 +77,17 @@ def movielens() -> str:
     return f"{table.as_markdown(lines)}\n\n{note}"
 
 
-def scaling() -> str:
-    found = read("h200/scaling")
-    lines = [["GPUs", "ms per step", "samples/s", "efficiency"]]
-    rows = sorted(found["rows"], key=lambda row: row["processes"])
-    for row in rows:
-        rate = row["queries_per_second"]
-        share = rate / row["processes"] / rows[0]["queries_per_second"]
-        lines.append([str(row["processes"]), f"{row['step_us'] / 1e3:.2f}", f"{rate:,.0f}", f"{share:.2f}"])
+def scaling(name: str) -> str:
+    """Times of a step by case, exchange and number of GPUs, all of one machine."""
+    found = read(name)
+    lines = [["histories", "exchange", "GPUs", "ms a step", "samples/s", "of one GPU's, each"]]
+    for row in found["rows"]:
+        length, width = re.search(r"mean \d+", row["case"])[0], re.search(r"D=\d+", row["case"])[0]
+        spent = [row[key] / 1e3 for key in ("step_us", "fastest_us", "slowest_us")]
+        efficiency = "" if row["efficiency"] is None else f"{row['efficiency']:.2f}"
+        spread = "{:.2f} ({:.2f} to {:.2f})".format(*spent)
+        rate = f"{row['queries_per_second']:,.0f}"
+        lines.append([f"{length}, {width}", row["exchange"], str(row["processes"]), spread, rate, efficiency])
     where = found["environment"]
     return f"{table.as_markdown(lines)}\n\n{where['device']}, commit {where['commit']}, {where['date'][:10]}."
 
@@ -146,7 +149,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "digits": lambda: sid_tables.digits(read("h200/digits")),
     "sid_step": lambda: sid_tables.steps(read("h200/sid_step")),
     "semantic ids": semantic_ids.page,
-    "scaling": scaling,
+    "scaling": lambda: scaling("h200/scaling"),
+    "scaling_captured": lambda: scaling("h200/scaling_captured"),
     "scaling_bytes": scaling_bytes,
     "serving h200": lambda: serving("h200/serving"),
     "serving cpu": lambda: serving("cpu/serving"),
