@@ -157,8 +157,7 @@ class ScaledTraining:
     def sent_bytes(self) -> float:
         """That this process sends in a step, the mean of some; a graph's are those of a step before it was captured."""
         steps = BATCHES if self.captured is None else 1
-        if self.captured is not None:
-            self.seconds(1)  # which also sends the ids of the second batch
+        self.seconds(steps)  # which also sends the ids of the batches that follow
         with SentBytes() as counted:
             self.seconds(steps)
         # The dense parameters' gradients, which DistributedDataParallel sends without Python.
