@@ -270,6 +270,7 @@ def test_what_is_not_finite_stays_in_its_sample(value, dtype, width, num_kv_head
         assert torch.equal(a[:100], b[:100]) and torch.equal(a[130:], b[130:])
 
 
+@pytest.mark.slow  # the interpreter runs one program after another
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_same_inputs_give_the_same_bits(dtype, impl, device):

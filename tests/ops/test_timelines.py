@@ -294,6 +294,7 @@ def test_at_most_the_newest_are_seen_by_position_alone(device):
     )
 
 
+@pytest.mark.slow  # the interpreter runs one program after another
 @pytest.mark.parametrize("impl", IMPLS)
 def test_the_same_inputs_give_the_same_bits(impl, device):
     offsets, times = offsets_of([150, 0, 40], device), sorted_times([150, 0, 40], 10**5, torch.int64, device)

@@ -109,6 +109,23 @@ def losses(folder: Path, name: str) -> list[float]:
     return [line["loss"] for line in read_metrics(folder / name / "metrics.jsonl") if line["split"] == "train"]
 
 
+@pytest.mark.slow
+def test_losses_over_63_steps(folder):
+    """Row-wise, table-wise, table-row-wise, rows, unique rows, and captured steps, against one process."""
+
+    def long(name: str, sharding: dict, **training: object) -> Config:
+        return configured(folder, f"long-{name}", **sharding).with_training(epochs=3, **training)
+
+    train(long("alone", {}))
+    ways = {"row_wise": SPREAD, "table_wise": RUNS["table_wise"], "table_row_wise": RUNS["table_row_wise"]}
+    ways |= {"rows": {}, "rows-table_wise": {"type": "table_wise"}, "dedup": {"dedup": True}}
+    jobs = [job(folder, long(name, sharding)) for name, sharding in ways.items()]
+    jobs.append(job(folder, long("captured", SPREAD, cuda_graph="always"), stand_in=True))
+    in_two_processes(folder, jobs)
+    for name in (*ways, "captured"):
+        assert_same_metrics(folder / f"long-{name}", folder / "long-alone", rounding=5e-6)
+
+
 def test_queries_in_bfloat16(folder, outcomes):
     plain, halves = losses(folder, "alone"), losses(folder, "halves")
     assert 0 < max(abs(one - other) for one, other in zip(plain, halves, strict=True)) < 0.02
