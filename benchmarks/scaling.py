@@ -184,7 +184,9 @@ def measure(shape: StepShape, exchange: str, device: torch.device, steps: int) -
     training.seconds(min(WARM_UP, steps))
     spent = sorted(training.seconds(steps) / steps * 1e6 for _ in range(RUNS))
     middle = spent[RUNS // 2]
-    loss = float(training.step())
+    loss, kernels = float(training.step()), heaviest_kernels(training.step, device)
+    if training.captured is not None:
+        training.captured.reset()  # NCCL would wait at its end for graphs of its collectives
     return Row(
         shape.name,
         exchange,
@@ -195,7 +197,7 @@ def measure(shape: StepShape, exchange: str, device: torch.device, steps: int) -
         size * shape.B / middle * 1e6,
         sent / shape.B,
         loss,
-        heaviest_kernels(training.step, device),
+        kernels,
     )
 
 

@@ -52,11 +52,17 @@ def why_not_captured(model: nn.Module, batch: Any) -> str | None:
     except UnsupportedBatch as unsupported:
         return str(unsupported)
     with_room = {key for key, single in zip(described.keys, described.single(), strict=True) if not single}
-    return next(filter(None, (_why_not(module, with_room) for module in model.modules())), None)
+    return next(filter(None, (why_module_not(module, with_room) for module in model.modules())), None)
 
 
-def _why_not(module: nn.Module, keys: set[str]) -> str | None:
-    """What in one module prevents it; `keys` have room."""
+def why_module_not(module: nn.Module, keys: set[str], spread: frozenset[str] = frozenset()) -> str | None:
+    """What in one module prevents it, without those within.
+
+    Args:
+        module: of a model.
+        keys: those that have room.
+        spread: sequence features whose rows lie on several ranks: their room is behind the events of all.
+    """
     kind = type(module).__name__
     if isinstance(module, ShardedModule):
         return f"the tables of a {kind} are sharded"
@@ -77,7 +83,7 @@ def _why_not(module: nn.Module, keys: set[str]) -> str | None:
         names = ", ".join(feature.name for feature in module.features)
         if module.project_history:
             return f"project_history of '{names}': the gradients of a projection sum over all rows of a history"
-        if module.num_features > 1:
+        if module.num_features > 1 and not spread.issuperset([feature.name for feature in module.features]):
             return f"the features {names} are read in one launch, without room between them"
         rows = module.num_queries * module.num_heads
         if rows > FEW_QUERY_ROWS:

@@ -30,16 +30,19 @@ class StepGraphs:
         model: whose device is that of the step.
         warmup_steps: steps with each capacity before it is captured, at least 1.
         most_graphs: the most graphs; at least 1.
+        staging: blocks of memory that batches on the host are copied to while the step before them runs.
     """
 
-    def __init__(self, step: Callable[[Any], Any], model: nn.Module, warmup_steps: int, most_graphs: int) -> None:
+    def __init__(
+        self, step: Callable[[Any], Any], model: nn.Module, warmup_steps: int, most_graphs: int, staging: int = 2
+    ) -> None:
         for name, count in (("warmup_steps", warmup_steps), ("most_graphs", most_graphs)):
             if not isinstance(count, int) or count < 1:
                 raise ValueError(f"{name} must be an int of at least 1, got {count!r}")
         self._step, self._model = step, model
         self._warmup_steps, self._most_graphs = warmup_steps, most_graphs
         self._device = next(model.parameters()).device
-        self._graphs = _CudaGraphs(self._device) if self._device.type == "cuda" else None
+        self._graphs = _CudaGraphs(self._device, staging) if self._device.type == "cuda" else None
         self._singles: frozenset[str] = frozenset()
         self._padding: dict[str, int] = {}
         self._levels: dict[tuple[int, ...], _Level] = {}
@@ -226,8 +229,8 @@ class _Level:
 class _CudaGraphs:
     """Everything that needs a GPU: streams, copies, graphs."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, staging: int) -> None:
+        self._device, self._staging = device, staging
         # Autograd accumulates gradients on the stream of the first forward pass, so all steps run on the one that the
         # graphs are captured on.
         self._stream, self._copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -236,7 +239,7 @@ class _CudaGraphs:
         self._events: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
 
     def level(self, buffers: Buffers) -> _Level:
-        level = _Level(buffers, staging=2)
+        level = _Level(buffers, self._staging)
         self._events |= {id(block): (torch.cuda.Event(), torch.cuda.Event()) for block in level.staging}
         self._copies.wait_stream(torch.cuda.current_stream(self._device))
         return level

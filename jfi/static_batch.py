@@ -202,14 +202,14 @@ class Ladder:
         singles = batch.single() if self.singles else [True] * len(batch.lengths)
         for key, fixed, single in zip(self._keys, self._fixed, singles, strict=True):
             if fixed and not single:
-                return _not_single(key)
+                return not_single(key)
         return self.capacities(batch.lengths)
 
     def capacities(self, lengths: tuple[int, ...]) -> tuple[int, ...] | str:
         """The smallest capacities that hold so many values, or why there are none."""
         for key, fixed, length, own in zip(self._keys, self._fixed, lengths, self._reference, strict=True):
             if fixed and length != own:
-                return _not_single(key)
+                return not_single(key)
         for capacities in self._levels:
             if all(length <= capacity for length, capacity in zip(lengths, capacities, strict=True)):
                 return capacities
@@ -223,7 +223,8 @@ def single_keys(batch: Described, single: list[bool]) -> frozenset[str]:
     return frozenset(batch.keys) - {key for key, one in zip(batch.keys, single, strict=True) if not one}
 
 
-def _not_single(key: str) -> str:
+def not_single(key: str) -> str:
+    """Why a batch does not fit a ladder."""
     return f"not one value a sample in '{key}', as the first batch has"
 
 

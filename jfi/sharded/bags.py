@@ -20,8 +20,8 @@ class ShardedFetchedBags(RoutedCollection, ShardedEmbeddingBagCollection):
     """A ShardedEmbeddingBagCollection that fetches the rows of its samples' ids and pools them itself.
 
     Where `ShardedAttentionCollection` has the histories it has the rest: the same routes, optimizer steps and captured
-    steps. A key with one id a sample, as most have, sends what TorchRec's collection sends of it or less. Tables, names
-    in state_dict() and optimizer are TorchRec's.
+    steps. Of a key with one id a sample it sends what TorchRec's collection sends or less; of one with several ids a
+    row for each of them. Tables, names in state_dict() and optimizer are TorchRec's.
 
     Created by `FetchedBagsSharder`, whose arguments are described there.
     """
@@ -43,6 +43,9 @@ class ShardedFetchedBags(RoutedCollection, ShardedEmbeddingBagCollection):
         if len({table.embedding_dim for table in tables}) > 1:
             widths = {table.name: table.embedding_dim for table in tables}
             raise ValueError(f"bags whose rows are fetched must have tables of one width, got {widths}")
+        if len({table.pooling for table in tables}) > 1:
+            poolings = {table.name: table.pooling.value for table in tables}
+            raise ValueError(f"bags whose rows are fetched must all be summed or all averaged, got {poolings}")
         plan, group = by_rows(params, env), group_of(env)
         super().__init__(module, plan, env, fused_params, device, module_fqn=module_fqn)
         first = torch.distributed.get_global_rank(group, 0)
@@ -55,7 +58,8 @@ class ShardedFetchedBags(RoutedCollection, ShardedEmbeddingBagCollection):
         ]
 
     def _output(self, found: dict[str, JaggedTensor]) -> KeyedTensor:
-        pooled = [pool(key, found[name], None, mean) for name, key, mean in self._bags]
+        dtype = self._own_rows().memory.dtype
+        pooled = [pool(key, found[name], None, mean).to(dtype) for name, key, mean in self._bags]
         names = [name for name, *_ in self._bags]
         return KeyedTensor(names, [one.size(1) for one in pooled], torch.cat(pooled, 1))
 
@@ -69,11 +73,11 @@ class FetchedBagsSharder(EmbeddingBagCollectionSharder):
     Args:
         fused_params: as of TorchRec's sharder.
         replicate_below: tables of at most so many rows are summed up on every rank in each step.
-        dtype: of rows that are sent; None for that of the tables.
+        dtype: of rows that are sent; None for that of the tables, which is that of the output.
 
     Raises:
-        ValueError: in `shard`: a plan that divides columns, bags with weights, tables of several widths. At the first
-            batch: tables of several data types or optimizers, or of one that `jfi.ops.step_rows` has not.
+        ValueError: in `shard`: a plan that divides columns, bags with weights, tables of several widths or poolings. At
+            the first batch: tables of several data types or optimizers, or of one that `jfi.ops.step_rows` has not.
 
     Example:
         >>> FetchedBagsSharder().sharding_types("cuda")

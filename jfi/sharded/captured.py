@@ -11,9 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
 
+from jfi.capturable import why_module_not
 from jfi.captured_step import StepGraphs
 from jfi.sharded.routed import RoutedCollection
-from jfi.sharded.send_ahead import Ready, SendAhead, SentBatch
+from jfi.sharded.send_ahead import Ready, SendAhead, SentBatch, ids_of
 from jfi.static_batch import describe
 
 
@@ -27,7 +28,9 @@ class CapturedShardedStep(StepGraphs):
 
     What the step must keep to is what `jfi.CapturedStep` says, and it averages the gradients of the dense parameters
     itself, by `average_gradients`, before the optimizer's step: DistributedDataParallel keeps to a stream of its own,
-    which cannot be captured.
+    which cannot be captured. The collections are called with the ids of the batch and no others. Parameters and buffers
+    beside the tables become those of the first rank at the construction. NCCL ends only after the graphs of its
+    collectives: call `reset()` before `torch.distributed.destroy_process_group()`.
 
     Args:
         step: takes a batch on the device and returns a tree of tensors.
@@ -38,7 +41,9 @@ class CapturedShardedStep(StepGraphs):
         most_graphs: the most graphs; at least 1.
 
     Raises:
-        ValueError: the model has another sharded module, or none, or is in a DistributedDataParallel.
+        ValueError: the model has another sharded module, or none, or is in a DistributedDataParallel; its tables are
+            shared by groups of processes; with `reference`, or else at the first step, the model cannot be captured
+            with such batches.
     """
 
     def __init__(
@@ -50,15 +55,38 @@ class CapturedShardedStep(StepGraphs):
         warmup_steps: int = 2,
         most_graphs: int = 4,
     ) -> None:
-        super().__init__(self._compute, model, warmup_steps, most_graphs)
+        super().__init__(self._compute, model, warmup_steps, most_graphs, staging=0)
         if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
             raise ValueError("model must be a DistributedModelParallel with init_data_parallel=False")
-        self._own_step, self._collections, self._reference = step, routed_collections(model), reference
+        self._own_step, self._collections = step, routed_collections(model)
         self._group = self._collections[0].ranks
-        own = dist.new_group(dist.get_process_group_ranks(self._group))
-        self._ahead = SendAhead(self._collections, own, self._device, self._graphs is not None)
+        if self._group.size() != dist.get_world_size():
+            raise ValueError(f"all {dist.get_world_size()} processes must share the tables, got {self._group.size()}")
+        self._ahead = SendAhead(self._collections, dist.new_group(), self._device, self._graphs is not None)
         self._fused = model.fused_optimizer
         self._ready: Ready | None = None
+        self._checked = False
+        _copy_from_first(model, self._collections)
+        if reference is not None:
+            self._ahead.refer(reference)
+            self._check()
+
+    def reset(self) -> None:
+        """As `StepGraphs.reset`, and forgets a batch that was sent ahead: needed before another iterator, too."""
+        super().reset()
+        self._ready = None
+
+    def _check(self) -> None:
+        """Takes what the ranks agreed on at the first batch."""
+        self._checked = True
+        self._singles, self._padding = self._ahead.singles, self._ahead.padding
+        own = {id(part) for one in self._collections for part in one.modules()}
+        parts = [part for part in self._model.modules() if id(part) not in own]
+        spread = frozenset(f.name for one in self._collections for route in one.routes for f in route.features)
+        reasons = (why_module_not(part, self._ahead.with_room, spread) for part in parts)
+        reason = next(filter(None, reasons), None)
+        if reason is not None:
+            raise ValueError(f"the step cannot be captured: {reason}")
 
     def progress(self, batches: Iterator[Any]) -> Any:
         """Makes a step on the next batch, and sends the one after it ahead.
@@ -71,13 +99,14 @@ class CapturedShardedStep(StepGraphs):
 
         Raises:
             StopIteration: there is no further batch.
+            UnsupportedBatch: this one is no tree of tensors and constants with one KeyedJaggedTensor; the other ranks
+                wait for this one.
+            ValueError: features that do not fit the collections, likewise.
         """
         if self._ready is None:
-            if self._reference is not None:
-                reference, self._reference = self._reference, None
-                self._ahead.refer(reference)
             self._ready = self._ahead.send(next(batches))
-            self._singles, self._padding = self._ahead.singles, self._ahead.padding
+            if not self._checked:
+                self._check()
         ready, self._ready = self._ready, None
         self._fused.zero_grad()  # hands its learning rate on to fbgemm
         for collection in self._collections:
@@ -93,9 +122,10 @@ class CapturedShardedStep(StepGraphs):
         return outputs
 
     def _compute(self, sent: SentBatch) -> Any:
+        ids = ids_of(describe(sent.batch))
         with ExitStack() as stack:
             for collection, arrived in zip(self._collections, self._ahead.arrived(sent, self._group), strict=True):
-                stack.enter_context(collection.given(arrived))
+                stack.enter_context(collection.given(ids, arrived))
             return self._own_step(sent.batch)
 
 
@@ -114,18 +144,28 @@ def routed_collections(model: nn.Module) -> list[RoutedCollection]:
     return sharded
 
 
+@torch.no_grad()
+def _copy_from_first(model: nn.Module, collections: list[RoutedCollection]) -> None:
+    """Gives all ranks the first one's parameters and buffers that are not of the collections."""
+    own = {id(x) for one in collections for x in (*one.parameters(), *one.buffers())}
+    group = collections[0].ranks
+    for x in (*model.parameters(), *model.buffers()):
+        if group.size() > 1 and id(x) not in own:
+            dist.broadcast(x, dist.get_global_rank(group, 0), group=group)
+
+
 def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None) -> None:
     """Puts the mean over ranks in the place of each gradient, in one all-reduce of each dtype.
 
     Args:
-        parameters: the same ones on every rank; one without a gradient counts as 0.
+        parameters: the same ones on every rank; of those that require a gradient one without counts as 0.
         group: the ranks; None for all.
     """
     size = dist.get_world_size(group)
     if size == 1:
         return
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-    for one in parameters:
+    for one in filter(lambda x: x.requires_grad, parameters):
         by_dtype.setdefault(one.dtype, []).append(one)
     for own in by_dtype.values():
         grads = [one.new_zeros(one.shape) if one.grad is None else one.grad for one in own]

@@ -58,7 +58,8 @@ class RoutedCollection:
         """
         self._plan, self._group, self._dtype = plan, group, dtype
         self._own: RankRows | None = None
-        self._given: ArrivedIds | None = None
+        #: Where the ids of a batch are, and what has arrived of them.
+        self._given: tuple[int, ArrivedIds] | None = None
         self._places: Tensor | None = None
         self._has_uninitialized_input_dist = False  # it has none of TorchRec's, which its pipelines look at
 
@@ -83,18 +84,25 @@ class RoutedCollection:
             self._own.follow_rate()
 
     @contextmanager
-    def given(self, arrived: ArrivedIds) -> Iterator[None]:
-        """Within the block a call takes these ids, which are at their owners, in the place of a batch's."""
-        self._given = arrived
+    def given(self, ids: KeyedJaggedTensor, arrived: ArrivedIds) -> Iterator[None]:
+        """Within the block a call with these ids takes what has arrived of them, and any other ids are refused."""
+        self._given = ids.values().data_ptr(), arrived
         try:
             yield
+            if self._own is not None:
+                self._own.wait_sorted()  # no stream may be left in a capture
         finally:
             self._given = None
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable:
         if self._given is None:
             return super().forward(features)
-        return LazyNoWait(self._output(self._embeddings(self._given)))
+        place, arrived = self._given
+        if features.values().data_ptr() != place:
+            raise ValueError(
+                "features must be the ids of the batch, which were sent ahead of a captured step, got others"
+            )
+        return LazyNoWait(self._output(self._embeddings(arrived)))
 
     def input_dist(self, ctx: Multistreamable, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
         return KJTListSplitsAwaitable([IdsRequest(self._plan.routes, features, self._group)], ctx)

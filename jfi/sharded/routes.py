@@ -94,13 +94,6 @@ class Sent(NamedTuple):
         )
         return counts.flatten()
 
-    def slots(self) -> Tensor | None:
-        """[S] int64: where an event of the batch is among those that are sent; None: where it is."""
-        if self.order is None:
-            return None
-        places = torch.arange(self.order.size(0), device=self.order.device)
-        return torch.empty_like(self.order).index_copy_(0, self.order, places)
-
 
 @dataclass
 class Arrived(Multistreamable):
@@ -112,9 +105,10 @@ class Arrived(Multistreamable):
         queries: what is sent and received of what samples have: every owner gets that of all samples of all ranks.
         columns: [R] int32 each, what arrived, by rank, then sequence, then sample.
         lengths: [n] int32, its events by rank, sequence and sample; None if attention does not read them.
-        slots: [S] int64, where an event of the batch is among those that were sent; None: where it is. In a batch
-            with room -1 is padding.
         sizes: events of each sequence.
+        order: as in `Sent`.
+        slots: [S] int64, where an event of the batch is among those that were sent, -1 is padding; if that is not found
+            from `order`.
     """
 
     route: Route
@@ -122,8 +116,16 @@ class Arrived(Multistreamable):
     queries: Exchange
     columns: tuple[Tensor, ...]
     lengths: Tensor | None
-    slots: Tensor | None
     sizes: list[int]
+    order: Tensor | None = None
+    slots: Tensor | None = None
+
+    def places(self) -> Tensor | None:
+        """[S] int64: where an event of the batch is among those that were sent; None: where it is."""
+        if self.slots is not None or self.order is None:
+            return self.slots
+        places = torch.arange(self.order.size(0), device=self.order.device)
+        return torch.empty_like(self.order).index_copy_(0, self.order, places)
 
     @property
     def rows(self) -> Tensor:
@@ -150,7 +152,7 @@ class Arrived(Multistreamable):
         return self.columns[-1].view(torch.float32) if self.route.brings_weight else None
 
     def record_stream(self, stream: torch.Stream) -> None:
-        for tensor in (*self.columns, self.lengths, self.slots):
+        for tensor in (*self.columns, self.lengths, self.order, self.slots):
             if tensor is not None:
                 tensor.record_stream(stream)
 
@@ -209,7 +211,7 @@ class _IdsOnTheirWay(Awaitable[ArrivedIds]):
                 if work is not None:
                     work.wait()
             columns = tuple([columns[:, place].contiguous() for place in range(columns.size(1))])
-            arrived.append(Arrived(route, events, queries, columns, lengths, sent.slots(), sent.sizes))
+            arrived.append(Arrived(route, events, queries, columns, lengths, sent.sizes, sent.order))
         return ArrivedIds(arrived, self._by_key)
 
 

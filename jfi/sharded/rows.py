@@ -27,18 +27,18 @@ class _Fetch(torch.autograd.Function):
     def forward(ctx, handle: Tensor, memory: Tensor, arrived: Arrived) -> Tensor:
         ctx.arrived, ctx.has_room = arrived, here.has_room  # of this thread; backward may run in another one
         rows = gather_rows((memory,), (arrived.rows,), dtype=handle.dtype)
-        rows = arrived.events.back.send(rows)
-        if arrived.slots is None:
+        rows, ctx.places = arrived.events.back.send(rows), arrived.places()
+        if ctx.places is None:
             return rows
-        return rows.index_select(0, arrived.slots.clamp(min=0) if here.has_room else arrived.slots)
+        return rows.index_select(0, ctx.places.clamp(min=0) if here.has_room else ctx.places)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
         arrived = ctx.arrived
         grad = grad * gradient_scale(arrived.events.group)
-        if arrived.slots is not None:
-            grad = _to_slots(grad, arrived.slots, sum(arrived.events.sent), ctx.has_room)
+        if ctx.places is not None:
+            grad = _to_slots(grad, ctx.places, sum(arrived.events.sent), ctx.has_room)
         return arrived.events.send(grad), None, None
 
 

@@ -25,7 +25,16 @@ from jfi.modules import inputs
 from jfi.sharded.exchange import Exchange
 from jfi.sharded.routed import RoutedCollection
 from jfi.sharded.routes import Arrived, ArrivedIds, Route, Sent, check_route, sort_by_owner
-from jfi.static_batch import OTHER_STRUCTURE, Described, Ladder, UnsupportedBatch, describe, moved, single_keys
+from jfi.static_batch import (
+    OTHER_STRUCTURE,
+    Described,
+    Ladder,
+    UnsupportedBatch,
+    describe,
+    moved,
+    not_single,
+    single_keys,
+)
 
 
 @dataclass
@@ -77,8 +86,17 @@ class _Told(NamedTuple):
     batch: Any  # on the device
     described: Described  # on the host
     sent: list[Sent]
-    numbers: Tensor  # [W, 2 + keys + routes * W], on the host once `heard`
+    numbers: Tensor  # [W, 2 + 2 * keys + routes * W], on the host once `heard`
     heard: torch.cuda.Event | None
+
+
+class _Agreed(NamedTuple):
+    """What all ranks find of a batch from what they told each other."""
+
+    samples: tuple[int, ...]  # of every rank
+    places: list[list[list[int]]]  # by route what each rank sends to each other one
+    names: list[str]  # of the keys of a `SentBatch`
+    capacities: tuple[int, ...] | str  # of these keys, or why the step runs eagerly
 
 
 class SendAhead:
@@ -102,13 +120,19 @@ class SendAhead:
         self._routes = [route for one in collections for route in one.routes]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._first: Described | None = None
-        self._singles: list[bool] = []
         self._ladder: Ladder | None = None
+        #: Beside the batch's keys whether each has one value a sample in the first batch of every rank.
+        self._singles: list[bool] = []
 
     @property
     def singles(self) -> frozenset[str]:
         """Keys with one value a sample in all batches that run in buffers."""
         return frozenset() if self._ladder is None else self._ladder.singles
+
+    @property
+    def with_room(self) -> set[str]:
+        """The other keys of the batches."""
+        return {key for key, single in zip(self._first.keys, self._singles, strict=True) if not single}
 
     @property
     def padding(self) -> dict[str, int]:
@@ -124,7 +148,7 @@ class SendAhead:
     def refer(self, batch: Any) -> None:
         """Takes the capacities from this batch and not from the first one."""
         with self._on_stream():
-            self._capacities(self._tell(batch))
+            self._agree(self._tell(batch))
 
     def send(self, batch: Any) -> Ready:
         """Sends a batch in any memory; waits for its counts, but for no step that runs.
@@ -135,8 +159,8 @@ class SendAhead:
         """
         with self._on_stream():
             told = self._tell(batch)
-            capacities, places = self._capacities(told)
-            return Ready(self._send(told, places, capacities), capacities)
+            agreed = self._agree(told)
+            return Ready(self._send(told, agreed), agreed.capacities)
 
     def wait(self, ready: Ready) -> None:
         """The current stream waits for what was sent."""
@@ -164,12 +188,12 @@ class SendAhead:
                 columns = one.values().view(len(one.keys()), -1).unbind(0)
                 lengths = one.lengths()[: one.stride()]
                 sizes = [by_key[key].values().size(0) for key in route.keys]
-                found.append(Arrived(route, None, queries, columns, lengths, None, sizes))
+                found.append(Arrived(route, None, queries, columns, lengths, sizes))
                 continue
             rows, where = next(asked).values(), next(slots)
             places = [rows.size(0) // group.size()] * group.size()
             exchange, sizes = Exchange(group, places, places), where.length_per_key()
-            found.append(Arrived(route, exchange, queries, (rows[: sum(places)],), None, where.values(), sizes))
+            found.append(Arrived(route, exchange, queries, (rows[: sum(places)],), None, sizes, slots=where.values()))
         rest = iter(found)
         return [ArrivedIds([next(rest) for _ in one.routes], by_key) for one in self._collections]
 
@@ -181,11 +205,9 @@ class SendAhead:
     def _tell(self, batch: Any) -> _Told:
         described = describe(batch)
         ids_of(described)
-        if self._first is None:
-            self._first, self._singles = described, described.single()
-        alike = described.structure == self._first.structure
-        alike = alike and all(now or not one for now, one in zip(described.single(), self._singles, strict=True))
-        own = torch.tensor([alike, described.jagged[0].stride(), *described.lengths])
+        self._first = self._first or described
+        alike, samples = described.structure == self._first.structure, described.jagged[0].stride()
+        own = torch.tensor([alike, samples, *described.lengths, *described.single()])
         own = (own.pin_memory() if self._stream is not None else own).to(self._device, non_blocking=True)
 
         def move(part: Tensor | KeyedJaggedTensor) -> Tensor | KeyedJaggedTensor:
@@ -212,57 +234,60 @@ class SendAhead:
         heard.record(self._stream)
         return _Told(batch, described, sent, host, heard)
 
-    def _capacities(self, told: _Told) -> tuple[tuple[int, ...] | str, list[list[list[int]]]]:
-        """The capacities of a batch, or why it has none; by route what each rank sends to each other one."""
+    def _agree(self, told: _Told) -> _Agreed:
+        """What the ranks told each other; the same on all of them."""
         if told.heard is not None:
             told.heard.synchronize()
-        size, keys = self._group.size(), len(told.described.keys)
-        rows = told.numbers.tolist()
-        routes = range(len(self._routes))
-        places = [[row[2 + keys + i * size : 2 + keys + (i + 1) * size] for row in rows] for i in routes]
-        lengths = [max(of_key) for of_key in zip(*[row[2 : 2 + keys] for row in rows], strict=True)]
-        names, fixed = list(told.described.keys), list(self._singles)
-        for place, route in enumerate(self._routes):
-            if route.features:
-                columns = _columns(place, route)
-                most = max(sum(row[to] for row in places[place]) for to in range(size))
-                names, lengths = names + columns, lengths + [most] * len(columns)
-                fixed = fixed + [False] * len(columns)
-        for place, route in enumerate(self._routes):
-            if not route.features:
-                names, fixed = [*names, _asked(place)], [*fixed, False]
-                lengths = [*lengths, size * max(map(max, places[place]))]
-        for place, route in enumerate(self._routes):
-            if not route.features:
-                own = [told.described.keys.index(key) for key in route.keys]
-                names, fixed = names + _slots(place, route), fixed + [self._singles[i] for i in own]
-                lengths = lengths + [lengths[i] for i in own]
+        rows, size, keys = told.numbers.tolist(), self._group.size(), len(told.described.keys)
+        alike, samples, *columns = zip(*rows, strict=True)
+        own, single, sums = columns[:keys], [all(one) for one in columns[keys : 2 * keys]], columns[2 * keys :]
+        places = [[list(row) for row in zip(*sums[i : i + size], strict=True)] for i in range(0, len(sums), size)]
         if self._ladder is None:
-            singles = single_keys(self._first, self._singles)
-            self._ladder = Ladder(None, names, tuple(lengths), fixed, singles)
+            self._singles = single
+        names, lengths, fixed = self._keys(told.described.keys, [max(one) for one in own], places)
+        if self._ladder is None:
+            self._ladder = Ladder(None, names, lengths, fixed, single_keys(self._first, self._singles))
         if not self._in_buffers:
-            return "without a GPU", places
-        if not all(row[0] for row in rows) or len({row[1] for row in rows}) > 1:
-            return OTHER_STRUCTURE, places
-        return self._ladder.capacities(tuple(lengths)), places
+            capacities = "without a GPU"
+        elif not all(alike) or len(set(samples)) > 1:
+            capacities = OTHER_STRUCTURE
+        else:
+            lost = [key for key, was, now in zip(told.described.keys, self._singles, single, strict=True) if was > now]
+            capacities = not_single(lost[0]) if lost else self._ladder.capacities(lengths)
+        return _Agreed(samples, places, names, capacities)
 
-    def _send(self, told: _Told, places: list[list[list[int]]], capacities: tuple[int, ...] | str) -> SentBatch:
-        samples, batch = tuple([row[1] for row in told.numbers.tolist()]), SentBatch(told.batch, (), [], [], [])
-        batch.samples = samples
-        #: Those of what is asked for lie behind those of the batch's keys and of the columns of events.
-        first = len(told.described.keys) + sum(len(_columns(0, route)) for route in self._routes if route.features)
-        for place, (route, sent, counts) in enumerate(zip(self._routes, told.sent, places, strict=True)):
+    def _keys(
+        self, keys: list[str], lengths: list[int], places: list[list[list[int]]]
+    ) -> tuple[list[str], tuple[int, ...], list[bool]]:
+        """Of all keys of a `SentBatch` the names, the values that they need room for, and whether that is fixed."""
+        own = dict(zip(keys, zip(lengths, self._singles, strict=True), strict=True))
+        events, asked, slots = [], [], []
+        for place, (route, sent) in enumerate(zip(self._routes, places, strict=True)):
             if route.features:
-                batch.events.append(self._events(place, sent, counts, samples))
+                most = max(map(sum, zip(*sent, strict=True)))
+                events += [(name, most, False) for name in _columns(place, route)]
+            else:
+                asked.append((_asked(place), len(sent) * max(map(max, sent)), False))
+                slots += [(name, *own[key]) for name, key in zip(_slots(place, route), route.keys, strict=True)]
+        found = [(key, *own[key]) for key in keys] + events + asked + slots
+        names, counts, fixed = zip(*found, strict=True)
+        return list(names), counts, list(fixed)
+
+    def _send(self, told: _Told, agreed: _Agreed) -> SentBatch:
+        sent = SentBatch(told.batch, agreed.samples, [], [], [])
+        ids = ids_of(describe(told.batch))
+        for place, (route, own, counts) in enumerate(zip(self._routes, told.sent, agreed.places, strict=True)):
+            if route.features:
+                sent.events.append(self._events(place, own, counts, agreed.samples))
                 continue
             most = max(map(max, counts))
-            if not isinstance(capacities, str):
-                most = capacities[first + len(batch.asked)] // len(counts)
-            asked, slots = self._ask(place, sent, most)
-            batch.asked.append(asked)
-            lengths = torch.cat([one.lengths() for one in map(ids_of(describe(told.batch)).__getitem__, route.keys)])
-            batch.slots.append(_jagged(_slots(place, route), slots, lengths, sent.sizes))
-        return batch
+            if not isinstance(agreed.capacities, str):
+                most = agreed.capacities[agreed.names.index(_asked(place))] // len(counts)
+            asked, slots = self._ask(place, own, most)
+            sent.asked.append(asked)
+            lengths = torch.cat([ids[key].lengths() for key in route.keys])
+            sent.slots.append(_jagged(_slots(place, route), slots, lengths, own.sizes))
+        return sent
 
     def _events(self, place: int, sent: Sent, counts: list[list[int]], samples: tuple[int, ...]) -> KeyedJaggedTensor:
         """The events that arrive here, of all ranks."""

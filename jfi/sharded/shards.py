@@ -65,6 +65,10 @@ class RankRows:
         if rate != self._tables.group["lr"]:
             self._tables.group["lr"] = rate
 
+    def wait_sorted(self) -> None:
+        """The current stream waits for the ids of all look-ups, if they are sorted on another one."""
+        self._tables.wait_sorted()
+
     @contextmanager
     def deferring(self) -> Iterator[None]:
         """Backward passes within make one step together, at the end of the block."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import torch
 from torch import nn
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
@@ -10,7 +9,6 @@ from jfi.capturable import why_not_captured
 from jfi.captured_step import CapturedStep
 from jfi.data import Batch, InteractionDataset
 from jfi.sharded import CapturedShardedStep
-from jfi.sharded.captured import routed_collections
 from jfi.training.config import Config, ConfigError
 from jfi.training.distributed import World
 
@@ -20,10 +18,39 @@ def captures_shards(config: Config) -> bool:
     return config.training.cuda_graph == "always"
 
 
-def check_graphs(config: Config, device: torch.device) -> None:
-    """Raises a ConfigError if captured steps are asked for without a GPU."""
-    if config.training.cuda_graph == "always" and device.type != "cuda":
-        raise ConfigError("training.cuda_graph: got 'always', which needs a GPU; auto takes one if there is one")
+def check_graphs(config: Config, world: World) -> None:
+    """Checks of `training.cuda_graph: always` what the config tells, before anything is written.
+
+    Raises:
+        ConfigError: the steps cannot be captured.
+    """
+    training = config.training
+    if training.cuda_graph != "always":
+        return
+    reason = None
+    if world.device.type != "cuda":
+        reason = "there is no GPU; auto takes one if there is one"
+    elif world.launched and config.sharding.exchange == "rows":
+        reason = "sharding.exchange is rows; attention can be captured under torchrun"
+    elif world.launched and training.batch_size % world.size:
+        reason = f"training.batch_size, {training.batch_size}, is no multiple of the number of processes, {world.size}"
+    else:
+        reason = _why_not(config, world)
+    if reason is not None:
+        raise ConfigError(f"training.cuda_graph: got 'always', but {reason}")
+
+
+def _why_not(config: Config, world: World) -> str | None:
+    """Why steps cannot be captured, whatever the data."""
+    if world.launched and not captures_shards(config):
+        return "the run is under torchrun, where training.cuda_graph must be always"
+    if world.launched and config.sharding.group_size is not None:
+        return "sharding.group_size is set"
+    if config.training.accumulate != 1:
+        return f"training.accumulate is {config.training.accumulate}, so that a step has several backward passes"
+    if config.data.batching == "user":
+        return "data.batching is user, whose batches have any number of timelines"
+    return None
 
 
 def capture(
@@ -62,14 +89,9 @@ def _captured(
     dataset: InteractionDataset,
     world: World,
 ) -> CapturedStep | CapturedShardedStep | str:
-    if world.launched and not captures_shards(config):
-        return "the run is under torchrun, where training.cuda_graph must be always"
-    if world.launched and config.sharding.group_size is not None:
-        return "sharding.group_size is set"
-    if config.training.accumulate != 1:
-        return f"training.accumulate is {config.training.accumulate}, so that a step has several backward passes"
-    if dataset.batching == "user":
-        return "data.batching is user, whose batches have any number of timelines"
+    reason = _why_not(config, world)
+    if reason is not None:
+        return reason
     # Those of the tables step in the backward pass.
     dense = [one for _, one in optimizer.optimizers if isinstance(one, KeyedOptimizerWrapper)]
     # The second is that of learned tables of semantic IDs.
@@ -84,10 +106,6 @@ def _captured(
         reason = why_not_captured(model, first)
         return CapturedStep(step, model, reference=first) if reason is None else reason
     try:
-        routed_collections(model)
-    except ValueError:
-        return "the run exchanges rows; sharding.exchange: attention can be captured"
-    # What reads the collections' output; ids do not get there.
-    parts = [part for part in model.module.children() if part not in list(routed_collections(model))]
-    reason = next(filter(None, (why_not_captured(part, first) for part in parts)), None)
-    return CapturedShardedStep(step, model, reference=first) if reason is None else reason
+        return CapturedShardedStep(step, model, reference=first)
+    except ValueError as error:
+        return str(error)

@@ -103,6 +103,9 @@ def _reckoned(model: SequenceDLRM, config: Config, ranks: int, mean_events: floa
         if spread_field(feature, tables, replicated) is not None:
             attention += traffic.by_attention(shape, _owners(config.sharding, ranks), itemsize, ranks).total
     small = sum(c.num_embeddings for c in model.embedding_collection.embedding_configs() if c.name in replicated)
+    if model.embedding_bag_collection is not None:  # whose small tables are replicated too
+        bags = [config.num_embeddings for config in model.embedding_bag_collection.embedding_bag_configs()]
+        small += sum(count for count in bags if count <= config.sharding.replicate_below)
     samples = max(1, config.training.batch_size // ranks)
     return rows, attention + traffic.replicated(small, width, ranks) / samples
 

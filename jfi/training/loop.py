@@ -28,7 +28,7 @@ from jfi.data.order import SampleOrder
 from jfi.display import Display
 from jfi.sharded import CapturedShardedStep, average_gradients
 from jfi.training.accumulation import NoSteps, run_parts
-from jfi.training.capture import capture, captures_shards, check_graphs
+from jfi.training.capture import capture, captures_shards
 from jfi.training.config import Config
 from jfi.training.distributed import World
 from jfi.training.interrupt import Interrupted, StopRequest, stop_on_signals
@@ -113,7 +113,6 @@ class Trainer(RunState):
                     f"the busiest of {world.size} processes has {balanced:.3f} times the mean work (events x targets); "
                     f"{cut:.3f} if batches were cut in order"
                 )
-            check_graphs(self.config, self.device)
             wanted = self.config.training.cuda_graph
             if wanted == "always" or (wanted == "auto" and self.device.type == "cuda"):
                 found = capture(self._step, self.model, self.optimizer, self.config, self.dataset, world)
@@ -138,6 +137,9 @@ class Trainer(RunState):
                 if progress.step > 0:
                     self.save(run, recorder)
                 raise
+            finally:
+                if self._captured is not None:
+                    self._captured.reset()  # NCCL would wait at its end for graphs of its collectives
             self.load_best(run)
             test, speed = self._evaluate("test", run, stop)
             recorder.metrics("test", progress.best_epoch, progress.step, test, speed)

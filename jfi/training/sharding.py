@@ -107,7 +107,22 @@ def shard_model(
         half = torch.bfloat16 if config.sharding.communication == "bfloat16" else None
         options = {"replicate_below": config.sharding.replicate_below, "dtype": half}
         sharders = [FetchedBagsSharder(**options), AttentionCollectionSharder(features_of(model), **options)]
-    plan = groups.own_plan(world.on_first(lambda: _plan(model, list(tables.values()), config, world, sharders)))
+
+    def plan_for(sharders: list[ModuleSharder]) -> ShardingPlan:
+        return world.on_first(lambda: _plan(model, list(tables.values()), config, world, sharders))
+
+    try:
+        plan = plan_for(sharders)
+    except ConfigError as fault:
+        if exchange == "rows":
+            raise
+        if config.sharding.exchange == "attention":
+            raise ConfigError(f"{fault}; with sharding.exchange: rows tables may lie in host memory") from None
+        if world.is_first:
+            print(f"sharding.exchange auto: rows, since {fault}", flush=True)
+        sharders = sharders_of(config.sharding)
+        plan = plan_for(sharders)
+    plan = groups.own_plan(plan)
     environment = groups.environment()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # TorchRec passes DDP an argument that torch 2.13 deprecates

@@ -8,6 +8,7 @@ from jfi.data import DataError, InteractionDataset
 from jfi.data.config import FILES
 from jfi.data.manifest import prepared_config, resolve
 from jfi.files import absolute_path
+from jfi.training.capture import check_graphs
 from jfi.training.checkpoint import latest_checkpoint
 from jfi.training.cli import save_config
 from jfi.training.config import Config, ConfigError
@@ -117,6 +118,7 @@ def _check_processes(world: World, config: Config, options: dict[str, object]) -
         ConfigError: on every process, of the first difference or fault.
     """
     if not world.launched:
+        check_graphs(config, world)
         return
 
     def refuse(first: tuple[Config, dict], other: tuple[Config, dict], rank: int) -> None:
@@ -129,6 +131,7 @@ def _check_processes(world: World, config: Config, options: dict[str, object]) -
 
     world.compare_with_first((config, options), refuse)
     check_sharded(config, world)
+    check_graphs(config, world)
 
 
 def _check_before_reading(config: Config) -> None:

@@ -62,7 +62,8 @@ class Case:
         replicate_below: rows of tables that every rank reads whole.
         parts: first samples of each rank of two.
         optimizer: of the tables.
-        ids: "any", or "low": all items lie in the first half of the table, on one rank.
+        ids: "any"; "low": all items lie in the first half of the table, on one rank; "one tag": the samples of the first
+            rank have one in the first batch, all others any number.
         num_queries: of the model.
         bags: "sum" or "mean" of users, with one id a sample, tags, with any number, and cities, a small table, beside.
     """
@@ -92,6 +93,7 @@ CASES = {
     "a rank without samples": Case(parts=EMPTY),
     "all rows on one rank": Case(ids="low"),
     "bags": Case(bags="sum"),
+    "a key with one id a sample on one rank alone": Case(bags="sum", ids="one tag"),
     "means, a rank without samples": Case(bags="mean", parts=EMPTY, optimizer="rowwise_adagrad"),
     LOCAL: Case(replicate_below=1000),
 }
@@ -140,6 +142,8 @@ def make_batch(case: Case, seed: int) -> tuple[Tensor, dict[str, tuple[Tensor, T
     if case.bags:
         sequences |= {"user": sequences["item"], "tag": torch.randint(0, 4, (SAMPLES,), generator=draw)}
         sequences["city"] = sequences["item"]
+        if case.ids == "one tag" and seed == 0:
+            sequences["tag"][: SAMPLES // 2] = 1
         highest |= BAGS
     for key, lengths in sequences.items():
         name, kind = key.rsplit("_", 1) if "_" in key else ("", key)
@@ -304,6 +308,8 @@ def train_together(case: Case, way: str = "eager") -> dict:
 
     captured, given = None, iter(batches)
     if way != "eager":
+        for parameter in dense_parameters if rank else []:
+            parameter.data += 1  # which the first rank's take the place of
         captured = CapturedShardedStep(step, model, warmup_steps=1)
         if way == "buffers":
             use_stand_ins(captured)

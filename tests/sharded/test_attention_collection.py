@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +12,14 @@ import torch
 import torch.distributed as dist
 from attention_worker import CASES, LOCAL, SAMPLES, Case, build, features_of, make_batch, part_of, shard, train_alone
 from torch.distributed._shard.metadata import ShardMetadata
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding
+from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jfi import PositionBias, SequenceFeatureConfig
 from jfi.ops.partial_target_attention import combine_parts
-from jfi.sharded import AttentionCollectionSharder
+from jfi.sharded import AttentionCollectionSharder, CapturedShardedStep, FetchedBagsSharder, average_gradients
 from jfi.sharded.ownership import all_owners, row_wise_shards
 from jfi.sharded.planning import make_routes, spread_field
 from jfi.sharded.routes import Route, check_route
@@ -101,6 +104,75 @@ def test_one_process_is_its_own_owner():
             sharded(dense, ids)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_step_looks_up_the_ids_that_were_sent_ahead(alone):
+    case = Case()
+    model = shard(build(case), case, data_parallel=False)
+    batches = [part_of(make_batch(case, seed), 0, SAMPLES) for seed in range(3)]
+    other = part_of(make_batch(case, 7), 0, SAMPLES)[1]
+    seen = []
+
+    def step(batch: tuple) -> torch.Tensor:
+        seen.append(batch[0])
+        return model(batch[0], other if len(seen) == 2 else batch[1])
+
+    captured, given = CapturedShardedStep(step, model), iter(batches)
+    torch.testing.assert_close(captured.progress(given), model(*batches[0][:2]))
+    with pytest.raises(ValueError, match="features must be the ids of the batch"):
+        captured.progress(given)
+    captured.progress(given)
+    with pytest.raises(StopIteration):
+        captured.progress(given)
+    captured.progress(iter(batches))
+    captured.reset()  # else the second one would come first, which was sent ahead
+    captured.progress(iter(batches[2:]))
+    assert torch.equal(seen[-1], batches[2][0])
+    assert captured.summary().startswith("0 of 5 steps ran captured, in 0 CUDA graphs; eagerly: 5 without a GPU")
+
+
+def test_models_that_cannot_be_captured_are_refused(alone):
+    case = Case()
+    with pytest.raises(ValueError, match="init_data_parallel=False"):
+        CapturedShardedStep(len, shard(build(case), case))
+    with pytest.raises(ValueError, match="must be of AttentionCollectionSharder and FetchedBagsSharder, got none"):
+        CapturedShardedStep(len, build(case))
+    local = Case({"taste": {}, "recent": {}}, replicate_below=1000)
+    batch = part_of(make_batch(local, 0), 0, SAMPLES)
+    with pytest.raises(ValueError, match="cannot be captured: the features taste, recent are read in one launch"):
+        CapturedShardedStep(len, shard(build(local), local, data_parallel=False), reference=batch)
+
+
+@pytest.mark.parametrize(
+    ("tables", "weighted", "reason"),
+    [
+        ({"a": {}}, True, "must have no weights by id"),
+        ({"a": {}, "b": {"embedding_dim": 4}}, False, "must have tables of one width, got {'a': 8, 'b': 4}"),
+        ({"a": {}, "b": {"pooling": PoolingType.MEAN}}, False, "must all be summed or all averaged"),
+    ],
+)
+def test_bags_that_cannot_be_fetched_are_refused(alone, tables, weighted, reason):
+    options = {name: {"embedding_dim": 8, "num_embeddings": 9} | own for name, own in tables.items()}
+    configs = [EmbeddingBagConfig(name=name, feature_names=[name], **own) for name, own in options.items()]
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        FetchedBagsSharder().shard(EmbeddingBagCollection(configs, is_weighted=weighted), {}, None)
+
+
+def test_gradients_are_averaged_of_what_is_trained(monkeypatch):
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "all_reduce", lambda x, group: x.mul_(3))
+    trained, unused, frozen = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
+    trained.grad, frozen.requires_grad = torch.tensor([2.0, 4.0]), False
+    average_gradients([trained, unused, frozen])
+    assert trained.grad.tolist() == [3, 6] and unused.grad.tolist() == [0, 0] and frozen.grad is None
 
 
 def test_parts_combine_to_the_whole():

@@ -13,7 +13,7 @@ from worker import without_pictures
 from jfi.data import DataSchema, load_dataset
 from jfi.training import Config, ConfigError, train
 from jfi.training.build import build_model
-from jfi.training.capture import capture
+from jfi.training.capture import check_graphs
 from jfi.training.config import EncoderConfig
 from jfi.training.exchange import choose_exchange
 from jfi.training.recorder import read_metrics
@@ -95,14 +95,21 @@ def test_captured_steps_have_the_losses_of_one_process(folder, outcomes):
 
 
 def test_captured_steps_are_refused_where_they_cannot_be(folder):
-    on = configured(folder, "refused").with_training(cuda_graph="always")
-    with pytest.raises(ConfigError, match=r"training\.cuda_graph: got 'always', which needs a GPU"):
+    on = configured(folder, "refused", **SPREAD).with_training(cuda_graph="always")
+    with pytest.raises(ConfigError, match=r"training\.cuda_graph: got 'always', but there is no GPU"):
         train(on)
-    for change, reason in (({"group_size": 1}, "sharding.group_size is set"), ({}, "the run exchanges rows")):
-        config = configured(folder, "refused", **change).with_training(cuda_graph="always")
-        optimizer, world = SimpleNamespace(optimizers=[]), SimpleNamespace(launched=True, rank=0, size=2)
+    assert not (folder / "refused").exists()
+    world = SimpleNamespace(launched=True, device=torch.device("cuda"), size=2)
+    check_graphs(on, world)
+    for sharding, training, reason in (
+        ({"group_size": 1}, {}, "sharding.group_size is set"),
+        ({"exchange": "rows"}, {}, "sharding.exchange is rows"),
+        ({}, {"batch_size": 41}, "training.batch_size, 41, is no multiple of the number of processes, 2"),
+        ({}, {"accumulate": 2}, "training.accumulate is 2"),
+    ):
+        changed = configured(folder, "refused", **SPREAD | sharding).with_training(cuda_graph="always", **training)
         with pytest.raises(ConfigError, match=re.escape(reason)):
-            capture(None, torch.nn.Linear(1, 1), optimizer, config, load_dataset(config.data), world)
+            check_graphs(changed, world)
 
 
 def losses(folder: Path, name: str) -> list[float]:
