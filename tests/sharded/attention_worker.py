@@ -62,7 +62,7 @@ class Case:
         replicate_below: rows of tables that every rank reads whole.
         parts: first samples of each rank of two.
         optimizer: of the tables.
-        ids: "any"; "low": all items lie in the first half of the table, on one rank; "one tag": the samples of the first
+        ids: "any"; "low": all items lie in the first half of the table, on one rank; "one tag": samples of the first
             rank have one in the first batch, all others any number.
         num_queries: of the model.
         bags: "sum" or "mean" of users, with one id a sample, tags, with any number, and cities, a small table, beside.
