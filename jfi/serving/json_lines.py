@@ -6,7 +6,7 @@ import threading
 from typing import BinaryIO
 
 from jfi.serving.batcher import Batcher
-from jfi.serving.requests import BadRequestError, parse
+from jfi.serving.requests import BadRequestError
 from jfi.serving.scorer import Scorer
 
 
@@ -41,7 +41,7 @@ async def answer_lines(
         try:
             if len(line) > max_body:
                 raise BadRequestError(f"a line must be at most {max_body} bytes")
-            return {"scores": await batcher.score(scorer.reader(parse(line)))}
+            return {"scores": await batcher.score(scorer.reader.read(line))}
         except BadRequestError as fault:
             return {"error": str(fault)}
         except Exception as error:

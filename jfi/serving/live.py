@@ -80,7 +80,7 @@ class Live:
         """
         with self.now as loaded:
             if len(body) < LARGE:
-                request = loaded.scorer.reader(parse(body))
+                request = loaded.scorer.reader.read(body)
             else:
                 try:
                     async with asyncio.timeout_at(deadline):

@@ -10,8 +10,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jfi.encoding import HashBuckets, Vocabulary, age_buckets, cross, quantile_ids, standardize
+from jfi.encoding import UNKNOWN, HashBuckets, age_buckets, cross, quantile_ids, standardize
+from jfi.serving import columns
+from jfi.serving.columns import Column, Rows
 from jfi.serving.history_policy import RequestPolicy
+from jfi.serving.known import KnownValues
 from jfi.serving.large_json import Cut
 from jfi.serving.schema import MAX_VALUES, TYPES, Field, Limits, Schema
 from jfi.serving.values import (
@@ -21,6 +24,7 @@ from jfi.serving.values import (
     check_names,
     check_rows,
     columns_of,
+    listed,
     numbers,
     refuse,
     shown,
@@ -96,8 +100,8 @@ class RequestReader:
         self.schema, self.limits, self._policy, self._answer = schema, limits, policy, answer
         #: Fields of an event that the policy reads, beside its age; the model may read them too.
         self._of_policy = [] if schema.policy is None else schema.policy.fields()
-        self._known: dict[str, Vocabulary | HashBuckets] = {
-            column: Vocabulary(values) for column, values in schema.vocabularies.items()
+        self._known: dict[str, KnownValues | HashBuckets] = {
+            column: KnownValues(values) for column, values in schema.vocabularies.items()
         }
         for one in schema.user + schema.candidate + schema.event:
             if one.kind in ("category", "categories", "slots", "cross") and one.num_buckets:
@@ -109,6 +113,12 @@ class RequestReader:
         }
         self._parts = ["user", "history", "candidates"] if schema.event else ["user", "candidates"]
         self._parts += [] if schema.codec is None else [CODEC]
+        #: The lists of rows whose values are read where they are, by the names of their fields.
+        self._plain = {"candidates": self._names["candidate"]} | (
+            {"history": self._names["event"]} if schema.event else {}
+        )
+        if any(one.kind in ("categories", "slots") for one in schema.candidate + schema.event):
+            self._plain = {}
 
     def _fields(self) -> dict[str, list[Field]]:
         """By part of the schema the fields of a request, some of them twice."""
@@ -132,8 +142,25 @@ class RequestReader:
             "answer": {"scores": f"a {self._answer} for each candidate, in the order of the request"},
         }
 
+    def read(self, body: bytes) -> Request:
+        """Parses and encodes a request, a plain one without an object for each value.
+
+        Raises:
+            BadRequestError: not JSON, or a fault, with its place.
+        """
+        if self._plain:
+            try:
+                if (found := columns.read(body, self._plain)) is not None:
+                    return self(found)
+            except (ValueError, RecursionError):  # what is wrong, is said below
+                pass
+        return self(parse(body))
+
     def __call__(self, request: object) -> Request:
         """Encodes a parsed request.
+
+        Args:
+            request: of `parse`, or of `columns.read`.
 
         Raises:
             BadRequestError: a fault, with its place.
@@ -164,10 +191,10 @@ class RequestReader:
         ids, counts = user.ids | candidate.ids | event.ids, user.counts | candidate.counts
         return Request(ids, counts, event.ages, dense, num_events, len(candidates), weights)
 
-    def _encode_rows(self, part: str, rows: list, place: Place) -> "_Encoded":
+    def _encode_rows(self, part: str, rows: list | Rows, place: Place) -> "_Encoded":
         return self._encode(getattr(self.schema, part), columns_of(rows, self._names[part], place), place)
 
-    def _encode_history(self, history: list, dropped: int) -> "tuple[_Encoded, int, np.ndarray | None]":
+    def _encode_history(self, history: list | Rows, dropped: int) -> "tuple[_Encoded, int, np.ndarray | None]":
         """The events that the policy keeps, their number and their weights, if any."""
         if not history:
             none = np.zeros(0, np.int64)
@@ -181,6 +208,7 @@ class RequestReader:
         if policy is None:
             return self._encode(self.schema.event, columns, place), len(history), None
         fields, age = self.schema.policy, next(one for one in self.schema.event if one.kind == "age")
+        columns = {name: listed(values) for name, values in columns.items()}
         for one in (age, *self._of_policy):  # from here on these are checked
             values = columns[one.name]
             if one.kind == "category":
@@ -199,19 +227,30 @@ class RequestReader:
         encoded = _Encoded()
         for one in fields:
             if one.kind == "cross":  # of fields that are checked before, since they come first
-                parts = [[None if value is None else str(value) for value in columns[name]] for name in one.columns]
+                parts = [
+                    [None if value is None else str(value) for value in listed(columns[name])] for name in one.columns
+                ]
                 encoded.ids[one.keys[0]] = self._known[one.name].ids(cross(*parts))
                 continue
             values = columns[one.name]
             if one.kind == "category":
-                encoded.ids[one.keys[0]] = self._known[one.name].ids(texts(one, values, place))
+                encoded.ids[one.keys[0]] = self._ids(one, values, place)
             elif one.kind == "sid":
-                encoded.ids[one.keys[0]] = sids(one, values, place)
+                encoded.ids[one.keys[0]] = sids(one, listed(values), place)
             elif one.kind in ("categories", "slots"):
                 self._lists(encoded, one, values, place)
             else:
                 _add_numbers(encoded, one, values, place)
         return encoded
+
+    def _ids(self, one: Field, values: Values, place: Place) -> np.ndarray:
+        """`[N]` ids of a category."""
+        known = self._known[one.name]
+        if isinstance(values, Column) and isinstance(known, KnownValues) and known.num_words:
+            if (found := values.words(known.num_words)) is not None:
+                words, may_be_known = found
+                return np.where(may_be_known, known.ids_of_words(words), UNKNOWN)
+        return known.ids(texts(one, listed(values), place))
 
     def _lists(self, encoded: "_Encoded", one: Field, values: Values, place: Place) -> None:
         valid = [type(value) is list and set(map(type, value)) <= {str, int} for value in values]
@@ -231,7 +270,7 @@ class RequestReader:
             encoded.counts[one.keys[0]] = np.array([len(value) for value in lists], np.int64)
 
 
-def _dropped(rows: list) -> int:
+def _dropped(rows: list | Rows) -> int:
     """How many rows were before these in the request."""
     return rows.dropped if isinstance(rows, Cut) else 0
 

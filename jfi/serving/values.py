@@ -8,12 +8,13 @@ import numpy as np
 import torch
 
 from jfi.encoding import LARGEST_NUMBER
+from jfi.serving.columns import Column, Rows
 from jfi.serving.schema import TYPES, Field
 from jfi.sid.packing import UNKNOWN_SID, Layout
 from jfi.suggest import suggest
 
-#: Values of a field, row by row; an array of those that `numbers` has checked.
-Values = Sequence[object] | np.ndarray
+#: Values of a field, row by row: as JSON has them, still in the body, or an array of those that `numbers` has checked.
+Values = Sequence[object] | Column | np.ndarray
 #: From the index of a row to its place in the request, for messages.
 Place = Callable[[int], str]
 _INTEGER = re.compile(r"-?[0-9]{1,19}")
@@ -24,15 +25,17 @@ class BadRequestError(ValueError):
     """A fault in a request, as one line that names the field."""
 
 
-def check_rows(name: str, rows: object) -> list:
-    """The candidates or the events, a list."""
-    if not isinstance(rows, list):
+def check_rows(name: str, rows: object) -> list | Rows:
+    """The candidates or the events."""
+    if not isinstance(rows, list | Rows):
         raise BadRequestError(f"{name} must be a list of objects, got {shown(rows)}")
     return rows
 
 
-def columns_of(rows: list, names: Sequence[str], place: Place) -> dict[str, Values]:
+def columns_of(rows: list | Rows, names: Sequence[str], place: Place) -> dict[str, Values]:
     """The values of each field; every row must be an object with these fields alone."""
+    if isinstance(rows, Rows):
+        return rows.columns
     try:
         if set(map(len, rows)) == {len(names)}:
             if len(names) < 2:
@@ -58,6 +61,11 @@ def check_names(place: str, given: dict, known: Iterable[str]) -> None:
             raise BadRequestError(f"{place} lacks the field '{name}'")
 
 
+def listed(values: Values) -> Sequence[object] | np.ndarray:
+    """Values that are out of the body."""
+    return values.values() if isinstance(values, Column) else values
+
+
 def take(values: Values, rows: np.ndarray, places: list[int]) -> Values:
     """The values of some rows, at least one, which are given as an array and as a list."""
     if isinstance(values, np.ndarray):
@@ -65,7 +73,9 @@ def take(values: Values, rows: np.ndarray, places: list[int]) -> Values:
     return itemgetter(*places)(values) if len(places) > 1 else [values[places[0]]]
 
 
-def texts(one: Field, values: Values, place: Place, only_equality: bool = False) -> Sequence[str | int | None]:
+def texts(
+    one: Field, values: Sequence[object], place: Place, only_equality: bool = False
+) -> Sequence[str | int | None]:
     """The values of a category as texts; where only their equality is asked for, integers may stay."""
     kinds = set(map(type, values))
     if not kinds <= _TEXTS:
@@ -77,6 +87,9 @@ def texts(one: Field, values: Values, place: Place, only_equality: bool = False)
 
 def numbers(one: Field, values: Values, place: Place) -> np.ndarray:
     """`[N]` float64, NaN where missing."""
+    if isinstance(values, Column):
+        found = values.integers()
+        values = values.values() if found is None else found
     if isinstance(values, np.ndarray):
         return values
     types = {int, float} if one.kind == "age" else {int, float, type(None)}
@@ -98,7 +111,7 @@ def numbers(one: Field, values: Values, place: Place) -> np.ndarray:
     return found
 
 
-def sids(one: Field, values: Values, place: Place) -> np.ndarray:
+def sids(one: Field, values: Sequence[object], place: Place) -> np.ndarray:
     """Semantic IDs, -1 for null; their digits must be in the range of the codec's."""
     found = [_as_int64(value) for value in values]
     if None in found:
