@@ -1,7 +1,7 @@
 """Ids of the known values of a column, looked up many at a time.
 
-A dict of a million texts costs four cache misses a value, one after the other: 0.8 µs. Here the bytes of a value and its
-id lie side by side in a hash table of NumPy, whose rows are read for all values of a request at once.
+A dict of a million texts costs four cache misses a value, one after the other: 0.8 µs. Here the bytes of a value and
+its id lie side by side in a hash table of NumPy, whose rows are read for all values of a request at once.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from jfi.encoding import UNKNOWN, Vocabulary, mix
 #: Bytes of the longest value that a table holds; a vocabulary with a longer one keeps its dict.
 MOST_BYTES = 32
 WORD = 8
-_FOLLOWING = np.arange(8)
+_FOLLOWING = np.arange(4)
 #: Slots of a small table, most of which are free, so that nearly all values are in their home.
 _SPARSE = 2**16
 #: By a number of bytes, the mask of the first ones of a little-endian word.
@@ -39,7 +39,7 @@ class KnownValues(Vocabulary):
         if words is None:
             return
         self.num_words = words.shape[1]
-        self._size = max(2 * len(words), min(16 * len(words), _SPARSE))
+        self._size = max(4 * len(words), min(16 * len(words), _SPARSE))
         # Linear probing, all at once: in the order of their home each takes it or the next free slot.
         home = self._home(words)
         order = np.argsort(home, kind="stable")

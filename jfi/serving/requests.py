@@ -247,8 +247,8 @@ class RequestReader:
         """`[N]` ids of a category."""
         known = self._known[one.name]
         if isinstance(values, Column) and isinstance(known, KnownValues) and known.num_words:
-            if (found := values.words(known.num_words)) is not None:
-                words, may_be_known = found
+            words, may_be_known = values.words(known.num_words)
+            if words is not None:
                 return np.where(may_be_known, known.ids_of_words(words), UNKNOWN)
         return known.ids(texts(one, listed(values), place))
 
