@@ -43,10 +43,10 @@ class Batcher:
     def __init__(self, score: Score, max_batch: int, max_wait: float = 0.0, observe: Observe = lambda *_: None) -> None:
         self._score, self._max_batch, self._max_wait, self._observe = score, max_batch, max_wait, observe
         self._waiting: deque[_Waiting] = deque()
-        self._arrived = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "score")
         self._loop = asyncio.get_running_loop()
-        self._task = asyncio.create_task(self._run())
+        #: Whether a call runs, and what ends the wait for more requests.
+        self._calling, self._timer = False, None
 
     def __len__(self) -> int:
         """The requests that wait for a call."""
@@ -66,7 +66,7 @@ class Batcher:
         """
         waiting = _Waiting(request, self._loop.create_future())
         (self._waiting.appendleft if first else self._waiting.append)(waiting)
-        self._arrived.set()
+        self._begin()
         alarm = None if deadline is None else self._loop.call_at(deadline, self._give_up, waiting)
         try:
             scores = await waiting.answer
@@ -76,7 +76,7 @@ class Batcher:
             if waiting in self._waiting:  # the client has left
                 self._waiting.remove(waiting)
         lists = scores.values() if isinstance(scores, dict) else [scores]  # by label, of a model of several
-        if not all(all(map(math.isfinite, one)) for one in lists):
+        if not all(math.isfinite(sum(one)) for one in lists):  # no sum of float32 leaves float64's range
             raise BadRequestError("the scores are not finite: a number of the request is too large for the model")
         return scores
 
@@ -87,23 +87,43 @@ class Batcher:
 
     async def close(self) -> None:
         """Stops the batcher; call it when no request is waiting."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        if self._timer is not None:
+            self._timer.cancel()
         # A call whose clients have all left may still run.
         await asyncio.to_thread(self._thread.shutdown)
 
-    async def _run(self) -> None:
-        while True:
-            self._arrived.clear()
-            if not self._waiting:
-                await self._arrived.wait()
-            if self._max_wait and self._candidates() < self._max_batch:
-                await asyncio.sleep(self._max_wait)
-            batch = self._take()
-            if batch and not await self._answer(batch) and len(batch) > 1:
-                # Score each request alone, so that one that fails does not fail the others.
-                for waiting in batch:
-                    await self._answer([waiting])
+    def _begin(self) -> None:
+        """Starts the next call, or the wait for more requests, unless a call runs."""
+        if self._calling or not self._waiting:
+            return
+        if self._max_wait and self._candidates() < self._max_batch:
+            if self._timer is None:
+                self._timer = self._loop.call_later(self._max_wait, self._call)
+        else:
+            self._call()
+
+    def _call(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if batch := self._take():
+            self._calling = True
+            self._thread.submit(self._in_thread, [batch])
+
+    def _in_thread(self, batches: list[list[_Waiting]]) -> None:
+        """Scores batches one after the other; if one fails, each of its requests alone, so that it fails no other."""
+        while batches:
+            batch = batches.pop(0)
+            requests, start, answers, error = [one.request for one in batch], time.perf_counter(), None, None
+            try:
+                answers = self._score(requests)
+            except Exception as fault:
+                error = fault
+                if len(batch) > 1:
+                    batches[:0] = [[one] for one in batch]
+            # Straight to those who wait: a future of the thread's would be a turn of the loop more.
+            spent = time.perf_counter() - start
+            self._loop.call_soon_threadsafe(self._answer, batch, answers, error, spent, not batches)
 
     def _candidates(self) -> int:
         return sum(waiting.request.num_candidates for waiting in self._waiting)
@@ -123,17 +143,17 @@ class Batcher:
                 batch.append(first)
         return batch
 
-    async def _answer(self, batch: list[_Waiting]) -> bool:
-        """Scores a batch; returns whether the call succeeded. A batch of one gets the exception as its answer."""
-        requests, start = [one.request for one in batch], time.perf_counter()
-        try:
-            scores = await self._loop.run_in_executor(self._thread, self._score, requests)
-        except Exception as error:
-            if len(batch) == 1 and not batch[0].answer.done():
-                batch[0].answer.set_exception(error)
-            return False
-        self._observe(len(batch), sum(one.num_candidates for one in requests), time.perf_counter() - start)
-        for waiting, answer in zip(batch, scores, strict=True):
-            if not waiting.answer.done():
-                waiting.answer.set_result(answer)
-        return True
+    def _answer(
+        self, batch: list[_Waiting], answers: list[Answer] | None, error: Exception | None, seconds: float, last: bool
+    ) -> None:
+        """Passes on the answers of a call, or its error to the only one who waits for it."""
+        if answers is not None:
+            self._observe(len(batch), sum(one.request.num_candidates for one in batch), seconds)
+            for waiting, answer in zip(batch, answers, strict=True):
+                if not waiting.answer.done():
+                    waiting.answer.set_result(answer)
+        elif len(batch) == 1 and not batch[0].answer.done():
+            batch[0].answer.set_exception(error)
+        if last:
+            self._calling = False
+            self._begin()

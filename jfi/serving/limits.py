@@ -62,20 +62,21 @@ class Bodies:
             raise web.HTTPRequestEntityTooLarge(self.max_body, request.content_length)
         if self.arriving >= self.most:
             raise FullError("bodies")
-        body = bytearray()
+        chunks, size = [], 0
         self.arriving += 1
         try:
             async with asyncio.timeout(self.seconds):
                 async for chunk in request.content.iter_any():
-                    body += chunk
+                    chunks.append(chunk)
+                    size += len(chunk)
                     self._bytes += len(chunk)
-                    if len(body) > self.max_body:
-                        raise web.HTTPRequestEntityTooLarge(self.max_body, len(body))
+                    if size > self.max_body:
+                        raise web.HTTPRequestEntityTooLarge(self.max_body, size)
                     if self._bytes > self.most_bytes:
                         raise FullError("bodies")
         except TimeoutError:
             raise web.HTTPRequestTimeout(text=f"the body did not arrive within {self.seconds:g} s") from None
         finally:
             self.arriving -= 1
-            self._bytes -= len(body)
-        return bytes(body)
+            self._bytes -= size
+        return b"".join(chunks)
