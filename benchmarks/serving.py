@@ -5,26 +5,27 @@ python -m benchmarks.serving --artifact ARTIFACT
 """
 
 import argparse
-import asyncio
 import itertools
 import json
+import os
 import random
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import aiohttp
 import numpy as np
 import torch
 from torchrec import EmbeddingCollection, EmbeddingConfig
 
 from benchmarks import report
+from benchmarks.http_client import Client
 from benchmarks.run import Rates
 from jfi.models import SequenceDLRM
 from jfi.modules import KeyBias, SequenceFeatureConfig
@@ -53,6 +54,16 @@ class Shape:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m benchmarks.serving", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add_artifact_options(parser)
+    parser.add_argument("--large", type=int, nargs=2, default=(2000, 1000), help="history and candidates of a request")
+    parser.add_argument("--small", type=int, nargs=2, default=(200, 100), help="those of the other kind of request")
+    parser.add_argument("--clients", type=int, default=16, help="at a time, for requests a second")
+    parser.add_argument("--seconds", type=float, default=2.5, help="on each figure")
+    return parser.parse_args()
+
+
+def add_artifact_options(parser: argparse.ArgumentParser) -> None:
+    """What is served, and where the results go."""
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--artifact", type=Path, help="of examples/export.py; its requests have random values")
     which.add_argument("--synthetic", action="store_true", help="a model with random weights")
@@ -60,33 +71,30 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tables", default="float32", help="float32 or int8, with --synthetic")
     parser.add_argument("--tables-device", help="where the tables lie (default: as the model)")
     parser.add_argument("--items", type=int, default=1_000_000, help="with --synthetic")
-    parser.add_argument("--large", type=int, nargs=2, default=(2000, 1000), help="history and candidates of a request")
-    parser.add_argument("--small", type=int, nargs=2, default=(200, 100), help="those of the other kind of request")
-    parser.add_argument("--clients", type=int, default=16, help="at a time, for requests a second")
-    parser.add_argument("--seconds", type=float, default=2.5, help="on each figure")
-    parser.add_argument("--out", type=Path, help="folder of serving.json (default: benchmarks/results/<device>)")
+    parser.add_argument("--out", type=Path, help="folder of the results (default: benchmarks/results/<device>)")
     parser.add_argument("--commit", help="to record where the checkout is no git repository")
-    return parser.parse_args()
 
 
-def synthetic(path: Path, items: int, device: str, tables: str, shape: Shape) -> None:
-    """Exports an untrained model: its scores are noise, its latency is not."""
+def synthetic(path: Path, items: int, device: str, tables: str, shape: Shape, light: bool = False) -> None:
+    """Exports an untrained model: its scores are noise, its latency is not. A light one pools by the mean."""
     torch.manual_seed(0)
+    width = 8 if light else 64
     sizes = {"item": items, "category": 1000, "rating": 6}
     configs = [
         EmbeddingConfig(
             name=name,
-            embedding_dim=64,
+            embedding_dim=width,
             num_embeddings=rows,
             feature_names=[f"history_{name}"] if name == "rating" else [name, f"history_{name}"],
         )
         for name, rows in sizes.items()
     ]
     histories = [f"history_{name}" for name in sizes]
-    taste = SequenceFeatureConfig("taste", histories, ["item", "category"], bias=KeyBias("history_age"))
-    model = SequenceDLRM(
-        None, EmbeddingCollection(tables=configs), [taste], 1, [512, 256, 64], [512, 256, 1], num_heads=4
-    )
+    bias = None if light else KeyBias("history_age")
+    taste = SequenceFeatureConfig("taste", histories, ["item", "category"], bias=bias)
+    sizes_of_layers = ([16, width], [16, 1]) if light else ([512, 256, width], [512, 256, 1])
+    pooling = {"pooling": "mean"} if light else {"num_heads": 4}
+    model = SequenceDLRM(None, EmbeddingCollection(tables=configs), [taste], 1, *sizes_of_layers, **pooling)
     schema = Schema(
         user=[],
         candidate=[Field(name, "category", [name]) for name in ("item", "category")],
@@ -137,7 +145,7 @@ def percentiles(times: list[float]) -> dict[str, float]:
 
 def in_process(scorer: Scorer, shape: Shape, bodies: list[bytes], seconds: float) -> list[dict]:
     """The dense part alone, what surrounds it, and the same candidates with the history read for each."""
-    requests = [scorer.reader(parse(body)) for body in bodies]
+    requests = [scorer.reader.read(body) for body in bodies]
     inputs = [batch_inputs([request], scorer.inputs, scorer.tables, scorer.device) for request in requests]
 
     def dense(i: int) -> None:
@@ -156,17 +164,19 @@ def in_process(scorer: Scorer, shape: Shape, bodies: list[bytes], seconds: float
     measured = {
         "dense part": timed(dense, seconds),
         "request to scores": timed(lambda i: scorer.score([requests[i % BODIES]]), seconds),
-        "reading of JSON": timed(lambda i: scorer.reader(parse(bodies[i % BODIES])), seconds),
+        "reading of JSON": timed(lambda i: scorer.reader.read(bodies[i % BODIES]), seconds),
         "history read once a candidate": timed(apart, seconds / 4),
     }
     return [{"case": shape.name, "measured": name, **row} for name, row in measured.items()]
 
 
 @contextmanager
-def server(path: Path, *options: object):
-    """examples/serve.py in a process of its own; gives its address."""
-    command = [sys.executable, "-u", "examples/serve.py", "--artifact", path, "--port", 0, *options]
-    process = subprocess.Popen(list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+def server(path: Path, *options: object, command: Sequence[str] = ("examples/serve.py",)):
+    """examples/serve.py, or another command with its options, in a process of its own; gives its address."""
+    whole = [sys.executable, "-u", *command, "--artifact", path, "--port", 0, *options]
+    # This checkout's jfi, whichever is installed: a script finds modules in its own folder.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.getenv("PYTHONPATH")])])}
+    process = subprocess.Popen(list(map(str, whole)), cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment)
     try:
         for line in process.stdout:
             if found := re.search(r"http://[\w.]+:\d+", line):
@@ -177,28 +187,27 @@ def server(path: Path, *options: object):
         process.wait()
 
 
-async def load(address: str, bodies: list[bytes], clients: int, seconds: float) -> dict:
-    """Clients on loopback, each with one request after the other."""
-    statuses, times = {}, []
+def load(address: str, bodies: list[bytes], clients: int, seconds: float) -> dict:
+    """Clients on loopback, each in a thread, with one request after the other."""
     order = itertools.cycle(bodies)
 
-    async def client(session: aiohttp.ClientSession, end: float) -> None:
-        while time.perf_counter() < end:
-            start = time.perf_counter()
-            async with session.post(f"{address}/score", data=next(order)) as answer:
-                await answer.read()
-            times.append((time.perf_counter() - start) * 1e6)
-            statuses[answer.status] = statuses.get(answer.status, 0) + 1
+    def client(end: float) -> list[tuple[int, float]]:
+        """Status and microseconds of each request."""
+        found = []
+        with Client(address) as connection:
+            while time.perf_counter() < end:
+                status, _, before, after = connection.request("/score", next(order))
+                found.append((status, (after - before) / 1e3))
+        return found
 
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        await asyncio.gather(*(client(session, 0.5 + time.perf_counter()) for _ in range(clients)))  # warm-up
-        statuses.clear(), times.clear()
+    with ThreadPoolExecutor(clients) as threads:
+        list(threads.map(client, [0.5 + time.perf_counter()] * clients))  # warm-up
         start = time.perf_counter()
-        await asyncio.gather(*(client(session, start + seconds) for _ in range(clients)))
+        found = list(itertools.chain(*threads.map(client, [start + seconds] * clients)))
         spent = time.perf_counter() - start
-    if set(statuses) != {200}:
+    if (statuses := {status for status, _ in found}) != {200}:
         raise RuntimeError(f"answers other than 200: {statuses}")
-    return {"clients": clients, "requests_per_second": len(times) / spent, **percentiles(times)}
+    return {"clients": clients, "requests_per_second": len(found) / spent, **percentiles([time for _, time in found])}
 
 
 def main() -> int:
@@ -221,7 +230,7 @@ def main() -> int:
             limits += ["--tables-device", options.tables_device]
         with server(path, *limits) as address:
             for shape, clients in itertools.product(shapes, (1, options.clients)):
-                measured = asyncio.run(load(address, bodies[shape], clients, options.seconds))
+                measured = load(address, bodies[shape], clients, options.seconds)
                 rows.append({"case": shape.name, "measured": "HTTP on loopback", **measured})
     where = report.environment(scorer.device, Rates(), options.commit)
     where |= {key: scorer.info[key] for key in ("tables", "table_sizes", "embedding_dim")}

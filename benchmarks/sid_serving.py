@@ -12,7 +12,6 @@ timed in this process (dense part, request to scores, reading of JSON) and over 
 """
 
 import argparse
-import asyncio
 import json
 import random
 import resource
@@ -130,7 +129,7 @@ def main() -> None:
             with server(path, *limits, "--queue", 2 * options.clients) as address:
                 for shape in shapes:
                     for clients in (1, options.clients):
-                        found = asyncio.run(load(address, bodies[shape], clients, options.seconds))
+                        found = load(address, bodies[shape], clients, options.seconds)
                         size = sum(map(len, bodies[shape])) / BODIES
                         rows.append(
                             {**common, "case": shape.name, "measured": "HTTP", "request_kb": size / 1e3, **found}

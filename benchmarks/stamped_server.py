@@ -1,102 +1,105 @@
-"""examples/serve.py with time stamps, for benchmarks/serving_stages.py: the same server, which says where its time went.
+"""examples/serve.py with time stamps: the same server, which says where the time of a request went.
 
-python -m benchmarks.stamped_server --artifact ARTIFACT --port 0     options as of examples/serve.py
+python -m benchmarks.stamped_server --artifact ARTIFACT --port 0     with the options of examples/serve.py
 
-GET /stages answers the stamps of each request since the last time: [[name, wall ns, CPU ns of the thread, thread], ...].
-Requests come one at a time. Stamps are of CLOCK_MONOTONIC, which a client on the same machine can compare with its own.
+GET /stages answers the stamps of each request to /score since the last time, in their order: the name of what has just
+ended, nanoseconds of CLOCK_MONOTONIC, which is the same in all processes of a machine, nanoseconds of CPU that the
+thread has used, and the thread. Requests must come one at a time. On a GPU the look-up and the model are waited for.
 """
 
-import functools
 import runpy
 import sys
 import threading
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import torch
 from aiohttp import web
 
-from jfi.serving import scorer, server
+from jfi.serving import columns, server
 from jfi.serving.batcher import Batcher
 from jfi.serving.limits import Bodies
-from jfi.serving.requests import RequestReader
+from jfi.serving.scorer import Scorer
 
 SERVE = Path(__file__).parents[1] / "examples/serve.py"
 
 
 class Stamps:
-    """Those of the request that is being answered, and of all before it."""
+    """Those of the request that is being answered, and of the ones before it."""
 
     def __init__(self) -> None:
-        self.requests: list[list[tuple]] = []
-        self._now: list[tuple] = []
+        self._requests: list[list[tuple[str, int, int, int]]] = []
+        self._now: list[tuple[str, int, int, int]] = []
 
     def add(self, name: str) -> None:
         self._now.append((name, time.perf_counter_ns(), time.thread_time_ns(), threading.get_ident()))
 
-    def after(self, owner: object, method: str, name: str, before: str | None = None) -> None:
-        """Stamps the end of a function, and its beginning if that has a name too."""
-        function = getattr(owner, method)
+    def after(self, function: Callable, name: str, before: str | None = None, wait: bool = False) -> Callable:
+        """The function, with a stamp at its end, and one at its beginning if that has a name.
 
-        @functools.wraps(function)
+        Args:
+            function: that is called.
+            name, before: of the stamps.
+            wait: whether a GPU's work is waited for.
+        """
+
         def call(*args: object, **kwargs: object) -> object:
             if before:
                 self.add(before)
             result = function(*args, **kwargs)
+            if wait and torch.cuda.is_initialized():
+                torch.cuda.synchronize()
             self.add(name)
             return result
 
-        @functools.wraps(function)
-        async def call_async(*args: object, **kwargs: object) -> object:
-            if before:
-                self.add(before)
+        return call
+
+    def after_awaited(self, function: Callable[..., Awaitable], name: str) -> Callable[..., Awaitable]:
+        async def call(*args: object, **kwargs: object) -> object:
             result = await function(*args, **kwargs)
             self.add(name)
             return result
 
-        import inspect
+        return call
 
-        setattr(owner, method, call_async if inspect.iscoroutinefunction(function) else call)
+    def on(self, scorer: Scorer) -> None:
+        """Stamps the parts of a scorer."""
+        scorer.reader.read = self.after(scorer.reader.read, "values")
+        scorer.tables = self.after(scorer.tables, "look-up", before="arrays", wait=True)
+        scorer.package = self.after(scorer.package, "model", before="inputs", wait=True)
+        scorer.score = self.after(scorer.score, "scores", before="to the thread")
 
     @web.middleware
-    async def middleware(self, request: web.Request, handler: object) -> web.StreamResponse:
+    async def middleware(self, request: web.Request, handler: Callable) -> web.StreamResponse:
         if request.path != "/score":
             return await handler(request)
         self._now = []
         self.add("headers")
         answer = await handler(request)
         self.add("answer")
-        self.requests.append(self._now)
+        self._requests.append(self._now)
         return answer
 
     async def give(self, _: web.Request) -> web.Response:
-        found, self.requests = self.requests, []
+        found, self._requests = self._requests, []
         return web.json_response(found)
 
 
 def main() -> None:
-    stamps = Stamps()
-    stamps.after(Bodies, "receive", "body")
-    stamps.after(RequestReader, "read", "encoded")
-    stamps.after(Batcher, "score", "resumed")
-    stamps.after(scorer.Scorer, "score", "scored", "thread")
-    stamps.after(scorer, "batch_inputs", "inputs")
-    make = server.make_app
+    stamps, make_app = Stamps(), server.make_app
+    Bodies.receive = stamps.after_awaited(Bodies.receive, "body")
+    Batcher.score = stamps.after_awaited(Batcher.score, "from the thread")
+    columns.read = stamps.after(columns.read, "columns")
 
-    def make_app(loaded: scorer.Scorer, **how: object) -> web.Application:
-        package = loaded.package
-
-        def model(*inputs: object) -> object:
-            out = package(*inputs)
-            stamps.add("model")
-            return out
-
-        loaded.package = model
-        app = make(loaded, **how)
+    def make_stamped_app(scorer: Scorer, **options: object) -> web.Application:
+        stamps.on(scorer)
+        app = make_app(scorer, **options)
         app.middlewares.insert(0, stamps.middleware)
         app.router.add_get("/stages", stamps.give)
         return app
 
-    server.make_app = make_app
+    server.make_app = make_stamped_app
     sys.argv[0] = str(SERVE)
     runpy.run_path(str(SERVE), run_name="__main__")
 
