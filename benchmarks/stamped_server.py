@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from aiohttp import web
 
-from jfi.serving import columns, server
+from jfi.serving import requests, server
 from jfi.serving.batcher import Batcher
 from jfi.serving.limits import Bodies
 from jfi.serving.scorer import Scorer
@@ -90,7 +90,7 @@ def main() -> None:
     stamps, make_app = Stamps(), server.make_app
     Bodies.receive = stamps.after_awaited(Bodies.receive, "body")
     Batcher.score = stamps.after_awaited(Batcher.score, "from the thread")
-    columns.read = stamps.after(columns.read, "columns")
+    requests.read_plain = stamps.after(requests.read_plain, "columns")
 
     def make_stamped_app(scorer: Scorer, **options: object) -> web.Application:
         stamps.on(scorer)

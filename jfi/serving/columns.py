@@ -5,7 +5,7 @@ list of rows are found in one pass of NumPy, each must be followed by the name o
 stay in the body until they are looked up.
 
 A body is read here if it is plain: no escapes, all rows with their fields in the same order and with the same spaces,
-no lists in rows and no comma in a value. `read` gives None for any other, which may still be right, so that
+no lists in rows and no comma in a value. `read_plain` gives None for any other, which may still be right, so that
 `json.loads` decides: what is read here is what it would read, and faults are its to name.
 """
 
@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jfi.serving.known import FIRST_BYTES, WORD
+from jfi.encoding import UNKNOWN
+from jfi.serving.known import FIRST_BYTES, WORD, KnownValues
 
 _QUOTE, _COMMA, _END, _SPACE = b'",} '
 _NULL = b"null"
@@ -46,6 +47,8 @@ class Column:
 
     def __init__(self, text: _Text, start: np.ndarray, end: np.ndarray, texts: np.ndarray) -> None:
         self._text, self._start, self._end, self._texts = text, start, end, texts
+        #: `[N]` int64, if they have been looked up.
+        self.ids: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self._start)
@@ -66,27 +69,38 @@ class Column:
             raise ValueError("lists in a row")
         return values
 
-    def words(self, num_words: int) -> tuple[np.ndarray | None, np.ndarray]:
+    def words(self, num_words: int) -> tuple[np.ndarray, np.ndarray] | None:
         """Texts, integers and null as `KnownValues.ids_of_words` takes them; None if there are other values.
 
         Returns:
             `[N, num_words]` words, of an integer its digits, and `[N]` bool, which values they may be: not null, and
             not too long for so many words.
         """
-        start, length = self._start + self._texts, self._end - self._start - 2 * self._texts
+        all_texts = self._texts.all()
+        quote = 1 if all_texts else self._texts.astype(np.int64)
+        start, length = self._start + quote, self._end - self._start - 2 * quote
         words, last = np.empty((len(start), num_words), np.uint64), len(self._text.words) - 1
         for i in range(num_words):
             # A place beyond the body is one beyond the value, of which nothing is kept.
-            found = self._text.words[np.minimum(start + WORD * i, last)]
-            np.bitwise_and(found, FIRST_BYTES.take(length - WORD * i, mode="clip"), out=words[:, i])
+            found = self._text.words[np.minimum(start + WORD * i, last) if i else start]
+            np.bitwise_and(found, FIRST_BYTES.take(length - WORD * i if i else length, mode="clip"), out=words[:, i])
         known = length <= WORD * num_words
-        if not self._texts.all():
+        if not all_texts:
             null = ~self._texts & (length == len(_NULL)) & (words[:, 0] == _NULL_WORD)
             (numbers,) = (~self._texts & ~null).nonzero()
             if len(numbers) and not _are_integers(words[numbers], length[numbers]):
-                return None, known
+                return None
             known &= ~null
         return words, known
+
+    def check(self) -> None:
+        """Checks that all values are JSON.
+
+        Raises:
+            ValueError, RecursionError: they are not.
+        """
+        if not self._texts.all() and self.integers() is None:
+            self.values()
 
     def integers(self) -> np.ndarray | None:
         """`[N]` float64 of values of at most eight digits; None if there are others."""
@@ -109,10 +123,25 @@ def _are_integers(words: np.ndarray, length: np.ndarray) -> bool:
         return False
     for i in range(words.shape[1]):
         digits = words[:, i] | (_ZEROS & ~FIRST_BYTES.take(length - WORD * i, mode="clip"))
-        if ((digits & _HIGH) != _ZEROS).any() or (((digits + _SIXES) & _HIGH) != _ZEROS).any():
+        if ((digits & (digits + _SIXES) & _HIGH) != _ZEROS).any():  # a half byte of 3, which 6 more leaves at 3
             return False
     leading_zero = (words[:, 0] & FIRST_BYTES[1]) == ord("0")
     return not (leading_zero & (length > 1)).any()
+
+
+def look_up(columns: list[Column], known: KnownValues) -> None:
+    """Gives columns of one vocabulary their ids, where all values are texts, integers or null.
+
+    All together: of small arrays NumPy's calls take longer than their work.
+    """
+    parts = [column.words(known.num_words) for column in columns] if known.num_words else [None]
+    if any(part is None for part in parts):
+        return
+    words, may_be_known = (np.concatenate(part) for part in zip(*parts, strict=True))
+    ids, at = np.where(may_be_known, known.ids_of_words(words), UNKNOWN), 0
+    for column in columns:
+        column.ids = ids[at : at + len(column)]
+        at += len(column)
 
 
 class Rows:
@@ -131,8 +160,13 @@ class Rows:
     def __getitem__(self, which: slice) -> "Rows":
         return Rows({name: column[which] for name, column in self.columns.items()})
 
+    def check(self) -> None:
+        """As `Column.check`."""
+        for column in self.columns.values():
+            column.check()
 
-def read(body: bytes, fields: dict[str, Sequence[str]]) -> dict | None:
+
+def read_plain(body: bytes, fields: dict[str, Sequence[str]]) -> dict | None:
     """The request with the columns of its rows, or None if it is not plain.
 
     Args:
@@ -143,7 +177,7 @@ def read(body: bytes, fields: dict[str, Sequence[str]]) -> dict | None:
         the request, where each of the lists that is not empty has become `Rows`.
 
     Example:
-        >>> found = read(b'{"a": 1, "rows": [{"x": 7, "y": "b"}, {"x": null, "y": "c"}]}', {"rows": ["x", "y"]})
+        >>> found = read_plain(b'{"a": 1, "rows": [{"x": 7, "y": "b"}, {"x": null, "y": "c"}]}', {"rows": ["x", "y"]})
         >>> found["a"], {name: column.values() for name, column in found["rows"].columns.items()}
         (1, {'x': [7, None], 'y': ['b', 'c']})
     """

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jfi.encoding import UNKNOWN, HashBuckets, age_buckets, cross, quantile_ids, standardize
-from jfi.serving import columns
-from jfi.serving.columns import Column, Rows
+from jfi.encoding import HashBuckets, age_buckets, cross, quantile_ids, standardize
+from jfi.serving.columns import Column, Rows, look_up, read_plain
 from jfi.serving.history_policy import RequestPolicy
 from jfi.serving.known import KnownValues
 from jfi.serving.large_json import Cut
@@ -150,7 +149,7 @@ class RequestReader:
         """
         if self._plain:
             try:
-                if (found := columns.read(body, self._plain)) is not None:
+                if (found := read_plain(body, self._plain)) is not None:
                     return self(found)
             except (ValueError, RecursionError):  # what is wrong, is said below
                 pass
@@ -160,7 +159,7 @@ class RequestReader:
         """Encodes a parsed request.
 
         Args:
-            request: of `parse`, or of `columns.read`.
+            request: of `parse`, or of `read_plain`.
 
         Raises:
             BadRequestError: a fault, with its place.
@@ -180,8 +179,11 @@ class RequestReader:
             raise BadRequestError(f"candidates must be at most {self.limits.max_candidates}, got {count}")
         history = check_rows("history", request["history"]) if self.schema.event else []
         dropped = max(0, len(history) - self.limits.max_history)
+        if dropped and isinstance(history, Rows):
+            history[:dropped].check()
         history, dropped = history[dropped:], dropped + _dropped(history)
 
+        self._look_up((self.schema.candidate, candidates), *([] if self._policy else [(self.schema.event, history)]))
         user = self._encode_rows("user", [request["user"]], lambda _: "user")
         candidate = self._encode_rows("candidate", candidates, lambda i: f"candidates[{i}]")
         event, num_events, weights = self._encode_history(history, dropped)
@@ -227,9 +229,7 @@ class RequestReader:
         encoded = _Encoded()
         for one in fields:
             if one.kind == "cross":  # of fields that are checked before, since they come first
-                parts = [
-                    [None if value is None else str(value) for value in listed(columns[name])] for name in one.columns
-                ]
+                parts = [[None if v is None else str(v) for v in listed(columns[name])] for name in one.columns]
                 encoded.ids[one.keys[0]] = self._known[one.name].ids(cross(*parts))
                 continue
             values = columns[one.name]
@@ -243,14 +243,21 @@ class RequestReader:
                 _add_numbers(encoded, one, values, place)
         return encoded
 
+    def _look_up(self, *parts: tuple[list[Field], list | Rows]) -> None:
+        """Looks up the categories of plain rows, those of one vocabulary together."""
+        found: dict[str, list[Column]] = {}
+        for fields, rows in parts:
+            for one in fields if isinstance(rows, Rows) else []:
+                if one.kind == "category" and isinstance(self._known[one.name], KnownValues):
+                    found.setdefault(one.name, []).append(rows.columns[one.name])
+        for name, own in found.items():
+            look_up(own, self._known[name])
+
     def _ids(self, one: Field, values: Values, place: Place) -> np.ndarray:
         """`[N]` ids of a category."""
-        known = self._known[one.name]
-        if isinstance(values, Column) and isinstance(known, KnownValues) and known.num_words:
-            words, may_be_known = values.words(known.num_words)
-            if words is not None:
-                return np.where(may_be_known, known.ids_of_words(words), UNKNOWN)
-        return known.ids(texts(one, listed(values), place))
+        if isinstance(values, Column) and values.ids is not None:
+            return values.ids
+        return self._known[one.name].ids(texts(one, listed(values), place))
 
     def _lists(self, encoded: "_Encoded", one: Field, values: Values, place: Place) -> None:
         valid = [type(value) is list and set(map(type, value)) <= {str, int} for value in values]

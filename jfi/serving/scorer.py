@@ -173,13 +173,13 @@ def group_by_size(requests: list[Request]) -> list[list[int]]:
 
 def batch_inputs(requests: list[Request], inputs: Inputs, tables: Tables, device: torch.device) -> tuple:
     """The arguments of `ScoringModel.forward` for a batch of requests, which is a user each."""
-    numbers = {f"ids/{key}": np.concatenate([request.ids[key] for request in requests]) for key in inputs.keys}
+    numbers = {f"ids/{key}": _joined([request.ids[key] for request in requests]) for key in inputs.keys}
     for key in requests[0].counts:
-        numbers[f"counts/{key}"] = np.concatenate([request.counts[key] for request in requests])
+        numbers[f"counts/{key}"] = _joined([request.counts[key] for request in requests])
     events = np.array([request.num_events for request in requests])
     candidates = np.array([request.num_candidates for request in requests])
     for key in inputs.buckets:
-        numbers[f"buckets/{key}"] = np.concatenate([request.ages for request in requests])
+        numbers[f"buckets/{key}"] = _joined([request.ages for request in requests])
     for name, lengths in (("history", events), ("candidates", candidates)):
         numbers[f"{name}/offsets"] = np.append(0, np.cumsum(lengths))
         numbers[f"{name}/owner"] = np.repeat(np.arange(len(lengths)), lengths)
@@ -192,7 +192,7 @@ def batch_inputs(requests: list[Request], inputs: Inputs, tables: Tables, device
     for key in requests[0].counts:
         counts = on_device[f"counts/{key}"]
         embeddings[key] = torch.segment_reduce(embeddings[key], "sum", lengths=counts, unsafe=True, initial=0)
-    dense = torch.from_numpy(np.concatenate([request.dense for request in requests])).to(device)
+    dense = torch.from_numpy(_joined([request.dense for request in requests])).to(device)
     segments = (on_device[f"{name}/{part}"] for name in ("history", "candidates") for part in _SEGMENTS)
     groups = ({key: embeddings[key] for key in keys} for keys in (inputs.history, inputs.users, inputs.candidates))
     buckets = {key: on_device[f"buckets/{key}"] for key in inputs.buckets}
@@ -200,6 +200,10 @@ def batch_inputs(requests: list[Request], inputs: Inputs, tables: Tables, device
         return *groups, dense, buckets, *segments
     weights = [np.ones(one.num_events, np.float32) if one.weights is None else one.weights for one in requests]
     return *groups, dense, buckets, *segments, torch.from_numpy(np.concatenate(weights)).to(device)
+
+
+def _joined(arrays: list[np.ndarray]) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def _move(numbers: dict[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:

@@ -1,0 +1,136 @@
+"""A request that is read column by column is the request that JSON's parser reads."""
+
+import json
+import random
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from jfi.encoding import Vocabulary
+from jfi.serving import requests
+from jfi.serving.columns import read_plain
+from jfi.serving.known import KnownValues
+from jfi.serving.requests import BadRequestError, Request, RequestReader, parse
+from jfi.serving.schema import Field, Limits, Schema
+
+ITEMS = ["1", "2", "-3", "12345678", "123456789", "", "a b", "x:y", "{é}", "日本語の長い値", "null", "true", "0"]
+SCHEMA = Schema(
+    user=[Field("city", "category", ["city"])],
+    candidate=[Field("item", "category", ["item"]), Field("a long name: of a price", "number", mean=1.0)],
+    event=[
+        Field("item", "category", ["history_item"]),
+        Field("kind", "category", ["history_kind"], num_buckets=7),
+        Field("action", "category", ["history_action"]),
+        Field("both", "cross", ["history_both"], columns=["item", "action"]),
+        Field("seconds", "quantile", ["history_seconds"], edges=[1.0, 5.0]),
+        Field("age", "age", num_buckets=8),
+    ],
+    vocabularies={"city": ["Bonn"], "item": ITEMS, "action": ["v", "b" * 40], "both": ["1\x1fv", "2\x1fv"]},
+)
+READ = RequestReader(SCHEMA, Limits(max_candidates=6, max_history=4))
+
+
+def request(draw: random.Random, odd: float) -> dict:
+    """A request, with odd values in this share of the places."""
+
+    def value(*usual: object) -> object:
+        strange = [None, -3, 12345678901234567890, 1.5, "z" * 70, 'q"', "a,b", "]", "}", [], [1, 2], {}, True, 1e400]
+        return draw.choice(strange if draw.random() < odd else usual)
+
+    def rows(most: int, **of: tuple) -> list[dict]:
+        return [{name: value(*usual) for name, usual in of.items()} for _ in range(draw.randrange(most))]
+
+    items, numbers = (*ITEMS, 1, 2, 12345678, None), (0, 7, 12345678, 123456789, 2.5, 1e-3)
+    return {
+        "user": {"city": value("Bonn")},
+        "history": rows(7, item=items, kind=("k", "ü"), action=("v", "b" * 40), seconds=numbers, age=numbers),
+        "candidates": rows(7, item=items, **{"a long name: of a price": numbers}),
+    }
+
+
+def outcome(read, body: bytes) -> Request | str:
+    try:
+        return read(body)
+    except BadRequestError as error:
+        return str(error)
+
+
+def assert_same(one: Request | str, other: Request | str, body: bytes) -> None:
+    assert type(one) is type(other), (one, other, body)
+    if isinstance(one, str):
+        assert one == other, body
+        return
+    for field in fields(Request):
+        a, b = getattr(one, field.name), getattr(other, field.name)
+        for x, y in [(a, b)] if not isinstance(a, dict) else [(a[key], b[key]) for key in a.keys() | b.keys()]:
+            assert np.array_equal(x, y) and getattr(x, "dtype", None) == getattr(y, "dtype", None), (field.name, body)
+
+
+def test_what_is_read_by_columns_is_what_json_reads(monkeypatch):
+    """Random requests, and the same with bytes changed: equal arrays or the same refusal."""
+    draw, plain, read_so = random.Random(2), [], requests.read_plain
+    pieces = [b"", b'"', b",", b" ", b"0", b"-", b"{", b"]", b'":', b"\\", b"\x00", b"\xff", b"null", b"[]"]
+    monkeypatch.setattr(requests, "read_plain", lambda *args: plain.append(read_so(*args)) or plain[-1])
+    for _ in range(2000):
+        spaces, in_ascii = draw.choice([None, (",", ":")]), draw.random() < 0.3
+        body = bytearray(
+            json.dumps(request(draw, draw.choice([0, 0, 0.05])), separators=spaces, ensure_ascii=in_ascii).encode()
+        )
+        for _ in range(draw.choice([0, 0, 1, 2])):
+            at = draw.randrange(len(body))
+            body[at : at + draw.randrange(3)] = draw.choice(pieces)
+        assert_same(outcome(READ.read, bytes(body)), outcome(lambda body: READ(parse(body)), bytes(body)), body)
+    assert sum(found is not None for found in plain) > 600
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"user": {}, "history": [{"x": 1}], "history": []}',
+        b'{"user": "history", "history": [{"x": 1}]}',
+        b'{"user": {"history": [{"x": 1}]}, "other": 1}',
+        b'{"history": [{"x": "a"b"}, {"x": 1"}]}',
+        b'{"history": [{"x": 1}, {"x": 2}],}',
+        b'{"history": [{"x": 1} {"x": 2}]}',
+        b'{"history": [{"x": 1},{"x": 2}, {"x": 3}]}',
+        b'{"history": [{"x": 1}, {"y": 2}]}',
+        b'{"history": [{"x":  "1"}]}',
+        b'{"history": [{"x": "\\u0031"}]}',
+        b'{"history": [{"x": "\xff"}]}',
+        b'{"history": [{"x": "\t"}]}',
+    ],
+)
+def test_what_is_not_plain_is_left_to_json(body):
+    assert read_plain(body, {"history": ["x"]}) is None
+
+
+def test_rows_that_the_limit_drops_are_json_all_the_same():
+    good = {"item": "1", "kind": "k", "action": "v", "seconds": 1, "age": 2}
+    body = json.dumps(
+        {"user": {"city": None}, "history": [good] * 6, "candidates": [{"item": 1, "a long name: of a price": 1}]}
+    )
+    assert READ.read(body.encode()).num_events == 4
+    with pytest.raises(BadRequestError, match="not JSON"):
+        READ.read(body.replace('"age": 2', '"age": 02', 1).encode())
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [str(i) for i in range(3000)],
+        ["", "a", "12345678", "123456789", "é" * 7, "q" * 32],
+        ["q" * 33, "a"],  # too long for a table
+        ["a\0", "a"],
+        ["\ud800"],
+        [],
+    ],
+    ids=["many", "lengths", "long", "zero byte", "surrogate", "none"],
+)
+def test_a_table_of_known_values_gives_the_ids_of_the_vocabulary(values):
+    draw, known, wanted = random.Random(0), KnownValues(values), Vocabulary(values)
+    strange = [None, "", "a", "a\0", "\0", "\ud800", "q" * 31, "q" * 34, "123456789\0", "99999"]
+    for _ in range(20):
+        asked = [draw.choice([*values, *strange]) for _ in range(draw.randrange(200))]
+        found = known.ids(asked)
+        assert found.dtype == np.int64 and found.tolist() == wanted.ids(asked).tolist()
