@@ -129,9 +129,9 @@ class Scorer:
         scores = self.package(*inputs)
         if self._to_probability is not None:
             scores = scores.sigmoid().where(self._to_probability, scores)
-        scores = scores.cpu().numpy()
-        ends = np.cumsum([request.num_candidates for request in requests])
-        parts, labels = np.split(scores, ends[:-1])[:count], self.info.get("labels")
+        scores, labels = scores.cpu().numpy(), self.info.get("labels")
+        ends = np.cumsum([request.num_candidates for request in requests[:-1]], dtype=np.int64)
+        parts = np.split(scores, ends)[:count]
         if not labels:
             return [part.tolist() for part in parts]
         return [dict(zip(labels, part.T.tolist(), strict=True)) for part in parts]
