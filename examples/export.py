@@ -58,6 +58,8 @@ def main() -> None:
     reads_age = any(feature.bias_key is not None for feature in model.sequence_arch.features)
     schema = schema_of(config.data, run.schema, reads_history, reads_age, config.model.item_id)
     limits = Limits(options.max_candidates, run.schema.max_history)
+    own = [run.calibration.get(label.name, {"a": 1.0, "b": 0.0}) for label in run.schema.labels]
+    calibration = [(one["a"], one["b"]) for one in own] if run.calibration else None
     try:
         with raise_on_sigterm():
             export(
@@ -69,6 +71,7 @@ def main() -> None:
                 tables=options.tables,
                 impl=options.impl,
                 policy=run.policy,
+                calibration=calibration,
             )
     except (ArtifactError, ValueError) as error:
         raise ConfigError(str(error)) from error

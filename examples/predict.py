@@ -26,7 +26,7 @@ from jfi.files import writing_file
 from jfi.options import OptionParser, at_least_one
 from jfi.training import ConfigError
 from jfi.training.cli import run_cli
-from jfi.training.saved_run import load_run
+from jfi.training.saved_run import PREDICTED, load_run
 from jfi.training.scores import check_out, check_place, check_results
 
 SHOWN = ("samples", "loss", "ne", "auc", "user_auc", "mean_label", "mean_prediction", "calibration")
@@ -51,6 +51,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device of the model (default: cpu)")
     parser.add_argument(
         "--batch-size", type=at_least_one, default=4096, help="rows per call of the model (default: 4096)"
+    )
+    parser.add_argument(
+        "--output",
+        choices=PREDICTED,
+        default=PREDICTED[0],
+        help="what a probability is: the logit's sigmoid, or by the run's calibration (default: probabilities)",
     )
     return parser.parse_args()
 
@@ -106,11 +112,12 @@ def score(options: argparse.Namespace) -> None:
         },
     )
     run = load_run(options.run, options.device, "--run")
+    output = {"output": options.output}
     if options.evaluate is None:
-        run.predict(options.interactions, **tables, out=options.out, batch_size=options.batch_size)
+        run.predict(options.interactions, **tables, out=options.out, batch_size=options.batch_size, **output)
     else:
         metrics = run.evaluate(
-            options.interactions, **tables, by=options.by, out=options.out, batch_size=options.batch_size
+            options.interactions, **tables, by=options.by, out=options.out, batch_size=options.batch_size, **output
         )
         with writing_file(Path(options.evaluate)) as unfinished:
             unfinished.write_text(

@@ -54,7 +54,10 @@ def arguments() -> argparse.Namespace:
         "--max-wait-ms", type=at_least_zero, default=0.0, help="time that a batch waits for more requests (default: 0)"
     )
     parser.add_argument(
-        "--output", choices=OUTPUTS, default=OUTPUTS[0], help="of a score: the logit or its sigmoid (default: logits)"
+        "--output",
+        choices=OUTPUTS,
+        default=OUTPUTS[0],
+        help="of a score: the logit, its sigmoid, or the probability by the run's calibration (default: logits)",
     )
     parser.add_argument("--log-requests", action="store_true", help="a line on stderr for each request")
     return parser.parse_args()

@@ -45,6 +45,7 @@ def export(
     tables: str = FLOAT,
     impl: str | None = None,
     policy: Policy | None = None,
+    calibration: list[tuple[float, float]] | None = None,
 ) -> None:
     """Writes the artifact `path`, completely or not at all.
 
@@ -57,6 +58,7 @@ def export(
         tables: "float32" or "int8".
         impl: of the attention, "triton" or "torch"; None means "triton" on a GPU.
         policy: which events of a request the model reads, with `schema.policy`; None for all.
+        calibration: a and b of each label, 1 and 0 of a regression; None if there are none.
 
     Raises:
         ArtifactError: `path` exists, the device is missing, or there is no C++ compiler.
@@ -103,6 +105,7 @@ def export(
             "codec": schema.codec,
             "labels": schema.labels,
             "tasks": schema.tasks,
+            "calibration": calibration,
             "schema": {part: list(map(dataclasses.asdict, getattr(schema, part))) for part in _PARTS},
         }
         artifact.write_json(folder / artifact.INFO, info)

@@ -23,7 +23,8 @@ _ALIGNMENT = 2
 #: Pairs of events and rows that take no longer than the overhead of a call.
 _SMALL_WORK = 2**16
 #: What a score can be.
-OUTPUTS = ("logits", "probabilities")
+OUTPUTS = ("logits", "probabilities", "calibrated")
+_SAID = {"logits": "logit", "probabilities": "probability", "calibrated": "calibrated probability"}
 _SEGMENTS = ("offsets", "owner", "positions")
 
 
@@ -57,12 +58,13 @@ class Scorer:
         path: folder of the artifact.
         tables_device: device of the embedding tables; None means the device of the dense part.
         max_candidates, max_history: limits of a request; None means those of the artifact.
-        output: what a score of a binary label is, "logits" or "probabilities", their sigmoids. Those of a regression
-            are predictions either way.
+        output: what a score of a binary label is, "logits", "probabilities", their sigmoids, or "calibrated", the
+            sigmoids of a * logit + b with the artifact's calibration. Those of a regression are predictions always.
 
     Raises:
         ArtifactError: the artifact is damaged, or cannot be used on this machine; or `max_history` is more than its
-            policy of histories was trained with; or `output` is "probabilities" for a regression.
+            policy of histories was trained with; or `output` is one of probabilities for a regression, or
+            "calibrated" without a calibration.
         ValueError: another `output`.
     """
 
@@ -86,7 +88,7 @@ class Scorer:
         if info.get("policy") is not None:
             schema = replace(schema, policy=PolicyFields(**info["policy"]))
             policy = RequestPolicy(Policy.load(path / artifact.POLICY), schema.policy)
-        self.reader = RequestReader(schema, limits, policy, "logit" if output == OUTPUTS[0] else "probability")
+        self.reader = RequestReader(schema, limits, policy, _SAID[output])
         self.inputs = Inputs(**info["inputs"])
         self.tables = load_tables(
             path / artifact.TABLES,
@@ -99,11 +101,15 @@ class Scorer:
         )
         #: Which outputs are logits that become probabilities; None where none does.
         self._to_probability = None
-        if output == "probabilities":
+        if output != "logits":
             is_logit = [task == "binary" for task in info.get("tasks", ["binary"])]
             if not any(is_logit):
                 raise ArtifactError(f"{path} predicts numbers, which have no probabilities; serve it with logits")
             self._to_probability = torch.tensor(is_logit, device=self.device)
+            scales = [[1.0, 0.0]] * len(is_logit) if output == "probabilities" else info.get("calibration")
+            if scales is None:
+                raise ArtifactError(f"{path} has no calibration; serve it with another output than {output}")
+            self._slope, self._offset = torch.tensor(scales, device=self.device).unbind(1)
         self.package = aoti_load_package(str(path / artifact.MODEL))
         self.identity = artifact.identity(path)
 
@@ -128,7 +134,7 @@ class Scorer:
         inputs = batch_inputs(requests, self.inputs, self.tables, self.device)
         scores = self.package(*inputs)
         if self._to_probability is not None:
-            scores = scores.sigmoid().where(self._to_probability, scores)
+            scores = (scores * self._slope + self._offset).sigmoid().where(self._to_probability, scores)
         scores, labels = scores.cpu().numpy(), self.info.get("labels")
         ends = np.cumsum([request.num_candidates for request in requests[:-1]], dtype=np.int64)
         parts = np.split(scores, ends)[:count]

@@ -28,6 +28,7 @@ from jfi.data.order import SampleOrder
 from jfi.display import Display
 from jfi.sharded import CapturedShardedStep, average_gradients
 from jfi.training.accumulation import NoSteps, run_parts
+from jfi.training.calibration import Calibration, describe, fit_calibration
 from jfi.training.capture import capture, captures_shards
 from jfi.training.config import Config
 from jfi.training.distributed import World
@@ -91,6 +92,8 @@ class Trainer(RunState):
         if world.launched and self.device.type == "cuda":
             self.pipeline = self._make_pipeline()
         self._captured: CapturedStep | CapturedShardedStep | None = None
+        #: Of the last evaluation on the validation split.
+        self._calibration: Calibration = {}
         #: Whose gradients a step averages over the processes itself.
         self._averaged: list[nn.Parameter] = []
         if world.launched and captures_shards(config):
@@ -327,6 +330,11 @@ class Trainer(RunState):
         speed = self.dataset.num_samples(split) / max(self.clock() - begin, 1e-9)
         weights = [one.weight for one in self.config.data.targets()]
         metrics = self.world.on_first(lambda: Predictions.join(parts).metrics(self._labels, weights))
+        if split == "validation":
+            self._calibration = self.world.on_first(lambda: fit_calibration(Predictions.join(parts), self._labels))
+        elif self.world.is_first:
+            for line in describe(Predictions.join(parts), self._labels, self.progress.calibration):
+                self._say(line)
         if not self.dataset.is_implicit:
             return metrics, speed
 
@@ -367,6 +375,7 @@ class Trainer(RunState):
         is_best = progress.epoch == 1 or score > progress.best
         if is_best:
             progress.best, progress.best_epoch = score, progress.epoch
+            progress.calibration = self._calibration
         return is_best
 
     def _batches(self, split: str, size: int, start: int, label: str) -> Iterator[Batch | list[Batch]]:

@@ -37,6 +37,7 @@ class Progress:
         train_seconds: time spent in training steps.
         world_size: number of processes; 0 for a run without torchrun.
         config: all fields of the config.
+        calibration: of the best epoch, see `jfi.training.calibration`; empty in a run of an earlier version.
         batches: what the batches of an epoch follow from, see `run_data.describe_batches`.
     """
 
@@ -51,6 +52,7 @@ class Progress:
     train_seconds: float = 0.0
     world_size: int = 0
     config: dict = field(default_factory=dict)
+    calibration: dict = field(default_factory=dict)
     batches: dict = field(default_factory=dict)
 
     @property

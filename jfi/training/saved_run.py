@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,6 +16,7 @@ from jfi.data.source import column_settings
 from jfi.history import Policy
 from jfi.models import SequenceDLRM
 from jfi.training.build import build_model
+from jfi.training.calibration import Calibration
 from jfi.training.checkpoint import (
     DamagedCheckpointError,
     checkpoint_name,
@@ -32,6 +33,8 @@ from jfi.training.scores import Scores, check_out, check_results, metrics_of, sc
 #: Sections and fields of the config that the scores of a run depend on, and those fields that they do not depend on.
 _SCORES = ("data.", "model.", "encoder", "optimizer.average")
 _NOT_SCORES = ("data.batching", "data.max_timeline")
+#: What a column of probabilities can be.
+PREDICTED = ("probabilities", "calibrated")
 #: Files, folders or globs, as the config names them.
 Paths = str | Path | Sequence[str | Path]
 
@@ -47,6 +50,7 @@ class BestEpoch:
         config: of the run.
         schema: of the run's data.
         name: of the run, for messages.
+        calibration: see `jfi.training.calibration`; empty if the run has none.
     """
 
     path: Path
@@ -55,6 +59,7 @@ class BestEpoch:
     config: Config
     schema: DataSchema
     name: str
+    calibration: Calibration = field(default_factory=dict)
 
     @classmethod
     def of(cls, path: str | Path, setting: str = "run") -> "BestEpoch":
@@ -78,6 +83,10 @@ class BestEpoch:
         try:
             progress = read_progress(last)
             best = run.checkpoints / checkpoint_name(int(progress["best_epoch"]), 0)
+            calibration = {
+                label: {"a": float(one["a"]), "b": float(one["b"]), "identity": str(one["identity"])}
+                for label, one in dict(progress.get("calibration", {})).items()
+            }
             changed = config_changes(dict(progress["config"]), config)
             changes = [text for name, text in changed if name.startswith(_SCORES) and name not in _NOT_SCORES]
         except DamagedCheckpointError as fault:
@@ -95,7 +104,7 @@ class BestEpoch:
             check_fits(schema, column_settings(config.data))
         except DataError as fault:
             raise ConfigError(f"{name}: {run.config.name}: {fault}") from fault
-        return cls(best, module, prefix, config, schema, name)
+        return cls(best, module, prefix, config, schema, name, calibration)
 
     def read(self, parameters: dict[str, torch.Tensor]) -> None:
         """Fills tensors with the parameters of their names, in place.
@@ -119,6 +128,7 @@ class SavedRun:
         schema: the keys of the model's batches and the encodings of their values.
         model: with the parameters of the best epoch, those that the run's test metrics are of; in evaluation mode.
         policy: which events of a history the model reads, or None for all.
+        calibration: of the best epoch by label, see `jfi.training.calibration`; empty if the run has none.
     """
 
     path: Path
@@ -126,6 +136,7 @@ class SavedRun:
     schema: DataSchema
     model: SequenceDLRM
     policy: Policy | None = None
+    calibration: Calibration = field(default_factory=dict)
 
     def predict(
         self,
@@ -137,6 +148,7 @@ class SavedRun:
         semantic_ids: str | Path | None = None,
         out: str | Path | None = None,
         batch_size: int = 4096,
+        output: str = PREDICTED[0],
     ) -> pa.Table | None:
         """Scores every row of a table, with a label or without.
 
@@ -151,6 +163,7 @@ class SavedRun:
             semantic_ids: file of the items' semantic IDs, of the run's codec; by default that of the run's config.
             out: file to write, .parquet or .csv, whole or not at all; memory stays bounded then.
             batch_size: rows per call of the model.
+            output: what a probability is, "probabilities" for the sigmoid of the logit, or "calibrated".
 
         Returns:
             Without `out` the table of the results, in the order of the rows: the columns of the user, the item and the
@@ -158,7 +171,8 @@ class SavedRun:
             several labels each has columns of its own, which end in its name, such as `score_like`.
 
         Raises:
-            ConfigError: a wrong `out`, or one that is a file of a table that is read.
+            ConfigError: a wrong `out`, or one that is a file of a table that is read; or no calibration for `output`.
+            ValueError: another `output`.
             DataError: a table is missing or malformed, as one line that names the place.
 
         Example::
@@ -168,7 +182,7 @@ class SavedRun:
         """
         out = check_out(out)
         tables = (interactions, history, users, items, semantic_ids)
-        with self._scored(tables, (), None, batch_size, out) as scores:
+        with self._scored(tables, (), None, batch_size, out, output) as scores:
             if out is None:
                 return pa.Table.from_batches(list(scores.batches()))
             scores.write(out)
@@ -185,6 +199,7 @@ class SavedRun:
         by: Sequence[str] = (),
         out: str | Path | None = None,
         batch_size: int = 4096,
+        output: str = PREDICTED[0],
     ) -> dict:
         """Metrics of the labeled rows of a table: overall, by group, and the calibration.
 
@@ -201,6 +216,7 @@ class SavedRun:
             by: columns of the interactions; each of their values gets metrics of its own.
             out: file to write the scores to, as of `predict`, with the columns `by` too.
             batch_size: rows per call of the model.
+            output: what a probability is, "probabilities" for the sigmoid of the logit, or "calibrated".
 
         Returns:
             As `jfi.training.scores.metrics_of`.
@@ -210,11 +226,26 @@ class SavedRun:
         """
         out, by = check_out(out), [by] if isinstance(by, str) else by
         tables = (interactions, history, users, items, semantic_ids)
-        with self._scored(tables, by, self.config.training, batch_size, out) as scores:
+        with self._scored(tables, by, self.config.training, batch_size, out, output) as scores:
             metrics = metrics_of(scores, self.config.data, by)
             if out is not None:
                 scores.write(out)
             return metrics
+
+    def check_output(self, output: str) -> None:
+        """Raises ValueError or ConfigError unless the run can give `output`, one of `PREDICTED`."""
+        if output not in PREDICTED:
+            raise ValueError(f"output is {output!r}, must be one of {', '.join(PREDICTED)}")
+        if output != "calibrated":
+            return
+        if all(label.task == "regression" for label in self.schema.labels):
+            raise ConfigError(
+                f"output is calibrated, but run {self.path} predicts numbers, which have no probabilities"
+            )
+        if not self.calibration:
+            raise ConfigError(
+                f"output is calibrated, but run {self.path} has no calibration; train again, or leave it out"
+            )
 
     def _scored(
         self,
@@ -223,8 +254,10 @@ class SavedRun:
         evaluate: TrainingConfig | None,
         batch_size: int,
         out: Path | None,
+        output: str,
     ) -> AbstractContextManager[Scores]:
         """The scores of `tables`, which are in the order of the fields of `Sources`."""
+        self.check_output(output)
         config = column_settings(self.config.data)
         named = (None, None, config.users, config.items, config.semantic_ids)
         paths = [
@@ -236,6 +269,7 @@ class SavedRun:
         read = {f"--{name.replace('_', '-')}": source for name, source in vars(sources).items()}
         check_results({"--out": out}, read)
         options = {"by": by, "evaluate": evaluate, "batch_size": batch_size, "folder": folder, "policy": self.policy}
+        options["calibration"] = self.calibration if output == "calibrated" else None
         return scored(self.model, sources, self.schema, config, **options)
 
 
@@ -270,4 +304,4 @@ def load_run(path: str | Path, device: str | torch.device = "cpu", setting: str 
             what = f"its parameters are of the codec {saved[:12]}, its schema has the codec {codec[:12]}"
             raise ConfigError(f"{best.name}: {what}")
     policy = load_policy(own_policy(RunFolder(Path(path)), best.config).data)
-    return SavedRun(Path(path), best.config, best.schema, model.to(device).eval(), policy)
+    return SavedRun(Path(path), best.config, best.schema, model.to(device).eval(), policy, best.calibration)

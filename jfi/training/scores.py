@@ -23,6 +23,7 @@ from jfi.display import Display
 from jfi.files import naming, temporary_folder, writing_file
 from jfi.history import Policy
 from jfi.models import SequenceDLRM
+from jfi.training.calibration import Calibration, calibrate
 from jfi.training.config import ConfigError, TrainingConfig
 from jfi.training.metrics import Predictions
 from jfi.training.positives import Positives
@@ -44,6 +45,7 @@ class Scores:
         labels: the L labels.
         user: `[N]` int64, equal for rows of one user; the map of a file.
         positives: against sampled negatives, where implicit feedback is evaluated.
+        calibration: applied to probabilities and metrics, not to `score`; None for none.
     """
 
     parts: ScoringParts
@@ -51,6 +53,7 @@ class Scores:
     labels: list[LabelSpec]
     user: np.ndarray
     positives: Positives | None = None
+    calibration: Calibration | None = None
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """The key columns, and the columns `result_names` of each label, in the order of the table."""
@@ -59,12 +62,18 @@ class Scores:
             score = np.array(self.score[start : start + len(keys)])
             start += len(keys)
             columns, names = list(keys.columns), list(keys.schema.names)
-            for label, own in zip(self.labels, score.reshape(len(score), -1).T, strict=True):
+            score = score.reshape(len(score), -1)
+            calibrated = self.calibrated(torch.from_numpy(score).double())
+            for label, own, used in zip(self.labels, score.T, calibrated.T, strict=True):
                 columns.append(pa.array(np.ascontiguousarray(own)))
                 if label.task == "binary":
-                    columns.append(pa.array(torch.from_numpy(own.copy()).double().sigmoid().float().numpy()))
+                    columns.append(pa.array(used.sigmoid().float().numpy()))
                 names += result_names(label, len(self.labels) > 1)
             yield pa.record_batch(columns, names)
+
+    def calibrated(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits of probabilities, from those of the model, `[N]` or `[N, L]`."""
+        return logits if self.calibration is None else calibrate(logits, self.labels, self.calibration)
 
     def write(self, out: Path) -> None:
         """Writes a Parquet or CSV file, whole or not at all."""
@@ -103,6 +112,7 @@ def scored(
     batch_size: int = 4096,
     folder: Path | None = None,
     policy: Policy | None = None,
+    calibration: Calibration | None = None,
 ) -> Iterator[Scores]:
     """Scores every row of `sources.interactions`.
 
@@ -120,6 +130,7 @@ def scored(
         batch_size: rows per call of the model.
         folder: where temporary files go; None for the system's folder.
         policy: which events of a history stay, or None for all.
+        calibration: of the probabilities, or None.
 
     Raises:
         DataError: a table is missing or malformed, or has no label where one is needed.
@@ -163,7 +174,7 @@ def scored(
                 users += int(own.max()) + 1
                 if positives is not None:
                     positives.add(part, run, batch_size, device)
-        yield Scores(parts, score, schema.labels, user, positives)
+        yield Scores(parts, score, schema.labels, user, positives, calibration)
 
 
 def check_out(out: str | Path | None) -> Path | None:
@@ -260,6 +271,7 @@ def metrics_of(scores: Scores, config: DataConfig, by: Sequence[str] = ()) -> di
         of = torch.cat([of, of.repeat_interleave(positives.per_positive)])
         logits, label = torch.cat([logits, negatives.double()]), torch.cat([label, torch.zeros(len(negatives))])
         user = user[of]
+    logits = scores.calibrated(logits)
 
     def metrics(chosen: torch.Tensor | slice, places: torch.Tensor | slice) -> dict:
         found = _metrics(logits[chosen], label[chosen], user[chosen], scores.labels, weights)

@@ -109,8 +109,26 @@ def test_probabilities_are_the_sigmoids_of_logits(exported, scorer, samples, mon
     monkeypatch.setattr(artifact, "read", lambda path, read=artifact.read: read(path) | {"tasks": ["regression"]})
     with pytest.raises(ArtifactError, match="predicts numbers, which have no probabilities"):
         Scorer(exported.path, output="probabilities")
-    with pytest.raises(ValueError, match="output is 'odds', must be one of logits, probabilities"):
+    with pytest.raises(ValueError, match="output is 'odds', must be one of logits, probabilities, calibrated"):
         Scorer(exported.path, output="odds")
+
+
+def test_calibrated_scores(exported, scorer, samples, monkeypatch):
+    """The artifact has the run's a and b; without them the output is refused."""
+    own = load_run(exported.run).calibration["label"]
+    assert scorer.info["calibration"] == [[own["a"], own["b"]]]
+    read = artifact.read
+    monkeypatch.setattr(artifact, "read", lambda path: read(path) | {"calibration": [[0.5, -1.0]]})
+    wanted = 1 / (1 + np.exp(-(0.5 * scored(scorer, samples[0][:20]) - 1)))
+    other = Scorer(exported.path, output="calibrated")
+    np.testing.assert_allclose(scored(other, samples[0][:20]), wanted, atol=1e-6)
+    assert other.reader.describe()["answer"]["scores"].startswith("a calibrated probability for")
+    monkeypatch.setattr(artifact, "read", lambda path: read(path) | {"calibration": None})
+    with pytest.raises(ArtifactError, match="has no calibration; serve it with another output than calibrated"):
+        Scorer(exported.path, output="calibrated")
+    monkeypatch.setattr(artifact, "read", lambda path: read(path) | {"tasks": ["regression"]})
+    with pytest.raises(ArtifactError, match="predicts numbers, which have no probabilities"):
+        Scorer(exported.path, output="calibrated")
 
 
 def test_an_answer_does_not_depend_on_the_batch(scorer, samples):
