@@ -1,7 +1,7 @@
 """Platt scaling: the calibrated probability of a binary label is sigmoid(a * logit + b).
 
 a and b have the maximum likelihood on the validation split (Platt, "Probabilistic Outputs for Support Vector Machines",
-1999, without his smoothed targets). With x the standardized logits, p = sigmoid(a x + b) and y the labels, Newton's
+1999, without the smoothed targets). With x the standardized logits, p = sigmoid(a x + b) and y the labels, Newton's
 method solves H d = g with g = sum (p - y) (x, 1) and H = sum p (1 - p) (x, 1)(x, 1)^T; a step is halved until the loss,
 which is convex, does not grow.
 """
