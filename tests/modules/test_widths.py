@@ -14,7 +14,6 @@ from torchrec import (
 from jfi import JaggedFeatureInteraction, PositionBias, SequenceFeatureConfig
 from jfi.models import SequenceDLRM
 from jfi.modules import JaggedEncoder
-from jfi.serving.model import ScoringModel
 
 LENGTHS = torch.tensor([2, 0, 3])
 
@@ -119,9 +118,7 @@ def test_dlrm_projects_tables_of_other_widths_at_the_interaction(options):
     )
 
 
-def test_what_does_not_know_other_widths_says_so():
-    with pytest.raises(ValueError, match="the tables of a model to serve must be 8 wide like its entries"):
-        ScoringModel(dlrm(), ["user"])
+def test_an_encoder_of_another_width_is_refused():
     config = SequenceFeatureConfig("taste", ["history_rating"], ["item"])
     with pytest.raises(ValueError, match="encoder must be as wide as embedding_collection, 6, got 8"):
         dlrm(encoder=JaggedEncoder([config], 8, num_heads=2, num_layers=1))
