@@ -93,7 +93,8 @@ def stages(times: list[tuple[int, int]], stamps: list[list]) -> list[dict]:
         raise RuntimeError(f"requests were read in different ways; not all have the stages {', '.join(short)}")
     wall["all"] = list(map(sum, zip(*wall.values(), strict=True)))
     wall["all but look-up and model"] = [
-        whole - sum(parts) for whole, *parts in zip(wall["all"], *(wall[name] for name in OF_MODEL), strict=True)
+        whole - sum(parts)
+        for whole, *parts in zip(wall["all"], *(wall[name] for name in OF_MODEL if name in wall), strict=True)
     ]
     rows = []
     for name, found in wall.items():

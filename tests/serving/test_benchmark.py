@@ -1,4 +1,4 @@
-"""benchmarks/serving.py at small size."""
+"""benchmarks/serving.py and serving_stages.py at small size."""
 
 import json
 import random
@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from benchmarks import serving
+from benchmarks import serving, serving_stages
 from jfi.serving.export import inputs_of
 from jfi.serving.model import ScoringModel
 from jfi.serving.requests import RequestReader, parse
@@ -42,3 +42,34 @@ def test_the_synthetic_model_takes_the_requests(monkeypatch, tmp_path):
     request = exported["reader"](parse(serving.make_body(scorer, shape, random.Random(0))))
     assert (request.num_events, request.num_candidates) == (7, 5)
     assert set(request.ids) == set(exported["inputs"].keys) and all((ids > 0).all() for ids in request.ids.values())
+
+
+@pytest.mark.slow
+def test_the_stages_of_a_request_are_measured(exported, tmp_path, monkeypatch):
+    options = ["--artifact", exported.path, "--out", tmp_path, "--size", 20, 10, "--requests", 20]
+    monkeypatch.setattr("sys.argv", ["serving_stages", *map(str, options)])
+    assert serving_stages.main() == 0
+    results = json.loads((tmp_path / "serving_stages.json").read_text())
+    rows = {row["stage"]: row for row in results["rows"]}
+    parts = [rows[name] for name in serving_stages.STAGES.values()]  # all of them
+    assert all(row["calls"] == 20 and 0 < row["p5_us"] <= row["p50_us"] <= row["p99_us"] for row in rows.values())
+    whole = rows["all"]["p50_us"]
+    assert sum(row["p5_us"] for row in parts) <= whole <= sum(row["p99_us"] for row in parts)
+    assert 0 < rows["model"]["cpu_p50_us"] and "cpu_p50_us" not in rows["hand-over back"]
+
+
+def test_a_stage_is_the_time_between_two_stamps():
+    request = [
+        ("headers", 5_000, 100, 1),
+        ("body", 9_000, 1_100, 1),
+        ("model", 12_000, 50, 2),
+        ("answer", 20_000, 2_100, 1),
+    ]
+    rows = {row["stage"]: row for row in serving_stages.stages([(1_000, 22_000)] * 3, [request] * 3)}
+    names = serving_stages.STAGES
+    times = {name: rows[names[name]]["p50_us"] for name in ("headers", "body", "model", "answer", "received")}
+    assert times == {"headers": 4, "body": 4, "model": 3, "answer": 8, "received": 2}
+    assert rows[names["body"]]["cpu_p50_us"] == 1 and "cpu_p50_us" not in rows[names["answer"]]
+    assert rows["all"]["p50_us"] == 21 and rows["all but look-up and model"]["p50_us"] == 18
+    with pytest.raises(RuntimeError, match="not all have the stages body, model, answer"):
+        serving_stages.stages([(1_000, 22_000)] * 2, [request, request[:1]])
