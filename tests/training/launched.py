@@ -3,9 +3,12 @@
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
+import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -71,42 +74,51 @@ def environment(rank: int, size: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
+    """A port for a store that is opened later: below those that systems give to sockets without a port of their own."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("localhost", port))
+            return port
 
 
 def in_two_processes(folder: Path, jobs: list[dict]) -> list[list[dict]]:
-    """The outcomes of the jobs, by rank."""
+    """The outcomes of the jobs, by rank; where a process fails or hangs, what both printed and where they were."""
     (folder / "jobs.json").write_text(json.dumps(jobs))
     outcomes = [folder / f"outcomes-{rank}.json" for rank in range(2)]
     scratch = folder / "scratch"
     scratch.mkdir(exist_ok=True)
-    processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-X",
-                "faulthandler",
-                ROOT / "tests/training/worker.py",
-                folder / "jobs.json",
-                outcomes[rank],
-            ],
-            env={**os.environ, **environment(rank, 2), "OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [process.communicate(timeout=180)[1] for process in processes]
-    finally:
+    with ExitStack() as stack:
+        errors = [stack.enter_context((folder / f"errors-{rank}.txt").open("w+")) for rank in range(2)]
+        processes = [
+            subprocess.Popen(
+                [sys.executable, ROOT / "tests/training/worker.py", folder / "jobs.json", outcomes[rank]],
+                env={**os.environ, **environment(rank, 2), "OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)},
+                stderr=errors[rank],
+            )
+            for rank in range(2)
+        ]
         for process in processes:
-            process.kill()  # one that waits for another that has failed
-    codes = [process.returncode for process in processes]
-    if codes != [0, 0]:
-        pytest.fail("\n".join([f"exit codes {codes}", *errors]), pytrace=False)  # whole: an assertion cuts it short
+            stack.callback(process.kill)
+        codes = wait_for_all(processes)
+        if codes != [0, 0]:  # whole: an assertion cuts it short
+            printed = [f"Rank {rank}:\n{Path(file.name).read_text()}" for rank, file in enumerate(errors)]
+            pytest.fail("\n".join([f"exit codes {codes}", *printed]), pytrace=False)
     return [json.loads(path.read_text()) for path in outcomes]
+
+
+def wait_for_all(processes: list[subprocess.Popen], seconds: float = 240, grace: float = 10) -> list[int]:
+    """Their exit codes; those that run longer, or `grace` longer than one that failed, print their stacks and end."""
+    end = time.monotonic() + seconds
+    while any(process.poll() is None for process in processes) and time.monotonic() < end:
+        if any(process.poll() for process in processes):  # the others wait for it
+            end = min(end, time.monotonic() + grace)
+            grace = seconds
+        time.sleep(0.05)
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(signal.SIGABRT)  # faulthandler prints where each thread is
+    return [process.wait() for process in processes]
 
 
 def job(folder: Path, config: Config, **options: object) -> dict:

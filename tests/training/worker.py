@@ -5,6 +5,7 @@ JOBS is a JSON list of {"port": ..., "config": FILE} or {"port": ..., "resume": 
 "stand_in" its captured steps run on buffers in a CPU's memory. Outcomes are written as a JSON list.
 """
 
+import faulthandler
 import json
 import os
 import signal
@@ -110,5 +111,6 @@ def change(config: Path, old: str, new: str) -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.enable()
     outcomes = [do(job) for job in json.loads(Path(sys.argv[1]).read_text())]
     Path(sys.argv[2]).write_text(json.dumps(outcomes))
