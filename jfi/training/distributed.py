@@ -6,6 +6,7 @@ objects and flags are always exchanged with gloo, which does not synchronize wit
 
 import atexit
 import gc
+import itertools
 import os
 import shutil
 import tempfile
@@ -22,6 +23,8 @@ from torch import Tensor
 from jfi.training.config import ConfigError
 
 T = TypeVar("T")
+#: Numbers of the groups of processes that this process joins, one after the other.
+_groups = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -204,9 +207,9 @@ def _check_restarts() -> None:
 def _init_process_group(backend: str) -> None:
     store, rank, size = next(dist.rendezvous("env://"))
     # torchrun keeps its store over restarts, with the addresses of dead processes in it. On one host the number of the
-    # restart gives each attempt its own keys.
+    # restart gives each attempt its own keys. So does the number of the group, where a process trains several times.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if _hosts() == 1 else "0"
-    store = dist.PrefixStore(f"attempt-{attempt}", store)
+    store = dist.PrefixStore(f"attempt-{attempt}-{next(_groups)}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 

@@ -41,7 +41,7 @@ from jfi.training import (
 from jfi.training.checkpoint import latest_checkpoint, load_checkpoint
 from jfi.training.cli import load_config
 from jfi.training.config import PretrainedConfig
-from jfi.training.distributed import World, join_world
+from jfi.training.distributed import World, _init_process_group, join_world
 from jfi.training.loop import Trainer
 from jfi.training.recorder import read_metrics
 from jfi.training.run_data import save_data
@@ -487,3 +487,14 @@ def test_dropout_differs_by_rank_and_by_step(folder):
             trainer._reseed()
             seeds.add(torch.initial_seed())
     assert len(seeds) == 6
+
+
+def test_each_group_of_a_process_has_its_own_keys_in_the_store(monkeypatch):
+    """Else a second training in a launched process meets the addresses of the first one's sockets."""
+    store, stores = torch.distributed.HashStore(), []
+    monkeypatch.setattr(torch.distributed, "rendezvous", lambda _: iter([(store, 0, 1)]))
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, store, **__: stores.append(store))
+    for _ in range(2):
+        _init_process_group("gloo")
+    stores[0].set("address", "old")
+    assert stores[0].check(["address"]) and not stores[1].check(["address"])
