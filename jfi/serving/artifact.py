@@ -11,6 +11,8 @@ checksums.json      SHA-256 of each of the other files
 import hashlib
 import json
 import os
+import platform
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,10 +24,20 @@ FORMAT = 2
 INFO, VOCABULARIES, TABLES, MODEL = "artifact.json", "vocabularies.json", "tables.pt", "model.pt2"
 POLICY = "policy.json"
 _CHECKSUMS = "checksums.json"
+#: Flags of /proc/cpuinfo for instructions that a compiler uses on its own under -march=native, x86 and ARM.
+_INSTRUCTIONS = re.compile(r"s?sse\w*|avx\w*|amx\w*|fma|f16c|bmi\w*|abm|popcnt|movbe|asimd\w*|sve\w*|i8mm|bf16")
 
 
 class ArtifactError(Exception):
     """An artifact that cannot be written or used; the message is one line."""
+
+
+def cpu_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
+    """This CPU's architecture and the instructions that compiled code may need, which only Linux says."""
+    text = cpuinfo.read_text() if cpuinfo.is_file() else ""
+    line = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
+    flags = line[1].split() if line else []
+    return [platform.machine(), *sorted(filter(_INSTRUCTIONS.fullmatch, flags))]
 
 
 @contextmanager

@@ -92,6 +92,7 @@ def export(
             "format": artifact.FORMAT,
             "device": device,
             "padded": scoring.pads,
+            "cpu": artifact.cpu_instructions(),
             "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
             "versions": {"jfi": jfi.__version__, "torch": torch.__version__.split("+")[0]},
             "tables": tables,

@@ -108,7 +108,10 @@ class Scorer:
             self._to_probability = torch.tensor(is_logit, device=self.device)
             scales = [[1.0, 0.0]] * len(is_logit) if output == "probabilities" else info.get("calibration")
             if scales is None:
-                raise ArtifactError(f"{path} has no calibration; serve it with another output than {output}")
+                raise ArtifactError(
+                    f"output is calibrated, but {path} has no calibration, like all artifacts of earlier versions; "
+                    "train its run again and export it, or choose probabilities"
+                )
             self._slope, self._offset = torch.tensor(scales, device=self.device).unbind(1)
         self.package = aoti_load_package(str(path / artifact.MODEL))
         self.identity = artifact.identity(path)
@@ -239,6 +242,8 @@ def _check_environment(path: Path, info: dict, tables_device: str | None) -> Non
     made, here = info["versions"]["torch"], torch.__version__.split("+")[0]
     if made.split(".")[:2] != here.split(".")[:2]:
         raise ArtifactError(f"{path} was exported with torch {made}, but this is torch {here}; export again")
+    if lacking := sorted(set(info.get("cpu", [])) - set(artifact.cpu_instructions())):
+        raise ArtifactError(f"{path} was exported on a CPU with {', '.join(lacking)}; this one has none; export here")
     if tables_device == "cuda" and not torch.cuda.is_available():
         raise ArtifactError("--tables-device cuda: there is no GPU here")
     if info["device"] == "cuda":

@@ -1,6 +1,7 @@
 """The commands as the documentation shows them, each in a process of its own."""
 
 import json
+import math
 import re
 import resource
 import shutil
@@ -95,6 +96,42 @@ def test_a_signal_swaps_the_artifact_and_options_are_heard(exported, tmp_path, r
         said = process.stderr.read()
     assert f"the artifact {identity(other)} answers in place of {identity(exported.path)}" in said
     assert re.search(r"id=\w+ POST /score 200 ", said) and "Traceback" not in said
+
+
+def test_an_artifact_of_an_earlier_version_has_all_but_calibrated_scores(exported, scorer, tmp_path, request_body):
+    """It has no calibration: serve.py says what to do. One that replaces it later is refused in the same way."""
+    old = tmp_path / "old"
+    with writing(old) as folder:
+        shutil.copytree(exported.path, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("checksums.json"))
+        info = json.loads((folder / "artifact.json").read_text())
+        assert info.pop("calibration")
+        (folder / "artifact.json").write_text(json.dumps(info))
+    command = [sys.executable, "examples/serve.py", "--artifact", old, "--output"]
+    ended = subprocess.run([*command, "calibrated"], cwd=ROOT, capture_output=True, text=True)
+    why = f"{old} has no calibration, like all artifacts of earlier versions; train its run again and export it"
+    assert ended.returncode == 2
+    assert ended.stderr == f"error: output is calibrated, but {why}, or choose probabilities\n"
+    (logits,) = scorer.score([scorer.reader(request_body)])
+    for output in ("logits", "probabilities"):
+        ended = subprocess.run(
+            [*command, output, "--jsonl"], cwd=ROOT, capture_output=True, text=True, input=json.dumps(request_body)
+        )
+        found = json.loads(ended.stdout)["scores"]
+        wanted = logits if output == "logits" else [1 / (1 + math.exp(-logit)) for logit in logits]
+        assert found == pytest.approx(wanted, abs=1e-6)
+    link = tmp_path / "current"
+    link.symlink_to(exported.path)
+    with server("--artifact", link, "--output", "calibrated") as (process, address):
+        before = post(address, request_body)
+        link.unlink()
+        link.symlink_to(old)
+        process.send_signal(signal.SIGHUP)
+        while b'jfi_artifact_swaps_total{result="failed"} 1' not in urllib.request.urlopen(f"{address}/metrics").read():
+            time.sleep(0.01)
+        assert post(address, request_body) == before
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        assert why in process.stderr.read()
 
 
 def test_the_limits_of_serve_are_those_of_its_options(exported, request_body):

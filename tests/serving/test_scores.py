@@ -1,6 +1,7 @@
 """Scores are the training model's, whatever they are batched with."""
 
 import json
+import platform
 import shutil
 import sys
 from pathlib import Path
@@ -124,7 +125,7 @@ def test_calibrated_scores(exported, scorer, samples, monkeypatch):
     np.testing.assert_allclose(scored(other, samples[0][:20]), wanted, atol=1e-6)
     assert other.reader.describe()["answer"]["scores"].startswith("a calibrated probability for")
     monkeypatch.setattr(artifact, "read", lambda path: read(path) | {"calibration": None})
-    with pytest.raises(ArtifactError, match="has no calibration; serve it with another output than calibrated"):
+    with pytest.raises(ArtifactError, match=r"output is calibrated, but .* has no calibration, like all"):
         Scorer(exported.path, output="calibrated")
     monkeypatch.setattr(artifact, "read", lambda path: read(path) | {"tasks": ["regression"]})
     with pytest.raises(ArtifactError, match="predicts numbers, which have no probabilities"):
@@ -194,6 +195,32 @@ def test_an_artifact_that_this_machine_cannot_run_is_refused(tmp_path):
     with pytest.raises(ArtifactError, match=r"was exported with torch 1\.0\.0"):
         _check_environment(tmp_path, info | {"versions": {"torch": "1.0.0"}, "device": "cpu"}, None)
     _check_environment(tmp_path, info | {"device": "cpu"}, None)
+    here, newer = artifact.cpu_instructions(), "avx1024_new"
+    _check_environment(tmp_path, info | {"device": "cpu", "cpu": here[:-1]}, None)
+    with pytest.raises(ArtifactError, match=f"was exported on a CPU with {newer}; this one has none; export here"):
+        _check_environment(tmp_path, info | {"device": "cpu", "cpu": [*here, newer]}, None)
+
+
+@pytest.mark.parametrize(
+    ("line", "known"),
+    [
+        (
+            "flags\t\t: fpu mmx sse4_2 ssse3 md_clear avx2 fma bmi1 hypervisor\n",
+            ["avx2", "bmi1", "fma", "sse4_2", "ssse3"],
+        ),
+        ("Features\t: fp asimd crc32 sve2 bf16\n", ["asimd", "bf16", "sve2"]),
+        ("model name : none\n", []),
+    ],
+)
+def test_the_instructions_of_a_cpu(tmp_path, line, known):
+    """Only those for which a compiler emits code; a kernel's or a hypervisor's flags differ between equal CPUs."""
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\n{line}\nprocessor : 1\n{line}")
+    assert artifact.cpu_instructions(tmp_path / "cpuinfo") == [platform.machine(), *known]
+    assert artifact.cpu_instructions(tmp_path / "absent") == [platform.machine()]
+
+
+def test_an_artifact_names_its_cpu(exported, scorer):
+    assert scorer.info["cpu"] == artifact.cpu_instructions()
 
 
 def test_int8_tables_without_torchrec_are_refused_by_one_line(int8, monkeypatch):

@@ -149,21 +149,23 @@ def test_the_failure_of_one_request_is_its_own(scorer, request_body):
     assert serve(slow, talk) == [200, 200, 500, 200]
 
 
-def test_json_lines_are_batched_and_answered_in_order(scorer, request_body):
+def test_json_lines_are_batched_and_answered_in_order(scorer, request_body, monkeypatch):
     slow, out = Slow(scorer), io.BytesIO()
     bodies = [request_body | {"candidates": request_body["candidates"][::step]} for step in (1, -1, 1, -1, 1)]
+    read, seen = scorer.reader.read, []
 
-    class Lines(io.BytesIO):
-        def readline(self, size):
-            line = super().readline(size)
-            if not line:  # the first batch has waited for all to be read
-                slow.let_go.set()
-            return line
+    def count(line):
+        seen.append(line)
+        if len(seen) == len(bodies):  # the first batch has waited until all others are in the queue
+            slow.let_go.set()
+        return read(line)
 
-    lines = Lines("".join(json.dumps(body) + "\n" for body in bodies).encode())
-    asyncio.run(answer_lines(slow, lines, out, max_batch=4))
-    # Two requests of two candidates at a time; the first may have gone alone.
-    assert sorted(slow.batches) == [1, 2, 2]
+    lines = io.BytesIO("".join(json.dumps(body) + "\n" for body in bodies).encode())
+    with monkeypatch.context() as patch:
+        patch.setattr(scorer.reader, "read", count)
+        asyncio.run(answer_lines(slow, lines, out, max_batch=4))
+    # The first one alone, then two requests of two candidates at a time.
+    assert slow.batches == [1, 2, 2]
     answers = [json.loads(line)["scores"] for line in out.getvalue().splitlines()]
     wanted = [scorer.score([scorer.reader(body)])[0] for body in bodies]
     assert len(answers) == 5 and all(a == pytest.approx(w, abs=1e-6) for a, w in zip(answers, wanted, strict=True))
