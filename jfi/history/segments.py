@@ -114,6 +114,31 @@ def statistics_from(counts: Counts) -> np.ndarray:
     return result
 
 
+def statistics_of_one(
+    events: int, seconds: float, sessions: int, below: np.ndarray, short: int, surfaces: np.ndarray
+) -> np.ndarray:
+    """`[6, 1]` float32, bit for bit what `statistics_from` gives for one range that has an event, in fewer NumPy calls.
+
+    Args:
+        events, seconds, sessions, short: as in `Counts`.
+        below: by bin of `EDGES` the events in it and in those before; the last is the number of known ones.
+        surfaces: by surface the events.
+    """
+    known, result = int(below[-1]), np.empty((len(STATISTICS), 1), np.float32)
+    result[:2, 0] = np.log1p([events / max(seconds / _DAY, 1.0), events / max(sessions, 1)])
+    if known:
+        result[2:4, 0] = _MIDDLES.take(below.searchsorted((0.5 * known, 0.9 * known)))
+        result[4] = short / known
+    else:
+        result[2:5] = np.nan
+    # The last one is their total.
+    counted = np.maximum(np.append(surfaces, surfaces.sum()), 1)
+    logs = np.log(counted)
+    information = (surfaces * logs[:-1]).cumsum()[-1]
+    result[5] = max(logs[-1] - information / counted[-1], 0)
+    return result
+
+
 @dataclass(frozen=True)
 class Segments:
     """K segments of users; the first is the least active one, by events a day.

@@ -10,7 +10,7 @@ import numpy as np
 from jfi.encoding import LARGEST_NUMBER
 from jfi.history.log import SESSION_GAP
 from jfi.history.policy import Policy
-from jfi.history.segments import EDGES, SHORT, Counts, statistics_from
+from jfi.history.segments import EDGES, SHORT, statistics_of_one
 
 
 class SingleHistory:
@@ -46,8 +46,8 @@ class SingleHistory:
         self._keep = tables.keep.numpy()[:, cells]
         self._weight = None if tables.weight is None else tables.weight.numpy()[:, cells]
         self._caps = None if tables.cap is None else tables.cap.tolist()
-        #: Where the bins of the statistics begin, and where dwell is no longer short.
-        self._starts = np.append(0, np.searchsorted(self._edges, EDGES) + 1)
+        #: The last of each bin of the statistics, and the first where dwell is no longer short.
+        self._ends = np.append(np.searchsorted(self._edges, EDGES), self._bins - 2)
         self._long = int(np.searchsorted(self._edges, np.float32(SHORT))) + 1
         self._several = len(policy.segments.names) > 1
 
@@ -80,14 +80,13 @@ class SingleHistory:
             ages, session = ages[order], None if session is None else session[order]
         changes = ages[:-1] - ages[1:] > SESSION_GAP if session is None else session[1:] != session[:-1]
         counted = np.bincount(entry, minlength=self._keep.shape[1]).reshape(-1, self._bins)
-        by_bin, events = counted.sum(0), len(ages)
-        counts = Counts(
-            events=np.array([events]),
-            seconds=ages[:1] - ages[-1:],
-            sessions=np.array([1 + np.count_nonzero(changes)]),
-            known=events - by_bin[-1:],
-            short=by_bin[: self._long].sum(keepdims=True),
-            bins=[np.add.reduceat(by_bin[:-1], self._starts)[:-1, None]],
-            surfaces=[counted[:-1].sum(1)[:, None]],
+        below = counted.sum(0).cumsum()
+        statistics = statistics_of_one(
+            events=len(ages),
+            seconds=float(ages[0] - ages[-1]),
+            sessions=1 + np.count_nonzero(changes),
+            below=below.take(self._ends),
+            short=int(below[self._long - 1]),
+            surfaces=counted[:-1].sum(1),
         )
-        return int(self._policy.segments.assign(statistics_from(counts))[0])
+        return int(self._policy.segments.assign(statistics)[0])

@@ -11,19 +11,17 @@ no lists in rows and no comma in a value. `read_plain` gives None for any other,
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
 from jfi.encoding import UNKNOWN
-from jfi.serving.known import FIRST_BYTES, WORD, KnownValues
+from jfi.serving.digits import are_integers, decimals
+from jfi.serving.known import FIRST_BYTES, MOST_BYTES, WORD, KnownValues
 
-_QUOTE, _COMMA, _END, _SPACE = b'",} '
+_QUOTE, _COMMA, _END, _SPACE, _POINT = b'",} .'
 _NULL = b"null"
 _NULL_WORD = int.from_bytes(_NULL, "little")
-#: Of eight digits in a little-endian word, the first of which is its lowest byte.
-_ZEROS, _HIGH, _SIXES = (np.uint64(int(digits * 8, 16)) for digits in ("30", "f0", "06"))
-_PAIRS = ((0x0F0F0F0F0F0F0F0F, 2561, 8), (0x00FF00FF00FF00FF, 6553601, 16), (0x0000FFFF0000FFFF, 42949672960001, 32))
-_SUMS = [tuple(map(np.uint64, step)) for step in _PAIRS]
 
 
 class _Text:
@@ -37,6 +35,11 @@ class _Text:
         self.words = np.ndarray(len(body) + 1, "<u8", padded, strides=(1,))
         # As numbers of 16 bytes, which NumPy reads as fast as those of 8.
         self.pairs = np.ndarray(len(body) + 1, "<c16", padded, strides=(1,))
+
+    @cached_property
+    def points(self) -> np.ndarray:
+        """The places of all points, ascending, and one behind the body."""
+        return np.append(np.flatnonzero(self.bytes == _POINT), len(self.bytes))
 
 
 class Column:
@@ -79,22 +82,43 @@ class Column:
             `[N, num_words]` words, of an integer its digits, and `[N]` bool, which values they may be: not null, and
             not too long for so many words.
         """
-        all_texts = self._texts.all()
-        quote = 1 if all_texts else self._texts.astype(np.int64)
-        start, length = self._start + quote, self._end - self._start - 2 * quote
+        num_texts, start, length = np.count_nonzero(self._texts), self._start, self._end - self._start
+        if num_texts:
+            quote = 1 if num_texts == len(start) else self._texts.astype(np.int64)
+            start, length = start + quote, length - 2 * quote
         words, last = np.empty((len(start), num_words), np.uint64), len(self._text.words) - 1
         for i in range(num_words):
             # A place beyond the body is one beyond the value, of which nothing is kept.
             found = self._text.words[np.minimum(start + WORD * i, last) if i else start]
             np.bitwise_and(found, FIRST_BYTES.take(length - WORD * i if i else length, mode="clip"), out=words[:, i])
         known = length <= WORD * num_words
-        if not all_texts:
-            null = ~self._texts & (length == len(_NULL)) & (words[:, 0] == _NULL_WORD)
+        if num_texts < len(start) and (num_texts or not are_integers(words, length)):
+            null = self.nulls()
             (numbers,) = (~self._texts & ~null).nonzero()
-            if len(numbers) and not _are_integers(words[numbers], length[numbers]):
+            if len(numbers) and not are_integers(words[numbers], length[numbers]):
                 return None
             known &= ~null
         return words, known
+
+    def nulls(self) -> np.ndarray:
+        """`[N]` bool, which values are null."""
+        is_null = self._text.words[self._start] & FIRST_BYTES[len(_NULL)] == _NULL_WORD
+        return ~self._texts & (self._end - self._start == len(_NULL)) & is_null
+
+    def codes(self) -> np.ndarray | None:
+        """`[N]`, equal for equal texts and integers, while each null differs from all others; None if there are others.
+
+        An integer equals the text of its digits.
+        """
+        num_words = -(-int((self._end - self._start).max()) // WORD)
+        found = self.words(num_words) if num_words <= MOST_BYTES // WORD else None
+        if found is None:
+            return None
+        words, not_null = found
+        if not not_null.all():
+            (null,) = (~not_null).nonzero()
+            words[null, 0] = null << 8 | 1  # no text begins with a byte of 1
+        return words[:, 0] if num_words == 1 else words.view(f"S{WORD * num_words}")[:, 0]
 
     def check(self) -> None:
         """Checks that all values are JSON.
@@ -102,34 +126,12 @@ class Column:
         Raises:
             ValueError, RecursionError: they are not.
         """
-        if not self._texts.all() and self.integers() is None:
+        if not self._texts.all() and self.numbers() is None:
             self.values()
 
-    def integers(self) -> np.ndarray | None:
-        """`[N]` float64 of values of at most eight digits; None if there are others."""
-        length = self._end - self._start
-        if length.max() > WORD:
-            return None
-        unused = ((WORD - length) * 8).astype(np.uint64)
-        digits = self._text.words[self._end - WORD] >> unused
-        if not _are_integers(digits[:, None], length):
-            return None
-        digits = (digits << unused) - (_ZEROS << unused)
-        for mask, factor, shift in _SUMS:
-            digits = (digits & mask) * factor >> shift
-        return digits.astype(np.float64)
-
-
-def _are_integers(words: np.ndarray, length: np.ndarray) -> bool:
-    """Whether words `[N, words]` are JSON's integers of so many digits, at least 1, with zeros behind them."""
-    if length.max() > WORD * words.shape[1]:
-        return False
-    for i in range(words.shape[1]):
-        digits = words[:, i] | (_ZEROS & ~FIRST_BYTES.take(length - WORD * i, mode="clip"))
-        if ((digits & (digits + _SIXES) & _HIGH) != _ZEROS).any():  # a half byte of 3, which 6 more leaves at 3
-            return False
-    leading_zero = (words[:, 0] & FIRST_BYTES[1]) == ord("0")
-    return not (leading_zero & (length > 1)).any()
+    def numbers(self) -> np.ndarray | None:
+        """`[N]` float64, by `decimals`; None if a value is not a plain number."""
+        return decimals(self._text.words, self._text.points, self._start, self._end)
 
 
 def look_up(columns: list[Column], known: KnownValues) -> None:

@@ -97,8 +97,10 @@ class RequestReader:
         self, schema: Schema, limits: Limits, policy: RequestPolicy | None = None, answer: str = "logit"
     ) -> None:
         self.schema, self.limits, self._policy, self._answer = schema, limits, policy, answer
-        #: Fields of an event that the policy reads, beside its age; the model may read them too.
-        self._of_policy = [] if schema.policy is None else schema.policy.fields()
+        #: Fields of an event that the policy reads, by what they are for it; the model may read them too.
+        self._of_policy: dict[str, Field] = {}
+        if schema.policy is not None:
+            self._of_policy = {"age": next(one for one in schema.event if one.kind == "age")} | schema.policy.fields()
         self._known: dict[str, KnownValues | HashBuckets] = {
             column: KnownValues(values) for column, values in schema.vocabularies.items()
         }
@@ -121,7 +123,7 @@ class RequestReader:
 
     def _fields(self) -> dict[str, list[Field]]:
         """By part of the schema the fields of a request, some of them twice."""
-        events = self.schema.event + self._of_policy
+        events = self.schema.event + list(self._of_policy.values())
         return {"user": self.schema.user, "event": events, "candidate": self.schema.candidate}
 
     def fields(self) -> dict:
@@ -183,7 +185,7 @@ class RequestReader:
             history[:dropped].check()
         history, dropped = history[dropped:], dropped + _dropped(history)
 
-        self._look_up((self.schema.candidate, candidates), *([] if self._policy else [(self.schema.event, history)]))
+        self._look_up((self.schema.candidate, candidates), (self.schema.event, history))
         user = self._encode_rows("user", [request["user"]], lambda _: "user")
         candidate = self._encode_rows("candidate", candidates, lambda i: f"candidates[{i}]")
         event, num_events, weights = self._encode_history(history, dropped)
@@ -209,20 +211,32 @@ class RequestReader:
         columns, policy = columns_of(history, self._names["event"], place), self._policy
         if policy is None:
             return self._encode(self.schema.event, columns, place), len(history), None
-        fields, age = self.schema.policy, next(one for one in self.schema.event if one.kind == "age")
-        columns = {name: listed(values) for name, values in columns.items()}
-        for one in (age, *self._of_policy):  # from here on these are checked
-            values = columns[one.name]
-            if one.kind == "category":
-                columns[one.name] = texts(one, values, place, only_equality=one.name == fields.session)
-            else:
-                columns[one.name] = numbers(one, values, place)
-        stay, weights = policy(columns[age.name], *map(columns.get, (fields.dwell, fields.surface, fields.session)))
+        stay, weights = self._choose(columns := dict(columns), place)
+        if isinstance(history, Rows):
+            # All events are encoded and checked: the bytes of those that stay by themselves would take longer.
+            event = self._encode(self.schema.event, columns, place)
+            event.ids = {key: ids.take(stay) for key, ids in event.ids.items()}
+            event.ages = None if event.ages is None else event.ages.take(stay)
+            return event, len(stay), weights
         kept = stay.tolist()
         if len(kept) < len(history):
             columns = {name: take(values, stay, kept) for name, values in columns.items()}
         event = self._encode(self.schema.event, columns, lambda i: place(kept[i]))
         return event, len(kept), weights
+
+    def _choose(self, columns: dict[str, Values], place: Place) -> tuple[np.ndarray, np.ndarray | None]:
+        """What the policy gives; of `columns` those that it reads are checked then."""
+        found: dict[str, Values | None] = dict.fromkeys(("age", "dwell", "surface", "session"))
+        for role, one in self._of_policy.items():
+            values = columns[one.name]
+            if one.kind != "category":
+                found[role] = columns[one.name] = numbers(one, values, place)
+                continue
+            if isinstance(values, Column):
+                found[role] = self._policy.places(values) if role == "surface" else values.codes()
+            if found[role] is None:  # an object for each value
+                found[role] = columns[one.name] = texts(one, listed(values), place, only_equality=role == "session")
+        return self._policy(*found.values())
 
     def _encode(self, fields: list[Field], columns: dict[str, Values], place: Place) -> "_Encoded":
         """Encodes the user, the candidates or the events."""

@@ -61,10 +61,11 @@ class PolicyFields:
     session: str | None
     dwell_seconds: float = 1.0
 
-    def fields(self) -> "list[Field]":
-        """As fields of the request."""
-        dwell = [] if self.dwell is None else [Field(self.dwell, "number")]
-        return dwell + [Field(name, "category") for name in (self.surface, self.session) if name is not None]
+    def fields(self) -> "dict[str, Field]":
+        """By what they are here, as fields of the request."""
+        names = {"dwell": self.dwell, "surface": self.surface, "session": self.session}
+        kinds = {"dwell": "number"}
+        return {of: Field(name, kinds.get(of, "category")) for of, name in names.items() if name is not None}
 
 
 @dataclass(frozen=True)

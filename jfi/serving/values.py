@@ -88,7 +88,7 @@ def texts(
 def numbers(one: Field, values: Values, place: Place) -> np.ndarray:
     """`[N]` float64, NaN where missing."""
     if isinstance(values, Column):
-        found = values.integers()
+        found = values.numbers()
         values = values.values() if found is None else found
     if isinstance(values, np.ndarray):
         return values

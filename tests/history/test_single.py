@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jfi.history import EventLog, Policy, fit
+from jfi.history.segments import EDGES, Counts, statistics_from, statistics_of_one
 from jfi.history.single import SingleHistory
 
 
@@ -55,6 +56,31 @@ def test_every_user_of_a_log_is_in_the_same_segment_and_keeps_the_same():
             assert [stay.tolist(), None if weights is None else weights.tolist()] == expected
             segments.add(int(segment))
         assert segments == {*range(len(policy.segments.names))}
+
+
+@given(
+    bins=st.lists(st.integers(0, 5), min_size=len(EDGES) + 1, max_size=len(EDGES) + 1),
+    missing=st.integers(0, 3),
+    seconds=st.floats(0, 1e8),
+    sessions=st.integers(1, 9),
+    cuts=st.lists(st.integers(0, 200), max_size=12),
+)
+def test_the_statistics_of_one_range_have_the_bits_of_those_of_many(bins, missing, seconds, sessions, cuts):
+    known = sum(bins)
+    events, short = max(1, known + missing), bins[0]
+    surfaces = np.diff([0, *sorted(min(cut, events) for cut in cuts), events])
+    of_many = Counts(
+        events=np.array([events, 5]),
+        seconds=np.array([seconds, 7.0]),
+        sessions=np.array([sessions, 2]),
+        known=np.array([known, 1]),
+        short=np.array([short, 0]),
+        bins=(np.array([[one, 1]]) for one in bins[:-1]),
+        surfaces=(np.array([[one, 3]]) for one in surfaces),
+    )
+    found = statistics_of_one(events, seconds, sessions, np.cumsum(bins), short, surfaces)
+    assert found.dtype == np.float32
+    assert found[:, 0].tobytes() == statistics_from(of_many)[:, 0].tobytes()
 
 
 def parts(log: EventLog) -> tuple[np.ndarray, ...]:

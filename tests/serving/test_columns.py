@@ -84,6 +84,29 @@ def test_what_is_read_by_columns_is_what_json_reads(monkeypatch):
     assert sum(found is not None for found in plain) > 600
 
 
+def test_plain_numbers_have_the_bits_that_json_gives_them():
+    """Random decimals, some with a fault: those of JSON's parser, or None."""
+    draw, read, refused = random.Random(1), 0, 0
+
+    def number() -> str:
+        whole, digits = str(draw.randrange(10 ** draw.randrange(1, 9))), draw.choice([0, 1, 3, 7, 8])
+        text = whole + ("." if digits else "") + "".join(draw.choices("0123456789", k=digits))
+        at = draw.randrange(len(text) + 1)
+        return text if draw.random() < 0.95 else text[:at] + draw.choice([".", "e5", "-", "0", "x"]) + text[at:]
+
+    for _ in range(3000):
+        values = [number() for _ in range(draw.randrange(1, 6))]
+        body = '{"rows": [' + ", ".join(f'{{"x": {value}}}' for value in values) + "]}"
+        rows = read_plain(body.encode(), {"rows": ["x"]})
+        found = None if rows is None else rows["rows"].columns["x"].numbers()
+        if found is not None:
+            assert found.tobytes() == np.array([row["x"] for row in json.loads(body)["rows"]], np.float64).tobytes(), (
+                body
+            )
+        read, refused = read + (found is not None), refused + (found is None)
+    assert read > 1000 and refused > 200
+
+
 @pytest.mark.parametrize(
     "body",
     [

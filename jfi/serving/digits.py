@@ -1,0 +1,70 @@
+"""JSON's numbers from the words of their digits, many at a time.
+
+A little-endian word has eight characters, the first one in its lowest byte.
+"""
+
+import numpy as np
+
+from jfi.serving.known import FIRST_BYTES, WORD
+
+#: Of eight digits.
+_ZEROS, _HIGH, _SIXES = (np.uint64(int(digits * 8, 16)) for digits in ("30", "f0", "06"))
+#: By a number of bytes, zeros in the bytes behind the first ones.
+_FILLS = _ZEROS & ~FIRST_BYTES
+_POWERS = np.uint64(10) ** np.arange(WORD, dtype=np.uint64)
+_PAIRS = ((0x0F0F0F0F0F0F0F0F, 2561, 8), (0x00FF00FF00FF00FF, 6553601, 16), (0x0000FFFF0000FFFF, 42949672960001, 32))
+_SUMS = [tuple(map(np.uint64, step)) for step in _PAIRS]
+
+
+def are_integers(words: np.ndarray, length: np.ndarray) -> bool:
+    """Whether words `[N, words]` are JSON's integers of so many digits, at least 1, with zeros behind them."""
+    if length.max() > WORD * words.shape[1]:
+        return False
+    digits = (_are_digits(words[:, i], length - WORD * i if i else length) for i in range(words.shape[1]))
+    return all(digits) and not _has_leading_zero(words[:, 0], length)
+
+
+def decimals(words: np.ndarray, points: np.ndarray, start: np.ndarray, end: np.ndarray) -> np.ndarray | None:
+    """`[N]` float64, as JSON's parser reads them; None if a value is not a plain number.
+
+    Plain are numbers without sign and exponent, of at most 8 digits before the point and 7 behind it: float64 holds
+    15 digits and the power of 10 without an error, so that only their quotient is rounded, as it should be.
+
+    Args:
+        words: those that begin at each byte of a text.
+        points: the places of all points in the text, ascending, and one behind it.
+        start, end: `[N]`, from where to before where each value is.
+    """
+    whole_end = np.minimum(points.take(points.searchsorted(start)), end)
+    whole, fraction = whole_end - start, end - whole_end - 1
+    longest = int(fraction.max())
+    if longest >= WORD or whole.min() < 1 or whole.max() > WORD or not fraction.all():
+        return None
+    fraction += fraction < 0  # without a point
+    # [1 or 2, N]: before the point, and behind it.
+    ends, counts = whole_end[None], whole[None]
+    if longest > 0:
+        ends, counts = np.stack([whole_end, end]), np.stack([whole, fraction])
+    unused = ((WORD - counts) * 8).astype(np.uint64)
+    digits = words[ends - WORD] >> unused
+    if not _are_digits(digits, counts) or _has_leading_zero(digits[0], whole):
+        return None
+    digits = (digits << unused) - (_ZEROS << unused)
+    for mask, factor, shift in _SUMS:
+        digits = (digits & mask) * factor >> shift
+    if longest < 0:
+        return digits[0].astype(np.float64)
+    power = _POWERS.take(fraction)
+    return (digits[0] * power + digits[1]) / power
+
+
+def _are_digits(words: np.ndarray, length: np.ndarray) -> bool:
+    """Whether the first bytes of words, so many of each, are digits; zeros are behind them."""
+    digits = words | _FILLS.take(length, mode="clip")
+    # A half byte of 3, which 6 more leaves at 3.
+    return not ((digits & (digits + _SIXES) & _HIGH) != _ZEROS).any()
+
+
+def _has_leading_zero(words: np.ndarray, length: np.ndarray) -> bool:
+    """Whether an integer of more than one digit begins with 0."""
+    return bool((((words & FIRST_BYTES[1]) == ord("0")) & (length > 1)).any())

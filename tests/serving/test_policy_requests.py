@@ -1,0 +1,161 @@
+"""Requests with a history policy: what is read from bytes is what is read from Python objects, bit for bit."""
+
+import json
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from history.logs import planted
+
+from jfi.history import EventLog, Policy, fit
+from jfi.serving import requests
+from jfi.serving.columns import read_plain
+from jfi.serving.history_policy import RequestPolicy
+from jfi.serving.requests import RequestReader, parse
+from jfi.serving.schema import Field, Limits, PolicyFields, Schema
+
+from .test_columns import assert_same, outcome
+
+SHORT, LONG = ["feed", "search", "unknown"], ["feed", "a page of products", "s" * 40]
+ALL = PolicyFields("dwell", "surface", "session", 0.001)
+
+
+def fitted(surfaces: list[str], **options) -> Policy:
+    log, conversion, _ = planted()
+    log = EventLog(log.user, log.time, log.surface, log.dwell, surfaces)
+    return fit(log, conversion, **options)
+
+
+def removing(surfaces: list[str], **options) -> Policy:
+    return fitted(surfaces, remove=0.5, newest=1, **options)
+
+
+def reader(policy: Policy, fields: PolicyFields, num_buckets: int = 0) -> RequestReader:
+    items = [str(i) for i in range(20)]
+    schema = Schema(
+        user=[],
+        candidate=[Field("item", "category", ["item"])],
+        event=[
+            Field("item", "category", ["history_item"]),
+            Field("kind", "category", ["history_kind"], num_buckets=num_buckets),
+            Field("surface", "category", ["history_surface"]),
+            Field("both", "cross", ["history_both"], columns=["item", "surface"]),
+            Field("dwell", "quantile", ["history_dwell"], edges=[1e3, 5e3]),
+            Field("age", "age", num_buckets=24),
+        ],
+        vocabularies={"item": items, "kind": ["k", "l"], "surface": ["feed", "search"], "both": ["1\x1ffeed"]},
+        policy=fields,
+    )
+    return RequestReader(schema, Limits(3, 30), RequestPolicy(policy, fields))
+
+
+def history(draw: random.Random, surfaces: list[str], session: str | None) -> list[dict]:
+    dwell = (None, 0, 3, 700, 2999, 3000, 61000.5, 1e-3, -4, 123456789012)
+    sessions = {
+        "integers": (1, 2, 3),
+        "mixed": (1, "1", 2, None, ""),
+        "texts": ("a", "b", "a session of many letters"),
+        "long": ("x" * 29, "x" * 50, 3),
+        "fractions": ("a", None, -3, 12345678901234567890),
+    }
+    ages = sorted(draw.choice([draw.randrange(400_000), draw.random() * 1e5]) for _ in range(draw.randrange(38)))
+    if draw.random() < 0.8:
+        ages.reverse()
+    rows = []
+    for age in ages:
+        row = {"item": draw.choice([*range(22), None, "7"]), "kind": draw.choice(["k", "l", "ü", None])}
+        row |= {"surface": draw.choice([*surfaces, None, "a new one", 5]), "dwell": draw.choice(dwell), "age": age}
+        rows.append(row | ({} if session is None else {"session": draw.choice(sessions[session])}))
+    return rows
+
+
+@pytest.mark.parametrize("session", ["integers", "mixed", "texts", "long", "fractions", None])
+@pytest.mark.parametrize(
+    ("policy", "surfaces", "num_buckets"),
+    [
+        (lambda: removing(SHORT), SHORT, 0),
+        (lambda: removing(LONG, caps={"passive": 4, "active": 9}), LONG, 7),
+        (lambda: removing([*LONG[:2], "b"], boost=["active"], num_segments=2), LONG, 0),
+        (lambda: removing(SHORT, num_segments=4), SHORT, 7),
+        (lambda: fitted(SHORT, remove=0.0), SHORT, 0),
+    ],
+    ids=["removes", "caps", "boosts", "four segments", "keeps all"],
+)
+def test_bytes_give_the_events_that_objects_give(policy, surfaces, num_buckets, session, monkeypatch):
+    policy, plain, removed, read_so = policy(), 0, 0, requests.read_plain
+    read = reader(policy, replace(ALL, session=session and "session"), num_buckets)
+    found = []
+    monkeypatch.setattr(requests, "read_plain", lambda *args: found.append(read_so(*args)) or found[-1])
+    draw = random.Random(str(session))
+    for _ in range(60):
+        request = {"user": {}, "history": history(draw, surfaces, session), "candidates": [{"item": 3}]}
+        body = bytearray(json.dumps(request, ensure_ascii=False).encode())
+        if draw.random() < 0.3:  # a fault somewhere, perhaps in an event that goes
+            at = draw.randrange(len(body))
+            body[at : at + 1] = draw.choice([b"0", b"-", b'"', b"true", b"1.5", b"null", b"\x00"])
+        one, other = outcome(read.read, bytes(body)), outcome(lambda body: read(parse(body)), bytes(body))
+        assert_same(one, other, bytes(body))
+        if not isinstance(one, str):
+            plain += found[-1] is not None
+            removed += min(30, len(request["history"])) - one.num_events
+    assert plain > 25 and (removed > 100) == (not policy.keeps_all)
+
+
+@pytest.mark.parametrize("missing", ["dwell", "surface"])
+def test_bytes_give_the_events_that_objects_give_without_a_field_of_the_policy(missing):
+    surfaces = ["all"] if missing == "surface" else SHORT
+    log, conversion, _ = planted()
+    log = EventLog(log.user, log.time, log.surface % len(surfaces), log.dwell, surfaces)
+    read = reader(fit(log, conversion, remove=0.5, newest=1), replace(ALL, **{missing: None}))
+    draw = random.Random(0)
+    for _ in range(20):
+        body = json.dumps({"user": {}, "history": history(draw, SHORT, "mixed"), "candidates": [{"item": 3}]}).encode()
+        assert_same(outcome(read.read, body), outcome(lambda body: read(parse(body)), body), body)
+
+
+EVENT = {"item": 1, "kind": "k", "surface": "feed", "dwell": 9, "session": 2, "age": 4}
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{**EVENT, "item": 1.5}] + [EVENT] * 29, None),  # nobody reads it, if it goes
+        ([{**EVENT, "session": 1.5}] + [EVENT] * 29, "history[0].session must be a string or an integer, or null"),
+        ([{**EVENT, "surface": True}] + [EVENT] * 29, "history[0].surface must be a string or an integer, or null"),
+        ([{**EVENT, "dwell": "9"}] + [EVENT] * 29, "history[0].dwell must be a finite number of float32's range"),
+        ([{**EVENT, "age": None}] + [EVENT] * 29, "history[0].age must be a number of seconds, at least 0"),
+        (
+            [{**EVENT, "dwell": None}] * 2 + [{name: EVENT[name] for name in EVENT if name != "dwell"}],
+            "history[2] ",
+        ),
+        ([], None),
+    ],
+    ids=["item", "session", "surface", "dwell", "age", "ragged", "empty"],
+)
+def test_a_fault_of_an_event_is_named_from_bytes_as_from_objects(rows, message):
+    policy = removing(SHORT)
+    gone = replace(
+        policy,
+        surface_reports=tuple(replace(one, keep=(False,) * len(one.keep)) for one in policy.surface_reports),
+    )
+    read = reader(gone, ALL)
+    body = json.dumps({"user": {}, "history": rows, "candidates": [{"item": 3}]}).encode()
+    one, other = outcome(read.read, body), outcome(lambda body: read(parse(body)), body)
+    assert_same(one, other, body)
+    if message is None:
+        assert one.num_events == min(1, len(rows))
+    else:
+        assert one.startswith(message)
+
+
+@pytest.mark.parametrize("longest", ["11", "more than eight bytes"])
+def test_codes_of_sessions_are_equal_for_equal_ones_and_differ_for_nulls(longest):
+    values = [1, "1", "", None, longest, longest, "2", *[None] * 300]
+    body = json.dumps({"rows": [{"x": value} for value in values]}).encode()
+    codes = read_plain(body, {"rows": ["x"]})["rows"].columns["x"].codes()
+    texts = [None if value is None else str(value) for value in values]
+    same = [
+        [i == j or (one is not None and one == other) for j, other in enumerate(texts)] for i, one in enumerate(texts)
+    ]
+    assert np.array_equal(codes[:, None] == codes, same)
