@@ -76,7 +76,7 @@ def sort_and_split(interactions: Table, config: DataConfig, given: np.ndarray | 
     time = interactions.times(config.timestamp, config.timestamp_unit)
     label = read_labels(interactions, config.label, config.task)
     targets = read_targets(interactions, config, label)
-    for one, values in zip(config.targets(), labels_of(config, label, targets), strict=True):
+    for one, values in zip(config.trained_labels(), labels_of(config, label, targets), strict=True):
         check_labels(interactions, one.label, values)
     if config.split == "column":
         given = given_splits(interactions, config.split_column)

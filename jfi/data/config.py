@@ -42,6 +42,10 @@ class DataConfig:
             squared error.
         labels: several labels that one model predicts at once, at least two; `label` and `task` are those of the first.
             A row is a sample if it has the first one; where it lacks another, that one counts in no loss or metric.
+        auxiliary_labels: further columns of 0 and 1, or rules, whose losses help to train the model: with the label
+            `rating >= 4`, `rating >= 3` and `rating >= 5`. The model predicts none of them, and no metric reads them. A
+            row that lacks one counts in no loss of it.
+        auxiliary_weight: of the loss of each auxiliary label beside that of a label.
         weight: column of the weight of a row in the loss, a positive number, or None. A sampled negative has that of
             its positive. Metrics do not read it.
         negatives: sampled negatives per positive, for implicit feedback only.
@@ -122,6 +126,8 @@ class DataConfig:
     label: str | None = None
     task: Task = "binary"
     labels: list[LabelConfig] = field(default_factory=list)
+    auxiliary_labels: list[str] = field(default_factory=list)
+    auxiliary_weight: float = 0.5
     weight: str | None = None
     negatives: int = 4
     user_categorical: list[str] = field(default_factory=list)
@@ -173,9 +179,16 @@ class DataConfig:
         """`labels`, or the only label as one named "label"."""
         return self.labels or [LabelConfig("label", self.label, self.task)]
 
+    def trained_labels(self) -> list[LabelConfig]:
+        """`targets()`, and behind them `auxiliary_labels`, which only the loss of the training rows reads."""
+        weight = self.auxiliary_weight
+        others = [LabelConfig(f"auxiliary-{i}", one, weight=weight) for i, one in enumerate(self.auxiliary_labels)]
+        return [*self.targets(), *others]
+
     def label_columns(self) -> list[str]:
-        """The columns of all labels."""
-        found = [] if self.label is None else [name for one in self.targets() for name in label_columns(one.label)]
+        """The columns of all labels, auxiliary ones among them."""
+        labels = [] if self.label is None else self.trained_labels()
+        found = [name for one in labels for name in label_columns(one.label)]
         return list(dict.fromkeys(found))
 
     @property

@@ -90,9 +90,12 @@ def _check_roles(config: "DataConfig") -> None:
         for role, name in roles.items():
             if name in getattr(config, setting):
                 raise DataError(f"data.{setting} lists '{name}', which is data.{role}; it must list other columns")
-    for place, one in enumerate([] if config.label is None else config.targets()):
-        if (name := only_column(one.label)) is not None:
-            roles[f"labels[{place}]" if config.labels else "label"] = name
+    labels = [] if config.label is None else [one.label for one in config.targets()]
+    settings = {f"labels[{place}]" if config.labels else "label": label for place, label in enumerate(labels)}
+    settings |= {f"auxiliary_labels[{place}]": label for place, label in enumerate(config.auxiliary_labels)}
+    for setting, label in settings.items():
+        if (name := only_column(label)) is not None:
+            roles[setting] = name
     seen: dict[str, str] = {}
     for role, name in roles.items():
         if name in seen:
@@ -105,6 +108,7 @@ def _check_roles(config: "DataConfig") -> None:
 def _check_targets(config: "DataConfig") -> None:
     """Raises DataError for labels and weights that no table fits."""
     own = {"task": config.task != "binary", "labels": bool(config.labels), "weight": config.weight is not None}
+    own["auxiliary_labels"] = bool(config.auxiliary_labels)
     if config.source == "synthetic" and any(own.values()):
         setting = next(name for name, is_set in own.items() if is_set)
         raise DataError(f"data.{setting} is set, but the synthetic table has a label of its own, and no weights")
@@ -126,6 +130,14 @@ def _check_targets(config: "DataConfig") -> None:
             f"data.label and data.task are '{config.label}', {config.task}, but the first of data.labels is {first}; "
             "leave data.label out, or make them equal"
         )
+    if config.auxiliary_labels and config.label is None and config.prepared is None:
+        raise DataError("data.auxiliary_labels is set, but data.label is not; they are beside a label")
+    if not 0 < config.auxiliary_weight < math.inf:
+        raise DataError(f"data.auxiliary_weight is {config.auxiliary_weight}; it must be positive and finite")
+    trained = [one.label for one in config.trained_labels()]
+    for label in config.auxiliary_labels:
+        if trained.count(label) > 1:
+            raise DataError(f"data.auxiliary_labels has '{label}', which is a label already; each must be another one")
     for one in [] if config.label is None else config.targets():
         if one.task == "regression" and only_column(one.label) is None:
             raise DataError(f"label '{one.label}' is a rule; with task regression it must be a column of numbers")

@@ -70,7 +70,9 @@ class Fingerprint:
             config.timestamp: [_blocks(events.time)],
         }
         if config.label is not None:
-            for one, column in zip(config.targets(), labels_of(config, events.label, events.targets), strict=True):
+            for one, column in zip(
+                config.trained_labels(), labels_of(config, events.label, events.targets), strict=True
+            ):
                 for name in label_columns(one.label):
                     values.setdefault(name, []).append(_blocks(column))
         if config.weight is not None:

@@ -69,12 +69,14 @@ def learn_schema(columns: RawColumns, rows: Rows, config: DataConfig) -> DataSch
         titles=None if config.title is None else _titles(columns, config, encodings),
         codec=None if columns.sids is None else columns.sids.codec,
         labels=_learn_labels(rows, samples, config),
+        num_auxiliary=len(config.auxiliary_labels),
     )
 
 
 def _learn_labels(rows: Rows, samples: np.ndarray, config: DataConfig) -> list[LabelSpec]:
     found = []
-    for one, column in zip(config.targets(), labels_of(config, rows.label, rows.targets), strict=True):
+    # The predicted labels come first; auxiliary ones are no outputs of a saved model.
+    for one, column in zip(config.targets(), labels_of(config, rows.label, rows.targets), strict=False):
         scale = moments(column, samples) if one.task == "regression" else ()
         found.append(LabelSpec(one.name, one.task, *scale))
     return found

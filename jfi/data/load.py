@@ -179,6 +179,7 @@ def check_fits(schema: DataSchema, config: DataConfig) -> None:
         ("max_history", schema.max_history, config.max_history),
         ("num_age_buckets", schema.num_age_buckets, config.num_age_buckets),
         ("labels", [(one.name, one.task) for one in schema.labels], [(one.name, one.task) for one in config.targets()]),
+        ("auxiliary_labels", schema.num_auxiliary, len(config.auxiliary_labels)),
     ):
         if learnt != wanted:
             learnt, wanted = (sorted(x) if isinstance(x, set) else x for x in (learnt, wanted))
@@ -211,6 +212,7 @@ def _pairs(schema: DataSchema, prepared: DataSchema) -> Iterator[tuple[str, obje
         yield f"quantiles of '{name}'", list(edges), list(theirs.edges.get(name, []))
     yield "means and deviations", ours.moments, theirs.moments
     yield "labels", schema.labels, prepared.labels
+    yield "auxiliary labels", schema.num_auxiliary, prepared.num_auxiliary
 
 
 def _samples(events: Events, known: np.ndarray, config: DataConfig) -> dict[str, np.ndarray]:

@@ -101,7 +101,7 @@ def read_rows(config: DataConfig, folder: Path, advance: Callable[[int], None]) 
     def tables() -> Iterator[Table]:
         return (table for _, table in iterate_tables(config))
 
-    for one, counts in zip(config.targets(), stage.labels, strict=True):
+    for one, counts in zip(config.trained_labels(), stage.labels, strict=True):
         check_counts(name, one.label, *counts, tables)
     if config.history is not None:
         check_history(name, config.history, stage.rows, stage.events, tables)
@@ -123,7 +123,7 @@ def read_values(folder: Path, column: str) -> pa.Array:
 class _Stage:
     def __init__(self, config: DataConfig, first: Table, folder: Path) -> None:
         self._config, self._folder, self.rows = config, folder, 0
-        self.labels, self.events = np.zeros((len(config.targets()), 2), np.int64), 0
+        self.labels, self.events = np.zeros((len(config.trained_labels()), 2), np.int64), 0
         self.absent: list[AbsentValue] | None = None
         self._columns = raw_columns(config)
         self._lists = {
@@ -217,7 +217,7 @@ class _Stage:
         config = self._config
         text = [column.name for column in self._columns if column.kind != "number"]
         text += [name for name in (config.group, config.split_column) if name is not None]
-        labels = [] if config.label is None else [one.label for one in config.targets()]
+        labels = [] if config.label is None else [one.label for one in config.trained_labels()]
         rules = [rule for rule in labels if only_column(rule) is None]
         rules += [] if config.history is None else [config.history]
         text += [name for rule in rules for name in parse_rule(rule).text_columns()]

@@ -165,6 +165,18 @@ def parse_rule(text: str) -> Rule:
     return Rule(text, list(dict.fromkeys(root.columns())), root)
 
 
+def single_threshold(rule: Rule) -> tuple[str, str, float] | None:
+    """The column, the operator and the number of a rule that is one comparison by >=, >, <= or <; None of another.
+
+    >>> single_threshold(parse_rule("rating >= 4")), single_threshold(parse_rule("rating == 4"))
+    (('rating', '>=', 4.0), None)
+    """
+    test = rule.root
+    if not isinstance(test, _Test) or not test.numeric or test.compare not in (">=", ">", "<=", "<"):
+        return None
+    return test.column, test.compare, float(test.values[0])
+
+
 def only_column(text: str) -> str | None:
     """The column if `text` is the name of one, in quotes or not, and None if it is a rule.
 

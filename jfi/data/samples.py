@@ -70,8 +70,9 @@ def choose_samples(
             if seen[name] < labeled[name]:
                 _log.warning("%s, %s", dropped, why)
             continue
-        for one, least, most in zip(config.targets(), low[name], high[name], strict=True):
-            if least >= most:
+        for number, (one, least, most) in enumerate(zip(config.trained_labels(), low[name], high[name], strict=True)):
+            is_read = name == "train" or number < len(config.targets())  # auxiliary labels are of training alone
+            if least >= most and is_read:
                 what = f"are {least:g}" if least == most else "are empty"
                 raise DataError(f"label '{one.label}': all {labeled[name]} labels of the {name} split {what}")
 

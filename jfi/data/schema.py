@@ -166,6 +166,7 @@ class DataSchema:
         titles: titles of the items, by their id under `item_key`, or None.
         codec: of the semantic IDs, or None without.
         labels: what is predicted, in the order of a model's outputs.
+        num_auxiliary: number of labels behind them that a model has outputs for in training alone.
 
     Example::
 
@@ -186,6 +187,7 @@ class DataSchema:
     titles: Sequence[str] | None = None
     codec: Codec | None = None
     labels: list[LabelSpec] = field(default_factory=lambda: [LabelSpec()])
+    num_auxiliary: int = 0
 
     @property
     def num_age_buckets(self) -> int:
@@ -225,6 +227,8 @@ class DataSchema:
         }
         if self.labels != [LabelSpec()]:
             content["labels"] = [dataclasses.asdict(one) for one in self.labels]
+        if self.num_auxiliary:
+            content["num_auxiliary"] = self.num_auxiliary
         if self.codec is not None:
             self.codec.save(folder / CODEC)
             content["codec"] = self.codec.fingerprint
@@ -255,6 +259,7 @@ class DataSchema:
             titles=titles,
             codec=_read_codec(Path(folder) / CODEC, content["codec"]) if "codec" in content else None,
             labels=[LabelSpec(**one) for one in content.get("labels", [{}])],
+            num_auxiliary=content.get("num_auxiliary", 0),
         )
 
 

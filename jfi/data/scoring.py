@@ -181,7 +181,7 @@ class ScoringParts:
         place = data.column(_ROW).to_numpy()
         if not (place >= 0).any():
             return
-        config = replace(self._config, label=None, task="binary", labels=[], weight=None)
+        config = replace(self._config, label=None, task="binary", labels=[], auxiliary_labels=[], weight=None)
         config = replace(config, split="time", timestamp=_TIME, timestamp_unit="s", title=None)
         config = replace(config, group=None, history=None)
         items = self._items

@@ -42,10 +42,12 @@ def summarize(dataset: InteractionDataset, config: DataConfig, columns: RawColum
     """
     arrays, encodings = dataset.arrays(), dataset.schema.encodings
     events, samples = arrays.events, arrays.samples
-    columns_of = zip(config.targets(), labels_of(config, events.label, events.targets), strict=True)
+    trained, columns_of = config.trained_labels(), labels_of(config, events.label, events.targets)
+    # Nothing reads the auxiliary labels of other splits than train.
+    splits_of = [SPLITS] * len(config.targets()) + [["train"]] * len(config.auxiliary_labels)
     shares_of = [
-        (one, {name: _share_of_ones(column, rows) for name, rows in samples.items()})
-        for one, column in columns_of
+        (one, {name: _share_of_ones(column, samples[name]) for name in splits})
+        for one, column, splits in zip(trained, columns_of, splits_of, strict=True)
         if one.task == "binary"
     ]
     shares = shares_of[0][1] if config.task == "binary" else {}

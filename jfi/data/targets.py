@@ -1,6 +1,6 @@
 """What the loss reads of a row beside its label: further labels, and its weight."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -16,7 +16,7 @@ LABEL = "label_"
 
 def target_names(config: DataConfig) -> list[str]:
     """The names of the columns `[E]` float32 of `Events.targets`."""
-    return [*([] if config.weight is None else [WEIGHT]), *(LABEL + one.name for one in config.labels[1:])]
+    return [*([] if config.weight is None else [WEIGHT]), *(LABEL + one.name for one in config.trained_labels()[1:])]
 
 
 def read_targets(table: Table, config: DataConfig, label: np.ndarray) -> dict[str, np.ndarray]:
@@ -39,7 +39,7 @@ def read_targets(table: Table, config: DataConfig, label: np.ndarray) -> dict[st
             shown = "empty" if np.isnan(values[row]) else f"{table.numbers(config.weight)[row]:g}"
             raise table.fault(row, f"weight '{config.weight}' is {shown}, must be positive and finite")
         found[WEIGHT] = np.where(is_wrong, np.float32(1), values)
-    for one in config.labels[1:]:
+    for one in config.trained_labels()[1:]:
         found[LABEL + one.name] = read_labels(table, one.label, one.task)
     return found
 
@@ -60,13 +60,13 @@ def check_target(name: str, values: np.ndarray, config: DataConfig, file: str, s
     if name == WEIGHT:
         right, must = np.isfinite(values) & (values > 0), "positive and finite"
     else:
-        task = {LABEL + one.name: one.task for one in config.labels[1:]}.get(name, config.task)
+        task = {LABEL + one.name: one.task for one in config.trained_labels()[1:]}.get(name, config.task)
         right = np.isnan(values) | (np.isfinite(values) if task == "regression" else (values == 0) | (values == 1))
         must = "finite or missing" if task == "regression" else "0, 1 or missing"
     if not right.all():
         raise DataError(f"{file}: row {start + int((~right).argmax())} of the events: '{name}' is not {must}")
 
 
-def labels_of(config: DataConfig, label: np.ndarray, targets: dict[str, np.ndarray]) -> Iterable[np.ndarray]:
-    """The column `[E]` of each of `config.targets()`."""
-    return (label, *(targets[LABEL + one.name] for one in config.labels[1:]))
+def labels_of(config: DataConfig, label: np.ndarray, targets: dict[str, np.ndarray]) -> Sequence[np.ndarray]:
+    """The column `[E]` of each of `config.trained_labels()`."""
+    return (label, *(targets[LABEL + one.name] for one in config.trained_labels()[1:]))

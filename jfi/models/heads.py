@@ -26,37 +26,46 @@ class Heads:
         experts: of a mixture, at least 2 and with at least 2 outputs; 0 for a shared bottom.
         moments: by output a mean and a standard deviation that it is scaled to, such as those of a regression's label;
             (0, 1) leaves it as it is. None for all as they are.
+        auxiliary: number of further outputs, behind the others, that a model has in training mode alone.
 
     Raises:
         ValueError: an argument is out of its range, or `moments` does not have an entry for each output.
 
     Example:
         >>> Heads(2, experts=4)
-        Heads(count=2, experts=4, moments=None)
+        Heads(count=2, experts=4, moments=None, auxiliary=0)
     """
 
     count: int = 1
     experts: int = 0
     moments: Sequence[tuple[float, float]] | None = None
+    auxiliary: int = 0
 
     def __post_init__(self) -> None:
         if self.count < 1:
             raise ValueError(f"count must be at least 1, got {self.count}")
-        if self.experts < 0 or self.experts == 1 or (self.experts and self.count == 1):
+        if self.auxiliary < 0:
+            raise ValueError(f"auxiliary must be at least 0, got {self.auxiliary}")
+        if self.experts < 0 or self.experts == 1 or (self.experts and self.trained == 1):
             raise ValueError(f"experts must be 0, or at least 2 with at least 2 outputs, got {self.experts}")
         if self.moments is not None and len(self.moments) != self.count:
             raise ValueError(f"moments must have {self.count} entries, one for each output, got {len(self.moments)}")
 
+    @property
+    def trained(self) -> int:
+        """The number of outputs in training."""
+        return self.count + self.auxiliary
+
     def arch(self, width: int, layer_sizes: list[int], device: torch.device | None = None) -> nn.Module:
-        """The module from [B, width] to [B, count]; `layer_sizes` end in 1."""
-        arch = OverArch if self.count == 1 else TaskArch
-        options = {} if self.count == 1 else {"heads": self}
+        """The module from [B, width] to [B, count], in training mode [B, trained]; `layer_sizes` end in 1."""
+        arch = OverArch if self.trained == 1 else TaskArch
+        options = {} if self.trained == 1 else {"heads": self}
         made = arch(width, layer_sizes, device=device, **options)
         return made if self.moments is None else nn.Sequential(made, OutputScale(self.moments, device))
 
 
 class TaskArch(nn.Module):
-    """[B, in_features] -> [B, heads.count].
+    """[B, in_features] -> [B, heads.count], in training mode [B, heads.trained].
 
     Args:
         in_features: width of the input.
@@ -73,24 +82,30 @@ class TaskArch(nn.Module):
         self.experts = nn.ModuleList(
             MLP(in_features, [first], bias=True, activation="relu", device=device) for _ in range(heads.experts or 1)
         )
-        gates = heads.count if heads.experts else 0
+        self.count = heads.count
+        gates = heads.trained if heads.experts else 0
         self.gates = nn.ModuleList(nn.Linear(in_features, heads.experts, device=device) for _ in range(gates))
         self.towers = nn.ModuleList(
             OverArch(first, tower, device=device) if len(tower) > 1 else nn.Linear(first, 1, device=device)
-            for _ in range(heads.count)
+            for _ in range(heads.trained)
         )
 
     def forward(self, features: Tensor) -> Tensor:
         found = [expert(features) for expert in self.experts]
-        if not self.gates:
-            return torch.cat([tower(found[0]) for tower in self.towers], dim=1)
+        count = len(self.towers) if self.training else self.count
+        towers, gates = self.towers[:count], self.gates[:count]
+        if not gates:
+            return torch.cat([tower(found[0]) for tower in towers], dim=1)
         stacked = torch.stack(found, dim=1)  # [B, experts, first]
-        mixed = [(gate(features).softmax(dim=1).unsqueeze(2) * stacked).sum(dim=1) for gate in self.gates]
-        return torch.cat([tower(one) for tower, one in zip(self.towers, mixed, strict=True)], dim=1)
+        mixed = [(gate(features).softmax(dim=1).unsqueeze(2) * stacked).sum(dim=1) for gate in gates]
+        return torch.cat([tower(one) for tower, one in zip(towers, mixed, strict=True)], dim=1)
 
 
 class OutputScale(nn.Module):
-    """Outputs [B, L] times a deviation plus a mean, which are buffers: a saved model has them."""
+    """The first L of outputs times a deviation plus a mean, which are buffers: a saved model has them.
+
+    Outputs behind the first L stay as they are.
+    """
 
     def __init__(self, moments: Sequence[tuple[float, float]], device: torch.device | None = None) -> None:
         super().__init__()
@@ -99,4 +114,6 @@ class OutputScale(nn.Module):
         self.register_buffer("deviation", torch.tensor(deviations, dtype=torch.float32, device=device))
 
     def forward(self, outputs: Tensor) -> Tensor:
-        return outputs * self.deviation + self.mean
+        count = len(self.mean)
+        scaled = outputs[:, :count] * self.deviation + self.mean
+        return torch.cat([scaled, outputs[:, count:]], dim=1) if outputs.shape[1] > count else scaled

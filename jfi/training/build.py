@@ -139,11 +139,11 @@ def build_model(
 
 def _heads(config: ModelConfig, schema: DataSchema) -> Heads:
     """An output for each label."""
-    if config.experts and len(schema.labels) == 1:
+    if config.experts and len(schema.labels) + schema.num_auxiliary == 1:
         raise ConfigError(f"model.experts: got {config.experts}, must be 0 with a single label; see data.labels")
     is_scaled = any(label.task == "regression" for label in schema.labels)
     moments = [(label.mean, label.deviation) for label in schema.labels] if is_scaled else None
-    return Heads(len(schema.labels), config.experts, moments)
+    return Heads(len(schema.labels), config.experts, moments, schema.num_auxiliary)
 
 
 def _semantic_ids(config: ModelConfig, schema: DataSchema, keys: list[str]) -> SemanticIDEmbedding | None:

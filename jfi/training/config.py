@@ -46,10 +46,11 @@ class TrainingConfig:
     Args:
         run_dir: folder of the run, new or empty. Null means `runs/<date>-<time>`.
         preset: `auto` chooses widths, biases, the cross network, dropout, averaging, the batch size, and the rates of
-            the default optimizers from the number of training samples, and `data.statistics`, heads by recency and
-            `model.item_id` by pilots on the validation rows, wherever a setting is at its default. It says what it
-            chose and why, and writes it to the run's config.yaml; not under torchrun. With `warm_start` it takes the
-            model's settings and `data.statistics` from that run. Null leaves all settings as they are.
+            the default optimizers from the number of training samples, and `data.statistics`,
+            `data.auxiliary_labels`, heads by recency and `model.item_id` by pilots on the validation rows, wherever a
+            setting is at its default. It says what it chose and why, and writes it to the run's config.yaml; not under
+            torchrun. With `warm_start` it takes the model's settings and these two of `data` from that run. Null leaves
+            all settings as they are.
         epochs: maximum number of epochs.
         batch_size: samples per step, over all processes under torchrun.
         accumulate: in how many parts, one after another, the gradients of a step are computed. They are those of the

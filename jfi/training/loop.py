@@ -293,7 +293,8 @@ class Trainer(RunState):
 
     def _forward(self, batch: Batch) -> tuple[Tensor | None, Output]:
         """The loss in training, else None, and the output. Train pipelines call it as well."""
-        training, labels = self.model.training, batch.labels
+        training = self.model.training
+        labels = batch.labels if training else self._predicted(batch.labels)
         model = self.model if training else self._evaluated
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.training.precision == "bfloat16"):
             logits = model(batch.dense_features, batch.sparse_features, batch.timelines)
@@ -309,6 +310,12 @@ class Trainer(RunState):
         self.window += torch.stack([plain, first.sum(), labels.new_full((), len(labels))])
         return loss, output
 
+    def _predicted(self, labels: Tensor) -> Tensor:
+        """Without those of `data.auxiliary_labels`, for which a model has no outputs in evaluation mode."""
+        if not self.config.data.auxiliary_labels:
+            return labels
+        return labels[:, 0] if len(self._labels) == 1 else labels[:, : len(self._labels)]
+
     def _log_window(self, recorder: Recorder | SilentRecorder, speed: float) -> None:
         """Records the mean loss since the last line of the log, and the samples a second."""
         loss, labels, samples = self.world.sum(self.window).tolist()
@@ -317,7 +324,7 @@ class Trainer(RunState):
         step = self.progress.step
         self.check_finite(loss)
         metrics = {"loss": loss}
-        if [label.task for label in self._labels] == ["binary"]:
+        if [label.task for label in self._labels] == ["binary"] and not self.config.data.auxiliary_labels:
             metrics["ne"] = normalized_entropy(loss, mean_label)
         self.loss = loss
         recorder.metrics("train", self.progress.epoch + 1, step, metrics, speed)

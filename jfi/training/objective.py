@@ -35,8 +35,9 @@ class Objective:
 
     @classmethod
     def of(cls, data: DataConfig, labels: Sequence[LabelSpec], positive_weight: float) -> "Objective":
-        """The loss of a run with the section `data` and the labels of its schema."""
-        return cls(labels, [one.weight for one in data.targets()], positive_weight)
+        """The loss of a run with the section `data` and the labels of its schema; auxiliary labels are binary."""
+        labels = [*labels, *(LabelSpec(one) for one in data.auxiliary_labels)]
+        return cls(labels, [one.weight for one in data.trained_labels()], positive_weight)
 
     def __call__(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
         """The sums over samples of their losses, with all weights and with those of the labels alone.

@@ -5,6 +5,8 @@ each part against the first pilot, which has the settings by size:
 
     content       with semantic IDs a pilot without the item's id; the id stays only if it makes the AUC better by more
                   than `evidence.ERRORS` standard errors, since content describes new items too
+    labels        where the label is a threshold, such as `rating >= 4`, a pilot with `data.auxiliary_labels` of a
+                  smaller and a greater one: the better AUC
     recency       a pilot with heads by recency in the place of those by position, which cost the same: the better AUC
     statistics    boosted trees of the pilot's scores and of `data.statistics`, on users that they were not fitted to;
                   statistics must gain more than `evidence.ERRORS` standard errors, since requests must then have them
@@ -18,8 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from jfi.data import InteractionDataset
+from jfi.data import DataError, InteractionDataset, load_dataset
 from jfi.data.config import AGE, HISTORY, STATISTICS
+from jfi.data.table_blocks import iterate_tables
+from jfi.data.thresholds import rules_beside
 from jfi.plan import MOST_BUCKETS
 from jfi.training.config import Config, ConfigError
 from jfi.training.distributed import World
@@ -60,6 +64,7 @@ def apply_preset(config: Config, dataset: InteractionDataset, world: World | Non
         settings["model.item_id"] = other.model.item_id
         if config.data.prepared is None:
             settings["data.statistics"] = other.data.statistics
+            settings["data.auxiliary_labels"] = other.data.auxiliary_labels
         settings = _free(config, settings)
     else:
         settings = _free(config, settings)
@@ -101,7 +106,7 @@ def _by_pilots(
         return {}, ["training.preset tried no parts: they are compared by the AUC of a single label"]
     parts, lines = _Parts(config, sized, dataset, world), []
     settings: dict[str, Any] = {}
-    for part in (parts.content, parts.recency, parts.statistics):
+    for part in (parts.content, parts.labels, parts.recency, parts.statistics):
         found, line = part()
         settings |= found
         lines += [] if line is None else [f"training.preset: {line}"]
@@ -133,6 +138,25 @@ class _Parts:
             return {}, f"model.item_id: true stays: {shown}"
         self._sized, self._first = _with(self._sized, {"model.item_id": False}, "auto"), without
         return {"model.item_id": False}, f"model.item_id: false: {shown}"
+
+    def labels(self) -> tuple[dict[str, Any], str | None]:
+        data = self._config.data
+        if data.auxiliary_labels or data.label is None or data.prepared is not None or data.source != "table":
+            return {}, None
+        # Where to cut follows from the values of all rows, those of validation and test among them.
+        rules = rules_beside(data.label, (table for _, table in iterate_tables(data)))
+        if not rules:
+            return {}, None
+        chosen = {"data.auxiliary_labels": rules}
+        try:
+            made = load_dataset(_with(self._sized, chosen, "auto").data)
+        except DataError as fault:  # such as a rule that holds in no training row
+            return {}, f"data.auxiliary_labels: none: {fault}"
+        helped = self._pilot(chosen, made)
+        gain = auc_gain(*(one.logits[0].numpy() for one in (self._base(), helped)), self._labels())
+        if gain.after > gain.before:
+            return chosen, f"data.auxiliary_labels: {rules}: {gain}"
+        return {}, f"data.auxiliary_labels: none: {rules}: {gain}"
 
     def recency(self) -> tuple[dict[str, Any], str | None]:
         by_position, model = self._sized.model.bias, self._sized.model
@@ -180,8 +204,8 @@ class _Parts:
             self._first = self._pilot({})
         return self._first
 
-    def _pilot(self, settings: dict[str, Any]) -> Predictions:
-        return pilot_scores(_with(self._sized, settings, "auto"), self._dataset, self._world)
+    def _pilot(self, settings: dict[str, Any], dataset: InteractionDataset | None = None) -> Predictions:
+        return pilot_scores(_with(self._sized, settings, "auto"), dataset or self._dataset, self._world)
 
     def _labels(self) -> np.ndarray:
         return self._base().labels[0].numpy()

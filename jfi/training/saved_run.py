@@ -244,7 +244,8 @@ class SavedRun:
             )
         if not self.calibration:
             raise ConfigError(
-                f"output is calibrated, but run {self.path} has no calibration; train again, or leave it out"
+                f"output is calibrated, but run {self.path} has no calibration, like all runs of earlier versions; "
+                "train it again, or choose probabilities"
             )
 
     def _scored(

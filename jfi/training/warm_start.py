@@ -1,5 +1,6 @@
 """Starts a run from the parameters of another one: known ids keep their rows, new ones have fresh rows."""
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -81,7 +82,8 @@ def check_warm_start(path: str | Path, config: Config) -> None:
     best = BestEpoch.of(path, "training.warm_start: run")
     _, shapes, there = _meta_model(best.config, best.schema)
     # With the schema of the other run the models differ where the sections `model` and `encoder` do.
-    model, _, _ = _meta_model(config, best.schema)
+    schema = dataclasses.replace(best.schema, num_auxiliary=len(config.data.auxiliary_labels))
+    model, _, _ = _meta_model(config, schema)
     _check_shapes(path, model.state_dict(), table_configs(model), shapes, there)
 
 
@@ -144,7 +146,7 @@ def _check_shapes(
                     f"training.warm_start: model.embedding_dim is {table.embedding_dim}, {path} has {width}"
                 )
         elif name not in shapes:
-            raise ConfigError(f"training.warm_start: {path} has no '{name}'; use the same model and encoder")
+            raise ConfigError(f"training.warm_start: {path} has no '{name}'; use the same model, encoder and labels")
         elif tuple(value.shape) != shapes[name]:
             got = f"'{name}' has shape {list(value.shape)}, in {path} it has {list(shapes[name])}"
-            raise ConfigError(f"training.warm_start: {got}; use the same model and encoder")
+            raise ConfigError(f"training.warm_start: {got}; use the same model, encoder and labels")

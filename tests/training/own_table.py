@@ -1,9 +1,15 @@
-"""A table with a column of each kind, and a config of it."""
+"""A table with a column of each kind, a config of it, and a training that is cut off."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
+
+import pytest
 
 from jfi.data import DataConfig
 from jfi.training import Config, ModelConfig, TrainingConfig
+from jfi.training.loop import Trainer
 
 HEADER = "user_id,item_id,timestamp,clicked,genre,price,tags,seconds"
 
@@ -16,6 +22,19 @@ def row(i: int) -> list[object]:
 def new_row(i: int) -> list[object]:
     """A later row of a user and an item that are in no other, and sort before the others."""
     return ["new", "a", 90_000 + i, i % 2, "g9", 99, "z", 70]
+
+
+@contextmanager
+def ends_after_the_first_checkpoint() -> Iterator[None]:
+    """A training within ends by KeyboardInterrupt once its state has been saved."""
+    saved = Trainer.save
+
+    def save_and_stop(self, *arguments):
+        saved(self, *arguments)
+        raise KeyboardInterrupt
+
+    with mock.patch.object(Trainer, "save", save_and_stop), pytest.raises(KeyboardInterrupt):
+        yield
 
 
 def write_table(path: Path, rows: list[list[object]]) -> None:

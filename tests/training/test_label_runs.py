@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow.csv
 import pytest
 import torch
-from own_table import config_of, row, write_table
+from own_table import config_of, ends_after_the_first_checkpoint, row, write_table
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 from worker import without_pictures
 
@@ -103,7 +103,7 @@ def several(folder):
         return made, train(made)
 
 
-def test_a_run_of_several_labels(folder, several, monkeypatch):
+def test_a_run_of_several_labels(folder, several):
     """Its metrics, predictions and best epoch; a resume ends in the same bits."""
     made, result = several
     names = {"loss", "auc", "r2", "auc_clicked", "auc_long", "ne_long", "rmse_seconds", "r2_seconds"}
@@ -125,16 +125,8 @@ def test_a_run_of_several_labels(folder, several, monkeypatch):
     without = test.drop_columns(["clicked"])
     assert run.predict(without)["score_long"].to_pylist() == table["score_long"].to_pylist()
 
-    saved = Trainer.save
-
-    def save_and_stop(self, *arguments):
-        saved(self, *arguments)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Trainer, "save", save_and_stop)
-    with without_pictures(), pytest.raises(KeyboardInterrupt):
+    with without_pictures(), ends_after_the_first_checkpoint():
         train(made.with_training(run_dir=str(folder / "stopped")))
-    monkeypatch.setattr(Trainer, "save", saved)
     with without_pictures():
         assert resume(folder / "stopped").test == pytest.approx(result.test, nan_ok=True, rel=0)
 

@@ -1,0 +1,235 @@
+"""Auxiliary labels train the model and are nothing else: no output, no metric, no column that a request needs."""
+
+import dataclasses
+
+import numpy as np
+import pyarrow.csv
+import pytest
+import torch
+from own_table import config_of, ends_after_the_first_checkpoint, row, write_table
+from test_run import tiny
+from torch.nn.functional import binary_cross_entropy_with_logits
+from worker import without_pictures
+
+import jfi
+from jfi.data import DataConfig, DataError, load_dataset
+from jfi.data.manifest import prepared_config
+from jfi.data.prepare import prepare_dataset
+from jfi.data.table import Table
+from jfi.data.thresholds import rules_beside
+from jfi.models import Heads
+from jfi.serving.dataset_schema import schema_of
+from jfi.training import Config, preset, resume, train
+from jfi.training.distributed import World
+from jfi.training.loop import Trainer
+from jfi.training.metrics import Predictions
+from jfi.training.pilot import validation_rows
+from jfi.training.recorder import read_metrics
+from jfi.training.run_folder import RunFolder
+
+RULES = ["seconds >= 15", "seconds >= 35"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("auxiliary")
+    write_table(path / "table.csv", [row(i) for i in range(300)])
+    return path
+
+
+def config(folder, name: str, rules: list[str] = RULES, **data: object) -> Config:
+    made = config_of(folder / "table.csv", folder / name)
+    inputs = {"event_dense": [], "label": "seconds >= 25", "auxiliary_labels": rules, **data}
+    return dataclasses.replace(made, data=dataclasses.replace(made.data, **inputs))
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    made = config(folder, "run")
+    with without_pictures():
+        return made, train(made)
+
+
+@pytest.mark.parametrize("batching", ["sample", "user"])
+@pytest.mark.parametrize("source", ["csv", "prepared"])
+def test_a_batch_has_them_behind_the_label(folder, tmp_path, batching, source):
+    data = dataclasses.replace(config(folder, "none").data, batching=batching)
+    if source == "prepared":
+        prepare_dataset(data, tmp_path / "prepared", show=False)
+        data = dataclasses.replace(prepared_config(tmp_path / "prepared"), batching=batching)
+        assert data.auxiliary_labels == RULES
+    dataset = load_dataset(data)
+    assert dataset.schema.num_auxiliary == 2 and len(dataset.schema.labels) == 1
+    seconds = pyarrow.csv.read_csv(folder / "table.csv")["seconds"].to_numpy()
+    times = pyarrow.csv.read_csv(folder / "table.csv")["timestamp"].to_numpy()
+    by_time = dict(zip(times.tolist(), seconds.tolist(), strict=True))
+    events, rows = dataset.arrays().events, dataset.arrays().samples["train"]
+    for batch in dataset.batches("train", 17):
+        own = torch.tensor([by_time[events.time[rows[sample]]] for sample in batch.samples])
+        torch.testing.assert_close(batch.labels, torch.stack([(own >= least).float() for least in (25, 15, 35)], 1))
+
+
+def test_the_loss_has_them_and_the_model_predicts_one_label(folder, run):
+    """The loss of a step is that of three logits, with the weight; in evaluation mode the first one alone is left."""
+    made, result = run
+    dataset = load_dataset(made.data)
+    trainer = Trainer(made, dataset, World())
+    batch = next(iter(dataset.batches("train", 32)))
+    trainer.model.train()
+    torch.manual_seed(0)
+    loss, _ = trainer._forward(batch)
+    torch.manual_seed(0)
+    logits = trainer.model(batch.dense_features, batch.sparse_features, batch.timelines)
+    assert logits.shape == (32, 3)
+    each = binary_cross_entropy_with_logits(logits, batch.labels, reduction="none").mean(0)
+    torch.testing.assert_close(loss, each[0] + 0.5 * (each[1] + each[2]))
+    trainer.model.eval()
+    trainer._evaluated.eval()
+    assert trainer._forward(batch)[1][0].shape == trainer._forward(batch)[1][1].shape == (32,)
+
+    assert {"auc", "ne", "user_auc"} <= result.test.keys() and not any("auxiliary" in name for name in result.test)
+    lines = [line for line in read_metrics(folder / "run" / "metrics.jsonl") if line["split"] == "train"]
+    assert lines and "ne" not in lines[0]
+    plain = config(folder, "plain", [])
+    with without_pictures():
+        other = train(plain)
+    assert other.test["auc"] != result.test["auc"]
+
+
+def test_the_run_predicts_without_their_columns(folder, run):
+    table = pyarrow.csv.read_csv(folder / "table.csv")
+    loaded = jfi.load_run(folder / "run")
+    scores = loaded.predict(str(folder / "table.csv"))
+    assert scores.column_names == ["user_id", "item_id", "timestamp", "score", "probability"]
+    without = loaded.predict(table.drop_columns(["seconds"]))
+    assert without["score"].to_pylist() == scores["score"].to_pylist()
+    found = loaded.evaluate(table.slice(270), history=table.slice(0, 270))["overall"]
+    assert found["auc"] == pytest.approx(run[1].test["auc"], abs=1e-4)
+    assert schema_of(loaded.config.data, loaded.schema, True, True).labels == []
+
+
+@pytest.mark.parametrize(("begin", "end", "expected"), [(1, 1600, ["train"]), (1600, 2000, [])])
+def test_a_nearly_constant_one_is_warned_of_in_training_alone(tmp_path, begin, end, expected):
+    rows = [[*row(i)[:-1], 40 if begin <= i < end else 10 * (i % 5)] for i in range(2000)]
+    write_table(tmp_path / "table.csv", rows)
+    lines = load_dataset(config(tmp_path, "none", ["seconds >= 30"], label="clicked").data).summary.warnings
+    assert [line.split()[-3] for line in lines if "seconds >= 30" in line] == expected
+
+
+def test_a_resumed_run_ends_in_the_same_bits(folder, run):
+    with without_pictures(), ends_after_the_first_checkpoint():
+        train(run[0].with_training(run_dir=str(folder / "stopped")))
+    with without_pictures():
+        assert resume(folder / "stopped").test == pytest.approx(run[1].test, nan_ok=True, rel=0)
+
+
+@pytest.mark.parametrize("experts", [0, 3])
+def test_outputs_in_training_alone(experts):
+    heads = Heads(2, experts=experts, moments=[(0.0, 1.0), (20.0, 4.0)], auxiliary=1)
+    arch = heads.arch(8, [6, 4, 1])
+    inputs = torch.randn(5, 8)
+    whole = arch.train()(inputs)
+    assert whole.shape == (5, 3)
+    assert torch.equal(arch.eval()(inputs), whole[:, :2])
+    torch.testing.assert_close(whole[:, 1], arch[0].train()(inputs)[:, 1] * 4 + 20)
+    torch.testing.assert_close(whole[:, 2], arch[0].train()(inputs)[:, 2])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"label": None}, "data.auxiliary_labels is set, but data.label is not"),
+        ({"auxiliary_labels": ["seconds >= 25"]}, "has 'seconds >= 25', which is a label already"),
+        ({"auxiliary_labels": ["a > 1", "a > 1"]}, "has 'a > 1', which is a label already"),
+        ({"auxiliary_weight": 0.0}, "data.auxiliary_weight is 0.0; it must be positive and finite"),
+        ({"auxiliary_labels": ["seconds >="]}, "rule 'seconds >='"),
+        ({"auxiliary_labels": ["user_id"]}, "data.user and data.auxiliary_labels\\[0\\] are both 'user_id'"),
+        ({"auxiliary_labels": ["absent >= 3"]}, "absent"),
+        ({"auxiliary_labels": ["seconds >= 1000"]}, "'seconds >= 1000'.*none of the 300 rows is positive"),
+    ],
+)
+def test_wrong_settings_are_refused(folder, settings, message):
+    data = {"interactions": str(folder / "table.csv"), "label": "seconds >= 25", "auxiliary_labels": RULES}
+    with pytest.raises(DataError, match=message):
+        load_dataset(DataConfig(**{**data, **settings}))
+
+
+@pytest.mark.parametrize(
+    ("label", "expected"),
+    [
+        ("x >= 4", ["x >= 3", "x >= 5"]),
+        ("x > 3", ["x > 2", "x > 4"]),
+        ("x < 4", ["x < 3", "x < 5"]),
+        ("x <= 3", ["x <= 2", "x <= 4"]),
+        ("x >= 5", ["x >= 3"]),  # one value on the upper side
+        ("x >= 4.5", ["x >= 3"]),
+        ("x == 4", []),
+        ("x >= 4 and x < 5", []),
+        ("x", []),
+        ("'x y' >= 4", ['"x y" >= 3', '"x y" >= 5']),
+    ],
+)
+def test_rules_beside_a_threshold(label, expected):
+    """They cut the rows on either side in halves, whatever the blocks of the table."""
+    values = np.array([1, 2, 2, 3, 3, 3, 4, 4, 5, np.nan])
+    tables = [
+        Table("t", pyarrow.table({"x": part, "x y": part}), ["x", "x y"], line=int) for part in (values[:4], values[4:])
+    ]
+    assert rules_beside(label, tables) == expected
+
+
+def test_a_rule_compares_with_finite_numbers():
+    values = [-np.inf, -np.inf, -np.inf, 1, 2, 4, 5, np.inf, np.inf, np.inf]
+    table = Table("t", pyarrow.table({"x": values}), ["x"], line=int)
+    assert rules_beside("x >= 4", [table]) == ["x >= 2", "x >= 5"]
+
+
+def test_the_preset_does_without_a_rule_that_no_training_row_fulfils(tmp_path, monkeypatch):
+    """Values above the threshold that come with time: the rule would be refused if the config had it."""
+    rows = [[*row(i)[:-1], 40 if i > 250 and i % 3 == 2 else [10, 20, 30][i % 3]] for i in range(300)]
+    write_table(tmp_path / "table.csv", rows)
+    made = config_of(tmp_path / "table.csv", tmp_path / "run", preset="auto")
+    made = dataclasses.replace(
+        made, data=dataclasses.replace(made.data, event_dense=[], label="seconds >= 25", statistics=["item"])
+    )
+    zeros = Predictions([torch.zeros(9)], [torch.arange(9) % 2.0], [torch.arange(9)])
+    monkeypatch.setattr(preset, "pilot_scores", lambda *_: zeros)
+    settled, lines = preset.apply_preset(made, load_dataset(made.data))
+    assert settled.data == made.data
+    assert any("none: label 'seconds >= 40': all 240 labels of the train split are 0" in line for line in lines)
+
+
+def test_the_preset_takes_them_if_a_pilot_is_better(tmp_path, capsys, monkeypatch):
+    """The data is read again with them, and a warm start takes them over."""
+    write_table(tmp_path / "table.csv", [row(i) for i in range(300)])
+    made = tiny(tmp_path / "run", epochs=1, preset="auto")
+    data = config_of(tmp_path / "table.csv", tmp_path / "run").data
+    made = dataclasses.replace(
+        made, data=dataclasses.replace(data, event_dense=[], label="seconds >= 25", statistics=["item"])
+    )
+    tried = []
+
+    def pilot(config, dataset, world, better=lambda config: bool(config.data.auxiliary_labels)):
+        tried.append(config.data.auxiliary_labels)
+        assert dataset.schema.num_auxiliary == len(config.data.auxiliary_labels)
+        labels = torch.from_numpy(dataset.arrays().events.label[validation_rows(dataset, 64)])
+        scores = labels if better(config) else torch.zeros(len(labels))
+        return Predictions([scores], [labels], [torch.arange(len(labels))])
+
+    monkeypatch.setattr(preset, "pilot_scores", pilot)
+    with without_pictures():
+        train(made)
+    (rules,) = [one for one in tried if one]
+    assert len(rules) == 2
+    saved = RunFolder.open(tmp_path / "run")[1]
+    assert (
+        saved.data.auxiliary_labels == rules and "training.preset: data.auxiliary_labels: [" in capsys.readouterr().out
+    )
+    warm = made.with_training(run_dir=str(tmp_path / "warm"), warm_start=str(tmp_path / "run"))
+    with without_pictures():
+        train(warm)
+    assert RunFolder.open(tmp_path / "warm")[1].data.auxiliary_labels == rules
+
+    monkeypatch.setattr(preset, "pilot_scores", lambda *inputs: pilot(*inputs, better=lambda _: False))
+    settled, lines = preset.apply_preset(made, load_dataset(made.data))
+    assert settled.data == made.data and any("data.auxiliary_labels: none" in line for line in lines)
