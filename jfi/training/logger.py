@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import logging
 import math
+import sys
 from typing import Any, Protocol
 
 from jfi.training.config import ConfigError, TrainingConfig
@@ -58,7 +59,7 @@ def find_logger(config: TrainingConfig) -> type | None:
 
 
 class Tracker:
-    """A logger that cannot end the training: after its first fault nothing more is sent, and a line says so.
+    """A logger that cannot end the training: once it has refused metrics it gets no more, and a line says so.
 
     Args:
         kind: the result of `find_logger`; None for no logger.
@@ -71,13 +72,17 @@ class Tracker:
 
     def __init__(self, kind: type | None, options: dict[str, Any], params: dict[str, Any]) -> None:
         self._logger: Logger | None = None
+        self._open_before = _wandb_run()
         if kind is None:
             return
         try:
             self._logger = kind(**options)
         except Exception as error:
             raise ConfigError(f"training.logger_options: the logger cannot be made: {_shown(error)}") from error
-        self._send("log_hyperparams", params)
+        try:  # MLflow refuses params that have changed since the run was first logged; its metrics can go on
+            self._logger.log_hyperparams(params)
+        except Exception as error:
+            _log.warning("training.logger failed, and does not get the config: %s", _shown(error))
 
     def metrics(self, split: str, metrics: dict[str, float], step: int) -> None:
         """Sends the finite metrics of a line, named like validation/auc."""
@@ -85,8 +90,18 @@ class Tracker:
         self._send("log_metrics", finite, step)
 
     def close(self, failed: bool) -> None:
-        """Ends the logger."""
+        """Ends the logger, and a run of W&B that it has opened.
+
+        Lightning leaves that run open until the process ends: another training in the process would go on with it.
+        """
         self._send("finalize", "failed" if failed else "success")
+        run = _wandb_run()
+        if run is None or run is self._open_before:
+            return
+        try:
+            run.finish(exit_code=int(failed))
+        except Exception as error:
+            _log.warning("training.logger: the run of W&B does not end: %s", _shown(error))
 
     def _send(self, method: str, *arguments: object) -> None:
         if self._logger is None:
@@ -96,6 +111,11 @@ class Tracker:
         except Exception as error:
             self._logger = None
             _log.warning("training.logger failed, and gets no more metrics: %s", _shown(error))
+
+
+def _wandb_run() -> Any:
+    """The open run of W&B in this process, or None."""
+    return getattr(sys.modules.get("wandb"), "run", None)
 
 
 def _shown(error: Exception) -> str:

@@ -1,5 +1,6 @@
 """Metrics sent to an experiment tracker, by a logger of Lightning's interface."""
 
+import contextlib
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -76,6 +77,42 @@ def test_a_tracker_that_goes_down_does_not_end_the_training(run, caplog):
     assert result.epochs == 1
     assert "training.logger failed, and gets no more metrics: ConnectionError: the tracker is down" in caplog.text
     assert [name for name, *_ in Fake.made[0].calls] == ["params", "metrics", "metrics"]
+
+
+def test_a_tracker_that_refuses_the_config_gets_the_metrics(run, monkeypatch, caplog):
+    monkeypatch.setattr(Fake, "log_hyperparams", lambda *_: int("x"))
+    run(logger="fake_tracker:Fake")
+    assert "training.logger failed, and does not get the config: ValueError: invalid literal" in caplog.text
+    kinds = [kind for kind, *_ in Fake.made[0].calls]
+    assert kinds == ["metrics"] * (len(kinds) - 1) + ["finalize"] and len(kinds) > 3
+
+
+class Wandb(Fake):
+    """Opens a run as W&B does, which Lightning's logger leaves open; `ended` are the exit codes of runs."""
+
+    ended: list[int] = []  # noqa: RUF012
+
+    def log_hyperparams(self, params: dict) -> None:
+        super().log_hyperparams(params)
+        wandb = sys.modules["wandb"]
+        wandb.run = wandb.run or SimpleNamespace(finish=self.finish)
+
+    def finish(self, exit_code: int) -> None:
+        self.ended.append(exit_code)
+        sys.modules["wandb"].run = None
+
+
+@pytest.mark.parametrize(("fails", "joins", "codes"), [(False, False, [0]), (True, False, [1]), (False, True, [])])
+def test_a_run_of_wandb_ends_with_the_training_that_opened_it(run, monkeypatch, fails, joins, codes):
+    Wandb.ended.clear()
+    own = SimpleNamespace() if joins else None
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=own))
+    monkeypatch.setattr(sys.modules["fake_tracker"], "Fake", Wandb)
+    if fails:
+        monkeypatch.setattr("jfi.training.loop.Trainer.load_best", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+        run(logger="fake_tracker:Fake")
+    assert Wandb.ended == codes and sys.modules["wandb"].run is own
 
 
 def test_a_run_that_fails_is_reported_as_failed(run, monkeypatch):
