@@ -9,8 +9,9 @@ from jfi.kernels.common.launch import Launcher
 from jfi.kernels.jagged_attention.buckets import MOST_BUCKETS, bucket_of
 from jfi.plan import cached, ceil_div, power_of_two
 
-#: Elements of a program's tile of searches, and programs that fill a GPU: fewer rows get smaller tiles.
-ELEMENTS, PROGRAMS = 1024, 128
+#: Elements of a program's tile of searches: a warp, so that a few hundred rows fill a GPU too. One size for any number
+#: of rows, so that no new number compiles the kernel again.
+ELEMENTS = 32
 
 
 @triton.jit(do_not_specialize=["batch", "rows", "max_visible"])
@@ -86,10 +87,10 @@ def bucket_edges_kernel(
 
 
 @cached
-def _launcher(num_buckets: int, is_causal: bool, by_time: bool, most_rows: int) -> Launcher:
+def _launcher(num_buckets: int, is_causal: bool, by_time: bool) -> Launcher:
     columns = power_of_two(num_buckets + 1, 1)
     constants = {"NUM_BUCKETS": num_buckets, "IS_CAUSAL": is_causal, "BY_TIME": by_time}
-    rows = min(max(ELEMENTS // columns, 1), most_rows)
+    rows = max(ELEMENTS // columns, 1)
     warps = min(max(rows * columns // 32, 1), 4)
     return Launcher(bucket_edges_kernel, **constants, ROWS=rows, COLUMNS=columns, num_warps=warps)
 
@@ -108,8 +109,7 @@ def bucket_edges(
     """Arguments and result as those of the operator in jfi/ops/_bucket_edges.py."""
     edges = torch.empty(rows, num_buckets + 1, dtype=torch.int32, device=query_offsets.device)
     if rows:
-        most_rows = power_of_two(ceil_div(rows, PROGRAMS), 1, ELEMENTS)
-        launcher = _launcher(num_buckets, is_causal, by_time, most_rows)
+        launcher = _launcher(num_buckets, is_causal, by_time)
         programs = ceil_div(rows, launcher.constants["ROWS"])
         tensors = (query_offsets, key_offsets, query_time, key_time, edges)
         most = 2**30 if max_visible is None else min(max_visible, 2**30)
