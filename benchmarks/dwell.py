@@ -39,7 +39,6 @@ from jfi.history import Policy, fit
 from jfi.ranges import ranges
 from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import export
-from jfi.serving.requests import parse
 from jfi.serving.schema import Limits
 from jfi.serving.scorer import Scorer
 from jfi.training import Config, train
@@ -214,7 +213,7 @@ def measure_requests(run: SavedRun, config: Config, dataset: InteractionDataset,
     times, end, i = [], time.perf_counter() + _SECONDS, 0
     while time.perf_counter() < end or i < 2 * _BODIES:
         start = time.perf_counter()
-        scorer.score([scorer.reader(parse(bodies[i % _BODIES]))])
+        scorer.score([scorer.reader.read(bodies[i % _BODIES])])
         times.append(time.perf_counter() - start)
         i += 1
     return 1 / statistics.mean(times[_BODIES:])

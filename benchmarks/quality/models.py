@@ -80,6 +80,14 @@ OURS: dict[str, dict[str, object]] = {
     "+ recency, statistics": _RECENT | _STATISTICS,
     "+ recency, statistics of one's own past": _RECENT | _OWN,
 }
+#: Where the label is a rating of at least 4: two other thresholds train the model too.
+_AUXILIARY: dict[str, object] = {"data.auxiliary_labels": ["rating >= 3", "rating >= 5"]}
+WITH_RATINGS: dict[str, dict[str, object]] = {
+    "+ auxiliary labels": _CROSSED | _AUXILIARY,
+    "+ auxiliary labels, statistics": _CROSSED | _AUXILIARY | _STATISTICS,
+    "+ auxiliary labels, recency, statistics": _RECENT | _AUXILIARY | _STATISTICS,
+}
+RATINGS = ("movielens_100k", "ml_latest_small")
 #: Content in the place of ids, where items have texts; benchmarks.quality.semantic_ids makes the semantic IDs.
 _SIDS = {"data.semantic_ids": "semantic_ids/vq_brand.parquet"}
 _CONTENT = _SIDS | {"model.item_id": False}
@@ -132,6 +140,7 @@ BASELINES = (
 
 MODELS: dict[str, Model] = {
     **{name: Model("ours", settings, OUR_TRIALS) for name, settings in OURS.items()},
+    **{name: Model("ours", settings, OUR_TRIALS, tables=RATINGS) for name, settings in WITH_RATINGS.items()},
     **{name: Model("ours", settings, OUR_TRIALS, tables=("amazon_office",)) for name, settings in WITH_CONTENT.items()},
     **{name: Model("ours", settings, [{}]) for name, settings in UNTUNED.items()},
     **{
