@@ -17,7 +17,7 @@ class Batch(Pipelineable):
     """B samples, ready for a model and for TorchRec's train pipelines.
 
     A rank's part of a batch may be empty. It then has the features of one sample, since TorchRec's sharded collections
-    fail without any, but no label. Of a model's logits the first `labels.numel()` count.
+    fail without any, but no label. Of a model's logits the rows of the first `len(labels)` samples count.
 
     Args:
         dense_features: `[B, max(1, num_dense)]` float32, standardized; one column of zeros where the table has no
@@ -26,7 +26,8 @@ class Batch(Pipelineable):
             the `history_*` keys. These are aligned: they have the same lengths, and the oldest event comes first.
             `item_sid` and `history_sid` hold semantic IDs, all others ids from 0 on.
         labels: `[B]` float32, 0 or 1, or any number of a regression. Of L labels `[B, L]`, NaN where a further one is
-            missing.
+            missing. Those of `data.auxiliary_labels` are the last ones, in all splits; a model has outputs for them in
+            training mode alone.
         users: `[B]` int64, the sample's user, for metrics by user; not an input of the model.
         samples: `[B]` int64, the samples by their place in the split.
         total: samples of the batch on all ranks.

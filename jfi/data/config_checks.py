@@ -105,6 +105,11 @@ def _check_roles(config: "DataConfig") -> None:
         raise DataError(f"data.item_* lists '{config.user}', the column of the user; an item has many users")
 
 
+def _meaning(label: str) -> object:
+    """Equal for labels that differ in spaces and quotes alone."""
+    return only_column(label) or parse_rule(label).root
+
+
 def _check_targets(config: "DataConfig") -> None:
     """Raises DataError for labels and weights that no table fits."""
     own = {"task": config.task != "binary", "labels": bool(config.labels), "weight": config.weight is not None}
@@ -134,10 +139,11 @@ def _check_targets(config: "DataConfig") -> None:
         raise DataError("data.auxiliary_labels is set, but data.label is not; they are beside a label")
     if not 0 < config.auxiliary_weight < math.inf:
         raise DataError(f"data.auxiliary_weight is {config.auxiliary_weight}; it must be positive and finite")
-    trained = [one.label for one in config.trained_labels()]
+    found = [_meaning(one.label) for one in config.targets() if one.label is not None]
     for label in config.auxiliary_labels:
-        if trained.count(label) > 1:
-            raise DataError(f"data.auxiliary_labels has '{label}', which is a label already; each must be another one")
+        if _meaning(label) in found:
+            raise DataError(f"data.auxiliary_labels has '{label}' beside the same label; each must be another one")
+        found.append(_meaning(label))
     for one in [] if config.label is None else config.targets():
         if one.task == "regression" and only_column(one.label) is None:
             raise DataError(f"label '{one.label}' is a rule; with task regression it must be a column of numbers")

@@ -16,7 +16,16 @@ from jfi.suggest import suggest
 FORMAT = "jfi prepared dataset 1"
 MANIFEST = "manifest.json"
 #: Settings that are a run's own, since they change no file of a prepared dataset.
-CHOICES = ("max_history", "max_timeline", "batching", "negatives", "eval_negatives", "unknown_share", "policy")
+CHOICES = (
+    "max_history",
+    "max_timeline",
+    "batching",
+    "negatives",
+    "eval_negatives",
+    "unknown_share",
+    "policy",
+    "auxiliary_weight",
+)
 
 
 @dataclass(frozen=True)

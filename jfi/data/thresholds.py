@@ -17,7 +17,7 @@ def rules_beside(label: str, tables: Iterable[Table]) -> list[str]:
         tables: the parts of the interactions.
 
     Returns:
-        None for a side with fewer than two values, and none at all for a label that is not one comparison of a column
+        No rule for a side with fewer than two values. An empty list for a label that is not one comparison of a column
         with a number by >=, >, <= or <.
 
     Example:

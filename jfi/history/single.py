@@ -60,7 +60,7 @@ class SingleHistory:
             ages: `[S]` float64 seconds, of the oldest event first; S is at least 1.
             dwell: `[S]` seconds, NaN where missing.
             surface: `[S]` integers, indices of the policy's surfaces, -1 for another one.
-            session: `[S]` integers, equal for the events of a session, or None: a gap ends a session.
+            session: `[S]` integers or bytes, equal for the events of a session, or None: a gap ends a session.
         """
         seconds = np.minimum(np.maximum(dwell, -LARGEST_NUMBER), LARGEST_NUMBER).astype(np.float32, copy=False)
         entry = np.where(surface < 0, len(self._policy.surfaces), surface) * self._bins

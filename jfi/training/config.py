@@ -61,8 +61,8 @@ class TrainingConfig:
             `ranking` computes, such as `hr@10`, `ndcg@10` or `ndcg@10_full` (highest); of a regression `r2` (highest),
             `rmse` or `mae` (lowest); of several labels also that of one, such as `auc_like`, where `auc`, `ne` and `r2`
             are means over the labels. `auto` is `auc`, or `r2` where no label is binary.
-        positive_weight: weight of the samples with label 1 in the loss. With another than 1 the predicted probabilities
-            are not calibrated. Metrics do not read it.
+        positive_weight: weight of the samples with label 1 in the loss, for each binary label but auxiliary ones. With
+            another than 1 the predicted probabilities are not calibrated. Metrics do not read it.
         patience: training stops after this number of epochs without a better `monitor`; null never stops early.
         seed: seed of parameters, dropout, sample order and sampled negatives; in [0, 2**32).
         device: `auto` means cuda if there is a GPU, else cpu.

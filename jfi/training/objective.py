@@ -13,8 +13,8 @@ from jfi.data.schema import LabelSpec
 class Objective:
     """The loss of a batch.
 
-    With sample i's weight w_i, label l's weight v_l, and p_l the weight of positives (1 where y is 0), the loss of B
-    samples is
+    With sample i's weight w_i, label l's weight v_l, and p_l the weight of positives (1 where y is 0, and for auxiliary
+    labels), the loss of B samples is
 
         1/B  sum_i w_i  sum_l v_l L_l(z_il, y_il)
 
@@ -26,18 +26,27 @@ class Objective:
     Args:
         labels: in the order of the model's outputs.
         weights: of the labels.
-        positive_weight: of the samples with label 1, for every binary label.
+        positive_weight: of the samples with label 1, for every binary label but auxiliary ones.
+        num_auxiliary: number of auxiliary labels, the last ones.
     """
 
-    def __init__(self, labels: Sequence[LabelSpec], weights: Sequence[float], positive_weight: float = 1.0) -> None:
-        self._labels, self._weights = list(zip(labels, weights, strict=True)), list(weights)
-        self._positive_weight = positive_weight
+    def __init__(
+        self,
+        labels: Sequence[LabelSpec],
+        weights: Sequence[float],
+        positive_weight: float = 1.0,
+        num_auxiliary: int = 0,
+    ) -> None:
+        self._labels = list(zip(labels, weights, strict=True))
+        count = len(labels) - num_auxiliary
+        self._positive_weights = [positive_weight] * count + [1.0] * num_auxiliary
 
     @classmethod
     def of(cls, data: DataConfig, labels: Sequence[LabelSpec], positive_weight: float) -> "Objective":
         """The loss of a run with the section `data` and the labels of its schema; auxiliary labels are binary."""
         labels = [*labels, *(LabelSpec(one) for one in data.auxiliary_labels)]
-        return cls(labels, [one.weight for one in data.trained_labels()], positive_weight)
+        weights = [one.weight for one in data.trained_labels()]
+        return cls(labels, weights, positive_weight, len(data.auxiliary_labels))
 
     def __call__(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
         """The sums over samples of their losses, with all weights and with those of the labels alone.
@@ -50,13 +59,16 @@ class Objective:
         weighted, plain = [], []
         for place, (label, weight) in enumerate(self._labels):
             output, target = (outputs, labels) if outputs.dim() == 1 else (outputs[:, place], labels[:, place])
-            losses, scaled = self._losses(label, output, target, is_whole=place == 0)
+            losses, scaled = self._losses(label, output, target, self._positive_weights[place], is_whole=place == 0)
             scaled = scaled if weights is None else scaled * weights
             plain.append(losses.detach().sum() * weight)
             weighted.append(scaled.sum() * weight)
         return torch.stack(weighted).sum(), torch.stack(plain).sum()
 
-    def _losses(self, label: LabelSpec, output: Tensor, target: Tensor, is_whole: bool) -> tuple[Tensor, Tensor]:
+    @staticmethod
+    def _losses(
+        label: LabelSpec, output: Tensor, target: Tensor, positive_weight: float, is_whole: bool
+    ) -> tuple[Tensor, Tensor]:
         """Of each sample the loss, and that with the weight of positives."""
         present = None if is_whole else ~target.isnan()
         target = target if present is None else target.nan_to_num()
@@ -64,6 +76,6 @@ class Objective:
             losses = scaled = ((output - target) / label.deviation).square()
         else:
             losses = scaled = binary_cross_entropy_with_logits(output, target, reduction="none")
-            if self._positive_weight != 1:
-                scaled = losses * torch.where(target > 0, self._positive_weight, 1.0)
+            if positive_weight != 1:
+                scaled = losses * torch.where(target > 0, positive_weight, 1.0)
         return (losses, scaled) if present is None else (losses * present, scaled * present)

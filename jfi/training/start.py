@@ -140,8 +140,7 @@ def _check_before_reading(config: Config) -> None:
         check_new(Path(config.training.run_dir))
     check_writable(Path(config.training.run_dir or new_run_dir()))
     find_logger(config.training)
-    # A preset takes settings from that run; the model is then compared when it is built.
-    if config.training.warm_start is not None and config.training.preset is None:
+    if config.training.warm_start is not None:
         check_warm_start(config.training.warm_start, config)
 
 

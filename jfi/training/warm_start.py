@@ -1,6 +1,5 @@
 """Starts a run from the parameters of another one: known ids keep their rows, new ones have fresh rows."""
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
-from jfi.data import DataSchema
+from jfi.data import DataConfig, DataSchema
 from jfi.data.schema import as_array
 from jfi.models import SequenceDLRM
 from jfi.training.build import build_model, shards_of, table_configs
@@ -80,10 +79,12 @@ def check_warm_start(path: str | Path, config: Config) -> None:
         ConfigError, DataError: as `warm_start`.
     """
     best = BestEpoch.of(path, "training.warm_start: run")
+    _check_labels(path, config, best.config.data)
+    if config.training.preset is not None:  # takes its model from that run; they are compared when it is built
+        return
     _, shapes, there = _meta_model(best.config, best.schema)
     # With the schema of the other run the models differ where the sections `model` and `encoder` do.
-    schema = dataclasses.replace(best.schema, num_auxiliary=len(config.data.auxiliary_labels))
-    model, _, _ = _meta_model(config, schema)
+    model, _, _ = _meta_model(config, best.schema)
     _check_shapes(path, model.state_dict(), table_configs(model), shapes, there)
 
 
@@ -107,6 +108,27 @@ def _sources(table: BaseEmbeddingConfig, schema: DataSchema, other: DataSchema) 
     # Row 0 is that of unknown values in both.
     found = np.append(-1, pc.fill_null(found, FRESH - 1).to_numpy()) + 1
     return found.astype(np.int64)
+
+
+def _check_labels(path: str | Path, config: Config, other: DataConfig) -> None:
+    """Checks that each output starts from that of its own label: outputs have their label's place, and no name."""
+    data = config.data
+    outputs, there = ([f"{one.name} ({one.task})" for one in data.targets()] for data in (data, other))
+    if outputs != there:
+        raise ConfigError(
+            f"training.warm_start: this run predicts {', '.join(outputs)}, {path} {', '.join(there)}; use the same "
+            "data.labels"
+        )
+    is_taken_over = config.training.preset is not None and not data.auxiliary_labels and data.prepared is None
+    rules = other.auxiliary_labels if is_taken_over else data.auxiliary_labels
+    if rules != other.auxiliary_labels:
+        raise ConfigError(
+            f"training.warm_start: data.auxiliary_labels is {rules}, in {path} it is {other.auxiliary_labels}; use the "
+            "same, in the same order"
+        )
+    for one in data.targets():
+        if one.label in rules:
+            raise ConfigError(f"training.warm_start: '{one.label}' is a label, but in {path} it is an auxiliary label")
 
 
 def _check_keys(path: str | Path, schema: DataSchema, other: DataSchema) -> None:

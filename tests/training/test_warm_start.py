@@ -129,7 +129,7 @@ def test_a_run_that_does_not_fit_is_refused_in_one_line_and_nothing_is_written(o
 
 @pytest.mark.parametrize(
     ("section", "name", "value"),
-    [("model", "embedding_dim", 16), ("encoder", "num_layers", 1), ("data", "auxiliary_labels", ["seconds >= 9"])],
+    [("model", "embedding_dim", 16), ("encoder", "num_layers", 1), ("data", "task", "regression")],
 )
 def test_another_model_is_refused_before_the_tables_are_read(old, tmp_path, section, name, value):
     config = config_of(tmp_path / "no table", tmp_path / "run", warm_start=str(old))
