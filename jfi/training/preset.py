@@ -43,12 +43,12 @@ _CHOICES = (["item", "user", "similar"], ["user", "user_item"])
 def apply_preset(config: Config, dataset: InteractionDataset, world: World | None = None) -> tuple[Config, list[str]]:
     """The config with the settings that `training.preset` chooses, and lines that say which and why.
 
-    A setting that is not at its default stays as it is. With `training.warm_start` those of the model, and
-    `data.statistics`, are the other run's, since the parameters must fit.
+    A setting that is not at its default stays as it is. With `training.warm_start` those of the model,
+    `data.statistics` and `data.auxiliary_labels` are the other run's, since the parameters must fit.
 
     Args:
         config: of a new run; the one that is returned has no preset, so that a resumed run has the same settings.
-        dataset: of the run. Where `data.statistics` has changed, another one must be loaded.
+        dataset: of the run. Where the section `data` has changed, another one must be loaded.
         world: a single process, with the device that pilots run on; None for the CPU.
 
     Raises:
@@ -141,12 +141,19 @@ class _Parts:
 
     def labels(self) -> tuple[dict[str, Any], str | None]:
         data = self._config.data
-        if data.auxiliary_labels or data.label is None or data.prepared is not None or data.source != "table":
+        if data.auxiliary_labels:
             return {}, None
+        for reason, holds in (
+            ("they are beside data.label", self._dataset.is_implicit),
+            ("a prepared dataset has its own", data.prepared is not None),
+            ("the synthetic table has one label", data.source != "table"),
+        ):
+            if holds:
+                return {}, f"data.auxiliary_labels: none: {reason}"
         # Where to cut follows from the values of all rows, those of validation and test among them.
         rules = rules_beside(data.label, (table for _, table in iterate_tables(data)))
         if not rules:
-            return {}, None
+            return {}, f"data.auxiliary_labels: none: '{data.label}' is no threshold with several values on a side"
         chosen = {"data.auxiliary_labels": rules}
         try:
             made = load_dataset(_with(self._sized, chosen, "auto").data)

@@ -104,8 +104,9 @@ def test_it_chooses_statistics_that_count_and_the_better_heads(tmp_path, capsys,
     train(config)
     assert sorted(heads) == [["history_age", "position"], ["history_age", "recency"]]
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("training.preset")]
-    assert lines[0].startswith("training.preset: model.bias: ['history_age', 'recency']: heads by recency")
-    assert lines[1].endswith("on top of the model's scores: validation AUC 0.7000 to 0.9000, 20.0 standard errors")
+    assert lines[0] == "training.preset: data.auxiliary_labels: none: the synthetic table has one label"
+    assert lines[1].startswith("training.preset: model.bias: ['history_age', 'recency']: heads by recency")
+    assert lines[2].endswith("on top of the model's scores: validation AUC 0.7000 to 0.9000, 20.0 standard errors")
     saved = RunFolder.open(tmp_path / "run")[1]
     assert saved.data.statistics == ["item", "user", "similar"] and saved.model.bias == ["history_age", "recency"]
     resume(tmp_path / "run")
@@ -123,15 +124,20 @@ def test_it_says_what_it_cannot_try(tmp_path, monkeypatch):
     (tmp_path / "prepared").mkdir()
     write_prepared(load_dataset(config.data), column_settings(config.data), tmp_path / "prepared")
     monkeypatch.setattr(preset, "pilot_scores", None)  # no pilot is needed
-    for data, said in (
-        (DataConfig(prepared=str(tmp_path / "prepared")), "a prepared dataset makes none"),
-        (dataclasses.replace(own, label=None, event_dense=[]), "they need data.label"),
+    for data, labels, statistics in (
+        (
+            DataConfig(prepared=str(tmp_path / "prepared")),
+            "a prepared dataset has its own",
+            "a prepared dataset makes none",
+        ),
+        (dataclasses.replace(own, label=None, event_dense=[]), "they are beside data.label", "they need data.label"),
     ):
         settled, lines = preset.apply_preset(dataclasses.replace(config, data=data), load_dataset(data))
-        assert lines[0] == f"training.preset: data.statistics: none: {said}" and settled.data == data
+        said = [f"data.auxiliary_labels: none: {labels}", f"data.statistics: none: {statistics}"]
+        assert lines[:2] == [f"training.preset: {one}" for one in said] and settled.data == data
     given = dataclasses.replace(config.data, impression_dense=["past_item_rate"])
     lines = preset.apply_preset(dataclasses.replace(config, data=given), load_dataset(config.data))[1]
-    assert lines[0] == "training.preset: data.statistics: none: the table has such columns"
+    assert lines[1] == "training.preset: data.statistics: none: the table has such columns"
     real = dataclasses.replace(config, data=dataclasses.replace(config.data, label="rating", task="regression"))
     lines = preset._by_pilots(real, real, load_dataset(config.data), None)[1]
     assert lines[0] == "training.preset tried no parts: they are compared by the AUC of a single label"
