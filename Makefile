@@ -1,6 +1,7 @@
 # make demo      train a DLRM without histories, with their mean, and with attention; compare them with baselines
 # make test      ruff and the test suite; without a GPU the kernels run through Triton's interpreter
 # make test-all  the same with the slow tests
+# make test-trackers  metrics read back from Weights & Biases and MLflow, which it installs
 # make docs      build the documentation as a site in site/; a warning fails
 # make bench     measure speed and memory beside the peers
 # Each target first creates .venv and installs into it; a second call installs nothing.
@@ -17,7 +18,7 @@ TORCHREC := torchrec==1.8.0
 # Threads that wait for each other and spin would keep two jobs on the same cores from getting on.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test test-all bench docs lint clean
+.PHONY: demo test test-all test-trackers bench docs lint clean
 
 demo: $(VENV)/.installed
 	$(PYTHON) examples/compare_pooling.py --config configs/quickstart.yaml
@@ -31,6 +32,9 @@ test: lint
 
 test-all: lint
 	$(PYTEST)
+
+test-trackers: $(VENV)/.installed-trackers
+	$(PYTHON) -m pytest tests/training/test_trackers.py
 
 bench: $(VENV)/.installed
 	$(PYTHON) -m benchmarks
@@ -49,6 +53,10 @@ $(VENV)/.installed: pyproject.toml
 	$(BASE_PYTHON) -m venv $(VENV)
 	$(PIP) --editable '.[$(BUILD),train,serve,test]' --config-settings editable_mode=compat
 	$(if $(filter cpu,$(BUILD)),$(PIP) --no-deps $(TORCHREC))
+	touch $@
+
+$(VENV)/.installed-trackers: $(VENV)/.installed
+	$(PIP) --editable '.[trackers]' --config-settings editable_mode=compat
 	touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed

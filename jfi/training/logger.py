@@ -72,9 +72,11 @@ class Tracker:
 
     def __init__(self, kind: type | None, options: dict[str, Any], params: dict[str, Any]) -> None:
         self._logger: Logger | None = None
-        self._open_before = _wandb_run()
+        #: The run of W&B that the logger has opened, which Lightning leaves open until the process ends.
+        self._run: Any = None
         if kind is None:
             return
+        before = _wandb_run()
         try:
             self._logger = kind(**options)
         except Exception as error:
@@ -83,6 +85,7 @@ class Tracker:
             self._logger.log_hyperparams(params)
         except Exception as error:
             _log.warning("training.logger failed, and does not get the config: %s", _shown(error))
+        self._keep_run(before)
 
     def metrics(self, split: str, metrics: dict[str, float], step: int) -> None:
         """Sends the finite metrics of a line, named like validation/auc."""
@@ -90,27 +93,31 @@ class Tracker:
         self._send("log_metrics", finite, step)
 
     def close(self, failed: bool) -> None:
-        """Ends the logger, and a run of W&B that it has opened.
-
-        Lightning leaves that run open until the process ends: another training in the process would go on with it.
-        """
+        """Ends the logger, and a run of W&B that it has opened: another training in the process would go on with it."""
         self._send("finalize", "failed" if failed else "success")
-        run = _wandb_run()
-        if run is None or run is self._open_before:
+        if self._run is None or self._run is not _wandb_run():
             return
         try:
-            run.finish(exit_code=int(failed))
+            self._run.finish(exit_code=int(failed))
         except Exception as error:
             _log.warning("training.logger: the run of W&B does not end: %s", _shown(error))
 
     def _send(self, method: str, *arguments: object) -> None:
         if self._logger is None:
             return
+        before = _wandb_run()
         try:
             getattr(self._logger, method)(*arguments)
         except Exception as error:
             self._logger = None
             _log.warning("training.logger failed, and gets no more metrics: %s", _shown(error))
+        self._keep_run(before)
+
+    def _keep_run(self, before: Any) -> None:
+        """Keeps the run that is open now and was not before the logger was called."""
+        run = _wandb_run()
+        if run is not None and run is not before:
+            self._run = run
 
 
 def _wandb_run() -> Any:

@@ -10,6 +10,7 @@ from worker import without_pictures
 
 from jfi.training import ConfigError, TrainingConfig, train
 from jfi.training.logger import find_logger
+from jfi.training.loop import Trainer
 from jfi.training.recorder import SPEED, read_metrics
 
 
@@ -100,6 +101,22 @@ class Wandb(Fake):
     def finish(self, exit_code: int) -> None:
         self.ended.append(exit_code)
         sys.modules["wandb"].run = None
+
+
+@pytest.mark.parametrize("logger", ["fake_tracker:Fake", None])
+def test_a_run_of_wandb_that_the_logger_has_not_opened_stays_open(run, monkeypatch, logger):
+    """Such as that of the user's own code, in a callback or beside another logger."""
+    ended, saved = [], Trainer.load_best
+    wandb = SimpleNamespace(run=None)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+
+    def open_run(*arguments):
+        wandb.run = SimpleNamespace(finish=lambda exit_code: ended.append(exit_code))
+        saved(*arguments)
+
+    monkeypatch.setattr(Trainer, "load_best", open_run)
+    run(logger=logger)
+    assert wandb.run is not None and not ended
 
 
 @pytest.mark.parametrize(("fails", "joins", "codes"), [(False, False, [0]), (True, False, [1]), (False, True, [])])
