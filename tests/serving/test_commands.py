@@ -126,7 +126,9 @@ def test_an_artifact_of_an_earlier_version_has_all_but_calibrated_scores(exporte
         link.unlink()
         link.symlink_to(old)
         process.send_signal(signal.SIGHUP)
-        while b'jfi_artifact_swaps_total{result="failed"} 1' not in urllib.request.urlopen(f"{address}/metrics").read():
+        end, failed = time.monotonic() + 60, b'jfi_artifact_swaps_total{result="failed"} 1'
+        while failed not in urllib.request.urlopen(f"{address}/metrics").read():
+            assert time.monotonic() < end
             time.sleep(0.01)
         assert post(address, request_body) == before
         process.send_signal(signal.SIGTERM)

@@ -97,6 +97,8 @@ def test_bytes_give_the_events_that_objects_give(policy, surfaces, num_buckets, 
         one, other = outcome(read.read, bytes(body)), outcome(lambda body: read(parse(body)), bytes(body))
         assert_same(one, other, bytes(body))
         if not isinstance(one, str):
+            if found[-1] is not None:  # not by way of objects, which a fault in columns would lead to
+                assert_same(read(found[-1]), one, bytes(body))
             plain += found[-1] is not None
             removed += min(30, len(request["history"])) - one.num_events
     assert plain > 25 and (removed > 100) == (not policy.keeps_all)
