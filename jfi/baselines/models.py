@@ -13,8 +13,8 @@ from jfi.training.metrics import Predictions
 
 #: Inverse strengths of the L2 penalty on standardized features.
 PENALTIES = (0.001, 0.03, 1.0)
-#: Leaves of a tree, and the most trees.
-LEAVES, ROUNDS = (7, 31), 500
+#: The most leaves of a tree, the fewest training rows of a leaf, and the most trees.
+LEAVES, LEAST_ROWS, ROUNDS = (7, 31), (20, 100), 500
 _LEARNING_RATE, _PATIENCE = 0.1, 20
 #: Of the deviation of equal values.
 _ROUNDING = 1e-9
@@ -66,13 +66,14 @@ def logistic_regression(columns: dict[str, np.ndarray], samples: Samples, penalt
     return _evaluated({"C": penalty}, logits, samples)
 
 
-def gradient_boosting(columns: dict[str, np.ndarray], samples: Samples, leaves: int) -> Fit:
+def gradient_boosting(columns: dict[str, np.ndarray], samples: Samples, leaves: int, least_rows: int) -> Fit:
     """Fits trees to the training split, as many as give the lowest loss on the validation split.
 
     Args:
         columns: features, `[B]` each; NaN is a missing value.
         samples: B samples.
         leaves: the most leaves of a tree.
+        least_rows: the fewest training rows of a leaf.
     """
     features = _matrix(columns, samples)
     of = {name: features[part] for name, part in samples.splits.items()}
@@ -81,6 +82,7 @@ def gradient_boosting(columns: dict[str, np.ndarray], samples: Samples, leaves: 
         max_iter=ROUNDS,
         learning_rate=_LEARNING_RATE,
         max_leaf_nodes=leaves,
+        min_samples_leaf=least_rows,
         early_stopping=True,
         scoring="loss",
         n_iter_no_change=_PATIENCE,
@@ -92,7 +94,7 @@ def gradient_boosting(columns: dict[str, np.ndarray], samples: Samples, leaves: 
         name: next(itertools.islice(model.staged_decision_function(of[name]), rounds - 1, None)).ravel()
         for name in ("validation", "test")
     }
-    return _evaluated({"leaves": leaves, "rounds": rounds}, logits, samples)
+    return _evaluated({"leaves": leaves, "least_rows": least_rows, "rounds": rounds}, logits, samples)
 
 
 def _matrix(columns: dict[str, np.ndarray], samples: Samples) -> np.ndarray:

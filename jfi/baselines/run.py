@@ -1,11 +1,12 @@
 """All baselines of a dataset, each with its settings chosen on the validation split."""
 
+import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from jfi.baselines.features import Features, Smoothing
-from jfi.baselines.models import LEAVES, PENALTIES, Fit, best, gradient_boosting, logistic_regression
+from jfi.baselines.models import LEAST_ROWS, LEAVES, PENALTIES, Fit, best, gradient_boosting, logistic_regression
 from jfi.baselines.samples import Samples
 from jfi.data import InteractionDataset
 from jfi.display import Display
@@ -96,4 +97,5 @@ def _fits(dataset: InteractionDataset, seed: int, monitor: str) -> Iterator[tupl
     columns = features.all(smoothing)
     fits = (logistic_regression(columns, samples, penalty) for penalty in PENALTIES)
     yield "logistic regression", best(fits, monitor)
-    yield "gradient boosting", best((gradient_boosting(columns, samples, leaves) for leaves in LEAVES), monitor)
+    trials = itertools.product(LEAVES, LEAST_ROWS)
+    yield "gradient boosting", best((gradient_boosting(columns, samples, *trial) for trial in trials), monitor)
