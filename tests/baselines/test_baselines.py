@@ -89,7 +89,8 @@ def test_models_fit_training_alone_and_are_evaluated_on_the_held_out_rows():
     columns |= {"constant": np.ones(1000), "missing": np.full(1000, np.nan)}
     others = label.copy()
     others[800:] = 1 - others[800:]
-    for model in (lambda one: logistic_regression(columns, one, 1.0), lambda one: gradient_boosting(columns, one, 7, 20)):
+    models = (lambda one: logistic_regression(columns, one, 1.0), lambda one: gradient_boosting(columns, one, 7, 20))
+    for model in models:
         fit, again = model(samples), model(replace(samples, label=others))
         assert 0.75 < fit.test["auc"] < 1 and fit.test["ne"] < 0.8
         assert (again.settings, again.validation) == (fit.settings, fit.validation) != (fit.settings, fit.test)

@@ -14,7 +14,7 @@ from worker import without_pictures
 import jfi
 from jfi.data import DataConfig, DataError, load_dataset
 from jfi.data.config import LabelConfig
-from jfi.data.manifest import prepared_config
+from jfi.data.manifest import prepared_config, resolve
 from jfi.data.prepare import prepare_dataset
 from jfi.data.schema import LabelSpec
 from jfi.data.table import Table
@@ -70,6 +70,12 @@ def test_a_batch_has_them_behind_the_label(folder, tmp_path, batching, source):
     for batch in dataset.batches("train", 17):
         own = torch.tensor([by_time[events.time[rows[sample]]] for sample in batch.samples])
         torch.testing.assert_close(batch.labels, torch.stack([(own >= least).float() for least in (25, 15, 35)], 1))
+
+
+def test_a_run_on_a_prepared_dataset_has_its_own_weight_of_them(folder, tmp_path):
+    prepare_dataset(config(folder, "none").data, tmp_path / "prepared", show=False)
+    data = resolve(DataConfig(prepared=str(tmp_path / "prepared"), auxiliary_weight=0.2))
+    assert data.auxiliary_labels == RULES and [one.weight for one in data.trained_labels()] == [1.0, 0.2, 0.2]
 
 
 def test_the_loss_has_them_and_the_model_predicts_one_label(folder, run):
