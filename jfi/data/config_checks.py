@@ -142,7 +142,7 @@ def _check_targets(config: "DataConfig") -> None:
     found = [_meaning(one.label) for one in config.targets() if one.label is not None]
     for label in config.auxiliary_labels:
         if _meaning(label) in found:
-            raise DataError(f"data.auxiliary_labels has '{label}' beside the same label; each must be another one")
+            raise DataError(f"data.auxiliary_labels has '{label}', which is there already; each must be another label")
         found.append(_meaning(label))
     for one in [] if config.label is None else config.targets():
         if one.task == "regression" and only_column(one.label) is None:

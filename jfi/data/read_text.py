@@ -147,7 +147,8 @@ def _header(text: Text) -> list[str]:
     line = text.header.decode().strip("\r\n")
     place = f"{text.path}:1"
     if not line:
-        raise DataError(f"{place}: empty line, expected the names of the columns")
+        what = "empty line" if text.header else "the file is empty"
+        raise DataError(f"{place}: {what}, expected the names of the columns")
     if "\0" in line:
         raise DataError(f"{place}: the names of the columns hold the byte 0; is this UTF-16? set data.encoding: utf-16")
     quoting = csv.QUOTE_NONE if text.quote is None else csv.QUOTE_MINIMAL

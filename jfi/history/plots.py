@@ -63,7 +63,7 @@ def draw_policy(policy: Policy, title: str, path: Path) -> None:
     style = {"linestyle": "", "color": "0.3", "marker": "o"}
     marks = [Line2D([], [], **style, label="stays"), Line2D([], [], **style, markerfacecolor="white", label="removed")]
     names = [Line2D([], [], color=f"C{i}", label=policy.surfaces[g]) for i, g in enumerate(shown)]
-    model = [Line2D([], [], color="0.3", linestyle=":", label="logistic model")]
+    model = [Line2D([], [], color="0.3", linestyle=":", label="logistic model (points are shrunk)")]
     figure.legend(handles=[*names, *marks, *model], loc="outside lower center", ncols=min(6, len(names) + 3))
     figure.suptitle(title, fontsize=14, parse_math=False)
     with writing_file(path) as unfinished:
@@ -104,4 +104,4 @@ def _draw_information(axes: Axes, reports: list[SurfaceReport]) -> None:
     axes.set_xlabel("information of dwell about a conversion (% of its entropy)")
     axes.margins(x=0.12)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8, loc="lower right")
+    axes.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)

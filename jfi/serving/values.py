@@ -37,7 +37,7 @@ def columns_of(rows: list | Rows, names: Sequence[str], place: Place) -> dict[st
     if isinstance(rows, Rows):
         return rows.columns
     try:
-        if set(map(len, rows)) == {len(names)}:
+        if set(map(len, rows)) == {len(names)} and (names or all(isinstance(row, dict) for row in rows)):
             if len(names) < 2:
                 return {name: [row[name] for row in rows] for name in names}
             return dict(zip(names, zip(*map(itemgetter(*names), rows), strict=True), strict=True))

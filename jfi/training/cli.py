@@ -206,6 +206,18 @@ def _leaves(section: type, prefix: str = "") -> Iterator[str]:
             yield from _leaves(inner, f"{prefix}{name}.")
 
 
+#: jsonargparse's message about a value that may be of several types.
+_UNION = re.compile(
+    r'"([\w.]+)":\s+Does not validate against any of the Union subtypes\s+Subtypes: \[(.*?)\]\s+Errors:.*'
+    r"Given value: (.*)$",
+    re.DOTALL,
+)
+
+
 def _tidy(message: str) -> str:
     message = re.sub(r"<class '(\w+)'>", r"\1", message).replace("Parser key ", "").replace("typing.", "")
+    if found := _UNION.match(message):
+        name, kinds, value = found.groups()
+        kinds = re.sub(r"Literal\[(.*?)\]", r"\1", kinds).replace("NoneType", "null")
+        return shorten(f"{name}: got '{value}', must be one of {kinds}")
     return shorten(re.sub(r"^argument (--\S+):", r"\1:", message))

@@ -324,7 +324,7 @@ class Trainer(RunState):
         step = self.progress.step
         self.check_finite(loss)
         metrics = {"loss": loss}
-        if [label.task for label in self._labels] == ["binary"] and not self.config.data.auxiliary_labels:
+        if [label.task for label in self._labels] == ["binary"]:
             metrics["ne"] = normalized_entropy(loss, mean_label)
         self.loss = loss
         recorder.metrics("train", self.progress.epoch + 1, step, metrics, speed)

@@ -38,8 +38,8 @@ class Objective:
         num_auxiliary: int = 0,
     ) -> None:
         self._labels = list(zip(labels, weights, strict=True))
-        count = len(labels) - num_auxiliary
-        self._positive_weights = [positive_weight] * count + [1.0] * num_auxiliary
+        self._num_predicted = len(labels) - num_auxiliary
+        self._positive_weights = [positive_weight] * self._num_predicted + [1.0] * num_auxiliary
 
     @classmethod
     def of(cls, data: DataConfig, labels: Sequence[LabelSpec], positive_weight: float) -> "Objective":
@@ -49,7 +49,7 @@ class Objective:
         return cls(labels, weights, positive_weight, len(data.auxiliary_labels))
 
     def __call__(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The sums over samples of their losses, with all weights and with those of the labels alone.
+        """The sums over samples: of the loss of the batch, and of the labels' losses with no other weights than theirs.
 
         Args:
             outputs: of the model, [B] or [B, L] float32.
@@ -61,7 +61,8 @@ class Objective:
             output, target = (outputs, labels) if outputs.dim() == 1 else (outputs[:, place], labels[:, place])
             losses, scaled = self._losses(label, output, target, self._positive_weights[place], is_whole=place == 0)
             scaled = scaled if weights is None else scaled * weights
-            plain.append(losses.detach().sum() * weight)
+            if place < self._num_predicted:
+                plain.append(losses.detach().sum() * weight)
             weighted.append(scaled.sum() * weight)
         return torch.stack(weighted).sum(), torch.stack(plain).sum()
 

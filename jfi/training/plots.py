@@ -136,6 +136,7 @@ def _draw_sample(axes: Axes, sample: _Sample, fonts: Fonts) -> None:
     axes.set_yticks(range(len(order)), labels, fontsize=9, **style)
     count = len(sample.events)
     axes.axvline(1 / count, color="0.3", linestyle=":")
+    axes.set_xlim(left=0)
     shown = left.sum().item()
     axes.set_title(
         f"target: {_short(fonts, sample.title)} (label {sample.label:g}, predicted {sample.score:.2f})\n"

@@ -58,6 +58,7 @@ def apply_preset(config: Config, dataset: InteractionDataset, world: World | Non
     if config.training.preset is None:
         return config, []
     name, settings, lines = config.training.preset, _by_size(config, dataset.num_samples("train")), []
+    other = None
     if config.training.warm_start is not None:
         other = BestEpoch.of(config.training.warm_start, "training.warm_start: run").config
         settings |= {key: _get(other, key.split(".")) for key in settings if key.startswith("model.")}
@@ -73,7 +74,8 @@ def apply_preset(config: Config, dataset: InteractionDataset, world: World | Non
         settings |= found
     if settings:
         chosen = ", ".join(f"{key}: {value}" for key, value in settings.items())
-        lines = [*lines, f"training.preset chose {chosen}"]
+        taken = "" if other is None else f" (of the model and `data`: as in {config.training.warm_start})"
+        lines = [*lines, f"training.preset chose {chosen}{taken}"]
     return _with(config, settings, name), lines
 
 

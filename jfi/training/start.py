@@ -141,7 +141,8 @@ def _check_before_reading(config: Config) -> None:
     check_writable(Path(config.training.run_dir or new_run_dir()))
     find_logger(config.training)
     if config.training.warm_start is not None:
-        check_warm_start(config.training.warm_start, config)
+        for line in check_warm_start(config.training.warm_start, config):
+            print(line, flush=True)
 
 
 def _check_weights(config: Config, dataset: InteractionDataset) -> None:

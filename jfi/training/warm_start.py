@@ -72,20 +72,24 @@ def warm_start(
     return copied
 
 
-def check_warm_start(path: str | Path, config: Config) -> None:
+def check_warm_start(path: str | Path, config: Config) -> list[str]:
     """Checks what the config alone tells of a warm start, before any table is read; `warm_start` checks the rest.
+
+    Returns:
+        A line for each label that is another rule or column than in the other run.
 
     Raises:
         ConfigError, DataError: as `warm_start`.
     """
     best = BestEpoch.of(path, "training.warm_start: run")
-    _check_labels(path, config, best.config.data)
+    changed = _check_labels(path, config, best.config.data)
     if config.training.preset is not None:  # takes its model from that run; they are compared when it is built
-        return
+        return changed
     _, shapes, there = _meta_model(best.config, best.schema)
     # With the schema of the other run the models differ where the sections `model` and `encoder` do.
     model, _, _ = _meta_model(config, best.schema)
     _check_shapes(path, model.state_dict(), table_configs(model), shapes, there)
+    return changed
 
 
 def _meta_model(config: Config, schema: DataSchema) -> tuple[SequenceDLRM, dict[str, tuple[int, ...]], dict[str, str]]:
@@ -110,8 +114,8 @@ def _sources(table: BaseEmbeddingConfig, schema: DataSchema, other: DataSchema) 
     return found.astype(np.int64)
 
 
-def _check_labels(path: str | Path, config: Config, other: DataConfig) -> None:
-    """Checks that each output starts from that of its own label: outputs have their label's place, and no name."""
+def _check_labels(path: str | Path, config: Config, other: DataConfig) -> list[str]:
+    """Checks that each output starts from that of its own name: the model's outputs have places and no names."""
     data = config.data
     outputs, there = ([f"{one.name} ({one.task})" for one in data.targets()] for data in (data, other))
     if outputs != there:
@@ -129,6 +133,12 @@ def _check_labels(path: str | Path, config: Config, other: DataConfig) -> None:
     for one in data.targets():
         if one.label in rules:
             raise ConfigError(f"training.warm_start: '{one.label}' is a label, but in {path} it is an auxiliary label")
+    pairs = zip(data.targets(), other.targets(), strict=True)
+    return [
+        f"training.warm_start: {now.name} is '{now.label}', in {path} it is '{was.label}'"
+        for now, was in pairs
+        if now.label != was.label
+    ]
 
 
 def _check_keys(path: str | Path, schema: DataSchema, other: DataSchema) -> None:

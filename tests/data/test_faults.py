@@ -199,7 +199,8 @@ def test_headers(write):
     assert fault(repeated) == "r.csv:1: column 'rating' appears twice"
     untyped = write("r.inter", "user_id:token\titem_id", "1\t2")
     assert fault(untyped).startswith("r.inter:1: header 'item_id' must be name:type")
-    assert fault(write("e.csv")).startswith("e.csv:1: empty line, expected the names of the columns")
+    assert fault(write("e.csv")).startswith("e.csv:1: the file is empty, expected the names of the columns")
+    assert fault(write("l.csv", "", *ROWS)).startswith("l.csv:1: empty line, expected the names of the columns")
     assert fault(write("u.data")) == "u.data: no rows"
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from jfi.serving.requests import BadRequestError, RequestReader, parse
 from jfi.serving.schema import Field, Limits, Schema
+from jfi.serving.values import columns_of
 
 SCHEMA = Schema(
     user=[Field("city", "category", ["city"]), Field("income", "number", mean=10.0, deviation=2.0)],
@@ -128,3 +129,11 @@ def test_what_is_no_json_is_refused(body):
 def test_the_schema_names_every_field():
     schema = READ.describe()
     assert list(schema["history"]) == ["item", "tags", "seconds", "age"] and schema["max_candidates"] == 3
+
+
+@pytest.mark.parametrize("row", [[], "", ()])
+def test_an_object_without_fields_is_an_object(row):
+    """As the user of a model that reads nothing of them."""
+    assert columns_of([{}], [], lambda _: "user") == {}
+    with pytest.raises(BadRequestError, match="user must be an object, got"):
+        columns_of([row], [], lambda _: "user")
