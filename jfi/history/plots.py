@@ -54,7 +54,12 @@ def draw_policy(policy: Policy, title: str, path: Path) -> None:
     low, high = axes[0, 0].get_ylim()
     if high - low < _LEAST:
         axes[0, 0].set_ylim((low + high - _LEAST) / 2, (low + high + _LEAST) / 2)
+    left, right = axes[0, 0].get_xlim()
     for one in axes[0]:
+        for minor in (False, True):  # none where dwell is unknown
+            ticks = [tick for tick in one.get_xticks(minor=minor) if left <= tick < unknown / 2.5]
+            one.set_xticks(ticks, minor=minor, **({"labels": []} if minor else {}))
+        one.set_xlim(left, right)
         one.axvline(unknown / 2.5, color="0.6", linewidth=0.8)
         one.text(unknown, one.get_ylim()[0], "unknown", ha="center", va="bottom", fontsize=8, color="0.4")
     axes[0, 0].set_ylabel("log-odds of a conversion\nless the segment's")
