@@ -206,7 +206,8 @@ def load(address: str, bodies: list[bytes], clients: int, seconds: float) -> dic
         found = list(itertools.chain(*threads.map(client, [start + seconds] * clients)))
         spent = time.perf_counter() - start
     if (statuses := {status for status, _ in found}) != {200}:
-        raise RuntimeError(f"answers other than 200: {statuses}")
+        slow = f"; the server is too slow for {clients} clients, set --clients" if 503 in statuses else ""
+        raise RuntimeError(f"answers other than 200: {statuses}{slow}")
     return {"clients": clients, "requests_per_second": len(found) / spent, **percentiles([time for _, time in found])}
 
 
