@@ -24,10 +24,9 @@ FORMAT = 2
 INFO, VOCABULARIES, TABLES, MODEL = "artifact.json", "vocabularies.json", "tables.pt", "model.pt2"
 POLICY = "policy.json"
 _CHECKSUMS = "checksums.json"
-#: Flags of /proc/cpuinfo for instructions that a compiler uses on its own under -march=native: of x86 and of ARM. Not
-#: sse4a, which AMD's CPUs alone have and compilers reach only by intrinsics.
+#: Flags of /proc/cpuinfo for instructions that a compiler uses on its own under -march=native: of x86 and of ARM.
 _INSTRUCTIONS = re.compile(
-    r"s?sse[\d_]*|avx\w*|amx\w*|fma|f16c|bmi\w*|abm|popcnt|movbe"
+    r"s?sse\w*|avx\w*|amx\w*|fma|f16c|bmi\w*|abm|popcnt|movbe"
     r"|asimd\w*|sve\w*|i8mm|bf16|atomics|lrcpc|ilrcpc|sha3|fcma|mops|cssc"
 )
 
@@ -42,13 +41,6 @@ def cpu_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
     line = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
     flags = line[1].split() if line else []
     return [platform.machine(), *sorted(filter(_INSTRUCTIONS.fullmatch, flags))]
-
-
-def missing_instructions(needed: list[str], here: list[str]) -> list[str]:
-    """What a CPU lacks of those of another one: nothing of a CPU of the same architecture whose own are not known."""
-    if needed[:1] == here and len(here) == 1:
-        return []
-    return sorted(set(needed) - set(here))
 
 
 @contextmanager

@@ -242,8 +242,8 @@ def _check_environment(path: Path, info: dict, tables_device: str | None) -> Non
     made, here = info["versions"]["torch"], torch.__version__.split("+")[0]
     if made.split(".")[:2] != here.split(".")[:2]:
         raise ArtifactError(f"{path} was exported with torch {made}, but this is torch {here}; export again")
-    if lacking := artifact.missing_instructions(info.get("cpu", []), artifact.cpu_instructions()):
-        why = f"{', '.join(lacking)}, which this one lacks; export on a CPU without"
+    if lacking := sorted(set(info.get("cpu", [])) - set(artifact.cpu_instructions())):
+        why = f"{', '.join(lacking)}, which this one lacks or does not name; export on a CPU without"
         raise ArtifactError(f"{path} was exported on a CPU with {why}")
     if tables_device == "cuda" and not torch.cuda.is_available():
         raise ArtifactError("--tables-device cuda: there is no GPU here")
