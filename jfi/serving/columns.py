@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from jfi.encoding import UNKNOWN
-from jfi.serving.digits import are_integers, decimals
+from jfi.serving.json_numbers import are_integers, decimals
 from jfi.serving.known import FIRST_BYTES, MOST_BYTES, WORD, KnownValues
 
 _QUOTE, _COMMA, _END, _SPACE, _POINT = b'",} .'
