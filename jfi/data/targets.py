@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jfi.data.config import DataConfig
+from jfi.data.config import DataConfig, LabelConfig
 from jfi.data.errors import DataError
 from jfi.data.labels import read_labels
 from jfi.data.table import Table
@@ -16,7 +16,7 @@ LABEL = "label_"
 
 def target_names(config: DataConfig) -> list[str]:
     """The names of the columns `[E]` float32 of `Events.targets`."""
-    return [*([] if config.weight is None else [WEIGHT]), *(LABEL + one.name for one in config.trained_labels()[1:])]
+    return [*([] if config.weight is None else [WEIGHT]), *_further_labels(config)]
 
 
 def read_targets(table: Table, config: DataConfig, label: np.ndarray) -> dict[str, np.ndarray]:
@@ -39,8 +39,8 @@ def read_targets(table: Table, config: DataConfig, label: np.ndarray) -> dict[st
             shown = "empty" if np.isnan(values[row]) else f"{table.numbers(config.weight)[row]:g}"
             raise table.fault(row, f"weight '{config.weight}' is {shown}, must be positive and finite")
         found[WEIGHT] = np.where(is_wrong, np.float32(1), values)
-    for one in config.trained_labels()[1:]:
-        found[LABEL + one.name] = read_labels(table, one.label, one.task)
+    for name, one in _further_labels(config).items():
+        found[name] = read_labels(table, one.label, one.task)
     return found
 
 
@@ -60,7 +60,8 @@ def check_target(name: str, values: np.ndarray, config: DataConfig, file: str, s
     if name == WEIGHT:
         right, must = np.isfinite(values) & (values > 0), "positive and finite"
     else:
-        task = {LABEL + one.name: one.task for one in config.trained_labels()[1:]}.get(name, config.task)
+        further = _further_labels(config)
+        task = further[name].task if name in further else config.task
         right = np.isnan(values) | (np.isfinite(values) if task == "regression" else (values == 0) | (values == 1))
         must = "finite or missing" if task == "regression" else "0, 1 or missing"
     if not right.all():
@@ -69,4 +70,9 @@ def check_target(name: str, values: np.ndarray, config: DataConfig, file: str, s
 
 def labels_of(config: DataConfig, label: np.ndarray, targets: dict[str, np.ndarray]) -> Sequence[np.ndarray]:
     """The column `[E]` of each of `config.trained_labels()`."""
-    return (label, *(targets[LABEL + one.name] for one in config.trained_labels()[1:]))
+    return (label, *(targets[name] for name in _further_labels(config)))
+
+
+def _further_labels(config: DataConfig) -> dict[str, LabelConfig]:
+    """By the name of their column the trained labels but the first."""
+    return {LABEL + one.name: one for one in config.trained_labels()[1:]}

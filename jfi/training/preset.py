@@ -74,7 +74,7 @@ def apply_preset(config: Config, dataset: InteractionDataset, world: World | Non
         settings |= found
     if settings:
         chosen = ", ".join(f"{key}: {value}" for key, value in settings.items())
-        taken = "" if other is None else f" (of the model and `data`: as in {config.training.warm_start})"
+        taken = "" if other is None else f"; those of `model` and `data` are those of {config.training.warm_start}"
         lines = [*lines, f"training.preset chose {chosen}{taken}"]
     return _with(config, settings, name), lines
 

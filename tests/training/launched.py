@@ -74,7 +74,7 @@ def environment(rank: int, size: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port for a store that is opened later: below those that systems give to sockets without a port of their own."""
+    """A port for a store that is opened later: below those that Linux gives to sockets without a port of their own."""
     while True:
         port = random.SystemRandom().randrange(15_000, 32_000)
         with socket.socket() as probe, suppress(OSError):
