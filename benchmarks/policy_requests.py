@@ -1,13 +1,14 @@
 """Requests a second with and without a history policy, from JSON to scores, one after the other on one thread of a CPU.
 
 python -m benchmarks.policy_requests
+python -m benchmarks.policy_requests --device cuda
 python -m benchmarks.policy_requests --data.max_history 400 --data.synthetic.mean_length 320 --encoder.num_layers 2
 
 The model is that of configs/dwell.yaml with what follows on the command line, untrained: its scores are noise, its time
-is not. Users, candidates and the events of their requests are the same for all, the arms take turns, and times are CPU
-seconds of the process. Reading is that of a server, from the bytes to ids and numbers. Beside each policy is what it
-could save at most: requests without a policy that hold only the events that stay, so that nothing has to be chosen,
-and removed events are not even sent.
+is not. Users, candidates and the events of their requests are the same for all, and the arms take turns. Times are CPU
+seconds of the process, or elapsed seconds where the model is on a GPU. Reading is that of a server, from the bytes to
+ids and numbers. Beside each policy is what it could save at most: requests without a policy that hold only the events
+that stay, so that nothing has to be chosen, and removed events are not even sent.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from jfi.serving.scorer import Scorer
 from jfi.training.build import build_model
 
 
-def export_arm(seed: Seed, policy: Policy | None, folder: Path) -> tuple[Scorer, list[bytes]]:
+def export_arm(seed: Seed, policy: Policy | None, folder: Path, device: str) -> tuple[Scorer, list[bytes]]:
     """The artifact of an untrained model, loaded, and requests to it."""
     dataset, config = seed.dataset(ARMS["full"]), seed.config
     if policy is not None:
@@ -42,7 +43,8 @@ def export_arm(seed: Seed, policy: Policy | None, folder: Path) -> tuple[Scorer,
     model = build_model(config.model, config.encoder, dataset.schema).eval()
     reads_age = any(feature.bias_key is not None for feature in model.sequence_arch.features)
     schema = schema_of(config.data, dataset.schema, reads_history=True, reads_age=reads_age)
-    export(folder, model, schema, Limits(CANDIDATES, dataset.schema.max_history), policy=policy)
+    limits = Limits(CANDIDATES, dataset.schema.max_history)
+    export(folder, model, schema, limits, device=device, policy=policy)
     scorer = Scorer(folder)
     return scorer, request_bodies(config, dataset, scorer)
 
@@ -67,28 +69,29 @@ def main() -> int:
         "--arms", nargs="*", default=["policy-30", "policy-50"], choices=[n for n in ARMS if ARMS[n].fit]
     )
     parser.add_argument("--rounds", type=int, default=15, help="of all requests of all arms (default: 15)")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="of the model (default: cpu)")
     options, more = parser.parse_known_args()  # what is left overrides fields of the config
     torch.set_num_threads(1)
     seed = Seed(0, more)
     with tempfile.TemporaryDirectory() as scratch:
-        scorer, plain = export_arm(seed, None, Path(scratch) / "full")
+        scorer, plain = export_arm(seed, None, Path(scratch) / "full", options.device)
         arms = {"full": (scorer, plain)}
         for name in options.arms:
             policy = seed.policy(ARMS[name])
-            arms[name] = export_arm(seed, policy, Path(scratch) / name)
+            arms[name] = export_arm(seed, policy, Path(scratch) / name, options.device)
             arms[f"{name}, only what stays"] = scorer, only_what_stays(policy, *arms[name], plain)
-    steps = ("reading", "scores")
+    steps, clock = ("reading", "scores"), time.process_time if options.device == "cpu" else time.perf_counter
     times = {name: {step: [] for step in steps} for name in arms}
     for _ in range(options.rounds):
         for name, (scorer, bodies) in arms.items():
             spent = dict.fromkeys(steps, 0.0)
             for body in bodies:
-                begin = time.process_time()
+                begin = clock()
                 request = scorer.reader.read(body)  # as the server does, JSON and all
-                read = time.process_time()
+                read = clock()
                 scorer.score([request])
                 spent["reading"] += read - begin
-                spent["scores"] += time.process_time() - read
+                spent["scores"] += clock() - read
             for step, seconds in spent.items():
                 times[name][step].append(1e6 * seconds / len(bodies))
     totals = {name: [sum(of) for of in zip(*own.values(), strict=True)] for name, own in times.items()}
