@@ -100,6 +100,11 @@ def memory(device: torch.device) -> float:
 
 def main() -> None:
     options, rows = arguments(), []
+
+    def add(row: dict) -> None:
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+
     shapes = [Shape(history, options.candidates) for history in options.history]
     longest = Limits(options.candidates, max(options.history))
     for way in options.ways:
@@ -124,22 +129,18 @@ def main() -> None:
                 measured = in_process(scorer, shape, bodies[shape], options.seconds)
                 peak = (torch.cuda.max_memory_allocated() - held) / 1e6 if scorer.device.type == "cuda" else None
                 more = {"request_kb": size / 1e3, "peak_mb": peak, "in_use_mb": memory(scorer.device)}
-                rows += [{**common, **more, **row} for row in measured]
+                for row in measured:
+                    add({**common, **more, **row})
             limits = ["--max-candidates", longest.max_candidates, "--max-history", longest.max_history]
             with server(path, *limits, "--queue", 2 * options.clients) as address:
                 for shape in shapes:
                     for clients in (1, options.clients):
                         found = load(address, bodies[shape], clients, options.seconds)
                         size = sum(map(len, bodies[shape])) / BODIES
-                        rows.append(
-                            {**common, "case": shape.name, "measured": "HTTP", "request_kb": size / 1e3, **found}
-                        )
+                        add({**common, "case": shape.name, "measured": "HTTP", "request_kb": size / 1e3, **found})
             del scorer
             if options.device == "cuda":
                 torch.cuda.empty_cache()
-        for row in rows:
-            if row["way"] == way:
-                print(json.dumps(row), flush=True)
     if options.out:
         options.out.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from jfi.encoding import UNKNOWN
-from jfi.serving.json_numbers import are_integers, decimals
+from jfi.serving.json_numbers import are_integers, decimals, integers
 from jfi.serving.known import FIRST_BYTES, MOST_BYTES, WORD, KnownValues
 
 _QUOTE, _COMMA, _END, _SPACE, _POINT = b'",} .'
@@ -126,12 +126,26 @@ class Column:
         Raises:
             ValueError, RecursionError: they are not.
         """
-        if not self._texts.all() and self.numbers() is None:
+        if not self._texts.all() and self.numbers() is None and self.integers(0) is None:
             self.values()
 
     def numbers(self) -> np.ndarray | None:
         """`[N]` float64, by `decimals`; None if a value is not a plain number."""
         return decimals(self._text.words, self._text.points, self._start, self._end)
+
+    def integers(self, missing: int) -> np.ndarray | None:
+        """`[N]` int64 of integers, as JSON's or as texts, and `missing` for null; None if there are other values."""
+        start, end, texts = self._start + self._texts, self._end - self._texts, self._texts
+        null = self.nulls()
+        if not null.any():
+            return integers(self._text.words, start, end, texts)
+        found, (there,) = np.full(len(null), missing), (~null).nonzero()
+        if len(there):
+            some = integers(self._text.words, start[there], end[there], texts[there])
+            if some is None:
+                return None
+            found[there] = some
+        return found
 
 
 def look_up(columns: list[Column], known: KnownValues) -> None:

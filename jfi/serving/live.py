@@ -11,7 +11,7 @@ import numpy as np
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.batcher import Batcher, LateError, Observe
 from jfi.serving.large_json import loads
-from jfi.serving.requests import Request, parse
+from jfi.serving.requests import Request
 from jfi.serving.scorer import Answer, Scorer
 
 #: Bytes of a body that is read beside the event loop; a smaller one takes less than 5 ms.
@@ -145,4 +145,4 @@ def check(new: Scorer, old: Scorer) -> None:
 def _read_large(scorer: Scorer, body: bytes) -> Request:
     limits = scorer.reader.limits
     most = {"history": limits.max_history, "candidates": limits.max_candidates}
-    return scorer.reader(parse(body, lambda body, constant: loads(body, constant, most)))
+    return scorer.reader.read(body, lambda body, constant: loads(body, constant, most))

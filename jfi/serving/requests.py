@@ -63,7 +63,11 @@ def _loads(body: bytes, parse_constant: Callable[[str], object]) -> object:
     return json.loads(body, parse_constant=parse_constant)
 
 
-def parse(body: bytes, loads: Callable[[bytes, Callable[[str], object]], object] = _loads) -> object:
+#: From JSON, and a function that refuses NaN and infinities, to its value.
+Loads = Callable[[bytes, Callable[[str], object]], object]
+
+
+def parse(body: bytes, loads: Loads = _loads) -> object:
     """Parses JSON, but refuses the NaN and the infinities that Python's parser would accept.
 
     Args:
@@ -143,8 +147,12 @@ class RequestReader:
             "answer": {"scores": f"a {self._answer} for each candidate, in the order of the request"},
         }
 
-    def read(self, body: bytes) -> Request:
+    def read(self, body: bytes, loads: Loads = _loads) -> Request:
         """Parses and encodes a request, a plain one without an object for each value.
+
+        Args:
+            body: the JSON.
+            loads: as in `parse`, for a request that is not plain.
 
         Raises:
             BadRequestError: not JSON, or a fault, with its place.
@@ -155,7 +163,7 @@ class RequestReader:
                     return self(found)
             except (ValueError, RecursionError):  # what is wrong, is said below
                 pass
-        return self(parse(body))
+        return self(parse(body, loads))
 
     def __call__(self, request: object) -> Request:
         """Encodes a parsed request.
@@ -250,7 +258,7 @@ class RequestReader:
             if one.kind == "category":
                 encoded.ids[one.keys[0]] = self._ids(one, values, place)
             elif one.kind == "sid":
-                encoded.ids[one.keys[0]] = sids(one, listed(values), place)
+                encoded.ids[one.keys[0]] = sids(one, values, place)
             elif one.kind in ("categories", "slots"):
                 self._lists(encoded, one, values, place)
             else:

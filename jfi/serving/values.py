@@ -111,17 +111,21 @@ def numbers(one: Field, values: Values, place: Place) -> np.ndarray:
     return found
 
 
-def sids(one: Field, values: Sequence[object], place: Place) -> np.ndarray:
+def sids(one: Field, values: Values, place: Place) -> np.ndarray:
     """Semantic IDs, -1 for null; their digits must be in the range of the codec's."""
-    found = [_as_int64(value) for value in values]
-    if None in found:
-        refuse(one, values, place, [sid is not None for sid in found])
-    ids, layout = torch.tensor(found, dtype=torch.int64), Layout(**one.layout)
-    valid = layout.valid(ids).tolist()
-    if not all(valid):
-        i = valid.index(False)
+    found = values.integers(UNKNOWN_SID) if isinstance(values, Column) else None
+    if found is None:
+        values = listed(values)
+        ids = [_as_int64(value) for value in values]
+        if None in ids:
+            refuse(one, values, place, [sid is not None for sid in ids])
+        found = np.array(ids, np.int64)
+    layout = Layout(**one.layout)
+    valid = layout.valid(torch.from_numpy(found)).numpy()
+    if not valid.all():
+        i = int(valid.argmin())
         raise BadRequestError(f"{place(i)}.{one.name} is {found[i]}, which is no ID of {layout}; another codec's?")
-    return ids.numpy()
+    return found
 
 
 def _as_int64(value: object) -> int | None:

@@ -13,6 +13,8 @@ from jfi.serving.columns import read_plain
 from jfi.serving.known import KnownValues
 from jfi.serving.requests import BadRequestError, Request, RequestReader, parse
 from jfi.serving.schema import Field, Limits, Schema
+from jfi.serving.values import _as_int64
+from jfi.sid.packing import UNKNOWN_SID
 
 ITEMS = ["1", "2", "-3", "12345678", "123456789", "", "a b", "x:y", "{é}", "日本語の長い値", "null", "true", "0"]
 SCHEMA = Schema(
@@ -105,6 +107,47 @@ def test_plain_numbers_have_the_bits_that_json_gives_them():
             )
         read, refused = read + (found is not None), refused + (found is None)
     assert read > 1000 and refused > 200
+
+
+def test_plain_integers_are_those_that_semantic_ids_are_read_from():
+    """Random integers, texts and nulls, some with a fault: as `_as_int64` reads the values of JSON, or None."""
+    draw, read, refused = random.Random(3), 0, 0
+    edges = [2**63 - 1, -(2**63), 2**63, -(2**63) - 1, 10**19 - 1, 10**19, 0, -1, 99999999, 10**8, 10**16]
+
+    def value() -> str:
+        number = draw.choice(edges) if draw.random() < 0.2 else draw.randrange(-(10**9), 10 ** draw.randrange(1, 20))
+        text = draw.choice(["{}", "{}", '"{}"', '"0{}"', "null"]).format(number)
+        at = draw.randrange(len(text) + 1)
+        return text if draw.random() < 0.95 else text[:at] + draw.choice(["e5", "-", "0", "x", ".0"]) + text[at:]
+
+    for _ in range(4000):
+        values = [value() for _ in range(draw.randrange(1, 6))]
+        body = '{"rows": [' + ", ".join(f'{{"x": {value}}}' for value in values) + "]}"
+        rows = read_plain(body.encode(), {"rows": ["x"]})
+        found = None if rows is None else rows["rows"].columns["x"].integers(UNKNOWN_SID)
+        if found is not None:
+            assert found.dtype == np.int64 and found.tolist() == [
+                _as_int64(row["x"]) for row in json.loads(body)["rows"]
+            ], body
+        read, refused = read + (found is not None), refused + (found is None)
+    assert read > 1500 and refused > 500
+
+
+def test_semantic_ids_of_plain_requests_are_checked():
+    layout = {"num_digits": 25, "codebook_size": 0}
+    schema = Schema([], [Field("sid", "sid", ["item_sid"], layout=layout)], [], {}, codec="abc")
+    reader = RequestReader(schema, Limits(max_candidates=6, max_history=4))
+
+    def outcome_of(*sids: object) -> Request | str:
+        body = json.dumps({"user": {}, "candidates": [{"sid": sid} for sid in sids], "codec": "abc"}).encode()
+        one, other = outcome(reader.read, body), outcome(lambda body: reader(parse(body)), body)
+        assert_same(one, other, body)
+        return one
+
+    assert outcome_of(5, "13", None, -1).ids["item_sid"].tolist() == [5, 13, -1, -1]
+    assert "candidates[1].sid is 255, which is no ID" in outcome_of(5, 255)
+    assert "candidates[1].sid must be" in outcome_of(5, "x") and "got 2.5" in outcome_of(2.5)
+    assert "candidates[0].sid must be" in outcome_of(2**63)
 
 
 @pytest.mark.parametrize(
