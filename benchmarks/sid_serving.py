@@ -98,6 +98,16 @@ def memory(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 
 
+def peak(scorer: Scorer, body: bytes) -> float | None:
+    """MB of the GPU that a request takes beside what is loaded."""
+    if scorer.device.type != "cuda":
+        return None
+    request, held = scorer.reader.read(body), torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    scorer.score([request])
+    return (torch.cuda.max_memory_allocated() - held) / 1e6
+
+
 def main() -> None:
     options, rows = arguments(), []
 
@@ -122,13 +132,9 @@ def main() -> None:
             draw = random.Random(0)
             bodies = {shape: [body(schema, values, shape, draw) for _ in range(BODIES)] for shape in shapes}
             for shape in shapes:
-                if scorer.device.type == "cuda":
-                    torch.cuda.reset_peak_memory_stats()
-                    held = torch.cuda.memory_allocated()
                 size = sum(map(len, bodies[shape])) / BODIES
+                more = {"request_kb": size / 1e3, "peak_mb": peak(scorer, bodies[shape][0])}
                 measured = in_process(scorer, shape, bodies[shape], options.seconds)
-                peak = (torch.cuda.max_memory_allocated() - held) / 1e6 if scorer.device.type == "cuda" else None
-                more = {"request_kb": size / 1e3, "peak_mb": peak, "in_use_mb": memory(scorer.device)}
                 for row in measured:
                     add({**common, **more, **row})
             limits = ["--max-candidates", longest.max_candidates, "--max-history", longest.max_history]
