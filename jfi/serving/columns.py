@@ -22,6 +22,9 @@ from jfi.serving.known import FIRST_BYTES, MOST_BYTES, WORD, KnownValues
 _QUOTE, _COMMA, _END, _SPACE, _POINT = b'",} .'
 _NULL = b"null"
 _NULL_WORD = int.from_bytes(_NULL, "little")
+#: Most lists in a plain body beside those of rows, and most bytes before a list in which its key is looked for: without
+#: them a body of brackets alone would take a time that grows with the square of its size.
+_MOST_LISTS, _MOST_BEFORE = 1000, 4096
 
 
 class _Text:
@@ -203,10 +206,13 @@ def read_plain(body: bytes, fields: dict[str, Sequence[str]]) -> dict | None:
     if b"\\" in body or not (body.isascii() or _is_utf8(body)):
         return None
     text, rows, rest = _Text(body), {}, []
-    at = begin = 0
+    at = begin = others = 0
     while (begin := body.find(b"[", begin) + 1) > 0:
-        key = _key_before(body[at:begin], fields)
+        key = _key_before(body[max(at, begin - _MOST_BEFORE) : begin], fields)
         if key is None:
+            others += 1
+            if others > _MOST_LISTS:
+                return None
             continue
         end = body.find(b"]", begin)
         if end > begin:
