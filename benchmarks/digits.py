@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks import measure
 from benchmarks.problem import Shape, draw_lengths, random
 from benchmarks.run import TOLERANCE, Rates, summary
-from jfi.ops import digit_attention, target_attention
+from jfi.ops import digit_attention, jagged_attention, target_attention
 from jfi.reference import unpack_digits
 
 DIGITS, ROWS = "jfi, digits", "jfi, rows"
@@ -33,15 +33,19 @@ class DigitShape(Shape):
     Args:
         items: rows of the table that the events' ids name; 0 for digits by event.
         buckets: rows of a table of biases that events name; 0 for none.
+        ragged: whether the T queries of a sample are candidates that share its history, as `jagged_attention` takes
+            them.
     """
 
     items: int = 0
     buckets: int = 0
+    ragged: bool = False
 
     @property
     def name(self) -> str:
         more = f", by id from {self.items:,} items" if self.items else ""
         more += f", biases of {self.buckets} buckets" if self.buckets else ""
+        more += ", ragged targets" if self.ragged else ""
         return f"B={self.B} N={self.N} L={self.D} T={self.T} H={self.H}{more}"
 
 
@@ -56,12 +60,23 @@ class DigitCase:
 
 @dataclass
 class Inputs:
-    """One set: words [S, W] or [items, W], what comes with the events, query [B, T, H, L], the output's gradient."""
+    """One set: words [S, W] or [items, W], what comes with the events, query [B, T, H, L], the output's gradient.
+
+    query_offsets: [B + 1] where the queries are ragged targets.
+    """
 
     words: Tensor
     given: dict[str, Tensor]
     query: Tensor
     grad: Tensor
+    query_offsets: Tensor | None = None
+
+    def attend(self, query: Tensor, key: Tensor, **given: Tensor) -> Tensor:
+        """Attention of the queries to digits or rows."""
+        if self.query_offsets is not None:
+            offsets = {"query_offsets": self.query_offsets, "key_offsets": given.pop("offsets")}
+            return jagged_attention(query.flatten(0, 1), key, **offsets, **given).view_as(query)
+        return (digit_attention if key.dtype == torch.int32 else target_attention)(query, key, **given)
 
     @property
     def of_events(self) -> Tensor:
@@ -88,7 +103,8 @@ def make_inputs(shape: DigitShape, seed: int, device: torch.device) -> Inputs:
     bits = [torch.randint(-(2**31), 2**31, size, dtype=torch.int32, device=device) for _ in range(2)]
     low = bits[0] & 0x55555555
     query, grad = (random((shape.B, shape.T, shape.H, shape.D), shape.dtype, device) for _ in range(2))
-    return Inputs(low | (bits[1] & low) << 1, given, query, grad)
+    ends = torch.arange(0, (shape.B + 1) * shape.T, shape.T, device=device) if shape.ragged else None
+    return Inputs(low | (bits[1] & low) << 1, given, query, grad, ends)
 
 
 class Digits:
@@ -100,7 +116,7 @@ class Digits:
 
     def call(self, query: Tensor, *bias: Tensor) -> Tensor:
         given = self.inputs.given | ({"key_bias": bias[0]} if bias else {})
-        return digit_attention(query, self.inputs.words, **given)
+        return self.inputs.attend(query, self.inputs.words, **given)
 
 
 class Rows(Digits):
@@ -111,7 +127,7 @@ class Rows(Digits):
 
     def call(self, query: Tensor, rows: Tensor, *bias: Tensor) -> Tensor:
         given = {name: x for name, x in self.inputs.given.items() if name != "indices"}
-        return target_attention(query, rows, **given | ({"key_bias": bias[0]} if bias else {}))
+        return self.inputs.attend(query, rows, **given | ({"key_bias": bias[0]} if bias else {}))
 
 
 def tracked(way: Digits) -> tuple[Tensor, list[Tensor]]:
@@ -178,7 +194,7 @@ def run(case: DigitCase, device: torch.device, seconds: float, rates: Rates) -> 
     first = make_inputs(shape, 0, device)
     count = max(measure.LEAST_SETS, min(measure.SETS, measure.ROTATED_BYTES // max(1, Digits(first).read) + 1))
     sets = [first, *(make_inputs(shape, seed, device) for seed in range(1, count))]
-    names = ("B", "N", "D", "T", "H", "items", "buckets", "dtype")
+    names = ("B", "N", "D", "T", "H", "items", "buckets", "ragged", "dtype")
     columns = {name: getattr(shape, name) for name in names} | {"S": len(first.of_events)}
     for name, kind in ((DIGITS, Digits), (ROWS, Rows)):
         row = {"case": case.name, "implementation": name, "ours": kind is Digits, "headline": True, **columns}
@@ -213,6 +229,10 @@ OTHERS = (
     replace(USUAL, H=1),
     replace(USUAL, items=1_000_000),
     replace(USUAL, buckets=32),
+    # With the two digits that tell an ID from none.
+    replace(USUAL, D=27, T=16, H=4, ragged=True),
+    replace(USUAL, D=66, T=16, H=4, ragged=True),
+    replace(USUAL, D=66, T=16, H=4, items=1_000_000, ragged=True),
 )
 
 

@@ -189,8 +189,8 @@ class JaggedAttentionInputs(NamedTuple):
     """The operands of `jfi.ops.jagged_attention` as its kernels take them."""
 
     query: Tensor  # [R, H, D]
-    key: Tensor  # [S, G, D]
-    value: Tensor | None  # [S, G, E]; None: value = key
+    key: Tensor  # [S, G, D]; or int32 [S, W], packed digits, D to an event, which all heads share
+    value: Tensor | None  # [S, G, E]; None: value = key; of packed digits [S], factors that make values of them
     query_offsets: Tensor  # [B+1]
     key_offsets: Tensor  # [B+1]
     bias: Tensor | None  # [S, H]
@@ -202,6 +202,26 @@ class JaggedAttentionInputs(NamedTuple):
     left: int | None
     right: int | None
     is_causal: bool  # with edges: a query sees its own position
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether key holds the digits of events."""
+        return self.key.dtype == torch.int32
+
+    @property
+    def num_kv_heads(self) -> int:
+        """G."""
+        return 1 if self.is_packed else self.key.shape[1]
+
+    @property
+    def trained_keys(self) -> tuple[Tensor | None, Tensor | None]:
+        """Key and value if they may have gradients, which packed digits and their factors have not."""
+        return (None, None) if self.is_packed else (self.key, self.value)
+
+    @property
+    def value_dim(self) -> int:
+        """E."""
+        return self.query.shape[2] if self.value is None or self.is_packed else self.value.shape[2]
 
     @property
     def num_buckets(self) -> int:
@@ -310,6 +330,7 @@ class AttentionProblem:
     dtype: torch.dtype
     table_dtype: torch.dtype | None  # of rows by id
     device: Device
+    num_words: int = 0  # int32 words of an event of packed digits; 0 where events are rows of numbers
 
     @cached_property
     def block_d(self) -> int:
@@ -804,7 +825,7 @@ def plan_digit_attention(x: DigitAttentionInputs, impl: str, device: Device | No
     device = device_of(x.query.device) if device is None else device
     if impl == "torch":
         if device.type == "cpu":
-            return _torch_plan("cpu", "digits decoded by blocks of samples", "[S, L] is never made")
+            return _plan_cpu_digits()
         return _torch_plan("reference", "jfi.reference.digit_attention", "impl='torch' on a GPU: the plain formula")
     _, _, num_heads, num_digits = x.query.shape
     problem = _digit_problem(
@@ -823,6 +844,10 @@ def plan_digit_attention(x: DigitAttentionInputs, impl: str, device: Device | No
     block_r = power_of_two(table_rows) if 0 < table_rows <= TABLE_ROWS else 0
     least_scale = DIGIT_TABLE_LEAST_SCALE if block_r else SM90_LEAST_SCALE
     return _plan_digits(problem, block_r, x.query.shape[1] == 1, None if x.scale > least_scale else least_scale)
+
+
+def _plan_cpu_digits() -> AttentionPlan:
+    return _torch_plan("cpu", "digits decoded by blocks of samples", "[S, L] is never made")
 
 
 @cached
@@ -886,7 +911,7 @@ def plan_jagged_attention(x: JaggedAttentionInputs, impl: str, device: Device | 
     device = device_of(query.device) if device is None else device
     if impl == "torch":
         if device.type == "cpu":
-            return _plan_cpu_jagged(cpu_flash_refusal(x))
+            return _plan_cpu_digits() if x.is_packed else _plan_cpu_jagged(cpu_flash_refusal(x))
         return _torch_plan("reference", "jfi.reference.jagged_attention", "impl='torch' on a GPU: the plain formula")
     problem = _jagged_problem(x, device)
     query_rows, num_keys = query.shape[0] * query.shape[1], key.shape[0]
@@ -921,7 +946,7 @@ def cpu_flash_refusal(x: JaggedAttentionInputs) -> str | None:
         return "it has no gradient for a bias"
     if x.edges is not None:
         return "it takes no times"
-    if x.value is not None and x.value.shape[2] != x.key.shape[2]:
+    if x.value_dim != x.query.shape[2]:
         return "keys and values differ in width"
     if not CPU_FLASH_LEAST_SCALE < x.scale <= CPU_FLASH_MOST_SCALE:
         return f"scale is not above {CPU_FLASH_LEAST_SCALE} and at most {CPU_FLASH_MOST_SCALE}"
@@ -941,12 +966,13 @@ def plan_exported_jagged_attention(x: JaggedAttentionInputs) -> AttentionPlan:
 
 
 def _jagged_problem(x: JaggedAttentionInputs, device: Device) -> AttentionProblem:
-    num_heads, head_dim, num_kv_heads = map(int, (*x.query.shape[1:], x.key.shape[1]))  # a compiler's may be symbols
+    # A compiler's may be symbols.
+    num_heads, head_dim, num_kv_heads, value_dim = map(int, (*x.query.shape[1:], x.num_kv_heads, x.value_dim))
     return _problem(
         num_kv_heads,
         num_heads // num_kv_heads,
         head_dim,
-        head_dim if x.value is None else int(x.value.shape[2]),
+        value_dim,
         x.value is None,
         x.bias is not None,
         False,
@@ -954,11 +980,12 @@ def _jagged_problem(x: JaggedAttentionInputs, device: Device) -> AttentionProble
         1,
         0,
         False,
-        precision_of(x.key.dtype),
+        precision_of(x.query.dtype),
         0,
-        x.key.dtype,
+        x.query.dtype,
         None,
         device,
+        int(x.key.shape[1]) if x.is_packed else 0,
     )
 
 
@@ -967,6 +994,8 @@ def sm90_refusal(problem: AttentionProblem, query_rows: int, num_keys: int, scal
 
     query_rows counts all (query, head) pairs of the batch.
     """
+    if problem.num_words:
+        return "keys are packed digits"
     refusal = _sm90_refusal(problem)
     if refusal is not None:
         return refusal

@@ -15,21 +15,26 @@ from jfi.reference import unpack_digits
 _EVENTS = 2**15
 
 
-def _blocks(x: DigitAttentionInputs) -> Iterator[tuple[slice, slice, tuple]]:
-    """(samples, events, the arguments key to bias of `target_attention`) of each block."""
-    ends, first = x.offsets.tolist(), 0
+def sample_blocks(offsets: Tensor) -> Iterator[tuple[slice, slice]]:
+    """(samples, events) of each block."""
+    ends, first = offsets.tolist(), 0
     while first < len(ends) - 1:
         last = first + 1
         while last < len(ends) - 1 and ends[last + 1] - ends[first] <= _EVENTS:
             last += 1
-        samples, events = slice(first, last), slice(ends[first], ends[last])
+        yield slice(first, last), slice(ends[first], ends[last])
+        first = last
+
+
+def _blocks(x: DigitAttentionInputs) -> Iterator[tuple[slice, slice, tuple]]:
+    """(samples, events, the arguments key to bias of `target_attention`) of each block."""
+    for samples, events in sample_blocks(x.offsets):
         words = x.digits[events] if x.indices is None else x.digits.index_select(0, x.indices[events])
         dtype = torch.promote_types(x.query.dtype, torch.float32)
         key = unpack_digits(words, x.query.shape[3])[:, None].to(dtype)
         value = None if x.value_scale is None else key * x.value_scale[events, None, None].to(dtype)
         bias = None if x.bias is None else x.bias[events]
-        yield samples, events, (key, value, x.offsets[first : last + 1] - ends[first], bias)
-        first = last
+        yield samples, events, (key, value, x.offsets[samples.start : samples.stop + 1] - events.start, bias)
 
 
 def forward(x: DigitAttentionInputs) -> tuple[Tensor, Tensor]:

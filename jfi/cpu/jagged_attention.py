@@ -5,7 +5,11 @@ only a few samples of a batch differ in length, padding them costs less than ano
 
 Flash attention for CPUs has no gradient for a bias nor any for the log-sum-exp, needs E = D and makes NaN of a query
 that sees no key: jfi/plan.py sends such problems to batched matrix products.
+
+Packed digits are decoded block by block, as by `jfi.cpu.digit_attention`.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -14,7 +18,9 @@ from jfi.compat import flash_attention_for_cpu, flash_attention_for_cpu_backward
 from jfi.cpu import attention_edges
 from jfi.cpu.attention_batches import Problem, Rows, take
 from jfi.cpu.attention_bmm import bmm_backward, bmm_forward
+from jfi.cpu.digit_attention import sample_blocks
 from jfi.plan import JaggedAttentionInputs, cpu_flash_refusal
+from jfi.reference import unpack_digits
 
 
 class _Flash:
@@ -82,12 +88,31 @@ def _flash_backward(
         keys.put(dvalue, keys.place, dvalues)
 
 
+def _decoded(x: JaggedAttentionInputs) -> Iterator[tuple[slice, slice, JaggedAttentionInputs]]:
+    """(queries, events, their attention to rows of numbers) of each block of samples with packed digits."""
+    ends = x.query_offsets.tolist()
+    for samples, events in sample_blocks(x.key_offsets):
+        rows, own = slice(ends[samples.start], ends[samples.stop]), slice(samples.start, samples.stop + 1)
+        key = unpack_digits(x.key[events], x.query.shape[2])[:, None].to(x.query.dtype)
+        by_event = {"bias": x.bias, "key_time": x.key_time}
+        by_query = {"query": x.query, "edges": x.edges, "query_time": x.query_time}
+        parts = {name: None if y is None else y[events] for name, y in by_event.items()}
+        parts |= {name: None if y is None else y[rows] for name, y in by_query.items()}
+        offsets = {"query_offsets": x.query_offsets[own] - rows.start, "key_offsets": x.key_offsets[own] - events.start}
+        value = None if x.value is None else key * x.value[events, None, None].to(key.dtype)
+        yield rows, events, x._replace(key=key, value=value, **offsets, **parts)
+
+
 @torch.autocast("cpu", enabled=False)
 def forward(x: JaggedAttentionInputs) -> tuple[Tensor, Tensor]:
     """Results as those of the launcher in jfi/kernels/jagged_attention."""
-    problem = Problem(x)
-    out = x.query.new_zeros(*x.query.shape[:2], (x.key if x.value is None else x.value).shape[2])
+    out = x.query.new_zeros(*x.query.shape[:2], x.value_dim)
     lse = x.query.new_full(x.query.shape[:2], -torch.inf, dtype=torch.promote_types(x.query.dtype, torch.float32))
+    if x.is_packed:
+        for rows, _, part in _decoded(x):
+            out[rows], lse[rows] = forward(part)
+        return out, lse
+    problem = Problem(x)
     if x.edges is not None:
         attention_edges.forward(problem, out, lse)
         return out, lse
@@ -102,6 +127,18 @@ def backward(
     grad: Tensor, dlse: Tensor | None, x: JaggedAttentionInputs, out: Tensor, lse: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Arguments and results as those of the launcher in jfi/kernels/jagged_attention."""
+    if x.is_packed:
+        dquery = torch.zeros_like(x.query)
+        dbias = None if x.bias is None else torch.zeros_like(x.bias)
+        dtable = None if x.table is None else torch.zeros_like(x.table, dtype=lse.dtype)
+        for rows, events, part in _decoded(x):
+            dlse_part = None if dlse is None else dlse[rows]
+            dquery[rows], _, _, *found = backward(grad[rows], dlse_part, part, out[rows], lse[rows])
+            if dbias is not None:
+                dbias[events] = found[0]
+            if dtable is not None:
+                dtable += found[1]
+        return dquery, None, None, dbias, None if dtable is None else dtable.to(x.table.dtype)
     problem = Problem(x)
     inputs = x.query, x.key, x.value, x.bias, x.table
     if x.edges is not None:  # sums over batches

@@ -23,6 +23,7 @@ from jfi.modules.inputs import GroupInputs
 from jfi.modules.projections import linear, project_events
 from jfi.modules.ragged_targets import is_by_pair
 from jfi.modules.sequence_configs import Bias, TimeBias
+from jfi.modules.table_rows import join_words
 from jfi.ops import absorb_weights, jagged_attention, jagged_softmax
 from jfi.plan import MOST_BUCKETS
 from jfi.room import here
@@ -73,8 +74,13 @@ def attend(
     if not projects_history:
         absorbed = absorb_weights(weights[:5], num_heads)
         table = None if bucket_bias is None else bucket_bias.repeat(1, num_queries)
-        attention = partial(_attend, table=table, **options)
-        return attend_to_raw_events(inputs.target, inputs.rows, absorbed, output_bias, attention)
+        if inputs.digits:
+            key, indices = join_words(inputs.digits)
+        else:
+            key, indices = inputs.history.unsqueeze(1), None
+        attention = partial(_attend, key=key, indices=indices, table=table, **options)
+        dtype = inputs.fields[0].dtype
+        return attend_to_raw_events(inputs.target, key_weight.size(2), dtype, absorbed, output_bias, attention)
     rows = inputs.rows.split(inputs.events)
     key, value = (project_events(rows, weight, num_heads) for weight in (key_weight, value_weight))
     query = linear(inputs.target, query_weight, query_bias)
@@ -88,25 +94,26 @@ def attend(
 
 def attend_to_raw_events(
     target: Tensor,
-    history: Tensor,
+    width: int,
+    dtype: torch.dtype,
     absorbed: tuple[Tensor, Tensor, Tensor],
     output_bias: Tensor,
-    attention: Callable[[Tensor, Tensor], Tensor],
+    attention: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """The outputs [F, R, embedding_dim] of R candidates with absorbed projections, in training and in serving.
 
     Args:
         target: [F, R, D_e].
-        history: [S, D_x].
+        width: D_x, of an event.
+        dtype: of the events.
         absorbed: W_qk [F, T * H * D_x, D_e], b_qk [F, T * H * D_x] and W_vo [F, T * H * D_x, embedding_dim], the result
             of `jfi.ops.absorb_weights`.
         output_bias: [F, embedding_dim].
-        attention: of query rows [F * R, T * H, D_x] over the key [S, 1, D_x] of their user.
+        attention: of query rows [F * R, T * H, D_x] to the events of their user.
     """
     w_qk, b_qk, w_vo = absorbed
-    key = history.unsqueeze(1)
-    query = linear(target, w_qk, b_qk).reshape(-1, w_qk.size(1) // key.size(2), key.size(2))
-    attended = attention(query.to(key.dtype), key)
+    query = linear(target, w_qk, b_qk).reshape(-1, w_qk.size(1) // width, width)
+    attended = attention(query.to(dtype))
     return linear(attended.reshape(target.size(0), -1, w_vo.size(1)), w_vo.mT, output_bias)
 
 
@@ -115,15 +122,17 @@ def _attend(
     key: Tensor,
     value: Tensor | None = None,
     *,
+    indices: Tensor | None = None,
     inputs: GroupInputs,
     table: Tensor | None,
     bias: Bias | None,
     scale: float,
 ) -> Tensor:
-    """[F * R, T * H, D] -> [F * R, T * H, E]; the bias tables [F * num_buckets, T * H] are as wide as the query."""
+    """[F * R, T * H, D] -> [F * R, T * H, E]; the bias tables [F * num_buckets, T * H] are as wide as the query.
+
+    key: as of `jagged_attention`, with indices a table of packed digits.
+    """
     candidates = inputs.candidates
-    if inputs.value_scale is not None:
-        value = (key if value is None else value) * inputs.value_scale.to(key.dtype)[:, None, None]
     options = {"scale": scale, "max_visible": candidates.max_events}
     if not is_by_pair(bias, candidates.times is not None):
         return jagged_attention(
@@ -132,7 +141,9 @@ def _attend(
             value,
             query_offsets=candidates.offsets,
             key_offsets=inputs.offsets,
-            key_bias=group_inputs.key_bias(inputs, table, query.size(1), key.dtype),
+            indices=indices,
+            key_bias=group_inputs.key_bias(inputs, table, query.size(1), query.dtype),
+            value_scale=inputs.value_scale,
             query_time=candidates.times,
             key_time=candidates.event_times,
             **options,
@@ -141,10 +152,12 @@ def _attend(
     num_features, num_rows, _ = inputs.target.shape
     by_row, by_event = [num_rows] * num_features, inputs.events
     queries, query_times = query.split(by_row), candidates.times.split(by_row)
-    keys, key_times = key.split(by_event), candidates.event_times.split(by_event)
-    values = [None] * num_features if value is None else value.split(by_event)
+    key_times = candidates.event_times.split(by_event)
+    keys = key.split(by_event) if indices is None else [key] * num_features
+    parts = (None if x is None else x.split(by_event) for x in (value, indices, inputs.value_scale))
+    values, rows, value_scales = ([None] * num_features if part is None else part for part in parts)
     query_offsets, key_offsets = (_by_feature(x, num_features) for x in (candidates.offsets, inputs.offsets))
-    tables, attended = table.to(key.dtype).chunk(num_features), []
+    tables, attended = table.to(query.dtype).chunk(num_features), []
     for f in range(num_features):
         if isinstance(bias, TimeBias):
             options["time_bias"] = tables[f]
@@ -157,6 +170,8 @@ def _attend(
                 values[f],
                 query_offsets=query_offsets[f],
                 key_offsets=key_offsets[f],
+                indices=rows[f],
+                value_scale=value_scales[f],
                 query_time=query_times[f],
                 key_time=key_times[f],
                 **options,

@@ -109,10 +109,21 @@ def check_history(key: Tensor, value: Tensor | None, bias: Tensor | None, num_he
         check_dim("value", value, "[S, G, E]")
         check_size("value", value.shape[0], key.shape[0], "S")
         check_size("value", value.shape[1], key.shape[1], "G")
+    check_key_bias(bias, key.shape[0], num_heads)
+
+
+def check_key_bias(bias: Tensor | None, num_events: int, num_heads: int) -> None:
+    """bias is [S, H] if it is there."""
     if bias is not None:
         check_dim("key_bias", bias, "[S, H]")
-        check_size("key_bias", bias.shape[0], key.shape[0], "S")
+        check_size("key_bias", bias.shape[0], num_events, "S")
         check_size("key_bias", bias.shape[1], num_heads, "H")
+
+
+def check_untrained(name: str, x: Tensor | None) -> None:
+    """x does not require a gradient, for which no kernel is written."""
+    if x is not None and x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} must not require a gradient, got one that does")
 
 
 def check_events(

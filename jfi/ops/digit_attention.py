@@ -21,15 +21,15 @@ from jfi.ops._checks import (
     check_events,
     check_floating,
     check_impl,
+    check_key_bias,
     check_offsets,
     check_scale,
-    check_size,
-    may_read,
+    check_untrained,
 )
+from jfi.ops._digits import check_digits
 from jfi.ops._dispatch import aligned, operator, public
 from jfi.ops.explain import explains
-from jfi.ops.gather_rows import check_indices
-from jfi.plan import DIGITS_PER_WORD, DigitAttentionInputs, ceil_div
+from jfi.plan import DigitAttentionInputs
 
 
 def _forward(
@@ -192,15 +192,12 @@ def prepare_digit_attention(
     check_floating(query=query, key_bias=key_bias if key_bias_index is None else None)
     check_dim("query", query, "[B, T, H, L]")
     batch, _, num_heads, num_digits = query.shape
-    _check_digits(digits, indices, query)
+    check_digits("digits", digits, indices, query, num_digits)
     events = digits if indices is None else indices
-    if key_bias is not None and key_bias_index is None:
-        check_dim("key_bias", key_bias, "[S, H]")
-        check_size("key_bias", key_bias.shape[0], events.shape[0], "S")
-        check_size("key_bias", key_bias.shape[1], num_heads, "H")
+    if key_bias_index is None:
+        check_key_bias(key_bias, events.shape[0], num_heads)
     check_events(events, key_bias, key_bias_index, value_scale, num_heads)
-    if value_scale is not None and value_scale.requires_grad and torch.is_grad_enabled():
-        raise ValueError("value_scale must not require a gradient, got one that does")
+    check_untrained("value_scale", value_scale)
     check_offsets("offsets", offsets, events.shape[0], "digits" if indices is None else "indices", query, batch)
     impl = check_impl(impl, query)
     scale = check_scale(scale, num_digits)
@@ -212,35 +209,6 @@ def prepare_digit_attention(
         key_bias, key_bias_index = F.embedding(key_bias_index, key_bias).to(query.dtype), None
     tensors = (query, digits, offsets, indices, key_bias, key_bias_index, value_scale)
     return DigitAttentionInputs(*[None if x is None else x.contiguous() for x in tensors], scale), impl
-
-
-def _check_digits(digits: Tensor, indices: Tensor | None, query: Tensor) -> None:
-    """digits is [S, W], or [N, W] with indices [S]; where it may be read, of digits, and indices are rows of it."""
-    for name, x in {"digits": digits, "indices": indices}.items():
-        if x is None and name == "indices":
-            continue
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
-        if x.device != query.device:
-            raise ValueError(f"{name} must be on the device of query, {query.device}, got {x.device}")
-    if digits.dtype != torch.int32:
-        raise TypeError(f"digits must be int32, got {digits.dtype}")
-    check_dim("digits", digits, "[S, W]" if indices is None else "[N, W]")
-    num_digits = query.shape[3]
-    words = ceil_div(num_digits, DIGITS_PER_WORD)
-    check_size("digits", digits.shape[1], words, f"W for the query's L = {num_digits} digits")
-    if indices is not None:
-        check_dim("indices", indices, "[S]")
-        if indices.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"indices must be int32 or int64, got {indices.dtype}")
-        check_indices("indices", indices, digits.shape[0], "digits", padded=False)
-    if may_read(digits):
-        wrong = (digits >> 1) & ~digits & 0x55555555  # the low bit of 0b10
-        if num_digits % DIGITS_PER_WORD:
-            wrong[:, -1] &= (1 << 2 * (num_digits % DIGITS_PER_WORD)) - 1
-        if bool((wrong != 0).any()):
-            row = int((wrong != 0).any(1).nonzero()[0])
-            raise ValueError(f"digits must be of 2-bit numbers -1, 0 and 1, got -2 (0b10) in row {row}")
 
 
 explains(digit_attention, prepare_digit_attention, plan.plan_digit_attention)

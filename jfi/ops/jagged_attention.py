@@ -24,14 +24,18 @@ from jfi import reference
 from jfi.ops._bucket_edges import bucket_edges
 from jfi.ops._checks import (
     check_dim,
+    check_events,
     check_floating,
     check_history,
     check_impl,
+    check_key_bias,
     check_offsets,
     check_scale,
     check_size,
     check_times,
+    check_untrained,
 )
+from jfi.ops._digits import check_digits
 from jfi.ops._dispatch import aligned, operator, public
 from jfi.ops.explain import explains
 from jfi.ops.rows_by_id import RowsById, read_rows, rows_by_head, rows_by_id
@@ -71,8 +75,8 @@ def _forward(
 
 def _forward_fake(query, key, value, *_):
     stats = torch.float64 if query.dtype == torch.float64 else torch.float32
-    out = query.new_empty(*query.shape[:2], (key if value is None else value).shape[2])
-    return out, query.new_empty(query.shape[:2], dtype=stats)
+    width = query.shape[2] if value is None or value.dim() == 1 else value.shape[2]
+    return query.new_empty(*query.shape[:2], width), query.new_empty(query.shape[:2], dtype=stats)
 
 
 def _backward(
@@ -111,7 +115,8 @@ def _backward(
 
 
 def _backward_fake(grad, dlse, query, key, value, query_offsets, key_offsets, bias, edges, table, *_):
-    return [torch.empty_like(x) for x in (query, key, value, bias, table) if x is not None]
+    keys = () if key.dtype == torch.int32 else (key, value)
+    return [torch.empty_like(x) for x in (query, *keys, bias, table) if x is not None]
 
 
 def _save(ctx, inputs, output) -> None:
@@ -125,11 +130,13 @@ def _differentiate(ctx, grad, dlse):
     if grad is None and dlse is None:
         return (None,) * 15
     saved = ctx.saved_tensors
-    _, _, value, _, _, bias, _, table, _, _, out, _ = saved
+    _, key, value, _, _, bias, _, table, _, _, out, _ = saved
+    is_packed = key.dtype == torch.int32
     grad = torch.zeros_like(out) if grad is None else grad
     grads = iter(_jagged_attention_bwd(grad, dlse, *saved, *ctx.rest))
-    dquery, dkey = next(grads), next(grads)
-    dvalue = None if value is None else next(grads)
+    dquery = next(grads)
+    dkey = None if is_packed else next(grads)
+    dvalue = None if is_packed or value is None else next(grads)
     dbias = None if bias is None else next(grads)
     dtable = None if table is None else next(grads)
     return dquery, dkey, dvalue, None, None, dbias, None, dtable, *(None,) * 7
@@ -176,6 +183,7 @@ def jagged_attention(
     window_size: tuple[int | None, int | None] | None = None,
     max_visible: int | None = None,
     key_bias: Tensor | None = None,
+    value_scale: Tensor | None = None,
     query_time: Tensor | None = None,
     key_time: Tensor | None = None,
     time_bias: Tensor | None = None,
@@ -188,19 +196,23 @@ def jagged_attention(
 
     Args:
         query: [R, H, D], floating.
-        key: [S, G, D]; G divides H, and H/G query heads share a key head.
-        value: [S, G, E]; None means value = key, which then gets both gradients.
+        key: [S, G, D]; G divides H, and H/G query heads share a key head. Or packed ternary digits, int32 [S, W] with W
+            = ceil(D / 16), as `digit_attention` takes them: key and value of every head, without a gradient. Tiles of
+            them are decoded in registers, and no [S, D] is made.
+        value: [S, G, E]; None means value = key, which then gets both gradients; packed digits have no other.
         query_offsets: [B+1], int32 or int64, from 0 to R.
         key_offsets: [B+1], from 0 to S; None means query_offsets: self-attention.
         indices: [S]: key is then a table [N, G, D], and event s is its row indices[s]; or a tuple for a tuple of
             tables, whose rows are summed; as in `target_attention`. The rows are read and converted once, by one
-            kernel, since several tiles of queries read them.
+            kernel, since several tiles of queries read them. Of packed digits key is a table [N, W].
         causal: hide keys after the query.  The last query of a sample is at the position of its last key.
         window_size: (left, right), how many keys before and after its own position a query sees; None, not -1, for no
             bound.
         max_visible: a query sees at most this many of the newest keys that ``causal`` or the times leave it; None for
             all.
         key_bias: [S, H], added to the scores; -inf hides an event.
+        value_scale: [S], floating: a factor of each event's value; it does not change the softmax. With packed digits
+            it must not require a gradient.
         query_time: [R], int32, int64 or float64 in any unit, not decreasing within a sample.  With times and without
             ``causal``, a query sees the keys that are strictly older than itself, never those of its own time.  Ages
             count exactly below 2^53.
@@ -241,6 +253,7 @@ def jagged_attention(
         torch.Size([2, 2, 8])
     """
     options = {"causal": causal, "window_size": window_size, "max_visible": max_visible, "key_bias": key_bias}
+    options |= {"value_scale": value_scale}
     options |= {"query_time": query_time, "key_time": key_time, "time_bias": time_bias, "position_bias": position_bias}
     offsets = {"query_offsets": query_offsets, "key_offsets": key_offsets, "indices": indices}
     inputs, impl = _prepare(query, key, value, **offsets, **options, scale=scale, impl=impl)
@@ -248,7 +261,11 @@ def jagged_attention(
         times = None if query_time is None else (query_time, key_time)
         relative = (times, max_visible, time_bias, position_bias)
         window = (causal, window_size, key_bias, inputs.scale)
-        out, lse = reference.jagged_attention(*inputs[:5], *window, *relative)
+        key, value = inputs.key, inputs.value
+        if inputs.is_packed:
+            key = reference.unpack_digits(key, query.shape[2])[:, None].to(query.dtype)
+            value = None if value is None else _scaled(key, value)
+        out, lse = reference.jagged_attention(query, key, value, *inputs[3:5], *window, *relative)
     else:
         out, lse = (_exported_fwd() if _is_exported(query, impl) else _jagged_attention_fwd)(*inputs, impl)
     return (out, lse) if return_lse else out
@@ -273,6 +290,7 @@ def _prepare(
     window_size: tuple[int | None, int | None] | None,
     max_visible: int | None,
     key_bias: Tensor | None,
+    value_scale: Tensor | None = None,
     query_time: Tensor | None,
     key_time: Tensor | None,
     time_bias: Tensor | None,
@@ -283,7 +301,10 @@ def _prepare(
 ) -> tuple[JaggedAttentionInputs, str]:
     """Check the arguments; returns what the kernels take, contiguous, and "triton" or "torch"."""
     key_offsets = query_offsets if key_offsets is None else key_offsets
-    if indices is not None:
+    is_packed = isinstance(key, Tensor) and key.dtype == torch.int32
+    if is_packed:
+        key = _packed_keys(query, key, value, indices)
+    elif indices is not None:
         check_floating(query=query)
         check_dim("query", query, "[R, H, D]")
         key = rows_by_id(key, indices, query.dtype, width=query.shape[2])
@@ -291,12 +312,20 @@ def _prepare(
         raise TypeError("key must be a Tensor where indices is None, got a tuple")
     if isinstance(key, RowsById):
         key = rows_by_head(read_rows(key), query.shape[-1])
-    check_floating(
-        query=query, key=key, value=value, key_bias=key_bias, time_bias=time_bias, position_bias=position_bias
-    )
+    keys = {} if is_packed else {"key": key, "value": value}
+    check_floating(query=query, **keys, key_bias=key_bias, time_bias=time_bias, position_bias=position_bias)
     check_dim("query", query, "[R, H, D]")
     rows, num_heads, width = query.shape
-    check_history(key, value, key_bias, num_heads, width)
+    if is_packed:
+        check_key_bias(key_bias, key.shape[0], num_heads)
+    else:
+        check_history(key, value, key_bias, num_heads, width)
+    check_events(key, None, None, value_scale, num_heads)
+    if is_packed:
+        check_untrained("value_scale", value_scale)
+        value = value_scale
+    elif value_scale is not None:
+        value = _scaled(key if value is None else value, value_scale)
     window = _window(causal, window_size)
     check_offsets("query_offsets", query_offsets, rows, "query", query)
     check_offsets("key_offsets", key_offsets, key.shape[0], "key", query, query_offsets.shape[0] - 1)
@@ -332,6 +361,23 @@ def _prepare(
     tensors += (None, None) if time_bias is None else (query_time, key_time)
     tensors = (None if x is None else x.contiguous() for x in tensors)
     return JaggedAttentionInputs(*tensors, scale, *window, causal and edges is not None), impl
+
+
+def _packed_keys(query: Tensor, digits: Tensor, value: Tensor | None, indices: Tensor | None) -> Tensor:
+    """The words [S, W] of the events, checked."""
+    if value is not None:
+        raise ValueError("value must be None where key is packed digits, which are key and value")
+    if isinstance(indices, tuple):
+        raise TypeError("indices must be one Tensor where key is packed digits, got a tuple")
+    check_floating(query=query)
+    check_dim("query", query, "[R, H, D]")
+    check_digits("key", digits, indices, query, query.shape[2])
+    return digits if indices is None else digits.index_select(0, indices)
+
+
+def _scaled(rows: Tensor, value_scale: Tensor) -> Tensor:
+    """[S, G, E] times [S]."""
+    return rows * value_scale.to(rows.dtype)[:, None, None]
 
 
 def _relative_bias(time_bias: Tensor | None, position_bias: Tensor | None, num_heads: int) -> Tensor | None:

@@ -244,10 +244,11 @@ class CandidateAttention(nn.Module):
             bias = read.score_bias(self.feature).unsqueeze(1).expand(-1, self.query_bias.size(1) // history.size(1))
         if self.feature.weighted_values:
             value = (history * read.weights.unsqueeze(1)).unsqueeze(1)
-        attention = partial(attend, value=value, queries=rows, keys=events, key_bias=bias, scale=1.0, impl=self.impl)
+        key, options = history.unsqueeze(1), {"key_bias": bias, "scale": 1.0, "impl": self.impl}
+        attention = partial(attend, key=key, value=value, queries=rows, keys=events, **options)
         absorbed = self.query_weight, self.query_bias, self.output_weight
         return ragged_attention.attend_to_raw_events(
-            target.unsqueeze(0), history, absorbed, self.output_bias, attention
+            target.unsqueeze(0), history.size(1), history.dtype, absorbed, self.output_bias, attention
         ).squeeze(0)
 
 

@@ -107,6 +107,22 @@ def attend_to_digits(dtype: torch.dtype, num_digits: int, biased: bool, device: 
     digit_attention.backward(out, x, out, lse, plan)
 
 
+def attend_ragged_to_digits(dtype: torch.dtype, num_digits: int, kind: str | None, device: Device) -> None:
+    """Forward and backward of two users' candidates, plain or with a bias by event and a scale of values, or by age."""
+    query, offsets = torch.randn(40, 4, num_digits).to(dtype), torch.tensor([0, 20, 40])
+    digits, times = torch.zeros(800, -(-num_digits // 16), dtype=torch.int32), (torch.arange(40), torch.arange(800))
+    table = torch.randn(32, 4).to(dtype) if kind == "ages" else None
+    edges = None if table is None else torch.zeros(40, 33, dtype=torch.int32)
+    bias, weights = (torch.randn(800, 4).to(dtype), torch.rand(800)) if kind == "bias" else (None, None)
+    by_age = (None, None) if table is None else times
+    tensors = (query, digits, weights, offsets, torch.tensor([0, 400, 800]), bias, edges, table, *by_age)
+    x = JaggedAttentionInputs(*tensors, 0.125, None, None, False)
+    plan = plan_jagged_attention(x, "triton", device)
+    assert plan.family == "jagged_triton", plan
+    out, lse = jagged_attention.forward(x, plan)
+    jagged_attention.backward(torch.randn_like(out), None, x, out, lse, plan)
+
+
 def step_tables(name: str, width: int, dtype: torch.dtype, grad_dtype: torch.dtype, average: float | None) -> None:
     """The step of two tables by two gradients, and the rows that they are read from."""
     optimizer = RowOptimizer(name, weight_decay=0.1, average=average)
@@ -218,6 +234,9 @@ def main() -> None:
         attend_to_digits(half, num_digits, biased, H200)
     attend_to_digits(torch.float32, 40, True, H200)
     attend_to_digits(half, 40, True, A100)
+    for num_digits, kind in ((25, None), (66, "bias"), (66, "ages")):
+        attend_ragged_to_digits(half, num_digits, kind, H200)
+    attend_ragged_to_digits(torch.float32, 40, "bias", A100)
     for name in CLASSES:
         step_tables(name, 64, torch.float32, half, 0.999)
         step_tables(name, 100, half, half, None)

@@ -113,6 +113,21 @@ def calls(device: torch.device, impl: str, factor: int = 1) -> dict:
             ),
             (half(s, 2, 64), half(s, 2, 64), half(s, 2, 64), x_offsets, x_offsets),
         ),
+        "jagged_attention, packed digits": (
+            lambda *inputs: ops.jagged_attention(
+                *inputs[:2],
+                query_offsets=inputs[2],
+                key_offsets=inputs[3],
+                indices=inputs[4],
+                key_bias=inputs[5],
+                value_scale=inputs[6],
+                impl=impl,
+            ),
+            (
+                *(random(r, 4, 20), torch.ones(7, 2, dtype=torch.int32, device=device), y_offsets, x_offsets),
+                *(torch.randint(0, 7, (s,), device=device), random(s, 4), torch.rand(s, device=device)),
+            ),
+        ),
         "jagged_attention, by time": (
             lambda *inputs: ops.jagged_attention(
                 *inputs[:2],
@@ -224,6 +239,19 @@ SCHEMAS = {
                 q.detach(),
                 q[..., 0].detach().float() + 50,  # a log-sum-exp below the scores would overflow
                 *(0.3, None, 0, False, "triton"),
+            ),
+        ),
+    ],
+    "jagged_attention, packed digits": [
+        (
+            torch.ops.jfi.jagged_attention_fwd,
+            lambda q, d, y, x, i, b, w: (q, d[i], w, y, x, b, *(None,) * 4, 0.3, None, None, False, "triton"),
+        ),
+        (
+            torch.ops.jfi.jagged_attention_bwd,
+            lambda q, d, y, x, i, b, w: (
+                *(q.detach(), q[..., 0].detach(), q.detach(), d[i], w, y, x, b.detach()),
+                *(*(None,) * 4, q.detach(), q[..., 0].detach() + 50, 0.3, None, None, False, "triton"),
             ),
         ),
     ],

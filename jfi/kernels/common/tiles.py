@@ -39,6 +39,16 @@ def load_rows(base, at, mask, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D
 
 
 @triton.jit
+def load_digits(digits_ptr, row, mask, dtype, L: tl.constexpr, W: tl.constexpr, BLOCK_L: tl.constexpr):
+    """[N, L] in dtype: the packed digits of rows [N] int64, 0 outside the mask.  Each element loads its word."""
+    cols = tl.arange(0, BLOCK_L)
+    keep = mask[:, None] & (cols < L)[None, :]
+    word = tl.load(digits_ptr + row[:, None] * W + (cols // 16)[None, :], mask=keep, other=0)
+    # Two bits in two's complement: to the left end and back.
+    return widen(((word << (30 - cols % 16 * 2)[None, :]) >> 30).to(tl.float32).to(dtype))
+
+
+@triton.jit
 def store_columns(base, x, at, cols, mask, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
     to = base + at[:, None] * STRIDE + cols[None, :]
     tl.store(to, x.to(base.dtype.element_ty), mask=_tile_mask(mask, WIDTH, BLOCK_D))

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jfi.kernels.common.primitives import widen
 from jfi.kernels.common.spec import Constant
+from jfi.kernels.common.tiles import load_digits
 from jfi.plan import DigitAttentionInputs
 
 #: Parameters with a number per event.
@@ -61,16 +61,12 @@ def event_pointers(x: DigitAttentionInputs) -> tuple[Tensor | None, ...]:
 
 
 @triton.jit
-def load_digits(digits_ptr, index_ptr, n, at, mask, dtype, SPEC: tl.constexpr):
-    """[N, L] in dtype: the digits of the events n + at, 0 outside the mask.  Each element loads its word."""
+def load_event_digits(digits_ptr, index_ptr, n, at, mask, dtype, SPEC: tl.constexpr):
+    """[N, L] in dtype: the digits of the events n + at, 0 outside the mask."""
     row = n + at.to(tl.int64)
     if SPEC.by_id:
         row = tl.load(index_ptr + row, mask=mask, other=0).to(tl.int64)
-    cols = tl.arange(0, SPEC.block_l)
-    keep = mask[:, None] & (cols < SPEC.num_digits)[None, :]
-    word = tl.load(digits_ptr + row[:, None] * SPEC.num_words + (cols // 16)[None, :], mask=keep, other=0)
-    # Two bits in two's complement: to the left end and back.
-    return widen(((word << (30 - cols % 16 * 2)[None, :]) >> 30).to(tl.float32).to(dtype))
+    return load_digits(digits_ptr, row, mask, dtype, SPEC.num_digits, SPEC.num_words, SPEC.block_l)
 
 
 @triton.jit

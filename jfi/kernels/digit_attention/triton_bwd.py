@@ -11,7 +11,7 @@ from jfi.kernels.common.online_softmax import hide_empty, scores_gradient
 from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.stream_k import WEIGHT, end_row, find_range
 from jfi.kernels.common.tiles import load_rows, row_products, store_rows
-from jfi.kernels.digit_attention.tiles import EVENTS, load_digits, load_event_bias, load_event_scale
+from jfi.kernels.digit_attention.tiles import EVENTS, load_event_bias, load_event_digits, load_event_scale
 
 
 @triton.jit(
@@ -68,7 +68,7 @@ def digit_attention_bwd_kernel(
         dq = tl.zeros((SPEC.block_m, SPEC.block_l), tl.float32)
         for first in range(n, last, SPEC.block_n):
             mask = at < (last - first).to(tl.int32)
-            digits = load_digits(digits_ptr, index_ptr, first, at, mask, q_ptr.dtype.element_ty, SPEC)
+            digits = load_event_digits(digits_ptr, index_ptr, first, at, mask, q_ptr.dtype.element_ty, SPEC)
             bias = load_event_bias(bias_ptr, bias_index_ptr, first, at, mask, row, SPEC)
             s = tl.dot(q, tl.trans(digits), input_precision=PRECISION) * (scale * LOG2E)
             p = tl.exp2(s + (bias - lse[:, None]) * LOG2E)

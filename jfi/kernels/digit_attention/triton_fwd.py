@@ -11,7 +11,7 @@ from jfi.kernels.common.online_softmax import finish, online_softmax_update
 from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.stream_k import WEIGHT, end_row, find_range
 from jfi.kernels.common.tiles import load_rows, store_rows
-from jfi.kernels.digit_attention.tiles import EVENTS, load_digits, load_event_bias, load_event_scale
+from jfi.kernels.digit_attention.tiles import EVENTS, load_event_bias, load_event_digits, load_event_scale
 
 
 @triton.jit(do_not_specialize=["batch", "num_rows", "chunk"], do_not_specialize_on_alignment=EVENTS)
@@ -49,7 +49,7 @@ def digit_attention_fwd_kernel(
         acc = tl.zeros((SPEC.block_m, SPEC.block_l), tl.float32)
         for first in range(n, last, SPEC.block_n):
             mask = at < (last - first).to(tl.int32)
-            digits = load_digits(digits_ptr, index_ptr, first, at, mask, q_ptr.dtype.element_ty, SPEC)
+            digits = load_event_digits(digits_ptr, index_ptr, first, at, mask, q_ptr.dtype.element_ty, SPEC)
             bias = load_event_bias(bias_ptr, bias_index_ptr, first, at, mask, row, SPEC) * LOG2E
             s = tl.dot(q, tl.trans(digits), input_precision=SPEC.precision) * (scale * LOG2E) + bias
             p, maximum, factor = online_softmax_update(s, maximum)

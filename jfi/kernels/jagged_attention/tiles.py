@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from jfi.kernels.common.spec import Constant
-from jfi.kernels.common.tiles import load_rows
+from jfi.kernels.common.tiles import load_digits, load_rows
 from jfi.kernels.jagged_attention.buckets import MOST_BUCKETS
 from jfi.plan import AttentionProblem, JaggedAttentionInputs, KernelPlan
 
@@ -42,6 +43,7 @@ class JaggedSpec(NamedTuple):
     shared_kv: tl.constexpr
     has_bias: tl.constexpr
     precision: tl.constexpr
+    num_words: tl.constexpr  # of packed digits; 0: keys are rows of numbers
     has_left: tl.constexpr
     has_right: tl.constexpr
     num_buckets: tl.constexpr  # 0: no edges
@@ -54,7 +56,7 @@ class JaggedSpec(NamedTuple):
 
     @classmethod
     def of(cls, problem: AttentionProblem, kernel: KernelPlan, visibility: "Visibility") -> "JaggedSpec":
-        fields = [getattr(problem, name) for name in cls._fields[:7]]
+        fields = [getattr(problem, name) for name in cls._fields[:8]]
         blocks = (kernel.block_m, kernel.block_n, problem.block_d, problem.block_e)
         return cls.of_values(*fields, *visibility, *blocks)
 
@@ -156,15 +158,25 @@ def is_visible(key, position, left, right, SPEC: tl.constexpr):
     return visible
 
 
+def keys_and_values(x: JaggedAttentionInputs) -> tuple[Tensor, Tensor]:
+    """What k_ptr and v_ptr of the kernels point to."""
+    return x.key, x.key if x.value is None else x.value
+
+
 @triton.jit
-def load_keys(k_ptr, v_ptr, n, key_at, mask, kv_head, SPEC: tl.constexpr):
-    """(k [N, D], v [N, E]) of the rows from n on; one tile if value = key."""
+def load_keys(k_ptr, v_ptr, n, key_at, mask, kv_head, dtype, SPEC: tl.constexpr):
+    """(k [N, D], v [N, E]) of the rows from n on, in dtype; one tile if value = key."""
     D: tl.constexpr = SPEC.head_dim
     E: tl.constexpr = SPEC.value_dim
     G: tl.constexpr = SPEC.num_kv_heads
-    k = load_rows(k_ptr + n * (G * D) + kv_head * D, key_at, mask, G * D, D, SPEC.block_d)
+    if SPEC.num_words:
+        k = load_digits(k_ptr, n + key_at, mask, dtype, D, SPEC.num_words, SPEC.block_d)
+    else:
+        k = load_rows(k_ptr + n * (G * D) + kv_head * D, key_at, mask, G * D, D, SPEC.block_d)
     if SPEC.shared_kv:
         v = k
+    elif SPEC.num_words:
+        v = k * tl.load(v_ptr + n + key_at, mask=mask, other=0.0).to(k.dtype)[:, None]
     else:
         v = load_rows(v_ptr + n * (G * E) + kv_head * E, key_at, mask, G * E, E, SPEC.block_e)
     return k, v

@@ -28,6 +28,7 @@ from jfi.kernels.jagged_attention.tiles import (
     Visibility,
     bounds,
     is_visible,
+    keys_and_values,
     load_keys,
     seeing_queries,
     visible_keys,
@@ -160,7 +161,7 @@ def jagged_attention_dquery_kernel(
         key = first_key + key_at
         mask = key < num_keys
         n = (k_start + first_key).to(tl.int64)
-        k, v = load_keys(k_ptr, v_ptr, n, key_at, mask, kv_head, SPEC)
+        k, v = load_keys(k_ptr, v_ptr, n, key_at, mask, kv_head, queries[0].dtype.element_ty, SPEC)
         position = row // QHEADS_PER_KVHEAD + shift
         visible = _visible(edges_ptr, query, q_mask, position, key, mask, left, right, SPEC)
         if SPEC.has_table:
@@ -201,6 +202,8 @@ def jagged_attention_dkey_kernel(
 ):
     """dk (if value = key with dv added), dv and dbias, to which ``results`` points; the rest as of dq's kernel.
 
+    Packed digits have no gradient: of them it writes dbias alone.
+
     times: pointers to the times of queries and keys, None where buckets go by distance.
     """
     k_ptr, v_ptr = keys
@@ -220,7 +223,7 @@ def jagged_attention_dkey_kernel(
     key = first + key_at
     mask = key < num_keys
     n = (k_start + first).to(tl.int64)
-    k, v = load_keys(k_ptr, v_ptr, n, key_at, mask, kv_head, SPEC)
+    k, v = load_keys(k_ptr, v_ptr, n, key_at, mask, kv_head, queries[0].dtype.element_ty, SPEC)
     q_base = q_start.to(tl.int64) * (G * QHEADS_PER_KVHEAD)
     dk = tl.zeros((SPEC.block_n, SPEC.block_d), tl.float32)
     dv = tl.zeros((SPEC.block_n, SPEC.block_e), tl.float32)
@@ -245,17 +248,19 @@ def jagged_attention_dkey_kernel(
         p, ds = _weights_and_gradient(
             operands, (k, v, n, key_at, mask), visible, relative, bias_ptr, kv_head, scale, SPEC
         )
-        dv = tl.dot(tl.trans(p.to(grad.dtype)), grad, dv, input_precision=SPEC.precision)
-        dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision=SPEC.precision)
+        if SPEC.num_words == 0:
+            dv = tl.dot(tl.trans(p.to(grad.dtype)), grad, dv, input_precision=SPEC.precision)
+            dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision=SPEC.precision)
         if SPEC.has_bias:
             own = ((row % QHEADS_PER_KVHEAD)[:, None] == tl.arange(0, BLOCK_H)[None, :]) & q_mask[:, None]
             dbias = tl.dot(tl.trans(ds), own.to(tl.float32), dbias, input_precision="tf32x3")
-    dk *= scale
-    if SPEC.shared_kv:
-        dk += dv
-    else:
-        store_rows(dv_ptr + n * (G * E) + kv_head * E, dv, key_at, mask, G * E, E, SPEC.block_e)
-    store_rows(dk_ptr + n * (G * D) + kv_head * D, dk, key_at, mask, G * D, D, SPEC.block_d)
+    if SPEC.num_words == 0:
+        dk *= scale
+        if SPEC.shared_kv:
+            dk += dv
+        else:
+            store_rows(dv_ptr + n * (G * E) + kv_head * E, dv, key_at, mask, G * E, E, SPEC.block_e)
+        store_rows(dk_ptr + n * (G * D) + kv_head * D, dk, key_at, mask, G * D, D, SPEC.block_d)
     if SPEC.has_bias:
         to = dbias_ptr + n * (G * QHEADS_PER_KVHEAD) + kv_head * QHEADS_PER_KVHEAD
         store_rows(to, dbias, key_at, mask, G * QHEADS_PER_KVHEAD, QHEADS_PER_KVHEAD, BLOCK_H)
@@ -278,19 +283,19 @@ def backward(
     problem, (statistics, dquery_plan, dkey_plan) = plan.problem, plan.backward
     num_kv_heads, qheads_per_kvhead = problem.num_kv_heads, problem.qheads_per_kvhead
     rows = x.query.shape[0] * qheads_per_kvhead
-    dquery, dkey, dvalue, dbias = empty_like(x.query, x.key, x.value, x.bias)
+    dquery, dkey, dvalue, dbias = empty_like(x.query, *x.trained_keys, x.bias)
     sums = None if x.table is None else lse.new_zeros(*lse.shape, x.num_buckets)
     stats = lse.new_empty(2, num_kv_heads, rows)
     launch_statistics, launch_dquery, launch_dkey = _launchers(problem, plan.backward, Visibility.of(x))
     total = rows * num_kv_heads
     launch_statistics((ceil_div(total, statistics.block_m), 1, 1), (grad, out, lse, dlse, stats), (total,))
-    keys, biases = (x.key, x.key if x.value is None else x.value), (x.bias, x.edges, x.table)
-    inputs = ((x.query, grad, stats), keys, biases)
+    inputs = ((x.query, grad, stats), keys_and_values(x), (x.bias, x.edges, x.table))
     numbers = (rows, *bounds(x.left, x.right), x.scale)
     tiles = schedule_tiles(x.query_offsets, x.key_offsets, x.query.shape[0], qheads_per_kvhead, dquery_plan.block_m)
     total = tiles.shape[0] * num_kv_heads
     launch_dquery((total, 1, 1), (*inputs, tiles, (dquery, sums)), (total, *numbers))
-    tiles = schedule_tiles(x.key_offsets, x.query_offsets, x.key.shape[0], 1, dkey_plan.block_n)
-    total = tiles.shape[0] * num_kv_heads
-    launch_dkey((total, 1, 1), (*inputs, (x.query_time, x.key_time), tiles, (dkey, dvalue, dbias)), (total, *numbers))
+    if dkey is not None or dbias is not None:
+        tiles = schedule_tiles(x.key_offsets, x.query_offsets, x.key.shape[0], 1, dkey_plan.block_n)
+        total, times = tiles.shape[0] * num_kv_heads, (x.query_time, x.key_time)
+        launch_dkey((total, 1, 1), (*inputs, times, tiles, (dkey, dvalue, dbias)), (total, *numbers))
     return dquery, dkey, dvalue, dbias, None if sums is None else sums.sum(0).T.contiguous().to(x.table.dtype)

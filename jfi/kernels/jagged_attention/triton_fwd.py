@@ -17,7 +17,15 @@ from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.tile_scheduler import load_work_tile, schedule_tiles
 from jfi.kernels.common.tiles import load_bias_tile, load_rows, query_rows, store_rows
 from jfi.kernels.jagged_attention.buckets import bucket_bias, load_bucket, visible_range
-from jfi.kernels.jagged_attention.tiles import JaggedSpec, Visibility, bounds, is_visible, load_keys, visible_keys
+from jfi.kernels.jagged_attention.tiles import (
+    JaggedSpec,
+    Visibility,
+    bounds,
+    is_visible,
+    keys_and_values,
+    load_keys,
+    visible_keys,
+)
 from jfi.plan import AttentionPlan, AttentionProblem, JaggedAttentionInputs, KernelPlan, cached
 
 
@@ -70,7 +78,7 @@ def jagged_attention_fwd_kernel(
         key = first_key + key_at
         mask = key < num_keys
         n = (k_start + first_key).to(tl.int64)
-        k, v = load_keys(k_ptr, v_ptr, n, key_at, mask, kv_head, SPEC)
+        k, v = load_keys(k_ptr, v_ptr, n, key_at, mask, kv_head, q_ptr.dtype.element_ty, SPEC)
         s = tl.dot(q, tl.trans(k), input_precision=SPEC.precision) * scale2
         if SPEC.has_bias:
             s += load_bias_tile(bias_ptr, n, key_at, mask, row, kv_head, SPEC)
@@ -105,7 +113,7 @@ def forward(
     lse = x.query.new_empty(rows, num_heads, dtype=torch.float32)
     tiles = schedule_tiles(x.query_offsets, x.key_offsets, rows, problem.qheads_per_kvhead, kernel.block_m, launch)
     total = tiles.shape[0] * problem.num_kv_heads
-    tensors = (x.query, x.key, x.key if x.value is None else x.value, x.bias, x.edges, x.table, tiles, out, lse)
+    tensors = (x.query, *keys_and_values(x), x.bias, x.edges, x.table, tiles, out, lse)
     launcher = _launcher(problem, kernel, Visibility.of(x))
     launch(launcher, (total, 1, 1), tensors, (total, *bounds(x.left, x.right), x.scale))
     return out, lse

@@ -1,0 +1,36 @@
+"""The check of packed ternary digits, which `digit_attention` and `jagged_attention` take."""
+
+import torch
+from torch import Tensor
+
+from jfi.ops._checks import check_dim, check_size, may_read
+from jfi.ops.gather_rows import check_indices
+from jfi.plan import DIGITS_PER_WORD, ceil_div
+
+
+def check_digits(name: str, digits: Tensor, indices: Tensor | None, query: Tensor, num_digits: int) -> None:
+    """digits is [S, W], or [N, W] with indices [S]; where it may be read, of digits, and indices are rows of it."""
+    for called, x in {name: digits, "indices": indices}.items():
+        if x is None and called == "indices":
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{called} must be a Tensor, got {type(x).__name__}")
+        if x.device != query.device:
+            raise ValueError(f"{called} must be on the device of query, {query.device}, got {x.device}")
+    if digits.dtype != torch.int32:
+        raise TypeError(f"{name} must be int32, got {digits.dtype}")
+    check_dim(name, digits, "[S, W]" if indices is None else "[N, W]")
+    words = ceil_div(num_digits, DIGITS_PER_WORD)
+    check_size(name, digits.shape[1], words, f"W for the query's L = {num_digits} digits")
+    if indices is not None:
+        check_dim("indices", indices, "[S]")
+        if indices.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"indices must be int32 or int64, got {indices.dtype}")
+        check_indices("indices", indices, digits.shape[0], name, padded=False)
+    if may_read(digits):
+        wrong = (digits >> 1) & ~digits & 0x55555555  # the low bit of 0b10
+        if num_digits % DIGITS_PER_WORD:
+            wrong[:, -1] &= (1 << 2 * (num_digits % DIGITS_PER_WORD)) - 1
+        if bool((wrong != 0).any()):
+            row = int((wrong != 0).any(1).nonzero()[0])
+            raise ValueError(f"{name} must be of 2-bit numbers -1, 0 and 1, got -2 (0b10) in row {row}")
