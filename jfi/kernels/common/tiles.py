@@ -40,12 +40,24 @@ def load_rows(base, at, mask, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D
 
 @triton.jit
 def load_digits(digits_ptr, row, mask, dtype, L: tl.constexpr, W: tl.constexpr, BLOCK_L: tl.constexpr):
-    """[N, L] in dtype: the packed digits of rows [N] int64, 0 outside the mask.  Each element loads its word."""
-    cols = tl.arange(0, BLOCK_L)
-    keep = mask[:, None] & (cols < L)[None, :]
-    word = tl.load(digits_ptr + row[:, None] * W + (cols // 16)[None, :], mask=keep, other=0)
-    # Two bits in two's complement: to the left end and back.
-    return widen(((word << (30 - cols % 16 * 2)[None, :]) >> 30).to(tl.float32).to(dtype))
+    """[N, L] in dtype: the packed digits of rows [N] int64, 0 outside the mask and from L on.
+
+    A digit of 2 bits in two's complement is a number once it is at the left end: the sign and the highest bit of the
+    exponent, so that 0b01 is 2.0 and 0b11 is -2.0, in float32 and in both half precisions.
+    """
+    WORDS: tl.constexpr = BLOCK_L // 16
+    at = tl.arange(0, WORDS)
+    keep = mask[:, None] & (at < W)[None, :]
+    word = tl.load(digits_ptr + row[:, None] * W + at[None, :], mask=keep, other=0)
+    if L % 16:  # bits behind the last digit are not read
+        behind = tl.full((), -1, tl.int32) << (L % 16 * 2)
+        word = tl.where(at[None, :] == W - 1, word & ~behind, word)
+    bits = (word[:, :, None] << (30 - tl.arange(0, 16) * 2)[None, None, :]) & -1073741824  # 0xC0000000
+    bits = tl.reshape(bits, (row.shape[0], BLOCK_L))
+    if dtype == tl.float32:
+        return bits.to(tl.float32, bitcast=True) * 0.5
+    else:
+        return widen((bits >> 16).to(tl.int16).to(dtype, bitcast=True)) * 0.5
 
 
 @triton.jit
