@@ -186,10 +186,11 @@ RAGGED = {
 
 
 @pytest.mark.parametrize("case", RAGGED)
-def test_ragged_targets_share_a_history_of_digits(case, device):
-    """Its digits become numbers once, and the embeddings are not made."""
+def test_ragged_targets_share_a_history_of_digits(case, device, monkeypatch):
+    """Attention reads the words of its digits, and the embeddings are not made."""
     features, options, weighted, has_times = RAGGED[case]
-    layer = JaggedFeatureInteraction(features, WIDTH, **options).to(device)
+    # By itself it projects on a CPU where candidates are many.
+    layer = JaggedFeatureInteraction(features, WIDTH, **{"project_history": False} | options).to(device)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_(std=0.5)
@@ -201,8 +202,12 @@ def test_ragged_targets_share_a_history_of_digits(case, device):
         times["event_times"] = {key: JaggedTensor(of_events[key], lengths=ids[key].lengths()) for key in KEYS}
         target_times = torch.tensor([0, 9, 0, 1, 2, 3, 3, 5, 8, 9, 4], device=device)
         times |= {"target_times": JaggedTensor(target_times, lengths=counts), "max_events": 7}
-    buckets, found = {"bucket": ids["bucket"]}, embedding(ids)
+    buckets, found, read = {"bucket": ids["bucket"]}, embedding(ids), []
+    module = importlib.import_module("jfi.ops.jagged_attention")
+    attend = module._jagged_attention_fwd
+    monkeypatch.setattr(module, "_jagged_attention_fwd", lambda *x: read.append(x[1].dtype) or attend(*x))
     got = run(layer, embedding, {**found, **buckets}, targets, counts, **times)
+    assert set(read) == {torch.float32 if case == "projected" else torch.int32}
     assert not any(found[key].is_read for key in KEYS)
     want = run(layer, embedding, {**dense(embedding(ids)), **buckets}, targets, counts, **times)
     assert want["unknown"].ne(0).any() and want["projection.bias"].ne(0).any()
