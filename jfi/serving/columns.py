@@ -25,6 +25,8 @@ _NULL_WORD = int.from_bytes(_NULL, "little")
 #: Most lists in a plain body beside those of rows, and most bytes before a list in which its key is looked for: without
 #: them a body of brackets alone would take a time that grows with the square of its size.
 _MOST_LISTS, _MOST_BEFORE = 1000, 4096
+#: Most bytes, and most values of a column, in one call of `json.loads`, which holds the interpreter's lock.
+_MOST_BYTES, _MOST_VALUES = 2**16, 4096
 
 
 class _Text:
@@ -71,9 +73,12 @@ class Column:
         Raises:
             ValueError, RecursionError: not JSON.
         """
-        body, places = self._text.body, zip(self._start.tolist(), self._end.tolist(), strict=True)
-        text = b",".join([body[start:end] for start, end in places]).decode()
-        values = json.loads(f"[{text}]", parse_constant=_refuse)
+        body, values = self._text.body, []
+        for first in range(0, len(self), _MOST_VALUES):
+            some = slice(first, first + _MOST_VALUES)
+            places = zip(self._start[some].tolist(), self._end[some].tolist(), strict=True)
+            text = b",".join([body[start:end] for start, end in places]).decode()
+            values += json.loads(f"[{text}]", parse_constant=_refuse)
         if len(values) != len(self):
             raise ValueError("lists in a row")
         return values
@@ -205,7 +210,7 @@ def read_plain(body: bytes, fields: dict[str, Sequence[str]]) -> dict | None:
     """
     if b"\\" in body or not (body.isascii() or _is_utf8(body)):
         return None
-    text, rows, rest = _Text(body), {}, []
+    text, rows, rest, seen = _Text(body), {}, [], set()
     at = begin = others = 0
     while (begin := body.find(b"[", begin) + 1) > 0:
         key = _key_before(body[max(at, begin - _MOST_BEFORE) : begin], fields)
@@ -215,6 +220,9 @@ def read_plain(body: bytes, fields: dict[str, Sequence[str]]) -> dict | None:
                 return None
             continue
         end = body.find(b"]", begin)
+        if key in seen or end < 0:
+            return None
+        seen.add(key)
         if end > begin:
             rows[key] = _rows(text, begin, end, fields[key])
             if rows[key] is None:
@@ -222,6 +230,8 @@ def read_plain(body: bytes, fields: dict[str, Sequence[str]]) -> dict | None:
         rest.append(body[at:begin])
         at = begin = max(begin, end)
     rest = b"".join([*rest, body[at:]])
+    if len(rest) > _MOST_BYTES:
+        return None
     # A key that occurs once is none within a text, where its quotes would be escaped.
     if any(rest.count(b'"%s"' % key.encode()) != 1 for key in fields):
         return None
@@ -245,7 +255,7 @@ def _key_before(head: bytes, fields: dict[str, Sequence[str]]) -> str | None:
 
 def _rows(text: _Text, begin: int, end: int, names: Sequence[str]) -> Rows | None:
     """The rows from one place to before another, if they are plain."""
-    first = text.body[begin : text.body.find(b"}", begin, end) + 1]
+    first = text.body[begin : text.body.find(b"}", begin, min(end, begin + _MOST_BYTES)) + 1]
     try:
         keys = list(json.loads(first))
     except (ValueError, RecursionError):
@@ -253,9 +263,13 @@ def _rows(text: _Text, begin: int, end: int, names: Sequence[str]) -> Rows | Non
     if sorted(keys) != sorted(names) or not keys:
         return None
     region, width = text.bytes[begin:end], len(keys)
-    commas = np.flatnonzero(region == _COMMA)
-    if (len(commas) + 1) % width or region.min() < _SPACE:
+    commas = region == _COMMA
+    num_values = np.count_nonzero(commas) + 1
+    # The fewest bytes of a row: its braces, and of each field the name, a value and a comma.
+    least = 2 + sum(len(b'"%s":' % key.encode()) + 2 for key in keys)
+    if num_values % width or num_values // width * least > len(region) + 1 or region.min() < _SPACE:
         return None
+    commas = np.flatnonzero(commas)
     # Spaces as the first row has them. Before it as if there were another.
     after_comma = b" " if len(commas) and region[commas[0] + 1] == _SPACE else b""
     after_colon = b" " if first.startswith(b'{"%s": ' % keys[0].encode()) else b""

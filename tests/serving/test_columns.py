@@ -3,6 +3,7 @@
 import json
 import random
 import time
+import tracemalloc
 from dataclasses import fields
 
 import numpy as np
@@ -172,13 +173,39 @@ def test_what_is_not_plain_is_left_to_json(body):
     assert read_plain(body, {"history": ["x"]}) is None
 
 
-def test_many_lists_are_left_to_json_soon():
-    """A body of brackets takes some milliseconds, where a look at all before each would take minutes."""
-    body = b'{"user": {"u": [' + b"[]," * 1_000_000 + b'[]]}, "history": [{"x": 1}]}'
+#: Bodies that are not plain, of some MB.
+LARGE = {
+    "lists": b'{"user": {"u": [' + b"[]," * 1_000_000 + b'[]]}, "history": [{"x": 1}]}',
+    "lists without an end": b'{"user": {}, ' + b'"history": [' * 300_000 + b"}",
+    "a key again and again": b"{" + b'"history": [{"x": 1}],' * 200_000 + b'"user": {}}',
+    "many fields": b'{"user": {' + b'"u": 1, ' * 500_000 + b'"u": 1}, "history": [{"x": 1}]}',
+    "a long row": b'{"user": {}, "history": [{' + b'"x": 1, ' * 500_000 + b'"x": 1}]}',
+    "commas": b'{"user": {}, "history": [{"x": 1}' + b"," * 4_000_000 + b'{"x": 1}]}',
+}
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_large_bodies_that_are_not_plain_are_left_to_json_soon(case):
+    """In some milliseconds and with little memory, where one call of json.loads or arrays by comma would take more."""
     begin = time.process_time()
-    assert read_plain(body, {"history": ["x"]}) is None
-    assert time.process_time() - begin < 1
+    tracemalloc.start()
+    assert read_plain(LARGE[case], {"history": ["x"]}) is None
+    taken = time.process_time() - begin
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert taken < 0.5
+    assert peak < 6 * len(LARGE[case])
+
+
+def test_a_key_far_before_its_list_is_left_to_json():
     assert read_plain(b'{"u": [[], []], "history":' + b" " * 5000 + b'[{"x": 1}]}', {"history": ["x"]}) is None
+
+
+def test_values_of_long_columns_are_read_in_pieces():
+    values = [i if i % 3 else float(f"{i}e1") for i in range(10_001)]
+    body = b'{"rows": [' + b",".join(b'{"x": %s}' % json.dumps(value).encode() for value in values) + b"]}"
+    rows = read_plain(body, {"rows": ["x"]})["rows"]
+    assert rows.columns["x"].values() == values and rows[4000:9000].columns["x"].values() == values[4000:9000]
 
 
 def test_rows_that_the_limit_drops_are_json_all_the_same():
