@@ -185,6 +185,11 @@ class TargetAttentionInputs(NamedTuple):
     max_seqlen: int | None
 
 
+def is_packed(key: object) -> bool:
+    """Whether keys of jagged attention are the words of packed digits."""
+    return isinstance(key, Tensor) and key.dtype == torch.int32
+
+
 class JaggedAttentionInputs(NamedTuple):
     """The operands of `jfi.ops.jagged_attention` as its kernels take them."""
 
@@ -206,7 +211,7 @@ class JaggedAttentionInputs(NamedTuple):
     @property
     def is_packed(self) -> bool:
         """Whether key holds the digits of events."""
-        return self.key.dtype == torch.int32
+        return is_packed(self.key)
 
     @property
     def num_kv_heads(self) -> int:
@@ -847,7 +852,7 @@ def plan_digit_attention(x: DigitAttentionInputs, impl: str, device: Device | No
 
 
 def _plan_cpu_digits() -> AttentionPlan:
-    return _torch_plan("cpu", "digits decoded by blocks of samples", "[S, L] is never made")
+    return _torch_plan("cpu", "digits decoded by blocks of samples", "at most 2^15 events or one sample at a time")
 
 
 @cached

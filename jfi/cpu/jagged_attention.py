@@ -106,11 +106,24 @@ def _decoded(x: JaggedAttentionInputs) -> Iterator[tuple[slice, slice, JaggedAtt
 @torch.autocast("cpu", enabled=False)
 def forward(x: JaggedAttentionInputs) -> tuple[Tensor, Tensor]:
     """Results as those of the launcher in jfi/kernels/jagged_attention."""
+    return _forward(x)
+
+
+@torch.autocast("cpu", enabled=False)
+def backward(
+    grad: Tensor, dlse: Tensor | None, x: JaggedAttentionInputs, out: Tensor, lse: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Arguments and results as those of the launcher in jfi/kernels/jagged_attention."""
+    return _backward(grad, dlse, x, out, lse)
+
+
+# These call themselves, and a decorator of autocast that is entered twice leaves it off.
+def _forward(x: JaggedAttentionInputs) -> tuple[Tensor, Tensor]:
     out = x.query.new_zeros(*x.query.shape[:2], x.value_dim)
     lse = x.query.new_full(x.query.shape[:2], -torch.inf, dtype=torch.promote_types(x.query.dtype, torch.float32))
     if x.is_packed:
         for rows, _, part in _decoded(x):
-            out[rows], lse[rows] = forward(part)
+            out[rows], lse[rows] = _forward(part)
         return out, lse
     problem = Problem(x)
     if x.edges is not None:
@@ -122,18 +135,16 @@ def forward(x: JaggedAttentionInputs) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-@torch.autocast("cpu", enabled=False)
-def backward(
+def _backward(
     grad: Tensor, dlse: Tensor | None, x: JaggedAttentionInputs, out: Tensor, lse: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Arguments and results as those of the launcher in jfi/kernels/jagged_attention."""
     if x.is_packed:
         dquery = torch.zeros_like(x.query)
         dbias = None if x.bias is None else torch.zeros_like(x.bias)
         dtable = None if x.table is None else torch.zeros_like(x.table, dtype=lse.dtype)
         for rows, events, part in _decoded(x):
             dlse_part = None if dlse is None else dlse[rows]
-            dquery[rows], _, _, *found = backward(grad[rows], dlse_part, part, out[rows], lse[rows])
+            dquery[rows], _, _, *found = _backward(grad[rows], dlse_part, part, out[rows], lse[rows])
             if dbias is not None:
                 dbias[events] = found[0]
             if dtable is not None:

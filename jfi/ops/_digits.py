@@ -28,9 +28,13 @@ def check_digits(name: str, digits: Tensor, indices: Tensor | None, query: Tenso
             raise TypeError(f"indices must be int32 or int64, got {indices.dtype}")
         check_indices("indices", indices, digits.shape[0], name, padded=False)
     if may_read(digits):
-        wrong = (digits >> 1) & ~digits & 0x55555555  # the low bit of 0b10
+        # Of a large catalogue the rows that are read.
+        are_few = indices is not None and indices.shape[0] < digits.shape[0]
+        own = digits.index_select(0, indices) if are_few else digits
+        wrong = (own >> 1) & ~own & 0x55555555  # the low bit of 0b10
         if num_digits % DIGITS_PER_WORD:
             wrong[:, -1] &= (1 << 2 * (num_digits % DIGITS_PER_WORD)) - 1
         if bool((wrong != 0).any()):
             row = int((wrong != 0).any(1).nonzero()[0])
+            row = int(indices[row]) if are_few else row
             raise ValueError(f"{name} must be of 2-bit numbers -1, 0 and 1, got -2 (0b10) in row {row}")

@@ -39,7 +39,7 @@ from jfi.ops._digits import check_digits
 from jfi.ops._dispatch import aligned, operator, public
 from jfi.ops.explain import explains
 from jfi.ops.rows_by_id import RowsById, read_rows, rows_by_head, rows_by_id
-from jfi.plan import MOST_BUCKETS, JaggedAttentionInputs, plan_jagged_attention
+from jfi.plan import MOST_BUCKETS, JaggedAttentionInputs, is_packed, plan_jagged_attention
 
 #: Keys whose numbers fit 32 bits beside that of a bucket.
 MOST_KEYS = 2**31 // MOST_BUCKETS
@@ -115,7 +115,7 @@ def _backward(
 
 
 def _backward_fake(grad, dlse, query, key, value, query_offsets, key_offsets, bias, edges, table, *_):
-    keys = () if key.dtype == torch.int32 else (key, value)
+    keys = () if is_packed(key) else (key, value)
     return [torch.empty_like(x) for x in (query, *keys, bias, table) if x is not None]
 
 
@@ -131,12 +131,11 @@ def _differentiate(ctx, grad, dlse):
         return (None,) * 15
     saved = ctx.saved_tensors
     _, key, value, _, _, bias, _, table, _, _, out, _ = saved
-    is_packed = key.dtype == torch.int32
     grad = torch.zeros_like(out) if grad is None else grad
     grads = iter(_jagged_attention_bwd(grad, dlse, *saved, *ctx.rest))
     dquery = next(grads)
-    dkey = None if is_packed else next(grads)
-    dvalue = None if is_packed or value is None else next(grads)
+    dkey = None if is_packed(key) else next(grads)
+    dvalue = None if is_packed(key) or value is None else next(grads)
     dbias = None if bias is None else next(grads)
     dtable = None if table is None else next(grads)
     return dquery, dkey, dvalue, None, None, dbias, None, dtable, *(None,) * 7
@@ -301,8 +300,8 @@ def _prepare(
 ) -> tuple[JaggedAttentionInputs, str]:
     """Check the arguments; returns what the kernels take, contiguous, and "triton" or "torch"."""
     key_offsets = query_offsets if key_offsets is None else key_offsets
-    is_packed = isinstance(key, Tensor) and key.dtype == torch.int32
-    if is_packed:
+    packed = is_packed(key)
+    if packed:
         key = _packed_keys(query, key, value, indices)
     elif indices is not None:
         check_floating(query=query)
@@ -312,16 +311,16 @@ def _prepare(
         raise TypeError("key must be a Tensor where indices is None, got a tuple")
     if isinstance(key, RowsById):
         key = rows_by_head(read_rows(key), query.shape[-1])
-    keys = {} if is_packed else {"key": key, "value": value}
+    keys = {} if packed else {"key": key, "value": value}
     check_floating(query=query, **keys, key_bias=key_bias, time_bias=time_bias, position_bias=position_bias)
     check_dim("query", query, "[R, H, D]")
     rows, num_heads, width = query.shape
-    if is_packed:
+    if packed:
         check_key_bias(key_bias, key.shape[0], num_heads)
     else:
         check_history(key, value, key_bias, num_heads, width)
     check_events(key, None, None, value_scale, num_heads)
-    if is_packed:
+    if packed:
         check_untrained("value_scale", value_scale)
         value = value_scale
     elif value_scale is not None:

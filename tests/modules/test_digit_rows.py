@@ -13,6 +13,7 @@ from jfi.capturable import why_not_captured
 from jfi.models import SequenceDLRM
 from jfi.modules import JaggedFeatureInteraction, JaggedMeanPooling
 from jfi.modules.table_rows import DigitRows
+from jfi.ops import _checks
 from jfi.room import with_room
 from jfi.sid import UNKNOWN_SID, DiscretePCA
 from jfi.sid.packing import pack_trits
@@ -27,9 +28,9 @@ KEYS = ["seen", "seen_too", "bought"]
 def impl(request, device, monkeypatch) -> str:
     """On a CPU the kernels run too, through Triton's interpreter."""
     if device.type == "cpu" and request.param == "triton":
-        module = importlib.import_module("jfi.ops.digit_attention")
-        check = module.check_impl
-        monkeypatch.setattr(module, "check_impl", lambda impl, like: check("triton", like))
+        for name in ("digit_attention", "jagged_attention"):
+            module = importlib.import_module(f"jfi.ops.{name}")
+            monkeypatch.setattr(module, "check_impl", lambda impl, like: _checks.check_impl("triton", like))
     return request.param
 
 
@@ -181,12 +182,21 @@ RAGGED = {
     "older events": ([feature()], {"num_heads": 2, "num_queries": 2}, False, True),
     "positions": ([feature(bias=PositionBias()), feature("b", ["bought"], bias=PositionBias())], {}, False, True),
     "ages": ([feature(bias=TimeBias("age", 6)), feature("b", ["bought"], bias=WeightBias())], {}, True, True),
+    "distances of weighted events": (
+        [
+            feature(bias=PositionBias(), weighted_values=True),
+            feature("b", ["bought"], bias=PositionBias(), weighted_values=True),
+        ],
+        {},
+        True,
+        True,
+    ),
     "projected": ([feature(bias=PositionBias())], {"num_heads": 2, "project_history": True}, False, True),
 }
 
 
 @pytest.mark.parametrize("case", RAGGED)
-def test_ragged_targets_share_a_history_of_digits(case, device, monkeypatch):
+def test_ragged_targets_share_a_history_of_digits(case, impl, device, monkeypatch):
     """Attention reads the words of its digits, and the embeddings are not made."""
     features, options, weighted, has_times = RAGGED[case]
     # By itself it projects on a CPU where candidates are many.
@@ -205,9 +215,10 @@ def test_ragged_targets_share_a_history_of_digits(case, device, monkeypatch):
     buckets, found, read = {"bucket": ids["bucket"]}, embedding(ids), []
     module = importlib.import_module("jfi.ops.jagged_attention")
     attend = module._jagged_attention_fwd
-    monkeypatch.setattr(module, "_jagged_attention_fwd", lambda *x: read.append(x[1].dtype) or attend(*x))
+    monkeypatch.setattr(module, "_jagged_attention_fwd", lambda *x: read.append((x[1].dtype, x[-1])) or attend(*x))
     got = run(layer, embedding, {**found, **buckets}, targets, counts, **times)
-    assert set(read) == {torch.float32 if case == "projected" else torch.int32}
+    ran = "triton" if device.type == "cuda" else impl
+    assert set(read) == {(torch.float32 if case == "projected" else torch.int32, ran)}
     assert not any(found[key].is_read for key in KEYS)
     want = run(layer, embedding, {**dense(embedding(ids)), **buckets}, targets, counts, **times)
     assert want["unknown"].ne(0).any() and want["projection.bias"].ne(0).any()

@@ -157,20 +157,34 @@ def test_no_rows_of_numbers_are_made(device):
     assert used < 6 * 2**20
 
 
-@pytest.mark.parametrize("impl", ["auto", "triton"])
-def test_the_plan_names_the_kernels_that_read_digits(impl):
+def test_the_plan_names_what_reads_digits():
     query, digits = torch.empty(10, 4, 64, dtype=torch.bfloat16), torch.zeros(20, 4, dtype=torch.int32)
-    offsets = torch.tensor([0, 10]), torch.tensor([0, 20])
-    plan = jfi.ops.explain(
-        jfi.ops.jagged_attention, query, digits, query_offsets=offsets[0], key_offsets=offsets[1], device=H200
-    )
+    given = {"query_offsets": torch.tensor([0, 10]), "key_offsets": torch.tensor([0, 20])}
+    plan = jfi.ops.explain(jfi.ops.jagged_attention, query, digits, **given, device=H200)
     assert plan.family == "jagged_triton" and "keys are packed digits" in plan.reason
+    plan = jfi.ops.explain(jfi.ops.jagged_attention, query, digits, **given, impl="torch")
+    assert "digits decoded by blocks" in str(plan)
+
+
+def test_autocast_stays_on():
+    query, digits = torch.randn(4, 2, 20, requires_grad=True), torch.zeros(9, 2, dtype=torch.int32)
+    offsets = {"query_offsets": torch.tensor([0, 3, 4]), "key_offsets": torch.tensor([0, 5, 9])}
+    with torch.autocast("cpu", torch.bfloat16):
+        out = jfi.ops.jagged_attention(query, digits, **offsets, impl="torch")
+        assert torch.is_autocast_enabled("cpu")
+        out.sum().backward()
+        assert torch.is_autocast_enabled("cpu")
 
 
 ERRORS = {
     "a value": ({"value": torch.zeros(5, 1, 20)}, ValueError, "value must be None where key is packed digits"),
     "words": ({"key": torch.zeros(5, 1, dtype=torch.int32)}, ValueError, "key must have W for the query's L = 20"),
     "shape": ({"key": torch.zeros(5, 1, 2, dtype=torch.int32)}, ValueError, r"key must be \[S, W\]"),
+    "no digit of a table": (
+        {"key": torch.full((9, 2), 2, dtype=torch.int32), "indices": torch.full((5,), 7)},
+        ValueError,
+        r"got -2 \(0b10\) in row 7",
+    ),
     "no digit": ({"key": torch.full((5, 2), 2, dtype=torch.int32)}, ValueError, r"got -2 \(0b10\) in row 0"),
     "indices": ({"indices": torch.tensor([0, 1, 2, 3, 5])}, ValueError, "indices"),
     "index tuples": ({"indices": (torch.zeros(5, dtype=torch.int64),)}, TypeError, "indices must be one Tensor"),
