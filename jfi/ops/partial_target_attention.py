@@ -33,41 +33,116 @@ def attend_to_part(inputs: TargetAttentionInputs, impl: str) -> tuple[Tensor, Te
 
 
 def part_gradients(
-    grad: Tensor, delta: Tensor, lse: Tensor, inputs: TargetAttentionInputs, impl: str
+    grad: Tensor, out: Tensor, lse: Tensor, inputs: TargetAttentionInputs, impl: str
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """The gradients of a part's query, key, value and key_bias; None of what the part has not.
 
     Args:
         grad: dO [B, T, H, E], of the whole.
-        delta: Δ [B, T, H] float32, of the whole.
+        out: O [B, T, H, E] of the whole, or any other with the same Δ = dO·O.
         lse: L [B, T, H] float32, of the whole.
         inputs: of the part, as `attend_to_part` took them.
         impl: as `attend_to_part` took it.
     """
     *tensors, tables, indices, scale, max_seqlen = inputs
     by_id = (*padded(tables), *padded(indices))
-    # Kernels take Δ as dO·O; any O with that product will do, and a multiple of dO needs none to be sent.
-    wide = grad.float()
-    square = wide.square().sum(-1).clamp_(min=torch.finfo(torch.float32).tiny)
-    out = (wide * (delta / square).unsqueeze(-1)).to(grad.dtype)
     found = iter(operators.target_attention_bwd(grad, *tensors, *by_id, out, lse, scale, max_seqlen, impl))
     dquery, dkey = next(found), next(found)
     dvalue = None if inputs.value is None else next(found)
     return dquery, dkey, dvalue, None if inputs.bias is None else next(found)
 
 
-def combine_parts(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """The whole's output [..., E], in the dtype of the parts', and log-sum-exp [...] float32.
+def pack_part(out: Tensor, lse: Tensor, impl: str) -> Tensor:
+    """[..., E + n]: what a part sends: its output [..., E] and, as n elements, its log-sum-exp [...] float32."""
+    if kernels := _kernels(out.size(-1), out.dtype, impl):
+        return kernels.pack(out, None, lse)
+    return torch.cat([out, _as_elements(lse, out.dtype)], -1)
+
+
+def combine_parts(parts: Tensor, impl: str) -> tuple[Tensor, Tensor]:
+    """The whole's output [..., E], in the dtype of the parts, and log-sum-exp [...] float32.
 
     Args:
-        outs: [P, ..., E].
-        lses: [P, ...], -inf for a part without events.
+        parts: [P, ..., E + n] of `pack_part`; a part without events has a log-sum-exp of -inf.
+        impl: "triton" or "torch".
 
     Example:
         >>> outs, lses = torch.tensor([[1.0], [5.0]]).unsqueeze(-1), torch.tensor([[0.0], [-torch.inf]])
-        >>> combine_parts(outs, lses)
+        >>> combine_parts(pack_part(outs, lses, "torch"), "torch")
         (tensor([[1.]]), tensor([0.]))
     """
+    count = _elements(parts.dtype)
+    width = parts.size(-1) - count
+    if kernels := _kernels(width, parts.dtype, impl):
+        return kernels.combine(parts)
+    outs, lses = parts.split([width, count], -1)
+    lses = _as_numbers(lses)
     lse = torch.logsumexp(lses, 0)
     weights = torch.exp(lses - lse).nan_to_num_(0.0)  # -inf - -inf: nobody has an event
     return (outs.float() * weights.unsqueeze(-1)).sum(0).to(outs.dtype), lse
+
+
+def pack_gradient(grad: Tensor, out: Tensor, lse: Tensor, impl: str) -> Tensor:
+    """[..., E + 2n]: what a part needs in the backward pass: dO [..., E] of the whole, Δ and the log-sum-exp [...].
+
+    Args:
+        grad: dO [..., E].
+        out: O [..., E].
+        lse: L [...] float32.
+        impl: "triton" or "torch".
+    """
+    if kernels := _kernels(out.size(-1), out.dtype, impl):
+        return kernels.pack(grad, out, lse)
+    delta = (grad.float() * out.float()).sum(-1)
+    return torch.cat([grad, _as_elements(delta, grad.dtype), _as_elements(lse, grad.dtype)], -1)
+
+
+def unpack_gradient(packed: Tensor, width: int, scale: float, impl: str) -> tuple[Tensor, Tensor, Tensor]:
+    """dO · scale [..., E], an O with the same dO·O as the whole's, and L, as `part_gradients` takes them.
+
+    Args:
+        packed: [..., E + 2n] of `pack_gradient`.
+        width: E.
+        scale: factor of the gradient.
+        impl: "triton" or "torch".
+    """
+    if kernels := _kernels(width, packed.dtype, impl):
+        return kernels.unpack(packed, width, scale)
+    count = _elements(packed.dtype)
+    grad, delta, lse = packed.split([width, count, count], -1)
+    # A multiple of dO, so that O need not be sent.
+    wide = grad.float() * scale
+    square = wide.square().sum(-1).clamp_(min=torch.finfo(torch.float32).tiny)
+    out = wide * (_as_numbers(delta) * scale / square).unsqueeze(-1)
+    return wide.to(grad.dtype), out.to(grad.dtype), _as_numbers(lse)
+
+
+def add_parts(parts: Tensor, scale: float, impl: str) -> Tensor:
+    """[..., D]: the sum of the parts' gradients [P, ..., D] of the query, in float32, times scale, in their dtype."""
+    if kernels := _kernels(parts.size(-1), parts.dtype, impl):
+        return kernels.add(parts, scale)
+    return (parts.float().sum(0) * scale).to(parts.dtype)
+
+
+def _kernels(width: int, dtype: torch.dtype, impl: str):
+    """The module of kernels for such rows, or None."""
+    if impl != "triton":
+        return None
+    from jfi.kernels.target_attention import parts
+
+    return parts if parts.takes_parts(width, dtype) else None
+
+
+def _elements(dtype: torch.dtype) -> int:
+    """How many elements of a dtype the bits of a float32 number take."""
+    return 4 // dtype.itemsize
+
+
+def _as_elements(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 numbers [...] as their bits in another dtype: [..., 1] or [..., 2]."""
+    return numbers.unsqueeze(-1).contiguous().view(dtype)
+
+
+def _as_numbers(bits: Tensor) -> Tensor:
+    """The float32 numbers [...] of `_as_elements`."""
+    return bits.contiguous().view(torch.float32).squeeze(-1)

@@ -17,11 +17,19 @@ from torch import Tensor
 
 from jfi.modules import WeightBias
 from jfi.modules.spread_rows import SpreadEvents
-from jfi.ops.partial_target_attention import attend_to_part, combine_parts, part_gradients
+from jfi.ops.partial_target_attention import (
+    add_parts,
+    attend_to_part,
+    combine_parts,
+    pack_gradient,
+    pack_part,
+    part_gradients,
+    unpack_gradient,
+)
 from jfi.ops.rows_by_id import RowsById
 from jfi.ops.target_attention import prepare_target_attention
 from jfi.plan import TargetAttentionInputs
-from jfi.sharded.exchange import from_lanes, gradient_scale, lanes, num_lanes
+from jfi.sharded.exchange import gradient_scale
 from jfi.sharded.routes import Arrived
 
 
@@ -92,36 +100,32 @@ class _Attend(torch.autograd.Function):
         arrived: Arrived,
     ) -> Tensor:
         out, lse = attend_to_part(inputs, impl)
-        back = arrived.queries.back
-        parts = back.send(torch.cat([out, lanes(lse, out.dtype)], -1))
-        parts = parts.view(len(arrived.route.ranks), *query.shape[:3], parts.size(-1))
-        outs, lses = parts.split([out.size(-1), num_lanes(out.dtype)], -1)
-        whole, total = combine_parts(outs, from_lanes(lses))
+        if arrived.queries.group.size() > 1:
+            parts = arrived.queries.back.send(pack_part(out, lse, impl))
+            out, lse = combine_parts(parts.view(len(arrived.route.ranks), *query.shape[:3], parts.size(-1)), impl)
         ctx.inputs, ctx.impl, ctx.exchange = inputs._replace(query=None, key=None, value=None, bias=None), impl, arrived
         # The tables too: autograd refuses a backward pass that would read rows which were stepped since.
-        ctx.save_for_backward(inputs.query, key, value, bias, whole, total, *inputs.tables, *inputs.indices)
-        return whole
+        ctx.save_for_backward(inputs.query, key, value, bias, out, lse, *inputs.tables, *inputs.indices)
+        return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         shared, key, value, bias, out, lse, *_ = ctx.saved_tensors
-        queries = ctx.exchange.queries
-        delta = (grad.float() * out.float()).sum(-1)
+        queries, impl = ctx.exchange.queries, ctx.impl
+        inputs = ctx.inputs._replace(query=shared, key=key, value=value, bias=bias)
         grad = grad.to(out.dtype)
-        shape, sent = grad.shape, torch.cat([grad, lanes(delta, grad.dtype), lanes(lse, grad.dtype)], -1)
+        if queries.group.size() == 1:
+            return *part_gradients(grad.contiguous(), out, lse, inputs, impl), None, None, None
         owners = len(ctx.exchange.route.ranks)
-        heard = queries.send(_to_each(sent, owners))
-        width, bits = grad.size(-1), num_lanes(grad.dtype)
-        grad, delta, lse = heard.split([width, bits, bits], -1)
+        heard = queries.send(_to_each(pack_gradient(grad, out, lse, impl), owners))
         # A table's gradient is a mean over ranks; those of the query and the bias are sums, of which DDP takes means.
         scale = gradient_scale(queries.group)
-        inputs = ctx.inputs._replace(query=shared, key=key, value=value, bias=bias)
-        delta, lse = from_lanes(delta) * scale, from_lanes(lse)
-        dquery, dkey, dvalue, dbias = part_gradients((grad * scale).contiguous(), delta, lse, inputs, ctx.impl)
-        parts = queries.back.send(dquery).view(owners, *shape)
-        dquery = (parts.float().sum(0) if owners > 1 else parts[0]) / scale
-        return dquery.to(grad.dtype), dkey, dvalue, None if dbias is None else dbias / scale, None, None, None
+        of_whole = unpack_gradient(heard, grad.size(-1), scale, impl)
+        dquery, dkey, dvalue, dbias = part_gradients(*of_whole, inputs, impl)
+        parts = queries.back.send(dquery).view(owners, *grad.shape[:3], dquery.size(-1))
+        dquery = add_parts(parts, 1 / scale, impl)
+        return dquery, dkey, dvalue, None if dbias is None else dbias / scale, None, None, None
 
 
 def _to_each(rows: Tensor, owners: int) -> Tensor:

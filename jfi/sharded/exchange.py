@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed.comm_ops import get_gradient_division
@@ -51,18 +50,3 @@ class Exchange(NamedTuple):
 def gradient_scale(group: dist.ProcessGroup) -> float:
     """The factor of a table's gradient, a sum over ranks: of the rest DistributedDataParallel takes means."""
     return 1 / group.size() if get_gradient_division() else 1.0
-
-
-def lanes(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 numbers [...] as their bits in a dtype that is sent with them: [..., 1] or [..., 2]."""
-    return numbers.unsqueeze(-1).contiguous().view(dtype)
-
-
-def from_lanes(bits: Tensor) -> Tensor:
-    """The float32 numbers [...] of `lanes`."""
-    return bits.contiguous().view(torch.float32).squeeze(-1)
-
-
-def num_lanes(dtype: torch.dtype) -> int:
-    """How many elements of a dtype the bits of one float32 number take."""
-    return 4 // dtype.itemsize

@@ -18,7 +18,7 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jfi import PositionBias, SequenceFeatureConfig
-from jfi.ops.partial_target_attention import combine_parts
+from jfi.ops.partial_target_attention import combine_parts, pack_part
 from jfi.sharded import AttentionCollectionSharder, CapturedShardedStep, FetchedBagsSharder, average_gradients
 from jfi.sharded.ownership import all_owners, row_wise_shards
 from jfi.sharded.planning import make_routes, spread_field
@@ -180,10 +180,11 @@ def test_parts_combine_to_the_whole():
     scores, values = torch.randn(3, 9), torch.randn(3, 9, 4)
     parts = [slice(0, 0), slice(0, 2), slice(2, 9)]
     outs = torch.stack([torch.softmax(scores[:, p], 1).unsqueeze(1).bmm(values[:, p]).squeeze(1) for p in parts])
-    merged, lse = combine_parts(outs.nan_to_num(), torch.stack([scores[:, p].logsumexp(1) for p in parts]))
+    lses = torch.stack([scores[:, p].logsumexp(1) for p in parts])
+    merged, lse = combine_parts(pack_part(outs.nan_to_num(), lses, "torch"), "torch")
     torch.testing.assert_close(merged, torch.softmax(scores, 1).unsqueeze(1).bmm(values).squeeze(1))
     torch.testing.assert_close(lse, scores.logsumexp(1))
-    nobody = combine_parts(torch.zeros(2, 1, 4), torch.full((2, 1), -torch.inf))
+    nobody = combine_parts(pack_part(torch.zeros(2, 1, 4), torch.full((2, 1), -torch.inf), "torch"), "torch")
     assert (nobody[0] == 0).all() and (nobody[1] == -torch.inf).all()
 
 

@@ -30,7 +30,7 @@ _COMBINED_ROWS = 16
 
 
 @triton.jit
-def _add_partial(partial, lse, maximum, total, acc):
+def add_partial(partial, lse, maximum, total, acc):
     """(maximum, total, acc) of tiles of query rows after a partial result [M, D] with the log-sum-exps [M]."""
     new_maximum = tl.maximum(maximum, lse)
     weight, factor = combine_weights(lse, maximum, new_maximum)
@@ -38,8 +38,8 @@ def _add_partial(partial, lse, maximum, total, acc):
 
 
 @triton.jit
-def _weighted(maximum, total, acc):
-    """(the combined rows, their log-sum-exp) of what `_add_partial` gave."""
+def weighted_sum(maximum, total, acc):
+    """(the combined rows, their log-sum-exp) of what `add_partial` gave."""
     lse = tl.where(total == 0.0, -float("inf"), maximum + tl.log2(nonzero(total)) * LN2)
     return acc / nonzero(total)[:, None], lse
 
@@ -133,11 +133,11 @@ def _combine_range_tiles_kernel(
         partial = load_rows(partial_ptr + at * WIDTH, row, mask, WIDTH, WIDTH, BLOCK_D)
         if WEIGHTED:
             lse = tl.load(partial_lse_ptr + at + row, mask=mask, other=-float("inf"))
-            maximum, total, acc = _add_partial(partial, lse, maximum, total, acc)
+            maximum, total, acc = add_partial(partial, lse, maximum, total, acc)
         else:
             acc += partial
     if WEIGHTED:
-        acc, lse = _weighted(maximum, total, acc)
+        acc, lse = weighted_sum(maximum, total, acc)
         tl.store(lse_ptr + sample * sample_rows + row, lse, mask=mask)
     store_rows(out_ptr + sample * sample_rows * WIDTH, acc, row, mask, WIDTH, WIDTH, BLOCK_D)
 
@@ -214,11 +214,11 @@ def _combine_chunks_kernel(
         partial = load_rows(partial_ptr + row * WIDTH, at, mask, WIDTH, WIDTH, BLOCK_D)
         if WEIGHTED:
             lse = tl.load(partial_lse_ptr + row + at, mask=mask, other=-float("inf"))
-            maximum, total, acc = _add_partial(partial, lse, maximum, total, acc)
+            maximum, total, acc = add_partial(partial, lse, maximum, total, acc)
         else:
             acc += partial
     if WEIGHTED:
-        acc, lse = _weighted(maximum, total, acc)
+        acc, lse = weighted_sum(maximum, total, acc)
         tl.store(lse_ptr + sample * sample_rows + at, lse, mask=mask)
     store_rows(out_ptr + sample * sample_rows * WIDTH, acc, at, mask, WIDTH, WIDTH, BLOCK_D)
 
@@ -274,7 +274,7 @@ def _combine_splits_kernel(
         lse = tl.load(partial_lse_ptr + at, mask=mask, other=-float("inf"))
         # The values of an empty split are not read.
         partial = load_rows(partial_ptr, at, lse > -float("inf"), WIDTH, WIDTH, BLOCK_D)
-        maximum, total, acc = _add_partial(partial, lse, maximum, total, acc)
+        maximum, total, acc = add_partial(partial, lse, maximum, total, acc)
     out, lse = finish(maximum * LOG2E, total, acc)
     tl.store(lse_ptr + row, lse, mask=mask)
     store_rows(out_ptr, out, row, mask, WIDTH, WIDTH, BLOCK_D)
