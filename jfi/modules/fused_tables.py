@@ -89,11 +89,13 @@ class FusedTables:
         #: On a GPU, the stream on which ids are sorted, and when it has sorted those of the last look-up.
         self._beside: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         self._sorting = False
+        #: Whether steps run on that stream, and what the one that nobody has waited for reads.
+        self._steps_beside, self._stepping = False, []
         self.follow()
 
     def __getstate__(self) -> dict[str, object]:
         """For copies, which get a stream of their own."""
-        return self.__dict__ | {"_beside": None, "_sorting": False, "_pending": {}, "_deferred": []}
+        return self.__dict__ | {"_beside": None, "_sorting": False, "_stepping": [], "_pending": {}, "_deferred": []}
 
     @property
     def weights(self) -> dict[str, nn.Parameter]:
@@ -220,6 +222,22 @@ class FusedTables:
             torch.cuda.current_stream(self.step.device).wait_event(self._beside[1])
             self._sorting = False
 
+    @contextmanager
+    def stepping_beside(self) -> Iterator[None]:
+        """On a GPU, steps within run beside what follows the backward pass; the end of the block waits for them.
+
+        Nothing else within the block may read the tables after the backward pass.
+        """
+        self._steps_beside = True
+        try:
+            yield
+            self.wait_sorted()  # of look-ups without a backward pass
+            if self._stepping:
+                torch.cuda.current_stream(self.step.device).wait_stream(self._beside[0])
+                self._stepping = []
+        finally:
+            self._steps_beside = False
+
     def _number(self, ids: list[tuple[str, Tensor]], tables: tuple[str, ...], weights: dict) -> SortedRows:
         """The ids as rows of all `tables`, one below the other, sorted; padding and frozen rows come last."""
         first, total = {}, 0
@@ -262,7 +280,15 @@ class FusedTables:
     def _finish(self, task: int) -> None:
         batches = self._deferred + self._pending.pop(task)
         self._deferred = batches if self._deferring else []
-        if not self._deferring:
+        if self._deferring:
+            return
+        if not self._steps_beside or self._beside is None:
+            self._step(batches)
+            return
+        stream = self._beside[0]
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        self._stepping += batches  # whose memory is not used again before the end of the block
+        with torch.cuda.stream(stream):
             self._step(batches)
 
     def step_deferred(self) -> None:

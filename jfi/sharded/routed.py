@@ -85,12 +85,14 @@ class RoutedCollection:
 
     @contextmanager
     def given(self, ids: KeyedJaggedTensor, arrived: ArrivedIds) -> Iterator[None]:
-        """Within the block a call with these ids takes what has arrived of them, and any other ids are refused."""
+        """Within the block a call with these ids takes what has arrived of them, and any other ids are refused.
+
+        The tables' step runs beside what follows the backward pass, such as the optimizer of all other parameters.
+        """
         self._given = ids.values().data_ptr(), arrived
         try:
-            yield
-            if self._own is not None:
-                self._own.wait_sorted()  # no stream may be left in a capture
+            with self._own_rows().stepping_beside():  # whose streams join this one: none may be left in a capture
+                yield
         finally:
             self._given = None
 

@@ -1,7 +1,7 @@
 """The rows that this rank owns, in TorchRec's memory, and their optimizer's steps."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -65,9 +65,9 @@ class RankRows:
         if rate != self._tables.group["lr"]:
             self._tables.group["lr"] = rate
 
-    def wait_sorted(self) -> None:
-        """The current stream waits for the ids of all look-ups, if they are sorted on another one."""
-        self._tables.wait_sorted()
+    def stepping_beside(self) -> AbstractContextManager[None]:
+        """See `FusedTables.stepping_beside`."""
+        return self._tables.stepping_beside()
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
