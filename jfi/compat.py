@@ -12,6 +12,8 @@ Torch:
     torch.autograd._profiler_enabled               no public way to see a profiler at work
     Optimizer._warned_capturable_if_run_uncaptured    silences a warning for steps before a capture (build.py)
     torch.utils._python_dispatch                   is_in_torch_dispatch_mode: fake tensors, make_fx
+    torch.distributed._symmetric_memory            empty, rendezvous, and of what that returns buffer_ptrs and barrier
+                                                   (jfi/sharded/peer_memory.py)
     nn.Module._load_state_dict_pre_hooks           called by a module that loads weights itself (attention_groups.py)
 
 TorchRec:
@@ -28,6 +30,7 @@ Triton, for launches past ``kernel[grid](...)``, which takes three times the hos
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -63,6 +66,7 @@ __all__ = [
     "run_compiled",
     "softmax_backward",
     "specialized",
+    "symmetric_memory",
 ]
 
 
@@ -81,6 +85,16 @@ def expect_capture(optimizer: torch.optim.Optimizer) -> None:
 def load_state_dict_pre_hooks(module: torch.nn.Module) -> tuple[Callable[..., None], ...]:
     """What `register_load_state_dict_pre_hook` has registered on a module; called without the module."""
     return tuple(module._load_state_dict_pre_hooks.values())
+
+
+def symmetric_memory(
+    size: int, device: torch.device, group: torch.distributed.ProcessGroup
+) -> tuple[torch.Tensor, Any]:
+    """Memory of `size` bytes that the other GPUs of a host can write to, and its handle; all ranks call it together."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    memory = symmetric.empty(size, dtype=torch.uint8, device=device)
+    return memory, symmetric.rendezvous(memory, group)
 
 
 def alignment_free(kernel) -> tuple[bool, ...]:

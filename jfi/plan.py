@@ -103,6 +103,8 @@ NUMBERS_QUERY_ROWS, NUMBERS_WIDTH = 4, 128
 NUMBERS_ELEMENTS, NUMBERS_ROWS = 4096, 64
 #: Elements of a tile of rows by id, and the warps that load it.
 GATHERED_ELEMENTS, GATHER_WARPS = 2048, 4
+#: Words that a program writes to another GPU, and its warps.
+PUSHED_WORDS, PUSH_WARPS = 2048, 8
 #: Widest row that the optimizer's step takes: a warp holds several at once.
 MOST_STEPPED_WIDTH = 2048
 

@@ -65,7 +65,7 @@ class EventsAtOwners(SpreadEvents):
 
     def attend(self, query: Tensor, table: Tensor | None, scale: float) -> Tensor:
         arrived = self._arrived
-        shared = arrived.queries.send(_to_each(query.detach(), len(arrived.route.ranks)))
+        shared = arrived.queries.share(query.detach())
         weights, index = arrived.weights, arrived.buckets
         feature = arrived.route.features[0]
         if isinstance(feature.bias, WeightBias):
@@ -118,7 +118,7 @@ class _Attend(torch.autograd.Function):
         if queries.group.size() == 1:
             return *part_gradients(grad.contiguous(), out, lse, inputs, impl), None, None, None
         owners = len(ctx.exchange.route.ranks)
-        heard = queries.send(_to_each(pack_gradient(grad, out, lse, impl), owners))
+        heard = queries.share(pack_gradient(grad, out, lse, impl))
         # A table's gradient is a mean over ranks; those of the query and the bias are sums, of which DDP takes means.
         scale = gradient_scale(queries.group)
         of_whole = unpack_gradient(heard, grad.size(-1), scale, impl)
@@ -126,8 +126,3 @@ class _Attend(torch.autograd.Function):
         parts = queries.back.send(dquery).view(owners, *grad.shape[:3], dquery.size(-1))
         dquery = add_parts(parts, 1 / scale, impl)
         return dquery, dkey, dvalue, None if dbias is None else dbias / scale, None, None, None
-
-
-def _to_each(rows: Tensor, owners: int) -> Tensor:
-    """The same rows once for each owner, one after the other."""
-    return rows if owners == 1 else rows.unsqueeze(0).expand(owners, *rows.shape).flatten(0, 1)

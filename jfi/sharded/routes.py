@@ -21,7 +21,7 @@ from torchrec.streamable import Multistreamable
 from jfi.modules import KeyBias, PositionBias, SequenceFeatureConfig, inputs
 from jfi.modules.validation import require_keys
 from jfi.ops.gather_rows import check_indices
-from jfi.sharded.exchange import Exchange
+from jfi.sharded.exchange import Exchange, Transport
 from jfi.sharded.ownership import Owners
 
 
@@ -52,18 +52,19 @@ class Route:
         """The ranks that queries of the features go to, ascending."""
         return sorted(self.owners[0].ranks)
 
-    def to_owners(self, group: dist.ProcessGroup, samples: list[int]) -> Exchange:
+    def to_owners(self, group: dist.ProcessGroup, samples: list[int], transport: Transport | None = None) -> Exchange:
         """What every rank sends and receives of its features' samples, which go to all owners.
 
         Args:
             group: all ranks.
             samples: batch size of each rank.
+            transport: of the exchange.
         """
         ranks, count = set(self.ranks), len(self.keys)
         own = samples[group.rank()] * count
         sent = [own if rank in ranks else 0 for rank in range(group.size())]
         received = [count * one if group.rank() in ranks else 0 for one in samples]
-        return Exchange(group, sent, received)
+        return Exchange(group, sent, received, transport)
 
     @property
     def brings_bucket(self) -> bool:

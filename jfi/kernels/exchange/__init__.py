@@ -1,0 +1,1 @@
+"""Kernels that write to the memory of other GPUs of a host."""
