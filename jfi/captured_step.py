@@ -10,7 +10,7 @@ staging blocks; one copy within the device then brings it to where the graph rea
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -20,6 +20,17 @@ from jfi.capturable import padding_ids, why_not_captured
 from jfi.modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection
 from jfi.room import with_room
 from jfi.static_batch import Buffers, Described, Ladder, UnsupportedBatch, describe, moved
+
+
+class Level:
+    """The buffers of one capacity, and its graph once it is captured."""
+
+    def __init__(self, buffers: Buffers, staging: int) -> None:
+        self.buffers, self.block = buffers, buffers.new_block()
+        self.staging = [buffers.new_block() for _ in range(staging)]
+        self.loads = self.eager_steps = 0
+        self.replay: Callable[[], None] | None = None
+        self.outputs: Any = None
 
 
 class StepGraphs:
@@ -42,10 +53,10 @@ class StepGraphs:
         self._step, self._model = step, model
         self._warmup_steps, self._most_graphs = warmup_steps, most_graphs
         self._device = next(model.parameters()).device
-        self._graphs = _CudaGraphs(self._device, staging) if self._device.type == "cuda" else None
+        self._graphs = CudaGraphs(self._device, staging) if self._device.type == "cuda" else None
         self._singles: frozenset[str] = frozenset()
         self._padding: dict[str, int] = {}
-        self._levels: dict[tuple[int, ...], _Level] = {}
+        self._levels: dict[tuple[int, ...], Level] = {}
         #: Steps that were replayed from a graph.
         self.captured = 0
         #: Steps that ran eagerly, by the reason.
@@ -73,13 +84,19 @@ class StepGraphs:
 
     def _run_in_buffers(self, batch: Described, capacities: tuple[int, ...]) -> Any:
         """A step on a batch that the capacities hold."""
+        level = self._level(batch.structure, capacities)
+        self._graphs.load(level, batch)
+        return self._run(level)
+
+    def _level(self, structure: Hashable, capacities: tuple[int, ...]) -> Level:
         # Dropout and the like are part of a graph.
         key = self._model.training, *capacities
         if key not in self._levels:
-            buffers = Buffers(batch.structure, capacities, self._padding, self._device)
-            self._levels[key] = self._graphs.level(buffers)
-        level = self._levels[key]
-        self._graphs.load(level, batch)
+            self._levels[key] = self._graphs.level(Buffers(structure, capacities, self._padding, self._device))
+        return self._levels[key]
+
+    def _run(self, level: Level) -> Any:
+        """A step on the batch in the block of a level."""
 
         def step() -> Any:
             with with_room(self._singles):
@@ -215,18 +232,7 @@ class CapturedStep(StepGraphs):
         self._singles = self._ladder.singles
 
 
-class _Level:
-    """The buffers of one capacity, and its graph once it is captured."""
-
-    def __init__(self, buffers: Buffers, staging: int) -> None:
-        self.buffers, self.block = buffers, buffers.new_block()
-        self.staging = [buffers.new_block() for _ in range(staging)]
-        self.loads = self.eager_steps = 0
-        self.replay: Callable[[], None] | None = None
-        self.outputs: Any = None
-
-
-class _CudaGraphs:
+class CudaGraphs:
     """Everything that needs a GPU: streams, copies, graphs."""
 
     def __init__(self, device: torch.device, staging: int) -> None:
@@ -238,13 +244,13 @@ class _CudaGraphs:
         #: By block of staging memory: it is filled; it was copied away.
         self._events: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
 
-    def level(self, buffers: Buffers) -> _Level:
-        level = _Level(buffers, self._staging)
+    def level(self, buffers: Buffers) -> Level:
+        level = Level(buffers, self._staging)
         self._events |= {id(block): (torch.cuda.Event(), torch.cuda.Event()) for block in level.staging}
         self._copies.wait_stream(torch.cuda.current_stream(self._device))
         return level
 
-    def load(self, level: _Level, batch: Described) -> None:
+    def load(self, level: Level, batch: Described) -> None:
         """Brings a batch into a level's buffers."""
         current = torch.cuda.current_stream(self._device)
         parts = [*batch.tensors, *(one.values() for one in batch.jagged)]

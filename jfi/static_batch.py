@@ -281,6 +281,22 @@ class Buffers:
                 for to in weights:
                     to[first : first + count].copy_(one.weights()[begin : begin + count], non_blocking=True)
 
+    def clear(self, block: Tensor) -> None:
+        """Takes a block's samples' values away."""
+        block.copy_(self._blank, non_blocking=True)
+
+    def narrow(self, block: Tensor, wider: "Buffers", given: Tensor) -> None:
+        """Copies a batch that fits this structure's capacities from a block of wider ones of the same structure."""
+        (tensors, jagged), (from_tensors, from_jagged) = self._views(block), wider._views(given)
+        for to, value in zip(tensors, from_tensors, strict=True):
+            to.copy_(value, non_blocking=True)
+        capacities = zip(jagged, from_jagged, self._capacities, wider._capacities, strict=True)
+        for (values, lengths, *weights), (from_values, from_lengths, *from_weights), own, others in capacities:
+            lengths.copy_(from_lengths, non_blocking=True)
+            for to, value in zip((values, *weights), (from_values, *from_weights), strict=True):
+                for part, other, count in zip(to.split(list(own)), value.split(list(others)), own, strict=True):
+                    part.copy_(other[:count], non_blocking=True)
+
     def batch(self, block: Tensor) -> Any:
         """A batch over a block's memory, made anew: what a KeyedJaggedTensor computes and keeps is of one use."""
         tensors, jagged = self._views(block)

@@ -164,10 +164,10 @@ class FakeGraphs:
     def __init__(self) -> None:
         self.captures = 0
 
-    def level(self, buffers: Buffers) -> module._Level:
-        return module._Level(buffers, staging=0)
+    def level(self, buffers: Buffers) -> module.Level:
+        return module.Level(buffers, staging=0)
 
-    def load(self, level: module._Level, described) -> None:
+    def load(self, level: module.Level, described) -> None:
         level.buffers.fill(level.block, described)
 
     def run(self, step: Callable) -> dict:

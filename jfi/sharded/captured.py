@@ -1,5 +1,6 @@
-"""Training steps of a sharded model as CUDA graphs, and the ids of the next batch on their way meanwhile."""
+"""Training steps of a sharded model as CUDA graphs, and the ids of the next batches on their way meanwhile."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -12,19 +13,27 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
 
 from jfi.capturable import why_module_not
-from jfi.captured_step import StepGraphs
+from jfi.captured_step import CudaGraphs, StepGraphs
+from jfi.room import here
+from jfi.sharded.fixed_shapes import AHEAD, FixedSender, Sending
+from jfi.sharded.peer_memory import PeerMemory, are_peers
 from jfi.sharded.routed import RoutedCollection
-from jfi.sharded.send_ahead import Ready, SendAhead, SentBatch, ids_of
+from jfi.sharded.send_ahead import SendAhead
+from jfi.sharded.sent_batch import SentBatch, ids_of
 from jfi.static_batch import describe
+
+#: Batches whose capacities the next ones are sent with: the largest of so many.
+_RECENT = 16
 
 
 class CapturedShardedStep(StepGraphs):
     """Runs the training step of a model whose attention goes to the rows as CUDA graphs.
 
     It is to `jfi.CapturedStep` what TorchRec's train pipeline is to a loop over batches: it takes an iterator, and
-    sends the ids of a batch to the owners of their rows while the step before it runs. All ranks take the same
-    decision for a batch: to replay a graph of the same capacities, or to run the step eagerly since the batch of one of
-    them does not fit.
+    sends the ids of a batch to the owners of their rows while the two steps before it run, as a CUDA graph of its own
+    (`jfi.sharded.fixed_shapes`). All ranks take the same decision for a batch: to replay a graph of the same
+    capacities, or to run the step eagerly since the batch of one of them does not fit. Where the GPUs of all ranks are
+    on one host and reach each other, what a step sends is written to their memory (`jfi.sharded.peer_memory`).
 
     What the step must keep to is what `jfi.CapturedStep` says, and it averages the gradients of the dense parameters
     itself, by `average_gradients`, before the optimizer's step: DistributedDataParallel keeps to a stream of its own,
@@ -39,6 +48,7 @@ class CapturedShardedStep(StepGraphs):
         reference: the batch that capacities follow from; None for the first one.
         warmup_steps: steps with each capacity before it is captured, at least 1.
         most_graphs: the most graphs; at least 1.
+        peer_memory: False sends everything through the process group.
 
     Raises:
         ValueError: the model has another sharded module, or none, or is in a DistributedDataParallel; its tables are
@@ -54,6 +64,7 @@ class CapturedShardedStep(StepGraphs):
         reference: Any = None,
         warmup_steps: int = 2,
         most_graphs: int = 4,
+        peer_memory: bool = True,
     ) -> None:
         super().__init__(self._compute, model, warmup_steps, most_graphs, staging=0)
         if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
@@ -62,19 +73,38 @@ class CapturedShardedStep(StepGraphs):
         self._group = self._collections[0].ranks
         if self._group.size() != dist.get_world_size():
             raise ValueError(f"all {dist.get_world_size()} processes must share the tables, got {self._group.size()}")
-        self._ahead = SendAhead(self._collections, dist.new_group(), self._device, self._graphs is not None)
+        self._ahead = SendAhead(self._collections, dist.new_group(), self._device)
+        self._senders: dict[tuple[int, ...], FixedSender] = {}
+        self._sender_graphs = None if self._graphs is None else CudaGraphs(self._device, staging=0)
+        self._peers: PeerMemory | None = None
+        if peer_memory and self._graphs is not None and self._group.size() > 1 and are_peers(self._group, self._device):
+            self._peers = PeerMemory(self._group, self._device)
         self._fused = model.fused_optimizer
-        self._ready: Ready | None = None
+        #: Batches on their way, and the capacities that the last ones needed.
+        self._sent: deque[Sending] = deque()
+        self._recent: deque[tuple[int, ...]] = deque(maxlen=_RECENT)
+        self._ready: SentBatch | None = None
         self._checked = False
         _copy_from_first(model, self._collections)
         if reference is not None:
-            self._ahead.refer(reference)
-            self._check()
+            self._refer(reference)
 
     def reset(self) -> None:
-        """As `StepGraphs.reset`, and forgets a batch that was sent ahead: needed before another iterator, too."""
+        """As `StepGraphs.reset`, and forgets batches that were sent ahead: needed before another iterator, too."""
         super().reset()
         self._ready = None
+        self._sent.clear()
+        for sender in self._senders.values():
+            sender.reset()
+
+    def summary(self) -> str:
+        """As `StepGraphs.summary`, and how rows travel."""
+        return super().summary() + "; rows travel through peer memory" * (self._peers is not None)
+
+    def _refer(self, batch: Any) -> None:
+        """Takes the capacities from a batch."""
+        self._recent.append(self._ahead.refer(batch))
+        self._check()
 
     def _check(self) -> None:
         """Takes what the ranks agreed on at the first batch."""
@@ -89,7 +119,7 @@ class CapturedShardedStep(StepGraphs):
             raise ValueError(f"the step cannot be captured: {reason}")
 
     def progress(self, batches: Iterator[Any]) -> Any:
-        """Makes a step on the next batch, and sends the one after it ahead.
+        """Makes a step on the next batch, and sends the second one after it ahead.
 
         Args:
             batches: this rank's part of each batch, on the host; best in pinned memory. All ranks have as many.
@@ -103,28 +133,77 @@ class CapturedShardedStep(StepGraphs):
                 wait for this one.
             ValueError: features that do not fit the collections, likewise.
         """
-        if self._ready is None:
-            self._ready = self._ahead.send(next(batches))
-            if not self._checked:
-                self._check()
-        ready, self._ready = self._ready, None
-        self._fused.zero_grad()  # hands its learning rate on to fbgemm
-        for collection in self._collections:
-            collection.follow_rate()
-        self._ahead.wait(ready)
-        if isinstance(ready.capacities, str):
-            outputs = self._run_eagerly(ready.sent, ready.capacities)
+        if self._graphs is None:
+            return self._progress_eagerly(batches)
+        self._send_next(batches)
+        if not self._sent:
+            raise StopIteration
+        sending = self._sent.popleft()
+        agreed = self._ahead.agree(sending.numbers())
+        capacities = agreed.reason or self._ahead.ladder.capacities(agreed.lengths)
+        self._begin_step()
+        if isinstance(capacities, str):
+            outputs = self._run_eagerly(self._sent_now(sending.batch, None), capacities)
         else:
-            outputs = self._run_in_buffers(describe(ready.sent), ready.capacities)
+            self._recent.append(capacities)
+            outputs = self._run_sent(sending, capacities)
+        self._send_next(batches)
+        return outputs
+
+    def _progress_eagerly(self, batches: Iterator[Any]) -> Any:
+        """Without a GPU: the next batch is sent in its exact number of ids."""
+        if self._ready is None:
+            first = next(batches)
+            if not self._checked:
+                self._refer(first)
+            self._ready = self._ahead.send(first)
+        ready, self._ready = self._ready, None
+        self._begin_step()
+        outputs = self._run_eagerly(ready, "without a GPU")
         following = next(batches, None)
         if following is not None:
             self._ready = self._ahead.send(following)
         return outputs
 
+    def _send_next(self, batches: Iterator[Any]) -> None:
+        """Sends batches until as many are on their way as may be, if there are any."""
+        while len(self._sent) < AHEAD:
+            batch = next(batches, None)
+            if batch is None:
+                return
+            if not self._checked:
+                self._refer(batch)
+            capacities = tuple(map(max, *self._recent)) if len(self._recent) > 1 else self._recent[0]
+            if capacities not in self._senders:
+                self._senders[capacities] = FixedSender(self._ahead, capacities, self._sender_graphs)
+            self._sent.append(self._senders[capacities].send(batch))
+
+    def _begin_step(self) -> None:
+        self._fused.zero_grad()  # hands its learning rate on to fbgemm
+        for collection in self._collections:
+            collection.follow_rate()
+
+    def _run_sent(self, sending: Sending, capacities: tuple[int, ...]) -> Any:
+        if not sending.sender.holds(capacities):  # more than in any of the last batches
+            return self._run_in_buffers(describe(self._sent_now(sending.batch, capacities)), capacities)
+        level = self._level(sending.sender.structure, capacities)
+        sending.load(capacities, level.buffers, level.block)
+        return self._run(level)
+
+    def _sent_now(self, batch: Any, capacities: tuple[int, ...] | None) -> SentBatch:
+        """The batch sent once more, in its exact number of ids."""
+        sent = self._ahead.send(batch, capacities)
+        self._ahead.wait(sent)
+        return sent
+
     def _compute(self, sent: SentBatch) -> Any:
-        ids = ids_of(describe(sent.batch))
+        ids, peers = ids_of(describe(sent.batch)), self._peers if here.has_room else None
         with ExitStack() as stack:
-            for collection, arrived in zip(self._collections, self._ahead.arrived(sent, self._group), strict=True):
+            if peers is not None:
+                stack.enter_context(peers.step())
+            for collection, arrived in zip(
+                self._collections, sent.arrived(self._collections, self._group, peers), strict=True
+            ):
                 stack.enter_context(collection.given(ids, arrived))
             return self._own_step(sent.batch)
 

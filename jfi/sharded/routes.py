@@ -21,6 +21,7 @@ from torchrec.streamable import Multistreamable
 from jfi.modules import KeyBias, PositionBias, SequenceFeatureConfig, inputs
 from jfi.modules.validation import require_keys
 from jfi.ops.gather_rows import check_indices
+from jfi.room import here
 from jfi.sharded.exchange import Exchange, Transport
 from jfi.sharded.ownership import Owners
 
@@ -83,9 +84,9 @@ class Sent(NamedTuple):
     columns: Tensor  # [S, K] int32: the row's place in the owner's memory, then what the events bring along
     sums: Tensor  # [W] int64, events for each owner
     counts: Tensor | None  # [W, sequences * B] int32, events of each sample for each owner, if attention reads them
-    ranks: Tensor | None  # [S] int64: the owners, ascending; None if there is one rank alone
+    ranks: Tensor | None  # [S] int64: the owners, ascending, W of padding; None if the first sums[0] are for one rank
     order: Tensor | None  # [S] int64: where a sent event was in the batch; None: where it is
-    sizes: list[int]  # events of each sequence
+    sizes: list[int]  # events of each sequence, with room if there is any
 
     def counts_for(self, route: Route) -> Tensor:
         """[owners * sequences * B] int32: events of each sample for each rank that owns rows of the route."""
@@ -94,6 +95,14 @@ class Sent(NamedTuple):
             self.counts if len(owners) == self.counts.size(0) else torch.stack([self.counts[rank] for rank in owners])
         )
         return counts.flatten()
+
+    def slots(self, most: int) -> Tensor:
+        """[S] int64: where each goes among `most` places for each rank; W · most for those beyond, and padding."""
+        size, place = self.sums.size(0), torch.arange(self.columns.size(0), device=self.columns.device)
+        if self.ranks is None:
+            return torch.where(place < self.sums.clamp(max=most), place, most)
+        within = place - pad(self.sums.cumsum(0), (1, 0))[self.ranks]
+        return torch.where((self.ranks < size) & (within < most), self.ranks * most + within, size * most)
 
 
 @dataclass
@@ -235,32 +244,53 @@ def check_route(route: Route, by_key: dict[str, JaggedTensor]) -> None:
 def sort_by_owner(route: Route, by_key: dict[str, JaggedTensor], num_ranks: int) -> Sent:
     """A route's events of this rank, sorted by the rank that owns their rows. Nothing synchronizes with a GPU.
 
+    Where jagged tensors may have room (`jfi.room`), what is behind a key's own values comes last.
+
     Args:
         route: what to send.
         by_key: ids, bucket ids and weights.
         num_ranks: W.
     """
     sequences = [by_key[key] for key in route.keys]
+    with_room = here.has_room and not here.singles.issuperset(route.keys)
     sizes, located = [one.values().size(0) for one in sequences], []
     for key, table, owners, one in zip(route.keys, route.tables, route.owners, sequences, strict=True):
         ids = one.values()
         check_indices(f"features['{key}']", ids, owners.num_rows, f"table '{table}'", one.lengths())
-        located.append(owners.locate(ids))
+        ranks, rows = owners.locate(ids)
+        if with_room and (num_ranks > 1 or len(sequences) > 1):
+            place = torch.arange(ids.size(0), device=ids.device)
+            kind = torch.uint8 if num_ranks < 256 else torch.int16
+            ranks = torch.where(place < one.offsets()[-1], ranks.to(kind), num_ranks)
+        located.append((ranks, rows))
     ranks, rows = (_joined(list(parts)) for parts in zip(*located, strict=True))
     columns = torch.stack([rows, *_brought(route, by_key, sequences)], 1)
     lengths = _joined([one.lengths() for one in sequences]) if route.features else None
-    if num_ranks == 1:
-        sums = torch.full((1,), rows.size(0), device=rows.device)
+    if num_ranks == 1 and not (with_room and len(sequences) > 1):
+        sums = sequences[0].offsets()[-1:].long() if with_room else torch.full((1,), rows.size(0), device=rows.device)
         return Sent(columns, sums, None if lengths is None else lengths.to(torch.int32).unsqueeze(0), None, None, sizes)
     ranks, order = torch.sort(ranks, stable=True)
     columns, ranks = columns.index_select(0, order), ranks.long()
     if lengths is None:
         return Sent(columns, _run_lengths(ranks, num_ranks), None, ranks, order, sizes)
     # Ascending, since events are sorted by owner and come by sample.
-    samples = torch.arange(lengths.size(0), device=lengths.device)
-    samples = torch.repeat_interleave(samples, lengths, output_size=rows.size(0)).index_select(0, order)
+    samples = _samples(sequences, lengths, with_room).index_select(0, order)
     counts = _run_lengths(ranks * lengths.size(0) + samples, num_ranks * lengths.size(0)).view(num_ranks, -1)
     return Sent(columns, counts.sum(1), counts.to(torch.int32), ranks, order, sizes)
+
+
+def _samples(sequences: list[JaggedTensor], lengths: Tensor, with_room: bool) -> Tensor:
+    """[S] int64: the sample of each event, numbered through all sequences; of padding any number."""
+    if not with_room:
+        samples = torch.arange(lengths.size(0), device=lengths.device)
+        count = sum([one.values().size(0) for one in sequences])
+        return torch.repeat_interleave(samples, lengths, output_size=count)
+    found, first = [], 0
+    for one in sequences:
+        place = torch.arange(one.values().size(0), device=lengths.device, dtype=one.offsets().dtype)
+        found.append(torch.searchsorted(one.offsets()[1:].contiguous(), place, right=True) + first)
+        first += one.lengths().size(0)
+    return _joined(found)
 
 
 def _run_lengths(ascending: Tensor, count: int) -> Tensor:
@@ -281,7 +311,8 @@ def _brought(route: Route, by_key: dict[str, JaggedTensor], sequences: list[Jagg
         buckets = []
         for place, feature, one in zip(route.places, route.features, sequences, strict=True):
             if isinstance(feature.bias, PositionBias):
-                own = inputs.position_buckets(one.offsets(), one.values().size(0), feature.num_buckets)
+                count = one.values().size(0)
+                own = inputs.position_buckets(one.offsets(), count, feature.num_buckets, here.has_room)
             else:
                 own = by_key[feature.bias_key].values()
             buckets.append(own + place * feature.num_buckets)

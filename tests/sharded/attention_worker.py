@@ -28,7 +28,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from benchmarks.sent_bytes import SentBytes
 from jfi import KeyBias, PositionBias, SequenceDLRM, SequenceFeatureConfig, WeightBias
-from jfi.captured_step import _Level
+from jfi.captured_step import Level
 from jfi.modules import validation
 from jfi.ops import _checks
 from jfi.ops.partial_target_attention import attend_to_part, part_gradients
@@ -227,10 +227,10 @@ def shard(model: SequenceDLRM, case: Case, data_parallel: bool = True) -> nn.Mod
 class StandInGraphs:
     """Runs the step on buffers with room, at a replay as before it."""
 
-    def level(self, buffers: Buffers) -> _Level:
-        return _Level(buffers, staging=0)
+    def level(self, buffers: Buffers) -> Level:
+        return Level(buffers, staging=0)
 
-    def load(self, level: _Level, batch: Described) -> None:
+    def load(self, level: Level, batch: Described) -> None:
         level.buffers.fill(level.block, batch)
 
     def run(self, step: Callable) -> object:
@@ -279,7 +279,7 @@ def as_on_a_gpu() -> Iterator[None]:
 
 def use_stand_ins(captured: CapturedShardedStep) -> None:
     """Its steps run on buffers with room; needs `as_on_a_gpu`."""
-    captured._graphs, captured._ahead._in_buffers = StandInGraphs(), True
+    captured._graphs = StandInGraphs()
 
 
 def train_together(case: Case, way: str = "eager") -> dict:

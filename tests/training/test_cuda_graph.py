@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_run import assert_same_run, by_user, read_results, saved_tensors, tiny
 
-from jfi.captured_step import CapturedStep, _Level
+from jfi.captured_step import CapturedStep, Level
 from jfi.data import load_dataset
 from jfi.training import Config, EncoderConfig, OptimizerConfig, OptimizerGroup, resume, train
 from jfi.training.capture import capture
@@ -85,7 +85,7 @@ class StandInGraphs:
     """Runs the step on the buffers, at a replay as before it."""
 
     def level(self, buffers):
-        return _Level(buffers, staging=0)
+        return Level(buffers, staging=0)
 
     def load(self, level, batch):
         level.buffers.fill(level.block, batch)

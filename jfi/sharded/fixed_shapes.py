@@ -1,0 +1,221 @@
+"""The ids of batches on their way in fixed shapes, so that sending them is one CUDA graph: nothing waits for the host.
+
+Every pair of ranks has places for the most ids that one of them may have for the other, -1 in places left. What has
+arrived is moved together at its owner, as if the exact numbers had been sent. The host reads the numbers of a batch
+when its step comes, long after they arrived, and finds whether there was room for all of it.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from jfi.captured_step import CudaGraphs
+from jfi.room import with_room
+from jfi.sharded.exchange import Exchange
+from jfi.sharded.routes import Route, Sent
+from jfi.sharded.send_ahead import SendAhead, ask
+from jfi.sharded.sent_batch import SentBatch, asked_key, column_keys, ids_of, jagged, sent_key, slot_keys
+from jfi.static_batch import Buffers, Described, describe
+
+#: Batches that are on their way while a step runs.
+AHEAD = 2
+#: Batches that a sender sends by single launches before its graph is captured.
+_WARM_UP = 2
+
+
+class _Slot:
+    """Memory of a batch that was sent, and of what the ranks told each other of it."""
+
+    def __init__(self, block: Tensor, numbers: Tensor) -> None:
+        self.block, self.numbers = block, numbers
+        #: On a GPU: it is filled; the step has it.
+        self.filled, self.copied = (torch.cuda.Event() if block.is_cuda else None for _ in range(2))
+
+
+class FixedSender:
+    """Sends batches of fixed capacities; all ranks call it with their parts of the same batch.
+
+    Args:
+        ahead: which knows the ladder, after `refer`.
+        capacities: by name of the ladder.
+        graphs: makes CUDA graphs; None to send by single launches.
+
+    Attributes:
+        capacities: as given.
+    """
+
+    def __init__(self, ahead: SendAhead, capacities: tuple[int, ...], graphs: CudaGraphs | None) -> None:
+        self.ahead, self.capacities, self._graphs = ahead, capacities, graphs
+        self._room = dict(zip(ahead.names, capacities, strict=True))
+        device, first, size = ahead.device, ahead.first, ahead.group.size()
+        keys = len(first.keys)
+        self._own = torch.zeros(2 + 2 * keys, dtype=torch.int64, device=device)
+        self._numbers = torch.zeros(size, 2 + 2 * keys + size * len(ahead.routes), dtype=torch.int64, device=device)
+        self._samples = (ids_of(first).stride(),) * size
+        self._raw = Buffers(first.structure, capacities[:keys], ahead.padding, device)
+        self._raw_block = self._raw.new_block()
+        # Made here, since a capture copies nothing from the host.
+        self._owners = [torch.tensor(route.ranks, device=device) for route in ahead.routes]
+        self._blank = [self._blank_event(place, route) for place, route in enumerate(ahead.routes)]
+        #: Of a `SentBatch`, made of the first one.
+        self._buffers: Buffers | None = None
+        self._block: Tensor | None = None
+        self._slots: list[_Slot] = []
+        self._replay: Callable[[], None] | None = None
+        self._count = 0
+        if ahead.stream is not None:
+            ahead.stream.wait_stream(torch.cuda.current_stream(device))
+
+    def send(self, batch: Any) -> "Sending":
+        """Sends a batch in any memory, best in pinned memory, and waits for nothing.
+
+        Raises:
+            UnsupportedBatch: a batch that is no tree of tensors and constants with one KeyedJaggedTensor.
+            ValueError: features that do not fit the routes.
+        """
+        described = describe(batch)
+        own, stream = torch.tensor(self.ahead.numbers_of(described)), self.ahead.stream
+        with self.ahead.sending():
+            if self._holds(described):
+                self._raw.fill(self._raw_block, described)
+            else:  # nothing of it is sent here, as all ranks will see from their numbers
+                self._raw.clear(self._raw_block)
+            self._own.copy_(own if stream is None else own.pin_memory(), non_blocking=True)
+            self._run()
+            slot = self._slots[self._count % len(self._slots)]
+            self._count += 1
+            if stream is not None:
+                stream.wait_event(slot.copied)
+            slot.block.copy_(self._block, non_blocking=True)
+            slot.numbers.copy_(self._numbers, non_blocking=True)
+            if stream is not None:
+                slot.filled.record(stream)
+        return Sending(batch, self, slot)
+
+    def reset(self) -> None:
+        """Forgets the graph, for which NCCL would wait at its end."""
+        self._replay = None
+
+    def holds(self, capacities: tuple[int, ...]) -> bool:
+        """Whether it has room for batches of these capacities."""
+        return all(own >= other for own, other in zip(self.capacities, capacities, strict=True))
+
+    def load(self, slot: _Slot, capacities: tuple[int, ...], buffers: Buffers, block: Tensor) -> None:
+        """Copies a sent batch of these capacities, which it has room for, into a block of buffers that have them."""
+        if capacities == self.capacities:
+            block.copy_(slot.block)
+            return
+        buffers.narrow(block, self._buffers, slot.block)
+        given, taken = self._buffers.batch(slot.block), buffers.batch(block)
+        fetched = [place for place, route in enumerate(self.ahead.routes) if not route.features]
+        size, by_name = self.ahead.group.size(), dict(zip(self.ahead.names, capacities, strict=True))
+        parts = zip(fetched, given.asked, taken.asked, taken.slots, strict=True)
+        for place, asked, to_asked, slots in parts:
+            had, has = (room[asked_key(place)] // size for room in (self._room, by_name))
+            rows = asked.values()[: size * had].view(size, had)
+            to_asked.values()[: size * has].view(size, has).copy_(rows[:, :has])
+            where = slots.values()  # narrowed already
+            where.copy_(torch.where(where < 0, -1, where // had * has + where % had))
+
+    @property
+    def structure(self) -> object:
+        """Of a `SentBatch`."""
+        return self._buffers.structure
+
+    def _holds(self, batch: Described) -> bool:
+        if batch.structure != self.ahead.first.structure:
+            return False
+        singles = self.ahead.singles
+        kinds = zip(batch.keys, batch.lengths, self.capacities, strict=False)
+        return all(count == most if key in singles else count <= most for key, count, most in kinds)
+
+    def _run(self) -> None:
+        if self._replay is None and self._graphs is not None and self._count >= _WARM_UP:
+            self._replay, _ = self._graphs.capture(self._fill)
+        if self._replay is None:
+            self._fill()
+        else:
+            self._replay()
+
+    def _fill(self) -> None:
+        """From the raw batch and `_own` to what arrived, in `_block`, and `_numbers`."""
+        with with_room(self.ahead.singles):
+            found = describe(self._sent())
+        if self._buffers is None:
+            device, pinned = self.ahead.device, self.ahead.stream is not None
+            self._buffers = Buffers(found.structure, self.capacities, self.ahead.padding, device)
+            self._block = self._buffers.new_block()
+            for _ in range(AHEAD + 1):
+                numbers = torch.zeros(self._numbers.shape, dtype=torch.int64, pin_memory=pinned)
+                self._slots.append(_Slot(self._buffers.new_block(), numbers))
+        self._buffers.fill(self._block, found)
+
+    def _sent(self) -> SentBatch:
+        batch, group = self._raw.batch(self._raw_block), self.ahead.group
+        all_sent = self.ahead.sort(batch)
+        self._numbers.copy_(self.ahead.tell(self._own, all_sent))
+        sent, ids = SentBatch(batch, self._samples, [], [], []), ids_of(describe(batch))
+        for place, (route, own) in enumerate(zip(self.ahead.routes, all_sent, strict=True)):
+            if route.features:
+                sent.events.append(self._events(place, route, own))
+                continue
+            asked, slots = ask(group, place, own, self._room[asked_key(place)] // group.size())
+            sent.asked.append(asked)
+            lengths = torch.cat([ids[key].lengths() for key in route.keys])
+            sent.slots.append(jagged(slot_keys(place, route), slots, lengths, own.sizes))
+        return sent
+
+    def _events(self, place: int, route: Route, sent: Sent) -> KeyedJaggedTensor:
+        """The events that arrive here, of all ranks, with room behind them."""
+        group, blank, keys = self.ahead.group, self._blank[place], column_keys(place, route)
+        size, most, room = group.size(), self._room[sent_key(place)], self._room[keys[0]]
+        going = blank.repeat(size * most + 1, 1).index_copy_(0, sent.slots(most), sent.columns)[:-1]
+        if len(route.ranks) < size:
+            going = going.view(size, most, -1).index_select(0, self._owners[place]).flatten(0, 1)
+        is_owner = group.rank() in route.ranks
+        counts = [most if rank in route.ranks else 0 for rank in range(size)], [most if is_owner else 0] * size
+        arrived = Exchange(group, *counts).send(going)
+        lengths = route.to_owners(group, list(self._samples)).send(sent.counts_for(route))
+        if is_owner:
+            ends = lengths.view(size, -1).sum(1).cumsum(0)
+            at = torch.arange(room, device=ends.device)
+            source = torch.searchsorted(ends, at, right=True).clamp_(max=size - 1)
+            place_there = source * most + at - pad(ends[:-1], (1, 0))[source]
+            columns = arrived.index_select(0, place_there.clamp_(0, size * most - 1))
+            columns = torch.where((at < ends[-1]).unsqueeze(1), columns, blank)
+        else:
+            columns = blank.repeat(room, 1)
+        return jagged(keys, columns.t().flatten(), lengths.repeat(len(keys)), [room] * len(keys))
+
+    def _blank_event(self, place: int, route: Route) -> Tensor:
+        """[1, K] int32: what is in the places left."""
+        found = [self.ahead.padding.get(key, 0) for key in column_keys(place, route)] if route.features else []
+        return torch.tensor([found], dtype=torch.int32, device=self.ahead.device)
+
+
+class Sending(NamedTuple):
+    """A batch on its way."""
+
+    batch: Any  # as it was given
+    sender: FixedSender
+    slot: _Slot
+
+    def numbers(self) -> list[list[int]]:
+        """What the ranks told each other of it."""
+        if self.slot.filled is not None:
+            self.slot.filled.synchronize()
+        return self.slot.numbers.tolist()
+
+    def load(self, capacities: tuple[int, ...], buffers: Buffers, block: Tensor) -> None:
+        """Copies the batch into a block of buffers; the current stream waits for its arrival."""
+        if self.slot.filled is None:
+            self.sender.load(self.slot, capacities, buffers, block)
+            return
+        current = torch.cuda.current_stream(block.device)
+        current.wait_event(self.slot.filled)
+        self.sender.load(self.slot, capacities, buffers, block)
+        self.slot.copied.record(current)
