@@ -156,8 +156,11 @@ class ScaledTraining:
 
     def sent_bytes(self) -> float:
         """That this process sends in a step, the mean of some; a graph's are those of a step before it was captured."""
-        steps = BATCHES if self.captured is None else 1
-        self.seconds(steps)  # which also sends the ids of the batches that follow
+        self.seconds(BATCHES)  # which also sends the ids of the batches that follow
+        steps = BATCHES
+        if self.captured is not None and self.device.type == "cuda":
+            steps = 1
+            self.captured.reset()  # so that the next step is launched eagerly, and one batch is sent by a new graph
         with SentBytes() as counted:
             self.seconds(steps)
         # The dense parameters' gradients, which DistributedDataParallel sends without Python.

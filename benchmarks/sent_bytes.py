@@ -1,4 +1,4 @@
-"""Counts the bytes that a process sends to others through torch.distributed's Python functions.
+"""Counts the bytes that a process sends to others through torch.distributed's Python functions and peer memory.
 
 DistributedDataParallel's all-reduces of the dense parameters are made in C++ and are not among them: they are the same
 for every way to exchange rows, and do not depend on the batch.
@@ -11,6 +11,8 @@ from unittest import mock
 
 import torch.distributed as dist
 from torch import Tensor
+
+from jfi.sharded.peer_memory import PeerMemory
 
 
 class SentBytes:
@@ -40,6 +42,17 @@ class SentBytes:
         self._patches = ExitStack()
         for name, leaving in _LEAVING.items():
             self._patches.enter_context(mock.patch.object(dist, name, self._counted(name, leaving)))
+        original = PeerMemory.send
+
+        def send(memory: PeerMemory, rows: Tensor, sent: list[int], received: list[int], shared: bool) -> Tensor | None:
+            arrived = original(memory, rows, sent, received, shared)
+            if arrived is not None:
+                row, away = _bytes(rows[:1]), sum(sent) - sent[memory.group.rank()]
+                self.sent["peer_memory"] += row * away
+                self.calls["peer_memory"] += 1
+            return arrived
+
+        self._patches.enter_context(mock.patch.object(PeerMemory, "send", send))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -139,16 +139,27 @@ class CapturedShardedStep(StepGraphs):
         if not self._sent:
             raise StopIteration
         sending = self._sent.popleft()
-        agreed = self._ahead.agree(sending.numbers())
-        capacities = agreed.reason or self._ahead.ladder.capacities(agreed.lengths)
-        self._begin_step()
-        if isinstance(capacities, str):
-            outputs = self._run_eagerly(self._sent_now(sending.batch, None), capacities)
+        capacities = self._ahead.agree(sending.numbers()).capacities
+        if not isinstance(capacities, str) and sending.sender.holds(capacities):
+            self._begin_step()
+            level = self._level(sending.sender.structure, capacities)
+            sending.load(capacities, level.buffers, level.block)
+            outputs = self._run(level)
         else:
+            outputs, capacities = self._run_sent_again(sending.batch)
+        if not isinstance(capacities, str):
             self._recent.append(capacities)
-            outputs = self._run_sent(sending, capacities)
         self._send_next(batches)
         return outputs
+
+    def _run_sent_again(self, batch: Any) -> tuple[Any, tuple[int, ...] | str]:
+        """A step on a batch that there was no room for where it was sent, and the capacities that hold it."""
+        sent, capacities = self._ahead.send(batch, in_buffers=True)
+        self._ahead.wait(sent)
+        self._begin_step()
+        if isinstance(capacities, str):
+            return self._run_eagerly(sent, capacities), capacities
+        return self._run_in_buffers(describe(sent), capacities), capacities
 
     def _progress_eagerly(self, batches: Iterator[Any]) -> Any:
         """Without a GPU: the next batch is sent in its exact number of ids."""
@@ -156,13 +167,13 @@ class CapturedShardedStep(StepGraphs):
             first = next(batches)
             if not self._checked:
                 self._refer(first)
-            self._ready = self._ahead.send(first)
+            self._ready, _ = self._ahead.send(first, in_buffers=False)
         ready, self._ready = self._ready, None
         self._begin_step()
         outputs = self._run_eagerly(ready, "without a GPU")
         following = next(batches, None)
         if following is not None:
-            self._ready = self._ahead.send(following)
+            self._ready, _ = self._ahead.send(following, in_buffers=False)
         return outputs
 
     def _send_next(self, batches: Iterator[Any]) -> None:
@@ -182,19 +193,6 @@ class CapturedShardedStep(StepGraphs):
         self._fused.zero_grad()  # hands its learning rate on to fbgemm
         for collection in self._collections:
             collection.follow_rate()
-
-    def _run_sent(self, sending: Sending, capacities: tuple[int, ...]) -> Any:
-        if not sending.sender.holds(capacities):  # more than in any of the last batches
-            return self._run_in_buffers(describe(self._sent_now(sending.batch, capacities)), capacities)
-        level = self._level(sending.sender.structure, capacities)
-        sending.load(capacities, level.buffers, level.block)
-        return self._run(level)
-
-    def _sent_now(self, batch: Any, capacities: tuple[int, ...] | None) -> SentBatch:
-        """The batch sent once more, in its exact number of ids."""
-        sent = self._ahead.send(batch, capacities)
-        self._ahead.wait(sent)
-        return sent
 
     def _compute(self, sent: SentBatch) -> Any:
         ids, peers = ids_of(describe(sent.batch)), self._peers if here.has_room else None

@@ -32,7 +32,7 @@ class PeerMemory:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self._device = group, device
+        self.group, self._device = group, device
         self._memory: Tensor | None = None
         self._handle = self._addresses = None
         self._targets: dict[tuple[int, ...], Tensor] = {}
@@ -58,7 +58,7 @@ class PeerMemory:
         if self._memory is not None:
             self._before.append((self._memory, self._handle))
         size = _aligned(max(1, int(size * _MARGIN)))
-        self._memory, self._handle = compat.symmetric_memory(size, self._device, self._group)
+        self._memory, self._handle = compat.symmetric_memory(size, self._device, self.group)
         self._addresses = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=self._device)
 
     def send(self, rows: Tensor, sent: list[int], received: list[int], shared: bool) -> Tensor | None:
@@ -78,7 +78,7 @@ class PeerMemory:
         place, self._used = self._used, self._used + _aligned(len(sent) * chunk * row)
         if self._memory is None or self._used > self._memory.size(0):
             return None
-        push(rows.contiguous(), to, self._addresses, place + self._group.rank() * chunk * row, shared)
+        push(rows.contiguous(), to, self._addresses, place + self.group.rank() * chunk * row, shared)
         self._handle.barrier(channel=0)
         begin = place + (sources[0] if sources else 0) * chunk * row
         arrived = self._memory[begin : begin + len(sources) * chunk * row].view(rows.dtype)

@@ -52,8 +52,7 @@ class Agreed(NamedTuple):
 
     samples: tuple[int, ...]  # of every rank
     places: list[list[list[int]]]  # by route what each rank sends to each other one
-    lengths: tuple[int, ...]  # by name of `SendAhead.ladder`
-    reason: str | None  # why no capacities hold it
+    capacities: tuple[int, ...] | str  # by name of `SendAhead.ladder`, or why none hold it
 
 
 class SendAhead:
@@ -107,12 +106,15 @@ class SendAhead:
             self.ladder = Ladder(None, self.names, lengths, fixed, singles)
             return self.ladder.capacities(lengths)
 
-    def send(self, batch: Any, capacities: tuple[int, ...] | None = None) -> SentBatch:
+    def send(self, batch: Any, in_buffers: bool) -> tuple[SentBatch, tuple[int, ...] | str]:
         """Sends a batch in any memory; waits for its counts, but for no step that runs.
 
         Args:
             batch: this rank's.
-            capacities: of the buffers that the step will read, by name of the ladder; None if it reads none.
+            in_buffers: whether the step will read it in buffers, if there are capacities that hold it.
+
+        Returns:
+            What was sent, and the capacities that hold it, or why none do.
 
         Raises:
             UnsupportedBatch: a batch that is no tree of tensors and constants with one KeyedJaggedTensor.
@@ -120,7 +122,9 @@ class SendAhead:
         """
         with self.sending():
             batch, sent, numbers = self._tell(batch)
-            return self._send(batch, sent, self.agree(numbers.tolist()), capacities)
+            agreed = self.agree(numbers.tolist())
+            room = agreed.capacities if in_buffers and not isinstance(agreed.capacities, str) else None
+            return self._send(batch, sent, agreed, room), agreed.capacities
 
     def wait(self, sent: SentBatch) -> None:
         """The current stream waits for what was sent."""
@@ -157,9 +161,10 @@ class SendAhead:
         single = [all(one) for one in columns[len(keys) : 2 * len(keys)]]
         lost = [key for key, was, now in zip(keys, self._singles, single, strict=False) if was > now]
         if not all(alike) or len(set(samples)) > 1:
-            return Agreed(samples, self._places(rows), (), OTHER_STRUCTURE)
-        lengths = self._keys(rows)[1]
-        return Agreed(samples, self._places(rows), lengths, not_single(lost[0]) if lost else None)
+            capacities = OTHER_STRUCTURE
+        else:
+            capacities = not_single(lost[0]) if lost else self.ladder.capacities(self._keys(rows)[1])
+        return Agreed(samples, self._places(rows), capacities)
 
     def _tell(self, batch: Any) -> tuple[Any, list[Sent], Tensor]:
         """The batch on the device, its sorted ids, and `tell` on the host."""
@@ -208,7 +213,7 @@ class SendAhead:
         names, counts, fixed = zip(*found, strict=True)
         return list(names), counts, list(fixed)
 
-    def _send(self, batch: Any, all_sent: list[Sent], agreed: Agreed, capacities: tuple[int, ...] | None) -> SentBatch:
+    def _send(self, batch: Any, all_sent: list[Sent], agreed: Agreed, room: tuple[int, ...] | None) -> SentBatch:
         sent = SentBatch(batch, agreed.samples, [], [], [])
         ids = ids_of(describe(batch))
         for place, (route, own, counts) in enumerate(zip(self.routes, all_sent, agreed.places, strict=True)):
@@ -216,8 +221,8 @@ class SendAhead:
                 sent.events.append(self._events(place, own, counts, agreed.samples))
                 continue
             most = max(map(max, counts))
-            if capacities is not None:
-                most = capacities[self.names.index(asked_key(place))] // self.group.size()
+            if room is not None:
+                most = room[self.names.index(asked_key(place))] // self.group.size()
             asked, slots = ask(self.group, place, own, most)
             sent.asked.append(asked)
             lengths = torch.cat([ids[key].lengths() for key in route.keys])

@@ -45,6 +45,7 @@ from jfi.static_batch import Buffers, Described
 #: Rows of the tables of bags.
 BAGS = {"user": 40, "tag": 25, "city": 7}
 STEPS, SAMPLES, ITEMS, OTHERS = 4, 8, 50, 30
+RUN_SENT_AGAIN = CapturedShardedStep._run_sent_again
 RATE, EPS = 0.1, 1e-10
 ROWWISE = "rowwise_adagrad"
 OPTIMIZERS = {"adagrad": torch.optim.Adagrad, ROWWISE: RowWiseAdagrad, "sgd": torch.optim.SGD}
@@ -285,14 +286,16 @@ def use_stand_ins(captured: CapturedShardedStep) -> None:
 def train_together(case: Case, way: str = "eager") -> dict:
     """The losses of all ranks' samples, sums of the optimizer's states, and what this rank sent in the last step.
 
-    `way` is "eager", "ahead" (ids are sent before the step) or "buffers" (and the step reads buffers with room).
+    `way` is "eager", "ahead" (ids are sent before the step), "buffers" (and the step reads buffers with room) or
+    "levels" (of which many sizes come up).
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     model, losses = shard(build(case), case, way == "eager"), []
     dense_parameters = list(dict(in_backward_optimizer_filter(model.named_parameters())).values())
     rest = torch.optim.SGD(dense_parameters, lr=RATE)
     parts = case.parts if size == 2 else (0, SAMPLES)
-    if way == "buffers":
+    in_buffers = way in ("buffers", "levels")
+    if in_buffers and size == 2:
         parts = (0, SAMPLES // 2, SAMPLES)
     batches = [part_of(make_batch(case, step), parts[rank], parts[rank + 1]) for step in range(STEPS)]
 
@@ -311,11 +314,20 @@ def train_together(case: Case, way: str = "eager") -> dict:
         for parameter in dense_parameters if rank else []:
             parameter.data += 1  # which the first rank's take the place of
         captured = CapturedShardedStep(step, model, warmup_steps=1)
-        if way == "buffers":
+        if in_buffers:
             use_stand_ins(captured)
+    sizes = mock.patch("jfi.static_batch._MULTIPLE", 1 if way == "levels" else 64)
+    narrowed, sent_again = 0, 0
     for number in range(STEPS):
-        with SentBytes() as sent, as_on_a_gpu() if way == "buffers" else nullcontext():
-            loss = step(batches[number]) if captured is None else captured.progress(given)
+        with SentBytes() as sent, sizes, as_on_a_gpu() if in_buffers else nullcontext():
+            with (
+                mock.patch.object(Buffers, "narrow", autospec=True, side_effect=Buffers.narrow) as narrow,
+                mock.patch.object(
+                    CapturedShardedStep, "_run_sent_again", autospec=True, side_effect=RUN_SENT_AGAIN
+                ) as again,
+            ):
+                loss = step(batches[number]) if captured is None else captured.progress(given)
+            narrowed, sent_again = narrowed + narrow.call_count, sent_again + again.call_count
         loss = (loss[0] if isinstance(loss, list) else loss).clone()
         dist.all_reduce(loss)
         losses.append(loss.item())
@@ -329,6 +341,7 @@ def train_together(case: Case, way: str = "eager") -> dict:
             states[name.split(".")[-2]] = total.item()
     weights = {name: type(value).__name__ for name, value in model.state_dict().items() if "embeddings" in name}
     made = {"sent": dict(sent.sent), "calls": dict(sent.calls), "weights": weights}
+    made |= {"narrowed": narrowed, "sent again": sent_again}
     return made | {"losses": losses, "states": states, "summary": captured and captured.summary()}
 
 
@@ -336,6 +349,7 @@ if __name__ == "__main__":
     rank, size, store, out = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
     found = {way: {name: train_together(case, way) for name, case in CASES.items()} for way in ("eager", "ahead")}
-    found["buffers"] = {name: train_together(case, "buffers") for name, case in CASES.items() if name != LOCAL}
+    for way in ("buffers", "levels"):
+        found[way] = {name: train_together(case, way) for name, case in CASES.items() if name != LOCAL}
     Path(out).write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -10,7 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from attention_worker import CASES, LOCAL, SAMPLES, Case, build, features_of, make_batch, part_of, shard, train_alone
+from attention_worker import (
+    CASES,
+    LOCAL,
+    SAMPLES,
+    Case,
+    build,
+    features_of,
+    make_batch,
+    part_of,
+    shard,
+    train_alone,
+    train_together,
+)
 from torch.distributed._shard.metadata import ShardMetadata
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding
@@ -50,14 +62,28 @@ def found(tmp_path_factory) -> list[dict]:
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_have_the_losses_of_one(found, name):
     losses, states = train_alone(CASES[name])
-    for way in ("eager", "ahead", "buffers")[: 2 if name == LOCAL else 3]:
+    for way in ("eager", "ahead", "buffers", "levels")[: 2 if name == LOCAL else 4]:
         first, second = (rank[way][name] for rank in found)
         assert first["losses"] == second["losses"]
         assert first["losses"] == pytest.approx(losses, abs=2e-6), way
         # Adagrad's steps do not tell how gradients are scaled, its sums do.
         assert first["states"] == pytest.approx(states, rel=1e-4), way
     if name != LOCAL:
-        assert first["summary"].startswith("3 of 4 steps ran captured"), first["summary"]
+        summary = found[0]["buffers"][name]["summary"]
+        assert summary.startswith("3 of 4 steps ran captured"), summary
+
+
+def test_batches_of_many_sizes_take_every_way_into_the_buffers(found):
+    of_all = found[0]["levels"].values()
+    assert sum(one["narrowed"] for one in of_all) > 0 and sum(one["sent again"] for one in of_all) > 0
+    assert not any(one["narrowed"] or one["sent again"] for one in found[0]["buffers"].values())
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != LOCAL])
+def test_one_process_reads_its_own_buffers(alone, name):
+    losses, _ = train_alone(CASES[name])
+    for way in ("buffers", "levels"):
+        assert train_together(CASES[name], way)["losses"] == pytest.approx(losses, abs=2e-6), way
 
 
 def test_names_in_the_state_are_those_of_the_collection(found):
