@@ -42,10 +42,17 @@ class StepGraphs:
         warmup_steps: steps with each capacity before it is captured, at least 1.
         most_graphs: the most graphs; at least 1.
         staging: blocks of memory that batches on the host are copied to while the step before them runs.
+        priority: of the steps' stream and its kernels in a graph, lower numbers first, as of torch.cuda.Stream.
     """
 
     def __init__(
-        self, step: Callable[[Any], Any], model: nn.Module, warmup_steps: int, most_graphs: int, staging: int = 2
+        self,
+        step: Callable[[Any], Any],
+        model: nn.Module,
+        warmup_steps: int,
+        most_graphs: int,
+        staging: int = 2,
+        priority: int = 0,
     ) -> None:
         for name, count in (("warmup_steps", warmup_steps), ("most_graphs", most_graphs)):
             if not isinstance(count, int) or count < 1:
@@ -53,7 +60,7 @@ class StepGraphs:
         self._step, self._model = step, model
         self._warmup_steps, self._most_graphs = warmup_steps, most_graphs
         self._device = next(model.parameters()).device
-        self._graphs = CudaGraphs(self._device, staging) if self._device.type == "cuda" else None
+        self._graphs = CudaGraphs(self._device, staging, priority) if self._device.type == "cuda" else None
         self._singles: frozenset[str] = frozenset()
         self._padding: dict[str, int] = {}
         self._levels: dict[tuple[int, ...], Level] = {}
@@ -235,11 +242,11 @@ class CapturedStep(StepGraphs):
 class CudaGraphs:
     """Everything that needs a GPU: streams, copies, graphs."""
 
-    def __init__(self, device: torch.device, staging: int) -> None:
+    def __init__(self, device: torch.device, staging: int, priority: int = 0) -> None:
         self._device, self._staging = device, staging
         # Autograd accumulates gradients on the stream of the first forward pass, so all steps run on the one that the
         # graphs are captured on.
-        self._stream, self._copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._stream, self._copies = torch.cuda.Stream(device, priority=priority), torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         #: By block of staging memory: it is filled; it was copied away.
         self._events: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] = {}

@@ -105,6 +105,10 @@ NUMBERS_ELEMENTS, NUMBERS_ROWS = 4096, 64
 GATHERED_ELEMENTS, GATHER_WARPS = 2048, 4
 #: Words that a program writes to another GPU, and its warps.
 PUSHED_WORDS, PUSH_WARPS = 2048, 8
+#: Ids, events of a sample and events that a program partitions by owner, counts and collects; the most ranks and the
+#: most shards of a table that an id is compared with, and the most programs that partition.
+PARTITIONED_IDS, COUNTED_EVENTS, COLLECTED_EVENTS = 2048, 256, 1024
+MOST_SHARDS, MOST_PARTITIONS = 16, 8192
 #: Widest row that the optimizer's step takes: a warp holds several at once.
 MOST_STEPPED_WIDTH = 2048
 

@@ -15,10 +15,11 @@ from torchrec.distributed.types import ShardedModule
 from jfi.capturable import why_module_not
 from jfi.captured_step import CudaGraphs, StepGraphs
 from jfi.room import here
+from jfi.sharded import peer_memory
 from jfi.sharded.fixed_shapes import AHEAD, FixedSender, Sending
 from jfi.sharded.peer_memory import PeerMemory, are_peers
 from jfi.sharded.routed import RoutedCollection
-from jfi.sharded.send_ahead import SendAhead
+from jfi.sharded.send_ahead import SENDING, STEP, SendAhead
 from jfi.sharded.sent_batch import SentBatch, ids_of
 from jfi.static_batch import describe
 
@@ -66,7 +67,7 @@ class CapturedShardedStep(StepGraphs):
         most_graphs: int = 4,
         peer_memory: bool = True,
     ) -> None:
-        super().__init__(self._compute, model, warmup_steps, most_graphs, staging=0)
+        super().__init__(self._compute, model, warmup_steps, most_graphs, staging=0, priority=STEP)
         if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
             raise ValueError("model must be a DistributedModelParallel with init_data_parallel=False")
         self._own_step, self._collections = step, routed_collections(model)
@@ -75,7 +76,7 @@ class CapturedShardedStep(StepGraphs):
             raise ValueError(f"all {dist.get_world_size()} processes must share the tables, got {self._group.size()}")
         self._ahead = SendAhead(self._collections, dist.new_group(), self._device)
         self._senders: dict[tuple[int, ...], FixedSender] = {}
-        self._sender_graphs = None if self._graphs is None else CudaGraphs(self._device, staging=0)
+        self._sender_graphs = None if self._graphs is None else CudaGraphs(self._device, staging=0, priority=SENDING)
         self._peers: PeerMemory | None = None
         if peer_memory and self._graphs is not None and self._group.size() > 1 and are_peers(self._group, self._device):
             self._peers = PeerMemory(self._group, self._device)
@@ -234,6 +235,8 @@ def _copy_from_first(model: nn.Module, collections: list[RoutedCollection]) -> N
 def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None) -> None:
     """Puts the mean over ranks in the place of each gradient, in one all-reduce of each dtype.
 
+    Within a captured step that sends through peer memory, gradients of all ranks do so too.
+
     Args:
         parameters: the same ones on every rank; of those that require a gradient one without counts as 0.
         group: the ranks; None for all.
@@ -247,7 +250,9 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGro
     for own in by_dtype.values():
         grads = [one.new_zeros(one.shape) if one.grad is None else one.grad for one in own]
         flat: Tensor = torch.cat([grad.reshape(-1) for grad in grads])
-        dist.all_reduce(flat, group=group)
-        flat /= size
+        peers = peer_memory.here.memory if group is None else None
+        if peers is None or not peers.average(flat):
+            dist.all_reduce(flat, group=group)
+            flat /= size
         for one, grad in zip(own, flat.split([one.numel() for one in own]), strict=True):
             one.grad = grad.view_as(one)

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jfi.captured_step import CudaGraphs
 from jfi.room import with_room
 from jfi.sharded.exchange import Exchange
-from jfi.sharded.routes import Route, Sent
+from jfi.sharded.partition import Partitioned, collect, partition
+from jfi.sharded.routes import Route, counts_for
 from jfi.sharded.send_ahead import SendAhead, ask
 from jfi.sharded.sent_batch import SentBatch, asked_key, column_keys, ids_of, jagged, sent_key, slot_keys
 from jfi.static_batch import Buffers, Described, describe
@@ -155,45 +155,44 @@ class FixedSender:
         self._buffers.fill(self._block, found)
 
     def _sent(self) -> SentBatch:
-        batch, group = self._raw.batch(self._raw_block), self.ahead.group
-        all_sent = self.ahead.sort(batch)
-        self._numbers.copy_(self.ahead.tell(self._own, all_sent))
-        sent, ids = SentBatch(batch, self._samples, [], [], []), ids_of(describe(batch))
-        for place, (route, own) in enumerate(zip(self.ahead.routes, all_sent, strict=True)):
+        batch, group, routes = self._raw.batch(self._raw_block), self.ahead.group, self.ahead.routes
+        by_key, size, parts = self.ahead.ids_by_key(batch), group.size(), []
+        for place, (route, blank) in enumerate(zip(routes, self._blank, strict=True)):
+            most = self._room[sent_key(place)] if route.features else self._room[asked_key(place)] // size
+            parts.append(partition(route, by_key, size, most, blank))
+        self._numbers.copy_(self.ahead.tell(self._own, [one.sums for one in parts]))
+        sent = SentBatch(batch, self._samples, [], [], [])
+        for place, (route, own) in enumerate(zip(routes, parts, strict=True)):
             if route.features:
                 sent.events.append(self._events(place, route, own))
                 continue
-            asked, slots = ask(group, place, own, self._room[asked_key(place)] // group.size())
-            sent.asked.append(asked)
-            lengths = torch.cat([ids[key].lengths() for key in route.keys])
-            sent.slots.append(jagged(slot_keys(place, route), slots, lengths, own.sizes))
+            sent.asked.append(ask(group, place, own.buffer))
+            lengths = torch.cat([by_key[key].lengths() for key in route.keys])
+            sizes = [by_key[key].values().size(0) for key in route.keys]
+            sent.slots.append(jagged(slot_keys(place, route), own.slots, lengths, sizes))
         return sent
 
-    def _events(self, place: int, route: Route, sent: Sent) -> KeyedJaggedTensor:
+    def _events(self, place: int, route: Route, own: Partitioned) -> KeyedJaggedTensor:
         """The events that arrive here, of all ranks, with room behind them."""
         group, blank, keys = self.ahead.group, self._blank[place], column_keys(place, route)
         size, most, room = group.size(), self._room[sent_key(place)], self._room[keys[0]]
-        going = blank.repeat(size * most + 1, 1).index_copy_(0, sent.slots(most), sent.columns)[:-1]
+        going = own.buffer
         if len(route.ranks) < size:
             going = going.view(size, most, -1).index_select(0, self._owners[place]).flatten(0, 1)
         is_owner = group.rank() in route.ranks
         counts = [most if rank in route.ranks else 0 for rank in range(size)], [most if is_owner else 0] * size
         arrived = Exchange(group, *counts).send(going)
-        lengths = route.to_owners(group, list(self._samples)).send(sent.counts_for(route))
+        lengths = route.to_owners(group, list(self._samples)).send(counts_for(route, own.counts))
         if is_owner:
-            ends = lengths.view(size, -1).sum(1).cumsum(0)
-            at = torch.arange(room, device=ends.device)
-            source = torch.searchsorted(ends, at, right=True).clamp_(max=size - 1)
-            place_there = source * most + at - pad(ends[:-1], (1, 0))[source]
-            columns = arrived.index_select(0, place_there.clamp_(0, size * most - 1))
-            columns = torch.where((at < ends[-1]).unsqueeze(1), columns, blank)
+            columns = collect(arrived, lengths, blank, size, room)
         else:
-            columns = blank.repeat(room, 1)
-        return jagged(keys, columns.t().flatten(), lengths.repeat(len(keys)), [room] * len(keys))
+            columns = blank.view(-1, 1).expand(-1, room)
+        return jagged(keys, columns.flatten(), lengths.repeat(len(keys)), [room] * len(keys))
 
     def _blank_event(self, place: int, route: Route) -> Tensor:
         """[1, K] int32: what is in the places left."""
-        found = [self.ahead.padding.get(key, 0) for key in column_keys(place, route)] if route.features else []
+        keys = column_keys(place, route) if route.features else [asked_key(place)]
+        found = [self.ahead.padding.get(key, 0) for key in keys]
         return torch.tensor([found], dtype=torch.int32, device=self.ahead.device)
 
 

@@ -50,16 +50,20 @@ class Owners:
         first = self.places[self.ranks.index(rank)] if rows else 0
         return range(first, first + len(rows))
 
+    def tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """The first row of each shard but the first, the rank of each, and from its rows to their places in memory."""
+        if device not in self._tensors:
+            boundaries = torch.tensor(self.first_rows[1:], dtype=torch.int64, device=device)
+            ranks = torch.tensor(self.ranks, dtype=self._kind, device=device)
+            self._tensors[device] = boundaries, ranks, torch.tensor(self._shifts, dtype=torch.int64, device=device)
+        return self._tensors[device]
+
     def locate(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Of ids [S] the owners' ranks [S], uint8 or int16, and the rows' places in their memories [S], int32."""
         if len(self.ranks) == 1:
             ranks = torch.full_like(ids, self.ranks[0], dtype=self._kind)
             return ranks, (ids + self._shifts[0]).to(torch.int32)
-        if ids.device not in self._tensors:
-            boundaries = torch.tensor(self.first_rows[1:], device=ids.device)
-            ranks = torch.tensor(self.ranks, dtype=self._kind, device=ids.device)
-            self._tensors[ids.device] = boundaries, ranks, torch.tensor(self._shifts, device=ids.device)
-        boundaries, ranks, shifts = self._tensors[ids.device]
+        boundaries, ranks, shifts = self.tensors(ids.device)
         shard = torch.bucketize(ids, boundaries, right=True, out_int32=True)
         return ranks[shard], (ids + shifts[shard]).to(torch.int32)
 

@@ -7,6 +7,7 @@ barrier at the beginning of a step lets nobody write to what another rank still 
 """
 
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -14,13 +15,27 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from jfi import compat
+from jfi.ops.partial_target_attention import add_parts
 from jfi.ops.push import push
 
 _ALIGNMENT = 256
+#: Numbers of a row that ranks add up.
+_AVERAGED = 128
 #: New memory has this much more than a step has asked for.
 _MARGIN = 1.25
+
+
+class _Here(threading.local):
+    """What holds for the code that runs now in this thread."""
+
+    #: Of the step that is made.
+    memory: "PeerMemory | None" = None
+
+
+here = _Here()
 
 
 class PeerMemory:
@@ -36,6 +51,7 @@ class PeerMemory:
         self._memory: Tensor | None = None
         self._handle = self._addresses = None
         self._targets: dict[tuple[int, ...], Tensor] = {}
+        self._to(tuple(range(group.size())))
         #: Memory that graphs may still write to.
         self._before: list[tuple[Tensor, object]] = []
         self._used = 0
@@ -47,10 +63,13 @@ class PeerMemory:
         Exchanges that there is no room for are not made here. After an eager step there is room for all of them, so
         the first step with some shapes must not be captured.
         """
-        self._used = 0
+        self._used, here.memory = 0, self
         if self._memory is not None:
             self._handle.barrier(channel=0)
-        yield
+        try:
+            yield
+        finally:
+            here.memory = None
         if (self._memory is None or self._used > self._memory.size(0)) and not torch.cuda.is_current_stream_capturing():
             self._grow(self._used)
 
@@ -75,14 +94,37 @@ class PeerMemory:
         if chunk * row % 4 or any(after != before + 1 for before, after in pairwise(sources)):
             return None
         to = self._to(tuple(targets))
-        place, self._used = self._used, self._used + _aligned(len(sent) * chunk * row)
-        if self._memory is None or self._used > self._memory.size(0):
+        place = self._take(len(sent) * chunk * row)
+        if place is None:
             return None
         push(rows.contiguous(), to, self._addresses, place + self.group.rank() * chunk * row, shared)
         self._handle.barrier(channel=0)
         begin = place + (sources[0] if sources else 0) * chunk * row
         arrived = self._memory[begin : begin + len(sources) * chunk * row].view(rows.dtype)
         return arrived.view(len(sources) * chunk, *rows.shape[1:])
+
+    def average(self, numbers: Tensor) -> bool:
+        """Puts the mean over all ranks in the place of numbers [n]; does nothing if there is no room for it here.
+
+        Each rank adds up a part of them, in the order of the ranks, and sends it to all.
+        """
+        size = self.group.size()
+        chunk = -(-numbers.numel() // (size * _AVERAGED)) * _AVERAGED
+        needed = 2 * _aligned(size * chunk * numbers.element_size())
+        if self._memory is None or self._used + needed > self._memory.size(0):
+            self._used += needed
+            return False
+        every = [1] * size
+        whole = pad(numbers, (0, size * chunk - numbers.numel()))
+        parts = self.send(whole.view(size, chunk), every, every, shared=False)
+        own = add_parts(parts.view(size, -1, _AVERAGED), 1 / size, "triton")
+        numbers.copy_(self.send(own.view(1, chunk), every, every, shared=True).view(-1)[: numbers.numel()])
+        return True
+
+    def _take(self, size: int) -> int | None:
+        """The place of so many bytes, None if there is no room for them."""
+        place, self._used = self._used, self._used + _aligned(size)
+        return None if self._memory is None or self._used > self._memory.size(0) else place
 
     def _to(self, targets: tuple[int, ...]) -> Tensor:
         if targets not in self._targets:  # in the eager step before any capture

@@ -88,16 +88,19 @@ class Sent(NamedTuple):
     order: Tensor | None  # [S] int64: where a sent event was in the batch; None: where it is
     sizes: list[int]  # events of each sequence, with room if there is any
 
-    def counts_for(self, route: Route) -> Tensor:
-        """[owners * sequences * B] int32: events of each sample for each rank that owns rows of the route."""
-        owners = route.ranks
-        counts = (
-            self.counts if len(owners) == self.counts.size(0) else torch.stack([self.counts[rank] for rank in owners])
-        )
-        return counts.flatten()
+    def in_places(self, most: int, blank: Tensor) -> Tensor:
+        """[W · most, K]: the events in as many places for each owner, and `blank` [1, K] in those left."""
+        buffer = blank.repeat(self.sums.size(0) * most + 1, 1)
+        return buffer.index_copy_(0, self._sorted_places(most), self.columns)[:-1]
 
-    def slots(self, most: int) -> Tensor:
-        """[S] int64: where each goes among `most` places for each rank; W · most for those beyond, and padding."""
+    def places(self, most: int) -> Tensor:
+        """[S] int64: where an event of the batch is in `in_places`; -1 is padding, or beyond its owner's places."""
+        places = self._sorted_places(most)
+        places = torch.where(places == self.sums.size(0) * most, -1, places)
+        return places if self.order is None else torch.empty_like(places).index_copy_(0, self.order, places)
+
+    def _sorted_places(self, most: int) -> Tensor:
+        """[S] int64, of the sorted events; W · most for padding and those beyond."""
         size, place = self.sums.size(0), torch.arange(self.columns.size(0), device=self.columns.device)
         if self.ranks is None:
             return torch.where(place < self.sums.clamp(max=most), place, most)
@@ -204,7 +207,7 @@ class IdsRequest(Awaitable[Awaitable[ArrivedIds]]):
             events, queries = Exchange(self._group, to, of), route.to_owners(self._group, samples)
             lengths = None, None
             if sent.counts is not None:
-                lengths = queries.start(sent.counts_for(route))
+                lengths = queries.start(counts_for(route, sent.counts))
             arriving.append((route, events, queries, sent, events.start(sent.columns), lengths))
         return _IdsOnTheirWay(arriving, self._by_key)
 
@@ -223,6 +226,12 @@ class _IdsOnTheirWay(Awaitable[ArrivedIds]):
             columns = tuple([columns[:, place].contiguous() for place in range(columns.size(1))])
             arrived.append(Arrived(route, events, queries, columns, lengths, sent.sizes, sent.order))
         return ArrivedIds(arrived, self._by_key)
+
+
+def counts_for(route: Route, counts: Tensor) -> Tensor:
+    """[owners * sequences * B] int32, of counts [W, sequences * B], those of the ranks that own rows of the route."""
+    owners = route.ranks
+    return (counts if len(owners) == counts.size(0) else torch.stack([counts[rank] for rank in owners])).flatten()
 
 
 def check_route(route: Route, by_key: dict[str, JaggedTensor]) -> None:
@@ -264,7 +273,7 @@ def sort_by_owner(route: Route, by_key: dict[str, JaggedTensor], num_ranks: int)
             ranks = torch.where(place < one.offsets()[-1], ranks.to(kind), num_ranks)
         located.append((ranks, rows))
     ranks, rows = (_joined(list(parts)) for parts in zip(*located, strict=True))
-    columns = torch.stack([rows, *_brought(route, by_key, sequences)], 1)
+    columns = torch.stack([rows, *brought_along(route, by_key, sequences)], 1)
     lengths = _joined([one.lengths() for one in sequences]) if route.features else None
     if num_ranks == 1 and not (with_room and len(sequences) > 1):
         sums = sequences[0].offsets()[-1:].long() if with_room else torch.full((1,), rows.size(0), device=rows.device)
@@ -302,7 +311,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _brought(route: Route, by_key: dict[str, JaggedTensor], sequences: list[JaggedTensor]) -> list[Tensor]:
+def brought_along(route: Route, by_key: dict[str, JaggedTensor], sequences: list[JaggedTensor]) -> list[Tensor]:
     """What a route's events bring along, [S] int32 each."""
     brought = []
     for place in range(len(route.field_tables)):

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jfi.modules import inputs
 from jfi.sharded.exchange import Exchange
 from jfi.sharded.routed import RoutedCollection
-from jfi.sharded.routes import Sent, check_route, sort_by_owner
+from jfi.sharded.routes import Sent, check_route, counts_for, sort_by_owner
 from jfi.sharded.sent_batch import (
     SentBatch,
     asked_key,
@@ -45,6 +45,10 @@ from jfi.static_batch import (
     not_single,
     single_keys,
 )
+
+#: Priorities of streams, lower numbers first: of a step, whose kernels wait for each other, and of what sends ids, small
+#: kernels too. The sorting and the step of the tables, which fill the GPU, have 0, or they would hold these up.
+STEP, SENDING = -2, -1
 
 
 class Agreed(NamedTuple):
@@ -74,8 +78,7 @@ class SendAhead:
 
     def __init__(self, collections: list[RoutedCollection], group: dist.ProcessGroup, device: torch.device) -> None:
         self.routes, self.group, self.device = routes_of(collections), group, device
-        # Its kernels are small; those of the step, which fill the GPU, would hold each of them up.
-        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(device, priority=SENDING) if device.type == "cuda" else None
         self.padding = padding_of(collections)
         self.first: Described | None = None
         self.ladder: Ladder | None = None
@@ -145,9 +148,9 @@ class SendAhead:
         alike, samples = described.structure == self.first.structure, ids_of(described).stride()
         return [alike, samples, *described.lengths, *described.single()]
 
-    def tell(self, own: Tensor, sent: list[Sent]) -> Tensor:
+    def tell(self, own: Tensor, sums: list[Tensor]) -> Tensor:
         """[W, n] int64: of every rank its `numbers_of`, and what it has of each route for every rank."""
-        told, size = torch.cat([own, *[one.sums for one in sent]]), self.group.size()
+        told, size = torch.cat([own, *sums]), self.group.size()
         if size == 1:
             return told.unsqueeze(0)
         numbers = told.new_empty(size, told.size(0))
@@ -178,17 +181,18 @@ class SendAhead:
             return part.to(self.device, non_blocking=True)
 
         batch = moved(batch, move)
-        sent = self.sort(batch)
-        return batch, sent, self.tell(own, sent).cpu()
+        by_key = self.ids_by_key(batch)
+        sent = [sort_by_owner(route, by_key, self.group.size()) for route in self.routes]
+        return batch, sent, self.tell(own, [one.sums for one in sent]).cpu()
 
-    def sort(self, batch: Any) -> list[Sent]:
-        """By route the ids of a batch on the device, sorted by owner."""
+    def ids_by_key(self, batch: Any) -> dict[str, JaggedTensor]:
+        """The ids of a batch on the device, checked."""
         ids = ids_of(describe(batch))
         inputs.allow_no_samples(ids)
         by_key = ids.to_dict()
         for route in self.routes:
             check_route(route, by_key)
-        return [sort_by_owner(route, by_key, self.group.size()) for route in self.routes]
+        return by_key
 
     def _places(self, rows: list[list[int]]) -> list[list[list[int]]]:
         """By route what each rank sends to each other one."""
@@ -223,10 +227,10 @@ class SendAhead:
             most = max(map(max, counts))
             if room is not None:
                 most = room[self.names.index(asked_key(place))] // self.group.size()
-            asked, slots = ask(self.group, place, own, most)
-            sent.asked.append(asked)
+            blank = own.columns.new_full((1, 1), -1)
+            sent.asked.append(ask(self.group, place, own.in_places(most, blank)))
             lengths = torch.cat([ids[key].lengths() for key in route.keys])
-            sent.slots.append(jagged(slot_keys(place, route), slots, lengths, own.sizes))
+            sent.slots.append(jagged(slot_keys(place, route), own.places(most), lengths, own.sizes))
         return sent
 
     def _events(self, place: int, sent: Sent, counts: list[list[int]], samples: tuple[int, ...]) -> KeyedJaggedTensor:
@@ -234,7 +238,7 @@ class SendAhead:
         route, rank = self.routes[place], self.group.rank()
         events = Exchange(self.group, counts[rank], [row[rank] for row in counts])
         queries = route.to_owners(self.group, list(samples))
-        started = events.start(sent.columns), queries.start(sent.counts_for(route))
+        started = events.start(sent.columns), queries.start(counts_for(route, sent.counts))
         for _, work in started:
             if work is not None:
                 work.wait()
@@ -243,17 +247,10 @@ class SendAhead:
         return jagged(column_keys(place, route), columns.t().flatten(), lengths.repeat(width), [count] * width)
 
 
-def ask(group: dist.ProcessGroup, place: int, sent: Sent, most: int) -> tuple[KeyedJaggedTensor, Tensor]:
-    """The rows that all ranks ask for here, `most` from each, and [S] where those of this rank's ids come back.
-
-    Ids beyond `most` for an owner, and those of no owner, are not sent, and have the place -1.
-    """
-    size, rows = group.size(), sent.columns[:, 0]
-    slots = sent.slots(most)
-    asked = rows.new_full((size * most + 1,), -1).index_copy_(0, slots, rows)[:-1]
-    arrived = Exchange(group, [most] * size, [most] * size).send(asked)
-    slots = torch.where(slots == size * most, -1, slots)
-    if sent.order is not None:
-        slots = torch.empty_like(slots).index_copy_(0, sent.order, slots)
-    lengths = torch.full((size,), most, dtype=torch.int32, device=rows.device)
-    return jagged([asked_key(place)], arrived, lengths, [size * most]), slots
+def ask(group: dist.ProcessGroup, place: int, going: Tensor) -> KeyedJaggedTensor:
+    """The rows that all ranks ask for here, of what this one asks for: [W · most, 1], as many places for each owner."""
+    size = group.size()
+    most = going.size(0) // size
+    arrived = Exchange(group, [most] * size, [most] * size).send(going.view(-1))
+    lengths = torch.full((size,), most, dtype=torch.int32, device=going.device)
+    return jagged([asked_key(place)], arrived, lengths, [size * most])

@@ -1,0 +1,215 @@
+"""Ids by the rank that owns their rows: each goes to the next place of its owner's part of a buffer, in their order.
+
+A block of ids counts those of each rank; then every block finds where its own begin from the counts of the blocks
+before it, and writes them. Ranks and shards are few (`jfi.plan.MOST_SHARDS`), so that an id is compared with all.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jfi.kernels.common.launch import Launcher
+from jfi.plan import COLLECTED_EVENTS, COUNTED_EVENTS, PARTITIONED_IDS, cached, ceil_div, power_of_two
+
+
+@triton.jit
+def _owners(ids, mask, boundaries_ptr, ranks_ptr, NUM_SHARDS: tl.constexpr, NUM_RANKS: tl.constexpr):
+    """(the rank, the shard) of each id; NUM_RANKS outside the mask."""
+    shard = tl.zeros(ids.shape, tl.int32)
+    for boundary in range(NUM_SHARDS - 1):
+        shard += (ids >= tl.load(boundaries_ptr + boundary)).to(tl.int32)
+    rank = tl.load(ranks_ptr + shard, mask=mask, other=NUM_RANKS).to(tl.int32)
+    return rank, shard
+
+
+@triton.jit
+def _own_ids(ids_ptr, offsets_ptr, count, batch, BLOCK: tl.constexpr):
+    """(places, which hold an id, ids) of a block: ids behind the last offset are padding."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = (at < count) & (at < tl.load(offsets_ptr + batch).to(tl.int64))
+    return at, mask, tl.load(ids_ptr + at, mask=mask, other=0)
+
+
+@triton.jit(do_not_specialize=["count", "batch", "first_block", "blocks"])
+def _count_kernel(
+    ids_ptr,
+    offsets_ptr,
+    boundaries_ptr,
+    ranks_ptr,
+    counts_ptr,
+    count,
+    batch,
+    first_block,
+    blocks,
+    NUM_SHARDS: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program per block: how many of its ids each rank owns, [ranks, blocks]."""
+    _, mask, ids = _own_ids(ids_ptr, offsets_ptr, count, batch, BLOCK)
+    rank, _ = _owners(ids, mask, boundaries_ptr, ranks_ptr, NUM_SHARDS, NUM_RANKS)
+    for one in range(NUM_RANKS):
+        found = tl.sum((rank == one).to(tl.int32), 0)
+        tl.store(counts_ptr + one * blocks + first_block + tl.program_id(0), found)
+
+
+@triton.jit(do_not_specialize=["count", "batch", "first_block", "blocks", "most", "first"])
+def _scatter_kernel(
+    ids_ptr,
+    offsets_ptr,
+    boundaries_ptr,
+    ranks_ptr,
+    shifts_ptr,
+    brought_ptr,
+    counts_ptr,
+    buffer_ptr,
+    slots_ptr,
+    count,
+    batch,
+    first_block,
+    blocks,
+    most,
+    first,
+    NUM_SHARDS: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WITH_SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    """A program per block: writes its ids' places in their owners' memory, and what they bring along, to the buffer."""
+    at, mask, ids = _own_ids(ids_ptr, offsets_ptr, count, batch, BLOCK)
+    rank, shard = _owners(ids, mask, boundaries_ptr, ranks_ptr, NUM_SHARDS, NUM_RANKS)
+    before = tl.arange(0, BLOCK_B)
+    is_before = before < first_block + tl.program_id(0)
+    slot = tl.full((BLOCK,), -1, tl.int64)
+    for one in range(NUM_RANKS):
+        base = tl.sum(tl.load(counts_ptr + one * blocks + before, mask=is_before, other=0), 0)
+        own = (rank == one).to(tl.int32)
+        within = base + tl.cumsum(own, 0) - own
+        slot = tl.where((rank == one) & (within < most), within.to(tl.int64) + one * most.to(tl.int64), slot)
+    row = (ids + tl.load(shifts_ptr + shard, mask=mask, other=0)).to(tl.int32)
+    tl.store(buffer_ptr + slot * COLUMNS, row, mask=slot >= 0)
+    for column in range(1, COLUMNS):
+        other = tl.load(brought_ptr + (first.to(tl.int64) + at) * (COLUMNS - 1) + column - 1, mask=mask, other=0)
+        tl.store(buffer_ptr + slot * COLUMNS + column, other, mask=slot >= 0)
+    if WITH_SLOTS:
+        tl.store(slots_ptr + first.to(tl.int64) + at, slot, mask=at < count)
+
+
+@triton.jit(do_not_specialize=["count", "batch", "samples", "first_sample"])
+def _count_samples_kernel(
+    ids_ptr,
+    offsets_ptr,
+    boundaries_ptr,
+    ranks_ptr,
+    counts_ptr,
+    count,
+    batch,
+    samples,
+    first_sample,
+    NUM_SHARDS: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program per sample: how many of its events each rank owns, [ranks, samples]."""
+    sample = tl.program_id(0)
+    low = tl.load(offsets_ptr + sample).to(tl.int64)
+    high = tl.load(offsets_ptr + sample + 1).to(tl.int64)
+    every = tl.arange(0, BLOCK_R)
+    found = tl.zeros((BLOCK_R,), tl.int32)
+    for n in range(low, high, BLOCK):
+        at = n + tl.arange(0, BLOCK)
+        mask = at < high
+        ids = tl.load(ids_ptr + at, mask=mask, other=0)
+        rank, _ = _owners(ids, mask, boundaries_ptr, ranks_ptr, NUM_SHARDS, NUM_RANKS)
+        found += tl.sum((rank[None, :] == every[:, None]).to(tl.int32), 1)
+    tl.store(counts_ptr + every * samples.to(tl.int64) + first_sample + sample, found, mask=every < NUM_RANKS)
+
+
+@triton.jit(do_not_specialize=["room", "most"])
+def _collect_kernel(
+    arrived_ptr,
+    ends_ptr,
+    blank_ptr,
+    out_ptr,
+    room,
+    most,
+    NUM_RANKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program per block of events: those of all ranks, [columns, room], one rank's behind the other's."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    source = tl.zeros((BLOCK,), tl.int64)
+    first = tl.zeros((BLOCK,), tl.int64)
+    for rank in range(NUM_RANKS):
+        end = tl.load(ends_ptr + rank)
+        source += (at >= end).to(tl.int64)
+        first = tl.where(at >= end, end, first)
+    within = at - first
+    mask = (source < NUM_RANKS) & (within < most)
+    for column in range(COLUMNS):
+        blank = tl.load(blank_ptr + column)
+        x = tl.load(arrived_ptr + (source * most + within) * COLUMNS + column, mask=mask, other=0)
+        tl.store(out_ptr + column * room.to(tl.int64) + at, tl.where(mask, x, blank), mask=at < room)
+
+
+@cached
+def _launcher(kernel: triton.JITFunction, **constants: object) -> Launcher:
+    return Launcher(kernel, **constants, num_warps=4)
+
+
+def partition(
+    sequences: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]],
+    brought: Tensor | None,
+    num_ranks: int,
+    most: int,
+    buffer: Tensor,
+    slots: Tensor | None,
+) -> Tensor:
+    """As `jfi.ops.partition_ids.partition_ids`; fills buffer and slots and returns the counts [W, blocks]."""
+    blocks = [max(ceil_div(ids.size(0), PARTITIONED_IDS), 1) for ids, *_ in sequences]
+    counts = torch.empty(num_ranks, sum(blocks), dtype=torch.int32, device=buffer.device)
+    sizes = {"NUM_RANKS": num_ranks, "BLOCK": PARTITIONED_IDS}
+    first_block = 0
+    for own, (ids, offsets, boundaries, ranks, _) in zip(blocks, sequences, strict=True):
+        launcher = _launcher(_count_kernel, NUM_SHARDS=ranks.size(0), **sizes)
+        numbers = ids.size(0), offsets.size(0) - 1, first_block, sum(blocks)
+        launcher((own, 1, 1), (ids, offsets, boundaries, ranks, counts), numbers)
+        first_block += own
+    sizes |= {"COLUMNS": buffer.size(1), "WITH_SLOTS": slots is not None, "BLOCK_B": power_of_two(sum(blocks), 16)}
+    first_block = first = 0
+    for own, (ids, offsets, *tables) in zip(blocks, sequences, strict=True):
+        launcher = _launcher(_scatter_kernel, NUM_SHARDS=tables[1].size(0), **sizes)
+        numbers = ids.size(0), offsets.size(0) - 1, first_block, sum(blocks), most, first
+        launcher((own, 1, 1), (ids, offsets, *tables, brought, counts, buffer, slots), numbers)
+        first_block, first = first_block + own, first + ids.size(0)
+    return counts
+
+
+def count_samples(sequences: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]], num_ranks: int) -> Tensor:
+    """[W, samples of all sequences] int32: how many events of each sample every rank owns."""
+    samples = sum(offsets.size(0) - 1 for _, offsets, *_ in sequences)
+    counts = torch.empty(num_ranks, samples, dtype=torch.int32, device=sequences[0][0].device)
+    first = 0
+    for ids, offsets, boundaries, ranks, _ in sequences:
+        batch = offsets.size(0) - 1
+        sizes = {"NUM_SHARDS": ranks.size(0), "NUM_RANKS": num_ranks, "BLOCK_R": power_of_two(num_ranks, 2)}
+        launcher = _launcher(_count_samples_kernel, **sizes, BLOCK=COUNTED_EVENTS)
+        if batch:
+            numbers = ids.size(0), batch, samples, first
+            launcher((batch, 1, 1), (ids, offsets, boundaries, ranks, counts), numbers)
+        first += batch
+    return counts
+
+
+def collect(arrived: Tensor, ends: Tensor, blank: Tensor, most: int, room: int) -> Tensor:
+    """[K, room] int32: as `jfi.ops.partition_ids.collect`."""
+    out = arrived.new_empty(arrived.size(1), room)
+    if room:
+        launcher = _launcher(_collect_kernel, NUM_RANKS=ends.size(0), COLUMNS=arrived.size(1), BLOCK=COLLECTED_EVENTS)
+        launcher((ceil_div(room, COLLECTED_EVENTS), 1, 1), (arrived, ends, blank, out), (room, most))
+    return out
