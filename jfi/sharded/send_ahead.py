@@ -46,8 +46,8 @@ from jfi.static_batch import (
     single_keys,
 )
 
-#: Priorities of streams, lower numbers first: of a step, whose kernels wait for each other, and of what sends ids, whose
-#: kernels are small. The sorting and the step of the tables, which fill the GPU, have 0.
+#: Priorities of streams, lower numbers first: of a step, whose kernels wait for each other, and of what sends ids,
+#: whose kernels are small. The sorting and the step of the tables, which fill the GPU, have 0.
 STEP, SENDING = -2, -1
 
 

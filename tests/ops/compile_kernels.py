@@ -17,11 +17,14 @@ from jfi.kernels.absorbed_weights import bwd as absorbed_weights_bwd
 from jfi.kernels.absorbed_weights import fwd as absorbed_weights
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.digit_attention import launch as digit_attention
+from jfi.kernels.exchange import partition as exchange_ids
+from jfi.kernels.exchange.push import push
 from jfi.kernels.jagged_attention import launch as jagged_attention
 from jfi.kernels.jagged_attention.bucket_edges import bucket_edges
 from jfi.kernels.tables import step as tables_step
 from jfi.kernels.tables.gather import gather_rows
 from jfi.kernels.target_attention import launch as target_attention
+from jfi.kernels.target_attention import parts
 from jfi.ops.step_rows import RowOptimizer, sort_rows
 from jfi.plan import (
     A100,
@@ -151,6 +154,29 @@ def multiply_weights(num_queries: int, width: int, dtype: torch.dtype) -> None:
     )
 
 
+def exchange(dtype: torch.dtype, num_ranks: int, columns: int) -> None:
+    """What ranks send each other: ids by owner, with what they bring along; rows of queries, outputs and gradients."""
+    ids, offsets = torch.zeros(5000, dtype=torch.int64), torch.tensor([0, 2000, 4000])
+    owned = (
+        ids,
+        offsets,
+        torch.zeros(num_ranks - 1, dtype=torch.int64),
+        torch.zeros(num_ranks, dtype=torch.uint8),
+        ids,
+    )
+    brought = None if columns == 1 else torch.zeros(5000, columns - 1, dtype=torch.int32)
+    buffer = torch.zeros(num_ranks * 3000, columns, dtype=torch.int32)
+    exchange_ids.partition([owned], brought, num_ranks, 3000, buffer, ids if columns == 1 else None)
+    exchange_ids.count_samples([owned], num_ranks)
+    exchange_ids.collect(buffer, torch.zeros(num_ranks, dtype=torch.int64), buffer[0], 3000, 4000)
+    rows, lse = torch.zeros(num_ranks, 500, 64, dtype=dtype), torch.zeros(num_ranks, 500)
+    for shared in (False, True):
+        push(rows, torch.arange(num_ranks), ids, 16, shared)
+    parts.combine(parts.pack(rows, None, lse))
+    parts.unpack(parts.pack(rows, rows, lse), 64, 0.5)
+    parts.add(rows, 2.0)
+
+
 def type_of(x: object) -> str | tuple:
     if isinstance(x, tuple):
         return tuple(map(type_of, x))
@@ -161,6 +187,7 @@ def type_of(x: object) -> str | tuple:
             torch.float16: "*fp16",
             torch.bfloat16: "*bf16",
             torch.uint8: "*u8",
+            torch.int16: "*i16",
             torch.float32: "*fp32",
             torch.int32: "*i32",
             torch.int64: "*i64",
@@ -242,6 +269,8 @@ def main() -> None:
         step_tables(name, 100, half, half, None)
     for name, width, average in (("adam", 1, 0.999), ("adam", 256, 0.999), ("sgd", plan.MOST_STEPPED_WIDTH, None)):
         step_tables(name, width, torch.float32, torch.float32, average)
+    for dtype, num_ranks, columns in ((half, 2, 1), (torch.float32, 1, 3), (half, 8, 2)):
+        exchange(dtype, num_ranks, columns)
     for num_queries, dtype in ((1, torch.float16), (32, torch.float16), (2, torch.float32)):
         with plan.override(NUM_SMS=132):
             multiply_weights(num_queries, 128, dtype)

@@ -91,7 +91,7 @@ def _scatter_kernel(
         slot = tl.where((rank == one) & (within < most), within.to(tl.int64) + one * most.to(tl.int64), slot)
     row = (ids + tl.load(shifts_ptr + shard, mask=mask, other=0)).to(tl.int32)
     tl.store(buffer_ptr + slot * COLUMNS, row, mask=slot >= 0)
-    for column in range(1, COLUMNS):
+    for column in tl.static_range(1, COLUMNS):
         other = tl.load(brought_ptr + (first.to(tl.int64) + at) * (COLUMNS - 1) + column - 1, mask=mask, other=0)
         tl.store(buffer_ptr + slot * COLUMNS + column, other, mask=slot >= 0)
     if WITH_SLOTS:
@@ -151,7 +151,7 @@ def _collect_kernel(
         first = tl.where(at >= end, end, first)
     within = at - first
     mask = (source < NUM_RANKS) & (within < most)
-    for column in range(COLUMNS):
+    for column in tl.static_range(COLUMNS):
         blank = tl.load(blank_ptr + column)
         x = tl.load(arrived_ptr + (source * most + within) * COLUMNS + column, mask=mask, other=0)
         tl.store(out_ptr + column * room.to(tl.int64) + at, tl.where(mask, x, blank), mask=at < room)
