@@ -42,21 +42,31 @@ class SentBytes:
         self._patches = ExitStack()
         for name, leaving in _LEAVING.items():
             self._patches.enter_context(mock.patch.object(dist, name, self._counted(name, leaving)))
-        original = PeerMemory.send
-
-        def send(memory: PeerMemory, rows: Tensor, sent: list[int], received: list[int], shared: bool) -> Tensor | None:
-            arrived = original(memory, rows, sent, received, shared)
-            if arrived is not None:
-                row, away = _bytes(rows[:1]), sum(sent) - sent[memory.group.rank()]
-                self.sent["peer_memory"] += row * away
-                self.calls["peer_memory"] += 1
-            return arrived
-
-        self._patches.enter_context(mock.patch.object(PeerMemory, "send", send))
+        for name, kind in (("send", "peer_memory"), ("average", "all_reduce")):
+            self._patches.enter_context(mock.patch.object(PeerMemory, name, self._counted_to_peers(name, kind)))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._patches.close()
+
+    def _counted_to_peers(self, name: str, kind: str) -> Callable:
+        original = getattr(PeerMemory, name)
+
+        def call(memory: PeerMemory, rows: Tensor, *args: object, **kwargs: object) -> object:
+            before = self.sent.copy(), self.calls.copy()
+            made = original(memory, rows, *args, **kwargs)
+            if made is None or made is False:
+                return made
+            self.sent, self.calls = before  # an average is sent by other calls
+            away = 2 * _bytes(rows) * (memory.group.size() - 1) // memory.group.size()
+            if name == "send":
+                sent = args[0]
+                away = _bytes(rows[:1]) * (sum(sent) - sent[memory.group.rank()])
+            self.sent[kind] += away
+            self.calls[kind] += 1
+            return made
+
+        return call
 
     def _counted(self, name: str, leaving: Callable[..., int]) -> Callable:
         original = getattr(dist, name)

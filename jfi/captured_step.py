@@ -88,6 +88,8 @@ class StepGraphs:
         `load_state_dict()`, which makes new tensors.
         """
         self._levels.clear()
+        if self._graphs is not None:
+            self._graphs.reset()
 
     def _run_in_buffers(self, batch: Described, capacities: tuple[int, ...]) -> Any:
         """A step on a batch that the capacities hold."""
@@ -250,6 +252,11 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         #: By block of staging memory: it is filled; it was copied away.
         self._events: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
+
+    def reset(self) -> None:
+        """Called when all graphs are gone."""
+        # Gradients may still lie in the memory of the old ones, to which no further graph can be captured.
+        self._pool = torch.cuda.graph_pool_handle()
 
     def level(self, buffers: Buffers) -> Level:
         level = Level(buffers, self._staging)

@@ -89,13 +89,14 @@ class FusedTables:
         #: On a GPU, the stream on which ids are sorted, and when it has sorted those of the last look-up.
         self._beside: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         self._sorting = False
-        #: Whether steps run on that stream, and what the one that nobody has waited for reads.
-        self._steps_beside, self._stepping = False, []
+        #: Whether steps wait for `launch_steps`, those that do, and what those read that nobody has waited for.
+        self._steps_beside, self._waiting, self._stepping = False, [], []
         self.follow()
 
     def __getstate__(self) -> dict[str, object]:
         """For copies, which get a stream of their own."""
-        return self.__dict__ | {"_beside": None, "_sorting": False, "_stepping": [], "_pending": {}, "_deferred": []}
+        none = {"_pending": {}, "_deferred": [], "_waiting": [], "_stepping": []}
+        return self.__dict__ | {"_beside": None, "_sorting": False} | none
 
     @property
     def weights(self) -> dict[str, nn.Parameter]:
@@ -224,19 +225,33 @@ class FusedTables:
 
     @contextmanager
     def stepping_beside(self) -> Iterator[None]:
-        """On a GPU, steps within run beside what follows the backward pass; the end of the block waits for them.
+        """Steps within wait for `launch_steps`, at the latest for the end of the block, and run on another stream.
 
-        Nothing else within the block may read the tables after the backward pass.
+        The current stream waits for them at the end of the block; nothing else within may read the tables after the
+        backward pass. On a CPU they run where they are launched.
         """
         self._steps_beside = True
         try:
             yield
+            self.launch_steps()
             self.wait_sorted()  # of look-ups without a backward pass
-            if self._stepping:
+            if self._stepping and self._beside is not None:
                 torch.cuda.current_stream(self.step.device).wait_stream(self._beside[0])
-                self._stepping = []
         finally:
-            self._steps_beside = False
+            self._steps_beside, self._waiting, self._stepping = False, [], []
+
+    def launch_steps(self) -> None:
+        """Makes the steps that wait, after all that the current stream has been given so far."""
+        waiting, self._waiting = self._waiting, []
+        for batches in waiting:
+            if self._beside is None:
+                self._step(batches)
+                continue
+            stream = self._beside[0]
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+            self._stepping += batches  # whose memory is not used again before the end of the block
+            with torch.cuda.stream(stream):
+                self._step(batches)
 
     def _number(self, ids: list[tuple[str, Tensor]], tables: tuple[str, ...], weights: dict) -> SortedRows:
         """The ids as rows of all `tables`, one below the other, sorted; padding and frozen rows come last."""
@@ -282,13 +297,9 @@ class FusedTables:
         self._deferred = batches if self._deferring else []
         if self._deferring:
             return
-        if not self._steps_beside or self._beside is None:
-            self._step(batches)
-            return
-        stream = self._beside[0]
-        stream.wait_stream(torch.cuda.current_stream(stream.device))
-        self._stepping += batches  # whose memory is not used again before the end of the block
-        with torch.cuda.stream(stream):
+        if self._steps_beside:
+            self._waiting.append(batches)
+        else:
             self._step(batches)
 
     def step_deferred(self) -> None:

@@ -1,5 +1,6 @@
 """Training steps of a sharded model as CUDA graphs, and the ids of the next batches on their way meanwhile."""
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -15,7 +16,6 @@ from torchrec.distributed.types import ShardedModule
 from jfi.capturable import why_module_not
 from jfi.captured_step import CudaGraphs, StepGraphs
 from jfi.room import here
-from jfi.sharded import peer_memory
 from jfi.sharded.fixed_shapes import AHEAD, FixedSender, Sending
 from jfi.sharded.peer_memory import PeerMemory, are_peers
 from jfi.sharded.routed import RoutedCollection
@@ -25,6 +25,16 @@ from jfi.static_batch import describe
 
 #: Batches whose capacities the next ones are sent with: the largest of so many.
 _RECENT = 16
+
+
+class _Here(threading.local):
+    """What holds for the code that runs now in this thread."""
+
+    #: The step that is made.
+    step: "CapturedShardedStep | None" = None
+
+
+_here = _Here()
 
 
 class CapturedShardedStep(StepGraphs):
@@ -97,6 +107,8 @@ class CapturedShardedStep(StepGraphs):
         self._sent.clear()
         for sender in self._senders.values():
             sender.reset()
+        if self._sender_graphs is not None:
+            self._sender_graphs.reset()
 
     def summary(self) -> str:
         """As `StepGraphs.summary`, and how rows travel."""
@@ -195,15 +207,26 @@ class CapturedShardedStep(StepGraphs):
         for collection in self._collections:
             collection.follow_rate()
 
+    @property
+    def peers(self) -> PeerMemory | None:
+        """What the step that is made sends through, if not through the process group."""
+        return self._peers if here.has_room else None
+
+    def launch_table_steps(self) -> None:
+        """Within a step, makes that of the tables beside what follows."""
+        for collection in self._collections:
+            collection.launch_steps()
+
     def _compute(self, sent: SentBatch) -> Any:
-        ids, peers = ids_of(describe(sent.batch)), self._peers if here.has_room else None
+        ids, peers = ids_of(describe(sent.batch)), self.peers
+        arrived = sent.arrived(self._collections, self._group, peers)
         with ExitStack() as stack:
             if peers is not None:
                 stack.enter_context(peers.step())
-            for collection, arrived in zip(
-                self._collections, sent.arrived(self._collections, self._group, peers), strict=True
-            ):
-                stack.enter_context(collection.given(ids, arrived))
+            for collection, of_collection in zip(self._collections, arrived, strict=True):
+                stack.enter_context(collection.given(ids, of_collection))
+            _here.step = self
+            stack.callback(setattr, _here, "step", None)
             return self._own_step(sent.batch)
 
 
@@ -235,13 +258,22 @@ def _copy_from_first(model: nn.Module, collections: list[RoutedCollection]) -> N
 def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None) -> None:
     """Puts the mean over ranks in the place of each gradient, in one all-reduce of each dtype.
 
-    Within a captured step that sends through peer memory, gradients of all ranks do so too.
+    Within the step of a `CapturedShardedStep` they travel as all else does, and the tables' step begins after them: it
+    fills the GPU, and would hold them up, but leaves room for the optimizer's small kernels that have begun before.
 
     Args:
         parameters: the same ones on every rank; of those that require a gradient one without counts as 0.
         group: the ranks; None for all.
     """
-    size = dist.get_world_size(group)
+    step = _here.step if group is None else None
+    _average(list(parameters), dist.get_world_size(group), group, None if step is None else step.peers)
+    if step is not None:
+        step.launch_table_steps()
+
+
+def _average(
+    parameters: list[nn.Parameter], size: int, group: dist.ProcessGroup | None, peers: PeerMemory | None
+) -> None:
     if size == 1:
         return
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
@@ -250,7 +282,6 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGro
     for own in by_dtype.values():
         grads = [one.new_zeros(one.shape) if one.grad is None else one.grad for one in own]
         flat: Tensor = torch.cat([grad.reshape(-1) for grad in grads])
-        peers = peer_memory.here.memory if group is None else None
         if peers is None or not peers.average(flat):
             dist.all_reduce(flat, group=group)
             flat /= size

@@ -7,7 +7,6 @@ barrier at the beginning of a step lets nobody write to what another rank still 
 """
 
 import math
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -26,16 +25,6 @@ _ALIGNMENT = 256
 _AVERAGED = 128
 #: New memory has this much more than a step has asked for.
 _MARGIN = 1.25
-
-
-class _Here(threading.local):
-    """What holds for the code that runs now in this thread."""
-
-    #: Of the step that is made.
-    memory: "PeerMemory | None" = None
-
-
-here = _Here()
 
 
 class PeerMemory:
@@ -63,13 +52,10 @@ class PeerMemory:
         Exchanges that there is no room for are not made here. After an eager step there is room for all of them, so
         the first step with some shapes must not be captured.
         """
-        self._used, here.memory = 0, self
+        self._used = 0
         if self._memory is not None:
             self._handle.barrier(channel=0)
-        try:
-            yield
-        finally:
-            here.memory = None
+        yield
         if (self._memory is None or self._used > self._memory.size(0)) and not torch.cuda.is_current_stream_capturing():
             self._grow(self._used)
 

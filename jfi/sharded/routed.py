@@ -87,7 +87,7 @@ class RoutedCollection:
     def given(self, ids: KeyedJaggedTensor, arrived: ArrivedIds) -> Iterator[None]:
         """Within the block a call with these ids takes what has arrived of them, and any other ids are refused.
 
-        The tables' step runs beside what follows the backward pass, such as the optimizer of all other parameters.
+        The tables' step runs beside what follows `launch_steps`, such as the optimizer of all other parameters.
         """
         self._given = ids.values().data_ptr(), arrived
         try:
@@ -95,6 +95,10 @@ class RoutedCollection:
                 yield
         finally:
             self._given = None
+
+    def launch_steps(self) -> None:
+        """Within `given`, makes the tables' step after all that the current stream has been given so far."""
+        self._own_rows().launch_steps()
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable:
         if self._given is None:

@@ -69,6 +69,10 @@ class RankRows:
         """See `FusedTables.stepping_beside`."""
         return self._tables.stepping_beside()
 
+    def launch_steps(self) -> None:
+        """See `FusedTables.launch_steps`."""
+        self._tables.launch_steps()
+
     @contextmanager
     def deferring(self) -> Iterator[None]:
         """Backward passes within make one step together, at the end of the block."""
