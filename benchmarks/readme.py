@@ -151,6 +151,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "semantic ids": semantic_ids.page,
     "scaling": lambda: scaling("h200/scaling"),
     "scaling_captured": lambda: scaling("h200/scaling_captured"),
+    "scaling_captured h100": lambda: scaling("h100/scaling_captured"),
     "scaling_bytes": scaling_bytes,
     "serving h200": lambda: serving("h200/serving"),
     "serving cpu": lambda: serving("cpu/serving"),
