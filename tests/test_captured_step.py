@@ -164,6 +164,8 @@ class FakeGraphs:
     def __init__(self) -> None:
         self.captures = 0
 
+    def reset(self) -> None: ...
+
     def level(self, buffers: Buffers) -> module.Level:
         return module.Level(buffers, staging=0)
 

@@ -172,6 +172,9 @@ class FusedTables:
 
     def look_up(self, ids: list[tuple[str, Tensor]], dtype: torch.dtype | None) -> list[Tensor]:
         """The `rows` of a TableRows for each table and its ids [S]."""
+        if self._waiting or self._stepping:  # rows are read as they are after the steps
+            self.launch_steps()
+            self._join_steps()
         weights = self.weights
         shapes = [(len(rows), weights[table].shape[1]) for table, rows in ids]
         looked_up: list[Tensor | None] = [None] * len(ids)
@@ -227,18 +230,23 @@ class FusedTables:
     def stepping_beside(self) -> Iterator[None]:
         """Steps within wait for `launch_steps`, at the latest for the end of the block, and run on another stream.
 
-        The current stream waits for them at the end of the block; nothing else within may read the tables after the
-        backward pass. On a CPU they run where they are launched.
+        The current stream waits for them at the next look-up and at the end of the block; nothing else within may read
+        the tables after the backward pass. On a CPU they run where they are launched.
         """
         self._steps_beside = True
         try:
             yield
             self.launch_steps()
             self.wait_sorted()  # of look-ups without a backward pass
-            if self._stepping and self._beside is not None:
-                torch.cuda.current_stream(self.step.device).wait_stream(self._beside[0])
         finally:
-            self._steps_beside, self._waiting, self._stepping = False, [], []
+            self._join_steps()
+            self._steps_beside, self._waiting = False, []
+
+    def _join_steps(self) -> None:
+        """The current stream waits for the steps that were launched."""
+        if self._stepping:
+            torch.cuda.current_stream(self.step.device).wait_stream(self._beside[0])
+            self._stepping = []
 
     def launch_steps(self) -> None:
         """Makes the steps that wait, after all that the current stream has been given so far."""

@@ -16,7 +16,7 @@ from jfi.captured_step import CudaGraphs
 from jfi.room import with_room
 from jfi.sharded.exchange import Exchange
 from jfi.sharded.partition import Partitioned, collect, partition
-from jfi.sharded.routes import Route, counts_for
+from jfi.sharded.routes import Route, check_route, counts_for
 from jfi.sharded.send_ahead import SendAhead, ask
 from jfi.sharded.sent_batch import SentBatch, asked_key, column_keys, ids_of, jagged, sent_key, slot_keys
 from jfi.static_batch import Buffers, Described, describe
@@ -55,7 +55,7 @@ class FixedSender:
         keys = len(first.keys)
         self._own = torch.zeros(2 + 2 * keys, dtype=torch.int64, device=device)
         self._numbers = torch.zeros(size, 2 + 2 * keys + size * len(ahead.routes), dtype=torch.int64, device=device)
-        self._samples = (ids_of(first).stride(),) * size
+        self._samples = ahead.samples
         self._raw = Buffers(first.structure, capacities[:keys], ahead.padding, device)
         self._raw_block = self._raw.new_block()
         # Made here, since a capture copies nothing from the host.
@@ -78,6 +78,9 @@ class FixedSender:
             ValueError: features that do not fit the routes.
         """
         described = describe(batch)
+        by_key = ids_of(described).to_dict()
+        for route in self.ahead.routes:  # here, since keys have equal room in the buffers
+            check_route(route, by_key)
         own, stream = torch.tensor(self.ahead.numbers_of(described)), self.ahead.stream
         with self.ahead.sending():
             if self._holds(described):

@@ -41,8 +41,8 @@ class PeerMemory:
         self._handle = self._addresses = None
         self._targets: dict[tuple[int, ...], Tensor] = {}
         self._to(tuple(range(group.size())))
-        #: Memory that graphs may still write to.
-        self._before: list[tuple[Tensor, object]] = []
+        #: Memory that graphs may still write to, and the addresses that they read.
+        self._before: list[tuple[Tensor, object, Tensor]] = []
         self._used = 0
 
     @contextmanager
@@ -61,7 +61,7 @@ class PeerMemory:
 
     def _grow(self, size: int) -> None:
         if self._memory is not None:
-            self._before.append((self._memory, self._handle))
+            self._before.append((self._memory, self._handle, self._addresses))
         size = _aligned(max(1, int(size * _MARGIN)))
         self._memory, self._handle = compat.symmetric_memory(size, self._device, self.group)
         self._addresses = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=self._device)
@@ -94,6 +94,8 @@ class PeerMemory:
 
         Each rank adds up a part of them, in the order of the ranks, and sends it to all.
         """
+        if numbers.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return False  # which the kernel would round
         size = self.group.size()
         chunk = -(-numbers.numel() // (size * _AVERAGED)) * _AVERAGED
         needed = 2 * _aligned(size * chunk * numbers.element_size())

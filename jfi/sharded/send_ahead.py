@@ -72,6 +72,7 @@ class SendAhead:
         group, device: as given.
         stream: on a GPU, the one that sends.
         first: the batch that capacities follow from, taken apart; None before `refer`.
+        samples: that batch's, of every rank.
         ladder: the capacities by name: the batch's keys, the keys of a `SentBatch`, and for each route that attention
             reads the most events that a rank has for another one; None before `refer`.
     """
@@ -83,6 +84,7 @@ class SendAhead:
         self.first: Described | None = None
         self.ladder: Ladder | None = None
         self.names: list[str] = []
+        self.samples: tuple[int, ...] = ()
         #: Beside the batch's keys whether each has one value a sample in the first batch of every rank.
         self._singles: list[bool] = []
 
@@ -102,6 +104,7 @@ class SendAhead:
             self.first = describe(batch)
             *_, numbers = self._tell(batch)
             rows = numbers.tolist()
+            self.samples = tuple([row[1] for row in rows])
             keys = len(self.first.keys)
             self._singles = [all(one) for one in list(zip(*rows, strict=True))[2 + keys : 2 + 2 * keys]]
             self.names, lengths, fixed = self._keys(rows)

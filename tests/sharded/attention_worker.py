@@ -228,6 +228,8 @@ def shard(model: SequenceDLRM, case: Case, data_parallel: bool = True) -> nn.Mod
 class StandInGraphs:
     """Runs the step on buffers with room, at a replay as before it."""
 
+    def reset(self) -> None: ...
+
     def level(self, buffers: Buffers) -> Level:
         return Level(buffers, staging=0)
 

@@ -84,6 +84,8 @@ def test_a_cpu_runs_eagerly_and_says_nothing(tmp_path, capsys, monkeypatch):
 class StandInGraphs:
     """Runs the step on the buffers, at a replay as before it."""
 
+    def reset(self): ...
+
     def level(self, buffers):
         return Level(buffers, staging=0)
 
