@@ -21,7 +21,7 @@ from jfi.sharded.peer_memory import PeerMemory, are_peers
 from jfi.sharded.routed import RoutedCollection
 from jfi.sharded.send_ahead import SENDING, STEP, SendAhead
 from jfi.sharded.sent_batch import SentBatch, ids_of
-from jfi.static_batch import describe
+from jfi.static_batch import OTHER_STRUCTURE, describe
 
 #: Batches whose capacities the next ones are sent with: the largest of so many.
 _RECENT = 16
@@ -147,8 +147,11 @@ class CapturedShardedStep(StepGraphs):
             ValueError: features that do not fit the collections, likewise.
         """
         if self._graphs is None:
-            return self._progress_eagerly(batches)
-        self._send_next(batches)
+            return self._progress_eagerly(batches, "without a GPU")
+        if not self._is_uneven:
+            self._send_next(batches)
+        if self._is_uneven:
+            return self._progress_eagerly(batches, OTHER_STRUCTURE)
         if not self._sent:
             raise StopIteration
         sending = self._sent.popleft()
@@ -174,8 +177,13 @@ class CapturedShardedStep(StepGraphs):
             return self._run_eagerly(sent, capacities), capacities
         return self._run_in_buffers(describe(sent), capacities), capacities
 
-    def _progress_eagerly(self, batches: Iterator[Any]) -> Any:
-        """Without a GPU: the next batch is sent in its exact number of ids."""
+    @property
+    def _is_uneven(self) -> bool:
+        """Whether the ranks have other numbers of samples in the batch that capacities follow from."""
+        return len(set(self._ahead.samples)) > 1
+
+    def _progress_eagerly(self, batches: Iterator[Any], reason: str) -> Any:
+        """A step for which the batch is sent in its exact number of ids, one ahead."""
         if self._ready is None:
             first = next(batches)
             if not self._checked:
@@ -183,7 +191,8 @@ class CapturedShardedStep(StepGraphs):
             self._ready, _ = self._ahead.send(first, in_buffers=False)
         ready, self._ready = self._ready, None
         self._begin_step()
-        outputs = self._run_eagerly(ready, "without a GPU")
+        self._ahead.wait(ready)
+        outputs = self._run_eagerly(ready, reason)
         following = next(batches, None)
         if following is not None:
             self._ready, _ = self._ahead.send(following, in_buffers=False)
@@ -197,6 +206,9 @@ class CapturedShardedStep(StepGraphs):
                 return
             if not self._checked:
                 self._refer(batch)
+            if self._is_uneven:
+                self._ready, _ = self._ahead.send(batch, in_buffers=False)
+                return
             capacities = tuple(map(max, *self._recent)) if len(self._recent) > 1 else self._recent[0]
             if capacities not in self._senders:
                 self._senders[capacities] = FixedSender(self._ahead, capacities, self._sender_graphs)

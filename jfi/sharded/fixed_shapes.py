@@ -16,9 +16,9 @@ from jfi.captured_step import CudaGraphs
 from jfi.room import with_room
 from jfi.sharded.exchange import Exchange
 from jfi.sharded.partition import Partitioned, collect, partition
-from jfi.sharded.routes import Route, check_route, counts_for
+from jfi.sharded.routes import Route, counts_for
 from jfi.sharded.send_ahead import SendAhead, ask
-from jfi.sharded.sent_batch import SentBatch, asked_key, column_keys, ids_of, jagged, sent_key, slot_keys
+from jfi.sharded.sent_batch import SentBatch, asked_key, column_keys, jagged, sent_key, slot_keys
 from jfi.static_batch import Buffers, Described, describe
 
 #: Batches that are on their way while a step runs.
@@ -78,9 +78,7 @@ class FixedSender:
             ValueError: features that do not fit the routes.
         """
         described = describe(batch)
-        by_key = ids_of(described).to_dict()
-        for route in self.ahead.routes:  # here, since keys have equal room in the buffers
-            check_route(route, by_key)
+        self.ahead.ids_by_key(batch)  # checked here, since keys have equal room in the buffers
         own, stream = torch.tensor(self.ahead.numbers_of(described)), self.ahead.stream
         with self.ahead.sending():
             if self._holds(described):

@@ -288,16 +288,16 @@ def use_stand_ins(captured: CapturedShardedStep) -> None:
 def train_together(case: Case, way: str = "eager") -> dict:
     """The losses of all ranks' samples, sums of the optimizer's states, and what this rank sent in the last step.
 
-    `way` is "eager", "ahead" (ids are sent before the step), "buffers" (and the step reads buffers with room) or
-    "levels" (of which many sizes come up).
+    `way` is "eager", "ahead" (ids are sent before the step), "buffers" (and the step reads buffers with room),
+    "levels" (of which many sizes come up) or "uneven" (ranks have other numbers of samples).
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     model, losses = shard(build(case), case, way == "eager"), []
     dense_parameters = list(dict(in_backward_optimizer_filter(model.named_parameters())).values())
     rest = torch.optim.SGD(dense_parameters, lr=RATE)
     parts = case.parts if size == 2 else (0, SAMPLES)
-    in_buffers = way in ("buffers", "levels")
-    if in_buffers and size == 2:
+    in_buffers = way in ("buffers", "levels", "uneven")
+    if way in ("buffers", "levels") and size == 2:
         parts = (0, SAMPLES // 2, SAMPLES)
     batches = [part_of(make_batch(case, step), parts[rank], parts[rank + 1]) for step in range(STEPS)]
 
@@ -353,5 +353,6 @@ if __name__ == "__main__":
     found = {way: {name: train_together(case, way) for name, case in CASES.items()} for way in ("eager", "ahead")}
     for way in ("buffers", "levels"):
         found[way] = {name: train_together(case, way) for name, case in CASES.items() if name != LOCAL}
+    found["uneven"] = {name: train_together(CASES[name], "uneven") for name in ("plain", "a rank without samples")}
     Path(out).write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -15,6 +15,7 @@ from attention_worker import (
     LOCAL,
     SAMPLES,
     Case,
+    as_on_a_gpu,
     build,
     features_of,
     make_batch,
@@ -22,14 +23,15 @@ from attention_worker import (
     shard,
     train_alone,
     train_together,
+    use_stand_ins,
 )
 from torch.distributed._shard.metadata import ShardMetadata
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding
 from torchrec.modules.embedding_configs import PoolingType
-from torchrec.sparse.jagged_tensor import JaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from jfi import PositionBias, SequenceFeatureConfig
+from jfi import KeyBias, PositionBias, SequenceFeatureConfig
 from jfi.ops.partial_target_attention import combine_parts, pack_part
 from jfi.sharded import AttentionCollectionSharder, CapturedShardedStep, FetchedBagsSharder, average_gradients
 from jfi.sharded.ownership import all_owners, row_wise_shards
@@ -71,6 +73,34 @@ def test_two_processes_have_the_losses_of_one(found, name):
     if name != LOCAL:
         summary = found[0]["buffers"][name]["summary"]
         assert summary.startswith("3 of 4 steps ran captured"), summary
+
+
+@pytest.mark.parametrize("name", ["plain", "a rank without samples"])
+def test_ranks_with_other_numbers_of_samples_make_eager_steps(found, name):
+    losses, _ = train_alone(CASES[name])
+    first, second = (rank["uneven"][name] for rank in found)
+    assert first["losses"] == second["losses"] == pytest.approx(losses, abs=2e-6)
+    assert first["summary"].startswith("0 of 4 steps ran captured"), first["summary"]
+
+
+def test_events_that_do_not_fit_are_found_before_they_are_sent(alone):
+    case = Case({"taste": {"bias": KeyBias("taste_age", 5)}})
+    model = shard(build(case), case, data_parallel=False)
+    batches = [part_of(make_batch(case, seed), 0, SAMPLES) for seed in range(2)]
+    dense, ids, labels = batches[1]
+    parts = {key: ids[key] for key in list(ids.keys())}
+    lengths = {key: part.lengths().clone() for key, part in parts.items()}
+    lengths["taste_age"][int(lengths["taste_age"].argmax())] -= 1
+    values = [part.values()[: int(lengths[key].sum())] for key, part in parts.items()]
+    fewer = KeyedJaggedTensor(list(parts), torch.cat(values), lengths=torch.cat(list(lengths.values())))
+    first = batches[0][1]
+    first = KeyedJaggedTensor(first.keys(), first.values(), lengths=first.lengths())
+    captured = CapturedShardedStep(lambda batch: model(batch[0], batch[1]), model)
+    use_stand_ins(captured)
+    given = iter([(batches[0][0], first, batches[0][2]), (dense, fewer, labels)])
+    with as_on_a_gpu(), pytest.raises(ValueError, match=r"features\['taste_age'\] must have as many events"):
+        captured.progress(given)
+    captured.reset()
 
 
 def test_batches_of_many_sizes_take_every_way_into_the_buffers(found):

@@ -1,6 +1,7 @@
 """Ranks that write to each other's memory: threads of this process, whose memory all of them reach."""
 
 import threading
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from unittest import mock
@@ -128,6 +129,21 @@ def test_rows_go_to_their_owners_and_back(owners, dtype, device):
             part = slice(owners.index(rank) * chunk, (owners.index(rank) + 1) * chunk)
             every = [rows_of(other, chunk * len(owners), dtype)[part] for other in range(SIZE)]
             assert torch.equal(again, torch.cat(every))
+
+
+def test_what_graphs_read_outlives_a_growth(device):
+    if device.type != "cpu":
+        pytest.skip("threads share the memory of the CPU")
+
+    def run(memory: PeerMemory) -> bool:
+        kept = []
+        for count in (4, 4000):
+            with memory.step():
+                memory.send(torch.zeros(count * SIZE, 8), [count] * SIZE, [count] * SIZE, shared=False)
+            kept.append(weakref.ref(memory._addresses))
+        return all(one() is not None for one in kept) and kept[0]() is not kept[1]()
+
+    assert on_all_ranks(run) == [True] * SIZE
 
 
 def test_owners_that_do_not_follow_each_other_use_the_group(device):
