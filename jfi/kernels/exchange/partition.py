@@ -98,15 +98,13 @@ def _scatter_kernel(
         tl.store(slots_ptr + first.to(tl.int64) + at, slot, mask=at < count)
 
 
-@triton.jit(do_not_specialize=["count", "batch", "samples", "first_sample"])
+@triton.jit(do_not_specialize=["samples", "first_sample"])
 def _count_samples_kernel(
     ids_ptr,
     offsets_ptr,
     boundaries_ptr,
     ranks_ptr,
     counts_ptr,
-    count,
-    batch,
     samples,
     first_sample,
     NUM_SHARDS: tl.constexpr,
@@ -200,8 +198,7 @@ def count_samples(sequences: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]
         sizes = {"NUM_SHARDS": ranks.size(0), "NUM_RANKS": num_ranks, "BLOCK_R": power_of_two(num_ranks, 2)}
         launcher = _launcher(_count_samples_kernel, **sizes, BLOCK=COUNTED_EVENTS)
         if batch:
-            numbers = ids.size(0), batch, samples, first
-            launcher((batch, 1, 1), (ids, offsets, boundaries, ranks, counts), numbers)
+            launcher((batch, 1, 1), (ids, offsets, boundaries, ranks, counts), (samples, first))
         first += batch
     return counts
 
