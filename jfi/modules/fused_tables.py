@@ -89,8 +89,9 @@ class FusedTables:
         #: On a GPU, the stream on which ids are sorted, and when it has sorted those of the last look-up.
         self._beside: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         self._sorting = False
-        #: Whether steps wait for `launch_steps`, those that do, and what those read that nobody has waited for.
-        self._steps_beside, self._waiting, self._stepping = False, [], []
+        #: Whether steps wait for `launch_steps`, those that do, and what is read beside that nobody has waited for.
+        self._steps_beside, self._waiting = False, []
+        self._stepping: list[object] = []
         self.follow()
 
     def __getstate__(self) -> dict[str, object]:
@@ -241,6 +242,22 @@ class FusedTables:
         finally:
             self._join_steps()
             self._steps_beside, self._waiting = False, []
+
+    @contextmanager
+    def beside(self, read: Tensor) -> Iterator[None]:
+        """Around what only the step reads: within `stepping_beside` it runs on the stream of the step.
+
+        Args:
+            read: what that reads of the current stream.
+        """
+        if not self._steps_beside or self._beside is None:
+            yield
+            return
+        stream = self._beside[0]
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        self._stepping.append(read)
+        with torch.cuda.stream(stream):
+            yield
 
     def _join_steps(self) -> None:
         """The current stream waits for the steps that were launched."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
@@ -16,6 +16,7 @@ from torchrec.distributed.types import ShardedModule
 from jfi.capturable import why_module_not
 from jfi.captured_step import CudaGraphs, StepGraphs
 from jfi.room import here
+from jfi.sharded.averages import GradientAverages, average
 from jfi.sharded.fixed_shapes import AHEAD, FixedSender, Sending
 from jfi.sharded.peer_memory import PeerMemory, are_peers
 from jfi.sharded.routed import RoutedCollection
@@ -90,7 +91,7 @@ class CapturedShardedStep(StepGraphs):
         self._peers: PeerMemory | None = None
         if peer_memory and self._graphs is not None and self._group.size() > 1 and are_peers(self._group, self._device):
             self._peers = PeerMemory(self._group, self._device)
-        self._fused = model.fused_optimizer
+        self._fused, self._averages = model.fused_optimizer, GradientAverages(self._device, STEP)
         #: Batches on their way, and the capacities that the last ones needed.
         self._sent: deque[Sending] = deque()
         self._recent: deque[tuple[int, ...]] = deque(maxlen=_RECENT)
@@ -219,18 +220,15 @@ class CapturedShardedStep(StepGraphs):
         for collection in self._collections:
             collection.follow_rate()
 
-    @property
-    def peers(self) -> PeerMemory | None:
-        """What the step that is made sends through, if not through the process group."""
-        return self._peers if here.has_room else None
-
-    def launch_table_steps(self) -> None:
-        """Within a step, makes that of the tables beside what follows."""
+    def average(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Within a step, averages gradients; that of the tables is then made beside what follows."""
+        if self._group.size() > 1:
+            self._averages.finish([one for one in parameters if one.requires_grad])
         for collection in self._collections:
             collection.launch_steps()
 
     def _compute(self, sent: SentBatch) -> Any:
-        ids, peers = ids_of(describe(sent.batch)), self.peers
+        ids, peers = ids_of(describe(sent.batch)), self._peers if here.has_room else None
         arrived = sent.arrived(self._collections, self._group, peers)
         with ExitStack() as stack:
             if peers is not None:
@@ -239,6 +237,8 @@ class CapturedShardedStep(StepGraphs):
                 stack.enter_context(collection.given(ids, of_collection))
             _here.step = self
             stack.callback(setattr, _here, "step", None)
+            self._averages.begin(peers)
+            stack.callback(self._averages.end)
             return self._own_step(sent.batch)
 
 
@@ -268,34 +268,18 @@ def _copy_from_first(model: nn.Module, collections: list[RoutedCollection]) -> N
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None) -> None:
-    """Puts the mean over ranks in the place of each gradient, in one all-reduce of each dtype.
+    """Puts the mean over ranks in the place of each gradient.
 
-    Within the step of a `CapturedShardedStep` they travel as all else does, and the tables' step begins after them: it
-    fills the GPU, and would hold them up, but leaves room for the optimizer's small kernels that have begun before.
+    Within the step of a `CapturedShardedStep` they travel as all else does, most of them from the second step on while
+    the backward pass goes on. The tables' step begins after them: it fills the GPU, and would hold them up, but leaves
+    room for the optimizer's small kernels that have begun before.
 
     Args:
         parameters: the same ones on every rank; of those that require a gradient one without counts as 0.
         group: the ranks; None for all.
     """
     step = _here.step if group is None else None
-    _average(list(parameters), dist.get_world_size(group), group, None if step is None else step.peers)
-    if step is not None:
-        step.launch_table_steps()
-
-
-def _average(
-    parameters: list[nn.Parameter], size: int, group: dist.ProcessGroup | None, peers: PeerMemory | None
-) -> None:
-    if size == 1:
-        return
-    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-    for one in filter(lambda x: x.requires_grad, parameters):
-        by_dtype.setdefault(one.dtype, []).append(one)
-    for own in by_dtype.values():
-        grads = [one.new_zeros(one.shape) if one.grad is None else one.grad for one in own]
-        flat: Tensor = torch.cat([grad.reshape(-1) for grad in grads])
-        if peers is None or not peers.average(flat):
-            dist.all_reduce(flat, group=group)
-            flat /= size
-        for one, grad in zip(own, flat.split([one.numel() for one in own]), strict=True):
-            one.grad = grad.view_as(one)
+    if step is None:
+        average(parameters, group)
+    else:
+        step.average(parameters)

@@ -10,8 +10,11 @@ from torchrec.distributed.comm_ops import get_gradient_division
 class Transport(Protocol):
     """A faster way for exchanges that it can make, such as `jfi.sharded.peer_memory.PeerMemory`."""
 
-    def send(self, rows: Tensor, sent: list[int], received: list[int], shared: bool) -> Tensor | None:
-        """What arrives, or None if this exchange is not for it, on all ranks alike."""
+    def send(self, rows: Tensor, sent: list[int], received: list[int], shared: bool, lane: int = 0) -> Tensor | None:
+        """What arrives, or None if this exchange is not for it, on all ranks alike.
+
+        Exchanges that streams make at the same time are on different lanes.
+        """
 
 
 class Exchange(NamedTuple):
@@ -22,12 +25,14 @@ class Exchange(NamedTuple):
         sent: rows to each rank.
         received: rows from each rank.
         transport: tried before the group's own all-to-all.
+        lane: of the transport.
     """
 
     group: dist.ProcessGroup
     sent: list[int]
     received: list[int]
     transport: Transport | None = None
+    lane: int = 0
 
     @property
     def back(self) -> "Exchange":
@@ -43,7 +48,7 @@ class Exchange(NamedTuple):
         if self.group.size() == 1:
             return rows, None
         if self.transport is not None:
-            arrived = self.transport.send(rows, self.sent, self.received, shared=False)
+            arrived = self.transport.send(rows, self.sent, self.received, shared=False, lane=self.lane)
             if arrived is not None:
                 return arrived, None
         arriving = rows.new_empty(sum(self.received), *rows.shape[1:])
@@ -63,7 +68,7 @@ class Exchange(NamedTuple):
         """What arrives of the same rows, sent to every rank that gets any."""
         count = sum(1 for sent in self.sent if sent)
         if self.transport is not None and self.group.size() > 1:
-            arrived = self.transport.send(rows, self.sent, self.received, shared=True)
+            arrived = self.transport.send(rows, self.sent, self.received, shared=True, lane=self.lane)
             if arrived is not None:
                 return arrived
         return self.send(rows if count == 1 else rows.unsqueeze(0).expand(count, *rows.shape).flatten(0, 1))

@@ -23,12 +23,17 @@ from jfi.ops.push import push
 _ALIGNMENT = 256
 #: Numbers of a row that ranks add up.
 _AVERAGED = 128
+#: Numbers of at most so many bytes of all ranks are added up by every rank, rather than a part of them by each.
+_ADDED_BY_ALL = 1 << 20
 #: New memory has this much more than a step has asked for.
 _MARGIN = 1.25
 
 
 class PeerMemory:
     """Memory of each rank of a group that all of them write to.
+
+    Streams that send at the same time do it on different lanes, which have barriers of their own; all ranks agree on
+    the lane of each exchange.
 
     Args:
         group: ranks whose GPUs can reach each other, see `are_peers`.
@@ -44,6 +49,9 @@ class PeerMemory:
         #: Memory that graphs may still write to, and the addresses that they read.
         self._before: list[tuple[Tensor, object, Tensor]] = []
         self._used = 0
+        #: On a GPU, where the barrier at the beginning of a step waits; whether nobody has waited for it yet.
+        self._beginning = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._begins = False
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -54,10 +62,26 @@ class PeerMemory:
         """
         self._used = 0
         if self._memory is not None:
-            self._handle.barrier(channel=0)
+            self._begin()
         yield
+        self._wait_begun()
         if (self._memory is None or self._used > self._memory.size(0)) and not torch.cuda.is_current_stream_capturing():
             self._grow(self._used)
+
+    def _begin(self) -> None:
+        """Waits for all ranks beside what the step does before its first exchange."""
+        if self._beginning is None:
+            self._handle.barrier(channel=0)
+            return
+        self._beginning.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._beginning):
+            self._handle.barrier(channel=0)
+        self._begins = True
+
+    def _wait_begun(self) -> None:
+        if self._begins:
+            torch.cuda.current_stream(self._device).wait_stream(self._beginning)
+            self._begins = False
 
     def _grow(self, size: int) -> None:
         if self._memory is not None:
@@ -66,7 +90,7 @@ class PeerMemory:
         self._memory, self._handle = compat.symmetric_memory(size, self._device, self.group)
         self._addresses = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=self._device)
 
-    def send(self, rows: Tensor, sent: list[int], received: list[int], shared: bool) -> Tensor | None:
+    def send(self, rows: Tensor, sent: list[int], received: list[int], shared: bool, lane: int = 0) -> Tensor | None:
         """What arrives [sum(received), ...], valid until the end of the step; None if there is no room for it here.
 
         Args:
@@ -74,6 +98,7 @@ class PeerMemory:
             sent: rows to each rank: as many for all that get some, and as many as arrive from a rank.
             received: rows from each rank.
             shared: whether all ranks get the same rows.
+            lane: of the exchange. The first one of a step is on lane 0.
         """
         chunk, row = max(*sent, *received), math.prod(rows.shape[1:]) * rows.element_size()
         targets, sources = ([rank for rank, count in enumerate(counts) if count] for counts in (sent, received))
@@ -83,31 +108,35 @@ class PeerMemory:
         place = self._take(len(sent) * chunk * row)
         if place is None:
             return None
+        self._wait_begun()
         push(rows.contiguous(), to, self._addresses, place + self.group.rank() * chunk * row, shared)
-        self._handle.barrier(channel=0)
+        self._handle.barrier(channel=lane)
         begin = place + (sources[0] if sources else 0) * chunk * row
         arrived = self._memory[begin : begin + len(sources) * chunk * row].view(rows.dtype)
         return arrived.view(len(sources) * chunk, *rows.shape[1:])
 
-    def average(self, numbers: Tensor) -> bool:
-        """Puts the mean over all ranks in the place of numbers [n]; does nothing if there is no room for it here.
+    def average(self, numbers: Tensor, lane: int = 0) -> Tensor | None:
+        """The mean over all ranks of numbers [n], in memory of its own; None if there is no room for it here.
 
-        Each rank adds up a part of them, in the order of the ranks, and sends it to all.
+        They are added up in the order of the ranks: many of them by one rank each, which sends its part to all.
         """
         if numbers.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return False  # which the kernel would round
+            return None  # which the kernel would round
         size = self.group.size()
-        chunk = -(-numbers.numel() // (size * _AVERAGED)) * _AVERAGED
-        needed = 2 * _aligned(size * chunk * numbers.element_size())
+        added_by_all = size * numbers.numel() * numbers.element_size() <= _ADDED_BY_ALL
+        parts = 1 if added_by_all else size
+        chunk = -(-numbers.numel() // (parts * _AVERAGED)) * _AVERAGED
+        needed = (1 if added_by_all else 2) * _aligned(size * chunk * numbers.element_size())
         if self._memory is None or self._used + needed > self._memory.size(0):
             self._used += needed
-            return False
-        every = [1] * size
-        whole = pad(numbers, (0, size * chunk - numbers.numel()))
-        parts = self.send(whole.view(size, chunk), every, every, shared=False)
-        own = add_parts(parts.view(size, -1, _AVERAGED), 1 / size, "triton")
-        numbers.copy_(self.send(own.view(1, chunk), every, every, shared=True).view(-1)[: numbers.numel()])
-        return True
+            return None
+        every, missing = [1] * size, parts * chunk - numbers.numel()
+        whole = (pad(numbers, (0, missing)) if missing else numbers).view(parts, chunk)
+        heard = self.send(whole, every, every, shared=added_by_all, lane=lane)
+        means = add_parts(heard.view(size, -1, _AVERAGED), 1 / size, "triton")
+        if not added_by_all:
+            means = self.send(means.view(1, chunk), every, every, shared=True, lane=lane).clone()
+        return means.view(-1)[: numbers.numel()]
 
     def _take(self, size: int) -> int | None:
         """The place of so many bytes, None if there is no room for them."""

@@ -1,5 +1,8 @@
 """Rows that owners send to the ranks whose samples asked for them, and small tables that every rank reads whole."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -10,36 +13,41 @@ from jfi.sharded.exchange import gradient_scale
 from jfi.sharded.ownership import Owners
 from jfi.sharded.routes import Arrived
 
+Beside = Callable[[Tensor], AbstractContextManager[None]]
 
-def fetch_rows(handle: Tensor, memory: Tensor, arrived: Arrived) -> list[Tensor]:
+
+def fetch_rows(handle: Tensor, memory: Tensor, arrived: Arrived, beside: Beside) -> list[Tensor]:
     """The rows [S, D] of each sequence of a route, on the rank of its samples; all ranks call it together.
 
     Args:
         handle: [R, D] without memory, of the dtype that is sent; its gradient is that of the owner's rows.
         memory: [M, D], the owner's rows.
         arrived: what the owner was asked for.
+        beside: around what nobody waits for but the step of the rows, given what that reads.
     """
-    return list(_Fetch.apply(handle, memory, arrived).split(arrived.sizes))
+    return list(_Fetch.apply(handle, memory, arrived, beside).split(arrived.sizes))
 
 
 class _Fetch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, handle: Tensor, memory: Tensor, arrived: Arrived) -> Tensor:
-        ctx.arrived, ctx.has_room = arrived, here.has_room  # of this thread; backward may run in another one
+    def forward(ctx, handle: Tensor, memory: Tensor, arrived: Arrived, beside: Beside) -> Tensor:
+        ctx.arrived, ctx.beside = arrived, beside
+        ctx.has_room = here.has_room  # of this thread; backward may run in another one
         rows = gather_rows((memory,), (arrived.rows,), dtype=handle.dtype)
-        rows, ctx.places = arrived.events.back.send(rows), arrived.places()
+        rows, ctx.places = arrived.events.back._replace(lane=0).send(rows), arrived.places()
         if ctx.places is None:
             return rows
         return rows.index_select(0, ctx.places.clamp(min=0) if here.has_room else ctx.places)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
         arrived = ctx.arrived
-        grad = grad * gradient_scale(arrived.events.group)
-        if ctx.places is not None:
-            grad = _to_slots(grad, ctx.places, sum(arrived.events.sent), ctx.has_room)
-        return arrived.events.send(grad), None, None
+        with ctx.beside(grad):
+            grad = grad * gradient_scale(arrived.events.group)
+            if ctx.places is not None:
+                grad = _to_slots(grad, ctx.places, sum(arrived.events.sent), ctx.has_room)
+            return arrived.events.send(grad), None, None, None
 
 
 def _to_slots(grad: Tensor, slots: Tensor, count: int, has_room: bool) -> Tensor:

@@ -180,13 +180,16 @@ class SendAhead:
         own = torch.tensor(self.numbers_of(described))
         own = (own.pin_memory() if self.stream is not None else own).to(self.device, non_blocking=True)
 
-        def move(part: Tensor | KeyedJaggedTensor) -> Tensor | KeyedJaggedTensor:
-            return part.to(self.device, non_blocking=True)
-
-        batch = moved(batch, move)
+        batch = moved(batch, self._to_device)
         by_key = self.ids_by_key(batch)
         sent = [sort_by_owner(route, by_key, self.group.size()) for route in self.routes]
         return batch, sent, self.tell(own, [one.sums for one in sent]).cpu()
+
+    def _to_device(self, part: Tensor | KeyedJaggedTensor) -> Tensor | KeyedJaggedTensor:
+        found = part.to(self.device, non_blocking=True)
+        if isinstance(found, KeyedJaggedTensor):
+            found._jt_dict = None  # TorchRec leaves it where it was
+        return found
 
     def ids_by_key(self, batch: Any) -> dict[str, JaggedTensor]:
         """The ids of a batch on the device, checked."""

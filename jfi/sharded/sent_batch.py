@@ -16,6 +16,10 @@ from jfi.sharded.routes import Arrived, ArrivedIds, Route
 from jfi.static_batch import Described, UnsupportedBatch, describe
 
 
+#: The lane of the gradients of rows that the first collection has fetched, which travel on the stream of its tables.
+FIRST_LANE = 2
+
+
 @dataclass
 class SentBatch:
     """A batch whose ids are at the owners of their rows.
@@ -54,7 +58,8 @@ class SentBatch:
         inputs.allow_no_samples(ids)
         by_key, found = ids.to_dict(), []
         events, asked, slots = iter(self.events), iter(self.asked), iter(self.slots)
-        for route in routes_of(collections):
+        lanes = [FIRST_LANE + place for place, one in enumerate(collections) for _ in one.routes]
+        for route, lane in zip(routes_of(collections), lanes, strict=True):
             queries = route.to_owners(group, list(self.samples), transport)
             if route.features:
                 one = next(events)
@@ -65,7 +70,7 @@ class SentBatch:
                 continue
             rows, where = next(asked).values(), next(slots)
             places = [rows.size(0) // group.size()] * group.size()
-            exchange, sizes = Exchange(group, places, places, transport), where.length_per_key()
+            exchange, sizes = Exchange(group, places, places, transport, lane), where.length_per_key()
             found.append(Arrived(route, exchange, queries, (rows[: sum(places)],), None, sizes, slots=where.values()))
         rest = iter(found)
         return [ArrivedIds([next(rest) for _ in one.routes], by_key) for one in collections]

@@ -69,6 +69,10 @@ class RankRows:
         """See `FusedTables.stepping_beside`."""
         return self._tables.stepping_beside()
 
+    def beside(self, read: Tensor) -> AbstractContextManager[None]:
+        """See `FusedTables.beside`."""
+        return self._tables.beside(read)
+
     def launch_steps(self) -> None:
         """See `FusedTables.launch_steps`."""
         self._tables.launch_steps()

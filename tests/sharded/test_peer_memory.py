@@ -163,8 +163,9 @@ def test_owners_that_do_not_follow_each_other_use_the_group(device):
     assert on_all_ranks(run) == [[True, False]] * SIZE
 
 
+@pytest.mark.parametrize("added_by_all", [0, 1 << 20])
 @pytest.mark.parametrize("count", [1, 384, 1000])
-def test_numbers_are_averaged_in_the_order_of_the_ranks(count, device):
+def test_numbers_are_averaged_in_the_order_of_the_ranks(count, added_by_all, device, monkeypatch):
     if device.type != "cpu":
         pytest.skip("threads share the memory of the CPU")
 
@@ -173,12 +174,12 @@ def test_numbers_are_averaged_in_the_order_of_the_ranks(count, device):
         for step in range(3):
             numbers = torch.linspace(0, 1, count) * (RANK.number + 1) + step
             with memory.step():
-                assert memory.average(numbers) == (step > 0)
-            found.append(numbers)
+                found.append(memory.average(numbers))
         return found
 
-    for rank, (untouched, *found) in enumerate(on_all_ranks(run)):
-        assert torch.equal(untouched, torch.linspace(0, 1, count) * (rank + 1))
+    monkeypatch.setattr(peer_memory, "_ADDED_BY_ALL", added_by_all)
+    for nothing, *found in on_all_ranks(run):
+        assert nothing is None
         for step, numbers in enumerate(found, 1):
             torch.testing.assert_close(numbers, torch.linspace(0, 1, count) * 2 + step)
 
@@ -187,9 +188,9 @@ def test_what_peers_are_sent_is_counted(monkeypatch):
     memory = PeerMemory.__new__(PeerMemory)
     memory.group = Group()
 
-    def average(memory: PeerMemory, numbers: Tensor) -> bool:
+    def average(memory: PeerMemory, numbers: Tensor) -> Tensor:
         memory.send(numbers.view(SIZE, -1), [1] * SIZE, [1] * SIZE, shared=False)
-        return True
+        return numbers
 
     monkeypatch.setattr(PeerMemory, "send", lambda memory, rows, sent, received, shared: rows)
     monkeypatch.setattr(PeerMemory, "average", average)
