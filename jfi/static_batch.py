@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 #: Bytes that a tensor's place in the block is a multiple of.
 _ALIGNMENT = 256
@@ -228,6 +228,15 @@ def not_single(key: str) -> str:
     return f"not one value a sample in '{key}', as the first batch has"
 
 
+class _JaggedParts(NamedTuple):
+    """The memory of a KeyedJaggedTensor of K keys and B samples."""
+
+    values: Tensor  # those of each key, with room behind them
+    lengths: Tensor  # [K, B]
+    offsets: Tensor  # [K, B + 1], of each key from 0 on
+    weights: Tensor | None
+
+
 class Buffers:
     """A batch of fixed shapes and capacities in one block of memory.
 
@@ -249,24 +258,35 @@ class Buffers:
         for node in self._jagged:
             own, rest = tuple(rest[: len(node.keys)]), rest[len(node.keys) :]
             self._capacities.append(own)
-            sizes += [(sum(own), node.dtype), (len(node.keys) * node.stride, node.lengths)]
+            keys = len(node.keys)
+            sizes += [
+                (sum(own), node.dtype),
+                (keys * node.stride, node.lengths),
+                (keys * (node.stride + 1), node.lengths),
+            ]
             sizes += [] if node.weights is None else [(sum(own), node.weights)]
         ends = list(accumulate(-(-size * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for size, dtype in sizes))
         self._places = [(begin, size, dtype) for begin, (size, dtype) in zip([0, *ends[:-1]], sizes, strict=True)]
         self._blank = torch.zeros(ends[-1] if ends else 0, dtype=torch.uint8, device=device)
-        for node, own, (values, *_) in zip(self._jagged, self._capacities, self._views(self._blank)[1], strict=True):
-            for key, part in zip(node.keys, values.split(list(own)), strict=True):
+        for node, own, parts in zip(self._jagged, self._capacities, self._views(self._blank)[1], strict=True):
+            for key, part in zip(node.keys, parts.values.split(list(own)), strict=True):
                 part.fill_(padding.get(key, 0))
 
     def new_block(self) -> Tensor:
         """Memory of one batch, without samples' values."""
         return self._blank.clone()
 
-    def _views(self, block: Tensor) -> tuple[list[Tensor], list[tuple[Tensor, ...]]]:
-        """The tensors of a block, and by KeyedJaggedTensor its values, its lengths and its weights, if any."""
+    def _views(self, block: Tensor) -> tuple[list[Tensor], list["_JaggedParts"]]:
+        """The tensors of a block, and the parts of each KeyedJaggedTensor."""
         parts = iter([block[begin : begin + size * dtype.itemsize].view(dtype) for begin, size, dtype in self._places])
         tensors = [next(parts).view(node.shape) for node in self._tensors]
-        return tensors, [tuple(next(parts) for _ in range(2 if node.weights is None else 3)) for node in self._jagged]
+        jagged = []
+        for node in self._jagged:
+            keys = len(node.keys)
+            values, lengths = next(parts), next(parts).view(keys, node.stride)
+            offsets = next(parts).view(keys, node.stride + 1)
+            jagged.append(_JaggedParts(values, lengths, offsets, None if node.weights is None else next(parts)))
+        return tensors, jagged
 
     def fill(self, block: Tensor, batch: Described) -> None:
         """Writes a batch of the structure, whose keys fit the capacities, to a block; it waits for nothing."""
@@ -274,12 +294,14 @@ class Buffers:
         tensors, jagged = self._views(block)
         for to, value in zip(tensors, batch.tensors, strict=True):
             to.copy_(value, non_blocking=True)
-        for (values, lengths, *weights), own, one in zip(jagged, self._capacities, batch.jagged, strict=True):
-            lengths.copy_(one.lengths(), non_blocking=True)
+        for to, own, one in zip(jagged, self._capacities, batch.jagged, strict=True):
+            to.lengths.copy_(one.lengths().view_as(to.lengths), non_blocking=True)
+            # Added up here, which may be beside the step before, and not in the step.
+            to.offsets[:, 1:].copy_(to.lengths.cumsum(1, dtype=to.offsets.dtype), non_blocking=True)
             for first, begin, count in _runs(one.length_per_key(), own):
-                values[first : first + count].copy_(one.values()[begin : begin + count], non_blocking=True)
-                for to in weights:
-                    to[first : first + count].copy_(one.weights()[begin : begin + count], non_blocking=True)
+                to.values[first : first + count].copy_(one.values()[begin : begin + count], non_blocking=True)
+                if to.weights is not None:
+                    to.weights[first : first + count].copy_(one.weights()[begin : begin + count], non_blocking=True)
 
     def clear(self, block: Tensor) -> None:
         """Takes a block's samples' values away."""
@@ -291,26 +313,35 @@ class Buffers:
         for to, value in zip(tensors, from_tensors, strict=True):
             to.copy_(value, non_blocking=True)
         capacities = zip(jagged, from_jagged, self._capacities, wider._capacities, strict=True)
-        for (values, lengths, *weights), (from_values, from_lengths, *from_weights), own, others in capacities:
-            lengths.copy_(from_lengths, non_blocking=True)
-            for to, value in zip((values, *weights), (from_values, *from_weights), strict=True):
-                for part, other, count in zip(to.split(list(own)), value.split(list(others)), own, strict=True):
-                    part.copy_(other[:count], non_blocking=True)
+        for to, one, own, others in capacities:
+            to.lengths.copy_(one.lengths, non_blocking=True)
+            to.offsets.copy_(one.offsets, non_blocking=True)
+            for narrow, wide in ((to.values, one.values), (to.weights, one.weights)):
+                if narrow is not None:
+                    for part, other, count in zip(narrow.split(list(own)), wide.split(list(others)), own, strict=True):
+                        part.copy_(other[:count], non_blocking=True)
 
     def batch(self, block: Tensor) -> Any:
         """A batch over a block's memory, made anew: what a KeyedJaggedTensor computes and keeps is of one use."""
         tensors, jagged = self._views(block)
         made = []
-        for node, own, (values, lengths, *weights) in zip(self._jagged, self._capacities, jagged, strict=True):
+        for node, own, parts in zip(self._jagged, self._capacities, jagged, strict=True):
+            values = parts.values.split(list(own))
+            weights = [None] * len(own) if parts.weights is None else parts.weights.split(list(own))
+            by_key = {
+                key: JaggedTensor(values[i], weights=weights[i], lengths=parts.lengths[i], offsets=parts.offsets[i])
+                for i, key in enumerate(node.keys)
+            }
             made.append(
                 KeyedJaggedTensor(
                     keys=list(node.keys),
-                    values=values,
-                    weights=weights[0] if weights else None,
-                    lengths=lengths,
+                    values=parts.values,
+                    weights=parts.weights,
+                    lengths=parts.lengths.view(-1),
                     stride=node.stride,
                     length_per_key=list(own),
                     offset_per_key=[0, *accumulate(own)],
+                    jt_dict=by_key,
                 )
             )
         return rebuild(self.structure, iter(tensors), iter(made))

@@ -1,7 +1,8 @@
 """Tables sharded over ranks, to which attention goes."""
 
+from jfi.sharded.averages import average_gradients
 from jfi.sharded.bags import FetchedBagsSharder, ShardedFetchedBags
-from jfi.sharded.captured import CapturedShardedStep, average_gradients
+from jfi.sharded.captured import CapturedShardedStep
 from jfi.sharded.collection import AttentionCollectionSharder, ShardedAttentionCollection
 
 __all__ = [

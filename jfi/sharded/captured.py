@@ -1,8 +1,7 @@
 """Training steps of a sharded model as CUDA graphs, and the ids of the next batches on their way meanwhile."""
 
-import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,7 +15,7 @@ from torchrec.distributed.types import ShardedModule
 from jfi.capturable import why_module_not
 from jfi.captured_step import CudaGraphs, StepGraphs
 from jfi.room import here
-from jfi.sharded.averages import GradientAverages, average
+from jfi.sharded.averages import GradientAverages
 from jfi.sharded.fixed_shapes import AHEAD, FixedSender, Sending
 from jfi.sharded.peer_memory import PeerMemory, are_peers
 from jfi.sharded.routed import RoutedCollection
@@ -26,16 +25,6 @@ from jfi.static_batch import OTHER_STRUCTURE, describe
 
 #: Batches whose capacities the next ones are sent with: the largest of so many.
 _RECENT = 16
-
-
-class _Here(threading.local):
-    """What holds for the code that runs now in this thread."""
-
-    #: The step that is made.
-    step: "CapturedShardedStep | None" = None
-
-
-_here = _Here()
 
 
 class CapturedShardedStep(StepGraphs):
@@ -91,7 +80,8 @@ class CapturedShardedStep(StepGraphs):
         self._peers: PeerMemory | None = None
         if peer_memory and self._graphs is not None and self._group.size() > 1 and are_peers(self._group, self._device):
             self._peers = PeerMemory(self._group, self._device)
-        self._fused, self._averages = model.fused_optimizer, GradientAverages(self._device, STEP)
+        self._averages = GradientAverages(self._device, self._group, STEP, self._launch_table_steps)
+        self._fused = model.fused_optimizer
         #: Batches on their way, and the capacities that the last ones needed.
         self._sent: deque[Sending] = deque()
         self._recent: deque[tuple[int, ...]] = deque(maxlen=_RECENT)
@@ -103,13 +93,16 @@ class CapturedShardedStep(StepGraphs):
 
     def reset(self) -> None:
         """As `StepGraphs.reset`, and forgets batches that were sent ahead: needed before another iterator, too."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # whose memory is used again
         super().reset()
         self._ready = None
         self._sent.clear()
-        for sender in self._senders.values():
-            sender.reset()
+        self._senders.clear()  # NCCL would wait for their graphs at its end
         if self._sender_graphs is not None:
             self._sender_graphs.reset()
+        if self._peers is not None:
+            self._peers.forget()
 
     def summary(self) -> str:
         """As `StepGraphs.summary`, and how rows travel."""
@@ -220,10 +213,7 @@ class CapturedShardedStep(StepGraphs):
         for collection in self._collections:
             collection.follow_rate()
 
-    def average(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Within a step, averages gradients; that of the tables is then made beside what follows."""
-        if self._group.size() > 1:
-            self._averages.finish([one for one in parameters if one.requires_grad])
+    def _launch_table_steps(self) -> None:
         for collection in self._collections:
             collection.launch_steps()
 
@@ -235,10 +225,7 @@ class CapturedShardedStep(StepGraphs):
                 stack.enter_context(peers.step())
             for collection, of_collection in zip(self._collections, arrived, strict=True):
                 stack.enter_context(collection.given(ids, of_collection))
-            _here.step = self
-            stack.callback(setattr, _here, "step", None)
-            self._averages.begin(peers)
-            stack.callback(self._averages.end)
+            stack.enter_context(self._averages.step(peers))
             return self._own_step(sent.batch)
 
 
@@ -265,21 +252,3 @@ def _copy_from_first(model: nn.Module, collections: list[RoutedCollection]) -> N
     for x in (*model.parameters(), *model.buffers()):
         if group.size() > 1 and id(x) not in own:
             dist.broadcast(x, dist.get_global_rank(group, 0), group=group)
-
-
-def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None) -> None:
-    """Puts the mean over ranks in the place of each gradient.
-
-    Within the step of a `CapturedShardedStep` they travel as all else does, most of them from the second step on while
-    the backward pass goes on. The tables' step begins after them: it fills the GPU, and would hold them up, but leaves
-    room for the optimizer's small kernels that have begun before.
-
-    Args:
-        parameters: the same ones on every rank; of those that require a gradient one without counts as 0.
-        group: the ranks; None for all.
-    """
-    step = _here.step if group is None else None
-    if step is None:
-        average(parameters, group)
-    else:
-        step.average(parameters)

@@ -97,10 +97,6 @@ class FixedSender:
                 slot.filled.record(stream)
         return Sending(batch, self, slot)
 
-    def reset(self) -> None:
-        """Forgets the graph, for which NCCL would wait at its end."""
-        self._replay = None
-
     def holds(self, capacities: tuple[int, ...]) -> bool:
         """Whether it has room for batches of these capacities."""
         return all(own >= other for own, other in zip(self.capacities, capacities, strict=True))

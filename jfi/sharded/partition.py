@@ -45,8 +45,8 @@ def partition(route: Route, by_key: dict[str, JaggedTensor], num_ranks: int, mos
     ]
     if not kernels.takes_ids(owned, num_ranks):
         sent = sort_by_owner(route, by_key, num_ranks)
-        counts = sent.counts if route.features else None
-        return Partitioned(sent.in_places(most, blank), sent.sums, counts, sent.places(most))
+        slots = None if route.features else sent.places(most)
+        return Partitioned(sent.in_places(most, blank), sent.sums, sent.counts, slots)
     for key, table, owners, one in zip(route.keys, route.tables, route.owners, sequences, strict=True):
         check_indices(f"features['{key}']", one.values(), owners.num_rows, f"table '{table}'", one.lengths())
     brought = brought_along(route, by_key, sequences)

@@ -68,6 +68,10 @@ class PeerMemory:
         if (self._memory is None or self._used > self._memory.size(0)) and not torch.cuda.is_current_stream_capturing():
             self._grow(self._used)
 
+    def forget(self) -> None:
+        """Called when all graphs are gone: memory from before its last growth is no longer needed."""
+        self._before.clear()
+
     def _begin(self) -> None:
         """Waits for all ranks beside what the step does before its first exchange."""
         if self._beginning is None:

@@ -145,7 +145,9 @@ class RoutedCollection:
             if one.route.features:
                 self._spread(found, one, handle, whole, by_key)
                 continue
-            rows_by_key = zip(plan.embeddings[one.route], one.route.keys, fetch_rows(handle, memory, one, own.beside), strict=True)
+            rows_by_key = zip(
+                plan.embeddings[one.route], one.route.keys, fetch_rows(handle, memory, one, own.beside), strict=True
+            )
             for embedding, key, rows in rows_by_key:
                 parts = {"lengths": by_key[key].lengths_or_none(), "offsets": by_key[key].offsets_or_none()}
                 found[embedding] = JaggedTensor(rows, **parts)
@@ -178,7 +180,9 @@ class RoutedCollection:
         fields = [RowsById(handle, (memory,), (arrived.rows,))]
         for place, table in enumerate(route.field_tables):
             fields.append(rows_by_id(whole[table], arrived.field_ids(place), handle.dtype, f"table '{table}'"))
-        events = EventsAtOwners(arrived, sum_rows(fields), lambda: fetch_rows(handle, memory, arrived, self._own.beside))
+        events = EventsAtOwners(
+            arrived, sum_rows(fields), lambda: fetch_rows(handle, memory, arrived, self._own.beside)
+        )
         for feature, embedding, key in zip(route.features, self._plan.embeddings[route], route.keys, strict=True):
             ids, known = by_key[key], found.get(embedding)
             by_feature = {feature.name: events} if known is None else known.events | {feature.name: events}

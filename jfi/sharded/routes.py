@@ -117,7 +117,7 @@ class Arrived(Multistreamable):
         events: what was sent and received of events; None if their rows cannot be fetched.
         queries: what is sent and received of what samples have: every owner gets that of all samples of all ranks.
         columns: [R] int32 each, what arrived, by rank, then sequence, then sample.
-        lengths: [n] int32, its events by rank, sequence and sample; None if attention does not read them.
+        offsets: [n + 1] int32, of its events by rank, sequence and sample; None if attention does not read them.
         sizes: events of each sequence.
         order: as in `Sent`.
         slots: [S] int64, where an event of the batch is among those that were sent, -1 is padding; if that is not found
@@ -128,7 +128,7 @@ class Arrived(Multistreamable):
     events: Exchange | None
     queries: Exchange
     columns: tuple[Tensor, ...]
-    lengths: Tensor | None
+    offsets: Tensor | None
     sizes: list[int]
     order: Tensor | None = None
     slots: Tensor | None = None
@@ -145,11 +145,6 @@ class Arrived(Multistreamable):
         """[R] int32: places of the rows in the owner's memory."""
         return self.columns[0]
 
-    @property
-    def offsets(self) -> Tensor:
-        """[n + 1] int32, of the owner's events by rank, sequence and sample."""
-        return pad(self.lengths.cumsum(0, dtype=torch.int32), (1, 0))
-
     def field_ids(self, place: int) -> Tensor:
         """[R] int32: ids of the table `route.field_tables[place]`."""
         return self.columns[1 + place]
@@ -165,7 +160,7 @@ class Arrived(Multistreamable):
         return self.columns[-1].view(torch.float32) if self.route.brings_weight else None
 
     def record_stream(self, stream: torch.Stream) -> None:
-        for tensor in (*self.columns, self.lengths, self.order, self.slots):
+        for tensor in (*self.columns, self.offsets, self.order, self.slots):
             if tensor is not None:
                 tensor.record_stream(stream)
 
@@ -224,7 +219,8 @@ class _IdsOnTheirWay(Awaitable[ArrivedIds]):
                 if work is not None:
                     work.wait()
             columns = tuple([columns[:, place].contiguous() for place in range(columns.size(1))])
-            arrived.append(Arrived(route, events, queries, columns, lengths, sent.sizes, sent.order))
+            offsets = None if lengths is None else pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+            arrived.append(Arrived(route, events, queries, columns, offsets, sent.sizes, sent.order))
         return ArrivedIds(arrived, self._by_key)
 
 

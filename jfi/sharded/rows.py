@@ -54,9 +54,9 @@ def _to_slots(grad: Tensor, slots: Tensor, count: int, has_room: bool) -> Tensor
     """[count, D]: gradients [S, D] in the order in which they are sent; 0 where nobody has asked."""
     if not has_room:
         return grad.new_zeros(count, grad.size(1)).index_copy_(0, slots, grad)
-    # The gradients of padding go to a row of their own, behind all.
+    # The gradients of padding, whose slot is -1, go to a row of their own behind all.
     sent = grad.new_zeros(count + 1, grad.size(1))
-    return sent.index_copy_(0, torch.where(slots < 0, count, slots), grad)[:count]
+    return sent.index_copy_(0, slots.remainder(count + 1), grad)[:count]
 
 
 class Replicate(torch.autograd.Function):

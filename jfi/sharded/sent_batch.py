@@ -15,7 +15,6 @@ from jfi.sharded.routed import RoutedCollection
 from jfi.sharded.routes import Arrived, ArrivedIds, Route
 from jfi.static_batch import Described, UnsupportedBatch, describe
 
-
 #: The lane of the gradients of rows that the first collection has fetched, which travel on the stream of its tables.
 FIRST_LANE = 2
 
@@ -64,9 +63,11 @@ class SentBatch:
             if route.features:
                 one = next(events)
                 columns = one.values().view(len(one.keys()), -1).unbind(0)
-                lengths = one.lengths()[: one.stride()]
+                offsets = one.lengths().new_zeros(1)
+                if one.stride():  # TorchRec cannot divide what has no samples
+                    offsets = one.to_dict()[one.keys()[0]].offsets()  # of every column
                 sizes = [by_key[key].values().size(0) for key in route.keys]
-                found.append(Arrived(route, None, queries, columns, lengths, sizes))
+                found.append(Arrived(route, None, queries, columns, offsets, sizes))
                 continue
             rows, where = next(asked).values(), next(slots)
             places = [rows.size(0) // group.size()] * group.size()
