@@ -154,16 +154,19 @@ class ScaledTraining:
         return value
 
     def sent_bytes(self) -> float:
-        """That this process sends in a step, the mean of some; a graph's are those of a step before it was captured."""
+        """That this process sends in a step, the mean of some; of graphs, what is launched before they are replayed."""
         self.seconds(BATCHES)  # which also sends the ids of the batches that follow
-        steps = BATCHES
-        if self.captured is not None and self.device.type == "cuda":
-            steps = 1
-            self.captured.reset()  # so that the next step is launched eagerly, and one batch is sent by a new graph
+        if self.captured is None or self.device.type != "cuda":
+            return self._counted(BATCHES) / BATCHES
+        self.captured.reset()
+        self.seconds(1)  # the ids of several batches
+        return self._counted(1)  # launched: the step once more before it is captured, the ids when they are
+
+    def _counted(self, steps: int) -> int:
         with SentBytes() as counted:
             self.seconds(steps)
-        # The dense parameters' gradients, which DistributedDataParallel sends without Python.
-        return (counted.total - counted.sent.get("all_reduce", 0)) / steps
+        # Without the dense parameters' gradients, which DistributedDataParallel sends without Python.
+        return counted.total - counted.sent.get("all_reduce", 0)
 
     def seconds(self, steps: int) -> float:
         """Of so many steps, all ranks together."""

@@ -42,31 +42,34 @@ class SentBytes:
         self._patches = ExitStack()
         for name, leaving in _LEAVING.items():
             self._patches.enter_context(mock.patch.object(dist, name, self._counted(name, leaving)))
-        for name, kind in (("send", "peer_memory"), ("average", "all_reduce")):
-            self._patches.enter_context(mock.patch.object(PeerMemory, name, self._counted_to_peers(name, kind)))
+        for name in ("send", "average"):
+            self._patches.enter_context(mock.patch.object(PeerMemory, name, self._counted_to_peers(name)))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._patches.close()
 
-    def _counted_to_peers(self, name: str, kind: str) -> Callable:
+    def _counted_to_peers(self, name: str) -> Callable:
         original = getattr(PeerMemory, name)
 
-        def call(memory: PeerMemory, rows: Tensor, *args: object, **kwargs: object) -> object:
-            before = self.sent.copy(), self.calls.copy()
-            made = original(memory, rows, *args, **kwargs)
-            if made is None:
-                return made
-            self.sent, self.calls = before  # an average is sent by other calls
-            away = 2 * _bytes(rows) * (memory.group.size() - 1) // memory.group.size()
-            if name == "send":
-                sent = args[0]
-                away = _bytes(rows[:1]) * (sum(sent) - sent[memory.group.rank()])
-            self.sent[kind] += away
-            self.calls[kind] += 1
+        def send(memory: PeerMemory, rows: Tensor, sent: list[int], *args: object, **kwargs: object) -> Tensor | None:
+            made = original(memory, rows, sent, *args, **kwargs)
+            if made is not None:
+                self.sent["peer_memory"] += _bytes(rows[:1]) * (sum(sent) - sent[memory.group.rank()])
+                self.calls["peer_memory"] += 1
             return made
 
-        return call
+        def average(memory: PeerMemory, *args: object, **kwargs: object) -> Tensor | None:
+            before = self.sent.copy(), self.calls.copy()
+            made = original(memory, *args, **kwargs)
+            if made is not None:  # by calls of `send`, which count as an all-reduce
+                away = self.sent["peer_memory"] - before[0]["peer_memory"]
+                self.sent, self.calls = before
+                self.sent["all_reduce"] += away
+                self.calls["all_reduce"] += 1
+            return made
+
+        return {"send": send, "average": average}[name]
 
     def _counted(self, name: str, leaving: Callable[..., int]) -> Callable:
         original = getattr(dist, name)

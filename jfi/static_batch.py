@@ -288,13 +288,29 @@ class Buffers:
             jagged.append(_JaggedParts(values, lengths, offsets, None if node.weights is None else next(parts)))
         return tensors, jagged
 
-    def fill(self, block: Tensor, batch: Described) -> None:
-        """Writes a batch of the structure, whose keys fit the capacities, to a block; it waits for nothing."""
-        block.copy_(self._blank, non_blocking=True)
+    @property
+    def size(self) -> int:
+        """Bytes of a block."""
+        return self._blank.size(0)
+
+    def fill(self, block: Tensor, batch: Described, behind: "Buffers | None" = None) -> None:
+        """Writes a batch of the structure, whose keys fit the capacities, to a block; it waits for nothing.
+
+        Args:
+            block: of `new_block`.
+            batch: what is written.
+            behind: buffers whose structure is the first part of this one: that part is there already.
+        """
+        begin, skipped, known = 0, 0, 0
+        if behind is not None:
+            begin, skipped, known = behind.size, len(behind._tensors), len(behind._jagged)
+            if self._places[: len(behind._places)] != behind._places:
+                raise ValueError("the structure of `behind` must be the first part of this one's")
+        block[begin:].copy_(self._blank[begin:], non_blocking=True)
         tensors, jagged = self._views(block)
-        for to, value in zip(tensors, batch.tensors, strict=True):
+        for to, value in list(zip(tensors, batch.tensors, strict=True))[skipped:]:
             to.copy_(value, non_blocking=True)
-        for to, own, one in zip(jagged, self._capacities, batch.jagged, strict=True):
+        for to, own, one in list(zip(jagged, self._capacities, batch.jagged, strict=True))[known:]:
             to.lengths.copy_(one.lengths().view_as(to.lengths), non_blocking=True)
             # Added up here, which may be beside the step before, and not in the step.
             to.offsets[:, 1:].copy_(to.lengths.cumsum(1, dtype=to.offsets.dtype), non_blocking=True)

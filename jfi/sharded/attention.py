@@ -120,9 +120,9 @@ class _Attend(torch.autograd.Function):
         if queries.group.size() == 1:
             return *part_gradients(grad.contiguous(), out, lse, inputs, impl), None, None, None
         owners = len(ctx.exchange.route.ranks)
-        heard = queries.share(pack_gradient(grad, out, lse, impl))
         if ctx.averages is not None:
             ctx.averages.begin()
+        heard = queries.share(pack_gradient(grad, out, lse, impl))
         # A table's gradient is a mean over ranks; those of the query and the bias are sums, of which DDP takes means.
         scale = gradient_scale(queries.group)
         of_whole = unpack_gradient(heard, grad.size(-1), scale, impl)

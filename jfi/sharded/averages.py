@@ -142,11 +142,11 @@ def _means(grads: list[Tensor], group: dist.ProcessGroup | None, peers: PeerMemo
         by_dtype.setdefault(grad.dtype, []).append(grad)
     found: dict[int, Tensor] = {}
     for own in by_dtype.values():
-        flat = torch.cat([grad.reshape(-1) for grad in own])
-        means = None if peers is None else peers.average(flat, lane)
+        means = None if peers is None else peers.average(own, lane)
         if means is None:
-            dist.all_reduce(flat, group=group)
-            means = flat.div_(dist.get_world_size(group))
+            means = torch.cat([grad.reshape(-1) for grad in own])
+            dist.all_reduce(means, group=group)
+            means /= dist.get_world_size(group)
         parts = means.split([grad.numel() for grad in own])
         found |= {id(grad): mean.view_as(grad) for grad, mean in zip(own, parts, strict=True)}
     return [found[id(grad)] for grad in grads]

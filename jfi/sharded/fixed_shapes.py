@@ -28,10 +28,11 @@ _WARM_UP = 2
 
 
 class _Slot:
-    """Memory of a batch that was sent, and of what the ranks told each other of it."""
+    """Memory of a batch that was sent, and of what the ranks told each other of it; the graph that fills it."""
 
     def __init__(self, block: Tensor, numbers: Tensor) -> None:
         self.block, self.numbers = block, numbers
+        self.replay: Callable[[], None] | None = None
         #: On a GPU: it is filled; the step has it.
         self.filled, self.copied = (torch.cuda.Event() if block.is_cuda else None for _ in range(2))
 
@@ -57,15 +58,12 @@ class FixedSender:
         self._numbers = torch.zeros(size, 2 + 2 * keys + size * len(ahead.routes), dtype=torch.int64, device=device)
         self._samples = ahead.samples
         self._raw = Buffers(first.structure, capacities[:keys], ahead.padding, device)
-        self._raw_block = self._raw.new_block()
         # Made here, since a capture copies nothing from the host.
         self._owners = [torch.tensor(route.ranks, device=device) for route in ahead.routes]
         self._blank = [self._blank_event(place, route) for place, route in enumerate(ahead.routes)]
-        #: Of a `SentBatch`, made of the first one.
+        #: Of a `SentBatch`, made of the first one. The batch itself comes first in them.
         self._buffers: Buffers | None = None
-        self._block: Tensor | None = None
         self._slots: list[_Slot] = []
-        self._replay: Callable[[], None] | None = None
         self._count = 0
         if ahead.stream is not None:
             ahead.stream.wait_stream(torch.cuda.current_stream(device))
@@ -81,17 +79,20 @@ class FixedSender:
         self.ahead.ids_by_key(batch)  # checked here, since keys have equal room in the buffers
         own, stream = torch.tensor(self.ahead.numbers_of(described)), self.ahead.stream
         with self.ahead.sending():
-            if self._holds(described):
-                self._raw.fill(self._raw_block, described)
-            else:  # nothing of it is sent here, as all ranks will see from their numbers
-                self._raw.clear(self._raw_block)
-            self._own.copy_(own if stream is None else own.pin_memory(), non_blocking=True)
-            self._run()
-            slot = self._slots[self._count % len(self._slots)]
-            self._count += 1
-            if stream is not None:
+            slot = self._slots[self._count % len(self._slots)] if self._slots else None
+            if slot is not None and stream is not None:
                 stream.wait_event(slot.copied)
-            slot.block.copy_(self._block, non_blocking=True)
+            raw = self._raw.new_block() if slot is None else slot.block[: self._raw.size]
+            if self._holds(described):
+                self._raw.fill(raw, described)
+            else:  # nothing of it is sent here, as all ranks will see from their numbers
+                self._raw.clear(raw)
+            self._own.copy_(own if stream is None else own.pin_memory(), non_blocking=True)
+            if slot is None:
+                slot = self._first_slot(raw)
+            else:
+                self._run(slot)
+            self._count += 1
             slot.numbers.copy_(self._numbers, non_blocking=True)
             if stream is not None:
                 slot.filled.record(stream)
@@ -130,29 +131,36 @@ class FixedSender:
         kinds = zip(batch.keys, batch.lengths, self.capacities, strict=False)
         return all(count == most if key in singles else count <= most for key, count, most in kinds)
 
-    def _run(self) -> None:
-        if self._replay is None and self._graphs is not None and self._count >= _WARM_UP:
-            self._replay, _ = self._graphs.capture(self._fill)
-        if self._replay is None:
-            self._fill()
+    def _first_slot(self, raw: Tensor) -> _Slot:
+        """Makes the slots, and fills the first one from a raw batch and `_own`."""
+        found, device, pinned = self._sent(raw), self.ahead.device, self.ahead.stream is not None
+        self._buffers = Buffers(found.structure, self.capacities, self.ahead.padding, device)
+        for _ in range(AHEAD + 1):
+            numbers = torch.zeros(self._numbers.shape, dtype=torch.int64, pin_memory=pinned)
+            self._slots.append(_Slot(self._buffers.new_block(), numbers))
+        self._buffers.fill(self._slots[0].block, found)
+        return self._slots[0]
+
+    def _run(self, slot: _Slot) -> None:
+        """Fills a slot behind the raw batch in it."""
+
+        def fill() -> None:
+            self._buffers.fill(slot.block, self._sent(slot.block[: self._raw.size]), behind=self._raw)
+
+        if slot.replay is None and self._graphs is not None and self._count >= _WARM_UP:
+            slot.replay, _ = self._graphs.capture(fill)
+        if slot.replay is None:
+            fill()
         else:
-            self._replay()
+            slot.replay()
 
-    def _fill(self) -> None:
-        """From the raw batch and `_own` to what arrived, in `_block`, and `_numbers`."""
+    def _sent(self, raw: Tensor) -> Described:
+        """What arrives of a raw batch and `_own`; writes `_numbers`."""
         with with_room(self.ahead.singles):
-            found = describe(self._sent())
-        if self._buffers is None:
-            device, pinned = self.ahead.device, self.ahead.stream is not None
-            self._buffers = Buffers(found.structure, self.capacities, self.ahead.padding, device)
-            self._block = self._buffers.new_block()
-            for _ in range(AHEAD + 1):
-                numbers = torch.zeros(self._numbers.shape, dtype=torch.int64, pin_memory=pinned)
-                self._slots.append(_Slot(self._buffers.new_block(), numbers))
-        self._buffers.fill(self._block, found)
+            return describe(self._exchanged(self._raw.batch(raw)))
 
-    def _sent(self) -> SentBatch:
-        batch, group, routes = self._raw.batch(self._raw_block), self.ahead.group, self.ahead.routes
+    def _exchanged(self, batch: Any) -> SentBatch:
+        group, routes = self.ahead.group, self.ahead.routes
         by_key, size, parts = self.ahead.ids_by_key(batch), group.size(), []
         for place, (route, blank) in enumerate(zip(routes, self._blank, strict=True)):
             most = self._room[sent_key(place)] if route.features else self._room[asked_key(place)] // size

@@ -14,7 +14,6 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
 
 from jfi import compat
 from jfi.ops.partial_target_attention import add_parts
@@ -49,9 +48,8 @@ class PeerMemory:
         #: Memory that graphs may still write to, and the addresses that they read.
         self._before: list[tuple[Tensor, object, Tensor]] = []
         self._used = 0
-        #: On a GPU, where the barrier at the beginning of a step waits; whether nobody has waited for it yet.
-        self._beginning = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        self._begins = False
+        #: By dtype, zeros behind numbers that are averaged.
+        self._zeros: dict[torch.dtype, Tensor] = {}
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -62,30 +60,14 @@ class PeerMemory:
         """
         self._used = 0
         if self._memory is not None:
-            self._begin()
+            self._handle.barrier(channel=0)
         yield
-        self._wait_begun()
         if (self._memory is None or self._used > self._memory.size(0)) and not torch.cuda.is_current_stream_capturing():
             self._grow(self._used)
 
     def forget(self) -> None:
         """Called when all graphs are gone: memory from before its last growth is no longer needed."""
         self._before.clear()
-
-    def _begin(self) -> None:
-        """Waits for all ranks beside what the step does before its first exchange."""
-        if self._beginning is None:
-            self._handle.barrier(channel=0)
-            return
-        self._beginning.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._beginning):
-            self._handle.barrier(channel=0)
-        self._begins = True
-
-    def _wait_begun(self) -> None:
-        if self._begins:
-            torch.cuda.current_stream(self._device).wait_stream(self._beginning)
-            self._begins = False
 
     def _grow(self, size: int) -> None:
         if self._memory is not None:
@@ -102,7 +84,7 @@ class PeerMemory:
             sent: rows to each rank: as many for all that get some, and as many as arrive from a rank.
             received: rows from each rank.
             shared: whether all ranks get the same rows.
-            lane: of the exchange. The first one of a step is on lane 0.
+            lane: of the exchange.
         """
         chunk, row = max(*sent, *received), math.prod(rows.shape[1:]) * rows.element_size()
         targets, sources = ([rank for rank, count in enumerate(counts) if count] for counts in (sent, received))
@@ -112,35 +94,37 @@ class PeerMemory:
         place = self._take(len(sent) * chunk * row)
         if place is None:
             return None
-        self._wait_begun()
         push(rows.contiguous(), to, self._addresses, place + self.group.rank() * chunk * row, shared)
         self._handle.barrier(channel=lane)
         begin = place + (sources[0] if sources else 0) * chunk * row
         arrived = self._memory[begin : begin + len(sources) * chunk * row].view(rows.dtype)
         return arrived.view(len(sources) * chunk, *rows.shape[1:])
 
-    def average(self, numbers: Tensor, lane: int = 0) -> Tensor | None:
-        """The mean over all ranks of numbers [n], in memory of its own; None if there is no room for it here.
+    def average(self, numbers: list[Tensor], lane: int = 0) -> Tensor | None:
+        """The mean over all ranks [n] of n numbers of one dtype, in own memory; None if there is no room for it here.
 
         They are added up in the order of the ranks: many of them by one rank each, which sends its part to all.
         """
-        if numbers.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        dtype, size = numbers[0].dtype, self.group.size()
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return None  # which the kernel would round
-        size = self.group.size()
-        added_by_all = size * numbers.numel() * numbers.element_size() <= _ADDED_BY_ALL
+        count = sum([one.numel() for one in numbers])
+        added_by_all = size * count * dtype.itemsize <= _ADDED_BY_ALL
         parts = 1 if added_by_all else size
-        chunk = -(-numbers.numel() // (parts * _AVERAGED)) * _AVERAGED
-        needed = (1 if added_by_all else 2) * _aligned(size * chunk * numbers.element_size())
+        chunk = -(-count // (parts * _AVERAGED)) * _AVERAGED
+        needed = (1 if added_by_all else 2) * _aligned(size * chunk * dtype.itemsize)
+        if dtype not in self._zeros:  # in the eager step before any capture
+            self._zeros[dtype] = torch.zeros(size * _AVERAGED, dtype=dtype, device=self._device)
         if self._memory is None or self._used + needed > self._memory.size(0):
             self._used += needed
             return None
-        every, missing = [1] * size, parts * chunk - numbers.numel()
-        whole = (pad(numbers, (0, missing)) if missing else numbers).view(parts, chunk)
+        every, zeros = [1] * size, self._zeros[dtype][: parts * chunk - count]
+        whole = torch.cat([*[one.reshape(-1) for one in numbers], zeros]).view(parts, chunk)
         heard = self.send(whole, every, every, shared=added_by_all, lane=lane)
         means = add_parts(heard.view(size, -1, _AVERAGED), 1 / size, "triton")
         if not added_by_all:
             means = self.send(means.view(1, chunk), every, every, shared=True, lane=lane).clone()
-        return means.view(-1)[: numbers.numel()]
+        return means.view(-1)[:count]
 
     def _take(self, size: int) -> int | None:
         """The place of so many bytes, None if there is no room for them."""

@@ -174,7 +174,7 @@ def test_numbers_are_averaged_in_the_order_of_the_ranks(count, added_by_all, dev
         for step in range(3):
             numbers = torch.linspace(0, 1, count) * (RANK.number + 1) + step
             with memory.step():
-                found.append(memory.average(numbers))
+                found.append(memory.average([numbers[:1], numbers[1:]]))
         return found
 
     monkeypatch.setattr(peer_memory, "_ADDED_BY_ALL", added_by_all)
@@ -188,15 +188,16 @@ def test_what_peers_are_sent_is_counted(monkeypatch):
     memory = PeerMemory.__new__(PeerMemory)
     memory.group = Group()
 
-    def average(memory: PeerMemory, numbers: Tensor) -> Tensor:
-        memory.send(numbers.view(SIZE, -1), [1] * SIZE, [1] * SIZE, shared=False)
-        return numbers
+    def average(memory: PeerMemory, numbers: list[Tensor]) -> Tensor:
+        for shared in (False, True):
+            memory.send(numbers[0].view(SIZE, -1), [1] * SIZE, [1] * SIZE, shared)
+        return numbers[0]
 
     monkeypatch.setattr(PeerMemory, "send", lambda memory, rows, sent, received, shared: rows)
     monkeypatch.setattr(PeerMemory, "average", average)
     with SentBytes() as counted:
         memory.send(torch.zeros(3, 2), [3] * SIZE, [3] * SIZE, shared=True)
-        memory.average(torch.zeros(384))
+        memory.average([torch.zeros(384)])
     # Three rows of 8 bytes to each of two others; two thirds of the numbers to others, and as many means back.
     assert counted.sent == {"peer_memory": 48, "all_reduce": 2048}
     assert counted.calls == {"peer_memory": 1, "all_reduce": 1}
