@@ -122,10 +122,10 @@ class _Attend(torch.autograd.Function):
         owners = len(ctx.exchange.route.ranks)
         if ctx.averages is not None:
             ctx.averages.begin()
-        heard = queries.share(pack_gradient(grad, out, lse, impl))
+        packed = queries.share(pack_gradient(grad, out, lse, impl))
         # A table's gradient is a mean over ranks; those of the query and the bias are sums, of which DDP takes means.
         scale = gradient_scale(queries.group)
-        of_whole = unpack_gradient(heard, grad.size(-1), scale, impl)
+        of_whole = unpack_gradient(packed, grad.size(-1), scale, impl)
         dquery, dkey, dvalue, dbias = part_gradients(*of_whole, inputs, impl)
         parts = queries.back.send(dquery).view(owners, *grad.shape[:3], dquery.size(-1))
         dquery = add_parts(parts, 1 / scale, impl)

@@ -60,7 +60,7 @@ class GradientAverages:
             yield
         finally:
             _current.averages = None
-            if self._early:  # nobody has asked for them
+            if self._early:  # `average_gradients` was not called
                 self._wait()
                 self._early = {}
 

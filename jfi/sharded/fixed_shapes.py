@@ -17,8 +17,8 @@ from jfi.room import with_room
 from jfi.sharded.exchange import Exchange
 from jfi.sharded.partition import Partitioned, collect, partition
 from jfi.sharded.routes import Route, counts_for
-from jfi.sharded.send_ahead import SendAhead, ask
-from jfi.sharded.sent_batch import SentBatch, asked_key, column_keys, jagged, sent_key, slot_keys
+from jfi.sharded.send_ahead import SendAhead, request_rows
+from jfi.sharded.sent_batch import SentBatch, column_keys, jagged, requested_key, sent_key, slot_keys
 from jfi.static_batch import Buffers, Described, describe
 
 #: Batches that are on their way while a step runs.
@@ -28,7 +28,7 @@ _WARM_UP = 2
 
 
 class _Slot:
-    """Memory of a batch that was sent, and of what the ranks told each other of it; the graph that fills it."""
+    """Memory of a batch that was sent, the counts of all ranks, and the graph that fills it."""
 
     def __init__(self, block: Tensor, numbers: Tensor) -> None:
         self.block, self.numbers = block, numbers
@@ -111,11 +111,11 @@ class FixedSender:
         given, taken = self._buffers.batch(slot.block), buffers.batch(block)
         fetched = [place for place, route in enumerate(self.ahead.routes) if not route.features]
         size, by_name = self.ahead.group.size(), dict(zip(self.ahead.names, capacities, strict=True))
-        parts = zip(fetched, given.asked, taken.asked, taken.slots, strict=True)
-        for place, asked, to_asked, slots in parts:
-            had, has = (room[asked_key(place)] // size for room in (self._room, by_name))
-            rows = asked.values()[: size * had].view(size, had)
-            to_asked.values()[: size * has].view(size, has).copy_(rows[:, :has])
+        parts = zip(fetched, given.requested, taken.requested, taken.slots, strict=True)
+        for place, requested, to, slots in parts:
+            had, has = (room[requested_key(place)] // size for room in (self._room, by_name))
+            rows = requested.values()[: size * had].view(size, had)
+            to.values()[: size * has].view(size, has).copy_(rows[:, :has])
             where = slots.values()  # narrowed already
             where.copy_(torch.where(where < 0, -1, where // had * has + where % had))
 
@@ -163,15 +163,15 @@ class FixedSender:
         group, routes = self.ahead.group, self.ahead.routes
         by_key, size, parts = self.ahead.ids_by_key(batch), group.size(), []
         for place, (route, blank) in enumerate(zip(routes, self._blank, strict=True)):
-            most = self._room[sent_key(place)] if route.features else self._room[asked_key(place)] // size
+            most = self._room[sent_key(place)] if route.features else self._room[requested_key(place)] // size
             parts.append(partition(route, by_key, size, most, blank))
-        self._numbers.copy_(self.ahead.tell(self._own, [one.sums for one in parts]))
+        self._numbers.copy_(self.ahead.gather_counts(self._own, [one.sums for one in parts]))
         sent = SentBatch(batch, self._samples, [], [], [])
         for place, (route, own) in enumerate(zip(routes, parts, strict=True)):
             if route.features:
                 sent.events.append(self._events(place, route, own))
                 continue
-            sent.asked.append(ask(group, place, own.buffer))
+            sent.requested.append(request_rows(group, place, own.buffer))
             lengths = torch.cat([by_key[key].lengths() for key in route.keys])
             sizes = [by_key[key].values().size(0) for key in route.keys]
             sent.slots.append(jagged(slot_keys(place, route), own.slots, lengths, sizes))
@@ -196,7 +196,7 @@ class FixedSender:
 
     def _blank_event(self, place: int, route: Route) -> Tensor:
         """[1, K] int32: what is in the places left."""
-        keys = column_keys(place, route) if route.features else [asked_key(place)]
+        keys = column_keys(place, route) if route.features else [requested_key(place)]
         found = [self.ahead.padding.get(key, 0) for key in keys]
         return torch.tensor([found], dtype=torch.int32, device=self.ahead.device)
 
@@ -209,7 +209,7 @@ class Sending(NamedTuple):
     slot: _Slot
 
     def numbers(self) -> list[list[int]]:
-        """What the ranks told each other of it."""
+        """The counts of all ranks, see `SendAhead.gather_counts`."""
         if self.slot.filled is not None:
             self.slot.filled.synchronize()
         return self.slot.numbers.tolist()

@@ -24,7 +24,7 @@ _ALIGNMENT = 256
 _AVERAGED = 128
 #: Numbers of at most so many bytes of all ranks are added up by every rank, rather than a part of them by each.
 _ADDED_BY_ALL = 1 << 20
-#: New memory has this much more than a step has asked for.
+#: New memory has this much more than a step needs.
 _MARGIN = 1.25
 
 
@@ -120,8 +120,8 @@ class PeerMemory:
             return None
         every, zeros = [1] * size, self._zeros[dtype][: parts * chunk - count]
         whole = torch.cat([*[one.reshape(-1) for one in numbers], zeros]).view(parts, chunk)
-        heard = self.send(whole, every, every, shared=added_by_all, lane=lane)
-        means = add_parts(heard.view(size, -1, _AVERAGED), 1 / size, "triton")
+        arrived = self.send(whole, every, every, shared=added_by_all, lane=lane)
+        means = add_parts(arrived.view(size, -1, _AVERAGED), 1 / size, "triton")
         if not added_by_all:
             means = self.send(means.view(1, chunk), every, every, shared=True, lane=lane).clone()
         return means.view(-1)[:count]

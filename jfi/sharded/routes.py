@@ -189,16 +189,16 @@ class IdsRequest(Awaitable[Awaitable[ArrivedIds]]):
             check_route(route, self._by_key)
         self._sent = [sort_by_owner(route, self._by_key, size) for route in routes]
         batch = torch.full((size,), ids.stride(), device=ids.device())
-        self._told = torch.stack([batch, *[one.sums for one in self._sent]], 1)  # [W, 1 + routes]
-        self._heard, self._work = Exchange(group, [1] * size, [1] * size).start(self._told)
+        self._counts = torch.stack([batch, *[one.sums for one in self._sent]], 1)  # [W, 1 + routes]
+        self._arriving, self._work = Exchange(group, [1] * size, [1] * size).start(self._counts)
 
     def _wait_impl(self) -> "_IdsOnTheirWay":
         if self._work is not None:
             self._work.wait()
         # One synchronization, while the batch before computes.
-        told, heard = torch.stack([self._told, self._heard]).cpu().transpose(1, 2).tolist()
-        samples, arriving = heard[0], []
-        for route, sent, to, of in zip(self._routes, self._sent, told[1:], heard[1:], strict=True):
+        counts, others = torch.stack([self._counts, self._arriving]).cpu().transpose(1, 2).tolist()
+        samples, arriving = others[0], []
+        for route, sent, to, of in zip(self._routes, self._sent, counts[1:], others[1:], strict=True):
             events, queries = Exchange(self._group, to, of), route.to_owners(self._group, samples)
             lengths = None, None
             if sent.counts is not None:

@@ -1,4 +1,4 @@
-"""Rows that owners send to the ranks whose samples asked for them, and small tables that every rank reads whole."""
+"""Rows that owners send to the ranks of the samples that read them, and small tables that every rank reads whole."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -22,7 +22,7 @@ def fetch_rows(handle: Tensor, memory: Tensor, arrived: Arrived, beside: Beside)
     Args:
         handle: [R, D] without memory, of the dtype that is sent; its gradient is that of the owner's rows.
         memory: [M, D], the owner's rows.
-        arrived: what the owner was asked for.
+        arrived: the rows that are requested of this owner.
         beside: around what nobody waits for but the step of the rows, given what that reads.
     """
     return list(_Fetch.apply(handle, memory, arrived, beside).split(arrived.sizes))

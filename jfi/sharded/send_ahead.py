@@ -1,7 +1,7 @@
 """The ids of a batch on their way to the owners of their rows before its step, for steps of fixed shapes.
 
 A captured step (`jfi.sharded.captured`) has fixed shapes, and so have the collectives in it. How many ids each rank has
-for each owner is known only when they are sorted. So all ranks tell each other these counts, from which every one of
+for each owner is known only when they are sorted. So all ranks gather these counts, from which every one of
 them finds the same capacities, or the same reason to run the step eagerly. Of the rows that are sent back within the
 step, every pair of ranks has as many places.
 
@@ -27,11 +27,11 @@ from jfi.sharded.routed import RoutedCollection
 from jfi.sharded.routes import Sent, check_route, counts_for, sort_by_owner
 from jfi.sharded.sent_batch import (
     SentBatch,
-    asked_key,
     column_keys,
     ids_of,
     jagged,
     padding_of,
+    requested_key,
     routes_of,
     sent_key,
     slot_keys,
@@ -52,7 +52,7 @@ STEP, SENDING = -2, -1
 
 
 class Agreed(NamedTuple):
-    """What all ranks find of a batch from what they told each other."""
+    """What all ranks find of a batch from the counts of each."""
 
     samples: tuple[int, ...]  # of every rank
     places: list[list[list[int]]]  # by route what each rank sends to each other one
@@ -102,7 +102,7 @@ class SendAhead:
         """Takes the capacities from this batch, and returns those that hold it."""
         with self.sending():
             self.first = describe(batch)
-            *_, numbers = self._tell(batch)
+            *_, numbers = self._sort(batch)
             rows = numbers.tolist()
             self.samples = tuple([row[1] for row in rows])
             keys = len(self.first.keys)
@@ -127,7 +127,7 @@ class SendAhead:
             ValueError: features that do not fit the routes.
         """
         with self.sending():
-            batch, sent, numbers = self._tell(batch)
+            batch, sent, numbers = self._sort(batch)
             agreed = self.agree(numbers.tolist())
             room = agreed.capacities if in_buffers and not isinstance(agreed.capacities, str) else None
             return self._send(batch, sent, agreed, room), agreed.capacities
@@ -151,17 +151,17 @@ class SendAhead:
         alike, samples = described.structure == self.first.structure, ids_of(described).stride()
         return [alike, samples, *described.lengths, *described.single()]
 
-    def tell(self, own: Tensor, sums: list[Tensor]) -> Tensor:
+    def gather_counts(self, own: Tensor, sums: list[Tensor]) -> Tensor:
         """[W, n] int64: of every rank its `numbers_of`, and what it has of each route for every rank."""
-        told, size = torch.cat([own, *sums]), self.group.size()
+        counts, size = torch.cat([own, *sums]), self.group.size()
         if size == 1:
-            return told.unsqueeze(0)
-        numbers = told.new_empty(size, told.size(0))
-        dist.all_gather_into_tensor(numbers.view(-1), told, group=self.group)
+            return counts.unsqueeze(0)
+        numbers = counts.new_empty(size, counts.size(0))
+        dist.all_gather_into_tensor(numbers.view(-1), counts, group=self.group)
         return numbers
 
     def agree(self, rows: list[list[int]]) -> Agreed:
-        """What follows of a batch from what the ranks told each other; the same on all of them."""
+        """What follows of a batch from the counts of all ranks; the same on all of them."""
         alike, samples, *columns = zip(*rows, strict=True)
         keys = self.first.keys
         single = [all(one) for one in columns[len(keys) : 2 * len(keys)]]
@@ -172,8 +172,8 @@ class SendAhead:
             capacities = not_single(lost[0]) if lost else self.ladder.capacities(self._keys(rows)[1])
         return Agreed(samples, self._places(rows), capacities)
 
-    def _tell(self, batch: Any) -> tuple[Any, list[Sent], Tensor]:
-        """The batch on the device, its sorted ids, and `tell` on the host."""
+    def _sort(self, batch: Any) -> tuple[Any, list[Sent], Tensor]:
+        """The batch on the device, its sorted ids, and the counts of all ranks on the host."""
         described = describe(batch)
         ids_of(described)
         self.first = self.first or described
@@ -183,7 +183,7 @@ class SendAhead:
         batch = moved(batch, self._to_device)
         by_key = self.ids_by_key(batch)
         sent = [sort_by_owner(route, by_key, self.group.size()) for route in self.routes]
-        return batch, sent, self.tell(own, [one.sums for one in sent]).cpu()
+        return batch, sent, self.gather_counts(own, [one.sums for one in sent]).cpu()
 
     def _to_device(self, part: Tensor | KeyedJaggedTensor) -> Tensor | KeyedJaggedTensor:
         found = part.to(self.device, non_blocking=True)
@@ -210,16 +210,16 @@ class SendAhead:
         """Of all names of the ladder the names, the values that they need room for, and whether that is fixed."""
         keys, columns = self.first.keys, list(zip(*rows, strict=True))[2:]
         own = dict(zip(keys, zip(map(max, columns), self._singles, strict=False), strict=False))
-        events, asked, slots, most = [], [], [], []
+        events, requested, slots, most = [], [], [], []
         for place, (route, sent) in enumerate(zip(self.routes, self._places(rows), strict=True)):
             if route.features:
                 arriving = max(map(sum, zip(*sent, strict=True)))
                 events += [(name, arriving, False) for name in column_keys(place, route)]
                 most.append((sent_key(place), max(map(max, sent)), False))
             else:
-                asked.append((asked_key(place), len(sent) * max(map(max, sent)), False))
+                requested.append((requested_key(place), len(sent) * max(map(max, sent)), False))
                 slots += [(name, *own[key]) for name, key in zip(slot_keys(place, route), route.keys, strict=True)]
-        found = [(key, *own[key]) for key in keys] + events + asked + slots + most
+        found = [(key, *own[key]) for key in keys] + events + requested + slots + most
         names, counts, fixed = zip(*found, strict=True)
         return list(names), counts, list(fixed)
 
@@ -232,9 +232,9 @@ class SendAhead:
                 continue
             most = max(map(max, counts))
             if room is not None:
-                most = room[self.names.index(asked_key(place))] // self.group.size()
+                most = room[self.names.index(requested_key(place))] // self.group.size()
             blank = own.columns.new_full((1, 1), -1)
-            sent.asked.append(ask(self.group, place, own.in_places(most, blank)))
+            sent.requested.append(request_rows(self.group, place, own.in_places(most, blank)))
             lengths = torch.cat([ids[key].lengths() for key in route.keys])
             sent.slots.append(jagged(slot_keys(place, route), own.places(most), lengths, own.sizes))
         return sent
@@ -253,10 +253,10 @@ class SendAhead:
         return jagged(column_keys(place, route), columns.t().flatten(), lengths.repeat(width), [count] * width)
 
 
-def ask(group: dist.ProcessGroup, place: int, going: Tensor) -> KeyedJaggedTensor:
-    """The rows that all ranks ask for here, of what this one asks for: [W · most, 1], as many places for each owner."""
+def request_rows(group: dist.ProcessGroup, place: int, going: Tensor) -> KeyedJaggedTensor:
+    """What all ranks request here, given what this one requests: [W · most, 1], as many places for each owner."""
     size = group.size()
     most = going.size(0) // size
     arrived = Exchange(group, [most] * size, [most] * size).send(going.view(-1))
     lengths = torch.full((size,), most, dtype=torch.int32, device=going.device)
-    return jagged([asked_key(place)], arrived, lengths, [size * most])
+    return jagged([requested_key(place)], arrived, lengths, [size * most])

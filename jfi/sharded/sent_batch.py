@@ -28,14 +28,14 @@ class SentBatch:
         samples: of every rank.
         events: of each route that attention reads, the events that arrived here: a key for each column, the lengths
             are those by rank, sequence and sample.
-        asked: of each other route, the rows that every rank asked for, in as many places each; -1 in places left.
+        requested: of each other route, the rows that every rank requests here, in as many places each; -1 fills up.
         slots: of each other route by its keys, where the row of an id is among those that come back; -1 is padding.
     """
 
     batch: Any
     samples: tuple[int, ...]
     events: list[KeyedJaggedTensor]
-    asked: list[KeyedJaggedTensor]
+    requested: list[KeyedJaggedTensor]
     slots: list[KeyedJaggedTensor]
 
     def tensors(self) -> Iterator[Tensor | KeyedJaggedTensor | JaggedTensor]:
@@ -56,7 +56,7 @@ class SentBatch:
         ids = ids_of(describe(self.batch))
         inputs.allow_no_samples(ids)
         by_key, found = ids.to_dict(), []
-        events, asked, slots = iter(self.events), iter(self.asked), iter(self.slots)
+        events, requested, slots = iter(self.events), iter(self.requested), iter(self.slots)
         lanes = [FIRST_LANE + place for place, one in enumerate(collections) for _ in one.routes]
         for route, lane in zip(routes_of(collections), lanes, strict=True):
             queries = route.to_owners(group, list(self.samples), transport)
@@ -69,7 +69,7 @@ class SentBatch:
                 sizes = [by_key[key].values().size(0) for key in route.keys]
                 found.append(Arrived(route, None, queries, columns, offsets, sizes))
                 continue
-            rows, where = next(asked).values(), next(slots)
+            rows, where = next(requested).values(), next(slots)
             places = [rows.size(0) // group.size()] * group.size()
             exchange, sizes = Exchange(group, places, places, transport, lane), where.length_per_key()
             found.append(Arrived(route, exchange, queries, (rows[: sum(places)],), None, sizes, slots=where.values()))
@@ -100,7 +100,7 @@ def padding_of(collections: list[RoutedCollection]) -> dict[str, int]:
         if route.features:
             found |= dict.fromkeys(column_keys(place, route)[: 1 + len(route.field_tables)], -1)
         else:
-            found |= dict.fromkeys([asked_key(place), *slot_keys(place, route)], -1)
+            found |= dict.fromkeys([requested_key(place), *slot_keys(place, route)], -1)
     return found
 
 
@@ -111,9 +111,9 @@ def column_keys(place: int, route: Route) -> list[str]:
     return [f"{place}.{number}.{name}" for number, name in enumerate(names)]
 
 
-def asked_key(place: int) -> str:
-    """The key of the rows that were asked for on a route."""
-    return f"{place}.asked"
+def requested_key(place: int) -> str:
+    """The key of the rows that are requested on a route."""
+    return f"{place}.requested"
 
 
 def sent_key(place: int) -> str:

@@ -84,15 +84,15 @@ class RankRows:
             yield
         self._tables.step_deferred()
 
-    def look_up(self, asked: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
+    def look_up(self, requested: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
         """Of rows [S] of `memory` a tensor [S, D] without memory each, whose gradient the step takes.
 
         Args:
-            asked: places of rows.
+            requested: places of rows.
             dtype: of the gradients; None for that of the rows.
         """
         self.follow_rate()
-        return self._tables.look_up([("rows", rows) for rows in asked], dtype)
+        return self._tables.look_up([("rows", rows) for rows in requested], dtype)
 
 
 def rank_rows(lookups: list[nn.Module], tables: list[str]) -> RankRows:
