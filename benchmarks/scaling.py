@@ -154,13 +154,15 @@ class ScaledTraining:
         return value
 
     def sent_bytes(self) -> float:
-        """That this process sends in a step, the mean of some; of graphs, what is launched before they are replayed."""
+        """That this process sends in a step, the mean of some; of captured steps those of one that is launched."""
         self.seconds(BATCHES)  # which also sends the ids of the batches that follow
         if self.captured is None or self.device.type != "cuda":
             return self._counted(BATCHES) / BATCHES
+        # A replay calls no Python. After a reset the first call sends the ids of several batches and makes a step; the
+        # second one makes the other warm-up step, and captures what sends the ids of one batch.
         self.captured.reset()
-        self.seconds(1)  # the ids of several batches
-        return self._counted(1)  # launched: the step once more before it is captured, the ids when they are
+        self.seconds(1)
+        return self._counted(1)
 
     def _counted(self, steps: int) -> int:
         with SentBytes() as counted:

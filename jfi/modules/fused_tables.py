@@ -89,7 +89,7 @@ class FusedTables:
         #: On a GPU, the stream on which ids are sorted, and when it has sorted those of the last look-up.
         self._beside: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         self._sorting = False
-        #: Whether steps wait for `launch_steps`, those that do, and what is read beside that nobody has waited for.
+        #: Whether steps wait for `launch_steps`, those that do, and what is kept until the streams have met again.
         self._steps_beside, self._waiting = False, []
         self._stepping: list[object] = []
         self.follow()
@@ -240,15 +240,17 @@ class FusedTables:
             self.launch_steps()
             self.wait_sorted()  # of look-ups without a backward pass
         finally:
-            self._join_steps()
             self._steps_beside, self._waiting = False, []
+            self._join_steps()
 
     @contextmanager
     def beside(self, read: Tensor) -> Iterator[None]:
-        """Around what only the step reads: within `stepping_beside` it runs on the stream of the step.
+        """Within `stepping_beside`, runs the block on the stream of the tables' step.
+
+        For work whose result only that step reads.
 
         Args:
-            read: what that reads of the current stream.
+            read: a tensor of the current stream that the block reads; it is kept until the streams have met again.
         """
         if not self._steps_beside or self._beside is None:
             yield
@@ -261,9 +263,9 @@ class FusedTables:
 
     def _join_steps(self) -> None:
         """The current stream waits for the steps that were launched."""
-        if self._stepping:
+        stepping, self._stepping = self._stepping, []
+        if stepping:
             torch.cuda.current_stream(self.step.device).wait_stream(self._beside[0])
-            self._stepping = []
 
     def launch_steps(self) -> None:
         """Makes the steps that wait, after all that the current stream has been given so far."""
@@ -320,17 +322,19 @@ class FusedTables:
     def _finish(self, task: int) -> None:
         batches = self._deferred + self._pending.pop(task)
         self._deferred = batches if self._deferring else []
-        if self._deferring:
-            return
+        if not self._deferring:
+            self._step_or_wait(batches)
+
+    def step_deferred(self) -> None:
+        """Makes the step of backward passes whose step waits, if any does; within `stepping_beside` when launched."""
+        batches, self._deferred = self._deferred, []
+        if batches:
+            self._step_or_wait(batches)
+
+    def _step_or_wait(self, batches: list[_Batch]) -> None:
         if self._steps_beside:
             self._waiting.append(batches)
         else:
-            self._step(batches)
-
-    def step_deferred(self) -> None:
-        """Makes the step of backward passes whose step waits, if any does."""
-        batches, self._deferred = self._deferred, []
-        if batches:
             self._step(batches)
 
     @torch.no_grad()

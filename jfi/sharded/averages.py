@@ -9,14 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from jfi.sharded.exchange import Lane
 from jfi.sharded.peer_memory import PeerMemory
-
-#: The lane of what is sent during the backward pass.
-_LANE = 1
 
 
 class _Current(threading.local):
-    """Those of the captured step that this thread makes."""
+    """Of this thread."""
 
     averages: "GradientAverages | None" = None
 
@@ -27,95 +25,134 @@ _current = _Current()
 class _Early(NamedTuple):
     """A gradient that was averaged during the backward pass."""
 
-    grad: Tensor
+    grad: Tensor | None
     version: int
     mean: Tensor
 
 
 class GradientAverages:
-    """Averages the gradients of a step, those that are ready before attention's backward pass beside it.
+    """Averages the dense gradients of a captured step, those that are ready before attention's backward pass beside it.
 
-    These are all of the layers above attention and beside it, and what is left has few numbers. A gradient that changes
-    after it was averaged is averaged again.
+    These are all of the layers above attention and beside it, and what is left has few numbers. Which they are is
+    agreed on after the first step: those that were ready on all ranks. A gradient that changes after it was averaged is
+    averaged again, on all ranks alike if their steps do the same. Only with peer memory: the collectives of a process
+    group run one after the other, and those of attention would wait.
 
     Args:
-        device: of the parameters.
+        parameters: the dense ones of the model.
         group: the ranks.
+        device: of the parameters.
         priority: of the stream on which gradients travel beside attention.
-        then: called when all are averaged.
+        then: called when `average_gradients` is done.
     """
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup, priority: int, then: Callable[[], None]) -> None:
-        self._group, self._then, self._peers = group, then, None
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        priority: int,
+        then: Callable[[], None],
+    ) -> None:
+        self._parameters, self._group, self._device, self._then = parameters, group, device, then
         self._stream = torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
-        #: Of the last step.
-        self._parameters: list[nn.Parameter] = []
+        self._peers: PeerMemory | None = None
+        #: Those that are averaged early; None before the first step.
+        self._agreed: list[nn.Parameter] | None = None
+        #: Of the first step: the parameters whose gradients were ready, and those that were averaged.
+        self._ready: set[int] = set()
+        self._averaged: set[int] = set()
+        #: Of this step.
         self._early: dict[int, _Early] = {}
 
     @contextmanager
     def step(self, peers: PeerMemory | None) -> Iterator[None]:
-        """Around a step, with what it sends through, if not through the group."""
+        """Around a step.
+
+        Args:
+            peers: what the step sends through, if not through the group.
+        """
         self._peers, _current.averages = peers, self
         try:
             yield
+            if peers is not None and self._agreed is None:
+                self._agree()
         finally:
             _current.averages = None
-            if self._early:  # `average_gradients` was not called
+            early, self._early = self._early, {}
+            if early:  # `average_gradients` was not called
                 self._wait()
-                self._early = {}
+
+    def _agree(self) -> None:
+        """Called after the first step, which is not captured."""
+        known = self._ready & self._averaged
+        ready = torch.tensor([id(one) in known for one in self._parameters], dtype=torch.int32, device=self._device)
+        dist.all_reduce(ready, dist.ReduceOp.MIN, group=self._group)
+        self._agreed = [one for one, is_ready in zip(self._parameters, ready.tolist(), strict=True) if is_ready]
 
     def begin(self) -> None:
-        """Sends the gradients that are there, of the parameters of the step before; once in a step."""
-        if self._early or self._group.size() == 1:
+        """Sends the gradients that are averaged early; called once or several times in a backward pass."""
+        if self._peers is None or self._early:
             return
-        ready = [one for one in self._parameters if one.grad is not None]
-        if not ready:
+        if self._agreed is None:
+            self._ready = {id(one) for one in self._parameters if one.grad is not None}
             return
-        grads = [one.grad for one in ready]
+        if not self._agreed:
+            return
+        grads = [one.grad for one in self._agreed]
         if self._stream is None:
-            means = _means(grads, self._group, self._peers, _LANE)
+            means = self._early_means(grads)
         else:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
-                means = _means(grads, self._group, self._peers, _LANE)
-        # The gradients stay until the streams have met again.
+                means = self._early_means(grads)
+        # The gradients are kept until the streams have met again.
         self._early = {
-            id(one): _Early(grad, grad._version, mean) for one, grad, mean in zip(ready, grads, means, strict=True)
+            id(one): _Early(grad, 0 if grad is None else grad._version, mean)
+            for one, grad, mean in zip(self._agreed, grads, means, strict=True)
         }
 
+    def _early_means(self, grads: list[Tensor | None]) -> list[Tensor]:
+        given = [one.new_zeros(one.shape) if g is None else g for one, g in zip(self._agreed, grads, strict=True)]
+        return _means(given, self._group, self._peers, Lane.AVERAGES)
+
     def finish(self, parameters: list[nn.Parameter]) -> None:
-        """Puts the mean in the place of the gradient of each parameter, which all require one."""
+        """`average_gradients`, of parameters that all require a gradient."""
         if self._group.size() > 1:
-            early, rest, self._parameters = self._early, [], parameters
-            for one in parameters:
-                sent = early.get(id(one))
-                if sent is None or one.grad is not sent.grad or one.grad._version != sent.version:
-                    rest.append(one)
-            _average(rest, self._group, self._peers)
-            if early:
+            self._averaged |= {id(one) for one in parameters}
+            early = {id(one): self._early.pop(id(one), None) for one in parameters}
+            done = [one for one in parameters if _is_done(one, early[id(one)])]
+            known = {id(one) for one in done}
+            _average([one for one in parameters if id(one) not in known], self._group, self._peers)
+            if done:
                 self._wait()
-            for one in parameters:
-                if id(one) in early and one.grad is early[id(one)].grad:
-                    one.grad = early[id(one)].mean
-            self._early = {}
+            for one in done:
+                one.grad = early[id(one)].mean
         self._then()
 
     def _wait(self) -> None:
         if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+def _is_done(parameter: nn.Parameter, early: _Early | None) -> bool:
+    """Whether its gradient has not changed since it was averaged."""
+    grad = parameter.grad
+    return early is not None and grad is early.grad and (grad is None or grad._version == early.version)
 
 
 def current_averages() -> GradientAverages | None:
-    """Those of the captured step that this thread makes."""
+    """Those of the captured step that runs in this thread."""
     return _current.averages
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None) -> None:
     """Puts the mean over ranks in the place of each gradient.
 
-    Within the step of a `CapturedShardedStep` they travel as all else does, and those that are ready before attention's
-    backward pass travel beside it. The tables' step begins after all of them: it fills the GPU, and would hold them up,
-    but leaves room for the optimizer's small kernels that have begun before.
+    Within the step of a `CapturedShardedStep` they travel as all else does. With peer memory those that are ready
+    before attention's backward pass travel beside it; if one changes afterwards, in a way that autograd counts, it is
+    averaged again. The tables' step begins after all of them: it fills the GPU, and would hold them up, but leaves room
+    for the optimizer's small kernels that have begun before.
 
     Args:
         parameters: the same ones on every rank; of those that require a gradient one without counts as 0.
@@ -131,7 +168,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGro
 
 def _average(parameters: list[nn.Parameter], group: dist.ProcessGroup | None, peers: PeerMemory | None) -> None:
     grads = [one.new_zeros(one.shape) if one.grad is None else one.grad for one in parameters]
-    for one, mean in zip(parameters, _means(grads, group, peers, lane=0), strict=True):
+    for one, mean in zip(parameters, _means(grads, group, peers, Lane.STEP), strict=True):
         one.grad = mean
 
 
@@ -148,5 +185,6 @@ def _means(grads: list[Tensor], group: dist.ProcessGroup | None, peers: PeerMemo
             dist.all_reduce(means, group=group)
             means /= dist.get_world_size(group)
         parts = means.split([grad.numel() for grad in own])
-        found |= {id(grad): mean.view_as(grad) for grad, mean in zip(own, parts, strict=True)}
+        # With a version counter each: that of a view is its base's, and all would seem to change with one.
+        found |= {id(grad): mean.view_as(grad).data for grad, mean in zip(own, parts, strict=True)}
     return [found[id(grad)] for grad in grads]

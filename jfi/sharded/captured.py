@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
@@ -47,7 +47,7 @@ class CapturedShardedStep(StepGraphs):
         model: whose sharded collections are of `AttentionCollectionSharder` and `FetchedBagsSharder`, built with
             `init_data_parallel=False`.
         reference: the batch that capacities follow from; None for the first one.
-        warmup_steps: steps with each capacity before it is captured, at least 1.
+        warmup_steps: steps with each capacity before it is captured, at least 1, or 2 with peer memory.
         most_graphs: the most graphs; at least 1.
         peer_memory: False sends everything through the process group.
 
@@ -80,7 +80,9 @@ class CapturedShardedStep(StepGraphs):
         self._peers: PeerMemory | None = None
         if peer_memory and self._graphs is not None and self._group.size() > 1 and are_peers(self._group, self._device):
             self._peers = PeerMemory(self._group, self._device)
-        self._averages = GradientAverages(self._device, self._group, STEP, self._launch_table_steps)
+            self._warmup_steps = max(warmup_steps, 2)  # the second step has its exchanges in the order of the others
+        dense = [x for x in _outside(model, self._collections) if isinstance(x, nn.Parameter) and x.requires_grad]
+        self._averages = GradientAverages(dense, self._group, self._device, STEP, self._launch_table_steps)
         self._fused = model.fused_optimizer
         #: Batches on their way, and the capacities that the last ones needed.
         self._sent: deque[Sending] = deque()
@@ -94,7 +96,7 @@ class CapturedShardedStep(StepGraphs):
     def reset(self) -> None:
         """As `StepGraphs.reset`, and forgets batches that were sent ahead: needed before another iterator, too."""
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # whose memory is used again
+            torch.cuda.synchronize(self._device)  # the memory of batches and graphs is used again
         super().reset()
         self._ready = None
         self._sent.clear()
@@ -244,11 +246,16 @@ def routed_collections(model: nn.Module) -> list[RoutedCollection]:
     return sharded
 
 
+def _outside(model: nn.Module, collections: list[RoutedCollection]) -> list[Tensor]:
+    """The parameters and buffers that are not of the collections."""
+    own = {id(x) for one in collections for x in (*one.parameters(), *one.buffers())}
+    return [x for x in (*model.parameters(), *model.buffers()) if id(x) not in own]
+
+
 @torch.no_grad()
 def _copy_from_first(model: nn.Module, collections: list[RoutedCollection]) -> None:
     """Gives all ranks the first one's parameters and buffers that are not of the collections."""
-    own = {id(x) for one in collections for x in (*one.parameters(), *one.buffers())}
     group = collections[0].ranks
-    for x in (*model.parameters(), *model.buffers()):
-        if group.size() > 1 and id(x) not in own:
+    if group.size() > 1:
+        for x in _outside(model, collections):
             dist.broadcast(x, dist.get_global_rank(group, 0), group=group)

@@ -1,5 +1,6 @@
 """Rows of tensors that ranks send each other."""
 
+from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
@@ -7,14 +8,21 @@ from torch import Tensor
 from torchrec.distributed.comm_ops import get_gradient_division
 
 
+class Lane(IntEnum):
+    """What is sent at the same time on several streams takes different lanes of a `Transport`."""
+
+    STEP = 0
+    #: Gradients of dense parameters beside attention's backward pass.
+    AVERAGES = 1
+    #: Gradients of rows that the first collection has fetched; those of the next one take the next lane.
+    TABLES = 2
+
+
 class Transport(Protocol):
     """A faster way for exchanges that it can make, such as `jfi.sharded.peer_memory.PeerMemory`."""
 
     def send(self, rows: Tensor, sent: list[int], received: list[int], shared: bool, lane: int = 0) -> Tensor | None:
-        """What arrives, or None if this exchange is not for it, on all ranks alike.
-
-        Exchanges that streams make at the same time are on different lanes.
-        """
+        """What arrives, or None if this exchange is not for it, on all ranks alike."""
 
 
 class Exchange(NamedTuple):
@@ -25,14 +33,14 @@ class Exchange(NamedTuple):
         sent: rows to each rank.
         received: rows from each rank.
         transport: tried before the group's own all-to-all.
-        lane: of the transport.
+        lane: of the transport, see `Lane`.
     """
 
     group: dist.ProcessGroup
     sent: list[int]
     received: list[int]
     transport: Transport | None = None
-    lane: int = 0
+    lane: int = Lane.STEP
 
     @property
     def back(self) -> "Exchange":

@@ -1,4 +1,4 @@
-"""The ids of batches on their way in fixed shapes, so that sending them is one CUDA graph: nothing waits for the host.
+"""The ids of batches on their way in fixed shapes, so that sending them is a CUDA graph: nothing waits for the host.
 
 Every pair of ranks has places for the most ids that one of them may have for the other, -1 in places left. What has
 arrived is moved together at its owner, as if the exact numbers had been sent. The host reads the numbers of a batch
@@ -23,7 +23,7 @@ from jfi.static_batch import Buffers, Described, describe
 
 #: Batches that are on their way while a step runs.
 AHEAD = 2
-#: Batches that a sender sends by single launches before its graph is captured.
+#: Batches that a sender sends by single launches before it captures a graph for each of its slots.
 _WARM_UP = 2
 
 

@@ -31,8 +31,8 @@ _MARGIN = 1.25
 class PeerMemory:
     """Memory of each rank of a group that all of them write to.
 
-    Streams that send at the same time do it on different lanes, which have barriers of their own; all ranks agree on
-    the lane of each exchange.
+    Streams that send at the same time take different lanes (`jfi.sharded.exchange.Lane`), which have barriers of their
+    own; all ranks take the same lane for an exchange.
 
     Args:
         group: ranks whose GPUs can reach each other, see `are_peers`.
@@ -55,8 +55,8 @@ class PeerMemory:
     def step(self) -> Iterator[None]:
         """Around a step; all ranks make the same exchanges within, in the same order.
 
-        Exchanges that there is no room for are not made here. After an eager step there is room for all of them, so
-        the first step with some shapes must not be captured.
+        Exchanges that there is no room for are not made here. After an eager step there is room for all of its
+        exchanges, so a step that is captured must come after an eager one with the same exchanges.
         """
         self._used = 0
         if self._memory is not None:

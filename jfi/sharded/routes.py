@@ -22,7 +22,7 @@ from jfi.modules import KeyBias, PositionBias, SequenceFeatureConfig, inputs
 from jfi.modules.validation import require_keys
 from jfi.ops.gather_rows import check_indices
 from jfi.room import here
-from jfi.sharded.exchange import Exchange, Transport
+from jfi.sharded.exchange import Exchange, Lane, Transport
 from jfi.sharded.ownership import Owners
 
 
@@ -122,6 +122,7 @@ class Arrived(Multistreamable):
         order: as in `Sent`.
         slots: [S] int64, where an event of the batch is among those that were sent, -1 is padding; if that is not found
             from `order`.
+        lane: on which the gradients of fetched rows go back.
     """
 
     route: Route
@@ -132,6 +133,7 @@ class Arrived(Multistreamable):
     sizes: list[int]
     order: Tensor | None = None
     slots: Tensor | None = None
+    lane: int = Lane.STEP
 
     def places(self) -> Tensor | None:
         """[S] int64: where an event of the batch is among those that were sent; None: where it is."""

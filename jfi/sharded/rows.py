@@ -23,7 +23,7 @@ def fetch_rows(handle: Tensor, memory: Tensor, arrived: Arrived, beside: Beside)
         handle: [R, D] without memory, of the dtype that is sent; its gradient is that of the owner's rows.
         memory: [M, D], the owner's rows.
         arrived: the rows that are requested of this owner.
-        beside: around what nobody waits for but the step of the rows, given what that reads.
+        beside: runs a block on the stream of the rows' step, see `FusedTables.beside`.
     """
     return list(_Fetch.apply(handle, memory, arrived, beside).split(arrived.sizes))
 
@@ -32,33 +32,31 @@ class _Fetch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, handle: Tensor, memory: Tensor, arrived: Arrived, beside: Beside) -> Tensor:
         ctx.arrived, ctx.beside = arrived, beside
+        ctx.has_room = here.has_room  # of this thread; backward may run in another one
         rows = gather_rows((memory,), (arrived.rows,), dtype=handle.dtype)
-        rows, places = arrived.events.back._replace(lane=0).send(rows), arrived.places()
-        ctx.places = ctx.sent = None
-        if places is None:
+        rows, ctx.places = arrived.events.back.send(rows), arrived.places()
+        if ctx.places is None:
             return rows
-        if ctx.needs_input_grad[0]:
-            with beside(places):
-                ctx.places, ctx.sent = _slots(rows, places, sum(arrived.events.sent), here.has_room)
-        return rows.index_select(0, places.clamp(min=0) if here.has_room else places)
+        return rows.index_select(0, ctx.places.clamp(min=0) if here.has_room else ctx.places)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        events = ctx.arrived.events
+        events = ctx.arrived.events._replace(lane=ctx.arrived.lane)
         with ctx.beside(grad):
             grad = grad * gradient_scale(events.group)
             if ctx.places is not None:
-                grad = ctx.sent.index_copy_(0, ctx.places, grad)[: sum(events.sent)]
+                grad = _to_slots(grad, ctx.places, sum(events.sent), ctx.has_room)
             return events.send(grad), None, None, None
 
 
-def _slots(rows: Tensor, places: Tensor, count: int, has_room: bool) -> tuple[Tensor, Tensor]:
-    """(where the gradients [S, D] of the rows go, [S]; what is sent of them, from `count` on of padding, of zeros)."""
+def _to_slots(grad: Tensor, slots: Tensor, count: int, has_room: bool) -> Tensor:
+    """[count, D]: gradients [S, D] in the order in which they are sent; 0 where nobody has asked."""
     if not has_room:
-        return places, rows.new_zeros(count, rows.size(1))
-    # The gradients of padding, whose place is -1, go to a row of their own behind all.
-    return places.remainder(count + 1), rows.new_zeros(count + 1, rows.size(1))
+        return grad.new_zeros(count, grad.size(1)).index_copy_(0, slots, grad)
+    # The gradients of padding, whose slot is -1, go to a row of their own behind all.
+    sent = grad.new_zeros(count + 1, grad.size(1))
+    return sent.index_copy_(0, slots.remainder(count + 1), grad)[:count]
 
 
 class Replicate(torch.autograd.Function):

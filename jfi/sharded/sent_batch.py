@@ -10,13 +10,10 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jfi.modules import inputs
-from jfi.sharded.exchange import Exchange, Transport
+from jfi.sharded.exchange import Exchange, Lane, Transport
 from jfi.sharded.routed import RoutedCollection
 from jfi.sharded.routes import Arrived, ArrivedIds, Route
 from jfi.static_batch import Described, UnsupportedBatch, describe
-
-#: The lane of the gradients of rows that the first collection has fetched, which travel on the stream of its tables.
-FIRST_LANE = 2
 
 
 @dataclass
@@ -57,7 +54,7 @@ class SentBatch:
         inputs.allow_no_samples(ids)
         by_key, found = ids.to_dict(), []
         events, requested, slots = iter(self.events), iter(self.requested), iter(self.slots)
-        lanes = [FIRST_LANE + place for place, one in enumerate(collections) for _ in one.routes]
+        lanes = [Lane.TABLES + place for place, one in enumerate(collections) for _ in one.routes]
         for route, lane in zip(routes_of(collections), lanes, strict=True):
             queries = route.to_owners(group, list(self.samples), transport)
             if route.features:
@@ -71,8 +68,12 @@ class SentBatch:
                 continue
             rows, where = next(requested).values(), next(slots)
             places = [rows.size(0) // group.size()] * group.size()
-            exchange, sizes = Exchange(group, places, places, transport, lane), where.length_per_key()
-            found.append(Arrived(route, exchange, queries, (rows[: sum(places)],), None, sizes, slots=where.values()))
+            exchange, sizes, rows = (
+                Exchange(group, places, places, transport),
+                where.length_per_key(),
+                rows[: sum(places)],
+            )
+            found.append(Arrived(route, exchange, queries, (rows,), None, sizes, slots=where.values(), lane=lane))
         rest = iter(found)
         return [ArrivedIds([next(rest) for _ in one.routes], by_key) for one in collections]
 

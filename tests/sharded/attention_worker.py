@@ -7,8 +7,9 @@ processes sent, and their last gradients. `train_alone` does the same in one pro
 import json
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
@@ -280,9 +281,31 @@ def as_on_a_gpu() -> Iterator[None]:
         yield
 
 
+class StandInPeers:
+    """Counts by lane what a step would send through peer memory, and sends it through all ranks' group."""
+
+    def __init__(self) -> None:
+        self.lanes: Counter[int] = Counter()
+
+    def step(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def forget(self) -> None: ...
+
+    def send(self, rows: Tensor, sent: list[int], received: list[int], shared: bool, lane: int) -> None:
+        self.lanes[lane] += 1
+
+    def average(self, numbers: list[Tensor], lane: int) -> Tensor:
+        self.lanes[lane] += 1
+        flat = torch.cat([one.reshape(-1) for one in numbers])
+        dist.all_reduce(flat)
+        return flat / dist.get_world_size()
+
+
 def use_stand_ins(captured: CapturedShardedStep) -> None:
     """Its steps run on buffers with room; needs `as_on_a_gpu`."""
     captured._graphs = StandInGraphs()
+    captured._peers = StandInPeers() if dist.get_world_size() > 1 else None
 
 
 def train_together(case: Case, way: str = "eager") -> dict:
@@ -344,6 +367,8 @@ def train_together(case: Case, way: str = "eager") -> dict:
     weights = {name: type(value).__name__ for name, value in model.state_dict().items() if "embeddings" in name}
     made = {"sent": dict(sent.sent), "calls": dict(sent.calls), "weights": weights}
     made |= {"narrowed": narrowed, "sent again": sent_again}
+    if in_buffers and captured._peers is not None:
+        made["lanes"] = {int(lane): count for lane, count in captured._peers.lanes.items()}
     return made | {"losses": losses, "states": states, "summary": captured and captured.summary()}
 
 

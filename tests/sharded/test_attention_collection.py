@@ -34,6 +34,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from jfi import KeyBias, PositionBias, SequenceFeatureConfig
 from jfi.ops.partial_target_attention import combine_parts, pack_part
 from jfi.sharded import AttentionCollectionSharder, CapturedShardedStep, FetchedBagsSharder, average_gradients
+from jfi.sharded.exchange import Lane
 from jfi.sharded.ownership import all_owners, row_wise_shards
 from jfi.sharded.planning import make_routes, spread_field
 from jfi.sharded.routes import Route, check_route
@@ -73,6 +74,14 @@ def test_two_processes_have_the_losses_of_one(found, name):
     if name != LOCAL:
         summary = found[0]["buffers"][name]["summary"]
         assert summary.startswith("3 of 4 steps ran captured"), summary
+
+
+def test_what_travels_at_once_takes_lanes_of_its_own(found):
+    """By lane the exchanges of four steps, of which all but the first average most gradients early."""
+    first, second = (rank["buffers"]["plain"]["lanes"] for rank in found)
+    # Rows of targets; attention, of which two are offered twice since the stand-in makes none; averages.
+    of_step = 1 + (4 + 2) + 1
+    assert first == second == {str(int(Lane.STEP)): 4 * of_step, str(int(Lane.AVERAGES)): 3, str(int(Lane.TABLES)): 4}
 
 
 @pytest.mark.parametrize("name", ["plain", "a rank without samples"])
