@@ -112,6 +112,29 @@ def test_events_that_do_not_fit_are_found_before_they_are_sent(alone):
     captured.reset()
 
 
+def test_two_backward_passes_over_one_graph_are_those_over_two(alone):
+    case, found = Case(), []
+    for forwards in (1, 2):
+        model = shard(build(case), case, data_parallel=False)
+
+        def step(batch: tuple, model=model, forwards=forwards) -> None:
+            losses = [model(batch[0], batch[1]).square().sum() for _ in range(forwards)]
+            losses[0].backward(retain_graph=True)
+            losses[-1].backward()
+
+        captured = CapturedShardedStep(step, model)
+        use_stand_ins(captured)
+        with as_on_a_gpu():
+            captured.progress(iter([part_of(make_batch(case, 0), 0, SAMPLES)]))
+        captured.reset()
+        states = model.fused_optimizer.state_dict()["state"].values()
+        found.append([one.local_shards()[0].tensor for state in states for one in state.values()])
+    assert len(found[0]) == 2
+    for one, other in zip(*found, strict=True):
+        assert one.sum() > 0
+        torch.testing.assert_close(one, other)
+
+
 def test_batches_of_many_sizes_take_every_way_into_the_buffers(found):
     of_all = found[0]["levels"].values()
     assert sum(one["narrowed"] for one in of_all) > 0 and sum(one["sent again"] for one in of_all) > 0
