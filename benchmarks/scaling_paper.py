@@ -28,6 +28,7 @@ class Links:
         network: GB/s of a GPU to other hosts.
         samples: of a GPU's batch.
         other_ms: milliseconds of a step without any exchange.
+        fixed_ms: milliseconds that exchanges add to a step whatever they send: kernels, barriers, ids on their way.
         rows: of the table of items.
         sync_every: steps between two averages of groups.
     """
@@ -36,6 +37,7 @@ class Links:
     network: float
     samples: int
     other_ms: float
+    fixed_ms: float
     rows: int
     sync_every: int
 
@@ -50,7 +52,7 @@ class Line:
 
     def efficiency(self, links: Links) -> float:
         """The time of everything else, of that and the exchange."""
-        ms = (self.within / links.nvlink + self.beyond / links.network) / 1e6
+        ms = (self.within / links.nvlink + self.beyond / links.network) / 1e6 + links.fixed_ms
         return links.other_ms / (links.other_ms + ms)
 
 
@@ -89,14 +91,17 @@ def main() -> None:
     parser.add_argument("--nvlink", type=float, default=200, help="GB/s of a GPU within its host")
     parser.add_argument("--network", type=float, default=50, help="GB/s of a GPU to other hosts")
     parser.add_argument("--other-ms", type=float, default=3.1, help="milliseconds of a step without any exchange")
+    parser.add_argument("--fixed-ms", type=float, default=0, help="that exchanges add whatever they send")
     parser.add_argument("--sync-every", type=int, default=1000, help="steps between two averages of groups")
     options = parser.parse_args()
     model = load_config(options.config).model
     shape = SequenceShape(options.events, options.width or model.embedding_dim, model.num_heads, model.num_queries)
     shape = replace(shape, columns=1 + len([bias for bias in model.biases() if bias is not None]))
-    links = Links(options.nvlink, options.network, options.samples, options.other_ms, options.rows, options.sync_every)
+    work = options.other_ms, options.fixed_ms
+    links = Links(options.nvlink, options.network, options.samples, *work, options.rows, options.sync_every)
     print(f"{options.events:g} events of {shape.width}, {shape.heads} heads, {links.samples:,} samples a GPU, ", end="")
-    print(f"{links.nvlink:g} GB/s in a host, {links.network:g} beyond, {links.other_ms:g} ms of other work\n")
+    print(f"{links.nvlink:g} GB/s in a host, {links.network:g} beyond, {links.other_ms:g} ms of other work, ", end="")
+    print(f"{links.fixed_ms:g} that exchanges add; attention sends bfloat16\n")
     print("| GPUs | exchange | bytes a sample in the host | beyond | messages a step | efficiency |")
     print("|---|---|---|---|---|---|")
     for gpus in options.gpus:

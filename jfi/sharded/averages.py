@@ -40,6 +40,7 @@ class GradientAverages:
 
     Args:
         parameters: the dense ones of the model.
+        tables: those of its sharded collections, which have no mean.
         group: the ranks.
         device: of the parameters.
         priority: of the stream on which gradients travel beside attention.
@@ -49,12 +50,14 @@ class GradientAverages:
     def __init__(
         self,
         parameters: list[nn.Parameter],
+        tables: list[nn.Parameter],
         group: dist.ProcessGroup,
         device: torch.device,
         priority: int,
         then: Callable[[], None],
     ) -> None:
         self._parameters, self._group, self._device, self._then = parameters, group, device, then
+        self._tables = {id(one) for one in tables}
         self._stream = torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
         self._peers: PeerMemory | None = None
         #: Those that are averaged early; None before the first step.
@@ -118,6 +121,11 @@ class GradientAverages:
 
     def finish(self, parameters: list[nn.Parameter]) -> None:
         """`average_gradients`, of parameters that all require a gradient."""
+        if any(id(one) in self._tables for one in parameters):
+            raise ValueError(
+                "parameters must not have those of the sharded tables, which are stepped where they lie: take those of "
+                "in_backward_optimizer_filter(model.named_parameters())"
+            )
         if self._group.size() > 1:
             self._averaged |= {id(one) for one in parameters}
             early = {id(one): self._early.pop(id(one), None) for one in parameters}
@@ -157,6 +165,9 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGro
     Args:
         parameters: the same ones on every rank; of those that require a gradient one without counts as 0.
         group: the ranks; None for all.
+
+    Raises:
+        ValueError: within such a step, a parameter is a sharded table's.
     """
     trained = [one for one in parameters if one.requires_grad]
     averages = current_averages() if group is None else None

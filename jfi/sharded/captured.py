@@ -82,7 +82,8 @@ class CapturedShardedStep(StepGraphs):
             self._peers = PeerMemory(self._group, self._device)
             self._warmup_steps = max(warmup_steps, 2)  # the second step has its exchanges in the order of the others
         dense = [x for x in _outside(model, self._collections) if isinstance(x, nn.Parameter) and x.requires_grad]
-        self._averages = GradientAverages(dense, self._group, self._device, STEP, self._launch_table_steps)
+        tables = [x for one in self._collections for x in one.parameters()]
+        self._averages = GradientAverages(dense, tables, self._group, self._device, STEP, self._launch_table_steps)
         self._fused = model.fused_optimizer
         #: Batches on their way, and the capacities that the last ones needed.
         self._sent: deque[Sending] = deque()

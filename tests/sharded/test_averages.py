@@ -27,7 +27,8 @@ class Ranks:
         self.others = [1] * len(parameters)
         monkeypatch.setattr(dist, "get_world_size", lambda group: size)
         monkeypatch.setattr(dist, "all_reduce", self._all_reduce)
-        self.averages = GradientAverages(parameters, Group(size), torch.device("cpu"), 0, self._launch)
+        self.table = nn.Parameter(torch.zeros(7))
+        self.averages = GradientAverages(parameters, [self.table], Group(size), torch.device("cpu"), 0, self._launch)
 
     def _launch(self) -> None:
         self.launched += 1
@@ -175,6 +176,12 @@ def test_nothing_travels_at_once_through_the_group(ranks, parameters):
         assert ranks.sent == []
         average_gradients(parameters)
     assert ranks.sent == [(10, Lane.STEP)] and values(parameters) == [[3], [3], [3]]
+
+
+def test_tables_are_refused(ranks, parameters):
+    with ranks.averages.step(ranks), pytest.raises(ValueError, match="must not have those of the sharded tables"):
+        average_gradients([*parameters, ranks.table])
+    assert ranks.sent == []
 
 
 def test_one_rank_sends_nothing(monkeypatch, parameters):
