@@ -132,7 +132,7 @@ class GradientAverages:
             done = [one for one in parameters if _is_done(one, early[id(one)])]
             known = {id(one) for one in done}
             _average([one for one in parameters if id(one) not in known], self._group, self._peers)
-            if done:
+            if any(early.values()):
                 self._wait()
             for one in done:
                 one.grad = early[id(one)].mean

@@ -118,6 +118,20 @@ def test_what_changes_afterwards_is_averaged_again(ranks, parameters):
     assert ranks.sent == [(10, Lane.AVERAGES), (5, Lane.STEP)] and values(parameters) == [[6], [9], [3]]
 
 
+@pytest.mark.parametrize("changed", [0, 1, 3])
+def test_streams_meet_before_the_step_ends(ranks, parameters, changed, monkeypatch):
+    """Else a capture would fail."""
+    begin_with(ranks, parameters, 3)
+    met = []
+    monkeypatch.setattr(ranks.averages, "_wait", lambda: met.append(len(ranks.sent)))
+    with ranks.averages.step(ranks):
+        give(parameters, 2.0)
+        ranks.averages.begin()
+        give(parameters[:changed], 4.0)
+        average_gradients(parameters)
+    assert met == [1 + (changed > 0)]
+
+
 def test_gradients_that_are_kept_and_added_to_travel_once(ranks, parameters):
     begin_with(ranks, parameters, 2)
     for _ in range(2):
