@@ -119,9 +119,10 @@ class StepGraphs:
             graphs = sum(other.replay is not None for other in self._levels.values())
             if level.eager_steps < self._warmup_steps or graphs == self._most_graphs:
                 is_warm = level.eager_steps >= self._warmup_steps
-                level.eager_steps += 1
                 self.eager[f"beyond {self._most_graphs} graphs" if is_warm else "as warm-up"] += 1
-                return self._graphs.run(step)
+                outputs = self._graphs.run(step)
+                level.eager_steps += 1  # of those that did not raise
+                return outputs
             level.replay, level.outputs = self._graphs.capture(step)
         level.replay()
         self.captured += 1

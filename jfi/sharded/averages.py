@@ -23,20 +23,21 @@ _current = _Current()
 
 
 class _Early(NamedTuple):
-    """A gradient that was averaged during the backward pass."""
+    """A gradient as it was before attention's backward pass."""
 
     grad: Tensor | None
     version: int
-    mean: Tensor
+    mean: Tensor | None  # None if it was not averaged then
 
 
 class GradientAverages:
     """Averages the dense gradients of a captured step, those that are ready before attention's backward pass beside it.
 
     These are all of the layers above attention and beside it, and what is left has few numbers. Which they are is
-    agreed on after the first step: those that were ready on all ranks. A gradient that changes after it was averaged is
-    averaged again, on all ranks alike if their steps do the same. Only with peer memory: the collectives of a process
-    group run one after the other, and those of attention would wait.
+    agreed on after the first step that has a backward pass: those that were ready on all ranks before the first
+    attention's and did not change afterwards. One that changes in a later step is averaged again, on all ranks alike if
+    their steps do the same. Only with peer memory: the collectives of a process group run one after the other, and
+    those of attention would wait.
 
     Args:
         parameters: the dense ones of the model.
@@ -60,13 +61,17 @@ class GradientAverages:
         self._tables = {id(one) for one in tables}
         self._stream = torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
         self._peers: PeerMemory | None = None
-        #: Those that are averaged early; None before the first step.
+        #: Those that are averaged early; None before that is agreed on.
         self._agreed: list[nn.Parameter] | None = None
-        #: Of the first step: the parameters whose gradients were ready, and those that were averaged.
-        self._ready: set[int] = set()
-        self._averaged: set[int] = set()
-        #: Of this step.
+        #: Of this step: whether attention's backward pass has begun, and `finish` was called; gradients when it began;
+        #: the parameters whose gradients did not change between the two.
+        self._has_begun = self._has_finished = False
         self._early: dict[int, _Early] = {}
+        self._ready: set[int] = set()
+
+    def forget(self) -> None:
+        """The next step agrees anew."""
+        self._agreed = None
 
     @contextmanager
     def step(self, peers: PeerMemory | None) -> Iterator[None]:
@@ -76,29 +81,33 @@ class GradientAverages:
             peers: what the step sends through, if not through the group.
         """
         self._peers, _current.averages = peers, self
+        self._has_begun = self._has_finished = False
+        self._ready = set()
         try:
             yield
-            if peers is not None and self._agreed is None:
+            if self._agreed is None and self._has_begun and self._has_finished:
                 self._agree()
         finally:
-            _current.averages = None
+            self._peers = _current.averages = None
             early, self._early = self._early, {}
-            if early:  # `average_gradients` was not called
+            if _is_sent(early):  # `average_gradients` was not called
                 self._wait()
 
     def _agree(self) -> None:
-        """Called after the first step, which is not captured."""
-        known = self._ready & self._averaged
-        ready = torch.tensor([id(one) in known for one in self._parameters], dtype=torch.int32, device=self._device)
+        """Called after a step that is not captured."""
+        ready = [id(one) in self._ready for one in self._parameters]
+        ready = torch.tensor(ready, dtype=torch.int32, device=self._device)
         dist.all_reduce(ready, dist.ReduceOp.MIN, group=self._group)
         self._agreed = [one for one, is_ready in zip(self._parameters, ready.tolist(), strict=True) if is_ready]
 
     def begin(self) -> None:
-        """Sends the gradients that are averaged early; called once or several times in a backward pass."""
-        if self._peers is None or self._early:
+        """Sends the gradients that are averaged early; called in each attention's backward pass."""
+        if self._peers is None or self._has_begun:
             return
+        self._has_begun = True
         if self._agreed is None:
-            self._ready = {id(one) for one in self._parameters if one.grad is not None}
+            ready = [one for one in self._parameters if one.grad is not None]
+            self._early = {id(one): _Early(one.grad, one.grad._version, None) for one in ready}
             return
         if not self._agreed:
             return
@@ -126,16 +135,18 @@ class GradientAverages:
                 "parameters must not have those of the sharded tables, which are stepped where they lie: take those of "
                 "in_backward_optimizer_filter(model.named_parameters())"
             )
+        self._has_finished = True
         if self._group.size() > 1:
-            self._averaged |= {id(one) for one in parameters}
-            early = {id(one): self._early.pop(id(one), None) for one in parameters}
-            done = [one for one in parameters if _is_done(one, early[id(one)])]
-            known = {id(one) for one in done}
-            _average([one for one in parameters if id(one) not in known], self._group, self._peers)
-            if any(early.values()):
+            early = {id(one): self._early.pop(id(one)) for one in parameters if id(one) in self._early}
+            same = [one for one in parameters if id(one) in early and _is_same(one, early[id(one)])]
+            self._ready |= {id(one) for one in same}
+            done = {id(one): early[id(one)].mean for one in same if early[id(one)].mean is not None}
+            _average([one for one in parameters if id(one) not in done], self._group, self._peers)
+            if _is_sent(early):
                 self._wait()
-            for one in done:
-                one.grad = early[id(one)].mean
+            for one in parameters:
+                if id(one) in done:
+                    one.grad = done[id(one)]
         self._then()
 
     def _wait(self) -> None:
@@ -143,10 +154,15 @@ class GradientAverages:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
-def _is_done(parameter: nn.Parameter, early: _Early | None) -> bool:
-    """Whether its gradient has not changed since it was averaged."""
+def _is_same(parameter: nn.Parameter, early: _Early) -> bool:
+    """Whether its gradient has not changed."""
     grad = parameter.grad
-    return early is not None and grad is early.grad and (grad is None or grad._version == early.version)
+    return grad is early.grad and (grad is None or grad._version == early.version)
+
+
+def _is_sent(early: dict[int, _Early]) -> bool:
+    """Whether gradients were averaged on another stream."""
+    return any(one.mean is not None for one in early.values())
 
 
 def current_averages() -> GradientAverages | None:
@@ -159,8 +175,8 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGro
 
     Within the step of a `CapturedShardedStep` they travel as all else does. With peer memory those that are ready
     before attention's backward pass travel beside it; if one changes afterwards, in a way that autograd counts, it is
-    averaged again. The tables' step begins after all of them: it fills the GPU, and would hold them up, but leaves room
-    for the optimizer's small kernels that have begun before.
+    averaged again. Call it once, with all parameters: the tables' step begins after the first call. It fills the GPU,
+    and would hold averages up, but leaves room for the optimizer's small kernels that have begun before.
 
     Args:
         parameters: the same ones on every rank; of those that require a gradient one without counts as 0.

@@ -95,7 +95,7 @@ class CapturedShardedStep(StepGraphs):
             self._refer(reference)
 
     def reset(self) -> None:
-        """As `StepGraphs.reset`, and forgets batches that were sent ahead: needed before another iterator, too."""
+        """As `StepGraphs.reset`, and forgets batches that were sent ahead, of an iterator that is left before its end."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the memory of batches and graphs is used again
         super().reset()
@@ -104,6 +104,7 @@ class CapturedShardedStep(StepGraphs):
         self._senders.clear()  # NCCL would wait for their graphs at its end
         if self._sender_graphs is not None:
             self._sender_graphs.reset()
+        self._averages.forget()
         if self._peers is not None:
             self._peers.forget()
 

@@ -1,47 +1,33 @@
 """The streams on which a collection's tables are stepped, recorded in the place of a GPU's."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import gc
+import weakref
 
 import pytest
 import torch
+from recorded_streams import Streams
 from torch import nn
 
 from jfi.modules.fused_tables import FusedTables
-
-
-class Stream:
-    device = torch.device("cpu")
-
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self._log = name, log
-
-    def wait_stream(self, other: "Stream") -> None:
-        self._log.append(f"{self.name} waits for {other.name}")
 
 
 class Recorded:
     """Tables of one width, whose step says on which stream it runs."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.log: list[str] = []
-        self.current = Stream("main", self.log)
+        self.streams = Streams(monkeypatch)
+        self.log = self.streams.log
         rows = nn.Module()
         rows.weight = nn.Parameter(torch.ones(4, 2))
         self.tables = FusedTables(nn.ModuleDict({"rows": rows}), torch.optim.SGD, {"lr": 1.0}, None)
-        self.tables._beside = Stream("tables", self.log), None
-        step = self.tables._step
-        monkeypatch.setattr(
-            self.tables, "_step", lambda batches: (self.log.append(f"step on {self.current.name}"), step(batches))
-        )
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
-        monkeypatch.setattr(torch.cuda, "stream", self._on)
+        self.tables._beside = self.streams.make("tables"), None
+        self._step = self.tables._step
+        monkeypatch.setattr(self.tables, "_step", self.step)
 
-    @contextmanager
-    def _on(self, stream: Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        yield
-        self.current = before
+    def step(self, batches: list) -> None:
+        self.log.append(f"step on {self.streams.current.name}")
+        self.batches = [weakref.ref(batch.grads[0]) for batch in batches]
+        self._step(batches)
 
     def backward(self) -> None:
         (rows,) = self.tables.look_up([("rows", torch.tensor([1, 1, 3]))], None)
@@ -85,13 +71,34 @@ def test_a_look_up_reads_rows_after_their_step(recorded):
 
 def test_what_only_the_step_reads_runs_on_its_stream(recorded):
     with recorded.tables.beside(torch.zeros(1)):
-        assert recorded.current.name == "main"
+        assert recorded.streams.current.name == "main"
     with recorded.tables.stepping_beside():
         recorded.backward()
         with recorded.tables.beside(torch.zeros(1)):
-            assert recorded.current.name == "tables"
+            assert recorded.streams.current.name == "tables"
         recorded.tables.launch_steps()
     assert recorded.log == ["tables waits for main", "tables waits for main", "step on tables", "main waits for tables"]
+
+
+def test_the_streams_meet_again_without_a_step(recorded):
+    with recorded.tables.stepping_beside(), recorded.tables.beside(torch.zeros(1)):
+        pass
+    assert recorded.log == ["tables waits for main", "main waits for tables"]
+
+
+def test_what_is_read_beside_lives_until_the_streams_meet(recorded):
+    read = torch.zeros(1)
+    kept = weakref.ref(read)
+    with recorded.tables.stepping_beside():
+        recorded.backward()
+        with recorded.tables.beside(read):
+            pass
+        recorded.tables.launch_steps()
+        del read
+        gc.collect()
+        assert kept() is not None and all(batch() is not None for batch in recorded.batches)
+    gc.collect()
+    assert kept() is None and not any(batch() is not None for batch in recorded.batches)
 
 
 def test_a_deferred_step_is_launched_too(recorded):

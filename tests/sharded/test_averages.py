@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from recorded_streams import Streams
 from torch import Tensor, nn
 
 from jfi.sharded.averages import GradientAverages, average_gradients, current_averages
@@ -133,15 +134,66 @@ def test_streams_meet_before_the_step_ends(ranks, parameters, changed, monkeypat
 
 
 def test_gradients_that_are_kept_and_added_to_travel_once(ranks, parameters):
-    begin_with(ranks, parameters, 2)
-    for _ in range(2):
+    """From the first step on; the last one is added to after attention."""
+    give(parameters, 0.0)
+    for step in range(3):
         with ranks.averages.step(ranks):
+            for one in parameters:
+                one.grad.zero_()
             for one in parameters[:2]:
-                one.grad = torch.zeros_like(one) if one.grad is None else one.grad.zero_().add_(2)
+                one.grad += 2
             ranks.averages.begin()
-            give(parameters[2:], 4.0)
+            parameters[2].grad += 4
             average_gradients(parameters)
-    assert ranks.sent == 2 * [(5, Lane.AVERAGES), (5, Lane.STEP)] and values(parameters) == [[3], [3], [6]]
+        assert ranks.sent == ([(5, Lane.AVERAGES), (5, Lane.STEP)] if step else [(10, Lane.STEP)])
+        assert values(parameters) == [[3], [3], [6]]
+        ranks.sent.clear()
+
+
+def test_what_becomes_ready_between_two_attentions_travels_once(ranks, parameters):
+    for step in range(3):
+        with ranks.averages.step(ranks):
+            for one in parameters:
+                one.grad = None
+            for number, one in enumerate(parameters):
+                one.grad = torch.full_like(one, 2.0)
+                if number < 2:
+                    ranks.averages.begin()
+            average_gradients(parameters)
+        assert ranks.sent == ([(2, Lane.AVERAGES), (8, Lane.STEP)] if step else [(10, Lane.STEP)])
+        ranks.sent.clear()
+
+
+def test_a_step_without_a_backward_pass_agrees_on_nothing(ranks, parameters):
+    with ranks.averages.step(ranks):
+        pass
+    begin_with(ranks, parameters, 2)
+    ranks.averages.forget()
+    begin_with(ranks, parameters, 3)
+    with ranks.averages.step(ranks):
+        give(parameters, 2.0)
+        ranks.averages.begin()
+        average_gradients(parameters)
+    assert ranks.sent == [(10, Lane.AVERAGES)]
+
+
+def test_early_averages_run_on_a_stream_of_their_own(ranks, parameters, monkeypatch):
+    streams = Streams(monkeypatch)
+    ranks.averages._stream = streams.make("early")
+    begin_with(ranks, parameters, 2)
+    assert streams.log == []
+    average = ranks.average
+    ranks.average = lambda *given: (streams.log.append(f"average on {streams.current.name}"), average(*given))[1]
+    with ranks.averages.step(ranks):
+        give(parameters, 2.0)
+        ranks.averages.begin()
+        average_gradients(parameters)
+    met = ["early waits for main", "average on early"]
+    assert streams.log == [*met, "average on main", "main waits for early"]
+    streams.log.clear()
+    with ranks.averages.step(ranks):
+        ranks.averages.begin()
+    assert streams.log == [*met, "main waits for early"]
 
 
 def test_two_optimizers_average_their_own(ranks, parameters):
@@ -177,9 +229,10 @@ def test_averages_that_nobody_takes_are_dropped(ranks, parameters):
         ranks.averages.begin()
         raise KeyError
     assert values(parameters) == [[2], [2], [2]] and current_averages() is None
+    give(parameters, 4.0)
     with ranks.averages.step(ranks):
         average_gradients(parameters)
-    assert values(parameters) == [[3], [3], [3]]
+    assert values(parameters) == [[6], [6], [6]]
 
 
 def test_nothing_travels_at_once_through_the_group(ranks, parameters):
