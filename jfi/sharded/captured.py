@@ -95,7 +95,10 @@ class CapturedShardedStep(StepGraphs):
             self._refer(reference)
 
     def reset(self) -> None:
-        """As `StepGraphs.reset`, and forgets batches that were sent ahead, of an iterator that is left before its end."""
+        """As `StepGraphs.reset`, and forgets batches that were sent ahead.
+
+        Needed at the end, and if an iterator is left before its end.
+        """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the memory of batches and graphs is used again
         super().reset()
