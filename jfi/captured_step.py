@@ -11,6 +11,7 @@ staging blocks; one copy within the device then brings it to where the graph rea
 
 from collections import Counter
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from jfi.capturable import padding_ids, why_not_captured
 from jfi.modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection
 from jfi.room import with_room
-from jfi.static_batch import Buffers, Described, Ladder, UnsupportedBatch, describe, moved
+from jfi.static_batch import Buffers, Described, Ladder, UnsupportedBatch, describe, moved, to_device
 
 
 class Level:
@@ -131,11 +132,10 @@ class StepGraphs:
     def _run_eagerly(self, batch: Any, reason: str) -> Any:
         self.eager[reason] += 1
 
-        def move(part: Any) -> Any:
-            return part.to(self._device, non_blocking=True)
-
         def step() -> Any:
-            return self._step(move(batch) if hasattr(batch, "to") else moved(batch, move))
+            if hasattr(batch, "to"):
+                return self._step(batch.to(self._device, non_blocking=True))
+            return self._step(moved(batch, partial(to_device, device=self._device)))
 
         return step() if self._graphs is None else self._graphs.run(step)
 

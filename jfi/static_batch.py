@@ -150,6 +150,14 @@ def rebuild(structure: Hashable, tensors: Iterator[Tensor], jagged: Iterator[Key
     return kind(*children) if hasattr(kind, "_fields") else kind(children)
 
 
+def to_device(part: Tensor | KeyedJaggedTensor, device: torch.device) -> Tensor | KeyedJaggedTensor:
+    """A tensor or a KeyedJaggedTensor of a batch on the device; the host does not wait for it."""
+    found = part.to(device, non_blocking=True)
+    if isinstance(found, KeyedJaggedTensor):
+        found._jt_dict = None  # what `to_dict()` has found, which TorchRec leaves where it was
+    return found
+
+
 def moved(batch: object, change: Callable[[Any], Any]) -> Any:
     """The batch with `change` applied to each tensor and each KeyedJaggedTensor."""
     found = describe(batch)

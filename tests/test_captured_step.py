@@ -21,7 +21,7 @@ from jfi import CapturedStep, JaggedEncoder, JaggedFeatureInteraction, PositionB
 from jfi import captured_step as module
 from jfi.capturable import why_not_captured
 from jfi.room import here
-from jfi.static_batch import Buffers, Ladder, UnsupportedBatch, describe, moved
+from jfi.static_batch import Buffers, Ladder, UnsupportedBatch, describe, moved, to_device
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -489,3 +489,11 @@ losses_of(captured, [wrong])
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "2" and done.returncode != 0 and "assert" in done.stderr.lower(), done.stderr
+
+
+def test_what_to_dict_has_found_does_not_stay_behind():
+    ids = KeyedJaggedTensor(["a", "b"], torch.arange(4), lengths=torch.tensor([1, 1, 2, 0]))
+    ids.to_dict()
+    moved = to_device(ids, torch.device("meta"))
+    assert moved.values().is_meta and moved._jt_dict is None
+    assert to_device(torch.zeros(2), torch.device("meta")).is_meta

@@ -18,6 +18,7 @@ from torch import Tensor
 from jfi import compat
 from jfi.ops.partial_target_attention import add_parts
 from jfi.ops.push import push
+from jfi.sharded.exchange import Lane
 
 _ALIGNMENT = 256
 #: Numbers of a row that ranks add up.
@@ -31,7 +32,7 @@ _MARGIN = 1.25
 class PeerMemory:
     """Memory of each rank of a group that all of them write to.
 
-    Streams that send at the same time take different lanes (`jfi.sharded.exchange.Lane`), which have barriers of their
+    Streams that send at the same time take different lanes (`Lane`), which have barriers of their
     own; all ranks take the same lane for an exchange.
 
     Args:
@@ -60,7 +61,7 @@ class PeerMemory:
         """
         self._used = 0
         if self._memory is not None:
-            self._handle.barrier(channel=0)
+            self._handle.barrier(channel=Lane.STEP)
         yield
         if (self._memory is None or self._used > self._memory.size(0)) and not torch.cuda.is_current_stream_capturing():
             self._grow(self._used)
@@ -76,7 +77,9 @@ class PeerMemory:
         self._memory, self._handle = compat.symmetric_memory(size, self._device, self.group)
         self._addresses = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=self._device)
 
-    def send(self, rows: Tensor, sent: list[int], received: list[int], shared: bool, lane: int = 0) -> Tensor | None:
+    def send(
+        self, rows: Tensor, sent: list[int], received: list[int], shared: bool, lane: int = Lane.STEP
+    ) -> Tensor | None:
         """What arrives [sum(received), ...], valid until the end of the step; None if there is no room for it here.
 
         Args:
@@ -100,7 +103,7 @@ class PeerMemory:
         arrived = self._memory[begin : begin + len(sources) * chunk * row].view(rows.dtype)
         return arrived.view(len(sources) * chunk, *rows.shape[1:])
 
-    def average(self, numbers: list[Tensor], lane: int = 0) -> Tensor | None:
+    def average(self, numbers: list[Tensor], lane: int = Lane.STEP) -> Tensor | None:
         """The mean over all ranks [n] of n numbers of one dtype, in own memory; None if there is no room for it here.
 
         They are added up in the order of the ranks: many of them by one rank each, which sends its part to all.

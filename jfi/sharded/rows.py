@@ -51,7 +51,7 @@ class _Fetch(torch.autograd.Function):
 
 
 def _to_slots(grad: Tensor, slots: Tensor, count: int, has_room: bool) -> Tensor:
-    """[count, D]: gradients [S, D] in the order in which they are sent; 0 where nobody has asked."""
+    """[count, D]: gradients [S, D] in the order in which they are sent; 0 for places left."""
     if not has_room:
         return grad.new_zeros(count, grad.size(1)).index_copy_(0, slots, grad)
     # The gradients of padding, whose slot is -1, go to a row of their own behind all.

@@ -14,6 +14,7 @@ shall not wait for the step.
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +45,7 @@ from jfi.static_batch import (
     moved,
     not_single,
     single_keys,
+    to_device,
 )
 
 #: Priorities of streams, lower numbers first: of a step, whose kernels wait for each other, and of what sends ids,
@@ -180,16 +182,10 @@ class SendAhead:
         own = torch.tensor(self.numbers_of(described))
         own = (own.pin_memory() if self.stream is not None else own).to(self.device, non_blocking=True)
 
-        batch = moved(batch, self._to_device)
+        batch = moved(batch, partial(to_device, device=self.device))
         by_key = self.ids_by_key(batch)
         sent = [sort_by_owner(route, by_key, self.group.size()) for route in self.routes]
         return batch, sent, self.gather_counts(own, [one.sums for one in sent]).cpu()
-
-    def _to_device(self, part: Tensor | KeyedJaggedTensor) -> Tensor | KeyedJaggedTensor:
-        found = part.to(self.device, non_blocking=True)
-        if isinstance(found, KeyedJaggedTensor):
-            found._jt_dict = None  # TorchRec leaves it where it was
-        return found
 
     def ids_by_key(self, batch: Any) -> dict[str, JaggedTensor]:
         """The ids of a batch on the device, checked."""
