@@ -20,6 +20,7 @@ TorchRec:
     KeyedJaggedTensor._jt_dict                     the cache of to_dict, which fails at stride 0 (jfi/modules/inputs.py)
                                                   and stays where it was in `to` (jfi/static_batch.py)
     ManagedCollisionEmbeddingCollection._embedding_collection    the tables inside (jfi/modules/validation.py)
+    LazyAwaitable._wait_async                      waits once, for all that read the awaitable (jfi/modules/inputs.py)
 
 Triton, for launches past ``kernel[grid](...)``, which takes three times the host time:
     JITFunction.params                             what a kernel is not specialized on

@@ -86,6 +86,8 @@ def test_torchrec_has_the_private_attributes_that_are_used():
     modules = pytest.importorskip("torchrec.modules.mc_embedding_modules")
     assert "self._jt_dict" in inspect.getsource(jagged.KeyedJaggedTensor.to_dict)
     assert "_embedding_collection" in inspect.getsource(modules.ManagedCollisionEmbeddingCollection)
+    awaitable = pytest.importorskip("torchrec.distributed.types").LazyNoWait({})
+    assert type(awaitable)._wait_async(awaitable) is awaitable._result == {}
 
 
 def test_a_placeholder_keeps_its_key():

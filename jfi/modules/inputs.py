@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchrec.distributed.types import LazyAwaitable
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
@@ -124,6 +125,19 @@ def with_event_inputs(
     return sequences
 
 
+def waited(output: object) -> object:
+    """Returns what the awaitable of a sharded collection holds, once it has arrived; anything else as it is.
+
+    Called before the first look at an attribute: that waits too, but torch.compile cannot trace it.
+    """
+    return _wait(output) if isinstance(output, LazyAwaitable) else output
+
+
+@torch.compiler.disable
+def _wait(awaitable: LazyAwaitable) -> object:
+    return LazyAwaitable._wait_async(awaitable)  # which keeps the result, for all that read the same awaitable
+
+
 def as_dict(
     sequences: dict[str, JaggedTensor], must_be: str = "a dict of JaggedTensor by key"
 ) -> dict[str, JaggedTensor]:
@@ -133,6 +147,7 @@ def as_dict(
     """
     if type(sequences) is tuple and len(sequences) == 2:
         sequences = sequences[0]
+    sequences = waited(sequences)
     if not hasattr(sequences, "items"):
         raise TypeError(f"sequences must be {must_be}, got {type(sequences).__name__}")
     return dict(sequences.items())
@@ -175,8 +190,10 @@ def read_inputs(
             "without it sequences must be an EmbeddingCollection's output, dict[str, JaggedTensor]"
         )
     sequences = as_dict(sequences)
-    if targets is not None and not isinstance(targets, dict):
-        # The awaitables of sharded collections have these too.
+    targets = waited(targets)
+    if isinstance(targets, dict):
+        targets = {key: waited(target) for key, target in targets.items()}
+    elif targets is not None:
         if hasattr(targets, "to_dict"):
             targets = targets.to_dict()
         elif hasattr(targets, "items"):

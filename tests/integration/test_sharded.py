@@ -63,6 +63,37 @@ def test_every_collection_is_pipelined_and_the_losses_stay(name):
     assert losses == pytest.approx(want, rel=1e-5)
 
 
+@pytest.mark.parametrize("name", COLLECTIONS)
+def test_it_compiles_when_sharded(name):
+    """TorchRec's sharded collections return awaitables, which nothing may look into while torch.compile traces."""
+    torch._dynamo.reset()
+    model = DLRMTrain(build(name))
+    apply_optimizer_in_backward(torch.optim.SGD, table_parameters(model), {"lr": 0.0})  # so that both read the same
+    with process_group():
+        model, _ = shard(model)
+        fill_tables(model)
+        compiled = torch.compile(model, backend="aot_eager")
+        for step, samples in enumerate((8, 5)):
+            batch, gradients = make_batch(step, samples=samples), []
+            for run in (model, compiled):
+                loss, (_, logits, _) = run(batch)
+                model.zero_grad()
+                loss.backward()
+                gradients.append([logits, *(x.grad.clone() for x in model.module.parameters() if x.grad is not None)])
+            torch.testing.assert_close(gradients[1], gradients[0])
+
+
+def test_a_target_may_be_an_entry_of_a_sharded_collection():
+    """`pooled[key]` of a sharded EmbeddingBagCollection is an awaitable."""
+    with process_group():
+        model, _ = shard(build("own tables"))
+        fill_tables(model)
+        history, bags = model.module.history, model.module.sparse_arch.embedding_bag_collection
+        ids = make_batch().sparse_features
+        got, want = history(ids, {"item": bags(ids)["item"]}), history(ids, bags(ids))
+    torch.testing.assert_close(got.values(), want.values(), rtol=0, atol=0)
+
+
 class Direct(nn.Module):
     """A forward that TorchRec's tracer goes through, with operators of jfi called in it."""
 
