@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType, EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import (
@@ -128,12 +129,17 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
         by_key = features.to_dict()
         require_keys("features", by_key, [key for _, key, _ in self._lookups])
         weights = self._fused.weights
+        trains = torch.is_grad_enabled() and any([weight.requires_grad for weight in weights.values()])
+        if trains and dist.is_initialized() and (size := dist.get_world_size()) > 1:
+            raise RuntimeError(
+                f"{type(self).__name__} steps its tables in one process, got a process group of {size}: use TorchRec's "
+                "collection and DistributedModelParallel there, or torch.no_grad() to read the tables"
+            )
         for _, key, table in self._lookups:
             ids = by_key[key].values()
             if ids.dtype not in (torch.int32, torch.int64):
                 raise TypeError(f"features['{key}'] must be int32 or int64, got {ids.dtype}")
-            rows, lengths = weights[table].shape[0], by_key[key].lengths()
-            check_indices(f"features['{key}']", ids, rows, f"table '{table}'", lengths)
+            check_indices(f"features['{key}']", ids, weights[table].shape[0], f"table '{table}'", by_key[key].lengths())
         ids = [(table, by_key[key].values()) for _, key, table in self._lookups]
         rows = self._fused.look_up(ids, self._output_dtype)
         found = []
@@ -165,9 +171,9 @@ class FusedEmbeddingCollection(_FusedCollection, EmbeddingCollection):
     `torch.no_grad()` spares it the sorting of ids; whether the module is in training or evaluation mode does not
     matter. A table whose weight does not require a gradient is not stepped.
 
-    It is for one process: under DistributedDataParallel each process would step its own copy, which raises an error;
-    DistributedModelParallel shards TorchRec's own collections. Gradients that a GradScaler has scaled are taken as
-    they are: train in bfloat16. `fused_optimizer.state_dict()` has no learning rate, which belongs to a scheduler.
+    It trains in one process: each of several would step a copy of its own, which raises an error, with and without
+    DistributedDataParallel; DistributedModelParallel shards TorchRec's collections. Gradients that a GradScaler has
+    scaled are taken as they are: train in bfloat16. `fused_optimizer.state_dict()` has no rate: a scheduler has it.
 
     The rows of the output are read where they are first needed, see `TableRows`.
 
@@ -244,6 +250,7 @@ class FusedEmbeddingCollection(_FusedCollection, EmbeddingCollection):
         Raises:
             ValueError: an id below 0 or beyond its table, an id of -1 that the lengths count included. It is found on
                 the CPU, and on a GPU under `jfi.ops.validation()`, since reading ids there waits for the device.
+            RuntimeError: in a process group of several, with gradients enabled and tables that require them.
         """
         return {embedding: rows for embedding, _, rows in self._look_up(features)}
 
@@ -315,7 +322,7 @@ class FusedEmbeddingBagCollection(_FusedCollection, EmbeddingBagCollection):
             [B, D] by key; a bag without ids gives zeros. A key that two tables have is named `key@table`.
 
         Raises:
-            ValueError: as `FusedEmbeddingCollection.forward`.
+            ValueError, RuntimeError: as `FusedEmbeddingCollection.forward`.
         """
         pooled = []
         for (_, ids, rows), (_, key, table) in zip(self._look_up(features), self._lookups, strict=True):

@@ -342,8 +342,8 @@ class FusedTables:
         weights = self.weights
         if any([weight.grad is not None for weight in weights.values()]):
             raise RuntimeError(
-                "the tables of a fused collection have a gradient, which only DistributedDataParallel gives them: each "
-                "process would step its own copy; use TorchRec's collections and DistributedModelParallel there"
+                "the tables of a fused collection have a gradient beside that of their look-ups, which would be lost: "
+                "no loss may read their weights, and no DistributedDataParallel may hold them"
             )
         if self.optimizer.average is not None:
             self._begin_averages()

@@ -362,6 +362,16 @@ def test_two_look_ups_before_a_backward_pass_are_one_step():
     assert int(fused.fused_optimizer.state_dict()["state"]["embeddings.item.weight"]["step"]) == 3
 
 
+def test_a_gradient_that_the_step_would_lose_is_refused():
+    fused = fused_events("sgd")
+    weight = fused.embeddings["item"].weight
+    before = weight.detach().clone()
+    loss = fused(batch())["item"].values().sum() + weight.square().sum()
+    with pytest.raises(RuntimeError, match="no loss may read their weights"):
+        loss.backward()
+    torch.testing.assert_close(weight.detach(), before, rtol=0, atol=0)
+
+
 def test_a_failed_backward_pass_leaves_nothing_behind():
     class Fails(torch.autograd.Function):
         @staticmethod
