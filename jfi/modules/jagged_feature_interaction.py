@@ -187,7 +187,8 @@ class JaggedFeatureInteraction(nn.Module):
                 reads the weights of its first sequence key. Lengths and offsets are int32 or int64.
             targets: embeddings by target key, either dense, [B, target_dim], or ragged: JaggedTensors of as many
                 users as the histories, whose values [R, target_dim] are the users' candidates, in the same number
-                for all keys.
+                for all keys. The `values()` of a JaggedTensor are dense targets only where each sample has exactly one
+                id: with 2, 0 and 1 they have as many rows as samples too, which nothing can notice.
             target_times: of ragged targets the times [R], int32, int64 or float64 in any unit, not decreasing within a
                 user. A candidate then sees the events that are strictly older than itself, never those of its own time,
                 and its biases by position and age are those of a history cut to these events. Without times it sees

@@ -28,6 +28,23 @@ def test_both_models_give_logits(page):
     assert page.shared.over_arch.model[0]._mlp[0]._linear.in_features == page.D + math.comb(3, 2) + 3
 
 
+def test_samples_with_several_targets_or_none_stay_aligned(page):
+    """A batch gives what its samples give alone; 2, 0 and 1 targets are as many rows as samples."""
+    samples = [
+        {"user": [5], "item": [4, 9], "history_item": [7, 3], "history_rating": [4, 5]},
+        {"user": [0], "item": [], "history_item": [1], "history_rating": [2]},
+        {"user": [2], "item": [7], "history_item": [5, 1, 7], "history_rating": [1, 2, 5]},
+    ]
+
+    def logits(rows: list[int]) -> torch.Tensor:
+        lists = [samples[row][key] for key in samples[0] for row in rows]
+        values = torch.tensor([one for ids in lists for one in ids], dtype=torch.long)
+        ids = page.KeyedJaggedTensor(list(samples[0]), values, lengths=torch.tensor([len(ids) for ids in lists]))
+        return page.shared(page.dense_features[rows], ids)
+
+    torch.testing.assert_close(logits([0, 1, 2]), torch.cat([logits([row]) for row in range(3)]))
+
+
 def test_the_pipeline_trains_it(page):
     assert len(page.losses) == 20 and page.losses[-1] < 0.5 * page.losses[0]
 

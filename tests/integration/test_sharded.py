@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torchrec import EmbeddingCollection, EmbeddingConfig
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.models.dlrm import DLRMTrain
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -17,6 +17,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 import jfi
 from integration import sharded
 from integration.sharded import CPU, EPS, RATE, STEPS, build, fill_tables, make_batch, process_group, shard, train
+from integration.test_layer_graphs import collection, layer_over
 from jfi.models import require_optimizer_in_backward, table_parameters
 
 #: What the pipeline must have taken ahead, by model: every collection.
@@ -92,6 +93,34 @@ def test_a_target_may_be_an_entry_of_a_sharded_collection():
         ids = make_batch().sparse_features
         got, want = history(ids, {"item": bags(ids)["item"]}), history(ids, bags(ids))
     torch.testing.assert_close(got.values(), want.values(), rtol=0, atol=0)
+
+
+class OnIds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = layer_over(collection())
+
+    def forward(self, ids: KeyedJaggedTensor, item: torch.Tensor) -> torch.Tensor:
+        return self.layer(ids, {"item": item})["taste"]
+
+
+def test_a_sharded_collection_takes_variable_batch_sizes():
+    keys, which = ["history_item", "history_rating"], torch.tensor([0, 1, 0])
+    with process_group():
+        model, _ = shard(OnIds())
+        fill_tables(model)
+        few = KeyedJaggedTensor(
+            keys,
+            torch.tensor([1, 2, 3, 4, 5, 6]),
+            lengths=torch.tensor([2, 1, 2, 1]),
+            stride_per_key_per_rank=[[2], [2]],
+            inverse_indices=(keys, torch.stack([which, which])),
+        )
+        every = KeyedJaggedTensor(
+            keys, torch.tensor([1, 2, 3, 1, 2, 4, 5, 6, 4, 5]), lengths=torch.tensor([2, 1, 2, 2, 1, 2])
+        )
+        item = torch.randn(3, 8)
+        torch.testing.assert_close(model(few, item), model(every, item))
 
 
 class Direct(nn.Module):
