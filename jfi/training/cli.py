@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
-import jsonargparse
 import yaml
 
 from jfi.data import DataError
@@ -23,6 +23,9 @@ from jfi.exit_codes import EXIT_CODES, run_command, shorten
 from jfi.files import is_storage_fault, write_file
 from jfi.suggest import suggest
 from jfi.training.config import Config, ConfigError
+
+if TYPE_CHECKING:
+    import jsonargparse
 
 _SECTIONS = {f.name: f.type for f in dataclasses.fields(Config)}
 #: Of a YAML file or value.
@@ -87,8 +90,10 @@ def parse_config(
     return config, SimpleNamespace(**{name: getattr(parsed, name) for name in own})
 
 
-def _parse(arguments: list[str], description: str, options: Mapping[str, dict], data: dict) -> jsonargparse.Namespace:
+def _parse(arguments: list[str], description: str, options: Mapping[str, dict], data: dict) -> "jsonargparse.Namespace":
     """The sections and options of a command line; `data` are other defaults of the section `data`."""
+    import jsonargparse
+
     parser = jsonargparse.ArgumentParser(
         description=description, epilog=EXIT_CODES, exit_on_error=False, allow_abbrev=False
     )

@@ -125,7 +125,7 @@ def slow_run(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("sys.stderr", err)
         for name in ("draw_curves", "draw_attention"):
-            patched.setattr(f"jfi.training.loop.{name}", lambda *_: None)
+            patched.setattr(f"jfi.training.plots.{name}", lambda *_: None)
         dataset, run = load_dataset(config.data), RunFolder.create(config)
         save_data(run, dataset, config)
         trainer = Trainer(config, dataset, World(), clock=lambda: next(seconds))

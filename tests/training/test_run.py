@@ -82,7 +82,7 @@ def assert_same_run(run: Path, other: Path) -> None:
 def _no_pictures(monkeypatch):
     """Drawing takes longer than such a run; `finished` is made before this, and has its pictures."""
     for name in ("draw_curves", "draw_attention"):
-        monkeypatch.setattr(f"jfi.training.loop.{name}", lambda *_: None)
+        monkeypatch.setattr(f"jfi.training.plots.{name}", lambda *_: None)
 
 
 @pytest.fixture(scope="module")
