@@ -1,6 +1,7 @@
 """How a command ends: one line on stderr for every error that its user can cause, and an exit code by kind of error."""
 
 import errno
+import io
 import logging
 import os
 import re
@@ -66,11 +67,14 @@ def begin_command() -> None:
     Until `run_command` takes over, Ctrl-C ends the process at once with the line and the code of `run_command`. Threads
     of OpenMP that wait will sleep, unless the user has set OMP_WAIT_POLICY: spinning ones keep two jobs on the same
     cores from getting on. A warning of torch.fx that TorchRec causes in every process, and that users can do nothing
-    about, is not logged.
+    about, is not logged. What stdout cannot encode is printed as escapes, as on stderr, such as a column's name in
+    another script where the locale has only ASCII.
     """
     fx = logging.getLogger("torch.fx._symbolic_trace")
     fx.addFilter(lambda record: "is_fx_tracing will" not in record.getMessage())
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # it is None where it was closed
+        sys.stdout.reconfigure(errors="backslashreplace")
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where the shell ignores it for a job
         signal.signal(signal.SIGINT, _exit_at_once)
 

@@ -80,7 +80,7 @@ def _begin(unfinished: Path, final: Path) -> bool:
 
 
 def _finish(unfinished: Path, final: Path, progress: dict, sums: dict[str, str]) -> None:
-    with naming(final), open(unfinished / PROGRESS, "w") as file:
+    with naming(final), open(unfinished / PROGRESS, "w", encoding="utf-8") as file:
         file.write(json.dumps(progress, indent=1))
         file.flush()
         os.fsync(file.fileno())
@@ -102,7 +102,7 @@ def read_progress(path: Path) -> dict:
     """
     try:
         check_sum(path, PROGRESS, read_sums(path))
-        progress = json.loads((path / PROGRESS).read_text())
+        progress = json.loads((path / PROGRESS).read_text(encoding="utf-8"))
     except DamagedFileError as fault:
         raise DamagedCheckpointError(str(fault)) from None
     except (ValueError, RecursionError):
