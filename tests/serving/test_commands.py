@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -31,11 +32,13 @@ pytest.importorskip("aiohttp")
 
 
 @contextmanager
-def server(*options: object):
-    """A process of serve.py and the address it says."""
+def server(*options: object, env: dict[str, str] | None = None, begun: Callable = lambda process: None):
+    """A process of serve.py and the address it says; `begun` is called with the process when it has just begun."""
     command = [sys.executable, "-u", "examples/serve.py", "--port", "0", *map(str, options)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen(command, cwd=ROOT, text=True, env=env, **pipes)
     try:
+        begun(process)
         found = None
         while found is None:
             line = process.stdout.readline()
@@ -184,17 +187,6 @@ print(sorted(name for name in sys.modules if name.startswith("jfi.")))
     ]
     assert len(answers) == 5
     assert not re.search(r"jfi\.(training|models|modules|data|ops)", modules)
-
-
-def test_json_lines_end_at_a_signal(exported, request_body):
-    command = [sys.executable, "examples/serve.py", "--artifact", exported.path, "--jsonl"]
-    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    process.stdin.write(json.dumps(request_body).encode() + b"\n")
-    process.stdin.flush()
-    assert "scores" in json.loads(process.stdout.readline())
-    process.send_signal(signal.SIGTERM)  # while it reads
-    assert process.wait(60) == 0
-    assert process.communicate()[1] == b""
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The server in this process: faults, storms, and what is batched with what."""
 
 import asyncio
+import gzip
 import inspect
 import io
 import json
@@ -179,6 +180,14 @@ def test_a_json_line_of_exactly_the_longest_length_is_answered(scorer, request_b
         answers += [json.loads(answer) for answer in out.getvalue().splitlines()]
     assert answers[0].keys() == {"scores"}
     assert answers[1:] == [{"error": f"a line must be at most {len(line) - 1} bytes"}]
+
+
+def test_json_lines_whose_end_cannot_be_read_are_answered(scorer, request_body):
+    compressed, out = gzip.compress((json.dumps(request_body) + "\n").encode() * 100), io.BytesIO()
+    with gzip.open(io.BytesIO(compressed[:-8])) as lines, pytest.raises(EOFError):
+        asyncio.run(asyncio.wait_for(answer_lines(scorer, lines, out, max_batch=1000), 120))
+    answers = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert len(answers) == 100 and all("scores" in answer for answer in answers)
 
 
 def test_who_leaves_is_not_scored(scorer, request_body):
