@@ -58,6 +58,7 @@ def test_it_is_ready_only_while_the_model_scores(scorer, request_body, monkeypat
         waiting = asyncio.create_task(client.post("/score", json=request_body))
         paths = ("/health/live", "/health/ready", "/health")
         stuck = [(await client.get(path)).status for path in paths]
+        monkeypatch.setattr(live, "PROBE_SECONDS", 120)
         slow.let_go.set()
         assert (await waiting).status == 200
         ready = await client.get("/health/ready")
