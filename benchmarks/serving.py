@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +38,7 @@ from jfi.serving.scorer import Scorer, batch_inputs
 ROOT = Path(__file__).parents[1]
 BODIES = 8  # distinct requests, that go round
 WARM_UP = 5
+LARGE_HISTORY = 100_000  # of the requests that another client sends meanwhile
 
 
 @dataclass(frozen=True)
@@ -211,6 +213,24 @@ def load(address: str, bodies: list[bytes], clients: int, seconds: float) -> dic
     return {"clients": clients, "requests_per_second": len(found) / spent, **percentiles([time for _, time in found])}
 
 
+def load_beside(address: str, bodies: list[bytes], large: bytes, seconds: float) -> dict:
+    """One client, while another sends requests with large histories one after the other."""
+    over = threading.Event()
+
+    def send() -> None:
+        with Client(address) as connection:
+            while not over.is_set():
+                connection.request("/score", large)
+
+    with ThreadPoolExecutor(1) as thread:
+        sending = thread.submit(send)
+        try:
+            return load(address, bodies, 1, seconds)
+        finally:
+            over.set()
+            sending.result()
+
+
 def main() -> int:
     options = arguments()
     shapes = [Shape(*options.large), Shape(*options.small)]
@@ -233,6 +253,10 @@ def main() -> int:
             for shape, clients in itertools.product(shapes, (1, options.clients)):
                 measured = load(address, bodies[shape], clients, options.seconds)
                 rows.append({"case": shape.name, "measured": "HTTP on loopback", **measured})
+            large = make_body(scorer, Shape(LARGE_HISTORY, 1), draw)
+            for shape in shapes:
+                measured = load_beside(address, bodies[shape], large, options.seconds)
+                rows.append({"case": shape.name, "measured": f"HTTP beside {LARGE_HISTORY:,} events", **measured})
     where = report.environment(scorer.device, Rates(), options.commit)
     where |= {key: scorer.info[key] for key in ("tables", "table_sizes", "embedding_dim")}
     where |= {"export_seconds": exported, "tables_device": options.tables_device or scorer.info["device"]}

@@ -134,7 +134,7 @@ def load(folder: Path, options: argparse.Namespace) -> tuple[Codec, Content]:
         codec = Codec.load(folder / CODEC)
     except DamagedFileError as error:
         raise DataError(str(error)) from None
-    before = json.loads((folder / OPTIONS).read_text())
+    before = json.loads((folder / OPTIONS).read_text(encoding="utf-8"))
     for name, value in chosen(options).items():
         if before.get(name) != value:
             option = "--" + name.replace("_", "-")

@@ -3,24 +3,28 @@
 python examples/serve.py --artifact ARTIFACT --port 8000
 python examples/serve.py --artifact ARTIFACT --jsonl < requests.jsonl > answers.jsonl
 
-On SIGHUP the HTTP server loads the folder again, without interrupting requests.
+On SIGHUP the HTTP server loads the folder again, without interrupting requests. With --jsonl SIGHUP ends the process as
+SIGTERM does: all requests that have been read are answered.
 """
+
+import signal
 
 from jfi.exit_codes import begin_command
 
 if __name__ == "__main__":  # before the other imports
     begin_command()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])  # it waits until it can be handled
 
 import argparse
 import asyncio
 import logging
-import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
-from jfi.exit_codes import EXIT_CODES, run_command
+from jfi.exit_codes import EXIT_CODES, raise_on_sigterm, run_command
 from jfi.options import OptionParser, at_least_one, at_least_zero
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.json_lines import answer_lines
@@ -63,12 +67,15 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-async def answer_stdin(scorer: Scorer, limits: dict) -> None:
-    stop = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    # Not sys.stdin: at exit Python would wait for the thread that reads from it.
-    lines = open(sys.stdin.fileno(), "rb", closefd=False)  # noqa: SIM115
-    await answer_lines(scorer, lines, sys.stdout.buffer, stop=stop, **limits)
+@contextmanager
+def handling_hangups(handle: Callable[[], object]) -> Iterator[None]:
+    """Handles SIGHUP within the block, and one that came while the process began; after it, it waits for ever."""
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, handle)
+    before = signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def load_artifact(options: argparse.Namespace) -> Scorer:
@@ -77,10 +84,24 @@ def load_artifact(options: argparse.Namespace) -> Scorer:
     return Scorer(options.artifact.resolve(), *limits, output=options.output)
 
 
-def serve(scorer: Scorer, load: Callable[[], Scorer], options: argparse.Namespace, limits: dict) -> None:
-    from aiohttp import web
+async def answer_stdin(options: argparse.Namespace, limits: dict) -> None:
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # under nohup
+    # Not sys.stdin: at exit Python would wait for the thread that reads from it.
+    lines = open(sys.stdin.fileno(), "rb", closefd=False)  # noqa: SIM115
+    with nullcontext() if is_ignored else handling_hangups(stop.set):
+        await answer_lines(load_artifact(options), lines, sys.stdout.buffer, stop=stop, **limits)
 
-    from jfi.serving.server import LIVE, make_app, without_traceback
+
+def serve(options: argparse.Namespace, limits: dict) -> int:
+    try:
+        from aiohttp import web
+
+        from jfi.serving.server import LIVE, make_app, without_traceback
+    except ModuleNotFoundError as error:
+        print(f"error: HTTP needs {error.name}: pip install -e '.[serve]', or use --jsonl", file=sys.stderr)
+        return 2
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("aiohttp.server").addFilter(without_traceback)
@@ -88,48 +109,48 @@ def serve(scorer: Scorer, load: Callable[[], Scorer], options: argparse.Namespac
         logging.getLogger("jfi.serving").setLevel(logging.INFO)
     sys.setswitchinterval(0.001)  # seconds that the event loop waits while another thread computes in Python
     more = {"bodies": options.bodies, "body_seconds": options.body_seconds, "deadline": options.deadline_ms / 1e3}
-    app, swaps = make_app(scorer, **limits, **more, load=load), set()
+    load, swaps = partial(load_artifact, options), set()
+    app = make_app(load(), **limits, **more, load=load)
 
     def swap() -> None:
         swaps.add(task := asyncio.ensure_future(app[LIVE].swap()))
         task.add_done_callback(swaps.discard)
 
-    async def on_signal(_: web.Application) -> None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, swap)
+    async def swapping(_: web.Application):
+        with handling_hangups(swap):
+            yield
+        for task in swaps:
+            task.cancel()
 
-    app.on_startup.append(on_signal)
+    app.cleanup_ctx.append(swapping)
     # On SIGTERM or Ctrl-C it stops accepting requests, answers those that it has accepted, and exits.
     where = {"host": options.host, "port": options.port}
-    web.run_app(app, **where, handle_signals=True, handler_cancellation=True)
+    try:
+        web.run_app(app, **where, handle_signals=True, handler_cancellation=True)
+    except (OSError, OverflowError) as error:  # OverflowError: the port is out of range
+        reason = getattr(error, "strerror", None) or error
+        print(f"error: {options.host}:{options.port}: {reason}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def main() -> int:
     options = arguments()
-    load = partial(load_artifact, options)
-    try:
-        scorer = load()
-    except ArtifactError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     limits = {
         "max_batch": options.max_batch,
         "max_wait": options.max_wait_ms / 1e3,
         "queue": options.queue,
         "max_body": options.max_body_mb * 2**20,
     }
-    if options.jsonl:
-        asyncio.run(answer_stdin(scorer, limits))
-        return 0
     try:
-        serve(scorer, load, options, limits)
-    except ModuleNotFoundError as error:
-        print(f"error: HTTP needs {error.name}: pip install -e '.[serve]', or use --jsonl", file=sys.stderr)
+        with raise_on_sigterm():
+            if not options.jsonl:
+                return serve(options, limits)
+            asyncio.run(answer_stdin(options, limits))
+            return 0
+    except ArtifactError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
-    except (OSError, OverflowError) as error:  # OverflowError: the port is out of range
-        reason = getattr(error, "strerror", None) or error
-        print(f"error: {options.host}:{options.port}: {reason}", file=sys.stderr)
-        return 2
-    return 0
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ need TorchRec; they are imported on first use, so that ``import jfi.ops`` works 
 """
 
 import importlib
-import logging
 
 __version__ = "0.1.0"
 
@@ -29,9 +28,6 @@ _LAZY = {
 }
 
 __all__ = ["__version__", "ops", *_LAZY]
-
-# TorchRec makes torch.fx of torch 2.13 log this warning once per process, which users can do nothing about.
-logging.getLogger("torch.fx._symbolic_trace").addFilter(lambda record: "is_fx_tracing will" not in record.getMessage())
 
 
 def __getattr__(name: str):

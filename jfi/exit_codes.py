@@ -1,6 +1,8 @@
 """How a command ends: one line on stderr for every error that its user can cause, and an exit code by kind of error."""
 
 import errno
+import io
+import logging
 import os
 import re
 import signal
@@ -10,7 +12,9 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from pathlib import Path
 
+from jfi.files import naming
 from jfi.options import OptionError
 
 
@@ -64,9 +68,15 @@ def begin_command() -> None:
 
     Until `run_command` takes over, Ctrl-C ends the process at once with the line and the code of `run_command`. Threads
     of OpenMP that wait will sleep, unless the user has set OMP_WAIT_POLICY: spinning ones keep two jobs on the same
-    cores from getting on.
+    cores from getting on. A warning of torch.fx that TorchRec causes in every process, and that users can do nothing
+    about, is not logged. What stdout cannot encode is printed as escapes, as on stderr, such as a column's name in
+    another script where the locale has only ASCII.
     """
+    fx = logging.getLogger("torch.fx._symbolic_trace")
+    fx.addFilter(lambda record: "is_fx_tracing will" not in record.getMessage())
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # it is None where it was closed
+        sys.stdout.reconfigure(errors="backslashreplace")
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where the shell ignores it for a job
         signal.signal(signal.SIGINT, _exit_at_once)
 
@@ -95,7 +105,11 @@ def run_command(main: Callable[[], int | None], wrong_input: tuple[type[Exceptio
     try:
         if signal.getsignal(signal.SIGINT) is _exit_at_once:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        return int(main() or ExitCode.SUCCESS)
+        code = int(main() or ExitCode.SUCCESS)
+        if sys.stdout is not None:
+            with naming(Path("stdout")):
+                sys.stdout.flush()  # now, since Python ignores an error of its own flush at the end
+        return code
     except (KeyboardInterrupt, Terminated) as stop:
         signum = signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT
         line, code = f"stopped by {signum.name}", 128 + signum
@@ -118,9 +132,19 @@ def run_command(main: Callable[[], int | None], wrong_input: tuple[type[Exceptio
     rank = os.environ.get("LOCAL_RANK", "0")
     if rank == "0" or code == ExitCode.MEMORY:
         print(shorten(line) + ("" if rank == "0" else f" (process {rank} of this host)"), file=sys.stderr)
+    _drop_unwritten()
     if _is_in_group():
         _end_at_once(code)
     return int(code)
+
+
+def _drop_unwritten() -> None:
+    """Lets stdout lead nowhere if it cannot be written: Python would report its rest once more, with an own code."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _is_in_group() -> bool:

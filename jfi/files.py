@@ -23,6 +23,18 @@ class DamagedFileError(ValueError):
     """A file that is missing or is not what was written; the message is one line that names it."""
 
 
+def by_number(path: str | Path) -> tuple[list[str | int], str]:
+    """Returns the key that sorts paths by name, with a number in a name by its value.
+
+    Example:
+        >>> sorted(["part-10", "part-9", "part-100000", "part-99999"], key=by_number)
+        ['part-9', 'part-10', 'part-99999', 'part-100000']
+    """
+    text = str(path)
+    parts = re.split("([0-9]+)", text)  # text and digits in turn
+    return [int(part) if i % 2 else part for i, part in enumerate(parts)], text
+
+
 @contextmanager
 def writing_file(path: Path) -> Iterator[Path]:
     """Yields a path beside `path` to write to; when the block ends the file is flushed and replaces `path`.

@@ -9,6 +9,11 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# No example has to end, or to be drawn, in a given time.
+settings.register_profile("jfi", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("jfi")
 
 # A shell starts what runs in the background with Ctrl-C ignored, which tests of it and their processes would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

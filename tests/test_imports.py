@@ -108,6 +108,70 @@ def test_imports(imported, module):
     assert not FORBIDDEN[module] & imported[module]
 
 
+#: As IMPORT; prints which settings of the process the import of each module has changed.
+CHANGE = """
+import importlib, json, locale, logging, os, random, signal, sys, threading, warnings
+import numpy, torch, torchrec
+
+def settings():
+    loggers = [logging.root, *(logging.getLogger(name) for name in already)]
+    return {
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "signals": {int(number): str(signal.getsignal(number)) for number in signal.valid_signals()},
+        "warnings": [str(one) for one in warnings.filters],
+        "hooks": [str(hook) for hook in (sys.excepthook, threading.excepthook, warnings.showwarning)],
+        "threads": threading.active_count(),
+        "locale": locale.setlocale(locale.LC_ALL),
+        "loggers": {
+            one.name: [one.level, one.propagate, one.disabled, len(one.filters), len(one.handlers)] for one in loggers
+        },
+        "random numbers": [str(random.getstate()), str(numpy.random.get_state()), torch.get_rng_state().tolist()],
+        "torch": [
+            torch.get_num_threads(),
+            torch.get_float32_matmul_precision(),
+            str(torch.get_default_dtype()),
+            str(torch.get_default_device()),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_grad_enabled(),
+            torch.backends.cudnn.benchmark,
+        ],
+    }
+
+for module in sys.argv[1:]:
+    if not os.fork():
+        already = [name for name, one in logging.root.manager.loggerDict.items() if isinstance(one, logging.Logger)]
+        before = settings()
+        importlib.import_module(module)
+        after = settings()
+        print(json.dumps([module, {name: after[name] for name in after if after[name] != before[name]}]), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0, module
+"""
+
+
+def test_an_import_changes_no_setting_of_the_process():
+    command = [sys.executable, "-c", CHANGE, *FORBIDDEN, "jfi.sharded", "jfi.serving", "jfi.serving.json_lines"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = [json.loads(line) for line in run.stdout.splitlines()]
+    assert [module for module, _ in lines] == command[3:]
+    assert [(module, changed) for module, changed in lines if changed] == []
+
+
+def test_packages_can_be_imported_where_those_that_few_functions_need_are_absent():
+    """Such as pictures, command lines, preparation out of memory, HTTP and boosting."""
+    script = """
+import importlib, sys
+for absent in ("matplotlib", "anyascii", "jsonargparse", "tensorboard", "duckdb", "sklearn", "aiohttp", "orjson"):
+    sys.modules[absent] = None
+for module in ("jfi", "jfi.data", "jfi.serving", "jfi.training", "jfi.baselines", "jfi.sid", "jfi.history"):
+    importlib.import_module(module)
+import jfi
+[getattr(jfi, name) for name in jfi.__all__]
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 def test_operators_work_where_other_packages_are_absent():
     script = """
 import os, sys

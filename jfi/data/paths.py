@@ -7,7 +7,7 @@ from urllib.parse import unquote
 
 from jfi.data.errors import DataError
 from jfi.data.layouts import KNOWN_NAMES, Layout, find_layout
-from jfi.files import reading_file
+from jfi.files import by_number, reading_file
 
 #: Files of a prepared dataset.
 _PREPARED = ("manifest.json", "schema.json")
@@ -32,9 +32,9 @@ class File:
 def find_files(paths: str | list[str], setting: str = "data.interactions") -> list[File]:
     """The files that a config's field names.
 
-    A folder stands for the files in it and in its subfolders, linked ones too, sorted by name; they must be of one
-    kind. Names that start with `.` or `_` are skipped, as `_SUCCESS` is. The files of a glob are sorted by name too;
-    those of a list keep its order.
+    A folder stands for the files in it and in its subfolders, linked ones too, sorted by name, where a number counts by
+    its value; they must be of one kind. Names that start with `.` or `_` are skipped, as `_SUCCESS` is. The files of a
+    glob are sorted in the same way; those of a list keep its order.
 
     Args:
         paths: a file, a folder, a glob, or a list of these.
@@ -70,7 +70,7 @@ def _expand(path: str, setting: str) -> list[File]:
         return _folder(path)
     if os.path.exists(path) or not glob.has_magic(path):
         return [_file(path)]
-    found = sorted(glob.glob(path, recursive=True))
+    found = sorted(glob.glob(path, recursive=True), key=by_number)
     # `**` also gives the folders of the files that it gives.
     found = [one for one in found if not (os.path.isdir(one) and any(x.startswith(one + os.sep) for x in found))]
     if not found:
@@ -102,7 +102,7 @@ def _folder(folder: str) -> list[File]:
         for name in folders:
             _check_loop(os.path.join(parent, name), folder)
         found += [os.path.join(parent, name) for name in names if not name.startswith((".", "_"))]
-    files = [_file(path, _partitions(os.path.relpath(path, folder))) for path in sorted(found)]
+    files = [_file(path, _partitions(os.path.relpath(path, folder))) for path in sorted(found, key=by_number)]
     if not files:
         raise DataError(f"{folder}: the folder holds no files; known names and suffixes: {KNOWN_NAMES}")
     for file in files[1:]:

@@ -20,7 +20,7 @@ from jfi.data.schema import DataSchema, Entity
 from jfi.data.splits import SPLITS
 from jfi.data.targets import check_target, target_names
 from jfi.display import Display
-from jfi.files import is_storage_fault
+from jfi.files import by_number, is_storage_fault
 from jfi.sid.codec import Codec
 
 
@@ -28,7 +28,7 @@ def _parts(folder: Path, name: str) -> Iterator[tuple[str, pa.RecordBatch]]:
     """The record batches of a file or of a folder of parts, each with its file's name."""
     whole, parts = folder / f"{name}.arrow", folder / name
     # The parts first: they may have been written again since they were joined.
-    files = sorted(path for path in parts.glob("*") if path.suffix in (".arrow", ".parquet"))
+    files = sorted((path for path in parts.glob("*") if path.suffix in (".arrow", ".parquet")), key=by_number)
     files = files or [path for path in (whole,) if path.is_file()]
     if not files:
         raise DataError(f"{folder}: neither {name}.arrow nor a folder {name} with parts in Parquet or Arrow")

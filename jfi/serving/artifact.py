@@ -37,7 +37,7 @@ class ArtifactError(Exception):
 
 def cpu_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
     """This CPU's architecture and the instructions that compiled code may need, which only Linux names."""
-    text = cpuinfo.read_text() if cpuinfo.is_file() else ""
+    text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.is_file() else ""
     line = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
     flags = line[1].split() if line else []
     return [platform.machine(), *sorted(filter(_INSTRUCTIONS.fullmatch, flags))]
@@ -93,12 +93,12 @@ def identity(path: Path) -> str:
 
 def write_json(path: Path, value: object) -> None:
     with naming(path):
-        path.write_text(json.dumps(value, ensure_ascii=False))
+        path.write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
 
 
 def read_json(path: Path) -> dict:
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         raise ArtifactError(f"{path.parent} is damaged: {path.name} is not JSON") from None
 

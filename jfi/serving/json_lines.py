@@ -3,8 +3,13 @@
 import asyncio
 import json
 import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import BinaryIO
 
+from jfi.files import naming
 from jfi.serving.batcher import Batcher
 from jfi.serving.requests import BadRequestError
 from jfi.serving.scorer import Scorer
@@ -31,8 +36,13 @@ async def answer_lines(
         queue: most requests without an answer; reading waits while there are so many.
         max_body: most bytes of a line; a longer one gets an error, and the rest of it is skipped.
         stop: stops reading when set.
+
+    Raises:
+        OSError: `out` cannot be written, and no other request is answered; or `lines` cannot be read, and those before
+            are answered.
     """
     loop, batcher = asyncio.get_running_loop(), Batcher(scorer.score, max_batch, max_wait)
+    incoming: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
     answers: asyncio.Queue[asyncio.Task | None] = asyncio.Queue()
     room = threading.Semaphore(queue)
     stop = stop or asyncio.Event()
@@ -47,33 +57,59 @@ async def answer_lines(
         except Exception as error:
             return {"error": f"the model failed on this request: {type(error).__name__}"}
 
-    def accept(line: bytes | None) -> None:
-        if stop.is_set():
-            return
-        if line is None:
-            stop.set()
-        else:
-            answers.put_nowait(asyncio.create_task(answer(line)))
-
-    def read() -> None:
-        while line := lines.readline(max_body + 1):
-            rest = line
-            while rest and not rest.endswith(b"\n"):
-                rest = lines.readline(max_body)
-            room.acquire()
-            loop.call_soon_threadsafe(accept, line)
-        loop.call_soon_threadsafe(accept, None)
+    async def accept() -> None:
+        try:
+            while (line := await incoming.get()) is not None:
+                if isinstance(line, Exception):
+                    raise line
+                answers.put_nowait(asyncio.create_task(answer(line)))
+        finally:
+            answers.put_nowait(None)
 
     async def write() -> None:
         while (task := await answers.get()) is not None:
-            out.write(json.dumps(await task).encode() + b"\n")
-            out.flush()
+            line = json.dumps(await task).encode() + b"\n"
+            with naming(Path(getattr(out, "name", "the output"))):
+                out.write(line)
+                out.flush()
             room.release()
 
-    # A daemon thread, since a blocking read cannot be interrupted.
-    threading.Thread(target=read, daemon=True).start()
-    writing = asyncio.create_task(write())
-    await stop.wait()
-    answers.put_nowait(None)
-    await writing
-    await batcher.close()
+    async def end_at_stop() -> None:
+        await stop.wait()
+        incoming.put_nowait(None)
+
+    # A daemon thread, since a blocking read cannot be interrupted. At the process's end it may still read, so it refers
+    # to nothing that has to be released before.
+    hand_over = partial(loop.call_soon_threadsafe, incoming.put_nowait)
+    threading.Thread(target=_read, args=(lines, max_body, room, hand_over), daemon=True).start()
+    accepting, writing = asyncio.create_task(accept()), asyncio.create_task(write())
+    stopping = asyncio.create_task(end_at_stop())
+    try:
+        await asyncio.wait((accepting, writing), return_when=asyncio.FIRST_COMPLETED)
+        await writing  # ends before `accepting` only where it fails
+        await accepting
+        await batcher.close()
+    finally:
+        accepting.cancel()
+        stopping.cancel()
+        while not answers.empty():
+            if (task := answers.get_nowait()) is not None:
+                task.cancel()
+
+
+def _read(
+    lines: BinaryIO, max_body: int, room: threading.Semaphore, hand_over: Callable[[bytes | Exception | None], object]
+) -> None:
+    """Hands over the lines, and at the end None or the error that ended the reading."""
+    with suppress(RuntimeError):  # the event loop is closed, and nobody waits for more
+        try:
+            while line := lines.readline(max_body + 1):
+                rest = line
+                while rest and not rest.endswith(b"\n"):
+                    rest = lines.readline(max_body)
+                room.acquire()
+                hand_over(line)
+        except Exception as error:
+            hand_over(error)
+        else:
+            hand_over(None)

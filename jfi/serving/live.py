@@ -122,8 +122,10 @@ class Live:
         return True
 
     async def close(self) -> None:
+        """Waits for the last answer, and lets go of the artifact."""
         await self.now.close()
         await asyncio.to_thread(self._thread.shutdown)
+        del self.now
 
 
 def check(new: Scorer, old: Scorer) -> None:

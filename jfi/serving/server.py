@@ -79,8 +79,10 @@ def make_app(
     app[_METRICS] = metrics
 
     async def running(app: web.Application):
+        nonlocal scorer
         batching = {"max_batch": max_batch, "max_wait": max_wait, "observe": metrics.called}
         app[LIVE] = Live(scorer, load, metrics.swaps, **batching)
+        del scorer  # an artifact in use has one owner, who lets go of it when another takes its place
         yield
         await app[LIVE].close()
 

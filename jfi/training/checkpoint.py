@@ -20,7 +20,7 @@ from pathlib import Path
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from jfi.files import DamagedFileError, check_sum, naming, read_sums, sha256_of, sync, write_sums
+from jfi.files import DamagedFileError, by_number, check_sum, naming, read_sums, sha256_of, sync, write_sums
 from jfi.training.config import ConfigError
 from jfi.training.distributed import World
 from jfi.training.tensor_files import INDEX, MismatchedCheckpointError, TensorLoadPlanner, TensorReader, TensorWriter
@@ -35,7 +35,7 @@ class DamagedCheckpointError(ConfigError):
 
 
 def checkpoint_name(epoch: int, batch: int) -> str:
-    """The name of a checkpoint's folder; names sort by progress."""
+    """The name of a checkpoint's folder; `by_number` sorts names by progress."""
     return f"epoch-{epoch:04d}-batch-{batch:07d}"
 
 
@@ -80,7 +80,7 @@ def _begin(unfinished: Path, final: Path) -> bool:
 
 
 def _finish(unfinished: Path, final: Path, progress: dict, sums: dict[str, str]) -> None:
-    with naming(final), open(unfinished / PROGRESS, "w") as file:
+    with naming(final), open(unfinished / PROGRESS, "w", encoding="utf-8") as file:
         file.write(json.dumps(progress, indent=1))
         file.flush()
         os.fsync(file.fileno())
@@ -91,7 +91,7 @@ def _finish(unfinished: Path, final: Path, progress: dict, sums: dict[str, str])
 
 def latest_checkpoint(folder: Path) -> Path | None:
     """The complete checkpoint with the most progress, or None."""
-    return max(_complete(folder), key=lambda path: path.name, default=None)
+    return max(_complete(folder), key=by_number, default=None)
 
 
 def read_progress(path: Path) -> dict:
@@ -102,7 +102,7 @@ def read_progress(path: Path) -> dict:
     """
     try:
         check_sum(path, PROGRESS, read_sums(path))
-        progress = json.loads((path / PROGRESS).read_text())
+        progress = json.loads((path / PROGRESS).read_text(encoding="utf-8"))
     except DamagedFileError as fault:
         raise DamagedCheckpointError(str(fault)) from None
     except (ValueError, RecursionError):

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
-import jsonargparse
 import yaml
 
 from jfi.data import DataError
@@ -23,6 +23,9 @@ from jfi.exit_codes import EXIT_CODES, run_command, shorten
 from jfi.files import is_storage_fault, write_file
 from jfi.suggest import suggest
 from jfi.training.config import Config, ConfigError
+
+if TYPE_CHECKING:
+    import jsonargparse
 
 _SECTIONS = {f.name: f.type for f in dataclasses.fields(Config)}
 #: Of a YAML file or value.
@@ -67,17 +70,15 @@ def parse_config(
                 _check_size(value, option)
             if argument.startswith("--"):
                 _check_option(argument.split("=")[0].removesuffix("+"), ["--config", "--help", *options])
-        if file.config is not None:
-            _check_file(file.config)
-            overrides = ["--config", file.config, *overrides]
+        text = "{}" if file.config is None else _read_file(file.config)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            parsed = _parse(overrides, description, options, {})
+            parsed = _parse(text, overrides, description, options, {})
             if parsed.data.prepared is not None:
                 # What the arguments leave open is as the dataset was prepared; one that cannot be read is named later.
                 with suppress(DataError):
                     made = dataclasses.asdict(prepared_config(parsed.data.prepared))
-                    parsed = _parse(overrides, description, options, {name: made[name] for name in CHOICES})
+                    parsed = _parse(text, overrides, description, options, {name: made[name] for name in CHOICES})
     except (argparse.ArgumentError, TypeError, ValueError) as error:
         causes = (error, error.__cause__, error.__context__)
         fault = next((cause for cause in causes if isinstance(cause, (ConfigError, DataError))), None)
@@ -87,17 +88,22 @@ def parse_config(
     return config, SimpleNamespace(**{name: getattr(parsed, name) for name in own})
 
 
-def _parse(arguments: list[str], description: str, options: Mapping[str, dict], data: dict) -> jsonargparse.Namespace:
-    """The sections and options of a command line; `data` are other defaults of the section `data`."""
-    parser = jsonargparse.ArgumentParser(
-        description=description, epilog=EXIT_CODES, exit_on_error=False, allow_abbrev=False
-    )
+def _parse(
+    text: str, arguments: list[str], description: str, options: Mapping[str, dict], data: dict
+) -> "jsonargparse.Namespace":
+    """The sections and options of a config's text and a command line; `data` are defaults of the section `data`."""
+    import jsonargparse
+
+    settings = {"description": description, "epilog": EXIT_CODES, "exit_on_error": False, "allow_abbrev": False}
+    of_file, parser = (jsonargparse.ArgumentParser(**settings) for _ in range(2))
     parser.add_argument("--config", action="config", help="YAML file with any of the fields below")
-    for name, settings in options.items():
-        parser.add_argument(name, **settings)
+    for name, own in options.items():
+        parser.add_argument(name, **own)
     for name, section in _SECTIONS.items():
-        parser.add_argument(f"--{name}", type=section, default=section(**data) if name == "data" else section())
-    return parser.instantiate(parser.parse_args(arguments))
+        for one in (of_file, parser):
+            one.add_argument(f"--{name}", type=section, default=section(**data) if name == "data" else section())
+    # Its text, since jsonargparse would read the file in the encoding of the locale.
+    return parser.instantiate(parser.parse_args(arguments, of_file.parse_string(text, defaults=False)))
 
 
 def load_config(path: str | Path) -> Config:
@@ -115,9 +121,9 @@ def run_cli(main: Callable[[], int | None]) -> int:
     return run_command(main, (ConfigError, DataError))
 
 
-def _check_file(path: str) -> None:
+def _read_file(path: str) -> str:
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8")
         _check_size(text, path)
         tree = yaml.safe_load(text)
     except OSError as error:
@@ -129,6 +135,7 @@ def _check_file(path: str) -> None:
         place = f"{path}:{mark.line + 1}" if mark else path
         raise ConfigError(f"{place}: not YAML: {getattr(error, 'problem', error)}") from None
     _check_keys(tree, Config, path, "")
+    return text
 
 
 def _check_size(text: str, place: str) -> None:

@@ -37,7 +37,6 @@ from jfi.training.learning_rates import LearningRates
 from jfi.training.logger import Tracker, find_logger
 from jfi.training.metrics import LESS_IS_BETTER, Predictions, normalized_entropy
 from jfi.training.objective import Objective
-from jfi.training.plots import draw_attention, draw_curves
 from jfi.training.ranking import rank_split
 from jfi.training.recorder import Recorder, SilentRecorder, describe_earlier, parse_metrics, read_metrics
 from jfi.training.run_data import name_data
@@ -103,6 +102,9 @@ class Trainer(RunState):
 
     def fit(self, run: RunFolder) -> Result:
         """Trains to the end, tests the best epoch and draws the plots."""
+        # Imported now, since only pictures need matplotlib and a missing package should fail before the training.
+        from jfi.training.plots import draw_attention, draw_curves
+
         progress, world = self.progress, self.world
         data = world.on_first(lambda: name_data(run))
         if finished := self._finished():

@@ -34,7 +34,7 @@ def make(folder, kind, seed=0, count=60):
 
 
 @kinds
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 10**6), cut=st.integers(1, 13))
 def test_features_do_not_depend_on_what_is_not_older(folder, kind, seed, cut):
     rng = random.Random(seed)

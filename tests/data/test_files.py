@@ -44,6 +44,16 @@ def test_a_folder_a_glob_and_a_list_are_one_table(parts):
     assert users([str(parts / "part-2.csv"), str(parts / "part-[01].csv")]) == USERS[4:] + USERS[:4]
 
 
+def test_files_are_read_in_the_order_of_the_numbers_in_their_names(tmp_path):
+    names = ["day=2/part-9", "day=2/part-10", "day=10/part-99999-a", "day=10/part-100000-a"]
+    for i in (2, 3, 1, 0):
+        path = tmp_path / f"{names[i]}.csv"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"{HEADER}\nu{i},i,1,1\n")
+    for paths in (tmp_path, tmp_path / "day=*", tmp_path / "**/*.csv"):
+        assert users(str(paths)) == ["u0", "u1", "u2", "u3"]
+
+
 def test_a_name_with_the_signs_of_a_glob_is_a_file_where_it_exists(write):
     assert users(write("[ab]*.csv", HEADER, "u,i,1,2")) == ["u"]
 

@@ -42,7 +42,7 @@ def ties(before: list[tuple]) -> list[slice]:
     return [slice(start, end) for start, end in zip(starts, [*starts[1:], len(before)], strict=False)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.lists(ROW, min_size=10, max_size=40),
     max_history=st.sampled_from([1, 2, 100]),

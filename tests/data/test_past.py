@@ -12,7 +12,7 @@ ASKED = st.lists(st.tuples(st.integers(-1, 6), st.integers(0, 9)), min_size=1, m
 
 
 @pytest.mark.parametrize("scale", [1, 10**9], ids=["small keys", "large keys"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows=ROWS, asked=ASKED)
 def test_sums_are_those_of_strictly_older_rows_of_the_key(scale, rows, asked):
     table, asked = np.array(rows, np.int64).reshape(-1, 3), np.array(asked, np.int64)

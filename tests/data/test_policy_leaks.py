@@ -117,7 +117,7 @@ def learnt(tmp_path_factory):
 
 @pytest.mark.parametrize("session", [None, "visit"])
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(log=LOG, now=st.integers(0, 12), later=LOG, data=st.data())
 def test_what_happens_later_and_what_converts_change_nothing(learnt, policy, session, log, now, later, data):
     schema, folder = learnt

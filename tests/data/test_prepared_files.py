@@ -203,12 +203,12 @@ def test_one_process_at_a_time_completes_a_folder(folder, monkeypatch):
 
     def wait(*_: object) -> None:
         entered.set()
-        go.wait(20)
+        go.wait(120)
 
     monkeypatch.setattr("jfi.data.prepared_complete._complete", wait)
     thread = threading.Thread(target=complete_dataset, args=(folder,))
     thread.start()
-    entered.wait(20)
+    assert entered.wait(120)
     try:
         with pytest.raises(DataError, match=r"another process is completing this dataset$"):
             complete_dataset(folder)

@@ -73,7 +73,7 @@ def rows() -> dict[str, np.ndarray]:
 def write(
     folder: Path, rows: dict[str, np.ndarray], suffix: str = "parquet", label: str | None = "action == buy"
 ) -> str:
-    """Writes the dataset as a cluster would: events in parts, users and items in one part each."""
+    """Writes the dataset as a cluster would, in parts whose numbers have more digits than the first ones."""
     folder.mkdir()
     rows = dict(rows)
     price = rows.pop("price", np.linspace(-1, 1, ITEMS, dtype=np.float32))
@@ -82,8 +82,9 @@ def write(
     for i, part in enumerate(np.array_split(np.arange(COUNT), 3)):
         columns = {name: [values[row] for row in part] for name, values in rows.items() if isinstance(values, list)}
         columns |= {name: values[part] for name, values in rows.items() if not isinstance(values, list)}
-        write_part(folder / f"events/part-{i:05d}.{suffix}", columns)
-    write_part(folder / f"users/part-0.{suffix}", {"city": np.arange(USERS) % 3})
+        write_part(folder / f"events/part-{99_998 + i}.{suffix}", columns)
+    for part, own in ((9, slice(None, 7)), (10, slice(7, None))):
+        write_part(folder / f"users/part-{part}.{suffix}", {"city": np.arange(USERS)[own] % 3})
     genres = [[1 + i % 3] * (i % 3) for i in range(ITEMS)]
     write_part(
         folder / f"items/part-0.{suffix}", {"item_id": np.arange(1, ITEMS + 1), "genres": genres, "price": price}
@@ -227,7 +228,7 @@ def skip_a_user(rows: dict) -> None:
     [
         (sort_wrongly, r"row 210 of the events: rows are not sorted by \(user, time, item\)$"),
         (skip_a_user, r"of the events: a user before this one has no event$"),
-        (change("item", 399, 12), r"part-00002.parquet: row 399 .*: 'item' is not a row of items$"),
+        (change("item", 399, 12), r"part-100000.parquet: row 399 .*: 'item' is not a row of items$"),
         (change("label", 5, 2), r"row 5 of the events: 'label' is not 0, 1 or missing$"),
         (change("split", 5, 3), r"row 5 of the events: 'split' is not 0, 1 or 2$"),
         (change("history_action", 9, 3), r"'history_action' is 3 in row 9; ids are from 0 to 2$"),
@@ -246,7 +247,7 @@ def skip_a_user(rows: dict) -> None:
         ),
         (
             change("impression_hour", 399, np.inf),
-            r"part-00002.parquet: 'impression_hour' is inf in row 399, not finite; a missing value is 0$",
+            r"part-100000.parquet: 'impression_hour' is inf in row 399, not finite; a missing value is 0$",
         ),
         (lambda rows: rows.pop("impression_hour"), r"no column 'impression_hour', see docs/prepared-data.md$"),
         (lambda rows: rows.update(time=rows["time"].astype(int)), r"column 'time' has type int64, see docs/prep"),
@@ -264,8 +265,8 @@ def test_a_broken_rule_is_named_and_nothing_is_left(tmp_path, rows, spoil, messa
 
 def test_a_part_that_is_missing_or_damaged_is_named(tmp_path, rows):
     folder = Path(write(tmp_path / "prepared", rows))
-    (folder / "users/part-0.parquet").write_bytes(b"PAR1")
-    with pytest.raises(DataError, match=r"users/part-0.parquet: damaged"):
+    (folder / "users/part-9.parquet").write_bytes(b"PAR1")
+    with pytest.raises(DataError, match=r"users/part-9.parquet: damaged"):
         complete_dataset(folder)
     shutil.rmtree(folder / "users")
     with pytest.raises(DataError, match=r"neither users.arrow nor a folder users with parts"):

@@ -116,7 +116,7 @@ def test_they_are_those_of_the_definition(ties):
     assert made.column_names == [*table.column_names, *CONFIG.statistics_columns()]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 10_000), st.data())
 def test_nothing_comes_from_the_row_itself_its_moment_or_the_future(seed, data):
     table = random_table(seed, count=60)

@@ -124,7 +124,7 @@ def check(policy: Policy, histories: list[tuple], features: KeyedJaggedTensor, f
                 assert new.weights()[part].tolist() == pytest.approx(expected, rel=1e-6)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(policy=POLICIES, histories=HISTORIES, weights=st.booleans(), room=st.integers(0, 5))
 def test_what_stays_is_that_of_a_loop(policy, histories, weights, room):
     surface, dwell, segments, lengths = packed(histories)
@@ -189,7 +189,7 @@ def fixed_to_exact(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(policy=POLICIES, events=st.lists(st.tuples(st.integers(-1, 2), DWELL), max_size=30), data=st.data())
 def test_an_index_of_ranges_chooses_what_the_packed_histories_do(policy, events, data):
     surface, dwell, _, _ = packed([(0, events)])
@@ -206,7 +206,7 @@ def test_an_index_of_ranges_chooses_what_the_packed_histories_do(policy, events,
 
 
 @given(policy=POLICIES, events=st.lists(st.tuples(st.integers(-1, 2), DWELL), max_size=30))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_cells_on_a_device_are_those_on_the_host(policy, events):
     surface, dwell, _, _ = packed([(0, events)])
     edges = PolicyModule(policy, HISTORY).get_buffer("_edges")
@@ -252,7 +252,7 @@ def test_a_policy_that_keeps_all_changes_no_bit():
     assert stay.rows.tolist() == [*range(6)] and stay.lengths.tolist() == lengths.tolist() and stay.weights is None
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(policy=POLICIES, rows=EVENTS, now=st.integers(1, 40), data=st.data())
 def test_no_future_event_and_no_conversion_changes_what_a_sample_sees(policy, rows, now, data):
     """From the log to the events that stay: for a sample at `now`, what comes later has no part in it."""
@@ -289,7 +289,7 @@ def test_conversions_are_an_input_of_fitting_alone():
         assert not any("conver" in name or "label" in name for name in names), function
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     policy=POLICIES,
     timelines=st.lists(

@@ -46,7 +46,7 @@ def loop_edges(dwell: list[float], num_bins: int) -> list[float]:
     return sorted(edge for edge in edges if edge > known[0])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows=EVENTS)
 def test_counts_and_relevance_are_those_of_a_loop(rows):
     ones = sum(row[4] for row in rows)

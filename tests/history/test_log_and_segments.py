@@ -59,7 +59,7 @@ def check_statistics(found: np.ndarray, expected: list[float]) -> None:
             assert abs(found[place] - log(min(max(exact, 0.5), 7200))) < 0.3
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows=EVENTS, session=st.none() | st.lists(st.integers(0, 3), min_size=40, max_size=40))
 def test_sessions_and_statistics_are_those_of_a_loop(rows, session):
     session = session and session[: len(rows)]
@@ -77,7 +77,7 @@ def test_sessions_and_statistics_are_those_of_a_loop(rows, session):
         check_statistics(found[:, number], loop_statistics([rows[i] for i in own], [keys[i] for i in own]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows=EVENTS, data=st.data())
 def test_a_range_may_begin_within_a_session(rows, data):
     rows = [(0, *row[1:]) for row in rows]
@@ -99,7 +99,7 @@ def policy() -> Policy:
     return fit(events, conversion, remove=0.3, boost=["active"], caps=20, newest=3)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows=EVENTS, data=st.data())
 def test_a_row_has_the_segment_of_its_past(policy, rows, data):
     """By all events of a log that ends before the row, and whatever happens then or later."""

@@ -27,7 +27,7 @@ def by_log(policy: Policy, log: EventLog) -> tuple[int, list[int], list[float] |
     return segment, found.rows.tolist(), None if found.weights is None else found.weights.tolist()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     rows=EVENTS,
     is_sorted=st.booleans(),

@@ -158,7 +158,7 @@ def test_rows_wider_than_a_tile_are_refused(device):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 90)), max_size=5),
     heads=st.sampled_from([(1, 1), (2, 1), (3, 3), (4, 2)]),

@@ -61,7 +61,7 @@ any_shape = given(
 )
 
 
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @any_shape
 def test_any_shape(lengths, width, out_width, device):
     for _, public, plain, inputs in problems(lengths, width, out_width, torch.float32, device):
@@ -69,7 +69,7 @@ def test_any_shape(lengths, width, out_width, device):
 
 
 @pytest.mark.slow
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @any_shape
 def test_many_shapes(lengths, width, out_width, device):
     for _, public, plain, inputs in problems(lengths, width, out_width, torch.float32, device):

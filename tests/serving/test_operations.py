@@ -1,9 +1,11 @@
 """The server as those who operate it meet it: probes, metrics, ids, deadlines, and artifacts that change."""
 
 import asyncio
+import gc
 import json
 import re
 import shutil
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,9 @@ from jfi.serving import artifact, live
 from jfi.serving.scorer import Scorer
 
 pytest.importorskip("aiohttp")
-from jfi.serving.server import LIVE
+from aiohttp.test_utils import TestClient, TestServer
+
+from jfi.serving.server import LIVE, make_app
 
 from .test_server import Slow, samples, serve
 
@@ -54,6 +58,7 @@ def test_it_is_ready_only_while_the_model_scores(scorer, request_body, monkeypat
         waiting = asyncio.create_task(client.post("/score", json=request_body))
         paths = ("/health/live", "/health/ready", "/health")
         stuck = [(await client.get(path)).status for path in paths]
+        monkeypatch.setattr(live, "PROBE_SECONDS", 120)
         slow.let_go.set()
         assert (await waiting).status == 200
         ready = await client.get("/health/ready")
@@ -138,6 +143,25 @@ def test_an_artifact_is_swapped_under_load_without_a_failed_request(exported, sc
     by_artifact = [sum(np.allclose(scores, want, atol=1e-5) for _, scores in answers) for want in wanted.values()]
     # Of the 20 answers after a swap, 8 may be to requests from before it.
     assert min(by_artifact) >= 12 and sum(by_artifact) == len(answers)
+
+
+def test_the_first_artifact_is_released_when_it_is_swapped(exported, request_body, tmp_path):
+    other = variant(tmp_path / "other", exported.path)
+
+    async def run():
+        app = make_app(Scorer(exported.path), max_batch=100, load=lambda: Scorer(other))
+        async with TestClient(TestServer(app)) as client:
+            assert (await client.post("/score", json=request_body)).status == 200
+            first = weakref.ref(app[LIVE].now.scorer)
+            assert await app[LIVE].swap()
+            gc.collect()
+            assert first() is None
+            assert (await client.post("/score", json=request_body)).status == 200
+            last = weakref.ref(app[LIVE].now.scorer)
+        gc.collect()
+        assert last() is None
+
+    asyncio.run(run())
 
 
 def test_an_artifact_that_cannot_serve_is_not_swapped_in(exported, scorer, request_body, tmp_path, log):

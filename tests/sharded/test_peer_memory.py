@@ -40,7 +40,7 @@ class SharedMemory:
     """What `compat.symmetric_memory` makes, of threads."""
 
     def __init__(self) -> None:
-        self.barrier, self.made = threading.Barrier(SIZE, timeout=30), {}
+        self.barrier, self.made = threading.Barrier(SIZE, timeout=300), {}
 
     def __call__(self, size: int, device: torch.device, group: Group) -> tuple[Tensor, SimpleNamespace]:
         own = torch.full((size + 16,), 255, dtype=torch.uint8)

@@ -118,7 +118,7 @@ def main() -> None:
                 os.dup2(file.fileno(), 2)
                 os.dup2(nothing.fileno(), 1)
             pictures = {"draw_curves": picture, "draw_attention": picture}
-            with count.open("w") as file, mock.patch.multiple("jfi.training.loop", **pictures):
+            with count.open("w") as file, mock.patch.multiple("jfi.training.plots", **pictures):
                 calls = disturb(job)
                 try:
                     code = run_cli(do)

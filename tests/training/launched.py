@@ -107,7 +107,7 @@ def in_two_processes(folder: Path, jobs: list[dict]) -> list[list[dict]]:
     return [json.loads(path.read_text()) for path in outcomes]
 
 
-def wait_for_all(processes: list[subprocess.Popen], seconds: float = 360, grace: float = 10) -> list[int]:
+def wait_for_all(processes: list[subprocess.Popen], seconds: float = 360, grace: float = 60) -> list[int]:
     """Their exit codes; those that run longer, or `grace` longer than one that failed, print their stacks and end."""
     end = time.monotonic() + seconds
     while any(process.poll() is None for process in processes) and time.monotonic() < end:

@@ -46,7 +46,7 @@ def config(accumulate: int, *, embeddings: str = "adagrad", data: dict | None = 
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch):
     for name in ("draw_curves", "draw_attention"):
-        monkeypatch.setattr(f"jfi.training.loop.{name}", lambda *_: None)
+        monkeypatch.setattr(f"jfi.training.plots.{name}", lambda *_: None)
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,10 @@ def test_latest_is_the_furthest(tmp_path):
     for epoch, batch in [(9, 0), (10, 0), (10, 3), (2, 500)]:
         save_checkpoint(tmp_path, checkpoint_name(epoch, batch), state(0.0), {})
     assert latest_checkpoint(tmp_path).name == checkpoint_name(10, 3)
+    # With more digits than a name is padded to.
+    for epoch, batch in [(10, 9_999_999), (10, 10_000_000), (9_999, 99_999_999), (10_000, 0), (10_000, 123_456_789)]:
+        save_checkpoint(tmp_path, checkpoint_name(epoch, batch), state(0.0), {})
+        assert latest_checkpoint(tmp_path).name == checkpoint_name(epoch, batch)
 
 
 @pytest.mark.parametrize("stage", ["training.tensor_files.sha256_of", "training.checkpoint.json.dumps", "files.sync"])

@@ -20,7 +20,7 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch):
     for name in ("draw_curves", "draw_attention"):
-        monkeypatch.setattr(f"jfi.training.loop.{name}", lambda *_: None)
+        monkeypatch.setattr(f"jfi.training.plots.{name}", lambda *_: None)
 
 
 def graphed(run_dir: Path | None, cuda_graph: str = "auto", model: dict | None = None, **training: object) -> Config:

@@ -28,7 +28,7 @@ def runs(tmp_path_factory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patched:
         for name in ("draw_curves", "draw_attention"):
-            patched.setattr(f"jfi.training.loop.{name}", lambda *_: None)
+            patched.setattr(f"jfi.training.plots.{name}", lambda *_: None)
         config = tiny(None, checkpoint_every=4)
         train(config.with_training(run_dir=str(folder / "whole")))
         last = json.loads((latest_checkpoint(folder / "whole/checkpoints") / "progress.json").read_text())
@@ -40,7 +40,7 @@ def runs(tmp_path_factory) -> tuple[Path, Path]:
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch):
     for name in ("draw_curves", "draw_attention"):
-        monkeypatch.setattr(f"jfi.training.loop.{name}", lambda *_: None)
+        monkeypatch.setattr(f"jfi.training.plots.{name}", lambda *_: None)
 
 
 def flip(path: Path, draw: random.Random) -> None:

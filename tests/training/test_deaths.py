@@ -78,7 +78,7 @@ def refused(folder: Path, *options: list[str]) -> list[tuple[int, str]]:
         command = [sys.executable, ROOT / "examples/train_dlrm.py", "--config", folder / "refused.yaml", *options[rank]]
         environ = {**os.environ, **environment(rank, 2), "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
         processes.append(subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True))
-    errors = [process.communicate(timeout=120)[1] for process in processes]
+    errors = [process.communicate(timeout=300)[1] for process in processes]
     lines = [[line for line in error.splitlines() if line.startswith("error: ")] for error in errors]
     assert not any("terminate called" in error or "Traceback" in error for error in errors), errors
     return [(process.returncode, line) for process, line in zip(processes, lines, strict=True)]

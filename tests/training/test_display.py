@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import threading
 import time
 from collections.abc import Callable
 
@@ -67,13 +68,12 @@ def test_a_task_of_unknown_length_shows_what_is_done_and_the_time():
 
 
 def test_a_ticking_task_writes_lines_while_nothing_is_done():
-    out = io.StringIO()
-    with Display("read the tables", None, stream=out, interval=0.02, ticking=True):
-        time.sleep(0.3)
-    lines = out.getvalue().splitlines()
-    assert len(lines) >= 2 and set(lines) == {"read the tables: 0:00 so far"}
-    time.sleep(0.05)
-    assert len(out.getvalue().splitlines()) == len(lines)
+    seconds, out, threads = itertools.count(0.0, 40.0), io.StringIO(), threading.active_count()
+    with Display("read", None, clock=lambda: next(seconds), stream=out, interval=0.0, ticking=True):
+        while out.getvalue().count("\n") < 2:
+            time.sleep(0.01)
+    assert out.getvalue().splitlines()[:2] == ["read: 0:40 so far", "read: 1:20 so far"]
+    assert threading.active_count() == threads  # nobody writes any more
 
 
 @pytest.fixture
@@ -85,16 +85,21 @@ def shown(monkeypatch, capsys) -> Callable[[], list[str]]:
 
 def test_loading_writes_lines_to_a_log_while_a_file_is_read_and_while_rows_are_sorted(tmp_path, shown, monkeypatch):
     write_table(tmp_path / "table.csv", [row(i) for i in range(200)])
+    lines: list[str] = []
     for name in ("read_tables", "sort_and_split"):
         slow = getattr(load, name)
 
         def slower(*arguments: object, slow: Callable = slow) -> object:
-            time.sleep(0.1)
+            lines.extend(shown())
+            before = len(lines)
+            while len(lines) == before:
+                time.sleep(0.01)
+                lines.extend(shown())
             return slow(*arguments)
 
         monkeypatch.setattr(load, name, slower)
     load_dataset(config_of(tmp_path / "table.csv", tmp_path / "run").data)
-    tasks = {line.split(":")[0] for line in shown()}
+    tasks = {line.split(":")[0] for line in [*lines, *shown()]}
     assert tasks == {"read the tables", "sort and encode the rows"}
 
 
@@ -125,7 +130,7 @@ def slow_run(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("sys.stderr", err)
         for name in ("draw_curves", "draw_attention"):
-            patched.setattr(f"jfi.training.loop.{name}", lambda *_: None)
+            patched.setattr(f"jfi.training.plots.{name}", lambda *_: None)
         dataset, run = load_dataset(config.data), RunFolder.create(config)
         save_data(run, dataset, config)
         trainer = Trainer(config, dataset, World(), clock=lambda: next(seconds))

@@ -22,7 +22,7 @@ def small(run, **training):
 def _no_pictures():
     with pytest.MonkeyPatch.context() as patched:
         for name in ("draw_curves", "draw_attention"):
-            patched.setattr(f"jfi.training.loop.{name}", lambda *_: None)
+            patched.setattr(f"jfi.training.plots.{name}", lambda *_: None)
         yield
 
 

@@ -27,7 +27,7 @@ def slow_user_auc(scores, labels, users):
 SAMPLES = st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 1), st.integers(0, 4)), min_size=1, max_size=40)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SAMPLES)
 def test_areas_equal_the_count_of_pairs(samples):
     scores, labels, users = (list(column) for column in zip(*samples, strict=True))

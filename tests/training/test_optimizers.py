@@ -21,7 +21,7 @@ from jfi.training.loop import Trainer
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch):
     for name in ("draw_curves", "draw_attention"):
-        monkeypatch.setattr(f"jfi.training.loop.{name}", lambda *_: None)
+        monkeypatch.setattr(f"jfi.training.plots.{name}", lambda *_: None)
 
 
 def scheduled(run_dir: Path | None, warmup: int = 5, **training: object) -> Config:

@@ -26,7 +26,7 @@ VECTORS = np.random.default_rng(0).normal(size=(31, 8)).astype(np.float32)
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch):
     for name in ("draw_curves", "draw_attention"):
-        monkeypatch.setattr(f"jfi.training.loop.{name}", lambda *_: None)
+        monkeypatch.setattr(f"jfi.training.plots.{name}", lambda *_: None)
 
 
 def parquet(folder: Path, vectors: np.ndarray = VECTORS, ids: list | None = None) -> str:

@@ -102,7 +102,7 @@ def config_of(dataset_path: str, run_dir, **training: object) -> Config:
 
 def test_a_run_on_implicit_feedback_reports_them(tmp_path, monkeypatch):
     for name in ("draw_curves", "draw_attention"):
-        monkeypatch.setattr(f"jfi.training.loop.{name}", lambda *_: None)
+        monkeypatch.setattr(f"jfi.training.plots.{name}", lambda *_: None)
     # Every user takes the items in a fixed order, so that what comes next is easy.
     rows = [f"{t % 9},{(t // 9 + t % 9) % 40},{t}" for t in range(900)]
     (tmp_path / "r.csv").write_text("\n".join(["user_id,item_id,timestamp", *rows]) + "\n")
@@ -134,7 +134,7 @@ def test_two_processes_share_every_batch(dataset):
 @pytest.mark.parametrize(("monitor", "best"), [("ndcg@3", 2), ("hr@3_full", 1), ("auc", 3)])
 def test_the_best_epoch_has_the_highest_ranking_metric(tmp_path, monkeypatch, monitor, best):
     for name in ("draw_curves", "draw_attention"):
-        monkeypatch.setattr(f"jfi.training.loop.{name}", lambda *_: None)
+        monkeypatch.setattr(f"jfi.training.plots.{name}", lambda *_: None)
     given = {"ndcg@3": iter([0.1, 0.3, 0.2, 0]), "hr@3_full": iter([0.5, 0.5, 0.4, 0])}
     monkeypatch.setattr("jfi.training.loop.rank_split", lambda *_: {name: next(one) for name, one in given.items()})
     areas = iter([0.5, 0.6, 0.7, 0])

@@ -1,16 +1,19 @@
 """What a saved run writes besides its results."""
 
-import logging
+import subprocess
+import sys
 import tempfile
+from pathlib import Path
 
 import pyarrow.parquet
 import pytest
-import torch.fx._symbolic_trace
 from own_table import config_of, row, write_table
 from worker import without_pictures
 
 from jfi.training import train
 from jfi.training.saved_run import load_run
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +44,8 @@ def test_one_row_is_scored(folder, tmp_path):
     assert one.column("score").to_pylist() == pytest.approx(whole.column("score").to_pylist()[:1], abs=1e-6)
 
 
-def test_torch_warns_in_python_of_nothing_that_users_cannot_change(folder, caplog):
-    torch.fx._symbolic_trace.is_fx_tracing_warning.cache_clear()  # it is logged once per process
-    load_run(folder / "run").predict(folder / "table.csv")
-    torch.fx._symbolic_trace.is_fx_tracing_warning()
-    logging.getLogger("torch.fx._symbolic_trace").warning("another")
-    assert [record.message for record in caplog.records if record.name.startswith("torch.fx")] == ["another"]
+def test_a_command_prints_no_warning_of_torch_that_users_cannot_change(folder, tmp_path):
+    command = [sys.executable, "examples/predict.py", "--run", folder / "run", "--interactions", folder / "table.csv"]
+    command += ["--out", tmp_path / "scores.csv", "--device", "cpu"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")

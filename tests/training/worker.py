@@ -30,7 +30,7 @@ from jfi.training.loop import Trainer
 
 def without_pictures():
     """Nothing is drawn within: that would take most of the time."""
-    return mock.patch.multiple("jfi.training.loop", draw_curves=lambda *_: None, draw_attention=lambda *_: None)
+    return mock.patch.multiple("jfi.training.plots", draw_curves=lambda *_: None, draw_attention=lambda *_: None)
 
 
 def do(job: dict) -> dict:

@@ -1,0 +1,154 @@
+"""How processes of serve.py end, what they leave behind, and signals that come while they begin."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+from jfi.serving.artifact import identity, writing
+
+from .conftest import ROOT
+from .test_commands import post, server
+
+pytest.importorskip("aiohttp")
+
+#: Stands in for torch: says that its import has begun, waits for a line, and lets the real one be imported.
+WAITING_TORCH = """
+import os, sys
+print("importing", flush=True)
+sys.stdin.readline()
+sys.path.remove(os.path.dirname(__file__))
+del sys.modules["torch"]
+import torch
+"""
+
+
+@pytest.fixture
+def temporary(tmp_path) -> Path:
+    """An empty folder for temporary files."""
+    (tmp_path / "temporary").mkdir()
+    return tmp_path / "temporary"
+
+
+def environment(temporary: Path) -> dict[str, str]:
+    """That of a process with this folder for temporary files, whose compiler has another one."""
+    return os.environ | {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": cache_dir()}
+
+
+def wait_until(condition: Callable[[], object], process: subprocess.Popen) -> None:
+    end = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.01)
+
+
+def answering(artifact: Path, temporary: Path, *options: object, **pipes: object) -> subprocess.Popen:
+    """A process of serve.py --jsonl."""
+    command = [sys.executable, "examples/serve.py", "--artifact", artifact, "--jsonl", *map(str, options)]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE) | pipes
+    return subprocess.Popen(command, cwd=ROOT, env=environment(temporary), **pipes)
+
+
+def ended(process: subprocess.Popen) -> tuple[int, bytes]:
+    """The exit code of a process that must end by itself, and its stderr; its stdin stays open."""
+    try:
+        return process.wait(120), process.stderr.read()
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize("output", ["full", "closed"])
+def test_json_lines_end_where_the_output_cannot_be_written(exported, temporary, request_body, output):
+    """The input stays open, and more requests wait than the queue has room for."""
+    if output == "full":
+        out = os.open("/dev/full", os.O_WRONLY)
+    else:
+        read, out = os.pipe()
+        os.close(read)
+    with answering(exported.path, temporary, "--queue", 2, stdout=out) as process:
+        os.close(out)
+        process.stdin.write((json.dumps(request_body) + "\n").encode() * 100)
+        process.stdin.flush()
+        why = b"No space left on device" if output == "full" else b"Broken pipe"
+        assert ended(process) == (3, b"error: <stdout>: " + why + b"\n")
+    assert not list(temporary.iterdir())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "SIGHUP"])
+def test_json_lines_that_a_signal_ends_leave_nothing(exported, temporary, request_body, number):
+    with answering(exported.path, temporary) as process:
+        process.stdin.write(json.dumps(request_body).encode() + b"\n")
+        process.stdin.flush()
+        assert "scores" in json.loads(process.stdout.readline())
+        assert len(list(temporary.iterdir())) == 1  # the unpacked model
+        process.send_signal(number)  # while it reads
+        assert ended(process) == (0, b"")
+    assert not list(temporary.iterdir())
+
+
+def test_a_swap_unloads_the_artifact_before_and_the_end_the_last(exported, temporary, tmp_path, request_body):
+    link, other = tmp_path / "current", tmp_path / "other"
+    link.symlink_to(exported.path)
+    with writing(other) as folder:  # other files: the same artifact, written with a space more
+        shutil.copytree(exported.path, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("checksums.json"))
+        with (folder / "artifact.json").open("a") as file:
+            file.write(" ")
+    with server("--artifact", link, env=environment(temporary)) as (process, address):
+
+        def identity_now() -> str:
+            return json.load(urllib.request.urlopen(f"{address}/health"))["artifact"]["id"]
+
+        for path in (other, exported.path):
+            before = list(temporary.iterdir())
+            assert len(before) == 1
+            link.unlink()
+            link.symlink_to(path)
+            process.send_signal(signal.SIGHUP)
+            wait_until(lambda path=path: identity_now() == identity(path), process)
+            wait_until(lambda before=before: not before[0].exists(), process)
+            assert post(address, request_body)["scores"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == 0
+    assert not list(temporary.iterdir())
+
+
+def test_a_server_that_ends_while_it_loads_leaves_nothing(exported, temporary):
+    command = [sys.executable, "examples/serve.py", "--artifact", exported.path, "--port", "0"]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(temporary), stdout=subprocess.PIPE)
+    try:
+        wait_until(lambda: list(temporary.iterdir()), process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) in (143, 0)  # 0 where it has just begun to serve
+    finally:
+        process.kill()
+        process.communicate()
+    assert not list(temporary.iterdir())
+
+
+def test_a_hang_up_while_the_server_begins_swaps_the_artifact_once_it_serves(
+    exported, temporary, tmp_path, request_body
+):
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules/torch.py").write_text(WAITING_TORCH)
+
+    def hang_up(process: subprocess.Popen) -> None:
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGHUP)
+        print(file=process.stdin, flush=True)
+
+    env = environment(temporary) | {"PYTHONPATH": f"{tmp_path / 'modules'}:{ROOT}"}
+    with server("--artifact", exported.path, env=env, begun=hang_up) as (process, address):
+        done = b'jfi_artifact_swaps_total{result="done"} 1'
+        wait_until(lambda: done in urllib.request.urlopen(f"{address}/metrics").read(), process)
+        assert post(address, request_body)["scores"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == 0

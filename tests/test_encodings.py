@@ -1,0 +1,95 @@
+"""Commands on data with names in other scripts, where neither the locale nor stdout can encode them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CONFIG = """
+data:
+  interactions: {folder}/table.csv
+  items: {folder}/items.csv
+  user: пользователь
+  item: товар
+  timestamp: время
+  label: нравится == да
+  title: название
+  item_categorical: [каталог]
+  event_categorical: [место]
+  user_dense: []
+  dwell: секунды
+  surface: место
+  conversion: нравится == да
+model: {{embedding_dim: 8, num_heads: 2, dense_arch: [8], over_arch: [8]}}
+training: {{epochs: 1, batch_size: 32, device: cpu, run_dir: {folder}/run}}
+"""
+#: Runs commands in one process, each as its own file would be run.
+COMMANDS = """
+import json, locale, runpy, sys
+assert locale.getencoding() not in ("utf-8", "UTF-8")
+for name, *arguments in json.loads(sys.stdin.buffer.read()):
+    sys.argv = [name, *arguments]
+    print("--", name, flush=True)
+    try:
+        runpy.run_path(f"examples/{name}.py", run_name="__main__")
+    except SystemExit as end:
+        assert not end.code, (name, end.code)
+"""
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+
+
+def test_stdout_escapes_what_it_cannot_encode():
+    script = "from jfi.exit_codes import begin_command; begin_command(); print('caf\\xe9 \\u043a')"
+    for encoding, wanted in (
+        ("ascii", b"caf\\xe9 \\u043a"),
+        ("latin-1", b"caf\xe9 \\u043a"),
+        ("utf-8", "café к".encode()),
+    ):
+        for errors in ("", ":strict"):
+            env = os.environ | {"PYTHONIOENCODING": encoding + errors}
+            ended = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, check=True)
+            assert ended.stdout == wanted + b"\n"
+
+
+def test_every_command_takes_names_that_its_output_cannot_encode(tmp_path):
+    table = ["пользователь,товар,время,нравится,место,секунды"]
+    for i in range(300):
+        liked, place = ("да", "нет")[i % 2], ("лента", "поиск")[i % 3 // 2]
+        table.append(f"ю{i % 9},т{i * 7 % 11},{60 * i},{liked},{place},{i % 40}")
+    (tmp_path / "table.csv").write_text("\n".join(table) + "\n", encoding="utf-8")
+    items = ["товар,каталог,название", *(f"т{i},{['книги', '茶'][i % 2]},Чай №{i} 茶" for i in range(11))]
+    (tmp_path / "items.csv").write_text("\n".join(items) + "\n", encoding="utf-8")
+    (tmp_path / "config.yaml").write_text(CONFIG.format(folder=tmp_path), encoding="utf-8")
+    config, new = ["--config", str(tmp_path / "config.yaml")], ["--interactions", str(tmp_path / "table.csv")]
+    run = ["--run", str(tmp_path / "run")]
+    commands = [
+        ["train_dlrm", *config],
+        ["train_dlrm", "--resume", str(tmp_path / "run")],
+        ["prepare_data", *config, "--out", str(tmp_path / "prepared")],
+        ["baselines", *config, "--training.run_dir", str(tmp_path / "baselines")],
+        ["predict", *run, *new, "--evaluate", str(tmp_path / "metrics.json"), "--by", "место", "товар"],
+        ["predict", *run, *new, "--out", str(tmp_path / "scores.csv")],
+        ["fit_policy", *config, "--remove", "0.3", "--out", str(tmp_path / "policy.json")],
+        ["add_statistics", *config, "--data.statistics", "[item]", "--out", str(tmp_path / "statistics.parquet")],
+        [
+            *["make_semantic_ids", "--items", str(tmp_path / "items.csv"), "--item", "товар", "--text", "название"],
+            *["--categorical", "каталог", "--codec", "rq", "--levels", "2", "--codebook-size", "2"],
+            *["--out", str(tmp_path / "sids.parquet")],
+        ],
+    ]
+    ended = subprocess.run(
+        [sys.executable, "-c", COMMANDS],
+        input=json.dumps(commands),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | ASCII,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.isascii() and ended.stderr.isascii()
+    assert "место".encode("ascii", "backslashreplace").decode() in ended.stdout
+    assert (tmp_path / "scores.csv").read_text("utf-8").splitlines()[1].split(",")[:2] == ['"ю0"', '"т0"']
+    groups = json.loads((tmp_path / "metrics.json").read_text("utf-8"))["by"]["место"]
+    assert {group["value"] for group in groups} == {"лента", "поиск"}
