@@ -17,7 +17,7 @@ from torchrec.modules.mc_modules import (
 )
 
 from jfi import JaggedFeatureInteraction, KeyBias, PositionBias, SequenceFeatureConfig, WeightBias
-from jfi.modules import JaggedMeanPooling
+from jfi.modules import JaggedPooling
 
 from .conftest import EMBEDDING_DIM, LENGTHS
 
@@ -93,7 +93,7 @@ def test_torchrecs_tracer_goes_all_the_way_through(layer, ids, targets):
 
 
 def test_torchrecs_tracer_traces_the_mean(events):
-    mean = JaggedMeanPooling(FEATURES, EMBEDDING_DIM)
+    mean = JaggedPooling(FEATURES, EMBEDDING_DIM)
     sequences = {"history": events(), "rating": events()}
     torch.testing.assert_close(symbolic_trace(mean)(sequences).values(), mean(sequences).values(), rtol=0, atol=0)
 
