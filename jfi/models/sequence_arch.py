@@ -160,9 +160,10 @@ class SequenceArch(nn.Module):
         if not len(self.projections):
             return _single_entries(bags, embeddings, *keys, self.user_keys, timelines)
         found = _single_entries(bags, embeddings, *keys, [], timelines)
-        projected = self.projections.feature_names()
         entries = {
-            key: self.projections[key](found[key]) if key in projected else found[key] for own in keys for key in own
+            key: self.projections[key](found[key]) if key in self.projections else found[key]
+            for own in keys
+            for key in own
         }
         return _of_rows(entries, self.user_keys, timelines)
 

@@ -171,8 +171,7 @@ class ScoringModel(nn.Module):
         return {key: self.semantic_ids.embed(one) if key in names else one for key, one in values.items()}
 
     def _projected(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        names = self.projections.feature_names()
-        return {key: self.projections[key](one) if key in names else one for key, one in values.items()}
+        return {key: self.projections[key](one) if key in self.projections else one for key, one in values.items()}
 
     def _pool(
         self, entries: dict[str, Tensor], x: Tensor, rows: Segments, events: Segments, read: "ByEvent"
@@ -217,7 +216,7 @@ class CandidateAttention(nn.Module):
 
     def __init__(self, layer: JaggedFeatureInteraction, name: str, impl: str) -> None:
         super().__init__()
-        own = layer.attention.of(name)
+        own = layer.attention[name]
         self.feature = next(feature for feature in layer.features if feature.name == name)
         self.num_queries, self.impl = layer.num_queries, impl
 
@@ -230,8 +229,7 @@ class CandidateAttention(nn.Module):
         self._hold("query_bias", b_qk * scale)
         self._hold("output_weight", w_vo)
         self._hold("output_bias", own.output_bias.detach().unsqueeze(0))
-        bucket_bias = getattr(own, "bucket_bias", None)
-        self._hold("bucket_bias", None if bucket_bias is None else bucket_bias.detach())
+        self._hold("bucket_bias", None if own.bucket_bias is None else own.bucket_bias.detach())
 
     def _hold(self, name: str, value: Tensor | None) -> None:
         self.register_buffer(name, None if value is None else value.float().contiguous())

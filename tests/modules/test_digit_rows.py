@@ -150,7 +150,7 @@ def test_under_autocast_it_runs_in_half_precision(device):
 
 def test_an_empty_history_gives_the_bias_of_the_output(device):
     layer, embedding = JaggedFeatureInteraction([feature()], WIDTH).to(device), embedding_of(12, device)
-    nn.init.normal_(layer.attention[0].output_bias)
+    nn.init.normal_(layer.attention.taste.output_bias)
     pooled = layer(embedding(batch(12, device)), {"target": torch.randn(len(LENGTHS), WIDTH, device=device)})
     torch.testing.assert_close(pooled["taste"][1], layer.attention.taste.output_bias)
 
