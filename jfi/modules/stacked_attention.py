@@ -20,6 +20,12 @@ the history's side they take 2 T D, but the projections 2 D D_x: with D_x = D th
 writes two more tensors of the history's size. Hence the targets' side, unless T H > D. Where many ragged targets share
 an event, it is projected once for all of them: `jfi.modules.ragged_attention.pays_to_project`.
 
+Training begins at multiples of the identity: W_v = I, W_q = W_k = 2 I, W_o = 6 I / T for each query (and random numbers
+are added to the queries if T > 1, to tell them apart). So the layer starts as a weighted sum of the raw events, more
+similar ones with more weight. Random projections learn where the rest of the model makes the rows large, and hardly in
+a DLRM: TorchRec draws rows with a spread of 1 / sqrt(num_embeddings), the mean of n events is sqrt(n) times smaller
+still, and the gradients that its dot products send to the rows are lost among those of larger features.
+
 Events that are semantic IDs are x = P d, d their digits: on the targets' side W_k P and W_v P take the places of W_k
 and W_v, and kernels read the digits (`jfi.ops.digit_attention`).
 """
@@ -42,6 +48,9 @@ from jfi.ops import absorb_weights, absorbed_target_attention, digit_attention, 
 
 # Whether targets are ragged is known only where there are tensors.
 torch.fx.wrap("attend")
+
+#: Initial W_q and W_k, and W_o summed over the queries, as multiples of the identity; benchmarks/NOTES.md has others.
+SCORE_SCALE, OUTPUT_SCALE = 2.0, 6.0
 
 #: Parameters of the projections, in the order in which `jfi.ops.absorbed_target_attention` takes them.
 _PROJECTIONS = ("query_weight", "query_bias", "key_weight", "value_weight", "output_weight", "output_bias")
@@ -91,11 +100,18 @@ class FeatureAttention(nn.Module):
         self.register_parameter("bucket_bias", parameter(buckets, num_heads) if buckets else None)
         self.reset_parameters()
 
+    @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws every projection anew as in Glorot & Bengio (2010), and resets the biases."""
+        """Sets the projections to multiples of the identity, as the module's docstring says, and resets the biases."""
         queries = self.query_weight.detach().unflatten(0, (self.num_queries, -1))
-        for matrix in (*queries.unbind(), self.key_weight, self.value_weight, self.output_weight):
-            nn.init.xavier_uniform_(matrix)
+        outputs = self.output_weight.detach().unflatten(1, (self.num_queries, -1))
+        for query, output in zip(queries.unbind(0), outputs.unbind(1), strict=True):
+            query.copy_(_identity(query, SCORE_SCALE))
+            if self.num_queries > 1:
+                query += nn.init.xavier_uniform_(torch.empty_like(query))
+            output.copy_(_identity(output, OUTPUT_SCALE / self.num_queries))
+        self.key_weight.copy_(_identity(self.key_weight, SCORE_SCALE))
+        self.value_weight.copy_(_identity(self.value_weight))
         nn.init.zeros_(self.query_bias)
         nn.init.zeros_(self.output_bias)
         if self.bucket_bias is not None:
@@ -105,6 +121,17 @@ class FeatureAttention(nn.Module):
     def own_parameters(self) -> tuple[Tensor | None, ...]:
         """The six parameters of the projections and `bucket_bias`."""
         return (*[getattr(self, name) for name in _PROJECTIONS], self.bucket_bias)
+
+
+def _identity(like: Tensor, scale: float = 1.0) -> Tensor:
+    """Returns `scale` times the identity in the shape of `like`, repeated along the longer side.
+
+    Of concatenated fields it takes the sum; a narrower input it repeats.
+    """
+    rows, columns = like.shape
+    width = min(rows, columns)
+    eye = torch.eye(width, dtype=like.dtype, device=like.device)
+    return scale * eye.repeat(-(-rows // width), -(-columns // width))[:rows, :columns]
 
 
 def stack(parameters: list[tuple[Tensor | None, ...]]) -> tuple[tuple[Tensor, ...], Tensor | None]:
