@@ -1,4 +1,4 @@
-# make demo      train a DLRM without histories, with their mean, and with attention; compare them with baselines
+# make demo      train a DLRM without histories, with their mean, their sum, and attention; compare them with baselines
 # make test      ruff and the test suite; without a GPU the kernels run through Triton's interpreter
 # make test-all  the same with the slow tests
 # make test-trackers  metrics read back from Weights & Biases and MLflow, which it installs

@@ -6,7 +6,7 @@ targets by key, and return the entries of all features in one tensor, as DLRM ta
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -161,14 +161,19 @@ def ours(problem: LayerProblem) -> PreparedModule:
         sequences = {f"h{f}": JaggedTensor(x, lengths=n, offsets=bounds) for f, (x, n, bounds) in enumerate(parts)}
         return sequences, {f"t{f}": x for f, x in enumerate(split(target, [shape.B] * shape.F))}
 
-    parameters = dict(layer.named_parameters())
     return PreparedModule(
         list(problem.inputs.values())[:2],
         lambda sequences, targets: layer(sequences, targets).values(),
         problem.grad,
+        gradients=functools.partial(stacked_gradients, count=len(problem.parameters)),
         wrap=wrap,
-        parameters=[parameters[f"attention.0.{name}"] for name in problem.parameters],
+        parameters=[getattr(x, name) for x in layer.attention.values() for name in problem.parameters],
     )
+
+
+def stacked_gradients(grads: list[Tensor], count: int) -> list[Tensor]:
+    """The gradients of `count` parameters of each feature, stacked as the problem's; those of the leaves come first."""
+    return [*grads[:2], *(torch.stack(grads[2 + i :: count]) for i in range(count))]
 
 
 class Projections(nn.Module):
@@ -189,9 +194,9 @@ class Projections(nn.Module):
         self.key, self.value = (linear(embedding_dim, embedding_dim, bias=False) for _ in range(2))
         self.output = linear(num_queries * embedding_dim, embedding_dim)
 
-    def load(self, parameters: dict[str, Tensor], feature: int) -> None:
-        """What the layer holds for one of its features, by the layer's names."""
-        self.load_state_dict({name.replace("_", "."): x[feature] for name, x in parameters.items()})
+    def load(self, parameters: Mapping[str, Tensor]) -> None:
+        """Loads what the layer holds for one of its features, by the layer's names."""
+        self.load_state_dict({name.replace("_", "."): x for name, x in parameters.items()})
 
 
 class VarlenAttention(Projections):
@@ -216,21 +221,18 @@ def projected(problem: LayerProblem) -> PreparedModule:
     query_offsets = torch.arange(shape.B + 1, dtype=torch.int32, device=device) * shape.T
     modules = [VarlenAttention(shape, device) for _ in range(shape.F)]
     for feature, module in enumerate(modules):
-        module.load(parameters, feature)
+        module.load({name: x[feature] for name, x in parameters.items()})
 
     def call(histories: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
         parts = zip(modules, histories, offsets, targets, strict=True)
         return torch.cat([module(*inputs, query_offsets) for module, *inputs in parts], dim=1)
-
-    def gradients(grads: list[Tensor]) -> list[Tensor]:
-        return [*grads[:2], *(torch.stack(grads[2 + i :: len(parameters)]) for i in range(len(parameters)))]
 
     of_modules = [dict(module.named_parameters()) for module in modules]
     return PreparedModule(
         list(problem.inputs.values())[:2],
         call,
         problem.grad,
-        gradients=gradients,
+        gradients=functools.partial(stacked_gradients, count=len(parameters)),
         wrap=lambda history, target: (split(history, rows), split(target, [shape.B] * shape.F)),
         parameters=[of_module[name.replace("_", ".")] for of_module in of_modules for name in parameters],
     )

@@ -300,7 +300,7 @@ def disagreement(shape: StepShape, batch: Batch, device: torch.device) -> float:
     torch.manual_seed(0)
     layer = JaggedFeatureInteraction([feature_of(shape)], shape.D, shape.H, device=device)
     padded = PaddedAttention(feature_of(shape), shape.D, shape.H, device)
-    padded.load({name.removeprefix("attention.0."): x for name, x in layer.named_parameters()}, 0)
+    padded.load(layer.attention[feature_of(shape).name].state_dict())
     events = batch.sparse_features["history_item"]
     targets = {"item": torch.randn(shape.B, shape.D, device=device)}
     values = torch.randn(events.values().shape[0], shape.D, device=device, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Trains the same DLRM without histories, with their mean, and with target attention over them, and compares the three.
+"""Trains a DLRM without histories, with their mean, with their sum, and with target attention, and compares the four.
 
 python examples/compare_pooling.py --config configs/quickstart.yaml --seeds 0 1 2
 
@@ -23,7 +23,7 @@ from jfi.training.comparison import summarize, table, write_record
 from jfi.training.distributed import launched
 from jfi.training.run_folder import check_new, check_writable, new_run_dir
 
-POOLINGS = ("none", "mean", "attention")
+POOLINGS = ("none", "mean", "sum", "attention")
 SEEDS = {"nargs": "+", "type": int, "default": [0], "help": "train each kind of pooling once per seed"}
 BASELINES = {"type": bool, "default": True, "help": "whether the table has baselines, whose features need memory"}
 

@@ -19,9 +19,10 @@ from jfi.modules import (
     FusedEmbeddingBagCollection,
     FusedEmbeddingCollection,
     JaggedEncoder,
+    JaggedFeatureInteraction,
     SemanticIDEmbedding,
 )
-from jfi.modules.stacked_attention import StackedTargetAttention
+from jfi.modules.sequence_configs import FeatureGroup
 from jfi.plan import FEW_QUERY_ROWS, TABLE_ROWS
 from jfi.static_batch import UnsupportedBatch, describe
 
@@ -79,17 +80,24 @@ def why_module_not(module: nn.Module, keys: set[str], spread: frozenset[str] = f
         return f"a SemanticIDEmbedding with read='{module.read}' has learned tables, which have not been captured yet"
     if isinstance(module, JaggedEncoder) and keys:
         return "a JaggedEncoder has linear layers, whose gradients sum over all rows of a history"
-    if isinstance(module, StackedTargetAttention) and keys:
-        names = ", ".join(feature.name for feature in module.features)
-        if module.project_history:
-            return f"project_history of '{names}': the gradients of a projection sum over all rows of a history"
-        if module.num_features > 1 and not spread.issuperset([feature.name for feature in module.features]):
-            return f"the features {names} are read in one launch, without room between them"
-        rows = module.num_queries * module.num_heads
-        if rows > FEW_QUERY_ROWS:
-            return f"'{names}' has {rows} query rows; kernels for more than {FEW_QUERY_ROWS} take no room"
-        if module.bucket_bias is not None and len(module.bucket_bias) > TABLE_ROWS:
-            return f"the bias of '{names}' has more than {TABLE_ROWS} buckets, and then a gradient by event"
+    if isinstance(module, JaggedFeatureInteraction) and keys:
+        return next(filter(None, (_why_group_not(module, group, spread) for group in module.groups)), None)
+    return None
+
+
+def _why_group_not(layer: JaggedFeatureInteraction, group: FeatureGroup, spread: frozenset[str]) -> str | None:
+    """`why_module_not` of one group of a layer's features."""
+    features = [feature.name for feature in group.features]
+    names = ", ".join(features)
+    if layer.project_history:
+        return f"project_history of '{names}': the gradients of a projection sum over all rows of a history"
+    if len(features) > 1 and not spread.issuperset(features):
+        return f"the features {names} are read in one launch, without room between them"
+    rows = layer.num_queries * layer.num_heads
+    if rows > FEW_QUERY_ROWS:
+        return f"'{names}' has {rows} query rows; kernels for more than {FEW_QUERY_ROWS} take no room"
+    if sum(feature.num_buckets for feature in group.features) > TABLE_ROWS:
+        return f"the bias of '{names}' has more than {TABLE_ROWS} buckets, and then a gradient by event"
     return None
 
 

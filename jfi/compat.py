@@ -14,7 +14,6 @@ Torch:
     torch.utils._python_dispatch                   is_in_torch_dispatch_mode: fake tensors, make_fx
     torch.distributed._symmetric_memory            empty, rendezvous, and of what that returns buffer_ptrs and barrier
                                                    (jfi/sharded/peer_memory.py)
-    nn.Module._load_state_dict_pre_hooks           called by a module that loads weights itself (attention_groups.py)
 
 TorchRec:
     KeyedJaggedTensor._jt_dict                     the cache of to_dict, which fails at stride 0 (jfi/modules/inputs.py)
@@ -63,7 +62,6 @@ __all__ = [
     "is_in_torch_dispatch_mode",
     "is_torch_func_grad",
     "launch_parts",
-    "load_state_dict_pre_hooks",
     "profiler_enabled",
     "run_compiled",
     "softmax_backward",
@@ -82,11 +80,6 @@ def is_torch_func_grad() -> bool:
 def expect_capture(optimizer: torch.optim.Optimizer) -> None:
     """Silences the warning of an optimizer with capturable=True that a step of it is not captured."""
     optimizer._warned_capturable_if_run_uncaptured = True
-
-
-def load_state_dict_pre_hooks(module: torch.nn.Module) -> tuple[Callable[..., None], ...]:
-    """What `register_load_state_dict_pre_hook` has registered on a module; called without the module."""
-    return tuple(module._load_state_dict_pre_hooks.values())
 
 
 def symmetric_memory(

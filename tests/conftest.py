@@ -1,5 +1,6 @@
 """Kernels run on the GPU where there is one, else through Triton's interpreter, chosen before they are defined."""
 
+import functools
 import os
 import signal
 
@@ -36,3 +37,23 @@ def poisoned():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def random_projections(monkeypatch):
+    """Draws the projections of layers at random: at their initial values swapped heads, say, would not show."""
+    from jfi.modules import JaggedEncoder, JaggedFeatureInteraction
+
+    def drawn(method):
+        @functools.wraps(method)
+        def draw(self, *args, **kwargs):
+            method(self, *args, **kwargs)
+            for name, parameter in self.named_parameters():
+                if name.endswith("weight") and parameter.dim() == 2 and not name.startswith("embedding_collection"):
+                    torch.nn.init.xavier_uniform_(parameter)
+
+        return draw
+
+    monkeypatch.setattr(JaggedFeatureInteraction, "__init__", drawn(JaggedFeatureInteraction.__init__))
+    for kind in (JaggedFeatureInteraction, JaggedEncoder):
+        monkeypatch.setattr(kind, "reset_parameters", drawn(kind.reset_parameters))

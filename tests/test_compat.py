@@ -70,17 +70,6 @@ def test_atens_private_operators_have_the_arguments_that_are_passed():
         assert str(getattr(torch.ops.aten, name).default._schema) == f"aten::{name}{schema}"
 
 
-def test_torch_calls_the_hooks_before_loading_as_attention_groups_does():
-    module, seen = torch.nn.Linear(1, 1), []
-    module.register_load_state_dict_pre_hook(lambda *arguments: seen.append(arguments))
-    (hook,) = compat.load_state_dict_pre_hooks(module)
-    hook({}, "prefix.", {}, True, [], [], [])
-    module.load_state_dict(module.state_dict())
-    assert seen[0] == (module, {}, "prefix.", {}, True, [], [], []) and len(seen) == 2 and len(seen[1]) == 8
-    source = inspect.getsource(torch.nn.Module._load_from_state_dict)
-    assert "for hook in self._load_state_dict_pre_hooks.values()" in source
-
-
 def test_torchrec_has_the_private_attributes_that_are_used():
     jagged = pytest.importorskip("torchrec.sparse.jagged_tensor")
     modules = pytest.importorskip("torchrec.modules.mc_embedding_modules")

@@ -70,6 +70,7 @@ _STATISTICS, _OWN = ({"data.statistics": names} for names in (["item", "user", "
 OURS: dict[str, dict[str, object]] = {
     "no history": {"model.pooling": "none"},
     "mean pooling": {"model.pooling": "mean"},
+    "sum pooling": {"model.pooling": "sum"},
     "target attention": {},
     "+ heads by position": _BIASES,
     "+ cross network": _CROSSED,

@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from jfi.modules import (
     JaggedEncoder,
     JaggedFeatureInteraction,
-    JaggedMeanPooling,
+    JaggedPooling,
     SequenceFeatureConfig,
     inputs,
     validation,
@@ -84,7 +84,7 @@ class SequenceArch(nn.Module):
         user_keys: keys of entries that the rows of a timeline share.
         further: layers of attention behind `pooling`; their sum is one more entry for each feature.
         widths: by key of entries whose embeddings have another width than `embedding_dim`, theirs: they are projected.
-            "" stands for the entries of a mean.
+            "" stands for the entries of a mean or a sum.
         device: of the projections.
     """
 
@@ -94,7 +94,7 @@ class SequenceArch(nn.Module):
         bag_keys: list[str],
         single_keys: list[str],
         embedding_dim: int,
-        pooling: JaggedFeatureInteraction | JaggedMeanPooling | None,
+        pooling: JaggedFeatureInteraction | JaggedPooling | None,
         encoder: JaggedEncoder | None = None,
         user_keys: list[str] | None = None,
         further: RefinedAttention | None = None,
@@ -106,11 +106,11 @@ class SequenceArch(nn.Module):
         self.pooling, self.encoder, self.further = pooling, encoder, further
         self.user_keys = user_keys or []
         widths = dict(widths or {})
-        of_mean = widths.pop("", None)
+        pooled_width = widths.pop("", None)
         self.projections = FeatureModules(
             {key: nn.Linear(width, embedding_dim, device=device) for key, width in widths.items()}
         )
-        self.mean_projection = None if of_mean is None else nn.Linear(of_mean, embedding_dim, device=device)
+        self.pooled_projection = None if pooled_width is None else nn.Linear(pooled_width, embedding_dim, device=device)
         # Features whose bias inputs come from the batch's ids.
         self.features = features if encoder is None else features + encoder.features
         self._not_shared = None if encoder is None else _why_not_shared(encoder)
@@ -131,8 +131,8 @@ class SequenceArch(nn.Module):
                 sequences = self.encoder(sequences)
             targets, target_times, event_times, max_events = _targets(singles, sequences, self.features, timelines)
             found = self.pooling(sequences, targets, target_times, event_times, max_events).values()
-            if self.mean_projection is not None:
-                found = self.mean_projection(found.unflatten(1, (-1, self.mean_projection.in_features))).flatten(1)
+            if self.pooled_projection is not None:
+                found = self.pooled_projection(found.unflatten(1, (-1, self.pooled_projection.in_features))).flatten(1)
             pooled.append(found)
             if self.further is not None:
                 pooled.append(self.further(pooled[0], singles, sequences, self.features, timelines))
@@ -160,9 +160,10 @@ class SequenceArch(nn.Module):
         if not len(self.projections):
             return _single_entries(bags, embeddings, *keys, self.user_keys, timelines)
         found = _single_entries(bags, embeddings, *keys, [], timelines)
-        projected = self.projections.feature_names()
         entries = {
-            key: self.projections[key](found[key]) if key in projected else found[key] for own in keys for key in own
+            key: self.projections[key](found[key]) if key in self.projections else found[key]
+            for own in keys
+            for key in own
         }
         return _of_rows(entries, self.user_keys, timelines)
 

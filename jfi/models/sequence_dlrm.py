@@ -1,7 +1,7 @@
 """DLRM with sequence features."""
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from jfi.models.sequence_arch import RefinedAttention, SequenceArch
 from jfi.modules import (
     JaggedEncoder,
     JaggedFeatureInteraction,
-    JaggedMeanPooling,
+    JaggedPooling,
     SemanticIDEmbedding,
     SequenceFeatureConfig,
     TimeBias,
@@ -31,7 +31,7 @@ from jfi.modules.table_rows import DigitRows
 from jfi.scripting import not_scriptable
 from jfi.timelines import Timelines
 
-Pooling = Literal["attention", "mean", "none"]
+Pooling = Literal["attention", "mean", "sum", "none"]
 
 
 class SequenceDLRM(nn.Module):
@@ -59,8 +59,8 @@ class SequenceDLRM(nn.Module):
         dense_in_features: width of the dense features.
         dense_arch_layer_sizes: layer sizes of DenseArch; the last is embedding_dim, the width of every entry.
         over_arch_layer_sizes: layer sizes of OverArch, at least two; the last is 1.
-        pooling: "attention" (JaggedFeatureInteraction); "mean" of the events' combined embeddings, one entry for each
-            field if they are concatenated; or "none", which leaves the histories out.
+        pooling: "attention" (JaggedFeatureInteraction); "mean" or "sum" (JaggedPooling) of the events' combined
+            embeddings, one entry for each field if they are concatenated; or "none", which leaves the histories out.
         num_heads: attention heads, a divisor of embedding_dim.
         num_queries: queries per target.
         encoder: self-attention among the events of every sequence feature before they are pooled, or None. Its features
@@ -129,8 +129,8 @@ class SequenceDLRM(nn.Module):
         dense_device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        if pooling not in ("attention", "mean", "none"):
-            raise ValueError(f"pooling must be 'attention', 'mean' or 'none', got {pooling!r}")
+        if pooling not in get_args(Pooling):
+            raise ValueError(f"pooling must be 'attention', 'mean', 'sum' or 'none', got {pooling!r}")
         if sequence_features != []:
             check_features(sequence_features, "sequence_features")
         if attention_layers < 1 or (attention_layers > 1 and pooling != "attention"):
@@ -179,21 +179,21 @@ class SequenceDLRM(nn.Module):
         if encoder is not None:
             _check_encoder(encoder, features, event_dim, events_of)
         rows = features if encoder is None else [feature.encoded() for feature in features]
-        layers: list[JaggedFeatureInteraction | JaggedMeanPooling] = []
+        layers: list[JaggedFeatureInteraction | JaggedPooling] = []
         if features and pooling == "attention":
             sizes = embedding_dim, num_heads, num_queries
             options = {"sequence_dim": event_dim, "device": dense_device}
             layers = [JaggedFeatureInteraction(rows, *sizes, **options) for _ in range(attention_layers)]
         elif features:
-            layers = [JaggedMeanPooling(rows, event_dim)]
+            layers = [JaggedPooling(rows, event_dim, pooling)]
         further = None
         if len(layers) > 1:
             further = RefinedAttention(layers[1:], dense_device)
-        is_mean = bool(layers) and pooling == "mean"
+        pooled_dim = embedding_dim if pooling == "attention" else event_dim
         pooled_width = sum(one.output_width for one in layers[:2])
-        num_entries = len(bag_keys) + len(single_keys) + pooled_width // (event_dim if is_mean else embedding_dim)
+        num_entries = len(bag_keys) + len(single_keys) + pooled_width // pooled_dim
         others = {key: widths[key] for key in bag_keys + single_keys if widths[key] != embedding_dim}
-        others |= {"": event_dim} if is_mean and event_dim != embedding_dim else {}
+        others |= {"": pooled_dim} if layers and pooled_dim != embedding_dim else {}
 
         self.embedding_bag_collection = embedding_bag_collection
         self.embedding_collection = embedding_collection

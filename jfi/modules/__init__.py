@@ -8,7 +8,7 @@ from jfi.modules.fused_embedding_collections import (
 )
 from jfi.modules.jagged_encoder import JaggedEncoder
 from jfi.modules.jagged_feature_interaction import JaggedFeatureInteraction
-from jfi.modules.jagged_mean_pooling import JaggedMeanPooling
+from jfi.modules.jagged_pooling import JaggedPooling
 from jfi.modules.semantic_id_embedding import SemanticIDEmbedding
 from jfi.modules.sequence_configs import (
     KeyBias,
@@ -26,7 +26,7 @@ __all__ = [
     "FusedEmbeddingCollection",
     "JaggedEncoder",
     "JaggedFeatureInteraction",
-    "JaggedMeanPooling",
+    "JaggedPooling",
     "KeyBias",
     "PositionBias",
     "RelativePositionBias",

@@ -144,7 +144,11 @@ class JaggedEncoder(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws every projection anew as in Glorot & Bengio (2010), resets the biases, and sets the norms to one."""
+        """Draws the projections anew as in Glorot & Bengio (2010), resets the biases, and sets the norms to one.
+
+        Both projections that a block adds to its input start at zero, so that the block starts as the identity: random
+        ones would add vectors that are far larger than the rows of a new table.
+        """
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -152,7 +156,10 @@ class JaggedEncoder(nn.Module):
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.LayerNorm):
                 module.reset_parameters()
-            elif isinstance(module, EncoderBlock):
+        for module in self.modules():
+            if isinstance(module, EncoderBlock):
+                nn.init.zeros_(module.output.weight)
+                nn.init.zeros_(module.feedforward[-2].weight)
                 if module.bucket_bias is not None:
                     table = module.bucket_bias.detach()
                     table.copy_(initial_bias(module.bias, *table.shape))

@@ -1,16 +1,21 @@
 """The layer: target-aware attention over the histories of a TorchRec model."""
 
-from types import SimpleNamespace
-
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from jfi.modules import inputs, validation
-from jfi.modules.attention_groups import AttentionGroups
-from jfi.modules.sequence_configs import SequenceFeatureConfig, check_features, check_sizes, describe, group_features
-from jfi.modules.stacked_attention import StackedTargetAttention
+from jfi.modules import inputs, stacked_attention, validation
+from jfi.modules.feature_modules import FeatureModules
+from jfi.modules.sequence_configs import (
+    FeatureGroup,
+    SequenceFeatureConfig,
+    check_features,
+    check_sizes,
+    describe,
+    group_features,
+)
+from jfi.modules.stacked_attention import FeatureAttention
 from jfi.scripting import not_scriptable
 
 
@@ -34,9 +39,8 @@ class JaggedFeatureInteraction(nn.Module):
     group are concatenated (a shared history once for each feature), without a copy if they are adjacent in memory
     already, as in the output of a sharded EmbeddingCollection.
 
-    state_dict() names the weights by feature, `attention.taste.query_weight`, so that a layer with one more feature
-    loads those of a layer without it (strict=False); `layer.attention.taste.query_weight` reads them. The parameters,
-    and with them an optimizer's state, are stacked by group: `attention.0.query_weight`.
+    The parameters are named by feature, `attention.taste.query_weight`, so that a layer with one more feature loads
+    those of a layer without it (strict=False). They are stacked in `forward` where a group has several features.
 
     Args:
         features: the sequence features, with distinct names.
@@ -148,14 +152,21 @@ class JaggedFeatureInteraction(nn.Module):
         self.project_history = project_history
 
         self.sequence_dim, self.target_dim = sequence_dim, target_dim
-        self._groups = group_features(features, sequence_dim, target_dim)
-        self.attention = AttentionGroups(
-            StackedTargetAttention(group, embedding_dim, num_heads, num_queries, project_history, not is_given, device)
-            for group in self._groups
+        #: The features by kind; one launch serves a group.
+        self.groups = group_features(features, sequence_dim, target_dim)
+        self._project_for_ragged = not is_given
+        options = (embedding_dim, num_heads, num_queries, device)
+        self.attention = FeatureModules(
+            {
+                one.name: FeatureAttention(
+                    one, one.target_width(target_dim), one.sequence_width(sequence_dim), *options
+                )
+                for one in features
+            }
         )
         names = [feature.name for feature in features]
         #: Of every group the places of its features in the output.
-        self._places = [[names.index(feature.name) for feature in group.features] for group in self._groups]
+        self._places = [[names.index(feature.name) for feature in group.features] for group in self.groups]
         self._names, self._widths = names, [embedding_dim] * len(features)
 
     @property
@@ -167,8 +178,8 @@ class JaggedFeatureInteraction(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draws the layer's own parameters anew; those of a given `embedding_collection` stay as they are."""
-        for group in self.attention:
-            group.reset_parameters()
+        for feature in self.attention.values():
+            feature.reset_parameters()
 
     def forward(
         self,
@@ -210,10 +221,11 @@ class JaggedFeatureInteraction(nn.Module):
         """
         if self.embedding_collection is not None:
             sequences = self._embed(sequences)
-        tensors = inputs.read_inputs(sequences, self._groups, targets, target_times, event_times, max_events)
+        tensors = inputs.read_inputs(sequences, self.groups, targets, target_times, event_times, max_events)
         outputs = []
-        for place, group in enumerate(self.attention):
-            outputs.append(group(tensors[place]))
+        options = (self.num_heads, self.project_history, self._project_for_ragged)
+        for place, group in enumerate(self.groups):
+            outputs.append(stacked_attention.attend(tensors[place], group, self._parameters_of(group), *options))
         # [F, B, embedding_dim] of every group -> [B, output_width] in the order of the features.
         values = outputs[0].transpose(0, 1).flatten(1) if len(outputs) == 1 else self._in_order(outputs)
         return KeyedTensor(self._names, self._widths, values)
@@ -238,10 +250,10 @@ class JaggedFeatureInteraction(nn.Module):
         if self.embedding_collection is not None:
             sequences = self._embed(sequences)
         sequences = inputs.fetched(sequences)
-        tensors = inputs.read_inputs(sequences, self._groups, targets, target_times, event_times, max_events)
-        for group, one in zip(self.attention, tensors, strict=True):
-            for feature, of_feature in zip(group.features, group.attention_weights(one), strict=True):
-                weights[feature.name] = of_feature
+        tensors = inputs.read_inputs(sequences, self.groups, targets, target_times, event_times, max_events)
+        for group, one in zip(self.groups, tensors, strict=True):
+            by_feature = stacked_attention.attention_weights(one, group, self._parameters_of(group), self.num_heads)
+            weights |= {feature.name: found for feature, found in zip(group.features, by_feature, strict=True)}
         return {name: weights[name] for name in self._names}
 
     def load_multihead_attention(self, name: str, attention: nn.MultiheadAttention) -> None:
@@ -292,7 +304,10 @@ class JaggedFeatureInteraction(nn.Module):
                 got = "a tensor" if want is None else got
                 raise ValueError(f"attention must have {attribute}={want} for feature '{name}', got {got}")
         with torch.no_grad():
-            _load_multihead_attention(self.attention.of(name), attention)
+            _load_multihead_attention(self.attention[name], attention)
+
+    def _parameters_of(self, group: FeatureGroup) -> list[tuple[Tensor | None, ...]]:
+        return [self.attention[feature.name].own_parameters() for feature in group.features]
 
     def _in_order(self, outputs: list[Tensor]) -> Tensor:
         pooled = {}
@@ -318,7 +333,7 @@ class JaggedFeatureInteraction(nn.Module):
         return describe(self.features, num_heads=self.num_heads, num_queries=self.num_queries, **widths)
 
 
-def _load_multihead_attention(own: SimpleNamespace, attention: nn.MultiheadAttention) -> None:
+def _load_multihead_attention(own: FeatureAttention, attention: nn.MultiheadAttention) -> None:
     if attention.in_proj_weight is None:
         query, key, value = attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight
     else:

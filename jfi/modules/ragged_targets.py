@@ -45,6 +45,30 @@ class RaggedTargets(NamedTuple):
         return Candidates(offsets, times, event_times, self.max_events)
 
 
+def count_visible(candidates: Candidates, offsets: Tensor, rows: int) -> Tensor:
+    """Returns for each of `rows` candidates the number [R] of events that it sees.
+
+    Args:
+        candidates: of one feature.
+        offsets: [U + 1], those of the events.
+        rows: R; candidates behind the last user's, which pad a batch, count those of the last user.
+    """
+    places = torch.arange(rows, device=offsets.device)
+    user = torch.searchsorted(candidates.offsets[1:-1].contiguous(), places, right=True)
+    if candidates.times is None:
+        return offsets.diff()[user]
+    events = candidates.event_times
+    event_user = torch.searchsorted(
+        offsets[1:-1].contiguous(), torch.arange(events.size(0), device=offsets.device), right=True
+    )
+    # Candidates and events of each user in order of time; the sort is stable, so that of equal times candidates come
+    # first and see only older events.
+    order = torch.argsort(torch.cat([candidates.times, events]), stable=True)
+    order = order[torch.argsort(torch.cat([user, event_user])[order], stable=True)]
+    older = torch.empty_like(order).scatter_(0, order, (order >= rows).cumsum(0))[:rows]
+    return (older - offsets[:-1][user]).clamp(min=0, max=candidates.max_events)
+
+
 def is_by_pair(bias: Bias | None, has_times: bool) -> bool:
     """Whether a learned bias belongs to a pair of candidate and event rather than to an event."""
     return has_times and isinstance(bias, PositionBias | TimeBias)

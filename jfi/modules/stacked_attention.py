@@ -20,6 +20,12 @@ the history's side they take 2 T D, but the projections 2 D D_x: with D_x = D th
 writes two more tensors of the history's size. Hence the targets' side, unless T H > D. Where many ragged targets share
 an event, it is projected once for all of them: `jfi.modules.ragged_attention.pays_to_project`.
 
+Training begins at multiples of the identity: W_v = I, W_q = W_k = 2 I, W_o = 6 I / T for each query (and random numbers
+are added to the queries if T > 1, to tell them apart). So the layer starts as a weighted sum of the raw events, more
+similar ones with more weight. Random projections learn where the rest of the model makes the rows large, and hardly in
+a DLRM: TorchRec draws rows with a spread of 1 / sqrt(num_embeddings), the mean of n events is sqrt(n) times smaller
+still, and the gradients that its dot products send to the rows are lost among those of larger features.
+
 Events that are semantic IDs are x = P d, d their digits: on the targets' side W_k P and W_v P take the places of W_k
 and W_v, and kernels read the digits (`jfi.ops.digit_attention`).
 """
@@ -36,161 +42,138 @@ from jfi.modules import inputs as group_inputs
 from jfi.modules import ragged_attention
 from jfi.modules.inputs import GroupInputs
 from jfi.modules.projections import linear, project_events
-from jfi.modules.sequence_configs import Bias, FeatureGroup, initial_bias
+from jfi.modules.sequence_configs import FeatureGroup, SequenceFeatureConfig, initial_bias
 from jfi.modules.table_rows import join_words
 from jfi.ops import absorb_weights, absorbed_target_attention, digit_attention, jagged_softmax, target_attention
 
 # Whether targets are ragged is known only where there are tensors.
-torch.fx.wrap("_attend")
+torch.fx.wrap("attend")
+
+#: Initial W_q and W_k, and W_o summed over the queries, as multiples of the identity; benchmarks/NOTES.md has others.
+SCORE_SCALE, OUTPUT_SCALE = 2.0, 6.0
+
+#: Parameters of the projections, in the order in which `jfi.ops.absorbed_target_attention` takes them.
+_PROJECTIONS = ("query_weight", "query_bias", "key_weight", "value_weight", "output_weight", "output_bias")
 
 
-class StackedTargetAttention(nn.Module):
-    """Target attention of F features alike, whose parameters are stacked along the first dimension.
+class FeatureAttention(nn.Module):
+    """The parameters of one feature's target attention; `attend` stacks those of a group.
 
     Args:
-        group: the F features, with combined targets of one width D_e and combined events of one width D_x.
+        feature: the feature.
+        target_width: width D_e of the combined targets.
+        event_width: width D_x of the combined events.
         embedding_dim: width D of the projected queries over all heads, and of the output.
         num_heads: H, a divisor of `embedding_dim`.
         num_queries: T.
-        project_history: whether keys and values are projected on the history's side.
-        project_for_ragged: whether they also are for ragged targets where that pays.
         device: where the parameters live, "meta" included.
 
     Parameters:
-        query_weight [F, T * embedding_dim, D_e] and query_bias [F, T * embedding_dim], key_weight and value_weight
-        [F, embedding_dim, D_x], output_weight [F, embedding_dim, T * embedding_dim] and output_bias
-        [F, embedding_dim], laid out as in `nn.MultiheadAttention`; bucket_bias [R, H], the learned bias tables of
-        all features one below the other, where the bias is learned.
+        query_weight [T * embedding_dim, D_e] and query_bias [T * embedding_dim], key_weight and value_weight
+        [embedding_dim, D_x], output_weight [embedding_dim, T * embedding_dim] and output_bias [embedding_dim], laid out
+        as in `nn.MultiheadAttention`; bucket_bias [num_buckets, H] where the feature's bias is learned, else None.
     """
 
     def __init__(
         self,
-        group: FeatureGroup,
+        feature: SequenceFeatureConfig,
+        target_width: int,
+        event_width: int,
         embedding_dim: int,
         num_heads: int,
         num_queries: int,
-        project_history: bool = False,
-        project_for_ragged: bool = False,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        self.group, self.features, self.num_features = group, group.features, len(group.features)
-        self.num_heads, self.num_queries = num_heads, num_queries
-        self.project_history, self.project_for_ragged = project_history, project_for_ragged
-        self.max_seqlen = group.max_seqlen
+        self.bias, self.num_queries = feature.bias, num_queries
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device))
 
-        queries = num_queries * embedding_dim
-        target_width = group.features[0].target_width(group.width_of_targets)
-        sequence_width = group.features[0].sequence_width(group.embedding_dim)
-        bucket_rows = self.num_features * group.features[0].num_buckets
-        self.query_weight = parameter(self.num_features, queries, target_width)
-        self.query_bias = parameter(self.num_features, queries)
-        self.key_weight = parameter(self.num_features, embedding_dim, sequence_width)
-        self.value_weight = parameter(self.num_features, embedding_dim, sequence_width)
-        self.output_weight = parameter(self.num_features, embedding_dim, queries)
-        self.output_bias = parameter(self.num_features, embedding_dim)
-        self.register_parameter("bucket_bias", parameter(bucket_rows, num_heads) if bucket_rows else None)
+        queries, buckets = num_queries * embedding_dim, feature.num_buckets
+        self.query_weight = parameter(queries, target_width)
+        self.query_bias = parameter(queries)
+        self.key_weight = parameter(embedding_dim, event_width)
+        self.value_weight = parameter(embedding_dim, event_width)
+        self.output_weight = parameter(embedding_dim, queries)
+        self.output_bias = parameter(embedding_dim)
+        self.register_parameter("bucket_bias", parameter(buckets, num_heads) if buckets else None)
         self.reset_parameters()
 
+    @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws every projection anew as in Glorot & Bengio (2010), and resets the biases."""
-        queries = self.query_weight.detach().unflatten(1, (self.num_queries, -1)).flatten(0, 1)
-        for weight in (queries, self.key_weight, self.value_weight, self.output_weight):
-            for matrix in weight.unbind():
-                nn.init.xavier_uniform_(matrix)
+        """Sets the projections to multiples of the identity, as the module's docstring says, and resets the biases."""
+        queries = self.query_weight.detach().unflatten(0, (self.num_queries, -1))
+        outputs = self.output_weight.detach().unflatten(1, (self.num_queries, -1))
+        for query, output in zip(queries.unbind(0), outputs.unbind(1), strict=True):
+            query.copy_(_identity(query, SCORE_SCALE))
+            if self.num_queries > 1:
+                query += nn.init.xavier_uniform_(torch.empty_like(query))
+            output.copy_(_identity(output, OUTPUT_SCALE / self.num_queries))
+        self.key_weight.copy_(_identity(self.key_weight, SCORE_SCALE))
+        self.value_weight.copy_(_identity(self.value_weight))
         nn.init.zeros_(self.query_bias)
         nn.init.zeros_(self.output_bias)
         if self.bucket_bias is not None:
-            tables = self.bucket_bias.detach().chunk(self.num_features)
-            for feature, table in zip(self.features, tables, strict=True):
-                table.copy_(initial_bias(feature.bias, *table.shape))
+            table = self.bucket_bias.detach()
+            table.copy_(initial_bias(self.bias, *table.shape))
 
-    def forward(self, inputs: GroupInputs) -> Tensor:
-        """The features' outputs [F, B, embedding_dim], in the parameters' dtype or autocast's; [F, R, ..] if ragged.
-
-        The attention itself runs in the dtype of the history, which is never cast, or of its projections.
-        """
-        projects = self.project_history, self.project_for_ragged
-        names = [feature.name for feature in self.features]
-        options = (self.features[0].bias, self.num_heads, *projects, self.max_seqlen, names)
-        return _attend(inputs, self.weights, self.bucket_bias, *options)
-
-    @torch.no_grad()
-    def attention_weights(self, inputs: GroupInputs) -> list[JaggedTensor]:
-        """By feature the probabilities p [.., T, H] of the events, which sum to one over the events of a target."""
-        if inputs.candidates is not None:
-            bias = self.features[0].bias
-            values, lengths = ragged_attention.attention_weights(
-                inputs, self.weights, self.bucket_bias, bias, self.num_heads
-            )
-            lengths = lengths.view(self.num_features, -1)
-            values = values.split(lengths.sum(1).tolist())
-        else:
-            lengths = inputs.offsets.diff().view(self.num_features, -1)
-            values = self._event_weights(inputs).split(inputs.events)
-        return [JaggedTensor(rows, lengths=counts) for rows, counts in zip(values, lengths, strict=True)]
-
-    def _event_weights(self, inputs: GroupInputs) -> Tensor:
-        """[S, T, H] of dense targets."""
-        history, offsets, num_heads = inputs.history, inputs.offsets, self.num_heads
-        w_qk, b_qk, _ = absorb_weights(self.weights[:5], num_heads)
-        query = linear(inputs.target, w_qk, b_qk).view(-1, self.num_queries * num_heads, history.size(1))
-        query = query.to(history.dtype) / math.sqrt(self.key_weight.size(1) // num_heads)  # [F * B, T * H, D_x]
-        sample = torch.arange(query.size(0), device=history.device)
-        sample = torch.repeat_interleave(sample, offsets.diff(), output_size=history.size(0))
-        # One query at a time: no more memory than the history's, however many queries.
-        scores = [torch.linalg.vecdot(history, one[sample]) for one in query.unbind(1)]
-        scores = torch.stack(scores, dim=1)  # [S, T * H]
-        bias = group_inputs.key_bias(inputs, self.bucket_bias, num_heads, history.dtype)
-        if bias is not None:
-            scores = scores + bias.repeat(1, self.num_queries)
-        return jagged_softmax(scores, offsets).unflatten(1, (self.num_queries, num_heads))
-
-    def stacked_parameters(self) -> dict[str, Tensor]:
-        """All parameters by name as [F, ...], the learned bias tables too."""
-        parameters = dict(self.named_parameters(recurse=False))
-        if self.bucket_bias is not None:
-            parameters["bucket_bias"] = self.bucket_bias.unflatten(0, (self.num_features, -1))
-        return parameters
-
-    def leave_meta(self, name: str, device: torch.device) -> Tensor:
-        """Gives a parameter memory on a device, and returns it as [F, ...]."""
-        old = getattr(self, name)
-        setattr(self, name, nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad))
-        return self.stacked_parameters()[name]
-
-    def extra_repr(self) -> str:
-        return f"features={[feature.name for feature in self.features]}, project_history={self.project_history}"
-
-    # AttentionGroups saves and loads the group's weights by feature, and calls the hooks that run before loading.
-    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
-        pass
-
-    def _load_from_state_dict(self, *_: object) -> None:
-        pass
-
-    @property
-    def weights(self) -> tuple[Tensor, ...]:
-        """The parameters of the projections, as `jfi.ops.absorbed_target_attention` takes them."""
-        query, output = (self.query_weight, self.query_bias), (self.output_weight, self.output_bias)
-        return (*query, self.key_weight, self.value_weight, *output)
+    def own_parameters(self) -> tuple[Tensor | None, ...]:
+        """The six parameters of the projections and `bucket_bias`."""
+        return (*[getattr(self, name) for name in _PROJECTIONS], self.bucket_bias)
 
 
-def _attend(
+def _identity(like: Tensor, scale: float = 1.0) -> Tensor:
+    """Returns `scale` times the identity in the shape of `like`, repeated along the longer side.
+
+    Of concatenated fields it takes the sum; a narrower input it repeats.
+    """
+    rows, columns = like.shape
+    width = min(rows, columns)
+    eye = torch.eye(width, dtype=like.dtype, device=like.device)
+    return scale * eye.repeat(-(-rows // width), -(-columns // width))[:rows, :columns]
+
+
+def stack(parameters: list[tuple[Tensor | None, ...]]) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """Stacks the `own_parameters` of F features alike, so that one launch serves all.
+
+    Returns:
+        The parameters of the projections [F, ...], and the bias tables one below the other [F * num_buckets, H], None
+        without one. Those of a single feature are views.
+    """
+    if len(parameters) == 1:
+        *weights, table = parameters[0]
+        return tuple([weight.unsqueeze(0) for weight in weights]), table
+    *weights, tables = zip(*parameters, strict=True)
+    table = None if tables[0] is None else torch.cat(tables)
+    return tuple([torch.stack(weight) for weight in weights]), table
+
+
+def attend(
     inputs: GroupInputs,
-    weights: tuple[Tensor, ...],
-    bucket_bias: Tensor | None,
-    bias: Bias | None,
+    group: FeatureGroup,
+    parameters: list[tuple[Tensor | None, ...]],
     num_heads: int,
     project_history: bool,
     project_for_ragged: bool,
-    max_seqlen: int | None,
-    features: list[str],
 ) -> Tensor:
-    """`StackedTargetAttention.forward`; the bias is that of the features, which have these names."""
+    """Pools the events of a group's F features in one launch.
+
+    The attention itself runs in the dtype of the history, which is never cast, or of its projections.
+
+    Args:
+        inputs: of the group.
+        group: the features.
+        parameters: by feature, as `FeatureAttention.own_parameters` returns them.
+        num_heads: H.
+        project_history: whether keys and values are projected on the history's side.
+        project_for_ragged: whether they also are for ragged targets where that pays.
+
+    Returns:
+        The features' outputs [F, B, embedding_dim], in the parameters' dtype or autocast's; [F, R, ..] if ragged.
+    """
+    weights, bucket_bias = stack(parameters)
+    bias = group.features[0].bias
     if inputs.digits and not (project_history and inputs.candidates is None):
         weights = _of_digits(inputs, weights)
     if inputs.candidates is not None:
@@ -198,9 +181,10 @@ def _attend(
             project_history = ragged_attention.pays_to_project(inputs, weights, num_heads)
         return ragged_attention.attend(inputs, weights, bucket_bias, bias, num_heads, project_history)
     if inputs.spread:
-        return _attend_to_spread(inputs, weights, bucket_bias, num_heads, features)
+        names = [feature.name for feature in group.features]
+        return _attend_to_spread(inputs, weights, bucket_bias, num_heads, names)
     if project_history:
-        return _project_history(inputs, weights, bucket_bias, num_heads, max_seqlen)
+        return _project_history(inputs, weights, bucket_bias, num_heads, group.max_seqlen)
     table = bucket_bias
     if table is None and bias is not None:
         table = group_inputs.key_bias(inputs, None, num_heads, inputs.fields[0].dtype)
@@ -215,8 +199,49 @@ def _attend(
         key_bias=table,
         key_bias_index=inputs.bias_index,
         value_scale=inputs.value_scale,
-        max_seqlen=max_seqlen,
+        max_seqlen=group.max_seqlen,
     )
+
+
+@torch.no_grad()
+def attention_weights(
+    inputs: GroupInputs, group: FeatureGroup, parameters: list[tuple[Tensor | None, ...]], num_heads: int
+) -> list[JaggedTensor]:
+    """Returns by feature the probabilities p [.., T, H] of the events, which sum to one over the events of a target.
+
+    The arguments are those of `attend`.
+    """
+    weights, bucket_bias = stack(parameters)
+    num_features = len(group.features)
+    if inputs.candidates is not None:
+        bias = group.features[0].bias
+        values, lengths = ragged_attention.attention_weights(inputs, weights, bucket_bias, bias, num_heads)
+        lengths = lengths.view(num_features, -1)
+        values = values.split(lengths.sum(1).tolist())
+    else:
+        lengths = inputs.offsets.diff().view(num_features, -1)
+        values = _event_weights(inputs, weights, bucket_bias, num_heads).split(inputs.events)
+    return [JaggedTensor(rows, lengths=counts) for rows, counts in zip(values, lengths, strict=True)]
+
+
+def _event_weights(
+    inputs: GroupInputs, weights: tuple[Tensor, ...], bucket_bias: Tensor | None, num_heads: int
+) -> Tensor:
+    """[S, T, H] of dense targets."""
+    history, offsets = inputs.history, inputs.offsets
+    num_queries = weights[0].size(1) // weights[2].size(1)
+    w_qk, b_qk, _ = absorb_weights(weights[:5], num_heads)
+    query = linear(inputs.target, w_qk, b_qk).view(-1, num_queries * num_heads, history.size(1))
+    query = query.to(history.dtype) / math.sqrt(weights[2].size(1) // num_heads)  # [F * B, T * H, D_x]
+    sample = torch.arange(query.size(0), device=history.device)
+    sample = torch.repeat_interleave(sample, offsets.diff(), output_size=history.size(0))
+    # One query at a time: no more memory than the history's, however many queries.
+    scores = [torch.linalg.vecdot(history, one[sample]) for one in query.unbind(1)]
+    scores = torch.stack(scores, dim=1)  # [S, T * H]
+    bias = group_inputs.key_bias(inputs, bucket_bias, num_heads, history.dtype)
+    if bias is not None:
+        scores = scores + bias.repeat(1, num_queries)
+    return jagged_softmax(scores, offsets).unflatten(1, (num_queries, num_heads))
 
 
 def _of_digits(inputs: GroupInputs, weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -228,7 +253,7 @@ def _of_digits(inputs: GroupInputs, weights: tuple[Tensor, ...]) -> tuple[Tensor
 
 
 def _attend_to_digits(inputs: GroupInputs, weights: tuple[Tensor, ...], table: Tensor | None, num_heads: int) -> Tensor:
-    """`_attend` to the digits of events, with the weights of `_of_digits`."""
+    """`attend` to the digits of events, with the weights of `_of_digits`."""
     words, indices = join_words(inputs.digits)
 
     def attend(query: Tensor, scale: float) -> Tensor:
@@ -249,7 +274,7 @@ def _attend_to_digits(inputs: GroupInputs, weights: tuple[Tensor, ...], table: T
 def _attend_to_spread(
     inputs: GroupInputs, weights: tuple[Tensor, ...], table: Tensor | None, num_heads: int, features: list[str]
 ) -> Tensor:
-    """`_attend` to events whose rows lie on several ranks."""
+    """`attend` to events whose rows lie on several ranks."""
 
     def attend(query: Tensor, scale: float) -> Tensor:
         if len(inputs.spread) == 1:
@@ -298,7 +323,7 @@ def _project_history(
     num_heads: int,
     max_seqlen: int | None,
 ) -> Tensor:
-    """`_attend` on the history's side."""
+    """`attend` on the history's side."""
     query_weight, query_bias, key_weight, value_weight, output_weight, output_bias = weights
     query = linear(inputs.target, query_weight, query_bias)
     rows = inputs.history.split(inputs.events)

@@ -31,6 +31,7 @@ from jfi.modules import (
     inputs,
     ragged_attention,
 )
+from jfi.modules.jagged_pooling import Mode
 from jfi.ops import absorb_weights
 from jfi.serving.attention import Segments, attend, padded
 
@@ -86,9 +87,9 @@ class ScoringModel(nn.Module):
         )
         self.refined_keys = [] if further is None else further.keys
         self.refine = None if further is None else copy.deepcopy(further.refine)
-        self.mean = Mean() if features and not self.attends else None
+        self.plain = Pooled(arch.pooling.mode) if features and not self.attends else None
         #: Of embeddings of another width than the entries.
-        self.projections, self.mean_projection = map(copy.deepcopy, (arch.projections, arch.mean_projection))
+        self.projections, self.pooled_projection = map(copy.deepcopy, (arch.projections, arch.pooled_projection))
         self.semantic_ids = copy.deepcopy(model.semantic_ids)
         archs = (model.dense_arch, model.inter_arch, model.cross_net, model.over_arch)
         self.dense_arch, self.inter_arch, self.cross_net, self.over_arch = map(copy.deepcopy, archs)
@@ -170,17 +171,16 @@ class ScoringModel(nn.Module):
         return {key: self.semantic_ids.embed(one) if key in names else one for key, one in values.items()}
 
     def _projected(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        names = self.projections.feature_names()
-        return {key: self.projections[key](one) if key in names else one for key, one in values.items()}
+        return {key: self.projections[key](one) if key in self.projections else one for key, one in values.items()}
 
     def _pool(
         self, entries: dict[str, Tensor], x: Tensor, rows: Segments, events: Segments, read: "ByEvent"
     ) -> list[Tensor]:
         """The entries of the histories, as `SequenceArch` has them."""
-        if self.mean is not None:
-            found = self.mean(x, rows, events)
-            if self.mean_projection is not None:
-                found = self.mean_projection(found.unflatten(1, (-1, self.mean_projection.in_features))).flatten(1)
+        if self.plain is not None:
+            found = self.plain(x, rows, events)
+            if self.pooled_projection is not None:
+                found = self.pooled_projection(found.unflatten(1, (-1, self.pooled_projection.in_features))).flatten(1)
             return [found]
         layers: list[Tensor] = []
         for number, layer in enumerate(self.pooling):
@@ -216,7 +216,7 @@ class CandidateAttention(nn.Module):
 
     def __init__(self, layer: JaggedFeatureInteraction, name: str, impl: str) -> None:
         super().__init__()
-        own = layer.attention.of(name)
+        own = layer.attention[name]
         self.feature = next(feature for feature in layer.features if feature.name == name)
         self.num_queries, self.impl = layer.num_queries, impl
 
@@ -229,8 +229,7 @@ class CandidateAttention(nn.Module):
         self._hold("query_bias", b_qk * scale)
         self._hold("output_weight", w_vo)
         self._hold("output_bias", own.output_bias.detach().unsqueeze(0))
-        bucket_bias = getattr(own, "bucket_bias", None)
-        self._hold("bucket_bias", None if bucket_bias is None else bucket_bias.detach())
+        self._hold("bucket_bias", None if own.bucket_bias is None else own.bucket_bias.detach())
 
     def _hold(self, name: str, value: Tensor | None) -> None:
         self.register_buffer(name, None if value is None else value.float().contiguous())
@@ -252,14 +251,20 @@ class CandidateAttention(nn.Module):
         ).squeeze(0)
 
 
-class Mean(nn.Module):
-    """The mean of a user's events, for each of the user's candidates; zeros without events."""
+class Pooled(nn.Module):
+    """The mean or the sum of a user's events, for each of the user's candidates; zeros without events."""
+
+    def __init__(self, mode: Mode) -> None:
+        super().__init__()
+        self.mode = mode
 
     def forward(self, history: Tensor, rows: Segments, events: Segments) -> Tensor:
         """[S, D_x] -> [R, D_x]; the arguments are those of CandidateAttention."""
         values, present = padded(history, events)
         total = values.masked_fill(~present.unsqueeze(2), 0).sum(1)
-        return (total / present.sum(1, keepdim=True).clamp(min=1))[rows.owner]
+        if self.mode == "mean":
+            total = total / present.sum(1, keepdim=True).clamp(min=1)
+        return total[rows.owner]
 
 
 def _bias_rows(feature: SequenceFeatureConfig, events: Segments, read: ByEvent) -> Tensor | None:

@@ -23,7 +23,7 @@ def export_module(
 
     Where jfi is installed or not, ``torch._inductor.aoti_load_package(path)`` gives a function of the same arguments,
     and C++ can load the package too. The forward takes tensors and builds a KeyedJaggedTensor of them inside. Target
-    attention (JaggedFeatureInteraction, JaggedMeanPooling) can be exported; an encoder cannot.
+    attention (JaggedFeatureInteraction, JaggedPooling) can be exported; an encoder cannot.
 
     Args:
         module: on the device to serve on, in eval mode.

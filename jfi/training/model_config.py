@@ -7,6 +7,7 @@ from typing import Literal
 
 from jfi.data.config import AGE, HISTORY
 from jfi.files import absolute_path
+from jfi.models.sequence_dlrm import Pooling
 
 
 class ConfigError(ValueError):
@@ -85,7 +86,7 @@ class ModelConfig:
     """
 
     embedding_dim: int = 32
-    pooling: Literal["attention", "mean", "none"] = "attention"
+    pooling: Pooling = "attention"
     num_heads: int = 4
     num_queries: int = 1
     attention_layers: int = 1

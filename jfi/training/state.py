@@ -35,6 +35,7 @@ from jfi.training.progress import Progress, last_progress
 from jfi.training.recorder import Recorder, SilentRecorder
 from jfi.training.run_folder import RunFolder
 from jfi.training.sharding import shard_model
+from jfi.training.tensor_files import MismatchedCheckpointError
 from jfi.training.warm_start import warm_start
 
 
@@ -136,6 +137,11 @@ class RunState:
             load_checkpoint(path, state, self.world)
         except DamagedCheckpointError as fault:
             raise ConfigError(f"--resume {run.path}: {fault}; remove that checkpoint to continue without it") from None
+        except MismatchedCheckpointError as fault:
+            raise ConfigError(
+                f"--resume {run.path}: {fault}; if another version of jfi has written it, start a new run with "
+                "training.warm_start"
+            ) from None
         best = run.checkpoints / checkpoint_name(progress.best_epoch, 0)
         if progress.best_epoch and best != path:
             verify_checkpoint(best, self.world)  # now, rather than at the end of the training

@@ -69,8 +69,8 @@ def test_padded_and_jagged_models_agree():
     own = "sequence_arch.pooling."
     state = {name: x for name, x in jagged.state_dict().items() if not name.startswith(own)}
     assert all(name.startswith(own) for name in padded.load_state_dict(state, strict=False).missing_keys)
-    layer = jagged.sequence_arch.pooling.named_parameters()
-    padded.sequence_arch.pooling.load({name.removeprefix("attention.0."): x for name, x in layer}, 0)
+    (layer,) = jagged.sequence_arch.pooling.attention.values()
+    padded.sequence_arch.pooling.load(layer.state_dict())
     batch = make_batch(TINY, 0, CPU)
     inputs = batch.dense_features, batch.sparse_features
     torch.testing.assert_close(padded(*inputs), jagged(*inputs))

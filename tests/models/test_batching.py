@@ -100,6 +100,7 @@ def check_equal(model, dataset: InteractionDataset, splits=("train", "validation
         {"num_queries": 2},
         {"bias": ["history_age", "position"], "attention_layers": 2, "cross_layers": 1},
         {"pooling": "mean"},
+        {"pooling": "sum", "combine": "concat"},
         {"pooling": "none"},
     ],
     ids=str,

@@ -100,7 +100,7 @@ def encoder(width=DIM, heads=2, **changes):
     return JaggedEncoder([replace(FEATURE, **changes)], width, heads, num_layers=2)
 
 
-KINDS = ["attention", "mean", "none", "encoded", "deep"]
+KINDS = ["attention", "mean", "sum", "none", "encoded", "deep"]
 
 
 def of_kind(kind):
@@ -191,10 +191,11 @@ def test_an_encoder_reads_its_own_bias():
 
 
 @pytest.mark.parametrize("combine", ["sum", "concat"])
-def test_mean_pooling_is_the_mean_of_the_history(combine):
+@pytest.mark.parametrize("pooling", ["mean", "sum"])
+def test_pooling_is_the_mean_or_the_sum_of_the_history(pooling, combine):
     feature = SequenceFeatureConfig("taste", ["history_item", "history_genre"], ["item"], combine=combine)
-    model, inputs = build(features=[feature], pooling="mean"), batch()
-    lengths = torch.tensor(LENGTHS["history_item"]).clamp(min=1).unsqueeze(1)
+    model, inputs = build(features=[feature], pooling=pooling), batch()
+    lengths = torch.tensor(LENGTHS["history_item"]).clamp(min=1).unsqueeze(1) if pooling == "mean" else 1
     fields = [sums(model.embedding_collection, inputs, key) / lengths for key in feature.sequence_keys]
     want = [fields[0] + fields[1]] if combine == "sum" else fields
     torch.testing.assert_close(entries(model, inputs)[:, 3:], torch.stack(want, dim=1))
@@ -375,7 +376,7 @@ def test_names_in_state_dict():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"pooling": "max"}, "pooling must be 'attention', 'mean' or 'none', got 'max'"),
+        ({"pooling": "max"}, "pooling must be 'attention', 'mean', 'sum' or 'none', got 'max'"),
         ({"attention_layers": 0}, "attention_layers must be at least 1, got 0"),
         ({"attention_layers": 2, "pooling": "mean"}, "attention_layers must be 1 unless pooling='attention', got 2"),
         ({"cross_layers": -1}, "cross_layers must be at least 0, got -1"),

@@ -26,3 +26,8 @@ def target():
         return torch.randn(batch_size, width, dtype=dtype, requires_grad=True)
 
     return make
+
+
+@pytest.fixture(autouse=True)
+def _random_projections(random_projections):
+    pass

@@ -11,7 +11,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJa
 from jfi import KeyBias, PositionBias, SemanticIDEmbedding, SequenceFeatureConfig, TimeBias, WeightBias
 from jfi.capturable import why_not_captured
 from jfi.models import SequenceDLRM
-from jfi.modules import JaggedFeatureInteraction, JaggedMeanPooling
+from jfi.modules import JaggedFeatureInteraction, JaggedPooling
 from jfi.modules.table_rows import DigitRows
 from jfi.ops import _checks
 from jfi.room import with_room
@@ -150,7 +150,7 @@ def test_under_autocast_it_runs_in_half_precision(device):
 
 def test_an_empty_history_gives_the_bias_of_the_output(device):
     layer, embedding = JaggedFeatureInteraction([feature()], WIDTH).to(device), embedding_of(12, device)
-    nn.init.normal_(layer.attention[0].output_bias)
+    nn.init.normal_(layer.attention.taste.output_bias)
     pooled = layer(embedding(batch(12, device)), {"target": torch.randn(len(LENGTHS), WIDTH, device=device)})
     torch.testing.assert_close(pooled["taste"][1], layer.attention.taste.output_bias)
 
@@ -226,7 +226,7 @@ def test_ragged_targets_share_a_history_of_digits(case, impl, device, monkeypatc
 
 
 def test_the_mean_of_ragged_targets_reads_the_embeddings(device):
-    layer, embedding, ids = JaggedMeanPooling([feature()], WIDTH), embedding_of(12, device), batch(12, device)
+    layer, embedding, ids = JaggedPooling([feature()], WIDTH), embedding_of(12, device), batch(12, device)
     candidates = {"target": JaggedTensor(torch.randn(5, WIDTH), lengths=torch.tensor([2, 0, 3, 0])).to(device)}
     found = embedding(ids)
     got = layer(found, candidates).values()

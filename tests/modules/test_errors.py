@@ -7,7 +7,7 @@ import torch
 from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 
 from jfi import JaggedFeatureInteraction, KeyBias, PositionBias, SequenceFeatureConfig, WeightBias
-from jfi.modules import JaggedMeanPooling
+from jfi.modules import JaggedPooling
 
 from .conftest import EMBEDDING_DIM, LENGTHS
 
@@ -108,7 +108,7 @@ IDS = KeyedJaggedTensor(keys=["histroy"], values=torch.arange(9), lengths=torch.
 
 
 @pytest.mark.parametrize("sequences", [None, buckets(range(9))], ids=["none", "one alone"])
-@pytest.mark.parametrize("kind", [JaggedFeatureInteraction, JaggedMeanPooling])
+@pytest.mark.parametrize("kind", [JaggedFeatureInteraction, JaggedPooling])
 def test_sequences_of_another_type(kind, sequences):
     message = f"sequences must be a dict of JaggedTensor by key, got {type(sequences).__name__}"
     with pytest.raises(TypeError, match=message):

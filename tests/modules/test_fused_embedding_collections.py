@@ -21,7 +21,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 import jfi
 from jfi import FusedEmbeddingBagCollection, FusedEmbeddingCollection, SequenceDLRM, SequenceFeatureConfig
-from jfi.modules import JaggedEncoder, JaggedFeatureInteraction, JaggedMeanPooling, TableRows
+from jfi.modules import JaggedEncoder, JaggedFeatureInteraction, JaggedPooling, TableRows
 from jfi.ops.step_rows import RowOptimizer
 
 WIDTH = 8
@@ -644,7 +644,7 @@ def test_layers_that_do_not_know_it_read_the_values(consumer):
         rows = collection(ids)
         targets = {"item": rows["item"].values()}
         if consumer == "mean":
-            outputs.append(JaggedMeanPooling(features, WIDTH)(rows)["taste"])
+            outputs.append(JaggedPooling(features, WIDTH)(rows)["taste"])
         elif consumer == "encoder":
             encoded = [feature.encoded() for feature in features]
             outputs.append(JaggedFeatureInteraction(encoded, WIDTH)(encoder(rows), targets)["taste"].float() * 0)

@@ -109,7 +109,7 @@ def test_joined_features_equal_layers_of_their_own(batch, adjoined, project_hist
         feature.name = str(place)
     options = {"embedding_dim": EMBEDDING_DIM, "num_heads": 2, "num_queries": 2, "project_history": project_history}
     layer = JaggedFeatureInteraction(features[::-1], **options).double()
-    assert len(layer.attention) == len(KINDS)
+    assert len(layer.groups) == len(KINDS)
     sequences, targets, leaves = inputs_of(3, adjoined, batch=batch)
     if batch is None and not adjoined:
         for key in ("history1", "rating1", "age1"):
@@ -123,7 +123,7 @@ def test_joined_features_equal_layers_of_their_own(batch, adjoined, project_hist
 
     got = layer(sequences, targets)
     want, attended = [], layer.attention_weights(sequences, targets)
-    for group in layer.attention:
+    for group in layer.groups:
         for feature in group.features:
             alone = JaggedFeatureInteraction([feature], **options).double()
             alone.load_state_dict(layer.state_dict(), strict=False)
@@ -132,7 +132,7 @@ def test_joined_features_equal_layers_of_their_own(batch, adjoined, project_hist
             weights = alone.attention_weights(sequences, targets)[feature.name]
             torch.testing.assert_close(attended[feature.name].values(), weights.values())
             assert torch.equal(attended[feature.name].lengths(), weights.lengths())
-    names = [feature.name for group in layer.attention for feature in group.features]
+    names = [feature.name for group in layer.groups for feature in group.features]
     both = sum(got[name].sum() for name in names), sum(one.sum() for one in want)
     gradients = [torch.autograd.grad(one, leaves.values(), retain_graph=True) for one in both]
     for gradient, wanted in zip(*gradients, strict=True):
@@ -156,7 +156,7 @@ def test_the_number_of_operations_does_not_grow_with_that_of_the_features(kind, 
     counts = []
     for features in (2, 26):
         layer = JaggedFeatureInteraction(configs(kind, features), EMBEDDING_DIM, 2).double()
-        assert len(layer.attention) == 1
+        assert len(layer.groups) == 1
         sequences, targets, _ = inputs_of(features, adjoined)
         with Operations() as forward:
             output = layer(sequences, targets)

@@ -91,10 +91,10 @@ def test_equals_torch_multihead_attention_on_padded_input(events, target, num_he
         EMBEDDING_DIM, num_heads, kdim=width, vdim=width, dtype=torch.float64, **options
     )
     randomise(attention).eval()
-    before = {name: tensor.clone() for name, tensor in vars(layer.attention.other).items()}
+    before = {name: tensor.clone() for name, tensor in layer.attention.other.state_dict().items()}
     layer.load_multihead_attention("taste", attention)
     if width == EMBEDDING_DIM:  # of the feature that shares the parameters' tensors nothing is overwritten
-        assert all(torch.equal(tensor, before[name]) for name, tensor in vars(layer.attention.other).items())
+        assert all(torch.equal(tensor, before[name]) for name, tensor in layer.attention.other.state_dict().items())
 
     lengths = [3, 1, 5, 2]  # an empty history makes nn.MultiheadAttention give NaN
     sequences = {key: events(lengths) for key in keys}
@@ -180,7 +180,7 @@ def test_outputs_and_gradients_equal_the_plain_formula(events, target, num_heads
     layer = JaggedFeatureInteraction(
         features, EMBEDDING_DIM, num_heads, num_queries, project_history=project_history
     ).double()
-    assert len(layer.attention) == 9
+    assert len(layer.groups) == 9
     randomise(layer)
     got = layer(sequences, targets)
     want = plain_layer(layer, sequences, targets)
@@ -279,7 +279,7 @@ def test_attention_weights_sum_to_one_and_follow_the_bias(events, target):
 
 def test_attention_weights_have_the_bias_of_their_own_head(events, target):
     layer = JaggedFeatureInteraction([taste(bias=PositionBias(4))], EMBEDDING_DIM, 2, 3).double()
-    own = layer.attention.of("taste")
+    own = layer.attention["taste"]
     with torch.no_grad():
         own.query_weight.zero_()
         own.query_bias.zero_()

@@ -131,7 +131,7 @@ def test_outputs_and_gradients_are_those_of_dense_targets_with_cut_histories(
     features = kinds(has_times)
     layer = JaggedFeatureInteraction(features, EMBEDDING_DIM, 2, 2, project_history=project_history).double()
     randomise(layer)
-    assert any(len(group.features) > 1 for group in layer.attention) and len(layer.attention) > 4
+    assert any(len(group.features) > 1 for group in layer.groups) and len(layer.groups) > 4
     options = {"target_times": target_times, "event_times": event_times, "max_events": max_events}
     if not has_times:
         options, target_times = {}, None

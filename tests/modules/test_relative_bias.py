@@ -21,7 +21,7 @@ from jfi import (
     SequenceFeatureConfig,
     WeightBias,
 )
-from jfi.modules import JaggedMeanPooling
+from jfi.modules import JaggedPooling
 
 from .conftest import EMBEDDING_DIM, LENGTHS
 
@@ -252,7 +252,7 @@ def test_behind_the_encoder_a_feature_has_no_relative_bias(events, target):
     with pytest.raises(ValueError, match=r"^relative_bias of feature 'taste' must be None in this layer, got Relative"):
         JaggedFeatureInteraction([feature], EMBEDDING_DIM)
     history = events()
-    means = [JaggedMeanPooling([taste(one)], EMBEDDING_DIM)({"history": history}).values() for one in (BY_TIME, None)]
+    means = [JaggedPooling([taste(one)], EMBEDDING_DIM)({"history": history}).values() for one in (BY_TIME, None)]
     assert torch.equal(*means)
 
 

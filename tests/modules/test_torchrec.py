@@ -17,7 +17,7 @@ from torchrec.modules.mc_modules import (
 )
 
 from jfi import JaggedFeatureInteraction, KeyBias, PositionBias, SequenceFeatureConfig, WeightBias
-from jfi.modules import JaggedMeanPooling
+from jfi.modules import JaggedPooling
 
 from .conftest import EMBEDDING_DIM, LENGTHS
 
@@ -93,16 +93,15 @@ def test_torchrecs_tracer_goes_all_the_way_through(layer, ids, targets):
 
 
 def test_torchrecs_tracer_traces_the_mean(events):
-    mean = JaggedMeanPooling(FEATURES, EMBEDDING_DIM)
+    mean = JaggedPooling(FEATURES, EMBEDDING_DIM)
     sequences = {"history": events(), "rating": events()}
     torch.testing.assert_close(symbolic_trace(mean)(sequences).values(), mean(sequences).values(), rtol=0, atol=0)
 
 
 def test_the_train_pipelines_tracer_finds_the_collection_fed_by_the_batch_alone(layer):
-    leaves = ["embedding_collection", *(f"attention.{group}" for group in range(5))]
-    graph = PipelineTracer(leaf_modules=leaves).trace(layer)
+    graph = PipelineTracer(leaf_modules=["embedding_collection"]).trace(layer)
     calls = {node.target: node for node in graph.nodes if node.op == "call_module"}
-    assert set(calls) == set(leaves)
+    assert set(calls) == {"embedding_collection"}
     assert [argument.op for argument in calls["embedding_collection"].args] == ["placeholder"]
 
 

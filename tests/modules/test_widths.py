@@ -30,7 +30,7 @@ def test_the_layer_is_multihead_attention_of_those_widths(combine):
     out = layer({key: JaggedTensor(x, lengths=LENGTHS) for key, x in zip(keys, fields, strict=True)}, {"item": target})[
         "taste"
     ]
-    own = layer.attention.of("taste")
+    own = layer.attention["taste"]
     x = sum(fields) if combine == "sum" else torch.cat(fields, dim=1)
     expected = []
     for sample, rows in zip(target, x.split(LENGTHS.tolist()), strict=True):

@@ -107,3 +107,8 @@ def request_body() -> dict:
         ],
         "candidates": [{"item": 3, "category": 3}, {"item": "never seen", "category": None}],
     }
+
+
+@pytest.fixture(autouse=True)
+def _random_projections(random_projections):
+    pass

@@ -159,6 +159,7 @@ def raw_requests(table: SimpleNamespace) -> tuple[list[dict], np.ndarray]:
         ({}, {"num_layers": 2, "bias": "history_age"}),
         ({"pooling": "mean", "combine": "concat"}, {}),
         ({"pooling": "mean"}, {"num_layers": 1}),
+        ({"pooling": "sum"}, {}),
         ({"bias": ["position", "history_age"], "attention_layers": 3, "cross_layers": 2, "num_queries": 2}, {}),
         ({"attention_layers": 2}, {"num_layers": 1, "bias": "history_age"}),
         ({"pooling": "none"}, {}),
@@ -222,7 +223,7 @@ def of_other_widths(schema: DataSchema, **options: object) -> SequenceDLRM:
 def test_embeddings_of_other_widths_are_projected(table, options):
     trained = of_other_widths(table.dataset.schema, **options)
     assert len(trained.sequence_arch.projections) > 5
-    assert (trained.sequence_arch.mean_projection is None) == ("num_heads" in options)
+    assert (trained.sequence_arch.pooled_projection is None) == ("num_heads" in options)
     assert_served(table, trained, reads_history=True, reads_age=False)
 
 

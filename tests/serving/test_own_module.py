@@ -58,7 +58,7 @@ DYNAMIC = {0: torch.export.Dim.DYNAMIC}
 def test_a_package_of_an_own_model_runs_without_jfi(tmp_path):
     torch.manual_seed(0)
     model = Own().eval()
-    nn.init.normal_(model.layer.attention.of("taste").bucket_bias)
+    nn.init.normal_(model.layer.attention["taste"].bucket_bias)
     package = tmp_path / "own.pt2"
     others = jfi.serving.export_module(model, batch(2, 0, 3, 5), package, dynamic_shapes=(DYNAMIC, DYNAMIC))
     assert others == []

@@ -37,7 +37,7 @@ def test_compare_pooling(tmp_path):
     lines = done.stdout.splitlines()
     (head,) = (i for i, line in enumerate(lines) if line.startswith("test split"))
     names = [line.split("  ")[0] for line in lines[head + 1 : lines.index("", head)]]
-    assert (names[0], names[-4:]) == ("item mean", ["gradient boosting", "none", "mean", "attention"])
+    assert (names[0], names[-5:]) == ("item mean", ["gradient boosting", "none", "mean", "sum", "attention"])
 
     record = json.loads((tmp_path / "out/comparison.json").read_text())
     assert list(record["summary"]) == [*record["baselines"], *record["runs"]] == names

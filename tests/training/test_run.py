@@ -31,7 +31,7 @@ from jfi.training import (
     train,
 )
 from jfi.training.build import build_model, build_optimizer
-from jfi.training.checkpoint import latest_checkpoint, load_checkpoint
+from jfi.training.checkpoint import latest_checkpoint, load_checkpoint, read_progress, save_checkpoint
 from jfi.training.cli import load_config, save_config
 from jfi.training.distributed import World
 from jfi.training.interrupt import stop_on_signals
@@ -90,6 +90,19 @@ def finished(tmp_path_factory):
     """A run that nothing disturbed, and its result."""
     path = tmp_path_factory.mktemp("runs") / "whole"
     return path, train(tiny(path))
+
+
+def test_the_optimizer_state_of_another_version_is_refused(finished, tmp_path):
+    """Its names are those of the parameters, and what is not found must not start from zero."""
+    run = Path(shutil.copytree(finished[0], tmp_path / "old"))
+    path, tensors = latest_checkpoint(run / "checkpoints"), saved_tensors(run)
+    progress, before = read_progress(path), "optimizer.state.sequence_arch.pooling.attention.history."
+    assert any(name.startswith(before) for name in tensors)
+    old = {name.replace(before, before.replace("history.", "0.")): x for name, x in tensors.items()}
+    shutil.rmtree(path)
+    save_checkpoint(path.parent, path.name, old, progress)
+    with pytest.raises(ConfigError, match=r"--resume .*: .* has no tensor optimizer\..*training\.warm_start"):
+        resume(run)
 
 
 def test_run_folder(finished):

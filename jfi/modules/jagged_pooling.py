@@ -1,39 +1,52 @@
-"""The mean of a history, the baseline of `JaggedFeatureInteraction`."""
+"""The mean or the sum of a history, the baselines of `JaggedFeatureInteraction`."""
 
 from dataclasses import replace
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 from jfi.modules import inputs
+from jfi.modules.ragged_targets import count_visible
 from jfi.modules.sequence_configs import FeatureGroup, SequenceFeatureConfig, check_features
 from jfi.ops import jagged_attention, target_attention
 
+Mode = Literal["mean", "sum"]
 
-class JaggedMeanPooling(nn.Module):
-    """Pools each sample's history into the mean of its events' combined embeddings; an empty history gives zeros.
+
+class JaggedPooling(nn.Module):
+    """Pools each sample's history into the mean or the sum of its events' combined embeddings; zeros without events.
 
     It has no parameters, ignores the features' targets, biases and weights, and is called like a
-    JaggedFeatureInteraction without `embedding_collection`, which it can replace.
+    JaggedFeatureInteraction without `embedding_collection`, which it can replace. The sum is what an
+    EmbeddingBagCollection with sum pooling computes; this one also takes several fields, and the events that each of a
+    user's candidates sees.
 
     Args:
         features: the sequence features, with distinct names.
         embedding_dim: width of every input embedding.
+        mode: "mean" or "sum".
+
+    Raises:
+        ValueError: an unknown mode, or features that `JaggedFeatureInteraction` refuses.
 
     Example:
 
         >>> from torchrec import JaggedTensor
         >>> events = JaggedTensor(values=torch.tensor([[1.0, 2.0], [3.0, 6.0]]), lengths=torch.tensor([2, 0]))
-        >>> pooling = JaggedMeanPooling([SequenceFeatureConfig("taste", ["history_item"], ["item"])], embedding_dim=2)
+        >>> pooling = JaggedPooling([SequenceFeatureConfig("taste", ["history_item"], ["item"])], embedding_dim=2)
         >>> pooling({"history_item": events})["taste"]
         tensor([[2., 4.],
                 [0., 0.]])
     """
 
-    def __init__(self, features: list[SequenceFeatureConfig], embedding_dim: int) -> None:
+    def __init__(self, features: list[SequenceFeatureConfig], embedding_dim: int, mode: Mode = "mean") -> None:
         super().__init__()
         check_features(features)
+        if mode not in get_args(Mode):
+            raise ValueError(f"mode must be 'mean' or 'sum', got {mode!r}")
+        self.mode = mode
         self.features = features
         self.embedding_dim = embedding_dim
         plain = [replace(feature, bias=None, weighted_values=False, relative_bias=None) for feature in features]
@@ -52,13 +65,13 @@ class JaggedMeanPooling(nn.Module):
         event_times: JaggedTensor | dict[str, JaggedTensor] | None = None,
         max_events: int | None = None,
     ) -> KeyedTensor:
-        """Means of the histories.
+        """Pools the histories.
 
         Args:
             sequences: embeddings [S, embedding_dim] by sequence key.
             targets: not read unless they are ragged, and then only for the number of each user's candidates.
             target_times: of ragged targets, as `event_times` and `max_events` as in `JaggedFeatureInteraction.forward`:
-                the mean is that of the events that a candidate sees.
+                a candidate's events are those that it sees.
             event_times: given with `target_times`.
             max_events: given with times.
 
@@ -68,7 +81,7 @@ class JaggedMeanPooling(nn.Module):
         return KeyedTensor(
             keys=[feature.name for feature in self.features],
             length_per_key=[feature.sequence_width(self.embedding_dim) for feature in self.features],
-            values=_means(_read(sequences, self._groups, targets, target_times, event_times, max_events)),
+            values=_pool(_read(sequences, self._groups, targets, target_times, event_times, max_events), self.mode),
         )
 
 
@@ -87,15 +100,16 @@ def _read(
 
 
 @torch.fx.wrap
-def _means(groups: list[inputs.GroupInputs]) -> Tensor:
-    """[B, output_width]."""
-    means = []
+def _pool(groups: list[inputs.GroupInputs], mode: Mode) -> Tensor:
+    """Returns the pooled histories [B, output_width]."""
+    pooled = []
     for group in groups:
         # A query of zeros scores every event alike, and the attention is the mean.
         key, candidates = group.history.unsqueeze(1), group.candidates
         if candidates is None:
             query = key.new_zeros(group.offsets.size(0) - 1, 1, 1, key.size(2))
             mean = target_attention(query, key, offsets=group.offsets)
+            counts = group.offsets.diff()
         else:
             mean = jagged_attention(
                 key.new_zeros(group.target.size(1), 1, key.size(2)),
@@ -106,5 +120,7 @@ def _means(groups: list[inputs.GroupInputs]) -> Tensor:
                 key_time=candidates.event_times,
                 max_visible=candidates.max_events,
             )
-        means.append(mean.flatten(1))
-    return torch.cat(means, dim=1)
+            counts = count_visible(candidates, group.offsets, mean.size(0))
+        mean = mean.flatten(1)
+        pooled.append(mean if mode == "mean" else mean * counts.to(mean.dtype).unsqueeze(1))
+    return torch.cat(pooled, dim=1)
