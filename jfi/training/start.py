@@ -17,7 +17,7 @@ from jfi.training.logger import Logger, check_packages
 from jfi.training.loop import Result, Trainer
 from jfi.training.preset import apply_preset
 from jfi.training.progress import check_config, config_changes
-from jfi.training.run_data import DataChanged, describe_batches, load_data, save_data
+from jfi.training.run_data import DataChanged, describe_batches, learnt_files, load_data, save_data
 from jfi.training.run_folder import RunFolder, check_new, check_writable, new_run_dir
 from jfi.training.run_lock import writing_run
 from jfi.training.sharding import check_sharded
@@ -100,6 +100,7 @@ def resume(
         FloatingPointError, Interrupted: as `train`.
     """
     run, config = RunFolder.open(run_dir)
+    run.check_links()
     options = {"--resume": run.path, "--data.prepared": prepared}
     options |= {"--data-changed": data_changed, "--config-changed": config_changed}
     with join_world(config.training.device) as world:
@@ -205,6 +206,7 @@ def _continue(
 
 
 def _fit(trainer: Trainer, run: RunFolder, logger: Logger | None) -> Result:
+    trainer.progress.files = trainer.world.on_first(lambda: learnt_files(run))
     anew = trainer.progress.use_batches(trainer.world.on_first(lambda: describe_batches(run, trainer.config)))
     if anew is not None and trainer.world.is_first:
         print(anew, flush=True)
