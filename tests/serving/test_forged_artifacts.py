@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hostile import Marker, attack
 
 from jfi.serving import artifact
 from jfi.serving.artifact import ArtifactError, identity, sha256_of
@@ -240,3 +241,21 @@ def test_what_the_package_was_not_compiled_for_is_refused(exported, tmp_path, ch
     path = forged(tmp_path / "forged", exported.path, write)
     with pytest.raises(ArtifactError, match=r"is damaged: model\.pt2 takes other inputs than artifact\.json"):
         Scorer(path)
+
+
+@pytest.mark.parametrize("few", [pytest.param(20, id="few"), pytest.param(None, id="all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["artifact.json", "vocabularies.json"])
+def test_no_value_of_an_artifact_runs_code(exported, tmp_path, monkeypatch, request_body, name, few):
+    (tmp_path / "marker").mkdir()
+    marker, path = Marker(tmp_path / "marker", monkeypatch), tmp_path / "forged"
+
+    def write(tree: dict) -> None:
+        shutil.rmtree(path, ignore_errors=True)
+        forged(path, exported.path, lambda folder: artifact.write_json(folder / name, tree))
+
+    def serve() -> None:
+        scorer = Scorer(path, output="calibrated")
+        scorer.score([scorer.reader(request_body)])
+
+    assert attack(marker, artifact.read_json(exported.path / name), write, [serve], few) >= 20
+    serve()
