@@ -17,7 +17,7 @@ import torch
 
 from jfi.exit_codes import EXIT_CODES, raise_on_sigterm
 from jfi.options import OptionParser, at_least_one
-from jfi.serving.artifact import ArtifactError, sha256_of
+from jfi.serving.artifact import ArtifactError
 from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import export
 from jfi.serving.schema import Limits
@@ -62,7 +62,7 @@ def main() -> None:
     calibration = [(one["a"], one["b"]) for one in own] if run.calibration else None
     try:
         with raise_on_sigterm():
-            export(
+            sha256 = export(
                 out,
                 model,
                 schema,
@@ -76,7 +76,7 @@ def main() -> None:
     except (ArtifactError, ValueError) as error:
         raise ConfigError(str(error)) from error
     print(f"wrote {out} ({options.tables} tables, for {options.device})")
-    print(f"sha256 {sha256_of(out)}")
+    print(f"sha256 {sha256}")
 
 
 if __name__ == "__main__":

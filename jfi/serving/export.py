@@ -46,7 +46,7 @@ def export(
     impl: str | None = None,
     policy: Policy | None = None,
     calibration: list[tuple[float, float]] | None = None,
-) -> None:
+) -> str:
     """Writes the artifact `path`, completely or not at all.
 
     Args:
@@ -59,6 +59,9 @@ def export(
         impl: of the attention, "triton" or "torch"; None means "triton" on a GPU.
         policy: which events of a request the model reads, with `schema.policy`; None for all.
         calibration: a and b of each label, 1 and 0 of a regression; None if there are none.
+
+    Returns:
+        The artifact's SHA-256, by which a server can know it again.
 
     Raises:
         ArtifactError: `path` exists, the device is missing, or there is no C++ compiler.
@@ -110,6 +113,7 @@ def export(
             "schema": {part: list(map(dataclasses.asdict, getattr(schema, part))) for part in _PARTS},
         }
         artifact.write_json(folder / artifact.INFO, info)
+    return artifact.sha256_of(path)
 
 
 def inputs_of(scoring: ScoringModel) -> Inputs:
