@@ -102,12 +102,7 @@ class Trainer(RunState):
         self.loss = self.speed = math.nan
 
     def fit(self, run: RunFolder, logger: Logger | None = None) -> Result:
-        """Trains to the end, tests the best epoch and draws the plots.
-
-        Args:
-            run: the run folder.
-            logger: gets the metrics too, in the place of the one that `training.logger` names.
-        """
+        """Trains to the end, tests the best epoch and draws the plots; `logger` is as of `jfi.training.train`."""
         progress, world = self.progress, self.world
         data = world.on_first(lambda: name_data(run))
         if finished := self._finished():
