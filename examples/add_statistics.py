@@ -37,7 +37,7 @@ def main() -> None:
         raise ConfigError(f"--out: {options.out} exists")
     table = add_statistics(read_tables(config.data).interactions, column_settings(config.data))
     with writing_file(options.out) as unfinished:
-        pyarrow.parquet.write_table(table, unfinished)
+        pyarrow.parquet.write_table(table, unfinished, write_page_checksum=True)
     print(f"{table.num_rows:,} rows with {', '.join(config.data.statistics_columns())} in {options.out}")
 
 

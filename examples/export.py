@@ -62,7 +62,7 @@ def main() -> None:
     calibration = [(one["a"], one["b"]) for one in own] if run.calibration else None
     try:
         with raise_on_sigterm():
-            export(
+            sha256 = export(
                 out,
                 model,
                 schema,
@@ -76,6 +76,7 @@ def main() -> None:
     except (ArtifactError, ValueError) as error:
         raise ConfigError(str(error)) from error
     print(f"wrote {out} ({options.tables} tables, for {options.device})")
+    print(f"sha256 {sha256}")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,9 @@ python examples/serve.py --artifact ARTIFACT --jsonl < requests.jsonl > answers.
 
 On SIGHUP the HTTP server loads the folder again, without interrupting requests. With --jsonl SIGHUP ends the process as
 SIGTERM does: all requests that have been read are answered.
+
+An artifact holds machine code, which runs when it is loaded: serve only artifacts that you made. Where others can write
+to the folder, --sha256 refuses any that does not have the SHA-256 that examples/export.py has printed.
 """
 
 import signal
@@ -18,6 +21,7 @@ if __name__ == "__main__":  # before the other imports
 import argparse
 import asyncio
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -25,6 +29,7 @@ from functools import partial
 from pathlib import Path
 
 from jfi.exit_codes import EXIT_CODES, raise_on_sigterm, run_command
+from jfi.files import reading_file
 from jfi.options import OptionParser, at_least_one, at_least_zero
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.json_lines import answer_lines
@@ -34,6 +39,11 @@ from jfi.serving.scorer import OUTPUTS, Scorer
 def arguments() -> argparse.Namespace:
     parser = OptionParser(description=__doc__, epilog=EXIT_CODES)
     parser.add_argument("--artifact", type=Path, required=True, help="folder written by examples/export.py")
+    parser.add_argument(
+        "--sha256",
+        metavar="HEX|FILE",
+        help="SHA-256 that export.py has printed, or a file of them, one a line, read at each swap; others are refused",
+    )
     parser.add_argument(
         "--jsonl", action="store_true", help="read requests from stdin and write answers to stdout, one per line"
     )
@@ -81,7 +91,17 @@ def handling_hangups(handle: Callable[[], object]) -> Iterator[None]:
 def load_artifact(options: argparse.Namespace) -> Scorer:
     """The artifact that the path names now; a link to it may point elsewhere later."""
     limits = options.tables_device, options.max_candidates, options.max_history
-    return Scorer(options.artifact.resolve(), *limits, output=options.output)
+    return Scorer(options.artifact.resolve(), *limits, output=options.output, sha256=known_sums(options.sha256))
+
+
+def known_sums(given: str | None) -> set[str] | None:
+    """The SHA-256 of the artifacts that may be served; None for any."""
+    if given is None:
+        return None
+    if not re.fullmatch(r"[0-9a-fA-F]{64}", given):
+        with reading_file(given, ArtifactError):
+            given = Path(given).read_bytes().decode(errors="replace")
+    return set(given.lower().split())
 
 
 async def answer_stdin(options: argparse.Namespace, limits: dict) -> None:

@@ -23,6 +23,15 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_link_in_the_place_of_an_unfinished_file_is_not_followed(tmp_path):
+    """A folder of somebody else may hold one."""
+    (tmp_path / "victim").write_text("as it was")
+    (tmp_path / ".config.yaml.unfinished").symlink_to(tmp_path / "victim")
+    write_file(tmp_path / "config.yaml", "new")
+    assert (tmp_path / "victim").read_text() == "as it was"
+    assert not (tmp_path / "config.yaml").is_symlink() and (tmp_path / "config.yaml").read_text() == "new"
+
+
 def test_a_file_is_flushed_before_it_gets_its_name_and_its_folder_after(tmp_path, monkeypatch):
     order, fsync, replace = [], os.fsync, os.replace
     monkeypatch.setattr(

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from jfi.data.coded import blocks
+from jfi.data.errors import DataError
 from jfi.data.events import index_type
 from jfi.files import sync
 
@@ -45,8 +46,14 @@ class ColumnWriter:
 
 
 def read_columns(folder: Path) -> dict[str, np.ndarray]:
-    """The columns of a complete folder, as maps of their files."""
+    """The columns of a complete folder, as maps of their files.
+
+    Raises:
+        DataError: a column is not one of numbers.
+    """
     index = json.loads((folder / _INDEX).read_text())
+    if strange := [kind for kind, _ in index.values() if np.dtype(kind).kind not in "iufb"]:  # objects are pointers
+        raise DataError(f"{folder / _INDEX}: damaged: a column has the type {strange[0]!r}")
     return {
         name: np.memmap(folder / file_name(i), kind, "r", shape=(length,)) if length else np.empty(0, kind)
         for i, (name, (kind, length)) in enumerate(index.items())
@@ -99,7 +106,7 @@ def map_arrow(path: Path) -> dict[str, pa.Array]:
     """The columns of a file of one record batch, as maps of it.
 
     Raises:
-        OSError, pyarrow.ArrowInvalid: it cannot be read, or is no Arrow file.
+        OSError, pyarrow.ArrowInvalid: it cannot be read, is no Arrow file, or says that it has more than it has.
         ValueError: it has several record batches.
     """
     with pa.memory_map(str(path)) as file:
@@ -107,4 +114,5 @@ def map_arrow(path: Path) -> dict[str, pa.Array]:
         if reader.num_record_batches != 1:
             raise ValueError(f"{reader.num_record_batches} record batches")
         batch = reader.get_batch(0)
+        batch.validate()
     return dict(zip(batch.schema.names, batch.columns, strict=True))

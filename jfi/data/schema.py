@@ -31,6 +31,7 @@ _FORMAT = "jfi data schema 1"
 _SMALL, _LARGE = "schema.json", "vocabularies.parquet"
 #: The codec of semantic IDs in the folder of a schema, and in that beside a file of IDs.
 CODEC = "codec.safetensors"
+FILES = (_SMALL, _LARGE, CODEC)
 #: The name of the titles among the columns of the Parquet file; no table's column has an empty name.
 _TITLES = ""
 

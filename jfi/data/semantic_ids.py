@@ -1,8 +1,12 @@
 """The file of a catalogue's semantic IDs: an item and its ID a row, and the fingerprint of the codec that gave them.
 
+Its metadata also has the SHA-256 of all items and IDs. Parquet's own checksums leave out the file's footer, which says
+how the pages are read.
+
 The codec is in a folder beside it: that of `sids.parquet` is `sids.codec/codec.safetensors`.
 """
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +27,7 @@ from jfi.files import DamagedFileError, writing_file
 from jfi.sid.codec import Codec
 from jfi.sid.packing import UNKNOWN_SID
 
-_FINGERPRINT, _KIND = b"jfi.sid.fingerprint", b"jfi.sid.codec"
+_FINGERPRINT, _KIND, _SHA256 = b"jfi.sid.fingerprint", b"jfi.sid.codec", b"jfi.sid.sha256"
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,7 @@ def write_sids(path: Path, column: str, items: pa.Array, sids: Tensor, codec: Co
         codec: that gave the SIDs; its fingerprint becomes part of the file's metadata.
     """
     metadata = {_FINGERPRINT: codec.fingerprint.encode(), _KIND: type(codec).__name__.encode()}
+    metadata[_SHA256] = _digest(items, sids.cpu().numpy())
     data = pa.table({column: items, SID: pa.array(sids.cpu().numpy())}).replace_schema_metadata(metadata)
     with writing_file(path) as unfinished:
         pyarrow.parquet.write_table(data, unfinished)
@@ -134,13 +139,14 @@ def read_sids(path: Path, column: str, codec: Codec, setting: str = "--out") -> 
         setting: what gave the path, for messages.
 
     Raises:
-        DataError: the file cannot be read, lacks a column, holds an item twice, is of another codec, or holds an ID
-            whose digits are out of the codec's range.
+        DataError: the file cannot be read, is damaged, lacks a column, holds an item twice, is of another codec, or
+            holds an ID whose digits are out of the codec's range.
     """
     table = read_table(str(path), [column, SID], setting=setting)
     unique_items(table, column)
     sids = table.column(SID)
-    given = (table.data.schema.metadata or {}).get(_FINGERPRINT, b"").decode()
+    metadata = table.data.schema.metadata or {}
+    given = metadata.get(_FINGERPRINT, b"").decode(errors="replace")
     if not given:
         raise DataError(f"{path}: no fingerprint of a codec, so it is no file of semantic IDs")
     if given != codec.fingerprint:
@@ -149,12 +155,26 @@ def read_sids(path: Path, column: str, codec: Codec, setting: str = "--out") -> 
         )
     if sids.type != pa.int64() or sids.null_count:
         raise DataError(f"{path}: column '{SID}' must be int64 without gaps")
+    # A file of an earlier version has no checksum.
+    if _SHA256 in metadata and metadata[_SHA256] != _digest(table.column(column), sids.to_numpy()):
+        raise DataError(f"{path}: damaged, its items and IDs do not match their SHA-256")
     ids = torch.from_numpy(sids.to_numpy().copy())
     try:
         codec.digits(ids)
     except ValueError as error:
         raise DataError(f"{path}: {error}") from None
     return table.column(column), ids
+
+
+def _digest(items: pa.Array, sids: np.ndarray) -> bytes:
+    """SHA-256, in hexadecimal, of the texts of items and of their IDs, whatever the types and layout of the file."""
+    texts = as_text(items).cast(pa.large_string())
+    digest = hashlib.sha256(np.ascontiguousarray(sids, "<i8"))
+    _, offsets, content = texts.buffers()
+    ends = np.frombuffer(offsets, np.int64)[texts.offset : texts.offset + len(texts) + 1] if len(texts) else [0]
+    digest.update(np.diff(ends).astype("<i8"))
+    digest.update(memoryview(content or b"")[ends[0] : ends[-1]])
+    return digest.hexdigest().encode()
 
 
 def rows_of(table: Table, column: str, items: pa.Array) -> tuple[np.ndarray, np.ndarray]:

@@ -6,17 +6,25 @@ tables.pt           the embedding tables
 model.pt2           the dense part of the model, an AOTInductor package
 policy.json         of a run with `data.policy`, which events of a history are scored
 checksums.json      SHA-256 of each of the other files
+
+model.pt2 is machine code, which runs when it is loaded. Checksums inside the folder find damage; against files that
+somebody else has put there the SHA-256 of checksums.json helps, which the caller of `read` knows from elsewhere.
 """
 
 import hashlib
+import io
 import json
 import os
 import platform
 import re
 import shutil
-from collections.abc import Iterator
+import stat
+import tempfile
+import zipfile
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from jfi.files import naming
 
@@ -24,6 +32,8 @@ FORMAT = 2
 INFO, VOCABULARIES, TABLES, MODEL = "artifact.json", "vocabularies.json", "tables.pt", "model.pt2"
 POLICY = "policy.json"
 _CHECKSUMS = "checksums.json"
+#: In the metadata of model.pt2, see `jfi.serving.scorer.shapes_of`; absent in artifacts of earlier versions.
+SHAPES = "jfi.shapes"
 #: Flags of /proc/cpuinfo for instructions that a compiler uses on its own under -march=native: of x86 and of ARM.
 _INSTRUCTIONS = re.compile(
     r"s?sse\w*|avx\w*|amx\w*|fma|f16c|bmi\w*|abm|popcnt|movbe"
@@ -65,30 +75,78 @@ def writing(path: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def read(path: Path) -> dict:
-    """The contents of artifact.json, after the checksum of every file is verified.
+def read(path: Path, sha256: Collection[str] | None = None) -> tuple[dict, dict[str, str]]:
+    """Verifies the checksum of every file.
+
+    Args:
+        path: of the artifact.
+        sha256: those of `sha256_of`, of the artifacts that may be used; None for any.
+
+    Returns:
+        The contents of artifact.json, and the SHA-256 of each file.
 
     Raises:
-        ArtifactError: not an artifact, one of another format, or a damaged one.
+        ArtifactError: not an artifact, one of another format, a damaged one, or none of `sha256`.
     """
     if not (path / _CHECKSUMS).is_file():
         raise ArtifactError(f"{path} is not an artifact: {_CHECKSUMS} is missing")
-    expected = read_json(path / _CHECKSUMS)
-    for name in (INFO, VOCABULARIES, TABLES, MODEL, *([POLICY] if POLICY in expected else [])):
+    content = (path / _CHECKSUMS).read_bytes()
+    if sha256 is not None and (found := hashlib.sha256(content).hexdigest()) not in sha256:
+        raise ArtifactError(f"{path} has the SHA-256 {found}, which is not among those that may be served")
+    expected = _parse(path / _CHECKSUMS, content)
+    for name in (INFO, VOCABULARIES, TABLES, MODEL, *expected):
         file = path / name
-        if not file.is_file():
+        if file.name != name or not file.is_file():
             raise ArtifactError(f"{path} is damaged: {name} is missing")
         if _checksum(file) != expected.get(name):
             raise ArtifactError(f"{path} is damaged: {name} does not match its checksum")
     info = read_json(path / INFO)
     if info["format"] != FORMAT:
         raise ArtifactError(f"{path} has format {info['format']}, but this version reads format {FORMAT}; export again")
-    return info
+    if info.get("policy") is not None and POLICY not in expected:
+        raise ArtifactError(f"{path} is damaged: {_CHECKSUMS} does not list {POLICY}")
+    return info, expected
+
+
+def load_model(path: Path, sha256: str) -> Any:
+    """Loads the dense part, a `torch._inductor` package, from the very bytes that are verified.
+
+    Args:
+        path: of the artifact.
+        sha256: of model.pt2, as `read` gave it.
+
+    Raises:
+        ArtifactError: model.pt2 has changed since, or is no package whose files stay in one folder.
+    """
+    from torch._inductor import aoti_load_package
+
+    content = (path / MODEL).read_bytes()
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise ArtifactError(f"{path} is damaged: {MODEL} does not match its checksum")
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as package:
+            members = package.infolist()
+    except zipfile.BadZipFile as error:
+        raise ArtifactError(f"{path} is damaged: {MODEL}: {error}") from None
+    for member in members:
+        name = member.orig_filename
+        leaves = name.startswith("/") or ".." in name.split("/") or any(one in name for one in "\\:\0")
+        if leaves or stat.S_ISLNK(member.external_attr >> 16):  # torch unpacks any name
+            raise ArtifactError(f"{path}: {MODEL} has the file {name!r}, which would be unpacked outside of its folder")
+    with tempfile.NamedTemporaryFile(prefix="jfi-model-", suffix=".pt2") as file:
+        file.write(content)
+        file.flush()
+        return aoti_load_package(file.name)
+
+
+def sha256_of(path: Path) -> str:
+    """Returns the SHA-256 of an artifact, in hexadecimal: of checksums.json, which has those of all other files."""
+    return _checksum(path / _CHECKSUMS)
 
 
 def identity(path: Path) -> str:
     """12 digits that are the same for artifacts of the same files, and for no others."""
-    return _checksum(path / _CHECKSUMS)[:12]
+    return sha256_of(path)[:12]
 
 
 def write_json(path: Path, value: object) -> None:
@@ -97,10 +155,17 @@ def write_json(path: Path, value: object) -> None:
 
 
 def read_json(path: Path) -> dict:
+    return _parse(path, path.read_bytes())
+
+
+def _parse(path: Path, content: bytes) -> dict:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        raise ArtifactError(f"{path.parent} is damaged: {path.name} is not JSON") from None
+        tree = json.loads(content)
+    except (ValueError, RecursionError):
+        tree = None
+    if not isinstance(tree, dict):
+        raise ArtifactError(f"{path.parent} is damaged: {path.name} is not JSON")
+    return tree
 
 
 def _checksum(path: Path) -> str:

@@ -22,7 +22,7 @@ from jfi.serving.artifact import ArtifactError
 from jfi.serving.history_policy import RequestPolicy
 from jfi.serving.model import ScoringModel
 from jfi.serving.schema import Limits, Schema
-from jfi.serving.scorer import Inputs, batch_inputs, example_request
+from jfi.serving.scorer import Inputs, batch_inputs, example_request, shapes_of
 from jfi.serving.tables import FLOAT, FloatTables, save_tables
 
 _PARTS = ("user", "candidate", "event")
@@ -46,7 +46,7 @@ def export(
     impl: str | None = None,
     policy: Policy | None = None,
     calibration: list[tuple[float, float]] | None = None,
-) -> None:
+) -> str:
     """Writes the artifact `path`, completely or not at all.
 
     Args:
@@ -59,6 +59,9 @@ def export(
         impl: of the attention, "triton" or "torch"; None means "triton" on a GPU.
         policy: which events of a request the model reads, with `schema.policy`; None for all.
         calibration: a and b of each label, 1 and 0 of a regression; None if there are none.
+
+    Returns:
+        The artifact's SHA-256, by which a server can know it again.
 
     Raises:
         ArtifactError: `path` exists, the device is missing, or there is no C++ compiler.
@@ -110,6 +113,7 @@ def export(
             "schema": {part: list(map(dataclasses.asdict, getattr(schema, part))) for part in _PARTS},
         }
         artifact.write_json(folder / artifact.INFO, info)
+    return artifact.sha256_of(path)
 
 
 def inputs_of(scoring: ScoringModel) -> Inputs:
@@ -152,11 +156,11 @@ def _compile(scoring: ScoringModel, example: tuple, path: Path) -> None:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         program = torch.export.export(scoring, example, dynamic_shapes=tuple(map(dynamic, example)))
-    write_package(program, path)
+    write_package(program, path, {artifact.SHAPES: shapes_of(example)})
 
 
-def write_package(program: ExportedProgram, path: Path) -> None:
-    """Compiles a program and writes the AOTInductor package.
+def write_package(program: ExportedProgram, path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Compiles a program and writes the AOTInductor package, with texts as metadata.
 
     Raises:
         ArtifactError: there is no C++ compiler.
@@ -166,7 +170,8 @@ def write_package(program: ExportedProgram, path: Path) -> None:
         # torch ends the process where it can't write a package to its path.
         package = io.BytesIO()
         try:
-            aoti_compile_and_package(program, package_path=package, inductor_configs=_OPTIONS)
+            options = {**_OPTIONS, "aot_inductor.metadata": dict(metadata or {})}
+            aoti_compile_and_package(program, package_path=package, inductor_configs=options)
         except Exception as error:
             if (full := _storage_error(error)) is not None:
                 raise full from None

@@ -1,12 +1,13 @@
 """Scores requests with an artifact: looks up their embeddings and runs the package of the dense part."""
 
+import json
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch._inductor import aoti_load_package
 
 from jfi.history.policy import Policy
 from jfi.serving import artifact
@@ -60,11 +61,13 @@ class Scorer:
         max_candidates, max_history: limits of a request; None means those of the artifact.
         output: what a score of a binary label is, "logits", "probabilities", their sigmoids, or "calibrated", the
             sigmoids of a * logit + b with the artifact's calibration. Those of a regression are predictions always.
+        sha256: of the artifacts that may be loaded, as `jfi.serving.artifact.sha256_of` gives it; None for any.
+            Loading an artifact runs the machine code in it.
 
     Raises:
-        ArtifactError: the artifact is damaged, or cannot be used on this machine; or `max_history` is more than its
-            policy of histories was trained with; or `output` is one of probabilities for a regression, or
-            "calibrated" without a calibration.
+        ArtifactError: the artifact is none of `sha256`, is damaged, or cannot be used on this machine; or `max_history`
+            is more than its policy of histories was trained with; or `output` is one of probabilities for a
+            regression, or "calibrated" without a calibration.
         ValueError: another `output`.
     """
 
@@ -75,10 +78,12 @@ class Scorer:
         max_candidates: int | None = None,
         max_history: int | None = None,
         output: str = OUTPUTS[0],
+        sha256: Collection[str] | None = None,
     ) -> None:
         if output not in OUTPUTS:
             raise ValueError(f"output is {output!r}, must be one of {', '.join(OUTPUTS)}")
-        self.info = info = artifact.read(path)
+        info, sums = artifact.read(path, sha256)
+        self.info = info
         _check_environment(path, info, tables_device)
         self.device = torch.device(info["device"])
         fields = {part: [Field(**one) for one in of] for part, of in info["schema"].items()}
@@ -90,15 +95,11 @@ class Scorer:
             policy = RequestPolicy(Policy.load(path / artifact.POLICY), schema.policy)
         self.reader = RequestReader(schema, limits, policy, _SAID[output])
         self.inputs = Inputs(**info["inputs"])
-        self.tables = load_tables(
-            path / artifact.TABLES,
-            info["tables"],
-            info["table_sizes"],
-            info["table_of"],
-            # Without widths all tables are as wide as the model's entries.
-            info.get("table_widths") or dict.fromkeys(info["table_sizes"], info["embedding_dim"]),
-            torch.device(tables_device or info["device"]),
-        )
+        sizes, table_of = info["table_sizes"], info["table_of"]
+        # Without widths all tables are as wide as the model's entries.
+        widths = info.get("table_widths") or dict.fromkeys(sizes, info["embedding_dim"])
+        device = torch.device(tables_device or info["device"])
+        self.tables = load_tables(path / artifact.TABLES, info["tables"], sizes, table_of, widths, device)
         #: Which outputs are logits that become probabilities; None where none does.
         self._to_probability = None
         if output != "logits":
@@ -113,7 +114,10 @@ class Scorer:
                     "train its run again and export it, or choose probabilities"
                 )
             self._slope, self._offset = torch.tensor(scales, device=self.device).unbind(1)
-        self.package = aoti_load_package(str(path / artifact.MODEL))
+        self.package = artifact.load_model(path, sums[artifact.MODEL])
+        shapes = shapes_of(batch_inputs([self.example()], self.inputs, self.tables, self.device))
+        if self.package.get_metadata().get(artifact.SHAPES, shapes) != shapes:
+            raise ArtifactError(f"{path} is damaged: {artifact.MODEL} takes other inputs than {artifact.INFO} says")
         self.identity = artifact.identity(path)
 
     def example(self) -> Request:
@@ -209,6 +213,20 @@ def batch_inputs(requests: list[Request], inputs: Inputs, tables: Tables, device
         return *groups, dense, buckets, *segments
     weights = [np.ones(one.num_events, np.float32) if one.weights is None else one.weights for one in requests]
     return *groups, dense, buckets, *segments, torch.from_numpy(np.concatenate(weights)).to(device)
+
+
+def shapes_of(inputs: tuple) -> str:
+    """Returns a text of the dtypes and the sizes that no batch changes, of the result of `batch_inputs`.
+
+    Compiled code does not check them itself: a table of another width would have it read beyond the table.
+    """
+
+    def one(value: Tensor | dict[str, Tensor]) -> object:
+        if isinstance(value, dict):
+            return {key: one(tensor) for key, tensor in value.items()}
+        return [str(value.dtype), *value.shape[1:]]
+
+    return json.dumps([one(value) for value in inputs])
 
 
 def _joined(arrays: list[np.ndarray]) -> np.ndarray:

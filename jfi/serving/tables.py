@@ -3,6 +3,7 @@
 Both are called with ids [n] by key and return embeddings [n, D] by key, D of the key's table.
 """
 
+import pickle
 from pathlib import Path
 
 import torch
@@ -43,6 +44,9 @@ class Int8Tables:
         table_of: by key the name of its table.
         widths: by table the D of its rows.
         device: device of the tables.
+
+    Raises:
+        ValueError: the state is of other tables.
     """
 
     def __init__(
@@ -63,7 +67,9 @@ class Int8Tables:
             for config in configs:
                 config.data_type = DataType.INT8
             collection = EmbeddingCollection(configs, device)
-            collection.load_state_dict({name: state[name] for name in collection.state_dict()})
+            own = collection.state_dict()
+            _check_tensors(state, {name: (one.dtype, tuple(one.shape)) for name, one in own.items()})
+            collection.load_state_dict({name: state[name] for name in own})
             self.collections.append((collection, [key for config in configs for key in config.feature_names]))
         self.device = device
 
@@ -103,18 +109,30 @@ def load_tables(
     """Reads the tables that `save_tables` wrote; the arguments are those of `Int8Tables`.
 
     Raises:
-        ArtifactError: int8 tables, but TorchRec is not installed.
+        ArtifactError: the file holds other tables, or int8 tables, but TorchRec is not installed.
     """
-    state = torch.load(path, map_location=device, weights_only=True)
-    if kind == FLOAT:
-        return FloatTables(state, table_of)
     try:
+        state = torch.load(path, map_location=device, weights_only=True)
+        if kind == FLOAT:
+            _check_tensors(state, {name: (torch.float32, (rows, widths[name])) for name, rows in sizes.items()})
+            return FloatTables(state, table_of)
         return Int8Tables(state, sizes, table_of, widths, device)
+    except (ValueError, pickle.UnpicklingError, EOFError) as error:
+        raise ArtifactError(f"{path.parent} is damaged: {path.name}: {' '.join(str(error).split())}") from None
     except ModuleNotFoundError as error:
         raise ArtifactError(
             f"{path.parent} has int8 tables, which need TorchRec, but {error.name} is missing; "
             "export with --tables float32"
         ) from error
+
+
+def _check_tensors(state: dict[str, Tensor], wanted: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+    """Raises ValueError unless there is a tensor of each name, dtype and shape."""
+    for name, one in wanted.items():
+        found = state.get(name) if isinstance(state, dict) else None
+        found = (found.dtype, tuple(found.shape)) if isinstance(found, Tensor) else None
+        if found != one:
+            raise ValueError(f"'{name}' is {found}, must be {one}")
 
 
 def _configs(sizes: dict[str, int], table_of: dict[str, str], widths: dict[str, int]) -> list[list]:

@@ -179,6 +179,13 @@ def _check_keys(tree: object, section: type, path: str, prefix: str) -> None:
             elements = value if isinstance(value, list) else [value]
             for element in elements:
                 _check_keys(element, inner, path, f"{prefix}{key}.")
+        values = typing.get_args(known[key])[1:] if typing.get_origin(known[key]) is dict else ()
+        if values and dataclasses.is_dataclass(values[0]):
+            # In the place of a dataclass jsonargparse takes the name of a class, whose module it imports.
+            if not isinstance(value, dict):
+                raise ConfigError(f"{path}: {prefix}{key} must be a mapping of keys, got {value!r}")
+            for name, element in value.items():
+                _check_keys(element, values[0], path, f"{prefix}{key}.{name}.")
 
 
 def _check_option(option: str, others: list[str]) -> None:

@@ -12,6 +12,7 @@ from typing import Literal
 from jfi.data import DataConfig
 from jfi.data.config import AGE, HISTORY
 from jfi.plan import MOST_BUCKETS
+from jfi.suggest import suggest
 from jfi.training.metrics import MONITORS
 from jfi.training.model_config import (
     ConfigError,
@@ -37,6 +38,27 @@ __all__ = [
     "TrainingConfig",
     "check_bias",
 ]
+
+#: By experiment tracker the options that a config may give its logger. Not among them are those that read files or
+#: upload code; a logger with other options, or of another kind, is made in code.
+TRACKERS = {
+    "wandb": (
+        "project",
+        "name",
+        "id",
+        "save_dir",
+        "offline",
+        "prefix",
+        "entity",
+        "group",
+        "job_type",
+        "notes",
+        "resume",
+    ),
+    "mlflow": ("experiment_name", "run_name", "run_id", "tracking_uri", "save_dir", "prefix", "artifact_location"),
+}
+#: How MLflow's `tracking_uri` may begin. A database server's driver may load libraries that its URL names.
+_URIS = ("http://", "https://", "sqlite:///", "file:", "/", "databricks")
 
 
 @dataclass
@@ -77,8 +99,10 @@ class TrainingConfig:
             steps ran so. `always` also does under torchrun, with `sharding.exchange: attention`, and refuses a run
             whose steps it cannot; `never` does not.
         logger: where metrics go beside metrics.jsonl and TensorBoard: `wandb` or `mlflow`, by the loggers of Lightning,
-            or a class of their interface as `module:Class`; null for nowhere.
-        logger_options: its keyword arguments, such as project or tracking_uri.
+            or null for nowhere. Code can give any other logger, see `jfi.training.train`.
+        logger_options: arguments of the logger: for `wandb` project, name, id, save_dir, offline, prefix, entity,
+            group, job_type, notes and resume; for `mlflow` experiment_name, run_name, run_id, tracking_uri, save_dir,
+            prefix and artifact_location.
         log_every: steps between two lines of training metrics.
         checkpoint_every: steps between checkpoints within an epoch, in addition to the one after each epoch; 0 for
             none.
@@ -120,8 +144,7 @@ class TrainingConfig:
             require(getattr(self, name) >= 1, f"training.{name}", getattr(self, name), "at least 1")
         parts, must = self.accumulate, f"at most training.batch_size, {self.batch_size}"
         require(parts <= self.batch_size, "training.accumulate", parts, must)
-        options, must = self.logger_options, "{} without training.logger"
-        require(self.logger is not None or not options, "training.logger_options", options, must)
+        self._check_logger()
         require(0 <= self.seed < 2**32, "training.seed", self.seed, "in [0, 2**32)")
         require(self.checkpoint_every >= 0, "training.checkpoint_every", self.checkpoint_every, "0 or more")
         norm = self.max_grad_norm
@@ -131,6 +154,20 @@ class TrainingConfig:
         limit = self.ranking_positives
         require(limit is None or limit >= 1, "training.ranking_positives", limit, "at least 1, or null")
         require(self.patience is None or self.patience >= 1, "training.patience", self.patience, "at least 1, or null")
+
+    def _check_logger(self) -> None:
+        name, options = self.logger, self.logger_options
+        must = f"{', '.join(TRACKERS)} or null; any other logger is given in code, to jfi.training.train or resume"
+        require(name is None or name in TRACKERS, "training.logger", name, must)
+        require(name is not None or not options, "training.logger_options", options, "{} without training.logger")
+        if unknown := [option for option in options if option not in TRACKERS[name]]:
+            raise ConfigError(
+                f"training.logger_options: {name} takes no '{unknown[0]}' from a config; "
+                f"{suggest(unknown[0], TRACKERS[name])}"
+            )
+        uri = options.get("tracking_uri", _URIS[0])
+        must = f"a text that begins with one of {', '.join(_URIS)}; set MLFLOW_TRACKING_URI for another one"
+        require(isinstance(uri, str) and uri.startswith(_URIS), "training.logger_options.tracking_uri", uri, must)
 
     def ranking_kinds(self) -> dict[Literal["sampled", "full"], str]:
         """By kind of candidates that `ranking` asks for, how the names of its metrics end."""

@@ -1,7 +1,7 @@
-"""Metrics to an experiment tracker, through the loggers of Lightning or any class with their three methods.
+"""Metrics to an experiment tracker: a logger of Lightning that the config names, or one that code gives.
 
-The class gets the options as keyword arguments, and then `log_hyperparams(params)` once with all fields of the config,
-`log_metrics(metrics, step)` with each line of metrics.jsonl, and `finalize(status)` with "success" or "failed".
+A logger gets `log_hyperparams(params)` once with all fields of the config, `log_metrics(metrics, step)` with each line
+of metrics.jsonl, and `finalize(status)` with "success" or "failed".
 """
 
 import importlib
@@ -15,12 +15,9 @@ from jfi.training.config import ConfigError, TrainingConfig
 
 _log = logging.getLogger(__name__)
 
-_LIGHTNING = "lightning.pytorch.loggers"
-#: By short name the logger, and the packages that it needs.
-_KNOWN = {
-    "wandb": (f"{_LIGHTNING}:WandbLogger", ("lightning", "wandb")),
-    "mlflow": (f"{_LIGHTNING}:MLFlowLogger", ("lightning", "mlflow")),
-}
+_MODULE = "lightning.pytorch.loggers"
+#: The logger of each name in `jfi.training.config.TRACKERS`. No config names a class: it may be somebody else's.
+_CLASSES = {"wandb": "WandbLogger", "mlflow": "MLFlowLogger"}
 
 
 class Logger(Protocol):
@@ -31,56 +28,46 @@ class Logger(Protocol):
     def finalize(self, status: str) -> None: ...
 
 
-def find_logger(config: TrainingConfig) -> type | None:
-    """What `training.logger` names; None without one.
-
-    Raises:
-        ConfigError: a package is not installed, or there is no such class.
-    """
+def check_packages(config: TrainingConfig) -> None:
+    """Raises ConfigError if a package that the tracker `training.logger` needs is not installed."""
     if config.logger is None:
-        return None
-    name, packages = _KNOWN.get(config.logger, (config.logger, ()))
-    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+        return
+    missing = [package for package in ("lightning", config.logger) if importlib.util.find_spec(package) is None]
     if missing:
         have = f"{' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed"
         raise ConfigError(f"training.logger: {config.logger} needs {have}: pip install {' '.join(missing)}")
-    module, _, attribute = name.partition(":")
-    if not attribute:
-        known = ", ".join(_KNOWN)
-        raise ConfigError(f"training.logger: got {name!r}, must be {known}, null, or a class as module:Class")
+
+
+def _make_logger(config: TrainingConfig) -> Logger | None:
+    """The logger that the config names; None without one."""
+    if config.logger is None:
+        return None
+    check_packages(config)
     try:
-        found = importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(f"training.logger: {name!r} cannot be imported: {error}") from None
-    kind = getattr(found, attribute, None)
-    if not callable(kind):
-        raise ConfigError(f"training.logger: {module} has no class '{attribute}'")
-    return kind
+        return getattr(importlib.import_module(_MODULE), _CLASSES[config.logger])(**config.logger_options)
+    except Exception as error:
+        raise ConfigError(f"training.logger_options: the logger cannot be made: {_shown(error)}") from error
 
 
 class Tracker:
     """A logger that cannot end the training: once it has refused metrics it gets no more, and a line says so.
 
     Args:
-        kind: the result of `find_logger`; None for no logger.
-        options: `training.logger_options`.
+        config: names the logger, or none.
         params: all fields of the config.
+        logger: takes the place of the one that the config names.
 
     Raises:
-        ConfigError: the logger refuses its options.
+        ConfigError: a package is not installed, or the logger refuses its options.
     """
 
-    def __init__(self, kind: type | None, options: dict[str, Any], params: dict[str, Any]) -> None:
-        self._logger: Logger | None = None
+    def __init__(self, config: TrainingConfig, params: dict[str, Any], logger: Logger | None = None) -> None:
         #: The run of W&B that the logger has opened, which Lightning leaves open until the process ends.
         self._run: Any = None
-        if kind is None:
-            return
         before = _wandb_run()
-        try:
-            self._logger = kind(**options)
-        except Exception as error:
-            raise ConfigError(f"training.logger_options: the logger cannot be made: {_shown(error)}") from error
+        self._logger = _make_logger(config) if logger is None else logger
+        if self._logger is None:
+            return
         try:  # MLflow refuses params that have changed since the run was first logged; its metrics can go on
             self._logger.log_hyperparams(params)
         except Exception as error:

@@ -34,7 +34,7 @@ from jfi.training.config import Config
 from jfi.training.distributed import World
 from jfi.training.interrupt import Interrupted, StopRequest, stop_on_signals
 from jfi.training.learning_rates import LearningRates
-from jfi.training.logger import Tracker, find_logger
+from jfi.training.logger import Logger, Tracker
 from jfi.training.metrics import LESS_IS_BETTER, Predictions, normalized_entropy
 from jfi.training.objective import Objective
 from jfi.training.ranking import rank_split
@@ -100,8 +100,8 @@ class Trainer(RunState):
         # Of the last line of the log, and samples a second of the last epoch, to be shown.
         self.loss = self.speed = math.nan
 
-    def fit(self, run: RunFolder) -> Result:
-        """Trains to the end, tests the best epoch and draws the plots."""
+    def fit(self, run: RunFolder, logger: Logger | None = None) -> Result:
+        """Trains to the end, tests the best epoch and draws the plots; `logger` is as of `jfi.training.train`."""
         # Imported now, since only pictures need matplotlib and a missing package should fail before the training.
         from jfi.training.plots import draw_attention, draw_curves
 
@@ -130,7 +130,7 @@ class Trainer(RunState):
         # Run the backward on this thread. Waking autograd's thread and waiting for it in every step costs the host more
         # than launching the kernels for short histories.
         with (
-            self._recorder(run, data) as recorder,
+            self._recorder(run, data, logger) as recorder,
             stop_on_signals() as stop,
             torch.autograd.set_multithreading_enabled(False),
         ):
@@ -160,11 +160,10 @@ class Trainer(RunState):
         validation = {name: math.nan if validation[name] is None else validation[name] for name in test}
         return Result(str(run.path), progress.best_epoch, progress.epoch, validation, test, progress.train_seconds)
 
-    def _recorder(self, run: RunFolder, data: str) -> Recorder | SilentRecorder:
+    def _recorder(self, run: RunFolder, data: str, logger: Logger | None) -> Recorder | SilentRecorder:
         if not self.world.is_first:
             return SilentRecorder()
-        training = self.config.training
-        tracker = Tracker(find_logger(training), training.logger_options, asdict(self.config))
+        tracker = Tracker(self.config.training, asdict(self.config), logger)
         return Recorder(run, self.progress.log_length, self.progress.step, data, tracker)
 
     def _log_so_far(self, run: RunFolder) -> list[dict]:

@@ -39,6 +39,7 @@ class Progress:
         config: all fields of the config.
         calibration: of the best epoch, see `jfi.training.calibration`; empty in a run of an earlier version.
         batches: what the batches of an epoch follow from, see `run_data.describe_batches`.
+        files: see `run_data.learnt_files`; empty in a run of an earlier version.
     """
 
     epoch: int = 0
@@ -54,6 +55,7 @@ class Progress:
     config: dict = field(default_factory=dict)
     calibration: dict = field(default_factory=dict)
     batches: dict = field(default_factory=dict)
+    files: dict = field(default_factory=dict)
 
     @property
     def position(self) -> int:

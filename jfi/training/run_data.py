@@ -15,15 +15,18 @@ from jfi.data.config import FILES
 from jfi.data.fingerprint import NAME, Fingerprint
 from jfi.data.manifest import CHOICES, resolve
 from jfi.data.rules import parse_rule
+from jfi.data.schema import FILES as SCHEMA_FILES
 from jfi.data.source import column_settings
-from jfi.files import writing_folder
-from jfi.training.checkpoint import latest_checkpoint
+from jfi.files import sha256_of, writing_folder
+from jfi.training.checkpoint import latest_checkpoint, read_progress
 from jfi.training.config import Config, ConfigError
 from jfi.training.distributed import World
 from jfi.training.run_folder import RunFolder
 from jfi.training.shared_data import load_shared
 
 _POLICY = "policy.json"
+#: The files that stay as they are from the start of a run on; the fingerprint follows data that is accepted.
+_LEARNT = (*SCHEMA_FILES, _POLICY)
 #: What to do where the data of a run has changed.
 DataChanged = Literal["refuse", "accept"]
 
@@ -46,13 +49,27 @@ def own_policy(run: RunFolder, config: Config) -> Config:
     return dataclasses.replace(config, data=dataclasses.replace(config.data, policy=str(run.data / _POLICY)))
 
 
+def learnt_files(run: RunFolder) -> dict[str, str]:
+    """SHA-256 by name of the files of `run.data` that a run never changes; each checkpoint has them."""
+    return {name: sha256_of(run.data / name) for name in _LEARNT if (run.data / name).is_file()}
+
+
 def load_schema(run: RunFolder) -> DataSchema:
-    """The schema of a run.
+    """The schema of a run, after the files that it has learnt, its policy among them, are verified.
 
     Raises:
-        DataError: a file of it is missing or damaged.
+        ConfigError: a file is not what it was at the last checkpoint.
+        DataError: a file of the schema is missing or damaged.
     """
-    return DataSchema.load(run.data)
+    schema, last = DataSchema.load(run.data), latest_checkpoint(run.checkpoints)
+    known = {} if last is None else read_progress(last).get("files", {})
+    if known:  # a checkpoint of an earlier version has none
+        found = learnt_files(run)
+        for name in _LEARNT:
+            if found.get(name) != known.get(name):
+                what = "is missing" if name not in found else "has changed since the checkpoint"
+                raise ConfigError(f"{run.data / name} {what}; restore it")
+    return schema
 
 
 def load_data(run: RunFolder, config: Config, world: World, changed: DataChanged = "refuse") -> InteractionDataset:

@@ -62,6 +62,15 @@ class RunFolder:
         config = load_config(run.config)
         return run, config.with_training(run_dir=str(path))
 
+    def check_links(self) -> None:
+        """Raises ConfigError if a file or folder that training writes is a link, which may lead out of the run."""
+        written = [self.path / LOCK, *(path for path in vars(self).values() if path != self.path)]
+        for folder in (self.data, self.checkpoints, self.tensorboard):
+            written += folder.glob("*")
+        for path in written:
+            if path.is_symlink():
+                raise ConfigError(f"--resume {self.path}: {path} is a link; a run that goes on holds none")
+
     @classmethod
     def holds(cls, config: Config) -> bool:
         """Whether `config.training.run_dir` is the folder of a run with an equal config."""

@@ -299,10 +299,5 @@ def load_run(path: str | Path, device: str | torch.device = "cpu", setting: str 
     best = BestEpoch.of(path, setting)
     model = build_model(best.config.model, best.config.encoder, best.schema)
     best.read(model.state_dict())
-    if best.schema.codec is not None:
-        saved, codec = model.semantic_ids.codec_fingerprint, best.schema.codec.fingerprint
-        if saved != codec:
-            what = f"its parameters are of the codec {saved[:12]}, its schema has the codec {codec[:12]}"
-            raise ConfigError(f"{best.name}: {what}")
     policy = load_policy(own_policy(RunFolder(Path(path)), best.config).data)
     return SavedRun(Path(path), best.config, best.schema, model.to(device).eval(), policy, best.calibration)

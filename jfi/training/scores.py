@@ -82,8 +82,10 @@ class Scores:
             try:
                 for batch in self.batches():
                     if writer is None:
-                        kind = pa.csv.CSVWriter if out.suffix == ".csv" else pa.parquet.ParquetWriter
-                        writer = kind(str(unfinished), batch.schema)
+                        if out.suffix == ".csv":
+                            writer = pa.csv.CSVWriter(str(unfinished), batch.schema)
+                        else:
+                            writer = pa.parquet.ParquetWriter(str(unfinished), batch.schema, write_page_checksum=True)
                     writer.write_batch(batch)
             finally:
                 if writer is not None:

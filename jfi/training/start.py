@@ -13,11 +13,11 @@ from jfi.training.checkpoint import latest_checkpoint
 from jfi.training.cli import save_config
 from jfi.training.config import Config, ConfigError
 from jfi.training.distributed import World, join_world
-from jfi.training.logger import find_logger
+from jfi.training.logger import Logger, check_packages
 from jfi.training.loop import Result, Trainer
 from jfi.training.preset import apply_preset
 from jfi.training.progress import check_config, config_changes
-from jfi.training.run_data import DataChanged, describe_batches, load_data, save_data
+from jfi.training.run_data import DataChanged, describe_batches, learnt_files, load_data, save_data
 from jfi.training.run_folder import RunFolder, check_new, check_writable, new_run_dir
 from jfi.training.run_lock import writing_run
 from jfi.training.sharding import check_sharded
@@ -25,7 +25,7 @@ from jfi.training.shared_data import load_shared
 from jfi.training.warm_start import check_warm_start
 
 
-def train(config: Config, dataset: InteractionDataset | None = None) -> Result:
+def train(config: Config, dataset: InteractionDataset | None = None, logger: Logger | None = None) -> Result:
     """Trains a new run in `config.training.run_dir`.
 
     Under torchrun, which restarts the command after a process has died, it continues the run of an equal config there.
@@ -33,6 +33,8 @@ def train(config: Config, dataset: InteractionDataset | None = None) -> Result:
     Args:
         config: the whole config.
         dataset: the dataset of `config.data`, if it is loaded already.
+        logger: gets the config and the metrics, in the place of the one that `training.logger` names: any object with
+            the three methods of `jfi.training.logger.Logger`, such as a logger of Lightning.
 
     Raises:
         ConfigError, DataError: a fault in the config or the data; nothing has been written.
@@ -55,7 +57,7 @@ def train(config: Config, dataset: InteractionDataset | None = None) -> Result:
         if begun:
             run = RunFolder(Path(run_dir))
             with writing_run(run.path, world):
-                return _continue(run, config, world, "refuse")
+                return _continue(run, config, world, "refuse", logger=logger)
         if dataset is None:
             dataset = load_shared(config.data, world)
             if world.is_first and dataset.summary is not None:
@@ -66,7 +68,7 @@ def train(config: Config, dataset: InteractionDataset | None = None) -> Result:
         trainer.load_pretrained()
         path = world.on_first(lambda: Path(run_dir or new_run_dir()))
         with writing_run(path, world):
-            return _fit(trainer, world.on_first(lambda: _create(config, path, dataset)))
+            return _fit(trainer, world.on_first(lambda: _create(config, path, dataset)), logger)
 
 
 def resume(
@@ -75,6 +77,7 @@ def resume(
     prepared: str | Path | None = None,
     data_changed: DataChanged = "refuse",
     config_changed: Literal["refuse", "accept"] = "refuse",
+    logger: Logger | None = None,
 ) -> Result:
     """Continues the run in `run_dir` from its last complete checkpoint, or from the start if there is none.
 
@@ -89,6 +92,7 @@ def resume(
         data_changed: "refuse" raises an error if rows, values or splits are not those that the run was started with;
             "accept" goes on with the data as it is now. A value that the run does not know counts as unknown.
         config_changed: whether to go on if config.yaml was changed since the checkpoint, with what it says now.
+        logger: as of `train`.
 
     Raises:
         ConfigError, DataError: as `train`; also if `run_dir` is not a run folder, or is a damaged one, if the data or
@@ -96,6 +100,7 @@ def resume(
         FloatingPointError, Interrupted: as `train`.
     """
     run, config = RunFolder.open(run_dir)
+    run.check_links()
     options = {"--resume": run.path, "--data.prepared": prepared}
     options |= {"--data-changed": data_changed, "--config-changed": config_changed}
     with join_world(config.training.device) as world:
@@ -104,11 +109,11 @@ def resume(
             if config_changed != "accept":
                 world.on_first(lambda: check_config(run, config))
             if prepared is None:
-                return _continue(run, config, world, data_changed)
+                return _continue(run, config, world, data_changed, logger=logger)
             config = _with_prepared(run, config, prepared)
             dataset = load_data(run, config, world, data_changed)
             world.on_first(lambda: save_config(config, run.config))
-            return _continue(run, config, world, data_changed, dataset)
+            return _continue(run, config, world, data_changed, dataset, logger)
 
 
 def _check_processes(world: World, config: Config, options: dict[str, object]) -> None:
@@ -139,7 +144,7 @@ def _check_before_reading(config: Config) -> None:
     if config.training.run_dir is not None:
         check_new(Path(config.training.run_dir))
     check_writable(Path(config.training.run_dir or new_run_dir()))
-    find_logger(config.training)
+    check_packages(config.training)
     if config.training.warm_start is not None:
         for line in check_warm_start(config.training.warm_start, config):
             print(line, flush=True)
@@ -188,6 +193,7 @@ def _continue(
     world: World,
     data_changed: DataChanged,
     dataset: InteractionDataset | None = None,
+    logger: Logger | None = None,
 ) -> Result:
     dataset = dataset or load_data(run, config, world, data_changed)
     # A run that was killed before its first checkpoint begins as a new one does.
@@ -196,11 +202,12 @@ def _continue(
     trainer.restore(run)
     if begins:
         trainer.load_pretrained()
-    return _fit(trainer, run)
+    return _fit(trainer, run, logger)
 
 
-def _fit(trainer: Trainer, run: RunFolder) -> Result:
+def _fit(trainer: Trainer, run: RunFolder, logger: Logger | None) -> Result:
+    trainer.progress.files = trainer.world.on_first(lambda: learnt_files(run))
     anew = trainer.progress.use_batches(trainer.world.on_first(lambda: describe_batches(run, trainer.config)))
     if anew is not None and trainer.world.is_first:
         print(anew, flush=True)
-    return trainer.fit(run)
+    return trainer.fit(run, logger)

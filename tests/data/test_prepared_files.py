@@ -3,6 +3,7 @@
 import errno
 import json
 import re
+import struct
 import threading
 from pathlib import Path
 
@@ -10,11 +11,13 @@ import numpy as np
 import pytest
 
 from jfi.data import DataConfig, DataError, load_dataset, prepare
+from jfi.data.column_files import ColumnWriter, map_arrow, read_columns
 from jfi.data.external_sort import MemoryLimitError
 from jfi.data.manifest import Manifest, prepared_config, resolve
 from jfi.data.prepare import prepare_dataset
 from jfi.data.prepared import verify_dataset
 from jfi.data.prepared_complete import complete_dataset
+from jfi.files import read_sums, sha256_of, write_sums
 from jfi.training.cli import parse_config
 
 
@@ -174,6 +177,31 @@ def test_every_bit_that_changes_is_noticed(folder):
     (folder / "SHA256SUMS").unlink()
     with pytest.raises(DataError, match=r"SHA256SUMS is missing$"):
         load_dataset(prepared_config(folder))
+
+
+def test_a_file_that_says_that_it_has_more_rows_than_it_has_is_refused(folder):
+    """Training would read other memory. Whoever wrote the file wrote its checksum too."""
+    path = folder / "train.arrow"
+    count = len(map_arrow(path)["event"])
+    content = path.read_bytes().replace(struct.pack("<q", count), struct.pack("<q", 10**7))
+    assert content.count(struct.pack("<q", 10**7)) == 2
+    path.write_bytes(content)
+    write_sums(folder, {name: sha256_of(folder / name) for name in read_sums(folder)})
+    verify_dataset(folder)
+    with pytest.raises(DataError, match=f"^{re.escape(str(path))}: damaged: .*too small"):
+        load_dataset(DataConfig(prepared=str(folder)))
+
+
+def test_columns_of_a_preparation_that_goes_on_are_numbers(tmp_path):
+    """A map of objects would take the file's bytes for addresses."""
+    writer = ColumnWriter(tmp_path, {"a": np.int64})
+    writer.append("a", np.arange(3))
+    writer.close()
+    index = tmp_path / "columns.json"
+    assert read_columns(tmp_path)["a"].tolist() == [0, 1, 2]
+    index.write_text(index.read_text().replace("<i8", "|O"))
+    with pytest.raises(DataError, match=r"columns.json: damaged: a column has the type '\|O'"):
+        read_columns(tmp_path)
 
 
 def test_large_files_are_verified_only_when_asked(folder, monkeypatch):

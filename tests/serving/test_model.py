@@ -244,7 +244,7 @@ def test_an_artifact_of_other_widths_in_float32_and_int8(table, tmp_path, monkey
     package = paths["float32"] / artifact.MODEL
     monkeypatch.setattr("jfi.serving.export._compile", lambda scoring, example, path: shutil.copy(package, path))
     export(paths["int8"], trained, schema, Limits(9, 12), tables="int8")
-    widths = artifact.read(paths["int8"])["table_widths"]
+    widths = artifact.read(paths["int8"])[0]["table_widths"]
     assert set(widths.values()) > {4, 6, 12} and len(widths) > 6
     with torch.no_grad():
         wanted = logits(trained, table.dataset.batch_of(samples, table.dataset._events.item[samples]))

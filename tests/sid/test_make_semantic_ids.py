@@ -1,6 +1,7 @@
 """The command: what it writes, that no ID that was written changes, and what it refuses, by name."""
 
 import json
+import random
 import runpy
 import shutil
 import sys
@@ -11,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from jfi.data.semantic_ids import write_sids
+from jfi.data import DataError
+from jfi.data.semantic_ids import read_sids, write_sids
 from jfi.files import read_sums, sha256_of, write_sums
 from jfi.sid import UNKNOWN_SID, Codec, DiscretePCA
 from jfi.training.cli import run_cli
@@ -338,3 +340,37 @@ def test_the_codec_is_used_where_the_ids_are_gone(command, made):
     code, out, _ = command(*DPCA)
     assert code == 0 and "distinct IDs" not in out
     assert items_and_sids("sids.parquet") == before
+
+
+@pytest.mark.parametrize("bits", ["some bits", pytest.param("all bits", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [pa.string(), pa.int64()], ids=str)
+def test_a_flipped_bit_of_the_ids_is_refused_or_changes_nothing(tmp_path, kind, bits):
+    """In the pages and in the footer, which no checksum of Parquet covers."""
+    path, items = tmp_path / "sids.parquet", pa.array([i * 7919 % 1000 for i in range(60)]).cast(kind)
+    codec = DiscretePCA(num_digits=12).fit(torch.randn(60, 8))
+    sids = codec.encode(torch.randn(60, 8))
+    write_sids(path, "item", items, sids, codec)
+    good, draw, refused = path.read_bytes(), random.Random(0), 0
+    for bit in range(8 * len(good)) if bits == "all bits" else range(draw.randrange(20), 8 * len(good), 21):
+        content = bytearray(good)
+        content[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(content)
+        try:
+            found, ids = read_sids(path, "item", codec)
+        except DataError as fault:
+            refused += 1
+            assert str(path) in str(fault) and "\n" not in str(fault), bit
+        else:
+            assert found.cast(pa.string()).equals(items.cast(pa.string())) and torch.equal(ids, sids), bit
+    assert refused > len(good) // 5
+
+
+def test_ids_without_a_checksum_are_of_an_earlier_version_and_read(tmp_path):
+    path, codec = tmp_path / "sids.parquet", DiscretePCA(num_digits=12).fit(torch.randn(60, 8))
+    sids = codec.encode(torch.randn(3, 8))
+    write_sids(path, "item", pa.array(["a", "b", "c"]), sids, codec)
+    table = pq.read_table(path)
+    metadata = {name: text for name, text in table.schema.metadata.items() if name != b"jfi.sid.sha256"}
+    assert len(metadata) < len(table.schema.metadata)
+    pq.write_table(table.replace_schema_metadata(metadata), path)
+    assert torch.equal(read_sids(path, "item", codec)[1], sids)

@@ -105,10 +105,10 @@ def test_the_loop_is_the_same_with_steps_from_buffers(tmp_path, monkeypatch, cap
     train(graphed(tmp_path / "plain", **options))
     fit = Trainer.fit
 
-    def buffered(trainer, run):
+    def buffered(trainer, *arguments):
         trainer._captured = CapturedStep(trainer._step, trainer.model)
         trainer._captured._graphs = StandInGraphs()
-        return fit(trainer, run)
+        return fit(trainer, *arguments)
 
     monkeypatch.setattr(Trainer, "fit", buffered)
     train(graphed(tmp_path / "buffers", **options))

@@ -11,7 +11,9 @@ import pytest
 import torch
 from test_run import assert_same_run, killed_after, tiny
 
+from jfi.data import DataSchema
 from jfi.data.load import check_equal
+from jfi.encoding import Vocabulary
 from jfi.files import SUMS, sha256_of, write_sums
 from jfi.training import resume, train
 from jfi.training.checkpoint import latest_checkpoint
@@ -166,6 +168,40 @@ def test_a_run_whose_scores_would_change_with_its_config_is_refused_with_the_fie
         f"error: run {run}: config.yaml has changed since the checkpoint: {change}; restore it" for change in changes
     ]
     assert capfd.readouterr().err.splitlines() == lines
+
+
+def test_the_vocabularies_of_another_run_are_refused_by_every_command(runs, tmp_path, capfd):
+    """Whole files with right checksums of their own, whose values have other ids."""
+    run = tmp_path / "run"
+    shutil.copytree(runs[0], run)
+    schema = DataSchema.load(run / "data")
+    values = {name: Vocabulary(list(one.values)[::-1]) for name, one in schema.encodings.vocabularies.items()}
+    other = replace(schema, encodings=replace(schema.encodings, vocabularies=values))
+    other.save(tmp_path / "other")
+    for name in ("schema.json", "vocabularies.parquet"):
+        (tmp_path / "other" / name).replace(run / "data" / name)
+    assert values and DataSchema.load(run / "data").encodings.vocabularies.keys() == values.keys()
+    warm = tiny(tmp_path / "warm", warm_start=str(run))
+    for command in (resume, lambda run: resume(run, data_changed="accept"), load_run, lambda _: train(warm)):
+        assert run_cli(lambda command=command: command(run) and None) == 2
+        line = f"error: {run}/data/schema.json has changed since the checkpoint; restore it\n"
+        assert capfd.readouterr().err == line
+    assert not (tmp_path / "warm").exists()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", ".lock", "data", "checkpoints", "checkpoints/*", "config.yaml"])
+def test_a_run_that_goes_on_holds_no_links(runs, tmp_path, capfd, name):
+    """Training would write where they lead: it cuts metrics.jsonl and removes old checkpoints."""
+    run, other = tmp_path / "run", tmp_path / "elsewhere"
+    shutil.copytree(runs[0], run)
+    path = next(run.glob(name))
+    path.rename(other)
+    path.symlink_to(other)
+    before = sorted((one, one.stat().st_mtime_ns) for one in (other, *other.rglob("*")))
+    assert run_cli(lambda: resume(run) and None) == 2
+    assert capfd.readouterr().err == f"error: --resume {run}: {path} is a link; a run that goes on holds none\n"
+    assert sorted((one, one.stat().st_mtime_ns) for one in (other, *other.rglob("*"))) == before
+    load_run(run)  # which writes nothing
 
 
 def flip_bit(path: Path, bit: int) -> None:

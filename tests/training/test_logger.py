@@ -8,8 +8,8 @@ import pytest
 from own_table import config_of, row, write_table
 from worker import without_pictures
 
-from jfi.training import ConfigError, TrainingConfig, train
-from jfi.training.logger import find_logger
+from jfi.training import ConfigError, TrainingConfig, resume, train
+from jfi.training.cli import load_config, save_config
 from jfi.training.loop import Trainer
 from jfi.training.recorder import SPEED, read_metrics
 
@@ -19,9 +19,9 @@ class Fake:
 
     made: list["Fake"] = []  # noqa: RUF012
 
-    def __init__(self, project: str = "", fails_at: int = -1) -> None:
-        self.project, self.fails_at, self.calls = project, fails_at, []
-        if project == "wrong":
+    def __init__(self, fails_at: int = -1, **options: object) -> None:
+        self.fails_at, self.options, self.calls = fails_at, options, []
+        if options.get("project") == "wrong":
             raise ValueError("no such project\nmore")
         self.made.append(self)
 
@@ -37,33 +37,37 @@ class Fake:
         self.calls.append(("finalize", status))
 
 
-@pytest.fixture(autouse=True)
-def module(monkeypatch):
+@pytest.fixture
+def lightning(monkeypatch):
+    """Stands in for lightning, wandb and mlflow, whose loggers it has."""
     Fake.made.clear()
-    module = ModuleType("fake_tracker")
-    module.Fake = Fake
-    monkeypatch.setitem(sys.modules, "fake_tracker", module)
+    loggers = ModuleType("lightning.pytorch.loggers")
+    loggers.WandbLogger, loggers.MLFlowLogger = (type(name, (Fake,), {}) for name in ("Wandb", "MLFlow"))
+    for name in ("lightning", "lightning.pytorch", "wandb", "mlflow"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__spec__=1))
+    monkeypatch.setitem(sys.modules, "lightning.pytorch.loggers", loggers)
+    return loggers
 
 
 @pytest.fixture
 def run(tmp_path):
     write_table(tmp_path / "table.csv", [row(i) for i in range(120)])
 
-    def run(**training):
+    def run(given: object = None, **training):
         with without_pictures():
-            return train(config_of(tmp_path / "table.csv", tmp_path / "run", epochs=1, log_every=1, **training))
+            return train(
+                config_of(tmp_path / "table.csv", tmp_path / "run", **{"epochs": 1, "log_every": 1, **training}),
+                logger=given,
+            )
 
     return run
 
 
-def test_every_line_of_metrics_and_the_config_are_sent(run, tmp_path):
-    run(logger="fake_tracker:Fake", logger_options={"project": "clicks"})
-    (logger,) = Fake.made
-    assert logger.project == "clicks"
+def check_calls(logger: Fake, log: list[dict]) -> None:
+    """The logger got the config and every line of metrics."""
     (_, params), *lines, last = logger.calls
-    assert params["data"]["label"] == "clicked" and params["training"]["logger"] == "fake_tracker:Fake"
+    assert params["data"]["label"] == "clicked"
     assert last == ("finalize", "success")
-    log = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert len(lines) == len(log) > 3
     for (_, metrics, step), line in zip(lines, log, strict=True):
         split = line["split"]
@@ -73,18 +77,42 @@ def test_every_line_of_metrics_and_the_config_are_sent(run, tmp_path):
         assert metrics == pytest.approx(expected, rel=1e-3, abs=0.06) and f"{split}/{SPEED}" in metrics
 
 
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_every_line_of_metrics_and_the_config_are_sent(run, tmp_path, lightning, name):
+    option = {"wandb": "project", "mlflow": "experiment_name"}[name]
+    run(logger=name, logger_options={option: "clicks"})
+    (logger,) = Fake.made
+    assert type(logger) is {"wandb": lightning.WandbLogger, "mlflow": lightning.MLFlowLogger}[name]
+    assert logger.options == {option: "clicks"}
+    check_calls(logger, read_metrics(tmp_path / "run" / "metrics.jsonl"))
+
+
+def test_code_gives_any_logger_to_a_new_run_and_to_one_that_goes_on(run, tmp_path):
+    given, log = Fake(), tmp_path / "run" / "metrics.jsonl"
+    run(given)
+    check_calls(given, read_metrics(log))
+    path = tmp_path / "run" / "config.yaml"
+    save_config(load_config(path).with_training(epochs=3), path)
+    given, known = Fake(), [line for line in read_metrics(log) if line["split"] != "test"]
+    with without_pictures():
+        resume(tmp_path / "run", config_changed="accept", logger=given)
+    assert given.calls[0][1]["training"]["epochs"] == 3
+    check_calls(given, read_metrics(log)[len(known) :])
+
+
 def test_a_tracker_that_goes_down_does_not_end_the_training(run, caplog):
-    result = run(logger="fake_tracker:Fake", logger_options={"fails_at": 2})
-    assert result.epochs == 1
+    given = Fake(fails_at=2)
+    assert run(given).epochs == 1
     assert "training.logger failed, and gets no more metrics: ConnectionError: the tracker is down" in caplog.text
-    assert [name for name, *_ in Fake.made[0].calls] == ["params", "metrics", "metrics"]
+    assert [name for name, *_ in given.calls] == ["params", "metrics", "metrics"]
 
 
 def test_a_tracker_that_refuses_the_config_gets_the_metrics(run, monkeypatch, caplog):
     monkeypatch.setattr(Fake, "log_hyperparams", lambda *_: int("x"))
-    run(logger="fake_tracker:Fake")
+    given = Fake()
+    run(given)
     assert "training.logger failed, and does not get the config: ValueError: invalid literal" in caplog.text
-    kinds = [kind for kind, *_ in Fake.made[0].calls]
+    kinds = [kind for kind, *_ in given.calls]
     assert kinds == ["metrics"] * (len(kinds) - 1) + ["finalize"] and len(kinds) > 3
 
 
@@ -103,8 +131,8 @@ class Wandb(Fake):
         sys.modules["wandb"].run = None
 
 
-@pytest.mark.parametrize("logger", ["fake_tracker:Fake", None])
-def test_a_run_of_wandb_that_the_logger_has_not_opened_stays_open(run, monkeypatch, logger):
+@pytest.mark.parametrize("given", [Fake(), None], ids=["logger", "none"])
+def test_a_run_of_wandb_that_the_logger_has_not_opened_stays_open(run, monkeypatch, given):
     """Such as that of the user's own code, in a callback or beside another logger."""
     ended, saved = [], Trainer.load_best
     wandb = SimpleNamespace(run=None)
@@ -115,7 +143,7 @@ def test_a_run_of_wandb_that_the_logger_has_not_opened_stays_open(run, monkeypat
         saved(*arguments)
 
     monkeypatch.setattr(Trainer, "load_best", open_run)
-    run(logger=logger)
+    run(given)
     assert wandb.run is not None and not ended
 
 
@@ -124,46 +152,50 @@ def test_a_run_of_wandb_ends_with_the_training_that_opened_it(run, monkeypatch, 
     Wandb.ended.clear()
     own = SimpleNamespace() if joins else None
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=own))
-    monkeypatch.setattr(sys.modules["fake_tracker"], "Fake", Wandb)
     if fails:
         monkeypatch.setattr("jfi.training.loop.Trainer.load_best", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
-        run(logger="fake_tracker:Fake")
+        run(Wandb())
     assert Wandb.ended == codes and sys.modules["wandb"].run is own
 
 
 def test_a_run_that_fails_is_reported_as_failed(run, monkeypatch):
     monkeypatch.setattr("jfi.training.loop.Trainer.load_best", lambda *_: 1 / 0)
+    given = Fake()
     with pytest.raises(ZeroDivisionError):
-        run(logger="fake_tracker:Fake")
-    assert Fake.made[0].calls[-1] == ("finalize", "failed")
+        run(given)
+    assert given.calls[-1] == ("finalize", "failed")
 
 
-def test_what_cannot_be_used_is_refused_before_anything_is_written(run, tmp_path, monkeypatch):
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_written(run, tmp_path, monkeypatch):
     monkeypatch.setattr("jfi.training.logger.importlib.util.find_spec", lambda name: None if name == "wandb" else 1)
-    for training, expected in (
-        ({"logger": "wandb"}, "training.logger: wandb needs wandb, which is not installed: pip install wandb"),
-        ({"logger": "tensorflow"}, "training.logger: got 'tensorflow', must be wandb, mlflow, null, or a class as"),
-        ({"logger": "absent_module:X"}, "training.logger: 'absent_module:X' cannot be imported: No module named"),
-        ({"logger": "fake_tracker:Absent"}, "training.logger: fake_tracker has no class 'Absent'"),
-    ):
-        with pytest.raises(ConfigError, match=expected):
-            run(**training)
+    expected = "training.logger: wandb needs wandb, which is not installed: pip install wandb"
+    with pytest.raises(ConfigError, match=expected):
+        run(logger="wandb")
     assert not (tmp_path / "run").exists()
-    with pytest.raises(
-        ConfigError, match=r"training.logger_options: the logger cannot be made: ValueError: no such project"
-    ):
-        run(logger="fake_tracker:Fake", logger_options={"project": "wrong"})
-    with pytest.raises(ConfigError, match=r"training.logger_options: got .*, must be \{\} without training.logger"):
-        TrainingConfig(logger_options={"project": "clicks"})
 
 
-def test_the_short_names_are_lightnings_loggers(monkeypatch):
-    loggers = ModuleType("lightning.pytorch.loggers")
-    loggers.WandbLogger, loggers.MLFlowLogger = (type(name, (Fake,), {}) for name in ("Wandb", "MLFlow"))
-    for name in ("lightning", "lightning.pytorch", "wandb", "mlflow"):
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__spec__=1))
-    monkeypatch.setitem(sys.modules, "lightning.pytorch.loggers", loggers)
-    assert find_logger(TrainingConfig(logger="wandb")) is loggers.WandbLogger
-    assert find_logger(TrainingConfig(logger="mlflow")) is loggers.MLFlowLogger
-    assert find_logger(TrainingConfig()) is None
+def test_a_logger_that_refuses_its_options_is_one_line(run, lightning):
+    expected = r"training.logger_options: the logger cannot be made: ValueError: no such project"
+    with pytest.raises(ConfigError, match=expected):
+        run(logger="wandb", logger_options={"project": "wrong"})
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("tensorflow", {}, "training.logger: got 'tensorflow', must be wandb, mlflow or null; any other logger is giv"),
+        ("subprocess:Popen", {}, "training.logger: got 'subprocess:Popen', must be wandb, mlflow or null"),
+        (None, {"project": "clicks"}, r"training.logger_options: got .*, must be \{\} without training.logger"),
+        ("wandb", {"config": "/etc/x.yaml"}, "training.logger_options: wandb takes no 'config' from a config"),
+        ("wandb", {"tracking_uri": "file:x"}, "training.logger_options: wandb takes no 'tracking_uri' from a config"),
+        ("mlflow", {"project": "x"}, "training.logger_options: mlflow takes no 'project' from a config"),
+        *[
+            ("mlflow", {"tracking_uri": uri}, "training.logger_options.tracking_uri: got .*, must be a text that begin")
+            for uri in ("mssql+pyodbc:///?odbc_connect=Driver=/tmp/x.so", "sqlite+evil:///x", "evil", 3)
+        ],
+    ],
+)
+def test_a_config_names_known_trackers_and_options_alone(name, options, expected):
+    with pytest.raises(ConfigError, match=expected):
+        TrainingConfig(logger=name, logger_options=options)

@@ -341,13 +341,11 @@ def test_a_run_whose_codec_was_replaced_is_refused(copied):
     shutil.rmtree(copied / "run/data")
     schema.save(copied / "run/data")
     shutil.copy(copied / "fingerprint.json", copied / "run/data")
-    with pytest.raises(ConfigError, match=r"run .*: its parameters are of the codec .{12}, its schema has the codec"):
-        jfi.load_run(copied / "run")
     run = load_config(copied / "run/config.yaml")
     save_config(dataclasses.replace(run, data=config(copied, "run").data), copied / "run/config.yaml")
-    with pytest.raises(ConfigError, match=r"--resume .*: semantic_ids.fingerprint is of the codec .*") as fault:
-        resume(copied / "run", data_changed="accept")
-    assert "\n" not in str(fault.value)
+    for command in (jfi.load_run, lambda path: resume(path, data_changed="accept")):
+        with pytest.raises(ConfigError, match=f"^{copied}/run/data/schema.json has changed since the checkpoint"):
+            command(copied / "run")
 
 
 def test_a_warm_start_takes_the_same_codec(folder, copied):

@@ -142,7 +142,7 @@ def test_a_warm_run_that_died_before_its_first_checkpoint_begins_warm(old, tmp_p
     config = config_of(old.parent / "table.csv", tmp_path / "run", epochs=1, warm_start=str(old))
     begun = []
 
-    def die(trainer, run):
+    def die(trainer, *_):
         begun.append({name: value.clone() for name, value in trainer.model.state_dict().items()})
         raise KeyboardInterrupt
 

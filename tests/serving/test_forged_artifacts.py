@@ -1,0 +1,261 @@
+"""Artifacts that somebody else has written, with right checksums: what the operator's SHA-256 and the loader refuse."""
+
+import hashlib
+import io
+import json
+import pickle
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+import urllib.request
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hostile import Marker, attack
+
+from jfi.serving import artifact
+from jfi.serving.artifact import ArtifactError, identity, sha256_of
+from jfi.serving.scorer import Scorer
+from jfi.training.cli import run_cli
+
+from .conftest import ROOT, load_script
+from .test_commands import post, said, server
+
+
+def forged(path: Path, source: Path, change: Callable[[Path], object]) -> Path:
+    """A copy of an artifact after `change`, with right checksums."""
+    with artifact.writing(path) as folder:
+        shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("checksums.json"))
+        change(folder)
+    return path
+
+
+def longer(name: str) -> Callable[[Path], object]:
+    """Makes a file a byte longer, or new."""
+    return lambda folder: (folder / name).open("ab").write(b" ")
+
+
+FILES = ("artifact.json", "vocabularies.json", "tables.pt", "model.pt2", "policy.json", "more.so")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_sha256_covers_every_file_and_is_checked_before_any_is_loaded(exported, tmp_path, monkeypatch, name):
+    known = sha256_of(exported.path)
+    path = forged(tmp_path / "forged", exported.path, longer(name))
+    for load in ("torch.load", "torch._inductor.aoti_load_package", "jfi.serving.artifact.read_json"):
+        monkeypatch.setattr(load, lambda *_, **__: pytest.fail("loaded"))
+    with pytest.raises(ArtifactError, match=f"{path} has the SHA-256 {sha256_of(path)}, which is not among those"):
+        Scorer(path, sha256={known})
+    # Whoever keeps the listing cannot change the files.
+    shutil.copy(exported.path / "checksums.json", path)
+    with pytest.raises(ArtifactError) if name in FILES[:4] else pytest.raises(pytest.fail.Exception, match="loaded"):
+        Scorer(path, sha256={known})
+
+
+def test_the_sha256_is_printed_by_export_and_that_of_checksums_json(exported, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        "jfi.serving.export._compile",
+        lambda scoring, example, package: shutil.copy(exported.path / artifact.MODEL, package),
+    )
+    monkeypatch.setattr("sys.argv", ["export.py", "--run", str(exported.run), "--out", str(tmp_path / "out")])
+    assert run_cli(load_script("export").main) == 0
+    found = hashlib.sha256((tmp_path / "out/checksums.json").read_bytes()).hexdigest()
+    assert f"\nsha256 {found}\n" in capsys.readouterr().out
+    assert Scorer(tmp_path / "out", sha256={found}).identity == found[:12]
+
+
+def test_serve_refuses_an_artifact_with_another_sha256_in_one_line(exported, tmp_path, monkeypatch, capsys):
+    other = forged(tmp_path / "other", exported.path, longer("artifact.json"))
+    (tmp_path / "known").write_text(f"{sha256_of(exported.path)}\n{'0' * 64}\n")
+    why = f"{other} has the SHA-256 {sha256_of(other)}, which is not among those that may be served"
+    for known, reason in (
+        (sha256_of(exported.path).upper(), why),
+        (tmp_path / "known", why),
+        (tmp_path / "absent", f"{tmp_path}/absent: no such file or directory"),
+    ):
+        code, text = said("serve", monkeypatch, capsys, "--artifact", other, "--sha256", known, "--jsonl")
+        assert (code, text) == (2, f"error: {reason}\n")
+
+
+def test_serve_takes_the_sha256_itself(exported, request_body):
+    command = [sys.executable, "examples/serve.py", "--jsonl", "--artifact", exported.path]
+    options = {"cwd": ROOT, "capture_output": True, "text": True, "input": json.dumps(request_body)}
+    assert "scores" in subprocess.run([*command, "--sha256", sha256_of(exported.path).upper()], **options).stdout
+
+
+def test_a_server_swaps_only_to_artifacts_whose_sha256_it_knows(exported, tmp_path, request_body):
+    link, known = tmp_path / "current", tmp_path / "known"
+    other = forged(tmp_path / "other", exported.path, longer("artifact.json"))
+    link.symlink_to(exported.path)
+    known.write_text(sha256_of(exported.path))
+
+    def wait(line: str) -> None:
+        end = time.monotonic() + 60
+        while line.encode() not in urllib.request.urlopen(f"{address}/metrics").read():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    def identity_now() -> str:
+        return json.load(urllib.request.urlopen(f"{address}/health"))["artifact"]["id"]
+
+    with server("--artifact", link, "--sha256", known) as (process, address):
+        before = post(address, request_body)
+        link.unlink()
+        link.symlink_to(other)
+        process.send_signal(signal.SIGHUP)
+        wait('jfi_artifact_swaps_total{result="failed"} 1')
+        assert identity_now() == identity(exported.path) and post(address, request_body) == before
+        known.write_text(sha256_of(other))
+        process.send_signal(signal.SIGHUP)
+        wait('jfi_artifact_swaps_total{result="done"} 1')
+        assert identity_now() == identity(other)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        assert f"{other} has the SHA-256 {sha256_of(other)}" in process.stderr.read()
+
+
+def add_member(name: str, mode: int = 0) -> Callable[[Path], object]:
+    """Adds a file to the package of the dense part."""
+
+    def change(folder: Path) -> None:
+        member = zipfile.ZipInfo(name)
+        member.filename = name  # ZipInfo would cut it at NUL
+        member.external_attr = mode << 16
+        with zipfile.ZipFile(folder / "model.pt2", "a") as package:
+            package.writestr(member, "outside")
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *map(add_member, ("archive/data/aotinductor/model/../../../../../outside", "../outside", "/tmp/outside")),
+        *map(add_member, ("archive\\..\\..\\outside", "\\outside", "C:outside", "C:/outside", "a/..")),
+        add_member("archive/data/aotinductor/model/link", stat.S_IFLNK | 0o777),
+    ],
+)
+def test_a_package_whose_files_leave_its_folder_is_not_unpacked(exported, tmp_path, monkeypatch, change):
+    path = forged(tmp_path / "forged", exported.path, change)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    with pytest.raises(ArtifactError, match="which would be unpacked outside of its folder"):
+        Scorer(path)
+    assert not list((tmp_path / "temporary").iterdir()) and not list(tmp_path.rglob("*outside*"))
+
+
+@pytest.mark.parametrize("content", [b"", b"PK", b"no package"])
+def test_what_is_no_package_is_one_line(exported, tmp_path, content):
+    path = forged(tmp_path / "forged", exported.path, lambda folder: (folder / "model.pt2").write_bytes(content))
+    with pytest.raises(ArtifactError, match=f"^{path} is damaged: model.pt2: "):
+        Scorer(path)
+
+
+def test_the_package_that_runs_is_the_one_that_was_verified(exported, tmp_path, monkeypatch):
+    """Another file takes its place between the verification and the loading."""
+    path = forged(tmp_path / "forged", exported.path, lambda _: None)
+    read = artifact.read
+
+    def reads_and_swaps(*arguments: object) -> tuple[dict, dict]:
+        found = read(*arguments)
+        (path / "model.pt2").write_bytes(b"other")
+        return found
+
+    monkeypatch.setattr(artifact, "read", reads_and_swaps)
+    with pytest.raises(ArtifactError, match=r"model\.pt2 does not match its checksum"):
+        Scorer(path)
+
+
+class Code:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self) -> tuple:
+        return print, ("code of a table runs",)
+
+
+def with_tables(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], object]:
+    """Writes other tables, and what artifact.json says of them stays as it is."""
+
+    def write(folder: Path) -> None:
+        tables = change(torch.load(folder / artifact.TABLES))
+        content = tables if isinstance(tables, bytes) else None
+        if content is None:
+            stream = io.BytesIO()
+            torch.save(tables, stream)
+            content = stream.getvalue()
+        (folder / artifact.TABLES).write_bytes(content)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tables: tables | {"item": tables["item"][:, :4]}, r"'item' is \(torch.float32, \(61, 4\)\), must be"),
+        (lambda tables: tables | {"item": tables["item"][:5]}, r"'item' is \(torch.float32, \(5, 8\)\), must be"),
+        (lambda tables: tables | {"item": tables["item"].double()}, r"'item' is \(torch.float64, \(61, 8\)\), must be"),
+        (lambda tables: tables | {"item": 3}, "'item' is None, must be"),
+        (lambda tables: {"rating": tables["rating"]}, "'item' is None, must be"),
+        (lambda tables: [*tables.values()], "'item' is None, must be"),
+        (lambda tables: tables | {"item": Code()}, "Weights only load failed"),
+        (lambda tables: pickle.dumps(Code(), 2), "Weights only load failed"),
+        (lambda tables: b"", ""),
+    ],
+)
+def test_forged_tables_are_refused(exported, tmp_path, capsys, change, message):
+    path = forged(tmp_path / "forged", exported.path, with_tables(change))
+    with pytest.raises(ArtifactError, match=f"^{path} is damaged: tables.pt: .*{message}"):
+        Scorer(path)
+    assert "code" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda info: {"table_widths": info["table_widths"] | {"category": 4}},
+        lambda info: {"inputs": info["inputs"] | {"candidates": ["category", "item"]}},
+        lambda info: {"inputs": info["inputs"] | {"buckets": []}},
+        lambda info: {
+            "schema": info["schema"] | {"user": [{"name": "a", "kind": "number"}, {"name": "b", "kind": "number"}]}
+        },
+    ],
+    ids=["width", "order", "buckets", "numbers"],
+)
+def test_what_the_package_was_not_compiled_for_is_refused(exported, tmp_path, change):
+    """Its code does not check the shapes of its inputs, and would read beyond a narrower table."""
+
+    def write(folder: Path) -> None:
+        info = artifact.read_json(folder / artifact.INFO)
+        info |= change(info)
+        artifact.write_json(folder / artifact.INFO, info)
+        tables = torch.load(folder / artifact.TABLES)
+        torch.save({name: rows[:, : info["table_widths"][name]] for name, rows in tables.items()}, folder / "tables.pt")
+
+    path = forged(tmp_path / "forged", exported.path, write)
+    with pytest.raises(ArtifactError, match=r"is damaged: model\.pt2 takes other inputs than artifact\.json"):
+        Scorer(path)
+
+
+@pytest.mark.parametrize("few", [pytest.param(20, id="few"), pytest.param(None, id="all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["artifact.json", "vocabularies.json"])
+def test_no_value_of_an_artifact_runs_code(exported, tmp_path, monkeypatch, request_body, name, few):
+    (tmp_path / "marker").mkdir()
+    marker, path = Marker(tmp_path / "marker", monkeypatch), tmp_path / "forged"
+
+    def write(tree: dict) -> None:
+        shutil.rmtree(path, ignore_errors=True)
+        forged(path, exported.path, lambda folder: artifact.write_json(folder / name, tree))
+
+    def serve() -> None:
+        scorer = Scorer(path, output="calibrated")
+        scorer.score([scorer.reader(request_body)])
+
+    assert attack(marker, artifact.read_json(exported.path / name), write, [serve], few) >= 20
+    serve()

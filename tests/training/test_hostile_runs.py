@@ -1,0 +1,277 @@
+"""Files that somebody else has written, with right checksums: no value in any of them runs code when it is loaded."""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+from hostile import MODULE, Marker, attack
+from own_table import config_of, row, write_table
+from worker import without_pictures
+
+import jfi
+from jfi.data import DataConfig, load_dataset
+from jfi.data.checked_json import checked_json
+from jfi.data.engagement import training_log
+from jfi.data.prepare import prepare_dataset
+from jfi.data.semantic_ids import codec_folder, write_sids
+from jfi.files import SUMS, sha256_of, write_sums
+from jfi.history import Policy, fit
+from jfi.sid import Codec, DiscretePCA
+from jfi.sid.tensor_file import tensors_from_bytes, tensors_to_bytes
+from jfi.training import resume, train
+from jfi.training.cli import load_config
+from jfi.training.config import PretrainedConfig
+from jfi.training.loop import Trainer
+from jfi.training.run_data import learnt_files, load_schema
+from jfi.training.run_folder import RunFolder
+
+#: Random places of a file, and with the slow tests many or all of them.
+FEW = [pytest.param(5, id="few"), pytest.param(None, id="all", marks=pytest.mark.slow)]
+MANY = [pytest.param(5, id="few"), pytest.param(150, id="many", marks=pytest.mark.slow)]
+LIMIT = "the training would begin here"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A table, its semantic IDs, a policy, a prepared dataset, pretrained rows, and a run of all but the third."""
+    folder = tmp_path_factory.mktemp("hostile")
+    write_table(folder / "table.csv", [row(i) for i in range(300)])
+    codec = DiscretePCA(num_digits=6).fit(torch.randn(11, 4))
+    codec_folder(folder / "sids.parquet").mkdir()
+    codec.save(codec_folder(folder / "sids.parquet") / "codec.safetensors")
+    write_sids(
+        folder / "sids.parquet",
+        "item_id",
+        pa.array([f"i{i}" for i in range(11)]),
+        codec.encode(torch.randn(11, 4)),
+        codec,
+    )
+    vectors = pa.array(np.eye(3, 8, dtype=np.float32).tolist())
+    pq.write_table(pa.table({"id": ["g0", "g1", "g2"], "vector": vectors}), folder / "genres.parquet")
+    config = config_of(folder / "table.csv", folder / "run", epochs=1)
+    data = dataclasses.replace(config.data, semantic_ids=str(folder / "sids.parquet"), dwell="seconds", max_history=12)
+    fit(*training_log(data), remove=0.3, newest=2).save(folder / "policy.json")
+    prepare_dataset(data, folder / "prepared")
+    data = dataclasses.replace(data, policy=str(folder / "policy.json"))
+    pretrained = {"genre": PretrainedConfig(str(folder / "genres.parquet"))}
+    model = dataclasses.replace(config.model, pretrained=pretrained)
+    with without_pictures():
+        train(dataclasses.replace(config, data=data, model=model))
+    return folder
+
+
+@pytest.fixture
+def marker(tmp_path, monkeypatch) -> Marker:
+    (tmp_path / "marker").mkdir()
+    return Marker(tmp_path / "marker", monkeypatch)
+
+
+@pytest.fixture
+def run(made, tmp_path) -> Path:
+    shutil.copytree(made / "run", tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def commands(made, run, monkeypatch) -> list[Callable]:
+    """All that load a run: prediction (evaluation and export load it alike), resuming, warm start and preparation.
+
+    A training ends where its first step would be, after its logger is made.
+    """
+
+    def stop(*_: object) -> None:
+        raise RuntimeError(LIMIT)
+
+    monkeypatch.setattr(Trainer, "_evaluate", stop)
+    monkeypatch.setattr(Trainer, "_train_epoch", stop)
+    monkeypatch.setattr(Trainer, "load_best", stop)
+    own = load_config(made / "run/config.yaml")
+
+    def predict() -> None:
+        jfi.load_run(run).predict(str(made / "table.csv"))
+
+    def go_on() -> None:
+        resume(run, data_changed="accept", config_changed="accept")
+
+    def start_warm() -> None:
+        train(own.with_training(run_dir=str(run.parent / "warm"), warm_start=str(run)))
+
+    def prepare() -> None:
+        load_config(run / "config.yaml")
+        load_schema(RunFolder(run))
+
+    def cleared(command: Callable) -> Callable:
+        def call() -> None:
+            shutil.rmtree(run.parent / "warm", ignore_errors=True)
+            command()
+
+        return call
+
+    return [cleared(one) for one in (predict, go_on, start_warm, prepare)]
+
+
+def seal(run: Path) -> None:
+    """Writes the checksums of a run as whoever wrote its files would."""
+    for folder in (run / "checkpoints").iterdir():
+        path = folder / "progress.json"
+        tree = json.loads(path.read_text())
+        if isinstance(tree, dict) and isinstance(tree.get("files"), dict):
+            path.write_text(json.dumps(tree | {"files": learnt_files(RunFolder(run))}))
+        write_sums(folder, {file.name: sha256_of(file) for file in folder.iterdir() if file.name != SUMS})
+
+
+def test_the_commands_load_a_run_that_nobody_has_changed(run, commands):
+    seal(run)
+    predict, go_on, start_warm, prepare = commands
+    predict()
+    prepare()
+    for command in (go_on, start_warm):
+        with pytest.raises(RuntimeError, match=LIMIT):
+            command()
+
+
+def write_config(run: Path, tree: dict) -> None:
+    """Writes the config, and the copies of it in the checkpoints, by which a changed one is noticed."""
+    (run / "config.yaml").write_text(yaml.safe_dump(tree))
+    for path in run.glob("checkpoints/*/progress.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"config": tree}))
+    seal(run)
+
+
+@pytest.mark.parametrize("few", FEW)
+def test_no_value_of_config_yaml_runs_code(run, marker, commands, few):
+    tree = yaml.safe_load((run / "config.yaml").read_text())
+    assert attack(marker, tree, lambda tree: write_config(run, tree), commands, few) >= (few or 600)
+
+
+@pytest.mark.parametrize(
+    ("section", "changes"),
+    [
+        ("training", {"logger": "subprocess:Popen", "logger_options": {"args": "touch MARKER", "shell": True}}),
+        ("training", {"logger": f"{MODULE}:Marker"}),
+        ("training", {"logger": f"{MODULE}.Marker"}),
+        ("model", {"pretrained": {"genre": f"{MODULE}.Marker"}}),
+        ("model", {"pretrained": {"genre": {"class_path": f"{MODULE}.Marker"}}}),
+        ("model", {"pretrained": {"class_path": f"{MODULE}.Marker", "init_args": {}}}),
+        ("data", {"labels": [{"class_path": f"{MODULE}.Marker"}]}),
+        ("data", {"synthetic": f"{MODULE}.Marker"}),
+    ],
+)
+def test_a_config_that_names_code_is_refused_by_every_command(run, marker, commands, section, changes):
+    tree = yaml.safe_load((run / "config.yaml").read_text())
+    tree[section] |= json.loads(json.dumps(changes).replace("MARKER", str(marker.path)))
+    write_config(run, tree)
+    for command in commands:
+        with pytest.raises(jfi.training.ConfigError):
+            command()
+        marker.check(changes)
+
+
+@pytest.mark.parametrize("tag", ["python/object/apply", "python/object/new", "python/name", "python/module"])
+def test_a_tag_of_yaml_makes_no_object(run, marker, commands, tag):
+    path, name = run / "config.yaml", MODULE if tag.endswith("module") else f"{MODULE}.Marker"
+    value = f"!!{tag}:{name} " + ("[]" if "object" in tag else "''")
+    path.write_text(path.read_text().replace("logger: null", f"logger: {value}"))
+    assert value in path.read_text()
+    for command in commands:
+        with pytest.raises(jfi.training.ConfigError, match="not YAML"):
+            command()
+        marker.check(tag)
+
+
+def checked(path: Path) -> tuple[dict, Callable[[dict], object]]:
+    tree = json.loads(path.read_text())
+    write = lambda content: path.write_text(checked_json(tree["format"], content))  # noqa: E731
+    return tree["content"], write
+
+
+def plain(path: Path) -> tuple[dict, Callable[[dict], object]]:
+    return json.loads(path.read_text()), lambda tree: path.write_text(json.dumps(tree))
+
+
+def lines(path: Path) -> tuple[list, Callable[[list], object]]:
+    tree = [json.loads(line) for line in path.read_text().splitlines()]
+    return tree, lambda tree: path.write_text("".join(json.dumps(one) + "\n" for one in tree))
+
+
+def codec_of(path: Path) -> tuple[dict, Callable[[dict], object]]:
+    """The texts of the codec's file; the header is built of them."""
+    tensors, metadata = tensors_from_bytes(path.read_bytes())
+    tree = metadata | {"codec": json.loads(metadata["codec"])}
+
+    def write(tree: dict) -> None:
+        texts = {name: one if isinstance(one, str) else json.dumps(one) for name, one in tree.items()}
+        path.write_bytes(tensors_to_bytes(tensors, texts))
+
+    return tree, write
+
+
+FILES = {
+    "data/schema.json": checked,
+    "data/fingerprint.json": checked,
+    "data/policy.json": plain,
+    "data/codec.safetensors": codec_of,
+    "checkpoints/*/progress.json": plain,
+    "checkpoints/*/tensors.json": plain,
+    "metrics.jsonl": lines,
+    "summary.json": plain,
+}
+
+
+@pytest.mark.parametrize("few", MANY)
+@pytest.mark.parametrize("name", FILES)
+def test_no_value_of_a_file_of_a_run_runs_code(run, marker, commands, name, few):
+    path = max(run.glob(name))
+    tree, write = FILES[name](path)
+
+    def write_and_seal(tree: dict) -> None:
+        write(tree)
+        seal(run)
+
+    assert attack(marker, tree, write_and_seal, commands, few) >= 5
+
+
+@pytest.mark.parametrize("few", FEW)
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "schema.json", "fingerprint.json", "summary.json", "codec.safetensors"]
+)
+def test_no_value_of_a_prepared_dataset_runs_code(made, tmp_path, marker, name, few):
+    folder = tmp_path / "prepared"
+    shutil.copytree(made / "prepared", folder)
+    kind = {"manifest.json": plain, "summary.json": plain, "codec.safetensors": codec_of}.get(name, checked)
+    tree, write = kind(folder / name)
+
+    def seal_prepared(tree: dict) -> None:
+        write(tree)
+        sizes = {
+            path.name: path.stat().st_size for path in folder.iterdir() if path.name not in (SUMS, "manifest.json")
+        }
+        if name != "manifest.json":
+            manifest = json.loads((folder / "manifest.json").read_text())
+            (folder / "manifest.json").write_text(json.dumps(manifest | {"sizes": sizes}))
+        write_sums(folder, {path: sha256_of(folder / path) for path in (*sizes, "manifest.json")})
+
+    seal_prepared(tree)
+    load_dataset(DataConfig(prepared=str(folder)))
+    assert attack(marker, tree, seal_prepared, [lambda: load_dataset(DataConfig(prepared=str(folder)))], few) >= 5
+
+
+@pytest.mark.parametrize("few", FEW)
+def test_no_value_of_a_codec_or_a_policy_runs_code(made, tmp_path, marker, few):
+    for name, kind, load in (
+        ("sids.codec/codec.safetensors", codec_of, Codec.load),
+        ("policy.json", plain, Policy.load),
+    ):
+        path = tmp_path / Path(name).name
+        shutil.copy(made / name, path)
+        tree, write = kind(path)
+        load(path)
+        assert attack(marker, tree, write, [lambda path=path, load=load: load(path)], few) >= 5
