@@ -216,6 +216,7 @@ class SequenceDLRM(nn.Module):
             further,
             others,
             dense_device,
+            validation.id_keys(_tables(embedding_collection)),
         )
         self.dropout = nn.Dropout(dropout)
         self.dense_arch = DenseArch(dense_in_features, dense_arch_layer_sizes, device=dense_device)

@@ -140,7 +140,8 @@ class JaggedFeatureInteraction(nn.Module):
                 )
         if project_history is not None and not isinstance(project_history, bool):
             raise TypeError(f"project_history must be a bool or None, got {project_history!r}")
-        self._id_keys: list[str] = []
+        #: By key of the collection's output that of the ids.
+        self._id_keys: dict[str, str] = {}
         if embedding_collection is not None:
             self._id_keys = validation.check_collection(embedding_collection, features, sequence_dim)
         self.features = features
@@ -318,13 +319,13 @@ class JaggedFeatureInteraction(nn.Module):
     def _embed(self, ids: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         # DistributedModelParallel puts a module of another class in the collection's place.
         sharded = not isinstance(self.embedding_collection, validation.Collections)
-        validation.check_ids("sequences", ids, self._id_keys, sharded)
+        validation.check_ids("sequences", ids, list(self._id_keys.values()), sharded)
         inputs.allow_no_samples(ids)
         if inputs.is_read_by_id(self.embedding_collection, ids):
             embeddings = inputs.look_up(self.embedding_collection, ids)
         else:
             embeddings = self.embedding_collection(ids)
-        return inputs.with_event_inputs(embeddings, ids, self.features)
+        return inputs.with_event_inputs(embeddings, ids, self.features, self._id_keys)
 
     def extra_repr(self) -> str:
         widths = {"sequence_dim": self.sequence_dim, "target_dim": self.target_dim}

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection, get_embedding_names_by_table
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
@@ -32,6 +33,19 @@ def require_keys(argument: str, present: Collection[str], needed: Iterable[str])
             raise ValueError(f"{argument} must hold the key '{key}', got none of that name; {known}")
 
 
+def input_key(key: str) -> str:
+    """Returns where `with_event_inputs` puts bucket ids or times; the key itself may be that of embeddings."""
+    return f"ids of {key}"
+
+
+def event_input(sequences: dict[str, JaggedTensor], key: str) -> JaggedTensor:
+    """Returns the bucket ids or times of a key, which `with_event_inputs` or the caller of a layer has put there."""
+    events = sequences.get(input_key(key), sequences.get(key))
+    if not isinstance(events, JaggedTensor):
+        _refuse_type(sequences, key)
+    return events
+
+
 @torch.fx.wrap
 def check_ids(argument: str, ids: KeyedJaggedTensor, needed: list[str], sharded: bool) -> None:
     """Checks the ids that embedding collections are about to read, where these would fail less clearly."""
@@ -45,8 +59,10 @@ def check_ids(argument: str, ids: KeyedJaggedTensor, needed: list[str], sharded:
         )
 
 
-def check_collection(collection: Collections, features: list[SequenceFeatureConfig], embedding_dim: int) -> list[str]:
-    """Checks that a collection of a layer fits its features, and returns the keys that the collection reads."""
+def check_collection(
+    collection: Collections, features: list[SequenceFeatureConfig], embedding_dim: int
+) -> dict[str, str]:
+    """Checks that a collection of a layer fits its features, and returns by key of its output that of the ids."""
     managed = isinstance(collection, ManagedCollisionEmbeddingCollection)
     tables = (collection._embedding_collection if managed else collection).embedding_configs()
     for table in tables:
@@ -54,11 +70,17 @@ def check_collection(collection: Collections, features: list[SequenceFeatureConf
             raise ValueError(
                 f"embedding_collection must be embedding_dim={embedding_dim} wide, got {table.embedding_dim}"
             )
-    inner = collection._embedding_collection if managed else collection
-    names = [name for names in inner.embedding_names_by_table() for name in names]
+    names = id_keys(tables)
     for feature in features:
         require_keys("embedding_collection", names, feature.sequence_keys)
-    return [name for table in tables for name in table.feature_names]
+    return names
+
+
+def id_keys(tables: list[BaseEmbeddingConfig]) -> dict[str, str]:
+    """Returns by key of a collection's output that of the ids; a key of several tables is `<key>@<table>` there."""
+    names = get_embedding_names_by_table(tables)
+    pairs = [zip(own, table.feature_names, strict=True) for own, table in zip(names, tables, strict=True)]
+    return {name: key for own in pairs for name, key in own}
 
 
 def check_inputs(
@@ -177,9 +199,7 @@ def _check_weights(feature: SequenceFeatureConfig, events: JaggedTensor) -> None
 
 def _check_bucket_ids(sequences: dict[str, JaggedTensor], feature: SequenceFeatureConfig, first: JaggedTensor) -> None:
     key, num_buckets = feature.bias.key, feature.bias.num_buckets
-    ids = sequences.get(key)
-    if not isinstance(ids, JaggedTensor):
-        _refuse_type(sequences, key)
+    ids = event_input(sequences, key)
     values = ids.values()
     if values.dtype not in (torch.int32, torch.int64) or values.dim() != 1:
         raise TypeError(
@@ -198,9 +218,8 @@ def _check_bucket_ids(sequences: dict[str, JaggedTensor], feature: SequenceFeatu
 
 
 def _check_times(sequences: dict[str, JaggedTensor], feature: SequenceFeatureConfig, first: JaggedTensor) -> None:
-    key, times = feature.time_key, sequences.get(feature.time_key)
-    if not isinstance(times, JaggedTensor):
-        _refuse_type(sequences, key)
+    key = feature.time_key
+    times = event_input(sequences, key)
     check_aligned(f"sequences['{key}']", times, feature.sequence_keys[0], first, contents_are_free(times.values()))
     check_times(f"sequences['{key}']", times, first, because=f", since feature '{feature.name}' has a RelativeTimeBias")
 
