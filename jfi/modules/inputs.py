@@ -161,6 +161,14 @@ def fetched(sequences: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
 
 
 @torch.fx.wrap
+def require_targets(targets: object) -> object:
+    """Returns the targets of a layer that reads them; `read_inputs` takes None for those that are not read."""
+    if targets is None:
+        raise TypeError("targets must be a KeyedTensor or a dict of Tensor by target key, got None")
+    return targets
+
+
+@torch.fx.wrap
 def read_inputs(
     sequences: dict[str, JaggedTensor],
     groups: list[FeatureGroup],

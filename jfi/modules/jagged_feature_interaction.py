@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from jfi.arguments import check_device, check_type
 from jfi.modules import inputs, stacked_attention, validation
 from jfi.modules.feature_modules import FeatureModules
 from jfi.modules.sequence_configs import (
@@ -140,6 +141,7 @@ class JaggedFeatureInteraction(nn.Module):
                 )
         if project_history is not None and not isinstance(project_history, bool):
             raise TypeError(f"project_history must be a bool or None, got {project_history!r}")
+        check_device("device", device)
         #: By key of the collection's output that of the ids.
         self._id_keys: dict[str, str] = {}
         if embedding_collection is not None:
@@ -221,7 +223,8 @@ class JaggedFeatureInteraction(nn.Module):
         """
         if self.embedding_collection is not None:
             sequences = self._embed(sequences)
-        tensors = inputs.read_inputs(sequences, self.groups, targets, target_times, event_times, max_events)
+        options = (target_times, event_times, max_events)
+        tensors = inputs.read_inputs(sequences, self.groups, inputs.require_targets(targets), *options)
         outputs = []
         options = (self.num_heads, self.project_history, self._project_for_ragged)
         for place, group in enumerate(self.groups):
@@ -250,7 +253,8 @@ class JaggedFeatureInteraction(nn.Module):
         if self.embedding_collection is not None:
             sequences = self._embed(sequences)
         sequences = inputs.fetched(sequences)
-        tensors = inputs.read_inputs(sequences, self.groups, targets, target_times, event_times, max_events)
+        options = (target_times, event_times, max_events)
+        tensors = inputs.read_inputs(sequences, self.groups, inputs.require_targets(targets), *options)
         for group, one in zip(self.groups, tensors, strict=True):
             by_feature = stacked_attention.attention_weights(one, group, self._parameters_of(group), self.num_heads)
             weights |= {feature.name: found for feature, found in zip(group.features, by_feature, strict=True)}
@@ -277,6 +281,7 @@ class JaggedFeatureInteraction(nn.Module):
             >>> layer = JaggedFeatureInteraction([SequenceFeatureConfig("taste", ["history_item"], ["item"])], 8, 2)
             >>> layer.load_multihead_attention("taste", torch.nn.MultiheadAttention(8, num_heads=2))
         """
+        check_type("name", name, str, "the name of a feature")
         validation.require_keys("features", self._names, [name])
         if not isinstance(attention, nn.MultiheadAttention):
             raise TypeError(f"attention must be an nn.MultiheadAttention, got {type(attention).__name__}")

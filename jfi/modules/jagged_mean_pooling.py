@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
+from jfi.arguments import check_int
 from jfi.modules import inputs
 from jfi.modules.sequence_configs import FeatureGroup, SequenceFeatureConfig, check_features
 from jfi.ops import jagged_attention, target_attention
@@ -21,6 +22,9 @@ class JaggedMeanPooling(nn.Module):
         features: the sequence features, with distinct names.
         embedding_dim: width of every input embedding.
 
+    Raises:
+        ValueError, TypeError: an argument of a wrong value or type; the message names it.
+
     Example:
 
         >>> from torchrec import JaggedTensor
@@ -34,6 +38,7 @@ class JaggedMeanPooling(nn.Module):
     def __init__(self, features: list[SequenceFeatureConfig], embedding_dim: int) -> None:
         super().__init__()
         check_features(features)
+        check_int("embedding_dim", embedding_dim)
         self.features = features
         self.embedding_dim = embedding_dim
         plain = [replace(feature, bias=None, weighted_values=False, relative_bias=None) for feature in features]
