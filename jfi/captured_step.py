@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from jfi.arguments import MAX_ROWS, check_int, check_module, check_type
 from jfi.capturable import padding_ids, why_not_captured
 from jfi.modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection
 from jfi.room import with_room
@@ -55,9 +56,12 @@ class StepGraphs:
         staging: int = 2,
         priority: int = 0,
     ) -> None:
-        for name, count in (("warmup_steps", warmup_steps), ("most_graphs", most_graphs)):
-            if not isinstance(count, int) or count < 1:
-                raise ValueError(f"{name} must be an int of at least 1, got {count!r}")
+        check_type("step", step, Callable, "a function of a batch")
+        check_module("model", model)
+        check_int("warmup_steps", warmup_steps, most=MAX_ROWS)
+        check_int("most_graphs", most_graphs, most=MAX_ROWS)
+        if next(model.parameters(), None) is None:
+            raise ValueError("model must have parameters, whose device is that of the step, got none")
         self._step, self._model = step, model
         self._warmup_steps, self._most_graphs = warmup_steps, most_graphs
         self._device = next(model.parameters()).device

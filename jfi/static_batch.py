@@ -99,8 +99,8 @@ def describe(batch: object) -> Described:
 
     def walk(value: object, path: str) -> Hashable:
         if isinstance(value, Tensor):
-            if value.layout != torch.strided or value.requires_grad:
-                raise UnsupportedBatch(f"{path} is a sparse tensor, or one that requires a gradient")
+            if value.layout != torch.strided or value.is_nested or value.requires_grad:
+                raise UnsupportedBatch(f"{path} is a sparse tensor, a nested one, or one that requires a gradient")
             tensors.append(value)
             return _TensorNode(tuple(value.shape), value.dtype)
         if isinstance(value, KeyedJaggedTensor):

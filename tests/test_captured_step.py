@@ -5,6 +5,7 @@ import importlib
 import math
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
@@ -281,7 +283,7 @@ def test_without_a_gpu_every_step_is_eager():
 
 @pytest.mark.parametrize(("name", "value"), [("warmup_steps", 0), ("most_graphs", 1.5)])
 def test_wrong_counts_are_named(name, value):
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises((ValueError, TypeError), match=name):
         CapturedStep(lambda one: one, nn.Linear(1, 1), **{name: value})
 
 
@@ -348,18 +350,23 @@ class Attended(nn.Module):
         return self.over(self.drop(torch.cat(entries, dim=1))).squeeze(1)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the tests on a GPU cover it")
-@pytest.mark.parametrize("combine", ["sum", "concat"])
-@pytest.mark.parametrize("bias", [None, PositionBias(8), WeightBias()], ids=["plain", "position", "weights"])
-def test_kernels_leave_padding_alone(bias, combine, poisoned, monkeypatch):
-    """The layer on padded batches as on a GPU: kernels in the interpreter, memory that nobody wrote is NaN."""
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Kernels in the interpreter, and nobody reads the contents of tensors to check them."""
     for name in ("absorbed_target_attention", "jagged_jagged_bmm", "absorb_weights"):
         module_of = importlib.import_module(f"jfi.ops.{name}")
         if hasattr(module_of, "check_impl"):
             monkeypatch.setattr(module_of, "check_impl", lambda *_: "triton")
     monkeypatch.setattr("jfi.ops._checks.may_read", lambda *_: False)
     monkeypatch.setattr("jfi.modules.validation.contents_are_free", lambda _: False)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the tests on a GPU cover it")
+@pytest.mark.parametrize("combine", ["sum", "concat"])
+@pytest.mark.parametrize("bias", [None, PositionBias(8), WeightBias()], ids=["plain", "position", "weights"])
+def test_kernels_leave_padding_alone(bias, combine, poisoned, as_on_a_gpu):
+    """The layer on padded batches as on a GPU, where memory that nobody wrote is NaN."""
     batches = [batch(histories(seed, 6), seed, isinstance(bias, WeightBias)) for seed in range(6)]
     models = []
     for _ in range(2):
@@ -371,6 +378,65 @@ def test_kernels_leave_padding_alone(bias, combine, poisoned, monkeypatch):
     assert losses_of(captured, batches) == pytest.approx(want, rel=1e-6) and captured.captured >= 3
     for name, value in models[0].state_dict().items():
         torch.testing.assert_close(models[1].state_dict()[name], value, msg=name)
+
+
+class InAnotherThread(torch.autograd.Function):
+    """Calls `backward` of a tensor within so many nested passes that PyTorch runs the last ones in another thread."""
+
+    @staticmethod
+    def forward(ctx, start: Tensor, loss: list[Tensor], depth: int) -> Tensor:
+        ctx.loss, ctx.depth = loss, depth
+        return start.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        with torch.enable_grad():
+            start = torch.ones((), requires_grad=True)
+            inner = InAnotherThread.apply(start, ctx.loss, ctx.depth - 1) if ctx.depth else ctx.loss[0]
+            inner.backward()
+        return grad, None, None
+
+
+class Checkpointed(Attended):
+    """Whose attention is computed again in the backward pass."""
+
+    def __init__(self, bias: object, **options: bool) -> None:
+        super().__init__(bias)
+        self.options, self.threads = options, []
+
+    def forward(self, one: Samples) -> Tensor:
+        items = self.bags(one.ids).values()
+        pooled = checkpoint(self.pooled, items, one.ids, **self.options)
+        return self.over(torch.cat([one.dense, items, pooled], dim=1)).squeeze(1)
+
+    def pooled(self, items: Tensor, ids: KeyedJaggedTensor) -> Tensor:
+        self.threads.append(threading.get_ident())
+        return self.layer(ids, {"item": items}).values()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_autograd_recomputes_in_its_own_thread_knows_of_the_room(use_reentrant, as_on_a_gpu, poisoned):
+    """Activation checkpointing: on a GPU autograd computes that part of the forward pass again in another thread."""
+
+    def step(one: Samples) -> dict:
+        loss = F.binary_cross_entropy_with_logits(model(one), one.more["labels"][0].labels)
+        start = torch.ones((), requires_grad=True)
+        InAnotherThread.apply(start, [loss], 64).backward()
+        return {"loss": loss.detach()}
+
+    one = batch([3, 0, 4, 1, 0, 9, 2, 5])
+    torch.manual_seed(0)
+    plain = Attended(PositionBias(8))
+    F.binary_cross_entropy_with_logits(plain(one), one.more["labels"][0].labels).backward()
+    torch.manual_seed(0)
+    model = Checkpointed(PositionBias(8), use_reentrant=use_reentrant)
+    captured = CapturedStep(step, model)
+    captured._graphs = FakeGraphs()
+    captured(one)
+    first, second = model.threads
+    assert first == threading.get_ident() != second and captured.eager == {"as warm-up": 1}
+    for (name, x), want in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(x.grad, want.grad, msg=name)
 
 
 # --- On a GPU ---------------------------------------------------------------------------------------------------------
@@ -397,6 +463,20 @@ def test_losses_equal_the_eager_steps(place, bias, device):
     assert captured.captured >= 15 and captured.eager["more values than the largest capacity"] == 1
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, eager.state_dict()[name], atol=1e-3, rtol=1e-3, msg=name)
+
+
+@on_gpu
+def test_a_checkpointed_part_is_captured(device):
+    batches = stream_of_batches(40)
+    torch.manual_seed(0)
+    eager = Attended(PositionBias(8)).to(device)
+    want = losses_of(stepper(eager, device), [moved(one, lambda part: part.to(device)) for one in batches])
+    torch.manual_seed(0)
+    # No generator can be read while a graph is captured.
+    model = Checkpointed(PositionBias(8), use_reentrant=False, preserve_rng_state=False).to(device)
+    captured = CapturedStep(stepper(model, device), model)
+    assert losses_of(captured, batches) == pytest.approx(want, abs=2e-5)
+    assert captured.captured >= 15 and len({*model.threads}) == 2
 
 
 @on_gpu

@@ -8,13 +8,17 @@ With the interaction's output x, the layer sizes h, ..., 1 of the over arch, and
 (Ma et al., "Modeling Task Relationships in Multi-task Learning with Multi-gate Mixture-of-Experts", KDD 2018)
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor, nn
 from torchrec.models.dlrm import OverArch
 from torchrec.modules.mlp import MLP
+
+from jfi.arguments import check_int, check_type, shown
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class Heads:
         auxiliary: number of further outputs, behind the others, that a model has in training mode alone.
 
     Raises:
-        ValueError: an argument is out of its range, or `moments` does not have an entry for each output.
+        ValueError, TypeError: an argument of a wrong value or type; the message names it.
 
     Example:
         >>> Heads(2, experts=4)
@@ -42,14 +46,20 @@ class Heads:
     auxiliary: int = 0
 
     def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ValueError(f"count must be at least 1, got {self.count}")
-        if self.auxiliary < 0:
-            raise ValueError(f"auxiliary must be at least 0, got {self.auxiliary}")
-        if self.experts < 0 or self.experts == 1 or (self.experts and self.trained == 1):
+        check_int("count", self.count)
+        check_int("auxiliary", self.auxiliary, least=0)
+        check_int("experts", self.experts, least=0)
+        if self.experts == 1 or (self.experts and self.trained == 1):
             raise ValueError(f"experts must be 0, or at least 2 with at least 2 outputs, got {self.experts}")
-        if self.moments is not None and len(self.moments) != self.count:
+        if self.moments is None:
+            return
+        check_type("moments", self.moments, (list, tuple), "a list of means and standard deviations, or None")
+        if len(self.moments) != self.count:
             raise ValueError(f"moments must have {self.count} entries, one for each output, got {len(self.moments)}")
+        for place, moment in enumerate(self.moments):
+            is_pair = isinstance(moment, list | tuple) and len(moment) == 2
+            if not is_pair or not all(isinstance(x, Real) and math.isfinite(x) for x in moment):
+                raise ValueError(f"moments[{place}] must be a finite mean and deviation, got {shown(moment)}")
 
     @property
     def trained(self) -> int:

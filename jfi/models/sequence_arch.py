@@ -86,6 +86,7 @@ class SequenceArch(nn.Module):
         widths: by key of entries whose embeddings have another width than `embedding_dim`, theirs: they are projected.
             "" stands for the entries of a mean or a sum.
         device: of the projections.
+        id_keys: by key of the EmbeddingCollection's output that of the ids where they differ.
     """
 
     def __init__(
@@ -100,8 +101,10 @@ class SequenceArch(nn.Module):
         further: RefinedAttention | None = None,
         widths: dict[str, int] | None = None,
         device: torch.device | None = None,
+        id_keys: dict[str, str] | None = None,
     ) -> None:
         super().__init__()
+        self._id_keys = id_keys or {}
         self.bag_keys, self.single_keys, self.embedding_dim = bag_keys, single_keys, embedding_dim
         self.pooling, self.encoder, self.further = pooling, encoder, further
         self.user_keys = user_keys or []
@@ -126,7 +129,7 @@ class SequenceArch(nn.Module):
         singles = self._singles(bags, embeddings, timelines)
         pooled = []
         if self.pooling is not None:
-            sequences = _sequences(embeddings, ids, self.features, self._not_shared, timelines)
+            sequences = _sequences(embeddings, ids, self.features, self._id_keys, self._not_shared, timelines)
             if self.encoder is not None:
                 sequences = self.encoder(sequences)
             targets, target_times, event_times, max_events = _targets(singles, sequences, self.features, timelines)
@@ -147,7 +150,7 @@ class SequenceArch(nn.Module):
     ) -> dict[str, JaggedTensor]:
         """By sequence feature the attention weights of its events; the arguments are those of `forward`."""
         singles = self._singles(bags, embeddings, timelines)
-        sequences = _sequences(embeddings, ids, self.features, self._not_shared, timelines)
+        sequences = _sequences(embeddings, ids, self.features, self._id_keys, self._not_shared, timelines)
         if self.encoder is not None:
             sequences = self.encoder(sequences)
         return self.pooling.attention_weights(sequences, *_targets(singles, sequences, self.features, timelines))
@@ -234,17 +237,20 @@ def _sequences(
     embeddings: dict[str, JaggedTensor],
     ids: KeyedJaggedTensor,
     features: list[SequenceFeatureConfig],
+    id_keys: dict[str, str],
     not_shared: str | None,
     timelines: Timelines | None,
 ) -> dict[str, JaggedTensor]:
     """The events with what the biases read; of timelines the U that are not empty by construction."""
-    sequences = inputs.with_event_inputs(embeddings, ids, features)
+    sequences = inputs.with_event_inputs(embeddings, ids, features, id_keys)
     if timelines is None:
         return sequences
     if not_shared is not None:
         raise ValueError(not_shared)
     count = timelines.count
-    for key in {key for feature in features for key in (*feature.sequence_keys, *feature.input_keys)}:
+    read = {key for feature in features for key in feature.sequence_keys}
+    read |= {validation.input_key(key) for feature in features for key in feature.input_keys}
+    for key in read:
         if key in sequences:
             whole = sequences[key]
             parts = {"lengths": whole.lengths()[:count], "offsets": whole.offsets()[: count + 1]}

@@ -10,12 +10,22 @@ from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
     EmbeddingCollection,
-    get_embedding_names_by_table,
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from jfi.arguments import (
+    MAX_LAYERS,
+    check_choice,
+    check_device,
+    check_int,
+    check_keys,
+    check_list_of_sizes,
+    check_number,
+    check_type,
+)
 from jfi.models.heads import Heads
 from jfi.models.sequence_arch import RefinedAttention, SequenceArch
+from jfi.models.tables import configs_of, keys_of, output_widths
 from jfi.modules import (
     JaggedEncoder,
     JaggedFeatureInteraction,
@@ -129,25 +139,38 @@ class SequenceDLRM(nn.Module):
         dense_device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        if pooling not in get_args(Pooling):
-            raise ValueError(f"pooling must be 'attention', 'mean', 'sum' or 'none', got {pooling!r}")
-        if sequence_features != []:
+        check_choice("pooling", pooling, get_args(Pooling))
+        if not isinstance(sequence_features, list) or sequence_features:
             check_features(sequence_features, "sequence_features")
-        if attention_layers < 1 or (attention_layers > 1 and pooling != "attention"):
-            must = "at least 1" if attention_layers < 1 else "1 unless pooling='attention'"
-            raise ValueError(f"attention_layers must be {must}, got {attention_layers}")
-        if cross_layers < 0:
-            raise ValueError(f"cross_layers must be at least 0, got {cross_layers}")
+        check_int("attention_layers", attention_layers, most=MAX_LAYERS)
+        if attention_layers > 1 and pooling != "attention":
+            raise ValueError(f"attention_layers must be 1 unless pooling='attention', got {attention_layers}")
+        check_int("cross_layers", cross_layers, least=0, most=MAX_LAYERS)
+        check_int("dense_in_features", dense_in_features)
+        check_list_of_sizes("dense_arch_layer_sizes", dense_arch_layer_sizes)
         if not dense_arch_layer_sizes:
             raise ValueError(f"dense_arch_layer_sizes must hold at least one size, got {dense_arch_layer_sizes}")
+        check_list_of_sizes("over_arch_layer_sizes", over_arch_layer_sizes)
         if len(over_arch_layer_sizes) < 2 or over_arch_layer_sizes[-1] != 1:
-            raise ValueError(
-                f"over_arch_layer_sizes must hold at least two sizes and end in 1, the logit, "
-                f"got {over_arch_layer_sizes}"
-            )
+            must = "hold at least two sizes and end in 1, the logit"
+            raise ValueError(f"over_arch_layer_sizes must {must}, got {over_arch_layer_sizes}")
+        check_int("num_heads", num_heads)
+        check_int("num_queries", num_queries)
+        check_number("dropout", dropout, lambda p: 0 <= p <= 1, "in [0, 1]")
+        check_keys("user_keys", [] if user_keys is None else user_keys)
+        check_device("dense_device", dense_device)
+        optional = {
+            "embedding_bag_collection": (embedding_bag_collection, EmbeddingBagCollection),
+            "embedding_collection": (embedding_collection, EmbeddingCollection),
+            "encoder": (encoder, JaggedEncoder),
+            "semantic_ids": (semantic_ids, SemanticIDEmbedding),
+            "heads": (heads, Heads),
+        }
+        for argument, (value, kind) in optional.items():
+            check_type(argument, value, (kind, type(None)), f"a {kind.__name__} or None")
         embedding_dim = dense_arch_layer_sizes[-1]
-        widths = _output_widths(embedding_bag_collection) | _output_widths(embedding_collection)
-        bag_keys, keys = (list(_output_widths(one)) for one in (embedding_bag_collection, embedding_collection))
+        widths = output_widths(embedding_bag_collection) | output_widths(embedding_collection)
+        bag_keys, keys = (list(output_widths(one)) for one in (embedding_bag_collection, embedding_collection))
         # TorchRec's collection has one width for all of its tables.
         event_dim, events_of = embedding_dim, "the last of dense_arch_layer_sizes"
         if keys:
@@ -168,7 +191,7 @@ class SequenceDLRM(nn.Module):
         if not bag_keys and not single_keys:
             raise ValueError("the collections must have a feature that is not a history, got none")
 
-        validation.require_keys("the collections", bag_keys + single_keys, user_keys or [])
+        validation.require_keys("the collections of user_keys", bag_keys + single_keys, user_keys or [])
 
         features = sequence_features if pooling != "none" else []
         encoder_features = [] if encoder is None else encoder.features
@@ -198,7 +221,7 @@ class SequenceDLRM(nn.Module):
         self.embedding_bag_collection = embedding_bag_collection
         self.embedding_collection = embedding_collection
         self.semantic_ids = semantic_ids
-        self._id_keys = _id_keys(embedding_bag_collection) + _id_keys(embedding_collection)
+        self._id_keys = keys_of(embedding_bag_collection) + keys_of(embedding_collection)
         self._id_keys += [] if semantic_ids is None else semantic_ids.feature_names
         biased = features + encoder_features
         self._id_keys += [key for feature in biased for key in feature.input_keys]
@@ -216,8 +239,10 @@ class SequenceDLRM(nn.Module):
             further,
             others,
             dense_device,
+            validation.id_keys(configs_of(embedding_collection)),
         )
         self.dropout = nn.Dropout(dropout)
+        self._dense_in_features = dense_in_features
         self.dense_arch = DenseArch(dense_in_features, dense_arch_layer_sizes, device=dense_device)
         # It has a buffer of indices, which it would copy to the device in every step.
         self.inter_arch = InteractionArch(num_entries).to(dense_device)
@@ -254,6 +279,7 @@ class SequenceDLRM(nn.Module):
             ValueError: a key is absent from `sparse_features`, or a history does not fit its feature's config; with
                 `timelines` a bias or an encoder whose numbers are not the same for all rows of a timeline.
         """
+        _check_dense(dense_features, self._dense_in_features)
         entries = self.dropout(self.sequence_arch(*self._look_up(sparse_features, timelines), timelines))
         return self.over_arch(interact(self.dense_arch(dense_features), entries, self.inter_arch, self.cross_net))
 
@@ -334,23 +360,13 @@ def _check_encoder(encoder: JaggedEncoder, features: list[SequenceFeatureConfig]
             )
 
 
-def _tables(collection: EmbeddingBagCollection | EmbeddingCollection | None) -> list:
-    if collection is None:
-        return []
-    bags = isinstance(collection, EmbeddingBagCollection)
-    return collection.embedding_bag_configs() if bags else collection.embedding_configs()
-
-
-def _id_keys(collection: EmbeddingBagCollection | EmbeddingCollection | None) -> list[str]:
-    """Feature names that a collection reads."""
-    return [key for table in _tables(collection) for key in table.feature_names]
-
-
-def _output_widths(collection: EmbeddingBagCollection | EmbeddingCollection | None) -> dict[str, int]:
-    """The width of each key of a collection's output."""
-    tables = _tables(collection)
-    names = get_embedding_names_by_table(tables)
-    return {key: table.embedding_dim for table, keys in zip(tables, names, strict=True) for key in keys}
+@torch.fx.wrap
+def _check_dense(dense_features: Tensor, width: int) -> None:
+    check_type("dense_features", dense_features, Tensor, "a Tensor")
+    validation.check_dense("dense_features", dense_features)
+    if dense_features.dim() != 2 or dense_features.size(1) != width or not dense_features.is_floating_point():
+        got = f"{dense_features.dtype} of shape {list(dense_features.shape)}"
+        raise ValueError(f"dense_features must be floating of shape [B, {width}], got {got}")
 
 
 @torch.fx.wrap

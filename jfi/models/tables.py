@@ -1,13 +1,41 @@
-"""The embedding tables of a model, at any depth of its modules."""
+"""The embedding tables of collections, and of a model at any depth of its modules."""
 
 from collections.abc import Iterator
 
 from torch import nn
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    get_embedding_names_by_table,
+)
+
+from jfi.arguments import check_module
+
+
+def configs_of(collection: EmbeddingBagCollection | EmbeddingCollection | None) -> list[BaseEmbeddingConfig]:
+    """Returns the configs of a collection's tables."""
+    if collection is None:
+        return []
+    bags = isinstance(collection, EmbeddingBagCollection)
+    return collection.embedding_bag_configs() if bags else collection.embedding_configs()
+
+
+def keys_of(collection: EmbeddingBagCollection | EmbeddingCollection | None) -> list[str]:
+    """Returns the feature names that a collection reads."""
+    return [key for table in configs_of(collection) for key in table.feature_names]
+
+
+def output_widths(collection: EmbeddingBagCollection | EmbeddingCollection | None) -> dict[str, int]:
+    """Returns the width of each key of a collection's output."""
+    tables = configs_of(collection)
+    names = get_embedding_names_by_table(tables)
+    return {key: table.embedding_dim for table, keys in zip(tables, names, strict=True) for key in keys}
 
 
 def _tables(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Every table once, with its name in `model.named_parameters()`."""
+    check_module("model", model)
     seen = set()
     for prefix, module in model.named_modules():
         if isinstance(module, EmbeddingBagCollection | EmbeddingCollection):

@@ -18,7 +18,8 @@ from torchrec.modules.embedding_modules import (
 from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from jfi.modules import inputs
+from jfi.arguments import check_device, check_module, check_type, shown
+from jfi.modules import inputs, validation
 from jfi.modules.fused_tables import FusedTables, FusedTablesOptimizer
 from jfi.modules.table_rows import TableRows
 from jfi.modules.validation import require_keys
@@ -123,11 +124,9 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
 
     def _look_up(self, features: KeyedJaggedTensor) -> list[tuple[str, JaggedTensor, TableRows]]:
         """By embedding its name, its ids and its rows."""
-        if not isinstance(features, KeyedJaggedTensor):
-            raise TypeError(f"features must be a KeyedJaggedTensor of ids, got {type(features).__name__}")
+        validation.check_ids("features", features, [key for _, key, _ in self._lookups], sharded=True)
         inputs.allow_no_samples(features)
         by_key = features.to_dict()
-        require_keys("features", by_key, [key for _, key, _ in self._lookups])
         weights = self._fused.weights
         trains = torch.is_grad_enabled() and any([weight.requires_grad for weight in weights.values()])
         if trains and dist.is_initialized() and (size := dist.get_world_size()) > 1:
@@ -137,9 +136,8 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
             )
         for _, key, table in self._lookups:
             ids = by_key[key].values()
-            if ids.dtype not in (torch.int32, torch.int64):
-                raise TypeError(f"features['{key}'] must be int32 or int64, got {ids.dtype}")
-            check_indices(f"features['{key}']", ids, weights[table].shape[0], f"table '{table}'", by_key[key].lengths())
+            rows, lengths = weights[table].shape[0], by_key[key].lengths()
+            check_indices(f"features['{key}']", ids, rows, f"table '{table}'", lengths)
         ids = [(table, by_key[key].values()) for _, key, table in self._lookups]
         rows = self._fused.look_up(ids, self._output_dtype)
         found = []
@@ -233,7 +231,7 @@ class FusedEmbeddingCollection(_FusedCollection, EmbeddingCollection):
         average: float | None = None,
         device: torch.device | None = None,
     ) -> None:
-        _check(tables, output_dtype)
+        _check(tables, EmbeddingConfig, output_dtype, device)
         EmbeddingCollection.__init__(self, tables=tables, device=device)
         self._fuse(tables, optimizer_type, optimizer_kwargs, output_dtype, average)
 
@@ -307,7 +305,8 @@ class FusedEmbeddingBagCollection(_FusedCollection, EmbeddingBagCollection):
         average: float | None = None,
         device: torch.device | None = None,
     ) -> None:
-        _check(tables, output_dtype)
+        _check(tables, EmbeddingBagConfig, output_dtype, device)
+        check_type("is_weighted", is_weighted, bool, "a bool")
         EmbeddingBagCollection.__init__(self, tables=tables, is_weighted=is_weighted, device=device)
         self._fuse(tables, optimizer_type, optimizer_kwargs, output_dtype, average)
         self._by_mean = {c.name for c in tables if self.embedding_bags[c.name].mode == "mean"}
@@ -324,8 +323,10 @@ class FusedEmbeddingBagCollection(_FusedCollection, EmbeddingBagCollection):
         Raises:
             ValueError, RuntimeError: as `FusedEmbeddingCollection.forward`.
         """
-        pooled = []
-        for (_, ids, rows), (_, key, table) in zip(self._look_up(features), self._lookups, strict=True):
+        found, pooled = self._look_up(features), []
+        if self._is_weighted and features.weights_or_none() is None:
+            raise ValueError("features must have weights, since is_weighted is True, got none")
+        for (_, ids, rows), (_, key, table) in zip(found, self._lookups, strict=True):
             weights = ids.weights() if self._is_weighted else None
             pooled.append(pool(key, rows, weights, table in self._by_mean).to(self._output_dtype))
         keys = [key for _, key, _ in self._lookups]
@@ -369,6 +370,7 @@ def defer_steps(model: nn.Module) -> Iterator[None]:
         >>> (before - model.embeddings["t"].weight.detach()).round().tolist()
         [[1.0, 1.0], [2.0, 2.0], [0.0, 0.0]]
     """
+    check_module("model", model)
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, _FusedCollection):
@@ -390,7 +392,10 @@ def pool(key: str, rows: JaggedTensor, weights: Tensor | None, mean: bool) -> Te
     return pooled / lengths.clamp(min=1).unsqueeze(1) if mean else pooled
 
 
-def _check(tables: list[BaseEmbeddingConfig], output_dtype: torch.dtype | None) -> None:
+def _check(tables: list, kind: type[BaseEmbeddingConfig], output_dtype: Any, device: Any) -> None:
+    check_device("device", device)
+    if not isinstance(tables, list | tuple) or not all(isinstance(one, kind) for one in tables):
+        raise TypeError(f"tables must be a list of {kind.__name__}, got {shown(tables)}")
     if not tables:
         raise ValueError("tables must have at least one config, got none")
     for config in tables:

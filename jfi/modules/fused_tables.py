@@ -9,6 +9,7 @@ of its gradients.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from jfi import compat
+from jfi.arguments import check_number, check_type, shown
 from jfi.ops.step_rows import RowOptimizer, SortedRows, flush_average, sort_rows, step_rows
 
 #: By class of optimizer its name and the defaults of its options, which are those of the class.
@@ -495,12 +497,13 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _checked(optimizer_type: type, options: dict[str, Any], average: float | None) -> tuple[str, dict[str, Any]]:
     """The optimizer's name, and all its options."""
-    if optimizer_type not in _OPTIMIZERS:
+    if not isinstance(optimizer_type, type) or optimizer_type not in _OPTIMIZERS:
         known = ", ".join(kind.__name__ for kind in _OPTIMIZERS)
-        got = getattr(optimizer_type, "__name__", optimizer_type)
+        got = getattr(optimizer_type, "__name__", shown(optimizer_type))
         raise ValueError(f"optimizer_type must be one of {known}, got {got}")
+    check_type("optimizer_kwargs", options, dict, "a dict of options")
     name, defaults = _OPTIMIZERS[optimizer_type]
-    if unknown := sorted(options.keys() - defaults.keys()):
+    if unknown := sorted(map(str, options.keys() - defaults.keys())):
         raise ValueError(f"optimizer_kwargs of {optimizer_type.__name__} must be of {sorted(defaults)}, got {unknown}")
     options = defaults | options
     betas = options.pop("betas", None)
@@ -510,9 +513,10 @@ def _checked(optimizer_type: type, options: dict[str, Any], average: float | Non
         if not 0 <= value < float("inf"):
             raise ValueError(f"optimizer_kwargs['{key}'] must be 0 or more and finite, got {value}")
     if betas is not None:
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"optimizer_kwargs['betas'] must be two numbers in [0, 1), got {betas}")
+        is_pair = isinstance(betas, list | tuple) and len(betas) == 2
+        if not is_pair or not all(isinstance(beta, Real) and 0 <= beta < 1 for beta in betas):
+            raise ValueError(f"optimizer_kwargs['betas'] must be two numbers in [0, 1), got {shown(betas)}")
         options["betas"] = tuple(betas)
-    if average is not None and not 0 < average < 1:
-        raise ValueError(f"average must be between 0 and 1, or None, got {average}")
+    if average is not None:
+        check_number("average", average, lambda x: 0 < x < 1, "between 0 and 1, or None")
     return name, options

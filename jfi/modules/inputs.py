@@ -30,7 +30,7 @@ from jfi.modules.sequence_configs import (
 )
 from jfi.modules.spread_rows import SpreadEvents, SpreadRows
 from jfi.modules.table_rows import DigitRows, TableRows, digit_numbers, with_weights
-from jfi.modules.validation import check_inputs, require_keys, unread
+from jfi.modules.validation import check_inputs, event_input, input_key, require_keys, unread
 from jfi.ops.rows_by_id import RowsById, join_rows, read_rows, rows_by_id, sum_rows
 from jfi.room import here
 
@@ -108,9 +108,19 @@ def look_up(collection: EmbeddingCollection, ids: KeyedJaggedTensor) -> dict[str
 
 @torch.fx.wrap
 def with_event_inputs(
-    embeddings: dict[str, JaggedTensor], ids: KeyedJaggedTensor, features: list[SequenceFeatureConfig]
+    embeddings: dict[str, JaggedTensor],
+    ids: KeyedJaggedTensor,
+    features: list[SequenceFeatureConfig],
+    id_keys: dict[str, str],
 ) -> dict[str, JaggedTensor]:
-    """Adds to an EmbeddingCollection's output what only its input has: weights, bucket ids and times of the events."""
+    """Adds to an EmbeddingCollection's output what only its input has: weights, bucket ids and times of the events.
+
+    Args:
+        embeddings: the output.
+        ids: the input, with the keys of biases.
+        features: what reads them.
+        id_keys: by key of the output that of the ids where they differ.
+    """
     sequences, present = as_dict(embeddings), ids.keys()
     for feature in features:
         for key in feature.input_keys:
@@ -118,10 +128,10 @@ def with_event_inputs(
             if isinstance(feature.bias, TimeBias) and key == feature.bias_key and key not in present:
                 continue
             require_keys("sequences", present, [key])
-            sequences[key] = ids[key]
+            sequences[input_key(key)] = ids[key]
         if feature.reads_weights:
             key = feature.sequence_keys[0]
-            sequences[key] = with_weights(sequences[key], ids[key].weights_or_none())
+            sequences[key] = with_weights(sequences[key], ids[id_keys.get(key, key)].weights_or_none())
     return sequences
 
 
@@ -163,6 +173,14 @@ def fetched(sequences: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
             parts = {"lengths": events.lengths_or_none(), "offsets": events.offsets_or_none()}
             read[key] = JaggedTensor(events.values(), weights=events.weights_or_none(), **parts)
     return read
+
+
+@torch.fx.wrap
+def require_targets(targets: object) -> object:
+    """Returns the targets of a layer that reads them; `read_inputs` takes None for those that are not read."""
+    if targets is None:
+        raise TypeError("targets must be a KeyedTensor or a dict of Tensor by target key, got None")
+    return targets
 
 
 @torch.fx.wrap
@@ -271,11 +289,11 @@ def _read_groups(
         elif isinstance(bias, PositionBias):
             bias_index = position_buckets(offsets, count, bias.num_buckets, here.has_room)
         elif isinstance(bias, KeyBias):
-            bias_index = join([sequences[one.bias.key].values() for one in group.features])
+            bias_index = join([event_input(sequences, one.bias.key).values() for one in group.features])
         if bias_index is not None and len(firsts) > 1:
             bias_index = bias_index + _first_rows(offsets, count, len(firsts), bias.num_buckets)
         if feature.relative_bias is not None and feature.time_key is not None:
-            times = join([sequences[one.time_key].values() for one in group.features])
+            times = join([event_input(sequences, one.time_key).values() for one in group.features])
         value_scale = weights if feature.weighted_values else None
         events = [count] if len(firsts) == 1 else [unread(one).size(0) for one in firsts]
         own = (score_bias, bias_index, value_scale, events, times, candidates, by_id, digits)

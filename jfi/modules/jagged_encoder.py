@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from jfi.arguments import check_device, check_number, check_type
 from jfi.modules import inputs
 from jfi.modules.feature_modules import FeatureModules
 from jfi.modules.sequence_configs import (
@@ -130,8 +131,9 @@ class JaggedEncoder(nn.Module):
         super().__init__()
         check_features(features)
         check_sizes(embedding_dim, num_heads, num_layers=num_layers, feedforward_ratio=feedforward_ratio)
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+        check_number("dropout", dropout, lambda p: 0 <= p < 1, "in [0, 1)")
+        check_type("causal", causal, bool, "a bool")
+        check_device("device", device)
         for feature in features:
             if feature.relative_bias is not None and not causal:
                 because = f"since feature '{feature.name}' has relative_bias={feature.relative_bias!r}"

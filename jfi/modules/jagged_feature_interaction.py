@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from jfi.arguments import check_device, check_type
 from jfi.modules import inputs, stacked_attention, validation
 from jfi.modules.feature_modules import FeatureModules
 from jfi.modules.sequence_configs import (
@@ -140,7 +141,9 @@ class JaggedFeatureInteraction(nn.Module):
                 )
         if project_history is not None and not isinstance(project_history, bool):
             raise TypeError(f"project_history must be a bool or None, got {project_history!r}")
-        self._id_keys: list[str] = []
+        check_device("device", device)
+        #: By key of the collection's output that of the ids.
+        self._id_keys: dict[str, str] = {}
         if embedding_collection is not None:
             self._id_keys = validation.check_collection(embedding_collection, features, sequence_dim)
         self.features = features
@@ -221,7 +224,8 @@ class JaggedFeatureInteraction(nn.Module):
         """
         if self.embedding_collection is not None:
             sequences = self._embed(sequences)
-        tensors = inputs.read_inputs(sequences, self.groups, targets, target_times, event_times, max_events)
+        options = (target_times, event_times, max_events)
+        tensors = inputs.read_inputs(sequences, self.groups, inputs.require_targets(targets), *options)
         outputs = []
         options = (self.num_heads, self.project_history, self._project_for_ragged)
         for place, group in enumerate(self.groups):
@@ -250,7 +254,8 @@ class JaggedFeatureInteraction(nn.Module):
         if self.embedding_collection is not None:
             sequences = self._embed(sequences)
         sequences = inputs.fetched(sequences)
-        tensors = inputs.read_inputs(sequences, self.groups, targets, target_times, event_times, max_events)
+        options = (target_times, event_times, max_events)
+        tensors = inputs.read_inputs(sequences, self.groups, inputs.require_targets(targets), *options)
         for group, one in zip(self.groups, tensors, strict=True):
             by_feature = stacked_attention.attention_weights(one, group, self._parameters_of(group), self.num_heads)
             weights |= {feature.name: found for feature, found in zip(group.features, by_feature, strict=True)}
@@ -277,6 +282,7 @@ class JaggedFeatureInteraction(nn.Module):
             >>> layer = JaggedFeatureInteraction([SequenceFeatureConfig("taste", ["history_item"], ["item"])], 8, 2)
             >>> layer.load_multihead_attention("taste", torch.nn.MultiheadAttention(8, num_heads=2))
         """
+        check_type("name", name, str, "the name of a feature")
         validation.require_keys("features", self._names, [name])
         if not isinstance(attention, nn.MultiheadAttention):
             raise TypeError(f"attention must be an nn.MultiheadAttention, got {type(attention).__name__}")
@@ -319,13 +325,13 @@ class JaggedFeatureInteraction(nn.Module):
     def _embed(self, ids: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         # DistributedModelParallel puts a module of another class in the collection's place.
         sharded = not isinstance(self.embedding_collection, validation.Collections)
-        validation.check_ids("sequences", ids, self._id_keys, sharded)
+        validation.check_ids("sequences", ids, list(self._id_keys.values()), sharded)
         inputs.allow_no_samples(ids)
         if inputs.is_read_by_id(self.embedding_collection, ids):
             embeddings = inputs.look_up(self.embedding_collection, ids)
         else:
             embeddings = self.embedding_collection(ids)
-        return inputs.with_event_inputs(embeddings, ids, self.features)
+        return inputs.with_event_inputs(embeddings, ids, self.features, self._id_keys)
 
     def extra_repr(self) -> str:
         widths = {"sequence_dim": self.sequence_dim, "target_dim": self.target_dim}

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
+from jfi.arguments import check_choice, check_int
 from jfi.modules import inputs
 from jfi.modules.ragged_targets import count_visible
 from jfi.modules.sequence_configs import FeatureGroup, SequenceFeatureConfig, check_features
@@ -29,7 +30,7 @@ class JaggedPooling(nn.Module):
         mode: "mean" or "sum".
 
     Raises:
-        ValueError: an unknown mode, or features that `JaggedFeatureInteraction` refuses.
+        ValueError, TypeError: an argument of a wrong value or type; the message names it.
 
     Example:
 
@@ -44,8 +45,8 @@ class JaggedPooling(nn.Module):
     def __init__(self, features: list[SequenceFeatureConfig], embedding_dim: int, mode: Mode = "mean") -> None:
         super().__init__()
         check_features(features)
-        if mode not in get_args(Mode):
-            raise ValueError(f"mode must be 'mean' or 'sum', got {mode!r}")
+        check_int("embedding_dim", embedding_dim)
+        check_choice("mode", mode, get_args(Mode))
         self.mode = mode
         self.features = features
         self.embedding_dim = embedding_dim

@@ -96,6 +96,7 @@ def read_ragged_targets(
         raise TypeError(
             f"{given} needs ragged targets: targets['{first_key}'] must be a JaggedTensor, got {type(first).__name__}"
         )
+    validation.check_jagged(f"targets['{first_key}']", first)
     reads_contents = validation.contents_are_free(first.values())
     for key in dict.fromkeys(key for feature in features for key in feature.target_keys):
         validation.require_keys("targets", targets, [key])
@@ -105,6 +106,9 @@ def read_ragged_targets(
                 f"targets['{key}'] must be a JaggedTensor like '{first_key}', got {type(target).__name__}: ragged and "
                 "dense targets cannot be mixed"
             )
+        validation.check_jagged(f"targets['{key}']", target)
+        if target.values().dim() != 2:
+            raise ValueError(f"targets['{key}'] must be [R, embedding_dim], got shape {list(target.values().shape)}")
         if key != first_key:
             validation.check_aligned(f"targets['{key}']", target, first_key, first, reads_contents, "candidates")
         elif reads_contents:
@@ -113,9 +117,12 @@ def read_ragged_targets(
     _check_options(features, target_times, event_times, max_events)
     if target_times is None:
         return RaggedTargets(values, first.offsets(), None, None, None, first_key)
+    validation.check_jagged("target_times", target_times)
     validation.check_aligned("target_times", target_times, first_key, first, reads_contents, "candidates")
     validation.check_times("target_times", target_times, first, "candidates")
     times = target_times.values()
+    if times.device != first.values().device:
+        raise ValueError(f"target_times must be on {first.values().device} like the targets, got {times.device}")
     of_events = {}
     for feature in features:
         key = feature.sequence_keys[0]
@@ -128,12 +135,15 @@ def read_ragged_targets(
         one = event_times if isinstance(event_times, JaggedTensor) else event_times[key]
         if not isinstance(one, JaggedTensor):
             raise TypeError(f"{name} must be a JaggedTensor, got {type(one).__name__}")
+        validation.check_jagged(name, one)
         events = sequences.get(key)
         if not isinstance(events, JaggedTensor):
             continue  # check_inputs refuses it
         validation.check_aligned(name, one, key, events, reads_contents)
         validation.check_times(name, one, events)
         of_events[key] = one.values()
+        if of_events[key].device != times.device:
+            raise ValueError(f"{name} must be on {times.device} like target_times, got {of_events[key].device}")
         if of_events[key].dtype != times.dtype:
             raise TypeError(f"{name} must be {times.dtype} like target_times, got {of_events[key].dtype}")
     return RaggedTargets(values, first.offsets(), times, of_events, max_events, first_key)

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from jfi.arguments import MAX_ROWS, check_choice, check_device, check_int, check_keys, check_number
 from jfi.context import is_traced
-from jfi.modules import inputs
+from jfi.modules import inputs, validation
 from jfi.modules.semantic_id_readers import Decoder, Digits, Init, PrefixTables, Read, Tables
 from jfi.modules.table_rows import DigitRows
-from jfi.modules.validation import contents_are_free, require_keys
+from jfi.modules.validation import contents_are_free
 from jfi.ops.sid_words import sid_words
 from jfi.sid.codec import Codec
 from jfi.sid.packing import UNKNOWN_SID, Layout
@@ -108,6 +109,7 @@ class SemanticIDEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         _check(codec, embedding_dim, feature_names, read, init, spread, num_buckets)
+        check_device("device", device)
         self.embedding_dim, self.feature_names, self.read = embedding_dim, list(feature_names), read
         self.layout = codec.layout
         self.reader: nn.Module
@@ -163,11 +165,9 @@ class SemanticIDEmbedding(nn.Module):
                 an item that the catalogue lacks; the last two are found on the CPU alone, since reading IDs on a GPU
                 would wait for the device.
         """
-        if not isinstance(features, KeyedJaggedTensor):
-            raise TypeError(f"features must be a KeyedJaggedTensor of IDs, got {type(features).__name__}")
+        validation.check_ids("features", features, self.feature_names, sharded=True)
         inputs.allow_no_samples(features)
         by_key, found = features.to_dict(), {}
-        require_keys("features", by_key, self.feature_names)
         for key in self.feature_names:
             jagged = by_key[key]
             ids = jagged.values()
@@ -263,6 +263,8 @@ def _words(fingerprint: str) -> tuple[int, ...]:
 def _checked_catalogue(catalogue: Tensor, layout: Layout) -> Tensor:
     if not isinstance(catalogue, Tensor):
         raise TypeError(f"catalogue must be a Tensor or None, got {type(catalogue).__name__}")
+    if catalogue.is_nested or catalogue.layout is not torch.strided:
+        raise TypeError("catalogue must be a dense tensor, got a nested or a sparse one")
     if catalogue.dtype != torch.int64 or catalogue.dim() != 1 or not len(catalogue):
         got = f"{catalogue.dtype} of shape {list(catalogue.shape)}"
         raise ValueError(f"catalogue must be [N] int64 semantic IDs, at least one, got {got}")
@@ -279,16 +281,12 @@ def _check(
 ) -> None:
     if not isinstance(codec, Codec):
         raise TypeError(f"codec must be a jfi.sid.Codec, got {type(codec).__name__}")
-    if not isinstance(feature_names, list) or not feature_names or len({*feature_names}) < len(feature_names):
-        raise ValueError(f"feature_names must be a list of distinct keys, at least one, got {feature_names!r}")
-    for argument, value, known in (("read", read, Read), ("init", init, Init)):
-        if value not in get_args(known):
-            raise ValueError(f"{argument} must be one of {', '.join(get_args(known))}, got {value!r}")
-    for argument, value in (("embedding_dim", embedding_dim), ("num_buckets", num_buckets)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{argument} must be an int of at least 1, got {value!r}")
-    if not 0 < spread < math.inf:
-        raise ValueError(f"spread must be positive and finite, got {spread!r}")
+    check_keys("feature_names", feature_names, may_be_empty=False)
+    check_choice("read", read, get_args(Read))
+    check_choice("init", init, get_args(Init))
+    check_int("embedding_dim", embedding_dim)
+    check_int("num_buckets", num_buckets, most=MAX_ROWS)
+    check_number("spread", spread, lambda x: 0 < x < math.inf, "positive and finite")
     if init != "random" and read != "tables":
         raise ValueError(f"init must be 'random' with read={read!r}, got {init!r}")
     if read == "digits" and codec.layout.codebook_size:

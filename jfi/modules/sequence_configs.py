@@ -2,12 +2,12 @@
 
 import math
 from dataclasses import dataclass, replace
-from numbers import Integral
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from jfi.arguments import MAX_LAYERS, MAX_ROWS, MAX_WIDTH, check_choice, check_int
 from jfi.plan import MOST_BUCKETS
 
 
@@ -29,7 +29,7 @@ class PositionBias:
     recency: bool = False
 
     def __post_init__(self) -> None:
-        _check_positive("num_buckets of PositionBias", self.num_buckets)
+        check_int("num_buckets of PositionBias", self.num_buckets, most=MAX_ROWS)
         if not isinstance(self.recency, bool):
             raise TypeError(f"recency of PositionBias is {self.recency!r}; it must be a bool")
 
@@ -57,7 +57,7 @@ class KeyBias:
 
     def __post_init__(self) -> None:
         _check_key(f"key of {type(self).__name__}", self.key)
-        _check_positive(f"num_buckets of {type(self).__name__}", self.num_buckets)
+        check_int(f"num_buckets of {type(self).__name__}", self.num_buckets, most=MAX_ROWS)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class TimeBias(KeyBias):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_num_buckets("num_buckets of TimeBias", self.num_buckets)
+        check_int("num_buckets of TimeBias", self.num_buckets, most=MOST_BUCKETS)
 
 
 Bias = PositionBias | WeightBias | KeyBias
@@ -93,7 +93,7 @@ class RelativePositionBias:
     num_buckets: int = 32
 
     def __post_init__(self) -> None:
-        _check_num_buckets("num_buckets of RelativePositionBias", self.num_buckets)
+        check_int("num_buckets of RelativePositionBias", self.num_buckets, most=MOST_BUCKETS)
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class RelativeTimeBias:
 
     def __post_init__(self) -> None:
         _check_key("key of RelativeTimeBias", self.key)
-        _check_num_buckets("num_buckets of RelativeTimeBias", self.num_buckets)
+        check_int("num_buckets of RelativeTimeBias", self.num_buckets, most=MOST_BUCKETS)
 
 
 RelativeBias = RelativePositionBias | RelativeTimeBias
@@ -176,8 +176,7 @@ relative_bias=None)
                 raise ValueError(f"{argument} {of_feature} must name at least one key, got []")
             if len(set(keys)) != len(keys):
                 raise ValueError(f"{argument} {of_feature} must not repeat a key, got {keys}")
-        if self.combine not in ("sum", "concat"):
-            raise ValueError(f"combine {of_feature} must be 'sum' or 'concat', got {self.combine!r}")
+        check_choice(f"combine {of_feature}", self.combine, ("sum", "concat"))
         if self.bias is not None and not isinstance(self.bias, Bias):
             raise TypeError(f"bias {of_feature} must be a PositionBias, WeightBias, KeyBias or None, got {self.bias!r}")
         if self.bias_key in self.sequence_keys:
@@ -185,7 +184,7 @@ relative_bias=None)
         if not isinstance(self.weighted_values, bool):
             raise TypeError(f"weighted_values {of_feature} must be a bool, got {self.weighted_values!r}")
         if self.max_seqlen is not None:
-            _check_positive(f"max_seqlen {of_feature}", self.max_seqlen)
+            check_int(f"max_seqlen {of_feature}", self.max_seqlen, most=torch.iinfo(torch.int64).max)
         relative = self.relative_bias
         if relative is not None and not isinstance(relative, RelativeBias):
             kinds = "RelativePositionBias, RelativeTimeBias or None"
@@ -314,9 +313,9 @@ def check_features(features: list[SequenceFeatureConfig], argument: str = "featu
 
 
 def check_sizes(embedding_dim: int, num_heads: int, **others: int) -> None:
-    """Raises unless every size is a positive integer, and `num_heads` divides `embedding_dim`."""
+    """Raises unless every size is an integer of a sensible range, and `num_heads` divides `embedding_dim`."""
     for argument, size in {"embedding_dim": embedding_dim, "num_heads": num_heads, **others}.items():
-        _check_positive(argument, size)
+        check_int(argument, size, most=MAX_LAYERS if argument == "num_layers" else MAX_WIDTH)
     if embedding_dim % num_heads:
         raise ValueError(f"num_heads must divide embedding_dim={embedding_dim}, got {num_heads}")
 
@@ -326,17 +325,3 @@ def _check_key(argument: str, key: str) -> None:
         raise TypeError(f"{argument} must be a str, got {key!r}")
     if not key or key != key.strip():
         raise ValueError(f"{argument} must be a key without spaces around it, got {key!r}")
-
-
-def _check_num_buckets(argument: str, num_buckets: int) -> None:
-    """Of a relative bias, whose buckets the operator limits."""
-    _check_positive(argument, num_buckets)
-    if num_buckets > MOST_BUCKETS:
-        raise ValueError(f"{argument} must be at most {MOST_BUCKETS}, got {num_buckets}")
-
-
-def _check_positive(argument: str, size: int) -> None:
-    if isinstance(size, bool) or not isinstance(size, Integral):
-        raise TypeError(f"{argument} must be an int, got {size!r}")
-    if size < 1:
-        raise ValueError(f"{argument} must be at least 1, got {size}")

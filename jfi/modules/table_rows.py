@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from jfi.arguments import check_type, shown
 from jfi.modules.adjacent import join
 from jfi.ops.rows_by_id import RowsById, read_rows
 from jfi.reference import unpack_digits
@@ -74,6 +75,9 @@ class TableRows(UnreadRows):
         offsets: [B + 1].
         weights: [S], of the events.
 
+    Raises:
+        ValueError, TypeError: an argument is no tensor, or neither lengths nor offsets are given.
+
     Example:
         >>> table, ids = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1, 0, 1])
         >>> rows = TableRows(table, ids, torch.zeros(()).expand(3, 2), lengths=torch.tensor([2, 1]))
@@ -92,6 +96,14 @@ class TableRows(UnreadRows):
         offsets: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> None:
+        for argument, value in (("table", table), ("ids", ids), ("rows", rows)):
+            check_type(argument, value, Tensor, "a Tensor")
+        check_type("weights", weights, (Tensor, type(None)), "a Tensor or None")
+        for argument, value in (("lengths", lengths), ("offsets", offsets)):
+            if value is not None and (not isinstance(value, Tensor) or value.dtype not in (torch.int32, torch.int64)):
+                raise TypeError(f"{argument} must be an int32 or int64 Tensor or None, got {shown(value)}")
+        if lengths is None and offsets is None:
+            raise ValueError("lengths or offsets must be given, got None for both")
         self.table, self.ids = table, ids
         super().__init__(rows, lengths, offsets, weights)
 

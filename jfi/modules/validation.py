@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection, get_embedding_names_by_table
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from jfi.arguments import check_type
 from jfi.modules.sequence_configs import FeatureGroup, KeyBias, SequenceFeatureConfig, TimeBias, WeightBias
 from jfi.modules.table_rows import UnreadRows
 from jfi.times import check_ascending
@@ -20,6 +22,8 @@ from jfi.times import check_ascending
 if TYPE_CHECKING:
     from jfi.modules.ragged_targets import RaggedTargets
 
+_INTEGERS = (torch.int32, torch.int64)
+_FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Collections = EmbeddingCollection | ManagedCollisionEmbeddingCollection
 
 
@@ -32,21 +36,83 @@ def require_keys(argument: str, present: Collection[str], needed: Iterable[str])
             raise ValueError(f"{argument} must hold the key '{key}', got none of that name; {known}")
 
 
+def input_key(key: str) -> str:
+    """Returns where `with_event_inputs` puts bucket ids or times; the key itself may be that of embeddings."""
+    return f"ids of {key}"
+
+
+def event_input(sequences: dict[str, JaggedTensor], key: str) -> JaggedTensor:
+    """Returns the bucket ids or times of a key, which `with_event_inputs` or the caller of a layer has put there."""
+    events = sequences.get(input_key(key), sequences.get(key))
+    if not isinstance(events, JaggedTensor):
+        _refuse_type(sequences, key)
+    return events
+
+
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Raises unless what has this name is a Tensor, and neither a sparse nor a nested one."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must hold a Tensor, got {type(tensor).__name__}")
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        raise TypeError(f"{name} must hold a dense tensor, got {'a nested' if tensor.is_nested else 'a sparse'} one")
+
+
+def check_jagged(name: str, events: JaggedTensor | KeyedJaggedTensor) -> None:
+    """Checks that the parts of what has this name are dense tensors on one device, and its lengths integers."""
+    values, weights = unread(events), events.weights_or_none()
+    check_dense(name, values)
+    if values.dim() == 0:
+        raise ValueError(f"{name} must hold a tensor of at least one dimension, got one of none")
+    if weights is not None:
+        check_dense(f"the weights of {name}", weights)
+    for what, part in (("lengths", events.lengths_or_none()), ("offsets", events.offsets_or_none())):
+        if part is not None and (not isinstance(part, Tensor) or part.dtype not in _INTEGERS or part.is_nested):
+            got = part.dtype if isinstance(part, Tensor) else type(part).__name__
+            raise TypeError(f"{name} must have {what} in a dense int32 or int64 tensor, got {got}")
+        if part is not None and (part.layout is not torch.strided or part.dim() != 1):
+            got = f"{part.layout} of shape {list(part.shape)}"
+            raise ValueError(f"{name} must have {what} in a dense tensor of one dimension, got {got}")
+        for tensor in (part, weights):
+            if tensor is not None and tensor.device != values.device:
+                raise ValueError(f"{name} must be on one device, got {values.device} and {tensor.device}")
+
+
 @torch.fx.wrap
 def check_ids(argument: str, ids: KeyedJaggedTensor, needed: list[str], sharded: bool) -> None:
     """Checks the ids that embedding collections are about to read, where these would fail less clearly."""
     if not isinstance(ids, KeyedJaggedTensor):
         raise TypeError(f"{argument} must be a KeyedJaggedTensor of ids, got {type(ids).__name__}")
     require_keys(argument, ids.keys(), needed)
-    if not sharded and ids.variable_stride_per_key():
+    check_jagged(argument, ids)
+    values, weights = ids.values(), ids.weights_or_none()
+    if values.dtype not in _INTEGERS or values.dim() != 1:
+        got = f"{values.dtype} of shape {list(values.shape)}"
+        raise TypeError(f"{argument} must hold int32 or int64 ids [S], got {got}")
+    if weights is not None and weights.shape != values.shape:
+        raise ValueError(f"{argument} must have weights of shape {list(values.shape)}, got {list(weights.shape)}")
+    varies = ids.variable_stride_per_key()
+    if contents_are_free(values) and not varies:
+        lengths = ids.lengths()
+        if lengths.numel() != len(ids.keys()) * ids.stride():
+            raise ValueError(f"{argument} must have as many lengths for each of its keys, got {lengths.numel()} in all")
+        if (lengths < 0).any():
+            raise ValueError(f"{argument} must have lengths of at least 0, got {lengths.min().item()}")
+        if sum(ids.length_per_key()) != values.size(0):
+            got = f"{values.size(0)}, while its lengths count {sum(ids.length_per_key())}"
+            raise ValueError(f"{argument} must hold as many ids as its lengths count, got {got}")
+    if not sharded and varies:
         raise ValueError(
             f"{argument} must have one batch size for all keys, got {ids.stride_per_key()}: variable batch sizes (VBE) "
             "need a collection that is sharded, by DistributedModelParallel"
         )
 
 
-def check_collection(collection: Collections, features: list[SequenceFeatureConfig], embedding_dim: int) -> list[str]:
-    """Checks that a collection of a layer fits its features, and returns the keys that the collection reads."""
+def check_collection(
+    collection: Collections, features: list[SequenceFeatureConfig], embedding_dim: int
+) -> dict[str, str]:
+    """Checks that a collection of a layer fits its features, and returns by key of its output that of the ids."""
+    must = "an EmbeddingCollection, a ManagedCollisionEmbeddingCollection or None"
+    check_type("embedding_collection", collection, Collections, must)
     managed = isinstance(collection, ManagedCollisionEmbeddingCollection)
     tables = (collection._embedding_collection if managed else collection).embedding_configs()
     for table in tables:
@@ -54,11 +120,17 @@ def check_collection(collection: Collections, features: list[SequenceFeatureConf
             raise ValueError(
                 f"embedding_collection must be embedding_dim={embedding_dim} wide, got {table.embedding_dim}"
             )
-    inner = collection._embedding_collection if managed else collection
-    names = [name for names in inner.embedding_names_by_table() for name in names]
+    names = id_keys(tables)
     for feature in features:
         require_keys("embedding_collection", names, feature.sequence_keys)
-    return [name for table in tables for name in table.feature_names]
+    return names
+
+
+def id_keys(tables: list[BaseEmbeddingConfig]) -> dict[str, str]:
+    """Returns by key of a collection's output that of the ids; a key of several tables is `<key>@<table>` there."""
+    names = get_embedding_names_by_table(tables)
+    pairs = [zip(own, table.feature_names, strict=True) for own, table in zip(names, tables, strict=True)]
+    return {name: key for own in pairs for name, key in own}
 
 
 def check_inputs(
@@ -105,9 +177,14 @@ def check_inputs(
                 )
             for key in feature.target_keys:
                 target = targets.get(key)
-                if not isinstance(target, Tensor) or target.shape != (rows, group.width_of_targets):
+                is_dense = isinstance(target, Tensor) and not target.is_nested and target.layout is torch.strided
+                if not is_dense or target.shape != (rows, group.width_of_targets) or target.dtype not in _FLOATING:
                     what = "samples" if ragged is None else "rows"
                     _refuse_target(targets, key, rows, group.width_of_targets, what)
+                device = unread(events).device
+                if target.device != device:
+                    of = f"that of sequences['{feature.sequence_keys[0]}']"
+                    raise ValueError(f"targets['{key}'] must be on {device}, {of}, got {target.device}")
 
 
 def _check_events(
@@ -119,8 +196,9 @@ def _check_events(
         events = sequences.get(key)
         if not isinstance(events, JaggedTensor):
             _refuse_type(sequences, key)
+        check_jagged(f"sequences['{key}']", events)
         values = unread(events)
-        if values.dim() != 2 or values.size(1) != embedding_dim or not values.is_floating_point():
+        if values.dim() != 2 or values.size(1) != embedding_dim or values.dtype not in _FLOATING:
             raise ValueError(
                 f"sequences['{key}'] must hold embeddings of shape [S, {embedding_dim}] (events, embedding_dim), "
                 f"got {values.dtype} of shape {list(values.shape)}"
@@ -154,6 +232,9 @@ def _refuse_target(targets: dict[str, Tensor], key: str, count: int, embedding_d
     target = targets[key]
     if not isinstance(target, Tensor):
         raise TypeError(f"targets['{key}'] must be a Tensor, got {type(target).__name__}")
+    check_dense(f"targets['{key}']", target)
+    if target.dtype not in _FLOATING:
+        raise TypeError(f"targets['{key}'] must be float32, bfloat16 or float16, got {target.dtype}")
     raise ValueError(
         f"targets['{key}'] must have shape [{count}, {embedding_dim}] ({rows}, embedding_dim), got {list(target.shape)}"
     )
@@ -177,9 +258,8 @@ def _check_weights(feature: SequenceFeatureConfig, events: JaggedTensor) -> None
 
 def _check_bucket_ids(sequences: dict[str, JaggedTensor], feature: SequenceFeatureConfig, first: JaggedTensor) -> None:
     key, num_buckets = feature.bias.key, feature.bias.num_buckets
-    ids = sequences.get(key)
-    if not isinstance(ids, JaggedTensor):
-        _refuse_type(sequences, key)
+    ids = event_input(sequences, key)
+    check_jagged(f"sequences['{key}']", ids)
     values = ids.values()
     if values.dtype not in (torch.int32, torch.int64) or values.dim() != 1:
         raise TypeError(
@@ -198,9 +278,9 @@ def _check_bucket_ids(sequences: dict[str, JaggedTensor], feature: SequenceFeatu
 
 
 def _check_times(sequences: dict[str, JaggedTensor], feature: SequenceFeatureConfig, first: JaggedTensor) -> None:
-    key, times = feature.time_key, sequences.get(feature.time_key)
-    if not isinstance(times, JaggedTensor):
-        _refuse_type(sequences, key)
+    key = feature.time_key
+    times = event_input(sequences, key)
+    check_jagged(f"sequences['{key}']", times)
     check_aligned(f"sequences['{key}']", times, feature.sequence_keys[0], first, contents_are_free(times.values()))
     check_times(f"sequences['{key}']", times, first, because=f", since feature '{feature.name}' has a RelativeTimeBias")
 

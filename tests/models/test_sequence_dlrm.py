@@ -11,6 +11,7 @@ from torchrec import (
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
+    JaggedTensor,
     KeyedJaggedTensor,
 )
 from torchrec.distributed.train_pipeline.tracing import Tracer as PipelineTracer
@@ -21,6 +22,7 @@ from jfi import (
     JaggedFeatureInteraction,
     KeyBias,
     PositionBias,
+    RelativeTimeBias,
     SequenceDLRM,
     SequenceFeatureConfig,
     WeightBias,
@@ -241,6 +243,33 @@ def test_weights_of_the_ids_reach_the_layer():
     weighted = KeyedJaggedTensor(ids.keys(), ids.values(), lengths=ids.lengths(), weights=weights)
     attended = model.attention_weights(inputs.dense_features, weighted)["taste"].values()
     torch.testing.assert_close(attended[:3, 0, 0], torch.tensor([0.0, 1.0, 0.0]))
+
+
+def by_genre(key, encoded):
+    """A model with a bias by the ids of `key`; encoded with one by times there, and a feature named like a bias key."""
+    torch.manual_seed(0)
+    genres = SequenceFeatureConfig("history_age", ["history_genre"], ["genre"])
+    bias = KeyBias("history_age" if encoded else key, 4)
+    taste = SequenceFeatureConfig("taste", ["history_item"], ["item"], bias=bias)
+    times, encoder = RelativeTimeBias(key), None
+    if encoded:
+        encoder = JaggedEncoder([replace(taste, relative_bias=times), genres], DIM, causal=True)
+    model = build(features=[taste, genres], encoder=encoder)
+    for name, x in model.named_parameters():
+        if name.endswith("_bias"):
+            torch.nn.init.normal_(x)
+    return model
+
+
+@pytest.mark.parametrize("encoded", [False, True], ids=["plain", "encoded"])
+def test_a_bias_may_read_ids_that_another_feature_embeds(encoded):
+    inputs = batch()
+    of_key = inputs.sparse_features.to_dict()
+    genres = torch.tensor([0, 1, 3, 2, 0, 1, 1, 2, 3])  # as times they do not decrease
+    of_key["history_genre"] = JaggedTensor(genres, lengths=of_key["history_genre"].lengths())
+    ids = KeyedJaggedTensor.from_jt_dict({**of_key, "copied": of_key["history_genre"]})
+    got, want = (by_genre(key, encoded)(inputs.dense_features, ids) for key in ("history_genre", "copied"))
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("encoded", [False, True], ids=["plain", "encoded"])

@@ -1,12 +1,14 @@
 """Jagged tensors with room, as a captured step has them: what lies behind the last sample changes nothing."""
 
+import threading
+
 import pytest
 import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 import jfi
 from jfi.modules import inputs
-from jfi.room import with_room
+from jfi.room import here, with_room
 
 #: In an order that has empty samples in front, behind and between.
 LENGTHS, ROOM, D = [0, 3, 0, 17, 64, 1, 0], 30, 16
@@ -98,3 +100,25 @@ def test_buckets_by_position_of_the_events_alone():
     offsets = torch.tensor([0, 3, 3, 8])
     want = inputs.position_buckets(offsets, 8, 32)
     assert torch.equal(inputs.position_buckets(offsets, 12, 32, room=True)[:8], want)
+
+
+def test_a_compiled_function_knows_of_the_room():
+    """A graph that was compiled outside of such a block does not serve within, and the other way round."""
+    compiled = torch.compile(lambda x: x + 1 if here.has_room else x, fullgraph=True, backend="eager")
+    x = torch.zeros(1)
+    found = [compiled(x).item()]
+    with with_room():
+        found.append(compiled(x).item())
+    assert [*found, compiled(x).item()] == [0, 1, 0]
+
+
+def test_a_thread_does_not_see_the_room_of_another():
+    seen = []
+    with with_room(frozenset({"user"})):
+        thread = threading.Thread(target=lambda: seen.append((here.has_room, here.singles)))
+        thread.start()
+        thread.join()
+        with with_room():
+            assert here.has_room and not here.singles
+        assert here.has_room and here.singles == {"user"}
+    assert seen == [(False, frozenset())] and not here.has_room

@@ -241,7 +241,7 @@ def test_items_and_catalogues_that_are_refused(dpca):
     for item in (7, -1):
         with pytest.raises(ValueError, match=rf"features\['item'\] must hold items from 0 to 6, .* got {item}"):
             embedding(KeyedJaggedTensor(["item"], torch.tensor([0, item]), lengths=torch.tensor([2])))
-    with pytest.raises(TypeError, match=r"features\['item'\] must be int32 or int64 items .* got torch.float32"):
+    with pytest.raises(TypeError, match=r"features must hold int32 or int64 ids .* got torch.float32"):
         embedding(KeyedJaggedTensor(["item"], torch.rand(1), lengths=torch.tensor([1])))
     with pytest.raises(TypeError, match="catalogue must be a Tensor or None, got list"):
         SemanticIDEmbedding(codec, WIDTH, ["item"], catalogue=[1])
@@ -255,7 +255,7 @@ def test_refused(dpca):
     codec, sids = dpca
     with pytest.raises(ValueError, match="read must not be 'digits' for a codec of 2 codes below 12"):
         SemanticIDEmbedding(ResidualKMeans(2, 12), 4, KEYS)
-    with pytest.raises(ValueError, match="read must be one of digits, decode, tables, prefix_tables, got 'digit'"):
+    with pytest.raises(ValueError, match="read must be 'digits', 'decode', 'tables' or 'prefix_tables', got 'digit'"):
         SemanticIDEmbedding(codec, 4, KEYS, "digit")
     with pytest.raises(ValueError, match="init must be 'random' with read='digits', got 'centroids'"):
         SemanticIDEmbedding(codec, 4, KEYS, init="centroids")

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch._dynamo.testing
+from torch import nn
 from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 from torchrec.distributed.train_pipeline.tracing import Tracer as PipelineTracer
 from torchrec.fx import symbolic_trace
@@ -69,6 +70,44 @@ def test_ids_and_embeddings_give_the_same(layer, ids, targets):
     sequences["age"] = ids["age"]
     got, want = layer(ids, targets), without_collection(layer)(sequences, targets)
     assert got.keys() == want.keys() == [feature.name for feature in FEATURES]
+    torch.testing.assert_close(got.values(), want.values(), rtol=0, atol=0)
+
+
+def test_a_bias_may_read_ids_that_another_feature_embeds(ids, targets):
+    def features(key):
+        bias = KeyBias(key, 4)
+        return [SequenceFeatureConfig("aged", ["history"], ["item"], bias=bias), FEATURES[2]]
+
+    collection = EmbeddingCollection(tables=two_tables())
+    layer = JaggedFeatureInteraction(features("rating"), EMBEDDING_DIM, embedding_collection=collection)
+    nn.init.normal_(layer.attention.aged.bucket_bias)
+    other = JaggedFeatureInteraction(features("rating_ids"), EMBEDDING_DIM)
+    other.load_state_dict(layer.state_dict(), strict=False)
+    sequences = {**collection(ids), "rating_ids": ids["rating"]}
+    got, want = layer(ids, targets), other(sequences, targets)
+    torch.testing.assert_close(got.values(), want.values(), rtol=0, atol=0)
+    weights = layer.attention_weights(ids, targets)["aged"], other.attention_weights(sequences, targets)["aged"]
+    torch.testing.assert_close(weights[0].values(), weights[1].values(), rtol=0, atol=0)
+    with pytest.raises(ValueError, match=r"sequences\['rating'\] must hold bucket ids from 0 to 3 .*, got 4"):
+        layer(KeyedJaggedTensor(ids.keys(), ids.values() + 1, lengths=ids.lengths()), targets)
+
+
+@pytest.mark.parametrize("option", [{"bias": WeightBias()}, {"weighted_values": True}], ids=["bias", "values"])
+def test_weights_of_a_key_of_two_tables(option, ids, targets):
+    """A collection names such embeddings `<key>@<table>`."""
+    tables = [replace(one, feature_names=["history"]) for one in two_tables()]
+    collection = EmbeddingCollection(tables=tables)
+    names = ["history@table_history", "history@table_rating"]
+    features = [SequenceFeatureConfig(name, [name], ["item"], **option) for name in names]
+    features.append(SequenceFeatureConfig("both", names, ["item"], **option))
+    layer = JaggedFeatureInteraction(features, EMBEDDING_DIM, embedding_collection=collection)
+    other = JaggedFeatureInteraction(features, EMBEDDING_DIM)
+    other.load_state_dict(layer.state_dict(), strict=False)
+    sequences = collection(ids)
+    for name in names:
+        events = sequences[name]
+        sequences[name] = JaggedTensor(events.values(), lengths=events.lengths(), weights=ids["history"].weights())
+    got, want = layer(ids, targets), other(sequences, targets)
     torch.testing.assert_close(got.values(), want.values(), rtol=0, atol=0)
 
 
