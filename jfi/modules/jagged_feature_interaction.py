@@ -9,6 +9,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from jfi.modules import inputs, validation
 from jfi.modules.attention_groups import AttentionGroups
+from jfi.modules.outside_ids import OutsideIds
 from jfi.modules.sequence_configs import SequenceFeatureConfig, check_features, check_sizes, describe, group_features
 from jfi.modules.stacked_attention import StackedTargetAttention
 from jfi.scripting import not_scriptable
@@ -137,8 +138,12 @@ class JaggedFeatureInteraction(nn.Module):
         if project_history is not None and not isinstance(project_history, bool):
             raise TypeError(f"project_history must be a bool or None, got {project_history!r}")
         self._id_keys: list[str] = []
+        self.outside_ids: tuple[OutsideIds, ...] = ()
         if embedding_collection is not None:
             self._id_keys = validation.check_collection(embedding_collection, features, sequence_dim)
+        if type(embedding_collection) is EmbeddingCollection:  # whose rows the layer may read itself
+            tables = embedding_collection.embedding_configs()
+            self.outside_ids = (OutsideIds([table.name for table in tables for _ in table.feature_names]),)
         self.features = features
         self.embedding_dim, self.num_heads, self.num_queries = embedding_dim, num_heads, num_queries
         self.embedding_collection = embedding_collection
@@ -306,7 +311,7 @@ class JaggedFeatureInteraction(nn.Module):
         validation.check_ids("sequences", ids, self._id_keys, sharded)
         inputs.allow_no_samples(ids)
         if inputs.is_read_by_id(self.embedding_collection, ids):
-            embeddings = inputs.look_up(self.embedding_collection, ids)
+            embeddings = inputs.look_up(self.embedding_collection, ids, self.outside_ids[0])
         else:
             embeddings = self.embedding_collection(ids)
         return inputs.with_event_inputs(embeddings, ids, self.features)

@@ -18,6 +18,7 @@ from jfi.kernels.common.launch import Launcher, empty_like
 from jfi.kernels.common.spec import AttentionSpec
 from jfi.kernels.common.stream_k import WEIGHT, end_row, find_range, longest_first
 from jfi.kernels.common.tiles import load_rows, load_statistics, query_rows, store_columns, store_rows
+from jfi.kernels.tables.bounds import bound_ids
 from jfi.kernels.target_attention.few_tiles import (
     EVENTS,
     field_columns,
@@ -113,7 +114,7 @@ def target_attention_few_bwd_kernel(
             bias = 0.0
             index = load_bias_index(bias_index_ptr, first, k_at, mask, SPEC)
             if SPEC.has_bias:
-                bias = load_bias(history[2], index, first, mask, at, kv_head, SPEC)
+                bias = load_bias(history[2], index, table_rows, first, mask, at, kv_head, SPEC)
             value_scale = load_value_scale(value_scale_ptr, first, k_at, mask, SPEC)
             p, ds = weights_and_gradient(q, grad, lse, delta, k, v, value_scale, bias, mask, scale, SPEC)
             ds_by_query = tl.trans(ds.to(k.dtype))
@@ -194,6 +195,7 @@ def backward(
     if sums_table:
         dbias = dbias.sum(0).to(x.bias.dtype)
     elif table_rows:
-        # Sorts the events by index: no sum in an order that changes from run to run.
-        dbias = torch.ops.aten.embedding_dense_backward(dbias, x.bias_index, table_rows, -1, False).to(x.bias.dtype)
+        # Sorts the events by index: no sum in an order that changes from run to run. It leaves out -1.
+        (index,) = bound_ids([x.bias_index], [table_rows], None)
+        dbias = torch.ops.aten.embedding_dense_backward(dbias, index, table_rows, -1, False).to(x.bias.dtype)
     return dquery, dkey, dvalue, dbias, dsecond
