@@ -263,8 +263,8 @@ def _read_groups(
         elif isinstance(bias, PositionBias):
             bias_index = position_buckets(offsets, count, bias.num_buckets, here.has_room)
         elif isinstance(bias, KeyBias):
-            ids = [sequences[one.bias.key].values() for one in group.features]
-            bias_index = join(bound_ids(ids, [bias.num_buckets] * len(ids)))
+            ids = join([sequences[one.bias.key].values() for one in group.features])
+            (bias_index,) = bound_ids([ids], [bias.num_buckets])  # else an id would name another feature's rows
         if bias_index is not None and len(firsts) > 1:
             stacked = bias_index + _first_rows(offsets, count, len(firsts), bias.num_buckets)
             bias_index = torch.where(bias_index < 0, -1, stacked) if isinstance(bias, KeyBias) else stacked

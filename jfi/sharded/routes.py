@@ -40,7 +40,8 @@ class Route:
         fields: of each sequence the keys of ids that its events bring along.
         field_tables: the tables of these ids, which every rank can read.
         field_rows: their numbers of rows.
-        outside: counts of this rank's ids outside of the tables, by sequence, then by field and sequence.
+        outside: counts of this rank's ids outside of the tables, by sequence; those of fields are counted where every
+            rank reads these tables itself.
     """
 
     keys: tuple[str, ...]
@@ -54,8 +55,7 @@ class Route:
     outside: OutsideIds = field(init=False)
 
     def __post_init__(self) -> None:
-        of_fields = [table for table in self.field_tables for _ in self.keys]
-        object.__setattr__(self, "outside", OutsideIds([*self.tables, *of_fields]))
+        object.__setattr__(self, "outside", OutsideIds(self.tables))
 
     @property
     def ranks(self) -> list[int]:
@@ -272,7 +272,7 @@ def sort_by_owner(route: Route, by_key: dict[str, JaggedTensor], num_ranks: int,
     check_route_ids(route, by_key)
     with_room = here.has_room and not here.singles.issuperset(route.keys)
     sizes, located = [one.values().size(0) for one in sequences], []
-    outside = route.outside.on(sequences[0].values().device)[: len(sequences)] if counts else None
+    outside = route.outside.on(sequences[0].values().device) if counts else None
     bounded = bound_ids([one.values() for one in sequences], [one.num_rows for one in route.owners], outside)
     for ids, owners, one in zip(bounded, route.owners, sequences, strict=True):
         ranks, rows = owners.locate(ids)
@@ -282,7 +282,7 @@ def sort_by_owner(route: Route, by_key: dict[str, JaggedTensor], num_ranks: int,
             ranks = torch.where(place < one.offsets()[-1], ranks.to(kind), num_ranks)
         located.append((ranks, rows))
     ranks, rows = (_joined(list(parts)) for parts in zip(*located, strict=True))
-    columns = torch.stack([rows, *brought_along(route, by_key, sequences, counts)], 1)
+    columns = torch.stack([rows, *brought_along(route, by_key, sequences)], 1)
     lengths = _joined([one.lengths() for one in sequences]) if route.features else None
     if num_ranks == 1 and not (with_room and len(sequences) > 1):
         sums = sequences[0].offsets()[-1:].long() if with_room else torch.full((1,), rows.size(0), device=rows.device)
@@ -339,15 +339,12 @@ def check_route_ids(route: Route, by_key: dict[str, JaggedTensor]) -> None:
             check_indices(f"features['{feature.bias_key}']", ids, feature.num_buckets, bias, padded=False)
 
 
-def brought_along(
-    route: Route, by_key: dict[str, JaggedTensor], sequences: list[JaggedTensor], counts: bool = True
-) -> list[Tensor]:
+def brought_along(route: Route, by_key: dict[str, JaggedTensor], sequences: list[JaggedTensor]) -> list[Tensor]:
     """What a route's events bring along, [S] int32 each; -1 for ids outside of their tables and buckets."""
-    brought, count = [], len(sequences)
+    brought = []
     for place, rows in enumerate(route.field_rows):
-        ids = [by_key[keys[place]].values() for keys in route.fields]
-        outside = route.outside.on(ids[0].device)[count * (1 + place) :][:count] if counts else None
-        brought.append(_joined(bound_ids(ids, [rows] * count, outside)).to(torch.int32))
+        ids = bound_ids([by_key[keys[place]].values() for keys in route.fields], [rows] * len(sequences))
+        brought.append(_joined(ids).to(torch.int32))
     if route.brings_bucket:
         buckets = []
         for place, feature, one in zip(route.places, route.features, sequences, strict=True):

@@ -49,10 +49,9 @@ def bound_ids_kernel(
             ids = tl.load(indices[i] + at, mask=mask, other=-1).to(tl.int64)
             is_row = (ids >= 0) & (ids < rows[i])
             tl.store(out_ptr + first + at, tl.where(is_row, ids, -1).to(out_ptr.dtype.element_ty), mask=mask)
-            if counts_ptr is not None:
+            if counts_ptr is not None:  # integers: their order does not matter
                 outside = tl.sum((~is_row & (ids != -1)).to(tl.int32), 0)
-                if outside > 0:  # integers: their order does not matter
-                    tl.atomic_add(counts_ptr + i, outside.to(tl.int64))
+                tl.atomic_add(counts_ptr + i, outside.to(tl.int64), mask=outside > 0)
 
 
 @cached
