@@ -6,10 +6,10 @@ from jfi.modules.fused_embedding_collections import (
     FusedEmbeddingCollection,
     defer_steps,
 )
+from jfi.modules.id_counts import outside_ids
 from jfi.modules.jagged_encoder import JaggedEncoder
 from jfi.modules.jagged_feature_interaction import JaggedFeatureInteraction
 from jfi.modules.jagged_mean_pooling import JaggedMeanPooling
-from jfi.modules.outside_ids import outside_ids
 from jfi.modules.semantic_id_embedding import SemanticIDEmbedding
 from jfi.modules.sequence_configs import (
     KeyBias,

@@ -19,7 +19,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from jfi.modules import inputs
 from jfi.modules.fused_tables import FusedTables, FusedTablesOptimizer
-from jfi.modules.outside_ids import OutsideIds
+from jfi.modules.id_counts import OutsideIds
 from jfi.modules.table_rows import TableRows
 from jfi.modules.validation import require_keys
 from jfi.ops import jagged_jagged_bmm

@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from jfi.context import is_traced
 from jfi.modules.adjacent import join
-from jfi.modules.outside_ids import OutsideIds
+from jfi.modules.id_counts import OutsideIds
 from jfi.modules.ragged_targets import Candidates, RaggedTargets, is_by_pair, read_ragged_targets
 from jfi.modules.sequence_configs import (
     FeatureGroup,

@@ -9,7 +9,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from jfi.modules import inputs, validation
 from jfi.modules.attention_groups import AttentionGroups
-from jfi.modules.outside_ids import OutsideIds
+from jfi.modules.id_counts import OutsideIds
 from jfi.modules.sequence_configs import SequenceFeatureConfig, check_features, check_sizes, describe, group_features
 from jfi.modules.stacked_attention import StackedTargetAttention
 from jfi.scripting import not_scriptable

@@ -10,7 +10,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jfi.context import is_traced
 from jfi.modules import inputs
-from jfi.modules.outside_ids import OutsideIds
+from jfi.modules.id_counts import OutsideIds
 from jfi.modules.semantic_id_readers import Decoder, Digits, Init, PrefixTables, Read, Tables
 from jfi.modules.table_rows import DigitRows
 from jfi.modules.validation import contents_are_free, require_keys

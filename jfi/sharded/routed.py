@@ -13,7 +13,7 @@ from torchrec.distributed.types import Awaitable, LazyAwaitable, LazyNoWait, Par
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Multistreamable
 
-from jfi.modules.outside_ids import OutsideIds
+from jfi.modules.id_counts import OutsideIds
 from jfi.modules.spread_rows import SpreadRows
 from jfi.modules.table_rows import TableRows
 from jfi.ops.gather_rows import bound_ids, check_indices

@@ -19,7 +19,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
 from jfi.modules import KeyBias, PositionBias, SequenceFeatureConfig, inputs
-from jfi.modules.outside_ids import OutsideIds
+from jfi.modules.id_counts import OutsideIds
 from jfi.modules.validation import require_keys
 from jfi.ops.gather_rows import bound_ids, check_indices
 from jfi.room import here

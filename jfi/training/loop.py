@@ -26,7 +26,7 @@ from jfi.data import Batch, InteractionDataset
 from jfi.data.chunks import ChunkOrder
 from jfi.data.order import SampleOrder
 from jfi.display import Display
-from jfi.modules.outside_ids import all_outside_ids
+from jfi.modules.id_counts import all_outside_ids
 from jfi.sharded import CapturedShardedStep, average_gradients
 from jfi.training.accumulation import NoSteps, run_parts
 from jfi.training.calibration import Calibration, describe, fit_calibration
