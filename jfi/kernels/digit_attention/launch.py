@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor
 
-from jfi import plan
+from jfi import plan, reference
 from jfi.kernels.common.combine import RangePartials
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.digit_attention.tiles import DigitSpec, event_pointers
-from jfi.kernels.tables.bounds import bound_ids
 from jfi.plan import (
     AttentionPlan,
     DigitAttentionInputs,
@@ -98,7 +97,7 @@ def backward(
         dbias = dbias[0] if parts == 1 else dbias.sum(0)
         if table_rows:
             # Sorts the events by index: no sum in an order that changes from run to run. It leaves out -1.
-            (index,) = bound_ids([x.bias_index], [table_rows], None)
+            index = reference.bound_ids(x.bias_index, table_rows)
             dbias = torch.ops.aten.embedding_dense_backward(dbias, index, table_rows, -1, False)
         dbias = dbias.to(x.bias.dtype)
     return dquery, dbias

@@ -246,7 +246,7 @@ def table_scores(table, table_row, BLOCK_R: gl.constexpr, SPEC: gl.constexpr):
     """
     high, low = table
     row = gl.arange(0, BLOCK_R, layout=gl.SliceLayout(1, RIGHT))
-    table_row = gl.where((table_row >= 0) & (table_row < BLOCK_R), table_row, BLOCK_R)
+    table_row = gl.minimum(table_row.to(gl.uint32, bitcast=True), BLOCK_R).to(gl.int32, bitcast=True)
     # 1.0 in bfloat16, shifted to its half of a register of two neighbours, or out of it: shifts are clamped.
     shift = (table_row[None, :] - (row & -2)[:, None]) * 16
     ones = gl.inline_asm_elementwise("shl.b32 $0, 0x3F80, $1;", "=r,r,r", [shift], gl.int16, True, 2)

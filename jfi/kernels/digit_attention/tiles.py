@@ -84,8 +84,8 @@ def load_event_bias(bias_ptr, bias_index_ptr, table_rows, n, at, mask, row, SPEC
             is_row = mask & (event >= 0) & (event < table_rows)
         where = event[None, :] * SPEC.num_heads + (row % SPEC.num_heads)[:, None]
         keep = tl.broadcast_to(is_row[None, :], where.shape)
-        other = tl.broadcast_to(tl.where(mask, 0.0, -float("inf"))[None, :], where.shape)
-        return tl.load(bias_ptr + where, mask=keep, other=other).to(tl.float32)
+        bias = tl.load(bias_ptr + where, mask=keep, other=0.0).to(tl.float32)
+        return tl.where(mask[None, :], bias, -float("inf"))
     else:
         return tl.where(mask, 0.0, -float("inf"))[None, :]
 

@@ -12,13 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jfi import plan
+from jfi import plan, reference
 from jfi.kernels.common.combine import RangePartials, behind_partials
 from jfi.kernels.common.launch import Launcher, empty_like
 from jfi.kernels.common.spec import AttentionSpec
 from jfi.kernels.common.stream_k import WEIGHT, end_row, find_range, longest_first
 from jfi.kernels.common.tiles import load_rows, load_statistics, query_rows, store_columns, store_rows
-from jfi.kernels.tables.bounds import bound_ids
 from jfi.kernels.target_attention.few_tiles import (
     EVENTS,
     field_columns,
@@ -196,6 +195,6 @@ def backward(
         dbias = dbias.sum(0).to(x.bias.dtype)
     elif table_rows:
         # Sorts the events by index: no sum in an order that changes from run to run. It leaves out -1.
-        (index,) = bound_ids([x.bias_index], [table_rows], None)
+        index = reference.bound_ids(x.bias_index, table_rows)
         dbias = torch.ops.aten.embedding_dense_backward(dbias, index, table_rows, -1, False).to(x.bias.dtype)
     return dquery, dkey, dvalue, dbias, dsecond

@@ -42,6 +42,7 @@ def _attend(q, history, gathered, events, cols, n, mask, kv_head, state, scale, 
         index = load_bias_index(bias_index_ptr, n, at, mask, SPEC)
         q_at = tl.arange(0, SPEC.block_m)
         bias = tl.trans(load_bias(history[2], index, table_rows, n, mask, q_at, kv_head, SPEC)) * LOG2E
+        bias = tl.where(mask[None, :], bias, -float("inf"))
     else:
         bias = tl.where(mask, 0.0, -float("inf"))[None, :]
     s = tl.dot(q, tl.trans(k), input_precision=SPEC.precision) * (scale * LOG2E) + bias

@@ -90,23 +90,23 @@ def load_value_scale(value_scale_ptr, n, at, mask, SPEC: tl.constexpr):
 
 @triton.jit
 def load_bias(bias_ptr, index, table_rows, n, mask, q_at, kv_head, SPEC: tl.constexpr):
-    """[N, M]: each event's bias for each query's head, -inf outside the mask.
+    """[N, M]: each event's bias for each query's head, 0 outside the mask; of its row of the table if by index.
 
-    If by index that of its row of the table, 0 where the index is outside of it.
+    An index outside of the table has a bias of 0.
     """
     NUM_HEADS: tl.constexpr = SPEC.num_kv_heads * SPEC.qheads_per_kvhead
     rows = index.to(tl.int32)
-    is_row = (index >= 0) & (index < table_rows)
-    if not SPEC.bias_by_index:
+    is_row = mask
+    if SPEC.bias_by_index:
+        is_row = mask & (index >= 0) & (index < table_rows)
+    else:
         rows = tl.arange(0, mask.shape[0])
-        is_row = rows >= 0
         bias_ptr += n * NUM_HEADS
     where = rows[:, None] * NUM_HEADS + (kv_head * SPEC.qheads_per_kvhead + q_at % SPEC.qheads_per_kvhead)[None, :]
     if SPEC.bias_by_index:
         # Copies of 16 bytes would bypass the L1 cache, and all programs ask for the same few lines.
         where = tl.max_contiguous(where, [1, 1])
-    other = tl.where(mask, 0.0, -float("inf"))[:, None]
-    return tl.load(bias_ptr + where, mask=(mask & is_row)[:, None], other=other).to(tl.float32)
+    return tl.load(bias_ptr + where, mask=is_row[:, None], other=0.0).to(tl.float32)
 
 
 @triton.jit

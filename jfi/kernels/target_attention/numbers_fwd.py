@@ -202,10 +202,9 @@ def target_attention_numbers_fwd_kernel(
         if SPEC.has_bias:
             index = load_bias_index(bias_index_ptr, n, at, mask, SPEC)
             own = bias_ptr if SPEC.bias_by_index else bias_ptr + n * HEADS
-            is_row = (index >= 0) & (index < table_rows) if SPEC.bias_by_index else index >= 0
-            other = tl.where(mask, 0.0, -float("inf"))
-            where = own + index.to(tl.int32) * HEADS + head
-            bias = tl.load(where, mask=mask & is_row, other=other).to(tl.float32) * LOG2E
+            is_row = mask & (index >= 0) & (index < table_rows) if SPEC.bias_by_index else mask
+            bias = tl.load(own + index.to(tl.int32) * HEADS + head, mask=is_row, other=0.0).to(tl.float32) * LOG2E
+            bias = tl.where(mask, bias, -float("inf"))
         else:
             bias = tl.where(mask, 0.0, -float("inf"))
         value_scale = load_value_scale(value_scale_ptr, n, at, mask, SPEC)
