@@ -198,6 +198,12 @@ def unpack_digits(words: Tensor, num_digits: int) -> Tensor:
     return (words[..., None] << shifts >> 30).to(torch.int8).flatten(-2)[..., :num_digits]
 
 
+def select_words(words: Tensor, index: Tensor) -> Tensor:
+    """[N, W], [S] -> [S, W]: rows of words; zeros, which are digits of 0, where the index is outside."""
+    index = bound_ids(index, words.shape[0])
+    return words.index_select(0, index.clamp(min=0)).masked_fill((index < 0).unsqueeze(1), 0)
+
+
 def digit_attention(
     query: Tensor,
     digits: Tensor,
@@ -208,7 +214,7 @@ def digit_attention(
     scale: float,
 ) -> Tensor:
     """[B, T, H, L], [S, W] -> [B, T, H, L]."""
-    words = digits if indices is None else digits[indices]
+    words = digits if indices is None else select_words(digits, indices)
     key = unpack_digits(words, query.shape[3])[:, None].to(query.dtype)
     value = None if value_scale is None else key * value_scale[:, None, None].to(key.dtype)
     return target_attention(query, key, value, offsets, bias, scale)
@@ -218,6 +224,14 @@ def _dequantize(rows: Tensor) -> Tensor:
     """[S, D + 8] bytes as fbgemm packs a row, D numbers and their scale and bias in float32 -> [S, D] float32."""
     scale, bias = rows[:, -8:].contiguous().view(torch.float32).unsqueeze(2).unbind(1)
     return rows[:, :-8].float() * scale + bias
+
+
+def bound_ids(ids: Tensor, size: int) -> Tensor:
+    """[S] -> [S]: -1 in the place of ids outside of a table of so many rows."""
+    outside = ids < 0
+    if size <= torch.iinfo(ids.dtype).max:
+        outside = outside | (ids >= size)
+    return torch.where(outside, -1, ids)
 
 
 def gather_rows(tables: tuple[Tensor, ...], indices: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:

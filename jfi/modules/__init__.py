@@ -6,6 +6,7 @@ from jfi.modules.fused_embedding_collections import (
     FusedEmbeddingCollection,
     defer_steps,
 )
+from jfi.modules.id_counts import outside_ids
 from jfi.modules.jagged_encoder import JaggedEncoder
 from jfi.modules.jagged_feature_interaction import JaggedFeatureInteraction
 from jfi.modules.jagged_pooling import JaggedPooling
@@ -37,4 +38,5 @@ __all__ = [
     "TimeBias",
     "WeightBias",
     "defer_steps",
+    "outside_ids",
 ]

@@ -21,10 +21,11 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from jfi.arguments import check_device, check_module, check_type, shown
 from jfi.modules import inputs, validation
 from jfi.modules.fused_tables import FusedTables, FusedTablesOptimizer
+from jfi.modules.id_counts import OutsideIds
 from jfi.modules.table_rows import TableRows
 from jfi.modules.validation import require_keys
 from jfi.ops import jagged_jagged_bmm
-from jfi.ops.gather_rows import check_indices
+from jfi.ops.gather_rows import bound_ids, check_indices
 from jfi.room import here
 
 _DATA_TYPES = (DataType.FP32, DataType.FP16, DataType.BF16)
@@ -55,6 +56,7 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
             for embedding, key in zip(embeddings, config.feature_names, strict=True)
         ]
         self._fused = FusedTables(self._tables, optimizer_type, optimizer_kwargs, average)
+        self.outside_ids = (OutsideIds([table for _, _, table in self._lookups]),)
 
     @property
     def _tables(self) -> nn.ModuleDict:
@@ -134,17 +136,20 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
                 f"{type(self).__name__} steps its tables in one process, got a process group of {size}: use TorchRec's "
                 "collection and DistributedModelParallel there, or torch.no_grad() to read the tables"
             )
+        ids, sizes = [], []
         for _, key, table in self._lookups:
-            ids = by_key[key].values()
-            rows, lengths = weights[table].shape[0], by_key[key].lengths()
-            check_indices(f"features['{key}']", ids, rows, f"table '{table}'", lengths)
-        ids = [(table, by_key[key].values()) for _, key, table in self._lookups]
-        rows = self._fused.look_up(ids, self._output_dtype)
+            own, size = by_key[key].values(), weights[table].shape[0]
+            check_indices(f"features['{key}']", own, size, f"table '{table}'", by_key[key].lengths())
+            ids.append(own)
+            sizes.append(size)
+        ids = bound_ids(ids, sizes, self.outside_ids[0].on(ids[0].device))
+        tables = [table for _, _, table in self._lookups]
+        rows = self._fused.look_up(list(zip(tables, ids, strict=True)), self._output_dtype)
         found = []
-        for (embedding, key, table), one in zip(self._lookups, rows, strict=True):
+        for (embedding, key, table), own, one in zip(self._lookups, ids, rows, strict=True):
             jagged = by_key[key]
             parts = jagged.lengths_or_none(), jagged.offsets_or_none()
-            found.append((embedding, jagged, TableRows(weights[table].detach(), jagged.values(), one, *parts)))
+            found.append((embedding, jagged, TableRows(weights[table].detach(), own, one, *parts)))
         return found
 
     def extra_repr(self) -> str:
@@ -246,8 +251,9 @@ class FusedEmbeddingCollection(_FusedCollection, EmbeddingCollection):
             By key the embeddings [S, D] with the key's lengths; a key that two tables have is named `key@table`.
 
         Raises:
-            ValueError: an id below 0 or beyond its table, an id of -1 that the lengths count included. It is found on
-                the CPU, and on a GPU under `jfi.ops.validation()`, since reading ids there waits for the device.
+            ValueError: an id outside of its table, an id of -1 that the lengths count included. It is found on the CPU,
+                and on a GPU under `jfi.ops.validation()`, since reading ids there waits for the device. Otherwise it
+                gives zeros on a GPU, without a gradient and a step, and `jfi.modules.outside_ids` counts it.
             RuntimeError: in a process group of several, with gradients enabled and tables that require them.
         """
         return {embedding: rows for embedding, _, rows in self._look_up(features)}

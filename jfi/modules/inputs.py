@@ -19,6 +19,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from jfi.context import is_traced
 from jfi.modules.adjacent import join
+from jfi.modules.id_counts import OutsideIds
 from jfi.modules.ragged_targets import Candidates, RaggedTargets, is_by_pair, read_ragged_targets
 from jfi.modules.sequence_configs import (
     FeatureGroup,
@@ -31,7 +32,8 @@ from jfi.modules.sequence_configs import (
 from jfi.modules.spread_rows import SpreadEvents, SpreadRows
 from jfi.modules.table_rows import DigitRows, TableRows, digit_numbers, with_weights
 from jfi.modules.validation import check_inputs, event_input, input_key, require_keys, unread
-from jfi.ops.rows_by_id import RowsById, join_rows, read_rows, rows_by_id, sum_rows
+from jfi.ops.gather_rows import bound_ids, check_indices, table_bias
+from jfi.ops.rows_by_id import RowsById, bounded_rows_by_id, join_rows, read_rows, sum_rows
 from jfi.room import here
 
 
@@ -91,18 +93,25 @@ def is_read_by_id(collection: nn.Module, ids: KeyedJaggedTensor) -> bool:
     return all([type(one.weight) is nn.Parameter and one.weight.is_cuda and not one.sparse for one in tables])
 
 
-def look_up(collection: EmbeddingCollection, ids: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-    """The collection's output as rows that are not read yet, with the same gradients."""
-    found, by_key = {}, ids.to_dict()
-    names = collection.embedding_names_by_table()
-    for table, embeddings in zip(collection.embedding_configs(), names, strict=True):
-        weight = collection.embeddings[table.name].weight
-        for embedding, key in zip(embeddings, table.feature_names, strict=True):
-            events = by_key[key]
-            parts = events.lengths_or_none(), events.offsets_or_none()
-            # As the collection converts them, whatever the table's dtype.
-            by_id = rows_by_id(weight, events.values(), torch.float32, f"table '{table.name}'")
-            found[embedding] = TableRows(by_id.tables[0], by_id.indices[0], by_id.rows, *parts)
+def look_up(collection: EmbeddingCollection, ids: KeyedJaggedTensor, outside: OutsideIds) -> dict[str, JaggedTensor]:
+    """The collection's output as rows that are not read yet, with the same gradients; counts ids outside of tables."""
+    by_key, found, values, weights = ids.to_dict(), {}, [], []
+    lookups = [
+        (embedding, key, table.name)
+        for table, names in zip(collection.embedding_configs(), collection.embedding_names_by_table(), strict=True)
+        for embedding, key in zip(names, table.feature_names, strict=True)
+    ]
+    for _, key, table in lookups:
+        own, weight = by_key[key].values(), collection.embeddings[table].weight
+        check_indices(f"features['{key}']", own, weight.shape[0], f"table '{table}'", padded=False)
+        values.append(own)
+        weights.append(weight)
+    values = bound_ids(values, [weight.shape[0] for weight in weights], outside.on(values[0].device))
+    for (embedding, key, _), own, weight in zip(lookups, values, weights, strict=True):
+        parts = by_key[key].lengths_or_none(), by_key[key].offsets_or_none()
+        # As the collection converts them, whatever the table's dtype.
+        by_id = bounded_rows_by_id((weight,), (own,), torch.float32)
+        found[embedding] = TableRows(by_id.tables[0], by_id.indices[0], by_id.rows, *parts)
     return found
 
 
@@ -289,9 +298,11 @@ def _read_groups(
         elif isinstance(bias, PositionBias):
             bias_index = position_buckets(offsets, count, bias.num_buckets, here.has_room)
         elif isinstance(bias, KeyBias):
-            bias_index = join([event_input(sequences, one.bias.key).values() for one in group.features])
+            ids = join([event_input(sequences, one.bias.key).values() for one in group.features])
+            (bias_index,) = bound_ids([ids], [bias.num_buckets])  # else an id would name another feature's rows
         if bias_index is not None and len(firsts) > 1:
-            bias_index = bias_index + _first_rows(offsets, count, len(firsts), bias.num_buckets)
+            stacked = bias_index + _first_rows(offsets, count, len(firsts), bias.num_buckets)
+            bias_index = torch.where(bias_index < 0, -1, stacked) if isinstance(bias, KeyBias) else stacked
         if feature.relative_bias is not None and feature.time_key is not None:
             times = join([event_input(sequences, one.time_key).values() for one in group.features])
         value_scale = weights if feature.weighted_values else None
@@ -471,7 +482,7 @@ def key_bias(inputs: GroupInputs, table: Tensor | None, num_heads: int, dtype: t
         [S, H], or None for features without a bias.
     """
     if inputs.bias_index is not None:
-        return F.embedding(inputs.bias_index, table).to(dtype)
+        return table_bias(table, inputs.bias_index).to(dtype)
     if inputs.score_bias is not None:
         return inputs.score_bias.unsqueeze(1).expand(-1, num_heads).to(dtype)
     return None

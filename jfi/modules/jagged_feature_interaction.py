@@ -8,6 +8,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from jfi.arguments import check_device, check_type
 from jfi.modules import inputs, stacked_attention, validation
 from jfi.modules.feature_modules import FeatureModules
+from jfi.modules.id_counts import OutsideIds
 from jfi.modules.sequence_configs import (
     FeatureGroup,
     SequenceFeatureConfig,
@@ -144,8 +145,12 @@ class JaggedFeatureInteraction(nn.Module):
         check_device("device", device)
         #: By key of the collection's output that of the ids.
         self._id_keys: dict[str, str] = {}
+        self.outside_ids: tuple[OutsideIds, ...] = ()
         if embedding_collection is not None:
             self._id_keys = validation.check_collection(embedding_collection, features, sequence_dim)
+        if type(embedding_collection) is EmbeddingCollection:  # whose rows the layer may read itself
+            tables = embedding_collection.embedding_configs()
+            self.outside_ids = (OutsideIds([table.name for table in tables for _ in table.feature_names]),)
         self.features = features
         self.embedding_dim, self.num_heads, self.num_queries = embedding_dim, num_heads, num_queries
         self.embedding_collection = embedding_collection
@@ -328,7 +333,7 @@ class JaggedFeatureInteraction(nn.Module):
         validation.check_ids("sequences", ids, list(self._id_keys.values()), sharded)
         inputs.allow_no_samples(ids)
         if inputs.is_read_by_id(self.embedding_collection, ids):
-            embeddings = inputs.look_up(self.embedding_collection, ids)
+            embeddings = inputs.look_up(self.embedding_collection, ids, self.outside_ids[0])
         else:
             embeddings = self.embedding_collection(ids)
         return inputs.with_event_inputs(embeddings, ids, self.features, self._id_keys)

@@ -11,9 +11,11 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from jfi.arguments import MAX_ROWS, check_choice, check_device, check_int, check_keys, check_number
 from jfi.context import is_traced
 from jfi.modules import inputs, validation
+from jfi.modules.id_counts import OutsideIds
 from jfi.modules.semantic_id_readers import Decoder, Digits, Init, PrefixTables, Read, Tables
 from jfi.modules.table_rows import DigitRows
 from jfi.modules.validation import contents_are_free
+from jfi.ops.gather_rows import bound_ids
 from jfi.ops.sid_words import sid_words
 from jfi.sid.codec import Codec
 from jfi.sid.packing import UNKNOWN_SID, Layout
@@ -131,6 +133,7 @@ class SemanticIDEmbedding(nn.Module):
         if catalogue is not None:
             catalogue = _checked_catalogue(catalogue, self.layout)
             words = sid_words(catalogue, self.layout.num_digits) if read == "digits" else None
+        self.outside_ids = () if catalogue is None else (OutsideIds(["catalogue"] * len(feature_names)),)
         self.register_buffer("catalogue", catalogue, persistent=False)
         self.register_buffer("catalogue_words", words, persistent=False)
         #: What buffers hold, to be written again where they were on the meta device.
@@ -162,16 +165,22 @@ class SemanticIDEmbedding(nn.Module):
 
         Raises:
             ValueError, TypeError: a key is absent, of another dtype, or holds an ID that the codec cannot have given or
-                an item that the catalogue lacks; the last two are found on the CPU alone, since reading IDs on a GPU
-                would wait for the device.
+                an item that the catalogue lacks; the last two are found on the CPU, and on a GPU under
+                `jfi.ops.validation()`, since reading IDs there waits for the device. Otherwise an item that the
+                catalogue lacks gives zeros on a GPU, and `jfi.modules.outside_ids` counts it; so does an ID with a code
+                beyond its codebook, which is not counted.
         """
         validation.check_ids("features", features, self.feature_names, sharded=True)
         inputs.allow_no_samples(features)
         by_key, found = features.to_dict(), {}
-        for key in self.feature_names:
-            jagged = by_key[key]
-            ids = jagged.values()
+        by_feature = [by_key[key].values() for key in self.feature_names]
+        for key, ids in zip(self.feature_names, by_feature, strict=True):
             self._check_ids(f"features['{key}']", ids)
+        if self.catalogue is not None:
+            counts = self.outside_ids[0].on(by_feature[0].device)
+            by_feature = bound_ids(by_feature, [self.catalogue.size(0)] * len(by_feature), counts)
+        for key, ids in zip(self.feature_names, by_feature, strict=True):
+            jagged = by_key[key]
             parts = jagged.lengths_or_none(), jagged.offsets_or_none(), jagged.weights_or_none()
             if self._stays_digits() and not is_traced():
                 found[key] = DigitRows(ids, self, self._dtype(ids.device.type), *parts)
@@ -208,13 +217,24 @@ class SemanticIDEmbedding(nn.Module):
                 raise ValueError(f"{name} must hold items from 0 to {count - 1}, those of the catalogue, got {got}")
 
     def embed(self, ids: Tensor) -> Tensor:
-        """The embeddings [S, embedding_dim] of IDs [S], or of items with a catalogue; they are not checked."""
-        sids = ids if self.catalogue is None else self.catalogue.index_select(0, ids)
+        """The embeddings [S, embedding_dim] of IDs [S], or of items with a catalogue; they are not checked.
+
+        Where they cannot be checked, an item of -1 and an ID with a code beyond its codebook give zeros.
+        """
+        missing, size, sids = None, self.layout.codebook_size, ids
+        if self.catalogue is not None:
+            missing = None if contents_are_free(ids) else ids < 0
+            sids = self.catalogue.index_select(0, ids if missing is None else ids.clamp(min=0))
         unknown = sids == UNKNOWN_SID
-        rows = self.reader(sids.masked_fill(unknown, 0))
+        sids = sids.masked_fill(unknown, 0)
+        if self.catalogue is None and size and size < 2**self.layout.piece_bits and not contents_are_free(ids):
+            missing = (self.layout.pieces(sids) >= size).any(1)
+            sids = sids.masked_fill(missing, 0)
+        rows = self.reader(sids)
         if self.projection is not None:
             rows = self.projection(rows)
-        return torch.where(unknown.unsqueeze(1), self.unknown.to(rows.dtype), rows)
+        rows = torch.where(unknown.unsqueeze(1), self.unknown.to(rows.dtype), rows)
+        return rows if missing is None else rows.masked_fill(missing.unsqueeze(1), 0)
 
     def words(self, ids: Tensor) -> Tensor:
         """With read="digits" the L + 2 digits of IDs [S] as words [S, ceil((L + 2) / 16)] int32 of `digit_attention`.

@@ -7,7 +7,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from jfi.arguments import check_type, shown
 from jfi.modules.adjacent import join
 from jfi.ops.rows_by_id import RowsById, read_rows
-from jfi.reference import unpack_digits
+from jfi.reference import select_words, unpack_digits
 
 
 class UnreadRows(JaggedTensor):
@@ -68,7 +68,7 @@ class TableRows(UnreadRows):
 
     Args:
         table: [N, D], without a gradient.
-        ids: [S], int32 or int64; an id of -1 is padding, whose row is zero.
+        ids: [S], int32 or int64, none outside of the table; -1 is a missing row, zeros, which is no row of the table.
         rows: [S, D] of the embeddings' dtype. Its values are never read and need no memory; its gradient is that of the
             embeddings.
         lengths: [B]; None if offsets are given.
@@ -191,7 +191,7 @@ def join_words(events: tuple[DigitRows, ...]) -> tuple[Tensor, Tensor | None]:
 def digit_numbers(events: tuple[DigitRows, ...]) -> Tensor:
     """[S, L + 2]: the digits of events of one embedding as numbers of the embeddings' dtype, without a gradient."""
     words, indices = join_words(events)
-    words = words if indices is None else words.index_select(0, indices)
+    words = words if indices is None else select_words(words, indices)
     return unpack_digits(words, events[0].embedding.layout.num_digits + 2).to(events[0].rows.dtype)
 
 

@@ -1,6 +1,7 @@
 """Checks of a batch, before any of it is read: each message names the key, what it holds and what it must hold.
 
-Types, shapes and dtypes are always checked; contents only on the CPU, since on a GPU that would wait for the device.
+Types, shapes and dtypes are always checked; contents on the CPU, and on a GPU only under `jfi.ops.validation`, since
+reading them there waits for the device.
 """
 
 import difflib
@@ -17,6 +18,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from jfi.arguments import check_type
 from jfi.modules.sequence_configs import FeatureGroup, KeyBias, SequenceFeatureConfig, TimeBias, WeightBias
 from jfi.modules.table_rows import UnreadRows
+from jfi.ops.gather_rows import may_read
 from jfi.times import check_ascending
 
 if TYPE_CHECKING:
@@ -327,8 +329,10 @@ def check_lengths(name: str, tensor: JaggedTensor, rows: str = "events") -> None
 
 
 def contents_are_free(tensor: Tensor) -> bool:
-    """Whether reading values stalls nothing: on the CPU, outside of a compiled graph."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+    """Whether values are on the CPU, where reading them stalls nothing, or `jfi.ops.validation` asks to read them."""
+    if torch.compiler.is_compiling():
+        return False
+    return tensor.device.type == "cpu" or (tensor.is_cuda and may_read(tensor))
 
 
 def unread(events: JaggedTensor) -> Tensor:

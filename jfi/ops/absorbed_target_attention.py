@@ -21,7 +21,6 @@ a tracer or a functorch transform sees the composition of operators instead.
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -41,6 +40,7 @@ from jfi.ops._checks import (
 from jfi.ops._dispatch import PLAIN, operators, public
 from jfi.ops.absorb_weights import absorb_in_kernel, absorb_weights, affine, weight_gradients
 from jfi.ops.explain import explains
+from jfi.ops.gather_rows import table_bias
 from jfi.ops.rows_by_id import NO_ROWS, RowsById, fits_kernel, padded, read_rows, rows_by_id
 from jfi.ops.target_attention import prepare_target_attention, takes_events, target_attention
 from jfi.plan import TargetAttentionInputs, plan_absorbed_target_attention
@@ -205,7 +205,7 @@ def _prepare(
     check_max_seqlen(max_seqlen)
     in_kernel = impl == "triton" and takes_events(num_queries * num_heads)
     if key_bias_index is not None and not in_kernel:
-        key_bias, key_bias_index = F.embedding(key_bias_index, key_bias).to(first.dtype), None
+        key_bias, key_bias_index = table_bias(key_bias, key_bias_index).to(first.dtype), None
     events = _Events(offsets, key_bias, key_bias_index, value_scale)
     return _Prepared(num_queries, events, _Options(num_heads, scale, max_seqlen, impl), in_kernel, traced)
 

@@ -12,7 +12,6 @@ Digits have no gradient.  Neither direction makes [S, L].
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from jfi import plan, reference
@@ -29,6 +28,7 @@ from jfi.ops._checks import (
 from jfi.ops._digits import check_digits
 from jfi.ops._dispatch import aligned, operator, public
 from jfi.ops.explain import explains
+from jfi.ops.gather_rows import table_bias
 from jfi.plan import DigitAttentionInputs
 
 
@@ -146,8 +146,9 @@ def digit_attention(
 
     Raises:
         ValueError, TypeError: an argument of a wrong value or type; the message names it. The 2-bit number 0b10, which
-            is no digit, and an index outside a table are errors on the CPU; on a GPU their behavior is undefined, and
-            ``with jfi.ops.validation():`` checks them.
+            is no digit, and an index outside a table are errors on the CPU, and on a GPU in ``with
+            jfi.ops.validation():``. Otherwise an index outside a table gives digits or a bias of 0 on a GPU; what 0b10
+            gives there is undefined.
 
     Example:
         >>> import torch, jfi
@@ -206,7 +207,7 @@ def prepare_digit_attention(
             f"query must have at most {plan.MOST_DIGITS} digits for impl='triton', got {num_digits}: use impl='torch'"
         )
     if key_bias_index is not None and impl == "torch":
-        key_bias, key_bias_index = F.embedding(key_bias_index, key_bias).to(query.dtype), None
+        key_bias, key_bias_index = table_bias(key_bias, key_bias_index).to(query.dtype), None
     tensors = (query, digits, offsets, indices, key_bias, key_bias_index, value_scale)
     return DigitAttentionInputs(*[None if x is None else x.contiguous() for x in tensors], scale), impl
 

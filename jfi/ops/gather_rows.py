@@ -2,10 +2,12 @@
 
     Y[s] = Σ_k table_k[indices_k[s]]        dtable_k[r] = Σ_{s: indices_k[s] = r} dY[s]
 
-An index of -1 is padding: its row is zero and it has no gradient. The gradient to a table is dense, [N, D], summed in a
-fixed order; `jfi.FusedEmbeddingCollection` steps the rows of large tables instead.
+An index of -1 is a missing row: zero, without a gradient. Every other index outside of its table is an error on a CPU,
+and becomes -1 on a GPU (`bound_ids`), so that no kernel reads or steps a row that no index names. The gradient to a
+table is dense, [N, D], summed in a fixed order; `jfi.FusedEmbeddingCollection` steps the rows of large tables instead.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -16,7 +18,7 @@ from jfi.context import is_traced, is_transformed
 from jfi.ops._checks import FLOATING, check_dim, check_impl, check_size, may_read
 from jfi.ops._dispatch import PLAIN, operator, public
 from jfi.ops.step_rows import sort_rows
-from jfi.plan import MOST_STEPPED_WIDTH
+from jfi.plan import MOST_STEPPED_WIDTH, interprets
 
 
 def _forward(tables: list[Tensor], indices: list[Tensor], dtype: torch.dtype, impl: str) -> Tensor:
@@ -141,6 +143,40 @@ def check_indices(
         raise ValueError(f"{name} must be from 0 to {num_rows - 1}, rows of {rows_of}, got {got}")
 
 
+def bound_ids(ids: list[Tensor], sizes: list[int], counts: Tensor | None = None) -> list[Tensor]:
+    """Returns ids with -1, a missing row, in the place of those outside of their tables.
+
+    Everything that reads ids calls it once, after `check_indices`, which leaves nothing to do on a CPU. It never waits
+    for a GPU: one kernel does it for up to 4 tables.
+
+    Args:
+        ids: [S] of each table, int32 or int64.
+        sizes: N of each table.
+        counts: [K] int64, grows by the number of ids outside of each table, in which -1 is not counted; None to count
+            none. A compiler or a tracer counts none.
+
+    Returns:
+        [S] of each table; from the kernel they are int32 if all tables have fewer than 2**31 rows.
+    """
+    if all([one.device.type == "cpu" and may_read(one) for one in ids]):
+        return ids
+    plain = not is_traced() and all([type(one) in PLAIN and not one.is_meta for one in ids])
+    if plain and (ids[0].is_cuda or interprets()):
+        from jfi.kernels.tables.bounds import bound_ids as launch
+
+        return launch([one.contiguous() for one in ids], sizes, counts)
+    return [reference.bound_ids(one, size) for one, size in zip(ids, sizes, strict=True)]
+
+
+def table_bias(table: Tensor, index: Tensor) -> Tensor:
+    """[S, H]: the row of a table of biases [R, H] for each event; zeros, without a gradient, where it is outside."""
+    if may_read(index):  # and has been checked
+        return torch.nn.functional.embedding(index, table)
+    index = reference.bound_ids(index, table.shape[0])
+    rows = torch.nn.functional.embedding(index.clamp(min=0), table)
+    return rows.masked_fill((index < 0).unsqueeze(1), 0)
+
+
 def _tensors(*args: object, **kwargs: object) -> tuple:
     given = (*args, *kwargs.values())
     return tuple([x for one in given for x in (one if isinstance(one, tuple | list) else (one,))])
@@ -156,7 +192,7 @@ def gather_rows(
         tables: [N, D] each, floating, all of one width D; N and the dtype may differ. A table that requires a gradient
             gets a dense one, [N, D]. Or uint8 [N, D + 8], rows as fbgemm packs them in 8 bits: D numbers, then their
             scale and bias in float32.
-        indices: [S] for each table, int32 or int64, from 0 to N - 1; -1 is padding, which gives a row of zeros.
+        indices: [S] for each table, int32 or int64, from 0 to N - 1; -1 is a missing row, which gives zeros.
         dtype: of the result; None means that of the first table, float32 for rows of 8 bits. Several tables are summed
             in float32 (float64 for float64) and rounded once.
         impl: "triton", "torch" (on a GPU the plain formula), or "auto": Triton for CUDA tensors except float64, PyTorch
@@ -166,8 +202,8 @@ def gather_rows(
         [S, D].
 
     Raises:
-        ValueError, TypeError: an argument of a wrong value or type, or an index out of range (on a GPU only under
-            `validation`); the message names it.
+        ValueError, TypeError: an argument of a wrong value or type, or an index outside of its table; the message names
+            it. On a GPU such an index is a missing row, and an error under `validation`.
 
     Example:
         >>> import torch, jfi
@@ -184,8 +220,14 @@ def gather_rows(
         raise TypeError(f"dtype must be float32, bfloat16, float16 or float64, got {dtype}")
     for k, (table, one) in enumerate(zip(tables, indices, strict=True)):
         check_indices(f"indices[{k}]", one, table.shape[0], f"tables[{k}]")
-    impls = {check_impl(impl, table) for table in tables}
-    impl = "torch" if "torch" in impls else "triton"
+    return gather_bounded(tables, bound_ids(list(indices), [table.shape[0] for table in tables]), dtype, impl)
+
+
+def gather_bounded(
+    tables: Sequence[Tensor], indices: Sequence[Tensor], dtype: torch.dtype, impl: str = "auto"
+) -> Tensor:
+    """`gather_rows` of checked arguments and of indices that `bound_ids` has returned."""
+    impl = "torch" if "torch" in {check_impl(impl, table) for table in tables} else "triton"
     tables, indices = [table.contiguous() for table in tables], [one.contiguous() for one in indices]
     if is_transformed():
         return reference.gather_rows(tuple(tables), tuple(indices), dtype)

@@ -371,7 +371,7 @@ def _packed_keys(query: Tensor, digits: Tensor, value: Tensor | None, indices: T
     check_floating(query=query)
     check_dim("query", query, "[R, H, D]")
     check_digits("key", digits, indices, query, query.shape[2])
-    return digits if indices is None else digits.index_select(0, indices)
+    return digits if indices is None else reference.select_words(digits, indices)
 
 
 def _scaled(rows: Tensor, value_scale: Tensor) -> Tensor:

@@ -20,6 +20,8 @@ class OwnedIds(NamedTuple):
         boundaries: [P - 1] int64: of each of P shards but the first its first row, ascending.
         ranks: [P]: the rank of each shard.
         shifts: [P] int64: what to add to an id for its row's place in its owner's memory.
+        num_rows: of the table; the place of an id outside of it is -1.
+        outside: [1] int64: grows by the number of such ids, -1 excepted; None to count none.
     """
 
     ids: Tensor
@@ -27,6 +29,8 @@ class OwnedIds(NamedTuple):
     boundaries: Tensor
     ranks: Tensor
     shifts: Tensor
+    num_rows: int
+    outside: Tensor | None = None
 
 
 def takes_ids(sequences: list[OwnedIds], num_ranks: int) -> bool:

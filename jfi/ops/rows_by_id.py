@@ -7,6 +7,7 @@ rows. That of a table is dense, each row's events summed in a fixed order; `jfi.
 events' gradients instead and steps the rows.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from jfi.context import is_transformed
 from jfi.ops._checks import FLOATING, check_dim, check_size
-from jfi.ops.gather_rows import check_indices, check_quantized, gather_rows, row_width, table_gradient
+from jfi.ops.gather_rows import bound_ids, check_indices, check_quantized, gather_bounded, row_width, table_gradient
 from jfi.plan import MOST_TABLES
 from jfi.room import here
 
@@ -26,7 +27,7 @@ class RowsById(NamedTuple):
         rows: [S, W] of the dtype that the rows are converted to. Its values are never read and take no memory.
         tables: [N_k, W] each, floating, contiguous; or uint8 [N_k, W + 8] of fbgemm's 8-bit rows. None if functorch
             transforms the call: then ``rows`` holds what was read, by operations that it knows.
-        indices: [S] each, int32 or int64.
+        indices: [S] each, int32 or int64; none is outside of its table, and -1 is a missing row, zeros.
     """
 
     rows: Tensor
@@ -51,13 +52,13 @@ def rows_by_id(
         width: D, of a head; None where rows have no heads.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong value or type; an index out of range, where it may be read.
+        ValueError, TypeError: an argument of a wrong value or type; an index outside its table, where it may be read.
     """
     tables = tables if isinstance(tables, tuple) else (tables,)
     indices = indices if isinstance(indices, tuple) else (indices,)
     if not tables or len(tables) != len(indices):
         raise ValueError(f"indices must come one to a table of {name}, got {len(indices)} for {len(tables)}")
-    first, quantized = tables[0], False
+    first = tables[0]
     for k, (table, index) in enumerate(zip(tables, indices, strict=True)):
         own = name if len(tables) == 1 else f"{name}[{k}]"
         of = "indices" if len(tables) == 1 else f"indices[{k}]"
@@ -89,10 +90,15 @@ def rows_by_id(
             raise TypeError(f"{of} must be int32 or int64, got {index.dtype}")
         check_size(of, index.shape[0], indices[0].shape[0], "S")
         check_indices(of, index, table.shape[0], own, padded=here.has_room)
+    return bounded_rows_by_id(tables, bound_ids(list(indices), [table.shape[0] for table in tables]), dtype)
+
+
+def bounded_rows_by_id(tables: Sequence[Tensor], indices: Sequence[Tensor], dtype: torch.dtype) -> RowsById:
+    """`rows_by_id` of checked arguments and of indices that `bound_ids` has returned."""
     indices = tuple([index.contiguous() for index in indices])
-    flat = tuple([table if quantized else table.flatten(1) for table in tables])
+    flat = tuple([table if table.dtype == torch.uint8 else table.flatten(1) for table in tables])
     if is_transformed():
-        return RowsById(gather_rows(flat, indices, dtype=dtype), (), ())
+        return RowsById(gather_bounded(flat, indices, dtype), (), ())
     rows = _Rows.apply(dtype, indices, *flat)
     return RowsById(rows, tuple([table.detach().contiguous() for table in flat]), indices)
 
@@ -189,7 +195,7 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows: Tensor, tables: tuple[Tensor, ...], indices: tuple[Tensor, ...]) -> Tensor:
-        return gather_rows(tables, indices, dtype=rows.dtype)
+        return gather_bounded(tables, indices, rows.dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:

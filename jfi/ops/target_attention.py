@@ -14,7 +14,6 @@ If value = key, each direction reads the history once, and the backward writes i
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from jfi import plan, reference
@@ -30,6 +29,7 @@ from jfi.ops._checks import (
 )
 from jfi.ops._dispatch import aligned, operator, public
 from jfi.ops.explain import explains
+from jfi.ops.gather_rows import table_bias
 from jfi.ops.rows_by_id import RowsById, fits_kernel, padded, present, read_rows, rows_by_head, rows_by_id
 from jfi.plan import TargetAttentionInputs, takes_events
 
@@ -176,12 +176,13 @@ def target_attention(
             than the query, to which their rows are converted, or be uint8 [N, D + 8], rows as fbgemm packs them in 8
             bits. Where few queries share a key head, the Triton kernels read the rows themselves and [S, G, D] is never
             made. A table that requires a gradient gets a dense one, summed in a fixed order. An index outside the table
-            is an error on the CPU; on a GPU its behavior is undefined, and ``with jfi.ops.validation():`` checks it.
+            is an error on the CPU; on a GPU it is a row of zeros without a gradient, and an error in ``with
+            jfi.ops.validation():``.
         key_bias: [S, H], added to the scores; -inf hides an event.  With key_bias_index a table [N, H] of any floating
             dtype.
         key_bias_index: [S], int32 or int64: the row of the table for each event.  The Triton kernels read the table
             through it and sum the table's gradient in a fixed order.  An index outside the table is an error on the
-            CPU; on a GPU its behavior is undefined, and ``with jfi.ops.validation():`` checks it there.
+            CPU; on a GPU it is a bias of 0 without a gradient, and an error in ``with jfi.ops.validation():``.
         value_scale: [S], floating: a factor of each event's value; it does not change the softmax.
         scale: factor of the scores; None means 1/sqrt(D).
         max_seqlen: the length of the longest history, if the host knows it.  It is a hint: up to some 500 rows one
@@ -264,7 +265,7 @@ def prepare_target_attention(
     check_max_seqlen(max_seqlen)
     in_kernel = impl == "triton" and takes_events(query.shape[1] * num_heads // key.shape[1])
     if key_bias_index is not None and not in_kernel:
-        key_bias, key_bias_index = F.embedding(key_bias_index, key_bias).to(query.dtype), None
+        key_bias, key_bias_index = table_bias(key_bias, key_bias_index).to(query.dtype), None
     if by_id is not None and not (in_kernel and fits_kernel(by_id)):
         key, by_id = read_rows(by_id).view(key.shape), None
     learned = value_scale is not None and value_scale.requires_grad and torch.is_grad_enabled()

@@ -9,6 +9,8 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding, ShardingType
 
+from jfi import reference
+
 
 class Owners:
     """The ranks that own the rows of one table.
@@ -59,13 +61,18 @@ class Owners:
         return self._tensors[device]
 
     def locate(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Of ids [S] the owners' ranks [S], uint8 or int16, and the rows' places in their memories [S], int32."""
+        """Returns the owners' ranks [S] of ids [S], uint8 or int16, and the rows' places in their memories [S], int32.
+
+        An id outside of the table belongs to the first shard's owner, at place -1, which is a missing row there.
+        """
+        ids = reference.bound_ids(ids, self.num_rows).long()
         if len(self.ranks) == 1:
-            ranks = torch.full_like(ids, self.ranks[0], dtype=self._kind)
-            return ranks, (ids + self._shifts[0]).to(torch.int32)
-        boundaries, ranks, shifts = self.tensors(ids.device)
-        shard = torch.bucketize(ids, boundaries, right=True, out_int32=True)
-        return ranks[shard], (ids + shifts[shard]).to(torch.int32)
+            ranks, places = torch.full_like(ids, self.ranks[0], dtype=self._kind), ids + self._shifts[0]
+        else:
+            boundaries, ranks, shifts = self.tensors(ids.device)
+            shard = torch.bucketize(ids, boundaries, right=True, out_int32=True)
+            ranks, places = ranks[shard], ids + shifts[shard]
+        return ranks, torch.where(ids < 0, -1, places).to(torch.int32)
 
 
 def all_owners(

@@ -8,8 +8,7 @@ from torch.nn.functional import pad
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jfi.ops import partition_ids as kernels
-from jfi.ops.gather_rows import check_indices
-from jfi.sharded.routes import Route, brought_along, sort_by_owner
+from jfi.sharded.routes import Route, brought_along, check_route_ids, sort_by_owner
 
 
 class Partitioned(NamedTuple):
@@ -39,16 +38,18 @@ def partition(route: Route, by_key: dict[str, JaggedTensor], num_ranks: int, mos
         blank: [1, K] int32: what is in places left; nobody reads those of events that attention reads.
     """
     sequences = [by_key[key] for key in route.keys]
+    outside = route.outside.on(sequences[0].values().device)
     owned = [
-        kernels.OwnedIds(one.values(), one.offsets(), *owners.tensors(one.values().device))
-        for one, owners in zip(sequences, route.owners, strict=True)
+        kernels.OwnedIds(
+            one.values(), one.offsets(), *owners.tensors(one.values().device), owners.num_rows, outside[number:]
+        )
+        for number, (one, owners) in enumerate(zip(sequences, route.owners, strict=True))
     ]
     if not kernels.takes_ids(owned, num_ranks):
         sent = sort_by_owner(route, by_key, num_ranks)
         slots = None if route.features else sent.places(most)
         return Partitioned(sent.in_places(most, blank), sent.sums, sent.counts, slots)
-    for key, table, owners, one in zip(route.keys, route.tables, route.owners, sequences, strict=True):
-        check_indices(f"features['{key}']", one.values(), owners.num_rows, f"table '{table}'", one.lengths())
+    check_route_ids(route, by_key)
     brought = brought_along(route, by_key, sequences)
     brought = torch.stack(brought, 1) if brought else None
     unread = bool(route.features)

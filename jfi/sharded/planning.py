@@ -77,6 +77,7 @@ def make_routes(
                 tuple(places),
                 tuple([tuple([sources[e][0] for e in fields]) for fields in others]),
                 tuple([table for k, table in enumerate(tables) if k != spread]),
+                tuple([owners[table].num_rows for k, table in enumerate(tables) if k != spread]),
             )
             routes.append(route)
             embeddings[route] = names

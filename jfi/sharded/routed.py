@@ -13,9 +13,12 @@ from torchrec.distributed.types import Awaitable, LazyAwaitable, LazyNoWait, Par
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Multistreamable
 
+from jfi.modules.id_counts import OutsideIds
 from jfi.modules.spread_rows import SpreadRows
 from jfi.modules.table_rows import TableRows
-from jfi.ops.rows_by_id import RowsById, rows_by_id, sum_rows
+from jfi.ops.gather_rows import bound_ids, check_indices
+from jfi.ops.rows_by_id import RowsById, bounded_rows_by_id, sum_rows
+from jfi.room import here
 from jfi.sharded.attention import EventsAtOwners
 from jfi.sharded.ownership import row_wise_shards
 from jfi.sharded.planning import RoutingPlan
@@ -61,6 +64,7 @@ class RoutedCollection:
         #: Where the ids of a batch are, and what has arrived of them.
         self._given: tuple[int, ArrivedIds] | None = None
         self._places: Tensor | None = None
+        self._outside = OutsideIds([table for *_, table in plan.local])
         self._has_uninitialized_input_dist = False  # it has none of TorchRec's, which its pipelines look at
 
     @property
@@ -72,6 +76,11 @@ class RoutedCollection:
     def routes(self) -> list[Route]:
         """The sequences of ids that travel together."""
         return self._plan.routes
+
+    @property
+    def outside_ids(self) -> tuple[OutsideIds, ...]:
+        """The counts of this rank's ids outside of their tables."""
+        return self._outside, *[route.outside for route in self.routes]
 
     @property
     def ranks(self) -> dist.ProcessGroup:
@@ -152,12 +161,21 @@ class RoutedCollection:
                 parts = {"lengths": by_key[key].lengths_or_none(), "offsets": by_key[key].offsets_or_none()}
                 found[embedding] = JaggedTensor(rows, **parts)
         scaled = {table: Scaled.apply(one, self._group) for table, one in whole.items()}
-        for embedding, key, table in plan.local:
-            ids = by_key[key]
-            by_id = rows_by_id(scaled[table], ids.values(), self._dtype or memory.dtype, f"table '{table}'")
-            parts = ids.lengths_or_none(), ids.offsets_or_none()
+        for (embedding, key, table), ids in zip(plan.local, self._local_ids(by_key), strict=True):
+            by_id = bounded_rows_by_id((scaled[table],), (ids,), self._dtype or memory.dtype)
+            parts = by_key[key].lengths_or_none(), by_key[key].offsets_or_none()
             found[embedding] = TableRows(by_id.tables[0], by_id.indices[0], by_id.rows, *parts)
         return found
+
+    def _local_ids(self, by_key: dict[str, JaggedTensor]) -> list[Tensor]:
+        """The ids of replicated tables, with -1 for those outside of them."""
+        ids, sizes = [], []
+        for _, key, table in self._plan.local:
+            own, size = by_key[key].values(), self._plan.owners[table].num_rows
+            check_indices(f"features['{key}']", own, size, f"table '{table}'", padded=here.has_room)
+            ids.append(own)
+            sizes.append(size)
+        return bound_ids(ids, sizes, self._outside.on(ids[0].device)) if ids else []
 
     def _own_places(self, device: torch.device) -> Tensor:
         """[r] int32: where this rank's rows of the replicated tables lie in its memory, table by table."""
@@ -179,7 +197,7 @@ class RoutedCollection:
         route, memory = arrived.route, self._own.memory
         fields = [RowsById(handle, (memory,), (arrived.rows,))]
         for place, table in enumerate(route.field_tables):
-            fields.append(rows_by_id(whole[table], arrived.field_ids(place), handle.dtype, f"table '{table}'"))
+            fields.append(bounded_rows_by_id((whole[table],), (arrived.field_ids(place),), handle.dtype))
         events = EventsAtOwners(
             arrived, sum_rows(fields), lambda: fetch_rows(handle, memory, arrived, self._own.beside)
         )

@@ -7,7 +7,7 @@ sorted by owner, of equal owners in the order of the batch. So an owner's events
 samples without an event there have a length of 0.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -19,8 +19,9 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
 from jfi.modules import KeyBias, PositionBias, SequenceFeatureConfig, inputs
+from jfi.modules.id_counts import OutsideIds
 from jfi.modules.validation import require_keys
-from jfi.ops.gather_rows import check_indices
+from jfi.ops.gather_rows import bound_ids, check_indices
 from jfi.room import here
 from jfi.sharded.exchange import Exchange, Lane, Transport
 from jfi.sharded.ownership import Owners
@@ -38,6 +39,9 @@ class Route:
         places: of each feature its place in its group, where the learned bias tables lie one below the other.
         fields: of each sequence the keys of ids that its events bring along.
         field_tables: the tables of these ids, which every rank can read.
+        field_rows: their numbers of rows.
+        outside: counts of this rank's ids outside of the tables, by sequence; those of fields are counted where every
+            rank reads these tables itself.
     """
 
     keys: tuple[str, ...]
@@ -47,6 +51,11 @@ class Route:
     places: tuple[int, ...] = ()
     fields: tuple[tuple[str, ...], ...] = ()
     field_tables: tuple[str, ...] = ()
+    field_rows: tuple[int, ...] = ()
+    outside: OutsideIds = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "outside", OutsideIds(self.tables))
 
     @property
     def ranks(self) -> list[int]:
@@ -248,7 +257,7 @@ def check_route(route: Route, by_key: dict[str, JaggedTensor]) -> None:
 
 
 @torch.no_grad()
-def sort_by_owner(route: Route, by_key: dict[str, JaggedTensor], num_ranks: int) -> Sent:
+def sort_by_owner(route: Route, by_key: dict[str, JaggedTensor], num_ranks: int, counts: bool = True) -> Sent:
     """A route's events of this rank, sorted by the rank that owns their rows. Nothing synchronizes with a GPU.
 
     Where jagged tensors may have room (`jfi.room`), what is behind a key's own values comes last.
@@ -257,13 +266,15 @@ def sort_by_owner(route: Route, by_key: dict[str, JaggedTensor], num_ranks: int)
         route: what to send.
         by_key: ids, bucket ids and weights.
         num_ranks: W.
+        counts: whether ids outside of their tables are counted.
     """
     sequences = [by_key[key] for key in route.keys]
+    check_route_ids(route, by_key)
     with_room = here.has_room and not here.singles.issuperset(route.keys)
     sizes, located = [one.values().size(0) for one in sequences], []
-    for key, table, owners, one in zip(route.keys, route.tables, route.owners, sequences, strict=True):
-        ids = one.values()
-        check_indices(f"features['{key}']", ids, owners.num_rows, f"table '{table}'", one.lengths())
+    outside = route.outside.on(sequences[0].values().device) if counts else None
+    bounded = bound_ids([one.values() for one in sequences], [one.num_rows for one in route.owners], outside)
+    for ids, owners, one in zip(bounded, route.owners, sequences, strict=True):
         ranks, rows = owners.locate(ids)
         if with_room and (num_ranks > 1 or len(sequences) > 1):
             place = torch.arange(ids.size(0), device=ids.device)
@@ -309,11 +320,31 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+def check_route_ids(route: Route, by_key: dict[str, JaggedTensor]) -> None:
+    """Checks the ids that a route sends, where they may be read.
+
+    Raises:
+        ValueError: an id is outside of its table, or of the buckets of its feature's bias.
+    """
+    for key, table, owners in zip(route.keys, route.tables, route.owners, strict=True):
+        one = by_key[key]
+        check_indices(f"features['{key}']", one.values(), owners.num_rows, f"table '{table}'", one.lengths())
+    for keys in route.fields:
+        for key, table, rows in zip(keys, route.field_tables, route.field_rows, strict=True):
+            one = by_key[key]
+            check_indices(f"features['{key}']", one.values(), rows, f"table '{table}'", one.lengths())
+    for feature in route.features:
+        if isinstance(feature.bias, KeyBias):
+            ids, bias = by_key[feature.bias_key].values(), f"the bias of feature '{feature.name}'"
+            check_indices(f"features['{feature.bias_key}']", ids, feature.num_buckets, bias, padded=False)
+
+
 def brought_along(route: Route, by_key: dict[str, JaggedTensor], sequences: list[JaggedTensor]) -> list[Tensor]:
-    """What a route's events bring along, [S] int32 each."""
+    """What a route's events bring along, [S] int32 each; -1 for ids outside of their tables and buckets."""
     brought = []
-    for place in range(len(route.field_tables)):
-        brought.append(_joined([by_key[keys[place]].values() for keys in route.fields]).to(torch.int32))
+    for place, rows in enumerate(route.field_rows):
+        ids = bound_ids([by_key[keys[place]].values() for keys in route.fields], [rows] * len(sequences))
+        brought.append(_joined(ids).to(torch.int32))
     if route.brings_bucket:
         buckets = []
         for place, feature, one in zip(route.places, route.features, sequences, strict=True):
@@ -321,8 +352,9 @@ def brought_along(route: Route, by_key: dict[str, JaggedTensor], sequences: list
                 count = one.values().size(0)
                 own = inputs.position_buckets(one.offsets(), count, feature.num_buckets, here.has_room)
             else:
-                own = by_key[feature.bias_key].values()
-            buckets.append(own + place * feature.num_buckets)
+                (own,) = bound_ids([by_key[feature.bias_key].values()], [feature.num_buckets])
+            first = place * feature.num_buckets
+            buckets.append(torch.where(own < 0, -1, own + first) if first else own)
         brought.append(_joined(buckets).to(torch.int32))
     if route.brings_weight:
         weights = _joined([one.weights() for one in sequences]).to(torch.float32)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from jfi.ops.gather_rows import gather_rows
+from jfi.ops.gather_rows import gather_bounded
 from jfi.room import here
 from jfi.sharded.exchange import gradient_scale
 from jfi.sharded.ownership import Owners
@@ -33,7 +33,7 @@ class _Fetch(torch.autograd.Function):
     def forward(ctx, handle: Tensor, memory: Tensor, arrived: Arrived, beside: Beside) -> Tensor:
         ctx.arrived, ctx.beside = arrived, beside
         ctx.has_room = here.has_room  # of this thread; backward may run in another one
-        rows = gather_rows((memory,), (arrived.rows,), dtype=handle.dtype)
+        rows = gather_bounded((memory,), (arrived.rows,), handle.dtype)
         rows, ctx.places = arrived.events.back.send(rows), arrived.places()
         if ctx.places is None:
             return rows

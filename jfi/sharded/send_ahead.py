@@ -104,7 +104,7 @@ class SendAhead:
         """Takes the capacities from this batch, and returns those that hold it."""
         with self.sending():
             self.first = describe(batch)
-            *_, numbers = self._sort(batch)
+            *_, numbers = self._sort(batch, counts=False)  # it is sent again
             rows = numbers.tolist()
             self.samples = tuple([row[1] for row in rows])
             keys = len(self.first.keys)
@@ -174,7 +174,7 @@ class SendAhead:
             capacities = not_single(lost[0]) if lost else self.ladder.capacities(self._keys(rows)[1])
         return Agreed(samples, self._places(rows), capacities)
 
-    def _sort(self, batch: Any) -> tuple[Any, list[Sent], Tensor]:
+    def _sort(self, batch: Any, counts: bool = True) -> tuple[Any, list[Sent], Tensor]:
         """The batch on the device, its sorted ids, and the counts of all ranks on the host."""
         described = describe(batch)
         ids_of(described)
@@ -184,7 +184,7 @@ class SendAhead:
 
         batch = moved(batch, partial(to_device, device=self.device))
         by_key = self.ids_by_key(batch)
-        sent = [sort_by_owner(route, by_key, self.group.size()) for route in self.routes]
+        sent = [sort_by_owner(route, by_key, self.group.size(), counts) for route in self.routes]
         return batch, sent, self.gather_counts(own, [one.sums for one in sent]).cpu()
 
     def ids_by_key(self, batch: Any) -> dict[str, JaggedTensor]:

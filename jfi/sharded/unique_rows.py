@@ -20,7 +20,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jfi.modules import inputs
 from jfi.modules.table_rows import TableRows
-from jfi.ops.rows_by_id import rows_by_id
+from jfi.ops.rows_by_id import bounded_rows_by_id
 
 
 class UniqueContext(EmbeddingCollectionContext):
@@ -65,7 +65,7 @@ class UniqueRows(LazyAwaitable[dict[str, JaggedTensor]]):
         for table in self._tables:
             unique = received[table.feature_names[0]].values()
             for key in table.feature_names:
-                by_id = rows_by_id(unique, self._context.places[key], unique.dtype, f"table '{table.name}'")
+                by_id = bounded_rows_by_id((unique,), (self._context.places[key],), unique.dtype)
                 lengths = self._context.lengths[key]
                 rows[key] = TableRows(by_id.tables[0], by_id.indices[0], by_id.rows, lengths)
         return rows

@@ -26,6 +26,7 @@ from jfi.data import Batch, InteractionDataset
 from jfi.data.chunks import ChunkOrder
 from jfi.data.order import SampleOrder
 from jfi.display import Display
+from jfi.modules.id_counts import all_outside_ids
 from jfi.sharded import CapturedShardedStep, average_gradients
 from jfi.training.accumulation import NoSteps, run_parts
 from jfi.training.calibration import Calibration, describe, fit_calibration
@@ -97,6 +98,8 @@ class Trainer(RunState):
         self._averaged: list[nn.Parameter] = []
         if world.launched and captures_shards(config):
             self._averaged = list(dict(in_backward_optimizer_filter(self.model.named_parameters())).values())
+        #: By table the ids outside of it that were reported.
+        self._outside: dict[str, int] = {}
         # Of the last line of the log, and samples a second of the last epoch, to be shown.
         self.loss = self.speed = math.nan
 
@@ -318,9 +321,12 @@ class Trainer(RunState):
         return labels[:, 0] if len(self._labels) == 1 else labels[:, : len(self._labels)]
 
     def _log_window(self, recorder: Recorder | SilentRecorder, speed: float) -> None:
-        """Records the mean loss since the last line of the log, and the samples a second."""
-        loss, labels, samples = self.world.sum(self.window).tolist()
+        """Records the mean loss since the last line of the log, and samples a second; reports ids outside of tables."""
+        outside = all_outside_ids(self.model)
+        counts = [one.on(self.device).double() for one in outside]
+        loss, labels, samples, *counts = self.world.sum(torch.cat([self.window, *counts])).tolist()
         self.window.zero_()
+        self._report_outside([table for one in outside for table in one.tables], counts)
         loss, mean_label = loss / samples, labels / samples
         step = self.progress.step
         self.check_finite(loss)
@@ -329,6 +335,18 @@ class Trainer(RunState):
             metrics["ne"] = normalized_entropy(loss, mean_label)
         self.loss = loss
         recorder.metrics("train", self.progress.epoch + 1, step, metrics, speed)
+
+    def _report_outside(self, tables: list[str], counts: list[float]) -> None:
+        """Prints how many ids were outside of their tables since the last report, if any; counts only grow."""
+        total: dict[str, int] = {}
+        for table, count in zip(tables, counts, strict=True):
+            total[table] = total.get(table, 0) + int(count)
+        new = {table: count - self._outside.get(table, 0) for table, count in total.items()}
+        self._outside = total
+        found = ", ".join(f"{count:,} of '{table}'" for table, count in new.items() if count)
+        if found and self.world.is_first:
+            tqdm.write(f"step {self.progress.step}: ids outside of their tables, which count as missing: {found}")
+            sys.stdout.flush()
 
     @torch.no_grad()
     def _evaluate(self, split: str, run: RunFolder, stop: StopRequest) -> tuple[dict[str, float], float]:

@@ -32,8 +32,8 @@ def kernels(device, monkeypatch):
 def reads(monkeypatch):
     """The calls that read rows of a history into memory."""
     module, calls = importlib.import_module("jfi.ops.rows_by_id"), []
-    read = module.gather_rows
-    monkeypatch.setattr(module, "gather_rows", lambda *args, **options: calls.append(args) or read(*args, **options))
+    read = module.gather_bounded
+    monkeypatch.setattr(module, "gather_bounded", lambda *args, **options: calls.append(args) or read(*args, **options))
     return calls
 
 

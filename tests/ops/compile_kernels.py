@@ -22,6 +22,7 @@ from jfi.kernels.exchange.push import push
 from jfi.kernels.jagged_attention import launch as jagged_attention
 from jfi.kernels.jagged_attention.bucket_edges import bucket_edges
 from jfi.kernels.tables import step as tables_step
+from jfi.kernels.tables.bounds import bound_ids
 from jfi.kernels.tables.gather import gather_rows
 from jfi.kernels.target_attention import launch as target_attention
 from jfi.kernels.target_attention import parts
@@ -135,7 +136,10 @@ def step_tables(name: str, width: int, dtype: torch.dtype, grad_dtype: torch.dty
     batch, one = sort_rows(torch.randint(0, 101, (2000,)), 100), torch.tensor(1)
     tables_step.step_rows(tables, states, batch, grads, [1000, 1000], optimizer, one.float(), one)
     tables_step.sum_rows(grads[0], sort_rows(torch.randint(0, 50, (1000,)), 50), 50, dtype)
-    gather_rows(tuple(tables), (torch.zeros(1000, dtype=torch.int64),) * 2, grad_dtype)
+    ids = torch.zeros(1000, dtype=torch.int64)
+    gather_rows(tuple(tables), (ids, ids), grad_dtype)
+    bound_ids([ids, ids.int()] * 3, [50] * 6, ids[:6])
+    bound_ids([ids] * 3, [50, 50, 2**31 + 1], None)
 
 
 def multiply_weights(num_queries: int, width: int, dtype: torch.dtype) -> None:
@@ -163,6 +167,8 @@ def exchange(dtype: torch.dtype, num_ranks: int, columns: int) -> None:
         torch.zeros(num_ranks - 1, dtype=torch.int64),
         torch.zeros(num_ranks, dtype=torch.uint8),
         ids,
+        50,
+        ids[:1],
     )
     brought = None if columns == 1 else torch.zeros(5000, columns - 1, dtype=torch.int32)
     buffer = torch.zeros(num_ranks * 3000, columns, dtype=torch.int32)

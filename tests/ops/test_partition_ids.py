@@ -32,7 +32,7 @@ def owned(name: str, device: torch.device) -> tuple[int, list[OwnedIds], list[Te
             torch.tensor(ranks, dtype=torch.uint8),
             shifts,
         )
-        found.append(OwnedIds(*[part.to(device) for part in parts]))
+        found.append(OwnedIds(*[part.to(device) for part in parts], num_rows=100))
         shard = torch.bucketize(ids, torch.tensor(firsts[1:]), right=True) if len(firsts) > 1 else torch.zeros_like(ids)
         expected.append(torch.tensor(ranks)[shard][: sum(lengths)])
     return num_ranks, found, expected

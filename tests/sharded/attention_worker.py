@@ -30,7 +30,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from benchmarks.sent_bytes import SentBytes
 from jfi import KeyBias, PositionBias, SequenceDLRM, SequenceFeatureConfig, WeightBias
 from jfi.captured_step import Level
-from jfi.modules import validation
+from jfi.modules import outside_ids, validation
 from jfi.ops import _checks
 from jfi.ops.partial_target_attention import attend_to_part, part_gradients
 from jfi.plan import TargetAttentionInputs
@@ -65,7 +65,8 @@ class Case:
         parts: first samples of each rank of two.
         optimizer: of the tables.
         ids: "any"; "low": all items lie in the first half of the table, on one rank; "one tag": samples of the first
-            rank have one in the first batch, all others any number.
+            rank have one in the first batch, all others any number; "outside": of each key some are outside of their
+            table or the buckets of their bias.
         num_queries: of the model.
         bags: "sum" or "mean" of users, with one id a sample, tags, with any number, and cities, a small table, beside.
     """
@@ -96,6 +97,12 @@ CASES = {
     "all rows on one rank": Case(ids="low"),
     "bags": Case(bags="sum"),
     "a key with one id a sample on one rank alone": Case(bags="sum", ids="one tag"),
+    "ids outside of their tables": Case(
+        {"taste": {"bias": KeyBias("taste_age", 5)}, "recent": {"bias": KeyBias("recent_age", 5)}},
+        optimizer="sgd",
+        ids="outside",
+        bags="sum",
+    ),
     "means, a rank without samples": Case(bags="mean", parts=EMPTY, optimizer="rowwise_adagrad"),
     LOCAL: Case(replicate_below=1000),
 }
@@ -152,7 +159,11 @@ def make_batch(case: Case, seed: int) -> tuple[Tensor, dict[str, tuple[Tensor, T
         above = OTHERS if kind == "item" and case.features.get(name, {}).get("table") else highest[kind]
         count = int(lengths.sum())
         weights = torch.rand(count, generator=draw) + 0.5
-        columns[key] = torch.randint(above, (count,), generator=draw), weights, lengths
+        ids = torch.randint(above, (count,), generator=draw)
+        if case.ids == "outside":
+            far = torch.tensor([above, -5, 10**9, 2**40 + 1])
+            ids[1::5] = far.repeat(count)[: len(ids[1::5])]
+        columns[key] = ids, weights, lengths
     dense = torch.rand(SAMPLES, 3, generator=draw)
     return dense, columns, torch.randint(2, (SAMPLES,), generator=draw).float()
 
@@ -174,16 +185,73 @@ def options_of(case: Case) -> dict:
     return {"lr": RATE} if case.optimizer == "sgd" else {"lr": RATE, "eps": EPS}
 
 
+@contextmanager
+def unchecked(case: Case) -> Iterator[None]:
+    """On a CPU ids are used without a check, as on a GPU, where the case has ids that a CPU refuses."""
+    if case.ids != "outside":
+        yield
+        return
+    with (
+        mock.patch.object(_checks, "_is_on_cpu", lambda x: False),
+        mock.patch.object(validation, "contents_are_free", lambda x: False),
+    ):
+        yield
+
+
+def with_missing_rows(model: SequenceDLRM) -> None:
+    """Gives every table a row of zeros behind its own, which has no gradient."""
+    for tables in (model.embedding_bag_collection.embedding_bags, model.embedding_collection.embeddings):
+        for table in tables.values():
+            rows = nn.functional.pad(table.weight.detach(), (0, 0, 0, 1))
+            table.weight = nn.Parameter(rows)
+            table.weight.register_hook(lambda grad: grad.index_fill(0, torch.tensor(len(grad) - 1), 0.0))
+
+
+def missing_of(case: Case, ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """The ids with those outside of their tables as the row behind them."""
+    model, values = build(case), []
+    sizes = {
+        key: table.num_embeddings
+        for tables in (
+            model.embedding_bag_collection.embedding_bag_configs(),
+            model.embedding_collection.embedding_configs(),
+        )
+        for table in tables
+        for key in table.feature_names
+    }
+    for key, jagged in ids.to_dict().items():
+        own, rows = jagged.values(), sizes.get(key)
+        values.append(own if rows is None else torch.where((own < 0) | (own >= rows), rows, own))
+    return KeyedJaggedTensor(ids.keys(), torch.cat(values), ids.weights(), lengths=ids.lengths())
+
+
+def count_outside(case: Case) -> dict[str, int]:
+    """By table the ids outside of it in all steps."""
+    found: Counter[str] = Counter()
+    tables = {"item": "item", "rating": "rating"} | {key: key for key in BAGS}
+    sizes = {"item": ITEMS, "rating": 6} | BAGS
+    for step in range(STEPS):
+        for key, (ids, *_) in make_batch(case, step)[1].items():
+            table = tables.get(key.rsplit("_", 1)[-1])
+            if table is not None:
+                found[table] += int(((ids < 0) | (ids >= sizes[table])).sum())
+    return dict(found)
+
+
 def train_alone(case: Case) -> tuple[list[float], dict[str, float]]:
     """The losses, and by table the sum of its optimizer's state."""
     model, losses = build(case), []
+    if case.ids == "outside":
+        with_missing_rows(model)
     tables = {name: x for name, x in model.named_parameters() if name.startswith("embedding_")}
     rest = [x for name, x in model.named_parameters() if name not in tables]
     own = OPTIMIZERS[case.optimizer](list(tables.values()), **options_of(case))
     steps = [own, torch.optim.SGD(rest, lr=RATE)]
     for step in range(STEPS):
         dense, ids, labels = part_of(make_batch(case, step), 0, SAMPLES)
-        loss = binary_cross_entropy_with_logits(model(dense, ids).squeeze(1), labels)
+        ids = missing_of(case, ids) if case.ids == "outside" else ids
+        with unchecked(case):
+            loss = binary_cross_entropy_with_logits(model(dense, ids).squeeze(1), labels)
         model.zero_grad()
         loss.backward()
         for optimizer in steps:
@@ -344,7 +412,7 @@ def train_together(case: Case, way: str = "eager") -> dict:
     sizes = mock.patch("jfi.static_batch._MULTIPLE", 1 if way == "levels" else 64)
     narrowed, sent_again = 0, 0
     for number in range(STEPS):
-        with SentBytes() as sent, sizes, as_on_a_gpu() if in_buffers else nullcontext():
+        with SentBytes() as sent, sizes, as_on_a_gpu() if in_buffers else unchecked(case):
             with (
                 mock.patch.object(Buffers, "narrow", autospec=True, side_effect=Buffers.narrow) as narrow,
                 mock.patch.object(
@@ -366,7 +434,7 @@ def train_together(case: Case, way: str = "eager") -> dict:
             states[name.split(".")[-2]] = total.item()
     weights = {name: type(value).__name__ for name, value in model.state_dict().items() if "embeddings" in name}
     made = {"sent": dict(sent.sent), "calls": dict(sent.calls), "weights": weights}
-    made |= {"narrowed": narrowed, "sent again": sent_again}
+    made |= {"narrowed": narrowed, "sent again": sent_again, "outside": outside_ids(model)}
     if in_buffers and captured._peers is not None:
         made["lanes"] = {int(lane): count for lane, count in captured._peers.lanes.items()}
     return made | {"losses": losses, "states": states, "summary": captured and captured.summary()}

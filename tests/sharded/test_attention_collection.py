@@ -17,6 +17,7 @@ from attention_worker import (
     Case,
     as_on_a_gpu,
     build,
+    count_outside,
     features_of,
     make_batch,
     part_of,
@@ -74,6 +75,16 @@ def test_two_processes_have_the_losses_of_one(found, name):
     if name != LOCAL:
         summary = found[0]["buffers"][name]["summary"]
         assert summary.startswith("3 of 4 steps ran captured"), summary
+
+
+@pytest.mark.parametrize("way", ["eager", "ahead", "buffers"])
+def test_ids_outside_of_their_tables_are_counted_by_the_ranks_of_their_samples(found, way):
+    name = "ids outside of their tables"
+    counts = [rank[way][name]["outside"] for rank in found]
+    assert all(counts)
+    expected = count_outside(CASES[name])
+    assert {table: sum(one.get(table, 0) for one in counts) for table in expected} == expected
+    assert set(expected) == {"item", "rating", "user", "tag", "city"} and all(expected.values())
 
 
 def test_what_travels_at_once_takes_lanes_of_its_own(found):
@@ -290,6 +301,16 @@ def test_ids_are_located_whatever_the_shards():
     ranks, places = owners["b"].locate(torch.tensor([0, 4]))
     assert ranks.tolist() == [1, 1] and places.tolist() == [6, 10]  # behind the six rows of a
     assert owners["b"].rows_of(0) == range(0) and owners["b"].memory_of(1) == range(6, 11)
+
+
+@pytest.mark.parametrize("id", [10, 12, -1, -7, 2**31, 2**40, -(2**62)])
+def test_an_id_outside_has_no_place_in_any_memory(id):
+    """Not behind the last shard's rows, where another table's may lie."""
+    plan = {"a": sharding((0, 5, 1), (5, 5, 0)), "b": sharding((0, 10, 1))}
+    for owners in all_owners({"a": 10, "b": 10}, plan).values():
+        ranks, places = owners.locate(torch.tensor([3, id, 9]))
+        assert places[1] == -1 and int(ranks[1]) in owners.ranks
+        assert (places[[0, 2]] >= 0).all()
 
 
 def test_ranks_beyond_those_of_a_byte():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ops.unchecked import as_on_a_gpu
 from torch.distributed._shard.metadata import ShardMetadata
 from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding
 from torchrec.sparse.jagged_tensor import JaggedTensor
@@ -43,6 +44,36 @@ def ids_of(route: Route, room: int, device: torch.device) -> dict[str, JaggedTen
             ages = torch.cat([torch.randint(5, (count,)), torch.zeros(room, dtype=torch.int64)])
             found["taste_age"] = JaggedTensor(ages.to(device), lengths=lengths.int().to(device))
     return found
+
+
+@pytest.mark.parametrize("name", ROUTES)
+def test_ids_outside_are_at_no_place_and_counted(name, device, monkeypatch):
+    route = ROUTES[name]
+    by_key = ids_of(route, 7, device)
+    for key in route.keys:
+        values = by_key[key].values()
+        values[[0, 3, 5]] = torch.tensor([100, 2**40, -9], device=device)
+    blank = torch.full((1, 2 if route.features else 1), -1, dtype=torch.int32, device=device)
+    found, counts = [], []
+    for in_kernels in (False, True):
+        monkeypatch.setattr(kernels, "takes_ids", lambda ids, ranks, own=in_kernels: own)
+        before = route.outside.on(device).clone()
+        with as_on_a_gpu(device), with_room(frozenset()):
+            found.append(partition(route, by_key, RANKS, 100, blank))
+        counts.append((route.outside.counts - before).tolist())
+    formula, kernel = found
+    assert formula.sums.tolist() == kernel.sums.tolist()
+    for one, other in ((formula.counts, kernel.counts), (formula.slots, kernel.slots)):
+        assert (one is None) == (other is None) and (one is None or torch.equal(one, other))
+    ids, places = [], []
+    for rank, count in enumerate(formula.sums.tolist()):
+        filled = slice(rank * 100, rank * 100 + count)
+        assert torch.equal(formula.buffer[filled], kernel.buffer[filled])
+        places += kernel.buffer[filled, 0].tolist()
+    for key in route.keys:
+        ids += by_key[key].values()[: int(by_key[key].lengths().sum())].tolist()
+    assert len(places) == len(ids) and places.count(-1) == 3 * len(route.keys)
+    assert counts == [[3] * len(route.keys)] * 2
 
 
 @pytest.mark.parametrize("room", [0, 7])

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from jfi import plan
+from jfi import plan, reference
 from jfi.kernels.common.combine import RangePartials
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.digit_attention.tiles import DigitSpec, event_pointers
@@ -58,9 +58,7 @@ def forward(x: DigitAttentionInputs, chosen: AttentionPlan | None = None) -> tup
         grid, partials = _ranges(x, chosen, kernel)
         tensors = (x.query, *event_pointers(x), (out, lse, partials.memory))
         table_rows = x.bias.shape[0] if x.bias_index is not None else 0
-        # The kernel for any GPU reads the table by event.
-        rows = () if kernel.kernel == "digit_attention_fwd" else (table_rows,)
-        numbers = (batch, num_queries * num_heads, partials.chunk, *rows, x.scale)
+        numbers = (batch, num_queries * num_heads, partials.chunk, table_rows, x.digits.shape[0], x.scale)
         _launcher(chosen.problem, kernel)(grid, tensors, numbers)
         partials.combine_tiles(x.offsets, out, lse)
     return out, lse
@@ -89,7 +87,8 @@ def backward(
         dtype = torch.float32 if table_rows or parts > 1 else x.bias.dtype
         dbias = torch.empty(parts, x.num_events, num_heads, dtype=dtype, device=device)
     queries, grads = (x.query, grad, out, lse), (dquery, dbias, partials.memory)
-    numbers = (batch, num_queries * num_heads, partials.chunk, x.num_events, table_rows, x.scale)
+    rows = table_rows, x.digits.shape[0]
+    numbers = (batch, num_queries * num_heads, partials.chunk, x.num_events, *rows, x.scale)
     _launcher(chosen.problem, kernel)(grid, (queries, *event_pointers(x), grads), numbers)
     partials.combine_tiles(x.offsets, dquery, None)
     if sums_table:
@@ -97,7 +96,8 @@ def backward(
     elif x.bias is not None:
         dbias = dbias[0] if parts == 1 else dbias.sum(0)
         if table_rows:
-            # Sorts the events by index: no sum in an order that changes from run to run.
-            dbias = torch.ops.aten.embedding_dense_backward(dbias, x.bias_index, table_rows, -1, False)
+            # Sorts the events by index: no sum in an order that changes from run to run. It leaves out -1.
+            index = reference.bound_ids(x.bias_index, table_rows)
+            dbias = torch.ops.aten.embedding_dense_backward(dbias, index, table_rows, -1, False)
         dbias = dbias.to(x.bias.dtype)
     return dquery, dbias

@@ -83,8 +83,11 @@ def row_layout(units, digits):
 
 
 @gluon.jit
-def load_units(events, index_ptr, n, left, ALONG_K: gl.constexpr, MASKED: gl.constexpr, SPEC: gl.constexpr):
-    """[N, units] of the events from n on, along K [N, pairs of units]; if MASKED, 0 from ``left`` events on."""
+def load_units(events, index_ptr, digit_rows, n, left, ALONG_K: gl.constexpr, MASKED: gl.constexpr, SPEC: gl.constexpr):
+    """[N, units] of the events from n on, along K [N, pairs of units]; if MASKED, 0 from ``left`` events on.
+
+    By id 0 where the index is outside of the ``digit_rows`` of the table.
+    """
     UNITS: gl.constexpr = units_of(SPEC.num_words) // (2 if ALONG_K else 1)
     BITS: gl.constexpr = 2 * digits_of_unit(SPEC.num_words) * (2 if ALONG_K else 1)
     LAYOUT: gl.constexpr = unit_layout(SPEC.block_n, UNITS, ALONG_K)
@@ -97,21 +100,24 @@ def load_units(events, index_ptr, n, left, ALONG_K: gl.constexpr, MASKED: gl.con
     if SPEC.by_id:
         index_ptr += n
         row = gl.load(index_ptr + at, mask=at < left, other=0) if MASKED else gl.load(index_ptr + at)
+        mask = mask & ((row >= 0) & (row < digit_rows))[:, None]
         where = (row.to(gl.int64) * STRIDE)[:, None] + unit[None, :]
     else:
         ptr += n * STRIDE
         where = (at * STRIDE)[:, None] + unit[None, :]
     if STRIDE < UNITS:
         keep = (unit < STRIDE)[None, :] & (at >= 0)[:, None]
-        return gl.load(ptr + where, mask=keep & mask if MASKED else keep, other=0)
-    elif MASKED:
+        return gl.load(ptr + where, mask=keep & mask if MASKED or SPEC.by_id else keep, other=0)
+    elif MASKED or SPEC.by_id:
         return gl.load(ptr + where, mask=mask & (unit >= 0)[None, :], other=0)
     else:
         return gl.load(ptr + where)
 
 
 @gluon.jit
-def load_events(events, index_ptr, bias_index_ptr, n, num_events, BLOCK_R: gl.constexpr, SPEC: gl.constexpr):
+def load_events(
+    events, index_ptr, digit_rows, bias_index_ptr, n, num_events, BLOCK_R: gl.constexpr, SPEC: gl.constexpr
+):
     """The units of the events from n on as scores and as weighted sums take them, of any samples; 0 behind the last.
 
     With BLOCK_R the rows of the table of biases [N] too, else a number that nobody reads.
@@ -124,12 +130,12 @@ def load_events(events, index_ptr, bias_index_ptr, n, num_events, BLOCK_R: gl.co
         ptr = bias_index_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + n * WORDS
         table_row = gl.load(ptr + at * WORDS, mask=at < num_events - n, other=0)
     if n + SPEC.block_n <= num_events:
-        along_k = load_units(events, index_ptr, n, SPEC.block_n, True, False, SPEC)
-        along_n = load_units(events, index_ptr, n, SPEC.block_n, False, False, SPEC)
+        along_k = load_units(events, index_ptr, digit_rows, n, SPEC.block_n, True, False, SPEC)
+        along_n = load_units(events, index_ptr, digit_rows, n, SPEC.block_n, False, False, SPEC)
     else:
         left = (num_events - n).to(gl.int32)
-        along_k = load_units(events, index_ptr, n, left, True, True, SPEC)
-        along_n = load_units(events, index_ptr, n, left, False, True, SPEC)
+        along_k = load_units(events, index_ptr, digit_rows, n, left, True, True, SPEC)
+        along_n = load_units(events, index_ptr, digit_rows, n, left, False, True, SPEC)
     return along_k, along_n, table_row
 
 
@@ -234,9 +240,13 @@ def load_table(bias_ptr, first_row, table_rows, factor, BLOCK_R: gl.constexpr, S
 
 @gluon.jit
 def table_scores(table, table_row, BLOCK_R: gl.constexpr, SPEC: gl.constexpr):
-    """[M, N]: each event's bias, products of the table with columns that are 1 at the event's row and 0 elsewhere."""
+    """[M, N]: each event's bias, products of the table with columns that are 1 at the event's row and 0 elsewhere.
+
+    An event whose row is outside of the table has no such column, and a bias of 0.
+    """
     high, low = table
     row = gl.arange(0, BLOCK_R, layout=gl.SliceLayout(1, RIGHT))
+    table_row = gl.minimum(table_row.to(gl.uint32, bitcast=True), BLOCK_R).to(gl.int32, bitcast=True)
     # 1.0 in bfloat16, shifted to its half of a register of two neighbours, or out of it: shifts are clamped.
     shift = (table_row[None, :] - (row & -2)[:, None]) * 16
     ones = gl.inline_asm_elementwise("shl.b32 $0, 0x3F80, $1;", "=r,r,r", [shift], gl.int16, True, 2)
@@ -253,16 +263,21 @@ def hide_lowest(maximum):
 
 @gluon.jit
 def load_bias(bias_ptrs, n, left, rows, SPEC: gl.constexpr):
-    """[M, N]: each event's bias for each query row's head, -inf from ``left`` events on."""
-    bias_ptr, bias_index_ptr = bias_ptrs
+    """[M, N]: each event's bias for each query row's head, -inf from ``left`` events on.
+
+    If by index 0 where the index is outside of the table.
+    """
+    bias_ptr, bias_index_ptr, table_rows = bias_ptrs
     first_row, num_rows = rows
     row = gl.arange(0, SPEC.block_m, layout=ROWS)
     at = gl.arange(0, SPEC.block_n, layout=COLS)
     event = n + at.to(gl.int64)
+    is_row = at < left
     if SPEC.bias_by_index:
         event = gl.load(bias_index_ptr + event, mask=at < left, other=0).to(gl.int64)
+        is_row = is_row & (event >= 0) & (event < table_rows)
     where = (event * SPEC.num_heads)[None, :] + ((first_row + row) % SPEC.num_heads)[:, None]
-    keep = (at < left)[None, :] & (row < num_rows)[:, None]
+    keep = is_row[None, :] & (row < num_rows)[:, None]
     bias = gl.load(bias_ptr + where, mask=keep, other=0.0).to(gl.float32)
     return gl.where((at < left)[None, :], bias, -float("inf"))
 

@@ -87,7 +87,8 @@ def _gradients(
 
 
 @gluon.jit(
-    do_not_specialize=["batch", "num_rows", "chunk", "num_events", "table_rows"], do_not_specialize_on_alignment=EVENTS
+    do_not_specialize=["batch", "num_rows", "chunk", "num_events", "table_rows", "digit_rows"],
+    do_not_specialize_on_alignment=EVENTS,
 )
 def digit_attention_registers_bwd_kernel(
     queries,
@@ -101,6 +102,7 @@ def digit_attention_registers_bwd_kernel(
     chunk,
     num_events,
     table_rows,
+    digit_rows,
     scale,
     SPEC: gl.constexpr,
     BLOCK_R: gl.constexpr,
@@ -110,7 +112,7 @@ def digit_attention_registers_bwd_kernel(
     H: gl.constexpr = SPEC.num_heads
     COLUMNS: gl.constexpr = tile.units_of(SPEC.num_words) * tile.digits_of_unit(SPEC.num_words)
     offsets_ptr = events[2]
-    bias_ptrs = (events[1], bias_index_ptr)
+    bias_ptrs = (events[1], bias_index_ptr, table_rows)
     dq_ptr, dbias_ptr, partial_ptr = grads
     program = gl.program_id(0)
     start = program.to(gl.int64) * chunk
@@ -124,7 +126,7 @@ def digit_attention_registers_bwd_kernel(
     table = (scale, scale)
     if BLOCK_R > 0:
         table = tile.load_table(events[1], row, table_rows, UNIT / scale, BLOCK_R, SPEC)
-    units = tile.load_events(events, index_ptr, bias_index_ptr, n, num_events, BLOCK_R, SPEC)
+    units = tile.load_events(events, index_ptr, digit_rows, bias_index_ptr, n, num_events, BLOCK_R, SPEC)
     dtable = gl.zeros([SPEC.block_m, BLOCK_R if BLOCK_R > 0 else 8], gl.float32, MMA)
     while (sample < batch) & (low + sample * WEIGHT < end):
         first_row = sample * num_rows + row
@@ -133,7 +135,9 @@ def digit_attention_registers_bwd_kernel(
         last = gl.minimum(high, end - sample * WEIGHT)
         for first in range(n, last, SPEC.block_n):
             ahead = gl.minimum(first + SPEC.block_n, last)
-            next_units = tile.load_events(events, index_ptr, bias_index_ptr, ahead, num_events, BLOCK_R, SPEC)
+            next_units = tile.load_events(
+                events, index_ptr, digit_rows, bias_index_ptr, ahead, num_events, BLOCK_R, SPEC
+            )
             left = gl.minimum(last - first, SPEC.block_n).to(gl.int32)
             sums = (dq, dtable)
             dq, dtable = _gradients(

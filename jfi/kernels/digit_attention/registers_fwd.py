@@ -59,7 +59,9 @@ def _attend(
     return new_maximum, total, acc
 
 
-@gluon.jit(do_not_specialize=["batch", "num_rows", "chunk", "table_rows"], do_not_specialize_on_alignment=EVENTS)
+@gluon.jit(
+    do_not_specialize=["batch", "num_rows", "chunk", "table_rows", "digit_rows"], do_not_specialize_on_alignment=EVENTS
+)
 def digit_attention_registers_fwd_kernel(
     q_ptr,
     events,
@@ -71,6 +73,7 @@ def digit_attention_registers_fwd_kernel(
     num_rows,
     chunk,
     table_rows,
+    digit_rows,
     scale,
     SPEC: gl.constexpr,
     BLOCK_R: gl.constexpr,
@@ -82,7 +85,7 @@ def digit_attention_registers_fwd_kernel(
     COLUMNS: gl.constexpr = tile.units_of(SPEC.num_words) * tile.digits_of_unit(SPEC.num_words)
     L: gl.constexpr = SPEC.num_digits
     offsets_ptr = events[2]
-    bias_ptrs = (events[1], bias_index_ptr)
+    bias_ptrs = (events[1], bias_index_ptr, table_rows)
     out_ptr, lse_ptr, partial_ptr = outputs
     program = gl.program_id(0)
     start = program.to(gl.int64) * chunk
@@ -100,7 +103,7 @@ def digit_attention_registers_fwd_kernel(
     if BLOCK_R > 0:
         # In the units of the products of queries and digits.
         table = tile.load_table(events[1], row, table_rows, UNIT / scale, BLOCK_R, SPEC)
-    units = tile.load_events(events, index_ptr, bias_index_ptr, n, num_events, BLOCK_R, SPEC)
+    units = tile.load_events(events, index_ptr, digit_rows, bias_index_ptr, n, num_events, BLOCK_R, SPEC)
     while (sample < batch) & (low + sample * WEIGHT < end):
         first_row = sample * num_rows + row
         q = tile.by_column(tile.load_rows(q_ptr + first_row * L, rows[1], SPEC))
@@ -110,7 +113,9 @@ def digit_attention_registers_fwd_kernel(
         last = gl.minimum(high, end - sample * WEIGHT)
         for first in range(n, last, SPEC.block_n):
             ahead = gl.minimum(first + SPEC.block_n, last)
-            next_units = tile.load_events(events, index_ptr, bias_index_ptr, ahead, num_events, BLOCK_R, SPEC)
+            next_units = tile.load_events(
+                events, index_ptr, digit_rows, bias_index_ptr, ahead, num_events, BLOCK_R, SPEC
+            )
             left = gl.minimum(last - first, SPEC.block_n).to(gl.int32)
             state = (maximum, total, acc)
             maximum, total, acc = _attend(

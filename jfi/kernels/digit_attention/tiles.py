@@ -61,24 +61,31 @@ def event_pointers(x: DigitAttentionInputs) -> tuple[Tensor | None, ...]:
 
 
 @triton.jit
-def load_event_digits(digits_ptr, index_ptr, n, at, mask, dtype, SPEC: tl.constexpr):
-    """[N, L] in dtype: the digits of the events n + at, 0 outside the mask."""
+def load_event_digits(digits_ptr, index_ptr, digit_rows, n, at, mask, dtype, SPEC: tl.constexpr):
+    """[N, L] in dtype: the digits of the events n + at, 0 outside the mask and of an index outside of digit_rows."""
     row = n + at.to(tl.int64)
     if SPEC.by_id:
         row = tl.load(index_ptr + row, mask=mask, other=0).to(tl.int64)
+        mask = mask & (row >= 0) & (row < digit_rows)
     return load_digits(digits_ptr, row, mask, dtype, SPEC.num_digits, SPEC.num_words, SPEC.block_l)
 
 
 @triton.jit
-def load_event_bias(bias_ptr, bias_index_ptr, n, at, mask, row, SPEC: tl.constexpr):
-    """[M, N]: each event's bias for each query row's head, -inf outside the mask."""
+def load_event_bias(bias_ptr, bias_index_ptr, table_rows, n, at, mask, row, SPEC: tl.constexpr):
+    """[M, N]: each event's bias for each query row's head, -inf outside the mask.
+
+    If by index 0 where the index is outside of the table.
+    """
     event = n + at.to(tl.int64)
     if SPEC.has_bias:
+        is_row = mask
         if SPEC.bias_by_index:
             event = tl.load(bias_index_ptr + event, mask=mask, other=0).to(tl.int64)
+            is_row = mask & (event >= 0) & (event < table_rows)
         where = event[None, :] * SPEC.num_heads + (row % SPEC.num_heads)[:, None]
-        keep = tl.broadcast_to(mask[None, :], where.shape)
-        return tl.load(bias_ptr + where, mask=keep, other=-float("inf")).to(tl.float32)
+        keep = tl.broadcast_to(is_row[None, :], where.shape)
+        bias = tl.load(bias_ptr + where, mask=keep, other=0.0).to(tl.float32)
+        return tl.where(mask[None, :], bias, -float("inf"))
     else:
         return tl.where(mask, 0.0, -float("inf"))[None, :]
 

@@ -15,7 +15,8 @@ from jfi.kernels.digit_attention.tiles import EVENTS, load_event_bias, load_even
 
 
 @triton.jit(
-    do_not_specialize=["batch", "num_rows", "chunk", "num_events", "table_rows"], do_not_specialize_on_alignment=EVENTS
+    do_not_specialize=["batch", "num_rows", "chunk", "num_events", "table_rows", "digit_rows"],
+    do_not_specialize_on_alignment=EVENTS,
 )
 def digit_attention_bwd_kernel(
     queries,
@@ -29,6 +30,7 @@ def digit_attention_bwd_kernel(
     chunk,
     num_events,
     table_rows,
+    digit_rows,
     scale,
     SPEC: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -68,8 +70,8 @@ def digit_attention_bwd_kernel(
         dq = tl.zeros((SPEC.block_m, SPEC.block_l), tl.float32)
         for first in range(n, last, SPEC.block_n):
             mask = at < (last - first).to(tl.int32)
-            digits = load_event_digits(digits_ptr, index_ptr, first, at, mask, q_ptr.dtype.element_ty, SPEC)
-            bias = load_event_bias(bias_ptr, bias_index_ptr, first, at, mask, row, SPEC)
+            digits = load_event_digits(digits_ptr, index_ptr, digit_rows, first, at, mask, q_ptr.dtype.element_ty, SPEC)
+            bias = load_event_bias(bias_ptr, bias_index_ptr, table_rows, first, at, mask, row, SPEC)
             s = tl.dot(q, tl.trans(digits), input_precision=PRECISION) * (scale * LOG2E)
             p = tl.exp2(s + (bias - lse[:, None]) * LOG2E)
             dp = tl.dot(grad, tl.trans(digits), input_precision=PRECISION)

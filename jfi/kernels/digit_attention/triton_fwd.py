@@ -14,7 +14,9 @@ from jfi.kernels.common.tiles import load_rows, store_rows
 from jfi.kernels.digit_attention.tiles import EVENTS, load_event_bias, load_event_digits, load_event_scale
 
 
-@triton.jit(do_not_specialize=["batch", "num_rows", "chunk"], do_not_specialize_on_alignment=EVENTS)
+@triton.jit(
+    do_not_specialize=["batch", "num_rows", "chunk", "table_rows", "digit_rows"], do_not_specialize_on_alignment=EVENTS
+)
 def digit_attention_fwd_kernel(
     q_ptr,
     events,
@@ -25,6 +27,8 @@ def digit_attention_fwd_kernel(
     batch,
     num_rows,
     chunk,
+    table_rows,
+    digit_rows,
     scale,
     SPEC: tl.constexpr,
 ):
@@ -49,8 +53,8 @@ def digit_attention_fwd_kernel(
         acc = tl.zeros((SPEC.block_m, SPEC.block_l), tl.float32)
         for first in range(n, last, SPEC.block_n):
             mask = at < (last - first).to(tl.int32)
-            digits = load_event_digits(digits_ptr, index_ptr, first, at, mask, q_ptr.dtype.element_ty, SPEC)
-            bias = load_event_bias(bias_ptr, bias_index_ptr, first, at, mask, row, SPEC) * LOG2E
+            digits = load_event_digits(digits_ptr, index_ptr, digit_rows, first, at, mask, q_ptr.dtype.element_ty, SPEC)
+            bias = load_event_bias(bias_ptr, bias_index_ptr, table_rows, first, at, mask, row, SPEC) * LOG2E
             s = tl.dot(q, tl.trans(digits), input_precision=SPEC.precision) * (scale * LOG2E) + bias
             p, maximum, factor = online_softmax_update(s, maximum)
             total = total * factor[:, None] + p

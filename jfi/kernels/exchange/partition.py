@@ -24,37 +24,53 @@ def _owners(ids, mask, boundaries_ptr, ranks_ptr, NUM_SHARDS: tl.constexpr, NUM_
 
 
 @triton.jit
-def _own_ids(ids_ptr, offsets_ptr, count, batch, BLOCK: tl.constexpr):
-    """(places, which hold an id, ids) of a block: ids behind the last offset are padding."""
+def _load_ids(ids_ptr, at, mask, num_rows):
+    """Ids, -1 for those outside of the table and outside the mask, and how many of the former are not -1 already."""
+    ids = tl.load(ids_ptr + at, mask=mask, other=-1)
+    is_row = (ids >= 0) & (ids < num_rows)
+    return tl.where(is_row, ids, -1), tl.sum((~is_row & (ids != -1)).to(tl.int32), 0)
+
+
+@triton.jit
+def _own_ids(ids_ptr, offsets_ptr, count, batch, num_rows, BLOCK: tl.constexpr):
+    """(places, which hold an id, ids, how many are outside) of a block: ids behind the last offset are padding."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = (at < count) & (at < tl.load(offsets_ptr + batch).to(tl.int64))
-    return at, mask, tl.load(ids_ptr + at, mask=mask, other=0)
+    ids, outside = _load_ids(ids_ptr, at, mask, num_rows)
+    return at, mask, ids, outside
 
 
-@triton.jit(do_not_specialize=["count", "batch", "first_block", "blocks"])
+@triton.jit(
+    do_not_specialize=["count", "batch", "first_block", "blocks", "num_rows"],
+    do_not_specialize_on_alignment=["outside_ptr"],
+)
 def _count_kernel(
     ids_ptr,
     offsets_ptr,
     boundaries_ptr,
     ranks_ptr,
     counts_ptr,
+    outside_ptr,
     count,
     batch,
     first_block,
     blocks,
+    num_rows,
     NUM_SHARDS: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program per block: how many of its ids each rank owns, [ranks, blocks]."""
-    _, mask, ids = _own_ids(ids_ptr, offsets_ptr, count, batch, BLOCK)
+    """A program per block: how many of its ids each rank owns, [ranks, blocks], and how many are outside."""
+    _, mask, ids, outside = _own_ids(ids_ptr, offsets_ptr, count, batch, num_rows, BLOCK)
+    if outside_ptr is not None:  # integers: their order does not matter
+        tl.atomic_add(outside_ptr, outside.to(tl.int64), mask=outside > 0)
     rank, _ = _owners(ids, mask, boundaries_ptr, ranks_ptr, NUM_SHARDS, NUM_RANKS)
     for one in range(NUM_RANKS):
         found = tl.sum((rank == one).to(tl.int32), 0)
         tl.store(counts_ptr + one * blocks + first_block + tl.program_id(0), found)
 
 
-@triton.jit(do_not_specialize=["count", "batch", "first_block", "blocks", "most", "first"])
+@triton.jit(do_not_specialize=["count", "batch", "first_block", "blocks", "most", "first", "num_rows"])
 def _scatter_kernel(
     ids_ptr,
     offsets_ptr,
@@ -71,6 +87,7 @@ def _scatter_kernel(
     blocks,
     most,
     first,
+    num_rows,
     NUM_SHARDS: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -79,7 +96,7 @@ def _scatter_kernel(
     BLOCK_B: tl.constexpr,
 ):
     """A program per block: writes its ids' places in their owners' memory, and what they bring along, to the buffer."""
-    at, mask, ids = _own_ids(ids_ptr, offsets_ptr, count, batch, BLOCK)
+    at, mask, ids, _outside = _own_ids(ids_ptr, offsets_ptr, count, batch, num_rows, BLOCK)
     rank, shard = _owners(ids, mask, boundaries_ptr, ranks_ptr, NUM_SHARDS, NUM_RANKS)
     before = tl.arange(0, BLOCK_B)
     is_before = before < first_block + tl.program_id(0)
@@ -89,7 +106,8 @@ def _scatter_kernel(
         own = (rank == one).to(tl.int32)
         within = base + tl.cumsum(own, 0) - own
         slot = tl.where((rank == one) & (within < most), within.to(tl.int64) + one * most.to(tl.int64), slot)
-    row = (ids + tl.load(shifts_ptr + shard, mask=mask, other=0)).to(tl.int32)
+    row = ids + tl.load(shifts_ptr + shard, mask=mask, other=0)
+    row = tl.where(ids < 0, -1, row).to(tl.int32)
     tl.store(buffer_ptr + slot * COLUMNS, row, mask=slot >= 0)
     for column in tl.static_range(1, COLUMNS):
         other = tl.load(brought_ptr + (first.to(tl.int64) + at) * (COLUMNS - 1) + column - 1, mask=mask, other=0)
@@ -98,7 +116,7 @@ def _scatter_kernel(
         tl.store(slots_ptr + first.to(tl.int64) + at, slot, mask=at < count)
 
 
-@triton.jit(do_not_specialize=["samples", "first_sample"])
+@triton.jit(do_not_specialize=["samples", "first_sample", "num_rows"])
 def _count_samples_kernel(
     ids_ptr,
     offsets_ptr,
@@ -107,6 +125,7 @@ def _count_samples_kernel(
     counts_ptr,
     samples,
     first_sample,
+    num_rows,
     NUM_SHARDS: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -121,7 +140,7 @@ def _count_samples_kernel(
     for n in range(low, high, BLOCK):
         at = n + tl.arange(0, BLOCK)
         mask = at < high
-        ids = tl.load(ids_ptr + at, mask=mask, other=0)
+        ids, _outside = _load_ids(ids_ptr, at, mask, num_rows)
         rank, _ = _owners(ids, mask, boundaries_ptr, ranks_ptr, NUM_SHARDS, NUM_RANKS)
         found += tl.sum((rank[None, :] == every[:, None]).to(tl.int32), 1)
     tl.store(counts_ptr + every * samples.to(tl.int64) + first_sample + sample, found, mask=every < NUM_RANKS)
@@ -161,7 +180,7 @@ def _launcher(kernel: triton.JITFunction, **constants: object) -> Launcher:
 
 
 def partition(
-    sequences: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]],
+    sequences: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, Tensor | None]],
     brought: Tensor | None,
     num_ranks: int,
     most: int,
@@ -173,32 +192,34 @@ def partition(
     counts = torch.empty(num_ranks, sum(blocks), dtype=torch.int32, device=buffer.device)
     sizes = {"NUM_RANKS": num_ranks, "BLOCK": PARTITIONED_IDS}
     first_block = 0
-    for own, (ids, offsets, boundaries, ranks, _) in zip(blocks, sequences, strict=True):
+    for own, (ids, offsets, boundaries, ranks, _, num_rows, outside) in zip(blocks, sequences, strict=True):
         launcher = _launcher(_count_kernel, NUM_SHARDS=ranks.size(0), **sizes)
-        numbers = ids.size(0), offsets.size(0) - 1, first_block, sum(blocks)
-        launcher((own, 1, 1), (ids, offsets, boundaries, ranks, counts), numbers)
+        numbers = ids.size(0), offsets.size(0) - 1, first_block, sum(blocks), num_rows
+        launcher((own, 1, 1), (ids, offsets, boundaries, ranks, counts, outside), numbers)
         first_block += own
     sizes |= {"COLUMNS": buffer.size(1), "WITH_SLOTS": slots is not None, "BLOCK_B": power_of_two(sum(blocks), 16)}
     first_block = first = 0
-    for own, (ids, offsets, *tables) in zip(blocks, sequences, strict=True):
+    for own, (ids, offsets, *tables, num_rows, _) in zip(blocks, sequences, strict=True):
         launcher = _launcher(_scatter_kernel, NUM_SHARDS=tables[1].size(0), **sizes)
-        numbers = ids.size(0), offsets.size(0) - 1, first_block, sum(blocks), most, first
+        numbers = ids.size(0), offsets.size(0) - 1, first_block, sum(blocks), most, first, num_rows
         launcher((own, 1, 1), (ids, offsets, *tables, brought, counts, buffer, slots), numbers)
         first_block, first = first_block + own, first + ids.size(0)
     return counts
 
 
-def count_samples(sequences: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]], num_ranks: int) -> Tensor:
+def count_samples(
+    sequences: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, Tensor | None]], num_ranks: int
+) -> Tensor:
     """[W, samples of all sequences] int32: how many events of each sample every rank owns."""
     samples = sum(offsets.size(0) - 1 for _, offsets, *_ in sequences)
     counts = torch.empty(num_ranks, samples, dtype=torch.int32, device=sequences[0][0].device)
     first = 0
-    for ids, offsets, boundaries, ranks, _ in sequences:
+    for ids, offsets, boundaries, ranks, _, num_rows, _ in sequences:
         batch = offsets.size(0) - 1
         sizes = {"NUM_SHARDS": ranks.size(0), "NUM_RANKS": num_ranks, "BLOCK_R": power_of_two(num_ranks, 2)}
         launcher = _launcher(_count_samples_kernel, **sizes, BLOCK=COUNTED_EVENTS)
         if batch:
-            launcher((batch, 1, 1), (ids, offsets, boundaries, ranks, counts), (samples, first))
+            launcher((batch, 1, 1), (ids, offsets, boundaries, ranks, counts), (samples, first, num_rows))
         first += batch
     return counts
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jfi import plan
+from jfi import plan, reference
 from jfi.kernels.common.combine import RangePartials, behind_partials
 from jfi.kernels.common.launch import Launcher, empty_like
 from jfi.kernels.common.spec import AttentionSpec
@@ -113,7 +113,7 @@ def target_attention_few_bwd_kernel(
             bias = 0.0
             index = load_bias_index(bias_index_ptr, first, k_at, mask, SPEC)
             if SPEC.has_bias:
-                bias = load_bias(history[2], index, first, mask, at, kv_head, SPEC)
+                bias = load_bias(history[2], index, table_rows, first, mask, at, kv_head, SPEC)
             value_scale = load_value_scale(value_scale_ptr, first, k_at, mask, SPEC)
             p, ds = weights_and_gradient(q, grad, lse, delta, k, v, value_scale, bias, mask, scale, SPEC)
             ds_by_query = tl.trans(ds.to(k.dtype))
@@ -194,6 +194,7 @@ def backward(
     if sums_table:
         dbias = dbias.sum(0).to(x.bias.dtype)
     elif table_rows:
-        # Sorts the events by index: no sum in an order that changes from run to run.
-        dbias = torch.ops.aten.embedding_dense_backward(dbias, x.bias_index, table_rows, -1, False).to(x.bias.dtype)
+        # Sorts the events by index: no sum in an order that changes from run to run. It leaves out -1.
+        index = reference.bound_ids(x.bias_index, table_rows)
+        dbias = torch.ops.aten.embedding_dense_backward(dbias, index, table_rows, -1, False).to(x.bias.dtype)
     return dquery, dkey, dvalue, dbias, dsecond

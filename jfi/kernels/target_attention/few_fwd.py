@@ -34,14 +34,15 @@ from jfi.plan import AttentionPlan, AttentionProblem, KernelPlan, Split, TargetA
 def _attend(q, history, gathered, events, cols, n, mask, kv_head, state, scale, SPEC: tl.constexpr):
     """The running maximum (base 2), sums by column and weighted sum after the history rows from n on."""
     maximum, total, acc = state
-    bias_index_ptr, value_scale_ptr = events
+    bias_index_ptr, value_scale_ptr, table_rows = events
     at = tl.arange(0, SPEC.block_n)
     k, v = load_history(history, gathered, cols, n, at, mask, kv_head, q.dtype, SPEC)
     value_scale = load_value_scale(value_scale_ptr, n, at, mask, SPEC)
     if SPEC.has_bias:
         index = load_bias_index(bias_index_ptr, n, at, mask, SPEC)
         q_at = tl.arange(0, SPEC.block_m)
-        bias = tl.trans(load_bias(history[2], index, n, mask, q_at, kv_head, SPEC)) * LOG2E
+        bias = tl.trans(load_bias(history[2], index, table_rows, n, mask, q_at, kv_head, SPEC)) * LOG2E
+        bias = tl.where(mask[None, :], bias, -float("inf"))
     else:
         bias = tl.where(mask, 0.0, -float("inf"))[None, :]
     s = tl.dot(q, tl.trans(k), input_precision=SPEC.precision) * (scale * LOG2E) + bias
@@ -61,7 +62,7 @@ def _nothing(SPEC: tl.constexpr):
     return maximum, total, tl.zeros((SPEC.block_m, SPEC.block_e), tl.float32)
 
 
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=EVENTS)
+@triton.jit(do_not_specialize=["num_rows", "table_rows"], do_not_specialize_on_alignment=EVENTS)
 def target_attention_few_fwd_whole_kernel(
     q_ptr,
     history,
@@ -74,6 +75,7 @@ def target_attention_few_fwd_whole_kernel(
     index_3,
     outputs,
     num_rows,
+    table_rows,
     scale,
     SPEC: tl.constexpr,
 ):
@@ -90,7 +92,7 @@ def target_attention_few_fwd_whole_kernel(
     cols = field_columns(history[0], history[3], SPEC)
     row = sample * (num_rows * SPEC.num_kv_heads)
     q = load_rows(q_ptr + row * D, q_at, q_mask, D, D, SPEC.block_d)
-    events = (bias_index_ptr, value_scale_ptr)
+    events = (bias_index_ptr, value_scale_ptr, table_rows)
     gathered = (tables, (index_0, index_1, index_2, index_3))
     maximum, total, acc = _nothing(SPEC)
     for first in range(0, length, SPEC.block_n):
@@ -104,7 +106,7 @@ def target_attention_few_fwd_whole_kernel(
     tl.store(lse_ptr + row + q_at, lse, mask=q_mask)
 
 
-@triton.jit(do_not_specialize=["batch", "num_rows", "chunk"], do_not_specialize_on_alignment=EVENTS)
+@triton.jit(do_not_specialize=["batch", "num_rows", "chunk", "table_rows"], do_not_specialize_on_alignment=EVENTS)
 def target_attention_few_fwd_kernel(
     q_ptr,
     history,
@@ -119,6 +121,7 @@ def target_attention_few_fwd_kernel(
     batch,
     num_rows,
     chunk,
+    table_rows,
     scale,
     SPEC: tl.constexpr,
 ):
@@ -135,7 +138,7 @@ def target_attention_few_fwd_kernel(
     cols = field_columns(history[0], history[3], SPEC)
     sample_rows = (num_rows * SPEC.num_kv_heads).to(tl.int64)
     partial_lse_ptr, split_ptr = behind_partials(partial_ptr, tl.num_programs(0), num_rows * SPEC.num_kv_heads, E)
-    events = (bias_index_ptr, value_scale_ptr)
+    events = (bias_index_ptr, value_scale_ptr, table_rows)
     gathered = (tables, (index_0, index_1, index_2, index_3))
     split = tl.full((), -1, tl.int64)
     maximum, total, acc = _nothing(SPEC)
@@ -184,12 +187,13 @@ def forward(x: TargetAttentionInputs, chosen: AttentionPlan, out: Tensor, lse: T
     launch = _launcher(problem, kernel)
     inputs = (history_pointers(x), x.bias_index, x.value_scale, *gathered_pointers(x))
     num_rows = num_queries * problem.qheads_per_kvhead
+    table_rows = x.bias.shape[0] if problem.bias_by_index else 0
     if kernel.split is Split.SAMPLE:
         tensors = (x.query, *inputs, (out, lse))
-        launch((batch, problem.num_kv_heads, 1), tensors, (num_rows, x.scale))
+        launch((batch, problem.num_kv_heads, 1), tensors, (num_rows, table_rows, x.scale))
         return
     chunk, programs = plan.stream_k(x.key.shape[0], batch, problem.device.num_sms, kernel.programs_per_sm)
     partials = RangePartials(programs, chunk, num_queries * num_heads, problem.value_dim, x.query.device)
     tensors = (x.query, *inputs, (out, lse, partials.memory))
-    launch((programs, problem.num_kv_heads, 1), tensors, (batch, num_rows, chunk, x.scale))
+    launch((programs, problem.num_kv_heads, 1), tensors, (batch, num_rows, chunk, table_rows, x.scale))
     partials.combine(x.offsets, out, lse)

@@ -89,18 +89,24 @@ def load_value_scale(value_scale_ptr, n, at, mask, SPEC: tl.constexpr):
 
 
 @triton.jit
-def load_bias(bias_ptr, index, n, mask, q_at, kv_head, SPEC: tl.constexpr):
-    """[N, M]: each event's bias for each query's head, -inf outside the mask; of its row of the table if by index."""
+def load_bias(bias_ptr, index, table_rows, n, mask, q_at, kv_head, SPEC: tl.constexpr):
+    """[N, M]: each event's bias for each query's head, 0 outside the mask; of its row of the table if by index.
+
+    An index outside of the table has a bias of 0.
+    """
     NUM_HEADS: tl.constexpr = SPEC.num_kv_heads * SPEC.qheads_per_kvhead
     rows = index.to(tl.int32)
-    if not SPEC.bias_by_index:
+    is_row = mask
+    if SPEC.bias_by_index:
+        is_row = mask & (index >= 0) & (index < table_rows)
+    else:
         rows = tl.arange(0, mask.shape[0])
         bias_ptr += n * NUM_HEADS
     where = rows[:, None] * NUM_HEADS + (kv_head * SPEC.qheads_per_kvhead + q_at % SPEC.qheads_per_kvhead)[None, :]
     if SPEC.bias_by_index:
         # Copies of 16 bytes would bypass the L1 cache, and all programs ask for the same few lines.
         where = tl.max_contiguous(where, [1, 1])
-    return tl.load(bias_ptr + where, mask=mask[:, None], other=-float("inf")).to(tl.float32)
+    return tl.load(bias_ptr + where, mask=is_row[:, None], other=0.0).to(tl.float32)
 
 
 @triton.jit

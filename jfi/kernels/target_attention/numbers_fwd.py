@@ -140,7 +140,7 @@ def _query_sum(first, second):
     return tl.sum(first.to(tl.float32), 0) + tl.sum(second.to(tl.float32), 0)
 
 
-@triton.jit(do_not_specialize=["batch", "sample_rows", "chunk"], do_not_specialize_on_alignment=EVENTS)
+@triton.jit(do_not_specialize=["batch", "sample_rows", "chunk", "table_rows"], do_not_specialize_on_alignment=EVENTS)
 def target_attention_numbers_fwd_kernel(
     q_ptr,
     table,
@@ -153,6 +153,7 @@ def target_attention_numbers_fwd_kernel(
     batch,
     sample_rows,
     chunk,
+    table_rows,
     scale,
     SPEC: tl.constexpr,
 ):
@@ -199,9 +200,11 @@ def target_attention_numbers_fwd_kernel(
         after = tl.load(offsets_ptr + next_sample + 2, mask=next_sample + 1 < batch, other=0).to(tl.int64)
         new_first, new_second = _load_query(q_ptr + (sample + 1) * rows_64 * D, sample + 1 < batch, SPEC)
         if SPEC.has_bias:
-            index = load_bias_index(bias_index_ptr, n, at, mask, SPEC).to(tl.int32)
+            index = load_bias_index(bias_index_ptr, n, at, mask, SPEC)
             own = bias_ptr if SPEC.bias_by_index else bias_ptr + n * HEADS
-            bias = tl.load(own + index * HEADS + head, mask=mask, other=-float("inf")).to(tl.float32) * LOG2E
+            is_row = mask & (index >= 0) & (index < table_rows) if SPEC.bias_by_index else mask
+            bias = tl.load(own + index.to(tl.int32) * HEADS + head, mask=is_row, other=0.0).to(tl.float32) * LOG2E
+            bias = tl.where(mask, bias, -float("inf"))
         else:
             bias = tl.where(mask, 0.0, -float("inf"))
         value_scale = load_value_scale(value_scale_ptr, n, at, mask, SPEC)
@@ -249,5 +252,7 @@ def forward(x: TargetAttentionInputs, chosen: AttentionPlan, out: Tensor, lse: T
     partials = RangePartials(programs, chunk, sample_rows, width, x.query.device)
     events = (x.bias, x.offsets, x.bias_index, x.value_scale, x.indices[0])
     tensors = (x.query, x.tables[0], *events, (out, lse, partials.memory))
-    _launcher(problem, kernel)((sample_rows, programs, 1), tensors, (batch, sample_rows, chunk, x.scale))
+    table_rows = x.bias.shape[0] if problem.bias_by_index else 0
+    numbers = (batch, sample_rows, chunk, table_rows, x.scale)
+    _launcher(problem, kernel)((sample_rows, programs, 1), tensors, numbers)
     partials.combine(x.offsets, out, lse)

@@ -1,0 +1,55 @@
+"""How many ids of a model's look-ups were outside of their tables, counted on the device that reads them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class OutsideIds:
+    """Counts of a collection, which `jfi.ops.gather_rows.bound_ids` adds to.
+
+    Args:
+        tables: the table of each look-up.
+    """
+
+    def __init__(self, tables: Sequence[str]) -> None:
+        self.tables = tuple(tables)
+        #: [K] int64, by look-up.
+        self.counts = torch.zeros(len(self.tables), dtype=torch.int64, device="cpu")
+
+    def on(self, device: torch.device) -> Tensor:
+        """Returns the counts, moved to the device of ids if they are on another one that has memory."""
+        if self.counts.device != device and device.type != "meta":
+            self.counts = self.counts.to(device)
+        return self.counts
+
+
+def all_outside_ids(model: nn.Module) -> list[OutsideIds]:
+    """The counts of all collections of a model."""
+    return [one for module in model.modules() for one in getattr(module, "outside_ids", ())]
+
+
+def outside_ids(model: nn.Module) -> dict[str, int]:
+    """Returns by table how many ids of look-ups so far were outside of it, only tables that had any.
+
+    On a GPU such an id gives zeros, has no gradient and steps no row; on a CPU it is an error. An id of -1, a missing
+    one, is not counted. Reading the counts waits for the device.
+
+    Args:
+        model: with FusedEmbedding(Bag)Collections, or the sharded collections of `jfi.sharded`, which count the ids
+            of this rank's samples.
+
+    Example:
+        >>> from jfi import FusedEmbeddingCollection
+        >>> from torchrec import EmbeddingConfig
+        >>> table = EmbeddingConfig(name="item", embedding_dim=4, num_embeddings=10, feature_names=["item"])
+        >>> outside_ids(FusedEmbeddingCollection([table], torch.optim.SGD, {"lr": 0.1}))
+        {}
+    """
+    found: dict[str, int] = {}
+    for one in all_outside_ids(model):
+        for table, count in zip(one.tables, one.counts.tolist(), strict=True):
+            if count:
+                found[table] = found.get(table, 0) + count
+    return found

@@ -1,0 +1,201 @@
+"""Indices outside of their tables in the operators: rows of zeros on a GPU, errors under validation and on a CPU."""
+
+import pytest
+import torch
+from ops.unchecked import as_on_a_gpu
+from torch import nn
+
+import jfi
+import jfi.reference
+from jfi.ops import digit_attention, gather_rows, jagged_attention, target_attention
+from jfi.ops.gather_rows import bound_ids
+from jfi.sid import pack_words
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+WIDTH, ROWS = 8, 5
+LENGTHS = [4, 0, 9, 3]
+#: Below the table, just behind it, so far that an address or an int32 overflows.
+FAR = {torch.int32: [ROWS, -3, 10**9, 2**31 - 1, -(2**31)], torch.int64: [ROWS, -3, 10**9, 2**40 + 1, 2**32, -(2**63)]}
+
+
+def offsets(device) -> torch.Tensor:
+    return torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], device=device)
+
+
+def indices(device, dtype=torch.int64, rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor]:
+    """Some of which are outside, and which are inside."""
+    index = torch.randint(0, rows, (sum(LENGTHS),), dtype=dtype)
+    places = torch.tensor([0, 2, 5, 6, 11, 15])[: len(FAR[dtype])]
+    index[places] = torch.tensor(FAR[dtype], dtype=dtype)
+    return index.to(device), ((index >= 0) & (index < rows)).to(device)
+
+
+def rows_of(table: torch.Tensor, index: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
+    """By plain operations: zeros where the index is outside."""
+    return table[torch.where(inside, index, 0).long()] * inside.view(-1, *[1] * (table.dim() - 1)).to(table.dtype)
+
+
+@pytest.mark.parametrize("dtype", FAR)
+@pytest.mark.parametrize("num_tables", [1, 4, 6])
+def test_ids_outside_become_missing_and_are_counted(device, dtype, num_tables):
+    sizes = [ROWS, 0, 1, ROWS + 2, 2**33, 7][:num_tables]
+    parts = [indices(device, dtype)[0][:count] for count in (16, 3, 0, 16, 16, 1)][:num_tables]
+    counts = torch.zeros(num_tables, dtype=torch.int64, device=device)
+    with as_on_a_gpu(device):
+        for times in (1, 2):
+            found = bound_ids(parts, sizes, counts)
+            outside = [(part.long() < 0) | (part.long() >= size) for part, size in zip(parts, sizes, strict=True)]
+            for one, part, out in zip(found, parts, outside, strict=True):
+                assert one.tolist() == torch.where(out, -1, part.long()).tolist()
+            assert counts.tolist() == [times * int(out.sum()) for out in outside]
+        missing = torch.full((3,), -1, dtype=dtype, device=device)
+        assert bound_ids([missing], [ROWS], counts[:1])[0].tolist() == [-1] * 3  # which -1 says already
+        assert counts[0] == 2 * int(outside[0].sum())
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("dtype", FAR)
+def test_rows_are_zeros(device, impl, dtype):
+    tables = [nn.Parameter(torch.randn(rows, WIDTH, device=device)) for rows in (ROWS, 3 * ROWS)]
+    given = [indices(device, dtype, len(table)) for table in tables]
+    expected = sum(rows_of(table, *one) for table, one in zip(tables, given, strict=True))
+    grad = torch.randn_like(expected)
+    gradients = torch.autograd.grad(expected, tables, grad)
+    with as_on_a_gpu(device):
+        found = gather_rows(tuple(tables), tuple(index for index, _ in given), impl=impl)
+        torch.testing.assert_close(found, expected)
+        for one, other in zip(torch.autograd.grad(found, tables, grad), gradients, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(("num_queries", "num_tables"), [(1, 1), (3, 2), (20, 1)])
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_attention_to_rows_by_id(device, impl, num_queries, num_tables):
+    """As to rows that a plain look-up has read; 20 queries do so before they attend."""
+    query = torch.randn(len(LENGTHS), num_queries, 2, WIDTH, device=device, requires_grad=True)
+    tables = [nn.Parameter(torch.randn(rows, 1, WIDTH, device=device)) for rows in (ROWS, ROWS + 4)[:num_tables]]
+    given = [indices(device, rows=len(table)) for table in tables]
+    dense = sum(rows_of(table, *one) for table, one in zip(tables, given, strict=True))
+    expected = target_attention(query, dense, offsets=offsets(device), impl="torch")
+    grad = torch.randn_like(expected)
+    gradients = torch.autograd.grad(expected, [query, *tables], grad)
+    ids = tuple(index for index, _ in given)
+    with as_on_a_gpu(device):
+        found = target_attention(query, tuple(tables), indices=ids, offsets=offsets(device), impl=impl)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        for one, other in zip(torch.autograd.grad(found, [query, *tables], grad), gradients, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        by_row = jagged_attention(
+            query.flatten(0, 1),
+            tuple(tables),
+            indices=ids,
+            query_offsets=torch.arange(len(LENGTHS) + 1, device=device) * num_queries,
+            key_offsets=offsets(device),
+            impl=impl,
+        )
+        torch.testing.assert_close(by_row.view_as(expected), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_to_rows_of_8_bits(device):
+    numbers = torch.randint(256, (ROWS, WIDTH), dtype=torch.uint8, device=device)
+    tail = torch.rand(ROWS, 2, device=device)
+    table = torch.cat([numbers, tail.view(torch.uint8)], 1)
+    index, inside = indices(device)
+    dense = rows_of(numbers.float() * tail[:, :1] + tail[:, 1:], index, inside).unsqueeze(1)
+    query = torch.randn(len(LENGTHS), 1, 1, WIDTH, device=device)
+    expected = target_attention(query, dense, offsets=offsets(device), impl="torch")
+    with as_on_a_gpu(device):
+        found = target_attention(query, table, indices=index, offsets=offsets(device))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("buckets", [4, 100])
+@pytest.mark.parametrize("num_queries", [1, 20])
+@pytest.mark.parametrize("max_seqlen", [None, 9])
+def test_biases_are_zero(device, buckets, num_queries, max_seqlen):
+    """A table of 100 biases gets its gradient by event, and 20 queries read no bias by index."""
+    query = torch.randn(len(LENGTHS), num_queries, 2, WIDTH, device=device, requires_grad=True)
+    key = torch.randn(sum(LENGTHS), 1, WIDTH, device=device, requires_grad=True)
+    table = torch.randn(buckets, 2, device=device, requires_grad=True)
+    index, inside = indices(device, rows=buckets)
+    by_event = rows_of(table, index, inside)
+    expected = target_attention(query, key, offsets=offsets(device), key_bias=by_event, impl="torch")
+    grad = torch.randn_like(expected)
+    gradients = torch.autograd.grad(expected, [query, key, table], grad)
+    with as_on_a_gpu(device):
+        found = target_attention(
+            query, key, offsets=offsets(device), key_bias=table, key_bias_index=index, max_seqlen=max_seqlen
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        for one, other in zip(torch.autograd.grad(found, [query, key, table], grad), gradients, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_bias_over_rows_of_8_bits(device):
+    numbers = torch.randint(256, (ROWS, WIDTH), dtype=torch.uint8, device=device)
+    tail = torch.rand(ROWS, 2, device=device)
+    rows, table = torch.cat([numbers, tail.view(torch.uint8)], 1), torch.randn(4, 1, device=device)
+    query = torch.randn(len(LENGTHS), 1, 1, WIDTH, device=device)
+    ids, (index, inside) = torch.randint(ROWS, (sum(LENGTHS),), device=device), indices(device, rows=4)
+    options = {"indices": ids, "offsets": offsets(device)}
+    with as_on_a_gpu(device):
+        expected = target_attention(query, rows, key_bias=rows_of(table, index, inside), **options)
+        found = target_attention(query, rows, key_bias=table, key_bias_index=index, **options)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # the latter in registers on Hopper
+@pytest.mark.parametrize("buckets", [4, 100])
+def test_digits_are_zeros(device, dtype, buckets):
+    query = torch.randn(len(LENGTHS), 1, 2, 40, device=device, dtype=dtype, requires_grad=True)
+    digits = torch.randint(-1, 2, (ROWS, 40), device=device)
+    table = torch.randn(buckets, 2, device=device, dtype=dtype, requires_grad=True)
+    (ids, is_item), (index, is_bucket) = indices(device), indices(device, torch.int32, buckets)
+    key = rows_of(digits.to(dtype), ids, is_item).unsqueeze(1)
+    by_event = rows_of(table, index, is_bucket)
+    expected = target_attention(query, key, offsets=offsets(device), key_bias=by_event, impl="torch")
+    grad = torch.randn_like(expected)
+    gradients = torch.autograd.grad(expected, [query, table], grad)
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 3e-2}
+    words, biases = pack_words(digits), {"key_bias": table, "key_bias_index": index}
+    with as_on_a_gpu(device):
+        found = digit_attention(query, words, indices=ids, offsets=offsets(device), **biases)
+        torch.testing.assert_close(found, expected, **tolerance)
+        for one, other in zip(torch.autograd.grad(found, [query, table], grad), gradients, strict=True):
+            torch.testing.assert_close(one, other, **tolerance)
+        plain = digit_attention(query, words, indices=ids, offsets=offsets(device))
+        one_each = torch.arange(len(LENGTHS) + 1, device=device)
+        jagged = jagged_attention(
+            query[:, 0], words, indices=ids, query_offsets=one_each, key_offsets=offsets(device), scale=40**-0.5
+        )
+    torch.testing.assert_close(jagged.view_as(plain), plain, **tolerance)
+    dense = target_attention(query, key, offsets=offsets(device), impl="torch")
+    torch.testing.assert_close(plain, dense, **tolerance)
+    # What a GPU runs with impl="torch".
+    formula = jfi.reference.digit_attention(query, words, offsets(device), ids, None, None, 40**-0.5)
+    torch.testing.assert_close(formula, dense, **tolerance)
+
+
+def test_validation_makes_errors_of_them(device):
+    table, biases = torch.randn(ROWS, 1, WIDTH, device=device), torch.randn(4, 1, device=device)
+    query = torch.randn(len(LENGTHS), 1, 1, WIDTH, device=device)
+    index, _ = indices(device)
+    ids, history = torch.zeros_like(index), {"offsets": offsets(device)}
+    with jfi.ops.validation():
+        with pytest.raises(ValueError, match=r"indices\[0\] must be from 0 to 4, rows of tables\[0\], got"):
+            gather_rows((table[:, 0],), (index,))
+        with pytest.raises(ValueError, match="indices must be from 0 to 4, rows of key, got"):
+            target_attention(query, table, indices=index, **history)
+        with pytest.raises(ValueError, match="key_bias_index must be from 0 to 3"):
+            target_attention(query, table, indices=ids, key_bias=biases, key_bias_index=index, **history)
+        with pytest.raises(ValueError, match="indices must be from 0 to 4, rows of digits, got"):
+            digit_attention(query, torch.zeros(ROWS, 1, dtype=torch.int32, device=device), indices=index, **history)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(device, dynamic):
+    """A compiler checks no ids; those outside give zeros also in the graph."""
+    table = torch.randn(ROWS, WIDTH, device=device)
+    index, inside = indices(device)
+    compiled = torch.compile(lambda table, index: gather_rows((table,), (index,)), fullgraph=True, dynamic=dynamic)
+    torch.testing.assert_close(compiled(table, index), rows_of(table, index, inside))

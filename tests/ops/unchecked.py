@@ -1,0 +1,39 @@
+"""Calls as on a GPU, where ids are not read before they are used: a CPU refuses those outside of their tables."""
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+#: Modules that choose an implementation for an operator.
+_CHOOSE = [
+    "target_attention",
+    "absorbed_target_attention",
+    "digit_attention",
+    "jagged_attention",
+    "gather_rows",
+    "step_rows",
+]
+#: Modules that ask whether a batch may be read.
+_FREE = ("jfi.modules.validation", "jfi.modules.semantic_id_embedding", "jfi.modules.semantic_id_readers")
+
+
+@contextmanager
+def as_on_a_gpu(device: torch.device, kernels: bool = True) -> Iterator[None]:
+    """On a CPU nothing within reads ids, and with `kernels` Triton's interpreter runs them; a GPU does so by itself."""
+    with pytest.MonkeyPatch.context() as patched:
+        if device.type == "cpu":
+            patched.setattr("jfi.ops._checks._is_on_cpu", lambda x: False)
+            for name in _FREE:
+                patched.setattr(importlib.import_module(name), "contents_are_free", lambda x: False)
+            for name in _CHOOSE if kernels else ():
+                module = importlib.import_module(f"jfi.ops.{name}")
+                check = module.check_impl
+
+                def chosen(impl: str, like: torch.Tensor, check=check) -> str:
+                    return check("triton" if impl == "auto" else impl, like)
+
+                patched.setattr(module, "check_impl", chosen)
+        yield
