@@ -39,7 +39,7 @@ HEADLINES = (
     ("self", "B=64 N=2048 D=64 H=4 bfloat16", "Self-attention, 64 users, up to 2,048 events, 4 heads of 64"),
     ("layer", "B=4096 N=512 D=64 H=4 T=1 bfloat16", "Whole layer, 4,096 users, up to 512 events, D = 64, 4 heads"),
 )
-POOLINGS = {"none": "none", "mean": "mean of the events", "attention": "target attention"}
+POOLINGS = {"none": "none", "mean": "mean of the events", "sum": "sum of the events", "attention": "target attention"}
 
 
 def read(name: str) -> dict:

@@ -63,7 +63,7 @@ def compare(config: Config, seeds: list[int], with_baselines: bool = True) -> di
 def main() -> None:
     if launched():
         raise ConfigError("compare_pooling.py trains in one process; run it without torchrun")
-    description = "Compare a DLRM without histories, with mean pooling, and with target attention."
+    description = "Compare a DLRM without histories, with mean pooling, with sum pooling, and with target attention."
     config, options = parse_config(sys.argv[1:], description, {"--seeds": SEEDS, "--baselines": BASELINES})
     compare(config, options.seeds, options.baselines)
 
