@@ -57,6 +57,7 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
         ]
         self._fused = FusedTables(self._tables, optimizer_type, optimizer_kwargs, average)
         self.outside_ids = (OutsideIds([table for _, _, table in self._lookups]),)
+        self.outside_ids[0].on(self.device)
 
     @property
     def _tables(self) -> nn.ModuleDict:
@@ -122,6 +123,7 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
     def _apply(self, fn: Callable, recurse: bool = True) -> "_FusedCollection":
         super()._apply(fn, recurse)
         self._fused.follow()
+        self.outside_ids[0].on(self.device)
         return self
 
     def _look_up(self, features: KeyedJaggedTensor) -> list[tuple[str, JaggedTensor, TableRows]]:

@@ -156,7 +156,7 @@ def test_digits_are_zeros(device, dtype, buckets):
     expected = target_attention(query, key, offsets=offsets(device), key_bias=by_event, impl="torch")
     grad = torch.randn_like(expected)
     gradients = torch.autograd.grad(expected, [query, table], grad)
-    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 3e-2}
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 6e-2, "atol": 6e-2}
     words, biases = pack_words(digits), {"key_bias": table, "key_bias_index": index}
     with as_on_a_gpu(device):
         found = digit_attention(query, words, indices=ids, offsets=offsets(device), **biases)
