@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from jfi.arguments import check_module
+
 
 class OutsideIds:
     """Counts of a collection, which `jfi.ops.gather_rows.bound_ids` adds to.
@@ -47,6 +49,7 @@ def outside_ids(model: nn.Module) -> dict[str, int]:
         >>> outside_ids(FusedEmbeddingCollection([table], torch.optim.SGD, {"lr": 0.1}))
         {}
     """
+    check_module("model", model)
     found: dict[str, int] = {}
     for one in all_outside_ids(model):
         for table, count in zip(one.tables, one.counts.tolist(), strict=True):

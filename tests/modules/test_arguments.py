@@ -26,7 +26,7 @@ from jfi.modules import (
     FusedEmbeddingCollection,
     JaggedEncoder,
     JaggedFeatureInteraction,
-    JaggedMeanPooling,
+    JaggedPooling,
     KeyBias,
     PositionBias,
     RelativePositionBias,
@@ -37,6 +37,7 @@ from jfi.modules import (
     TimeBias,
     WeightBias,
     defer_steps,
+    outside_ids,
 )
 from jfi.sid import DiscretePCA
 
@@ -188,12 +189,12 @@ CASES = {
         {"sequences": {"history": events()}},
         signature=JaggedEncoder.forward,
     ),
-    "JaggedMeanPooling": Case(JaggedMeanPooling, {"features": [TASTE], "embedding_dim": D}),
-    "JaggedMeanPooling.forward": Case(
-        lambda **given: JaggedMeanPooling([TASTE], D)(**given),
+    "JaggedPooling": Case(JaggedPooling, {"features": [TASTE], "embedding_dim": D}),
+    "JaggedPooling.forward": Case(
+        lambda **given: JaggedPooling([TASTE], D)(**given),
         {"sequences": {"history": events()}, "targets": ragged_targets()},
         {**TIMES, "targets": NOT_READ},
-        JaggedMeanPooling.forward,
+        JaggedPooling.forward,
     ),
     "SemanticIDEmbedding": Case(
         SemanticIDEmbedding, {"codec": CODEC, "embedding_dim": D, "feature_names": ["s"]}, OF_SIDS
@@ -270,6 +271,7 @@ CASES = {
         {"timelines": "None", "dense_features": NOT_READ},
         SequenceDLRM.attention_weights,
     ),
+    "outside_ids": Case(outside_ids, {"model": nn.Linear(1, 1)}),
     "table_parameters": Case(table_parameters, {"model": EmbeddingCollection(tables=[ITEMS])}),
     "require_optimizer_in_backward": Case(require_optimizer_in_backward, {"model": None}),
     "CapturedStep": Case(
@@ -376,7 +378,7 @@ def encoded(features, history, **others):
 
 
 def mean(features, history):
-    return JaggedMeanPooling(features, D)({"history": history})
+    return JaggedPooling(features, D)({"history": history})
 
 
 def with_times(target_times=(5, 3, 4), event_times=(0, 1, 2, 3, 4)):
