@@ -2,7 +2,6 @@
 
 Torch:
     torch._C._are_functorch_transforms_active      no public way to see vmap or grad at work
-    torch._C._functorch.peek_interpreter_stack, .TransformType    which of them is innermost
     torch.autograd.forward_ad._current_level       no public way to see forward mode at work (jfi/ops/_dispatch.py)
     torch._C._current_graph_task_id                which backward pass is running (jfi/modules/fused_tables.py)
     torch.autograd.Variable._execution_engine.queue_callback    a call at the end of that pass
@@ -60,7 +59,6 @@ __all__ = [
     "functorch_transforms_active",
     "is_hooked",
     "is_in_torch_dispatch_mode",
-    "is_torch_func_grad",
     "launch_parts",
     "load_state_dict_pre_hooks",
     "profiler_enabled",
@@ -69,13 +67,6 @@ __all__ = [
     "specialized",
     "symmetric_memory",
 ]
-
-
-def is_torch_func_grad() -> bool:
-    """Whether the innermost transform of torch.func at work is grad, and no compiler traces it."""
-    if torch.compiler.is_compiling() or not functorch_transforms_active():
-        return False
-    return torch._C._functorch.peek_interpreter_stack().key() == torch._C._functorch.TransformType.Grad
 
 
 def expect_capture(optimizer: torch.optim.Optimizer) -> None:

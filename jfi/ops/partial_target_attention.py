@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from jfi.ops._dispatch import operators
-from jfi.ops.rows_by_id import padded
 from jfi.plan import TargetAttentionInputs
 
 
@@ -27,9 +26,7 @@ def attend_to_part(inputs: TargetAttentionInputs, impl: str) -> tuple[Tensor, Te
         inputs: checked, of `prepare_target_attention`.
         impl: "triton" or "torch".
     """
-    *tensors, tables, indices, scale, max_seqlen = inputs
-    by_id = (*padded(tables), *padded(indices))
-    return operators.target_attention_fwd(*tensors, *by_id, scale, max_seqlen, impl)
+    return operators.target_attention_fwd(*inputs, impl)
 
 
 def part_gradients(
@@ -44,9 +41,8 @@ def part_gradients(
         inputs: of the part, as `attend_to_part` took them.
         impl: as `attend_to_part` took it.
     """
-    *tensors, tables, indices, scale, max_seqlen = inputs
-    by_id = (*padded(tables), *padded(indices))
-    found = iter(operators.target_attention_bwd(grad, *tensors, *by_id, out, lse, scale, max_seqlen, impl))
+    *tensors, scale, max_seqlen = inputs
+    found = iter(operators.target_attention_bwd(grad, *tensors, out, lse, scale, max_seqlen, impl))
     dquery, dkey = next(found), next(found)
     dvalue = None if inputs.value is None else next(found)
     return dquery, dkey, dvalue, None if inputs.bias is None else next(found)

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from jfi.context import is_transformed
 from jfi.ops._checks import FLOATING, check_dim, check_size
 from jfi.ops.gather_rows import check_indices, check_quantized, gather_rows, row_width, table_gradient
 from jfi.plan import MOST_TABLES
@@ -24,8 +23,7 @@ class RowsById(NamedTuple):
 
     Attributes:
         rows: [S, W] of the dtype that the rows are converted to. Its values are never read and take no memory.
-        tables: [N_k, W] each, floating, contiguous; or uint8 [N_k, W + 8] of fbgemm's 8-bit rows. None if functorch
-            transforms the call: then ``rows`` holds what was read, by operations that it knows.
+        tables: [N_k, W] each, floating, contiguous; or uint8 [N_k, W + 8] of fbgemm's 8-bit rows.
         indices: [S] each, int32 or int64.
     """
 
@@ -91,8 +89,6 @@ def rows_by_id(
         check_indices(of, index, table.shape[0], own, padded=here.has_room)
     indices = tuple([index.contiguous() for index in indices])
     flat = tuple([table if quantized else table.flatten(1) for table in tables])
-    if is_transformed():
-        return RowsById(gather_rows(flat, indices, dtype=dtype), (), ())
     rows = _Rows.apply(dtype, indices, *flat)
     return RowsById(rows, tuple([table.detach().contiguous() for table in flat]), indices)
 
@@ -113,7 +109,7 @@ def join_rows(rows: list[Tensor]) -> Tensor:
 
 def read_rows(history: RowsById) -> Tensor:
     """[S, W], the rows themselves; their gradient is that of ``history.rows``."""
-    return _Read.apply(*history) if history.tables else history.rows
+    return _Read.apply(*history)
 
 
 def rows_by_head(rows: Tensor, width: int) -> Tensor:
@@ -124,21 +120,7 @@ def rows_by_head(rows: Tensor, width: int) -> Tensor:
 def fits_kernel(history: RowsById) -> bool:
     """Whether attention kernels take so many tables, of one dtype that they convert."""
     dtypes = {table.dtype for table in history.tables}
-    return 0 < len(history.tables) <= MOST_TABLES and len(dtypes) == 1 and torch.float64 not in dtypes
-
-
-#: Arguments of an operator without rows by id.
-NO_ROWS = (None,) * (2 * MOST_TABLES)
-
-
-def padded(tensors: list[Tensor]) -> list[Tensor | None]:
-    """MOST_TABLES arguments of an operator: one that took a list could not be vmapped."""
-    return [*tensors, *[None] * (MOST_TABLES - len(tensors))]
-
-
-def present(*tensors: Tensor | None) -> list[Tensor]:
-    """What was padded."""
-    return [x for x in tensors if x is not None]
+    return len(history.tables) <= MOST_TABLES and len(dtypes) == 1 and torch.float64 not in dtypes
 
 
 class _Rows(torch.autograd.Function):

@@ -149,8 +149,8 @@ def calls(device: torch.device, impl: str, factor: int = 1) -> dict:
 
 
 NAMES = list(calls(torch.device("cpu"), "torch"))
-#: Four tables and their indices, of rows by id.
-NO_ROWS = (None,) * 8
+#: Tables and their indices, of rows by id.
+NO_ROWS = ([], [])
 SCHEMAS = {
     "jagged_dense_bmm": [(torch.ops.jfi.jagged_dense_bmm, lambda x, o, d: (x, o, d, False, "triton"))],
     "jagged_jagged_bmm": [(torch.ops.jfi.jagged_jagged_bmm, lambda *i: (*i, "triton"))],

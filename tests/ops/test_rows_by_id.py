@@ -392,29 +392,12 @@ def test_one_graph_for_all_sizes(impl, device):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_under_vmap_and_grad_of_functorch(impl, device):
-    query, table, ids, offsets = by_id(device)
-    queries, tables = torch.stack([query, -query]), torch.stack([table, 2 * table])
-
-    def attend(query, table):
-        return ops.target_attention(query, table, indices=ids, offsets=offsets, impl=impl)
-
-    expected = torch.stack([attend(query, table), attend(-query, 2 * table)])
-    torch.testing.assert_close(torch.vmap(attend)(queries, tables), expected)
-    expected = torch.stack([attend(query, table), attend(-query, table)])
-    torch.testing.assert_close(torch.vmap(attend, (0, None))(queries, table), expected)
-    got = torch.func.grad(lambda table: attend(query, table).square().sum())(table)
-    leaf = table.clone().requires_grad_()
-    torch.testing.assert_close(got, torch.autograd.grad(attend(query, leaf).square().sum(), leaf)[0])
-
-
-@pytest.mark.parametrize("impl", IMPLS)
 def test_opcheck_and_tracers(impl, device):
     query, (a, b), (ids, other), offsets = by_id(device, 2)
     if impl == "triton":
         rows = torch.zeros((), device=device).expand(12, 1, 16).requires_grad_()
-        tables, indices = (a.flatten(1), b.flatten(1), None, None), (ids, other, None, None)
-        arguments = (query.requires_grad_(), rows, None, offsets, *(None,) * 4, *tables, *indices, 0.3, None, impl)
+        lists = [a.flatten(1), b.flatten(1)], [ids, other]
+        arguments = (query.requires_grad_(), rows, None, offsets, *(None,) * 4, *lists, 0.3, None, impl)
         torch.library.opcheck(torch.ops.jfi.target_attention_fwd.default, arguments)
 
     def attend(query, a, b, ids, other):
