@@ -225,11 +225,6 @@ class JaggedAttentionInputs(NamedTuple):
         return 1 if self.is_packed else self.key.shape[1]
 
     @property
-    def trained_keys(self) -> tuple[Tensor | None, Tensor | None]:
-        """Key and value if they may have gradients, which packed digits and their factors have not."""
-        return (None, None) if self.is_packed else (self.key, self.value)
-
-    @property
     def value_dim(self) -> int:
         """E."""
         return self.query.shape[2] if self.value is None or self.is_packed else self.value.shape[2]

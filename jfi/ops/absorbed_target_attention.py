@@ -323,12 +323,14 @@ def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
     target, history, *rest = ctx.saved_tensors
     events, (query, attended, lse, w_qk, w_vo), weights, by_id = rest[:5], rest[5:10], rest[10:15], rest[15:]
     by_id = by_id[: ctx.num_tables], by_id[ctx.num_tables :]
-    _, bias, _, _, second = events
     num_heads, scale, max_seqlen, impl = ctx.options
+    needs_target, needs_history, needs_second, _, needs_bias, *needs_weights = ctx.needs_input_grad[:13]
+    needs_weights = any(needs_weights[2:])  # two kernels give the gradients of all six
+    needed = [needs_target or needs_weights, needs_history, False, needs_bias, needs_second]
     shape = (*target.shape[:2], w_qk.shape[1])
     dtarget, dweights = None, (None,) * 6
     with without_autocast(history.device.type):
-        dquery, dhistory, *others = operators.target_attention_bwd(
+        grads = operators.target_attention_bwd(
             torch.bmm(grad, w_vo.mT).to(history.dtype).view(query.shape),  # freed as soon as it is read
             query,
             history.unsqueeze(1),
@@ -337,19 +339,20 @@ def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
             *by_id,
             attended,
             lse,
+            needed,
             scale,
             max_seqlen,
             impl,
         )
-        dquery = dquery.view(shape)
-        if ctx.needs_input_grad[0]:
-            dtarget = torch.bmm(dquery.to(w_qk.dtype), w_qk).to(target.dtype)
-        if any(ctx.needs_input_grad[7:13]):  # not if the layer is frozen
-            rows = (dquery, target, attended.view(shape), grad)
+        grads = iter(grads)
+        dquery, dhistory, _, dbias, dsecond = [next(grads) if need else None for need in needed]
+        if needs_target:
+            dtarget = torch.bmm(dquery.view(shape).to(w_qk.dtype), w_qk).to(target.dtype)
+        if needs_weights:
+            rows = (dquery.view(shape), target, attended.view(shape), grad)
             dweights = weight_gradients(rows, weights, ctx.bias_dtype, num_heads, impl)
-    dbias = None if bias is None else others.pop(0)
-    dsecond = None if second is None else others.pop(0)
-    return dtarget, dhistory.squeeze(1), dsecond, None, dbias, None, None, *dweights, None
+    dhistory = None if dhistory is None else dhistory.squeeze(1)
+    return dtarget, dhistory, dsecond, None, dbias, None, None, *dweights, None
 
 
 _backward_once = once_differentiable(_backward)

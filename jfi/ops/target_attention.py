@@ -87,26 +87,28 @@ def _backward(
     indices: list[Tensor],
     out: Tensor,
     lse: Tensor,
+    needed: list[bool],
     scale: float,
     max_seqlen: int | None,
     impl: str,
 ) -> list[Tensor]:
+    """The gradients of query, key, value, bias and second that are needed, in this order."""
     if impl == "triton":
         from jfi.kernels.target_attention import launch
 
         inputs = (query, key, value, offsets, bias, buckets, value_scale, second, tables, indices, scale, max_seqlen)
-        grads = launch.backward(aligned(grad), TargetAttentionInputs(*inputs), out, lse)
+        grads = launch.backward(aligned(grad), TargetAttentionInputs(*inputs), out, lse, needed)
     else:
         from jfi.cpu import target_attention
 
-        inputs = (grad.contiguous(), query, key, value, offsets, bias, out, lse, scale)
+        inputs = (grad.contiguous(), query, key, value, offsets, bias, out, lse, scale, needed[:4])
         grads = _on_cpu(target_attention.backward, *inputs)
-    return [x for x in grads if x is not None]
+    return [x for x, need in zip(grads, needed, strict=False) if need]
 
 
-def _backward_fake(grad, query, key, value, offsets, bias, buckets, value_scale, second, *_):
-    given = [x for x in (query, key, value, bias, second) if x is not None]
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given]
+def _backward_fake(grad, query, key, value, offsets, bias, buckets, value_scale, second, *rest):
+    needed = zip((query, key, value, bias, second), rest[4], strict=True)
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x, need in needed if need]
 
 
 def _save(ctx, inputs, output) -> None:
@@ -125,11 +127,9 @@ def _differentiate(ctx, grad, _):
     query, key, value, offsets, bias, buckets, value_scale, second, out, lse, *by_id = ctx.saved_tensors
     tensors = (query, key, value, offsets, bias, buckets, value_scale, second)
     by_id = by_id[: ctx.num_tables], by_id[ctx.num_tables :]
-    grads = iter(_target_attention_bwd(grad, *tensors, *by_id, out, lse, *ctx.rest))
-    dquery, dkey = next(grads), next(grads)
-    dvalue = None if value is None else next(grads)
-    dbias = None if bias is None else next(grads)
-    dsecond = None if second is None else next(grads)
+    needed = [ctx.needs_input_grad[i] for i in (0, 1, 2, 4, 7)]
+    grads = iter(_target_attention_bwd(grad, *tensors, *by_id, out, lse, needed, *ctx.rest))
+    dquery, dkey, dvalue, dbias, dsecond = [next(grads) if need else None for need in needed]
     return dquery, dkey, dvalue, None, dbias, None, None, dsecond, no_lists, no_lists, None, None, None
 
 

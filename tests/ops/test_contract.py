@@ -205,7 +205,7 @@ SCHEMAS = {
             torch.ops.jfi.digit_attention_bwd,
             lambda q, d, o, b: (
                 *(q.detach(), q.detach(), d, o, None, b.detach(), None, None, q.detach()),
-                *(q[..., 0].detach() + 50, 0.3, "triton"),  # a log-sum-exp below the scores would overflow
+                *(q[..., 0].detach() + 50, [True, True], 0.3, "triton"),  # a lower log-sum-exp would overflow
             ),
         ),
     ],
@@ -238,7 +238,7 @@ SCHEMAS = {
                 *(None,) * 5,
                 q.detach(),
                 q[..., 0].detach().float() + 50,  # a log-sum-exp below the scores would overflow
-                *(0.3, None, 0, False, "triton"),
+                *([True, False, True, False, False], 0.3, None, 0, False, "triton"),
             ),
         ),
     ],
@@ -251,7 +251,8 @@ SCHEMAS = {
             torch.ops.jfi.jagged_attention_bwd,
             lambda q, d, y, x, i, b, w: (
                 *(q.detach(), q[..., 0].detach(), q.detach(), d[i], w, y, x, b.detach()),
-                *(*(None,) * 4, q.detach(), q[..., 0].detach() + 50, 0.3, None, None, False, "triton"),
+                *(*(None,) * 4, q.detach(), q[..., 0].detach() + 50, [True, False, False, True, False]),
+                *(0.3, None, None, False, "triton"),
             ),
         ),
     ],

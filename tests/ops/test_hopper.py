@@ -116,7 +116,8 @@ def test_target_attention_hands_many_queries_to_them(monkeypatch, value):
     assert plan.family == "jagged_sm90", plan
     out, lse = target_attention.forward(x, plan)
     assert (out.shape, lse.shape) == (query.shape, query.shape[:3])
-    grads = target_attention.backward(torch.randn_like(out), x, out, lse, plan)
+    needed = (True, True, own is not None, True, False)
+    grads = target_attention.backward(torch.randn_like(out), x, out, lse, needed, plan)
     shapes = [None if grad is None else grad.shape for grad in grads]
     assert shapes == [query.shape, key.shape, None if own is None else own.shape, bias.shape, None]
     assert sum("sm90" in name for name in launches) == 3

@@ -130,7 +130,7 @@ def _consume(own, other, bias_smem, saved, results, schedule, SPEC: gl.constexpr
                     s, n, biases, rows, bucket, bucket_bias, edge, next_bias, next_edge, top, SPEC
                 )
             ds = _scores_gradient(s, dp, lse, delta, n, visible, scale_left, bias, SPEC)
-            if SPEC.has_table:
+            if sums_ptr is not None:
                 bucket_sum = tile.add_bucket_sums(
                     ds, n, biases, rows, sums_ptr, mask, passed, passed_edge, passes, bucket_sum, SPEC
                 )
@@ -153,7 +153,7 @@ def _consume(own, other, bias_smem, saved, results, schedule, SPEC: gl.constexpr
                         s, n, biases, rows, bucket, bucket_bias, edge, next_bias, next_edge, top, SPEC
                     )
                 next_ds = _scores_gradient(s, dp, lse, delta, n, visible, scale_left, bias, SPEC)
-                if SPEC.has_table:
+                if sums_ptr is not None:
                     bucket_sum = tile.add_bucket_sums(
                         next_ds, n, biases, rows, sums_ptr, mask, passed, passed_edge, passes, bucket_sum, SPEC
                     )
@@ -172,10 +172,11 @@ def _consume(own, other, bias_smem, saved, results, schedule, SPEC: gl.constexpr
             num_q_tiles += 1
         else:
             gl.store(stats + num_rows.to(gl.int64) * SPEC.num_kv_heads, gl.zeros_like(lse), mask=mask)
-        if SPEC.has_table:
+        if sums_ptr is not None:
             to = sums_ptr + (rows.query * (SPEC.num_kv_heads * SPEC.qheads_per_kvhead) + rows.head) * SPEC.num_buckets
             gl.store(to + bucket, bucket_sum, mask=mask)
-        tile.store_rows(dq_ptr, dq * scale, row, end, kv_head, SPEC.num_kv_heads)
+        if dq_ptr is not None:
+            tile.store_rows(dq_ptr, dq * scale, row, end, kv_head, SPEC.num_kv_heads)
         number = next_number
         work_tile = next_work_tile
 
@@ -203,7 +204,8 @@ def jagged_attention_sm90_dquery_kernel(
     Args:
         saved: pointers to the output, its log-sum-exp, and the latter's gradient or None.
         biases: pointers to the bias by key, the edges and the table of biases by bucket.
-        results: pointers to the statistics, to dq and to the sums of the gradient by bucket.
+        results: pointers to the statistics, to dq and to the sums of the gradient by bucket, the last two None if not
+            needed.
     """
     bias_ptr, edges_ptr, table_ptr = biases
     WARP_GROUPS: gl.constexpr = SPEC.warp_groups
