@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from ops.compile_kernels import attend, tensors
+from ops.compile_kernels import attend, attend_by_time, tensors
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -60,6 +60,28 @@ def test_one_schedule_serves_both_kernels_of_self_attention(monkeypatch):
     launches.clear()
     attend(*tensors(300, 1, 64))
     assert launches == [*forward, dquery, "_schedule_kernel", dkey]
+
+
+def test_a_part_of_the_query_rows_has_its_sums_by_bucket_at_a_time(monkeypatch):
+    """As in the kernels for any GPU, whose test runs these too where there is a Hopper GPU."""
+    launches = []
+
+    def record(self, grid, given, numbers=(), descriptors=()):
+        launches.append((self.kernel.fn.__name__, given, numbers))
+
+    monkeypatch.setattr(Launcher, "__call__", record)
+    with override(MOST_BUCKET_SUMS=100 * 4 * 32):
+        attend_by_time(*tensors(300, 4, 64), "ages", H200)
+    parts = [(given[3][2], numbers[2]) for name, given, numbers in launches if "dquery" in name]
+    assert [sums.shape for sums, _ in parts] == [(100, 4, 32)] * 3
+    assert [first for _, first in parts] == [0, 100, 200] and len({sums.data_ptr() for sums, _ in parts}) == 1
+    schedules = [given for name, given, _ in launches if name == "_schedule_kernel"]
+    # Of the forward, of the parts, and of the keys.
+    assert [given[0].tolist() for given in schedules] == [
+        [0, 150, 300],
+        *([0, 100, 100], [100, 150, 200], [200, 200, 300]),
+        [0, 150, 300],
+    ]
 
 
 def test_splits_are_combined_after_the_forward(monkeypatch):

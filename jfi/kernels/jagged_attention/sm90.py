@@ -18,7 +18,7 @@ from jfi.kernels.jagged_attention.sm90_dquery import jagged_attention_sm90_dquer
 from jfi.kernels.jagged_attention.sm90_fwd import jagged_attention_sm90_fwd_kernel
 from jfi.kernels.jagged_attention.sm90_pipeline import ROWS
 from jfi.kernels.jagged_attention.sm90_primitives import tensor_descriptor
-from jfi.kernels.jagged_attention.tiles import Visibility, bounds
+from jfi.kernels.jagged_attention.tiles import Visibility, add_totals, bounds, query_parts
 from jfi.plan import AttentionPlan, AttentionProblem, JaggedAttentionInputs, KernelPlan, Split, cached
 
 
@@ -130,25 +130,26 @@ def backward(
         key,
         value,
     )
-    numbers = (rows * qheads_per_kvhead, *bounds(x.left, x.right), x.scale, x.scale * LOG2E.value)
+    numbers = (*bounds(x.left, x.right), x.scale, x.scale * LOG2E.value)
     block_m, block_n = dquery_plan.block_m, dkey_plan.block_n
-    tiles = schedule_tiles(x.query_offsets, x.key_offsets, rows, qheads_per_kvhead, block_m)
     biases, times = (x.bias, x.edges, x.table), (x.query_time, x.key_time)
-    sums = lse.new_zeros(*lse.shape, x.num_buckets) if needed[4] else None
-    tensors = (tiles, biases, (out, lse, dlse), (stats, dquery, sums))
-    _launch(dquery_plan, problem, x, block_m, descriptors, tensors, numbers)
-    dtable = None if sums is None else sums.sum(0).T.contiguous().to(x.table.dtype)
+    totals = []
+    for first, count, offsets, sums in query_parts(x, needed[4]):
+        tiles = schedule_tiles(offsets, x.key_offsets, count, qheads_per_kvhead, block_m)
+        tensors = (tiles, biases, (out, lse, dlse), (stats, dquery, sums))
+        _launch(dquery_plan, problem, x, block_m, descriptors, tensors, (rows * qheads_per_kvhead, first, *numbers))
+        if sums is not None:
+            totals.append(sums.sum(0))
+    dtable = add_totals(totals, x.table)
     if not any(needed[1:4]):
         return dquery, None, None, None, dtable
     # In self-attention with a key head per query head, both sides are cut into the same tiles.
-    same_tiles = (
-        qheads_per_kvhead == 1 and block_m == block_n and x.query_offsets.data_ptr() == x.key_offsets.data_ptr()
-    )
-    if not same_tiles:
+    same_tiles = qheads_per_kvhead == 1 and block_m == block_n and count == rows
+    if not (same_tiles and x.query_offsets.data_ptr() == x.key_offsets.data_ptr()):
         tiles = schedule_tiles(x.key_offsets, x.query_offsets, x.key.shape[0], 1, block_n)
     tensors = (tiles, biases, times, stats, (dkey, dvalue, dbias))
     if dkey_plan.block_m != ROWS.value:
         queries = (tensor_descriptor(y, dkey_plan.block_m, qheads_per_kvhead) for y in (x.query, grad))
         descriptors = (*queries, key, value)
-    _launch(dkey_plan, problem, x, block_n, descriptors, tensors, numbers)
+    _launch(dkey_plan, problem, x, block_n, descriptors, tensors, (rows * qheads_per_kvhead, *numbers))
     return dquery, dkey, dvalue, dbias, dtable

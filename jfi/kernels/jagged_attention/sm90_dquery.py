@@ -181,7 +181,7 @@ def _consume(own, other, bias_smem, saved, results, schedule, SPEC: gl.constexpr
         work_tile = next_work_tile
 
 
-@gluon.jit(do_not_specialize=["total", "rows", "left", "right"])
+@gluon.jit(do_not_specialize=["total", "rows", "first_query", "left", "right"])
 def jagged_attention_sm90_dquery_kernel(
     q_desc,
     grad_desc,
@@ -193,6 +193,7 @@ def jagged_attention_sm90_dquery_kernel(
     results,
     total,
     rows,
+    first_query,
     left,
     right,
     scale,
@@ -206,6 +207,7 @@ def jagged_attention_sm90_dquery_kernel(
         biases: pointers to the bias by key, the edges and the table of biases by bucket.
         results: pointers to the statistics, to dq and to the sums of the gradient by bucket, the last two None if not
             needed.
+        first_query: of the launch, whose sums come first.
     """
     bias_ptr, edges_ptr, table_ptr = biases
     WARP_GROUPS: gl.constexpr = SPEC.warp_groups
@@ -221,6 +223,8 @@ def jagged_attention_sm90_dquery_kernel(
     fence_async_shared()
     schedule = pipeline.Schedule(tiles_ptr, pipeline.tile_queue(WARP_GROUPS), total, (left, right, edges_ptr))
     stats_ptr, dq_ptr, sums_ptr = results
+    if sums_ptr is not None:
+        sums_ptr -= first_query.to(gl.int64) * (SPEC.num_kv_heads * SPEC.qheads_per_kvhead * SPEC.num_buckets)
     results = (stats_ptr, dq_ptr, sums_ptr, table_ptr, rows, scale, scale2)
     pipeline.specialize(
         _consume,

@@ -28,10 +28,12 @@ from jfi.kernels.jagged_attention.buckets import (
 from jfi.kernels.jagged_attention.tiles import (
     JaggedSpec,
     Visibility,
+    add_totals,
     bounds,
     is_visible,
     keys_and_values,
     load_keys,
+    query_parts,
     seeing_queries,
     visible_keys,
 )
@@ -123,9 +125,9 @@ def _query_and_head(row, q_start, num_queries, kv_head, SPEC: tl.constexpr):
     return query.to(tl.int64), kv_head * SPEC.qheads_per_kvhead + row % SPEC.qheads_per_kvhead
 
 
-@triton.jit(do_not_specialize=["total", "rows", "left", "right"])
+@triton.jit(do_not_specialize=["total", "rows", "first_query", "left", "right"])
 def jagged_attention_dquery_kernel(
-    queries, keys, biases, tiles_ptr, results, total, rows, left, right, scale, SPEC: tl.constexpr
+    queries, keys, biases, tiles_ptr, results, total, rows, first_query, left, right, scale, SPEC: tl.constexpr
 ):
     """dq, and of a table of biases each row's sums by bucket; ``results`` points to these, None if not needed.
 
@@ -134,11 +136,14 @@ def jagged_attention_dquery_kernel(
         keys: pointers to key and value.
         biases: pointers to the bias by key, the edges and the table of biases by bucket.
         rows: R · H/G.
+        first_query: of the launch, whose sums come first.
     """
     k_ptr, v_ptr = keys
     bias_ptr, edges_ptr, table_ptr = biases
     by_bucket = (edges_ptr, table_ptr)
     dq_ptr, sums_ptr = results
+    if sums_ptr is not None:
+        sums_ptr -= first_query.to(tl.int64) * (SPEC.num_kv_heads * SPEC.qheads_per_kvhead * SPEC.num_buckets)
     QHEADS_PER_KVHEAD: tl.constexpr = SPEC.qheads_per_kvhead
     D: tl.constexpr = SPEC.head_dim
     kv_head = tl.program_id(0) % SPEC.num_kv_heads
@@ -296,19 +301,20 @@ def backward(
     num_kv_heads, qheads_per_kvhead = problem.num_kv_heads, problem.qheads_per_kvhead
     rows = x.query.shape[0] * qheads_per_kvhead
     dquery, dkey, dvalue, dbias = empty_like((x.query, x.key, x.value, x.bias), needed[:4])
-    sums = lse.new_zeros(*lse.shape, x.num_buckets) if needed[4] else None
-    stats = lse.new_empty(2, num_kv_heads, rows)
+    totals, stats = [], lse.new_empty(2, num_kv_heads, rows)
     launch_statistics, launch_dquery, launch_dkey = _launchers(problem, plan.backward, Visibility.of(x))
     total = rows * num_kv_heads
     launch_statistics((ceil_div(total, statistics.block_m), 1, 1), (grad, out, lse, dlse, stats), (total,))
     inputs = ((x.query, grad, stats), keys_and_values(x), (x.bias, x.edges, x.table))
-    numbers = (rows, *bounds(x.left, x.right), x.scale)
-    if dquery is not None or sums is not None:
-        tiles = schedule_tiles(x.query_offsets, x.key_offsets, x.query.shape[0], qheads_per_kvhead, dquery_plan.block_m)
+    numbers = (*bounds(x.left, x.right), x.scale)
+    for first, count, offsets, sums in query_parts(x, needed[4]) if needed[0] or needed[4] else ():
+        tiles = schedule_tiles(offsets, x.key_offsets, count, qheads_per_kvhead, dquery_plan.block_m)
         total = tiles.shape[0] * num_kv_heads
-        launch_dquery((total, 1, 1), (*inputs, tiles, (dquery, sums)), (total, *numbers))
+        launch_dquery((total, 1, 1), (*inputs, tiles, (dquery, sums)), (total, rows, first, *numbers))
+        if sums is not None:
+            totals.append(sums.sum(0))
     if any(needed[1:4]):
         tiles = schedule_tiles(x.key_offsets, x.query_offsets, x.key.shape[0], 1, dkey_plan.block_n)
         total, times = tiles.shape[0] * num_kv_heads, (x.query_time, x.key_time)
-        launch_dkey((total, 1, 1), (*inputs, times, tiles, (dkey, dvalue, dbias)), (total, *numbers))
-    return dquery, dkey, dvalue, dbias, None if sums is None else sums.sum(0).T.contiguous().to(x.table.dtype)
+        launch_dkey((total, 1, 1), (*inputs, times, tiles, (dkey, dvalue, dbias)), (total, rows, *numbers))
+    return dquery, dkey, dvalue, dbias, add_totals(totals, x.table)
