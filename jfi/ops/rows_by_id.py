@@ -7,6 +7,7 @@ rows. That of a table is dense, each row's events summed in a fixed order; `jfi.
 events' gradients instead and steps the rows.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -89,7 +90,10 @@ def rows_by_id(
         check_indices(of, index, table.shape[0], own, padded=here.has_room)
     indices = tuple([index.contiguous() for index in indices])
     flat = tuple([table if quantized else table.flatten(1) for table in tables])
-    rows = _Rows.apply(dtype, indices, *flat)
+    if _need_gradient(flat):
+        rows = _Rows.apply(dtype, indices, *flat)
+    else:
+        rows = _rows_without_memory(flat[0], dtype, indices[0].shape[0], row_width(flat[0]))
     return RowsById(rows, tuple([table.detach().contiguous() for table in flat]), indices)
 
 
@@ -99,12 +103,15 @@ def sum_rows(histories: list[RowsById]) -> RowsById:
         return histories[0]
     tables = tuple([table for one in histories for table in one.tables])
     indices = tuple([index for one in histories for index in one.indices])
-    return RowsById(_Sum.apply(*[one.rows for one in histories]), tables, indices)
+    rows = [one.rows for one in histories]
+    return RowsById(_Sum.apply(*rows) if _need_gradient(rows) else rows[0], tables, indices)
 
 
 def join_rows(rows: list[Tensor]) -> Tensor:
     """Rows without memory, one after the other."""
-    return _Join.apply(*rows)
+    if _need_gradient(rows):
+        return _Join.apply(*rows)
+    return _rows_without_memory(rows[0], rows[0].dtype, sum([one.shape[0] for one in rows]), rows[0].shape[1])
 
 
 def read_rows(history: RowsById) -> Tensor:
@@ -123,6 +130,18 @@ def fits_kernel(history: RowsById) -> bool:
     return len(history.tables) <= MOST_TABLES and len(dtypes) == 1 and torch.float64 not in dtypes
 
 
+def _need_gradient(tensors: Sequence[Tensor]) -> bool:
+    """Whether a Function of these tensors has a gradient.
+
+    Dynamo forgets the context of a Function without one whose arguments are as many as ``forward`` has parameters.
+    """
+    return torch.is_grad_enabled() and any([x.requires_grad for x in tensors])
+
+
+def _rows_without_memory(like: Tensor, dtype: torch.dtype, count: int, width: int) -> Tensor:
+    return like.new_zeros((), dtype=dtype).expand(count, width)
+
+
 class _Rows(torch.autograd.Function):
     """From tables to rows without memory; back to dense gradients."""
 
@@ -130,7 +149,7 @@ class _Rows(torch.autograd.Function):
     def forward(ctx, dtype: torch.dtype, indices: tuple[Tensor, ...], *tables: Tensor) -> Tensor:
         ctx.tables = [(table.shape[0], table.dtype) for table in tables]
         ctx.save_for_backward(*indices)
-        return tables[0].new_zeros((), dtype=dtype).expand(indices[0].shape[0], row_width(tables[0]))
+        return _rows_without_memory(tables[0], dtype, indices[0].shape[0], row_width(tables[0]))
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -146,7 +165,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *rows: Tensor) -> Tensor:
         ctx.count = len(rows)
-        return rows[0].new_zeros(()).expand(rows[0].shape)
+        return _rows_without_memory(rows[0], rows[0].dtype, *rows[0].shape)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:
@@ -159,7 +178,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *rows: Tensor) -> Tensor:
         ctx.sizes = [one.shape[0] for one in rows]
-        return rows[0].new_zeros(()).expand(sum(ctx.sizes), rows[0].shape[1])
+        return _rows_without_memory(rows[0], rows[0].dtype, sum(ctx.sizes), rows[0].shape[1])
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:

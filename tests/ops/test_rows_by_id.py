@@ -369,29 +369,6 @@ def test_a_table_that_was_stepped_after_the_forward(impl, device):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_one_graph_for_all_sizes(impl, device):
-    torch._dynamo.reset()
-
-    def attend(query, a, b, ids, offsets):
-        return ops.target_attention(query, (a, b), indices=(ids, ids), offsets=offsets, impl=impl)
-
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        backend = "inductor" if device.type == "cuda" else "aot_eager"
-        compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=backend)
-        for factor in (2, 3):
-            offsets = offsets_of([3, 0, 4 * factor] * factor, device)
-            inputs = [torch.randn(3 * factor, 1, 2, 16, device=device)]
-            inputs += [torch.randn(rows * factor, 1, 16, device=device) for rows in (5, 9)]
-            for x in inputs:
-                x.requires_grad_()
-            ids = popular(5 * factor, int(offsets[-1]), device)
-            got, expected = (function(*inputs, ids, offsets) for function in (compiled, attend))
-            torch.testing.assert_close(got, expected)
-            gradients = [torch.autograd.grad(out.square().sum(), inputs) for out in (got, expected)]
-            torch.testing.assert_close(*gradients)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
 def test_opcheck_and_tracers(impl, device):
     query, (a, b), (ids, other), offsets = by_id(device, 2)
     if impl == "triton":
