@@ -2,7 +2,6 @@
 
 Torch:
     torch._C._are_functorch_transforms_active      no public way to see vmap or grad at work
-    torch._C._functorch.peek_interpreter_stack, .TransformType    which of them is innermost
     torch.autograd.forward_ad._current_level       no public way to see forward mode at work (jfi/ops/_dispatch.py)
     torch._C._stash_obj_in_tls, ._get_obj_in_tls, ._is_key_in_tls    a thread's state that its backward passes have too
     torch._C._current_graph_task_id                which backward pass is running (jfi/modules/fused_tables.py)
@@ -61,7 +60,6 @@ __all__ = [
     "functorch_transforms_active",
     "is_hooked",
     "is_in_torch_dispatch_mode",
-    "is_torch_func_grad",
     "launch_parts",
     "profiler_enabled",
     "run_compiled",
@@ -71,13 +69,6 @@ __all__ = [
     "symmetric_memory",
     "thread_state",
 ]
-
-
-def is_torch_func_grad() -> bool:
-    """Whether the innermost transform of torch.func at work is grad, and no compiler traces it."""
-    if torch.compiler.is_compiling() or not functorch_transforms_active():
-        return False
-    return torch._C._functorch.peek_interpreter_stack().key() == torch._C._functorch.TransformType.Grad
 
 
 def expect_capture(optimizer: torch.optim.Optimizer) -> None:

@@ -1,4 +1,4 @@
-"""What surrounds a call: compilers, tracers and transforms on the one hand, autocast on the other."""
+"""What surrounds a call: compilers and tracers on the one hand, autocast on the other."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -10,18 +10,8 @@ _NOTHING = nullcontext()
 
 
 def is_traced() -> bool:
-    """Whether a compiler, a tracer, a dispatch mode (fake tensors, make_fx) or a functorch transform is active."""
-    return (
-        torch.compiler.is_compiling()
-        or compat.is_in_torch_dispatch_mode()
-        or compat.functorch_transforms_active()
-        or torch.jit.is_tracing()
-    )
-
-
-def is_transformed() -> bool:
-    """Whether a functorch transform (torch.vmap, torch.func.grad) is active, and no compiler traces it."""
-    return not torch.compiler.is_compiling() and compat.functorch_transforms_active()
+    """Whether a compiler, a tracer or a dispatch mode (fake tensors, make_fx) is active."""
+    return torch.compiler.is_compiling() or compat.is_in_torch_dispatch_mode() or torch.jit.is_tracing()
 
 
 def without_autocast(device_type: str) -> AbstractContextManager:

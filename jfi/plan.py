@@ -91,6 +91,8 @@ SM90_LEAST_SCALE = 1e-30
 SM90_MOST_ROWS = 2**31 - 256
 #: Rows of a table of biases by bucket: ages of 64 bits have no more buckets.
 MOST_BUCKETS = 64
+#: Sums by query row, head and bucket that the gradient of such a table is added up from at a time, 64 MB.
+MOST_BUCKET_SUMS = 2**24
 #: Elements of a tile of the kernel that computes log-sum-exp and Δ for the generic backward.
 STATISTICS_ELEMENTS = 2048
 
@@ -223,11 +225,6 @@ class JaggedAttentionInputs(NamedTuple):
     def num_kv_heads(self) -> int:
         """G."""
         return 1 if self.is_packed else self.key.shape[1]
-
-    @property
-    def trained_keys(self) -> tuple[Tensor | None, Tensor | None]:
-        """Key and value if they may have gradients, which packed digits and their factors have not."""
-        return (None, None) if self.is_packed else (self.key, self.value)
 
     @property
     def value_dim(self) -> int:

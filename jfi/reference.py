@@ -11,11 +11,10 @@ Half precision is computed in float32 and rounded once at the end.  Intermediate
 import torch
 from torch import Tensor
 
-from jfi import compat
-
 
 @torch.library.custom_op("jfi::segment_sum", mutates_args=())
-def _segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
+def segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
+    """[S, ...] -> [B, ...]: the sum of each sample's rows, in their order; an empty sample gives 0."""
     if x.shape[0] == 0:
         return x.new_zeros(offsets.shape[0] - 1, *x.shape[1:])
     flat = x.reshape(x.shape[0], -1)
@@ -23,7 +22,7 @@ def _segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
     return out.view(-1, *x.shape[1:])
 
 
-@_segment_sum.register_fake
+@segment_sum.register_fake
 def _(x: Tensor, offsets: Tensor) -> Tensor:
     return x.new_empty(offsets.shape[0] - 1, *x.shape[1:])
 
@@ -44,11 +43,12 @@ def _(x: Tensor, offsets: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("jfi::segment_expand", mutates_args=())
-def _segment_expand(x: Tensor, offsets: Tensor, rows: int) -> Tensor:
+def segment_expand(x: Tensor, offsets: Tensor, rows: int) -> Tensor:
+    """[B, ...] -> [rows, ...]: each sample's entry, once for each of its rows."""
     return x.new_zeros(0, *x.shape[1:]) if rows == 0 else x[segment_ids(offsets, rows)]
 
 
-@_segment_expand.register_fake
+@segment_expand.register_fake
 def _(x: Tensor, offsets: Tensor, rows: int) -> Tensor:
     return x.new_empty(rows, *x.shape[1:])
 
@@ -66,28 +66,8 @@ def _expand_gradient(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
     return segment_sum(grad, ctx.saved_tensors[0]), None, None
 
 
-_segment_sum.register_autograd(_sum_gradient, setup_context=_save_offsets)
-_segment_expand.register_autograd(_expand_gradient, setup_context=_save_offsets)
-
-
-class _SumForTorchFunc(torch.autograd.Function):
-    """torch.func.grad cannot see through torch.library's formulas."""
-
-    forward, setup_context, backward = map(staticmethod, (_segment_sum, _save_offsets, _sum_gradient))
-
-
-class _ExpandForTorchFunc(torch.autograd.Function):
-    forward, setup_context, backward = map(staticmethod, (_segment_expand, _save_offsets, _expand_gradient))
-
-
-def segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
-    """[S, ...] -> [B, ...]: the sum of each sample's rows, in their order; an empty sample gives 0."""
-    return (_SumForTorchFunc.apply if compat.is_torch_func_grad() else _segment_sum)(x, offsets)
-
-
-def segment_expand(x: Tensor, offsets: Tensor, rows: int) -> Tensor:
-    """[B, ...] -> [rows, ...]: each sample's entry, once for each of its rows."""
-    return (_ExpandForTorchFunc.apply if compat.is_torch_func_grad() else _segment_expand)(x, offsets, rows)
+segment_sum.register_autograd(_sum_gradient, setup_context=_save_offsets)
+segment_expand.register_autograd(_expand_gradient, setup_context=_save_offsets)
 
 
 def segment_ids(offsets: Tensor, rows: int) -> Tensor:

@@ -149,7 +149,7 @@ def bmm_backward(
     lse: Tensor,
     results: list[Tensor | None],
 ) -> None:
-    """Write the rows of the gradients of query, key, value and bias."""
+    """Write the rows of the gradients of query, key, value and bias that are not None."""
     dquery, dkey, dvalue, dbias, _ = results
     batch = _Batch(problem, queries, keys)
     grads, lses = batch.take_queries(grad), batch.take_queries(lse)
@@ -162,22 +162,29 @@ def bmm_backward(
     if queries.padding is not None:
         empty |= queries.padding.repeat_interleave(problem.num_kv_heads, 0)[:, :, None]
     lses.masked_fill_(empty, torch.inf)  # weights of exp(-inf) = 0
-    dqueries, dkeys = torch.zeros_like(batch.query), torch.zeros_like(batch.key)
-    dvalues = dkeys if dvalue is None else torch.zeros_like(batch.value)
+    dqueries = None if dquery is None else torch.zeros_like(batch.query)
+    dkeys = None if dkey is None else torch.zeros_like(batch.key)
+    dvalues = None if dvalue is None else torch.zeros_like(batch.value)
+    if problem.value is None:
+        dvalues = dkeys
     dbiases = None if dbias is None else torch.zeros(batch.bias_index.mT.shape, dtype=batch.query.dtype)
     for rows, columns in batch.blocks():
         block_grad, values = grads[:, rows].flatten(1, 2), batch.value[:, columns]
         weights = batch.scores(rows, columns).sub_(lses[:, rows].flatten(1, 2)[..., None]).exp_()
         dscores = torch.bmm(block_grad, values.mT).sub_(deltas[:, rows].flatten(1, 2)[..., None]).mul_(weights)
-        block = torch.bmm(dscores, batch.key[:, columns])
-        dqueries[:, rows] = block.view_as(dqueries[:, rows])
-        dkeys[:, columns].baddbmm_(dscores.mT, batch.query[:, rows].flatten(1, 2))
-        dvalues[:, columns].baddbmm_(weights.mT, block_grad)
+        if dqueries is not None:
+            dqueries[:, rows] = torch.bmm(dscores, batch.key[:, columns]).view_as(dqueries[:, rows])
+        if dkeys is not None:
+            dkeys[:, columns].baddbmm_(dscores.mT, batch.query[:, rows].flatten(1, 2))
+        if dvalues is not None:
+            dvalues[:, columns].baddbmm_(weights.mT, block_grad)
         if dbiases is not None:
             split = dscores.view(*dbiases.shape[:2], rows.stop - rows.start, dbiases.shape[2], -1)
             dbiases[..., columns] += split.sum(2)
-    batch.put_queries(dquery, dqueries.mul_(problem.scale))
-    batch.put_keys(dkey, dkeys)
+    if dquery is not None:
+        batch.put_queries(dquery, dqueries.mul_(problem.scale))
+    if dkey is not None:
+        batch.put_keys(dkey, dkeys)
     if dvalue is not None:
         batch.put_keys(dvalue, dvalues)
     if dbias is not None:

@@ -163,7 +163,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
 def backward(
     problem: Problem, grad: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, results: list[Tensor | None]
 ) -> None:
-    """Write the gradient of query, and add to those of key, value, bias and table, at least float32."""
+    """Write the gradient of query, and add to those of key, value, bias and table, at least float32, if not None."""
     dquery, dkey, dvalue, dbias, dtable = results
     deltas = (widen(grad) * widen(out)).sum(-1)
     if dlse is not None:
@@ -182,10 +182,13 @@ def backward(
         weights = batch.scores(table).exp2_()
         values = torch.nn.functional.pad(batch.value, (0, 1), value=1.0)
         dscores = torch.bmm(values, grads.mT).mul_(weights)
-        batch.put(dquery, torch.bmm(batch.key.mT, dscores).mul_(problem.scale).mT)
-        batch.add(dkey, torch.bmm(batch.query.mT, dscores.mT).div_(LOG2_E).mT)
-        grads = grads[..., :-1]
-        batch.add(dkey if dvalue is None else dvalue, torch.bmm(grads.mT, weights.mT).mT)
+        if dquery is not None:
+            batch.put(dquery, torch.bmm(batch.key.mT, dscores).mul_(problem.scale).mT)
+        if dkey is not None:
+            batch.add(dkey, torch.bmm(batch.query.mT, dscores.mT).div_(LOG2_E).mT)
+        of_values = dkey if problem.value is None else dvalue
+        if of_values is not None:
+            batch.add(of_values, torch.bmm(grads[..., :-1].mT, weights.mT).mT)
         if dbias is not None:
             batch.add(dbias[..., None], dscores.sum(2, keepdim=True))
         if dtable is not None:

@@ -3,7 +3,7 @@
 A block has as many samples as hold some 2^15 events, at least one, so [S, L] is made of no more than that.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -46,13 +46,18 @@ def forward(x: DigitAttentionInputs) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def backward(grad: Tensor, x: DigitAttentionInputs, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Returns the gradients of query and bias."""
-    dquery = torch.empty_like(x.query)
-    dbias = None if x.bias is None else torch.empty_like(x.bias)
+def backward(
+    grad: Tensor, x: DigitAttentionInputs, out: Tensor, lse: Tensor, needed: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the gradients of query and bias, None for one that is not needed."""
+    needs_query, needs_bias = needed
+    dquery = torch.empty_like(x.query) if needs_query else None
+    dbias = torch.empty_like(x.bias) if needs_bias else None
     for samples, events, history in _blocks(x):
-        saved = (out[samples], lse[samples], x.scale)
-        dquery[samples], _, _, part = target_attention.backward(grad[samples], x.query[samples], *history, *saved)
-        if dbias is not None:
-            dbias[events] = part
+        saved = (out[samples], lse[samples], x.scale, (needs_query, False, False, needs_bias))
+        of_query, _, _, of_bias = target_attention.backward(grad[samples], x.query[samples], *history, *saved)
+        if needs_query:
+            dquery[samples] = of_query
+        if needs_bias:
+            dbias[events] = of_bias
     return dquery, dbias

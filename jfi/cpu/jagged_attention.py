@@ -9,7 +9,7 @@ that sees no key: jfi/plan.py sends such problems to batched matrix products.
 Packed digits are decoded block by block, as by `jfi.cpu.digit_attention`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -82,8 +82,10 @@ def _flash_backward(
         grads.masked_fill_(queries.padding[..., None, None], 0.0)
     parts = (grads, take(out, queries.place), take(lse, queries.place))
     dqueries, dkeys, dvalues = _Flash(problem, queries, keys).backward(*parts)
-    queries.put(dquery, queries.place, dqueries)
-    keys.put(dkey, keys.place, dkeys + dvalues if dvalue is None else dkeys)
+    if dquery is not None:
+        queries.put(dquery, queries.place, dqueries)
+    if dkey is not None:
+        keys.put(dkey, keys.place, dkeys + dvalues if problem.value is None else dkeys)
     if dvalue is not None:
         keys.put(dvalue, keys.place, dvalues)
 
@@ -111,10 +113,10 @@ def forward(x: JaggedAttentionInputs) -> tuple[Tensor, Tensor]:
 
 @torch.autocast("cpu", enabled=False)
 def backward(
-    grad: Tensor, dlse: Tensor | None, x: JaggedAttentionInputs, out: Tensor, lse: Tensor
+    grad: Tensor, dlse: Tensor | None, x: JaggedAttentionInputs, out: Tensor, lse: Tensor, needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """Arguments and results as those of the launcher in jfi/kernels/jagged_attention."""
-    return _backward(grad, dlse, x, out, lse)
+    return _backward(grad, dlse, x, out, lse, needed)
 
 
 # These call themselves, and a decorator of autocast that is entered twice leaves it off.
@@ -136,26 +138,17 @@ def _forward(x: JaggedAttentionInputs) -> tuple[Tensor, Tensor]:
 
 
 def _backward(
-    grad: Tensor, dlse: Tensor | None, x: JaggedAttentionInputs, out: Tensor, lse: Tensor
+    grad: Tensor, dlse: Tensor | None, x: JaggedAttentionInputs, out: Tensor, lse: Tensor, needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    if x.is_packed:
-        dquery = torch.zeros_like(x.query)
-        dbias = None if x.bias is None else torch.zeros_like(x.bias)
-        dtable = None if x.table is None else torch.zeros_like(x.table, dtype=lse.dtype)
-        for rows, events, part in _decoded(x):
-            dlse_part = None if dlse is None else dlse[rows]
-            dquery[rows], _, _, *found = _backward(grad[rows], dlse_part, part, out[rows], lse[rows])
-            if dbias is not None:
-                dbias[events] = found[0]
-            if dtable is not None:
-                dtable += found[1]
-        return dquery, None, None, dbias, None if dtable is None else dtable.to(x.table.dtype)
-    problem = Problem(x)
-    inputs = x.query, x.key, x.value, x.bias, x.table
-    if x.edges is not None:  # sums over batches
+    inputs = [y if need else None for y, need in zip((x.query, x.key, x.value, x.bias, x.table), needed, strict=True)]
+    if x.is_packed or x.edges is not None:  # sums over batches
         results = [None if y is None else torch.zeros_like(y, dtype=lse.dtype) for y in inputs]
-        attention_edges.backward(problem, grad, dlse, out, lse, results)
+        if x.is_packed:
+            _packed_backward(grad, dlse, x, out, lse, needed, results)
+        else:
+            attention_edges.backward(Problem(x), grad, dlse, out, lse, results)
         return tuple(None if y is None else found.to(y.dtype) for found, y in zip(results, inputs, strict=True))
+    problem = Problem(x)
     results = [None if y is None else torch.zeros_like(y) for y in inputs]
     is_flash = dlse is None and cpu_flash_refusal(x) is None
     for queries, keys in problem.batches(is_flash):
@@ -164,3 +157,25 @@ def _backward(
         else:
             bmm_backward(problem, queries, keys, grad, dlse, out, lse, results)
     return tuple(results)
+
+
+def _packed_backward(
+    grad: Tensor,
+    dlse: Tensor | None,
+    x: JaggedAttentionInputs,
+    out: Tensor,
+    lse: Tensor,
+    needed: Sequence[bool],
+    results: list[Tensor | None],
+) -> None:
+    """Write the gradients of query and bias, and add to that of table."""
+    dquery, _, _, dbias, dtable = results
+    for rows, events, part in _decoded(x):
+        dlse_part = None if dlse is None else dlse[rows]
+        of_query, _, _, of_bias, of_table = _backward(grad[rows], dlse_part, part, out[rows], lse[rows], needed)
+        if dquery is not None:
+            dquery[rows] = of_query
+        if dbias is not None:
+            dbias[events] = of_bias
+        if dtable is not None:
+            dtable += of_table

@@ -13,7 +13,7 @@ product per sample is faster.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 
@@ -177,22 +177,26 @@ def _sparse_forward(problem: _Problem) -> tuple[Tensor, Tensor]:
 
 
 def _sparse_backward(
-    problem: _Problem, grad: Tensor, delta: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    problem: _Problem, grad: Tensor, delta: Tensor, lse: Tensor, needed: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    needs_query, needs_key, needs_value, needs_bias = needed
     pattern = _Pattern(problem)
     weights = pattern.expand(lse.neg())
     if problem.bias is not None:
         weights += pattern.bias()
     pattern.add_products(weights, problem.query, problem.key).exp_()
     dscores = pattern.add_products(pattern.expand(delta.neg()), grad, problem.value).mul_(weights)
-    dquery = pattern.sum_rows(dscores, problem.key)
-    dscores, weights = pattern.transpose(dscores, weights)
-    dbias = None
-    if problem.bias is not None:
+    dquery = pattern.sum_rows(dscores, problem.key) if needs_query else None
+    dkey = dvalue = dbias = None
+    if needs_key or needs_value or needs_bias:
+        dscores, weights = pattern.transpose(dscores, weights)
+    if needs_bias:
         dbias = dscores.view(-1, problem.num_kv_heads, problem.num_queries, problem.qheads_per_kvhead).sum(2).flatten(1)
-    if problem.is_shared:
-        return dquery, pattern.sum_queries((dscores, problem.query), (weights, grad)), None, dbias
-    return dquery, pattern.sum_queries((dscores, problem.query)), pattern.sum_queries((weights, grad)), dbias
+    if needs_key:
+        dkey = pattern.sum_queries((dscores, problem.query), *([(weights, grad)] if problem.is_shared else []))
+    if needs_value:
+        dvalue = pattern.sum_queries((weights, grad))
+    return dquery, dkey, dvalue, dbias
 
 
 def _samples(problem: _Problem) -> Iterator[tuple[int, slice]]:
@@ -227,27 +231,29 @@ def _dense_forward(problem: _Problem) -> tuple[Tensor, Tensor]:
 
 
 def _dense_backward(
-    problem: _Problem, grad: Tensor, delta: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    dquery = torch.zeros_like(problem.query)
-    dkey = torch.empty_like(problem.key)
-    dvalue = None if problem.is_shared else torch.empty_like(problem.value)
-    dbias = None if problem.bias is None else torch.empty_like(problem.bias)
+    problem: _Problem, grad: Tensor, delta: Tensor, lse: Tensor, needed: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    # A query of a sample without events has no other gradient.
+    inputs = (problem.query, problem.key, problem.value, problem.bias)
+    grads = [torch.zeros_like(x) if need else None for x, need in zip(inputs, needed, strict=True)]
+    dquery, dkey, dvalue, dbias = grads
     for sample, rows in _samples(problem):
         weights = _dense_scores(problem, sample, rows).sub_(lse[sample, ..., None]).exp_()
         dscores = torch.bmm(grad[sample], problem.value[rows].permute(1, 2, 0)).sub_(delta[sample, ..., None])
         dscores *= weights
-        torch.bmm(dscores, problem.key[rows].transpose(0, 1), out=dquery[sample])
-        block = torch.bmm(dscores.transpose(1, 2), problem.query[sample])
-        if dvalue is None:
-            block.baddbmm_(weights.transpose(1, 2), grad[sample])
-        else:
+        if dquery is not None:
+            torch.bmm(dscores, problem.key[rows].transpose(0, 1), out=dquery[sample])
+        if dvalue is not None:
             dvalue[rows] = torch.bmm(weights.transpose(1, 2), grad[sample]).transpose(0, 1)
-        dkey[rows] = block.transpose(0, 1)
+        if dkey is not None:
+            block = torch.bmm(dscores.transpose(1, 2), problem.query[sample])
+            if problem.is_shared:
+                block.baddbmm_(weights.transpose(1, 2), grad[sample])
+            dkey[rows] = block.transpose(0, 1)
         if dbias is not None:
             parts = dscores.view(problem.num_kv_heads, problem.num_queries, problem.qheads_per_kvhead, -1)
             dbias[rows] = parts.sum(1).flatten(0, 1).T
-    return dquery, dkey, dvalue, dbias
+    return tuple(grads)
 
 
 def forward(
@@ -269,13 +275,14 @@ def backward(
     out: Tensor,
     lse: Tensor,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Returns the gradients of query, key (key + value where they are shared), value and bias."""
+    needed: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """Returns the gradients of query, key (key + value where they are shared), value and bias, None if not needed."""
     problem = _Problem(query, key, value, offsets, bias, scale)
     grads, lses = problem.group(grad), problem.group(lse[..., None])[..., 0]
     lses = lses.masked_fill(lses == -torch.inf, 0)
     deltas = (grads * problem.group(out)).sum(-1)
     work = _dense_backward if problem.is_dense() else _sparse_backward
-    dquery, dkey, dvalue, dbias = work(problem, grads, deltas, lses)
-    dquery = problem.ungroup(dquery * scale).to(query.dtype)
-    return dquery, *(None if x is None else x.to(query.dtype) for x in (dkey, dvalue, dbias))
+    dquery, *others = work(problem, grads, deltas, lses, needed)
+    dquery = None if dquery is None else problem.ungroup(dquery * scale).to(query.dtype)
+    return dquery, *(None if x is None else x.to(query.dtype) for x in others)

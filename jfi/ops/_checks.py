@@ -172,7 +172,7 @@ def check_scale(scale: float | None, width: int) -> float:
         return 1 / math.sqrt(width)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"scale must be a float or None, got {type(scale).__name__}")
-    if not math.isfinite(scale):
+    if not -math.inf < scale < math.inf:  # as math.isfinite, which takes no symbol of a compiler
         raise ValueError(f"scale must be finite, got {scale}")
     return float(scale)
 

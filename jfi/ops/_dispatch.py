@@ -43,14 +43,14 @@ def operator(
     """Register ``torch.ops.jfi.<name>`` and return the callable that takes the shorter way where it can.
 
     Args:
-        function: the work, on real tensors; its annotations give the operator's schema.
+        function: the work, on real tensors; its annotations give the operator's schema. Lists of tensors have no
+            gradient.
         fake: the shapes of its outputs.
         save, differentiate: as ``setup_context`` and ``backward`` of torch.library.register_autograd; None where the
             operator has no gradient.
     """
     registered = torch.library.custom_op(f"jfi::{name}", function, mutates_args=())
     registered.register_fake(fake)
-    under_grad = _for_torch_func(name, function, save, differentiate)
     direct = None
     if differentiate is not None:
         registered.register_autograd(differentiate, setup_context=save)
@@ -60,12 +60,18 @@ def operator(
             save(ctx, args, output)
             return output
 
-        methods = {"forward": staticmethod(forward), "backward": staticmethod(differentiate)}
+        def backward(ctx, *grads):
+            # To torch.library a list of tensors has a list of gradients, to autograd.Function it is no tensor.
+            return tuple([None if type(x) is list else x for x in differentiate(ctx, *grads)])
+
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         direct = type(name, (torch.autograd.Function,), methods)
 
     def call(*args):
         if is_traced() or compat.profiler_enabled():  # a profile shows the operator's name
-            return under_grad.apply(*args) if compat.is_torch_func_grad() else registered(*args)
+            return registered(*args)
+        if compat.functorch_transforms_active():  # of a backward pass; `public` refuses those of a forward
+            raise _refusal(f"jfi::{name}")
         if args[0].is_meta:
             return registered(*args)
         wants_grad = False
@@ -74,6 +80,9 @@ def operator(
             if kind in PLAIN:
                 if x.requires_grad:
                     wants_grad = True
+            elif kind is list:
+                if not all([type(y) in PLAIN for y in x]):
+                    return registered(*args)
             elif kind not in _NO_TENSORS and isinstance(x, Tensor):
                 return registered(*args)
         if wants_grad and torch.is_grad_enabled():
@@ -85,49 +94,44 @@ def operator(
     return call
 
 
-def _for_torch_func(name: str, function: Callable, save: Callable | None, differentiate: Callable | None) -> type:
-    """The operator for torch.func.grad, which cannot see through torch.library's formula.
-
-    A setup_context of its own is what torch.func asks for, and costs the host 20 µs a call in eager mode.
-    """
-
-    def forward(*args):
-        output = function(*args)
-        return tuple(output) if isinstance(output, list) else output
-
-    def nothing(ctx, inputs, output):
-        pass
-
-    def refuse(ctx, *grads):
-        raise RuntimeError(f"jfi::{name} has no derivative")
-
-    methods = {"forward": forward, "setup_context": save or nothing, "backward": differentiate or refuse}
-    return type(name, (torch.autograd.Function,), {key: staticmethod(method) for key, method in methods.items()})
-
-
 def public(function: Callable, tensors: Callable[..., tuple] | None = None) -> Callable:
-    """Decorate a public operator: it accepts whatever implements ``__torch_function__``, and refuses forward mode.
+    """Decorate a public operator: it accepts whatever implements ``__torch_function__``, and refuses torch.func.
 
     A ``torch.fx.Proxy`` implements it, so that the tracers of torch.fx and TorchRec record one call of the public
     function.  Costs 0.7 µs per call of plain tensors.
     """
+    name = f"jfi.ops.{function.__name__}"
 
     @functools.wraps(function)
     def call(*args, **kwargs):
         if torch.compiler.is_compiling():  # a compiler traces the function itself
+            if compat.forward_mode_level() >= 0:
+                raise _refusal(name)
             return function(*args, **kwargs)
         found = (*args, *kwargs.values()) if tensors is None else tensors(*args, **kwargs)
         if has_torch_function_variadic(*found):
             return handle_torch_function(call, found, *args, **kwargs)
-        if compat.forward_mode_level() >= 0:
-            _refuse_tangents(function.__name__, *found)
+        if compat.functorch_transforms_active() or (compat.forward_mode_level() >= 0 and _have_tangents(found)):
+            raise _refusal(name)
         return function(*args, **kwargs)
 
-    call.__prepare_scriptable__ = not_scriptable(f"jfi.ops.{function.__name__}")
+    call.__prepare_scriptable__ = not_scriptable(name)
     return call
 
 
-def _refuse_tangents(name: str, *inputs: object) -> None:
-    """Without this, functions that forward-mode AD does not see would drop their tangents without a word."""
-    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in inputs):
-        raise NotImplementedError(f"jfi.ops.{name} has no forward-mode derivative (jvp, dual tensors)")
+def _refusal(name: str) -> NotImplementedError:
+    """The error for transforms, which kernels do not see and custom operators would drop without a word."""
+    return NotImplementedError(
+        f"{name} takes no transform of torch.func (vmap, grad, jvp, jacrev) and no dual tensors: use torch.autograd"
+    )
+
+
+def _have_tangents(inputs: tuple[object, ...]) -> bool:
+    """Whether one of the inputs is a dual tensor of forward-mode differentiation, or a tuple that holds one."""
+    for x in inputs:
+        if isinstance(x, tuple | list):
+            if _have_tangents(x):
+                return True
+        elif isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            return True
+    return False

@@ -14,8 +14,8 @@ attention with value = key reads them once:
     q'_th = W_qk,th e + b_qk,th        a_th = Σ_x p_th c x        o = W_vo a + b_o
 
 Eager calls on plain tensors are one node of autograd's graph with its gradients written out: with short histories the
-host's time dominates, and autograd's bookkeeping for a dozen small products and views would be most of it.  A compiler,
-a tracer or a functorch transform sees the composition of operators instead.
+host's time dominates, and autograd's bookkeeping for a dozen small products and views would be most of it.  A compiler
+or a tracer sees the composition of operators instead.
 """
 
 from typing import NamedTuple
@@ -41,7 +41,7 @@ from jfi.ops._dispatch import PLAIN, operators, public
 from jfi.ops.absorb_weights import absorb_in_kernel, absorb_weights, affine, weight_gradients
 from jfi.ops.explain import explains
 from jfi.ops.gather_rows import table_bias
-from jfi.ops.rows_by_id import NO_ROWS, RowsById, fits_kernel, padded, read_rows, rows_by_id
+from jfi.ops.rows_by_id import RowsById, fits_kernel, read_rows, rows_by_id
 from jfi.ops.target_attention import prepare_target_attention, takes_events, target_attention
 from jfi.plan import TargetAttentionInputs, plan_absorbed_target_attention
 
@@ -124,7 +124,7 @@ def absorbed_target_attention(
             fields = (torch.cat(fields, dim=1),)
         history, second = (*fields, None)[:2]
         tensors = [None if x is None else x.contiguous() for x in (second, *events)]
-        by_id_arguments = NO_ROWS if by_id is None else (*padded(by_id.tables), *padded(by_id.indices))
+        by_id_arguments = ([], []) if by_id is None else (list(by_id.tables), list(by_id.indices))
         # Rows by id have no memory to be contiguous in.
         tensors = [history.contiguous() if by_id is None else history, *tensors]
         settings = (*options, dtype, *by_id_arguments)
@@ -173,7 +173,7 @@ class _Prepared(NamedTuple):
 
     `events` are as the attention takes them, the scale in `options` is a number and its impl "triton" or "torch".
     `in_kernel` says whether the attention's kernels read a bias by its index and a value scale, and `traced` whether a
-    tracer or a transform is at work.
+    compiler or a tracer is at work.
     """
 
     num_queries: int
@@ -297,7 +297,6 @@ class _AbsorbedTargetAttention(torch.autograd.Function):
     def forward(ctx, target, history, second, offsets, bias, index, value_scale, *weights_and_options):
         *weights, output_bias, options = weights_and_options
         num_heads, scale, max_seqlen, impl, dtype, *by_id = options
-        options = options[:5]
         w_qk, b_qk, w_vo = absorb_in_kernel(weights, num_heads, dtype, impl)
         query = affine(b_qk, target, w_qk)
         if query.dtype != history.dtype:
@@ -308,8 +307,9 @@ class _AbsorbedTargetAttention(torch.autograd.Function):
         if not compat.profiler_enabled():  # a profile shows the operator's name; nothing else can be at work here
             attend = attend.eager
         attended, lse = attend(query, history.unsqueeze(1), None, *events, *by_id, scale, max_seqlen, impl)
-        ctx.options, ctx.bias_dtype = options, output_bias.dtype
-        ctx.save_for_backward(target, history, *events, query, attended, lse, w_qk, w_vo, *by_id, *weights)
+        ctx.options, ctx.bias_dtype, ctx.num_tables = options[:4], output_bias.dtype, len(by_id[0])
+        tables, indices = by_id
+        ctx.save_for_backward(target, history, *events, query, attended, lse, w_qk, w_vo, *weights, *tables, *indices)
         return affine(output_bias, attended.view(target.shape[0], -1, w_vo.shape[1]), w_vo.mT, by_sample=True)
 
     @staticmethod
@@ -321,13 +321,16 @@ class _AbsorbedTargetAttention(torch.autograd.Function):
 def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients of the node's inputs."""
     target, history, *rest = ctx.saved_tensors
-    events, (query, attended, lse, w_qk, w_vo), by_id, weights = rest[:5], rest[5:10], rest[10:18], rest[18:]
-    _, bias, _, _, second = events
-    num_heads, scale, max_seqlen, impl, _ = ctx.options
+    events, (query, attended, lse, w_qk, w_vo), weights, by_id = rest[:5], rest[5:10], rest[10:15], rest[15:]
+    by_id = by_id[: ctx.num_tables], by_id[ctx.num_tables :]
+    num_heads, scale, max_seqlen, impl = ctx.options
+    needs_target, needs_history, needs_second, _, needs_bias, *needs_weights = ctx.needs_input_grad[:13]
+    needs_weights = any(needs_weights[2:])  # two kernels give the gradients of all six
+    needed = [needs_target or needs_weights, needs_history, False, needs_bias, needs_second]
     shape = (*target.shape[:2], w_qk.shape[1])
     dtarget, dweights = None, (None,) * 6
     with without_autocast(history.device.type):
-        dquery, dhistory, *others = operators.target_attention_bwd(
+        grads = operators.target_attention_bwd(
             torch.bmm(grad, w_vo.mT).to(history.dtype).view(query.shape),  # freed as soon as it is read
             query,
             history.unsqueeze(1),
@@ -336,19 +339,20 @@ def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
             *by_id,
             attended,
             lse,
+            needed,
             scale,
             max_seqlen,
             impl,
         )
-        dquery = dquery.view(shape)
-        if ctx.needs_input_grad[0]:
-            dtarget = torch.bmm(dquery.to(w_qk.dtype), w_qk).to(target.dtype)
-        if any(ctx.needs_input_grad[7:13]):  # not if the layer is frozen
-            rows = (dquery, target, attended.view(shape), grad)
+        grads = iter(grads)
+        dquery, dhistory, _, dbias, dsecond = [next(grads) if need else None for need in needed]
+        if needs_target:
+            dtarget = torch.bmm(dquery.view(shape).to(w_qk.dtype), w_qk).to(target.dtype)
+        if needs_weights:
+            rows = (dquery.view(shape), target, attended.view(shape), grad)
             dweights = weight_gradients(rows, weights, ctx.bias_dtype, num_heads, impl)
-    dbias = None if bias is None else others.pop(0)
-    dsecond = None if second is None else others.pop(0)
-    return dtarget, dhistory.squeeze(1), dsecond, None, dbias, None, None, *dweights, None
+    dhistory = None if dhistory is None else dhistory.squeeze(1)
+    return dtarget, dhistory, dsecond, None, dbias, None, None, *dweights, None
 
 
 _backward_once = once_differentiable(_backward)

@@ -70,24 +70,26 @@ def _backward(
     value_scale: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    needed: list[bool],
     scale: float,
     impl: str,
 ) -> list[Tensor]:
+    """The gradients of query and bias that are needed, in this order."""
     x = DigitAttentionInputs(query, digits, offsets, indices, bias, bias_index, value_scale, scale)
     if impl == "triton":
         from jfi.kernels.digit_attention import launch
 
-        grads = launch.backward(aligned(grad), x, out, lse)
+        grads = launch.backward(aligned(grad), x, out, lse, needed)
     else:
         from jfi.cpu import digit_attention
 
         with torch.autocast("cpu", enabled=False):
-            grads = digit_attention.backward(grad.contiguous(), x, out, lse)
-    return [y for y in grads if y is not None]
+            grads = digit_attention.backward(grad.contiguous(), x, out, lse, needed)
+    return [y for y, need in zip(grads, needed, strict=True) if need]
 
 
-def _backward_fake(grad, query, digits, offsets, indices, bias, *_):
-    return [torch.empty_like(x) for x in (query, bias) if x is not None]
+def _backward_fake(grad, query, digits, offsets, indices, bias, *rest):
+    return [torch.empty_like(x) for x, need in zip((query, bias), rest[4], strict=True) if need]
 
 
 def _save(ctx, inputs, output) -> None:
@@ -101,9 +103,10 @@ def _save(ctx, inputs, output) -> None:
 def _differentiate(ctx, grad, _):
     if grad is None:
         return (None,) * 9
-    saved = ctx.saved_tensors
-    dquery, *dbias = _digit_attention_bwd(grad, *saved, *ctx.rest)
-    return dquery, None, None, None, dbias[0] if dbias else None, *(None,) * 4
+    needed = [ctx.needs_input_grad[0], ctx.needs_input_grad[4]]
+    grads = iter(_digit_attention_bwd(grad, *ctx.saved_tensors, needed, *ctx.rest))
+    dquery, dbias = [next(grads) if need else None for need in needed]
+    return dquery, None, None, None, dbias, *(None,) * 4
 
 
 _digit_attention_bwd = operator("digit_attention_bwd", _backward, _backward_fake)

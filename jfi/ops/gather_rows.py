@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from jfi import compat, reference
-from jfi.context import is_traced, is_transformed
+from jfi.context import is_traced
 from jfi.ops._checks import FLOATING, check_dim, check_impl, check_size, may_read
 from jfi.ops._dispatch import PLAIN, operator, public
 from jfi.ops.step_rows import sort_rows
@@ -229,8 +229,6 @@ def gather_bounded(
     """`gather_rows` of checked arguments and of indices that `bound_ids` has returned."""
     impl = "torch" if "torch" in {check_impl(impl, table) for table in tables} else "triton"
     tables, indices = [table.contiguous() for table in tables], [one.contiguous() for one in indices]
-    if is_transformed():
-        return reference.gather_rows(tuple(tables), tuple(indices), dtype)
     plain = all([type(x) in PLAIN and not x.is_meta for x in tables + indices])
     if not plain or is_traced() or compat.profiler_enabled():
         return _registered(tables, indices, dtype, impl)

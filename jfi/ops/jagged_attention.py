@@ -94,29 +94,30 @@ def _backward(
     key_time: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    needed: list[bool],
     scale: float,
     left: int | None,
     right: int | None,
     is_causal: bool,
     impl: str,
 ) -> list[Tensor]:
+    """The gradients of query, key, value, bias and table that are needed, in this order."""
     grad, dlse = aligned(grad), None if dlse is None else dlse.contiguous()
     tensors = (query, key, value, query_offsets, key_offsets, bias, edges, table, query_time, key_time)
     x = JaggedAttentionInputs(*tensors, scale, left, right, is_causal)
     if impl == "torch":
         from jfi.cpu import jagged_attention
 
-        grads = jagged_attention.backward(grad, dlse, x, out, lse)
+        grads = jagged_attention.backward(grad, dlse, x, out, lse, needed)
     else:
         from jfi.kernels.jagged_attention import launch
 
-        grads = launch.backward(grad, dlse, x, out, lse, plan_jagged_attention(x, impl))
-    return [x for x in grads if x is not None]
+        grads = launch.backward(grad, dlse, x, out, lse, needed, plan_jagged_attention(x, impl))
+    return [x for x, need in zip(grads, needed, strict=True) if need]
 
 
-def _backward_fake(grad, dlse, query, key, value, query_offsets, key_offsets, bias, edges, table, *_):
-    keys = () if is_packed(key) else (key, value)
-    return [torch.empty_like(x) for x in (query, *keys, bias, table) if x is not None]
+def _backward_fake(grad, dlse, query, key, value, query_offsets, key_offsets, bias, edges, table, *rest):
+    return [torch.empty_like(x) for x, need in zip((query, key, value, bias, table), rest[4], strict=True) if need]
 
 
 def _save(ctx, inputs, output) -> None:
@@ -130,14 +131,11 @@ def _differentiate(ctx, grad, dlse):
     if grad is None and dlse is None:
         return (None,) * 15
     saved = ctx.saved_tensors
-    _, key, value, _, _, bias, _, table, _, _, out, _ = saved
+    *_, out, _ = saved
     grad = torch.zeros_like(out) if grad is None else grad
-    grads = iter(_jagged_attention_bwd(grad, dlse, *saved, *ctx.rest))
-    dquery = next(grads)
-    dkey = None if is_packed(key) else next(grads)
-    dvalue = None if is_packed(key) or value is None else next(grads)
-    dbias = None if bias is None else next(grads)
-    dtable = None if table is None else next(grads)
+    needed = [ctx.needs_input_grad[i] for i in (0, 1, 2, 5, 7)]
+    grads = iter(_jagged_attention_bwd(grad, dlse, *saved, needed, *ctx.rest))
+    dquery, dkey, dvalue, dbias, dtable = [next(grads) if need else None for need in needed]
     return dquery, dkey, dvalue, None, None, dbias, None, dtable, *(None,) * 7
 
 

@@ -12,11 +12,12 @@ Backward, the weights of the whole are exp(score - L) in every part, and with Δ
 so that a part needs dO, L and Δ, not O. The gradients of its own events are complete, and dq is the sum of the parts'.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from jfi.ops._dispatch import operators
-from jfi.ops.rows_by_id import padded
 from jfi.plan import TargetAttentionInputs
 
 
@@ -27,29 +28,26 @@ def attend_to_part(inputs: TargetAttentionInputs, impl: str) -> tuple[Tensor, Te
         inputs: checked, of `prepare_target_attention`.
         impl: "triton" or "torch".
     """
-    *tensors, tables, indices, scale, max_seqlen = inputs
-    by_id = (*padded(tables), *padded(indices))
-    return operators.target_attention_fwd(*tensors, *by_id, scale, max_seqlen, impl)
+    return operators.target_attention_fwd(*inputs, impl)
 
 
 def part_gradients(
-    grad: Tensor, out: Tensor, lse: Tensor, inputs: TargetAttentionInputs, impl: str
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The gradients of a part's query, key, value and key_bias; None of what the part has not.
+    grad: Tensor, out: Tensor, lse: Tensor, needed: Sequence[bool], inputs: TargetAttentionInputs, impl: str
+) -> list[Tensor | None]:
+    """Returns the gradients of a part's query, key, value and key_bias, None for those that are not needed.
 
     Args:
         grad: dO [B, T, H, E], of the whole.
         out: O [B, T, H, E] of the whole, or any other with the same Δ = dO·O.
         lse: L [B, T, H] float32, of the whole.
+        needed: of the four, which are needed.
         inputs: of the part, as `attend_to_part` took them.
         impl: as `attend_to_part` took it.
     """
-    *tensors, tables, indices, scale, max_seqlen = inputs
-    by_id = (*padded(tables), *padded(indices))
-    found = iter(operators.target_attention_bwd(grad, *tensors, *by_id, out, lse, scale, max_seqlen, impl))
-    dquery, dkey = next(found), next(found)
-    dvalue = None if inputs.value is None else next(found)
-    return dquery, dkey, dvalue, None if inputs.bias is None else next(found)
+    *tensors, scale, max_seqlen = inputs
+    options = ([*needed, False], scale, max_seqlen, impl)
+    found = iter(operators.target_attention_bwd(grad, *tensors, out, lse, *options))
+    return [next(found) if need else None for need in needed]
 
 
 def pack_part(out: Tensor, lse: Tensor, impl: str) -> Tensor:

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from jfi.context import is_transformed
 from jfi.ops._checks import FLOATING, check_dim, check_size
 from jfi.ops.gather_rows import bound_ids, check_indices, check_quantized, gather_bounded, row_width, table_gradient
 from jfi.plan import MOST_TABLES
@@ -25,8 +24,7 @@ class RowsById(NamedTuple):
 
     Attributes:
         rows: [S, W] of the dtype that the rows are converted to. Its values are never read and take no memory.
-        tables: [N_k, W] each, floating, contiguous; or uint8 [N_k, W + 8] of fbgemm's 8-bit rows. None if functorch
-            transforms the call: then ``rows`` holds what was read, by operations that it knows.
+        tables: [N_k, W] each, floating, contiguous; or uint8 [N_k, W + 8] of fbgemm's 8-bit rows.
         indices: [S] each, int32 or int64; none is outside of its table, and -1 is a missing row, zeros.
     """
 
@@ -97,9 +95,10 @@ def bounded_rows_by_id(tables: Sequence[Tensor], indices: Sequence[Tensor], dtyp
     """`rows_by_id` of checked arguments and of indices that `bound_ids` has returned."""
     indices = tuple([index.contiguous() for index in indices])
     flat = tuple([table if table.dtype == torch.uint8 else table.flatten(1) for table in tables])
-    if is_transformed():
-        return RowsById(gather_bounded(flat, indices, dtype), (), ())
-    rows = _Rows.apply(dtype, indices, *flat)
+    if _need_gradient(flat):
+        rows = _Rows.apply(dtype, indices, *flat)
+    else:
+        rows = _rows_without_memory(flat[0], dtype, indices[0].shape[0], row_width(flat[0]))
     return RowsById(rows, tuple([table.detach().contiguous() for table in flat]), indices)
 
 
@@ -109,17 +108,20 @@ def sum_rows(histories: list[RowsById]) -> RowsById:
         return histories[0]
     tables = tuple([table for one in histories for table in one.tables])
     indices = tuple([index for one in histories for index in one.indices])
-    return RowsById(_Sum.apply(*[one.rows for one in histories]), tables, indices)
+    rows = [one.rows for one in histories]
+    return RowsById(_Sum.apply(*rows) if _need_gradient(rows) else rows[0], tables, indices)
 
 
 def join_rows(rows: list[Tensor]) -> Tensor:
     """Rows without memory, one after the other."""
-    return _Join.apply(*rows)
+    if _need_gradient(rows):
+        return _Join.apply(*rows)
+    return _rows_without_memory(rows[0], rows[0].dtype, sum([one.shape[0] for one in rows]), rows[0].shape[1])
 
 
 def read_rows(history: RowsById) -> Tensor:
     """[S, W], the rows themselves; their gradient is that of ``history.rows``."""
-    return _Read.apply(*history) if history.tables else history.rows
+    return _Read.apply(*history)
 
 
 def rows_by_head(rows: Tensor, width: int) -> Tensor:
@@ -130,21 +132,19 @@ def rows_by_head(rows: Tensor, width: int) -> Tensor:
 def fits_kernel(history: RowsById) -> bool:
     """Whether attention kernels take so many tables, of one dtype that they convert."""
     dtypes = {table.dtype for table in history.tables}
-    return 0 < len(history.tables) <= MOST_TABLES and len(dtypes) == 1 and torch.float64 not in dtypes
+    return len(history.tables) <= MOST_TABLES and len(dtypes) == 1 and torch.float64 not in dtypes
 
 
-#: Arguments of an operator without rows by id.
-NO_ROWS = (None,) * (2 * MOST_TABLES)
+def _need_gradient(tensors: Sequence[Tensor]) -> bool:
+    """Whether a Function of these tensors has a gradient.
+
+    Dynamo forgets the context of a Function without one whose arguments are as many as ``forward`` has parameters.
+    """
+    return torch.is_grad_enabled() and any([x.requires_grad for x in tensors])
 
 
-def padded(tensors: list[Tensor]) -> list[Tensor | None]:
-    """MOST_TABLES arguments of an operator: one that took a list could not be vmapped."""
-    return [*tensors, *[None] * (MOST_TABLES - len(tensors))]
-
-
-def present(*tensors: Tensor | None) -> list[Tensor]:
-    """What was padded."""
-    return [x for x in tensors if x is not None]
+def _rows_without_memory(like: Tensor, dtype: torch.dtype, count: int, width: int) -> Tensor:
+    return like.new_zeros((), dtype=dtype).expand(count, width)
 
 
 class _Rows(torch.autograd.Function):
@@ -154,7 +154,7 @@ class _Rows(torch.autograd.Function):
     def forward(ctx, dtype: torch.dtype, indices: tuple[Tensor, ...], *tables: Tensor) -> Tensor:
         ctx.tables = [(table.shape[0], table.dtype) for table in tables]
         ctx.save_for_backward(*indices)
-        return tables[0].new_zeros((), dtype=dtype).expand(indices[0].shape[0], row_width(tables[0]))
+        return _rows_without_memory(tables[0], dtype, indices[0].shape[0], row_width(tables[0]))
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -170,7 +170,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *rows: Tensor) -> Tensor:
         ctx.count = len(rows)
-        return rows[0].new_zeros(()).expand(rows[0].shape)
+        return _rows_without_memory(rows[0], rows[0].dtype, *rows[0].shape)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:
@@ -183,7 +183,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *rows: Tensor) -> Tensor:
         ctx.sizes = [one.shape[0] for one in rows]
-        return rows[0].new_zeros(()).expand(sum(ctx.sizes), rows[0].shape[1])
+        return _rows_without_memory(rows[0], rows[0].dtype, sum(ctx.sizes), rows[0].shape[1])
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:

@@ -30,7 +30,7 @@ from jfi.ops._checks import (
 from jfi.ops._dispatch import aligned, operator, public
 from jfi.ops.explain import explains
 from jfi.ops.gather_rows import table_bias
-from jfi.ops.rows_by_id import RowsById, fits_kernel, padded, present, read_rows, rows_by_head, rows_by_id
+from jfi.ops.rows_by_id import RowsById, fits_kernel, read_rows, rows_by_head, rows_by_id
 from jfi.plan import TargetAttentionInputs, takes_events
 
 
@@ -51,14 +51,8 @@ def _forward(
     buckets: Tensor | None,
     value_scale: Tensor | None,
     second: Tensor | None,
-    table_0: Tensor | None,
-    table_1: Tensor | None,
-    table_2: Tensor | None,
-    table_3: Tensor | None,
-    index_0: Tensor | None,
-    index_1: Tensor | None,
-    index_2: Tensor | None,
-    index_3: Tensor | None,
+    tables: list[Tensor],
+    indices: list[Tensor],
     scale: float,
     max_seqlen: int | None,
     impl: str,
@@ -66,8 +60,7 @@ def _forward(
     if impl == "triton":
         from jfi.kernels.target_attention import launch
 
-        by_id = present(table_0, table_1, table_2, table_3), present(index_0, index_1, index_2, index_3)
-        inputs = (query, key, value, offsets, bias, buckets, value_scale, second, *by_id, scale, max_seqlen)
+        inputs = (query, key, value, offsets, bias, buckets, value_scale, second, tables, indices, scale, max_seqlen)
         return launch.forward(TargetAttentionInputs(*inputs))
     from jfi.cpu import target_attention
 
@@ -90,59 +83,54 @@ def _backward(
     buckets: Tensor | None,
     value_scale: Tensor | None,
     second: Tensor | None,
-    table_0: Tensor | None,
-    table_1: Tensor | None,
-    table_2: Tensor | None,
-    table_3: Tensor | None,
-    index_0: Tensor | None,
-    index_1: Tensor | None,
-    index_2: Tensor | None,
-    index_3: Tensor | None,
+    tables: list[Tensor],
+    indices: list[Tensor],
     out: Tensor,
     lse: Tensor,
+    needed: list[bool],
     scale: float,
     max_seqlen: int | None,
     impl: str,
 ) -> list[Tensor]:
+    """The gradients of query, key, value, bias and second that are needed, in this order."""
     if impl == "triton":
         from jfi.kernels.target_attention import launch
 
-        by_id = present(table_0, table_1, table_2, table_3), present(index_0, index_1, index_2, index_3)
-        inputs = (query, key, value, offsets, bias, buckets, value_scale, second, *by_id, scale, max_seqlen)
-        grads = launch.backward(aligned(grad), TargetAttentionInputs(*inputs), out, lse)
+        inputs = (query, key, value, offsets, bias, buckets, value_scale, second, tables, indices, scale, max_seqlen)
+        grads = launch.backward(aligned(grad), TargetAttentionInputs(*inputs), out, lse, needed)
     else:
         from jfi.cpu import target_attention
 
-        inputs = (grad.contiguous(), query, key, value, offsets, bias, out, lse, scale)
+        inputs = (grad.contiguous(), query, key, value, offsets, bias, out, lse, scale, needed[:4])
         grads = _on_cpu(target_attention.backward, *inputs)
-    return [x for x in grads if x is not None]
+    return [x for x, need in zip(grads, needed, strict=False) if need]
 
 
-def _backward_fake(grad, query, key, value, offsets, bias, buckets, value_scale, second, *_):
-    given = [x for x in (query, key, value, bias, second) if x is not None]
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given]
+def _backward_fake(grad, query, key, value, offsets, bias, buckets, value_scale, second, *rest):
+    needed = zip((query, key, value, bias, second), rest[4], strict=True)
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x, need in needed if need]
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, scale, max_seqlen, impl = inputs
-    ctx.rest = scale, max_seqlen, impl
+    *tensors, tables, indices, scale, max_seqlen, impl = inputs
+    ctx.rest, ctx.num_tables = (scale, max_seqlen, impl), len(tables)
     # The tables too: autograd refuses a backward pass that would read rows which were stepped since.
-    ctx.save_for_backward(*tensors, *output)
+    ctx.save_for_backward(*tensors, *output, *tables, *indices)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, grad, _):
+    no_lists = [None] * ctx.num_tables
     if grad is None:
-        return (None,) * 19
-    saved = ctx.saved_tensors
-    value, bias, second = saved[2], saved[4], saved[7]
-    grads = iter(_target_attention_bwd(grad, *saved, *ctx.rest))
-    dquery, dkey = next(grads), next(grads)
-    dvalue = None if value is None else next(grads)
-    dbias = None if bias is None else next(grads)
-    dsecond = None if second is None else next(grads)
-    return dquery, dkey, dvalue, None, dbias, None, None, dsecond, *(None,) * 11
+        return *(None,) * 8, no_lists, no_lists, None, None, None
+    query, key, value, offsets, bias, buckets, value_scale, second, out, lse, *by_id = ctx.saved_tensors
+    tensors = (query, key, value, offsets, bias, buckets, value_scale, second)
+    by_id = by_id[: ctx.num_tables], by_id[ctx.num_tables :]
+    needed = [ctx.needs_input_grad[i] for i in (0, 1, 2, 4, 7)]
+    grads = iter(_target_attention_bwd(grad, *tensors, *by_id, out, lse, needed, *ctx.rest))
+    dquery, dkey, dvalue, dbias, dsecond = [next(grads) if need else None for need in needed]
+    return dquery, dkey, dvalue, None, dbias, None, None, dsecond, no_lists, no_lists, None, None, None
 
 
 _target_attention_bwd = operator("target_attention_bwd", _backward, _backward_fake)
@@ -225,8 +213,7 @@ def target_attention(
     if impl == "torch" and query.is_cuda:
         query, key, value, offsets, key_bias, *_, scale, _ = inputs
         return reference.target_attention(query, key, value, offsets, key_bias, scale)
-    *tensors, tables, indices, scale, max_seqlen = inputs
-    return _target_attention_fwd(*tensors, *padded(tables), *padded(indices), scale, max_seqlen, impl)[0]
+    return _target_attention_fwd(*inputs, impl)[0]
 
 
 def prepare_target_attention(

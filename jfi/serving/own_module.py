@@ -88,11 +88,13 @@ def _target_attention(
     buckets: Tensor | None,
     value_scale: Tensor | None,
     second: Tensor | None,
-    *rest: object,
+    tables: list[Tensor],
+    indices: list[Tensor],
+    scale: float,
+    *_: object,
 ) -> tuple[Tensor, Tensor]:
     """The forward of `jfi.ops.target_attention` event by event, without padding: [S, T, H, D] products."""
-    *by_id, scale, _, _ = rest
-    if second is not None or any(one is not None for one in by_id):
+    if second is not None or tables:
         raise ValueError("target attention that reads rows of tables cannot be exported: give it the embeddings")
     samples, num_queries, num_heads, _ = query.shape
     owner = torch.bucketize(torch.arange(key.shape[0], device=key.device), offsets[1:].long(), right=True)

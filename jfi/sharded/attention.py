@@ -116,9 +116,9 @@ class _Attend(torch.autograd.Function):
         shared, key, value, bias, out, lse, *_ = ctx.saved_tensors
         queries, impl = ctx.exchange.queries, ctx.impl
         inputs = ctx.inputs._replace(query=shared, key=key, value=value, bias=bias)
-        grad = grad.to(out.dtype)
+        grad, needed = grad.to(out.dtype), ctx.needs_input_grad[:4]
         if queries.group.size() == 1:
-            return *part_gradients(grad.contiguous(), out, lse, inputs, impl), None, None, None
+            return *part_gradients(grad.contiguous(), out, lse, needed, inputs, impl), None, None, None
         owners = len(ctx.exchange.route.ranks)
         if ctx.averages is not None:
             ctx.averages.begin()
@@ -126,7 +126,8 @@ class _Attend(torch.autograd.Function):
         # A table's gradient is a mean over ranks; those of the query and the bias are sums, of which DDP takes means.
         scale = gradient_scale(queries.group)
         of_whole = unpack_gradient(packed, grad.size(-1), scale, impl)
-        dquery, dkey, dvalue, dbias = part_gradients(*of_whole, inputs, impl)
+        # Every rank takes part in the exchange of the query's gradient.
+        dquery, dkey, dvalue, dbias = part_gradients(*of_whole, (True, *needed[1:]), inputs, impl)
         parts = queries.back.send(dquery).view(owners, *grad.shape[:3], dquery.size(-1))
         dquery = add_parts(parts, 1 / scale, impl)
         return dquery, dkey, dvalue, None if dbias is None else dbias / scale, None, None, None

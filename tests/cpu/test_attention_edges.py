@@ -126,7 +126,14 @@ def test_scores_are_never_held_as_a_whole(lengths):
     inputs, _ = _prepare(x[0], x[0], None, **where, **options, causal=False, time_bias=x[1], impl="torch")
     with LargestTensor() as largest, torch.no_grad():
         out, lse = jagged_attention.forward(inputs)
-        jagged_attention.backward(out, None, inputs, out, lse)
+        jagged_attention.backward(
+            out,
+            None,
+            inputs,
+            out,
+            lse,
+            [x is not None for x in (inputs.query, inputs.key, inputs.value, inputs.bias, inputs.table)],
+        )
     assert largest.elements <= 2**20
 
 

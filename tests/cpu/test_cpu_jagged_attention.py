@@ -127,7 +127,9 @@ def test_scores_are_never_held_as_a_whole(right):
         with LargestTensor() as largest:
             x = JaggedAttentionInputs(query, query, None, offsets, offsets, *(None,) * 5, 0.3, None, right, False)
             out, lse = jagged_attention.forward(x)
-            jagged_attention.backward(out, None, x, out, lse)
+            jagged_attention.backward(
+                out, None, x, out, lse, [y is not None for y in (x.query, x.key, x.value, x.bias, x.table)]
+            )
         assert largest.elements <= 2**20
 
 

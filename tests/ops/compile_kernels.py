@@ -5,6 +5,7 @@ a compiler may not.
 """
 
 import torch
+import triton.tools.tensor_descriptor
 from row_optimizers import CLASSES, states_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -45,7 +46,15 @@ def tensors(rows: int, num_kv_heads: int, width: int) -> tuple[torch.Tensor, ...
     return tuple(torch.randn(rows, num_heads, width).half() for num_heads in (4, num_kv_heads, num_kv_heads))
 
 
-def attend(query, key, value, bias=None, window=(None, None)) -> None:
+def subsets(*inputs: torch.Tensor | None, every: bool) -> list[tuple[bool, ...]]:
+    """Which gradients are needed: those of all inputs; if ``every``, also of each input alone."""
+    kinds = [tuple(x is not None for x in inputs)]
+    if every:
+        kinds += [tuple(y is x for y in inputs) for x in inputs if x is not None]
+    return kinds
+
+
+def attend(query, key, value, bias=None, window=(None, None), every=False) -> None:
     """Forward and backward of two samples."""
     offsets = torch.tensor([0, query.shape[0] // 2, query.shape[0]])
     x = JaggedAttentionInputs(query, key, value, offsets, offsets, bias, None, None, None, None, 0.125, *window, False)
@@ -53,10 +62,11 @@ def attend(query, key, value, bias=None, window=(None, None)) -> None:
     assert plan.family == "jagged_sm90", plan
     out, lse = jagged_attention.forward(x, plan)
     dlse = None if bias is None else torch.randn_like(lse)
-    jagged_attention.backward(torch.randn_like(out), dlse, x, out, lse, plan)
+    for needed in subsets(query, key, value, bias, None, every=every):
+        jagged_attention.backward(torch.randn_like(out), dlse, x, out, lse, needed, plan)
 
 
-def attend_by_time(query, key, value, kind: str, device: Device) -> None:
+def attend_by_time(query, key, value, kind: str, device: Device, every: bool = False) -> None:
     """Forward and backward of two timelines: what is older, by ages, or by distances in causal attention."""
     offsets = torch.tensor([0, query.shape[0] // 2, query.shape[0]])
     times = torch.arange(query.shape[0])
@@ -69,11 +79,12 @@ def attend_by_time(query, key, value, kind: str, device: Device) -> None:
     plan = plan_jagged_attention(x, "triton", device)
     assert plan.family == ("jagged_sm90" if device is H200 else "jagged_triton"), plan
     out, lse = jagged_attention.forward(x, plan)
-    jagged_attention.backward(torch.randn_like(out), None, x, out, lse, plan)
+    for needed in subsets(query, key, value, None, table, every=every):
+        jagged_attention.backward(torch.randn_like(out), None, x, out, lse, needed, plan)
     bucket_edges(offsets, offsets, times, times, len(times), kind == "distances", 5, 32, kind != "distances")
 
 
-def attend_by_bucket(width: int, rows: int, longest: int | None, halves: bool) -> None:
+def attend_by_bucket(width: int, rows: int, longest: int | None, halves: bool, every: bool = False) -> None:
     """Forward and backward of few queries, with a bias table of so many rows and a scale of values."""
     query, key = torch.randn(8, 1, 4, width).half(), torch.randn(800, 1, width // (2 if halves else 1)).half()
     offsets, table = torch.arange(0, 801, 100), torch.randn(rows, 4)
@@ -81,7 +92,8 @@ def attend_by_bucket(width: int, rows: int, longest: int | None, halves: bool) -
     x = TargetAttentionInputs(query, key, None, offsets, *events, [], [], 0.125, longest)
     plan = plan_target_attention(x, "triton", H200)
     out, lse = target_attention.forward(x, plan)
-    target_attention.backward(out, x, out, lse, plan)
+    for needed in subsets(query, key, None, table, x.second, every=every):
+        target_attention.backward(out, x, out, lse, needed, plan)
 
 
 def attend_by_id(
@@ -95,10 +107,22 @@ def attend_by_id(
     x = TargetAttentionInputs(query, key, None, offsets, *(None,) * 4, [table] * count, indices, 0.125, longest)
     plan = plan_target_attention(x, "triton", H200)
     out, lse = target_attention.forward(x, plan)
-    target_attention.backward(out, x, out, lse, plan)
+    target_attention.backward(out, x, out, lse, (True, not quantized, False, False, False), plan)
 
 
-def attend_to_digits(dtype: torch.dtype, num_digits: int, biased: bool, device: Device) -> None:
+def attend_many(num_queries: int, own_values: bool) -> None:
+    """Backward of many queries, whatever is needed, in one sweep or in two."""
+    query, key = torch.randn(8, num_queries, 1, 64).half(), torch.randn(800, 1, 64).half()
+    value, bias = key.clone() if own_values else None, torch.randn(800, 1).half()
+    x = TargetAttentionInputs(query, key, value, torch.arange(0, 801, 100), bias, *(None,) * 3, [], [], 0.125, None)
+    with plan.override(TARGET_FAMILY="target_many"):
+        chosen = plan_target_attention(x, "triton", H200)
+    out, lse = target_attention.forward(x, chosen)
+    for needed in subsets(query, key, value, bias, None, every=True):
+        target_attention.backward(out, x, out, lse, needed, chosen)
+
+
+def attend_to_digits(dtype: torch.dtype, num_digits: int, biased: bool, device: Device, every: bool = False) -> None:
     """Forward and backward over digits by event, or by id with a table of biases and a scale of values."""
     query, offsets = torch.randn(8, 2, 4, num_digits).to(dtype), torch.arange(0, 801, 100)
     digits, of_events = torch.zeros(800, -(-num_digits // 16), dtype=torch.int32), torch.zeros(800, dtype=torch.int64)
@@ -108,7 +132,8 @@ def attend_to_digits(dtype: torch.dtype, num_digits: int, biased: bool, device: 
     in_registers = device is H200 and dtype != torch.float32
     assert plan.family == ("digits_registers" if in_registers else "digits_triton"), plan
     out, lse = digit_attention.forward(x, plan)
-    digit_attention.backward(out, x, out, lse, plan)
+    for needed in subsets(query, x.bias, every=every):
+        digit_attention.backward(out, x, out, lse, needed, plan)
 
 
 def attend_ragged_to_digits(dtype: torch.dtype, num_digits: int, kind: str | None, device: Device) -> None:
@@ -124,7 +149,8 @@ def attend_ragged_to_digits(dtype: torch.dtype, num_digits: int, kind: str | Non
     plan = plan_jagged_attention(x, "triton", device)
     assert plan.family == "jagged_triton", plan
     out, lse = jagged_attention.forward(x, plan)
-    jagged_attention.backward(torch.randn_like(out), None, x, out, lse, plan)
+    for needed in subsets(query, None, None, bias, table, every=True):
+        jagged_attention.backward(torch.randn_like(out), None, x, out, lse, needed, plan)
 
 
 def step_tables(name: str, width: int, dtype: torch.dtype, grad_dtype: torch.dtype, average: float | None) -> None:
@@ -188,6 +214,8 @@ def type_of(x: object) -> str | tuple:
         return tuple(map(type_of, x))
     if isinstance(x, TensorDescriptor):
         return f"tensordesc<fp16{x.block_shape},{x.layout!r}>"
+    if isinstance(x, triton.tools.tensor_descriptor.TensorDescriptor):
+        return f"tensordesc<fp16{x.block_shape}>"
     if isinstance(x, torch.Tensor):
         return {
             torch.float16: "*fp16",
@@ -225,9 +253,12 @@ def check(launcher: Launcher, arguments: tuple) -> None:
 
 def main() -> None:
     launches = {}
-    Launcher.__call__ = lambda self, grid, given, numbers=(), descriptors=(): launches.setdefault(
-        self, (*descriptors, *given, *numbers)
-    )
+
+    def record(self, grid, given, numbers=(), descriptors=()) -> None:
+        flat = [y for x in given for y in (x if isinstance(x, tuple) else (x,))]
+        launches.setdefault((self, *[x is None for x in flat]), (self, (*descriptors, *given, *numbers)))
+
+    Launcher.__call__ = record
     for width, num_kv_heads, biased, window in (
         (64, 4, True, (None, None)),
         (64, 1, False, (5, 0)),
@@ -235,7 +266,7 @@ def main() -> None:
     ):
         for rows in (300, 4000):
             attend(*tensors(rows, num_kv_heads, width), torch.randn(rows, 4).half() if biased else None, window)
-    gluon = [launcher.kernel for launcher in launches if isinstance(launcher.kernel, GluonJITFunction)]
+    gluon = [launcher.kernel for launcher, _ in launches.values() if isinstance(launcher.kernel, GluonJITFunction)]
     assert (len(gluon), len(set(gluon))) == (12, 3), gluon  # short and long share the backward's
     with plan.override(SM90_SPLITS=4):
         attend(*tensors(300, 4, 64), torch.randn(300, 4).half(), (5, 0))
@@ -251,6 +282,15 @@ def main() -> None:
     for rows in (32, 100):
         for longest in (None, 100, 400):
             attend_by_bucket(64, rows, longest, halves=rows == 100)
+    # Gradients that are not needed are left out.
+    attend(*tensors(300, 4, 64), torch.randn(300, 4).half(), every=True)
+    for num_kv_heads, device in ((4, H200), (1, A100)):
+        query, key, value = tensors(300, num_kv_heads, 64)
+        attend_by_time(query, key, value if num_kv_heads > 1 else None, "ages", device, every=True)
+    attend_by_bucket(64, 32, 100, halves=False, every=True)
+    attend_by_bucket(64, 100, None, halves=True, every=True)
+    for num_queries, own_values in ((40, True), (100, False), (100, True)):
+        attend_many(num_queries, own_values)
     half = torch.bfloat16
     for dtype, table_dtype in (
         (half, half),
@@ -266,7 +306,8 @@ def main() -> None:
     for num_digits, biased in ((25, True), (64, False), (100, True)):
         attend_to_digits(half, num_digits, biased, H200)
     attend_to_digits(torch.float32, 40, True, H200)
-    attend_to_digits(half, 40, True, A100)
+    attend_to_digits(half, 40, True, A100, every=True)
+    attend_to_digits(half, 40, True, H200, every=True)
     for num_digits, kind in ((25, None), (66, "bias"), (66, "ages")):
         attend_ragged_to_digits(half, num_digits, kind, H200)
     attend_ragged_to_digits(torch.float32, 40, "bias", A100)
@@ -280,7 +321,7 @@ def main() -> None:
     for num_queries, dtype in ((1, torch.float16), (32, torch.float16), (2, torch.float32)):
         with plan.override(NUM_SMS=132):
             multiply_weights(num_queries, 128, dtype)
-    for launcher, arguments in launches.items():
+    for launcher, arguments in launches.values():
         check(launcher, arguments)
 
 

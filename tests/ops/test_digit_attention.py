@@ -277,13 +277,3 @@ def test_explain_names_the_kernels():
     small = {"bias": 7, "scale": 2.0**-20}
     assert kernels_of(**small) == BY_ELEMENT and kernels_of(**small | {"scale": 2.0**-19}) == IN_REGISTERS
     assert kernels_of(device=plan.CPU)[0] == "cpu"
-
-
-def test_gradient_by_torch_func(device):
-    query, _, words, given = make([3, 0, 70], 25, device=device)
-    impl = "triton" if device.type == "cuda" else "torch"
-
-    def total(q):
-        return jfi_ops.digit_attention(q, words, **given, impl=impl).square().sum()
-
-    torch.testing.assert_close(torch.func.grad(total)(query.detach()), torch.autograd.grad(total(query), query)[0])

@@ -49,16 +49,6 @@ def test_a_trace_holds_for_other_inputs(impl, device):
         torch.testing.assert_close(traced(other, key), expected)
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("impl", ["triton", "torch"])
-def test_vmap_takes_one_call_after_another(impl, device):
-    query, key, offsets = inputs(device)
-    queries = torch.randn(2, *query.shape, device=device)
-    got = torch.vmap(lambda q: ops.target_attention(q, key, offsets=offsets, impl=impl))(queries)
-    expected = [ops.target_attention(q, key, offsets=offsets, impl=impl) for q in queries]
-    torch.testing.assert_close(got, torch.stack(expected))
-
-
 def test_a_profile_names_the_operator(device):
     query, key, offsets = inputs(device)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from ops.compile_kernels import attend, tensors
+from ops.compile_kernels import attend, attend_by_time, tensors
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -60,6 +60,28 @@ def test_one_schedule_serves_both_kernels_of_self_attention(monkeypatch):
     launches.clear()
     attend(*tensors(300, 1, 64))
     assert launches == [*forward, dquery, "_schedule_kernel", dkey]
+
+
+def test_a_part_of_the_query_rows_has_its_sums_by_bucket_at_a_time(monkeypatch):
+    """As in the kernels for any GPU, whose test runs these too where there is a Hopper GPU."""
+    launches = []
+
+    def record(self, grid, given, numbers=(), descriptors=()):
+        launches.append((self.kernel.fn.__name__, given, numbers))
+
+    monkeypatch.setattr(Launcher, "__call__", record)
+    with override(MOST_BUCKET_SUMS=100 * 4 * 32):
+        attend_by_time(*tensors(300, 4, 64), "ages", H200)
+    parts = [(given[3][2], numbers[2]) for name, given, numbers in launches if "dquery" in name]
+    assert [sums.shape for sums, _ in parts] == [(100, 4, 32)] * 3
+    assert [first for _, first in parts] == [0, 100, 200] and len({sums.data_ptr() for sums, _ in parts}) == 1
+    schedules = [given for name, given, _ in launches if name == "_schedule_kernel"]
+    # Of the forward, of the parts, and of the keys.
+    assert [given[0].tolist() for given in schedules] == [
+        [0, 150, 300],
+        *([0, 100, 100], [100, 150, 200], [200, 200, 300]),
+        [0, 150, 300],
+    ]
 
 
 def test_splits_are_combined_after_the_forward(monkeypatch):
@@ -116,7 +138,8 @@ def test_target_attention_hands_many_queries_to_them(monkeypatch, value):
     assert plan.family == "jagged_sm90", plan
     out, lse = target_attention.forward(x, plan)
     assert (out.shape, lse.shape) == (query.shape, query.shape[:3])
-    grads = target_attention.backward(torch.randn_like(out), x, out, lse, plan)
+    needed = (True, True, own is not None, True, False)
+    grads = target_attention.backward(torch.randn_like(out), x, out, lse, needed, plan)
     shapes = [None if grad is None else grad.shape for grad in grads]
     assert shapes == [query.shape, key.shape, None if own is None else own.shape, bias.shape, None]
     assert sum("sm90" in name for name in launches) == 3

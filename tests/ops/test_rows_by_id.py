@@ -369,52 +369,12 @@ def test_a_table_that_was_stepped_after_the_forward(impl, device):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_one_graph_for_all_sizes(impl, device):
-    torch._dynamo.reset()
-
-    def attend(query, a, b, ids, offsets):
-        return ops.target_attention(query, (a, b), indices=(ids, ids), offsets=offsets, impl=impl)
-
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        backend = "inductor" if device.type == "cuda" else "aot_eager"
-        compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=backend)
-        for factor in (2, 3):
-            offsets = offsets_of([3, 0, 4 * factor] * factor, device)
-            inputs = [torch.randn(3 * factor, 1, 2, 16, device=device)]
-            inputs += [torch.randn(rows * factor, 1, 16, device=device) for rows in (5, 9)]
-            for x in inputs:
-                x.requires_grad_()
-            ids = popular(5 * factor, int(offsets[-1]), device)
-            got, expected = (function(*inputs, ids, offsets) for function in (compiled, attend))
-            torch.testing.assert_close(got, expected)
-            gradients = [torch.autograd.grad(out.square().sum(), inputs) for out in (got, expected)]
-            torch.testing.assert_close(*gradients)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_under_vmap_and_grad_of_functorch(impl, device):
-    query, table, ids, offsets = by_id(device)
-    queries, tables = torch.stack([query, -query]), torch.stack([table, 2 * table])
-
-    def attend(query, table):
-        return ops.target_attention(query, table, indices=ids, offsets=offsets, impl=impl)
-
-    expected = torch.stack([attend(query, table), attend(-query, 2 * table)])
-    torch.testing.assert_close(torch.vmap(attend)(queries, tables), expected)
-    expected = torch.stack([attend(query, table), attend(-query, table)])
-    torch.testing.assert_close(torch.vmap(attend, (0, None))(queries, table), expected)
-    got = torch.func.grad(lambda table: attend(query, table).square().sum())(table)
-    leaf = table.clone().requires_grad_()
-    torch.testing.assert_close(got, torch.autograd.grad(attend(query, leaf).square().sum(), leaf)[0])
-
-
-@pytest.mark.parametrize("impl", IMPLS)
 def test_opcheck_and_tracers(impl, device):
     query, (a, b), (ids, other), offsets = by_id(device, 2)
     if impl == "triton":
         rows = torch.zeros((), device=device).expand(12, 1, 16).requires_grad_()
-        tables, indices = (a.flatten(1), b.flatten(1), None, None), (ids, other, None, None)
-        arguments = (query.requires_grad_(), rows, None, offsets, *(None,) * 4, *tables, *indices, 0.3, None, impl)
+        lists = [a.flatten(1), b.flatten(1)], [ids, other]
+        arguments = (query.requires_grad_(), rows, None, offsets, *(None,) * 4, *lists, 0.3, None, impl)
         torch.library.opcheck(torch.ops.jfi.target_attention_fwd.default, arguments)
 
     def attend(query, a, b, ids, other):

@@ -6,10 +6,11 @@ import pytest
 import torch
 from ops.budget import compare
 from ops.ragged import ON_HOPPER, SLOW_HERE, offsets_of
+from torch.utils._pytree import tree_leaves
 
 import jfi.ops
 from jfi import reference
-from jfi.plan import override
+from jfi.plan import MOST_BUCKET_SUMS, override
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 IMPLS = ["triton", "torch"]
@@ -315,6 +316,47 @@ def test_the_same_inputs_give_the_same_bits(impl, device):
         )
         runs.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "num_kv_heads"), [(16, torch.float32, 1), pytest.param(64, torch.float16, 2, marks=SLOW_HERE)]
+)
+@pytest.mark.parametrize("bias", ["time", "position"])
+def test_sums_by_bucket_take_bounded_memory(bias, width, dtype, num_kv_heads, device, monkeypatch):
+    """Query rows are taken in parts, however many there are, and in the same order every time."""
+    from jfi.kernels.common.launch import Launcher
+
+    lengths, num_buckets, rows_of_a_part = [20, 0, 3, 21, 1], 8, 16
+    offsets, rows = offsets_of(lengths, device), sum(lengths)
+    leaves = [
+        torch.randn(rows, 2, width, device=device).to(dtype).requires_grad_(),
+        torch.randn(rows, num_kv_heads, width, device=device).to(dtype).requires_grad_(),
+        torch.randn(num_buckets, 2, device=device).to(dtype).requires_grad_(),
+    ]
+    times = sorted_times(lengths, 300, torch.int64, device)
+    given = {"causal": True} if bias == "position" else {"query_time": times, "key_time": times}
+
+    def gradients(most: int) -> list[torch.Tensor]:
+        with override(MOST_BUCKET_SUMS=most):
+            out = jfi.ops.jagged_attention(
+                *leaves[:2], query_offsets=offsets, **given, **{f"{bias}_bias": leaves[2]}, impl="triton"
+            )
+            sizes.clear()
+            return torch.autograd.grad(out.square().sum(), leaves)
+
+    launch, sizes = Launcher.__call__, []
+
+    def record(self, grid, tensors, *rest):
+        sizes.extend(x.numel() for x in tree_leaves(tensors) if x is not None and x.shape[1:] == (2, num_buckets))
+        return launch(self, grid, tensors, *rest)
+
+    monkeypatch.setattr(Launcher, "__call__", record)
+    want = gradients(MOST_BUCKET_SUMS)
+    assert sizes == [rows * 2 * num_buckets]
+    got = gradients(rows_of_a_part * 2 * num_buckets)
+    assert sizes == [count * 2 * num_buckets for count in (16, 16, rows - 32)]
+    torch.testing.assert_close(got, want)
+    assert all(torch.equal(a, b) for a, b in zip(got, gradients(rows_of_a_part * 2 * num_buckets), strict=True))
 
 
 @pytest.mark.parametrize("impl", IMPLS)

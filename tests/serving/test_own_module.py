@@ -87,7 +87,7 @@ def test_the_form_without_python_is_the_operator(groups):
         (value, table[buckets], None, scale),
         (None, table, buckets, None),
     ):
-        rest = (None, *[None] * 8, 0.3, None, "torch")
+        rest = (None, [], [], 0.3, None, "torch")
         found, _ = _target_attention(query, key, of_value, offsets, bias, index, value_scale, *rest)
         options = {"key_bias": bias, "key_bias_index": index, "value_scale": value_scale, "scale": 0.3}
         wanted = jfi.ops.target_attention(query, key, of_value, offsets=offsets, **options)

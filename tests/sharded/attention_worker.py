@@ -328,9 +328,11 @@ def as_on_a_gpu() -> Iterator[None]:
         indices = [cut(index) for index in inputs.indices]
         return inputs._replace(**own, value_scale=cut(inputs.value_scale), indices=indices)
 
-    def gradients(grad: Tensor, out: Tensor, lse: Tensor, inputs: TargetAttentionInputs, impl: str) -> list:
+    def gradients(
+        grad: Tensor, out: Tensor, lse: Tensor, needed: tuple, inputs: TargetAttentionInputs, impl: str
+    ) -> list:
         room = inputs.key.size(0)
-        found = part_gradients(grad, out, lse, trimmed(inputs), impl)
+        found = part_gradients(grad, out, lse, needed, trimmed(inputs), impl)
         # Beyond kernels a bias by bucket is one by event, whose gradients there are 0, as CapturedStep asks for.
         by_event = [None, torch.nan, torch.nan, 0.0 if inputs.bias_index is None else None]
         return [

@@ -6,6 +6,8 @@ their compiled kernel by device and dtypes, others go through Triton's own launc
 served; hooks of a kernel (pre_run_hooks) and the check that its globals have not changed are not.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from triton import knobs
@@ -18,9 +20,9 @@ from jfi.kernels.common.primitives import INTERPRET
 Tensors = tuple[Tensor | tuple[Tensor | None, ...] | None, ...]
 
 
-def empty_like(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Memory for the gradient of each tensor; None where there is no tensor."""
-    return [None if x is None else torch.empty_like(x) for x in tensors]
+def empty_like(tensors: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
+    """Memory for the gradient of each tensor that needs one; None for the others, and where there is no tensor."""
+    return [torch.empty_like(x) if need and x is not None else None for x, need in zip(tensors, needed, strict=True)]
 
 
 class Launcher:

@@ -1,5 +1,7 @@
 """Attention over digits, as planned: stream-K ranges of events for each tile of query rows, then the combine step."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -65,35 +67,44 @@ def forward(x: DigitAttentionInputs, chosen: AttentionPlan | None = None) -> tup
 
 
 def backward(
-    grad: Tensor, x: DigitAttentionInputs, out: Tensor, lse: Tensor, chosen: AttentionPlan | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """The gradients of query and bias."""
+    grad: Tensor,
+    x: DigitAttentionInputs,
+    out: Tensor,
+    lse: Tensor,
+    needed: Sequence[bool],
+    chosen: AttentionPlan | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the gradients of query and bias, None for one that is not needed."""
     chosen = plan_digit_attention(x, "triton") if chosen is None else chosen
     batch, num_queries, num_heads, _ = x.query.shape
-    dquery = torch.empty_like(x.query)
+    needs_query, needs_bias = needed
+    dquery = torch.empty_like(x.query) if needs_query else None
     if not batch:
-        return dquery, None if x.bias is None else torch.zeros_like(x.bias)
+        return dquery, torch.zeros_like(x.bias) if needs_bias else None
     kernel, device = chosen.backward[0], x.query.device
     grid, partials = _ranges(x, chosen, kernel)
     table_rows = x.bias.shape[0] if x.bias_index is not None else 0
     sums_table = table_rows > 0 and kernel.constants["BLOCK_R"] > 0
     # Parts that are summed: by query in registers, which sum an event's bias for one query only, else by tile.
     parts = grid[1] if kernel.kernel == "digit_attention_bwd" else num_queries
-    if x.bias is None:
+    if not needs_bias:
         dbias = None
     elif sums_table:
         dbias = torch.empty(grid[0], parts, table_rows, num_heads, dtype=torch.float32, device=device)
     else:
         dtype = torch.float32 if table_rows or parts > 1 else x.bias.dtype
         dbias = torch.empty(parts, x.num_events, num_heads, dtype=dtype, device=device)
-    queries, grads = (x.query, grad, out, lse), (dquery, dbias, partials.memory)
+    queries, grads = (x.query, grad, out, lse), (dquery, dbias, partials.memory if needs_query else None)
     rows = table_rows, x.digits.shape[0]
     numbers = (batch, num_queries * num_heads, partials.chunk, x.num_events, *rows, x.scale)
     _launcher(chosen.problem, kernel)(grid, (queries, *event_pointers(x), grads), numbers)
-    partials.combine_tiles(x.offsets, dquery, None)
+    if needs_query:
+        partials.combine_tiles(x.offsets, dquery, None)
+    if not needs_bias:
+        return dquery, None
     if sums_table:
         dbias = dbias.sum((0, 1)).to(x.bias.dtype)
-    elif x.bias is not None:
+    else:
         dbias = dbias[0] if parts == 1 else dbias.sum(0)
         if table_rows:
             # Sorts the events by index: no sum in an order that changes from run to run. It leaves out -1.

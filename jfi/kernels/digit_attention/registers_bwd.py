@@ -40,7 +40,7 @@ def _gradients(
     units,
     bias_ptrs,
     value_scale_ptr,
-    dbias_ptr,
+    grads,
     n,
     left,
     rows,
@@ -53,6 +53,7 @@ def _gradients(
     q, grad, lse2, delta = operands
     along_k, along_n, table_row = units
     dq, dtable = sums
+    dq_ptr, dbias_ptr = grads
     at = gl.arange(0, SPEC.block_n, layout=COLS)
     keys = tile.keys_of(along_k, q.dtype, SPEC)
     zero = gl.zeros([SPEC.block_m, SPEC.block_n], gl.float32, MMA)
@@ -70,7 +71,7 @@ def _gradients(
         dp = dp * tile.load_scale(value_scale_ptr, n, left, SPEC)
     ds = p * (dp - delta[:, None])  # times UNIT
     weights = gl.convert_layout(ds.to(q.dtype), LEFT, assert_trivial=True)
-    if BLOCK_R > 0:
+    if (BLOCK_R > 0) and (dbias_ptr is not None):
         # Which events have which row of the table: they are summed in their order.
         event = gl.arange(0, SPEC.block_n, layout=gl.SliceLayout(1, RIGHT))
         table_row = gl.arange(0, BLOCK_R, layout=gl.SliceLayout(0, RIGHT))
@@ -78,12 +79,14 @@ def _gradients(
         index = gl.load(bias_ptrs[1] + n + event, mask=event < left, other=0).to(gl.int32)
         of_row = (index[:, None] == table_row[None, :]).to(q.dtype)
         dtable = mma_v2(weights, of_row, dtable)
-    elif SPEC.has_bias:
+    elif dbias_ptr is not None:
         row = gl.arange(0, SPEC.block_m, layout=ROWS)
         to = dbias_ptr + n * SPEC.num_heads + at[None, :] * SPEC.num_heads + (rows[0] + row)[:, None]
         keep = (at < left)[None, :] & (row < rows[1])[:, None]
         gl.store(to, (ds * (1 / UNIT)).to(dbias_ptr.dtype.element_ty), mask=keep)
-    return mma_v2(weights, tile.values_of(along_n, q.dtype, SPEC), dq), dtable
+    if dq_ptr is not None:
+        dq = mma_v2(weights, tile.values_of(along_n, q.dtype, SPEC), dq)
+    return dq, dtable
 
 
 @gluon.jit(
@@ -107,7 +110,10 @@ def digit_attention_registers_bwd_kernel(
     SPEC: gl.constexpr,
     BLOCK_R: gl.constexpr,
 ):
-    """With BLOCK_R the bias is a table whose gradient each program sums by query row; else dbias is by event."""
+    """With BLOCK_R the bias is a table whose gradient each program sums by query row; else dbias is by event.
+
+    ``grads`` are pointers to dq, dbias and the ranges' parts of dq, None for what is not needed.
+    """
     L: gl.constexpr = SPEC.num_digits
     H: gl.constexpr = SPEC.num_heads
     COLUMNS: gl.constexpr = tile.units_of(SPEC.num_words) * tile.digits_of_unit(SPEC.num_words)
@@ -119,7 +125,8 @@ def digit_attention_registers_bwd_kernel(
     end = start + chunk
     row = gl.program_id(1) * SPEC.block_m
     rows = (row, num_rows - row)
-    _partial_lse_ptr, split_ptr = behind_partials(partial_ptr, gl.num_programs(0), num_rows, L)
+    if dq_ptr is not None:
+        _partial_lse_ptr, split_ptr = behind_partials(partial_ptr, gl.num_programs(0), num_rows, L)
     split = start * 0 - 1
     sample, low, high, n = tile.find_range(offsets_ptr, batch, start)
     next_high = gl.load(offsets_ptr + sample + 2, mask=sample + 1 < batch, other=0).to(gl.int64)
@@ -146,7 +153,7 @@ def digit_attention_registers_bwd_kernel(
                 units,
                 bias_ptrs,
                 value_scale_ptr,
-                dbias_ptr,
+                (dq_ptr, dbias_ptr),
                 first,
                 left,
                 rows,
@@ -156,20 +163,21 @@ def digit_attention_registers_bwd_kernel(
                 SPEC,
             )
             units = next_units
-        dq = dq * (scale / (UNIT * UNIT))
-        begins = low + sample * WEIGHT >= start
-        if begins & (last == high):
-            tile.store_sums(dq_ptr + first_row * L, dq, rows[1], SPEC)
-        else:
-            place = (2 * program + begins.to(gl.int32)).to(gl.int64) * num_rows + row
-            tile.store_sums(partial_ptr + place * L, dq, rows[1], SPEC)
-        split = gl.where(begins & (last < high), sample, split)
+        if dq_ptr is not None:
+            dq = dq * (scale / (UNIT * UNIT))
+            begins = low + sample * WEIGHT >= start
+            if begins & (last == high):
+                tile.store_sums(dq_ptr + first_row * L, dq, rows[1], SPEC)
+            else:
+                place = (2 * program + begins.to(gl.int32)).to(gl.int64) * num_rows + row
+                tile.store_sums(partial_ptr + place * L, dq, rows[1], SPEC)
+            split = gl.where(begins & (last < high), sample, split)
         sample += 1
         low = high
         n = high
         high = next_high
         next_high = gl.load(offsets_ptr + sample + 2, mask=sample + 1 < batch, other=0).to(gl.int64)
-    if BLOCK_R > 0:
+    if (BLOCK_R > 0) and (dbias_ptr is not None):
         # [programs, T, R, H]
         own_row = gl.arange(0, SPEC.block_m, layout=ROWS)
         table_row = gl.arange(0, BLOCK_R, layout=COLS)
@@ -177,4 +185,5 @@ def digit_attention_registers_bwd_kernel(
         to = (row + own_row) // H * (table_rows * H) + (row + own_row) % H
         keep = (own_row < rows[1])[:, None] & (table_row < table_rows)[None, :]
         gl.store(base + to[:, None] + (table_row * H)[None, :], dtable * (1 / UNIT), mask=keep)
-    gl.store(split_ptr + program, split.to(gl.int32))
+    if dq_ptr is not None:
+        gl.store(split_ptr + program, split.to(gl.int32))

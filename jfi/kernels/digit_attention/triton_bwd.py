@@ -36,7 +36,10 @@ def digit_attention_bwd_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """With BLOCK_R the bias is a table of so few rows that each program sums its gradient; else dbias is by event."""
+    """With BLOCK_R the bias is a table of so few rows that each program sums its gradient; else dbias is by event.
+
+    ``grads`` are pointers to dq, dbias and the ranges' parts of dq, None for what is not needed.
+    """
     L: tl.constexpr = SPEC.num_digits
     H: tl.constexpr = SPEC.num_heads
     PRECISION: tl.constexpr = SPEC.precision
@@ -49,13 +52,14 @@ def digit_attention_bwd_kernel(
     row = tile * SPEC.block_m + tl.arange(0, SPEC.block_m)
     row_mask = row < num_rows
     at = tl.arange(0, SPEC.block_n)
-    if SPEC.has_bias:
+    if dbias_ptr is not None:
         # Which query row has which head: dS times it sums over the query rows of a head.
         of_head = (((row % H)[:, None] == tl.arange(0, BLOCK_H)[None, :]) & row_mask[:, None]).to(tl.float32)
     if BLOCK_R > 0:
         table_at = tl.arange(0, BLOCK_R)
         dtable = tl.zeros((SPEC.block_m, BLOCK_R), tl.float32)
-    _partial_lse_ptr, split_ptr = behind_partials(partial_ptr, tl.num_programs(0), num_rows, L)
+    if dq_ptr is not None:
+        _partial_lse_ptr, split_ptr = behind_partials(partial_ptr, tl.num_programs(0), num_rows, L)
     split = tl.full((), -1, tl.int64)
     sample, low, high, n, _tiles = find_range(offsets_ptr, batch, start, end, SPEC.block_n)
     while (sample < batch) & (low + sample * WEIGHT < end):
@@ -78,30 +82,34 @@ def digit_attention_bwd_kernel(
             if SPEC.has_value_scale:
                 dp = dp * load_event_scale(value_scale_ptr, first, at, mask)
             ds = scores_gradient(p, dp, delta[:, None])
-            if BLOCK_R > 0:
-                # Which events have which row of the table: they are summed in their order.
-                index = tl.load(bias_index_ptr + first + at, mask=mask, other=0)
-                of_row = (index[:, None] == table_at[None, :]).to(digits.dtype)
-                dtable = tl.dot(ds.to(digits.dtype), of_row, dtable, input_precision=PRECISION)
-            elif SPEC.has_bias:
-                dbias = tl.dot(tl.trans(ds), of_head, input_precision="tf32x3")
-                to = dbias_ptr + (tile.to(tl.int64) * num_events + first) * H
-                store_rows(to, dbias, at, mask, H, H, BLOCK_H)
-            dq = tl.dot(ds.to(digits.dtype), digits, dq, input_precision=PRECISION)
-        dq = dq * scale
-        begins = low + sample * WEIGHT >= start
-        if begins & (last == high):
-            store_rows(dq_ptr + base * L, dq, row, row_mask, L, L, SPEC.block_l)
-        else:
-            place = (2 * program + begins.to(tl.int32)).to(tl.int64) * num_rows
-            store_rows(partial_ptr + place * L, dq, row, row_mask, L, L, SPEC.block_l)
-        split = tl.where(begins & (last < high), sample, split)
+            if dbias_ptr is not None:
+                if BLOCK_R > 0:
+                    # Which events have which row of the table: they are summed in their order.
+                    index = tl.load(bias_index_ptr + first + at, mask=mask, other=0)
+                    of_row = (index[:, None] == table_at[None, :]).to(digits.dtype)
+                    dtable = tl.dot(ds.to(digits.dtype), of_row, dtable, input_precision=PRECISION)
+                else:
+                    dbias = tl.dot(tl.trans(ds), of_head, input_precision="tf32x3")
+                    to = dbias_ptr + (tile.to(tl.int64) * num_events + first) * H
+                    store_rows(to, dbias, at, mask, H, H, BLOCK_H)
+            if dq_ptr is not None:
+                dq = tl.dot(ds.to(digits.dtype), digits, dq, input_precision=PRECISION)
+        if dq_ptr is not None:
+            dq = dq * scale
+            begins = low + sample * WEIGHT >= start
+            if begins & (last == high):
+                store_rows(dq_ptr + base * L, dq, row, row_mask, L, L, SPEC.block_l)
+            else:
+                place = (2 * program + begins.to(tl.int32)).to(tl.int64) * num_rows
+                store_rows(partial_ptr + place * L, dq, row, row_mask, L, L, SPEC.block_l)
+            split = tl.where(begins & (last < high), sample, split)
         sample += 1
         low = high
         n = high
         high = next_high
-    if BLOCK_R > 0:
+    if (BLOCK_R > 0) and (dbias_ptr is not None):
         dtable = tl.dot(tl.trans(dtable), of_head, input_precision="tf32x3")
         to = dbias_ptr + (program.to(tl.int64) * tl.num_programs(1) + tile) * (table_rows * H)
         store_rows(to, dtable, table_at, table_at < table_rows, H, H, BLOCK_H)
-    tl.store(split_ptr + program, split.to(tl.int32))
+    if dq_ptr is not None:
+        tl.store(split_ptr + program, split.to(tl.int32))

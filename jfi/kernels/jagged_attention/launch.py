@@ -1,8 +1,11 @@
 """Executes a plan of jagged attention."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from jfi.kernels.common.launch import empty_like
 from jfi.kernels.jagged_attention import triton_bwd, triton_fwd
 from jfi.plan import AttentionPlan, JaggedAttentionInputs
 
@@ -20,22 +23,27 @@ def forward(x: JaggedAttentionInputs, plan: AttentionPlan) -> tuple[Tensor, Tens
 
 
 def backward(
-    grad: Tensor, dlse: Tensor | None, x: JaggedAttentionInputs, out: Tensor, lse: Tensor, plan: AttentionPlan
+    grad: Tensor,
+    dlse: Tensor | None,
+    x: JaggedAttentionInputs,
+    out: Tensor,
+    lse: Tensor,
+    needed: Sequence[bool],
+    plan: AttentionPlan,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of query, key (with that of value if value = key), value, bias and table, None for those not given.
-
-    Packed digits, and factors of theirs, have none.
+    """Returns the gradients of query, key (with that of value if value = key), value, bias and table.
 
     Args:
-        out, lse: what ``forward`` returned.
         grad: the gradient of out, contiguous and from a multiple of 16 bytes on, as TMA needs.
         dlse: the gradient of lse, contiguous; None if lse was not used.
+        out, lse: what ``forward`` returned.
+        needed: of these five, which are needed; the others are None. Packed digits and their factors have none.
     """
     if not (x.query.shape[0] and x.key.shape[0]):
-        inputs = (x.query, *x.trained_keys, x.bias, x.table)
-        return tuple(None if y is None else torch.zeros_like(y) for y in inputs)
+        grads = empty_like((x.query, x.key, x.value, x.bias, x.table), needed)
+        return tuple(None if y is None else y.zero_() for y in grads)
     if plan.family == "jagged_sm90":
         from jfi.kernels.jagged_attention import sm90
 
-        return sm90.backward(grad, dlse, x, out, lse, plan)
-    return triton_bwd.backward(grad, dlse, x, out, lse, plan)
+        return sm90.backward(grad, dlse, x, out, lse, needed, plan)
+    return triton_bwd.backward(grad, dlse, x, out, lse, needed, plan)

@@ -1,5 +1,6 @@
 """Launches the Hopper kernels of jagged attention as a plan says."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from jfi.kernels.jagged_attention.sm90_dquery import jagged_attention_sm90_dquer
 from jfi.kernels.jagged_attention.sm90_fwd import jagged_attention_sm90_fwd_kernel
 from jfi.kernels.jagged_attention.sm90_pipeline import ROWS
 from jfi.kernels.jagged_attention.sm90_primitives import tensor_descriptor
-from jfi.kernels.jagged_attention.tiles import Visibility, bounds
+from jfi.kernels.jagged_attention.tiles import Visibility, add_totals, bounds, query_parts
 from jfi.plan import AttentionPlan, AttentionProblem, JaggedAttentionInputs, KernelPlan, Split, cached
 
 
@@ -107,12 +108,18 @@ def forward(x: JaggedAttentionInputs, plan: AttentionPlan) -> tuple[Tensor, Tens
 
 
 def backward(
-    grad: Tensor, dlse: Tensor | None, x: JaggedAttentionInputs, out: Tensor, lse: Tensor, plan: AttentionPlan
+    grad: Tensor,
+    dlse: Tensor | None,
+    x: JaggedAttentionInputs,
+    out: Tensor,
+    lse: Tensor,
+    needed: Sequence[bool],
+    plan: AttentionPlan,
 ) -> tuple[Tensor | None, ...]:
-    """As `launch.backward`."""
+    """As `launch.backward`; the kernel of the queries always runs, since the other one reads its statistics."""
     (dquery_plan, dkey_plan), problem = plan.backward, plan.problem
     qheads_per_kvhead, rows = problem.qheads_per_kvhead, x.query.shape[0]
-    dquery, dkey, dvalue, dbias = empty_like(x.query, x.key, x.value, x.bias)
+    dquery, dkey, dvalue, dbias = empty_like((x.query, x.key, x.value, x.bias), needed[:4])
     stats = torch.empty(2, problem.num_kv_heads, rows * qheads_per_kvhead, dtype=torch.float32, device=x.query.device)
     # Tiles have 64 rows but for the queries of dkey, so both kernels have the same descriptors.
     key = tensor_descriptor(x.key, ROWS.value)
@@ -123,22 +130,26 @@ def backward(
         key,
         value,
     )
-    numbers = (rows * qheads_per_kvhead, *bounds(x.left, x.right), x.scale, x.scale * LOG2E.value)
+    numbers = (*bounds(x.left, x.right), x.scale, x.scale * LOG2E.value)
     block_m, block_n = dquery_plan.block_m, dkey_plan.block_n
-    tiles = schedule_tiles(x.query_offsets, x.key_offsets, rows, qheads_per_kvhead, block_m)
     biases, times = (x.bias, x.edges, x.table), (x.query_time, x.key_time)
-    sums = None if x.table is None else lse.new_zeros(*lse.shape, x.num_buckets)
-    tensors = (tiles, biases, (out, lse, dlse), (stats, dquery, sums))
-    _launch(dquery_plan, problem, x, block_m, descriptors, tensors, numbers)
+    totals = []
+    for first, count, offsets, sums in query_parts(x, needed[4]):
+        tiles = schedule_tiles(offsets, x.key_offsets, count, qheads_per_kvhead, block_m)
+        tensors = (tiles, biases, (out, lse, dlse), (stats, dquery, sums))
+        _launch(dquery_plan, problem, x, block_m, descriptors, tensors, (rows * qheads_per_kvhead, first, *numbers))
+        if sums is not None:
+            totals.append(sums.sum(0))
+    dtable = add_totals(totals, x.table)
+    if not any(needed[1:4]):
+        return dquery, None, None, None, dtable
     # In self-attention with a key head per query head, both sides are cut into the same tiles.
-    same_tiles = (
-        qheads_per_kvhead == 1 and block_m == block_n and x.query_offsets.data_ptr() == x.key_offsets.data_ptr()
-    )
-    if not same_tiles:
+    same_tiles = qheads_per_kvhead == 1 and block_m == block_n and count == rows
+    if not (same_tiles and x.query_offsets.data_ptr() == x.key_offsets.data_ptr()):
         tiles = schedule_tiles(x.key_offsets, x.query_offsets, x.key.shape[0], 1, block_n)
     tensors = (tiles, biases, times, stats, (dkey, dvalue, dbias))
     if dkey_plan.block_m != ROWS.value:
         queries = (tensor_descriptor(y, dkey_plan.block_m, qheads_per_kvhead) for y in (x.query, grad))
         descriptors = (*queries, key, value)
-    _launch(dkey_plan, problem, x, block_n, descriptors, tensors, numbers)
-    return dquery, dkey, dvalue, dbias, None if sums is None else sums.sum(0).T.contiguous().to(x.table.dtype)
+    _launch(dkey_plan, problem, x, block_n, descriptors, tensors, (rows * qheads_per_kvhead, *numbers))
+    return dquery, dkey, dvalue, dbias, dtable

@@ -240,14 +240,15 @@ def _consume(own, other, statistics, bias_ptr, results, schedule, SPEC: gl.const
                 num_q_tiles += 1
             pipeline.release(own.ring, num_k_tiles)
             num_k_tiles += 1
-        if SPEC.has_bias:
+        if dbias_ptr is not None:
             gl.store(dbias_ptr + bias_at, dbias.to(dbias_ptr.dtype.element_ty), mask=key < num_keys)
-        dk = dk * scale
-        if SPEC.shared_kv:
-            dk = dk + dv
-        else:
+        if dv_ptr is not None:
             tile.store_rows(dv_ptr, dv, k_start + first, k_start + num_keys, kv_head, SPEC.num_kv_heads)
-        tile.store_rows(dk_ptr, dk, k_start + first, k_start + num_keys, kv_head, SPEC.num_kv_heads)
+        if dk_ptr is not None:
+            dk = dk * scale
+            if SPEC.shared_kv:
+                dk = dk + dv
+            tile.store_rows(dk_ptr, dk, k_start + first, k_start + num_keys, kv_head, SPEC.num_kv_heads)
         number = next_number
         work_tile = next_work_tile
 
@@ -276,7 +277,7 @@ def jagged_attention_sm90_dkey_kernel(
     Args:
         biases: pointers to the bias by key, the edges and the table of biases by bucket.
         times: pointers to the times of queries and keys, None where buckets go by distance.
-        results: pointers to the three gradients, None where there is none.
+        results: pointers to the three gradients, None for those that are not needed.
     """
     bias_ptr, edges_ptr, table_ptr = biases
     WARP_GROUPS: gl.constexpr = SPEC.warp_groups

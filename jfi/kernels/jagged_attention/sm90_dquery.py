@@ -130,7 +130,7 @@ def _consume(own, other, bias_smem, saved, results, schedule, SPEC: gl.constexpr
                     s, n, biases, rows, bucket, bucket_bias, edge, next_bias, next_edge, top, SPEC
                 )
             ds = _scores_gradient(s, dp, lse, delta, n, visible, scale_left, bias, SPEC)
-            if SPEC.has_table:
+            if sums_ptr is not None:
                 bucket_sum = tile.add_bucket_sums(
                     ds, n, biases, rows, sums_ptr, mask, passed, passed_edge, passes, bucket_sum, SPEC
                 )
@@ -153,7 +153,7 @@ def _consume(own, other, bias_smem, saved, results, schedule, SPEC: gl.constexpr
                         s, n, biases, rows, bucket, bucket_bias, edge, next_bias, next_edge, top, SPEC
                     )
                 next_ds = _scores_gradient(s, dp, lse, delta, n, visible, scale_left, bias, SPEC)
-                if SPEC.has_table:
+                if sums_ptr is not None:
                     bucket_sum = tile.add_bucket_sums(
                         next_ds, n, biases, rows, sums_ptr, mask, passed, passed_edge, passes, bucket_sum, SPEC
                     )
@@ -172,15 +172,16 @@ def _consume(own, other, bias_smem, saved, results, schedule, SPEC: gl.constexpr
             num_q_tiles += 1
         else:
             gl.store(stats + num_rows.to(gl.int64) * SPEC.num_kv_heads, gl.zeros_like(lse), mask=mask)
-        if SPEC.has_table:
+        if sums_ptr is not None:
             to = sums_ptr + (rows.query * (SPEC.num_kv_heads * SPEC.qheads_per_kvhead) + rows.head) * SPEC.num_buckets
             gl.store(to + bucket, bucket_sum, mask=mask)
-        tile.store_rows(dq_ptr, dq * scale, row, end, kv_head, SPEC.num_kv_heads)
+        if dq_ptr is not None:
+            tile.store_rows(dq_ptr, dq * scale, row, end, kv_head, SPEC.num_kv_heads)
         number = next_number
         work_tile = next_work_tile
 
 
-@gluon.jit(do_not_specialize=["total", "rows", "left", "right"])
+@gluon.jit(do_not_specialize=["total", "rows", "first_query", "left", "right"])
 def jagged_attention_sm90_dquery_kernel(
     q_desc,
     grad_desc,
@@ -192,6 +193,7 @@ def jagged_attention_sm90_dquery_kernel(
     results,
     total,
     rows,
+    first_query,
     left,
     right,
     scale,
@@ -203,7 +205,9 @@ def jagged_attention_sm90_dquery_kernel(
     Args:
         saved: pointers to the output, its log-sum-exp, and the latter's gradient or None.
         biases: pointers to the bias by key, the edges and the table of biases by bucket.
-        results: pointers to the statistics, to dq and to the sums of the gradient by bucket.
+        results: pointers to the statistics, to dq and to the sums of the gradient by bucket, the last two None if not
+            needed.
+        first_query: of the launch, whose sums come first.
     """
     bias_ptr, edges_ptr, table_ptr = biases
     WARP_GROUPS: gl.constexpr = SPEC.warp_groups
@@ -219,6 +223,8 @@ def jagged_attention_sm90_dquery_kernel(
     fence_async_shared()
     schedule = pipeline.Schedule(tiles_ptr, pipeline.tile_queue(WARP_GROUPS), total, (left, right, edges_ptr))
     stats_ptr, dq_ptr, sums_ptr = results
+    if sums_ptr is not None:
+        sums_ptr -= first_query.to(gl.int64) * (SPEC.num_kv_heads * SPEC.qheads_per_kvhead * SPEC.num_buckets)
     results = (stats_ptr, dq_ptr, sums_ptr, table_ptr, rows, scale, scale2)
     pipeline.specialize(
         _consume,

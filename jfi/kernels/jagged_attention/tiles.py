@@ -7,12 +7,15 @@ key.  It sees the keys from position - left to position + right.
 With edges (see jfi/ops/_bucket_edges.py) each query says itself which keys it sees.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from jfi import plan
 from jfi.kernels.common.spec import Constant
 from jfi.kernels.common.tiles import load_digits, load_rows
 from jfi.kernels.jagged_attention.buckets import MOST_BUCKETS
@@ -69,6 +72,29 @@ class JaggedSpec(NamedTuple):
         """An expression that makes it in any scope: Inductor writes an exported kernel's constants into its code."""
         values = tuple(x.value for x in self)
         return f"__import__({__name__!r}, fromlist=['JaggedSpec']).JaggedSpec.of_values{values!r}"
+
+
+def query_parts(x: JaggedAttentionInputs, by_bucket: bool) -> Iterator[tuple[int, int, Tensor, Tensor | None]]:
+    """Yields, for each launch of dq's kernel, (first query row, number of rows, query offsets, sums by bucket).
+
+    Without sums there is one launch.  Those of all rows, [R, H, num_buckets], could be larger than all other memory of
+    the backward pass, so the rows are taken in parts that share memory.  Other rows belong to no sample of a part.
+    """
+    rows, num_heads, _ = x.query.shape
+    if not by_bucket:
+        yield 0, rows, x.query_offsets, None
+        return
+    most = min(rows, max(1, plan.MOST_BUCKET_SUMS // (num_heads * x.num_buckets)))
+    sums = x.query.new_empty(most, num_heads, x.num_buckets, dtype=torch.float32)
+    for first in range(0, rows, most):
+        count = min(most, rows - first)
+        offsets = x.query_offsets if count == rows else x.query_offsets.clamp(first, first + count)
+        yield first, count, offsets, sums[:count].zero_()
+
+
+def add_totals(totals: list[Tensor], table: Tensor | None) -> Tensor | None:
+    """Returns the gradient of a table by bucket from the totals [H, num_buckets] of all parts, in their order."""
+    return sum(totals[1:], totals[0]).T.contiguous().to(table.dtype) if totals else None
 
 
 def bounds(left: int | None, right: int | None) -> tuple[int, int]:

@@ -7,6 +7,8 @@ dS is the gradient of the scores through the output and through the log-sum-exp 
 kernel has a program per tile of queries, which loops over the keys that they see, the other a program per tile of keys.
 """
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -26,10 +28,12 @@ from jfi.kernels.jagged_attention.buckets import (
 from jfi.kernels.jagged_attention.tiles import (
     JaggedSpec,
     Visibility,
+    add_totals,
     bounds,
     is_visible,
     keys_and_values,
     load_keys,
+    query_parts,
     seeing_queries,
     visible_keys,
 )
@@ -121,22 +125,25 @@ def _query_and_head(row, q_start, num_queries, kv_head, SPEC: tl.constexpr):
     return query.to(tl.int64), kv_head * SPEC.qheads_per_kvhead + row % SPEC.qheads_per_kvhead
 
 
-@triton.jit(do_not_specialize=["total", "rows", "left", "right"])
+@triton.jit(do_not_specialize=["total", "rows", "first_query", "left", "right"])
 def jagged_attention_dquery_kernel(
-    queries, keys, biases, tiles_ptr, results, total, rows, left, right, scale, SPEC: tl.constexpr
+    queries, keys, biases, tiles_ptr, results, total, rows, first_query, left, right, scale, SPEC: tl.constexpr
 ):
-    """dq, and of a table of biases each row's sums by bucket; ``results`` points to these.
+    """dq, and of a table of biases each row's sums by bucket; ``results`` points to these, None if not needed.
 
     Args:
         queries: pointers to query, dO and statistics.
         keys: pointers to key and value.
         biases: pointers to the bias by key, the edges and the table of biases by bucket.
         rows: R · H/G.
+        first_query: of the launch, whose sums come first.
     """
     k_ptr, v_ptr = keys
     bias_ptr, edges_ptr, table_ptr = biases
     by_bucket = (edges_ptr, table_ptr)
     dq_ptr, sums_ptr = results
+    if sums_ptr is not None:
+        sums_ptr -= first_query.to(tl.int64) * (SPEC.num_kv_heads * SPEC.qheads_per_kvhead * SPEC.num_buckets)
     QHEADS_PER_KVHEAD: tl.constexpr = SPEC.qheads_per_kvhead
     D: tl.constexpr = SPEC.head_dim
     kv_head = tl.program_id(0) % SPEC.num_kv_heads
@@ -154,6 +161,7 @@ def jagged_attention_dquery_kernel(
     if SPEC.has_table:
         _begin, _end, bucket = visible_range(edges_ptr, query, q_mask, SPEC)
         bucket_value, bucket_edge = load_bucket(by_bucket, query, head, bucket, q_mask, SPEC)
+    if sums_ptr is not None:
         bucket_sum = tl.zeros((SPEC.block_m,), tl.float32)
     dq = tl.zeros((SPEC.block_m, SPEC.block_d), tl.float32)
     for step in range(0, steps):
@@ -173,15 +181,17 @@ def jagged_attention_dquery_kernel(
         _p, ds = _weights_and_gradient(
             operands, (k, v, n, key_at, mask), visible, relative, bias_ptr, kv_head, scale, SPEC
         )
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=SPEC.precision)
-        if SPEC.has_table:
+        if dq_ptr is not None:
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=SPEC.precision)
+        if sums_ptr is not None:
             state = (passed, passed_edge, bucket_sum)
             bucket_sum = add_bucket_sums(by_bucket, sums_ptr, (query, head), state, ds, key, first_key, q_mask, SPEC)
-    if SPEC.has_table:
+    if sums_ptr is not None:
         sums = sums_ptr + (query * (SPEC.num_kv_heads * QHEADS_PER_KVHEAD) + head) * SPEC.num_buckets
         tl.store(sums + bucket, bucket_sum, mask=q_mask)
-    q_at = query_rows(row.to(tl.int64), kv_head, SPEC)
-    store_rows(dq_ptr + q_base * D, dq * scale, q_at, q_mask, D, D, SPEC.block_d)
+    if dq_ptr is not None:
+        q_at = query_rows(row.to(tl.int64), kv_head, SPEC)
+        store_rows(dq_ptr + q_base * D, dq * scale, q_at, q_mask, D, D, SPEC.block_d)
 
 
 @triton.jit(do_not_specialize=["total", "rows", "left", "right"])
@@ -202,7 +212,7 @@ def jagged_attention_dkey_kernel(
 ):
     """dk (if value = key with dv added), dv and dbias, to which ``results`` points; the rest as of dq's kernel.
 
-    Packed digits have no gradient: of them it writes dbias alone.
+    Pointers are None for gradients that are not needed, such as those of packed digits.
 
     times: pointers to the times of queries and keys, None where buckets go by distance.
     """
@@ -248,20 +258,21 @@ def jagged_attention_dkey_kernel(
         p, ds = _weights_and_gradient(
             operands, (k, v, n, key_at, mask), visible, relative, bias_ptr, kv_head, scale, SPEC
         )
-        if SPEC.num_words == 0:
+        if (dv_ptr is not None) or (SPEC.shared_kv and (dk_ptr is not None)):
             dv = tl.dot(tl.trans(p.to(grad.dtype)), grad, dv, input_precision=SPEC.precision)
+        if dk_ptr is not None:
             dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision=SPEC.precision)
-        if SPEC.has_bias:
+        if dbias_ptr is not None:
             own = ((row % QHEADS_PER_KVHEAD)[:, None] == tl.arange(0, BLOCK_H)[None, :]) & q_mask[:, None]
             dbias = tl.dot(tl.trans(ds), own.to(tl.float32), dbias, input_precision="tf32x3")
-    if SPEC.num_words == 0:
+    if dv_ptr is not None:
+        store_rows(dv_ptr + n * (G * E) + kv_head * E, dv, key_at, mask, G * E, E, SPEC.block_e)
+    if dk_ptr is not None:
         dk *= scale
         if SPEC.shared_kv:
             dk += dv
-        else:
-            store_rows(dv_ptr + n * (G * E) + kv_head * E, dv, key_at, mask, G * E, E, SPEC.block_e)
         store_rows(dk_ptr + n * (G * D) + kv_head * D, dk, key_at, mask, G * D, D, SPEC.block_d)
-    if SPEC.has_bias:
+    if dbias_ptr is not None:
         to = dbias_ptr + n * (G * QHEADS_PER_KVHEAD) + kv_head * QHEADS_PER_KVHEAD
         store_rows(to, dbias, key_at, mask, G * QHEADS_PER_KVHEAD, QHEADS_PER_KVHEAD, BLOCK_H)
 
@@ -277,25 +288,33 @@ def _launchers(
 
 
 def backward(
-    grad: Tensor, dlse: Tensor | None, x: JaggedAttentionInputs, out: Tensor, lse: Tensor, plan: AttentionPlan
+    grad: Tensor,
+    dlse: Tensor | None,
+    x: JaggedAttentionInputs,
+    out: Tensor,
+    lse: Tensor,
+    needed: Sequence[bool],
+    plan: AttentionPlan,
 ) -> tuple[Tensor | None, ...]:
     """As `launch.backward`."""
     problem, (statistics, dquery_plan, dkey_plan) = plan.problem, plan.backward
     num_kv_heads, qheads_per_kvhead = problem.num_kv_heads, problem.qheads_per_kvhead
     rows = x.query.shape[0] * qheads_per_kvhead
-    dquery, dkey, dvalue, dbias = empty_like(x.query, *x.trained_keys, x.bias)
-    sums = None if x.table is None else lse.new_zeros(*lse.shape, x.num_buckets)
-    stats = lse.new_empty(2, num_kv_heads, rows)
+    dquery, dkey, dvalue, dbias = empty_like((x.query, x.key, x.value, x.bias), needed[:4])
+    totals, stats = [], lse.new_empty(2, num_kv_heads, rows)
     launch_statistics, launch_dquery, launch_dkey = _launchers(problem, plan.backward, Visibility.of(x))
     total = rows * num_kv_heads
     launch_statistics((ceil_div(total, statistics.block_m), 1, 1), (grad, out, lse, dlse, stats), (total,))
     inputs = ((x.query, grad, stats), keys_and_values(x), (x.bias, x.edges, x.table))
-    numbers = (rows, *bounds(x.left, x.right), x.scale)
-    tiles = schedule_tiles(x.query_offsets, x.key_offsets, x.query.shape[0], qheads_per_kvhead, dquery_plan.block_m)
-    total = tiles.shape[0] * num_kv_heads
-    launch_dquery((total, 1, 1), (*inputs, tiles, (dquery, sums)), (total, *numbers))
-    if dkey is not None or dbias is not None:
+    numbers = (*bounds(x.left, x.right), x.scale)
+    for first, count, offsets, sums in query_parts(x, needed[4]) if needed[0] or needed[4] else ():
+        tiles = schedule_tiles(offsets, x.key_offsets, count, qheads_per_kvhead, dquery_plan.block_m)
+        total = tiles.shape[0] * num_kv_heads
+        launch_dquery((total, 1, 1), (*inputs, tiles, (dquery, sums)), (total, rows, first, *numbers))
+        if sums is not None:
+            totals.append(sums.sum(0))
+    if any(needed[1:4]):
         tiles = schedule_tiles(x.key_offsets, x.query_offsets, x.key.shape[0], 1, dkey_plan.block_n)
         total, times = tiles.shape[0] * num_kv_heads, (x.query_time, x.key_time)
-        launch_dkey((total, 1, 1), (*inputs, times, tiles, (dkey, dvalue, dbias)), (total, *numbers))
-    return dquery, dkey, dvalue, dbias, None if sums is None else sums.sum(0).T.contiguous().to(x.table.dtype)
+        launch_dkey((total, 1, 1), (*inputs, times, tiles, (dkey, dvalue, dbias)), (total, rows, *numbers))
+    return dquery, dkey, dvalue, dbias, add_totals(totals, x.table)

@@ -5,7 +5,10 @@ With the log-sum-exp L of the forward and Δ = Σ_e dO · O, one sweep recompute
     P = exp(S - L)      dS = P (dO·v - Δ)      dk = scale Σ dS q      dv = Σ P dO      dq = scale Σ dS k
 
 Scores are history rows by query rows here, S [N, M]: two of the three GEMMs for gradients need no transposition then.
+Gradients that no input needs are neither computed nor stored: their pointers are None.
 """
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -58,6 +61,7 @@ def target_attention_few_bwd_kernel(
     """A program per stream-K range, or, if WHOLE, per sample: the longest first if ORDERED.
 
     With BLOCK_R the bias is a table of so few rows that each program sums its gradient; else dbias is by event.
+    ``partial_ptr`` is None where no sample is split, or where nobody needs dq.
     """
     D: tl.constexpr = SPEC.head_dim
     E: tl.constexpr = SPEC.value_dim
@@ -72,11 +76,13 @@ def target_attention_few_bwd_kernel(
     k_at = tl.arange(0, SPEC.block_n)
     cols = field_columns(history[0], history[3], SPEC)
     gathered = (tables, (index_0, index_1, index_2, index_3))
-    dk_cols = field_columns(dk_ptr, dsecond_ptr, SPEC)
+    dk_cols = cols
+    if dk_ptr is not None:
+        dk_cols = field_columns(dk_ptr, dsecond_ptr, SPEC)
     K_STRIDE: tl.constexpr = SPEC.num_kv_heads * D // SPEC.num_fields
     V_STRIDE: tl.constexpr = SPEC.num_kv_heads * E
     sample_rows = (num_rows * SPEC.num_kv_heads).to(tl.int64)
-    if SPEC.has_bias:
+    if dbias_ptr is not None:
         # Which query row has which head: dS times it sums over the query rows of a head.
         head = tl.arange(0, BLOCK_H)
         of_head = (((at % SPEC.qheads_per_kvhead)[:, None] == head[None, :]) & q_mask[:, None]).to(tl.float32)
@@ -91,11 +97,12 @@ def target_attention_few_bwd_kernel(
         start = low + sample * WEIGHT
         end = start + 1
     else:
-        _partial_lse_ptr, split_ptr = behind_partials(partial_ptr, tl.num_programs(0), num_rows * SPEC.num_kv_heads, D)
-        split = tl.full((), -1, tl.int64)
         start = program.to(tl.int64) * chunk
         end = start + chunk
         sample, low, high, n, _tiles = find_range(offsets_ptr, batch, start, end, SPEC.block_n)
+    if partial_ptr is not None:
+        _partial_lse_ptr, split_ptr = behind_partials(partial_ptr, tl.num_programs(0), num_rows * SPEC.num_kv_heads, D)
+        split = tl.full((), -1, tl.int64)
     while (sample < batch) & (low + sample * WEIGHT < end):
         next_high = high
         last = high
@@ -117,26 +124,29 @@ def target_attention_few_bwd_kernel(
             value_scale = load_value_scale(value_scale_ptr, first, k_at, mask, SPEC)
             p, ds = weights_and_gradient(q, grad, lse, delta, k, v, value_scale, bias, mask, scale, SPEC)
             ds_by_query = tl.trans(ds.to(k.dtype))
-            dk = tl.dot((ds * scale).to(q.dtype), q, input_precision=PRECISION)
-            if SPEC.shared_kv:
-                dk = tl.dot(p.to(grad.dtype), grad, dk, input_precision=PRECISION)
-            else:
+            if dk_ptr is not None:
+                dk = tl.dot((ds * scale).to(q.dtype), q, input_precision=PRECISION)
+                if SPEC.shared_kv:
+                    dk = tl.dot(p.to(grad.dtype), grad, dk, input_precision=PRECISION)
+            if dv_ptr is not None:
                 dv = tl.dot(p.to(grad.dtype), grad, input_precision=PRECISION)
                 store_rows(dv_ptr + first * V_STRIDE + kv_head * E, dv, k_at, mask, V_STRIDE, E, SPEC.block_e)
-            store_columns(dk_ptr + first * K_STRIDE + kv_head * D, dk, k_at, dk_cols, mask, K_STRIDE, D, SPEC.block_d)
-            if BLOCK_R > 0:
-                # Which events have which row of the table: they are summed in their order.
-                of_row = (index[:, None] == table_at[None, :]).to(k.dtype)
-                dtable = tl.dot(ds_by_query, of_row, dtable, input_precision=PRECISION)
-            elif SPEC.has_bias:
-                dbias = tl.dot(ds, of_head, input_precision="tf32x3")
-                to = dbias_ptr + first * NUM_HEADS + kv_head * SPEC.qheads_per_kvhead
-                store_rows(to, dbias, k_at, mask, NUM_HEADS, SPEC.qheads_per_kvhead, BLOCK_H)
-            dq = tl.dot(ds_by_query, k, dq, input_precision=PRECISION)
+            if dk_ptr is not None:
+                to = dk_ptr + first * K_STRIDE + kv_head * D
+                store_columns(to, dk, k_at, dk_cols, mask, K_STRIDE, D, SPEC.block_d)
+            if dbias_ptr is not None:
+                if BLOCK_R > 0:
+                    # Which events have which row of the table: they are summed in their order.
+                    of_row = (index[:, None] == table_at[None, :]).to(k.dtype)
+                    dtable = tl.dot(ds_by_query, of_row, dtable, input_precision=PRECISION)
+                else:
+                    dbias = tl.dot(ds, of_head, input_precision="tf32x3")
+                    to = dbias_ptr + first * NUM_HEADS + kv_head * SPEC.qheads_per_kvhead
+                    store_rows(to, dbias, k_at, mask, NUM_HEADS, SPEC.qheads_per_kvhead, BLOCK_H)
+            if dq_ptr is not None:
+                dq = tl.dot(ds_by_query, k, dq, input_precision=PRECISION)
         dq = dq * scale
-        if WHOLE:
-            store_rows(dq_ptr + row * D, dq, q_at, q_mask, D, D, SPEC.block_d)
-        else:
+        if partial_ptr is not None:
             begins = low + sample * WEIGHT >= start
             if begins & (last == high):
                 store_rows(dq_ptr + row * D, dq, q_at, q_mask, D, D, SPEC.block_d)
@@ -144,15 +154,17 @@ def target_attention_few_bwd_kernel(
                 place = (2 * program + begins.to(tl.int32)) * sample_rows
                 store_rows(partial_ptr + place * D, dq, q_at, q_mask, D, D, SPEC.block_d)
             split = tl.where(begins & (last < high), sample, split)
+        elif dq_ptr is not None:
+            store_rows(dq_ptr + row * D, dq, q_at, q_mask, D, D, SPEC.block_d)
         sample += 1
         low = high
         n = high
         high = next_high
-    if BLOCK_R > 0:
+    if (BLOCK_R > 0) and (dbias_ptr is not None):
         dtable = tl.dot(tl.trans(dtable), of_head, input_precision="tf32x3")
         to = dbias_ptr + program.to(tl.int64) * (table_rows * NUM_HEADS) + kv_head * SPEC.qheads_per_kvhead
         store_rows(to, dtable, table_at, table_at < table_rows, NUM_HEADS, SPEC.qheads_per_kvhead, BLOCK_H)
-    if not WHOLE:
+    if partial_ptr is not None:
         tl.store(split_ptr + program, split.to(tl.int32))
 
 
@@ -163,20 +175,27 @@ def _launcher(problem: AttentionProblem, kernel: KernelPlan) -> Launcher:
 
 
 def backward(
-    grad: Tensor, x: TargetAttentionInputs, out: Tensor, lse: Tensor, chosen: AttentionPlan
+    grad: Tensor, x: TargetAttentionInputs, out: Tensor, lse: Tensor, needed: Sequence[bool], chosen: AttentionPlan
 ) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of query, key (key + value where they are shared), value, bias and second."""
+    """Returns the gradients of query, key (key + value where they are shared), value, bias and second.
+
+    Those that are not needed are None, but for one half of a row whose other half needs its gradient.
+    """
+    needs_query, needs_key, needs_value, needs_bias, needs_second = needed
+    needs_key = needs_second = needs_key or needs_second
     batch, num_queries, num_heads, head_dim = x.query.shape
     problem, kernel = chosen.problem, chosen.backward[0]
     num_keys, device = x.key.shape[0], x.query.device
-    dquery, dkey, dvalue, dsecond = empty_like(x.query, x.key, x.value, x.second)
+    shapes, needed = (x.query, x.key, x.value, x.second), (needs_query, needs_key, needs_value, needs_second)
+    dquery, dkey, dvalue, dsecond = empty_like(shapes, needed)
     partials, chunk, programs = None, 0, batch
     if kernel.split is Split.STREAM_K:
         chunk, programs = plan.stream_k(num_keys, batch, problem.device.num_sms, kernel.programs_per_sm)
-        partials = RangePartials(programs, chunk, num_queries * num_heads, head_dim, device)
+        if needs_query:
+            partials = RangePartials(programs, chunk, num_queries * num_heads, head_dim, device)
     table_rows = x.bias.shape[0] if problem.bias_by_index else 0
-    sums_table = table_rows > 0 and kernel.constants["BLOCK_R"] > 0
-    if x.bias is None:
+    sums_table = needs_bias and table_rows > 0 and kernel.constants["BLOCK_R"] > 0
+    if not needs_bias:
         dbias = None
     elif sums_table:
         dbias = x.bias.new_empty(programs, table_rows, num_heads, dtype=torch.float32)
@@ -193,7 +212,7 @@ def backward(
         partials.combine(x.offsets, dquery, None)
     if sums_table:
         dbias = dbias.sum(0).to(x.bias.dtype)
-    elif table_rows:
+    elif needs_bias and table_rows:
         # Sorts the events by index: no sum in an order that changes from run to run. It leaves out -1.
         index = reference.bound_ids(x.bias_index, table_rows)
         dbias = torch.ops.aten.embedding_dense_backward(dbias, index, table_rows, -1, False).to(x.bias.dtype)

@@ -3,9 +3,12 @@
 Where one sample's queries fill several tiles, jagged attention with T queries per sample may be faster.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from jfi.kernels.common.launch import empty_like
 from jfi.kernels.target_attention import few_bwd, few_fwd, many_bwd, many_fwd, numbers_fwd
 from jfi.plan import AttentionPlan, JaggedAttentionInputs, TargetAttentionInputs, plan_target_attention
 
@@ -37,19 +40,32 @@ def forward(x: TargetAttentionInputs, chosen: AttentionPlan | None = None) -> tu
 
 
 def backward(
-    grad: Tensor, x: TargetAttentionInputs, out: Tensor, lse: Tensor, chosen: AttentionPlan | None = None
+    grad: Tensor,
+    x: TargetAttentionInputs,
+    out: Tensor,
+    lse: Tensor,
+    needed: Sequence[bool],
+    chosen: AttentionPlan | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of query, key (key + value where they are shared), value, bias and second."""
+    """Returns the gradients of query, key (key + value where they are shared), value, bias and second.
+
+    Args:
+        grad, x, out, lse: the gradient of the output, and the inputs and results of ``forward``.
+        needed: of these five, which are needed; the others are None.
+        chosen: None means `plan_target_attention`.
+    """
     chosen = plan_target_attention(x, "triton") if chosen is None else chosen
     if not x.query.shape[0]:
-        return tuple(None if y is None else torch.zeros_like(y) for y in (x.query, x.key, x.value, x.bias, x.second))
+        grads = empty_like((x.query, x.key, x.value, x.bias, x.second), needed)
+        return tuple(None if y is None else y.zero_() for y in grads)
     if chosen.family == "jagged_sm90":
         from jfi.kernels.jagged_attention import launch as jagged_attention
 
         grad, out, lse = (y.flatten(0, 1) for y in (grad, out, lse))
-        dquery, dkey, dvalue, dbias, _ = jagged_attention.backward(grad, None, _as_jagged(x), out, lse, chosen)
-        return dquery.view_as(x.query), dkey, dvalue, dbias, None
-    return (few_bwd if chosen.family == "target_few" else many_bwd).backward(grad, x, out, lse, chosen)
+        needed = (*needed[:4], False)  # no table of biases
+        dquery, *others = jagged_attention.backward(grad, None, _as_jagged(x), out, lse, needed, chosen)
+        return None if dquery is None else dquery.view_as(x.query), *others
+    return (few_bwd if chosen.family == "target_few" else many_bwd).backward(grad, x, out, lse, needed, chosen)
 
 
 def _as_jagged(x: TargetAttentionInputs) -> JaggedAttentionInputs:

@@ -7,6 +7,8 @@ query rows.  That is seven GEMMs instead of five, and still faster than one swee
 queries in memory.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -31,14 +33,19 @@ def _launchers(problem: AttentionProblem, plans: tuple[KernelPlan, ...]) -> list
 
 
 def backward(
-    grad: Tensor, x: TargetAttentionInputs, out: Tensor, lse: Tensor, chosen: AttentionPlan
+    grad: Tensor, x: TargetAttentionInputs, out: Tensor, lse: Tensor, needed: Sequence[bool], chosen: AttentionPlan
 ) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of query, key (key + value where they are shared), value, bias and None for second."""
+    """Returns the gradients of query, key (key + value where they are shared), value and bias, and None for second.
+
+    Those that are not needed are None.
+    """
     problem = chosen.problem
     batch, (num_keys, num_kv_heads, head_dim) = x.query.shape[0], x.key.shape
-    dquery, dkey, dvalue, dbias = empty_like(x.query, x.key, x.value, x.bias)
+    dquery, dkey, dvalue, dbias = empty_like((x.query, x.key, x.value, x.bias), needed[:4])
     dquery_plan, *dhistory_plan = chosen.backward
     dquery_launch, *dhistory_launch = _launchers(problem, chosen.backward)
+    if dkey is None and dvalue is None and dbias is None:
+        dhistory_plan = []
     partials, grid, numbers = split_into_chunks(x, problem, dquery_plan.block_m, head_dim)
     num_rows = numbers[1]
     statistics = tile_samples = None
@@ -55,7 +62,8 @@ def backward(
     outputs = (dquery, dkey, dvalue, dbias, partials.values, statistics, tile_samples)
     tensors = ((x.query, grad, out, lse), history, outputs)
     dquery_launch(grid, tensors, (*numbers, x.scale), descriptors)
-    partials.combine(x.offsets, dquery, None)
+    if dquery is not None:
+        partials.combine(x.offsets, dquery, None)
     if dhistory_plan:
         kernel, launch = dhistory_plan[0], dhistory_launch[0]
         descriptors = (None, None)

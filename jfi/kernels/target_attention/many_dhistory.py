@@ -51,7 +51,10 @@ def target_attention_many_dhistory_kernel(
     BLOCK_H: tl.constexpr,
     BY_TMA: tl.constexpr,
 ):
-    """A program per tile of history rows.  S [N, M]: P and dS go from registers into the products of dv and dk."""
+    """A program per tile of history rows.  S [N, M]: P and dS go from registers into the products of dv and dk.
+
+    ``grads`` are pointers to dk, dv and dbias, None for those that are not needed.
+    """
     D: tl.constexpr = SPEC.head_dim
     E: tl.constexpr = SPEC.value_dim
     PRECISION: tl.constexpr = SPEC.precision
@@ -86,16 +89,18 @@ def target_attention_many_dhistory_kernel(
         if SPEC.has_bias:
             s += tl.trans(load_bias_tile(history[2], n, k_at, mask, at, kv_head, SPEC))
         p = tl.exp2(s - lse[None, :])
-        if SPEC.shared_kv:
-            dk = tl.dot(p.to(grad.dtype), grad, dk, input_precision=PRECISION)
-        else:
+        if dv_ptr is not None:
             dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
+        elif SPEC.shared_kv and (dk_ptr is not None):
+            dk = tl.dot(p.to(grad.dtype), grad, dk, input_precision=PRECISION)
         score, ds = scaled_scores_gradient(p, dp, delta[None, :], scale, SPEC.has_bias)
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-        if SPEC.has_bias:
+        if dk_ptr is not None:
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+        if dbias_ptr is not None:
             dbias += sum_heads(score, at, q_mask, SPEC, BLOCK_H)
-    store_history_tile(dk_ptr, dk, n, k_at, mask, kv_head, D, SPEC.block_d, SPEC)
-    if not SPEC.shared_kv:
+    if dk_ptr is not None:
+        store_history_tile(dk_ptr, dk, n, k_at, mask, kv_head, D, SPEC.block_d, SPEC)
+    if dv_ptr is not None:
         store_history_tile(dv_ptr, dv, n, k_at, mask, kv_head, E, SPEC.block_e, SPEC)
-    if SPEC.has_bias:
+    if dbias_ptr is not None:
         store_history_tile(dbias_ptr, dbias, n, k_at, mask, kv_head, SPEC.qheads_per_kvhead, BLOCK_H, SPEC)

@@ -34,7 +34,10 @@ def _step(
     BLOCK_H: tl.constexpr,
     BY_TMA: tl.constexpr,
 ):
-    """dq after the tile of history rows from n on; if SINGLE, stores dk (dv in it where shared), dv and dbias too."""
+    """dq after the tile of history rows from n on; if SINGLE, stores dk (dv in it where shared), dv and dbias too.
+
+    ``grads`` are pointers to dq, dk, dv and dbias, None for those that are not needed.
+    """
     PRECISION: tl.constexpr = SPEC.precision
     q, grad, lse, delta, at, q_mask = queries
     k_at = tl.arange(0, SPEC.block_n)
@@ -48,22 +51,26 @@ def _step(
         p = tl.where(mask[None, :], p, 0.0)
     score, ds = scaled_scores_gradient(p, dp, delta[:, None], scale, SPEC.has_bias)
     ds = ds.to(k.dtype)
+    dq_ptr, dk_ptr, dv_ptr, dbias_ptr = grads
     if SINGLE:
-        dk_ptr, dv_ptr, dbias_ptr = grads
         dv = tl.dot(tl.trans(p.to(grad.dtype)), grad, input_precision=PRECISION)
-        if SPEC.shared_kv:
-            dk = tl.dot(tl.trans(ds), q, dv, input_precision=PRECISION)
-        else:
+        if dv_ptr is not None:
             store_history_tile(dv_ptr, dv, n, k_at, mask, kv_head, SPEC.value_dim, SPEC.block_e, SPEC)
-            dk = tl.dot(tl.trans(ds), q, input_precision=PRECISION)
-        if BY_TMA and SPEC.shared_kv:
-            desc[2].store([n.to(tl.int32), kv_head * SPEC.head_dim], dk.to(dk_ptr.dtype.element_ty))
-        else:
-            store_history_tile(dk_ptr, dk, n, k_at, mask, kv_head, SPEC.head_dim, SPEC.block_d, SPEC)
-        if SPEC.has_bias:
+        if dk_ptr is not None:
+            if SPEC.shared_kv:
+                dk = tl.dot(tl.trans(ds), q, dv, input_precision=PRECISION)
+            else:
+                dk = tl.dot(tl.trans(ds), q, input_precision=PRECISION)
+            if BY_TMA and SPEC.shared_kv:
+                desc[2].store([n.to(tl.int32), kv_head * SPEC.head_dim], dk.to(dk_ptr.dtype.element_ty))
+            else:
+                store_history_tile(dk_ptr, dk, n, k_at, mask, kv_head, SPEC.head_dim, SPEC.block_d, SPEC)
+        if dbias_ptr is not None:
             dbias = sum_heads(tl.trans(score), at, q_mask, SPEC, BLOCK_H)
             store_history_tile(dbias_ptr, dbias, n, k_at, mask, kv_head, SPEC.qheads_per_kvhead, BLOCK_H, SPEC)
-    return tl.dot(ds, k, dq, input_precision=PRECISION)
+    if dq_ptr is not None:
+        dq = tl.dot(ds, k, dq, input_precision=PRECISION)
+    return dq
 
 
 @triton.jit(do_not_specialize=["batch", "num_rows", "tiles", "chunk"])
@@ -86,8 +93,8 @@ def target_attention_many_dquery_kernel(
 ):
     """dq of a tile of query rows over a chunk of rows; with TILE_ROWS = 0, where one tile has all query rows, the rest.
 
-    Else it also leaves what the other sweep needs: the query rows' statistics, and the sample of each tile of TILE_ROWS
-    history rows.
+    Else it also leaves what the other sweep needs, if there is one: the query rows' statistics, and the sample of each
+    tile of TILE_ROWS history rows.
     """
     D: tl.constexpr = SPEC.head_dim
     E: tl.constexpr = SPEC.value_dim
@@ -111,7 +118,7 @@ def target_attention_many_dquery_kernel(
     lse = lse * LOG2E
     if not SPEC.has_bias:
         delta = delta * scale  # as scaled_scores_gradient takes it
-    if not SINGLE and n == low:
+    if (statistics_ptr is not None) and n == low:
         padded = (num_rows + STATISTICS - 1) // STATISTICS * STATISTICS
         to = statistics_ptr + (sample * SPEC.num_kv_heads + kv_head) * (2 * padded) + at
         tl.store(to, lse, mask=at < padded)
@@ -124,10 +131,12 @@ def target_attention_many_dquery_kernel(
                 tl.store(samples_ptr + at_tile, tl.zeros((128,), tl.int32) + sample.to(tl.int32), mask=at_tile < end)
     dq = tl.zeros((SPEC.block_m, SPEC.block_d), tl.float32)
     left = tl.minimum(high - n, chunk).to(tl.int32)
+    if (not SINGLE) and (dq_ptr is None):
+        left = left * 0  # the statistics are all that is needed
     full = left // SPEC.block_n * SPEC.block_n
     rows = (q, grad, lse, delta, at, q_mask)
     desc = (k_desc, v_desc, dk_desc)
-    grads = (dk_ptr, dv_ptr, dbias_ptr)
+    grads = (dq_ptr, dk_ptr, dv_ptr, dbias_ptr)
     for ahead in range(0, full, SPEC.block_n):
         mask = k_at < SPEC.block_n
         dq = _step(
@@ -137,8 +146,9 @@ def target_attention_many_dquery_kernel(
         n += full
         mask = k_at < left - full
         dq = _step(rows, dq, desc, history, grads, n, mask, kv_head, scale, SPEC, True, SINGLE, BLOCK_H, False)
-    if high - low <= chunk:
-        store_rows(dq_ptr + row * D, dq, q_at, q_mask, D, D, SPEC.block_d)
-    else:
-        partial = chunk_partial(low, n, chunk) * (num_rows * SPEC.num_kv_heads) + place
-        store_rows(partial_ptr + partial * D, dq, q_at, q_mask, D, D, SPEC.block_d)
+    if dq_ptr is not None:
+        if high - low <= chunk:
+            store_rows(dq_ptr + row * D, dq, q_at, q_mask, D, D, SPEC.block_d)
+        else:
+            partial = chunk_partial(low, n, chunk) * (num_rows * SPEC.num_kv_heads) + place
+            store_rows(partial_ptr + partial * D, dq, q_at, q_mask, D, D, SPEC.block_d)
