@@ -3,8 +3,7 @@
 Torch:
     torch._C._are_functorch_transforms_active      no public way to see vmap or grad at work
     torch.autograd.forward_ad._current_level       no public way to see forward mode at work (jfi/ops/_dispatch.py)
-    torch._C._stash_obj_in_tls, ._get_obj_in_tls, ._is_key_in_tls    a thread's state that its backward passes have too
-    torch._C._current_graph_task_id                which backward pass is running (jfi/modules/fused_tables.py)
+    torch._C._current_graph_task_id                which backward pass is running (jfi/modules/fused_tables.py, jfi/room.py)
     torch.autograd.Variable._execution_engine.queue_callback    a call at the end of that pass
     torch._softmax_backward_data                   the gradient of a softmax from its output alone
     aten._scaled_dot_product_flash_attention_for_cpu, .._backward    no public way to the log-sum-exp
@@ -63,27 +62,15 @@ __all__ = [
     "launch_parts",
     "profiler_enabled",
     "run_compiled",
-    "set_thread_state",
     "softmax_backward",
     "specialized",
     "symmetric_memory",
-    "thread_state",
 ]
 
 
 def expect_capture(optimizer: torch.optim.Optimizer) -> None:
     """Silences the warning of an optimizer with capturable=True that a step of it is not captured."""
     optimizer._warned_capturable_if_run_uncaptured = True
-
-
-def set_thread_state(key: str, value: object) -> None:
-    """Sets an object of this thread, which the threads of its backward passes see as well, as they do autocast's."""
-    torch._C._stash_obj_in_tls(key, value)
-
-
-def thread_state(key: str, default: object) -> Any:
-    """Returns what `set_thread_state` has set in this thread, or in that which began the backward pass."""
-    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else default
 
 
 def symmetric_memory(

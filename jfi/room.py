@@ -1,14 +1,13 @@
 """Whether jagged tensors have room: more values than their lengths count, as the buffers of a captured step have."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 
-from jfi.compat import set_thread_state, thread_state
-
-_KEY = "jfi.room"
+from jfi.compat import current_backward
 
 
 class _Block(NamedTuple):
@@ -20,7 +19,7 @@ _OUTSIDE = _Block()
 
 
 class _Here:
-    """State of the code that runs now: of its thread, and within a backward pass of the thread that began it.
+    """State of the code that runs now: of its thread, and in a backward pass of the newest block of all threads.
 
     A backward pass runs in threads of its own, and activation checkpointing runs a part of the forward pass there.
     """
@@ -28,13 +27,15 @@ class _Here:
     def __init__(self) -> None:
         #: The `with_room` blocks that threads are in.
         self.blocks: list[_Block] = []
+        self.of_thread = threading.local()
 
     def _block(self) -> _Block:
         if not self.blocks:
             return _OUTSIDE
         if torch.compiler.is_compiling():  # its guards see a change of `blocks`, not one of a thread's state
             return self.blocks[-1]
-        return thread_state(_KEY, _OUTSIDE)
+        default = self.blocks[-1] if current_backward() != -1 else _OUTSIDE
+        return getattr(self.of_thread, "block", default)
 
     @property
     def has_room(self) -> bool:
@@ -53,11 +54,14 @@ here = _Here()
 @contextmanager
 def with_room(singles: frozenset[str] = frozenset()) -> Iterator[None]:
     """Jagged tensors may have room within the block, but for the keys ``singles``, which have one value a sample."""
-    outer, block = thread_state(_KEY, _OUTSIDE), _Block(True, singles)
+    outer, block = getattr(here.of_thread, "block", None), _Block(True, singles)
     here.blocks.append(block)
-    set_thread_state(_KEY, block)
+    here.of_thread.block = block
     try:
         yield
     finally:
-        set_thread_state(_KEY, outer)
+        if outer is None:
+            del here.of_thread.block
+        else:
+            here.of_thread.block = outer
         here.blocks.remove(block)
