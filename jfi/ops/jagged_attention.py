@@ -164,9 +164,8 @@ def _window(causal: bool, window_size: tuple[int | None, int | None] | None) -> 
         if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | torch.SymInt)):
             raise TypeError(f"window_size must have a {side} of None (unbounded) or an int, got {bound!r}")
         if bound is not None and not 0 <= bound < 2**63:
-            raise ValueError(
-                f"window_size must have a {side} of None (unbounded) or at least 0, below 2**63, got {bound}"
-            )
+            must_be = "at least 0" if bound < 0 else "below 2**63"
+            raise ValueError(f"window_size must have a {side} of None (unbounded) or {must_be}, got {bound}")
     return left, 0 if causal else right
 
 
