@@ -77,17 +77,19 @@ def check_floating(**tensors: Tensor | None) -> None:
             raise ValueError(f"{name} must be on the device of {first_name}, {first.device}, got {tensor.device}")
 
 
-def _check_strided(name: str, tensor: Tensor) -> None:
+def check_dense(name: str, tensor: Tensor) -> None:
     """tensor is a Tensor in memory that strides describe, not a sparse or a nested one."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got one of layout {tensor.layout}")
+    if tensor.is_nested:
+        raise TypeError(f"{name} must be a dense tensor, got a nested one")
 
 
 def check_dim(name: str, tensor: Tensor, layout: str) -> None:
     """tensor has as many dimensions as its layout, such as "[S, D]", and no empty width behind the first."""
-    _check_strided(name, tensor)
+    check_dense(name, tensor)
     dims = layout.count(",") + 1
     if tensor.dim() != dims:
         raise ValueError(f"{name} must be {layout}, got a tensor of shape {list(tensor.shape)}")
@@ -136,13 +138,13 @@ def check_events(
     traced: bool | None = None,
 ) -> None:
     """Buckets name rows of a table [R, H] and, as a scale of values, come one to a row of key, on its device."""
-    if table is not None and table.device != key.device:
-        raise ValueError(f"key_bias must be on the device of key, {key.device}, got {table.device}")
+    if table is not None:
+        check_dense("key_bias", table)
+        if table.device != key.device:
+            raise ValueError(f"key_bias must be on the device of key, {key.device}, got {table.device}")
     for name, x in {"key_bias_index": buckets, "value_scale": value_scale}.items():
         if x is None:
             continue
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
         check_dim(name, x, "[S]")
         check_size(name, x.shape[0], key.shape[0], "S")
         if x.device != key.device:
@@ -170,20 +172,23 @@ def check_scale(scale: float | None, width: int) -> float:
     """The scale of the scores: what was given, or 1/sqrt(D)."""
     if scale is None:
         return 1 / math.sqrt(width)
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+    if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat)):
         raise TypeError(f"scale must be a float or None, got {type(scale).__name__}")
     if not -math.inf < scale < math.inf:  # as math.isfinite, which takes no symbol of a compiler
         raise ValueError(f"scale must be finite, got {scale}")
     return float(scale)
 
 
-def check_max_seqlen(max_seqlen: int | None) -> None:
-    if max_seqlen is None:
+def check_count(name: str, count: int | None, least: int = 0, optional: bool = True) -> None:
+    """count is an int from ``least`` on that 64 bits hold, or None if ``optional``."""
+    if count is None and optional:
         return
-    if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt)):
-        raise TypeError(f"max_seqlen must be an int or None, got {type(max_seqlen).__name__}")
-    if max_seqlen < 0:
-        raise ValueError(f"max_seqlen must be at least 0, got {max_seqlen}")
+    if isinstance(count, bool) or not isinstance(count, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be an int{' or None' * optional}, got {type(count).__name__}")
+    if count < least:
+        raise ValueError(f"{name} must be at least {least}, got {count}")
+    if count >= 2**63:
+        raise ValueError(f"{name} must be below 2**63, got {count}")
 
 
 def check_offsets(
@@ -196,7 +201,7 @@ def check_offsets(
     traced: bool | None = None,
 ) -> None:
     """offsets is [B+1], int32 or int64, on the device of ``like``; where it may be read, from 0 to rows, ascending."""
-    _check_strided(name, offsets)
+    check_dense(name, offsets)
     if offsets.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64, got {offsets.dtype}")
     if offsets.dim() != 1 or offsets.shape[0] == 0:
@@ -251,7 +256,7 @@ def check_times(
 
 def check_impl(impl: str, like: Tensor) -> str:
     """Resolve "auto": Triton for CUDA tensors, plain PyTorch otherwise.  An explicit choice never falls back."""
-    if impl not in IMPLEMENTATIONS:
+    if not isinstance(impl, str) or impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl must be one of {', '.join(map(repr, IMPLEMENTATIONS))}, got {impl!r}")
     if impl == "auto":
         return "triton" if like.is_cuda and like.dtype != torch.float64 else "torch"

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from jfi.ops._checks import check_dim, check_size, may_read
+from jfi.ops._checks import check_dense, check_dim, check_size, may_read
 from jfi.ops.gather_rows import check_indices
 from jfi.plan import DIGITS_PER_WORD, ceil_div
 
@@ -13,8 +13,7 @@ def check_digits(name: str, digits: Tensor, indices: Tensor | None, query: Tenso
     for called, x in {name: digits, "indices": indices}.items():
         if x is None and called == "indices":
             continue
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{called} must be a Tensor, got {type(x).__name__}")
+        check_dense(called, x)
         if x.device != query.device:
             raise ValueError(f"{called} must be on the device of query, {query.device}, got {x.device}")
     if digits.dtype != torch.int32:

@@ -28,24 +28,30 @@ from jfi import compat
 from jfi.context import is_traced, without_autocast
 from jfi.ops._checks import (
     FLOATING,
+    check_count,
+    check_dense,
     check_dim,
     check_events,
     check_floating,
     check_impl,
-    check_max_seqlen,
     check_offsets,
     check_scale,
     check_size,
 )
 from jfi.ops._dispatch import PLAIN, operators, public
-from jfi.ops.absorb_weights import absorb_in_kernel, absorb_weights, affine, weight_gradients
+from jfi.ops.absorb_weights import (
+    absorb,
+    absorb_in_kernel,
+    affine,
+    check_shapes,
+    check_weights,
+    weight_gradients,
+)
 from jfi.ops.explain import explains
 from jfi.ops.gather_rows import table_bias
 from jfi.ops.rows_by_id import RowsById, fits_kernel, read_rows, rows_by_id
 from jfi.ops.target_attention import prepare_target_attention, takes_events, target_attention
 from jfi.plan import TargetAttentionInputs, plan_absorbed_target_attention
-
-_WEIGHTS = ("query_weight", "query_bias", "key_weight", "value_weight", "output_weight", "output_bias")
 
 
 @public
@@ -101,8 +107,8 @@ def absorbed_target_attention(
         >>> jfi.ops.absorbed_target_attention(target, history, weights, offsets=offsets, num_heads=2).shape
         torch.Size([1, 3, 8])
     """
+    check_weights(weights, 6, num_heads)
     if indices is not None:
-        _check_weights(weights)
         history = rows_by_id(history, indices, weights[0].dtype, "history")
     by_id = history if isinstance(history, RowsById) else None
     if by_id is not None:
@@ -134,7 +140,7 @@ def absorbed_target_attention(
         return _AbsorbedTargetAttention.apply(target, *tensors, *weights, settings)
     history = first if len(fields) == 1 else torch.cat(fields, dim=1)
     key = history.unsqueeze(1) if by_id is None else by_id
-    w_qk, b_qk, w_vo = absorb_weights(weights[:5], num_heads, dtype)
+    w_qk, b_qk, w_vo = absorb(weights[:5], num_heads, dtype)
     query = affine(b_qk, target, w_qk).to(history.dtype).view(-1, num_queries, num_heads, history.shape[1])
     attended = target_attention(
         query,
@@ -202,7 +208,7 @@ def _prepare(
         check_events(first, key_bias, key_bias_index, value_scale, num_heads, traced)
     impl = check_impl(impl, first)
     scale = check_scale(scale, weights[2].shape[1] // num_heads)
-    check_max_seqlen(max_seqlen)
+    check_count("max_seqlen", max_seqlen)
     in_kernel = impl == "triton" and takes_events(num_queries * num_heads)
     if key_bias_index is not None and not in_kernel:
         key_bias, key_bias_index = table_bias(key_bias, key_bias_index).to(first.dtype), None
@@ -212,17 +218,14 @@ def _prepare(
 
 def _check_shapes(target: Tensor, fields: tuple[Tensor, ...], weights: tuple[Tensor, ...], num_heads: int) -> int:
     """The number of queries, T, of arguments that fit each other."""
-    _check_weights(weights)
     if not fields:
         raise ValueError("history must be a tensor or a tuple of at least one, got ()")
-    for i, x in enumerate((target, *weights, *fields)):
+    for i, x in enumerate((target, *fields)):
+        name = "history" if i else "target"
         if not isinstance(x, Tensor) or x.dtype not in FLOATING:
-            name = ("target", *_WEIGHTS)[i] if i < 7 else "history"
             got = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise TypeError(f"{name} must be a Tensor of float32, bfloat16, float16 or float64, got {got}")
-        if x.layout is not torch.strided:
-            name = ("target", *_WEIGHTS)[i] if i < 7 else "history"
-            raise TypeError(f"{name} must be a dense tensor, got one of layout {x.layout}")
+        check_dense(name, x)
     first, d_x = fields[0], 0
     for x in fields:
         if x.dim() != 2 or 0 in x.shape[1:]:
@@ -237,28 +240,14 @@ def _check_shapes(target: Tensor, fields: tuple[Tensor, ...], weights: tuple[Ten
         raise ValueError(f"target must be [F, B, D_e] with F and D_e at least 1, got shape {list(target.shape)}")
     if target.device != first.device:
         raise ValueError(f"target must be on the device of history, {first.device}, got {target.device}")
-    features, dim = weights[5].shape if weights[5].dim() == 2 else (0, 0)
-    if features != target.shape[0] or dim == 0 or num_heads < 1 or dim % num_heads:
+    features, dim = weights[5].shape
+    if features != target.shape[0] or dim == 0 or dim % num_heads:
         raise ValueError(
             f"output_bias must be [F, D] of F = {target.shape[0]} and a D >= 1 that num_heads = {num_heads} divides, "
             f"got shape {list(weights[5].shape)}"
         )
-    queries = weights[0].shape[1]
-    dtype, device, weight = weights[0].dtype, first.device, (features, dim, d_x)
-    shapes = (features, queries, target.shape[2]), (features, queries), weight, weight, (features, dim, queries), None
-    for name, x, shape in zip(_WEIGHTS, weights, shapes, strict=True):
-        if shape is not None and (x.shape != shape or queries % dim):
-            raise ValueError(f"{name} must be [F, ...] = {list(shape)}, got {list(x.shape)}")
-        if x.dtype != dtype or x.device != device:
-            raise ValueError(
-                f"{name} must be {dtype} on {device}, like query_weight and history, got {x.dtype} on {x.device}"
-            )
-    return queries // dim
-
-
-def _check_weights(weights: tuple[Tensor, ...]) -> None:
-    if len(weights) != len(_WEIGHTS):
-        raise ValueError(f"weights must be the six tensors {', '.join(_WEIGHTS)}, got {len(weights)}")
+    check_shapes(weights, (features, dim, target.shape[2], d_x), num_heads, first.device)
+    return weights[0].shape[1] // dim
 
 
 def _are_plain(tensors: tuple[Tensor | None, ...]) -> bool:
@@ -363,8 +352,8 @@ def _prepare_plan(
 ) -> tuple[tuple[TargetAttentionInputs, bool], str]:
     """For `explain`: the operands of the attention, and whether kernels absorb the weights; "triton" or "torch"."""
     indices, by_id = options["indices"], None
+    check_weights(weights, 6, options["num_heads"])
     if indices is not None:
-        _check_weights(weights)
         by_id = rows_by_id(history, indices, weights[0].dtype, "history")
     fields = (by_id.rows,) if by_id is not None else history if isinstance(history, tuple) else (history,)
     given = (kind(**{name: options[name] for name in kind._fields}) for kind in (_Events, _Options))

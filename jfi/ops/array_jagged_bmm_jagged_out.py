@@ -8,7 +8,7 @@ dA is jagged_jagged_bmm_jagged_out; dY is this operator with the blocks read dow
 from torch import Tensor
 
 from jfi import reference
-from jfi.ops._checks import check_dim, check_floating, check_impl, check_offsets, check_pairs
+from jfi.ops._checks import check_count, check_dim, check_floating, check_impl, check_offsets, check_pairs
 from jfi.ops._dispatch import operator, operators, public
 
 
@@ -83,10 +83,11 @@ def array_jagged_bmm_jagged_out(
     check_dim("a", a, "[Σ L·M]")
     check_dim("y", y, "[R, D]")
     check_offsets("x_offsets", x_offsets, None, "", y)
+    check_count("out_rows", out_rows)
     if out_rows is None:
         out_rows = y.shape[0] if y_offsets is None else int(x_offsets[-1])
     y_offsets = x_offsets if y_offsets is None else y_offsets
-    check_offsets("x_offsets", x_offsets, out_rows, "the output", y)
+    check_offsets("x_offsets", x_offsets, out_rows, "the output (out_rows)", y)
     check_offsets("y_offsets", y_offsets, y.shape[0], "y", y, x_offsets.shape[0] - 1)
     check_pairs("a", a.shape[0], x_offsets, y_offsets)
     impl = check_impl(impl, y)

@@ -43,7 +43,7 @@ def explain(operator: Callable, /, *args: object, device: Device | None = None, 
         whether kernels absorb the weights or PyTorch does, as it always does under a compiler or a tracer.
 
     Raises:
-        TypeError: an operator without a plan.
+        TypeError: an operator without a plan, or a device that is no `jfi.plan.Device`.
         ValueError, TypeError: an argument that the operator refuses.
 
     Example:
@@ -60,6 +60,8 @@ def explain(operator: Callable, /, *args: object, device: Device | None = None, 
     if operator not in _planners:
         known = ", ".join(x.__name__ for x in _planners)
         raise TypeError(f"operator must be one of {known}, got {getattr(operator, '__name__', operator)!r}")
+    if not (device is None or isinstance(device, Device)):
+        raise TypeError(f"device must be a Device of jfi.plan or None, got {type(device).__name__}")
     prepare, plan, decisive = _planners[operator]
     call = inspect.signature(operator).bind(*args, **kwargs)
     call.apply_defaults()

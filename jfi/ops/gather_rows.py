@@ -15,8 +15,8 @@ from torch import Tensor
 
 from jfi import compat, reference
 from jfi.context import is_traced
-from jfi.ops._checks import FLOATING, check_dim, check_impl, check_size, may_read
-from jfi.ops._dispatch import PLAIN, operator, public
+from jfi.ops._checks import FLOATING, check_dense, check_dim, check_impl, check_size, may_read
+from jfi.ops._dispatch import PLAIN, flat_arguments, operator, public
 from jfi.ops.step_rows import sort_rows
 from jfi.plan import MOST_STEPPED_WIDTH, interprets
 
@@ -177,12 +177,7 @@ def table_bias(table: Tensor, index: Tensor) -> Tensor:
     return rows.masked_fill((index < 0).unsqueeze(1), 0)
 
 
-def _tensors(*args: object, **kwargs: object) -> tuple:
-    given = (*args, *kwargs.values())
-    return tuple([x for one in given for x in (one if isinstance(one, tuple | list) else (one,))])
-
-
-@partial(public, tensors=_tensors)
+@partial(public, tensors=flat_arguments)
 def gather_rows(
     tables: tuple[Tensor, ...], indices: tuple[Tensor, ...], *, dtype: torch.dtype | None = None, impl: str = "auto"
 ) -> Tensor:
@@ -216,7 +211,7 @@ def gather_rows(
     _check(tables, indices)
     if dtype is None:
         dtype = torch.float32 if tables[0].dtype == torch.uint8 else tables[0].dtype
-    if dtype not in FLOATING:
+    if not isinstance(dtype, torch.dtype) or dtype not in FLOATING:
         raise TypeError(f"dtype must be float32, bfloat16, float16 or float64, got {dtype}")
     for k, (table, one) in enumerate(zip(tables, indices, strict=True)):
         check_indices(f"indices[{k}]", one, table.shape[0], f"tables[{k}]")
@@ -248,8 +243,7 @@ def _check(tables: tuple[Tensor, ...], indices: tuple[Tensor, ...]) -> None:
         )
     for k, (table, one) in enumerate(zip(tables, indices, strict=True)):
         for name, x in {f"tables[{k}]": table, f"indices[{k}]": one}.items():
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
+            check_dense(name, x)
             if x.device != tables[0].device:
                 raise ValueError(f"{name} must be on the device of tables[0], {tables[0].device}, got {x.device}")
         check_quantized(f"tables[{k}]", table)

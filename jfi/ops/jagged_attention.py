@@ -23,6 +23,7 @@ from torch import Tensor
 from jfi import reference
 from jfi.ops._bucket_edges import bucket_edges
 from jfi.ops._checks import (
+    check_count,
     check_dim,
     check_events,
     check_floating,
@@ -162,8 +163,9 @@ def _window(causal: bool, window_size: tuple[int | None, int | None] | None) -> 
     for side, bound in (("left", left), ("right", right)):
         if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | torch.SymInt)):
             raise TypeError(f"window_size must have a {side} of None (unbounded) or an int, got {bound!r}")
-        if bound is not None and bound < 0:
-            raise ValueError(f"window_size must have a {side} of None (unbounded) or at least 0, got {bound}")
+        if bound is not None and not 0 <= bound < 2**63:
+            must_be = "at least 0" if bound < 0 else "below 2**63"
+            raise ValueError(f"window_size must have a {side} of None (unbounded) or {must_be}, got {bound}")
     return left, 0 if causal else right
 
 
@@ -249,6 +251,8 @@ def jagged_attention(
         ... ).shape
         torch.Size([2, 2, 8])
     """
+    if not isinstance(return_lse, bool):
+        raise TypeError(f"return_lse must be True or False, got {return_lse!r}")
     options = {"causal": causal, "window_size": window_size, "max_visible": max_visible, "key_bias": key_bias}
     options |= {"value_scale": value_scale}
     options |= {"query_time": query_time, "key_time": key_time, "time_bias": time_bias, "position_bias": position_bias}
@@ -398,10 +402,7 @@ def _check_relative(
     position_bias: Tensor | None,
 ) -> None:
     if max_visible is not None:
-        if isinstance(max_visible, bool) or not isinstance(max_visible, int):
-            raise TypeError(f"max_visible must be an int or None, got {max_visible!r}")
-        if max_visible < 1:
-            raise ValueError(f"max_visible must be at least 1, got {max_visible}")
+        check_count("max_visible", max_visible, least=1)
         if window_size is not None:
             raise ValueError("max_visible and window_size must not both be given")
         if not (causal or has_times):

@@ -8,7 +8,16 @@ Both gradients are array_jagged_bmm_jagged_out, the second with the blocks read 
 from torch import Tensor
 
 from jfi import reference
-from jfi.ops._checks import check_dim, check_floating, check_impl, check_offsets, check_pairs, check_size, count_pairs
+from jfi.ops._checks import (
+    check_count,
+    check_dim,
+    check_floating,
+    check_impl,
+    check_offsets,
+    check_pairs,
+    check_size,
+    count_pairs,
+)
 from jfi.ops._dispatch import operator, operators, public
 
 
@@ -82,6 +91,7 @@ def jagged_jagged_bmm_jagged_out(
     check_size("y", y.shape[1], x.shape[1], "D")
     check_offsets("x_offsets", x_offsets, x.shape[0], "x", x)
     check_offsets("y_offsets", y_offsets, y.shape[0], "y", x, x_offsets.shape[0] - 1)
+    check_count("out_size", out_size)
     if out_size is None:
         out_size = count_pairs(x_offsets, y_offsets)
     else:

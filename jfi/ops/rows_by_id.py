@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from jfi.ops._checks import FLOATING, check_dim, check_size
+from jfi.ops._checks import FLOATING, check_dense, check_dim, check_size
 from jfi.ops.gather_rows import bound_ids, check_indices, check_quantized, gather_bounded, row_width, table_gradient
 from jfi.plan import MOST_TABLES
 from jfi.room import here
@@ -61,8 +61,7 @@ def rows_by_id(
         own = name if len(tables) == 1 else f"{name}[{k}]"
         of = "indices" if len(tables) == 1 else f"indices[{k}]"
         for what, x in ((own, table), (of, index)):
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{what} must be a Tensor, got {type(x).__name__}")
+            check_dense(what, x)
         quantized = table.dtype == torch.uint8
         if table.dtype not in (*FLOATING, torch.uint8):
             raise TypeError(f"{own} must be floating or uint8, fbgemm's 8-bit rows, got {table.dtype}")

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from jfi import plan, reference
 from jfi.ops._checks import (
+    check_count,
     check_dim,
     check_events,
     check_floating,
     check_history,
     check_impl,
-    check_max_seqlen,
     check_offsets,
     check_scale,
 )
@@ -249,7 +249,7 @@ def prepare_target_attention(
     check_offsets("offsets", offsets, key.shape[0], "key", query, batch)
     impl = check_impl(impl, query)
     scale = check_scale(scale, width)
-    check_max_seqlen(max_seqlen)
+    check_count("max_seqlen", max_seqlen)
     in_kernel = impl == "triton" and takes_events(query.shape[1] * num_heads // key.shape[1])
     if key_bias_index is not None and not in_kernel:
         key_bias, key_bias_index = table_bias(key_bias, key_bias_index).to(query.dtype), None

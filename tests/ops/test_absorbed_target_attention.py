@@ -283,7 +283,7 @@ def test_under_compile():
         ({"num_heads": 3}, ValueError, "a D >= 1 that num_heads = 3 divides, got shape [1, 8]"),
         ({"history": ()}, ValueError, "history must be a tensor or a tuple of at least one, got ()"),
         ({"output_bias": torch.zeros(1, 0)}, ValueError, "a D >= 1 that num_heads = 2 divides, got shape [1, 0]"),
-        ({"weights": ()}, ValueError, "weights must be the six tensors query_weight, query_bias, key_weight"),
+        ({"weights": ()}, ValueError, "weights must be the tensors query_weight, query_bias, key_weight"),
         ({"key_weight": torch.zeros(1, 8, 7)}, ValueError, "key_weight must be [F, ...] = [1, 8, 8], got [1, 8, 7]"),
         ({"key_weight": torch.zeros(1, 8, 8).double()}, ValueError, "key_weight must be torch.float32 on cpu, like"),
         ({"offsets": torch.tensor([0, 3, 9])}, ValueError, "offsets must have B+1 = 5 entries, got 3"),

@@ -163,7 +163,9 @@ def test_every_argument_of_every_operator_is_compiled():
 )
 def test_one_graph_for_all_sizes_and_integers(name, impl, device):
     torch._dynamo.reset()
-    backend = "inductor" if device.type == "cuda" else "aot_eager"
+    # Inductor takes minutes for all cases of the plain formula.
+    takes_inductor = device.type == "cuda" and (impl == "triton" or "," not in name)
+    backend = "inductor" if takes_inductor else "aot_eager"
     operator = cases(device, 1)[name][0]
     given = {} if operator == "absorb_weights" else {"impl": impl}
 

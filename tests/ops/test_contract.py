@@ -481,7 +481,7 @@ def test_the_other_operators_name_wrong_arguments_too():
         call(-0.5)
         with pytest.raises(ValueError, match=f"scale must be finite, got {scale}"):
             call(scale)
-    with pytest.raises(ValueError, match="x_offsets must end at 4, the rows of the output, got 5"):
+    with pytest.raises(ValueError, match=r"x_offsets must end at 4, the rows of the output \(out_rows\), got 5"):
         ops.array_jagged_bmm_jagged_out(torch.randn(13), x, offsets, out_rows=4)
     with pytest.raises(ValueError, match=r"window_size must have a left of None \(unbounded\) or at least 0, got -1"):
         ops.jagged_attention(x[:, None], x[:, None], query_offsets=offsets, window_size=(-1, None))

@@ -59,6 +59,8 @@ def example(name: str, device: torch.device) -> tuple:
     times = {"query_time": torch.arange(R, device=device), "key_time": torch.arange(S, device=device)}
     by_bucket = {"key_bias_index": buckets, "value_scale": torch.rand(S, device=device)}
     all_queries = {"query": random(B, 2, 2, 20)}
+    # On Hopper the kernels of the half-precision cases are others.
+    half = {"query": random(R, 2, 64).half(), "key": random(S, 2, 64).half()}
     return {
         "target": (target(), {"query": query, "key": key, "value": value, "key_bias": key_bias}),
         "target, value = key": (target(), {"query": query, "key": key}),
@@ -79,6 +81,8 @@ def example(name: str, device: torch.device) -> tuple:
         "jagged, plain": (jagged(causal=True), rows),
         "jagged, by age": (jagged(**times), rows | {"value": value, "time_bias": random(7, 2)}),
         "jagged, by distance": (jagged(causal=True), rows | {"position_bias": random(7, 2)}),
+        "jagged, half": (jagged(), half | {"value": random(S, 2, 64).half(), "key_bias": key_bias.half()}),
+        "jagged, half by age": (jagged(**times), half | {"time_bias": random(7, 2).half()}),
         "jagged, digits": (
             jagged(key=digits, value_scale=torch.rand(S, device=device)),
             {"query": random(R, 2, 20), "key_bias": key_bias},
@@ -92,6 +96,11 @@ def example(name: str, device: torch.device) -> tuple:
         "digits, by many buckets": (
             of_digits(key_bias_index=integers(200)),
             all_queries | {"key_bias": random(200, 2)},
+        ),
+        "digits, half": (of_digits(), {"query": random(B, 1, 2, 20).half(), "key_bias": key_bias.half()}),
+        "digits, half by bucket": (
+            of_digits(key_bias_index=buckets),
+            {"query": random(B, 1, 2, 20).half(), "key_bias": table},
         ),
         "absorbed": (
             absorbed,
@@ -121,8 +130,9 @@ def example(name: str, device: torch.device) -> tuple:
 NAMES = [
     *("target", "target, value = key", "target, by bucket", "target, by many buckets", "target, split"),
     *("target, many", "target, many, value = key", "target, many in a tile", "target, by id"),
-    *("jagged", "jagged, plain", "jagged, by age", "jagged, by distance", "jagged, digits", "jagged, digits by age"),
-    *("digits", "digits, by bucket", "digits, by many buckets", "absorbed", "gather_rows"),
+    *("jagged", "jagged, plain", "jagged, by age", "jagged, by distance", "jagged, half", "jagged, half by age"),
+    *("jagged, digits", "jagged, digits by age", "digits", "digits, by bucket", "digits, by many buckets"),
+    *("digits, half", "digits, half by bucket", "absorbed", "gather_rows"),
     *("jagged_dense_bmm", "jagged_jagged_bmm", "jagged_jagged_bmm_jagged_out", "array_jagged_bmm_jagged_out"),
 ]
 
@@ -165,7 +175,7 @@ def _gradients(function, leaves: dict[str, Tensor], impl: str, wanted: tuple[str
 def test_any_inputs_may_need_a_gradient(name, impl, device, poisoned):
     keys = tuple(example(name, device)[1])
     every = gradients(name, impl, device, keys)
-    tolerance = {"atol": 2e-2, "rtol": 1e-2} if "tile" in name else {"atol": 1e-4, "rtol": 1e-4}
+    tolerance = {"atol": 2e-2, "rtol": 1e-2} if "tile" in name or "half" in name else {"atol": 1e-4, "rtol": 1e-4}
     plain = gradients(name, "torch", device, keys)
     for key in keys:
         torch.testing.assert_close(every[key], plain[key], **tolerance)
@@ -204,10 +214,11 @@ def test_only_what_is_needed_is_made(name, device, monkeypatch):
         outputs = [x for operator, found in recorded.calls for x in found if operator != "table_gradient"]
         assert len(outputs) == (0 if name == "gather_rows" else 1)
         inputs = {x.untyped_storage().data_ptr() for x in (*leaves.values(), out)}
-        made = [x.shape for x in given if x.untyped_storage().data_ptr() not in inputs]
+        made = {x.untyped_storage().data_ptr(): x.shape for x in given}
+        shapes = [shape for storage, shape in made.items() if storage not in inputs]
         for key, x in leaves.items():
             if key in ("query", "key", "value") and key != wanted and x.shape != out.shape:
-                assert x.shape not in made, (wanted, key)
+                assert shapes.count(x.shape) <= (x.shape == leaves[wanted].shape), (wanted, key)
 
 
 def test_a_frozen_key_has_no_kernel_of_its_own(device, monkeypatch):

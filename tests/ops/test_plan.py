@@ -222,7 +222,8 @@ def test_a_call_that_the_operator_refuses_has_no_plan():
         query = torch.empty(2, 1, 1, 64, dtype=HALF, device="meta")
         jfi.ops.explain(jfi.ops.target_attention, query, key, offsets=offsets, device=H200)
     with pytest.raises(ValueError, match="history must be a tensor or a tuple of at least one"):
-        jfi.ops.explain(jfi.ops.absorbed_target_attention, query, (), (query,) * 6, offsets=offsets, num_heads=1)
+        weights = tuple(torch.empty((1,) * dims, device="meta") for dims in (3, 2, 3, 3, 3, 2))
+        jfi.ops.explain(jfi.ops.absorbed_target_attention, query, (), weights, offsets=offsets, num_heads=1)
     with pytest.raises(TypeError, match="query must be a Tensor, got int"):
         jfi.ops.explain(jfi.ops.target_attention, 1, key, offsets=offsets)
     with pytest.raises(TypeError, match=r"operator must be one of .*target_attention.*, got 'jagged_softmax'"):

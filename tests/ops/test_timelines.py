@@ -264,7 +264,7 @@ def attend(**changes):
             "position_bias needs causal=True or times",
         ),
         ({"max_visible": 0}, "max_visible must be at least 1, got 0"),
-        ({"max_visible": 2.0}, "max_visible must be an int or None, got 2.0"),
+        ({"max_visible": 2.0}, "max_visible must be an int or None, got float"),
         ({"window_size": (3, None)}, "window_size counts positions: with times give max_visible"),
         (
             {"causal": True, "window_size": (3, None), "max_visible": 2},
