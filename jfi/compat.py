@@ -3,7 +3,8 @@
 Torch:
     torch._C._are_functorch_transforms_active      no public way to see vmap or grad at work
     torch.autograd.forward_ad._current_level       no public way to see forward mode at work (jfi/ops/_dispatch.py)
-    torch._C._current_graph_task_id                which backward pass is running (jfi/modules/fused_tables.py, jfi/room.py)
+    torch._C._current_graph_task_id                which backward pass is running (jfi/room.py and
+                                                   jfi/modules/fused_tables.py)
     torch.autograd.Variable._execution_engine.queue_callback    a call at the end of that pass
     torch._softmax_backward_data                   the gradient of a softmax from its output alone
     aten._scaled_dot_product_flash_attention_for_cpu, .._backward    no public way to the log-sum-exp
