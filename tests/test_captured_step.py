@@ -414,6 +414,7 @@ class Checkpointed(Attended):
         return self.layer(ids, {"item": items}).values()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the tests on a GPU cover it")
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_what_autograd_recomputes_in_its_own_thread_knows_of_the_room(use_reentrant, as_on_a_gpu, poisoned):
     """Activation checkpointing: on a GPU autograd computes that part of the forward pass again in another thread."""
