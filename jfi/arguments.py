@@ -7,18 +7,18 @@ from typing import Any
 import torch
 from torch import nn
 
-#: Widths, heads and rows of a table beyond these are mistakes, which would end in an overflow or for ever in a loop.
+#: Widths, heads and rows of a table beyond these are mistakes, which would end in an overflow or an endless loop.
 MAX_WIDTH, MAX_LAYERS, MAX_ROWS = 2**20, 2**10, 2**31 - 1
 
 
 def shown(value: object) -> str:
-    """Returns a value as messages show it: short ones as they are, of others the type."""
+    """Returns a value as messages show it: its repr if that is short, else the name of its type."""
     text = repr(value) if isinstance(value, str | int | float | list | tuple | dict | None) else ""
     return text if 0 < len(text) <= 100 else type(value).__name__
 
 
 def check_int(argument: str, value: int, least: int = 1, most: int = MAX_WIDTH) -> None:
-    """Raises unless the value is an integer of a range; True is none."""
+    """Raises unless the value is an integer of a range; a bool is not accepted."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{argument} must be an int, got {shown(value)}")
     if value < least:

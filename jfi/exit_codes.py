@@ -139,7 +139,7 @@ def run_command(main: Callable[[], int | None], wrong_input: tuple[type[Exceptio
 
 
 def _drop_unwritten() -> None:
-    """Lets stdout lead nowhere if it cannot be written: Python would report its rest once more, with an own code."""
+    """Redirects stdout to os.devnull if it cannot be written: Python would report the error again, with exit code 120."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()

@@ -51,7 +51,7 @@ def writing_file(path: Path) -> Iterator[Path]:
     unfinished = unfinished_name(path)
     try:
         with naming(path):
-            unfinished.unlink(missing_ok=True)  # a link that somebody has put there would be followed
+            unfinished.unlink(missing_ok=True)  # a symbolic link would be followed
             yield unfinished
             sync(unfinished)
         unfinished.replace(path)

@@ -39,7 +39,7 @@ class _Here:
 
     @property
     def has_room(self) -> bool:
-        """Whether jagged tensors may have room behind their last sample."""
+        """Returns whether jagged tensors may be padded behind their last sample."""
         return self._block().has_room
 
     @property
@@ -53,7 +53,10 @@ here = _Here()
 
 @contextmanager
 def with_room(singles: frozenset[str] = frozenset()) -> Iterator[None]:
-    """Jagged tensors may have room within the block, but for the keys ``singles``, which have one value a sample."""
+    """Jagged tensors may have room within the block, but for the keys ``singles``, which have one value a sample.
+
+    Backward passes and compiled functions of other threads see the block as well: they cannot be told from its own.
+    """
     outer, block = getattr(here.of_thread, "block", None), _Block(True, singles)
     here.blocks.append(block)
     here.of_thread.block = block
@@ -64,4 +67,5 @@ def with_room(singles: frozenset[str] = frozenset()) -> Iterator[None]:
             del here.of_thread.block
         else:
             here.of_thread.block = outer
-        here.blocks.remove(block)
+        last = max(i for i, one in enumerate(here.blocks) if one is block)
+        del here.blocks[last]

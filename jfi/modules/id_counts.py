@@ -1,4 +1,4 @@
-"""How many ids of a model's look-ups were outside of their tables, counted on the device that reads them."""
+"""Counts of ids outside of their tables, kept on the device that reads them."""
 
 from collections.abc import Sequence
 
@@ -29,7 +29,8 @@ class OutsideIds:
 
 def all_outside_ids(model: nn.Module) -> list[OutsideIds]:
     """The counts of all collections of a model."""
-    return [one for module in model.modules() for one in getattr(module, "outside_ids", ())]
+    found = [getattr(module, "outside_ids", ()) for module in model.modules()]
+    return [one for counts in found if isinstance(counts, tuple) for one in counts]  # not a feature of that name
 
 
 def outside_ids(model: nn.Module) -> dict[str, int]:

@@ -318,7 +318,8 @@ class JaggedFeatureInteraction(nn.Module):
             _load_multihead_attention(self.attention[name], attention)
 
     def _parameters_of(self, group: FeatureGroup) -> list[tuple[Tensor | None, ...]]:
-        return [self.attention[feature.name].own_parameters() for feature in group.features]
+        by_name = self.attention
+        return [by_name[feature.name].own_parameters() for feature in group.features]
 
     def _in_order(self, outputs: list[Tensor]) -> Tensor:
         pooled = {}

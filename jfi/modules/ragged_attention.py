@@ -65,7 +65,7 @@ def attend(
     """
     if here.has_room:
         raise ValueError(
-            "ragged targets have no room in captured steps: rows behind the last candidate are not written"
+            "ragged targets cannot be padded, as captured steps need: rows behind the last candidate are not written"
         )
     query_weight, query_bias, key_weight, value_weight, output_weight, output_bias = weights
     num_features, embedding_dim = output_bias.shape

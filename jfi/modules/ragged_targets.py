@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from jfi.arguments import MAX_ROWS, check_int
 from jfi.modules import validation
 from jfi.modules.sequence_configs import Bias, FeatureGroup, KeyBias, PositionBias, TimeBias
 
@@ -51,15 +52,16 @@ def count_visible(candidates: Candidates, offsets: Tensor, rows: int) -> Tensor:
     Args:
         candidates: of one feature.
         offsets: [U + 1], those of the events.
-        rows: R; candidates behind the last user's, which pad a batch, count those of the last user.
+        rows: R. The numbers of candidates that pad a batch have no meaning.
     """
-    places = torch.arange(rows, device=offsets.device)
-    user = torch.searchsorted(candidates.offsets[1:-1].contiguous(), places, right=True)
+    index = torch.arange(rows, device=offsets.device)
+    user = torch.searchsorted(candidates.offsets[1:-1].contiguous(), index, right=True)
     if candidates.times is None:
         return offsets.diff()[user]
     events = candidates.event_times
+    # Events behind the last user's, which pad a batch, belong to nobody.
     event_user = torch.searchsorted(
-        offsets[1:-1].contiguous(), torch.arange(events.size(0), device=offsets.device), right=True
+        offsets[1:].contiguous(), torch.arange(len(events), device=offsets.device), right=True
     )
     # Candidates and events of each user in order of time; the sort is stable, so that of equal times candidates come
     # first and see only older events.
@@ -146,7 +148,8 @@ def read_ragged_targets(
             raise ValueError(f"{name} must be on {times.device} like target_times, got {of_events[key].device}")
         if of_events[key].dtype != times.dtype:
             raise TypeError(f"{name} must be {times.dtype} like target_times, got {of_events[key].dtype}")
-    return RaggedTargets(values, first.offsets(), times, of_events, max_events, first_key)
+    most = None if max_events is None else int(max_events)
+    return RaggedTargets(values, first.offsets(), times, of_events, most, first_key)
 
 
 def _check_options(
@@ -156,10 +159,7 @@ def _check_options(
         given, missing = ("target_times", "event_times")[:: 1 if event_times is None else -1]
         raise ValueError(f"{missing} must be given with {given}, got None")
     if max_events is not None:
-        if isinstance(max_events, bool) or not isinstance(max_events, int):
-            raise TypeError(f"max_events must be an int or None, got {max_events!r}")
-        if max_events < 1:
-            raise ValueError(f"max_events must be at least 1, got {max_events}")
+        check_int("max_events", max_events, most=MAX_ROWS)
         if target_times is None:
             raise ValueError("max_events needs target_times, which say what lies before a candidate, got None")
     if target_times is None:

@@ -329,10 +329,8 @@ def check_lengths(name: str, tensor: JaggedTensor, rows: str = "events") -> None
 
 
 def contents_are_free(tensor: Tensor) -> bool:
-    """Whether values are on the CPU, where reading them stalls nothing, or `jfi.ops.validation` asks to read them."""
-    if torch.compiler.is_compiling():
-        return False
-    return tensor.device.type == "cpu" or (tensor.is_cuda and may_read(tensor))
+    """Returns whether values may be read: on a CPU, and on a GPU if `jfi.ops.validation` asks for it."""
+    return may_read(tensor)
 
 
 def unread(events: JaggedTensor) -> Tensor:

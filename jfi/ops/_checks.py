@@ -26,8 +26,8 @@ _validates_on_gpu: ContextVar[bool] = ContextVar("_validates_on_gpu", default=Fa
 def validation() -> Iterator[None]:
     """Check the contents of offsets and indices on a GPU too; each check synchronizes with the device.
 
-    CPU tensors are always checked.  On a GPU an index outside its table is else a row of zeros, and so is an id of a
-    module, which checks its batch as on a CPU within this block.  Applies to the current thread or task only.
+    CPU tensors are always checked.  Without this block an index outside its table gives zeros on a GPU, and modules do
+    not check the contents of their batches there.  Applies to the current thread or task only.
 
     Example:
         >>> import torch, jfi

@@ -75,7 +75,8 @@ def check_shapes(
         if x.shape != shape:
             raise ValueError(f"{name} must be [F, ...] = {list(shape)}, got {list(x.shape)}")
         if x.dtype != dtype or x.device != device:
-            raise ValueError(f"{name} must be {dtype} on {device}, like query_weight, got {x.dtype} on {x.device}")
+            must = f"{dtype} like query_weight, and on {device} like what it is multiplied with"
+            raise ValueError(f"{name} must be {must}, got {x.dtype} on {x.device}")
 
 
 @partial(public, tensors=flat_arguments)

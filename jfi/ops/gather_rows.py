@@ -144,7 +144,7 @@ def check_indices(
 
 
 def bound_ids(ids: list[Tensor], sizes: list[int], counts: Tensor | None = None) -> list[Tensor]:
-    """Returns ids with -1, a missing row, in the place of those outside of their tables.
+    """Returns ids with -1, a missing row, instead of those outside of their tables.
 
     Everything that reads ids calls it once, after `check_indices`, which leaves nothing to do on a CPU. It never waits
     for a GPU: one kernel does it for up to 4 tables.
@@ -169,7 +169,7 @@ def bound_ids(ids: list[Tensor], sizes: list[int], counts: Tensor | None = None)
 
 
 def table_bias(table: Tensor, index: Tensor) -> Tensor:
-    """[S, H]: the row of a table of biases [R, H] for each event; zeros, without a gradient, where it is outside."""
+    """Returns the bias [S, H] of each event, a row of a table [R, H]; zeros without a gradient where it is outside."""
     if may_read(index):  # and has been checked
         return torch.nn.functional.embedding(index, table)
     index = reference.bound_ids(index, table.shape[0])

@@ -94,7 +94,7 @@ def read(path: Path, sha256: Collection[str] | None = None) -> tuple[dict, dict[
     if sha256 is not None and (found := hashlib.sha256(content).hexdigest()) not in sha256:
         raise ArtifactError(f"{path} has the SHA-256 {found}, which is not among those that may be served")
     expected = _parse(path / _CHECKSUMS, content)
-    for name in (INFO, VOCABULARIES, TABLES, MODEL, *expected):
+    for name in dict.fromkeys((INFO, VOCABULARIES, TABLES, MODEL, *expected)):
         file = path / name
         if file.name != name or not file.is_file():
             raise ArtifactError(f"{path} is damaged: {name} is missing")

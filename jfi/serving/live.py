@@ -107,6 +107,8 @@ class Live:
             whether it did. If not, the log says why, and the artifact stays that answers now.
         """
         async with self._swapping:
+            if not hasattr(self, "now"):
+                return False  # closed while it waited
             try:
                 scorer = await asyncio.to_thread(self._load)
                 await asyncio.to_thread(check, scorer, self.now.scorer)
@@ -122,10 +124,11 @@ class Live:
         return True
 
     async def close(self) -> None:
-        """Waits for the last answer, and lets go of the artifact."""
-        await self.now.close()
-        await asyncio.to_thread(self._thread.shutdown)
-        del self.now
+        """Waits for the last answer and for a swap that has begun, and releases the artifact."""
+        async with self._swapping:
+            await self.now.close()
+            await asyncio.to_thread(self._thread.shutdown)
+            del self.now
 
 
 def check(new: Scorer, old: Scorer) -> None:

@@ -82,7 +82,7 @@ def make_app(
         nonlocal scorer
         batching = {"max_batch": max_batch, "max_wait": max_wait, "observe": metrics.called}
         app[LIVE] = Live(scorer, load, metrics.swaps, **batching)
-        del scorer  # an artifact in use has one owner, who lets go of it when another takes its place
+        del scorer  # an artifact in use is held by Live alone, which releases it after a swap
         yield
         await app[LIVE].close()
 

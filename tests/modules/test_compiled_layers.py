@@ -19,7 +19,7 @@ from jfi import (
     TimeBias,
     WeightBias,
 )
-from jfi.modules import JaggedMeanPooling
+from jfi.modules import JaggedPooling
 from jfi.sid import DiscretePCA
 from jfi.sid.packing import pack_trits
 
@@ -56,7 +56,7 @@ DENSE = {
     "several features": lambda: pool(
         taste(), taste("again"), taste("rated", **SUMMED), taste("weighted", bias=WeightBias())
     ),
-    "means": lambda: JaggedMeanPooling([taste(), taste("rated", **SUMMED)], WIDTH),
+    "means": lambda: JaggedPooling([taste(), taste("rated", **SUMMED)], WIDTH),
     "frozen": lambda: pool(taste(**SUMMED, bias=PositionBias(5))).requires_grad_(False),
 }
 RAGGED = {
@@ -69,7 +69,7 @@ RAGGED = {
     "weighted values": lambda: pool(taste(weighted_values=True)),
     "two queries": lambda: pool(taste(), num_queries=2),
     "a projected history": lambda: pool(taste(), project_history=True),
-    "means": lambda: JaggedMeanPooling([taste()], WIDTH),
+    "means": lambda: JaggedPooling([taste()], WIDTH),
 }
 ENCODERS = {
     "plain": lambda: encoder(taste()),

@@ -4,6 +4,7 @@ from torchrec import JaggedTensor
 
 from jfi import PositionBias, SequenceFeatureConfig
 from jfi.modules import JaggedPooling
+from jfi.modules.ragged_targets import Candidates, count_visible
 
 from .conftest import EMBEDDING_DIM, LENGTHS
 
@@ -66,3 +67,15 @@ def test_times_without_ragged_targets_are_refused(events, targets, message):
     times = JaggedTensor(torch.arange(len(LENGTHS)), lengths=torch.ones(len(LENGTHS), dtype=torch.int64))
     with pytest.raises((TypeError, ValueError), match=message):
         pooling({"history": events()}, targets, times)
+
+
+def test_events_that_pad_a_batch_are_seen_by_no_candidate():
+    event_times = torch.tensor([1, 2, 1, 2, 0, 0, 0])  # the last three are behind the last user's
+    candidates = Candidates(torch.tensor([0, 1, 2]), torch.tensor([5, 5]), event_times, None)
+    assert count_visible(candidates, torch.tensor([0, 2, 4]), 2).tolist() == [2, 2]
+
+
+def test_a_long_history_of_float16_has_a_finite_sum():
+    events = JaggedTensor(torch.zeros(70_000, 2, dtype=torch.float16), lengths=torch.tensor([70_000]))
+    pooling = JaggedPooling([SequenceFeatureConfig("taste", ["history"], ["item"])], 2, "sum")
+    assert pooling({"history": events})["taste"].eq(0).all()

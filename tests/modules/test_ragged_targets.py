@@ -394,7 +394,7 @@ def whole(*times):
             "target_times must be finite, got inf",
         ),
         ({"max_events": 0}, "max_events must be at least 1, got 0"),
-        ({"max_events": 2.0}, "max_events must be an int or None, got 2.0"),
+        ({"max_events": 2.0}, "max_events must be an int, got 2.0"),
         (
             {"max_events": 2, "target_times": None, "event_times": None},
             "max_events needs target_times, which say what lies before a candidate, got None",
