@@ -139,7 +139,7 @@ def run_command(main: Callable[[], int | None], wrong_input: tuple[type[Exceptio
 
 
 def _drop_unwritten() -> None:
-    """Redirects stdout to os.devnull if it cannot be written: Python would report the error again, with exit code 120."""
+    """Redirects stdout to os.devnull if it cannot be written: at exit Python would report the error again."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
