@@ -88,6 +88,9 @@ def handling_hangups(handle: Callable[[], object]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+_SHA256 = r"[0-9a-fA-F]{64}"
+
+
 def load_artifact(options: argparse.Namespace) -> Scorer:
     """The artifact that the path names now; a link to it may point elsewhere later."""
     limits = options.tables_device, options.max_candidates, options.max_history
@@ -98,10 +101,19 @@ def known_sums(given: str | None) -> set[str] | None:
     """The SHA-256 of the artifacts that may be served; None for any."""
     if given is None:
         return None
-    if not re.fullmatch(r"[0-9a-fA-F]{64}", given):
+    known = given
+    if not re.fullmatch(_SHA256, given):
+        if not Path(given).is_file():
+            raise ArtifactError(f"--sha256 {given}: is neither 64 hexadecimal digits nor a file")
         with reading_file(given, ArtifactError):
-            given = Path(given).read_bytes().decode(errors="replace")
-    return set(given.lower().split())
+            known = Path(given).read_bytes().decode(errors="replace")
+    for number, line in enumerate(known.splitlines(), 1):
+        if (text := line.strip()) and not re.fullmatch(_SHA256, text):
+            what = f"line {number} must be 64 hexadecimal digits, got {text[:80]!r}"
+            raise ArtifactError(f"--sha256 {given}: {what}")
+    if not known.split():
+        raise ArtifactError(f"--sha256 {given}: has no SHA-256")
+    return set(known.lower().split())
 
 
 async def answer_stdin(options: argparse.Namespace, limits: dict) -> None:

@@ -73,11 +73,15 @@ def test_the_sha256_is_printed_by_export_and_that_of_checksums_json(exported, tm
 def test_serve_refuses_an_artifact_with_another_sha256_in_one_line(exported, tmp_path, monkeypatch, capsys):
     other = forged(tmp_path / "other", exported.path, longer("artifact.json"))
     (tmp_path / "known").write_text(f"{sha256_of(exported.path)}\n{'0' * 64}\n")
+    (tmp_path / "empty").touch()
+    (tmp_path / "short").write_text(f"{sha256_of(exported.path)}\n12ab\n")
     why = f"{other} has the SHA-256 {sha256_of(other)}, which is not among those that may be served"
     for known, reason in (
         (sha256_of(exported.path).upper(), why),
         (tmp_path / "known", why),
-        (tmp_path / "absent", f"{tmp_path}/absent: no such file or directory"),
+        ("8f4c", "--sha256 8f4c: is neither 64 hexadecimal digits nor a file"),
+        (tmp_path / "empty", f"--sha256 {tmp_path}/empty: has no SHA-256"),
+        (tmp_path / "short", f"--sha256 {tmp_path}/short: line 2 must be 64 hexadecimal digits, got '12ab'"),
     ):
         code, text = said("serve", monkeypatch, capsys, "--artifact", other, "--sha256", known, "--jsonl")
         assert (code, text) == (2, f"error: {reason}\n")
