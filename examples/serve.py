@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 from jfi.exit_codes import EXIT_CODES, raise_on_sigterm, run_command
 from jfi.files import reading_file
@@ -116,14 +117,17 @@ def known_sums(given: str | None) -> set[str] | None:
     return set(known.lower().split())
 
 
+def open_stdin() -> BinaryIO:
+    """Opens standard input again: at exit Python would wait for a thread that reads from sys.stdin."""
+    return open(sys.stdin.fileno(), "rb", closefd=False)
+
+
 async def answer_stdin(options: argparse.Namespace, limits: dict) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # under nohup
-    # Not sys.stdin: at exit Python would wait for the thread that reads from it.
-    lines = open(sys.stdin.fileno(), "rb", closefd=False)  # noqa: SIM115
     with nullcontext() if is_ignored else handling_hangups(stop.set):
-        await answer_lines(load_artifact(options), lines, sys.stdout.buffer, stop=stop, **limits)
+        await answer_lines(load_artifact(options), open_stdin(), sys.stdout.buffer, stop=stop, **limits)
 
 
 def serve(options: argparse.Namespace, limits: dict) -> int:
