@@ -5,7 +5,7 @@ the CPU, and on a GPU only under ``with jfi.ops.validation():``, since reading t
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -77,6 +77,10 @@ def check_floating(**tensors: Tensor | None) -> None:
             raise ValueError(f"{name} must be on the device of {first_name}, {first.device}, got {tensor.device}")
 
 
+#: The usual types of tensors.
+_DENSE = (Tensor, torch.nn.Parameter)
+
+
 def check_dense(name: str, tensor: Tensor) -> None:
     """tensor is a Tensor in memory that strides describe, not a sparse or a nested one."""
     if not isinstance(tensor, Tensor):
@@ -87,9 +91,17 @@ def check_dense(name: str, tensor: Tensor) -> None:
         raise TypeError(f"{name} must be a dense tensor, got a nested one")
 
 
+def check_all_dense(names: Iterable[str], tensors: Iterable[Tensor]) -> None:
+    """Raises unless all are as `check_dense` says, which is called for odd ones alone."""
+    for name, x in zip(names, tensors, strict=False):
+        if type(x) not in _DENSE or x.layout is not torch.strided or x.is_nested:
+            check_dense(name, x)
+
+
 def check_dim(name: str, tensor: Tensor, layout: str) -> None:
     """tensor has as many dimensions as its layout, such as "[S, D]", and no empty width behind the first."""
-    check_dense(name, tensor)
+    if type(tensor) not in _DENSE or tensor.layout is not torch.strided or tensor.is_nested:
+        check_dense(name, tensor)
     dims = layout.count(",") + 1
     if tensor.dim() != dims:
         raise ValueError(f"{name} must be {layout}, got a tensor of shape {list(tensor.shape)}")

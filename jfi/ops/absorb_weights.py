@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jfi.ops._checks import FLOATING, check_count, check_dense
+from jfi.ops._checks import FLOATING, check_all_dense, check_count
 from jfi.ops._dispatch import flat_arguments, public
 
 
@@ -49,8 +49,8 @@ def check_weights(weights: tuple[Tensor, ...], count: int, num_heads: int) -> No
         names = ", ".join([*WEIGHTS][:count])
         got = len(weights) if isinstance(weights, tuple | list) else type(weights).__name__
         raise (ValueError if isinstance(got, int) else TypeError)(f"weights must be the tensors {names}, got {got}")
+    check_all_dense(WEIGHTS, weights)
     for (name, dims), x in zip(WEIGHTS.items(), weights, strict=False):
-        check_dense(name, x)
         if x.dtype not in FLOATING:
             raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {x.dtype}")
         if x.dim() != dims or 0 in x.shape[2:]:

@@ -28,8 +28,8 @@ from jfi import compat
 from jfi.context import is_traced, without_autocast
 from jfi.ops._checks import (
     FLOATING,
+    check_all_dense,
     check_count,
-    check_dense,
     check_dim,
     check_events,
     check_floating,
@@ -225,7 +225,7 @@ def _check_shapes(target: Tensor, fields: tuple[Tensor, ...], weights: tuple[Ten
         if not isinstance(x, Tensor) or x.dtype not in FLOATING:
             got = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise TypeError(f"{name} must be a Tensor of float32, bfloat16, float16 or float64, got {got}")
-        check_dense(name, x)
+    check_all_dense(("target", *["history"] * len(fields)), (target, *fields))
     first, d_x = fields[0], 0
     for x in fields:
         if x.dim() != 2 or 0 in x.shape[1:]:

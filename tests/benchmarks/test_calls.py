@@ -2,7 +2,7 @@
 
 from benchmarks.calls import count_calls, one_forward
 
-MOST_CALLS, MOST_MOVES = 80, 15
+MOST_CALLS, MOST_MOVES = 110, 30
 
 
 def test_one_forward_makes_few_calls_and_moves_between_few_files():

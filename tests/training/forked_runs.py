@@ -92,6 +92,9 @@ def disturb(job: dict) -> list[int]:
 
 
 def main() -> None:
+    from jfi.exit_codes import begin_command
+
+    begin_command()
     import torch.utils.tensorboard  # noqa: F401 for the forked ones
 
     from jfi.files import write_file

@@ -110,7 +110,7 @@ def test_unknown_key_names_the_nearest(yaml_file, text, unknown, nearest):
         (["--training.patience", "x"], ["training.patience: got 'x', must be one of int, null"]),
         (["--training.epochs", "0"], ["training.epochs", "0", "at least 1"]),
         (["--training.epochs"], ["--training.epochs", "expected one argument"]),
-        (["--model.pooling", "max"], ["model.pooling", "'attention', 'mean', 'none'", "max"]),
+        (["--model.pooling", "max"], ["model.pooling", "'attention', 'mean', 'sum', 'none'", "max"]),
         (["--model.dropout", "1"], ["model.dropout", "[0, 1)"]),
         (["--model.over_arch", "[]"], ["model.over_arch", "at least one size"]),
         (["--model.embedding_dim", "30"], ["model.num_heads", "a divisor of embedding_dim"]),
