@@ -75,8 +75,7 @@ def check_shapes(
         if x.shape != shape:
             raise ValueError(f"{name} must be [F, ...] = {list(shape)}, got {list(x.shape)}")
         if x.dtype != dtype or x.device != device:
-            must = f"{dtype} like query_weight, and on {device} like what it is multiplied with"
-            raise ValueError(f"{name} must be {must}, got {x.dtype} on {x.device}")
+            raise ValueError(f"{name} must be {dtype} on {device}, like the other tensors, got {x.dtype} on {x.device}")
 
 
 @partial(public, tensors=flat_arguments)
