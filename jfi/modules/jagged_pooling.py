@@ -122,8 +122,9 @@ def _pool(groups: list[inputs.GroupInputs], mode: Mode) -> Tensor:
                 max_visible=candidates.max_events,
             )
             counts = count_visible(candidates, group.offsets, mean.size(0))
+        mean = mean.flatten(1)
         if mode == "sum":  # in float32 at least: float16 ends at 65,504 events
             wide = torch.promote_types(mean.dtype, torch.float32)
-            mean = (mean.to(wide) * counts.to(wide).view(-1, *[1] * (mean.dim() - 1))).to(mean.dtype)
-        pooled.append(mean.flatten(1))
+            mean = (mean.to(wide) * counts.to(wide).unsqueeze(1)).to(mean.dtype)
+        pooled.append(mean)
     return torch.cat(pooled, dim=1)
