@@ -121,8 +121,10 @@ def model(**changes):
     return SequenceDLRM(**{**arguments, **changes})
 
 
-OF_SIDS = {"device": "None", "catalogue": "None", "feature_names": "a list of strings", "spread": "a float, 2**62"}
-OF_TABLES = {"output_dtype": "None", "average": "None", "device": "None", "optimizer_kwargs": "an empty dict"}
+#: Where there is an accelerator, torch takes a number for a device, and of a large one its last bits.
+NO_DEVICE = "None, 0, 2**62" if torch.cuda.is_available() else "None"
+OF_SIDS = {"device": NO_DEVICE, "catalogue": "None", "feature_names": "a list of strings", "spread": "a float, 2**62"}
+OF_TABLES = {"output_dtype": "None", "average": "None", "device": NO_DEVICE, "optimizer_kwargs": "an empty dict"}
 TIMES = {"target_times": "None", "event_times": "None", "max_events": "None"}
 NOT_READ = ", ".join(WRONG)
 CASES = {
@@ -153,7 +155,7 @@ CASES = {
             "project_history": "None, True",
             "sequence_dim": "None",
             "target_dim": "None",
-            "device": "None",
+            "device": NO_DEVICE,
         },
     ),
     "JaggedFeatureInteraction.forward": Case(
@@ -182,7 +184,7 @@ CASES = {
     "JaggedEncoder": Case(
         JaggedEncoder,
         {"features": [TASTE], "embedding_dim": D},
-        {"dropout": "0", "causal": "True", "device": "None"},
+        {"dropout": "0", "causal": "True", "device": NO_DEVICE},
     ),
     "JaggedEncoder.forward": Case(
         lambda **given: JaggedEncoder([TASTE], D)(**given),
@@ -255,7 +257,7 @@ CASES = {
             "user_keys": "None, an empty list",
             "semantic_ids": "None",
             "heads": "None",
-            "dense_device": "None",
+            "dense_device": NO_DEVICE,
         },
         SequenceDLRM.__init__,
     ),

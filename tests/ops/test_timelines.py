@@ -168,7 +168,7 @@ def test_times_beside_half_precision(impl, device):
 def test_splits_of_the_keys(width, value_width, num_heads, num_kv_heads, bias, num_splits, device):
     """A split begins in the midst of a query's buckets; splits of short samples and of what is hidden are empty."""
     options = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "width": width, "value_width": value_width}
-    queries, keys = [0, 1, 64, 130, 5, 40], [7, 1400, 64, 900, 0, 1]
+    queries, keys = [0, 1, 64, 130, 5, 40], [7, 650, 64, 530, 0, 1]
     with override(NUM_SMS=2, SM90_SPLITS=num_splits):
         for most, max_visible in ((10**6, None), (300, 250)):
             limits = {"most": most, "max_visible": max_visible, "num_buckets": 32}

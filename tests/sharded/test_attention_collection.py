@@ -50,7 +50,8 @@ def found(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("exchange")
     outs = [folder / f"{rank}.json" for rank in range(2)]
     root = str(Path(__file__).parents[2])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+    paths = os.pathsep.join([root, *filter(None, sys.path)])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "TRITON_INTERPRET": "1"}
     commands = [[sys.executable, WORKER, str(rank), "2", folder / "store", outs[rank]] for rank in range(2)]
     processes = [subprocess.Popen(one, env=environment, stderr=subprocess.PIPE, text=True) for one in commands]
     try:
