@@ -101,7 +101,7 @@ _DEFAULTS: dict[str, object] = {
     "model.bias": None,
     "model.dropout": 0.0,
     "optimizer.dense.learning_rate": 1e-3,
-    "optimizer.embeddings.learning_rate": 0.02,
+    "optimizer.embeddings.learning_rate": 0.05,
     "optimizer.average": None,
     "training.batch_size": 1024,
     "training.epochs": 10,

@@ -218,7 +218,7 @@ class OptimizerConfig:
     """
 
     dense: OptimizerGroup = field(default_factory=OptimizerGroup)
-    embeddings: OptimizerGroup = field(default_factory=lambda: OptimizerGroup(name="adagrad", learning_rate=0.02))
+    embeddings: OptimizerGroup = field(default_factory=lambda: OptimizerGroup(name="adagrad", learning_rate=0.05))
     average: float | None = None
     schedule: Literal["constant", "cosine"] = "constant"
     warmup_steps: int = 0

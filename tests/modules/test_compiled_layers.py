@@ -163,7 +163,9 @@ def test_ragged_targets(name, timed):
     compare(model, interact, batches)
 
 
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[] if x in ("plain", "a bias by distance") else pytest.mark.slow) for x in ENCODERS]
+)
 def test_encoders(name):
     model = ENCODERS[name]()
 
