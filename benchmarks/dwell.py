@@ -34,9 +34,7 @@ from jfi.data.choose_events import EventChooser
 from jfi.data.columns import sort_ids
 from jfi.data.engagement import training_log
 from jfi.data.source import column_settings, read_tables
-from jfi.files import write_file
 from jfi.history import Policy, fit
-from jfi.ranges import ranges
 from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import export
 from jfi.serving.schema import Limits
@@ -45,6 +43,8 @@ from jfi.training import Config, train
 from jfi.training.cli import parse_config
 from jfi.training.metrics import Predictions
 from jfi.training.saved_run import SavedRun, load_run
+from jfi.utils.files import write_file
+from jfi.utils.ranges import ranges
 
 ROOT = Path(__file__).parents[1]
 #: Events of a short history, and of a long one.

@@ -18,7 +18,7 @@ import torch
 
 from jfi.data import DataConfig, InteractionDataset, SyntheticConfig, load_dataset
 from jfi.history import EventLog, Policy, PolicyIndex, PolicyModule, fit
-from jfi.ranges import ranges
+from jfi.utils.ranges import ranges
 
 _SURFACES, _DAYS = 5, 30
 

@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.dwell import ARMS, Seed
 from benchmarks.model_parts import StepTrainer
-from jfi.captured_step import CapturedStep
+from jfi.cuda_graphs.captured_step import CapturedStep
 from jfi.data import Batch
 from jfi.training.capture import capture
 from jfi.training.distributed import World

@@ -11,10 +11,10 @@ rank.
 import argparse
 from dataclasses import dataclass, replace
 
-from jfi.exit_codes import run_command
 from jfi.sharded.traffic import SequenceShape, Traffic, by_attention, by_rows
 from jfi.training import ConfigError
 from jfi.training.cli import load_config
+from jfi.utils.exit_codes import run_command
 
 HOST = 8  # GPUs
 

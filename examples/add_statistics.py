@@ -7,7 +7,7 @@ A table to score needs them too: give the past and the new rows in one table, wi
 known, and score the new rows of the result.
 """
 
-from jfi.exit_codes import begin_command
+from jfi.utils.exit_codes import begin_command
 
 if __name__ == "__main__":  # before the other imports
     begin_command()
@@ -19,9 +19,9 @@ import pyarrow.parquet
 
 from jfi.data.source import column_settings, read_tables
 from jfi.data.statistics import add_statistics
-from jfi.files import writing_file
 from jfi.training import ConfigError
 from jfi.training.cli import parse_config, run_cli
+from jfi.utils.files import writing_file
 
 OPTIONS = {
     "--out": {"type": Path, "required": True, "metavar": "FILE", "help": "Parquet file to write, must not exist"}

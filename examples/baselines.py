@@ -6,7 +6,7 @@ They have the split, the rows and the metrics of a training run with this config
 baselines.json in training.run_dir.
 """
 
-from jfi.exit_codes import begin_command
+from jfi.utils.exit_codes import begin_command
 
 if __name__ == "__main__":  # before the other imports
     begin_command()

@@ -6,7 +6,7 @@ Beside them stand the baselines of examples/baselines.py, such as gradient boost
 its own folder under training.run_dir; the table is printed and written there as comparison.json.
 """
 
-from jfi.exit_codes import begin_command
+from jfi.utils.exit_codes import begin_command
 
 if __name__ == "__main__":  # before the other imports
     begin_command()

@@ -4,7 +4,7 @@ python examples/export.py --run runs/20250101-120000
 python examples/export.py --run runs/20250101-120000 --out artifacts/clicks --tables int8 --device cuda
 """
 
-from jfi.exit_codes import begin_command
+from jfi.utils.exit_codes import begin_command
 
 if __name__ == "__main__":  # before the other imports
     begin_command()
@@ -15,8 +15,6 @@ from pathlib import Path
 
 import torch
 
-from jfi.exit_codes import EXIT_CODES, raise_on_sigterm
-from jfi.options import OptionParser, at_least_one
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import export
@@ -24,6 +22,8 @@ from jfi.serving.schema import Limits
 from jfi.training import ConfigError
 from jfi.training.cli import run_cli
 from jfi.training.saved_run import load_run
+from jfi.utils.exit_codes import EXIT_CODES, raise_on_sigterm
+from jfi.utils.options import OptionParser, at_least_one
 
 
 def arguments() -> argparse.Namespace:

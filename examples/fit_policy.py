@@ -10,7 +10,7 @@ to the training span alone: --until leaves out what comes later. With the config
 (data.dwell, data.surface, data.session, data.conversion), the events are those of its training rows.
 """
 
-from jfi.exit_codes import begin_command
+from jfi.utils.exit_codes import begin_command
 
 if __name__ == "__main__":  # before the other imports
     begin_command()
@@ -28,14 +28,14 @@ from jfi.data.engagement import training_log
 from jfi.data.labels import label_columns, read_labels
 from jfi.data.readers import read_table
 from jfi.data.table import Table
-from jfi.exit_codes import EXIT_CODES, raise_on_sigterm
 from jfi.history import EventLog, fit
 from jfi.history.describe import describe
 from jfi.history.plots import draw_policy
-from jfi.options import OptionParser, at_least_one
 from jfi.training import ConfigError
 from jfi.training.cli import load_config, run_cli
 from jfi.training.scores import check_place, check_results
+from jfi.utils.exit_codes import EXIT_CODES, raise_on_sigterm
+from jfi.utils.options import OptionParser, at_least_one
 
 SECONDS = {"s": 1.0, "ms": 1e-3}
 #: The surface of a log without surfaces, and of events whose surface is missing.

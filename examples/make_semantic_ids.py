@@ -9,7 +9,7 @@ are. The same command on a grown catalogue adds the items that are new; no ID th
 content gets the ID -1, and an ID of its own once the table has content of it.
 """
 
-from jfi.exit_codes import begin_command
+from jfi.utils.exit_codes import begin_command
 
 if __name__ == "__main__":  # before the other imports
     begin_command()
@@ -30,11 +30,6 @@ from jfi.data.readers import read_table
 from jfi.data.schema import CODEC
 from jfi.data.semantic_ids import codec_folder, new_items, read_sids, rows_of, unique_items, write_sids
 from jfi.data.table import Table
-from jfi.display import Display
-from jfi.exit_codes import EXIT_CODES, raise_on_sigterm
-from jfi.files import DamagedFileError, check_sum, read_sums, sha256_of, write_file, write_sums, writing_folder
-from jfi.lock import locking_folder
-from jfi.options import OptionParser, at_least_one
 from jfi.sid import (
     UNKNOWN_SID,
     Codec,
@@ -50,6 +45,11 @@ from jfi.sid.plots import draw_quality
 from jfi.training import ConfigError
 from jfi.training.cli import run_cli
 from jfi.training.scores import check_place, check_results
+from jfi.utils.display import Display
+from jfi.utils.exit_codes import EXIT_CODES, raise_on_sigterm
+from jfi.utils.files import DamagedFileError, check_sum, read_sums, sha256_of, write_file, write_sums, writing_folder
+from jfi.utils.lock import locking_folder
+from jfi.utils.options import OptionParser, at_least_one
 
 CONTENT, OPTIONS = "content.safetensors", "options.json"
 FIGURES, PICTURE = "quality.json", "quality.png"

@@ -8,7 +8,7 @@ A row's history is what its user did before it, in --history and in --interactio
 may have users and items that training has not seen.
 """
 
-from jfi.exit_codes import begin_command
+from jfi.utils.exit_codes import begin_command
 
 if __name__ == "__main__":  # before the other imports
     begin_command()
@@ -20,14 +20,14 @@ from pathlib import Path
 
 import torch
 
-from jfi.display import fit_cells
-from jfi.exit_codes import EXIT_CODES, raise_on_sigterm
-from jfi.files import writing_file
-from jfi.options import OptionParser, at_least_one
 from jfi.training import ConfigError
 from jfi.training.cli import run_cli
 from jfi.training.saved_run import PREDICTED, load_run
 from jfi.training.scores import check_out, check_place, check_results
+from jfi.utils.display import fit_cells
+from jfi.utils.exit_codes import EXIT_CODES, raise_on_sigterm
+from jfi.utils.files import writing_file
+from jfi.utils.options import OptionParser, at_least_one
 
 SHOWN = ("samples", "loss", "ne", "auc", "user_auc", "mean_label", "mean_prediction", "calibration")
 GROUPS = 20

@@ -9,7 +9,7 @@ python examples/prepare_data.py --verify clicks.prepared
 Killed at any point and called again, it continues. See docs/prepared-data.md.
 """
 
-from jfi.exit_codes import begin_command
+from jfi.utils.exit_codes import begin_command
 
 if __name__ == "__main__":  # before the other imports
     begin_command()

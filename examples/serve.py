@@ -12,7 +12,7 @@ to the folder, --sha256 refuses any that does not have the SHA-256 that examples
 
 import signal
 
-from jfi.exit_codes import begin_command
+from jfi.utils.exit_codes import begin_command
 
 if __name__ == "__main__":  # before the other imports
     begin_command()
@@ -29,12 +29,12 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from jfi.exit_codes import EXIT_CODES, raise_on_sigterm, run_command
-from jfi.files import reading_file
-from jfi.options import OptionParser, at_least_one, at_least_zero
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.json_lines import answer_lines
 from jfi.serving.scorer import OUTPUTS, Scorer
+from jfi.utils.exit_codes import EXIT_CODES, raise_on_sigterm, run_command
+from jfi.utils.files import reading_file
+from jfi.utils.options import OptionParser, at_least_one, at_least_zero
 
 
 def arguments() -> argparse.Namespace:

@@ -7,7 +7,7 @@ torchrun --nproc_per_node 2 examples/train_dlrm.py --config configs/multi_gpu.ya
 See docs/distributed.md for several processes and hosts.
 """
 
-from jfi.exit_codes import begin_command
+from jfi.utils.exit_codes import begin_command
 
 if __name__ == "__main__":  # before the other imports
     begin_command()

@@ -9,7 +9,7 @@ import importlib
 __version__ = "0.1.0"
 
 _LAZY = {
-    "CapturedStep": "jfi.captured_step",
+    "CapturedStep": "jfi.cuda_graphs.captured_step",
     "FusedEmbeddingBagCollection": "jfi.modules",
     "FusedEmbeddingCollection": "jfi.modules",
     "JaggedEncoder": "jfi.modules",

@@ -20,10 +20,10 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollec
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jfi import CapturedStep, JaggedEncoder, JaggedFeatureInteraction, PositionBias, SequenceFeatureConfig, WeightBias
-from jfi import captured_step as module
-from jfi.capturable import why_not_captured
-from jfi.room import here
-from jfi.static_batch import Buffers, Ladder, UnsupportedBatch, describe, moved, to_device
+from jfi.cuda_graphs import captured_step as module
+from jfi.cuda_graphs.capture_check import why_not_captured
+from jfi.cuda_graphs.static_batch import Buffers, Ladder, UnsupportedBatch, describe, moved, to_device
+from jfi.utils.padding import here
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")

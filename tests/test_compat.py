@@ -1,4 +1,4 @@
-"""The private names of torch and Triton that jfi uses are as it uses them; a failure here means: read jfi/compat.py."""
+"""The private names of torch and Triton that jfi uses are as it uses them; after a failure read jfi/utils/compat.py."""
 
 import inspect
 from dataclasses import fields
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from jfi import compat
+from jfi.utils import compat
 
 triton = pytest.importorskip("triton")
 

@@ -18,8 +18,8 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from benchmarks import readme
-from jfi.options import OptionParser
 from jfi.training import cli
+from jfi.utils.options import OptionParser
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "benchmarks/NOTES.md"]

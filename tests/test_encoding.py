@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jfi.data.columns import cut, encode, learn_edges, learn_vocabulary, moments
-from jfi.encoding import UNKNOWN, Vocabulary, age_buckets, quantile_ids, standardize
-from jfi.suggest import suggest
+from jfi.utils.encoding import UNKNOWN, Vocabulary, age_buckets, quantile_ids, standardize
+from jfi.utils.suggest import suggest
 
 
 def test_a_vocabulary_counts_from_one():

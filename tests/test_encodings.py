@@ -41,7 +41,7 @@ ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIO
 
 
 def test_stdout_escapes_what_it_cannot_encode():
-    script = "from jfi.exit_codes import begin_command; begin_command(); print('caf\\xe9 \\u043a')"
+    script = "from jfi.utils.exit_codes import begin_command; begin_command(); print('caf\\xe9 \\u043a')"
     for encoding, wanted in (
         ("ascii", b"caf\\xe9 \\u043a"),
         ("latin-1", b"caf\xe9 \\u043a"),

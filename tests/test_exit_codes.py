@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from jfi.exit_codes import EXIT_CODES, ExitCode, run_command
+from jfi.utils.exit_codes import EXIT_CODES, ExitCode, run_command
 
 ROOT = Path(__file__).parents[1]
 #: Stands in for torch: says that its import has begun, takes long, and catches what interrupts it.
@@ -130,7 +130,7 @@ def test_ctrl_c_while_a_command_imports_is_one_line_and_waiting_threads_sleep(tm
 def test_ctrl_c_in_a_command_that_has_begun_lets_it_clean_up():
     script = """
 import signal, sys
-from jfi.exit_codes import begin_command, run_command
+from jfi.utils.exit_codes import begin_command, run_command
 
 def main():
     try:

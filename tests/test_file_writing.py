@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from jfi.files import SUMS, DamagedFileError, check_sum, read_sums, sha256_of, write_file, write_sums
+from jfi.utils.files import SUMS, DamagedFileError, check_sum, read_sums, sha256_of, write_file, write_sums
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):

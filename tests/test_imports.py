@@ -1,14 +1,16 @@
-"""Who may import whom, each in a fresh process.
+"""Who may import whom: by the files' import lines, and in a fresh process for each package.
 
-kernels <- ops <- modules <- models <- training <- baselines; data beside models; history <- data; sid <- modules, data.
+utils, kernels, cpu <- ops <- modules <- models, cuda_graphs <- sharded <- training, serving <- baselines; data beside
+models; history <- data; sid <- modules, data.
 
-Serving has two sides: the export needs models and data, the server only its own package, jfi.encoding and jfi.suggest.
+Serving has two sides: the export needs models and data, the server only its own package and jfi.utils.
 """
 
 import ast
 import json
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,8 @@ import pytest
 #: What must not have been imported after importing the first.
 FORBIDDEN = {
     "jfi": {"torch", "torchrec", "triton", "fbgemm_gpu"},
-    "jfi.encoding": {"torch", "pyarrow"},
-    "jfi.suggest": {"torch", "numpy"},
+    "jfi.utils.encoding": {"torch", "pyarrow"},
+    "jfi.utils.suggest": {"torch", "numpy"},
     "jfi.ops": {
         "torchrec",
         "fbgemm_gpu",
@@ -251,3 +253,68 @@ inputs._private(inputs.public, inputs.__doc__, self._own)
         "inputs._private",
     ]
     assert private_uses(source, "ops") == ["jfi.kernels.common._secret", "inputs._private"]
+
+
+#: By area of jfi/, the other areas that its files may import; `plan` and `reference` are files.
+MAY_IMPORT = {"utils": set(), "reference": set(), "plan": set()}
+MAY_IMPORT["kernels"] = MAY_IMPORT["cpu"] = {"utils", "reference", "plan"}
+MAY_IMPORT["ops"] = {"utils", "reference", "plan", "kernels", "cpu"}
+MAY_IMPORT["history"] = {"utils"}
+MAY_IMPORT["sid"] = {"utils", "data"}
+MAY_IMPORT["data"] = {"utils", "history", "sid"}
+MAY_IMPORT["modules"] = {"utils", "reference", "plan", "ops", "sid"}
+MAY_IMPORT["models"] = MAY_IMPORT["cuda_graphs"] = MAY_IMPORT["modules"] | {"modules"}
+MAY_IMPORT["sharded"] = MAY_IMPORT["models"] | {"models", "cuda_graphs"}
+MAY_IMPORT["training"] = MAY_IMPORT["serving"] = MAY_IMPORT["sharded"] | {"sharded", "data", "history"}
+MAY_IMPORT["baselines"] = MAY_IMPORT["training"] | {"training", "serving"}
+
+#: Imports against these directions, or that close a circle, each with the reason; none may be added.
+LEFT_TO_DO = {
+    ("cpu/step_rows.py", "ops/step_rows.py"): "a type in an annotation",
+    ("plan.py", "kernels/common/primitives.py"): "whether the interpreter runs",
+    ("plan.py", "kernels/jagged_attention/sm90.py"): "whether Gluon can be imported",
+    ("modules/validation.py", "modules/ragged_targets.py"): "a type in an annotation",
+}
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Returns, by file of jfi/, the files of jfi/ that its import lines name, those within functions included."""
+    paths = {path.relative_to(ROOT).as_posix(): path for path in ROOT.rglob("*.py")}
+    files = {"jfi." + name[:-3].replace("/", ".").removesuffix(".__init__"): name for name in paths}
+    graph = {name: set() for name in paths}
+    for name, path in paths.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                # `from package import module` names the module, not the package.
+                named = [files.get(f"{node.module}.{alias.name}") or files.get(node.module) for alias in node.names]
+            else:
+                named = [files.get(alias.name) for alias in node.names] if isinstance(node, ast.Import) else []
+            graph[name].update(file for file in named if file not in (None, name))
+    return graph
+
+
+def area_of(file: str) -> str:
+    return file.split("/")[0].removesuffix(".py")
+
+
+def test_imports_go_in_one_direction():
+    graph, areas = import_graph(), MAY_IMPORT.keys()
+    assert {area_of(file) for file in graph} - {"__init__"} == areas, "a folder or file that MAY_IMPORT does not know"
+    found = {
+        (file, other)
+        for file, others in graph.items()
+        for other in others
+        if {area_of(file), area_of(other)} <= areas
+        and area_of(other) not in MAY_IMPORT[area_of(file)] | {area_of(file)}
+    }
+    assert found <= LEFT_TO_DO.keys()
+
+
+def test_the_core_has_no_import_circle():
+    core = {"utils", "reference", "plan", "kernels", "cpu", "ops", "modules", "models", "cuda_graphs", "sharded"}
+    graph = {file: others for file, others in import_graph().items() if area_of(file) in core}
+    gone = {(file, other) for file, other in LEFT_TO_DO if other not in graph.get(file, ())}
+    assert not gone, "remove these lines from LEFT_TO_DO"
+    TopologicalSorter(
+        {file: {other for other in others if (file, other) not in LEFT_TO_DO} for file, others in graph.items()}
+    ).prepare()  # raises CycleError with the files of a circle

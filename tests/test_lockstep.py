@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jfi import lockstep
+from jfi.utils import lockstep
 
 FITTING = {"torch": "2.13.0+cpu", "fbgemm-gpu-cpu": "1.8.0", "torchrec": "1.8.0"}
 

@@ -7,7 +7,7 @@ Results go to benchmarks/results/quality/<table>.json after each training; anoth
 benchmarks.readme` then writes the tables of docs/quality.md.
 """
 
-from jfi.exit_codes import EXIT_CODES, begin_command
+from jfi.utils.exit_codes import EXIT_CODES, begin_command
 
 if __name__ == "__main__":  # before the other imports
     begin_command()
@@ -22,10 +22,10 @@ from benchmarks.quality.results import Results
 from benchmarks.quality.run import run_table
 from benchmarks.quality.tables import DATA, TABLES
 from jfi.data import DataError
-from jfi.exit_codes import run_command
-from jfi.options import OptionError, OptionParser
-from jfi.suggest import suggest
 from jfi.training import ConfigError
+from jfi.utils.exit_codes import run_command
+from jfi.utils.options import OptionError, OptionParser
+from jfi.utils.suggest import suggest
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -5,7 +5,7 @@ folder already is left as it is. MovieLens-100K is not downloaded: get it yourse
 its folder with --movielens.
 """
 
-from jfi.exit_codes import EXIT_CODES, begin_command
+from jfi.utils.exit_codes import EXIT_CODES, begin_command
 
 if __name__ == "__main__":  # before the other imports
     begin_command()
@@ -21,10 +21,10 @@ from pathlib import Path
 from benchmarks.quality import convert
 from benchmarks.quality.sources import SOURCES, Source
 from jfi.data import DataError
-from jfi.exit_codes import run_command
-from jfi.files import writing_folder
-from jfi.options import OptionError, OptionParser
-from jfi.suggest import suggest
+from jfi.utils.exit_codes import run_command
+from jfi.utils.files import writing_folder
+from jfi.utils.options import OptionError, OptionParser
+from jfi.utils.suggest import suggest
 
 MOVIELENS = "ml-100k"
 #: The files of MovieLens-100K that the config reads.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.quality.models import SEEDS, Model
 from benchmarks.quality.tables import Table
-from jfi.files import write_file
+from jfi.utils.files import write_file
 
 #: Metrics of a held-out split that are shown.
 METRICS = ("auc", "ne", "user_auc")

@@ -9,7 +9,7 @@ form has four trials of learning rates; the one with the best NE on the validati
 Results go to benchmarks/results/quality/semantic_ids.json after each training; another call goes on from there.
 """
 
-from jfi.exit_codes import EXIT_CODES, begin_command
+from jfi.utils.exit_codes import EXIT_CODES, begin_command
 
 if __name__ == "__main__":  # before the other imports
     begin_command()
@@ -32,11 +32,11 @@ from benchmarks.quality.run import Task, run_table, train_ours
 from benchmarks.quality.tables import DATA, ROOT, TABLES, Table
 from benchmarks.sid_tables import draw_gains
 from jfi.data import DataError, InteractionDataset
-from jfi.exit_codes import run_command
-from jfi.options import OptionError, OptionParser
-from jfi.suggest import suggest
 from jfi.training import ConfigError
 from jfi.training.metrics import Predictions
+from jfi.utils.exit_codes import run_command
+from jfi.utils.options import OptionError, OptionParser
+from jfi.utils.suggest import suggest
 
 NAME = "semantic_ids"
 _OFFICE = TABLES["amazon_office"]

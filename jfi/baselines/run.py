@@ -9,8 +9,8 @@ from jfi.baselines.features import Features, Smoothing
 from jfi.baselines.models import LEAST_ROWS, LEAVES, PENALTIES, Fit, best, gradient_boosting, logistic_regression
 from jfi.baselines.samples import Samples
 from jfi.data import InteractionDataset
-from jfi.display import Display
 from jfi.training.config import ConfigError
+from jfi.utils.display import Display
 
 #: Rows of smoothing, and half-lives as parts of the training split's time span.
 SMOOTHING, HALF_LIVES = (1.0, 3.0, 10.0, 30.0, 100.0), (1 / 64, 1 / 16, 1 / 4, 1.0)

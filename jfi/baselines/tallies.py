@@ -21,7 +21,7 @@ from jfi.data.co_occurrence import CoOccurrence, co_occurrence, window_of
 from jfi.data.columns import Categorical
 from jfi.data.past import Older, Past
 from jfi.data.schema import FeatureSpec
-from jfi.encoding import UNKNOWN
+from jfi.utils.encoding import UNKNOWN
 
 #: Values of a multi-valued column of the user or the impression that are used.
 _MOST_VALUES = 8

@@ -14,13 +14,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from jfi.compat import flash_attention_for_cpu, flash_attention_for_cpu_backward
 from jfi.cpu import attention_edges
 from jfi.cpu.attention_batches import Problem, Rows, take
 from jfi.cpu.attention_bmm import bmm_backward, bmm_forward
 from jfi.cpu.digit_attention import sample_blocks
 from jfi.plan import JaggedAttentionInputs, cpu_flash_refusal
 from jfi.reference import unpack_digits
+from jfi.utils.compat import flash_attention_for_cpu, flash_attention_for_cpu_backward
 
 
 class _Flash:

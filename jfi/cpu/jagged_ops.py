@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from jfi.compat import softmax_backward
 from jfi.cpu.blocks import LEAST_TOTAL, MOST_TOTAL, Blocks, Group, groups, is_exact, widen
+from jfi.utils.compat import softmax_backward
 
 #: Elements that are computed together where a value per sample is expanded to its rows.
 EXPANDED_ELEMENTS = 2**14

@@ -1,6 +1,6 @@
 """Interaction tables -> samples with histories -> batches of KeyedJaggedTensors."""
 
-from jfi import lockstep  # noqa: F401  # before TorchRec: a wrong pair of torch and fbgemm is said in one line
+import jfi.utils.lockstep  # noqa: F401  # before TorchRec: a wrong pair of torch and fbgemm is said in one line
 from jfi.data.batch import Batch
 from jfi.data.config import DataConfig, LabelConfig, SyntheticConfig
 from jfi.data.dataset import InteractionDataset

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from jfi.data.errors import DataError
-from jfi.files import reading_file
+from jfi.utils.files import reading_file
 
 
 def checked_json(kind: str, content: dict) -> str:

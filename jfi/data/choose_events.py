@@ -20,9 +20,9 @@ from jfi.data.config import DataConfig
 from jfi.data.engagement import Engagement
 from jfi.data.errors import DataError
 from jfi.data.events import Events, index_type, user_blocks
-from jfi.files import DamagedFileError
 from jfi.history import Policy, PolicyIndex
 from jfi.history.segments import statistics_of
+from jfi.utils.files import DamagedFileError
 
 
 class EventChooser:

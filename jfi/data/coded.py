@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from jfi.encoding import mix
+from jfi.utils.encoding import mix
 
 #: Rows that are in memory together.
 BLOCK = 1 << 20

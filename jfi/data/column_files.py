@@ -11,7 +11,7 @@ import pyarrow as pa
 from jfi.data.coded import blocks
 from jfi.data.errors import DataError
 from jfi.data.events import index_type
-from jfi.files import sync
+from jfi.utils.files import sync
 
 _INDEX = "columns.json"
 

@@ -10,8 +10,8 @@ import pyarrow.compute as pc
 from jfi.data.arrays import is_list
 from jfi.data.coded import BLOCK, CodedColumn, blocks, quantiles
 from jfi.data.schema import Strings, as_array
-from jfi.encoding import LARGEST_NUMBER, UNKNOWN, HashBuckets, Vocabulary, quantile_ids
-from jfi.ranges import ranges
+from jfi.utils.encoding import LARGEST_NUMBER, UNKNOWN, HashBuckets, Vocabulary, quantile_ids
+from jfi.utils.ranges import ranges
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from jfi.data.config_checks import check_settings
 from jfi.data.labels import label_columns
 from jfi.data.rules import parse_rule
 from jfi.data.settings import AGE, FILES, HISTORY, SID, STATISTICS, Batching, LabelConfig, SyntheticConfig, Task
-from jfi.files import absolute_path
+from jfi.utils.files import absolute_path
 
 __all__ = ["AGE", "FILES", "HISTORY", "SID", "STATISTICS", "Batching", "DataConfig", "LabelConfig", "SyntheticConfig"]
 

@@ -8,7 +8,7 @@ from jfi.data.errors import DataError
 from jfi.data.labels import label_columns
 from jfi.data.rules import only_column, parse_rule
 from jfi.data.settings import AGE, HISTORY, MAX_COUNT, SID, STATISTICS
-from jfi.suggest import suggest
+from jfi.utils.suggest import suggest
 
 if TYPE_CHECKING:
     from jfi.data.config import DataConfig

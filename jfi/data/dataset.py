@@ -24,10 +24,10 @@ from jfi.data.schema import DataSchema, FeatureSpec
 from jfi.data.summary import Summary
 from jfi.data.targets import WEIGHT
 from jfi.data.unknown import UnknownIds
-from jfi.encoding import UNKNOWN, age_buckets
 from jfi.history import Policy
-from jfi.suggest import suggest
-from jfi.timelines import Timelines
+from jfi.utils.encoding import UNKNOWN, age_buckets
+from jfi.utils.suggest import suggest
+from jfi.utils.timelines import Timelines
 
 #: `[U, Du]` and `[N, Di]` float32, the dense features of users and of items, and those of impressions, `[E]` float32
 #: each. The arrays of events stay apart, since each may be the map of a file.

@@ -12,7 +12,7 @@ from jfi.data.dataset import Dense
 from jfi.data.errors import DataError
 from jfi.data.schema import DataSchema, Entity, FeatureSpec
 from jfi.data.source import RawColumns
-from jfi.encoding import standardize
+from jfi.utils.encoding import standardize
 
 
 def encode_features(

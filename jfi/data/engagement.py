@@ -14,9 +14,9 @@ from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.data.labels import label_columns, read_labels
 from jfi.data.source import Columns, RawColumns, column_settings, read_tables
-from jfi.encoding import LARGEST_NUMBER
 from jfi.history import EventLog
 from jfi.history.log import MOST_SURFACES
+from jfi.utils.encoding import LARGEST_NUMBER
 
 #: Gives an array for a name and a type.
 NewColumn = Callable[[str, type], np.ndarray]

@@ -18,7 +18,7 @@ from jfi.data.rules import parse_rule
 from jfi.data.source import column_settings
 from jfi.data.splits import SPLITS
 from jfi.data.targets import WEIGHT, labels_of
-from jfi.files import writing_file
+from jfi.utils.files import writing_file
 
 #: The file's name in a prepared dataset.
 NAME = "fingerprint.json"

@@ -10,7 +10,7 @@ from jfi.data.errors import DataError
 from jfi.data.rules import describe_values, only_column, parse_rule
 from jfi.data.settings import Task
 from jfi.data.table import Table
-from jfi.encoding import LARGEST_NUMBER
+from jfi.utils.encoding import LARGEST_NUMBER
 
 if TYPE_CHECKING:
     from jfi.data.config import DataConfig

@@ -11,7 +11,7 @@ from jfi.data.errors import DataError
 from jfi.data.schema import DataSchema, Encodings, Entity, FeatureSpec, LabelSpec, Strings
 from jfi.data.source import RawColumns
 from jfi.data.targets import labels_of
-from jfi.encoding import UNKNOWN, HashBuckets
+from jfi.utils.encoding import UNKNOWN, HashBuckets
 
 
 def learn_schema(columns: RawColumns, rows: Rows, config: DataConfig) -> DataSchema:

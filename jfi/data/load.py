@@ -28,8 +28,8 @@ from jfi.data.schema import DataSchema
 from jfi.data.source import Columns, column_settings, read_tables
 from jfi.data.statistics import with_statistics
 from jfi.data.summarize import summarize
-from jfi.display import Display
 from jfi.history import Policy
+from jfi.utils.display import Display
 
 
 def load_dataset(config: DataConfig, schema: DataSchema | None = None) -> InteractionDataset:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from jfi.data.config import FILES, DataConfig, LabelConfig, SyntheticConfig
 from jfi.data.errors import DataError
-from jfi.files import reading_file
-from jfi.suggest import suggest
+from jfi.utils.files import reading_file
+from jfi.utils.suggest import suggest
 
 FORMAT = "jfi prepared dataset 1"
 MANIFEST = "manifest.json"

@@ -3,7 +3,7 @@
 import numpy as np
 
 from jfi.data.events import Events
-from jfi.encoding import mix
+from jfi.utils.encoding import mix
 
 _MAX_DRAWS = 64
 

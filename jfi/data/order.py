@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jfi.data.balance import assign_samples, contiguous, imbalance
-from jfi.encoding import mix
+from jfi.utils.encoding import mix
 
 #: From this number of samples on, the order is computed batch by batch: a permutation of them all would take 8 bytes a
 #: sample in every process, and seconds at the start of an epoch.

@@ -7,7 +7,7 @@ from urllib.parse import unquote
 
 from jfi.data.errors import DataError
 from jfi.data.layouts import KNOWN_NAMES, Layout, find_layout
-from jfi.files import by_number, reading_file
+from jfi.utils.files import by_number, reading_file
 
 #: Files of a prepared dataset.
 _PREPARED = ("manifest.json", "schema.json")

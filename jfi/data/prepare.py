@@ -43,9 +43,9 @@ from jfi.data.splits import SPLITS
 from jfi.data.summarize import summarize
 from jfi.data.table_blocks import count_rows, input_files
 from jfi.data.targets import target_names
-from jfi.display import Display
-from jfi.files import naming, sync
-from jfi.lock import locking_folder
+from jfi.utils.display import Display
+from jfi.utils.files import naming, sync
+from jfi.utils.lock import locking_folder
 
 Advance = Callable[[int], None]
 _SCRATCH = "scratch"

@@ -20,7 +20,7 @@ from jfi.data.schema import DataSchema, Entity, FeatureSpec
 from jfi.data.semantic_ids import SemanticIDs
 from jfi.data.source import EntityTable, check_crossed
 from jfi.data.table_blocks import name_of
-from jfi.encoding import HashBuckets, Vocabulary
+from jfi.utils.encoding import HashBuckets, Vocabulary
 
 
 class SortedColumns:

@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 
 from jfi.data.coded import CodedColumn, blocks
 from jfi.data.column_files import new_map
-from jfi.encoding import CROSSED
+from jfi.utils.encoding import CROSSED
 
 
 def cross_columns(parts: list[tuple[CodedColumn | pa.Array, np.ndarray | None]], path: Path) -> CodedColumn:

@@ -39,8 +39,8 @@ from jfi.data.schema import DataSchema, Entity, FeatureSpec
 from jfi.data.splits import SPLITS
 from jfi.data.summary import Summary, describe_lengths
 from jfi.data.targets import target_names
-from jfi.encoding import UNKNOWN
-from jfi.files import DamagedFileError, check_sum, is_storage_fault, naming, read_sums, reading_file
+from jfi.utils.encoding import UNKNOWN
+from jfi.utils.files import DamagedFileError, check_sum, is_storage_fault, naming, read_sums, reading_file
 
 SUMMARY, LENGTHS, SURFACES = "summary.json", "history_lengths.arrow", "surfaces.arrow"
 #: Files up to this size are verified whenever a dataset is opened.

@@ -37,9 +37,9 @@ from jfi.data.schema import DataSchema, Entity
 from jfi.data.source import column_settings
 from jfi.data.splits import SPLITS
 from jfi.data.summarize import summarize
-from jfi.display import Display
-from jfi.files import naming, sync
-from jfi.lock import locking_folder
+from jfi.utils.display import Display
+from jfi.utils.files import naming, sync
+from jfi.utils.lock import locking_folder
 
 #: From this number of events on, their order in time is computed outside of memory.
 _LARGE = 1 << 22

@@ -19,9 +19,9 @@ from jfi.data.prepared_write import id_type
 from jfi.data.schema import DataSchema, Entity
 from jfi.data.splits import SPLITS
 from jfi.data.targets import check_target, target_names
-from jfi.display import Display
-from jfi.files import by_number, is_storage_fault
 from jfi.sid.codec import Codec
+from jfi.utils.display import Display
+from jfi.utils.files import by_number, is_storage_fault
 
 
 def _parts(folder: Path, name: str) -> Iterator[tuple[str, pa.RecordBatch]]:

@@ -19,7 +19,7 @@ from jfi.data.schema import CODEC, Entity
 from jfi.data.source import column_settings
 from jfi.data.splits import SPLITS
 from jfi.data.summarize import count_lengths
-from jfi.files import sha256_of, sync, write_sums
+from jfi.utils.files import sha256_of, sync, write_sums
 
 _FILES = [
     *(f"{name}.arrow" for name in ("events", "users", "items", *SPLITS, "histories", "by_item")),

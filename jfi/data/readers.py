@@ -16,7 +16,7 @@ from jfi.data.read_json import read_json
 from jfi.data.read_parquet import read_parquet
 from jfi.data.read_text import read_text
 from jfi.data.table import Table
-from jfi.files import reading_file
+from jfi.utils.files import reading_file
 
 
 def read_table(

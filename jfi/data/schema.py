@@ -20,9 +20,9 @@ import pyarrow.parquet
 from jfi.data.checked_json import checked_json, read_checked_json
 from jfi.data.errors import DataError
 from jfi.data.settings import Task
-from jfi.encoding import HashBuckets, Vocabulary
-from jfi.files import DamagedFileError, reading_file, sha256_of, writing_folder
 from jfi.sid.codec import Codec
+from jfi.utils.encoding import HashBuckets, Vocabulary
+from jfi.utils.files import DamagedFileError, reading_file, sha256_of, writing_folder
 
 Role = Literal["user", "item", "impression", "history", "bucket"]
 Entity = Literal["user", "item", "event"]
@@ -139,7 +139,7 @@ class Encodings:
 
     Args:
         vocabularies: of categorical columns.
-        edges: quantiles of the numeric columns that become ids, as `jfi.encoding.quantile_ids` takes them.
+        edges: quantiles of the numeric columns that become ids, as `jfi.utils.encoding.quantile_ids` takes them.
         moments: mean and standard deviation of the numeric columns that become dense features.
         buckets: of categorical columns without a vocabulary, whose values share ids by their hash.
     """

@@ -31,9 +31,9 @@ from jfi.data.semantic_ids import SemanticIDs
 from jfi.data.source import Columns, Tables
 from jfi.data.table import Table
 from jfi.data.table_blocks import cut_table, read_blocks
-from jfi.display import Display
 from jfi.history import Policy
 from jfi.sid.packing import UNKNOWN_SID
+from jfi.utils.display import Display
 
 _log = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ from jfi.data.errors import DataError
 from jfi.data.readers import read_table
 from jfi.data.schema import CODEC
 from jfi.data.table import Table
-from jfi.files import DamagedFileError, writing_file
 from jfi.sid.codec import Codec
 from jfi.sid.packing import UNKNOWN_SID
+from jfi.utils.files import DamagedFileError, writing_file
 
 _FINGERPRINT, _KIND, _SHA256 = b"jfi.sid.fingerprint", b"jfi.sid.codec", b"jfi.sid.sha256"
 

@@ -18,7 +18,7 @@ from jfi.data.readers import join_tables, read_table
 from jfi.data.schema import Entity
 from jfi.data.semantic_ids import SemanticIDs
 from jfi.data.table import Table
-from jfi.encoding import CROSSED
+from jfi.utils.encoding import CROSSED
 
 #: By `data.synthetic.kind` what makes the tables.
 _SYNTHETIC = {"taste": synthetic, "dwell": synthetic_dwell}

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jfi.encoding import hash_text, mix
+from jfi.utils.encoding import hash_text, mix
 
 SPLITS = ("train", "validation", "test")
 

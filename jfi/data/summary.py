@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from jfi.data.errors import DataError
-from jfi.files import reading_file, write_file
+from jfi.utils.files import reading_file, write_file
 
 _QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 
 from jfi.data.arrays import as_text, flatten, is_list, is_text, text_lists
 from jfi.data.errors import DataError
-from jfi.suggest import suggest
+from jfi.utils.suggest import suggest
 
 _NUMBER, _MOMENT, _ZONED = pa.float64(), pa.timestamp("us"), pa.timestamp("us", "UTC")
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}

@@ -17,7 +17,7 @@ from jfi.data.read_parquet import iterate_parquet
 from jfi.data.read_text import iterate_text
 from jfi.data.readers import add_partitions, file_layout
 from jfi.data.table import Table
-from jfi.files import reading_file
+from jfi.utils.files import reading_file
 
 #: Rows that are read at a time.
 BLOCK = 1 << 18

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jfi.encoding import mix
+from jfi.utils.encoding import mix
 
 _BITS = 1 << 20
 

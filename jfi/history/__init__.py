@@ -30,7 +30,7 @@ def __getattr__(name: str) -> object:
     if name != "PolicyModule":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # A server does without TorchRec, so it is imported here, after a look at its version.
-    from jfi import lockstep  # noqa: F401
+    import jfi.utils.lockstep  # noqa: F401
     from jfi.history.apply import PolicyModule
 
     return PolicyModule

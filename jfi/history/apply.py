@@ -9,7 +9,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jfi.history.policy import Policy, check_packed
 from jfi.history.select import Selected, Tables, find_cells, first_seen, select_events, take
-from jfi.timelines import Timelines
+from jfi.utils.timelines import Timelines
 
 
 class PolicyModule(nn.Module):

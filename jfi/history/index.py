@@ -8,7 +8,7 @@ stay, whatever was removed.
 import numpy as np
 
 from jfi.history.policy import Policy
-from jfi.ranges import ranges
+from jfi.utils.ranges import ranges
 
 
 class PolicyIndex:

@@ -7,9 +7,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from jfi.files import writing_file
 from jfi.history.policy import Policy
 from jfi.history.reports import SegmentReport, SurfaceReport
+from jfi.utils.files import writing_file
 
 _EVENT, _SESSION = "#0b5394", "#9ab3c9"
 #: Surfaces that are drawn, those with the most events.

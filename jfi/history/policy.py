@@ -18,7 +18,7 @@ from jfi.history.relevance import bins_of
 from jfi.history.reports import SegmentReport, SurfaceReport
 from jfi.history.segments import STATISTICS, Segments, statistics_of
 from jfi.history.select import Selected, Tables, select_events
-from jfi.suggest import suggest
+from jfi.utils.suggest import suggest
 
 #: Rows whose statistics are computed together.
 _ROWS = 1 << 21

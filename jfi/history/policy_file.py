@@ -5,10 +5,10 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from jfi.files import DamagedFileError, reading_file, write_file
 from jfi.history.reports import SegmentReport, SurfaceReport
 from jfi.history.segments import STATISTICS, Segments
-from jfi.suggest import suggest
+from jfi.utils.files import DamagedFileError, reading_file, write_file
+from jfi.utils.suggest import suggest
 
 _FORMAT = "jfi history policy 1"
 

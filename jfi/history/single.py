@@ -7,10 +7,10 @@ count of the events by surface and fine bin gives the segment, and one look at a
 
 import numpy as np
 
-from jfi.encoding import LARGEST_NUMBER
 from jfi.history.log import SESSION_GAP
 from jfi.history.policy import Policy
 from jfi.history.segments import EDGES, SHORT, statistics_of_one
+from jfi.utils.encoding import LARGEST_NUMBER
 
 
 class SingleHistory:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchrec.models.dlrm import OverArch
 from torchrec.modules.mlp import MLP
 
-from jfi.arguments import check_int, check_type, shown
+from jfi.utils.arguments import check_int, check_type, shown
 
 
 @dataclass(frozen=True)

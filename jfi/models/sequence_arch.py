@@ -19,8 +19,8 @@ from jfi.modules import (
 from jfi.modules.feature_modules import FeatureModules
 from jfi.modules.table_rows import DigitRows
 from jfi.ops import jagged_dense_bmm, jagged_jagged_bmm
-from jfi.room import here
-from jfi.timelines import Timelines
+from jfi.utils.padding import here
+from jfi.utils.timelines import Timelines
 
 
 class RefinedAttention(nn.Module):

@@ -13,16 +13,6 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from jfi.arguments import (
-    MAX_LAYERS,
-    check_choice,
-    check_device,
-    check_int,
-    check_keys,
-    check_list_of_sizes,
-    check_number,
-    check_type,
-)
 from jfi.models.heads import Heads
 from jfi.models.sequence_arch import RefinedAttention, SequenceArch
 from jfi.models.tables import configs_of, keys_of, output_widths
@@ -38,8 +28,18 @@ from jfi.modules import (
 )
 from jfi.modules.sequence_configs import check_features
 from jfi.modules.table_rows import DigitRows
-from jfi.scripting import not_scriptable
-from jfi.timelines import Timelines
+from jfi.utils.arguments import (
+    MAX_LAYERS,
+    check_choice,
+    check_device,
+    check_int,
+    check_keys,
+    check_list_of_sizes,
+    check_number,
+    check_type,
+)
+from jfi.utils.context import not_scriptable
+from jfi.utils.timelines import Timelines
 
 Pooling = Literal["attention", "mean", "sum", "none"]
 

@@ -10,7 +10,7 @@ from torchrec.modules.embedding_modules import (
     get_embedding_names_by_table,
 )
 
-from jfi.arguments import check_module
+from jfi.utils.arguments import check_module
 
 
 def configs_of(collection: EmbeddingBagCollection | EmbeddingCollection | None) -> list[BaseEmbeddingConfig]:

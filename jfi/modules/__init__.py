@@ -1,6 +1,6 @@
 """Layers over TorchRec's jagged tensors."""
 
-from jfi import lockstep  # noqa: F401  # before TorchRec: a wrong pair of torch and fbgemm is said in one line
+import jfi.utils.lockstep  # noqa: F401  # before TorchRec: a wrong pair of torch and fbgemm is said in one line
 from jfi.modules.fused_embedding_collections import (
     FusedEmbeddingBagCollection,
     FusedEmbeddingCollection,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from jfi.context import is_traced
+from jfi.utils.context import is_traced
 
 
 def join(tensors: list[Tensor]) -> Tensor:

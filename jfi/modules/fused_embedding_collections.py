@@ -18,7 +18,6 @@ from torchrec.modules.embedding_modules import (
 from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from jfi.arguments import check_device, check_module, check_type, shown
 from jfi.modules import inputs, validation
 from jfi.modules.fused_tables import FusedTables, FusedTablesOptimizer
 from jfi.modules.id_counts import OutsideIds
@@ -26,7 +25,8 @@ from jfi.modules.table_rows import TableRows
 from jfi.modules.validation import require_keys
 from jfi.ops import jagged_jagged_bmm
 from jfi.ops.gather_rows import bound_ids, check_indices
-from jfi.room import here
+from jfi.utils.arguments import check_device, check_module, check_type, shown
+from jfi.utils.padding import here
 
 _DATA_TYPES = (DataType.FP32, DataType.FP16, DataType.BF16)
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from jfi import compat
-from jfi.arguments import check_number, check_type, shown
 from jfi.ops.step_rows import RowOptimizer, SortedRows, flush_average, sort_rows, step_rows
+from jfi.utils import compat
+from jfi.utils.arguments import check_number, check_type, shown
 
 #: By class of optimizer its name and the defaults of its options, which are those of the class.
 _OPTIMIZERS: dict[type, tuple[str, dict[str, Any]]] = {

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from jfi.arguments import check_module
+from jfi.utils.arguments import check_module
 
 
 class OutsideIds:

@@ -17,7 +17,6 @@ from torchrec.distributed.types import LazyAwaitable
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from jfi.context import is_traced
 from jfi.modules.adjacent import join
 from jfi.modules.id_counts import OutsideIds
 from jfi.modules.ragged_targets import Candidates, RaggedTargets, is_by_pair, read_ragged_targets
@@ -34,7 +33,8 @@ from jfi.modules.table_rows import DigitRows, TableRows, digit_numbers, with_wei
 from jfi.modules.validation import check_inputs, event_input, input_key, require_keys, unread
 from jfi.ops.gather_rows import bound_ids, check_indices, table_bias
 from jfi.ops.rows_by_id import RowsById, bounded_rows_by_id, join_rows, read_rows, sum_rows
-from jfi.room import here
+from jfi.utils.context import is_traced
+from jfi.utils.padding import here
 
 
 class GroupInputs(NamedTuple):

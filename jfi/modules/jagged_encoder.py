@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from jfi.arguments import check_device, check_number, check_type
 from jfi.modules import inputs
 from jfi.modules.feature_modules import FeatureModules
 from jfi.modules.sequence_configs import (
@@ -38,7 +37,8 @@ from jfi.modules.sequence_configs import (
     initial_bias,
 )
 from jfi.ops import jagged_attention
-from jfi.scripting import not_scriptable
+from jfi.utils.arguments import check_device, check_number, check_type
+from jfi.utils.context import not_scriptable
 
 torch.fx.wrap("jagged_attention")
 

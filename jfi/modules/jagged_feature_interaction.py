@@ -5,7 +5,6 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from jfi.arguments import check_device, check_type
 from jfi.modules import inputs, stacked_attention, validation
 from jfi.modules.feature_modules import FeatureModules
 from jfi.modules.id_counts import OutsideIds
@@ -18,7 +17,8 @@ from jfi.modules.sequence_configs import (
     group_features,
 )
 from jfi.modules.stacked_attention import FeatureAttention
-from jfi.scripting import not_scriptable
+from jfi.utils.arguments import check_device, check_type
+from jfi.utils.context import not_scriptable
 
 
 class JaggedFeatureInteraction(nn.Module):

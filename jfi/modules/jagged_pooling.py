@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
-from jfi.arguments import check_choice, check_int
 from jfi.modules import inputs
 from jfi.modules.ragged_targets import count_visible
 from jfi.modules.sequence_configs import FeatureGroup, SequenceFeatureConfig, check_features
 from jfi.ops import jagged_attention, target_attention
+from jfi.utils.arguments import check_choice, check_int
 
 Mode = Literal["mean", "sum"]
 

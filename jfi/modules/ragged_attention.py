@@ -26,7 +26,7 @@ from jfi.modules.sequence_configs import Bias, TimeBias
 from jfi.modules.table_rows import join_words
 from jfi.ops import absorb_weights, jagged_attention, jagged_softmax
 from jfi.plan import MOST_BUCKETS
-from jfi.room import here
+from jfi.utils.padding import here
 
 
 def pays_to_project(inputs: GroupInputs, weights: tuple[Tensor, ...], num_heads: int) -> bool:

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from jfi.arguments import MAX_ROWS, check_int
 from jfi.modules import validation
 from jfi.modules.sequence_configs import Bias, FeatureGroup, KeyBias, PositionBias, TimeBias
+from jfi.utils.arguments import MAX_ROWS, check_int
 
 
 class Candidates(NamedTuple):

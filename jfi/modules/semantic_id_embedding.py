@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from jfi.arguments import MAX_ROWS, check_choice, check_device, check_int, check_keys, check_number
-from jfi.context import is_traced
 from jfi.modules import inputs, validation
 from jfi.modules.id_counts import OutsideIds
 from jfi.modules.semantic_id_readers import Decoder, Digits, Init, PrefixTables, Read, Tables
@@ -19,6 +17,8 @@ from jfi.ops.gather_rows import bound_ids
 from jfi.ops.sid_words import sid_words
 from jfi.sid.codec import Codec
 from jfi.sid.packing import UNKNOWN_SID, Layout
+from jfi.utils.arguments import MAX_ROWS, check_choice, check_device, check_int, check_keys, check_number
+from jfi.utils.context import is_traced
 
 
 class SemanticIDEmbedding(nn.Module):

@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from jfi.arguments import MAX_LAYERS, MAX_ROWS, MAX_WIDTH, check_choice, check_int
 from jfi.plan import MOST_BUCKETS
+from jfi.utils.arguments import MAX_LAYERS, MAX_ROWS, MAX_WIDTH, check_choice, check_int
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,6 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from jfi.context import without_autocast
 from jfi.modules import inputs as group_inputs
 from jfi.modules import ragged_attention
 from jfi.modules.inputs import GroupInputs
@@ -45,6 +44,7 @@ from jfi.modules.projections import linear, project_events
 from jfi.modules.sequence_configs import FeatureGroup, SequenceFeatureConfig, initial_bias
 from jfi.modules.table_rows import join_words
 from jfi.ops import absorb_weights, absorbed_target_attention, digit_attention, jagged_softmax, target_attention
+from jfi.utils.context import without_autocast
 
 # Whether targets are ragged is known only where there are tensors.
 torch.fx.wrap("attend")

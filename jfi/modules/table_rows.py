@@ -4,10 +4,10 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from jfi.arguments import check_type, shown
 from jfi.modules.adjacent import join
 from jfi.ops.rows_by_id import RowsById, read_rows
 from jfi.reference import select_words, unpack_digits
+from jfi.utils.arguments import check_type, shown
 
 
 class UnreadRows(JaggedTensor):

@@ -15,11 +15,10 @@ from torchrec.modules.embedding_modules import EmbeddingCollection, get_embeddin
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from jfi.arguments import check_type
 from jfi.modules.sequence_configs import FeatureGroup, KeyBias, SequenceFeatureConfig, TimeBias, WeightBias
 from jfi.modules.table_rows import UnreadRows
 from jfi.ops.gather_rows import may_read
-from jfi.times import check_ascending
+from jfi.utils.arguments import check_ascending, check_type
 
 if TYPE_CHECKING:
     from jfi.modules.ragged_targets import RaggedTargets

@@ -12,9 +12,9 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from jfi.context import is_traced
 from jfi.plan import interprets
-from jfi.times import check_ascending
+from jfi.utils.arguments import check_ascending
+from jfi.utils.context import is_traced
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 IMPLEMENTATIONS = ("auto", "triton", "torch")

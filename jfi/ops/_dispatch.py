@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from jfi import compat
-from jfi.context import is_traced
-from jfi.scripting import not_scriptable
+from jfi.utils import compat
+from jfi.utils.context import is_traced, not_scriptable
 
 #: Types of tensors whose operators do what their names say.
 PLAIN = (Tensor, torch.nn.Parameter)

@@ -24,8 +24,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from jfi import compat
-from jfi.context import is_traced, without_autocast
 from jfi.ops._checks import (
     FLOATING,
     check_all_dense,
@@ -52,6 +50,8 @@ from jfi.ops.gather_rows import table_bias
 from jfi.ops.rows_by_id import RowsById, fits_kernel, read_rows, rows_by_id
 from jfi.ops.target_attention import prepare_target_attention, takes_events, target_attention
 from jfi.plan import TargetAttentionInputs, plan_absorbed_target_attention
+from jfi.utils import compat
+from jfi.utils.context import is_traced, without_autocast
 
 
 @public

@@ -13,12 +13,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from jfi import compat, reference
-from jfi.context import is_traced
+from jfi import reference
 from jfi.ops._checks import FLOATING, check_dense, check_dim, check_impl, check_size, may_read
 from jfi.ops._dispatch import PLAIN, flat_arguments, operator, public
 from jfi.ops.step_rows import sort_rows
 from jfi.plan import MOST_STEPPED_WIDTH, interprets
+from jfi.utils import compat
+from jfi.utils.context import is_traced
 
 
 def _forward(tables: list[Tensor], indices: list[Tensor], dtype: torch.dtype, impl: str) -> Tensor:

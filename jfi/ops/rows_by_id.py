@@ -16,7 +16,7 @@ from torch import Tensor
 from jfi.ops._checks import FLOATING, check_dense, check_dim, check_size
 from jfi.ops.gather_rows import bound_ids, check_indices, check_quantized, gather_bounded, row_width, table_gradient
 from jfi.plan import MOST_TABLES
-from jfi.room import here
+from jfi.utils.padding import here
 
 
 class RowsById(NamedTuple):

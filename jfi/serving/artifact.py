@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jfi.files import naming
+from jfi.utils.files import naming
 
 FORMAT = 2
 INFO, VOCABULARIES, TABLES, MODEL = "artifact.json", "vocabularies.json", "tables.pt", "model.pt2"

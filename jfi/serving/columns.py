@@ -15,9 +15,9 @@ from functools import cached_property
 
 import numpy as np
 
-from jfi.encoding import UNKNOWN
 from jfi.serving.json_numbers import are_integers, decimals, integers
 from jfi.serving.known import FIRST_BYTES, MOST_BYTES, WORD, KnownValues
+from jfi.utils.encoding import UNKNOWN
 
 _QUOTE, _COMMA, _END, _SPACE, _POINT = b'",} .'
 _NULL = b"null"

@@ -14,7 +14,6 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.export import Dim, ExportedProgram
 
 import jfi
-from jfi.files import naming
 from jfi.history.policy import Policy
 from jfi.models import SequenceDLRM
 from jfi.serving import artifact
@@ -24,6 +23,7 @@ from jfi.serving.model import ScoringModel
 from jfi.serving.schema import Limits, Schema
 from jfi.serving.scorer import Inputs, batch_inputs, example_request, shapes_of
 from jfi.serving.tables import FLOAT, FloatTables, save_tables
+from jfi.utils.files import naming
 
 _PARTS = ("user", "candidate", "event")
 #: Sizes of the example. They are distinct and not 1, so that torch.export does not identify or specialize them.

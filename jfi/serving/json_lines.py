@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from jfi.files import naming
 from jfi.serving.batcher import Batcher
 from jfi.serving.requests import BadRequestError
 from jfi.serving.scorer import Scorer
+from jfi.utils.files import naming
 
 
 async def answer_lines(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jfi.encoding import UNKNOWN, Vocabulary, mix
+from jfi.utils.encoding import UNKNOWN, Vocabulary, mix
 
 #: Bytes of the longest value that a table holds; a vocabulary with a longer one keeps its dict.
 MOST_BYTES = 32

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jfi.encoding import HashBuckets, age_buckets, cross, quantile_ids, standardize
 from jfi.serving.columns import Column, Rows, look_up, read_plain
 from jfi.serving.history_policy import RequestPolicy
 from jfi.serving.known import KnownValues
@@ -31,6 +30,7 @@ from jfi.serving.values import (
     take,
     texts,
 )
+from jfi.utils.encoding import HashBuckets, age_buckets, cross, quantile_ids, standardize
 
 #: The field of a request that names the codec of its semantic IDs.
 CODEC = "codec"

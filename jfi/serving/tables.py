@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jfi.files import reporting_file
 from jfi.serving.artifact import ArtifactError
+from jfi.utils.files import reporting_file
 
 FLOAT, INT8 = "float32", "int8"
 

@@ -7,11 +7,11 @@ from operator import itemgetter
 import numpy as np
 import torch
 
-from jfi.encoding import LARGEST_NUMBER
 from jfi.serving.columns import Column, Rows
 from jfi.serving.schema import TYPES, Field
 from jfi.sid.packing import UNKNOWN_SID, Layout
-from jfi.suggest import suggest
+from jfi.utils.encoding import LARGEST_NUMBER
+from jfi.utils.suggest import suggest
 
 #: Values of a field, row by row: as JSON has them, still in the body, or an array of those that `numbers` has checked.
 Values = Sequence[object] | Column | np.ndarray

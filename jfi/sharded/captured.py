@@ -12,16 +12,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
 
-from jfi.capturable import why_module_not
-from jfi.captured_step import CudaGraphs, StepGraphs
-from jfi.room import here
+from jfi.cuda_graphs.capture_check import why_module_not
+from jfi.cuda_graphs.captured_step import CudaGraphs, StepGraphs
+from jfi.cuda_graphs.static_batch import OTHER_STRUCTURE, describe
 from jfi.sharded.averages import GradientAverages
 from jfi.sharded.fixed_shapes import AHEAD, FixedSender, Sending
 from jfi.sharded.peer_memory import PeerMemory, are_peers
 from jfi.sharded.routed import RoutedCollection
 from jfi.sharded.send_ahead import SENDING, STEP, SendAhead
 from jfi.sharded.sent_batch import SentBatch, ids_of
-from jfi.static_batch import OTHER_STRUCTURE, describe
+from jfi.utils.padding import here
 
 #: Batches whose capacities the next ones are sent with: the largest of so many.
 _RECENT = 16

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from jfi.captured_step import CudaGraphs
-from jfi.room import with_room
+from jfi.cuda_graphs.captured_step import CudaGraphs
+from jfi.cuda_graphs.static_batch import Buffers, Described, describe
 from jfi.sharded.exchange import Exchange
 from jfi.sharded.partition import Partitioned, collect, partition
 from jfi.sharded.routes import Route, counts_for
 from jfi.sharded.send_ahead import SendAhead, request_rows
 from jfi.sharded.sent_batch import SentBatch, column_keys, jagged, requested_key, sent_key, slot_keys
-from jfi.static_batch import Buffers, Described, describe
+from jfi.utils.padding import with_room
 
 #: Batches that are on their way while a step runs.
 AHEAD = 2

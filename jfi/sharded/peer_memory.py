@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from jfi import compat
 from jfi.ops.partial_target_attention import add_parts
 from jfi.ops.push import push
 from jfi.sharded.exchange import Lane
+from jfi.utils import compat
 
 _ALIGNMENT = 256
 #: Numbers of a row that ranks add up.

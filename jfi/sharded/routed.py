@@ -18,13 +18,13 @@ from jfi.modules.spread_rows import SpreadRows
 from jfi.modules.table_rows import TableRows
 from jfi.ops.gather_rows import bound_ids, check_indices
 from jfi.ops.rows_by_id import RowsById, bounded_rows_by_id, sum_rows
-from jfi.room import here
 from jfi.sharded.attention import EventsAtOwners
 from jfi.sharded.ownership import row_wise_shards
 from jfi.sharded.planning import RoutingPlan
 from jfi.sharded.routes import Arrived, ArrivedIds, IdsRequest, Route
 from jfi.sharded.rows import Replicate, Scaled, fetch_rows
 from jfi.sharded.shards import RankRows, rank_rows
+from jfi.utils.padding import here
 
 
 def group_of(env: ShardingEnv) -> dist.ProcessGroup:

@@ -22,9 +22,9 @@ from jfi.modules import KeyBias, PositionBias, SequenceFeatureConfig, inputs
 from jfi.modules.id_counts import OutsideIds
 from jfi.modules.validation import require_keys
 from jfi.ops.gather_rows import bound_ids, check_indices
-from jfi.room import here
 from jfi.sharded.exchange import Exchange, Lane, Transport
 from jfi.sharded.ownership import Owners
+from jfi.utils.padding import here
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,7 +260,7 @@ def check_route(route: Route, by_key: dict[str, JaggedTensor]) -> None:
 def sort_by_owner(route: Route, by_key: dict[str, JaggedTensor], num_ranks: int, counts: bool = True) -> Sent:
     """A route's events of this rank, sorted by the rank that owns their rows. Nothing synchronizes with a GPU.
 
-    Where jagged tensors may have room (`jfi.room`), what is behind a key's own values comes last.
+    Where jagged tensors may have room (`jfi.utils.padding`), what is behind a key's own values comes last.
 
     Args:
         route: what to send.

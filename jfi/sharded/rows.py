@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from jfi.ops.gather_rows import gather_bounded
-from jfi.room import here
 from jfi.sharded.exchange import gradient_scale
 from jfi.sharded.ownership import Owners
 from jfi.sharded.routes import Arrived
+from jfi.utils.padding import here
 
 Beside = Callable[[Tensor], AbstractContextManager[None]]
 

@@ -22,6 +22,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from jfi.cuda_graphs.static_batch import (
+    OTHER_STRUCTURE,
+    Described,
+    Ladder,
+    describe,
+    moved,
+    not_single,
+    single_keys,
+    to_device,
+)
 from jfi.modules import inputs
 from jfi.sharded.exchange import Exchange
 from jfi.sharded.routed import RoutedCollection
@@ -36,16 +46,6 @@ from jfi.sharded.sent_batch import (
     routes_of,
     sent_key,
     slot_keys,
-)
-from jfi.static_batch import (
-    OTHER_STRUCTURE,
-    Described,
-    Ladder,
-    describe,
-    moved,
-    not_single,
-    single_keys,
-    to_device,
 )
 
 #: Priorities of streams, lower numbers first: of a step, whose kernels wait for each other, and of what sends ids,

@@ -1,4 +1,4 @@
-"""A batch whose ids are at the owners of their rows, as a step reads it: a tree that `jfi.static_batch` takes apart."""
+"""A batch whose ids are at the owners of their rows, as a step reads it: a tree for `jfi.cuda_graphs.static_batch`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from jfi.cuda_graphs.static_batch import Described, UnsupportedBatch, describe
 from jfi.modules import inputs
 from jfi.sharded.exchange import Exchange, Lane, Transport
 from jfi.sharded.routed import RoutedCollection
 from jfi.sharded.routes import Arrived, ArrivedIds, Route
-from jfi.static_batch import Described, UnsupportedBatch, describe
 
 
 @dataclass

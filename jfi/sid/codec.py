@@ -16,11 +16,11 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from jfi.files import DamagedFileError, reading_file, write_file
 from jfi.sid.decoders import Decoder
 from jfi.sid.packing import UNKNOWN_SID, Layout, check_sids
 from jfi.sid.sources import Sources, as_sources, learn_scales, normalize, present_rows, spread
 from jfi.sid.tensor_file import tensors_from_bytes, tensors_to_bytes
+from jfi.utils.files import DamagedFileError, reading_file, write_file
 
 #: Called with how much is done and how much there is.
 Progress = Callable[[int, int], None]

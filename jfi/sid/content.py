@@ -14,8 +14,8 @@ from torch import Tensor
 from jfi.data.arrays import is_list, is_text, text_lists
 from jfi.data.errors import DataError
 from jfi.data.table import Table
-from jfi.files import reading_file, write_file
 from jfi.sid.tensor_file import tensors_from_bytes, tensors_to_bytes
+from jfi.utils.files import reading_file, write_file
 
 _FORMAT = "jfi.sid content 1"
 #: Most words of a text column, the most frequent ones.

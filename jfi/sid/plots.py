@@ -5,8 +5,8 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from jfi.files import writing_file
 from jfi.sid.quality import SIDQuality
+from jfi.utils.files import writing_file
 
 _COLOR, _OTHER, _LIGHT = "#0b5394", "#cc4125", "#9ab3c9"
 

@@ -1,4 +1,4 @@
-"""Tensors and text in one file of the layout of safetensors (`jfi.tensor_header`)."""
+"""Tensors and text in one file of the layout of safetensors (`jfi.utils.tensor_header`)."""
 
 import ctypes
 import json
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from jfi.tensor_header import DTYPES, METADATA, tensor_header
+from jfi.utils.tensor_header import DTYPES, METADATA, tensor_header
 
 
 def tensors_to_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:

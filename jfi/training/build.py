@@ -20,7 +20,6 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from jfi import compat
 from jfi.data import DataSchema, FeatureSpec
 from jfi.models import Heads, SequenceDLRM
 from jfi.modules import (
@@ -37,6 +36,7 @@ from jfi.modules import (
 )
 from jfi.plan import MOST_BUCKETS
 from jfi.training.config import ConfigError, EncoderConfig, ModelConfig, OptimizerConfig, OptimizerGroup, check_bias
+from jfi.utils import compat
 
 #: Rows that are drawn with one generator. Another number gives other initial values.
 _ROWS_DRAWN = 65_536

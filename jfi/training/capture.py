@@ -5,8 +5,8 @@ from collections.abc import Callable
 from torch import nn
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
-from jfi.capturable import why_not_captured
-from jfi.captured_step import CapturedStep
+from jfi.cuda_graphs.capture_check import why_not_captured
+from jfi.cuda_graphs.captured_step import CapturedStep
 from jfi.data import Batch, InteractionDataset
 from jfi.sharded import CapturedShardedStep
 from jfi.training.config import Config, ConfigError

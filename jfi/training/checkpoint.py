@@ -20,10 +20,10 @@ from pathlib import Path
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from jfi.files import DamagedFileError, by_number, check_sum, naming, read_sums, sha256_of, sync, write_sums
 from jfi.training.config import ConfigError
 from jfi.training.distributed import World
 from jfi.training.tensor_files import INDEX, MismatchedCheckpointError, TensorLoadPlanner, TensorReader, TensorWriter
+from jfi.utils.files import DamagedFileError, by_number, check_sum, naming, read_sums, sha256_of, sync, write_sums
 
 PROGRESS = "progress.json"
 ALONE = World()

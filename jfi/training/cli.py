@@ -1,6 +1,6 @@
 """Command lines of the examples: a YAML file, overrides of any field, and faults reported in one line.
 
-`jfi.exit_codes` has the exit codes.
+`jfi.utils.exit_codes` has the exit codes.
 """
 
 import argparse
@@ -19,10 +19,10 @@ import yaml
 
 from jfi.data import DataError
 from jfi.data.manifest import CHOICES, prepared_config
-from jfi.exit_codes import EXIT_CODES, run_command, shorten
-from jfi.files import is_storage_fault, write_file
-from jfi.suggest import suggest
 from jfi.training.config import Config, ConfigError
+from jfi.utils.exit_codes import EXIT_CODES, run_command, shorten
+from jfi.utils.files import is_storage_fault, write_file
+from jfi.utils.suggest import suggest
 
 if TYPE_CHECKING:
     import jsonargparse

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from jfi.files import write_file
+from jfi.utils.files import write_file
 
 COLUMNS = {"auc": "AUC", "ne": "NE", "user_auc": "AUC per user"}
 

@@ -12,7 +12,6 @@ from typing import Literal
 from jfi.data import DataConfig
 from jfi.data.config import AGE, HISTORY
 from jfi.plan import MOST_BUCKETS
-from jfi.suggest import suggest
 from jfi.training.metrics import MONITORS
 from jfi.training.model_config import (
     ConfigError,
@@ -25,6 +24,7 @@ from jfi.training.model_config import (
     check_bias,
     require,
 )
+from jfi.utils.suggest import suggest
 
 __all__ = [
     "Config",

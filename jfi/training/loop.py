@@ -21,11 +21,10 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from tqdm import tqdm
 
-from jfi.captured_step import CapturedStep
+from jfi.cuda_graphs.captured_step import CapturedStep
 from jfi.data import Batch, InteractionDataset
 from jfi.data.chunks import ChunkOrder
 from jfi.data.order import SampleOrder
-from jfi.display import Display
 from jfi.modules.id_counts import all_outside_ids
 from jfi.sharded import CapturedShardedStep, average_gradients
 from jfi.training.accumulation import NoSteps, run_parts
@@ -43,6 +42,7 @@ from jfi.training.recorder import Recorder, SilentRecorder, describe_earlier, pa
 from jfi.training.run_data import name_data
 from jfi.training.run_folder import RunFolder
 from jfi.training.state import RunState
+from jfi.utils.display import Display
 
 #: Outputs and labels, [B] or of L labels [B, L], and users [B], of a batch or of a rank's part of it.
 Output = tuple[Tensor, Tensor, Tensor]

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jfi.data.config import AGE, HISTORY
-from jfi.files import absolute_path
 from jfi.models.sequence_dlrm import Pooling
+from jfi.utils.files import absolute_path
 
 
 class ConfigError(ValueError):

@@ -14,10 +14,10 @@ from matplotlib.ticker import MaxNLocator
 
 from jfi.data import Batch, DataSchema, InteractionDataset
 from jfi.data.config import HISTORY
-from jfi.files import writing_file
 from jfi.models import SequenceDLRM
 from jfi.training.fonts import DEFAULT, Fonts, find_fonts
 from jfi.training.recorder import DATA
+from jfi.utils.files import writing_file
 
 _SPLIT_COLORS = {"train": "#9ab3c9", "validation": "#0b5394", "test": "#cc4125"}
 _PANELS = 4

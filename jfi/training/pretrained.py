@@ -12,10 +12,10 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from jfi.data import DataSchema
 from jfi.data.schema import as_array
-from jfi.files import is_storage_fault, naming
 from jfi.training.build import shards_of
 from jfi.training.config import ConfigError, PretrainedConfig
 from jfi.training.distributed import World, shared_folder
+from jfi.utils.files import is_storage_fault, naming
 
 
 def read_pretrained(column: str, config: PretrainedConfig, schema: DataSchema, width: int) -> tuple[Tensor, Tensor]:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from jfi.data import Batch, InteractionDataset
 from jfi.data.candidates import Candidates
-from jfi.display import Display
 from jfi.training.config import Config
 from jfi.training.distributed import World
+from jfi.utils.display import Display
 
 #: Scores batches: logits `[B]` of each.
 Score = Callable[[Iterable[Batch]], Iterator[Tensor]]

@@ -6,10 +6,10 @@ import math
 import os
 from pathlib import Path
 
-from jfi.files import naming
 from jfi.training.config import ConfigError
 from jfi.training.logger import Tracker
 from jfi.training.run_folder import RunFolder
+from jfi.utils.files import naming
 
 #: The key of a line's speed; all other values of a line are the same in every repetition of a run.
 SPEED = "samples_per_second"

@@ -17,12 +17,12 @@ from jfi.data.manifest import CHOICES, resolve
 from jfi.data.rules import parse_rule
 from jfi.data.schema import FILES as SCHEMA_FILES
 from jfi.data.source import column_settings
-from jfi.files import sha256_of, writing_folder
 from jfi.training.checkpoint import latest_checkpoint, read_progress
 from jfi.training.config import Config, ConfigError
 from jfi.training.distributed import World
 from jfi.training.run_folder import RunFolder
 from jfi.training.shared_data import load_shared
+from jfi.utils.files import sha256_of, writing_folder
 
 _POLICY = "policy.json"
 #: The files that stay as they are from the start of a run on; the fingerprint follows data that is accepted.

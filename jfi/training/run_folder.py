@@ -15,10 +15,10 @@ import tempfile
 from datetime import datetime
 from pathlib import Path
 
-from jfi.files import unfinished_name
 from jfi.training.cli import load_config, save_config
 from jfi.training.config import Config, ConfigError
 from jfi.training.run_lock import LOCK
+from jfi.utils.files import unfinished_name
 
 
 class RunFolder:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from jfi.lock import lock
 from jfi.training.config import ConfigError
 from jfi.training.distributed import World
+from jfi.utils.lock import lock
 
 LOCK = ".lock"
 #: Seconds that a restarted process waits for the one that it replaces to be gone.

@@ -19,14 +19,14 @@ from jfi.data.column_files import new_map
 from jfi.data.paths import find_files
 from jfi.data.schema import LabelSpec
 from jfi.data.scoring import ScoringParts, Source, Sources
-from jfi.display import Display
-from jfi.files import naming, temporary_folder, writing_file
 from jfi.history import Policy
 from jfi.models import SequenceDLRM
 from jfi.training.calibration import Calibration, calibrate
 from jfi.training.config import ConfigError, TrainingConfig
 from jfi.training.metrics import Predictions
 from jfi.training.positives import Positives
+from jfi.utils.display import Display
+from jfi.utils.files import naming, temporary_folder, writing_file
 
 _log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from jfi.data import DataConfig, DataSchema, InteractionDataset, load_dataset
 from jfi.data.prepared import open_prepared
 from jfi.data.prepared_write import write_prepared
 from jfi.data.source import column_settings
-from jfi.files import naming
 from jfi.training.distributed import World, shared_folder
+from jfi.utils.files import naming
 
 
 def load_shared(config: DataConfig, world: World, schema: DataSchema | None = None) -> InteractionDataset:

@@ -7,7 +7,6 @@ from typing import Literal
 from jfi.data import DataError, InteractionDataset
 from jfi.data.config import FILES
 from jfi.data.manifest import prepared_config, resolve
-from jfi.files import absolute_path
 from jfi.training.capture import check_graphs
 from jfi.training.checkpoint import latest_checkpoint
 from jfi.training.cli import save_config
@@ -23,6 +22,7 @@ from jfi.training.run_lock import writing_run
 from jfi.training.sharding import check_sharded
 from jfi.training.shared_data import load_shared
 from jfi.training.warm_start import check_warm_start
+from jfi.utils.files import absolute_path
 
 
 def train(config: Config, dataset: InteractionDataset | None = None, logger: Logger | None = None) -> Result:

@@ -39,9 +39,9 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from jfi.files import DamagedFileError, sha256_of
-from jfi.tensor_header import DTYPE_NAMES, DTYPES, tensor_header
 from jfi.training.config import ConfigError
+from jfi.utils.files import DamagedFileError, sha256_of
+from jfi.utils.tensor_header import DTYPE_NAMES, DTYPES, tensor_header
 
 INDEX = "tensors.json"
 _FILE = re.compile(r"rank-\d+\.safetensors")

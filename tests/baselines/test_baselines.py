@@ -20,10 +20,10 @@ from jfi.baselines.samples import Samples
 from jfi.data import DataConfig, SyntheticConfig, load_dataset
 from jfi.data.prepared_write import write_prepared
 from jfi.data.source import column_settings
-from jfi.exit_codes import ExitCode
 from jfi.training import ConfigError
 from jfi.training.cli import run_cli
 from jfi.training.metrics import auc, user_auc
+from jfi.utils.exit_codes import ExitCode
 
 ROOT = Path(__file__).parents[2]
 NAMES = ["item mean", "item + user mean", "popularity by time", "co-occurrence", "logistic regression"]

@@ -12,8 +12,8 @@ from benchmarks.quality import convert, fetch
 from benchmarks.quality.sources import SOURCES, Source
 from benchmarks.quality.tables import DATA, TABLES
 from jfi.data import DataError, load_dataset
-from jfi.exit_codes import run_command
 from jfi.training.cli import parse_config
+from jfi.utils.exit_codes import run_command
 
 
 def rows_of(text: str) -> list[dict[str, str]]:

@@ -16,7 +16,7 @@ from jfi.data.prepare import prepare_dataset
 from jfi.data.prepared_complete import complete_dataset
 from jfi.history import EventLog, Policy, fit
 from jfi.history.select import first_seen, select_events
-from jfi.ranges import ranges
+from jfi.utils.ranges import ranges
 
 SURFACES = ["feed", "search", "story"]
 FIELDS = {"dwell": "seconds", "surface": "tab"}

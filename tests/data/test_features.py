@@ -6,7 +6,7 @@ import torch
 
 from jfi.data import DataConfig, load_dataset
 from jfi.data.columns import count_slots, cut, encode, learn_edges, learn_vocabulary, moments, sort_ids
-from jfi.encoding import standardize
+from jfi.utils.encoding import standardize
 
 # Six rows train, two validate, two test.
 FRACTIONS = [0.6, 0.2, 0.2]

@@ -9,7 +9,7 @@ import torch
 from jfi.data import Batch, DataConfig, DataError, InteractionDataset, load_dataset
 from jfi.data.columns import moments
 from jfi.data.fingerprint import Fingerprint
-from jfi.encoding import standardize
+from jfi.utils.encoding import standardize
 
 HEADER = "user_id,item_id,timestamp,liked,device,place,tags,price,city"
 

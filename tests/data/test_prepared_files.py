@@ -17,8 +17,8 @@ from jfi.data.manifest import Manifest, prepared_config, resolve
 from jfi.data.prepare import prepare_dataset
 from jfi.data.prepared import verify_dataset
 from jfi.data.prepared_complete import complete_dataset
-from jfi.files import read_sums, sha256_of, write_sums
 from jfi.training.cli import parse_config
+from jfi.utils.files import read_sums, sha256_of, write_sums
 
 
 @pytest.fixture

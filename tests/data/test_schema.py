@@ -177,7 +177,7 @@ def test_a_schema_is_written_whole_or_not_at_all(saved, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("jfi.files.os.fsync", full)
+        patch.setattr("jfi.utils.files.os.fsync", full)
         with pytest.raises(OSError, match="No space"):
             schema.save(tmp_path / "data")
     assert list(tmp_path.iterdir()) == []

@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jfi.history import EventLog, Policy, PolicyIndex, PolicyModule, fit
 from jfi.history.select import find_cells, first_seen, select_events
-from jfi.timelines import Timelines
+from jfi.utils.timelines import Timelines
 
 HISTORY = ["history_item", "history_rating"]
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

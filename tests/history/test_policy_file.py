@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from history.logs import planted
 
-from jfi.files import DamagedFileError
 from jfi.history import EventLog, Policy, fit
+from jfi.utils.files import DamagedFileError
 
 
 @pytest.fixture(scope="module")

@@ -9,15 +9,15 @@ from torch import nn
 from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 
 from jfi import KeyBias, PositionBias, SemanticIDEmbedding, SequenceFeatureConfig, TimeBias, WeightBias
-from jfi.capturable import why_not_captured
+from jfi.cuda_graphs.capture_check import why_not_captured
 from jfi.models import SequenceDLRM
 from jfi.modules import JaggedFeatureInteraction, JaggedPooling
 from jfi.modules.table_rows import DigitRows
 from jfi.ops import _checks
-from jfi.room import with_room
 from jfi.sid import UNKNOWN_SID, DiscretePCA
 from jfi.sid.packing import pack_trits
-from jfi.timelines import Timelines
+from jfi.utils.padding import with_room
+from jfi.utils.timelines import Timelines
 
 WIDTH, ROOM = 8, 30
 LENGTHS = [3, 0, 17, 1]

@@ -9,9 +9,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
-from jfi import JaggedFeatureInteraction, KeyBias, PositionBias, SequenceFeatureConfig, WeightBias, compat
+from jfi import JaggedFeatureInteraction, KeyBias, PositionBias, SequenceFeatureConfig, WeightBias
 from jfi.modules import adjacent, inputs, validation
 from jfi.modules.sequence_configs import FeatureGroup
+from jfi.utils import compat
 
 from .conftest import EMBEDDING_DIM, LENGTHS
 

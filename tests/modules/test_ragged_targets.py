@@ -9,8 +9,8 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJa
 from torchrec.fx import symbolic_trace
 
 from jfi import JaggedFeatureInteraction, KeyBias, PositionBias, SequenceFeatureConfig, TimeBias, WeightBias
-from jfi.encoding import age_buckets
 from jfi.ops._dispatch import operators
+from jfi.utils.encoding import age_buckets
 
 from .conftest import EMBEDDING_DIM
 from .test_jagged_feature_interaction import check_gradients, leaves_of, randomise, taste

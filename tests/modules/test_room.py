@@ -8,7 +8,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 import jfi
 from jfi.modules import inputs
-from jfi.room import here, with_room
+from jfi.utils.padding import here, with_room
 
 #: In an order that has empty samples in front, behind and between.
 LENGTHS, ROOM, D = [0, 3, 0, 17, 64, 1, 0], 30, 16

@@ -7,7 +7,7 @@ import torch
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 from jfi import JaggedFeatureInteraction, SemanticIDEmbedding, SequenceFeatureConfig
-from jfi.capturable import why_not_captured
+from jfi.cuda_graphs.capture_check import why_not_captured
 from jfi.models import SequenceDLRM
 from jfi.modules.semantic_id_readers import _mix
 from jfi.sid import UNKNOWN_SID, DiscretePCA, ResidualKMeans, VQFusion

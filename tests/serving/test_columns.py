@@ -8,7 +8,6 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from jfi.encoding import Vocabulary
 from jfi.serving import requests
 from jfi.serving.columns import read_plain
 from jfi.serving.known import KnownValues
@@ -16,6 +15,7 @@ from jfi.serving.requests import BadRequestError, Request, RequestReader, parse
 from jfi.serving.schema import Field, Limits, Schema
 from jfi.serving.values import _as_int64
 from jfi.sid.packing import UNKNOWN_SID
+from jfi.utils.encoding import Vocabulary
 
 ITEMS = ["1", "2", "-3", "12345678", "123456789", "", "a b", "x:y", "{é}", "日本語の長い値", "null", "true", "0"]
 SCHEMA = Schema(

@@ -29,7 +29,8 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from benchmarks.sent_bytes import SentBytes
 from jfi import KeyBias, PositionBias, SequenceDLRM, SequenceFeatureConfig, WeightBias
-from jfi.captured_step import Level
+from jfi.cuda_graphs.captured_step import Level
+from jfi.cuda_graphs.static_batch import Buffers, Described
 from jfi.modules import outside_ids, validation
 from jfi.ops import _checks
 from jfi.ops.partial_target_attention import attend_to_part, part_gradients
@@ -41,7 +42,6 @@ from jfi.sharded import (
     attention,
     average_gradients,
 )
-from jfi.static_batch import Buffers, Described
 
 #: Rows of the tables of bags.
 BAGS = {"user": 40, "tag": 25, "city": 7}
@@ -411,7 +411,7 @@ def train_together(case: Case, way: str = "eager") -> dict:
         captured = CapturedShardedStep(step, model, warmup_steps=1)
         if in_buffers:
             use_stand_ins(captured)
-    sizes = mock.patch("jfi.static_batch._MULTIPLE", 1 if way == "levels" else 64)
+    sizes = mock.patch("jfi.cuda_graphs.static_batch._MULTIPLE", 1 if way == "levels" else 64)
     narrowed, sent_again = 0, 0
     for number in range(STEPS):
         with SentBytes() as sent, sizes, as_on_a_gpu() if in_buffers else unchecked(case):

@@ -9,10 +9,10 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jfi import KeyBias, SequenceFeatureConfig
 from jfi.ops import partition_ids as kernels
-from jfi.room import with_room
 from jfi.sharded.ownership import all_owners
 from jfi.sharded.partition import Partitioned, partition
 from jfi.sharded.routes import Route
+from jfi.utils.padding import with_room
 
 RANKS, BATCH = 2, 6
 

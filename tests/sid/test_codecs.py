@@ -5,9 +5,9 @@ import hashlib
 import pytest
 import torch
 
-from jfi.files import DamagedFileError
 from jfi.sid import UNKNOWN_SID, Codec, DiscretePCA, FiniteScalar, ResidualKMeans, VQFusion, sid_quality
 from jfi.sid.codec import _BLOCK
+from jfi.utils.files import DamagedFileError
 
 CODECS = {
     "dpca": lambda seed=0: DiscretePCA(num_digits=12, seed=seed),

@@ -14,9 +14,9 @@ import torch
 
 from jfi.data import DataError
 from jfi.data.semantic_ids import read_sids, write_sids
-from jfi.files import read_sums, sha256_of, write_sums
 from jfi.sid import UNKNOWN_SID, Codec, DiscretePCA
 from jfi.training.cli import run_cli
+from jfi.utils.files import read_sums, sha256_of, write_sums
 
 ROOT = Path(__file__).parents[2]
 WORDS = ["red pen", "blue pen", "paper clip", "green folder", "desk lamp", "paper tray"]

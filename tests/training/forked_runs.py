@@ -92,14 +92,14 @@ def disturb(job: dict) -> list[int]:
 
 
 def main() -> None:
-    from jfi.exit_codes import begin_command
+    from jfi.utils.exit_codes import begin_command
 
     begin_command()
     import torch.utils.tensorboard  # noqa: F401 for the forked ones
 
-    from jfi.files import write_file
     from jfi.training import resume, train
     from jfi.training.cli import load_config, run_cli
+    from jfi.utils.files import write_file
 
     def do() -> None:
         run = Path(job["run"])

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from jfi.files import sha256_of, write_sums
 from jfi.training import checkpoint
 from jfi.training.checkpoint import (
     DamagedCheckpointError,
@@ -21,6 +20,7 @@ from jfi.training.checkpoint import (
     read_progress,
     save_checkpoint,
 )
+from jfi.utils.files import sha256_of, write_sums
 
 
 def state(value: float) -> dict:

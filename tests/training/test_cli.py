@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from jfi.options import OptionError, OptionParser, at_least_zero
 from jfi.training import Config, ConfigError
 from jfi.training.cli import load_config, parse_config, run_cli, save_config
+from jfi.utils.options import OptionError, OptionParser, at_least_zero
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples/train_dlrm.py"

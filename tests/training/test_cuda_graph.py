@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_run import assert_same_run, by_user, read_results, saved_tensors, tiny
 
-from jfi.captured_step import CapturedStep, Level
+from jfi.cuda_graphs.captured_step import CapturedStep, Level
 from jfi.data import load_dataset
 from jfi.training import Config, EncoderConfig, OptimizerConfig, OptimizerGroup, resume, train
 from jfi.training.capture import capture

@@ -13,12 +13,12 @@ from test_run import assert_same_run, killed_after, tiny
 
 from jfi.data import DataSchema
 from jfi.data.load import check_equal
-from jfi.encoding import Vocabulary
-from jfi.files import SUMS, sha256_of, write_sums
 from jfi.training import resume, train
 from jfi.training.checkpoint import latest_checkpoint
 from jfi.training.cli import run_cli
 from jfi.training.saved_run import SavedRun, load_run
+from jfi.utils.encoding import Vocabulary
+from jfi.utils.files import SUMS, sha256_of, write_sums
 
 #: Damages in CI, and with the slow tests.
 FEW, MANY = 21, 280

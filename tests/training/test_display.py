@@ -14,7 +14,6 @@ from jfi.data import load, load_dataset
 from jfi.data.prepare import prepare_dataset
 from jfi.data.prepared_complete import complete_dataset
 from jfi.data.scoring import Sources
-from jfi.display import Display
 from jfi.training.build import build_model
 from jfi.training.distributed import World
 from jfi.training.loop import Trainer
@@ -22,6 +21,7 @@ from jfi.training.recorder import SPEED, read_metrics
 from jfi.training.run_data import save_data
 from jfi.training.run_folder import RunFolder
 from jfi.training.scores import scored
+from jfi.utils.display import Display
 
 
 class Terminal(io.StringIO):

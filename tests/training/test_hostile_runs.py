@@ -22,7 +22,6 @@ from jfi.data.checked_json import checked_json
 from jfi.data.engagement import training_log
 from jfi.data.prepare import prepare_dataset
 from jfi.data.semantic_ids import codec_folder, write_sids
-from jfi.files import SUMS, sha256_of, write_sums
 from jfi.history import Policy, fit
 from jfi.sid import Codec, DiscretePCA
 from jfi.sid.tensor_file import tensors_from_bytes, tensors_to_bytes
@@ -32,6 +31,7 @@ from jfi.training.config import PretrainedConfig
 from jfi.training.loop import Trainer
 from jfi.training.run_data import learnt_files, load_schema
 from jfi.training.run_folder import RunFolder
+from jfi.utils.files import SUMS, sha256_of, write_sums
 
 #: Random places of a file, and with the slow tests many or all of them.
 FEW = [pytest.param(5, id="few"), pytest.param(None, id="all", marks=pytest.mark.slow)]

@@ -11,10 +11,10 @@ from matplotlib.figure import Figure
 
 from jfi.data import DataConfig, load_dataset
 from jfi.data.schema import Encodings
-from jfi.encoding import Vocabulary
 from jfi.training.build import build_model
 from jfi.training.config import EncoderConfig, ModelConfig
 from jfi.training.plots import _title, _value, draw_attention, draw_curves
+from jfi.utils.encoding import Vocabulary
 
 
 def test_values_are_shown_as_the_table_has_them():

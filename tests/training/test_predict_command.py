@@ -17,9 +17,9 @@ from worker import without_pictures
 
 import jfi
 from jfi.data import InteractionDataset, scoring
-from jfi.files import temporary_folder
 from jfi.training import train
 from jfi.training.cli import run_cli
+from jfi.utils.files import temporary_folder
 
 ROOT = Path(__file__).parents[2]
 KEYS = ["user_id", "item_id", "timestamp"]
@@ -159,7 +159,7 @@ def test_a_signal_while_the_temporary_folder_is_made_or_removed_waits(tmp_path, 
             return result
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(f"jfi.files.{name}", signalled)
+            patch.setattr(f"jfi.utils.files.{name}", signalled)
             with temporary_folder(".jfi-", tmp_path) as folder:
                 (folder / "file").touch()
         assert list(tmp_path.iterdir()) == []

@@ -13,8 +13,8 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import JITFunction, driver
 
-from jfi import compat
 from jfi.kernels.common.primitives import INTERPRET
+from jfi.utils import compat
 
 #: A kernel's tensor arguments: addresses, None where there is none, or tuples of these.
 Tensors = tuple[Tensor | tuple[Tensor | None, ...] | None, ...]

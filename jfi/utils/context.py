@@ -1,10 +1,11 @@
 """What surrounds a call: compilers and tracers on the one hand, autocast on the other."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from jfi import compat
+from jfi.utils import compat
 
 _NOTHING = nullcontext()
 
@@ -19,3 +20,14 @@ def without_autocast(device_type: str) -> AbstractContextManager:
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return _NOTHING
     return torch.autocast(device_type, enabled=False)
+
+
+def not_scriptable(name: str) -> Callable:
+    """Returns a `__prepare_scriptable__` for a module or function; torch.jit.script calls it before it compiles."""
+
+    def refuse(*_: object) -> None:
+        raise NotImplementedError(
+            f"torch.jit.script does not support {name}: use torch.export, torch.compile or torch.jit.trace"
+        )
+
+    return refuse

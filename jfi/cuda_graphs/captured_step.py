@@ -1,9 +1,10 @@
 """A training step as one CUDA graph: look-ups, forward, backward and optimizers are launched at once.
 
 A graph has fixed addresses and shapes, while a batch has any number of events. So each batch is copied into buffers
-(`jfi.static_batch`) whose jagged keys have room: the lengths are the batch's, the capacities are a few sizes, and a
-graph is captured for each capacity that comes up. The first steps with a capacity run eagerly on the same buffers, as
-warm-up and as real steps; capturing executes nothing, and the batch of that call is the first one to be replayed.
+(`jfi.cuda_graphs.static_batch`) whose jagged keys are padded to a capacity: the lengths are the batch's, the capacities
+are a few sizes, and a graph is captured for each capacity that comes up. The first steps with a capacity run eagerly on
+the same buffers, as warm-up and as real steps; capturing executes nothing, and the batch of that call is the first one
+to be replayed.
 
 A batch in pinned memory is copied to the device on a stream of its own while the step before it runs, into one of two
 staging blocks; one copy within the device then brings it to where the graph reads it. Nothing waits for the device.
@@ -17,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jfi.arguments import MAX_ROWS, check_int, check_module, check_type
-from jfi.capturable import padding_ids, why_not_captured
+from jfi.cuda_graphs.capture_check import padding_ids, why_not_captured
+from jfi.cuda_graphs.static_batch import Buffers, Described, Ladder, UnsupportedBatch, describe, moved, to_device
 from jfi.modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection
-from jfi.room import with_room
-from jfi.static_batch import Buffers, Described, Ladder, UnsupportedBatch, describe, moved, to_device
+from jfi.utils.arguments import MAX_ROWS, check_int, check_module, check_type
+from jfi.utils.padding import with_room
 
 
 class Level:

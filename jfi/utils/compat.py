@@ -3,7 +3,7 @@
 Torch:
     torch._C._are_functorch_transforms_active      no public way to see vmap or grad at work
     torch.autograd.forward_ad._current_level       no public way to see forward mode at work (jfi/ops/_dispatch.py)
-    torch._C._current_graph_task_id                which backward pass is running (jfi/room.py and
+    torch._C._current_graph_task_id                which backward pass is running (jfi/utils/padding.py and
                                                    jfi/modules/fused_tables.py)
     torch.autograd.Variable._execution_engine.queue_callback    a call at the end of that pass
     torch._softmax_backward_data                   the gradient of a softmax from its output alone
@@ -17,7 +17,7 @@ Torch:
 
 TorchRec:
     KeyedJaggedTensor._jt_dict                     the cache of to_dict, which fails at stride 0 (jfi/modules/inputs.py)
-                                                  and stays where it was in `to` (jfi/static_batch.py)
+                                                  and stays where it was in `to` (jfi/cuda_graphs/static_batch.py)
     ManagedCollisionEmbeddingCollection._embedding_collection    the tables inside (jfi/modules/validation.py)
     LazyAwaitable._wait_async                      waits once, for all that read the awaitable (jfi/modules/inputs.py)
 

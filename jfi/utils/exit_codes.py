@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 
-from jfi.files import naming
-from jfi.options import OptionError
+from jfi.utils.files import naming
+from jfi.utils.options import OptionError
 
 
 class ExitCode(IntEnum):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from jfi.compat import current_backward
+from jfi.utils.compat import current_backward
 
 
 class _Block(NamedTuple):

@@ -15,6 +15,7 @@ from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingCollection,
 )
 
+from jfi.cuda_graphs.static_batch import UnsupportedBatch, describe
 from jfi.modules import (
     FusedEmbeddingBagCollection,
     FusedEmbeddingCollection,
@@ -24,7 +25,6 @@ from jfi.modules import (
 )
 from jfi.modules.sequence_configs import FeatureGroup
 from jfi.plan import FEW_QUERY_ROWS, TABLE_ROWS
-from jfi.static_batch import UnsupportedBatch, describe
 
 _MANAGED = ManagedCollisionEmbeddingCollection, ManagedCollisionEmbeddingBagCollection
 

@@ -5,7 +5,7 @@ from numbers import Integral, Real
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 #: Widths, heads and rows of a table beyond these are mistakes, which would end in an overflow or an endless loop.
 MAX_WIDTH, MAX_LAYERS, MAX_ROWS = 2**20, 2**10, 2**31 - 1
@@ -80,3 +80,23 @@ def check_device(argument: str, value: Any) -> None:
         torch.device(value)
     except RuntimeError as fault:
         raise ValueError(f"{argument} must be a torch.device or None, got {value!r}: {fault}") from None
+
+
+def check_ascending(name: str, times: Tensor, offsets: Tensor, row: str) -> None:
+    """Raises ValueError unless times [S] are finite and do not decrease within a sample; reads them on the host.
+
+    Args:
+        name: of the argument.
+        times: integers or floating.
+        offsets: [B+1], from 0 to S.
+        row: what a time belongs to, for the message.
+    """
+    if times.is_floating_point() and not bool(times.isfinite().all()):
+        raise ValueError(f"{name} must be finite, got {times[~times.isfinite()][0].item()}")
+    falls = times[1:] < times[:-1]
+    starts = offsets[1:-1].long()
+    falls[starts[(starts > 0) & (starts < times.shape[0])] - 1] = False  # between samples
+    if bool(falls.any()):
+        at = int(falls.nonzero()[0])
+        got = f"{times[at].item()} then {times[at + 1].item()} at {row} {at + 1}"
+        raise ValueError(f"{name} must not decrease within a sample, got {got}")

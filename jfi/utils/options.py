@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from jfi.suggest import suggest
+from jfi.utils.suggest import suggest
 
 
 class OptionError(ValueError):
@@ -20,10 +20,10 @@ class OptionParser(argparse.ArgumentParser):
         >>> _ = parser.add_argument("--rows", type=at_least_one)
         >>> parser.parse_args(["--rows", "0"])
         Traceback (most recent call last):
-        jfi.options.OptionError: --rows: got '0', must be a whole number of at least 1
+        jfi.utils.options.OptionError: --rows: got '0', must be a whole number of at least 1
         >>> parser.parse_args(["--row", "1"])
         Traceback (most recent call last):
-        jfi.options.OptionError: unknown option --row; did you mean '--rows'?
+        jfi.utils.options.OptionError: unknown option --row; did you mean '--rows'?
     """
 
     def __init__(self, **settings: object):
