@@ -22,8 +22,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from jfi import CapturedStep, JaggedEncoder, JaggedFeatureInteraction, PositionBias, SequenceFeatureConfig, WeightBias
 from jfi.cuda_graphs import captured_step as module
 from jfi.cuda_graphs.capture_check import why_not_captured
-from jfi.cuda_graphs.static_batch import Buffers, Ladder, UnsupportedBatch, describe, moved, to_device
-from jfi.utils.padding import here
+from jfi.cuda_graphs.static_batch import Buffers, CapacityBuckets, UnsupportedBatch, describe, moved, to_device
+from jfi.utils.padding import padding_state
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -112,7 +112,7 @@ def test_a_batch_over_a_block_shares_its_memory():
 
 @pytest.mark.parametrize("mean", [1, 40, 3000])
 def test_capacities_are_a_few_sizes_of_the_batch_and_the_reference_alone(mean):
-    ladder = Ladder.of(describe(batch(histories(0, mean))))
+    ladder = CapacityBuckets.of(describe(batch(histories(0, mean))))
     sizes = set()
     for seed in range(200):
         one = describe(batch(histories(seed, mean), seed))
@@ -120,12 +120,12 @@ def test_capacities_are_a_few_sizes_of_the_batch_and_the_reference_alone(mean):
         assert capacities[0] == B and capacities[1] == capacities[2]
         assert one.lengths[1] <= capacities[1] <= max(64, 1.25 * one.lengths[1] + 64)
         sizes.add(capacities)
-        assert capacities == Ladder.of(describe(batch(histories(0, mean)))).fit(one)
+        assert capacities == CapacityBuckets.of(describe(batch(histories(0, mean)))).fit(one)
     assert 1 <= len(sizes) <= 10
 
 
 def test_what_does_not_fit_is_said():
-    ladder = Ladder.of(describe(batch([5] * B)))
+    ladder = CapacityBuckets.of(describe(batch([5] * B)))
     assert ladder.fit(describe(batch([50] * B))) == "more values than the largest capacity"
     for other in (
         batch([5] * (B - 1)),
@@ -168,10 +168,10 @@ class FakeGraphs:
 
     def reset(self) -> None: ...
 
-    def level(self, buffers: Buffers) -> module.Level:
-        return module.Level(buffers, staging=0)
+    def level(self, buffers: Buffers) -> module.CapacityBucket:
+        return module.CapacityBucket(buffers, staging=0)
 
-    def load(self, level: module.Level, described) -> None:
+    def load(self, level: module.CapacityBucket, described) -> None:
         level.buffers.fill(level.block, described)
 
     def run(self, step: Callable) -> dict:
@@ -256,15 +256,15 @@ def test_losses_and_counts_through_stand_in_graphs():
 
 def test_room_is_known_within_a_padded_step_alone():
     seen = []
-    captured = CapturedStep(lambda one: seen.append(here.has_room) or {}, nn.Linear(1, 1))
+    captured = CapturedStep(lambda one: seen.append(padding_state.is_padded) or {}, nn.Linear(1, 1))
     captured._graphs = FakeGraphs()
     for one in (batch([5] * B), batch([900] * B)):
         captured(one)
-    assert seen == [True, False] and not here.has_room
+    assert seen == [True, False] and not padding_state.is_padded
 
 
 def test_no_more_graphs_than_asked_for():
-    captured = CapturedStep(lambda one: {}, nn.Linear(1, 1), reference=batch([100] * B), warmup_steps=1, most_graphs=2)
+    captured = CapturedStep(lambda one: {}, nn.Linear(1, 1), reference=batch([100] * B), warmup_steps=1, max_graphs=2)
     captured._graphs = graphs = FakeGraphs()
     for length in (50, 100, 150, 300):
         for _ in range(3):
@@ -281,7 +281,7 @@ def test_without_a_gpu_every_step_is_eager():
     assert captured.summary() == "0 of 2 steps ran captured, in 0 CUDA graphs; eagerly: 2 without a GPU"
 
 
-@pytest.mark.parametrize(("name", "value"), [("warmup_steps", 0), ("most_graphs", 1.5)])
+@pytest.mark.parametrize(("name", "value"), [("warmup_steps", 0), ("max_graphs", 1.5)])
 def test_wrong_counts_are_named(name, value):
     with pytest.raises((ValueError, TypeError), match=name):
         CapturedStep(lambda one: one, nn.Linear(1, 1), **{name: value})

@@ -19,13 +19,21 @@ import torch
 from torch import Tensor, nn
 
 from jfi.cuda_graphs.capture_check import padding_ids, why_not_captured
-from jfi.cuda_graphs.static_batch import Buffers, Described, Ladder, UnsupportedBatch, describe, moved, to_device
+from jfi.cuda_graphs.static_batch import (
+    Buffers,
+    CapacityBuckets,
+    Described,
+    UnsupportedBatch,
+    describe,
+    moved,
+    to_device,
+)
 from jfi.modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection
 from jfi.utils.arguments import MAX_ROWS, check_int, check_module, check_type
-from jfi.utils.padding import with_room
+from jfi.utils.padding import padded_to_capacity
 
 
-class Level:
+class CapacityBucket:
     """The buffers of one capacity, and its graph once it is captured."""
 
     def __init__(self, buffers: Buffers, staging: int) -> None:
@@ -43,7 +51,7 @@ class StepGraphs:
         step: takes a batch on the device and returns a tree of tensors.
         model: whose device is that of the step.
         warmup_steps: steps with each capacity before it is captured, at least 1.
-        most_graphs: the most graphs; at least 1.
+        max_graphs: the largest number of graphs; at least 1.
         staging: blocks of memory that batches on the host are copied to while the step before them runs.
         priority: of the steps' stream and its kernels in a graph, lower numbers first, as of torch.cuda.Stream.
     """
@@ -53,23 +61,23 @@ class StepGraphs:
         step: Callable[[Any], Any],
         model: nn.Module,
         warmup_steps: int,
-        most_graphs: int,
+        max_graphs: int,
         staging: int = 2,
         priority: int = 0,
     ) -> None:
         check_type("step", step, Callable, "a function of a batch")
         check_module("model", model)
         check_int("warmup_steps", warmup_steps, most=MAX_ROWS)
-        check_int("most_graphs", most_graphs, most=MAX_ROWS)
+        check_int("max_graphs", max_graphs, most=MAX_ROWS)
         if next(model.parameters(), None) is None:
             raise ValueError("model must have parameters, whose device is that of the step, got none")
         self._step, self._model = step, model
-        self._warmup_steps, self._most_graphs = warmup_steps, most_graphs
+        self._warmup_steps, self._max_graphs = warmup_steps, max_graphs
         self._device = next(model.parameters()).device
         self._graphs = CudaGraphs(self._device, staging, priority) if self._device.type == "cuda" else None
         self._singles: frozenset[str] = frozenset()
         self._padding: dict[str, int] = {}
-        self._levels: dict[tuple[int, ...], Level] = {}
+        self._levels: dict[tuple[int, ...], CapacityBucket] = {}
         #: Steps that were replayed from a graph.
         self.captured = 0
         #: Steps that ran eagerly, by the reason.
@@ -103,18 +111,18 @@ class StepGraphs:
         self._graphs.load(level, batch)
         return self._run(level)
 
-    def _level(self, structure: Hashable, capacities: tuple[int, ...]) -> Level:
+    def _level(self, structure: Hashable, capacities: tuple[int, ...]) -> CapacityBucket:
         # Dropout and the like are part of a graph.
         key = self._model.training, *capacities
         if key not in self._levels:
             self._levels[key] = self._graphs.level(Buffers(structure, capacities, self._padding, self._device))
         return self._levels[key]
 
-    def _run(self, level: Level) -> Any:
+    def _run(self, level: CapacityBucket) -> Any:
         """A step on the batch in the block of a level."""
 
         def step() -> Any:
-            with with_room(self._singles):
+            with padded_to_capacity(self._singles):
                 outputs = self._step(level.buffers.batch(level.block))
             for module in self._model.modules():
                 if isinstance(module, FusedEmbeddingCollection | FusedEmbeddingBagCollection):
@@ -123,9 +131,9 @@ class StepGraphs:
 
         if level.replay is None:
             graphs = sum(other.replay is not None for other in self._levels.values())
-            if level.eager_steps < self._warmup_steps or graphs == self._most_graphs:
+            if level.eager_steps < self._warmup_steps or graphs == self._max_graphs:
                 is_warm = level.eager_steps >= self._warmup_steps
-                self.eager[f"beyond {self._most_graphs} graphs" if is_warm else "as warm-up"] += 1
+                self.eager[f"beyond {self._max_graphs} graphs" if is_warm else "as warm-up"] += 1
                 outputs = self._graphs.run(step)
                 level.eager_steps += 1  # of those that did not raise
                 return outputs
@@ -155,7 +163,7 @@ class CapturedStep(StepGraphs):
     Batches are trees of dataclasses (such as `jfi.data.Batch`), tuples, lists and dicts with tensors and
     KeyedJaggedTensors. Every batch with the shapes of the reference batch is captured; a key that has one value a
     sample there must have one in each batch, other keys may have 0.3 to 4 times as many values as there. The rest runs
-    eagerly and is counted: the last batch of an epoch with fewer samples, a larger one, one beyond `most_graphs`.
+    eagerly and is counted: the last batch of an epoch with fewer samples, a larger one, one beyond `max_graphs`.
 
     What the step must keep to, beside what `why_not_captured` finds in the model:
 
@@ -171,7 +179,7 @@ class CapturedStep(StepGraphs):
         model: whose collections read the batch, and whose device is that of the step.
         reference: the batch that shapes and capacities follow from; None for the first one.
         warmup_steps: steps with each capacity before it is captured, at least 1.
-        most_graphs: the most graphs; at least 1.
+        max_graphs: the largest number of graphs; at least 1.
 
     Raises:
         ValueError: at a call, the model cannot be captured with such batches; the message says why.
@@ -205,11 +213,11 @@ class CapturedStep(StepGraphs):
         *,
         reference: Any = None,
         warmup_steps: int = 2,
-        most_graphs: int = 4,
+        max_graphs: int = 4,
     ) -> None:
-        super().__init__(step, model, warmup_steps, most_graphs)
+        super().__init__(step, model, warmup_steps, max_graphs)
         self._reference = reference
-        self._ladder: Ladder | None = None
+        self._ladder: CapacityBuckets | None = None
 
     def __call__(self, batch: Any) -> Any:
         """Makes a step.
@@ -243,7 +251,7 @@ class CapturedStep(StepGraphs):
         reason = why_not_captured(self._model, batch)
         if reason is not None:
             raise ValueError(f"the step cannot be captured: {reason}")
-        self._ladder, self._padding = Ladder.of(described), padding_ids(self._model)
+        self._ladder, self._padding = CapacityBuckets.of(described), padding_ids(self._model)
         self._singles = self._ladder.singles
 
 
@@ -264,13 +272,13 @@ class CudaGraphs:
         # Gradients may still lie in the memory of the old ones, to which no further graph can be captured.
         self._pool = torch.cuda.graph_pool_handle()
 
-    def level(self, buffers: Buffers) -> Level:
-        level = Level(buffers, self._staging)
+    def level(self, buffers: Buffers) -> CapacityBucket:
+        level = CapacityBucket(buffers, self._staging)
         self._events |= {id(block): (torch.cuda.Event(), torch.cuda.Event()) for block in level.staging}
         self._copies.wait_stream(torch.cuda.current_stream(self._device))
         return level
 
-    def load(self, level: Level, batch: Described) -> None:
+    def load(self, level: CapacityBucket, batch: Described) -> None:
         """Brings a batch into a level's buffers."""
         current = torch.cuda.current_stream(self._device)
         parts = [*batch.tensors, *(one.values() for one in batch.jagged)]

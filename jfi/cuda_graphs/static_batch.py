@@ -164,7 +164,7 @@ def moved(batch: object, change: Callable[[Any], Any]) -> Any:
     return rebuild(found.structure, iter([change(x) for x in found.tensors]), iter([change(x) for x in found.jagged]))
 
 
-class Ladder:
+class CapacityBuckets:
     """Capacities by key for batches like a reference batch: a function of the batch and of the reference alone.
 
     A key with one value a sample in the reference has no room: all batches must have as many. The others have
@@ -191,7 +191,7 @@ class Ladder:
         self._levels = [tuple(self._capacity(i, level) for i in range(len(self._keys))) for level in _LEVELS]
 
     @classmethod
-    def of(cls, reference: Described) -> "Ladder":
+    def of(cls, reference: Described) -> "CapacityBuckets":
         """That of a reference batch."""
         fixed = reference.single()
         return cls(reference.structure, reference.keys, reference.lengths, fixed, single_keys(reference, fixed))

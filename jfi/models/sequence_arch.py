@@ -19,7 +19,7 @@ from jfi.modules import (
 from jfi.modules.feature_modules import FeatureModules
 from jfi.modules.table_rows import DigitRows
 from jfi.ops import jagged_dense_bmm, jagged_jagged_bmm
-from jfi.utils.padding import here
+from jfi.utils.padding import padding_state
 from jfi.utils.timelines import Timelines
 
 
@@ -194,10 +194,10 @@ def _single_entries(
     for key in single_keys:
         values, offsets = embeddings[key].values(), embeddings[key].offsets()
         one_each = len(offsets) == len(values) + 1
-        if one_each and (key in here.singles or _are_single(embeddings[key])):
+        if one_each and (key in padding_state.fixed_length_keys or _are_single(embeddings[key])):
             entries[key] = values
         else:
-            if here.has_room:
+            if padding_state.is_padded:
                 values = inputs.own_rows(values, offsets, [embeddings[key]])
             entries[key] = jagged_jagged_bmm(values, values.new_ones(values.size(0), 1), offsets).squeeze(-1)
     return entries if timelines is None else broadcast(entries, user_keys, timelines.row_offsets)

@@ -26,7 +26,7 @@ from jfi.modules.validation import require_keys
 from jfi.ops import jagged_jagged_bmm
 from jfi.ops.gather_rows import bound_ids, check_indices
 from jfi.utils.arguments import check_device, check_module, check_type, shown
-from jfi.utils.padding import here
+from jfi.utils.padding import padding_state
 
 _DATA_TYPES = (DataType.FP32, DataType.FP16, DataType.BF16)
 
@@ -393,7 +393,9 @@ def pool(key: str, rows: JaggedTensor, weights: Tensor | None, mean: bool) -> Te
     """
     values, offsets, lengths = rows.values(), rows.offsets(), rows.lengths()
     one_each = offsets.size(0) == values.size(0) + 1
-    if one_each and (key in here.singles or (values.device.type == "cpu" and bool((lengths == 1).all()))):
+    if one_each and (
+        key in padding_state.fixed_length_keys or (values.device.type == "cpu" and bool((lengths == 1).all()))
+    ):
         return values if weights is None else values * weights.unsqueeze(1).to(values.dtype)
     factors = values.new_ones(values.size(0)) if weights is None else weights.to(values.dtype)
     pooled = jagged_jagged_bmm(values, factors.unsqueeze(1), offsets).squeeze(-1)

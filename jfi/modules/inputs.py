@@ -34,7 +34,7 @@ from jfi.modules.validation import check_inputs, event_input, input_key, require
 from jfi.ops.gather_rows import bound_ids, check_indices, table_bias
 from jfi.ops.rows_by_id import RowsById, bounded_rows_by_id, join_rows, read_rows, sum_rows
 from jfi.utils.context import is_traced
-from jfi.utils.padding import here
+from jfi.utils.padding import padding_state
 
 
 class GroupInputs(NamedTuple):
@@ -84,7 +84,7 @@ def is_read_by_id(collection: nn.Module, ids: KeyedJaggedTensor) -> bool:
     # With room ids behind the last sample are 0, not padding.
     if type(collection) is not EmbeddingCollection or not isinstance(ids, KeyedJaggedTensor):
         return False
-    if is_traced() or here.has_room:
+    if is_traced() or padding_state.is_padded:
         return False
     modules = [collection, *collection.embeddings.values()]
     if any([module._forward_hooks or module._forward_pre_hooks for module in modules]):
@@ -280,7 +280,7 @@ def _read_groups(
             fields = [combine(fields, feature)]
         firsts = [sequences[key] for key in group.sequence_keys[0]]
         offsets, count = join_offsets(firsts), fields[0].size(0)
-        if here.has_room:
+        if padding_state.is_padded:
             sources = [[sequences[key] for key in keys] for keys in group.sequence_keys]
             if len(fields) < len(sources):
                 sources = [[one for field in sources for one in field]]
@@ -296,7 +296,7 @@ def _read_groups(
         elif isinstance(bias, WeightBias):
             score_bias = _log_weights(weights)
         elif isinstance(bias, PositionBias):
-            bias_index = position_buckets(offsets, count, bias.num_buckets, here.has_room)
+            bias_index = position_buckets(offsets, count, bias.num_buckets, padding_state.is_padded)
         elif isinstance(bias, KeyBias):
             ids = join([event_input(sequences, one.bias.key).values() for one in group.features])
             (bias_index,) = bound_ids([ids], [bias.num_buckets])  # else an id would name another feature's rows

@@ -26,7 +26,7 @@ from jfi.modules.sequence_configs import Bias, TimeBias
 from jfi.modules.table_rows import join_words
 from jfi.ops import absorb_weights, jagged_attention, jagged_softmax
 from jfi.plan import MOST_BUCKETS
-from jfi.utils.padding import here
+from jfi.utils.padding import padding_state
 
 
 def pays_to_project(inputs: GroupInputs, weights: tuple[Tensor, ...], num_heads: int) -> bool:
@@ -63,7 +63,7 @@ def attend(
         num_heads: H.
         projects_history: whether keys and values are projected.
     """
-    if here.has_room:
+    if padding_state.is_padded:
         raise ValueError(
             "ragged targets cannot be padded, as captured steps need: rows behind the last candidate are not written"
         )

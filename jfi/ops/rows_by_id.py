@@ -16,7 +16,7 @@ from torch import Tensor
 from jfi.ops._checks import FLOATING, check_dense, check_dim, check_size
 from jfi.ops.gather_rows import bound_ids, check_indices, check_quantized, gather_bounded, row_width, table_gradient
 from jfi.plan import MOST_TABLES
-from jfi.utils.padding import here
+from jfi.utils.padding import padding_state
 
 
 class RowsById(NamedTuple):
@@ -86,7 +86,7 @@ def rows_by_id(
         if index.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{of} must be int32 or int64, got {index.dtype}")
         check_size(of, index.shape[0], indices[0].shape[0], "S")
-        check_indices(of, index, table.shape[0], own, padded=here.has_room)
+        check_indices(of, index, table.shape[0], own, padded=padding_state.is_padded)
     return bounded_rows_by_id(tables, bound_ids(list(indices), [table.shape[0] for table in tables]), dtype)
 
 

@@ -21,7 +21,7 @@ from jfi.sharded.peer_memory import PeerMemory, are_peers
 from jfi.sharded.routed import RoutedCollection
 from jfi.sharded.send_ahead import SENDING, STEP, SendAhead
 from jfi.sharded.sent_batch import SentBatch, ids_of
-from jfi.utils.padding import here
+from jfi.utils.padding import padding_state
 
 #: Batches whose capacities the next ones are sent with: the largest of so many.
 _RECENT = 16
@@ -48,7 +48,7 @@ class CapturedShardedStep(StepGraphs):
             `init_data_parallel=False`.
         reference: the batch that capacities follow from; None for the first one.
         warmup_steps: steps with each capacity before it is captured, at least 1, or 2 with peer memory.
-        most_graphs: the most graphs; at least 1.
+        max_graphs: the largest number of graphs; at least 1.
         peer_memory: False sends everything through the process group.
 
     Raises:
@@ -64,10 +64,10 @@ class CapturedShardedStep(StepGraphs):
         *,
         reference: Any = None,
         warmup_steps: int = 2,
-        most_graphs: int = 4,
+        max_graphs: int = 4,
         peer_memory: bool = True,
     ) -> None:
-        super().__init__(self._compute, model, warmup_steps, most_graphs, staging=0, priority=STEP)
+        super().__init__(self._compute, model, warmup_steps, max_graphs, staging=0, priority=STEP)
         if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
             raise ValueError("model must be a DistributedModelParallel with init_data_parallel=False")
         self._own_step, self._collections = step, routed_collections(model)
@@ -225,7 +225,7 @@ class CapturedShardedStep(StepGraphs):
             collection.launch_steps()
 
     def _compute(self, sent: SentBatch) -> Any:
-        ids, peers = ids_of(describe(sent.batch)), self._peers if here.has_room else None
+        ids, peers = ids_of(describe(sent.batch)), self._peers if padding_state.is_padded else None
         arrived = sent.arrived(self._collections, self._group, peers)
         with ExitStack() as stack:
             if peers is not None:

@@ -19,7 +19,7 @@ from jfi.sharded.partition import Partitioned, collect, partition
 from jfi.sharded.routes import Route, counts_for
 from jfi.sharded.send_ahead import SendAhead, request_rows
 from jfi.sharded.sent_batch import SentBatch, column_keys, jagged, requested_key, sent_key, slot_keys
-from jfi.utils.padding import with_room
+from jfi.utils.padding import padded_to_capacity
 
 #: Batches that are on their way while a step runs.
 AHEAD = 2
@@ -156,7 +156,7 @@ class FixedSender:
 
     def _sent(self, raw: Tensor) -> Described:
         """What arrives of a raw batch and `_own`; writes `_numbers`."""
-        with with_room(self.ahead.singles):
+        with padded_to_capacity(self.ahead.singles):
             return describe(self._exchanged(self._raw.batch(raw)))
 
     def _exchanged(self, batch: Any) -> SentBatch:

@@ -24,7 +24,7 @@ from jfi.sharded.planning import RoutingPlan
 from jfi.sharded.routes import Arrived, ArrivedIds, IdsRequest, Route
 from jfi.sharded.rows import Replicate, Scaled, fetch_rows
 from jfi.sharded.shards import RankRows, rank_rows
-from jfi.utils.padding import here
+from jfi.utils.padding import padding_state
 
 
 def group_of(env: ShardingEnv) -> dist.ProcessGroup:
@@ -172,7 +172,7 @@ class RoutedCollection:
         ids, sizes = [], []
         for _, key, table in self._plan.local:
             own, size = by_key[key].values(), self._plan.owners[table].num_rows
-            check_indices(f"features['{key}']", own, size, f"table '{table}'", padded=here.has_room)
+            check_indices(f"features['{key}']", own, size, f"table '{table}'", padded=padding_state.is_padded)
             ids.append(own)
             sizes.append(size)
         return bound_ids(ids, sizes, self._outside.on(ids[0].device)) if ids else []

@@ -24,7 +24,7 @@ from jfi.modules.validation import require_keys
 from jfi.ops.gather_rows import bound_ids, check_indices
 from jfi.sharded.exchange import Exchange, Lane, Transport
 from jfi.sharded.ownership import Owners
-from jfi.utils.padding import here
+from jfi.utils.padding import padding_state
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,7 +270,7 @@ def sort_by_owner(route: Route, by_key: dict[str, JaggedTensor], num_ranks: int,
     """
     sequences = [by_key[key] for key in route.keys]
     check_route_ids(route, by_key)
-    with_room = here.has_room and not here.singles.issuperset(route.keys)
+    with_room = padding_state.is_padded and not padding_state.fixed_length_keys.issuperset(route.keys)
     sizes, located = [one.values().size(0) for one in sequences], []
     outside = route.outside.on(sequences[0].values().device) if counts else None
     bounded = bound_ids([one.values() for one in sequences], [one.num_rows for one in route.owners], outside)
@@ -350,7 +350,7 @@ def brought_along(route: Route, by_key: dict[str, JaggedTensor], sequences: list
         for place, feature, one in zip(route.places, route.features, sequences, strict=True):
             if isinstance(feature.bias, PositionBias):
                 count = one.values().size(0)
-                own = inputs.position_buckets(one.offsets(), count, feature.num_buckets, here.has_room)
+                own = inputs.position_buckets(one.offsets(), count, feature.num_buckets, padding_state.is_padded)
             else:
                 (own,) = bound_ids([by_key[feature.bias_key].values()], [feature.num_buckets])
             first = place * feature.num_buckets

@@ -11,7 +11,7 @@ from jfi.ops.gather_rows import gather_bounded
 from jfi.sharded.exchange import gradient_scale
 from jfi.sharded.ownership import Owners
 from jfi.sharded.routes import Arrived
-from jfi.utils.padding import here
+from jfi.utils.padding import padding_state
 
 Beside = Callable[[Tensor], AbstractContextManager[None]]
 
@@ -32,12 +32,12 @@ class _Fetch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, handle: Tensor, memory: Tensor, arrived: Arrived, beside: Beside) -> Tensor:
         ctx.arrived, ctx.beside = arrived, beside
-        ctx.has_room = here.has_room  # of this thread; backward may run in another one
+        ctx.has_room = padding_state.is_padded  # of this thread; backward may run in another one
         rows = gather_bounded((memory,), (arrived.rows,), handle.dtype)
         rows, ctx.places = arrived.events.back.send(rows), arrived.places()
         if ctx.places is None:
             return rows
-        return rows.index_select(0, ctx.places.clamp(min=0) if here.has_room else ctx.places)
+        return rows.index_select(0, ctx.places.clamp(min=0) if padding_state.is_padded else ctx.places)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

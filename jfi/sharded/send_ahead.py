@@ -24,8 +24,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jfi.cuda_graphs.static_batch import (
     OTHER_STRUCTURE,
+    CapacityBuckets,
     Described,
-    Ladder,
     describe,
     moved,
     not_single,
@@ -84,7 +84,7 @@ class SendAhead:
         self.stream = torch.cuda.Stream(device, priority=SENDING) if device.type == "cuda" else None
         self.padding = padding_of(collections)
         self.first: Described | None = None
-        self.ladder: Ladder | None = None
+        self.ladder: CapacityBuckets | None = None
         self.names: list[str] = []
         self.samples: tuple[int, ...] = ()
         #: Beside the batch's keys whether each has one value a sample in the first batch of every rank.
@@ -111,7 +111,7 @@ class SendAhead:
             self._singles = [all(one) for one in list(zip(*rows, strict=True))[2 + keys : 2 + 2 * keys]]
             self.names, lengths, fixed = self._keys(rows)
             singles = single_keys(self.first, self._singles)
-            self.ladder = Ladder(None, self.names, lengths, fixed, singles)
+            self.ladder = CapacityBuckets(None, self.names, lengths, fixed, singles)
             return self.ladder.capacities(lengths)
 
     def send(self, batch: Any, in_buffers: bool) -> tuple[SentBatch, tuple[int, ...] | str]:

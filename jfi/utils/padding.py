@@ -1,4 +1,7 @@
-"""Whether jagged tensors have room: more values than their lengths count, as the buffers of a captured step have."""
+"""State of the running step: whether its batch is padded to a capacity, as the batches of a captured step are.
+
+The values of a key are then followed by padding, which its lengths do not count.
+"""
 
 import threading
 from collections.abc import Iterator
@@ -10,62 +13,63 @@ import torch
 from jfi.utils.compat import current_backward
 
 
-class _Block(NamedTuple):
-    has_room: bool = False
-    singles: frozenset[str] = frozenset()
+class _Batch(NamedTuple):
+    is_padded: bool = False
+    fixed_length_keys: frozenset[str] = frozenset()
 
 
-_OUTSIDE = _Block()
+_UNPADDED = _Batch()
 
 
-class _Here:
-    """State of the code that runs now: of its thread, and in a backward pass of the newest block of all threads.
+class PaddingState:
+    """State of the calling thread, or, in a backward pass, of the newest `padded_to_capacity` block of all threads.
 
     A backward pass runs in threads of its own, and activation checkpointing runs a part of the forward pass there.
     """
 
     def __init__(self) -> None:
-        #: The `with_room` blocks that threads are in.
-        self.blocks: list[_Block] = []
+        #: The open `padded_to_capacity` blocks of all threads.
+        self.blocks: list[_Batch] = []
         self.of_thread = threading.local()
 
-    def _block(self) -> _Block:
+    def _batch(self) -> _Batch:
         if not self.blocks:
-            return _OUTSIDE
+            return _UNPADDED
         if torch.compiler.is_compiling():  # its guards see a change of `blocks`, not one of a thread's state
             return self.blocks[-1]
-        default = self.blocks[-1] if current_backward() != -1 else _OUTSIDE
-        return getattr(self.of_thread, "block", default)
+        default = self.blocks[-1] if current_backward() != -1 else _UNPADDED
+        return getattr(self.of_thread, "batch", default)
 
     @property
-    def has_room(self) -> bool:
-        """Returns whether jagged tensors may be padded behind their last sample."""
-        return self._block().has_room
+    def is_padded(self) -> bool:
+        """Returns whether jagged tensors may have padding behind their last sample."""
+        return self._batch().is_padded
 
     @property
-    def singles(self) -> frozenset[str]:
-        """The keys that have one value a sample, though their lengths are not read; they have no room."""
-        return self._block().singles
+    def fixed_length_keys(self) -> frozenset[str]:
+        """Returns the keys that have one value a sample, though their lengths are not read; they are not padded."""
+        return self._batch().fixed_length_keys
 
 
-here = _Here()
+padding_state = PaddingState()
 
 
 @contextmanager
-def with_room(singles: frozenset[str] = frozenset()) -> Iterator[None]:
-    """Jagged tensors may have room within the block, but for the keys ``singles``, which have one value a sample.
+def padded_to_capacity(fixed_length_keys: frozenset[str] = frozenset()) -> Iterator[None]:
+    """Declares that jagged tensors within the block may be padded, but for keys with one value a sample.
 
     Backward passes and compiled functions of other threads see the block as well: they cannot be told from its own.
     """
-    outer, block = getattr(here.of_thread, "block", None), _Block(True, singles)
-    here.blocks.append(block)
-    here.of_thread.block = block
+    state, batch = padding_state, _Batch(True, fixed_length_keys)
+    outer = getattr(state.of_thread, "batch", None)
+    state.blocks.append(batch)
+    state.of_thread.batch = batch
     try:
         yield
     finally:
         if outer is None:
-            del here.of_thread.block
+            del state.of_thread.batch
         else:
-            here.of_thread.block = outer
-        last = max(i for i, one in enumerate(here.blocks) if one is block)
-        del here.blocks[last]
+            state.of_thread.batch = outer
+        last = max(i for i, block in enumerate(state.blocks) if block is batch)
+        del state.blocks[last]

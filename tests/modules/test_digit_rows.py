@@ -16,7 +16,7 @@ from jfi.modules.table_rows import DigitRows
 from jfi.ops import _checks
 from jfi.sid import UNKNOWN_SID, DiscretePCA
 from jfi.sid.packing import pack_trits
-from jfi.utils.padding import with_room
+from jfi.utils.padding import padded_to_capacity
 from jfi.utils.timelines import Timelines
 
 WIDTH, ROOM = 8, 30
@@ -268,7 +268,7 @@ def test_room_behind_the_last_sample(impl, device, poisoned, monkeypatch):
     found, room = [], events.values().new_zeros(ROOM)
     for sids in (events.values(), torch.cat([events.values(), room])):
         rows = DigitRows(sids, embedding, torch.float32, events.lengths(), events.offsets())
-        with with_room() if found else contextlib.nullcontext():
+        with padded_to_capacity() if found else contextlib.nullcontext():
             found.append(run(layer, embedding, {"seen": rows}, targets))
         assert not rows.is_read
     torch.testing.assert_close(*found)

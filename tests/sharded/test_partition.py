@@ -12,7 +12,7 @@ from jfi.ops import partition_ids as kernels
 from jfi.sharded.ownership import all_owners
 from jfi.sharded.partition import Partitioned, partition
 from jfi.sharded.routes import Route
-from jfi.utils.padding import with_room
+from jfi.utils.padding import padded_to_capacity
 
 RANKS, BATCH = 2, 6
 
@@ -58,7 +58,7 @@ def test_ids_outside_are_at_no_place_and_counted(name, device, monkeypatch):
     for in_kernels in (False, True):
         monkeypatch.setattr(kernels, "takes_ids", lambda ids, ranks, own=in_kernels: own)
         before = route.outside.on(device).clone()
-        with as_on_a_gpu(device), with_room(frozenset()):
+        with as_on_a_gpu(device), padded_to_capacity(frozenset()):
             found.append(partition(route, by_key, RANKS, 100, blank))
         counts.append((route.outside.counts - before).tolist())
     formula, kernel = found
@@ -86,7 +86,7 @@ def test_kernels_have_the_places_of_the_formulas(name, most, room, device, monke
     found: list[Partitioned] = []
     for in_kernels in (False, True):
         monkeypatch.setattr(kernels, "takes_ids", lambda ids, ranks, own=in_kernels: own)
-        with with_room(frozenset()):
+        with padded_to_capacity(frozenset()):
             found.append(partition(route, by_key, RANKS, most, blank))
     formula, kernel = found
     sums = formula.sums.tolist()

@@ -1,4 +1,4 @@
-"""Jagged tensors with room, as a captured step has them: what lies behind the last sample changes nothing."""
+"""Jagged tensors padded to a capacity, as a captured step has them: rows behind the last sample change nothing."""
 
 import threading
 
@@ -8,10 +8,10 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 import jfi
 from jfi.modules import inputs
-from jfi.utils.padding import here, with_room
+from jfi.utils.padding import padded_to_capacity, padding_state
 
 #: In an order that has empty samples in front, behind and between.
-LENGTHS, ROOM, D = [0, 3, 0, 17, 64, 1, 0], 30, 16
+LENGTHS, PADDING, D = [0, 3, 0, 17, 64, 1, 0], 30, 16
 
 
 @pytest.fixture
@@ -20,10 +20,10 @@ def unread(monkeypatch):
     monkeypatch.setattr("jfi.ops._checks.may_read", lambda *_: False)
 
 
-def behind(rows: torch.Tensor) -> torch.Tensor:
-    """The rows and room behind them, which nothing may read."""
-    room = rows.new_full((ROOM, *rows.shape[1:]), torch.nan if rows.is_floating_point() else 0)
-    return torch.cat([rows, room])
+def padded(rows: torch.Tensor) -> torch.Tensor:
+    """The rows and padding behind them, which nothing may read."""
+    padding = rows.new_full((PADDING, *rows.shape[1:]), torch.nan if rows.is_floating_point() else 0)
+    return torch.cat([rows, padding])
 
 
 def attend(events: dict, weights: list, target: torch.Tensor, offsets: torch.Tensor) -> tuple:
@@ -53,7 +53,7 @@ def attend(events: dict, weights: list, target: torch.Tensor, offsets: torch.Ten
 @pytest.mark.parametrize("queries", [1, pytest.param(8, marks=[] if torch.cuda.is_available() else [pytest.mark.slow])])
 @pytest.mark.parametrize("max_seqlen", [None, 64], ids=["split", "whole"])
 @pytest.mark.parametrize("kind", ["plain", "two fields", "bias by event", "bias by index"])
-def test_attention_leaves_the_room_alone(kind, max_seqlen, queries, unread, poisoned, device):
+def test_attention_leaves_padding_alone(kind, max_seqlen, queries, unread, poisoned, device):
     torch.manual_seed(0)
     size, count = sum(LENGTHS), len(LENGTHS)
     fields = 2 if kind == "two fields" else 1
@@ -69,25 +69,25 @@ def test_attention_leaves_the_room_alone(kind, max_seqlen, queries, unread, pois
     offsets = torch.tensor([0, *LENGTHS], device=device).cumsum(0)
     table["max_seqlen"] = max_seqlen
     want, want_parameters, want_events = attend({**events, **table}, weights, target, offsets)
-    with with_room():
-        padded = {name: behind(x) for name, x in events.items()}
-        got, got_parameters, got_events = attend({**padded, **table}, weights, target, offsets)
+    with padded_to_capacity():
+        longer = {name: padded(x) for name, x in events.items()}
+        got, got_parameters, got_events = attend({**longer, **table}, weights, target, offsets)
     torch.testing.assert_close(got, want)
     for a, b in zip(got_parameters, want_parameters, strict=True):
         torch.testing.assert_close(a, b)
     for name, gradient in want_events.items():
         torch.testing.assert_close(got_events[name][: len(gradient)], gradient)
         if name.startswith("field"):
-            assert got_events[name].shape[0] == size + ROOM and not got_events[name][size:].any()
+            assert got_events[name].shape[0] == size + PADDING and not got_events[name][size:].any()
 
 
-def test_sums_over_samples_leave_the_room_alone(unread, poisoned, device):
+def test_sums_over_samples_leave_padding_alone(unread, poisoned, device):
     offsets = torch.tensor([0, *LENGTHS], device=device).cumsum(0)
     rows = torch.randn(sum(LENGTHS), D, device=device)
     sums = []
-    for values in (rows, behind(rows)):
+    for values in (rows, padded(rows)):
         values.requires_grad_()
-        with with_room():
+        with padded_to_capacity():
             own = inputs.own_rows(values, offsets, [JaggedTensor(values, offsets=offsets)])
         ones = own.new_ones(len(own), 1)
         sums.append(jfi.ops.jagged_jagged_bmm(own, ones, offsets, impl="triton").squeeze(-1))
@@ -102,23 +102,25 @@ def test_buckets_by_position_of_the_events_alone():
     assert torch.equal(inputs.position_buckets(offsets, 12, 32, room=True)[:8], want)
 
 
-def test_a_compiled_function_knows_of_the_room():
+def test_a_compiled_function_knows_of_the_padding():
     """A graph that was compiled outside of such a block does not serve within, and the other way round."""
-    compiled = torch.compile(lambda x: x + 1 if here.has_room else x, fullgraph=True, backend="eager")
+    compiled = torch.compile(lambda x: x + 1 if padding_state.is_padded else x, fullgraph=True, backend="eager")
     x = torch.zeros(1)
     found = [compiled(x).item()]
-    with with_room():
+    with padded_to_capacity():
         found.append(compiled(x).item())
     assert [*found, compiled(x).item()] == [0, 1, 0]
 
 
-def test_a_thread_does_not_see_the_room_of_another():
+def test_a_thread_does_not_see_the_padding_of_another():
     seen = []
-    with with_room(frozenset({"user"})):
-        thread = threading.Thread(target=lambda: seen.append((here.has_room, here.singles)))
+    with padded_to_capacity(frozenset({"user"})):
+        thread = threading.Thread(
+            target=lambda: seen.append((padding_state.is_padded, padding_state.fixed_length_keys))
+        )
         thread.start()
         thread.join()
-        with with_room():
-            assert here.has_room and not here.singles
-        assert here.has_room and here.singles == {"user"}
-    assert seen == [(False, frozenset())] and not here.has_room
+        with padded_to_capacity():
+            assert padding_state.is_padded and not padding_state.fixed_length_keys
+        assert padding_state.is_padded and padding_state.fixed_length_keys == {"user"}
+    assert seen == [(False, frozenset())] and not padding_state.is_padded
