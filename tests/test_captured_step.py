@@ -358,7 +358,7 @@ def as_on_a_gpu(monkeypatch):
         if hasattr(module_of, "check_impl"):
             monkeypatch.setattr(module_of, "check_impl", lambda *_: "triton")
     monkeypatch.setattr("jfi.ops._checks.may_read", lambda *_: False)
-    monkeypatch.setattr("jfi.modules.validation.contents_are_free", lambda _: False)
+    monkeypatch.setattr("jfi.modules.validation.may_read", lambda _: False)
 
 
 @pytest.mark.slow

@@ -13,11 +13,11 @@ from jfi.modules import (
     JaggedFeatureInteraction,
     JaggedPooling,
     SequenceFeatureConfig,
-    inputs,
+    lookups,
     validation,
 )
 from jfi.modules.feature_modules import FeatureModules
-from jfi.modules.table_rows import DigitRows
+from jfi.modules.table_rows import DigitRows, own_rows
 from jfi.ops import jagged_dense_bmm, jagged_jagged_bmm
 from jfi.utils.padding import padding_state
 from jfi.utils.timelines import Timelines
@@ -198,7 +198,7 @@ def _single_entries(
             entries[key] = values
         else:
             if padding_state.is_padded:
-                values = inputs.own_rows(values, offsets, [embeddings[key]])
+                values = own_rows(values, offsets, [embeddings[key]])
             entries[key] = jagged_jagged_bmm(values, values.new_ones(values.size(0), 1), offsets).squeeze(-1)
     return entries if timelines is None else broadcast(entries, user_keys, timelines.row_offsets)
 
@@ -211,7 +211,7 @@ def _of_rows(entries: dict[str, Tensor], user_keys: list[str], timelines: Timeli
 def _are_single(events: JaggedTensor) -> bool:
     """Whether each sample has one event, where that may be read."""
     lengths = events.lengths()
-    return validation.contents_are_free(lengths) and bool((lengths == 1).all())
+    return validation.may_read(lengths) and bool((lengths == 1).all())
 
 
 def broadcast(entries: dict[str, Tensor], user_keys: list[str], row_offsets: Tensor) -> dict[str, Tensor]:
@@ -242,7 +242,7 @@ def _sequences(
     timelines: Timelines | None,
 ) -> dict[str, JaggedTensor]:
     """The events with what the biases read; of timelines the U that are not empty by construction."""
-    sequences = inputs.with_event_inputs(embeddings, ids, features, id_keys)
+    sequences = lookups.with_event_inputs(embeddings, ids, features, id_keys)
     if timelines is None:
         return sequences
     if not_shared is not None:

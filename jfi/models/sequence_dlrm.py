@@ -23,7 +23,7 @@ from jfi.modules import (
     SemanticIDEmbedding,
     SequenceFeatureConfig,
     TimeBias,
-    inputs,
+    lookups,
     validation,
 )
 from jfi.modules.sequence_configs import check_features
@@ -239,7 +239,7 @@ class SequenceDLRM(nn.Module):
             further,
             others,
             dense_device,
-            validation.id_keys(configs_of(embedding_collection)),
+            lookups.id_keys(configs_of(embedding_collection)),
         )
         self.dropout = nn.Dropout(dropout)
         self._dense_in_features = dense_in_features
@@ -305,7 +305,7 @@ class SequenceDLRM(nn.Module):
         self, ids: KeyedJaggedTensor, timelines: Timelines | None
     ) -> tuple[KeyedJaggedTensor, KeyedTensor | None, dict[str, JaggedTensor] | None]:
         _check_ids(ids, self._id_keys, self._from_times, self._user_keys, self._sharded(), timelines)
-        inputs.allow_no_samples(ids)
+        lookups.allow_no_samples(ids)
         bags = None if self.embedding_bag_collection is None else self.embedding_bag_collection(ids)
         embeddings = None if self.embedding_collection is None else self.embedding_collection(ids)
         if self.semantic_ids is not None:
@@ -333,7 +333,7 @@ def _merged(embeddings: dict[str, JaggedTensor] | None, others: dict[str, Jagged
     """The output of a collection and `others`, which take its dtype."""
     if embeddings is None:
         return others
-    together = inputs.as_dict(embeddings)
+    together = lookups.as_dict(embeddings)
     dtype = next((validation.unread(one).dtype for one in together.values()), None)
     for key, one in others.items():
         if isinstance(one, DigitRows):
@@ -387,7 +387,7 @@ def _check_ids(
     rows, count = ids.stride(), timelines.count
     if count > rows:
         raise ValueError(f"timelines must be at most {rows}, the samples of sparse_features, got {count}")
-    if not validation.contents_are_free(timelines.row_offsets):
+    if not validation.may_read(timelines.row_offsets):
         return
     last = int(timelines.row_offsets[-1])
     if last != rows:

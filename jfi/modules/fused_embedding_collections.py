@@ -18,7 +18,7 @@ from torchrec.modules.embedding_modules import (
 from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from jfi.modules import inputs, validation
+from jfi.modules import lookups, validation
 from jfi.modules.fused_tables import FusedTables, FusedTablesOptimizer
 from jfi.modules.id_counts import OutsideIds
 from jfi.modules.table_rows import TableRows
@@ -129,7 +129,7 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
     def _look_up(self, features: KeyedJaggedTensor) -> list[tuple[str, JaggedTensor, TableRows]]:
         """By embedding its name, its ids and its rows."""
         validation.check_ids("features", features, [key for _, key, _ in self._lookups], sharded=True)
-        inputs.allow_no_samples(features)
+        lookups.allow_no_samples(features)
         by_key = features.to_dict()
         weights = self._fused.weights
         trains = torch.is_grad_enabled() and any([weight.requires_grad for weight in weights.values()])

@@ -43,7 +43,7 @@ _NESTED = 8
 
 
 class _Batch(NamedTuple):
-    """What a look-up leaves for the end of the backward pass."""
+    """A look-up's rows and gradients, kept until the end of the backward pass."""
 
     tables: tuple[str, ...]
     rows: SortedRows
@@ -97,13 +97,13 @@ class FusedTables:
         self.follow()
 
     def __getstate__(self) -> dict[str, object]:
-        """For copies, which get a stream of their own."""
+        """Returns the state of a copy, which makes a stream for itself."""
         none = {"_pending": {}, "_deferred": [], "_waiting": [], "_stepping": []}
         return self.__dict__ | {"_beside": None, "_sorting": False} | none
 
     @property
     def weights(self) -> dict[str, nn.Parameter]:
-        """By table its weight [N, D]."""
+        """Returns the weight [N, D] of each table by name."""
         return {name: table.weight for name, table in self._tables.items()}
 
     def follow(self) -> None:
@@ -139,7 +139,7 @@ class FusedTables:
         return _STATES[self.optimizer.name]
 
     def named_states(self, table: str) -> dict[str, Tensor]:
-        """The states of a table, which share memory with these, by the names of the optimizer's class."""
+        """Returns the states of a table by the names of the optimizer's class; they share memory with these."""
         names = self._own_states + (() if self.optimizer.average is None else _AVERAGE)
         if not names:
             return {}
@@ -149,7 +149,7 @@ class FusedTables:
         return {"step": self.step, **states}
 
     def averages(self) -> dict[str, Tensor]:
-        """By table the moving average of its weight [N, D]; the tensors that the steps change.
+        """Returns by table the moving average of its weight [N, D]; the tensors that the steps change.
 
         A row's average is that of the step at which it was last stepped; `flush_averages` brings all to the present.
         """
@@ -174,7 +174,7 @@ class FusedTables:
             self._states[name][-2].copy_(weight.detach())
 
     def look_up(self, ids: list[tuple[str, Tensor]], dtype: torch.dtype | None) -> list[Tensor]:
-        """The `rows` of a TableRows for each table and its ids [S]."""
+        """Returns the `rows` of a TableRows for each table and its ids [S]."""
         if self._waiting or self._stepping:  # rows are read as they are after the steps
             self.launch_steps()
             self._join_steps()
@@ -197,7 +197,7 @@ class FusedTables:
         return looked_up
 
     def _groups(self, weights: dict[str, nn.Parameter]) -> list[tuple[str, ...]]:
-        """The tables that are trained, those of a width and a dtype together."""
+        """Returns the tables that are trained, those of a width and a dtype together."""
         groups: dict[tuple, list[str]] = {}
         for name, weight in weights.items():
             if weight.requires_grad:
@@ -371,7 +371,7 @@ class FusedTables:
 
 
 class _LookUp(torch.autograd.Function):
-    """From the weights to the `rows` of what is looked up; their gradients go into the step, none to the weights."""
+    """Maps weights to the `rows` of what is looked up; their gradients go into the step, none to the weights."""
 
     @staticmethod
     def forward(
@@ -480,7 +480,7 @@ class FusedTablesOptimizer(FusedOptimizer):
 
 
 def _joined(batches: list[_Batch], num_rows: int) -> _Batch:
-    """Several look-ups of the same tables as one."""
+    """Merges several look-ups of the same tables."""
     rows = []
     for batch in batches:
         unsorted = torch.empty_like(batch.rows.rows)
@@ -496,7 +496,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _checked(optimizer_type: type, options: dict[str, Any], average: float | None) -> tuple[str, dict[str, Any]]:
-    """The optimizer's name, and all its options."""
+    """Checks an optimizer; returns its name, and all its options."""
     if not isinstance(optimizer_type, type) or optimizer_type not in _OPTIMIZERS:
         known = ", ".join(kind.__name__ for kind in _OPTIMIZERS)
         got = getattr(optimizer_type, "__name__", shown(optimizer_type))

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from jfi.modules import inputs
+from jfi.modules import lookups
+from jfi.modules.events import Events, read_events
 from jfi.modules.feature_modules import FeatureModules
 from jfi.modules.sequence_configs import (
     FeatureGroup,
@@ -40,6 +41,7 @@ from jfi.ops import jagged_attention
 from jfi.utils.arguments import check_device, check_number, check_type
 from jfi.utils.context import not_scriptable
 
+torch.fx.wrap("read_events")
 torch.fx.wrap("jagged_attention")
 
 #: Attention among each sample's events, as `jagged_attention` with its offsets bound: called with query, key and value
@@ -189,7 +191,7 @@ class JaggedEncoder(nn.Module):
                 GPU that would synchronize.
         """
         by_key = _by_key(sequences, self.features)
-        events = inputs.read_inputs(by_key, self._groups)
+        events = read_events(by_key, self._groups)
         encoded = [
             stack(events[f], partial(jagged_attention, query_offsets=events[f].offsets))
             for f, stack in enumerate(self.stacks.values())
@@ -224,7 +226,7 @@ class EncoderStack(nn.Module):
         )
         self.norm = nn.LayerNorm(embedding_dim, device=device)
 
-    def forward(self, events: inputs.GroupInputs, attention: Attention) -> Tensor:
+    def forward(self, events: Events, attention: Attention) -> Tensor:
         """Encodes events [S, sequence_width] to [S, embedding_dim]."""
         # The residual stream keeps the parameters' dtype, under autocast too, so that its sums are not rounded.
         dtype = self.norm.weight.dtype
@@ -273,18 +275,18 @@ class EncoderBlock(nn.Module):
             nn.Dropout(dropout),
         )
 
-    def forward(self, x: Tensor, events: inputs.GroupInputs, attention: Attention) -> Tensor:
-        """[S, D] -> [S, D]."""
+    def forward(self, x: Tensor, events: Events, attention: Attention) -> Tensor:
+        """Maps [S, D] to [S, D]."""
         normed = self.attention_norm(x)
         query, key, value = self._by_head(self.query(normed)), self.key(normed), self.value(normed)
-        bias = inputs.key_bias(events, self.bucket_bias, self.num_heads, query.dtype)
+        bias = events.key_bias(self.bucket_bias, self.num_heads, query.dtype)
         options = {"causal": self.causal, "key_bias": bias, **self._relative(events, query.dtype)}
         attended = attention(query, self._by_head(key), self._by_head(value), **options)
         x = x + self.output(attended.flatten(1))
         return x + self.feedforward(self.feedforward_norm(x))
 
-    def _relative(self, events: inputs.GroupInputs, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The arguments of the attention for the relative bias; none without one."""
+    def _relative(self, events: Events, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Returns the arguments of the attention for the relative bias; none without one."""
         if self.relative_bias is None:
             return {}
         table = self.relative_bias.to(dtype)
@@ -293,7 +295,7 @@ class EncoderBlock(nn.Module):
         return {"time_bias": table, "query_time": events.times, "key_time": events.times}
 
     def _by_head(self, rows: Tensor) -> Tensor:
-        """[S, D] -> [S, H, D/H]."""
+        """Splits [S, D] into heads [S, H, D / H]."""
         return rows.unflatten(1, (self.num_heads, self.head_width))
 
 
@@ -302,7 +304,7 @@ def _by_key(
     sequences: JaggedTensor | dict[str, JaggedTensor], features: list[SequenceFeatureConfig]
 ) -> dict[str, JaggedTensor]:
     if not isinstance(sequences, JaggedTensor):
-        return inputs.as_dict(sequences, "a JaggedTensor or a dict of them, an embedding a row")
+        return lookups.as_dict(sequences, "a JaggedTensor or a dict of them, an embedding a row")
     read = {key for feature in features for key in (*feature.sequence_keys, *feature.input_keys)}
     if len(features) > 1 or len(read) > 1:
         raise TypeError(f"sequences must be a dict of JaggedTensor, since features read {sorted(read)}, got one alone")

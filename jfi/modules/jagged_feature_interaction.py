@@ -5,7 +5,8 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from jfi.modules import inputs, stacked_attention, validation
+from jfi.modules import lookups, stacked_attention, validation
+from jfi.modules.events import read_events
 from jfi.modules.feature_modules import FeatureModules
 from jfi.modules.id_counts import OutsideIds
 from jfi.modules.sequence_configs import (
@@ -19,6 +20,10 @@ from jfi.modules.sequence_configs import (
 from jfi.modules.stacked_attention import FeatureAttention
 from jfi.utils.arguments import check_device, check_type
 from jfi.utils.context import not_scriptable
+
+torch.fx.wrap("read_events")
+
+_NO_TARGETS = "targets must be a KeyedTensor or a dict of Tensor by target key, got None"
 
 
 class JaggedFeatureInteraction(nn.Module):
@@ -147,7 +152,7 @@ class JaggedFeatureInteraction(nn.Module):
         self._id_keys: dict[str, str] = {}
         self.outside_ids: tuple[OutsideIds, ...] = ()
         if embedding_collection is not None:
-            self._id_keys = validation.check_collection(embedding_collection, features, sequence_dim)
+            self._id_keys = lookups.check_collection(embedding_collection, features, sequence_dim)
         if type(embedding_collection) is EmbeddingCollection:  # whose rows the layer may read itself
             tables = embedding_collection.embedding_configs()
             self.outside_ids = (OutsideIds([table.name for table in tables for _ in table.feature_names]),)
@@ -227,14 +232,15 @@ class JaggedFeatureInteraction(nn.Module):
                 batch sizes for a collection that is not sharded. The contents of lengths, weights and ids are checked
                 on the CPU only; on a GPU that would synchronize.
         """
+        if targets is None:
+            raise TypeError(_NO_TARGETS)
         if self.embedding_collection is not None:
             sequences = self._embed(sequences)
-        options = (target_times, event_times, max_events)
-        tensors = inputs.read_inputs(sequences, self.groups, inputs.require_targets(targets), *options)
+        events = read_events(sequences, self.groups, targets, target_times, event_times, max_events)
         outputs = []
         options = (self.num_heads, self.project_history, self._project_for_ragged)
-        for place, group in enumerate(self.groups):
-            outputs.append(stacked_attention.attend(tensors[place], group, self._parameters_of(group), *options))
+        for number, group in enumerate(self.groups):
+            outputs.append(stacked_attention.attend(events[number], group, self._parameters_of(group), *options))
         # [F, B, embedding_dim] of every group -> [B, output_width] in the order of the features.
         values = outputs[0].transpose(0, 1).flatten(1) if len(outputs) == 1 else self._in_order(outputs)
         return KeyedTensor(self._names, self._widths, values)
@@ -248,7 +254,7 @@ class JaggedFeatureInteraction(nn.Module):
         event_times: JaggedTensor | dict[str, JaggedTensor] | None = None,
         max_events: int | None = None,
     ) -> dict[str, JaggedTensor]:
-        """How much each target attends to each event, for inspection and plots; takes what `forward` takes.
+        """Returns how much each target attends to each event, for inspection and plots; takes what `forward` takes.
 
         Returns:
             For each feature, by name, the weights [S, num_queries, num_heads] of its events, which sum to one over the
@@ -256,13 +262,14 @@ class JaggedFeatureInteraction(nn.Module):
             event of its user, 0 for those that it does not see.
         """
         weights = {}
+        if targets is None:
+            raise TypeError(_NO_TARGETS)
         if self.embedding_collection is not None:
             sequences = self._embed(sequences)
-        sequences = inputs.fetched(sequences)
-        options = (target_times, event_times, max_events)
-        tensors = inputs.read_inputs(sequences, self.groups, inputs.require_targets(targets), *options)
-        for group, one in zip(self.groups, tensors, strict=True):
-            by_feature = stacked_attention.attention_weights(one, group, self._parameters_of(group), self.num_heads)
+        sequences = lookups.fetched(sequences)
+        by_group = read_events(sequences, self.groups, targets, target_times, event_times, max_events)
+        for group, events in zip(self.groups, by_group, strict=True):
+            by_feature = stacked_attention.attention_weights(events, group, self._parameters_of(group), self.num_heads)
             weights |= {feature.name: found for feature, found in zip(group.features, by_feature, strict=True)}
         return {name: weights[name] for name in self._names}
 
@@ -330,14 +337,14 @@ class JaggedFeatureInteraction(nn.Module):
 
     def _embed(self, ids: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         # DistributedModelParallel puts a module of another class in the collection's place.
-        sharded = not isinstance(self.embedding_collection, validation.Collections)
+        sharded = not isinstance(self.embedding_collection, lookups.Collections)
         validation.check_ids("sequences", ids, list(self._id_keys.values()), sharded)
-        inputs.allow_no_samples(ids)
-        if inputs.is_read_by_id(self.embedding_collection, ids):
-            embeddings = inputs.look_up(self.embedding_collection, ids, self.outside_ids[0])
+        lookups.allow_no_samples(ids)
+        if lookups.is_read_by_id(self.embedding_collection, ids):
+            embeddings = lookups.look_up(self.embedding_collection, ids, self.outside_ids[0])
         else:
             embeddings = self.embedding_collection(ids)
-        return inputs.with_event_inputs(embeddings, ids, self.features, self._id_keys)
+        return lookups.with_event_inputs(embeddings, ids, self.features, self._id_keys)
 
     def extra_repr(self) -> str:
         widths = {"sequence_dim": self.sequence_dim, "target_dim": self.target_dim}

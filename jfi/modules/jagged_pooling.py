@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
-from jfi.modules import inputs
-from jfi.modules.ragged_targets import count_visible
+from jfi.modules.events import Events, read_events
 from jfi.modules.sequence_configs import FeatureGroup, SequenceFeatureConfig, check_features
 from jfi.ops import jagged_attention, target_attention
 from jfi.utils.arguments import check_choice, check_int
@@ -92,39 +91,59 @@ def _read(
     groups: list[FeatureGroup],
     targets: KeyedTensor | dict[str, Tensor] | dict[str, JaggedTensor] | None,
     *times: JaggedTensor | dict[str, JaggedTensor] | int | None,
-) -> list[inputs.GroupInputs]:
-    """The tensors of every group, with the targets only if they are ragged."""
+) -> list[Events]:
+    """Reads the events of every group, with the targets only if they are ragged."""
     is_ragged = isinstance(targets, dict) and isinstance(targets.get(groups[0].target_keys[0][0]), JaggedTensor)
     if any([one is not None for one in times]):  # refused unless the targets are ragged
-        return inputs.read_inputs(sequences, groups, targets or {}, *times)
-    return inputs.read_inputs(sequences, groups, targets if is_ragged else None)
+        return read_events(sequences, groups, targets or {}, *times)
+    return read_events(sequences, groups, targets if is_ragged else None)
 
 
 @torch.fx.wrap
-def _pool(groups: list[inputs.GroupInputs], mode: Mode) -> Tensor:
+def _pool(groups: list[Events], mode: Mode) -> Tensor:
     """Returns the pooled histories [B, output_width]."""
     pooled = []
-    for group in groups:
+    for events in groups:
         # A query of zeros scores every event alike, and the attention is the mean.
-        key, candidates = group.history.unsqueeze(1), group.candidates
-        if candidates is None:
-            query = key.new_zeros(group.offsets.size(0) - 1, 1, 1, key.size(2))
-            mean = target_attention(query, key, offsets=group.offsets)
-            counts = group.offsets.diff()
+        key = events.history.unsqueeze(1)
+        if events.target_offsets is None:
+            query = key.new_zeros(events.offsets.size(0) - 1, 1, 1, key.size(2))
+            mean = target_attention(query, key, offsets=events.offsets)
+            counts = events.offsets.diff()
         else:
             mean = jagged_attention(
-                key.new_zeros(group.target.size(1), 1, key.size(2)),
+                key.new_zeros(events.target.size(1), 1, key.size(2)),
                 key,
-                query_offsets=candidates.offsets,
-                key_offsets=group.offsets,
-                query_time=candidates.times,
-                key_time=candidates.event_times,
-                max_visible=candidates.max_events,
+                query_offsets=events.target_offsets,
+                key_offsets=events.offsets,
+                query_time=events.target_times,
+                key_time=events.times,
+                max_visible=events.max_visible,
             )
-            counts = count_visible(candidates, group.offsets, mean.size(0))
+            counts = count_visible(events, mean.size(0))
         mean = mean.flatten(1)
         if mode == "sum":  # in float32 at least: float16 ends at 65,504 events
             wide = torch.promote_types(mean.dtype, torch.float32)
             mean = (mean.to(wide) * counts.to(wide).unsqueeze(1)).to(mean.dtype)
         pooled.append(mean)
     return torch.cat(pooled, dim=1)
+
+
+def count_visible(events: Events, rows: int) -> Tensor:
+    """Returns for each of R = `rows` candidates of one feature the number [R] of events that it sees.
+
+    The numbers of candidates that pad a batch have no meaning.
+    """
+    offsets, device = events.offsets, events.offsets.device
+    user = torch.searchsorted(events.target_offsets[1:-1].contiguous(), torch.arange(rows, device=device), right=True)
+    if events.target_times is None:
+        return offsets.diff()[user]
+    # Events behind the last user's, which pad a batch, belong to nobody.
+    index = torch.arange(len(events.times), device=device)
+    event_user = torch.searchsorted(offsets[1:].contiguous(), index, right=True)
+    # Candidates and events of each user in order of time; the sort is stable, so that of equal times candidates come
+    # first and see only older events.
+    order = torch.argsort(torch.cat([events.target_times, events.times]), stable=True)
+    order = order[torch.argsort(torch.cat([user, event_user])[order], stable=True)]
+    older = torch.empty_like(order).scatter_(0, order, (order >= rows).cumsum(0))[:rows]
+    return (older - offsets[:-1][user]).clamp(min=0, max=events.max_visible)

@@ -10,18 +10,14 @@ same numbers: the newest event that a candidate sees has distance 1 in the opera
 """
 
 import math
-from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from jfi import reference
-from jfi.modules import inputs as group_inputs
-from jfi.modules.inputs import GroupInputs
-from jfi.modules.projections import linear, project_events
-from jfi.modules.ragged_targets import is_by_pair
+from jfi.modules.events import Events, is_by_pair
+from jfi.modules.projections import linear
 from jfi.modules.sequence_configs import Bias, TimeBias
 from jfi.modules.table_rows import join_words
 from jfi.ops import absorb_weights, jagged_attention, jagged_softmax
@@ -29,134 +25,96 @@ from jfi.plan import MOST_BUCKETS
 from jfi.utils.padding import padding_state
 
 
-def pays_to_project(inputs: GroupInputs, weights: tuple[Tensor, ...], num_heads: int) -> bool:
-    """Whether projecting the history costs less than attending to raw events in every head, by multiply-adds.
+def pays_to_project(events: Events, weights: tuple[Tensor, ...], num_heads: int) -> bool:
+    """Returns whether projecting the history costs less than attending to raw events in every head, by multiply-adds.
 
     Only on a CPU, where they are what counts, and never in a compiled graph, which serves every number of candidates.
     In the one large product of a projection they take less than half the time that they take in those of users.
     """
-    if torch.compiler.is_compiling() or not inputs.target.is_cpu:
+    if torch.compiler.is_compiling() or not events.target.is_cpu:
         return False
     output_width, event_width = weights[2].shape[1:]
     num_queries = weights[0].size(1) // output_width
-    rows, users = inputs.target.size(0) * inputs.target.size(1), inputs.offsets.size(0) - 1
+    rows, users = events.target.size(0) * events.target.size(1), events.offsets.size(0) - 1
     saved_by_pair = 2 * num_queries * (num_heads * event_width - output_width)
     return rows * saved_by_pair > users * output_width * event_width
 
 
 def attend(
-    inputs: GroupInputs,
-    weights: tuple[Tensor, ...],
-    bucket_bias: Tensor | None,
+    query: Tensor,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    *,
+    events: Events,
+    table: Tensor | None,
     bias: Bias | None,
-    num_heads: int,
-    projects_history: bool,
+    scale: float,
 ) -> Tensor:
-    """The outputs [F, R, embedding_dim] of R candidates, in the parameters' dtype or autocast's.
+    """Attends from R candidates of F features to the events of their users: [F * R, T, H, D] -> the same shape.
 
     Args:
-        inputs: with candidates.
-        weights: of the projections, as `jfi.ops.absorbed_target_attention` takes them; those of keys and values are of
-            `inputs.rows`.
-        bucket_bias: [F * num_buckets, H], the learned bias tables.
+        query: [F * R, T, H, D].
+        key: [S, H, D], projected; None for the raw events.
+        value: [S, H, D], given with key.
+        events: with ragged targets.
+        table: [F * num_buckets, H], the learned bias tables.
         bias: of the features.
-        num_heads: H.
-        projects_history: whether keys and values are projected.
+        scale: of the scores.
     """
     if padding_state.is_padded:
         raise ValueError(
             "ragged targets cannot be padded, as captured steps need: rows behind the last candidate are not written"
         )
-    query_weight, query_bias, key_weight, value_weight, output_weight, output_bias = weights
-    num_features, embedding_dim = output_bias.shape
-    num_queries, head_width = query_weight.size(1) // embedding_dim, embedding_dim // num_heads
-    options = {"inputs": inputs, "bias": bias, "scale": 1 / math.sqrt(head_width)}
-    if not projects_history:
-        absorbed = absorb_weights(weights[:5], num_heads)
-        table = None if bucket_bias is None else bucket_bias.repeat(1, num_queries)
-        if inputs.digits:
-            key, indices = join_words(inputs.digits)
-        else:
-            key, indices = inputs.history.unsqueeze(1), None
-        attention = partial(_attend, key=key, indices=indices, table=table, **options)
-        dtype = inputs.fields[0].dtype
-        return attend_to_raw_events(inputs.target, key_weight.size(2), dtype, absorbed, output_bias, attention)
-    rows = inputs.rows.split(inputs.events)
-    key, value = (project_events(rows, weight, num_heads) for weight in (key_weight, value_weight))
-    query = linear(inputs.target, query_weight, query_bias)
+    num_queries, num_heads = query.shape[1:3]
+    if key is None:
+        key, indices = join_words(events.digits) if events.digits else (events.history.unsqueeze(1), None)
+        table = None if table is None else table.repeat(1, num_queries)
+        return _attend(query.flatten(1, 2), key, None, indices, events, table, bias, scale)
     # The T query heads of a key head are neighbours.
-    query = query.view(-1, num_queries, num_heads, head_width).transpose(1, 2).flatten(1, 2)
-    table = None if bucket_bias is None else bucket_bias.repeat_interleave(num_queries, 1)
-    attended = _attend(query.to(key.dtype), key, value, table=table, **options)
-    attended = attended.view(-1, num_heads, num_queries, head_width).transpose(1, 2)
-    return linear(attended.reshape(num_features, -1, query_weight.size(1)), output_weight, output_bias)
-
-
-def attend_to_raw_events(
-    target: Tensor,
-    width: int,
-    dtype: torch.dtype,
-    absorbed: tuple[Tensor, Tensor, Tensor],
-    output_bias: Tensor,
-    attention: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """The outputs [F, R, embedding_dim] of R candidates with absorbed projections, in training and in serving.
-
-    Args:
-        target: [F, R, D_e].
-        width: D_x, of an event.
-        dtype: of the events.
-        absorbed: W_qk [F, T * H * D_x, D_e], b_qk [F, T * H * D_x] and W_vo [F, T * H * D_x, embedding_dim], the result
-            of `jfi.ops.absorb_weights`.
-        output_bias: [F, embedding_dim].
-        attention: of query rows [F * R, T * H, D_x] to the events of their user.
-    """
-    w_qk, b_qk, w_vo = absorbed
-    query = linear(target, w_qk, b_qk).reshape(-1, w_qk.size(1) // width, width)
-    attended = attention(query.to(dtype))
-    return linear(attended.reshape(target.size(0), -1, w_vo.size(1)), w_vo.mT, output_bias)
+    query = query.transpose(1, 2).flatten(1, 2)
+    table = None if table is None else table.repeat_interleave(num_queries, 1)
+    attended = _attend(query, key, value, None, events, table, bias, scale)
+    return attended.view(-1, num_heads, num_queries, query.size(2)).transpose(1, 2)
 
 
 def _attend(
     query: Tensor,
     key: Tensor,
-    value: Tensor | None = None,
-    *,
-    indices: Tensor | None = None,
-    inputs: GroupInputs,
+    value: Tensor | None,
+    indices: Tensor | None,
+    events: Events,
     table: Tensor | None,
     bias: Bias | None,
     scale: float,
 ) -> Tensor:
-    """[F * R, T * H, D] -> [F * R, T * H, E]; the bias tables [F * num_buckets, T * H] are as wide as the query.
+    """Attends from queries [F * R, T * H, D]; the tables [F * num_buckets, T * H] are as wide as these.
 
-    key: as of `jagged_attention`, with indices a table of packed digits.
+    With indices, key is a table of packed digits as `jagged_attention` takes it.
     """
-    candidates = inputs.candidates
-    options = {"scale": scale, "max_visible": candidates.max_events}
-    if not is_by_pair(bias, candidates.times is not None):
+    options = {"scale": scale, "max_visible": events.max_visible}
+    if not is_by_pair(bias, events.target_times is not None):
         return jagged_attention(
             query,
             key,
             value,
-            query_offsets=candidates.offsets,
-            key_offsets=inputs.offsets,
+            query_offsets=events.target_offsets,
+            key_offsets=events.offsets,
             indices=indices,
-            key_bias=group_inputs.key_bias(inputs, table, query.size(1), query.dtype),
-            value_scale=inputs.value_scale,
-            query_time=candidates.times,
-            key_time=candidates.event_times,
+            key_bias=events.key_bias(table, query.size(1), query.dtype),
+            value_scale=events.value_scale,
+            query_time=events.target_times,
+            key_time=events.times,
             **options,
         )
     # One call of the operator a feature, since each has its own table.
-    num_features, num_rows, _ = inputs.target.shape
-    by_row, by_event = [num_rows] * num_features, inputs.events
-    queries, query_times = query.split(by_row), candidates.times.split(by_row)
-    key_times = candidates.event_times.split(by_event)
+    num_features, num_rows, _ = events.target.shape
+    by_row, by_event = [num_rows] * num_features, events.counts
+    queries, query_times = query.split(by_row), events.target_times.split(by_row)
+    key_times = events.times.split(by_event)
     keys = key.split(by_event) if indices is None else [key] * num_features
-    parts = (None if x is None else x.split(by_event) for x in (value, indices, inputs.value_scale))
+    parts = (None if x is None else x.split(by_event) for x in (value, indices, events.value_scale))
     values, rows, value_scales = ([None] * num_features if part is None else part for part in parts)
-    query_offsets, key_offsets = (_by_feature(x, num_features) for x in (candidates.offsets, inputs.offsets))
+    query_offsets, key_offsets = (_by_feature(x, num_features) for x in (events.target_offsets, events.offsets))
     tables, attended = table.to(query.dtype).chunk(num_features), []
     for f in range(num_features):
         if isinstance(bias, TimeBias):
@@ -181,29 +139,29 @@ def _attend(
 
 
 def _by_feature(offsets: Tensor, num_features: int) -> list[Tensor]:
-    """[F * U + 1] -> F times [U + 1], each from 0 on."""
+    """Splits [F * U + 1] into F times [U + 1], each from 0 on."""
     if num_features == 1:
         return [offsets]
     return [F.pad(lengths.cumsum(0), (1, 0)) for lengths in offsets.diff().view(num_features, -1).unbind()]
 
 
 def attention_weights(
-    inputs: GroupInputs, weights: tuple[Tensor, ...], bucket_bias: Tensor | None, bias: Bias | None, num_heads: int
+    events: Events, weights: tuple[Tensor, ...], bucket_bias: Tensor | None, bias: Bias | None, num_heads: int
 ) -> tuple[Tensor, Tensor]:
-    """The probabilities [P, T, H] of the pairs of candidate and event, and how many pairs each candidate has [F * R].
+    """Returns the probabilities [P, T, H] of the pairs of candidate and event, and the pairs of each candidate [F * R].
 
     A candidate has a pair with every event of its user; the weight of an event that it does not see is 0.
     """
-    candidates, history = inputs.candidates, inputs.history
-    num_features, num_rows, _ = inputs.target.shape
+    history = events.history
+    num_features, num_rows, _ = events.target.shape
     w_qk, b_qk, _ = absorb_weights(weights[:5], num_heads)
-    query = linear(inputs.target, w_qk, b_qk).unflatten(2, (-1, history.size(1))).flatten(0, 1)
+    query = linear(events.target, w_qk, b_qk).unflatten(2, (-1, history.size(1))).flatten(0, 1)
     query = query.to(history.dtype) / math.sqrt(weights[2].size(1) // num_heads)  # [F * R, T * H, D_x]
     num_queries = query.size(1) // num_heads
 
-    counts = candidates.offsets.diff()
-    lengths = inputs.offsets.diff().repeat_interleave(counts, output_size=query.size(0))
-    begins = inputs.offsets[:-1].repeat_interleave(counts, output_size=query.size(0))
+    counts = events.target_offsets.diff()
+    lengths = events.offsets.diff().repeat_interleave(counts, output_size=query.size(0))
+    begins = events.offsets[:-1].repeat_interleave(counts, output_size=query.size(0))
     offsets = F.pad(lengths.cumsum(0), (1, 0))
     candidate = torch.arange(query.size(0), device=query.device).repeat_interleave(lengths)
     place = torch.arange(candidate.size(0), device=query.device) - offsets[candidate]  # of the event in its history
@@ -211,11 +169,11 @@ def attention_weights(
 
     rows = history[event]
     scores = torch.stack([torch.linalg.vecdot(rows, one[candidate]) for one in query.unbind(1)], dim=1)  # [P, T * H]
-    is_relative = is_by_pair(bias, candidates.times is not None)
-    added = group_inputs.key_bias(inputs, None if is_relative else bucket_bias, num_heads, history.dtype)
+    is_relative = is_by_pair(bias, events.target_times is not None)
+    added = events.key_bias(None if is_relative else bucket_bias, num_heads, history.dtype)
     added = None if added is None else added[event]
-    if candidates.times is not None:
-        age = reference.ages(candidates.times[candidate], candidates.event_times[event])
+    if events.target_times is not None:
+        age = reference.ages(events.target_times[candidate], events.times[event])
         visible = age > 0
         seen = torch.zeros_like(lengths).index_add_(0, candidate, visible.to(lengths.dtype))
         distance = seen[candidate] - place
@@ -224,8 +182,8 @@ def attention_weights(
             num_buckets = bucket_bias.size(0) // num_features
             bucket = (torch.frexp(count.double()).exponent - first).clamp(0, num_buckets - 1)
             added = bucket_bias[bucket + candidate // max(num_rows, 1) * num_buckets].to(history.dtype)
-        if candidates.max_events is not None:
-            visible &= distance <= candidates.max_events
+        if events.max_visible is not None:
+            visible &= distance <= events.max_visible
         scores = scores.masked_fill(~visible[:, None], -torch.inf)
     if added is not None:
         scores = scores + added.repeat(1, num_queries)

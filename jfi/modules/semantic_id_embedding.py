@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from jfi.modules import inputs, validation
+from jfi.modules import lookups, validation
 from jfi.modules.id_counts import OutsideIds
 from jfi.modules.semantic_id_readers import Decoder, Digits, Init, PrefixTables, Read, Tables
 from jfi.modules.table_rows import DigitRows
-from jfi.modules.validation import contents_are_free
-from jfi.ops.gather_rows import bound_ids
+from jfi.ops.gather_rows import bound_ids, may_read
 from jfi.ops.sid_words import sid_words
 from jfi.sid.codec import Codec
 from jfi.sid.packing import UNKNOWN_SID, Layout
@@ -171,7 +170,7 @@ class SemanticIDEmbedding(nn.Module):
                 beyond its codebook, which is not counted.
         """
         validation.check_ids("features", features, self.feature_names, sharded=True)
-        inputs.allow_no_samples(features)
+        lookups.allow_no_samples(features)
         by_key, found = features.to_dict(), {}
         by_feature = [by_key[key].values() for key in self.feature_names]
         for key, ids in zip(self.feature_names, by_feature, strict=True):
@@ -190,7 +189,7 @@ class SemanticIDEmbedding(nn.Module):
         return found
 
     def _stays_digits(self) -> bool:
-        """Whether the projection is a plain linear map, whose weights can be read in the place of a call."""
+        """Returns whether the projection is a plain linear map, whose weights can be read instead of a call."""
         projection = self.projection
         if self.read != "digits" or type(projection) is not nn.Linear:
             return False
@@ -202,7 +201,7 @@ class SemanticIDEmbedding(nn.Module):
         if self.catalogue is None:
             if ids.dtype != torch.int64:
                 raise TypeError(f"{name} must be int64 semantic IDs, got {ids.dtype}")
-            if contents_are_free(ids):
+            if may_read(ids):
                 try:
                     self.layout.check(ids)
                 except ValueError as fault:
@@ -210,24 +209,24 @@ class SemanticIDEmbedding(nn.Module):
             return
         if ids.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{name} must be int32 or int64 items of the catalogue, got {ids.dtype}")
-        if contents_are_free(ids) and ids.numel():
+        if may_read(ids) and ids.numel():
             low, high, count = int(ids.min()), int(ids.max()), self.catalogue.size(0)
             if low < 0 or high >= count:
                 got = low if low < 0 else high
                 raise ValueError(f"{name} must hold items from 0 to {count - 1}, those of the catalogue, got {got}")
 
     def embed(self, ids: Tensor) -> Tensor:
-        """The embeddings [S, embedding_dim] of IDs [S], or of items with a catalogue; they are not checked.
+        """Returns the embeddings [S, embedding_dim] of IDs [S], or of items with a catalogue; they are not checked.
 
         Where they cannot be checked, an item of -1 and an ID with a code beyond its codebook give zeros.
         """
         missing, size, sids = None, self.layout.codebook_size, ids
         if self.catalogue is not None:
-            missing = None if contents_are_free(ids) else ids < 0
+            missing = None if may_read(ids) else ids < 0
             sids = self.catalogue.index_select(0, ids if missing is None else ids.clamp(min=0))
         unknown = sids == UNKNOWN_SID
         sids = sids.masked_fill(unknown, 0)
-        if self.catalogue is None and size and size < 2**self.layout.piece_bits and not contents_are_free(ids):
+        if self.catalogue is None and size and size < 2**self.layout.piece_bits and not may_read(ids):
             missing = (self.layout.pieces(sids) >= size).any(1)
             sids = sids.masked_fill(missing, 0)
         rows = self.reader(sids)
@@ -237,7 +236,9 @@ class SemanticIDEmbedding(nn.Module):
         return rows if missing is None else rows.masked_fill(missing.unsqueeze(1), 0)
 
     def words(self, ids: Tensor) -> Tensor:
-        """With read="digits" the L + 2 digits of IDs [S] as words [S, ceil((L + 2) / 16)] int32 of `digit_attention`.
+        """Returns the L + 2 digits of IDs [S] with read="digits", as `digit_attention` takes them.
+
+        They are words [S, ceil((L + 2) / 16)] int32.
 
         The first L are the ID's, the last two 1 and 0. Of UNKNOWN_SID the last is 1 and all others are 0. With a
         catalogue they are those of its items, [N, ceil((L + 2) / 16)], and `ids` are its rows.
@@ -245,12 +246,12 @@ class SemanticIDEmbedding(nn.Module):
         return sid_words(ids, self.layout.num_digits) if self.catalogue is None else self.catalogue_words
 
     def digit_weight(self) -> Tensor:
-        """With read="digits" P [embedding_dim, L + 2]: the embedding of an ID is P times its L + 2 digits."""
+        """Returns P [embedding_dim, L + 2] of read="digits": the embedding of an ID is P times its L + 2 digits."""
         columns = self.projection.bias, self.unknown
         return torch.cat([self.projection.weight, *[column.unsqueeze(1) for column in columns]], dim=1)
 
     def _dtype(self, device_type: str) -> torch.dtype:
-        """Of `embed`."""
+        """Returns the dtype of `embed`."""
         if device_type != "meta" and torch.is_autocast_enabled(device_type):
             return torch.get_autocast_dtype(device_type)
         return self.projection.weight.dtype

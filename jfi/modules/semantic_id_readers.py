@@ -1,4 +1,4 @@
-"""How semantic IDs are read: as digits, as the content that they stand for, or by learned tables."""
+"""Readers of semantic IDs: as digits, as the content that they stand for, or by learned tables."""
 
 import math
 from typing import Literal
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from jfi.modules.validation import contents_are_free
+from jfi.ops.gather_rows import may_read
 from jfi.sid.codec import Codec
 from jfi.sid.packing import Layout, trits_of_bytes
 
@@ -42,7 +42,7 @@ class Decoder(nn.Module):
         self.register_buffer("scale", torch.tensor(scales, device="cpu"))
 
     def forward(self, sids: Tensor) -> Tensor:
-        if not contents_are_free(sids):
+        if not may_read(sids):
             return self.decoder(self.digits(sids)) * self.scale
         # Histories repeat items, and a network decodes each of them once.
         distinct, place = torch.unique(sids, return_inverse=True)
@@ -101,14 +101,14 @@ class PrefixTables(nn.Module):
 
 
 def _mix(numbers: Tensor) -> Tensor:
-    """A hash of int64s, from 0 on: the finalizer of SplitMix64, whose products wrap around."""
+    """Hashes int64s to numbers from 0 on: the finalizer of SplitMix64, whose products wrap around."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         numbers = (numbers ^ _shifted(numbers, shift)) * (factor - 2**64)
     return (numbers ^ _shifted(numbers, 31)) & (2**63 - 1)
 
 
 def _shifted(numbers: Tensor, bits: int) -> Tensor:
-    """A logical shift to the right; that of torch repeats the sign."""
+    """Shifts logically to the right; torch's own shift repeats the sign."""
     return (numbers >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -208,7 +208,7 @@ relative_bias=None)
 
     @property
     def input_keys(self) -> list[str]:
-        """Keys of what is read beside embeddings: bucket ids and times."""
+        """Keys of what is read besides embeddings: bucket ids and times."""
         return [key for key in (self.bias_key, self.time_key) if key is not None]
 
     @property
@@ -218,7 +218,7 @@ relative_bias=None)
 
     @property
     def reads_weights(self) -> bool:
-        """Whether the weights of the first sequence key are read."""
+        """Returns whether the weights of the first sequence key are read."""
         return self.weighted_values or isinstance(self.bias, WeightBias)
 
     def sequence_width(self, embedding_dim: int) -> int:
@@ -248,19 +248,16 @@ class FeatureGroup:
         # build it again.
         self.sequence_keys = list(zip(*[feature.sequence_keys for feature in self.features], strict=True))
         self.reads_weights = self.features[0].reads_weights
+        longest = [feature.max_seqlen for feature in self.features]
+        #: The longest history of all, if all are known.
+        self.max_seqlen = None if None in longest else max(longest)
         self.target_keys = list(zip(*[feature.target_keys for feature in self.features], strict=True))
         # The width of the embedding of one target key.
         self.width_of_targets = self.embedding_dim if self.target_dim is None else self.target_dim
 
-    @property
-    def max_seqlen(self) -> int | None:
-        """The longest history of all, if all are known."""
-        longest = [feature.max_seqlen for feature in self.features]
-        return None if None in longest else max(longest)
-
 
 def initial_bias(bias: Bias | None, num_buckets: int, num_heads: int) -> Tensor:
-    """[num_buckets, num_heads], float32: what the learned table of a bias begins at."""
+    """Returns the initial values [num_buckets, num_heads] of the learned table of a bias, float32."""
     table = torch.zeros(num_buckets, num_heads)
     if isinstance(bias, PositionBias) and bias.recency:
         table[:, 1:] = torch.logspace(-1, 1, num_heads - 1, 2.0)
@@ -271,7 +268,7 @@ def initial_bias(bias: Bias | None, num_buckets: int, num_heads: int) -> Tensor:
 def group_features(
     features: list[SequenceFeatureConfig], embedding_dim: int, target_dim: int | None = None
 ) -> list[FeatureGroup]:
-    """The features grouped by kind, in the order of each group's first feature."""
+    """Groups the features by kind, in the order of each group's first feature."""
     groups: dict[tuple, list[SequenceFeatureConfig]] = {}
     for feature in features:
         kind = (
@@ -288,7 +285,7 @@ def group_features(
 
 
 def describe(features: list[SequenceFeatureConfig], **options: object) -> str:
-    """What the repr of a module with sequence features shows: them, a line each, and the options."""
+    """Returns the repr of a module with sequence features: a line for each, and the options."""
     lines = []
     for one in features:
         what = f"{one.name}: {' + '.join(one.target_keys)} -> {' + '.join(one.sequence_keys)}"

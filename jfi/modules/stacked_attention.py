@@ -31,19 +31,19 @@ and W_v, and kernels read the digits (`jfi.ops.digit_attention`).
 """
 
 import math
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from jfi.modules import inputs as group_inputs
 from jfi.modules import ragged_attention
-from jfi.modules.inputs import GroupInputs
-from jfi.modules.projections import linear, project_events
+from jfi.modules.events import Events
+from jfi.modules.projections import absorbed, linear, projected
 from jfi.modules.sequence_configs import FeatureGroup, SequenceFeatureConfig, initial_bias
 from jfi.modules.table_rows import join_words
-from jfi.ops import absorb_weights, absorbed_target_attention, digit_attention, jagged_softmax, target_attention
+from jfi.ops import absorb_weights, digit_attention, jagged_softmax, target_attention
+from jfi.ops.absorbed_target_attention import attend_absorbed
 from jfi.utils.context import without_autocast
 
 # Whether targets are ragged is known only where there are tensors.
@@ -148,12 +148,12 @@ def stack(parameters: list[tuple[Tensor | None, ...]]) -> tuple[tuple[Tensor, ..
         *weights, table = parameters[0]
         return tuple([weight.unsqueeze(0) for weight in weights]), table
     *weights, tables = zip(*parameters, strict=True)
-    table = None if tables[0] is None else torch.cat(tables)
+    table = None if tables[0] is None else torch.stack(tables).flatten(0, 1)  # whose gradient is cut faster than cat's
     return tuple([torch.stack(weight) for weight in weights]), table
 
 
 def attend(
-    inputs: GroupInputs,
+    events: Events,
     group: FeatureGroup,
     parameters: list[tuple[Tensor | None, ...]],
     num_heads: int,
@@ -165,7 +165,7 @@ def attend(
     The attention itself runs in the dtype of the history, which is never cast, or of its projections.
 
     Args:
-        inputs: of the group.
+        events: of the group.
         group: the features.
         parameters: by feature, as `FeatureAttention.own_parameters` returns them.
         num_heads: H.
@@ -175,40 +175,50 @@ def attend(
     Returns:
         The features' outputs [F, B, embedding_dim], in the parameters' dtype or autocast's; [F, R, ..] if ragged.
     """
-    weights, bucket_bias = stack(parameters)
-    bias = group.features[0].bias
-    if inputs.digits and not (project_history and inputs.candidates is None):
-        weights = _of_digits(inputs, weights)
-    if inputs.candidates is not None:
+    weights, table = stack(parameters)
+    bias, is_ragged = group.features[0].bias, events.target_offsets is not None
+    scale = 1 / math.sqrt(weights[2].size(1) // num_heads)
+    if events.digits and (is_ragged or not project_history):
+        weights = _of_digits(events, weights)
+    if is_ragged:
         if project_for_ragged and not project_history:
-            project_history = ragged_attention.pays_to_project(inputs, weights, num_heads)
-        return ragged_attention.attend(inputs, weights, bucket_bias, bias, num_heads, project_history)
-    if inputs.spread:
-        names = [feature.name for feature in group.features]
-        return _attend_to_spread(inputs, weights, bucket_bias, num_heads, names)
+            project_history = ragged_attention.pays_to_project(events, weights, num_heads)
+        attention = partial(ragged_attention.attend, events=events, table=table, bias=bias, scale=scale)
+        if project_history:
+            return projected(events, events.rows, weights, num_heads, attention)
+        return absorbed(events, weights, num_heads, attention)
+    if events.remote:
+        attention = partial(_attend_to_remote, events=events, group=group, table=table, scale=scale)
+        return absorbed(events, weights, num_heads, attention)
+    options = {
+        "offsets": events.offsets,
+        "key_bias": table,
+        "key_bias_index": events.bias_index,
+        "value_scale": events.value_scale,
+        "scale": scale,
+    }
     if project_history:
-        return _project_history(inputs, weights, bucket_bias, num_heads, group.max_seqlen)
-    table = bucket_bias
+
+        def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            if table is None:
+                options["key_bias"] = events.key_bias(None, num_heads, key.dtype)
+            return target_attention(query, key, value, max_seqlen=group.max_seqlen, **options)
+
+        return projected(events, events.history, weights, num_heads, attention)
     if table is None and bias is not None:
-        table = group_inputs.key_bias(inputs, None, num_heads, inputs.fields[0].dtype)
-    if inputs.digits:
-        return _attend_to_digits(inputs, weights, table, num_heads)
-    return absorbed_target_attention(
-        inputs.target,
-        inputs.fields if inputs.by_id is None else inputs.by_id,
-        weights,
-        offsets=inputs.offsets,
-        num_heads=num_heads,
-        key_bias=table,
-        key_bias_index=inputs.bias_index,
-        value_scale=inputs.value_scale,
-        max_seqlen=group.max_seqlen,
-    )
+        options["key_bias"] = events.key_bias(None, num_heads, events.fields[0].dtype)
+    if events.digits:
+        words, indices = join_words(events.digits)
+        attention = partial(digit_attention, digits=words, indices=indices, **options)
+        return absorbed(events, weights, num_heads, attention)
+    history = events.fields if events.by_id is None else events.by_id
+    options |= {"num_heads": num_heads, "max_seqlen": group.max_seqlen}
+    return attend_absorbed(events.target, history, weights, **options)
 
 
 @torch.no_grad()
 def attention_weights(
-    inputs: GroupInputs, group: FeatureGroup, parameters: list[tuple[Tensor | None, ...]], num_heads: int
+    events: Events, group: FeatureGroup, parameters: list[tuple[Tensor | None, ...]], num_heads: int
 ) -> list[JaggedTensor]:
     """Returns by feature the probabilities p [.., T, H] of the events, which sum to one over the events of a target.
 
@@ -216,132 +226,53 @@ def attention_weights(
     """
     weights, bucket_bias = stack(parameters)
     num_features = len(group.features)
-    if inputs.candidates is not None:
+    if events.target_offsets is not None:
         bias = group.features[0].bias
-        values, lengths = ragged_attention.attention_weights(inputs, weights, bucket_bias, bias, num_heads)
+        values, lengths = ragged_attention.attention_weights(events, weights, bucket_bias, bias, num_heads)
         lengths = lengths.view(num_features, -1)
         values = values.split(lengths.sum(1).tolist())
     else:
-        lengths = inputs.offsets.diff().view(num_features, -1)
-        values = _event_weights(inputs, weights, bucket_bias, num_heads).split(inputs.events)
+        lengths = events.offsets.diff().view(num_features, -1)
+        values = _event_weights(events, weights, bucket_bias, num_heads).split(events.counts)
     return [JaggedTensor(rows, lengths=counts) for rows, counts in zip(values, lengths, strict=True)]
 
 
-def _event_weights(
-    inputs: GroupInputs, weights: tuple[Tensor, ...], bucket_bias: Tensor | None, num_heads: int
-) -> Tensor:
-    """[S, T, H] of dense targets."""
-    history, offsets = inputs.history, inputs.offsets
+def _event_weights(events: Events, weights: tuple[Tensor, ...], bucket_bias: Tensor | None, num_heads: int) -> Tensor:
+    """Returns the probabilities [S, T, H] of dense targets."""
+    history, offsets = events.history, events.offsets
     num_queries = weights[0].size(1) // weights[2].size(1)
     w_qk, b_qk, _ = absorb_weights(weights[:5], num_heads)
-    query = linear(inputs.target, w_qk, b_qk).view(-1, num_queries * num_heads, history.size(1))
+    query = linear(events.target, w_qk, b_qk).view(-1, num_queries * num_heads, history.size(1))
     query = query.to(history.dtype) / math.sqrt(weights[2].size(1) // num_heads)  # [F * B, T * H, D_x]
     sample = torch.arange(query.size(0), device=history.device)
     sample = torch.repeat_interleave(sample, offsets.diff(), output_size=history.size(0))
     # One query at a time: no more memory than the history's, however many queries.
     scores = [torch.linalg.vecdot(history, one[sample]) for one in query.unbind(1)]
     scores = torch.stack(scores, dim=1)  # [S, T * H]
-    bias = group_inputs.key_bias(inputs, bucket_bias, num_heads, history.dtype)
+    bias = events.key_bias(bucket_bias, num_heads, history.dtype)
     if bias is not None:
         scores = scores + bias.repeat(1, num_queries)
     return jagged_softmax(scores, offsets).unflatten(1, (num_queries, num_heads))
 
 
-def _of_digits(inputs: GroupInputs, weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The weights with W_k P and W_v P in the places of W_k and W_v: those of the digits d of events x = P d."""
+def _of_digits(events: Events, weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Returns the weights with W_k P and W_v P in place of W_k and W_v: those of the digits d of events x = P d."""
     query, query_bias, key, value, *output = weights
-    with without_autocast(inputs.fields[0].device.type):
-        digit_weight = inputs.digits[0].embedding.digit_weight().to(key.dtype)
+    with without_autocast(events.fields[0].device.type):
+        digit_weight = events.digits[0].embedding.digit_weight().to(key.dtype)
         return query, query_bias, torch.matmul(key, digit_weight), torch.matmul(value, digit_weight), *output
 
 
-def _attend_to_digits(inputs: GroupInputs, weights: tuple[Tensor, ...], table: Tensor | None, num_heads: int) -> Tensor:
-    """`attend` to the digits of events, with the weights of `_of_digits`."""
-    words, indices = join_words(inputs.digits)
-
-    def attend(query: Tensor, scale: float) -> Tensor:
-        return digit_attention(
-            query,
-            words,
-            offsets=inputs.offsets,
-            indices=indices,
-            key_bias=table,
-            key_bias_index=inputs.bias_index,
-            value_scale=inputs.value_scale,
-            scale=scale,
-        )
-
-    return _absorbed(inputs, weights, num_heads, attend)
-
-
-def _attend_to_spread(
-    inputs: GroupInputs, weights: tuple[Tensor, ...], table: Tensor | None, num_heads: int, features: list[str]
+def _attend_to_remote(
+    query: Tensor, *, events: Events, group: FeatureGroup, table: Tensor | None, scale: float
 ) -> Tensor:
-    """`attend` to events whose rows lie on several ranks."""
-
-    def attend(query: Tensor, scale: float) -> Tensor:
-        if len(inputs.spread) == 1:
-            return inputs.spread[0].attend(query, table, scale)
-        by_feature, found = query.chunk(len(features)), {}
-        for events in inputs.spread:
-            own = torch.cat([by_feature[features.index(name)] for name in events.feature_names])
-            attended = events.attend(own, table, scale).chunk(len(events.feature_names))
-            found |= dict(zip(events.feature_names, attended, strict=True))
-        return torch.cat([found[name] for name in features])
-
-    return _absorbed(inputs, weights, num_heads, attend)
-
-
-def _absorbed(
-    inputs: GroupInputs,
-    weights: tuple[Tensor, ...],
-    num_heads: int,
-    attend: Callable[[Tensor, float], Tensor],
-) -> Tensor:
-    """[F, B, D]: the absorbed projections around an attention to raw events of the width of the key weights.
-
-    Args:
-        inputs: for the targets, and the dtype of the events.
-        weights: as of `absorbed_target_attention`.
-        num_heads: H.
-        attend: from queries [F * B, T, H, D_x] and the factor of the scores to outputs of this shape.
-    """
-    *projections, output_bias = weights
-    device = inputs.fields[0].device.type
-    autocast = device != "meta" and torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if autocast else projections[0].dtype
-    with without_autocast(device):
-        w_qk, b_qk, w_vo = absorb_weights(tuple(projections), num_heads, dtype)
-        num_queries = projections[0].size(1) // projections[2].size(1)
-        query = linear(inputs.target, w_qk, b_qk).view(-1, num_queries, num_heads, projections[2].size(2))
-        scale = 1 / math.sqrt(projections[2].size(1) // num_heads)
-        attended = attend(query.to(inputs.fields[0].dtype), scale)
-        return linear(attended.reshape(output_bias.size(0), -1, w_vo.size(1)), w_vo.mT, output_bias.to(dtype))
-
-
-def _project_history(
-    inputs: GroupInputs,
-    weights: tuple[Tensor, ...],
-    bucket_bias: Tensor | None,
-    num_heads: int,
-    max_seqlen: int | None,
-) -> Tensor:
-    """`attend` on the history's side."""
-    query_weight, query_bias, key_weight, value_weight, output_weight, output_bias = weights
-    query = linear(inputs.target, query_weight, query_bias)
-    rows = inputs.history.split(inputs.events)
-    key, value = (project_events(rows, weight, num_heads) for weight in (key_weight, value_weight))
-    table = bucket_bias
-    if table is None:
-        table = group_inputs.key_bias(inputs, None, num_heads, key.dtype)
-    attended = target_attention(
-        query.view(-1, query_weight.size(1) // key_weight.size(1), num_heads, key.size(2)).to(key.dtype),
-        key,
-        value,
-        offsets=inputs.offsets,
-        key_bias=table,
-        key_bias_index=inputs.bias_index,
-        value_scale=inputs.value_scale,
-        max_seqlen=max_seqlen,
-    )
-    return linear(attended.reshape(output_bias.size(0), -1, output_weight.size(2)), output_weight, output_bias)
+    """Attends to events whose rows lie on several ranks."""
+    if len(events.remote) == 1:
+        return events.remote[0].attend(query, table, scale)
+    names = [feature.name for feature in group.features]
+    by_feature, found = dict(zip(names, query.chunk(len(names)), strict=True)), {}
+    for part in events.remote:
+        own = torch.cat([by_feature[name] for name in part.feature_names])
+        attended = part.attend(own, table, scale).chunk(len(part.feature_names))
+        found |= dict(zip(part.feature_names, attended, strict=True))
+    return torch.cat([found[name] for name in names])

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from jfi.modules.adjacent import join
 from jfi.ops.rows_by_id import RowsById, read_rows
 from jfi.reference import select_words, unpack_digits
-from jfi.utils.arguments import check_type, shown
+from jfi.utils.arguments import shown
+from jfi.utils.context import is_traced
 
 
 class UnreadRows(JaggedTensor):
@@ -27,21 +27,21 @@ class UnreadRows(JaggedTensor):
         self._read: Tensor | None = None
 
     def read(self) -> Tensor:
-        """The embeddings [S, D]; their gradient too."""
+        """Returns the embeddings [S, D], with their gradient."""
         raise NotImplementedError
 
     def with_parts(self, lengths: Tensor | None, offsets: Tensor | None, weights: Tensor | None) -> "UnreadRows":
-        """The same embeddings with these lengths, offsets and weights."""
+        """Returns the same embeddings with these lengths, offsets and weights."""
         raise NotImplementedError
 
     @property
     def is_trained(self) -> bool:
-        """Whether the embeddings have a gradient."""
+        """Returns whether the embeddings have a gradient."""
         raise NotImplementedError
 
     @property
     def is_read(self) -> bool:
-        """Whether the embeddings [S, D] have been made."""
+        """Returns whether the embeddings [S, D] have been made."""
         return self._read is not None
 
     @property
@@ -97,8 +97,10 @@ class TableRows(UnreadRows):
         weights: Tensor | None = None,
     ) -> None:
         for argument, value in (("table", table), ("ids", ids), ("rows", rows)):
-            check_type(argument, value, Tensor, "a Tensor")
-        check_type("weights", weights, (Tensor, type(None)), "a Tensor or None")
+            if not isinstance(value, Tensor):
+                raise TypeError(f"{argument} must be a Tensor, got {shown(value)}")
+        if not (weights is None or isinstance(weights, Tensor)):
+            raise TypeError(f"weights must be a Tensor or None, got {shown(weights)}")
         for argument, value in (("lengths", lengths), ("offsets", offsets)):
             if value is not None and (not isinstance(value, Tensor) or value.dtype not in (torch.int32, torch.int64)):
                 raise TypeError(f"{argument} must be an int32 or int64 Tensor or None, got {shown(value)}")
@@ -109,7 +111,7 @@ class TableRows(UnreadRows):
 
     @property
     def by_id(self) -> RowsById:
-        """The rows as the attention operators take them."""
+        """Returns the rows as the attention operators take them."""
         return RowsById(self.rows, (self.table.contiguous(),), (self.ids.contiguous(),))
 
     def read(self) -> Tensor:
@@ -153,8 +155,9 @@ class DigitRows(UnreadRows):
 
     @property
     def words(self) -> Tensor:
-        """[S, ceil((L + 2) / 16)] int32, made once however many layers read them; or the catalogue's, of which
-        `indices` are the events'.
+        """Returns words [S, ceil((L + 2) / 16)] int32, made once for all layers; or those of the catalogue.
+
+        The events are then its rows `indices`.
         """
         if self._words is None:
             self._words = self.embedding.words(self.ids)
@@ -162,7 +165,7 @@ class DigitRows(UnreadRows):
 
     @property
     def indices(self) -> Tensor | None:
-        """[S], the rows of `words` if these are the catalogue's."""
+        """Returns the rows [S] of `words` if these are the catalogue's."""
         return None if self.embedding.catalogue is None else self.ids
 
     def read(self) -> Tensor:
@@ -172,7 +175,7 @@ class DigitRows(UnreadRows):
         return DigitRows(self.ids, self.embedding, self.rows.dtype, lengths, offsets, weights)
 
     def to_dtype(self, dtype: torch.dtype) -> "DigitRows":
-        """The same embeddings of another dtype."""
+        """Returns the same embeddings in another dtype."""
         parts = self.lengths_or_none(), self.offsets_or_none(), self.weights_or_none()
         return DigitRows(self.ids, self.embedding, dtype, *parts)
 
@@ -182,22 +185,105 @@ class DigitRows(UnreadRows):
 
 
 def join_words(events: tuple[DigitRows, ...]) -> tuple[Tensor, Tensor | None]:
-    """The words and the indices of events of one embedding, one after another, as `digit_attention` takes them."""
+    """Returns the words and the indices of events of one embedding, concatenated, as `digit_attention` takes them."""
     if events[0].indices is None:
         return join([one.words for one in events]), None
     return events[0].words, join([one.indices for one in events])
 
 
 def digit_numbers(events: tuple[DigitRows, ...]) -> Tensor:
-    """[S, L + 2]: the digits of events of one embedding as numbers of the embeddings' dtype, without a gradient."""
+    """Returns the digits [S, L + 2] of events of one embedding, in the embeddings' dtype, without a gradient."""
     words, indices = join_words(events)
     words = words if indices is None else select_words(words, indices)
     return unpack_digits(words, events[0].embedding.layout.num_digits + 2).to(events[0].rows.dtype)
 
 
 def with_weights(events: JaggedTensor, weights: Tensor | None) -> JaggedTensor:
-    """The events with weights of their own."""
+    """Returns the events with other weights."""
     parts = {"lengths": events.lengths_or_none(), "offsets": events.offsets_or_none(), "weights": weights}
     if isinstance(events, UnreadRows):
         return events.with_parts(**parts)
     return JaggedTensor(values=events.values(), **parts)
+
+
+def own_rows(rows: Tensor, offsets: Tensor, sources: list[JaggedTensor]) -> Tensor:
+    """Returns rows [S, D] of these sources; in a padded batch their gradient is zero behind the last sample.
+
+    Kernels leave the gradient of these rows unwritten, and an nn.Embedding adds up what it gets. A subclass of
+    JaggedTensor has rows by id, and the step of its table leaves padding out.
+    """
+    if all([isinstance(one, TableRows) for one in sources]) or not rows.requires_grad:
+        return rows
+    return _OwnRows.apply(rows, offsets)
+
+
+class _OwnRows(torch.autograd.Function):
+    """Passes rows through; their gradient is zero behind the last sample."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(offsets)
+        return rows.view_as(rows)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        (offsets,) = ctx.saved_tensors
+        behind = torch.arange(grad.size(0), device=grad.device) >= offsets[-1]
+        return grad.masked_fill(behind.unsqueeze(1), 0.0), None
+
+
+def join(tensors: list[Tensor]) -> Tensor:
+    """Concatenates the rows of contiguous tensors, without a copy if they are adjacent in memory already.
+
+    Example:
+        >>> rows = torch.arange(6.0).view(3, 2)
+        >>> join(list(rows.split([1, 2]))).data_ptr() == rows.data_ptr()
+        True
+    """
+    if len(tensors) == 1:
+        return tensors[0]
+    if is_traced() or not _are_adjacent(tensors):
+        return torch.cat(tensors)
+    if not (torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors])):
+        return _span(tensors)
+    return _Adjacent.apply(*tensors)
+
+
+class _Adjacent(torch.autograd.Function):
+    """Computes `_span`; its gradient is cut into views."""
+
+    @staticmethod
+    def forward(ctx, *tensors: Tensor) -> Tensor:
+        ctx.sizes = [tensor.size(0) for tensor in tensors]
+        return _span(tensors)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:
+        return grad.split(ctx.sizes)
+
+
+def _are_adjacent(tensors: list[Tensor]) -> bool:
+    """Returns whether the tensors, those without an element aside, directly follow one another in one storage."""
+    end = None
+    for tensor in tensors:
+        if type(tensor) is not Tensor:
+            return False
+        if tensor.numel() == 0:
+            continue
+        if end is None:
+            first, end, dtype, width = tensor, tensor.data_ptr(), tensor.dtype, tensor.shape[1:]
+        if tensor.data_ptr() != end or tensor.dtype != dtype or tensor.shape[1:] != width or not tensor.is_contiguous():
+            return False
+        end += tensor.nbytes
+    if end is None:
+        return False
+    # Storages of their own may be neighbours too: the first one must hold all.
+    storage = first.untyped_storage()
+    return end <= storage.data_ptr() + storage.nbytes()
+
+
+def _span(tensors: list[Tensor]) -> Tensor:
+    """Returns one tensor over the memory of adjacent tensors."""
+    first = next(tensor for tensor in tensors if tensor.numel())
+    return first.detach().as_strided((sum([tensor.numel() for tensor in tensors]),), (1,)).view(-1, *first.shape[1:])

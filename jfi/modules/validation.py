@@ -6,26 +6,25 @@ reading them there waits for the device.
 
 import difflib
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingCollection, get_embedding_names_by_table
-from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from jfi.modules.sequence_configs import FeatureGroup, KeyBias, SequenceFeatureConfig, TimeBias, WeightBias
+from jfi.modules.sequence_configs import (
+    FeatureGroup,
+    KeyBias,
+    RelativeTimeBias,
+    SequenceFeatureConfig,
+    TimeBias,
+    WeightBias,
+)
 from jfi.modules.table_rows import UnreadRows
-from jfi.ops.gather_rows import may_read
-from jfi.utils.arguments import check_ascending, check_type
-
-if TYPE_CHECKING:
-    from jfi.modules.ragged_targets import RaggedTargets
+from jfi.ops.gather_rows import check_dense, may_read
+from jfi.utils.arguments import MAX_ROWS, check_ascending, check_int
 
 _INTEGERS = (torch.int32, torch.int64)
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-Collections = EmbeddingCollection | ManagedCollisionEmbeddingCollection
 
 
 def require_keys(argument: str, present: Collection[str], needed: Iterable[str]) -> None:
@@ -50,16 +49,11 @@ def event_input(sequences: dict[str, JaggedTensor], key: str) -> JaggedTensor:
     return events
 
 
-def check_dense(name: str, tensor: Tensor) -> None:
-    """Raises unless what has this name is a Tensor, and neither a sparse nor a nested one."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must hold a Tensor, got {type(tensor).__name__}")
-    if tensor.is_nested or tensor.layout is not torch.strided:
-        raise TypeError(f"{name} must hold a dense tensor, got {'a nested' if tensor.is_nested else 'a sparse'} one")
+def check_jagged(name: str, events: JaggedTensor | KeyedJaggedTensor) -> Tensor:
+    """Checks that the parts of what has this name are dense tensors on one device, and its lengths integers.
 
-
-def check_jagged(name: str, events: JaggedTensor | KeyedJaggedTensor) -> None:
-    """Checks that the parts of what has this name are dense tensors on one device, and its lengths integers."""
+    Returns its values, for their shape, dtype and device alone.
+    """
     values, weights = unread(events), events.weights_or_none()
     check_dense(name, values)
     if values.dim() == 0:
@@ -76,6 +70,7 @@ def check_jagged(name: str, events: JaggedTensor | KeyedJaggedTensor) -> None:
         for tensor in (part, weights):
             if tensor is not None and tensor.device != values.device:
                 raise ValueError(f"{name} must be on one device, got {values.device} and {tensor.device}")
+    return values
 
 
 @torch.fx.wrap
@@ -84,15 +79,14 @@ def check_ids(argument: str, ids: KeyedJaggedTensor, needed: list[str], sharded:
     if not isinstance(ids, KeyedJaggedTensor):
         raise TypeError(f"{argument} must be a KeyedJaggedTensor of ids, got {type(ids).__name__}")
     require_keys(argument, ids.keys(), needed)
-    check_jagged(argument, ids)
-    values, weights = ids.values(), ids.weights_or_none()
+    values, weights = check_jagged(argument, ids), ids.weights_or_none()
     if values.dtype not in _INTEGERS or values.dim() != 1:
         got = f"{values.dtype} of shape {list(values.shape)}"
         raise TypeError(f"{argument} must hold int32 or int64 ids [S], got {got}")
     if weights is not None and weights.shape != values.shape:
         raise ValueError(f"{argument} must have weights of shape {list(values.shape)}, got {list(weights.shape)}")
     varies = ids.variable_stride_per_key()
-    if contents_are_free(values) and not varies:
+    if may_read(values) and not varies:
         lengths = ids.lengths()
         if lengths.numel() != len(ids.keys()) * ids.stride():
             raise ValueError(f"{argument} must have as many lengths for each of its keys, got {lengths.numel()} in all")
@@ -108,55 +102,36 @@ def check_ids(argument: str, ids: KeyedJaggedTensor, needed: list[str], sharded:
         )
 
 
-def check_collection(
-    collection: Collections, features: list[SequenceFeatureConfig], embedding_dim: int
-) -> dict[str, str]:
-    """Checks that a collection of a layer fits its features, and returns by key of its output that of the ids."""
-    must = "an EmbeddingCollection, a ManagedCollisionEmbeddingCollection or None"
-    check_type("embedding_collection", collection, Collections, must)
-    managed = isinstance(collection, ManagedCollisionEmbeddingCollection)
-    tables = (collection._embedding_collection if managed else collection).embedding_configs()
-    for table in tables:
-        if table.embedding_dim != embedding_dim:
-            raise ValueError(
-                f"embedding_collection must be embedding_dim={embedding_dim} wide, got {table.embedding_dim}"
-            )
-    names = id_keys(tables)
-    for feature in features:
-        require_keys("embedding_collection", names, feature.sequence_keys)
-    return names
-
-
-def id_keys(tables: list[BaseEmbeddingConfig]) -> dict[str, str]:
-    """Returns by key of a collection's output that of the ids; a key of several tables is `<key>@<table>` there."""
-    names = get_embedding_names_by_table(tables)
-    pairs = [zip(own, table.feature_names, strict=True) for own, table in zip(names, tables, strict=True)]
-    return {name: key for own in pairs for name, key in own}
-
-
 def check_inputs(
     sequences: dict[str, JaggedTensor],
     groups: list[FeatureGroup],
-    targets: dict[str, Tensor] | None = None,
-    ragged: "RaggedTargets | None" = None,
+    targets: dict[str, Tensor] | None,
+    target_offsets: Tensor | None,
+    has_times: bool,
 ) -> None:
-    """Checks all that the features of all groups read; `targets` only if they are given: those of `ragged`, if any.
+    """Checks all that the features of all groups read.
+
+    Args:
+        sequences: the events, by key.
+        groups: the features.
+        targets: the embeddings, by target key; None if none are read.
+        target_offsets: [U + 1], of ragged targets, which `check_ragged_targets` has checked.
+        has_times: whether targets and events have times.
 
     Raises:
         ValueError, TypeError: the first fault.
     """
     batch_size = first_key = None
-    has_times = ragged is not None and ragged.times is not None
     for group in groups:
         dtype = None
         for feature in group.features:
-            events, own_dtype = _check_events(sequences, feature, group.embedding_dim, has_times)
+            events, values = _check_events(sequences, feature, group.embedding_dim, has_times)
             if dtype is None:
-                dtype = own_dtype
-            elif own_dtype != dtype:
+                dtype = values.dtype
+            elif values.dtype != dtype:
                 raise ValueError(
                     f"sequences['{feature.sequence_keys[0]}'] must be {dtype} like '{group.sequence_keys[0][0]}', "
-                    f"since both are read in one launch, got {own_dtype}"
+                    f"since both are read in one launch, got {values.dtype}"
                 )
             if targets is None:
                 continue
@@ -164,12 +139,13 @@ def check_inputs(
             samples = events.offsets().size(0) - 1 if lengths is None else lengths.size(0)
             if batch_size is None:
                 batch_size, first_key, rows = samples, feature.sequence_keys[0], samples
-                if ragged is not None:
-                    rows = targets[ragged.first_key].size(0)
-                    if ragged.offsets.size(0) != samples + 1:
+                if target_offsets is not None:
+                    key = group.target_keys[0][0]
+                    rows = targets[key].size(0)
+                    if target_offsets.size(0) != samples + 1:
                         raise ValueError(
-                            f"targets['{ragged.first_key}'] must have {samples} users like sequences['{first_key}'], "
-                            f"got {ragged.offsets.size(0) - 1}"
+                            f"targets['{key}'] must have {samples} users like sequences['{first_key}'], "
+                            f"got {target_offsets.size(0) - 1}"
                         )
             elif samples != batch_size:
                 raise ValueError(
@@ -180,47 +156,137 @@ def check_inputs(
                 target = targets.get(key)
                 is_dense = isinstance(target, Tensor) and not target.is_nested and target.layout is torch.strided
                 if not is_dense or target.shape != (rows, group.width_of_targets) or target.dtype not in _FLOATING:
-                    what = "samples" if ragged is None else "rows"
-                    _refuse_target(targets, key, rows, group.width_of_targets, what)
-                device = unread(events).device
-                if target.device != device:
+                    _refuse_target(targets, key, rows, group.width_of_targets, target_offsets is not None)
+                if target.device != values.device:
                     of = f"that of sequences['{feature.sequence_keys[0]}']"
-                    raise ValueError(f"targets['{key}'] must be on {device}, {of}, got {target.device}")
+                    raise ValueError(f"targets['{key}'] must be on {values.device}, {of}, got {target.device}")
 
 
 def _check_events(
     sequences: dict[str, JaggedTensor], feature: SequenceFeatureConfig, embedding_dim: int, has_times: bool
-) -> tuple[JaggedTensor, torch.dtype]:
-    """Checks the events of a feature with what its bias and its values read, and returns the first field, its dtype."""
-    first = None
+) -> tuple[JaggedTensor, Tensor]:
+    """Checks the events of a feature with what its bias and its values read; returns the first field, and its rows."""
+    first_key, first = feature.sequence_keys[0], None
     for key in feature.sequence_keys:
         events = sequences.get(key)
         if not isinstance(events, JaggedTensor):
             _refuse_type(sequences, key)
-        check_jagged(f"sequences['{key}']", events)
-        values = unread(events)
+        values = check_jagged(f"sequences['{key}']", events)
         if values.dim() != 2 or values.size(1) != embedding_dim or values.dtype not in _FLOATING:
             raise ValueError(
                 f"sequences['{key}'] must hold embeddings of shape [S, {embedding_dim}] (events, embedding_dim), "
                 f"got {values.dtype} of shape {list(values.shape)}"
             )
         if first is None:
-            first, dtype, reads_contents = events, values.dtype, contents_are_free(values)
+            first, rows, reads_contents = events, values, may_read(values)
             continue
-        if values.dtype != dtype:
-            raise ValueError(
-                f"sequences['{key}'] must be {dtype} like '{feature.sequence_keys[0]}', got {values.dtype}"
-            )
-        check_aligned(f"sequences['{key}']", events, feature.sequence_keys[0], first, reads_contents)
+        if values.dtype != rows.dtype:
+            raise ValueError(f"sequences['{key}'] must be {rows.dtype} like '{first_key}', got {values.dtype}")
+        check_aligned(f"sequences['{key}']", events, first_key, first, reads_contents)
     if reads_contents:
-        check_lengths(f"sequences['{feature.sequence_keys[0]}']", first)
-    if feature.weighted_values or isinstance(feature.bias, WeightBias):
+        check_lengths(f"sequences['{first_key}']", first, rows.size(0))
+    bias = feature.bias
+    if feature.weighted_values or isinstance(bias, WeightBias):
         _check_weights(feature, first)
-    if isinstance(feature.bias, KeyBias) and not (has_times and isinstance(feature.bias, TimeBias)):
+    if isinstance(bias, KeyBias) and not (has_times and isinstance(bias, TimeBias)):
         _check_bucket_ids(sequences, feature, first)
-    if feature.relative_bias is not None and feature.time_key is not None:
-        _check_times(sequences, feature, first)
-    return first, dtype
+    if isinstance(feature.relative_bias, RelativeTimeBias):
+        name, times = f"sequences['{feature.time_key}']", event_input(sequences, feature.time_key)
+        check_aligned(name, times, first_key, first, may_read(check_jagged(name, times)))
+        check_times(name, times, first, because=f", since feature '{feature.name}' has a RelativeTimeBias")
+    return first, rows
+
+
+def check_ragged_targets(
+    targets: dict[str, JaggedTensor],
+    groups: list[FeatureGroup],
+    sequences: dict[str, JaggedTensor],
+    target_times: JaggedTensor | None,
+    event_times: JaggedTensor | dict[str, JaggedTensor] | None,
+    max_events: int | None,
+) -> None:
+    """Checks all about ragged targets but the shapes of their embeddings, which `check_inputs` checks.
+
+    The arguments are those of `JaggedFeatureInteraction.forward`.
+    """
+    features = [feature for group in groups for feature in group.features]
+    first_key = groups[0].target_keys[0][0]
+    require_keys("targets", targets, [first_key])
+    first = targets[first_key]
+    if not isinstance(first, JaggedTensor):
+        options = {"target_times": target_times, "event_times": event_times, "max_events": max_events}
+        given = next(name for name, option in options.items() if option is not None)
+        raise TypeError(
+            f"{given} needs ragged targets: targets['{first_key}'] must be a JaggedTensor, got {type(first).__name__}"
+        )
+    values = check_jagged(f"targets['{first_key}']", first)
+    reads_contents = may_read(values)
+    for key in dict.fromkeys(key for feature in features for key in feature.target_keys):
+        name = f"targets['{key}']"
+        require_keys("targets", targets, [key])
+        target = targets[key]
+        if not isinstance(target, JaggedTensor):
+            raise TypeError(
+                f"{name} must be a JaggedTensor like '{first_key}', got {type(target).__name__}: ragged and "
+                "dense targets cannot be mixed"
+            )
+        if check_jagged(name, target).dim() != 2:
+            raise ValueError(f"{name} must be [R, embedding_dim], got shape {list(target.values().shape)}")
+        if key != first_key:
+            check_aligned(name, target, first_key, first, reads_contents, "candidates")
+        elif reads_contents:
+            check_lengths(name, first, values.size(0), "candidates")
+    _check_options(features, target_times, event_times, max_events)
+    if target_times is None:
+        return
+    times = check_jagged("target_times", target_times)
+    check_aligned("target_times", target_times, first_key, first, reads_contents, "candidates")
+    check_times("target_times", target_times, first, "candidates")
+    if times.device != values.device:
+        raise ValueError(f"target_times must be on {values.device} like the targets, got {times.device}")
+    for key in dict.fromkeys(feature.sequence_keys[0] for feature in features):
+        name, own = "event_times", event_times
+        if not isinstance(event_times, JaggedTensor):
+            require_keys(name, event_times, [key])
+            name, own = f"event_times['{key}']", event_times[key]
+        if not isinstance(own, JaggedTensor):
+            raise TypeError(f"{name} must be a JaggedTensor, got {type(own).__name__}")
+        of_events, events = check_jagged(name, own), sequences.get(key)
+        if not isinstance(events, JaggedTensor):
+            continue  # check_inputs refuses it
+        check_aligned(name, own, key, events, reads_contents)
+        check_times(name, own, events)
+        if of_events.device != times.device:
+            raise ValueError(f"{name} must be on {times.device} like target_times, got {of_events.device}")
+        if of_events.dtype != times.dtype:
+            raise TypeError(f"{name} must be {times.dtype} like target_times, got {of_events.dtype}")
+
+
+def _check_options(
+    features: list[SequenceFeatureConfig],
+    target_times: JaggedTensor | None,
+    event_times: JaggedTensor | dict[str, JaggedTensor] | None,
+    max_events: int | None,
+) -> None:
+    if (target_times is None) != (event_times is None):
+        given, missing = ("target_times", "event_times")[:: 1 if event_times is None else -1]
+        raise ValueError(f"{missing} must be given with {given}, got None")
+    if max_events is not None:
+        check_int("max_events", max_events, most=MAX_ROWS)
+        if target_times is None:
+            raise ValueError("max_events needs target_times, which say what lies before a candidate, got None")
+    if target_times is None:
+        return
+    if not isinstance(target_times, JaggedTensor):
+        raise TypeError(f"target_times must be a JaggedTensor, got {type(target_times).__name__}")
+    if not isinstance(event_times, JaggedTensor | dict):
+        raise TypeError(f"event_times must be a JaggedTensor or a dict of them, got {type(event_times).__name__}")
+    for feature in features:
+        if isinstance(feature.bias, KeyBias) and not isinstance(feature.bias, TimeBias):
+            raise ValueError(
+                f"target_times must be None for feature '{feature.name}' with {feature.bias!r}, whose ids are the same "
+                "for all candidates of a user: TimeBias computes ages from the times"
+            )
 
 
 def _refuse_type(sequences: dict[str, JaggedTensor], key: str) -> None:
@@ -228,7 +294,7 @@ def _refuse_type(sequences: dict[str, JaggedTensor], key: str) -> None:
     raise TypeError(f"sequences['{key}'] must be a JaggedTensor, got {type(sequences[key]).__name__}")
 
 
-def _refuse_target(targets: dict[str, Tensor], key: str, count: int, embedding_dim: int, rows: str) -> None:
+def _refuse_target(targets: dict[str, Tensor], key: str, count: int, embedding_dim: int, is_ragged: bool) -> None:
     require_keys("targets", targets, [key])
     target = targets[key]
     if not isinstance(target, Tensor):
@@ -236,9 +302,8 @@ def _refuse_target(targets: dict[str, Tensor], key: str, count: int, embedding_d
     check_dense(f"targets['{key}']", target)
     if target.dtype not in _FLOATING:
         raise TypeError(f"targets['{key}'] must be float32, bfloat16 or float16, got {target.dtype}")
-    raise ValueError(
-        f"targets['{key}'] must have shape [{count}, {embedding_dim}] ({rows}, embedding_dim), got {list(target.shape)}"
-    )
+    what, got = "rows" if is_ragged else "samples", list(target.shape)
+    raise ValueError(f"targets['{key}'] must have shape [{count}, {embedding_dim}] ({what}, embedding_dim), got {got}")
 
 
 def _check_weights(feature: SequenceFeatureConfig, events: JaggedTensor) -> None:
@@ -252,7 +317,7 @@ def _check_weights(feature: SequenceFeatureConfig, events: JaggedTensor) -> None
             "an EmbeddingCollection drops its input's"
         )
     # Weighted values may be of either sign; a logarithm's argument may not.
-    if is_bias and contents_are_free(weights) and not (weights >= 0).all():
+    if is_bias and may_read(weights) and not (weights >= 0).all():
         got = weights[~(weights >= 0)][0].item()
         raise ValueError(f"sequences['{key}'] must have weights of at least 0, {reason}, got {got}")
 
@@ -260,14 +325,13 @@ def _check_weights(feature: SequenceFeatureConfig, events: JaggedTensor) -> None
 def _check_bucket_ids(sequences: dict[str, JaggedTensor], feature: SequenceFeatureConfig, first: JaggedTensor) -> None:
     key, num_buckets = feature.bias.key, feature.bias.num_buckets
     ids = event_input(sequences, key)
-    check_jagged(f"sequences['{key}']", ids)
-    values = ids.values()
-    if values.dtype not in (torch.int32, torch.int64) or values.dim() != 1:
+    values = check_jagged(f"sequences['{key}']", ids)
+    if values.dtype not in _INTEGERS or values.dim() != 1:
         raise TypeError(
             f"sequences['{key}'] must hold integer bucket ids of shape [S], since it is the bias of feature "
             f"'{feature.name}', got {values.dtype} of shape {list(values.shape)}"
         )
-    reads_contents = contents_are_free(values)
+    reads_contents = may_read(values)
     check_aligned(f"sequences['{key}']", ids, feature.sequence_keys[0], first, reads_contents)
     if reads_contents and values.numel():
         low, high = values.min().item(), values.max().item()
@@ -278,14 +342,6 @@ def _check_bucket_ids(sequences: dict[str, JaggedTensor], feature: SequenceFeatu
             )
 
 
-def _check_times(sequences: dict[str, JaggedTensor], feature: SequenceFeatureConfig, first: JaggedTensor) -> None:
-    key = feature.time_key
-    times = event_input(sequences, key)
-    check_jagged(f"sequences['{key}']", times)
-    check_aligned(f"sequences['{key}']", times, feature.sequence_keys[0], first, contents_are_free(times.values()))
-    check_times(f"sequences['{key}']", times, first, because=f", since feature '{feature.name}' has a RelativeTimeBias")
-
-
 def check_times(name: str, times: JaggedTensor, first: JaggedTensor, rows: str = "events", because: str = "") -> None:
     """Checks the times of this name, which are aligned with `first`: where they may be read, they never decrease."""
     values = times.values()
@@ -294,7 +350,7 @@ def check_times(name: str, times: JaggedTensor, first: JaggedTensor, rows: str =
             f"{name} must hold times of shape [{'S' if rows == 'events' else 'R'}], int32, int64 or float64{because}, "
             f"got {values.dtype} of shape {list(values.shape)}"
         )
-    if contents_are_free(values) and values.numel():
+    if may_read(values) and values.numel():
         check_ascending(name, values, first.offsets(), rows[:-1])
 
 
@@ -314,9 +370,9 @@ def check_aligned(
             raise ValueError(f"{name} must be aligned with '{first_key}', got other lengths in at least one sample")
 
 
-def check_lengths(name: str, tensor: JaggedTensor, rows: str = "events") -> None:
+def check_lengths(name: str, tensor: JaggedTensor, count: int, rows: str = "events") -> None:
     """Checks that the offsets of the jagged tensor of this name go from 0 to the number of rows, never down."""
-    offsets, count = tensor.offsets(), unread(tensor).size(0)
+    offsets = tensor.offsets()
     if offsets.numel() == 0:
         return
     first, last = offsets[0].item(), offsets[-1].item()
@@ -327,11 +383,6 @@ def check_lengths(name: str, tensor: JaggedTensor, rows: str = "events") -> None
         raise ValueError(f"{name} must have lengths of at least 0, got {lengths.min().item()}")
 
 
-def contents_are_free(tensor: Tensor) -> bool:
-    """Returns whether values may be read: on a CPU, and on a GPU if `jfi.ops.validation` asks for it."""
-    return may_read(tensor)
-
-
 def unread(events: JaggedTensor) -> Tensor:
-    """The values of events, for their shape, dtype and device alone: of rows not read yet a tensor without memory."""
+    """Returns the values of events, for their shape, dtype and device: of rows not read yet a tensor without memory."""
     return events.rows if isinstance(events, UnreadRows) else events.values()

@@ -19,6 +19,8 @@ from jfi.utils.context import is_traced
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 IMPLEMENTATIONS = ("auto", "triton", "torch")
 
+#: Types of devices whose tensors are read without waiting.
+_READABLE = ("cpu",)
 _validates_on_gpu: ContextVar[bool] = ContextVar("_validates_on_gpu", default=False)
 
 
@@ -42,25 +44,18 @@ def validation() -> Iterator[None]:
         _validates_on_gpu.reset(token)
 
 
-def may_read(offsets: Tensor, traced: bool | None = None) -> bool:
-    """Whether the contents of offsets exist and reading them stalls no device or is asked for.
-
-    ``traced`` is what is_traced() has returned, if the caller knows.
-    """
+def may_read(offsets: Tensor) -> bool:
+    """Returns whether the contents of offsets exist and reading them stalls no device or is asked for."""
     # First, since a compiler cannot trace ContextVar.get.
     if torch.compiler.is_compiling() or type(offsets) is not Tensor or offsets.is_meta:
         return False
-    if not (_is_on_cpu(offsets) or _validates_on_gpu.get()):
+    if not (offsets.device.type in _READABLE or _validates_on_gpu.get()):
         return False
-    return not (is_traced() if traced is None else traced)
-
-
-def _is_on_cpu(x: Tensor) -> bool:
-    return x.device.type == "cpu"
+    return not is_traced()
 
 
 def check_floating(**tensors: Tensor | None) -> None:
-    """All given tensors are floating, of one dtype and on one device; the first one sets the standard."""
+    """Checks that tensors are floating, of one dtype and on one device; the first one sets the standard."""
     first_name = first = None
     for name, tensor in tensors.items():
         if tensor is None:
@@ -82,7 +77,7 @@ _DENSE = (Tensor, torch.nn.Parameter)
 
 
 def check_dense(name: str, tensor: Tensor) -> None:
-    """tensor is a Tensor in memory that strides describe, not a sparse or a nested one."""
+    """Checks that tensor is a Tensor in memory that strides describe, not a sparse or a nested one."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
@@ -99,7 +94,7 @@ def check_all_dense(names: Iterable[str], tensors: Iterable[Tensor]) -> None:
 
 
 def check_dim(name: str, tensor: Tensor, layout: str) -> None:
-    """tensor has as many dimensions as its layout, such as "[S, D]", and no empty width behind the first."""
+    """Checks that tensor has the dimensions of its layout, such as "[S, D]", and no width of 0 behind the first."""
     if type(tensor) not in _DENSE or tensor.layout is not torch.strided or tensor.is_nested:
         check_dense(name, tensor)
     dims = layout.count(",") + 1
@@ -115,7 +110,7 @@ def check_size(name: str, got: int, want: int, what: str) -> None:
 
 
 def check_history(key: Tensor, value: Tensor | None, bias: Tensor | None, num_heads: int, width: int) -> None:
-    """Key, value and bias fit each other and H query heads of width D."""
+    """Checks that key, value and bias fit each other and H query heads of width D."""
     check_dim("key", key, "[S, G, D]")
     check_size("key", key.shape[2], width, "D")
     if num_heads % key.shape[1]:
@@ -128,7 +123,7 @@ def check_history(key: Tensor, value: Tensor | None, bias: Tensor | None, num_he
 
 
 def check_key_bias(bias: Tensor | None, num_events: int, num_heads: int) -> None:
-    """bias is [S, H] if it is there."""
+    """Checks that bias is [S, H] or None."""
     if bias is not None:
         check_dim("key_bias", bias, "[S, H]")
         check_size("key_bias", bias.shape[0], num_events, "S")
@@ -136,7 +131,7 @@ def check_key_bias(bias: Tensor | None, num_events: int, num_heads: int) -> None
 
 
 def check_untrained(name: str, x: Tensor | None) -> None:
-    """x does not require a gradient, for which no kernel is written."""
+    """Checks that x requires no gradient, for which no kernel is written."""
     if x is not None and x.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{name} must not require a gradient, got one that does")
 
@@ -147,9 +142,8 @@ def check_events(
     buckets: Tensor | None,
     value_scale: Tensor | None,
     num_heads: int,
-    traced: bool | None = None,
 ) -> None:
-    """Buckets name rows of a table [R, H] and, as a scale of values, come one to a row of key, on its device."""
+    """Checks that buckets name rows of a table [R, H] and, as the scale of values, come one to a row of key."""
     if table is not None:
         check_dense("key_bias", table)
         if table.device != key.device:
@@ -172,7 +166,7 @@ def check_events(
     check_floating(key_bias=table)
     check_dim("key_bias", table, "[N, H]")
     check_size("key_bias", table.shape[1], num_heads, "H")
-    if may_read(buckets, traced) and buckets.numel():
+    if may_read(buckets) and buckets.numel():
         low, high = int(buckets.min()), int(buckets.max())
         if low < 0 or high >= table.shape[0]:
             raise ValueError(
@@ -181,7 +175,7 @@ def check_events(
 
 
 def check_scale(scale: float | None, width: int) -> float:
-    """The scale of the scores: what was given, or 1/sqrt(D)."""
+    """Returns the scale of the scores: what was given, or 1/sqrt(D)."""
     if scale is None:
         return 1 / math.sqrt(width)
     if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat)):
@@ -192,7 +186,7 @@ def check_scale(scale: float | None, width: int) -> float:
 
 
 def check_count(name: str, count: int | None, least: int = 0, optional: bool = True) -> None:
-    """count is an int from ``least`` on that 64 bits hold, or None if ``optional``."""
+    """Checks that count is an int from ``least`` on that 64 bits hold, or None if ``optional``."""
     if count is None and optional:
         return
     if isinstance(count, bool) or not isinstance(count, (int, torch.SymInt)):
@@ -210,9 +204,8 @@ def check_offsets(
     rows_of: str,
     like: Tensor,
     batch_size: int | None = None,
-    traced: bool | None = None,
 ) -> None:
-    """offsets is [B+1], int32 or int64, on the device of ``like``; where it may be read, from 0 to rows, ascending."""
+    """Checks that offsets is [B+1], int32 or int64, on the device of ``like``; if readable, that it ascends from 0."""
     check_dense(name, offsets)
     if offsets.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64, got {offsets.dtype}")
@@ -222,7 +215,7 @@ def check_offsets(
         raise ValueError(f"{name} must be on {like.device} like the values, got {offsets.device}")
     if batch_size is not None and offsets.shape[0] != batch_size + 1:
         raise ValueError(f"{name} must have B+1 = {batch_size + 1} entries, got {offsets.shape[0]}")
-    if not may_read(offsets, traced):
+    if not may_read(offsets):
         return
     first, last = int(offsets[0]), int(offsets[-1])
     if first != 0:
@@ -244,7 +237,7 @@ def check_times(
     rows: int,
     key: Tensor,
 ) -> None:
-    """Times come one to a query [R] and one to a key [S]; where they may be read, they do not decrease in a sample."""
+    """Checks that times come one to a query [R] and to a key [S]; if readable, that none decreases in a sample."""
     sides = {
         "query_time": (query_time, rows, "R", query_offsets),
         "key_time": (key_time, key.shape[0], "S", key_offsets),
@@ -280,11 +273,11 @@ def check_impl(impl: str, like: Tensor) -> str:
 
 
 def check_pairs(name: str, count: int, x_offsets: Tensor, y_offsets: Tensor) -> None:
-    """There are Σ L·M pairs, where offsets may be read."""
+    """Checks that there are Σ L·M pairs, where offsets may be read."""
     if may_read(x_offsets):
         check_size(name, count, count_pairs(x_offsets, y_offsets), "Σ L·M")
 
 
 def count_pairs(x_offsets: Tensor, y_offsets: Tensor) -> int:
-    """Σ L·M, read on the host."""
+    """Returns Σ L·M, read on the host."""
     return int((x_offsets.diff().long() * y_offsets.diff()).sum())

@@ -70,7 +70,7 @@ def operator(
         if is_traced() or compat.profiler_enabled():  # a profile shows the operator's name
             return registered(*args)
         if compat.functorch_transforms_active():  # of a backward pass; `public` refuses those of a forward
-            raise _refusal(f"jfi::{name}")
+            raise refusal(f"jfi::{name}")
         if args[0].is_meta:
             return registered(*args)
         wants_grad = False
@@ -111,20 +111,20 @@ def public(function: Callable, tensors: Callable[..., tuple] | None = None) -> C
     def call(*args, **kwargs):
         if torch.compiler.is_compiling():  # a compiler traces the function itself
             if compat.forward_mode_level() >= 0:
-                raise _refusal(name)
+                raise refusal(name)
             return function(*args, **kwargs)
         found = (*args, *kwargs.values()) if tensors is None else tensors(*args, **kwargs)
         if has_torch_function_variadic(*found):
             return handle_torch_function(call, found, *args, **kwargs)
         if compat.functorch_transforms_active() or (compat.forward_mode_level() >= 0 and _have_tangents(found)):
-            raise _refusal(name)
+            raise refusal(name)
         return function(*args, **kwargs)
 
     call.__prepare_scriptable__ = not_scriptable(name)
     return call
 
 
-def _refusal(name: str) -> NotImplementedError:
+def refusal(name: str) -> NotImplementedError:
     """The error for transforms, which kernels do not see and custom operators would drop without a word."""
     return NotImplementedError(
         f"{name} takes no transform of torch.func (vmap, grad, jvp, jacrev) and no dual tensors: use torch.autograd"

@@ -18,7 +18,7 @@ from jfi.ops._dispatch import flat_arguments, public
 
 
 def _by_head(weights: tuple[Tensor, ...], num_queries: int, num_heads: int) -> tuple[Tensor, ...]:
-    """By feature, query and head: W_q [FTH, d, D_e], b_q [.., 1, d], W_k and W_v [.., d, D_x], W_oᵀ [.., d, D]."""
+    """Splits W_q [FTH, d, D_e], b_q [.., 1, d], W_k and W_v [.., d, D_x], W_oᵀ [.., d, D] by feature, query, head."""
     w_q, b_q, w_k, w_v, w_o = weights
     width = w_k.size(1) // num_heads
     if num_queries > 1:
@@ -44,7 +44,7 @@ WEIGHTS = {
 
 
 def check_weights(weights: tuple[Tensor, ...], count: int, num_heads: int) -> None:
-    """The weights are the first ``count`` of WEIGHTS, dense and floating, and num_heads is a number."""
+    """Checks that weights are the first ``count`` of WEIGHTS, dense and floating, and num_heads a number."""
     if not isinstance(weights, tuple | list) or len(weights) != count:
         names = ", ".join([*WEIGHTS][:count])
         got = len(weights) if isinstance(weights, tuple | list) else type(weights).__name__
@@ -61,7 +61,7 @@ def check_weights(weights: tuple[Tensor, ...], count: int, num_heads: int) -> No
 def check_shapes(
     weights: tuple[Tensor, ...], sizes: tuple[int, int, int, int], num_heads: int, device: torch.device
 ) -> None:
-    """The weights fit each other and sizes (F, D, D_e, D_x), are of one dtype, and on a device."""
+    """Checks that weights fit each other and sizes (F, D, D_e, D_x), are of one dtype, and on a device."""
     features, dim, d_e, d_x = sizes
     queries, dtype = weights[0].shape[1], weights[0].dtype
     if dim == 0 or dim % num_heads or queries % dim:
@@ -113,7 +113,7 @@ def absorb_weights(
 
 
 def absorb(weights: tuple[Tensor, ...], num_heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """`absorb_weights` of checked arguments."""
+    """Computes `absorb_weights` of checked arguments."""
     features, num_queries = weights[0].size(0), weights[0].size(1) // weights[2].size(1)
     w_q, b_q, w_k, w_v, w_o = _by_head(tuple([x.to(dtype) for x in weights]), num_queries, num_heads)
     w_qk = torch.bmm(w_k.mT, w_q).view(features, -1, w_q.size(2))
@@ -124,7 +124,7 @@ def absorb(weights: tuple[Tensor, ...], num_heads: int, dtype: torch.dtype) -> t
 def absorb_in_kernel(
     weights: tuple[Tensor, ...], num_heads: int, dtype: torch.dtype, impl: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`absorb_weights` without a graph, on a GPU in one launch."""
+    """Computes `absorb_weights` without a graph, on a GPU in one launch."""
     if impl == "triton":
         from jfi.kernels.absorbed_weights import fwd
 
@@ -134,7 +134,7 @@ def absorb_in_kernel(
 
 
 def affine(bias: Tensor, rows: Tensor, weight: Tensor, by_sample: bool = False) -> Tensor:
-    """[F, N] + [F, B, M] x [F, N, M] -> [F, B, N], in the dtype of the weight; `by_sample`: in memory [B, F, N]."""
+    """Maps [F, N] + [F, B, M] x [F, N, M] to [F, B, N], in the weight's dtype; `by_sample`: in memory [B, F, N]."""
     if rows.dtype != weight.dtype:
         rows = rows.to(weight.dtype)
     if bias.dtype != weight.dtype:
@@ -153,7 +153,7 @@ def weight_gradients(
     num_heads: int,
     impl: str,
 ) -> tuple[Tensor, ...]:
-    """The gradients of the weights, each in its dtype, and of the output's bias [F, D]; on a GPU in two launches.
+    """Returns the gradients of the weights, each in its dtype, and of the output's bias [F, D]; on a GPU two launches.
 
     Args:
         rows: by feature the gradient of the queries W_qk e + b_qk [F, B, T · H · D_x], the targets e [F, B, D_e], what
@@ -178,7 +178,8 @@ def weight_gradients(
     dw_k = torch.baddbmm(torch.bmm(w_q, dw_qk.mT), b_q.mT, db_qk.mT)
     dw_v = torch.bmm(w_o, dw_vo.mT)
     dw_k, dw_v = (x.view(features, num_queries, -1).sum(1) for x in (dw_k, dw_v))
-    dw_o = torch.bmm(w_v, dw_vo).view(features, -1, w_o.size(2)).mT
+    # Contiguous, or autograd would copy the gradient of each feature's parameter by itself.
+    dw_o = torch.bmm(w_v, dw_vo).view(features, -1, w_o.size(2)).mT.contiguous()
     out = (torch.bmm(w_k, dw_qk), torch.bmm(w_k, db_qk), dw_k, dw_v, dw_o)
     out = tuple([x.reshape(like.shape).to(like.dtype) for x, like in zip(out, weights, strict=True)])
     return *out, grad.sum(1).to(bias_dtype)

@@ -18,8 +18,6 @@ host's time dominates, and autograd's bookkeeping for a dozen small products and
 or a tracer sees the composition of operators instead.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -36,7 +34,7 @@ from jfi.ops._checks import (
     check_scale,
     check_size,
 )
-from jfi.ops._dispatch import PLAIN, operators, public
+from jfi.ops._dispatch import PLAIN, operators, public, refusal
 from jfi.ops.absorb_weights import (
     absorb,
     absorb_in_kernel,
@@ -107,117 +105,108 @@ def absorbed_target_attention(
         >>> jfi.ops.absorbed_target_attention(target, history, weights, offsets=offsets, num_heads=2).shape
         torch.Size([1, 3, 8])
     """
-    check_weights(weights, 6, num_heads)
-    if indices is not None:
-        history = rows_by_id(history, indices, weights[0].dtype, "history")
+    arguments = (offsets, num_heads, key_bias, key_bias_index, value_scale)
+    history, scale = _check(target, history, weights, indices, *arguments, scale, max_seqlen)
+    return attend_absorbed(target, history, weights, *arguments, scale, max_seqlen, impl)
+
+
+def attend_absorbed(
+    target: Tensor,
+    history: tuple[Tensor, ...] | RowsById,
+    weights: tuple[Tensor, ...],
+    offsets: Tensor,
+    num_heads: int,
+    key_bias: Tensor | None,
+    key_bias_index: Tensor | None,
+    value_scale: Tensor | None,
+    scale: float,
+    max_seqlen: int | None,
+    impl: str = "auto",
+) -> Tensor:
+    """Computes `absorbed_target_attention` of checked arguments, for a caller that has checked its batch already."""
     by_id = history if isinstance(history, RowsById) else None
-    if by_id is not None:
-        fields = (by_id.rows,)
-    else:
-        fields = history if isinstance(history, tuple) else (history,)
-    events = _Events(offsets, key_bias, key_bias_index, value_scale)
-    prepared = _prepare(target, fields, weights, events, _Options(num_heads, scale, max_seqlen, impl))
-    num_queries, events, options, in_kernel, traced = prepared
+    fields = history if by_id is None else (by_id.rows,)
+    impl = check_impl(impl, fields[0])
+    num_queries, in_kernel = _in_kernel(weights, num_heads, impl)
+    if key_bias_index is not None and not in_kernel:
+        key_bias, key_bias_index = table_bias(key_bias, key_bias_index).to(fields[0].dtype), None
     if by_id is not None and not (in_kernel and fits_kernel(by_id)):
         fields, by_id = (read_rows(by_id),), None
     first = fields[0]
     device = first.device.type
     autocast = not first.is_meta and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else weights[0].dtype
-    tensors = (target, *fields, events.key_bias, *weights)
-    if not traced and _are_plain(tensors) and _fits_one_node(tensors, value_scale, options.impl, in_kernel):
+    tensors = (target, *fields, key_bias, *weights)
+    if not is_traced() and _are_plain(tensors) and _fits_one_node(tensors, value_scale, impl, in_kernel):
+        if compat.functorch_transforms_active():
+            raise refusal("jfi.ops.absorbed_target_attention")
         if not (len(fields) == 1 or (in_kernel and _are_halves(fields))):
             fields = (torch.cat(fields, dim=1),)
-        history, second = (*fields, None)[:2]
-        tensors = [None if x is None else x.contiguous() for x in (second, *events)]
-        by_id_arguments = ([], []) if by_id is None else (list(by_id.tables), list(by_id.indices))
         # Rows by id have no memory to be contiguous in.
-        tensors = [history.contiguous() if by_id is None else history, *tensors]
-        settings = (*options, dtype, *by_id_arguments)
+        tensors = [fields[0].contiguous() if by_id is None else fields[0]]
+        second = fields[1] if len(fields) == 2 else None
+        others = (second, offsets, key_bias, key_bias_index, value_scale)
+        tensors += [None if x is None else x.contiguous() for x in others]
+        tables, indices = ([], []) if by_id is None else (list(by_id.tables), list(by_id.indices))
+        settings = (num_heads, scale, max_seqlen, impl, dtype, tables, indices)
         if autocast:  # the node chooses every dtype itself
             with torch.autocast(device, enabled=False):
                 return _AbsorbedTargetAttention.apply(target, *tensors, *weights, settings)
         return _AbsorbedTargetAttention.apply(target, *tensors, *weights, settings)
     history = first if len(fields) == 1 else torch.cat(fields, dim=1)
-    key = history.unsqueeze(1) if by_id is None else by_id
     w_qk, b_qk, w_vo = absorb(weights[:5], num_heads, dtype)
     query = affine(b_qk, target, w_qk).to(history.dtype).view(-1, num_queries, num_heads, history.shape[1])
     attended = target_attention(
         query,
-        key,
+        history.unsqueeze(1) if by_id is None else by_id,
         offsets=offsets,
-        key_bias=events.key_bias,
-        key_bias_index=events.key_bias_index,
+        key_bias=key_bias,
+        key_bias_index=key_bias_index,
         value_scale=value_scale,
-        scale=options.scale,
+        scale=scale,
         max_seqlen=max_seqlen,
-        impl=options.impl,
+        impl=impl,
     )
     return affine(weights[5], attended.view(target.shape[0], -1, w_vo.shape[1]), w_vo.mT)
 
 
-class _Events(NamedTuple):
-    """What an event has beside its row: the operator's arguments of these names."""
-
-    offsets: Tensor
-    key_bias: Tensor | None
-    key_bias_index: Tensor | None
-    value_scale: Tensor | None
-
-
-class _Options(NamedTuple):
-    """The operator's arguments of these names."""
-
-    num_heads: int
-    scale: float | None
-    max_seqlen: int | None
-    impl: str
-
-
-class _Prepared(NamedTuple):
-    """Checked arguments.
-
-    `events` are as the attention takes them, the scale in `options` is a number and its impl "triton" or "torch".
-    `in_kernel` says whether the attention's kernels read a bias by its index and a value scale, and `traced` whether a
-    compiler or a tracer is at work.
-    """
-
-    num_queries: int
-    events: _Events
-    options: _Options
-    in_kernel: bool
-    traced: bool
-
-
-def _prepare(
-    target: Tensor, fields: tuple[Tensor, ...], weights: tuple[Tensor, ...], events: _Events, options: _Options
-) -> _Prepared:
-    """Checks the arguments."""
-    offsets, key_bias, key_bias_index, value_scale = events
-    num_heads, scale, max_seqlen, impl = options
-    num_queries, first = _check_shapes(target, fields, weights, num_heads), fields[0]
-    traced = is_traced()
-    samples = target.shape[0] * target.shape[1]
-    check_offsets("offsets", offsets, first.shape[0], "history", first, samples, traced)
+def _check(
+    target: Tensor,
+    history: Tensor | tuple[Tensor, ...] | RowsById,
+    weights: tuple[Tensor, ...],
+    indices: Tensor | tuple[Tensor, ...] | None,
+    offsets: Tensor,
+    num_heads: int,
+    key_bias: Tensor | None,
+    key_bias_index: Tensor | None,
+    value_scale: Tensor | None,
+    scale: float | None,
+    max_seqlen: int | None,
+) -> tuple[tuple[Tensor, ...] | RowsById, float]:
+    """Checks the arguments; returns the history, and the scale as a number."""
+    check_weights(weights, 6, num_heads)
+    if indices is not None:
+        history = rows_by_id(history, indices, weights[0].dtype, "history")
+    elif not isinstance(history, tuple):
+        history = (history,)
+    fields = (history.rows,) if isinstance(history, RowsById) else history
+    _check_shapes(target, fields, weights, num_heads)
+    first = fields[0]
+    check_offsets("offsets", offsets, first.shape[0], "history", first, target.shape[0] * target.shape[1])
     if key_bias is not None and key_bias_index is None:
         check_floating(history=first, key_bias=key_bias)
         check_dim("key_bias", key_bias, "[S, H]")
         check_size("key_bias", key_bias.shape[0], first.shape[0], "S")
         check_size("key_bias", key_bias.shape[1], num_heads, "H")
     if key_bias_index is not None or value_scale is not None:
-        check_events(first, key_bias, key_bias_index, value_scale, num_heads, traced)
-    impl = check_impl(impl, first)
+        check_events(first, key_bias, key_bias_index, value_scale, num_heads)
     scale = check_scale(scale, weights[2].shape[1] // num_heads)
     check_count("max_seqlen", max_seqlen)
-    in_kernel = impl == "triton" and takes_events(num_queries * num_heads)
-    if key_bias_index is not None and not in_kernel:
-        key_bias, key_bias_index = table_bias(key_bias, key_bias_index).to(first.dtype), None
-    events = _Events(offsets, key_bias, key_bias_index, value_scale)
-    return _Prepared(num_queries, events, _Options(num_heads, scale, max_seqlen, impl), in_kernel, traced)
+    return history, scale
 
 
-def _check_shapes(target: Tensor, fields: tuple[Tensor, ...], weights: tuple[Tensor, ...], num_heads: int) -> int:
-    """The number of queries, T, of arguments that fit each other."""
+def _check_shapes(target: Tensor, fields: tuple[Tensor, ...], weights: tuple[Tensor, ...], num_heads: int) -> None:
+    """Checks that targets, histories and weights fit each other."""
     if not fields:
         raise ValueError("history must be a tensor or a tuple of at least one, got ()")
     for i, x in enumerate((target, *fields)):
@@ -247,11 +236,16 @@ def _check_shapes(target: Tensor, fields: tuple[Tensor, ...], weights: tuple[Ten
             f"got shape {list(weights[5].shape)}"
         )
     check_shapes(weights, (features, dim, target.shape[2], d_x), num_heads, first.device)
-    return weights[0].shape[1] // dim
+
+
+def _in_kernel(weights: tuple[Tensor, ...], num_heads: int, impl: str) -> tuple[int, bool]:
+    """Returns T, and whether the attention's kernels read a bias by its index and a value scale."""
+    num_queries = weights[0].shape[1] // weights[2].shape[1]
+    return num_queries, impl == "triton" and takes_events(num_queries * num_heads)
 
 
 def _are_plain(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether none of these tensors is a subclass or meta."""
+    """Returns whether none of these tensors is a subclass or meta."""
     for x in tensors:  # noqa: SIM110 - a comprehension would be one more call
         if x is not None and (type(x) not in PLAIN or x.is_meta):
             return False
@@ -259,7 +253,7 @@ def _are_plain(tensors: tuple[Tensor | None, ...]) -> bool:
 
 
 def _fits_one_node(tensors: tuple[Tensor | None, ...], value_scale: Tensor | None, impl: str, in_kernel: bool) -> bool:
-    """Whether the one node takes these dtypes on this device, and the value scale."""
+    """Returns whether the one node takes these dtypes on this device, and the value scale."""
     for x in tensors:
         if x is not None and (x.dtype == torch.float64 if impl == "triton" else x.is_cuda):
             return False
@@ -268,7 +262,7 @@ def _fits_one_node(tensors: tuple[Tensor | None, ...], value_scale: Tensor | Non
 
 
 def _are_halves(fields: tuple[Tensor, ...]) -> bool:
-    """Whether kernels that take a bias by its index can read two fields as the halves of a row."""
+    """Returns whether kernels that take a bias by its index can read two fields as the halves of a row."""
     width = fields[0].shape[1]
     return (
         len(fields) == 2
@@ -308,7 +302,7 @@ class _AbsorbedTargetAttention(torch.autograd.Function):
 
 
 def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of the node's inputs."""
+    """Returns the gradients of the node's inputs."""
     target, history, *rest = ctx.saved_tensors
     events, (query, attended, lse, w_qk, w_vo), weights, by_id = rest[:5], rest[5:10], rest[10:15], rest[15:]
     by_id = by_id[: ctx.num_tables], by_id[ctx.num_tables :]
@@ -348,23 +342,30 @@ _backward_once = once_differentiable(_backward)
 
 
 def _prepare_plan(
-    target: Tensor, history: Tensor | tuple[Tensor, ...], weights: tuple[Tensor, ...], **options
+    target: Tensor,
+    history: Tensor | tuple[Tensor, ...],
+    weights: tuple[Tensor, ...],
+    *,
+    num_heads: int,
+    indices: Tensor | tuple[Tensor, ...] | None,
+    scale: float | None,
+    max_seqlen: int | None,
+    impl: str,
+    **events: Tensor | None,
 ) -> tuple[tuple[TargetAttentionInputs, bool], str]:
-    """For `explain`: the operands of the attention, and whether kernels absorb the weights; "triton" or "torch"."""
-    indices, by_id = options["indices"], None
-    check_weights(weights, 6, options["num_heads"])
-    if indices is not None:
-        by_id = rows_by_id(history, indices, weights[0].dtype, "history")
-    fields = (by_id.rows,) if by_id is not None else history if isinstance(history, tuple) else (history,)
-    given = (kind(**{name: options[name] for name in kind._fields}) for kind in (_Events, _Options))
-    num_queries, events, (num_heads, scale, max_seqlen, impl), in_kernel, _ = _prepare(target, fields, weights, *given)
+    """Returns for `explain` the operands of the attention, whether kernels absorb the weights, "triton" or "torch"."""
+    arguments = {"num_heads": num_heads, "scale": scale, "max_seqlen": max_seqlen}
+    history, scale = _check(target, history, weights, indices, **events, **arguments)
+    fields = (history.rows,) if isinstance(history, RowsById) else history
+    impl = check_impl(impl, fields[0])
+    num_queries, in_kernel = _in_kernel(weights, num_heads, impl)
     key = fields[0] if len(fields) == 1 else torch.cat(fields, dim=1)
     query = key.new_empty(target.shape[0] * target.shape[1], num_queries, num_heads, key.shape[1])
+    operand = history if isinstance(history, RowsById) else key.unsqueeze(1)
     settings = {"scale": scale, "max_seqlen": max_seqlen, "impl": impl}
-    operand = key.unsqueeze(1) if by_id is None else by_id
-    inputs, _ = prepare_target_attention(query, operand, None, **events._asdict(), **settings)
-    tensors = (target, *fields, events.key_bias, *weights)
-    absorbs = impl == "triton" and _fits_one_node(tensors, events.value_scale, impl, in_kernel)
+    inputs, _ = prepare_target_attention(query, operand, None, **events, **settings)
+    tensors = (target, *fields, events["key_bias"], *weights)
+    absorbs = impl == "triton" and _fits_one_node(tensors, events["value_scale"], impl, in_kernel)
     if absorbs and in_kernel and _are_halves(fields):
         inputs = inputs._replace(key=fields[0].unsqueeze(1), second=fields[1])
     return (inputs, absorbs), impl

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jfi.modules import inputs
+from jfi.modules.events import floor_log2
 from jfi.ops import jagged_attention
 
 
@@ -87,7 +87,7 @@ def _padded_attention(
     if position_bias is not None:
         distance = (queries.positions.unsqueeze(1) - keys.positions).clamp(min=0)
         # Distances 0, 1, 2 to 3, 4 to 7, ... are in buckets 0, 1, 2, 3, ...
-        bucket = inputs.floor_log2(2 * distance, position_bias.size(0))
+        bucket = floor_log2(2 * distance, position_bias.size(0))
         scores = scores + F.embedding(bucket, position_bias).permute(2, 0, 1)
     visible = present & (keys.positions <= queries.positions.unsqueeze(1)) if causal else present
     weights = scores.masked_fill(~visible, -torch.inf).softmax(-1).masked_fill(~visible, 0)

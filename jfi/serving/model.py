@@ -1,7 +1,7 @@
 """The dense part of a SequenceDLRM for U users and R candidates, in the form that is exported.
 
 All candidates of a user attend to one history, as the rows of a timeline do in training, and the same code computes
-both (`jfi.modules.ragged_attention`, `EncoderStack`). The weights are constant here, so the projections of keys and
+both (`jfi.modules.projections`, `EncoderStack`). The weights are constant here, so the projections of keys and
 values, which training absorbs into those of the query and the output in every step, are absorbed once, together with
 the scale of the scores:
 
@@ -28,10 +28,10 @@ from jfi.modules import (
     PositionBias,
     SequenceFeatureConfig,
     WeightBias,
-    inputs,
-    ragged_attention,
 )
+from jfi.modules.events import Events, combine, position_buckets
 from jfi.modules.jagged_pooling import Mode
+from jfi.modules.projections import linear
 from jfi.ops import absorb_weights
 from jfi.serving.attention import Segments, attend, padded
 
@@ -156,12 +156,12 @@ class ScoringModel(nn.Module):
         entries = {key: users[key][rows.owner] if key in self.user_keys else candidates[key] for key in self.keys}
         stacked = [entries[key] for key in self.keys]
         if self.features:
-            x = inputs.combine([history[key] for key in self.history_keys], self.features[0])
+            x = combine([history[key] for key in self.history_keys], self.features[0])
             if self.encoder is not None:
                 attention = partial(attend, queries=events, keys=events, impl=self.impl)
                 index = _bias_rows(self.encoder_feature, events, read)
                 score = read.score_bias(self.encoder_feature)
-                x = self.encoder(inputs.GroupInputs(None, (x,), events.offsets, score, index, None, []), attention)
+                x = self.encoder(Events(events.offsets, (x,), score_bias=score, bias_index=index), attention)
             stacked += self._pool(entries, x, rows, events, read)
         sparse = torch.cat(stacked, dim=1).unflatten(1, (-1, self.embedding_dim))
         return self.over_arch(interact(self.dense_arch(dense), sparse, self.inter_arch, self.cross_net)).squeeze(-1)
@@ -188,7 +188,7 @@ class ScoringModel(nn.Module):
                 entries = refined(entries, self.refined_keys, self.refine[number - 1](layers[-1]))
             of_features = []
             for attention in layer:
-                target = inputs.combine([entries[key] for key in attention.feature.target_keys], attention.feature)
+                target = combine([entries[key] for key in attention.feature.target_keys], attention.feature)
                 of_features.append(attention(target, x, rows, events, read))
             layers.append(torch.cat(of_features, dim=1))
         return layers if len(layers) == 1 else [layers[0], torch.stack(layers).sum(0)]
@@ -245,10 +245,11 @@ class CandidateAttention(nn.Module):
             value = (history * read.weights.unsqueeze(1)).unsqueeze(1)
         key, options = history.unsqueeze(1), {"key_bias": bias, "scale": 1.0, "impl": self.impl}
         attention = partial(attend, key=key, value=value, queries=rows, keys=events, **options)
-        absorbed = self.query_weight, self.query_bias, self.output_weight
-        return ragged_attention.attend_to_raw_events(
-            target.unsqueeze(0), history.size(1), history.dtype, absorbed, self.output_bias, attention
-        ).squeeze(0)
+        query = linear(target.unsqueeze(0), self.query_weight, self.query_bias).view(
+            target.size(0), -1, history.size(1)
+        )
+        attended = attention(query.to(history.dtype)).flatten(1)
+        return linear(attended.unsqueeze(0), self.output_weight.mT, self.output_bias).squeeze(0)
 
 
 class Pooled(nn.Module):
@@ -270,5 +271,5 @@ class Pooled(nn.Module):
 def _bias_rows(feature: SequenceFeatureConfig, events: Segments, read: ByEvent) -> Tensor | None:
     """Row [S] of the feature's learned bias table for each event, or None for a feature without one."""
     if isinstance(feature.bias, PositionBias):
-        return inputs.position_buckets(events.offsets, events.owner.size(0), feature.bias.num_buckets)
+        return position_buckets(events.offsets, events.owner.size(0), feature.bias.num_buckets)
     return None if feature.bias_key is None else read.buckets[feature.bias_key]

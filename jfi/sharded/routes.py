@@ -18,7 +18,8 @@ from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
-from jfi.modules import KeyBias, PositionBias, SequenceFeatureConfig, inputs
+from jfi.modules import KeyBias, PositionBias, SequenceFeatureConfig, lookups
+from jfi.modules.events import position_buckets
 from jfi.modules.id_counts import OutsideIds
 from jfi.modules.validation import require_keys
 from jfi.ops.gather_rows import bound_ids, check_indices
@@ -193,7 +194,7 @@ class IdsRequest(Awaitable[Awaitable[ArrivedIds]]):
 
     def __init__(self, routes: list[Route], ids: KeyedJaggedTensor, group: dist.ProcessGroup) -> None:
         super().__init__()
-        inputs.allow_no_samples(ids)
+        lookups.allow_no_samples(ids)
         self._routes, self._group, self._by_key = routes, group, ids.to_dict()
         size = group.size()
         for route in routes:
@@ -350,7 +351,7 @@ def brought_along(route: Route, by_key: dict[str, JaggedTensor], sequences: list
         for place, feature, one in zip(route.places, route.features, sequences, strict=True):
             if isinstance(feature.bias, PositionBias):
                 count = one.values().size(0)
-                own = inputs.position_buckets(one.offsets(), count, feature.num_buckets, padding_state.is_padded)
+                own = position_buckets(one.offsets(), count, feature.num_buckets, padding_state.is_padded)
             else:
                 (own,) = bound_ids([by_key[feature.bias_key].values()], [feature.num_buckets])
             first = place * feature.num_buckets

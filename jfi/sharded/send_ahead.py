@@ -32,7 +32,7 @@ from jfi.cuda_graphs.static_batch import (
     single_keys,
     to_device,
 )
-from jfi.modules import inputs
+from jfi.modules import lookups
 from jfi.sharded.exchange import Exchange
 from jfi.sharded.routed import RoutedCollection
 from jfi.sharded.routes import Sent, check_route, counts_for, sort_by_owner
@@ -190,7 +190,7 @@ class SendAhead:
     def ids_by_key(self, batch: Any) -> dict[str, JaggedTensor]:
         """The ids of a batch on the device, checked."""
         ids = ids_of(describe(batch))
-        inputs.allow_no_samples(ids)
+        lookups.allow_no_samples(ids)
         by_key = ids.to_dict()
         for route in self.routes:
             check_route(route, by_key)

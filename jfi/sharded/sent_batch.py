@@ -10,7 +10,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jfi.cuda_graphs.static_batch import Described, UnsupportedBatch, describe
-from jfi.modules import inputs
+from jfi.modules import lookups
 from jfi.sharded.exchange import Exchange, Lane, Transport
 from jfi.sharded.routed import RoutedCollection
 from jfi.sharded.routes import Arrived, ArrivedIds, Route
@@ -51,7 +51,7 @@ class SentBatch:
             transport: of what the step sends, tried before the group.
         """
         ids = ids_of(describe(self.batch))
-        inputs.allow_no_samples(ids)
+        lookups.allow_no_samples(ids)
         by_key, found = ids.to_dict(), []
         events, requested, slots = iter(self.events), iter(self.requested), iter(self.slots)
         lanes = [Lane.TABLES + place for place, one in enumerate(collections) for _ in one.routes]

@@ -18,7 +18,7 @@ from torchrec.distributed.types import Awaitable, LazyAwaitable, ParameterShardi
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from jfi.modules import inputs
+from jfi.modules import lookups
 from jfi.modules.table_rows import TableRows
 from jfi.ops.rows_by_id import bounded_rows_by_id
 
@@ -82,7 +82,7 @@ class UniqueEmbeddingCollection(ShardedEmbeddingCollection):
         return UniqueContext()
 
     def input_dist(self, ctx: UniqueContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
-        inputs.allow_no_samples(features)
+        lookups.allow_no_samples(features)
         with torch.no_grad():
             return super().input_dist(ctx, unique_ids(features, self._tables, ctx))
 

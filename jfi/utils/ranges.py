@@ -4,7 +4,7 @@ import numpy as np
 
 
 def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The integers of each range `[start, start + length)`, concatenated.
+    """Returns the integers of each range `[start, start + length)`, concatenated.
 
     >>> ranges(np.array([7, 3]), np.array([2, 3]))
     array([7, 8, 3, 4, 5])

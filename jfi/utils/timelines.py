@@ -1,4 +1,4 @@
-"""Which rows of a batch share a user's events, and when each of them happened."""
+"""Timelines: rows of a batch that share a user's events, and when each of them happened."""
 
 from dataclasses import dataclass
 
@@ -23,5 +23,5 @@ class Timelines:
 
     @property
     def count(self) -> int:
-        """U."""
+        """Returns U."""
         return self.row_offsets.size(0) - 1

@@ -26,7 +26,7 @@ from jfi import (
     SemanticIDEmbedding,
     SequenceFeatureConfig,
 )
-from jfi.modules import inputs, outside_ids
+from jfi.modules import lookups, outside_ids
 from jfi.sid import DiscretePCA, ResidualKMeans
 
 WIDTH, ROWS = 8, 4
@@ -218,7 +218,7 @@ def test_a_layer_reads_zeros(device, case, own, monkeypatch):
         tables = FusedEmbeddingCollection(configs, torch.optim.SGD, {"lr": 1.0}, device=device)
     else:
         tables = EmbeddingCollection(tables=configs, device=device)
-        monkeypatch.setattr(inputs, "is_read_by_id", lambda *_: True)  # as on a GPU
+        monkeypatch.setattr(lookups, "is_read_by_id", lambda *_: True)  # as on a GPU
     layer = JaggedFeatureInteraction(features, WIDTH, embedding_collection=tables, device=device, **options)
     bias = next((one for name, one in layer.named_parameters() if name.endswith("bucket_bias")), None)
     if bias is not None:

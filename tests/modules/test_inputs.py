@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
 from jfi import JaggedFeatureInteraction, KeyBias, PositionBias, SequenceFeatureConfig, WeightBias
-from jfi.modules import adjacent, inputs, validation
+from jfi.modules import events, table_rows, validation
 from jfi.modules.sequence_configs import FeatureGroup
 from jfi.utils import compat
 
@@ -45,13 +45,13 @@ class Operations(TorchDispatchMode):
 @pytest.fixture
 def contents_are_not_read(monkeypatch):
     """As on a GPU: the checks of contents would count as operations."""
-    monkeypatch.setattr(validation, "contents_are_free", lambda tensor: False)
+    monkeypatch.setattr(validation, "may_read", lambda tensor: False)
 
 
 @pytest.fixture(autouse=True)
 def counting_is_no_tracing(monkeypatch):
     """What is counted is the eager call, though a dispatch mode looks on."""
-    for module in (adjacent, sys.modules["jfi.ops.absorbed_target_attention"]):
+    for module in (table_rows, sys.modules["jfi.ops.absorbed_target_attention"]):
         monkeypatch.setattr(module, "is_traced", lambda: False)
     monkeypatch.setattr(compat, "profiler_enabled", lambda: True)  # the attention is counted by its name
 
@@ -166,6 +166,18 @@ def test_the_number_of_operations_does_not_grow_with_that_of_the_features(kind, 
     assert counts[0] == counts[1] and counts[0]["target_attention_fwd"] == 1
 
 
+def test_the_gradients_of_a_group_are_views_of_one_tensor():
+    """Autograd would copy the gradient of each feature's parameter if its layout were another."""
+    layer = JaggedFeatureInteraction(configs("position", 3), EMBEDDING_DIM, 2).double()
+    sequences, targets, _ = inputs_of(3)
+    layer(sequences, targets).values().sum().backward()
+    gradients = {}
+    for name, parameter in layer.named_parameters():
+        storages = gradients.setdefault(name.rpartition(".")[2], set())
+        storages.add(parameter.grad.untyped_storage().data_ptr())
+    assert {name: len(storages) for name, storages in gradients.items()} == dict.fromkeys(gradients, 1)
+
+
 def large(operations, numel):
     """Names of operations that wrote a tensor of that many elements or more, in memory of its own."""
     known, names = set(), []
@@ -248,7 +260,7 @@ def test_join_is_cat_with_its_gradient(name):
     make, in_place = JOINS[name]
     rows = torch.randn(5, 3, requires_grad=True)
     parts = make(rows)
-    got = adjacent.join(parts)
+    got = table_rows.join(parts)
     want = torch.cat(parts)
     torch.testing.assert_close(got, want, rtol=0, atol=0)
     first = next((part for part in parts if part.numel()), parts[0])
@@ -268,14 +280,14 @@ def test_a_part_that_somebody_looks_at_gets_its_gradient():
     parts = list(whole.split([2, 3]))
     parts[0].retain_grad()
     parts[1].register_hook(seen.append)
-    got = adjacent.join(parts)
+    got = table_rows.join(parts)
     assert got.data_ptr() == whole.data_ptr()
     got.sum().backward()
     assert parts[0].grad is not None and len(seen) == 1
 
     with torch.no_grad():
         leaves = [part.requires_grad_() for part in torch.randn(5, 3).requires_grad_()[:].chunk(2)]
-    adjacent.join(leaves).sum().backward()
+    table_rows.join(leaves).sum().backward()
     assert all(leaf.grad is not None for leaf in leaves)
 
 
@@ -283,7 +295,7 @@ def test_join_under_no_grad_and_inference():
     for context in (torch.no_grad, torch.inference_mode):
         with context():
             rows = torch.randn(5, 3)
-            got = adjacent.join(split(rows))
+            got = table_rows.join(split(rows))
             assert torch.equal(got, rows) and got.data_ptr() == rows.data_ptr()
 
 
@@ -342,10 +354,10 @@ def test_neighbours_in_a_keyed_jagged_tensor():
     lengths = torch.tensor(LENGTHS * 4)
     ids = KeyedJaggedTensor(keys, torch.arange(36), lengths=lengths, weights=torch.rand(36))
     parts = [ids[key] for key in keys]
-    assert adjacent.join([part.values() for part in parts[2:]]).data_ptr() == parts[2].values().data_ptr()
-    assert adjacent.join([part.weights() for part in parts[:2]]).data_ptr() == parts[0].weights().data_ptr()
-    assert adjacent.join([part.lengths() for part in parts[:2]]).data_ptr() == lengths.data_ptr()
-    assert inputs.join_offsets(parts[:2]).tolist() == [0, 3, 3, 4, 9, 12, 12, 13, 18]
+    assert table_rows.join([part.values() for part in parts[2:]]).data_ptr() == parts[2].values().data_ptr()
+    assert table_rows.join([part.weights() for part in parts[:2]]).data_ptr() == parts[0].weights().data_ptr()
+    assert table_rows.join([part.lengths() for part in parts[:2]]).data_ptr() == lengths.data_ptr()
+    assert events.join_offsets(parts[:2]).tolist() == [0, 3, 3, 4, 9, 12, 12, 13, 18]
 
 
 def test_log2_is_rounded_down_next_to_every_power_of_two():
@@ -354,4 +366,4 @@ def test_log2_is_rounded_down_next_to_every_power_of_two():
         counts = [count for power in powers for count in (power - 1, power, power + 1)]
         for rows in (1, 5, 100):
             want = [min(count.bit_length(), rows) - 1 for count in counts]
-            assert inputs.floor_log2(torch.tensor(counts, dtype=dtype), rows).tolist() == want
+            assert events.floor_log2(torch.tensor(counts, dtype=dtype), rows).tolist() == want

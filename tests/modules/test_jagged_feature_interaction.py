@@ -12,7 +12,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJa
 from torchrec.models.dlrm import InteractionArch
 
 from jfi import JaggedFeatureInteraction, KeyBias, PositionBias, SequenceFeatureConfig, WeightBias
-from jfi.modules import adjacent, stacked_attention
+from jfi.modules import stacked_attention, table_rows
 from jfi.ops._dispatch import operators
 
 from .conftest import EMBEDDING_DIM, LENGTHS
@@ -194,13 +194,13 @@ def test_the_side_of_the_projections_follows_the_shapes_and_keeps_the_parameters
     events, target, num_heads, num_queries, projects, monkeypatch
 ):
     sides = []
-    original = stacked_attention.absorbed_target_attention
+    original = stacked_attention.attend_absorbed
 
     def spy(*args, **kwargs):
         sides.append("targets")
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(stacked_attention, "absorbed_target_attention", spy)
+    monkeypatch.setattr(stacked_attention, "attend_absorbed", spy)
     features, sequences, targets = every_kind_of_feature(events, target)
     layer = randomise(JaggedFeatureInteraction(features, EMBEDDING_DIM, num_heads, num_queries).double())
     assert layer.project_history is projects
@@ -444,7 +444,7 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("bias", [None, PositionBias()])
 def test_autocast_projects_in_bfloat16_and_leaves_the_history_alone(bias, events, target, calls, monkeypatch):
     for module in (
-        adjacent,
+        table_rows,
         sys.modules["jfi.ops.absorbed_target_attention"],
     ):  # the eager call, though a mode looks on
         monkeypatch.setattr(module, "is_traced", lambda: False)
@@ -465,7 +465,7 @@ def test_autocast_projects_in_bfloat16_and_leaves_the_history_alone(bias, events
 @pytest.mark.parametrize(("longest", "want"), [((7,), [7]), ((None,), [None]), ((7, 9), [9]), ((7, None), [None])])
 def test_the_operator_gets_the_longest_history_of_a_group(longest, want, project_history, events, target, monkeypatch):
     seen = []
-    for name in ("target_attention", "absorbed_target_attention"):
+    for name in ("target_attention", "attend_absorbed"):
         function = getattr(stacked_attention, name)
         monkeypatch.setattr(
             stacked_attention, name, lambda *x, f=function, **y: seen.append(y["max_seqlen"]) or f(*x, **y)

@@ -4,7 +4,8 @@ from torchrec import JaggedTensor
 
 from jfi import PositionBias, SequenceFeatureConfig
 from jfi.modules import JaggedPooling
-from jfi.modules.ragged_targets import Candidates, count_visible
+from jfi.modules.events import Events
+from jfi.modules.jagged_pooling import count_visible
 
 from .conftest import EMBEDDING_DIM, LENGTHS
 
@@ -71,8 +72,9 @@ def test_times_without_ragged_targets_are_refused(events, targets, message):
 
 def test_events_that_pad_a_batch_are_seen_by_no_candidate():
     event_times = torch.tensor([1, 2, 1, 2, 0, 0, 0])  # the last three are behind the last user's
-    candidates = Candidates(torch.tensor([0, 1, 2]), torch.tensor([5, 5]), event_times, None)
-    assert count_visible(candidates, torch.tensor([0, 2, 4]), 2).tolist() == [2, 2]
+    candidates = {"target_offsets": torch.tensor([0, 1, 2]), "target_times": torch.tensor([5, 5])}
+    padded = Events(torch.tensor([0, 2, 4]), (), times=event_times, **candidates)
+    assert count_visible(padded, 2).tolist() == [2, 2]
 
 
 def test_a_long_history_of_float16_has_a_finite_sum():

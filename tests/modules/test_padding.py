@@ -7,7 +7,8 @@ import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 import jfi
-from jfi.modules import inputs
+from jfi.modules.events import position_buckets
+from jfi.modules.table_rows import own_rows
 from jfi.utils.padding import padded_to_capacity, padding_state
 
 #: In an order that has empty samples in front, behind and between.
@@ -31,7 +32,7 @@ def attend(events: dict, weights: list, target: torch.Tensor, offsets: torch.Ten
     max_seqlen = events.pop("max_seqlen")
     leaves = {name: x.clone().requires_grad_(x.is_floating_point()) for name, x in events.items()}
     fields = tuple(x for name, x in leaves.items() if name.startswith("field"))
-    history = tuple(inputs.own_rows(x, offsets, [JaggedTensor(x, offsets=offsets)]) for x in fields)
+    history = tuple(own_rows(x, offsets, [JaggedTensor(x, offsets=offsets)]) for x in fields)
     parameters = [x.clone().requires_grad_() for x in (target, *weights)]
     options = {name: x for name, x in leaves.items() if not name.startswith("field")}
     if "table" in options:
@@ -88,7 +89,7 @@ def test_sums_over_samples_leave_padding_alone(unread, poisoned, device):
     for values in (rows, padded(rows)):
         values.requires_grad_()
         with padded_to_capacity():
-            own = inputs.own_rows(values, offsets, [JaggedTensor(values, offsets=offsets)])
+            own = own_rows(values, offsets, [JaggedTensor(values, offsets=offsets)])
         ones = own.new_ones(len(own), 1)
         sums.append(jfi.ops.jagged_jagged_bmm(own, ones, offsets, impl="triton").squeeze(-1))
         sums[-1].square().sum().backward()
@@ -98,8 +99,8 @@ def test_sums_over_samples_leave_padding_alone(unread, poisoned, device):
 
 def test_buckets_by_position_of_the_events_alone():
     offsets = torch.tensor([0, 3, 3, 8])
-    want = inputs.position_buckets(offsets, 8, 32)
-    assert torch.equal(inputs.position_buckets(offsets, 12, 32, room=True)[:8], want)
+    want = position_buckets(offsets, 8, 32)
+    assert torch.equal(position_buckets(offsets, 12, 32, is_padded=True)[:8], want)
 
 
 def test_a_compiled_function_knows_of_the_padding():

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 
 from jfi import FusedEmbeddingCollection, KeyBias, PositionBias, SequenceFeatureConfig, WeightBias
-from jfi.modules import JaggedFeatureInteraction, TableRows, inputs
+from jfi.modules import JaggedFeatureInteraction, TableRows, lookups
 
 WIDTH, LR = 8, 0.5
 LENGTHS = [3, 0, 17, 1]
@@ -131,7 +131,7 @@ def test_tables_that_step_their_rows(case, device, reads):
 @pytest.mark.parametrize("case", CASES)
 def test_tables_with_dense_gradients(case, device, reads, monkeypatch):
     """TorchRec's own collection, which is read by id on a GPU; here wherever the test runs."""
-    monkeypatch.setattr(inputs, "is_read_by_id", lambda *_: True)
+    monkeypatch.setattr(lookups, "is_read_by_id", lambda *_: True)
 
     def step(collection):
         found = {}
@@ -148,7 +148,7 @@ def test_a_collection_of_torchrec_is_read_by_id_on_a_gpu(device, reads):
     layer = JaggedFeatureInteraction(
         [feature()], WIDTH, embedding_collection=EmbeddingCollection(tables=configs(), device=device), device=device
     )
-    assert inputs.is_read_by_id(layer.embedding_collection, batch(device))
+    assert lookups.is_read_by_id(layer.embedding_collection, batch(device))
     layer(batch(device), {"target": torch.randn(len(LENGTHS), WIDTH, device=device)})
     assert not reads
 

@@ -120,7 +120,7 @@ def test_a_compiler_meets_no_context_variable(monkeypatch):
     def get():
         raise RuntimeError("the context variable was read")
 
-    monkeypatch.setattr(_checks, "_is_on_cpu", lambda x: False)
+    monkeypatch.setattr(_checks, "_READABLE", ())
     monkeypatch.setattr(_checks, "_validates_on_gpu", SimpleNamespace(get=get))
     query, key, offsets = inputs("cpu")
 

@@ -192,8 +192,8 @@ def unchecked(case: Case) -> Iterator[None]:
         yield
         return
     with (
-        mock.patch.object(_checks, "_is_on_cpu", lambda x: False),
-        mock.patch.object(validation, "contents_are_free", lambda x: False),
+        mock.patch.object(_checks, "_READABLE", ()),
+        mock.patch.object(validation, "may_read", lambda x: False),
     ):
         yield
 
@@ -344,8 +344,8 @@ def as_on_a_gpu() -> Iterator[None]:
         return attend_to_part(trimmed(inputs), impl)
 
     with (
-        mock.patch.object(_checks, "_is_on_cpu", lambda x: False),
-        mock.patch.object(validation, "contents_are_free", lambda x: False),
+        mock.patch.object(_checks, "_READABLE", ()),
+        mock.patch.object(validation, "may_read", lambda x: False),
         mock.patch.multiple(attention, attend_to_part=attend, part_gradients=gradients),
     ):
         yield

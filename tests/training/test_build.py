@@ -21,10 +21,10 @@ def test_the_longest_history_of_the_data_is_the_max_seqlen_of_the_features(num_l
     arch = model.sequence_arch
     features = arch.pooling.features + ([] if arch.encoder is None else arch.encoder.features)
     assert [feature.max_seqlen for feature in features] == [7] * (1 + num_layers)
-    attend, seen = stacked_attention.absorbed_target_attention, []
+    attend, seen = stacked_attention.attend_absorbed, []
     monkeypatch.setattr(
         stacked_attention,
-        "absorbed_target_attention",
+        "attend_absorbed",
         lambda *x, **y: seen.append(y["max_seqlen"]) or attend(*x, **y),
     )
     model(batch.dense_features, batch.sparse_features)

@@ -1,0 +1,386 @@
+"""The events of a batch as operators take them: `Events`, built once from TorchRec's types.
+
+Feature f of F in a group has samples f·B to (f+1)·B of one jagged batch, so that one call of an operator serves all
+features; the number of kernels does not depend on F. What is adjacent in memory already is not copied: the outputs of a
+sharded EmbeddingCollection are, and so are the lengths, ids and weights of neighbouring keys of a KeyedJaggedTensor.
+
+With times, a candidate of ragged targets sees the events of its user that are strictly older than itself.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from jfi.modules import lookups, validation
+from jfi.modules.sequence_configs import (
+    Bias,
+    FeatureGroup,
+    KeyBias,
+    PositionBias,
+    RelativeTimeBias,
+    SequenceFeatureConfig,
+    TimeBias,
+    WeightBias,
+)
+from jfi.modules.spread_rows import SpreadEvents, SpreadRows
+from jfi.modules.table_rows import DigitRows, TableRows, UnreadRows, digit_numbers, join, own_rows
+from jfi.ops.gather_rows import bound_ids, table_bias
+from jfi.ops.rows_by_id import RowsById, join_rows, read_rows, sum_rows
+from jfi.utils.padding import padding_state
+
+
+@dataclass
+class Events:
+    """The events and the targets of a group of F features.
+
+    The vectors of the S events are in one of `fields`, `by_id`, `digits` and `remote`.
+
+    Attributes:
+        offsets: [F * B + 1], of the events; of ragged targets B is the number of users.
+        fields: [S, ...] each; concatenated they are the events, `sequence_width` wide. Of vectors elsewhere one tensor
+            of their shape and dtype without memory.
+        target: [F, B, target_width]; of ragged targets [F, R, target_width].
+        by_id: rows of tables, which the attention reads itself.
+        digits: events whose digits it reads itself, feature by feature.
+        remote: events whose rows lie on several ranks, those of each feature in one of these.
+        counts: how many of the S events each feature has.
+        score_bias: [S], floating, the same for all heads.
+        bias_index: [S], integer: rows of the learned tables [F * num_buckets, H], one below the other.
+        value_scale: [S].
+        times: [S], of RelativeTimeBias and of ragged targets with times.
+        target_offsets: [F * B + 1], from 0 to F * R: the candidates of each user; None unless targets are ragged.
+        target_times: [F * R]; with them a candidate sees strictly older events.
+        max_visible: with times the most events that a candidate sees, the newest ones; None for all.
+    """
+
+    offsets: Tensor
+    fields: tuple[Tensor, ...]
+    target: Tensor | None = None
+    by_id: RowsById | None = None
+    digits: tuple[DigitRows, ...] = ()
+    remote: tuple[SpreadEvents, ...] = ()
+    counts: tuple[int, ...] = ()
+    score_bias: Tensor | None = None
+    bias_index: Tensor | None = None
+    value_scale: Tensor | None = None
+    times: Tensor | None = None
+    target_offsets: Tensor | None = None
+    target_times: Tensor | None = None
+    max_visible: int | None = None
+
+    @property
+    def rows(self) -> Tensor:
+        """Returns `history`, or the digits [S, L + 2] of events whose digits are read."""
+        return digit_numbers(self.digits) if self.digits else self.history
+
+    @property
+    def history(self) -> Tensor:
+        """Returns [S, sequence_width], an event a row; a copy if there are several fields or the rows were not read."""
+        if self.digits:
+            return join([one.values() for one in self.digits])
+        if self.by_id is not None:
+            return read_rows(self.by_id)
+        return self.fields[0] if len(self.fields) == 1 else torch.cat(self.fields, dim=1)
+
+    def key_bias(self, table: Tensor | None, num_heads: int, dtype: torch.dtype) -> Tensor | None:
+        """Returns what is added to the scores of each event, by head: [S, H], or None without a bias.
+
+        Args:
+            table: [F * num_buckets, H], the learned values, if any.
+            num_heads: H.
+            dtype: of the result.
+        """
+        if self.bias_index is not None:
+            return table_bias(table, self.bias_index).to(dtype)
+        if self.score_bias is not None:
+            return self.score_bias.unsqueeze(1).expand(-1, num_heads).to(dtype)
+        return None
+
+
+class _Candidates(NamedTuple):
+    """The ragged targets of a batch, once for all features."""
+
+    offsets: Tensor  # [U + 1], from 0 to R
+    times: Tensor | None  # [R]
+    event_times: JaggedTensor | dict[str, JaggedTensor] | None
+    max_visible: int | None
+
+
+def read_events(
+    sequences: dict[str, JaggedTensor],
+    groups: list[FeatureGroup],
+    targets: KeyedTensor | dict[str, Tensor] | dict[str, JaggedTensor] | None = None,
+    target_times: JaggedTensor | None = None,
+    event_times: JaggedTensor | dict[str, JaggedTensor] | None = None,
+    max_events: int | None = None,
+) -> list[Events]:
+    """Checks, reads and concatenates the tensors of every group.
+
+    A caller's module registers it by `torch.fx.wrap("read_events")`, so that TorchRec's tracers do not enter it.
+
+    Args:
+        sequences: embeddings [S, embedding_dim] by sequence key, and bucket ids and times [S] by the keys of biases.
+        groups: what to read.
+        targets: embeddings [B, embedding_dim] by target key, or ragged ones; None where no target is read.
+        target_times: of ragged targets, as `JaggedFeatureInteraction.forward` takes them.
+        event_times: given with target_times.
+        max_events: the most events that a candidate sees.
+    """
+    if isinstance(sequences, KeyedJaggedTensor):
+        raise TypeError(
+            "sequences is a KeyedJaggedTensor of ids, which needs embedding_collection given at construction; "
+            "without it sequences must be an EmbeddingCollection's output, dict[str, JaggedTensor]"
+        )
+    sequences, candidates = lookups.as_dict(sequences), None
+    first_key, times = groups[0].target_keys[0][0], (target_times, event_times, max_events)
+    has_options = target_times is not None or event_times is not None or max_events is not None
+    if targets is not None:
+        targets = lookups.targets_as_dict(targets, first_key)
+        if isinstance(targets.get(first_key), JaggedTensor) or has_options:
+            validation.check_ragged_targets(targets, groups, sequences, *times)
+            own_times = None if target_times is None else target_times.values()
+            max_visible = None if max_events is None else int(max_events)
+            candidates = _Candidates(targets[first_key].offsets(), own_times, event_times, max_visible)
+            targets = {key: target.values() for key, target in targets.items() if isinstance(target, JaggedTensor)}
+    has_times = candidates is not None and candidates.times is not None
+    validation.check_inputs(sequences, groups, targets, None if candidates is None else candidates.offsets, has_times)
+    device = sequences[groups[0].sequence_keys[0][0]].device()
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):  # under which cat refuses some dtypes
+        with torch.autocast(device.type, enabled=False):
+            return [_read_group(sequences, group, targets, candidates) for group in groups]
+    return [_read_group(sequences, group, targets, candidates) for group in groups]
+
+
+def _read_group(
+    sequences: dict[str, JaggedTensor],
+    group: FeatureGroup,
+    targets: dict[str, Tensor] | None,
+    candidates: _Candidates | None,
+) -> Events:
+    """Reads and concatenates; field by field, so that adding or concatenating fields is one kernel for all features."""
+    feature, firsts = group.features[0], [sequences[key] for key in group.sequence_keys[0]]
+    events = Events(firsts[0].offsets(), ())
+    if targets is not None:
+        targets = _stacked(targets, group.target_keys)
+        events.target = targets[0] if len(targets) == 1 else combine(targets, feature)
+    is_unread = False
+    for keys in group.sequence_keys:
+        for key in keys:
+            is_unread = is_unread or isinstance(sequences[key], UnreadRows)
+    if not (is_unread and _refer_to_unread(events, sequences, group, firsts, candidates is not None)):
+        fields = []
+        for keys in group.sequence_keys:
+            alone = len(keys) == 1
+            fields.append(sequences[keys[0]].values() if alone else join([sequences[key].values() for key in keys]))
+        if feature.combine == "sum" and len(fields) > 1:
+            fields = [combine(fields, feature)]
+        events.fields = tuple(fields)
+    if events.remote:  # whose bias and weights lie where the rows do
+        return events
+    events.counts = (events.fields[0].size(0),)
+    if len(firsts) > 1:
+        events.offsets = join_offsets(firsts)
+        events.counts = tuple([validation.unread(one).size(0) for one in firsts])
+    is_padded = padding_state.is_padded
+    if is_padded:
+        sources = [[sequences[key] for key in keys] for keys in group.sequence_keys]
+        if len(events.fields) < len(sources):
+            sources = [[one for field in sources for one in field]]
+        pairs = zip(events.fields, sources, strict=True)
+        events.fields = tuple([own_rows(rows, events.offsets, own) for rows, own in pairs])
+    weights = join([one.weights() for one in firsts]) if group.reads_weights else None
+    if feature.weighted_values:
+        events.value_scale = weights
+    if candidates is not None:
+        _add_candidates(events, group, candidates)
+    if isinstance(feature.relative_bias, RelativeTimeBias):
+        events.times = join([validation.event_input(sequences, one.time_key).values() for one in group.features])
+    if feature.bias is not None and not is_by_pair(feature.bias, events.target_times is not None):
+        _add_bias(events, sequences, group, weights, is_padded)
+    return events
+
+
+def _add_candidates(events: Events, group: FeatureGroup, candidates: _Candidates) -> None:
+    """Adds the candidates, once for each feature."""
+    features, (offsets, times, event_times, events.max_visible) = len(group.features), candidates
+    is_alone = features == 1
+    events.target_offsets = offsets if is_alone else F.pad(offsets.diff().repeat(features).cumsum(0), (1, 0))
+    if times is not None:
+        events.target_times = times if is_alone else times.repeat(features)
+        by_feature = [
+            (event_times if isinstance(event_times, JaggedTensor) else event_times[feature.sequence_keys[0]]).values()
+            for feature in group.features
+        ]
+        events.times = by_feature[0] if is_alone else torch.cat(by_feature)
+
+
+def _add_bias(
+    events: Events, sequences: dict[str, JaggedTensor], group: FeatureGroup, weights: Tensor | None, is_padded: bool
+) -> None:
+    """Adds the bias of each event, or its row of the learned tables."""
+    bias, count = group.features[0].bias, events.fields[0].size(0)
+    if isinstance(bias, WeightBias):
+        events.score_bias = _log_weights(weights)
+        return
+    if isinstance(bias, PositionBias):
+        index = position_buckets(events.offsets, count, bias.num_buckets, is_padded)
+    else:
+        ids = join([validation.event_input(sequences, one.bias.key).values() for one in group.features])
+        (index,) = bound_ids([ids], [bias.num_buckets])  # else an id would name another feature's rows
+    if len(group.features) > 1:
+        stacked = index + _first_rows(events.offsets, count, len(group.features), bias.num_buckets)
+        index = torch.where(index < 0, -1, stacked) if isinstance(bias, KeyBias) else stacked
+    events.bias_index = index
+
+
+def is_by_pair(bias: Bias | None, has_times: bool) -> bool:
+    """Returns whether a learned bias belongs to a pair of candidate and event rather than to an event."""
+    return has_times and isinstance(bias, PositionBias | TimeBias)
+
+
+def _refer_to_unread(
+    events: Events, sequences: dict[str, JaggedTensor], group: FeatureGroup, firsts: list[JaggedTensor], ragged: bool
+) -> bool:
+    """Lets the attention read the rows itself, if all are of a kind that it reads; returns whether it does."""
+    events.by_id = _rows_by_id(sequences, group)
+    if events.by_id is not None:
+        events.fields = (events.by_id.rows,)
+    elif events.target is None:
+        return False
+    elif _are_digits(firsts, group):
+        events.digits = tuple(firsts)
+        rows = firsts[0].rows
+        events.fields = (rows.new_zeros(()).expand(sum([one.rows.size(0) for one in firsts]), group.embedding_dim),)
+    else:
+        events.remote = _remote(sequences, group, ragged)
+        if events.remote:
+            like = events.target.new_zeros((), dtype=events.remote[0].dtype)
+            events.fields = (like.expand(0, group.embedding_dim),)
+    return bool(events.fields)
+
+
+def _rows_by_id(sequences: dict[str, JaggedTensor], group: FeatureGroup) -> RowsById | None:
+    """Returns the events of a group whose rows lie in tables, each field in one for all features; fields are added."""
+    if len(group.sequence_keys) > 1 and group.features[0].combine != "sum":
+        return None
+    fields = []
+    for keys in group.sequence_keys:
+        first, rows, ids = sequences[keys[0]], [], []
+        for key in keys:
+            one = sequences[key]
+            if not isinstance(one, TableRows) or one.table.data_ptr() != first.table.data_ptr():
+                return None
+            rows.append(one.rows)
+            ids.append(one.ids)
+        fields.append(RowsById(rows[0] if len(rows) == 1 else join_rows(rows), (first.table,), (join(ids),)))
+    return sum_rows(fields)
+
+
+def _are_digits(firsts: list[JaggedTensor], group: FeatureGroup) -> bool:
+    """Returns whether the events of a group are semantic IDs alone that `digit_attention` takes."""
+    first = firsts[0]
+    if len(group.sequence_keys) > 1 or not isinstance(first, DigitRows):
+        return False
+    if not all([isinstance(one, DigitRows) and one.embedding is first.embedding for one in firsts]):
+        return False
+    if first.rows.is_cuda and first.rows.dtype == torch.float64:  # kernels take none
+        return False
+    return not (group.features[0].weighted_values and any([one.weights().requires_grad for one in firsts]))
+
+
+def _remote(sequences: dict[str, JaggedTensor], group: FeatureGroup, ragged: bool) -> tuple[SpreadEvents, ...]:
+    """Returns the events of a group, if they lie on several ranks and attention can go there."""
+    found = []
+    for feature in group.features:
+        events = None
+        for key in feature.sequence_keys:
+            if isinstance(sequences[key], SpreadRows):
+                events = sequences[key].events.get(feature.name)
+                break
+        if events is None:
+            return ()
+        if events not in found:
+            found.append(events)
+    if ragged:
+        raise ValueError(
+            f"attention that goes to the rows of other ranks takes a target a sample, got ragged targets for feature "
+            f"'{group.features[0].name}': exchange rows instead"
+        )
+    return tuple(found)
+
+
+def _stacked(targets: dict[str, Tensor], fields: list[tuple[str, ...]]) -> list[Tensor]:
+    """Returns by field the targets of all features [F, B, embedding_dim]."""
+    if len(fields[0]) == 1:
+        return [targets[key].unsqueeze(0) for (key,) in fields]
+    return [torch.stack([targets[key] for key in keys]) for keys in fields]
+
+
+def combine(fields: list[Tensor], feature: SequenceFeatureConfig) -> Tensor:
+    """Adds aligned fields, or concatenates them along the last dimension."""
+    if len(fields) == 1:
+        return fields[0]
+    if feature.combine == "concat":
+        return torch.cat(fields, dim=-1)
+    total = fields[0] + fields[1]
+    for field in fields[2:]:
+        total += field  # in place: one tensor of the history's size, however many fields
+    return total
+
+
+def _log_weights(weights: Tensor) -> Tensor:
+    """Returns the score bias by which an event of weight 2 counts as two: its logarithm, -inf at 0 without gradient."""
+    if not weights.requires_grad:
+        return weights.log()
+    # The gradient of log(0) is infinite, and 0 * inf is NaN: an event left out must not pass through log.
+    left_out = weights == 0
+    return weights.masked_fill(left_out, 1).log().masked_fill(left_out, -torch.inf)
+
+
+def position_buckets(offsets: Tensor, num_events: int, num_buckets: int, is_padded: bool = False) -> Tensor:
+    """Returns bucket floor(log2(d + 1)) of each event [S], where d counts the events after it in its sample.
+
+    Example:
+        >>> position_buckets(torch.tensor([0, 1, 1, 6]), 6, 32)
+        tensor([0, 2, 2, 1, 1, 0], dtype=torch.int32)
+    """
+    position = torch.arange(num_events, device=offsets.device, dtype=offsets.dtype)
+    # An event's sample ends at the first offset beyond it.
+    ends = torch.searchsorted(offsets, position, right=True, out_int32=True)
+    if is_padded:  # rows behind the last sample, which nobody reads
+        ends = ends.clamp_(max=offsets.size(0) - 1)
+    ends = offsets.index_select(0, ends)
+    return floor_log2(ends - position, num_buckets)
+
+
+def floor_log2(count: Tensor, num_buckets: int) -> Tensor:
+    """Returns floor(log2(count)), int32, at most num_buckets - 1: how many of 2, 4, ... the count has reached.
+
+    Compared as integers, since a logarithm may round up.
+    """
+    bits = torch.iinfo(count.dtype).bits - 1
+    exponents = torch.arange(1, min(num_buckets, bits), device=count.device, dtype=count.dtype)
+    return torch.bucketize(count, 1 << exponents, right=True, out_int32=True)
+
+
+def _first_rows(offsets: Tensor, num_events: int, num_features: int, num_buckets: int) -> Tensor:
+    """Returns the first row [S] of the table of each event's feature; on the device, to avoid a copy from the host."""
+    events = offsets.diff().view(num_features, -1).sum(1)
+    rows = torch.arange(0, num_features * num_buckets, num_buckets, device=offsets.device)
+    return torch.repeat_interleave(rows, events, output_size=num_events)
+
+
+def join_offsets(tensors: list[JaggedTensor]) -> Tensor:
+    """Returns the offsets [F * B + 1] of F jagged tensors of B samples whose rows are concatenated."""
+    if len(tensors) == 1:
+        return tensors[0].offsets()
+    lengths = [tensor.lengths_or_none() for tensor in tensors]
+    if any([one is None for one in lengths]):
+        joined = torch.stack([tensor.offsets() for tensor in tensors]).diff().flatten()
+    else:
+        joined = join(lengths)
+    return F.pad(joined.cumsum(0), (1, 0))

@@ -1,0 +1,180 @@
+"""Lookups of a layer: from ids to embeddings by key, with what else its features read of the ids.
+
+Call these functions through the module (`lookups.allow_no_samples`): torch.fx.wrap patches this module's globals, so
+that TorchRec's tracers would trace into a function that is imported by name.
+"""
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.types import LazyAwaitable
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection, get_embedding_names_by_table
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from jfi.modules.id_counts import OutsideIds
+from jfi.modules.sequence_configs import KeyBias, RelativeTimeBias, SequenceFeatureConfig, TimeBias, WeightBias
+from jfi.modules.spread_rows import SpreadRows
+from jfi.modules.table_rows import TableRows, with_weights
+from jfi.modules.validation import input_key, require_keys
+from jfi.ops.gather_rows import bound_ids, check_indices
+from jfi.ops.rows_by_id import bounded_rows_by_id
+from jfi.utils.arguments import check_type
+from jfi.utils.context import is_traced
+from jfi.utils.padding import padding_state
+
+Collections = EmbeddingCollection | ManagedCollisionEmbeddingCollection
+
+
+def check_collection(
+    collection: Collections, features: list[SequenceFeatureConfig], embedding_dim: int
+) -> dict[str, str]:
+    """Checks that a collection of a layer fits its features, and returns by key of its output that of the ids."""
+    must = "an EmbeddingCollection, a ManagedCollisionEmbeddingCollection or None"
+    check_type("embedding_collection", collection, Collections, must)
+    managed = isinstance(collection, ManagedCollisionEmbeddingCollection)
+    tables = (collection._embedding_collection if managed else collection).embedding_configs()
+    for table in tables:
+        if table.embedding_dim != embedding_dim:
+            raise ValueError(
+                f"embedding_collection must be embedding_dim={embedding_dim} wide, got {table.embedding_dim}"
+            )
+    names = id_keys(tables)
+    for feature in features:
+        require_keys("embedding_collection", names, feature.sequence_keys)
+    return names
+
+
+def id_keys(tables: list[BaseEmbeddingConfig]) -> dict[str, str]:
+    """Returns by key of a collection's output that of the ids; a key of several tables is `<key>@<table>` there."""
+    names = get_embedding_names_by_table(tables)
+    pairs = [zip(own, table.feature_names, strict=True) for own, table in zip(names, tables, strict=True)]
+    return {name: key for own in pairs for name, key in own}
+
+
+@torch.fx.wrap
+def allow_no_samples(ids: KeyedJaggedTensor) -> None:
+    """Lets collections that are not sharded look up a batch of no samples.
+
+    KeyedJaggedTensor.to_dict, which they begin with, fails at stride 0, so its cache is filled here.
+    """
+    if ids.stride() == 0:
+        keys = ids.keys()
+        ids._jt_dict = {key: ids[key] for key in keys}
+
+
+def is_read_by_id(collection: nn.Module, ids: KeyedJaggedTensor) -> bool:
+    """Returns whether `look_up` replaces the collection: TorchRec's own, with dense gradients, on a GPU, untraced."""
+    if type(collection) is not EmbeddingCollection or not isinstance(ids, KeyedJaggedTensor):
+        return False
+    for table in collection.embeddings.values():
+        if type(table.weight) is not nn.Parameter or not table.weight.is_cuda or table.sparse:
+            return False
+    modules = [collection, *collection.embeddings.values()]
+    if any([module._forward_hooks or module._forward_pre_hooks for module in modules]):
+        return False
+    # In a padded batch ids behind the last sample are 0, which is no padding.
+    return not (is_traced() or padding_state.is_padded)
+
+
+def look_up(collection: EmbeddingCollection, ids: KeyedJaggedTensor, outside: OutsideIds) -> dict[str, JaggedTensor]:
+    """Returns the collection's output as rows not read yet, with the same gradients; counts ids outside of tables."""
+    by_key, found, values, weights = ids.to_dict(), {}, [], []
+    lookups = [
+        (embedding, key, table.name)
+        for table, names in zip(collection.embedding_configs(), collection.embedding_names_by_table(), strict=True)
+        for embedding, key in zip(names, table.feature_names, strict=True)
+    ]
+    for _, key, table in lookups:
+        own, weight = by_key[key].values(), collection.embeddings[table].weight
+        check_indices(f"features['{key}']", own, weight.shape[0], f"table '{table}'", padded=False)
+        values.append(own)
+        weights.append(weight)
+    values = bound_ids(values, [weight.shape[0] for weight in weights], outside.on(values[0].device))
+    for (embedding, key, _), own, weight in zip(lookups, values, weights, strict=True):
+        parts = by_key[key].lengths_or_none(), by_key[key].offsets_or_none()
+        # As the collection converts them, whatever the table's dtype.
+        by_id = bounded_rows_by_id((weight,), (own,), torch.float32)
+        found[embedding] = TableRows(by_id.tables[0], by_id.indices[0], by_id.rows, *parts)
+    return found
+
+
+@torch.fx.wrap
+def with_event_inputs(
+    embeddings: dict[str, JaggedTensor],
+    ids: KeyedJaggedTensor,
+    features: list[SequenceFeatureConfig],
+    id_keys: dict[str, str],
+) -> dict[str, JaggedTensor]:
+    """Adds to an EmbeddingCollection's output what only its input has: weights, bucket ids and times of the events.
+
+    Args:
+        embeddings: the output.
+        ids: the input, with the keys of biases.
+        features: what reads them.
+        id_keys: by key of the output that of the ids where they differ.
+    """
+    sequences, present = as_dict(embeddings), ids.keys()
+    for feature in features:
+        bias, relative = feature.bias, feature.relative_bias
+        # For targets with times TimeBias reads no ids; without times `check_inputs` asks for these.
+        if isinstance(bias, KeyBias) and not (isinstance(bias, TimeBias) and bias.key not in present):
+            require_keys("sequences", present, [bias.key])
+            sequences[input_key(bias.key)] = ids[bias.key]
+        if isinstance(relative, RelativeTimeBias):
+            require_keys("sequences", present, [relative.key])
+            sequences[input_key(relative.key)] = ids[relative.key]
+        if feature.weighted_values or isinstance(bias, WeightBias):
+            key = feature.sequence_keys[0]
+            sequences[key] = with_weights(sequences[key], ids[id_keys.get(key, key)].weights_or_none())
+    return sequences
+
+
+@torch.compiler.disable
+def _wait(awaitable: LazyAwaitable) -> object:
+    return LazyAwaitable._wait_async(awaitable)  # which keeps the result, for all that read the same awaitable
+
+
+def as_dict(
+    sequences: dict[str, JaggedTensor], must_be: str = "a dict of JaggedTensor by key"
+) -> dict[str, JaggedTensor]:
+    """Returns the mapping as a new dict, or what the awaitable holds that a sharded collection returns.
+
+    A ManagedCollisionEmbeddingCollection returns it in a tuple, with the remapped ids or None. An awaitable is waited
+    for before the first look at an attribute: that waits too, but torch.compile cannot trace it.
+    """
+    if type(sequences) is tuple and len(sequences) == 2:
+        sequences = sequences[0]
+    if isinstance(sequences, LazyAwaitable):
+        sequences = _wait(sequences)
+    if not hasattr(sequences, "items"):
+        raise TypeError(f"sequences must be {must_be}, got {type(sequences).__name__}")
+    return dict(sequences.items())
+
+
+def targets_as_dict(targets: object, first_key: str) -> dict[str, Tensor] | dict[str, JaggedTensor]:
+    """Returns the targets, and what an awaitable holds, as a dict; `first_key` is for the message of an error."""
+    if isinstance(targets, LazyAwaitable):
+        targets = _wait(targets)
+    if isinstance(targets, dict):
+        return {key: _wait(one) if isinstance(one, LazyAwaitable) else one for key, one in targets.items()}
+    if hasattr(targets, "to_dict"):
+        return targets.to_dict()
+    if hasattr(targets, "items"):
+        return dict(targets.items())
+    raise TypeError(
+        "targets must be a KeyedTensor or a dict of Tensor by target key, such as "
+        f"{{'{first_key}': target}}, got {type(targets).__name__}"
+    )
+
+
+def fetched(sequences: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
+    """Returns the mapping with the rows that lie on several ranks, for what cannot go to them."""
+    if isinstance(sequences, KeyedJaggedTensor):
+        return sequences  # which `read_events` refuses
+    read = as_dict(sequences)
+    for key, events in read.items():
+        if isinstance(events, SpreadRows):
+            parts = {"lengths": events.lengths_or_none(), "offsets": events.offsets_or_none()}
+            read[key] = JaggedTensor(events.values(), weights=events.weights_or_none(), **parts)
+    return read
