@@ -148,7 +148,7 @@ class JaggedFeatureInteraction(nn.Module):
         if project_history is not None and not isinstance(project_history, bool):
             raise TypeError(f"project_history must be a bool or None, got {project_history!r}")
         check_device("device", device)
-        #: By key of the collection's output that of the ids.
+        #: The key of the ids by the key of the collection's output.
         self._id_keys: dict[str, str] = {}
         self.outside_ids: tuple[OutsideIds, ...] = ()
         if embedding_collection is not None:
@@ -178,8 +178,8 @@ class JaggedFeatureInteraction(nn.Module):
             }
         )
         names = [feature.name for feature in features]
-        #: Of every group the places of its features in the output.
-        self._places = [[names.index(feature.name) for feature in group.features] for group in self.groups]
+        #: By group the positions of its features in the output.
+        self._positions = [[names.index(feature.name) for feature in group.features] for group in self.groups]
         self._names, self._widths = names, [embedding_dim] * len(features)
 
     @property
@@ -330,10 +330,9 @@ class JaggedFeatureInteraction(nn.Module):
 
     def _in_order(self, outputs: list[Tensor]) -> Tensor:
         pooled = {}
-        for output, places in zip(outputs, self._places, strict=True):
-            rows = output.unbind()
-            pooled |= {place: rows[index] for index, place in enumerate(places)}
-        return torch.cat([pooled[place] for place in range(len(self.features))], dim=1)
+        for output, positions in zip(outputs, self._positions, strict=True):
+            pooled |= dict(zip(positions, output.unbind(), strict=True))
+        return torch.cat([pooled[position] for position in range(len(self.features))], dim=1)
 
     def _embed(self, ids: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         # DistributedModelParallel puts a module of another class in the collection's place.

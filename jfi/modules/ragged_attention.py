@@ -150,22 +150,23 @@ def attention_weights(
 ) -> tuple[Tensor, Tensor]:
     """Returns the probabilities [P, T, H] of the pairs of candidate and event, and the pairs of each candidate [F * R].
 
-    A candidate has a pair with every event of its user; the weight of an event that it does not see is 0.
+    A candidate has a pair with every event of its user; the weight of an event that it does not see is 0. Dense targets
+    are the only candidates of their samples.
     """
-    history = events.history
-    num_features, num_rows, _ = events.target.shape
+    history, (num_features, num_rows, _) = events.history, events.target.shape
     w_qk, b_qk, _ = absorb_weights(weights[:5], num_heads)
     query = linear(events.target, w_qk, b_qk).unflatten(2, (-1, history.size(1))).flatten(0, 1)
     query = query.to(history.dtype) / math.sqrt(weights[2].size(1) // num_heads)  # [F * R, T * H, D_x]
     num_queries = query.size(1) // num_heads
 
-    counts = events.target_offsets.diff()
+    is_ragged = events.target_offsets is not None
+    counts = events.target_offsets.diff() if is_ragged else events.offsets.new_ones(query.size(0))
     lengths = events.offsets.diff().repeat_interleave(counts, output_size=query.size(0))
     begins = events.offsets[:-1].repeat_interleave(counts, output_size=query.size(0))
     offsets = F.pad(lengths.cumsum(0), (1, 0))
     candidate = torch.arange(query.size(0), device=query.device).repeat_interleave(lengths)
-    place = torch.arange(candidate.size(0), device=query.device) - offsets[candidate]  # of the event in its history
-    event = begins[candidate] + place
+    position = torch.arange(candidate.size(0), device=query.device) - offsets[candidate]  # of the event in its history
+    event = begins[candidate] + position
 
     rows = history[event]
     scores = torch.stack([torch.linalg.vecdot(rows, one[candidate]) for one in query.unbind(1)], dim=1)  # [P, T * H]
@@ -176,7 +177,7 @@ def attention_weights(
         age = reference.ages(events.target_times[candidate], events.times[event])
         visible = age > 0
         seen = torch.zeros_like(lengths).index_add_(0, candidate, visible.to(lengths.dtype))
-        distance = seen[candidate] - place
+        distance = seen[candidate] - position
         if is_relative:
             count, first = (age, 0) if isinstance(bias, TimeBias) else (distance, 1)
             num_buckets = bucket_bias.size(0) // num_features

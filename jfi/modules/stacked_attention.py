@@ -39,10 +39,10 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jfi.modules import ragged_attention
 from jfi.modules.events import Events
-from jfi.modules.projections import absorbed, linear, projected
+from jfi.modules.projections import absorbed, projected
 from jfi.modules.sequence_configs import FeatureGroup, SequenceFeatureConfig, initial_bias
 from jfi.modules.table_rows import join_words
-from jfi.ops import absorb_weights, digit_attention, jagged_softmax, target_attention
+from jfi.ops import digit_attention, target_attention
 from jfi.ops.absorbed_target_attention import attend_absorbed
 from jfi.utils.context import without_autocast
 
@@ -224,35 +224,12 @@ def attention_weights(
 
     The arguments are those of `attend`.
     """
-    weights, bucket_bias = stack(parameters)
-    num_features = len(group.features)
-    if events.target_offsets is not None:
-        bias = group.features[0].bias
-        values, lengths = ragged_attention.attention_weights(events, weights, bucket_bias, bias, num_heads)
-        lengths = lengths.view(num_features, -1)
-        values = values.split(lengths.sum(1).tolist())
-    else:
-        lengths = events.offsets.diff().view(num_features, -1)
-        values = _event_weights(events, weights, bucket_bias, num_heads).split(events.counts)
+    weights, table = stack(parameters)
+    bias = group.features[0].bias
+    values, lengths = ragged_attention.attention_weights(events, weights, table, bias, num_heads)
+    lengths = lengths.view(len(group.features), -1)
+    values = values.split(lengths.sum(1).tolist())
     return [JaggedTensor(rows, lengths=counts) for rows, counts in zip(values, lengths, strict=True)]
-
-
-def _event_weights(events: Events, weights: tuple[Tensor, ...], bucket_bias: Tensor | None, num_heads: int) -> Tensor:
-    """Returns the probabilities [S, T, H] of dense targets."""
-    history, offsets = events.history, events.offsets
-    num_queries = weights[0].size(1) // weights[2].size(1)
-    w_qk, b_qk, _ = absorb_weights(weights[:5], num_heads)
-    query = linear(events.target, w_qk, b_qk).view(-1, num_queries * num_heads, history.size(1))
-    query = query.to(history.dtype) / math.sqrt(weights[2].size(1) // num_heads)  # [F * B, T * H, D_x]
-    sample = torch.arange(query.size(0), device=history.device)
-    sample = torch.repeat_interleave(sample, offsets.diff(), output_size=history.size(0))
-    # One query at a time: no more memory than the history's, however many queries.
-    scores = [torch.linalg.vecdot(history, one[sample]) for one in query.unbind(1)]
-    scores = torch.stack(scores, dim=1)  # [S, T * H]
-    bias = events.key_bias(bucket_bias, num_heads, history.dtype)
-    if bias is not None:
-        scores = scores + bias.repeat(1, num_queries)
-    return jagged_softmax(scores, offsets).unflatten(1, (num_queries, num_heads))
 
 
 def _of_digits(events: Events, weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
