@@ -273,7 +273,6 @@ LEFT_TO_DO = {
     ("cpu/step_rows.py", "ops/step_rows.py"): "a type in an annotation",
     ("plan.py", "kernels/common/primitives.py"): "whether the interpreter runs",
     ("plan.py", "kernels/jagged_attention/sm90.py"): "whether Gluon can be imported",
-    ("modules/validation.py", "modules/ragged_targets.py"): "a type in an annotation",
 }
 
 

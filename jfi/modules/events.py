@@ -30,6 +30,7 @@ from jfi.modules.spread_rows import SpreadEvents, SpreadRows
 from jfi.modules.table_rows import DigitRows, TableRows, UnreadRows, digit_numbers, join, own_rows
 from jfi.ops.gather_rows import bound_ids, table_bias
 from jfi.ops.rows_by_id import RowsById, join_rows, read_rows, sum_rows
+from jfi.utils.context import without_autocast
 from jfi.utils.padding import padding_state
 
 
@@ -148,11 +149,10 @@ def read_events(
             targets = {key: target.values() for key, target in targets.items() if isinstance(target, JaggedTensor)}
     has_times = candidates is not None and candidates.times is not None
     validation.check_inputs(sequences, groups, targets, None if candidates is None else candidates.offsets, has_times)
-    device = sequences[groups[0].sequence_keys[0][0]].device()
-    if device.type != "meta" and torch.is_autocast_enabled(device.type):  # under which cat refuses some dtypes
-        with torch.autocast(device.type, enabled=False):
-            return [_read_group(sequences, group, targets, candidates) for group in groups]
-    return [_read_group(sequences, group, targets, candidates) for group in groups]
+    with without_autocast(
+        sequences[groups[0].sequence_keys[0][0]].device().type
+    ):  # under which cat refuses some dtypes
+        return [_read_group(sequences, group, targets, candidates) for group in groups]
 
 
 def _read_group(

@@ -179,21 +179,21 @@ class FusedTables:
             self.launch_steps()
             self._join_steps()
         weights = self.weights
-        shapes = [(len(rows), weights[table].shape[1]) for table, rows in ids]
         looked_up: list[Tensor | None] = [None] * len(ids)
         if torch.is_grad_enabled():
             for tables in self._groups(weights):
-                places = [place for place, (table, _) in enumerate(ids) if table in tables]
-                if not places:
+                indices = [i for i, (table, _) in enumerate(ids) if table in tables]
+                if not indices:
                     continue
-                rows = self._sorted([ids[place] for place in places], tables, weights)
-                sizes = [shapes[place][0] for place in places]
+                sizes = [len(ids[i][1]) for i in indices]
+                rows = self._sorted([ids[i] for i in indices], tables, weights)
                 own = _LookUp.apply(self, tables, rows, sizes, dtype, *[weights[name] for name in tables])
-                for place, one in zip(places, own, strict=True):
-                    looked_up[place] = one
-        for place, (table, _) in enumerate(ids):
-            if looked_up[place] is None:
-                looked_up[place] = weights[table].new_zeros((), dtype=dtype).expand(shapes[place])
+                for i, one in zip(indices, own, strict=True):
+                    looked_up[i] = one
+        for i, (table, rows) in enumerate(ids):
+            if looked_up[i] is None:
+                weight = weights[table]
+                looked_up[i] = weight.new_zeros((), dtype=dtype).expand(len(rows), weight.shape[1])
         return looked_up
 
     def _groups(self, weights: dict[str, nn.Parameter]) -> list[tuple[str, ...]]:
@@ -344,7 +344,7 @@ class FusedTables:
         weights = self.weights
         if any([weight.grad is not None for weight in weights.values()]):
             raise RuntimeError(
-                "the tables of a fused collection have a gradient beside that of their look-ups, which would be lost: "
+                "the tables of a fused collection have a gradient besides that of their look-ups, which would be lost: "
                 "no loss may read their weights, and no DistributedDataParallel may hold them"
             )
         if self.optimizer.average is not None:

@@ -237,7 +237,7 @@ class EncoderStack(nn.Module):
 
 
 class EncoderBlock(nn.Module):
-    """Self-attention and the feed-forward part, each after a LayerNorm and beside a residual path.
+    """Self-attention and the feed-forward part, each after a LayerNorm and with a residual path.
 
     Query, key and value are projected separately, so that each is contiguous, as the attention reads it.
     """

@@ -139,7 +139,7 @@ class SequenceFeatureConfig:
             gradient. With WeightBias as well, a weight does both.
         max_seqlen: the longest history, if it is known, such as the length at which the data is cut. A hint: even a
             wrong one changes nothing but speed and rounding.
-        relative_bias: added to the scores of pairs of events in a causal JaggedEncoder, which alone reads it, beside
+        relative_bias: added to the scores of pairs of events in a causal JaggedEncoder, which alone reads it, besides
             `bias`: `RelativePositionBias`, `RelativeTimeBias`, or None for none. Each block learns a value for each
             bucket and head.
 

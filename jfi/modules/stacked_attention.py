@@ -26,7 +26,7 @@ similar ones with more weight. Random projections learn where the rest of the mo
 a DLRM: TorchRec draws rows with a spread of 1 / sqrt(num_embeddings), the mean of n events is sqrt(n) times smaller
 still, and the gradients that its dot products send to the rows are lost among those of larger features.
 
-Events that are semantic IDs are x = P d, d their digits: on the targets' side W_k P and W_v P take the places of W_k
+Events that are semantic IDs are x = P d, d their digits: on the targets' side W_k P and W_v P replace W_k
 and W_v, and kernels read the digits (`jfi.ops.digit_attention`).
 """
 

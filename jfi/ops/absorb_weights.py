@@ -178,7 +178,7 @@ def weight_gradients(
     dw_k = torch.baddbmm(torch.bmm(w_q, dw_qk.mT), b_q.mT, db_qk.mT)
     dw_v = torch.bmm(w_o, dw_vo.mT)
     dw_k, dw_v = (x.view(features, num_queries, -1).sum(1) for x in (dw_k, dw_v))
-    # Contiguous, or autograd would copy the gradient of each feature's parameter by itself.
+    # Contiguous, or autograd would copy the gradients of the features' parameters one by one.
     dw_o = torch.bmm(w_v, dw_vo).view(features, -1, w_o.size(2)).mT.contiguous()
     out = (torch.bmm(w_k, dw_qk), torch.bmm(w_k, db_qk), dw_k, dw_v, dw_o)
     out = tuple([x.reshape(like.shape).to(like.dtype) for x, like in zip(out, weights, strict=True)])
