@@ -331,7 +331,8 @@ class JaggedFeatureInteraction(nn.Module):
     def _in_order(self, outputs: list[Tensor]) -> Tensor:
         pooled = {}
         for output, positions in zip(outputs, self._positions, strict=True):
-            pooled |= dict(zip(positions, output.unbind(), strict=True))
+            rows = output.unbind()  # indexed, since a proxy of torch.fx cannot be iterated
+            pooled |= {position: rows[index] for index, position in enumerate(positions)}
         return torch.cat([pooled[position] for position in range(len(self.features))], dim=1)
 
     def _embed(self, ids: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
