@@ -919,7 +919,7 @@ def plan_jagged_attention(x: JaggedAttentionInputs, impl: str, device: Device | 
     device = device_of(query.device) if device is None else device
     if impl == "torch":
         if device.type == "cpu":
-            return _plan_cpu_digits() if x.is_packed else _plan_cpu_jagged(cpu_flash_refusal(x))
+            return _plan_cpu_jagged(cpu_flash_refusal(x))
         return _torch_plan("reference", "jfi.reference.jagged_attention", "impl='torch' on a GPU: the plain formula")
     problem = _jagged_problem(x, device)
     query_rows, num_keys = query.shape[0] * query.shape[1], key.shape[0]

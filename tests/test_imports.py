@@ -31,7 +31,7 @@ FORBIDDEN = {
         "jfi.kernels.common.launch",
         "jfi.kernels.target_attention",
         "jfi.kernels.jagged_attention",
-        "jfi.kernels.jagged_ops",
+        "jfi.kernels.table1",
         "jfi.kernels.absorbed_weights",
     },
     "jfi.modules": {"jfi.models", "jfi.data", "jfi.training"},

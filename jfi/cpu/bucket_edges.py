@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from jfi.cpu.attention_batches import Rows
-from jfi.cpu.blocks import Shapes
+from jfi.cpu.batches import Rows, Shapes
 from jfi.plan import MOST_BUCKETS
 
 #: Padding a batch of samples up to this many pairs of query and key costs less than another batch.
@@ -65,16 +64,16 @@ def _search(
             Rows.of(offsets[samples], length[samples], most, is_full)
             for offsets, length, most in zip((query_offsets, key_offsets), lengths, longest, strict=True)
         )
-        times, own = key_time[keys.place], query_time[queries.place]
+        times, own, num_keys = key_time[keys.index], query_time[queries.index], lengths[1][samples]
         found = torch.searchsorted(times, own)
-        queries.put(older, queries.place, torch.minimum(found, keys.lengths[:, None])[..., None])
+        queries.put(older, torch.minimum(found, num_keys[:, None])[..., None])
         if len(least):
             if is_exact:  # where an age may exceed 64 bits
                 found = torch.searchsorted(times, (own[..., None] - least).flatten(1), right=True)
                 found = found.view(*own.shape, -1)
             else:
                 found = _bisect(times, own, least)
-            queries.put(aged, queries.place, torch.minimum(found, keys.lengths[:, None, None]))
+            queries.put(aged, torch.minimum(found, num_keys[:, None, None]))
     return older[:, 0], aged
 
 

@@ -3,7 +3,7 @@
 A query attends to the history rows of its own sample alone.  As a sparse matrix of queries x rows, that pattern turns
 every step into one pass over the history by a vectorised and threaded operator of torch:
 
-    scores, dP    sampled products, q kᵀ and dO vᵀ at the pattern's places    (torch.sparse.sampled_addmm)
+    scores, dP    sampled products, q kᵀ and dO vᵀ at the pattern's entries    (torch.sparse.sampled_addmm)
     O, dq         weighted sums of a query's rows                             (embedding_bag, a query a bag)
     dk, dv        weighted sums of a row's queries                            (embedding_bag, a row a bag)
 
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jfi.cpu.blocks import LEAST_TOTAL, MOST_TOTAL, is_exact
+from jfi.cpu.batches import MAX_TOTAL, MIN_TOTAL, is_exact
 from jfi.plan import cpu_is_dense
 
 with warnings.catch_warnings():
@@ -62,7 +62,7 @@ class _Problem:
 
 
 class _Pattern:
-    """Which rows each query meets: B·G·Q x S·G, its P entries in the order (sample, key head, query, row)."""
+    """The rows that each query meets: B·G·Q x S·G, its P entries in the order (sample, key head, query, row)."""
 
     def __init__(self, problem: _Problem):
         self.problem = problem
@@ -76,7 +76,7 @@ class _Pattern:
             lengths = self.lengths.repeat_interleave(self.rows_per_sample)
             self.starts = F.pad(lengths.cumsum(0, dtype=self.index), (1, 0))
         group = self.range(problem.num_kv_heads).repeat_interleave(problem.query_rows)
-        self.column = self.places(problem.num_kv_heads, group)
+        self.column = self.positions(problem.num_kv_heads, group)
 
     def range(self, end: int, step: int = 1) -> Tensor:
         return torch.arange(0, end, step, dtype=self.index)
@@ -93,8 +93,8 @@ class _Pattern:
             return self.sample
         return torch.repeat_interleave(self.starts.diff(), output_size=self.count)
 
-    def places(self, width: int, column: Tensor) -> Tensor:
-        """[P]: where each entry's row is in [S · width], at the column [G · Q] that its query has."""
+    def positions(self, width: int, column: Tensor) -> Tensor:
+        """[P]: the position of each entry's row in [S · width], at the column [G · Q] that its query has."""
         entries = self.range(self.count * width, width)
         if self.rows_per_sample == 1:
             return entries
@@ -109,7 +109,7 @@ class _Pattern:
         """[P]: the entry's bias."""
         problem = self.problem
         head = self.range(problem.num_heads).view(problem.num_kv_heads, 1, -1).expand(-1, problem.num_queries, -1)
-        return problem.bias.flatten().index_select(0, self.places(problem.num_heads, head.flatten()))
+        return problem.bias.flatten().index_select(0, self.positions(problem.num_heads, head.flatten()))
 
     def add_products(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """[P] += x [B, G, Q, W] times y [S, G, W] at the entries."""
@@ -135,21 +135,21 @@ class _Pattern:
         first = (self.offsets * (self.rows_per_sample - 1)).index_select(0, self.sample)
         first += self.range(self.problem.rows)
         step = self.lengths.index_select(0, self.sample)
-        place = torch.addcmul(first[:, None], step[:, None], self.range(self.rows_per_sample))
-        return [x.index_select(0, place.flatten()).view_as(place) for x in weights]
+        position = torch.addcmul(first[:, None], step[:, None], self.range(self.rows_per_sample))
+        return [x.index_select(0, position.flatten()).view_as(position) for x in weights]
 
     def sum_queries(self, *terms: tuple[Tensor, Tensor]) -> Tensor:
         """[S, G · Q], [B, G, Q, W] -> [S, G, W]: each row's weighted sum of its queries, over all terms."""
         problem = self.problem
         weights, tables = zip(*terms, strict=True)
-        # The tables are concatenated; places [G, terms · Q] are those of the first sample's query rows.
+        # The tables are concatenated; positions [G, terms · Q] are those of the first sample's query rows.
         count = problem.batch * self.rows_per_sample
         queries = self.range(self.rows_per_sample).view(problem.num_kv_heads, -1)
-        places = torch.cat([queries + i * count for i in range(len(terms))], 1)
+        positions = torch.cat([queries + i * count for i in range(len(terms))], 1)
         first = self.range(count, self.rows_per_sample).index_select(0, self.sample)
         weights = torch.cat([x.unflatten(1, (problem.num_kv_heads, -1)) for x in weights], 2)
         out = F.embedding_bag(
-            (first[:, None, None] + places).flatten(0, 1),
+            (first[:, None, None] + positions).flatten(0, 1),
             torch.cat([x.flatten(0, 2) for x in tables]),
             mode="sum",
             per_sample_weights=weights.flatten(0, 1),
@@ -165,8 +165,8 @@ def _sparse_forward(problem: _Problem) -> tuple[Tensor, Tensor]:
     weights = scores.exp()
     total = pattern.totals(weights)
     lse = total.log()
-    least, most = total.masked_fill(pattern.starts.diff() == 0, 1).aminmax()
-    if not LEAST_TOTAL < least <= most < MOST_TOTAL:
+    lowest, highest = total.masked_fill(pattern.starts.diff() == 0, 1).aminmax()
+    if not MIN_TOTAL < lowest <= highest < MAX_TOTAL:
         top = torch.full_like(total, torch.finfo(total.dtype).min)
         top.scatter_reduce_(0, pattern.query.long(), scores, "amax").masked_fill_(is_exact(total), 0.0)
         weights = scores.sub_(pattern.expand(top)).exp_()
@@ -200,7 +200,7 @@ def _sparse_backward(
 
 
 def _samples(problem: _Problem) -> Iterator[tuple[int, slice]]:
-    """Every sample with a history, and its rows."""
+    """Yields every sample with a history, and its rows."""
     ends = problem.offsets.tolist()
     for sample, (low, high) in enumerate(pairwise(ends)):
         if low < high:

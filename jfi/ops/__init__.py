@@ -3,16 +3,18 @@
 from jfi.ops._checks import validation
 from jfi.ops.absorb_weights import absorb_weights
 from jfi.ops.absorbed_target_attention import absorbed_target_attention
-from jfi.ops.array_jagged_bmm_jagged_out import array_jagged_bmm_jagged_out
 from jfi.ops.digit_attention import digit_attention
 from jfi.ops.explain import explain
 from jfi.ops.gather_rows import gather_rows
-from jfi.ops.jagged2_softmax import jagged2_softmax
 from jfi.ops.jagged_attention import jagged_attention
-from jfi.ops.jagged_dense_bmm import jagged_dense_bmm
-from jfi.ops.jagged_jagged_bmm import jagged_jagged_bmm
-from jfi.ops.jagged_jagged_bmm_jagged_out import jagged_jagged_bmm_jagged_out
-from jfi.ops.jagged_softmax import jagged_softmax
+from jfi.ops.table1 import (
+    array_jagged_bmm_jagged_out,
+    jagged2_softmax,
+    jagged_dense_bmm,
+    jagged_jagged_bmm,
+    jagged_jagged_bmm_jagged_out,
+    jagged_softmax,
+)
 from jfi.ops.target_attention import target_attention
 
 __all__ = [

@@ -38,17 +38,18 @@ def operator(
     fake: Callable,
     save: Callable | None = None,
     differentiate: Callable | None = None,
+    schema: str | None = None,
 ) -> Callable:
     """Register ``torch.ops.jfi.<name>`` and return the callable that takes the shorter way where it can.
 
     Args:
-        function: the work, on real tensors; its annotations give the operator's schema. Lists of tensors have no
-            gradient.
+        function: the work, on real tensors. Lists of tensors have no gradient.
         fake: the shapes of its outputs.
         save, differentiate: as ``setup_context`` and ``backward`` of torch.library.register_autograd; None where the
             operator has no gradient.
+        schema: the operator's, as torch.library.infer_schema writes it; None to infer it from annotations.
     """
-    registered = torch.library.custom_op(f"jfi::{name}", function, mutates_args=())
+    registered = torch.library.custom_op(f"jfi::{name}", function, mutates_args=(), schema=schema)
     registered.register_fake(fake)
     direct = None
     if differentiate is not None:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import jfi.ops
 from jfi import reference
+from jfi.cpu import attention_chunks
 from jfi.plan import JaggedAttentionInputs
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -73,6 +74,15 @@ def check(
 )
 def test_batches(case, options):
     check(LENGTHS[case], **options)
+
+
+@pytest.mark.parametrize("case", LENGTHS)
+@pytest.mark.parametrize("sizes", [(7, 2**10, 2**10), (16, 2**14, 2**13)], ids=str)
+def test_chunks(case, sizes, monkeypatch):
+    for name, size in zip(("CHUNK_QUERIES", "BATCH_ELEMENTS", "MAX_SCORES"), sizes, strict=True):
+        monkeypatch.setattr(attention_chunks, name, size)
+    for options in ({"biased": True}, {"window_size": (4, 1)}, {"causal": True, "biased": True, "num_heads": 4}):
+        check(LENGTHS[case], **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"biased": True}], ids=lambda options: " ".join(options) or "plain")

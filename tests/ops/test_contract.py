@@ -155,12 +155,12 @@ SCHEMAS = {
     "jagged_dense_bmm": [(torch.ops.jfi.jagged_dense_bmm, lambda x, o, d: (x, o, d, False, "triton"))],
     "jagged_jagged_bmm": [(torch.ops.jfi.jagged_jagged_bmm, lambda *i: (*i, "triton"))],
     "jagged_softmax": [
-        (torch.ops.jfi.jagged_softmax_fwd, lambda x, o: (x, o, "triton")),
+        (torch.ops.jfi.jagged_softmax, lambda x, o: (x, o, "triton")),
         (torch.ops.jfi.jagged_softmax_bwd, lambda x, o: (x.detach(), x.detach(), o, "triton")),
     ],
     "jagged_jagged_bmm_jagged_out": [(torch.ops.jfi.jagged_jagged_bmm_jagged_out, lambda *i: (*i, "triton"))],
     "jagged2_softmax": [
-        (torch.ops.jfi.jagged2_softmax_fwd, lambda *i: (*i, "triton")),
+        (torch.ops.jfi.jagged2_softmax, lambda *i: (*i, "triton")),
         (torch.ops.jfi.jagged2_softmax_bwd, lambda a, *o: (a.detach(), a.detach(), *o, "triton")),
     ],
     "array_jagged_bmm_jagged_out": [(torch.ops.jfi.array_jagged_bmm_jagged_out, lambda *i: (*i, False, "triton"))],

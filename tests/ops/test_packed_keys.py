@@ -7,7 +7,7 @@ from ops.ragged import LENGTHS, SLOW_HERE, offsets_of
 
 import jfi.ops
 from jfi import reference
-from jfi.cpu import digit_attention as cpu_digits
+from jfi.cpu import attention_chunks
 from jfi.plan import H200
 from jfi.sid import pack_words
 
@@ -121,9 +121,10 @@ def test_half_precision(case, dtype, impl, device):
     check([5, 0, 33], [70, 3, 20], device, impl, dtype=dtype, **CASES[case])
 
 
-def test_blocks_of_samples_on_a_cpu(monkeypatch):
-    """Where a block has few samples: a bias table's gradient is the sum over blocks."""
-    monkeypatch.setattr(cpu_digits, "_EVENTS", 30)
+def test_chunks_on_a_cpu(monkeypatch):
+    """A bias table's gradient is the sum over chunks of queries."""
+    monkeypatch.setattr(attention_chunks, "CHUNK_QUERIES", 7)
+    monkeypatch.setattr(attention_chunks, "BATCH_ELEMENTS", 2**12)
     device = torch.device("cpu")
     check([5, 0, 1, 33], [70, 3, 20, 8], device, "torch", **CASES["ages"])
     check([5, 0, 1, 33], [70, 3, 20, 8], device, "torch", **CASES["by_id"])
@@ -163,7 +164,7 @@ def test_the_plan_names_what_reads_digits():
     plan = jfi.ops.explain(jfi.ops.jagged_attention, query, digits, **given, device=H200)
     assert plan.family == "jagged_triton" and "keys are packed digits" in plan.reason
     plan = jfi.ops.explain(jfi.ops.jagged_attention, query, digits, **given, impl="torch")
-    assert "digits decoded by blocks" in str(plan)
+    assert "padded flash attention" in str(plan)
 
 
 def test_autocast_stays_on():

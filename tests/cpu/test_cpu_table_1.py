@@ -168,10 +168,10 @@ def test_autocast_lowers_no_precision(name):
 OPCHECKS = {
     "jagged_dense_bmm": lambda x, dense, o, p: (x, o, dense, False, "torch"),
     "jagged_jagged_bmm": lambda x, y, o, p: (x, y, o, "torch"),
-    "jagged_softmax_fwd": lambda x, o, p: (x, o, "torch"),
+    "jagged_softmax": lambda x, o, p: (x, o, "torch"),
     "jagged_softmax_bwd": lambda x, o, p: (x, x.detach().clone(), o, "torch"),
     "jagged_jagged_bmm_jagged_out": lambda x, y, o, p: (x, y, o, p, 4 * 13 + 9 * 28, "torch"),
-    "jagged2_softmax_fwd": lambda a, o, p: (a, o, p, "torch"),
+    "jagged2_softmax": lambda a, o, p: (a, o, p, "torch"),
     "jagged2_softmax_bwd": lambda a, o, p: (a, a.detach().clone(), o, p, "torch"),
     "array_jagged_bmm_jagged_out": lambda a, y, o, p: (a, y, o, p, 13, False, "torch"),
 }
@@ -180,7 +180,7 @@ OPCHECKS = {
 @pytest.mark.parametrize("name", OPCHECKS)
 def test_opcheck(name):
     lengths = [4, 0, 9]
-    _, _, inputs = problems(lengths, 6, 5)[name.removesuffix("_fwd").removesuffix("_bwd")]
+    _, _, inputs = problems(lengths, 6, 5)[name.removesuffix("_bwd")]
     offsets = offsets_of(lengths, CPU), offsets_of([(3 * n + 1) % 50 for n in lengths], CPU, torch.int32)
     arguments = OPCHECKS[name](*(x.requires_grad_() for x in inputs), *offsets)
     torch.library.opcheck(getattr(torch.ops.jfi, name).default, arguments)
@@ -201,7 +201,7 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_larger_than_the_operands_is_allocated(name):
     """The plain formulas hold [S, D, T] or [Σ L·M, D], here 8 to 32 times the operands."""
-    from jfi.cpu import jagged_ops
+    from jfi.cpu import table1
 
     lengths = [90, 0, 3, 60, 90, 3, 3, 3, 3, 3, 90]
     x_offsets, y_offsets = offsets_of(lengths, CPU), offsets_of(lengths[::-1], CPU)
@@ -217,13 +217,13 @@ def test_nothing_larger_than_the_operands_is_allocated(name):
         "array_jagged_bmm_jagged_out": (a, x, x_offsets, y_offsets, s, False),
     }[name]
     with LargestTensor() as largest:
-        getattr(jagged_ops, name)(*arguments)
+        getattr(table1, name)(*arguments)
     assert largest.elements <= max(x.numel(), dense.numel(), a.numel())
 
 
 def test_a_hundred_thousand_tiny_samples_take_few_operations():
     """Their number does not grow with that of the samples."""
-    from jfi.cpu import jagged_ops
+    from jfi.cpu import table1
 
     class Count(TorchDispatchMode):
         calls = 0
@@ -235,9 +235,9 @@ def test_a_hundred_thousand_tiny_samples_take_few_operations():
     offsets = torch.nn.functional.pad((torch.arange(100_000) % 3 + 1).cumsum(0), (1, 0))
     x = torch.randn(int(offsets[-1]), 2)
     with Count() as count:
-        a = jagged_ops.jagged_jagged_bmm_jagged_out(x, x, offsets, offsets, int(offsets.diff().square().sum()))
-        weights = jagged_ops.jagged2_softmax(a, offsets, offsets)
-        jagged_ops.array_jagged_bmm_jagged_out(weights, x, offsets, offsets, len(x), False)
-        jagged_ops.jagged_jagged_bmm(x, x, offsets)
-        jagged_ops.jagged_softmax(x, offsets)
+        a = table1.jagged_jagged_bmm_jagged_out(x, x, offsets, offsets, int(offsets.diff().square().sum()))
+        weights = table1.jagged2_softmax(a, offsets, offsets)
+        table1.array_jagged_bmm_jagged_out(weights, x, offsets, offsets, len(x), False)
+        table1.jagged_jagged_bmm(x, x, offsets)
+        table1.jagged_softmax(x, offsets)
     assert count.calls < 5000

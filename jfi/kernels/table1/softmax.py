@@ -1,9 +1,4 @@
-"""[Σ L·M] -> [Σ L·M]: the softmax of each row of each sample's [L, M] block.
-
-The host knows neither the number of rows nor their lengths, so programs get equal numbers of elements: each handles as
-many rows of one sample as hold CHUNK elements.  One warp reads a row of up to 512 entries once and keeps it in
-registers.
-"""
+"""The two softmaxes of Table 1: over the rows of a sample, and along each row of its [L, M] block."""
 
 from functools import cache
 
@@ -11,17 +6,96 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import JITFunction
 
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.primitives import find_sample, most_tiles
-from jfi.kernels.jagged_ops.pair_offsets import pair_offsets
+from jfi.kernels.table1.products import pair_offsets
+from jfi.plan import ceil_div, power_of_two
 
+#: Elements of a program of `jagged2_softmax`.
 CHUNK = 4096
+
+
+@triton.jit
+def _entries(first, high, cols, T: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Returns the offsets and the mask of rows from ``first`` on, before ``high``, at columns of [S, T]."""
+    rows = first + tl.arange(0, BLOCK_S)
+    return rows[:, None] * T + cols[None, :], (rows < high)[:, None] & (cols < T)[None, :]
 
 
 @triton.jit
 def _load(ptr, at, mask, other):
     return tl.load(ptr + at, mask=mask, other=other).to(tl.float32)
+
+
+@triton.jit
+def _jagged_softmax_fwd_kernel(
+    x_ptr, offsets_ptr, out_ptr, T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr
+):
+    """Computes a tile of columns of a sample, whose rows it reads twice, the second time from the cache."""
+    sample = tl.program_id(0).to(tl.int64)
+    low = tl.load(offsets_ptr + sample).to(tl.int64)
+    high = tl.load(offsets_ptr + sample + 1).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    top = tl.full((BLOCK_T,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_T,), tl.float32)
+    for first in range(low, high, BLOCK_S):
+        at, mask = _entries(first, high, cols, T, BLOCK_S)
+        x = _load(x_ptr, at, mask, -float("inf"))
+        new_top = tl.maximum(top, tl.max(x, 0))
+        base = tl.where(new_top == -float("inf"), 0.0, new_top)
+        total = total * tl.exp(top - base) + tl.sum(tl.exp(x - base[None, :]), 0)
+        top = new_top
+    base = tl.where(top == -float("inf"), 0.0, top)
+    total = tl.where(total == 0.0, 1.0, total)
+    for first in range(low, high, BLOCK_S):
+        at, mask = _entries(first, high, cols, T, BLOCK_S)
+        p = tl.exp(_load(x_ptr, at, mask, -float("inf")) - base[None, :]) / total[None, :]
+        tl.store(out_ptr + at, p.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _jagged_softmax_bwd_kernel(
+    grad_ptr, out_ptr, offsets_ptr, dx_ptr, T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr
+):
+    sample = tl.program_id(0).to(tl.int64)
+    low = tl.load(offsets_ptr + sample).to(tl.int64)
+    high = tl.load(offsets_ptr + sample + 1).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    delta = tl.zeros((BLOCK_T,), tl.float32)
+    for first in range(low, high, BLOCK_S):
+        at, mask = _entries(first, high, cols, T, BLOCK_S)
+        delta += tl.sum(_load(out_ptr, at, mask, 0.0) * _load(grad_ptr, at, mask, 0.0), 0)
+    for first in range(low, high, BLOCK_S):
+        at, mask = _entries(first, high, cols, T, BLOCK_S)
+        dx = _load(out_ptr, at, mask, 0.0) * (_load(grad_ptr, at, mask, 0.0) - delta[None, :])
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+@cache
+def _jagged_softmax_launcher(kernel: JITFunction, width: int, *dtypes: torch.dtype) -> tuple[int, Launcher]:
+    """(tiles of the width, the launcher)."""
+    block_t = power_of_two(width, least=1, most=32)
+    return ceil_div(width, block_t), Launcher(kernel, T=width, BLOCK_S=64, BLOCK_T=block_t, num_warps=4)
+
+
+def _launch_jagged_softmax(kernel: JITFunction, inputs: tuple[Tensor, ...], offsets: Tensor) -> Tensor:
+    rows, width = inputs[0].shape
+    out = torch.empty_like(inputs[0])
+    if rows:
+        tiles, launch = _jagged_softmax_launcher(kernel, width, out.dtype, offsets.dtype)
+        launch((offsets.shape[0] - 1, tiles, 1), (*inputs, offsets, out), ())
+    return out
+
+
+def jagged_softmax(x: Tensor, offsets: Tensor) -> Tensor:
+    """[S, T] -> [S, T]."""
+    return _launch_jagged_softmax(_jagged_softmax_fwd_kernel, (x,), offsets)
+
+
+def jagged_softmax_bwd(grad: Tensor, out: Tensor, offsets: Tensor) -> Tensor:
+    return _launch_jagged_softmax(_jagged_softmax_bwd_kernel, (grad, out), offsets)
 
 
 @triton.jit
@@ -109,7 +183,12 @@ def _jagged2_softmax_kernel(
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Forward: x holds the scores.  Backward: x holds the forward's weights p, and dx = p (dp - Σ p dp)."""
+    """Forward: x holds the scores.  Backward: x holds the forward's weights p, and dx = p (dp - Σ p dp).
+
+    The host knows neither the number of rows nor their lengths, so programs get equal numbers of elements: each handles
+    as many rows of one sample as hold CHUNK elements.  One warp reads a row of up to 512 entries once and keeps it in
+    registers.
+    """
     program = tl.program_id(0)
     sample = find_sample(pair_offsets_ptr, batch, program, CHUNK, 1)
     low = tl.load(pair_offsets_ptr + sample)
@@ -145,23 +224,24 @@ def _jagged2_softmax_kernel(
 
 
 @cache
-def _launcher(backward: bool, *dtypes: torch.dtype) -> Launcher:
+def _jagged2_softmax_launcher(backward: bool, *dtypes: torch.dtype) -> Launcher:
     return Launcher(_jagged2_softmax_kernel, BACKWARD=backward, CHUNK=CHUNK, ROWS=8, num_warps=4)
 
 
-def _launch(x: Tensor, grad: Tensor, x_offsets: Tensor, y_offsets: Tensor, backward: bool) -> Tensor:
+def _launch_jagged2_softmax(x: Tensor, grad: Tensor, x_offsets: Tensor, y_offsets: Tensor, backward: bool) -> Tensor:
     out = torch.empty_like(x)
     if x.shape[0]:
         batch = x_offsets.shape[0] - 1
-        launch = _launcher(backward, x.dtype, x_offsets.dtype, y_offsets.dtype)
+        launch = _jagged2_softmax_launcher(backward, x.dtype, x_offsets.dtype, y_offsets.dtype)
         tensors = (x, grad, pair_offsets(x_offsets, y_offsets), x_offsets, y_offsets, out)
         launch((most_tiles(x.shape[0], batch, CHUNK), 1, 1), tensors, (batch,))
     return out
 
 
-def forward(a: Tensor, x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
-    return _launch(a, a, x_offsets, y_offsets, False)
+def jagged2_softmax(a: Tensor, x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
+    """[Σ L·M] -> [Σ L·M]."""
+    return _launch_jagged2_softmax(a, a, x_offsets, y_offsets, False)
 
 
-def backward(grad: Tensor, out: Tensor, x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
-    return _launch(out, grad, x_offsets, y_offsets, True)
+def jagged2_softmax_bwd(grad: Tensor, out: Tensor, x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
+    return _launch_jagged2_softmax(out, grad, x_offsets, y_offsets, True)

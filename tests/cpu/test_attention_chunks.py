@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import jfi.ops
 from jfi import reference
-from jfi.cpu import attention_edges, bucket_edges
+from jfi.cpu import attention_chunks, bucket_edges
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -50,7 +50,7 @@ def timelines(dtype=torch.float64, num_heads=2, num_kv_heads=2, most=300, spread
 @pytest.fixture(params=[(64, 2**19, 2**13), (16, 2**19, 2**13), (7, 2**10, 0), (7, 2**12, 100)], ids=str)
 def sizes(request, monkeypatch):
     for name, size in zip(("CHUNK_QUERIES", "BATCH_ELEMENTS", "PADDED_PAIRS"), request.param, strict=True):
-        monkeypatch.setattr(attention_edges, name, size)
+        monkeypatch.setattr(attention_chunks, name, size)
 
 
 @pytest.mark.parametrize(
