@@ -177,7 +177,7 @@ _jagged2_softmax = _operator(
 
 @public
 def jagged_dense_bmm(x: Tensor, offsets: Tensor, dense: Tensor, *, impl: str = "auto") -> Tensor:
-    """Multiply every row of a jagged tensor by its sample's matrix.
+    """Multiplies every row of a jagged tensor by its sample's matrix.
 
     Args:
         x: [S, D], floating.
@@ -207,7 +207,7 @@ def jagged_dense_bmm(x: Tensor, offsets: Tensor, dense: Tensor, *, impl: str = "
 
 @public
 def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, impl: str = "auto") -> Tensor:
-    """Multiply two jagged tensors sample by sample, over the samples' rows.
+    """Multiplies two jagged tensors sample by sample, over the samples' rows.
 
     Args:
         x: [S, D], floating.
@@ -349,7 +349,7 @@ def array_jagged_bmm_jagged_out(
     out_rows: int | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """Multiply each sample's [L, M] block with its M rows of y.
+    """Multiplies each sample's [L, M] block with its M rows of y.
 
     Args:
         a: [Σ L·M], floating: the samples' blocks, row-major, one after another.
