@@ -1,14 +1,14 @@
 """What sharded collections have in common whose ids take our routes to the owners of their rows."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
-from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.embedding_types import KJTList, ShardedEmbeddingModule
 from torchrec.distributed.types import Awaitable, LazyAwaitable, LazyNoWait, ParameterSharding, ShardingEnv
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Multistreamable
@@ -206,3 +206,29 @@ class RoutedCollection:
             by_feature = {feature.name: events} if known is None else known.events | {feature.name: events}
             rows = handle.new_zeros(()).expand(ids.values().size(0), memory.size(1))
             found[embedding] = SpreadRows(by_feature, rows, ids.lengths_or_none(), ids.offsets_or_none())
+
+
+@contextmanager
+def defer_sharded_steps(model: nn.Module) -> Iterator[None]:
+    """Makes one step of the model's sharded tables at the end of the block, by the gradients of all backward passes.
+
+    Until then the gradients of the rows that were looked up stay in memory; activations do not. An error within the
+    block drops them.
+
+    Args:
+        model: with any number of sharded collections, or none.
+
+    Raises:
+        ValueError: FBGEMM steps tables of a collection in each backward pass.
+    """
+    collections = [module for module in model.modules() if isinstance(module, ShardedEmbeddingModule)]
+    with ExitStack() as stack:
+        for collection in collections:
+            if not isinstance(collection, RoutedCollection):
+                raise ValueError(
+                    f"gradients cannot accumulate over the tables of a {type(collection).__name__}, which FBGEMM steps "
+                    "in each backward pass: shard them by AttentionCollectionSharder and FetchedBagsSharder, or use a "
+                    "FusedEmbeddingCollection on every process"
+                )
+            stack.enter_context(collection.deferring())
+        yield

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import get_module
 
 from jfi.modules import defer_steps
-from jfi.sharded.deferred_steps import defer_sharded_steps
+from jfi.sharded.routed import defer_sharded_steps
 
 Output = TypeVar("Output")
 
@@ -36,6 +36,9 @@ def run_parts(model: nn.Module, run_part: Callable[[], Output], count: int) -> O
 
     Returns:
         That of the last part.
+
+    Raises:
+        ValueError: FBGEMM steps sharded tables of the model in each backward pass.
     """
     replicated = get_module(model)
     with defer_steps(model), defer_sharded_steps(model):

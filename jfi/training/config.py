@@ -77,7 +77,8 @@ class TrainingConfig:
         batch_size: samples per step, over all processes under torchrun.
         accumulate: in how many parts, one after another, the gradients of a step are computed. They are those of the
             whole batch, up to rounding, and activations take the memory of one part; steps, learning rates and
-            clipping are those of the whole batch. Under torchrun each process has so many parts.
+            clipping are those of the whole batch. Under torchrun each process has so many parts, and
+            `sharding.exchange` must not be `rows`.
         eval_batch_size: samples per batch of evaluation, over all processes under torchrun.
         monitor: validation metric that selects the best epoch: `auc` (highest), `ne` (lowest), or one of those that
             `ranking` computes, such as `hr@10`, `ndcg@10` or `ndcg@10_full` (highest); of a regression `r2` (highest),

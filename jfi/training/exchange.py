@@ -31,7 +31,7 @@ def choose_exchange(model: SequenceDLRM, config: Config, ranks: int, mean_events
         mean_events: mean length of a history.
 
     Raises:
-        ConfigError: the config asks for attention where it cannot go to the rows.
+        ConfigError: the config asks for attention where it cannot go to the rows, or accumulates gradients there.
     """
     wanted = config.sharding.exchange
     if wanted == "rows":
@@ -42,14 +42,33 @@ def choose_exchange(model: SequenceDLRM, config: Config, ranks: int, mean_events
     if reason is not None:
         if wanted == "attention" or config.sharding.type == "table_row_wise":
             raise ConfigError(f"sharding.exchange: got '{wanted}', but {reason}")
+        if config.training.accumulate > 1:
+            raise ConfigError(accumulates_nowhere(config, reason))
         return "rows", f"sharding.exchange auto: rows, since {reason}"
     if wanted == "attention":
         return "attention", ""
+    if config.training.accumulate > 1:
+        return "attention", "sharding.exchange auto: attention, since training.accumulate is above 1"
     rows, attention = _reckoned(model, config, ranks, mean_events)
     chosen = "attention" if attention < rows or config.sharding.type == "table_row_wise" else "rows"
     return chosen, (
         f"sharding.exchange auto: {chosen}; a sample sends about {attention:,.0f} bytes a step where attention goes to "
         f"the rows, {rows:,.0f} where rows travel"
+    )
+
+
+def accumulates_nowhere(config: Config, reason: str) -> str:
+    """Returns the message for a run that accumulates gradients over FBGEMM's tables.
+
+    Args:
+        config: of the run.
+        reason: why attention does not go to the rows.
+    """
+    got = config.training.accumulate
+    return (
+        f"training.accumulate: got {got}, must be 1 under torchrun where rows are exchanged, since FBGEMM steps its "
+        f"tables in each backward pass ({reason}); with sharding.exchange: attention jfi steps them, and in one process "
+        "its FusedEmbeddingCollection does"
     )
 
 

@@ -36,7 +36,7 @@ from jfi.training.build import OPTIMIZERS, dense_optimizers, table_configs
 from jfi.training.capture import captures_shards
 from jfi.training.config import Config, ConfigError, ShardingConfig
 from jfi.training.distributed import World
-from jfi.training.exchange import choose_exchange, features_of, within_hosts
+from jfi.training.exchange import accumulates_nowhere, choose_exchange, features_of, within_hosts
 from jfi.training.groups import Groups
 
 #: The epsilon of torch.optim's Adagrad and of TorchRec's RowWiseAdagrad; fbgemm has another default.
@@ -65,6 +65,8 @@ def check_sharded(config: Config, world: World) -> None:
     if optimizer.embeddings.weight_decay != 0:
         got = optimizer.embeddings.weight_decay
         raise ConfigError(f"optimizer.embeddings.weight_decay: got {got}, must be 0 under torchrun")
+    if config.training.accumulate > 1 and config.sharding.exchange == "rows":
+        raise ConfigError(accumulates_nowhere(config, "sharding.exchange is rows"))
     if kernel == "fused_uvm_caching" and world.device.type != "cuda":
         raise ConfigError(f"sharding.compute_kernel: got '{kernel}', must be auto or fused without a GPU")
     size = config.sharding.group_size
@@ -116,6 +118,8 @@ def shard_model(
     except ConfigError as fault:
         if exchange == "rows":
             raise
+        if config.training.accumulate > 1:
+            raise ConfigError(accumulates_nowhere(config, str(fault))) from None
         if config.sharding.exchange == "attention":
             raise ConfigError(f"{fault}; with sharding.exchange: rows tables may lie in host memory") from None
         if world.is_first:

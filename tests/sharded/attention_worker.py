@@ -29,7 +29,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from benchmarks.sent_bytes import SentBytes
 from jfi import KeyBias, PositionBias, SequenceDLRM, SequenceFeatureConfig, WeightBias
-from jfi.cuda_graphs.captured_step import Level
+from jfi.cuda_graphs.captured_step import CapacityBucket
 from jfi.cuda_graphs.static_batch import Buffers, Described
 from jfi.modules import outside_ids, validation
 from jfi.ops import _checks
@@ -299,10 +299,10 @@ class StandInGraphs:
 
     def reset(self) -> None: ...
 
-    def level(self, buffers: Buffers) -> Level:
-        return Level(buffers, staging=0)
+    def level(self, buffers: Buffers) -> CapacityBucket:
+        return CapacityBucket(buffers, staging=0)
 
-    def load(self, level: Level, batch: Described) -> None:
+    def load(self, level: CapacityBucket, batch: Described) -> None:
         level.buffers.fill(level.block, batch)
 
     def run(self, step: Callable) -> object:

@@ -26,8 +26,10 @@ from attention_worker import (
     train_together,
     use_stand_ins,
 )
+from torch import nn
 from torch.distributed._shard.metadata import ShardMetadata
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
@@ -38,6 +40,7 @@ from jfi.sharded import AttentionCollectionSharder, CapturedShardedStep, Fetched
 from jfi.sharded.exchange import Lane
 from jfi.sharded.ownership import all_owners, row_wise_shards
 from jfi.sharded.planning import make_routes, spread_field
+from jfi.sharded.routed import defer_sharded_steps
 from jfi.sharded.routes import Route, check_route
 from jfi.sharded.traffic import SequenceShape, by_attention
 
@@ -250,6 +253,16 @@ def test_models_that_cannot_be_captured_are_refused(alone):
     batch = part_of(make_batch(local, 0), 0, SAMPLES)
     with pytest.raises(ValueError, match="cannot be captured: the features taste, recent are read in one launch"):
         CapturedShardedStep(len, shard(build(local), local, data_parallel=False), reference=batch)
+
+
+def test_gradients_do_not_accumulate_over_tables_of_fbgemm(alone):
+    model = EmbeddingCollection(
+        [EmbeddingConfig(num_embeddings=9, embedding_dim=8, name="a", feature_names=["a"])], device=torch.device("meta")
+    )
+    rows = DistributedModelParallel(nn.ModuleDict({"a": model}), device=torch.device("cpu"))
+    refused = "cannot accumulate over the tables of a ShardedEmbeddingCollection, .* use a FusedEmbeddingCollection"
+    with pytest.raises(ValueError, match=refused), defer_sharded_steps(rows):
+        pass
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,11 @@ from jfi.training import Config, ConfigError, train
 from jfi.training.build import build_model
 from jfi.training.capture import check_graphs
 from jfi.training.config import EncoderConfig
+from jfi.training.distributed import World
 from jfi.training.exchange import choose_exchange
 from jfi.training.recorder import read_metrics
 from jfi.training.saved_run import load_run
+from jfi.training.sharding import check_sharded
 
 STEPS, STOP_AT = 21, 7
 #: The items' table has some 40 rows and is spread, that of ratings has 2 and is read whole.
@@ -32,7 +34,6 @@ RUNS = {
     "switched": {"replicate_below": 10},
     "groups": SPREAD | {"group_size": 1},
     "attention in parts": SPREAD,
-    "rows in parts": {},
 }
 #: Of a batch of each run; the last batch has one sample.
 PARTS = {name: 3 for name in RUNS if name.endswith("in parts")}
@@ -195,6 +196,18 @@ def test_what_attention_cannot_do_is_refused_by_its_key(folder, schema, change, 
     config = configured(folder, "refused", **{"exchange": "attention", **change})
     with pytest.raises(ConfigError, match=re.escape(reason)):
         chosen(folder, schema, config)
+
+
+def test_gradients_accumulate_only_where_jfi_steps_the_tables(folder, schema):
+    refused = re.escape("training.accumulate: got 2, must be 1 under torchrun where rows are exchanged")
+    rows = configured(folder, "refused").with_training(accumulate=2)
+    with pytest.raises(ConfigError, match=f"^{refused}.*sharding.exchange is rows.*FusedEmbeddingCollection"):
+        check_sharded(rows, World())
+    auto = configured(folder, "refused", exchange="auto", replicate_below=10).with_training(accumulate=2)
+    assert chosen(folder, schema, auto, events=3)[0] == "attention"
+    wide = dataclasses.replace(auto, sharding=dataclasses.replace(auto.sharding, type="column_wise"))
+    with pytest.raises(ConfigError, match=f"^{refused}.*sharding.type is 'column_wise'"):
+        chosen(folder, schema, wide)
 
 
 def test_an_encoder_or_another_pooling_is_refused(folder, schema):
