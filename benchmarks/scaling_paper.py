@@ -2,7 +2,7 @@
 
     python -m benchmarks.scaling_paper --config configs/multi_gpu.yaml --events 200 --rows 20000000
 
-Bytes and messages are those of `jfi.sharded.traffic`, which `sharding.exchange: auto` decides by; the speeds of links
+Bytes and messages are those of `jfi.training.traffic`, which `sharding.exchange: auto` decides by; the speeds of links
 and the time of everything else are arguments. Ids travel while the batch before computes and take no time here; nothing
 else overlaps. Left out: the all-reduce of dense parameters, the rows of targets and users, and waiting for the slowest
 rank.
@@ -11,9 +11,9 @@ rank.
 import argparse
 from dataclasses import dataclass, replace
 
-from jfi.sharded.traffic import SequenceShape, Traffic, by_attention, by_rows
 from jfi.training import ConfigError
 from jfi.training.cli import load_config
+from jfi.training.traffic import SequenceShape, Traffic, by_attention, by_rows
 from jfi.utils.exit_codes import run_command
 
 HOST = 8  # GPUs
@@ -62,14 +62,14 @@ def lines(shape: SequenceShape, gpus: int, links: Links) -> dict[str, Line]:
     near = min(HOST, gpus) - 1
 
     def over_all(sent: Traffic) -> Line:
-        moved = (sent.rows + sent.queries) * links.samples
+        moved = sent.vectors * links.samples
         return Line(moved * near / others, moved * (others - near) / others, sent.messages * others)
 
     group = min(HOST, gpus)
     inside = by_attention(shape, group)
     average = 2 * 4 * links.rows * shape.width / group * (hosts - 1) / hosts / links.sync_every
     # Tables on hosts of their own: a sample's queries go to all GPUs of one host, its own for one of `hosts` tables.
-    every = inside.queries * links.samples
+    every = inside.vectors * links.samples
     spread = Line(every / hosts, every * group / near * (hosts - 1) / hosts, inside.messages * group)
     return {
         "rows, float32": over_all(by_rows(shape, gpus)),

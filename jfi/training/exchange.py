@@ -1,7 +1,7 @@
 """How the processes of a run exchange histories: their rows, or attention to them.
 
-`jfi.sharded` has the second way. Where both work, the one that sends fewer bytes is chosen, as `jfi.sharded.traffic`
-reckons them.
+`jfi.sharded` has the second way. Where both work, the one that sends fewer bytes is chosen, by the formulas of
+`jfi.training.traffic`.
 """
 
 import os
@@ -12,9 +12,9 @@ from torchrec.distributed.types import ParameterSharding, ShardingPlan
 
 from jfi.models import SequenceDLRM
 from jfi.modules import JaggedFeatureInteraction, SequenceFeatureConfig
-from jfi.sharded import traffic
 from jfi.sharded.ownership import in_rows
 from jfi.sharded.planning import spread_field
+from jfi.training import traffic
 from jfi.training.config import Config, ConfigError, ShardingConfig
 
 #: Name of the model's collection of histories.
@@ -67,7 +67,7 @@ def accumulates_nowhere(config: Config, reason: str) -> str:
     got = config.training.accumulate
     return (
         f"training.accumulate: got {got}, must be 1 under torchrun where rows are exchanged, since FBGEMM steps its "
-        f"tables in each backward pass ({reason}); with sharding.exchange: attention jfi steps them, and in one process "
+        f"tables in each backward pass ({reason}); with sharding.exchange: attention jfi steps them, in one process "
         "its FusedEmbeddingCollection does"
     )
 

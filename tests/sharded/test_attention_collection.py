@@ -42,7 +42,7 @@ from jfi.sharded.ownership import all_owners, row_wise_shards
 from jfi.sharded.planning import make_routes, spread_field
 from jfi.sharded.routed import defer_sharded_steps
 from jfi.sharded.routes import Route, check_route
-from jfi.sharded.traffic import SequenceShape, by_attention
+from jfi.training.traffic import SequenceShape, by_attention
 
 WORKER = Path(__file__).parent / "attention_worker.py"
 
