@@ -89,17 +89,13 @@ class FusedTables:
         self.frozen: dict[str, Tensor] = {}
         self._averages_begun = False
         #: On a GPU, the stream on which ids are sorted, and when it has sorted those of the last look-up.
-        self._beside: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
+        self._sort_stream: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         self._sorting = False
-        #: Whether steps wait for `launch_steps`, those that do, and what is kept until the streams have met again.
-        self._steps_beside, self._waiting = False, []
-        self._stepping: list[object] = []
         self.follow()
 
     def __getstate__(self) -> dict[str, object]:
         """Returns the state of a copy, which makes a stream for itself."""
-        none = {"_pending": {}, "_deferred": [], "_waiting": [], "_stepping": []}
-        return self.__dict__ | {"_beside": None, "_sorting": False} | none
+        return self.__dict__ | {"_sort_stream": None, "_sorting": False, "_pending": {}, "_deferred": []}
 
     @property
     def weights(self) -> dict[str, nn.Parameter]:
@@ -175,9 +171,6 @@ class FusedTables:
 
     def look_up(self, ids: list[tuple[str, Tensor]], dtype: torch.dtype | None) -> list[Tensor]:
         """Returns the `rows` of a TableRows for each table and its ids [S]."""
-        if self._waiting or self._stepping:  # rows are read as they are after the steps
-            self.launch_steps()
-            self._join_steps()
         weights = self.weights
         looked_up: list[Tensor | None] = [None] * len(ids)
         if torch.is_grad_enabled():
@@ -205,85 +198,32 @@ class FusedTables:
         return [tuple(group) for group in groups.values()]
 
     def _sorted(self, ids: list[tuple[str, Tensor]], tables: tuple[str, ...], weights: dict) -> SortedRows:
-        """`_number`, on a GPU beside the forward pass: nobody needs the rows before the backward pass is over."""
+        """Sorts `_global_rows`, on a GPU on a side stream: nothing needs them before the end of the backward pass."""
         first = ids[0][1]
         if not first.is_cuda:
-            return self._number(ids, tables, weights)
+            return self._global_rows(ids, tables, weights)
         current = torch.cuda.current_stream(first.device)
-        if self._beside is None:
-            self._beside = torch.cuda.Stream(first.device), torch.cuda.Event()
-        stream, done = self._beside
+        if self._sort_stream is None:
+            self._sort_stream = torch.cuda.Stream(first.device), torch.cuda.Event()
+        stream, done = self._sort_stream
         stream.wait_stream(current)
         for _, rows in ids:
             rows.record_stream(stream)
         with torch.cuda.stream(stream):
-            found = self._number(ids, tables, weights)
+            found = self._global_rows(ids, tables, weights)
             done.record(stream)
         self._sorting = True
-        # This memory is the stream's own: it waits for the step that reads it, as for all else, when it is used again.
+        # This memory belongs to the side stream, which waits for the step that reads it before it is used again.
         return found
 
     def wait_sorted(self) -> None:
         """The current stream waits for the ids of all look-ups, if they are sorted on another one."""
         if self._sorting:
-            torch.cuda.current_stream(self.step.device).wait_event(self._beside[1])
+            torch.cuda.current_stream(self.step.device).wait_event(self._sort_stream[1])
             self._sorting = False
 
-    @contextmanager
-    def stepping_beside(self) -> Iterator[None]:
-        """Steps within wait for `launch_steps`, at the latest for the end of the block, and run on another stream.
-
-        The current stream waits for them at the next look-up and at the end of the block; nothing else within may read
-        the tables after the backward pass. On a CPU they run where they are launched.
-        """
-        self._steps_beside = True
-        try:
-            yield
-            self.launch_steps()
-            self.wait_sorted()  # of look-ups without a backward pass
-        finally:
-            self._steps_beside, self._waiting = False, []
-            self._join_steps()
-
-    @contextmanager
-    def beside(self, read: Tensor) -> Iterator[None]:
-        """Within `stepping_beside`, runs the block on the stream of the tables' step.
-
-        For work whose result only that step reads.
-
-        Args:
-            read: a tensor of the current stream that the block reads; it is kept until the streams have met again.
-        """
-        if not self._steps_beside or self._beside is None:
-            yield
-            return
-        stream = self._beside[0]
-        stream.wait_stream(torch.cuda.current_stream(stream.device))
-        self._stepping.append(read)
-        with torch.cuda.stream(stream):
-            yield
-
-    def _join_steps(self) -> None:
-        """The current stream waits for the steps that were launched."""
-        stepping, self._stepping = self._stepping, []
-        if stepping:
-            torch.cuda.current_stream(self.step.device).wait_stream(self._beside[0])
-
-    def launch_steps(self) -> None:
-        """Makes the steps that wait, after all that the current stream has been given so far."""
-        waiting, self._waiting = self._waiting, []
-        for batches in waiting:
-            if self._beside is None:
-                self._step(batches)
-                continue
-            stream = self._beside[0]
-            stream.wait_stream(torch.cuda.current_stream(stream.device))
-            self._stepping += batches  # whose memory is not used again before the end of the block
-            with torch.cuda.stream(stream):
-                self._step(batches)
-
-    def _number(self, ids: list[tuple[str, Tensor]], tables: tuple[str, ...], weights: dict) -> SortedRows:
-        """The ids as rows of all `tables`, one below the other, sorted; padding and frozen rows come last."""
+    def _global_rows(self, ids: list[tuple[str, Tensor]], tables: tuple[str, ...], weights: dict) -> SortedRows:
+        """Returns the ids as sorted rows of all `tables`, one below the other; padding and frozen rows come last."""
         first, total = {}, 0
         for name in tables:
             first[name] = total
@@ -325,18 +265,12 @@ class FusedTables:
         batches = self._deferred + self._pending.pop(task)
         self._deferred = batches if self._deferring else []
         if not self._deferring:
-            self._step_or_wait(batches)
+            self._step(batches)
 
     def step_deferred(self) -> None:
-        """Makes the step of backward passes whose step waits, if any does; within `stepping_beside` when launched."""
+        """Makes the step of backward passes whose step waits, if any does."""
         batches, self._deferred = self._deferred, []
         if batches:
-            self._step_or_wait(batches)
-
-    def _step_or_wait(self, batches: list[_Batch]) -> None:
-        if self._steps_beside:
-            self._waiting.append(batches)
-        else:
             self._step(batches)
 
     @torch.no_grad()

@@ -29,7 +29,6 @@ from jfi.ops.partial_target_attention import (
 from jfi.ops.rows_by_id import RowsById
 from jfi.ops.target_attention import prepare_target_attention
 from jfi.plan import TargetAttentionInputs
-from jfi.sharded.averages import current_averages
 from jfi.sharded.exchange import gradient_scale
 from jfi.sharded.routes import Arrived
 
@@ -104,7 +103,6 @@ class _Attend(torch.autograd.Function):
         if arrived.queries.group.size() > 1:
             parts = arrived.queries.back.send(pack_part(out, lse, impl))
             out, lse = combine_parts(parts.view(len(arrived.route.ranks), *query.shape[:3], parts.size(-1)), impl)
-        ctx.averages = current_averages()
         ctx.inputs, ctx.impl, ctx.exchange = inputs._replace(query=None, key=None, value=None, bias=None), impl, arrived
         # The tables too: autograd refuses a backward pass that would read rows which were stepped since.
         ctx.save_for_backward(inputs.query, key, value, bias, out, lse, *inputs.tables, *inputs.indices)
@@ -120,8 +118,6 @@ class _Attend(torch.autograd.Function):
         if queries.group.size() == 1:
             return *part_gradients(grad.contiguous(), out, lse, needed, inputs, impl), None, None, None
         owners = len(ctx.exchange.route.ranks)
-        if ctx.averages is not None:
-            ctx.averages.begin()
         packed = queries.share(pack_gradient(grad, out, lse, impl))
         # A table's gradient is a mean over ranks; those of the query and the bias are sums, of which DDP takes means.
         scale = gradient_scale(queries.group)

@@ -15,7 +15,7 @@ from torchrec.distributed.types import ShardedModule
 from jfi.cuda_graphs.capture_check import why_module_not
 from jfi.cuda_graphs.captured_step import CudaGraphs, StepGraphs
 from jfi.cuda_graphs.static_batch import OTHER_STRUCTURE, describe
-from jfi.sharded.averages import GradientAverages
+from jfi.sharded.averages import captured_averages
 from jfi.sharded.fixed_shapes import AHEAD, FixedSender, Sending
 from jfi.sharded.peer_memory import PeerMemory, are_peers
 from jfi.sharded.routed import RoutedCollection
@@ -81,9 +81,7 @@ class CapturedShardedStep(StepGraphs):
         if peer_memory and self._graphs is not None and self._group.size() > 1 and are_peers(self._group, self._device):
             self._peers = PeerMemory(self._group, self._device)
             self._warmup_steps = max(warmup_steps, 2)  # the second step has its exchanges in the order of the others
-        dense = [x for x in _outside(model, self._collections) if isinstance(x, nn.Parameter) and x.requires_grad]
-        tables = [x for one in self._collections for x in one.parameters()]
-        self._averages = GradientAverages(dense, tables, self._group, self._device, STEP, self._launch_table_steps)
+        self._tables = [x for collection in self._collections for x in collection.parameters()]
         self._fused = model.fused_optimizer
         #: Batches on their way, and the capacities that the last ones needed.
         self._sent: deque[Sending] = deque()
@@ -107,7 +105,6 @@ class CapturedShardedStep(StepGraphs):
         self._senders.clear()  # NCCL would wait for their graphs at its end
         if self._sender_graphs is not None:
             self._sender_graphs.reset()
-        self._averages.forget()
         if self._peers is not None:
             self._peers.forget()
 
@@ -220,10 +217,6 @@ class CapturedShardedStep(StepGraphs):
         for collection in self._collections:
             collection.follow_rate()
 
-    def _launch_table_steps(self) -> None:
-        for collection in self._collections:
-            collection.launch_steps()
-
     def _compute(self, sent: SentBatch) -> Any:
         ids, peers = ids_of(describe(sent.batch)), self._peers if padding_state.is_padded else None
         arrived = sent.arrived(self._collections, self._group, peers)
@@ -232,7 +225,7 @@ class CapturedShardedStep(StepGraphs):
                 stack.enter_context(peers.step())
             for collection, of_collection in zip(self._collections, arrived, strict=True):
                 stack.enter_context(collection.given(ids, of_collection))
-            stack.enter_context(self._averages.step(peers))
+            stack.enter_context(captured_averages(self._group, peers, self._tables))
             return self._own_step(sent.batch)
 
 

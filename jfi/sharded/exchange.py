@@ -1,6 +1,5 @@
 """Rows of tensors that ranks send each other."""
 
-from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
@@ -8,20 +7,10 @@ from torch import Tensor
 from torchrec.distributed.comm_ops import get_gradient_division
 
 
-class Lane(IntEnum):
-    """What is sent at the same time on several streams takes different lanes of a `Transport`."""
-
-    STEP = 0
-    #: Gradients of dense parameters beside attention's backward pass.
-    AVERAGES = 1
-    #: Gradients of rows that the first collection has fetched; those of the next one take the next lane.
-    TABLES = 2
-
-
 class Transport(Protocol):
     """A faster way for exchanges that it can make, such as `jfi.sharded.peer_memory.PeerMemory`."""
 
-    def send(self, rows: Tensor, sent: list[int], received: list[int], shared: bool, lane: int = 0) -> Tensor | None:
+    def send(self, rows: Tensor, sent: list[int], received: list[int], shared: bool) -> Tensor | None:
         """What arrives, or None if this exchange is not for it, on all ranks alike."""
 
 
@@ -33,14 +22,12 @@ class Exchange(NamedTuple):
         sent: rows to each rank.
         received: rows from each rank.
         transport: tried before the group's own all-to-all.
-        lane: of the transport, see `Lane`.
     """
 
     group: dist.ProcessGroup
     sent: list[int]
     received: list[int]
     transport: Transport | None = None
-    lane: int = Lane.STEP
 
     @property
     def back(self) -> "Exchange":
@@ -56,7 +43,7 @@ class Exchange(NamedTuple):
         if self.group.size() == 1:
             return rows, None
         if self.transport is not None:
-            arrived = self.transport.send(rows, self.sent, self.received, shared=False, lane=self.lane)
+            arrived = self.transport.send(rows, self.sent, self.received, shared=False)
             if arrived is not None:
                 return arrived, None
         arriving = rows.new_empty(sum(self.received), *rows.shape[1:])
@@ -76,7 +63,7 @@ class Exchange(NamedTuple):
         """What arrives of the same rows, sent to every rank that gets any."""
         count = sum(1 for sent in self.sent if sent)
         if self.transport is not None and self.group.size() > 1:
-            arrived = self.transport.send(rows, self.sent, self.received, shared=True, lane=self.lane)
+            arrived = self.transport.send(rows, self.sent, self.received, shared=True)
             if arrived is not None:
                 return arrived
         return self.send(rows if count == 1 else rows.unsqueeze(0).expand(count, *rows.shape).flatten(0, 1))

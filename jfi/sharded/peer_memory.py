@@ -17,7 +17,6 @@ from torch import Tensor
 
 from jfi.ops.partial_target_attention import add_parts
 from jfi.ops.push import push
-from jfi.sharded.exchange import Lane
 from jfi.utils import compat
 
 _ALIGNMENT = 256
@@ -31,9 +30,6 @@ _MARGIN = 1.25
 
 class PeerMemory:
     """Memory of each rank of a group that all of them write to.
-
-    Streams that send at the same time take different lanes (`Lane`), which have barriers of their
-    own; all ranks take the same lane for an exchange.
 
     Args:
         group: ranks whose GPUs can reach each other, see `are_peers`.
@@ -61,7 +57,7 @@ class PeerMemory:
         """
         self._used = 0
         if self._memory is not None:
-            self._handle.barrier(channel=Lane.STEP)
+            self._handle.barrier(channel=0)
         yield
         if (self._memory is None or self._used > self._memory.size(0)) and not torch.cuda.is_current_stream_capturing():
             self._grow(self._used)
@@ -77,9 +73,7 @@ class PeerMemory:
         self._memory, self._handle = compat.symmetric_memory(size, self._device, self.group)
         self._addresses = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=self._device)
 
-    def send(
-        self, rows: Tensor, sent: list[int], received: list[int], shared: bool, lane: int = Lane.STEP
-    ) -> Tensor | None:
+    def send(self, rows: Tensor, sent: list[int], received: list[int], shared: bool) -> Tensor | None:
         """What arrives [sum(received), ...], valid until the end of the step; None if there is no room for it here.
 
         Args:
@@ -87,7 +81,6 @@ class PeerMemory:
             sent: rows to each rank: as many for all that get some, and as many as arrive from a rank.
             received: rows from each rank.
             shared: whether all ranks get the same rows.
-            lane: of the exchange.
         """
         chunk, row = max(*sent, *received), math.prod(rows.shape[1:]) * rows.element_size()
         targets, sources = ([rank for rank, count in enumerate(counts) if count] for counts in (sent, received))
@@ -98,12 +91,12 @@ class PeerMemory:
         if place is None:
             return None
         push(rows.contiguous(), to, self._addresses, place + self.group.rank() * chunk * row, shared)
-        self._handle.barrier(channel=lane)
+        self._handle.barrier(channel=0)
         begin = place + (sources[0] if sources else 0) * chunk * row
         arrived = self._memory[begin : begin + len(sources) * chunk * row].view(rows.dtype)
         return arrived.view(len(sources) * chunk, *rows.shape[1:])
 
-    def average(self, numbers: list[Tensor], lane: int = Lane.STEP) -> Tensor | None:
+    def average(self, numbers: list[Tensor]) -> Tensor | None:
         """The mean over all ranks [n] of n numbers of one dtype, in own memory; None if there is no room for it here.
 
         They are added up in the order of the ranks: many of them by one rank each, which sends its part to all.
@@ -123,10 +116,10 @@ class PeerMemory:
             return None
         every, zeros = [1] * size, self._zeros[dtype][: parts * chunk - count]
         whole = torch.cat([*[one.reshape(-1) for one in numbers], zeros]).view(parts, chunk)
-        arrived = self.send(whole, every, every, shared=added_by_all, lane=lane)
+        arrived = self.send(whole, every, every, shared=added_by_all)
         means = add_parts(arrived.view(size, -1, _AVERAGED), 1 / size, "triton")
         if not added_by_all:
-            means = self.send(means.view(1, chunk), every, every, shared=True, lane=lane).clone()
+            means = self.send(means.view(1, chunk), every, every, shared=True).clone()
         return means.view(-1)[:count]
 
     def _take(self, size: int) -> int | None:

@@ -94,20 +94,13 @@ class RoutedCollection:
 
     @contextmanager
     def given(self, ids: KeyedJaggedTensor, arrived: ArrivedIds) -> Iterator[None]:
-        """Within the block a call with these ids takes what has arrived of them, and any other ids are refused.
-
-        The tables' step runs beside what follows `launch_steps`, such as the optimizer of all other parameters.
-        """
+        """Within the block a call with these ids takes what has arrived of them, and any other ids are refused."""
         self._given = ids.values().data_ptr(), arrived
         try:
-            with self._own_rows().stepping_beside():  # whose streams join this one: none may be left in a capture
-                yield
+            yield
+            self._own_rows().wait_sorted()  # of look-ups without a backward pass: no stream may be left in a capture
         finally:
             self._given = None
-
-    def launch_steps(self) -> None:
-        """Within `given`, makes the tables' step after all that the current stream has been given so far."""
-        self._own_rows().launch_steps()
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable:
         if self._given is None:
@@ -154,9 +147,7 @@ class RoutedCollection:
             if one.route.features:
                 self._spread(found, one, handle, whole, by_key)
                 continue
-            rows_by_key = zip(
-                plan.embeddings[one.route], one.route.keys, fetch_rows(handle, memory, one, own.beside), strict=True
-            )
+            rows_by_key = zip(plan.embeddings[one.route], one.route.keys, fetch_rows(handle, memory, one), strict=True)
             for embedding, key, rows in rows_by_key:
                 parts = {"lengths": by_key[key].lengths_or_none(), "offsets": by_key[key].offsets_or_none()}
                 found[embedding] = JaggedTensor(rows, **parts)
@@ -198,9 +189,7 @@ class RoutedCollection:
         fields = [RowsById(handle, (memory,), (arrived.rows,))]
         for place, table in enumerate(route.field_tables):
             fields.append(bounded_rows_by_id((whole[table],), (arrived.field_ids(place),), handle.dtype))
-        events = EventsAtOwners(
-            arrived, sum_rows(fields), lambda: fetch_rows(handle, memory, arrived, self._own.beside)
-        )
+        events = EventsAtOwners(arrived, sum_rows(fields), lambda: fetch_rows(handle, memory, arrived))
         for feature, embedding, key in zip(route.features, self._plan.embeddings[route], route.keys, strict=True):
             ids, known = by_key[key], found.get(embedding)
             by_feature = {feature.name: events} if known is None else known.events | {feature.name: events}

@@ -23,7 +23,7 @@ from jfi.modules.events import position_buckets
 from jfi.modules.id_counts import OutsideIds
 from jfi.modules.validation import require_keys
 from jfi.ops.gather_rows import bound_ids, check_indices
-from jfi.sharded.exchange import Exchange, Lane, Transport
+from jfi.sharded.exchange import Exchange, Transport
 from jfi.sharded.ownership import Owners
 from jfi.utils.padding import padding_state
 
@@ -132,7 +132,6 @@ class Arrived(Multistreamable):
         order: as in `Sent`.
         slots: [S] int64, where an event of the batch is among those that were sent, -1 is padding; if that is not found
             from `order`.
-        lane: on which the gradients of fetched rows go back.
     """
 
     route: Route
@@ -143,7 +142,6 @@ class Arrived(Multistreamable):
     sizes: list[int]
     order: Tensor | None = None
     slots: Tensor | None = None
-    lane: int = Lane.STEP
 
     def places(self) -> Tensor | None:
         """[S] int64: where an event of the batch is among those that were sent; None: where it is."""

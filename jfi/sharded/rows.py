@@ -1,8 +1,5 @@
 """Rows that owners send to the ranks of the samples that read them, and small tables that every rank reads whole."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -13,25 +10,22 @@ from jfi.sharded.ownership import Owners
 from jfi.sharded.routes import Arrived
 from jfi.utils.padding import padding_state
 
-Beside = Callable[[Tensor], AbstractContextManager[None]]
 
-
-def fetch_rows(handle: Tensor, memory: Tensor, arrived: Arrived, beside: Beside) -> list[Tensor]:
+def fetch_rows(handle: Tensor, memory: Tensor, arrived: Arrived) -> list[Tensor]:
     """The rows [S, D] of each sequence of a route, on the rank of its samples; all ranks call it together.
 
     Args:
         handle: [R, D] without memory, of the dtype that is sent; its gradient is that of the owner's rows.
         memory: [M, D], the owner's rows.
         arrived: the rows that are requested of this owner.
-        beside: runs a block on the stream of the rows' step, see `FusedTables.beside`.
     """
-    return list(_Fetch.apply(handle, memory, arrived, beside).split(arrived.sizes))
+    return list(_Fetch.apply(handle, memory, arrived).split(arrived.sizes))
 
 
 class _Fetch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, handle: Tensor, memory: Tensor, arrived: Arrived, beside: Beside) -> Tensor:
-        ctx.arrived, ctx.beside = arrived, beside
+    def forward(ctx, handle: Tensor, memory: Tensor, arrived: Arrived) -> Tensor:
+        ctx.arrived = arrived
         ctx.has_room = padding_state.is_padded  # of this thread; backward may run in another one
         rows = gather_bounded((memory,), (arrived.rows,), handle.dtype)
         rows, ctx.places = arrived.events.back.send(rows), arrived.places()
@@ -41,13 +35,12 @@ class _Fetch(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        events = ctx.arrived.events._replace(lane=ctx.arrived.lane)
-        with ctx.beside(grad):
-            grad = grad * gradient_scale(events.group)
-            if ctx.places is not None:
-                grad = _to_slots(grad, ctx.places, sum(events.sent), ctx.has_room)
-            return events.send(grad), None, None, None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        events = ctx.arrived.events
+        grad = grad * gradient_scale(events.group)
+        if ctx.places is not None:
+            grad = _to_slots(grad, ctx.places, sum(events.sent), ctx.has_room)
+        return events.send(grad), None, None
 
 
 def _to_slots(grad: Tensor, slots: Tensor, count: int, has_room: bool) -> Tensor:

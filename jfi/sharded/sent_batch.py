@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jfi.cuda_graphs.static_batch import Described, UnsupportedBatch, describe
 from jfi.modules import lookups
-from jfi.sharded.exchange import Exchange, Lane, Transport
+from jfi.sharded.exchange import Exchange, Transport
 from jfi.sharded.routed import RoutedCollection
 from jfi.sharded.routes import Arrived, ArrivedIds, Route
 
@@ -54,8 +54,7 @@ class SentBatch:
         lookups.allow_no_samples(ids)
         by_key, found = ids.to_dict(), []
         events, requested, slots = iter(self.events), iter(self.requested), iter(self.slots)
-        lanes = [Lane.TABLES + place for place, one in enumerate(collections) for _ in one.routes]
-        for route, lane in zip(routes_of(collections), lanes, strict=True):
+        for route in routes_of(collections):
             queries = route.to_owners(group, list(self.samples), transport)
             if route.features:
                 one = next(events)
@@ -73,7 +72,7 @@ class SentBatch:
                 where.length_per_key(),
                 rows[: sum(places)],
             )
-            found.append(Arrived(route, exchange, queries, (rows,), None, sizes, slots=where.values(), lane=lane))
+            found.append(Arrived(route, exchange, queries, (rows,), None, sizes, slots=where.values()))
         rest = iter(found)
         return [ArrivedIds([next(rest) for _ in one.routes], by_key) for one in collections]
 

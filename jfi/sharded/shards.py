@@ -1,7 +1,7 @@
 """The rows that this rank owns, in TorchRec's memory, and their optimizer's steps."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -65,17 +65,9 @@ class RankRows:
         if rate != self._tables.group["lr"]:
             self._tables.group["lr"] = rate
 
-    def stepping_beside(self) -> AbstractContextManager[None]:
-        """See `FusedTables.stepping_beside`."""
-        return self._tables.stepping_beside()
-
-    def beside(self, read: Tensor) -> AbstractContextManager[None]:
-        """See `FusedTables.beside`."""
-        return self._tables.beside(read)
-
-    def launch_steps(self) -> None:
-        """See `FusedTables.launch_steps`."""
-        self._tables.launch_steps()
+    def wait_sorted(self) -> None:
+        """See `FusedTables.wait_sorted`."""
+        self._tables.wait_sorted()
 
     @contextmanager
     def deferring(self) -> Iterator[None]:

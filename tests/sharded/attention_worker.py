@@ -352,21 +352,21 @@ def as_on_a_gpu() -> Iterator[None]:
 
 
 class StandInPeers:
-    """Counts by lane what a step would send through peer memory, and sends it through all ranks' group."""
+    """Counts what a step would send through peer memory, and sends it through all ranks' group."""
 
     def __init__(self) -> None:
-        self.lanes: Counter[int] = Counter()
+        self.calls: Counter[str] = Counter()
 
     def step(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def forget(self) -> None: ...
 
-    def send(self, rows: Tensor, sent: list[int], received: list[int], shared: bool, lane: int) -> None:
-        self.lanes[lane] += 1
+    def send(self, rows: Tensor, sent: list[int], received: list[int], shared: bool) -> None:
+        self.calls["send"] += 1
 
-    def average(self, numbers: list[Tensor], lane: int) -> Tensor:
-        self.lanes[lane] += 1
+    def average(self, numbers: list[Tensor]) -> Tensor:
+        self.calls["average"] += 1
         flat = torch.cat([one.reshape(-1) for one in numbers])
         dist.all_reduce(flat)
         return flat / dist.get_world_size()
@@ -438,7 +438,7 @@ def train_together(case: Case, way: str = "eager") -> dict:
     made = {"sent": dict(sent.sent), "calls": dict(sent.calls), "weights": weights}
     made |= {"narrowed": narrowed, "sent again": sent_again, "outside": outside_ids(model)}
     if in_buffers and captured._peers is not None:
-        made["lanes"] = {int(lane): count for lane, count in captured._peers.lanes.items()}
+        made["peers"] = dict(captured._peers.calls)
     return made | {"losses": losses, "states": states, "summary": captured and captured.summary()}
 
 

@@ -37,7 +37,6 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from jfi import KeyBias, PositionBias, SequenceFeatureConfig
 from jfi.ops.partial_target_attention import combine_parts, pack_part
 from jfi.sharded import AttentionCollectionSharder, CapturedShardedStep, FetchedBagsSharder, average_gradients
-from jfi.sharded.exchange import Lane
 from jfi.sharded.ownership import all_owners, row_wise_shards
 from jfi.sharded.planning import make_routes, spread_field
 from jfi.sharded.routed import defer_sharded_steps
@@ -91,12 +90,11 @@ def test_ids_outside_of_their_tables_are_counted_by_the_ranks_of_their_samples(f
     assert set(expected) == {"item", "rating", "user", "tag", "city"} and all(expected.values())
 
 
-def test_what_travels_at_once_takes_lanes_of_its_own(found):
-    """By lane the exchanges of four steps, of which all but the first average most gradients early."""
-    first, second = (rank["buffers"]["plain"]["lanes"] for rank in found)
-    # Rows of targets; attention, of which two are offered twice since the stand-in makes none; averages.
-    of_step = 1 + (4 + 2) + 1
-    assert first == second == {str(int(Lane.STEP)): 4 * of_step, str(int(Lane.AVERAGES)): 3, str(int(Lane.TABLES)): 4}
+def test_all_that_a_step_sends_takes_peer_memory(found):
+    """In four steps."""
+    first, second = (rank["buffers"]["plain"]["peers"] for rank in found)
+    # Rows of targets and their gradients; attention, of which two are offered twice since the stand-in makes none.
+    assert first == second == {"send": 4 * (2 + 4 + 2), "average": 4}
 
 
 @pytest.mark.parametrize("name", ["plain", "a rank without samples"])

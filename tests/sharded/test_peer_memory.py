@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.sent_bytes import SentBytes
 from jfi.sharded import peer_memory
-from jfi.sharded.exchange import Exchange, Lane
+from jfi.sharded.exchange import Exchange
 from jfi.sharded.peer_memory import PeerMemory, are_peers
 
 SIZE = 3
@@ -144,28 +144,6 @@ def test_what_graphs_read_outlives_a_growth(device):
         return all(one() is not None for one in kept) and kept[0]() is not kept[1]()
 
     assert on_all_ranks(run) == [True] * SIZE
-
-
-def test_each_lane_has_its_barrier(device):
-    if device.type != "cpu":
-        pytest.skip("threads share the memory of the CPU")
-
-    def run(memory: PeerMemory) -> list[int]:
-        channels, every = [], [1] * SIZE
-        for _ in range(2):
-            with memory.step():
-                memory.send(torch.zeros(SIZE, 4), every, every, shared=False)
-                memory.send(torch.zeros(SIZE, 4), every, every, shared=False, lane=Lane.TABLES)
-                memory.average([torch.zeros(5)], Lane.AVERAGES)
-        barrier = memory._handle.barrier
-        memory._handle.barrier = lambda channel: (channels.append(channel), barrier(channel))
-        with memory.step():
-            memory.send(torch.zeros(SIZE, 4), every, every, shared=False)
-            memory.send(torch.zeros(SIZE, 4), every, every, shared=False, lane=Lane.TABLES)
-            memory.average([torch.zeros(5)], Lane.AVERAGES)
-        return channels
-
-    assert on_all_ranks(run) == [[Lane.STEP, Lane.STEP, Lane.TABLES, Lane.AVERAGES]] * SIZE
 
 
 def test_owners_that_do_not_follow_each_other_use_the_group(device):
