@@ -21,7 +21,6 @@ from jfi.sharded.peer_memory import PeerMemory, are_peers
 from jfi.sharded.routed import RoutedCollection
 from jfi.sharded.send_ahead import SENDING, STEP, SendAhead
 from jfi.sharded.sent_batch import SentBatch, ids_of
-from jfi.utils.padding import padding_state
 
 #: Batches whose capacities the next ones are sent with: the largest of so many.
 _RECENT = 16
@@ -86,7 +85,6 @@ class CapturedShardedStep(StepGraphs):
         #: Batches on their way, and the capacities that the last ones needed.
         self._sent: deque[Sending] = deque()
         self._recent: deque[tuple[int, ...]] = deque(maxlen=_RECENT)
-        self._ready: SentBatch | None = None
         self._checked = False
         _copy_from_first(model, self._collections)
         if reference is not None:
@@ -100,7 +98,6 @@ class CapturedShardedStep(StepGraphs):
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the memory of batches and graphs is used again
         super().reset()
-        self._ready = None
         self._sent.clear()
         self._senders.clear()  # NCCL would wait for their graphs at its end
         if self._sender_graphs is not None:
@@ -145,59 +142,39 @@ class CapturedShardedStep(StepGraphs):
             ValueError: features that do not fit the collections, likewise.
         """
         if self._graphs is None:
-            return self._progress_eagerly(batches, "without a GPU")
-        if not self._is_uneven:
-            self._send_next(batches)
-        if self._is_uneven:
-            return self._progress_eagerly(batches, OTHER_STRUCTURE)
+            return self._progress_eagerly(next(batches), "without a GPU")
+        self._send_next(batches)
         if not self._sent:
             raise StopIteration
         sending = self._sent.popleft()
-        capacities = self._ahead.agree(sending.numbers()).capacities
-        if not isinstance(capacities, str) and sending.sender.holds(capacities):
+        capacities = OTHER_STRUCTURE if self._is_uneven else self._ahead.agree(sending.numbers())
+        while not isinstance(capacities, str) and not sending.sender.holds(capacities):
+            # A rank whose batch was too large to send has counted none of its ids, so the counts may grow once more.
+            sending = self._sender(capacities).send(sending.batch)
+            capacities = self._ahead.agree(sending.numbers())
+        if isinstance(capacities, str):
+            outputs = self._progress_eagerly(sending.batch, capacities)
+        else:
+            self._recent.append(capacities)
             self._begin_step()
             level = self._level(sending.sender.structure, capacities)
             sending.load(capacities, level.buffers, level.block)
             outputs = self._run(level)
-        else:
-            outputs, capacities = self._run_sent_again(sending.batch)
-        if not isinstance(capacities, str):
-            self._recent.append(capacities)
         self._send_next(batches)
         return outputs
-
-    def _run_sent_again(self, batch: Any) -> tuple[Any, tuple[int, ...] | str]:
-        """A step on a batch that there was no room for where it was sent, and the capacities that hold it."""
-        sent, capacities = self._ahead.send(batch, in_buffers=True)
-        self._ahead.wait(sent)
-        self._begin_step()
-        if isinstance(capacities, str):
-            return self._run_eagerly(sent, capacities), capacities
-        return self._run_in_buffers(describe(sent), capacities), capacities
 
     @property
     def _is_uneven(self) -> bool:
         """Whether the ranks have other numbers of samples in the batch that capacities follow from."""
         return len(set(self._ahead.samples)) > 1
 
-    def _progress_eagerly(self, batches: Iterator[Any], reason: str) -> Any:
-        """A step for which the batch is sent in its exact number of ids, one ahead."""
-        if self._ready is None:
-            first = next(batches)
-            if not self._checked:
-                self._refer(first)
-            self._ready, _ = self._ahead.send(first, in_buffers=False)
-        ready, self._ready = self._ready, None
+    def _progress_eagerly(self, batch: Any, reason: str) -> Any:
+        """Makes a step whose forward pass sends the ids."""
         self._begin_step()
-        self._ahead.wait(ready)
-        outputs = self._run_eagerly(ready, reason)
-        following = next(batches, None)
-        if following is not None:
-            self._ready, _ = self._ahead.send(following, in_buffers=False)
-        return outputs
+        return self._run_eagerly(batch, reason)
 
     def _send_next(self, batches: Iterator[Any]) -> None:
-        """Sends batches until as many are on their way as may be, if there are any."""
+        """Sends batches until AHEAD of them are on their way, if there are any."""
         while len(self._sent) < AHEAD:
             batch = next(batches, None)
             if batch is None:
@@ -205,20 +182,26 @@ class CapturedShardedStep(StepGraphs):
             if not self._checked:
                 self._refer(batch)
             if self._is_uneven:
-                self._ready, _ = self._ahead.send(batch, in_buffers=False)
-                return
+                self._sent.append(Sending(batch, None, None))
+                continue
             capacities = tuple(map(max, *self._recent)) if len(self._recent) > 1 else self._recent[0]
-            if capacities not in self._senders:
-                self._senders[capacities] = FixedSender(self._ahead, capacities, self._sender_graphs)
-            self._sent.append(self._senders[capacities].send(batch))
+            self._sent.append(self._sender(capacities).send(batch))
+
+    def _sender(self, capacities: tuple[int, ...]) -> FixedSender:
+        if capacities not in self._senders:
+            self._senders[capacities] = FixedSender(self._ahead, capacities, self._sender_graphs)
+        return self._senders[capacities]
 
     def _begin_step(self) -> None:
         self._fused.zero_grad()  # hands its learning rate on to fbgemm
         for collection in self._collections:
             collection.follow_rate()
 
-    def _compute(self, sent: SentBatch) -> Any:
-        ids, peers = ids_of(describe(sent.batch)), self._peers if padding_state.is_padded else None
+    def _compute(self, sent: Any) -> Any:
+        if not isinstance(sent, SentBatch):
+            with captured_averages(self._group, None, self._tables):
+                return self._own_step(sent)
+        ids, peers = ids_of(describe(sent.batch)), self._peers
         arrived = sent.arrived(self._collections, self._group, peers)
         with ExitStack() as stack:
             if peers is not None:

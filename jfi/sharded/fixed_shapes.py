@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -17,7 +18,7 @@ from jfi.cuda_graphs.static_batch import Buffers, Described, describe
 from jfi.sharded.exchange import Exchange
 from jfi.sharded.partition import Partitioned, collect, partition
 from jfi.sharded.routes import Route, counts_for
-from jfi.sharded.send_ahead import SendAhead, request_rows
+from jfi.sharded.send_ahead import SendAhead
 from jfi.sharded.sent_batch import SentBatch, column_keys, jagged, requested_key, sent_key, slot_keys
 from jfi.utils.padding import padded_to_capacity
 
@@ -205,8 +206,8 @@ class Sending(NamedTuple):
     """A batch on its way."""
 
     batch: Any  # as it was given
-    sender: FixedSender
-    slot: _Slot
+    sender: FixedSender | None  # None if it is not sent ahead
+    slot: _Slot | None
 
     def numbers(self) -> list[list[int]]:
         """The counts of all ranks, see `SendAhead.gather_counts`."""
@@ -223,3 +224,12 @@ class Sending(NamedTuple):
         current.wait_event(self.slot.filled)
         self.sender.load(self.slot, capacities, buffers, block)
         self.slot.copied.record(current)
+
+
+def request_rows(group: dist.ProcessGroup, place: int, going: Tensor) -> KeyedJaggedTensor:
+    """What all ranks request here, given what this one requests: [W · most, 1], as many places for each owner."""
+    size = group.size()
+    most = going.size(0) // size
+    arrived = Exchange(group, [most] * size, [most] * size).send(going.view(-1))
+    lengths = torch.full((size,), most, dtype=torch.int32, device=going.device)
+    return jagged([requested_key(place)], arrived, lengths, [size * most])

@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jfi.ops import partition_ids as kernels
-from jfi.sharded.routes import Route, brought_along, check_route_ids, sort_by_owner
+from jfi.sharded.routes import Route, Sent, brought_along, check_route_ids, sort_by_owner
 
 
 class Partitioned(NamedTuple):
@@ -47,14 +47,29 @@ def partition(route: Route, by_key: dict[str, JaggedTensor], num_ranks: int, mos
     ]
     if not kernels.takes_ids(owned, num_ranks):
         sent = sort_by_owner(route, by_key, num_ranks)
-        slots = None if route.features else sent.places(most)
-        return Partitioned(sent.in_places(most, blank), sent.sums, sent.counts, slots)
+        slots = _slots(sent, most)
+        buffer = blank.repeat(num_ranks * most + 1, 1).index_copy_(0, slots, sent.columns)[:-1]
+        if route.features:
+            return Partitioned(buffer, sent.sums, sent.counts, None)
+        slots = torch.where(slots == num_ranks * most, -1, slots)
+        if sent.order is not None:
+            slots = torch.empty_like(slots).index_copy_(0, sent.order, slots)
+        return Partitioned(buffer, sent.sums, sent.counts, slots)
     check_route_ids(route, by_key)
     brought = brought_along(route, by_key, sequences)
     brought = torch.stack(brought, 1) if brought else None
     unread = bool(route.features)
     buffer, slots, sums = kernels.partition_ids(owned, brought, num_ranks, most, None if unread else blank)
     return Partitioned(buffer, sums, kernels.count_samples(owned, num_ranks) if unread else None, slots)
+
+
+def _slots(sent: Sent, most: int) -> Tensor:
+    """Returns where each sorted event lies in the buffer [S] int64; W · most for padding and events beyond `most`."""
+    size, place = sent.sums.size(0), torch.arange(sent.columns.size(0), device=sent.columns.device)
+    if sent.ranks is None:
+        return torch.where(place < sent.sums.clamp(max=most), place, most)
+    within = place - pad(sent.sums.cumsum(0), (1, 0))[sent.ranks]
+    return torch.where((sent.ranks < size) & (within < most), sent.ranks * most + within, size * most)
 
 
 def collect(arrived: Tensor, lengths: Tensor, blank: Tensor, num_ranks: int, room: int) -> Tensor:

@@ -98,25 +98,6 @@ class Sent(NamedTuple):
     order: Tensor | None  # [S] int64: where a sent event was in the batch; None: where it is
     sizes: list[int]  # events of each sequence, with room if there is any
 
-    def in_places(self, most: int, blank: Tensor) -> Tensor:
-        """[W · most, K]: the events in as many places for each owner, and `blank` [1, K] in those left."""
-        buffer = blank.repeat(self.sums.size(0) * most + 1, 1)
-        return buffer.index_copy_(0, self._sorted_places(most), self.columns)[:-1]
-
-    def places(self, most: int) -> Tensor:
-        """[S] int64: where an event of the batch is in `in_places`; -1 is padding, or beyond its owner's places."""
-        places = self._sorted_places(most)
-        places = torch.where(places == self.sums.size(0) * most, -1, places)
-        return places if self.order is None else torch.empty_like(places).index_copy_(0, self.order, places)
-
-    def _sorted_places(self, most: int) -> Tensor:
-        """[S] int64, of the sorted events; W · most for padding and those beyond."""
-        size, place = self.sums.size(0), torch.arange(self.columns.size(0), device=self.columns.device)
-        if self.ranks is None:
-            return torch.where(place < self.sums.clamp(max=most), place, most)
-        within = place - pad(self.sums.cumsum(0), (1, 0))[self.ranks]
-        return torch.where((self.ranks < size) & (within < most), self.ranks * most + within, size * most)
-
 
 @dataclass
 class Arrived(Multistreamable):

@@ -1,13 +1,12 @@
 """A batch whose ids are at the owners of their rows, as a step reads it: a tree for `jfi.cuda_graphs.static_batch`."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jfi.cuda_graphs.static_batch import Described, UnsupportedBatch, describe
 from jfi.modules import lookups
@@ -34,11 +33,6 @@ class SentBatch:
     events: list[KeyedJaggedTensor]
     requested: list[KeyedJaggedTensor]
     slots: list[KeyedJaggedTensor]
-
-    def tensors(self) -> Iterator[Tensor | KeyedJaggedTensor | JaggedTensor]:
-        """All that the step reads."""
-        found = describe(self)
-        yield from (*found.tensors, *found.jagged)
 
     def arrived(
         self, collections: list[RoutedCollection], group: dist.ProcessGroup, transport: Transport | None

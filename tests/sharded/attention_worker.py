@@ -42,11 +42,11 @@ from jfi.sharded import (
     attention,
     average_gradients,
 )
+from jfi.sharded.fixed_shapes import FixedSender
 
 #: Rows of the tables of bags.
 BAGS = {"user": 40, "tag": 25, "city": 7}
 STEPS, SAMPLES, ITEMS, OTHERS = 4, 8, 50, 30
-RUN_SENT_AGAIN = CapturedShardedStep._run_sent_again
 RATE, EPS = 0.1, 1e-10
 ROWWISE = "rowwise_adagrad"
 OPTIMIZERS = {"adagrad": torch.optim.Adagrad, ROWWISE: RowWiseAdagrad, "sgd": torch.optim.SGD}
@@ -381,7 +381,8 @@ def use_stand_ins(captured: CapturedShardedStep) -> None:
 def train_together(case: Case, way: str = "eager") -> dict:
     """The losses of all ranks' samples, sums of the optimizer's states, and what this rank sent in the last step.
 
-    `way` is "eager", "ahead" (ids are sent before the step), "buffers" (and the step reads buffers with room),
+    `way` is "eager", "without a GPU" (a CapturedShardedStep that makes eager steps), "buffers" (ids are sent
+    before the step, which reads buffers with room),
     "levels" (of which many sizes come up) or "uneven" (ranks have other numbers of samples).
     """
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -412,14 +413,12 @@ def train_together(case: Case, way: str = "eager") -> dict:
         if in_buffers:
             use_stand_ins(captured)
     sizes = mock.patch("jfi.cuda_graphs.static_batch._MULTIPLE", 1 if way == "levels" else 64)
-    narrowed, sent_again = 0, 0
+    narrowed, sent_again = 0, -STEPS
     for number in range(STEPS):
         with SentBytes() as sent, sizes, as_on_a_gpu() if in_buffers else unchecked(case):
             with (
                 mock.patch.object(Buffers, "narrow", autospec=True, side_effect=Buffers.narrow) as narrow,
-                mock.patch.object(
-                    CapturedShardedStep, "_run_sent_again", autospec=True, side_effect=RUN_SENT_AGAIN
-                ) as again,
+                mock.patch.object(FixedSender, "send", autospec=True, side_effect=FixedSender.send) as again,
             ):
                 loss = step(batches[number]) if captured is None else captured.progress(given)
             narrowed, sent_again = narrowed + narrow.call_count, sent_again + again.call_count
@@ -445,7 +444,9 @@ def train_together(case: Case, way: str = "eager") -> dict:
 if __name__ == "__main__":
     rank, size, store, out = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
-    found = {way: {name: train_together(case, way) for name, case in CASES.items()} for way in ("eager", "ahead")}
+    found = {
+        way: {name: train_together(case, way) for name, case in CASES.items()} for way in ("eager", "without a GPU")
+    }
     for way in ("buffers", "levels"):
         found[way] = {name: train_together(case, way) for name, case in CASES.items() if name != LOCAL}
     found["uneven"] = {name: train_together(CASES[name], "uneven") for name in ("plain", "a rank without samples")}

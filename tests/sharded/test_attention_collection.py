@@ -69,7 +69,7 @@ def found(tmp_path_factory) -> list[dict]:
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_have_the_losses_of_one(found, name):
     losses, states = train_alone(CASES[name])
-    for way in ("eager", "ahead", "buffers", "levels")[: 2 if name == LOCAL else 4]:
+    for way in ("eager", "without a GPU", "buffers", "levels")[: 2 if name == LOCAL else 4]:
         first, second = (rank[way][name] for rank in found)
         assert first["losses"] == second["losses"]
         assert first["losses"] == pytest.approx(losses, abs=2e-6), way
@@ -80,7 +80,7 @@ def test_two_processes_have_the_losses_of_one(found, name):
         assert summary.startswith("3 of 4 steps ran captured"), summary
 
 
-@pytest.mark.parametrize("way", ["eager", "ahead", "buffers"])
+@pytest.mark.parametrize("way", ["eager", "without a GPU", "buffers"])
 def test_ids_outside_of_their_tables_are_counted_by_the_ranks_of_their_samples(found, way):
     name = "ids outside of their tables"
     counts = [rank[way][name]["outside"] for rank in found]
@@ -224,21 +224,50 @@ def test_a_step_looks_up_the_ids_that_were_sent_ahead(alone):
     seen = []
 
     def step(batch: tuple) -> torch.Tensor:
-        seen.append(batch[0])
+        seen.append(batch[0].clone())
         return model(batch[0], other if len(seen) == 2 else batch[1])
 
-    captured, given = CapturedShardedStep(step, model), iter(batches)
-    torch.testing.assert_close(captured.progress(given), model(*batches[0][:2]))
-    with pytest.raises(ValueError, match="features must be the ids of the batch"):
+    captured, given = CapturedShardedStep(step, model, warmup_steps=9), iter(batches)
+    use_stand_ins(captured)
+    with as_on_a_gpu():
+        torch.testing.assert_close(captured.progress(given), model(*batches[0][:2]))
+        with pytest.raises(ValueError, match="features must be the ids of the batch"):
+            captured.progress(given)
         captured.progress(given)
-    captured.progress(given)
+        with pytest.raises(StopIteration):
+            captured.progress(given)
+        captured.progress(iter(batches))
+        captured.reset()  # else the second one would come first, which was sent ahead
+        captured.progress(iter(batches[2:]))
+    assert torch.equal(seen[-1], batches[2][0])
+    assert captured.summary().startswith("0 of 5 steps ran captured, in 0 CUDA graphs; eagerly: 5 as warm-up")
+
+
+def test_without_a_gpu_steps_are_eager(alone):
+    case = Case()
+    model = shard(build(case), case, data_parallel=False)
+    batches = [part_of(make_batch(case, seed), 0, SAMPLES) for seed in range(2)]
+    captured, given = CapturedShardedStep(lambda batch: model(*batch[:2]), model), iter(batches)
+    for batch in batches:
+        torch.testing.assert_close(captured.progress(given), model(*batch[:2]))
     with pytest.raises(StopIteration):
         captured.progress(given)
-    captured.progress(iter(batches))
-    captured.reset()  # else the second one would come first, which was sent ahead
-    captured.progress(iter(batches[2:]))
-    assert torch.equal(seen[-1], batches[2][0])
-    assert captured.summary().startswith("0 of 5 steps ran captured, in 0 CUDA graphs; eagerly: 5 without a GPU")
+    assert captured.summary() == "0 of 2 steps ran captured, in 0 CUDA graphs; eagerly: 2 without a GPU"
+
+
+def test_a_batch_that_no_capacity_holds_is_an_eager_step(alone):
+    case = Case()
+    model = shard(build(case), case, data_parallel=False)
+    batches = [part_of(make_batch(case, seed), 0, SAMPLES) for seed in range(2)]
+    fewer = part_of(make_batch(case, 2), 0, SAMPLES - 1)
+    captured, given = CapturedShardedStep(lambda batch: model(*batch[:2]), model), iter([batches[0], fewer, batches[1]])
+    use_stand_ins(captured)
+    with as_on_a_gpu():
+        for batch in (batches[0], fewer, batches[1]):
+            torch.testing.assert_close(captured.progress(given), model(*batch[:2]))
+    assert captured.summary().startswith(
+        "0 of 3 steps ran captured, in 0 CUDA graphs; eagerly: 2 as warm-up, 1 another"
+    )
 
 
 def test_models_that_cannot_be_captured_are_refused(alone):
