@@ -216,7 +216,7 @@ def routed_collections(model: nn.Module) -> list[RoutedCollection]:
     """The sharded collections of a model.
 
     Raises:
-        ValueError: it has none, or another sharded module.
+        ValueError: it has none, another sharded module, or one whose sharder has `dedup`.
     """
     sharded = [module for module in model.modules() if isinstance(module, ShardedModule)]
     if not sharded or not all(isinstance(module, RoutedCollection) for module in sharded):
@@ -224,6 +224,8 @@ def routed_collections(model: nn.Module) -> list[RoutedCollection]:
         raise ValueError(
             "the sharded modules of model must be of AttentionCollectionSharder and FetchedBagsSharder, got " + names
         )
+    if any(route.dedup for collection in sharded for route in collection.routes):
+        raise ValueError("the sharders of model must have dedup=False for captured steps, whose shapes are fixed")
     return sharded
 
 

@@ -38,11 +38,12 @@ class ShardedAttentionCollection(RoutedCollection, ShardedEmbeddingCollection):
         features: list[SequenceFeatureConfig],
         replicate_below: int,
         dtype: torch.dtype | None,
+        dedup: bool,
     ) -> None:
         plan, group = by_rows(params, env), group_of(env)
         super().__init__(module, plan, env, fused_params, device, module_fqn=module_fqn)
         first = torch.distributed.get_global_rank(group, 0)
-        routes = make_routes(module.embedding_configs(), plan, features, replicate_below, first)
+        routes = make_routes(module.embedding_configs(), plan, features, replicate_below, first, dedup)
         self._begin(routes, group, dtype)
 
 
@@ -57,6 +58,8 @@ class AttentionCollectionSharder(EmbeddingCollectionSharder):
         features: the sequence features whose histories the collection looks up.
         fused_params: as of TorchRec's sharder.
         replicate_below: tables of at most so many rows are summed up on every rank in each step.
+        dedup: whether a row that is fetched for several events of a rank travels to it once, and its gradient is summed
+            before it is sent back; a key comes out as `TableRows` then. Steps are not captured.
         dtype: of queries, partial outputs and fetched rows, and of the rows as attention reads them; None for that of
             the tables.
 
@@ -79,9 +82,10 @@ class AttentionCollectionSharder(EmbeddingCollectionSharder):
         *,
         replicate_below: int = 100_000,
         dtype: torch.dtype | None = None,
+        dedup: bool = False,
     ) -> None:
         super().__init__(fused_params)
-        self._features, self._replicate_below, self._dtype = features, replicate_below, dtype
+        self._features, self._options = features, (replicate_below, dtype, dedup)
 
     def shard(
         self,
@@ -91,7 +95,7 @@ class AttentionCollectionSharder(EmbeddingCollectionSharder):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedAttentionCollection:
-        own = (self._features, self._replicate_below, self._dtype)
+        own = (self._features, *self._options)
         return ShardedAttentionCollection(module, params, env, self.fused_params, device, module_fqn, *own)
 
     def sharding_types(self, compute_device_type: str) -> list[str]:

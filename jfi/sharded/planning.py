@@ -36,6 +36,7 @@ def make_routes(
     features: list[SequenceFeatureConfig],
     replicate_below: int,
     first_rank: int = 0,
+    dedup: bool = False,
 ) -> RoutingPlan:
     """Decides it.
 
@@ -45,6 +46,7 @@ def make_routes(
         features: sequence features whose histories the collection looks up.
         replicate_below: tables of at most so many rows are read whole by every rank.
         first_rank: of all processes, the first one of the group that the plan is for.
+        dedup: whether a row that is fetched travels once to each rank.
 
     Raises:
         ValueError: a feature that attention cannot go to.
@@ -85,7 +87,7 @@ def make_routes(
     fetched = [e for e, (_, table) in sources.items() if table not in replicated and e not in histories]
     if fetched:
         keys, tables = zip(*[sources[e] for e in fetched], strict=True)
-        route = Route(keys, tables, tuple([owners[table] for table in tables]))
+        route = Route(keys, tables, tuple([owners[table] for table in tables]), dedup=dedup)
         routes.append(route)
         embeddings[route] = tuple(fetched)
     local = [(embedding, key, table) for embedding, (key, table) in sources.items() if table in replicated]

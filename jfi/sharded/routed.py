@@ -147,10 +147,17 @@ class RoutedCollection:
             if one.route.features:
                 self._spread(found, one, handle, whole, by_key)
                 continue
-            rows_by_key = zip(plan.embeddings[one.route], one.route.keys, fetch_rows(handle, memory, one), strict=True)
-            for embedding, key, rows in rows_by_key:
-                parts = {"lengths": by_key[key].lengths_or_none(), "offsets": by_key[key].offsets_or_none()}
-                found[embedding] = JaggedTensor(rows, **parts)
+            fetched = fetch_rows(handle, memory, one)
+            unique: dict[str, Tensor] = {}  # by table
+            embeddings = zip(plan.embeddings[one.route], one.route.keys, one.route.tables, strict=True)
+            for place, (embedding, key, table) in enumerate(embeddings):
+                parts = by_key[key].lengths_or_none(), by_key[key].offsets_or_none()
+                if one.positions is None:
+                    found[embedding] = JaggedTensor(fetched[place], None, *parts)
+                    continue
+                rows = unique.setdefault(table, fetched[place].to(memory.dtype))
+                by_id = bounded_rows_by_id((rows,), (one.positions[place],), rows.dtype)
+                found[embedding] = TableRows(by_id.tables[0], by_id.indices[0], by_id.rows, *parts)
         scaled = {table: Scaled.apply(one, self._group) for table, one in whole.items()}
         for (embedding, key, table), ids in zip(plan.local, self._local_ids(by_key), strict=True):
             by_id = bounded_rows_by_id((scaled[table],), (ids,), self._dtype or memory.dtype)

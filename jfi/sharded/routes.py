@@ -41,6 +41,7 @@ class Route:
         fields: of each sequence the keys of ids that its events bring along.
         field_tables: the tables of these ids, which every rank can read.
         field_rows: their numbers of rows.
+        dedup: whether a row is sent once to each rank, however many of its events have it; of rows that are fetched.
         outside: counts of this rank's ids outside of the tables, by sequence; those of fields are counted where every
             rank reads these tables itself.
     """
@@ -53,6 +54,7 @@ class Route:
     fields: tuple[tuple[str, ...], ...] = ()
     field_tables: tuple[str, ...] = ()
     field_rows: tuple[int, ...] = ()
+    dedup: bool = False
     outside: OutsideIds = field(init=False)
 
     def __post_init__(self) -> None:
@@ -97,6 +99,7 @@ class Sent(NamedTuple):
     ranks: Tensor | None  # [S] int64: the owners, ascending, W of padding; None if the first sums[0] are for one rank
     order: Tensor | None  # [S] int64: where a sent event was in the batch; None: where it is
     sizes: list[int]  # events of each sequence, with room if there is any
+    positions: list[Tensor] | None = None  # with `dedup`, see `unique_by_table`
 
 
 @dataclass
@@ -113,6 +116,7 @@ class Arrived(Multistreamable):
         order: as in `Sent`.
         slots: [S] int64, where an event of the batch is among those that were sent, -1 is padding; if that is not found
             from `order`.
+        positions: with `dedup`, of each sequence [S] int64: which of its table's rows each event has.
     """
 
     route: Route
@@ -123,6 +127,7 @@ class Arrived(Multistreamable):
     sizes: list[int]
     order: Tensor | None = None
     slots: Tensor | None = None
+    positions: list[Tensor] | None = None
 
     def places(self) -> Tensor | None:
         """[S] int64: where an event of the batch is among those that were sent; None: where it is."""
@@ -151,7 +156,7 @@ class Arrived(Multistreamable):
         return self.columns[-1].view(torch.float32) if self.route.brings_weight else None
 
     def record_stream(self, stream: torch.Stream) -> None:
-        for tensor in (*self.columns, self.offsets, self.order, self.slots):
+        for tensor in (*self.columns, self.offsets, self.order, self.slots, *(self.positions or ())):
             if tensor is not None:
                 tensor.record_stream(stream)
 
@@ -211,7 +216,9 @@ class _IdsOnTheirWay(Awaitable[ArrivedIds]):
                     work.wait()
             columns = tuple([columns[:, place].contiguous() for place in range(columns.size(1))])
             offsets = None if lengths is None else pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-            arrived.append(Arrived(route, events, queries, columns, offsets, sent.sizes, sent.order))
+            arrived.append(
+                Arrived(route, events, queries, columns, offsets, sent.sizes, sent.order, None, sent.positions)
+            )
         return ArrivedIds(arrived, self._by_key)
 
 
@@ -251,9 +258,12 @@ def sort_by_owner(route: Route, by_key: dict[str, JaggedTensor], num_ranks: int,
     sequences = [by_key[key] for key in route.keys]
     check_route_ids(route, by_key)
     with_room = padding_state.is_padded and not padding_state.fixed_length_keys.issuperset(route.keys)
-    sizes, located = [one.values().size(0) for one in sequences], []
     outside = route.outside.on(sequences[0].values().device) if counts else None
     bounded = bound_ids([one.values() for one in sequences], [one.num_rows for one in route.owners], outside)
+    positions, located = None, []
+    if route.dedup:
+        bounded, positions = unique_by_table(bounded, route.tables)
+    sizes = [ids.size(0) for ids in bounded]
     for ids, owners, one in zip(bounded, route.owners, sequences, strict=True):
         ranks, rows = owners.locate(ids)
         if with_room and (num_ranks > 1 or len(sequences) > 1):
@@ -266,15 +276,40 @@ def sort_by_owner(route: Route, by_key: dict[str, JaggedTensor], num_ranks: int,
     lengths = _joined([one.lengths() for one in sequences]) if route.features else None
     if num_ranks == 1 and not (with_room and len(sequences) > 1):
         sums = sequences[0].offsets()[-1:].long() if with_room else torch.full((1,), rows.size(0), device=rows.device)
-        return Sent(columns, sums, None if lengths is None else lengths.to(torch.int32).unsqueeze(0), None, None, sizes)
+        counts = None if lengths is None else lengths.to(torch.int32).unsqueeze(0)
+        return Sent(columns, sums, counts, None, None, sizes, positions)
     ranks, order = torch.sort(ranks, stable=True)
     columns, ranks = columns.index_select(0, order), ranks.long()
     if lengths is None:
-        return Sent(columns, _run_lengths(ranks, num_ranks), None, ranks, order, sizes)
+        return Sent(columns, _run_lengths(ranks, num_ranks), None, ranks, order, sizes, positions)
     # Ascending, since events are sorted by owner and come by sample.
     samples = _samples(sequences, lengths, with_room).index_select(0, order)
     counts = _run_lengths(ranks * lengths.size(0) + samples, num_ranks * lengths.size(0)).view(num_ranks, -1)
     return Sent(columns, counts.sum(1), counts.to(torch.int32), ranks, order, sizes)
+
+
+def unique_by_table(ids: list[Tensor], tables: tuple[str, ...]) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns each id once by table: the first sequence of a table has its unique ids, the others none.
+
+    Args:
+        ids: [S] each, of the sequences.
+        tables: of each sequence its table.
+
+    Returns:
+        The ids, and of each sequence which of its table's unique ids each event has, [S] int64.
+
+    Example:
+        >>> unique_by_table([torch.tensor([4, 7]), torch.tensor([7, 4, 4])], ("item", "item"))
+        ([tensor([4, 7]), tensor([], dtype=torch.int64)], [tensor([0, 1]), tensor([1, 0, 0])])
+    """
+    unique, positions = list(ids), list(ids)
+    for table in dict.fromkeys(tables):
+        members = [place for place, other in enumerate(tables) if other == table]
+        rows, index = torch.unique(_joined([ids[place] for place in members]), return_inverse=True)
+        for place, part in zip(members, index.split([ids[place].size(0) for place in members]), strict=True):
+            unique[place], positions[place] = rows, part
+            rows = rows[:0]
+    return unique, positions
 
 
 def _samples(sequences: list[JaggedTensor], lengths: Tensor, with_room: bool) -> Tensor:

@@ -31,7 +31,6 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from jfi.models import SequenceDLRM
 from jfi.sharded import AttentionCollectionSharder, FetchedBagsSharder
-from jfi.sharded.unique_rows import UniqueEmbeddingCollectionSharder
 from jfi.training.build import OPTIMIZERS, dense_optimizers, table_configs
 from jfi.training.capture import captures_shards
 from jfi.training.config import Config, ConfigError, ShardingConfig
@@ -69,6 +68,10 @@ def check_sharded(config: Config, world: World) -> None:
         raise ConfigError(accumulates_nowhere(config, "sharding.exchange is rows"))
     if kernel == "fused_uvm_caching" and world.device.type != "cuda":
         raise ConfigError(f"sharding.compute_kernel: got '{kernel}', must be auto or fused without a GPU")
+    if config.sharding.dedup and config.sharding.type == "column_wise":
+        raise ConfigError("sharding.type: got 'column_wise', must not divide rows with sharding.dedup")
+    if config.sharding.dedup and kernel == "fused_uvm_caching":
+        raise ConfigError(f"sharding.compute_kernel: got '{kernel}', must be auto or fused with sharding.dedup")
     size = config.sharding.group_size
     if size is not None and world.size % size:
         raise ConfigError(f"sharding.group_size: got {size}, must divide the number of processes, {world.size}")
@@ -153,8 +156,11 @@ def sharders_of(sharding: ShardingConfig, fused_params: dict | None = None) -> l
         # Not by TorchRec's get_qcomm_codecs_registry, which sends float16 in silence on CPUs.
         half = QCommsConfig(forward_precision=CommType.BF16, backward_precision=CommType.BF16)
         codecs = {operation.name: get_qcomm_codecs(half) for operation in CommOp}
-    collection = UniqueEmbeddingCollectionSharder if sharding.dedup else EmbeddingCollectionSharder
-    return [EmbeddingBagCollectionSharder(fused_params, codecs), collection(fused_params, codecs)]
+    bags = EmbeddingBagCollectionSharder(fused_params, codecs)
+    if not sharding.dedup:
+        return [bags, EmbeddingCollectionSharder(fused_params, codecs)]
+    half = torch.bfloat16 if sharding.communication == "bfloat16" else None
+    return [bags, AttentionCollectionSharder([], fused_params, replicate_below=0, dtype=half, dedup=True)]
 
 
 def _plan(
@@ -165,7 +171,7 @@ def _plan(
     sharders: list[ModuleSharder],
 ) -> ShardingPlan:
     local, size = int(os.environ["LOCAL_WORLD_SIZE"]), config.sharding.group_size or world.size
-    on_gpu, attention = world.device.type == "cuda", isinstance(sharders[1], AttentionCollectionSharder)
+    on_gpu, attention = world.device.type == "cuda", isinstance(sharders[0], FetchedBagsSharder)
     topology = TopologyFactory.create_topology(
         TrainerConfig(
             world_size=size,
@@ -194,6 +200,7 @@ def _constraints(
     table: BaseEmbeddingConfig, sharding: ShardingConfig, on_gpu: bool, attention: bool
 ) -> ParameterConstraints:
     bags = isinstance(table, EmbeddingBagConfig)
+    attention = attention or (sharding.dedup and not bags)  # either has rows in device memory
     types = _TYPES if sharding.type == "auto" else [sharding.type]
     if attention and sharding.type == "auto":
         types = ["table_wise", "row_wise"]

@@ -9,11 +9,11 @@ from launched import assert_same_metrics, environment, free_port, in_two_process
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from worker import without_pictures
 
 from jfi.modules.table_rows import TableRows
-from jfi.sharded.unique_rows import UniqueEmbeddingCollectionSharder
+from jfi.sharded import AttentionCollectionSharder
 from jfi.training import Config, train
 from jfi.training.distributed import join_world
 from jfi.training.loop import Trainer
@@ -146,7 +146,7 @@ def one_launched(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
 
 
-@pytest.mark.parametrize("kind", ["table_wise", "row_wise", "column_wise"])
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
 def test_unique_rows_are_those_of_every_event(one_launched, kind):
     """Values and the tables after a step, beside TorchRec's collection; events are rows of their table by id."""
     tables = [
@@ -160,9 +160,11 @@ def test_unique_rows_are_those_of_every_event(one_launched, kind):
     )
     found = {}
     with join_world("cpu"):
-        for sharder in (EmbeddingCollectionSharder(), UniqueEmbeddingCollectionSharder()):
+        for sharder in (EmbeddingCollectionSharder(), AttentionCollectionSharder([], replicate_below=0, dedup=True)):
             model = torch.nn.ModuleDict({"rows": EmbeddingCollection(tables, device=torch.device("meta"))})
-            planner = EmbeddingShardingPlanner(topology=Topology(world_size=1, compute_device="cpu"))
+            constraints = {table.name: ParameterConstraints(sharding_types=[kind]) for table in tables}
+            topology = Topology(world_size=1, compute_device="cpu")
+            planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
             plan = planner.plan(model, [sharder])
             sharded = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=[sharder])
             state = sharded.state_dict()
@@ -171,7 +173,7 @@ def test_unique_rows_are_those_of_every_event(one_launched, kind):
                 weight.copy_(torch.sin(torch.arange(weight.numel()).view_as(weight) + place))
             rows = dict(sharded.module["rows"](ids).items())
             by_id = [isinstance(one, TableRows) for one in rows.values()]
-            assert by_id == [isinstance(sharder, UniqueEmbeddingCollectionSharder)] * 3
+            assert by_id == [isinstance(sharder, AttentionCollectionSharder)] * 3
             values = {key: one.values() for key, one in rows.items()}
             torch.cat([values[key] * (1 + place) for place, key in enumerate(sorted(values))]).square().sum().backward()
             lengths = {key: one.lengths() for key, one in rows.items()}
