@@ -44,7 +44,7 @@ from benchmarks.training_step import (
     shard,
 )
 from jfi.data import Batch
-from jfi.sharded import AttentionCollectionSharder, CapturedShardedStep, average_gradients
+from jfi.distributed import AttentionCollectionSharder, CapturedShardedStep, average_gradients
 
 SHORT = StepShape(B=4096, N=1024, D=64, H=4, dtype="float32", items=20_000_000)
 LONG = replace(SHORT, B=1024, N=8192, D=128, mean=1500)

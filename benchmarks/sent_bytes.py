@@ -12,7 +12,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor
 
-from jfi.sharded.peer_memory import PeerMemory
+from jfi.distributed.peer_memory import PeerMemory
 
 
 class SentBytes:
@@ -55,7 +55,7 @@ class SentBytes:
         def send(memory: PeerMemory, rows: Tensor, sent: list[int], *args: object, **kwargs: object) -> Tensor | None:
             made = original(memory, rows, sent, *args, **kwargs)
             if made is not None:
-                self.sent["peer_memory"] += _bytes(rows[:1]) * (sum(sent) - sent[memory.group.rank()])
+                self.sent["peer_memory"] += _bytes(rows[:1]) * (sum(sent) - sent[memory.pg.rank()])
                 self.calls["peer_memory"] += 1
             return made
 

@@ -200,7 +200,7 @@ def test_the_options_of_the_server_are_those_of_the_command(monkeypatch, capsys)
         ("jfi.models", "modules"),
         ("jfi.sid", "semantic_ids"),
         ("jfi.history", "dynamic_histories"),
-        ("jfi.sharded", "distributed"),
+        ("jfi.distributed", "distributed"),
     ],
 )
 def test_every_public_name_is_on_its_page(module, page):

@@ -16,6 +16,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from jfi.modules import lookups, validation
+from jfi.modules.remote_rows import RemoteAttention, RemoteRows
 from jfi.modules.sequence_configs import (
     Bias,
     FeatureGroup,
@@ -26,7 +27,6 @@ from jfi.modules.sequence_configs import (
     TimeBias,
     WeightBias,
 )
-from jfi.modules.spread_rows import SpreadEvents, SpreadRows
 from jfi.modules.table_rows import DigitRows, TableRows, UnreadRows, digit_numbers, join, own_rows
 from jfi.ops.gather_rows import bound_ids, table_bias
 from jfi.ops.rows_by_id import RowsById, join_rows, read_rows, sum_rows
@@ -63,7 +63,7 @@ class Events:
     target: Tensor | None = None
     by_id: RowsById | None = None
     digits: tuple[DigitRows, ...] = ()
-    remote: tuple[SpreadEvents, ...] = ()
+    remote: tuple[RemoteAttention, ...] = ()
     counts: tuple[int, ...] = ()
     score_bias: Tensor | None = None
     bias_index: Tensor | None = None
@@ -292,13 +292,13 @@ def _are_digits(firsts: list[JaggedTensor], group: FeatureGroup) -> bool:
     return not (group.features[0].weighted_values and any([one.weights().requires_grad for one in firsts]))
 
 
-def _remote(sequences: dict[str, JaggedTensor], group: FeatureGroup, ragged: bool) -> tuple[SpreadEvents, ...]:
+def _remote(sequences: dict[str, JaggedTensor], group: FeatureGroup, ragged: bool) -> tuple[RemoteAttention, ...]:
     """Returns the events of a group, if they lie on several ranks and attention can go there."""
     found = []
     for feature in group.features:
         events = None
         for key in feature.sequence_keys:
-            if isinstance(sequences[key], SpreadRows):
+            if isinstance(sequences[key], RemoteRows):
                 events = sequences[key].events.get(feature.name)
                 break
         if events is None:

@@ -40,7 +40,7 @@ def outside_ids(model: nn.Module) -> dict[str, int]:
     one, is not counted. Reading the counts waits for the device.
 
     Args:
-        model: with FusedEmbedding(Bag)Collections, or the sharded collections of `jfi.sharded`, which count the ids
+        model: with FusedEmbedding(Bag)Collections, or the sharded collections of `jfi.distributed`, which count the ids
             of this rank's samples.
 
     Example:

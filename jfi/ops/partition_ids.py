@@ -1,6 +1,6 @@
-"""Ids of sequences by the rank that owns their rows, in a buffer with as many places for each rank: Triton alone.
+"""Ids of sequences by owner rank, in a buffer with equally many slots for each rank: Triton alone.
 
-The formulas are those of `jfi.sharded.routes`, with a stable sort by rank, at 4 times the kernels.
+The formulas are those of `jfi.distributed.fixed_input_dist`, with a stable sort by rank, at 4 times the kernels.
 """
 
 from typing import NamedTuple
@@ -12,15 +12,15 @@ from jfi import plan
 
 
 class OwnedIds(NamedTuple):
-    """The ids of a sequence and who owns their rows.
+    """The ids of a sequence and the owners of their rows.
 
     Attributes:
         ids: [S], int64 or int32.
         offsets: [B + 1], from 0; ids behind the last one are padding.
-        boundaries: [P - 1] int64: of each of P shards but the first its first row, ascending.
+        boundaries: [P - 1] int64: the first row of each of P shards but the first, ascending.
         ranks: [P]: the rank of each shard.
-        shifts: [P] int64: what to add to an id for its row's place in its owner's memory.
-        num_rows: of the table; the place of an id outside of it is -1.
+        shifts: [P] int64: the difference of its row's position in its owner's memory and an id.
+        num_rows: of the table; the position of an id outside of it is -1.
         outside: [1] int64: grows by the number of such ids, -1 excepted; None to count none.
     """
 
@@ -34,56 +34,56 @@ class OwnedIds(NamedTuple):
 
 
 def takes_ids(sequences: list[OwnedIds], num_ranks: int) -> bool:
-    """Whether the kernels take these sequences: few ranks and shards, ids on a GPU."""
+    """Returns whether the kernels take these sequences: few ranks and shards, ids on a GPU."""
     shards = max([num_ranks, *[one.ranks.size(0) for one in sequences]])
     blocks = sum([one.ids.size(0) // plan.PARTITIONED_IDS + 1 for one in sequences])
     return sequences[0].ids.is_cuda and shards <= plan.MOST_SHARDS and blocks <= plan.MOST_PARTITIONS
 
 
 def partition_ids(
-    sequences: list[OwnedIds], brought: Tensor | None, num_ranks: int, most: int, blank: Tensor | None
+    sequences: list[OwnedIds], payload: Tensor | None, num_ranks: int, num_slots: int, padding: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Writes each id to the next place of its owner.
+    """Writes each id to the next slot of its owner.
 
     Args:
         sequences: of ids, one behind the other.
-        brought: [S of all, K - 1] int32: what each id brings along.
+        payload: [S of all, K - 1] int32, of each id.
         num_ranks: W.
-        most: places for each rank; ids beyond them are left out.
-        blank: [1, 1] int32, of places left, if anybody reads them, where K is 1: then the ids' places come back too.
+        num_slots: N; ids beyond them are left out.
+        padding: [1, 1] int32, written to empty slots, where K is 1: then the slots of the ids are returned too.
 
     Returns:
-        The buffer [W · most, K] int32, whose column 0 is the row's place in its owner's memory. With `blank`, where an
-        id is in it, [S of all] int64, -1 for padding and what is left out. How many ids each rank has, [W] int64.
+        The buffer [W · N, K] int32, whose column 0 is the row's position in its owner's memory. With `padding`, the
+        slot of each id [S of all] int64, -1 for padding and ids that are left out. The ids of each rank, [W] int64.
     """
     from jfi.kernels.exchange.partition import partition
 
-    device, columns = sequences[0].ids.device, 1 if brought is None else 1 + brought.size(1)
-    buffer, slots = torch.empty(num_ranks * most, columns, dtype=torch.int32, device=device), None
-    if blank is not None:
-        buffer.copy_(blank.expand_as(buffer))
+    device, columns = sequences[0].ids.device, 1 if payload is None else 1 + payload.size(1)
+    buffer, slots = torch.empty(num_ranks * num_slots, columns, dtype=torch.int32, device=device), None
+    if padding is not None:
+        buffer.copy_(padding.expand_as(buffer))
         slots = torch.empty(sum([one.ids.size(0) for one in sequences]), dtype=torch.int64, device=device)
-    counts = partition([tuple(one) for one in sequences], brought, num_ranks, most, buffer, slots)
+    counts = partition([tuple(one) for one in sequences], payload, num_ranks, num_slots, buffer, slots)
     return buffer, slots, counts.sum(1)
 
 
 def count_samples(sequences: list[OwnedIds], num_ranks: int) -> Tensor:
-    """[W, samples of all sequences] int32: how many ids of each sample every rank owns."""
+    """Counts the ids of each sample that every rank owns, [W, samples of all sequences] int32."""
     from jfi.kernels.exchange.partition import count_samples
 
     return count_samples([tuple(one) for one in sequences], num_ranks)
 
 
-def collect(arrived: Tensor, ends: Tensor, blank: Tensor, most: int, room: int) -> Tensor:
-    """[K, room] int32: what has arrived of all ranks, one behind the other, then what is blank.
+def collect(arrived: Tensor, ends: Tensor, padding: Tensor, num_slots: int, capacity: int) -> Tensor:
+    """Moves the events of all ranks together, followed by `padding`: [K, capacity] int32.
 
     Args:
-        arrived: [W · most, K] int32, contiguous: what came from each rank, in its first places.
-        ends: [W] int64: how many came from the ranks up to each.
-        blank: [K] int32.
-        most: places of each rank.
-        room: of the result.
+        arrived: [W · N, K] int32, contiguous: the events of each rank, in its first slots.
+        ends: [W] int64: the number of events of the ranks up to each.
+        padding: [K] int32.
+        num_slots: N.
+        capacity: of the result.
     """
     from jfi.kernels.exchange.partition import collect
 
-    return collect(arrived, ends, blank, most, room)
+    return collect(arrived, ends, padding, num_slots, capacity)

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import get_module
 
+from jfi.distributed.sharded_tables import defer_sharded_steps
 from jfi.modules import defer_steps
-from jfi.sharded.routed import defer_sharded_steps
 
 Output = TypeVar("Output")
 

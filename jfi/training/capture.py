@@ -8,7 +8,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from jfi.cuda_graphs.capture_check import why_not_captured
 from jfi.cuda_graphs.captured_step import CapturedStep
 from jfi.data import Batch, InteractionDataset
-from jfi.sharded import CapturedShardedStep
+from jfi.distributed import CapturedShardedStep
 from jfi.training.config import Config, ConfigError
 from jfi.training.distributed import World
 

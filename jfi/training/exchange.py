@@ -1,6 +1,6 @@
 """How the processes of a run exchange histories: their rows, or attention to them.
 
-`jfi.sharded` has the second way. Where both work, the one that sends fewer bytes is chosen, by the formulas of
+`jfi.distributed` has the second way. Where both work, the one that sends fewer bytes is chosen, by the formulas of
 `jfi.training.traffic`.
 """
 
@@ -10,10 +10,10 @@ import torch
 from torchrec import EmbeddingCollection
 from torchrec.distributed.types import ParameterSharding, ShardingPlan
 
+from jfi.distributed.planning import remote_field
+from jfi.distributed.row_sharding import in_rows
 from jfi.models import SequenceDLRM
 from jfi.modules import JaggedFeatureInteraction, SequenceFeatureConfig
-from jfi.sharded.ownership import in_rows
-from jfi.sharded.planning import spread_field
 from jfi.training import traffic
 from jfi.training.config import Config, ConfigError, ShardingConfig
 
@@ -92,7 +92,7 @@ def _why_not(model: SequenceDLRM, config: Config) -> str | None:
         if unknown := [key for key in feature.sequence_keys if key not in tables]:
             return f"'{unknown[0]}' of feature '{feature.name}' is no row of a table"
         try:
-            spread_field(feature, tables, replicated)
+            remote_field(feature, tables, replicated)
         except ValueError as error:
             return str(error)
     return None
@@ -119,7 +119,7 @@ def _reckoned(model: SequenceDLRM, config: Config, ranks: int, mean_events: floa
             mean_events, width, arch.pooling.num_heads, arch.pooling.num_queries, fields, columns
         )
         rows += traffic.by_rows(shape, ranks, itemsize).total
-        if spread_field(feature, tables, replicated) is not None:
+        if remote_field(feature, tables, replicated) is not None:
             attention += traffic.by_attention(shape, _owners(config.sharding, ranks), itemsize, ranks).total
     small = sum(c.num_embeddings for c in model.embedding_collection.embedding_configs() if c.name in replicated)
     if model.embedding_bag_collection is not None:  # whose small tables are replicated too

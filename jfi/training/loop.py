@@ -25,8 +25,8 @@ from jfi.cuda_graphs.captured_step import CapturedStep
 from jfi.data import Batch, InteractionDataset
 from jfi.data.chunks import ChunkOrder
 from jfi.data.order import SampleOrder
+from jfi.distributed import CapturedShardedStep, average_gradients
 from jfi.modules.id_counts import all_outside_ids
-from jfi.sharded import CapturedShardedStep, average_gradients
 from jfi.training.accumulation import NoSteps, run_parts
 from jfi.training.calibration import Calibration, describe, fit_calibration
 from jfi.training.capture import capture, captures_shards

@@ -29,8 +29,8 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from jfi.distributed import AttentionCollectionSharder, FetchedBagsSharder
 from jfi.models import SequenceDLRM
-from jfi.sharded import AttentionCollectionSharder, FetchedBagsSharder
 from jfi.training.build import OPTIMIZERS, dense_optimizers, table_configs
 from jfi.training.capture import captures_shards
 from jfi.training.config import Config, ConfigError, ShardingConfig

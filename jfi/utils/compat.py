@@ -13,7 +13,7 @@ Torch:
     Optimizer._warned_capturable_if_run_uncaptured    silences a warning for steps before a capture (build.py)
     torch.utils._python_dispatch                   is_in_torch_dispatch_mode: fake tensors, make_fx
     torch.distributed._symmetric_memory            empty, rendezvous, and of what that returns buffer_ptrs and barrier
-                                                   (jfi/sharded/peer_memory.py)
+                                                   (jfi/distributed/peer_memory.py)
 
 TorchRec:
     KeyedJaggedTensor._jt_dict                     the cache of to_dict, which fails at stride 0 (jfi/modules/inputs.py)

@@ -23,17 +23,17 @@ from jfi.training.sharding import check_sharded
 
 STEPS, STOP_AT = 21, 7
 #: The items' table has some 40 rows and is spread, that of ratings has 2 and is read whole.
-SPREAD = {"exchange": "attention", "replicate_below": 10}
+REMOTE = {"exchange": "attention", "replicate_below": 10}
 RUNS = {
-    "row_wise": SPREAD,
-    "table_wise": SPREAD | {"type": "table_wise"},
-    "table_row_wise": SPREAD | {"type": "table_row_wise"},
+    "row_wise": REMOTE,
+    "table_wise": REMOTE | {"type": "table_wise"},
+    "table_row_wise": REMOTE | {"type": "table_row_wise"},
     "whole": {"exchange": "attention"},
-    "halves": SPREAD | {"communication": "bfloat16"},
-    "stopped": SPREAD,
+    "halves": REMOTE | {"communication": "bfloat16"},
+    "stopped": REMOTE,
     "switched": {"replicate_below": 10},
-    "groups": SPREAD | {"group_size": 1},
-    "attention in parts": SPREAD,
+    "groups": REMOTE | {"group_size": 1},
+    "attention in parts": REMOTE,
 }
 #: Of a batch of each run; the last batch has one sample.
 PARTS = {name: 3 for name in RUNS if name.endswith("in parts")}
@@ -60,7 +60,7 @@ def outcomes(folder):
     for name in ("stopped", "switched"):
         jobs[name]["stop_at"] = STOP_AT
         jobs[f"{name}, resumed"] = {"port": free_port(), "resume": str(folder / name)}
-    captured = configured(folder, "captured", **SPREAD).with_training(cuda_graph="always")
+    captured = configured(folder, "captured", **REMOTE).with_training(cuda_graph="always")
     jobs["captured"] = job(folder, captured, stand_in=True)
     jobs["switched, resumed"]["change"] = ["exchange: rows", "exchange: attention"]
     return dict(zip(jobs, zip(*in_two_processes(folder, list(jobs.values())), strict=True), strict=True))
@@ -80,8 +80,8 @@ def test_two_gpus_attend_at_the_rows(folder):
 
     train(on_gpu("alone"))
     names = ("row_wise", "table_wise", "table_row_wise", "whole")
-    configs = [on_gpu(name, **RUNS[name]) for name in names] + [on_gpu("again", **SPREAD)]
-    graphs = [on_gpu(name, **SPREAD).with_training(cuda_graph="always") for name in ("captured", "captured-again")]
+    configs = [on_gpu(name, **RUNS[name]) for name in names] + [on_gpu("again", **REMOTE)]
+    graphs = [on_gpu(name, **REMOTE).with_training(cuda_graph="always") for name in ("captured", "captured-again")]
     in_two_processes(folder, [job(folder, config) for config in configs + graphs])
     for name in (*names, "captured"):
         assert_same_metrics(folder / f"gpu-{name}", folder / "gpu-alone", rounding=5e-5)
@@ -96,7 +96,7 @@ def test_captured_steps_have_the_losses_of_one_process(folder, outcomes):
 
 
 def test_captured_steps_are_refused_where_they_cannot_be(folder):
-    on = configured(folder, "refused", **SPREAD).with_training(cuda_graph="always")
+    on = configured(folder, "refused", **REMOTE).with_training(cuda_graph="always")
     with pytest.raises(ConfigError, match=r"training\.cuda_graph: got 'always', but there is no GPU"):
         train(on)
     assert not (folder / "refused").exists()
@@ -108,7 +108,7 @@ def test_captured_steps_are_refused_where_they_cannot_be(folder):
         ({}, {"batch_size": 41}, "training.batch_size, 41, is no multiple of the number of processes, 2"),
         ({}, {"accumulate": 2}, "training.accumulate is 2"),
     ):
-        changed = configured(folder, "refused", **SPREAD | sharding).with_training(cuda_graph="always", **training)
+        changed = configured(folder, "refused", **REMOTE | sharding).with_training(cuda_graph="always", **training)
         with pytest.raises(ConfigError, match=re.escape(reason)):
             check_graphs(changed, world)
 
@@ -125,10 +125,10 @@ def test_losses_over_63_steps(folder):
         return configured(folder, f"long-{name}", **sharding).with_training(epochs=3, **training)
 
     train(long("alone", {}))
-    ways = {"row_wise": SPREAD, "table_wise": RUNS["table_wise"], "table_row_wise": RUNS["table_row_wise"]}
+    ways = {"row_wise": REMOTE, "table_wise": RUNS["table_wise"], "table_row_wise": RUNS["table_row_wise"]}
     ways |= {"rows": {}, "rows-table_wise": {"type": "table_wise"}, "dedup": {"dedup": True}}
     jobs = [job(folder, long(name, sharding)) for name, sharding in ways.items()]
-    jobs.append(job(folder, long("captured", SPREAD, cuda_graph="always"), stand_in=True))
+    jobs.append(job(folder, long("captured", REMOTE, cuda_graph="always"), stand_in=True))
     in_two_processes(folder, jobs)
     for name in (*ways, "captured"):
         assert_same_metrics(folder / f"long-{name}", folder / "long-alone", rounding=5e-6)
@@ -211,7 +211,7 @@ def test_gradients_accumulate_only_where_jfi_steps_the_tables(folder, schema):
 
 
 def test_an_encoder_or_another_pooling_is_refused(folder, schema):
-    config = configured(folder, "refused", **SPREAD)
+    config = configured(folder, "refused", **REMOTE)
     encoded = dataclasses.replace(config, encoder=EncoderConfig(num_layers=1))
     with pytest.raises(ConfigError, match=re.escape("encoder.num_layers")):
         chosen(folder, schema, encoded)

@@ -12,8 +12,8 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from worker import without_pictures
 
+from jfi.distributed import AttentionCollectionSharder
 from jfi.modules.table_rows import TableRows
-from jfi.sharded import AttentionCollectionSharder
 from jfi.training import Config, train
 from jfi.training.distributed import join_world
 from jfi.training.loop import Trainer

@@ -17,11 +17,11 @@ from unittest import mock
 
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "sharded"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from attention_worker import as_on_a_gpu, use_stand_ins
 
 from jfi.data import load_dataset
-from jfi.sharded import CapturedShardedStep
+from jfi.distributed import CapturedShardedStep
 from jfi.training import ConfigError, Interrupted, resume, train
 from jfi.training.build import shards_of
 from jfi.training.cli import load_config

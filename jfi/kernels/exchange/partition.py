@@ -1,4 +1,4 @@
-"""Ids by the rank that owns their rows: each goes to the next place of its owner's part of a buffer, in their order.
+"""Ids by owner rank: each goes to the next slot of its owner's part of a buffer, in their order.
 
 A block of ids counts those of each rank; then every block finds where its own begin from the counts of the blocks
 before it, and writes them. Ranks and shards are few (`jfi.plan.MOST_SHARDS`), so that an id is compared with all.
@@ -15,7 +15,7 @@ from jfi.plan import COLLECTED_EVENTS, COUNTED_EVENTS, PARTITIONED_IDS, cached, 
 
 @triton.jit
 def _owners(ids, mask, boundaries_ptr, ranks_ptr, NUM_SHARDS: tl.constexpr, NUM_RANKS: tl.constexpr):
-    """(the rank, the shard) of each id; NUM_RANKS outside the mask."""
+    """Returns the rank and the shard of each id; the rank is NUM_RANKS outside the mask."""
     shard = tl.zeros(ids.shape, tl.int32)
     for boundary in range(NUM_SHARDS - 1):
         shard += (ids >= tl.load(boundaries_ptr + boundary)).to(tl.int32)
@@ -25,7 +25,7 @@ def _owners(ids, mask, boundaries_ptr, ranks_ptr, NUM_SHARDS: tl.constexpr, NUM_
 
 @triton.jit
 def _load_ids(ids_ptr, at, mask, num_rows):
-    """Ids, -1 for those outside of the table and outside the mask, and how many of the former are not -1 already."""
+    """Loads ids, -1 outside of the table and mask; returns them and the number outside of the table, -1 excepted."""
     ids = tl.load(ids_ptr + at, mask=mask, other=-1)
     is_row = (ids >= 0) & (ids < num_rows)
     return tl.where(is_row, ids, -1), tl.sum((~is_row & (ids != -1)).to(tl.int32), 0)
@@ -33,7 +33,7 @@ def _load_ids(ids_ptr, at, mask, num_rows):
 
 @triton.jit
 def _own_ids(ids_ptr, offsets_ptr, count, batch, num_rows, BLOCK: tl.constexpr):
-    """(places, which hold an id, ids, how many are outside) of a block: ids behind the last offset are padding."""
+    """Loads a block of ids: (positions, mask of ids, ids, number outside); ids behind the last offset are padding."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = (at < count) & (at < tl.load(offsets_ptr + batch).to(tl.int64))
     ids, outside = _load_ids(ids_ptr, at, mask, num_rows)
@@ -60,7 +60,7 @@ def _count_kernel(
     NUM_RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program per block: how many of its ids each rank owns, [ranks, blocks], and how many are outside."""
+    """Counts the ids of a block that each rank owns, [ranks, blocks], and those that are outside. Grid: blocks."""
     _, mask, ids, outside = _own_ids(ids_ptr, offsets_ptr, count, batch, num_rows, BLOCK)
     if outside_ptr is not None:  # integers: their order does not matter
         tl.atomic_add(outside_ptr, outside.to(tl.int64), mask=outside > 0)
@@ -70,14 +70,14 @@ def _count_kernel(
         tl.store(counts_ptr + one * blocks + first_block + tl.program_id(0), found)
 
 
-@triton.jit(do_not_specialize=["count", "batch", "first_block", "blocks", "most", "first", "num_rows"])
+@triton.jit(do_not_specialize=["count", "batch", "first_block", "blocks", "num_slots", "first", "num_rows"])
 def _scatter_kernel(
     ids_ptr,
     offsets_ptr,
     boundaries_ptr,
     ranks_ptr,
     shifts_ptr,
-    brought_ptr,
+    payload_ptr,
     counts_ptr,
     buffer_ptr,
     slots_ptr,
@@ -85,7 +85,7 @@ def _scatter_kernel(
     batch,
     first_block,
     blocks,
-    most,
+    num_slots,
     first,
     num_rows,
     NUM_SHARDS: tl.constexpr,
@@ -95,7 +95,7 @@ def _scatter_kernel(
     BLOCK: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """A program per block: writes its ids' places in their owners' memory, and what they bring along, to the buffer."""
+    """Writes a block of ids, as positions in their owners' memory, and their payload to the buffer. Grid: blocks."""
     at, mask, ids, _outside = _own_ids(ids_ptr, offsets_ptr, count, batch, num_rows, BLOCK)
     rank, shard = _owners(ids, mask, boundaries_ptr, ranks_ptr, NUM_SHARDS, NUM_RANKS)
     before = tl.arange(0, BLOCK_B)
@@ -105,12 +105,12 @@ def _scatter_kernel(
         base = tl.sum(tl.load(counts_ptr + one * blocks + before, mask=is_before, other=0), 0)
         own = (rank == one).to(tl.int32)
         within = base + tl.cumsum(own, 0) - own
-        slot = tl.where((rank == one) & (within < most), within.to(tl.int64) + one * most.to(tl.int64), slot)
+        slot = tl.where((rank == one) & (within < num_slots), within.to(tl.int64) + one * num_slots.to(tl.int64), slot)
     row = ids + tl.load(shifts_ptr + shard, mask=mask, other=0)
     row = tl.where(ids < 0, -1, row).to(tl.int32)
     tl.store(buffer_ptr + slot * COLUMNS, row, mask=slot >= 0)
     for column in tl.static_range(1, COLUMNS):
-        other = tl.load(brought_ptr + (first.to(tl.int64) + at) * (COLUMNS - 1) + column - 1, mask=mask, other=0)
+        other = tl.load(payload_ptr + (first.to(tl.int64) + at) * (COLUMNS - 1) + column - 1, mask=mask, other=0)
         tl.store(buffer_ptr + slot * COLUMNS + column, other, mask=slot >= 0)
     if WITH_SLOTS:
         tl.store(slots_ptr + first.to(tl.int64) + at, slot, mask=at < count)
@@ -131,7 +131,7 @@ def _count_samples_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program per sample: how many of its events each rank owns, [ranks, samples]."""
+    """Counts the events of a sample that each rank owns, [ranks, samples]. Grid: samples."""
     sample = tl.program_id(0)
     low = tl.load(offsets_ptr + sample).to(tl.int64)
     high = tl.load(offsets_ptr + sample + 1).to(tl.int64)
@@ -146,19 +146,19 @@ def _count_samples_kernel(
     tl.store(counts_ptr + every * samples.to(tl.int64) + first_sample + sample, found, mask=every < NUM_RANKS)
 
 
-@triton.jit(do_not_specialize=["room", "most"])
+@triton.jit(do_not_specialize=["capacity", "num_slots"])
 def _collect_kernel(
     arrived_ptr,
     ends_ptr,
-    blank_ptr,
+    padding_ptr,
     out_ptr,
-    room,
-    most,
+    capacity,
+    num_slots,
     NUM_RANKS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program per block of events: those of all ranks, [columns, room], one rank's behind the other's."""
+    """Moves a block of events of all ranks together, [columns, capacity]. Grid: blocks of events."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     source = tl.zeros((BLOCK,), tl.int64)
     first = tl.zeros((BLOCK,), tl.int64)
@@ -167,11 +167,11 @@ def _collect_kernel(
         source += (at >= end).to(tl.int64)
         first = tl.where(at >= end, end, first)
     within = at - first
-    mask = (source < NUM_RANKS) & (within < most)
+    mask = (source < NUM_RANKS) & (within < num_slots)
     for column in tl.static_range(COLUMNS):
-        blank = tl.load(blank_ptr + column)
-        x = tl.load(arrived_ptr + (source * most + within) * COLUMNS + column, mask=mask, other=0)
-        tl.store(out_ptr + column * room.to(tl.int64) + at, tl.where(mask, x, blank), mask=at < room)
+        padding = tl.load(padding_ptr + column)
+        x = tl.load(arrived_ptr + (source * num_slots + within) * COLUMNS + column, mask=mask, other=0)
+        tl.store(out_ptr + column * capacity.to(tl.int64) + at, tl.where(mask, x, padding), mask=at < capacity)
 
 
 @cached
@@ -181,13 +181,13 @@ def _launcher(kernel: triton.JITFunction, **constants: object) -> Launcher:
 
 def partition(
     sequences: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, Tensor | None]],
-    brought: Tensor | None,
+    payload: Tensor | None,
     num_ranks: int,
-    most: int,
+    num_slots: int,
     buffer: Tensor,
     slots: Tensor | None,
 ) -> Tensor:
-    """As `jfi.ops.partition_ids.partition_ids`; fills buffer and slots and returns the counts [W, blocks]."""
+    """Computes `jfi.ops.partition_ids.partition_ids`: fills buffer and slots and returns the counts [W, blocks]."""
     blocks = [max(ceil_div(ids.size(0), PARTITIONED_IDS), 1) for ids, *_ in sequences]
     counts = torch.empty(num_ranks, sum(blocks), dtype=torch.int32, device=buffer.device)
     sizes = {"NUM_RANKS": num_ranks, "BLOCK": PARTITIONED_IDS}
@@ -201,8 +201,8 @@ def partition(
     first_block = first = 0
     for own, (ids, offsets, *tables, num_rows, _) in zip(blocks, sequences, strict=True):
         launcher = _launcher(_scatter_kernel, NUM_SHARDS=tables[1].size(0), **sizes)
-        numbers = ids.size(0), offsets.size(0) - 1, first_block, sum(blocks), most, first, num_rows
-        launcher((own, 1, 1), (ids, offsets, *tables, brought, counts, buffer, slots), numbers)
+        numbers = ids.size(0), offsets.size(0) - 1, first_block, sum(blocks), num_slots, first, num_rows
+        launcher((own, 1, 1), (ids, offsets, *tables, payload, counts, buffer, slots), numbers)
         first_block, first = first_block + own, first + ids.size(0)
     return counts
 
@@ -210,7 +210,7 @@ def partition(
 def count_samples(
     sequences: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, Tensor | None]], num_ranks: int
 ) -> Tensor:
-    """[W, samples of all sequences] int32: how many events of each sample every rank owns."""
+    """Counts the events of each sample that every rank owns, [W, samples of all sequences] int32."""
     samples = sum(offsets.size(0) - 1 for _, offsets, *_ in sequences)
     counts = torch.empty(num_ranks, samples, dtype=torch.int32, device=sequences[0][0].device)
     first = 0
@@ -224,10 +224,10 @@ def count_samples(
     return counts
 
 
-def collect(arrived: Tensor, ends: Tensor, blank: Tensor, most: int, room: int) -> Tensor:
-    """[K, room] int32: as `jfi.ops.partition_ids.collect`."""
-    out = arrived.new_empty(arrived.size(1), room)
-    if room:
+def collect(arrived: Tensor, ends: Tensor, padding: Tensor, num_slots: int, capacity: int) -> Tensor:
+    """Computes `jfi.ops.partition_ids.collect`: [K, capacity] int32."""
+    out = arrived.new_empty(arrived.size(1), capacity)
+    if capacity:
         launcher = _launcher(_collect_kernel, NUM_RANKS=ends.size(0), COLUMNS=arrived.size(1), BLOCK=COLLECTED_EVENTS)
-        launcher((ceil_div(room, COLLECTED_EVENTS), 1, 1), (arrived, ends, blank, out), (room, most))
+        launcher((ceil_div(capacity, COLLECTED_EVENTS), 1, 1), (arrived, ends, padding, out), (capacity, num_slots))
     return out

@@ -9,12 +9,12 @@ from jfi.kernels.common.launch import Launcher
 from jfi.plan import PUSH_WARPS, PUSHED_WORDS, cached, ceil_div
 
 
-@triton.jit(do_not_specialize=["count", "stride", "place"])
-def _push_kernel(words_ptr, targets_ptr, addresses_ptr, count, stride, place, UNIT: tl.constexpr, BLOCK: tl.constexpr):
-    """A program per BLOCK words and target; numbers are in units of UNIT words, so that 16 bytes move at once."""
+@triton.jit(do_not_specialize=["count", "stride", "offset"])
+def _push_kernel(words_ptr, targets_ptr, addresses_ptr, count, stride, offset, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+    """Copies BLOCK words to a target; numbers count UNIT words, so that 16 bytes move at once. Grid: [blocks, K]."""
     target = tl.program_id(1)
     address = tl.load(addresses_ptr + tl.load(targets_ptr + target))
-    to = tl.multiple_of(address.to(tl.pointer_type(words_ptr.dtype.element_ty)), 16) + place.to(tl.int64) * UNIT
+    to = tl.multiple_of(address.to(tl.pointer_type(words_ptr.dtype.element_ty)), 16) + offset.to(tl.int64) * UNIT
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count.to(tl.int64) * UNIT
     words = tl.load(words_ptr + target.to(tl.int64) * stride * UNIT + at, mask=mask)
@@ -26,13 +26,13 @@ def _launcher(unit: int) -> Launcher:
     return Launcher(_push_kernel, UNIT=unit, BLOCK=PUSHED_WORDS, num_warps=PUSH_WARPS)
 
 
-def push(rows: Tensor, targets: Tensor, addresses: Tensor, place: int, shared: bool) -> None:
-    """As `jfi.ops.push.push`."""
+def push(rows: Tensor, targets: Tensor, addresses: Tensor, offset: int, shared: bool) -> None:
+    """Computes `jfi.ops.push.push`."""
     size = rows.numel() * rows.element_size() // (1 if shared else max(targets.size(0), 1))
     if not size or not targets.size(0):
         return
-    kind, unit = (torch.int64, 2) if size % 16 == 0 and place % 16 == 0 else (torch.int32, 1)
+    kind, unit = (torch.int64, 2) if size % 16 == 0 and offset % 16 == 0 else (torch.int32, 1)
     words, count = rows.view(-1).view(kind), size // (kind.itemsize * unit)
     grid = (ceil_div(count * unit, PUSHED_WORDS), targets.size(0), 1)
-    numbers = count, 0 if shared else count, place // (kind.itemsize * unit)
+    numbers = count, 0 if shared else count, offset // (kind.itemsize * unit)
     _launcher(unit)(grid, (words, targets, addresses), numbers)

@@ -1,4 +1,4 @@
-"""Rows of tensors that ranks send each other."""
+"""All-to-all exchanges of tensors whose rows go to ranks in given numbers."""
 
 from typing import NamedTuple, Protocol
 
@@ -8,39 +8,39 @@ from torchrec.distributed.comm_ops import get_gradient_division
 
 
 class Transport(Protocol):
-    """A faster way for exchanges that it can make, such as `jfi.sharded.peer_memory.PeerMemory`."""
+    """A faster way for the exchanges that it supports, such as `jfi.distributed.peer_memory.PeerMemory`."""
 
     def send(self, rows: Tensor, sent: list[int], received: list[int], shared: bool) -> Tensor | None:
-        """What arrives, or None if this exchange is not for it, on all ranks alike."""
+        """Returns what arrives, or None for an exchange that it does not support, on all ranks alike."""
 
 
 class Exchange(NamedTuple):
-    """What each rank sends to each other one: `sent[r]` rows to rank r, `received[r]` from it.
+    """An all-to-all: this rank sends `sent[r]` rows to rank r and receives `received[r]` from it.
 
     Attributes:
-        group: the ranks.
+        pg: the ranks.
         sent: rows to each rank.
         received: rows from each rank.
         transport: tried before the group's own all-to-all.
     """
 
-    group: dist.ProcessGroup
+    pg: dist.ProcessGroup
     sent: list[int]
     received: list[int]
     transport: Transport | None = None
 
     @property
     def back(self) -> "Exchange":
-        """The way back of what was sent."""
+        """The exchange in the opposite direction."""
         return self._replace(sent=self.received, received=self.sent)
 
     def start(self, rows: Tensor) -> tuple[Tensor, dist.Work | None]:
-        """Begins to send rows [sum(sent), ...], which lie by the rank that they go to.
+        """Begins to send rows [sum(sent), ...], in the order of the ranks that they go to.
 
         Returns:
-            What arrives [sum(received), ...], by the rank that it comes from, and what to wait for before it is read.
+            What arrives [sum(received), ...], by the rank that it comes from, and the work to wait for.
         """
-        if self.group.size() == 1:
+        if self.pg.size() == 1:
             return rows, None
         if self.transport is not None:
             arrived = self.transport.send(rows, self.sent, self.received, shared=False)
@@ -48,27 +48,27 @@ class Exchange(NamedTuple):
                 return arrived, None
         arriving = rows.new_empty(sum(self.received), *rows.shape[1:])
         work = dist.all_to_all_single(
-            arriving, rows.contiguous(), self.received, self.sent, group=self.group, async_op=True
+            arriving, rows.contiguous(), self.received, self.sent, group=self.pg, async_op=True
         )
         return arriving, work
 
     def send(self, rows: Tensor) -> Tensor:
-        """What arrives [sum(received), ...] of rows [sum(sent), ...]; the stream waits for it, the host does not."""
+        """Sends rows [sum(sent), ...] and returns what arrives [sum(received), ...]; the host does not wait."""
         arrived, work = self.start(rows)
         if work is not None:
             work.wait()
         return arrived
 
     def share(self, rows: Tensor) -> Tensor:
-        """What arrives of the same rows, sent to every rank that gets any."""
+        """Sends the same rows to every rank that receives any, and returns what arrives."""
         count = sum(1 for sent in self.sent if sent)
-        if self.transport is not None and self.group.size() > 1:
+        if self.transport is not None and self.pg.size() > 1:
             arrived = self.transport.send(rows, self.sent, self.received, shared=True)
             if arrived is not None:
                 return arrived
         return self.send(rows if count == 1 else rows.unsqueeze(0).expand(count, *rows.shape).flatten(0, 1))
 
 
-def gradient_scale(group: dist.ProcessGroup) -> float:
-    """The factor of a table's gradient, a sum over ranks: of the rest DistributedDataParallel takes means."""
-    return 1 / group.size() if get_gradient_division() else 1.0
+def gradient_scale(pg: dist.ProcessGroup) -> float:
+    """Returns the factor of a table's gradient, a sum over ranks: of the rest DistributedDataParallel takes means."""
+    return 1 / pg.size() if get_gradient_division() else 1.0

@@ -18,14 +18,14 @@ _OPTIMIZERS = {
 }
 
 
-class RankRows:
-    """All rows that this rank owns, one below the other, and the steps of those that a batch has read.
+class LocalShard:
+    """All rows that this rank owns, in one block [M, D], and the optimizer's steps of those that a batch has read.
 
-    Their memory and that of the optimizer's states is fbgemm's, which TorchRec saves and loads; only the steps are
+    Their memory and that of the optimizer's states is FBGEMM's, which TorchRec saves and loads; only the steps are
     `jfi.ops.step_rows`.
 
     Args:
-        batched: fbgemm's tables.
+        batched: FBGEMM's tables.
 
     Raises:
         ValueError: they have an optimizer, or options of it, that `jfi.ops.step_rows` has not.
@@ -33,7 +33,7 @@ class RankRows:
 
     def __init__(self, batched: SplitTableBatchedEmbeddingBagsCodegen) -> None:
         if batched.optimizer not in _OPTIMIZERS:
-            known = ", ".join(kind.value for kind in _OPTIMIZERS)
+            known = ", ".join(optimizer.value for optimizer in _OPTIMIZERS)
             raise ValueError(
                 f"the optimizer of tables whose rows jfi steps must be one of {known}, got {batched.optimizer.value}"
             )
@@ -45,21 +45,21 @@ class RankRows:
         self._batched = batched
         weights = batched.split_embedding_weights()
         states = [] if batched.optimizer is EmbOptimType.EXACT_SGD else batched.split_optimizer_states()
-        own = [_joined([of_table[0] for of_table in states])] if states else []
+        states = [_joined([state[0] for state in states])] if states else []
         memory = _joined(weights)
-        if not memory.size(0):  # this rank owns nothing: a row that nobody asks for
+        if not memory.size(0):  # this rank owns nothing: one unused row
             memory = memory.new_zeros(1, memory.size(1))
-            own = [state.new_zeros(1, *state.shape[1:]) for state in own]
+            states = [state.new_zeros(1, *state.shape[1:]) for state in states]
         rows = nn.Module()
         rows.weight = nn.Parameter(memory)
-        own_options = {"lr": batched.get_learning_rate()}
+        row_options = {"lr": batched.get_learning_rate()}
         if batched.optimizer is not EmbOptimType.EXACT_SGD:
-            own_options["eps"] = options.eps
-        kind = _OPTIMIZERS[batched.optimizer]
-        self._tables = FusedTables(nn.ModuleDict({"rows": rows}), kind, own_options, None, {"rows": tuple(own)})
+            row_options["eps"] = options.eps
+        optimizer = _OPTIMIZERS[batched.optimizer]
+        self._tables = FusedTables(nn.ModuleDict({"rows": rows}), optimizer, row_options, None, {"rows": tuple(states)})
         self.memory = memory.detach()
 
-    def follow_rate(self) -> None:
+    def sync_learning_rate(self) -> None:
         """Takes the learning rate that TorchRec's optimizer has set."""
         rate = self._batched.get_learning_rate()
         if rate != self._tables.group["lr"]:
@@ -71,28 +71,28 @@ class RankRows:
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
-        """Backward passes within make one step together, at the end of the block."""
+        """Makes one step at the end of the block, by the gradients of all backward passes within."""
         with self._tables.deferring():
             yield
         self._tables.step_deferred()
 
     def look_up(self, requested: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
-        """Of rows [S] of `memory` a tensor [S, D] without memory each, whose gradient the step takes.
+        """Returns for rows [S] of `memory` each a tensor [S, D] without memory, whose gradient the step takes.
 
         Args:
-            requested: places of rows.
+            requested: positions of rows.
             dtype: of the gradients; None for that of the rows.
         """
-        self.follow_rate()
+        self.sync_learning_rate()
         return self._tables.look_up([("rows", rows) for rows in requested], dtype)
 
 
-def rank_rows(lookups: list[nn.Module], tables: list[str]) -> RankRows:
-    """The rows that a sharded collection owns on this rank.
+def local_shard(lookups: list[nn.Module], tables: list[str]) -> LocalShard:
+    """Returns the rows that a sharded collection owns on this rank.
 
     Args:
         lookups: TorchRec's.
-        tables: in the order in which `all_owners` places them in memory.
+        tables: in the order that `row_shardings` has them in memory.
 
     Raises:
         ValueError: tables of several data types, optimizers or poolings.
@@ -103,21 +103,18 @@ def rank_rows(lookups: list[nn.Module], tables: list[str]) -> RankRows:
         raise ValueError(
             f"tables of a collection must have one data type, one optimizer and one pooling, got those of {names}"
         )
-    _check_order([table.name for table in kernels[0].config.embedding_tables], tables)
-    return RankRows(kernels[0].emb_module)
-
-
-def _check_order(found: list[str], tables: list[str]) -> None:
+    found = [table.name for table in kernels[0].config.embedding_tables]
     if found != tables:
         raise RuntimeError(f"TorchRec's tables must lie in the order {tables}, got {found}")
+    return LocalShard(kernels[0].emb_module)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    """What lies one below the other in memory, as one tensor."""
+    """Returns tensors that lie one below the other in memory as one."""
     whole = torch.as_strided(parts[0], (sum([x.size(0) for x in parts]), *parts[0].shape[1:]), parts[0].stride())
     end = whole.data_ptr()
     for part in parts:
         if part.numel() and part.data_ptr() != end:
-            raise RuntimeError("fbgemm's tables do not lie one below the other in memory")
+            raise RuntimeError("FBGEMM's tables do not lie one below the other in memory")
         end += part.numel() * part.element_size()
     return whole

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.sent_bytes import SentBytes
-from jfi.sharded import peer_memory
-from jfi.sharded.exchange import Exchange
-from jfi.sharded.peer_memory import PeerMemory, are_peers
+from jfi.distributed import peer_memory
+from jfi.distributed.exchange import Exchange
+from jfi.distributed.peer_memory import PeerMemory, are_peers
 
 SIZE = 3
 LOCK = threading.Lock()
@@ -105,7 +105,7 @@ def test_rows_go_to_their_owners_and_back(owners, dtype, device):
         rank, arrived = RANK.number, []
         to = [chunk if other in owners else 0 for other in range(SIZE)]
         of = [chunk if rank in owners else 0] * SIZE
-        there = Exchange(memory.group, to, of, memory)
+        there = Exchange(memory.pg, to, of, memory)
         for step in range(3):
             with memory.step():
                 sent = rows_of(rank, chunk, dtype)
@@ -186,7 +186,7 @@ def test_numbers_are_averaged_in_the_order_of_the_ranks(count, added_by_all, dev
 
 def test_what_peers_are_sent_is_counted(monkeypatch):
     memory = PeerMemory.__new__(PeerMemory)
-    memory.group = Group()
+    memory.pg = Group()
 
     def average(memory: PeerMemory, numbers: list[Tensor]) -> Tensor:
         for shared in (False, True):

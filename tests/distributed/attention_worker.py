@@ -31,18 +31,18 @@ from benchmarks.sent_bytes import SentBytes
 from jfi import KeyBias, PositionBias, SequenceDLRM, SequenceFeatureConfig, WeightBias
 from jfi.cuda_graphs.captured_step import CapacityBucket
 from jfi.cuda_graphs.static_batch import Buffers, Described
+from jfi.distributed import (
+    AttentionCollectionSharder,
+    CapturedShardedStep,
+    FetchedBagsSharder,
+    average_gradients,
+    remote_attention,
+)
+from jfi.distributed.fixed_input_dist import FixedInputDist
 from jfi.modules import outside_ids, validation
 from jfi.ops import _checks
 from jfi.ops.partial_target_attention import attend_to_part, part_gradients
 from jfi.plan import TargetAttentionInputs
-from jfi.sharded import (
-    AttentionCollectionSharder,
-    CapturedShardedStep,
-    FetchedBagsSharder,
-    attention,
-    average_gradients,
-)
-from jfi.sharded.fixed_shapes import FixedSender
 
 #: Rows of the tables of bags.
 BAGS = {"user": 40, "tag": 25, "city": 7}
@@ -346,7 +346,7 @@ def as_on_a_gpu() -> Iterator[None]:
     with (
         mock.patch.object(_checks, "_READABLE", ()),
         mock.patch.object(validation, "may_read", lambda x: False),
-        mock.patch.multiple(attention, attend_to_part=attend, part_gradients=gradients),
+        mock.patch.multiple(remote_attention, attend_to_part=attend, part_gradients=gradients),
     ):
         yield
 
@@ -418,7 +418,7 @@ def train_together(case: Case, way: str = "eager") -> dict:
         with SentBytes() as sent, sizes, as_on_a_gpu() if in_buffers else unchecked(case):
             with (
                 mock.patch.object(Buffers, "narrow", autospec=True, side_effect=Buffers.narrow) as narrow,
-                mock.patch.object(FixedSender, "send", autospec=True, side_effect=FixedSender.send) as again,
+                mock.patch.object(FixedInputDist, "send", autospec=True, side_effect=FixedInputDist.send) as again,
             ):
                 loss = step(batches[number]) if captured is None else captured.progress(given)
             narrowed, sent_again = narrowed + narrow.call_count, sent_again + again.call_count

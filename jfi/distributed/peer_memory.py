@@ -1,9 +1,9 @@
 """Exchanges between GPUs of one host that write to each other's memory, for the steps of fixed shapes of a CUDA graph.
 
 A rank writes what it sends to where the others read it, over NVLink, and a barrier on the device follows: 11 µs for 2
-MB to each of two GPUs, where NCCL's all-to-all takes 27 (H100). The memory is PyTorch's symmetric memory. A step has a
-place in it for each of its exchanges, in the order in which they are made, so that the same step finds it again; a
-barrier at the beginning of a step lets nobody write to what another rank still reads for the one before.
+MB to each of two GPUs, where NCCL's all-to-all takes 27 (H100). The memory is PyTorch's symmetric memory. Each exchange
+of a step has an offset in it, in the order in which they are made, so that the same step finds it again; a barrier at
+the beginning of a step keeps ranks from writing to what another one still reads for the step before.
 """
 
 import math
@@ -20,39 +20,39 @@ from jfi.ops.push import push
 from jfi.utils import compat
 
 _ALIGNMENT = 256
-#: Numbers of a row that ranks add up.
+#: Elements of a row that ranks add up.
 _AVERAGED = 128
-#: Numbers of at most so many bytes of all ranks are added up by every rank, rather than a part of them by each.
+#: Up to so many bytes of all ranks are added up by every rank; of more, each rank adds up a part.
 _ADDED_BY_ALL = 1 << 20
-#: New memory has this much more than a step needs.
+#: The factor by which new memory is larger than a step needs.
 _MARGIN = 1.25
 
 
 class PeerMemory:
-    """Memory of each rank of a group that all of them write to.
+    """Memory on each rank that all of them write to.
 
     Args:
-        group: ranks whose GPUs can reach each other, see `are_peers`.
+        pg: ranks whose GPUs can reach each other, see `are_peers`.
         device: of this rank.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self._device = group, device
+    def __init__(self, pg: dist.ProcessGroup, device: torch.device) -> None:
+        self.pg, self._device = pg, device
         self._memory: Tensor | None = None
         self._handle = self._addresses = None
         self._targets: dict[tuple[int, ...], Tensor] = {}
-        self._to(tuple(range(group.size())))
+        self._target_tensor(tuple(range(pg.size())))
         #: Memory that graphs may still write to, and the addresses that they read.
-        self._before: list[tuple[Tensor, object, Tensor]] = []
+        self._outgrown: list[tuple[Tensor, object, Tensor]] = []
         self._used = 0
-        #: By dtype, zeros behind numbers that are averaged.
+        #: By dtype, zeros behind the elements that are averaged.
         self._zeros: dict[torch.dtype, Tensor] = {}
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around a step; all ranks make the same exchanges within, in the same order.
+        """Wraps a step; all ranks make the same exchanges within, in the same order.
 
-        Exchanges that there is no room for are not made here. After an eager step there is room for all of its
+        Exchanges that do not fit the memory are not made here. After an eager step it is large enough for all of its
         exchanges, so a step that is captured must come after an eager one with the same exchanges.
         """
         self._used = 0
@@ -63,22 +63,22 @@ class PeerMemory:
             self._grow(self._used)
 
     def forget(self) -> None:
-        """Called when all graphs are gone: memory from before its last growth is no longer needed."""
-        self._before.clear()
+        """Frees memory from before its last growth, once all graphs are gone."""
+        self._outgrown.clear()
 
     def _grow(self, size: int) -> None:
         if self._memory is not None:
-            self._before.append((self._memory, self._handle, self._addresses))
+            self._outgrown.append((self._memory, self._handle, self._addresses))
         size = _aligned(max(1, int(size * _MARGIN)))
-        self._memory, self._handle = compat.symmetric_memory(size, self._device, self.group)
+        self._memory, self._handle = compat.symmetric_memory(size, self._device, self.pg)
         self._addresses = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=self._device)
 
     def send(self, rows: Tensor, sent: list[int], received: list[int], shared: bool) -> Tensor | None:
-        """What arrives [sum(received), ...], valid until the end of the step; None if there is no room for it here.
+        """Returns what arrives [sum(received), ...], valid until the end of the step; None if it does not fit.
 
         Args:
-            rows: by the rank that they go to; with `shared` those that each of these ranks gets.
-            sent: rows to each rank: as many for all that get some, and as many as arrive from a rank.
+            rows: in the order of the ranks that they go to; with `shared` those that each of these ranks gets.
+            sent: rows to each rank: equally many for all that get any, and as many as arrive from a rank.
             received: rows from each rank.
             shared: whether all ranks get the same rows.
         """
@@ -86,25 +86,25 @@ class PeerMemory:
         targets, sources = ([rank for rank, count in enumerate(counts) if count] for counts in (sent, received))
         if chunk * row % 4 or any(after != before + 1 for before, after in pairwise(sources)):
             return None
-        to = self._to(tuple(targets))
-        place = self._take(len(sent) * chunk * row)
-        if place is None:
+        target = self._target_tensor(tuple(targets))
+        offset = self._take(len(sent) * chunk * row)
+        if offset is None:
             return None
-        push(rows.contiguous(), to, self._addresses, place + self.group.rank() * chunk * row, shared)
+        push(rows.contiguous(), target, self._addresses, offset + self.pg.rank() * chunk * row, shared)
         self._handle.barrier(channel=0)
-        begin = place + (sources[0] if sources else 0) * chunk * row
+        begin = offset + (sources[0] if sources else 0) * chunk * row
         arrived = self._memory[begin : begin + len(sources) * chunk * row].view(rows.dtype)
         return arrived.view(len(sources) * chunk, *rows.shape[1:])
 
-    def average(self, numbers: list[Tensor]) -> Tensor | None:
-        """The mean over all ranks [n] of n numbers of one dtype, in own memory; None if there is no room for it here.
+    def average(self, tensors: list[Tensor]) -> Tensor | None:
+        """Returns the mean over all ranks [n] of tensors of one dtype, n elements together; None if it does not fit.
 
-        They are added up in the order of the ranks: many of them by one rank each, which sends its part to all.
+        They are added up in the order of the ranks: large ones in parts by one rank each, which sends its part to all.
         """
-        dtype, size = numbers[0].dtype, self.group.size()
+        dtype, size = tensors[0].dtype, self.pg.size()
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return None  # which the kernel would round
-        count = sum([one.numel() for one in numbers])
+        count = sum([tensor.numel() for tensor in tensors])
         added_by_all = size * count * dtype.itemsize <= _ADDED_BY_ALL
         parts = 1 if added_by_all else size
         chunk = -(-count // (parts * _AVERAGED)) * _AVERAGED
@@ -115,7 +115,7 @@ class PeerMemory:
             self._used += needed
             return None
         every, zeros = [1] * size, self._zeros[dtype][: parts * chunk - count]
-        whole = torch.cat([*[one.reshape(-1) for one in numbers], zeros]).view(parts, chunk)
+        whole = torch.cat([*[tensor.reshape(-1) for tensor in tensors], zeros]).view(parts, chunk)
         arrived = self.send(whole, every, every, shared=added_by_all)
         means = add_parts(arrived.view(size, -1, _AVERAGED), 1 / size, "triton")
         if not added_by_all:
@@ -123,11 +123,11 @@ class PeerMemory:
         return means.view(-1)[:count]
 
     def _take(self, size: int) -> int | None:
-        """The place of so many bytes, None if there is no room for them."""
-        place, self._used = self._used, self._used + _aligned(size)
-        return None if self._memory is None or self._used > self._memory.size(0) else place
+        """Returns the offset of `size` bytes, None if they do not fit."""
+        offset, self._used = self._used, self._used + _aligned(size)
+        return None if self._memory is None or self._used > self._memory.size(0) else offset
 
-    def _to(self, targets: tuple[int, ...]) -> Tensor:
+    def _target_tensor(self, targets: tuple[int, ...]) -> Tensor:
         if targets not in self._targets:  # in the eager step before any capture
             self._targets[targets] = torch.tensor(targets, dtype=torch.int64, device=self._device)
         return self._targets[targets]
@@ -137,15 +137,15 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def are_peers(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the GPUs of all ranks are different ones of one host that can write to each other; all ranks call it."""
-    size, known = group.size(), {_uuid(index): index for index in range(torch.cuda.device_count())}
+def are_peers(pg: dist.ProcessGroup, device: torch.device) -> bool:
+    """Returns whether the ranks' GPUs are different ones of one host that reach each other; all ranks call it."""
+    size, known = pg.size(), {_uuid(index): index for index in range(torch.cuda.device_count())}
     uuids: list[str | None] = [None] * size
-    dist.all_gather_object(uuids, _uuid(device.index), group=group)
+    dist.all_gather_object(uuids, _uuid(device.index), group=pg)
     others = [known.get(uuid) for uuid in uuids if uuid != _uuid(device.index)]
     reached = [other is not None and torch.cuda.can_device_access_peer(device.index, other) for other in others]
     answers: list[bool | None] = [None] * size
-    dist.all_gather_object(answers, len(others) == size - 1 and all(reached), group=group)
+    dist.all_gather_object(answers, len(others) == size - 1 and all(reached), group=pg)
     return all(answers)
 
 

@@ -1,13 +1,13 @@
-"""Attention that goes to the ranks that own the rows of the events.
+"""Attention at the owner ranks of the events' rows.
 
-Every rank sends its samples' absorbed queries to the owners of the history's table. An owner attends, for the samples
-of all ranks, to the events whose rows it has, and sends back a partial output and the log-sum-exp of its scores; the
-samples' rank combines them (`jfi.ops.partial_target_attention`). Backward, the gradient of the output, Δ and the
-log-sum-exp of the whole go out, and a part of the query's gradient comes back from every owner, which keeps the
-gradients of its own rows. No row travels, nor a gradient of one: what is sent does not grow with the history.
+Every rank sends its samples' absorbed queries to the owner ranks of the history's table. An owner attends, for the
+samples of all ranks, to the events whose rows it has, and sends back a partial output and the log-sum-exp of its
+scores; the samples' rank combines them (`jfi.ops.partial_target_attention`). Backward, the gradient of the output, Δ
+and the log-sum-exp of the whole go out, and a part of the query's gradient comes back from every owner, which keeps the
+gradients of its rows. No row travels, nor a gradient of one: what is sent does not grow with the history.
 
 It is the attention of context-parallel training (Liu et al., "Ring Attention with Blockwise Transformers", 2023) turned
-round: queries move, keys stay where the embedding table put them.
+round: queries move, keys stay on the rank that owns them.
 """
 
 from collections.abc import Callable
@@ -15,8 +15,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from jfi.distributed.exchange import gradient_scale
+from jfi.distributed.input_dist import GroupInput
 from jfi.modules import WeightBias
-from jfi.modules.spread_rows import SpreadEvents
+from jfi.modules.remote_rows import RemoteAttention
 from jfi.ops.partial_target_attention import (
     add_parts,
     attend_to_part,
@@ -29,20 +31,18 @@ from jfi.ops.partial_target_attention import (
 from jfi.ops.rows_by_id import RowsById
 from jfi.ops.target_attention import prepare_target_attention
 from jfi.plan import TargetAttentionInputs
-from jfi.sharded.exchange import gradient_scale
-from jfi.sharded.routes import Arrived
 
 
-class EventsAtOwners(SpreadEvents):
-    """The events of a route's features, which lie at the owners of their rows.
+class AttentionAtOwners(RemoteAttention):
+    """Attention to the events of a table group's features.
 
     Args:
-        arrived: what this rank got as an owner.
+        arrived: the events whose rows this rank owns.
         by_id: the rows of these events.
-        fetch: sends all rows of the route to the samples' ranks.
+        fetch: sends all rows of the group to the samples' ranks.
     """
 
-    def __init__(self, arrived: Arrived, by_id: RowsById, fetch: Callable[[], list[Tensor]]) -> None:
+    def __init__(self, arrived: GroupInput, by_id: RowsById, fetch: Callable[[], list[Tensor]]) -> None:
         self._arrived, self._by_id, self._fetch = arrived, by_id, fetch
         self._fetched: list[Tensor] | None = None
 
@@ -52,7 +52,7 @@ class EventsAtOwners(SpreadEvents):
 
     @property
     def feature_names(self) -> list[str]:
-        return [feature.name for feature in self._arrived.route.features]
+        return [feature.name for feature in self._arrived.group.features]
 
     def rows(self, feature: str) -> Tensor:
         if self._arrived.events is None:
@@ -67,7 +67,7 @@ class EventsAtOwners(SpreadEvents):
         arrived = self._arrived
         shared = arrived.queries.share(query.detach())
         weights, index = arrived.weights, arrived.buckets
-        feature = arrived.route.features[0]
+        feature = arrived.group.features[0]
         if isinstance(feature.bias, WeightBias):
             table = weights.log().unsqueeze(1).expand(-1, query.size(2)).to(query.dtype)
         inputs, impl = prepare_target_attention(
@@ -86,7 +86,7 @@ class EventsAtOwners(SpreadEvents):
 
 
 class _Attend(torch.autograd.Function):
-    """From queries [B, T, H, D] of this rank's samples to their outputs; `inputs` are those of the owner's part."""
+    """Maps queries [B, T, H, D] of this rank's samples to their outputs; `inputs` are those of the owner's part."""
 
     @staticmethod
     def forward(
@@ -97,13 +97,13 @@ class _Attend(torch.autograd.Function):
         bias: Tensor | None,
         inputs: TargetAttentionInputs,
         impl: str,
-        arrived: Arrived,
+        arrived: GroupInput,
     ) -> Tensor:
         out, lse = attend_to_part(inputs, impl)
-        if arrived.queries.group.size() > 1:
+        if arrived.queries.pg.size() > 1:
             parts = arrived.queries.back.send(pack_part(out, lse, impl))
-            out, lse = combine_parts(parts.view(len(arrived.route.ranks), *query.shape[:3], parts.size(-1)), impl)
-        ctx.inputs, ctx.impl, ctx.exchange = inputs._replace(query=None, key=None, value=None, bias=None), impl, arrived
+            out, lse = combine_parts(parts.view(len(arrived.group.owner_ranks), *query.shape[:3], parts.size(-1)), impl)
+        ctx.inputs, ctx.impl, ctx.arrived = inputs._replace(query=None, key=None, value=None, bias=None), impl, arrived
         # The tables too: autograd refuses a backward pass that would read rows which were stepped since.
         ctx.save_for_backward(inputs.query, key, value, bias, out, lse, *inputs.tables, *inputs.indices)
         return out
@@ -112,15 +112,15 @@ class _Attend(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         shared, key, value, bias, out, lse, *_ = ctx.saved_tensors
-        queries, impl = ctx.exchange.queries, ctx.impl
+        queries, impl = ctx.arrived.queries, ctx.impl
         inputs = ctx.inputs._replace(query=shared, key=key, value=value, bias=bias)
         grad, needed = grad.to(out.dtype), ctx.needs_input_grad[:4]
-        if queries.group.size() == 1:
+        if queries.pg.size() == 1:
             return *part_gradients(grad.contiguous(), out, lse, needed, inputs, impl), None, None, None
-        owners = len(ctx.exchange.route.ranks)
+        owners = len(ctx.arrived.group.owner_ranks)
         packed = queries.share(pack_gradient(grad, out, lse, impl))
         # A table's gradient is a mean over ranks; those of the query and the bias are sums, of which DDP takes means.
-        scale = gradient_scale(queries.group)
+        scale = gradient_scale(queries.pg)
         of_whole = unpack_gradient(packed, grad.size(-1), scale, impl)
         # Every rank takes part in the exchange of the query's gradient.
         dquery, dkey, dvalue, dbias = part_gradients(*of_whole, (True, *needed[1:]), inputs, impl)

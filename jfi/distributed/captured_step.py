@@ -15,12 +15,12 @@ from torchrec.distributed.types import ShardedModule
 from jfi.cuda_graphs.capture_check import why_module_not
 from jfi.cuda_graphs.captured_step import CudaGraphs, StepGraphs
 from jfi.cuda_graphs.static_batch import OTHER_STRUCTURE, describe
-from jfi.sharded.averages import captured_averages
-from jfi.sharded.fixed_shapes import AHEAD, FixedSender, Sending
-from jfi.sharded.peer_memory import PeerMemory, are_peers
-from jfi.sharded.routed import RoutedCollection
-from jfi.sharded.send_ahead import SENDING, STEP, SendAhead
-from jfi.sharded.sent_batch import SentBatch, ids_of
+from jfi.distributed.agreed_shapes import INPUT_DIST, STEP, AgreedShapes
+from jfi.distributed.averages import captured_averages
+from jfi.distributed.distributed_batch import DistributedBatch, ids_of
+from jfi.distributed.fixed_input_dist import AHEAD, FixedInputDist, InFlightBatch
+from jfi.distributed.peer_memory import PeerMemory, are_peers
+from jfi.distributed.sharded_tables import ShardedTables
 
 #: Batches whose capacities the next ones are sent with: the largest of so many.
 _RECENT = 16
@@ -31,9 +31,9 @@ class CapturedShardedStep(StepGraphs):
 
     It is to `jfi.CapturedStep` what TorchRec's train pipeline is to a loop over batches: it takes an iterator, and
     sends the ids of a batch to the owners of their rows while the two steps before it run, as a CUDA graph of its own
-    (`jfi.sharded.fixed_shapes`). All ranks take the same decision for a batch: to replay a graph of the same
+    (`jfi.distributed.fixed_input_dist`). All ranks take the same decision for a batch: to replay a graph of the same
     capacities, or to run the step eagerly since the batch of one of them does not fit. Where the GPUs of all ranks are
-    on one host and reach each other, what a step sends is written to their memory (`jfi.sharded.peer_memory`).
+    on one host and reach each other, what a step sends is written to their memory (`jfi.distributed.peer_memory`).
 
     What the step must keep to is what `jfi.CapturedStep` says, and it averages the gradients of the dense parameters
     itself, by `average_gradients`, before the optimizer's step: DistributedDataParallel keeps to a stream of its own,
@@ -69,59 +69,54 @@ class CapturedShardedStep(StepGraphs):
         super().__init__(self._compute, model, warmup_steps, max_graphs, staging=0, priority=STEP)
         if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
             raise ValueError("model must be a DistributedModelParallel with init_data_parallel=False")
-        self._own_step, self._collections = step, routed_collections(model)
-        self._group = self._collections[0].ranks
-        if self._group.size() != dist.get_world_size():
-            raise ValueError(f"all {dist.get_world_size()} processes must share the tables, got {self._group.size()}")
-        self._ahead = SendAhead(self._collections, dist.new_group(), self._device)
-        self._senders: dict[tuple[int, ...], FixedSender] = {}
-        self._sender_graphs = None if self._graphs is None else CudaGraphs(self._device, staging=0, priority=SENDING)
+        self._step_on_batch, self._collections = step, sharded_collections(model)
+        self._pg = self._collections[0].pg
+        if self._pg.size() != dist.get_world_size():
+            raise ValueError(f"all {dist.get_world_size()} processes must share the tables, got {self._pg.size()}")
+        self._agreed = AgreedShapes(self._collections, dist.new_group(), self._device)
+        self._input_dists: dict[tuple[int, ...], FixedInputDist] = {}
+        on_gpu = self._graphs is not None
+        self._input_graphs = CudaGraphs(self._device, staging=0, priority=INPUT_DIST) if on_gpu else None
         self._peers: PeerMemory | None = None
-        if peer_memory and self._graphs is not None and self._group.size() > 1 and are_peers(self._group, self._device):
-            self._peers = PeerMemory(self._group, self._device)
-            self._warmup_steps = max(warmup_steps, 2)  # the second step has its exchanges in the order of the others
+        if peer_memory and on_gpu and self._pg.size() > 1 and are_peers(self._pg, self._device):
+            self._peers = PeerMemory(self._pg, self._device)
+            self._warmup_steps = max(warmup_steps, 2)  # in the first step there is no memory yet
         self._tables = [x for collection in self._collections for x in collection.parameters()]
         self._fused = model.fused_optimizer
         #: Batches on their way, and the capacities that the last ones needed.
-        self._sent: deque[Sending] = deque()
+        self._in_flight: deque[InFlightBatch] = deque()
         self._recent: deque[tuple[int, ...]] = deque(maxlen=_RECENT)
-        self._checked = False
         _copy_from_first(model, self._collections)
         if reference is not None:
-            self._refer(reference)
+            self._set_reference(reference)
 
     def reset(self) -> None:
-        """As `StepGraphs.reset`, and forgets batches that were sent ahead.
+        """Resets all graphs, see `StepGraphs.reset`, and drops batches that were sent ahead.
 
         Needed at the end, and if an iterator is left before its end.
         """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the memory of batches and graphs is used again
         super().reset()
-        self._sent.clear()
-        self._senders.clear()  # NCCL would wait for their graphs at its end
-        if self._sender_graphs is not None:
-            self._sender_graphs.reset()
+        self._in_flight.clear()
+        self._input_dists.clear()  # NCCL would wait for their graphs at its end
+        if self._input_graphs is not None:
+            self._input_graphs.reset()
         if self._peers is not None:
             self._peers.forget()
 
     def summary(self) -> str:
-        """As `StepGraphs.summary`, and how rows travel."""
+        """Returns the summary of `StepGraphs`, and how rows travel."""
         return super().summary() + "; rows travel through peer memory" * (self._peers is not None)
 
-    def _refer(self, batch: Any) -> None:
+    def _set_reference(self, batch: Any) -> None:
         """Takes the capacities from a batch."""
-        self._recent.append(self._ahead.refer(batch))
-        self._check()
-
-    def _check(self) -> None:
-        """Takes what the ranks agreed on at the first batch."""
-        self._checked = True
-        self._singles, self._padding = self._ahead.singles, self._ahead.padding
-        own = {id(part) for one in self._collections for part in one.modules()}
-        parts = [part for part in self._model.modules() if id(part) not in own]
-        spread = frozenset(f.name for one in self._collections for route in one.routes for f in route.features)
-        reasons = (why_module_not(part, self._ahead.with_room, spread) for part in parts)
+        self._recent.append(self._agreed.set_reference(batch))
+        self._singles, self._padding = self._agreed.fixed_length_keys, self._agreed.padding
+        sharded = {id(part) for collection in self._collections for part in collection.modules()}
+        parts = [part for part in self._model.modules() if id(part) not in sharded]
+        remote = frozenset(feature.name for group in self._agreed.groups for feature in group.features)
+        reasons = (why_module_not(part, self._agreed.padded_keys, remote) for part in parts)
         reason = next(filter(None, reasons), None)
         if reason is not None:
             raise ValueError(f"the step cannot be captured: {reason}")
@@ -133,7 +128,7 @@ class CapturedShardedStep(StepGraphs):
             batches: this rank's part of each batch, on the host; best in pinned memory. All ranks have as many.
 
         Returns:
-            What the step returned; its tensors are valid until the next call.
+            The output of the step; its tensors are valid until the next call.
 
         Raises:
             StopIteration: there is no further batch.
@@ -144,29 +139,24 @@ class CapturedShardedStep(StepGraphs):
         if self._graphs is None:
             return self._progress_eagerly(next(batches), "without a GPU")
         self._send_next(batches)
-        if not self._sent:
+        if not self._in_flight:
             raise StopIteration
-        sending = self._sent.popleft()
-        capacities = OTHER_STRUCTURE if self._is_uneven else self._ahead.agree(sending.numbers())
-        while not isinstance(capacities, str) and not sending.sender.holds(capacities):
+        in_flight = self._in_flight.popleft()
+        capacities = OTHER_STRUCTURE if in_flight.sender is None else self._agreed.agree(in_flight.shapes())
+        while not isinstance(capacities, str) and not in_flight.sender.holds(capacities):
             # A rank whose batch was too large to send has counted none of its ids, so the counts may grow once more.
-            sending = self._sender(capacities).send(sending.batch)
-            capacities = self._ahead.agree(sending.numbers())
+            in_flight = self._input_dist(capacities).send(in_flight.batch)
+            capacities = self._agreed.agree(in_flight.shapes())
         if isinstance(capacities, str):
-            outputs = self._progress_eagerly(sending.batch, capacities)
+            outputs = self._progress_eagerly(in_flight.batch, capacities)
         else:
             self._recent.append(capacities)
             self._begin_step()
-            level = self._level(sending.sender.structure, capacities)
-            sending.load(capacities, level.buffers, level.block)
+            level = self._level(in_flight.sender.structure, capacities)
+            in_flight.load(capacities, level.buffers, level.block)
             outputs = self._run(level)
         self._send_next(batches)
         return outputs
-
-    @property
-    def _is_uneven(self) -> bool:
-        """Whether the ranks have other numbers of samples in the batch that capacities follow from."""
-        return len(set(self._ahead.samples)) > 1
 
     def _progress_eagerly(self, batch: Any, reason: str) -> Any:
         """Makes a step whose forward pass sends the ids."""
@@ -175,70 +165,71 @@ class CapturedShardedStep(StepGraphs):
 
     def _send_next(self, batches: Iterator[Any]) -> None:
         """Sends batches until AHEAD of them are on their way, if there are any."""
-        while len(self._sent) < AHEAD:
+        while len(self._in_flight) < AHEAD:
             batch = next(batches, None)
             if batch is None:
                 return
-            if not self._checked:
-                self._refer(batch)
-            if self._is_uneven:
-                self._sent.append(Sending(batch, None, None))
+            if not self._recent:
+                self._set_reference(batch)
+            if len(set(self._agreed.samples)) > 1:  # no two ranks' shapes would agree
+                self._in_flight.append(InFlightBatch(batch, None, None))
                 continue
             capacities = tuple(map(max, *self._recent)) if len(self._recent) > 1 else self._recent[0]
-            self._sent.append(self._sender(capacities).send(batch))
+            self._in_flight.append(self._input_dist(capacities).send(batch))
 
-    def _sender(self, capacities: tuple[int, ...]) -> FixedSender:
-        if capacities not in self._senders:
-            self._senders[capacities] = FixedSender(self._ahead, capacities, self._sender_graphs)
-        return self._senders[capacities]
+    def _input_dist(self, capacities: tuple[int, ...]) -> FixedInputDist:
+        if capacities not in self._input_dists:
+            self._input_dists[capacities] = FixedInputDist(self._agreed, capacities, self._input_graphs)
+        return self._input_dists[capacities]
 
     def _begin_step(self) -> None:
-        self._fused.zero_grad()  # hands its learning rate on to fbgemm
+        self._fused.zero_grad()  # gives FBGEMM its learning rate
         for collection in self._collections:
-            collection.follow_rate()
+            collection.sync_learning_rate()
 
-    def _compute(self, sent: Any) -> Any:
-        if not isinstance(sent, SentBatch):
-            with captured_averages(self._group, None, self._tables):
-                return self._own_step(sent)
-        ids, peers = ids_of(describe(sent.batch)), self._peers
-        arrived = sent.arrived(self._collections, self._group, peers)
+    def _compute(self, batch: Any) -> Any:
+        """Runs the step on a `DistributedBatch`, or on a batch whose ids the forward pass sends."""
+        is_sent = isinstance(batch, DistributedBatch)
+        peers = self._peers if is_sent else None
         with ExitStack() as stack:
+            stack.enter_context(captured_averages(self._pg, peers, self._tables))
+            if not is_sent:
+                return self._step_on_batch(batch)
             if peers is not None:
                 stack.enter_context(peers.step())
-            for collection, of_collection in zip(self._collections, arrived, strict=True):
-                stack.enter_context(collection.given(ids, of_collection))
-            stack.enter_context(captured_averages(self._group, peers, self._tables))
-            return self._own_step(sent.batch)
+            ids, outputs = ids_of(describe(batch.batch)), batch.outputs(self._collections, self._pg, peers)
+            for collection, output in zip(self._collections, outputs, strict=True):
+                stack.enter_context(collection.given(ids, output))
+            return self._step_on_batch(batch.batch)
 
 
-def routed_collections(model: nn.Module) -> list[RoutedCollection]:
-    """The sharded collections of a model.
+def sharded_collections(model: nn.Module) -> list[ShardedTables]:
+    """Returns the sharded collections of a model.
 
     Raises:
         ValueError: it has none, another sharded module, or one whose sharder has `dedup`.
     """
     sharded = [module for module in model.modules() if isinstance(module, ShardedModule)]
-    if not sharded or not all(isinstance(module, RoutedCollection) for module in sharded):
+    if not sharded or not all(isinstance(module, ShardedTables) for module in sharded):
         names = ", ".join(sorted({type(module).__name__ for module in sharded})) or "none"
         raise ValueError(
             "the sharded modules of model must be of AttentionCollectionSharder and FetchedBagsSharder, got " + names
         )
-    if any(route.dedup for collection in sharded for route in collection.routes):
+    if any(group.dedup for collection in sharded for group in collection.groups):
         raise ValueError("the sharders of model must have dedup=False for captured steps, whose shapes are fixed")
     return sharded
 
 
-def _outside(model: nn.Module, collections: list[RoutedCollection]) -> list[Tensor]:
-    """The parameters and buffers that are not of the collections."""
-    own = {id(x) for one in collections for x in (*one.parameters(), *one.buffers())}
-    return [x for x in (*model.parameters(), *model.buffers()) if id(x) not in own]
+def _outside(model: nn.Module, collections: list[ShardedTables]) -> list[Tensor]:
+    """Returns the parameters and buffers that are not of the collections."""
+    sharded = {id(x) for collection in collections for x in (*collection.parameters(), *collection.buffers())}
+    return [x for x in (*model.parameters(), *model.buffers()) if id(x) not in sharded]
 
 
 @torch.no_grad()
-def _copy_from_first(model: nn.Module, collections: list[RoutedCollection]) -> None:
+def _copy_from_first(model: nn.Module, collections: list[ShardedTables]) -> None:
     """Gives all ranks the first one's parameters and buffers that are not of the collections."""
-    group = collections[0].ranks
-    if group.size() > 1:
+    pg = collections[0].pg
+    if pg.size() > 1:
         for x in _outside(model, collections):
-            dist.broadcast(x, dist.get_global_rank(group, 0), group=group)
+            dist.broadcast(x, dist.get_global_rank(pg, 0), group=pg)

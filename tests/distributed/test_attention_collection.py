@@ -35,12 +35,12 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jfi import KeyBias, PositionBias, SequenceFeatureConfig
+from jfi.distributed import AttentionCollectionSharder, CapturedShardedStep, FetchedBagsSharder, average_gradients
+from jfi.distributed.input_dist import check_keys
+from jfi.distributed.planning import TableGroup, plan_tables, remote_field
+from jfi.distributed.row_sharding import row_shardings, row_wise_shards
+from jfi.distributed.sharded_tables import defer_sharded_steps
 from jfi.ops.partial_target_attention import combine_parts, pack_part
-from jfi.sharded import AttentionCollectionSharder, CapturedShardedStep, FetchedBagsSharder, average_gradients
-from jfi.sharded.ownership import all_owners, row_wise_shards
-from jfi.sharded.planning import make_routes, spread_field
-from jfi.sharded.routed import defer_sharded_steps
-from jfi.sharded.routes import Route, check_route
 from jfi.training.traffic import SequenceShape, by_attention
 
 WORKER = Path(__file__).parent / "attention_worker.py"
@@ -336,27 +336,27 @@ def sharding(*shards: tuple[int, int, int], columns: int = 0) -> ParameterShardi
 
 def test_ids_are_located_whatever_the_shards():
     plan = {"a": sharding((0, 4, 0), (4, 6, 1)), "b": row_wise_shards("b", sharding((0, 5, 1)), 2)}
-    owners = all_owners({"a": 10, "b": 5}, plan)
-    ranks, places = owners["a"].locate(torch.tensor([0, 3, 4, 9]))
+    shardings = row_shardings({"a": 10, "b": 5}, plan)
+    ranks, places = shardings["a"].locate(torch.tensor([0, 3, 4, 9]))
     assert ranks.tolist() == [0, 0, 1, 1] and places.tolist() == [0, 3, 0, 5]
-    ranks, places = owners["b"].locate(torch.tensor([0, 4]))
+    ranks, places = shardings["b"].locate(torch.tensor([0, 4]))
     assert ranks.tolist() == [1, 1] and places.tolist() == [6, 10]  # behind the six rows of a
-    assert owners["b"].rows_of(0) == range(0) and owners["b"].memory_of(1) == range(6, 11)
+    assert shardings["b"].rows_of(0) == range(0) and shardings["b"].positions_of(1) == range(6, 11)
 
 
 @pytest.mark.parametrize("id", [10, 12, -1, -7, 2**31, 2**40, -(2**62)])
 def test_an_id_outside_has_no_place_in_any_memory(id):
     """Not behind the last shard's rows, where another table's may lie."""
     plan = {"a": sharding((0, 5, 1), (5, 5, 0)), "b": sharding((0, 10, 1))}
-    for owners in all_owners({"a": 10, "b": 10}, plan).values():
-        ranks, places = owners.locate(torch.tensor([3, id, 9]))
-        assert places[1] == -1 and int(ranks[1]) in owners.ranks
+    for table in row_shardings({"a": 10, "b": 10}, plan).values():
+        ranks, places = table.locate(torch.tensor([3, id, 9]))
+        assert places[1] == -1 and int(ranks[1]) in table.ranks
         assert (places[[0, 2]] >= 0).all()
 
 
 def test_ranks_beyond_those_of_a_byte():
-    owners = all_owners({"a": 300}, {"a": sharding(*[(rank, 1, rank) for rank in range(300)])})
-    assert owners["a"].locate(torch.tensor([0, 299]))[0].tolist() == [0, 299]
+    shardings = row_shardings({"a": 300}, {"a": sharding(*[(rank, 1, rank) for rank in range(300)])})
+    assert shardings["a"].locate(torch.tensor([0, 299]))[0].tolist() == [0, 299]
 
 
 def test_other_kernels_are_refused():
@@ -367,22 +367,22 @@ def test_other_kernels_are_refused():
 
 
 def test_a_key_that_does_not_fit_is_named():
-    route = make_routes_of(CASES["weights"])
+    group = group_of(CASES["weights"])
     lengths = torch.tensor([1, 2])
     one = {"taste_item": JaggedTensor(torch.zeros(3).long(), lengths=lengths)}
     with pytest.raises(ValueError, match="must hold the key 'taste_rating'"):
-        check_route(route, one)
+        check_keys(group, one)
     with pytest.raises(
         ValueError, match=r"features\['taste_rating'\] must have as many events as 'taste_item', 3, got 2"
     ):
-        check_route(route, one | {"taste_rating": JaggedTensor(torch.zeros(2).long(), lengths=torch.tensor([1, 1]))})
+        check_keys(group, one | {"taste_rating": JaggedTensor(torch.zeros(2).long(), lengths=torch.tensor([1, 1]))})
     with pytest.raises(ValueError, match=r"features\['taste_item'\] must have weights"):
-        check_route(route, one | {"taste_rating": JaggedTensor(torch.zeros(3).long(), lengths=lengths)})
+        check_keys(group, one | {"taste_rating": JaggedTensor(torch.zeros(3).long(), lengths=lengths)})
 
 
-def make_routes_of(case: Case) -> Route:
+def group_of(case: Case) -> TableGroup:
     plan = {"item": sharding((0, 50, 0)), "rating": sharding((0, 6, 0))}
-    return make_routes(build(case).embedding_collection.embedding_configs(), plan, features_of(case), 10).routes[0]
+    return plan_tables(build(case).embedding_collection.embedding_configs(), plan, features_of(case), 10).groups[0]
 
 
 def test_columns_of_a_table_are_not_divided():
@@ -394,11 +394,11 @@ def test_features_that_attention_cannot_go_to_are_named():
     tables = {"item": "items", "shop": "shops"}
     feature = SequenceFeatureConfig("taste", ["item", "shop"], ["target"])
     with pytest.raises(ValueError, match=r"'taste' lie in \['items', 'shops'\]"):
-        spread_field(feature, tables, [])
+        remote_field(feature, tables, [])
     side = SequenceFeatureConfig("taste", ["item", "shop"], ["target"], combine="concat")
     with pytest.raises(ValueError, match="combine='concat'"):
-        spread_field(side, tables, ["shops"])
-    assert spread_field(feature, tables, ["items"]) == 1 and spread_field(feature, tables, ["items", "shops"]) is None
+        remote_field(side, tables, ["shops"])
+    assert remote_field(feature, tables, ["items"]) == 1 and remote_field(feature, tables, ["items", "shops"]) is None
 
 
 def test_the_sharder_says_what_it_can_do():

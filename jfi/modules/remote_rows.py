@@ -1,4 +1,4 @@
-"""Embeddings of events whose rows lie on several ranks, as the layers see them; `jfi.sharded` makes them."""
+"""Embeddings of events whose rows lie on several ranks, as the layers see them; `jfi.distributed` makes them."""
 
 import torch
 from torch import Tensor
@@ -6,12 +6,12 @@ from torch import Tensor
 from jfi.modules.table_rows import UnreadRows
 
 
-class SpreadEvents:
-    """Events of some features of a group, whose rows lie on several ranks: attention goes to them."""
+class RemoteAttention:
+    """Attention to the events of some features of a group, whose rows lie on several ranks."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the rows as attention reads them, and of its queries."""
+        """The dtype of the rows as attention reads them, and of its queries."""
         raise NotImplementedError
 
     @property
@@ -20,11 +20,11 @@ class SpreadEvents:
         raise NotImplementedError
 
     def rows(self, feature: str) -> Tensor:
-        """The rows [S, D] of a feature's events, fetched from their ranks."""
+        """Fetches the rows [S, D] of a feature's events from their ranks."""
         raise NotImplementedError
 
     def attend(self, query: Tensor, table: Tensor | None, scale: float) -> Tensor:
-        """Attention to the events, as `jfi.ops.target_attention` computes it; all ranks call it together.
+        """Computes `jfi.ops.target_attention` of the events; all ranks call it together.
 
         Args:
             query: [F * B, T, H, D], absorbed, of the F features one after the other.
@@ -37,11 +37,11 @@ class SpreadEvents:
         raise NotImplementedError
 
 
-class SpreadRows(UnreadRows):
+class RemoteRows(UnreadRows):
     """A JaggedTensor of embeddings whose rows lie on several ranks; `values()` fetches them at first use.
 
     Args:
-        events: by feature whose history this is, its events.
+        events: by feature whose history this is, attention to its events.
         rows: [S, D], without memory.
         lengths: [B]; None if offsets are given.
         offsets: [B + 1].
@@ -50,7 +50,7 @@ class SpreadRows(UnreadRows):
 
     def __init__(
         self,
-        events: dict[str, SpreadEvents],
+        events: dict[str, RemoteAttention],
         rows: Tensor,
         lengths: Tensor | None = None,
         offsets: Tensor | None = None,
@@ -63,8 +63,8 @@ class SpreadRows(UnreadRows):
         feature, events = next(iter(self.events.items()))
         return events.rows(feature)
 
-    def with_parts(self, lengths: Tensor | None, offsets: Tensor | None, weights: Tensor | None) -> "SpreadRows":
-        return SpreadRows(self.events, self.rows, lengths, offsets, weights)
+    def with_parts(self, lengths: Tensor | None, offsets: Tensor | None, weights: Tensor | None) -> "RemoteRows":
+        return RemoteRows(self.events, self.rows, lengths, offsets, weights)
 
     @property
     def is_trained(self) -> bool:

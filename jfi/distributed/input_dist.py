@@ -1,0 +1,314 @@
+"""The input dist: the ids of a batch go to the ranks that own their rows.
+
+An event is a row of int32 columns: its row's position in the owner's memory, then its payload. All events of a table
+group travel in one all-to-all, sorted by owner rank, of equal owners in the order of the batch. So an owner's events of
+a sample keep their order, and samples without an event there have a length of 0.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+from torchrec.distributed.types import Awaitable
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.streamable import Multistreamable
+
+from jfi.distributed.exchange import Exchange
+from jfi.distributed.planning import TableGroup
+from jfi.modules import KeyBias, PositionBias, lookups
+from jfi.modules.events import position_buckets
+from jfi.modules.validation import require_keys
+from jfi.ops.gather_rows import bound_ids, check_indices
+from jfi.utils.padding import padding_state
+
+
+class SortedIds(NamedTuple):
+    """The events of a table group on this rank, sorted by owner rank."""
+
+    columns: Tensor  # [S, K] int32: the row's position in the owner's memory, then the payload
+    sums: Tensor  # [W] int64, events for each owner
+    counts: Tensor | None  # [W, sequences * B] int32, events of each sample for each owner, if attention reads them
+    ranks: Tensor | None  # [S] int64: the owners, ascending, W of padding; None if the first sums[0] are for one rank
+    order: Tensor | None  # [S] int64: the index in the batch of each sorted event; None: its own
+    sizes: list[int]  # events of each sequence, with padding if there is any
+    positions: list[Tensor] | None = None  # with `dedup`, see `unique_by_table`
+
+
+@dataclass
+class GroupInput(Multistreamable):
+    """The events of a table group at their owner, and what this rank has to know of those that it sent.
+
+    Attributes:
+        group: the table group.
+        events: the exchange of the events; None if their rows cannot be fetched.
+        queries: the exchange of one row for each sample: every owner gets those of all samples of all ranks.
+        columns: [R] int32 each, what arrived, by rank, then sequence, then sample.
+        offsets: [n + 1] int32, of its events by rank, sequence and sample; None if attention does not read them.
+        sizes: events of each sequence.
+        order: see `SortedIds`.
+        slots: [S] int64, where an event of the batch is among those that were sent, -1 is padding; None if that
+            follows from `order`.
+        positions: with `dedup`, of each sequence [S] int64: which of its table's rows each event has.
+    """
+
+    group: TableGroup
+    events: Exchange | None
+    queries: Exchange
+    columns: tuple[Tensor, ...]
+    offsets: Tensor | None
+    sizes: list[int]
+    order: Tensor | None = None
+    slots: Tensor | None = None
+    positions: list[Tensor] | None = None
+
+    def sent_slots(self) -> Tensor | None:
+        """Returns where an event of the batch is among those that were sent [S] int64; None: at its own index."""
+        if self.slots is not None or self.order is None:
+            return self.slots
+        index = torch.arange(self.order.size(0), device=self.order.device)
+        return torch.empty_like(self.order).index_copy_(0, self.order, index)
+
+    @property
+    def rows(self) -> Tensor:
+        """[R] int32: positions of the rows in the owner's memory."""
+        return self.columns[0]
+
+    def field_ids(self, index: int) -> Tensor:
+        """Returns the ids [R] int32 of the table `group.field_tables[index]`."""
+        return self.columns[1 + index]
+
+    @property
+    def buckets(self) -> Tensor | None:
+        """[R] int32: rows of the learned bias tables."""
+        return self.field_ids(len(self.group.field_tables)) if self.group.has_bucket else None
+
+    @property
+    def weights(self) -> Tensor | None:
+        """[R] float32."""
+        return self.columns[-1].view(torch.float32) if self.group.has_weight else None
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        for tensor in (*self.columns, self.offsets, self.order, self.slots, *(self.positions or ())):
+            if tensor is not None:
+                tensor.record_stream(stream)
+
+
+@dataclass
+class InputDistOutput(Multistreamable):
+    """The events of all table groups of a batch at their owners, and the batch's own ids by key."""
+
+    groups: list[GroupInput]
+    by_key: dict[str, JaggedTensor]
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        for part in (*self.groups, *self.by_key.values()):
+            part.record_stream(stream)
+
+
+class InputDist(Awaitable[Awaitable[InputDistOutput]]):
+    """Sorts the ids of a batch by owner and sends every owner its number of them; waiting for it sends the ids."""
+
+    def __init__(self, groups: list[TableGroup], ids: KeyedJaggedTensor, pg: dist.ProcessGroup) -> None:
+        super().__init__()
+        lookups.allow_no_samples(ids)
+        self._groups, self._pg, self._by_key = groups, pg, ids.to_dict()
+        size = pg.size()
+        for group in groups:
+            check_keys(group, self._by_key)
+        self._sorted = [sort_by_owner(group, self._by_key, size) for group in groups]
+        batch = torch.full((size,), ids.stride(), device=ids.device())
+        self._counts = torch.stack([batch, *[ids.sums for ids in self._sorted]], 1)  # [W, 1 + groups]
+        self._arriving, self._work = Exchange(pg, [1] * size, [1] * size).start(self._counts)
+
+    def _wait_impl(self) -> "_InFlightIds":
+        if self._work is not None:
+            self._work.wait()
+        # One synchronization, while the batch before computes.
+        counts, others = torch.stack([self._counts, self._arriving]).cpu().transpose(1, 2).tolist()
+        samples, arriving = others[0], []
+        for group, ids, sent, received in zip(self._groups, self._sorted, counts[1:], others[1:], strict=True):
+            events, queries = Exchange(self._pg, sent, received), group.to_owners(self._pg, samples)
+            lengths = None, None
+            if ids.counts is not None:
+                lengths = queries.start(counts_for_owners(group, ids.counts))
+            arriving.append((group, events, queries, ids, events.start(ids.columns), lengths))
+        return _InFlightIds(arriving, self._by_key)
+
+
+class _InFlightIds(Awaitable[InputDistOutput]):
+    def __init__(self, arriving: list[tuple], by_key: dict[str, JaggedTensor]) -> None:
+        super().__init__()
+        self._arriving, self._by_key = arriving, by_key
+
+    def _wait_impl(self) -> InputDistOutput:
+        groups = []
+        for group, events, queries, ids, (columns, first), (lengths, second) in self._arriving:
+            for work in (first, second):
+                if work is not None:
+                    work.wait()
+            columns = tuple([columns[:, index].contiguous() for index in range(columns.size(1))])
+            offsets = None if lengths is None else pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+            groups.append(
+                GroupInput(group, events, queries, columns, offsets, ids.sizes, ids.order, None, ids.positions)
+            )
+        return InputDistOutput(groups, self._by_key)
+
+
+def counts_for_owners(group: TableGroup, counts: Tensor) -> Tensor:
+    """Returns the counts [owners * sequences * B] int32 of the group's owner ranks, of counts [W, sequences * B]."""
+    owners = group.owner_ranks
+    return (counts if len(owners) == counts.size(0) else torch.stack([counts[rank] for rank in owners])).flatten()
+
+
+def check_keys(group: TableGroup, by_key: dict[str, JaggedTensor]) -> None:
+    """Raises a ValueError that names the key which a batch lacks or which does not fit."""
+    require_keys("features", by_key, group.keys)
+    for index, feature in enumerate(group.features):
+        key = group.keys[index]
+        aligned = list(group.fields[index]) + ([] if feature.bias_key is None else [feature.bias_key])
+        require_keys("features", by_key, aligned)
+        count = by_key[key].values().size(0)
+        for other in aligned:
+            if (got := by_key[other].values().size(0)) != count:
+                raise ValueError(f"features['{other}'] must have as many events as '{key}', {count}, got {got}")
+        if feature.reads_weights and by_key[key].weights_or_none() is None:
+            raise ValueError(f"features['{key}'] must have weights, which feature '{feature.name}' reads, got none")
+
+
+@torch.no_grad()
+def sort_by_owner(
+    group: TableGroup, by_key: dict[str, JaggedTensor], num_ranks: int, count_outside: bool = True
+) -> SortedIds:
+    """Sorts the events of a table group on this rank by owner rank. Nothing synchronizes with a GPU, but for `dedup`.
+
+    Where jagged tensors may be padded (`jfi.utils.padding`), what is behind a key's own values comes last.
+
+    Args:
+        group: of the events.
+        by_key: ids, bucket ids and weights.
+        num_ranks: W.
+        count_outside: whether ids outside of their tables are counted.
+    """
+    sequences = [by_key[key] for key in group.keys]
+    check_ids(group, by_key)
+    is_padded = padding_state.is_padded and not padding_state.fixed_length_keys.issuperset(group.keys)
+    outside = group.outside.on(sequences[0].values().device) if count_outside else None
+    ids_of = bound_ids([x.values() for x in sequences], [sharding.num_rows for sharding in group.shardings], outside)
+    positions, located = None, []
+    if group.dedup:
+        ids_of, positions = unique_by_table(ids_of, group.tables)
+    sizes = [ids.size(0) for ids in ids_of]
+    for ids, sharding, sequence in zip(ids_of, group.shardings, sequences, strict=True):
+        ranks, rows = sharding.locate(ids)
+        if is_padded and (num_ranks > 1 or len(sequences) > 1):
+            index = torch.arange(ids.size(0), device=ids.device)
+            dtype = torch.uint8 if num_ranks < 256 else torch.int16
+            ranks = torch.where(index < sequence.offsets()[-1], ranks.to(dtype), num_ranks)
+        located.append((ranks, rows))
+    ranks, rows = (_joined(list(parts)) for parts in zip(*located, strict=True))
+    columns = torch.stack([rows, *payload_of(group, by_key, sequences)], 1)
+    lengths = _joined([x.lengths() for x in sequences]) if group.features else None
+    if num_ranks == 1 and not (is_padded and len(sequences) > 1):
+        sums = sequences[0].offsets()[-1:].long() if is_padded else torch.full((1,), rows.size(0), device=rows.device)
+        counts = None if lengths is None else lengths.to(torch.int32).unsqueeze(0)
+        return SortedIds(columns, sums, counts, None, None, sizes, positions)
+    ranks, order = torch.sort(ranks, stable=True)
+    columns, ranks = columns.index_select(0, order), ranks.long()
+    if lengths is None:
+        return SortedIds(columns, _run_lengths(ranks, num_ranks), None, ranks, order, sizes, positions)
+    # Ascending, since events are sorted by owner and come by sample.
+    samples = _samples(sequences, lengths, is_padded).index_select(0, order)
+    counts = _run_lengths(ranks * lengths.size(0) + samples, num_ranks * lengths.size(0)).view(num_ranks, -1)
+    return SortedIds(columns, counts.sum(1), counts.to(torch.int32), ranks, order, sizes)
+
+
+def unique_by_table(ids: list[Tensor], tables: tuple[str, ...]) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns each id once by table: the first sequence of a table has its unique ids, the others none.
+
+    Args:
+        ids: [S] each, of the sequences.
+        tables: of each sequence its table.
+
+    Returns:
+        The ids, and of each sequence which of its table's unique ids each event has, [S] int64.
+
+    Example:
+        >>> unique_by_table([torch.tensor([4, 7]), torch.tensor([7, 4, 4])], ("item", "item"))
+        ([tensor([4, 7]), tensor([], dtype=torch.int64)], [tensor([0, 1]), tensor([1, 0, 0])])
+    """
+    unique, positions = list(ids), list(ids)
+    for table in dict.fromkeys(tables):
+        members = [index for index, other in enumerate(tables) if other == table]
+        rows, inverse = torch.unique(_joined([ids[index] for index in members]), return_inverse=True)
+        for index, part in zip(members, inverse.split([ids[index].size(0) for index in members]), strict=True):
+            unique[index], positions[index] = rows, part
+            rows = rows[:0]
+    return unique, positions
+
+
+def _samples(sequences: list[JaggedTensor], lengths: Tensor, is_padded: bool) -> Tensor:
+    """Returns the sample of each event [S] int64, numbered through all sequences; of padding any number."""
+    if not is_padded:
+        samples = torch.arange(lengths.size(0), device=lengths.device)
+        count = sum([x.values().size(0) for x in sequences])
+        return torch.repeat_interleave(samples, lengths, output_size=count)
+    found, first = [], 0
+    for sequence in sequences:
+        offsets = sequence.offsets()
+        index = torch.arange(sequence.values().size(0), device=lengths.device, dtype=offsets.dtype)
+        found.append(torch.searchsorted(offsets[1:].contiguous(), index, right=True) + first)
+        first += sequence.lengths().size(0)
+    return _joined(found)
+
+
+def _run_lengths(ascending: Tensor, count: int) -> Tensor:
+    """Counts how often each number from 0 to count - 1 occurs in ascending numbers: [count]."""
+    return torch.searchsorted(ascending, torch.arange(count + 1, device=ascending.device)).diff()
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def check_ids(group: TableGroup, by_key: dict[str, JaggedTensor]) -> None:
+    """Checks the ids that a table group sends, where they may be read.
+
+    Raises:
+        ValueError: an id is outside of its table, or of the buckets of its feature's bias.
+    """
+    tables = list(zip(group.keys, group.tables, [sharding.num_rows for sharding in group.shardings], strict=True))
+    for keys in group.fields:
+        tables += zip(keys, group.field_tables, group.field_rows, strict=True)
+    for key, table, num_rows in tables:
+        ids = by_key[key]
+        check_indices(f"features['{key}']", ids.values(), num_rows, f"table '{table}'", ids.lengths())
+    for feature in group.features:
+        if isinstance(feature.bias, KeyBias):
+            ids, bias = by_key[feature.bias_key].values(), f"the bias of feature '{feature.name}'"
+            check_indices(f"features['{feature.bias_key}']", ids, feature.num_buckets, bias, padded=False)
+
+
+def payload_of(group: TableGroup, by_key: dict[str, JaggedTensor], sequences: list[JaggedTensor]) -> list[Tensor]:
+    """Returns the payload of a group's events, [S] int32 each; -1 for ids outside of their tables and buckets."""
+    payload = []
+    for index, num_rows in enumerate(group.field_rows):
+        ids = bound_ids([by_key[keys[index]].values() for keys in group.fields], [num_rows] * len(sequences))
+        payload.append(_joined(ids).to(torch.int32))
+    if group.has_bucket:
+        stacked = []
+        for index, feature, sequence in zip(group.feature_indices, group.features, sequences, strict=True):
+            if isinstance(feature.bias, PositionBias):
+                count = sequence.values().size(0)
+                buckets = position_buckets(sequence.offsets(), count, feature.num_buckets, padding_state.is_padded)
+            else:
+                (buckets,) = bound_ids([by_key[feature.bias_key].values()], [feature.num_buckets])
+            first = index * feature.num_buckets
+            stacked.append(torch.where(buckets < 0, -1, buckets + first) if first else buckets)
+        payload.append(_joined(stacked).to(torch.int32))
+    if group.has_weight:
+        weights = _joined([x.weights() for x in sequences]).to(torch.float32)
+        payload.append(weights.view(torch.int32))
+    return payload

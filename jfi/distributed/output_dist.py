@@ -1,0 +1,110 @@
+"""The output dist: rows that owners send to the ranks of the samples that read them, and replicated tables."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from jfi.distributed.exchange import gradient_scale
+from jfi.distributed.input_dist import GroupInput
+from jfi.distributed.row_sharding import RowSharding
+from jfi.ops.gather_rows import gather_bounded
+from jfi.utils.padding import padding_state
+
+
+def fetch_rows(handle: Tensor, memory: Tensor, arrived: GroupInput) -> list[Tensor]:
+    """Returns the rows [S, D] of each sequence of a table group to the rank of its samples; all ranks call it together.
+
+    Args:
+        handle: [R, D] without memory, of the dtype that is sent; its gradient is that of the owner's rows.
+        memory: [M, D], the owner's rows.
+        arrived: the rows that are requested of this owner.
+    """
+    return list(_Fetch.apply(handle, memory, arrived).split(arrived.sizes))
+
+
+class _Fetch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, handle: Tensor, memory: Tensor, arrived: GroupInput) -> Tensor:
+        ctx.arrived = arrived
+        ctx.is_padded = padding_state.is_padded  # of this thread; backward may run in another one
+        rows = gather_bounded((memory,), (arrived.rows,), handle.dtype)
+        rows, ctx.slots = arrived.events.back.send(rows), arrived.sent_slots()
+        if ctx.slots is None:
+            return rows
+        return rows.index_select(0, ctx.slots.clamp(min=0) if ctx.is_padded else ctx.slots)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        events = ctx.arrived.events
+        grad = grad * gradient_scale(events.pg)
+        if ctx.slots is not None:
+            grad = _to_slots(grad, ctx.slots, sum(events.sent), ctx.is_padded)
+        return events.send(grad), None, None
+
+
+def _to_slots(grad: Tensor, slots: Tensor, count: int, is_padded: bool) -> Tensor:
+    """Returns gradients [S, D] in the slots in which they are sent [count, D]; 0 in empty slots."""
+    if not is_padded:
+        return grad.new_zeros(count, grad.size(1)).index_copy_(0, slots, grad)
+    # The gradients of padding, whose slot is -1, go to an extra last row.
+    sent = grad.new_zeros(count + 1, grad.size(1))
+    return sent.index_copy_(0, slots.remainder(count + 1), grad)[:count]
+
+
+class Replicate(torch.autograd.Function):
+    """Whole tables [N, D] on every rank, from the rows that each owns; backward, the sums of all ranks' gradients.
+
+    All tables travel in one all-reduce, whose order of summation is fixed, as is that of each rank's gradients. These
+    have the scale of tables already: see `Scaled`.
+
+    Args:
+        handle: [r, D] without memory, of the tables' rows that this rank owns, table by table.
+        memory: [M, D], the rows that this rank owns.
+        pg: all ranks.
+        shardings: of the tables.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, handle: Tensor, memory: Tensor, pg: dist.ProcessGroup, shardings: list[RowSharding]
+    ) -> tuple[Tensor, ...]:
+        rank, sizes = pg.rank(), [sharding.num_rows for sharding in shardings]
+        ctx.pg, ctx.rows, ctx.sizes = pg, [sharding.rows_of(rank) for sharding in shardings], sizes
+        ctx.dtype = handle.dtype
+        ctx.set_materialize_grads(False)
+        whole = memory.new_zeros(sum(sizes), memory.size(1))
+        for table, rows, sharding in zip(whole.split(sizes), ctx.rows, shardings, strict=True):
+            positions = sharding.positions_of(rank)
+            table[rows.start : rows.stop] = memory[positions.start : positions.stop]
+        if pg.size() > 1:
+            dist.all_reduce(whole, group=pg)
+        return whole.split(sizes)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        like = next(grad for grad in grads if grad is not None)
+        whole = [like.new_zeros(n, like.size(1)) if g is None else g for g, n in zip(grads, ctx.sizes, strict=True)]
+        whole = torch.cat(whole)
+        if ctx.pg.size() > 1:
+            dist.all_reduce(whole, group=ctx.pg)
+        owned = [grad[rows.start : rows.stop] for grad, rows in zip(whole.split(ctx.sizes), ctx.rows, strict=True)]
+        return torch.cat(owned).to(ctx.dtype), None, None, None
+
+
+class Scaled(torch.autograd.Function):
+    """A replicated table for this rank's own samples, whose gradients get the scale of tables.
+
+    Owner ranks read the table without it: attention gives them gradients that have the scale.
+    """
+
+    @staticmethod
+    def forward(ctx, table: Tensor, pg: dist.ProcessGroup) -> Tensor:
+        ctx.scale = gradient_scale(pg)
+        return table.view_as(table)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.scale, None

@@ -1,0 +1,278 @@
+"""The common base of sharded collections whose ids go to the owner ranks of their rows by jfi's own input dist."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.distributed.comm import get_local_size
+from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
+from torchrec.distributed.embedding_types import KJTList, ShardedEmbeddingModule
+from torchrec.distributed.types import Awaitable, LazyAwaitable, LazyNoWait, ParameterSharding, ShardingEnv
+from torchrec.modules.embedding_configs import PoolingType
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    get_embedding_names_by_table,
+)
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.streamable import Multistreamable
+
+from jfi.distributed.input_dist import GroupInput, InputDist, InputDistOutput
+from jfi.distributed.local_shard import LocalShard, local_shard
+from jfi.distributed.output_dist import Replicate, Scaled, fetch_rows
+from jfi.distributed.planning import TableGroup, plan_tables
+from jfi.distributed.remote_attention import AttentionAtOwners
+from jfi.distributed.row_sharding import row_wise_shards
+from jfi.modules import SequenceFeatureConfig
+from jfi.modules.fused_embedding_collections import pool
+from jfi.modules.id_counts import OutsideIds
+from jfi.modules.remote_rows import RemoteRows
+from jfi.modules.table_rows import TableRows
+from jfi.ops.gather_rows import bound_ids, check_indices
+from jfi.ops.rows_by_id import RowsById, bounded_rows_by_id, sum_rows
+from jfi.utils.padding import padding_state
+
+
+class ShardedTables:
+    """The first base of a sharded collection of TorchRec's, whose tables, names and optimizers it leaves as they are.
+
+    Ids go to the owner ranks of their rows. A history comes out as `RemoteRows`, rows of other keys are fetched; of an
+    EmbeddingBagCollection they are pooled then. Replicated tables are summed up on every rank in each step, and their
+    gradients likewise, so that their rows are read where they are needed.
+
+    Args:
+        module: whose tables are sharded.
+        params: by table its sharding.
+        env: of the processes.
+        fused_params: of TorchRec's collection.
+        device: of the tables.
+        module_fqn: the name of the module.
+        features: sequence features whose histories the collection looks up.
+        replicate_below: tables of at most so many rows are replicated.
+        dtype: of rows that are sent; None for that of the tables.
+        dedup: whether a row that is fetched travels once to each rank.
+    """
+
+    def __init__(
+        self,
+        module: EmbeddingCollection | EmbeddingBagCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        fused_params: dict[str, Any] | None,
+        device: torch.device | None,
+        module_fqn: str | None,
+        features: list[SequenceFeatureConfig],
+        replicate_below: int,
+        dtype: torch.dtype | None,
+        dedup: bool,
+    ) -> None:
+        pooled = isinstance(module, EmbeddingBagCollection)
+        if pooled:
+            check_bags(module)
+        # Of ShardingEnv2D, which has several process groups, the one that shares tables.
+        pg = getattr(env, "sharding_pg", env.process_group)
+        first = dist.get_global_rank(pg, 0)
+        ranks = pg.size(), first, get_local_size(env.world_size)
+        plan = {table: row_wise_shards(table, sharding, *ranks) for table, sharding in params.items()}
+        super().__init__(module, plan, env, fused_params, device, module_fqn=module_fqn)
+        configs = module.embedding_bag_configs() if pooled else module.embedding_configs()
+        #: The ranks that share the rows.
+        self.pg = pg
+        self._plan = plan_tables(configs, plan, features, replicate_below, first, dedup)
+        self._dtype, self._shard = dtype, None
+        #: Name, key, and whether the mean is taken, of each pooled embedding.
+        self._pooled = [
+            (name, key, config.pooling == PoolingType.MEAN)
+            for config, names in zip(configs, get_embedding_names_by_table(configs), strict=True)
+            for name, key in (zip(names, config.feature_names, strict=True) if pooled else ())
+        ]
+        #: The address of a batch's ids, and the output of their input dist.
+        self._given: tuple[int, InputDistOutput] | None = None
+        self._replicated_positions: Tensor | None = None
+        self._outside = OutsideIds([table for *_, table in self._plan.local])
+        self._has_uninitialized_input_dist = False  # it has none of TorchRec's, which its pipelines look at
+
+    @property
+    def local_keys(self) -> list[str]:
+        """The keys of ids of replicated tables."""
+        return [key for _, key, _ in self._plan.local]
+
+    @property
+    def groups(self) -> list[TableGroup]:
+        """The sequences of ids that travel together."""
+        return self._plan.groups
+
+    @property
+    def outside_ids(self) -> tuple[OutsideIds, ...]:
+        """The counts of this rank's ids outside of their tables."""
+        return self._outside, *[group.outside for group in self.groups]
+
+    def sync_learning_rate(self) -> None:
+        """Takes the learning rate of the tables' optimizer, as each look-up does that is not replayed."""
+        if self._shard is not None:
+            self._shard.sync_learning_rate()
+
+    @contextmanager
+    def given(self, ids: KeyedJaggedTensor, output: InputDistOutput) -> Iterator[None]:
+        """Lets calls with these ids take the output of their input dist, and refuses any other ids within the block."""
+        self._given = ids.values().data_ptr(), output
+        try:
+            yield
+            self._local_shard().wait_sorted()  # of look-ups without a backward pass: a capture must join all streams
+        finally:
+            self._given = None
+
+    def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable:
+        if self._given is None:
+            return super().forward(features)
+        address, output = self._given
+        if features.values().data_ptr() != address:
+            raise ValueError(
+                "features must be the ids of the batch, which were sent ahead of a captured step, got others"
+            )
+        return LazyNoWait(self._output(output))
+
+    def input_dist(self, ctx: Multistreamable, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
+        return KJTListSplitsAwaitable([InputDist(self.groups, features, self.pg)], ctx)
+
+    def compute_and_output_dist(self, ctx: Multistreamable, input: KJTList) -> LazyAwaitable:
+        return LazyNoWait(self._output(input[0]))
+
+    def deferring(self) -> AbstractContextManager[None]:
+        """Makes one step of the tables at the end of the block, by the gradients of all backward passes within."""
+        return self._local_shard().deferring()
+
+    def _local_shard(self) -> LocalShard:
+        if self._shard is None:  # not at construction: TorchRec may move a module to another device after it
+            self._shard = local_shard(self._lookups, list(self._plan.shardings))
+        return self._shard
+
+    def _output(self, arrived: InputDistOutput) -> dict[str, JaggedTensor] | KeyedTensor:
+        """Returns what the collection looks up for this rank's samples."""
+        found = self._embeddings(arrived)
+        if not self._pooled:
+            return found
+        dtype = self._local_shard().memory.dtype
+        pooled = [pool(key, found[name], None, mean).to(dtype) for name, key, mean in self._pooled]
+        return KeyedTensor([name for name, *_ in self._pooled], [x.size(1) for x in pooled], torch.cat(pooled, 1))
+
+    def _embeddings(self, arrived: InputDistOutput) -> dict[str, JaggedTensor]:
+        shard, plan, by_key = self._local_shard(), self._plan, arrived.by_key
+        handles = shard.look_up([group.rows for group in arrived.groups], self._dtype)
+        whole: dict[str, Tensor] = {}
+        if plan.replicated:
+            # Their gradients are sums of all ranks', and are not rounded.
+            (handle,) = shard.look_up([self._positions_of_replicated()], None)
+            shardings = [plan.shardings[table] for table in plan.replicated]
+            whole = dict(zip(plan.replicated, Replicate.apply(handle, shard.memory, self.pg, shardings), strict=True))
+        found: dict[str, JaggedTensor] = {}
+        for group, handle in zip(arrived.groups, handles, strict=True):
+            if group.group.features:
+                self._add_histories(found, group, handle, whole, by_key)
+            else:
+                self._add_fetched(found, group, handle, by_key)
+        scaled = {table: Scaled.apply(rows, self.pg) for table, rows in whole.items()}
+        for (embedding, key, table), ids in zip(plan.local, self._local_ids(by_key), strict=True):
+            found[embedding] = _rows_by_id(scaled[table], ids, self._dtype or shard.memory.dtype, by_key[key])
+        return found
+
+    def _add_fetched(
+        self, found: dict[str, JaggedTensor], arrived: GroupInput, handle: Tensor, by_key: dict[str, JaggedTensor]
+    ) -> None:
+        """Adds the rows of a group whose rows are fetched."""
+        group, memory, unique = arrived.group, self._shard.memory, {}
+        fetched = fetch_rows(handle, memory, arrived)
+        for index, (embedding, key, table) in enumerate(zip(group.embeddings, group.keys, group.tables, strict=True)):
+            ids = by_key[key]
+            if arrived.positions is None:
+                found[embedding] = JaggedTensor(fetched[index], None, ids.lengths_or_none(), ids.offsets_or_none())
+            else:  # the first sequence of a table has its unique rows
+                rows = unique.setdefault(table, fetched[index].to(memory.dtype))
+                found[embedding] = _rows_by_id(rows, arrived.positions[index], rows.dtype, ids)
+
+    def _add_histories(
+        self,
+        found: dict[str, JaggedTensor],
+        arrived: GroupInput,
+        handle: Tensor,
+        whole: dict[str, Tensor],
+        by_key: dict[str, JaggedTensor],
+    ) -> None:
+        """Adds the histories of a group's features."""
+        group, memory = arrived.group, self._shard.memory
+        fields = [RowsById(handle, (memory,), (arrived.rows,))]
+        for index, table in enumerate(group.field_tables):
+            fields.append(bounded_rows_by_id((whole[table],), (arrived.field_ids(index),), handle.dtype))
+        attention = AttentionAtOwners(arrived, sum_rows(fields), lambda: fetch_rows(handle, memory, arrived))
+        for feature, embedding, key in zip(group.features, group.embeddings, group.keys, strict=True):
+            ids, known = by_key[key], found.get(embedding)
+            by_feature = ({} if known is None else known.events) | {feature.name: attention}
+            rows = handle.new_zeros(()).expand(ids.values().size(0), memory.size(1))
+            found[embedding] = RemoteRows(by_feature, rows, ids.lengths_or_none(), ids.offsets_or_none())
+
+    def _local_ids(self, by_key: dict[str, JaggedTensor]) -> list[Tensor]:
+        """Returns the ids of replicated tables, with -1 for those outside of them."""
+        ids, sizes = [], []
+        for _, key, table in self._plan.local:
+            values, size = by_key[key].values(), self._plan.shardings[table].num_rows
+            check_indices(f"features['{key}']", values, size, f"table '{table}'", padded=padding_state.is_padded)
+            ids.append(values)
+            sizes.append(size)
+        return bound_ids(ids, sizes, self._outside.on(ids[0].device)) if ids else []
+
+    def _positions_of_replicated(self) -> Tensor:
+        """Returns the positions [r] int32 of this rank's rows of the replicated tables in its memory."""
+        if self._replicated_positions is None:
+            rank, shardings = self.pg.rank(), [self._plan.shardings[table] for table in self._plan.replicated]
+            positions = [position for sharding in shardings for position in sharding.positions_of(rank)]
+            device = self._shard.memory.device
+            self._replicated_positions = torch.tensor(positions, dtype=torch.int32, device=device)
+        return self._replicated_positions
+
+
+def _rows_by_id(table: Tensor, ids: Tensor, dtype: torch.dtype, parts: JaggedTensor) -> TableRows:
+    """Returns rows of a table by checked ids, with the lengths of `parts`."""
+    by_id = bounded_rows_by_id((table,), (ids,), dtype)
+    return TableRows(by_id.tables[0], by_id.indices[0], by_id.rows, parts.lengths_or_none(), parts.offsets_or_none())
+
+
+def check_bags(module: EmbeddingBagCollection) -> None:
+    """Raises a ValueError for bags whose rows cannot be fetched and pooled together."""
+    tables = module.embedding_bag_configs()
+    if module.is_weighted():
+        raise ValueError("bags whose rows are fetched must have no weights by id; use TorchRec's sharder")
+    if len({table.embedding_dim for table in tables}) > 1:
+        widths = {table.name: table.embedding_dim for table in tables}
+        raise ValueError(f"bags whose rows are fetched must have tables of one width, got {widths}")
+    if len({table.pooling for table in tables}) > 1:
+        poolings = {table.name: table.pooling.value for table in tables}
+        raise ValueError(f"bags whose rows are fetched must all be summed or all averaged, got {poolings}")
+
+
+@contextmanager
+def defer_sharded_steps(model: nn.Module) -> Iterator[None]:
+    """Makes one step of the model's sharded tables at the end of the block, by the gradients of all backward passes.
+
+    Until then the gradients of the rows that were looked up stay in memory; activations do not. An error within the
+    block drops them.
+
+    Args:
+        model: with any number of sharded collections, or none.
+
+    Raises:
+        ValueError: FBGEMM steps tables of a collection in each backward pass.
+    """
+    collections = [module for module in model.modules() if isinstance(module, ShardedEmbeddingModule)]
+    with ExitStack() as stack:
+        for collection in collections:
+            if not isinstance(collection, ShardedTables):
+                raise ValueError(
+                    f"gradients cannot accumulate over the tables of a {type(collection).__name__}, which FBGEMM steps "
+                    "in each backward pass: shard them by AttentionCollectionSharder and FetchedBagsSharder, or use a "
+                    "FusedEmbeddingCollection on every process"
+                )
+            stack.enter_context(collection.deferring())
+        yield
