@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
@@ -86,9 +86,17 @@ class CapturedShardedStep(StepGraphs):
         #: Batches on their way, and the capacities that the last ones needed.
         self._in_flight: deque[InFlightBatch] = deque()
         self._recent: deque[tuple[int, ...]] = deque(maxlen=_RECENT)
-        _copy_from_first(model, self._collections)
+        self._copy_dense_from_first()
         if reference is not None:
             self._set_reference(reference)
+
+    @torch.no_grad()
+    def _copy_dense_from_first(self) -> None:
+        """Gives all ranks the first one's parameters and buffers that are not of the collections."""
+        sharded = {id(x) for module in self._collections for x in (*module.parameters(), *module.buffers())}
+        dense = [x for x in (*self._model.parameters(), *self._model.buffers()) if id(x) not in sharded]
+        for x in dense if self._pg.size() > 1 else []:
+            dist.broadcast(x, dist.get_global_rank(self._pg, 0), group=self._pg)
 
     def reset(self) -> None:
         """Resets all graphs, see `StepGraphs.reset`, and drops batches that were sent ahead.
@@ -218,18 +226,3 @@ def sharded_collections(model: nn.Module) -> list[ShardedTables]:
     if any(group.dedup for collection in sharded for group in collection.groups):
         raise ValueError("the sharders of model must have dedup=False for captured steps, whose shapes are fixed")
     return sharded
-
-
-def _outside(model: nn.Module, collections: list[ShardedTables]) -> list[Tensor]:
-    """Returns the parameters and buffers that are not of the collections."""
-    sharded = {id(x) for collection in collections for x in (*collection.parameters(), *collection.buffers())}
-    return [x for x in (*model.parameters(), *model.buffers()) if id(x) not in sharded]
-
-
-@torch.no_grad()
-def _copy_from_first(model: nn.Module, collections: list[ShardedTables]) -> None:
-    """Gives all ranks the first one's parameters and buffers that are not of the collections."""
-    pg = collections[0].pg
-    if pg.size() > 1:
-        for x in _outside(model, collections):
-            dist.broadcast(x, dist.get_global_rank(pg, 0), group=pg)

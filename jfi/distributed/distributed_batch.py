@@ -1,6 +1,7 @@
 """A batch whose ids are at the owner ranks of their rows, as a captured step reads it.
 
-It is a tree that `jfi.cuda_graphs.static_batch` takes apart. Its keys are numbered by table group, through all collections.
+It is a tree that `jfi.cuda_graphs.static_batch` takes apart. Its keys are numbered by table group, through all
+collections.
 """
 
 from dataclasses import dataclass
@@ -12,8 +13,9 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jfi.cuda_graphs.static_batch import Described, UnsupportedBatch, describe
-from jfi.distributed.exchange import Exchange, Transport
+from jfi.distributed.exchange import Exchange
 from jfi.distributed.input_dist import GroupInput, InputDistOutput
+from jfi.distributed.peer_memory import PeerMemory
 from jfi.distributed.planning import TableGroup
 from jfi.distributed.sharded_tables import ShardedTables
 from jfi.modules import lookups
@@ -39,21 +41,21 @@ class DistributedBatch:
     slots: list[KeyedJaggedTensor]
 
     def outputs(
-        self, collections: list[ShardedTables], pg: dist.ProcessGroup, transport: Transport | None
+        self, collections: list[ShardedTables], pg: dist.ProcessGroup, peers: PeerMemory | None
     ) -> list[InputDistOutput]:
         """Returns what each collection reads.
 
         Args:
             collections: of the model.
             pg: all ranks, for what the step sends.
-            transport: of what the step sends, tried before the process group.
+            peers: memory through which the step sends, if not through the process group.
         """
         ids = ids_of(describe(self.batch))
         lookups.allow_no_samples(ids)
         by_key, found = ids.to_dict(), []
         events, requested, slots = iter(self.events), iter(self.requested), iter(self.slots)
         for group in groups_of(collections):
-            queries = group.to_owners(pg, list(self.samples), transport)
+            queries = group.to_owners(pg, list(self.samples), peers)
             if group.features:
                 arrived = next(events)
                 columns = arrived.values().view(len(arrived.keys()), -1).unbind(0)
@@ -65,7 +67,7 @@ class DistributedBatch:
                 continue
             rows, where = next(requested).values(), next(slots)
             counts = [rows.size(0) // pg.size()] * pg.size()
-            fetch = Exchange(pg, counts, counts, transport)
+            fetch = Exchange(pg, counts, counts, peers)
             rows, sizes = rows[: sum(counts)], where.length_per_key()
             found.append(GroupInput(group, fetch, queries, (rows,), None, sizes, slots=where.values()))
         rest = iter(found)

@@ -1,17 +1,12 @@
 """All-to-all exchanges of tensors whose rows go to ranks in given numbers."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed.comm_ops import get_gradient_division
 
-
-class Transport(Protocol):
-    """A faster way for the exchanges that it supports, such as `jfi.distributed.peer_memory.PeerMemory`."""
-
-    def send(self, rows: Tensor, sent: list[int], received: list[int], shared: bool) -> Tensor | None:
-        """Returns what arrives, or None for an exchange that it does not support, on all ranks alike."""
+from jfi.distributed.peer_memory import PeerMemory
 
 
 class Exchange(NamedTuple):
@@ -21,13 +16,13 @@ class Exchange(NamedTuple):
         pg: the ranks.
         sent: rows to each rank.
         received: rows from each rank.
-        transport: tried before the group's own all-to-all.
+        peers: memory through which it is sent if it fits, rather than by the group's all-to-all.
     """
 
     pg: dist.ProcessGroup
     sent: list[int]
     received: list[int]
-    transport: Transport | None = None
+    peers: PeerMemory | None = None
 
     @property
     def back(self) -> "Exchange":
@@ -42,8 +37,8 @@ class Exchange(NamedTuple):
         """
         if self.pg.size() == 1:
             return rows, None
-        if self.transport is not None:
-            arrived = self.transport.send(rows, self.sent, self.received, shared=False)
+        if self.peers is not None:
+            arrived = self.peers.send(rows, self.sent, self.received, shared=False)
             if arrived is not None:
                 return arrived, None
         arriving = rows.new_empty(sum(self.received), *rows.shape[1:])
@@ -62,8 +57,8 @@ class Exchange(NamedTuple):
     def share(self, rows: Tensor) -> Tensor:
         """Sends the same rows to every rank that receives any, and returns what arrives."""
         count = sum(1 for sent in self.sent if sent)
-        if self.transport is not None and self.pg.size() > 1:
-            arrived = self.transport.send(rows, self.sent, self.received, shared=True)
+        if self.peers is not None and self.pg.size() > 1:
+            arrived = self.peers.send(rows, self.sent, self.received, shared=True)
             if arrived is not None:
                 return arrived
         return self.send(rows if count == 1 else rows.unsqueeze(0).expand(count, *rows.shape).flatten(0, 1))

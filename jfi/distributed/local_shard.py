@@ -25,13 +25,24 @@ class LocalShard:
     `jfi.ops.step_rows`.
 
     Args:
-        batched: FBGEMM's tables.
+        lookups: TorchRec's of a collection.
+        tables: in the order that `row_shardings` has them in memory.
 
     Raises:
-        ValueError: they have an optimizer, or options of it, that `jfi.ops.step_rows` has not.
+        ValueError: tables of several data types, optimizers or poolings, or with an optimizer, or options of it, that
+            `jfi.ops.step_rows` has not.
     """
 
-    def __init__(self, batched: SplitTableBatchedEmbeddingBagsCodegen) -> None:
+    def __init__(self, lookups: list[nn.Module], tables: list[str]) -> None:
+        kernels = [kernel for lookup in lookups for kernel in lookup._emb_modules]
+        names = [table.name for kernel in kernels for table in kernel.config.embedding_tables]
+        if len(kernels) != 1:
+            raise ValueError(
+                f"tables of a collection must have one data type, one optimizer and one pooling, got those of {names}"
+            )
+        if names != tables:
+            raise RuntimeError(f"TorchRec's tables must lie in the order {tables}, got {names}")
+        batched: SplitTableBatchedEmbeddingBagsCodegen = kernels[0].emb_module
         if batched.optimizer not in _OPTIMIZERS:
             known = ", ".join(optimizer.value for optimizer in _OPTIMIZERS)
             raise ValueError(
@@ -85,28 +96,6 @@ class LocalShard:
         """
         self.sync_learning_rate()
         return self._tables.look_up([("rows", rows) for rows in requested], dtype)
-
-
-def local_shard(lookups: list[nn.Module], tables: list[str]) -> LocalShard:
-    """Returns the rows that a sharded collection owns on this rank.
-
-    Args:
-        lookups: TorchRec's.
-        tables: in the order that `row_shardings` has them in memory.
-
-    Raises:
-        ValueError: tables of several data types, optimizers or poolings.
-    """
-    kernels = [kernel for lookup in lookups for kernel in lookup._emb_modules]
-    if len(kernels) != 1:
-        names = [table.name for kernel in kernels for table in kernel.config.embedding_tables]
-        raise ValueError(
-            f"tables of a collection must have one data type, one optimizer and one pooling, got those of {names}"
-        )
-    found = [table.name for table in kernels[0].config.embedding_tables]
-    if found != tables:
-        raise RuntimeError(f"TorchRec's tables must lie in the order {tables}, got {found}")
-    return LocalShard(kernels[0].emb_module)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

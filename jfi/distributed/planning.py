@@ -13,7 +13,8 @@ from torchrec.distributed.types import ParameterSharding
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 
-from jfi.distributed.exchange import Exchange, Transport
+from jfi.distributed.exchange import Exchange
+from jfi.distributed.peer_memory import PeerMemory
 from jfi.distributed.row_sharding import RowSharding, row_shardings
 from jfi.modules import KeyBias, PositionBias, SequenceFeatureConfig
 from jfi.modules.id_counts import OutsideIds
@@ -59,18 +60,18 @@ class TableGroup:
         """The ranks that queries of the features go to, ascending."""
         return sorted(self.shardings[0].ranks)
 
-    def to_owners(self, pg: dist.ProcessGroup, samples: list[int], transport: Transport | None = None) -> Exchange:
+    def to_owners(self, pg: dist.ProcessGroup, samples: list[int], peers: PeerMemory | None = None) -> Exchange:
         """Returns the exchange of one row for each sample of each feature, which goes to all owner ranks.
 
         Args:
             pg: all ranks.
             samples: batch size of each rank.
-            transport: of the exchange.
+            peers: of the exchange.
         """
         owners, count = set(self.owner_ranks), len(self.keys)
         sent = [samples[pg.rank()] * count if rank in owners else 0 for rank in range(pg.size())]
         received = [count * size if pg.rank() in owners else 0 for size in samples]
-        return Exchange(pg, sent, received, transport)
+        return Exchange(pg, sent, received, peers)
 
     @property
     def has_bucket(self) -> bool:

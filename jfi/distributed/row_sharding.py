@@ -53,7 +53,7 @@ class RowSharding:
         return range(first, first + len(rows))
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the first row of each shard but the first, the ranks of all, and the shifts from rows to positions."""
+        """Returns the first row of each shard but the first, their ranks, and the shifts from rows to positions."""
         if device not in self._tensors:
             boundaries = torch.tensor(self.first_rows[1:], dtype=torch.int64, device=device)
             ranks = torch.tensor(self.ranks, dtype=self._rank_dtype, device=device)

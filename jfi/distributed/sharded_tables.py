@@ -21,7 +21,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec.streamable import Multistreamable
 
 from jfi.distributed.input_dist import GroupInput, InputDist, InputDistOutput
-from jfi.distributed.local_shard import LocalShard, local_shard
+from jfi.distributed.local_shard import LocalShard
 from jfi.distributed.output_dist import Replicate, Scaled, fetch_rows
 from jfi.distributed.planning import TableGroup, plan_tables
 from jfi.distributed.remote_attention import AttentionAtOwners
@@ -147,7 +147,7 @@ class ShardedTables:
 
     def _local_shard(self) -> LocalShard:
         if self._shard is None:  # not at construction: TorchRec may move a module to another device after it
-            self._shard = local_shard(self._lookups, list(self._plan.shardings))
+            self._shard = LocalShard(self._lookups, list(self._plan.shardings))
         return self._shard
 
     def _output(self, arrived: InputDistOutput) -> dict[str, JaggedTensor] | KeyedTensor:
