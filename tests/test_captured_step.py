@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from jfi import CapturedStep, JaggedEncoder, JaggedFeatureInteraction, PositionBias, SequenceFeatureConfig, WeightBias
 from jfi.cuda_graphs import captured_step as module
 from jfi.cuda_graphs.capture_check import why_not_captured
-from jfi.cuda_graphs.static_batch import Buffers, CapacityBuckets, UnsupportedBatch, describe, moved, to_device
+from jfi.cuda_graphs.static_batch import Buffers, CapacityBuckets, UnsupportedBatch, describe, to_device
 from jfi.utils.padding import padding_state
 
 ROOT = Path(__file__).parents[1]
@@ -112,11 +113,11 @@ def test_a_batch_over_a_block_shares_its_memory():
 
 @pytest.mark.parametrize("mean", [1, 40, 3000])
 def test_capacities_are_a_few_sizes_of_the_batch_and_the_reference_alone(mean):
-    ladder = CapacityBuckets.of(describe(batch(histories(0, mean))))
+    buckets = CapacityBuckets.of(describe(batch(histories(0, mean))))
     sizes = set()
     for seed in range(200):
         one = describe(batch(histories(seed, mean), seed))
-        capacities = ladder.fit(one)
+        capacities = buckets.fit(one)
         assert capacities[0] == B and capacities[1] == capacities[2]
         assert one.lengths[1] <= capacities[1] <= max(64, 1.25 * one.lengths[1] + 64)
         sizes.add(capacities)
@@ -125,25 +126,25 @@ def test_capacities_are_a_few_sizes_of_the_batch_and_the_reference_alone(mean):
 
 
 def test_what_does_not_fit_is_said():
-    ladder = CapacityBuckets.of(describe(batch([5] * B)))
-    assert ladder.fit(describe(batch([50] * B))) == "more values than the largest capacity"
+    buckets = CapacityBuckets.of(describe(batch([5] * B)))
+    assert buckets.fit(describe(batch([50] * B))) == "more values than the largest capacity"
     for other in (
         batch([5] * (B - 1)),
         dataclasses.replace(batch([5] * B), name="test"),
         batch([5] * B, weighted=True),
     ):
-        assert ladder.fit(describe(other)) == "another number of samples, or another structure"
+        assert buckets.fit(describe(other)) == "another number of samples, or another structure"
     one = batch([5] * B)
     lengths = one.ids.lengths().clone()
     lengths[0] = 0
     fewer = KeyedJaggedTensor(one.ids.keys(), one.ids.values()[1:], lengths=lengths, stride=B)
-    assert "one value a sample in 'item'" in ladder.fit(describe(dataclasses.replace(one, ids=fewer)))
+    assert "one value a sample in 'item'" in buckets.fit(describe(dataclasses.replace(one, ids=fewer)))
 
 
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        (JaggedTensor(torch.ones(2), lengths=torch.tensor([2])), r"the batch\.x\.0 is a JaggedTensor"),
+        (JaggedTensor(torch.ones(2), lengths=torch.tensor([2])), r"the batch\['x'\]\[0\] is a JaggedTensor"),
         (torch.ones(2, 2).to_sparse(), "sparse tensor"),
         (torch.ones(2, requires_grad=True), "requires a gradient"),
         (object(), "is a object"),
@@ -156,8 +157,9 @@ def test_other_parts_are_named(part, message):
 
 def test_every_part_is_moved():
     one = batch([2] * B, weighted=True)
-    assert_equal_parts(moved(one, lambda part: part.to("cpu")), one)
-    assert moved({"x": (torch.zeros(1), 3)}, lambda part: part + 1) == {"x": (torch.ones(1), 3)}
+    assert_equal_parts(to_device(one, CPU), one)
+    got = to_device({"x": (torch.zeros(1), 3, numpy.ones(2))}, torch.device("meta"))
+    assert got["x"][0].is_meta and got["x"][1] == 3 and got["x"][2].sum() == 2
 
 
 class FakeGraphs:
@@ -168,11 +170,11 @@ class FakeGraphs:
 
     def reset(self) -> None: ...
 
-    def level(self, buffers: Buffers) -> module.CapacityBucket:
+    def new_bucket(self, buffers: Buffers) -> module.CapacityBucket:
         return module.CapacityBucket(buffers, staging=0)
 
-    def load(self, level: module.CapacityBucket, described) -> None:
-        level.buffers.fill(level.block, described)
+    def load(self, bucket: module.CapacityBucket, described) -> None:
+        bucket.buffers.fill(bucket.block, described)
 
     def run(self, step: Callable) -> dict:
         return step()
@@ -189,7 +191,7 @@ def tables(kind: type, config: type, *keys: str) -> nn.Module:
 
 
 class Pooled(nn.Module):
-    """Sums of histories by offsets, in plain torch, which leaves the room alone."""
+    """Sums of histories by offsets, in plain torch, which skips the padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,20 +249,29 @@ def test_losses_and_counts_through_stand_in_graphs():
     reasons = dict(captured.eager)
     assert reasons.pop("another number of samples, or another structure") == 1
     assert reasons.pop("more values than the largest capacity") == 1
-    assert reasons.keys() == {"as warm-up"} and reasons["as warm-up"] <= 2 * len(captured._levels)
+    assert reasons.keys() == {"as warm-up"} and reasons["as warm-up"] <= 2 * len(captured._buckets)
     assert captured.steps == 30 and captured.captured == 28 - reasons["as warm-up"] > 15
-    assert 1 <= graphs.captures <= len(captured._levels) <= 4
+    assert 1 <= graphs.captures <= len(captured._buckets) <= 4
     assert f"{captured.captured} of 30 steps ran captured, in {graphs.captures} CUDA graph" in captured.summary()
     assert "1 more values than the largest capacity" in captured.summary()
 
 
-def test_room_is_known_within_a_padded_step_alone():
+def test_padding_is_known_within_a_padded_step_alone():
     seen = []
     captured = CapturedStep(lambda one: seen.append(padding_state.is_padded) or {}, nn.Linear(1, 1))
     captured._graphs = FakeGraphs()
     for one in (batch([5] * B), batch([900] * B)):
         captured(one)
     assert seen == [True, False] and not padding_state.is_padded
+
+
+def test_a_batch_with_other_parts_runs_eagerly_and_warns_once():
+    captured = CapturedStep(lambda one: one["x"].sum(), nn.Linear(1, 1))
+    captured._graphs = FakeGraphs()
+    one, reason = {"x": torch.ones(2), "names": numpy.array(["a"])}, "the batch['names'] is a ndarray"
+    with pytest.warns(UserWarning, match="steps run eagerly and are not captured: ") as seen:
+        assert [float(captured(one)) for _ in range(3)] == [2.0] * 3
+    assert len(seen) == 1 and reason in str(seen[0].message) and captured.eager == {reason: 3}
 
 
 def test_no_more_graphs_than_asked_for():
@@ -303,7 +314,7 @@ FEATURES = [SequenceFeatureConfig(name, ["history_item"], ["item"]) for name in 
     ("make", "reason"),
     [
         (lambda: bags("item"), None),
-        (lambda: bags("item", "history_item"), "'history_item' without room"),
+        (lambda: bags("item", "history_item"), "the padding of 'history_item'"),
         (lambda: tables(EmbeddingCollection, EmbeddingConfig, "history_item"), None),
         (layer, None),
         (lambda: layer(project_history=True), "project_history of 'taste'"),
@@ -326,8 +337,8 @@ def test_what_in_a_model_prevents_it(make, reason):
         step(batch([3, 0] * (B // 2)))
 
 
-def test_without_room_nothing_prevents_it():
-    """Histories of one event each have no room."""
+def test_without_padding_nothing_prevents_it():
+    """Histories of one event each are not padded."""
     assert why_not_captured(nn.Sequential(bags("history_item"), layer(project_history=True)), batch([1] * B)) is None
 
 
@@ -416,7 +427,7 @@ class Checkpointed(Attended):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the tests on a GPU cover it")
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_what_autograd_recomputes_in_its_own_thread_knows_of_the_room(use_reentrant, as_on_a_gpu, poisoned):
+def test_what_autograd_recomputes_in_its_own_thread_knows_of_the_padding(use_reentrant, as_on_a_gpu, poisoned):
     """Activation checkpointing: on a GPU autograd computes that part of the forward pass again in another thread."""
 
     def step(one: Samples) -> dict:
@@ -441,6 +452,12 @@ def test_what_autograd_recomputes_in_its_own_thread_knows_of_the_room(use_reentr
 
 
 # --- On a GPU ---------------------------------------------------------------------------------------------------------
+def pinned(one: Samples) -> Samples:
+    labels, places = one.more["labels"]
+    more = {"labels": [Pair(labels.labels.pin_memory(), None), places.pin_memory()]}
+    return Samples(one.dense.pin_memory(), one.ids.pin_memory(), more)
+
+
 def pair_of_models(make: Callable[[], nn.Module]) -> list[nn.Module]:
     models = []
     for _ in range(2):
@@ -457,10 +474,10 @@ def test_losses_equal_the_eager_steps(place, bias, device):
     batches = stream_of_batches(40)
     batches = [batch(one.ids["history_item"].lengths().tolist(), i, weighted) for i, one in enumerate(batches)]
     eager, model = pair_of_models(lambda: Attended(bias))
-    want = losses_of(stepper(eager, device), [moved(one, lambda part: part.to(device)) for one in batches])
-    change = {"cpu": lambda x: x, "pinned": lambda x: x.pin_memory(), "cuda": lambda x: x.to(device)}[place]
+    want = losses_of(stepper(eager, device), [to_device(one, device) for one in batches])
+    change = {"cpu": lambda x: x, "pinned": pinned, "cuda": lambda x: to_device(x, device)}[place]
     captured = CapturedStep(stepper(model, device), model)
-    assert losses_of(captured, [moved(one, change) for one in batches]) == pytest.approx(want, abs=2e-5)
+    assert losses_of(captured, [change(one) for one in batches]) == pytest.approx(want, abs=2e-5)
     assert captured.captured >= 15 and captured.eager["more values than the largest capacity"] == 1
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, eager.state_dict()[name], atol=1e-3, rtol=1e-3, msg=name)
@@ -471,7 +488,7 @@ def test_a_checkpointed_part_is_captured(device):
     batches = stream_of_batches(40)
     torch.manual_seed(0)
     eager = Attended(PositionBias(8)).to(device)
-    want = losses_of(stepper(eager, device), [moved(one, lambda part: part.to(device)) for one in batches])
+    want = losses_of(stepper(eager, device), [to_device(one, device) for one in batches])
     torch.manual_seed(0)
     # No generator can be read while a graph is captured.
     model = Checkpointed(PositionBias(8), use_reentrant=False, preserve_rng_state=False).to(device)
@@ -483,9 +500,9 @@ def test_a_checkpointed_part_is_captured(device):
 @on_gpu
 def test_the_host_never_waits_in_the_steady_state(device):
     """Losses are read at the end alone, so the copies of later batches run beside the graphs of earlier ones."""
-    batches = [moved(batch(histories(seed % 7, 400), seed), lambda x: x.pin_memory()) for seed in range(80)]
+    batches = [pinned(batch(histories(seed % 7, 400), seed)) for seed in range(80)]
     eager, model = pair_of_models(lambda: Attended(PositionBias(8)))
-    want = losses_of(stepper(eager, device), [moved(one, lambda part: part.to(device)) for one in batches])
+    want = losses_of(stepper(eager, device), [to_device(one, device) for one in batches])
     captured, losses = CapturedStep(stepper(model, device), model), []
     for one in batches[:30]:
         losses.append(captured(one)["loss"].clone())
@@ -575,6 +592,6 @@ losses_of(captured, [wrong])
 def test_what_to_dict_has_found_does_not_stay_behind():
     ids = KeyedJaggedTensor(["a", "b"], torch.arange(4), lengths=torch.tensor([1, 1, 2, 0]))
     ids.to_dict()
-    moved = to_device(ids, torch.device("meta"))
+    moved = to_device([ids], torch.device("meta"))[0]
     assert moved.values().is_meta and moved._jt_dict is None
     assert to_device(torch.zeros(2), torch.device("meta")).is_meta

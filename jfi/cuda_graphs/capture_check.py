@@ -1,4 +1,4 @@
-"""What in a model prevents that its training step is captured in a CUDA graph, and which ids fill its buffers."""
+"""Checks whether a model's training step can be captured in a CUDA graph, and finds the ids that pad its buffers."""
 
 from typing import Any
 
@@ -30,14 +30,13 @@ _MANAGED = ManagedCollisionEmbeddingCollection, ManagedCollisionEmbeddingBagColl
 
 
 def why_not_captured(model: nn.Module, batch: Any) -> str | None:
-    """Why a training step of a model cannot be captured with batches like this one; None if nothing is known.
+    """Returns why a training step of a model cannot be captured with batches like this one; None if nothing is known.
 
-    A key with one value a sample is as it is; the other ones have room behind their values, which not every layer
-    leaves alone.
+    Keys with one value a sample are not padded; the other ones are, and not every layer skips the padding.
 
     Args:
-        model: with its tables, not sharded.
-        batch: as `CapturedStep` takes it.
+        model: a model with its tables, not sharded.
+        batch: a batch for `CapturedStep`.
 
     Example:
         >>> import torch
@@ -46,23 +45,23 @@ def why_not_captured(model: nn.Module, batch: Any) -> str | None:
         >>> bags = EmbeddingBagCollection(tables=[config])
         >>> ids = KeyedJaggedTensor(["tags"], torch.tensor([3, 5, 5]), lengths=torch.tensor([2, 1]))
         >>> why_not_captured(bags, ids)
-        "an EmbeddingBagCollection reads 'tags' without room; use jfi.FusedEmbeddingBagCollection"
+        "an EmbeddingBagCollection reads the padding of 'tags'; use jfi.FusedEmbeddingBagCollection"
     """
     try:
         described = describe(batch)
     except UnsupportedBatch as unsupported:
         return str(unsupported)
-    with_room = {key for key, single in zip(described.keys, described.single(), strict=True) if not single}
-    return next(filter(None, (why_module_not(module, with_room) for module in model.modules())), None)
+    padded = {key for key, fixed in zip(described.keys, described.fixed_length(), strict=True) if not fixed}
+    return next(filter(None, (why_module_not(module, padded) for module in model.modules())), None)
 
 
 def why_module_not(module: nn.Module, keys: set[str], spread: frozenset[str] = frozenset()) -> str | None:
-    """What in one module prevents it, without those within.
+    """Returns why one module, without its children, cannot be captured; None if nothing is known.
 
     Args:
-        module: of a model.
-        keys: those that have room.
-        spread: sequence features whose rows lie on several ranks: their room is behind the events of all.
+        module: a module of the model.
+        keys: the padded keys.
+        spread: sequence features whose rows lie on several ranks: their padding is behind the events of all.
     """
     kind = type(module).__name__
     if isinstance(module, ShardedModule):
@@ -71,11 +70,11 @@ def why_module_not(module: nn.Module, keys: set[str], spread: frozenset[str] = f
         return f"a {kind} waits for the device"
     if isinstance(module, EmbeddingCollectionInterface | EmbeddingBagCollectionInterface):
         if not isinstance(module, EmbeddingCollection | EmbeddingBagCollection):
-            return f"a {kind} reads all keys at once, without room between them" if keys else None
+            return f"a {kind} reads all keys at once, with the padding between them" if keys else None
         is_bag = isinstance(module, EmbeddingBagCollection) and not isinstance(module, FusedEmbeddingBagCollection)
         read = [key for table in module.embedding_bag_configs() for key in table.feature_names] if is_bag else []
         key = next((key for key in read if key in keys), None)
-        return key and f"an {kind} reads '{key}' without room; use jfi.FusedEmbeddingBagCollection"
+        return key and f"an {kind} reads the padding of '{key}'; use jfi.FusedEmbeddingBagCollection"
     if isinstance(module, SemanticIDEmbedding) and module.projection is None and keys & {*module.feature_names}:
         return f"a SemanticIDEmbedding with read='{module.read}' has learned tables, which have not been captured yet"
     if isinstance(module, JaggedEncoder) and keys:
@@ -86,23 +85,26 @@ def why_module_not(module: nn.Module, keys: set[str], spread: frozenset[str] = f
 
 
 def _why_group_not(layer: JaggedFeatureInteraction, group: FeatureGroup, spread: frozenset[str]) -> str | None:
-    """`why_module_not` of one group of a layer's features."""
+    """Returns why one group of a layer's features cannot be captured; None if nothing is known."""
     features = [feature.name for feature in group.features]
     names = ", ".join(features)
     if layer.project_history:
         return f"project_history of '{names}': the gradients of a projection sum over all rows of a history"
     if len(features) > 1 and not spread.issuperset(features):
-        return f"the features {names} are read in one launch, without room between them"
+        return f"the features {names} are read in one launch, with the padding between them"
     rows = layer.num_queries * layer.num_heads
     if rows > FEW_QUERY_ROWS:
-        return f"'{names}' has {rows} query rows; kernels for more than {FEW_QUERY_ROWS} take no room"
+        return f"'{names}' has {rows} query rows; kernels for more than {FEW_QUERY_ROWS} take no padding"
     if sum(feature.num_buckets for feature in group.features) > TABLE_ROWS:
         return f"the bias of '{names}' has more than {TABLE_ROWS} buckets, and then a gradient by event"
     return None
 
 
 def padding_ids(model: nn.Module) -> dict[str, int]:
-    """By key the id that fills the room: -1 where a collection skips it; other keys have 0, whose row gets zeros."""
+    """Returns by key the id that pads its values: -1 where a collection skips it; other keys have 0.
+
+    The padding's gradients are zeros.
+    """
     padding = {}
     for module in model.modules():
         tables = []

@@ -6,13 +6,13 @@ are a few sizes, and a graph is captured for each capacity that comes up. The fi
 the same buffers, as warm-up and as real steps; capturing executes nothing, and the batch of that call is the first one
 to be replayed.
 
-A batch in pinned memory is copied to the device on a stream of its own while the step before it runs, into one of two
-staging blocks; one copy within the device then brings it to where the graph reads it. Nothing waits for the device.
+A batch in pinned memory is copied to the device on a side stream while the step before it runs, into one of two
+staging blocks; one copy within the device then moves it to where the graph reads it. Nothing waits for the device.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from jfi.cuda_graphs.static_batch import (
     Described,
     UnsupportedBatch,
     describe,
-    moved,
     to_device,
 )
 from jfi.modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection
@@ -34,7 +33,7 @@ from jfi.utils.padding import padded_to_capacity
 
 
 class CapacityBucket:
-    """The buffers of one capacity, and its graph once it is captured."""
+    """Buffers of one capacity, and its graph once it is captured."""
 
     def __init__(self, buffers: Buffers, staging: int) -> None:
         self.buffers, self.block = buffers, buffers.new_block()
@@ -45,15 +44,15 @@ class CapacityBucket:
 
 
 class StepGraphs:
-    """Steps on batches in buffers: the first ones with each capacity run eagerly, then as a CUDA graph.
+    """Runs steps on batches in buffers: the first ones with each capacity eagerly, then as a CUDA graph.
 
     Args:
         step: takes a batch on the device and returns a tree of tensors.
-        model: whose device is that of the step.
-        warmup_steps: steps with each capacity before it is captured, at least 1.
+        model: the model; steps run on its device.
+        warmup_steps: number of steps with each capacity before it is captured, at least 1.
         max_graphs: the largest number of graphs; at least 1.
-        staging: blocks of memory that batches on the host are copied to while the step before them runs.
-        priority: of the steps' stream and its kernels in a graph, lower numbers first, as of torch.cuda.Stream.
+        staging: number of blocks to which batches on the host are copied while the step before them runs.
+        priority: priority of the steps' stream, as in torch.cuda.Stream: lower numbers first.
     """
 
     def __init__(
@@ -70,14 +69,14 @@ class StepGraphs:
         check_int("warmup_steps", warmup_steps, most=MAX_ROWS)
         check_int("max_graphs", max_graphs, most=MAX_ROWS)
         if next(model.parameters(), None) is None:
-            raise ValueError("model must have parameters, whose device is that of the step, got none")
+            raise ValueError("model must have parameters, which determine the step's device, got none")
         self._step, self._model = step, model
         self._warmup_steps, self._max_graphs = warmup_steps, max_graphs
         self._device = next(model.parameters()).device
         self._graphs = CudaGraphs(self._device, staging, priority) if self._device.type == "cuda" else None
-        self._singles: frozenset[str] = frozenset()
+        self._fixed_length_keys: frozenset[str] = frozenset()
         self._padding: dict[str, int] = {}
-        self._levels: dict[tuple[int, ...], CapacityBucket] = {}
+        self._buckets: dict[tuple[int, ...], CapacityBucket] = {}
         #: Steps that were replayed from a graph.
         self.captured = 0
         #: Steps that ran eagerly, by the reason.
@@ -85,12 +84,12 @@ class StepGraphs:
 
     @property
     def steps(self) -> int:
-        """All steps so far."""
+        """Returns the number of steps so far."""
         return self.captured + self.eager.total()
 
     def summary(self) -> str:
-        """One line: how many steps ran captured, how many eagerly, and why."""
-        graphs = sum(level.replay is not None for level in self._levels.values())
+        """Returns one line: how many steps ran captured, how many eagerly, and why."""
+        graphs = sum(bucket.replay is not None for bucket in self._buckets.values())
         line = f"{self.captured} of {self.steps} steps ran captured, in {graphs} CUDA graph{'s' * (graphs != 1)}"
         reasons = ", ".join(f"{count} {reason}" for reason, count in self.eager.items())
         return f"{line}; eagerly: {reasons}" if reasons else line
@@ -98,49 +97,49 @@ class StepGraphs:
     def reset(self) -> None:
         """Forgets all graphs: the next steps with each capacity warm up and are captured again.
 
-        Needed after anything that a graph holds was put elsewhere: a model moved with `.to()`, or an optimizer's
+        Call it after a tensor that a graph reads was replaced: by a model's `.to()`, or by an optimizer's
         `load_state_dict()`, which makes new tensors.
         """
-        self._levels.clear()
+        self._buckets.clear()
         if self._graphs is not None:
             self._graphs.reset()
 
     def _run_in_buffers(self, batch: Described, capacities: tuple[int, ...]) -> Any:
-        """A step on a batch that the capacities hold."""
-        level = self._level(batch.structure, capacities)
-        self._graphs.load(level, batch)
-        return self._run(level)
+        """Runs a step on a batch that the capacities hold."""
+        bucket = self._bucket(batch.structure, capacities)
+        self._graphs.load(bucket, batch)
+        return self._run(bucket)
 
-    def _level(self, structure: Hashable, capacities: tuple[int, ...]) -> CapacityBucket:
-        # Dropout and the like are part of a graph.
+    def _bucket(self, structure: Hashable, capacities: tuple[int, ...]) -> CapacityBucket:
+        # A graph captures dropout and the like as they are in this mode.
         key = self._model.training, *capacities
-        if key not in self._levels:
-            self._levels[key] = self._graphs.level(Buffers(structure, capacities, self._padding, self._device))
-        return self._levels[key]
+        if key not in self._buckets:
+            self._buckets[key] = self._graphs.new_bucket(Buffers(structure, capacities, self._padding, self._device))
+        return self._buckets[key]
 
-    def _run(self, level: CapacityBucket) -> Any:
-        """A step on the batch in the block of a level."""
+    def _run(self, bucket: CapacityBucket) -> Any:
+        """Runs a step on the batch in the block of a bucket."""
 
         def step() -> Any:
-            with padded_to_capacity(self._singles):
-                outputs = self._step(level.buffers.batch(level.block))
+            with padded_to_capacity(self._fixed_length_keys):
+                outputs = self._step(bucket.buffers.batch(bucket.block))
             for module in self._model.modules():
                 if isinstance(module, FusedEmbeddingCollection | FusedEmbeddingBagCollection):
-                    module.wait_sorted()  # of look-ups without a backward pass: no stream may be left in a capture
+                    module.wait_sorted()  # look-ups without a backward pass: a capture must join all streams
             return outputs
 
-        if level.replay is None:
-            graphs = sum(other.replay is not None for other in self._levels.values())
-            if level.eager_steps < self._warmup_steps or graphs == self._max_graphs:
-                is_warm = level.eager_steps >= self._warmup_steps
+        if bucket.replay is None:
+            graphs = sum(other.replay is not None for other in self._buckets.values())
+            if bucket.eager_steps < self._warmup_steps or graphs == self._max_graphs:
+                is_warm = bucket.eager_steps >= self._warmup_steps
                 self.eager[f"beyond {self._max_graphs} graphs" if is_warm else "as warm-up"] += 1
                 outputs = self._graphs.run(step)
-                level.eager_steps += 1  # of those that did not raise
+                bucket.eager_steps += 1  # a step that raises does not count
                 return outputs
-            level.replay, level.outputs = self._graphs.capture(step)
-        level.replay()
+            bucket.replay, bucket.outputs = self._graphs.capture(step)
+        bucket.replay()
         self.captured += 1
-        return level.outputs
+        return bucket.outputs
 
     def _run_eagerly(self, batch: Any, reason: str) -> Any:
         self.eager[reason] += 1
@@ -148,7 +147,7 @@ class StepGraphs:
         def step() -> Any:
             if hasattr(batch, "to"):
                 return self._step(batch.to(self._device, non_blocking=True))
-            return self._step(moved(batch, partial(to_device, device=self._device)))
+            return self._step(to_device(batch, self._device))
 
         return step() if self._graphs is None else self._graphs.run(step)
 
@@ -156,29 +155,30 @@ class StepGraphs:
 class CapturedStep(StepGraphs):
     """Runs a training step as CUDA graphs, one for each of a few capacities of the batches.
 
-    Call it with a batch in the place of `step`. The numbers are those of the step called on the batch itself, up to
+    Call it with a batch instead of `step`. The results equal those of the step called on the batch itself, up to
     rounding: kernels may split longer tensors differently. They depend on the batch and on the reference alone, not on
-    which graphs exist, so that a run which is continued has the same bits.
+    which graphs exist, so that a resumed run has the same bits.
 
     Batches are trees of dataclasses (such as `jfi.data.Batch`), tuples, lists and dicts with tensors and
     KeyedJaggedTensors. Every batch with the shapes of the reference batch is captured; a key that has one value a
-    sample there must have one in each batch, other keys may have 0.3 to 4 times as many values as there. The rest runs
-    eagerly and is counted: the last batch of an epoch with fewer samples, a larger one, one beyond `max_graphs`.
+    sample there must have one in each batch, other keys may have 0.3 to 4 times as many values as there. All others run
+    eagerly and are counted in `eager`: the last batch of an epoch with fewer samples, a larger one, one beyond
+    `max_graphs`, one with a part that cannot be copied to buffers, such as a NumPy array, which also warns once.
 
-    What the step must keep to, beside what `why_not_captured` finds in the model:
+    Conditions for the step, in addition to those of `why_not_captured` for the model:
 
-    - all it changes are tensors that stay where they are: parameters, an optimizer's state, sums;
-    - the host reads no number from the device (`.item()`, `.tolist()`, `print`, `if tensor:`), and no number that the
-      host changes goes in: a learning rate is a tensor, as `torch.optim.Adam(.., capturable=True)` takes it;
+    - it changes only tensors that stay where they are: parameters, an optimizer's state, sums;
+    - the host reads no number from the device (`.item()`, `.tolist()`, `print`, `if tensor:`), and the step reads no
+      number that the host changes: a learning rate is a tensor, as `torch.optim.Adam(.., capturable=True)` takes it;
     - values of a key behind those that its lengths count are padding: sum over samples by offsets, not over all rows.
 
     On a CPU every step runs eagerly.
 
     Args:
         step: takes a batch on the device and returns a tree of tensors.
-        model: whose collections read the batch, and whose device is that of the step.
-        reference: the batch that shapes and capacities follow from; None for the first one.
-        warmup_steps: steps with each capacity before it is captured, at least 1.
+        model: the model with the collections that read the batch; steps run on its device.
+        reference: the batch that determines shapes and capacities; None for the first one.
+        warmup_steps: number of steps with each capacity before it is captured, at least 1.
         max_graphs: the largest number of graphs; at least 1.
 
     Raises:
@@ -217,7 +217,7 @@ class CapturedStep(StepGraphs):
     ) -> None:
         super().__init__(step, model, warmup_steps, max_graphs)
         self._reference = reference
-        self._ladder: CapacityBuckets | None = None
+        self._capacities: CapacityBuckets | None = None
 
     def __call__(self, batch: Any) -> Any:
         """Makes a step.
@@ -225,21 +225,25 @@ class CapturedStep(StepGraphs):
         Args:
             batch: in any memory; pinned memory is copied while the step before it runs. A KeyedJaggedTensor on the GPU
                 should have its `length_per_key`, since computing it waits for the device. If the first batch is on
-                the host, a later one on the GPU runs eagerly: nobody checks there which keys have one value a sample.
+                the host, a later one on the GPU runs eagerly, since checking which keys have one value a sample would
+                wait for the device.
 
         Returns:
-            What the step returned. Its tensors are valid until the next call, which may overwrite them: clone those
-            that are kept.
+            The result of the step. Its tensors are valid until the next call, which may overwrite them: clone those
+            that you keep.
         """
         if self._graphs is None:
             return self._run_eagerly(batch, "without a GPU")
         try:
             described = describe(batch)
-            if self._ladder is None:
+            if self._capacities is None:
                 self._begin(batch, described)
         except UnsupportedBatch as unsupported:
-            return self._run_eagerly(batch, str(unsupported))
-        capacities = self._ladder.fit(described)
+            reason = str(unsupported)
+            if reason not in self.eager:
+                warnings.warn(f"steps run eagerly and are not captured: {reason}", stacklevel=2)
+            return self._run_eagerly(batch, reason)
+        capacities = self._capacities.fit(described)
         if isinstance(capacities, str):
             return self._run_eagerly(batch, capacities)
         return self._run_in_buffers(described, capacities)
@@ -251,12 +255,12 @@ class CapturedStep(StepGraphs):
         reason = why_not_captured(self._model, batch)
         if reason is not None:
             raise ValueError(f"the step cannot be captured: {reason}")
-        self._ladder, self._padding = CapacityBuckets.of(described), padding_ids(self._model)
-        self._singles = self._ladder.singles
+        self._capacities, self._padding = CapacityBuckets.of(described), padding_ids(self._model)
+        self._fixed_length_keys = self._capacities.fixed_length_keys
 
 
 class CudaGraphs:
-    """Everything that needs a GPU: streams, copies, graphs."""
+    """Streams, copies and graphs of a GPU."""
 
     def __init__(self, device: torch.device, staging: int, priority: int = 0) -> None:
         self._device, self._staging = device, staging
@@ -264,37 +268,37 @@ class CudaGraphs:
         # graphs are captured on.
         self._stream, self._copies = torch.cuda.Stream(device, priority=priority), torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
-        #: By block of staging memory: it is filled; it was copied away.
+        #: By the id of a staging block: the events that it is filled, and that it was copied to the step's block.
         self._events: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
 
     def reset(self) -> None:
-        """Called when all graphs are gone."""
-        # Gradients may still lie in the memory of the old ones, to which no further graph can be captured.
+        """Takes a new memory pool; all graphs must be gone."""
+        # Gradients may still lie in the old pool, to which no further graph can be captured.
         self._pool = torch.cuda.graph_pool_handle()
 
-    def level(self, buffers: Buffers) -> CapacityBucket:
-        level = CapacityBucket(buffers, self._staging)
-        self._events |= {id(block): (torch.cuda.Event(), torch.cuda.Event()) for block in level.staging}
+    def new_bucket(self, buffers: Buffers) -> CapacityBucket:
+        bucket = CapacityBucket(buffers, self._staging)
+        self._events |= {id(block): (torch.cuda.Event(), torch.cuda.Event()) for block in bucket.staging}
         self._copies.wait_stream(torch.cuda.current_stream(self._device))
-        return level
+        return bucket
 
-    def load(self, level: CapacityBucket, batch: Described) -> None:
-        """Brings a batch into a level's buffers."""
+    def load(self, bucket: CapacityBucket, batch: Described) -> None:
+        """Copies a batch to the buffers of a bucket."""
         current = torch.cuda.current_stream(self._device)
         parts = [*batch.tensors, *(one.values() for one in batch.jagged)]
         if any(part.is_cuda for part in parts):
-            level.buffers.fill(level.block, batch)
+            bucket.buffers.fill(bucket.block, batch)
             return
         pinned = Described(batch.structure, [_pin(x) for x in batch.tensors], [_pin(x) for x in batch.jagged])
-        staging = level.staging[level.loads % len(level.staging)]
-        level.loads += 1
+        staging = bucket.staging[bucket.loads % len(bucket.staging)]
+        bucket.loads += 1
         filled, copied = self._events[id(staging)]
         with torch.cuda.stream(self._copies):
             self._copies.wait_event(copied)
-            level.buffers.fill(staging, pinned)
+            bucket.buffers.fill(staging, pinned)
             filled.record(self._copies)
         current.wait_event(filled)
-        level.block.copy_(staging)
+        bucket.block.copy_(staging)
         copied.record(current)
 
     def run(self, step: Callable[[], Any]) -> Any:
@@ -306,9 +310,9 @@ class CudaGraphs:
         return outputs
 
     def capture(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """The replay of a step, and its outputs, which each replay overwrites."""
+        """Captures a step; returns its replay and its outputs, which each replay overwrites."""
         graph, fault = torch.cuda.CUDAGraph(), None
-        # Only calls of this thread: others may pin memory meanwhile.
+        # Other threads may pin memory meanwhile.
         options = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
         try:
             with torch.cuda.graph(graph, **options):

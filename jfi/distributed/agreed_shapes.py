@@ -8,7 +8,6 @@ ranks has equally many slots.
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +20,8 @@ from jfi.cuda_graphs.static_batch import (
     CapacityBuckets,
     Described,
     describe,
-    moved,
-    not_single,
-    single_keys,
+    fixed_length_keys,
+    not_fixed_length,
     to_device,
 )
 from jfi.distributed.distributed_batch import (
@@ -79,7 +77,7 @@ class AgreedShapes:
     @property
     def fixed_length_keys(self) -> frozenset[str]:
         """The keys with one value a sample in all batches that run in buffers."""
-        return frozenset() if self.ladder is None else self.ladder.singles
+        return frozenset() if self.ladder is None else self.ladder.fixed_length_keys
 
     @property
     def padded_keys(self) -> set[str]:
@@ -91,7 +89,7 @@ class AgreedShapes:
         with self.on_stream():
             self.reference = describe(batch)
             shape = torch.tensor(self.shape_vector(self.reference), device=self.device)
-            by_key = self.ids_by_key(moved(batch, partial(to_device, device=self.device)))
+            by_key = self.ids_by_key(to_device(batch, self.device))
             # Ids outside of their tables are counted when the batch is sent.
             sorted_ids = [sort_by_owner(group, by_key, self.pg.size(), count_outside=False) for group in self.groups]
             shapes = self.gather(shape, [ids.sums for ids in sorted_ids]).tolist()
@@ -99,7 +97,9 @@ class AgreedShapes:
         keys = len(self.reference.keys)
         self._fixed_length = [all(column) for column in list(zip(*shapes, strict=True))[2 + keys : 2 + 2 * keys]]
         self.names, lengths, fixed = self._lengths(shapes)
-        self.ladder = CapacityBuckets(None, self.names, lengths, fixed, single_keys(self.reference, self._fixed_length))
+        self.ladder = CapacityBuckets(
+            None, self.names, lengths, fixed, fixed_length_keys(self.reference, self._fixed_length)
+        )
         return self.ladder.capacities(lengths)
 
     @contextmanager
@@ -118,7 +118,7 @@ class AgreedShapes:
             batch.structure == self.reference.structure,
             ids_of(batch).stride(),
             *batch.lengths,
-            *batch.single(),
+            *batch.fixed_length(),
         ]
 
     def gather(self, shape: Tensor, sums: list[Tensor]) -> Tensor:
@@ -138,7 +138,7 @@ class AgreedShapes:
         lost = [key for key, was, now in zip(keys, self._fixed_length, fixed, strict=False) if was > now]
         if not all(alike) or len(set(samples)) > 1:
             return OTHER_STRUCTURE
-        return not_single(lost[0]) if lost else self.ladder.capacities(self._lengths(shapes)[1])
+        return not_fixed_length(lost[0]) if lost else self.ladder.capacities(self._lengths(shapes)[1])
 
     def ids_by_key(self, batch: Any) -> dict[str, JaggedTensor]:
         """Returns the ids of a batch on the device, checked."""

@@ -120,7 +120,7 @@ class CapturedShardedStep(StepGraphs):
     def _set_reference(self, batch: Any) -> None:
         """Takes the capacities from a batch."""
         self._recent.append(self._agreed.set_reference(batch))
-        self._singles, self._padding = self._agreed.fixed_length_keys, self._agreed.padding
+        self._fixed_length_keys, self._padding = self._agreed.fixed_length_keys, self._agreed.padding
         sharded = {id(part) for collection in self._collections for part in collection.modules()}
         parts = [part for part in self._model.modules() if id(part) not in sharded]
         remote = frozenset(feature.name for group in self._agreed.groups for feature in group.features)
@@ -160,9 +160,9 @@ class CapturedShardedStep(StepGraphs):
         else:
             self._recent.append(capacities)
             self._begin_step()
-            level = self._level(in_flight.sender.structure, capacities)
-            in_flight.load(capacities, level.buffers, level.block)
-            outputs = self._run(level)
+            bucket = self._bucket(in_flight.sender.structure, capacities)
+            in_flight.load(capacities, bucket.buffers, bucket.block)
+            outputs = self._run(bucket)
         self._send_next(batches)
         return outputs
 

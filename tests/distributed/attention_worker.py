@@ -299,11 +299,11 @@ class StandInGraphs:
 
     def reset(self) -> None: ...
 
-    def level(self, buffers: Buffers) -> CapacityBucket:
+    def new_bucket(self, buffers: Buffers) -> CapacityBucket:
         return CapacityBucket(buffers, staging=0)
 
-    def load(self, level: CapacityBucket, batch: Described) -> None:
-        level.buffers.fill(level.block, batch)
+    def load(self, bucket: CapacityBucket, batch: Described) -> None:
+        bucket.buffers.fill(bucket.block, batch)
 
     def run(self, step: Callable) -> object:
         return step()

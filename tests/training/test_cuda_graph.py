@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_run import assert_same_run, by_user, read_results, saved_tensors, tiny
 
-from jfi.cuda_graphs.captured_step import CapturedStep, Level
+from jfi.cuda_graphs.captured_step import CapacityBucket, CapturedStep
 from jfi.data import load_dataset
 from jfi.training import Config, EncoderConfig, OptimizerConfig, OptimizerGroup, resume, train
 from jfi.training.capture import capture
@@ -86,11 +86,11 @@ class StandInGraphs:
 
     def reset(self): ...
 
-    def level(self, buffers):
-        return Level(buffers, staging=0)
+    def new_bucket(self, buffers):
+        return CapacityBucket(buffers, staging=0)
 
-    def load(self, level, batch):
-        level.buffers.fill(level.block, batch)
+    def load(self, bucket, batch):
+        bucket.buffers.fill(bucket.block, batch)
 
     def run(self, step):
         return step()
