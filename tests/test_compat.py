@@ -1,7 +1,12 @@
 """The private names of torch and Triton that jfi uses are as it uses them; after a failure read jfi/utils/compat.py."""
 
+import ast
+import importlib
 import inspect
+import re
+import sys
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +15,114 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from jfi.utils import compat
 
 triton = pytest.importorskip("triton")
+ROOT = Path(__file__).parents[1] / "jfi"
+#: Names of PyTorch and TorchRec in the list of jfi/utils/compat.py.
+LISTED = re.findall(r"^    ((?:torch|torchrec)\.[\w.]+)", compat.__doc__, re.MULTILINE)
+#: Private by their names, but documented parts of Python's library.
+STANDARD = {"_actions", "_asdict", "_exit", "_fields", "_replace"}
+#: Buffers of PolicyModule, which registers them under computed names.
+BUFFERS = {"_cap", "_edges", "_keep", "_weight"}
+
+
+def private(name: str) -> list[str]:
+    return [part for part in name.split(".") if part.startswith("_") and not part.startswith("__")]
+
+
+def defined_in(tree: ast.AST) -> set[str]:
+    """The names that a file defines: functions, classes, fields, variables, and attributes of self."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found |= {node.attr} if ast.unparse(node.value) in ("self", "cls", "ctx") else set()
+    return found
+
+
+def foreign_names(source: str, files: dict[str, str]) -> set[str]:
+    """The private names of other packages that a file uses; `files` has the sources of jfi's modules by name."""
+    tree, own, imported, found = ast.parse(source), set(), set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        for name in names:
+            if not name.startswith("jfi"):
+                found |= {name} if private(name) else set()
+                imported.add(name.rpartition(".")[2])
+            for module in {name, name.rpartition(".")[0]} & files.keys():  # base classes are there
+                own |= defined_in(ast.parse(files[module]))
+    own |= defined_in(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and private(node.attr) and node.attr not in STANDARD | BUFFERS:
+            if node.attr not in own or (isinstance(node.value, ast.Name) and node.value.id in imported):
+                found.add(node.attr)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
+            found |= {name} if private(name) and name not in own | STANDARD else set()
+    return found
+
+
+def modules_of_jfi() -> dict[str, str]:
+    return {
+        ".".join(["jfi", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__"): path.read_text()
+        for path in ROOT.rglob("*.py")
+    }
+
+
+def test_every_private_name_is_listed():
+    files, parts = modules_of_jfi(), {part for name in LISTED for part in private(name)}
+    used = {module: foreign_names(source, files) for module, source in files.items()}
+    unlisted = {
+        (module, name)
+        for module, names in used.items()
+        for name in names
+        if not (name in parts if "." not in name else any(name == one or name.startswith(f"{one}.") for one in LISTED))
+    }
+    assert unlisted == set(), "list these names in jfi/utils/compat.py, with the reason"
+
+
+def test_every_listed_name_is_used():
+    text = "\n".join(source.removeprefix(f'"""{compat.__doc__}"""') for source in modules_of_jfi().values())
+    assert [name for name in LISTED if not re.search(rf"\b{private(name)[-1]}\b", text)] == []
+
+
+def test_private_names_of_other_packages_are_found():
+    source = """
+import torch
+from jfi.base import Base
+from torch.utils import _pytree as pytree
+from torchrec.sparse import jagged_tensor
+class Own(Base):
+    _field: int
+    def __init__(self, x):
+        self._x, self._seen = x._jt_dict, x._replace(a=1)
+        torch._check(self._of_base and self._seen and hasattr(x, "_hooks") and self._field)
+"""
+    files = {"jfi.base": "class Base:\n    _check = None\n    def _of_base(self): ..."}
+    assert foreign_names(source, files) == {"torch.utils._pytree", "_jt_dict", "_check", "_hooks"}
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_listed_names_exist(name):
+    """As a module, as an attribute, or, for what instances have, in the source of the module."""
+    if name.startswith("torchrec"):
+        pytest.importorskip("torchrec")
+    parts, last = name.split("."), None
+    for end in range(len(parts), 0, -1):
+        try:
+            owner = last = importlib.import_module(".".join(parts[:end]))
+            break
+        except ModuleNotFoundError:
+            continue
+    for part in parts[end:]:
+        owner, last = last, getattr(last, part, None)
+        if last is None:
+            module = sys.modules[getattr(owner, "__module__", None) or owner.__name__]
+            assert part == parts[-1] and re.search(rf"\b{part}\b", inspect.getsource(module))
 
 
 def test_torch_tells_who_looks_on():
@@ -72,9 +185,7 @@ def test_atens_private_operators_have_the_arguments_that_are_passed():
 
 def test_torchrec_has_the_private_attributes_that_are_used():
     jagged = pytest.importorskip("torchrec.sparse.jagged_tensor")
-    modules = pytest.importorskip("torchrec.modules.mc_embedding_modules")
     assert "self._jt_dict" in inspect.getsource(jagged.KeyedJaggedTensor.to_dict)
-    assert "_embedding_collection" in inspect.getsource(modules.ManagedCollisionEmbeddingCollection)
     awaitable = pytest.importorskip("torchrec.distributed.types").LazyNoWait({})
     assert type(awaitable)._wait_async(awaitable) is awaitable._result == {}
 

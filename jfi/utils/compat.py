@@ -1,29 +1,61 @@
-"""Every private name of torch, TorchRec and Triton that jfi relies on; tests/test_compat.py fails where one differs.
+"""Private names of PyTorch, TorchRec and Triton that jfi uses: why each, and what fails without it.
 
-Torch:
-    torch._C._are_functorch_transforms_active      no public way to see vmap or grad at work
-    torch.autograd.forward_ad._current_level       no public way to see forward mode at work (jfi/ops/_dispatch.py)
-    torch._C._current_graph_task_id                which backward pass is running (jfi/utils/padding.py and
-                                                   jfi/modules/fused_tables.py)
-    torch.autograd.Variable._execution_engine.queue_callback    a call at the end of that pass
-    torch._softmax_backward_data                   the gradient of a softmax from its output alone
-    aten._scaled_dot_product_flash_attention_for_cpu, .._backward    no public way to the log-sum-exp
-    torch.fx._symbolic_trace.PHWithMeta            placeholders of TorchRec's train pipelines (jfi/data/batch.py)
-    torch.autograd._profiler_enabled               no public way to see a profiler at work
-    Optimizer._warned_capturable_if_run_uncaptured    silences a warning for steps before a capture (build.py)
-    torch.utils._python_dispatch                   is_in_torch_dispatch_mode: fake tensors, make_fx
-    torch.distributed._symmetric_memory            empty, rendezvous, and of what that returns buffer_ptrs and barrier
-                                                   (jfi/distributed/peer_memory.py)
+tests/test_compat.py finds every use in jfi, checks that it is listed and that the name still exists: where that fails
+after an upgrade, look here. Some names are documented, but lie in private modules.
+
+PyTorch:
+    torch._C._are_functorch_transforms_active    sees vmap and grad, for which no public name exists: operators would
+        pass torch.func by, with wrong gradients
+    torch.autograd.forward_ad._current_level     sees forward-mode differentiation: operators would drop tangents
+    torch.autograd._profiler_enabled             sees a profiler: traces would miss the operators' names
+    torch.utils._python_dispatch.is_in_torch_dispatch_mode    sees fake tensors and make_fx: kernels would run on them
+    torch.utils._pytree                          takes batches apart: captured steps
+    torch._C._current_graph_task_id              tells backward passes apart: fused table updates, padding of captured
+        steps in threads of autograd
+    torch.autograd.Variable._execution_engine    calls back at the end of a backward pass: fused table updates
+    torch._softmax_backward_data                 gradient of a softmax from its output: jagged_softmax on a CPU
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu    returns the log-sum-exp: jagged attention on a CPU
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward    its gradient
+    torch._check                                 documented; tells torch.export that two sizes are equal
+    torch._foreach_copy_                         copies many tensors in one launch: moving averages of parameters
+    torch._ops.OpOverload                        type of an operator in an exported program: export_module
+    torch._ops.OpOverload._schema                its name
+    torch._inductor.aoti_compile_and_package     documented; writes an artifact's package
+    torch._inductor.aoti_load_package            documented; loads it
+    torch._inductor.runtime.cache_dir_utils.cache_dir    names the folder in an error of a full disk: export
+    torch.fx._symbolic_trace.PHWithMeta          placeholder of TorchRec's train pipelines: Batch.to_proxy_tuple
+    torch.nn.Module._forward_hooks               sees hooks: tables with hooks would be read past them
+    torch.nn.Module._forward_pre_hooks           likewise
+    torch.nn.Module._modules                     modules named like attributes of nn.ModuleDict: a feature "type"
+    torch.nn.Module._parameters                  reads parameters of stacked attention without nn.Module.__getattr__
+    torch.Tensor._version                        sees that a gradient was written: averages of gradients
+    torch.optim.Optimizer._warned_capturable_if_run_uncaptured    silences the warning for steps before a capture
+    torch.distributed._shard.metadata.ShardMetadata    where the rows of a table lie: sharded tables
+    torch.distributed._shard.sharded_tensor.ShardedTensor    TorchRec's type of a sharded table: pretrained tables
+    torch.distributed.remote_device._remote_device    a shard's rank and device: planned groups of tables
+    torch.distributed._symmetric_memory          memory that GPUs of a host write to: peer memory of sharded attention
+    torch.distributed.optim.apply_optimizer_in_backward._in_backward_optimizers    which tables have an optimizer:
+        require_optimizer_in_backward
+    torch.distributed.checkpoint.state_dict._fqn_modifiers    the module attribute that checkpoints ask for the names of
+        features called like attributes of nn.ModuleDict
 
 TorchRec:
-    KeyedJaggedTensor._jt_dict                     the cache of to_dict, which fails at stride 0 (jfi/modules/inputs.py)
-                                                  and stays where it was in `to` (jfi/cuda_graphs/static_batch.py)
-    ManagedCollisionEmbeddingCollection._embedding_collection    the tables inside (jfi/modules/validation.py)
-    LazyAwaitable._wait_async                      waits once, for all that read the awaitable (jfi/modules/inputs.py)
+    torchrec.sparse.jagged_tensor.KeyedJaggedTensor._jt_dict    cache of to_dict: it fails at stride 0, and stays on the
+        old device in `to`
+    torchrec.modules.embedding_modules.EmbeddingBagCollection._is_weighted    FusedEmbeddingBagCollection
+    torchrec.modules.embedding_modules.EmbeddingBagCollection._embedding_names    likewise
+    torchrec.modules.embedding_modules.EmbeddingBagCollection._lengths_per_embedding    likewise
+    torchrec.modules.mc_embedding_modules.ManagedCollisionEmbeddingCollection._embedding_collection    its tables:
+        checks of a layer's features
+    torchrec.distributed.types.LazyAwaitable._wait_async    waits once, for all that read the awaitable: sharded tables
+    torchrec.distributed.embedding.ShardedEmbeddingCollection._lookups    local tables: their fused optimizers
+    torchrec.distributed.embedding_lookup.GroupedEmbeddingsLookup._emb_modules    likewise
+    torchrec.distributed.embedding.ShardedEmbeddingCollection._has_uninitialized_input_dist    False tells TorchRec's
+        pipelines that there is none to set up
 
-Triton, for launches past ``kernel[grid](...)``, which takes three times the host time:
+Triton, for launches past ``kernel[grid](...)``, which takes three times the host time; these names have no underscore:
     JITFunction.params                             what a kernel is not specialized on
-    CompiledKernel.run, .function, .packed_metadata   the launch itself, in this order of arguments
+    CompiledKernel.run, .function, .packed_metadata    the launch itself, in this order of arguments
     knobs.HookChain.calls                          whether a profiler wants to see launches
     driver.active.get_current_stream               the current CUDA stream's handle
     gluon's TensorDescriptor.__new__               a descriptor without its checks (jagged_attention/sm90_primitives.py)
@@ -35,38 +67,19 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_in_torch_dispatch_mode
 
 functorch_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled
-#: How many dual_level() of forward-mode differentiation are entered, less one; a partial has no Python frame.
+#: Number of open dual_level() blocks of forward-mode differentiation, less one; a partial has no Python frame.
 forward_mode_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")
-#: A number of the backward pass that is running, another one for each.
+#: Number of the running backward pass, distinct for each; -1 outside.
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
-#: Registers a call without arguments for the end of the backward pass that is running.
+#: Registers a call without arguments for the end of the running backward pass.
 call_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 softmax_backward: Callable[..., torch.Tensor] = torch._softmax_backward_data
 flash_attention_for_cpu: Callable = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_attention_for_cpu_backward: Callable = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-__all__ = [
-    "alignment_free",
-    "call_after_backward",
-    "current_backward",
-    "expect_capture",
-    "flash_attention_for_cpu",
-    "flash_attention_for_cpu_backward",
-    "forward_mode_level",
-    "functorch_transforms_active",
-    "is_hooked",
-    "is_in_torch_dispatch_mode",
-    "launch_parts",
-    "profiler_enabled",
-    "run_compiled",
-    "softmax_backward",
-    "specialized",
-    "symmetric_memory",
-]
 
 
 def expect_capture(optimizer: torch.optim.Optimizer) -> None:
@@ -77,7 +90,7 @@ def expect_capture(optimizer: torch.optim.Optimizer) -> None:
 def symmetric_memory(
     size: int, device: torch.device, group: torch.distributed.ProcessGroup
 ) -> tuple[torch.Tensor, Any]:
-    """Memory of `size` bytes that the other GPUs of a host can write to, and its handle; all ranks call it together."""
+    """Returns memory of `size` bytes that the other GPUs of a host can write to, and its handle; all ranks call it."""
     import torch.distributed._symmetric_memory as symmetric
 
     memory = symmetric.empty(size, dtype=torch.uint8, device=device)
@@ -85,26 +98,26 @@ def symmetric_memory(
 
 
 def alignment_free(kernel) -> tuple[bool, ...]:
-    """By parameter of a triton.JITFunction, whether its tensor may begin at any address without another compilation."""
+    """Returns for each parameter of a kernel whether tensors of any alignment share one compilation."""
     return tuple(parameter.do_not_specialize_on_alignment for parameter in kernel.params)
 
 
 def specialized(kernel) -> tuple[bool, ...]:
-    """By parameter of a triton.JITFunction, whether another integer there may be another compilation."""
+    """Returns for each parameter of a kernel whether another integer may need another compilation."""
     return tuple(not parameter.do_not_specialize for parameter in kernel.params)
 
 
 def is_hooked(hook) -> bool:
-    """Whether somebody, such as a profiler, has added to a triton.knobs.HookChain."""
+    """Returns whether a triton.knobs.HookChain has hooks, such as those of a profiler."""
     return hook is not None and bool(hook.calls)
 
 
 def launch_parts(compiled) -> tuple:
-    """What `run_compiled` needs of a compiled kernel that has been launched once."""
+    """Returns the parts of a compiled kernel, launched once before, that `run_compiled` takes."""
     return compiled.run, compiled.function, compiled.packed_metadata
 
 
 def run_compiled(parts: tuple, grid: tuple[int, int, int], stream: int, arguments: list) -> None:
-    """Launch a compiled kernel: addresses for tensors, anything for constants, no launch hooks."""
+    """Launches a compiled kernel: addresses for tensors, anything for constants, no launch hooks."""
     run, function, packed_metadata = parts
     run(*grid, stream, function, packed_metadata, None, None, None, *arguments)
