@@ -28,7 +28,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig
 from benchmarks import report
 from benchmarks.http_client import Client
 from benchmarks.run import Rates
-from jfi.models import SequenceDLRM
+from jfi.models import AttentionPooling, SequenceDLRM
 from jfi.modules import KeyBias, SequenceFeatureConfig
 from jfi.serving.export import export
 from jfi.serving.requests import parse
@@ -95,8 +95,8 @@ def synthetic(path: Path, items: int, device: str, tables: str, shape: Shape, li
     bias = None if light else KeyBias("history_age")
     taste = SequenceFeatureConfig("taste", histories, ["item", "category"], bias=bias)
     sizes_of_layers = ([16, width], [16, 1]) if light else ([512, 256, width], [512, 256, 1])
-    pooling = {"pooling": "mean"} if light else {"num_heads": 4}
-    model = SequenceDLRM(None, EmbeddingCollection(tables=configs), [taste], 1, *sizes_of_layers, **pooling)
+    pooling = "mean" if light else AttentionPooling(num_heads=4)
+    model = SequenceDLRM(None, EmbeddingCollection(tables=configs), [taste], 1, *sizes_of_layers, pooling=pooling)
     schema = Schema(
         user=[],
         candidate=[Field(name, "category", [name]) for name in ("item", "category")],

@@ -24,7 +24,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig
 
 from benchmarks.serving import BODIES, Shape, in_process, load, server
 from jfi import SemanticIDEmbedding
-from jfi.models import SequenceDLRM
+from jfi.models import AttentionPooling, SequenceDLRM
 from jfi.modules import KeyBias, SequenceFeatureConfig
 from jfi.serving.export import export
 from jfi.serving.schema import Field, Limits, Schema
@@ -64,7 +64,7 @@ def model_of(way: str, options: argparse.Namespace) -> tuple[SequenceDLRM, Schem
         )
         taste = SequenceFeatureConfig("taste", ["history_item"], ["item"], bias=bias)
         collection = EmbeddingCollection(tables=[table])
-        model = SequenceDLRM(None, collection, [taste], 1, *sizes, num_heads=options.heads)
+        model = SequenceDLRM(None, collection, [taste], 1, *sizes, pooling=AttentionPooling(options.heads))
         values = [str(i) for i in range(1, options.items)]
         candidate, event = [Field("item", "category", ["item"])], [Field("item", "category", ["history_item"]), age]
         return model, Schema([], candidate, event, {"item": values}), values
@@ -72,7 +72,7 @@ def model_of(way: str, options: argparse.Namespace) -> tuple[SequenceDLRM, Schem
     codec = DiscretePCA(DIGITS).fit(content)
     semantic = SemanticIDEmbedding(codec, options.width, ["item_sid", "history_sid"])
     taste = SequenceFeatureConfig("taste", ["history_sid"], ["item_sid"], bias=bias)
-    model = SequenceDLRM(None, None, [taste], 1, *sizes, num_heads=options.heads, semantic_ids=semantic)
+    model = SequenceDLRM(None, None, [taste], 1, *sizes, pooling=AttentionPooling(options.heads), semantic_ids=semantic)
     layout = {"num_digits": DIGITS, "codebook_size": 0}
     candidate = [Field("sid", "sid", ["item_sid"], layout=layout)]
     event = [Field("sid", "sid", ["history_sid"], layout=layout), age]

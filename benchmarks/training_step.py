@@ -55,7 +55,7 @@ from jfi import (
     SequenceFeatureConfig,
 )
 from jfi.data import Batch
-from jfi.models import SequenceDLRM
+from jfi.models import AttentionPooling, SequenceDLRM
 
 BATCHES = 4
 PROFILED_STEPS, HEAVIEST = 5, 10
@@ -228,8 +228,7 @@ def build_model(
         shape.dense_features,
         [*shape.dense_layers, shape.D],
         [*shape.over_layers, 1],
-        pooling="mean" if pooling == MEAN else "attention",
-        num_heads=shape.H,
+        pooling="mean" if pooling == MEAN else AttentionPooling(shape.H),
         dense_device=device,
     )
     if pooling == PADDED:

@@ -9,7 +9,8 @@ import importlib
 __version__ = "0.1.0"
 
 _LAZY = {
-    "CapturedStep": "jfi.cuda_graphs.captured_step",
+    "AttentionPooling": "jfi.models",
+    "CapturedStep": "jfi.cuda_graphs",
     "FusedEmbeddingBagCollection": "jfi.modules",
     "FusedEmbeddingCollection": "jfi.modules",
     "JaggedEncoder": "jfi.modules",

@@ -4,6 +4,8 @@ The samples of a batch by user share timelines: what belongs to the user is comp
 given to the R samples that are its rows.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -19,6 +21,7 @@ from jfi.modules import (
 from jfi.modules.feature_modules import FeatureModules
 from jfi.modules.table_rows import DigitRows, own_rows
 from jfi.ops import jagged_dense_bmm, jagged_jagged_bmm
+from jfi.utils.arguments import MAX_LAYERS, check_int
 from jfi.utils.padding import padding_state
 from jfi.utils.timelines import Timelines
 
@@ -66,6 +69,52 @@ class RefinedAttention(nn.Module):
             found = layer(sequences, targets, target_times, event_times, max_events).values()
             total = total + found
         return total
+
+
+@dataclass(frozen=True)
+class AttentionPooling:
+    """Settings of a SequenceDLRM whose targets attend to their histories.
+
+    Args:
+        num_heads: attention heads, a divisor of embedding_dim.
+        num_queries: queries per target.
+        layers: how often a target attends to its histories. From the second time on its query is the target plus a
+            linear map of what it has found, and the results are summed to one more entry for each sequence feature
+            (Guan et al., "Make It Long, Keep It Fast", 2025).
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong value or type; the message names it.
+
+    Example:
+        >>> AttentionPooling(num_heads=4)
+        AttentionPooling(num_heads=4, num_queries=1, layers=1)
+    """
+
+    num_heads: int = 1
+    num_queries: int = 1
+    layers: int = 1
+
+    def __post_init__(self) -> None:
+        check_int("num_heads", self.num_heads)
+        check_int("num_queries", self.num_queries)
+        check_int("layers", self.layers, most=MAX_LAYERS)
+
+
+def pooling_layers(
+    pooling: AttentionPooling | str,
+    features: list[SequenceFeatureConfig],
+    embedding_dim: int,
+    event_dim: int,
+    device: torch.device | None,
+) -> list[JaggedFeatureInteraction | JaggedPooling]:
+    """Returns the layers that pool the histories of these features, one after another."""
+    if not features:
+        return []
+    if not isinstance(pooling, AttentionPooling):
+        return [JaggedPooling(features, event_dim, pooling)]
+    sizes = embedding_dim, pooling.num_heads, pooling.num_queries
+    options = {"sequence_dim": event_dim, "device": device}
+    return [JaggedFeatureInteraction(features, *sizes, **options) for _ in range(pooling.layers)]
 
 
 class SequenceArch(nn.Module):
@@ -293,3 +342,20 @@ def _targets(
 @torch.fx.wrap
 def _stack_entries(singles: dict[str, Tensor], pooled: list[Tensor], embedding_dim: int) -> Tensor:
     return torch.cat([*singles.values(), *pooled], dim=1).unflatten(1, (-1, embedding_dim))
+
+
+@torch.fx.wrap
+def merged(embeddings: dict[str, JaggedTensor] | None, others: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
+    """Merges the output of a collection with `others`, which are converted to its dtype."""
+    if embeddings is None:
+        return others
+    together = lookups.as_dict(embeddings)
+    dtype = next((validation.unread(one).dtype for one in together.values()), None)
+    for key, one in others.items():
+        if isinstance(one, DigitRows):
+            together[key] = one if dtype in (None, one.rows.dtype) else one.to_dtype(dtype)
+            continue
+        values = one.values() if dtype is None else one.values().to(dtype)
+        parts = {"lengths": one.lengths_or_none(), "offsets": one.offsets_or_none()}
+        together[key] = JaggedTensor(values, **parts, weights=one.weights_or_none())
+    return together

@@ -14,12 +14,11 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from jfi.models.heads import Heads
-from jfi.models.sequence_arch import RefinedAttention, SequenceArch
+from jfi.models.sequence_arch import AttentionPooling, RefinedAttention, SequenceArch, merged, pooling_layers
 from jfi.models.tables import configs_of, keys_of, output_widths
 from jfi.modules import (
     JaggedEncoder,
     JaggedFeatureInteraction,
-    JaggedPooling,
     SemanticIDEmbedding,
     SequenceFeatureConfig,
     TimeBias,
@@ -27,7 +26,6 @@ from jfi.modules import (
     validation,
 )
 from jfi.modules.sequence_configs import check_features
-from jfi.modules.table_rows import DigitRows
 from jfi.utils.arguments import (
     MAX_LAYERS,
     check_choice,
@@ -69,16 +67,12 @@ class SequenceDLRM(nn.Module):
         dense_in_features: width of the dense features.
         dense_arch_layer_sizes: layer sizes of DenseArch; the last is embedding_dim, the width of every entry.
         over_arch_layer_sizes: layer sizes of OverArch, at least two; the last is 1.
-        pooling: "attention" (JaggedFeatureInteraction); "mean" or "sum" (JaggedPooling) of the events' combined
-            embeddings, one entry for each field if they are concatenated; or "none", which leaves the histories out.
-        num_heads: attention heads, a divisor of embedding_dim.
-        num_queries: queries per target.
+        pooling: "attention" (JaggedFeatureInteraction), or an `AttentionPooling` with other settings; "mean" or "sum"
+            (JaggedPooling) of the events' combined embeddings, one entry for each field if they are concatenated; or
+            "none", which leaves the histories out.
         encoder: self-attention among the events of every sequence feature before they are pooled, or None. Its features
             have the names and the sequence keys of `sequence_features`, and their own biases.
         dropout: probability with which an element of an entry is zeroed in training.
-        attention_layers: with pooling="attention" how often a target attends to its histories. From the second time on
-            its query is the target plus a linear map of what it has found, and the results are summed to one more
-            entry for each sequence feature (Guan et al., "Make It Long, Keep It Fast", 2025).
         cross_layers: layers of the cross network, of rank embedding_dim; 0 for none.
         user_keys: keys of the collections that describe the user, of batches with timelines: see `forward`.
         semantic_ids: embeddings of semantic IDs, or None. Its keys are sequence keys, target keys or entries, as those
@@ -103,7 +97,7 @@ class SequenceDLRM(nn.Module):
         ...     dense_in_features=4,
         ...     dense_arch_layer_sizes=[16, 8],
         ...     over_arch_layer_sizes=[16, 1],
-        ...     num_heads=2,
+        ...     pooling=AttentionPooling(num_heads=2),
         ... )
         >>> #                  sample 0    1       2
         >>> # "item"             [4]      [1]     [7]
@@ -126,12 +120,9 @@ class SequenceDLRM(nn.Module):
         dense_arch_layer_sizes: list[int],
         over_arch_layer_sizes: list[int],
         *,
-        pooling: Pooling = "attention",
-        num_heads: int = 1,
-        num_queries: int = 1,
+        pooling: Pooling | AttentionPooling = "attention",
         encoder: JaggedEncoder | None = None,
         dropout: float = 0.0,
-        attention_layers: int = 1,
         cross_layers: int = 0,
         user_keys: list[str] | None = None,
         semantic_ids: SemanticIDEmbedding | None = None,
@@ -139,35 +130,22 @@ class SequenceDLRM(nn.Module):
         dense_device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        check_choice("pooling", pooling, get_args(Pooling))
+        if not isinstance(pooling, AttentionPooling):
+            check_choice("pooling", pooling, get_args(Pooling))
+            pooling = AttentionPooling() if pooling == "attention" else pooling
         if not isinstance(sequence_features, list) or sequence_features:
             check_features(sequence_features, "sequence_features")
-        check_int("attention_layers", attention_layers, most=MAX_LAYERS)
-        if attention_layers > 1 and pooling != "attention":
-            raise ValueError(f"attention_layers must be 1 unless pooling='attention', got {attention_layers}")
         check_int("cross_layers", cross_layers, least=0, most=MAX_LAYERS)
         check_int("dense_in_features", dense_in_features)
-        check_list_of_sizes("dense_arch_layer_sizes", dense_arch_layer_sizes)
-        if not dense_arch_layer_sizes:
-            raise ValueError(f"dense_arch_layer_sizes must hold at least one size, got {dense_arch_layer_sizes}")
-        check_list_of_sizes("over_arch_layer_sizes", over_arch_layer_sizes)
-        if len(over_arch_layer_sizes) < 2 or over_arch_layer_sizes[-1] != 1:
-            must = "hold at least two sizes and end in 1, the logit"
-            raise ValueError(f"over_arch_layer_sizes must {must}, got {over_arch_layer_sizes}")
-        check_int("num_heads", num_heads)
-        check_int("num_queries", num_queries)
+        _check_layer_sizes(dense_arch_layer_sizes, over_arch_layer_sizes)
         check_number("dropout", dropout, lambda p: 0 <= p <= 1, "in [0, 1]")
         check_keys("user_keys", [] if user_keys is None else user_keys)
         check_device("dense_device", dense_device)
-        optional = {
-            "embedding_bag_collection": (embedding_bag_collection, EmbeddingBagCollection),
-            "embedding_collection": (embedding_collection, EmbeddingCollection),
-            "encoder": (encoder, JaggedEncoder),
-            "semantic_ids": (semantic_ids, SemanticIDEmbedding),
-            "heads": (heads, Heads),
-        }
-        for argument, (value, kind) in optional.items():
-            check_type(argument, value, (kind, type(None)), f"a {kind.__name__} or None")
+        _check_optional("embedding_bag_collection", embedding_bag_collection, EmbeddingBagCollection)
+        _check_optional("embedding_collection", embedding_collection, EmbeddingCollection)
+        _check_optional("encoder", encoder, JaggedEncoder)
+        _check_optional("semantic_ids", semantic_ids, SemanticIDEmbedding)
+        _check_optional("heads", heads, Heads)
         embedding_dim = dense_arch_layer_sizes[-1]
         widths = output_widths(embedding_bag_collection) | output_widths(embedding_collection)
         bag_keys, keys = (list(output_widths(one)) for one in (embedding_bag_collection, embedding_collection))
@@ -176,12 +154,7 @@ class SequenceDLRM(nn.Module):
         if keys:
             event_dim, events_of = widths[keys[0]], "embedding_collection"
         if semantic_ids is not None:
-            if semantic_ids.embedding_dim != event_dim:
-                raise ValueError(
-                    f"semantic_ids must be as wide as {events_of}, {event_dim}, got {semantic_ids.embedding_dim}"
-                )
-            if shared := sorted(set(keys) & set(semantic_ids.feature_names)):
-                raise ValueError(f"semantic_ids must have keys of its own, got {shared} of embedding_collection")
+            _check_semantic_ids(semantic_ids, keys, event_dim, events_of)
             keys = [*keys, *semantic_ids.feature_names]
             widths |= dict.fromkeys(semantic_ids.feature_names, event_dim)
         if shared := sorted(set(bag_keys) & set(keys)):
@@ -191,10 +164,9 @@ class SequenceDLRM(nn.Module):
         if not bag_keys and not single_keys:
             raise ValueError("the collections must have a feature that is not a history, got none")
 
-        validation.require_keys("the collections of user_keys", bag_keys + single_keys, user_keys or [])
-
         features = sequence_features if pooling != "none" else []
         encoder_features = [] if encoder is None else encoder.features
+        validation.require_keys("the collections of user_keys", bag_keys + single_keys, user_keys or [])
         for feature in features + encoder_features:
             validation.require_keys("embedding_collection", keys, feature.sequence_keys)
         for feature in features:
@@ -202,17 +174,9 @@ class SequenceDLRM(nn.Module):
         if encoder is not None:
             _check_encoder(encoder, features, event_dim, events_of)
         rows = features if encoder is None else [feature.encoded() for feature in features]
-        layers: list[JaggedFeatureInteraction | JaggedPooling] = []
-        if features and pooling == "attention":
-            sizes = embedding_dim, num_heads, num_queries
-            options = {"sequence_dim": event_dim, "device": dense_device}
-            layers = [JaggedFeatureInteraction(rows, *sizes, **options) for _ in range(attention_layers)]
-        elif features:
-            layers = [JaggedPooling(rows, event_dim, pooling)]
-        further = None
-        if len(layers) > 1:
-            further = RefinedAttention(layers[1:], dense_device)
-        pooled_dim = embedding_dim if pooling == "attention" else event_dim
+        layers = pooling_layers(pooling, rows, embedding_dim, event_dim, dense_device)
+        pooled_dim = embedding_dim if isinstance(pooling, AttentionPooling) else event_dim
+        further = RefinedAttention(layers[1:], dense_device) if len(layers) > 1 else None
         pooled_width = sum(one.output_width for one in layers[:2])
         num_entries = len(bag_keys) + len(single_keys) + pooled_width // pooled_dim
         others = {key: widths[key] for key in bag_keys + single_keys if widths[key] != embedding_dim}
@@ -221,34 +185,25 @@ class SequenceDLRM(nn.Module):
         self.embedding_bag_collection = embedding_bag_collection
         self.embedding_collection = embedding_collection
         self.semantic_ids = semantic_ids
+        biased = features + encoder_features
         self._id_keys = keys_of(embedding_bag_collection) + keys_of(embedding_collection)
         self._id_keys += [] if semantic_ids is None else semantic_ids.feature_names
-        biased = features + encoder_features
         self._id_keys += [key for feature in biased for key in feature.input_keys]
         #: Keys that a batch with timelines lacks.
         self._from_times = [feature.bias_key for feature in biased if isinstance(feature.bias, TimeBias)]
         self._user_keys = user_keys or []
-        self.sequence_arch = SequenceArch(
-            features,
-            bag_keys,
-            single_keys,
-            embedding_dim,
-            layers[0] if layers else None,
-            encoder,
-            user_keys,
-            further,
-            others,
-            dense_device,
-            lookups.id_keys(configs_of(embedding_collection)),
-        )
+        first, id_keys = layers[0] if layers else None, lookups.id_keys(configs_of(embedding_collection))
+        options = {"widths": others, "device": dense_device, "id_keys": id_keys}
+        entries = features, bag_keys, single_keys, embedding_dim
+        self.sequence_arch = SequenceArch(*entries, first, encoder, user_keys, further, **options)
         self.dropout = nn.Dropout(dropout)
         self._dense_in_features = dense_in_features
         self.dense_arch = DenseArch(dense_in_features, dense_arch_layer_sizes, device=dense_device)
         # It has a buffer of indices, which it would copy to the device in every step.
         self.inter_arch = InteractionArch(num_entries).to(dense_device)
-        width, self.cross_net = embedding_dim + num_entries + math.comb(num_entries, 2), None
+        width, crossed = embedding_dim + num_entries + math.comb(num_entries, 2), (1 + num_entries) * embedding_dim
+        self.cross_net = None
         if cross_layers:
-            crossed = (1 + num_entries) * embedding_dim
             self.cross_net = LowRankCrossNet(crossed, cross_layers, low_rank=embedding_dim).to(dense_device)
             width += crossed
         self.over_arch = (heads or Heads()).arch(width, over_arch_layer_sizes, dense_device)
@@ -287,7 +242,7 @@ class SequenceDLRM(nn.Module):
     def attention_weights(
         self, dense_features: Tensor, sparse_features: KeyedJaggedTensor, timelines: Timelines | None = None
     ) -> dict[str, JaggedTensor]:
-        """By sequence feature the weights [S, num_queries, num_heads] of its events, or of ragged targets' pairs.
+        """Returns by feature the weights [S, num_queries, num_heads] of its events, or of ragged targets' pairs.
 
         Args:
             dense_features: not read; the arguments are those of `forward`.
@@ -309,18 +264,18 @@ class SequenceDLRM(nn.Module):
         bags = None if self.embedding_bag_collection is None else self.embedding_bag_collection(ids)
         embeddings = None if self.embedding_collection is None else self.embedding_collection(ids)
         if self.semantic_ids is not None:
-            embeddings = _merged(embeddings, self.semantic_ids(ids))
+            embeddings = merged(embeddings, self.semantic_ids(ids))
         return ids, bags, embeddings
 
     def _sharded(self) -> bool:
-        """Whether DistributedModelParallel has put its own modules in the place of the collections."""
+        """Returns whether DistributedModelParallel has replaced the collections by sharded ones."""
         collections = (self.embedding_bag_collection, self.embedding_collection)
         given = [one for one in collections if one is not None]
         return bool(given) and not any(isinstance(one, (EmbeddingBagCollection, EmbeddingCollection)) for one in given)
 
 
 def interact(dense: Tensor, entries: Tensor, inter_arch: nn.Module, cross_net: nn.Module | None) -> Tensor:
-    """The input of OverArch, of `dense [B, embedding_dim]` and `entries [B, F, embedding_dim]`."""
+    """Returns the input of OverArch for `dense [B, embedding_dim]` and `entries [B, F, embedding_dim]`."""
     interactions = inter_arch(dense, entries)
     if cross_net is None:
         return interactions
@@ -328,21 +283,25 @@ def interact(dense: Tensor, entries: Tensor, inter_arch: nn.Module, cross_net: n
     return torch.cat([interactions, crossed], dim=1)
 
 
-@torch.fx.wrap
-def _merged(embeddings: dict[str, JaggedTensor] | None, others: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
-    """The output of a collection and `others`, which take its dtype."""
-    if embeddings is None:
-        return others
-    together = lookups.as_dict(embeddings)
-    dtype = next((validation.unread(one).dtype for one in together.values()), None)
-    for key, one in others.items():
-        if isinstance(one, DigitRows):
-            together[key] = one if dtype in (None, one.rows.dtype) else one.to_dtype(dtype)
-            continue
-        values = one.values() if dtype is None else one.values().to(dtype)
-        parts = {"lengths": one.lengths_or_none(), "offsets": one.offsets_or_none()}
-        together[key] = JaggedTensor(values, **parts, weights=one.weights_or_none())
-    return together
+def _check_optional(argument: str, value: object, kind: type) -> None:
+    check_type(argument, value, (kind, type(None)), f"a {kind.__name__} or None")
+
+
+def _check_layer_sizes(dense_arch: list[int], over_arch: list[int]) -> None:
+    check_list_of_sizes("dense_arch_layer_sizes", dense_arch)
+    if not dense_arch:
+        raise ValueError(f"dense_arch_layer_sizes must hold at least one size, got {dense_arch}")
+    check_list_of_sizes("over_arch_layer_sizes", over_arch)
+    if len(over_arch) < 2 or over_arch[-1] != 1:
+        must = "hold at least two sizes and end in 1, the logit"
+        raise ValueError(f"over_arch_layer_sizes must {must}, got {over_arch}")
+
+
+def _check_semantic_ids(semantic_ids: SemanticIDEmbedding, keys: list[str], width: int, of: str) -> None:
+    if semantic_ids.embedding_dim != width:
+        raise ValueError(f"semantic_ids must be as wide as {of}, {width}, got {semantic_ids.embedding_dim}")
+    if shared := sorted(set(keys) & set(semantic_ids.feature_names)):
+        raise ValueError(f"semantic_ids must have keys of its own, got {shared} of embedding_collection")
 
 
 def _check_encoder(encoder: JaggedEncoder, features: list[SequenceFeatureConfig], width: int, of: str) -> None:

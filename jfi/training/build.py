@@ -21,7 +21,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimiz
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from jfi.data import DataSchema, FeatureSpec
-from jfi.models import Heads, SequenceDLRM
+from jfi.models import AttentionPooling, Heads, SequenceDLRM
 from jfi.modules import (
     FusedEmbeddingBagCollection,
     FusedEmbeddingCollection,
@@ -117,6 +117,7 @@ def build_model(
             partial(kind, **fused) for kind in (FusedEmbeddingBagCollection, FusedEmbeddingCollection)
         )
     heads = _heads(config, schema)
+    attention = AttentionPooling(config.num_heads, config.num_queries, config.attention_layers)
     return SequenceDLRM(
         make_bags(bag_tables) if bag_tables else None,
         make_embeddings(tables) if tables else None,
@@ -124,12 +125,9 @@ def build_model(
         dense_in_features=max(1, len(schema.dense_names)),
         dense_arch_layer_sizes=[*config.dense_arch, config.embedding_dim],
         over_arch_layer_sizes=[*config.over_arch, 1],
-        pooling=config.pooling,
-        num_heads=config.num_heads,
-        num_queries=config.num_queries,
+        pooling=attention if config.pooling == "attention" else config.pooling,
         encoder=_encoder(encoder, sequences, config, features),
         dropout=config.dropout,
-        attention_layers=config.attention_layers if config.pooling == "attention" else 1,
         cross_layers=config.cross_layers,
         user_keys=[f.key for f in embedded if f.role == "user"],
         semantic_ids=_semantic_ids(config, schema, [f.key for f in embedded if f.semantic]),

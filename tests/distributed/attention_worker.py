@@ -39,6 +39,7 @@ from jfi.distributed import (
     remote_attention,
 )
 from jfi.distributed.fixed_input_dist import FixedInputDist
+from jfi.models import AttentionPooling
 from jfi.modules import outside_ids, validation
 from jfi.ops import _checks
 from jfi.ops.partial_target_attention import attend_to_part, part_gradients
@@ -133,8 +134,7 @@ def build(case: Case) -> SequenceDLRM:
         dense_in_features=3,
         dense_arch_layer_sizes=[8],
         over_arch_layer_sizes=[8, 1],
-        num_heads=2,
-        num_queries=case.num_queries,
+        pooling=AttentionPooling(2, case.num_queries),
     )
 
 

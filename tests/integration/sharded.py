@@ -24,7 +24,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from integration import page
 from jfi import SequenceDLRM, SequenceFeatureConfig
 from jfi.data import Batch
-from jfi.models import table_parameters
+from jfi.models import AttentionPooling, table_parameters
 
 CPU = torch.device("cpu")
 #: Of torch.optim.Adagrad; that of fbgemm is 1e-8.
@@ -56,7 +56,7 @@ def build(name: str) -> nn.Module:
         names.DENSE,
         [8, names.D],
         [8, 1],
-        num_heads=2,
+        pooling=AttentionPooling(2),
     )
 
 

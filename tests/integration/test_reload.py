@@ -21,6 +21,7 @@ from torchrec.distributed.types import ShardingPlan
 from integration import page
 from integration.sharded import CPU, fill_tables, make_batch, process_group
 from jfi import SequenceDLRM, SequenceFeatureConfig
+from jfi.models import AttentionPooling
 
 SIZE = 2
 #: The default, "dense", crashes on a CPU.
@@ -65,7 +66,7 @@ def model_of(name: str) -> nn.Module:
     if name == "shared table":
         return names.SharedTableDLRM(bags, events, names.shared.history, names.DENSE, [8, names.D], [8, 1])
     features = [SequenceFeatureConfig("taste", ["history_item"], ["item"])]
-    return SequenceDLRM(bags, events, features, names.DENSE, [8, names.D], [8, 1], num_heads=2)
+    return SequenceDLRM(bags, events, features, names.DENSE, [8, names.D], [8, 1], pooling=AttentionPooling(2))
 
 
 def shard(model: nn.Module) -> DistributedModelParallel:

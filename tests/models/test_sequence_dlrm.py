@@ -27,6 +27,7 @@ from jfi import (
     SequenceFeatureConfig,
     WeightBias,
 )
+from jfi.models import AttentionPooling
 
 DIM = 8
 LENGTHS = {
@@ -83,7 +84,9 @@ def embeddings():
     )
 
 
-def build(ebc="default", ec="default", features=(FEATURE,), **kwargs):
+def build(ebc="default", ec="default", features=(FEATURE,), pooling="attention", attention=None, **kwargs):
+    if pooling == "attention":
+        pooling = AttentionPooling(**{"num_heads": 2, **(attention or {})})
     return SequenceDLRM(
         bags() if ebc == "default" else ebc,
         embeddings() if ec == "default" else ec,
@@ -92,7 +95,7 @@ def build(ebc="default", ec="default", features=(FEATURE,), **kwargs):
             "dense_in_features": 3,
             "dense_arch_layer_sizes": [6, DIM],
             "over_arch_layer_sizes": [6, 1],
-            "num_heads": 2,
+            "pooling": pooling,
             **kwargs,
         },
     )
@@ -111,7 +114,7 @@ def of_kind(kind):
         return build(encoder=encoder())
     if kind == "deep":
         recent = replace(FEATURE, name="recent", bias=PositionBias(4))
-        return build(features=[FEATURE, recent], attention_layers=2, cross_layers=2)
+        return build(features=[FEATURE, recent], attention={"layers": 2}, cross_layers=2)
     return build(pooling=kind)
 
 
@@ -143,7 +146,7 @@ def test_entries_of_the_interaction():
 
 
 def test_a_further_layer_asks_with_what_the_first_has_found():
-    model, inputs = build(attention_layers=2), batch()
+    model, inputs = build(attention={"layers": 2}), batch()
     _, item, genre, taste, total = entries(model, inputs).unbind(1)
     arch = model.sequence_arch
     sequences = dict(model.embedding_collection(inputs.sparse_features))
@@ -290,7 +293,7 @@ def test_weights_of_the_ids_scale_the_values(encoded):
 
 
 def test_attention_weights_are_those_of_the_forward_pass():
-    model, inputs = build(num_queries=3), batch()
+    model, inputs = build(attention={"num_queries": 3}), batch()
     weights = model.attention_weights(*inputs)["taste"]
     assert weights.values().shape == (9, 3, 2) and weights.lengths().tolist() == LENGTHS["history_item"]
     first = weights.values()[:3].sum(0)
@@ -406,15 +409,14 @@ def test_names_in_state_dict():
     ("arguments", "message"),
     [
         ({"pooling": "max"}, "pooling must be 'attention', 'mean', 'sum' or 'none', got 'max'"),
-        ({"attention_layers": 0}, "attention_layers must be at least 1, got 0"),
-        ({"attention_layers": 2, "pooling": "mean"}, "attention_layers must be 1 unless pooling='attention', got 2"),
+        ({"attention": {"layers": 0}}, "layers must be at least 1, got 0"),
         ({"cross_layers": -1}, "cross_layers must be at least 0, got -1"),
         ({"over_arch_layer_sizes": [6, 2]}, "at least two sizes and end in 1, the logit, got [6, 2]"),
         ({"over_arch_layer_sizes": [1]}, "over_arch_layer_sizes must hold at least two sizes and end in 1"),
         ({"over_arch_layer_sizes": []}, "over_arch_layer_sizes must hold at least two sizes and end in 1"),
         ({"dense_arch_layer_sizes": []}, "dense_arch_layer_sizes must hold at least one size, got []"),
         ({"features": [FEATURE, FEATURE], "pooling": "none"}, "sequence_features must have distinct names, got ['tas"),
-        ({"num_heads": 3}, "num_heads must divide embedding_dim=8, got 3"),
+        ({"attention": {"num_heads": 3}}, "num_heads must divide embedding_dim=8, got 3"),
         ({"encoder": encoder(16)}, "encoder must be as wide as embedding_collection, 8, got 16"),
         (
             {"encoder": encoder(name="tste")},

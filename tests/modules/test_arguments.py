@@ -20,7 +20,7 @@ from torchrec import (
 import jfi.models
 import jfi.modules
 from jfi import CapturedStep, SequenceDLRM
-from jfi.models import Heads, require_optimizer_in_backward, table_parameters
+from jfi.models import AttentionPooling, Heads, require_optimizer_in_backward, table_parameters
 from jfi.modules import (
     FusedEmbeddingBagCollection,
     FusedEmbeddingCollection,
@@ -273,6 +273,7 @@ CASES = {
         {"timelines": "None", "dense_features": NOT_READ},
         SequenceDLRM.attention_weights,
     ),
+    "AttentionPooling": Case(AttentionPooling, {}),
     "outside_ids": Case(outside_ids, {"model": nn.Linear(1, 1)}),
     "table_parameters": Case(table_parameters, {"model": EmbeddingCollection(tables=[ITEMS])}),
     "require_optimizer_in_backward": Case(require_optimizer_in_backward, {"model": None}),

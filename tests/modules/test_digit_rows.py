@@ -10,7 +10,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJa
 
 from jfi import KeyBias, PositionBias, SemanticIDEmbedding, SequenceFeatureConfig, TimeBias, WeightBias
 from jfi.cuda_graphs.capture_check import why_not_captured
-from jfi.models import SequenceDLRM
+from jfi.models import AttentionPooling, SequenceDLRM
 from jfi.modules import JaggedFeatureInteraction, JaggedPooling
 from jfi.modules.table_rows import DigitRows
 from jfi.ops import _checks
@@ -296,8 +296,7 @@ def test_a_model_with_semantic_ids_alone_attends_to_digits(beside, device, monke
         tables,
         [SequenceFeatureConfig("taste", ["history_sid"], ["item_sid"], bias=PositionBias())],
         **sizes,
-        num_heads=2,
-        attention_layers=2,
+        pooling=AttentionPooling(2, layers=2),
         semantic_ids=embedding,
         dense_device=device,
     )
@@ -338,8 +337,7 @@ def test_a_model_with_timelines_attends_to_digits(by_item, device, monkeypatch):
         2,
         [WIDTH],
         [4, 1],
-        num_heads=2,
-        attention_layers=2,
+        pooling=AttentionPooling(2, layers=2),
         semantic_ids=embedding,
         dense_device=device,
     )

@@ -21,6 +21,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 import jfi
 from jfi import FusedEmbeddingBagCollection, FusedEmbeddingCollection, SequenceDLRM, SequenceFeatureConfig
+from jfi.models import AttentionPooling
 from jfi.modules import JaggedEncoder, JaggedFeatureInteraction, JaggedPooling, TableRows
 from jfi.ops.step_rows import RowOptimizer
 
@@ -88,7 +89,7 @@ def dlrm(bag_collection, collection):
         dense_in_features=2,
         dense_arch_layer_sizes=[WIDTH],
         over_arch_layer_sizes=[8, 1],
-        num_heads=2,
+        pooling=AttentionPooling(2),
     )
 
 

@@ -8,7 +8,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 from jfi import JaggedFeatureInteraction, SemanticIDEmbedding, SequenceFeatureConfig
 from jfi.cuda_graphs.capture_check import why_not_captured
-from jfi.models import SequenceDLRM
+from jfi.models import AttentionPooling, SequenceDLRM
 from jfi.modules.semantic_id_readers import _mix
 from jfi.sid import UNKNOWN_SID, DiscretePCA, ResidualKMeans, VQFusion
 
@@ -194,7 +194,12 @@ def test_it_stands_beside_a_collection(dpca, combine):
     )
     feature = SequenceFeatureConfig("taste", ["history", "history_sid"], ["item", "item_sid"], combine=combine)
     embedding = SemanticIDEmbedding(codec, 4, KEYS)
-    sizes = {"dense_in_features": 2, "dense_arch_layer_sizes": [4], "over_arch_layer_sizes": [4, 1], "num_heads": 2}
+    sizes = {
+        "dense_in_features": 2,
+        "dense_arch_layer_sizes": [4],
+        "over_arch_layer_sizes": [4, 1],
+        "pooling": AttentionPooling(2),
+    }
     model = SequenceDLRM(None, tables, [feature], **sizes, semantic_ids=embedding)
     layer = JaggedFeatureInteraction([feature], 4, 2)
     layer.load_state_dict(model.sequence_arch.pooling.state_dict())

@@ -12,7 +12,7 @@ from torchrec import (
 )
 
 from jfi import JaggedFeatureInteraction, PositionBias, SequenceFeatureConfig
-from jfi.models import SequenceDLRM
+from jfi.models import AttentionPooling, SequenceDLRM
 from jfi.modules import JaggedEncoder
 
 LENGTHS = torch.tensor([2, 0, 3])
@@ -77,8 +77,7 @@ def dlrm(pooling="attention", encoder=None, **options):
         dense_in_features=2,
         dense_arch_layer_sizes=[8],
         over_arch_layer_sizes=[8, 1],
-        pooling=pooling,
-        num_heads=2 if pooling == "attention" else 1,
+        pooling=AttentionPooling(2) if pooling == "attention" else pooling,
         encoder=encoder,
         user_keys=["user"],
         **options,
@@ -93,7 +92,7 @@ def batch():
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"cross_layers": 1, "attention_layers": 2}, {"pooling": "mean"}, {"encoder": True}],
+    [{}, {"cross_layers": 1, "pooling": AttentionPooling(2, layers=2)}, {"pooling": "mean"}, {"encoder": True}],
     ids=["attention", "refined", "mean", "encoder"],
 )
 def test_dlrm_projects_tables_of_other_widths_at_the_interaction(options):

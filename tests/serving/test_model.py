@@ -17,7 +17,7 @@ import torch
 from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig
 
 from jfi.data import DataConfig, DataSchema, load_dataset
-from jfi.models import SequenceDLRM
+from jfi.models import AttentionPooling, SequenceDLRM
 from jfi.modules import JaggedEncoder, RelativeTimeBias, SequenceFeatureConfig
 from jfi.ops import jagged_attention
 from jfi.serving import artifact
@@ -219,11 +219,11 @@ def of_other_widths(schema: DataSchema, **options: object) -> SequenceDLRM:
     )
 
 
-@pytest.mark.parametrize("options", [{"num_heads": 2, "num_queries": 3, "attention_layers": 2}, {"pooling": "mean"}])
+@pytest.mark.parametrize("options", [{"pooling": AttentionPooling(2, 3, 2)}, {"pooling": "mean"}])
 def test_embeddings_of_other_widths_are_projected(table, options):
     trained = of_other_widths(table.dataset.schema, **options)
     assert len(trained.sequence_arch.projections) > 5
-    assert (trained.sequence_arch.pooled_projection is None) == ("num_heads" in options)
+    assert (trained.sequence_arch.pooled_projection is None) == (options["pooling"] != "mean")
     assert_served(table, trained, reads_history=True, reads_age=False)
 
 
@@ -232,7 +232,7 @@ def test_an_artifact_of_other_widths_in_float32_and_int8(table, tmp_path, monkey
     from jfi.serving.export import export
     from jfi.serving.scorer import Scorer
 
-    trained = of_other_widths(table.dataset.schema, num_heads=2).eval()
+    trained = of_other_widths(table.dataset.schema, pooling=AttentionPooling(2)).eval()
     for parameter in trained.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     schema = schema_of(table.config, table.dataset.schema, True, False)
