@@ -27,7 +27,7 @@ from jfi.distributed.planning import TableGroup, plan_tables
 from jfi.distributed.remote_attention import AttentionAtOwners
 from jfi.distributed.row_sharding import row_wise_shards
 from jfi.modules import SequenceFeatureConfig
-from jfi.modules.fused_embedding_collections import pool
+from jfi.modules.jagged_pooling import pool
 from jfi.modules.id_counts import OutsideIds
 from jfi.modules.remote_rows import RemoteRows
 from jfi.modules.table_rows import TableRows

@@ -1,4 +1,4 @@
-"""What ends a SequenceDLRM with several outputs: a shared bottom or a mixture of experts, and a tower for each output.
+"""Outputs of a SequenceDLRM with several labels: a shared bottom or a mixture of experts, and a tower for each output.
 
 With the interaction's output x, the layer sizes h, ..., 1 of the over arch, and towers t_l of all sizes but the first:
 

@@ -1,4 +1,4 @@
-"""From embeddings that were looked up to the entries of DLRM's interaction, a row for each sample.
+"""Turns looked-up embeddings into the entries of DLRM's interaction, a row for each sample.
 
 The samples of a batch by user share timelines: what belongs to the user is computed once a timeline, U in all, and
 given to the R samples that are its rows.
@@ -197,7 +197,7 @@ class SequenceArch(nn.Module):
         embeddings: dict[str, JaggedTensor] | None,
         timelines: Timelines | None = None,
     ) -> dict[str, JaggedTensor]:
-        """By sequence feature the attention weights of its events; the arguments are those of `forward`."""
+        """Returns by sequence feature the attention weights of its events; the arguments are those of `forward`."""
         singles = self._singles(bags, embeddings, timelines)
         sequences = _sequences(embeddings, ids, self.features, self._id_keys, self._not_shared, timelines)
         if self.encoder is not None:
@@ -258,7 +258,7 @@ def _of_rows(entries: dict[str, Tensor], user_keys: list[str], timelines: Timeli
 
 
 def _are_single(events: JaggedTensor) -> bool:
-    """Whether each sample has one event, where that may be read."""
+    """Returns whether each sample has one event, where that may be read."""
     lengths = events.lengths()
     return validation.may_read(lengths) and bool((lengths == 1).all())
 

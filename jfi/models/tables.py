@@ -34,7 +34,7 @@ def output_widths(collection: EmbeddingBagCollection | EmbeddingCollection | Non
 
 
 def _tables(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every table once, with its name in `model.named_parameters()`."""
+    """Yields every table once, with its name in `model.named_parameters()`."""
     check_module("model", model)
     seen = set()
     for prefix, module in model.named_modules():
@@ -46,7 +46,7 @@ def _tables(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def table_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The weights of all tables of a model that is not sharded yet, for `apply_optimizer_in_backward`.
+    """Returns the weights of all tables of a model that is not sharded yet, for `apply_optimizer_in_backward`.
 
     TorchRec's examples pass `model.sparse_arch.parameters()`, which misses collections in other modules, such as the
     `embedding_collection` of a JaggedFeatureInteraction.

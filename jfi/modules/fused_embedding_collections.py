@@ -21,20 +21,19 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from jfi.modules import lookups, validation
 from jfi.modules.fused_tables import FusedTables, FusedTablesOptimizer
 from jfi.modules.id_counts import OutsideIds
+from jfi.modules.jagged_pooling import pool
 from jfi.modules.table_rows import TableRows
 from jfi.modules.validation import require_keys
-from jfi.ops import jagged_jagged_bmm
 from jfi.ops.gather_rows import bound_ids, check_indices
 from jfi.utils.arguments import check_device, check_module, check_type, shown
-from jfi.utils.padding import padding_state
 
 _DATA_TYPES = (DataType.FP32, DataType.FP16, DataType.BF16)
 
 
 class _FusedCollection(FusedOptimizerModule, nn.Module):
-    """What both collections share; a subclass has its TorchRec class as the next base."""
+    """Base of both collections; a subclass has its TorchRec class as the next base."""
 
-    #: Of the modules of the tables, as TorchRec names it.
+    #: Name of the ModuleDict of the tables.
     _attribute: str
 
     def _fuse(
@@ -65,27 +64,27 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The tables' device; TorchRec's classes give the one of the construction."""
+        """Returns the tables' device, where TorchRec's classes return that of the construction."""
         return next(iter(self._tables.values())).weight.device
 
     @property
     def fused_optimizer(self) -> FusedTablesOptimizer:
-        """The optimizer's states and its learning rate, by parameter name; its `step()` makes one that waits."""
+        """Returns the optimizer with its states by parameter name; its `step()` makes a deferred step."""
         return FusedTablesOptimizer(self._fused, self._attribute)
 
     def wait_sorted(self) -> None:
-        """The current stream waits for the ids that look-ups sort beside the forward pass on a GPU."""
+        """Makes the current stream wait for the ids that look-ups sort on a side stream of a GPU."""
         self._fused.wait_sorted()
 
     def deferring(self) -> AbstractContextManager[None]:
-        """See `defer_steps`."""
+        """Returns the context of `defer_steps` for this collection."""
         return self._fused.deferring()
 
     def freeze_rows(self, table: str, rows: Tensor) -> None:
-        """Keeps rows of a table from being stepped, from the next look-up on.
+        """Excludes rows of a table from steps, from the next look-up on.
 
         Args:
-            table: its name.
+            table: name of the table.
             rows: [N] bool, True for rows that stay as they are; the tensor is kept and may be changed in place.
         """
         require_keys("tables", self._fused.weights, [table])
@@ -98,7 +97,7 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
         self._fused.frozen[table] = rows
 
     def averages(self) -> dict[str, Tensor]:
-        """By table the moving average [N, D] of its weight, brought to the present; later steps change these tensors.
+        """Returns by table the moving average [N, D] of its weight up to now; later steps change these tensors.
 
         Raises:
             ValueError: the collection was made without `average`.
@@ -109,7 +108,7 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
         return self._fused.averages()
 
     def _over_averages(self, plain: nn.Module) -> nn.Module:
-        """TorchRec's collection, with the averages as its weights."""
+        """Returns TorchRec's collection with the averages as its weights."""
         for name, average in self.averages().items():
             getattr(plain, self._attribute)[name].weight = nn.Parameter(average, requires_grad=False)
         return plain
@@ -127,7 +126,7 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
         return self
 
     def _look_up(self, features: KeyedJaggedTensor) -> list[tuple[str, JaggedTensor, TableRows]]:
-        """By embedding its name, its ids and its rows."""
+        """Returns for each embedding its name, its ids and its rows."""
         validation.check_ids("features", features, [key for _, key, _ in self._lookups], sharded=True)
         lookups.allow_no_samples(features)
         by_key = features.to_dict()
@@ -246,8 +245,8 @@ class FusedEmbeddingCollection(_FusedCollection, EmbeddingCollection):
         """Looks the ids up.
 
         Args:
-            features: ids, int32 or int64. On a GPU it may have room for more ids than its lengths count, with
-                `length_per_key` the room of each key: ids in the room must be -1, padding.
+            features: ids, int32 or int64. On a GPU it may have more ids than its lengths count, with the
+                capacity of each key as `length_per_key`: the ids behind a key's own must be -1, padding.
 
         Returns:
             By key the embeddings [S, D] with the key's lengths; a key that two tables have is named `key@table`.
@@ -345,7 +344,7 @@ class FusedEmbeddingBagCollection(_FusedCollection, EmbeddingBagCollection):
         )
 
     def averaged(self) -> EmbeddingBagCollection:
-        """As `FusedEmbeddingCollection.averaged`."""
+        """Returns TorchRec's collection over the averages, see `FusedEmbeddingCollection.averaged`."""
         configs, weighted = self.embedding_bag_configs(), self.is_weighted()
         return self._over_averages(EmbeddingBagCollection(configs, weighted, device=torch.device("meta")))
 
@@ -384,22 +383,6 @@ def defer_steps(model: nn.Module) -> Iterator[None]:
             if isinstance(module, _FusedCollection):
                 stack.enter_context(module.deferring())
         yield
-
-
-def pool(key: str, rows: JaggedTensor, weights: Tensor | None, mean: bool) -> Tensor:
-    """[B, D]: the sums or means of each sample's rows [S, D], with weights [S] if they are given.
-
-    Rows behind the last sample, if there is room, are padding, whose gradients may be anything.
-    """
-    values, offsets, lengths = rows.values(), rows.offsets(), rows.lengths()
-    one_each = offsets.size(0) == values.size(0) + 1
-    if one_each and (
-        key in padding_state.fixed_length_keys or (values.device.type == "cpu" and bool((lengths == 1).all()))
-    ):
-        return values if weights is None else values * weights.unsqueeze(1).to(values.dtype)
-    factors = values.new_ones(values.size(0)) if weights is None else weights.to(values.dtype)
-    pooled = jagged_jagged_bmm(values, factors.unsqueeze(1), offsets).squeeze(-1)
-    return pooled / lengths.clamp(min=1).unsqueeze(1) if mean else pooled
 
 
 def _check(tables: list, kind: type[BaseEmbeddingConfig], output_dtype: Any, device: Any) -> None:

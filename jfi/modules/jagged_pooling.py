@@ -9,8 +9,9 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 from jfi.modules.events import Events, read_events
 from jfi.modules.sequence_configs import FeatureGroup, SequenceFeatureConfig, check_features
-from jfi.ops import jagged_attention, target_attention
+from jfi.ops import jagged_attention, jagged_jagged_bmm, target_attention
 from jfi.utils.arguments import check_choice, check_int
+from jfi.utils.padding import padding_state
 
 Mode = Literal["mean", "sum"]
 
@@ -147,3 +148,17 @@ def count_visible(events: Events, rows: int) -> Tensor:
     order = order[torch.argsort(torch.cat([user, event_user])[order], stable=True)]
     older = torch.empty_like(order).scatter_(0, order, (order >= rows).cumsum(0))[:rows]
     return (older - offsets[:-1][user]).clamp(min=0, max=events.max_visible)
+
+
+def pool(key: str, rows: JaggedTensor, weights: Tensor | None, mean: bool) -> Tensor:
+    """Returns the sums or means [B, D] of each sample's rows [S, D], with weights [S] if they are given.
+
+    Rows behind the last sample are padding, whose gradients may be anything.
+    """
+    values, offsets, lengths = rows.values(), rows.offsets(), rows.lengths()
+    one_each = offsets.size(0) == values.size(0) + 1
+    if one_each and (key in padding_state.fixed_length_keys or (values.is_cpu and bool((lengths == 1).all()))):
+        return values if weights is None else values * weights.unsqueeze(1).to(values.dtype)
+    factors = values.new_ones(values.size(0)) if weights is None else weights.to(values.dtype)
+    pooled = jagged_jagged_bmm(values, factors.unsqueeze(1), offsets).squeeze(-1)
+    return pooled / lengths.clamp(min=1).unsqueeze(1) if mean else pooled

@@ -1,4 +1,4 @@
-"""What surrounds a call: compilers and tracers on the one hand, autocast on the other."""
+"""Compilers, tracers, autocast and TorchScript around a call."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -11,12 +11,12 @@ _NOTHING = nullcontext()
 
 
 def is_traced() -> bool:
-    """Whether a compiler, a tracer or a dispatch mode (fake tensors, make_fx) is active."""
+    """Returns whether a compiler, a tracer or a dispatch mode (fake tensors, make_fx) is active."""
     return torch.compiler.is_compiling() or compat.is_in_torch_dispatch_mode() or torch.jit.is_tracing()
 
 
 def without_autocast(device_type: str) -> AbstractContextManager:
-    """`torch.autocast(device_type, enabled=False)`, whose 3 µs are spent only where autocast is enabled."""
+    """Returns a context without autocast; its 3 µs are spent only where autocast is enabled."""
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return _NOTHING
     return torch.autocast(device_type, enabled=False)

@@ -14,7 +14,7 @@ INTERVAL = 30.0
 
 
 class Display:
-    """How far a task over `total` samples is.
+    """A progress bar of a task over `total` samples.
 
     On a terminal it is tqdm's bar. In a log file, which shows no bar, a line is written every `interval` seconds, so
     that a long epoch is not silent. A task that is shorter writes no line.

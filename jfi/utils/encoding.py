@@ -1,4 +1,4 @@
-"""How raw values become the ids and numbers that a model reads; needs NumPy alone.
+"""Encodes raw values as the ids and numbers that a model reads; needs NumPy alone.
 
 Training (`jfi.data`) encodes whole columns and serving (`jfi.serving`) encodes requests with these same functions, so
 that a value has one id in both.

@@ -1,4 +1,4 @@
-"""How a command ends: one line on stderr for every error that its user can cause, and an exit code by kind of error."""
+"""Exit codes of commands: one line on stderr for every error that a user can cause, and an exit code by its kind."""
 
 import errno
 import io
@@ -148,7 +148,7 @@ def _drop_unwritten() -> None:
 
 
 def _is_in_group() -> bool:
-    """Whether an error has left this process in a process group of torch.distributed."""
+    """Returns whether an error has left this process in a process group of torch.distributed."""
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 

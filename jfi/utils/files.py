@@ -189,7 +189,7 @@ def reading_file(path: str | Path, fault: type[Exception]) -> Iterator[None]:
 
 
 def is_storage_fault(error: Exception) -> bool:
-    """Whether the storage is at fault (no rights, an I/O error), and not the path or what the file holds."""
+    """Returns whether the storage is at fault (no rights, an I/O error), and not the path or what the file holds."""
     # Libraries that find a file damaged raise an OSError without a number.
     return isinstance(error, OSError) and error.errno is not None and error.errno not in _WRONG_PATH
 
@@ -237,7 +237,7 @@ def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
 
 
 def read_sums(folder: Path) -> dict[str, str]:
-    """What `write_sums` wrote.
+    """Returns what `write_sums` wrote.
 
     Raises:
         DamagedFileError: it is missing or damaged.

@@ -8,7 +8,7 @@ _MAX_LENGTH = 100
 
 
 def suggest(name: str, known: Iterable[str], cutoff: float = 0.6, prefix: str = "") -> str:
-    """The end of an "unknown name" message: the nearest known name, or all of them where none is near.
+    """Returns the end of an "unknown name" message: the nearest known name, or all of them where none is near.
 
     Args:
         name: the unknown name; upper and lower case count as the same letter.
