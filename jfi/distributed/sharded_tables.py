@@ -27,8 +27,8 @@ from jfi.distributed.planning import TableGroup, plan_tables
 from jfi.distributed.remote_attention import AttentionAtOwners
 from jfi.distributed.row_sharding import row_wise_shards
 from jfi.modules import SequenceFeatureConfig
-from jfi.modules.jagged_pooling import pool
 from jfi.modules.id_counts import OutsideIds
+from jfi.modules.jagged_pooling import pool
 from jfi.modules.remote_rows import RemoteRows
 from jfi.modules.table_rows import TableRows
 from jfi.ops.gather_rows import bound_ids, check_indices

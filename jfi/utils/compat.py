@@ -28,7 +28,6 @@ PyTorch:
     torch.nn.Module._forward_pre_hooks           likewise
     torch.nn.Module._modules                     modules named like attributes of nn.ModuleDict: a feature "type"
     torch.nn.Module._parameters                  reads parameters of stacked attention without nn.Module.__getattr__
-    torch.Tensor._version                        sees that a gradient was written: averages of gradients
     torch.optim.Optimizer._warned_capturable_if_run_uncaptured    silences the warning for steps before a capture
     torch.distributed._shard.metadata.ShardMetadata    where the rows of a table lie: sharded tables
     torch.distributed._shard.sharded_tensor.ShardedTensor    TorchRec's type of a sharded table: pretrained tables

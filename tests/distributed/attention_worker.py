@@ -295,7 +295,7 @@ def shard(model: SequenceDLRM, case: Case, data_parallel: bool = True) -> nn.Mod
 
 
 class StandInGraphs:
-    """Runs the step on buffers with room, at a replay as before it."""
+    """Runs the step on padded buffers, at a replay as before it."""
 
     def reset(self) -> None: ...
 
