@@ -154,8 +154,6 @@ def step(row: dict) -> str:
 def read_by_id(row: dict) -> str:
     """Kernels of look-up and attention, and of a whole step, each with the share that the least bytes would take."""
     text = f"{microseconds(row['kernel_forward_us'])} ({row['efficiency_forward']:.2f})"
-    if "over_float16" in row:
-        return f"{text}   {row['over_float16']:.2f} of float16's time"
     both = f"{microseconds(row['kernel_forward_backward_us'])} ({row['efficiency_forward_backward']:.2f})"
     text += f" | {both}   {row['peak_mb']:.0f} MB"
     for peer in ("fbgemm", "fbgemm_bfloat16"):

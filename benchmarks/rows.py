@@ -11,8 +11,6 @@ Times are those of kernels, by replaying a CUDA graph: forward without gradients
 - forward: ids, the row of each event in the table's dtype, queries and output;
 - backward and update: ids and rows again, queries, the output's gradient and the queries'; the gradient of each event's
   row, written and read in bfloat16; each distinct row and its state, read and written.
-
-Tables of 8-bit rows take no gradient: their forward is beside that of float16 rows of the same width.
 """
 
 import gc
@@ -36,7 +34,6 @@ from jfi.ops import target_attention
 SETS = 2  # of ids and queries; a table is several times larger than any cache
 LEARNING_RATE, EPS = 0.1, 1e-8
 JFI, FLOAT32, BFLOAT16 = "jfi", "fbgemm + jfi, float32", "fbgemm + jfi, bfloat16"
-INT8, FLOAT16 = "jfi, 8-bit rows", "jfi, float16 rows"
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class RowsShape(Shape):
     Args:
         mean: events of a history.
         rows: of the table.
-        table: its dtype: "float32", "float16", or "int8", rows as fbgemm packs them.
+        table: its dtype: "float32" or "float16".
         ids: "uniform" or "zipf", the law of the events' ids.
     """
 
@@ -101,13 +98,9 @@ def make_inputs(shape: RowsShape, seed: int, device: torch.device) -> Inputs:
 
 
 def make_table(shape: RowsShape, device: torch.device) -> Tensor:
-    """[rows, D]; of "int8" uint8 [rows, D + 8]: numbers, then scale and bias in float32."""
+    """Returns the table, [rows, D]."""
     torch.manual_seed(0)
-    if shape.table != "int8":
-        return random((shape.rows, shape.D), shape.table, device)
-    numbers = torch.randint(256, (shape.rows, shape.D), dtype=torch.uint8, device=device)
-    scale = torch.empty(shape.rows, 1, device=device).uniform_(0.005, 0.015)
-    return torch.cat([numbers, scale.view(torch.uint8), (-128 * scale).view(torch.uint8)], dim=1)
+    return random((shape.rows, shape.D), shape.table, device)
 
 
 class ById:
@@ -193,21 +186,6 @@ class ByFbgemm:
         return out.to(DTYPES[self.shape.dtype])
 
 
-class ByIndices:
-    """Rows that target attention reads by id from a tensor: forward only."""
-
-    def __init__(self, shape: RowsShape, table: Tensor) -> None:
-        self.shape = shape
-        self.table = table if table.dtype == torch.uint8 else table.unsqueeze(1)
-
-    def prepare(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        return inputs.ids, inputs.offsets
-
-    def attend(self, query: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
-        ids, offsets = batch
-        return target_attention(query, self.table, indices=ids, offsets=offsets, max_seqlen=self.shape.N)
-
-
 #: In the order in which they run: the first is what the others are compared with.
 WAYS: dict[str, Callable[[RowsShape, Tensor], object]] = {
     FLOAT32: partial(ByFbgemm, dtype="float32"),
@@ -254,7 +232,7 @@ def worst(found: tuple[Tensor, ...], truth: tuple[Tensor, ...]) -> float:
 def floor_bytes(shape: RowsShape, inputs: Inputs) -> tuple[int, int]:
     """The fewest of the forward, and of backward and update; see the module's docstring."""
     events, ids = len(inputs.ids), inputs.ids.nbytes
-    row = shape.D + 8 if shape.table == "int8" else shape.D * DTYPES[shape.table].itemsize
+    row = shape.D * DTYPES[shape.table].itemsize
     gradients = events * shape.D * DTYPES[shape.dtype].itemsize
     distinct, state = inputs.ids.unique().numel(), 4
     read = ids + events * row
@@ -264,7 +242,7 @@ def floor_bytes(shape: RowsShape, inputs: Inputs) -> tuple[int, int]:
     )
 
 
-def times(row: dict, make: Callable[[], object], sets: list[Inputs], floors: tuple[float, float], trains: bool) -> None:
+def times(row: dict, make: Callable[[], object], sets: list[Inputs], floors: tuple[float, float]) -> None:
     """Fills in the times; `make` is called on the stream that captures, where a backward's forward has to be."""
 
     def calls(of: Callable) -> Callable[[], list[measure.Call]]:
@@ -276,10 +254,9 @@ def times(row: dict, make: Callable[[], object], sets: list[Inputs], floors: tup
 
     row["kernel_forward_us"] = measure.kernel_us(calls(forward))
     row["efficiency_forward"] = floors[0] / row["kernel_forward_us"]
-    if trains:
-        row["kernel_forward_backward_us"] = measure.kernel_us(calls(step))
-        row["efficiency_forward_backward"] = sum(floors) / row["kernel_forward_backward_us"]
-        row["peak_mb"] = measure.peak_mb(step(make(), sets[0]))
+    row["kernel_forward_backward_us"] = measure.kernel_us(calls(step))
+    row["efficiency_forward_backward"] = sum(floors) / row["kernel_forward_backward_us"]
+    row["peak_mb"] = measure.peak_mb(step(make(), sets[0]))
 
 
 def release(device: torch.device) -> None:
@@ -297,11 +274,9 @@ def run(case: RowsCase, device: torch.device, seconds: float, rates: Rates) -> I
     columns = {"headline": True, **shape_columns(shape), "S": len(sets[0].ids)}
     columns |= {"distinct_rows": sets[0].ids.unique().numel()}
     columns |= {"floor_forward_us": floors[0]}
-    measured = _quantized if shape.table == "int8" else _trained
-    if shape.table != "int8":
-        columns |= {"floor_backward_us": floors[1], "floor_forward_backward_us": sum(floors)}
+    columns |= {"floor_backward_us": floors[1], "floor_forward_backward_us": sum(floors)}
     with torch.autograd.set_multithreading_enabled(False):  # as `jfi.training` trains
-        for row in measured(shape, table, sets, floors):
+        for row in _trained(shape, table, sets, floors):
             release(device)
             yield {"case": case.name, **columns, **row}
 
@@ -344,7 +319,7 @@ def _trained(shape: RowsShape, table: Tensor, sets: list[Inputs], floors: tuple[
             if _check(row, found, tuple(truth), TOLERANCE[shape.dtype], FLOAT32):
                 del found
                 release(table.device)
-                times(row, lambda: way(shape, table), sets, floors, trains=True)
+                times(row, lambda: way(shape, table), sets, floors)
 
         _attempt(row, measured)
         release(table.device)
@@ -358,33 +333,6 @@ def _trained(shape: RowsShape, table: Tensor, sets: list[Inputs], floors: tuple[
     return [rows[JFI], rows[FLOAT32], rows[BFLOAT16]]
 
 
-def _quantized(shape: RowsShape, table: Tensor, sets: list[Inputs], floors: tuple[float, float]) -> list[dict]:
-    """8-bit rows and the same in float16; both are compared with the rows in float32, read beforehand."""
-    numbers, (scale, bias) = table[:, : shape.D], table[:, shape.D :].contiguous().view(torch.float32).split(1, 1)
-    dense = numbers[sets[0].ids].float() * scale[sets[0].ids] + bias[sets[0].ids]
-    inputs = {"offsets": sets[0].offsets, "max_seqlen": shape.N}
-    truth = target_attention(sets[0].query.float(), dense.unsqueeze(1), **inputs)
-    del dense
-    half = floor_bytes(replace(shape, table="float16"), sets[0])[0] / floor_bytes(shape, sets[0])[0]
-    rows = {}
-    for name, own_floor in ((INT8, floors[0]), (FLOAT16, floors[0] * half)):
-        row = rows[name] = {"implementation": name, "ours": name == INT8, "floor_forward_us": own_floor}
-        own = table if name == INT8 else torch.addcmul(bias, numbers, scale).half()
-
-        def measured(row: dict = row, own: Tensor = own, own_floor: float = own_floor) -> None:
-            found = forward(ByIndices(shape, own), sets[0])().float()
-            if _check(row, (found,), (truth,), TOLERANCE[shape.dtype], "float32 rows"):
-                times(row, lambda: ByIndices(shape, own), sets, (own_floor, 0.0), trains=False)
-
-        _attempt(row, measured)
-        release(table.device)
-    if rows[INT8]["status"] == rows[FLOAT16]["status"] == "ok":
-        for row in rows.values():
-            row["over_float16"] = row["kernel_forward_us"] / rows[FLOAT16]["kernel_forward_us"]
-    return list(rows.values())
-
-
-#: The table of issue 17.
 USUAL = RowsShape(B=4096, N=1024, D=64)
 LONG = RowsShape(B=1024, N=8192, D=128, mean=1500, rows=4_000_000, ids="zipf")
 HEADLINES = (USUAL, replace(USUAL, ids="zipf"), LONG, replace(LONG, table="float16"))
@@ -395,8 +343,6 @@ OTHERS = (
     replace(USUAL, T=4, H=4),
     replace(USUAL, N=128, mean=20),
     replace(USUAL, B=64, N=100_000, mean=20_000),
-    replace(USUAL, table="int8"),
-    replace(LONG, table="int8"),
 )
 
 

@@ -130,15 +130,12 @@ def part_lines(cases: dict[str, dict[str, dict]]) -> list[list[str]]:
     return lines
 
 
-def rows_tables(cases: dict[str, dict[str, dict]]) -> list[list[list[str]]]:
-    """Rows by id beside fbgemm's, and 8-bit rows beside float16's; those of the two that were measured."""
+def rows_lines(cases: dict[str, dict[str, dict]]) -> list[list[str]]:
+    """Returns the table of rows by id beside fbgemm's."""
     title = "B, mean events, D; table; ids"
-    trained = [[title, "way", "floor", "kernels", "floor / kernels", "MB", "against float32: speed, MB", "bfloat16"]]
-    quantized = [[title, "way", "floor", "kernels", "floor / kernels", "over float16"]]
+    lines = [[title, "way", "floor", "kernels", "floor / kernels", "MB", "against float32: speed, MB", "bfloat16"]]
+    columns = ("forward", "forward_backward")
     for case, rows in cases.items():
-        eight_bit = any(row["table"] == "int8" for row in rows.values())
-        columns = ("forward",) if eight_bit else ("forward", "forward_backward")
-        lines = quantized if eight_bit else trained
         for name, row in rows.items():
             cells = [case, name, " \\| ".join(report.microseconds(row[f"floor_{column}_us"]) for column in columns)]
             if row["status"] != "ok":
@@ -146,16 +143,13 @@ def rows_tables(cases: dict[str, dict[str, dict]]) -> list[list[list[str]]]:
                 continue
             cells.append(" \\| ".join(report.microseconds(row[f"kernel_{column}_us"]) for column in columns))
             cells.append(" \\| ".join(f"{row[f'efficiency_{column}']:.2f}" for column in columns))
-            if eight_bit:
-                lines.append([*cells, f"{row['over_float16']:.2f}" if "over_float16" in row else "-"])
-                continue
             cells.append(f"{row['peak_mb']:.0f}")
             for peer in ("fbgemm", "fbgemm_bfloat16"):
                 speeds = [row.get(f"{column}_speed_over_{peer}") for column in columns]
                 text = " \\| ".join(f"{speed:.2f}x" for speed in speeds if speed)
                 cells.append(f"{text}, {row[f'memory_over_{peer}']:.2f}x" if text else "-")
             lines.append(cells)
-    return [lines for lines in (trained, quantized) if len(lines) > 1]
+    return lines
 
 
 def training_lines(cases: dict[str, dict[str, dict]]) -> list[list[str]]:
@@ -281,7 +275,7 @@ def markdown(results: dict, brief: bool = False) -> str:
         tables = [part_lines(cases)]
         unit = results["rows"][0]["case"]
     elif suite == "rows":
-        tables = rows_tables(cases)
+        tables = [rows_lines(cases)]
         unit = "Microseconds of kernels, forward \\| forward + backward + update; MB above model and optimizer"
     elif suite == "timeline":
         tables = timeline_tables(cases)

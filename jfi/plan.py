@@ -99,10 +99,6 @@ STATISTICS_ELEMENTS = 2048
 # --- Thresholds: rows by id -------------------------------------------------------------------------------------------
 #: Tables whose rows a kernel sums, one for each aligned field.
 MOST_TABLES = 4
-#: Most query rows per key head for which the forward on 8-bit rows takes one at a time, without tensor cores; the
-#: widest row that it takes; elements and most rows of its tile.
-NUMBERS_QUERY_ROWS, NUMBERS_WIDTH = 4, 128
-NUMBERS_ELEMENTS, NUMBERS_ROWS = 4096, 64
 #: Elements of a tile of rows by id, and the warps that load it.
 GATHERED_ELEMENTS, GATHER_WARPS = 2048, 4
 #: Words that a program writes to another GPU, and its warps.
@@ -187,7 +183,7 @@ class TargetAttentionInputs(NamedTuple):
     bias_index: Tensor | None  # [S]: the row of the table
     value_scale: Tensor | None  # [S]
     second: Tensor | None  # [S, D / 2]: the right half of each row of key
-    tables: list[Tensor]  # [N, G · D], or uint8 [N, D + 8]; key is the sum of their rows, itself without memory
+    tables: list[Tensor]  # [N, G · D]; key is the sum of their rows, itself without memory
     indices: list[Tensor]  # [S] of each table
     scale: float
     max_seqlen: int | None
@@ -317,7 +313,7 @@ def ceil_div(number: int, size: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class AttentionProblem:
-    """What is known of a call whatever its lengths: the first twelve fields are those of AttentionSpec.
+    """What is known of a call whatever its lengths: the first eleven fields are those of AttentionSpec.
 
     One object per set of values, so that what follows from it is cached by identity.
     """
@@ -332,7 +328,6 @@ class AttentionProblem:
     has_value_scale: bool
     num_fields: int
     num_tables: int
-    is_quantized: bool
     precision: str
     padded_queries: int  # the power of two that covers the query rows of a key head, T · H/G; 0 where T varies
     dtype: torch.dtype
@@ -365,12 +360,6 @@ class AttentionProblem:
     def reads_halves_by_id(self) -> bool:
         """Whether rows are read by id for products of half precision, of a width that has tiles of its own."""
         return self.num_tables > 0 and self.dtype.itemsize == 2 and self.block_d <= 128
-
-    @cached_property
-    def multiplies_numbers(self) -> bool:
-        """Whether the forward multiplies the numbers of 8-bit rows, read four at a time, by one query row at a time."""
-        one = self.is_quantized and self.num_tables == 1 and self.shared_kv and self.head_dim % 4 == 0
-        return one and self.padded_queries <= NUMBERS_QUERY_ROWS and self.block_d <= NUMBERS_WIDTH
 
     @cached_property
     def most_whole_rows(self) -> int:
@@ -571,7 +560,6 @@ def plan_target_attention(x: TargetAttentionInputs, impl: str, device: Device | 
         value_scale is not None,
         1 if second is None else 2,
         len(tables),
-        bool(tables) and tables[0].dtype == torch.uint8,
         precision_of(key.dtype),
         1 << (query_rows - 1).bit_length(),
         key.dtype,
@@ -659,10 +647,7 @@ def _plan_few(
     problem: AttentionProblem, whole: bool, short: bool, whole_backward: bool, ordered: bool, block_r: int
 ) -> AttentionPlan:
     """Few query rows: one tile of them; every history row is read once."""
-    if problem.multiplies_numbers:
-        forward = _numbers_forward(problem)
-    else:
-        forward = _few_forward_whole(problem, short) if whole else _few_forward(problem)
+    forward = _few_forward_whole(problem, short) if whole else _few_forward(problem)
     options = {"BLOCK_H": power_of_two(problem.qheads_per_kvhead), "BLOCK_R": block_r}
     options |= {"WHOLE": whole_backward, "ORDERED": whole_backward and ordered}
     backward = _few_backward(problem, whole_backward, ordered, tuple(options.items()))
@@ -670,11 +655,6 @@ def _plan_few(
     if problem.num_tables:
         reason += f", by id from {problem.num_tables} table{'s' * (problem.num_tables > 1)}"
     return AttentionPlan("target_few", (forward,), (backward,), reason, problem)
-
-
-def _numbers_forward(problem: AttentionProblem) -> KernelPlan:
-    block_n = min(NUMBERS_ROWS, NUMBERS_ELEMENTS // problem.block_d)
-    return _kernel("target_attention_numbers_fwd", Split.STREAM_K, 1, block_n, 1, 1, None, 8)
 
 
 def _few_forward(problem: AttentionProblem) -> KernelPlan:
@@ -987,7 +967,6 @@ def _jagged_problem(x: JaggedAttentionInputs, device: Device) -> AttentionProble
         False,
         1,
         0,
-        False,
         precision_of(x.query.dtype),
         0,
         x.query.dtype,

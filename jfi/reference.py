@@ -200,12 +200,6 @@ def digit_attention(
     return target_attention(query, key, value, offsets, bias, scale)
 
 
-def _dequantize(rows: Tensor) -> Tensor:
-    """[S, D + 8] bytes as fbgemm packs a row, D numbers and their scale and bias in float32 -> [S, D] float32."""
-    scale, bias = rows[:, -8:].contiguous().view(torch.float32).unsqueeze(2).unbind(1)
-    return rows[:, :-8].float() * scale + bias
-
-
 def bound_ids(ids: Tensor, size: int) -> Tensor:
     """[S] -> [S]: -1 in the place of ids outside of a table of so many rows."""
     outside = ids < 0
@@ -222,7 +216,6 @@ def gather_rows(tables: tuple[Tensor, ...], indices: tuple[Tensor, ...], dtype: 
             row = table.new_zeros(index.shape[0], table.shape[1])
         else:
             row = table.index_select(0, index.clamp(min=0))
-        row = _dequantize(row) if table.dtype == torch.uint8 else row
         rows.append(row.masked_fill((index < 0).unsqueeze(1), 0))
     if len(rows) == 1:
         return rows[0].to(dtype)

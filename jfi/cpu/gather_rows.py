@@ -8,6 +8,6 @@ from jfi import reference
 
 def gather_rows(tables: tuple[Tensor, ...], indices: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
     """[N, D] and [S] a table -> [S, D], the sum; an index of -1 gives zeros."""
-    if len(tables) > 1 or tables[0].dtype == torch.uint8 or not indices[0].numel() or int(indices[0].min()) < 0:
+    if len(tables) > 1 or not indices[0].numel() or int(indices[0].min()) < 0:
         return reference.gather_rows(tables, indices, dtype)
     return torch.nn.functional.embedding(indices[0], tables[0]).to(dtype)

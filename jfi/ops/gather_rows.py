@@ -38,21 +38,7 @@ _registered = torch.library.custom_op("jfi::gather_rows", _forward, mutates_args
 
 @_registered.register_fake
 def _(tables: list[Tensor], indices: list[Tensor], dtype: torch.dtype, impl: str) -> Tensor:
-    return tables[0].new_empty(indices[0].shape[0], row_width(tables[0]), dtype=dtype)
-
-
-def row_width(table: Tensor) -> int:
-    """Numbers of a row; those of 8 bits are followed by their scale and bias in float32."""
-    return table.shape[1] - (8 if table.dtype == torch.uint8 else 0)
-
-
-def check_quantized(name: str, table: Tensor) -> None:
-    """A table of uint8 has rows as fbgemm packs them."""
-    if table.dtype == torch.uint8 and (table.dim() != 2 or table.shape[1] <= 8 or table.shape[1] % 4):
-        raise ValueError(
-            f"{name} of uint8 must be [N, D + 8] with a D that 4 divides, numbers then scale and bias in float32, "
-            f"got shape {list(table.shape)}"
-        )
+    return tables[0].new_empty(indices[0].shape[0], tables[0].shape[1], dtype=dtype)
 
 
 def _sum_on_gpu(grad: Tensor, rows: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
@@ -186,11 +172,10 @@ def gather_rows(
 
     Args:
         tables: [N, D] each, floating, all of one width D; N and the dtype may differ. A table that requires a gradient
-            gets a dense one, [N, D]. Or uint8 [N, D + 8], rows as fbgemm packs them in 8 bits: D numbers, then their
-            scale and bias in float32.
+            gets a dense one, [N, D].
         indices: [S] for each table, int32 or int64, from 0 to N - 1; -1 is a missing row, which gives zeros.
-        dtype: of the result; None means that of the first table, float32 for rows of 8 bits. Several tables are summed
-            in float32 (float64 for float64) and rounded once.
+        dtype: of the result; None means that of the first table. Several tables are summed in float32 (float64 for
+            float64) and rounded once.
         impl: "triton", "torch" (on a GPU the plain formula), or "auto": Triton for CUDA tensors except float64, PyTorch
             otherwise.
 
@@ -211,7 +196,7 @@ def gather_rows(
     """
     _check(tables, indices)
     if dtype is None:
-        dtype = torch.float32 if tables[0].dtype == torch.uint8 else tables[0].dtype
+        dtype = tables[0].dtype
     if not isinstance(dtype, torch.dtype) or dtype not in FLOATING:
         raise TypeError(f"dtype must be float32, bfloat16, float16 or float64, got {dtype}")
     for k, (table, one) in enumerate(zip(tables, indices, strict=True)):
@@ -247,12 +232,8 @@ def _check(tables: tuple[Tensor, ...], indices: tuple[Tensor, ...]) -> None:
             check_dense(name, x)
             if x.device != tables[0].device:
                 raise ValueError(f"{name} must be on the device of tables[0], {tables[0].device}, got {x.device}")
-        check_quantized(f"tables[{k}]", table)
-        same_kind = (table.dtype == torch.uint8) == (tables[0].dtype == torch.uint8)
-        if table.dtype not in (*FLOATING, torch.uint8) or not same_kind:
-            raise TypeError(
-                f"tables[{k}] must be float32, bfloat16, float16 or float64, or all uint8, got {table.dtype}"
-            )
+        if table.dtype not in FLOATING:
+            raise TypeError(f"tables[{k}] must be float32, bfloat16, float16 or float64, got {table.dtype}")
         if one.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"indices[{k}] must be int32 or int64, got {one.dtype}")
         check_dim(f"tables[{k}]", table, "[N, D]")

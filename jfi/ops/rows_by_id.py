@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from jfi.ops._checks import FLOATING, check_dense, check_dim, check_size
-from jfi.ops.gather_rows import bound_ids, check_indices, check_quantized, gather_bounded, row_width, table_gradient
+from jfi.ops.gather_rows import bound_ids, check_indices, gather_bounded, table_gradient
 from jfi.plan import MOST_TABLES
 from jfi.utils.padding import padding_state
 
@@ -24,7 +24,7 @@ class RowsById(NamedTuple):
 
     Attributes:
         rows: [S, W] of the dtype that the rows are converted to. Its values are never read and take no memory.
-        tables: [N_k, W] each, floating, contiguous; or uint8 [N_k, W + 8] of fbgemm's 8-bit rows.
+        tables: [N_k, W] each, floating, contiguous.
         indices: [S] each, int32 or int64; none is outside of its table, and -1 is a missing row, zeros.
     """
 
@@ -62,21 +62,15 @@ def rows_by_id(
         of = "indices" if len(tables) == 1 else f"indices[{k}]"
         for what, x in ((own, table), (of, index)):
             check_dense(what, x)
-        quantized = table.dtype == torch.uint8
-        if table.dtype not in (*FLOATING, torch.uint8):
-            raise TypeError(f"{own} must be floating or uint8, fbgemm's 8-bit rows, got {table.dtype}")
-        check_quantized(own, table)
-        if quantized:
-            if width is not None and row_width(table) % width:
-                raise ValueError(f"{own} of uint8 must have rows of heads of D = {width}, got {row_width(table)}")
-        else:
-            check_dim(own, table, "[N, D_x]" if width is None else "[N, G, D]")
+        if table.dtype not in FLOATING:
+            raise TypeError(f"{own} must be float32, bfloat16, float16 or float64, got {table.dtype}")
+        check_dim(own, table, "[N, D_x]" if width is None else "[N, G, D]")
         if table.shape[1:] != first.shape[1:] or table.dtype != first.dtype:
             raise ValueError(
                 f"{own} must be like {name}[0], {first.dtype} with rows of {list(first.shape[1:])}, got {table.dtype} "
                 f"with rows of {list(table.shape[1:])}"
             )
-        if width is not None and not quantized:
+        if width is not None:
             check_size(own, table.shape[2], width, "D")
         if table.device != first.device or index.device != first.device:
             raise ValueError(
@@ -93,11 +87,11 @@ def rows_by_id(
 def bounded_rows_by_id(tables: Sequence[Tensor], indices: Sequence[Tensor], dtype: torch.dtype) -> RowsById:
     """`rows_by_id` of checked arguments and of indices that `bound_ids` has returned."""
     indices = tuple([index.contiguous() for index in indices])
-    flat = tuple([table if table.dtype == torch.uint8 else table.flatten(1) for table in tables])
+    flat = tuple([table.flatten(1) for table in tables])
     if _need_gradient(flat):
         rows = _Rows.apply(dtype, indices, *flat)
     else:
-        rows = _rows_without_memory(flat[0], dtype, indices[0].shape[0], row_width(flat[0]))
+        rows = _rows_without_memory(flat[0], dtype, indices[0].shape[0], flat[0].shape[1])
     return RowsById(rows, tuple([table.detach().contiguous() for table in flat]), indices)
 
 
@@ -153,7 +147,7 @@ class _Rows(torch.autograd.Function):
     def forward(ctx, dtype: torch.dtype, indices: tuple[Tensor, ...], *tables: Tensor) -> Tensor:
         ctx.tables = [(table.shape[0], table.dtype) for table in tables]
         ctx.save_for_backward(*indices)
-        return _rows_without_memory(tables[0], dtype, indices[0].shape[0], row_width(tables[0]))
+        return _rows_without_memory(tables[0], dtype, indices[0].shape[0], tables[0].shape[1])
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:

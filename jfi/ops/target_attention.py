@@ -161,11 +161,10 @@ def target_attention(
         offsets: [B+1], int32 or int64, from 0 to S: sample b owns rows offsets[b] to offsets[b+1].
         indices: [S], int32 or int64: key is then a table [N, G, D], and event s is its row indices[s]. With a tuple of
             tables and one of as many indices an event is the sum of its rows. Tables may have another floating dtype
-            than the query, to which their rows are converted, or be uint8 [N, D + 8], rows as fbgemm packs them in 8
-            bits. Where few queries share a key head, the Triton kernels read the rows themselves and [S, G, D] is never
-            made. A table that requires a gradient gets a dense one, summed in a fixed order. An index outside the table
-            is an error on the CPU; on a GPU it is a row of zeros without a gradient, and an error in ``with
-            jfi.ops.validation():``.
+            than the query, to which their rows are converted. Where few queries share a key head, the Triton kernels
+            read the rows themselves and [S, G, D] is never made. A table that requires a gradient gets a dense one,
+            summed in a fixed order. An index outside the table is an error on the CPU; on a GPU it is a row of zeros
+            without a gradient, and an error in ``with jfi.ops.validation():``.
         key_bias: [S, H], added to the scores; -inf hides an event.  With key_bias_index a table [N, H] of any floating
             dtype.
         key_bias_index: [S], int32 or int64: the row of the table for each event.  The Triton kernels read the table

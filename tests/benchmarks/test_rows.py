@@ -10,7 +10,7 @@ from stand_ins import ENVIRONMENT
 
 from benchmarks import __main__ as main
 from benchmarks import figures, measure, readme, report, rows, table
-from benchmarks.rows import BFLOAT16, FLOAT16, FLOAT32, INT8, JFI, ById, RowsCase, RowsShape, draw_ids, make_inputs
+from benchmarks.rows import BFLOAT16, FLOAT32, JFI, ById, RowsCase, RowsShape, draw_ids, make_inputs
 from benchmarks.run import Rates
 
 CPU = torch.device("cpu")
@@ -66,18 +66,6 @@ def test_the_suite_is_run_with_the_rates_of_the_machine(monkeypatch, tmp_path, c
 
 
 @pytest.mark.slow
-def test_rows_of_8_bits_are_beside_those_of_float16(tmp_path):
-    found = measured(replace(TINY, D=16, H=2, table="int8"))
-    assert [(row["implementation"], row["status"]) for row in found] == [(INT8, "ok"), (FLOAT16, "ok")]
-    assert [row["over_float16"] for row in found] == [1, 1]
-    assert found[0]["floor_forward_us"] < found[1]["floor_forward_us"]
-    assert "1.00 of float16's time" in report.line(found[0])
-    printed = table.markdown({"environment": ENVIRONMENT, "rows": found + measured(TINY)})
-    assert f"| {INT8} | " in printed and f"| {BFLOAT16} | " in printed
-    assert figures.rows({"environment": ENVIRONMENT, "rows": found}, tmp_path) == []
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("part", range(3), ids=["output", "gradient of the queries", "table"])
 def test_a_way_that_differs_gets_no_speed(monkeypatch, part):
     own = rows.result
@@ -93,12 +81,6 @@ def test_a_way_that_differs_gets_no_speed(monkeypatch, part):
     assert fbgemm["status"] == "ok" and "kernel_forward_us" in fbgemm
     printed = table.markdown({"environment": ENVIRONMENT, "rows": [jfi, fbgemm]})
     assert f"| {JFI} | " in printed and "| wrong | - |" in printed
-
-
-def test_8_bit_rows_that_differ_get_no_speed(monkeypatch):
-    own = rows.forward
-    monkeypatch.setattr(rows, "forward", lambda way, inputs: lambda: own(way, inputs)() * 1.05)
-    assert {row["status"] for row in measured(replace(TINY, table="int8"))} == {"wrong"}
 
 
 def test_nothing_is_compared_with_a_way_that_failed(monkeypatch):

@@ -96,18 +96,15 @@ def attend_by_bucket(width: int, rows: int, longest: int | None, halves: bool, e
         target_attention.backward(out, x, out, lse, needed, plan)
 
 
-def attend_by_id(
-    dtype: torch.dtype, table_dtype: torch.dtype, width: int, count: int, longest: int | None, num_heads: int = 4
-) -> None:
-    """Forward and backward of few queries over rows of so many tables; forward alone over rows of 8 bits."""
-    quantized = table_dtype == torch.uint8
-    table = torch.zeros(50, width + 8 * quantized, dtype=table_dtype)
-    query, key = torch.randn(8, 1, num_heads, width).to(dtype), torch.zeros((), dtype=dtype).expand(800, 1, width)
+def attend_by_id(dtype: torch.dtype, table_dtype: torch.dtype, width: int, count: int, longest: int | None) -> None:
+    """Forward and backward of few queries over rows of so many tables."""
+    table = torch.zeros(50, width, dtype=table_dtype)
+    query, key = torch.randn(8, 1, 4, width).to(dtype), torch.zeros((), dtype=dtype).expand(800, 1, width)
     offsets, indices = torch.arange(0, 801, 100), [torch.zeros(800, dtype=torch.int32)] * count
     x = TargetAttentionInputs(query, key, None, offsets, *(None,) * 4, [table] * count, indices, 0.125, longest)
     plan = plan_target_attention(x, "triton", H200)
     out, lse = target_attention.forward(x, plan)
-    target_attention.backward(out, x, out, lse, (True, not quantized, False, False, False), plan)
+    target_attention.backward(out, x, out, lse, (True, True, False, False, False), plan)
 
 
 def attend_many(num_queries: int, own_values: bool) -> None:
@@ -296,13 +293,9 @@ def main() -> None:
         (half, half),
         (half, torch.float32),
         (torch.float32, torch.float32),
-        (half, torch.uint8),
     ):
         for width, count, longest in ((64, 1, None), (128, 2, 100)):
             attend_by_id(dtype, table_dtype, width, count, longest)
-    for width in (20, 64, 128):
-        for dtype in (half, torch.float32):
-            attend_by_id(dtype, torch.uint8, width, 1, None, num_heads=1)
     for num_digits, biased in ((25, True), (64, False), (100, True)):
         attend_to_digits(half, num_digits, biased, H200)
     attend_to_digits(torch.float32, 40, True, H200)

@@ -1,6 +1,5 @@
 """Rows of tables by id: against float64 loops, with dense gradients, under tracers and with bad ids."""
 
-import fbgemm_gpu  # noqa: F401  registers the operators of 8-bit rows
 import pytest
 import torch
 
@@ -48,17 +47,6 @@ def test_more_tables_than_a_launch_takes(width, impl, device):
     indices = tuple(torch.randint(-1, 9, (40,), device=device)[1:] for _ in tables)
     out = gather_rows(tables, indices, dtype=torch.float32, impl=impl)
     torch.testing.assert_close(out.cpu().double(), loop(tables, indices), rtol=1e-6, atol=1e-5)
-
-
-@pytest.mark.parametrize("impl", ["triton", "torch"])
-@pytest.mark.parametrize("width", [4, 64, 100])
-def test_rows_of_8_bits(width, impl, device):
-    packed = [torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(torch.randn(9, width)) for _ in range(2)]
-    tables = [torch.ops.fbgemm.Fused8BitRowwiseQuantizedToFloat(table) for table in packed]
-    indices = tuple(torch.randint(-1, 9, (20,), device=device) for _ in packed)
-    out = gather_rows(tuple(table.to(device) for table in packed), indices, impl=impl)
-    assert out.dtype == torch.float32
-    torch.testing.assert_close(out.cpu().double(), loop(tables, indices), rtol=1e-6, atol=1e-6)
 
 
 def test_transforms_of_torch_func_are_refused_by_name():

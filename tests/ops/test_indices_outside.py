@@ -96,19 +96,6 @@ def test_attention_to_rows_by_id(device, impl, num_queries, num_tables):
         torch.testing.assert_close(by_row.view_as(expected), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_attention_to_rows_of_8_bits(device):
-    numbers = torch.randint(256, (ROWS, WIDTH), dtype=torch.uint8, device=device)
-    tail = torch.rand(ROWS, 2, device=device)
-    table = torch.cat([numbers, tail.view(torch.uint8)], 1)
-    index, inside = indices(device)
-    dense = rows_of(numbers.float() * tail[:, :1] + tail[:, 1:], index, inside).unsqueeze(1)
-    query = torch.randn(len(LENGTHS), 1, 1, WIDTH, device=device)
-    expected = target_attention(query, dense, offsets=offsets(device), impl="torch")
-    with as_on_a_gpu(device):
-        found = target_attention(query, table, indices=index, offsets=offsets(device))
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
-
-
 @pytest.mark.parametrize("buckets", [4, 100])
 @pytest.mark.parametrize("num_queries", [1, 20])
 @pytest.mark.parametrize("max_seqlen", [None, 9])
@@ -129,19 +116,6 @@ def test_biases_are_zero(device, buckets, num_queries, max_seqlen):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
         for one, other in zip(torch.autograd.grad(found, [query, key, table], grad), gradients, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
-def test_a_bias_over_rows_of_8_bits(device):
-    numbers = torch.randint(256, (ROWS, WIDTH), dtype=torch.uint8, device=device)
-    tail = torch.rand(ROWS, 2, device=device)
-    rows, table = torch.cat([numbers, tail.view(torch.uint8)], 1), torch.randn(4, 1, device=device)
-    query = torch.randn(len(LENGTHS), 1, 1, WIDTH, device=device)
-    ids, (index, inside) = torch.randint(ROWS, (sum(LENGTHS),), device=device), indices(device, rows=4)
-    options = {"indices": ids, "offsets": offsets(device)}
-    with as_on_a_gpu(device):
-        expected = target_attention(query, rows, key_bias=rows_of(table, index, inside), **options)
-        found = target_attention(query, rows, key_bias=table, key_bias_index=index, **options)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # the latter in registers on Hopper

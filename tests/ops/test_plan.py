@@ -26,31 +26,14 @@ def explain(
     return jfi.ops.explain(jfi.ops.target_attention, *inputs, offsets=offsets, device=device, **options)
 
 
-@pytest.mark.parametrize("table", [torch.float32, HALF, torch.uint8])
+@pytest.mark.parametrize("table", [torch.float32, HALF])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_tiles_of_rows_by_id_hold_them_as_stored_and_as_they_are_multiplied(dtype, table):
     query = torch.empty(64, 1, 4, 512, dtype=dtype, device="meta")
-    tail = 8 if table == torch.uint8 else 0
-    rows = torch.empty(100, *([] if tail else [1]), 512 + tail, dtype=table, device="meta")
+    rows = torch.empty(100, 1, 512, dtype=table, device="meta")
     ids, offsets = (torch.empty(n, dtype=torch.int64, device="meta") for n in (5000, 65))
     chosen = jfi.ops.explain(jfi.ops.target_attention, query, rows, indices=ids, offsets=offsets, device=H200)
     assert chosen.problem.width_bytes == 512 * max(dtype.itemsize, table.itemsize)
-
-
-@pytest.mark.parametrize(
-    ("num_heads", "width", "value_scale", "numbers"),
-    [(1, 64, False, True), (4, 128, True, True), (8, 64, False, False), (1, 256, False, False), (1, 20, False, True)],
-)
-def test_which_kernel_multiplies_8_bit_rows(num_heads, width, value_scale, numbers):
-    query = torch.empty(64, 1, num_heads, width, dtype=HALF, device="meta")
-    rows = torch.empty(100, width + 8, dtype=torch.uint8, device="meta")
-    ids, offsets = (torch.empty(n, dtype=torch.int64, device="meta") for n in (5000, 65))
-    scale = torch.empty(5000, device="meta") if value_scale else None
-    chosen = jfi.ops.explain(
-        jfi.ops.target_attention, query, rows, indices=ids, offsets=offsets, value_scale=scale, device=H200
-    )
-    assert (chosen.forward[0].kernel == "target_attention_numbers_fwd") == numbers
-    assert chosen.backward[0].kernel == "target_attention_few_bwd"
 
 
 def test_few_query_rows_split_long_histories_and_not_short_ones():

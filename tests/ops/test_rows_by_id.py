@@ -2,7 +2,6 @@
 
 import importlib
 
-import fbgemm_gpu  # noqa: F401  registers the operators of 8-bit rows
 import pytest
 import torch
 from ops.budget import compare
@@ -11,7 +10,6 @@ from ops.test_absorbed_target_attention import problem
 
 import jfi.ops as ops
 from jfi import plan, reference
-from jfi.kernels.target_attention import launch
 from jfi.plan import H200, MOST_TABLES
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -214,86 +212,6 @@ def test_absorbed_target_attention(features, num_queries, num_tables, impl, devi
     compare(public, plain, inputs)
 
 
-def quantized(rows: int, width: int, device):
-    """A table of fbgemm's 8-bit rows, and the numbers that they stand for."""
-    packed = torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(torch.randn(rows, width))
-    return packed.to(device), torch.ops.fbgemm.Fused8BitRowwiseQuantizedToFloat(packed).to(device)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
-@pytest.mark.parametrize(
-    ("num_tables", "num_kv_heads", "width", "num_queries"),
-    [(1, 1, 64, 1), (2, 1, 20, 2), (1, 2, 16, 1), (1, 1, 20, 1), (1, 1, 16, 2), (1, 1, 16, 20)],
-)
-def test_rows_of_8_bits(num_tables, num_kv_heads, width, num_queries, dtype, impl, device):
-    offsets = offsets_of(LENGTHS, device)
-    packed, tables = zip(*(quantized(9, num_kv_heads * width, device) for _ in range(num_tables)), strict=True)
-    indices = [popular(9, EVENTS, device) for _ in range(num_tables)]
-    query = torch.randn(4, num_queries, num_kv_heads * 2, width, device=device).to(dtype)
-
-    def public(query):
-        by_id = {"indices": one_or_tuple(indices), "offsets": offsets}
-        return ops.target_attention(query, one_or_tuple(packed), **by_id, impl=impl)
-
-    def plain(query):
-        key = gathered(tables, indices, query.dtype).unflatten(1, (num_kv_heads, width))
-        return reference.target_attention(query, key, None, offsets, None, width**-0.5)
-
-    compare(public, plain, [query])
-
-
-@pytest.mark.parametrize("magnitude", [1e-12, 1.0, 1e12])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bias", [None, "by event", "by index"])
-@pytest.mark.parametrize("value_scale", [False, True])
-def test_options_beside_rows_of_8_bits(value_scale, bias, dtype, magnitude, device):
-    """Rows of any magnitude."""
-    offsets = offsets_of(LENGTHS, device)
-    packed, table = quantized(9, 2 * 16, device)
-    packed[:, -8:] = (packed[:, -8:].contiguous().view(torch.float32) * magnitude).view(torch.uint8)
-    ids = popular(9, EVENTS, device)
-    query = (torch.randn(4, 1, 4, 16, device=device) / magnitude).to(dtype)
-    buckets = torch.randint(0, 7, (EVENTS,), device=device) if bias == "by index" else None
-    event_bias = None if bias is None else torch.randn(7 if bias == "by index" else EVENTS, 4, device=device).to(dtype)
-    scale = torch.rand(EVENTS, device=device) if value_scale else None
-    options = {"indices": ids, "offsets": offsets, "key_bias_index": buckets, "value_scale": scale}
-
-    def public(query):
-        return ops.target_attention(query, packed, key_bias=event_bias, **options, impl="triton")
-
-    def plain(query):
-        key = table.to(query.dtype if query.dtype == torch.float64 else torch.float32)[ids] * magnitude
-        key = key.to(query.dtype).unflatten(1, (2, 16))
-        value = key if scale is None else key * scale[:, None, None].to(key)
-        added = event_bias if buckets is None else event_bias[buckets]
-        return reference.target_attention(query, key, value, offsets, added, 0.25)
-
-    compare(public, plain, [query])
-
-
-def launch_8_bits(query, packed, ids, offsets) -> tuple[torch.Tensor, torch.Tensor]:
-    """The kernels themselves: the operator refuses ids below 0 on a CPU."""
-    rows = query.new_zeros(()).expand(len(ids), 1, query.shape[-1])
-    tensors = (query, rows, None, offsets, *(None,) * 4, [packed], [ids])
-    return launch.forward(plan.TargetAttentionInputs(*tensors, 0.25, None))
-
-
-@pytest.mark.parametrize("lengths", [[5, 0, 270, 1, 0, 130, 64, 33], [0, 0], [600]])
-def test_an_id_below_0_is_a_row_of_zeros_of_8_bits(lengths, device):
-    offsets, events = offsets_of(lengths, device), sum(lengths)
-    packed, table = quantized(9, 16, device)
-    ids = popular(9, events, device)
-    ids[torch.rand(events, device=device) < 0.3] = -1
-    query = torch.randn(len(lengths), 1, 2, 16, device=device)
-    out, lse = launch_8_bits(query, packed, ids, offsets)
-    key = table[ids.clamp(min=0)].masked_fill((ids < 0)[:, None], 0).unsqueeze(1)
-    torch.testing.assert_close(out, reference.target_attention(query, key, None, offsets, None, 0.25))
-    with plan.override(NUMBERS_QUERY_ROWS=0):
-        of_tiles = launch_8_bits(query, packed, ids, offsets)
-    torch.testing.assert_close((out, lse), of_tiles, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("impl", IMPLS)
 def test_the_same_bits_twice(impl, device):
     offsets = offsets_of([400, 0, 900], device)
@@ -415,7 +333,7 @@ BAD = {
     "indices of floats": ({"indices": torch.zeros(5)}, "indices must be int32 or int64, got torch.float32"),
     "no tensor of indices": ({"indices": [0, 8, 3, 3, 1]}, "indices must be a Tensor, got list"),
     "no tensor": ({"key": 3}, "key must be a Tensor, got int"),
-    "integers": ({"key": torch.ones(9, 1, 8).int()}, "key must be floating or uint8, .*, got torch.int32"),
+    "integers": ({"key": torch.ones(9, 1, 8).int()}, "key must be float32, .*, got torch.int32"),
     "one table, two indices": ({"indices": TWO["indices"]}, "indices must come one to a table of key, got 2 for 1"),
     "no tables": ({"key": (), "indices": ()}, "indices must come one to a table of key, got 0 for 0"),
     "several dtypes": (
@@ -427,13 +345,6 @@ BAD = {
         r"key\[1\] must be like key\[0\], .* got torch.float32 with rows of \[1, 4\]",
     ),
     "a tuple without indices": (TWO | {"indices": None}, "key must be a Tensor where indices is None, got a tuple"),
-    "8 bits and no tail": (
-        {"key": torch.zeros(9, 8).byte()},
-        r"key of uint8 must be \[N, D \+ 8\] .* got shape \[9, 8\]",
-    ),
-    "8 bits, odd": ({"key": torch.zeros(9, 17).byte()}, r"key of uint8 must be \[N, D \+ 8\] .* got shape \[9, 17\]"),
-    "8 bits, by head": ({"key": torch.zeros(9, 1, 16).byte()}, r"key of uint8 must be \[N, D \+ 8\] .* \[9, 1, 16\]"),
-    "8 bits, width": ({"key": torch.zeros(9, 20).byte()}, "key of uint8 must have rows of heads of D = 8, got 12"),
 }
 
 

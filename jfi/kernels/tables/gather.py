@@ -26,7 +26,6 @@ def gather_rows_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     NUM_TABLES: tl.constexpr,
-    QUANTIZED: tl.constexpr,
     ADDS: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
@@ -37,7 +36,7 @@ def gather_rows_kernel(
     cols = tl.arange(0, BLOCK_D)
     indices = (index_0, index_1, index_2, index_3)
     dtype = tl.float32 if ADDS else out_ptr.dtype.element_ty
-    x = rows.load_rows_by_id(tables, indices, first, at, cols, mask, dtype, D, D, BLOCK_D, NUM_TABLES, QUANTIZED)
+    x = rows.load_rows_by_id(tables, indices, first, at, cols, mask, dtype, D, D, BLOCK_D, NUM_TABLES)
     to = out_ptr + first * D + at[:, None] * D + cols[None, :]
     keep = mask[:, None]
     if BLOCK_D != D:
@@ -48,9 +47,9 @@ def gather_rows_kernel(
 
 
 @cached
-def _launcher(width: int, num_tables: int, quantized: bool, adds: bool) -> Launcher:
+def _launcher(width: int, num_tables: int, adds: bool) -> Launcher:
     block_d = plan.power_of_two(width, 1)
-    constants = {"D": width, "BLOCK_D": block_d, "NUM_TABLES": num_tables, "QUANTIZED": quantized, "ADDS": adds}
+    constants = {"D": width, "BLOCK_D": block_d, "NUM_TABLES": num_tables, "ADDS": adds}
     block_s = max(plan.GATHERED_ELEMENTS // block_d, 1)
     return Launcher(gather_rows_kernel, **constants, BLOCK_S=block_s, num_warps=plan.GATHER_WARPS)
 
@@ -59,19 +58,18 @@ def gather_rows(tables: tuple[Tensor, ...], indices: tuple[Tensor, ...], dtype: 
     """[S, D] in dtype: the sum over K tables [N_k, D] of the row indices[k][s]; a negative index gives zeros.
 
     Args:
-        tables: contiguous, of floating dtypes, or all uint8 [N_k, D + 8] of quantized rows.
+        tables: contiguous, of floating dtypes.
         indices: contiguous, int32 or int64.
         dtype: of the result.
     """
-    quantized = tables[0].dtype == torch.uint8
-    width = tables[0].shape[1] - (rows.QUANTIZED_TAIL.value if quantized else 0)
+    width = tables[0].shape[1]
     out = torch.empty(indices[0].shape[0], width, dtype=dtype, device=tables[0].device)
     if not out.numel():
         return out
     for first in range(0, len(tables), plan.MOST_TABLES):
         some, ids = tables[first : first + plan.MOST_TABLES], list(indices[first : first + plan.MOST_TABLES])
         ids += [None] * (plan.MOST_TABLES - len(ids))
-        launcher = _launcher(width, len(some), quantized, first > 0)
+        launcher = _launcher(width, len(some), first > 0)
         grid = (ceil_div(out.shape[0], launcher.constants["BLOCK_S"]), 1, 1)
         launcher(grid, (tuple(some), *ids, out), (out.shape[0],))
     return out

@@ -58,9 +58,7 @@ def load_history(history, gathered, cols, n, at, mask, kv_head, dtype, SPEC: tl.
         tables, indices = gathered
         of_head = cols + kv_head * D
         TABLES: tl.constexpr = SPEC.num_tables
-        k = load_rows_by_id(
-            tables, indices, n, at, of_head, mask, dtype, STRIDE, D, SPEC.block_d, TABLES, SPEC.is_quantized
-        )
+        k = load_rows_by_id(tables, indices, n, at, of_head, mask, dtype, STRIDE, D, SPEC.block_d, TABLES)
     else:
         k = load_columns(k_ptr + n * STRIDE + kv_head * D, at, cols, mask, STRIDE, D, SPEC.block_d)
     v = k

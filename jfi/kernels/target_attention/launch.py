@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from jfi.kernels.common.launch import empty_like
-from jfi.kernels.target_attention import few_bwd, few_fwd, many_bwd, many_fwd, numbers_fwd
+from jfi.kernels.target_attention import few_bwd, few_fwd, many_bwd, many_fwd
 from jfi.plan import AttentionPlan, JaggedAttentionInputs, TargetAttentionInputs, plan_target_attention
 
 
@@ -31,11 +31,7 @@ def forward(x: TargetAttentionInputs, chosen: AttentionPlan | None = None) -> tu
     out = query.new_empty(batch, num_queries, num_heads, chosen.problem.value_dim)
     lse = query.new_empty(batch, num_queries, num_heads, dtype=torch.float32)
     if batch:
-        if chosen.forward[0].kernel == "target_attention_numbers_fwd":
-            kernels = numbers_fwd
-        else:
-            kernels = few_fwd if chosen.family == "target_few" else many_fwd
-        kernels.forward(x, chosen, out, lse)
+        (few_fwd if chosen.family == "target_few" else many_fwd).forward(x, chosen, out, lse)
     return out, lse
 
 
