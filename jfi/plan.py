@@ -12,33 +12,32 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache, cached_property
-from typing import NamedTuple
+from importlib.util import find_spec
 
 import torch
-from torch import Tensor
+
+from jfi.operands import DigitAttentionInputs, JaggedAttentionInputs, TargetAttentionInputs
 
 # --- Thresholds: stream-K ---------------------------------------------------------------------------------------------
 #: What a sample costs beside its rows, in rows.  Kernels are compiled with it.
 SAMPLE_WEIGHT = 64
 #: Shortest range of a stream-K partition, in positions: below, finding the range costs more than it balances.
-LEAST_CHUNK = 256
+MIN_CHUNK = 256
 
 # --- Thresholds: target attention -------------------------------------------------------------------------------------
 #: Query rows per key head up to which they are one tile of the least size that tensor cores take.
-FEW_QUERY_ROWS = 16
-#: Rows of that tile.
-FEW_TILE = 16
+SINGLE_TILE_ROWS = 16
 #: Up to this length, in rows and in bytes, one program handles one sample: the tail costs less than the partition
 #: search and the combine step.
-WHOLE_ROWS, WHOLE_BYTES = 512, 2**18
+PROGRAM_PER_SAMPLE_ROWS, PROGRAM_PER_SAMPLE_BYTES = 512, 2**18
 #: Longest history up to which steps of many rows would often be half empty.
 SHORT_ROWS = 384
 #: Samples per SM up to which starting with the longest saves more than finding the order costs.
-ORDERED_SAMPLES_PER_SM = 40
+LONGEST_FIRST_SAMPLES_PER_SM = 40
 #: Rows of a bias table up to which its gradient is summed in the kernel; the events of a larger one are sorted.
 TABLE_ROWS = 64
 #: Elements of all programs' table gradients up to which there is a program per sample.
-MOST_TABLE_ELEMENTS = 2**22
+MAX_TABLE_ELEMENTS = 2**22
 #: Programs per SM that the chunks of the kernels for many query rows are cut for.
 CHUNKED_PROGRAMS_PER_SM = 2
 #: Chunks are a multiple of this, so that all but a sample's last consist of full tiles.
@@ -46,22 +45,20 @@ CHUNK_MULTIPLE = 128
 #: A chunk longer than any sample: nothing is split.
 UNSPLIT = 2**30
 #: Bytes of the widest row that fits a tile, and up to which tiles leave shared memory for 3xTF32.
-MOST_WIDTH_BYTES, MOST_WIDTH_BYTES_TF32X3 = 2048, 1024
+MAX_WIDTH_BYTES, MAX_WIDTH_BYTES_TF32X3 = 2048, 1024
 #: Programs per SM that the sums of the absorbed weights' gradients are split for, and the fewest samples of a chunk.
-BATCH_PROGRAMS_PER_SM, LEAST_BATCH_CHUNK = 2, 512
+BATCH_PROGRAMS_PER_SM, MIN_BATCH_CHUNK = 2, 512
 #: Scores per sample and key head above which dense products are faster than sparse ones on a CPU.
 CPU_DENSE_SCORES = 2048
 #: Scales that PyTorch's flash attention for CPUs takes: 0 and below would not leave the -inf of hidden keys -inf, and
 #: its exponentials, exact to 20 bits, lose digits of large scores.
-CPU_FLASH_LEAST_SCALE, CPU_FLASH_MOST_SCALE = 1e-30, 1.0
+CPU_FLASH_MIN_SCALE, CPU_FLASH_MAX_SCALE = 1e-30, 1.0
 
 # --- Thresholds: attention over digits --------------------------------------------------------------------------------
-#: Digits of 2 bits in an int32 word.
-DIGITS_PER_WORD = 16
 #: Most digits of an event that fit a tile, and the registers of a warp.
-MOST_DIGITS, MOST_REGISTER_DIGITS = 512, 128
+MAX_DIGITS, MAX_REGISTER_DIGITS = 512, 128
 #: Kernels in registers divide a table of biases by a scale above this, so that -inf stays far below all scores.
-DIGIT_TABLE_LEAST_SCALE = 2.0**-20
+DIGIT_TABLE_MIN_SCALE = 2.0**-20
 
 # --- Thresholds: target attention as jagged attention -----------------------------------------------------------------
 #: Tiles of 64 query rows per SM from which every SM has work though no history is split.
@@ -84,31 +81,24 @@ SM90_TAPERING_SPLITS, SM90_EQUAL_SPLITS = 4, 1
 #: which read the same keys: with more tiles the end of the kernel costs less than reading them again.
 SM90_TAPERING_TILES = 8
 #: Mean keys of a split from which it costs less than it gains, and the most splits.
-SM90_SPLIT_KEYS, SM90_MOST_SPLITS = 1024, 8
+SM90_SPLIT_KEYS, SM90_MAX_SPLITS = 1024, 8
 #: The greatest score is found before it is scaled, so the scale must be positive, in float32.
-SM90_LEAST_SCALE = 1e-30
+SM90_MIN_SCALE = 1e-30
 #: Rows times heads that 32-bit row numbers count, a tile past the end included.
-SM90_MOST_ROWS = 2**31 - 256
-#: Rows of a table of biases by bucket: ages of 64 bits have no more buckets.
-MOST_BUCKETS = 64
+SM90_MAX_ROWS = 2**31 - 256
 #: Sums by query row, head and bucket that the gradient of such a table is added up from at a time, 64 MB.
-MOST_BUCKET_SUMS = 2**24
+MAX_BUCKET_SUMS = 2**24
 #: Elements of a tile of the kernel that computes log-sum-exp and Δ for the generic backward.
 STATISTICS_ELEMENTS = 2048
 
 # --- Thresholds: rows by id -------------------------------------------------------------------------------------------
 #: Tables whose rows a kernel sums, one for each aligned field.
-MOST_TABLES = 4
-#: Elements of a tile of rows by id, and the warps that load it.
-GATHERED_ELEMENTS, GATHER_WARPS = 2048, 4
-#: Words that a program writes to another GPU, and its warps.
-PUSHED_WORDS, PUSH_WARPS = 2048, 8
-#: Ids, events of a sample and events that a program partitions by owner, counts and collects; the most ranks and the
-#: most shards of a table that an id is compared with, and the most programs that partition.
-PARTITIONED_IDS, COUNTED_EVENTS, COLLECTED_EVENTS = 2048, 256, 1024
-MOST_SHARDS, MOST_PARTITIONS = 16, 8192
+MAX_TABLES = 4
+#: Ids that a program partitions by owner; the most ranks and the most shards of a table that an id is compared with,
+#: and the most programs that partition.
+PARTITIONED_IDS, MAX_SHARDS, MAX_PARTITIONS = 2048, 16, 8192
 #: Widest row that the optimizer's step takes: a warp holds several at once.
-MOST_STEPPED_WIDTH = 2048
+MAX_STEPPED_WIDTH = 2048
 
 # --- Overrides --------------------------------------------------------------------------------------------------------
 #: Number of SMs instead of the device's own; for `override`.
@@ -138,8 +128,8 @@ def override(**values: object) -> Iterator[None]:
     Plans and launchers made before are forgotten, so the first calls within the context and after it launch slowly.
 
     Args:
-        values: constants of this module by name, such as ``LEAST_CHUNK=128``, ``NUM_SMS=2`` or
-            ``TARGET_FAMILY="target_many"``.
+        values: constants of this module by name, such as ``MIN_CHUNK=128``, ``NUM_SMS=2`` or
+            ``TARGET_FAMILY="target_multi_tile"``.
     """
     constants = globals()
     unknown = [name for name in values if not name.isupper() or name not in constants or name == "SAMPLE_WEIGHT"]
@@ -161,101 +151,6 @@ def _clear() -> None:
 
 
 # --- What a plan is made for ------------------------------------------------------------------------------------------
-class RowOptimizer(NamedTuple):
-    """The optimizer of the rows of tables, without what changes from step to step."""
-
-    name: str  # "sgd", "adagrad", "rowwise_adagrad", "adam" or "adamw"; in kernels also "sum", the gradients themselves
-    eps: float = 1e-10
-    beta1: float = 0.9
-    beta2: float = 0.999
-    weight_decay: float = 0.0
-    average: float | None = None  # decay of the moving average; None for none
-
-
-class TargetAttentionInputs(NamedTuple):
-    """The operands of `jfi.ops.target_attention` as its kernels take them; a plan reads no content."""
-
-    query: Tensor  # [B, T, H, D]
-    key: Tensor  # [S, G, D]; with `second` the left half of a row, [S, 1, D / 2]
-    value: Tensor | None  # [S, G, E]; None: value = key
-    offsets: Tensor  # [B+1]
-    bias: Tensor | None  # [S, H], or a table [N, H]
-    bias_index: Tensor | None  # [S]: the row of the table
-    value_scale: Tensor | None  # [S]
-    second: Tensor | None  # [S, D / 2]: the right half of each row of key
-    tables: list[Tensor]  # [N, G · D]; key is the sum of their rows, itself without memory
-    indices: list[Tensor]  # [S] of each table
-    scale: float
-    max_seqlen: int | None
-
-
-def is_packed(key: object) -> bool:
-    """Whether keys of jagged attention are the words of packed digits."""
-    return isinstance(key, Tensor) and key.dtype == torch.int32
-
-
-class JaggedAttentionInputs(NamedTuple):
-    """The operands of `jfi.ops.jagged_attention` as its kernels take them."""
-
-    query: Tensor  # [R, H, D]
-    key: Tensor  # [S, G, D]; or int32 [S, W], packed digits, D to an event, which all heads share
-    value: Tensor | None  # [S, G, E]; None: value = key; of packed digits [S], factors that make values of them
-    query_offsets: Tensor  # [B+1]
-    key_offsets: Tensor  # [B+1]
-    bias: Tensor | None  # [S, H]
-    edges: Tensor | None  # [R, num_buckets + 1], as `bucket_edges` makes them; a window then has no bounds of its own
-    table: Tensor | None  # [num_buckets, H], added to the scores of a bucket's keys
-    query_time: Tensor | None  # [R], of buckets by age; None of those by distance
-    key_time: Tensor | None  # [S]
-    scale: float
-    left: int | None
-    right: int | None
-    is_causal: bool  # with edges: a query sees its own position
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether key holds the digits of events."""
-        return is_packed(self.key)
-
-    @property
-    def num_kv_heads(self) -> int:
-        """G."""
-        return 1 if self.is_packed else self.key.shape[1]
-
-    @property
-    def value_dim(self) -> int:
-        """E."""
-        return self.query.shape[2] if self.value is None or self.is_packed else self.value.shape[2]
-
-    @property
-    def num_buckets(self) -> int:
-        """Buckets that the keys of a query are divided into; 0 without edges."""
-        return 0 if self.edges is None else self.edges.shape[1] - 1
-
-    @property
-    def tapers(self) -> bool:
-        """Whether later queries of a sample see more keys, and its later keys are seen by fewer queries."""
-        return self.edges is not None or self.right is not None
-
-
-class DigitAttentionInputs(NamedTuple):
-    """The operands of `jfi.ops.digit_attention` as its kernels take them."""
-
-    query: Tensor  # [B, T, H, L]
-    digits: Tensor  # [S, W] int32, or a table [N, W]
-    offsets: Tensor  # [B+1]
-    indices: Tensor | None  # [S]: the row of the table of digits
-    bias: Tensor | None  # [S, H], or a table [R, H]
-    bias_index: Tensor | None  # [S]: the row of the table of biases
-    value_scale: Tensor | None  # [S]
-    scale: float
-
-    @property
-    def num_events(self) -> int:
-        """S."""
-        return (self.digits if self.indices is None else self.indices).shape[0]
-
-
 @dataclass(frozen=True)
 class Device:
     """The properties of a device that a plan depends on.  Capability (0, 0) means a CPU or Triton's interpreter."""
@@ -286,18 +181,17 @@ def device_of(device: torch.device) -> Device:
 
 
 def interprets() -> bool:
-    """Whether the kernels run through Triton's interpreter, which takes CPU tensors."""
-    from jfi.kernels.common.primitives import INTERPRET
+    """Returns whether the kernels run through Triton's interpreter, which takes CPU tensors."""
+    from triton import knobs
 
-    return INTERPRET.value
+    return bool(knobs.runtime.interpret)
 
 
 def _has_gluon() -> bool:
     try:
-        from jfi.kernels.jagged_attention import sm90  # noqa: F401
-    except ImportError:
+        return find_spec("triton.experimental.gluon") is not None
+    except ModuleNotFoundError:
         return False
-    return True
 
 
 def power_of_two(width: int, least: int = 16, most: int | None = None) -> int:
@@ -362,9 +256,9 @@ class AttentionProblem:
         return self.num_tables > 0 and self.dtype.itemsize == 2 and self.block_d <= 128
 
     @cached_property
-    def most_whole_rows(self) -> int:
+    def max_rows_per_program(self) -> int:
         """Longest history that one program handles."""
-        return min(WHOLE_ROWS, WHOLE_BYTES // self.row_bytes)
+        return min(PROGRAM_PER_SAMPLE_ROWS, PROGRAM_PER_SAMPLE_BYTES // self.row_bytes)
 
     @cached_property
     def history_by_tma(self) -> bool:
@@ -388,12 +282,12 @@ def _problem(*values: object) -> AttentionProblem:
     """AttentionProblem(*values), one object for the same values."""
     problem = AttentionProblem(*values)
     dtype = problem.dtype
-    if problem.width_bytes > MOST_WIDTH_BYTES:
+    if problem.width_bytes > MAX_WIDTH_BYTES:
         raise ValueError(
-            f"key and value must be at most {MOST_WIDTH_BYTES // dtype.itemsize} wide for impl='triton' and {dtype}, "
+            f"key and value must be at most {MAX_WIDTH_BYTES // dtype.itemsize} wide for impl='triton' and {dtype}, "
             f"got {max(problem.head_dim, problem.value_dim)}: use impl='torch'"
         )
-    return replace(problem, precision="ieee") if problem.width_bytes > MOST_WIDTH_BYTES_TF32X3 else problem
+    return replace(problem, precision="ieee") if problem.width_bytes > MAX_WIDTH_BYTES_TF32X3 else problem
 
 
 def precision_of(dtype: torch.dtype) -> str:
@@ -474,7 +368,7 @@ class AttentionPlan:
     """What runs a call and why.  Equal decisions are one object.
 
     Attributes:
-        family: "target_few", "target_many", "jagged_sm90", "jagged_triton", "digits_triton",
+        family: "target_single_tile", "target_multi_tile", "jagged_sm90", "jagged_triton", "digits_triton",
             "digits_registers", "cpu" or "reference".
         forward, backward: the kernels, in the order of their launches.
         reason: why this family.
@@ -503,14 +397,14 @@ def _torch_plan(family: str, kernel: str, reason: str) -> AttentionPlan:
 def stream_k(rows: int, batch: int, num_sms: int, programs_per_sm: int) -> tuple[int, int]:
     """(positions of a range, number of ranges) of a line of all rows and SAMPLE_WEIGHT more for each sample."""
     line = rows + batch * SAMPLE_WEIGHT
-    chunk = max(LEAST_CHUNK, ceil_div(line, num_sms * programs_per_sm))
+    chunk = max(MIN_CHUNK, ceil_div(line, num_sms * programs_per_sm))
     return chunk, ceil_div(line, chunk)
 
 
 def split_batch(batch: int, programs: int, num_sms: int) -> tuple[int, int]:
     """(samples of a chunk, chunks) of a sum over a batch that takes so many programs per chunk."""
     most = max(1, BATCH_PROGRAMS_PER_SM * num_sms // programs)
-    chunk = max(LEAST_BATCH_CHUNK, ceil_div(ceil_div(batch, most), LEAST_BATCH_CHUNK) * LEAST_BATCH_CHUNK)
+    chunk = max(MIN_BATCH_CHUNK, ceil_div(ceil_div(batch, most), MIN_BATCH_CHUNK) * MIN_BATCH_CHUNK)
     return chunk, max(1, ceil_div(batch, chunk))
 
 
@@ -566,20 +460,22 @@ def plan_target_attention(x: TargetAttentionInputs, impl: str, device: Device | 
         tables[0].dtype if tables else None,
         device,
     )
-    if takes_events(query_rows):
-        whole = max_seqlen is not None and max_seqlen <= problem.most_whole_rows
+    if fits_single_tile(query_rows):
+        whole = max_seqlen is not None and max_seqlen <= problem.max_rows_per_program
         table_rows = 0 if bias_index is None else bias.shape[0]
-        tables_fit = table_rows > TABLE_ROWS or batch * table_rows * num_heads <= MOST_TABLE_ELEMENTS
-        ordered = batch <= ORDERED_SAMPLES_PER_SM * device.num_sms
+        tables_fit = table_rows > TABLE_ROWS or batch * table_rows * num_heads <= MAX_TABLE_ELEMENTS
+        ordered = batch <= LONGEST_FIRST_SAMPLES_PER_SM * device.num_sms
         block_r = power_of_two(table_rows) if 0 < table_rows <= TABLE_ROWS else 0
-        return _plan_few(problem, whole, whole and max_seqlen <= SHORT_ROWS, whole and tables_fit, ordered, block_r)
+        return _plan_single_tile(
+            problem, whole, whole and max_seqlen <= SHORT_ROWS, whole and tables_fit, ordered, block_r
+        )
     aligned = (query.data_ptr() | key.data_ptr() | (0 if value is None else value.data_ptr())) % 16 == 0
     refusal = _jagged_refusal(problem, batch, query_rows, num_keys, scale, aligned)
     if refusal is None:
         return _plan_sm90(problem, _is_short(problem, batch, num_keys), False, Split.TILE_SCHEDULER, 1)
-    forced = "TARGET_FAMILY is not target_few" if query_rows <= FEW_QUERY_ROWS else None
-    reason = forced or f"more than {FEW_QUERY_ROWS} query rows per key head"
-    return _plan_many(problem, aligned and 0 < num_keys < 2**31, f"{reason}, and not jagged attention: {refusal}")
+    forced = "TARGET_FAMILY is not target_single_tile" if query_rows <= SINGLE_TILE_ROWS else None
+    reason = forced or f"more than {SINGLE_TILE_ROWS} query rows per key head"
+    return _plan_multi_tile(problem, aligned and 0 < num_keys < 2**31, f"{reason}, and not jagged attention: {refusal}")
 
 
 def plan_absorbed_target_attention(
@@ -605,12 +501,12 @@ def _with_absorbed_weights(attention: AttentionPlan, in_kernel: bool) -> Attenti
     return replace(attention, forward=forward + attention.forward, backward=attention.backward + backward)
 
 
-def takes_events(query_rows: int) -> bool:
+def fits_single_tile(query_rows: int) -> bool:
     """Whether the kernels for few query rows, so many per key head, run: they alone read bias tables and value_scale.
 
     Then key may also be the left half of the history's one head, whose right half is ``second``.
     """
-    return query_rows <= FEW_QUERY_ROWS and TARGET_FAMILY in (None, "target_few")
+    return query_rows <= SINGLE_TILE_ROWS and TARGET_FAMILY in (None, "target_single_tile")
 
 
 def _jagged_refusal(
@@ -643,24 +539,24 @@ def cpu_is_dense(scores: int, batch: int) -> bool:
 
 
 @cached
-def _plan_few(
+def _plan_single_tile(
     problem: AttentionProblem, whole: bool, short: bool, whole_backward: bool, ordered: bool, block_r: int
 ) -> AttentionPlan:
     """Few query rows: one tile of them; every history row is read once."""
-    forward = _few_forward_whole(problem, short) if whole else _few_forward(problem)
+    forward = _single_tile_forward_per_sample(problem, short) if whole else _single_tile_forward(problem)
     options = {"BLOCK_H": power_of_two(problem.qheads_per_kvhead), "BLOCK_R": block_r}
-    options |= {"WHOLE": whole_backward, "ORDERED": whole_backward and ordered}
-    backward = _few_backward(problem, whole_backward, ordered, tuple(options.items()))
-    reason = f"at most {FEW_QUERY_ROWS} query rows per key head: the history is read once"
+    options |= {"PROGRAM_PER_SAMPLE": whole_backward, "LONGEST_FIRST": whole_backward and ordered}
+    backward = _single_tile_backward(problem, whole_backward, ordered, tuple(options.items()))
+    reason = f"at most {SINGLE_TILE_ROWS} query rows per key head: the history is read once"
     if problem.num_tables:
         reason += f", by id from {problem.num_tables} table{'s' * (problem.num_tables > 1)}"
-    return AttentionPlan("target_few", (forward,), (backward,), reason, problem)
+    return AttentionPlan("target_single_tile", (forward,), (backward,), reason, problem)
 
 
-def _few_forward(problem: AttentionProblem) -> KernelPlan:
+def _single_tile_forward(problem: AttentionProblem) -> KernelPlan:
     def plan(block_n: int, warps: int, stages: int, programs: int) -> KernelPlan:
-        name = "target_attention_few_fwd"
-        return _kernel(name, Split.STREAM_K, FEW_TILE, block_n, warps, stages, None, programs)
+        name = "target_attention_single_tile_fwd"
+        return _kernel(name, Split.STREAM_K, SINGLE_TILE_ROWS, block_n, warps, stages, None, programs)
 
     if problem.width_bytes > 1024:
         return plan(16, 8, 1, 1)
@@ -676,9 +572,11 @@ def _few_forward(problem: AttentionProblem) -> KernelPlan:
     return plan(32, 4, 3, 2) if problem.shared_kv else plan(32, 2, 3, 3)
 
 
-def _few_forward_whole(problem: AttentionProblem, short: bool) -> KernelPlan:
+def _single_tile_forward_per_sample(problem: AttentionProblem, short: bool) -> KernelPlan:
     def plan(block_n: int, warps: int, stages: int) -> KernelPlan:
-        return _kernel("target_attention_few_fwd_whole", Split.SAMPLE, FEW_TILE, block_n, warps, stages)
+        return _kernel(
+            "target_attention_single_tile_fwd_per_sample", Split.SAMPLE, SINGLE_TILE_ROWS, block_n, warps, stages
+        )
 
     if problem.width_bytes == 512:
         return plan(16, 1 if problem.shared_kv else 2, 3)
@@ -686,17 +584,17 @@ def _few_forward_whole(problem: AttentionProblem, short: bool) -> KernelPlan:
         return plan(16, 1, 4)
     if problem.row_bytes <= 256:
         return plan(32, 1, 4) if problem.row_bytes <= 128 else plan(64, 2, 3)
-    split = _few_forward(problem)
+    split = _single_tile_forward(problem)
     return plan(split.block_n, split.num_warps, split.num_stages)
 
 
-def _few_backward(
+def _single_tile_backward(
     problem: AttentionProblem, whole: bool, ordered: bool, options: tuple[tuple[str, object], ...]
 ) -> KernelPlan:
     def plan(block_n: int, warps: int, stages: int, programs: int) -> KernelPlan:
         how = (Split.LONGEST_FIRST if ordered else Split.SAMPLE) if whole else Split.STREAM_K
-        tiles = (FEW_TILE, block_n, warps, stages)
-        return _kernel("target_attention_few_bwd", how, *tiles, None, 0 if whole else programs, options)
+        tiles = (SINGLE_TILE_ROWS, block_n, warps, stages)
+        return _kernel("target_attention_single_tile_bwd", how, *tiles, None, 0 if whole else programs, options)
 
     if problem.reads_halves_by_id:
         return plan(32, 1, 3, 8) if problem.block_d <= 64 else plan(32, 2, 3, 4)
@@ -714,7 +612,7 @@ def _few_backward(
 
 
 @cached
-def _plan_many(problem: AttentionProblem, aligned: bool, reason: str) -> AttentionPlan:
+def _plan_multi_tile(problem: AttentionProblem, aligned: bool, reason: str) -> AttentionPlan:
     """Many query rows: tiles of them, and chunks of long histories."""
     history_by_tma = aligned and problem.history_by_tma
     queries_by_tma = history_by_tma and problem.queries_by_tma
@@ -722,21 +620,23 @@ def _plan_many(problem: AttentionProblem, aligned: bool, reason: str) -> Attenti
     qheads_per_kvhead = problem.qheads_per_kvhead
     is_power_of_two = qheads_per_kvhead & (qheads_per_kvhead - 1) == 0
     block_h = qheads_per_kvhead if is_power_of_two else power_of_two(qheads_per_kvhead)
-    dhistory = _many_dhistory(problem, queries_by_tma, block_h)
-    dquery = _many_dquery(problem, single, history_by_tma, block_h, dhistory.block_n)
+    dhistory = _multi_tile_dhistory(problem, queries_by_tma, block_h)
+    dquery = _multi_tile_dquery(problem, single, history_by_tma, block_h, dhistory.block_n)
     backward = (dquery,) if single else (dquery, dhistory)
-    return AttentionPlan("target_many", (_many_forward(problem, history_by_tma),), backward, reason, problem)
+    return AttentionPlan(
+        "target_multi_tile", (_multi_tile_forward(problem, history_by_tma),), backward, reason, problem
+    )
 
 
-def _many(kernel: str, *tiles: int | None, programs: int, **options: object) -> KernelPlan:
+def _multi_tile(kernel: str, *tiles: int | None, programs: int, **options: object) -> KernelPlan:
     """tiles: block_m, block_n, warps, stages, registers."""
     split = Split.CHUNKS if programs else Split.TILES
     return _kernel(kernel, split, *tiles, programs_per_sm=programs, options=tuple(options.items()))
 
 
-def _many_forward(problem: AttentionProblem, by_tma: bool) -> KernelPlan:
+def _multi_tile_forward(problem: AttentionProblem, by_tma: bool) -> KernelPlan:
     def plan(*tiles: int | None) -> KernelPlan:
-        return _many("target_attention_many_fwd", *tiles, programs=CHUNKED_PROGRAMS_PER_SM, BY_TMA=by_tma)
+        return _multi_tile("target_attention_multi_tile_fwd", *tiles, programs=CHUNKED_PROGRAMS_PER_SM, BY_TMA=by_tma)
 
     if problem.width_bytes > 512:
         return plan(16, 16, 8, 1) if problem.width_bytes > 1024 else plan(16, 16, 4, 1)
@@ -748,12 +648,14 @@ def _many_forward(problem: AttentionProblem, by_tma: bool) -> KernelPlan:
     return plan(64, 64, 4, 3, None if problem.has_bias and problem.qheads_per_kvhead > 1 else 168)
 
 
-def _many_dquery(problem: AttentionProblem, single: bool, by_tma: bool, block_h: int, tile_rows: int) -> KernelPlan:
+def _multi_tile_dquery(
+    problem: AttentionProblem, single: bool, by_tma: bool, block_h: int, tile_rows: int
+) -> KernelPlan:
     """The kernel that gives dq; if it is the single one, where all query rows are in a tile, all gradients."""
 
     def plan(*tiles: int | None) -> KernelPlan:
         options = {"TILE_ROWS": 0 if single else tile_rows, "BLOCK_H": block_h, "BY_TMA": by_tma}
-        return _many("target_attention_many_dquery", *tiles, programs=CHUNKED_PROGRAMS_PER_SM, **options)
+        return _multi_tile("target_attention_multi_tile_dquery", *tiles, programs=CHUNKED_PROGRAMS_PER_SM, **options)
 
     if single:
         return plan(64, 64, 4, 3 if problem.shared_kv else 2)
@@ -769,11 +671,11 @@ def _many_dquery(problem: AttentionProblem, single: bool, by_tma: bool, block_h:
     return plan(64, 64, 4, 2, 168)
 
 
-def _many_dhistory(problem: AttentionProblem, by_tma: bool, block_h: int) -> KernelPlan:
+def _multi_tile_dhistory(problem: AttentionProblem, by_tma: bool, block_h: int) -> KernelPlan:
     """The kernel that gives dk, dv and dbias: a program per tile of history rows."""
 
     def plan(*tiles: int | None) -> KernelPlan:
-        return _many("target_attention_many_dhistory", *tiles, programs=0, BLOCK_H=block_h, BY_TMA=by_tma)
+        return _multi_tile("target_attention_multi_tile_dhistory", *tiles, programs=0, BLOCK_H=block_h, BY_TMA=by_tma)
 
     if problem.width_bytes > 512:
         return plan(16, 16, 8, 1) if problem.width_bytes > 1024 else plan(16, 16, 4, 1)
@@ -830,7 +732,7 @@ def plan_digit_attention(x: DigitAttentionInputs, impl: str, device: Device | No
     )
     table_rows = 0 if x.bias_index is None else x.bias.shape[0]
     block_r = power_of_two(table_rows) if 0 < table_rows <= TABLE_ROWS else 0
-    least_scale = DIGIT_TABLE_LEAST_SCALE if block_r else SM90_LEAST_SCALE
+    least_scale = DIGIT_TABLE_MIN_SCALE if block_r else SM90_MIN_SCALE
     return _plan_digits(problem, block_r, x.query.shape[1] == 1, None if x.scale > least_scale else least_scale)
 
 
@@ -866,17 +768,17 @@ def _plan_digits(problem: DigitProblem, block_r: int, one_query: bool, refused_s
 def _element_tiles(problem: DigitProblem) -> tuple[int | None, ...]:
     """block_m, block_n, warps, stages, registers, programs per SM."""
     if problem.block_l * problem.dtype.itemsize <= 128:
-        return (FEW_TILE, 64, 1, 2, None, 8)
-    return (FEW_TILE, 32 if problem.block_l <= 128 else 16, 1 if problem.block_l <= 64 else 4, 2, None, 8)
+        return (SINGLE_TILE_ROWS, 64, 1, 2, None, 8)
+    return (SINGLE_TILE_ROWS, 32 if problem.block_l <= 128 else 16, 1 if problem.block_l <= 64 else 4, 2, None, 8)
 
 
 def _register_tiles(problem: DigitProblem) -> tuple[int | None, ...]:
     """As `_element_tiles`: as many programs of one warp as find registers at once."""
     if problem.num_words > 4:
-        return (FEW_TILE, 32, 1, 1, None, 8)
+        return (SINGLE_TILE_ROWS, 32, 1, 1, None, 8)
     if problem.num_words > 2 or problem.has_bias or problem.has_value_scale or problem.by_id:
-        return (FEW_TILE, 64, 1, 1, None, 8)
-    return (FEW_TILE, 64, 1, 1, 168, 12)
+        return (SINGLE_TILE_ROWS, 64, 1, 1, None, 8)
+    return (SINGLE_TILE_ROWS, 64, 1, 1, 168, 12)
 
 
 def _registers_refusal(problem: DigitProblem, refused_scale: float | None) -> str | None:
@@ -887,8 +789,8 @@ def _registers_refusal(problem: DigitProblem, refused_scale: float | None) -> st
         return "no Hopper GPU or no Gluon"
     if problem.dtype.itemsize != 2:
         return f"{problem.dtype} is not half precision"
-    if problem.num_digits > MOST_REGISTER_DIGITS:
-        return f"more than {MOST_REGISTER_DIGITS} digits"
+    if problem.num_digits > MAX_REGISTER_DIGITS:
+        return f"more than {MAX_REGISTER_DIGITS} digits"
     return None if refused_scale is None else f"scale is at most {refused_scale}"
 
 
@@ -936,8 +838,8 @@ def cpu_flash_refusal(x: JaggedAttentionInputs) -> str | None:
         return "it takes no times"
     if x.value_dim != x.query.shape[2]:
         return "keys and values differ in width"
-    if not CPU_FLASH_LEAST_SCALE < x.scale <= CPU_FLASH_MOST_SCALE:
-        return f"scale is not above {CPU_FLASH_LEAST_SCALE} and at most {CPU_FLASH_MOST_SCALE}"
+    if not CPU_FLASH_MIN_SCALE < x.scale <= CPU_FLASH_MAX_SCALE:
+        return f"scale is not above {CPU_FLASH_MIN_SCALE} and at most {CPU_FLASH_MAX_SCALE}"
     if x.left is None and x.right is None:
         return None
     if x.left is not None or x.right != 0:
@@ -986,10 +888,10 @@ def sm90_refusal(problem: AttentionProblem, query_rows: int, num_keys: int, scal
     refusal = _sm90_refusal(problem)
     if refusal is not None:
         return refusal
-    if not scale > SM90_LEAST_SCALE:
-        return f"scale is at most {SM90_LEAST_SCALE}"
-    if max(query_rows, num_keys * problem.num_kv_heads) >= SM90_MOST_ROWS:
-        return f"rows · heads are at least {SM90_MOST_ROWS}"
+    if not scale > SM90_MIN_SCALE:
+        return f"scale is at most {SM90_MIN_SCALE}"
+    if max(query_rows, num_keys * problem.num_kv_heads) >= SM90_MAX_ROWS:
+        return f"rows · heads are at least {SM90_MAX_ROWS}"
     return None if aligned else "a tensor does not begin at a multiple of 16 bytes, as TMA needs"
 
 
@@ -1024,7 +926,7 @@ def _sm90_work(
     programs = problem.device.num_sms * kernel.programs_per_sm
     by_tile = tapers and tiles > 1 and samples * tiles <= SM90_TAPERING_TILES * programs
     aim = (SM90_TAPERING_SPLITS if tapers else SM90_EQUAL_SPLITS) * programs
-    most = min(aim // (samples * tiles), num_keys // (max(batch, 1) * SM90_SPLIT_KEYS), SM90_MOST_SPLITS)
+    most = min(aim // (samples * tiles), num_keys // (max(batch, 1) * SM90_SPLIT_KEYS), SM90_MAX_SPLITS)
     num_splits = 1 << max(most, 1).bit_length() - 1 if SM90_SPLITS is None else SM90_SPLITS
     return Split.TAPERING if by_tile else Split.TILE_SCHEDULER, num_splits
 

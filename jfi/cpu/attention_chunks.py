@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from jfi.cpu.batches import MAX_TOTAL, MIN_TOTAL, Rows, Shapes, is_exact, widen
-from jfi.plan import MOST_BUCKETS, JaggedAttentionInputs
+from jfi.operands import MAX_BUCKETS, JaggedAttentionInputs
 from jfi.reference import unpack_digits
 
 #: The most queries of a chunk: more meet more keys that are hidden, fewer read keys more often.
@@ -47,7 +47,7 @@ def keys_and_values(x: JaggedAttentionInputs, keys: Rows) -> tuple[Tensor, Tenso
 def _visible(x: JaggedAttentionInputs) -> tuple[Tensor, Tensor]:
     """Returns which key of its sample each query sees first, and the one after its last: [R] int64."""
     if x.edges is not None:
-        begin, end = x.edges[:, -1].long(), x.edges[:, 0].long() >> MOST_BUCKETS.bit_length() - 1
+        begin, end = x.edges[:, -1].long(), x.edges[:, 0].long() >> MAX_BUCKETS.bit_length() - 1
         return begin, torch.maximum(end, begin)
     counts, num_keys = x.query_offsets.long().diff(), x.key_offsets.long().diff()
     end = num_keys.repeat_interleave(counts)
@@ -64,7 +64,7 @@ def _batches(x: JaggedAttentionInputs) -> Iterator["_Batch"]:
     runs = None
     if x.table is not None:
         # A query's keys before those it sees, of each bucket from the oldest on, and after those it sees less all keys.
-        ends = torch.maximum((x.edges[:, :-1] >> MOST_BUCKETS.bit_length() - 1).flip(1), x.edges[:, -1:])
+        ends = torch.maximum((x.edges[:, :-1] >> MAX_BUCKETS.bit_length() - 1).flip(1), x.edges[:, -1:])
         runs = torch.cat([x.edges[:, -1:], ends.diff(dim=1, prepend=x.edges[:, -1:]), -ends[:, -1:]], 1)
     query_offsets, key_offsets = x.query_offsets.long(), x.key_offsets.long()
     counts = query_offsets.diff()

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from jfi.cpu.batches import Rows, Shapes
-from jfi.plan import MOST_BUCKETS
+from jfi.operands import MAX_BUCKETS
 
 #: Padding a batch of samples up to this many pairs of query and key costs less than another batch.
 PADDED_PAIRS = 2**13
@@ -45,7 +45,7 @@ def bucket_edges(
     # The bucket of the key before an edge: as many as there are inner edges not before that.
     descending = inner.neg().contiguous()
     buckets = torch.searchsorted(descending, edges.neg().contiguous(), right=True)
-    edges = edges * MOST_BUCKETS + torch.where(edges > 0, buckets, 0)
+    edges = edges * MAX_BUCKETS + torch.where(edges > 0, buckets, 0)
     return torch.cat([edges, begin[:, None]], 1).int()
 
 

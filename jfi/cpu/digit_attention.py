@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from jfi.cpu import target_attention
-from jfi.plan import DigitAttentionInputs
+from jfi.operands import DigitAttentionInputs
 from jfi.reference import unpack_digits
 
 _EVENTS = 2**15

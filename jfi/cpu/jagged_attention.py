@@ -16,7 +16,8 @@ from torch import Tensor
 from jfi.cpu import attention_chunks
 from jfi.cpu.attention_chunks import keys_and_values
 from jfi.cpu.batches import Rows, Shapes
-from jfi.plan import JaggedAttentionInputs, cpu_flash_refusal
+from jfi.operands import JaggedAttentionInputs
+from jfi.plan import cpu_flash_refusal
 from jfi.utils.compat import flash_attention_for_cpu, flash_attention_for_cpu_backward
 
 #: The most elements of a batch of samples: 1 MB of float32, so that it stays in the L2 cache.

@@ -8,16 +8,12 @@ million.
 
 import math
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jfi.plan import RowOptimizer
-
-if TYPE_CHECKING:
-    from jfi.ops.step_rows import SortedRows
+from jfi.operands import RowOptimizer, SortedRows
 
 #: Elements of a table that are stepped together.
 _BLOCK = 2**17
@@ -26,7 +22,7 @@ _BLOCK = 2**17
 def step_rows(
     tables: list[Tensor],
     states: list[tuple[Tensor, ...]],
-    sorted_rows: "SortedRows",
+    sorted_rows: SortedRows,
     grads: list[Tensor | None],
     sizes: list[int],
     optimizer: RowOptimizer,

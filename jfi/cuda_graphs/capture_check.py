@@ -24,7 +24,7 @@ from jfi.modules import (
     SemanticIDEmbedding,
 )
 from jfi.modules.sequence_configs import FeatureGroup
-from jfi.plan import FEW_QUERY_ROWS, TABLE_ROWS
+from jfi.plan import SINGLE_TILE_ROWS, TABLE_ROWS
 
 _MANAGED = ManagedCollisionEmbeddingCollection, ManagedCollisionEmbeddingBagCollection
 
@@ -93,8 +93,8 @@ def _why_group_not(layer: JaggedFeatureInteraction, group: FeatureGroup, spread:
     if len(features) > 1 and not spread.issuperset(features):
         return f"the features {names} are read in one launch, with the padding between them"
     rows = layer.num_queries * layer.num_heads
-    if rows > FEW_QUERY_ROWS:
-        return f"'{names}' has {rows} query rows; kernels for more than {FEW_QUERY_ROWS} take no padding"
+    if rows > SINGLE_TILE_ROWS:
+        return f"'{names}' has {rows} query rows; kernels for more than {SINGLE_TILE_ROWS} take no padding"
     if sum(feature.num_buckets for feature in group.features) > TABLE_ROWS:
         return f"the bias of '{names}' has more than {TABLE_ROWS} buckets, and then a gradient by event"
     return None

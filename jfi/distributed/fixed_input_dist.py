@@ -312,7 +312,7 @@ def collect(arrived: Tensor, lengths: Tensor, padding: Tensor, num_ranks: int, c
     """
     slots = arrived.size(0) // num_ranks
     ends = lengths.view(num_ranks, -1).sum(1).cumsum(0)
-    if arrived.is_cuda and num_ranks <= kernels.plan.MOST_SHARDS:
+    if arrived.is_cuda and num_ranks <= kernels.plan.MAX_SHARDS:
         return kernels.collect(arrived, ends, padding, slots, capacity)
     index = torch.arange(capacity, device=ends.device)
     source = torch.searchsorted(ends, index, right=True).clamp_(max=num_ranks - 1)

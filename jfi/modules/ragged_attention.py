@@ -20,8 +20,8 @@ from jfi.modules.events import Events, is_by_pair
 from jfi.modules.projections import linear
 from jfi.modules.sequence_configs import Bias, TimeBias
 from jfi.modules.table_rows import join_words
+from jfi.operands import MAX_BUCKETS
 from jfi.ops import absorb_weights, jagged_attention, jagged_softmax
-from jfi.plan import MOST_BUCKETS
 from jfi.utils.padding import padding_state
 
 
@@ -120,7 +120,7 @@ def _attend(
         if isinstance(bias, TimeBias):
             options["time_bias"] = tables[f]
         else:  # distances begin at 1, and the operator's row 0 is for 0; none reaches bucket 63
-            options["position_bias"] = F.pad(tables[f][: MOST_BUCKETS - 1], (0, 0, 1, 0))
+            options["position_bias"] = F.pad(tables[f][: MAX_BUCKETS - 1], (0, 0, 1, 0))
         attended.append(
             jagged_attention(
                 queries[f],

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from jfi.plan import MOST_BUCKETS
+from jfi.operands import MAX_BUCKETS
 from jfi.utils.arguments import MAX_LAYERS, MAX_ROWS, MAX_WIDTH, check_choice, check_int
 
 
@@ -75,7 +75,7 @@ class TimeBias(KeyBias):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_int("num_buckets of TimeBias", self.num_buckets, most=MOST_BUCKETS)
+        check_int("num_buckets of TimeBias", self.num_buckets, most=MAX_BUCKETS)
 
 
 Bias = PositionBias | WeightBias | KeyBias
@@ -93,7 +93,7 @@ class RelativePositionBias:
     num_buckets: int = 32
 
     def __post_init__(self) -> None:
-        check_int("num_buckets of RelativePositionBias", self.num_buckets, most=MOST_BUCKETS)
+        check_int("num_buckets of RelativePositionBias", self.num_buckets, most=MAX_BUCKETS)
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class RelativeTimeBias:
 
     def __post_init__(self) -> None:
         _check_key("key of RelativeTimeBias", self.key)
-        check_int("num_buckets of RelativeTimeBias", self.num_buckets, most=MOST_BUCKETS)
+        check_int("num_buckets of RelativeTimeBias", self.num_buckets, most=MAX_BUCKETS)
 
 
 RelativeBias = RelativePositionBias | RelativeTimeBias

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from jfi.operands import TargetAttentionInputs
 from jfi.ops._checks import (
     FLOATING,
     check_all_dense,
@@ -46,8 +47,8 @@ from jfi.ops.absorb_weights import (
 from jfi.ops.explain import explains
 from jfi.ops.gather_rows import table_bias
 from jfi.ops.rows_by_id import RowsById, fits_kernel, read_rows, rows_by_id
-from jfi.ops.target_attention import prepare_target_attention, takes_events, target_attention
-from jfi.plan import TargetAttentionInputs, plan_absorbed_target_attention
+from jfi.ops.target_attention import fits_single_tile, prepare_target_attention, target_attention
+from jfi.plan import plan_absorbed_target_attention
 from jfi.utils import compat
 from jfi.utils.context import is_traced, without_autocast
 
@@ -241,7 +242,7 @@ def _check_shapes(target: Tensor, fields: tuple[Tensor, ...], weights: tuple[Ten
 def _in_kernel(weights: tuple[Tensor, ...], num_heads: int, impl: str) -> tuple[int, bool]:
     """Returns T, and whether the attention's kernels read a bias by its index and a value scale."""
     num_queries = weights[0].shape[1] // weights[2].shape[1]
-    return num_queries, impl == "triton" and takes_events(num_queries * num_heads)
+    return num_queries, impl == "triton" and fits_single_tile(num_queries * num_heads)
 
 
 def _are_plain(tensors: tuple[Tensor | None, ...]) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from jfi import plan, reference
+from jfi.operands import DigitAttentionInputs
 from jfi.ops._checks import (
     check_dim,
     check_events,
@@ -29,7 +30,6 @@ from jfi.ops._digits import check_digits
 from jfi.ops._dispatch import aligned, operator, public
 from jfi.ops.explain import explains
 from jfi.ops.gather_rows import table_bias
-from jfi.plan import DigitAttentionInputs
 
 
 def _forward(
@@ -205,9 +205,9 @@ def prepare_digit_attention(
     check_offsets("offsets", offsets, events.shape[0], "digits" if indices is None else "indices", query, batch)
     impl = check_impl(impl, query)
     scale = check_scale(scale, num_digits)
-    if impl == "triton" and num_digits > plan.MOST_DIGITS:
+    if impl == "triton" and num_digits > plan.MAX_DIGITS:
         raise ValueError(
-            f"query must have at most {plan.MOST_DIGITS} digits for impl='triton', got {num_digits}: use impl='torch'"
+            f"query must have at most {plan.MAX_DIGITS} digits for impl='triton', got {num_digits}: use impl='torch'"
         )
     if key_bias_index is not None and impl == "torch":
         key_bias, key_bias_index = table_bias(key_bias, key_bias_index).to(query.dtype), None

@@ -55,7 +55,7 @@ def explain(operator: Callable, /, *args: object, device: Device | None = None, 
         'cpu'
         >>> plan = jfi.ops.explain(jfi.ops.target_attention, query, history, offsets=offsets, device=H200)
         >>> plan.family, plan.forward[0].kernel
-        ('target_few', 'target_attention_few_fwd')
+        ('target_single_tile', 'target_attention_single_tile_fwd')
     """
     if operator not in _planners:
         known = ", ".join(x.__name__ for x in _planners)

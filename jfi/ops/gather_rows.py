@@ -17,7 +17,7 @@ from jfi import reference
 from jfi.ops._checks import FLOATING, check_dense, check_dim, check_impl, check_size, may_read
 from jfi.ops._dispatch import PLAIN, flat_arguments, operator, public
 from jfi.ops.step_rows import sort_rows
-from jfi.plan import MOST_STEPPED_WIDTH, interprets
+from jfi.plan import MAX_STEPPED_WIDTH, interprets
 from jfi.utils import compat
 from jfi.utils.context import is_traced
 
@@ -57,7 +57,7 @@ _sum_rows = operator("table_gradient", _sum_on_gpu, _gradient_like)
 def table_gradient(grad: Tensor, indices: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
     """[N, D], of events' gradients [S, D]: each row's are summed in a fixed order, in float32 or float64."""
     places = torch.where(indices < 0, rows, indices)
-    if grad.is_cuda and grad.dtype != torch.float64 and grad.shape[1] <= MOST_STEPPED_WIDTH:
+    if grad.is_cuda and grad.dtype != torch.float64 and grad.shape[1] <= MAX_STEPPED_WIDTH:
         return _sum_rows(grad, places, rows, dtype)
     wide = grad if grad.dtype == torch.float64 else grad.float()
     return torch.ops.aten.embedding_dense_backward(wide, places, rows + 1, -1, False)[:rows].to(dtype)

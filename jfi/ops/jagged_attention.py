@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from jfi import reference
+from jfi.operands import MAX_BUCKETS, JaggedAttentionInputs, is_packed
 from jfi.ops._bucket_edges import bucket_edges
 from jfi.ops._checks import (
     check_count,
@@ -40,10 +41,10 @@ from jfi.ops._digits import check_digits
 from jfi.ops._dispatch import aligned, operator, public
 from jfi.ops.explain import explains
 from jfi.ops.rows_by_id import RowsById, read_rows, rows_by_head, rows_by_id
-from jfi.plan import MOST_BUCKETS, JaggedAttentionInputs, is_packed, plan_jagged_attention
+from jfi.plan import plan_jagged_attention
 
 #: Keys whose numbers fit 32 bits beside that of a bucket.
-MOST_KEYS = 2**31 // MOST_BUCKETS
+MOST_KEYS = 2**31 // MAX_BUCKETS
 
 
 def _forward(
@@ -69,9 +70,9 @@ def _forward(
         from jfi.cpu import jagged_attention
 
         return jagged_attention.forward(x)
-    from jfi.kernels.jagged_attention import launch
+    from jfi.kernels.jagged_attention import execute
 
-    return launch.forward(x, plan_jagged_attention(x, impl))
+    return execute.forward(x, plan_jagged_attention(x, impl))
 
 
 def _forward_fake(query, key, value, *_):
@@ -111,9 +112,9 @@ def _backward(
 
         grads = jagged_attention.backward(grad, dlse, x, out, lse, needed)
     else:
-        from jfi.kernels.jagged_attention import launch
+        from jfi.kernels.jagged_attention import execute
 
-        grads = launch.backward(grad, dlse, x, out, lse, needed, plan_jagged_attention(x, impl))
+        grads = execute.backward(grad, dlse, x, out, lse, needed, plan_jagged_attention(x, impl))
     return [x for x, need in zip(grads, needed, strict=True) if need]
 
 
@@ -388,8 +389,8 @@ def _relative_bias(time_bias: Tensor | None, position_bias: Tensor | None, num_h
         if table is not None:
             check_dim(name, table, "[N, H]")
             check_size(name, table.shape[1], num_heads, "H")
-            if not 1 <= table.shape[0] <= MOST_BUCKETS:
-                raise ValueError(f"{name} must have 1 to {MOST_BUCKETS} rows, got {table.shape[0]}")
+            if not 1 <= table.shape[0] <= MAX_BUCKETS:
+                raise ValueError(f"{name} must have 1 to {MAX_BUCKETS} rows, got {table.shape[0]}")
     return position_bias if time_bias is None else time_bias
 
 

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from jfi.operands import TargetAttentionInputs
 from jfi.ops._dispatch import operators
-from jfi.plan import TargetAttentionInputs
 
 
 def attend_to_part(inputs: TargetAttentionInputs, impl: str) -> tuple[Tensor, Tensor]:
@@ -126,9 +126,9 @@ def _kernels(width: int, dtype: torch.dtype, impl: str):
     """The module of kernels for such rows, or None."""
     if impl != "triton":
         return None
-    from jfi.kernels.target_attention import parts
+    from jfi.kernels.target_attention import partials_message
 
-    return parts if parts.takes_parts(width, dtype) else None
+    return partials_message if partials_message.fits_message(width, dtype) else None
 
 
 def _elements(dtype: torch.dtype) -> int:

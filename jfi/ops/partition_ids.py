@@ -37,7 +37,7 @@ def takes_ids(sequences: list[OwnedIds], num_ranks: int) -> bool:
     """Returns whether the kernels take these sequences: few ranks and shards, ids on a GPU."""
     shards = max([num_ranks, *[one.ranks.size(0) for one in sequences]])
     blocks = sum([one.ids.size(0) // plan.PARTITIONED_IDS + 1 for one in sequences])
-    return sequences[0].ids.is_cuda and shards <= plan.MOST_SHARDS and blocks <= plan.MOST_PARTITIONS
+    return sequences[0].ids.is_cuda and shards <= plan.MAX_SHARDS and blocks <= plan.MAX_PARTITIONS
 
 
 def partition_ids(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from jfi.ops._checks import FLOATING, check_dense, check_dim, check_size
 from jfi.ops.gather_rows import bound_ids, check_indices, gather_bounded, table_gradient
-from jfi.plan import MOST_TABLES
+from jfi.plan import MAX_TABLES
 from jfi.utils.padding import padding_state
 
 
@@ -125,7 +125,7 @@ def rows_by_head(rows: Tensor, width: int) -> Tensor:
 def fits_kernel(history: RowsById) -> bool:
     """Whether attention kernels take so many tables, of one dtype that they convert."""
     dtypes = {table.dtype for table in history.tables}
-    return len(history.tables) <= MOST_TABLES and len(dtypes) == 1 and torch.float64 not in dtypes
+    return len(history.tables) <= MAX_TABLES and len(dtypes) == 1 and torch.float64 not in dtypes
 
 
 def _need_gradient(tensors: Sequence[Tensor]) -> bool:

@@ -18,23 +18,14 @@ the k steps since a row was last stepped at once, since w was the same in all of
 step sets a = w, as torch's AveragedModel does.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
+from jfi.operands import RowOptimizer, SortedRows
 from jfi.ops._checks import check_impl
-from jfi.plan import RowOptimizer
 
 #: Rows that `flush_average` reads at a time.
 _FLUSHED = 65_536
-
-
-class SortedRows(NamedTuple):
-    """The rows that a batch has read, in ascending order; equal rows in the order of the batch."""
-
-    rows: Tensor  # [n] int32 if their number is below 2**31, else int64; padding, the number of rows, comes last
-    order: Tensor  # [n] int32, the place of each in the batch
 
 
 def sort_rows(rows: Tensor, num_rows: int) -> SortedRows:

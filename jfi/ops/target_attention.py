@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from jfi import plan, reference
+from jfi.operands import TargetAttentionInputs
 from jfi.ops._checks import (
     check_count,
     check_dim,
@@ -31,7 +32,7 @@ from jfi.ops._dispatch import aligned, operator, public
 from jfi.ops.explain import explains
 from jfi.ops.gather_rows import table_bias
 from jfi.ops.rows_by_id import RowsById, fits_kernel, read_rows, rows_by_head, rows_by_id
-from jfi.plan import TargetAttentionInputs, takes_events
+from jfi.plan import fits_single_tile
 
 
 def _on_cpu(function: Callable, *args):
@@ -58,10 +59,10 @@ def _forward(
     impl: str,
 ) -> tuple[Tensor, Tensor]:
     if impl == "triton":
-        from jfi.kernels.target_attention import launch
+        from jfi.kernels.target_attention import execute
 
         inputs = (query, key, value, offsets, bias, buckets, value_scale, second, tables, indices, scale, max_seqlen)
-        return launch.forward(TargetAttentionInputs(*inputs))
+        return execute.forward(TargetAttentionInputs(*inputs))
     from jfi.cpu import target_attention
 
     return _on_cpu(target_attention.forward, query, key, value, offsets, bias, scale)
@@ -94,10 +95,10 @@ def _backward(
 ) -> list[Tensor]:
     """The gradients of query, key, value, bias and second that are needed, in this order."""
     if impl == "triton":
-        from jfi.kernels.target_attention import launch
+        from jfi.kernels.target_attention import execute
 
         inputs = (query, key, value, offsets, bias, buckets, value_scale, second, tables, indices, scale, max_seqlen)
-        grads = launch.backward(aligned(grad), TargetAttentionInputs(*inputs), out, lse, needed)
+        grads = execute.backward(aligned(grad), TargetAttentionInputs(*inputs), out, lse, needed)
     else:
         from jfi.cpu import target_attention
 
@@ -249,7 +250,7 @@ def prepare_target_attention(
     impl = check_impl(impl, query)
     scale = check_scale(scale, width)
     check_count("max_seqlen", max_seqlen)
-    in_kernel = impl == "triton" and takes_events(query.shape[1] * num_heads // key.shape[1])
+    in_kernel = impl == "triton" and fits_single_tile(query.shape[1] * num_heads // key.shape[1])
     if key_bias_index is not None and not in_kernel:
         key_bias, key_bias_index = table_bias(key_bias, key_bias_index).to(query.dtype), None
     if by_id is not None and not (in_kernel and fits_kernel(by_id)):

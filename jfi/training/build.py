@@ -34,7 +34,7 @@ from jfi.modules import (
     TimeBias,
     WeightBias,
 )
-from jfi.plan import MOST_BUCKETS
+from jfi.operands import MAX_BUCKETS
 from jfi.training.config import ConfigError, EncoderConfig, ModelConfig, OptimizerConfig, OptimizerGroup, check_bias
 from jfi.utils import compat
 
@@ -330,4 +330,4 @@ def _bias(
     check_bias(key, bias)
     buckets = next(f.num_embeddings for f in features if f.key == bias)
     # By user the ages follow from times, of which the operator knows no more buckets.
-    return TimeBias(bias, buckets) if buckets <= MOST_BUCKETS else KeyBias(bias, buckets)
+    return TimeBias(bias, buckets) if buckets <= MAX_BUCKETS else KeyBias(bias, buckets)

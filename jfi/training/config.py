@@ -11,7 +11,7 @@ from typing import Literal
 
 from jfi.data import DataConfig
 from jfi.data.config import AGE, HISTORY
-from jfi.plan import MOST_BUCKETS
+from jfi.operands import MAX_BUCKETS
 from jfi.training.metrics import MONITORS
 from jfi.training.model_config import (
     ConfigError,
@@ -197,8 +197,8 @@ class Config:
         fits = self.encoder.num_layers == 0 or self.model.embedding_dim % self.encoder.num_heads == 0
         require(fits, "encoder.num_heads", self.encoder.num_heads, "a divisor of model.embedding_dim")
         rows, limited = self.model.num_buckets, self.encoder.relative_bias is not None
-        why = f"at most {MOST_BUCKETS} with encoder.relative_bias"
-        require(not limited or rows <= MOST_BUCKETS, "model.num_buckets", rows, why)
+        why = f"at most {MAX_BUCKETS} with encoder.relative_bias"
+        require(not limited or rows <= MAX_BUCKETS, "model.num_buckets", rows, why)
         if self.data.batching == "user":
             self._check_shared()
         frozen = [name for name, one in self.model.pretrained.items() if one.frozen]
@@ -256,5 +256,5 @@ class Config:
             require(self.encoder.causal, "encoder.causal", self.encoder.causal, f"true {why}")
             require(self.encoder.bias is None, "encoder.bias", self.encoder.bias, f"null {why}; see relative_bias")
         if HISTORY + AGE in self.model.biases() and self.model.pooling == "attention":
-            buckets, most = self.data.num_age_buckets, f"at most {MOST_BUCKETS} with data.batching: user"
-            require(buckets <= MOST_BUCKETS, "data.num_age_buckets", buckets, most)
+            buckets, most = self.data.num_age_buckets, f"at most {MAX_BUCKETS} with data.batching: user"
+            require(buckets <= MAX_BUCKETS, "data.num_age_buckets", buckets, most)

@@ -24,7 +24,7 @@ from jfi.data import DataError, InteractionDataset, load_dataset
 from jfi.data.config import AGE, HISTORY, STATISTICS
 from jfi.data.table_blocks import iterate_tables
 from jfi.data.thresholds import rules_beside
-from jfi.plan import MOST_BUCKETS
+from jfi.operands import MAX_BUCKETS
 from jfi.training.config import Config, ConfigError
 from jfi.training.distributed import World
 from jfi.training.evidence import auc_gain, gain_of_columns
@@ -84,7 +84,7 @@ def _by_size(config: Config, samples: int) -> dict[str, Any]:
     settings: dict[str, Any] = {"model.cross_layers": 2, "model.dropout": 0.1}
     settings["model.embedding_dim"] = 64 if samples >= _WIDE else 32
     if config.model.pooling == "attention":
-        by_age = config.data.batching == "sample" or config.data.num_age_buckets <= MOST_BUCKETS
+        by_age = config.data.batching == "sample" or config.data.num_age_buckets <= MAX_BUCKETS
         biases = [*([HISTORY + AGE] if by_age else []), "position"]
         settings["model.bias"] = biases[0] if config.encoder.num_layers or len(biases) == 1 else biases
     if samples < _LARGE:

@@ -39,5 +39,5 @@ def test_a_part_has_what_its_name_says():
 
 
 def test_attention_share_is_of_the_time_of_all_kernels():
-    kernels = [{"name": "target_attention_few_fwd_kernel", "us": 3.0}, {"name": "gemm", "us": 9.0}]
+    kernels = [{"name": "target_attention_single_tile_fwd_kernel", "us": 3.0}, {"name": "gemm", "us": 9.0}]
     assert attention_share(kernels) == 0.25

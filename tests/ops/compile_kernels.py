@@ -20,25 +20,16 @@ from jfi.kernels.common.launch import Launcher
 from jfi.kernels.digit_attention import launch as digit_attention
 from jfi.kernels.exchange import partition as exchange_ids
 from jfi.kernels.exchange.push import push
-from jfi.kernels.jagged_attention import launch as jagged_attention
+from jfi.kernels.jagged_attention import execute as jagged_attention
 from jfi.kernels.jagged_attention.bucket_edges import bucket_edges
 from jfi.kernels.tables import step as tables_step
 from jfi.kernels.tables.bounds import bound_ids
 from jfi.kernels.tables.gather import gather_rows
-from jfi.kernels.target_attention import launch as target_attention
-from jfi.kernels.target_attention import parts
+from jfi.kernels.target_attention import execute as target_attention
+from jfi.kernels.target_attention import partials_message
+from jfi.operands import DigitAttentionInputs, JaggedAttentionInputs, TargetAttentionInputs
 from jfi.ops.step_rows import RowOptimizer, sort_rows
-from jfi.plan import (
-    A100,
-    H200,
-    Device,
-    DigitAttentionInputs,
-    JaggedAttentionInputs,
-    TargetAttentionInputs,
-    plan_digit_attention,
-    plan_jagged_attention,
-    plan_target_attention,
-)
+from jfi.plan import A100, H200, Device, plan_digit_attention, plan_jagged_attention, plan_target_attention
 
 
 def tensors(rows: int, num_kv_heads: int, width: int) -> tuple[torch.Tensor, ...]:
@@ -112,7 +103,7 @@ def attend_many(num_queries: int, own_values: bool) -> None:
     query, key = torch.randn(8, num_queries, 1, 64).half(), torch.randn(800, 1, 64).half()
     value, bias = key.clone() if own_values else None, torch.randn(800, 1).half()
     x = TargetAttentionInputs(query, key, value, torch.arange(0, 801, 100), bias, *(None,) * 3, [], [], 0.125, None)
-    with plan.override(TARGET_FAMILY="target_many"):
+    with plan.override(TARGET_FAMILY="target_multi_tile"):
         chosen = plan_target_attention(x, "triton", H200)
     out, lse = target_attention.forward(x, chosen)
     for needed in subsets(query, key, value, bias, None, every=True):
@@ -201,9 +192,9 @@ def exchange(dtype: torch.dtype, num_ranks: int, columns: int) -> None:
     rows, lse = torch.zeros(num_ranks, 500, 64, dtype=dtype), torch.zeros(num_ranks, 500)
     for shared in (False, True):
         push(rows, torch.arange(num_ranks), ids, 16, shared)
-    parts.combine(parts.pack(rows, None, lse))
-    parts.unpack(parts.pack(rows, rows, lse), 64, 0.5)
-    parts.add(rows, 2.0)
+    partials_message.combine(partials_message.pack(rows, None, lse))
+    partials_message.unpack(partials_message.pack(rows, rows, lse), 64, 0.5)
+    partials_message.add(rows, 2.0)
 
 
 def type_of(x: object) -> str | tuple:
@@ -307,7 +298,7 @@ def main() -> None:
     for name in CLASSES:
         step_tables(name, 64, torch.float32, half, 0.999)
         step_tables(name, 100, half, half, None)
-    for name, width, average in (("adam", 1, 0.999), ("adam", 256, 0.999), ("sgd", plan.MOST_STEPPED_WIDTH, None)):
+    for name, width, average in (("adam", 1, 0.999), ("adam", 256, 0.999), ("sgd", plan.MAX_STEPPED_WIDTH, None)):
         step_tables(name, width, torch.float32, torch.float32, average)
     for dtype, num_ranks, columns in ((half, 2, 1), (torch.float32, 1, 3), (half, 8, 2)):
         exchange(dtype, num_ranks, columns)

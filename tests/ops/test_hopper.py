@@ -18,16 +18,9 @@ import jfi.ops
 from jfi.kernels.common.combine import SplitPartials
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.jagged_attention import sm90_primitives
-from jfi.kernels.target_attention import launch as target_attention
-from jfi.plan import (
-    A100,
-    H200,
-    JaggedAttentionInputs,
-    TargetAttentionInputs,
-    override,
-    plan_jagged_attention,
-    plan_target_attention,
-)
+from jfi.kernels.target_attention import execute as target_attention
+from jfi.operands import JaggedAttentionInputs, TargetAttentionInputs
+from jfi.plan import A100, H200, override, plan_jagged_attention, plan_target_attention
 
 
 def test_the_kernels_compile():
@@ -70,7 +63,7 @@ def test_a_part_of_the_query_rows_has_its_sums_by_bucket_at_a_time(monkeypatch):
         launches.append((self.kernel.fn.__name__, given, numbers))
 
     monkeypatch.setattr(Launcher, "__call__", record)
-    with override(MOST_BUCKET_SUMS=100 * 4 * 32):
+    with override(MAX_BUCKET_SUMS=100 * 4 * 32):
         attend_by_time(*tensors(300, 4, 64), "ages", H200)
     parts = [(given[3][2], numbers[2]) for name, given, numbers in launches if "dquery" in name]
     assert [sums.shape for sums, _ in parts] == [(100, 4, 32)] * 3

@@ -38,10 +38,13 @@ def test_tiles_of_rows_by_id_hold_them_as_stored_and_as_they_are_multiplied(dtyp
 
 def test_few_query_rows_split_long_histories_and_not_short_ones():
     long = explain(1024, 2_000_000, 128, 1)
-    assert long.family == "target_few"
+    assert long.family == "target_single_tile"
     assert long.forward[0].split is long.backward[0].split is Split.STREAM_K
     short = explain(1024, 100_000, 64, 1, max_seqlen=200)
-    assert short.forward[0].kernel == "target_attention_few_fwd_whole" and short.forward[0].split is Split.SAMPLE
+    assert (
+        short.forward[0].kernel == "target_attention_single_tile_fwd_per_sample"
+        and short.forward[0].split is Split.SAMPLE
+    )
     assert short.backward[0].split is Split.LONGEST_FIRST
     many_samples = explain(100_000, 1_000_000, 64, 1, max_seqlen=200)
     assert many_samples.backward[0].split is Split.SAMPLE
@@ -50,11 +53,12 @@ def test_few_query_rows_split_long_histories_and_not_short_ones():
 @pytest.mark.parametrize("max_seqlen", [512, 513])
 def test_a_hint_up_to_the_threshold_gives_a_program_per_sample(max_seqlen):
     split = explain(1024, 100_000, 64, 1, max_seqlen=max_seqlen).forward[0].split
-    assert split is (Split.SAMPLE if max_seqlen <= plan.WHOLE_ROWS else Split.STREAM_K)
+    assert split is (Split.SAMPLE if max_seqlen <= plan.PROGRAM_PER_SAMPLE_ROWS else Split.STREAM_K)
 
 
 @pytest.mark.parametrize(
-    ("num_queries", "num_heads", "num_kv_heads", "family"), [(16, 1, 1, "target_few"), (17, 1, 1, "target_many")]
+    ("num_queries", "num_heads", "num_kv_heads", "family"),
+    [(16, 1, 1, "target_single_tile"), (17, 1, 1, "target_multi_tile")],
 )
 def test_the_family_goes_by_query_rows_per_key_head(num_queries, num_heads, num_kv_heads, family):
     assert explain(8, 8000, 64, num_queries, num_heads=num_heads, num_kv_heads=num_kv_heads).family == family
@@ -63,9 +67,9 @@ def test_the_family_goes_by_query_rows_per_key_head(num_queries, num_heads, num_
 
 def test_one_tile_of_query_rows_has_one_backward_kernel_and_more_have_two():
     names = [kernel.kernel for kernel in explain(8, 80_000, 64, 64).backward]
-    assert names == ["target_attention_many_dquery"]
+    assert names == ["target_attention_multi_tile_dquery"]
     names = [kernel.kernel for kernel in explain(8, 80_000, 64, 65).backward]
-    assert names == ["target_attention_many_dquery", "target_attention_many_dhistory"]
+    assert names == ["target_attention_multi_tile_dquery", "target_attention_multi_tile_dhistory"]
 
 
 def test_jagged_attention_takes_over_where_query_rows_fill_the_device():
@@ -86,20 +90,20 @@ def test_jagged_attention_takes_over_where_query_rows_fill_the_device():
 )
 def test_the_kernels_for_many_query_rows_say_why_not_jagged_attention(batch, width, num_queries, options, why):
     chosen = explain(batch, 500_000, width, num_queries, **options)
-    assert chosen.family == "target_many"
+    assert chosen.family == "target_multi_tile"
     assert chosen.reason == f"more than 16 query rows per key head, and not jagged attention: {why}"
 
 
-@pytest.mark.parametrize("family", ["target_many", "jagged_sm90"])
+@pytest.mark.parametrize("family", ["target_multi_tile", "jagged_sm90"])
 def test_a_family_can_be_forced(family):
     with plan.override(TARGET_FAMILY=family):
         assert explain(1024, 500_000, 64, 100).family == family
-    with plan.override(TARGET_FAMILY="target_many"):
-        reason = "TARGET_FAMILY is not target_few, and not jagged attention: TARGET_FAMILY is target_many"
+    with plan.override(TARGET_FAMILY="target_multi_tile"):
+        reason = "TARGET_FAMILY is not target_single_tile, and not jagged attention: TARGET_FAMILY is target_multi_tile"
         assert explain(1024, 500_000, 64, 1).reason == reason
 
 
-@pytest.mark.parametrize("family", ["target_few", "target_many"])
+@pytest.mark.parametrize("family", ["target_single_tile", "target_multi_tile"])
 def test_a_forced_family_computes_the_same_from_a_bias_table_and_scaled_values(family, device):
     query, key = torch.randn(2, 1, 2, 16, device=device), torch.randn(5, 1, 16, device=device)
     offsets, table = torch.tensor([0, 2, 5], device=device), torch.randn(3, 2, device=device)
@@ -191,8 +195,8 @@ def test_equal_decisions_are_one_plan_that_says_why():
     first, second = explain(1024, 2_000_000, 128, 1), explain(1000, 1_900_000, 128, 1)
     assert first is second
     text = str(first)
-    assert text.startswith("target_few: at most 16 query rows per key head")
-    assert "forward: target_attention_few_fwd: 16 x 64 tiles" in text and "stream-K" in text
+    assert text.startswith("target_single_tile: at most 16 query rows per key head")
+    assert "forward: target_attention_single_tile_fwd: 16 x 64 tiles" in text and "stream-K" in text
 
 
 def test_a_call_that_the_operator_refuses_has_no_plan():
@@ -220,11 +224,11 @@ def test_short_and_long_histories_share_the_kernels_that_are_the_same():
 
 
 def test_an_override_ends_with_its_context_and_takes_thresholds_alone():
-    before = plan.FEW_QUERY_ROWS
-    with pytest.raises(RuntimeError, match="leaves"), plan.override(FEW_QUERY_ROWS=1):
-        assert explain(8, 8000, 64, 2).family == "target_many"
+    before = plan.SINGLE_TILE_ROWS
+    with pytest.raises(RuntimeError, match="leaves"), plan.override(SINGLE_TILE_ROWS=1):
+        assert explain(8, 8000, 64, 2).family == "target_multi_tile"
         raise RuntimeError("leaves")
-    assert before == plan.FEW_QUERY_ROWS and explain(8, 8000, 64, 2).family == "target_few"
+    assert before == plan.SINGLE_TILE_ROWS and explain(8, 8000, 64, 2).family == "target_single_tile"
     for name in ("few_query_rows", "NOTHING", "SAMPLE_WEIGHT"):
         with (
             pytest.raises(ValueError, match=f"override takes thresholds of .*, got {name}"),
@@ -296,8 +300,8 @@ def test_the_number_of_splits_can_be_forced_and_an_empty_batch_has_none():
 def test_stream_k_ranges_cover_the_line(rows, batch, num_sms, programs):
     chunk, ranges = plan.stream_k(rows, batch, num_sms, programs)
     line = rows + batch * plan.SAMPLE_WEIGHT
-    assert chunk >= plan.LEAST_CHUNK and (ranges - 1) * chunk < line <= ranges * chunk
-    assert ranges <= max(num_sms * programs, 1) or chunk == plan.LEAST_CHUNK
+    assert chunk >= plan.MIN_CHUNK and (ranges - 1) * chunk < line <= ranges * chunk
+    assert ranges <= max(num_sms * programs, 1) or chunk == plan.MIN_CHUNK
 
 
 def specs_of(kind: str) -> list[tuple]:
@@ -307,7 +311,7 @@ def specs_of(kind: str) -> list[tuple]:
         spec = pytest.importorskip("jfi.kernels.common.spec").AttentionSpec
         return [spec.of(chosen.problem, 16, block_n) for block_n in (64, 64, 32)]
     if kind == "jagged":
-        spec = pytest.importorskip("jfi.kernels.jagged_attention.tiles").JaggedSpec
+        spec = pytest.importorskip("jfi.kernels.jagged_attention.visibility").JaggedSpec
         return [
             spec.of(chosen.problem, chosen.forward[0], (True, right, 0, False, False)) for right in (True, True, False)
         ]

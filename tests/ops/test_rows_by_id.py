@@ -10,7 +10,7 @@ from ops.test_absorbed_target_attention import problem
 
 import jfi.ops as ops
 from jfi import plan, reference
-from jfi.plan import H200, MOST_TABLES
+from jfi.plan import H200, MAX_TABLES
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 IMPLS = ["triton", "torch"]
@@ -22,7 +22,7 @@ HALVES = (torch.bfloat16, torch.float16)
 @pytest.fixture(autouse=True)
 def short_ranges():
     """Small test histories are split as long ones are, unless their longest is known: then a program handles each."""
-    with plan.override(LEAST_CHUNK=128, NUM_SMS=64, WHOLE_ROWS=2**30, WHOLE_BYTES=2**30):
+    with plan.override(MIN_CHUNK=128, NUM_SMS=64, PROGRAM_PER_SAMPLE_ROWS=2**30, PROGRAM_PER_SAMPLE_BYTES=2**30):
         yield
 
 
@@ -106,7 +106,7 @@ def check(
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize(("num_tables", "num_kv_heads"), [(1, 2), (2, 1), (MOST_TABLES, 2), (MOST_TABLES + 1, 1)])
+@pytest.mark.parametrize(("num_tables", "num_kv_heads"), [(1, 2), (2, 1), (MAX_TABLES, 2), (MAX_TABLES + 1, 1)])
 def test_tables_and_heads(num_tables, num_kv_heads, impl, device):
     check(device, impl, num_tables, num_kv_heads=num_kv_heads)
 
@@ -236,7 +236,7 @@ def by_id(device, num_tables=1, dtype=torch.float32, table_dtype=torch.float32, 
 @pytest.mark.parametrize(
     ("shape", "reads"),
     [
-        *(({"num_tables": n}, n <= MOST_TABLES) for n in (1, MOST_TABLES, MOST_TABLES + 1)),
+        *(({"num_tables": n}, n <= MAX_TABLES) for n in (1, MAX_TABLES, MAX_TABLES + 1)),
         *(({"num_queries": n}, n <= 8) for n in (8, 9)),
         ({"table_dtype": torch.bfloat16}, True),
         ({"table_dtype": torch.float64}, False),

@@ -174,10 +174,10 @@ def test_rows_of_many_chunks(of, num_sms, device):
 
 def test_many_gradients_and_many_tables(device, monkeypatch):
     """More than a launch takes of either: neighbours are concatenated, tables stepped by several launches."""
-    monkeypatch.setattr(kernels, "MOST_STEPPED_TABLES", 2)
+    monkeypatch.setattr(kernels, "MAX_STEPPED_TABLES", 2)
     parts = [3, 1, -4, 5, 0, 2, 7, 1, -2, 3, 4, 6]
     rows = torch.randint(0, 54, (sum(map(abs, parts)),))
-    assert len(parts) > kernels.MOST_GRADS
+    assert len(parts) > kernels.MAX_GRADS
     step_beside_torch(RowOptimizer("adagrad", average=0.5), [*SIZES, 2, 3], parts, rows, 6, torch.float32, device)
     step_beside_torch(RowOptimizer("sgd"), [*SIZES, 2, 3], [-40, 0], rows[:40] // 2, 6, torch.float32, device)
 
@@ -215,7 +215,7 @@ def test_tables_and_gradients_in_half_precision(dtype, name, device):
 
 
 def test_rows_wider_than_a_tile_are_refused(device):
-    table = torch.zeros(2, plan.MOST_STEPPED_WIDTH + 1, device=device)
+    table = torch.zeros(2, plan.MAX_STEPPED_WIDTH + 1, device=device)
     rows = sort_rows(torch.tensor([1], device=device), 2)
     one = torch.tensor(1, device=device)
     with pytest.raises(ValueError, match=r"tables must be at most 2048 wide for impl='triton', got 2049"):

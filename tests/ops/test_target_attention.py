@@ -20,7 +20,7 @@ IMPLS = ["triton", "torch"]
 @pytest.fixture(autouse=True)
 def short_ranges():
     """Small test histories are split as long ones are, unless their longest is known: then a program handles each."""
-    with plan.override(LEAST_CHUNK=128, NUM_SMS=64, WHOLE_ROWS=2**30, WHOLE_BYTES=2**30):
+    with plan.override(MIN_CHUNK=128, NUM_SMS=64, PROGRAM_PER_SAMPLE_ROWS=2**30, PROGRAM_PER_SAMPLE_BYTES=2**30):
         yield
 
 
@@ -86,7 +86,7 @@ def test_ragged(case, dtype, impl, device):
 
 @pytest.mark.parametrize("most", [0, 2**30])
 def test_a_program_per_sample_in_their_order_or_in_that_of_their_lengths(most, device):
-    with plan.override(ORDERED_SAMPLES_PER_SM=most):
+    with plan.override(LONGEST_FIRST_SAMPLES_PER_SM=most):
         lengths = torch.randint(0, 12, (RANKS.value + 3,)).tolist()
         compare_with_reference(lengths, device, "triton", torch.float32, 1, 1, 1, 16, None, None, max(lengths))
 

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 import jfi.ops
 from jfi import reference
-from jfi.plan import MOST_BUCKET_SUMS, override
+from jfi.plan import MAX_BUCKET_SUMS, override
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 IMPLS = ["triton", "torch"]
@@ -337,7 +337,7 @@ def test_sums_by_bucket_take_bounded_memory(bias, width, dtype, num_kv_heads, de
     given = {"causal": True} if bias == "position" else {"query_time": times, "key_time": times}
 
     def gradients(most: int) -> list[torch.Tensor]:
-        with override(MOST_BUCKET_SUMS=most):
+        with override(MAX_BUCKET_SUMS=most):
             out = jfi.ops.jagged_attention(
                 *leaves[:2], query_offsets=offsets, **given, **{f"{bias}_bias": leaves[2]}, impl="triton"
             )
@@ -351,7 +351,7 @@ def test_sums_by_bucket_take_bounded_memory(bias, width, dtype, num_kv_heads, de
         return launch(self, grid, tensors, *rest)
 
     monkeypatch.setattr(Launcher, "__call__", record)
-    want = gradients(MOST_BUCKET_SUMS)
+    want = gradients(MAX_BUCKET_SUMS)
     assert sizes == [rows * 2 * num_buckets]
     got = gradients(rows_of_a_part * 2 * num_buckets)
     assert sizes == [count * 2 * num_buckets for count in (16, 16, rows - 32)]

@@ -25,7 +25,8 @@ from jfi import plan
 from jfi.cpu.bucket_edges import bucket_edges
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.jagged_attention import triton_fwd
-from jfi.plan import A100, Device, JaggedAttentionInputs, plan_jagged_attention
+from jfi.operands import JaggedAttentionInputs
+from jfi.plan import A100, Device, plan_jagged_attention
 from jfi.serving.attention import Segments, attend
 
 operator = sys.modules[jfi.ops.jagged_attention.__module__]

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi import plan
-from jfi.kernels.absorbed_weights.tiles import (
+from jfi.kernels.absorbed_weights.products import (
     SIDE,
     add_product,
     add_splits,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jfi.kernels.absorbed_weights.tiles import (
+from jfi.kernels.absorbed_weights.products import (
     SIDE,
     add_product,
     load_matrix,

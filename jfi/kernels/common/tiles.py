@@ -6,6 +6,9 @@ import triton.language as tl
 from jfi.kernels.common.online_softmax import hide_empty
 from jfi.kernels.common.primitives import LOG2E, widen
 
+#: Elements of a tile, and warps, of kernels that copy or add rows.
+COPY_ELEMENTS, COPY_WARPS = 2048, 4
+
 
 @triton.jit
 def query_rows(at, kv_head, SPEC: tl.constexpr):

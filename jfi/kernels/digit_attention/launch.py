@@ -9,15 +9,8 @@ from jfi import plan, reference
 from jfi.kernels.common.combine import RangePartials
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.digit_attention.tiles import DigitSpec, event_pointers
-from jfi.plan import (
-    AttentionPlan,
-    DigitAttentionInputs,
-    DigitProblem,
-    KernelPlan,
-    cached,
-    ceil_div,
-    plan_digit_attention,
-)
+from jfi.operands import DigitAttentionInputs
+from jfi.plan import AttentionPlan, DigitProblem, KernelPlan, cached, ceil_div, plan_digit_attention
 
 
 @cached

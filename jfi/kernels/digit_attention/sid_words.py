@@ -6,7 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
-from jfi.plan import DIGITS_PER_WORD, cached, ceil_div
+from jfi.operands import DIGITS_PER_WORD
+from jfi.plan import cached, ceil_div
 
 _BLOCK = 512
 

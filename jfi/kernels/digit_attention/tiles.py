@@ -13,7 +13,7 @@ from torch import Tensor
 
 from jfi.kernels.common.spec import Constant
 from jfi.kernels.common.tiles import load_digits
-from jfi.plan import DigitAttentionInputs
+from jfi.operands import DigitAttentionInputs
 
 #: Parameters with a number per event.
 EVENTS = ["index_ptr", "bias_index_ptr", "value_scale_ptr"]

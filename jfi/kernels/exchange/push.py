@@ -6,7 +6,10 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
-from jfi.plan import PUSH_WARPS, PUSHED_WORDS, cached, ceil_div
+from jfi.plan import cached, ceil_div
+
+#: Words that a program writes to another GPU, and its warps.
+PUSHED_WORDS, PUSH_WARPS = 2048, 8
 
 
 @triton.jit(do_not_specialize=["count", "stride", "offset"])

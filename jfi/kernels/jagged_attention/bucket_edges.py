@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.jagged_attention.buckets import MOST_BUCKETS, bucket_of
+from jfi.kernels.jagged_attention.buckets import MAX_BUCKETS, bucket_of
 from jfi.plan import cached, ceil_div, power_of_two
 
 #: Elements of a program's tile of searches: a warp, so that a few hundred rows fill a GPU too. One size for any number
@@ -80,7 +80,7 @@ def bucket_edges_kernel(
     bucket = bucket_of(times, query[:, None], end[:, None], start[:, None], found - 1, before, NUM_BUCKETS, IS_CAUSAL)
     # Never a bucket behind the edge, whatever the times: loops over buckets end because each edge leads to a later one.
     bucket = tl.maximum(bucket, column[None, :])
-    found = found * MOST_BUCKETS + tl.where(before, bucket, 0)
+    found = found * MAX_BUCKETS + tl.where(before, bucket, 0)
     found = tl.where((column == NUM_BUCKETS)[None, :], begin[:, None], found)
     to = edges_ptr + query[:, None] * (NUM_BUCKETS + 1) + column[None, :]
     tl.store(to, found, mask=mask[:, None] & (column <= NUM_BUCKETS)[None, :])

@@ -10,10 +10,10 @@ passes each bucket of a row once, and stores its sum as it leaves it.
 import triton
 import triton.language as tl
 
-from jfi import plan
+from jfi import operands
 from jfi.kernels.common.primitives import LOG2E
 
-MOST_BUCKETS = tl.constexpr(plan.MOST_BUCKETS)
+MAX_BUCKETS = tl.constexpr(operands.MAX_BUCKETS)
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def visible_range(edges_ptr, query, mask, SPEC: tl.constexpr):
     """(first key, end of the keys, bucket of the newest) that queries see."""
     at = edges_ptr + query * (SPEC.num_buckets + 1)
     end = tl.load(at, mask=mask, other=0)
-    return tl.load(at + SPEC.num_buckets, mask=mask, other=0), end // MOST_BUCKETS, end % MOST_BUCKETS
+    return tl.load(at + SPEC.num_buckets, mask=mask, other=0), end // MAX_BUCKETS, end % MAX_BUCKETS
 
 
 @triton.jit
@@ -76,10 +76,10 @@ def bucket_bias(biases, rows, state, key, n, SPEC: tl.constexpr):
     query, head = rows
     bucket, bias, edge = state
     tile = bias[:, None] + tl.zeros((bias.shape[0], key.shape[0]), tl.float32)
-    while tl.max(edge, 0) // MOST_BUCKETS > n:
-        first = edge // MOST_BUCKETS
+    while tl.max(edge, 0) // MAX_BUCKETS > n:
+        first = edge // MAX_BUCKETS
         leaves = first > n
-        bucket = tl.where(leaves, edge % MOST_BUCKETS, bucket)
+        bucket = tl.where(leaves, edge % MAX_BUCKETS, bucket)
         next_bias, next_edge = load_bucket(biases, query, head, bucket, leaves, SPEC)
         tile = tl.where(leaves[:, None] & (key[None, :] < first[:, None]), next_bias[:, None], tile)
         bias = tl.where(leaves, next_bias, bias)
@@ -99,14 +99,14 @@ def add_bucket_sums(biases, sums_ptr, rows, state, ds, key, n, mask, SPEC: tl.co
     query, head = rows
     bucket, edge, total = state
     to = sums_ptr + (query * (SPEC.num_kv_heads * SPEC.qheads_per_kvhead) + head) * SPEC.num_buckets
-    while tl.max(edge, 0) // MOST_BUCKETS > n:
-        first = edge // MOST_BUCKETS
+    while tl.max(edge, 0) // MAX_BUCKETS > n:
+        first = edge // MAX_BUCKETS
         leaves = first > n
         own = tl.where(leaves[:, None] & (key[None, :] >= first[:, None]), ds, 0.0)
         ds -= own
         tl.store(to + bucket, total + tl.sum(own, 1), mask=leaves & mask)
         total = tl.where(leaves, 0.0, total)
-        bucket = tl.where(leaves, edge % MOST_BUCKETS, bucket)
+        bucket = tl.where(leaves, edge % MAX_BUCKETS, bucket)
         _bias, next_edge = load_bucket(biases, query, head, bucket, leaves, SPEC)
         edge = tl.where(leaves, next_edge, edge)
     return total + tl.sum(ds, 1)

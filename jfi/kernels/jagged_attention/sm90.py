@@ -18,8 +18,9 @@ from jfi.kernels.jagged_attention.sm90_dquery import jagged_attention_sm90_dquer
 from jfi.kernels.jagged_attention.sm90_fwd import jagged_attention_sm90_fwd_kernel
 from jfi.kernels.jagged_attention.sm90_pipeline import ROWS
 from jfi.kernels.jagged_attention.sm90_primitives import tensor_descriptor
-from jfi.kernels.jagged_attention.tiles import Visibility, add_totals, bounds, query_parts
-from jfi.plan import AttentionPlan, AttentionProblem, JaggedAttentionInputs, KernelPlan, Split, cached
+from jfi.kernels.jagged_attention.visibility import Visibility, add_totals, bounds, query_parts
+from jfi.operands import JaggedAttentionInputs
+from jfi.plan import AttentionPlan, AttentionProblem, KernelPlan, Split, cached
 
 
 class Sm90Spec(NamedTuple):

@@ -13,7 +13,7 @@ from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.tile_scheduler import SECOND_COUNTER
 from jfi.kernels.jagged_attention import sm90_pipeline as pipeline
 from jfi.kernels.jagged_attention import sm90_primitives as tile
-from jfi.kernels.jagged_attention.buckets import MOST_BUCKETS
+from jfi.kernels.jagged_attention.buckets import MAX_BUCKETS
 from jfi.kernels.jagged_attention.sm90_pipeline import ROWS
 from jfi.kernels.jagged_attention.sm90_primitives import INF
 
@@ -27,7 +27,7 @@ def _locate(work_tile, schedule, WARP_GROUPS: gl.constexpr, BLOCK_M: gl.constexp
     return k_start + first, q_start * QHEADS_PER_KVHEAD, num_queries * QHEADS_PER_KVHEAD, begin, steps
 
 
-class Statistics(NamedTuple):
+class LseDelta(NamedTuple):
     """What consumers need of each tile of query rows, in shared memory, and where it comes from.
 
     Buckets follow from clocks in float64: floating times as they are, integer times less that of the work tile's newest
@@ -108,7 +108,7 @@ def _load_stats(more, stage, row, end, own_row, work_tile, kv_head, SPEC: gl.con
         query = (at // QHEADS_PER_KVHEAD).to(gl.int64)
         begin, query_end, _newest = tile.visible_range(more.edges_ptr, query, mask, SPEC)
         last = (gl.minimum(row + BLOCK_M, end) - 1) // QHEADS_PER_KVHEAD
-        first_end = gl.load(more.edges_ptr + (row // QHEADS_PER_KVHEAD).to(gl.int64) * EDGES) // MOST_BUCKETS
+        first_end = gl.load(more.edges_ptr + (row // QHEADS_PER_KVHEAD).to(gl.int64) * EDGES) // MAX_BUCKETS
         last_begin = gl.load(more.edges_ptr + last.to(gl.int64) * EDGES + SPEC.num_buckets)
         if SPEC.has_table:
             WARP_GROUPS: gl.constexpr = SPEC.warp_groups
@@ -286,7 +286,7 @@ def jagged_attention_sm90_dkey_kernel(
     BY_STAGE: gl.constexpr = STAGES if SPEC.num_buckets else 1
     BY_CLOCK: gl.constexpr = STAGES if SPEC.has_table else 1
     BY_CONSUMER: gl.constexpr = STAGES * WARP_GROUPS if SPEC.has_table else 1
-    statistics = Statistics(
+    statistics = LseDelta(
         stats_ptr,
         rows,
         edges_ptr,

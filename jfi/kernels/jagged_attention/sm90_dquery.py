@@ -40,7 +40,7 @@ def _scores_gradient(s, dp, lse, delta, n, visible, scale2, bias_smem, SPEC: gl.
     """dS = P (dP - Δ) of a tile [M, N], 0 where hidden."""
     s, scale2 = tile.add_bias(s, scale2, bias_smem, SPEC)
     ds = tile.scores_gradient(gl.exp2(s * scale2 - lse[:, None]), dp, delta[:, None])
-    return tile.hide(ds, n, visible, 0.0, SPEC)
+    return tile.mask_scores(ds, n, visible, 0.0, SPEC)
 
 
 @gluon.jit

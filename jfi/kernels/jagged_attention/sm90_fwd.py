@@ -26,7 +26,7 @@ from jfi.kernels.common.primitives import LN2
 from jfi.kernels.common.tile_scheduler import COUNTER
 from jfi.kernels.jagged_attention import sm90_pipeline as pipeline
 from jfi.kernels.jagged_attention import sm90_primitives as tile
-from jfi.kernels.jagged_attention.buckets import MOST_BUCKETS
+from jfi.kernels.jagged_attention.buckets import MAX_BUCKETS
 from jfi.kernels.jagged_attention.sm90_pipeline import ROWS
 from jfi.kernels.jagged_attention.sm90_primitives import INF
 
@@ -139,7 +139,7 @@ def _softmax_update(scores, maximum, total, n, visible, scale2, bias_smem, SPEC:
     Returns (P, maximum, sum of weights, factor of earlier sums).
     """
     scores, scale2 = tile.add_bias(scores, scale2, bias_smem, SPEC)
-    scores = tile.hide(scores, n, visible, -INF, SPEC)
+    scores = tile.mask_scores(scores, n, visible, -INF, SPEC)
     new_maximum = gl.maximum(maximum, gl.max(scores, 1) * scale2)
     base = tile.reference_of(new_maximum)
     p = gl.exp2(scores * scale2 - base[:, None])
@@ -187,7 +187,7 @@ def _consume(shared, results, schedule, SPEC: gl.constexpr, OWN: gl.constexpr):
             # Tiles may be visible to the rows of the other consumer only.
             last = q_start + gl.minimum((first + ROWS - 1) // SPEC.qheads_per_kvhead, num_queries - 1)
             end = gl.load(schedule.window[2] + last.to(gl.int64) * (SPEC.num_buckets + 1), mask=steps > 0, other=0)
-            own_steps = gl.minimum(gl.maximum(end // MOST_BUCKETS - begin + BLOCK_N - 1, 0) // BLOCK_N, steps)
+            own_steps = gl.minimum(gl.maximum(end // MAX_BUCKETS - begin + BLOCK_N - 1, 0) // BLOCK_N, steps)
             if first >= num_queries * SPEC.qheads_per_kvhead:
                 own_steps = steps * 0
             for _ in range(own_steps, steps):

@@ -11,13 +11,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from jfi.kernels.common import online_softmax
 from jfi.kernels.common.primitives import LOG2E
-from jfi.kernels.jagged_attention import buckets, tiles
-from jfi.kernels.jagged_attention.buckets import MOST_BUCKETS
+from jfi.kernels.jagged_attention import buckets, visibility
+from jfi.kernels.jagged_attention.buckets import MAX_BUCKETS
 from jfi.kernels.jagged_attention.sm90_pipeline import ROWS
 
-visible_keys = gluon.jit(tiles.visible_keys.fn)
-seeing_queries = gluon.jit(tiles.seeing_queries.fn)
-is_visible = gluon.jit(tiles.is_visible.fn)
+visible_keys = gluon.jit(visibility.visible_keys.fn)
+seeing_queries = gluon.jit(visibility.seeing_queries.fn)
+is_visible = gluon.jit(visibility.is_visible.fn)
 exponent_bucket = gluon.jit(buckets.exponent_bucket.fn)
 load_bucket = gluon.jit(buckets.load_bucket.fn)
 visible_range = gluon.jit(buckets.visible_range.fn)
@@ -77,7 +77,7 @@ def visible_by_edges(rows, mask, first, q_start, num_queries, num_keys, schedule
     newest = q_start + gl.minimum((first + ROWS - 1) // SPEC.qheads_per_kvhead, num_queries - 1)
     is_any = num_queries > 0
     all_from = gl.load(edges_ptr + newest.to(gl.int64) * EDGES + SPEC.num_buckets, mask=is_any, other=0)
-    all_to = gl.load(edges_ptr + oldest.to(gl.int64) * EDGES, mask=is_any, other=0) // MOST_BUCKETS
+    all_to = gl.load(edges_ptr + oldest.to(gl.int64) * EDGES, mask=is_any, other=0) // MAX_BUCKETS
     return Visible((begin, end), num_keys, all_from, all_to, left, right), bucket
 
 
@@ -85,11 +85,11 @@ def visible_by_edges(rows, mask, first, q_start, num_queries, num_keys, schedule
 def bucket_behind(edges_ptr, rows, bucket, mask, end, SPEC: gl.constexpr):
     """The bucket of the newest key before ``end`` of rows whose newest key is in ``bucket``, which it is if that is."""
     for i in gl.static_range(6):
-        later = bucket + (MOST_BUCKETS >> (i + 1))
+        later = bucket + (MAX_BUCKETS >> (i + 1))
         edge = gl.load(
             edges_ptr + rows.query * (SPEC.num_buckets + 1) + later, mask=mask & (later < SPEC.num_buckets), other=0
         )
-        bucket = gl.where(edge // MOST_BUCKETS >= end, later, bucket)
+        bucket = gl.where(edge // MAX_BUCKETS >= end, later, bucket)
     return bucket
 
 
@@ -101,23 +101,21 @@ def begin_buckets(biases, rows, bucket, mask, SPEC: gl.constexpr):
     bias and edge of the bucket before it, loaded ahead; last the greatest first key of the present buckets.
     """
     bias, edge = load_bucket(biases, rows.query, rows.head, bucket, mask, SPEC)
-    next_bias, next_edge = load_bucket(biases, rows.query, rows.head, edge % MOST_BUCKETS, edge > 0, SPEC)
-    return bucket, bias, edge, next_bias, next_edge, gl.max(edge, 0) // MOST_BUCKETS
+    next_bias, next_edge = load_bucket(biases, rows.query, rows.head, edge % MAX_BUCKETS, edge > 0, SPEC)
+    return bucket, bias, edge, next_bias, next_edge, gl.max(edge, 0) // MAX_BUCKETS
 
 
 @gluon.jit
 def pass_buckets(biases, rows, n, bucket, bias, edge, next_bias, next_edge, SPEC: gl.constexpr):
     """The state after the rows whose bucket ends behind key n have entered the next."""
-    leaves = edge // MOST_BUCKETS > n
-    bucket = gl.where(leaves, edge % MOST_BUCKETS, bucket)
+    leaves = edge // MAX_BUCKETS > n
+    bucket = gl.where(leaves, edge % MAX_BUCKETS, bucket)
     bias = gl.where(leaves, next_bias, bias)
     edge = gl.where(leaves, next_edge, edge)
-    loaded_bias, loaded_edge = load_bucket(
-        biases, rows.query, rows.head, edge % MOST_BUCKETS, leaves & (edge > 0), SPEC
-    )
+    loaded_bias, loaded_edge = load_bucket(biases, rows.query, rows.head, edge % MAX_BUCKETS, leaves & (edge > 0), SPEC)
     next_bias = gl.where(leaves, loaded_bias, next_bias)
     next_edge = gl.where(leaves, loaded_edge, next_edge)
-    return bucket, bias, edge, next_bias, next_edge, gl.max(edge, 0) // MOST_BUCKETS
+    return bucket, bias, edge, next_bias, next_edge, gl.max(edge, 0) // MAX_BUCKETS
 
 
 @gluon.jit
@@ -132,7 +130,7 @@ def add_bucket_bias(scores, n, biases, rows, bucket, bias, edge, next_bias, next
     while top > n:
         passes += 1
         key = n + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
-        first = edge // MOST_BUCKETS
+        first = edge // MAX_BUCKETS
         change = gl.where(first > n, next_bias - bias, 0.0)
         scores += gl.where(key[None, :] < first[:, None], change[:, None], 0.0)
         bucket, bias, edge, next_bias, next_edge, top = pass_buckets(
@@ -150,20 +148,20 @@ def add_bucket_sums(ds, n, biases, rows, sums_ptr, mask, bucket, edge, passes, t
     to = sums_ptr + (rows.query * (SPEC.num_kv_heads * SPEC.qheads_per_kvhead) + rows.head) * SPEC.num_buckets
     for _ in range(passes):
         key = n + gl.arange(0, ds.shape[1], gl.SliceLayout(0, ds.type.layout))
-        first = edge // MOST_BUCKETS
+        first = edge // MAX_BUCKETS
         leaves = first > n
         own = gl.where(leaves[:, None] & (key[None, :] >= first[:, None]), ds, 0.0)
         ds -= own
         gl.store(to + bucket, total + gl.sum(own, 1), mask=leaves & mask)
         total = gl.where(leaves, 0.0, total)
-        bucket = gl.where(leaves, edge % MOST_BUCKETS, bucket)
+        bucket = gl.where(leaves, edge % MAX_BUCKETS, bucket)
         _bias, next_edge = load_bucket(biases, rows.query, rows.head, bucket, leaves, SPEC)
         edge = gl.where(leaves, next_edge, edge)
     return total + gl.sum(ds, 1)
 
 
 @gluon.jit
-def hide(x, n, visible, other: gl.constexpr, SPEC: gl.constexpr):
+def mask_scores(x, n, visible, other: gl.constexpr, SPEC: gl.constexpr):
     """x [M, N], ``other`` where a query does not see one of the keys from n on."""
     BLOCK_N: gl.constexpr = x.shape[1]
     if (n < visible.begin) | (n + BLOCK_N > visible.end):

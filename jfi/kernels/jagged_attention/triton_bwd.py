@@ -25,7 +25,7 @@ from jfi.kernels.jagged_attention.buckets import (
     load_bucket,
     visible_range,
 )
-from jfi.kernels.jagged_attention.tiles import (
+from jfi.kernels.jagged_attention.visibility import (
     JaggedSpec,
     Visibility,
     add_totals,
@@ -37,7 +37,8 @@ from jfi.kernels.jagged_attention.tiles import (
     seeing_queries,
     visible_keys,
 )
-from jfi.plan import AttentionPlan, AttentionProblem, JaggedAttentionInputs, KernelPlan, cached, ceil_div, power_of_two
+from jfi.operands import JaggedAttentionInputs
+from jfi.plan import AttentionPlan, AttentionProblem, KernelPlan, cached, ceil_div, power_of_two
 
 
 @triton.jit(do_not_specialize=["rows"])

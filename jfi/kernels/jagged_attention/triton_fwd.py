@@ -17,7 +17,7 @@ from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.tile_scheduler import load_work_tile, schedule_tiles
 from jfi.kernels.common.tiles import load_bias_tile, load_rows, query_rows, store_rows
 from jfi.kernels.jagged_attention.buckets import bucket_bias, load_bucket, visible_range
-from jfi.kernels.jagged_attention.tiles import (
+from jfi.kernels.jagged_attention.visibility import (
     JaggedSpec,
     Visibility,
     bounds,
@@ -26,7 +26,8 @@ from jfi.kernels.jagged_attention.tiles import (
     load_keys,
     visible_keys,
 )
-from jfi.plan import AttentionPlan, AttentionProblem, JaggedAttentionInputs, KernelPlan, cached
+from jfi.operands import JaggedAttentionInputs
+from jfi.plan import AttentionPlan, AttentionProblem, KernelPlan, cached
 
 
 @triton.jit(do_not_specialize=["total", "left", "right"])

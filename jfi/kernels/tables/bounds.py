@@ -60,19 +60,19 @@ def _launcher(num_tables: int) -> Launcher:
 
 
 def bound_ids(ids: list[Tensor], sizes: list[int], counts: Tensor | None) -> list[Tensor]:
-    """As `jfi.ops.gather_rows.bound_ids`, of contiguous ids: parts of one tensor. A launch takes MOST_TABLES tables."""
+    """As `jfi.ops.gather_rows.bound_ids`, of contiguous ids: parts of one tensor. A launch takes MAX_TABLES tables."""
     dtype = torch.int32 if max(sizes) < 2**31 else torch.int64
     lengths = [one.shape[0] for one in ids]
     out = torch.empty(sum(lengths), dtype=dtype, device=ids[0].device)
     bounded = list(out.split(lengths))
-    for first in range(0, len(ids), plan.MOST_TABLES):
-        some = slice(first, first + plan.MOST_TABLES)
+    for first in range(0, len(ids), plan.MAX_TABLES):
+        some = slice(first, first + plan.MAX_TABLES)
         if not any(lengths[some]):
             continue
         own, ends = ids[some], []
         for length in lengths[some]:
             ends.append(length + (ends[-1] if ends else 0))
-        absent = plan.MOST_TABLES - len(own)
+        absent = plan.MAX_TABLES - len(own)
         to = out[sum(lengths[:first]) :]
         tensors = (*own, *[None] * absent, to, None if counts is None else counts[some])
         numbers = (*ends, *[0] * absent, *sizes[some], *[0] * absent)

@@ -22,12 +22,14 @@ from jfi import plan
 from jfi.kernels.common.launch import Launcher
 from jfi.kernels.common.primitives import widen
 from jfi.kernels.common.spec import Constant
-from jfi.plan import RowOptimizer, cached, ceil_div, power_of_two
+from jfi.kernels.common.tiles import COPY_ELEMENTS
+from jfi.operands import RowOptimizer
+from jfi.plan import cached, ceil_div, power_of_two
 
 #: Gradients that a launch takes; more are concatenated before.
-MOST_GRADS = 8
+MAX_GRADS = 8
 #: Tables that a launch takes; the rows of more are stepped by several launches.
-MOST_STEPPED_TABLES = 32
+MAX_STEPPED_TABLES = 32
 
 
 #: In the place of an optimizer where the sums themselves are wanted.
@@ -306,7 +308,7 @@ def _launchers(
     values |= {"num_tables": len(firsts) - 1, "width": width, "block_d": block_d, "block": tiles.block_n}
     values["aligned"] = aligned
     spec = StepSpec(**{name: Constant(x) for name, x in values.items()})
-    chunks = max(plan.GATHERED_ELEMENTS // block_d, 1)
+    chunks = max(COPY_ELEMENTS // block_d, 1)
     return (
         Launcher(step_rows_kernel, SPEC=spec, NUM_GRADS=num_grads, **tiles.constants),
         Launcher(step_split_rows_kernel, SPEC=spec, CHUNKS=chunks, num_warps=4),
@@ -326,9 +328,9 @@ def step_rows(
     """As `jfi.ops.step_rows.step_rows`; "sum" writes the sums themselves to the rows that the places name."""
     rows, order = sorted_rows
     count, width = rows.shape[0], tables[0].shape[1]
-    if width > plan.MOST_STEPPED_WIDTH:
+    if width > plan.MAX_STEPPED_WIDTH:
         raise ValueError(
-            f"tables must be at most {plan.MOST_STEPPED_WIDTH} wide for impl='triton', got {width}: use impl='torch'"
+            f"tables must be at most {plan.MAX_STEPPED_WIDTH} wide for impl='triton', got {width}: use impl='torch'"
         )
     if not count:
         return
@@ -339,8 +341,8 @@ def step_rows(
     chunk = ceil_div(ceil_div(count, programs), tiles.block_n) * tiles.block_n
     programs = ceil_div(count, chunk)
     partial = torch.empty(2 * programs, block_d, device=rows.device)
-    for some in range(0, len(tables), MOST_STEPPED_TABLES):
-        own = slice(some, some + MOST_STEPPED_TABLES)
+    for some in range(0, len(tables), MAX_STEPPED_TABLES):
+        own = slice(some, some + MAX_STEPPED_TABLES)
         firsts = [first]
         for table in tables[own]:
             firsts.append(firsts[-1] + table.shape[0])
@@ -356,7 +358,7 @@ def step_rows(
 
 
 def _join(grads: list[Tensor | None], sizes: list[int], width: int, like: Tensor) -> tuple[list[Tensor], list[int]]:
-    """At most MOST_GRADS gradients of one dtype, and where in the list of all places those after the first begin."""
+    """At most MAX_GRADS gradients of one dtype, and where in the list of all places those after the first begin."""
     dtypes = {grad.dtype for grad in grads if grad is not None}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     if dtype == torch.float64:
@@ -366,7 +368,7 @@ def _join(grads: list[Tensor | None], sizes: list[int], width: int, like: Tensor
         for size, grad in zip(sizes, grads, strict=True)
         if size
     ]
-    while len(pairs) > MOST_GRADS:  # the two neighbours with the fewest rows
+    while len(pairs) > MAX_GRADS:  # the two neighbours with the fewest rows
         at = min(range(len(pairs) - 1), key=lambda i: pairs[i][0] + pairs[i + 1][0])
         joined = torch.cat([pairs[at][1], pairs[at + 1][1]])
         pairs[at : at + 2] = [(joined.shape[0], joined)]
@@ -374,7 +376,7 @@ def _join(grads: list[Tensor | None], sizes: list[int], width: int, like: Tensor
     for size, _ in pairs:
         end += size
         starts.append(end)
-    return [grad for _, grad in pairs], (starts[:-1] + [0] * MOST_GRADS)[: MOST_GRADS - 1]
+    return [grad for _, grad in pairs], (starts[:-1] + [0] * MAX_GRADS)[: MAX_GRADS - 1]
 
 
 def _aligned(x: Tensor) -> Tensor:

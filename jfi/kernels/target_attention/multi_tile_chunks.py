@@ -16,7 +16,8 @@ from jfi import plan
 from jfi.kernels.common.combine import ChunkPartials
 from jfi.kernels.common.primitives import find_sample
 from jfi.kernels.common.tiles import load_rows, query_rows, store_rows
-from jfi.plan import AttentionProblem, TargetAttentionInputs, power_of_two
+from jfi.operands import TargetAttentionInputs
+from jfi.plan import AttentionProblem, power_of_two
 
 #: The statistics of query rows are padded to a multiple of this, so that a tile of them is loaded without a mask.
 STATISTICS = tl.constexpr(64)

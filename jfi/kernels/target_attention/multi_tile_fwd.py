@@ -16,14 +16,15 @@ from jfi.kernels.common.online_softmax import finish, online_softmax_update
 from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.spec import AttentionSpec
 from jfi.kernels.common.tiles import load_bias_tile, load_rows, store_rows
-from jfi.kernels.target_attention.many_tiles import (
+from jfi.kernels.target_attention.multi_tile_chunks import (
     find_chunk,
     history_descriptor,
     load_history,
     query_places,
     split_into_chunks,
 )
-from jfi.plan import AttentionPlan, AttentionProblem, KernelPlan, TargetAttentionInputs, cached
+from jfi.operands import TargetAttentionInputs
+from jfi.plan import AttentionPlan, AttentionProblem, KernelPlan, cached
 
 
 @triton.jit
@@ -65,7 +66,7 @@ def _attend(
 
 
 @triton.jit(do_not_specialize=["batch", "num_rows", "tiles", "chunk"])
-def target_attention_many_fwd_kernel(
+def target_attention_multi_tile_fwd_kernel(
     k_desc,
     v_desc,
     q_ptr,
@@ -125,7 +126,7 @@ def target_attention_many_fwd_kernel(
 @cached
 def _launcher(problem: AttentionProblem, kernel: KernelPlan) -> Launcher:
     spec = AttentionSpec.of(problem, kernel.block_m, kernel.block_n)
-    return Launcher(target_attention_many_fwd_kernel, SPEC=spec, **kernel.constants)
+    return Launcher(target_attention_multi_tile_fwd_kernel, SPEC=spec, **kernel.constants)
 
 
 def forward(x: TargetAttentionInputs, chosen: AttentionPlan, out: Tensor, lse: Tensor) -> None:

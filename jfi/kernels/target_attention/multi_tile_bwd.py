@@ -16,15 +16,21 @@ from jfi import plan
 from jfi.kernels.common.launch import Launcher, empty_like
 from jfi.kernels.common.primitives import most_tiles
 from jfi.kernels.common.spec import AttentionSpec
-from jfi.kernels.target_attention.many_dhistory import target_attention_many_dhistory_kernel
-from jfi.kernels.target_attention.many_dquery import target_attention_many_dquery_kernel
-from jfi.kernels.target_attention.many_tiles import STATISTICS, history_descriptor, query_descriptor, split_into_chunks
-from jfi.plan import AttentionPlan, AttentionProblem, KernelPlan, TargetAttentionInputs, cached
+from jfi.kernels.target_attention.multi_tile_chunks import (
+    STATISTICS,
+    history_descriptor,
+    query_descriptor,
+    split_into_chunks,
+)
+from jfi.kernels.target_attention.multi_tile_dhistory import target_attention_multi_tile_dhistory_kernel
+from jfi.kernels.target_attention.multi_tile_dquery import target_attention_multi_tile_dquery_kernel
+from jfi.operands import TargetAttentionInputs
+from jfi.plan import AttentionPlan, AttentionProblem, KernelPlan, cached
 
 
 @cached
 def _launchers(problem: AttentionProblem, plans: tuple[KernelPlan, ...]) -> list[Launcher]:
-    kernels = (target_attention_many_dquery_kernel, target_attention_many_dhistory_kernel)
+    kernels = (target_attention_multi_tile_dquery_kernel, target_attention_multi_tile_dhistory_kernel)
     launchers = []
     for function, kernel in zip(kernels, plans, strict=False):
         spec = AttentionSpec.of(problem, kernel.block_m, kernel.block_n)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from jfi.kernels.common.launch import empty_like
-from jfi.kernels.target_attention import few_bwd, few_fwd, many_bwd, many_fwd
-from jfi.plan import AttentionPlan, JaggedAttentionInputs, TargetAttentionInputs, plan_target_attention
+from jfi.kernels.target_attention import multi_tile_bwd, multi_tile_fwd, single_tile_bwd, single_tile_fwd
+from jfi.operands import JaggedAttentionInputs, TargetAttentionInputs
+from jfi.plan import AttentionPlan, plan_target_attention
 
 
 def forward(x: TargetAttentionInputs, chosen: AttentionPlan | None = None) -> tuple[Tensor, Tensor]:
@@ -24,14 +25,14 @@ def forward(x: TargetAttentionInputs, chosen: AttentionPlan | None = None) -> tu
     chosen = plan_target_attention(x, "triton") if chosen is None else chosen
     batch, num_queries, num_heads, _ = query.shape
     if chosen.family == "jagged_sm90":
-        from jfi.kernels.jagged_attention import launch as jagged_attention
+        from jfi.kernels.jagged_attention import execute as jagged_attention
 
         out, lse = jagged_attention.forward(_as_jagged(x), chosen)
         return out.view(batch, num_queries, num_heads, -1), lse.view(batch, num_queries, num_heads)
     out = query.new_empty(batch, num_queries, num_heads, chosen.problem.value_dim)
     lse = query.new_empty(batch, num_queries, num_heads, dtype=torch.float32)
     if batch:
-        (few_fwd if chosen.family == "target_few" else many_fwd).forward(x, chosen, out, lse)
+        (single_tile_fwd if chosen.family == "target_single_tile" else multi_tile_fwd).forward(x, chosen, out, lse)
     return out, lse
 
 
@@ -55,13 +56,15 @@ def backward(
         grads = empty_like((x.query, x.key, x.value, x.bias, x.second), needed)
         return tuple(None if y is None else y.zero_() for y in grads)
     if chosen.family == "jagged_sm90":
-        from jfi.kernels.jagged_attention import launch as jagged_attention
+        from jfi.kernels.jagged_attention import execute as jagged_attention
 
         grad, out, lse = (y.flatten(0, 1) for y in (grad, out, lse))
         needed = (*needed[:4], False)  # no table of biases
         dquery, *others = jagged_attention.backward(grad, None, _as_jagged(x), out, lse, needed, chosen)
         return None if dquery is None else dquery.view_as(x.query), *others
-    return (few_bwd if chosen.family == "target_few" else many_bwd).backward(grad, x, out, lse, needed, chosen)
+    return (single_tile_bwd if chosen.family == "target_single_tile" else multi_tile_bwd).backward(
+        grad, x, out, lse, needed, chosen
+    )
 
 
 def _as_jagged(x: TargetAttentionInputs) -> JaggedAttentionInputs:

@@ -7,7 +7,7 @@ from jfi.kernels.common.combine import chunk_partial
 from jfi.kernels.common.online_softmax import scaled_scores_gradient
 from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.tiles import load_bias_tile, load_rows, load_statistics, store_rows
-from jfi.kernels.target_attention.many_tiles import (
+from jfi.kernels.target_attention.multi_tile_chunks import (
     STATISTICS,
     find_chunk,
     load_history,
@@ -74,7 +74,7 @@ def _step(
 
 
 @triton.jit(do_not_specialize=["batch", "num_rows", "tiles", "chunk"])
-def target_attention_many_dquery_kernel(
+def target_attention_multi_tile_dquery_kernel(
     k_desc,
     v_desc,
     dk_desc,

@@ -17,7 +17,7 @@ from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.spec import AttentionSpec
 from jfi.kernels.common.stream_k import WEIGHT, end_row, find_range
 from jfi.kernels.common.tiles import load_rows, query_rows, store_rows
-from jfi.kernels.target_attention.few_tiles import (
+from jfi.kernels.target_attention.single_tile_events import (
     EVENTS,
     field_columns,
     gathered_pointers,
@@ -27,7 +27,8 @@ from jfi.kernels.target_attention.few_tiles import (
     load_history,
     load_value_scale,
 )
-from jfi.plan import AttentionPlan, AttentionProblem, KernelPlan, Split, TargetAttentionInputs, cached
+from jfi.operands import TargetAttentionInputs
+from jfi.plan import AttentionPlan, AttentionProblem, KernelPlan, Split, cached
 
 
 @triton.jit
@@ -63,7 +64,7 @@ def _nothing(SPEC: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_rows", "table_rows"], do_not_specialize_on_alignment=EVENTS)
-def target_attention_few_fwd_whole_kernel(
+def target_attention_single_tile_fwd_per_sample_kernel(
     q_ptr,
     history,
     bias_index_ptr,
@@ -107,7 +108,7 @@ def target_attention_few_fwd_whole_kernel(
 
 
 @triton.jit(do_not_specialize=["batch", "num_rows", "chunk", "table_rows"], do_not_specialize_on_alignment=EVENTS)
-def target_attention_few_fwd_kernel(
+def target_attention_single_tile_fwd_kernel(
     q_ptr,
     history,
     bias_index_ptr,
@@ -176,7 +177,7 @@ def target_attention_few_fwd_kernel(
 def _launcher(problem: AttentionProblem, kernel: KernelPlan) -> Launcher:
     spec = AttentionSpec.of(problem, kernel.block_m, kernel.block_n)
     whole = kernel.split is Split.SAMPLE
-    function = target_attention_few_fwd_whole_kernel if whole else target_attention_few_fwd_kernel
+    function = target_attention_single_tile_fwd_per_sample_kernel if whole else target_attention_single_tile_fwd_kernel
     return Launcher(function, SPEC=spec, **kernel.constants)
 
 

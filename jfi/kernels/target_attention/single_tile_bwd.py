@@ -21,7 +21,7 @@ from jfi.kernels.common.launch import Launcher, empty_like
 from jfi.kernels.common.spec import AttentionSpec
 from jfi.kernels.common.stream_k import WEIGHT, end_row, find_range, longest_first
 from jfi.kernels.common.tiles import load_rows, load_statistics, query_rows, store_columns, store_rows
-from jfi.kernels.target_attention.few_tiles import (
+from jfi.kernels.target_attention.single_tile_events import (
     EVENTS,
     field_columns,
     gathered_pointers,
@@ -32,11 +32,12 @@ from jfi.kernels.target_attention.few_tiles import (
     load_value_scale,
     weights_and_gradient,
 )
-from jfi.plan import AttentionPlan, AttentionProblem, KernelPlan, Split, TargetAttentionInputs, cached
+from jfi.operands import TargetAttentionInputs
+from jfi.plan import AttentionPlan, AttentionProblem, KernelPlan, Split, cached
 
 
 @triton.jit(do_not_specialize=["batch", "num_rows", "chunk", "table_rows"], do_not_specialize_on_alignment=EVENTS)
-def target_attention_few_bwd_kernel(
+def target_attention_single_tile_bwd_kernel(
     queries,
     history,
     bias_index_ptr,
@@ -55,10 +56,10 @@ def target_attention_few_bwd_kernel(
     SPEC: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ORDERED: tl.constexpr,
+    PROGRAM_PER_SAMPLE: tl.constexpr,
+    LONGEST_FIRST: tl.constexpr,
 ):
-    """A program per stream-K range, or, if WHOLE, per sample: the longest first if ORDERED.
+    """A program per stream-K range, or, if PROGRAM_PER_SAMPLE, per sample: the longest first if LONGEST_FIRST.
 
     With BLOCK_R the bias is a table of so few rows that each program sums its gradient; else dbias is by event.
     ``partial_ptr`` is None where no sample is split, or where nobody needs dq.
@@ -89,8 +90,8 @@ def target_attention_few_bwd_kernel(
     if BLOCK_R > 0:
         table_at = tl.arange(0, BLOCK_R)
         dtable = tl.zeros((SPEC.block_m, BLOCK_R), tl.float32)
-    if WHOLE:
-        sample = longest_first(program, offsets_ptr, batch) if ORDERED else program.to(tl.int64)
+    if PROGRAM_PER_SAMPLE:
+        sample = longest_first(program, offsets_ptr, batch) if LONGEST_FIRST else program.to(tl.int64)
         low = tl.load(offsets_ptr + sample).to(tl.int64)
         high = tl.load(offsets_ptr + sample + 1).to(tl.int64)
         n = low
@@ -106,7 +107,7 @@ def target_attention_few_bwd_kernel(
     while (sample < batch) & (low + sample * WEIGHT < end):
         next_high = high
         last = high
-        if not WHOLE:
+        if not PROGRAM_PER_SAMPLE:
             next_high = tl.load(offsets_ptr + sample + 2, mask=sample + 1 < batch, other=0).to(tl.int64)
             last = end_row(sample, high, end)
         row = sample * sample_rows
@@ -171,7 +172,7 @@ def target_attention_few_bwd_kernel(
 @cached
 def _launcher(problem: AttentionProblem, kernel: KernelPlan) -> Launcher:
     spec = AttentionSpec.of(problem, kernel.block_m, kernel.block_n)
-    return Launcher(target_attention_few_bwd_kernel, SPEC=spec, **kernel.constants)
+    return Launcher(target_attention_single_tile_bwd_kernel, SPEC=spec, **kernel.constants)
 
 
 def backward(

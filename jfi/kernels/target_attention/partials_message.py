@@ -17,11 +17,11 @@ from torch import Tensor
 from jfi import plan
 from jfi.kernels.common.combine import add_partial, weighted_sum
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.common.tiles import load_rows, row_products, store_rows
+from jfi.kernels.common.tiles import COPY_ELEMENTS, COPY_WARPS, load_rows, row_products, store_rows
 from jfi.plan import cached, ceil_div
 
 
-def takes_parts(width: int, dtype: torch.dtype) -> bool:
+def fits_message(width: int, dtype: torch.dtype) -> bool:
     """Whether the kernels take rows of this width."""
     return dtype.itemsize <= 4 and width * dtype.itemsize % 4 == 0
 
@@ -126,9 +126,9 @@ def _combine_kernel(
 @cached
 def _launcher(kernel: triton.JITFunction, width: int, **constants: object) -> Launcher:
     block_d = plan.power_of_two(width, 1)
-    block_m = max(plan.GATHERED_ELEMENTS // block_d, 1)
+    block_m = max(COPY_ELEMENTS // block_d, 1)
     sizes = {"WIDTH": width, "BLOCK_M": block_m, "BLOCK_D": block_d}
-    return Launcher(kernel, **constants, **sizes, num_warps=plan.GATHER_WARPS)
+    return Launcher(kernel, **constants, **sizes, num_warps=COPY_WARPS)
 
 
 def _launch(launcher: Launcher, tensors: tuple[Tensor | None, ...], count: int, *numbers: float) -> None:

@@ -6,7 +6,7 @@ import triton.language as tl
 from jfi.kernels.common.online_softmax import scaled_scores_gradient
 from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.tiles import load_bias_tile, load_rows
-from jfi.kernels.target_attention.many_tiles import (
+from jfi.kernels.target_attention.multi_tile_chunks import (
     STATISTICS,
     load_history,
     query_places,
@@ -39,7 +39,7 @@ def _load_queries(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def target_attention_many_dhistory_kernel(
+def target_attention_multi_tile_dhistory_kernel(
     q_desc,
     grad_desc,
     queries,

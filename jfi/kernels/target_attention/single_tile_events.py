@@ -14,7 +14,8 @@ from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.tiles import load_columns, load_rows
 from jfi.kernels.tables import gather
 from jfi.kernels.tables.rows import load_rows_by_id
-from jfi.plan import MOST_TABLES, TargetAttentionInputs
+from jfi.operands import TargetAttentionInputs
+from jfi.plan import MAX_TABLES
 
 #: Parameters with a number per event: features' events are packed, so theirs begin anywhere.
 EVENTS = ["bias_index_ptr", "value_scale_ptr", *gather.INDICES]
@@ -26,8 +27,8 @@ def history_pointers(x: TargetAttentionInputs) -> tuple[Tensor | None, ...]:
 
 
 def gathered_pointers(x: TargetAttentionInputs) -> tuple:
-    """``tables``, and an index for each of MOST_TABLES."""
-    return (tuple(x.tables) if x.tables else None, *x.indices, *[None] * (MOST_TABLES - len(x.indices)))
+    """``tables``, and an index for each of MAX_TABLES."""
+    return (tuple(x.tables) if x.tables else None, *x.indices, *[None] * (MAX_TABLES - len(x.indices)))
 
 
 @triton.jit

@@ -18,8 +18,9 @@ from torch import Tensor
 from jfi import plan
 from jfi.kernels.common.spec import Constant
 from jfi.kernels.common.tiles import load_digits, load_rows
-from jfi.kernels.jagged_attention.buckets import MOST_BUCKETS
-from jfi.plan import AttentionProblem, JaggedAttentionInputs, KernelPlan
+from jfi.kernels.jagged_attention.buckets import MAX_BUCKETS
+from jfi.operands import JaggedAttentionInputs
+from jfi.plan import AttentionProblem, KernelPlan
 
 
 class Visibility(NamedTuple):
@@ -84,7 +85,7 @@ def query_parts(x: JaggedAttentionInputs, by_bucket: bool) -> Iterator[tuple[int
     if not by_bucket:
         yield 0, rows, x.query_offsets, None
         return
-    most = min(rows, max(1, plan.MOST_BUCKET_SUMS // (num_heads * x.num_buckets)))
+    most = min(rows, max(1, plan.MAX_BUCKET_SUMS // (num_heads * x.num_buckets)))
     sums = x.query.new_empty(most, num_heads, x.num_buckets, dtype=torch.float32)
     for first in range(0, rows, most):
         count = min(most, rows - first)
@@ -125,7 +126,7 @@ def visible_keys(work_tile, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
         edges = edges_ptr + start.to(tl.int64) * EDGES
         begin = tl.load(edges + first // QHEADS_PER_KVHEAD * EDGES + SPEC.num_buckets, mask=num_queries > 0, other=0)
         begin = begin // BLOCK_N * BLOCK_N
-        end = tl.load(edges + last * EDGES, mask=num_queries > 0, other=0) // MOST_BUCKETS
+        end = tl.load(edges + last * EDGES, mask=num_queries > 0, other=0) // MAX_BUCKETS
     steps = tl.maximum(end - begin + BLOCK_N - 1, 0) // BLOCK_N
     if num_queries == 0:
         steps = 0
@@ -164,7 +165,7 @@ def seeing_queries(work_tile, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constex
         # Both edges ascend with the queries, whose times do.
         EDGES: tl.constexpr = SPEC.num_buckets + 1
         edges = edges_ptr + q_start.to(tl.int64) * EDGES
-        begin = _count_up_to(edges, num_queries, first * MOST_BUCKETS + MOST_BUCKETS - 1, EDGES)
+        begin = _count_up_to(edges, num_queries, first * MAX_BUCKETS + MAX_BUCKETS - 1, EDGES)
         end = _count_up_to(edges + SPEC.num_buckets, num_queries, first + BLOCK_N - 1, EDGES)
     begin = begin * QHEADS_PER_KVHEAD // BLOCK_M * BLOCK_M
     steps = tl.maximum(end * QHEADS_PER_KVHEAD - begin + BLOCK_M - 1, 0) // BLOCK_M

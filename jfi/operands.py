@@ -1,0 +1,113 @@
+"""The operands of operators as plans, kernels and CPU implementations take them.  Imports torch alone."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+#: Digits of 2 bits in an int32 word.
+DIGITS_PER_WORD = 16
+#: Rows of a table of biases by bucket: ages of 64 bits have no more buckets.
+MAX_BUCKETS = 64
+
+
+class TargetAttentionInputs(NamedTuple):
+    """The operands of `jfi.ops.target_attention`; a plan reads no content."""
+
+    query: Tensor  # [B, T, H, D]
+    key: Tensor  # [S, G, D]; with `second` the left half of a row, [S, 1, D / 2]
+    value: Tensor | None  # [S, G, E]; None: value = key
+    offsets: Tensor  # [B+1]
+    bias: Tensor | None  # [S, H], or a table [N, H]
+    bias_index: Tensor | None  # [S]: the row of the table
+    value_scale: Tensor | None  # [S]
+    second: Tensor | None  # [S, D / 2]: the right half of each row of key
+    tables: list[Tensor]  # [N, G · D]; key is the sum of their rows, itself without memory
+    indices: list[Tensor]  # [S] of each table
+    scale: float
+    max_seqlen: int | None
+
+
+def is_packed(key: object) -> bool:
+    """Returns whether keys are the words of packed digits."""
+    return isinstance(key, Tensor) and key.dtype == torch.int32
+
+
+class JaggedAttentionInputs(NamedTuple):
+    """The operands of `jfi.ops.jagged_attention`."""
+
+    query: Tensor  # [R, H, D]
+    key: Tensor  # [S, G, D]; or int32 [S, W], packed digits, D to an event, which all heads share
+    value: Tensor | None  # [S, G, E]; None: value = key; of packed digits [S], factors that make values of them
+    query_offsets: Tensor  # [B+1]
+    key_offsets: Tensor  # [B+1]
+    bias: Tensor | None  # [S, H]
+    edges: Tensor | None  # [R, num_buckets + 1], as `bucket_edges` makes them; a window then has no bounds of its own
+    table: Tensor | None  # [num_buckets, H], added to the scores of a bucket's keys
+    query_time: Tensor | None  # [R], of buckets by age; None of those by distance
+    key_time: Tensor | None  # [S]
+    scale: float
+    left: int | None
+    right: int | None
+    is_causal: bool  # with edges: a query sees its own position
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether key holds the digits of events."""
+        return is_packed(self.key)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """The number of key heads, G."""
+        return 1 if self.is_packed else self.key.shape[1]
+
+    @property
+    def value_dim(self) -> int:
+        """The width of a value head, E."""
+        return self.query.shape[2] if self.value is None or self.is_packed else self.value.shape[2]
+
+    @property
+    def num_buckets(self) -> int:
+        """The number of buckets that the keys of a query are divided into; 0 without edges."""
+        return 0 if self.edges is None else self.edges.shape[1] - 1
+
+    @property
+    def tapers(self) -> bool:
+        """Whether later queries of a sample see more keys, and its later keys are seen by fewer queries."""
+        return self.edges is not None or self.right is not None
+
+
+class DigitAttentionInputs(NamedTuple):
+    """The operands of `jfi.ops.digit_attention`."""
+
+    query: Tensor  # [B, T, H, L]
+    digits: Tensor  # [S, W] int32, or a table [N, W]
+    offsets: Tensor  # [B+1]
+    indices: Tensor | None  # [S]: the row of the table of digits
+    bias: Tensor | None  # [S, H], or a table [R, H]
+    bias_index: Tensor | None  # [S]: the row of the table of biases
+    value_scale: Tensor | None  # [S]
+    scale: float
+
+    @property
+    def num_events(self) -> int:
+        """The number of events, S."""
+        return (self.digits if self.indices is None else self.indices).shape[0]
+
+
+class SortedRows(NamedTuple):
+    """The rows that a batch has read, in ascending order; equal rows in the order of the batch."""
+
+    rows: Tensor  # [n] int32 if their number is below 2**31, else int64; padding, the number of rows, comes last
+    order: Tensor  # [n] int32, the position of each in the batch
+
+
+class RowOptimizer(NamedTuple):
+    """The optimizer of the rows of tables, without what changes from step to step."""
+
+    name: str  # "sgd", "adagrad", "rowwise_adagrad", "adam" or "adamw"; in kernels also "sum", the gradients themselves
+    eps: float = 1e-10
+    beta1: float = 0.9
+    beta2: float = 0.999
+    weight_decay: float = 0.0
+    average: float | None = None  # decay of the moving average; None for none
