@@ -15,14 +15,14 @@ class TargetAttentionInputs(NamedTuple):
     """The operands of `jfi.ops.target_attention`; a plan reads no content."""
 
     query: Tensor  # [B, T, H, D]
-    key: Tensor  # [S, G, D]; with `second` the left half of a row, [S, 1, D / 2]
+    key: Tensor  # [S, G, D]; with `second` the left half of a row, [S, 1, D / 2]; int32 [S, 1, W] are packed digits
     value: Tensor | None  # [S, G, E]; None: value = key
     offsets: Tensor  # [B+1]
     bias: Tensor | None  # [S, H], or a table [N, H]
     bias_index: Tensor | None  # [S]: the row of the table
     value_scale: Tensor | None  # [S]
     second: Tensor | None  # [S, D / 2]: the right half of each row of key
-    tables: list[Tensor]  # [N, G · D]; key is the sum of their rows, itself without memory
+    tables: list[Tensor]  # [N, G · D]; key is the sum of their rows, itself without memory; or [N, W] of digits
     indices: list[Tensor]  # [S] of each table
     scale: float
     max_seqlen: int | None
@@ -75,24 +75,6 @@ class JaggedAttentionInputs(NamedTuple):
     def tapers(self) -> bool:
         """Whether later queries of a sample see more keys, and its later keys are seen by fewer queries."""
         return self.edges is not None or self.right is not None
-
-
-class DigitAttentionInputs(NamedTuple):
-    """The operands of `jfi.ops.digit_attention`."""
-
-    query: Tensor  # [B, T, H, L]
-    digits: Tensor  # [S, W] int32, or a table [N, W]
-    offsets: Tensor  # [B+1]
-    indices: Tensor | None  # [S]: the row of the table of digits
-    bias: Tensor | None  # [S, H], or a table [R, H]
-    bias_index: Tensor | None  # [S]: the row of the table of biases
-    value_scale: Tensor | None  # [S]
-    scale: float
-
-    @property
-    def num_events(self) -> int:
-        """The number of events, S."""
-        return (self.digits if self.indices is None else self.indices).shape[0]
 
 
 class SortedRows(NamedTuple):

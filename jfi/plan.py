@@ -16,7 +16,7 @@ from importlib.util import find_spec
 
 import torch
 
-from jfi.operands import DigitAttentionInputs, JaggedAttentionInputs, TargetAttentionInputs
+from jfi.operands import JaggedAttentionInputs, TargetAttentionInputs, is_packed
 
 # --- Thresholds: stream-K ---------------------------------------------------------------------------------------------
 #: What a sample costs beside its rows, in rows.  Kernels are compiled with it.
@@ -106,7 +106,7 @@ NUM_SMS: int | None = None
 #: Kernel family of target attention and of jagged attention instead of the fastest; for `override`.
 TARGET_FAMILY: str | None = None
 JAGGED_FAMILY: str | None = None
-#: "digits_triton" or "digits_registers" instead of the faster; for `override`.
+#: "target_single_tile" or "digits_registers" instead of the faster over packed digits; for `override`.
 DIGIT_FAMILY: str | None = None
 #: Splits of the keys in the sm90 forward of jagged attention, whatever the sizes; for `override`.
 SM90_SPLITS: int | None = None
@@ -207,7 +207,7 @@ def ceil_div(number: int, size: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class AttentionProblem:
-    """What is known of a call whatever its lengths: the first eleven fields are those of AttentionSpec.
+    """What is known of a call whatever its lengths: the first twelve fields are those of AttentionSpec.
 
     One object per set of values, so that what follows from it is cached by identity.
     """
@@ -222,12 +222,12 @@ class AttentionProblem:
     has_value_scale: bool
     num_fields: int
     num_tables: int
+    num_words: int  # int32 words of an event of packed digits; 0 where events are rows of numbers
     precision: str
     padded_queries: int  # the power of two that covers the query rows of a key head, T · H/G; 0 where T varies
     dtype: torch.dtype
     table_dtype: torch.dtype | None  # of rows by id
     device: Device
-    num_words: int = 0  # int32 words of an event of packed digits; 0 where events are rows of numbers
 
     @cached_property
     def block_d(self) -> int:
@@ -368,8 +368,8 @@ class AttentionPlan:
     """What runs a call and why.  Equal decisions are one object.
 
     Attributes:
-        family: "target_single_tile", "target_multi_tile", "jagged_sm90", "jagged_triton", "digits_triton",
-            "digits_registers", "cpu" or "reference".
+        family: "target_single_tile", "target_multi_tile", "jagged_sm90", "jagged_triton", "digits_registers", "cpu" or
+            "reference".
         forward, backward: the kernels, in the order of their launches.
         reason: why this family.
         problem: what the kernels are compiled for; None where none is.
@@ -379,7 +379,7 @@ class AttentionPlan:
     forward: tuple[KernelPlan, ...]
     backward: tuple[KernelPlan, ...]
     reason: str
-    problem: "AttentionProblem | DigitProblem | None" = None
+    problem: AttentionProblem | None = None
 
     def __repr__(self) -> str:
         lines = [f"{self.family}: {self.reason}"]
@@ -435,14 +435,16 @@ def plan_target_attention(x: TargetAttentionInputs, impl: str, device: Device | 
     """
     query, key, value, _, bias, bias_index, value_scale, second, tables, _, scale, max_seqlen = x
     device = device_of(query.device) if device is None else device
+    packed = is_packed(key)
     batch, num_queries, num_heads, head_dim = query.shape
     num_keys, num_kv_heads, _ = key.shape
     qheads_per_kvhead = num_heads // num_kv_heads
     query_rows = num_queries * qheads_per_kvhead
     if impl == "torch":
         if device.type == "cpu":
-            return _plan_cpu(cpu_is_dense(num_keys * query_rows, batch))
-        return _torch_plan("reference", "jfi.reference.target_attention", "impl='torch' on a GPU: the plain formula")
+            return _plan_cpu_digits() if packed else _plan_cpu(cpu_is_dense(num_keys * query_rows, batch))
+        formula = f"jfi.reference.{'digit' if packed else 'target'}_attention"
+        return _torch_plan("reference", formula, "impl='torch' on a GPU: the plain formula")
     problem = _problem(
         num_kv_heads,
         qheads_per_kvhead,
@@ -454,18 +456,21 @@ def plan_target_attention(x: TargetAttentionInputs, impl: str, device: Device | 
         value_scale is not None,
         1 if second is None else 2,
         len(tables),
-        precision_of(key.dtype),
-        1 << (query_rows - 1).bit_length(),
-        key.dtype,
-        tables[0].dtype if tables else None,
+        key.shape[2] if packed else 0,
+        precision_of(query.dtype),
+        0 if packed else 1 << (query_rows - 1).bit_length(),
+        query.dtype,
+        tables[0].dtype if tables and not packed else None,
         device,
     )
+    table_rows = 0 if bias_index is None else bias.shape[0]
+    block_r = power_of_two(table_rows) if 0 < table_rows <= TABLE_ROWS else 0
+    if packed:
+        return _plan_digits(problem, x, block_r)
     if fits_single_tile(query_rows):
         whole = max_seqlen is not None and max_seqlen <= problem.max_rows_per_program
-        table_rows = 0 if bias_index is None else bias.shape[0]
         tables_fit = table_rows > TABLE_ROWS or batch * table_rows * num_heads <= MAX_TABLE_ELEMENTS
         ordered = batch <= LONGEST_FIRST_SAMPLES_PER_SM * device.num_sms
-        block_r = power_of_two(table_rows) if 0 < table_rows <= TABLE_ROWS else 0
         return _plan_single_tile(
             problem, whole, whole and max_seqlen <= SHORT_ROWS, whole and tables_fit, ordered, block_r
         )
@@ -533,6 +538,10 @@ def _plan_cpu(dense: bool) -> AttentionPlan:
     return _torch_plan("cpu", "sparse products", f"at most {CPU_DENSE_SCORES} scores per sample and key head")
 
 
+def _plan_cpu_digits() -> AttentionPlan:
+    return _torch_plan("cpu", "digits decoded by blocks of samples", "at most 2^15 events or one sample at a time")
+
+
 def cpu_is_dense(scores: int, batch: int) -> bool:
     """Whether a CPU takes a matrix product per sample rather than sparse products of the whole batch."""
     return scores == 0 or scores > CPU_DENSE_SCORES * batch
@@ -545,7 +554,6 @@ def _plan_single_tile(
     """Few query rows: one tile of them; every history row is read once."""
     forward = _single_tile_forward_per_sample(problem, short) if whole else _single_tile_forward(problem)
     options = {"BLOCK_H": power_of_two(problem.qheads_per_kvhead), "BLOCK_R": block_r}
-    options |= {"PROGRAM_PER_SAMPLE": whole_backward, "LONGEST_FIRST": whole_backward and ordered}
     backward = _single_tile_backward(problem, whole_backward, ordered, tuple(options.items()))
     reason = f"at most {SINGLE_TILE_ROWS} query rows per key head: the history is read once"
     if problem.num_tables:
@@ -686,102 +694,52 @@ def _multi_tile_dhistory(problem: AttentionProblem, by_tma: bool, block_h: int) 
     return plan(32, 64, 4, 3) if problem.shared_kv else plan(64, 64, 4, 2)
 
 
-# --- Attention over digits --------------------------------------------------------------------------------------------
-@dataclass(frozen=True, eq=False)
-class DigitProblem:
-    """What is known of a call of `jfi.ops.digit_attention` whatever its lengths: first the fields of DigitSpec."""
-
-    num_heads: int
-    num_digits: int
-    num_words: int
-    by_id: bool
-    has_bias: bool
-    bias_by_index: bool
-    has_value_scale: bool
-    precision: str
-    dtype: torch.dtype
-    device: Device
-
-    @cached_property
-    def block_l(self) -> int:
-        return power_of_two(self.num_digits)
-
-
-_digit_problem = cached(DigitProblem)
-
-
-def plan_digit_attention(x: DigitAttentionInputs, impl: str, device: Device | None = None) -> AttentionPlan:
-    """The plan of `jfi.ops.digit_attention`; arguments as those of `plan_target_attention`."""
-    device = device_of(x.query.device) if device is None else device
-    if impl == "torch":
-        if device.type == "cpu":
-            return _plan_cpu_digits()
-        return _torch_plan("reference", "jfi.reference.digit_attention", "impl='torch' on a GPU: the plain formula")
-    _, _, num_heads, num_digits = x.query.shape
-    problem = _digit_problem(
-        num_heads,
-        num_digits,
-        x.digits.shape[1],
-        x.indices is not None,
-        x.bias is not None,
-        x.bias_index is not None,
-        x.value_scale is not None,
-        precision_of(x.query.dtype),
-        x.query.dtype,
-        device,
-    )
-    table_rows = 0 if x.bias_index is None else x.bias.shape[0]
-    block_r = power_of_two(table_rows) if 0 < table_rows <= TABLE_ROWS else 0
-    least_scale = DIGIT_TABLE_MIN_SCALE if block_r else SM90_MIN_SCALE
-    return _plan_digits(problem, block_r, x.query.shape[1] == 1, None if x.scale > least_scale else least_scale)
-
-
-def _plan_cpu_digits() -> AttentionPlan:
-    return _torch_plan("cpu", "digits decoded by blocks of samples", "at most 2^15 events or one sample at a time")
+# --- Packed digits ----------------------------------------------------------------------------------------------------
+def _plan_digits(problem: AttentionProblem, x: TargetAttentionInputs, block_r: int) -> AttentionPlan:
+    min_scale = DIGIT_TABLE_MIN_SCALE if block_r else SM90_MIN_SCALE
+    return _plan_digits_by(problem, block_r, x.query.shape[1] == 1, None if x.scale > min_scale else min_scale)
 
 
 @cached
-def _plan_digits(problem: DigitProblem, block_r: int, one_query: bool, refused_scale: float | None) -> AttentionPlan:
+def _plan_digits_by(
+    problem: AttentionProblem, block_r: int, one_query: bool, refused_scale: float | None
+) -> AttentionPlan:
     """refused_scale: what the scale must be above for the kernels in registers, if it is not."""
     refusal = _registers_refusal(problem, refused_scale)
-    by_element, of_table = _element_tiles(problem), (("BLOCK_R", block_r),)
-    forward = _kernel("digit_attention_fwd", Split.STREAM_K, *by_element)
-    options = (("BLOCK_H", power_of_two(problem.num_heads)), *of_table)
-    backward = _kernel("digit_attention_bwd", Split.STREAM_K, *by_element, options)
-    if refusal is None:
-        in_registers = _register_tiles(problem)
-        # One dimension of a product of tensor cores.
-        of_table = (("BLOCK_R", max(block_r, 16) if block_r else 0),)
-        forward = _kernel("digit_attention_registers_fwd", Split.STREAM_K, *in_registers, of_table)
-        # By event the gradient of a bias there is by query row, not summed over the queries.
-        if one_query or block_r > 0 or not problem.has_bias:
-            # The sums of a table's gradient leave registers for tiles of half as many events.
-            block_m, block_n, *rest = in_registers
-            tiles = (block_m, 32 if block_r else block_n, *rest)
-            backward = _kernel("digit_attention_registers_bwd", Split.STREAM_K, *tiles, of_table)
-    kernels = (forward,), (backward,)
-    if refusal is None:
-        return AttentionPlan("digits_registers", *kernels, "half precision: decoded in registers", problem)
-    return AttentionPlan("digits_triton", *kernels, f"decoded element by element: {refusal}", problem)
+    if problem.block_d * problem.dtype.itemsize <= 128:
+        tiles = (SINGLE_TILE_ROWS, 64, 1, 2, None, 8)
+    else:
+        tiles = (SINGLE_TILE_ROWS, 32 if problem.block_d <= 128 else 16, 1 if problem.block_d <= 64 else 4, 2, None, 8)
+    options = {"BLOCK_H": power_of_two(problem.qheads_per_kvhead), "BLOCK_R": block_r}
+    forward = _kernel("target_attention_single_tile_fwd", Split.STREAM_K, *tiles)
+    backward = _kernel("target_attention_single_tile_bwd", Split.STREAM_K, *tiles, tuple(options.items()))
+    if refusal is not None:
+        reason = f"packed digits, decoded element by element: {refusal}"
+        return AttentionPlan("target_single_tile", (forward,), (backward,), reason, problem)
+    in_registers = _register_tiles(problem)
+    # One dimension of a product of tensor cores.
+    of_table = (("BLOCK_R", max(block_r, 16) if block_r else 0),)
+    forward = _kernel("digit_attention_registers_fwd", Split.STREAM_K, *in_registers, of_table)
+    # By event the gradient of a bias there is by query row, not summed over the queries.
+    if one_query or block_r > 0 or not problem.has_bias:
+        # The sums of a table's gradient leave registers for tiles of half as many events.
+        block_m, block_n, *rest = in_registers
+        tiles = (block_m, 32 if block_r else block_n, *rest)
+        backward = _kernel("digit_attention_registers_bwd", Split.STREAM_K, *tiles, of_table)
+    reason = "packed digits in half precision: decoded in registers"
+    return AttentionPlan("digits_registers", (forward,), (backward,), reason, problem)
 
 
-def _element_tiles(problem: DigitProblem) -> tuple[int | None, ...]:
-    """block_m, block_n, warps, stages, registers, programs per SM."""
-    if problem.block_l * problem.dtype.itemsize <= 128:
-        return (SINGLE_TILE_ROWS, 64, 1, 2, None, 8)
-    return (SINGLE_TILE_ROWS, 32 if problem.block_l <= 128 else 16, 1 if problem.block_l <= 64 else 4, 2, None, 8)
-
-
-def _register_tiles(problem: DigitProblem) -> tuple[int | None, ...]:
-    """As `_element_tiles`: as many programs of one warp as find registers at once."""
+def _register_tiles(problem: AttentionProblem) -> tuple[int | None, ...]:
+    """Returns block_m, block_n, warps, stages, registers, programs per SM: as many of one warp as find registers."""
     if problem.num_words > 4:
         return (SINGLE_TILE_ROWS, 32, 1, 1, None, 8)
-    if problem.num_words > 2 or problem.has_bias or problem.has_value_scale or problem.by_id:
+    if problem.num_words > 2 or problem.has_bias or problem.has_value_scale or problem.num_tables:
         return (SINGLE_TILE_ROWS, 64, 1, 1, None, 8)
     return (SINGLE_TILE_ROWS, 64, 1, 1, 168, 12)
 
 
-def _registers_refusal(problem: DigitProblem, refused_scale: float | None) -> str | None:
+def _registers_refusal(problem: AttentionProblem, refused_scale: float | None) -> str | None:
     """Why the kernels that decode digits into tensor cores' operands do not take a call; None if they do."""
     if DIGIT_FAMILY not in (None, "digits_registers"):
         return f"DIGIT_FAMILY is {DIGIT_FAMILY}"
@@ -789,7 +747,7 @@ def _registers_refusal(problem: DigitProblem, refused_scale: float | None) -> st
         return "no Hopper GPU or no Gluon"
     if problem.dtype.itemsize != 2:
         return f"{problem.dtype} is not half precision"
-    if problem.num_digits > MAX_REGISTER_DIGITS:
+    if problem.head_dim > MAX_REGISTER_DIGITS:
         return f"more than {MAX_REGISTER_DIGITS} digits"
     return None if refused_scale is None else f"scale is at most {refused_scale}"
 
@@ -869,12 +827,12 @@ def _jagged_problem(x: JaggedAttentionInputs, device: Device) -> AttentionProble
         False,
         1,
         0,
+        int(x.key.shape[1]) if x.is_packed else 0,
         precision_of(x.query.dtype),
         0,
         x.query.dtype,
         None,
         device,
-        int(x.key.shape[1]) if x.is_packed else 0,
     )
 
 

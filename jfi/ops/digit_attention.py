@@ -11,11 +11,10 @@ sums.  With the saved log-sum-exp and Δ = Σ dO·O the backward decodes the eve
 Digits have no gradient.  Neither direction makes [S, L].
 """
 
-import torch
 from torch import Tensor
 
 from jfi import plan, reference
-from jfi.operands import DigitAttentionInputs
+from jfi.operands import TargetAttentionInputs
 from jfi.ops._checks import (
     check_dim,
     check_events,
@@ -27,90 +26,10 @@ from jfi.ops._checks import (
     check_untrained,
 )
 from jfi.ops._digits import check_digits
-from jfi.ops._dispatch import aligned, operator, public
+from jfi.ops._dispatch import public
 from jfi.ops.explain import explains
 from jfi.ops.gather_rows import table_bias
-
-
-def _forward(
-    query: Tensor,
-    digits: Tensor,
-    offsets: Tensor,
-    indices: Tensor | None,
-    bias: Tensor | None,
-    bias_index: Tensor | None,
-    value_scale: Tensor | None,
-    scale: float,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
-    x = DigitAttentionInputs(query, digits, offsets, indices, bias, bias_index, value_scale, scale)
-    if impl == "triton":
-        from jfi.kernels.digit_attention import launch
-
-        return launch.forward(x)
-    from jfi.cpu import digit_attention
-
-    with torch.autocast("cpu", enabled=False):
-        return digit_attention.forward(x)
-
-
-def _forward_fake(query, *_):
-    stats = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=stats)
-
-
-def _backward(
-    grad: Tensor,
-    query: Tensor,
-    digits: Tensor,
-    offsets: Tensor,
-    indices: Tensor | None,
-    bias: Tensor | None,
-    bias_index: Tensor | None,
-    value_scale: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    needed: list[bool],
-    scale: float,
-    impl: str,
-) -> list[Tensor]:
-    """The gradients of query and bias that are needed, in this order."""
-    x = DigitAttentionInputs(query, digits, offsets, indices, bias, bias_index, value_scale, scale)
-    if impl == "triton":
-        from jfi.kernels.digit_attention import launch
-
-        grads = launch.backward(aligned(grad), x, out, lse, needed)
-    else:
-        from jfi.cpu import digit_attention
-
-        with torch.autocast("cpu", enabled=False):
-            grads = digit_attention.backward(grad.contiguous(), x, out, lse, needed)
-    return [y for y, need in zip(grads, needed, strict=True) if need]
-
-
-def _backward_fake(grad, query, digits, offsets, indices, bias, *rest):
-    return [torch.empty_like(x) for x, need in zip((query, bias), rest[4], strict=True) if need]
-
-
-def _save(ctx, inputs, output) -> None:
-    *tensors, scale, impl = inputs
-    ctx.rest = scale, impl
-    ctx.save_for_backward(*tensors, *output)
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx, grad, _):
-    if grad is None:
-        return (None,) * 9
-    needed = [ctx.needs_input_grad[0], ctx.needs_input_grad[4]]
-    grads = iter(_digit_attention_bwd(grad, *ctx.saved_tensors, needed, *ctx.rest))
-    dquery, dbias = [next(grads) if need else None for need in needed]
-    return dquery, None, None, None, dbias, *(None,) * 4
-
-
-_digit_attention_bwd = operator("digit_attention_bwd", _backward, _backward_fake)
-_digit_attention_fwd = operator("digit_attention_fwd", _forward, _forward_fake, _save, _differentiate)
+from jfi.ops.target_attention import target_attention_fwd
 
 
 @public
@@ -175,9 +94,9 @@ def digit_attention(
         impl=impl,
     )
     if impl == "torch" and query.is_cuda:
-        query, digits, offsets, indices, key_bias, _, value_scale, scale = inputs
-        return reference.digit_attention(query, digits, offsets, indices, key_bias, value_scale, scale)
-    return _digit_attention_fwd(*inputs, impl)[0]
+        tensors = (inputs.offsets, indices, inputs.bias, inputs.value_scale)
+        return reference.digit_attention(inputs.query, digits, *tensors, inputs.scale)
+    return target_attention_fwd(*inputs, impl)[0]
 
 
 def prepare_digit_attention(
@@ -191,7 +110,7 @@ def prepare_digit_attention(
     value_scale: Tensor | None,
     scale: float | None,
     impl: str,
-) -> tuple[DigitAttentionInputs, str]:
+) -> tuple[TargetAttentionInputs, str]:
     """Check the arguments; returns what the kernels take, contiguous, and "triton" or "torch"."""
     check_floating(query=query, key_bias=key_bias if key_bias_index is None else None)
     check_dim("query", query, "[B, T, H, L]")
@@ -211,8 +130,13 @@ def prepare_digit_attention(
         )
     if key_bias_index is not None and impl == "torch":
         key_bias, key_bias_index = table_bias(key_bias, key_bias_index).to(query.dtype), None
-    tensors = (query, digits, offsets, indices, key_bias, key_bias_index, value_scale)
-    return DigitAttentionInputs(*[None if x is None else x.contiguous() for x in tensors], scale), impl
+    key, tables, indices = digits, [], [] if indices is None else [indices.contiguous()]
+    if indices:  # rows by id have no memory
+        key, tables = digits.new_zeros(()).expand(events.shape[0], digits.shape[1]), [digits.contiguous()]
+    tensors = (query, None if tables else key, None, offsets, key_bias, key_bias_index, value_scale)
+    query, own, *tensors = [None if x is None else x.contiguous() for x in tensors]
+    key = (key if own is None else own).unsqueeze(1)
+    return TargetAttentionInputs(query, key, *tensors, None, tables, indices, scale, None), impl
 
 
-explains(digit_attention, prepare_digit_attention, plan.plan_digit_attention)
+explains(digit_attention, prepare_digit_attention, plan.plan_target_attention)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from jfi import plan, reference
-from jfi.operands import TargetAttentionInputs
+from jfi.operands import TargetAttentionInputs, is_packed
 from jfi.ops._checks import (
     check_count,
     check_dim,
@@ -63,6 +63,10 @@ def _forward(
 
         inputs = (query, key, value, offsets, bias, buckets, value_scale, second, tables, indices, scale, max_seqlen)
         return execute.forward(TargetAttentionInputs(*inputs))
+    if is_packed(key):
+        from jfi.cpu import digit_attention
+
+        return _on_cpu(digit_attention.forward, query, key, offsets, bias, value_scale, tables, indices, scale)
     from jfi.cpu import target_attention
 
     return _on_cpu(target_attention.forward, query, key, value, offsets, bias, scale)
@@ -99,6 +103,11 @@ def _backward(
 
         inputs = (query, key, value, offsets, bias, buckets, value_scale, second, tables, indices, scale, max_seqlen)
         grads = execute.backward(aligned(grad), TargetAttentionInputs(*inputs), out, lse, needed)
+    elif is_packed(key):
+        from jfi.cpu import digit_attention
+
+        inputs = (grad.contiguous(), query, key, offsets, bias, value_scale, tables, indices, scale)
+        grads = _on_cpu(digit_attention.backward, *inputs, out, lse, needed)
     else:
         from jfi.cpu import target_attention
 
@@ -135,7 +144,7 @@ def _differentiate(ctx, grad, _):
 
 
 _target_attention_bwd = operator("target_attention_bwd", _backward, _backward_fake)
-_target_attention_fwd = operator("target_attention_fwd", _forward, _forward_fake, _save, _differentiate)
+target_attention_fwd = operator("target_attention_fwd", _forward, _forward_fake, _save, _differentiate)
 
 
 @public
@@ -213,7 +222,7 @@ def target_attention(
     if impl == "torch" and query.is_cuda:
         query, key, value, offsets, key_bias, *_, scale, _ = inputs
         return reference.target_attention(query, key, value, offsets, key_bias, scale)
-    return _target_attention_fwd(*inputs, impl)[0]
+    return target_attention_fwd(*inputs, impl)[0]
 
 
 def prepare_target_attention(

@@ -17,7 +17,6 @@ from jfi import plan
 from jfi.kernels.absorbed_weights import bwd as absorbed_weights_bwd
 from jfi.kernels.absorbed_weights import fwd as absorbed_weights
 from jfi.kernels.common.launch import Launcher
-from jfi.kernels.digit_attention import launch as digit_attention
 from jfi.kernels.exchange import partition as exchange_ids
 from jfi.kernels.exchange.push import push
 from jfi.kernels.jagged_attention import execute as jagged_attention
@@ -27,9 +26,9 @@ from jfi.kernels.tables.bounds import bound_ids
 from jfi.kernels.tables.gather import gather_rows
 from jfi.kernels.target_attention import execute as target_attention
 from jfi.kernels.target_attention import partials_message
-from jfi.operands import DigitAttentionInputs, JaggedAttentionInputs, TargetAttentionInputs
+from jfi.operands import JaggedAttentionInputs, TargetAttentionInputs
 from jfi.ops.step_rows import RowOptimizer, sort_rows
-from jfi.plan import A100, H200, Device, plan_digit_attention, plan_jagged_attention, plan_target_attention
+from jfi.plan import A100, H200, Device, plan_jagged_attention, plan_target_attention
 
 
 def tensors(rows: int, num_kv_heads: int, width: int) -> tuple[torch.Tensor, ...]:
@@ -114,14 +113,16 @@ def attend_to_digits(dtype: torch.dtype, num_digits: int, biased: bool, device: 
     """Forward and backward over digits by event, or by id with a table of biases and a scale of values."""
     query, offsets = torch.randn(8, 2, 4, num_digits).to(dtype), torch.arange(0, 801, 100)
     digits, of_events = torch.zeros(800, -(-num_digits // 16), dtype=torch.int32), torch.zeros(800, dtype=torch.int64)
-    events = (of_events, torch.randn(32, 4), of_events, torch.rand(800)) if biased else (None,) * 4
-    x = DigitAttentionInputs(query, digits, offsets, *events, 0.125)
-    plan = plan_digit_attention(x, "triton", device)
+    key, tables, indices, events = digits.unsqueeze(1), [], [], (None,) * 3
+    if biased:
+        tables, indices, events = [digits], [of_events], (torch.randn(32, 4), of_events, torch.rand(800))
+    x = TargetAttentionInputs(query, key, None, offsets, *events, None, tables, indices, 0.125, None)
+    plan = plan_target_attention(x, "triton", device)
     in_registers = device is H200 and dtype != torch.float32
-    assert plan.family == ("digits_registers" if in_registers else "digits_triton"), plan
-    out, lse = digit_attention.forward(x, plan)
-    for needed in subsets(query, x.bias, every=every):
-        digit_attention.backward(out, x, out, lse, needed, plan)
+    assert plan.family == ("digits_registers" if in_registers else "target_single_tile"), plan
+    out, lse = target_attention.forward(x, plan)
+    for needed in subsets(query, None, None, x.bias, None, every=every):
+        target_attention.backward(out, x, out, lse, needed, plan)
 
 
 def attend_ragged_to_digits(dtype: torch.dtype, num_digits: int, kind: str | None, device: Device) -> None:

@@ -198,22 +198,32 @@ SCHEMAS = {
     ],
     "digit_attention": [
         (
-            torch.ops.jfi.digit_attention_fwd,
-            lambda q, d, o, b: (q, d, o, None, b, None, None, 0.3, "triton"),
+            torch.ops.jfi.target_attention_fwd,
+            lambda q, d, o, b: (q, d.unsqueeze(1), None, o, b, None, None, None, [], [], 0.3, None, "triton"),
         ),
         (
-            torch.ops.jfi.digit_attention_bwd,
+            torch.ops.jfi.target_attention_bwd,
             lambda q, d, o, b: (
-                *(q.detach(), q.detach(), d, o, None, b.detach(), None, None, q.detach()),
-                *(q[..., 0].detach() + 50, [True, True], 0.3, "triton"),  # a lower log-sum-exp would overflow
+                *(q.detach(), q.detach(), d.unsqueeze(1), None, o, b.detach(), None, None, None, [], [], q.detach()),
+                # A lower log-sum-exp would overflow.
+                *(q[..., 0].detach() + 50, [True, False, False, True, False], 0.3, None, "triton"),
             ),
         ),
     ],
     "digit_attention, by id and bucket": [
-        (torch.ops.jfi.digit_attention_fwd, lambda q, d, o, *i: (q, d, o, *i, 0.3, "triton")),
+        (
+            torch.ops.jfi.target_attention_fwd,
+            lambda q, d, o, i, *events: (
+                *(q, d.new_zeros(()).expand(len(i), 1, d.shape[1]), None, o, *events, None, [d], [i], 0.3, None),
+                "triton",
+            ),
+        ),
     ],
     "digit_attention, half precision": [
-        (torch.ops.jfi.digit_attention_fwd, lambda q, d, o: (q, d, o, None, None, None, None, 0.3, "triton")),
+        (
+            torch.ops.jfi.target_attention_fwd,
+            lambda q, d, o: (q, d.unsqueeze(1), None, o, *(None,) * 4, [], [], 0.3, None, "triton"),
+        ),
     ],
     "target_attention, many queries": [
         (

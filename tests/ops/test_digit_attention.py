@@ -264,7 +264,7 @@ def kernels_of(device=H200, dtype=torch.bfloat16, queries=(1, 4), num_digits=40,
 
 
 IN_REGISTERS = ("digits_registers", "digit_attention_registers_fwd", "digit_attention_registers_bwd")
-BY_ELEMENT = ("digits_triton", "digit_attention_fwd", "digit_attention_bwd")
+BY_ELEMENT = ("target_single_tile", "target_attention_single_tile_fwd", "target_attention_single_tile_bwd")
 
 
 def test_explain_names_the_kernels():

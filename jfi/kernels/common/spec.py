@@ -31,6 +31,7 @@ class AttentionSpec(NamedTuple):
         has_value_scale: values are multiplied by a number per event.
         num_fields: tensors that hold a history row, in equal parts: 1 or 2.
         num_tables: tables that hold the history's rows, which are read by id and summed; 0 where the history is dense.
+        num_words: int32 words of an event of packed digits; 0 where events are rows of numbers.
         precision: ``input_precision`` of tl.dot.
         block_m: query rows of a tile.
         block_n: history rows (keys) of a tile.
@@ -47,6 +48,7 @@ class AttentionSpec(NamedTuple):
     has_value_scale: tl.constexpr
     num_fields: tl.constexpr
     num_tables: tl.constexpr
+    num_words: tl.constexpr
     precision: tl.constexpr
     block_m: tl.constexpr
     block_n: tl.constexpr
@@ -56,6 +58,6 @@ class AttentionSpec(NamedTuple):
     @classmethod
     def of(cls, problem, block_m: int, block_n: int) -> "AttentionSpec":
         """The spec of a `jfi.plan.AttentionProblem` on such tiles."""
-        fields = {name: getattr(problem, name) for name in cls._fields[:11]}
+        fields = {name: getattr(problem, name) for name in cls._fields[:12]}
         blocks = {"block_m": block_m, "block_n": block_n, "block_d": problem.block_d, "block_e": problem.block_e}
         return cls(**{name: Constant(x) for name, x in (fields | blocks).items()})

@@ -33,6 +33,8 @@ LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA, 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, MMA, 2))
 ROWS = gl.constexpr(gl.SliceLayout(1, MMA))
 COLS = gl.constexpr(gl.SliceLayout(0, MMA))
+#: Parameters with a number per event, which may begin anywhere.
+EVENTS = ["index_ptr", "bias_index_ptr", "value_scale_ptr"]
 _LINE = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))
 
 
@@ -97,7 +99,7 @@ def load_units(events, index_ptr, digit_rows, n, left, ALONG_K: gl.constexpr, MA
     unit = gl.arange(0, UNITS, layout=gl.SliceLayout(0, LAYOUT))
     ptr = events[0].to(gl.pointer_type(dtype), bitcast=True)
     mask = (at < left)[:, None]
-    if SPEC.by_id:
+    if SPEC.num_tables > 0:
         index_ptr += n
         row = gl.load(index_ptr + at, mask=at < left, other=0) if MASKED else gl.load(index_ptr + at)
         mask = mask & ((row >= 0) & (row < digit_rows))[:, None]
@@ -107,8 +109,8 @@ def load_units(events, index_ptr, digit_rows, n, left, ALONG_K: gl.constexpr, MA
         where = (at * STRIDE)[:, None] + unit[None, :]
     if STRIDE < UNITS:
         keep = (unit < STRIDE)[None, :] & (at >= 0)[:, None]
-        return gl.load(ptr + where, mask=keep & mask if MASKED or SPEC.by_id else keep, other=0)
-    elif MASKED or SPEC.by_id:
+        return gl.load(ptr + where, mask=keep & mask if MASKED or SPEC.num_tables > 0 else keep, other=0)
+    elif MASKED or SPEC.num_tables > 0:
         return gl.load(ptr + where, mask=mask & (unit >= 0)[None, :], other=0)
     else:
         return gl.load(ptr + where)
@@ -190,9 +192,9 @@ def _rows(num_rows, SPEC: gl.constexpr):
     digit = gl.arange(0, DIGITS, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
     at = unit * DIGITS + digit
     keep = (row < num_rows) & (at >= 0)
-    if SPEC.num_digits < UNITS * DIGITS:
-        keep = keep & (at < SPEC.num_digits)
-    return row * SPEC.num_digits + at, keep
+    if SPEC.head_dim < UNITS * DIGITS:
+        keep = keep & (at < SPEC.head_dim)
+    return row * SPEC.head_dim + at, keep
 
 
 @gluon.jit
@@ -230,7 +232,7 @@ def load_table(bias_ptr, first_row, table_rows, factor, BLOCK_R: gl.constexpr, S
     """
     row = gl.arange(0, SPEC.block_m, layout=gl.SliceLayout(1, LEFT))
     table_row = gl.arange(0, BLOCK_R, layout=gl.SliceLayout(0, LEFT))
-    where = (table_row * SPEC.num_heads)[None, :] + ((first_row + row) % SPEC.num_heads)[:, None]
+    where = (table_row * SPEC.qheads_per_kvhead)[None, :] + ((first_row + row) % SPEC.qheads_per_kvhead)[:, None]
     keep = (table_row < table_rows)[None, :] & (row >= 0)[:, None]
     table = gl.load(bias_ptr + where, mask=keep, other=0.0).to(gl.float32) * factor
     table = gl.where(table < -LOWEST, -LOWEST, table)  # NaN stays
@@ -276,7 +278,7 @@ def load_bias(bias_ptrs, n, left, rows, SPEC: gl.constexpr):
     if SPEC.bias_by_index:
         event = gl.load(bias_index_ptr + event, mask=at < left, other=0).to(gl.int64)
         is_row = is_row & (event >= 0) & (event < table_rows)
-    where = (event * SPEC.num_heads)[None, :] + ((first_row + row) % SPEC.num_heads)[:, None]
+    where = (event * SPEC.qheads_per_kvhead)[None, :] + ((first_row + row) % SPEC.qheads_per_kvhead)[:, None]
     keep = is_row[None, :] & (row < num_rows)[:, None]
     bias = gl.load(bias_ptr + where, mask=keep, other=0.0).to(gl.float32)
     return gl.where((at < left)[None, :], bias, -float("inf"))

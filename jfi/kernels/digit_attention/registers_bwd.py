@@ -11,8 +11,7 @@ from jfi.kernels.common.combine import behind_partials
 from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.stream_k import WEIGHT
 from jfi.kernels.digit_attention import registers as tile
-from jfi.kernels.digit_attention.registers import COLS, LEFT, MMA, RIGHT, ROWS, UNIT
-from jfi.kernels.digit_attention.tiles import EVENTS
+from jfi.kernels.digit_attention.registers import COLS, EVENTS, LEFT, MMA, RIGHT, ROWS, UNIT
 
 behind_partials = gluon.jit(behind_partials.fn)
 
@@ -21,7 +20,7 @@ behind_partials = gluon.jit(behind_partials.fn)
 def _load_queries(queries, first_row, num_rows, SPEC: gl.constexpr):
     """(q, dO, the log-sum-exp in base 2, Δ times UNIT) of a sample."""
     q_ptr, grad_ptr, out_ptr, lse_ptr = queries
-    base = first_row * SPEC.num_digits
+    base = first_row * SPEC.head_dim
     q = tile.load_rows(q_ptr + base, num_rows, SPEC)
     grad = tile.load_rows(grad_ptr + base, num_rows, SPEC)
     out = tile.load_rows(out_ptr + base, num_rows, SPEC).to(gl.float32)
@@ -81,7 +80,7 @@ def _gradients(
         dtable = mma_v2(weights, of_row, dtable)
     elif dbias_ptr is not None:
         row = gl.arange(0, SPEC.block_m, layout=ROWS)
-        to = dbias_ptr + n * SPEC.num_heads + at[None, :] * SPEC.num_heads + (rows[0] + row)[:, None]
+        to = dbias_ptr + n * SPEC.qheads_per_kvhead + at[None, :] * SPEC.qheads_per_kvhead + (rows[0] + row)[:, None]
         keep = (at < left)[None, :] & (row < rows[1])[:, None]
         gl.store(to, (ds * (1 / UNIT)).to(dbias_ptr.dtype.element_ty), mask=keep)
     if dq_ptr is not None:
@@ -114,8 +113,8 @@ def digit_attention_registers_bwd_kernel(
 
     ``grads`` are pointers to dq, dbias and the ranges' parts of dq, None for what is not needed.
     """
-    L: gl.constexpr = SPEC.num_digits
-    H: gl.constexpr = SPEC.num_heads
+    L: gl.constexpr = SPEC.head_dim
+    H: gl.constexpr = SPEC.qheads_per_kvhead
     COLUMNS: gl.constexpr = tile.units_of(SPEC.num_words) * tile.digits_of_unit(SPEC.num_words)
     offsets_ptr = events[2]
     bias_ptrs = (events[1], bias_index_ptr, table_rows)

@@ -11,8 +11,7 @@ from jfi.kernels.common.combine import behind_partials
 from jfi.kernels.common.primitives import LOG2E
 from jfi.kernels.common.stream_k import WEIGHT
 from jfi.kernels.digit_attention import registers as tile
-from jfi.kernels.digit_attention.registers import COLS, LEFT, MMA, ROWS, UNIT
-from jfi.kernels.digit_attention.tiles import EVENTS
+from jfi.kernels.digit_attention.registers import COLS, EVENTS, LEFT, MMA, ROWS, UNIT
 
 behind_partials = gluon.jit(behind_partials.fn)
 
@@ -83,7 +82,7 @@ def digit_attention_registers_fwd_kernel(
     With BLOCK_R the bias is a table of at most so many rows, which the program keeps.
     """
     COLUMNS: gl.constexpr = tile.units_of(SPEC.num_words) * tile.digits_of_unit(SPEC.num_words)
-    L: gl.constexpr = SPEC.num_digits
+    L: gl.constexpr = SPEC.head_dim
     offsets_ptr = events[2]
     bias_ptrs = (events[1], bias_index_ptr, table_rows)
     out_ptr, lse_ptr, partial_ptr = outputs

@@ -8,6 +8,7 @@ Scores are history rows by query rows here, S [N, M]: two of the three GEMMs for
 Gradients that no input needs are neither computed nor stored: their pointers are None.
 """
 
+from collections import namedtuple
 from collections.abc import Sequence
 
 import torch
@@ -18,80 +19,165 @@ from torch import Tensor
 from jfi import plan, reference
 from jfi.kernels.common.combine import RangePartials, behind_partials
 from jfi.kernels.common.launch import Launcher, empty_like
-from jfi.kernels.common.spec import AttentionSpec
+from jfi.kernels.common.spec import AttentionSpec, Constant
 from jfi.kernels.common.stream_k import WEIGHT, end_row, find_range, longest_first
 from jfi.kernels.common.tiles import load_rows, load_statistics, query_rows, store_columns, store_rows
 from jfi.kernels.target_attention.single_tile_events import (
     EVENTS,
+    event_pointers,
     field_columns,
-    gathered_pointers,
-    history_pointers,
     load_bias,
     load_bias_index,
     load_history,
     load_value_scale,
+    query_tile,
+    query_tiles,
+    sizes,
     weights_and_gradient,
 )
 from jfi.operands import TargetAttentionInputs
 from jfi.plan import AttentionPlan, AttentionProblem, KernelPlan, Split, cached
 
+#: `AttentionSpec`, then: the power of two that covers the query heads of a key head; that of the rows of a table of
+#: biases whose gradient each program sums, 0 where dbias is by event; whether a program takes a sample rather than a
+#: stream-K range, and whether programs take the longest samples first.
+_Spec = namedtuple("_Spec", (*AttentionSpec._fields, "block_h", "block_r", "program_per_sample", "longest_first"))
 
-@triton.jit(do_not_specialize=["batch", "num_rows", "chunk", "table_rows"], do_not_specialize_on_alignment=EVENTS)
+
+@triton.jit
+def _store_dbias(dbias_ptr, ds, of_head, first, k_at, mask, SPEC: tl.constexpr):
+    """Stores the gradient of the biases of events, summed over the query rows of a tile: over digits [S, tiles, H]."""
+    QHEADS: tl.constexpr = SPEC.qheads_per_kvhead
+    NUM_HEADS: tl.constexpr = SPEC.num_kv_heads * QHEADS
+    dbias = tl.dot(ds, of_head, input_precision="tf32x3")
+    kv_head, tile = query_tile(SPEC)
+    if SPEC.num_words:
+        to = dbias_ptr + (first * tl.num_programs(1) + tile) * NUM_HEADS
+        store_rows(to, dbias, k_at * tl.num_programs(1), mask, NUM_HEADS, QHEADS, SPEC.block_h)
+    else:
+        to = dbias_ptr + first * NUM_HEADS + kv_head * QHEADS
+        store_rows(to, dbias, k_at, mask, NUM_HEADS, QHEADS, SPEC.block_h)
+
+
+@triton.jit
+def _store_dtable(dbias_ptr, dtable, of_head, table_rows, SPEC: tl.constexpr):
+    """Stores a program's gradient of the table of biases, of sums [M, rows] by query row."""
+    QHEADS: tl.constexpr = SPEC.qheads_per_kvhead
+    NUM_HEADS: tl.constexpr = SPEC.num_kv_heads * QHEADS
+    kv_head, tile = query_tile(SPEC)
+    program = tl.program_id(0).to(tl.int64)
+    if SPEC.num_words:
+        program = program * tl.num_programs(1) + tile
+    table_at = tl.arange(0, SPEC.block_r)
+    dtable = tl.dot(tl.trans(dtable), of_head, input_precision="tf32x3")
+    to = dbias_ptr + program * (table_rows * NUM_HEADS) + kv_head * QHEADS
+    store_rows(to, dtable, table_at, table_at < table_rows, NUM_HEADS, QHEADS, SPEC.block_h)
+
+
+@triton.jit
+def _sweep(operands, sums, history, indices, events, grads, rows, scale, SPEC: tl.constexpr):
+    """Returns (dq / scale, dtable) after the events ``rows`` of a sample; stores the gradients of the events.
+
+    Args:
+        operands: the sample's (q, dO, log-sum-exp, Δ), and which query row has which head.
+        sums: (dq, dtable) before them.
+        events: (bias_index_ptr, value_scale_ptr, table_rows, digit_rows).
+        rows: (first event, end).
+    """
+    D: tl.constexpr = SPEC.head_dim
+    E: tl.constexpr = SPEC.value_dim
+    PRECISION: tl.constexpr = SPEC.precision
+    K_STRIDE: tl.constexpr = SPEC.num_kv_heads * D // SPEC.num_fields
+    V_STRIDE: tl.constexpr = SPEC.num_kv_heads * E
+    q, grad, lse, delta, of_head = operands
+    dq, dtable = sums
+    bias_index_ptr, value_scale_ptr, table_rows, digit_rows = events
+    dq_ptr, dk_ptr, dv_ptr, dbias_ptr, dsecond_ptr, _partial_ptr = grads
+    kv_head, tile = query_tile(SPEC)
+    at = tile * SPEC.block_m + tl.arange(0, SPEC.block_m)
+    k_at = tl.arange(0, SPEC.block_n)
+    cols = field_columns(history[3], history[4], SPEC)
+    dk_cols = cols
+    if dk_ptr is not None:
+        dk_cols = field_columns(dk_ptr, dsecond_ptr, SPEC)
+    for first in range(rows[0], rows[1], SPEC.block_n):
+        mask = k_at < (rows[1] - first).to(tl.int32)
+        k, v = load_history(history, indices, digit_rows, cols, first, k_at, mask, kv_head, q.dtype, SPEC)
+        bias = 0.0
+        index = load_bias_index(bias_index_ptr, first, k_at, mask, SPEC)
+        if SPEC.has_bias:
+            bias = load_bias(history[2], index, table_rows, first, mask, at, kv_head, SPEC)
+        value_scale = load_value_scale(value_scale_ptr, first, k_at, mask, SPEC)
+        p, ds = weights_and_gradient(q, grad, lse, delta, k, v, value_scale, bias, mask, scale, SPEC)
+        ds_by_query = tl.trans(ds.to(k.dtype))
+        if dk_ptr is not None:
+            dk = tl.dot((ds * scale).to(q.dtype), q, input_precision=PRECISION)
+            if SPEC.shared_kv:
+                dk = tl.dot(p.to(grad.dtype), grad, dk, input_precision=PRECISION)
+        if dv_ptr is not None:
+            dv = tl.dot(p.to(grad.dtype), grad, input_precision=PRECISION)
+            store_rows(dv_ptr + first * V_STRIDE + kv_head * E, dv, k_at, mask, V_STRIDE, E, SPEC.block_e)
+        if dk_ptr is not None:
+            to = dk_ptr + first * K_STRIDE + kv_head * D
+            store_columns(to, dk, k_at, dk_cols, mask, K_STRIDE, D, SPEC.block_d)
+        if dbias_ptr is not None:
+            if SPEC.block_r > 0:
+                # Which events have which row of the table: they are summed in their order.
+                of_row = (index[:, None] == tl.arange(0, SPEC.block_r)[None, :]).to(k.dtype)
+                dtable = tl.dot(ds_by_query, of_row, dtable, input_precision=PRECISION)
+            else:
+                _store_dbias(dbias_ptr, ds, of_head, first, k_at, mask, SPEC)
+        if dq_ptr is not None:
+            dq = tl.dot(ds_by_query, k, dq, input_precision=PRECISION)
+    return dq, dtable
+
+
+@triton.jit(
+    do_not_specialize=["batch", "num_rows", "chunk", "table_rows", "digit_rows"], do_not_specialize_on_alignment=EVENTS
+)
 def target_attention_single_tile_bwd_kernel(
-    queries,
+    tensors,
     history,
     bias_index_ptr,
     value_scale_ptr,
-    tables,
     index_0,
     index_1,
     index_2,
     index_3,
-    grads,
     batch,
     num_rows,
     chunk,
     table_rows,
+    digit_rows,
     scale,
     SPEC: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    PROGRAM_PER_SAMPLE: tl.constexpr,
-    LONGEST_FIRST: tl.constexpr,
 ):
-    """A program per stream-K range, or, if PROGRAM_PER_SAMPLE, per sample: the longest first if LONGEST_FIRST.
+    """A program per stream-K range or per sample; ``tensors`` are queries, what the forward left, and the gradients.
 
-    With BLOCK_R the bias is a table of so few rows that each program sums its gradient; else dbias is by event.
     ``partial_ptr`` is None where no sample is split, or where nobody needs dq.
     """
     D: tl.constexpr = SPEC.head_dim
     E: tl.constexpr = SPEC.value_dim
-    NUM_HEADS: tl.constexpr = SPEC.num_kv_heads * SPEC.qheads_per_kvhead
-    PRECISION: tl.constexpr = SPEC.precision
-    q_ptr, grad_ptr, out_ptr, lse_ptr = queries
-    offsets_ptr = history[4]
-    dq_ptr, dk_ptr, dv_ptr, dbias_ptr, dsecond_ptr, partial_ptr = grads
-    program, kv_head = tl.program_id(0), tl.program_id(1)
-    at = tl.arange(0, SPEC.block_m)
+    q_ptr, grad_ptr, out_ptr, lse_ptr, dq_ptr, dk_ptr, dv_ptr, dbias_ptr, dsecond_ptr, partial_ptr = tensors
+    grads = (dq_ptr, dk_ptr, dv_ptr, dbias_ptr, dsecond_ptr, partial_ptr)
+    offsets_ptr = history[0]
+    program = tl.program_id(0)
+    kv_head, tile = query_tile(SPEC)
+    at = tile * SPEC.block_m + tl.arange(0, SPEC.block_m)
     q_at, q_mask = query_rows(at, kv_head, SPEC), at < num_rows
-    k_at = tl.arange(0, SPEC.block_n)
-    cols = field_columns(history[0], history[3], SPEC)
-    gathered = (tables, (index_0, index_1, index_2, index_3))
-    dk_cols = cols
-    if dk_ptr is not None:
-        dk_cols = field_columns(dk_ptr, dsecond_ptr, SPEC)
-    K_STRIDE: tl.constexpr = SPEC.num_kv_heads * D // SPEC.num_fields
-    V_STRIDE: tl.constexpr = SPEC.num_kv_heads * E
+    events = (bias_index_ptr, value_scale_ptr, table_rows, digit_rows)
+    indices = (index_0, index_1, index_2, index_3)
     sample_rows = (num_rows * SPEC.num_kv_heads).to(tl.int64)
+    of_head = scale
     if dbias_ptr is not None:
         # Which query row has which head: dS times it sums over the query rows of a head.
-        head = tl.arange(0, BLOCK_H)
+        head = tl.arange(0, SPEC.block_h)
         of_head = (((at % SPEC.qheads_per_kvhead)[:, None] == head[None, :]) & q_mask[:, None]).to(tl.float32)
-    if BLOCK_R > 0:
-        table_at = tl.arange(0, BLOCK_R)
-        dtable = tl.zeros((SPEC.block_m, BLOCK_R), tl.float32)
-    if PROGRAM_PER_SAMPLE:
-        sample = longest_first(program, offsets_ptr, batch) if LONGEST_FIRST else program.to(tl.int64)
+    dtable = scale
+    if SPEC.block_r > 0:
+        dtable = tl.zeros((SPEC.block_m, SPEC.block_r), tl.float32)
+    if SPEC.program_per_sample:
+        sample = longest_first(program, offsets_ptr, batch) if SPEC.longest_first else program.to(tl.int64)
         low = tl.load(offsets_ptr + sample).to(tl.int64)
         high = tl.load(offsets_ptr + sample + 1).to(tl.int64)
         n = low
@@ -107,7 +193,7 @@ def target_attention_single_tile_bwd_kernel(
     while (sample < batch) & (low + sample * WEIGHT < end):
         next_high = high
         last = high
-        if not PROGRAM_PER_SAMPLE:
+        if not SPEC.program_per_sample:
             next_high = tl.load(offsets_ptr + sample + 2, mask=sample + 1 < batch, other=0).to(tl.int64)
             last = end_row(sample, high, end)
         row = sample * sample_rows
@@ -115,37 +201,9 @@ def target_attention_single_tile_bwd_kernel(
         grad = load_rows(grad_ptr + row * E, q_at, q_mask, E, E, SPEC.block_e)
         lse, delta = load_statistics(grad, out_ptr + row * E, lse_ptr + row, q_at, q_mask, SPEC)
         dq = tl.zeros((SPEC.block_m, SPEC.block_d), tl.float32)
-        for first in range(n, last, SPEC.block_n):
-            mask = k_at < (last - first).to(tl.int32)
-            k, v = load_history(history, gathered, cols, first, k_at, mask, kv_head, q.dtype, SPEC)
-            bias = 0.0
-            index = load_bias_index(bias_index_ptr, first, k_at, mask, SPEC)
-            if SPEC.has_bias:
-                bias = load_bias(history[2], index, table_rows, first, mask, at, kv_head, SPEC)
-            value_scale = load_value_scale(value_scale_ptr, first, k_at, mask, SPEC)
-            p, ds = weights_and_gradient(q, grad, lse, delta, k, v, value_scale, bias, mask, scale, SPEC)
-            ds_by_query = tl.trans(ds.to(k.dtype))
-            if dk_ptr is not None:
-                dk = tl.dot((ds * scale).to(q.dtype), q, input_precision=PRECISION)
-                if SPEC.shared_kv:
-                    dk = tl.dot(p.to(grad.dtype), grad, dk, input_precision=PRECISION)
-            if dv_ptr is not None:
-                dv = tl.dot(p.to(grad.dtype), grad, input_precision=PRECISION)
-                store_rows(dv_ptr + first * V_STRIDE + kv_head * E, dv, k_at, mask, V_STRIDE, E, SPEC.block_e)
-            if dk_ptr is not None:
-                to = dk_ptr + first * K_STRIDE + kv_head * D
-                store_columns(to, dk, k_at, dk_cols, mask, K_STRIDE, D, SPEC.block_d)
-            if dbias_ptr is not None:
-                if BLOCK_R > 0:
-                    # Which events have which row of the table: they are summed in their order.
-                    of_row = (index[:, None] == table_at[None, :]).to(k.dtype)
-                    dtable = tl.dot(ds_by_query, of_row, dtable, input_precision=PRECISION)
-                else:
-                    dbias = tl.dot(ds, of_head, input_precision="tf32x3")
-                    to = dbias_ptr + first * NUM_HEADS + kv_head * SPEC.qheads_per_kvhead
-                    store_rows(to, dbias, k_at, mask, NUM_HEADS, SPEC.qheads_per_kvhead, BLOCK_H)
-            if dq_ptr is not None:
-                dq = tl.dot(ds_by_query, k, dq, input_precision=PRECISION)
+        operands = (q, grad, lse, delta, of_head)
+        sums = (dq, dtable)
+        dq, dtable = _sweep(operands, sums, history, indices, events, grads, (n, last), scale, SPEC)
         dq = dq * scale
         if partial_ptr is not None:
             begins = low + sample * WEIGHT >= start
@@ -161,18 +219,19 @@ def target_attention_single_tile_bwd_kernel(
         low = high
         n = high
         high = next_high
-    if (BLOCK_R > 0) and (dbias_ptr is not None):
-        dtable = tl.dot(tl.trans(dtable), of_head, input_precision="tf32x3")
-        to = dbias_ptr + program.to(tl.int64) * (table_rows * NUM_HEADS) + kv_head * SPEC.qheads_per_kvhead
-        store_rows(to, dtable, table_at, table_at < table_rows, NUM_HEADS, SPEC.qheads_per_kvhead, BLOCK_H)
+    if (SPEC.block_r > 0) and (dbias_ptr is not None):
+        _store_dtable(dbias_ptr, dtable, of_head, table_rows, SPEC)
     if partial_ptr is not None:
         tl.store(split_ptr + program, split.to(tl.int32))
 
 
 @cached
 def _launcher(problem: AttentionProblem, kernel: KernelPlan) -> Launcher:
-    spec = AttentionSpec.of(problem, kernel.block_m, kernel.block_n)
-    return Launcher(target_attention_single_tile_bwd_kernel, SPEC=spec, **kernel.constants)
+    spec, options = AttentionSpec.of(problem, kernel.block_m, kernel.block_n), dict(kernel.options)
+    per_sample = kernel.split in (Split.SAMPLE, Split.LONGEST_FIRST)
+    sweep = options["BLOCK_H"], options["BLOCK_R"], per_sample, kernel.split is Split.LONGEST_FIRST
+    launch = {name: x for name, x in kernel.constants.items() if name not in options}
+    return Launcher(target_attention_single_tile_bwd_kernel, SPEC=_Spec(*spec, *map(Constant, sweep)), **launch)
 
 
 def backward(
@@ -194,27 +253,39 @@ def backward(
         chunk, programs = plan.stream_k(num_keys, batch, problem.device.num_sms, kernel.programs_per_sm)
         if needs_query:
             partials = RangePartials(programs, chunk, num_queries * num_heads, head_dim, device)
-    table_rows = x.bias.shape[0] if problem.bias_by_index else 0
-    sums_table = needs_bias and table_rows > 0 and kernel.constants["BLOCK_R"] > 0
-    if not needs_bias:
-        dbias = None
-    elif sums_table:
-        dbias = x.bias.new_empty(programs, table_rows, num_heads, dtype=torch.float32)
-    else:
-        dtype = torch.float32 if table_rows else x.bias.dtype
-        dbias = torch.empty(num_keys, num_heads, dtype=dtype, device=device)
-    queries = (x.query, grad, out, lse)
-    inputs = (history_pointers(x), x.bias_index, x.value_scale, *gathered_pointers(x))
-    grads = (dquery, dkey, dvalue, dbias, dsecond, None if partials is None else partials.memory)
-    numbers = (batch, num_queries * problem.qheads_per_kvhead, chunk, table_rows, x.scale)
-    grid = (programs, problem.num_kv_heads, 1)
-    _launcher(problem, kernel)(grid, (queries, *inputs, grads), numbers)
+    rows, programs_y = sizes(x, problem), query_tiles(x, problem, kernel.block_m)
+    tiles = programs_y if problem.num_words else 1
+    sums_table = needs_bias and rows[0] > 0 and kernel.constants["BLOCK_R"] > 0
+    dbias = None
+    if needs_bias:
+        dbias = empty_dbias(x, programs if sums_table else num_keys, tiles, sums_table)
+    tensors = (x.query, grad, out, lse, dquery, dkey, dvalue, dbias, dsecond)
+    tensors += (None if partials is None else partials.memory,)
+    numbers = (batch, num_queries * problem.qheads_per_kvhead, chunk, *rows, x.scale)
+    _launcher(problem, kernel)((programs, programs_y, 1), (tensors, *event_pointers(x)), numbers)
     if partials is not None:
-        partials.combine(x.offsets, dquery, None)
+        (partials.combine_tiles if problem.num_words else partials.combine)(x.offsets, dquery, None)
+    return dquery, dkey, dvalue, sum_dbias(x, dbias, sums_table), dsecond
+
+
+def empty_dbias(x: TargetAttentionInputs, count: int, tiles: int, sums_table: bool) -> Tensor:
+    """Returns memory for the gradient of biases: [programs, tiles, N, H] of a table's sums, else [S, tiles, H]."""
+    num_heads, device = x.query.shape[2], x.query.device
     if sums_table:
-        dbias = dbias.sum(0).to(x.bias.dtype)
-    elif needs_bias and table_rows:
+        return torch.empty(count, tiles, x.bias.shape[0], num_heads, dtype=torch.float32, device=device)
+    dtype = x.bias.dtype if x.bias_index is None and tiles == 1 else torch.float32
+    return torch.empty(count, tiles, num_heads, dtype=dtype, device=device)
+
+
+def sum_dbias(x: TargetAttentionInputs, dbias: Tensor | None, sums_table: bool) -> Tensor | None:
+    """Returns the gradient of the bias from what `empty_dbias` made, once it is filled in."""
+    if dbias is None:
+        return None
+    if sums_table:
+        return dbias.flatten(0, 1).sum(0).to(x.bias.dtype)
+    dbias = dbias.squeeze(1) if dbias.shape[1] == 1 else dbias.sum(1)
+    if x.bias_index is not None:
         # Sorts the events by index: no sum in an order that changes from run to run. It leaves out -1.
-        index = reference.bound_ids(x.bias_index, table_rows)
-        dbias = torch.ops.aten.embedding_dense_backward(dbias, index, table_rows, -1, False).to(x.bias.dtype)
-    return dquery, dkey, dvalue, dbias, dsecond
+        rows = x.bias.shape[0]
+        dbias = torch.ops.aten.embedding_dense_backward(dbias, reference.bound_ids(x.bias_index, rows), rows, -1, False)
+    return dbias.to(x.bias.dtype)

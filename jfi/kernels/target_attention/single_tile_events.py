@@ -1,34 +1,50 @@
-"""What the kernels for few query rows share: history rows in one tensor or two, and what comes with each event.
+"""Loads of tiles of events for the single-tile kernels: rows, rows by id or packed digits, and a bias and a scale each.
 
-``history`` is (k_ptr, v_ptr, bias_ptr, second_ptr, offsets_ptr): v_ptr is None where value = key, second_ptr holds the
-right half of each row of key where num_fields is 2.  With num_tables the keys are sums of rows by id instead, and
-``gathered`` is (tables, indices), a pointer to each.
+``history`` is (offsets_ptr, v_ptr, bias_ptr, *rows): v_ptr is None where value = key.  ``rows`` are up to 4 pointers:
+the keys, and where num_fields is 2 the right half of each row; with num_tables instead the tables whose rows are read
+by id, through ``indices``, and summed.  With num_words the keys, or the one table, are words of packed digits.
 """
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from jfi.kernels.common.online_softmax import scores_gradient
 from jfi.kernels.common.primitives import LOG2E
-from jfi.kernels.common.tiles import load_columns, load_rows
+from jfi.kernels.common.tiles import load_columns, load_digits, load_rows
 from jfi.kernels.tables import gather
 from jfi.kernels.tables.rows import load_rows_by_id
 from jfi.operands import TargetAttentionInputs
-from jfi.plan import MAX_TABLES
+from jfi.plan import MAX_TABLES, AttentionProblem, ceil_div
 
 #: Parameters with a number per event: features' events are packed, so theirs begin anywhere.
 EVENTS = ["bias_index_ptr", "value_scale_ptr", *gather.INDICES]
 
 
-def history_pointers(x: TargetAttentionInputs) -> tuple[Tensor | None, ...]:
-    """``history``; the keys have no memory where they are rows by id."""
-    return (None if x.tables else x.key, x.value, x.bias, x.second, x.offsets)
+def event_pointers(x: TargetAttentionInputs) -> tuple:
+    """Returns ``history``, the pointers with a number per event, and an index for each of MAX_TABLES."""
+    rows = x.tables if x.tables else [x.key, x.second]
+    history = (x.offsets, x.value, x.bias, *rows, *[None] * (MAX_TABLES - len(rows)))
+    return history, x.bias_index, x.value_scale, *x.indices, *[None] * (MAX_TABLES - len(x.indices))
 
 
-def gathered_pointers(x: TargetAttentionInputs) -> tuple:
-    """``tables``, and an index for each of MAX_TABLES."""
-    return (tuple(x.tables) if x.tables else None, *x.indices, *[None] * (MAX_TABLES - len(x.indices)))
+def sizes(x: TargetAttentionInputs, problem: AttentionProblem) -> tuple[int, int]:
+    """Returns the rows of the table of biases and of the table of digits, 0 where there is none."""
+    digit_rows = x.tables[0].shape[0] if problem.num_words and x.tables else 0
+    return x.bias.shape[0] if problem.bias_by_index else 0, digit_rows
+
+
+def query_tiles(x: TargetAttentionInputs, problem: AttentionProblem, block_m: int) -> int:
+    """Returns the programs of each range of events: one per key head; over digits one per tile of query rows."""
+    return ceil_div(x.query.shape[1] * x.query.shape[2], block_m) if problem.num_words else problem.num_kv_heads
+
+
+@triton.jit
+def query_tile(SPEC: tl.constexpr):
+    """Returns (key head, tile of its query rows) of a program; over digits several tiles of one head, else one each."""
+    if SPEC.num_words:
+        return tl.program_id(1) * 0, tl.program_id(1)
+    else:
+        return tl.program_id(1), tl.program_id(1) * 0
 
 
 @triton.jit
@@ -46,17 +62,25 @@ def field_columns(ptr, second_ptr, SPEC: tl.constexpr):
 
 
 @triton.jit
-def load_history(history, gathered, cols, n, at, mask, kv_head, dtype, SPEC: tl.constexpr):
+def load_history(history, indices, digit_rows, cols, n, at, mask, kv_head, dtype, SPEC: tl.constexpr):
     """Keys [N, D] and values [N, E] of the rows from n on, 0 outside the mask; one load where they are shared.
 
-    Rows by id are converted to dtype, that of the queries.
+    Rows by id and digits are converted to dtype, that of the queries.
     """
-    k_ptr, v_ptr, _bias_ptr, _second_ptr, _offsets_ptr = history
+    v_ptr = history[1]
+    k_ptr = history[3]
     D: tl.constexpr = SPEC.head_dim
     E: tl.constexpr = SPEC.value_dim
     STRIDE: tl.constexpr = SPEC.num_kv_heads * D // SPEC.num_fields
-    if SPEC.num_tables > 0:
-        tables, indices = gathered
+    if SPEC.num_words:
+        row = n + at.to(tl.int64)
+        keep = mask
+        if SPEC.num_tables > 0:
+            row = tl.load(indices[0] + row, mask=mask, other=0).to(tl.int64)
+            keep = mask & (row >= 0) & (row < digit_rows)
+        k = load_digits(k_ptr, row, keep, dtype, D, SPEC.num_words, SPEC.block_d)
+    elif SPEC.num_tables > 0:
+        tables = (history[3], history[4], history[5], history[6])
         of_head = cols + kv_head * D
         TABLES: tl.constexpr = SPEC.num_tables
         k = load_rows_by_id(tables, indices, n, at, of_head, mask, dtype, STRIDE, D, SPEC.block_d, TABLES)

@@ -19,29 +19,30 @@ from jfi.kernels.common.stream_k import WEIGHT, end_row, find_range
 from jfi.kernels.common.tiles import load_rows, query_rows, store_rows
 from jfi.kernels.target_attention.single_tile_events import (
     EVENTS,
+    event_pointers,
     field_columns,
-    gathered_pointers,
-    history_pointers,
     load_bias,
     load_bias_index,
     load_history,
     load_value_scale,
+    query_tile,
+    query_tiles,
+    sizes,
 )
 from jfi.operands import TargetAttentionInputs
 from jfi.plan import AttentionPlan, AttentionProblem, KernelPlan, Split, cached
 
 
 @triton.jit
-def _attend(q, history, gathered, events, cols, n, mask, kv_head, state, scale, SPEC: tl.constexpr):
+def _attend(q, history, indices, events, cols, n, mask, kv_head, q_at, state, scale, SPEC: tl.constexpr):
     """The running maximum (base 2), sums by column and weighted sum after the history rows from n on."""
     maximum, total, acc = state
-    bias_index_ptr, value_scale_ptr, table_rows = events
+    bias_index_ptr, value_scale_ptr, table_rows, digit_rows = events
     at = tl.arange(0, SPEC.block_n)
-    k, v = load_history(history, gathered, cols, n, at, mask, kv_head, q.dtype, SPEC)
+    k, v = load_history(history, indices, digit_rows, cols, n, at, mask, kv_head, q.dtype, SPEC)
     value_scale = load_value_scale(value_scale_ptr, n, at, mask, SPEC)
     if SPEC.has_bias:
         index = load_bias_index(bias_index_ptr, n, at, mask, SPEC)
-        q_at = tl.arange(0, SPEC.block_m)
         bias = tl.trans(load_bias(history[2], index, table_rows, n, mask, q_at, kv_head, SPEC)) * LOG2E
         bias = tl.where(mask[None, :], bias, -float("inf"))
     else:
@@ -63,84 +64,85 @@ def _nothing(SPEC: tl.constexpr):
     return maximum, total, tl.zeros((SPEC.block_m, SPEC.block_e), tl.float32)
 
 
-@triton.jit(do_not_specialize=["num_rows", "table_rows"], do_not_specialize_on_alignment=EVENTS)
+@triton.jit(do_not_specialize=["num_rows", "table_rows", "digit_rows"], do_not_specialize_on_alignment=EVENTS)
 def target_attention_single_tile_fwd_per_sample_kernel(
-    q_ptr,
+    queries,
     history,
     bias_index_ptr,
     value_scale_ptr,
-    tables,
     index_0,
     index_1,
     index_2,
     index_3,
-    outputs,
     num_rows,
     table_rows,
+    digit_rows,
     scale,
     SPEC: tl.constexpr,
 ):
     """One program per sample: no partition to search, nothing to combine."""
     D: tl.constexpr = SPEC.head_dim
     E: tl.constexpr = SPEC.value_dim
-    offsets_ptr = history[4]
-    out_ptr, lse_ptr = outputs
+    offsets_ptr = history[0]
+    q_ptr, out_ptr, lse_ptr = queries
     sample, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     low = tl.load(offsets_ptr + sample).to(tl.int64)
     length = (tl.load(offsets_ptr + sample + 1) - low).to(tl.int32)
     at = tl.arange(0, SPEC.block_m)
     q_at, q_mask = query_rows(at, kv_head, SPEC), at < num_rows
-    cols = field_columns(history[0], history[3], SPEC)
+    cols = field_columns(history[3], history[4], SPEC)
     row = sample * (num_rows * SPEC.num_kv_heads)
     q = load_rows(q_ptr + row * D, q_at, q_mask, D, D, SPEC.block_d)
-    events = (bias_index_ptr, value_scale_ptr, table_rows)
-    gathered = (tables, (index_0, index_1, index_2, index_3))
+    events = (bias_index_ptr, value_scale_ptr, table_rows, digit_rows)
+    indices = (index_0, index_1, index_2, index_3)
     maximum, total, acc = _nothing(SPEC)
     for first in range(0, length, SPEC.block_n):
         mask = tl.arange(0, SPEC.block_n) < length - first
         state = (maximum, total, acc)
         maximum, total, acc = _attend(
-            q, history, gathered, events, cols, low + first, mask, kv_head, state, scale, SPEC
+            q, history, indices, events, cols, low + first, mask, kv_head, at, state, scale, SPEC
         )
     out, lse = finish(maximum, tl.sum(total, 1), acc)
     store_rows(out_ptr + row * E, out, q_at, q_mask, E, E, SPEC.block_e)
     tl.store(lse_ptr + row + q_at, lse, mask=q_mask)
 
 
-@triton.jit(do_not_specialize=["batch", "num_rows", "chunk", "table_rows"], do_not_specialize_on_alignment=EVENTS)
+@triton.jit(
+    do_not_specialize=["batch", "num_rows", "chunk", "table_rows", "digit_rows"], do_not_specialize_on_alignment=EVENTS
+)
 def target_attention_single_tile_fwd_kernel(
-    q_ptr,
+    queries,
     history,
     bias_index_ptr,
     value_scale_ptr,
-    tables,
     index_0,
     index_1,
     index_2,
     index_3,
-    outputs,
     batch,
     num_rows,
     chunk,
     table_rows,
+    digit_rows,
     scale,
     SPEC: tl.constexpr,
 ):
     """A program per stream-K range."""
     D: tl.constexpr = SPEC.head_dim
     E: tl.constexpr = SPEC.value_dim
-    offsets_ptr = history[4]
-    out_ptr, lse_ptr, partial_ptr = outputs
-    program, kv_head = tl.program_id(0), tl.program_id(1)
+    offsets_ptr = history[0]
+    q_ptr, out_ptr, lse_ptr, partial_ptr = queries
+    program = tl.program_id(0)
+    kv_head, tile = query_tile(SPEC)
     start = program.to(tl.int64) * chunk
     end = start + chunk
-    at = tl.arange(0, SPEC.block_m)
+    at = tile * SPEC.block_m + tl.arange(0, SPEC.block_m)
     q_at, q_mask = query_rows(at, kv_head, SPEC), at < num_rows
-    cols = field_columns(history[0], history[3], SPEC)
+    cols = field_columns(history[3], history[4], SPEC)
     sample_rows = (num_rows * SPEC.num_kv_heads).to(tl.int64)
     partial_lse_ptr, split_ptr = behind_partials(partial_ptr, tl.num_programs(0), num_rows * SPEC.num_kv_heads, E)
-    events = (bias_index_ptr, value_scale_ptr, table_rows)
-    gathered = (tables, (index_0, index_1, index_2, index_3))
+    events = (bias_index_ptr, value_scale_ptr, table_rows, digit_rows)
+    indices = (index_0, index_1, index_2, index_3)
     split = tl.full((), -1, tl.int64)
     maximum, total, acc = _nothing(SPEC)
     sample, low, high, n, tiles = find_range(offsets_ptr, batch, start, end, SPEC.block_n)
@@ -152,7 +154,7 @@ def target_attention_single_tile_fwd_kernel(
         mask = tl.arange(0, SPEC.block_n) < left
         q = load_rows(q_ptr + sample * sample_rows * D, q_at, q_mask, D, D, SPEC.block_d)
         state = (maximum, total, acc)
-        maximum, total, acc = _attend(q, history, gathered, events, cols, n, mask, kv_head, state, scale, SPEC)
+        maximum, total, acc = _attend(q, history, indices, events, cols, n, mask, kv_head, at, state, scale, SPEC)
         done = left <= SPEC.block_n
         if done:
             out, lse = finish(maximum, tl.sum(total, 1), acc)
@@ -186,15 +188,15 @@ def forward(x: TargetAttentionInputs, chosen: AttentionPlan, out: Tensor, lse: T
     batch, num_queries, num_heads, _ = x.query.shape
     problem, kernel = chosen.problem, chosen.forward[0]
     launch = _launcher(problem, kernel)
-    inputs = (history_pointers(x), x.bias_index, x.value_scale, *gathered_pointers(x))
+    events, rows = event_pointers(x), sizes(x, problem)
     num_rows = num_queries * problem.qheads_per_kvhead
-    table_rows = x.bias.shape[0] if problem.bias_by_index else 0
     if kernel.split is Split.SAMPLE:
-        tensors = (x.query, *inputs, (out, lse))
-        launch((batch, problem.num_kv_heads, 1), tensors, (num_rows, table_rows, x.scale))
+        tensors = ((x.query, out, lse), *events)
+        launch((batch, problem.num_kv_heads, 1), tensors, (num_rows, *rows, x.scale))
         return
     chunk, programs = plan.stream_k(x.key.shape[0], batch, problem.device.num_sms, kernel.programs_per_sm)
     partials = RangePartials(programs, chunk, num_queries * num_heads, problem.value_dim, x.query.device)
-    tensors = (x.query, *inputs, (out, lse, partials.memory))
-    launch((programs, problem.num_kv_heads, 1), tensors, (batch, num_rows, chunk, table_rows, x.scale))
-    partials.combine(x.offsets, out, lse)
+    tensors = ((x.query, out, lse, partials.memory), *events)
+    grid = (programs, query_tiles(x, problem, kernel.block_m), 1)
+    launch(grid, tensors, (batch, num_rows, chunk, *rows, x.scale))
+    (partials.combine_tiles if problem.num_words else partials.combine)(x.offsets, out, lse)
