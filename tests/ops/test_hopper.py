@@ -65,7 +65,7 @@ def test_a_part_of_the_query_rows_has_its_sums_by_bucket_at_a_time(monkeypatch):
     monkeypatch.setattr(Launcher, "__call__", record)
     with override(MAX_BUCKET_SUMS=100 * 4 * 32):
         attend_by_time(*tensors(300, 4, 64), "ages", H200)
-    parts = [(given[3][2], numbers[2]) for name, given, numbers in launches if "dquery" in name]
+    parts = [(given[2][2], numbers[2]) for name, given, numbers in launches if "dquery" in name]
     assert [sums.shape for sums, _ in parts] == [(100, 4, 32)] * 3
     assert [first for _, first in parts] == [0, 100, 200] and len({sums.data_ptr() for sums, _ in parts}) == 1
     schedules = [given for name, given, _ in launches if name == "_schedule_kernel"]

@@ -76,15 +76,8 @@ def _count_kernel(
 
 @triton.jit(do_not_specialize=["count", "batch", "first_block", "blocks", "num_slots", "first", "num_rows"])
 def _scatter_kernel(
-    ids_ptr,
-    offsets_ptr,
-    boundaries_ptr,
-    ranks_ptr,
-    shifts_ptr,
-    payload_ptr,
-    counts_ptr,
-    buffer_ptr,
-    slots_ptr,
+    sequence,
+    outputs,
     count,
     batch,
     first_block,
@@ -95,11 +88,16 @@ def _scatter_kernel(
     NUM_SHARDS: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    WITH_SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """Writes a block of ids, as positions in their owners' memory, and their payload to the buffer. Grid: blocks."""
+    """Each program writes one block of ids, as row numbers in the owner's shard, and their payload to the buffer.
+
+    ``sequence`` are pointers to ids, offsets, boundaries, ranks, shifts and payload; ``outputs`` to the counts, the
+    buffer and the slots, None where nobody reads these.
+    """
+    ids_ptr, offsets_ptr, boundaries_ptr, ranks_ptr, shifts_ptr, payload_ptr = sequence
+    counts_ptr, buffer_ptr, slots_ptr = outputs
     at, mask, ids, _outside = _own_ids(ids_ptr, offsets_ptr, count, batch, num_rows, BLOCK)
     rank, shard = _owners(ids, mask, boundaries_ptr, ranks_ptr, NUM_SHARDS, NUM_RANKS)
     before = tl.arange(0, BLOCK_B)
@@ -116,7 +114,7 @@ def _scatter_kernel(
     for column in tl.static_range(1, COLUMNS):
         other = tl.load(payload_ptr + (first.to(tl.int64) + at) * (COLUMNS - 1) + column - 1, mask=mask, other=0)
         tl.store(buffer_ptr + slot * COLUMNS + column, other, mask=slot >= 0)
-    if WITH_SLOTS:
+    if slots_ptr is not None:
         tl.store(slots_ptr + first.to(tl.int64) + at, slot, mask=at < count)
 
 
@@ -201,12 +199,12 @@ def partition(
         numbers = ids.size(0), offsets.size(0) - 1, first_block, sum(blocks), num_rows
         launcher((own, 1, 1), (ids, offsets, boundaries, ranks, counts, outside), numbers)
         first_block += own
-    sizes |= {"COLUMNS": buffer.size(1), "WITH_SLOTS": slots is not None, "BLOCK_B": power_of_two(sum(blocks), 16)}
+    sizes |= {"COLUMNS": buffer.size(1), "BLOCK_B": power_of_two(sum(blocks), 16)}
     first_block = first = 0
     for own, (ids, offsets, *tables, num_rows, _) in zip(blocks, sequences, strict=True):
         launcher = _launcher(_scatter_kernel, NUM_SHARDS=tables[1].size(0), **sizes)
         numbers = ids.size(0), offsets.size(0) - 1, first_block, sum(blocks), num_slots, first, num_rows
-        launcher((own, 1, 1), (ids, offsets, *tables, payload, counts, buffer, slots), numbers)
+        launcher((own, 1, 1), ((ids, offsets, *tables, payload), (counts, buffer, slots)), numbers)
         first_block, first = first_block + own, first + ids.size(0)
     return counts
 

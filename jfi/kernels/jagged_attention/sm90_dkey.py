@@ -261,8 +261,7 @@ def jagged_attention_sm90_dkey_kernel(
     v_desc,
     tiles_ptr,
     biases,
-    times,
-    stats_ptr,
+    saved,
     results,
     total,
     rows,
@@ -276,10 +275,11 @@ def jagged_attention_sm90_dkey_kernel(
 
     Args:
         biases: pointers to the bias by key, the edges and the table of biases by bucket.
-        times: pointers to the times of queries and keys, None where buckets go by distance.
+        saved: pointers to the statistics, and to the times of queries and keys, None where buckets go by distance.
         results: pointers to the three gradients, None for those that are not needed.
     """
     bias_ptr, edges_ptr, table_ptr = biases
+    stats_ptr, query_time_ptr, key_time_ptr = saved
     WARP_GROUPS: gl.constexpr = SPEC.warp_groups
     STAGES: gl.constexpr = SPEC.stages
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[0]
@@ -291,7 +291,7 @@ def jagged_attention_sm90_dkey_kernel(
         rows,
         edges_ptr,
         table_ptr,
-        times,
+        (query_time_ptr, key_time_ptr),
         pipeline.allocate_rows(STAGES, BLOCK_M),
         pipeline.allocate_rows(STAGES, BLOCK_M),
         pipeline.allocate_rows(BY_STAGE, BLOCK_M, gl.int32),

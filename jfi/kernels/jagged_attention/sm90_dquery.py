@@ -188,8 +188,7 @@ def jagged_attention_sm90_dquery_kernel(
     k_desc,
     v_desc,
     tiles_ptr,
-    biases,
-    saved,
+    inputs,
     results,
     total,
     rows,
@@ -203,13 +202,14 @@ def jagged_attention_sm90_dquery_kernel(
     """dq, and the statistics [2, G, rows]: log-sum-exp in base 2, inf where a query sees nothing, and Δ - dL.
 
     Args:
-        saved: pointers to the output, its log-sum-exp, and the latter's gradient or None.
-        biases: pointers to the bias by key, the edges and the table of biases by bucket.
+        inputs: pointers to the bias by key, the edges, the table of biases by bucket, the output, its log-sum-exp, and
+            the latter's gradient or None.
         results: pointers to the statistics, to dq and to the sums of the gradient by bucket, the last two None if not
             needed.
         first_query: of the launch, whose sums come first.
     """
-    bias_ptr, edges_ptr, table_ptr = biases
+    bias_ptr, edges_ptr, table_ptr, out_ptr, lse_ptr, dlse_ptr = inputs
+    saved = (out_ptr, lse_ptr, dlse_ptr)
     WARP_GROUPS: gl.constexpr = SPEC.warp_groups
     STAGES: gl.constexpr = SPEC.stages
     gl.static_assert(STAGES >= 3)

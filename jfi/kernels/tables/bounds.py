@@ -32,7 +32,6 @@ def bound_ids_kernel(
     rows_1,
     rows_2,
     rows_3,
-    NUM_TABLES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """A program per BLOCK ids of a table; the ids of table k end at end_k of the result."""
@@ -40,23 +39,24 @@ def bound_ids_kernel(
     ends = (end_0, end_1, end_2, end_3)
     rows = (rows_0, rows_1, rows_2, rows_3)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    for i in tl.static_range(NUM_TABLES):
-        if tl.program_id(1) == i:
-            first = tl.zeros((), tl.int64)
-            if i > 0:
-                first += ends[i - 1]
-            mask = at < ends[i] - first
-            ids = tl.load(indices[i] + at, mask=mask, other=-1).to(tl.int64)
-            is_row = (ids >= 0) & (ids < rows[i])
-            tl.store(out_ptr + first + at, tl.where(is_row, ids, -1).to(out_ptr.dtype.element_ty), mask=mask)
-            if counts_ptr is not None:  # integers: their order does not matter
-                outside = tl.sum((~is_row & (ids != -1)).to(tl.int32), 0)
-                tl.atomic_add(counts_ptr + i, outside.to(tl.int64), mask=outside > 0)
+    for i in tl.static_range(4):
+        if indices[i] is not None:  # noqa: SIM102, at compile time
+            if tl.program_id(1) == i:
+                first = tl.zeros((), tl.int64)
+                if i > 0:
+                    first += ends[i - 1]
+                mask = at < ends[i] - first
+                ids = tl.load(indices[i] + at, mask=mask, other=-1).to(tl.int64)
+                is_row = (ids >= 0) & (ids < rows[i])
+                tl.store(out_ptr + first + at, tl.where(is_row, ids, -1).to(out_ptr.dtype.element_ty), mask=mask)
+                if counts_ptr is not None:  # integers: their order does not matter
+                    outside = tl.sum((~is_row & (ids != -1)).to(tl.int32), 0)
+                    tl.atomic_add(counts_ptr + i, outside.to(tl.int64), mask=outside > 0)
 
 
 @cached
-def _launcher(num_tables: int) -> Launcher:
-    return Launcher(bound_ids_kernel, NUM_TABLES=num_tables, BLOCK=_BLOCK, num_warps=4)
+def _launcher() -> Launcher:
+    return Launcher(bound_ids_kernel, BLOCK=_BLOCK, num_warps=4)
 
 
 def bound_ids(ids: list[Tensor], sizes: list[int], counts: Tensor | None) -> list[Tensor]:
@@ -76,5 +76,5 @@ def bound_ids(ids: list[Tensor], sizes: list[int], counts: Tensor | None) -> lis
         to = out[sum(lengths[:first]) :]
         tensors = (*own, *[None] * absent, to, None if counts is None else counts[some])
         numbers = (*ends, *[0] * absent, *sizes[some], *[0] * absent)
-        _launcher(len(own))((ceil_div(max(lengths[some]), _BLOCK), len(own), 1), tensors, numbers)
+        _launcher()((ceil_div(max(lengths[some]), _BLOCK), len(own), 1), tensors, numbers)
     return bounded

@@ -75,13 +75,14 @@ def _cols(SPEC: tl.constexpr):
 
 
 @triton.jit
-def _places(pointers, row, STRIDE: tl.constexpr, SPEC: tl.constexpr):
-    """Where each row lies, in elements from the first table's pointer."""
-    BYTES: tl.constexpr = pointers[0].dtype.element_ty.primitive_bitwidth // 8
+def _places(tables, FIELD: tl.constexpr, row, STRIDE: tl.constexpr, SPEC: tl.constexpr):
+    """Returns where each row of a field lies, in elements from the first table's pointer."""
+    FIRST: tl.constexpr = FIELD * SPEC.num_tables
+    BYTES: tl.constexpr = tables[FIRST].dtype.element_ty.primitive_bitwidth // 8
     FIRSTS: tl.constexpr = SPEC.firsts
     place = (row - FIRSTS[0]) * STRIDE
     for i in tl.static_range(1, SPEC.num_tables):
-        distance = (pointers[i].to(tl.int64) - pointers[0].to(tl.int64)) // BYTES
+        distance = (tables[FIRST + i].to(tl.int64) - tables[FIRST].to(tl.int64)) // BYTES
         place = tl.where(row >= FIRSTS[i], distance + (row - FIRSTS[i]) * STRIDE, place)
     if SPEC.aligned and (STRIDE * BYTES) % 16 == 0:
         place = tl.multiple_of(place, 16 // BYTES)
@@ -90,41 +91,46 @@ def _places(pointers, row, STRIDE: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def _load_states(row, mask, tables, SPEC: tl.constexpr):
-    """What a step of these rows reads, ahead of their gradients, each with where it lies."""
-    weights, first_states, second_states, averages, averaged_at = tables
+    """Returns what a step of these rows reads, ahead of their gradients, each with where it lies.
+
+    ``tables`` are pointers to all tables' weights, then to their first states, second states, averages and the steps
+    of these; the last fields may be left out, and None stands for a field that the optimizer lacks.
+    """
+    N: tl.constexpr = SPEC.num_tables
     cols = _cols(SPEC)[None, :]
     keep = _columns(mask, SPEC)
     row = row.to(tl.int64)
-    at = _places(weights, row, SPEC.width, SPEC)[:, None] + cols
+    at = _places(tables, 0, row, SPEC.width, SPEC)[:, None] + cols
     old = 0.0
     first_at, first, second_at, second, average_at, average, when_at, when = at, 0.0, at, 0.0, at, 0.0, at, 0
     if SPEC.name != "sum":
-        old = tl.load(weights[0] + at, mask=keep, other=0.0).to(tl.float32)
+        old = tl.load(tables[0] + at, mask=keep, other=0.0).to(tl.float32)
     if SPEC.name == "rowwise_adagrad":
-        first_at = _places(first_states, row, 1, SPEC)
-        first = tl.load(first_states[0] + first_at, mask=mask, other=0.0)
+        first_at = _places(tables, 1, row, 1, SPEC)
+        first = tl.load(tables[N] + first_at, mask=mask, other=0.0)
     elif SPEC.name != "sum" and SPEC.name != "sgd":
-        first_at = _places(first_states, row, SPEC.width, SPEC)[:, None] + cols
-        first = tl.load(first_states[0] + first_at, mask=keep, other=0.0)
+        first_at = _places(tables, 1, row, SPEC.width, SPEC)[:, None] + cols
+        first = tl.load(tables[N] + first_at, mask=keep, other=0.0)
     if SPEC.name == "adam" or SPEC.name == "adamw":
-        second_at = _places(second_states, row, SPEC.width, SPEC)[:, None] + cols
-        second = tl.load(second_states[0] + second_at, mask=keep, other=0.0)
+        second_at = _places(tables, 2, row, SPEC.width, SPEC)[:, None] + cols
+        second = tl.load(tables[2 * N] + second_at, mask=keep, other=0.0)
     if SPEC.average > 0:
-        average_at = _places(averages, row, SPEC.width, SPEC)[:, None] + cols
-        average = tl.load(averages[0] + average_at, mask=keep, other=0.0)
-        when_at = _places(averaged_at, row, 1, SPEC)
-        when = tl.load(averaged_at[0] + when_at, mask=mask, other=0)
+        average_at = _places(tables, 3, row, SPEC.width, SPEC)[:, None] + cols
+        average = tl.load(tables[3 * N] + average_at, mask=keep, other=0.0)
+        when_at = _places(tables, 4, row, 1, SPEC)
+        when = tl.load(tables[4 * N] + when_at, mask=mask, other=0)
     return at, old, first_at, first, second_at, second, average_at, average, when_at, when
 
 
 @triton.jit
-def _step_rows(mask, g, states, tables, learning_rate_ptr, step_ptr, SPEC: tl.constexpr):
+def _step_rows(mask, g, states, tables, schedule, SPEC: tl.constexpr):
     """Steps the rows of the mask by their gradients g [rows, BLOCK_D], 0 from column D on."""
-    weights, first_states, second_states, averages, averaged_at = tables
+    N: tl.constexpr = SPEC.num_tables
     at, old, first_at, first, second_at, second, average_at, average, when_at, when = states
+    learning_rate_ptr, step_ptr = schedule
     keep = _columns(mask, SPEC)
     if SPEC.name == "sum":
-        tl.store(weights[0] + at, g.to(weights[0].dtype.element_ty), mask=keep)
+        tl.store(tables[0] + at, g.to(tables[0].dtype.element_ty), mask=keep)
     else:
         lr = tl.load(learning_rate_ptr)
         new = old
@@ -136,24 +142,24 @@ def _step_rows(mask, g, states, tables, learning_rate_ptr, step_ptr, SPEC: tl.co
             new -= lr * g
         elif SPEC.name == "rowwise_adagrad":
             first += tl.sum(g * g, 1) / SPEC.width
-            tl.store(first_states[0] + first_at, first, mask=mask)
+            tl.store(tables[N] + first_at, first, mask=mask)
             new -= g * (lr / (tl.sqrt(first) + SPEC.eps))[:, None]
         elif SPEC.name == "adagrad":
             first += g * g
-            tl.store(first_states[0] + first_at, first, mask=keep)
+            tl.store(tables[N] + first_at, first, mask=keep)
             new -= lr * g / (tl.sqrt(first) + SPEC.eps)
         else:
             first += (g - first) * (1.0 - SPEC.beta1)
-            tl.store(first_states[0] + first_at, first, mask=keep)
+            tl.store(tables[N] + first_at, first, mask=keep)
             second = second * SPEC.beta2 + (1.0 - SPEC.beta2) * g * g
-            tl.store(second_states[0] + second_at, second, mask=keep)
+            tl.store(tables[2 * N] + second_at, second, mask=keep)
             # In float64: 1 - beta of the first steps has few digits.
             step = tl.load(step_ptr).to(tl.float64)
             bias1 = (1.0 - tl.exp2(step * tl.log2(tl.full((), SPEC.beta1, tl.float64)))).to(tl.float32)
             bias2 = (1.0 - tl.exp2(step * tl.log2(tl.full((), SPEC.beta2, tl.float64)))).to(tl.float32)
             new -= (lr / bias1) * first / (tl.sqrt(second) / tl.sqrt(bias2) + SPEC.eps)
-        new = new.to(weights[0].dtype.element_ty)
-        tl.store(weights[0] + at, new, mask=keep)
+        new = new.to(tables[0].dtype.element_ty)
+        tl.store(tables[0] + at, new, mask=keep)
         if SPEC.average > 0:
             new = new.to(tl.float32)
             step = tl.load(step_ptr)
@@ -161,8 +167,8 @@ def _step_rows(mask, g, states, tables, learning_rate_ptr, step_ptr, SPEC: tl.co
             decay = tl.exp2(missed * tl.log2(tl.full((), SPEC.average, tl.float32)))
             average = old + decay[:, None] * (average - old)
             average = tl.where(step == 1, new, average + (1.0 - SPEC.average) * (new - average))
-            tl.store(averages[0] + average_at, average, mask=keep)
-            tl.store(averaged_at[0] + when_at, tl.zeros(when_at.shape, tl.int32) + step.to(tl.int32), mask=mask)
+            tl.store(tables[3 * N] + average_at, average, mask=keep)
+            tl.store(tables[4 * N] + when_at, tl.zeros(when_at.shape, tl.int32) + step.to(tl.int32), mask=mask)
 
 
 @triton.jit
@@ -190,17 +196,10 @@ def _add_in_row(x, x_row, y, y_row):
 
 @triton.jit(do_not_specialize=["count", "chunk", *[f"start_{i}" for i in range(1, 8)]])
 def step_rows_kernel(
-    rows_ptr,
-    order_ptr,
+    places,
     grads,
-    weights,
-    first_states,
-    second_states,
-    averages,
-    averaged_at,
-    learning_rate_ptr,
-    step_ptr,
-    partial_ptr,
+    tables,
+    schedule,
     count,
     chunk,
     start_1,
@@ -213,12 +212,15 @@ def step_rows_kernel(
     SPEC: tl.constexpr,
     NUM_GRADS: tl.constexpr,
 ):
-    """A program per chunk of sorted places: it steps the rows that lie in it wholly, and leaves the others' sums."""
+    """A program per chunk of sorted places: it steps the rows that lie in it wholly, and leaves the others' sums.
+
+    ``places`` are the rows, their order and the partial sums; ``schedule`` the learning rate and the number of steps.
+    """
+    rows_ptr, order_ptr, partial_ptr = places
     LOW: tl.constexpr = SPEC.firsts[0]
     HIGH: tl.constexpr = SPEC.firsts[SPEC.num_tables]
     BLOCK: tl.constexpr = SPEC.block
     at = tl.arange(0, BLOCK)
-    tables = (weights, first_states, second_states, averages, averaged_at)
     starts = (start_1, start_2, start_3, start_4, start_5, start_6, start_7)
     program = tl.program_id(0).to(tl.int64)
     begin = program * chunk
@@ -244,7 +246,7 @@ def step_rows_kernel(
         is_last = at == BLOCK - 1
         total = tl.sum(tl.where(is_last[:, None], sums, 0.0), 0)
         open_row = tl.sum(tl.where(is_last, row, 0), 0)
-        _step_rows(ends & (row != head), sums, states, tables, learning_rate_ptr, step_ptr, SPEC)
+        _step_rows(ends & (row != head), sums, states, tables, schedule, SPEC)
         is_head = ends & (row == head)
         tl.store(to[None, :] + at[:, None] * 0, sums, mask=is_head[:, None])
     after = tl.load(rows_ptr + end, mask=end < count, other=-1)
@@ -254,21 +256,16 @@ def step_rows_kernel(
 
 @triton.jit(do_not_specialize=["count", "chunk"])
 def step_split_rows_kernel(
-    rows_ptr,
-    partial_ptr,
-    weights,
-    first_states,
-    second_states,
-    averages,
-    averaged_at,
-    learning_rate_ptr,
-    step_ptr,
+    places,
+    tables,
+    schedule,
     count,
     chunk,
     SPEC: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
     """A program per chunk: a row that begins in it and goes on is summed over its chunks and stepped."""
+    rows_ptr, partial_ptr = places
     LOW: tl.constexpr = SPEC.firsts[0]
     HIGH: tl.constexpr = SPEC.firsts[SPEC.num_tables]
     program = tl.program_id(0).to(tl.int64)
@@ -293,9 +290,8 @@ def step_split_rows_kernel(
         at += CHUNKS
     # One row of a tile.
     one = tl.arange(0, 1)
-    tables = (weights, first_states, second_states, averages, averaged_at)
     states = _load_states(one + row, one == 0, tables, SPEC)
-    _step_rows(one == 0, total[None, :], states, tables, learning_rate_ptr, step_ptr, SPEC)
+    _step_rows(one == 0, total[None, :], states, tables, schedule, SPEC)
 
 
 @cached
@@ -349,12 +345,12 @@ def step_rows(
         first = firsts[-1]
         aligned = all([x.data_ptr() % 16 == 0 for x in chain(tables[own], *states[own])])
         step_launch, split_launch = _launchers(optimizer, tuple(firsts), width, len(grads), aligned)
-        kinds = [tuple(kind) for kind in zip(*states[own], strict=True)]
-        averages = [None, None] if not optimizer.average else [kinds.pop(-2), kinds.pop(-1)]
-        kinds += [None] * (2 - len(kinds))
-        arrays = (tuple(tables[own]), *kinds, *averages, learning_rate, step)
-        step_launch((programs, 1, 1), (rows, order, tuple(grads), *arrays, partial), (count, chunk, *starts))
-        split_launch((programs, 1, 1), (rows, partial, *arrays), (count, chunk))
+        fields = [tables[own], *zip(*states[own], strict=True)]
+        if optimizer.average:  # behind both states
+            fields[-2:-2] = [[None] * len(tables[own])] * (5 - len(fields))
+        arrays = (tuple(chain(*fields)), (learning_rate, step))
+        step_launch((programs, 1, 1), ((rows, order, partial), tuple(grads), *arrays), (count, chunk, *starts))
+        split_launch((programs, 1, 1), ((rows, partial), *arrays), (count, chunk))
 
 
 def _join(grads: list[Tensor | None], sizes: list[int], width: int, like: Tensor) -> tuple[list[Tensor], list[int]]:
