@@ -146,6 +146,31 @@ def _bucket_bias(key_clock, clock, head, table_ptr, SPEC: gl.constexpr):
 
 
 @gluon.jit
+def _mask_weights(p, key, first, row, shift, stage, statistics, window, COLUMN: gl.constexpr, SPEC: gl.constexpr):
+    """Returns weights [N, M] with 0 where a query, of the tile from ``row`` on, does not see a key."""
+    left, right, _edges_ptr = window
+    BLOCK_M: gl.constexpr = p.shape[1]
+    if SPEC.has_left or SPEC.has_right:
+        hides = False
+        if SPEC.has_right:
+            hides = hides | (first + ROWS - 1 > row // SPEC.qheads_per_kvhead + shift + right)
+        if SPEC.has_left:
+            hides = hides | (first < (row + BLOCK_M - 1) // SPEC.qheads_per_kvhead + shift - left)
+        if hides:
+            position = (row + gl.arange(0, BLOCK_M, COLUMN)) // SPEC.qheads_per_kvhead + shift
+            p = gl.where(tile.is_visible(key[:, None], position[None, :], left, right, SPEC), p, 0.0)
+    if SPEC.num_buckets:
+        hides = pipeline.load_integer(statistics.first_end.index(stage)) < first + ROWS
+        if hides | (pipeline.load_integer(statistics.last_begin.index(stage)) > first):
+            seen_from = statistics.begin.index(stage).load(COLUMN)
+            seen = (key[:, None] >= seen_from[None, :]) & (
+                key[:, None] < statistics.end.index(stage).load(COLUMN)[None, :]
+            )
+            p = gl.where(seen, p, 0.0)
+    return p
+
+
+@gluon.jit
 def _consume(own, other, statistics, bias_ptr, results, schedule, SPEC: gl.constexpr, OWN: gl.constexpr):
     """The keys from OWN on of each work tile."""
     k_smem, v_smem = own.smems
@@ -163,7 +188,6 @@ def _consume(own, other, statistics, bias_ptr, results, schedule, SPEC: gl.const
     zero = gl.zeros([ROWS, BLOCK_M], gl.float32, S_LAYOUT)
     k = k_smem.index(OWN // ROWS)
     v = v_smem.index(OWN // ROWS)
-    left, right, _edges_ptr = schedule.window
     num_q_tiles = 0
     num_k_tiles = 0
     num_taken = 0
@@ -209,23 +233,7 @@ def _consume(own, other, statistics, bias_ptr, results, schedule, SPEC: gl.const
                     p = gl.exp2(s * scale2 + (bias[:, None] - lse[None, :]))
                 else:
                     p = gl.exp2(s * scale2 - lse[None, :])
-                if SPEC.has_left or SPEC.has_right:
-                    hides = False
-                    if SPEC.has_right:
-                        hides = hides | (first + ROWS - 1 > row // SPEC.qheads_per_kvhead + shift + right)
-                    if SPEC.has_left:
-                        hides = hides | (first < (row + BLOCK_M - 1) // SPEC.qheads_per_kvhead + shift - left)
-                    if hides:
-                        position = (row + gl.arange(0, BLOCK_M, COLUMN)) // SPEC.qheads_per_kvhead + shift
-                        p = gl.where(tile.is_visible(key[:, None], position[None, :], left, right, SPEC), p, 0.0)
-                if SPEC.num_buckets:
-                    hides = pipeline.load_integer(statistics.first_end.index(stage)) < first + ROWS
-                    if hides | (pipeline.load_integer(statistics.last_begin.index(stage)) > first):
-                        seen_from = statistics.begin.index(stage).load(COLUMN)
-                        seen = (key[:, None] >= seen_from[None, :]) & (
-                            key[:, None] < statistics.end.index(stage).load(COLUMN)[None, :]
-                        )
-                        p = gl.where(seen, p, 0.0)
+                p = _mask_weights(p, key, first, row, shift, stage, statistics, schedule.window, COLUMN, SPEC)
                 weights = gl.convert_layout(p.to(q_smem.dtype), gl.DotOperandLayout(0, V_LAYOUT, 2))
                 dv = warpgroup_mma(weights, grad_smem.index(stage), dv, is_async=True)
                 delta = statistics.delta.index(stage).load(COLUMN)

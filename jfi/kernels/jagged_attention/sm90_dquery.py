@@ -53,6 +53,49 @@ def _delta(grad, out_ptr, row, end, kv_head, SPEC: gl.constexpr):
 
 
 @gluon.jit
+def _visible_rows(own_row, first, shift, work_tile, kv_head, mask, biases, scale2, schedule, SPEC: gl.constexpr):
+    """Returns ((query, head), what is visible, the state of `add_bucket_bias`, its sum of dS) of query rows."""
+    _tile, q_start, num_queries, _k_start, num_keys = work_tile
+    if SPEC.num_buckets:
+        rows = tile.rows_of(own_row, q_start, num_queries, kv_head, SPEC)
+        visible, newest = tile.visible_by_edges(rows, mask, first, q_start, num_queries, num_keys, schedule, SPEC)
+        if SPEC.has_table:
+            bucket_sum = gl.zeros([ROWS], gl.float32, own_row.type.layout)
+            return rows, visible, tile.begin_buckets(biases, rows, newest, mask, SPEC), bucket_sum
+        else:
+            return rows, visible, (scale2,), scale2
+    else:
+        position = own_row // SPEC.qheads_per_kvhead + shift
+        visible = tile.visible_to(position, first, shift, num_keys, schedule, SPEC)
+        return (own_row, own_row), visible, (scale2,), scale2
+
+
+@gluon.jit
+def _tile_gradient(
+    s, dp, lse, delta, n, visible, rows, mask, buckets, bucket_sum, bias, biases, sums_ptr, scale2, SPEC: gl.constexpr
+):
+    """Returns (dS, buckets, bucket_sum) after the tile of keys from n on, of its products S and dP.
+
+    Args:
+        lse: the log-sum-exp of the query rows, in base 2.
+        rows: (query, head) of each row.
+        buckets: the state of `add_bucket_bias` with a table of biases by bucket, and bucket_sum the sum of dS in the
+            present bucket; else unused.
+    """
+    scale_left = scale2
+    if SPEC.has_table:
+        scale_left = 1.0  # the bias is added to scaled scores
+        passed, passed_edge = buckets[0], buckets[2]
+        s, buckets, passes = tile.scale_and_add_bias(s, n, biases, rows, buckets, scale2, SPEC)
+    ds = _scores_gradient(s, dp, lse, delta, n, visible, scale_left, bias, SPEC)
+    if sums_ptr is not None:
+        bucket_sum = tile.add_bucket_sums(
+            ds, n, biases, rows, sums_ptr, mask, passed, passed_edge, passes, bucket_sum, SPEC
+        )
+    return ds, buckets, bucket_sum
+
+
+@gluon.jit
 def _consume(own, other, bias_smem, saved, results, schedule, SPEC: gl.constexpr, OWN: gl.constexpr):
     """The query rows from OWN on of each work tile."""
     q_smem, grad_smem = own.smems
@@ -69,9 +112,6 @@ def _consume(own, other, bias_smem, saved, results, schedule, SPEC: gl.constexpr
     Q_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     DS_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, Q_LAYOUT, 2)
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
-    scale_left = scale2
-    if SPEC.has_table:
-        scale_left = 1.0  # the bias is added to scaled scores
     q = q_smem.index(OWN // ROWS)
     grad = grad_smem.index(OWN // ROWS)
     num_k_tiles = 0
@@ -82,7 +122,7 @@ def _consume(own, other, bias_smem, saved, results, schedule, SPEC: gl.constexpr
         next_number, next_work_tile = pipeline.consume_tile(schedule, num_taken, SPEC)
         num_taken += 1
         kv_head = number % SPEC.num_kv_heads
-        _tile, q_start, num_queries, _k_start, num_keys = work_tile
+        _tile, q_start, num_queries, _k_start, _num_keys = work_tile
         first, shift, begin, steps = tile.visible_keys(work_tile, schedule.window, WARP_GROUPS * ROWS, BLOCK_N, SPEC)
         first += OWN
         own_row = first + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
@@ -94,17 +134,9 @@ def _consume(own, other, bias_smem, saved, results, schedule, SPEC: gl.constexpr
         lse = gl.load(lse_ptr + at, mask=mask, other=-INF)
         sees_none = lse == -INF
         lse = gl.where(sees_none, INF, lse * LOG2E)
-        if SPEC.num_buckets:
-            rows = tile.rows_of(own_row, q_start, num_queries, kv_head, SPEC)
-            visible, newest = tile.visible_by_edges(rows, mask, first, q_start, num_queries, num_keys, schedule, SPEC)
-            if SPEC.has_table:
-                bucket, bucket_bias, edge, next_bias, next_edge, top = tile.begin_buckets(
-                    biases, rows, newest, mask, SPEC
-                )
-                bucket_sum = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S_LAYOUT))
-        else:
-            position = own_row // SPEC.qheads_per_kvhead + shift
-            visible = tile.visible_to(position, first, shift, num_keys, schedule, SPEC)
+        rows, visible, buckets, bucket_sum = _visible_rows(
+            own_row, first, shift, work_tile, kv_head, mask, biases, scale2, schedule, SPEC
+        )
         dq = gl.zeros([ROWS, D], gl.float32, Q_LAYOUT)
         stats = stats_ptr + kv_head.to(gl.int64) * num_rows + q_start * SPEC.qheads_per_kvhead + own_row
         gl.store(stats, lse, mask=mask)
@@ -123,17 +155,9 @@ def _consume(own, other, bias_smem, saved, results, schedule, SPEC: gl.constexpr
             dp = warpgroup_mma(grad, v_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
             s, dp = warpgroup_mma_wait(0, [s, dp])
             bias = bias_smem.index(stage % BIASES)
-            if SPEC.has_table:
-                passed, passed_edge = bucket, edge
-                s = s * scale2 + bucket_bias[:, None]
-                s, bucket, bucket_bias, edge, next_bias, next_edge, top, passes = tile.add_bucket_bias(
-                    s, n, biases, rows, bucket, bucket_bias, edge, next_bias, next_edge, top, SPEC
-                )
-            ds = _scores_gradient(s, dp, lse, delta, n, visible, scale_left, bias, SPEC)
-            if sums_ptr is not None:
-                bucket_sum = tile.add_bucket_sums(
-                    ds, n, biases, rows, sums_ptr, mask, passed, passed_edge, passes, bucket_sum, SPEC
-                )
+            ds, buckets, bucket_sum = _tile_gradient(
+                s, dp, lse, delta, n, visible, rows, mask, buckets, bucket_sum, bias, biases, sums_ptr, scale2, SPEC
+            )
             ds = gl.convert_layout(ds.to(k_smem.dtype), DS_LAYOUT)
             pipeline.wait_full(other.ring, num_k_tiles + 1, steps > 1)
             for step in range(1, steps):
@@ -146,17 +170,9 @@ def _consume(own, other, bias_smem, saved, results, schedule, SPEC: gl.constexpr
                 dq = warpgroup_mma(ds, k_smem.index(last % STAGES), dq, is_async=True)
                 s, dp = warpgroup_mma_wait(1, [s, dp])
                 bias = bias_smem.index(stage % BIASES)
-                if SPEC.has_table:
-                    passed, passed_edge = bucket, edge
-                    s = s * scale2 + bucket_bias[:, None]
-                    s, bucket, bucket_bias, edge, next_bias, next_edge, top, passes = tile.add_bucket_bias(
-                        s, n, biases, rows, bucket, bucket_bias, edge, next_bias, next_edge, top, SPEC
-                    )
-                next_ds = _scores_gradient(s, dp, lse, delta, n, visible, scale_left, bias, SPEC)
-                if sums_ptr is not None:
-                    bucket_sum = tile.add_bucket_sums(
-                        next_ds, n, biases, rows, sums_ptr, mask, passed, passed_edge, passes, bucket_sum, SPEC
-                    )
+                next_ds, buckets, bucket_sum = _tile_gradient(
+                    s, dp, lse, delta, n, visible, rows, mask, buckets, bucket_sum, bias, biases, sums_ptr, scale2, SPEC
+                )
                 # Converted before the one wait and named in the other, as in the forward.  The next tile is waited for
                 # while two are held, so there must be three stages.
                 next_ds = gl.convert_layout(next_ds.to(k_smem.dtype), DS_LAYOUT)
@@ -174,7 +190,7 @@ def _consume(own, other, bias_smem, saved, results, schedule, SPEC: gl.constexpr
             gl.store(stats + num_rows.to(gl.int64) * SPEC.num_kv_heads, gl.zeros_like(lse), mask=mask)
         if sums_ptr is not None:
             to = sums_ptr + (rows.query * (SPEC.num_kv_heads * SPEC.qheads_per_kvhead) + rows.head) * SPEC.num_buckets
-            gl.store(to + bucket, bucket_sum, mask=mask)
+            gl.store(to + buckets[0], bucket_sum, mask=mask)
         if dq_ptr is not None:
             tile.store_rows(dq_ptr, dq * scale, row, end, kv_head, SPEC.num_kv_heads)
         number = next_number

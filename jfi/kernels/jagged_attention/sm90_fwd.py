@@ -148,10 +148,54 @@ def _softmax_update(scores, maximum, total, n, visible, scale2, bias_smem, SPEC:
 
 
 @gluon.jit
+def _own_steps(first, q_start, num_queries, begin, steps, schedule, BLOCK_N: gl.constexpr, SPEC: gl.constexpr):
+    """Returns how many tiles of keys rows from ``first`` on see; others may be visible to the other consumer's only."""
+    last = q_start + gl.minimum((first + ROWS - 1) // SPEC.qheads_per_kvhead, num_queries - 1)
+    end = gl.load(schedule.window[2] + last.to(gl.int64) * (SPEC.num_buckets + 1), mask=steps > 0, other=0)
+    own_steps = gl.minimum(gl.maximum(end // MAX_BUCKETS - begin + BLOCK_N - 1, 0) // BLOCK_N, steps)
+    if first >= num_queries * SPEC.qheads_per_kvhead:
+        own_steps = steps * 0
+    return own_steps
+
+
+@gluon.jit
+def _skip_tiles(shared, own_steps, steps, num_k_tiles, num_q_tiles, SPEC: gl.constexpr):
+    """Releases the tiles that the other consumer's rows alone see; returns the numbers of tiles of keys and queries."""
+    for _ in range(own_steps, steps):
+        pipeline.wait_full(shared.k_ring, num_k_tiles)
+        pipeline.release(shared.k_ring, num_k_tiles)
+        if not SPEC.shared_kv:
+            pipeline.wait_full(shared.v_ring, num_k_tiles)
+            pipeline.release(shared.v_ring, num_k_tiles)
+        num_k_tiles += 1
+    if (own_steps == 0) & (steps > 0):
+        pipeline.wait_full(shared.q_ring, num_q_tiles)
+        pipeline.release(shared.q_ring, num_q_tiles)
+        num_q_tiles += 1
+    return num_k_tiles, num_q_tiles
+
+
+@gluon.jit
+def _store_output(results, maximum, total, acc, first, q_start, num_queries, number, SPEC: gl.constexpr):
+    """Stores the output and the log-sum-exp of a work tile's query rows from ``first`` on."""
+    out_ptr, lse_ptr, _table_ptr, _scale2 = results
+    row = q_start * SPEC.qheads_per_kvhead + first
+    end = (q_start + num_queries) * SPEC.qheads_per_kvhead
+    divisor = tile.nonzero(total)
+    lse = gl.where(total == 0.0, -INF, (maximum + gl.log2(divisor)) * LN2)
+    own = row + gl.arange(0, ROWS, total.type.layout)
+    OUT_HEADS: gl.constexpr = SPEC.num_kv_heads * SPEC.num_splits
+    out_head = number % OUT_HEADS
+    gl.store(lse_ptr + own.to(gl.int64) * OUT_HEADS + out_head, lse, mask=own < end)
+    acc = acc * gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, acc.type.layout))[:, None]
+    tile.store_rows(out_ptr, acc, row, end, out_head, OUT_HEADS)
+
+
+@gluon.jit
 def _consume(shared, results, schedule, SPEC: gl.constexpr, OWN: gl.constexpr):
     """The query rows from OWN on of each work tile."""
     q_ring, k_ring, v_ring = shared.q_ring, shared.k_ring, shared.v_ring
-    out_ptr, lse_ptr, table_ptr, scale2 = results
+    _out_ptr, _lse_ptr, table_ptr, scale2 = results
     biases = (schedule.window[2], table_ptr)
     Q_STAGES: gl.constexpr = q_ring.full.shape[0]
     WARP_GROUPS: gl.constexpr = shared.q.shape[0] // Q_STAGES
@@ -184,31 +228,13 @@ def _consume(shared, results, schedule, SPEC: gl.constexpr, OWN: gl.constexpr):
             mask = own_row < num_queries * SPEC.qheads_per_kvhead
             rows = tile.rows_of(own_row, q_start, num_queries, kv_head, SPEC)
             visible, newest = tile.visible_by_edges(rows, mask, first, q_start, num_queries, num_keys, schedule, SPEC)
-            # Tiles may be visible to the rows of the other consumer only.
-            last = q_start + gl.minimum((first + ROWS - 1) // SPEC.qheads_per_kvhead, num_queries - 1)
-            end = gl.load(schedule.window[2] + last.to(gl.int64) * (SPEC.num_buckets + 1), mask=steps > 0, other=0)
-            own_steps = gl.minimum(gl.maximum(end // MAX_BUCKETS - begin + BLOCK_N - 1, 0) // BLOCK_N, steps)
-            if first >= num_queries * SPEC.qheads_per_kvhead:
-                own_steps = steps * 0
-            for _ in range(own_steps, steps):
-                pipeline.wait_full(k_ring, num_k_tiles)
-                pipeline.release(k_ring, num_k_tiles)
-                if not SPEC.shared_kv:
-                    pipeline.wait_full(v_ring, num_k_tiles)
-                    pipeline.release(v_ring, num_k_tiles)
-                num_k_tiles += 1
-            if (own_steps == 0) & (steps > 0):
-                pipeline.wait_full(q_ring, num_q_tiles)
-                pipeline.release(q_ring, num_q_tiles)
-                num_q_tiles += 1
+            own_steps = _own_steps(first, q_start, num_queries, begin, steps, schedule, BLOCK_N, SPEC)
+            num_k_tiles, num_q_tiles = _skip_tiles(shared, own_steps, steps, num_k_tiles, num_q_tiles, SPEC)
             steps = own_steps
             if SPEC.has_table:
                 if SPEC.num_splits > 1:
-                    end_key = begin + steps * BLOCK_N
-                    newest = tile.bucket_behind(schedule.window[2], rows, newest, mask, end_key, SPEC)
-                bucket, bucket_bias, edge, next_bias, next_edge, top = tile.begin_buckets(
-                    biases, rows, newest, mask, SPEC
-                )
+                    newest = tile.bucket_behind(biases[0], rows, newest, mask, begin + steps * BLOCK_N, SPEC)
+                buckets = tile.begin_buckets(biases, rows, newest, mask, SPEC)
         else:
             position = own_row // SPEC.qheads_per_kvhead + shift
             visible = tile.visible_to(position, first, shift, num_keys, schedule, SPEC)
@@ -225,10 +251,7 @@ def _consume(shared, results, schedule, SPEC: gl.constexpr, OWN: gl.constexpr):
             s = warpgroup_mma_wait(0, [s])
             bias = shared.bias.index(stage % BIASES)
             if SPEC.has_table:
-                s = s * scale2 + bucket_bias[:, None]
-                s, bucket, bucket_bias, edge, next_bias, next_edge, top, _passes = tile.add_bucket_bias(
-                    s, n, biases, rows, bucket, bucket_bias, edge, next_bias, next_edge, top, SPEC
-                )
+                s, buckets, _passes = tile.scale_and_add_bias(s, n, biases, rows, buckets, scale2, SPEC)
             p, maximum, total, _factor = _softmax_update(s, maximum, total, n, visible, scale_left, bias, SPEC)
             if not SPEC.shared_kv:
                 pipeline.release(k_ring, num_k_tiles)
@@ -248,10 +271,7 @@ def _consume(shared, results, schedule, SPEC: gl.constexpr, OWN: gl.constexpr):
                     pipeline.release(k_ring, num_k_tiles)
                 bias = shared.bias.index(stage % BIASES)
                 if SPEC.has_table:
-                    s = s * scale2 + bucket_bias[:, None]
-                    s, bucket, bucket_bias, edge, next_bias, next_edge, top, _passes = tile.add_bucket_bias(
-                        s, n, biases, rows, bucket, bucket_bias, edge, next_bias, next_edge, top, SPEC
-                    )
+                    s, buckets, _passes = tile.scale_and_add_bias(s, n, biases, rows, buckets, scale2, SPEC)
                 next_p, maximum, total, factor = _softmax_update(s, maximum, total, n, visible, scale_left, bias, SPEC)
                 if not SPEC.shared_kv and SPEC.has_bias:
                     pipeline.release(k_ring, num_k_tiles)
@@ -270,18 +290,7 @@ def _consume(shared, results, schedule, SPEC: gl.constexpr, OWN: gl.constexpr):
             pipeline.release(v_ring, num_k_tiles)
             num_k_tiles += 1
             num_q_tiles += 1
-        divisor = tile.nonzero(total)
-        lse = gl.where(total == 0.0, -INF, (maximum + gl.log2(divisor)) * LN2)
-        row = q_start * SPEC.qheads_per_kvhead + first
-        end = (q_start + num_queries) * SPEC.qheads_per_kvhead
-        own = row + gl.arange(0, ROWS, S_ROW)
-        OUT_HEADS: gl.constexpr = SPEC.num_kv_heads * SPEC.num_splits
-        out_head = kv_head
-        if SPEC.num_splits > 1:
-            out_head = number % OUT_HEADS
-        gl.store(lse_ptr + own.to(gl.int64) * OUT_HEADS + out_head, lse, mask=own < end)
-        acc = acc * gl.convert_layout(1.0 / divisor, O_ROW)[:, None]
-        tile.store_rows(out_ptr, acc, row, end, out_head, OUT_HEADS)
+        _store_output(results, maximum, total, acc, first, q_start, num_queries, number, SPEC)
         number = next_number
         work_tile = next_work_tile
 

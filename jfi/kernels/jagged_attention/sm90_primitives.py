@@ -140,6 +140,17 @@ def add_bucket_bias(scores, n, biases, rows, bucket, bias, edge, next_bias, next
 
 
 @gluon.jit
+def scale_and_add_bias(scores, n, biases, rows, buckets, scale2, SPEC: gl.constexpr):
+    """Returns (scores in base 2 with their biases by bucket, the state behind them, passes) of `add_bucket_bias`."""
+    bucket, bias, edge, next_bias, next_edge, top = buckets
+    scores = scores * scale2 + bias[:, None]
+    scores, bucket, bias, edge, next_bias, next_edge, top, passes = add_bucket_bias(
+        scores, n, biases, rows, bucket, bias, edge, next_bias, next_edge, top, SPEC
+    )
+    return scores, (bucket, bias, edge, next_bias, next_edge, top), passes
+
+
+@gluon.jit
 def add_bucket_sums(ds, n, biases, rows, sums_ptr, mask, bucket, edge, passes, total, SPEC: gl.constexpr):
     """Each row's sum of dS [M, N] over its present bucket; stores those of the buckets that end from key n on.
 
