@@ -291,7 +291,7 @@ class _AbsorbedTargetAttention(torch.autograd.Function):
         if not compat.profiler_enabled():  # a profile shows the operator's name; nothing else can be at work here
             attend = attend.eager
         attended, lse = attend(query, history.unsqueeze(1), None, *events, *by_id, scale, max_seqlen, impl)
-        ctx.options, ctx.bias_dtype, ctx.num_tables = options[:4], output_bias.dtype, len(by_id[0])
+        ctx.options, ctx.bias_dtype = options[:4], output_bias.dtype
         tables, indices = by_id
         ctx.save_for_backward(target, history, *events, query, attended, lse, w_qk, w_vo, *weights, *tables, *indices)
         return affine(output_bias, attended.view(target.shape[0], -1, w_vo.shape[1]), w_vo.mT, by_sample=True)
@@ -306,7 +306,6 @@ def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Returns the gradients of the node's inputs."""
     target, history, *rest = ctx.saved_tensors
     events, (query, attended, lse, w_qk, w_vo), weights, by_id = rest[:5], rest[5:10], rest[10:15], rest[15:]
-    by_id = by_id[: ctx.num_tables], by_id[ctx.num_tables :]
     num_heads, scale, max_seqlen, impl = ctx.options
     needs_target, needs_history, needs_second, _, needs_bias, *needs_weights = ctx.needs_input_grad[:13]
     needs_weights = any(needs_weights[2:])  # two kernels give the gradients of all six
@@ -320,9 +319,8 @@ def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
             history.unsqueeze(1),
             None,
             *events,
-            *by_id,
-            attended,
-            lse,
+            by_id,
+            [attended, lse],
             needed,
             scale,
             max_seqlen,

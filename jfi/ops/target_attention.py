@@ -88,16 +88,18 @@ def _backward(
     buckets: Tensor | None,
     value_scale: Tensor | None,
     second: Tensor | None,
-    tables: list[Tensor],
-    indices: list[Tensor],
-    out: Tensor,
-    lse: Tensor,
+    by_id: list[Tensor],
+    saved: list[Tensor],
     needed: list[bool],
     scale: float,
     max_seqlen: int | None,
     impl: str,
 ) -> list[Tensor]:
-    """The gradients of query, key, value, bias and second that are needed, in this order."""
+    """Returns the gradients of query, key, value, bias and second that are needed, in this order.
+
+    ``by_id`` are the tables and then their indices; ``saved`` is (output, log-sum-exp).
+    """
+    (out, lse), tables, indices = saved, by_id[: len(by_id) // 2], by_id[len(by_id) // 2 :]
     if impl == "triton":
         from jfi.kernels.target_attention import execute
 
@@ -117,7 +119,7 @@ def _backward(
 
 
 def _backward_fake(grad, query, key, value, offsets, bias, buckets, value_scale, second, *rest):
-    needed = zip((query, key, value, bias, second), rest[4], strict=True)
+    needed = zip((query, key, value, bias, second), rest[2], strict=True)
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x, need in needed if need]
 
 
@@ -136,9 +138,8 @@ def _differentiate(ctx, grad, _):
         return *(None,) * 8, no_lists, no_lists, None, None, None
     query, key, value, offsets, bias, buckets, value_scale, second, out, lse, *by_id = ctx.saved_tensors
     tensors = (query, key, value, offsets, bias, buckets, value_scale, second)
-    by_id = by_id[: ctx.num_tables], by_id[ctx.num_tables :]
     needed = [ctx.needs_input_grad[i] for i in (0, 1, 2, 4, 7)]
-    grads = iter(_target_attention_bwd(grad, *tensors, *by_id, out, lse, needed, *ctx.rest))
+    grads = iter(_target_attention_bwd(grad, *tensors, by_id, [out, lse], needed, *ctx.rest))
     dquery, dkey, dvalue, dbias, dsecond = [next(grads) if need else None for need in needed]
     return dquery, dkey, dvalue, None, dbias, None, None, dsecond, no_lists, no_lists, None, None, None
 

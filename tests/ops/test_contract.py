@@ -204,9 +204,9 @@ SCHEMAS = {
         (
             torch.ops.jfi.target_attention_bwd,
             lambda q, d, o, b: (
-                *(q.detach(), q.detach(), d.unsqueeze(1), None, o, b.detach(), None, None, None, [], [], q.detach()),
+                *(q.detach(), q.detach(), d.unsqueeze(1), None, o, b.detach(), None, None, None, []),
                 # A lower log-sum-exp would overflow.
-                *(q[..., 0].detach() + 50, [True, False, False, True, False], 0.3, None, "triton"),
+                *([q.detach(), q[..., 0].detach() + 50], [True, False, False, True, False], 0.3, None, "triton"),
             ),
         ),
     ],
