@@ -53,7 +53,7 @@ class JaggedAttentionInputs(NamedTuple):
 
     @property
     def is_packed(self) -> bool:
-        """Whether key holds the digits of events."""
+        """True if key holds the digits of events."""
         return is_packed(self.key)
 
     @property
@@ -73,7 +73,7 @@ class JaggedAttentionInputs(NamedTuple):
 
     @property
     def tapers(self) -> bool:
-        """Whether later queries of a sample see more keys, and its later keys are seen by fewer queries."""
+        """True if later queries of a sample see more keys, and its later keys are seen by fewer queries."""
         return self.edges is not None or self.right is not None
 
 

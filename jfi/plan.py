@@ -19,7 +19,7 @@ import torch
 from jfi.operands import JaggedAttentionInputs, TargetAttentionInputs, is_packed
 
 # --- Thresholds: stream-K ---------------------------------------------------------------------------------------------
-#: What a sample costs beside its rows, in rows.  Kernels are compiled with it.
+#: The cost of a sample in addition to its rows, in rows.  Kernels are compiled with it.
 SAMPLE_WEIGHT = 64
 #: Shortest range of a stream-K partition, in positions: below, finding the range costs more than it balances.
 MIN_CHUNK = 256
@@ -123,7 +123,7 @@ def cached(function: Callable) -> Callable:
 
 @contextmanager
 def override(**values: object) -> Iterator[None]:
-    """Plan with other thresholds while the context lasts: for tests and measurements; not safe beside other threads.
+    """Plan with other thresholds while the context lasts: for tests and measurements; not thread-safe.
 
     Plans and launchers made before are forgotten, so the first calls within the context and after it launch slowly.
 
@@ -201,13 +201,13 @@ def power_of_two(width: int, least: int = 16, most: int | None = None) -> int:
 
 
 def ceil_div(number: int, size: int) -> int:
-    """How many tiles of a size cover the number."""
+    """Returns how many tiles of a size cover the number."""
     return -(-number // size)
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionProblem:
-    """What is known of a call whatever its lengths: the first twelve fields are those of AttentionSpec.
+    """The facts about a call that do not depend on its lengths: the first twelve fields are those of AttentionSpec.
 
     One object per set of values, so that what follows from it is cached by identity.
     """
@@ -252,7 +252,7 @@ class AttentionProblem:
 
     @cached_property
     def reads_halves_by_id(self) -> bool:
-        """Whether rows are read by id for products of half precision, of a width that has tiles of its own."""
+        """True if rows are read by id for products of half precision, of a width that has tiles of its own."""
         return self.num_tables > 0 and self.dtype.itemsize == 2 and self.block_d <= 128
 
     @cached_property
@@ -262,7 +262,7 @@ class AttentionProblem:
 
     @cached_property
     def history_by_tma(self) -> bool:
-        """Whether TMA can load tiles of whole heads of [S, G, width], if the tensors are aligned."""
+        """True if TMA can load tiles of whole heads of [S, G, width], if the tensors are aligned."""
         return self._by_tma(self.head_dim, self.num_kv_heads) and self._by_tma(self.value_dim, self.num_kv_heads)
 
     @cached_property
@@ -291,7 +291,7 @@ def _problem(*values: object) -> AttentionProblem:
 
 
 def precision_of(dtype: torch.dtype) -> str:
-    """How tl.dot rounds float32: as torch.set_float32_matmul_precision says.
+    """Returns how tl.dot rounds float32: as torch.set_float32_matmul_precision says.
 
     "highest" is three products of TF32 parts on tensor cores, whose error is that of float32 arithmetic at a multiple
     of its speed.
@@ -302,7 +302,7 @@ def precision_of(dtype: torch.dtype) -> str:
 
 # --- Plans ------------------------------------------------------------------------------------------------------------
 class Split(StrEnum):
-    """How the rows of a batch are distributed over the programs of a kernel."""
+    """The distribution of a batch's rows over the programs of a kernel."""
 
     SAMPLE = "one program per sample"
     LONGEST_FIRST = "one program per sample, longest first"
@@ -342,7 +342,7 @@ class KernelPlan:
 
     @cached_property
     def constants(self) -> dict[str, object]:
-        """What a launcher passes beside SPEC."""
+        """The constants that a launcher passes in addition to SPEC."""
         launch = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         if self.max_registers is not None:
             launch["maxnreg"] = self.max_registers
@@ -365,7 +365,7 @@ _kernel = cached(KernelPlan)
 
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
-    """What runs a call and why.  Equal decisions are one object.
+    """The kernels of a call and the reason for them.  Equal decisions are one object.
 
     Attributes:
         family: "target_single_tile", "target_multi_tile", "jagged_sm90", "jagged_triton", "digits_registers", "cpu" or
@@ -416,7 +416,7 @@ def chunk_rows(rows: int, batch: int, num_sms: int, programs_per_chunk: int, max
 
 
 def step_tiles(width: int) -> KernelPlan:
-    """The optimizer's step of the rows of a batch, of that padded width: block_n sorted places at a time.
+    """The optimizer's step of the rows of a batch, of that padded width: block_n sorted events at a time.
 
     A warp takes whole rows.  At D = 64 blocks of 16 rows, or 128 registers at most, take 1.3 to 3.4 times as long.
     """
@@ -507,7 +507,7 @@ def _with_absorbed_weights(attention: AttentionPlan, in_kernel: bool) -> Attenti
 
 
 def fits_single_tile(query_rows: int) -> bool:
-    """Whether the kernels for few query rows, so many per key head, run: they alone read bias tables and value_scale.
+    """Returns whether the single-tile kernels take so many query rows per key head: only they read bias tables.
 
     Then key may also be the left half of the history's one head, whose right half is ``second``.
     """
@@ -543,7 +543,7 @@ def _plan_cpu_digits() -> AttentionPlan:
 
 
 def cpu_is_dense(scores: int, batch: int) -> bool:
-    """Whether a CPU takes a matrix product per sample rather than sparse products of the whole batch."""
+    """Returns whether a CPU takes a matrix product per sample rather than sparse products of the whole batch."""
     return scores == 0 or scores > CPU_DENSE_SCORES * batch
 
 
@@ -766,7 +766,7 @@ def plan_jagged_attention(x: JaggedAttentionInputs, impl: str, device: Device | 
     aligned = (query.data_ptr() | key.data_ptr() | (0 if value is None else value.data_ptr())) % 16 == 0
     refusal = sm90_refusal(problem, query_rows, num_keys, scale, aligned)
     if refusal is None and x.bias is not None and x.edges is not None:
-        refusal = "a bias by key beside times or a bias by bucket"
+        refusal = "a bias by key together with times or a bias by bucket"
     if refusal is None and JAGGED_FAMILY != "jagged_triton":
         batch = key_offsets.shape[0] - 1
         short = _is_short(problem, batch, num_keys)

@@ -1,1 +1,1 @@
-"""Kernels and their launchers, file by file beside ``jfi.ops``; imported on first use, since they need Triton."""
+"""Kernels and their launchers; imported on first use, since they need Triton."""

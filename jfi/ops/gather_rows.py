@@ -56,11 +56,11 @@ _sum_rows = operator("table_gradient", _sum_on_gpu, _gradient_like)
 
 def table_gradient(grad: Tensor, indices: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
     """[N, D], of events' gradients [S, D]: each row's are summed in a fixed order, in float32 or float64."""
-    places = torch.where(indices < 0, rows, indices)
+    sorted_last = torch.where(indices < 0, rows, indices)
     if grad.is_cuda and grad.dtype != torch.float64 and grad.shape[1] <= MAX_STEPPED_WIDTH:
-        return _sum_rows(grad, places, rows, dtype)
+        return _sum_rows(grad, sorted_last, rows, dtype)
     wide = grad if grad.dtype == torch.float64 else grad.float()
-    return torch.ops.aten.embedding_dense_backward(wide, places, rows + 1, -1, False)[:rows].to(dtype)
+    return torch.ops.aten.embedding_dense_backward(wide, sorted_last, rows + 1, -1, False)[:rows].to(dtype)
 
 
 def _save(ctx, inputs, output) -> None:

@@ -132,7 +132,7 @@ def _kernels(width: int, dtype: torch.dtype, impl: str):
 
 
 def _elements(dtype: torch.dtype) -> int:
-    """How many elements of a dtype the bits of a float32 number take."""
+    """Returns how many elements of a dtype the bits of a float32 number take."""
     return 4 // dtype.itemsize
 
 

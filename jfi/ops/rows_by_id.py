@@ -123,13 +123,13 @@ def rows_by_head(rows: Tensor, width: int) -> Tensor:
 
 
 def fits_kernel(history: RowsById) -> bool:
-    """Whether attention kernels take so many tables, of one dtype that they convert."""
+    """Returns whether attention kernels take so many tables, of one dtype that they convert."""
     dtypes = {table.dtype for table in history.tables}
     return len(history.tables) <= MAX_TABLES and len(dtypes) == 1 and torch.float64 not in dtypes
 
 
 def _need_gradient(tensors: Sequence[Tensor]) -> bool:
-    """Whether a Function of these tensors has a gradient.
+    """Returns whether a Function of these tensors has a gradient.
 
     Dynamo forgets the context of a Function without one whose arguments are as many as ``forward`` has parameters.
     """
@@ -141,7 +141,7 @@ def _rows_without_memory(like: Tensor, dtype: torch.dtype, count: int, width: in
 
 
 class _Rows(torch.autograd.Function):
-    """From tables to rows without memory; back to dense gradients."""
+    """Makes rows without memory of tables; backward returns dense gradients."""
 
     @staticmethod
     def forward(ctx, dtype: torch.dtype, indices: tuple[Tensor, ...], *tables: Tensor) -> Tensor:

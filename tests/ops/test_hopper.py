@@ -158,7 +158,7 @@ def plan_of(query, key, value=None, key_bias=None, scale=None, device=H200, **ti
         ("narrow value", "keys and values are not both 64 or 128 wide"),
         ("scale 0", "scale is at most 1e-30"),
         ("times", None),
-        ("times and a bias by key", "a bias by key beside times or a bias by bucket"),
+        ("times and a bias by key", "a bias by key together with times or a bias by bucket"),
         ("scale -1", "scale is at most 1e-30"),
         ("A100", "no Hopper GPU or no Gluon"),
     ],

@@ -1,4 +1,4 @@
-"""What the kernels of absorbed weights share: tiles of matrices of any strides, and products of them."""
+"""Tiles of matrices of any strides, and products of them, for the kernels of absorbed weights."""
 
 import torch
 import triton

@@ -1,1 +1,1 @@
-"""What the kernel families share."""
+"""Building blocks of all kernel families."""

@@ -116,7 +116,7 @@ def _combine_range_tiles_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """As `_combine_ranges_kernel` with a program per range and tile of query rows: fewer programs of more work each."""
+    """Merges as `_combine_ranges_kernel`, a program per range and tile of query rows: fewer of more work each."""
     program = tl.program_id(1).to(tl.int64)
     partial_lse_ptr, split_ptr = behind_partials(partial_ptr, tl.num_programs(1), sample_rows, WIDTH)
     sample = tl.load(split_ptr + program).to(tl.int64)
@@ -156,7 +156,7 @@ def _combine_ranges(width: int, weighted: bool) -> Launcher:
 
 
 class RangePartials:
-    """Room for the partial results of stream-K ranges, one allocation: see `behind_partials`."""
+    """Memory for the partial results of stream-K ranges, one allocation: see `behind_partials`."""
 
     def __init__(self, programs: int, chunk: int, sample_rows: int, width: int, device: torch.device):
         """sample_rows: T · H, the query rows of a sample."""
@@ -197,7 +197,7 @@ def _combine_chunks_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """A program per sample and tile of its query rows."""
+    """Merges the partial results of one tile of a sample's query rows; a program per sample and tile."""
     tiles = (sample_rows + BLOCK_M - 1) // BLOCK_M
     sample = (tl.program_id(0) // tiles).to(tl.int64)
     low = tl.load(offsets_ptr + sample).to(tl.int64)
@@ -230,19 +230,19 @@ def _combine_chunks(width: int, weighted: bool) -> Launcher:
 
 
 class ChunkPartials:
-    """Room for the partial results of chunks, [.., T · H, width] and their log-sum-exps, if anything is split."""
+    """Memory for the partial results of chunks, [.., T · H, width] and their log-sum-exps, if anything is split."""
 
     def __init__(self, rows: int, chunk: int, sample_rows: int, width: int, device: torch.device):
         """rows: history rows of the batch; sample_rows: T · H, the query rows of a sample."""
         self.chunk = chunk
-        places = 2 * (rows // chunk + 1) if chunk < UNSPLIT else 0
-        self.values = torch.empty(places, sample_rows, width, dtype=torch.float32, device=device)
-        self.lse = self.values.new_empty(places, sample_rows)
+        slots = 2 * (rows // chunk + 1) if chunk < UNSPLIT else 0
+        self.values = torch.empty(slots, sample_rows, width, dtype=torch.float32, device=device)
+        self.lse = self.values.new_empty(slots, sample_rows)
 
     def combine(self, offsets: Tensor, out: Tensor, lse: Tensor | None) -> None:
         """Fill in the results of samples of several chunks, weighted by their log-sum-exps if lse is given."""
-        places, sample_rows, width = self.values.shape
-        if places:
+        slots, sample_rows, width = self.values.shape
+        if slots:
             launch = _combine_chunks(width, lse is not None)
             grid = (out.shape[0] * ceil_div(sample_rows, _COMBINED_ROWS), 1, 1)
             launch(grid, (offsets, self.values, self.lse, out, lse), (sample_rows, self.chunk))
@@ -262,7 +262,7 @@ def _combine_splits_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """A program per tile of query rows."""
+    """Merges the partial results of one tile of query rows; a program per tile."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask = row < rows
     first = row // NUM_KV_HEADS * (NUM_KV_HEADS * NUM_SPLITS) + row % NUM_KV_HEADS
@@ -288,7 +288,7 @@ def _combine_splits(num_splits: int, num_kv_heads: int, width: int) -> Launcher:
 
 
 class SplitPartials:
-    """Room for the partial results of splits, [R · H/G, num_splits, G, E], and their log-sum-exps."""
+    """Memory for the partial results of splits, [R · H/G, num_splits, G, E], and their log-sum-exps."""
 
     def __init__(self, out: Tensor, num_kv_heads: int, num_splits: int):
         """out: [R, H, E]."""

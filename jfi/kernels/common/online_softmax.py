@@ -20,7 +20,7 @@ from jfi.kernels.common.primitives import LN2, LOG2E
 
 @triton.jit
 def reference_of(maximum):
-    """What scores are taken relative to: their maximum, or 0 and not -inf where no key was visible."""
+    """Returns what scores are taken relative to: their maximum, or 0 and not -inf where no key was visible."""
     return tl.where(maximum == -float("inf"), 0.0, maximum)
 
 

@@ -44,7 +44,7 @@ def find_tile(offsets_ptr, batch, tile, BLOCK: tl.constexpr):
 
 
 def most_tiles(rows: int, batch: int, block: int) -> int:
-    """How many tile numbers ``find_tile`` takes: an upper bound of the tiles, from sizes that the host knows."""
+    """Returns an upper bound of the tile numbers that ``find_tile`` takes, from sizes that the host knows."""
     return rows // block + batch
 
 

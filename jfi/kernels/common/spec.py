@@ -18,7 +18,7 @@ class Constant(tl.constexpr, dict):
 
 
 class AttentionSpec(NamedTuple):
-    """What the kernels of one attention problem are compiled for, and their tiles.
+    """The constants of the kernels of one attention problem, and their tiles.
 
     Attributes:
         num_kv_heads: G, key heads.

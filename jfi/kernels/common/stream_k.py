@@ -1,6 +1,6 @@
 """Stream-K partition of packed rows: equal ranges of all samples' rows, one for each program, without reading a length.
 
-On a line where sample b takes its length and WEIGHT more (what it costs beside its rows), program p owns positions
+On a line where sample b takes its length and WEIGHT more (its cost in addition to its rows), program p owns positions
 p · chunk to (p+1) · chunk and walks over the samples that it finds there, BLOCK_N rows a step.  So 64 users of 16,384
 events fill the GPU as well as 4,096 of 500.  `jfi.plan.stream_k` chooses the chunk.
 
@@ -47,7 +47,7 @@ def longest_first(program, offsets_ptr, batch):
 
 @triton.jit
 def find_range(offsets_ptr, batch, start, end, BLOCK_N: tl.constexpr):
-    """Where a range begins: (sample, its first row, its end row, first row in the range, tiles of the range).
+    """Finds where a range begins: (sample, its first row, its end row, first row in the range, tiles of the range).
 
     The sample is the first with rows in the range, or an empty one whose position is there, since its output must be
     written too; batch if there is none.

@@ -12,7 +12,7 @@ COPY_ELEMENTS, COPY_WARPS = 2048, 4
 
 @triton.jit
 def query_rows(at, kv_head, SPEC: tl.constexpr):
-    """Where the query rows ``at`` of a key head lie among a sample's [T · H] rows."""
+    """Returns where the query rows ``at`` of a key head lie among a sample's [T · H] rows."""
     QHEADS_PER_KVHEAD: tl.constexpr = SPEC.qheads_per_kvhead
     NUM_HEADS: tl.constexpr = SPEC.num_kv_heads * QHEADS_PER_KVHEAD
     return at // QHEADS_PER_KVHEAD * NUM_HEADS + kv_head * QHEADS_PER_KVHEAD + at % QHEADS_PER_KVHEAD

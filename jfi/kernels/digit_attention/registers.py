@@ -39,7 +39,7 @@ _LINE = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))
 
 
 def _asm(digits: int, first: int) -> str:
-    """From a register of two units of so many digits, each ``first`` bits below the top of its half: all digits."""
+    """Returns assembly that decodes a register of two units, each ``first`` bits below the top of its half."""
     shifts = [first + 2 * (digits - 1 - i) for i in range(digits)]
     lines = [f"shl.b32 t, ${digits}, {shift}; and.b32 ${i}, t, 0xC000C000;" for i, shift in enumerate(shifts)]
     return "{ .reg .b32 t; " + " ".join(lines) + " }"

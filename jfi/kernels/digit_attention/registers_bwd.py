@@ -109,7 +109,9 @@ def digit_attention_registers_bwd_kernel(
     SPEC: gl.constexpr,
     BLOCK_R: gl.constexpr,
 ):
-    """With BLOCK_R the bias is a table whose gradient each program sums by query row; else dbias is by event.
+    """A program per tile of query rows and stream-K range.
+
+    With BLOCK_R the bias is a table whose gradient each program sums by query row; else dbias is by event.
 
     ``grads`` are pointers to dq, dbias and the ranges' parts of dq, None for what is not needed.
     """

@@ -37,7 +37,7 @@ def forward(
     is_causal: bool,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
-    """As `launch.forward`, of queries and keys that may not be empty; arguments as of the operator itself."""
+    """Runs the forward of `execute`, of queries and keys that may not be empty; arguments as of the operator itself."""
     tensors = (query, key, value, query_offsets, key_offsets, bias, edges, table, query_time, key_time)
     x = JaggedAttentionInputs(*tensors, scale, left, right, is_causal)
     return triton_fwd.forward(x, plan_exported_jagged_attention(x), _launch)

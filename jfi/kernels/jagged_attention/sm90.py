@@ -88,7 +88,7 @@ def _launch(
 
 
 def forward(x: JaggedAttentionInputs, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
-    """As `launch.forward`."""
+    """Returns the output and its log-sum-exp, see `execute.forward`."""
     (kernel,), problem = plan.forward, plan.problem
     qheads_per_kvhead = problem.qheads_per_kvhead
     out = torch.empty_like(x.query)
@@ -117,7 +117,7 @@ def backward(
     needed: Sequence[bool],
     plan: AttentionPlan,
 ) -> tuple[Tensor | None, ...]:
-    """As `launch.backward`; the kernel of the queries always runs, since the other one reads its statistics."""
+    """Returns the gradients, see `execute.backward`; dquery's kernel always runs, since dkey's reads its statistics."""
     (dquery_plan, dkey_plan), problem = plan.backward, plan.problem
     qheads_per_kvhead, rows = problem.qheads_per_kvhead, x.query.shape[0]
     dquery, dkey, dvalue, dbias = empty_like((x.query, x.key, x.value, x.bias), needed[:4])

@@ -28,10 +28,10 @@ def _locate(work_tile, schedule, WARP_GROUPS: gl.constexpr, BLOCK_M: gl.constexp
 
 
 class LseDelta(NamedTuple):
-    """What consumers need of each tile of query rows, in shared memory, and where it comes from.
+    """The statistics of each tile of query rows in shared memory, and pointers to where they come from.
 
     Buckets follow from clocks in float64: floating times as they are, integer times less that of the work tile's newest
-    key, or places among the keys less that key's.
+    key, or positions among the keys less that key's.
     """
 
     stats_ptr: object

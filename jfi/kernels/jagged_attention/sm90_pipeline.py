@@ -37,7 +37,7 @@ class TileQueue(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """What both roles find their work tiles with."""
+    """The schedule with which both roles find their work tiles."""
 
     tiles_ptr: object
     queue: TileQueue

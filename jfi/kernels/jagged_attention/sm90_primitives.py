@@ -1,4 +1,4 @@
-"""What the Hopper kernels of jagged attention share beside their pipeline: masks, biases, stores and descriptors."""
+"""Masks, biases, stores and descriptors of the Hopper kernels of jagged attention."""
 
 from functools import cache
 from typing import NamedTuple
@@ -29,7 +29,7 @@ INF = gl.constexpr(float("inf"))
 
 
 class Visible(NamedTuple):
-    """What the query rows of a consumer see."""
+    """The keys that the query rows of a consumer see."""
 
     position: object  # [M], of each query among the keys; with edges (first key, end of the keys) that it sees
     num_keys: object  # of the sample

@@ -94,7 +94,7 @@ def _weights_and_gradient(queries, keys, visible, relative, bias_ptr, kv_head, s
 
 @triton.jit
 def _load_queries(queries, base, at, mask, kv_head, rows, q_start, SPEC: tl.constexpr):
-    """What `_weights_and_gradient` takes of the query rows ``at`` of a sample."""
+    """Loads the query rows ``at`` of a sample as `_weights_and_gradient` takes them."""
     q_ptr, grad_ptr, stats_ptr = queries
     QHEADS_PER_KVHEAD: tl.constexpr = SPEC.qheads_per_kvhead
     D: tl.constexpr = SPEC.head_dim
@@ -121,7 +121,7 @@ def _visible(edges_ptr, query, q_mask, position, key, mask, left, right, SPEC: t
 
 @triton.jit
 def _query_and_head(row, q_start, num_queries, kv_head, SPEC: tl.constexpr):
-    """Of the query rows of a tile: their queries, the last for rows behind it, and their heads."""
+    """Returns the queries of a tile's rows, the last for rows behind it, and their heads."""
     query = tl.minimum(q_start + row // SPEC.qheads_per_kvhead, q_start + tl.maximum(num_queries - 1, 0))
     return query.to(tl.int64), kv_head * SPEC.qheads_per_kvhead + row % SPEC.qheads_per_kvhead
 
@@ -297,7 +297,7 @@ def backward(
     needed: Sequence[bool],
     plan: AttentionPlan,
 ) -> tuple[Tensor | None, ...]:
-    """As `launch.backward`."""
+    """Returns the gradients, see `execute.backward`."""
     problem, (statistics, dquery_plan, dkey_plan) = plan.problem, plan.backward
     num_kv_heads, qheads_per_kvhead = problem.num_kv_heads, problem.qheads_per_kvhead
     rows = x.query.shape[0] * qheads_per_kvhead

@@ -107,7 +107,7 @@ def _launcher(problem: AttentionProblem, kernel: KernelPlan, visibility: Visibil
 def forward(
     x: JaggedAttentionInputs, plan: AttentionPlan, launch: Callable[..., None] = operator.call
 ) -> tuple[Tensor, Tensor]:
-    """As `launch.forward`; launch: calls a launcher with its arguments."""
+    """Returns the output and its log-sum-exp, see `execute.forward`; launch: calls a launcher with its arguments."""
     rows, num_heads, _ = x.query.shape
     (kernel,), problem = plan.forward, plan.problem
     out = x.query.new_empty(rows, num_heads, problem.value_dim)

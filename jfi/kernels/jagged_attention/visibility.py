@@ -1,4 +1,4 @@
-"""What the kernels of jagged attention share: their constants, and which tiles see each other.
+"""The constants of the kernels of jagged attention, and which tiles of queries and keys see each other.
 
 Query heads that share a key head are packed into one tile: its rows are (query, head) pairs, H/G per query.  Query i of
 a sample has position i + shift among its keys, where shift = num_keys - num_queries puts the last query at the last
@@ -24,7 +24,7 @@ from jfi.plan import AttentionProblem, KernelPlan
 
 
 class Visibility(NamedTuple):
-    """What kernels are compiled for of what queries see: whether a window has bounds, and the edges."""
+    """The constants that say which keys queries see: whether a window has bounds, and the edges."""
 
     has_left: bool
     has_right: bool
@@ -135,7 +135,7 @@ def visible_keys(work_tile, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 
 @triton.jit
 def _count_up_to(ptr, count, bound, STRIDE: tl.constexpr):
-    """How many of ``count`` ascending numbers are at most ``bound``."""
+    """Counts those of ``count`` ascending numbers that are at most ``bound``."""
     low = count * 0
     high = count
     while low < high:
@@ -176,7 +176,7 @@ def seeing_queries(work_tile, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constex
 
 @triton.jit
 def is_visible(key, position, left, right, SPEC: tl.constexpr):
-    """Whether the window lets queries at these positions see these keys."""
+    """Returns whether the window lets queries at these positions see these keys."""
     visible = key == key
     if SPEC.has_right:
         visible = visible & (key <= position + right)
@@ -186,7 +186,7 @@ def is_visible(key, position, left, right, SPEC: tl.constexpr):
 
 
 def keys_and_values(x: JaggedAttentionInputs) -> tuple[Tensor, Tensor]:
-    """What k_ptr and v_ptr of the kernels point to."""
+    """Returns the tensors of k_ptr and v_ptr."""
     return x.key, x.key if x.value is None else x.value
 
 

@@ -37,7 +37,7 @@ _SUM = RowOptimizer("sum")
 
 
 class StepSpec(NamedTuple):
-    """What a step is compiled for.
+    """The constants of a step's kernels.
 
     ``firsts`` are the numbers of the tables' first rows, and behind them the end. ``aligned`` says whether all tables
     and states begin at multiples of 16 bytes.
@@ -173,7 +173,7 @@ def _step_rows(mask, g, states, tables, schedule, SPEC: tl.constexpr):
 
 @triton.jit
 def _load_gradients(grads, starts, place, mask, SPEC: tl.constexpr, NUM_GRADS: tl.constexpr):
-    """[places, BLOCK_D]: the gradients of unsorted places; gradient k has those from starts[k] on."""
+    """[events, BLOCK_D]: the gradients of events in their own order; gradient k has those from starts[k] on."""
     BYTES: tl.constexpr = grads[0].dtype.element_ty.primitive_bitwidth // 8
     D: tl.constexpr = SPEC.width
     place = place.to(tl.int64)
@@ -190,13 +190,13 @@ def _load_gradients(grads, starts, place, mask, SPEC: tl.constexpr, NUM_GRADS: t
 
 @triton.jit
 def _add_in_row(x, x_row, y, y_row):
-    """Of a scan over places in the order of their rows: the sums restart where a row does."""
+    """Combines two elements of a scan over sorted events: a sum restarts where a row begins."""
     return tl.where(x_row == y_row, x, 0.0) + y, y_row
 
 
 @triton.jit(do_not_specialize=["count", "chunk", *[f"start_{i}" for i in range(1, 8)]])
 def step_rows_kernel(
-    places,
+    batch,
     grads,
     tables,
     schedule,
@@ -212,11 +212,11 @@ def step_rows_kernel(
     SPEC: tl.constexpr,
     NUM_GRADS: tl.constexpr,
 ):
-    """A program per chunk of sorted places: it steps the rows that lie in it wholly, and leaves the others' sums.
+    """A program per chunk of sorted events: it steps the rows that lie in it wholly, and leaves the others' sums.
 
-    ``places`` are the rows, their order and the partial sums; ``schedule`` the learning rate and the number of steps.
+    ``batch`` are the rows, their order and the partial sums; ``schedule`` the learning rate and the number of steps.
     """
-    rows_ptr, order_ptr, partial_ptr = places
+    rows_ptr, order_ptr, partial_ptr = batch
     LOW: tl.constexpr = SPEC.firsts[0]
     HIGH: tl.constexpr = SPEC.firsts[SPEC.num_tables]
     BLOCK: tl.constexpr = SPEC.block
@@ -256,7 +256,7 @@ def step_rows_kernel(
 
 @triton.jit(do_not_specialize=["count", "chunk"])
 def step_split_rows_kernel(
-    places,
+    batch,
     tables,
     schedule,
     count,
@@ -265,7 +265,7 @@ def step_split_rows_kernel(
     CHUNKS: tl.constexpr,
 ):
     """A program per chunk: a row that begins in it and goes on is summed over its chunks and stepped."""
-    rows_ptr, partial_ptr = places
+    rows_ptr, partial_ptr = batch
     LOW: tl.constexpr = SPEC.firsts[0]
     HIGH: tl.constexpr = SPEC.firsts[SPEC.num_tables]
     program = tl.program_id(0).to(tl.int64)
@@ -284,8 +284,8 @@ def step_split_rows_kernel(
     while goes_on:
         mask = at * chunk < count
         mask = mask & (tl.load(rows_ptr + at * chunk, mask=mask, other=-1) == row)
-        places = (2 * at * SPEC.block_d)[:, None] + cols[None, :]
-        total += tl.sum(tl.load(partial_ptr + places, mask=mask[:, None], other=0.0), 0)
+        partials = (2 * at * SPEC.block_d)[:, None] + cols[None, :]
+        total += tl.sum(tl.load(partial_ptr + partials, mask=mask[:, None], other=0.0), 0)
         goes_on = tl.min(mask.to(tl.int32), 0) > 0
         at += CHUNKS
     # One row of a tile.
@@ -321,7 +321,7 @@ def step_rows(
     learning_rate: Tensor | None,
     step: Tensor | None,
 ) -> None:
-    """As `jfi.ops.step_rows.step_rows`; "sum" writes the sums themselves to the rows that the places name."""
+    """Steps rows, see `jfi.ops.step_rows.step_rows`; "sum" writes the sums themselves to the rows."""
     rows, order = sorted_rows
     count, width = rows.shape[0], tables[0].shape[1]
     if width > plan.MAX_STEPPED_WIDTH:
@@ -354,7 +354,7 @@ def step_rows(
 
 
 def _join(grads: list[Tensor | None], sizes: list[int], width: int, like: Tensor) -> tuple[list[Tensor], list[int]]:
-    """At most MAX_GRADS gradients of one dtype, and where in the list of all places those after the first begin."""
+    """At most MAX_GRADS gradients of one dtype, and where among all events those after the first begin."""
     dtypes = {grad.dtype for grad in grads if grad is not None}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     if dtype == torch.float64:
@@ -382,7 +382,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def sum_rows(grad: Tensor, sorted_rows: tuple[Tensor, Tensor], num_rows: int, dtype: torch.dtype) -> Tensor:
-    """The dense gradient [num_rows, D] of a table, of the gradients [n, D] of the places that were sorted."""
+    """The dense gradient [num_rows, D] of a table, of the gradients [n, D] of the events that were sorted."""
     out = torch.zeros(num_rows, grad.shape[1], dtype=dtype, device=grad.device)
     step_rows([out], [()], sorted_rows, [grad], [grad.shape[0]], _SUM, None, None)
     return out

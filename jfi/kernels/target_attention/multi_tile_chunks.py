@@ -1,4 +1,4 @@
-"""What the kernels for many query rows share: full tiles by TMA, and samples split into chunks of rows.
+"""Full tiles by TMA, and samples split into chunks of rows, for the multi-tile kernels.
 
 A sample longer than a chunk is worked on by several programs, whose partial results are combined in the order of the
 rows.  Work item b is the first chunk of sample b, found without a search.  Items B + i - 1 are the others: the sample
@@ -113,9 +113,9 @@ def store_history_tile(ptr, x, n, at, mask, kv_head, WIDTH: tl.constexpr, BLOCK_
 
 @triton.jit
 def query_places(first, at, kv_head, SPEC: tl.constexpr):
-    """Where the query rows ``at``, from ``first`` on, lie among a sample's: (a row in 64 bits, places from it).
+    """Returns where query rows ``at``, from ``first`` on, lie among a sample's: (a row in 64 bits, distances).
 
-    With one key head the places take 32 bits, half the registers that are held for the output through the sweep.
+    With one key head the distances take 32 bits, half the registers that are held for the output through the sweep.
     """
     start = tl.zeros((), tl.int64)
     if SPEC.num_kv_heads == 1:

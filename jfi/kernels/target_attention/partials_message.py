@@ -1,4 +1,4 @@
-"""What ranks send each other of attention over parts: rows, and float32 numbers behind each as bits of its dtype.
+"""Messages between ranks that attend to parts of a history: rows, and float32 numbers behind each as its dtype's bits.
 
     pack     [N, E], L [N]           ->  O | L             forward, of a part
     combine  P of [N, E + L]         ->  O, L              of the whole (`jfi.ops.partial_target_attention`)
@@ -22,7 +22,7 @@ from jfi.plan import cached, ceil_div
 
 
 def fits_message(width: int, dtype: torch.dtype) -> bool:
-    """Whether the kernels take rows of this width."""
+    """Returns whether the kernels take rows of this width."""
     return dtype.itemsize <= 4 and width * dtype.itemsize % 4 == 0
 
 
@@ -147,7 +147,7 @@ def pack(rows: Tensor, out: Tensor | None, lse: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, width: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(dO · scale, O' [..., E], L [...]) of `pack`'s rows with Δ."""
+    """Inverse of `pack` with Δ: returns (dO · scale, O' [..., E], L [...])."""
     shape = packed.shape[:-1]
     grad, out = (packed.new_empty(*shape, width) for _ in range(2))
     lse = packed.new_empty(shape, dtype=torch.float32)

@@ -49,7 +49,7 @@ def query_tile(SPEC: tl.constexpr):
 
 @triton.jit
 def field_columns(ptr, second_ptr, SPEC: tl.constexpr):
-    """Where the columns of a row lie from its first: in two tensors of D / 2 columns each, if there are two fields."""
+    """Returns where a row's columns lie from its first: with two fields in two tensors of D / 2 columns each."""
     WIDTH: tl.constexpr = SPEC.head_dim
     cols = tl.arange(0, SPEC.block_d)
     if SPEC.num_fields == 2:
