@@ -148,7 +148,7 @@ def backward(
     same_tiles = qheads_per_kvhead == 1 and block_m == block_n and count == rows
     if not (same_tiles and x.query_offsets.data_ptr() == x.key_offsets.data_ptr()):
         tiles = schedule_tiles(x.key_offsets, x.query_offsets, x.key.shape[0], 1, block_n)
-    tensors = (tiles, biases, (stats, *times), (dkey, dvalue, dbias))
+    tensors = (tiles, biases, (*times, stats), (dkey, dvalue, dbias))
     if dkey_plan.block_m != ROWS.value:
         queries = (tensor_descriptor(y, dkey_plan.block_m, qheads_per_kvhead) for y in (x.query, grad))
         descriptors = (*queries, key, value)

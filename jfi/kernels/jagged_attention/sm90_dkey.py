@@ -283,11 +283,11 @@ def jagged_attention_sm90_dkey_kernel(
 
     Args:
         biases: pointers to the bias by key, the edges and the table of biases by bucket.
-        saved: pointers to the statistics, and to the times of queries and keys, None where buckets go by distance.
+        saved: pointers to the times of queries and keys, None where buckets go by distance, and to the statistics.
         results: pointers to the three gradients, None for those that are not needed.
     """
     bias_ptr, edges_ptr, table_ptr = biases
-    stats_ptr, query_time_ptr, key_time_ptr = saved
+    query_time_ptr, key_time_ptr, stats_ptr = saved
     WARP_GROUPS: gl.constexpr = SPEC.warp_groups
     STAGES: gl.constexpr = SPEC.stages
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[0]

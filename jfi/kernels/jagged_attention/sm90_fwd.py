@@ -176,16 +176,19 @@ def _skip_tiles(shared, own_steps, steps, num_k_tiles, num_q_tiles, SPEC: gl.con
 
 
 @gluon.jit
-def _store_output(results, maximum, total, acc, first, q_start, num_queries, number, SPEC: gl.constexpr):
+def _store_output(results, maximum, total, acc, first, work_tile, number, kv_head, SPEC: gl.constexpr):
     """Stores the output and the log-sum-exp of a work tile's query rows from ``first`` on."""
     out_ptr, lse_ptr, _table_ptr, _scale2 = results
-    row = q_start * SPEC.qheads_per_kvhead + first
-    end = (q_start + num_queries) * SPEC.qheads_per_kvhead
+    _tile, q_start, num_queries, _k_start, _num_keys = work_tile
     divisor = tile.nonzero(total)
     lse = gl.where(total == 0.0, -INF, (maximum + gl.log2(divisor)) * LN2)
+    row = q_start * SPEC.qheads_per_kvhead + first
+    end = (q_start + num_queries) * SPEC.qheads_per_kvhead
     own = row + gl.arange(0, ROWS, total.type.layout)
     OUT_HEADS: gl.constexpr = SPEC.num_kv_heads * SPEC.num_splits
-    out_head = number % OUT_HEADS
+    out_head = kv_head
+    if SPEC.num_splits > 1:
+        out_head = number % OUT_HEADS
     gl.store(lse_ptr + own.to(gl.int64) * OUT_HEADS + out_head, lse, mask=own < end)
     acc = acc * gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, acc.type.layout))[:, None]
     tile.store_rows(out_ptr, acc, row, end, out_head, OUT_HEADS)
@@ -290,7 +293,7 @@ def _consume(shared, results, schedule, SPEC: gl.constexpr, OWN: gl.constexpr):
             pipeline.release(v_ring, num_k_tiles)
             num_k_tiles += 1
             num_q_tiles += 1
-        _store_output(results, maximum, total, acc, first, q_start, num_queries, number, SPEC)
+        _store_output(results, maximum, total, acc, first, work_tile, number, kv_head, SPEC)
         number = next_number
         work_tile = next_work_tile
 
