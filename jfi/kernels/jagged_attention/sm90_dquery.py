@@ -60,7 +60,8 @@ def _visible_rows(own_row, first, shift, work_tile, kv_head, mask, biases, scale
         rows = tile.rows_of(own_row, q_start, num_queries, kv_head, SPEC)
         visible, newest = tile.visible_by_edges(rows, mask, first, q_start, num_queries, num_keys, schedule, SPEC)
         if SPEC.has_table:
-            bucket_sum = gl.zeros([ROWS], gl.float32, own_row.type.layout)
+            LAYOUT: gl.constexpr = own_row.type.layout
+            bucket_sum = gl.zeros([ROWS], gl.float32, LAYOUT)
             return rows, visible, tile.begin_buckets(biases, rows, newest, mask, SPEC), bucket_sum
         else:
             return rows, visible, (scale2,), scale2
