@@ -110,9 +110,11 @@ def _average(
     if t == 1:
         moved = after.to(average.dtype)
     else:
-        kept = decay ** (t - 1 - averaged_at.index_select(0, rows)).to(before.dtype)
+        at = averaged_at.index_select(0, rows)
+        kept = decay ** (t - 1 - at).to(before.dtype)
         # lerp with a weight of exactly 1 gives the average itself.
         moved = torch.lerp(before, _read(average, rows).to(before.dtype), kept.unsqueeze(1))
+        moved = torch.where((at == 0).unsqueeze(1), before, moved)
         moved = moved.lerp_(after, 1 - decay).to(average.dtype)
     average.index_copy_(0, rows, moved)
     averaged_at.index_fill_(0, rows, t)

@@ -87,7 +87,7 @@ class LocalShard:
             yield
         self._tables.step_deferred()
 
-    def look_up(self, requested: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
+    def gradient_handles(self, requested: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
         """Returns for rows [S] of `memory` each a tensor [S, D] without memory, whose gradient the step takes.
 
         Args:
@@ -95,7 +95,7 @@ class LocalShard:
             dtype: of the gradients; None for that of the rows.
         """
         self.sync_learning_rate()
-        return self._tables.look_up([("rows", rows) for rows in requested], dtype)
+        return self._tables.gradient_handles([("rows", rows) for rows in requested], dtype)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

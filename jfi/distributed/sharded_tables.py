@@ -161,11 +161,11 @@ class ShardedTables:
 
     def _embeddings(self, arrived: InputDistOutput) -> dict[str, JaggedTensor]:
         shard, plan, by_key = self._local_shard(), self._plan, arrived.by_key
-        handles = shard.look_up([group.rows for group in arrived.groups], self._dtype)
+        handles = shard.gradient_handles([group.rows for group in arrived.groups], self._dtype)
         whole: dict[str, Tensor] = {}
         if plan.replicated:
             # Their gradients are sums of all ranks', and are not rounded.
-            (handle,) = shard.look_up([self._positions_of_replicated()], None)
+            (handle,) = shard.gradient_handles([self._positions_of_replicated()], None)
             shardings = [plan.shardings[table] for table in plan.replicated]
             whole = dict(zip(plan.replicated, Replicate.apply(handle, shard.memory, self.pg, shardings), strict=True))
         found: dict[str, JaggedTensor] = {}

@@ -104,7 +104,6 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
         """
         if self._fused.optimizer.average is None:
             raise ValueError("average must be given at construction for averages, got None")
-        self._fused.flush_averages()
         return self._fused.averages()
 
     def _over_averages(self, plain: nn.Module) -> nn.Module:
@@ -121,21 +120,22 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "_FusedCollection":
         super()._apply(fn, recurse)
-        self._fused.follow()
+        self._fused.allocate_states()
         self.outside_ids[0].on(self.device)
         return self
 
-    def _look_up(self, features: KeyedJaggedTensor) -> list[tuple[str, JaggedTensor, TableRows]]:
-        """Returns for each embedding its name, its ids and its rows."""
+    def _check_ids(self, features: KeyedJaggedTensor) -> None:
         validation.check_ids("features", features, [key for _, key, _ in self._lookups], sharded=True)
         lookups.allow_no_samples(features)
-        by_key = features.to_dict()
-        weights = self._fused.weights
-        trains = torch.is_grad_enabled() and any([weight.requires_grad for weight in weights.values()])
-        if trains and dist.is_initialized() and (size := dist.get_world_size()) > 1:
+
+    def look_up(self, features: KeyedJaggedTensor) -> dict[str, TableRows]:
+        """Returns by embedding the rows of checked ids."""
+        weights, by_key = self._fused.weights, features.to_dict()
+        processes = dist.get_world_size() if dist.is_initialized() and torch.is_grad_enabled() else 1
+        if processes > 1 and any([weight.requires_grad for weight in weights.values()]):
             raise RuntimeError(
-                f"{type(self).__name__} steps its tables in one process, got a process group of {size}: use TorchRec's "
-                "collection and DistributedModelParallel there, or torch.no_grad() to read the tables"
+                f"{type(self).__name__} steps its tables in one process, got a process group of {processes}: use "
+                "TorchRec's collection and DistributedModelParallel there, or torch.no_grad() to read the tables"
             )
         ids, sizes = [], []
         for _, key, table in self._lookups:
@@ -143,14 +143,12 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
             check_indices(f"features['{key}']", own, size, f"table '{table}'", by_key[key].lengths())
             ids.append(own)
             sizes.append(size)
-        ids = bound_ids(ids, sizes, self.outside_ids[0].on(ids[0].device))
-        tables = [table for _, _, table in self._lookups]
-        rows = self._fused.look_up(list(zip(tables, ids, strict=True)), self._output_dtype)
-        found = []
-        for (embedding, key, table), own, one in zip(self._lookups, ids, rows, strict=True):
-            jagged = by_key[key]
-            parts = jagged.lengths_or_none(), jagged.offsets_or_none()
-            found.append((embedding, jagged, TableRows(weights[table].detach(), own, one, *parts)))
+        ids = bound_ids(ids, sizes, self.outside_ids[0].counts)
+        tables, found = [table for _, _, table in self._lookups], {}
+        handles = self._fused.gradient_handles(list(zip(tables, ids, strict=True)), self._output_dtype)
+        for (embedding, key, table), own, handle in zip(self._lookups, ids, handles, strict=True):
+            parts = by_key[key].lengths_or_none(), by_key[key].offsets_or_none()
+            found[embedding] = TableRows(weights[table].detach(), own, handle, *parts)
         return found
 
     def extra_repr(self) -> str:
@@ -257,7 +255,8 @@ class FusedEmbeddingCollection(_FusedCollection, EmbeddingCollection):
                 gives zeros on a GPU, without a gradient and a step, and `jfi.modules.outside_ids` counts it.
             RuntimeError: in a process group of several, with gradients enabled and tables that require them.
         """
-        return {embedding: rows for embedding, _, rows in self._look_up(features)}
+        self._check_ids(features)
+        return self.look_up(features)
 
     def averaged(self) -> EmbeddingCollection:
         """TorchRec's collection of the same names whose weights are `averages()`, for evaluation.
@@ -330,12 +329,13 @@ class FusedEmbeddingBagCollection(_FusedCollection, EmbeddingBagCollection):
         Raises:
             ValueError, RuntimeError: as `FusedEmbeddingCollection.forward`.
         """
-        found, pooled = self._look_up(features), []
+        self._check_ids(features)
         if self._is_weighted and features.weights_or_none() is None:
             raise ValueError("features must have weights, since is_weighted is True, got none")
-        for (_, ids, rows), (_, key, table) in zip(found, self._lookups, strict=True):
-            weights = ids.weights() if self._is_weighted else None
-            pooled.append(pool(key, rows, weights, table in self._by_mean).to(self._output_dtype))
+        found, by_key, pooled = self.look_up(features), features.to_dict(), []
+        for embedding, key, table in self._lookups:
+            weights = by_key[key].weights() if self._is_weighted else None
+            pooled.append(pool(key, found[embedding], weights, table in self._by_mean).to(self._output_dtype))
         keys = [key for _, key, _ in self._lookups]
         return KeyedTensor(
             keys=self._embedding_names,

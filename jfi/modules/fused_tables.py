@@ -1,9 +1,9 @@
 """The optimizer of a collection's tables, which steps the rows of a batch at the end of its backward pass.
 
-A look-up is one autograd node for all tables of a width and a dtype. It sorts the ids in the forward pass; in the
-backward pass it gets the gradients of everything that was looked up, and leaves them for the end of this pass, where
-all look-ups of the collection make one step together: a row that several of them have read is stepped once, by the sum
-of its gradients.
+A look-up is one autograd node for all tables of a width and a dtype. In the backward pass it gets the gradients of all
+rows that it read and keeps them for the end of this pass, where all look-ups of the collection make one step together:
+a row that several of them have read is stepped once, by the sum of its gradients. On a GPU ids are sorted during the
+forward pass, on a side stream.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,18 +37,17 @@ _STATES = {
     "adam": ("exp_avg", "exp_avg_sq"),
     "adamw": ("exp_avg", "exp_avg_sq"),
 }
-_AVERAGE = ("average", "averaged_at")
 #: Backward passes within each other, as of reentrant checkpoints, whose look-ups are kept apart.
-_NESTED = 8
+_MAX_NESTED = 8
 
 
 class _Batch(NamedTuple):
-    """A look-up's rows and gradients, kept until the end of the backward pass."""
+    """A look-up of some tables and its gradients, kept until the step."""
 
     tables: tuple[str, ...]
-    rows: SortedRows
-    grads: tuple[Tensor | None, ...]
+    rows: tuple[Tensor, ...]  # global rows [n] in the order of the batch; on a GPU then those sorted, and their order
     sizes: list[int]
+    grads: tuple[Tensor | None, ...]
 
 
 class FusedTables:
@@ -75,160 +74,129 @@ class FusedTables:
     ) -> None:
         name, options = _checked(optimizer_type, options, average)
         beta1, beta2 = options.get("betas", (0.0, 0.0))
-        eps = options.get("eps", 0.0)
-        self.optimizer = RowOptimizer(name, eps, beta1, beta2, options["weight_decay"], average)
+        self.optimizer = RowOptimizer(name, options.get("eps", 0.0), beta1, beta2, options["weight_decay"], average)
         self.group = ParameterGroup(options)
         self.step = torch.zeros((), dtype=torch.int64)
         self._tables = tables
         self._states: dict[str, tuple[Tensor, ...]] = states or {}
-        #: By backward pass what its look-ups have left.
-        self._pending: dict[int, list[_Batch]] = {}
-        #: Whether the step waits for a later backward pass, and what those before it have left.
-        self._deferring, self._deferred = False, []
+        #: The look-ups of each running backward pass, and those of finished ones that are not stepped yet.
+        self._running: dict[int, list[_Batch]] = {}
+        self._finished: list[_Batch] = []
+        self._deferring = False
         #: By table the rows that no step changes, [N] bool.
         self.frozen: dict[str, Tensor] = {}
-        self._averages_begun = False
         #: On a GPU, the stream on which ids are sorted, and when it has sorted those of the last look-up.
         self._sort_stream: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         self._sorting = False
-        self.follow()
+        self.allocate_states()
 
     def __getstate__(self) -> dict[str, object]:
         """Returns the state of a copy, which makes a stream for itself."""
-        return self.__dict__ | {"_sort_stream": None, "_sorting": False, "_pending": {}, "_deferred": []}
+        return self.__dict__ | {"_sort_stream": None, "_sorting": False, "_running": {}, "_finished": []}
 
     @property
     def weights(self) -> dict[str, nn.Parameter]:
         """Returns the weight [N, D] of each table by name."""
         return {name: table.weight for name, table in self._tables.items()}
 
-    def follow(self) -> None:
-        """Moves the states to where the weights are. Off the meta device they begin anew."""
+    def allocate_states(self) -> None:
+        """Makes the states, zeros, or moves them to the weights' device; behind the meta device they begin anew."""
+        names = _STATES[self.optimizer.name]
         for name, weight in self.weights.items():
-            rows, dtype = weight.shape[0], _wide(weight.dtype)
-            sizes = [(rows,) if self.optimizer.name == "rowwise_adagrad" else weight.shape] * len(self._own_states)
-            kinds = [(size, dtype) for size in sizes]
+            rows, dtype = weight.shape[:1], _wide(weight.dtype)
+            kinds = [(rows if self.optimizer.name == "rowwise_adagrad" else weight.shape, dtype)] * len(names)
             if self.optimizer.average is not None:
-                kinds += [(weight.shape, dtype), ((rows,), torch.int32)]
+                kinds += [(weight.shape, dtype), (rows, torch.int32)]
             states = self._states.get(name)
             if states is None or (states and states[0].is_meta and not weight.is_meta):
-                self._states[name] = tuple(torch.zeros(s, dtype=d, device=weight.device) for s, d in kinds)
-            elif states and not weight.is_meta:
-                self._states[name] = tuple(x.to(weight.device, d) for x, (_, d) in zip(states, kinds, strict=True))
-        self.frozen = {name: rows.to(self.weights[name].device) for name, rows in self.frozen.items()}
-        if self._tables:
-            weight = next(iter(self.weights.values()))
-            if not weight.is_meta:
-                self.step = self.step.to(weight.device)
-                self.group.learning_rate = self.group.learning_rate.to(weight.device, _wide(weight.dtype))
+                self._states[name] = tuple([torch.zeros(s, dtype=d, device=weight.device) for s, d in kinds])
+            elif not weight.is_meta:
+                self._states[name] = tuple([x.to(weight.device, d) for x, (_, d) in zip(states, kinds, strict=True)])
+            if name in self.frozen:
+                self.frozen[name] = self.frozen[name].to(weight.device)
+        if not weight.is_meta:
+            self.step = self.step.to(weight.device)
+            self.group.learning_rate = self.group.learning_rate.to(weight.device, _wide(weight.dtype))
 
     def reset(self) -> None:
-        """Begins anew: states of zeros, no steps."""
-        for state in self._states.values():
-            for one in state:
-                one.zero_()
+        """Sets the states and the number of steps to zero."""
+        for states in self._states.values():
+            for state in states:
+                state.zero_()
         self.step.zero_()
-        self._averages_begun = False
-
-    @property
-    def _own_states(self) -> tuple[str, ...]:
-        return _STATES[self.optimizer.name]
 
     def named_states(self, table: str) -> dict[str, Tensor]:
         """Returns the states of a table by the names of the optimizer's class; they share memory with these."""
-        names = self._own_states + (() if self.optimizer.average is None else _AVERAGE)
-        if not names:
-            return {}
-        states = dict(zip(names, self._states[table], strict=True))
+        names = *_STATES[self.optimizer.name], "average", "averaged_at"
+        states = dict(zip(names, self._states[table], strict=False))
         if self.optimizer.name == "rowwise_adagrad":
             states["sum"] = states["sum"].view(-1, 1)
-        return {"step": self.step, **states}
+        return {"step": self.step, **states} if states else {}
 
     def averages(self) -> dict[str, Tensor]:
-        """Returns by table the moving average of its weight [N, D]; the tensors that the steps change.
-
-        A row's average is that of the step at which it was last stepped; `flush_averages` brings all to the present.
-        """
-        self._begin_averages()
-        return {name: states[-2] for name, states in self._states.items()}
-
-    def flush_averages(self) -> None:
-        """Brings the averages of all rows to the present."""
-        for name, average in self.averages().items():
-            at = self._states[name][-1]
+        """Returns by table the moving average [N, D] of its weight up to now; later steps change these tensors."""
+        found = {}
+        for name, (*_, average, at) in self._states.items():
             flush_average(self.weights[name].detach(), average, at, self.optimizer.average, self.step)
+            found[name] = average
+        return found
 
-    def loaded(self) -> None:
-        """Called after the states were loaded."""
-        self._averages_begun = int(self.step) > 0
+    def gradient_handles(self, ids: list[tuple[str, Tensor]], dtype: torch.dtype | None) -> list[Tensor]:
+        """Returns for each table and its ids [S] a tensor [S, D] without memory, whose gradient the step takes.
 
-    def _begin_averages(self) -> None:
-        """An average begins as the weight, which may have been drawn or loaded after the construction."""
-        if self.optimizer.average is None or self._averages_begun:
-            return
-        for name, weight in self.weights.items():
-            self._states[name][-2].copy_(weight.detach())
-
-    def look_up(self, ids: list[tuple[str, Tensor]], dtype: torch.dtype | None) -> list[Tensor]:
-        """Returns the `rows` of a TableRows for each table and its ids [S]."""
-        weights = self.weights
-        looked_up: list[Tensor | None] = [None] * len(ids)
-        if torch.is_grad_enabled():
-            for tables in self._groups(weights):
-                indices = [i for i, (table, _) in enumerate(ids) if table in tables]
-                if not indices:
-                    continue
-                sizes = [len(ids[i][1]) for i in indices]
-                rows = self._sorted([ids[i] for i in indices], tables, weights)
-                own = _LookUp.apply(self, tables, rows, sizes, dtype, *[weights[name] for name in tables])
-                for i, one in zip(indices, own, strict=True):
-                    looked_up[i] = one
+        Args:
+            ids: by look-up the table and its rows; -1 is none.
+            dtype: of the gradients; None for that of the table.
+        """
+        weights, handles, groups = self.weights, [], {}
         for i, (table, rows) in enumerate(ids):
-            if looked_up[i] is None:
-                weight = weights[table]
-                looked_up[i] = weight.new_zeros((), dtype=dtype).expand(len(rows), weight.shape[1])
-        return looked_up
+            weight, handle = weights[table], None
+            if weight.requires_grad and torch.is_grad_enabled():
+                groups.setdefault((weight.shape[1], weight.dtype), []).append(i)
+            else:
+                handle = weight.new_zeros((), dtype=dtype).expand(len(rows), weight.shape[1])
+            handles.append(handle)
+        for positions in groups.values():
+            group = [ids[i] for i in positions]
+            tables = {table: weights[table] for table, _ in group}
+            rows, sizes = self._global_rows(group, tables), [len(rows) for _, rows in group]
+            made = _Handles.apply(self, tuple(tables), rows, sizes, dtype, *tables.values())
+            for i, handle in zip(positions, made, strict=True):
+                handles[i] = handle
+        return handles
 
-    def _groups(self, weights: dict[str, nn.Parameter]) -> list[tuple[str, ...]]:
-        """Returns the tables that are trained, those of a width and a dtype together."""
-        groups: dict[tuple, list[str]] = {}
-        for name, weight in weights.items():
-            if weight.requires_grad:
-                groups.setdefault((weight.shape[1], weight.dtype), []).append(name)
-        return [tuple(group) for group in groups.values()]
-
-    def _sorted(self, ids: list[tuple[str, Tensor]], tables: tuple[str, ...], weights: dict) -> SortedRows:
-        """Sorts `_global_rows`, on a GPU on a side stream: nothing needs them before the end of the backward pass."""
-        first = ids[0][1]
-        if not first.is_cuda:
-            return self._global_rows(ids, tables, weights)
-        current = torch.cuda.current_stream(first.device)
+    def _global_rows(self, ids: list[tuple[str, Tensor]], tables: dict[str, nn.Parameter]) -> tuple[Tensor, ...]:
+        """Returns the `rows` of a _Batch; a GPU sorts them on a side stream: nothing needs them before the step."""
+        device = ids[0][1].device
+        if device.type != "cuda":
+            return self._numbered(ids, tables)[:1]
+        current = torch.cuda.current_stream(device)
         if self._sort_stream is None:
-            self._sort_stream = torch.cuda.Stream(first.device), torch.cuda.Event()
+            self._sort_stream = torch.cuda.Stream(device), torch.cuda.Event()
         stream, done = self._sort_stream
         stream.wait_stream(current)
         for _, rows in ids:
             rows.record_stream(stream)
         with torch.cuda.stream(stream):
-            found = self._global_rows(ids, tables, weights)
+            rows, total = self._numbered(ids, tables)
+            found = rows, *sort_rows(rows, total)
             done.record(stream)
         self._sorting = True
         # This memory belongs to the side stream, which waits for the step that reads it before it is used again.
         return found
 
     def wait_sorted(self) -> None:
-        """The current stream waits for the ids of all look-ups, if they are sorted on another one."""
+        """Makes the current stream wait for the ids of all look-ups, if they are sorted on a side stream."""
         if self._sorting:
             torch.cuda.current_stream(self.step.device).wait_event(self._sort_stream[1])
             self._sorting = False
 
-    def _global_rows(self, ids: list[tuple[str, Tensor]], tables: tuple[str, ...], weights: dict) -> SortedRows:
-        """Returns the ids as sorted rows of all `tables`, one below the other; padding and frozen rows come last."""
-        first, total = {}, 0
-        for name in tables:
+    def _numbered(self, ids: list[tuple[str, Tensor]], tables: dict[str, nn.Parameter]) -> tuple[Tensor, int]:
+        """Returns the ids [n] as global rows, and the number of all rows, which stands for padding and frozen rows."""
+        first, total, numbered = {}, 0, []
+        for name, weight in tables.items():
             first[name] = total
-            total += weights[name].shape[0]
-        numbered = []
+            total += weight.shape[0]
         for name, rows in ids:
             if total >= 2**31 - 1:
                 rows = rows.long()
@@ -236,83 +204,78 @@ class FusedTables:
             if name in self.frozen:
                 left_out = left_out | self.frozen[name][rows.clamp(min=0)]
             numbered.append(torch.where(left_out, total, rows + first[name] if first[name] else rows))
-        numbered = numbered[0] if len(numbered) == 1 else torch.cat(numbered)
-        return sort_rows(numbered, total)
+        return numbered[0] if len(numbered) == 1 else torch.cat(numbered), total
 
     def after_backward(self, batch: _Batch) -> None:
-        """Leaves a look-up's gradients for one step at the end of the backward pass that is running."""
+        """Keeps a look-up and its gradients for one step at the end of the backward pass that is running."""
         task = compat.current_backward()
-        if task not in self._pending:
-            for stale in sorted(self._pending)[: -_NESTED + 1]:  # of passes that raised
-                del self._pending[stale]
-            self._pending[task] = []
+        if task not in self._running:
+            for stale in sorted(self._running)[: -_MAX_NESTED + 1]:  # of passes that raised
+                del self._running[stale]
+            self._running[task] = []
             compat.call_after_backward(partial(self._finish, task))
-        self._pending[task].append(batch)
+        self._running[task].append(batch)
+
+    def _finish(self, task: int) -> None:
+        self._finished += self._running.pop(task)
+        if not self._deferring:
+            self.step_deferred()
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
-        """Backward passes within make no step: that of the first one afterwards is by all their gradients together."""
+        """Makes no step of backward passes within: that of the first one afterwards is by all their gradients."""
         self._deferring = True
         try:
             yield
         except BaseException:
-            self._deferred = []
+            self._finished = []
             raise
         finally:
             self._deferring = False
 
-    def _finish(self, task: int) -> None:
-        batches = self._deferred + self._pending.pop(task)
-        self._deferred = batches if self._deferring else []
-        if not self._deferring:
-            self._step(batches)
-
-    def step_deferred(self) -> None:
-        """Makes the step of backward passes whose step waits, if any does."""
-        batches, self._deferred = self._deferred, []
-        if batches:
-            self._step(batches)
-
     @torch.no_grad()
-    def _step(self, batches: list[_Batch]) -> None:
+    def step_deferred(self) -> None:
+        """Makes one step of all backward passes that have finished since the last step, if any has."""
+        batches, self._finished = self._finished, []
+        if not batches:
+            return
         weights = self.weights
         if any([weight.grad is not None for weight in weights.values()]):
             raise RuntimeError(
                 "the tables of a fused collection have a gradient besides that of their look-ups, which would be lost: "
                 "no loss may read their weights, and no DistributedDataParallel may hold them"
             )
-        if self.optimizer.average is not None:
-            self._begin_averages()
-            self._averages_begun = True
         self.step += 1
         self.wait_sorted()
         by_tables: dict[tuple[str, ...], list[_Batch]] = {}
         for batch in batches:
             by_tables.setdefault(batch.tables, []).append(batch)
-        for tables, own in by_tables.items():
-            batch = own[0] if len(own) == 1 else _joined(own, sum(weights[name].shape[0] for name in tables))
+        for names, own in by_tables.items():
+            tables = {name: weights[name] for name in names}
+            rows, *is_sorted = own[0].rows if len(own) == 1 else [torch.cat([batch.rows[0] for batch in own])]
+            total = sum([weight.shape[0] for weight in tables.values()])
             step_rows(
-                [weights[name].detach() for name in tables],
-                [self._states[name] for name in tables],
-                batch.rows,
-                list(batch.grads),
-                batch.sizes,
+                [weight.detach() for weight in tables.values()],
+                [self._states[name] for name in names],
+                SortedRows(*is_sorted) if is_sorted else sort_rows(rows, total),
+                [grad for batch in own for grad in batch.grads],
+                [size for batch in own for size in batch.sizes],
                 self.optimizer,
                 self.group.learning_rate,
                 self.step,
             )
-            torch.autograd.graph.increment_version([weights[name] for name in tables])
+            torch.autograd.graph.increment_version(list(tables.values()))
 
 
-class _LookUp(torch.autograd.Function):
-    """Maps weights to the `rows` of what is looked up; their gradients go into the step, none to the weights."""
+class _Handles(torch.autograd.Function):
+    """Maps weights to `FusedTables.gradient_handles`; their gradients go into the step, none to the weights."""
 
     @staticmethod
     def forward(
         ctx,
         owner: FusedTables,
         tables: tuple[str, ...],
-        rows: SortedRows,
+        rows: tuple[Tensor, ...],
         sizes: list[int],
         dtype: torch.dtype | None,
         *weights: Tensor,
@@ -326,9 +289,9 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *grads: Tensor | None) -> tuple[None, ...]:
-        rows = SortedRows(*ctx.saved_tensors)
+        rows = ctx.saved_tensors
         if any([grad is not None for grad in grads]):
-            ctx.owner.after_backward(_Batch(ctx.tables, rows, grads, ctx.sizes))
+            ctx.owner.after_backward(_Batch(ctx.tables, rows, ctx.sizes, grads))
         return (None,) * (5 + len(ctx.tables))
 
 
@@ -347,17 +310,11 @@ class ParameterGroup(dict):
             self.learning_rate.fill_(float(value))
 
     def __reduce__(self) -> tuple:
-        return _restored_group, (dict(self), self.learning_rate)
+        return ParameterGroup, (dict(self),), {"learning_rate": self.learning_rate}
 
     def update(self, *args: object, **kwargs: object) -> None:
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
-
-
-def _restored_group(options: dict[str, Any], learning_rate: Tensor) -> ParameterGroup:
-    group = ParameterGroup(options)
-    group.learning_rate = learning_rate
-    return group
 
 
 class FusedTablesOptimizer(FusedOptimizer):
@@ -409,28 +366,13 @@ class FusedTablesOptimizer(FusedOptimizer):
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
         """Does nothing: the states always exist."""
 
-    def post_load_state_dict(self) -> None:
-        self._fused.loaded()
-
-
-def _joined(batches: list[_Batch], num_rows: int) -> _Batch:
-    """Merges several look-ups of the same tables."""
-    rows = []
-    for batch in batches:
-        unsorted = torch.empty_like(batch.rows.rows)
-        unsorted[batch.rows.order.long()] = batch.rows.rows
-        rows.append(unsorted)
-    grads = tuple(grad for batch in batches for grad in batch.grads)
-    sizes = [size for batch in batches for size in batch.sizes]
-    return _Batch(batches[0].tables, sort_rows(torch.cat(rows), num_rows), grads, sizes)
-
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _checked(optimizer_type: type, options: dict[str, Any], average: float | None) -> tuple[str, dict[str, Any]]:
-    """Checks an optimizer; returns its name, and all its options."""
+    """Checks an optimizer; returns its name and all its options."""
     if not isinstance(optimizer_type, type) or optimizer_type not in _OPTIMIZERS:
         known = ", ".join(kind.__name__ for kind in _OPTIMIZERS)
         got = getattr(optimizer_type, "__name__", shown(optimizer_type))

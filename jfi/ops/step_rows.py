@@ -14,8 +14,8 @@ RowWiseAdagrad, with t the number of steps, this one included:
     adamw             the same after w *= 1 - lr weight_decay;  the others add weight_decay w to g
 
 with m̂ = m / (1 - β₁ᵗ) and v̂ = v / (1 - β₂ᵗ). A moving average of the weights, a += (1 - d)(w - a) at every step, takes
-the k steps since a row was last stepped at once, since w was the same in all of them: a = w + dᵏ (a - w). The first
-step sets a = w, as torch's AveragedModel does.
+the k steps since a row was last stepped at once, since w was the same in all of them: a = w + dᵏ (a - w). Before the
+first step of a row a = w, whatever its memory holds, and step 1 sets a = w, as torch's AveragedModel does.
 """
 
 import torch
@@ -64,7 +64,7 @@ def step_rows(
         tables: [N_t, D] each, of one dtype.
         states: by table the optimizer's tensors: () for sgd; ([N, D],) for adagrad; ([N],) for rowwise_adagrad;
             ([N, D], [N, D]), the moments, for adam and adamw. With `optimizer.average` two more: the average [N, D] and
-            the step [N], int32, at which a row's average was last computed.
+            the step [N], int32, at which a row's average was last computed, 0 for never.
         sorted_rows: the rows that were read.
         grads: [n_k, D] each, floating: the gradients of what was read, part by part; None for zeros.
         sizes: n_k of each part, n in all.
@@ -108,6 +108,8 @@ def flush_average(table: Tensor, average: Tensor, averaged_at: Tensor, decay: fl
     for first in range(0, table.shape[0], _FLUSHED):
         rows = slice(first, first + _FLUSHED)
         kept = decay ** (step - averaged_at[rows]).to(average.dtype)
+        weight = table[rows].to(average.dtype)
         # lerp with a weight of exactly 1 gives the average itself.
-        average[rows] = torch.lerp(table[rows].to(average.dtype), average[rows], kept.unsqueeze(1))
+        moved = torch.lerp(weight, average[rows], kept.unsqueeze(1))
+        average[rows] = torch.where((averaged_at[rows] == 0).unsqueeze(1), weight, moved)
         averaged_at[rows] = step.to(averaged_at.dtype)

@@ -165,7 +165,7 @@ def _step_rows(mask, g, states, tables, schedule, SPEC: tl.constexpr):
             step = tl.load(step_ptr)
             missed = (step - 1 - when).to(tl.float32)
             decay = tl.exp2(missed * tl.log2(tl.full((), SPEC.average, tl.float32)))
-            average = old + decay[:, None] * (average - old)
+            average = tl.where(when[:, None] == 0, old, old + decay[:, None] * (average - old))
             average = tl.where(step == 1, new, average + (1.0 - SPEC.average) * (new - average))
             tl.store(tables[3 * N] + average_at, average, mask=keep)
             tl.store(tables[4 * N] + when_at, tl.zeros(when_at.shape, tl.int32) + step.to(tl.int32), mask=mask)
