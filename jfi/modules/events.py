@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from jfi.modules import lookups, validation
@@ -28,8 +29,9 @@ from jfi.modules.sequence_configs import (
     WeightBias,
 )
 from jfi.modules.table_rows import DigitRows, TableRows, UnreadRows, digit_numbers, join, own_rows
-from jfi.ops.gather_rows import bound_ids, table_bias
-from jfi.ops.rows_by_id import RowsById, join_rows, read_rows, sum_rows
+from jfi.ops.gather_rows import bound_ids, read_rows
+from jfi.ops.rows_by_id import RowsById, join_rows, sum_rows
+from jfi.ops.target_attention import table_bias
 from jfi.utils.context import without_autocast
 from jfi.utils.padding import padding_state
 
@@ -136,11 +138,12 @@ def read_events(
             "sequences is a KeyedJaggedTensor of ids, which needs embedding_collection given at construction; "
             "without it sequences must be an EmbeddingCollection's output, dict[str, JaggedTensor]"
         )
-    sequences, candidates = lookups.as_dict(sequences), None
-    first_key, times = groups[0].target_keys[0][0], (target_times, event_times, max_events)
+    if type(sequences) is not dict:
+        sequences = lookups.as_dict(sequences)
+    candidates, first_key, times = None, groups[0].target_keys[0][0], (target_times, event_times, max_events)
     has_options = target_times is not None or event_times is not None or max_events is not None
     if targets is not None:
-        targets = lookups.targets_as_dict(targets, first_key)
+        targets = _targets_as_dict(targets, first_key)
         if isinstance(targets.get(first_key), JaggedTensor) or has_options:
             validation.check_ragged_targets(targets, groups, sequences, *times)
             own_times = None if target_times is None else target_times.values()
@@ -149,10 +152,29 @@ def read_events(
             targets = {key: target.values() for key, target in targets.items() if isinstance(target, JaggedTensor)}
     has_times = candidates is not None and candidates.times is not None
     validation.check_inputs(sequences, groups, targets, None if candidates is None else candidates.offsets, has_times)
-    with without_autocast(
-        sequences[groups[0].sequence_keys[0][0]].device().type
-    ):  # under which cat refuses some dtypes
+    device = sequences[groups[0].sequence_keys[0][0]].offsets().device
+    with without_autocast(device.type):  # under which cat refuses some dtypes
         return [_read_group(sequences, group, targets, candidates) for group in groups]
+
+
+def _targets_as_dict(targets: object, first_key: str) -> dict[str, Tensor] | dict[str, JaggedTensor]:
+    """Returns the targets, and what an awaitable holds, as a dict; `first_key` is for the message of an error."""
+    if isinstance(targets, LazyAwaitable):
+        targets = lookups.wait(targets)
+    if isinstance(targets, dict):
+        targets = dict(targets)
+        for key, one in targets.items():
+            if isinstance(one, LazyAwaitable):
+                targets[key] = lookups.wait(one)
+        return targets
+    if hasattr(targets, "to_dict"):
+        return targets.to_dict()
+    if hasattr(targets, "items"):
+        return dict(targets.items())
+    raise TypeError(
+        "targets must be a KeyedTensor or a dict of Tensor by target key, such as "
+        f"{{'{first_key}': target}}, got {type(targets).__name__}"
+    )
 
 
 def _read_group(
@@ -185,7 +207,7 @@ def _read_group(
     if len(firsts) > 1:
         events.offsets = join_offsets(firsts)
         events.counts = tuple([validation.unread(one).size(0) for one in firsts])
-    is_padded = padding_state.is_padded
+    is_padded = bool(padding_state.blocks) and padding_state.is_padded
     if is_padded:
         sources = [[sequences[key] for key in keys] for keys in group.sequence_keys]
         if len(events.fields) < len(sources):
@@ -276,8 +298,11 @@ def _rows_by_id(sequences: dict[str, JaggedTensor], group: FeatureGroup) -> Rows
                 return None
             rows.append(one.rows)
             ids.append(one.ids)
-        fields.append(RowsById(rows[0] if len(rows) == 1 else join_rows(rows), (first.table,), (join(ids),)))
-    return sum_rows(fields)
+        if len(keys) == 1:
+            fields.append(RowsById(rows[0], (first.table,), (ids[0],)))
+        else:
+            fields.append(RowsById(join_rows(rows), (first.table,), (join(ids),)))
+    return fields[0] if len(fields) == 1 else sum_rows(fields)
 
 
 def _are_digits(firsts: list[JaggedTensor], group: FeatureGroup) -> bool:

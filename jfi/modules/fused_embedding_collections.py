@@ -16,7 +16,7 @@ from torchrec.modules.embedding_modules import (
     reorder_inverse_indices,
 )
 from torchrec.optim.fused import FusedOptimizerModule
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from jfi.modules import lookups, validation
 from jfi.modules.fused_tables import FusedTables, FusedTablesOptimizer

@@ -8,6 +8,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from jfi.modules import lookups, stacked_attention, validation
 from jfi.modules.events import read_events
 from jfi.modules.feature_modules import FeatureModules
+from jfi.modules.fused_embedding_collections import FusedEmbeddingCollection
 from jfi.modules.id_counts import OutsideIds
 from jfi.modules.sequence_configs import (
     FeatureGroup,
@@ -336,14 +337,17 @@ class JaggedFeatureInteraction(nn.Module):
         return torch.cat([pooled[position] for position in range(len(self.features))], dim=1)
 
     def _embed(self, ids: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        collection = self.embedding_collection
         # DistributedModelParallel puts a module of another class in the collection's place.
-        sharded = not isinstance(self.embedding_collection, lookups.Collections)
+        sharded = not isinstance(collection, lookups.Collections)
         validation.check_ids("sequences", ids, list(self._id_keys.values()), sharded)
         lookups.allow_no_samples(ids)
-        if lookups.is_read_by_id(self.embedding_collection, ids):
-            embeddings = lookups.look_up(self.embedding_collection, ids, self.outside_ids[0])
+        if type(collection) is FusedEmbeddingCollection and lookups.is_unobserved(collection, ids):
+            embeddings = collection.look_up(ids)  # without a second check of the ids
+        elif lookups.is_read_by_id(collection, ids):
+            embeddings = lookups.look_up(collection, ids, self.outside_ids[0])
         else:
-            embeddings = self.embedding_collection(ids)
+            embeddings = collection(ids)
         return lookups.with_event_inputs(embeddings, ids, self.features, self._id_keys)
 
     def extra_repr(self) -> str:

@@ -5,7 +5,7 @@ that TorchRec's tracers would trace into a function that is imported by name.
 """
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torchrec.distributed.types import LazyAwaitable
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection, get_embedding_names_by_table
@@ -63,39 +63,43 @@ def allow_no_samples(ids: KeyedJaggedTensor) -> None:
         ids._jt_dict = {key: ids[key] for key in keys}
 
 
+def is_unobserved(collection: nn.Module, ids: KeyedJaggedTensor) -> bool:
+    """Returns whether no hook and no tracer sees a call of the collection, so that it can be left out."""
+    if not isinstance(ids, KeyedJaggedTensor) or is_traced():
+        return False
+    for module in (collection, *collection.embeddings.values()):
+        if module._forward_hooks or module._forward_pre_hooks:
+            return False
+    return True
+
+
 def is_read_by_id(collection: nn.Module, ids: KeyedJaggedTensor) -> bool:
     """Returns whether `look_up` replaces the collection: TorchRec's own, with dense gradients, on a GPU, untraced."""
-    if type(collection) is not EmbeddingCollection or not isinstance(ids, KeyedJaggedTensor):
+    if type(collection) is not EmbeddingCollection:
         return False
     for table in collection.embeddings.values():
         if type(table.weight) is not nn.Parameter or not table.weight.is_cuda or table.sparse:
             return False
-    modules = [collection, *collection.embeddings.values()]
-    if any([module._forward_hooks or module._forward_pre_hooks for module in modules]):
-        return False
     # In a padded batch ids behind the last sample are 0, which is no padding.
-    return not (is_traced() or padding_state.is_padded)
+    return is_unobserved(collection, ids) and not padding_state.is_padded
 
 
-def look_up(collection: EmbeddingCollection, ids: KeyedJaggedTensor, outside: OutsideIds) -> dict[str, JaggedTensor]:
+def look_up(collection: EmbeddingCollection, ids: KeyedJaggedTensor, outside: OutsideIds) -> dict[str, TableRows]:
     """Returns the collection's output as rows not read yet, with the same gradients; counts ids outside of tables."""
-    by_key, found, values, weights = ids.to_dict(), {}, [], []
-    lookups = [
-        (embedding, key, table.name)
-        for table, names in zip(collection.embedding_configs(), collection.embedding_names_by_table(), strict=True)
-        for embedding, key in zip(names, table.feature_names, strict=True)
-    ]
-    for _, key, table in lookups:
-        own, weight = by_key[key].values(), collection.embeddings[table].weight
-        check_indices(f"features['{key}']", own, weight.shape[0], f"table '{table}'", padded=False)
-        values.append(own)
-        weights.append(weight)
-    values = bound_ids(values, [weight.shape[0] for weight in weights], outside.on(values[0].device))
-    for (embedding, key, _), own, weight in zip(lookups, values, weights, strict=True):
-        parts = by_key[key].lengths_or_none(), by_key[key].offsets_or_none()
+    by_key, found, values, lookups = ids.to_dict(), {}, [], []
+    for table, names in zip(collection.embedding_configs(), collection.embedding_names_by_table(), strict=True):
+        weight = collection.embeddings[table.name].weight
+        for name, key in zip(names, table.feature_names, strict=True):
+            own = by_key[key].values()
+            check_indices(f"features['{key}']", own, weight.shape[0], f"table '{table.name}'", padded=False)
+            values.append(own)
+            lookups.append((name, by_key[key], weight))
+    values = bound_ids(values, [weight.shape[0] for *_, weight in lookups], outside.on(values[0].device))
+    for (name, jagged, weight), own in zip(lookups, values, strict=True):
         # As the collection converts them, whatever the table's dtype.
         by_id = bounded_rows_by_id((weight,), (own,), torch.float32)
-        found[embedding] = TableRows(by_id.tables[0], by_id.indices[0], by_id.rows, *parts)
+        parts = jagged.lengths_or_none(), jagged.offsets_or_none()
+        found[name] = TableRows(by_id.tables[0], by_id.indices[0], by_id.rows, *parts)
     return found
 
 
@@ -131,7 +135,8 @@ def with_event_inputs(
 
 
 @torch.compiler.disable
-def _wait(awaitable: LazyAwaitable) -> object:
+def wait(awaitable: LazyAwaitable) -> object:
+    """Returns what the awaitable holds."""
     return LazyAwaitable._wait_async(awaitable)  # which keeps the result, for all that read the same awaitable
 
 
@@ -146,26 +151,10 @@ def as_dict(
     if type(sequences) is tuple and len(sequences) == 2:
         sequences = sequences[0]
     if isinstance(sequences, LazyAwaitable):
-        sequences = _wait(sequences)
+        sequences = wait(sequences)
     if not hasattr(sequences, "items"):
         raise TypeError(f"sequences must be {must_be}, got {type(sequences).__name__}")
     return dict(sequences.items())
-
-
-def targets_as_dict(targets: object, first_key: str) -> dict[str, Tensor] | dict[str, JaggedTensor]:
-    """Returns the targets, and what an awaitable holds, as a dict; `first_key` is for the message of an error."""
-    if isinstance(targets, LazyAwaitable):
-        targets = _wait(targets)
-    if isinstance(targets, dict):
-        return {key: _wait(one) if isinstance(one, LazyAwaitable) else one for key, one in targets.items()}
-    if hasattr(targets, "to_dict"):
-        return targets.to_dict()
-    if hasattr(targets, "items"):
-        return dict(targets.items())
-    raise TypeError(
-        "targets must be a KeyedTensor or a dict of Tensor by target key, such as "
-        f"{{'{first_key}': target}}, got {type(targets).__name__}"
-    )
 
 
 def fetched(sequences: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from jfi.ops.rows_by_id import RowsById, read_rows
+from jfi.ops.gather_rows import read_rows
+from jfi.ops.rows_by_id import RowsById
 from jfi.reference import select_words, unpack_digits
 from jfi.utils.arguments import shown
 from jfi.utils.context import is_traced

@@ -45,9 +45,9 @@ from jfi.ops.absorb_weights import (
     weight_gradients,
 )
 from jfi.ops.explain import explains
-from jfi.ops.gather_rows import table_bias
-from jfi.ops.rows_by_id import RowsById, fits_kernel, read_rows, rows_by_id
-from jfi.ops.target_attention import fits_single_tile, prepare_target_attention, target_attention
+from jfi.ops.gather_rows import read_rows
+from jfi.ops.rows_by_id import RowsById, fits_kernel, rows_by_id
+from jfi.ops.target_attention import fits_single_tile, prepare_target_attention, table_bias, target_attention
 from jfi.plan import plan_absorbed_target_attention
 from jfi.utils import compat
 from jfi.utils.context import is_traced, without_autocast

@@ -28,8 +28,7 @@ from jfi.ops._checks import (
 from jfi.ops._digits import check_digits
 from jfi.ops._dispatch import public
 from jfi.ops.explain import explains
-from jfi.ops.gather_rows import table_bias
-from jfi.ops.target_attention import target_attention_fwd
+from jfi.ops.target_attention import table_bias, target_attention_fwd
 
 
 @public

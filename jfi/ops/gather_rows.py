@@ -23,10 +23,11 @@ from jfi.utils.context import is_traced
 
 
 def _forward(tables: list[Tensor], indices: list[Tensor], dtype: torch.dtype, impl: str) -> Tensor:
+    table, index = tables[0], indices[0]
     if impl == "triton":
         from jfi.kernels.tables.gather import gather_rows
-    elif tables[0].device.type == "cpu":
-        from jfi.cpu.gather_rows import gather_rows
+    elif table.is_cpu and len(tables) == 1 and index.numel() and int(index.min()) >= 0:
+        return torch.nn.functional.embedding(index, table).to(dtype)  # no index is missing: no mask
     else:
         from jfi.reference import gather_rows
 
@@ -155,15 +156,6 @@ def bound_ids(ids: list[Tensor], sizes: list[int], counts: Tensor | None = None)
     return [reference.bound_ids(one, size) for one, size in zip(ids, sizes, strict=True)]
 
 
-def table_bias(table: Tensor, index: Tensor) -> Tensor:
-    """Returns the bias [S, H] of each event, a row of a table [R, H]; zeros without a gradient where it is outside."""
-    if may_read(index):  # and has been checked
-        return torch.nn.functional.embedding(index, table)
-    index = reference.bound_ids(index, table.shape[0])
-    rows = torch.nn.functional.embedding(index.clamp(min=0), table)
-    return rows.masked_fill((index < 0).unsqueeze(1), 0)
-
-
 @partial(public, tensors=flat_arguments)
 def gather_rows(
     tables: tuple[Tensor, ...], indices: tuple[Tensor, ...], *, dtype: torch.dtype | None = None, impl: str = "auto"
@@ -216,6 +208,23 @@ def gather_bounded(
     if torch.is_grad_enabled() and any([table.requires_grad for table in tables]):
         return _Gather.apply(indices, dtype, impl, *tables)
     return _forward(tables, indices, dtype, impl)
+
+
+def read_rows(history: tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]) -> Tensor:
+    """Returns the rows [S, W] of a `RowsById`; their gradient is that of ``history.rows``."""
+    return _Read.apply(*history)
+
+
+class _Read(torch.autograd.Function):
+    """Reads rows by id; their gradient is that of the tensor without memory."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, tables: tuple[Tensor, ...], indices: tuple[Tensor, ...]) -> Tensor:
+        return gather_bounded(tables, indices, rows.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
 
 
 def _check(tables: tuple[Tensor, ...], indices: tuple[Tensor, ...]) -> None:

@@ -40,7 +40,8 @@ from jfi.ops._checks import (
 from jfi.ops._digits import check_digits
 from jfi.ops._dispatch import aligned, operator, public
 from jfi.ops.explain import explains
-from jfi.ops.rows_by_id import RowsById, read_rows, rows_by_head, rows_by_id
+from jfi.ops.gather_rows import read_rows
+from jfi.ops.rows_by_id import RowsById, rows_by_head, rows_by_id
 from jfi.plan import plan_jagged_attention
 
 #: Keys whose numbers fit 32 bits beside that of a bucket.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from jfi.ops._checks import FLOATING, check_dense, check_dim, check_size
-from jfi.ops.gather_rows import bound_ids, check_indices, gather_bounded, table_gradient
+from jfi.ops.gather_rows import bound_ids, check_indices, table_gradient
 from jfi.plan import MAX_TABLES
 from jfi.utils.padding import padding_state
 
@@ -112,11 +112,6 @@ def join_rows(rows: list[Tensor]) -> Tensor:
     return _rows_without_memory(rows[0], rows[0].dtype, sum([one.shape[0] for one in rows]), rows[0].shape[1])
 
 
-def read_rows(history: RowsById) -> Tensor:
-    """[S, W], the rows themselves; their gradient is that of ``history.rows``."""
-    return _Read.apply(*history)
-
-
 def rows_by_head(rows: Tensor, width: int) -> Tensor:
     """[S, G, width], of rows [S, G · width]; as they are where that does not divide: then the checks refuse them."""
     return rows.unflatten(1, (-1, width)) if rows.shape[1] % width == 0 else rows
@@ -181,15 +176,3 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:
         return grad.split(ctx.sizes)
-
-
-class _Read(torch.autograd.Function):
-    """Reads the rows, and hands their gradient on."""
-
-    @staticmethod
-    def forward(ctx, rows: Tensor, tables: tuple[Tensor, ...], indices: tuple[Tensor, ...]) -> Tensor:
-        return gather_bounded(tables, indices, rows.dtype)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad, None, None

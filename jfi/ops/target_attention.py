@@ -27,11 +27,12 @@ from jfi.ops._checks import (
     check_impl,
     check_offsets,
     check_scale,
+    may_read,
 )
 from jfi.ops._dispatch import aligned, operator, public
 from jfi.ops.explain import explains
-from jfi.ops.gather_rows import table_bias
-from jfi.ops.rows_by_id import RowsById, fits_kernel, read_rows, rows_by_head, rows_by_id
+from jfi.ops.gather_rows import read_rows
+from jfi.ops.rows_by_id import RowsById, fits_kernel, rows_by_head, rows_by_id
 from jfi.plan import fits_single_tile
 
 
@@ -275,6 +276,15 @@ def prepare_target_attention(
     tensors = [x if x is None or (by_id is not None and x is key) else x.contiguous() for x in tensors]
     tables, indices = ([], []) if by_id is None else (list(by_id.tables), list(by_id.indices))
     return TargetAttentionInputs(*tensors, None, tables, indices, scale, max_seqlen), impl
+
+
+def table_bias(table: Tensor, index: Tensor) -> Tensor:
+    """Returns the bias [S, H] of each event, a row of a table [R, H]; zeros without a gradient where it is outside."""
+    if may_read(index):  # and has been checked
+        return torch.nn.functional.embedding(index, table)
+    index = reference.bound_ids(index, table.shape[0])
+    rows = torch.nn.functional.embedding(index.clamp(min=0), table)
+    return rows.masked_fill((index < 0).unsqueeze(1), 0)
 
 
 explains(target_attention, prepare_target_attention, plan.plan_target_attention)
