@@ -1,7 +1,7 @@
 """TorchRec's embedding collections with an optimizer of their own, which steps only the rows that a batch has read."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -75,10 +75,6 @@ class _FusedCollection(FusedOptimizerModule, nn.Module):
     def wait_sorted(self) -> None:
         """Makes the current stream wait for the ids that look-ups sort on a side stream of a GPU."""
         self._fused.wait_sorted()
-
-    def deferring(self) -> AbstractContextManager[None]:
-        """Returns the context of `defer_steps` for this collection."""
-        return self._fused.deferring()
 
     def freeze_rows(self, table: str, rows: Tensor) -> None:
         """Excludes rows of a table from steps, from the next look-up on.
@@ -381,7 +377,7 @@ def defer_steps(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, _FusedCollection):
-                stack.enter_context(module.deferring())
+                stack.enter_context(module._fused.deferring())
         yield
 
 
