@@ -8,7 +8,6 @@ With times, a candidate of ragged targets sees the events of its user that are s
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -104,13 +103,8 @@ class Events:
         return None
 
 
-class _Candidates(NamedTuple):
-    """The ragged targets of a batch, once for all features."""
-
-    offsets: Tensor  # [U + 1], from 0 to R
-    times: Tensor | None  # [R]
-    event_times: JaggedTensor | dict[str, JaggedTensor] | None
-    max_visible: int | None
+#: Ragged targets: their offsets [U + 1] from 0 to R, and what `read_events` takes for them.
+_Candidates = tuple[Tensor, JaggedTensor | None, JaggedTensor | dict[str, JaggedTensor] | None, int | None]
 
 
 def read_events(
@@ -140,18 +134,16 @@ def read_events(
         )
     if type(sequences) is not dict:
         sequences = lookups.as_dict(sequences)
-    candidates, first_key, times = None, groups[0].target_keys[0][0], (target_times, event_times, max_events)
-    has_options = target_times is not None or event_times is not None or max_events is not None
+    candidates, first_key = None, groups[0].target_keys[0][0]
     if targets is not None:
-        targets = _targets_as_dict(targets, first_key)
-        if isinstance(targets.get(first_key), JaggedTensor) or has_options:
+        targets, times = _targets_as_dict(targets, first_key), (target_times, event_times, max_events)
+        is_ragged = isinstance(targets.get(first_key), JaggedTensor)
+        if is_ragged or target_times is not None or event_times is not None or max_events is not None:
             validation.check_ragged_targets(targets, groups, sequences, *times)
-            own_times = None if target_times is None else target_times.values()
-            max_visible = None if max_events is None else int(max_events)
-            candidates = _Candidates(targets[first_key].offsets(), own_times, event_times, max_visible)
+            candidates = targets[first_key].offsets(), *times
             targets = {key: target.values() for key, target in targets.items() if isinstance(target, JaggedTensor)}
-    has_times = candidates is not None and candidates.times is not None
-    validation.check_inputs(sequences, groups, targets, None if candidates is None else candidates.offsets, has_times)
+    has_times = candidates is not None and target_times is not None
+    validation.check_inputs(sequences, groups, targets, None if candidates is None else candidates[0], has_times)
     device = sequences[groups[0].sequence_keys[0][0]].offsets().device
     with without_autocast(device.type):  # under which cat refuses some dtypes
         return [_read_group(sequences, group, targets, candidates) for group in groups]
@@ -187,8 +179,11 @@ def _read_group(
     feature, firsts = group.features[0], [sequences[key] for key in group.sequence_keys[0]]
     events = Events(firsts[0].offsets(), ())
     if targets is not None:
-        targets = _stacked(targets, group.target_keys)
-        events.target = targets[0] if len(targets) == 1 else combine(targets, feature)
+        if len(group.features) == 1:
+            fields = [targets[key].unsqueeze(0) for (key,) in group.target_keys]
+        else:
+            fields = [torch.stack([targets[key] for key in keys]) for keys in group.target_keys]
+        events.target = fields[0] if len(fields) == 1 else combine(fields, feature)
     is_unread = False
     for keys in group.sequence_keys:
         for key in keys:
@@ -228,16 +223,16 @@ def _read_group(
 
 def _add_candidates(events: Events, group: FeatureGroup, candidates: _Candidates) -> None:
     """Adds the candidates, once for each feature."""
-    features, (offsets, times, event_times, events.max_visible) = len(group.features), candidates
-    is_alone = features == 1
-    events.target_offsets = offsets if is_alone else F.pad(offsets.diff().repeat(features).cumsum(0), (1, 0))
+    features, (offsets, times, event_times, max_events) = len(group.features), candidates
+    events.max_visible = None if max_events is None else int(max_events)
+    events.target_offsets = offsets if features == 1 else F.pad(offsets.diff().repeat(features).cumsum(0), (1, 0))
     if times is not None:
-        events.target_times = times if is_alone else times.repeat(features)
+        events.target_times = times.values() if features == 1 else times.values().repeat(features)
         by_feature = [
-            (event_times if isinstance(event_times, JaggedTensor) else event_times[feature.sequence_keys[0]]).values()
-            for feature in group.features
+            (event_times if isinstance(event_times, JaggedTensor) else event_times[key]).values()
+            for key in group.sequence_keys[0]
         ]
-        events.times = by_feature[0] if is_alone else torch.cat(by_feature)
+        events.times = by_feature[0] if features == 1 else torch.cat(by_feature)
 
 
 def _add_bias(
@@ -246,15 +241,22 @@ def _add_bias(
     """Adds the bias of each event, or its row of the learned tables."""
     bias, count = group.features[0].bias, events.fields[0].size(0)
     if isinstance(bias, WeightBias):
-        events.score_bias = _log_weights(weights)
+        if not weights.requires_grad:
+            events.score_bias = weights.log()
+        else:  # the gradient of log(0) is infinite, and 0 * inf is NaN
+            left_out = weights == 0
+            events.score_bias = weights.masked_fill(left_out, 1).log().masked_fill(left_out, -torch.inf)
         return
     if isinstance(bias, PositionBias):
         index = position_buckets(events.offsets, count, bias.num_buckets, is_padded)
     else:
         ids = join([validation.event_input(sequences, one.bias.key).values() for one in group.features])
         (index,) = bound_ids([ids], [bias.num_buckets])  # else an id would name another feature's rows
-    if len(group.features) > 1:
-        stacked = index + _first_rows(events.offsets, count, len(group.features), bias.num_buckets)
+    features = len(group.features)
+    if features > 1:  # on the device, to avoid a copy from the host
+        counts = events.offsets.diff().view(features, -1).sum(1)
+        firsts = torch.arange(0, features * bias.num_buckets, bias.num_buckets, device=counts.device)
+        stacked = index + torch.repeat_interleave(firsts, counts, output_size=count)
         index = torch.where(index < 0, -1, stacked) if isinstance(bias, KeyBias) else stacked
     events.bias_index = index
 
@@ -338,13 +340,6 @@ def _remote(sequences: dict[str, JaggedTensor], group: FeatureGroup, ragged: boo
     return tuple(found)
 
 
-def _stacked(targets: dict[str, Tensor], fields: list[tuple[str, ...]]) -> list[Tensor]:
-    """Returns by field the targets of all features [F, B, embedding_dim]."""
-    if len(fields[0]) == 1:
-        return [targets[key].unsqueeze(0) for (key,) in fields]
-    return [torch.stack([targets[key] for key in keys]) for keys in fields]
-
-
 def combine(fields: list[Tensor], feature: SequenceFeatureConfig) -> Tensor:
     """Adds aligned fields, or concatenates them along the last dimension."""
     if len(fields) == 1:
@@ -355,15 +350,6 @@ def combine(fields: list[Tensor], feature: SequenceFeatureConfig) -> Tensor:
     for field in fields[2:]:
         total += field  # in place: one tensor of the history's size, however many fields
     return total
-
-
-def _log_weights(weights: Tensor) -> Tensor:
-    """Returns the score bias by which an event of weight 2 counts as two: its logarithm, -inf at 0 without gradient."""
-    if not weights.requires_grad:
-        return weights.log()
-    # The gradient of log(0) is infinite, and 0 * inf is NaN: an event left out must not pass through log.
-    left_out = weights == 0
-    return weights.masked_fill(left_out, 1).log().masked_fill(left_out, -torch.inf)
 
 
 def position_buckets(offsets: Tensor, num_events: int, num_buckets: int, is_padded: bool = False) -> Tensor:
@@ -390,13 +376,6 @@ def floor_log2(count: Tensor, num_buckets: int) -> Tensor:
     bits = torch.iinfo(count.dtype).bits - 1
     exponents = torch.arange(1, min(num_buckets, bits), device=count.device, dtype=count.dtype)
     return torch.bucketize(count, 1 << exponents, right=True, out_int32=True)
-
-
-def _first_rows(offsets: Tensor, num_events: int, num_features: int, num_buckets: int) -> Tensor:
-    """Returns the first row [S] of the table of each event's feature; on the device, to avoid a copy from the host."""
-    events = offsets.diff().view(num_features, -1).sum(1)
-    rows = torch.arange(0, num_features * num_buckets, num_buckets, device=offsets.device)
-    return torch.repeat_interleave(rows, events, output_size=num_events)
 
 
 def join_offsets(tensors: list[JaggedTensor]) -> Tensor:

@@ -28,7 +28,7 @@ class OutsideIds:
 
 
 def all_outside_ids(model: nn.Module) -> list[OutsideIds]:
-    """The counts of all collections of a model."""
+    """Returns the counts of all collections of a model."""
     found = [getattr(module, "outside_ids", ()) for module in model.modules()]
     return [one for counts in found if isinstance(counts, tuple) for one in counts]  # not a feature of that name
 

@@ -218,8 +218,8 @@ class EncoderStack(nn.Module):
     ) -> None:
         super().__init__()
         width = feature.sequence_width(embedding_dim)
-        wide = width != embedding_dim
-        self.input_projection = nn.Linear(width, embedding_dim, device=device) if wide else nn.Identity()
+        same = width == embedding_dim
+        self.input_projection = nn.Identity() if same else nn.Linear(width, embedding_dim, device=device)
         self.blocks = nn.ModuleList(
             EncoderBlock(feature, embedding_dim, num_heads, feedforward_ratio, dropout, causal, device)
             for _ in range(num_layers)
@@ -260,12 +260,12 @@ class EncoderBlock(nn.Module):
         self.key = nn.Linear(width, width, bias=False, device=device)
         self.value = nn.Linear(width, width, bias=False, device=device)
         self.output = nn.Linear(width, width, device=device)
-        table = torch.empty(feature.num_buckets, num_heads, device=device)
-        self.register_parameter("bucket_bias", nn.Parameter(table) if feature.num_buckets else None)
         relative = feature.relative_bias
         self.by_time = isinstance(relative, RelativeTimeBias)
-        table = None if relative is None else torch.empty(relative.num_buckets, num_heads, device=device)
-        self.register_parameter("relative_bias", None if table is None else nn.Parameter(table))
+        rows = {"bucket_bias": feature.num_buckets, "relative_bias": 0 if relative is None else relative.num_buckets}
+        for name, count in rows.items():
+            table = torch.empty(count, num_heads, device=device)
+            self.register_parameter(name, nn.Parameter(table) if count else None)
         self.feedforward_norm = nn.LayerNorm(width, device=device)
         self.feedforward = nn.Sequential(
             nn.Linear(width, feedforward_ratio * width, device=device),
@@ -280,19 +280,14 @@ class EncoderBlock(nn.Module):
         normed = self.attention_norm(x)
         query, key, value = self._by_head(self.query(normed)), self.key(normed), self.value(normed)
         bias = events.key_bias(self.bucket_bias, self.num_heads, query.dtype)
-        options = {"causal": self.causal, "key_bias": bias, **self._relative(events, query.dtype)}
+        options = {"causal": self.causal, "key_bias": bias}
+        if self.by_time:
+            options |= {"query_time": events.times, "key_time": events.times}
+        if self.relative_bias is not None:
+            options["time_bias" if self.by_time else "position_bias"] = self.relative_bias.to(query.dtype)
         attended = attention(query, self._by_head(key), self._by_head(value), **options)
         x = x + self.output(attended.flatten(1))
         return x + self.feedforward(self.feedforward_norm(x))
-
-    def _relative(self, events: Events, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Returns the arguments of the attention for the relative bias; none without one."""
-        if self.relative_bias is None:
-            return {}
-        table = self.relative_bias.to(dtype)
-        if not self.by_time:
-            return {"position_bias": table}
-        return {"time_bias": table, "query_time": events.times, "key_time": events.times}
 
     def _by_head(self, rows: Tensor) -> Tensor:
         """Splits [S, D] into heads [S, H, D / H]."""
@@ -321,10 +316,6 @@ def _with_encoded(
     outputs = {}
     for feature, values in zip(features, encoded, strict=True):
         events = by_key[feature.sequence_keys[0]]
-        outputs[feature.name] = JaggedTensor(
-            values=values,
-            lengths=events.lengths_or_none(),
-            offsets=events.offsets_or_none(),
-            weights=events.weights_or_none(),
-        )
+        parts = {"lengths": events.lengths_or_none(), "offsets": events.offsets_or_none()}
+        outputs[feature.name] = JaggedTensor(values, weights=events.weights_or_none(), **parts)
     return outputs[features[0].name] if isinstance(sequences, JaggedTensor) else by_key | outputs

@@ -160,15 +160,11 @@ class JaggedFeatureInteraction(nn.Module):
         self.features = features
         self.embedding_dim, self.num_heads, self.num_queries = embedding_dim, num_heads, num_queries
         self.embedding_collection = embedding_collection
-        is_given = project_history is not None
-        if not is_given:
-            project_history = num_queries * num_heads > embedding_dim
-        self.project_history = project_history
-
+        self._project_for_ragged = project_history is None
+        self.project_history = num_queries * num_heads > embedding_dim if project_history is None else project_history
         self.sequence_dim, self.target_dim = sequence_dim, target_dim
         #: The features by kind; one launch serves a group.
         self.groups = group_features(features, sequence_dim, target_dim)
-        self._project_for_ragged = not is_given
         options = (embedding_dim, num_heads, num_queries, device)
         self.attention = FeatureModules(
             {
@@ -178,10 +174,7 @@ class JaggedFeatureInteraction(nn.Module):
                 for one in features
             }
         )
-        names = [feature.name for feature in features]
-        #: By group the positions of its features in the output.
-        self._positions = [[names.index(feature.name) for feature in group.features] for group in self.groups]
-        self._names, self._widths = names, [embedding_dim] * len(features)
+        self._names, self._widths = [feature.name for feature in features], [embedding_dim] * len(features)
 
     @property
     def output_width(self) -> int:
@@ -238,8 +231,7 @@ class JaggedFeatureInteraction(nn.Module):
         if self.embedding_collection is not None:
             sequences = self._embed(sequences)
         events = read_events(sequences, self.groups, targets, target_times, event_times, max_events)
-        outputs = []
-        options = (self.num_heads, self.project_history, self._project_for_ragged)
+        outputs, options = [], (self.num_heads, self.project_history, self._project_for_ragged)
         for number, group in enumerate(self.groups):
             outputs.append(stacked_attention.attend(events[number], group, self._parameters_of(group), *options))
         # [F, B, embedding_dim] of every group -> [B, output_width] in the order of the features.
@@ -262,12 +254,11 @@ class JaggedFeatureInteraction(nn.Module):
             events of a sample. Of ragged targets [P, num_queries, num_heads], by candidate: each has a weight for every
             event of its user, 0 for those that it does not see.
         """
-        weights = {}
         if targets is None:
             raise TypeError(_NO_TARGETS)
         if self.embedding_collection is not None:
             sequences = self._embed(sequences)
-        sequences = lookups.fetched(sequences)
+        sequences, weights = lookups.fetched(sequences), {}
         by_group = read_events(sequences, self.groups, targets, target_times, event_times, max_events)
         for group, events in zip(self.groups, by_group, strict=True):
             by_feature = stacked_attention.attention_weights(events, group, self._parameters_of(group), self.num_heads)
@@ -322,8 +313,7 @@ class JaggedFeatureInteraction(nn.Module):
             if (got is not None) if want is None else got != want:
                 got = "a tensor" if want is None else got
                 raise ValueError(f"attention must have {attribute}={want} for feature '{name}', got {got}")
-        with torch.no_grad():
-            _load_multihead_attention(self.attention[name], attention)
+        _load_multihead_attention(self.attention[name], attention)
 
     def _parameters_of(self, group: FeatureGroup) -> list[tuple[Tensor | None, ...]]:
         by_name = self.attention
@@ -331,10 +321,10 @@ class JaggedFeatureInteraction(nn.Module):
 
     def _in_order(self, outputs: list[Tensor]) -> Tensor:
         pooled = {}
-        for output, positions in zip(outputs, self._positions, strict=True):
+        for output, group in zip(outputs, self.groups, strict=True):
             rows = output.unbind()  # indexed, since a proxy of torch.fx cannot be iterated
-            pooled |= {position: rows[index] for index, position in enumerate(positions)}
-        return torch.cat([pooled[position] for position in range(len(self.features))], dim=1)
+            pooled |= {feature.name: rows[index] for index, feature in enumerate(group.features)}
+        return torch.cat([pooled[name] for name in self._names], dim=1)
 
     def _embed(self, ids: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         collection = self.embedding_collection
@@ -356,19 +346,18 @@ class JaggedFeatureInteraction(nn.Module):
         return describe(self.features, num_heads=self.num_heads, num_queries=self.num_queries, **widths)
 
 
+@torch.no_grad()
 def _load_multihead_attention(own: FeatureAttention, attention: nn.MultiheadAttention) -> None:
     if attention.in_proj_weight is None:
-        query, key, value = attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight
+        weights = attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight
     else:
-        query, key, value = attention.in_proj_weight.chunk(3)
-    own.query_weight.copy_(query)
-    own.key_weight.copy_(key)
-    own.value_weight.copy_(value)
+        weights = attention.in_proj_weight.chunk(3)
+    for parameter, weight in zip((own.query_weight, own.key_weight, own.value_weight), weights, strict=True):
+        parameter.copy_(weight)
     own.output_weight.copy_(attention.out_proj.weight)
-    if attention.in_proj_bias is None:
-        own.query_bias.zero_()
-        own.output_bias.zero_()
-    else:
+    own.query_bias.zero_()
+    own.output_bias.zero_()
+    if attention.in_proj_bias is not None:
         query_bias, _, value_bias = attention.in_proj_bias.chunk(3)
         own.query_bias.copy_(query_bias)
         own.output_bias.copy_(attention.out_proj.bias + attention.out_proj.weight @ value_bias)

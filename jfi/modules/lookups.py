@@ -47,9 +47,11 @@ def check_collection(
 
 def id_keys(tables: list[BaseEmbeddingConfig]) -> dict[str, str]:
     """Returns by key of a collection's output that of the ids; a key of several tables is `<key>@<table>` there."""
-    names = get_embedding_names_by_table(tables)
-    pairs = [zip(own, table.feature_names, strict=True) for own, table in zip(names, tables, strict=True)]
-    return {name: key for own in pairs for name, key in own}
+    return {
+        name: key
+        for table, names in zip(tables, get_embedding_names_by_table(tables), strict=True)
+        for name, key in zip(names, table.feature_names, strict=True)
+    }
 
 
 @torch.fx.wrap

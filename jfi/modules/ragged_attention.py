@@ -87,54 +87,35 @@ def _attend(
     bias: Bias | None,
     scale: float,
 ) -> Tensor:
-    """Attends from queries [F * R, T * H, D]; the tables [F * num_buckets, T * H] are as wide as these.
-
-    With indices, key is a table of packed digits as `jagged_attention` takes it.
-    """
+    """Attends from queries [F * R, T * H, D], with tables [F * num_buckets, T * H]; `indices` of packed digits."""
     options = {"scale": scale, "max_visible": events.max_visible}
+    of_queries = {"query": query, "query_time": events.target_times}
+    of_events = {
+        "key": key,
+        "value": value,
+        "indices": indices,
+        "value_scale": events.value_scale,
+        "key_time": events.times,
+    }
     if not is_by_pair(bias, events.target_times is not None):
-        return jagged_attention(
-            query,
-            key,
-            value,
-            query_offsets=events.target_offsets,
-            key_offsets=events.offsets,
-            indices=indices,
-            key_bias=events.key_bias(table, query.size(1), query.dtype),
-            value_scale=events.value_scale,
-            query_time=events.target_times,
-            key_time=events.times,
-            **options,
-        )
+        options |= {"query_offsets": events.target_offsets, "key_offsets": events.offsets}
+        key_bias = events.key_bias(table, query.size(1), query.dtype)
+        return jagged_attention(**of_queries, **of_events, key_bias=key_bias, **options)
     # One call of the operator a feature, since each has its own table.
     num_features, num_rows, _ = events.target.shape
-    by_row, by_event = [num_rows] * num_features, events.counts
-    queries, query_times = query.split(by_row), events.target_times.split(by_row)
-    key_times = events.times.split(by_event)
-    keys = key.split(by_event) if indices is None else [key] * num_features
-    parts = (None if x is None else x.split(by_event) for x in (value, indices, events.value_scale))
-    values, rows, value_scales = ([None] * num_features if part is None else part for part in parts)
-    query_offsets, key_offsets = (_by_feature(x, num_features) for x in (events.target_offsets, events.offsets))
+    parts = {name: x.split([num_rows] * num_features) for name, x in of_queries.items()}
+    for name, x in of_events.items():
+        is_whole = x is None or (name == "key" and indices is not None)
+        parts[name] = [x] * num_features if is_whole else x.split(events.counts)
+    parts["query_offsets"] = _by_feature(events.target_offsets, num_features)
+    parts["key_offsets"] = _by_feature(events.offsets, num_features)
     tables, attended = table.to(query.dtype).chunk(num_features), []
     for f in range(num_features):
         if isinstance(bias, TimeBias):
             options["time_bias"] = tables[f]
         else:  # distances begin at 1, and the operator's row 0 is for 0; none reaches bucket 63
             options["position_bias"] = F.pad(tables[f][: MAX_BUCKETS - 1], (0, 0, 1, 0))
-        attended.append(
-            jagged_attention(
-                queries[f],
-                keys[f],
-                values[f],
-                query_offsets=query_offsets[f],
-                key_offsets=key_offsets[f],
-                indices=rows[f],
-                value_scale=value_scales[f],
-                query_time=query_times[f],
-                key_time=key_times[f],
-                **options,
-            )
-        )
+        attended.append(jagged_attention(**{name: part[f] for name, part in parts.items()}, **options))
     return attended[0] if num_features == 1 else torch.cat(attended)
 
 

@@ -11,12 +11,12 @@ class RemoteAttention:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the rows as attention reads them, and of its queries."""
+        """Returns the dtype of the rows as attention reads them, and of its queries."""
         raise NotImplementedError
 
     @property
     def feature_names(self) -> list[str]:
-        """The features, in the order of the queries that `attend` takes."""
+        """Returns the features, in the order of the queries that `attend` takes."""
         raise NotImplementedError
 
     def rows(self, feature: str) -> Tensor:
@@ -62,9 +62,6 @@ class RemoteRows(UnreadRows):
     def read(self) -> Tensor:
         feature, events = next(iter(self.events.items()))
         return events.rows(feature)
-
-    def with_parts(self, lengths: Tensor | None, offsets: Tensor | None, weights: Tensor | None) -> "RemoteRows":
-        return RemoteRows(self.events, self.rows, lengths, offsets, weights)
 
     @property
     def is_trained(self) -> bool:

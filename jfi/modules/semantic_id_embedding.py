@@ -36,12 +36,12 @@ class SemanticIDEmbedding(nn.Module):
     - "decode": the content that the codec's frozen decoder gives, as it was fitted, less the mean, each source scaled
       so that the mean square of its elements was 1, then a linear map. For ternary digits without VQ fusion that is
       "digits" with another start.
-    - "tables": the sum of a learned vector for each place and value of a digit, the traditional way.
+    - "tables": the sum of a learned vector for each position and value of a digit, the traditional way.
     - "prefix_tables": the sum of a learned vector for each prefix of the codes, in tables of hash buckets (Zheng et al.
       2025, arXiv 2504.02137). Of ternary digits a prefix ends after every fifth one.
 
     Embeddings of "digits" are not made before somebody reads them. A JaggedFeatureInteraction whose sequence feature
-    has no other key reads the digits themselves: 4 bytes for 16 of them in the place of `embedding_dim` numbers.
+    has no other key reads the digits themselves: 4 bytes for 16 of them instead of `embedding_dim` numbers.
 
     The ID -1, of an item without content, has a learned vector, which begins as zeros. The state_dict holds the tensors
     of the codec that are read and its fingerprint; that of another codec is refused.
@@ -113,7 +113,6 @@ class SemanticIDEmbedding(nn.Module):
         check_device("device", device)
         self.embedding_dim, self.feature_names, self.read = embedding_dim, list(feature_names), read
         self.layout = codec.layout
-        self.reader: nn.Module
         if read == "digits":
             self.reader = Digits(self.layout)
         elif read == "decode":
@@ -126,8 +125,8 @@ class SemanticIDEmbedding(nn.Module):
         if read in ("digits", "decode"):
             self.projection = nn.Linear(self.reader.width, embedding_dim, device=device)
         self.unknown = nn.Parameter(torch.empty(embedding_dim, device=device))
-        self.register_buffer("fingerprint", torch.tensor(_words(codec.fingerprint), device="cpu"))
-        # Of a catalogue its IDs [N], and with read="digits" their words [N, W].
+        fingerprint = struct.unpack(">4q", bytes.fromhex(codec.fingerprint))
+        self.register_buffer("fingerprint", torch.tensor(fingerprint, device="cpu"))
         words = None
         if catalogue is not None:
             catalogue = _checked_catalogue(catalogue, self.layout)
@@ -180,12 +179,12 @@ class SemanticIDEmbedding(nn.Module):
             by_feature = bound_ids(by_feature, [self.catalogue.size(0)] * len(by_feature), counts)
         for key, ids in zip(self.feature_names, by_feature, strict=True):
             jagged = by_key[key]
-            parts = jagged.lengths_or_none(), jagged.offsets_or_none(), jagged.weights_or_none()
+            parts = {"lengths": jagged.lengths_or_none(), "offsets": jagged.offsets_or_none()}
+            parts["weights"] = jagged.weights_or_none()
             if self._stays_digits() and not is_traced():
-                found[key] = DigitRows(ids, self, self._dtype(ids.device.type), *parts)
+                found[key] = DigitRows(ids, self, self._dtype(ids.device.type), **parts)
             else:
-                lengths, offsets, weights = parts
-                found[key] = JaggedTensor(self.embed(ids), lengths=lengths, offsets=offsets, weights=weights)
+                found[key] = JaggedTensor(self.embed(ids), **parts)
         return found
 
     def _stays_digits(self) -> bool:
@@ -197,7 +196,6 @@ class SemanticIDEmbedding(nn.Module):
         return plain and not (projection._forward_hooks or projection._forward_pre_hooks)
 
     def _check_ids(self, name: str, ids: Tensor) -> None:
-        """Checks what a key of this name holds."""
         if self.catalogue is None:
             if ids.dtype != torch.int64:
                 raise TypeError(f"{name} must be int64 semantic IDs, got {ids.dtype}")
@@ -258,7 +256,7 @@ class SemanticIDEmbedding(nn.Module):
 
     @property
     def codec_fingerprint(self) -> str:
-        """The fingerprint of the codec whose tensors the state_dict holds."""
+        """Returns the fingerprint of the codec whose tensors the state_dict holds."""
         return _text(self.fingerprint)
 
     def extra_repr(self) -> str:
@@ -275,10 +273,6 @@ class SemanticIDEmbedding(nn.Module):
 
 def _text(words: Tensor) -> str:
     return struct.pack(">4q", *words.tolist()).hex()
-
-
-def _words(fingerprint: str) -> tuple[int, ...]:
-    return struct.unpack(">4q", bytes.fromhex(fingerprint))
 
 
 def _checked_catalogue(catalogue: Tensor, layout: Layout) -> Tensor:

@@ -45,8 +45,8 @@ class Decoder(nn.Module):
         if not may_read(sids):
             return self.decoder(self.digits(sids)) * self.scale
         # Histories repeat items, and a network decodes each of them once.
-        distinct, place = torch.unique(sids, return_inverse=True)
-        return (self.decoder(self.digits(distinct)) * self.scale).index_select(0, place)
+        distinct, index = torch.unique(sids, return_inverse=True)
+        return (self.decoder(self.digits(distinct)) * self.scale).index_select(0, index)
 
 
 class Tables(nn.Module):
@@ -72,7 +72,7 @@ class Tables(nn.Module):
         if not self.layout.codebook_size:
             rows = rows.long() + 1
         tables = self.weight.split(self.num_rows)
-        return sum(F.embedding(rows[:, place], table) for place, table in enumerate(tables))
+        return sum(F.embedding(rows[:, digit], table) for digit, table in enumerate(tables))
 
 
 class PrefixTables(nn.Module):
@@ -113,7 +113,7 @@ def _shifted(numbers: Tensor, bits: int) -> Tensor:
 
 
 def _components(vectors: Tensor, width: int) -> Tensor:
-    """The first principal components [L, K, width] of vectors [L, K, d], around 0, of elements of mean square 1."""
+    """Returns the first principal components [L, K, width] of vectors [L, K, d], with elements of mean square 1."""
     rows = vectors.flatten(0, 1).double()
     components = torch.linalg.eigh(rows.T @ rows).eigenvectors.flip(1)[:, :width]
     found = F.pad(rows @ components, (0, max(0, width - components.shape[1])))

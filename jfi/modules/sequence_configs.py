@@ -193,7 +193,7 @@ relative_bias=None)
             raise ValueError(f"relative_bias {of_feature} must read a key of its own, got {relative!r}")
 
     def encoded(self) -> "SequenceFeatureConfig":
-        """This feature after a JaggedEncoder, which returns the encoded events under the feature's name."""
+        """Returns the feature behind a JaggedEncoder, which has the encoded events under the feature's name."""
         return replace(self, sequence_keys=[self.name], relative_bias=None)
 
     @property
@@ -247,12 +247,10 @@ class FeatureGroup:
         # The features' first keys, then their second ones, ... Not fields of the dataclass, from which torch.fx would
         # build it again.
         self.sequence_keys = list(zip(*[feature.sequence_keys for feature in self.features], strict=True))
+        self.target_keys = list(zip(*[feature.target_keys for feature in self.features], strict=True))
         self.reads_weights = self.features[0].reads_weights
         longest = [feature.max_seqlen for feature in self.features]
-        #: The longest history of all, if all are known.
         self.max_seqlen = None if None in longest else max(longest)
-        self.target_keys = list(zip(*[feature.target_keys for feature in self.features], strict=True))
-        # The width of the embedding of one target key.
         self.width_of_targets = self.embedding_dim if self.target_dim is None else self.target_dim
 
 

@@ -178,8 +178,11 @@ def attend(
     weights, table = stack(parameters)
     bias, is_ragged = group.features[0].bias, events.target_offsets is not None
     scale = 1 / math.sqrt(weights[2].size(1) // num_heads)
-    if events.digits and (is_ragged or not project_history):
-        weights = _of_digits(events, weights)
+    if events.digits and (is_ragged or not project_history):  # those of the digits d of events x = P d
+        query, query_bias, key, value, *output = weights
+        with without_autocast(events.fields[0].device.type):
+            digit_weight = events.digits[0].embedding.digit_weight().to(key.dtype)
+            weights = query, query_bias, torch.matmul(key, digit_weight), torch.matmul(value, digit_weight), *output
     if is_ragged:
         if project_for_ragged and not project_history:
             project_history = ragged_attention.pays_to_project(events, weights, num_heads)
@@ -224,20 +227,11 @@ def attention_weights(
 
     The arguments are those of `attend`.
     """
-    weights, table = stack(parameters)
     bias = group.features[0].bias
-    values, lengths = ragged_attention.attention_weights(events, weights, table, bias, num_heads)
+    values, lengths = ragged_attention.attention_weights(events, *stack(parameters), bias, num_heads)
     lengths = lengths.view(len(group.features), -1)
     values = values.split(lengths.sum(1).tolist())
     return [JaggedTensor(rows, lengths=counts) for rows, counts in zip(values, lengths, strict=True)]
-
-
-def _of_digits(events: Events, weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Returns the weights with W_k P and W_v P in place of W_k and W_v: those of the digits d of events x = P d."""
-    query, query_bias, key, value, *output = weights
-    with without_autocast(events.fields[0].device.type):
-        digit_weight = events.digits[0].embedding.digit_weight().to(key.dtype)
-        return query, query_bias, torch.matmul(key, digit_weight), torch.matmul(value, digit_weight), *output
 
 
 def _attend_to_remote(

@@ -1,11 +1,12 @@
 """Embeddings of events that have not been read yet: rows of a table, and digits of semantic IDs."""
 
+from copy import copy
+
 import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jfi.ops.gather_rows import read_rows
-from jfi.ops.rows_by_id import RowsById
 from jfi.reference import select_words, unpack_digits
 from jfi.utils.arguments import shown
 from jfi.utils.context import is_traced
@@ -33,12 +34,14 @@ class UnreadRows(JaggedTensor):
 
     def with_parts(self, lengths: Tensor | None, offsets: Tensor | None, weights: Tensor | None) -> "UnreadRows":
         """Returns the same embeddings with these lengths, offsets and weights."""
-        raise NotImplementedError
+        other = copy(self)
+        UnreadRows.__init__(other, self.rows, lengths, offsets, weights)
+        return other
 
     @property
     def is_trained(self) -> bool:
         """Returns whether the embeddings have a gradient."""
-        raise NotImplementedError
+        return self.rows.requires_grad
 
     @property
     def is_read(self) -> bool:
@@ -110,20 +113,8 @@ class TableRows(UnreadRows):
         self.table, self.ids = table, ids
         super().__init__(rows, lengths, offsets, weights)
 
-    @property
-    def by_id(self) -> RowsById:
-        """Returns the rows as the attention operators take them."""
-        return RowsById(self.rows, (self.table.contiguous(),), (self.ids.contiguous(),))
-
     def read(self) -> Tensor:
-        return read_rows(self.by_id)
-
-    def with_parts(self, lengths: Tensor | None, offsets: Tensor | None, weights: Tensor | None) -> "TableRows":
-        return TableRows(self.table, self.ids, self.rows, lengths, offsets, weights)
-
-    @property
-    def is_trained(self) -> bool:
-        return self.rows.requires_grad
+        return read_rows((self.rows, (self.table,), (self.ids,)))
 
 
 class DigitRows(UnreadRows):
@@ -172,13 +163,11 @@ class DigitRows(UnreadRows):
     def read(self) -> Tensor:
         return self.embedding.embed(self.ids).to(self.rows.dtype)
 
-    def with_parts(self, lengths: Tensor | None, offsets: Tensor | None, weights: Tensor | None) -> "DigitRows":
-        return DigitRows(self.ids, self.embedding, self.rows.dtype, lengths, offsets, weights)
-
     def to_dtype(self, dtype: torch.dtype) -> "DigitRows":
         """Returns the same embeddings in another dtype."""
-        parts = self.lengths_or_none(), self.offsets_or_none(), self.weights_or_none()
-        return DigitRows(self.ids, self.embedding, dtype, *parts)
+        other = self.with_parts(self.lengths_or_none(), self.offsets_or_none(), self.weights_or_none())
+        other.rows = self.rows.new_zeros((), dtype=dtype).expand_as(self.rows)
+        return other
 
     @property
     def is_trained(self) -> bool:
@@ -201,10 +190,10 @@ def digit_numbers(events: tuple[DigitRows, ...]) -> Tensor:
 
 def with_weights(events: JaggedTensor, weights: Tensor | None) -> JaggedTensor:
     """Returns the events with other weights."""
-    parts = {"lengths": events.lengths_or_none(), "offsets": events.offsets_or_none(), "weights": weights}
+    lengths, offsets = events.lengths_or_none(), events.offsets_or_none()
     if isinstance(events, UnreadRows):
-        return events.with_parts(**parts)
-    return JaggedTensor(values=events.values(), **parts)
+        return events.with_parts(lengths, offsets, weights)
+    return JaggedTensor(events.values(), lengths=lengths, offsets=offsets, weights=weights)
 
 
 def own_rows(rows: Tensor, offsets: Tensor, sources: list[JaggedTensor]) -> Tensor:
