@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from jfi import plan, reference
-from jfi.operands import TargetAttentionInputs, is_packed
+from jfi.operands import TargetAttentionInputs
 from jfi.ops._checks import (
     check_count,
     check_dim,
@@ -64,7 +64,7 @@ def _forward(
 
         inputs = (query, key, value, offsets, bias, buckets, value_scale, second, tables, indices, scale, max_seqlen)
         return execute.forward(TargetAttentionInputs(*inputs))
-    if is_packed(key):
+    if key.dtype == torch.int32:  # packed digits
         from jfi.cpu import digit_attention
 
         return _on_cpu(digit_attention.forward, query, key, offsets, bias, value_scale, tables, indices, scale)
@@ -106,7 +106,7 @@ def _backward(
 
         inputs = (query, key, value, offsets, bias, buckets, value_scale, second, tables, indices, scale, max_seqlen)
         grads = execute.backward(aligned(grad), TargetAttentionInputs(*inputs), out, lse, needed)
-    elif is_packed(key):
+    elif key.dtype == torch.int32:  # packed digits
         from jfi.cpu import digit_attention
 
         inputs = (grad.contiguous(), query, key, offsets, bias, value_scale, tables, indices, scale)
