@@ -191,9 +191,9 @@ def _check_events(
     if isinstance(bias, KeyBias) and not (has_times and isinstance(bias, TimeBias)):
         _check_bucket_ids(sequences, feature, first)
     if isinstance(feature.relative_bias, RelativeTimeBias):
-        name, times = f"sequences['{feature.time_key}']", event_input(sequences, feature.time_key)
-        check_aligned(name, times, first_key, first, may_read(check_jagged(name, times)))
-        check_times(name, times, first, because=f", since feature '{feature.name}' has a RelativeTimeBias")
+        because = f", since feature '{feature.name}' has a RelativeTimeBias"
+        times = event_input(sequences, feature.time_key)
+        _check_times(f"sequences['{feature.time_key}']", times, first_key, first, because=because)
     return first, rows
 
 
@@ -239,9 +239,7 @@ def check_ragged_targets(
     _check_options(features, target_times, event_times, max_events)
     if target_times is None:
         return
-    times = check_jagged("target_times", target_times)
-    check_aligned("target_times", target_times, first_key, first, reads_contents, "candidates")
-    check_times("target_times", target_times, first, "candidates")
+    times = _check_times("target_times", target_times, first_key, first, "candidates")
     if times.device != values.device:
         raise ValueError(f"target_times must be on {values.device} like the targets, got {times.device}")
     for key in dict.fromkeys(feature.sequence_keys[0] for feature in features):
@@ -251,11 +249,10 @@ def check_ragged_targets(
             name, own = f"event_times['{key}']", event_times[key]
         if not isinstance(own, JaggedTensor):
             raise TypeError(f"{name} must be a JaggedTensor, got {type(own).__name__}")
-        of_events, events = check_jagged(name, own), sequences.get(key)
+        events = sequences.get(key)
         if not isinstance(events, JaggedTensor):
             continue  # check_inputs refuses it
-        check_aligned(name, own, key, events, reads_contents)
-        check_times(name, own, events)
+        of_events = _check_times(name, own, key, events)
         if of_events.device != times.device:
             raise ValueError(f"{name} must be on {times.device} like target_times, got {of_events.device}")
         if of_events.dtype != times.dtype:
@@ -342,9 +339,12 @@ def _check_bucket_ids(sequences: dict[str, JaggedTensor], feature: SequenceFeatu
             )
 
 
-def check_times(name: str, times: JaggedTensor, first: JaggedTensor, rows: str = "events", because: str = "") -> None:
-    """Checks the times of this name, which are aligned with `first`: where they may be read, they never decrease."""
-    values = times.values()
+def _check_times(
+    name: str, times: JaggedTensor, first_key: str, first: JaggedTensor, rows: str = "events", because: str = ""
+) -> Tensor:
+    """Checks times that must be aligned with `first` and, where readable, not decrease; returns their values."""
+    values = check_jagged(name, times)
+    check_aligned(name, times, first_key, first, may_read(values), rows)
     if values.dtype not in (torch.int32, torch.int64, torch.float64) or values.dim() != 1:
         raise TypeError(
             f"{name} must hold times of shape [{'S' if rows == 'events' else 'R'}], int32, int64 or float64{because}, "
@@ -352,6 +352,7 @@ def check_times(name: str, times: JaggedTensor, first: JaggedTensor, rows: str =
         )
     if may_read(values) and values.numel():
         check_ascending(name, values, first.offsets(), rows[:-1])
+    return values
 
 
 def check_aligned(
