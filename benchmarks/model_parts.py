@@ -113,7 +113,7 @@ class Part:
 
     def kernels(self, device: torch.device) -> list[dict]:
         """The kernels of a replay."""
-        replay = next(level.replay for level in self.captured._levels.values() if level.replay is not None)
+        replay = next(bucket.replay for bucket in self.captured._buckets.values() if bucket.replay is not None)
         return profiled_kernels(replay, device)
 
 

@@ -30,6 +30,7 @@ from benchmarks.problem import DTYPES, Shape, log_normal, order, random
 from benchmarks.run import TOLERANCE, Missing, Rates, summary
 from jfi import FusedEmbeddingCollection
 from jfi.ops import target_attention
+from jfi.ops.rows_by_id import RowsById
 
 SETS = 2  # of ids and queries; a table is several times larger than any cache
 LEARNING_RATE, EPS = 0.1, 1e-8
@@ -135,7 +136,8 @@ class ById:
 
     def attend(self, query: Tensor, keyed: KeyedJaggedTensor) -> Tensor:
         history = self.tables(keyed)["item"]
-        return target_attention(query, history.by_id, offsets=history.offsets(), max_seqlen=self.shape.N)
+        rows = RowsById(history.rows, (history.table,), (history.ids,))
+        return target_attention(query, rows, offsets=history.offsets(), max_seqlen=self.shape.N)
 
 
 class ByFbgemm:

@@ -388,7 +388,7 @@ class Training:
 
     def replay(self) -> Callable[[], None] | None:
         """Of the graph of a captured way: its kernels without the copies of the batch."""
-        found = [level.replay for level in self.step._levels.values() if level.replay is not None]
+        found = [bucket.replay for bucket in self.step._buckets.values() if bucket.replay is not None]
         return found[0] if found else None
 
 
