@@ -302,7 +302,7 @@ def payload_of(group: TableGroup, by_key: dict[str, JaggedTensor], sequences: li
         for index, feature, sequence in zip(group.feature_indices, group.features, sequences, strict=True):
             if isinstance(feature.bias, PositionBias):
                 count = sequence.values().size(0)
-                buckets = position_buckets(sequence.offsets(), count, feature.num_buckets, padding_state.is_padded)
+                buckets = position_buckets(sequence.offsets(), count, feature.bias, padding_state.is_padded)
             else:
                 (buckets,) = bound_ids([by_key[feature.bias_key].values()], [feature.num_buckets])
             first = index * feature.num_buckets

@@ -248,7 +248,7 @@ def _add_bias(
             events.score_bias = weights.masked_fill(left_out, 1).log().masked_fill(left_out, -torch.inf)
         return
     if isinstance(bias, PositionBias):
-        index = position_buckets(events.offsets, count, bias.num_buckets, is_padded)
+        index = position_buckets(events.offsets, count, bias, is_padded)
     else:
         ids = join([validation.event_input(sequences, one.bias.key).values() for one in group.features])
         (index,) = bound_ids([ids], [bias.num_buckets])  # else an id would name another feature's rows
@@ -352,11 +352,11 @@ def combine(fields: list[Tensor], feature: SequenceFeatureConfig) -> Tensor:
     return total
 
 
-def position_buckets(offsets: Tensor, num_events: int, num_buckets: int, is_padded: bool = False) -> Tensor:
-    """Returns bucket floor(log2(d + 1)) of each event [S], where d counts the events after it in its sample.
+def position_buckets(offsets: Tensor, num_events: int, bias: PositionBias, is_padded: bool = False) -> Tensor:
+    """Returns the bucket of each event [S] by how many events its sample has from it on.
 
     Example:
-        >>> position_buckets(torch.tensor([0, 1, 1, 6]), 6, 32)
+        >>> position_buckets(torch.tensor([0, 1, 1, 6]), 6, PositionBias())
         tensor([0, 2, 2, 1, 1, 0], dtype=torch.int32)
     """
     position = torch.arange(num_events, device=offsets.device, dtype=offsets.dtype)
@@ -365,7 +365,8 @@ def position_buckets(offsets: Tensor, num_events: int, num_buckets: int, is_padd
     if is_padded:  # rows behind the last sample, which nobody reads
         ends = ends.clamp_(max=offsets.size(0) - 1)
     ends = offsets.index_select(0, ends)
-    return floor_log2(ends - position, num_buckets)
+    count = ends - position
+    return floor_log2(count, bias.num_buckets) if bias.buckets is None else bias.buckets(count)
 
 
 def floor_log2(count: Tensor, num_buckets: int) -> Tensor:

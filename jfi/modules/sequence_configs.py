@@ -1,8 +1,9 @@
 """Configuration of sequence features, in the manner of `torchrec.modules.embedding_configs`."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +15,12 @@ from jfi.utils.arguments import MAX_LAYERS, MAX_ROWS, MAX_WIDTH, check_choice, c
 @dataclass(frozen=True)
 class PositionBias:
     """A learned score bias by an event's distance from the newest event, which comes last.
+
+    A subclass is a bias by distance with other buckets or other initial values: a frozen dataclass with a method
+    `buckets`, an `initial_table` or both. Kernels, padded batches, other ranks and a server then read its table as they
+    read this one. A softmax ignores what is the same for all events of a query, so that a bias which falls linearly
+    with the distance between two events of a causal JaggedEncoder, as in ALiBi, is one of these. The layer refuses
+    other buckets with times, where kernels find the bucket of each pair of candidate and event by the formula below.
 
     Attributes:
         num_buckets: rows of the learned table. The distance d falls in bucket floor(log2(d + 1)); farther events share
@@ -27,11 +34,22 @@ class PositionBias:
 
     num_buckets: int = 32
     recency: bool = False
+    #: A method (count [S]) -> buckets [S] int32, from 0 to num_buckets - 1 for any integer; None for those above. The
+    #: count is d + 1; below 1 it belongs to a row behind a padded batch, whose bias nothing reads.
+    buckets: ClassVar[Callable[..., Tensor] | None] = None
 
     def __post_init__(self) -> None:
         check_int("num_buckets of PositionBias", self.num_buckets, most=MAX_ROWS)
         if not isinstance(self.recency, bool):
             raise TypeError(f"recency of PositionBias is {self.recency!r}; it must be a bool")
+
+    def initial_table(self, num_heads: int) -> Tensor:
+        """Returns the initial values [num_buckets, num_heads] of the learned table, float32."""
+        table = torch.zeros(self.num_buckets, num_heads)
+        if self.recency:
+            table[:, 1:] = torch.logspace(-1, 1, num_heads - 1, 2.0)
+            table *= -math.log(2) * torch.arange(self.num_buckets)[:, None]
+        return table
 
 
 @dataclass(frozen=True)
@@ -254,13 +272,14 @@ class FeatureGroup:
         self.width_of_targets = self.embedding_dim if self.target_dim is None else self.target_dim
 
 
+def has_own_buckets(bias: Bias | None) -> bool:
+    """Returns whether a bias by distance has other buckets than those of the kernels."""
+    return isinstance(bias, PositionBias) and bias.buckets is not None
+
+
 def initial_bias(bias: Bias | None, num_buckets: int, num_heads: int) -> Tensor:
     """Returns the initial values [num_buckets, num_heads] of the learned table of a bias, float32."""
-    table = torch.zeros(num_buckets, num_heads)
-    if isinstance(bias, PositionBias) and bias.recency:
-        table[:, 1:] = torch.logspace(-1, 1, num_heads - 1, 2.0)
-        table *= -math.log(2) * torch.arange(num_buckets)[:, None]
-    return table
+    return bias.initial_table(num_heads) if isinstance(bias, PositionBias) else torch.zeros(num_buckets, num_heads)
 
 
 def group_features(
@@ -274,7 +293,7 @@ def group_features(
             feature.sequence_width(embedding_dim),
             len(feature.target_keys),
             len(feature.sequence_keys),
-            type(feature.bias),
+            feature.bias if has_own_buckets(feature.bias) else type(feature.bias),
             feature.num_buckets,
             feature.weighted_values,
         )

@@ -18,6 +18,7 @@ from jfi.modules.sequence_configs import (
     SequenceFeatureConfig,
     TimeBias,
     WeightBias,
+    has_own_buckets,
 )
 from jfi.modules.table_rows import UnreadRows
 from jfi.ops.gather_rows import check_dense, may_read
@@ -283,6 +284,11 @@ def _check_options(
             raise ValueError(
                 f"target_times must be None for feature '{feature.name}' with {feature.bias!r}, whose ids are the same "
                 "for all candidates of a user: TimeBias computes ages from the times"
+            )
+        if has_own_buckets(feature.bias):
+            raise ValueError(
+                f"target_times must be None for feature '{feature.name}' with {feature.bias!r}: by pair of candidate "
+                "and event the kernels know the buckets of PositionBias alone"
             )
 
 

@@ -271,5 +271,5 @@ class Pooled(nn.Module):
 def _bias_rows(feature: SequenceFeatureConfig, events: Segments, read: ByEvent) -> Tensor | None:
     """Row [S] of the feature's learned bias table for each event, or None for a feature without one."""
     if isinstance(feature.bias, PositionBias):
-        return position_buckets(events.offsets, events.owner.size(0), feature.bias.num_buckets)
+        return position_buckets(events.offsets, events.owner.size(0), feature.bias)
     return None if feature.bias_key is None else read.buckets[feature.bias_key]

@@ -7,6 +7,7 @@ import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 import jfi
+from jfi.modules import PositionBias
 from jfi.modules.events import position_buckets
 from jfi.modules.table_rows import own_rows
 from jfi.utils.padding import padded_to_capacity, padding_state
@@ -99,8 +100,8 @@ def test_sums_over_samples_leave_padding_alone(unread, poisoned, device):
 
 def test_buckets_by_position_of_the_events_alone():
     offsets = torch.tensor([0, 3, 3, 8])
-    want = position_buckets(offsets, 8, 32)
-    assert torch.equal(position_buckets(offsets, 12, 32, is_padded=True)[:8], want)
+    want = position_buckets(offsets, 8, PositionBias())
+    assert torch.equal(position_buckets(offsets, 12, PositionBias(), is_padded=True)[:8], want)
 
 
 def test_a_compiled_function_knows_of_the_padding():
