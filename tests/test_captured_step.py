@@ -595,3 +595,22 @@ def test_what_to_dict_has_found_does_not_stay_behind():
     moved = to_device([ids], torch.device("meta"))[0]
     assert moved.values().is_meta and moved._jt_dict is None
     assert to_device(torch.zeros(2), torch.device("meta")).is_meta
+
+
+@dataclasses.dataclass
+class Movable:
+    """A batch with a `to` of its own, as TorchRec's Pipelineable asks for."""
+
+    ids: KeyedJaggedTensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Movable":
+        return Movable(self.ids.to(device, non_blocking=non_blocking))
+
+
+def test_an_eager_step_reads_the_ids_on_its_device_whatever_was_read_before():
+    ids = KeyedJaggedTensor(["a", "b"], torch.arange(4), lengths=torch.tensor([1, 1, 2, 0]))
+    ids.to_dict()
+    found = []
+    captured = CapturedStep(lambda batch: found.append(batch.ids), nn.Linear(1, 1, device="meta"))
+    captured(Movable(ids))
+    assert all(part.values().is_meta for part in found[0].to_dict().values())

@@ -145,8 +145,6 @@ class StepGraphs:
         self.eager[reason] += 1
 
         def step() -> Any:
-            if hasattr(batch, "to"):
-                return self._step(batch.to(self._device, non_blocking=True))
             return self._step(to_device(batch, self._device))
 
         return step() if self._graphs is None else self._graphs.run(step)
