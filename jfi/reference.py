@@ -279,7 +279,8 @@ def jagged_attention(
         place = pairs.right - segment_expand(key_offsets[:-1].long(), query_offsets, rows)[pairs.left]
         distance = older[pairs.left] - place
     if max_visible is not None:
-        hidden = hidden | (distance >= max_visible + (age is not None and not causal))
+        nearest = 1 if age is not None and not causal else 0  # no bool: a compiler's symbols do not add with one
+        hidden = hidden | (distance >= max_visible + nearest)
     for table, count in ((time_bias, age), (position_bias, distance)):
         if table is not None:
             # frexp's exponent is floor(log2) + 1, exactly.
