@@ -33,6 +33,8 @@ FEW_CHUNKS = 3
 #: Padding a batch up to this many pairs of query and key costs less than another batch.
 PADDED_PAIRS = 2**13
 LOG2_E = math.log2(math.e)
+#: A window that reaches farther has no end; a position and it still fit 64 bits.
+_FAR = 2**62
 
 
 def keys_and_values(x: JaggedAttentionInputs, keys: Rows) -> tuple[Tensor, Tensor]:
@@ -54,8 +56,10 @@ def _visible(x: JaggedAttentionInputs) -> tuple[Tensor, Tensor]:
     # Bottom-right aligned: a sample's last query has the position of its last key.
     position = torch.arange(len(end)) + (num_keys - x.query_offsets[1:]).repeat_interleave(counts)
     if x.right is not None:
-        end = torch.minimum(end, (position + (x.right + 1)).clamp_(min=0))
-    begin = torch.zeros_like(end) if x.left is None else torch.minimum(end, (position - x.left).clamp_(min=0))
+        end = torch.minimum(end, (position + (min(x.right, _FAR) + 1)).clamp_(min=0))
+    begin = torch.zeros_like(end)
+    if x.left is not None:
+        begin = torch.minimum(end, (position - min(x.left, _FAR)).clamp_(min=0))
     return begin, end
 
 
