@@ -41,6 +41,8 @@ from jfi.utils.timelines import Timelines
 
 Pooling = Literal["attention", "mean", "sum", "none"]
 
+torch.fx.wrap("merged")
+
 
 class SequenceDLRM(nn.Module):
     """TorchRec's DLRM with sequence features: each sample's target attends to its histories.

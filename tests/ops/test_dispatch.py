@@ -57,7 +57,7 @@ def test_a_profile_names_the_operator(device):
 
 
 def test_cpu_tensors_are_refused_without_the_interpreter(monkeypatch):
-    monkeypatch.setattr("jfi.kernels.common.primitives.INTERPRET", SimpleNamespace(value=False))
+    monkeypatch.setattr("jfi.ops._checks.interprets", lambda: False)
     query, key, offsets = inputs(torch.device("cpu"))
     with pytest.raises(ValueError, match="impl='triton' must come with tensors on a GPU, got cpu: use impl='torch'"):
         ops.target_attention(query, key, offsets=offsets, impl="triton")

@@ -75,7 +75,9 @@ def test_latest_is_the_furthest(tmp_path):
         assert latest_checkpoint(tmp_path).name == checkpoint_name(epoch, batch)
 
 
-@pytest.mark.parametrize("stage", ["training.tensor_files.sha256_of", "training.checkpoint.json.dumps", "files.sync"])
+@pytest.mark.parametrize(
+    "stage", ["training.tensor_files.sha256_of", "training.checkpoint.json.dumps", "utils.files.sync"]
+)
 def test_death_before_the_rename_leaves_no_checkpoint(tmp_path, monkeypatch, stage):
     save_checkpoint(tmp_path, checkpoint_name(1, 0), state(1.0), {})
 
