@@ -180,7 +180,6 @@ def device_of(device: torch.device) -> Device:
     return Device("cuda", capability, num_sms, capability[0] == 9 and _has_gluon())
 
 
-@torch.compiler.assume_constant_result  # a compiler cannot trace how Triton reads its settings
 def interprets() -> bool:
     """Returns whether the kernels run through Triton's interpreter, which takes CPU tensors."""
     from triton import knobs

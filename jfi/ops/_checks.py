@@ -267,7 +267,7 @@ def check_impl(impl: str, like: Tensor) -> str:
         return "triton" if like.is_cuda and like.dtype != torch.float64 else "torch"
     if impl == "triton" and like.dtype == torch.float64:
         raise TypeError("impl='triton' takes float32, bfloat16 or float16, got torch.float64: use impl='torch'")
-    if impl == "triton" and like.device.type == "cpu" and not (interprets() or is_traced()):
+    if impl == "triton" and like.device.type == "cpu" and not (is_traced() or interprets()):
         raise ValueError(f"impl='triton' must come with tensors on a GPU, got {like.device}: use impl='torch'")
     return impl
 
