@@ -3,7 +3,7 @@
 A plan follows from shapes, dtypes, the device and hints alone; launchers execute it and choose nothing themselves.
 ``jfi.ops.explain`` shows the plan of a call.  Not here but in jfi/cpu are the block sizes of a CPU's batched products
 and when it pads a batch: they go by each sample's length.  The numbers are the best of those measured on an H200
-unless a line says otherwise.  Imports torch alone.  One file on purpose, long as it is: a choice can be read and
+unless a line says otherwise.  Imports no kernel.  One file on purpose, long as it is: a choice can be read and
 changed in one place.
 """
 

@@ -274,6 +274,16 @@ def test_a_batch_with_other_parts_runs_eagerly_and_warns_once():
     assert len(seen) == 1 and reason in str(seen[0].message) and captured.eager == {reason: 3}
 
 
+def test_a_reference_that_was_refused_stays_the_reference():
+    refused = {"x": torch.ones(2), "names": numpy.array(["a"])}
+    captured = CapturedStep(lambda one: {}, nn.Linear(1, 1), reference=refused)
+    captured._graphs = FakeGraphs()
+    with pytest.warns(UserWarning, match="names"):
+        for _ in range(3):
+            captured(batch([3] * B))
+    assert captured.captured == 0 and captured.eager == {"the batch['names'] is a ndarray": 3}
+
+
 def test_no_more_graphs_than_asked_for():
     captured = CapturedStep(lambda one: {}, nn.Linear(1, 1), reference=batch([100] * B), warmup_steps=1, max_graphs=2)
     captured._graphs = graphs = FakeGraphs()
@@ -614,3 +624,13 @@ def test_an_eager_step_reads_the_ids_on_its_device_whatever_was_read_before():
     captured = CapturedStep(lambda batch: found.append(batch.ids), nn.Linear(1, 1, device="meta"))
     captured(Movable(ids))
     assert all(part.values().is_meta for part in found[0].to_dict().values())
+
+
+def test_a_step_that_raises_is_not_counted():
+    def fail(batch: Tensor) -> None:
+        raise RuntimeError("no step")
+
+    captured = CapturedStep(fail, nn.Linear(1, 1))
+    with pytest.raises(RuntimeError, match="no step"):
+        captured(torch.zeros(1))
+    assert captured.steps == 0

@@ -1,6 +1,7 @@
 """Attention over digits on a CPU: blocks of samples are decoded, then attended to as rows of numbers.
 
-A block has as many samples as hold some 2^15 events, at least one, so [S, L] is made of no more than that.
+A block has as many samples as hold some 2^15 events, at least one, so [S, L] is made of no more than that or the
+longest sample.
 """
 
 from collections.abc import Iterator, Sequence

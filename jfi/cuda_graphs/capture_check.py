@@ -55,13 +55,13 @@ def why_not_captured(model: nn.Module, batch: Any) -> str | None:
     return next(filter(None, (why_module_not(module, padded) for module in model.modules())), None)
 
 
-def why_module_not(module: nn.Module, keys: set[str], spread: frozenset[str] = frozenset()) -> str | None:
+def why_module_not(module: nn.Module, keys: set[str], remote: frozenset[str] = frozenset()) -> str | None:
     """Returns why one module, without its children, cannot be captured; None if nothing is known.
 
     Args:
         module: a module of the model.
         keys: the padded keys.
-        spread: sequence features whose rows lie on several ranks: their padding is behind the events of all.
+        remote: sequence features whose rows lie on several ranks: their padding is behind the events of all.
     """
     kind = type(module).__name__
     if isinstance(module, ShardedModule):
@@ -80,17 +80,17 @@ def why_module_not(module: nn.Module, keys: set[str], spread: frozenset[str] = f
     if isinstance(module, JaggedEncoder) and keys:
         return "a JaggedEncoder has linear layers, whose gradients sum over all rows of a history"
     if isinstance(module, JaggedFeatureInteraction) and keys:
-        return next(filter(None, (_why_group_not(module, group, spread) for group in module.groups)), None)
+        return next(filter(None, (_why_group_not(module, group, remote) for group in module.groups)), None)
     return None
 
 
-def _why_group_not(layer: JaggedFeatureInteraction, group: FeatureGroup, spread: frozenset[str]) -> str | None:
+def _why_group_not(layer: JaggedFeatureInteraction, group: FeatureGroup, remote: frozenset[str]) -> str | None:
     """Returns why one group of a layer's features cannot be captured; None if nothing is known."""
     features = [feature.name for feature in group.features]
     names = ", ".join(features)
     if layer.project_history:
         return f"project_history of '{names}': the gradients of a projection sum over all rows of a history"
-    if len(features) > 1 and not spread.issuperset(features):
+    if len(features) > 1 and not remote.issuperset(features):
         return f"the features {names} are read in one launch, with the padding between them"
     rows = layer.num_queries * layer.num_heads
     if rows > SINGLE_TILE_ROWS:

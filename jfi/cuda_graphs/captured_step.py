@@ -104,12 +104,6 @@ class StepGraphs:
         if self._graphs is not None:
             self._graphs.reset()
 
-    def _run_in_buffers(self, batch: Described, capacities: tuple[int, ...]) -> Any:
-        """Runs a step on a batch that the capacities hold."""
-        bucket = self._bucket(batch.structure, capacities)
-        self._graphs.load(bucket, batch)
-        return self._run(bucket)
-
     def _bucket(self, structure: Hashable, capacities: tuple[int, ...]) -> CapacityBucket:
         # A graph captures dropout and the like as they are in this mode.
         key = self._model.training, *capacities
@@ -132,9 +126,9 @@ class StepGraphs:
             graphs = sum(other.replay is not None for other in self._buckets.values())
             if bucket.eager_steps < self._warmup_steps or graphs == self._max_graphs:
                 is_warm = bucket.eager_steps >= self._warmup_steps
-                self.eager[f"beyond {self._max_graphs} graphs" if is_warm else "as warm-up"] += 1
                 outputs = self._graphs.run(step)
                 bucket.eager_steps += 1  # a step that raises does not count
+                self.eager[f"beyond {self._max_graphs} graphs" if is_warm else "as warm-up"] += 1
                 return outputs
             bucket.replay, bucket.outputs = self._graphs.capture(step)
         bucket.replay()
@@ -142,12 +136,12 @@ class StepGraphs:
         return bucket.outputs
 
     def _run_eagerly(self, batch: Any, reason: str) -> Any:
-        self.eager[reason] += 1
-
         def step() -> Any:
             return self._step(to_device(batch, self._device))
 
-        return step() if self._graphs is None else self._graphs.run(step)
+        outputs = step() if self._graphs is None else self._graphs.run(step)
+        self.eager[reason] += 1
+        return outputs
 
 
 class CapturedStep(StepGraphs):
@@ -244,17 +238,20 @@ class CapturedStep(StepGraphs):
         capacities = self._capacities.fit(described)
         if isinstance(capacities, str):
             return self._run_eagerly(batch, capacities)
-        return self._run_in_buffers(described, capacities)
+        bucket = self._bucket(described.structure, capacities)
+        self._graphs.load(bucket, described)
+        return self._run(bucket)
 
     def _begin(self, batch: Any, described: Described) -> None:
         if self._reference is not None:
-            batch, self._reference = self._reference, None
+            batch = self._reference
             described = describe(batch)
         reason = why_not_captured(self._model, batch)
         if reason is not None:
             raise ValueError(f"the step cannot be captured: {reason}")
         self._capacities, self._padding = CapacityBuckets.of(described), padding_ids(self._model)
         self._fixed_length_keys = self._capacities.fixed_length_keys
+        self._reference = None
 
 
 class CudaGraphs:

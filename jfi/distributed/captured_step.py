@@ -182,8 +182,7 @@ class CapturedShardedStep(StepGraphs):
             if len(set(self._agreed.samples)) > 1:  # no two ranks' shapes would agree
                 self._in_flight.append(InFlightBatch(batch, None, None))
                 continue
-            capacities = tuple(map(max, *self._recent)) if len(self._recent) > 1 else self._recent[0]
-            self._in_flight.append(self._input_dist(capacities).send(batch))
+            self._in_flight.append(self._input_dist(max(self._recent)).send(batch))
 
     def _input_dist(self, capacities: tuple[int, ...]) -> FixedInputDist:
         if capacities not in self._input_dists:

@@ -84,6 +84,9 @@ def row_shardings(
         sizes: by table the number of its rows.
         plan: by table its sharding, as `row_wise_shards` gives it.
         first_rank: of all processes, the first one of the group that the plan is for.
+
+    Raises:
+        ValueError: a rank would own 2**31 rows or more.
     """
     shardings, used = {}, {}
     for table, num_rows in sizes.items():
@@ -93,6 +96,9 @@ def row_shardings(
         for shard, rank, position in zip(held, ranks, positions, strict=True):
             used[rank] = position + shard.shard_sizes[0]
         shardings[table] = RowSharding(num_rows, firsts, ranks, positions)
+    for rank, count in used.items():
+        if count >= 2**31:  # positions travel as int32
+            raise ValueError(f"plan must give a rank fewer than 2**31 rows, got {count} on rank {first_rank + rank}")
     return shardings
 
 

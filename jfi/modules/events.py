@@ -136,12 +136,13 @@ def read_events(
         sequences = lookups.as_dict(sequences)
     candidates, first_key = None, groups[0].target_keys[0][0]
     if targets is not None:
-        targets, times = _targets_as_dict(targets, first_key), (target_times, event_times, max_events)
+        targets, times = targets_as_dict(targets, first_key), (target_times, event_times, max_events)
         is_ragged = isinstance(targets.get(first_key), JaggedTensor)
         if is_ragged or target_times is not None or event_times is not None or max_events is not None:
             validation.check_ragged_targets(targets, groups, sequences, *times)
             candidates = targets[first_key].offsets(), *times
-            targets = {key: target.values() for key, target in targets.items() if isinstance(target, JaggedTensor)}
+            read = {key for group in groups for keys in group.target_keys for key in keys}
+            targets = {key: targets[key].values() for key in read}
     has_times = candidates is not None and target_times is not None
     validation.check_inputs(sequences, groups, targets, None if candidates is None else candidates[0], has_times)
     device = sequences[groups[0].sequence_keys[0][0]].offsets().device
@@ -149,7 +150,7 @@ def read_events(
         return [_read_group(sequences, group, targets, candidates) for group in groups]
 
 
-def _targets_as_dict(targets: object, first_key: str) -> dict[str, Tensor] | dict[str, JaggedTensor]:
+def targets_as_dict(targets: object, first_key: str) -> dict[str, Tensor] | dict[str, JaggedTensor]:
     """Returns the targets, and what an awaitable holds, as a dict; `first_key` is for the message of an error."""
     if isinstance(targets, LazyAwaitable):
         targets = lookups.wait(targets)
@@ -202,7 +203,7 @@ def _read_group(
     if len(firsts) > 1:
         events.offsets = join_offsets(firsts)
         events.counts = tuple([validation.unread(one).size(0) for one in firsts])
-    is_padded = bool(padding_state.blocks) and padding_state.is_padded
+    is_padded = bool(padding_state.blocks) and padding_state.is_padded  # the first part spares two calls
     if is_padded:
         sources = [[sequences[key] for key in keys] for keys in group.sequence_keys]
         if len(events.fields) < len(sources):

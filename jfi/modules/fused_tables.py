@@ -228,7 +228,7 @@ class FusedTables:
         try:
             yield
         except BaseException:
-            self._finished = []
+            self._finished, self._running = [], {}  # also those of the pass that raised
             raise
         finally:
             self._deferring = False
@@ -389,7 +389,7 @@ def _checked(optimizer_type: type, options: dict[str, Any], average: float | Non
         if not 0 <= value < float("inf"):
             raise ValueError(f"optimizer_kwargs['{key}'] must be 0 or more and finite, got {value}")
     if betas is not None:
-        is_pair = isinstance(betas, list | tuple) and len(betas) == 2
+        is_pair = isinstance(betas, list | tuple) and len(betas) == 2 and bool not in map(type, betas)
         if not is_pair or not all(isinstance(beta, Real) and 0 <= beta < 1 for beta in betas):
             raise ValueError(f"optimizer_kwargs['betas'] must be two numbers in [0, 1), got {shown(betas)}")
         options["betas"] = tuple(betas)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
-from jfi.modules.events import Events, read_events
+from jfi.modules.events import Events, read_events, targets_as_dict
 from jfi.modules.sequence_configs import FeatureGroup, SequenceFeatureConfig, check_features
 from jfi.ops import jagged_attention, jagged_jagged_bmm, target_attention
 from jfi.utils.arguments import check_choice, check_int
@@ -94,7 +94,10 @@ def _read(
     *times: JaggedTensor | dict[str, JaggedTensor] | int | None,
 ) -> list[Events]:
     """Reads the events of every group, with the targets only if they are ragged."""
-    is_ragged = isinstance(targets, dict) and isinstance(targets.get(groups[0].target_keys[0][0]), JaggedTensor)
+    first_key = groups[0].target_keys[0][0]
+    if targets is not None:
+        targets = targets_as_dict(targets, first_key)
+    is_ragged = targets is not None and isinstance(targets.get(first_key), JaggedTensor)
     if any([one is not None for one in times]):  # refused unless the targets are ragged
         return read_events(sequences, groups, targets or {}, *times)
     return read_events(sequences, groups, targets if is_ragged else None)

@@ -70,7 +70,8 @@ def is_unobserved(collection: nn.Module, ids: KeyedJaggedTensor) -> bool:
     if not isinstance(ids, KeyedJaggedTensor) or is_traced():
         return False
     for module in (collection, *collection.embeddings.values()):
-        if module._forward_hooks or module._forward_pre_hooks:
+        backward = module._backward_hooks or module._backward_pre_hooks
+        if module._forward_hooks or module._forward_pre_hooks or backward:
             return False
     return True
 

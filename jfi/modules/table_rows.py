@@ -147,7 +147,7 @@ class DigitRows(UnreadRows):
 
     @property
     def words(self) -> Tensor:
-        """Returns words [S, ceil((L + 2) / 16)] int32, made once for all layers; or those of the catalogue.
+        """Returns words [S, ceil((L + 2) / 16)] int32, made at the first use; or those of the catalogue.
 
         The events are then its rows `indices`.
         """
@@ -199,8 +199,8 @@ def with_weights(events: JaggedTensor, weights: Tensor | None) -> JaggedTensor:
 def own_rows(rows: Tensor, offsets: Tensor, sources: list[JaggedTensor]) -> Tensor:
     """Returns rows [S, D] of these sources; in a padded batch their gradient is zero behind the last sample.
 
-    Kernels leave the gradient of these rows unwritten, and an nn.Embedding adds up what it gets. A subclass of
-    JaggedTensor has rows by id, and the step of its table leaves padding out.
+    Kernels leave the gradient of these rows unwritten, and an nn.Embedding adds up what it gets. The gradient of
+    `TableRows` goes to the step of their table, which leaves padding out.
     """
     if all([isinstance(one, TableRows) for one in sources]) or not rows.requires_grad:
         return rows

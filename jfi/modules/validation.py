@@ -21,11 +21,10 @@ from jfi.modules.sequence_configs import (
     has_own_buckets,
 )
 from jfi.modules.table_rows import UnreadRows
-from jfi.ops.gather_rows import check_dense, may_read
+from jfi.ops.gather_rows import FLOATING, check_dense, may_read
 from jfi.utils.arguments import MAX_ROWS, check_ascending, check_int
 
 _INTEGERS = (torch.int32, torch.int64)
-_FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def require_keys(argument: str, present: Collection[str], needed: Iterable[str]) -> None:
@@ -156,7 +155,7 @@ def check_inputs(
             for key in feature.target_keys:
                 target = targets.get(key)
                 is_dense = isinstance(target, Tensor) and not target.is_nested and target.layout is torch.strided
-                if not is_dense or target.shape != (rows, group.width_of_targets) or target.dtype not in _FLOATING:
+                if not is_dense or target.shape != (rows, group.width_of_targets) or target.dtype not in FLOATING:
                     _refuse_target(targets, key, rows, group.width_of_targets, target_offsets is not None)
                 if target.device != values.device:
                     of = f"that of sequences['{feature.sequence_keys[0]}']"
@@ -173,7 +172,7 @@ def _check_events(
         if not isinstance(events, JaggedTensor):
             _refuse_type(sequences, key)
         values = check_jagged(f"sequences['{key}']", events)
-        if values.dim() != 2 or values.size(1) != embedding_dim or values.dtype not in _FLOATING:
+        if values.dim() != 2 or values.size(1) != embedding_dim or values.dtype not in FLOATING:
             raise ValueError(
                 f"sequences['{key}'] must hold embeddings of shape [S, {embedding_dim}] (events, embedding_dim), "
                 f"got {values.dtype} of shape {list(values.shape)}"
@@ -303,8 +302,8 @@ def _refuse_target(targets: dict[str, Tensor], key: str, count: int, embedding_d
     if not isinstance(target, Tensor):
         raise TypeError(f"targets['{key}'] must be a Tensor, got {type(target).__name__}")
     check_dense(f"targets['{key}']", target)
-    if target.dtype not in _FLOATING:
-        raise TypeError(f"targets['{key}'] must be float32, bfloat16 or float16, got {target.dtype}")
+    if target.dtype not in FLOATING:
+        raise TypeError(f"targets['{key}'] must be float32, bfloat16, float16 or float64, got {target.dtype}")
     what, got = "rows" if is_ragged else "samples", list(target.shape)
     raise ValueError(f"targets['{key}'] must have shape [{count}, {embedding_dim}] ({what}, embedding_dim), got {got}")
 

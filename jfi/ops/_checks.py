@@ -12,6 +12,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
+from jfi.ops._dispatch import PLAIN
 from jfi.plan import interprets
 from jfi.utils.arguments import check_ascending
 from jfi.utils.context import is_traced
@@ -72,10 +73,6 @@ def check_floating(**tensors: Tensor | None) -> None:
             raise ValueError(f"{name} must be on the device of {first_name}, {first.device}, got {tensor.device}")
 
 
-#: The usual types of tensors.
-_DENSE = (Tensor, torch.nn.Parameter)
-
-
 def check_dense(name: str, tensor: Tensor) -> None:
     """Checks that tensor is a Tensor in memory that strides describe, not a sparse or a nested one."""
     if not isinstance(tensor, Tensor):
@@ -89,13 +86,13 @@ def check_dense(name: str, tensor: Tensor) -> None:
 def check_all_dense(names: Iterable[str], tensors: Iterable[Tensor]) -> None:
     """Raises unless all are as `check_dense` says, which is called for odd ones alone."""
     for name, x in zip(names, tensors, strict=False):
-        if type(x) not in _DENSE or x.layout is not torch.strided or x.is_nested:
+        if type(x) not in PLAIN or x.layout is not torch.strided or x.is_nested:
             check_dense(name, x)
 
 
 def check_dim(name: str, tensor: Tensor, layout: str) -> None:
     """Checks that tensor has the dimensions of its layout, such as "[S, D]", and no width of 0 behind the first."""
-    if type(tensor) not in _DENSE or tensor.layout is not torch.strided or tensor.is_nested:
+    if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
         check_dense(name, tensor)
     dims = layout.count(",") + 1
     if tensor.dim() != dims:

@@ -26,12 +26,11 @@ def _forward(tables: list[Tensor], indices: list[Tensor], dtype: torch.dtype, im
     table, index = tables[0], indices[0]
     if impl == "triton":
         from jfi.kernels.tables.gather import gather_rows
-    elif table.is_cpu and len(tables) == 1 and index.numel() and int(index.min()) >= 0:
-        return torch.nn.functional.embedding(index, table).to(dtype)  # no index is missing: no mask
-    else:
-        from jfi.reference import gather_rows
 
-    return gather_rows(tuple(tables), tuple(indices), dtype)
+        return gather_rows(tuple(tables), tuple(indices), dtype)
+    if table.is_cpu and len(tables) == 1 and index.numel() and int(index.min()) >= 0:
+        return torch.nn.functional.embedding(index, table).to(dtype)  # no index is missing: no mask
+    return reference.gather_rows(tuple(tables), tuple(indices), dtype)
 
 
 _registered = torch.library.custom_op("jfi::gather_rows", _forward, mutates_args=())

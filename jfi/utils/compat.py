@@ -26,6 +26,8 @@ PyTorch:
     torch.fx._symbolic_trace.PHWithMeta          placeholder of TorchRec's train pipelines: Batch.to_proxy_tuple
     torch.nn.Module._forward_hooks               sees hooks: tables with hooks would be read past them
     torch.nn.Module._forward_pre_hooks           likewise
+    torch.nn.Module._backward_hooks              likewise
+    torch.nn.Module._backward_pre_hooks          likewise
     torch.nn.Module._modules                     modules named like attributes of nn.ModuleDict: a feature "type"
     torch.nn.Module._parameters                  reads parameters of stacked attention without nn.Module.__getattr__
     torch.optim.Optimizer._warned_capturable_if_run_uncaptured    silences the warning for steps before a capture

@@ -398,6 +398,12 @@ def test_a_failed_backward_pass_leaves_nothing_behind():
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
     assert fused(ids)["item"].values().shape == (6, WIDTH)
+    before = copy.deepcopy(fused.state_dict())
+    with pytest.raises(RuntimeError, match="on purpose"), jfi.modules.defer_steps(fused):
+        (fused(batch())["item"].values() * Fails.apply(x)).sum().backward()
+    fused.fused_optimizer.step()
+    torch.testing.assert_close(fused.state_dict(), before, rtol=0, atol=0)
+    assert not fused._fused._running
 
 
 def test_a_copy_has_tables_and_states_of_its_own():
@@ -603,6 +609,7 @@ def test_an_average_loaded_before_the_first_step_begins_as_the_weight():
         (torch.optim.SGD, {"lr": -1.0}, {}, r"optimizer_kwargs\['lr'\] must be 0 or more and finite, got -1.0"),
         (torch.optim.SGD, {"lr": "x"}, {}, r"optimizer_kwargs\['lr'\] must be a float, got str"),
         (torch.optim.Adam, {"betas": (0.9, 1.0)}, {}, r"optimizer_kwargs\['betas'\] must be two numbers in \[0, 1\)"),
+        (torch.optim.Adam, {"betas": (False, 0.9)}, {}, r"optimizer_kwargs\['betas'\] must be two numbers in \[0, 1\)"),
         (torch.optim.SGD, {}, {"average": 1.0}, "average must be between 0 and 1, or None, got 1.0"),
         (torch.optim.SGD, {}, {"output_dtype": torch.int32}, "output_dtype must be a floating torch.dtype or None"),
     ],

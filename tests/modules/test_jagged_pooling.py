@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torchrec import JaggedTensor
+from torchrec.distributed.types import LazyNoWait
 
 from jfi import PositionBias, SequenceFeatureConfig
 from jfi.modules import JaggedPooling
@@ -52,6 +53,15 @@ def test_the_sum_is_that_of_the_events_that_a_candidate_sees(max_events):
         seen = events.values()[(users == user) & (torch.tensor(event_times) < time)]
         seen = seen if max_events is None else seen[-max_events:]
         torch.testing.assert_close(pooled[row], seen.sum(0))
+
+
+def test_candidates_of_a_sharded_collection_are_ragged_too():
+    pooling = JaggedPooling([SequenceFeatureConfig("taste", ["history"], ["item"])], 2)
+    events = {"history": JaggedTensor(torch.randn(4, 2), lengths=torch.tensor([3, 1]))}
+    candidates = {"item": JaggedTensor(torch.randn(3, 2), lengths=torch.tensor([1, 2]))}
+    found = pooling(events, LazyNoWait(candidates)).values()
+    torch.testing.assert_close(found, pooling(events, candidates).values())
+    assert len(found) == 3
 
 
 def test_an_unknown_mode_is_refused():

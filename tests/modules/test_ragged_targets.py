@@ -457,3 +457,17 @@ def test_many_candidates_of_a_user_share_projected_events(count, options, projec
     copies = [history[:3]] * count + [history[3:]] * count
     expanded = {"history": jagged(torch.cat(copies), [3] * count + [4] * count)}
     torch.testing.assert_close(got, layer(expanded, {"item": target}).values())
+
+
+def test_targets_that_no_feature_reads_are_not_read():
+    class Unread(JaggedTensor):
+        def values(self):
+            raise AssertionError("read")
+
+    layer = JaggedFeatureInteraction([taste()], EMBEDDING_DIM, 2)
+    events = jagged(torch.randn(4, EMBEDDING_DIM), [3, 1])
+    item = jagged(torch.randn(3, EMBEDDING_DIM), [1, 2])
+    other = Unread(torch.randn(3, EMBEDDING_DIM), lengths=torch.tensor([1, 2]))
+    targets = {key: item for key in layer.features[0].target_keys}
+    sequences = {key: events for key in layer.features[0].sequence_keys}
+    assert layer(sequences, targets | {"unread": other}).values().shape[0] == 3
