@@ -23,7 +23,7 @@ def bucket_edges(
     num_buckets: int,
     by_time: bool,
 ) -> Tensor:
-    """Arguments and result as those of the operator in jfi/ops/_bucket_edges.py."""
+    """Computes the operator in jfi/ops/_visibility.py; the same arguments and result."""
     device = query_offsets.device
     query_offsets, key_offsets = query_offsets.long(), key_offsets.long()
     query = torch.arange(rows, device=device)

@@ -94,6 +94,13 @@ def operator(
     return call
 
 
+def is_exported(query: Tensor, impl: str) -> bool:
+    """Returns whether the kernels become part of a package, where no operator of jfi exists."""
+    # Dynamo takes is_exporting() for true in torch 2.11, also where nothing is exported.
+    exports = impl == "triton" and torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+    return exports and query.is_cuda
+
+
 def flat_arguments(*args: object, **kwargs: object) -> tuple:
     """Returns a call's arguments, of a tuple or list its elements."""
     given = (*args, *kwargs.values())

@@ -21,10 +21,8 @@ import torch
 from torch import Tensor
 
 from jfi import reference
-from jfi.operands import MAX_BUCKETS, JaggedAttentionInputs, is_packed
-from jfi.ops._bucket_edges import bucket_edges
+from jfi.operands import JaggedAttentionInputs, is_packed
 from jfi.ops._checks import (
-    check_count,
     check_dim,
     check_events,
     check_floating,
@@ -33,19 +31,15 @@ from jfi.ops._checks import (
     check_key_bias,
     check_offsets,
     check_scale,
-    check_size,
-    check_times,
     check_untrained,
 )
 from jfi.ops._digits import check_digits
-from jfi.ops._dispatch import aligned, operator, public
+from jfi.ops._dispatch import aligned, is_exported, operator, public
+from jfi.ops._visibility import visibility
 from jfi.ops.explain import explains
 from jfi.ops.gather_rows import read_rows
 from jfi.ops.rows_by_id import RowsById, rows_by_head, rows_by_id
 from jfi.plan import plan_jagged_attention
-
-#: Keys whose numbers fit 32 bits beside that of a bucket.
-MOST_KEYS = 2**31 // MAX_BUCKETS
 
 
 def _forward(
@@ -88,15 +82,10 @@ def _backward(
     query: Tensor,
     key: Tensor,
     value: Tensor | None,
-    query_offsets: Tensor,
-    key_offsets: Tensor,
+    offsets: list[Tensor],
     bias: Tensor | None,
-    edges: Tensor | None,
-    table: Tensor | None,
-    query_time: Tensor | None,
-    key_time: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
+    buckets: list[Tensor],
+    saved: list[Tensor],
     needed: list[bool],
     scale: float,
     left: int | None,
@@ -104,23 +93,28 @@ def _backward(
     is_causal: bool,
     impl: str,
 ) -> list[Tensor]:
-    """The gradients of query, key, value, bias and table that are needed, in this order."""
+    """Returns the gradients of query, key, value, bias and table that are needed, in this order.
+
+    ``offsets`` are those of queries and of keys, ``buckets`` as many of edges, table, query_time and key_time as there
+    are, since each needs those before it; ``saved`` is (output, log-sum-exp).
+    """
     grad, dlse = aligned(grad), None if dlse is None else dlse.contiguous()
-    tensors = (query, key, value, query_offsets, key_offsets, bias, edges, table, query_time, key_time)
+    tensors = (query, key, value, *offsets, bias, *buckets, *(None,) * (4 - len(buckets)))
     x = JaggedAttentionInputs(*tensors, scale, left, right, is_causal)
     if impl == "torch":
         from jfi.cpu import jagged_attention
 
-        grads = jagged_attention.backward(grad, dlse, x, out, lse, needed)
+        grads = jagged_attention.backward(grad, dlse, x, *saved, needed)
     else:
         from jfi.kernels.jagged_attention import execute
 
-        grads = execute.backward(grad, dlse, x, out, lse, needed, plan_jagged_attention(x, impl))
+        grads = execute.backward(grad, dlse, x, *saved, needed, plan_jagged_attention(x, impl))
     return [x for x, need in zip(grads, needed, strict=True) if need]
 
 
-def _backward_fake(grad, dlse, query, key, value, query_offsets, key_offsets, bias, edges, table, *rest):
-    return [torch.empty_like(x) for x, need in zip((query, key, value, bias, table), rest[4], strict=True) if need]
+def _backward_fake(grad, dlse, query, key, value, offsets, bias, buckets, saved, needed, *_):
+    tensors = (query, key, value, bias, buckets[1] if len(buckets) > 1 else None)
+    return [torch.empty_like(x) for x, need in zip(tensors, needed, strict=True) if need]
 
 
 def _save(ctx, inputs, output) -> None:
@@ -133,11 +127,12 @@ def _save(ctx, inputs, output) -> None:
 def _differentiate(ctx, grad, dlse):
     if grad is None and dlse is None:
         return (None,) * 15
-    saved = ctx.saved_tensors
-    *_, out, _ = saved
+    query, key, value, query_offsets, key_offsets, bias, *buckets, out, lse = ctx.saved_tensors
     grad = torch.zeros_like(out) if grad is None else grad
+    buckets = [x for x in buckets if x is not None]
     needed = [ctx.needs_input_grad[i] for i in (0, 1, 2, 5, 7)]
-    grads = iter(_jagged_attention_bwd(grad, dlse, *saved, needed, *ctx.rest))
+    lists = [query_offsets, key_offsets], bias, buckets, [out, lse], needed
+    grads = iter(_jagged_attention_bwd(grad, dlse, query, key, value, *lists, *ctx.rest))
     dquery, dkey, dvalue, dbias, dtable = [next(grads) if need else None for need in needed]
     return dquery, dkey, dvalue, None, None, dbias, None, dtable, *(None,) * 7
 
@@ -153,22 +148,6 @@ def _exported_fwd() -> Callable:
 
     export.forward.register_autograd(_differentiate, setup_context=_save)
     return export.forward
-
-
-def _window(causal: bool, window_size: tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
-    """How many keys before and after its own position a query sees."""
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal must be True or False, got {causal!r}")
-    if window_size is not None and not (isinstance(window_size, tuple) and len(window_size) == 2):
-        raise TypeError(f"window_size must be a pair (left, right) or None, got {window_size!r}")
-    left, right = window_size or (None, None)
-    for side, bound in (("left", left), ("right", right)):
-        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | torch.SymInt)):
-            raise TypeError(f"window_size must have a {side} of None (unbounded) or an int, got {bound!r}")
-        if bound is not None and not 0 <= bound < 2**63:
-            must_be = "at least 0" if bound < 0 else "below 2**63"
-            raise ValueError(f"window_size must have a {side} of None (unbounded) or {must_be}, got {bound}")
-    return left, 0 if causal else right
 
 
 @public
@@ -255,11 +234,11 @@ def jagged_attention(
     """
     if not isinstance(return_lse, bool):
         raise TypeError(f"return_lse must be True or False, got {return_lse!r}")
-    options = {"causal": causal, "window_size": window_size, "max_visible": max_visible, "key_bias": key_bias}
-    options |= {"value_scale": value_scale}
-    options |= {"query_time": query_time, "key_time": key_time, "time_bias": time_bias, "position_bias": position_bias}
-    offsets = {"query_offsets": query_offsets, "key_offsets": key_offsets, "indices": indices}
-    inputs, impl = _prepare(query, key, value, **offsets, **options, scale=scale, impl=impl)
+    events = {"query_offsets": query_offsets, "key_offsets": key_offsets, "indices": indices}
+    events |= {"key_bias": key_bias, "value_scale": value_scale}
+    seen = {"causal": causal, "window_size": window_size, "max_visible": max_visible, "query_time": query_time}
+    seen |= {"key_time": key_time, "time_bias": time_bias, "position_bias": position_bias}
+    inputs, impl = _prepare(query, key, value, **events, **seen, scale=scale, impl=impl)
     if impl == "torch" and query.is_cuda:
         times = None if query_time is None else (query_time, key_time)
         relative = (times, max_visible, time_bias, position_bias)
@@ -270,15 +249,8 @@ def jagged_attention(
             value = None if value is None else _scaled(key, value)
         out, lse = reference.jagged_attention(query, key, value, *inputs[3:5], *window, *relative)
     else:
-        out, lse = (_exported_fwd() if _is_exported(query, impl) else _jagged_attention_fwd)(*inputs, impl)
+        out, lse = (_exported_fwd() if is_exported(query, impl) else _jagged_attention_fwd)(*inputs, impl)
     return (out, lse) if return_lse else out
-
-
-def _is_exported(query: Tensor, impl: str) -> bool:
-    """Whether the kernels become part of a package, where no operator of jfi exists."""
-    # Dynamo takes is_exporting() for true in torch 2.11, also where nothing is exported.
-    exports = impl == "triton" and torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
-    return exports and query.is_cuda
 
 
 def _prepare(
@@ -288,21 +260,18 @@ def _prepare(
     *,
     query_offsets: Tensor,
     key_offsets: Tensor | None,
-    indices: Tensor | tuple[Tensor, ...] | None = None,
-    causal: bool,
-    window_size: tuple[int | None, int | None] | None,
-    max_visible: int | None,
+    indices: Tensor | tuple[Tensor, ...] | None,
     key_bias: Tensor | None,
-    value_scale: Tensor | None = None,
-    query_time: Tensor | None,
-    key_time: Tensor | None,
-    time_bias: Tensor | None,
-    position_bias: Tensor | None,
+    value_scale: Tensor | None,
     scale: float | None,
-    return_lse: bool = False,
     impl: str,
+    return_lse: bool = False,
+    **seen: object,
 ) -> tuple[JaggedAttentionInputs, str]:
-    """Check the arguments; returns what the kernels take, contiguous, and "triton" or "torch"."""
+    """Check the arguments; returns what the kernels take, contiguous, and "triton" or "torch".
+
+    ``seen`` are the keyword arguments of `visibility`.
+    """
     key_offsets = query_offsets if key_offsets is None else key_offsets
     packed = is_packed(key)
     if packed:
@@ -315,8 +284,8 @@ def _prepare(
         raise TypeError("key must be a Tensor where indices is None, got a tuple")
     if isinstance(key, RowsById):
         key = rows_by_head(read_rows(key), query.shape[-1])
-    keys = {} if packed else {"key": key, "value": value}
-    check_floating(query=query, **keys, key_bias=key_bias, time_bias=time_bias, position_bias=position_bias)
+    keys, biases = {} if packed else {"key": key, "value": value}, (seen["time_bias"], seen["position_bias"])
+    check_floating(query=query, **keys, key_bias=key_bias, time_bias=biases[0], position_bias=biases[1])
     check_dim("query", query, "[R, H, D]")
     rows, num_heads, width = query.shape
     if packed:
@@ -329,41 +298,15 @@ def _prepare(
         value = value_scale
     elif value_scale is not None:
         value = _scaled(key if value is None else value, value_scale)
-    window = _window(causal, window_size)
     check_offsets("query_offsets", query_offsets, rows, "query", query)
     check_offsets("key_offsets", key_offsets, key.shape[0], "key", query, query_offsets.shape[0] - 1)
     impl = check_impl(impl, query)
     scale = check_scale(scale, width)
-    table = _relative_bias(time_bias, position_bias, num_heads)
-    has_times = query_time is not None or key_time is not None
-    if has_times:
-        check_times(query_time, key_time, query_offsets, key_offsets, rows, key)
-    _check_relative(causal, window_size, max_visible, has_times, time_bias, position_bias)
-    edges = None
-    if (has_times or table is not None) and not (impl == "torch" and query.is_cuda):  # the plain formula needs none
-        if isinstance(key.shape[0], int) and key.shape[0] >= MOST_KEYS:
-            raise ValueError(
-                f"key must have fewer than {MOST_KEYS} rows with times or a bias by bucket, got {key.shape[0]}"
-            )
-        if max_visible is None and window[0] is not None:
-            max_visible = window[0] + 1
-        num_buckets = 1 if table is None else table.shape[0]
-        offsets, times = (query_offsets.contiguous(), key_offsets.contiguous()), (query_time, key_time)
-        times = (None if x is None else x.contiguous() for x in times)
-        arguments = (*offsets, *times, rows, causal, max_visible, num_buckets, position_bias is None)
-        if not has_times and _is_exported(query, impl):
-            from jfi.cpu import bucket_edges as plain  # without times a few operations of PyTorch
-
-            edges = plain.bucket_edges(*arguments)
-        else:
-            edges = bucket_edges(*arguments, impl)
-        window = (None, None)
-    elif max_visible is not None:
-        window = (max_visible - 1, 0)
-    tensors = (query, key, value, query_offsets, key_offsets, key_bias, edges, table)
-    tensors += (None, None) if time_bias is None else (query_time, key_time)
-    tensors = (None if x is None else x.contiguous() for x in tensors)
-    return JaggedAttentionInputs(*tensors, scale, *window, causal and edges is not None), impl
+    tensors = (query, key, value, query_offsets, key_offsets, key_bias)
+    tensors = [None if x is None else x.contiguous() for x in tensors]
+    query_offsets, key_offsets = tensors[3:5]
+    buckets, window = visibility(query, key, query_offsets, key_offsets, impl, **seen)
+    return JaggedAttentionInputs(*tensors, *buckets, scale, *window), impl
 
 
 def _packed_keys(query: Tensor, digits: Tensor, value: Tensor | None, indices: Tensor | None) -> Tensor:
@@ -379,42 +322,8 @@ def _packed_keys(query: Tensor, digits: Tensor, value: Tensor | None, indices: T
 
 
 def _scaled(rows: Tensor, value_scale: Tensor) -> Tensor:
-    """[S, G, E] times [S]."""
+    """Returns [S, G, E] times [S]."""
     return rows * value_scale.to(rows.dtype)[:, None, None]
-
-
-def _relative_bias(time_bias: Tensor | None, position_bias: Tensor | None, num_heads: int) -> Tensor | None:
-    if time_bias is not None and position_bias is not None:
-        raise ValueError("time_bias and position_bias must not both be given")
-    for name, table in (("time_bias", time_bias), ("position_bias", position_bias)):
-        if table is not None:
-            check_dim(name, table, "[N, H]")
-            check_size(name, table.shape[1], num_heads, "H")
-            if not 1 <= table.shape[0] <= MAX_BUCKETS:
-                raise ValueError(f"{name} must have 1 to {MAX_BUCKETS} rows, got {table.shape[0]}")
-    return position_bias if time_bias is None else time_bias
-
-
-def _check_relative(
-    causal: bool,
-    window_size: tuple[int | None, int | None] | None,
-    max_visible: int | None,
-    has_times: bool,
-    time_bias: Tensor | None,
-    position_bias: Tensor | None,
-) -> None:
-    if max_visible is not None:
-        check_count("max_visible", max_visible, least=1)
-        if window_size is not None:
-            raise ValueError("max_visible and window_size must not both be given")
-        if not (causal or has_times):
-            raise ValueError("max_visible needs causal=True or times, which say what lies before a query")
-    if has_times and not causal and window_size is not None:
-        raise ValueError("window_size counts positions: with times give max_visible")
-    if time_bias is not None and not has_times:
-        raise ValueError("time_bias needs query_time and key_time, got None")
-    if position_bias is not None and not (causal or has_times):
-        raise ValueError("position_bias needs causal=True or times, which say what lies before a query")
 
 
 explains(jagged_attention, _prepare, plan_jagged_attention)

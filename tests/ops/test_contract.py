@@ -244,10 +244,9 @@ SCHEMAS = {
             torch.ops.jfi.jagged_attention_bwd,
             lambda q, k, v, *o: (
                 *(x.detach() for x in (q, q[..., 0].float(), q, k, v)),
-                *o,
-                *(None,) * 5,
-                q.detach(),
-                q[..., 0].detach().float() + 50,  # a log-sum-exp below the scores would overflow
+                *(list(o), None, []),
+                # A log-sum-exp below the scores would overflow.
+                [q.detach(), q[..., 0].detach().float() + 50],
                 *([True, False, True, False, False], 0.3, None, 0, False, "triton"),
             ),
         ),
@@ -260,8 +259,8 @@ SCHEMAS = {
         (
             torch.ops.jfi.jagged_attention_bwd,
             lambda q, d, y, x, i, b, w: (
-                *(q.detach(), q[..., 0].detach(), q.detach(), d[i], w, y, x, b.detach()),
-                *(*(None,) * 4, q.detach(), q[..., 0].detach() + 50, [True, False, False, True, False]),
+                *(q.detach(), q[..., 0].detach(), q.detach(), d[i], w, [y, x], b.detach(), []),
+                *([q.detach(), q[..., 0].detach() + 50], [True, False, False, True, False]),
                 *(0.3, None, None, False, "triton"),
             ),
         ),
@@ -277,6 +276,15 @@ SCHEMAS = {
                 *(q, k, None, y, x, None),
                 torch.ops.jfi.bucket_edges(y, x, t, u, q.shape[0], False, 30, 8, True, "triton"),
                 *(b, t, u, 0.3, None, None, False, "triton"),
+            ),
+        ),
+        (
+            torch.ops.jfi.jagged_attention_bwd,
+            lambda q, k, y, x, t, u, b: (
+                *(q.detach(), q[..., 0].detach().float(), q.detach(), k.detach(), None, [y, x], None),
+                [torch.ops.jfi.bucket_edges(y, x, t, u, q.shape[0], False, 30, 8, True, "triton"), b.detach(), t, u],
+                [q.detach(), q[..., 0].detach().float() + 50],
+                *([True, True, False, False, True], 0.3, None, None, False, "triton"),
             ),
         ),
     ],
